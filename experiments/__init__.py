@@ -1,0 +1,1 @@
+"""Command-line experiments on top of kvjax and its models."""

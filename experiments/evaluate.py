@@ -1,0 +1,201 @@
+"""Runs one policy at one budget over batches of examples, and times it."""
+
+import dataclasses
+import functools
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, Key, PyTree
+
+import kvjax
+from experiments.tasks import Example, Protocol
+from experiments.tasks.perplexity import SCORED
+from kvjax.generation import Model
+from models import pad_left
+
+
+@functools.partial(jax.jit, static_argnames=("model", "plan"))
+def _prefill(
+    model: Model,
+    params: PyTree[Any],
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    keys: Key[Array, "B"],
+    *,
+    plan: kvjax.CachePlan,
+) -> tuple[Float[Array, "B V"], kvjax.KVState]:
+    return kvjax.prefill(model, params, tokens, plan, lengths=lengths, key=keys)
+
+
+@functools.partial(jax.jit, static_argnames=("model",), donate_argnames=("state",))
+def _continue(
+    model: Model,
+    params: PyTree[Any],
+    logits: Float[Array, "B V"],
+    state: kvjax.KVState,
+    forced: Int[Array, "B M"],
+    num_forced: Int[Array, "B"],
+    num_steps: Int[Array, ""],
+) -> tuple[Int[Array, "B M"], Float[Array, "B M"], Int[Array, "B M"], kvjax.KVState]:
+    """Reads `num_forced` given tokens, then generates greedily, `num_steps` tokens in all.
+
+    Returns the tokens, their log-probabilities, the most live slots of any head at every step, and the state.
+    """
+
+    def step(carry):
+        i, logits, state, tokens, logp, live = carry
+        token = jnp.where(i < num_forced, forced[:, i], jnp.argmax(logits, axis=-1).astype(jnp.int32))
+        here = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=-1)[:, 0]
+        logits, state = kvjax.decode_step(model, params, token, state)
+        most = state.num_live.max((1, 2))
+        return i + 1, logits, state, tokens.at[:, i].set(token), logp.at[:, i].set(here), live.at[:, i].set(most)
+
+    start = (jnp.int32(0), logits, state, jnp.zeros_like(forced), jnp.zeros(forced.shape), jnp.zeros_like(forced))
+    _, _, state, tokens, logp, live = lax.while_loop(lambda c: c[0] < num_steps, step, start)
+    return tokens, logp, live, state
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one policy at one budget takes; sizes are static, for one batch.
+
+    Attributes:
+      slots: slots allocated for one sequence, over all layers and kv heads.
+      kv_bytes: bytes of keys and values for one sequence.
+      prefill_peak_bytes, decode_peak_bytes: arguments, results and temporaries of the compiled programs, for one batch;
+        parameters included. None where the backend does not say.
+    """
+
+    slots: int
+    kv_bytes: int
+    prefill_peak_bytes: int | None
+    decode_peak_bytes: int | None
+
+
+class Evaluator:
+    """A policy compiled for batches of one shape."""
+
+    def __init__(
+        self,
+        model: Any,
+        params: PyTree[Any],
+        policy: kvjax.Policy,
+        *,
+        width: int,
+        batch_size: int,
+        protocol: Protocol,
+        lengths: Sequence[int],
+        seed: int,
+        tokenizer: Any,
+    ):
+        """Plans the run; `compile` must come before `run`.
+
+        Raises:
+          ValueError: sizes that the policy cannot work with.
+        """
+        self.model, self.params, self.batch_size, self.protocol, self.width = model, params, batch_size, protocol, width
+        self.seed, self.tokenizer = seed, tokenizer
+        self._prefill: Any = None
+        self._continue: Any = None
+        self.plan = kvjax.make_plan(
+            model.config, policy, prompt_len=width, max_new_tokens=SCORED, lengths=sorted(set(lengths))
+        )
+
+    def compile(self) -> Cost:
+        """Compiles both programs ahead of time, so that no timing contains it."""
+        B = self.batch_size
+        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), B))
+        lowered = _prefill.lower(self.model, self.params, ints(B, self.width), ints(B), keys, plan=self.plan)
+        self._prefill = lowered.compile()
+        logits, state = lowered.out_info
+        as_struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        logits, state = jax.tree.map(as_struct, (logits, state))
+        self._continue = _continue.lower(
+            self.model, self.params, logits, state, ints(B, SCORED), ints(B), ints()
+        ).compile()
+        size = lambda x: x.size * x.dtype.itemsize
+        kv_bytes = sum(size(x) for layer in state.layers for x in (layer.k, layer.v)) // B
+        return Cost(self.plan.num_slots, kv_bytes, _peak(self._prefill), _peak(self._continue))
+
+    def release(self) -> None:
+        """Forgets the compiled programs."""
+        self._prefill = self._continue = None
+
+    def run(self, examples: Sequence[Example]) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
+        """Results of one batch, a dict an example, and the positions "B K S" that every layer holds after the prompt.
+
+        A short batch is filled up with copies of its first example.
+        """
+        B = self.batch_size
+        batch = [*examples, *[examples[0]] * (B - len(examples))]
+        in_prompt = self.protocol == "in_prompt"
+        prompts = [e.context + e.question if in_prompt else e.context for e in batch]
+        forced = [e.continuation if e.continuation else () if in_prompt else e.question for e in batch]
+        answers = [0 if e.continuation else self._answer_steps(e) for e in batch]
+        num_forced = np.array([len(f) for f in forced], np.int32)
+        num_steps = int(max(n + a for n, a in zip(num_forced, answers, strict=True)))
+        if num_steps > SCORED:
+            raise ValueError(
+                f"{batch[0].task} needs {num_steps} tokens after the prompt, but runs are planned for {SCORED}; "
+                "the tokenizer splits the question or its answers into too many pieces"
+            )
+        tokens, lengths = pad_left(prompts, width=self.width)
+        forced_ids = np.zeros((B, SCORED), np.int32)
+        for row, f in zip(forced_ids, forced, strict=True):
+            row[: len(f)] = f
+        keys = jnp.stack([self._key(e) for e in batch])
+
+        start = time.perf_counter()
+        logits, state = self._prefill(self.params, tokens, lengths, keys)
+        jax.block_until_ready(logits)
+        prefill_seconds = time.perf_counter() - start
+        positions = [np.asarray(layer.pos) for layer in state.layers]
+        live = np.asarray(state.num_live.mean((1, 2), dtype=jnp.float32))
+        start = time.perf_counter()
+        tokens, logp, most, _ = self._continue(self.params, logits, state, forced_ids, num_forced, np.int32(num_steps))
+        tokens, logp, most = np.asarray(tokens), np.asarray(logp), np.asarray(most)
+        decode_seconds = time.perf_counter() - start
+
+        results = []
+        for i, e in enumerate(examples):
+            result: dict[str, Any] = {**dict(e.meta), "prompt_tokens": int(lengths[i]), "live": float(live[i])}
+            result["most_live"] = int(most[i, :num_steps].max())
+            result["prefill_seconds"] = prefill_seconds / B
+            result["decode_tokens_per_second"] = B * num_steps / decode_seconds
+            if e.continuation:
+                result["nll"] = float(-logp[i, : len(e.continuation)].mean())
+            else:
+                output = self.tokenizer.decode(tokens[i, num_forced[i] : num_forced[i] + answers[i]].tolist())
+                result |= {"score": e.score(output), "output": output, "values": [v for _, v in e.values]}
+            results.append(result)
+        return results, positions
+
+    def _answer_steps(self, e: Example) -> int:
+        """Tokens to generate: those of a right answer, punctuation included."""
+        text = " . ".join(
+            value if i == 0 else f"the code for {before} {value}" for i, (before, value) in enumerate(e.values)
+        )
+        return len(self.tokenizer(text, add_special_tokens=False).input_ids) + 2
+
+    def _key(self, e: Example) -> Key[Array, ""]:
+        key = jax.random.fold_in(jax.random.key(self.seed), zlib.crc32(e.task.encode()))
+        return jax.random.fold_in(key, e.index)
+
+
+def _peak(compiled: Any) -> int | None:
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return None
+    return int(
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes
+        - memory.alias_size_in_bytes
+    )

@@ -1,0 +1,29 @@
+"""Scores with their uncertainty."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from scipy import stats
+
+
+def wilson(scores: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
+    """Mean of scores in [0, 1] and its Wilson score interval.
+
+    Exact matches are proportions. For fractional scores, whose variance is smaller than a proportion's, the interval is
+    wider than it need be. Unlike mean +- error it never collapses where all scores are equal.
+    """
+    n, p = len(scores), float(np.mean(scores))
+    z = float(stats.norm.ppf(0.5 + confidence / 2))
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return p, max(0.0, centre - half), min(1.0, centre + half)
+
+
+def perplexity(nll: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
+    """Perplexity from the mean negative log-likelihoods of examples, with a Student-t interval over examples."""
+    mean = float(np.mean(nll))
+    if len(nll) < 2:
+        return math.exp(mean), 0.0, math.inf
+    half = float(stats.t.ppf(0.5 + confidence / 2, len(nll) - 1)) * float(np.std(nll, ddof=1)) / math.sqrt(len(nll))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)

@@ -1,0 +1,143 @@
+"""A results directory: what was run, every example as it finished, and where to go on."""
+
+import datetime
+import fcntl
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import subprocess
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint", "transformers", "kvjax")
+
+Key = tuple[str, str, str, int]
+
+
+def sample_key(sample: dict[str, Any]) -> Key:
+    """(method, budget label, task, index) of a line."""
+    return sample["method"], sample["budget"], sample["task"], sample["index"]
+
+
+class Results:
+    """`manifest.json`, `samples.jsonl` and `costs.json` of one run; everything else is made from them.
+
+    Lines are written and synced as examples finish. A line that a killed run left half written is dropped; its example
+    runs again.
+    """
+
+    def __init__(self, directory: pathlib.Path, config: dict[str, Any], command: list[str], *, restart: bool = False):
+        """Opens or resumes a directory.
+
+        Args:
+          directory: made if absent.
+          config: the resolved config; a directory belongs to one config.
+          command: the command line.
+          restart: begin anew; what is there is moved aside, not deleted.
+
+        Raises:
+          ValueError: the directory holds another config, or another process writes to it.
+        """
+        if restart and (directory / "manifest.json").is_file():
+            directory.rename(_free_name(directory))
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self._lock = (directory / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            raise ValueError(f"another process is writing to {directory}; wait for it, or choose --output") from e
+
+        manifest = directory / "manifest.json"
+        config = json.loads(json.dumps(config))
+        if manifest.is_file():
+            old = json.loads(manifest.read_text())["config"]
+            differing = sorted(k for k in {*old, *config} if old.get(k) != config.get(k))
+            if differing:
+                changes = "; ".join(f"{k}: {old.get(k)!r} there, {config.get(k)!r} now" for k in differing)
+                raise ValueError(
+                    f"{directory} holds a run with another config ({changes}); choose another --output, or "
+                    "--restart to move it aside"
+                )
+        else:
+            write_json(manifest, {"config": config, **_environment(command)})
+        self.samples = {sample_key(s): s for s in self._read_samples()}
+        costs = directory / "costs.json"
+        self.costs: dict[str, Any] = json.loads(costs.read_text()) if costs.is_file() else {}
+
+    def _read_samples(self) -> list[dict[str, Any]]:
+        path = self.directory / "samples.jsonl"
+        if not path.is_file():
+            return []
+        data = path.read_bytes()
+        end = data.rfind(b"\n") + 1
+        if end < len(data):
+            with path.open("r+b") as f:
+                f.truncate(end)
+        return [json.loads(line) for line in data[:end].splitlines()]
+
+    def append(self, samples: Iterable[dict[str, Any]]) -> None:
+        """Writes the lines that are not there yet."""
+        new = [s for s in samples if sample_key(s) not in self.samples]
+        with (self.directory / "samples.jsonl").open("a") as f:
+            f.writelines(json.dumps(s) + "\n" for s in new)
+            f.flush()
+            os.fsync(f.fileno())
+        self.samples |= {sample_key(s): s for s in new}
+
+    def set_cost(self, method: str, budget: str, cost: dict[str, Any]) -> None:
+        """Writes the sizes of one policy."""
+        self.costs[f"{method}@{budget}"] = cost
+        write_json(self.directory / "costs.json", self.costs)
+
+
+def write_json(path: pathlib.Path, content: Any) -> None:
+    """Replaces a file in one step, so that a killed run leaves the old one or the new one."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def _free_name(directory: pathlib.Path) -> pathlib.Path:
+    i = 1
+    while (new := directory.with_name(f"{directory.name}.old-{i}")).exists():
+        i += 1
+    return new
+
+
+def _environment(command: list[str]) -> dict[str, Any]:
+    device = jax.devices()[0]
+    return {
+        "command": command,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "versions": {"python": platform.python_version()} | {p: _version(p) for p in _PACKAGES},
+        "device": {
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "count": jax.device_count(),
+            "cpus": len(os.sched_getaffinity(0)),
+            "machine": platform.machine(),
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*args: str) -> str | None:
+    here = pathlib.Path(__file__).parent
+    try:
+        done = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None  # not a checkout, or no git: the manifest says null
+    return done.stdout.strip()

@@ -1,0 +1,96 @@
+"""Facts hidden in filler, asked for at the end."""
+
+import numpy as np
+
+from experiments import corpus
+from experiments.tasks.base import Example, Task, example
+
+DEPTHS = 8
+LENGTHS = (0.4, 0.6, 0.8, 1.0)  # of the full length
+
+
+def _facts(rng: np.random.Generator, count: int) -> tuple[list[str], list[list[str]]]:
+    names = [corpus.NAMES[i] for i in rng.permutation(len(corpus.NAMES))[:count]]
+    return names, [corpus.draw_value(rng) for _ in range(count)]
+
+
+def _ask(
+    task: Task,
+    rng: np.random.Generator,
+    name: str,
+    index: int,
+    *,
+    length: int,
+    stated: corpus.Phrasing,
+    asked: corpus.Phrasing,
+    facts: tuple[list[str], list[list[str]]],
+    places: np.ndarray,
+    queries: int = 1,
+    meta: dict[str, float],
+) -> Example:
+    """An example that states all facts at `places` and asks for the first `queries` of them."""
+    names, values = facts
+    question = task.ids(corpus.question(asked, names[:queries]))
+    inserts = [(p, corpus.fact(stated, n, v)) for p, n, v in zip(places, names, values, strict=True)]
+    context = task.fill(rng, length - len(question), inserts)
+    expected = [
+        (" ".join(corpus.words(n, asked.answer[1])), " ".join(v))
+        for n, v in zip(names[:queries], values[:queries], strict=True)
+    ]
+    return example(
+        name,
+        index,
+        context=context,
+        question=question,
+        values=tuple(expected),
+        meta={**meta, "length": float(length), "depth": round(float(places[0]), 4)},
+    )
+
+
+def _phrasings(rng: np.random.Generator) -> tuple[corpus.Phrasing, corpus.Phrasing]:
+    stated, asked = (corpus.PHRASINGS[i] for i in rng.integers(len(corpus.PHRASINGS), size=2))
+    return stated, asked
+
+
+def single_needle(task: Task, index: int) -> Example:
+    """One fact; examples walk over a grid of depths and lengths, up to the full length."""
+    rng = task.rng("single_needle", index)
+    depth = (index % DEPTHS) / (DEPTHS - 1)
+    length = round(task.length * LENGTHS[index // DEPTHS % len(LENGTHS)])
+    stated, asked = _phrasings(rng)
+    return _ask(
+        task, rng, "single_needle", index, length=length, stated=stated, asked=asked, facts=_facts(rng, 1),
+        places=np.array([depth]), meta={},
+    )  # fmt: skip
+
+
+def several_needles(task: Task, index: int, count: int = 16) -> Example:
+    """Sixteen facts at random places, one of them asked for."""
+    rng = task.rng("several_needles", index)
+    stated, asked = _phrasings(rng)
+    return _ask(
+        task, rng, "several_needles", index, length=task.length, stated=stated, asked=asked,
+        facts=_facts(rng, count), places=rng.uniform(size=count), meta={},
+    )  # fmt: skip
+
+
+def multi_query(task: Task, index: int, count: int = 8, queries: int = 3) -> Example:
+    """Eight facts, three of them asked for at once and answered in one go."""
+    rng = task.rng("multi_query", index)
+    stated, asked = _phrasings(rng)
+    return _ask(
+        task, rng, "multi_query", index, length=task.length, stated=stated, asked=asked, facts=_facts(rng, count),
+        places=rng.uniform(size=count), queries=queries, meta={},
+    )  # fmt: skip
+
+
+def key_value(task: Task, index: int, count: int = 32) -> Example:
+    """A table of bare pairs somewhere in the filler; the question is a key."""
+    rng = task.rng("key_value", index)
+    facts = _facts(rng, count)
+    place = rng.uniform()
+    rows = rng.permutation(count)  # the first fact is asked for; where it stands in the table is random
+    return _ask(
+        task, rng, "key_value", index, length=task.length, stated=corpus.PAIR, asked=corpus.PAIR, facts=facts,
+        places=place + rows * 1e-9, meta={},
+    )  # fmt: skip

@@ -1,0 +1,109 @@
+"""How many tokens: counts that are fixed, a share of the prompt, or a share of the budget.
+
+All of this is numpy on the host. A count is evaluated for every prompt length a plan may meet, and traced code looks
+the answer up, so a padded batch gets exactly the integers that its sequences would get alone.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+Rounding = Literal["floor", "int"]
+
+
+def whole_tokens(share: float, of: np.ndarray, rounding: Rounding = "floor") -> np.ndarray:
+    """`share * of` in whole tokens.
+
+    "floor" adds 1e-9 first, so that 0.1 * 10 tokens is one token whatever binary fractions make of it. "int" truncates
+    the raw product like the released code of most papers, where `int(10 * (1 - 0.9))` is 0 (D-45).
+    """
+    return np.floor(of * share + (1e-9 if rounding == "floor" else 0.0)).astype(np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """A fixed number of tokens."""
+
+    n: int
+
+    def __post_init__(self):
+        if self.n < 0:
+            raise ValueError(f"Tokens(n={self.n}): a number of tokens cannot be negative")
+
+    def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
+        """The count for every prompt length."""
+        del budget
+        return np.full_like(prompt_length, self.n)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """A share of the prompt's own tokens (padding does not count).
+
+    `1 - share` is what others call the compression ratio.
+    """
+
+    share: float
+    rounding: Rounding = "floor"
+
+    def __post_init__(self):
+        if not 0 < self.share <= 1:
+            raise ValueError(
+                f"Ratio({self.share}): a share of the prompt lies in (0, 1]; write an int for a number of tokens"
+            )
+
+    def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
+        """The count for every prompt length."""
+        del budget
+        return whole_tokens(self.share, prompt_length, self.rounding)
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A share of the budget of the layer."""
+
+    share: float
+    rounding: Rounding = "floor"
+
+    def __post_init__(self):
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"Share({self.share}): a share of the budget lies in [0, 1]")
+
+    def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
+        """The count for every prompt length."""
+        del prompt_length
+        return whole_tokens(self.share, budget, self.rounding)
+
+
+Count = Tokens | Ratio | Share
+
+
+def as_count(x: int | float | Count, name: str) -> Count:
+    """An int is a number of tokens, a float a share of the prompt."""
+    if isinstance(x, Tokens | Ratio | Share):
+        return x
+    if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
+        raise ValueError(f"{name}={x!r} is not a number of tokens (int) or a share of the prompt (float)")
+    if isinstance(x, int | np.integer):
+        return Tokens(int(x))
+    return Ratio(float(x))
+
+
+def as_budget(x: int | float | Count) -> Tokens | Ratio:
+    """The budget of a policy: at least one token."""
+    count = as_count(x, "budget")
+    if isinstance(count, Share):
+        raise ValueError(f"budget={count!r}: a budget cannot be a share of itself; use Tokens or Ratio")
+    if isinstance(count, Tokens) and count.n < 1:
+        raise ValueError(f"budget={count.n} tokens: attention needs at least 1 live token; raise the budget")
+    return count
+
+
+def lookup(table: np.ndarray, prompt_length: Int[Array, "B"]) -> Int[Array, "B"]:
+    """`table[prompt_length]`, without a table where every entry is the same."""
+    if (table == table[0]).all():
+        return jnp.full(prompt_length.shape, int(table[0]), jnp.int32)
+    return jnp.asarray(table.astype(np.int32)).at[prompt_length].get(mode="clip")

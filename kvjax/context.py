@@ -1,0 +1,68 @@
+"""What a policy may know besides the cache: where it is (`Site`, static) and when (`Context`, traced)."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from pallas_kernels.pytree import pytree, static
+
+Phase = Literal["prefill", "decode"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One layer of one planned run; everything here is static.
+
+    Attributes:
+      layer: index of the layer, from 0.
+      num_layers: layers of the model.
+      num_query_heads, num_kv_heads, head_dim: shape of the layer's attention.
+      prompt_len: width of the (padded) prompt; no sequence has a longer one.
+      max_new_tokens: decode steps the run is planned for.
+    """
+
+    layer: int
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    prompt_len: int
+    max_new_tokens: int
+
+
+@pytree
+class Context:
+    """The moment at which a layer's policy is called.
+
+    Attributes:
+      length: tokens of every sequence seen so far, those just appended included.
+      prompt_length: tokens of every sequence's prompt.
+      step: decode steps taken, this one included; 0 during prefill.
+      keys: one PRNG key a sequence.
+      site: which layer of which plan.
+      phase: "prefill" (T prompt tokens were appended) or "decode" (one token was).
+    """
+
+    length: Int[Array, "B"]
+    prompt_length: Int[Array, "B"]
+    step: Int[Array, ""]
+    keys: Key[Array, "B"]
+    site: Site = static()
+    phase: Phase = static()
+
+    def uniform(self, pos: Int[Array, "B K S"]) -> Float[Array, "B K S"]:
+        """A uniform draw in [0, 1) for every slot, fixed by (sequence key, layer, kv head, step, position).
+
+        It depends neither on the order of evaluation, nor on padding, nor on which slot a token sits in.
+        """
+
+        def draw(key: Key[Array, ""], head: Int[Array, ""], pos: Int[Array, "S"]) -> Float[Array, "S"]:
+            for salt in (jnp.int32(self.site.layer), self.step, head):
+                key = jax.random.fold_in(key, salt)
+            return jax.vmap(lambda p: jax.random.uniform(jax.random.fold_in(key, p)))(pos)
+
+        heads = jnp.arange(pos.shape[1], dtype=jnp.int32)
+        return jax.vmap(jax.vmap(draw, (None, 0, 0)), (0, None, 0))(self.keys, heads, pos)

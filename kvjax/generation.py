@@ -1,0 +1,352 @@
+"""The drivers that join a model and a policy: read a prompt, decode a token, generate.
+
+The model measures what the policy asks for; the policy marks slots dead; the drivers compact storage after prefill. All
+of them are pure functions, to be used as they are or inside `jax.jit` with `model` and `plan` static.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+
+from kvjax.attention import Attend, attend
+from kvjax.context import Context, Phase
+from kvjax.plan import CachePlan, ModelConfig, make_plan
+from kvjax.policy import Policy, context, identity
+from kvjax.sampling import Greedy, Sampler
+from kvjax.state import EMPTY, KVState, LayerKV, compact
+from kvjax.stats import AttentionStats, LayerStats, ordered
+from pallas_kernels.pytree import pytree
+
+_SAMPLING = 0x5A3D  # keeps the sampler's draws apart from those of policies, which fold in layers first
+
+
+@runtime_checkable
+class Model(Protocol):
+    """A language model as the drivers see it: hashable, compared by value."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's sizes."""
+        ...
+
+    def __call__(
+        self,
+        params: PyTree[Any],
+        tokens: Int[Array, "B T"],
+        layers: tuple[LayerKV, ...],
+        *,
+        attend: Attend,
+        last_only: bool,
+    ) -> tuple[Float[Array, "B _ V"], tuple[LayerKV, ...], tuple[LayerStats, ...]]:
+        """Logits (of the last column only, if asked), and every layer's cache and statistics after the step."""
+        ...
+
+
+def init_state(
+    plan: CachePlan,
+    lengths: Int[Array, "B"],
+    *,
+    key: Key[Array, ""] | Key[Array, "B"] | None = None,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> KVState:
+    """An empty cache for prompts of the given lengths.
+
+    Args:
+      plan: the static sizes.
+      lengths: the prompts' lengths; ratios are ratios of these.
+      key: one key for the batch, split by row, or one a row. `jax.random.key(0)` if None.
+      dtype: of keys and values.
+    """
+    B = lengths.shape[0]
+    layers = []
+    for site, positions in zip(plan.sites, plan.positions, strict=True):
+        empty = jnp.zeros((B, site.num_kv_heads, 0, site.head_dim), dtype)
+        pos = jnp.zeros((B, site.num_kv_heads, 0), jnp.int32)
+        rank = None if positions == "original" else pos
+        layers.append(LayerKV(empty, empty, pos, plan.policy.init(site, B), rank, positions=positions))
+    key = jax.random.key(0) if key is None else key
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(B)) if key.ndim == 0 else key
+    lengths = lengths.astype(jnp.int32)
+    return KVState(tuple(layers), jnp.zeros_like(lengths), lengths, jnp.int32(0), keys, plan=plan)
+
+
+def forward(
+    model: Model,
+    params: PyTree[Any],
+    tokens: Int[Array, "B T"],
+    state: KVState,
+    *,
+    valid: Int[Array, "B"] | None = None,
+    phase: Phase = "prefill",
+    evict: bool = False,
+    last_only: bool = True,
+) -> tuple[Float[Array, "B _ V"], KVState, AttentionStats]:
+    """One pass of the model over T new tokens of every sequence.
+
+    Args:
+      model, params: the model.
+      tokens: left-padded token ids.
+      state: the cache before.
+      valid: how many of the last tokens are real, T if None. The others are padding.
+      phase: "prefill" appends slots; "decode" needs T = 1 and a dead slot in every head.
+      evict: applies the policy to each layer right after its attention, and in prefill compacts it to the planned
+        capacity before the next layer runs, so that a prompt's full keys and values exist for one layer at a time.
+      last_only: logits of the last column only.
+
+    Returns:
+      Logits, the state after, and the statistics that the policy observes: `policy(state, stats)` evicts.
+    """
+    plan: CachePlan = state.plan
+    B, T = tokens.shape
+    valid = jnp.full((B,), T, jnp.int32) if valid is None else valid.astype(jnp.int32)
+    column = jnp.arange(T, dtype=jnp.int32)[None] - (T - valid)[:, None]
+    pos = jnp.where(column >= 0, state.length[:, None] + column, EMPTY)
+    state = dataclasses.replace(state, length=state.length + valid, step=state.step + jnp.int32(phase == "decode"))
+
+    def attend_and_evict(cache, q, k, v, *, layer, **options):
+        site = plan.sites[layer]
+        observe = ordered(plan.policy.observe(phase, site))
+        out, kv, stats = attend(cache, q, k, v, pos, phase=phase, observe=observe, **options)
+        if evict:
+            kv = plan.policy.layer(kv, stats, context(state, layer, phase))
+            if phase == "prefill":
+                kv = compact(kv, plan.capacities[layer])
+        return out, kv, stats
+
+    logits, layers, stats = model(params, tokens, state.layers, attend=attend_and_evict, last_only=last_only)
+    return logits, dataclasses.replace(state, layers=layers), AttentionStats(stats, phase=phase)
+
+
+def prefill(
+    model: Model,
+    params: PyTree[Any],
+    tokens: Int[Array, "B T"],
+    plan: CachePlan,
+    *,
+    lengths: Int[Array, "B"] | None = None,
+    key: Key[Array, ""] | Key[Array, "B"] | None = None,
+) -> tuple[Float[Array, "B V"], KVState]:
+    """Reads left-padded prompts, evicting layer by layer.
+
+    Returns:
+      Logits of the next token, and the compacted state.
+    """
+    B, T = tokens.shape
+    if plan.prompt_len != T:
+        raise ValueError(f"the prompt is {T} tokens wide, but the plan was made for {plan.prompt_len}; make a new plan")
+    lengths = jnp.full((B,), T, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+    state = init_state(plan, lengths, key=key, dtype=model.config.dtype)
+    logits, state, _ = forward(model, params, tokens, state, valid=lengths, evict=True)
+    return logits[:, -1], state
+
+
+def decode_step(
+    model: Model,
+    params: PyTree[Any],
+    token: Int[Array, "B"],
+    state: KVState,
+    *,
+    active: Bool[Array, "B"] | None = None,
+) -> tuple[Float[Array, "B V"], KVState]:
+    """One token of every sequence: append, attend, update scores, evict if due. Nothing is gathered or moved.
+
+    Args:
+      model, params: the model.
+      token: the token to read.
+      state: the cache before. Donate it under `jit` to write in place.
+      active: a sequence that is not active reads nothing and keeps its cache. All are if None.
+
+    Returns:
+      Logits of the next token, and the state after. Logits are NaN where a cache was driven past its plan.
+    """
+    plan: CachePlan = state.plan
+    policy = plan.policy
+    layers = tuple(_make_room(policy, kv, context(state, i, "decode"), active) for i, kv in enumerate(state.layers))
+    state = dataclasses.replace(state, layers=layers)
+    valid = None if active is None else active.astype(jnp.int32)
+    logits, state, _ = forward(model, params, token[:, None], state, valid=valid, phase="decode", evict=True)
+    return logits[:, -1], state
+
+
+def _make_room(policy: Policy, kv: LayerKV, ctx: Context, active: Bool[Array, "B"] | None) -> LayerKV:
+    """`policy.make_room` for the sequences that are about to read a token."""
+    after = policy.make_room(kv, ctx)
+    if active is None or after is kv:
+        return after
+    pos, rank = jax.tree.map(
+        lambda new, old: jnp.where(active[:, None, None], new, old), (after.pos, after.rank), (kv.pos, kv.rank)
+    )
+    return dataclasses.replace(after, pos=pos, rank=rank)
+
+
+def feed(
+    model: Model, params: PyTree[Any], tokens: Int[Array, "B T"], state: KVState
+) -> tuple[Float[Array, "B T V"], KVState]:
+    """Reads given tokens one decode step at a time: a question after compression, or text to be scored.
+
+    Returns:
+      Logits after every token, and the state after the last.
+    """
+
+    def step(state, token):
+        logits, state = decode_step(model, params, token, state)
+        return state, logits
+
+    state, logits = lax.scan(step, state, tokens.T)
+    return logits.swapaxes(0, 1), state
+
+
+@pytree
+class Generation:
+    """What `generate` returns.
+
+    Attributes:
+      tokens: generated ids, `pad_id` after a sequence has ended.
+      lengths: generated tokens of every sequence, the end token included.
+      state: the cache after generation; it can be decoded further as far as its plan has room.
+    """
+
+    tokens: Int[Array, "B M"]
+    lengths: Int[Array, "B"]
+    state: KVState
+
+
+def generate_from(
+    model: Model,
+    params: PyTree[Any],
+    logits: Float[Array, "B V"],
+    state: KVState,
+    *,
+    max_new_tokens: int,
+    sampler: Sampler = Greedy(),
+    eos_ids: tuple[int, ...] = (),
+    pad_id: int = 0,
+) -> Generation:
+    """Generates from the logits and the state that `prefill`, `feed` or an earlier call returned.
+
+    The first token is drawn from `logits`; every token but the last is read back by a decode step, so a state needs
+    room for `max_new_tokens - 1` more. The loop ends as soon as every sequence has produced one of `eos_ids`.
+    """
+    B = logits.shape[0]
+    eos = jnp.asarray(eos_ids, jnp.int32)[None]
+
+    def draw(logits, state):
+        fold = lambda key: jax.random.fold_in(jax.random.fold_in(key, _SAMPLING), state.step)
+        return sampler(logits, jax.vmap(fold)(state.keys))
+
+    def read(carry):
+        step, token, running, tokens, lengths, state = carry
+        logits, state = decode_step(model, params, token, state, active=running)
+        token = jnp.where(running, draw(logits, state), pad_id)
+        tokens = tokens.at[:, step].set(token)
+        lengths = lengths + running.astype(jnp.int32)
+        running = running & ~(token[:, None] == eos).any(-1)
+        return step + 1, token, running, tokens, lengths, state
+
+    token = draw(logits, state)
+    tokens = jnp.full((B, max_new_tokens), pad_id, jnp.int32).at[:, 0].set(token)
+    running = ~(token[:, None] == eos).any(-1)
+    carry = (jnp.int32(1), token, running, tokens, jnp.ones((B,), jnp.int32), state)
+    if eos_ids:
+        carry = lax.while_loop(lambda c: (c[0] < max_new_tokens) & c[2].any(), read, carry)
+    else:
+        carry, _ = lax.scan(lambda c, _: (read(c), None), carry, length=max_new_tokens - 1)
+    return Generation(carry[3], carry[4], carry[5])
+
+
+@functools.partial(jax.jit, static_argnames=("model", "plan", "max_new_tokens", "sampler", "eos_ids", "pad_id"))
+def _generate(model, params, tokens, lengths, key, *, plan, max_new_tokens, sampler, eos_ids, pad_id) -> Generation:
+    logits, state = prefill(model, params, tokens, plan, lengths=lengths, key=key)
+    return generate_from(
+        model, params, logits, state, max_new_tokens=max_new_tokens, sampler=sampler, eos_ids=eos_ids, pad_id=pad_id
+    )
+
+
+def generate(
+    model: Model,
+    params: PyTree[Any],
+    tokens: Array | np.ndarray,
+    *,
+    policy: Policy = identity(),
+    max_new_tokens: int,
+    lengths: Array | np.ndarray | Sequence[int] | None = None,
+    sampler: Sampler = Greedy(),
+    eos_ids: Sequence[int] = (),
+    pad_id: int = 0,
+    key: Key[Array, ""] | Key[Array, "B"] | None = None,
+) -> Generation:
+    """Reads left-padded prompts, evicts, and generates, in one compiled program.
+
+    An equal policy, rebuilt, compiles nothing new.
+
+    Args:
+      model, params: the model.
+      tokens: token ids "B T", padded on the left.
+      policy: what to evict; everything is kept by default.
+      max_new_tokens: tokens to generate.
+      lengths: the prompts' own lengths "B", T if None.
+      sampler: greedy by default.
+      eos_ids: tokens that end a sequence.
+      pad_id: what follows the end.
+      key: one key, or one a row. A row of a batch draws what it would draw alone with the same key.
+
+    Returns:
+      `Generation(tokens, lengths, state)`.
+
+    Raises:
+      ValueError: empty prompts, token ids outside the vocabulary, lengths outside the prompt, sizes that the policy
+        cannot work with; always before anything runs.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: generate at least 1 token")
+    tokens, lengths = check_prompts(model, tokens, lengths)
+    known = None if isinstance(lengths, jax.core.Tracer) else np.asarray(lengths)
+    plan = make_plan(model.config, policy, prompt_len=tokens.shape[1], max_new_tokens=max_new_tokens, lengths=known)
+    return _generate(
+        model,
+        params,
+        tokens,
+        lengths,
+        jax.random.key(0) if key is None else key,
+        plan=plan,
+        max_new_tokens=max_new_tokens,
+        sampler=sampler,
+        eos_ids=tuple(eos_ids),
+        pad_id=pad_id,
+    )
+
+
+def check_prompts(model: Any, tokens: Any, lengths: Any = None) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
+    """Prompts as arrays, or a ValueError that says what is wrong with them. Traced values pass unchecked."""
+    if not isinstance(tokens, jax.core.Tracer):
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
+            raise ValueError(
+                f"tokens must be integers of shape (batch, width), got {tokens.dtype} of shape {tokens.shape}; "
+                "pad prompts of different lengths on the left and give lengths="
+            )
+        if tokens.size == 0:
+            raise ValueError(f"the prompts are empty (shape {tokens.shape}); give at least one token, such as BOS")
+        low, high, vocab = int(tokens.min()), int(tokens.max()), model.config.vocab_size
+        if low < 0 or high >= vocab:
+            raise ValueError(
+                f"token id {low if low < 0 else high} is outside the vocabulary of {vocab} (0 to {vocab - 1}); "
+                "was the text encoded with this model's tokenizer?"
+            )
+    B, T = tokens.shape
+    if lengths is None:
+        lengths = np.full((B,), T, np.int32)
+    if not isinstance(lengths, jax.core.Tracer):
+        lengths = np.asarray(lengths)
+        if lengths.shape != (B,) or lengths.dtype.kind not in "iu":
+            raise ValueError(
+                f"lengths must be {B} integers, one a prompt; got {lengths.dtype} of shape {lengths.shape}"
+            )
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)

@@ -1,0 +1,37 @@
+"""H2O: heavy-hitter oracle (Zhang et al., arXiv 2306.14048)."""
+
+from typing import Literal
+
+from kvjax.budget import Count, Share
+from kvjax.policy import Evict
+from kvjax.protect import Protect
+from kvjax.schedule import every_step
+from kvjax.scores import Accumulated
+from kvjax.stats import AllRows, Observe
+
+
+def h2o(
+    budget: int | float | Count,
+    *,
+    recent: int | float | Count = Share(0.5),
+    group: Literal["mean", "max", "sum"] = "mean",
+) -> Evict:
+    r"""Keeps the most attended tokens and a recent window.
+
+    $S_j = \sum_i p_{ij}$ over all rows, prompt and decode, each row's own token included. The prompt is evicted once
+    from the complete column sums (as the released real-eviction code does; the paper reads as greedy eviction while
+    reading, D-01), then every decode step adds its row and evicts one token.
+
+    The paper's experiments split the budget equally between heavy hitters and recent tokens. The recent window is
+    exactly `recent` existing tokens: the released masking simulation counts the upcoming token among them and hides one
+    token for a step (D-02). Its class breaks for grouped queries; here the group's mean is used.
+
+    Args:
+      budget: live tokens a kv head and layer, recent ones included.
+      recent: protected last tokens: tokens, a share of the prompt (float), or `Share` of the budget. 0 is key attention
+        only.
+      group: how a group's query heads are combined.
+    """
+    return Evict(
+        Accumulated(Observe(AllRows(), group=group)), budget, protect=Protect(recent=recent), when=every_step()
+    )

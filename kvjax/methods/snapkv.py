@@ -1,0 +1,39 @@
+"""SnapKV (Li et al., arXiv 2404.14469)."""
+
+from typing import Literal
+
+from kvjax.budget import Count
+from kvjax.policy import Evict
+from kvjax.protect import Protect
+from kvjax.scores import Pooled, Window
+
+
+def snapkv(
+    budget: int | float | Count,
+    *,
+    window_size: int = 32,
+    kernel_size: int = 7,
+    pooling: Literal["max", "avg"] = "max",
+    group: Literal["mean", "max", "sum"] = "mean",
+    avg_pad: Literal["zero", "valid_count"] = "zero",
+) -> Evict:
+    r"""Keeps what the end of the prompt looked at, with its surroundings.
+
+    $S_j = \mathrm{pool}\big(\sum_{i > n - w} p_{ij}\big)$ over the last $w$ rows of the prompt, each softmax taken over
+    all visible keys, for the columns before the window. The window itself stays. Once, after prefill; generated tokens
+    are all kept.
+
+    The released code expands keys and values to query heads first, so that every query head keeps a set of its own and
+    the cache is G times larger; here a kv head's set is chosen by the mean of its group, before pooling (D-39). The
+    paper states the budget as a fraction of the prompt, the code as a capacity: `budget` takes both (D-44).
+
+    Args:
+      budget: live tokens a kv head and layer after prefill, window included (`max_capacity_prompt`).
+      window_size: observation window, inside the budget.
+      kernel_size: pooling width, odd; 1 does not pool.
+      pooling: "max" with kernel 7 is the setting of the published LongBench runs; the class default is "avg" with 5.
+      group: how a group's query heads are combined, before pooling.
+      avg_pad: see `kvjax.scores.Pooled` (D-49).
+    """
+    score = Pooled(Window(window_size, group), pooling, kernel_size, avg_pad)
+    return Evict(score, budget, protect=Protect(recent=window_size))

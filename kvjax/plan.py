@@ -1,0 +1,130 @@
+"""Every static size of a run, and every error that can be known before tracing."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from kvjax.context import Site
+from kvjax.policy import Policy
+from kvjax.state import Positions
+
+
+@runtime_checkable
+class ModelConfig(Protocol):
+    """What a plan must know of a model."""
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        ...
+
+    @property
+    def num_query_heads(self) -> int:
+        """N."""
+        ...
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """H."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Of keys and values."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class CachePlan:
+    """A policy with the sizes it was planned for. Equal plans are equal jit arguments.
+
+    Attributes:
+      policy: the policy.
+      sites: the layers.
+      capacities: slots a kv head and layer while decoding.
+      positions: how each layer rotates its keys.
+    """
+
+    policy: Policy
+    sites: tuple[Site, ...]
+    capacities: tuple[int, ...]
+    positions: tuple[Positions, ...]
+
+    @property
+    def prompt_len(self) -> int:
+        """Width of the (padded) prompt."""
+        return self.sites[0].prompt_len
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Decode steps the plan has room for."""
+        return self.sites[0].max_new_tokens
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of one sequence, summed over layers and kv heads."""
+        return sum(c * s.num_kv_heads for c, s in zip(self.capacities, self.sites, strict=True))
+
+    def target(self, prompt_length: int) -> float:
+        """Live slots a head and layer may keep, on average, for a prompt of this length."""
+        return float(np.mean([self.policy.target(s, prompt_length) for s in self.sites]))
+
+
+def make_plan(
+    config: ModelConfig,
+    policy: Policy,
+    *,
+    prompt_len: int,
+    max_new_tokens: int,
+    lengths: Sequence[int] | np.ndarray | None = None,
+) -> CachePlan:
+    """Resolves budgets, allocations and schedules into integers, or says why they cannot work.
+
+    Args:
+      config: the model's sizes.
+      policy: the policy.
+      prompt_len: width of the (padded) prompt.
+      max_new_tokens: decode steps to make room for.
+      lengths: the prompts' own lengths, where known: each is checked. A plan made without them checks `prompt_len`.
+
+    Raises:
+      ValueError: naming the two numbers that disagree, and the fix.
+    """
+    if prompt_len < 1:
+        raise ValueError(f"the prompt is empty (prompt_len={prompt_len}); give at least one token, such as BOS")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens} is negative")
+    known = sorted({prompt_len} if lengths is None else {int(n) for n in lengths})
+    if known[0] < 1 or known[-1] > prompt_len:
+        raise ValueError(
+            f"prompt lengths must lie between 1 and the prompt's width {prompt_len}, got {known[0]} to {known[-1]}"
+        )
+    sites = tuple(
+        Site(
+            i,
+            config.num_layers,
+            config.num_query_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            prompt_len,
+            max_new_tokens,
+        )
+        for i in range(config.num_layers)
+    )
+    for site in sites:
+        for n in known:
+            policy.check(site, n)
+    capacities = tuple(policy.capacity(s) for s in sites)
+    return CachePlan(policy, sites, capacities, tuple(policy.key_positions(s) for s in sites))

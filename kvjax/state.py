@@ -1,0 +1,229 @@
+"""The KV cache as an immutable value: every slot knows its position, and dead slots are marked, not moved.
+
+Letters: B batch, T new tokens, S slots, N query heads, K kv heads, H head_dim, L layers.
+
+A live slot of a layer holds `(k, v, pos)`; `pos == EMPTY` marks a dead one. Masks, rotary embeddings, recency windows,
+sinks and padding all come from `pos`, so the order of slots never matters and layers and heads may hold different
+tokens. Eviction marks slots dead (`evict`); storage shrinks in one separate place (`compact`); decoding writes a new
+token into a dead slot (`insert`).
+"""
+
+import dataclasses
+from typing import Any, Final, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
+
+from pallas_kernels.pytree import pytree, static
+
+EMPTY: Final = -1
+
+Positions = Literal["original", "compact"]
+
+
+@pytree
+class PerHead:
+    """A leaf of a policy's memory that belongs to a kv head instead of a slot; eviction leaves it alone."""
+
+    value: Shaped[Array, "B K *rest"]
+
+
+@pytree
+class LayerKV:
+    """One layer's cache.
+
+    Attributes:
+      k: keys. Rotated at `pos`, or not rotated at all when `positions` is "compact".
+      v: values.
+      pos: absolute position of the token in the slot, or EMPTY.
+      memory: the policy's numbers: arrays "B K S ..." with one entry a slot, which start from zero whenever a slot is
+        filled, and `PerHead` arrays.
+      rank: None for "original". For "compact", the slot's rank by position among the live slots of its head, which is
+        where its key is rotated at every use (StreamingLLM, arXiv 2309.17453).
+      positions: how keys are rotated.
+    """
+
+    k: Float[Array, "B K S H"]
+    v: Float[Array, "B K S H"]
+    pos: Int[Array, "B K S"]
+    memory: PyTree[Any] = ()
+    rank: Int[Array, "B K S"] | None = None
+    positions: Positions = static(default="original")
+
+    @property
+    def live(self) -> Bool[Array, "B K S"]:
+        """True where a slot holds a token."""
+        return self.pos != EMPTY
+
+    @property
+    def num_live(self) -> Int[Array, "B K"]:
+        """Live slots of every kv head."""
+        return self.live.sum(-1, dtype=jnp.int32)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots allocated for every kv head (static)."""
+        return self.pos.shape[-1]
+
+
+@pytree
+class KVState:
+    """The cache of a whole model, and where generation stands.
+
+    Attributes:
+      layers: one `LayerKV` a layer; capacities may differ.
+      length: tokens of every sequence seen so far, evicted ones included; the next token's position.
+      prompt_length: tokens of every sequence's prompt. Budgets given as a ratio are ratios of this.
+      step: decode steps taken.
+      keys: one PRNG key a sequence. Every draw of a policy derives from (key, layer, head, step, position), so a row
+        of a batch draws what it would draw alone.
+      plan: the static sizes (`kvjax.CachePlan`).
+    """
+
+    layers: tuple[LayerKV, ...]
+    length: Int[Array, "B"]
+    prompt_length: Int[Array, "B"]
+    step: Int[Array, ""]
+    keys: Key[Array, "B"]
+    plan: Any = static()
+
+    @property
+    def num_live(self) -> Int[Array, "B L K"]:
+        """Live slots of every sequence, layer and kv head."""
+        return jnp.stack([layer.num_live for layer in self.layers], axis=1)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots allocated for one sequence, summed over layers and kv heads (static)."""
+        return sum(layer.k.shape[1] * layer.num_slots for layer in self.layers)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values in all layers, dead slots included (static)."""
+        return sum(x.size * x.dtype.itemsize for layer in self.layers for x in (layer.k, layer.v))
+
+
+def map_slots(fn, *memories: PyTree[Any]) -> PyTree[Any]:
+    """Applies `fn` to the per-slot leaves of policy memories and keeps the first one's `PerHead` leaves."""
+    per_head = lambda x: isinstance(x, PerHead)
+    return jax.tree.map(lambda x, *rest: x if per_head(x) else fn(x, *rest), *memories, is_leaf=per_head)
+
+
+def _indices(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
+    return lax.broadcasted_iota(jnp.int32, pos.shape, 2)
+
+
+def append(kv: LayerKV, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], pos: Int[Array, "B T"]) -> LayerKV:
+    """Adds T slots at the end. A token whose position is EMPTY (padding) makes a dead slot."""
+    B, K, T, _ = k.shape
+    pos = jnp.broadcast_to(pos[:, None], (B, K, T))
+    rank = None if kv.rank is None else jnp.concatenate([kv.rank, next_ranks(kv, pos)], axis=2)
+    return dataclasses.replace(
+        kv,
+        k=jnp.concatenate([kv.k, k.astype(kv.k.dtype)], axis=2),
+        v=jnp.concatenate([kv.v, v.astype(kv.v.dtype)], axis=2),
+        pos=jnp.concatenate([kv.pos, pos], axis=2),
+        memory=map_slots(lambda m: jnp.pad(m, [(0, 0), (0, 0), (0, T)] + [(0, 0)] * (m.ndim - 3)), kv.memory),
+        rank=rank,
+    )
+
+
+def insert(kv: LayerKV, k: Float[Array, "B K 1 H"], v: Float[Array, "B K 1 H"], pos: Int[Array, "B 1"]) -> LayerKV:
+    """Writes one token into a dead slot of every head, in place under `jit` with donated or scanned state.
+
+    A token whose position is EMPTY changes nothing that is live. A head without a dead slot has been driven past its
+    plan: instead of overwriting a token silently, one of the head's values becomes NaN, and with it the logits.
+    """
+    B, K, S = kv.pos.shape
+    slot = jnp.where(kv.live, S, _indices(kv.pos)).min(-1)  # first dead slot, S if there is none
+    overflow = (slot == S) & (pos != EMPTY)
+    v = jnp.where(overflow[..., None, None], jnp.asarray(jnp.nan, v.dtype), v)
+    slot = jnp.where(overflow, 0, slot)
+    b, h = jnp.arange(B)[:, None], jnp.arange(K)[None]
+    write = lambda x, new: x.at[b, h, slot].set(new.astype(x.dtype), mode="drop", unique_indices=True)
+    pos = jnp.broadcast_to(pos[:, None], (B, K, 1))
+    return dataclasses.replace(
+        kv,
+        k=write(kv.k, k[:, :, 0]),
+        v=write(kv.v, v[:, :, 0]),
+        pos=write(kv.pos, pos[:, :, 0]),
+        memory=map_slots(lambda m: write(m, jnp.zeros((B, K, *m.shape[3:]), m.dtype)), kv.memory),
+        rank=None if kv.rank is None else write(kv.rank, next_ranks(kv, pos)[:, :, 0]),
+    )
+
+
+def next_ranks(kv: LayerKV, pos: Int[Array, "B K T"]) -> Int[Array, "B K T"]:
+    """Ranks of T new tokens behind everything live; EMPTY for padding."""
+    live = pos != EMPTY
+    return jnp.where(live, kv.num_live[..., None] + jnp.cumsum(live, axis=-1, dtype=jnp.int32) - 1, EMPTY)
+
+
+def position_order(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
+    """Slot indices by increasing position, dead slots first.
+
+    Positions that already increase from slot to slot, as after prefill, only need the dead slots moved out; on CPU that
+    is ten times cheaper than the sort that the general case takes.
+    """
+    live = pos != EMPTY
+    slots = _indices(pos)
+
+    def partition(pos):
+        rank = jnp.cumsum(live, axis=-1, dtype=jnp.int32)
+        num_dead = pos.shape[-1] - rank[..., -1:]
+        place = jnp.where(live, num_dead + rank - 1, slots - rank)
+        return jnp.put_along_axis(jnp.zeros_like(slots), place, slots, axis=-1, inplace=False)
+
+    seen = lax.cummax(pos, axis=2)
+    ordered = (~live[..., 1:] | (pos[..., 1:] > seen[..., :-1])).all()
+    return lax.cond(ordered, partition, lambda pos: jnp.argsort(pos, axis=-1).astype(jnp.int32), pos)
+
+
+def evict(kv: LayerKV, keep: Bool[Array, "B K S"]) -> LayerKV:
+    """Marks every slot outside `keep` dead. Nothing moves."""
+    pos = jnp.where(keep, kv.pos, EMPTY)
+    if kv.rank is None:
+        return dataclasses.replace(kv, pos=pos)
+    gone = kv.live & ~keep
+    # One eviction a head is the case of decoding: everything behind it moves up by one. Otherwise rank anew.
+    first_gone = jnp.where(gone, kv.rank, jnp.iinfo(jnp.int32).max).min(-1, keepdims=True)
+    rank = lax.cond(
+        (gone.sum(-1) <= 1).all(),
+        lambda: kv.rank - (kv.rank > first_gone).astype(jnp.int32),
+        lambda: ranks(pos),
+    )
+    return dataclasses.replace(kv, pos=pos, rank=jnp.where(pos == EMPTY, EMPTY, rank))
+
+
+def ranks(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
+    """Rank by position among the live slots of a head; dead slots get some number below zero."""
+    order = position_order(pos)
+    num_dead = (pos == EMPTY).sum(-1, keepdims=True, dtype=jnp.int32)
+    return jnp.put_along_axis(jnp.zeros_like(pos), order, _indices(pos) - num_dead, axis=-1, inplace=False)
+
+
+def compact(kv: LayerKV, capacity: int) -> LayerKV:
+    """Moves the live slots, in order of position, into a cache of `capacity` slots a head; the rest are dead.
+
+    Frees real memory: the result's arrays have `capacity` slots. Live tokens beyond `capacity` would be lost, oldest
+    first; a plan's capacities never let that happen.
+    """
+    kept = min(capacity, kv.num_slots)
+    order = position_order(kv.pos)[..., kv.num_slots - kept :]
+
+    def gather(x):
+        index = order.reshape(order.shape + (1,) * (x.ndim - 3))
+        x = jnp.take_along_axis(x, index, axis=2)
+        return jnp.pad(x, [(0, 0), (0, 0), (0, capacity - kept)] + [(0, 0)] * (x.ndim - 3))
+
+    live = gather(kv.live)
+    clean = lambda x: jnp.where(live.reshape(live.shape + (1,) * (x.ndim - 3)), gather(x), jnp.zeros((), x.dtype))
+    return dataclasses.replace(
+        kv,
+        k=clean(kv.k),
+        v=clean(kv.v),
+        pos=jnp.where(live, gather(kv.pos), EMPTY),
+        memory=map_slots(clean, kv.memory),
+        rank=None if kv.rank is None else jnp.where(live, gather(kv.rank), EMPTY),
+    )

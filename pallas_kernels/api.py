@@ -1,0 +1,71 @@
+"""One entry a operation; this is the only place that chooses how it is computed."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import reference, xla
+from pallas_kernels.columns import Attention, Columns
+
+Implementation = Literal["xla", "reference"]
+
+_IMPLEMENTATIONS = {"xla": xla.attention, "reference": reference.attention}
+
+
+def attention(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    q_pos: Int[Array, "B T"],
+    kv_pos: Int[Array, "B K S"],
+    *,
+    columns: Sequence[Columns] = (),
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    implementation: Implementation | None = None,
+) -> Attention:
+    """Grouped-query attention over a cache whose slots know their positions, with column statistics on request.
+
+    Row `t` reads slot `s` of its kv head when the slot is live (`kv_pos >= 0`), not later than the row
+    (`kv_pos <= q_pos`) and inside the sliding window. A row with a negative position is padding: it reads nothing,
+    returns zeros and adds nothing to any statistic. The last T slots must hold the rows' own tokens in the rows' order
+    (trivial for T = 1); the order of all other slots is free.
+
+    Column statistics are those of NaCl's Algorithm 2 (arXiv 2408.03675) and its family. They are accumulated in float32
+    and have no gradient.
+
+    Args:
+      q: queries.
+      k, v: keys and values of every slot.
+      q_pos: absolute position of every query row, negative for padding.
+      kv_pos: absolute position of every slot, negative for a dead slot.
+      columns: the statistics to measure, each one array in the result.
+      scale: factor on `q . k`; `H ** -0.5` if None.
+      window: a row sees only positions larger than its own minus `window`.
+      softcap: logits become `softcap * tanh(logits / softcap)`.
+      implementation: "xla", "reference" (quadratic memory; the specification), or None for the best that works.
+
+    Returns:
+      `Attention(out, lse, columns)`.
+
+    Raises:
+      ValueError: shapes that do not fit together, or an unknown implementation.
+    """
+    B, N, T, H = q.shape
+    K, S = k.shape[1:3]
+    if N % K:
+        raise ValueError(f"{N} query heads are not a multiple of {K} kv heads; every kv head serves N / K query heads")
+    if S < T:
+        raise ValueError(f"{T} query rows need their own {T} slots among the keys, but there are only {S} slots")
+    for c in columns:
+        if c.weight is not None and c.weight.shape != (B, T):
+            raise ValueError(f"a column weight has shape {c.weight.shape}, but the query rows have shape {(B, T)}")
+    if implementation is None:
+        implementation = "xla"
+    if implementation not in _IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r} is not one of {tuple(_IMPLEMENTATIONS)} or None")
+    run = _IMPLEMENTATIONS[implementation]
+    scale = H**-0.5 if scale is None else scale
+    return run(q, k, v, q_pos, kv_pos, columns=columns, scale=scale, window=window, softcap=softcap)

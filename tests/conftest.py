@@ -1,0 +1,51 @@
+"""Strict JAX for every test, a compilation cache across runs, and models to test with."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import models
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / ".jax_cache"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+SHARED_DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def examples():
+    """The numeric examples by id."""
+    file = pathlib.Path(__file__).parent / "golden" / "policy_examples.json"
+    return {e["id"]: e for e in json.loads(file.read_text())["examples"]}
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """A small random model, its weights large enough for attention to differ between tokens."""
+    config = models.ModelConfig(
+        vocab_size=61, embed_dim=32, mlp_dim=48, num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=8
+    )
+    model = models.LanguageModel(config)
+    return model, jax.tree.map(lambda x: x * jnp.asarray(2.0, x.dtype), model.init(jax.random.key(7)))
+
+
+@pytest.fixture(scope="session")
+def embedded():
+    """The model that comes with the project, and its tokenizer."""
+    from models.embedded import EMBEDDED
+
+    return *models.load(EMBEDDED), models.load_tokenizer(EMBEDDED)
+
+
+@pytest.fixture(scope="session")
+def shared_data():
+    """Data beside the project, or a skip with the reason."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"{SHARED_DATA} is absent: this test needs real data from beside the project")
+    return SHARED_DATA

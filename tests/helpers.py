@@ -1,0 +1,80 @@
+"""Layers, statistics and attention matrices to test with."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from kvjax.context import Context, Site
+from kvjax.state import EMPTY, map_slots
+from kvjax.stats import LayerStats, ordered
+
+
+def qkv(seed=0, *, B=2, N=4, K=2, T=24, H=8, dtype=jnp.float32, sharpness=1.5):
+    """Random queries, keys and values of one layer."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = ((B, N, T, H), (B, K, T, H), (B, K, T, H))
+    q, k, v = (jax.random.normal(key, s, dtype) for key, s in zip(keys, shapes, strict=True))
+    return q * jnp.asarray(sharpness, dtype), k, v
+
+
+def from_probabilities(p, num_heads_per_kv=1):
+    """q, k, v and scale whose causal attention is the given matrix "T T", or "G T T" for one group of query heads."""
+    p = np.asarray(p, np.float64)
+    p = p[None] if p.ndim == 2 else p
+    T = p.shape[-1]
+    q = np.where(p > 0, np.log(np.where(p > 0, p, 1.0)), -1e4)
+    k = np.eye(T)[None]
+    return jnp.asarray(q[None], jnp.float32), jnp.asarray(k[None], jnp.float32), jnp.asarray(k[None], jnp.float32), 1.0
+
+
+def kept(selection, row=0, head=0):
+    """Kept positions as a list."""
+    return np.nonzero(np.asarray(selection.keep[row, head]))[0].tolist()
+
+
+def site(*, T=24, layer=0, num_layers=3, N=4, K=2, H=8, max_new_tokens=16):
+    """A layer of a planned run."""
+    return Site(layer, num_layers, N, K, H, T, max_new_tokens)
+
+
+def context(site, *, length, prompt_length=None, step=0, phase="prefill", key=0):
+    """A moment."""
+    length = jnp.asarray(length, jnp.int32)
+    prompt = length if prompt_length is None else jnp.asarray(prompt_length, jnp.int32)
+    keys = jax.random.split(jax.random.key(key), length.shape[0])
+    return Context(length, prompt, jnp.int32(step), keys, site=site, phase=phase)
+
+
+def random_stats(policy, kv, ctx, seed=0):
+    """Statistics as random numbers, zero where slots are dead."""
+    observed = ordered(policy.observe(ctx.phase, ctx.site))
+    values = [
+        jax.random.uniform(jax.random.key(seed + 17 * i), kv.pos.shape) * kv.live.astype(jnp.float32)
+        for i in range(len(observed))
+    ]
+    return LayerStats(tuple(values), observed)
+
+
+def prompt_layer(policy, ctx, *, T=24, B=2, K=2, H=8, lengths=None, seed=0):
+    """A layer that has just read a left-padded prompt."""
+    lengths = np.full(B, T) if lengths is None else np.asarray(lengths)
+    pos = jnp.asarray(np.maximum(np.arange(T) - (T - lengths)[:, None], -1), jnp.int32)
+    _, k, v = qkv(seed, B=B, K=K, T=T, H=H)
+    none = jnp.zeros((B, K, 0), jnp.int32)
+    kv = kvjax.LayerKV(k[:, :, :0], v[:, :, :0], none, policy.init(ctx.site, B))
+    return kvjax.state.append(kv, k, v, pos)
+
+
+def permute_slots(kv, stats, order):
+    """The same layer and statistics with slots in another order "B K S"."""
+    take = lambda x: jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 3)), axis=2)
+    kv = dataclasses.replace(kv, k=take(kv.k), v=take(kv.v), pos=take(kv.pos), memory=map_slots(take, kv.memory))
+    return kv, LayerStats(tuple(take(x) for x in stats.values), stats.observed)
+
+
+def live_positions(kv):
+    """Sorted live positions, a list for every row and head."""
+    return [[sorted(p for p in head if p != EMPTY) for head in row] for row in np.asarray(kv.pos).tolist()]

@@ -1,0 +1,208 @@
+"""Attention with column statistics: every implementation against float64 numpy."""
+
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import Columns, attention, xla
+from tests.references import attention as numpy_reference
+
+IMPLEMENTATIONS = ("xla", "reference")
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
+
+COLUMNS = (
+    *(
+        Columns(rows=rows, element=element, group=group, group_at=at)
+        for rows, element, group, at in itertools.product(
+            (None, 3), ("p", "p2", "above"), ("mean", "max", "sum", None), ("before", "after")
+        )
+        if not (group is None and at == "before")
+    ),
+    Columns(element="above", threshold="1/position"),
+    Columns(element="above", threshold=0.05),
+)
+
+
+def inputs(*, B=2, N=4, K=2, T=37, cached=0, H=8, pads=5, dead=0.3, dtype="float32", seed=0):
+    """Queries behind `cached` slots in random order, some of them dead; the second row is padded on the left."""
+    rng = np.random.default_rng(seed)
+    S = cached + T
+    q, k, v = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((B, N, T, H), (B, K, S, H), (B, K, S, H)))
+    lengths = np.full(B, T)
+    lengths[1:] = max(1, T - pads)
+    column = np.arange(T) - (T - lengths)[:, None]
+    q_pos = np.where(column >= 0, column + cached, -1)
+    old = np.stack([[rng.permutation(cached) for _ in range(K)] for _ in range(B)]).reshape(B, K, cached)
+    old = np.where(rng.random(old.shape) < dead, -1, old)
+    kv_pos = np.concatenate([old, np.broadcast_to(q_pos[:, None], (B, K, T))], axis=-1)
+    return q, k, v, jnp.asarray(q_pos, jnp.int32), jnp.asarray(kv_pos, jnp.int32)
+
+
+def compare(arrays, columns, implementation, tolerance, **options):
+    found = attention(*arrays, columns=columns, implementation=implementation, **options)
+    scale = options.pop("scale", arrays[0].shape[-1] ** -0.5)
+    out, lse, measured = numpy_reference.attention(*arrays, columns=columns, scale=scale, **options)
+    np.testing.assert_allclose(np.asarray(found.out, np.float64), out, atol=tolerance)
+    np.testing.assert_allclose(found.lse, lse, atol=tolerance)
+    assert found.lse.dtype == jnp.float32
+    for c, x, expected in zip(columns, found.columns, measured, strict=True):
+        assert x.dtype == jnp.float32
+        # Probabilities next to a threshold may fall on either side of it in another precision.
+        slack = 1.0 if c.element == "above" else 0.0
+        assert np.mean(np.abs(np.asarray(x) - expected) > tolerance * max(1, arrays[0].shape[2]) ** 0.5) <= (
+            0.02 if slack else 0.0
+        ), c
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"T": 1, "cached": 20, "pads": 0},
+        {"N": 4, "K": 4, "T": 150, "cached": 9},
+        {"N": 6, "K": 1, "T": 130, "H": 16},
+    ],
+    ids=str,
+)
+def test_against_numpy(implementation, shape):
+    compare(inputs(**shape), COLUMNS, implementation, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("options", [{"window": 7}, {"softcap": 3.0}, {"scale": 0.7}], ids=str)
+def test_options(implementation, options):
+    columns = (Columns(), Columns(rows=2, element="p2", group_at="before"), Columns(element="above", group_at="before"))
+    compare(inputs(T=70, cached=11), columns, implementation, TOLERANCE["float32"], **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_half_precision_inputs(implementation, dtype):
+    columns = (Columns(), Columns(element="p2", group_at="before"), Columns(rows=4))
+    compare(inputs(T=66, dtype=dtype), columns, implementation, TOLERANCE[dtype])
+
+
+def test_row_weights():
+    arrays = inputs(T=40)
+    weight = jnp.asarray(np.random.default_rng(3).random((2, 40)), jnp.float32)
+    columns = (Columns(weight=weight), Columns(weight=weight, rows=6, element="p2", group_at="before"))
+    compare(arrays, columns, "xla", TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("block", [1, 7, 32, 64, 200])
+def test_any_block_size(block):
+    q, k, v, q_pos, kv_pos = inputs(T=97, cached=5)
+    columns = COLUMNS[:6]
+    found = xla.attention(q, k, v, q_pos, kv_pos, columns=columns, scale=0.3, block=block)
+    out, lse, measured = numpy_reference.attention(q, k, v, q_pos, kv_pos, columns=columns, scale=0.3)
+    np.testing.assert_allclose(found.out, out, atol=2e-5)
+    np.testing.assert_allclose(found.lse, lse, atol=2e-5)
+    for x, expected in zip(found.columns, measured, strict=True):
+        np.testing.assert_allclose(x, expected, atol=1e-4)
+
+
+@hypothesis.settings(max_examples=12, deadline=None)
+@hypothesis.given(
+    K=st.integers(1, 3), G=st.integers(1, 3), T=st.integers(1, 40), cached=st.integers(0, 20), seed=st.integers(0, 99)
+)
+def test_any_shape(K, G, T, cached, seed):
+    arrays = inputs(N=K * G, K=K, T=T, cached=cached, pads=T // 2, seed=seed)
+    compare(arrays, (Columns(), Columns(rows=5, group="max")), "xla", TOLERANCE["float32"])
+
+
+def test_column_sums_total_the_rows():
+    q, k, v, q_pos, kv_pos = inputs(T=64)
+    sums = attention(q, k, v, q_pos, kv_pos, columns=[Columns()]).columns[0]
+    rows = np.asarray((q_pos >= 0).sum(-1))
+    np.testing.assert_allclose(sums.sum(-1), np.broadcast_to(rows[:, None], sums.shape[:2]), rtol=1e-5)
+
+
+def test_rows_that_see_nothing():
+    q, k, v, q_pos, kv_pos = inputs(T=8)
+    result = attention(q, k, v, jnp.full_like(q_pos, -1), kv_pos, columns=[Columns()])
+    assert not np.asarray(result.out).any()
+    assert np.isneginf(result.lse).all()
+    assert not np.asarray(result.columns[0]).any()
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_gradients_against_finite_differences(softcap):
+    with jax.enable_x64(True):
+        arrays = [x.astype(jnp.float64) if x.dtype == jnp.float32 else x for x in inputs(T=11, cached=3, H=4)]
+        q_pos, kv_pos = arrays[3:]
+        mix = jnp.asarray(np.random.default_rng(1).standard_normal(arrays[0].shape))
+
+        def f(q, k, v):
+            result = attention(q, k, v, q_pos, kv_pos, softcap=softcap, implementation="xla")
+            lse = jnp.where(jnp.isfinite(result.lse), result.lse, 0.0)
+            return (jnp.sin(result.out) * mix).sum() + (lse**2).sum()
+
+        grads = jax.grad(f, argnums=(0, 1, 2))(*arrays[:3])
+        rng = np.random.default_rng(2)
+        for i, g in enumerate(grads):
+            direction = jnp.asarray(rng.standard_normal(g.shape))
+            shifted = lambda e, i=i, d=direction: [x + e * d if j == i else x for j, x in enumerate(arrays[:3])]
+            eps = 1e-6
+            numeric = (f(*shifted(eps)) - f(*shifted(-eps))) / (2 * eps)
+            np.testing.assert_allclose((g * direction).sum(), numeric, rtol=1e-6)
+
+
+def test_gradients_equal_the_references():
+    q, k, v, q_pos, kv_pos = inputs(T=140, H=4)
+
+    def grads(implementation):
+        f = lambda *x: (attention(*x, q_pos, kv_pos, window=50, implementation=implementation).out ** 2).sum()
+        return jax.grad(f, argnums=(0, 1, 2))(q, k, v)
+
+    for a, b in zip(grads("xla"), grads("reference"), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)
+
+
+def test_statistics_have_no_silent_gradient():
+    q, k, v, q_pos, kv_pos = inputs(T=8)
+    f = lambda q: attention(q, k, v, q_pos, kv_pos, columns=[Columns()]).columns[0].sum()
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        jax.grad(f)(q)
+
+
+def test_repeatable():
+    arrays = inputs(T=300)
+    run = jax.jit(lambda *a: attention(*a, columns=[Columns(), Columns(element="p2", group_at="before")]))
+    first, second = run(*arrays), run(*arrays)
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def compiled_bytes(T, columns):
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 4, T, 16), (1, 2, T, 16), (1, 2, T, 16))]
+    ints = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((1, T), (1, 2, T))]
+    run = lambda *a: attention(*a, columns=columns)
+    return jax.jit(run).lower(*shapes, *ints).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_grows_linearly():
+    """No N x N array: four times the prompt takes about four times the memory, statistics included."""
+    columns = (Columns(), Columns(element="p2", group_at="before"), Columns(rows=32))
+    short, long = compiled_bytes(4096, columns), compiled_bytes(16384, columns)
+    assert long < 4.5 * short
+    assert long < 4 * 4096 * 16384  # one float32 matrix of a single head at the shorter length alone would be larger
+
+
+def test_errors_say_what_to_do():
+    q, k, v, q_pos, kv_pos = inputs(T=8)
+    with pytest.raises(ValueError, match=r"4 query heads are not a multiple of 3 kv heads"):
+        attention(q, jnp.ones((2, 3, 8, 8)), jnp.ones((2, 3, 8, 8)), q_pos, jnp.ones((2, 3, 8), jnp.int32))
+    with pytest.raises(ValueError, match=r"8 query rows need their own 8 slots .* only 5"):
+        attention(q, k[:, :, :5], v[:, :, :5], q_pos, kv_pos[:, :, :5])
+    with pytest.raises(ValueError, match=r"implementation='cuda' is not one of"):
+        attention.__wrapped__(q, k, v, q_pos, kv_pos, implementation="cuda")
+    with pytest.raises(ValueError, match="at least one query row"):
+        Columns(rows=0)
+    with pytest.raises(ValueError, match="column weight has shape"):
+        attention(q, k, v, q_pos, kv_pos, columns=[Columns(weight=jnp.ones((2, 3)))])

@@ -1,0 +1,258 @@
+"""The laws of policies, over the one table of methods."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import generation
+from kvjax.state import EMPTY, evict
+from tests import helpers
+from tests.methods import CASES, every_method
+
+B, K, N, T, H = 2, 2, 4, 24, 8
+BUDGET = 10
+
+
+def stochastic_free():
+    return pytest.mark.parametrize("case", [c for c in CASES if not c.random], ids=repr)
+
+
+def prompt_step(case, *, budget=BUDGET, lengths=(T, T), layer=0, seed=0):
+    """(policy, layer after the prompt, stats, context) before eviction."""
+    policy = case.make(budget)
+    site = helpers.site(T=T, layer=layer)
+    ctx = helpers.context(site, length=list(lengths))
+    kv = helpers.prompt_layer(policy, ctx, T=T, B=B, K=K, H=H, lengths=lengths, seed=seed)
+    return policy, kv, helpers.random_stats(policy, kv, ctx, seed), ctx
+
+
+def target(policy, layer, n):
+    return policy.target(helpers.site(T=T, layer=layer), n)
+
+
+@every_method
+def test_identity_is_the_unit_of_chain(case):
+    policy = case.make(BUDGET)
+    assert kvjax.chain(kvjax.identity(), policy) == policy == kvjax.chain(policy, kvjax.identity())
+
+
+@every_method
+def test_chain_is_associative(case):
+    p, q, r = case.make(BUDGET), kvjax.methods.window(12), kvjax.methods.snapkv(14, window_size=4)
+    assert kvjax.chain(p, kvjax.chain(q, r)) == kvjax.chain(kvjax.chain(p, q), r)
+
+
+@every_method
+def test_chain_is_application_in_turn(case):
+    first, second = case.make(BUDGET + 4), kvjax.methods.tova(BUDGET)
+    both = kvjax.chain(first, second)
+    site = helpers.site(T=T)
+    ctx = helpers.context(site, length=[T, T])
+    kv = helpers.prompt_layer(both, ctx, T=T)
+    stats = helpers.random_stats(both, kv, ctx)
+    together = both.layer(kv, stats, ctx)
+
+    memories = kv.memory if isinstance(both, kvjax.policy.Chain) else (kv.memory,)
+    policies = both.policies if isinstance(both, kvjax.policy.Chain) else (both,)
+    apart = kv
+    for policy, memory in zip(policies, memories, strict=True):
+        apart = policy.layer(dataclasses.replace(apart, memory=memory), stats, ctx)
+    np.testing.assert_array_equal(together.pos, apart.pos)
+
+
+@every_method
+def test_partition_applies_each_policy_to_its_layers(case):
+    policy = case.make(BUDGET)
+    mixed = kvjax.partition({"evict": policy, "keep": kvjax.identity()}, ("keep", "evict", "keep"))
+    for layer, expected in ((0, kvjax.identity()), (1, policy)):
+        ctx = helpers.context(helpers.site(T=T, layer=layer), length=[T, T])
+        kv = helpers.prompt_layer(expected, ctx, T=T)
+        stats = helpers.random_stats(expected, kv, ctx)
+        np.testing.assert_array_equal(mixed.layer(kv, stats, ctx).pos, expected.layer(kv, stats, ctx).pos)
+
+
+@every_method
+@pytest.mark.parametrize("layer", [0, 2])
+def test_prompt_eviction_meets_the_budget(case, layer):
+    policy, kv, stats, ctx = prompt_step(case, lengths=(T, 17), layer=layer)
+    after = policy.layer(kv, stats, ctx)
+    for row, n in enumerate((T, 17)):
+        limit = min(n, target(policy, layer, n))
+        live = np.asarray(after.num_live[row])
+        if case.exact:
+            np.testing.assert_array_equal(live, limit)
+        else:
+            assert live.sum() == min(n, target(policy, layer, n)) * K
+        assert live.max() <= policy.capacity(ctx.site)
+
+
+@every_method
+def test_no_dead_slot_comes_back_and_nothing_moves(case):
+    policy, kv, stats, ctx = prompt_step(case, lengths=(T, 15))
+    dead = jnp.zeros(kv.pos.shape, bool).at[:, :, ::5].set(True)
+    kv = evict(kv, kv.live & ~dead)
+    after = policy.layer(kv, stats, ctx)
+    assert not (np.asarray(after.live) & ~np.asarray(kv.live)).any()
+    np.testing.assert_array_equal(after.k, kv.k)
+    np.testing.assert_array_equal(after.v, kv.v)
+    np.testing.assert_array_equal(np.where(after.live, after.pos, 0), np.where(after.live, kv.pos, 0))
+
+
+@every_method
+def test_protected_tokens_live(case):
+    policy, kv, stats, ctx = prompt_step(case, lengths=(T, 18))
+    after = policy.layer(kv, stats, ctx)
+    for row, n in enumerate((T, 18)):
+        wanted = {*range(case.sinks), *range(n - case.recent(BUDGET), n)}
+        for head in helpers.live_positions(after)[row]:
+            assert wanted <= set(head)
+
+
+@every_method
+def test_idempotent_on_unchanged_statistics(case):
+    policy, kv, stats, ctx = prompt_step(case)
+    once = policy.layer(kv, stats, ctx)
+    twice = policy.layer(once, stats, ctx)
+    np.testing.assert_array_equal(once.pos, twice.pos)
+
+
+@every_method
+def test_permuting_slots_permutes_the_result(case):
+    policy, kv, stats, ctx = prompt_step(case, lengths=(T, 19))
+    order = jax.vmap(lambda k: jax.random.permutation(k, T))(jax.random.split(jax.random.key(5), B * K)).reshape(
+        B, K, T
+    )
+    shuffled_kv, shuffled_stats = helpers.permute_slots(kv, stats, order)
+    plain = policy.layer(kv, stats, ctx)
+    shuffled = policy.layer(shuffled_kv, shuffled_stats, ctx)
+    assert helpers.live_positions(plain) == helpers.live_positions(shuffled)
+
+
+@every_method
+def test_jit_equals_eager(case):
+    policy, kv, stats, ctx = prompt_step(case, lengths=(T, 20))
+    eager = policy.layer(kv, stats, ctx)
+    jitted = jax.jit(policy.layer)(kv, stats, ctx)
+    np.testing.assert_array_equal(eager.pos, jitted.pos)
+
+
+@stochastic_free()
+def test_permuting_kv_heads_permutes_the_result(case):
+    q, k, v = helpers.qkv(3, B=B, N=N, K=K, T=T, H=H)
+    policy = case.make(BUDGET)
+    swapped_q = q.reshape(B, K, N // K, T, H)[:, ::-1].reshape(B, N, T, H)
+    plain = kvjax.evict_layer(policy, q, k, v)
+    swapped = kvjax.evict_layer(policy, swapped_q, k[:, ::-1], v[:, ::-1])
+    np.testing.assert_array_equal(plain.keep, swapped.keep[:, ::-1])
+    np.testing.assert_array_equal(plain.budgets, swapped.budgets[:, ::-1])
+
+
+@every_method
+@pytest.mark.parametrize("budget", [BUDGET, 0.5])
+def test_a_padded_row_gets_what_it_gets_alone(case, budget):
+    q, k, v = helpers.qkv(4, B=B, N=N, K=K, T=T, H=H)
+    policy = case.make(budget)
+    lengths = np.array([T, 16])
+    keys = jax.random.split(jax.random.key(9), B)
+    together = kvjax.evict_layer(policy, q, k, v, lengths=jnp.asarray(lengths), key=keys)
+    for row, n in enumerate(lengths):
+        cut = lambda x, row=row, n=n: x[row : row + 1, :, T - n :]
+        alone = kvjax.evict_layer(policy, cut(q), cut(k), cut(v), key=keys[row : row + 1])
+        np.testing.assert_array_equal(together.keep[row, :, T - n :], alone.keep[0])
+        assert not np.asarray(together.keep[row, :, : T - n]).any()
+
+
+@every_method
+def test_equal_policies_are_equal_values(case):
+    assert case.make(BUDGET) == case.make(BUDGET)
+    assert hash(case.make(BUDGET)) == hash(case.make(BUDGET))
+    assert repr(case.make(BUDGET)) == repr(case.make(BUDGET))
+    if case.name != "full":
+        assert case.make(BUDGET) != case.make(BUDGET + 1)
+
+
+# --- with a model ---
+
+
+def run(tiny, policy, tokens, lengths, *, new=12, keys=None, **kwargs):
+    model, params = tiny
+    return kvjax.generate(model, params, tokens, policy=policy, lengths=lengths, max_new_tokens=new, key=keys, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 61, (B, T))
+    return tokens, np.array([T, 17])
+
+
+@every_method
+def test_generation_of_a_padded_batch_equals_single_runs(tiny, prompts, case):
+    """Also: an equal policy, built anew, compiles nothing new."""
+    tokens, lengths = prompts
+    keys = jax.random.split(jax.random.key(2), B)
+    together = run(tiny, case.make(BUDGET), tokens, lengths, keys=keys)
+    compiled = generation._generate._cache_size()
+    run(tiny, case.make(BUDGET), tokens, lengths, keys=keys)
+    assert generation._generate._cache_size() == compiled
+
+    row, n = 1, int(lengths[1])
+    alone = run(tiny, case.make(BUDGET), tokens[row : row + 1, T - n :], None, keys=keys[row : row + 1])
+    np.testing.assert_array_equal(together.tokens[row], alone.tokens[0])
+    for a, b in zip(together.state.layers, alone.state.layers, strict=True):
+        assert helpers.live_positions(a)[row] == helpers.live_positions(b)[0]
+
+
+@every_method
+def test_decoding_never_exceeds_the_plan(tiny, prompts, case):
+    model, params = tiny
+    tokens, lengths = prompts
+    plan = kvjax.make_plan(model.config, case.make(BUDGET), prompt_len=T, max_new_tokens=40, lengths=lengths)
+
+    @jax.jit
+    def live_at_every_step(params, tokens, lengths):
+        logits, state = kvjax.prefill(model, params, tokens, plan, lengths=lengths)
+
+        def step(carry, _):
+            logits, state = carry
+            logits, state = kvjax.decode_step(model, params, logits.argmax(-1).astype(jnp.int32), state)
+            return (logits, state), (state.num_live, jnp.isfinite(logits).all())
+
+        return jax.lax.scan(step, (logits, state), length=40)[1], state
+
+    (live, finite), after_prompt = live_at_every_step(params, jnp.asarray(tokens), jnp.asarray(lengths))
+    assert finite.all()
+    for layer, site in enumerate(plan.sites):
+        assert int(live[:, :, layer].max()) <= plan.capacities[layer]
+        for row, n in enumerate(lengths):
+            limit = plan.policy.target(site, int(n))
+            slack = {"h2o_every_4": 3, "tova_when_over_3": 2}.get(case.name, 0)
+            if case.decodes and case.exact:
+                assert int(live[:, row, layer].max()) <= limit + slack
+                assert int(live[-1, row, layer].min()) >= limit  # a full budget stays in use
+            elif case.decodes:
+                assert int(live[:, row, layer].sum(-1).max()) <= limit * K
+    assert after_prompt.num_slots == plan.num_slots
+
+
+@every_method
+def test_a_budget_that_holds_everything_is_full_attention(tiny, prompts, case):
+    model, params = tiny
+    tokens, lengths = prompts
+    continuation = jnp.asarray(np.random.default_rng(1).integers(0, 61, (B, 10)))
+
+    def logits(policy):
+        plan = kvjax.make_plan(model.config, policy, prompt_len=T, max_new_tokens=10)
+        first, state = kvjax.prefill(model, params, jnp.asarray(tokens), plan, lengths=jnp.asarray(lengths))
+        return jnp.concatenate([first[:, None], kvjax.feed(model, params, continuation, state)[0]], axis=1)
+
+    full, kept = logits(kvjax.methods.full()), logits(case.make(200))
+    np.testing.assert_allclose(kept, full, rtol=2e-4, atol=2e-4)
+
+
+def test_empty_is_minus_one():
+    assert EMPTY == -1

@@ -1,0 +1,171 @@
+"""Logits against transformers, on tiny random models that it saved."""
+
+import copy
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+import models
+from kvjax import methods
+
+torch = pytest.importorskip("torch", reason="parity needs torch, which the test extra installs on Python 3.11")
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+
+
+def rope(kind, **kwargs):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **kwargs}}
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+CASES = {
+    "llama": ("LlamaForCausalLM", {}),
+    "llama_tied_biased": ("LlamaForCausalLM", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama_mha_wide_heads": ("LlamaForCausalLM", {"num_key_value_heads": 4, "head_dim": 16}),
+    "llama_linear": ("LlamaForCausalLM", rope("linear", factor=2.5)),
+    "llama_dynamic": ("LlamaForCausalLM", {**rope("dynamic", factor=3.0), "max_position_embeddings": 16}),
+    "llama_yarn": ("LlamaForCausalLM", rope("yarn", factor=4.0, original_max_position_embeddings=16)),
+    "llama_yarn_mscale": (
+        "LlamaForCausalLM",
+        rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.5, truncate=False),
+    ),
+    "llama_llama3": ("LlamaForCausalLM", rope("llama3", **LLAMA3)),
+    "mistral": ("MistralForCausalLM", {"sliding_window": None, "head_dim": 8}),
+    "mistral_sliding": ("MistralForCausalLM", {"sliding_window": 7, "head_dim": 8}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen2_sliding": (
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
+}
+T, NEW = 21, 6
+
+
+@pytest.fixture
+def pair(both):
+    """(transformers model, kvjax model, params); theirs is fresh, since dynamic scaling remembers earlier calls."""
+    theirs, model, params = both
+    return copy.deepcopy(theirs), model, params
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def both(request, tmp_path_factory):
+    """One architecture."""
+    architecture, options = CASES[request.param]
+    path = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    cls = getattr(transformers, architecture)
+    theirs = cls(cls.config_class(**{**SIZES, **options}))
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.mul_(3.0)  # as initialised, attention is nearly uniform and hides mistakes
+            if p.ndim == 1:
+                p.add_(0.3 * torch.randn_like(p))
+    theirs = theirs.eval()
+    theirs.save_pretrained(path)
+    model, params = models.load(path)
+    return theirs, model, params
+
+
+def assert_close(ours, theirs):
+    theirs = theirs.detach().numpy()
+    assert np.abs(np.asarray(ours) - theirs).max() <= 1e-4 * np.abs(theirs).max()
+
+
+def tokens():
+    return np.random.default_rng(0).integers(1, 99, (2, T + NEW))
+
+
+def test_prompt_and_cached_decoding(pair):
+    """One pass for both; our decoding goes through the cache, as does theirs."""
+    theirs, model, params = pair
+    ids = tokens()
+    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=T, max_new_tokens=NEW)
+    first, state = kvjax.prefill(model, params, jnp.asarray(ids[:, :T]), plan)
+    rest, _ = kvjax.feed(model, params, jnp.asarray(ids[:, T:], jnp.int32), state)
+    with torch.no_grad():
+        out = theirs(torch.tensor(ids[:, :T]), use_cache=True)
+        assert_close(first, out.logits[:, -1])
+        for i in range(NEW):
+            out = theirs(torch.tensor(ids[:, T + i : T + i + 1]), past_key_values=out.past_key_values, use_cache=True)
+            assert_close(rest[:, i], out.logits[:, -1])
+
+
+def test_all_prompt_logits(pair):
+    theirs, model, params = pair
+    ids = tokens()[:, :T]
+    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=T, max_new_tokens=0)
+    state = kvjax.init_state(plan, jnp.full((2,), T))
+    ours, _, _ = kvjax.forward(model, params, jnp.asarray(ids), state, last_only=False)
+    with torch.no_grad():
+        assert_close(ours, theirs(torch.tensor(ids)).logits)
+
+
+def test_left_padded_batch(pair):
+    theirs, model, params = pair
+    ids, lengths = tokens()[:, :T], np.array([T, 12])
+    mask = np.arange(T) >= T - lengths[:, None]
+    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=T, max_new_tokens=0)
+    ours, _ = kvjax.prefill(model, params, jnp.asarray(ids), plan, lengths=jnp.asarray(lengths))
+    with torch.no_grad():
+        for row, n in enumerate(lengths):
+            assert_close(ours[row], theirs(torch.tensor(ids[row : row + 1, T - n :])).logits[0, -1])
+        if model.config.rope.kind != "dynamic":  # theirs scales every row by the longest one
+            positions = torch.tensor(np.maximum(np.cumsum(mask, 1) - 1, 0))
+            batch = theirs(torch.tensor(ids), attention_mask=torch.tensor(mask.astype(int)), position_ids=positions)
+            assert_close(ours, batch.logits[:, -1])
+
+
+def test_greedy_generation(pair):
+    theirs, model, params = pair
+    ids = tokens()[:, :T]
+    ours = kvjax.generate(model, params, ids, max_new_tokens=NEW)
+    expected = theirs.generate(
+        torch.tensor(ids), attention_mask=torch.ones(2, T, dtype=torch.long), max_new_tokens=NEW, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    np.testing.assert_array_equal(ours.tokens, expected[:, T:])
+
+
+def test_older_config_files(tmp_path):
+    """`rope_theta` and `rope_scaling` at the top level, as transformers 4 wrote them."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, **rope("llama3", **LLAMA3))
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["rope_theta"], raw["rope_scaling"] = 10000.0, {"rope_type": "llama3", **LLAMA3}
+    del raw["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    model, params = models.load(tmp_path)
+    ids = tokens()[:, :T]
+    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=T, max_new_tokens=0)
+    ours, _ = kvjax.prefill(model, params, jnp.asarray(ids), plan)
+    with torch.no_grad():
+        assert_close(ours, theirs(torch.tensor(ids)).logits[:, -1])
+
+
+def test_our_checkpoints_are_theirs(tmp_path, tiny):
+    """`models.save` writes what transformers reads."""
+    model, params = tiny
+    models.save(tmp_path, model, params)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = np.random.default_rng(0).integers(0, 61, (1, 9))
+    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=9, max_new_tokens=0)
+    ours, _ = kvjax.prefill(model, params, jnp.asarray(ids), plan)
+    with torch.no_grad():
+        assert_close(ours, theirs(torch.tensor(ids)).logits[:, -1])

@@ -1,0 +1,299 @@
+"""Numeric examples that can be checked by hand, read from `golden/policy_examples.json`."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import methods
+from kvjax.allocation import Adaptive, Pyramid, UniformLayers, apportion
+from kvjax.budget import Ratio, Tokens, whole_tokens
+from kvjax.select import TopK
+from kvjax.state import EMPTY
+from kvjax.stats import LayerStats
+from pallas_kernels import Columns, attention
+from tests import helpers
+
+
+def keep(policy, p, **kwargs):
+    q, k, v, scale = helpers.from_probabilities(p)
+    return helpers.kept(kvjax.evict_layer(policy, q, k, v, scale=scale, **kwargs))
+
+
+def uniform_rows(n):
+    return np.tril(np.ones((n, n))) / np.arange(1, n + 1)[:, None]
+
+
+def test_e01_position_only(examples):
+    e = examples["E01"]
+    n, budget = e["inputs"]["n"], e["params"]["budget"]
+    p = uniform_rows(n)
+    assert keep(methods.full(), p) == e["expected"]["full"]
+    assert keep(methods.window(budget), p) == e["expected"]["window"]
+    assert keep(methods.streaming_llm(budget, sinks=e["params"]["sinks"]), p) == e["expected"]["streaming"]
+
+    uniforms = jnp.asarray(e["inputs"]["uniforms"])
+    draw = lambda kv, stats, ctx: jnp.broadcast_to(uniforms, kv.pos.shape)
+    given = kvjax.from_fn(draw, budget=budget)
+    assert keep(given, p) == e["expected"]["random"]
+    protected = dataclasses.replace(given, protect=methods.random(budget).protect)
+    assert keep(protected, p) == e["expected"]["random_protect_last1"]
+
+
+def test_e02_h2o_prompt(examples):
+    e = examples["E02"]
+    p, (heavy, recent) = e["inputs"]["P"], (e["params"]["heavy"], e["params"]["recent"])
+    q, k, v, scale = helpers.from_probabilities(p)
+    selection = kvjax.evict_layer(methods.h2o(heavy + recent, recent=recent), q, k, v, scale=scale)
+    np.testing.assert_allclose(selection.score[0, 0], e["expected"]["column_sums"], atol=1e-6)
+    assert helpers.kept(selection) == e["expected"]["kept"]
+    assert keep(methods.h2o(heavy + recent), p) == e["expected"]["kept"]  # half and half is the default
+    assert keep(methods.h2o(heavy + recent, recent=0), p) == e["expected"]["key_only_kept"]
+
+
+def test_e03_h2o_decode_step(examples):
+    e = examples["E03"]
+    policy = methods.h2o(e["params"]["heavy"] + e["params"]["recent"], recent=e["params"]["recent"])
+    ctx = helpers.context(helpers.site(T=6, K=1, N=1), length=[7], prompt_length=[6], step=1, phase="decode")
+    pos = jnp.asarray([[[*e["inputs"]["kept_before"], e["inputs"]["new_position"]]]], jnp.int32)
+    before = jnp.asarray([[[*e["inputs"]["acc_before"], 0.0]]], jnp.float32)
+    kv = kvjax.LayerKV(jnp.zeros((1, 1, 5, 8)), jnp.zeros((1, 1, 5, 8)), pos, before)
+    row = jnp.asarray([[e["inputs"]["row_over_slots"]]], jnp.float32)
+    after = policy.layer(kv, LayerStats((row,), policy.observe("decode", ctx.site)), ctx)
+    np.testing.assert_allclose(after.memory[0, 0], e["expected"]["acc_after"], atol=1e-6)
+    assert helpers.live_positions(after)[0][0] == e["expected"]["kept_after"]
+    gone = set(np.asarray(pos).ravel().tolist()) - set(e["expected"]["kept_after"])
+    assert gone == {e["expected"]["evicted"]}
+
+
+def test_e08_tova(examples):
+    e = examples["E08"]
+    rows = np.stack([uniform_rows(6)] * 2)
+    rows[:, -1] = e["inputs"]["last_row_per_head"]
+    budget = e["params"]["budget"]
+    # One kv head per query head; the layer mean is taken over all of them.
+    q, k, v, scale = helpers.from_probabilities(rows)
+    k, v = jnp.concatenate([k, k], axis=1), jnp.concatenate([v, v], axis=1)
+    selection = kvjax.evict_layer(methods.tova(budget), q, k, v, scale=scale)
+    np.testing.assert_allclose(selection.score[0, 0], e["expected"]["mean_row"], atol=1e-6)
+    assert [helpers.kept(selection, head=h) for h in (0, 1)] == [e["expected"]["kept_all_heads_mean"]] * 2
+    per_head = kvjax.evict_layer(methods.tova(budget, head_mode="per_kv_head"), q, k, v, scale=scale)
+    assert [helpers.kept(per_head, head=h) for h in (0, 1)] == e["expected"]["kept_per_head"]
+    forced = kvjax.evict_layer(methods.tova(budget, protect_last=1), q, k, v, scale=scale)
+    assert helpers.kept(forced) == e["expected"]["kept_mean_force_last"]
+
+
+def test_e09_mean_attention(examples):
+    """The sums over the counts of rows that could see a key; counts need no kernel."""
+    e = examples["E09"]
+    q, k, v, scale = helpers.from_probabilities(e["inputs"]["P"])
+    pos = jnp.arange(6, dtype=jnp.int32)
+    sums = attention(q, k, v, pos[None], pos[None, None], columns=[Columns()], scale=scale).columns[0]
+    np.testing.assert_allclose(
+        np.asarray(sums[0, 0]) / (6 - np.arange(6)), e["expected"]["mean_including_self_row"], atol=1e-6
+    )
+
+
+def test_e13_group_reduction_order(examples):
+    e = examples["E13"]
+    p = np.zeros((2, 2, 2))
+    p[:, 0, 0] = 1.0
+    p[0, 1], p[1, 1] = e["inputs"]["head0"], e["inputs"]["head1"]
+    q, k, v, scale = helpers.from_probabilities(p)
+    pos = jnp.arange(2, dtype=jnp.int32)
+    wanted = {
+        "mean_then_square": Columns(rows=1, element="p2", group="mean", group_at="before"),
+        "square_then_mean": Columns(rows=1, element="p2", group="mean", group_at="after"),
+        "mean_then_gt_half": Columns(rows=1, element="above", threshold=0.5 + 1e-6, group="mean", group_at="before"),
+        "gt_half_then_sum": Columns(rows=1, element="above", threshold=0.5, group="sum", group_at="after"),
+    }
+    found = attention(q, k, v, pos[None], pos[None, None], columns=list(wanted.values()), scale=scale).columns
+    for name, x in zip(wanted, found, strict=True):
+        np.testing.assert_allclose(x[0, 0], e["expected"][name], atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_e16_column_reduction(examples, implementation):
+    e = examples["E16"]
+    q, k = (jnp.asarray(e["inputs"][x], jnp.float32)[None, None] for x in "qk")
+    pos = jnp.arange(4, dtype=jnp.int32)
+    columns = [Columns(), Columns(element="p2"), Columns(rows=2)]
+    run = lambda q_pos: attention(
+        q,
+        k,
+        k,
+        q_pos[None],
+        pos[None, None],
+        columns=columns,
+        scale=e["params"]["scale"],
+        implementation=implementation,
+    )
+    causal = run(pos)
+    np.testing.assert_allclose(causal.lse[0, 0], e["expected"]["lse_causal"], atol=1e-5)
+    for x, name in zip(causal.columns, ("colsum", "colsum_of_squares", "colsum_last2_rows"), strict=True):
+        np.testing.assert_allclose(x[0, 0], e["expected"][f"{name}_causal"], atol=1e-5)
+    np.testing.assert_allclose(causal.columns[0].sum(), e["expected"]["total_mass_causal"], atol=1e-5)
+
+
+def window_votes(e):
+    """Two query heads of one kv head whose last two rows are given."""
+    rows = np.asarray(e["inputs"]["window_rows_two_heads"])
+    n = rows.shape[-1]
+    p = np.stack([uniform_rows(n)] * 2)
+    p[:, -2:] = rows
+    return p
+
+
+def test_e17_snapkv(examples):
+    e = examples["E17"]
+    p = window_votes(e)
+    budget, window, kernel = e["params"]["capacity"], e["params"]["window"], e["params"]["kernel"]
+    n = p.shape[-1]
+
+    def policy(**kwargs):
+        return methods.snapkv(budget, window_size=window, kernel_size=kernel, **kwargs)
+
+    q, k, v, scale = helpers.from_probabilities(p)
+    votes = kvjax.evict_layer(policy(group="mean"), q[:, :1], k, v, scale=scale)
+    np.testing.assert_allclose(votes.score[0, 0, : n - window], e["expected"]["pooled_max"][0], atol=1e-6)
+    for i in (0, 1):
+        average = kvjax.evict_layer(policy(pooling="avg"), q[:, i : i + 1], k, v, scale=scale)
+        np.testing.assert_allclose(average.score[0, 0, : n - window], e["expected"]["pooled_avg"][i], atol=1e-5)
+        valid = kvjax.evict_layer(policy(pooling="avg", avg_pad="valid_count"), q[:, i : i + 1], k, v, scale=scale)
+        np.testing.assert_allclose(valid.score[0, 0, : n - window], e["expected"]["pooled_avg_valid"][i], atol=1e-5)
+        single = kvjax.evict_layer(policy(), q[:, i : i + 1], k, v, scale=scale)
+        assert helpers.kept(single) == e["expected"]["kept_per_query_head_max"][i]
+    for group in ("mean", "max", "sum"):
+        assert keep(policy(group=group), p) == e["expected"][f"kept_kv_head_{group}_then_maxpool"]
+    assert keep(policy(pooling="avg"), p) == e["expected"]["kept_kv_head_avgpool_mean"]
+    assert keep(policy(pooling="avg", avg_pad="valid_count"), p) == e["expected"]["kept_kv_head_avgpool_valid_mean"]
+
+
+def test_e18_pyramid(examples):
+    e = examples["E18"]
+    p, expected = e["params"], e["expected"]
+    b = np.array([p["capacity"] - p["window"]])
+    plain = Pyramid(p["beta"]).layers(b, np.array([4000]), p["layers"])[0]
+    assert (plain + p["window"]).tolist() == expected["kvjax_exact"]
+    assert int((plain + p["window"]).sum()) == expected["kvjax_sum"]
+    assert [plain[0], plain[-1]] == expected["paper_without_window_first_last"]
+    assert plain.sum() == expected["paper_sum"]
+    policy = methods.pyramidkv(p["capacity"], beta=p["beta"], window_size=p["window"])
+    sites = [helpers.site(T=4000, layer=i, num_layers=p["layers"]) for i in range(p["layers"])]
+    assert [policy.target(s, 4000) for s in sites] == expected["kvjax_exact"]
+
+
+def test_e19_adaptive_heads(examples):
+    e = examples["E19"]
+    score = jnp.asarray(e["inputs"]["A"], jnp.float32)[None]
+    base = e["params"]["base_per_head"]
+    every = jnp.ones(score.shape, bool)
+    heads = lambda alpha: Adaptive(alpha).heads(score, every, jnp.asarray([base], jnp.int32), base)[0].tolist()
+    assert heads(1.0) == e["expected"]["raw"]
+    assert heads(0.5) == e["expected"]["kvjax_alpha0_5_exact"]
+    assert heads(0.0) == e["expected"]["uniform"]
+
+
+def test_e20_no_rounding_drift(examples):
+    e = examples["E20"]
+    own, base, alpha = np.asarray(e["inputs"]["raw"]), e["params"]["base"], 1 - e["params"]["floor"]
+    blend = alpha * own + (1 - alpha) * base
+    np.testing.assert_allclose(blend, e["expected"]["blend"])
+    assert apportion(blend, np.array(100)).tolist() == e["expected"]["kvjax_exact"]
+    assert apportion(jnp.asarray(blend, jnp.float32), jnp.asarray(100), jnp).tolist() == e["expected"]["kvjax_exact"]
+
+
+def test_e34_ratio_rounding(examples):
+    for row in examples["E34"]["expected"]["rows"]:
+        share = 1 - row["removed"]
+        assert int(whole_tokens(share, np.array([row["n"]]))[0]) == row["kvjax"], row
+        assert int(whole_tokens(share, np.array([row["n"]]), "int")[0]) == row["python_int"], row
+        assert int(Ratio(share).table(np.array([row["n"]]), np.array([0]))[0]) == row["kvjax"]
+
+
+def test_e35_ties(examples):
+    e = examples["E35"]
+    score = jnp.asarray(e["inputs"]["score"], jnp.float32)[None, None]
+    n, count = score.shape[-1], e["params"]["keep"]
+    pos = jnp.arange(n, dtype=jnp.int32)[None, None]
+    budgets = jnp.full((1, 1), count, jnp.int32)
+    for ties in ("evict_older", "lower_index"):
+        for most in (None, 2):  # sorted, or one by one
+            mask = TopK(ties)(score, pos, budgets, cap=count, most=most)
+            assert np.nonzero(np.asarray(mask[0, 0]))[0].tolist() == e["expected"][ties], (ties, most)
+
+
+def test_e36_padding(examples):
+    e = examples["E36"]
+    p, valid = np.asarray(e["inputs"]["P"]), np.asarray(e["inputs"]["valid"])
+    pad, n = int((valid == 0).sum()), int(valid.sum())
+    policy = methods.h2o(e["params"]["ratio"], recent=e["params"]["recent"])
+    q, k, v, scale = helpers.from_probabilities(p)
+    selection = kvjax.evict_layer(policy, q, k, v, lengths=jnp.asarray([n]), scale=scale)
+    assert helpers.kept(selection) == e["expected"]["kept"]
+    assert selection.budgets.tolist() == [[e["expected"]["budget"]]]
+    np.testing.assert_allclose(selection.score[0, 0, pad:], e["expected"]["column_sums"][pad:], atol=1e-6)
+    assert [i - pad for i in e["expected"]["kept"]] == keep(policy, p[pad:, pad:])
+
+
+def test_e39_schedules(examples):
+    e = examples["E39"]
+    budget, n = e["params"]["budget"], e["inputs"]["n"]
+
+    def occupancy(schedule, steps, n=n):
+        """(slots that attention reads, slots left) at every decode step."""
+        policy = kvjax.when(schedule, methods.window(budget))
+        site = helpers.site(T=n, K=1, N=1, max_new_tokens=steps)
+        ctx = helpers.context(site, length=[n])
+        kv = policy.layer(helpers.prompt_layer(policy, ctx, T=n, B=1, K=1), LayerStats(), ctx)
+        kv = kvjax.compact(kv, policy.capacity(site))
+        seen = []
+        for step in range(1, steps + 1):
+            now = helpers.context(site, length=[n + step], prompt_length=[n], step=step, phase="decode")
+            new = jnp.ones((1, 1, 1, 8))
+            kv = kvjax.state.insert(kv, new, new, jnp.asarray([[n + step - 1]], jnp.int32))
+            attended = int(kv.num_live[0, 0])
+            kv = policy.layer(kv, LayerStats(), now)
+            seen.append([attended, int(kv.num_live[0, 0])])
+        assert max(a for a, _ in seen) <= policy.capacity(site)
+        return seen
+
+    assert occupancy(kvjax.every_step(), 4) == e["expected"]["every_step"]
+    assert occupancy(kvjax.every(3), 7) == e["expected"]["every_3"]
+    assert occupancy(kvjax.every(3), 7, n=2) == e["expected"]["every_3_short_prompt"]
+    assert occupancy(kvjax.after_prefill(), 3) == e["expected"]["never"]
+    # As soon as the budget is exceeded by 3, whatever the step.
+    assert occupancy(kvjax.when_over(3), 7) == [[5, 5], [6, 6], [7, 4], [5, 5], [6, 6], [7, 4], [5, 5]]
+
+
+def test_e37_compact_positions(examples):
+    """Ranks of kept positions, and the rank of the next query."""
+    e = examples["E37"]
+    kept = jnp.asarray([[e["inputs"]["kept_positions"]]], jnp.int32)
+    assert kvjax.state.ranks(kept).tolist() == [[[0, 1, 2]]]
+    kv = kvjax.LayerKV(jnp.zeros((1, 1, 3, 8)), jnp.zeros((1, 1, 3, 8)), kept, (), kvjax.state.ranks(kept), "compact")
+    following = kvjax.state.next_ranks(kv, jnp.asarray([[[6]]], jnp.int32))
+    assert following.tolist() == [[[e["expected"]["next_query_position_rerotated"]]]]
+
+
+def test_e38_equivalences():
+    """Limits in which one method becomes another."""
+    q, k, v = helpers.qkv(11, T=40)
+    same = lambda a, b: np.testing.assert_array_equal(
+        kvjax.evict_layer(a, q, k, v, layer=1, num_layers=4).keep,
+        kvjax.evict_layer(b, q, k, v, layer=1, num_layers=4).keep,
+    )
+    snapkv = lambda **kw: methods.snapkv(16, window_size=4, kernel_size=3, **kw)
+    same(methods.pyramidkv(16, beta=1.0, window_size=4, kernel_size=3), snapkv())
+    same(methods.ada_snapkv(16, alpha=0.0, window_size=4, kernel_size=3), snapkv())
+    window_sum = kvjax.Evict(kvjax.scores.Window(4), 16, protect=kvjax.Protect(recent=4))
+    same(methods.snapkv(16, window_size=4, kernel_size=1), window_sum)
+    same(methods.h2o(16, recent=16), methods.window(16))
+    same(methods.streaming_llm(16, sinks=0), methods.window(16))
+    every_row = kvjax.Evict(kvjax.scores.Window(40), 16)
+    same(methods.h2o(16, recent=0), every_row)
+    assert UniformLayers().layers(np.array([5]), np.array([9]), 3).tolist() == [[5, 5, 5]]
+    assert Tokens(3).table(np.array([10]), np.array([5])).tolist() == [3]
+    assert EMPTY < 0
