@@ -33,7 +33,7 @@ class Setup:
 
     model: str = "embedded"
     tasks: tuple[TaskName, ...] = ("single_needle", "several_needles", "multi_query", "key_value", "perplexity")
-    examples: int = 64
+    examples: int = 48
     length: int = 1024
     protocol: Literal["in_prompt", "after_compression"] = "in_prompt"
     baselines: tuple[str, ...] = ("random", "streaming_llm", "h2o", "ada_snapkv")

@@ -18,6 +18,7 @@ from experiments.tasks import RETRIEVAL
 # Okabe and Ito's palette: told apart by all common kinds of colour vision. Markers differ as well.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 _MARKERS = "osD^vPX*<>hp"
+_LINES = ("-", "--", ":")
 
 
 def summarise(samples: Sequence[dict[str, Any]], costs: dict[str, Any]) -> dict[str, Any]:
@@ -78,13 +79,13 @@ def markdown(summary: dict[str, Any], title: str) -> str:
     shown = [*(["retrieval_mean"] if summary["retrieval_mean"] else []), *tasks]
 
     head = ["method", "budget", *(t.replace("_", " ") for t in shown)]
-    quality = [[m, b, *(_score_cell(by_key.get((m, b, t))) for t in shown)] for m, b in runs]
+    quality = [[m, b, *(score_cell(by_key.get((m, b, t))) for t in shown)] for m, b in runs]
     per_task = [
         [
             r["method"],
             r["budget"],
             r["task"].replace("_", " "),
-            _score_cell(r),
+            score_cell(r),
             f"{r['live_tokens']:.1f}",
             f"{r['slots']:,}",
             f"{r['kv_bytes'] / 2**10:,.0f}",
@@ -107,13 +108,13 @@ def markdown(summary: dict[str, Any], title: str) -> str:
             "Scores in percent with 95 % intervals (Wilson). Perplexity as itself, with a Student-t interval, and in",
             "parentheses how likely the text is compared to the full cache.",
             "",
-            *_table(head, quality),
+            *table(head, quality),
             "",
             "Slots and bytes are for one sequence; live tokens are means over layers and heads after the prompt.",
             "Prefill time is for one sequence of a batch, decode speed for the whole batch. Peaks are what the",
             "compiled programs take for one batch: arguments (parameters included), results and temporaries.",
             "",
-            *_table(cost_head, per_task),
+            *table(cost_head, per_task),
             "",
         ]
     )
@@ -123,7 +124,8 @@ def _mebibytes(n: int | None) -> str:
     return "" if n is None else f"{n / 2**20:,.1f}"
 
 
-def _score_cell(row: dict[str, Any] | None) -> str:
+def score_cell(row: dict[str, Any] | None) -> str:
+    """A score in percent, or a perplexity, with its interval."""
     if row is None:
         return ""
     if "perplexity" in row:
@@ -132,7 +134,8 @@ def _score_cell(row: dict[str, Any] | None) -> str:
     return f"{100 * row['score']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table."""
     return [
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
@@ -148,26 +151,32 @@ def budget_fraction(label: str, length: int) -> float:
     return float(label) if "." in label else int(label) / length
 
 
-def plot_score_against_budget(summary: dict[str, Any], length: int, path: pathlib.Path) -> None:
+def plot_score_against_budget(rows: Sequence[dict[str, Any]], length: int, path: pathlib.Path) -> None:
     """Mean retrieval score of every method against its budget, with 95 % intervals."""
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    rows = summary["retrieval_mean"]
+    figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+    full = [r for r in rows if r["method"] == "full"]
     methods = [m for m in dict.fromkeys(r["method"] for r in rows) if m != "full"]
-    for r in rows:
-        if r["method"] == "full":
-            axes.axhline(100 * r["score"], color="0.5", linestyle="--", label="full cache")
+    if full:
+        axes.axhline(100 * full[0]["score"], color="0.5", linestyle="--", label="full cache")
     for i, method in enumerate(methods):
-        points = sorted((budget_fraction(r["budget"], length), r) for r in rows if r["method"] == method)
-        x = [100 * b for b, _ in points]
-        y = np.array([100 * r["score"] for _, r in points])
-        error = [
-            [100 * max(r["score"] - r["low"], 0) for _, r in points],
-            [100 * (r["high"] - r["score"]) for _, r in points],
-        ]
+        points = sorted(
+            ((budget_fraction(r["budget"], length), r) for r in rows if r["method"] == method), key=lambda p: p[0]
+        )
+        aside = 2 ** (0.08 * (i - (len(methods) - 1) / 2) / max(len(methods) / 5, 1))  # keeps equal budgets apart
         axes.errorbar(
-            x, y, yerr=error, label=method, color=_COLOURS[i % len(_COLOURS)], marker=_MARKERS[i % len(_MARKERS)],
-            capsize=3, markersize=6,
-        )  # fmt: skip
+            [100 * b * aside for b, _ in points],
+            [100 * r["score"] for _, r in points],
+            yerr=[
+                [100 * max(r["score"] - r["low"], 0) for _, r in points],
+                [100 * max(r["high"] - r["score"], 0) for _, r in points],
+            ],
+            label=method,
+            color=_COLOURS[i % len(_COLOURS)],
+            marker=_MARKERS[i % len(_MARKERS)],
+            linestyle=_LINES[i // len(_COLOURS) % len(_LINES)],
+            capsize=3,
+            markersize=6,
+        )
     axes.set_xscale("log", base=2)
     ticks = sorted({100 * budget_fraction(r["budget"], length) for r in rows if r["method"] != "full"})
     if ticks:
@@ -175,7 +184,7 @@ def plot_score_against_budget(summary: dict[str, Any], length: int, path: pathli
         axes.minorticks_off()
     axes.set(xlabel="budget, % of the prompt", ylabel="retrieval score, % (95 % interval)", ylim=(-3, 103))
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize="small")
+    axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -219,15 +228,17 @@ def plot_kept_positions(kept: dict[str, list[np.ndarray]], path: pathlib.Path) -
     figure, grid = plt.subplots(
         len(kept), 1, figsize=(9, 0.6 + 1.15 * len(kept)), layout="constrained", squeeze=False, sharex=True
     )
+    end = 1 + max(int(layer.max()) for layers in kept.values() for layer in layers)
     for axes, (label, layers) in zip(grid[:, 0], kept.items(), strict=True):
-        rows = [np.sort(head[head >= 0]) for layer in layers for head in layer]
-        axes.eventplot(rows, colors="#0072B2", linewidths=0.7, linelengths=0.9)
-        for i in range(len(layers[0]), len(rows), len(layers[0])):
+        heads = [head[head >= 0] for layer in layers for head in layer]
+        held = np.zeros((len(heads), end))
+        for row, positions in zip(held, heads, strict=True):
+            row[positions] = 1.0
+        axes.imshow(held, cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="antialiased")
+        for i in range(len(layers[0]), len(heads), len(layers[0])):
             axes.axhline(i - 0.5, color="0.6", linewidth=0.5)
         axes.set_ylabel(label.replace("@", "\n"), rotation=0, ha="right", va="center", fontsize=8)
         axes.set_yticks([])
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.margins(x=0.01)
     grid[-1, 0].set_xlabel("position in the prompt; rows are kv heads, grouped by layer from top to bottom")
     figure.savefig(path, dpi=150)
     plt.close(figure)

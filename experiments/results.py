@@ -109,21 +109,28 @@ def _free_name(directory: pathlib.Path) -> pathlib.Path:
     return new
 
 
-def _environment(command: list[str]) -> dict[str, Any]:
+def device_info() -> dict[str, Any]:
+    """What this runs on, and with which versions."""
     device = jax.devices()[0]
+    return {
+        "platform": device.platform,
+        "kind": device.device_kind,
+        "count": jax.device_count(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "machine": platform.machine(),
+        "versions": {"python": platform.python_version()} | {p: _version(p) for p in _PACKAGES},
+    }
+
+
+def _environment(command: list[str]) -> dict[str, Any]:
+    device = device_info()
     return {
         "command": command,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "versions": {"python": platform.python_version()} | {p: _version(p) for p in _PACKAGES},
-        "device": {
-            "platform": device.platform,
-            "kind": device.device_kind,
-            "count": jax.device_count(),
-            "cpus": len(os.sched_getaffinity(0)),
-            "machine": platform.machine(),
-        },
+        "versions": device.pop("versions"),
+        "device": device,
     }
 
 

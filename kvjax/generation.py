@@ -137,11 +137,18 @@ def prefill(
 
     Returns:
       Logits of the next token, and the compacted state.
+
+    Raises:
+      ValueError: a prompt of another width, or lengths that the plan has no room for.
     """
     B, T = tokens.shape
     if plan.prompt_len != T:
         raise ValueError(f"the prompt is {T} tokens wide, but the plan was made for {plan.prompt_len}; make a new plan")
-    lengths = jnp.full((B,), T, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+    if lengths is None:
+        lengths = jnp.full((B,), T, jnp.int32)
+    elif not isinstance(lengths, jax.core.Tracer):
+        plan.check_lengths(np.asarray(lengths))
+    lengths = lengths.astype(jnp.int32)
     state = init_state(plan, lengths, key=key, dtype=model.config.dtype)
     logits, state, _ = forward(model, params, tokens, state, valid=lengths, evict=True)
     return logits[:, -1], state

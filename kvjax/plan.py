@@ -77,6 +77,16 @@ class CachePlan:
         """Slots of one sequence, summed over layers and kv heads."""
         return sum(c * s.num_kv_heads for c, s in zip(self.capacities, self.sites, strict=True))
 
+    def check_lengths(self, lengths: Sequence[int] | np.ndarray) -> None:
+        """Raises ValueError if prompts of these lengths need more slots than were planned."""
+        for n in sorted({int(n) for n in lengths}):
+            for site, capacity in zip(self.sites, self.capacities, strict=True):
+                if (needed := self.policy.capacity(site, (n,))) > capacity:
+                    raise ValueError(
+                        f"a prompt of {n} tokens needs {needed} slots in layer {site.layer}, but the plan has "
+                        f"{capacity}; make the plan with lengths= that contain it"
+                    )
+
     def target(self, prompt_length: int) -> float:
         """Live slots a head and layer may keep, on average, for a prompt of this length."""
         return float(np.mean([self.policy.target(s, prompt_length) for s in self.sites]))
@@ -97,7 +107,8 @@ def make_plan(
       policy: the policy.
       prompt_len: width of the (padded) prompt.
       max_new_tokens: decode steps to make room for.
-      lengths: the prompts' own lengths, where known: each is checked. A plan made without them checks `prompt_len`.
+      lengths: the prompts' own lengths, where known: each is checked, and capacities are no larger than these lengths
+        and `prompt_len` need. Without them a plan is for any length up to `prompt_len`, of which it checks that one.
 
     Raises:
       ValueError: naming the two numbers that disagree, and the fix.
@@ -126,5 +137,6 @@ def make_plan(
     for site in sites:
         for n in known:
             policy.check(site, n)
-    capacities = tuple(policy.capacity(s) for s in sites)
+    planned = None if lengths is None else sorted({*known, prompt_len})
+    capacities = tuple(policy.capacity(s, planned) for s in sites)
     return CachePlan(policy, sites, capacities, tuple(policy.key_positions(s) for s in sites))

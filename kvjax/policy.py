@@ -73,8 +73,13 @@ class Policy(abc.ABC):
         """Live slots a head of this layer may keep, on average over heads, for a prompt of this length."""
 
     @abc.abstractmethod
-    def capacity(self, site: Site) -> int:
-        """The most live slots one head of this layer can hold while decoding (static)."""
+    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
+        """The most live slots one head of this layer can hold while decoding (static).
+
+        Args:
+          site: the layer.
+          lengths: the prompts' lengths, None for any up to the plan's.
+        """
 
     @abc.abstractmethod
     def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
@@ -123,8 +128,9 @@ class Identity(Policy):
         """See `Policy`."""
         return prompt_length + site.max_new_tokens
 
-    def capacity(self, site: Site) -> int:
+    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
         """See `Policy`."""
+        del lengths
         return site.prompt_len + site.max_new_tokens
 
     def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, None]:
@@ -186,21 +192,22 @@ class Evict(Policy):
     def _sizes(self, site: Site) -> "_Sizes":
         return _sizes(as_budget(self.budget), self.protect, self.layers, site.num_layers, site.prompt_len)
 
-    def _cap(self, site: Site) -> int:
+    def _cap(self, site: Site, lengths: Sequence[int] | None) -> int:
         """The most tokens that one head may keep at an eviction."""
         sizes = self._sizes(site)
-        outside = sizes.outside
-        average = sizes.budget[:, site.layer] - outside
-        limit = np.maximum(np.arange(len(outside)) - outside, 0)
-        return int((self.heads.cap(average, limit, site.num_kv_heads) + outside).max())
+        n = np.arange(site.prompt_len + 1) if lengths is None else np.array([*lengths])
+        outside = sizes.outside[n]
+        average = sizes.budget[n, site.layer] - outside
+        return int((self.heads.cap(average, np.maximum(n - outside, 0), site.num_kv_heads) + outside).max())
 
     def target(self, site: Site, prompt_length: int) -> int:
         """See `Policy`."""
         return int(self._sizes(site).budget[prompt_length, site.layer])
 
-    def capacity(self, site: Site) -> int:
+    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
         """See `Policy`."""
-        after_prefill = self._cap(site) if self.when.prefill else max(self._cap(site), site.prompt_len)
+        cap = self._cap(site, lengths)
+        after_prefill = cap if self.when.prefill else max(cap, site.prompt_len)
         total = site.prompt_len + site.max_new_tokens
         return min(total, after_prefill + self.when.room(site.max_new_tokens))
 
@@ -307,7 +314,9 @@ class Evict(Policy):
         at_once = None
         if ctx.phase == "decode" and self.when.prefill:
             at_once = max(reserve, self.when.room(ctx.site.max_new_tokens))
-        keep = self.select(jnp.where(safe, jnp.inf, score), kv.pos, budgets, cap=self._cap(ctx.site), most=at_once)
+        keep = self.select(
+            jnp.where(safe, jnp.inf, score), kv.pos, budgets, cap=self._cap(ctx.site, None), most=at_once
+        )
         return Selection(keep, score, budgets), selectable
 
 
@@ -374,9 +383,9 @@ class Chain(Policy):
         """See `Policy`."""
         return min(p.target(site, prompt_length) for p in self.policies)
 
-    def capacity(self, site: Site) -> int:
+    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
         """See `Policy`."""
-        return min(p.capacity(site) for p in self.policies)
+        return min(p.capacity(site, lengths) for p in self.policies)
 
     def scheduled(self, schedule: Schedule) -> Policy:
         """See `Policy`."""
@@ -439,9 +448,9 @@ class Partition(Policy):
         """See `Policy`."""
         return self.of(site).target(site, prompt_length)
 
-    def capacity(self, site: Site) -> int:
+    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
         """See `Policy`."""
-        return self.of(site).capacity(site)
+        return self.of(site).capacity(site, lengths)
 
     def scheduled(self, schedule: Schedule) -> "Partition":
         """See `Policy`."""

@@ -139,10 +139,9 @@ def insert(kv: LayerKV, k: Float[Array, "B K 1 H"], v: Float[Array, "B K 1 H"], 
     B, K, S = kv.pos.shape
     slot = jnp.where(kv.live, S, _indices(kv.pos)).min(-1)  # first dead slot, S if there is none
     overflow = (slot == S) & (pos != EMPTY)
-    v = jnp.where(overflow[..., None, None], jnp.asarray(jnp.nan, v.dtype), v)
-    slot = jnp.where(overflow, 0, slot)
     b, h = jnp.arange(B)[:, None], jnp.arange(K)[None]
     write = lambda x, new: x.at[b, h, slot].set(new.astype(x.dtype), mode="drop", unique_indices=True)
+    kv = dataclasses.replace(kv, v=kv.v.at[b, h, jnp.where(overflow, 0, S)].set(jnp.nan, mode="drop"))
     pos = jnp.broadcast_to(pos[:, None], (B, K, 1))
     return dataclasses.replace(
         kv,
@@ -206,8 +205,8 @@ def ranks(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
 def compact(kv: LayerKV, capacity: int) -> LayerKV:
     """Moves the live slots, in order of position, into a cache of `capacity` slots a head; the rest are dead.
 
-    Frees real memory: the result's arrays have `capacity` slots. Live tokens beyond `capacity` would be lost, oldest
-    first; a plan's capacities never let that happen.
+    Frees real memory: the result's arrays have `capacity` slots. A head with more live tokens than that was given a
+    plan for other prompts: instead of losing its oldest tokens silently, its values become NaN.
     """
     kept = min(capacity, kv.num_slots)
     order = position_order(kv.pos)[..., kv.num_slots - kept :]
@@ -222,7 +221,7 @@ def compact(kv: LayerKV, capacity: int) -> LayerKV:
     return dataclasses.replace(
         kv,
         k=clean(kv.k),
-        v=clean(kv.v),
+        v=jnp.where((kv.num_live > capacity)[..., None, None], jnp.asarray(jnp.nan, kv.v.dtype), clean(kv.v)),
         pos=jnp.where(live, gather(kv.pos), EMPTY),
         memory=map_slots(clean, kv.memory),
         rank=None if kv.rank is None else jnp.where(live, gather(kv.rank), EMPTY),

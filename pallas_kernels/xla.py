@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.columns import Attention, Columns, accumulator, apply_element, reduce_group, thresholds
+from pallas_kernels.columns import Attention, Columns, accumulator, apply_element, thresholds
 
-BLOCK_BYTES = 32 * 2**20  # the logits of one block; larger blocks fall out of cache, smaller ones starve the matmul
+BLOCK_BYTES = 8 * 2**20  # the logits of one block; larger blocks fall out of cache, smaller ones starve the matmul
 MIN_BLOCK, MAX_BLOCK = 32, 128
 MAX_SEGMENTS = 8
 
@@ -34,29 +34,38 @@ class _Config:
     window: int | None
     softcap: float | None
     block: int
+    together: int  # sequences in a block
     num_slots: int
     num_rows: int  # padded to a multiple of `block`
+    pad: int  # how many of them are padding, at the end
     offset: int  # row i may see slots up to offset + i
 
     def prefix(self, stop: int) -> int:
         """How many slots the rows before block `stop` may see."""
         return min(self.num_slots, self.offset + stop * self.block)
 
-    def segments(self, columns: Sequence[Columns], pad: int) -> list[tuple[int, int, tuple[int, ...]]]:
+    def segments(self, columns: Sequence[Columns]) -> list[tuple[int, int, tuple[int, ...]]]:
         """(first block, last block, columns measured there) for every segment."""
         n = self.num_rows // self.block
         cuts = {round(i * n / MAX_SEGMENTS) for i in range(MAX_SEGMENTS + 1)}
-        starts = [0 if c.rows is None else max(0, (self.num_rows - pad - c.rows) // self.block) for c in columns]
+        last = self.num_rows - self.pad
+        starts = [0 if c.rows is None else max(0, (last - c.rows) // self.block) for c in columns]
         bounds = sorted(cuts | set(starts))
         return [(lo, hi, tuple(i for i, s in enumerate(starts) if s <= lo)) for lo, hi in itertools.pairwise(bounds)]
 
 
-def block_size(batch: int, num_query_heads: int, num_rows: int, num_slots: int) -> int:
-    """Rows in a block: a power of two between 32 and 128 whose logits fit `BLOCK_BYTES`."""
+def block_size(batch: int, num_query_heads: int, num_rows: int, num_slots: int) -> tuple[int, int]:
+    """(rows, sequences) in a block, such that its logits fit `BLOCK_BYTES`.
+
+    Rows are a power of two between 32 and 128, or all there are; sequences divide the batch.
+    """
+    row_bytes = 4 * num_query_heads * num_slots
     block = MAX_BLOCK
-    while block > MIN_BLOCK and 4 * batch * num_query_heads * block * num_slots > BLOCK_BYTES:
+    while block > MIN_BLOCK and row_bytes * block > BLOCK_BYTES:
         block //= 2
-    return min(block, num_rows)
+    block = min(block, num_rows)
+    fits = lambda n: n == 1 or n * row_bytes * block <= BLOCK_BYTES
+    return block, max(n for n in range(1, batch + 1) if batch % n == 0 and fits(n))
 
 
 def attention(
@@ -70,14 +79,14 @@ def attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    block: int | None = None,
+    block: tuple[int, int] | None = None,
 ) -> Attention:
     """See `pallas_kernels.attention`. `block` overrides `block_size`."""
     B, N, T, H = q.shape
     K, S = k.shape[1:3]
-    block = block_size(B, N, T, S) if block is None else min(block, T)
-    pad = -T % block
-    config = _Config(scale, window, softcap, block, S, T + pad, S - T)
+    rows, together = block_size(B, N, T, S) if block is None else block
+    pad = -T % rows
+    config = _Config(scale, window, softcap, rows, together, S, T + pad, pad, S - T)
     columns = tuple(columns)
     weights = tuple(c.weight for c in columns)
     columns = tuple(dataclasses.replace(c, weight=None) for c in columns)
@@ -86,7 +95,7 @@ def attention(
         q_pos = jnp.pad(q_pos, ((0, 0), (0, pad)), constant_values=-1)
         weights = tuple(None if w is None else jnp.pad(w, ((0, 0), (0, pad))) for w in weights)
     grouped = q.reshape(B, K, N // K, T + pad, H)
-    out, lse, measured = _attention(config, columns, pad, grouped, k, v, q_pos, kv_pos, weights)
+    out, lse, measured = _attention(config, columns, grouped, k, v, q_pos, kv_pos, weights)
     return Attention(out.reshape(B, N, T + pad, H)[:, :, :T], lse.reshape(B, N, T + pad)[:, :, :T], measured)
 
 
@@ -106,88 +115,117 @@ def _logits(config: _Config, q, k, q_pos, kv_pos):
 
 
 def _measure(spec: Columns, e, inverse_mass, weight, theta):
-    """One block's share of a column statistic; `e * inverse_mass` are its probabilities."""
-    if spec.element == "p" and (spec.group in ("mean", "sum") and spec.group_at == "after"):
+    """One block's share of a column statistic; `e * inverse_mass` are its probabilities.
+
+    Every sum over rows is a batched vector-matrix product, and the heads of a group are combined one by one: reductions
+    over middle axes are an order of magnitude slower on CPU.
+    """
+    G = e.shape[2]
+    if spec.element == "p" and spec.group in ("mean", "sum") and spec.group_at == "after":
         factor = inverse_mass * weight[:, None, None]
-        if spec.group == "mean":
-            factor = factor / e.shape[2]
-        return jnp.einsum("bkgr,bkgrs->bks", factor, e)
+        return jnp.einsum("bkgr,bkgrs->bks", factor / G if spec.group == "mean" else factor, e)
     if spec.group is not None and spec.group_at == "before":
-        p = reduce_group(e * inverse_mass[..., None], spec.group, axis=2)
+        heads = [e[:, :, g] * inverse_mass[:, :, g, :, None] for g in range(G)]
+        p = functools.reduce(jnp.maximum if spec.group == "max" else jnp.add, heads)
+        p = p / G if spec.group == "mean" else p
         f = apply_element(p, spec, None if theta is None else theta[..., None])
-        return jnp.einsum("br,bkrs->bks", weight, f)
+        return jnp.einsum("bkr,bkrs->bks", jnp.broadcast_to(weight[:, None], f.shape[:3]), f)
     if spec.element == "p":
         return jnp.einsum("bkgr,bkgrs->bkgs", inverse_mass * weight[:, None, None], e)
     f = apply_element(e * inverse_mass[..., None], spec, None if theta is None else theta[:, :, None, :, None])
-    return jnp.einsum("br,bkgrs->bkgs", weight, f)
+    return jnp.einsum("bkgr,bkgrs->bkgs", jnp.broadcast_to(weight[:, None, None], f.shape[:4]), f)
 
 
-def _rows(x, i, block, axis):
-    return lax.dynamic_slice_in_dim(x, i * block, block, axis)
+def _loop(start, stop, body, carry):
+    """`fori_loop`, or the body itself for a single step: decoding has no loop to pay for."""
+    return body(start, carry) if stop - start == 1 else lax.fori_loop(start, stop, body, carry)
 
 
-def _loop(lo, hi, body, carry):
-    """`fori_loop`, or the body itself for a single block: decoding has no loop to pay for."""
-    return body(lo, carry) if hi - lo == 1 else lax.fori_loop(lo, hi, body, carry)
+def _read(x, b, together, i=0, block=None, axis=None):
+    """Sequences `b * together ...` of `x`, and of those the `i`-th block along `axis`."""
+    x = lax.dynamic_slice_in_dim(x, b * together, together, 0)
+    return x if block is None else lax.dynamic_slice_in_dim(x, i * block, block, axis)
 
 
-def _forward(config: _Config, columns, pad, q, k, v, q_pos, kv_pos, weights):
+def _write(x, new, b, together, i, block, axis):
+    start = [jnp.int32(0)] * x.ndim
+    start[0], start[axis] = jnp.int32(b * together), jnp.int32(i * block)
+    return lax.dynamic_update_slice(x, new, start)
+
+
+def _zeros(shape, dtype, after):
+    """Zeros that cannot exist before `after` does.
+
+    Plain zeros depend on nothing, so XLA would make those of every layer of a model before the first layer runs.
+    """
+    return jnp.broadcast_to((after[(0,) * after.ndim] > jnp.inf).astype(dtype), shape)
+
+
+def _add_prefix(x, new, b, together):
+    """Adds to the first slots of some sequences, in place."""
+    start = [jnp.int32(0)] * x.ndim
+    start[0] = jnp.int32(b * together)
+    old = lax.dynamic_slice(x, start, new.shape)
+    return lax.dynamic_update_slice(x, old + new, start)
+
+
+def _forward(config: _Config, columns, q, k, v, q_pos, kv_pos, weights):
     B, K, G, T, _ = q.shape
     dtype = accumulator(q.dtype)
-    bq = config.block
-    out, lse = q, jnp.zeros((B, K, G, T), dtype)
-    shape = lambda c, width: (B, K, G, width) if c.per_query_head else (B, K, width)
-    sums = [jnp.zeros(shape(c, config.num_slots), dtype) for c in columns]
+    bb, bq = config.together, config.block
+    shape = lambda c: (B, K, G, config.num_slots) if c.per_query_head else (B, K, config.num_slots)
+    carry = (q, _zeros((B, K, G, T), dtype, k), [_zeros(shape(c), dtype, k) for c in columns])
 
-    for lo, hi, active in config.segments(columns, pad):
+    for lo, hi, active in config.segments(columns):
         width = config.prefix(hi)
-        k_, v_, kv_pos_ = k[:, :, :width], v[:, :, :width], kv_pos[:, :, :width]
 
-        def body(i, carry, k_=k_, v_=v_, kv_pos_=kv_pos_, active=active):
-            out, lse, acc = carry
-            rows = _rows(q_pos, i, bq, 1)
-            x, seen, _ = _logits(config, _rows(out, i, bq, 3), k_, rows, kv_pos_)
-            top = jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(dtype).min)  # finite where a row sees nothing
-            e = jnp.exp(x - top)
-            mass = e.sum(-1)
-            inverse_mass = 1.0 / jnp.where(mass > 0, mass, 1.0)
-            o = jnp.einsum("bkgrs,bksh->bkgrh", e.astype(v_.dtype), v_, preferred_element_type=dtype)
-            o = (o * inverse_mass[..., None]).astype(out.dtype)
-            added = []
-            for j, a in zip(active, acc, strict=True):
-                spec, w = columns[j], weights[j]
-                w = jnp.ones(rows.shape, dtype) if w is None else _rows(w, i, bq, 1).astype(dtype)
-                if spec.rows is not None:
-                    w = jnp.where((i * bq + jnp.arange(bq) >= T - pad - spec.rows)[None], w, 0.0)
-                theta = thresholds(spec, rows, seen.sum(-1), dtype)
-                added.append(a + _measure(spec, e, inverse_mass, w, theta))
-            out = lax.dynamic_update_slice_in_dim(out, o, i * bq, 3)
-            lse = lax.dynamic_update_slice_in_dim(lse, top[..., 0] + jnp.log(mass), i * bq, 3)
-            return out, lse, added
+        def sequences(b, carry, lo=lo, hi=hi, active=active, width=width):
+            k_, v_, kv_pos_ = (_read(x, b, bb)[:, :, :width] for x in (k, v, kv_pos))
 
-        acc = [jnp.zeros(shape(columns[j], width), dtype) for j in active]
-        out, lse, acc = _loop(lo, hi, body, (out, lse, acc))
-        for j, a in zip(active, acc, strict=True):
-            sums[j] = sums[j].at[..., :width].add(a)
-    measured = tuple(c.finish(s) for c, s in zip(columns, sums, strict=True))
-    return out, lse, measured
+            def block(i, carry):
+                out, lse, sums = carry
+                rows = _read(q_pos, b, bb, i, bq, 1)
+                x, seen, _ = _logits(config, _read(out, b, bb, i, bq, 3), k_, rows, kv_pos_)
+                top = jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(dtype).min)  # finite where a row sees nothing
+                e = jnp.exp(x - top)
+                mass = e.sum(-1)
+                inverse_mass = 1.0 / jnp.where(mass > 0, mass, 1.0)
+                o = jnp.einsum("bkgrs,bksh->bkgrh", e.astype(v_.dtype), v_, preferred_element_type=dtype)
+                o = (o * inverse_mass[..., None]).astype(out.dtype)
+                sums = list(sums)
+                for j in active:
+                    spec, w = columns[j], weights[j]
+                    w = jnp.ones(rows.shape, dtype) if w is None else _read(w, b, bb, i, bq, 1).astype(dtype)
+                    if spec.rows is not None:
+                        w = jnp.where((i * bq + jnp.arange(bq) >= T - config.pad - spec.rows)[None], w, 0.0)
+                    theta = thresholds(spec, rows, seen.sum(-1), dtype)
+                    sums[j] = _add_prefix(sums[j], _measure(spec, e, inverse_mass, w, theta), b, bb)
+                out = _write(out, o, b, bb, i, bq, 3)
+                return out, _write(lse, top[..., 0] + jnp.log(mass), b, bb, i, bq, 3), sums
 
+            return _loop(lo, hi, block, carry)
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attention(config: _Config, columns, pad, q, k, v, q_pos, kv_pos, weights):
-    return _forward(config, columns, pad, q, k, v, q_pos, kv_pos, weights)
+        carry = _loop(0, B // bb, sequences, carry)
+    out, lse, sums = carry
+    return out, lse, tuple(c.finish(s) for c, s in zip(columns, sums, strict=True))
 
 
-def _attention_fwd(config, columns, pad, q, k, v, q_pos, kv_pos, weights):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(config: _Config, columns, q, k, v, q_pos, kv_pos, weights):
+    return _forward(config, columns, q, k, v, q_pos, kv_pos, weights)
+
+
+def _attention_fwd(config, columns, q, k, v, q_pos, kv_pos, weights):
     q, k, v, q_pos, kv_pos, weights = jax.tree.map(
         lambda x: x.value, (q, k, v, q_pos, kv_pos, weights), is_leaf=lambda x: hasattr(x, "perturbed")
     )
-    out, lse, measured = _forward(config, columns, pad, q, k, v, q_pos, kv_pos, weights)
+    out, lse, measured = _forward(config, columns, q, k, v, q_pos, kv_pos, weights)
     return (out, lse, measured), (q, k, v, q_pos, kv_pos, weights, out, lse)
 
 
-def _attention_bwd(config, columns, pad, residuals, cotangents):
+def _attention_bwd(config, columns, residuals, cotangents):
     """Recomputes every block from its logsumexp (FlashAttention's backward pass), in place like the forward."""
+    del columns
     q, k, v, q_pos, kv_pos, weights, out, lse = residuals
     d_out, d_lse, d_measured = cotangents
     if not all(isinstance(d, jax.custom_derivatives.SymbolicZero) for d in jax.tree.leaves(d_measured)):
@@ -197,35 +235,40 @@ def _attention_bwd(config, columns, pad, residuals, cotangents):
         )
     dtype = accumulator(q.dtype)
     zeros = lambda d, like: jnp.zeros(like.shape, dtype) if isinstance(d, jax.custom_derivatives.SymbolicZero) else d
-    d_out, d_lse = zeros(d_out, out), zeros(d_lse, lse)
-    delta = jnp.einsum("bkgth,bkgth->bkgt", d_out.astype(dtype), out.astype(dtype)) - d_lse.astype(dtype)
+    d_out, d_lse = zeros(d_out, out).astype(dtype), zeros(d_lse, lse).astype(dtype)
+    delta = jnp.einsum("bkgth,bkgth->bkgt", d_out, out.astype(dtype)) - d_lse
     finite_lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
-    B, K, _, _, H = q.shape
-    bq = config.block
-    dq, dk, dv = q, jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
-    for lo, hi, _ in config.segments((), pad):
+    bb, bq = config.together, config.block
+    carry = (q, jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
+    for lo, hi, _ in config.segments(()):
         width = config.prefix(hi)
-        k_, v_, kv_pos_ = k[:, :, :width], v[:, :, :width], kv_pos[:, :, :width]
 
-        def body(i, carry, k_=k_, v_=v_, kv_pos_=kv_pos_):
+        def sequences(b, carry, lo=lo, hi=hi, width=width):
             dq, dk, dv = carry
-            qi = _rows(dq, i, bq, 3)
-            x, _, capped = _logits(config, qi, k_, _rows(q_pos, i, bq, 1), kv_pos_)
-            p = jnp.exp(x - _rows(finite_lse, i, bq, 3)[..., None])
-            do = _rows(d_out, i, bq, 3).astype(dtype)
-            dv = dv + jnp.einsum("bkgrs,bkgrh->bksh", p, do)
-            dp = jnp.einsum("bkgrh,bksh->bkgrs", do, v_.astype(dtype))
-            dx = p * (dp - _rows(delta, i, bq, 3)[..., None])
-            if config.softcap is not None:
-                dx = dx * (1.0 - (capped / config.softcap) ** 2)
-            dx = dx * jnp.asarray(config.scale, dtype)
-            dk = dk + jnp.einsum("bkgrs,bkgrh->bksh", dx, qi.astype(dtype))
-            dqi = jnp.einsum("bkgrs,bksh->bkgrh", dx, k_.astype(dtype)).astype(dq.dtype)
-            return lax.dynamic_update_slice_in_dim(dq, dqi, i * bq, 3), dk, dv
+            k_, v_, kv_pos_ = (_read(x, b, bb)[:, :, :width] for x in (k, v, kv_pos))
 
-        start = (dq, jnp.zeros((B, K, width, H), dtype), jnp.zeros((B, K, width, v.shape[-1]), dtype))
-        dq, dk_, dv_ = _loop(lo, hi, body, start)
-        dk, dv = dk.at[:, :, :width].add(dk_), dv.at[:, :, :width].add(dv_)
+            def block(i, carry):
+                dq, dk, dv = carry
+                qi = _read(dq, b, bb, i, bq, 3)
+                x, _, capped = _logits(config, qi, k_, _read(q_pos, b, bb, i, bq, 1), kv_pos_)
+                p = jnp.exp(x - _read(finite_lse, b, bb, i, bq, 3)[..., None])
+                do = _read(d_out, b, bb, i, bq, 3)
+                dv = dv + jnp.einsum("bkgrs,bkgrh->bksh", p, do)
+                dp = jnp.einsum("bkgrh,bksh->bkgrs", do, v_.astype(dtype))
+                dx = p * (dp - _read(delta, b, bb, i, bq, 3)[..., None])
+                if config.softcap is not None:
+                    dx = dx * (1.0 - (capped / config.softcap) ** 2)
+                dx = dx * jnp.asarray(config.scale, dtype)
+                dk = dk + jnp.einsum("bkgrs,bkgrh->bksh", dx, qi.astype(dtype))
+                dqi = jnp.einsum("bkgrs,bksh->bkgrh", dx, k_.astype(dtype)).astype(dq.dtype)
+                return _write(dq, dqi, b, bb, i, bq, 3), dk, dv
+
+            start = (dq, jnp.zeros(k_.shape, dtype), jnp.zeros(v_.shape, dtype))
+            dq, dk_, dv_ = _loop(lo, hi, block, start)
+            return dq, _add_prefix(dk, dk_, b, bb), _add_prefix(dv, dv_, b, bb)
+
+        carry = _loop(0, k.shape[0] // bb, sequences, carry)
+    dq, dk, dv = carry
     d_weights = jax.tree.map(jnp.zeros_like, weights)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, d_weights
 

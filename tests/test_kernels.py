@@ -95,7 +95,7 @@ def test_row_weights():
     compare(arrays, columns, "xla", TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("block", [1, 7, 32, 64, 200])
+@pytest.mark.parametrize("block", [(1, 2), (7, 1), (32, 2), (64, 1), (200, 2)])
 def test_any_block_size(block):
     q, k, v, q_pos, kv_pos = inputs(T=97, cached=5)
     columns = COLUMNS[:6]

@@ -1,0 +1,113 @@
+"""Decode speed of every method against the full cache, one `lax.scan` each.
+
+    python experiments/bench_decode.py
+
+Rounds are interleaved in one process; compare the ratios, not the seconds.
+"""
+
+import functools
+import json
+import pathlib
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jax import lax
+
+import kvjax
+import models
+from experiments.results import device_info
+from kvjax import methods
+from models.embedded import EMBEDDED
+
+METHODS = {
+    "full": lambda budget: methods.full(),
+    "window": methods.window,
+    "streaming_llm": methods.streaming_llm,
+    "random": methods.random,
+    "h2o": methods.h2o,
+    "tova": methods.tova,
+    "snapkv": methods.snapkv,
+    "pyramidkv": methods.pyramidkv,
+    "ada_snapkv": methods.ada_snapkv,
+}
+
+
+@functools.partial(jax.jit, static_argnames=("model", "steps"))
+def decode(
+    model: models.LanguageModel, params: Any, token: jax.Array, state: kvjax.KVState, steps: int
+) -> tuple[jax.Array, jax.Array]:
+    """Greedy decoding in one scan; returns the tokens and the live slots at the end."""
+
+    def step(carry, _):
+        token, state = carry
+        logits, state = kvjax.decode_step(model, params, token, state)
+        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return (token, state), token
+
+    (_, state), tokens = lax.scan(step, (token, state), length=steps)
+    return tokens, state.num_live
+
+
+def bench(
+    length: int = 4096,
+    steps: int = 128,
+    batch: int = 1,
+    budget: float = 0.25,
+    rounds: int = 7,
+    output: pathlib.Path | None = None,
+) -> None:
+    """Prints tokens per second for the full cache and each method.
+
+    Args:
+      length: of the prompt.
+      steps: tokens decoded.
+      batch: sequences at once.
+      budget: a share of the prompt.
+      rounds: timed runs of each method, interleaved.
+      output: a JSON file for the figures.
+    """
+    model, params = models.load(EMBEDDED)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(4, model.config.vocab_size, (batch, length)), jnp.int32)
+    prefill = jax.jit(kvjax.prefill, static_argnums=(0, 3))
+    states, slots = {}, {}
+    for name, make in METHODS.items():
+        plan = kvjax.make_plan(
+            model.config, make(budget), prompt_len=length, max_new_tokens=steps, lengths=[length] * batch
+        )
+        logits, state = prefill(model, params, tokens, plan)
+        states[name] = jnp.argmax(logits, axis=-1).astype(jnp.int32), state
+        slots[name] = plan.num_slots
+    seconds: dict[str, list[float]] = {name: [] for name in METHODS}
+    for i in range(rounds + 1):
+        for name, (token, state) in states.items():
+            start = time.perf_counter()
+            jax.block_until_ready(decode(model, params, token, state, steps))
+            if i:  # the first round compiles
+                seconds[name].append(time.perf_counter() - start)
+    base = np.array(seconds["full"])
+    rows = [
+        {
+            "method": name,
+            "tokens_per_second": batch * steps / float(np.median(s)),
+            "of_full": float(np.median(base / np.array(s))),
+            "slots": slots[name],
+        }
+        for name, s in seconds.items()
+    ]
+    print(
+        f"{steps} tokens after a prompt of {length}, batch {batch}, budget {budget:.0%}, {rounds} interleaved rounds\n"
+    )
+    print(f"{'method':16s} {'tokens/s':>10s} {'of full':>8s} {'slots':>9s}")
+    for r in rows:
+        print(f"{r['method']:16s} {r['tokens_per_second']:10.0f} {r['of_full']:8.2f} {r['slots']:9,}")
+    if output is not None:
+        result = {"length": length, "steps": steps, "batch": batch, "budget": budget, "rounds": rounds, "rows": rows}
+        output.write_text(json.dumps(result | {"device": device_info()}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    tyro.cli(bench)

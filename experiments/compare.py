@@ -1,0 +1,100 @@
+"""One leaderboard over finished runs.
+
+    python experiments/compare.py results/*
+    python experiments/compare.py results/snapkv results/h2o --output results/leaderboard
+
+Prints a table, and with `--output` writes it with a plot. Runs on other tasks, models or lengths are not comparable,
+and are refused.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from experiments import report
+from experiments.results import write_json
+
+_SHARED = ("model", "tasks", "examples", "length", "protocol", "seed", "dtype")
+
+
+def load(directories: Sequence[pathlib.Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The shared setup, and the rows of all runs; of equal method, budget and task the first one found.
+
+    Raises:
+      ValueError: no finished run, or runs that cannot be compared.
+    """
+    runs = [d for d in directories if (d / "summary.json").is_file()]
+    for d in sorted(set(directories) - set(runs)):
+        print(f"skipped {d}: no summary.json, so not a finished run", file=sys.stderr)
+    if not runs:
+        raise ValueError("no finished run among the directories given; run experiments/run.py first")
+    setups = {d: json.loads((d / "manifest.json").read_text())["config"]["setup"] for d in runs}
+    first = setups[runs[0]]
+    for d, setup in setups.items():
+        differing = [f"{k}={setup[k]!r} against {first[k]!r}" for k in _SHARED if setup[k] != first[k]]
+        if differing:
+            raise ValueError(f"{d} cannot be compared with {runs[0]}: {', '.join(differing)}")
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for d in runs:
+        summary = json.loads((d / "summary.json").read_text())
+        for row in [*summary["rows"], *summary["retrieval_mean"]]:
+            rows.setdefault((row["method"], row["budget"], row["task"]), row)
+    return first, list(rows.values())
+
+
+def leaderboard(rows: Sequence[dict[str, Any]]) -> str:
+    """A table with a row for every method and budget: the largest budget first, then the best retrieval score."""
+    means = [r for r in rows if r["task"] == "retrieval_mean"]
+    ordered = sorted(means, key=lambda r: (-r["kv_budget"], -r["score"]))
+    tasks = [t for t in dict.fromkeys(r["task"] for r in rows) if t != "retrieval_mean"]
+    by_key = {(r["method"], r["budget"], r["task"]): r for r in rows}
+    head = [
+        "method",
+        "budget",
+        "retrieval mean",
+        *(t.replace("_", " ") for t in tasks),
+        "KV of full",
+        "decode tokens/s",
+    ]
+    lines = [
+        [
+            r["method"],
+            r["budget"],
+            report.score_cell(r),
+            *(report.score_cell(by_key.get((r["method"], r["budget"], t))) for t in tasks),
+            "" if r["kv_bytes_of_full"] is None else f"{100 * r['kv_bytes_of_full']:.1f} %",
+            f"{r['decode_tokens_per_second']:,.0f}",
+        ]
+        for r in ordered
+    ]
+    return "\n".join(report.table(head, lines)) + "\n"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Loads, prints, plots."""
+    parser = argparse.ArgumentParser(prog="experiments/compare.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=pathlib.Path, help="results directories")
+    parser.add_argument("--output", type=pathlib.Path, help="directory for leaderboard.md, .json and .png")
+    arguments = parser.parse_args(argv)
+    try:
+        setup, rows = load([d for d in arguments.runs if d.is_dir()])
+    except ValueError as e:
+        raise SystemExit(f"error: {e}") from e
+    for r in rows:
+        r["kv_budget"] = report.budget_fraction(r["budget"], setup["length"])
+    text = leaderboard(rows)
+    print(text)
+    if arguments.output is not None:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "leaderboard.md").write_text(text)
+        write_json(arguments.output / "leaderboard.json", {"setup": setup, "rows": rows})
+        means = [r for r in rows if r["task"] == "retrieval_mean"]
+        report.plot_score_against_budget(means, setup["length"], arguments.output / "leaderboard.png")
+        print(f"written to {arguments.output}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

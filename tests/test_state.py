@@ -1,0 +1,137 @@
+"""Slots: append, insert, evict, compact, positions."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.state import PerHead, append, compact, evict, insert, map_slots, position_order, ranks
+from tests import helpers
+
+B, K, H = 2, 3, 4
+
+
+def layer(pos, memory=None):
+    pos = jnp.asarray(pos, jnp.int32)
+    k = jnp.broadcast_to(pos[..., None], (*pos.shape, H)).astype(jnp.float32)
+    memory = (pos.astype(jnp.float32), PerHead(jnp.ones(pos.shape[:2]))) if memory is None else memory
+    return kvjax.LayerKV(k, -k, pos, memory)
+
+
+def random_positions(rng, S=20, dead=0.4):
+    pos = np.stack([[rng.permutation(40)[:S] for _ in range(K)] for _ in range(B)])
+    return np.where(rng.random(pos.shape) < dead, -1, pos)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_position_order(in_order):
+    rng = np.random.default_rng(0)
+    pos = random_positions(rng)
+    if in_order:
+        pos = np.where(rng.random(pos.shape) < 0.4, -1, np.sort(rng.permutation(40)[:20]))
+    pos = jnp.asarray(pos, jnp.int32)
+    along = np.asarray(jnp.take_along_axis(pos, position_order(pos), axis=-1))
+    np.testing.assert_array_equal(along, np.sort(np.asarray(pos), axis=-1))
+    assert sorted(position_order(pos)[0, 0].tolist()) == list(range(20))
+
+
+def test_ranks_count_live_slots_before():
+    pos = jnp.asarray(random_positions(np.random.default_rng(1)), jnp.int32)
+    expected = ((pos[..., None, :] < pos[..., None]) & (pos[..., None, :] >= 0)).sum(-1)
+    np.testing.assert_array_equal(jnp.where(pos >= 0, ranks(pos), 0), jnp.where(pos >= 0, expected, 0))
+
+
+@pytest.mark.parametrize("capacity", [12, 20, 31])
+def test_compact_keeps_every_live_slot_in_order(capacity):
+    pos = random_positions(np.random.default_rng(2), dead=0.5)
+    before = layer(pos)
+    after = compact(before, capacity)
+    assert after.pos.shape == (B, K, capacity)
+    assert after.k.shape == (B, K, capacity, H)
+    assert helpers.live_positions(after) == [[h[-capacity:] for h in row] for row in helpers.live_positions(before)]
+    live = np.asarray(after.live)
+    np.testing.assert_array_equal(after.k, np.where(live, after.pos, 0)[..., None] * np.ones(H))
+    np.testing.assert_array_equal(after.v, -np.asarray(after.k))
+    np.testing.assert_array_equal(after.memory[0], np.where(live, after.pos, 0))
+    np.testing.assert_array_equal(after.memory[1].value, np.ones((B, K)))
+    for row in np.asarray(after.pos).reshape(-1, capacity):
+        kept = row[row >= 0]
+        assert (np.diff(kept) > 0).all()
+
+
+def test_append_extends_every_array_and_starts_memory_from_zero():
+    before = layer([[[3, 1]] * K] * B)
+    new = jnp.full((B, K, 3, H), 7.0)
+    pos = jnp.asarray([[4, 5, 6], [-1, -1, 4]], jnp.int32)
+    after = append(before, new, -new, pos)
+    assert after.pos[0, 0].tolist() == [3, 1, 4, 5, 6]
+    assert after.pos[1, 2].tolist() == [3, 1, -1, -1, 4]
+    assert after.memory[0][0, 0].tolist() == [3, 1, 0, 0, 0]
+    assert after.k[0, 0, 2:].tolist() == [[7.0] * H] * 3
+
+
+def test_insert_writes_into_the_first_dead_slot():
+    before = layer([[[3, -1, -1], [2, 3, -1], [-1, 1, 3]]] * B)
+    before = dataclasses.replace(before, memory=(jnp.full((B, K, 3), 9.0),))
+    new = jnp.full((B, K, 1, H), 5.0)
+    after = insert(before, new, -new, jnp.asarray([[4], [-1]], jnp.int32))
+    assert after.pos[0].tolist() == [[3, 4, -1], [2, 3, 4], [4, 1, 3]]
+    assert after.memory[0][0].tolist() == [[9, 0, 9], [9, 9, 0], [0, 9, 9]]
+    # The second sequence read nothing: what is live is untouched.
+    np.testing.assert_array_equal(after.pos[1], before.pos[1])
+    live = np.asarray(before.live[1])
+    np.testing.assert_array_equal(np.asarray(after.k[1])[live], np.asarray(before.k[1])[live])
+
+
+def test_insert_into_a_full_cache():
+    full = layer([[[0, 1]] * K] * B)
+    new = jnp.ones((B, K, 1, H))
+    after = insert(full, new, new, jnp.asarray([[2], [-1]], jnp.int32))
+    assert np.isnan(after.v[0]).any(axis=(1, 2)).all()  # driven past its plan: visible in every head
+    np.testing.assert_array_equal(after.pos, full.pos)
+    np.testing.assert_array_equal(after.v[1], full.v[1])  # nothing to write, nothing harmed
+    np.testing.assert_array_equal(after.k[1], full.k[1])
+
+
+def test_evict_only_marks():
+    before = layer([[[3, 1, 2]] * K] * B)
+    keep = jnp.asarray([[[True, False, True]] * K] * B)
+    after = evict(before, keep)
+    assert after.pos[0, 0].tolist() == [3, -1, 2]
+    np.testing.assert_array_equal(after.k, before.k)
+
+
+@pytest.mark.parametrize("num_gone", [1, 3])
+def test_evict_updates_ranks(num_gone):
+    pos = jnp.asarray(random_positions(np.random.default_rng(3), dead=0.3), jnp.int32)
+    kv = dataclasses.replace(layer(pos), positions="compact", rank=jnp.where(pos >= 0, ranks(pos), -1))
+    gone = jnp.argsort(jnp.where(pos >= 0, jax.random.uniform(jax.random.key(0), pos.shape), 2.0), axis=-1)[
+        ..., :num_gone
+    ]
+    keep = kv.live & ~jax.nn.one_hot(gone, pos.shape[-1], dtype=bool).any(-2)
+    after = evict(kv, keep)
+    np.testing.assert_array_equal(after.rank, jnp.where(after.live, ranks(after.pos), -1))
+
+
+def test_map_slots_leaves_heads_alone():
+    memory = {"a": jnp.ones((B, K, 5)), "b": PerHead(jnp.ones((B, K)))}
+    doubled = map_slots(lambda x: 2 * x, memory)
+    assert float(doubled["a"].sum()) == 2 * memory["a"].size
+    assert doubled["b"] is memory["b"]
+
+
+def test_state_is_an_immutable_pytree(tiny):
+    model, params = tiny
+    plan = kvjax.make_plan(model.config, kvjax.methods.h2o(4), prompt_len=8, max_new_tokens=2)
+    _, state = kvjax.prefill(model, params, jnp.ones((2, 8), jnp.int32), plan)
+    same = jax.tree.map(lambda x: x, state)
+    assert jax.tree.structure(same) == jax.tree.structure(state)
+    assert jax.tree.map(jnp.shape, state).layers[0].pos == (2, 2, 5)  # trees of anything, not only of arrays
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.length = 3
+    assert state.num_slots == plan.num_slots == 5 * 2 * 3
+    assert state.kv_bytes == 2 * 4 * 2 * 5 * 2 * 3 * 8  # k and v, float32, rows, slots, heads, layers, head_dim
+    assert state.num_live.shape == (2, 3, 2)
