@@ -251,9 +251,8 @@ def write(directory: pathlib.Path, samples: Sequence[dict[str, Any]], costs: dic
     text = markdown(summary, manifest["config"]["name"])
     (directory / "summary.md").write_text(text)
     if summary["retrieval_mean"]:
-        plot_score_against_budget(
-            summary, manifest["config"]["setup"]["length"], directory / "score_against_budget.png"
-        )
+        length = manifest["config"]["setup"]["length"]
+        plot_score_against_budget(summary["retrieval_mean"], length, directory / "score_against_budget.png")
     if any(s["task"] == "single_needle" for s in samples):
         plot_depth_against_length(samples, directory / "depth_against_length.png")
     kept = load_kept(directory)

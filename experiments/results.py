@@ -50,9 +50,16 @@ class Results:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
+            self._lock.close()
             raise ValueError(f"another process is writing to {directory}; wait for it, or choose --output") from e
+        try:
+            self._open(config, command)
+        except ValueError:
+            self._lock.close()
+            raise
 
-        manifest = directory / "manifest.json"
+    def _open(self, config: dict[str, Any], command: list[str]) -> None:
+        manifest = self.directory / "manifest.json"
         config = json.loads(json.dumps(config))
         if manifest.is_file():
             old = json.loads(manifest.read_text())["config"]
@@ -60,14 +67,18 @@ class Results:
             if differing:
                 changes = "; ".join(f"{k}: {old.get(k)!r} there, {config.get(k)!r} now" for k in differing)
                 raise ValueError(
-                    f"{directory} holds a run with another config ({changes}); choose another --output, or "
+                    f"{self.directory} holds a run with another config ({changes}); choose another --output, or "
                     "--restart to move it aside"
                 )
         else:
             write_json(manifest, {"config": config, **_environment(command)})
         self.samples = {sample_key(s): s for s in self._read_samples()}
-        costs = directory / "costs.json"
+        costs = self.directory / "costs.json"
         self.costs: dict[str, Any] = json.loads(costs.read_text()) if costs.is_file() else {}
+
+    def close(self) -> None:
+        """Lets other processes write to the directory."""
+        self._lock.close()
 
     def _read_samples(self) -> list[dict[str, Any]]:
         path = self.directory / "samples.jsonl"

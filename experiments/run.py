@@ -9,6 +9,7 @@ Results go to `results/<name>/` (or `--output`): `manifest.json`, `samples.jsonl
 """
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import pathlib
@@ -99,11 +100,16 @@ def run(experiment: Experiment, directory: pathlib.Path, command: list[str], *, 
         "setup": dataclasses.asdict(setup),
         "seed": setup.seed,
     }
-    results = Results(directory, config, command, restart=restart)
-    if (directory / "summary.json").is_file():
-        print(f"{directory} is complete; --restart runs it again")
-        return (directory / "summary.md").read_text()
+    with contextlib.closing(Results(directory, config, command, restart=restart)) as results:
+        if (directory / "summary.json").is_file():
+            print(f"{directory} is complete; --restart runs it again")
+            return (directory / "summary.md").read_text()
+        _run_missing(setup, policies, results)
+        return report.write(directory, list(results.samples.values()), results.costs)
 
+
+def _run_missing(setup: Setup, policies: Sequence[tuple[str, Budget, kvjax.Policy]], results: Results) -> None:
+    """Runs the examples that `results` lacks."""
     source = EMBEDDED if setup.model == "embedded" else setup.model
     model, params = models.load(source, dtype=setup.dtype)
     tokenizer = models.load_tokenizer(source)
@@ -140,7 +146,7 @@ def run(experiment: Experiment, directory: pathlib.Path, command: list[str], *, 
                 outcomes, positions = evaluator.run(batch)
                 if shown in batch:
                     row = batch.index(shown)
-                    report.save_kept(directory, f"{method}@{budget}", [layer[row] for layer in positions])
+                    report.save_kept(results.directory, f"{method}@{budget}", [layer[row] for layer in positions])
                 lines = [
                     {"method": method, "budget": budget, "task": e.task, "index": e.index, **outcome}
                     for e, outcome in zip(batch, outcomes, strict=True)
@@ -148,7 +154,6 @@ def run(experiment: Experiment, directory: pathlib.Path, command: list[str], *, 
                 bar.update(sum(sample_key(line) not in results.samples for line in lines))
                 results.append(lines)
             evaluator.release()
-    return report.write(directory, list(results.samples.values()), results.costs)
 
 
 def _batches(examples: Sequence[Example], size: int) -> list[list[Example]]:

@@ -141,10 +141,14 @@ def _loop(start, stop, body, carry):
     return body(start, carry) if stop - start == 1 else lax.fori_loop(start, stop, body, carry)
 
 
-def _read(x, b, together, i=0, block=None, axis=None):
-    """Sequences `b * together ...` of `x`, and of those the `i`-th block along `axis`."""
-    x = lax.dynamic_slice_in_dim(x, b * together, together, 0)
-    return x if block is None else lax.dynamic_slice_in_dim(x, i * block, block, axis)
+def _sequences(x, b, together):
+    """Sequences `b * together ...` of `x`."""
+    return lax.dynamic_slice_in_dim(x, b * together, together, 0)
+
+
+def _read(x, b, together, i, block, axis):
+    """The `i`-th block along `axis` of some sequences."""
+    return lax.dynamic_slice_in_dim(_sequences(x, b, together), i * block, block, axis)
 
 
 def _write(x, new, b, together, i, block, axis):
@@ -179,8 +183,8 @@ def _forward(config: _Config, columns, q, k, v, q_pos, kv_pos, weights):
     for lo, hi, active in config.segments(columns):
         width = config.prefix(hi)
 
-        def sequences(b, carry, lo=lo, hi=hi, active=active, width=width):
-            k_, v_, kv_pos_ = (_read(x, b, bb)[:, :, :width] for x in (k, v, kv_pos))
+        def each(b, carry, lo=lo, hi=hi, active=active, width=width):
+            k_, v_, kv_pos_ = (_sequences(x, b, bb)[:, :, :width] for x in (k, v, kv_pos))
 
             def block(i, carry):
                 out, lse, sums = carry
@@ -205,7 +209,7 @@ def _forward(config: _Config, columns, q, k, v, q_pos, kv_pos, weights):
 
             return _loop(lo, hi, block, carry)
 
-        carry = _loop(0, B // bb, sequences, carry)
+        carry = _loop(0, B // bb, each, carry)
     out, lse, sums = carry
     return out, lse, tuple(c.finish(s) for c, s in zip(columns, sums, strict=True))
 
@@ -243,9 +247,9 @@ def _attention_bwd(config, columns, residuals, cotangents):
     for lo, hi, _ in config.segments(()):
         width = config.prefix(hi)
 
-        def sequences(b, carry, lo=lo, hi=hi, width=width):
+        def each(b, carry, lo=lo, hi=hi, width=width):
             dq, dk, dv = carry
-            k_, v_, kv_pos_ = (_read(x, b, bb)[:, :, :width] for x in (k, v, kv_pos))
+            k_, v_, kv_pos_ = (_sequences(x, b, bb)[:, :, :width] for x in (k, v, kv_pos))
 
             def block(i, carry):
                 dq, dk, dv = carry
@@ -267,7 +271,7 @@ def _attention_bwd(config, columns, residuals, cotangents):
             dq, dk_, dv_ = _loop(lo, hi, block, start)
             return dq, _add_prefix(dk, dk_, b, bb), _add_prefix(dv, dv_, b, bb)
 
-        carry = _loop(0, k.shape[0] // bb, sequences, carry)
+        carry = _loop(0, k.shape[0] // bb, each, carry)
     dq, dk, dv = carry
     d_weights = jax.tree.map(jnp.zeros_like, weights)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, d_weights

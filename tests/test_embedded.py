@@ -1,0 +1,157 @@
+"""The embedded model, its tasks and its training."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+import models
+from experiments import corpus, train_tiny
+from experiments.evaluate import Evaluator
+from experiments.tasks import RETRIEVAL, TASKS, Task
+from models.embedded import EMBEDDED
+
+
+@pytest.fixture(scope="module")
+def task(embedded):
+    _, _, tokenizer = embedded
+    return Task(lambda text: tokenizer(text, add_special_tokens=False).input_ids, (tokenizer.bos_token_id,), 1024, 0)
+
+
+def test_the_checkpoint_is_what_training_describes(embedded):
+    model, params, tokenizer = embedded
+    assert dataclasses.replace(train_tiny.CONFIG, dtype=model.config.dtype) == model.config
+    assert sum(f.stat().st_size for f in EMBEDDED.iterdir()) < 8e6
+    assert models.num_params(params) == 837_376
+    assert [tokenizer.convert_tokens_to_ids(w) for w in corpus.VOCABULARY] == list(range(len(corpus.VOCABULARY)))
+    assert tokenizer.decode(tokenizer("the code for ada is 7 3", add_special_tokens=False).input_ids) == (
+        "the code for ada is 7 3"
+    )
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_examples(task, embedded, name):
+    """Reproducible, of the right length, and answerable from their own text."""
+    tokenizer = embedded[2]
+    for index in (0, 9, 31):
+        e = TASKS[name](task, index)
+        assert e == TASKS[name](task, index)
+        assert e != TASKS[name](task, index + 1)
+        total = len(e.context) + len(e.question) + len(e.continuation)
+        assert total <= dict(e.meta)["length"] + len(e.continuation)
+        assert total > dict(e.meta)["length"] - 20
+        text = tokenizer.decode(e.context)
+        assert corpus.UNK not in text + tokenizer.decode(e.question)
+        for before, value in e.values:
+            assert value in text
+            assert before.split()[0] in tokenizer.decode(e.question)
+
+
+def test_scores():
+    from experiments.tasks import Example
+
+    e = Example("t", 0, (1,), values=(("ada is", "1 2 3 4"), ("milo is", "5 6 7 8")))
+    assert e.score("1 2 3 4 . the code for milo is 5 6 7 8 .") == 1.0
+    assert e.score("1 2 3 4 . the code for milo is 5 6 7 9 .") == 0.5
+    assert e.score("9 2 3 4 . the code for milo is 5 6 7 8 .") == 0.5
+    assert e.score("5 6 7 8") == 0.0
+
+
+def test_splits_share_no_sentence():
+    assert not set(corpus.sentence_bank("train")) & set(corpus.sentence_bank("held_out"))
+
+
+def exact_match(embedded, task, policy, per_task=16):
+    model, params, tokenizer = embedded
+    examples = {name: [TASKS[name](task, i + 40) for i in range(per_task)] for name in RETRIEVAL}
+    evaluator = Evaluator(
+        model, params, policy, width=1024, batch_size=per_task, protocol="in_prompt", lengths=[1024], seed=0,
+        tokenizer=tokenizer,
+    )  # fmt: skip
+    evaluator.compile()
+    return {name: np.mean([r["score"] for r in evaluator.run(batch)[0]]) for name, batch in examples.items()}
+
+
+def test_it_retrieves_with_the_full_cache_and_fails_without(embedded, task):
+    full = exact_match(embedded, task, kvjax.methods.full())
+    assert min(full.values()) >= 0.9  # 16 examples a task; the main job shows more
+    assert np.mean(list(full.values())) >= 0.95
+    window = exact_match(embedded, task, kvjax.methods.window(0.1))
+    assert np.mean(list(window.values())) <= 0.2
+
+
+@pytest.mark.slow
+def test_it_retrieves_at_full_length_on_many_examples(embedded, task):
+    full = exact_match(embedded, task, kvjax.methods.full(), per_task=100)
+    assert min(full.values()) >= 0.95
+    window = exact_match(embedded, task, kvjax.methods.window(0.1), per_task=100)
+    assert max(window.values()) <= 0.2
+
+
+# --- training ---
+
+
+def test_documents_mark_what_can_be_known():
+    rng = np.random.default_rng(0)
+    for stage in train_tiny.CURRICULUM:
+        tokens, classes = train_tiny.document(rng, stage)
+        assert tokens.shape == classes.shape == (stage.length + 1,)
+        words = [corpus.VOCABULARY[t] for t in tokens]
+        firsts = np.nonzero(classes == train_tiny.FIRST)[0]
+        assert len(firsts)
+        for i in firsts:
+            assert words[i] in corpus.DIGITS
+            assert words[i] in words[:i]  # an answer was stated before
+
+
+def test_batches_depend_on_seed_and_step_alone():
+    stage = train_tiny.CURRICULUM[3]
+    a, b, c = (train_tiny.batch(0, step, stage) for step in (5, 5, 6))
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert not np.array_equal(a[0], c[0])
+    assert (np.diff(a[2], axis=1) >= 1).all()
+    assert a[2].max() < train_tiny.CONFIG.max_position
+
+
+def test_the_structured_start_looks_one_token_back():
+    params = train_tiny.initial_params(jax.random.key(0))
+    model = models.LanguageModel(train_tiny.CONFIG)
+    rows = []
+
+    def attend(cache, q, k, v, *, layer, rotate, **_):
+        pos = jnp.arange(q.shape[2], dtype=jnp.int32)[None, None]
+        if layer == 0:
+            logits = jnp.einsum("bnth,bnsh->bnts", rotate(q, pos), jnp.repeat(rotate(k, pos), 2, axis=1))
+            rows.append(jnp.tril(jnp.exp(logits * 32**-0.5))[0, :4, 20])
+        return q, cache, kvjax.LayerStats()
+
+    tokens = jnp.asarray(np.random.default_rng(0).integers(4, 300, (1, 40)), jnp.int32)
+    model(params, tokens, (None,) * 4, attend=attend, last_only=True)
+    assert (np.asarray(rows[0]).argmax(-1) == 19).all()
+
+
+def tiny_run(tmp_path, name, steps, monkeypatch):
+    monkeypatch.setattr(train_tiny, "CURRICULUM", (train_tiny.Stage(4, 24, 2), train_tiny.Stage(3, 32, 2)))
+    with jax.numpy_dtype_promotion("standard"):  # optax promotes
+        train_tiny.train(checkpoints=tmp_path / name, output=tmp_path / f"{name}-model", save_every=2, max_steps=steps)
+    return tmp_path / f"{name}-model"
+
+
+def test_training_resumes_where_it_stopped(tmp_path, monkeypatch, capsys):
+    """Interrupted twice, once between checkpoints, it ends with the same bits."""
+    whole = tiny_run(tmp_path, "whole", None, monkeypatch)
+    for steps in (3, 5, None):
+        parts = tiny_run(tmp_path, "parts", steps, monkeypatch)
+    assert "resumed at step 5" in capsys.readouterr().out
+    a, b = (models.load(p)[1] for p in (whole, parts))
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert json.loads((whole / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert models.load_tokenizer(whole).decode([corpus.WORD_ID["ada"]]) == "ada"
+    with pytest.raises(ValueError, match="holds a run with"):
+        train_tiny.train(seed=1, checkpoints=tmp_path / "parts", output=tmp_path / "other", max_steps=1)

@@ -1,0 +1,47 @@
+"""The house rules that a machine can check."""
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGES = ("kvjax", "pallas_kernels", "models", "configs", "experiments")
+SOURCES = [p for package in PACKAGES for p in sorted((ROOT / package).rglob("*.py"))]
+BIN = pathlib.Path(sys.executable).parent
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["ruff", "check", "."],
+        ["ruff", "format", "--check", "."],
+        ["lint-imports", "--no-cache"],
+        ["pyrefly", "check"],
+    ],
+    ids=" ".join,
+)
+def test_tool(command):
+    tool = BIN / command[0]
+    done = subprocess.run([tool, *command[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_source(file):
+    text = file.read_text()
+    tree = ast.parse(text)
+    assert not [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Assert)], "input errors are ValueError"
+    assert not re.search(r"\b(TODO|FIXME|XXX)\b", text)
+    bare = [n for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type is None]
+    assert not bare
+
+
+def test_every_name_in_all_the_docs_exists():
+    """The README's Python runs."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
