@@ -2,7 +2,7 @@
 
     python experiments/train_tiny.py
 
-reproduces it from nothing (seeded, about ten minutes on 2 cores), writes orbax checkpoints as it goes, resumes from the
+reproduces it from nothing (seeded, about 25 minutes on 2 cores), writes orbax checkpoints as it goes, resumes from the
 last one when started again, and ends by writing a Hugging Face directory that `models.load` reads.
 
 What made it learn, in the order of importance:
