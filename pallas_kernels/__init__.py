@@ -3,3 +3,5 @@
 from pallas_kernels.api import attention as attention
 from pallas_kernels.columns import Attention as Attention
 from pallas_kernels.columns import Columns as Columns
+from pallas_kernels.columns import Softmax as Softmax
+from pallas_kernels.columns import hash_uniform as hash_uniform

@@ -62,6 +62,10 @@ def attention(
     for c in columns:
         if c.weight is not None and c.weight.shape != (B, T):
             raise ValueError(f"a column weight has shape {c.weight.shape}, but the query rows have shape {(B, T)}")
+        if c.softmax is not None and c.softmax.multiplier is not None and c.softmax.multiplier.shape != (B, K, T):
+            raise ValueError(
+                f"a softmax multiplier has shape {c.softmax.multiplier.shape}, but the rows have shape {(B, K, T)}"
+            )
     if implementation is None:
         implementation = "xla"
     if implementation not in _IMPLEMENTATIONS:

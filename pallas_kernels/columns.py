@@ -7,16 +7,81 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels.pytree import pytree, static
 
 Element = Literal["p", "p2", "above"]
 Group = Literal["mean", "max", "sum"]
+Noise = Literal["gumbel", "gaussian", "constant"]
 
 _ELEMENTS = ("p", "p2", "above")
 _GROUPS = ("mean", "max", "sum", None)
 _THRESHOLDS = ("1/visible", "1/position")
+_NOISES = ("gumbel", "gaussian", "constant")
+
+
+@pytree
+class Softmax:
+    """A softmax of a statistic's own: `softmax(multiplier * (logits + noise))`, while the output keeps the usual one.
+
+    Attributes:
+      multiplier: factor on the scaled logits of every row of a kv head: SG-softmax (AhaKV), `1 / tau` (Keyformer).
+      seed: one number a sequence; noise is a hash of (seed, query head, query position, key position), so that every
+        pass, block and implementation sees the same draw.
+      noise: "gumbel" (standard), "gaussian" or "constant" of the same mean and deviation; None for none.
+      per: "call" draws for every (row, key), "key" once for every key.
+      causal: False lets rows see later keys too, up to the newest row.
+      before: only keys at positions below this count, in numerator and normaliser.
+    """
+
+    multiplier: Float[Array, "B K T"] | None = None
+    seed: UInt32[Array, "B"] | None = None
+    before: Int[Array, "B"] | None = None
+    noise: Noise | None = static(default=None)
+    per: Literal["call", "key"] = static(default="call")
+    causal: bool = static(default=True)
+
+    def __post_init__(self):
+        if self.noise not in (*_NOISES, None):
+            raise ValueError(f"noise={self.noise!r} is not one of {_NOISES} or None")
+        if self.per not in ("call", "key"):
+            raise ValueError(f"per={self.per!r} is not one of ('call', 'key')")
+        if (self.noise in ("gumbel", "gaussian")) != (self.seed is not None):
+            raise ValueError(f"noise={self.noise!r} needs a seed, and a seed needs noise that is drawn")
+
+
+EULER_GAMMA = 0.5772156649015329  # mean of a standard Gumbel; its standard deviation is pi / sqrt(6)
+GUMBEL_STD = 1.2825498301618641
+
+
+def hash_uniform(seed: UInt32[Array, "..."], *indices: Int[Array, "..."]) -> Float[Array, "..."]:
+    """A uniform number in (0, 1) that depends on nothing but its arguments, which broadcast.
+
+    Every index is absorbed by two rounds of multiplication and shift (a 32-bit finaliser with low bias).
+    """
+    h = seed
+    for index in indices:
+        h = h ^ (index.astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(0x85EBCA6B))
+        h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)
+        h = (h ^ (h >> 15)) * jnp.uint32(0x846CA68B)
+        h = h ^ (h >> 16)
+    return ((h >> 9).astype(jnp.float32) + 0.5) * (2.0**-23)
+
+
+def draw_noise(
+    spec: Softmax, seed: Array | None, head: Array, q_pos: Array, kv_pos: Array
+) -> Float[Array, "..."] | float:
+    """The noise of `spec` for broadcast heads and positions. Heads are query heads."""
+    if spec.noise is None:
+        return 0.0
+    if spec.noise == "constant":
+        return EULER_GAMMA
+    row = jnp.zeros_like(q_pos) if spec.per == "key" else q_pos
+    u = hash_uniform(seed, head, row, kv_pos)
+    if spec.noise == "gumbel":
+        return -jnp.log(-jnp.log(u))
+    return EULER_GAMMA + GUMBEL_STD * jax.scipy.special.ndtri(u)
 
 
 @pytree
@@ -33,7 +98,10 @@ class Columns:
       group: how the G query heads of a kv head become one number; None keeps one number a query head.
       group_at: "before" reduces the probabilities, then applies `f`; "after" reduces the finished sums. They differ
         for squares, thresholds and max.
+      count_self: False leaves out every row's own token (`q_pos == kv_pos`).
+      summed: False returns the rows themselves instead of their sum; for few rows only.
       weight: a weight for every query row, or None for ones.
+      softmax: a softmax of the statistic's own, or None for that of the output.
     """
 
     rows: int | None = static(default=None)
@@ -41,7 +109,10 @@ class Columns:
     threshold: float | str = static(default="1/visible")
     group: Group | None = static(default="mean")
     group_at: Literal["before", "after"] = static(default="after")
+    count_self: bool = static(default=True)
+    summed: bool = static(default=True)
     weight: Float[Array, "B T"] | None = None
+    softmax: Softmax | None = None
 
     def __post_init__(self):
         if self.rows is not None and self.rows < 1:
@@ -67,15 +138,18 @@ class Columns:
         linear = self.element == "p" and self.group in ("mean", "sum")
         return self.group_at == "after" and not linear
 
-    def finish(
-        self, sums: Float[Array, "B K S"] | Float[Array, "B K G S"]
-    ) -> Float[Array, "B K S"] | Float[Array, "B N S"]:
-        """Reduces what `accumulate` added up to its published shape."""
+    @property
+    def fused(self) -> bool:
+        """Whether the pass that computes the attention output sees all this statistic needs."""
+        return self.softmax is None and self.summed and self.count_self
+
+    def finish(self, sums: Float[Array, "B K *rest"]) -> Float[Array, "B _ *others"]:
+        """Reduces sums, or rows, that were kept for each query head ("B K G ...") to their published shape."""
         if not self.per_query_head:
             return sums
         if self.group is None:
-            B, K, G, S = sums.shape
-            return sums.reshape(B, K * G, S)
+            B, K, G, *rest = sums.shape
+            return sums.reshape(B, K * G, *rest)
         return reduce_group(sums, self.group, axis=2)
 
 
@@ -86,7 +160,8 @@ class Attention:
     Attributes:
       out: the attention output.
       lse: natural-log logsumexp of every row's logits in float32, -inf for a row that sees nothing.
-      columns: one array for each requested `Columns`: "B K S", or "B N S" where `group` is None. float32.
+      columns: one array for each requested `Columns`: "B K S", or "B N S" where `group` is None, with an axis for rows
+        before the last where they are not `summed`. float32.
     """
 
     out: Float[Array, "B N T H"]

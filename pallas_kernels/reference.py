@@ -8,7 +8,15 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.columns import Attention, Columns, accumulator, apply_element, reduce_group, thresholds
+from pallas_kernels.columns import (
+    Attention,
+    Columns,
+    accumulator,
+    apply_element,
+    draw_noise,
+    reduce_group,
+    thresholds,
+)
 
 
 def visible(q_pos: Int[Array, "B T"], kv_pos: Int[Array, "B K S"], window: int | None) -> Bool[Array, "B K T S"]:
@@ -40,26 +48,53 @@ def attention(
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     seen = visible(q_pos, kv_pos, window)
+    p, lse = _softmax(logits, seen)
+    out = jnp.einsum("bkgts,bksh->bkgth", p, v_)
+    measured = tuple(_column(spec, p, logits, seen, q_pos, kv_pos, window) for spec in columns)
+    return Attention(out.reshape(B, N, T, -1), lse.reshape(B, N, T), measured)
+
+
+def _softmax(logits, seen):
+    """Probabilities and logsumexp of masked logits; zeros and -inf for a row that sees nothing."""
     logits = jnp.where(seen[:, :, None], logits, -jnp.inf)
-    top = jnp.maximum(logits.max(-1, keepdims=True), jnp.finfo(dtype).min)  # finite, so an unseeing row is not NaN
+    top = jnp.maximum(logits.max(-1, keepdims=True), jnp.finfo(logits.dtype).min)  # finite, so such a row is not NaN
     e = jnp.exp(logits - top)
     mass = e.sum(-1, keepdims=True)
-    p = e / jnp.where(mass > 0, mass, 1.0)
-    lse = (top + jnp.log(mass))[..., 0]
-    out = jnp.einsum("bkgts,bksh->bkgth", p, v_)
+    return e / jnp.where(mass > 0, mass, 1.0), (top + jnp.log(mass))[..., 0]
 
-    measured = []
-    for spec in columns:
-        weight = jnp.ones((B, T), dtype) if spec.weight is None else spec.weight.astype(dtype)
-        if spec.rows is not None:
-            weight = jnp.where((jnp.arange(T) >= T - spec.rows)[None], weight, 0.0)
-        theta = thresholds(spec, q_pos, seen.sum(-1), dtype)
-        if spec.group is not None and spec.group_at == "before":
-            reduced = reduce_group(p, spec.group, axis=2)
-            f = apply_element(reduced, spec, None if theta is None else theta[..., None])
-            measured.append(jnp.einsum("bt,bkts->bks", weight, f))
-        else:
-            f = apply_element(p, spec, None if theta is None else theta[:, :, None, :, None])
-            sums = jnp.einsum("bt,bkgts->bkgs", weight, f)
-            measured.append(sums.reshape(B, N, -1) if spec.group is None else reduce_group(sums, spec.group, axis=2))
-    return Attention(out.reshape(B, N, T, -1), lse.reshape(B, N, T), tuple(measured))
+
+def _column(spec: Columns, p, logits, seen, q_pos, kv_pos, window):
+    """One statistic of the matrix `p` "B K G T S", or of another softmax of the same logits."""
+    B, K, G, T, _ = p.shape
+    own = spec.softmax
+    if own is not None:
+        if not own.causal:
+            seen = (kv_pos >= 0)[:, :, None] & (q_pos >= 0)[:, None, :, None]
+            if window is not None:
+                seen &= q_pos[:, None, :, None] - kv_pos[:, :, None] < window
+        if own.before is not None:
+            seen = seen & (kv_pos[:, :, None] < own.before[:, None, None, None])
+        if own.noise is not None:
+            seed = None if own.seed is None else own.seed[:, None, None, None, None]
+            head = jnp.arange(K * G, dtype=jnp.int32).reshape(1, K, G, 1, 1)
+            logits = logits + draw_noise(own, seed, head, q_pos[:, None, None, :, None], kv_pos[:, :, None, None, :])
+        if own.multiplier is not None:
+            logits = logits * own.multiplier[:, :, None, :, None].astype(p.dtype)
+        p, _ = _softmax(logits, seen)
+    if not spec.count_self:
+        p = jnp.where(q_pos[:, None, None, :, None] == kv_pos[:, :, None, None, :], 0.0, p)
+
+    weight = jnp.ones((B, T), p.dtype) if spec.weight is None else spec.weight.astype(p.dtype)
+    if spec.rows is not None:
+        weight = jnp.where((jnp.arange(T) >= T - spec.rows)[None], weight, 0.0)
+    theta = thresholds(spec, q_pos, seen.sum(-1), p.dtype)
+    if spec.group is not None and spec.group_at == "before":
+        p = reduce_group(p, spec.group, axis=2)
+        f = apply_element(p, spec, None if theta is None else theta[..., None]) * weight[:, None, :, None]
+    else:
+        f = apply_element(p, spec, None if theta is None else theta[:, :, None, :, None])
+        f = f * weight[:, None, None, :, None]
+    f = f.sum(-2) if spec.summed else f[..., T - min(T, spec.rows or T) :, :]
+    if spec.group is None:
+        return f.reshape(B, K * G, *f.shape[3:])
+    return f if spec.group_at == "before" else reduce_group(f, spec.group, axis=2)

@@ -19,7 +19,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.columns import Attention, Columns, accumulator, apply_element, thresholds
+from pallas_kernels.columns import (
+    Attention,
+    Columns,
+    Softmax,
+    accumulator,
+    apply_element,
+    draw_noise,
+    reduce_group,
+    thresholds,
+)
 
 BLOCK_BYTES = 8 * 2**20  # the logits of one block; larger blocks fall out of cache, smaller ones starve the matmul
 MIN_BLOCK, MAX_BLOCK = 32, 128
@@ -87,19 +96,16 @@ def attention(
     rows, together = block_size(B, N, T, S) if block is None else block
     pad = -T % rows
     config = _Config(scale, window, softcap, rows, together, S, T + pad, pad, S - T)
-    columns = tuple(columns)
-    weights = tuple(c.weight for c in columns)
-    columns = tuple(dataclasses.replace(c, weight=None) for c in columns)
     if pad:
         q = jnp.pad(q, ((0, 0), (0, 0), (0, pad), (0, 0)))
         q_pos = jnp.pad(q_pos, ((0, 0), (0, pad)), constant_values=-1)
-        weights = tuple(None if w is None else jnp.pad(w, ((0, 0), (0, pad))) for w in weights)
     grouped = q.reshape(B, K, N // K, T + pad, H)
-    out, lse, measured = _attention(config, columns, grouped, k, v, q_pos, kv_pos, weights)
+    arrays, structure = jax.tree.flatten(tuple(columns))
+    out, lse, measured = _attention(config, structure, grouped, k, v, q_pos, kv_pos, arrays)
     return Attention(out.reshape(B, N, T + pad, H)[:, :, :T], lse.reshape(B, N, T + pad)[:, :, :T], measured)
 
 
-def _logits(config: _Config, q, k, q_pos, kv_pos):
+def _logits(config: _Config, q, k, q_pos, kv_pos, causal=True):
     """Masked logits of a block of rows "B K G R S", the mask "B K R S", and the capped logits before the mask."""
     B, K, G, R, H = q.shape
     dtype = accumulator(q.dtype)
@@ -108,7 +114,7 @@ def _logits(config: _Config, q, k, q_pos, kv_pos):
     if config.softcap is not None:
         x = config.softcap * jnp.tanh(x / config.softcap)
     rows, keys = q_pos[:, None, :, None], kv_pos[:, :, None, :]
-    seen = (keys >= 0) & (keys <= rows)
+    seen = (keys >= 0) & (keys <= rows if causal else rows >= 0)
     if config.window is not None:
         seen &= rows - keys < config.window
     return jnp.where(seen[:, :, None], x, -jnp.inf), seen, x
@@ -121,6 +127,13 @@ def _measure(spec: Columns, e, inverse_mass, weight, theta):
     over middle axes are an order of magnitude slower on CPU.
     """
     G = e.shape[2]
+    if not spec.summed:
+        p = e * inverse_mass[..., None]
+        p = reduce_group(p, spec.group, axis=2) if spec.group is not None and spec.group_at == "before" else p
+        theta = theta if theta is None or p.ndim == 4 else theta[:, :, None]
+        f = apply_element(p, spec, None if theta is None else theta[..., None])
+        f = f * jnp.broadcast_to(weight[:, None, :, None] if p.ndim == 4 else weight[:, None, None, :, None], f.shape)
+        return f.sum(2) / (G if spec.group == "mean" else 1) if p.ndim == 5 and not spec.per_query_head else f
     if spec.element == "p" and spec.group in ("mean", "sum") and spec.group_at == "after":
         factor = inverse_mass * weight[:, None, None]
         return jnp.einsum("bkgr,bkgrs->bks", factor / G if spec.group == "mean" else factor, e)
@@ -173,7 +186,84 @@ def _add_prefix(x, new, b, together):
     return lax.dynamic_update_slice(x, old + new, start)
 
 
-def _forward(config: _Config, columns, q, k, v, q_pos, kv_pos, weights):
+def _forward(config: _Config, structure, q, k, v, q_pos, kv_pos, arrays):
+    """Output, logsumexp and every statistic: in one pass where the output's own softmax is asked for."""
+    columns = jax.tree.unflatten(structure, arrays)
+    out, lse, measured = _fused(config, [c for c in columns if c.fused], q, k, v, q_pos, kv_pos)
+    measured = iter(measured)
+    return out, lse, tuple(next(measured) if c.fused else _separate(config, c, q, k, q_pos, kv_pos) for c in columns)
+
+
+def _weight(config: _Config, spec: Columns, b, i, rows, dtype):
+    """The weights "B R" of a block of rows; padding and rows that do not count get 0."""
+    bb, bq = config.together, config.block
+    if spec.weight is None:
+        w = jnp.ones(rows.shape, dtype)
+    else:
+        padded = jnp.pad(spec.weight, ((0, 0), (0, config.pad)))
+        w = _read(padded, b, bb, i, bq, 1).astype(dtype)
+    if spec.rows is not None:
+        counts = i * bq + jnp.arange(bq) >= config.num_rows - config.pad - spec.rows
+        w = jnp.where(counts[None], w, 0.0)
+    return w
+
+
+def _separate(config: _Config, spec: Columns, q, k, q_pos, kv_pos):
+    """One statistic in a pass of its own: another softmax than the output's, or rows that are not summed."""
+    B, K, G, T, _ = q.shape
+    bb, bq = config.together, config.block
+    dtype = accumulator(q.dtype)
+    own = Softmax() if spec.softmax is None else spec.softmax
+    heads = (B, K, G) if spec.per_query_head else (B, K)
+    num_rows = T - config.pad
+    first = 0 if spec.rows is None else max(0, num_rows - spec.rows)
+    rows_axis = () if spec.summed else (T - first // bq * bq,)
+    total = _zeros((*heads, *rows_axis, config.num_slots), dtype, k)
+    head = jnp.arange(K * G, dtype=jnp.int32).reshape(1, K, G, 1, 1)
+
+    for lo, hi, active in config.segments((spec,)):
+        if not active:
+            continue
+        width = config.prefix(hi) if own.causal else config.num_slots
+
+        def each(b, total, lo=lo, hi=hi, width=width):
+            k_, kv_pos_ = (_sequences(x, b, bb)[:, :, :width] for x in (k, kv_pos))
+
+            def block(i, total):
+                rows = _read(q_pos, b, bb, i, bq, 1)
+                _, seen, x = _logits(config, _read(q, b, bb, i, bq, 3), k_, rows, kv_pos_, own.causal)
+                if own.before is not None:
+                    seen &= kv_pos_[:, :, None] < _sequences(own.before, b, bb)[:, None, None, None]
+                if own.noise is not None:
+                    seed = None if own.seed is None else _sequences(own.seed, b, bb)[:, None, None, None, None]
+                    x = x + draw_noise(own, seed, head, rows[:, None, None, :, None], kv_pos_[:, :, None, None, :])
+                if own.multiplier is not None:
+                    padded = jnp.pad(own.multiplier, ((0, 0), (0, 0), (0, config.pad)))
+                    x = x * _read(padded, b, bb, i, bq, 2)[:, :, None, :, None].astype(dtype)
+                x = jnp.where(seen[:, :, None], x, -jnp.inf)
+                e = jnp.exp(x - jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(dtype).min))
+                mass = e.sum(-1)
+                inverse_mass = 1.0 / jnp.where(mass > 0, mass, 1.0)
+                theta = thresholds(spec, rows, seen.sum(-1), dtype)
+                if not spec.count_self:
+                    itself = rows[:, None, None, :, None] == kv_pos_[:, :, None, None, :]
+                    e = jnp.where(itself, 0.0, e)
+                f = _measure(spec, e, inverse_mass, _weight(config, spec, b, i, rows, dtype), theta)
+                if spec.summed:
+                    return _add_prefix(total, f, b, bb)
+                start = [jnp.int32(0)] * total.ndim
+                start[0], start[-2] = jnp.int32(b * bb), jnp.int32((i - first // bq) * bq)
+                return lax.dynamic_update_slice(total, f, start)
+
+            return _loop(lo, hi, block, total)
+
+        total = _loop(0, B // bb, each, total)
+    if not spec.summed:
+        total = total[..., first % bq : first % bq + num_rows - first, :]
+    return spec.finish(total)
+
+
+def _fused(config: _Config, columns, q, k, v, q_pos, kv_pos):
     B, K, G, T, _ = q.shape
     dtype = accumulator(q.dtype)
     bb, bq = config.together, config.block
@@ -198,10 +288,8 @@ def _forward(config: _Config, columns, q, k, v, q_pos, kv_pos, weights):
                 o = (o * inverse_mass[..., None]).astype(out.dtype)
                 sums = list(sums)
                 for j in active:
-                    spec, w = columns[j], weights[j]
-                    w = jnp.ones(rows.shape, dtype) if w is None else _read(w, b, bb, i, bq, 1).astype(dtype)
-                    if spec.rows is not None:
-                        w = jnp.where((i * bq + jnp.arange(bq) >= T - config.pad - spec.rows)[None], w, 0.0)
+                    spec = columns[j]
+                    w = _weight(config, spec, b, i, rows, dtype)
                     theta = thresholds(spec, rows, seen.sum(-1), dtype)
                     sums[j] = _add_prefix(sums[j], _measure(spec, e, inverse_mass, w, theta), b, bb)
                 out = _write(out, o, b, bb, i, bq, 3)
@@ -215,22 +303,22 @@ def _forward(config: _Config, columns, q, k, v, q_pos, kv_pos, weights):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(config: _Config, columns, q, k, v, q_pos, kv_pos, weights):
-    return _forward(config, columns, q, k, v, q_pos, kv_pos, weights)
+def _attention(config: _Config, structure, q, k, v, q_pos, kv_pos, arrays):
+    return _forward(config, structure, q, k, v, q_pos, kv_pos, arrays)
 
 
-def _attention_fwd(config, columns, q, k, v, q_pos, kv_pos, weights):
-    q, k, v, q_pos, kv_pos, weights = jax.tree.map(
-        lambda x: x.value, (q, k, v, q_pos, kv_pos, weights), is_leaf=lambda x: hasattr(x, "perturbed")
+def _attention_fwd(config, structure, q, k, v, q_pos, kv_pos, arrays):
+    q, k, v, q_pos, kv_pos, arrays = jax.tree.map(
+        lambda x: x.value, (q, k, v, q_pos, kv_pos, arrays), is_leaf=lambda x: hasattr(x, "perturbed")
     )
-    out, lse, measured = _forward(config, columns, q, k, v, q_pos, kv_pos, weights)
-    return (out, lse, measured), (q, k, v, q_pos, kv_pos, weights, out, lse)
+    out, lse, measured = _forward(config, structure, q, k, v, q_pos, kv_pos, arrays)
+    return (out, lse, measured), (q, k, v, q_pos, kv_pos, out, lse)
 
 
-def _attention_bwd(config, columns, residuals, cotangents):
+def _attention_bwd(config, structure, residuals, cotangents):
     """Recomputes every block from its logsumexp (FlashAttention's backward pass), in place like the forward."""
-    del columns
-    q, k, v, q_pos, kv_pos, weights, out, lse = residuals
+    del structure
+    q, k, v, q_pos, kv_pos, out, lse = residuals
     d_out, d_lse, d_measured = cotangents
     if not all(isinstance(d, jax.custom_derivatives.SymbolicZero) for d in jax.tree.leaves(d_measured)):
         raise NotImplementedError(
@@ -273,8 +361,7 @@ def _attention_bwd(config, columns, residuals, cotangents):
 
         carry = _loop(0, k.shape[0] // bb, each, carry)
     dq, dk, dv = carry
-    d_weights = jax.tree.map(jnp.zeros_like, weights)
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, d_weights
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)

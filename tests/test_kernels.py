@@ -1,5 +1,6 @@
 """Attention with column statistics: every implementation against float64 numpy."""
 
+import dataclasses
 import itertools
 
 import hypothesis
@@ -8,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
-from pallas_kernels import Columns, attention, xla
+from pallas_kernels import Columns, Softmax, attention, hash_uniform, xla
 from tests.references import attention as numpy_reference
 
 IMPLEMENTATIONS = ("xla", "reference")
@@ -93,6 +95,60 @@ def test_row_weights():
     weight = jnp.asarray(np.random.default_rng(3).random((2, 40)), jnp.float32)
     columns = (Columns(weight=weight), Columns(weight=weight, rows=6, element="p2", group_at="before"))
     compare(arrays, columns, "xla", TOLERANCE["float32"])
+
+
+SEED = jnp.asarray([3, 0xFFFFFFFF], jnp.uint32)
+OWN = (
+    Softmax(),
+    Softmax(causal=False),
+    Softmax(before=jnp.asarray([20, 9], jnp.int32)),
+    Softmax(noise="constant"),
+    *(Softmax(seed=SEED, noise=noise, per=per) for noise in ("gumbel", "gaussian") for per in ("call", "key")),
+)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("shape", [{"T": 45, "cached": 6}, {"T": 1, "cached": 20, "pads": 0}], ids=str)
+def test_own_softmax(implementation, shape):
+    arrays = inputs(**shape)
+    T = arrays[0].shape[2]
+    multiplier = jnp.asarray(np.random.default_rng(5).uniform(0.3, 2, (2, 2, T)), jnp.float32)
+    columns = (
+        *(Columns(softmax=own) for own in OWN),
+        *(Columns(softmax=dataclasses.replace(own, multiplier=multiplier), rows=7) for own in OWN),
+        Columns(softmax=OWN[4], element="p2", group_at="before"),
+        Columns(softmax=OWN[1], element="above", group=None),
+        Columns(count_self=False),
+        Columns(count_self=False, element="p2", group_at="before", rows=9),
+    )
+    compare(arrays, columns, implementation, TOLERANCE["float32"])
+    compare(arrays, columns[::5], implementation, TOLERANCE["float32"], window=9, softcap=2.0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_that_are_not_summed(implementation):
+    columns = [
+        Columns(rows=rows, element=element, group=group, group_at=at, summed=False)
+        for rows, (element, group, at) in itertools.product(
+            (1, 5, 40, None),
+            (("p", "mean", "after"), ("p", None, "after"), ("p2", "mean", "before"), ("above", "max", "after")),
+        )
+    ]
+    compare(inputs(T=37, cached=8), columns, implementation, TOLERANCE["float32"])
+    compare(inputs(T=150), columns[:8], implementation, TOLERANCE["float32"])
+
+
+def test_the_hash_is_uniform_and_uncorrelated():
+    grid = hash_uniform(jnp.uint32(7), jnp.arange(400)[:, None], jnp.arange(400)[None])
+    u = np.asarray(grid, np.float64)
+    assert 0 < u.min() < u.max() < 1
+    assert scipy.stats.kstest(u.ravel(), "uniform").pvalue > 1e-3
+    for a, b in ((u[1:], u[:-1]), (u[:, 1:], u[:, :-1]), (u, u.T)):
+        off_diagonal = a[a != b], b[a != b]
+        assert abs(np.corrcoef(*off_diagonal)[0, 1]) < 0.012
+    other = np.asarray(hash_uniform(jnp.uint32(8), jnp.arange(400)[:, None], jnp.arange(400)[None]))
+    assert abs(np.corrcoef(u.ravel(), other.ravel())[0, 1]) < 0.012
+    assert numpy_reference.hash_uniform(7, 3, 9) == pytest.approx(u[3, 9], abs=1e-7)
 
 
 @pytest.mark.parametrize("block", [(1, 2), (7, 1), (32, 2), (64, 1), (200, 2)])
@@ -204,5 +260,9 @@ def test_errors_say_what_to_do():
         attention.__wrapped__(q, k, v, q_pos, kv_pos, implementation="cuda")
     with pytest.raises(ValueError, match="at least one query row"):
         Columns(rows=0)
+    with pytest.raises(ValueError, match="softmax multiplier has shape"):
+        attention(q, k, v, q_pos, kv_pos, columns=[Columns(softmax=Softmax(multiplier=jnp.ones((2, 2, 3))))])
+    with pytest.raises(ValueError, match="needs a seed"):
+        Softmax(noise="gumbel")
     with pytest.raises(ValueError, match="column weight has shape"):
         attention(q, k, v, q_pos, kv_pos, columns=[Columns(weight=jnp.ones((2, 3)))])

@@ -1,6 +1,7 @@
 """Attention and its column statistics in float64 numpy, one row at a time."""
 
 import numpy as np
+import scipy.stats
 
 
 def attention(q, k, v, q_pos, kv_pos, *, columns=(), scale, window=None, softcap=None):
@@ -10,30 +11,93 @@ def attention(q, k, v, q_pos, kv_pos, *, columns=(), scale, window=None, softcap
     B, N, T, _ = q.shape
     K, S = k.shape[1:3]
     G = N // K
-    p = np.zeros((B, N, T, S))
+    p, logits = np.zeros((B, N, T, S)), np.zeros((B, N, T, S))
     lse = np.full((B, N, T), -np.inf)
     seen = np.zeros((B, K, T, S), bool)
     for b in range(B):
         for n in range(N):
             for t in range(T):
-                visible = (kv_pos[b, n // G] >= 0) & (kv_pos[b, n // G] <= q_pos[b, t])
-                if window is not None:
-                    visible &= q_pos[b, t] - kv_pos[b, n // G] < window
+                visible = _visible(q_pos[b, t], kv_pos[b, n // G], window)
                 seen[b, n // G, t] = visible
-                if not visible.any():
-                    continue
                 x = scale * (k[b, n // G] @ q[b, n, t])
                 if softcap is not None:
                     x = softcap * np.tanh(x / softcap)
+                logits[b, n, t] = x
+                if not visible.any():
+                    continue
                 top = x[visible].max()
                 lse[b, n, t] = top + np.log(np.exp(x[visible] - top).sum())
                 p[b, n, t, visible] = np.exp(x[visible] - lse[b, n, t])
     out = np.stack([[p[b, n] @ v[b, n // G] for n in range(N)] for b in range(B)])
-    return out, lse, [_column(c, p, q_pos, seen, K) for c in columns]
+    return (
+        out,
+        lse,
+        [
+            _column(
+                c,
+                *((p, seen) if c.softmax is None else _own_softmax(c.softmax, logits, q_pos, kv_pos, window)),
+                q_pos,
+                kv_pos,
+            )
+            for c in columns
+        ],
+    )
 
 
-def _column(c, p, q_pos, seen, K):
+def _visible(row, keys, window, causal=True):
+    visible = (keys >= 0) & (keys <= row if causal else row >= 0)
+    return visible if window is None else visible & (row - keys < window)
+
+
+def hash_uniform(seed, *indices):
+    """`pallas_kernels.columns.hash_uniform` of single numbers, in Python's integers."""
+    h = int(seed)
+    for i in indices:
+        h ^= (int(i) * 0x9E3779B9 + 0x85EBCA6B) % 2**32
+        h = (h ^ (h >> 16)) * 0x7FEB352D % 2**32
+        h = (h ^ (h >> 15)) * 0x846CA68B % 2**32
+        h ^= h >> 16
+    return ((h >> 9) + 0.5) / 2**23
+
+
+def _own_softmax(own, logits, q_pos, kv_pos, window):
+    B, N, T, S = logits.shape
+    K = kv_pos.shape[1]
+    G = N // K
+    p, seen = np.zeros(logits.shape), np.zeros((B, K, T, S), bool)
+    for b in range(B):
+        for n in range(N):
+            for t in range(T):
+                keys = kv_pos[b, n // G]
+                visible = _visible(q_pos[b, t], keys, window, own.causal)
+                if own.before is not None:
+                    visible &= keys < int(own.before[b])
+                seen[b, n // G, t] = visible
+                if not visible.any():
+                    continue
+                x = logits[b, n, t].copy()
+                for s in np.nonzero(visible)[0]:
+                    if own.noise == "constant":
+                        x[s] += np.euler_gamma
+                    elif own.noise is not None:
+                        u = hash_uniform(own.seed[b], n, 0 if own.per == "key" else q_pos[b, t], keys[s])
+                        x[s] += (
+                            -np.log(-np.log(u))
+                            if own.noise == "gumbel"
+                            else np.euler_gamma + np.pi / np.sqrt(6) * scipy.stats.norm.ppf(u)
+                        )
+                if own.multiplier is not None:
+                    x = x * float(own.multiplier[b, n // G, t])
+                e = np.exp(x[visible] - x[visible].max())
+                p[b, n, t, visible] = e / e.sum()
+    return p, seen
+
+
+def _column(c, p, seen, q_pos, kv_pos):
     B, N, T, S = p.shape
+    K = seen.shape[1]
+    if not c.count_self:
+        p = p * (q_pos[:, None, :, None] != np.repeat(kv_pos, N // K, axis=1)[:, :, None])
     weight = np.ones((B, T)) if c.weight is None else np.asarray(c.weight, np.float64).copy()
     if c.rows is not None:
         weight[:, : max(T - c.rows, 0)] = 0
@@ -51,7 +115,8 @@ def _column(c, p, q_pos, seen, K):
         "above": lambda x, theta: (x > theta).astype(float),
     }[c.element]
     if c.group_at == "before":
-        f = element(reduce(grouped, axis=2), theta[..., None])
-        return np.einsum("bt,bkts->bks", weight, f)
-    sums = np.einsum("bt,bkgts->bkgs", weight, element(grouped, theta[:, :, None, :, None]))
-    return sums.reshape(B, N, S) if c.group is None else reduce(sums, axis=2)
+        f = weight[:, None, :, None] * element(reduce(grouped, axis=2), theta[..., None])
+        return f.sum(2) if c.summed else f[:, :, T - min(T, c.rows or T) :]
+    f = weight[:, None, None, :, None] * element(grouped, theta[:, :, None, :, None])
+    f = f.sum(3) if c.summed else f[:, :, :, T - min(T, c.rows or T) :]
+    return f.reshape(B, N, *f.shape[3:]) if c.group is None else reduce(f, axis=2)
