@@ -11,6 +11,8 @@ from kvjax.budget import Share as Share
 from kvjax.budget import Tokens as Tokens
 from kvjax.context import Context as Context
 from kvjax.context import Site as Site
+from kvjax.eviction import Evict as Evict
+from kvjax.eviction import from_fn as from_fn
 from kvjax.generation import Generation as Generation
 from kvjax.generation import decode_step as decode_step
 from kvjax.generation import feed as feed
@@ -21,11 +23,9 @@ from kvjax.generation import init_state as init_state
 from kvjax.generation import prefill as prefill
 from kvjax.plan import CachePlan as CachePlan
 from kvjax.plan import make_plan as make_plan
-from kvjax.policy import Evict as Evict
 from kvjax.policy import Policy as Policy
 from kvjax.policy import Selection as Selection
 from kvjax.policy import chain as chain
-from kvjax.policy import from_fn as from_fn
 from kvjax.policy import identity as identity
 from kvjax.policy import partition as partition
 from kvjax.policy import when as when

@@ -10,6 +10,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.context import Site
+
 
 def apportion(shares: Any, limit: Any, xp: ModuleType = np) -> Any:
     """Whole numbers near real `shares` along the last axis, with the same total and none above `limit`.
@@ -118,7 +120,12 @@ class HeadAllocation(abc.ABC):
 
     @abc.abstractmethod
     def heads(
-        self, score: Float[Array, "B K S"], candidates: Bool[Array, "B K S"], average: Int[Array, "B"], most: int
+        self,
+        score: Float[Array, "B K S"],
+        candidates: Bool[Array, "B K S"],
+        average: Int[Array, "B"],
+        most: int,
+        site: Site,
     ) -> Int[Array, "B K"]:
         """Selectable tokens of every head.
 
@@ -127,6 +134,7 @@ class HeadAllocation(abc.ABC):
           candidates: the tokens that compete: live and not protected.
           average: selectable tokens a head.
           most: an upper bound of `average` (static).
+          site: which layer.
         """
 
 
@@ -140,10 +148,15 @@ class UniformHeads(HeadAllocation):
         return average
 
     def heads(
-        self, score: Float[Array, "B K S"], candidates: Bool[Array, "B K S"], average: Int[Array, "B"], most: int
+        self,
+        score: Float[Array, "B K S"],
+        candidates: Bool[Array, "B K S"],
+        average: Int[Array, "B"],
+        most: int,
+        site: Site,
     ) -> Int[Array, "B K"]:
         """See `HeadAllocation`."""
-        del candidates, most
+        del candidates, most, site
         return jnp.broadcast_to(average[:, None], score.shape[:2])
 
 
@@ -178,9 +191,15 @@ class Adaptive(HeadAllocation):
         return np.minimum(cap, np.maximum(limit, average)).astype(np.int64)
 
     def heads(
-        self, score: Float[Array, "B K S"], candidates: Bool[Array, "B K S"], average: Int[Array, "B"], most: int
+        self,
+        score: Float[Array, "B K S"],
+        candidates: Bool[Array, "B K S"],
+        average: Int[Array, "B"],
+        most: int,
+        site: Site,
     ) -> Int[Array, "B K"]:
         """See `HeadAllocation`."""
+        del site
         B, K, S = score.shape
         flat = jnp.where(candidates, score, -jnp.inf).reshape(B, K * S)
         size = min(K * most, K * S)

@@ -1,17 +1,18 @@
 """Where queries meet the cache: store the new tokens, attend, measure. Called once a layer by the models."""
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax.context import Phase
-from kvjax.state import LayerKV, append, insert, next_ranks
-from kvjax.stats import LayerStats, Observe
+from kvjax.context import Context
+from kvjax.policy import Policy
+from kvjax.state import EMPTY, LayerKV, append, insert, next_ranks
+from kvjax.stats import LayerStats, Measurement, Moment, Rotate
 from pallas_kernels import attention
-
-Rotate = Callable[[Float[Array, "B N T H"], Int[Array, "B #N T"]], Float[Array, "B N T H"]]
 
 
 @runtime_checkable
@@ -27,6 +28,7 @@ class Attend(Protocol):
         *,
         layer: int,
         rotate: Rotate,
+        out_proj: Float[Array, "N H D"] | None = None,
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
@@ -39,6 +41,7 @@ class Attend(Protocol):
           v: values.
           layer: index of the layer.
           rotate: applies the rotary embedding at given positions.
+          out_proj: the layer's output projection, for policies that look at what values contribute.
           scale, window, softcap: as in `pallas_kernels.attention`.
         """
         ...
@@ -51,9 +54,11 @@ def attend(
     v: Float[Array, "B K T H"],
     pos: Int[Array, "B T"],
     *,
-    phase: Phase,
+    ctx: Context,
     rotate: Rotate,
-    observe: Sequence[Observe] = (),
+    observe: Sequence[Measurement] = (),
+    out_proj: Float[Array, "N H D"] | None = None,
+    policy: Policy | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -65,34 +70,71 @@ def attend(
       q, k: queries and keys before rotation.
       v: values.
       pos: absolute positions of the new tokens, EMPTY for padding.
-      phase: "prefill" appends slots, "decode" writes the one token into a dead slot.
+      ctx: the moment after these tokens; "prefill" appends slots, "decode" writes the one token into a dead slot.
       rotate: applies the rotary embedding at given positions.
       observe: what to measure.
+      out_proj: the layer's output projection, for measurements that need it.
+      policy: may hide live slots from a single new row (`Policy.visible`).
       scale, window, softcap: as in `pallas_kernels.attention`.
 
     Returns:
       The attention output, the cache with the new tokens, and the measurements over its slots.
     """
-    store = insert if phase == "decode" else append
+    store = insert if ctx.phase == "decode" else append
+    raw_q = q
+    if kv.k.shape[1] != k.shape[1]:  # a set of slots for every query head
+        k, v = (jnp.repeat(x, kv.k.shape[1] // k.shape[1], axis=1) for x in (k, v))
     if kv.positions == "original":
-        kv = store(kv, rotate(k, pos[:, None]), v, pos)
-        q, keys = rotate(q, pos[:, None]), kv.k
+        q, k = rotate(q, pos[:, None]), rotate(k, pos[:, None])
+        if kv.channels is not None:  # keys have lost channels: queries need no others
+            B, N, T, _ = q.shape
+            index = kv.channels[:, :, None]
+            k = jnp.take_along_axis(k, index, axis=-1)
+            index = jnp.repeat(index, N // kv.channels.shape[1], axis=1)
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            q = jnp.take_along_axis(q, index, axis=-1)
+        kv = store(kv, k, v, pos)
+        keys = kv.k
     else:
         B, K, T, _ = k.shape
         rank = next_ranks(kv, jnp.broadcast_to(pos[:, None], (B, K, T)))
-        kv = store(kv, k, v, pos)
         q = rotate(q, jnp.repeat(rank, q.shape[1] // K, axis=1))
-        keys = rotate(kv.k, jnp.zeros_like(kv.pos) if kv.rank is None else jnp.maximum(kv.rank, 0))
-    columns = [o.columns(q.shape[2]) for o in observe]
-    result = attention(q, keys, kv.v, pos, kv.pos, columns=columns, scale=scale, window=window, softcap=softcap)
-    return result.out, kv, LayerStats(result.columns, tuple(observe))
+        if kv.positions == "rerotate":
+            kv = store(_rerotate(kv, rotate), rotate(k, rank), v, pos)
+            keys = kv.k
+        else:
+            kv = store(kv, k, v, pos)
+            keys = rotate(kv.k, jnp.zeros_like(kv.pos) if kv.rank is None else jnp.maximum(kv.rank, 0))
+    moment = Moment(q, raw_q, kv, pos, ctx, rotate, out_proj)
+    requests = {o: o.columns(moment) for o in observe}
+    columns = {o: c for o, c in requests.items() if c is not None}
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    visible = None if policy is None else policy.visible(kv, ctx)
+    read = kv.pos if visible is None else jnp.where(visible.slots, kv.pos, EMPTY)
+    apart = visible is not None and visible.measured
+    result = attention(q, keys, kv.v, pos, read, columns=() if apart else tuple(columns.values()), **options)
+    measured = result.columns
+    if apart:
+        measured = attention(q, keys, kv.v, pos, kv.pos, columns=tuple(columns.values()), **options).columns
+    measured = dict(zip(columns, measured, strict=True))
+    values = tuple(measured[o] if o in measured else o.measure(moment) for o in observe)
+    return result.out, kv, LayerStats(values, tuple(observe))
+
+
+def _rerotate(kv: LayerKV, rotate: Rotate) -> LayerKV:
+    """Keys rotated at their present ranks: those that moved up since they were stored are turned by the difference."""
+    if kv.rank is None or kv.rotated is None or not kv.num_slots:
+        return kv
+    moved = jnp.where(kv.live, kv.rank - kv.rotated, 0)
+    k = lax.cond((moved != 0).any(), lambda: rotate(kv.k, moved).astype(kv.k.dtype), lambda: kv.k)
+    return dataclasses.replace(kv, k=k, rotated=kv.rank)
 
 
 def without_cache(pos: Int[Array, "B T"]) -> Attend:
     """Plain causal attention among T tokens, for training and for scoring text without a cache. Differentiable."""
 
-    def plain(cache, q, k, v, *, layer, rotate, scale=None, window=None, softcap=None):
-        del layer
+    def plain(cache, q, k, v, *, layer, rotate, out_proj=None, scale=None, window=None, softcap=None):
+        del layer, out_proj
         B, K, T, _ = k.shape
         keys_pos = jnp.broadcast_to(pos[:, None], (B, K, T))
         q, k = rotate(q, pos[:, None]), rotate(k, pos[:, None])

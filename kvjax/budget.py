@@ -4,6 +4,7 @@ All of this is numpy on the host. A count is evaluated for every prompt length a
 the answer up, so a padded batch gets exactly the integers that its sequences would get alone.
 """
 
+import abc
 import dataclasses
 from typing import Literal
 
@@ -23,8 +24,16 @@ def whole_tokens(share: float, of: np.ndarray, rounding: Rounding = "floor") -> 
     return np.floor(of * share + (1e-9 if rounding == "floor" else 0.0)).astype(np.int64)
 
 
+class Count(abc.ABC):
+    """A frozen dataclass that says how many tokens, for every prompt length."""
+
+    @abc.abstractmethod
+    def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
+        """Whole tokens "M" for prompts of lengths "M" whose layers have budgets "M"."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Tokens:
+class Tokens(Count):
     """A fixed number of tokens."""
 
     n: int
@@ -40,7 +49,7 @@ class Tokens:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ratio:
+class Ratio(Count):
     """A share of the prompt's own tokens (padding does not count).
 
     `1 - share` is what others call the compression ratio.
@@ -62,7 +71,7 @@ class Ratio:
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class Share(Count):
     """A share of the budget of the layer."""
 
     share: float
@@ -78,12 +87,73 @@ class Share:
         return whole_tokens(self.share, budget, self.rounding)
 
 
-Count = Tokens | Ratio | Share
+@dataclasses.dataclass(frozen=True)
+class Sum(Count):
+    """Several counts together: `Sum((Ratio(1.0), Tokens(64)))` is the whole prompt and 64 tokens beyond it."""
+
+    counts: tuple[Count, ...]
+
+    def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
+        """The count for every prompt length."""
+        return np.sum([c.table(prompt_length, budget) for c in self.counts], axis=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed(Count):
+    """A count for a layer of the given budget, whatever budget it is asked for.
+
+    Attributes:
+      count: the count.
+      budget: what shares of a budget are shares of.
+    """
+
+    count: Count
+    budget: Count
+
+    def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
+        """The count for every prompt length."""
+        return self.count.table(prompt_length, self.budget.table(prompt_length, budget))
+
+
+@dataclasses.dataclass(frozen=True)
+class Less(Count):
+    """A count less another, not below zero."""
+
+    count: Count
+    less: Count
+
+    def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
+        """The count for every prompt length."""
+        return np.maximum(self.count.table(prompt_length, budget) - self.less.table(prompt_length, budget), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class AtMost(Count):
+    """The smallest of several counts."""
+
+    counts: tuple[Count, ...]
+
+    def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
+        """The count for every prompt length."""
+        return np.min([c.table(prompt_length, budget) for c in self.counts], axis=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Above(Count):
+    """A count for prompts longer than `min_prompt`; shorter ones are kept whole (NaCl's code: 2048)."""
+
+    count: Count
+    min_prompt: int
+
+    def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
+        """The count for every prompt length."""
+        count = self.count.table(prompt_length, budget)
+        return np.where(prompt_length <= self.min_prompt, np.maximum(count, prompt_length), count)
 
 
 def as_count(x: int | float | Count, name: str) -> Count:
     """An int is a number of tokens, a float a share of the prompt."""
-    if isinstance(x, Tokens | Ratio | Share):
+    if isinstance(x, Count):
         return x
     if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
         raise ValueError(f"{name}={x!r} is not a number of tokens (int) or a share of the prompt (float)")
@@ -92,7 +162,7 @@ def as_count(x: int | float | Count, name: str) -> Count:
     return Ratio(float(x))
 
 
-def as_budget(x: int | float | Count) -> Tokens | Ratio:
+def as_budget(x: int | float | Count) -> Count:
     """The budget of a policy: at least one token."""
     count = as_count(x, "budget")
     if isinstance(count, Share):
@@ -107,3 +177,28 @@ def lookup(table: np.ndarray, prompt_length: Int[Array, "B"]) -> Int[Array, "B"]
     if (table == table[0]).all():
         return jnp.full(prompt_length.shape, int(table[0]), jnp.int32)
     return jnp.asarray(table.astype(np.int32)).at[prompt_length].get(mode="clip")
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Counts in one layer at one moment.
+
+    Attributes:
+      budget_table: the layer's budget for every prompt length of the plan.
+      prompt_length: tokens of every sequence's prompt.
+    """
+
+    budget_table: np.ndarray
+    prompt_length: Int[Array, "B"]
+
+    def table(self, count: int | float | Count) -> np.ndarray:
+        """Whole tokens for every prompt length."""
+        return as_count(count, "count").table(np.arange(len(self.budget_table)), self.budget_table)
+
+    def __call__(self, count: int | float | Count) -> Int[Array, "B"]:
+        """Whole tokens for every sequence."""
+        return lookup(self.table(count), self.prompt_length)
+
+    def most(self, count: int | float | Count) -> int:
+        """The largest that any sequence can have (static)."""
+        return int(self.table(count).max())

@@ -5,7 +5,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, UInt32
 
 from pallas_kernels.pytree import pytree, static
 
@@ -44,6 +44,7 @@ class Context:
       keys: one PRNG key a sequence.
       site: which layer of which plan.
       phase: "prefill" (T prompt tokens were appended) or "decode" (one token was).
+      tokens: ids of the tokens just appended, where the driver knows them.
     """
 
     length: Int[Array, "B"]
@@ -52,11 +53,19 @@ class Context:
     keys: Key[Array, "B"]
     site: Site = static()
     phase: Phase = static()
+    tokens: Int[Array, "B T"] | None = None
 
-    def uniform(self, pos: Int[Array, "B K S"]) -> Float[Array, "B K S"]:
+    @property
+    def seed(self) -> UInt32[Array, "B"]:
+        """A number a sequence and layer, the same at every step: the seed of hashed noise."""
+        key = jax.vmap(lambda k: jax.random.bits(jax.random.fold_in(k, self.site.layer), (), jnp.uint32))
+        return key(self.keys)
+
+    def uniform(self, pos: Int[Array, "B K S"], *, shared: bool = False) -> Float[Array, "B K S"]:
         """A uniform draw in [0, 1) for every slot, fixed by (sequence key, layer, kv head, step, position).
 
-        It depends neither on the order of evaluation, nor on padding, nor on which slot a token sits in.
+        It depends neither on the order of evaluation, nor on padding, nor on which slot a token sits in. `shared` gives
+        all heads of the layer the same draw for a position.
         """
 
         def draw(key: Key[Array, ""], head: Int[Array, ""], pos: Int[Array, "S"]) -> Float[Array, "S"]:
@@ -64,5 +73,5 @@ class Context:
                 key = jax.random.fold_in(key, salt)
             return jax.vmap(lambda p: jax.random.uniform(jax.random.fold_in(key, p)))(pos)
 
-        heads = jnp.arange(pos.shape[1], dtype=jnp.int32)
+        heads = jnp.arange(pos.shape[1], dtype=jnp.int32) * jnp.int32(not shared)
         return jax.vmap(jax.vmap(draw, (None, 0, 0)), (0, None, 0))(self.keys, heads, pos)

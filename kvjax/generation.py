@@ -70,7 +70,8 @@ def init_state(
         empty = jnp.zeros((B, site.num_kv_heads, 0, site.head_dim), dtype)
         pos = jnp.zeros((B, site.num_kv_heads, 0), jnp.int32)
         rank = None if positions == "original" else pos
-        layers.append(LayerKV(empty, empty, pos, plan.policy.init(site, B), rank, positions=positions))
+        rotated = pos if positions == "rerotate" else None
+        layers.append(LayerKV(empty, empty, pos, plan.policy.init(site, B), rank, rotated, positions=positions))
     key = jax.random.key(0) if key is None else key
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(B)) if key.ndim == 0 else key
     lengths = lengths.astype(jnp.int32)
@@ -112,16 +113,25 @@ def forward(
 
     def attend_and_evict(cache, q, k, v, *, layer, **options):
         site = plan.sites[layer]
+        ctx = dataclasses.replace(context(state, layer, phase), tokens=tokens)
         observe = ordered(plan.policy.observe(phase, site))
-        out, kv, stats = attend(cache, q, k, v, pos, phase=phase, observe=observe, **options)
-        if evict:
-            kv = plan.policy.layer(kv, stats, context(state, layer, phase))
-            if phase == "prefill":
-                kv = compact(kv, plan.capacities[layer])
+        policy = plan.policy if T == 1 else None
+        out, kv, stats = attend(cache, q, k, v, pos, ctx=ctx, observe=observe, policy=policy, **options)
+        if evict and plan.policy.layerwise:
+            kv = store(plan.policy.layer(kv, stats, ctx), layer)
         return out, kv, stats
 
+    def store(kv, layer):
+        if phase == "decode":
+            return kv
+        return plan.policy.transform(compact(kv, plan.capacities[layer]), context(state, layer, phase))
+
     logits, layers, stats = model(params, tokens, state.layers, attend=attend_and_evict, last_only=last_only)
-    return logits, dataclasses.replace(state, layers=layers), AttentionStats(stats, phase=phase)
+    state, stats = dataclasses.replace(state, layers=layers), AttentionStats(stats, phase=phase)
+    if evict and not plan.policy.layerwise:
+        state = plan.policy(state, stats)
+        state = dataclasses.replace(state, layers=tuple(store(kv, i) for i, kv in enumerate(state.layers)))
+    return logits, state, stats
 
 
 def prefill(

@@ -45,6 +45,11 @@ class ModelConfig(Protocol):
         """Of keys and values."""
         ...
 
+    @property
+    def additive_rotation(self) -> bool:
+        """Whether rotating a key twice is rotating it once by the sum."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class CachePlan:
@@ -122,19 +127,15 @@ def make_plan(
         raise ValueError(
             f"prompt lengths must lie between 1 and the prompt's width {prompt_len}, got {known[0]} to {known[-1]}"
         )
-    sites = tuple(
-        Site(
-            i,
-            config.num_layers,
-            config.num_query_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            prompt_len,
-            max_new_tokens,
-        )
-        for i in range(config.num_layers)
-    )
+    L, N, K = config.num_layers, config.num_query_heads, config.num_kv_heads
+    site_of = lambda i, heads: Site(i, L, N, heads, config.head_dim, prompt_len, max_new_tokens)
+    sites = tuple(site_of(i, N if policy.heads_of(site_of(i, K)) == "query_head" else K) for i in range(L))
     for site in sites:
+        if policy.key_positions(site) == "rerotate" and not config.additive_rotation:
+            raise ValueError(
+                f"layer {site.layer} wants positions='rerotate', but this model's rotary scaling depends on the length "
+                "or scales the keys, so that turning a stored key further is not exact; use 'compact' or 'original'"
+            )
         for n in known:
             policy.check(site, n)
     planned = None if lengths is None else sorted({*known, prompt_len})

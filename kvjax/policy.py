@@ -11,24 +11,32 @@ would get alone.
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.allocation import HeadAllocation, LayerAllocation, UniformHeads, UniformLayers
-from kvjax.budget import Count, Tokens, as_budget, as_count, lookup
 from kvjax.context import Context, Phase, Site
-from kvjax.protect import Protect, protected
 from kvjax.schedule import Schedule
-from kvjax.scores import FromFunction, Score
-from kvjax.select import Select, TopK
-from kvjax.state import KVState, LayerKV, PerHead, Positions, evict
-from kvjax.stats import AttentionStats, LayerStats, Observe, ordered
-from pallas_kernels.pytree import pytree
+from kvjax.state import KVState, LayerKV, Positions, evict
+from kvjax.stats import AttentionStats, LayerStats, Measurement, ordered
+from pallas_kernels.pytree import pytree, static
+
+Granularity = Literal["kv_head", "query_head"]
+
+
+@pytree
+class Visible:
+    """What one row may read.
+
+    Attributes:
+      slots: of the live slots.
+      measured: whether hidden slots count in the statistics all the same, by a softmax over everything live.
+    """
+
+    slots: Bool[Array, "B K S"]
+    measured: bool = static(default=False)
 
 
 @pytree
@@ -49,7 +57,7 @@ class Selection:
 class Policy(abc.ABC):
     """The contract between a policy, the planner and the drivers. Most methods are an `Evict`."""
 
-    def observe(self, phase: Phase, site: Site) -> tuple[Observe, ...]:
+    def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
         """The statistics this policy needs in a layer. None are measured, and nothing is paid, for an empty tuple."""
         del phase, site
         return ()
@@ -63,6 +71,11 @@ class Policy(abc.ABC):
         """How the layer's keys are rotated."""
         del site
         return "original"
+
+    def heads_of(self, site: Site) -> Granularity:
+        """Whether the layer's cache has a set of slots for every kv head or for every query head."""
+        del site
+        return "kv_head"
 
     def check(self, site: Site, prompt_length: int) -> None:
         """Raises ValueError if the policy cannot work in this layer for a prompt of this length."""
@@ -93,6 +106,21 @@ class Policy(abc.ABC):
         """Evicts before a decode step appends its token. Most policies evict afterwards instead."""
         del ctx
         return kv
+
+    def visible(self, kv: LayerKV, ctx: Context) -> Visible | None:
+        """Live slots that the new row may read, None for all: for policies that mask instead of evicting."""
+        del kv, ctx
+        return None
+
+    def transform(self, kv: LayerKV, ctx: Context) -> LayerKV:
+        """Changes how the prompt's cache is stored, after eviction and compaction."""
+        del ctx
+        return kv
+
+    @property
+    def layerwise(self) -> bool:
+        """Whether each layer decides for itself; otherwise the model runs whole before the policy is called."""
+        return True
 
     def scheduled(self, schedule: Schedule) -> "Policy":
         """The same policy under another schedule."""
@@ -140,223 +168,12 @@ class Identity(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class Evict(Policy):
-    """Keeps the best-scored tokens within a budget: the composition that nearly every published method is.
-
-    Attributes:
-      score: ranks tokens.
-      budget: live tokens a kv head and layer, on average, protected ones included: a number of tokens (int) or a share
-        of the prompt (float).
-      protect: tokens that are never evicted.
-      layers: how the budget is divided over layers. Protected tokens come first; what is left of the budget is divided.
-      heads: how a layer's budget is divided over its kv heads, again after protection. While decoding, heads keep the
-        shares that the prompt gave them.
-      when: the schedule.
-      select: how scores become a keep mask.
-      positions: how keys are rotated: "original" at their absolute positions, "compact" by rank among live keys.
-    """
-
-    score: Score
-    budget: int | float | Count
-    protect: Protect = Protect()
-    layers: LayerAllocation = UniformLayers()
-    heads: HeadAllocation = UniformHeads()
-    when: Schedule = Schedule()
-    select: Select = TopK()
-    positions: Positions = "original"
-
-    def __post_init__(self):
-        budget = as_budget(self.budget)
-        sinks, recent = as_count(self.protect.sinks, "sinks"), as_count(self.protect.recent, "recent")
-        fixed = sum(c.n for c in (sinks, recent) if isinstance(c, Tokens))
-        if isinstance(budget, Tokens) and fixed > budget.n:
-            raise ValueError(
-                f"a budget of {budget.n} tokens cannot hold the {fixed} that protect keeps "
-                f"(sinks={self.protect.sinks}, recent={self.protect.recent}); raise the budget or protect fewer"
-            )
-        if self.when.decodes and not self.score.decodes:
-            raise ValueError(
-                f"{self.score} ranks prompt tokens only, but {self.when} evicts while decoding; "
-                "use after_prefill() or a score that accumulates"
-            )
-        if self.when.before_append and self.score.observe("decode"):
-            raise ValueError(
-                f"{self.when} evicts before attention runs, but {self.score} needs the step's attention; "
-                "use every_step()"
-            )
-        if self.positions not in ("original", "compact"):
-            raise ValueError(f"positions={self.positions!r} is not one of ('original', 'compact')")
-
-    # Sizes: numpy on the host, one entry for every prompt length that the plan may meet.
-
-    def _sizes(self, site: Site) -> "_Sizes":
-        return _sizes(as_budget(self.budget), self.protect, self.layers, site.num_layers, site.prompt_len)
-
-    def _cap(self, site: Site, lengths: Sequence[int] | None) -> int:
-        """The most tokens that one head may keep at an eviction."""
-        sizes = self._sizes(site)
-        n = np.arange(site.prompt_len + 1) if lengths is None else np.array([*lengths])
-        outside = sizes.outside[n]
-        average = sizes.budget[n, site.layer] - outside
-        return int((self.heads.cap(average, np.maximum(n - outside, 0), site.num_kv_heads) + outside).max())
-
-    def target(self, site: Site, prompt_length: int) -> int:
-        """See `Policy`."""
-        return int(self._sizes(site).budget[prompt_length, site.layer])
-
-    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
-        """See `Policy`."""
-        cap = self._cap(site, lengths)
-        after_prefill = cap if self.when.prefill else max(cap, site.prompt_len)
-        total = site.prompt_len + site.max_new_tokens
-        return min(total, after_prefill + self.when.room(site.max_new_tokens))
-
-    def check(self, site: Site, prompt_length: int) -> None:
-        """See `Policy`."""
-        sizes = self._sizes(site)
-        budget = int(sizes.budget[prompt_length, site.layer])
-        sinks, recent = int(sizes.sinks[prompt_length]), int(sizes.recent[prompt_length])
-        longest = prompt_length + (site.max_new_tokens if self.when.decodes else 0)
-        if sinks + recent > budget and longest > budget:
-            advice = "" if isinstance(self.layers, UniformLayers) else f" or change {self.layers}"
-            raise ValueError(
-                f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, but protect "
-                f"keeps {sinks + recent} (sinks={sinks}, recent={recent}); raise the budget (now {self.budget}){advice}"
-            )
-
-    @property
-    def _remembers_heads(self) -> bool:
-        return self.when.decodes and not isinstance(self.heads, UniformHeads)
-
-    # The policy itself.
-
-    def observe(self, phase: Phase, site: Site) -> tuple[Observe, ...]:
-        """See `Policy`."""
-        del site
-        needed = self.when.decodes or (phase == "prefill" and self.when.prefill)
-        return self.score.observe(phase) if needed else ()
-
-    def init(self, site: Site, batch: int) -> Any:
-        """See `Policy`."""
-        memory = self.score.init(site, batch)
-        if not self._remembers_heads:
-            return memory
-        return memory, PerHead(jnp.zeros((batch, site.num_kv_heads), jnp.int32))
-
-    def key_positions(self, site: Site) -> Positions:
-        """See `Policy`."""
-        del site
-        return self.positions
-
-    def scheduled(self, schedule: Schedule) -> "Evict":
-        """See `Policy`."""
-        return dataclasses.replace(self, when=schedule)
-
-    def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
-        """See `Policy`."""
-        if ctx.phase == "decode" and not self.when.decodes:
-            return kv.memory, None
-        memory, shares = kv.memory if self._remembers_heads else (kv.memory, None)
-        memory = self.score.update(memory, kv, stats, ctx)
-        if ctx.phase == "prefill":
-            if not self.when.prefill and shares is None:
-                return memory, None
-            selection, selectable = self._select(memory, None, kv, stats, ctx)
-            memory = memory if shares is None else (memory, PerHead(selectable))
-            return memory, selection if self.when.prefill else None
-        selection = None if self.when.before_append else self._scheduled_select(memory, shares, kv, stats, ctx)
-        return memory if shares is None else (memory, shares), selection
-
-    def make_room(self, kv: LayerKV, ctx: Context) -> LayerKV:
-        """See `Policy`."""
-        if not self.when.before_append:
-            return kv
-        memory, shares = kv.memory if self._remembers_heads else (kv.memory, None)
-        # The coming token counts against the budget and against the recent window.
-        ahead = dataclasses.replace(ctx, length=ctx.length + 1)
-        selection, _ = self._select(memory, shares, kv, LayerStats(), ahead, reserve=1)
-        return evict(kv, selection.keep)
-
-    def _scheduled_select(self, memory, shares, kv, stats, ctx) -> Selection:
-        """The selection of a decode step, where one is due."""
-        if self.when.every == 1:
-            return self._select(memory, shares, kv, stats, ctx)[0]
-        budgets = jnp.broadcast_to(self._now(ctx)[0][:, None], kv.pos.shape[:2])
-        score = jnp.where(kv.live, jnp.zeros((), jnp.float32), -jnp.inf)
-        nothing = Selection(kv.live, score, budgets)
-        if self.when.every is not None:
-            due = jnp.broadcast_to(ctx.step % self.when.every == 0, budgets.shape)
-        else:
-            due = kv.num_live >= budgets + (self.when.over or 0)
-        chosen = lax.cond(due.any(), lambda: self._select(memory, shares, kv, stats, ctx)[0], lambda: nothing)
-        return dataclasses.replace(chosen, keep=jnp.where(due[..., None], chosen.keep, kv.live))
-
-    def _now(self, ctx: Context) -> tuple[Int[Array, "B"], Int[Array, "B"], Int[Array, "B"]]:
-        """(budget, sinks, recent) of every sequence."""
-        sizes = self._sizes(ctx.site)
-        n = ctx.prompt_length
-        return lookup(sizes.budget[:, ctx.site.layer], n), lookup(sizes.sinks, n), lookup(sizes.recent, n)
-
-    def _select(self, memory, shares, kv, stats, ctx, *, reserve: int = 0) -> tuple[Selection, Int[Array, "B K"]]:
-        """The selection, and the tokens that every head was given beyond its protected ones."""
-        budget, sinks, recent = self._now(ctx)
-        safe = protected(kv.pos, ctx.length, sinks, recent)
-        candidates = kv.live & ~safe
-        score = self.score(memory, kv, stats, ctx, candidates).astype(jnp.float32)
-        outside = jnp.minimum(sinks + recent, budget)
-        if shares is None:
-            most = int(self._sizes(ctx.site).budget[:, ctx.site.layer].max())
-            selectable = self.heads.heads(score, candidates, budget - outside, most)
-        else:
-            selectable = shares.value
-        budgets = selectable + outside[:, None] - reserve
-        score = jnp.where(kv.live, score, -jnp.inf)
-        at_once = None
-        if ctx.phase == "decode" and self.when.prefill:
-            at_once = max(reserve, self.when.room(ctx.site.max_new_tokens))
-        keep = self.select(
-            jnp.where(safe, jnp.inf, score), kv.pos, budgets, cap=self._cap(ctx.site, None), most=at_once
-        )
-        return Selection(keep, score, budgets), selectable
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """Whole tokens, one row for every prompt length from 0 to the plan's.
-
-    Attributes:
-      budget: "M L".
-      sinks, recent: "M".
-    """
-
-    budget: np.ndarray
-    sinks: np.ndarray
-    recent: np.ndarray
-
-    @property
-    def outside(self) -> np.ndarray:
-        """Protected tokens of a layer that has its average budget."""
-        return np.minimum(self.sinks + self.recent, self.budget.min(1))
-
-
-@functools.lru_cache(maxsize=64)
-def _sizes(budget: Count, protect: Protect, layers: LayerAllocation, num_layers: int, prompt_len: int) -> _Sizes:
-    n = np.arange(prompt_len + 1)
-    average = np.maximum(budget.table(n, n), 1)
-    sinks, recent = protect.tables(n, average)
-    outside = np.minimum(sinks + recent, average)
-    selectable = average - outside
-    per_layer = layers.layers(selectable, np.maximum(n - outside, selectable), num_layers)
-    return _Sizes(per_layer + outside[:, None], sinks, recent)
-
-
-@dataclasses.dataclass(frozen=True)
 class Chain(Policy):
     """Policies applied in turn; made by `chain`."""
 
     policies: tuple[Policy, ...]
 
-    def observe(self, phase: Phase, site: Site) -> tuple[Observe, ...]:
+    def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
         """See `Policy`."""
         return ordered(o for p in self.policies for o in p.observe(phase, site))
 
@@ -371,6 +188,16 @@ class Chain(Policy):
             raise ValueError(
                 f"a layer rotates its keys in one way, but the members of this chain want {sorted(wanted)}; "
                 "give all of them the same positions="
+            )
+        return wanted.pop()
+
+    def heads_of(self, site: Site) -> Granularity:
+        """See `Policy`."""
+        wanted = {p.heads_of(site) for p in self.policies}
+        if len(wanted) > 1:
+            raise ValueError(
+                f"a layer stores its keys once, but the members of this chain want a set for every {sorted(wanted)}; "
+                "give all of them the same granularity="
             )
         return wanted.pop()
 
@@ -404,12 +231,37 @@ class Chain(Policy):
             decision = dataclasses.replace(decision, keep=kv.live)
         return tuple(memories), decision
 
-    def make_room(self, kv: LayerKV, ctx: Context) -> LayerKV:
-        """See `Policy`."""
+    def _in_turn(self, name: str, kv: LayerKV, ctx: Context) -> LayerKV:
         memories = kv.memory
         for p, memory in zip(self.policies, memories, strict=True):
-            kv = p.make_room(dataclasses.replace(kv, memory=memory), ctx)
+            kv = getattr(p, name)(dataclasses.replace(kv, memory=memory), ctx)
         return dataclasses.replace(kv, memory=memories)
+
+    def make_room(self, kv: LayerKV, ctx: Context) -> LayerKV:
+        """See `Policy`."""
+        return self._in_turn("make_room", kv, ctx)
+
+    def transform(self, kv: LayerKV, ctx: Context) -> LayerKV:
+        """See `Policy`."""
+        return self._in_turn("transform", kv, ctx)
+
+    def visible(self, kv: LayerKV, ctx: Context) -> Visible | None:
+        """See `Policy`."""
+        shown = [
+            p.visible(dataclasses.replace(kv, memory=m), ctx) for p, m in zip(self.policies, kv.memory, strict=True)
+        ]
+        shown = [v for v in shown if v is not None]
+        if not shown:
+            return None
+        if len({v.measured for v in shown}) > 1:
+            raise ValueError("members of a chain disagree whether hidden slots are measured; chain only one of them")
+        slots = functools.reduce(jnp.logical_and, [v.slots for v in shown])
+        return Visible(slots, shown[0].measured)
+
+    @property
+    def layerwise(self) -> bool:
+        """See `Policy`."""
+        return all(p.layerwise for p in self.policies)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -428,7 +280,7 @@ class Partition(Policy):
             )
         return dict(self.policies)[self.labels[site.layer]]
 
-    def observe(self, phase: Phase, site: Site) -> tuple[Observe, ...]:
+    def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
         """See `Policy`."""
         return self.of(site).observe(phase, site)
 
@@ -439,6 +291,10 @@ class Partition(Policy):
     def key_positions(self, site: Site) -> Positions:
         """See `Policy`."""
         return self.of(site).key_positions(site)
+
+    def heads_of(self, site: Site) -> Granularity:
+        """See `Policy`."""
+        return self.of(site).heads_of(site)
 
     def check(self, site: Site, prompt_length: int) -> None:
         """See `Policy`."""
@@ -463,6 +319,19 @@ class Partition(Policy):
     def make_room(self, kv: LayerKV, ctx: Context) -> LayerKV:
         """See `Policy`."""
         return self.of(ctx.site).make_room(kv, ctx)
+
+    def transform(self, kv: LayerKV, ctx: Context) -> LayerKV:
+        """See `Policy`."""
+        return self.of(ctx.site).transform(kv, ctx)
+
+    def visible(self, kv: LayerKV, ctx: Context) -> Visible | None:
+        """See `Policy`."""
+        return self.of(ctx.site).visible(kv, ctx)
+
+    @property
+    def layerwise(self) -> bool:
+        """See `Policy`."""
+        return all(p.layerwise for _, p in self.policies)
 
 
 def identity() -> Policy:
@@ -504,20 +373,78 @@ def when(schedule: Schedule, policy: Policy) -> Policy:
     return policy.scheduled(schedule)
 
 
-def from_fn(
-    fn: Callable[[LayerKV, LayerStats, Context], Float[Array, "B K S"]],
-    *,
-    budget: int | float | Count,
-    observe: Sequence[Observe] = (),
-    **fields: Any,
-) -> Evict:
-    """A policy from a scoring function.
+@dataclasses.dataclass(frozen=True)
+class SharedLayers(Policy):
+    """One decision for all layers; made by `shared_layers`."""
 
-    Args:
-      fn: `(kv, stats, ctx) -> score`, larger = keep. Keep one function object: policies compare by value, functions by
-        identity.
-      budget: as in `Evict`.
-      observe: the statistics that `fn` reads, as `stats[Observe(...)]`.
-      **fields: other fields of `Evict`.
+    policy: Policy
+
+    @property
+    def layerwise(self) -> bool:
+        """See `Policy`."""
+        return False
+
+    def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
+        """See `Policy`."""
+        return self.policy.observe(phase, dataclasses.replace(site, layer=0))
+
+    def init(self, site: Site, batch: int) -> Any:
+        """See `Policy`."""
+        return self.policy.init(dataclasses.replace(site, layer=0), batch)
+
+    def check(self, site: Site, prompt_length: int) -> None:
+        """See `Policy`."""
+        if self.policy.target(site, prompt_length) != self.policy.target(
+            dataclasses.replace(site, layer=0), prompt_length
+        ):
+            raise ValueError(
+                "one decision for all layers needs the same budget in all of them; use layers=UniformLayers()"
+            )
+        self.policy.check(site, prompt_length)
+
+    def target(self, site: Site, prompt_length: int) -> int:
+        """See `Policy`."""
+        return self.policy.target(site, prompt_length)
+
+    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
+        """See `Policy`."""
+        return self.policy.capacity(site, lengths)
+
+    def scheduled(self, schedule: Schedule) -> "SharedLayers":
+        """See `Policy`."""
+        return SharedLayers(self.policy.scheduled(schedule))
+
+    def key_positions(self, site: Site) -> Positions:
+        """See `Policy`."""
+        return self.policy.key_positions(site)
+
+    def heads_of(self, site: Site) -> Granularity:
+        """See `Policy`."""
+        return self.policy.heads_of(site)
+
+    def make_room(self, kv: LayerKV, ctx: Context) -> LayerKV:
+        """See `Policy`."""
+        return self.policy.make_room(kv, ctx)
+
+    def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
+        """See `Policy`; for one layer alone."""
+        return self.policy.decide(kv, stats, dataclasses.replace(ctx, site=dataclasses.replace(ctx.site, layer=0)))
+
+    def __call__(self, state: KVState, attn_stats: AttentionStats) -> KVState:
+        """Every layer decides by the sum of all layers' statistics, as if it were the first, so all decide the same."""
+        values = [layer.values for layer in attn_stats.layers]
+        total = LayerStats(
+            tuple(functools.reduce(jnp.add, v) for v in zip(*values, strict=True)), attn_stats.layers[0].observed
+        )
+        layers = (self.layer(kv, total, context(state, i, attn_stats.phase)) for i, kv in enumerate(state.layers))
+        return dataclasses.replace(state, layers=tuple(layers))
+
+
+def shared_layers(policy: Policy) -> Policy:
+    """One score, summed over layers as well as rows, and one decision that every layer applies.
+
+    Keyformer's shared score (arXiv 2403.09054, section 3.3, D-35), and the uniform ablation of NaCl. The whole prompt's
+    keys and values of all layers exist until the decision is made, so peak memory grows with depth. Meant for scores of
+    attention statistics; keys differ from layer to layer, and so would scores of keys.
     """
-    return Evict(FromFunction(fn, tuple(observe)), budget, **fields)
+    return SharedLayers(policy)

@@ -1,11 +1,18 @@
 """Which tokens a policy may not evict. Protected tokens count against the budget."""
 
+import abc
 import dataclasses
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvjax.budget import Count, as_count
+from kvjax.budget import Count, Counts, as_count
+from kvjax.context import Context, Phase, Site
+from kvjax.select import TopK
+from kvjax.state import LayerKV
+from kvjax.stats import AllRows, LayerStats, Measurement, Observe, RowsFrom
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,3 +46,101 @@ def protected(
     """Live slots among the first `sinks` or the last `recent` of `length` tokens."""
     first, last = sinks[:, None, None], (length - recent)[:, None, None]
     return (pos >= 0) & ((pos < first) | (pos >= last))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope(abc.ABC):
+    """A frozen dataclass that protects tokens by what they did, beyond those protected by position.
+
+    Like a score it lists what must be measured and owns the numbers it carries.
+
+    Attributes:
+      size: how many tokens it protects, those protected by position included.
+    """
+
+    size: int | float | Count
+
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
+        """The statistics that `update` and `__call__` read in this phase."""
+        del phase
+        return ()
+
+    def init(self, site: Site, batch: int) -> Any:
+        """The scope's memory for a layer without slots: arrays "B K 0 ..."."""
+        del site, batch
+        return ()
+
+    def update(self, memory: Any, kv: LayerKV, stats: LayerStats, ctx: Context) -> Any:
+        """The memory after the rows just computed."""
+        del kv, stats, ctx
+        return memory
+
+    @abc.abstractmethod
+    def __call__(
+        self,
+        memory: Any,
+        kv: LayerKV,
+        stats: LayerStats,
+        ctx: Context,
+        safe: Bool[Array, "B K S"],
+        counts: Counts,
+    ) -> Bool[Array, "B K S"]:
+        """The slots that may not be evicted: `safe` (protected by position) and others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TopStd(Scope):
+    r"""Protects the tokens whose attention varies most (RoCo, arXiv 2402.06262, section 4.2).
+
+    The standard deviation over the rows since insertion, $\sqrt{\max(E[p^2] - E[p]^2, 0)}$, in population form. With
+    grouped queries the group's mean is taken first. Tokens protected by position count among the `size`.
+
+    Attributes:
+      size: tokens that may not be evicted: tokens, a share of the prompt (float), or `Share` of the budget.
+      ignore_prefix: query rows of the first so many prompt tokens count for nothing (EasyKV's
+        `keep_attention=False` ignores its dense prefix, D-46).
+    """
+
+    ignore_prefix: int = 0
+
+    def __post_init__(self):
+        as_count(self.size, "TopStd.size")
+
+    @property
+    def _moments(self) -> tuple[Observe, Observe]:
+        rows = RowsFrom(self.ignore_prefix) if self.ignore_prefix else AllRows()
+        return Observe(rows, group_at="before"), Observe(rows, element="p2", group_at="before")
+
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
+        """See `Scope`."""
+        del phase
+        return self._moments
+
+    def init(self, site: Site, batch: int) -> Any:
+        """See `Scope`."""
+        zeros = jnp.zeros((batch, site.num_kv_heads, 0), jnp.float32)
+        return zeros, zeros
+
+    def update(self, memory, kv, stats, ctx):
+        """See `Scope`."""
+        del kv, ctx
+        return tuple(m + stats[o] for m, o in zip(memory, self._moments, strict=True))
+
+    def __call__(self, memory, kv, stats, ctx, safe, counts):
+        """See `Scope`."""
+        del stats
+        rows = rows_since_insertion(kv, ctx, self.ignore_prefix).astype(jnp.float32)
+        mean, square = (m / rows for m in memory)
+        std = jnp.sqrt(jnp.maximum(square - mean * mean, 0.0))
+        size = jnp.broadcast_to(counts(self.size)[:, None], kv.pos.shape[:2])
+        cap = max(counts.most(self.size), 1)
+        return safe | TopK().best(jnp.where(safe, jnp.inf, std), kv.pos, size, cap)
+
+
+def rows_since_insertion(kv: LayerKV, ctx: Context, ignore_prefix: int = 0) -> Int[Array, "B K S"]:
+    """Query rows that could see each live token, its own included; 1 for dead slots."""
+    length = ctx.length[:, None, None]
+    seen = length - kv.pos
+    if ignore_prefix:
+        seen = jnp.minimum(seen, length - ignore_prefix)
+    return jnp.where(kv.live, jnp.maximum(seen, 1), 1)

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from kvjax.budget import Count, as_count
+
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
@@ -11,6 +13,7 @@ class Schedule:
       prefill: evict once after the prompt has been read, layer by layer.
       every: in decoding, evict at every `every`-th step; None never evicts by step count.
       over: in decoding, evict as soon as a head holds its budget plus `over` tokens; None never does.
+      drop: with `over`, evict down to the budget minus this many (Scissorhands drops half of the cache at once).
       before_append: evict before the new token is appended instead of after it was attended to, so that a cache never
         holds more than its budget (StreamingLLM). Only for policies that need no statistics.
     """
@@ -18,6 +21,7 @@ class Schedule:
     prefill: bool = True
     every: int | None = None
     over: int | None = None
+    drop: int | float | Count = 0
     before_append: bool = False
 
     def __post_init__(self):
@@ -26,6 +30,9 @@ class Schedule:
                 raise ValueError(f"Schedule({name}={value}): must be at least 1, or None for never")
         if self.every is not None and self.over is not None:
             raise ValueError(f"Schedule(every={self.every}, over={self.over}): give one of them, not both")
+        as_count(self.drop, "drop")
+        if self.drop != 0 and self.over is None:
+            raise ValueError(f"Schedule(drop={self.drop}) needs over=: a cache drops when it is over its budget")
         if self.before_append and self.every != 1:
             raise ValueError(
                 f"Schedule(before_append=True, every={self.every}): before_append evicts at every step (1)"
@@ -60,9 +67,9 @@ def every(m: int) -> Schedule:
     return Schedule(every=m)
 
 
-def when_over(m: int) -> Schedule:
-    """After the prompt, and whenever a head has grown to budget + m, back to the budget."""
-    return Schedule(over=m)
+def when_over(m: int, *, drop: int | float | Count = 0) -> Schedule:
+    """After the prompt, and whenever a head has grown to budget + m, back to the budget, or to `drop` below it."""
+    return Schedule(over=m, drop=drop)
 
 
 def before_append() -> Schedule:

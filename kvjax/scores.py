@@ -11,17 +11,18 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.context import Context, Phase, Site
+from kvjax.protect import rows_since_insertion
 from kvjax.state import LayerKV, position_order
-from kvjax.stats import AllRows, LastRows, LayerStats, Observe
+from kvjax.stats import AllRows, LastRows, LayerStats, Measurement, Observe, RowsFrom, RowSoftmax
 
 
 class Score(abc.ABC):
     """A frozen dataclass that ranks the live slots of a layer."""
 
-    def observe(self, phase: Phase) -> tuple[Observe, ...]:
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """The statistics that `update` and `__call__` read in this phase."""
         del phase
         return ()
@@ -60,12 +61,18 @@ class Recency(Score):
 
 @dataclasses.dataclass(frozen=True)
 class Uniform(Score):
-    """A fresh uniform draw for every token at every eviction, independent over layers, heads and sequences."""
+    """A fresh uniform draw for every token at every eviction, independent over layers and sequences.
+
+    Attributes:
+      shared_heads: one draw for all kv heads of a layer.
+    """
+
+    shared_heads: bool = False
 
     def __call__(self, memory, kv, stats, ctx, candidates):
         """See `Score`."""
         del memory, stats, candidates
-        return ctx.uniform(kv.pos)
+        return ctx.uniform(kv.pos, shared=self.shared_heads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +81,17 @@ class Accumulated(Score):
 
     Attributes:
       of: what is summed. The default, attention probabilities of all rows, is H2O's accumulated attention score.
+      decay: the sum is multiplied by this before rows are added (D-50).
+      damping: what is added is multiplied by this (Keyformer, section 2.3).
+      share_batch: one sum for all sequences of a batch (Keyformer's released code, D-36).
     """
 
     of: Observe = Observe(AllRows())
+    decay: float = 1.0
+    damping: float = 1.0
+    share_batch: bool = False
 
-    def observe(self, phase: Phase) -> tuple[Observe, ...]:
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Score`."""
         del phase
         return (self.of,)
@@ -89,13 +102,243 @@ class Accumulated(Score):
 
     def update(self, memory, kv, stats, ctx):
         """See `Score`."""
-        del kv, ctx
-        return memory + stats[self.of]
+        new = stats[self.of] * self.damping
+        if self.share_batch:
+            new = _sum_over_batch(new, kv, ctx.site.prompt_len + ctx.site.max_new_tokens)
+        return memory * self.decay + new
 
     def __call__(self, memory, kv, stats, ctx, candidates):
         """See `Score`."""
         del kv, stats, ctx, candidates
         return memory
+
+
+def _sum_over_batch(new: Float[Array, "B K S"], kv: LayerKV, num_positions: int) -> Float[Array, "B K S"]:
+    """What the tokens at a position got in all sequences together."""
+    B, K, S = new.shape
+    pos = jnp.where(kv.live, kv.pos, num_positions).swapaxes(0, 1).reshape(K, B * S)
+    head = jnp.arange(K)[:, None]
+    total = jnp.zeros((K, num_positions), new.dtype)
+    total = total.at[head, pos].add(new.swapaxes(0, 1).reshape(K, B * S), mode="drop")
+    return total.at[head, pos].get(mode="fill", fill_value=0).reshape(K, B, S).swapaxes(0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean(Score):
+    """The mean attention a token received from the rows that could see it (MAS: RoCo, arXiv 2402.06262, section 4.1).
+
+    Attributes:
+      count_self: whether a token's own row counts. Without it the newest token has no mean; it is kept (D-10).
+      ignore_prefix: query rows of the first so many prompt tokens are neither summed nor counted (D-46).
+      group: how the query heads of a group are combined.
+    """
+
+    count_self: bool = True
+    ignore_prefix: int = 0
+    group: Literal["mean", "max", "sum"] = "mean"
+
+    @property
+    def _sum(self) -> Observe:
+        rows = RowsFrom(self.ignore_prefix) if self.ignore_prefix else AllRows()
+        return Observe(rows, group=self.group, count_self=self.count_self)
+
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
+        """See `Score`."""
+        del phase
+        return (self._sum,)
+
+    def init(self, site: Site, batch: int) -> Float[Array, "B K 0"]:
+        """See `Score`."""
+        return jnp.zeros((batch, site.num_kv_heads, 0), jnp.float32)
+
+    def update(self, memory, kv, stats, ctx):
+        """See `Score`."""
+        del kv, ctx
+        return memory + stats[self._sum]
+
+    def __call__(self, memory, kv, stats, ctx, candidates):
+        """See `Score`."""
+        del stats, candidates
+        rows = rows_since_insertion(kv, ctx, self.ignore_prefix)
+        if self.count_self:
+            return memory / rows.astype(jnp.float32)
+        newest = kv.pos == ctx.length[:, None, None] - 1
+        return jnp.where(newest, jnp.inf, memory / jnp.maximum(rows - 1, 1).astype(jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Proxies(Score):
+    """Attention received from proxy rows (NaCl, arXiv 2408.03675, section 3.2).
+
+    Attributes:
+      of: the prompt's proxy rows, and how they are summed.
+      interval: while decoding, the proxies are the rows of the last so many steps; 1 is the current row alone.
+    """
+
+    of: Observe
+    interval: int = 1
+
+    @property
+    def _row(self) -> Observe:
+        return dataclasses.replace(self.of, rows=AllRows())
+
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
+        """See `Score`."""
+        return (self.of,) if phase == "prefill" else (self._row,)
+
+    def init(self, site: Site, batch: int) -> Float[Array, "B K 0"]:
+        """See `Score`."""
+        return jnp.zeros((batch, site.num_kv_heads, 0), jnp.float32)
+
+    def update(self, memory, kv, stats, ctx):
+        """Starts anew with the prompt, and with the first step of every interval."""
+        del kv
+        if ctx.phase == "prefill":
+            return stats[self.of]
+        begins = (ctx.step - 1) % self.interval == 0
+        return jnp.where(begins, 0.0, memory) + stats[self._row]
+
+    def __call__(self, memory, kv, stats, ctx, candidates):
+        """See `Score`."""
+        del kv, stats, ctx, candidates
+        return memory
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerMean(Score):
+    """Another score, averaged over all kv heads of the layer, so that all of them keep the same tokens.
+
+    Attributes:
+      score: what is averaged.
+    """
+
+    score: Score
+
+    @property
+    def decodes(self) -> bool:
+        """See `Score`."""
+        return self.score.decodes
+
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
+        """See `Score`."""
+        return self.score.observe(phase)
+
+    def init(self, site: Site, batch: int) -> Any:
+        """See `Score`."""
+        return self.score.init(site, batch)
+
+    def update(self, memory, kv, stats, ctx):
+        """See `Score`."""
+        return self.score.update(memory, kv, stats, ctx)
+
+    def __call__(self, memory, kv, stats, ctx, candidates):
+        """See `Score`."""
+        score = self.score(memory, kv, stats, ctx, candidates)
+        return _mean_over_heads(score, kv, ctx.site.prompt_len + ctx.site.max_new_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class ValuePrior(Score):
+    r"""Accumulated attention, the prompt's part multiplied by a prior of value norms (AhaKV, arXiv 2506.03762, Eq. 13).
+
+    $\hat F_j = \bar\gamma_j F_j$ with $\gamma = \mathrm{avgpool}(\lVert v\rVert_2^2)$ and $\bar\gamma = \gamma /
+    \max \gamma$ over the prompt, for every kv head. While decoding, $\hat F$ grows by every row's attention.
+
+    Attributes:
+      of: what is accumulated.
+      kernel: width of the pooling, zero padding counted; odd.
+      target: what is pooled: the "value_norm" (Eq. 13), the "score" after the prior (Fig. 3), or "both".
+      each_step: multiply what decode steps add as well.
+    """
+
+    of: Observe
+    kernel: int = 7
+    target: Literal["value_norm", "score", "both"] = "value_norm"
+    each_step: bool = False
+
+    def __post_init__(self):
+        Pooled(Recency(), "avg", self.kernel)
+        if self.target not in ("value_norm", "score", "both"):
+            raise ValueError(f"ValuePrior(target={self.target!r}): not one of ('value_norm', 'score', 'both')")
+
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
+        """See `Score`."""
+        del phase
+        return (self.of,)
+
+    def init(self, site: Site, batch: int) -> Float[Array, "B K 0"]:
+        """See `Score`."""
+        return jnp.zeros((batch, site.num_kv_heads, 0), jnp.float32)
+
+    def update(self, memory, kv, stats, ctx):
+        """See `Score`."""
+        new = stats[self.of]
+        if ctx.phase == "decode" and not self.each_step:
+            return memory + new
+        norm = jnp.square(kv.v.astype(jnp.float32)).sum(-1)
+        pool = lambda x: pool_in_order(x, kv.pos, kv.live, "avg", self.kernel, "zero")
+        norm = jnp.where(kv.live, norm if self.target == "score" else pool(norm), 0.0)
+        prior = norm / jnp.maximum(norm.max(-1, keepdims=True), jnp.finfo(norm.dtype).tiny)
+        new = new * prior
+        return memory + (new if self.target == "value_norm" else jnp.where(kv.live, pool(new), 0.0))
+
+    def __call__(self, memory, kv, stats, ctx, candidates):
+        """See `Score`."""
+        del kv, stats, ctx, candidates
+        return memory
+
+
+@dataclasses.dataclass(frozen=True)
+class History(Score):
+    """How many of the last rows gave a token more than the threshold (Scissorhands, arXiv 2305.17118, Algorithm 2).
+
+    Every slot carries one bit a row of the window, packed into 32-bit words.
+
+    Attributes:
+      rows: length of the history window.
+      threshold: see `Observe`.
+    """
+
+    rows: int = 400
+    threshold: float | str = "1/visible"
+
+    def __post_init__(self):
+        self.observe("prefill")
+
+    @property
+    def _words(self) -> int:
+        return -(-self.rows // 32)
+
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
+        """See `Score`."""
+        del phase
+        return (Observe(LastRows(self.rows), element="above", threshold=self.threshold, summed=False),)
+
+    def init(self, site: Site, batch: int) -> UInt32[Array, "B K 0 W"]:
+        """See `Score`."""
+        return jnp.zeros((batch, site.num_kv_heads, 0, self._words), jnp.uint32)
+
+    def update(self, memory, kv, stats, ctx):
+        """Row `i` of the text owns bit `i % rows`; the new rows overwrite theirs in every slot."""
+        above = stats[self.observe(ctx.phase)[0]] > 0  # "B K R S", the last R rows
+        R = above.shape[2]
+        bit = jnp.arange(self.rows, dtype=jnp.int32)
+        ago = (ctx.length[:, None] - 1 - bit) % self.rows  # "B W": how long ago the row that owns a bit was read
+        fresh = (ago < R) & (ago < ctx.length[:, None])
+        rows = jnp.take_along_axis(above, jnp.maximum(R - 1 - ago, 0)[:, None, :, None], axis=2)
+        rows = (rows & fresh[:, None, :, None]).swapaxes(2, 3)
+        return (memory & ~self._pack(fresh)[:, None, None]) | self._pack(rows)
+
+    def _pack(self, bits: Bool[Array, "*n w"]) -> UInt32[Array, "*n words"]:
+        pad = [(0, 0)] * (bits.ndim - 1) + [(0, self._words * 32 - self.rows)]
+        words = jnp.pad(bits, pad).reshape(*bits.shape[:-1], self._words, 32).astype(jnp.uint32)
+        shifts = jnp.arange(32, dtype=jnp.uint32).reshape((1,) * bits.ndim + (32,))
+        return (words << shifts).sum(-1, dtype=jnp.uint32)
+
+    def __call__(self, memory, kv, stats, ctx, candidates):
+        """See `Score`."""
+        del kv, stats, ctx, candidates
+        return lax.population_count(memory).sum(-1).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +348,19 @@ class Window(Score):
     Attributes:
       rows: how many of the prompt's last rows vote.
       group: how the votes of a group's query heads are combined, before any pooling.
+      softmax: another softmax than the model's.
+      pool_rows: max-pool every row with this kernel before rows are added (Ada-KV's text, D-23); 1 does not.
     """
 
     rows: int = 32
     group: Literal["mean", "max", "sum"] = "mean"
+    softmax: RowSoftmax | None = None
+    pool_rows: int = 1
 
     def __post_init__(self):
-        Observe(LastRows(self.rows), group=self.group)
+        self.observe("prefill")
+        if self.pool_rows < 1 or self.pool_rows % 2 == 0:
+            raise ValueError(f"Window(pool_rows={self.pool_rows}): an even kernel shifts the votes; use an odd one")
 
     @property
     def decodes(self) -> bool:
@@ -120,16 +369,29 @@ class Window(Score):
 
     @property
     def _votes(self) -> Observe:
-        return Observe(LastRows(self.rows), group=self.group)
+        rows = LastRows(self.rows)
+        if self.pool_rows > 1:
+            return Observe(rows, group=None, softmax=self.softmax, summed=False)
+        return Observe(rows, group=self.group, softmax=self.softmax)
 
-    def observe(self, phase: Phase) -> tuple[Observe, ...]:
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Score`."""
         return (self._votes,) if phase == "prefill" else ()
 
     def __call__(self, memory, kv, stats, ctx, candidates):
         """See `Score`."""
-        del memory, kv, ctx, candidates
-        return stats[self._votes]
+        del memory, ctx
+        votes = stats[self._votes]
+        if self.pool_rows == 1:
+            return votes
+        B, N, R, S = votes.shape
+        K = kv.pos.shape[1]
+        repeated = lambda x: jnp.repeat(x, R * N // K, axis=1)
+        pooled = pool_in_order(
+            votes.reshape(B, N * R, S), repeated(kv.pos), repeated(candidates), "max", self.pool_rows, "zero"
+        )
+        by_head = pooled.reshape(B, K, N // K, R, S).sum(3)
+        return {"mean": jnp.mean, "max": jnp.max, "sum": jnp.sum}[self.group](by_head, axis=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +413,7 @@ class LastRow(Score):
     def _row(self) -> Observe:
         return Observe(LastRows(1))
 
-    def observe(self, phase: Phase) -> tuple[Observe, ...]:
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Score`."""
         del phase
         return (self._row,)
@@ -213,7 +475,7 @@ class Pooled(Score):
         """See `Score`."""
         return self.score.decodes
 
-    def observe(self, phase: Phase) -> tuple[Observe, ...]:
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Score`."""
         return self.score.observe(phase)
 
@@ -228,20 +490,32 @@ class Pooled(Score):
     def __call__(self, memory, kv, stats, ctx, candidates):
         """See `Score`."""
         score = self.score(memory, kv, stats, ctx, candidates)
-        if self.kernel == 1:
-            return score
-        order = position_order(jnp.where(candidates, kv.pos, -1))  # candidates are adjacent, in order, at the end
-        inside = jnp.take_along_axis(candidates, order, axis=-1)
-        x = jnp.take_along_axis(score, order, axis=-1)
-        if self.kind == "max":
-            pooled = _slide(jnp.where(inside, x, -jnp.inf), self.kernel, -jnp.inf, lax.max)
-        else:
-            pooled = _slide(jnp.where(inside, x, 0.0), self.kernel, 0.0, lax.add)
-            count = jnp.asarray(self.kernel, x.dtype)
-            if self.avg_pad == "valid_count":
-                count = jnp.maximum(_slide(inside.astype(x.dtype), self.kernel, 0.0, lax.add), 1.0)
-            pooled = pooled / count
-        return jnp.put_along_axis(score, order, pooled, axis=-1, inplace=False)
+        return pool_in_order(score, kv.pos, candidates, self.kind, self.kernel, self.avg_pad)
+
+
+def pool_in_order(
+    score: Float[Array, "B K S"],
+    pos: Int[Array, "B K S"],
+    candidates: Bool[Array, "B K S"],
+    kind: str,
+    kernel: int,
+    avg_pad: str,
+) -> Float[Array, "B K S"]:
+    """Pools scores over neighbours in position among the candidates; see `Pooled`."""
+    if kernel == 1:
+        return score
+    order = position_order(jnp.where(candidates, pos, -1))  # candidates are adjacent, in order, at the end
+    inside = jnp.take_along_axis(candidates, order, axis=-1)
+    x = jnp.take_along_axis(score, order, axis=-1)
+    if kind == "max":
+        pooled = _slide(jnp.where(inside, x, -jnp.inf), kernel, -jnp.inf, lax.max)
+    else:
+        pooled = _slide(jnp.where(inside, x, 0.0), kernel, 0.0, lax.add)
+        count = jnp.asarray(kernel, x.dtype)
+        if avg_pad == "valid_count":
+            count = jnp.maximum(_slide(inside.astype(x.dtype), kernel, 0.0, lax.add), 1.0)
+        pooled = pooled / count
+    return jnp.put_along_axis(score, order, pooled, axis=-1, inplace=False)
 
 
 def _slide(x: Float[Array, "B K S"], kernel: int, init: float, combine: Callable) -> Float[Array, "B K S"]:
@@ -265,9 +539,9 @@ class FromFunction(Score):
     """
 
     fn: Callable[[LayerKV, LayerStats, Context], Float[Array, "B K S"]]
-    observed: tuple[Observe, ...] = ()
+    observed: tuple[Measurement, ...] = ()
 
-    def observe(self, phase: Phase) -> tuple[Observe, ...]:
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Score`."""
         del phase
         return self.observed

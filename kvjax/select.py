@@ -4,38 +4,68 @@ import abc
 import dataclasses
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.state import EMPTY, position_order
+from kvjax.budget import Count, Counts, as_count
+from kvjax.context import Context, Phase
+from kvjax.state import EMPTY, LayerKV, position_order
+from kvjax.stats import LayerStats, Measurement
 
 Ties = Literal["evict_older", "lower_index"]
 
 _ONE_BY_ONE = 4  # up to this many evictions a head, finding the worst repeatedly beats sorting
 
 
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How much may be kept.
+
+    Attributes:
+      budgets: live slots that every head may keep.
+      cap: an upper bound of them (static).
+      most: an upper bound of the evictions in one head (static), None if unknown.
+      counts: resolves further counts in this layer.
+    """
+
+    budgets: Int[Array, "B K"]
+    cap: int
+    most: int | None
+    counts: Counts
+
+
 class Select(abc.ABC):
     """A frozen dataclass that turns scores and budgets into a keep mask."""
+
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
+        """The statistics that `__call__` reads in this phase."""
+        del phase
+        return ()
+
+    @property
+    def slack(self) -> int:
+        """How many more than its budget a head may be left with."""
+        return 0
 
     @abc.abstractmethod
     def __call__(
         self,
         score: Float[Array, "B K S"],
-        pos: Int[Array, "B K S"],
-        budgets: Int[Array, "B K"],
-        *,
-        cap: int,
-        most: int | None,
+        safe: Bool[Array, "B K S"],
+        kv: LayerKV,
+        stats: LayerStats,
+        ctx: Context,
+        limits: Limits,
     ) -> Bool[Array, "B K S"]:
         """The slots to keep.
 
         Args:
-          score: +inf for protected slots. Dead slots are ignored.
-          pos: positions, EMPTY for dead slots.
-          budgets: how many live slots every head may keep.
-          cap: an upper bound of `budgets` (static).
-          most: an upper bound of the evictions in one head (static), None if unknown.
+          score: larger = keep. Dead slots are ignored.
+          safe: protected slots, which stay whatever their score.
+          kv, stats, ctx: as for scores.
+          limits: how much may be kept.
         """
 
 
@@ -54,18 +84,18 @@ class TopK(Select):
         if self.ties not in ("evict_older", "lower_index"):
             raise ValueError(f"TopK(ties={self.ties!r}): not one of ('evict_older', 'lower_index')")
 
-    def __call__(
-        self,
-        score: Float[Array, "B K S"],
-        pos: Int[Array, "B K S"],
-        budgets: Int[Array, "B K"],
-        *,
-        cap: int,
-        most: int | None,
-    ) -> Bool[Array, "B K S"]:
+    def __call__(self, score, safe, kv, stats, ctx, limits):
         """See `Select`."""
-        if most is not None and most <= _ONE_BY_ONE:
-            return self._drop(score, pos, budgets, most)
+        del stats, ctx
+        score = jnp.where(safe, jnp.inf, score)
+        if limits.most is not None and limits.most <= _ONE_BY_ONE:
+            return self.drop(score, kv.pos, limits.budgets, limits.most)
+        return self.best(score, kv.pos, limits.budgets, limits.cap)
+
+    def best(
+        self, score: Float[Array, "B K S"], pos: Int[Array, "B K S"], budgets: Int[Array, "B K"], cap: int
+    ) -> Bool[Array, "B K S"]:
+        """The `budgets` best live slots of every head; `cap` bounds them."""
         S = pos.shape[-1]
         order = position_order(pos)
         if self.ties == "evict_older":
@@ -80,8 +110,10 @@ class TopK(Select):
         )
         return keep & (pos != EMPTY)
 
-    def _drop(self, score, pos, budgets, most):
-        """Removes the worst slot of every head, up to `most` times."""
+    def drop(
+        self, score: Float[Array, "B K S"], pos: Int[Array, "B K S"], budgets: Int[Array, "B K"], most: int
+    ) -> Bool[Array, "B K S"]:
+        """All live slots but the worst of every head, found one by one, up to `most` times."""
         keep = pos != EMPTY
         excess = keep.sum(-1, dtype=jnp.int32) - budgets
         age = pos if self.ties == "evict_older" else -pos
@@ -91,3 +123,167 @@ class TopK(Select):
             first = jnp.where(worst, age, jnp.iinfo(age.dtype).max).min(-1, keepdims=True)
             keep = keep & ~(worst & (age == first) & (i < excess)[..., None])
         return keep
+
+
+@dataclasses.dataclass(frozen=True)
+class TopKThenRandom(Select):
+    r"""Keeps the best, and draws the rest of the budget without replacement (NaCl, arXiv 2408.03675, section 3.3).
+
+    The draw is a Gumbel top-k: $\log$ probability plus Gumbel noise, independent over layers, heads and sequences.
+
+    Attributes:
+      random: how many of the budget are drawn: tokens, a share of the prompt (float), or a share of the budget.
+      pool: "rest" draws among what the first stage left (the released code), "all" among every unprotected token (the
+        paper's formula); what is drawn twice is then kept once, and the budget not filled (D-15).
+      distribution: "softmax" of the raw scores, "normalised" scores, or "uniform" (the ablation of Table 3).
+      temperature: divides the log-probabilities.
+      shared: one draw for all heads of a layer.
+      ties: see `TopK`.
+    """
+
+    random: int | float | Count
+    pool: Literal["rest", "all"] = "rest"
+    distribution: Literal["softmax", "normalised", "uniform"] = "softmax"
+    temperature: float = 1.0
+    shared: bool = False
+    ties: Ties = "evict_older"
+
+    def __post_init__(self):
+        as_count(self.random, "random")
+        if self.pool not in ("rest", "all"):
+            raise ValueError(f"TopKThenRandom(pool={self.pool!r}): not one of ('rest', 'all')")
+        if self.distribution not in ("softmax", "normalised", "uniform"):
+            raise ValueError(
+                f"TopKThenRandom(distribution={self.distribution!r}): not one of ('softmax', 'normalised', 'uniform')"
+            )
+        if self.temperature <= 0:
+            raise ValueError(f"TopKThenRandom(temperature={self.temperature}): must be positive")
+
+    def __call__(self, score, safe, kv, stats, ctx, limits):
+        """See `Select`."""
+        del stats
+        best = TopK(self.ties).best
+        excess = kv.num_live > limits.budgets
+        random = jnp.where(excess, jnp.minimum(limits.counts(self.random)[:, None], limits.budgets), 0)
+        first = best(jnp.where(safe, jnp.inf, score), kv.pos, limits.budgets - random, limits.cap)
+        pool = kv.live & ~safe & ~(first if self.pool == "rest" else jnp.zeros_like(first))
+        if self.distribution == "softmax":
+            log_p = score
+        elif self.distribution == "normalised":
+            log_p = jnp.log(jnp.maximum(jnp.where(pool, score, 0.0), 1e-30))
+        else:
+            log_p = jnp.zeros_like(score)
+        u = jnp.clip(ctx.uniform(kv.pos, shared=self.shared), 1e-7, 1 - 1e-7)
+        gumbel = -jnp.log(-jnp.log(u))
+        drawn = jnp.where(pool, log_p / self.temperature + gumbel, -jnp.inf)
+        second = best(drawn, jnp.where(pool, kv.pos, EMPTY), random, max(limits.counts.most(self.random), 1))
+        return first | second
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomRun(Select):
+    """Drops one contiguous run of tokens, the same in all heads and layers (EasyKV's "random" while encoding, D-05)."""
+
+    def __call__(self, score, safe, kv, stats, ctx, limits):
+        """See `Select`."""
+        del score, stats
+        candidates = kv.live & ~safe
+        order = position_order(jnp.where(candidates, kv.pos, EMPTY))
+        S = kv.num_slots
+        count = candidates.sum(-1, dtype=jnp.int32)
+        place = jnp.put_along_axis(
+            jnp.zeros_like(kv.pos),
+            order,
+            jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), kv.pos.shape),
+            -1,
+            inplace=False,
+        )
+        rank = place - (S - count)[..., None]  # of a candidate among candidates, by position
+        excess = jnp.maximum(kv.num_live - limits.budgets, 0)
+        draw = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, ctx.step)))
+        start = jnp.floor(draw(ctx.keys)[:, None] * (count - excess + 1).astype(jnp.float32)).astype(jnp.int32)
+        inside = (rank >= start[..., None]) & (rank < (start + excess)[..., None])
+        return kv.live & ~(candidates & inside)
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoStage(Select):
+    """Keeps the best by score, then the best of the rest by score times another measurement (CriticalKV).
+
+    From "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective", arXiv 2502.03805,
+    Algorithm 1.
+
+    Attributes:
+      weight: what scores are multiplied by in the second stage.
+      first: share of the budget that the first stage fills.
+      eps: added to scores in the second stage.
+      ties: see `TopK`.
+    """
+
+    weight: Measurement
+    first: float = 0.5
+    eps: float = 1e-4
+    ties: Ties = "evict_older"
+
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
+        """See `Select`."""
+        del phase
+        return (self.weight,)
+
+    def __call__(self, score, safe, kv, stats, ctx, limits):
+        """See `Select`."""
+        del ctx
+        best = TopK(self.ties).best
+        ranked = jnp.where(safe, jnp.inf, score)
+        size = jnp.floor(limits.budgets.astype(jnp.float32) * self.first + 1e-6).astype(jnp.int32)
+        first = best(ranked, kv.pos, size, limits.cap)
+        second = jnp.where(first | safe, jnp.inf, (score + self.eps) * stats[self.weight].astype(jnp.float32))
+        return best(second, kv.pos, limits.budgets, limits.cap)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks(Select):
+    """Keeps whole chunks of neighbouring tokens, the same in all kv heads (ChunkKV, arXiv 2502.00299).
+
+    Scores are summed over heads and averaged over a chunk; a short last chunk is a chunk. `share` of the chunks are
+    kept, rounded down, at least one, so the number of tokens is near the budget and may exceed it by less than a chunk.
+
+    Attributes:
+      size: tokens of a chunk.
+      share: of chunks that are kept; the budget over the live tokens if None.
+    """
+
+    size: int = 20
+    share: float | None = None
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(f"Chunks(size={self.size}): a chunk has at least one token")
+
+    @property
+    def slack(self) -> int:
+        """See `Select`."""
+        return self.size
+
+    def __call__(self, score, safe, kv, stats, ctx, limits):
+        """See `Select`."""
+        del stats
+        B, K, S = score.shape
+        num = -(-(ctx.site.prompt_len + ctx.site.max_new_tokens) // self.size)
+        chunk = jnp.where(kv.live, kv.pos // self.size, num)
+        batch = jnp.arange(B)[:, None]
+        flat = chunk.reshape(B, K * S)
+        finite = jnp.where(kv.live, jnp.where(safe, jnp.inf, score), 0.0).reshape(B, K * S)
+        total = jnp.zeros((B, num)).at[batch, flat].add(finite, mode="drop")
+        count = jnp.zeros((B, num)).at[batch, flat].add(1.0, mode="drop")
+        mean = jnp.where(count > 0, total / jnp.maximum(count, 1.0), -jnp.inf)
+        existing = (count > 0).sum(-1, dtype=jnp.int32)
+        live, budget = kv.num_live[:, 0], limits.budgets[:, 0]
+        share = budget.astype(jnp.float32) / jnp.maximum(live, 1).astype(jnp.float32)
+        share = share if self.share is None else jnp.full_like(share, self.share)
+        wanted = jnp.maximum(jnp.floor(existing.astype(jnp.float32) * share + 1e-5).astype(jnp.int32), 1)
+        wanted = jnp.where(live <= budget, existing, wanted)
+        order = jnp.argsort(-mean, axis=-1, stable=True)
+        rank = jnp.argsort(order, axis=-1, stable=True)
+        kept = (rank < wanted[:, None]) & (count > 0)
+        return kv.live & jnp.take_along_axis(kept, jnp.minimum(flat, num - 1), axis=-1).reshape(B, K, S)

@@ -9,7 +9,7 @@ from kvjax.attention import attend
 from kvjax.context import Context, Site
 from kvjax.policy import Policy, Selection
 from kvjax.state import LayerKV
-from kvjax.stats import ordered
+from kvjax.stats import Rotate, ordered
 
 
 def evict_layer(
@@ -21,6 +21,9 @@ def evict_layer(
     lengths: Int[Array, "B"] | None = None,
     key: Key[Array, ""] | Key[Array, "B"] | None = None,
     scale: float | None = None,
+    rotate: Rotate | None = None,
+    out_proj: Float[Array, "N H D"] | None = None,
+    tokens: Int[Array, "B T"] | None = None,
     layer: int = 0,
     num_layers: int = 1,
 ) -> Selection:
@@ -32,10 +35,14 @@ def evict_layer(
       lengths: valid tokens of every sequence, T if None.
       key: one PRNG key for the batch, or one a row.
       scale: factor on `q . k`; `H ** -0.5` if None.
+      rotate: the rotary embedding, for policies that look at queries before it; then `q` and `k` are given before it.
+      out_proj: the output projection, for policies that look at what values contribute.
+      tokens: token ids, for policies that look at them.
       layer, num_layers: which layer this is, for policies that treat layers differently.
 
     Returns:
-      `Selection(keep "B K T", score "B K T", budgets "B K")`. Padding is never kept.
+      `Selection(keep "B K T", score "B K T", budgets "B K")`, N in place of K for policies with a set for every query
+      head. Padding is never kept.
 
     Raises:
       ValueError: tensors that do not fit together, or a policy that cannot work with this prompt.
@@ -47,6 +54,9 @@ def evict_layer(
     if T < 1:
         raise ValueError("the prompt is empty (T=0); give at least one token")
     site = Site(layer, num_layers, N, K, H, T, 0)
+    if policy.heads_of(site) == "query_head":
+        k, v = jnp.repeat(k, N // K, axis=1), jnp.repeat(v, N // K, axis=1)
+        K, site = N, Site(layer, num_layers, N, N, H, T, 0)
     if lengths is None:
         lengths = jnp.full((B,), T, jnp.int32)
     if not isinstance(lengths, jax.core.Tracer):
@@ -64,8 +74,9 @@ def evict_layer(
     none = jnp.zeros((B, K, 0), jnp.int32)
     kv = LayerKV(k[:, :, :0], v[:, :, :0], none, policy.init(site, B))
     observe = ordered(policy.observe("prefill", site))
-    _, kv, stats = attend(kv, q, k, v, pos, phase="prefill", rotate=lambda x, pos: x, observe=observe, scale=scale)
-    ctx = Context(lengths, lengths, jnp.int32(0), keys, site=site, phase="prefill")
+    ctx = Context(lengths, lengths, jnp.int32(0), keys, site=site, phase="prefill", tokens=tokens)
+    rotate = (lambda x, pos: x) if rotate is None else rotate
+    _, kv, stats = attend(kv, q, k, v, pos, ctx=ctx, rotate=rotate, observe=observe, out_proj=out_proj, scale=scale)
     _, selection = policy.decide(kv, stats, ctx)
     if selection is None:
         score = jnp.where(kv.live, 0.0, -jnp.inf)

@@ -20,7 +20,7 @@ from pallas_kernels.pytree import pytree, static
 
 EMPTY: Final = -1
 
-Positions = Literal["original", "compact"]
+Positions = Literal["original", "compact", "rerotate"]
 
 
 @pytree
@@ -35,21 +35,26 @@ class LayerKV:
     """One layer's cache.
 
     Attributes:
-      k: keys. Rotated at `pos`, or not rotated at all when `positions` is "compact".
+      k: keys, C = H channels unless some were dropped. Rotated at `pos`, or not rotated at all when `positions` is
+        "compact".
       v: values.
       pos: absolute position of the token in the slot, or EMPTY.
       memory: the policy's numbers: arrays "B K S ..." with one entry a slot, which start from zero whenever a slot is
         filled, and `PerHead` arrays.
-      rank: None for "original". For "compact", the slot's rank by position among the live slots of its head, which is
-        where its key is rotated at every use (StreamingLLM, arXiv 2309.17453).
+      rank: None for "original". Otherwise the slot's rank by position among the live slots of its head: where its key
+        is rotated at every use ("compact": StreamingLLM, arXiv 2309.17453), or once after every eviction ("rerotate").
+      channels: the key channels that are stored, increasing, where keys have lost some (ThinK, arXiv 2407.21018).
+      rotated: for "rerotate", the rank at which the stored key is rotated; `attend` brings it up to date.
       positions: how keys are rotated.
     """
 
-    k: Float[Array, "B K S H"]
+    k: Float[Array, "B K S C"]
     v: Float[Array, "B K S H"]
     pos: Int[Array, "B K S"]
     memory: PyTree[Any] = ()
     rank: Int[Array, "B K S"] | None = None
+    rotated: Int[Array, "B K S"] | None = None
+    channels: Int[Array, "B K C"] | None = None
     positions: Positions = static(default="original")
 
     @property
@@ -115,22 +120,24 @@ def _indices(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
     return lax.broadcasted_iota(jnp.int32, pos.shape, 2)
 
 
-def append(kv: LayerKV, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], pos: Int[Array, "B T"]) -> LayerKV:
+def append(kv: LayerKV, k: Float[Array, "B K T C"], v: Float[Array, "B K T H"], pos: Int[Array, "B T"]) -> LayerKV:
     """Adds T slots at the end. A token whose position is EMPTY (padding) makes a dead slot."""
     B, K, T, _ = k.shape
     pos = jnp.broadcast_to(pos[:, None], (B, K, T))
-    rank = None if kv.rank is None else jnp.concatenate([kv.rank, next_ranks(kv, pos)], axis=2)
+    new_rank = None if kv.rank is None else next_ranks(kv, pos)
+    join = lambda old, new: None if old is None else jnp.concatenate([old, new], axis=2)
     return dataclasses.replace(
         kv,
         k=jnp.concatenate([kv.k, k.astype(kv.k.dtype)], axis=2),
         v=jnp.concatenate([kv.v, v.astype(kv.v.dtype)], axis=2),
         pos=jnp.concatenate([kv.pos, pos], axis=2),
         memory=map_slots(lambda m: jnp.pad(m, [(0, 0), (0, 0), (0, T)] + [(0, 0)] * (m.ndim - 3)), kv.memory),
-        rank=rank,
+        rank=join(kv.rank, new_rank),
+        rotated=join(kv.rotated, new_rank),
     )
 
 
-def insert(kv: LayerKV, k: Float[Array, "B K 1 H"], v: Float[Array, "B K 1 H"], pos: Int[Array, "B 1"]) -> LayerKV:
+def insert(kv: LayerKV, k: Float[Array, "B K 1 C"], v: Float[Array, "B K 1 H"], pos: Int[Array, "B 1"]) -> LayerKV:
     """Writes one token into a dead slot of every head, in place under `jit` with donated or scanned state.
 
     A token whose position is EMPTY changes nothing that is live. A head without a dead slot has been driven past its
@@ -143,13 +150,15 @@ def insert(kv: LayerKV, k: Float[Array, "B K 1 H"], v: Float[Array, "B K 1 H"], 
     write = lambda x, new: x.at[b, h, slot].set(new.astype(x.dtype), mode="drop", unique_indices=True)
     kv = dataclasses.replace(kv, v=kv.v.at[b, h, jnp.where(overflow, 0, S)].set(jnp.nan, mode="drop"))
     pos = jnp.broadcast_to(pos[:, None], (B, K, 1))
+    new_rank = None if kv.rank is None else next_ranks(kv, pos)[:, :, 0]
     return dataclasses.replace(
         kv,
         k=write(kv.k, k[:, :, 0]),
         v=write(kv.v, v[:, :, 0]),
         pos=write(kv.pos, pos[:, :, 0]),
         memory=map_slots(lambda m: write(m, jnp.zeros((B, K, *m.shape[3:]), m.dtype)), kv.memory),
-        rank=None if kv.rank is None else write(kv.rank, next_ranks(kv, pos)[:, :, 0]),
+        rank=None if kv.rank is None else write(kv.rank, new_rank),
+        rotated=None if kv.rotated is None else write(kv.rotated, new_rank),
     )
 
 
@@ -225,4 +234,5 @@ def compact(kv: LayerKV, capacity: int) -> LayerKV:
         pos=jnp.where(live, gather(kv.pos), EMPTY),
         memory=map_slots(clean, kv.memory),
         rank=None if kv.rank is None else jnp.where(live, gather(kv.rank), EMPTY),
+        rotated=None if kv.rotated is None else jnp.where(live, gather(kv.rotated), EMPTY),
     )

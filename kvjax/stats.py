@@ -1,34 +1,271 @@
-"""What a policy asks to see of the attention matrix, and what it is given."""
+"""What a policy asks to see of a layer's attention, and what it is given."""
 
+import abc
 import dataclasses
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
 
-from kvjax.context import Phase
-from pallas_kernels import Columns
+from kvjax.budget import Count, as_count, lookup
+from kvjax.context import Context, Phase
+from kvjax.state import LayerKV
+from pallas_kernels import Columns, Softmax
 from pallas_kernels.pytree import pytree, static
 
+Rotate = Callable[[Float[Array, "B N T H"], Int[Array, "B #N T"]], Float[Array, "B N T H"]]
+
 
 @dataclasses.dataclass(frozen=True)
-class AllRows:
+class Moment:
+    """All that is at hand when a layer has stored its new tokens.
+
+    Attributes:
+      q: queries as they meet the keys (rotated). raw_q: before rotation.
+      kv: the cache with the new tokens.
+      pos: absolute positions of the new tokens, EMPTY for padding.
+      ctx: where and when.
+      rotate: the layer's rotary embedding.
+      out_proj: the layer's output projection "N H D", where the model gives it.
+    """
+
+    q: Float[Array, "B N T H"]
+    raw_q: Float[Array, "B N T H"]
+    kv: LayerKV
+    pos: Int[Array, "B T"]
+    ctx: Context
+    rotate: Rotate
+    out_proj: Float[Array, "N H D"] | None = None
+
+
+# --- which rows ---
+
+
+class RowSet(abc.ABC):
+    """A frozen dataclass that chooses among the query rows just computed."""
+
+    @abc.abstractmethod
+    def select(
+        self, num_rows: int, pos: Int[Array, "B T"], ctx: Context
+    ) -> tuple[int | None, Float[Array, "B T"] | None]:
+        """(only the last so many rows can count, weights of the rows); None where all do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AllRows(RowSet):
     """Every query row just computed: the whole prompt, or the one row of a decode step."""
 
+    def select(self, num_rows, pos, ctx):
+        """See `RowSet`."""
+        del num_rows, pos, ctx
+        return None, None
+
 
 @dataclasses.dataclass(frozen=True)
-class LastRows:
-    """The last `n` tokens of every sequence among the query rows just computed."""
+class LastRows(RowSet):
+    """The last `n` tokens of every sequence among the query rows just computed.
 
-    n: int
+    Attributes:
+      n: tokens (int), a share of the prompt (float), or another count.
+    """
+
+    n: int | float | Count
 
     def __post_init__(self):
-        if self.n < 1:
+        if isinstance(self.n, int) and self.n < 1:
             raise ValueError(f"LastRows(n={self.n}): at least one row must be observed")
+        as_count(self.n, "LastRows.n")
+
+    def select(self, num_rows, pos, ctx):
+        """See `RowSet`."""
+        if isinstance(self.n, int):
+            return min(self.n, num_rows), None
+        lengths = np.arange(ctx.site.prompt_len + 1)
+        table = np.maximum(as_count(self.n, "LastRows.n").table(lengths, lengths), 1)
+        most = min(int(table.max()), num_rows)
+        if most == 1:
+            return 1, None
+        first = ctx.length - lookup(table, ctx.prompt_length)
+        return most, (pos >= first[:, None]).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Observe:
+class RowsFrom(RowSet):
+    """Every row at position `first` or later."""
+
+    first: int
+
+    def select(self, num_rows, pos, ctx):
+        """See `RowSet`."""
+        del num_rows, ctx
+        return None, (pos >= self.first).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstAndLastRows(RowSet):
+    """The first and the last tokens of a prompt: where a question stands if nobody says (NaCl, section 3.2).
+
+    While decoding, the row itself.
+
+    Attributes:
+      first, last: tokens (int), a share of the prompt (float), or another count.
+    """
+
+    first: int | float | Count
+    last: int | float | Count
+
+    def __post_init__(self):
+        as_count(self.first, "first"), as_count(self.last, "last")
+
+    def select(self, num_rows, pos, ctx):
+        """See `RowSet`."""
+        del num_rows
+        if ctx.phase == "decode":
+            return None, None
+        lengths = np.arange(ctx.site.prompt_len + 1)
+        count = lambda x: lookup(as_count(x, "rows").table(lengths, lengths), ctx.prompt_length)[:, None]
+        inside = (pos < count(self.first)) | (pos >= ctx.prompt_length[:, None] - count(self.last))
+        return None, inside.astype(jnp.float32)
+
+
+# --- which softmax ---
+
+
+class RowSoftmax(abc.ABC):
+    """A frozen dataclass: a softmax that ranks tokens, while the attention output keeps the model's."""
+
+    @abc.abstractmethod
+    def kernel(self, moment: Moment) -> Softmax:
+        """What the kernels compute."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EntropyScaled(RowSoftmax):
+    r"""Logits scaled so that every row has the entropy of `k` tokens (AhaKV's SG-softmax, arXiv 2506.03762, Eq. 12).
+
+    A row that sees $i$ tokens has its raw dot products multiplied by $\sqrt{2 \ln(i / k) / d}$ in place of
+    $1/\sqrt d$. Rows with $i \le k$ keep the standard softmax.
+
+    Attributes:
+      k: tokens, usually the budget: an int, a share of the prompt (float) or a count.
+      apply: "raw" scales raw dot products (the derivation), "scaled" those already divided by $\sqrt d$ (the paper's
+        Algorithm 1 as printed, D-28).
+      floor: a lower bound of the factor relative to the standard softmax, None for none (D-29).
+      count: `i` is the row's "position" + 1, or the live tokens in the "cache" (D-32).
+    """
+
+    k: int | float | Count
+    apply: Literal["raw", "scaled"] = "raw"
+    floor: float | None = None
+    count: Literal["position", "cache"] = "position"
+
+    def __post_init__(self):
+        as_count(self.k, "EntropyScaled.k")
+        if self.apply not in ("raw", "scaled"):
+            raise ValueError(f"EntropyScaled(apply={self.apply!r}): not one of ('raw', 'scaled')")
+        if self.count not in ("position", "cache"):
+            raise ValueError(f"EntropyScaled(count={self.count!r}): not one of ('position', 'cache')")
+
+    def kernel(self, moment):
+        """See `RowSoftmax`."""
+        ctx, kv = moment.ctx, moment.kv
+        lengths = np.arange(ctx.site.prompt_len + 1)
+        k = lookup(np.maximum(as_count(self.k, "k").table(lengths, lengths), 1), ctx.prompt_length)
+        seen = jnp.broadcast_to(moment.pos[:, None] + 1, (*kv.pos.shape[:2], moment.pos.shape[1]))
+        if self.count == "cache":
+            seen = jnp.minimum(seen, kv.num_live[..., None])
+        ratio = seen.astype(jnp.float32) / k[:, None, None].astype(jnp.float32)
+        factor = jnp.sqrt(2.0 * jnp.log(jnp.maximum(ratio, 1.0)))
+        factor = factor * ctx.site.head_dim**-0.5 if self.apply == "scaled" else factor
+        factor = factor if self.floor is None else jnp.maximum(factor, self.floor)
+        return Softmax(multiplier=jnp.where(ratio > 1, factor, 1.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Noisy(RowSoftmax):
+    r"""$\mathrm{softmax}((x + \zeta) / \tau_t)$ (Keyformer, arXiv 2403.09054, Eq. 8 to 10).
+
+    $\tau_t = \tau_{init} + t (\tau_{end} - \tau_{init}) / T$ with $t = 0$ for the whole prompt and $T$ the run's new
+    tokens.
+
+    Attributes:
+      noise: "gumbel", "gaussian" or "constant" of the same mean and deviation, or "none". A constant cannot change a
+        softmax (D-38).
+      per: "call" draws for every (row, key) as the released code does, "key" once for every key as Algorithm 1 (D-33).
+      tau: temperatures at the prompt and after the last new token.
+      tau_delta: temperature per decode step, in place of `(tau[1] - tau[0]) / T` (D-34).
+    """
+
+    noise: Literal["gumbel", "gaussian", "constant", "none"] = "gumbel"
+    per: Literal["call", "key"] = "call"
+    tau: tuple[float, float] = (1.0, 2.0)
+    tau_delta: float | None = None
+
+    def __post_init__(self):
+        if self.noise not in ("gumbel", "gaussian", "constant", "none"):
+            raise ValueError(f"Noisy(noise={self.noise!r}): not one of ('gumbel', 'gaussian', 'constant', 'none')")
+        if self.per not in ("call", "key"):
+            raise ValueError(f"Noisy(per={self.per!r}): not one of ('call', 'key')")
+        if min(self.tau) <= 0:
+            raise ValueError(f"Noisy(tau={self.tau}): temperatures must be positive")
+
+    def kernel(self, moment):
+        """See `RowSoftmax`."""
+        ctx = moment.ctx
+        delta = (self.tau[1] - self.tau[0]) / max(ctx.site.max_new_tokens, 1)
+        delta = delta if self.tau_delta is None else self.tau_delta
+        tau = self.tau[0] + delta * ctx.step.astype(jnp.float32)
+        shape = (*moment.kv.pos.shape[:2], moment.pos.shape[1])
+        drawn = self.noise in ("gumbel", "gaussian")
+        return Softmax(
+            multiplier=jnp.broadcast_to(1.0 / tau, shape),
+            seed=ctx.seed if drawn else None,
+            noise=None if self.noise == "none" else self.noise,
+            per=self.per,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SeesAll(RowSoftmax):
+    """No causal mask: rows see later keys too (the released code of NaCl, D-18)."""
+
+    def kernel(self, moment):
+        """See `RowSoftmax`."""
+        del moment
+        return Softmax(causal=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutsideWindow(RowSoftmax):
+    """Over the keys before the last `window_size` tokens only (Ada-KV's text, D-24)."""
+
+    window_size: int
+
+    def kernel(self, moment):
+        """See `RowSoftmax`."""
+        return Softmax(before=moment.ctx.length - self.window_size)
+
+
+# --- what is measured ---
+
+
+class Measurement:
+    """A frozen dataclass that names something a policy wants to see. It is the key to it in `LayerStats`."""
+
+    def columns(self, moment: Moment) -> Columns | None:
+        """The column statistic to take along with attention, None if it is none."""
+        del moment
+        return None
+
+    def measure(self, moment: Moment) -> Any:
+        """The value, for measurements that are not column statistics."""
+        raise NotImplementedError(f"{self} is measured along with attention")
+
+
+@dataclasses.dataclass(frozen=True)
+class Observe(Measurement):
     """One column statistic: for every key, the sum over `rows` of an element function of the attention probability.
 
     Attributes:
@@ -38,33 +275,43 @@ class Observe:
       group: how the query heads of a kv head become one: "mean", "max", "sum"; None asks for every query head.
       group_at: "before" or "after" the element function and the row sum. They differ for squares,
         thresholds and max; None means "before" for squares and thresholds, "after" for the rest.
+      softmax: another softmax than the model's.
+      count_self: False leaves out what a token gives itself.
+      summed: False asks for the rows instead of their sum, "B K R S"; for few rows only.
     """
 
-    rows: AllRows | LastRows = AllRows()
+    rows: RowSet = AllRows()
     element: Literal["p", "p2", "above"] = "p"
     threshold: float | str = "1/visible"
     group: Literal["mean", "max", "sum"] | None = "mean"
     group_at: Literal["before", "after"] | None = None
+    softmax: RowSoftmax | None = None
+    count_self: bool = True
+    summed: bool = True
 
     def __post_init__(self):
-        self.columns(1)  # raises what the kernels would raise
+        self._static()  # raises what the kernels would raise
 
-    def columns(self, num_rows: int) -> Columns:
-        """The kernel request for `num_rows` query rows."""
-        rows = min(self.rows.n, num_rows) if isinstance(self.rows, LastRows) else None
+    def _static(self) -> Columns:
         linear = self.element == "p" or self.group is None
         at = ("after" if linear else "before") if self.group_at is None else self.group_at
-        return Columns(rows, self.element, self.threshold, self.group, at)
+        return Columns(None, self.element, self.threshold, self.group, at, self.count_self, self.summed)
+
+    def columns(self, moment: Moment) -> Columns:
+        """The kernel request."""
+        rows, weight = self.rows.select(moment.pos.shape[1], moment.pos, moment.ctx)
+        softmax = None if self.softmax is None else self.softmax.kernel(moment)
+        return dataclasses.replace(self._static(), rows=rows, weight=weight, softmax=softmax)
 
 
 @pytree
 class LayerStats:
-    """The statistics of one layer, indexed by what was asked: `stats[Observe(...)]`."""
+    """The statistics of one layer, indexed by what was asked: `stats[Observe(...)]`, usually "B K S"."""
 
-    values: tuple[Float[Array, "B _ S"], ...] = ()
-    observed: tuple[Observe, ...] = static(default=())
+    values: tuple[Any, ...] = ()
+    observed: tuple[Measurement, ...] = static(default=())
 
-    def __getitem__(self, observe: Observe) -> Float[Array, "B _ S"]:
+    def __getitem__(self, observe: Measurement) -> Any:
         if observe not in self.observed:
             raise ValueError(
                 f"{observe} was not measured; the model measured {list(self.observed) or 'nothing'}. "
@@ -81,6 +328,6 @@ class AttentionStats:
     phase: Phase = static()
 
 
-def ordered(observes: Iterable[Observe]) -> tuple[Observe, ...]:
+def ordered(observes: Iterable[Measurement]) -> tuple[Measurement, ...]:
     """Requests without duplicates, in an order that does not depend on hashing."""
     return tuple(sorted(set(observes), key=repr))

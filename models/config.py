@@ -66,6 +66,11 @@ class ModelConfig:
         if self.sliding_window and len(self.sliding_window) != self.num_layers:
             raise ValueError(f"sliding_window has {len(self.sliding_window)} entries for {self.num_layers} layers")
 
+    @property
+    def additive_rotation(self) -> bool:
+        """Whether rotating a key twice is rotating it once by the sum: not where angles or scale depend on length."""
+        return self.rope.kind != "dynamic" and self.rope.attention_factor == 1.0
+
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer."""
         return self.sliding_window[layer] if self.sliding_window else None

@@ -62,7 +62,13 @@ class Attention(nn.Module):
             return y.transpose(0, 2, 1, 3)
 
         q, k, v = heads("q_proj", c.num_query_heads), heads("k_proj", c.num_kv_heads), heads("v_proj", c.num_kv_heads)
-        out, cache, stats = attend(cache, q, k, v, layer=layer, rotate=c.rope, window=c.window(layer))
+        out_proj = None
+        if not self.is_initializing():
+            kernel = self.variables["params"]["o_proj"]["kernel"]
+            out_proj = kernel.reshape(c.num_query_heads, c.head_dim, c.embed_dim)
+        out, cache, stats = attend(
+            cache, q, k, v, layer=layer, rotate=c.rope, out_proj=out_proj, window=c.window(layer)
+        )
         out = out.transpose(0, 2, 1, 3).reshape(B, T, c.num_query_heads * c.head_dim)
         return _dense(c, c.embed_dim, c.out_bias, "o_proj")(out), cache, stats
 

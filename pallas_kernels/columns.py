@@ -73,10 +73,8 @@ def draw_noise(
     spec: Softmax, seed: Array | None, head: Array, q_pos: Array, kv_pos: Array
 ) -> Float[Array, "..."] | float:
     """The noise of `spec` for broadcast heads and positions. Heads are query heads."""
-    if spec.noise is None:
-        return 0.0
-    if spec.noise == "constant":
-        return EULER_GAMMA
+    if spec.noise is None or seed is None:  # a seed is there exactly where noise is drawn
+        return EULER_GAMMA if spec.noise == "constant" else 0.0
     row = jnp.zeros_like(q_pos) if spec.per == "key" else q_pos
     u = hash_uniform(seed, head, row, kv_pos)
     if spec.noise == "gumbel":

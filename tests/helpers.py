@@ -9,7 +9,8 @@ import numpy as np
 import kvjax
 from kvjax.context import Context, Site
 from kvjax.state import EMPTY, map_slots
-from kvjax.stats import LayerStats, ordered
+from kvjax.stats import LayerStats, Moment, ordered
+from pallas_kernels import attention
 
 
 def qkv(seed=0, *, B=2, N=4, K=2, T=24, H=8, dtype=jnp.float32, sharpness=1.5):
@@ -48,14 +49,20 @@ def context(site, *, length, prompt_length=None, step=0, phase="prefill", key=0)
     return Context(length, prompt, jnp.int32(step), keys, site=site, phase=phase)
 
 
-def random_stats(policy, kv, ctx, seed=0):
-    """Statistics as random numbers, zero where slots are dead."""
+def random_stats(policy, kv, ctx, seed=0, T=None):
+    """What a policy would see if random queries stood at the last T slots."""
+    B, K, S = kv.pos.shape
+    T = S if T is None else T
     observed = ordered(policy.observe(ctx.phase, ctx.site))
-    values = [
-        jax.random.uniform(jax.random.key(seed + 17 * i), kv.pos.shape) * kv.live.astype(jnp.float32)
-        for i in range(len(observed))
-    ]
-    return LayerStats(tuple(values), observed)
+    q, _, _ = qkv(seed + 17, B=B, N=ctx.site.num_query_heads, K=K, T=T, H=kv.v.shape[-1])
+    out_proj = jax.random.normal(jax.random.key(seed), (ctx.site.num_query_heads, kv.v.shape[-1], 12))
+    pos = kv.pos[:, 0, S - T :]
+    moment = Moment(q, q, kv, pos, ctx, lambda x, pos: x, out_proj)
+    requests = {o: o.columns(moment) for o in observed}
+    columns = {o: c for o, c in requests.items() if c is not None}
+    result = attention(q, kv.k, kv.v, pos, kv.pos, columns=tuple(columns.values()), implementation="reference")
+    measured = dict(zip(columns, result.columns, strict=True))
+    return LayerStats(tuple(measured[o] if o in measured else o.measure(moment) for o in observed), observed)
 
 
 def prompt_layer(policy, ctx, *, T=24, B=2, K=2, H=8, lengths=None, seed=0):
@@ -72,7 +79,14 @@ def permute_slots(kv, stats, order):
     """The same layer and statistics with slots in another order "B K S"."""
     take = lambda x: jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 3)), axis=2)
     kv = dataclasses.replace(kv, k=take(kv.k), v=take(kv.v), pos=take(kv.pos), memory=map_slots(take, kv.memory))
-    return kv, LayerStats(tuple(take(x) for x in stats.values), stats.observed)
+
+    def take_last(x):
+        if not isinstance(x, jax.Array) or x.ndim < 3 or x.shape[-1] != order.shape[-1]:
+            return x  # not a number a slot
+        index = jnp.repeat(order, x.shape[1] // order.shape[1], axis=1)
+        return jnp.take_along_axis(x, index.reshape(*index.shape[:2], *(1,) * (x.ndim - 3), index.shape[-1]), axis=-1)
+
+    return kv, LayerStats(tuple(take_last(x) for x in stats.values), stats.observed)
 
 
 def live_positions(kv):

@@ -10,6 +10,7 @@ import kvjax
 from kvjax import methods
 from kvjax.allocation import Adaptive, Pyramid, UniformLayers, apportion
 from kvjax.budget import Ratio, Tokens, whole_tokens
+from kvjax.eviction import EvictMemory
 from kvjax.select import TopK
 from kvjax.state import EMPTY
 from kvjax.stats import LayerStats
@@ -58,11 +59,11 @@ def test_e03_h2o_decode_step(examples):
     policy = methods.h2o(e["params"]["heavy"] + e["params"]["recent"], recent=e["params"]["recent"])
     ctx = helpers.context(helpers.site(T=6, K=1, N=1), length=[7], prompt_length=[6], step=1, phase="decode")
     pos = jnp.asarray([[[*e["inputs"]["kept_before"], e["inputs"]["new_position"]]]], jnp.int32)
-    before = jnp.asarray([[[*e["inputs"]["acc_before"], 0.0]]], jnp.float32)
+    before = EvictMemory(jnp.asarray([[[*e["inputs"]["acc_before"], 0.0]]], jnp.float32), (), None)
     kv = kvjax.LayerKV(jnp.zeros((1, 1, 5, 8)), jnp.zeros((1, 1, 5, 8)), pos, before)
     row = jnp.asarray([[e["inputs"]["row_over_slots"]]], jnp.float32)
     after = policy.layer(kv, LayerStats((row,), policy.observe("decode", ctx.site)), ctx)
-    np.testing.assert_allclose(after.memory[0, 0], e["expected"]["acc_after"], atol=1e-6)
+    np.testing.assert_allclose(after.memory.score[0, 0], e["expected"]["acc_after"], atol=1e-6)
     assert helpers.live_positions(after)[0][0] == e["expected"]["kept_after"]
     gone = set(np.asarray(pos).ravel().tolist()) - set(e["expected"]["kept_after"])
     assert gone == {e["expected"]["evicted"]}
@@ -190,7 +191,9 @@ def test_e19_adaptive_heads(examples):
     score = jnp.asarray(e["inputs"]["A"], jnp.float32)[None]
     base = e["params"]["base_per_head"]
     every = jnp.ones(score.shape, bool)
-    heads = lambda alpha: Adaptive(alpha).heads(score, every, jnp.asarray([base], jnp.int32), base)[0].tolist()
+    heads = lambda alpha: (
+        Adaptive(alpha).heads(score, every, jnp.asarray([base], jnp.int32), base, helpers.site())[0].tolist()
+    )
     assert heads(1.0) == e["expected"]["raw"]
     assert heads(0.5) == e["expected"]["kvjax_alpha0_5_exact"]
     assert heads(0.0) == e["expected"]["uniform"]
@@ -221,7 +224,8 @@ def test_e35_ties(examples):
     budgets = jnp.full((1, 1), count, jnp.int32)
     for ties in ("evict_older", "lower_index"):
         for most in (None, 2):  # sorted, or one by one
-            mask = TopK(ties)(score, pos, budgets, cap=count, most=most)
+            choose = TopK(ties)
+            mask = choose.drop(score, pos, budgets, most) if most else choose.best(score, pos, budgets, count)
             assert np.nonzero(np.asarray(mask[0, 0]))[0].tolist() == e["expected"][ties], (ties, most)
 
 
@@ -273,7 +277,9 @@ def test_e37_compact_positions(examples):
     e = examples["E37"]
     kept = jnp.asarray([[e["inputs"]["kept_positions"]]], jnp.int32)
     assert kvjax.state.ranks(kept).tolist() == [[[0, 1, 2]]]
-    kv = kvjax.LayerKV(jnp.zeros((1, 1, 3, 8)), jnp.zeros((1, 1, 3, 8)), kept, (), kvjax.state.ranks(kept), "compact")
+    kv = kvjax.LayerKV(
+        jnp.zeros((1, 1, 3, 8)), jnp.zeros((1, 1, 3, 8)), kept, (), kvjax.state.ranks(kept), positions="compact"
+    )
     following = kvjax.state.next_ranks(kv, jnp.asarray([[[6]]], jnp.int32))
     assert following.tolist() == [[[e["expected"]["next_query_position_rerotated"]]]]
 

@@ -59,7 +59,7 @@ def test_adaptive_total_is_that_of_uniform(alpha, average, K, seed, cap):
     score = jnp.asarray(rng.random((2, K, 20)) ** rng.uniform(0.5, 8, (2, K, 1)), jnp.float32)
     candidates = jnp.asarray(rng.random((2, K, 20)) < 0.9)
     heads = Adaptive(alpha, cap)
-    budgets = np.asarray(heads.heads(score, candidates, jnp.full((2,), average, jnp.int32), average))
+    budgets = np.asarray(heads.heads(score, candidates, jnp.full((2,), average, jnp.int32), average, helpers.site()))
     assert (budgets.sum(-1) == K * average).all()
     assert (budgets >= 0).all()
     most = heads.cap(np.array([average]), np.array([20]), K)[0]
@@ -71,9 +71,11 @@ def test_adaptive_follows_concentration():
     spread, sharp = np.full(30, 1 / 30), np.r_[0.97, np.full(29, 0.03 / 29)]
     score = jnp.asarray(np.stack([spread, sharp])[None], jnp.float32)
     every = jnp.ones(score.shape, bool)
-    budgets = Adaptive(1.0).heads(score, every, jnp.asarray([8], jnp.int32), 8)[0].tolist()
+    budgets = Adaptive(1.0).heads(score, every, jnp.asarray([8], jnp.int32), 8, helpers.site())[0].tolist()
     assert budgets == [15, 1]
-    assert Adaptive(1.0, max_ratio=1.25).heads(score, every, jnp.asarray([8], jnp.int32), 8)[0].tolist() == [10, 6]
+    assert Adaptive(1.0, max_ratio=1.25).heads(score, every, jnp.asarray([8], jnp.int32), 8, helpers.site())[
+        0
+    ].tolist() == [10, 6]
 
 
 def test_counts():

@@ -1,11 +1,30 @@
 """Published methods, each a composition under its paper's name."""
 
+from kvjax.methods.ada_pyramid import ada_pyramid as ada_pyramid
 from kvjax.methods.ada_snapkv import ada_snapkv as ada_snapkv
+from kvjax.methods.ahakv import ahakv as ahakv
+from kvjax.methods.aqas import aqas as aqas
+from kvjax.methods.chunkkv import chunkkv as chunkkv
+from kvjax.methods.criticalkv import criticalkv as criticalkv
+from kvjax.methods.dilated_window import dilated_window as dilated_window
+from kvjax.methods.easykv import easykv as easykv
+from kvjax.methods.expected_attention import expected_attention as expected_attention
 from kvjax.methods.full import full as full
 from kvjax.methods.h2o import h2o as h2o
+from kvjax.methods.key_attention import key_attention as key_attention
+from kvjax.methods.keydiff import keydiff as keydiff
+from kvjax.methods.keyformer import keyformer as keyformer
+from kvjax.methods.knorm import knorm as knorm
+from kvjax.methods.lagkv import lagkv as lagkv
+from kvjax.methods.mas import mas as mas
+from kvjax.methods.nacl import nacl as nacl
+from kvjax.methods.nacl import nacl_llama3 as nacl_llama3
 from kvjax.methods.pyramidkv import pyramidkv as pyramidkv
 from kvjax.methods.random import random as random
+from kvjax.methods.roco import roco as roco
+from kvjax.methods.scissorhands import scissorhands as scissorhands
 from kvjax.methods.snapkv import snapkv as snapkv
 from kvjax.methods.streaming_llm import streaming_llm as streaming_llm
+from kvjax.methods.think import think as think
 from kvjax.methods.tova import tova as tova
 from kvjax.methods.window import window as window

@@ -2,11 +2,13 @@
 
 from typing import Literal
 
-from kvjax.budget import Count, Share
-from kvjax.policy import Evict
+from kvjax.budget import Count, Fixed, Less, Share, as_count
+from kvjax.eviction import Evict
+from kvjax.policy import Policy
 from kvjax.protect import Protect
 from kvjax.schedule import every_step
 from kvjax.scores import Accumulated
+from kvjax.simulations import NextStepMask, StepwiseMask
 from kvjax.stats import AllRows, Observe
 
 
@@ -15,7 +17,9 @@ def h2o(
     *,
     recent: int | float | Count = Share(0.5),
     group: Literal["mean", "max", "sum"] = "mean",
-) -> Evict:
+    prefill: Literal["oneshot", "stepwise_mask"] = "oneshot",
+    compat: Literal["h2o_hh_mask"] | None = None,
+) -> Policy:
     r"""Keeps the most attended tokens and a recent window.
 
     $S_j = \sum_i p_{ij}$ over all rows, prompt and decode, each row's own token included. The prompt is evicted once
@@ -31,7 +35,13 @@ def h2o(
       recent: protected last tokens: tokens, a share of the prompt (float), or `Share` of the budget. 0 is key attention
         only.
       group: how a group's query heads are combined.
+      prefill: "stepwise_mask" simulates greedy eviction while the text is read (`kvjax.simulations.StepwiseMask`).
+      compat: "h2o_hh_mask" reproduces the released masking simulation (`kvjax.simulations.NextStepMask`).
     """
-    return Evict(
-        Accumulated(Observe(AllRows(), group=group)), budget, protect=Protect(recent=recent), when=every_step()
-    )
+    of = Observe(AllRows(), group=group)
+    if prefill == "oneshot" and compat is None:
+        return Evict(Accumulated(of), budget, protect=Protect(recent=recent), when=every_step())
+    budget, recent = as_count(budget, "budget"), as_count(recent, "recent")
+    recent = Fixed(recent, budget)
+    heavy = Less(budget, recent)
+    return StepwiseMask(heavy, recent, of) if prefill == "stepwise_mask" else NextStepMask(heavy, recent, of)

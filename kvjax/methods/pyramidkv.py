@@ -5,8 +5,8 @@ from typing import Literal
 
 from kvjax.allocation import Pyramid
 from kvjax.budget import Count
+from kvjax.eviction import Evict
 from kvjax.methods.snapkv import snapkv
-from kvjax.policy import Evict
 
 
 def pyramidkv(

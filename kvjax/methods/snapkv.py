@@ -3,9 +3,11 @@
 from typing import Literal
 
 from kvjax.budget import Count
-from kvjax.policy import Evict
+from kvjax.eviction import Evict
+from kvjax.policy import Granularity
 from kvjax.protect import Protect
 from kvjax.scores import Pooled, Window
+from kvjax.stats import OutsideWindow
 
 
 def snapkv(
@@ -16,6 +18,9 @@ def snapkv(
     pooling: Literal["max", "avg"] = "max",
     group: Literal["mean", "max", "sum"] = "mean",
     avg_pad: Literal["zero", "valid_count"] = "zero",
+    pool_before_rows: bool = False,
+    normalise: Literal["all", "outside_window"] = "all",
+    granularity: Granularity = "kv_head",
 ) -> Evict:
     r"""Keeps what the end of the prompt looked at, with its surroundings.
 
@@ -34,6 +39,15 @@ def snapkv(
       pooling: "max" with kernel 7 is the setting of the published LongBench runs; the class default is "avg" with 5.
       group: how a group's query heads are combined, before pooling.
       avg_pad: see `kvjax.scores.Pooled` (D-49).
+      pool_before_rows: max-pool every row before rows are added, as Ada-KV's text has it (D-23).
+      normalise: "outside_window" takes the softmax over the keys before the window only (D-24).
+      granularity: "query_head" keeps a set for every query head (D-39).
     """
-    score = Pooled(Window(window_size, group), pooling, kernel_size, avg_pad)
-    return Evict(score, budget, protect=Protect(recent=window_size))
+    if normalise not in ("all", "outside_window"):
+        raise ValueError(f"normalise={normalise!r} is not one of ('all', 'outside_window')")
+    if pool_before_rows and pooling != "max":
+        raise ValueError(f"pool_before_rows pools by maximum, but pooling={pooling!r}; use pooling='max'")
+    softmax = None if normalise == "all" else OutsideWindow(window_size)
+    votes = Window(window_size, group, softmax, kernel_size if pool_before_rows else 1)
+    score = votes if pool_before_rows else Pooled(votes, pooling, kernel_size, avg_pad)
+    return Evict(score, budget, protect=Protect(recent=window_size), granularity=granularity)

@@ -1,7 +1,7 @@
 """StreamingLLM (Xiao et al., arXiv 2309.17453)."""
 
 from kvjax.budget import Count
-from kvjax.policy import Evict
+from kvjax.eviction import Evict
 from kvjax.protect import Protect
 from kvjax.schedule import before_append
 from kvjax.scores import Recency

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from kvjax.budget import Count
-from kvjax.policy import Evict
+from kvjax.eviction import Evict
 from kvjax.protect import Protect
 from kvjax.schedule import every_step
 from kvjax.scores import LastRow

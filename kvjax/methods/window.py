@@ -1,12 +1,15 @@
 """Recency."""
 
-from kvjax.budget import Count
-from kvjax.policy import Evict
+from typing import Literal
+
+from kvjax.budget import Count, Ratio, Sum, as_count
+from kvjax.eviction import Evict
+from kvjax.protect import Protect
 from kvjax.schedule import every_step
 from kvjax.scores import Recency
 
 
-def window(budget: int | float | Count) -> Evict:
+def window(budget: int | float | Count, *, sinks: int = 0, scope: Literal["all", "generated"] = "all") -> Evict:
     r"""Keeps the `budget` most recent tokens, the current one included.
 
     $S_j = j$, evicted at every step. EasyKV's "recency" differs: it keeps 4 sinks while reading a prompt and never
@@ -14,5 +17,13 @@ def window(budget: int | float | Count) -> Evict:
 
     Args:
       budget: live tokens a kv head and layer.
+      sinks: first tokens that stay.
+      scope: "generated" keeps the prompt, outside the budget, and evicts generated tokens only.
     """
-    return Evict(Recency(), budget, when=every_step())
+    if scope == "generated":
+        return Evict(
+            Recency(), Sum((Ratio(1.0), as_count(budget, "budget"))), protect=Protect(Ratio(1.0)), when=every_step()
+        )
+    if scope != "all":
+        raise ValueError(f"scope={scope!r} is not one of ('all', 'generated')")
+    return Evict(Recency(), budget, protect=Protect(sinks), when=every_step())

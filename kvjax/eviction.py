@@ -1,0 +1,319 @@
+"""The policy that most published methods are: a score, a budget, and what may not be evicted."""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from kvjax.allocation import HeadAllocation, LayerAllocation, UniformHeads, UniformLayers
+from kvjax.budget import Count, Counts, Tokens, as_budget, as_count, lookup
+from kvjax.context import Context, Phase, Site
+from kvjax.policy import Granularity, Policy, Selection, Visible
+from kvjax.protect import Protect, Scope, protected
+from kvjax.schedule import Schedule
+from kvjax.scores import FromFunction, Score
+from kvjax.select import Limits, Select, TopK
+from kvjax.state import LayerKV, PerHead, Positions, evict
+from kvjax.stats import LayerStats, Measurement, ordered
+from pallas_kernels.pytree import pytree
+
+
+class Mask(abc.ABC):
+    """A frozen dataclass that hides live slots from a decode row."""
+
+    @abc.abstractmethod
+    def __call__(self, kv: LayerKV, ctx: Context) -> Visible:
+        """What the newest token may read of a cache that holds it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evict(Policy):
+    """Keeps the best-scored tokens within a budget: the composition that nearly every published method is.
+
+    Attributes:
+      score: ranks tokens.
+      budget: live tokens a kv head and layer, on average, protected ones included: a number of tokens (int) or a share
+        of the prompt (float).
+      protect: tokens that are never evicted.
+      layers: how the budget is divided over layers. Protected tokens come first; what is left of the budget is divided.
+      heads: how a layer's budget is divided over its kv heads, again after protection. While decoding, heads keep the
+        shares that the prompt gave them.
+      when: the schedule.
+      select: how scores become a keep mask.
+      scope: tokens protected by what they did, such as RoCo's top standard deviations; they count against the budget.
+      positions: how keys are rotated: "original" at their absolute positions, "compact" by rank among live keys at
+        every use, "rerotate" once to that rank when an eviction changes it.
+      granularity: "kv_head" evicts for every kv head; "query_head" stores keys and values for every query head, each
+        with a set of its own, in a cache that is G times larger (what most released code does).
+      mask: hides live slots from decode rows.
+    """
+
+    score: Score
+    budget: int | float | Count
+    protect: Protect = Protect()
+    layers: LayerAllocation = UniformLayers()
+    heads: HeadAllocation = UniformHeads()
+    when: Schedule = Schedule()
+    select: Select = TopK()
+    scope: Scope | None = None
+    positions: Positions = "original"
+    granularity: Granularity = "kv_head"
+    mask: Mask | None = None
+
+    def __post_init__(self):
+        budget = as_budget(self.budget)
+        sinks, recent = as_count(self.protect.sinks, "sinks"), as_count(self.protect.recent, "recent")
+        fixed = sum(c.n for c in (sinks, recent) if isinstance(c, Tokens))
+        if isinstance(budget, Tokens) and fixed > budget.n:
+            raise ValueError(
+                f"a budget of {budget.n} tokens cannot hold the {fixed} that protect keeps "
+                f"(sinks={self.protect.sinks}, recent={self.protect.recent}); raise the budget or protect fewer"
+            )
+        if self.when.decodes and not self.score.decodes:
+            raise ValueError(
+                f"{self.score} ranks prompt tokens only, but {self.when} evicts while decoding; "
+                "use after_prefill() or a score that accumulates"
+            )
+        if self.when.before_append and self._needed("decode"):
+            raise ValueError(
+                f"{self.when} evicts before attention runs, but {self.score} needs the step's attention; "
+                "use every_step()"
+            )
+        if self.positions not in ("original", "compact", "rerotate"):
+            raise ValueError(f"positions={self.positions!r} is not one of ('original', 'compact', 'rerotate')")
+        if self.granularity not in ("kv_head", "query_head"):
+            raise ValueError(f"granularity={self.granularity!r} is not one of ('kv_head', 'query_head')")
+
+    def _needed(self, phase: Phase) -> tuple[Measurement, ...]:
+        """What score, scope and selection look at."""
+        scope = () if self.scope is None else self.scope.observe(phase)
+        return ordered((*self.score.observe(phase), *scope, *self.select.observe(phase)))
+
+    # Sizes: numpy on the host, one entry for every prompt length that the plan may meet.
+
+    def _sizes(self, site: Site) -> "_Sizes":
+        return _sizes(as_budget(self.budget), self.protect, self.layers, site.num_layers, site.prompt_len)
+
+    def _cap(self, site: Site, lengths: Sequence[int] | None) -> int:
+        """The most tokens that one head may keep at an eviction."""
+        sizes = self._sizes(site)
+        n = np.arange(site.prompt_len + 1) if lengths is None else np.array([*lengths])
+        outside = sizes.outside[n]
+        average = sizes.budget[n, site.layer] - outside
+        cap = self.heads.cap(average, np.maximum(n - outside, 0), site.num_kv_heads)
+        return int((cap + outside).max()) + self.select.slack
+
+    def target(self, site: Site, prompt_length: int) -> int:
+        """See `Policy`."""
+        return int(self._sizes(site).budget[prompt_length, site.layer])
+
+    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
+        """See `Policy`."""
+        cap = self._cap(site, lengths)
+        after_prefill = cap if self.when.prefill else max(cap, site.prompt_len)
+        total = site.prompt_len + site.max_new_tokens
+        return min(total, after_prefill + self.when.room(site.max_new_tokens))
+
+    def check(self, site: Site, prompt_length: int) -> None:
+        """See `Policy`."""
+        sizes = self._sizes(site)
+        budget = int(sizes.budget[prompt_length, site.layer])
+        sinks, recent = int(sizes.sinks[prompt_length]), int(sizes.recent[prompt_length])
+        longest = prompt_length + (site.max_new_tokens if self.when.decodes else 0)
+        if sinks + recent > budget and longest > budget:
+            advice = "" if isinstance(self.layers, UniformLayers) else f" or change {self.layers}"
+            raise ValueError(
+                f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, but protect "
+                f"keeps {sinks + recent} (sinks={sinks}, recent={recent}); raise the budget (now {self.budget}){advice}"
+            )
+
+        if self.scope is not None:
+            scope = int(
+                Counts(sizes.budget[:, site.layer], jnp.zeros((0,), jnp.int32)).table(self.scope.size)[prompt_length]
+            )
+            if scope > budget:
+                raise ValueError(
+                    f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, but {self.scope} "
+                    f"protects {scope}; raise the budget (now {self.budget}) or protect fewer"
+                )
+
+    @property
+    def _remembers_heads(self) -> bool:
+        return self.when.decodes and not isinstance(self.heads, UniformHeads)
+
+    # The policy itself.
+
+    def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
+        """See `Policy`."""
+        del site
+        needed = self.when.decodes or (phase == "prefill" and self.when.prefill)
+        return self._needed(phase) if needed else ()
+
+    def init(self, site: Site, batch: int) -> "EvictMemory":
+        """See `Policy`."""
+        shares = PerHead(jnp.zeros((batch, site.num_kv_heads), jnp.int32)) if self._remembers_heads else None
+        scope = () if self.scope is None else self.scope.init(site, batch)
+        return EvictMemory(self.score.init(site, batch), scope, shares)
+
+    def heads_of(self, site: Site) -> Granularity:
+        """See `Policy`."""
+        del site
+        return self.granularity
+
+    def key_positions(self, site: Site) -> Positions:
+        """See `Policy`."""
+        del site
+        return self.positions
+
+    def scheduled(self, schedule: Schedule) -> "Evict":
+        """See `Policy`."""
+        return dataclasses.replace(self, when=schedule)
+
+    def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
+        """See `Policy`."""
+        if ctx.phase == "decode" and not self.when.decodes:
+            return kv.memory, None
+        memory: EvictMemory = kv.memory
+        scope = memory.scope if self.scope is None else self.scope.update(memory.scope, kv, stats, ctx)
+        memory = EvictMemory(self.score.update(memory.score, kv, stats, ctx), scope, memory.shares)
+        if ctx.phase == "prefill":
+            if not self.when.prefill and not self._remembers_heads:
+                return memory, None
+            fresh = dataclasses.replace(memory, shares=None)
+            selection, selectable = self._select(fresh, kv, stats, ctx)
+            if self._remembers_heads:
+                memory = dataclasses.replace(memory, shares=PerHead(selectable))
+            return memory, selection if self.when.prefill else None
+        return memory, None if self.when.before_append else self._scheduled_select(memory, kv, stats, ctx)
+
+    def visible(self, kv: LayerKV, ctx: Context) -> Visible | None:
+        """See `Policy`."""
+        return None if self.mask is None or ctx.phase == "prefill" else self.mask(kv, ctx)
+
+    def make_room(self, kv: LayerKV, ctx: Context) -> LayerKV:
+        """See `Policy`."""
+        if not self.when.before_append:
+            return kv
+        # The coming token counts against the budget and against the recent window.
+        ahead = dataclasses.replace(ctx, length=ctx.length + 1)
+        selection, _ = self._select(kv.memory, kv, LayerStats(), ahead, reserve=1)
+        return evict(kv, selection.keep)
+
+    def _scheduled_select(self, memory, kv, stats, ctx) -> Selection:
+        """The selection of a decode step, where one is due."""
+        if self.when.every == 1:
+            return self._select(memory, kv, stats, ctx)[0]
+        counts = self._counts(ctx)
+        budgets = jnp.broadcast_to(self._now(ctx)[0][:, None], kv.pos.shape[:2])
+        score = jnp.where(kv.live, jnp.zeros((), jnp.float32), -jnp.inf)
+        nothing = Selection(kv.live, score, budgets)
+        drop = jnp.int32(0)
+        if self.when.every is not None:
+            due = jnp.broadcast_to(ctx.step % self.when.every == 0, budgets.shape)
+        else:
+            due = kv.num_live >= budgets + (self.when.over or 0)
+            drop = counts(self.when.drop)[:, None]
+        chosen = lax.cond(due.any(), lambda: self._select(memory, kv, stats, ctx, reserve=drop)[0], lambda: nothing)
+        return dataclasses.replace(chosen, keep=jnp.where(due[..., None], chosen.keep, kv.live))
+
+    def _counts(self, ctx: Context) -> Counts:
+        return Counts(self._sizes(ctx.site).budget[:, ctx.site.layer], ctx.prompt_length)
+
+    def _now(self, ctx: Context) -> tuple[Int[Array, "B"], Int[Array, "B"], Int[Array, "B"]]:
+        """(budget, sinks, recent) of every sequence."""
+        sizes = self._sizes(ctx.site)
+        n = ctx.prompt_length
+        return lookup(sizes.budget[:, ctx.site.layer], n), lookup(sizes.sinks, n), lookup(sizes.recent, n)
+
+    def _select(self, memory, kv, stats, ctx, *, reserve=0) -> tuple[Selection, Int[Array, "B K"]]:
+        """The selection, and the tokens that every head was given beyond its protected ones."""
+        budget, sinks, recent = self._now(ctx)
+        counts = self._counts(ctx)
+        safe = protected(kv.pos, ctx.length, sinks, recent)
+        candidates = kv.live & ~safe
+        score = self.score(memory.score, kv, stats, ctx, candidates).astype(jnp.float32)
+        outside = jnp.minimum(sinks + recent, budget)
+        if memory.shares is None:
+            most = int(self._sizes(ctx.site).budget[:, ctx.site.layer].max())
+            selectable = self.heads.heads(score, candidates, budget - outside, most, ctx.site)
+        else:
+            selectable = memory.shares.value
+        budgets = selectable + outside[:, None] - reserve
+        if self.scope is not None:
+            safe = self.scope(memory.scope, kv, stats, ctx, safe, counts)
+        score = jnp.where(kv.live, score, -jnp.inf)
+        at_once = None
+        if ctx.phase == "decode" and self.when.prefill:
+            at_once = self.when.room(ctx.site.max_new_tokens) + counts.most(self.when.drop)
+            at_once = max(at_once, 1)
+        limits = Limits(budgets, self._cap(ctx.site, None), at_once, counts)
+        return Selection(self.select(score, safe, kv, stats, ctx, limits), score, budgets), selectable
+
+
+@pytree
+class EvictMemory:
+    """What an `Evict` carries in a layer.
+
+    Attributes:
+      score, scope: what these two carry.
+      shares: tokens that the prompt gave every head beyond its protected ones, where heads differ.
+    """
+
+    score: Any
+    scope: Any
+    shares: PerHead | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """Whole tokens, one row for every prompt length from 0 to the plan's.
+
+    Attributes:
+      budget: "M L".
+      sinks, recent: "M".
+    """
+
+    budget: np.ndarray
+    sinks: np.ndarray
+    recent: np.ndarray
+
+    @property
+    def outside(self) -> np.ndarray:
+        """Protected tokens of a layer that has its average budget."""
+        return np.minimum(self.sinks + self.recent, self.budget.min(1))
+
+
+@functools.lru_cache(maxsize=64)
+def _sizes(budget: Count, protect: Protect, layers: LayerAllocation, num_layers: int, prompt_len: int) -> _Sizes:
+    n = np.arange(prompt_len + 1)
+    average = np.maximum(budget.table(n, n), 1)
+    sinks, recent = protect.tables(n, average)
+    outside = np.minimum(sinks + recent, average)
+    selectable = average - outside
+    per_layer = layers.layers(selectable, np.maximum(n - outside, selectable), num_layers)
+    return _Sizes(per_layer + outside[:, None], sinks, recent)
+
+
+def from_fn(
+    fn: Callable[[LayerKV, LayerStats, Context], Float[Array, "B K S"]],
+    *,
+    budget: int | float | Count,
+    observe: Sequence[Measurement] = (),
+    **fields: Any,
+) -> Evict:
+    """A policy from a scoring function.
+
+    Args:
+      fn: `(kv, stats, ctx) -> score`, larger = keep. Keep one function object: policies compare by value, functions by
+        identity.
+      budget: as in `Evict`.
+      observe: the statistics that `fn` reads, as `stats[Observe(...)]`.
+      **fields: other fields of `Evict`.
+    """
+    return Evict(FromFunction(fn, tuple(observe)), budget, **fields)

@@ -1,0 +1,148 @@
+"""Scores that look at keys and values alone, or at a model of the queries to come."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from kvjax.context import Phase
+from kvjax.measurements import FutureQueries
+from kvjax.scores import Score
+from kvjax.state import position_order
+from kvjax.stats import Measurement
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyNorm(Score):
+    """Small keys are worth more: minus their L2 norm (arXiv 2406.11430). Rotation does not change it."""
+
+    def __call__(self, memory, kv, stats, ctx, candidates):
+        """See `Score`."""
+        del memory, stats, ctx, candidates
+        return -jnp.linalg.norm(kv.k.astype(jnp.float32), axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyDifference(Score):
+    """Keys unlike the others are worth more: minus the cosine to the mean unit key (KeyDiff, arXiv 2504.15364)."""
+
+    def __call__(self, memory, kv, stats, ctx, candidates):
+        """See `Score`."""
+        del memory, stats, ctx, candidates
+        k = kv.k.astype(jnp.float32)
+        unit = k / jnp.maximum(jnp.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
+        unit = jnp.where(kv.live[..., None], unit, 0.0)
+        anchor = unit.sum(2) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
+        anchor = anchor / jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
+        return -jnp.einsum("bksh,bkh->bks", unit, anchor)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedAttention(Score):
+    r"""Attention that queries to come are expected to pay, times the value's norm (arXiv 2510.00636).
+
+    With Gaussian queries of mean $\mu$ and covariance $\Sigma$ the expected weight of a key is proportional to
+    $\exp(k\cdot\mu/\sqrt d + k^\top \Sigma k / 2d)$, normalised over the tokens that may be evicted.
+
+    Attributes:
+      queries: the model of queries.
+      covariance: whether its second term counts.
+      eps: added to the weight before it is multiplied by the norm.
+    """
+
+    queries: FutureQueries = FutureQueries()
+    covariance: bool = True
+    eps: float = 0.0
+
+    @property
+    def decodes(self) -> bool:
+        """See `Score`."""
+        return False
+
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
+        """See `Score`."""
+        return (self.queries,) if phase == "prefill" else ()
+
+    def __call__(self, memory, kv, stats, ctx, candidates):
+        """See `Score`."""
+        del memory
+        mean, cov = stats[self.queries]
+        B, N, H = mean.shape
+        K = kv.pos.shape[1]
+        k = kv.k.astype(jnp.float32)
+        by_group = lambda x: x.reshape(B, K, N // K, *x.shape[2:]).swapaxes(0, 2).swapaxes(1, 2)  # "G B K ..."
+
+        def head(args):
+            mu, sigma = args
+            x = jnp.einsum("bksh,bkh->bks", k, mu) * ctx.site.head_dim**-0.5
+            if self.covariance:
+                x = x + jnp.einsum("bksh,bksh->bks", jnp.einsum("bksh,bkhj->bksj", k, sigma), k) / (2 * H)
+            x = jnp.where(candidates, x, -jnp.inf)
+            e = jnp.exp(x - jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(x.dtype).min))
+            return e / jnp.maximum(e.sum(-1, keepdims=True), jnp.finfo(x.dtype).tiny)
+
+        p = lax.map(head, (by_group(mean), by_group(cov))).mean(0)
+        return (p + self.eps) * jnp.linalg.norm(kv.v.astype(jnp.float32), axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class LagRelative(Score):
+    """How far a token stands out from the next partition of the text (LagKV, arXiv 2504.04704).
+
+    Behind the sinks the text is cut into partitions of `lag` tokens. A partition's keys and values are normalised by
+    the minimum and maximum of every channel in the next one; a token's score is the softmax within its partition of the
+    deviation over channels, averaged over keys and values. Sinks, the last full partition and the remainder score 1. A
+    text shorter than sinks and two partitions is ranked by recency.
+
+    Attributes:
+      lag: tokens of a partition.
+      sinks: tokens before the first partition.
+      cross_scoring: compare scores of different partitions as they are; otherwise each is replaced by its rank within
+        its partition, over `lag`.
+    """
+
+    lag: int = 128
+    sinks: int = 4
+    cross_scoring: bool = False
+
+    def __post_init__(self):
+        if self.lag < 1 or self.sinks < 0:
+            raise ValueError(
+                f"LagRelative(lag={self.lag}, sinks={self.sinks}): lag must be positive, sinks not negative"
+            )
+
+    def __call__(self, memory, kv, stats, ctx, candidates):
+        """See `Score`."""
+        del memory, stats, ctx, candidates
+        S = kv.num_slots
+        num_dead = S - kv.num_live[..., None]
+        order = position_order(kv.pos)
+        first_live = (jnp.arange(S, dtype=jnp.int32) + num_dead) % S
+        order = jnp.take_along_axis(order, first_live, axis=-1)  # oldest first, dead slots last
+        rank = jnp.arange(S, dtype=jnp.int32)
+        live = kv.num_live[..., None]
+        num = max((S - self.sinks) // self.lag, 0)  # partitions, if every slot were live
+        ramp = jnp.where(rank < self.sinks, 1.0, rank.astype(jnp.float32) / jnp.maximum(live, 1).astype(jnp.float32))
+        scores = jnp.ones((*kv.pos.shape[:2], S), jnp.float32)
+        if num > 1:
+            own = (self._partitions(kv.k, order, num) + self._partitions(kv.v, order, num)) / 2
+            if not self.cross_scoring:
+                own = jnp.argsort(jnp.argsort(own, axis=-1), axis=-1).astype(jnp.float32) / self.lag
+            scores = scores.at[..., self.sinks : self.sinks + (num - 1) * self.lag].set(own.reshape(*own.shape[:2], -1))
+        full = (live - self.sinks) // self.lag  # partitions that are complete
+        scores = jnp.where(rank >= self.sinks + (full - 1) * self.lag, 1.0, scores)
+        scores = jnp.where(live < self.sinks + 2 * self.lag, ramp, scores)
+        return jnp.put_along_axis(jnp.zeros_like(scores), order, scores, axis=-1, inplace=False)
+
+    def _partitions(self, x: Float[Array, "B K S H"], order, num: int) -> Float[Array, "B K P lag"]:
+        """Softmax within each partition but the last of the deviation relative to the next one."""
+        index = order[..., self.sinks : self.sinks + num * self.lag, None]
+        x = jnp.take_along_axis(x.astype(jnp.float32), index, axis=2)
+        x = x.reshape(*x.shape[:2], num, self.lag, x.shape[-1])
+        low, high = x.min(3, keepdims=True), x.max(3, keepdims=True)
+        spread = jnp.maximum(high - low, 1e-12)
+        relative = (x[:, :, :-1] - low[:, :, 1:]) / spread[:, :, 1:]
+        deviation = jnp.std(relative, axis=-1, ddof=1)
+        e = jnp.exp(deviation - deviation.max(-1, keepdims=True))
+        return e / e.sum(-1, keepdims=True)

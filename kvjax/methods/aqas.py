@@ -1,0 +1,32 @@
+"""AQAS: above-average query count (RoCo's baseline, Ren and Zhu, arXiv 2402.06262, section 3)."""
+
+from kvjax.budget import Count, Share
+from kvjax.eviction import Evict
+from kvjax.protect import Protect
+from kvjax.schedule import every_step
+from kvjax.scores import Accumulated
+from kvjax.select import TopK
+from kvjax.stats import Observe
+
+
+def aqas(
+    budget: int | float | Count,
+    *,
+    recent: int | float | Count = Share(0.5),
+    threshold: float | str = "1/visible",
+    ties: str = "evict_older",
+) -> Evict:
+    r"""Evicts the token that the fewest rows gave more than average.
+
+    $S_j$ is the number of rows $i$ with $p_{ij} > 1 / |\mathrm{visible}(i)|$, strictly, since insertion. The group's
+    mean is taken before the comparison. EasyKV never released this policy (D-03); ties are frequent and belong to it.
+
+    Args:
+      budget: live tokens a kv head and layer, recent ones included.
+      recent: protected last tokens.
+      threshold: see `Observe`.
+      ties: see `TopK`.
+    """
+    score = Accumulated(Observe(element="above", threshold=threshold))
+    select = TopK("lower_index" if ties == "lower_index" else "evict_older")
+    return Evict(score, budget, protect=Protect(recent=recent), when=every_step(), select=select)

@@ -1,0 +1,25 @@
+"""ChunkKV (Liu et al., arXiv 2502.00299)."""
+
+import dataclasses
+
+from kvjax.budget import Count
+from kvjax.eviction import Evict
+from kvjax.methods.snapkv import snapkv
+from kvjax.select import Chunks
+
+
+def chunkkv(budget: int | float | Count, *, base: Evict | None = None, chunk_size: int = 20) -> Evict:
+    """Keeps whole chunks of text, the same ones in all kv heads, by another policy's scores.
+
+    Scores are summed over heads and averaged over a chunk. The kept count is near the budget: as many whole chunks as
+    its share of the prompt, at least one. Every sequence of a batch gets its own chunks; the released code applies the
+    first row's to all.
+
+    Args:
+      budget: live tokens a kv head and layer; a share of the prompt is the share of chunks.
+      base: the policy whose scores and protection are used, SnapKV if None; its budget is replaced.
+      chunk_size: tokens of a chunk.
+    """
+    base = snapkv(budget) if base is None else dataclasses.replace(base, budget=budget)
+    share = budget if isinstance(budget, float) else None
+    return dataclasses.replace(base, select=Chunks(chunk_size, share))

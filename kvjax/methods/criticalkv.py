@@ -1,0 +1,28 @@
+"""CriticalKV (Feng et al., arXiv 2502.03805)."""
+
+import dataclasses
+
+from kvjax.budget import Count
+from kvjax.eviction import Evict
+from kvjax.measurements import ProjectedValueNorm
+from kvjax.methods.snapkv import snapkv
+from kvjax.select import TwoStage
+
+
+def criticalkv(
+    budget: int | float | Count, *, base: Evict | None = None, first_stage: float = 0.5, eps: float = 1e-4
+) -> Evict:
+    r"""Another policy's scores, corrected for what values contribute to the layer's output.
+
+    The first stage keeps the best by the base score; the second ranks the rest by
+    $(S_j + \epsilon) \lVert v_j W_O \rVert_1$, the norm averaged over the group. With `heads=Adaptive()` in the base,
+    head budgets are allocated first.
+
+    Args:
+      budget: live tokens a kv head and layer.
+      base: the policy whose scores, protection and schedule are used, SnapKV if None; its budget is replaced.
+      first_stage: share of the budget that the first stage fills.
+      eps: added to scores in the second stage.
+    """
+    base = snapkv(budget) if base is None else dataclasses.replace(base, budget=budget)
+    return dataclasses.replace(base, select=TwoStage(ProjectedValueNorm(), first_stage, eps))

@@ -1,0 +1,63 @@
+"""Dilated window (Keyformer, arXiv 2403.09054, Figure 2c)."""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+
+from kvjax.budget import Count
+from kvjax.context import Context
+from kvjax.eviction import Evict, Mask
+from kvjax.policy import Visible
+from kvjax.protect import Protect
+from kvjax.schedule import every_step
+from kvjax.scores import Recency, Score
+from kvjax.state import LayerKV
+
+
+@dataclasses.dataclass(frozen=True)
+class EveryOther(Mask):
+    """Shows the newest token and those at distances that `dilation + 1` divides."""
+
+    dilation: int
+
+    def __call__(self, kv: LayerKV, ctx: Context) -> Visible:
+        """See `Mask`."""
+        distance = (ctx.length - 1)[:, None, None] - kv.pos
+        return Visible(kv.live & (distance % (self.dilation + 1) == 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class OnGrid(Score):
+    """Recency among the positions that `dilation + 1` divides; all others come after them."""
+
+    dilation: int
+
+    def __call__(self, memory, kv, stats, ctx, candidates):
+        """See `Score`."""
+        del memory, stats, ctx, candidates
+        recency = kv.pos.astype(jnp.float32)
+        return jnp.where(kv.pos % (self.dilation + 1) == 0, recency, recency - 2.0**24)
+
+
+def dilated_window(
+    budget: int | float | Count, *, dilation: int = 1, mode: Literal["mask", "anchored"] = "mask"
+) -> Evict:
+    """The current token and those at distances D + 1, 2 (D + 1), ...
+
+    The visible set changes parity at every step, so no cache that evicts can realise it (D-07). "mask" keeps the
+    `budget` most recent tokens and shows each decode row every (D + 1)-th of them: it saves the memory of a plain
+    window. "anchored" evicts: it keeps the current token and the last positions that D + 1 divides.
+
+    Args:
+      budget: live tokens a kv head and layer.
+      dilation: D; 0 is a plain window.
+      mode: see above.
+    """
+    if dilation < 0:
+        raise ValueError(f"dilation={dilation} is negative; 0 is a plain window")
+    if mode == "mask":
+        return Evict(Recency(), budget, when=every_step(), mask=EveryOther(dilation))
+    if mode != "anchored":
+        raise ValueError(f"mode={mode!r} is not one of ('mask', 'anchored')")
+    return Evict(OnGrid(dilation), budget, protect=Protect(recent=1), when=every_step())

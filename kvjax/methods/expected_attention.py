@@ -1,0 +1,32 @@
+"""ExpectedAttention (Devoto et al., arXiv 2510.00636)."""
+
+from kvjax.budget import Count
+from kvjax.eviction import Evict
+from kvjax.key_scores import ExpectedAttention
+from kvjax.measurements import FutureQueries
+from kvjax.protect import Protect
+
+
+def expected_attention(
+    budget: int | float | Count,
+    *,
+    horizon: int = 512,
+    sinks: int = 4,
+    covariance: bool = True,
+    eps: float = 0.0,
+) -> Evict:
+    """Keeps the tokens that queries to come are expected to attend to, weighted by their values' norms.
+
+    See `kvjax.key_scores.ExpectedAttention`. The sinks' queries do not count in the model of queries, and sinks stay.
+
+    Args:
+      budget: live tokens a kv head and layer, sinks included.
+      horizon: positions ahead whose rotations are averaged.
+      sinks: first tokens that stay.
+      covariance: whether the queries' covariance counts.
+      eps: added to the weight (0.01 in the leaderboard of its authors, with adaptive head budgets).
+    """
+    if isinstance(budget, int):
+        sinks = min(sinks, budget)
+    score = ExpectedAttention(FutureQueries(horizon, sinks), covariance, eps)
+    return Evict(score, budget, protect=Protect(sinks=sinks))

@@ -1,0 +1,137 @@
+"""NaCl: proxy tokens and random eviction (Chen et al., arXiv 2408.03675)."""
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+
+from kvjax.budget import Above, Count, Less, Ratio, Tokens, as_budget, as_count
+from kvjax.eviction import Evict
+from kvjax.protect import Protect
+from kvjax.schedule import after_prefill, every
+from kvjax.scores import LayerMean, Proxies, Score
+from kvjax.select import TopK, TopKThenRandom
+from kvjax.stats import FirstAndLastRows, LastRows, Observe, SeesAll
+
+# Table 4, percent of the prompt: budget, protected proxies, scoring-only proxies, kept at random.
+_TABLE_4 = np.array([[10.0, 1.0, 3.0, 7.0], [20.0, 2.0, 18.0, 12.0], [30.0, 1.5, 20.0, 18.0]])
+
+
+@dataclasses.dataclass(frozen=True)
+class Table4(Count):
+    """NaCl's Table 4 between its rows: the four shares are linear in the budget, and in proportion outside 10 to 30 %.
+
+    Attributes:
+      which: "protect" (proxies that stay), "rows" (all proxies) or "random" (tokens kept by the draw).
+      budget: the budget.
+    """
+
+    which: Literal["protect", "rows", "random"]
+    budget: Count
+
+    def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
+        """The count for every prompt length."""
+        del budget
+        n = np.maximum(prompt_length, 1)
+        percent = 100.0 * self.budget.table(prompt_length, prompt_length) / n
+        inside = np.clip(percent, 10.0, 30.0)
+        share = lambda column: np.interp(inside, _TABLE_4[:, 0], _TABLE_4[:, column]) * percent / inside
+        protect, scoring, random = share(1), share(2), share(3)
+        value = {"protect": protect, "rows": protect + scoring, "random": random}[self.which]
+        tokens = np.floor(value * n / 100.0 + 1e-9).astype(np.int64)
+        return np.maximum(tokens, 1) if self.which == "rows" else tokens
+
+
+def nacl(
+    budget: int | float | Count,
+    *,
+    protect: int | float | Count | None = None,
+    proxies: int | float | Count | None = None,
+    random: int | float | Count | None = None,
+    sinks: int = 0,
+    first_proxies: int | float | Count = 0,
+    random_pool: Literal["rest", "all"] = "rest",
+    random_distribution: Literal["softmax", "normalised", "uniform"] = "softmax",
+    random_temperature: float = 1.0,
+    head_mode: Literal["headwise", "layer"] = "headwise",
+    proxy_causal: bool = True,
+    decode_every: int | None = None,
+    decode_rows: Literal["row", "interval"] = "row",
+    min_len: int = 0,
+    group: Literal["mean", "max", "sum"] = "mean",
+) -> Evict:
+    r"""Keeps what the proxies at the end of the prompt attend to, and a random sample of the rest.
+
+    $S_j = \sum_{i \in P} p_{ij}$ over the proxy rows. Of the budget, some proxies stay (`protect`), `random` tokens are
+    drawn without replacement from softmax(S) independently in every layer and head, and the rest are the best by $S$.
+    Once, layer by layer, right after each layer has read the prompt.
+
+    The shares are those of Table 4, interpolated between its rows (10, 20 and 30 % of the prompt) and scaled outside.
+    The released code uses other shares (D-17, `nacl_llama3`), draws from what the proxy stage left where the paper's
+    formula draws from all (D-15), lets proxies see later proxies (D-18), never evicts while generating (D-16), and
+    judges kv head g by query head g (D-19; `group` combines the heads of a group instead).
+
+    Args:
+      budget: live tokens a kv head and layer.
+      protect: proxies that stay.
+      proxies: all proxy rows, at the end of the prompt.
+      random: tokens kept by the draw; 0 is the ablation "without random eviction". A `random` of the whole budget less
+        `protect` is the one "without proxies".
+      sinks: first tokens that stay.
+      first_proxies: proxy rows at the beginning too, for prompts whose question stands anywhere.
+      random_pool, random_distribution, random_temperature: see `TopKThenRandom`; "uniform" is the ablation without
+        probability sampling.
+      head_mode: "layer" averages scores over the heads of a layer and draws once (the ablation without head-wise
+        eviction). `shared_layers` makes one decision for all layers.
+      proxy_causal: False lets proxies see later tokens.
+      decode_every: evict at every so many decode steps, with the step's own row as proxy; None keeps all new tokens.
+      decode_rows: "interval" takes all rows since the last eviction as proxies.
+      min_len: prompts no longer than this are left alone (2048 in the released code).
+      group: how a group's query heads are combined.
+    """
+    count = as_budget(budget)
+    protect = Table4("protect", count) if protect is None else as_count(protect, "protect")
+    proxies = Table4("rows", count) if proxies is None else as_count(proxies, "proxies")
+    random = Table4("random", count) if random is None else as_count(random, "random")
+    plain = isinstance(first_proxies, int) and first_proxies == 0
+    rows = LastRows(proxies) if plain else FirstAndLastRows(first_proxies, proxies)
+    of = Observe(rows, group=group, softmax=None if proxy_causal else SeesAll())
+    score: Score = Proxies(of, decode_every or 1 if decode_rows == "interval" else 1)
+    if head_mode == "layer":
+        score = LayerMean(score)
+    elif head_mode != "headwise":
+        raise ValueError(f"head_mode={head_mode!r} is not one of ('headwise', 'layer')")
+    return Evict(
+        score,
+        Above(count, min_len) if min_len else budget,
+        protect=Protect(sinks, protect),
+        when=after_prefill() if decode_every is None else every(decode_every),
+        select=TopKThenRandom(
+            random, random_pool, random_distribution, random_temperature, shared=head_mode == "layer"
+        ),
+    )
+
+
+def nacl_llama3(budget: float = 0.2, **options: Any) -> Evict:
+    """The released code's shares (D-17): 256 sinks, 1 % proxies of which 256 are not kept, 7 % random of 20 %.
+
+    The shares scale with `budget`. Below 25,700 tokens the code's own slices come out empty; here a prompt too short
+    for the sinks is refused.
+
+    Args:
+      budget: share of the prompt that is kept.
+      **options: of `nacl`.
+    """
+    defaults: dict[str, Any] = {
+        "sinks": 256,
+        "proxies": 0.01,
+        "protect": Less(Ratio(0.01), Tokens(256)),
+        "random": 0.07 * budget / 0.2,
+        "min_len": 2048,
+    }
+    return nacl(budget, **(defaults | options))
+
+
+def proxy_eviction(budget: int | float | Count, **options: Any) -> Evict:
+    """NaCl without random eviction (Table 3)."""
+    return dataclasses.replace(nacl(budget, **options), select=TopK())

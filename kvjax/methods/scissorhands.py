@@ -1,0 +1,47 @@
+"""Scissorhands (Liu et al., arXiv 2305.17118)."""
+
+from typing import Literal
+
+from kvjax.allocation import LayerAllocation, UniformLayers
+from kvjax.budget import Count, Share
+from kvjax.eviction import Evict
+from kvjax.protect import Protect
+from kvjax.schedule import when_over
+from kvjax.scores import Accumulated, History
+from kvjax.stats import AllRows, Observe
+
+
+def scissorhands(
+    budget: int | float | Count,
+    *,
+    history: int = 400,
+    recent: int = 10,
+    drop: int | float | Count = Share(0.5),
+    theta: float | Literal["1/visible", "1/position"] = "1/visible",
+    layers: LayerAllocation = UniformLayers(),
+    element: Literal["above", "p"] = "above",
+    decay: float = 1.0,
+) -> Evict:
+    r"""Drops many tokens at once: those that few of the last rows paid more than average attention.
+
+    $S_j$ is the number of rows $i$ among the last `history` with $p_{ij} > 1/t$. A cache is compressed only when it
+    would exceed its budget, and then loses `drop` tokens at once. The printed pseudo-code clears the non-recent part of
+    the importance and calls the accumulation "low score"; read literally it would keep only recent tokens. Here recent
+    tokens are safe and low counts go first (D-04). "1/t" is one over the visible keys, or over the position.
+
+    The paper gives later layers more budget by a rule of thumb without a formula: `layers` takes any allocation.
+
+    Args:
+      budget: the most live tokens a kv head and layer, recent ones included; what the prompt is cut to.
+      history: rows that count.
+      recent: protected last tokens.
+      drop: tokens evicted at once.
+      theta: the threshold.
+      layers: how the budget is divided over layers.
+      element: "p" sums probabilities instead, as another implementation under this name does, with
+      decay: what the sum is multiplied by at every step (D-50). It has no window.
+    """
+    score = History(history, theta) if element == "above" else Accumulated(Observe(AllRows()), decay=decay)
+    if isinstance(budget, int):
+        recent = min(recent, budget)
+    return Evict(score, budget, protect=Protect(recent=recent), layers=layers, when=when_over(1, drop=drop))

@@ -1,0 +1,97 @@
+"""ThinK: thinner keys (Xu et al., arXiv 2407.21018)."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.context import Context, Phase, Site
+from kvjax.measurements import QuerySquares
+from kvjax.policy import Policy, Selection
+from kvjax.state import LayerKV, PerHead
+from kvjax.stats import LayerStats, Measurement
+
+
+@dataclasses.dataclass(frozen=True)
+class PruneChannels(Policy):
+    """Drops key channels instead of tokens.
+
+    Attributes:
+      share: of the channels that is dropped.
+      query_rows: the prompt's last rows whose queries count.
+      storage: "dropped" stores only the channels that stay, for generated tokens as well; "zeroed" zeroes them in the
+        prompt's keys, which frees nothing and leaves generated keys whole.
+    """
+
+    share: float
+    query_rows: int = 32
+    storage: Literal["dropped", "zeroed"] = "dropped"
+
+    def __post_init__(self):
+        if not 0 <= self.share < 1:
+            raise ValueError(f"PruneChannels(share={self.share}): the share of dropped channels lies in [0, 1)")
+        if self.storage not in ("dropped", "zeroed"):
+            raise ValueError(f"PruneChannels(storage={self.storage!r}): not one of ('dropped', 'zeroed')")
+
+    def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
+        """See `Policy`."""
+        del site
+        return (QuerySquares(self.query_rows),) if phase == "prefill" else ()
+
+    def init(self, site: Site, batch: int) -> Any:
+        """See `Policy`."""
+        return PerHead(jnp.zeros((batch, site.num_kv_heads, site.head_dim), jnp.float32))
+
+    def target(self, site: Site, prompt_length: int) -> int:
+        """See `Policy`."""
+        return prompt_length + site.max_new_tokens
+
+    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
+        """See `Policy`."""
+        del lengths
+        return site.prompt_len + site.max_new_tokens
+
+    def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
+        """Scores channels by mean(q^2) over the last rows times mean(k^2) over the live tokens (section 3.2)."""
+        if ctx.phase == "decode" or kv.channels is not None:
+            return kv.memory, None
+        k = jnp.where(kv.live[..., None], kv.k.astype(jnp.float32), 0.0)
+        mean = (k * k).sum(2) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
+        return PerHead(stats[QuerySquares(self.query_rows)] * mean), None
+
+    def transform(self, kv: LayerKV, ctx: Context) -> LayerKV:
+        """See `Policy`."""
+        if kv.positions != "original":
+            raise ValueError(
+                f"positions={kv.positions!r} rotates stored keys again, which needs all of their channels; "
+                "use positions='original'"
+            )
+        H = ctx.site.head_dim
+        stays = H - int(H * self.share)
+        _, index = lax.top_k(kv.memory.value, stays)
+        index = jnp.sort(index, axis=-1).astype(jnp.int32)
+        if self.storage == "dropped":
+            k = jnp.take_along_axis(kv.k, index[:, :, None], axis=-1)
+            return dataclasses.replace(kv, k=k, channels=index)
+        mask = jnp.put_along_axis(jnp.zeros(kv.memory.value.shape, bool), index, True, axis=-1, inplace=False)
+        return dataclasses.replace(kv, k=jnp.where(mask[:, :, None], kv.k, jnp.zeros((), kv.k.dtype)))
+
+
+def think(
+    channels: float = 0.5, *, query_rows: int = 32, storage: Literal["dropped", "zeroed"] = "dropped"
+) -> PruneChannels:
+    r"""Keeps the key channels that matter to the last queries; every token stays.
+
+    A channel's score is $\mathrm{mean}_{\text{last rows}}(q_c^2)\,\mathrm{mean}_j(k_{jc}^2)$, averaged over the group.
+    It is a transform of storage, not a token policy: chain it behind one, `chain(snapkv(256), think(0.5))`.
+    Implementations zero the channels of all prompt tokens (kvpress: `storage="zeroed"`), or store them without, the
+    last 32 tokens excepted.
+
+    Args:
+      channels: share of the key channels that is dropped.
+      query_rows: the prompt's last rows whose queries count.
+      storage: see `PruneChannels`.
+    """
+    return PruneChannels(channels, query_rows, storage)
