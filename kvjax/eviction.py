@@ -134,13 +134,12 @@ class Evict(Policy):
             )
 
         if self.scope is not None:
-            scope = int(
-                Counts(sizes.budget[:, site.layer], jnp.zeros((0,), jnp.int32)).table(self.scope.size)[prompt_length]
-            )
-            if scope > budget:
+            lengths = np.arange(site.prompt_len + 1)
+            table = as_count(self.scope.size, "size").table(lengths, sizes.budget[:, site.layer])
+            if (scope := int(table[prompt_length])) > budget:
                 raise ValueError(
-                    f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, but {self.scope} "
-                    f"protects {scope}; raise the budget (now {self.budget}) or protect fewer"
+                    f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, but "
+                    f"{self.scope} protects {scope}; raise the budget (now {self.budget}) or protect fewer"
                 )
 
     @property

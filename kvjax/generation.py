@@ -87,6 +87,7 @@ def forward(
     valid: Int[Array, "B"] | None = None,
     phase: Phase = "prefill",
     evict: bool = False,
+    ends: bool = True,
     last_only: bool = True,
 ) -> tuple[Float[Array, "B _ V"], KVState, AttentionStats]:
     """One pass of the model over T new tokens of every sequence.
@@ -99,6 +100,7 @@ def forward(
       phase: "prefill" appends slots; "decode" needs T = 1 and a dead slot in every head.
       evict: applies the policy to each layer right after its attention, and in prefill compacts it to the planned
         capacity before the next layer runs, so that a prompt's full keys and values exist for one layer at a time.
+      ends: whether the prompt ends with these tokens; only then may a policy change how the cache is stored.
       last_only: logits of the last column only.
 
     Returns:
@@ -124,7 +126,8 @@ def forward(
     def store(kv, layer):
         if phase == "decode":
             return kv
-        return plan.policy.transform(compact(kv, plan.capacities[layer]), context(state, layer, phase))
+        kv = compact(kv, plan.capacities[layer])
+        return plan.policy.transform(kv, context(state, layer, phase)) if ends else kv
 
     logits, layers, stats = model(params, tokens, state.layers, attend=attend_and_evict, last_only=last_only)
     state, stats = dataclasses.replace(state, layers=layers), AttentionStats(stats, phase=phase)
@@ -142,15 +145,31 @@ def prefill(
     *,
     lengths: Int[Array, "B"] | None = None,
     key: Key[Array, ""] | Key[Array, "B"] | None = None,
+    block: int | None = None,
 ) -> tuple[Float[Array, "B V"], KVState]:
     """Reads left-padded prompts, evicting layer by layer.
+
+    With `block`, evict-and-encode (RoCo, arXiv 2402.06262, section 3.3): the prompt is read in blocks, and every block
+    is followed by an eviction down to the budget, so that memory is that of the plan's capacity and one block whatever
+    the prompt's length. Blocks end where the prompt ends, the first may be short. One block that holds the whole prompt
+    is the same as none.
+
+    Args:
+      model, params: the model.
+      tokens: left-padded token ids.
+      plan: made for this width.
+      lengths: the prompts' own lengths, T if None.
+      key: one PRNG key for the batch, or one a row.
+      block: tokens of a block, None for the whole prompt at once.
 
     Returns:
       Logits of the next token, and the compacted state.
 
     Raises:
-      ValueError: a prompt of another width, or lengths that the plan has no room for.
+      ValueError: a prompt of another width, lengths that the plan has no room for, or a block without tokens.
     """
+    if block is not None and block < 1:
+        raise ValueError(f"block={block}: a block has at least 1 token; use None to read the prompt at once")
     B, T = tokens.shape
     if plan.prompt_len != T:
         raise ValueError(f"the prompt is {T} tokens wide, but the plan was made for {plan.prompt_len}; make a new plan")
@@ -160,7 +179,25 @@ def prefill(
         plan.check_lengths(np.asarray(lengths))
     lengths = lengths.astype(jnp.int32)
     state = init_state(plan, lengths, key=key, dtype=model.config.dtype)
-    logits, state, _ = forward(model, params, tokens, state, valid=lengths, evict=True)
+    if block is None:
+        logits, state, _ = forward(model, params, tokens, state, valid=lengths, evict=True)
+        return logits[:, -1], state
+
+    blocks = jnp.pad(tokens, ((0, 0), (-T % block, 0))).reshape(B, -1, block).swapaxes(0, 1)
+    num = blocks.shape[0]
+    after = jnp.arange(num, dtype=jnp.int32)[::-1, None] * block  # tokens behind each block
+    valid = jnp.clip(lengths[None] - after, 0, block)
+    layers = tuple(compact(kv, c) for kv, c in zip(state.layers, plan.capacities, strict=True))
+    state = dataclasses.replace(state, layers=layers)
+
+    def read(state, block_):
+        tokens, valid = block_
+        _, state, _ = forward(model, params, tokens, state, valid=valid, evict=True, ends=False)
+        return state, None
+
+    if num > 1:
+        state, _ = lax.scan(read, state, (blocks[:-1], valid[:-1]))
+    logits, state, _ = forward(model, params, blocks[-1], state, valid=valid[-1], evict=True)
     return logits[:, -1], state
 
 
@@ -278,9 +315,13 @@ def generate_from(
     return Generation(carry[3], carry[4], carry[5])
 
 
-@functools.partial(jax.jit, static_argnames=("model", "plan", "max_new_tokens", "sampler", "eos_ids", "pad_id"))
-def _generate(model, params, tokens, lengths, key, *, plan, max_new_tokens, sampler, eos_ids, pad_id) -> Generation:
-    logits, state = prefill(model, params, tokens, plan, lengths=lengths, key=key)
+@functools.partial(
+    jax.jit, static_argnames=("model", "plan", "max_new_tokens", "sampler", "eos_ids", "pad_id", "block")
+)
+def _generate(
+    model, params, tokens, lengths, key, *, plan, max_new_tokens, sampler, eos_ids, pad_id, block
+) -> Generation:
+    logits, state = prefill(model, params, tokens, plan, lengths=lengths, key=key, block=block)
     return generate_from(
         model, params, logits, state, max_new_tokens=max_new_tokens, sampler=sampler, eos_ids=eos_ids, pad_id=pad_id
     )
@@ -298,6 +339,7 @@ def generate(
     eos_ids: Sequence[int] = (),
     pad_id: int = 0,
     key: Key[Array, ""] | Key[Array, "B"] | None = None,
+    block: int | None = None,
 ) -> Generation:
     """Reads left-padded prompts, evicts, and generates, in one compiled program.
 
@@ -313,6 +355,7 @@ def generate(
       eos_ids: tokens that end a sequence.
       pad_id: what follows the end.
       key: one key, or one a row. A row of a batch draws what it would draw alone with the same key.
+      block: read the prompt in blocks of so many tokens (`prefill`).
 
     Returns:
       `Generation(tokens, lengths, state)`.
@@ -337,6 +380,7 @@ def generate(
         sampler=sampler,
         eos_ids=tuple(eos_ids),
         pad_id=pad_id,
+        block=block,
     )
 
 

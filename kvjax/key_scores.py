@@ -118,9 +118,9 @@ class LagRelative(Score):
         S = kv.num_slots
         num_dead = S - kv.num_live[..., None]
         order = position_order(kv.pos)
-        first_live = (jnp.arange(S, dtype=jnp.int32) + num_dead) % S
+        rank = jnp.arange(S, dtype=jnp.int32)[None, None]
+        first_live = (rank + num_dead) % S
         order = jnp.take_along_axis(order, first_live, axis=-1)  # oldest first, dead slots last
-        rank = jnp.arange(S, dtype=jnp.int32)
         live = kv.num_live[..., None]
         num = max((S - self.sinks) // self.lag, 0)  # partitions, if every slot were live
         ramp = jnp.where(rank < self.sinks, 1.0, rank.astype(jnp.float32) / jnp.maximum(live, 1).astype(jnp.float32))

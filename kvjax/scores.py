@@ -322,7 +322,7 @@ class History(Score):
         """Row `i` of the text owns bit `i % rows`; the new rows overwrite theirs in every slot."""
         above = stats[self.observe(ctx.phase)[0]] > 0  # "B K R S", the last R rows
         R = above.shape[2]
-        bit = jnp.arange(self.rows, dtype=jnp.int32)
+        bit = jnp.arange(self.rows, dtype=jnp.int32)[None]
         ago = (ctx.length[:, None] - 1 - bit) % self.rows  # "B W": how long ago the row that owns a bit was read
         fresh = (ago < R) & (ago < ctx.length[:, None])
         rows = jnp.take_along_axis(above, jnp.maximum(R - 1 - ago, 0)[:, None, :, None], axis=2)

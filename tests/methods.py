@@ -20,7 +20,10 @@ class Case:
       sinks: first tokens that it must keep.
       random: its draws depend on the kv head, so permuting heads does not commute.
       exact: every head keeps exactly its budget (adaptive heads keep it on average, full caches everything).
+      total: all heads together keep exactly their budgets.
       decodes: evicts while decoding.
+      slack: how many more than its budget a head may hold.
+      dips: how far below its budget an eviction goes.
     """
 
     name: str
@@ -29,7 +32,10 @@ class Case:
     sinks: int = 0
     random: bool = False
     exact: bool = True
+    total: bool = True
     decodes: bool = True
+    slack: int = 0
+    dips: int = 0
 
     def __repr__(self):
         return self.name
@@ -69,6 +75,56 @@ def _count_above(budget):
     return kvjax.Evict(score, budget, protect=kvjax.Protect(recent=2), when=kvjax.every_step())
 
 
+def _scissorhands(budget):
+    return methods.scissorhands(budget, history=7, recent=2, drop=3)
+
+
+def _roco(budget):
+    return methods.roco(budget, protect_last=2)
+
+
+def _nacl(budget):
+    return methods.nacl(budget, protect=2, proxies=5, random=3, sinks=1)
+
+
+def _nacl_decoding(budget):
+    return methods.nacl(
+        budget, protect=2, proxies=5, random=0, random_distribution="uniform", decode_every=3, decode_rows="interval"
+    )
+
+
+def _ahakv(budget):
+    return methods.ahakv(budget, recent=3, pool_kernel=3)
+
+
+def _keyformer(budget):
+    return methods.keyformer(budget, recent=3)
+
+
+def _keyformer_per_key(budget):
+    return methods.keyformer(budget, recent=3, per="key", noise="gaussian", positions="rerotate")
+
+
+def _criticalkv(budget):
+    return methods.criticalkv(budget, base=_snapkv(budget))
+
+
+def _chunkkv(budget):
+    return methods.chunkkv(budget, base=_snapkv(budget), chunk_size=4)
+
+
+def _h2o_rerotated(budget):
+    return dataclasses.replace(methods.h2o(budget), positions="rerotate")
+
+
+def _ada_pyramid(budget):
+    return methods.ada_pyramid(budget, alpha=0.4, beta=4, window_size=4, kernel_size=3)
+
+
+def _snapkv_rows_pooled(budget):
+    return _snapkv(budget, pool_before_rows=True, normalise="outside_window")
+
+
 def _tova_per_head(budget):
     return methods.tova(budget, head_mode="per_kv_head", sinks=1, protect_last=1)
 
@@ -98,12 +154,37 @@ CASES = (
     Case("snapkv_avg", lambda b: _snapkv(b, pooling="avg", group="max"), recent=lambda b: 4, decodes=False),
     Case("pyramidkv", _pyramidkv, recent=lambda b: 4, decodes=False),
     Case("ada_snapkv", _ada_snapkv, recent=lambda b: 4, exact=False, decodes=False),
-    Case("h2o_every_4", _every4_h2o, recent=lambda b: b // 2),
-    Case("tova_when_over_3", _over3_tova),
+    Case("h2o_every_4", _every4_h2o, recent=lambda b: b // 2, slack=3),
+    Case("tova_when_over_3", _over3_tova, slack=2),
     Case("h2o_adaptive", _adaptive_h2o, recent=lambda b: 4, exact=False),
     Case("h2o_pyramid", _pyramid_h2o, recent=lambda b: 4),
     Case("snapkv_then_h2o", _snapkv_then_h2o, recent=lambda b: 4),
     Case("from_fn", _from_fn),
+    Case("h2o_rerotated", _h2o_rerotated, recent=lambda b: b // 2),
+    Case("random_run", lambda b: methods.random(b, random_mode="run"), recent=lambda b: 1, random=True),
+    Case("dilated_mask", methods.dilated_window, recent=lambda b: b),
+    Case("dilated_anchored", lambda b: methods.dilated_window(b, mode="anchored"), recent=lambda b: 1),
+    Case("key_attention", methods.key_attention),
+    Case("mas", lambda b: methods.mas(b, recent=2, sinks=1), recent=lambda b: 2, sinks=1),
+    Case("mas_without_self", lambda b: methods.mas(b, count_self=False), recent=lambda b: 1),
+    Case("aqas", methods.aqas, recent=lambda b: b // 2),
+    Case("scissorhands", _scissorhands, recent=lambda b: 2, slack=1, dips=3),
+    Case("roco", _roco, recent=lambda b: 2),
+    Case("nacl", _nacl, recent=lambda b: 2, sinks=1, random=True, decodes=False),
+    Case("nacl_decoding", _nacl_decoding, recent=lambda b: 2, slack=2),
+    Case("ahakv", _ahakv, recent=lambda b: 3),
+    Case("keyformer", _keyformer, recent=lambda b: 3, random=True),
+    Case("keyformer_per_key", _keyformer_per_key, recent=lambda b: 3, random=True),
+    Case("ada_pyramid", _ada_pyramid, recent=lambda b: 4, exact=False, decodes=False),
+    Case("snapkv_rows_pooled", _snapkv_rows_pooled, recent=lambda b: 4, decodes=False),
+    Case("knorm", methods.knorm, decodes=False),
+    Case("keydiff", lambda b: methods.keydiff(b, when=kvjax.every_step())),
+    Case("lagkv", lambda b: methods.lagkv(b, lag=5, sinks=2), decodes=False),
+    Case("expected_attention", lambda b: methods.expected_attention(b, horizon=8), sinks=4, decodes=False),
+    Case("criticalkv", _criticalkv, recent=lambda b: 4, decodes=False),
+    Case("chunkkv", _chunkkv, recent=lambda b: 0, exact=False, total=False, decodes=False, slack=4),
+    Case("think", lambda b: methods.think(0.5, query_rows=4), exact=False, decodes=False),
+    Case("snapkv_then_think", lambda b: kvjax.chain(_snapkv(b), methods.think()), recent=lambda b: 4, decodes=False),
     Case("count_above", _count_above, recent=lambda b: 2),
 )
 

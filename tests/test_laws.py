@@ -85,8 +85,10 @@ def test_prompt_eviction_meets_the_budget(case, layer):
         live = np.asarray(after.num_live[row])
         if case.exact:
             np.testing.assert_array_equal(live, limit)
-        else:
+        elif case.total:
             assert live.sum() == min(n, target(policy, layer, n)) * K
+        else:
+            assert live.max() <= limit + case.slack
         assert live.max() <= policy.capacity(ctx.site)
 
 
@@ -171,7 +173,7 @@ def test_equal_policies_are_equal_values(case):
     assert case.make(BUDGET) == case.make(BUDGET)
     assert hash(case.make(BUDGET)) == hash(case.make(BUDGET))
     assert repr(case.make(BUDGET)) == repr(case.make(BUDGET))
-    if case.name != "full":
+    if case.name not in ("full", "think"):
         assert case.make(BUDGET) != case.make(BUDGET + 1)
 
 
@@ -230,10 +232,9 @@ def test_decoding_never_exceeds_the_plan(tiny, prompts, case):
         assert int(live[:, :, layer].max()) <= plan.capacities[layer]
         for row, n in enumerate(lengths):
             limit = plan.policy.target(site, int(n))
-            slack = {"h2o_every_4": 3, "tova_when_over_3": 2}.get(case.name, 0)
             if case.decodes and case.exact:
-                assert int(live[:, row, layer].max()) <= limit + slack
-                assert int(live[-1, row, layer].min()) >= limit  # a full budget stays in use
+                assert int(live[:, row, layer].max()) <= limit + case.slack
+                assert int(live[-1, row, layer].min()) >= limit - case.dips  # a full budget stays in use
             elif case.decodes:
                 assert int(live[:, row, layer].sum(-1).max()) <= limit * K
     assert after_prompt.num_slots == plan.num_slots

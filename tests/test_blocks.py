@@ -1,0 +1,107 @@
+"""Reading a prompt in blocks, evicting after each."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import methods
+from kvjax.protect import rows_since_insertion
+from tests import helpers
+from tests.methods import every_method
+
+T = 24
+
+
+def read(tiny, policy, tokens, lengths=None, *, block, new=6):
+    model, params = tiny
+    plan = kvjax.make_plan(model.config, policy, prompt_len=tokens.shape[1], max_new_tokens=new, lengths=lengths)
+    lengths = None if lengths is None else jnp.asarray(lengths)
+    run = jax.jit(lambda p, t: kvjax.prefill(model, p, t, plan, lengths=lengths, block=block))
+    return run(params, jnp.asarray(tokens))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return np.random.default_rng(3).integers(0, 61, (2, T))
+
+
+@every_method
+def test_one_block_is_the_whole_prompt(tiny, prompts, case):
+    policy = case.make(10)
+    whole, at_once = read(tiny, policy, prompts, [T, 17], block=None)
+    one, blocked = read(tiny, policy, prompts, [T, 17], block=T)
+    np.testing.assert_allclose(one, whole, atol=2e-5)
+    for a, b in zip(at_once.layers, blocked.layers, strict=True):
+        assert helpers.live_positions(a) == helpers.live_positions(b)
+
+
+@every_method
+@pytest.mark.parametrize("block", [5])
+def test_a_padded_row_read_in_blocks_equals_the_row_alone(tiny, prompts, case, block):
+    policy = case.make(10)
+    if case.random:
+        pytest.skip("keys differ between the rows of a batch and a single one")
+    n = 17
+    together, batch = read(tiny, policy, prompts, [T, n], block=block)
+    alone, single = read(tiny, policy, prompts[1:, T - n :], block=block)
+    np.testing.assert_allclose(together[1], alone[0], atol=2e-5)
+    for layer, (a, b) in enumerate(zip(batch.layers, single.layers, strict=True)):
+        assert helpers.live_positions(a)[1] == helpers.live_positions(b)[0]
+        target = policy.target(helpers.site(T=T, layer=layer), n)
+        assert int(a.num_live[1].sum()) <= min(target, n) * 2 + case.slack
+
+
+def test_recency_does_not_depend_on_blocks(tiny, prompts):
+    """A window keeps the same tokens however the prompt is cut."""
+    for block in (1, 7, 24, 100):
+        _, state = read(tiny, methods.window(9), prompts, block=block)
+        for layer in state.layers:
+            assert helpers.live_positions(layer) == [[list(range(T - 9, T))] * 2] * 2
+
+
+def test_e11_rows_are_counted_from_insertion(examples):
+    """Counters at every eviction of a prompt read in blocks, with and without the rows of the dense prefix."""
+    e = examples["E11"]
+    length, block, cache = e["inputs"]["length"], e["params"]["block"], e["params"]["cache_after_block"]
+    site = helpers.site(T=length, K=1, N=1)
+    for ignore, wanted in ((0, "counts_track_prefix"), (cache, "counts_ignore_prefix")):
+        seen = []
+        for end in range(cache + block, length + 1, block):  # the example evicts the oldest tokens
+            pos = jnp.arange(end - cache - block, end, dtype=jnp.int32)[None, None]
+            zeros = jnp.zeros((1, 1, cache + block, 8))
+            ctx = helpers.context(site, length=[end], prompt_length=[length])
+            counts = rows_since_insertion(kvjax.LayerKV(zeros, zeros, pos), ctx, ignore)
+            seen.append(counts[0, 0].tolist())
+        assert seen == e["expected"][wanted]
+
+
+def test_a_mean_over_blocks_is_the_mean_over_rows(tiny, prompts):
+    """Nothing is evicted, so the means of a prompt read in blocks are those of one read at once."""
+    score = kvjax.scores.Mean()
+    policy = kvjax.Evict(score, 40, when=kvjax.every_step())
+    _, at_once = read(tiny, policy, prompts, block=None)
+    _, blocked = read(tiny, policy, prompts, block=5)
+    by_position = lambda kv: jnp.take_along_axis(
+        kv.memory.score, jnp.argsort(jnp.where(kv.live, kv.pos, 1000), axis=-1)[..., :T], axis=-1
+    )
+    for a, b in zip(at_once.layers, blocked.layers, strict=True):
+        np.testing.assert_allclose(by_position(b), by_position(a), atol=2e-5)
+
+
+def test_memory_does_not_grow_with_the_prompt(tiny):
+    model, params = tiny
+
+    def compiled(length):
+        plan = kvjax.make_plan(model.config, methods.roco(16), prompt_len=length, max_new_tokens=4, lengths=[length])
+        run = lambda p, t: kvjax.prefill(model, p, t, plan, block=32)
+        memory = jax.jit(run).lower(params, jax.ShapeDtypeStruct((1, length), jnp.int32)).compile().memory_analysis()
+        return memory.temp_size_in_bytes - 2 * 4 * length  # the token ids themselves, and their blocks
+
+    assert compiled(8192) < 1.05 * compiled(1024)
+
+
+def test_blocks_have_tokens(tiny, prompts):
+    with pytest.raises(ValueError, match="block=0: a block has at least 1 token"):
+        read(tiny, methods.window(9), prompts, block=0)
