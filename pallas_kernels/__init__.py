@@ -1,6 +1,7 @@
 """Attention over KV caches, and the statistics that eviction policies read from it."""
 
 from pallas_kernels.api import attention as attention
+from pallas_kernels.api import pooled_attention as pooled_attention
 from pallas_kernels.columns import Attention as Attention
 from pallas_kernels.columns import Columns as Columns
 from pallas_kernels.columns import Softmax as Softmax

@@ -98,3 +98,33 @@ def _column(spec: Columns, p, logits, seen, q_pos, kv_pos, window):
     if spec.group is None:
         return f.reshape(B, K * G, *f.shape[3:])
     return f if spec.group_at == "before" else reduce_group(f, spec.group, axis=2)
+
+
+def pooled_attention(
+    q: Float[Array, "B N 1 H"],
+    k: Float[Array, "B P H"],
+    v: Float[Array, "B P H"],
+    owner: Int[Array, "B P"],
+    q_pos: Int[Array, "B 1"],
+    kv_pos: Int[Array, "B P"],
+    *,
+    num_kv_heads: int,
+    columns: Sequence[Columns] = (),
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Attention:
+    """See `pallas_kernels.pooled_attention`. A dense cache as long as the pool, with the slots of other heads dead."""
+    K = num_kv_heads
+    mine = owner[:, None] == jnp.arange(K, dtype=owner.dtype)[None, :, None]
+    dense = lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], K, *x.shape[1:]))
+    pos = jnp.where(mine, kv_pos[:, None], -1)
+    found = attention(q, dense(k), dense(v), q_pos, pos, columns=columns, scale=scale, window=window, softcap=softcap)
+
+    def gather(x):
+        """Every slot's number from "B K ... P", one kv head's axis gone."""
+        return jnp.where(mine.reshape(*mine.shape[:2], *(1,) * (x.ndim - 3), -1), x, 0.0).sum(1)
+
+    split = lambda x: x.reshape(x.shape[0], K, -1, *x.shape[2:])
+    measured = tuple(gather(split(x) if c.group is None else x) for c, x in zip(columns, found.columns, strict=True))
+    return Attention(found.out, found.lse, measured)

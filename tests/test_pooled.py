@@ -1,0 +1,202 @@
+"""Attention over a flat pool of slots with owners: against float64 numpy, head by head."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import Columns, Softmax, attention, pooled_attention
+from tests.references import attention as numpy_reference
+
+IMPLEMENTATIONS = ("xla", "reference")
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
+SEED = jnp.asarray([3, 0xFFFFFFFF], jnp.uint32)
+COLUMNS = (
+    *(
+        Columns(element=element, group=group, group_at=at)
+        for element, group, at in itertools.product(
+            ("p", "p2", "above"), ("mean", "max", "sum", None), ("before", "after")
+        )
+        if not (group is None and at == "before")
+    ),
+    Columns(element="above", threshold="1/position", rows=3),
+    Columns(element="above", threshold=0.05),
+    Columns(count_self=False),
+    Columns(summed=False),
+    Columns(summed=False, group=None),
+)
+OWN = (
+    Softmax(),
+    Softmax(causal=False),
+    Softmax(before=jnp.asarray([20, 9], jnp.int32)),
+    Softmax(noise="constant"),
+    *(Softmax(seed=SEED, noise=noise, per=per) for noise in ("gumbel", "gaussian") for per in ("call", "key")),
+)
+
+
+def inputs(*, B=2, N=6, K=3, P=61, H=8, dead=0.3, dtype="float32", seed=0):
+    """A pool in random order: some slots without an owner, some without a position, heads of different lengths."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((B, N, 1, H), (B, P, H), (B, P, H)))
+    owner = rng.choice(K, (B, P), p=np.arange(1, K + 1) / (K * (K + 1) / 2))
+    kv_pos = np.stack([rng.permutation(P) for _ in range(B)])
+    owner = np.where(rng.random((B, P)) < dead / 2, -1, owner)
+    kv_pos = np.where(rng.random((B, P)) < dead / 2, -1, kv_pos)
+    q_pos = np.full((B, 1), P - 8)  # later slots are not to be read
+    return q, k, v, *(jnp.asarray(x, jnp.int32) for x in (owner, q_pos, kv_pos))
+
+
+def expected(q, k, v, owner, q_pos, kv_pos, num_kv_heads, columns, **options):
+    """The numpy reference of every sequence and kv head over just its own slots, put back at their places."""
+    B, N, _, H = q.shape
+    K = num_kv_heads
+    G, P = N // K, k.shape[1]
+    out, lse = np.zeros((B, N, 1, H)), np.full((B, N, 1), -np.inf)
+    measured = []
+    for c in columns:
+        shape = (B, P) if c.group is not None else (B, G, P)
+        measured.append(np.zeros(shape if c.summed else (*shape[:-1], 1, P)))
+    for b in range(B):
+        pos = np.full((1, K, P), -1)
+        for h in range(K):
+            pos[0, h] = np.where(np.asarray(owner[b]) == h, kv_pos[b], -1)
+        one = jax.tree.map(lambda x, b=b: x[b : b + 1], tuple(columns))
+        dense = lambda x, b=b: np.broadcast_to(np.asarray(x[b], np.float64), (1, K, P, H))
+        o, s, m = numpy_reference.attention(
+            q[b : b + 1], dense(k), dense(v), q_pos[b : b + 1], pos, columns=one, **options
+        )
+        out[b], lse[b] = o[0], s[0]
+        for c, x, y in zip(columns, measured, m, strict=True):
+            for j, h in enumerate(np.asarray(owner[b])):
+                if h >= 0 and c.group is None:
+                    x[b, ..., j] = y[0, h * G : (h + 1) * G, ..., j]
+                elif h >= 0:
+                    x[b, ..., j] = y[0, h, ..., j]
+    return out, lse, measured
+
+
+def compare(arrays, K, columns, implementation, tolerance, **options):
+    found = pooled_attention(*arrays, columns, num_kv_heads=K, implementation=implementation, **options)
+    scale = options.pop("scale", arrays[0].shape[-1] ** -0.5)
+    out, lse, measured = expected(*arrays, K, columns, scale=scale, **options)
+    assert found.out.dtype == (arrays[0].dtype if implementation != "reference" else jnp.float32)
+    np.testing.assert_allclose(np.asarray(found.out, np.float64), out, atol=tolerance)
+    np.testing.assert_allclose(found.lse, lse, atol=tolerance)
+    for c, x, y in zip(columns, found.columns, measured, strict=True):
+        assert x.shape == y.shape, c
+        assert x.dtype == jnp.float32
+        wrong = np.abs(np.asarray(x) - y) > tolerance
+        assert wrong.mean() <= (0.02 if c.element == "above" else 0.0), c  # next to a threshold either side will do
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"N": 4, "K": 1}, {"N": 4, "K": 4, "P": 130, "H": 16}, {"N": 8, "K": 2, "P": 9, "B": 1}],
+    ids=str,
+)
+def test_against_numpy(implementation, shape):
+    compare(inputs(**shape), shape.get("K", 3), COLUMNS, implementation, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("options", [{"window": 17}, {"softcap": 2.0}, {"scale": 0.7}], ids=str)
+def test_options(implementation, options):
+    compare(inputs(), 3, COLUMNS[::3], implementation, TOLERANCE["float32"], **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_half_precision_inputs(implementation, dtype):
+    columns = (Columns(), Columns(element="p2", group_at="before"), Columns(group=None))
+    compare(inputs(dtype=dtype), 3, columns, implementation, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_own_softmax_and_weights(implementation):
+    rng = np.random.default_rng(5)
+    multiplier = jnp.asarray(rng.uniform(0.3, 2, (2, 3, 1)), jnp.float32)
+    weight = jnp.asarray(rng.random((2, 1)), jnp.float32)
+    columns = (
+        *(Columns(softmax=own) for own in OWN),
+        *(Columns(softmax=Softmax(multiplier, own.seed, own.before, own.noise, own.per)) for own in OWN),
+        Columns(softmax=Softmax(multiplier=multiplier), element="above", group=None),
+        Columns(softmax=Softmax(multiplier=multiplier, seed=SEED, noise="gumbel"), element="p2", group_at="before"),
+        Columns(weight=weight),
+        Columns(weight=weight, element="p2", group="max"),
+    )
+    compare(inputs(), 3, columns, implementation, TOLERANCE["float32"])
+    compare(inputs(), 3, columns[::4], implementation, TOLERANCE["float32"], window=30, softcap=2.0)
+
+
+def test_a_sorted_pool_is_the_dense_cache():
+    rng = np.random.default_rng(1)
+    B, N, K, S, H = 2, 8, 4, 33, 16
+    q, k, v = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((B, N, 1, H), (B, K, S, H), (B, K, S, H)))
+    q_pos, kv_pos = jnp.full((B, 1), S, jnp.int32), jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, K, S))
+    columns = (Columns(), Columns(element="above", group_at="before"))
+    dense = attention(q, k, v, q_pos, kv_pos, columns=columns)
+    owner = jnp.broadcast_to(jnp.repeat(jnp.arange(K, dtype=jnp.int32), S)[None], (B, K * S))
+    flat = lambda x: x.reshape(B, K * S, *x.shape[3:])
+    pool = pooled_attention(q, flat(k), flat(v), owner, q_pos, flat(kv_pos), columns, num_kv_heads=K)
+    np.testing.assert_allclose(pool.out, dense.out, atol=1e-6)
+    np.testing.assert_allclose(pool.lse, dense.lse, atol=1e-6)
+    for a, b in zip(pool.columns, dense.columns, strict=True):
+        np.testing.assert_allclose(a, flat(b), atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_heads_that_see_nothing(implementation):
+    q, k, v, owner, q_pos, kv_pos = inputs()
+    owner = jnp.where(owner == 1, -1, owner)
+    arrays = q, k, v, owner, q_pos, kv_pos
+    compare(arrays, 3, (Columns(), Columns(softmax=Softmax(causal=False))), implementation, TOLERANCE["float32"])
+    padding = pooled_attention(
+        q, k, v, owner, jnp.full_like(q_pos, -1), kv_pos, (Columns(),), num_kv_heads=3, implementation=implementation
+    )
+    assert not np.asarray(padding.out).any()
+    assert np.isneginf(padding.lse).all()
+    assert not np.asarray(padding.columns[0]).any()
+
+
+def test_foreign_logits_never_decide_the_scale():
+    """A head whose logits lie far below those of its neighbours' slots keeps its probabilities."""
+    q, k, v, owner, q_pos, kv_pos = inputs(dead=0.0)
+    k = k.at[...].multiply(jnp.where(owner == 0, 1.0, 300.0)[..., None])
+    compare((q, k, v, owner, q_pos, kv_pos), 3, (Columns(), Columns(group=None)), "xla", 1e-4)
+
+
+def test_gradients_against_finite_differences():
+    with jax.enable_x64(True):
+        arrays = [x.astype(jnp.float64) if x.dtype == jnp.float32 else x for x in inputs(P=23, H=4)]
+        arrays[3] = jnp.where(arrays[3] == 1, -1, arrays[3])  # a head that sees nothing
+        mix = jnp.asarray(np.random.default_rng(1).standard_normal(arrays[0].shape))
+
+        def f(q, k, v):
+            found = pooled_attention(q, k, v, *arrays[3:], (Columns(element="p2"),), num_kv_heads=3, softcap=2.0)
+            lse = jnp.where(jnp.isfinite(found.lse), found.lse, 0.0)
+            return (jnp.sin(found.out) * mix).sum() + (lse**2).sum() + (found.columns[0] ** 2).sum()
+
+        grads = jax.grad(f, argnums=(0, 1, 2))(*arrays[:3])
+        rng = np.random.default_rng(2)
+        for i, g in enumerate(grads):
+            direction = jnp.asarray(rng.standard_normal(g.shape))
+            shifted = lambda e, i=i, d=direction: [x + e * d if j == i else x for j, x in enumerate(arrays[:3])]
+            eps = 1e-6
+            numeric = (f(*shifted(eps)) - f(*shifted(-eps))) / (2 * eps)
+            np.testing.assert_allclose((g * direction).sum(), numeric, rtol=1e-6)
+
+
+def test_errors_say_what_to_do():
+    q, k, v, owner, q_pos, kv_pos = inputs()
+    run = pooled_attention.__wrapped__  # without shape checking, which would speak first
+    with pytest.raises(ValueError, match=r"one query row a head, but q has 2"):
+        run(jnp.concatenate([q, q], 2), k, v, owner, q_pos, kv_pos, num_kv_heads=3)
+    with pytest.raises(ValueError, match=r"6 query heads are not a multiple of num_kv_heads=4"):
+        run(q, k, v, owner, q_pos, kv_pos, num_kv_heads=4)
+    with pytest.raises(ValueError, match="column weight has shape"):
+        run(q, k, v, owner, q_pos, kv_pos, [Columns(weight=jnp.ones((2, 3)))], num_kv_heads=3)
+    with pytest.raises(ValueError, match=r"implementation='cuda' is not one of"):
+        run(q, k, v, owner, q_pos, kv_pos, num_kv_heads=3, implementation="cuda")
