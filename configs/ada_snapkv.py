@@ -13,7 +13,8 @@ def get_config(
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
     group: Literal["mean", "max", "sum"] = "mean",
-    max_ratio: float = 4.0,
+    max_ratio: float = float("inf"),
+    storage: Literal["dense", "pool"] = "pool",
     setup: Common = Setup(),
 ) -> Experiment:
     """SnapKV where the heads of a layer compete for its budget.
@@ -26,6 +27,7 @@ def get_config(
       pooling: kind of pooling.
       group: how the query heads of a kv head are combined.
       max_ratio: no head gets more than this many times the average.
+      storage: "pool" allocates a layer what its heads need together, "dense" every head the slots of the largest.
       setup: model, tasks and sizes.
     """
     return Experiment(
@@ -39,6 +41,7 @@ def get_config(
                 pooling=pooling,
                 group=group,
                 max_ratio=max_ratio,
+                storage=storage,
             ),
             budget,
         ),

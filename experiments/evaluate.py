@@ -156,7 +156,7 @@ class Evaluator:
         logits, state = self._prefill(self.params, tokens, lengths, keys)
         jax.block_until_ready(logits)
         prefill_seconds = time.perf_counter() - start
-        positions = [np.asarray(layer.pos) for layer in state.layers]
+        positions = [np.asarray(layer.head_pos) for layer in state.layers]
         live = np.asarray(state.num_live.mean((1, 2), dtype=jnp.float32))
         start = time.perf_counter()
         tokens, logp, most, _ = self._continue(self.params, logits, state, forced_ids, num_forced, np.int32(num_steps))

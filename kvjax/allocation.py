@@ -118,6 +118,10 @@ class HeadAllocation(abc.ABC):
     def cap(self, average: np.ndarray, limit: np.ndarray, num_kv_heads: int) -> np.ndarray:
         """The most selectable tokens that one head can get, for every prompt length (host, static)."""
 
+    def total(self, average: np.ndarray, num_kv_heads: int) -> np.ndarray:
+        """The most tokens that all heads together can get (host, static)."""
+        return average * num_kv_heads
+
     @abc.abstractmethod
     def heads(
         self,

@@ -10,9 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.context import Context
 from kvjax.policy import Policy
+from kvjax.pool import PooledKV, insert_pooled
 from kvjax.state import EMPTY, LayerKV, append, insert, next_ranks
 from kvjax.stats import LayerStats, Measurement, Moment, Rotate
-from pallas_kernels import attention
+from pallas_kernels import Columns, attention, pooled_attention
 
 
 @runtime_checkable
@@ -48,7 +49,7 @@ class Attend(Protocol):
 
 
 def attend(
-    kv: LayerKV,
+    kv: LayerKV | PooledKV,
     q: Float[Array, "B N T H"],
     k: Float[Array, "B K T H"],
     v: Float[Array, "B K T H"],
@@ -62,7 +63,7 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
-) -> tuple[Float[Array, "B N T H"], LayerKV, LayerStats]:
+) -> tuple[Float[Array, "B N T H"], Any, LayerStats]:
     """Appends T tokens to a layer's cache and attends with them.
 
     Args:
@@ -80,6 +81,11 @@ def attend(
     Returns:
       The attention output, the cache with the new tokens, and the measurements over its slots.
     """
+    if isinstance(kv, PooledKV):
+        if ctx.phase == "decode":
+            options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+            return _attend_pooled(kv, q, k, v, pos, ctx, rotate, observe, out_proj, policy, options)
+        kv = kv.view()
     store = insert if ctx.phase == "decode" else append
     raw_q = q
     if kv.k.shape[1] != k.shape[1]:  # a set of slots for every query head
@@ -119,6 +125,55 @@ def attend(
     measured = dict(zip(columns, measured, strict=True))
     values = tuple(measured[o] if o in measured else o.measure(moment) for o in observe)
     return result.out, kv, LayerStats(values, tuple(observe))
+
+
+def _attend_pooled(kv: PooledKV, q, k, v, pos, ctx, rotate, observe, out_proj, policy, options):
+    """`attend` for one token of every sequence over a pool."""
+    K = kv.num_kv_heads
+    raw_q = q
+    if k.shape[1] != K:  # a set of slots for every query head
+        k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
+    if kv.rank is None:
+        kv = insert_pooled(kv, rotate(k, pos[:, None]), v, pos, None)
+        q, keys = rotate(q, pos[:, None]), kv.k
+    else:
+        rank = jnp.where(pos == EMPTY, EMPTY, kv.num_live)  # "B K"
+        q = rotate(q, jnp.repeat(rank, q.shape[1] // K, axis=1)[..., None])
+        if kv.rotated is not None:
+            moved = jnp.where(kv.pos == EMPTY, 0, kv.rank - kv.rotated)
+            turned = lambda kv=kv, moved=moved: rotate(kv.k[:, None], moved[:, None])[:, 0].astype(kv.k.dtype)
+            stored = lax.cond((moved != 0).any(), turned, lambda kv=kv: kv.k)
+            kv = dataclasses.replace(kv, k=stored, rotated=kv.rank)
+            kv = insert_pooled(kv, rotate(k, rank[..., None]), v, pos, rank)
+            keys = kv.k
+        else:
+            kv = insert_pooled(kv, k, v, pos, rank)
+            keys = rotate(
+                kv.k[:, None], jnp.zeros_like(kv.pos)[:, None] if kv.rank is None else jnp.maximum(kv.rank, 0)[:, None]
+            )[:, 0]
+    view = kv.view()
+    moment = Moment(q, raw_q, view, pos, ctx, rotate, out_proj)
+    requests = {o: o.columns(moment) for o in observe}
+    columns = {o: c for o, c in requests.items() if c is not None}
+    visible = None if policy is None else policy.visible(view, ctx)
+    read = kv.pos if visible is None else jnp.where(visible.slots.any(1), kv.pos, EMPTY)
+    apart = visible is not None and visible.measured
+    over = lambda pos_, wanted: pooled_attention(
+        q, keys, kv.v, kv.owner, pos, pos_, tuple(wanted), num_kv_heads=K, **options
+    )
+    result = over(read, () if apart else columns.values())
+    measured = over(kv.pos, columns.values()).columns if apart else result.columns
+    measured = {o: _by_head(kv, c, x) for (o, c), x in zip(columns.items(), measured, strict=True)}
+    values = tuple(measured[o] if o in measured else o.measure(moment) for o in observe)
+    return result.out, kv, LayerStats(values, tuple(observe))
+
+
+def _by_head(kv: PooledKV, spec: Columns, x: Float[Array, "B *head P"]) -> Float[Array, "B _ *row P"]:
+    """A pool's statistic as policies know it: one number a head and slot, 0 in the slots of other heads."""
+    K = kv.num_kv_heads
+    mine = kv.owner[:, None] == jnp.arange(K, dtype=jnp.int32)[None, :, None]
+    x = jnp.where(mine.reshape(x.shape[0], K, *(1,) * (x.ndim - 2), -1), x[:, None], 0.0)
+    return x.reshape(x.shape[0], -1, *x.shape[3:]) if spec.group is None else x
 
 
 def _rerotate(kv: LayerKV, rotate: Rotate) -> LayerKV:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
-from kvjax.generation import init_state
+from kvjax.generation import empty_after_prompt, init_state
 from kvjax.plan import CachePlan
 from kvjax.state import KVState
 
@@ -77,7 +77,9 @@ def load_state(path: str | os.PathLike[str], plan: CachePlan) -> KVState:
         else jnp.asarray(arrays[f"{i:05}"])
         for i in range(meta["leaves"])
     ]
-    structure = jax.tree.structure(jax.eval_shape(lambda: init_state(plan, jnp.zeros((1,), jnp.int32))))
+    structure = jax.tree.structure(
+        jax.eval_shape(lambda: empty_after_prompt(init_state(plan, jnp.zeros((1,), jnp.int32))))
+    )
     return jax.tree.unflatten(structure, restored)
 
 

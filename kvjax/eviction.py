@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.allocation import HeadAllocation, LayerAllocation, UniformHeads, UniformLayers
 from kvjax.budget import Count, Counts, Tokens, as_budget, as_count, lookup
 from kvjax.context import Context, Phase, Site
-from kvjax.policy import Granularity, Policy, Selection, Visible
+from kvjax.policy import Granularity, Layout, Policy, Selection, Visible
 from kvjax.protect import Protect, Scope, protected
 from kvjax.schedule import Schedule
 from kvjax.scores import FromFunction, Score
@@ -22,6 +22,9 @@ from kvjax.select import Limits, Select, TopK
 from kvjax.state import LayerKV, PerHead, Positions, evict
 from kvjax.stats import LayerStats, Measurement, ordered
 from pallas_kernels.pytree import pytree
+
+
+_LARGE = 1e38
 
 
 class Mask(abc.ABC):
@@ -52,6 +55,7 @@ class Evict(Policy):
       granularity: "kv_head" evicts for every kv head; "query_head" stores keys and values for every query head, each
         with a set of its own, in a cache that is G times larger (what most released code does).
       mask: hides live slots from decode rows.
+      storage: "dense" allocates every head the slots of the largest, "pool" the layer what its heads need together.
     """
 
     score: Score
@@ -65,6 +69,7 @@ class Evict(Policy):
     positions: Positions = "original"
     granularity: Granularity = "kv_head"
     mask: Mask | None = None
+    storage: Layout = "dense"
 
     def __post_init__(self):
         budget = as_budget(self.budget)
@@ -89,6 +94,8 @@ class Evict(Policy):
             raise ValueError(f"positions={self.positions!r} is not one of ('original', 'compact', 'rerotate')")
         if self.granularity not in ("kv_head", "query_head"):
             raise ValueError(f"granularity={self.granularity!r} is not one of ('kv_head', 'query_head')")
+        if self.storage not in ("dense", "pool"):
+            raise ValueError(f"storage={self.storage!r} is not one of ('dense', 'pool')")
 
     def _needed(self, phase: Phase) -> tuple[Measurement, ...]:
         """What score, scope and selection look at."""
@@ -119,6 +126,21 @@ class Evict(Policy):
         after_prefill = cap if self.when.prefill else max(cap, site.prompt_len)
         total = site.prompt_len + site.max_new_tokens
         return min(total, after_prefill + self.when.room(site.max_new_tokens))
+
+    def layout(self, site: Site) -> Layout:
+        """See `Policy`."""
+        del site
+        return self.storage
+
+    def slots(self, site: Site, lengths: Sequence[int] | None = None) -> int:
+        """See `Policy`."""
+        per_head = site.num_kv_heads * self.capacity(site, lengths)
+        if self.storage == "dense" or not self.when.prefill:
+            return per_head
+        n = np.arange(site.prompt_len + 1) if lengths is None else np.array([*lengths])
+        total = self.heads.total(self._sizes(site).budget[n, site.layer], site.num_kv_heads).max()
+        room = self.when.room(site.max_new_tokens) + self.select.slack
+        return min(per_head, int(total) + site.num_kv_heads * room)
 
     def check(self, site: Site, prompt_length: int) -> None:
         """See `Policy`."""
@@ -237,10 +259,12 @@ class Evict(Policy):
         safe = protected(kv.pos, ctx.length, sinks, recent)
         candidates = kv.live & ~safe
         score = self.score(memory.score, kv, stats, ctx, candidates).astype(jnp.float32)
+        # Infinities are left to protection and death; what is not a number is worth least.
+        finite = jnp.nan_to_num(score, nan=-_LARGE, posinf=_LARGE, neginf=-_LARGE)
         outside = jnp.minimum(sinks + recent, budget)
         if memory.shares is None:
             most = int(self._sizes(ctx.site).budget[:, ctx.site.layer].max())
-            selectable = self.heads.heads(score, candidates, budget - outside, most, ctx.site)
+            selectable = self.heads.heads(finite, candidates, budget - outside, most, ctx.site)
         else:
             selectable = memory.shares.value
         budgets = selectable + outside[:, None] - reserve
@@ -252,7 +276,7 @@ class Evict(Policy):
             at_once = self.when.room(ctx.site.max_new_tokens) + counts.most(self.when.drop)
             at_once = max(at_once, 1)
         limits = Limits(budgets, self._cap(ctx.site, None), at_once, counts)
-        return Selection(self.select(score, safe, kv, stats, ctx, limits), score, budgets), selectable
+        return Selection(self.select(finite, safe, kv, stats, ctx, limits), score, budgets), selectable
 
 
 @pytree

@@ -18,7 +18,8 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from kvjax.attention import Attend, attend
 from kvjax.context import Context, Phase
 from kvjax.plan import CachePlan, ModelConfig, make_plan
-from kvjax.policy import Policy, context, identity
+from kvjax.policy import Policy, context, identity, on_view
+from kvjax.pool import PooledKV, to_pool
 from kvjax.sampling import Greedy, Sampler
 from kvjax.state import EMPTY, KVState, LayerKV, compact
 from kvjax.stats import AttentionStats, LayerStats, ordered
@@ -40,11 +41,11 @@ class Model(Protocol):
         self,
         params: PyTree[Any],
         tokens: Int[Array, "B T"],
-        layers: tuple[LayerKV, ...],
+        layers: tuple[LayerKV | PooledKV, ...],
         *,
         attend: Attend,
         last_only: bool,
-    ) -> tuple[Float[Array, "B _ V"], tuple[LayerKV, ...], tuple[LayerStats, ...]]:
+    ) -> tuple[Float[Array, "B _ V"], tuple[LayerKV | PooledKV, ...], tuple[LayerStats, ...]]:
         """Logits (of the last column only, if asked), and every layer's cache and statistics after the step."""
         ...
 
@@ -120,14 +121,11 @@ def forward(
         policy = plan.policy if T == 1 else None
         out, kv, stats = attend(cache, q, k, v, pos, ctx=ctx, observe=observe, policy=policy, **options)
         if evict and plan.policy.layerwise:
-            kv = store(plan.policy.layer(kv, stats, ctx), layer)
+            kv = store(on_view(lambda view: plan.policy.layer(view, stats, ctx), kv), layer)
         return out, kv, stats
 
     def store(kv, layer):
-        if phase == "decode":
-            return kv
-        kv = compact(kv, plan.capacities[layer])
-        return plan.policy.transform(kv, context(state, layer, phase)) if ends else kv
+        return kv if phase == "decode" else stored(plan, kv, context(state, layer, phase), ends=ends)
 
     logits, layers, stats = model(params, tokens, state.layers, attend=attend_and_evict, last_only=last_only)
     state, stats = dataclasses.replace(state, layers=layers), AttentionStats(stats, phase=phase)
@@ -135,6 +133,13 @@ def forward(
         state = plan.policy(state, stats)
         state = dataclasses.replace(state, layers=tuple(store(kv, i) for i, kv in enumerate(state.layers)))
     return logits, state, stats
+
+
+def stored(plan: CachePlan, kv: LayerKV, ctx: Context, *, ends: bool = True) -> LayerKV | PooledKV:
+    """A layer as it is kept after the prompt, or after a block of it."""
+    layer = ctx.site.layer
+    kv_ = (to_pool if plan.layouts[layer] == "pool" else compact)(kv, plan.capacities[layer])
+    return plan.policy.transform(kv_, ctx) if ends else kv_
 
 
 def prefill(
@@ -187,8 +192,7 @@ def prefill(
     num = blocks.shape[0]
     after = jnp.arange(num, dtype=jnp.int32)[::-1, None] * block  # tokens behind each block
     valid = jnp.clip(lengths[None] - after, 0, block)
-    layers = tuple(compact(kv, c) for kv, c in zip(state.layers, plan.capacities, strict=True))
-    state = dataclasses.replace(state, layers=layers)
+    state = empty_after_prompt(state, ends=False)
 
     def read(state, block_):
         tokens, valid = block_
@@ -199,6 +203,13 @@ def prefill(
         state, _ = lax.scan(read, state, (blocks[:-1], valid[:-1]))
     logits, state, _ = forward(model, params, blocks[-1], state, valid=valid[-1], evict=True)
     return logits[:, -1], state
+
+
+def empty_after_prompt(state: KVState, *, ends: bool = True) -> KVState:
+    """A state without tokens in the shapes that it has after the prompt."""
+    layers = enumerate(state.layers)
+    layers = tuple(stored(state.plan, kv, context(state, i, "prefill"), ends=ends) for i, kv in layers)
+    return dataclasses.replace(state, layers=layers)
 
 
 def decode_step(
@@ -229,13 +240,17 @@ def decode_step(
     return logits[:, -1], state
 
 
-def _make_room(policy: Policy, kv: LayerKV, ctx: Context, active: Bool[Array, "B"] | None) -> LayerKV:
+def _make_room(
+    policy: Policy, kv: LayerKV | PooledKV, ctx: Context, active: Bool[Array, "B"] | None
+) -> LayerKV | PooledKV:
     """`policy.make_room` for the sequences that are about to read a token."""
-    after = policy.make_room(kv, ctx)
+    after = on_view(lambda view: policy.make_room(view, ctx), kv)
     if active is None or after is kv:
         return after
     pos, rank = jax.tree.map(
-        lambda new, old: jnp.where(active[:, None, None], new, old), (after.pos, after.rank), (kv.pos, kv.rank)
+        lambda new, old: jnp.where(active.reshape(-1, *(1,) * (new.ndim - 1)), new, old),
+        (after.pos, after.rank),
+        (kv.pos, kv.rank),
     )
     return dataclasses.replace(after, pos=pos, rank=rank)
 

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from kvjax.context import Site
-from kvjax.policy import Policy
+from kvjax.policy import Layout, Policy
 from kvjax.state import Positions
 
 
@@ -58,14 +58,16 @@ class CachePlan:
     Attributes:
       policy: the policy.
       sites: the layers.
-      capacities: slots a kv head and layer while decoding.
+      capacities: slots of each layer while decoding: of every kv head, or of all together in a pool.
       positions: how each layer rotates its keys.
+      layouts: how each layer is stored.
     """
 
     policy: Policy
     sites: tuple[Site, ...]
     capacities: tuple[int, ...]
     positions: tuple[Positions, ...]
+    layouts: tuple[Layout, ...]
 
     @property
     def prompt_len(self) -> int:
@@ -80,13 +82,14 @@ class CachePlan:
     @property
     def num_slots(self) -> int:
         """Slots of one sequence, summed over layers and kv heads."""
-        return sum(c * s.num_kv_heads for c, s in zip(self.capacities, self.sites, strict=True))
+        each = zip(self.capacities, self.layouts, self.sites, strict=True)
+        return sum(c if layout == "pool" else c * s.num_kv_heads for c, layout, s in each)
 
     def check_lengths(self, lengths: Sequence[int] | np.ndarray) -> None:
         """Raises ValueError if prompts of these lengths need more slots than were planned."""
         for n in sorted({int(n) for n in lengths}):
             for site, capacity in zip(self.sites, self.capacities, strict=True):
-                if (needed := self.policy.capacity(site, (n,))) > capacity:
+                if (needed := _capacity(self.policy, site, (n,))) > capacity:
                     raise ValueError(
                         f"a prompt of {n} tokens needs {needed} slots in layer {site.layer}, but the plan has "
                         f"{capacity}; make the plan with lengths= that contain it"
@@ -139,5 +142,10 @@ def make_plan(
         for n in known:
             policy.check(site, n)
     planned = None if lengths is None else sorted({*known, prompt_len})
-    capacities = tuple(policy.capacity(s, planned) for s in sites)
-    return CachePlan(policy, sites, capacities, tuple(policy.key_positions(s) for s in sites))
+    capacities = tuple(_capacity(policy, s, planned) for s in sites)
+    layouts = tuple(policy.layout(s) for s in sites)
+    return CachePlan(policy, sites, capacities, tuple(policy.key_positions(s) for s in sites), layouts)
+
+
+def _capacity(policy: Policy, site: Site, lengths: Sequence[int] | None) -> int:
+    return policy.slots(site, lengths) if policy.layout(site) == "pool" else policy.capacity(site, lengths)

@@ -11,19 +11,21 @@ would get alone.
 import abc
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.context import Context, Phase, Site
+from kvjax.pool import PooledKV
 from kvjax.schedule import Schedule
 from kvjax.state import KVState, LayerKV, Positions, evict
 from kvjax.stats import AttentionStats, LayerStats, Measurement, ordered
 from pallas_kernels.pytree import pytree, static
 
 Granularity = Literal["kv_head", "query_head"]
+Layout = Literal["dense", "pool"]
 
 
 @pytree
@@ -77,6 +79,15 @@ class Policy(abc.ABC):
         del site
         return "kv_head"
 
+    def layout(self, site: Site) -> Layout:
+        """How the layer is stored after the prompt: "dense", or a "pool" of slots that heads share (`kvjax.pool`)."""
+        del site
+        return "dense"
+
+    def slots(self, site: Site, lengths: Sequence[int] | None = None) -> int:
+        """The most live slots that all heads of this layer can hold together while decoding (static)."""
+        return site.num_kv_heads * self.capacity(site, lengths)
+
     def check(self, site: Site, prompt_length: int) -> None:
         """Raises ValueError if the policy cannot work in this layer for a prompt of this length."""
         del site, prompt_length
@@ -112,7 +123,7 @@ class Policy(abc.ABC):
         del kv, ctx
         return None
 
-    def transform(self, kv: LayerKV, ctx: Context) -> LayerKV:
+    def transform(self, kv: LayerKV | PooledKV, ctx: Context) -> LayerKV | PooledKV:
         """Changes how the prompt's cache is stored, after eviction and compaction."""
         del ctx
         return kv
@@ -136,10 +147,15 @@ class Policy(abc.ABC):
     def __call__(self, state: KVState, attn_stats: AttentionStats) -> KVState:
         """Applies the policy to every layer of a state, with the statistics of the rows just computed."""
         layers = (
-            self.layer(kv, stats, context(state, i, attn_stats.phase))
+            on_view(lambda view, s=stats, i=i: self.layer(view, s, context(state, i, attn_stats.phase)), kv)
             for i, (kv, stats) in enumerate(zip(state.layers, attn_stats.layers, strict=True))
         )
         return dataclasses.replace(state, layers=tuple(layers))
+
+
+def on_view(change: Callable[[LayerKV], LayerKV], kv: LayerKV | PooledKV) -> Any:
+    """Applies a function of a `LayerKV` to a layer in either layout."""
+    return kv.apply(change) if isinstance(kv, PooledKV) else change(kv)
 
 
 def context(state: KVState, layer: int, phase: Phase) -> Context:
@@ -201,6 +217,14 @@ class Chain(Policy):
             )
         return wanted.pop()
 
+    def layout(self, site: Site) -> Layout:
+        """See `Policy`."""
+        return "pool" if any(p.layout(site) == "pool" for p in self.policies) else "dense"
+
+    def slots(self, site: Site, lengths: Sequence[int] | None = None) -> int:
+        """See `Policy`."""
+        return min(p.slots(site, lengths) for p in self.policies)
+
     def check(self, site: Site, prompt_length: int) -> None:
         """See `Policy`."""
         for p in self.policies:
@@ -231,7 +255,7 @@ class Chain(Policy):
             decision = dataclasses.replace(decision, keep=kv.live)
         return tuple(memories), decision
 
-    def _in_turn(self, name: str, kv: LayerKV, ctx: Context) -> LayerKV:
+    def _in_turn(self, name: str, kv: Any, ctx: Context) -> Any:
         memories = kv.memory
         for p, memory in zip(self.policies, memories, strict=True):
             kv = getattr(p, name)(dataclasses.replace(kv, memory=memory), ctx)
@@ -241,7 +265,7 @@ class Chain(Policy):
         """See `Policy`."""
         return self._in_turn("make_room", kv, ctx)
 
-    def transform(self, kv: LayerKV, ctx: Context) -> LayerKV:
+    def transform(self, kv: LayerKV | PooledKV, ctx: Context) -> LayerKV | PooledKV:
         """See `Policy`."""
         return self._in_turn("transform", kv, ctx)
 
@@ -296,6 +320,14 @@ class Partition(Policy):
         """See `Policy`."""
         return self.of(site).heads_of(site)
 
+    def layout(self, site: Site) -> Layout:
+        """See `Policy`."""
+        return self.of(site).layout(site)
+
+    def slots(self, site: Site, lengths: Sequence[int] | None = None) -> int:
+        """See `Policy`."""
+        return self.of(site).slots(site, lengths)
+
     def check(self, site: Site, prompt_length: int) -> None:
         """See `Policy`."""
         self.of(site).check(site, prompt_length)
@@ -320,7 +352,7 @@ class Partition(Policy):
         """See `Policy`."""
         return self.of(ctx.site).make_room(kv, ctx)
 
-    def transform(self, kv: LayerKV, ctx: Context) -> LayerKV:
+    def transform(self, kv: LayerKV | PooledKV, ctx: Context) -> LayerKV | PooledKV:
         """See `Policy`."""
         return self.of(ctx.site).transform(kv, ctx)
 
@@ -422,6 +454,14 @@ class SharedLayers(Policy):
         """See `Policy`."""
         return self.policy.heads_of(site)
 
+    def layout(self, site: Site) -> Layout:
+        """See `Policy`."""
+        return self.policy.layout(site)
+
+    def slots(self, site: Site, lengths: Sequence[int] | None = None) -> int:
+        """See `Policy`."""
+        return self.policy.slots(site, lengths)
+
     def make_room(self, kv: LayerKV, ctx: Context) -> LayerKV:
         """See `Policy`."""
         return self.policy.make_room(kv, ctx)
@@ -436,7 +476,10 @@ class SharedLayers(Policy):
         total = LayerStats(
             tuple(functools.reduce(jnp.add, v) for v in zip(*values, strict=True)), attn_stats.layers[0].observed
         )
-        layers = (self.layer(kv, total, context(state, i, attn_stats.phase)) for i, kv in enumerate(state.layers))
+        layers = (
+            on_view(lambda view, i=i: self.layer(view, total, context(state, i, attn_stats.phase)), kv)
+            for i, kv in enumerate(state.layers)
+        )
         return dataclasses.replace(state, layers=tuple(layers))
 
 

@@ -9,6 +9,7 @@ token into a dead slot (`insert`).
 """
 
 import dataclasses
+import math
 from typing import Any, Final, Literal
 
 import jax
@@ -72,13 +73,18 @@ class LayerKV:
         """Slots allocated for every kv head (static)."""
         return self.pos.shape[-1]
 
+    @property
+    def head_pos(self) -> Int[Array, "B K S"]:
+        """The positions that every head holds, EMPTY elsewhere."""
+        return self.pos
+
 
 @pytree
 class KVState:
     """The cache of a whole model, and where generation stands.
 
     Attributes:
-      layers: one `LayerKV` a layer; capacities may differ.
+      layers: one `LayerKV` a layer, or one `PooledKV` (`kvjax.pool`); capacities may differ.
       length: tokens of every sequence seen so far, evicted ones included; the next token's position.
       prompt_length: tokens of every sequence's prompt. Budgets given as a ratio are ratios of this.
       step: decode steps taken.
@@ -87,7 +93,7 @@ class KVState:
       plan: the static sizes (`kvjax.CachePlan`).
     """
 
-    layers: tuple[LayerKV, ...]
+    layers: tuple[Any, ...]
     length: Int[Array, "B"]
     prompt_length: Int[Array, "B"]
     step: Int[Array, ""]
@@ -102,7 +108,7 @@ class KVState:
     @property
     def num_slots(self) -> int:
         """Slots allocated for one sequence, summed over layers and kv heads (static)."""
-        return sum(layer.k.shape[1] * layer.num_slots for layer in self.layers)
+        return sum(math.prod(layer.pos.shape[1:]) for layer in self.layers)
 
     @property
     def kv_bytes(self) -> int:

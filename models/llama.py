@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.attention import Attend
-from kvjax.state import LayerKV
 from kvjax.stats import LayerStats
 from models.config import ModelConfig
 
@@ -49,8 +48,8 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], cache: LayerKV | None, *, layer: int, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], LayerKV | None, LayerStats]:
+        self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
         """Output, cache after the step, and what was measured."""
         c = self.config
         B, T, _ = x.shape
@@ -93,8 +92,8 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], cache: LayerKV | None, *, layer: int, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], LayerKV | None, LayerStats]:
+        self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
         """Residual stream, cache and measurements after the layer."""
         c = self.config
         with jax.named_scope("attention"):
@@ -116,11 +115,11 @@ class Llama(nn.Module):
     def __call__(
         self,
         tokens: Int[Array, "B T"],
-        layers: tuple[LayerKV | None, ...],
+        layers: tuple[Any, ...],
         *,
         attend: Attend,
         last_only: bool,
-    ) -> tuple[Float[Array, "B _ V"], tuple[LayerKV | None, ...], tuple[LayerStats, ...]]:
+    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
         """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
         c = self.config
         embedding = self.param(
@@ -158,7 +157,7 @@ class LanguageModel:
         self,
         params: PyTree[Any],
         tokens: Int[Array, "B T"],
-        layers: tuple[LayerKV | None, ...],
+        layers: tuple[Any, ...],
         *,
         attend: Attend,
         last_only: bool,

@@ -91,4 +91,4 @@ def permute_slots(kv, stats, order):
 
 def live_positions(kv):
     """Sorted live positions, a list for every row and head."""
-    return [[sorted(p for p in head if p != EMPTY) for head in row] for row in np.asarray(kv.pos).tolist()]
+    return [[sorted(p for p in head if p != EMPTY) for head in row] for row in np.asarray(kv.head_pos).tolist()]

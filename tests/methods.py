@@ -138,6 +138,15 @@ def _ada_snapkv(budget):
     return methods.ada_snapkv(budget, alpha=0.4, window_size=4, kernel_size=3)
 
 
+def _ada_snapkv_dense(budget):
+    return dataclasses.replace(_ada_snapkv(budget), storage="dense", heads=kvjax.Adaptive(0.4, 4.0))
+
+
+def _h2o_pooled(budget):
+    policy = methods.h2o(budget, recent=4)
+    return dataclasses.replace(policy, heads=kvjax.Adaptive(), storage="pool", positions="compact")
+
+
 def _snapkv(budget, **kwargs):
     return methods.snapkv(budget, window_size=4, kernel_size=3, **kwargs)
 
@@ -154,6 +163,8 @@ CASES = (
     Case("snapkv_avg", lambda b: _snapkv(b, pooling="avg", group="max"), recent=lambda b: 4, decodes=False),
     Case("pyramidkv", _pyramidkv, recent=lambda b: 4, decodes=False),
     Case("ada_snapkv", _ada_snapkv, recent=lambda b: 4, exact=False, decodes=False),
+    Case("ada_snapkv_dense", _ada_snapkv_dense, recent=lambda b: 4, exact=False, decodes=False),
+    Case("h2o_pooled", _h2o_pooled, recent=lambda b: 4, exact=False),
     Case("h2o_every_4", _every4_h2o, recent=lambda b: b // 2, slack=3),
     Case("tova_when_over_3", _over3_tova, slack=2),
     Case("h2o_adaptive", _adaptive_h2o, recent=lambda b: 4, exact=False),

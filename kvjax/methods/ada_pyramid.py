@@ -7,6 +7,7 @@ from kvjax.allocation import Adaptive
 from kvjax.budget import Count
 from kvjax.eviction import Evict
 from kvjax.methods.pyramidkv import pyramidkv
+from kvjax.policy import Layout
 
 
 def ada_pyramid(
@@ -18,7 +19,8 @@ def ada_pyramid(
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
     group: Literal["mean", "max", "sum"] = "mean",
-    max_ratio: float = 4.0,
+    max_ratio: float = float("inf"),
+    storage: Layout = "pool",
 ) -> Evict:
     """PyramidKV where the heads of a layer compete for its budget.
 
@@ -27,10 +29,10 @@ def ada_pyramid(
 
     Args:
       budget: live tokens a kv head and layer on average, window included.
-      alpha, max_ratio: see `ada_snapkv`.
+      alpha, max_ratio, storage: see `ada_snapkv`.
       beta, window_size, kernel_size, pooling, group: see `pyramidkv`.
     """
     policy = pyramidkv(
         budget, beta=beta, window_size=window_size, kernel_size=kernel_size, pooling=pooling, group=group
     )
-    return dataclasses.replace(policy, heads=Adaptive(alpha, max_ratio))
+    return dataclasses.replace(policy, heads=Adaptive(alpha, max_ratio), storage=storage)

@@ -7,6 +7,7 @@ from kvjax.allocation import Adaptive
 from kvjax.budget import Count
 from kvjax.eviction import Evict
 from kvjax.methods.snapkv import snapkv
+from kvjax.policy import Layout
 
 
 def ada_snapkv(
@@ -17,7 +18,8 @@ def ada_snapkv(
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
     group: Literal["mean", "max", "sum"] = "mean",
-    max_ratio: float = 4.0,
+    max_ratio: float = float("inf"),
+    storage: Layout = "pool",
 ) -> Evict:
     """SnapKV where the heads of a layer compete for its budget.
 
@@ -32,6 +34,8 @@ def ada_snapkv(
       alpha: weight of the adaptive share; `1 - floor_alpha` of the released code (D-20).
       window_size, kernel_size, pooling, group: see `snapkv`.
       max_ratio: no head gets more than this many times the average.
+      storage: "pool" allocates the layer what its heads need together; "dense" gives every head the slots that the
+        largest could need, which `max_ratio` bounds.
     """
     policy = snapkv(budget, window_size=window_size, kernel_size=kernel_size, pooling=pooling, group=group)
-    return dataclasses.replace(policy, heads=Adaptive(alpha, max_ratio))
+    return dataclasses.replace(policy, heads=Adaptive(alpha, max_ratio), storage=storage)

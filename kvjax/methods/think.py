@@ -10,6 +10,7 @@ from jax import lax
 from kvjax.context import Context, Phase, Site
 from kvjax.measurements import QuerySquares
 from kvjax.policy import Policy, Selection
+from kvjax.pool import PooledKV
 from kvjax.state import LayerKV, PerHead
 from kvjax.stats import LayerStats, Measurement
 
@@ -61,8 +62,10 @@ class PruneChannels(Policy):
         mean = (k * k).sum(2) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
         return PerHead(stats[QuerySquares(self.query_rows)] * mean), None
 
-    def transform(self, kv: LayerKV, ctx: Context) -> LayerKV:
+    def transform(self, kv: LayerKV | PooledKV, ctx: Context) -> LayerKV:
         """See `Policy`."""
+        if isinstance(kv, PooledKV):
+            raise ValueError("heads drop different channels, so their keys cannot share a pool; use storage='dense'")
         if kv.positions != "original":
             raise ValueError(
                 f"positions={kv.positions!r} rotates stored keys again, which needs all of their channels; "

@@ -1,0 +1,114 @@
+"""The pool layout: the same numbers as the dense layout in the slots that heads need together."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import methods
+from kvjax.pool import PooledKV, insert_pooled, to_pool
+from kvjax.state import evict
+from tests import helpers
+
+B, T, NEW = 2, 24, 14
+SCORES = {
+    "snapkv": lambda: dataclasses.replace(methods.snapkv(10, window_size=4), heads=kvjax.Adaptive()),
+    "h2o": lambda: dataclasses.replace(methods.h2o(10, recent=4), heads=kvjax.Adaptive()),
+    "h2o_every_3": lambda: kvjax.when(
+        kvjax.every(3), dataclasses.replace(methods.h2o(10, recent=4), heads=kvjax.Adaptive())
+    ),
+    "roco": lambda: dataclasses.replace(methods.roco(10, protect_last=2), heads=kvjax.Adaptive()),
+    "keyformer": lambda: dataclasses.replace(methods.keyformer(10, recent=3), heads=kvjax.Adaptive()),
+    "tova": lambda: methods.tova(10, head_mode="per_kv_head"),
+    "scissorhands": lambda: methods.scissorhands(10, history=9, recent=2, drop=3),
+    "ahakv": lambda: methods.ahakv(10, recent=3),
+    "random": lambda: methods.random(10),
+    "streaming_llm": lambda: methods.streaming_llm(10, sinks=2),
+    "keydiff": lambda: methods.keydiff(10, when=kvjax.every_step()),
+    "query_heads": lambda: methods.snapkv(10, window_size=4, granularity="query_head"),
+}
+
+
+def run(tiny, policy, *, lengths=(T, 17), block=None):
+    model, params = tiny
+    rng = np.random.default_rng(0)
+    tokens, more = jnp.asarray(rng.integers(0, 61, (B, T))), jnp.asarray(rng.integers(0, 61, (B, NEW)))
+    plan = kvjax.make_plan(model.config, policy, prompt_len=T, max_new_tokens=NEW, lengths=lengths)
+
+    def both(params, tokens, more):
+        first, state = kvjax.prefill(model, params, tokens, plan, lengths=jnp.asarray(lengths), block=block)
+        logits, after = kvjax.feed(model, params, more, state)
+        return jnp.concatenate([first[:, None], logits], axis=1), state, after
+
+    return *jax.jit(both)(params, tokens, more), plan
+
+
+@pytest.mark.parametrize("positions", ["original", "compact", "rerotate"])
+@pytest.mark.parametrize("name", SCORES)
+def test_the_pool_equals_the_dense_layout(tiny, name, positions):
+    policy = SCORES[name]()
+    if positions != "original" and name not in ("snapkv", "h2o", "streaming_llm"):
+        pytest.skip("positions do not depend on the score")
+    policy = dataclasses.replace(policy, positions=positions)
+    dense, _, dense_after, dense_plan = run(tiny, policy)
+    pooled, state, pooled_after, plan = run(tiny, dataclasses.replace(policy, storage="pool"))
+    np.testing.assert_allclose(pooled, dense, atol=1e-5 * np.abs(dense).max() * NEW)  # a sum in another order, NEW times
+    for a, b in zip(dense_after.layers, pooled_after.layers, strict=True):
+        assert isinstance(b, PooledKV)
+        assert helpers.live_positions(a) == helpers.live_positions(b)
+    assert state.num_slots == plan.num_slots <= dense_plan.num_slots
+    np.testing.assert_array_equal(dense_after.num_live, pooled_after.num_live)
+
+
+def test_blocks_and_pool_together(tiny):
+    policy = SCORES["h2o"]()
+    dense, *_ = run(tiny, policy, block=7)
+    pooled, *_ = run(tiny, dataclasses.replace(policy, storage="pool"), block=7)
+    np.testing.assert_allclose(pooled, dense, atol=1e-4)
+
+
+def test_slots_are_the_sum_of_the_budgets_and_room(tiny):
+    """Adaptive heads in a pool take the bytes of uniform heads, whatever the largest head takes."""
+    snapkv = methods.snapkv(10, window_size=4)
+    _, uniform, *_ = run(tiny, snapkv, lengths=(T, T))
+    _, adaptive, *_ = run(tiny, methods.ada_snapkv(10, alpha=1.0, window_size=4), lengths=(T, T))
+    assert adaptive.num_slots == uniform.num_slots == 3 * 2 * (10 + NEW)
+    assert adaptive.kv_bytes == uniform.kv_bytes
+    assert int(adaptive.num_live.max()) > 10  # some head did get more than its share
+
+
+def test_views_and_pools_are_inverse():
+    policy = methods.h2o(12)
+    ctx = helpers.context(helpers.site(), length=[T, 17])
+    kv = helpers.prompt_layer(policy, ctx, lengths=[T, 17])
+    kv = evict(kv, kv.live & (jax.random.uniform(jax.random.key(3), kv.pos.shape) < 0.5))
+    pool = to_pool(kv, int(kv.num_live.sum(-1).max()) + 3)
+    assert helpers.live_positions(pool) == helpers.live_positions(kv)
+    np.testing.assert_array_equal(pool.num_live, kv.num_live)
+    same = pool.apply(lambda view: view)
+    assert same is pool
+    kept = pool.apply(lambda view: evict(view, view.live & (view.pos % 2 == 0)))
+    assert helpers.live_positions(kept) == helpers.live_positions(evict(kv, kv.live & (kv.pos % 2 == 0)))
+    new = jnp.full((B, 2, 1, 8), 7.0)
+    more = insert_pooled(kept, new, -new, jnp.asarray([[T], [-1]], jnp.int32), None)
+    assert [len(h) for h in helpers.live_positions(more)[0]] == [len(h) + 1 for h in helpers.live_positions(kept)[0]]
+    assert helpers.live_positions(more)[1] == helpers.live_positions(kept)[1]
+
+
+def test_a_full_pool_shows_as_nan():
+    ctx = helpers.context(helpers.site(), length=[T, T])
+    kv = helpers.prompt_layer(methods.full(), ctx)
+    assert np.isnan(to_pool(kv, 10).v).all()
+    full = to_pool(kv, 2 * T)
+    new = jnp.ones((B, 2, 1, 8))
+    spoiled = insert_pooled(full, new, new, jnp.full((B, 1), T, jnp.int32), None)
+    assert np.isnan(spoiled.v).any(axis=(1, 2)).all()
+
+
+def test_think_needs_heads_of_their_own(tiny):
+    policy = kvjax.chain(methods.ada_snapkv(10, window_size=4), methods.think(0.5))
+    with pytest.raises(ValueError, match="cannot share a pool; use storage='dense'"):
+        run(tiny, policy)
