@@ -1,8 +1,12 @@
 """Storing parameters and compressed prompts with orbax. What is restored continues bit for bit."""
 
+import dataclasses
+import hashlib
 import os
 import pathlib
 import re
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -93,8 +97,27 @@ def _is_key(x: Any) -> bool:
 
 
 def _text(plan: CachePlan) -> str:
-    """The plan's definition, without the addresses that functions print."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(plan))
+    """The plan's definition, functions by what they compute instead of where they lie in memory."""
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(plan))
+    codes = [f"{c.co_qualname} {hashlib.sha256(_constants(c).encode()).hexdigest()[:16]}" for c in _code(plan.policy)]
+    return text + "".join(f"; {re.sub(' at 0x[0-9a-f]+', '', c)}" for c in codes)
+
+
+def _constants(code: types.CodeType) -> str:
+    inner = [_constants(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return repr((code.co_code, inner, code.co_names))
+
+
+def _code(value: Any) -> Iterator[types.CodeType]:
+    """The code of all functions inside a policy."""
+    if isinstance(value, types.FunctionType):
+        yield value.__code__
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _code(getattr(value, field.name))
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _code(item)
 
 
 def _save(path: str | os.PathLike[str], arrays: PyTree[Any], meta: dict[str, Any]) -> None:

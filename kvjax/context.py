@@ -1,7 +1,7 @@
 """What a policy may know besides the cache: where it is (`Site`, static) and when (`Context`, traced)."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,21 @@ class Site:
     head_dim: int
     prompt_len: int
     max_new_tokens: int
+
+
+def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
+    """One PRNG key a row, from one for the batch or one a row, typed or in the old raw form; `key(0)` if None.
+
+    Raises:
+      ValueError: another number of keys than rows.
+    """
+    key = jax.random.key(0) if key is None else key
+    key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+    if key.ndim == 0:
+        return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch))
+    if key.shape != (batch,):
+        raise ValueError(f"key has shape {key.shape}, but there are {batch} sequences; give one key, or one a sequence")
+    return key
 
 
 @pytree

@@ -23,7 +23,6 @@ from kvjax.state import LayerKV, PerHead, Positions, evict
 from kvjax.stats import LayerStats, Measurement, ordered
 from pallas_kernels.pytree import pytree
 
-
 _LARGE = 1e38
 
 

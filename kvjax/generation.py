@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.attention import Attend, attend
-from kvjax.context import Context, Phase
-from kvjax.plan import CachePlan, ModelConfig, make_plan
+from kvjax.context import Context, Phase, row_keys
+from kvjax.plan import CachePlan, ModelConfig, as_lengths, make_plan
 from kvjax.policy import Policy, context, identity, on_view
 from kvjax.pool import PooledKV, to_pool
 from kvjax.sampling import Greedy, Sampler
@@ -54,7 +54,7 @@ def init_state(
     plan: CachePlan,
     lengths: Int[Array, "B"],
     *,
-    key: Key[Array, ""] | Key[Array, "B"] | None = None,
+    key: Array | None = None,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> KVState:
     """An empty cache for prompts of the given lengths.
@@ -73,8 +73,7 @@ def init_state(
         rank = None if positions == "original" else pos
         rotated = pos if positions == "rerotate" else None
         layers.append(LayerKV(empty, empty, pos, plan.policy.init(site, B), rank, rotated, positions=positions))
-    key = jax.random.key(0) if key is None else key
-    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(B)) if key.ndim == 0 else key
+    keys = row_keys(key, B)
     lengths = lengths.astype(jnp.int32)
     return KVState(tuple(layers), jnp.zeros_like(lengths), lengths, jnp.int32(0), keys, plan=plan)
 
@@ -112,6 +111,7 @@ def forward(
     valid = jnp.full((B,), T, jnp.int32) if valid is None else valid.astype(jnp.int32)
     column = jnp.arange(T, dtype=jnp.int32)[None] - (T - valid)[:, None]
     pos = jnp.where(column >= 0, state.length[:, None] + column, EMPTY)
+    tokens = jnp.where(column >= 0, tokens, 0)  # padding may be any id, even one outside the vocabulary
     state = dataclasses.replace(state, length=state.length + valid, step=state.step + jnp.int32(phase == "decode"))
 
     def attend_and_evict(cache, q, k, v, *, layer, **options):
@@ -148,8 +148,8 @@ def prefill(
     tokens: Int[Array, "B T"],
     plan: CachePlan,
     *,
-    lengths: Int[Array, "B"] | None = None,
-    key: Key[Array, ""] | Key[Array, "B"] | None = None,
+    lengths: Array | np.ndarray | Sequence[int] | None = None,
+    key: Array | None = None,
     block: int | None = None,
 ) -> tuple[Float[Array, "B V"], KVState]:
     """Reads left-padded prompts, evicting layer by layer.
@@ -178,11 +178,10 @@ def prefill(
     B, T = tokens.shape
     if plan.prompt_len != T:
         raise ValueError(f"the prompt is {T} tokens wide, but the plan was made for {plan.prompt_len}; make a new plan")
-    if lengths is None:
-        lengths = jnp.full((B,), T, jnp.int32)
-    elif not isinstance(lengths, jax.core.Tracer):
-        plan.check_lengths(np.asarray(lengths))
-    lengths = lengths.astype(jnp.int32)
+    lengths = as_lengths(lengths, B, T)
+    if isinstance(lengths, np.ndarray):
+        plan.check_lengths(lengths)
+    lengths = jnp.asarray(lengths)
     state = init_state(plan, lengths, key=key, dtype=model.config.dtype)
     if block is None:
         logits, state, _ = forward(model, params, tokens, state, valid=lengths, evict=True)
@@ -351,9 +350,9 @@ def generate(
     max_new_tokens: int,
     lengths: Array | np.ndarray | Sequence[int] | None = None,
     sampler: Sampler = Greedy(),
-    eos_ids: Sequence[int] = (),
+    eos_ids: int | Sequence[int] = (),
     pad_id: int = 0,
-    key: Key[Array, ""] | Key[Array, "B"] | None = None,
+    key: Array | None = None,
     block: int | None = None,
 ) -> Generation:
     """Reads left-padded prompts, evicts, and generates, in one compiled program.
@@ -379,27 +378,30 @@ def generate(
       ValueError: empty prompts, token ids outside the vocabulary, lengths outside the prompt, sizes that the policy
         cannot work with; always before anything runs.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: generate at least 1 token")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: generate at least 1 token, a whole number")
+    eos_ids = (eos_ids,) if isinstance(eos_ids, int) else tuple(eos_ids)
     tokens, lengths = check_prompts(model, tokens, lengths)
-    known = None if isinstance(lengths, jax.core.Tracer) else np.asarray(lengths)
+    known = lengths if isinstance(lengths, np.ndarray) else None
     plan = make_plan(model.config, policy, prompt_len=tokens.shape[1], max_new_tokens=max_new_tokens, lengths=known)
     return _generate(
         model,
         params,
         tokens,
-        lengths,
-        jax.random.key(0) if key is None else key,
+        jnp.asarray(lengths),
+        row_keys(key, tokens.shape[0]),
         plan=plan,
         max_new_tokens=max_new_tokens,
         sampler=sampler,
-        eos_ids=tuple(eos_ids),
+        eos_ids=eos_ids,
         pad_id=pad_id,
         block=block,
     )
 
 
-def check_prompts(model: Any, tokens: Any, lengths: Any = None) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
+def check_prompts(
+    model: Any, tokens: Any, lengths: Any = None
+) -> tuple[Int[Array, "B T"], np.ndarray | Int[Array, "B"]]:
     """Prompts as arrays, or a ValueError that says what is wrong with them. Traced values pass unchecked."""
     if not isinstance(tokens, jax.core.Tracer):
         tokens = np.asarray(tokens)
@@ -410,19 +412,14 @@ def check_prompts(model: Any, tokens: Any, lengths: Any = None) -> tuple[Int[Arr
             )
         if tokens.size == 0:
             raise ValueError(f"the prompts are empty (shape {tokens.shape}); give at least one token, such as BOS")
-        low, high, vocab = int(tokens.min()), int(tokens.max()), model.config.vocab_size
+    B, T = tokens.shape
+    lengths = as_lengths(lengths, B, T)
+    if isinstance(tokens, np.ndarray) and isinstance(lengths, np.ndarray):
+        real = tokens[np.arange(T)[None] >= T - lengths[:, None]]
+        low, high, vocab = int(real.min()), int(real.max()), model.config.vocab_size
         if low < 0 or high >= vocab:
             raise ValueError(
                 f"token id {low if low < 0 else high} is outside the vocabulary of {vocab} (0 to {vocab - 1}); "
                 "was the text encoded with this model's tokenizer?"
             )
-    B, T = tokens.shape
-    if lengths is None:
-        lengths = np.full((B,), T, np.int32)
-    if not isinstance(lengths, jax.core.Tracer):
-        lengths = np.asarray(lengths)
-        if lengths.shape != (B,) or lengths.dtype.kind not in "iu":
-            raise ValueError(
-                f"lengths must be {B} integers, one a prompt; got {lengths.dtype} of shape {lengths.shape}"
-            )
-    return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    return jnp.asarray(tokens, jnp.int32), lengths

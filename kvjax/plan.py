@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import jax
 import numpy as np
+from jaxtyping import Array, Int
 
 from kvjax.context import Site
 from kvjax.policy import Layout, Policy
@@ -88,6 +90,8 @@ class CachePlan:
     def check_lengths(self, lengths: Sequence[int] | np.ndarray) -> None:
         """Raises ValueError if prompts of these lengths need more slots than were planned."""
         for n in sorted({int(n) for n in lengths}):
+            if n > self.prompt_len:
+                raise ValueError(f"a prompt of {n} tokens does not fit the plan's width {self.prompt_len}")
             for site, capacity in zip(self.sites, self.capacities, strict=True):
                 if (needed := _capacity(self.policy, site, (n,))) > capacity:
                     raise ValueError(
@@ -98,6 +102,35 @@ class CachePlan:
     def target(self, prompt_length: int) -> float:
         """Live slots a head and layer may keep, on average, for a prompt of this length."""
         return float(np.mean([self.policy.target(s, prompt_length) for s in self.sites]))
+
+
+def as_lengths(lengths: Any, batch: int, width: int) -> np.ndarray | Int[Array, "B"]:
+    """Lengths of prompts: in numpy where they are known, `width` for all if None. Traced lengths pass unchecked.
+
+    Raises:
+      ValueError: another number of lengths than prompts, or lengths outside 1 to `width`.
+    """
+    if isinstance(lengths, jax.core.Tracer):
+        return lengths.astype(np.int32)
+    known = np.full((batch,), width, np.int32) if lengths is None else np.asarray(lengths)
+    if known.shape != (batch,) or known.dtype.kind not in "iu":
+        raise ValueError(f"lengths must be {batch} integers, one a prompt; got {known.dtype} of shape {known.shape}")
+    if known.min() < 1 or known.max() > width:
+        raise ValueError(
+            f"prompt lengths must lie between 1 and the prompt's width {width}, got {known.min()} to {known.max()}"
+        )
+    return known.astype(np.int32)
+
+
+def as_policy(policy: Any) -> Policy:
+    """The policy itself.
+
+    Raises:
+      ValueError: something else, such as a method's name.
+    """
+    if not isinstance(policy, Policy):
+        raise ValueError(f"{policy!r} is not a policy; call a method with its budget, such as kvjax.methods.h2o(64)")
+    return policy
 
 
 def make_plan(
@@ -125,6 +158,7 @@ def make_plan(
         raise ValueError(f"the prompt is empty (prompt_len={prompt_len}); give at least one token, such as BOS")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens} is negative")
+    as_policy(policy)
     known = sorted({prompt_len} if lengths is None else {int(n) for n in lengths})
     if known[0] < 1 or known[-1] > prompt_len:
         raise ValueError(

@@ -378,6 +378,8 @@ def chain(*policies: Policy) -> Policy:
     """
     flat: list[Policy] = []
     for p in policies:
+        if not isinstance(p, Policy):
+            raise ValueError(f"{p!r} is not a policy; call a method with its budget, such as kvjax.methods.h2o(64)")
         flat += p.policies if isinstance(p, Chain) else () if isinstance(p, Identity) else (p,)
     if not flat:
         return Identity()

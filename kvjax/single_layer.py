@@ -1,12 +1,14 @@
 """One policy on one layer's raw tensors, without any model: what a researcher tries first."""
 
-import jax
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 from kvjax.attention import attend
-from kvjax.context import Context, Site
+from kvjax.context import Context, Site, row_keys
+from kvjax.plan import as_lengths, as_policy
 from kvjax.policy import Policy, Selection
 from kvjax.state import LayerKV
 from kvjax.stats import Rotate, ordered
@@ -18,8 +20,8 @@ def evict_layer(
     k: Float[Array, "B K T H"],
     v: Float[Array, "B K T H"],
     *,
-    lengths: Int[Array, "B"] | None = None,
-    key: Key[Array, ""] | Key[Array, "B"] | None = None,
+    lengths: Array | np.ndarray | Sequence[int] | None = None,
+    key: Array | None = None,
     scale: float | None = None,
     rotate: Rotate | None = None,
     out_proj: Float[Array, "N H D"] | None = None,
@@ -47,6 +49,9 @@ def evict_layer(
     Raises:
       ValueError: tensors that do not fit together, or a policy that cannot work with this prompt.
     """
+    as_policy(policy)
+    if not 0 <= layer < num_layers:
+        raise ValueError(f"layer={layer} is not one of {num_layers} layers (0 to {num_layers - 1})")
     B, N, T, H = q.shape
     K = k.shape[1]
     if k.shape != (B, K, T, H) or v.shape[:3] != (B, K, T):
@@ -57,17 +62,12 @@ def evict_layer(
     if policy.heads_of(site) == "query_head":
         k, v = jnp.repeat(k, N // K, axis=1), jnp.repeat(v, N // K, axis=1)
         K, site = N, Site(layer, num_layers, N, N, H, T, 0)
-    if lengths is None:
-        lengths = jnp.full((B,), T, jnp.int32)
-    if not isinstance(lengths, jax.core.Tracer):
-        known = sorted(set(np.asarray(lengths).tolist()))
-        if known[0] < 1 or known[-1] > T:
-            raise ValueError(f"lengths must lie between 1 and the width {T}, got {known[0]} to {known[-1]}")
-        for n in known:
+    lengths = as_lengths(lengths, B, T)
+    if isinstance(lengths, np.ndarray):
+        for n in sorted(set(lengths.tolist())):
             policy.check(site, n)
-    lengths = lengths.astype(jnp.int32)
-    key = jax.random.key(0) if key is None else key
-    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(B)) if key.ndim == 0 else key
+    lengths = jnp.asarray(lengths)
+    keys = row_keys(key, B)
 
     column = jnp.arange(T, dtype=jnp.int32)[None] - (T - lengths)[:, None]
     pos = jnp.maximum(column, -1)

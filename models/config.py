@@ -93,7 +93,10 @@ def from_hugging_face(raw: Mapping[str, Any], *, dtype: str = "float32") -> Mode
     if missing:
         raise ValueError(f"config.json lacks {missing}")
 
+    raw = {**_CLASS_DEFAULTS.get(architecture, {}), **raw}
     heads, layers = raw["num_attention_heads"], raw["num_hidden_layers"]
+    if raw.get("num_key_value_heads") == 0:
+        raise ValueError("config.json has num_key_value_heads=0; every model has at least one kv head")
     max_position = raw.get("max_position_embeddings", 2048)
     eos = raw.get("eos_token_id")
     return ModelConfig(
@@ -184,4 +187,16 @@ _ARCHITECTURES: dict[str, Callable[[Mapping[str, Any], int], dict[str, Any]]] = 
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+}
+
+# What transformers' config classes assume where a config.json is silent.
+_CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 4096 * 32},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 32768},
+    "Qwen3ForCausalLM": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "max_position_embeddings": 32768,
+    },
 }

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 
 _KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,9 @@ class Rope:
         original = scaling.get("original_max_position_embeddings") or max_position
         factor = scaling.get("factor") or max_position / original
         fields: dict[str, Any] = {"kind": kind, "theta": theta, "factor": factor, "original_max": original}
+        wanted = {"linear": ("factor",), "dynamic": ("factor",), "llama3": _LLAMA3}.get(kind, ())
+        if missing := [k for k in wanted if k not in scaling]:
+            raise ValueError(f"rotary scaling {kind!r} needs {missing} in config.json; it has {sorted(scaling)}")
         if kind == "dynamic":
             fields["original_max"] = max_position
         if kind == "llama3":

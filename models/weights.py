@@ -59,7 +59,11 @@ def read_config(path: pathlib.Path, *, dtype: str = "float32") -> ModelConfig:
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{path} has no config.json; is it a checkpoint directory?")
-    return from_hugging_face(json.loads(file.read_text()), dtype=dtype)
+    try:
+        raw = json.loads(file.read_text())
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{file} is not JSON: {e}; was it downloaded whole?") from e
+    return from_hugging_face(raw, dtype=dtype)
 
 
 def save(path: str | os.PathLike[str], model: LanguageModel, params: PyTree[Any], *, dtype: str = "float32") -> None:

@@ -55,7 +55,9 @@ def test_the_pool_equals_the_dense_layout(tiny, name, positions):
     policy = dataclasses.replace(policy, positions=positions)
     dense, _, dense_after, dense_plan = run(tiny, policy)
     pooled, state, pooled_after, plan = run(tiny, dataclasses.replace(policy, storage="pool"))
-    np.testing.assert_allclose(pooled, dense, atol=1e-5 * np.abs(dense).max() * NEW)  # a sum in another order, NEW times
+    np.testing.assert_allclose(
+        pooled, dense, atol=1e-5 * np.abs(dense).max() * NEW
+    )  # a sum in another order, NEW times
     for a, b in zip(dense_after.layers, pooled_after.layers, strict=True):
         assert isinstance(b, PooledKV)
         assert helpers.live_positions(a) == helpers.live_positions(b)
