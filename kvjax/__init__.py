@@ -6,6 +6,9 @@ from kvjax.allocation import Pyramid as Pyramid
 from kvjax.allocation import UniformHeads as UniformHeads
 from kvjax.allocation import UniformLayers as UniformLayers
 from kvjax.attention import attend as attend
+from kvjax.beam import Beams as Beams
+from kvjax.beam import generate_beams as generate_beams
+from kvjax.beam import generate_beams_from as generate_beams_from
 from kvjax.budget import Ratio as Ratio
 from kvjax.budget import Share as Share
 from kvjax.budget import Tokens as Tokens
@@ -44,6 +47,7 @@ from kvjax.state import KVState as KVState
 from kvjax.state import LayerKV as LayerKV
 from kvjax.state import compact as compact
 from kvjax.state import evict as evict
+from kvjax.state import take_rows as take_rows
 from kvjax.stats import AllRows as AllRows
 from kvjax.stats import AttentionStats as AttentionStats
 from kvjax.stats import LastRows as LastRows

@@ -122,6 +122,15 @@ def map_slots(fn, *memories: PyTree[Any]) -> PyTree[Any]:
     return jax.tree.map(lambda x, *rest: x if per_head(x) else fn(x, *rest), *memories, is_leaf=per_head)
 
 
+def take_rows(state: KVState, rows: Int[Array, "R"]) -> KVState:
+    """The given sequences of a state, in that order; a row may be taken several times, and each copy keeps its key."""
+    take = lambda x: x[rows]
+    layers, length, prompt_length, keys = jax.tree.map(
+        take, (state.layers, state.length, state.prompt_length, state.keys)
+    )
+    return dataclasses.replace(state, layers=layers, length=length, prompt_length=prompt_length, keys=keys)
+
+
 def _indices(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
     return lax.broadcasted_iota(jnp.int32, pos.shape, 2)
 

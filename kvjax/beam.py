@@ -1,0 +1,415 @@
+"""Beam search in which every beam owns an evicted cache, and a beam's children start from copies of it.
+
+Letters: B batch, W beams, P parents (1 before the first token, W after), C candidates, R returned, M new tokens,
+V vocab.
+
+The search is that of transformers 5 (`GenerationMixin._beam_search` without sampling): at every step the best
+continuations of a sequence's running beams are ranked by the sum of their log probabilities. Those of the best W that
+end go to a pool of W hypotheses, ranked by that sum divided by `length ** length_penalty`; the best W that do not end
+run on. A sequence closes, and its pool with it, once `early_stopping` says so.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+
+from kvjax.generation import Model, check_prompts, decode_step, prefill
+from kvjax.plan import make_plan
+from kvjax.policy import Policy, identity
+from kvjax.state import KVState, take_rows
+from pallas_kernels.pytree import pytree
+
+
+@pytree
+class Beams:
+    """What `generate_beams` returns: for every prompt its R best hypotheses, the best first.
+
+    Attributes:
+      tokens: generated ids, `pad_id` after a hypothesis has ended.
+      lengths: generated tokens of every hypothesis, the end token included.
+      scores: sum of the log probabilities of a hypothesis's tokens, divided by `length ** length_penalty`.
+      state: the caches of the returned hypotheses, row `b * R + r` for hypothesis r of prompt b. As after
+        `kvjax.generate`, everything but the last token has been read.
+    """
+
+    tokens: Int[Array, "B R M"]
+    lengths: Int[Array, "B R"]
+    scores: Float[Array, "B R"]
+    state: KVState
+
+
+@pytree
+class _Rules:
+    """How hypotheses are compared, as numbers, so that another penalty compiles nothing new.
+
+    Attributes:
+      penalty: what the sum of log probabilities of a hypothesis of n tokens is divided by.
+      hope: what that of the best running beam of n tokens is divided by, to see whether it may still enter the pool.
+      greedy: whether a sequence closes as soon as its pool is full.
+    """
+
+    penalty: Float[Array, "lengths"]
+    hope: Float[Array, "lengths"]
+    greedy: Bool[Array, ""]
+
+
+@pytree
+class _Running:
+    """Hypotheses that have not ended, the best first.
+
+    Attributes:
+      tokens: `pad_id` from the next token on.
+      scores: sums of log probabilities.
+      state: row `b * P + p` for beam p of sequence b.
+    """
+
+    tokens: Int[Array, "B P M"]
+    scores: Float[Array, "B P"]
+    state: KVState
+
+
+@pytree
+class _Candidates:
+    """The best continuations by one token, the best first.
+
+    Attributes:
+      scores: sums of log probabilities.
+      parents: the running beam that each continues.
+      tokens: the token that it adds.
+    """
+
+    scores: Float[Array, "B C"]
+    parents: Int[Array, "B C"]
+    tokens: Int[Array, "B C"]
+
+
+@pytree
+class _Pool:
+    """The best hypotheses that have ended, the best first. Only the R that will be returned keep more than a score.
+
+    Attributes:
+      scores: divided by the penalty; -inf where there is no hypothesis yet.
+      tokens, lengths: as in `Beams`.
+      state: row `b * R + r`.
+      open: whether the sequence may still add to its pool.
+    """
+
+    scores: Float[Array, "B W"]
+    tokens: Int[Array, "B R M"]
+    lengths: Int[Array, "B R"]
+    state: KVState
+    open: Bool[Array, "B"]
+
+
+def _rows(index: Int[Array, "B I"], rows_per_sequence: int) -> Int[Array, "B*I"]:
+    """Rows of a state from indices within every sequence's rows."""
+    first = jnp.arange(index.shape[0], dtype=jnp.int32) * rows_per_sequence
+    return (first[:, None] + index).reshape(-1)
+
+
+def _pick(x: Int[Array, "B I *rest"], index: Int[Array, "B J"]) -> Int[Array, "B J *rest"]:
+    return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1)
+
+
+def _candidates(
+    logits: Float[Array, "BP V"], scores: Float[Array, "B P"], num_beams: int, num_ends: int
+) -> _Candidates:
+    """Enough of the best continuations to have `num_beams` among them that do not end.
+
+    A beam's own continuations are ranked by its logits and only then by sums of log probabilities, in which close
+    logits may tie: so a single beam takes the tokens that greedy generation takes.
+    """
+    B, P = scores.shape
+    per_beam = min(logits.shape[-1], num_beams + num_ends)
+    best, tokens = lax.top_k(logits, per_beam)
+    total = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1, keepdims=True)
+    scores = scores[:, :, None] + (best.astype(jnp.float32) - total).reshape(B, P, per_beam)
+    scores, index = lax.top_k(scores.reshape(B, P * per_beam), num_beams + num_ends * P)
+    return _Candidates(scores, index // per_beam, _pick(tokens.reshape(B, P * per_beam), index))
+
+
+def _continued(tokens: Int[Array, "B P M"], found: _Candidates, chosen: Int[Array, "B J"], step) -> Int[Array, "B J M"]:
+    """The token lists of some candidates."""
+    return _pick(tokens, _pick(found.parents, chosen)).at[:, :, step].set(_pick(found.tokens, chosen))
+
+
+def _run_on(
+    running: _Running, found: _Candidates, ends: Bool[Array, "B C"], step: Int[Array, ""], num_beams: int
+) -> _Running:
+    """The best candidates that do not end, each with a copy of its parent's cache."""
+    P = running.scores.shape[1]
+    scores, chosen = lax.top_k(jnp.where(ends, -jnp.inf, found.scores), num_beams)
+    state = take_rows(running.state, _rows(_pick(found.parents, chosen), P))
+    return _Running(_continued(running.tokens, found, chosen, step), scores, state)
+
+
+def _collect(
+    pool: _Pool, running: _Running, found: _Candidates, ends: Bool[Array, "B C"], step: Int[Array, ""], rules: _Rules
+) -> _Pool:
+    """The pool after those of the best W candidates that end have applied."""
+    W, R, P = pool.scores.shape[1], pool.lengths.shape[1], running.scores.shape[1]
+    new = jnp.where(ends & pool.open[:, None], found.scores / rules.penalty[step + 1], -jnp.inf)[:, :W]
+    scores, index = lax.top_k(jnp.concatenate([pool.scores, new], axis=1), W)
+    index = index[:, :R]
+    added = index >= W
+    old, new = jnp.minimum(index, R - 1), jnp.maximum(index - W, 0)
+
+    def with_added():
+        mix = lambda x, y: jnp.where(added.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
+        taken = take_rows(running.state, _rows(_pick(found.parents, new), P))
+        kept = take_rows(pool.state, _rows(old, R))
+        layers, length = jax.tree.map(mix, (taken.layers, taken.length), (kept.layers, kept.length))
+        return dataclasses.replace(kept, layers=layers, length=length)
+
+    return _Pool(
+        scores,
+        jnp.where(added[:, :, None], _continued(running.tokens, found, new, step), _pick(pool.tokens, old)),
+        jnp.where(added, step + 1, _pick(pool.lengths, old)),
+        lax.cond(added.any(), with_added, lambda: pool.state),
+        pool.open,
+    )
+
+
+def _close(pool: _Pool, running: _Running, step: Int[Array, ""], rules: _Rules) -> _Pool:
+    """Closes the sequences whose pool is not to change any more."""
+    worst = pool.scores[:, -1]
+    may_improve = running.scores[:, 0] / rules.hope[step + 1] > worst
+    full = worst != -jnp.inf
+    return dataclasses.replace(pool, open=pool.open & may_improve & ~(full & rules.greedy))
+
+
+def generate_beams_from(
+    model: Model,
+    params: PyTree[Any],
+    logits: Float[Array, "B V"],
+    state: KVState,
+    *,
+    num_beams: int = 4,
+    max_new_tokens: int,
+    eos_ids: Sequence[int] = (),
+    pad_id: int = 0,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+    num_return_sequences: int = 1,
+) -> Beams:
+    """Beam search from the logits and the state that `prefill`, `feed` or `generate_from` returned.
+
+    As in `generate_from`, the state needs room for `max_new_tokens - 1` more tokens. The arguments, the result and the
+    errors are those of `generate_beams`.
+    """
+    eos = _check(model, num_beams, max_new_tokens, eos_ids, early_stopping, num_return_sequences)
+    rules = _rules(num_beams, max_new_tokens, length_penalty, early_stopping)
+    return _search(
+        model,
+        params,
+        logits,
+        state,
+        rules,
+        num_beams=num_beams,
+        max_new_tokens=max_new_tokens,
+        eos_ids=eos,
+        pad_id=pad_id,
+        num_return_sequences=num_return_sequences,
+    )
+
+
+def _read(model: Model, params: PyTree[Any], running: _Running, step: Int[Array, ""]) -> tuple[Array, _Running]:
+    """Logits after every beam's last token, and the beams with that token in their caches."""
+    last = lax.dynamic_index_in_dim(running.tokens, step - 1, axis=2, keepdims=False)
+    logits, state = decode_step(model, params, last.reshape(-1), running.state)
+    return logits, dataclasses.replace(running, state=state)
+
+
+def _search(
+    model, params, logits, state, rules: _Rules, *, num_beams, max_new_tokens, eos_ids, pad_id, num_return_sequences
+) -> Beams:
+    B, M = logits.shape[0], max_new_tokens
+    prompt = _Running(jnp.full((B, 1, M), pad_id, jnp.int32), jnp.zeros((B, 1), jnp.float32), state)
+    if eos_ids:
+        return _search_for_ends(model, params, logits, prompt, rules, num_beams, eos_ids, num_return_sequences)
+    return _search_to_length(model, params, logits, prompt, rules, num_beams, num_return_sequences)
+
+
+def _search_to_length(model, params, logits, prompt: _Running, rules: _Rules, num_beams, num_return_sequences) -> Beams:
+    """The search without end tokens: nothing ends before the last step, when the running beams are the result."""
+    W, R = num_beams, num_return_sequences
+    B, _, M = prompt.tokens.shape
+
+    def extend(step, logits, running):
+        found = _candidates(logits, running.scores, W, 0)
+        return _run_on(running, found, jnp.zeros(found.tokens.shape, bool), step, W)
+
+    def body(running, step):
+        return extend(step, *_read(model, params, running, step)), None
+
+    running, _ = lax.scan(body, extend(jnp.int32(0), logits, prompt), jnp.arange(1, M, dtype=jnp.int32))
+    best = jnp.broadcast_to(jnp.arange(R, dtype=jnp.int32)[None], (B, R))
+    state = take_rows(running.state, _rows(best, W))
+    return Beams(running.tokens[:, :R], jnp.full((B, R), M, jnp.int32), running.scores[:, :R] / rules.penalty[M], state)
+
+
+def _search_for_ends(
+    model, params, logits, prompt: _Running, rules: _Rules, num_beams, eos_ids, num_return_sequences
+) -> Beams:
+    """The search with end tokens. The loop ends with the last sequence that is open."""
+    W, R = num_beams, num_return_sequences
+    B, _, M = prompt.tokens.shape
+    eos = jnp.asarray(eos_ids, jnp.int32)[None, None]
+
+    def extend(step, logits, running, pool):
+        found = _candidates(logits, running.scores, W, len(eos_ids))
+        ends = (found.tokens[:, :, None] == eos).any(-1)
+        pool = _collect(pool, running, found, ends | (step + 1 == M), step, rules)
+        running = _run_on(running, found, ends, step, W)
+        return step + 1, running, _close(pool, running, step, rules)
+
+    def body(carry):
+        step, running, pool = carry
+        return extend(step, *_read(model, params, running, step), pool)
+
+    pool = _Pool(
+        jnp.full((B, W), -jnp.inf, jnp.float32),
+        jnp.repeat(prompt.tokens, R, axis=1),
+        jnp.zeros((B, R), jnp.int32),
+        take_rows(prompt.state, _rows(jnp.zeros((B, R), jnp.int32), 1)),
+        jnp.ones((B,), bool),
+    )
+    carry = extend(jnp.int32(0), logits, prompt, pool)
+    _, running, pool = lax.while_loop(lambda c: (c[0] < M) & c[2].open.any(), body, carry)
+    state = dataclasses.replace(pool.state, step=running.state.step)
+    return Beams(pool.tokens, pool.lengths, pool.scores[:, :R], state)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("model", "plan", "num_beams", "max_new_tokens", "eos_ids", "pad_id", "num_return_sequences"),
+)
+def _generate_beams(model, params, tokens, lengths, key, rules, *, plan, **options) -> Beams:
+    logits, state = prefill(model, params, tokens, plan, lengths=lengths, key=key)
+    return _search(model, params, logits, state, rules, **options)
+
+
+def generate_beams(
+    model: Model,
+    params: PyTree[Any],
+    tokens: Array | np.ndarray,
+    *,
+    policy: Policy = identity(),
+    num_beams: int = 4,
+    max_new_tokens: int,
+    lengths: Array | np.ndarray | Sequence[int] | None = None,
+    eos_ids: Sequence[int] = (),
+    pad_id: int = 0,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+    num_return_sequences: int = 1,
+    key: Key[Array, ""] | Key[Array, "B"] | None = None,
+) -> Beams:
+    """Reads left-padded prompts, evicts, and searches for the most likely continuations, in one compiled program.
+
+    A prompt is read and evicted once, and its cache then copied for every beam; each decode step gathers the caches of
+    the beams that run on. While decoding, B * W caches are held, twice during the gather, and with `eos_ids` those of
+    the B * R best hypotheses that have ended.
+
+    All beams of a sequence keep the sequence's PRNG key. So a policy that draws at random evicts as a function of the
+    key and of a hypothesis's own text, whatever slots and siblings it had on its way: its cache and its score are those
+    of reading the same text alone with the same key.
+
+    Args:
+      model, params: the model.
+      tokens: token ids "B T", padded on the left.
+      policy: what to evict; everything is kept by default.
+      num_beams: W. One beam is greedy generation, as in transformers, and ends at the first end token whatever
+        `early_stopping` says.
+      max_new_tokens: tokens of the longest hypothesis.
+      lengths: the prompts' own lengths "B", T if None.
+      eos_ids: tokens that end a hypothesis.
+      pad_id: what follows the end.
+      length_penalty: scores are sums of log probabilities divided by `length ** length_penalty`, the end token counted;
+        above 0 longer hypotheses gain, below 0 shorter ones.
+      early_stopping: when a sequence's W hypotheses are final. True: as soon as there are W. False: when the best
+        running beam, scored at its present length, is no better than the worst of them. "never": when it could not
+        become better at any length, where a positive `length_penalty` scores it at `max_new_tokens`.
+      num_return_sequences: R, hypotheses to return for every prompt, W at most.
+      key: one key, or one a row. A row of a batch draws what it would draw alone with the same key.
+
+    Returns:
+      `Beams(tokens, lengths, scores, state)`. A score of -inf says that there was no other hypothesis of any
+      probability.
+
+    Raises:
+      ValueError: what `kvjax.generate` refuses; no beams, more beams than first tokens, more hypotheses to return than
+        beams, a penalty out of range; always before anything runs.
+    """
+    eos = _check(model, num_beams, max_new_tokens, eos_ids, early_stopping, num_return_sequences)
+    rules = _rules(num_beams, max_new_tokens, length_penalty, early_stopping)
+    tokens, lengths = check_prompts(model, tokens, lengths)
+    known = None if isinstance(lengths, jax.core.Tracer) else np.asarray(lengths)
+    plan = make_plan(model.config, policy, prompt_len=tokens.shape[1], max_new_tokens=max_new_tokens, lengths=known)
+    return _generate_beams(
+        model,
+        params,
+        tokens,
+        lengths,
+        jax.random.key(0) if key is None else key,
+        rules,
+        plan=plan,
+        num_beams=num_beams,
+        max_new_tokens=max_new_tokens,
+        eos_ids=eos,
+        pad_id=pad_id,
+        num_return_sequences=num_return_sequences,
+    )
+
+
+def _check(
+    model: Model,
+    num_beams: int,
+    max_new_tokens: int,
+    eos_ids: Sequence[int],
+    early_stopping: bool | str,
+    num_return_sequences: int,
+) -> tuple[int, ...]:
+    """The end tokens of the vocabulary, each once, or a ValueError."""
+    vocab = model.config.vocab_size
+    eos = tuple(sorted({int(i) for i in eos_ids if 0 <= i < vocab}))
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: generate at least 1 token")
+    if num_beams < 1:
+        raise ValueError(f"num_beams={num_beams}: search with at least 1 beam, which is greedy generation")
+    if num_beams > vocab - len(eos):
+        raise ValueError(
+            f"num_beams={num_beams} beams start with different tokens, but the vocabulary has {vocab - len(eos)} that "
+            f"do not end a sequence ({vocab} less {len(eos)} of eos_ids); use fewer beams"
+        )
+    if not 1 <= num_return_sequences <= num_beams:
+        raise ValueError(
+            f"num_return_sequences={num_return_sequences} must lie between 1 and num_beams={num_beams}; "
+            "search with more beams or return fewer"
+        )
+    if not isinstance(early_stopping, bool) and early_stopping != "never":
+        raise ValueError(f"early_stopping={early_stopping!r} is not one of (False, True, 'never')")
+    return eos
+
+
+def _rules(num_beams: int, max_new_tokens: int, length_penalty: float, early_stopping: bool | str) -> _Rules:
+    """The comparisons of one search; a ValueError for a penalty whose powers leave float32."""
+    longest = float(max_new_tokens) if early_stopping == "never" and length_penalty > 0 else None
+    if not math.isfinite(length_penalty) or abs(length_penalty) * math.log(max_new_tokens) > 80:
+        raise ValueError(
+            f"length_penalty={length_penalty}: {max_new_tokens} tokens ** {length_penalty} is no number of float32; "
+            "choose a penalty nearer to 0"
+        )
+    n = np.maximum(np.arange(max_new_tokens + 1, dtype=np.float64), 1)
+    penalty = n**length_penalty
+    hope = penalty if longest is None else np.full_like(penalty, longest**length_penalty)
+    greedy = early_stopping is True or num_beams == 1
+    return _Rules(jnp.asarray(penalty, jnp.float32), jnp.asarray(hope, jnp.float32), jnp.asarray(greedy))
