@@ -2,6 +2,10 @@
 
 from kvjax import methods as methods
 from kvjax.allocation import Adaptive as Adaptive
+from kvjax.allocation import FloorPyramid as FloorPyramid
+from kvjax.allocation import HeadTable as HeadTable
+from kvjax.allocation import InclusivePyramid as InclusivePyramid
+from kvjax.allocation import LayerTable as LayerTable
 from kvjax.allocation import Pyramid as Pyramid
 from kvjax.allocation import UniformHeads as UniformHeads
 from kvjax.allocation import UniformLayers as UniformLayers

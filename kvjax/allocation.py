@@ -2,14 +2,17 @@
 
 import abc
 import dataclasses
+import math
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.budget import lookup, whole_tokens
 from kvjax.context import Site
 
 
@@ -60,16 +63,23 @@ class LayerAllocation(abc.ABC):
     """A frozen dataclass that divides an average budget over layers."""
 
     @abc.abstractmethod
-    def layers(self, average: np.ndarray, limit: np.ndarray, num_layers: int) -> np.ndarray:
+    def layers(
+        self, average: np.ndarray, limit: np.ndarray, num_layers: int, protected: np.ndarray | int = 0
+    ) -> np.ndarray:
         """Selectable tokens of every layer.
 
         Args:
           average: "M" selectable tokens a layer, on average, one entry for every prompt length considered.
           limit: "M" the most that a layer can use: what exists, and never less than `average`.
           num_layers: layers of the model.
+          protected: "M" tokens that every layer keeps on top. `average + protected` is the budget; `limit + protected`
+            is the prompt's length, or the budget where that is longer.
 
         Returns:
           "M L" whole numbers.
+
+        Raises:
+          ValueError: an allocation for another number of layers.
         """
 
 
@@ -77,9 +87,11 @@ class LayerAllocation(abc.ABC):
 class UniformLayers(LayerAllocation):
     """Every layer gets the average."""
 
-    def layers(self, average: np.ndarray, limit: np.ndarray, num_layers: int) -> np.ndarray:
+    def layers(
+        self, average: np.ndarray, limit: np.ndarray, num_layers: int, protected: np.ndarray | int = 0
+    ) -> np.ndarray:
         """See `LayerAllocation`."""
-        del limit
+        del limit, protected
         return np.repeat(average[:, None], num_layers, axis=1)
 
 
@@ -88,8 +100,8 @@ class Pyramid(LayerAllocation):
     """Budgets that fall linearly from the first layer to the last (PyramidKV, arXiv 2406.02069).
 
     With `b` the average, the last layer gets `b / beta`, the first `2 b - b / beta`. No layer gets more than exists;
-    what it would have had in excess goes to the others in proportion, and largest remainders make the total exact,
-    where the released code overspends by its integer step (D-41) and switches formulas for short prompts (D-42).
+    what it would have had in excess goes to the others in proportion, and largest remainders make the total exact.
+    `FloorPyramid` and `InclusivePyramid` are the progressions of released code.
 
     Attributes:
       beta: steepness; 1 is uniform.
@@ -98,11 +110,13 @@ class Pyramid(LayerAllocation):
     beta: float = 20.0
 
     def __post_init__(self):
-        if self.beta < 1:
-            raise ValueError(f"Pyramid(beta={self.beta}): beta must be at least 1 (uniform); larger is steeper")
+        _check_beta(self)
 
-    def layers(self, average: np.ndarray, limit: np.ndarray, num_layers: int) -> np.ndarray:
+    def layers(
+        self, average: np.ndarray, limit: np.ndarray, num_layers: int, protected: np.ndarray | int = 0
+    ) -> np.ndarray:
         """See `LayerAllocation`."""
+        del protected
         b = average[:, None].astype(np.float64)
         fraction = np.arange(num_layers) / max(num_layers - 1, 1)
         last = b / self.beta
@@ -111,12 +125,135 @@ class Pyramid(LayerAllocation):
         return apportion(shares, limit[:, None])
 
 
+@dataclasses.dataclass(frozen=True)
+class FloorPyramid(LayerAllocation):
+    """The integer pyramid of PyramidKV's released code (KVCache-Factory), and of AdaKV's copy of it.
+
+    The last layer gets `b // beta`, the first `2 b - b // beta`. Where so much does not exist, the first gets what
+    does and the last the rest of `2 b`. Layers in between are `(first - last) // (L - 1)` apart, and as this step is
+    rounded down the model's total *exceeds* `L b`: 4016 for 3840 with 32 layers, b = 120 and beta = 20 (D-41). A model
+    of one layer, where the released code divides by zero, gets `b`.
+
+    Attributes:
+      beta: steepness.
+      uniform_branch: every layer gets `b` where the prompt is shorter than `2 b` (KVCache-Factory). AdaKV has no such
+        branch (D-42).
+    """
+
+    beta: float = 20.0
+    uniform_branch: bool = True
+
+    def __post_init__(self):
+        _check_beta(self)
+
+    def layers(
+        self, average: np.ndarray, limit: np.ndarray, num_layers: int, protected: np.ndarray | int = 0
+    ) -> np.ndarray:
+        """See `LayerAllocation`."""
+        if num_layers == 1:
+            return average[:, None]
+        first = np.minimum(2 * average - np.floor(average / self.beta).astype(np.int64), limit)
+        last = 2 * average - first
+        step = (first - last) // (num_layers - 1)
+        layers = first[:, None] - step[:, None] * np.arange(num_layers)
+        short = limit + protected < 2 * average
+        return np.where((short & self.uniform_branch)[:, None], average[:, None], layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class InclusivePyramid(LayerAllocation):
+    """The pyramid of kvpress: protected tokens count as part of every layer's share (D-43).
+
+    With `B` the whole budget, the last layer has `B / beta` live tokens and the first `2 B - B / beta`, or, where that
+    is more than the prompt without its protected tokens, so many, and the last the rest of `2 B`. Each layer is rounded
+    half to even for itself. Every layer has `B` unless `prompt >= first >= last >= protected`.
+
+    kvpress carries the fraction of `prompt * (1 - ratio)` into the progression. `B` is a whole number here; where that
+    product is none, a layer may have up to two tokens fewer.
+
+    Attributes:
+      beta: steepness; 1 is uniform.
+    """
+
+    beta: float = 20.0
+
+    def __post_init__(self):
+        _check_beta(self)
+
+    def layers(
+        self, average: np.ndarray, limit: np.ndarray, num_layers: int, protected: np.ndarray | int = 0
+    ) -> np.ndarray:
+        """See `LayerAllocation`."""
+        budget = (average + protected).astype(np.float64)
+        first = np.minimum(2 * budget - budget / self.beta, limit)
+        last = 2 * budget - first
+        slope = (first - last) / max(num_layers - 1, 1)
+        layers = np.round(first[:, None] - slope[:, None] * np.arange(num_layers)).astype(np.int64)
+        falls = (first >= last) & (last >= protected) & (num_layers > 1)
+        return np.where(falls[:, None], layers - np.reshape(protected, (-1, 1)), average[:, None])
+
+
+def _check_beta(pyramid: "Pyramid | FloorPyramid | InclusivePyramid") -> None:
+    if pyramid.beta < 1:
+        raise ValueError(
+            f"{type(pyramid).__name__}(beta={pyramid.beta}): beta must be at least 1 (uniform); larger is steeper"
+        )
+
+
+def _as_weights(name: str, weights: Sequence[float] | np.ndarray) -> tuple[float, ...]:
+    """Weights as a tuple of floats, which compares by value and hashes."""
+    weights = tuple(float(w) for w in weights)
+    if not all(math.isfinite(w) and w >= 0 for w in weights) or sum(weights) <= 0:
+        raise ValueError(f"{name}: weights are finite, none is negative, and one at least is positive; got {weights}")
+    return weights
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerTable(LayerAllocation):
+    """Fixed shares of the layers, such as learned or measured ones.
+
+    Layer `l` gets `weights[l] / sum(weights)` of what a uniform budget would give the model. No layer gets more than
+    exists; the excess goes to the others in proportion, and largest remainders make the total exact.
+
+    Attributes:
+      weights: one number a layer; only their ratios matter. Any sequence or array, kept as a tuple, so that
+        `LayerTable(**json.loads(json.dumps(dataclasses.asdict(table)))) == table`.
+    """
+
+    weights: Sequence[float] | np.ndarray
+
+    def __post_init__(self):
+        object.__setattr__(self, "weights", _as_weights("LayerTable", self.weights))
+
+    def layers(
+        self, average: np.ndarray, limit: np.ndarray, num_layers: int, protected: np.ndarray | int = 0
+    ) -> np.ndarray:
+        """See `LayerAllocation`."""
+        del protected
+        if len(self.weights) != num_layers:
+            raise ValueError(
+                f"LayerTable has {len(self.weights)} weights, but the model has {num_layers} layers; give one a layer"
+            )
+        shares = np.asarray(self.weights) * (num_layers / sum(self.weights))
+        return apportion(average[:, None] * shares, limit[:, None])
+
+
 class HeadAllocation(abc.ABC):
     """A frozen dataclass that divides a layer's budget over its kv heads."""
 
     @abc.abstractmethod
-    def cap(self, average: np.ndarray, limit: np.ndarray, num_kv_heads: int) -> np.ndarray:
-        """The most selectable tokens that one head can get, for every prompt length (host, static)."""
+    def cap(self, average: np.ndarray, limit: np.ndarray, site: Site, protected: np.ndarray | int = 0) -> np.ndarray:
+        """The most selectable tokens that one head can get, for every prompt length (host, static).
+
+        Args:
+          average: "M" selectable tokens a head.
+          limit: "M" the most that a head can use.
+          site: which layer.
+          protected: "M" tokens that every head keeps on top.
+
+        Raises:
+          ValueError: an allocation for another model.
+        """
 
     def total(self, average: np.ndarray, num_kv_heads: int) -> np.ndarray:
         """The most tokens that all heads together can get (host, static)."""
@@ -130,6 +267,7 @@ class HeadAllocation(abc.ABC):
         average: Int[Array, "B"],
         most: int,
         site: Site,
+        protected: Int[Array, "B"] | int = 0,
     ) -> Int[Array, "B K"]:
         """Selectable tokens of every head.
 
@@ -137,8 +275,9 @@ class HeadAllocation(abc.ABC):
           score: larger is more worth keeping.
           candidates: the tokens that compete: live and not protected.
           average: selectable tokens a head.
-          most: an upper bound of `average` (static).
+          most: an upper bound of `average + protected` (static).
           site: which layer.
+          protected: tokens that every head keeps on top.
         """
 
 
@@ -146,9 +285,9 @@ class HeadAllocation(abc.ABC):
 class UniformHeads(HeadAllocation):
     """Every head gets the average."""
 
-    def cap(self, average: np.ndarray, limit: np.ndarray, num_kv_heads: int) -> np.ndarray:
+    def cap(self, average: np.ndarray, limit: np.ndarray, site: Site, protected: np.ndarray | int = 0) -> np.ndarray:
         """See `HeadAllocation`."""
-        del limit, num_kv_heads
+        del limit, site, protected
         return average
 
     def heads(
@@ -158,9 +297,10 @@ class UniformHeads(HeadAllocation):
         average: Int[Array, "B"],
         most: int,
         site: Site,
+        protected: Int[Array, "B"] | int = 0,
     ) -> Int[Array, "B K"]:
         """See `HeadAllocation`."""
-        del candidates, most, site
+        del candidates, most, site, protected
         return jnp.broadcast_to(average[:, None], score.shape[:2])
 
 
@@ -169,30 +309,56 @@ class Adaptive(HeadAllocation):
     """Heads compete for the layer's budget (Ada-KV, arXiv 2407.11550, Algorithm 1).
 
     The largest `K * average` scores of the layer are found across heads; a head's share is how many of them are its
-    own, blended with the uniform share: `alpha * own + (1 - alpha) * average`. Largest remainders keep the layer's
-    total exact, where the released code rounds every head half-to-even and drifts (D-21).
+    own, blended with the uniform share: `alpha * own + (1 - alpha) * average`.
 
     Attributes:
       alpha: weight of the adaptive part, the paper's alpha. The released code's `floor_alpha` weights the uniform part:
         `alpha = 1 - floor_alpha` (D-20). 0 is uniform.
       max_ratio: no head gets more than `max_ratio` times the average; the surplus goes to the others in proportion.
         Static shapes need some bound. inf leaves it to the number of candidates.
+      normalize: every head's scores are first multiplied by the share of their sum that its `average` best hold, as
+        KVCache-Factory does by default (D-26). Scores must not be negative.
+      safeguard: "blend" as above. "floor_then_global" as in kvpress (D-22): the best `int(alpha * budget)` tokens of
+        every head are safe, its protected ones among them, and the rest of the budget goes to the best of the layer;
+        here alpha = 1 is uniform and 0 is the competition alone, kvpress's default is 0.2.
+      rounding: "largest_remainder" keeps the layer's total exact. "half_even" rounds every head for itself, the uniform
+        part down before that, as the released code does (D-21): the layer's total then *drifts* by up to K tokens
+        either way, and what `max_ratio` cuts is lost. `cap` covers what one head can get; a layer may exceed its
+        target.
+      skip_layers: layers with a smaller index are uniform (the released code's `skip`).
     """
 
     alpha: float = 0.5
     max_ratio: float = 4.0
+    normalize: bool = False
+    safeguard: Literal["blend", "floor_then_global"] = "blend"
+    rounding: Literal["largest_remainder", "half_even"] = "largest_remainder"
+    skip_layers: int = 0
 
     def __post_init__(self):
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"Adaptive(alpha={self.alpha}): alpha must lie in [0, 1]")
-        if self.max_ratio < 1:
+        if not self.max_ratio >= 1:
             raise ValueError(f"Adaptive(max_ratio={self.max_ratio}): heads cannot all get less than the average (1)")
+        if self.safeguard not in ("blend", "floor_then_global"):
+            raise ValueError(f"Adaptive(safeguard={self.safeguard!r}): not one of ('blend', 'floor_then_global')")
+        if self.rounding not in ("largest_remainder", "half_even"):
+            raise ValueError(f"Adaptive(rounding={self.rounding!r}): not one of ('largest_remainder', 'half_even')")
+        if self.skip_layers < 0:
+            raise ValueError(f"Adaptive(skip_layers={self.skip_layers}): a number of layers cannot be negative")
 
-    def cap(self, average: np.ndarray, limit: np.ndarray, num_kv_heads: int) -> np.ndarray:
+    def cap(self, average: np.ndarray, limit: np.ndarray, site: Site, protected: np.ndarray | int = 0) -> np.ndarray:
         """See `HeadAllocation`."""
-        all_in_one = average * (1 - self.alpha + self.alpha * num_kv_heads)
-        cap = np.ceil(np.minimum(all_in_one, self.max_ratio * average) - 1e-9)
-        return np.minimum(cap, np.maximum(limit, average)).astype(np.int64)
+        if site.layer < self.skip_layers:
+            return average
+        K = site.num_kv_heads
+        if self.safeguard == "blend":
+            all_in_one = _ceil(average * (1 - self.alpha + self.alpha * K))
+        else:
+            safe = np.maximum(whole_tokens(self.alpha, average + protected) - protected, 0)
+            all_in_one = K * average - (K - 1) * safe
+        cap = np.minimum(all_in_one, _ceil(average * min(self.max_ratio, K)))
+        return np.minimum(cap, np.maximum(limit, average))
 
     def heads(
         self,
@@ -201,21 +367,139 @@ class Adaptive(HeadAllocation):
         average: Int[Array, "B"],
         most: int,
         site: Site,
+        protected: Int[Array, "B"] | int = 0,
     ) -> Int[Array, "B K"]:
         """See `HeadAllocation`."""
-        del site
-        B, K, S = score.shape
-        flat = jnp.where(candidates, score, -jnp.inf).reshape(B, K * S)
-        size = min(K * most, K * S)
-        best, index = lax.top_k(flat, size)
-        won = (jnp.arange(size, dtype=jnp.int32)[None] < (K * average)[:, None]) & (best > -jnp.inf)
-        head = (index // S)[..., None] == jnp.arange(K, dtype=jnp.int32)[None, None]
-        own = (head & won[..., None]).sum(1, dtype=jnp.int32)
+        B, K, _ = score.shape
+        if site.layer < self.skip_layers:
+            return jnp.broadcast_to(average[:, None], (B, K))
+        numbers = np.arange(most + 1)
+        if self.normalize:
+            score = _normalized(score, candidates, average, most)
+        score = jnp.where(candidates, score, -jnp.inf)
+        if self.safeguard == "floor_then_global":
+            safe = lookup(whole_tokens(self.alpha, numbers), average + protected)
+            score = _raise_best(score, jnp.maximum(safe - protected, 0), int(whole_tokens(self.alpha, numbers)[-1]))
+        own = _won(score, average, most).astype(jnp.float32)
+
         mean = average[:, None].astype(jnp.float32)
-        shares = self.alpha * own.astype(jnp.float32) + (1.0 - self.alpha) * mean
-        # Where the budget holds every candidate, nothing is taken from any head, and what is left over is shared.
+        most_of_one = lookup(_ceil(numbers * min(self.max_ratio, K)), average)[:, None].astype(jnp.float32)
+        shares = own if self.safeguard == "floor_then_global" else self.alpha * own + (1.0 - self.alpha) * mean
+        exact = _whole(shares, candidates, mean, most_of_one)
+        if self.rounding == "largest_remainder" or self.safeguard == "floor_then_global":
+            return exact
+        uniform = lookup(whole_tokens(1 - self.alpha, numbers), average)[:, None].astype(jnp.float32)
         count = candidates.sum(-1).astype(jnp.float32)
-        shares = jnp.where(count.mean(-1, keepdims=True) <= mean, count, shares)
-        shares = shares + (mean - shares.mean(-1, keepdims=True))
-        limit = jnp.maximum(count, mean)
-        return apportion(shares, jnp.minimum(limit, jnp.ceil(self.max_ratio * mean - 1e-3)), jnp)
+        rounded = jnp.minimum(jnp.round(self.alpha * own + uniform), jnp.minimum(count, most_of_one))
+        return jnp.where(_fits(count, mean), exact, rounded.astype(jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadTable(HeadAllocation):
+    """Fixed shares of the kv heads of every layer, such as learned or measured ones.
+
+    Head `k` of layer `l` gets `weights[l][k] / sum(weights[l])` of the layer's budget. No head gets more than exists;
+    the excess goes to the others in proportion, and largest remainders make the total exact. Shares of the layers are
+    another allocation: `Evict(..., layers=LayerTable([sum(row) for row in w]), heads=HeadTable(w))` follows a table of
+    the whole model.
+
+    Attributes:
+      weights: for every layer, one number a kv head; only ratios within a layer matter. Any sequences or array, kept as
+        tuples, so that `HeadTable(**json.loads(json.dumps(dataclasses.asdict(table)))) == table`. Policies with
+        granularity="query_head" need one number a query head.
+    """
+
+    weights: Sequence[Sequence[float]] | np.ndarray
+
+    def __post_init__(self):
+        rows = tuple(_as_weights(f"HeadTable, layer {i}", row) for i, row in enumerate(self.weights))
+        object.__setattr__(self, "weights", rows)
+
+    def _ratios(self, site: Site) -> np.ndarray:
+        """What the heads of a layer get, in units of the average."""
+        if len(self.weights) != site.num_layers:
+            raise ValueError(
+                f"HeadTable has weights of {len(self.weights)} layers, but the model has {site.num_layers}; "
+                "give one row a layer"
+            )
+        row = np.asarray(self.weights[site.layer])
+        if len(row) != site.num_kv_heads:
+            raise ValueError(
+                f"HeadTable has {len(row)} weights in layer {site.layer}, which has {site.num_kv_heads} heads; "
+                "give one a head"
+            )
+        return row * (len(row) / row.sum())
+
+    def cap(self, average: np.ndarray, limit: np.ndarray, site: Site, protected: np.ndarray | int = 0) -> np.ndarray:
+        """See `HeadAllocation`."""
+        del protected
+        return np.minimum(_ceil(average * self._ratios(site).max()), np.maximum(limit, average))
+
+    def heads(
+        self,
+        score: Float[Array, "B K S"],
+        candidates: Bool[Array, "B K S"],
+        average: Int[Array, "B"],
+        most: int,
+        site: Site,
+        protected: Int[Array, "B"] | int = 0,
+    ) -> Int[Array, "B K"]:
+        """See `HeadAllocation`."""
+        del score, protected
+        ratios = self._ratios(site)
+        mean = average[:, None].astype(jnp.float32)
+        most_of_one = lookup(_ceil(np.arange(most + 1) * ratios.max()), average)[:, None].astype(jnp.float32)
+        return _whole(mean * jnp.asarray(ratios, jnp.float32)[None], candidates, mean, most_of_one)
+
+
+def _ceil(x: np.ndarray) -> np.ndarray:
+    """Rounded up, but for what binary fractions make of a whole number."""
+    return np.ceil(x - 1e-9).astype(np.int64)
+
+
+def _normalized(
+    score: Float[Array, "B K S"], candidates: Bool[Array, "B K S"], average: Int[Array, "B"], most: int
+) -> Float[Array, "B K S"]:
+    """Scores times the share of a head's sum that its `average` best hold."""
+    score = jnp.where(candidates, score, 0.0)
+    best, _ = lax.top_k(score, min(most, score.shape[-1]))
+    among = jnp.arange(best.shape[-1], dtype=jnp.int32)[None, None] < average[:, None, None]
+    mass, total = jnp.where(among, best, 0.0).sum(-1, keepdims=True), score.sum(-1, keepdims=True)
+    return score * jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), 1.0)
+
+
+def _raise_best(score: Float[Array, "B K S"], count: Int[Array, "B"], most: int) -> Float[Array, "B K S"]:
+    """Scores whose `count` best of every head (at most `most`) stand above all others."""
+    best, index = lax.top_k(score, min(most, score.shape[-1]))
+    among = jnp.arange(best.shape[-1], dtype=jnp.int32)[None, None] < count[:, None, None]
+    raised = jnp.where(among & (best > -jnp.inf), jnp.inf, best)
+    return jnp.put_along_axis(score, index, raised, axis=-1, inplace=False)
+
+
+def _won(score: Float[Array, "B K S"], average: Int[Array, "B"], most: int) -> Int[Array, "B K"]:
+    """How many of a layer's `K * average` best scores belong to each head; -inf does not compete."""
+    B, K, S = score.shape
+    size = min(K * most, K * S)
+    best, index = lax.top_k(score.reshape(B, K * S), size)
+    won = (jnp.arange(size, dtype=jnp.int32)[None] < (K * average)[:, None]) & (best > -jnp.inf)
+    head = (index // S)[..., None] == jnp.arange(K, dtype=jnp.int32)[None, None]
+    return (head & won[..., None]).sum(1, dtype=jnp.int32)
+
+
+def _fits(count: Float[Array, "B K"], mean: Float[Array, "B 1"]) -> Bool[Array, "B 1"]:
+    """Whether the layer's budget holds every candidate."""
+    return count.mean(-1, keepdims=True) <= mean
+
+
+def _whole(
+    shares: Float[Array, "B K"],
+    candidates: Bool[Array, "B K S"],
+    mean: Float[Array, "B 1"],
+    most_of_one: Float[Array, "B 1"],
+) -> Int[Array, "B K"]:
+    """Whole shares whose mean is `mean`, none above `most_of_one` or, beyond the mean, above what exists."""
+    # Where the budget holds every candidate, nothing is taken from any head, and what is left over is shared.
+    count = candidates.sum(-1).astype(jnp.float32)
+    shares = jnp.where(_fits(count, mean), count, shares)
+    shares = shares + (mean - shares.mean(-1, keepdims=True))
+    return apportion(shares, jnp.minimum(jnp.maximum(count, mean), most_of_one), jnp)

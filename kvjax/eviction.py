@@ -112,7 +112,7 @@ class Evict(Policy):
         n = np.arange(site.prompt_len + 1) if lengths is None else np.array([*lengths])
         outside = sizes.outside[n]
         average = sizes.budget[n, site.layer] - outside
-        cap = self.heads.cap(average, np.maximum(n - outside, 0), site.num_kv_heads)
+        cap = self.heads.cap(average, np.maximum(n - outside, 0), site, outside)
         return int((cap + outside).max()) + self.select.slack
 
     def target(self, site: Site, prompt_length: int) -> int:
@@ -144,6 +144,7 @@ class Evict(Policy):
     def check(self, site: Site, prompt_length: int) -> None:
         """See `Policy`."""
         sizes = self._sizes(site)
+        self._cap(site, (prompt_length,))  # raises where the allocation is one for another model
         budget = int(sizes.budget[prompt_length, site.layer])
         sinks, recent = int(sizes.sinks[prompt_length]), int(sizes.recent[prompt_length])
         longest = prompt_length + (site.max_new_tokens if self.when.decodes else 0)
@@ -263,7 +264,7 @@ class Evict(Policy):
         outside = jnp.minimum(sinks + recent, budget)
         if memory.shares is None:
             most = int(self._sizes(ctx.site).budget[:, ctx.site.layer].max())
-            selectable = self.heads.heads(finite, candidates, budget - outside, most, ctx.site)
+            selectable = self.heads.heads(finite, candidates, budget - outside, most, ctx.site, outside)
         else:
             selectable = memory.shares.value
         budgets = selectable + outside[:, None] - reserve
@@ -318,7 +319,7 @@ def _sizes(budget: Count, protect: Protect, layers: LayerAllocation, num_layers:
     sinks, recent = protect.tables(n, average)
     outside = np.minimum(sinks + recent, average)
     selectable = average - outside
-    per_layer = layers.layers(selectable, np.maximum(n - outside, selectable), num_layers)
+    per_layer = layers.layers(selectable, np.maximum(n - outside, selectable), num_layers, outside)
     return _Sizes(per_layer + outside[:, None], sinks, recent)
 
 

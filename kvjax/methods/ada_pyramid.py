@@ -6,8 +6,8 @@ from typing import Literal
 from kvjax.allocation import Adaptive
 from kvjax.budget import Count
 from kvjax.eviction import Evict
-from kvjax.methods.pyramidkv import pyramidkv
-from kvjax.policy import Layout
+from kvjax.methods.pyramidkv import Preset, pyramidkv
+from kvjax.policy import Granularity, Layout
 
 
 def ada_pyramid(
@@ -21,18 +21,41 @@ def ada_pyramid(
     group: Literal["mean", "max", "sum"] = "mean",
     max_ratio: float = float("inf"),
     storage: Layout = "pool",
+    normalize: bool = False,
+    safeguard: Literal["blend", "floor_then_global"] = "blend",
+    rounding: Literal["largest_remainder", "half_even"] = "largest_remainder",
+    skip_layers: int = 0,
+    pool_before_rows: bool = False,
+    normalise: Literal["all", "outside_window"] = "all",
+    granularity: Granularity = "kv_head",
+    preset: Preset | None = None,
 ) -> Evict:
     """PyramidKV where the heads of a layer compete for its budget.
 
     The released class computes the pyramid from the first prompt it sees and keeps it for later ones (D-25); here every
-    prompt has its own.
+    prompt has its own. `preset="pyramid_adakv"` is that class's progression.
 
     Args:
       budget: live tokens a kv head and layer on average, window included.
-      alpha, max_ratio, storage: see `ada_snapkv`.
-      beta, window_size, kernel_size, pooling, group: see `pyramidkv`.
+      alpha, max_ratio, storage, normalize, safeguard, rounding, skip_layers: see `ada_snapkv`.
+      beta, preset: see `pyramidkv`.
+      window_size, kernel_size, pooling, group, pool_before_rows, normalise, granularity: see `snapkv`. `normalise` says
+        which keys a softmax is over.
+
+    Raises:
+      ValueError: what `Adaptive` or `pyramidkv` refuse.
     """
     policy = pyramidkv(
-        budget, beta=beta, window_size=window_size, kernel_size=kernel_size, pooling=pooling, group=group
+        budget,
+        beta=beta,
+        window_size=window_size,
+        kernel_size=kernel_size,
+        pooling=pooling,
+        group=group,
+        pool_before_rows=pool_before_rows,
+        normalise=normalise,
+        granularity=granularity,
+        preset=preset,
     )
-    return dataclasses.replace(policy, heads=Adaptive(alpha, max_ratio), storage=storage)
+    heads = Adaptive(alpha, max_ratio, normalize, safeguard, rounding, skip_layers)
+    return dataclasses.replace(policy, heads=heads, storage=storage)

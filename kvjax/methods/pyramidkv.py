@@ -3,10 +3,13 @@
 import dataclasses
 from typing import Literal
 
-from kvjax.allocation import Pyramid
+from kvjax.allocation import FloorPyramid, InclusivePyramid, LayerAllocation, Pyramid
 from kvjax.budget import Count
 from kvjax.eviction import Evict
 from kvjax.methods.snapkv import snapkv
+from kvjax.policy import Granularity
+
+Preset = Literal["pyramid_factory", "pyramid_adakv", "pyramid_kvpress"]
 
 
 def pyramidkv(
@@ -17,17 +20,52 @@ def pyramidkv(
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
     group: Literal["mean", "max", "sum"] = "mean",
+    pool_before_rows: bool = False,
+    normalise: Literal["all", "outside_window"] = "all",
+    granularity: Granularity = "kv_head",
+    preset: Preset | None = None,
 ) -> Evict:
     """SnapKV with budgets that fall linearly from the first layer to the last.
 
-    See `kvjax.allocation.Pyramid` for the progression. The window comes on top of each layer's share (D-43 is the
-    opposite reading), and the model's total is exactly that of a uniform `budget`.
+    The window comes on top of each layer's share, the model's total is exactly that of a uniform `budget`, and one
+    formula holds for every prompt (`kvjax.allocation.Pyramid`). Released code differs, and `preset` follows it:
+
+    | preset | progression | window | prompts shorter than twice the budget | total |
+    |---|---|---|---|---|
+    | None | real, largest remainders | on top | what layers cannot use goes to the others | exact |
+    | "pyramid_factory" (KVCache-Factory) | integer step | on top | uniform | exceeds (D-41) |
+    | "pyramid_adakv" (AdaKV) | integer step | on top | flatter pyramid (D-42) | exceeds |
+    | "pyramid_kvpress" | real, half to even | inside (D-43) | flatter pyramid, or uniform | up to rounding |
+
+    A preset is a way of dividing the budget; the scores' parameters stay as given. KVCache-Factory's runner and AdaKV
+    use kernel 7 and "max" with windows of 8 and 32, kvpress kernel 5 and "avg" with a window of 64.
 
     Args:
       budget: live tokens a kv head and layer on average, window included.
-      beta: steepness of the pyramid; 1 is SnapKV.
+      beta: steepness of the pyramid; 1 is SnapKV, up to the rounding of presets.
       window_size: observation window (the paper's alpha, 8).
-      kernel_size, pooling, group: see `snapkv`.
+      kernel_size, pooling, group, pool_before_rows, normalise, granularity: see `snapkv`.
+      preset: whose division of the budget, None for the exact one.
+
+    Raises:
+      ValueError: an unknown preset, or what `snapkv` refuses.
     """
-    policy = snapkv(budget, window_size=window_size, kernel_size=kernel_size, pooling=pooling, group=group)
-    return dataclasses.replace(policy, layers=Pyramid(beta))
+    layers: dict[Preset | None, LayerAllocation] = {
+        None: Pyramid(beta),
+        "pyramid_factory": FloorPyramid(beta),
+        "pyramid_adakv": FloorPyramid(beta, uniform_branch=False),
+        "pyramid_kvpress": InclusivePyramid(beta),
+    }
+    if preset not in layers:
+        raise ValueError(f"preset={preset!r} is not one of {tuple(layers)}")
+    policy = snapkv(
+        budget,
+        window_size=window_size,
+        kernel_size=kernel_size,
+        pooling=pooling,
+        group=group,
+        pool_before_rows=pool_before_rows,
+        normalise=normalise,
+        granularity=granularity,
+    )
+    return dataclasses.replace(policy, layers=layers[preset])

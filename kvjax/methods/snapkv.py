@@ -30,13 +30,22 @@ def snapkv(
 
     The released code expands keys and values to query heads first, so that every query head keeps a set of its own and
     the cache is G times larger; here a kv head's set is chosen by the mean of its group, before pooling (D-39). The
-    paper states the budget as a fraction of the prompt, the code as a capacity: `budget` takes both (D-44).
+    paper states the budget as a fraction of the prompt, the code as a capacity: `budget` takes both (D-44). Code that
+    states the removed share r keeps `int(n * (1 - r))` tokens, float error included: `Ratio(1 - r, "int")` (D-45).
+
+    | settings of | window_size | kernel_size | pooling | budget |
+    |---|---|---|---|---|
+    | published LongBench runs, and here | 32 | 7 | "max" | 1024, 2048, 4096 |
+    | released class | 64 | 5 | "avg" | 320 |
+    | released `init_snapkv` | 32 | 5 | "avg" | 2048 |
+    | KVCache-Factory's runner | 8 | 7 | "max" | 512 |
+    | kvpress | 64 | 5 | "avg" | a share |
 
     Args:
       budget: live tokens a kv head and layer after prefill, window included (`max_capacity_prompt`).
       window_size: observation window, inside the budget.
       kernel_size: pooling width, odd; 1 does not pool.
-      pooling: "max" with kernel 7 is the setting of the published LongBench runs; the class default is "avg" with 5.
+      pooling: kind of pooling.
       group: how a group's query heads are combined, before pooling.
       avg_pad: see `kvjax.scores.Pooled` (D-49).
       pool_before_rows: max-pool every row before rows are added, as Ada-KV's text has it (D-23).
