@@ -19,6 +19,7 @@ class Case:
       recent: last tokens that it must keep, for a budget of tokens.
       sinks: first tokens that it must keep.
       random: its draws depend on the kv head, so permuting heads does not commute.
+      by_head: it knows kv heads by their index, so permuting heads does not commute either.
       exact: every head keeps exactly its budget (adaptive heads keep it on average, full caches everything).
       total: all heads together keep exactly their budgets.
       decodes: evicts while decoding.
@@ -31,6 +32,7 @@ class Case:
     recent: Callable[[int], int] = lambda budget: 0
     sinks: int = 0
     random: bool = False
+    by_head: bool = False
     exact: bool = True
     total: bool = True
     decodes: bool = True
@@ -147,6 +149,28 @@ def _h2o_pooled(budget):
     return dataclasses.replace(policy, heads=kvjax.Adaptive(), storage="pool", positions="compact")
 
 
+def _ada(budget, **kwargs):
+    return methods.ada_snapkv(budget, window_size=4, kernel_size=3, **kwargs)
+
+
+def _pyramid_factory(budget):
+    return methods.pyramidkv(budget, beta=4, window_size=2, kernel_size=3, preset="pyramid_factory")
+
+
+def _pyramid_kvpress(budget):
+    return methods.pyramidkv(budget, beta=2, window_size=3, kernel_size=3, preset="pyramid_kvpress")
+
+
+def _layer_table(budget):
+    return dataclasses.replace(methods.h2o(budget, recent=4), layers=kvjax.LayerTable((3.0, 1.0, 2.0)))
+
+
+def _head_table(budget):
+    return dataclasses.replace(
+        methods.h2o(budget, recent=4), heads=kvjax.HeadTable(((1.0, 2.0), (3.0, 1.0), (1.0, 1.0)))
+    )
+
+
 def _snapkv(budget, **kwargs):
     return methods.snapkv(budget, window_size=4, kernel_size=3, **kwargs)
 
@@ -165,6 +189,23 @@ CASES = (
     Case("ada_snapkv", _ada_snapkv, recent=lambda b: 4, exact=False, decodes=False),
     Case("ada_snapkv_dense", _ada_snapkv_dense, recent=lambda b: 4, exact=False, decodes=False),
     Case("h2o_pooled", _h2o_pooled, recent=lambda b: 4, exact=False),
+    Case(
+        "ada_normalized", lambda b: _ada(b, alpha=0.4, normalize=True), recent=lambda b: 4, exact=False, decodes=False
+    ),
+    Case(
+        "ada_floor_then_global",
+        lambda b: _ada(b, alpha=0.7, safeguard="floor_then_global"),
+        recent=lambda b: 4,
+        exact=False,
+        decodes=False,
+    ),
+    Case(
+        "ada_skip_layers", lambda b: _ada(b, alpha=0.4, skip_layers=1), recent=lambda b: 4, exact=False, decodes=False
+    ),
+    Case("pyramid_factory", _pyramid_factory, recent=lambda b: 2, decodes=False),
+    Case("pyramid_kvpress", _pyramid_kvpress, recent=lambda b: 3, decodes=False),
+    Case("layer_table", _layer_table, recent=lambda b: 4),
+    Case("head_table", _head_table, recent=lambda b: 4, by_head=True, exact=False),
     Case("h2o_every_4", _every4_h2o, recent=lambda b: b // 2, slack=3),
     Case("tova_when_over_3", _over3_tova, slack=2),
     Case("h2o_adaptive", _adaptive_h2o, recent=lambda b: 4, exact=False),
