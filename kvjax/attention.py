@@ -111,7 +111,7 @@ def attend(
         else:
             kv = store(kv, k, v, pos)
             keys = rotate(kv.k, jnp.zeros_like(kv.pos) if kv.rank is None else jnp.maximum(kv.rank, 0))
-    moment = Moment(q, raw_q, kv, pos, ctx, rotate, out_proj)
+    moment = Moment(q, raw_q, kv, pos, ctx, rotate, out_proj, scale, window, softcap)
     requests = {o: o.columns(moment) for o in observe}
     columns = {o: c for o, c in requests.items() if c is not None}
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
@@ -123,6 +123,7 @@ def attend(
     if apart:
         measured = attention(q, keys, kv.v, pos, kv.pos, columns=tuple(columns.values()), **options).columns
     measured = dict(zip(columns, measured, strict=True))
+    moment = dataclasses.replace(moment, measured=measured)
     values = tuple(measured[o] if o in measured else o.measure(moment) for o in observe)
     return result.out, kv, LayerStats(values, tuple(observe))
 

@@ -12,15 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-Rounding = Literal["floor", "int"]
+Rounding = Literal["floor", "int", "ceil"]
 
 
 def whole_tokens(share: float, of: np.ndarray, rounding: Rounding = "floor") -> np.ndarray:
     """`share * of` in whole tokens.
 
     "floor" adds 1e-9 first, so that 0.1 * 10 tokens is one token whatever binary fractions make of it. "int" truncates
-    the raw product like the released code of most papers, where `int(10 * (1 - 0.9))` is 0 (D-45).
+    the raw product like the released code of most papers, where `int(10 * (1 - 0.9))` is 0 (D-45). "ceil" rounds up,
+    after subtracting 1e-9.
     """
+    if rounding == "ceil":
+        return np.ceil(of * share - 1e-9).astype(np.int64)
     return np.floor(of * share + (1e-9 if rounding == "floor" else 0.0)).astype(np.int64)
 
 

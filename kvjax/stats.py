@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -29,6 +29,8 @@ class Moment:
       ctx: where and when.
       rotate: the layer's rotary embedding.
       out_proj: the layer's output projection "N H D", where the model gives it.
+      scale, window, softcap: how the layer attends, as in `pallas_kernels.attention`.
+      measured: the column statistics that were asked for beside a measurement which is none.
     """
 
     q: Float[Array, "B N T H"]
@@ -38,6 +40,10 @@ class Moment:
     ctx: Context
     rotate: Rotate
     out_proj: Float[Array, "N H D"] | None = None
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    measured: Mapping["Measurement", Array] = dataclasses.field(default_factory=dict)
 
 
 # --- which rows ---

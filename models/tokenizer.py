@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from kvjax.token_classes import token_classes as token_classes
 from models.weights import locate
 
 

@@ -6,3 +6,5 @@ from pallas_kernels.columns import Attention as Attention
 from pallas_kernels.columns import Columns as Columns
 from pallas_kernels.columns import Softmax as Softmax
 from pallas_kernels.columns import hash_uniform as hash_uniform
+from pallas_kernels.recovery import Recovery as Recovery
+from pallas_kernels.recovery import recovered_attention as recovered_attention

@@ -41,12 +41,19 @@ def site(*, T=24, layer=0, num_layers=3, N=4, K=2, H=8, max_new_tokens=16):
     return Site(layer, num_layers, N, K, H, T, max_new_tokens)
 
 
-def context(site, *, length, prompt_length=None, step=0, phase="prefill", key=0):
-    """A moment."""
+def token_ids(B, T, seed=0):
+    """Random ids of the tiny model's vocabulary."""
+    return jnp.asarray(np.random.default_rng(seed).integers(0, 61, (B, T)), jnp.int32)
+
+
+def context(site, *, length, prompt_length=None, step=0, phase="prefill", key=0, tokens=None):
+    """A moment, after random tokens if none are given."""
     length = jnp.asarray(length, jnp.int32)
     prompt = length if prompt_length is None else jnp.asarray(prompt_length, jnp.int32)
     keys = jax.random.split(jax.random.key(key), length.shape[0])
-    return Context(length, prompt, jnp.int32(step), keys, site=site, phase=phase)
+    if tokens is None:
+        tokens = token_ids(len(length), site.prompt_len if phase == "prefill" else 1, key)
+    return Context(length, prompt, jnp.int32(step), keys, site=site, phase=phase, tokens=tokens)
 
 
 def random_stats(policy, kv, ctx, seed=0, T=None):
@@ -62,6 +69,7 @@ def random_stats(policy, kv, ctx, seed=0, T=None):
     columns = {o: c for o, c in requests.items() if c is not None}
     result = attention(q, kv.k, kv.v, pos, kv.pos, columns=tuple(columns.values()), implementation="reference")
     measured = dict(zip(columns, result.columns, strict=True))
+    moment = dataclasses.replace(moment, measured=measured)
     return LayerStats(tuple(measured[o] if o in measured else o.measure(moment) for o in observed), observed)
 
 

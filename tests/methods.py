@@ -25,6 +25,9 @@ class Case:
       decodes: evicts while decoding.
       slack: how many more than its budget a head may hold.
       dips: how far below its budget an eviction goes.
+
+
+      fills: uses the budget that it has; otherwise the budget is a cap, and heads may hold less.
     """
 
     name: str
@@ -38,6 +41,8 @@ class Case:
     decodes: bool = True
     slack: int = 0
     dips: int = 0
+
+    fills: bool = True
 
     def __repr__(self):
         return self.name
@@ -171,6 +176,15 @@ def _head_table(budget):
     )
 
 
+def _fastgen(budget, **kwargs):
+    ratios = {"frequent_ratio": 0.2, "local_ratio": 0.2, **kwargs}  # leaves room for full heads to differ from the rest
+    return methods.fastgen(special_ids=range(3), punctuation_ids=range(3, 9), budget=budget, **ratios)
+
+
+def _fastgen_elementwise(budget):
+    return _fastgen(budget, recovery_ratio=0.62, recovery="elementwise")
+
+
 def _snapkv(budget, **kwargs):
     return methods.snapkv(budget, window_size=4, kernel_size=3, **kwargs)
 
@@ -238,6 +252,9 @@ CASES = (
     Case("think", lambda b: methods.think(0.5, query_rows=4), exact=False, decodes=False),
     Case("snapkv_then_think", lambda b: kvjax.chain(_snapkv(b), methods.think()), recent=lambda b: 4, decodes=False),
     Case("count_above", _count_above, recent=lambda b: 2),
+    Case("fastgen", lambda b: _fastgen(b, recovery_ratio=0.65), exact=False, fills=False),
+    Case("fastgen_elementwise", _fastgen_elementwise, exact=False, fills=False),
+    Case("fastgen_lossless", lambda b: _fastgen(b, recovery_ratio=1.0)),
 )
 
 every_method = pytest.mark.parametrize("case", CASES, ids=repr)

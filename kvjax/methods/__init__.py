@@ -9,6 +9,7 @@ from kvjax.methods.criticalkv import criticalkv as criticalkv
 from kvjax.methods.dilated_window import dilated_window as dilated_window
 from kvjax.methods.easykv import easykv as easykv
 from kvjax.methods.expected_attention import expected_attention as expected_attention
+from kvjax.methods.fastgen import fastgen as fastgen
 from kvjax.methods.full import full as full
 from kvjax.methods.h2o import h2o as h2o
 from kvjax.methods.key_attention import key_attention as key_attention

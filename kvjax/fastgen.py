@@ -1,0 +1,315 @@
+"""FastGen (Ge et al., arXiv 2310.01801): every head is profiled on the prompt and gets the cheapest set that serves it.
+
+The sets are nested: special tokens; and punctuation; and frequent tokens; and local ones; everything. So each slot has
+a level, the first set that contains it, and a head keeps the slots up to the level of its strategy.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Int8, UInt32
+
+from kvjax.budget import Count, Rounding, as_budget, lookup, whole_tokens
+from kvjax.context import Context, Phase, Site
+from kvjax.policy import Policy, Selection
+from kvjax.schedule import Schedule
+from kvjax.state import EMPTY, LayerKV, PerHead
+from kvjax.stats import LayerStats, Measurement, Moment, Observe
+from pallas_kernels import recovered_attention
+from pallas_kernels.pytree import pytree
+
+STRATEGIES: Final = ("special", "punctuation", "frequent", "local", "full")
+"""The strategies of heads by number; each keeps what those before it keep, and more."""
+
+_SPECIAL, _PUNCTUATION, _FREQUENT, _LOCAL, _FULL = range(len(STRATEGIES))
+
+_UNKNOWN, _PLAIN, _MARK, _DECLARED = range(4)  # kinds of token; a slot that was just filled starts at 0
+
+_ATTENTION: Final = Observe()
+
+_UNCHANGED = 1e-4  # the tolerance of recovery="elementwise"
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenKinds(Measurement):
+    """Which of the new tokens are special or punctuation: a number for every slot, 0 for slots that are not new.
+
+    Attributes:
+      special_ids, punctuation_ids: ids; what is in both is special.
+    """
+
+    special_ids: tuple[int, ...]
+    punctuation_ids: tuple[int, ...]
+
+    def measure(self, moment: Moment) -> Int8[Array, "B K S"]:
+        """See `Measurement`."""
+        tokens = moment.ctx.tokens
+        if tokens is None:
+            raise ValueError(
+                "FastGen tells special tokens and punctuation by their ids, but no token ids are known here; "
+                "pass tokens= to evict_layer, or drive the model with generate, prefill or forward"
+            )
+        table = np.full(max((0, *self.special_ids, *self.punctuation_ids)) + 1, _PLAIN, np.int8)
+        table[list(self.punctuation_ids)] = _MARK
+        table[list(self.special_ids)] = _DECLARED
+        kinds = jnp.asarray(table).at[tokens].get(mode="fill", fill_value=_PLAIN)
+        kinds = jnp.where(moment.pos == EMPTY, jnp.int8(_UNKNOWN), kinds)
+        # By position, so that it does not matter in which slots the new tokens were stored.
+        pos, T = moment.kv.pos, tokens.shape[1]
+        column = pos - (moment.ctx.length[:, None, None] - T)
+        new = (pos != EMPTY) & (column >= 0)
+        return jnp.where(
+            new, kinds[jnp.arange(len(pos))[:, None, None], jnp.clip(column, 0, T - 1)], jnp.int8(_UNKNOWN)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How many tokens are frequent, and how many local.
+
+    Attributes:
+      frequent_ratio: share of all tokens so far.
+      local_ratio: share of the prompt.
+      rounding: of both.
+    """
+
+    frequent_ratio: float
+    local_ratio: float
+    rounding: Rounding
+
+    def __call__(self, ctx: Context) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+        """(frequent, local) tokens of every sequence."""
+        n = np.arange(ctx.site.prompt_len + ctx.site.max_new_tokens + 1)
+        frequent = lookup(whole_tokens(self.frequent_ratio, n, self.rounding), ctx.length)
+        local = whole_tokens(self.local_ratio, n[: ctx.site.prompt_len + 1], self.rounding)
+        return frequent, lookup(local, ctx.prompt_length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile(Measurement):
+    """What attention to the prompt recovers from each set but the full one, "B K 4", in the order of `STRATEGIES`.
+
+    A second pass over the prompt's attention, in blocks. It sees the prompt in one piece: keys of earlier pieces count
+    as plain tokens.
+
+    Attributes:
+      kinds: tells tokens apart.
+      sizes: of the sets.
+      recovery: "mass" or "elementwise", see `FastGen`.
+    """
+
+    kinds: TokenKinds
+    sizes: Sizes
+    recovery: Literal["mass", "elementwise"]
+
+    def measure(self, moment: Moment) -> Float[Array, "B K 4"]:
+        """See `Measurement`."""
+        kv, ctx = moment.kv, moment.ctx
+        level = levels(kv.pos, self.kinds.measure(moment), moment.measured[_ATTENTION], ctx, self.sizes)
+        masks = jnp.stack([level <= s for s in (_SPECIAL, _PUNCTUATION, _FREQUENT, _FREQUENT)])
+        _, local = self.sizes(ctx)
+        recovered = recovered_attention(
+            moment.q,
+            kv.k,
+            moment.pos,
+            kv.pos,
+            masks,
+            within=(None, None, None, local),
+            tolerance=None if self.recovery == "mass" else _UNCHANGED,
+            scale=moment.scale,
+            window=moment.window,
+            softcap=moment.softcap,
+        )
+        if recovered.elementwise is not None:
+            return recovered.elementwise.astype(jnp.float32)
+        return recovered.mass.astype(jnp.float32)
+
+
+def largest(keys: Sequence[Array], counts: Int[Array, "B #K"]) -> Bool[Array, "B K S"]:
+    """The `counts` largest slots of every head by the first key, among equals by the next; the last has no equals.
+
+    The bar that `counts` slots reach is found bit by bit, which on CPU is many times faster than sorting.
+    """
+    shape = keys[0].shape
+    left = jnp.broadcast_to(counts, shape[:2]).astype(jnp.int32)
+    chosen, among = jnp.zeros(shape, bool), jnp.broadcast_to((left > 0)[..., None], shape)
+    for key in keys:
+        bits = _ordered_bits(key)
+
+        def raise_bar(i, bar, bits=bits, among=among, left=left):
+            higher = bar | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+            reached = (among & (bits >= higher[..., None])).sum(-1, dtype=jnp.int32)
+            return jnp.where(reached >= left, higher, bar)
+
+        bar = lax.fori_loop(jnp.int32(0), jnp.int32(32), raise_bar, jnp.zeros(shape[:2], jnp.uint32))[..., None]
+        above = among & (bits > bar)
+        chosen, among = chosen | above, among & (bits == bar)
+        left = left - above.sum(-1, dtype=jnp.int32)
+    return chosen | among
+
+
+def _ordered_bits(x: Array) -> UInt32[Array, "B K S"]:
+    """Bits that compare, without sign, as the int32 or float32 numbers do."""
+    sign = jnp.uint32(1 << 31)
+    if x.dtype == jnp.int32:
+        return lax.bitcast_convert_type(x, jnp.uint32) ^ sign
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.zeros((), jnp.float32), x), jnp.uint32)  # -0.0 is 0.0
+    return jnp.where(bits >= sign, ~bits, bits ^ sign)
+
+
+def levels(
+    pos: Int[Array, "B K S"], kinds: Int8[Array, "B K S"], mass: Float[Array, "B K S"], ctx: Context, sizes: Sizes
+) -> Int[Array, "B K S"]:
+    """The first of `STRATEGIES` that keeps each slot; beyond the last for dead slots."""
+    live = pos != EMPTY
+    num_frequent, num_local = sizes(ctx)
+    frequent = largest((jnp.where(live, mass, -jnp.inf), pos), num_frequent[:, None])
+    local = pos >= (ctx.length - num_local)[:, None, None]
+    level = jnp.full(pos.shape, _FULL, jnp.int32)
+    for strategy, members in (
+        (_LOCAL, local),
+        (_FREQUENT, frequent),
+        (_PUNCTUATION, kinds == _MARK),
+        (_SPECIAL, kinds == _DECLARED),
+    ):
+        level = jnp.where(members, strategy, level)
+    return jnp.where(live, level, len(STRATEGIES))
+
+
+@pytree
+class FastGenMemory:
+    """What `FastGen` carries in a layer.
+
+    Attributes:
+      kinds: of the token in each slot, 0 for one that was just filled.
+      mass: attention that each slot has received, the mean of a group.
+      strategy: of every head, an index into `STRATEGIES`.
+    """
+
+    kinds: Int8[Array, "B K S"]
+    mass: Float[Array, "B K S"]
+    strategy: PerHead
+
+
+@dataclasses.dataclass(frozen=True)
+class FastGen(Policy):
+    r"""Every kv head keeps the smallest set of a nested list that recovers enough of its attention to the prompt.
+
+    The list is `STRATEGIES`. A head's strategy is chosen once, after the prompt, and maintained at every decode step: a
+    head of special tokens drops every other new token right after it was read; accumulated attention decides anew which
+    tokens are frequent; local tokens slide out of the window. What was evicted stays gone.
+
+    Attributes:
+      special_ids, punctuation_ids: ids of the two classes of tokens.
+      frequent_ratio: the tokens with the highest accumulated attention, as a share of all tokens so far (live tokens
+        are ranked; of equals the newer).
+      local_ratio: the newest tokens, as a share of the prompt.
+      recovery_ratio: T, what a set must recover to be chosen.
+      recovery: "mass": the probability on kept keys, averaged over the prompt's rows, is at least T, so that the
+        renormalised rows have a mean total variation of at most 1 - T. "elementwise": at least T of the visible
+        entries change by less than 1e-4 when rows are renormalised (a released port; the paper names no norm, D-47).
+        With several query heads in a group, of their mean.
+      rounding: of the ratios: "floor" as everywhere here, "ceil" as in the port.
+      budget: the most tokens that a head keeps: a number (int) or a share of the prompt (float). None bounds nothing,
+        and the cache has room for all tokens. A head over it drops from the end of the list: among what only "full"
+        keeps by accumulated attention, then the oldest local tokens, then the least frequent.
+    """
+
+    special_ids: tuple[int, ...]
+    punctuation_ids: tuple[int, ...]
+    frequent_ratio: float = 0.3
+    local_ratio: float = 0.3
+    recovery_ratio: float = 0.95
+    recovery: Literal["mass", "elementwise"] = "mass"
+    rounding: Literal["floor", "ceil"] = "floor"
+    budget: int | float | Count | None = None
+
+    def __post_init__(self):
+        for name in ("special_ids", "punctuation_ids"):
+            ids = getattr(self, name)
+            if not isinstance(ids, tuple) or not all(isinstance(i, int) and i >= 0 for i in ids):
+                raise ValueError(f"FastGen({name}={ids!r}): give a tuple of token ids")
+        for name in ("frequent_ratio", "local_ratio", "recovery_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"FastGen({name}={getattr(self, name)}): a ratio lies in [0, 1]")
+        if self.recovery not in ("mass", "elementwise"):
+            raise ValueError(f"FastGen(recovery={self.recovery!r}): not one of ('mass', 'elementwise')")
+        if self.rounding not in ("floor", "ceil"):
+            raise ValueError(f"FastGen(rounding={self.rounding!r}): not one of ('floor', 'ceil')")
+        if self.budget is not None:
+            as_budget(self.budget)
+
+    @property
+    def kinds(self) -> TokenKinds:
+        """What tells tokens apart."""
+        return TokenKinds(self.special_ids, self.punctuation_ids)
+
+    @property
+    def sizes(self) -> Sizes:
+        """How many tokens are frequent, and how many local."""
+        return Sizes(self.frequent_ratio, self.local_ratio, self.rounding)
+
+    @property
+    def profile(self) -> Profile:
+        """What strategies are chosen by."""
+        return Profile(self.kinds, self.sizes, self.recovery)
+
+    def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
+        """See `Policy`."""
+        del site
+        return (_ATTENTION, self.kinds, *((self.profile,) if phase == "prefill" else ()))
+
+    def init(self, site: Site, batch: int) -> FastGenMemory:
+        """See `Policy`."""
+        shape = (batch, site.num_kv_heads)
+        return FastGenMemory(
+            jnp.zeros((*shape, 0), jnp.int8), jnp.zeros((*shape, 0), jnp.float32), PerHead(jnp.zeros(shape, jnp.int32))
+        )
+
+    def _caps(self, site: Site) -> np.ndarray | None:
+        """The most tokens a head keeps, for every prompt length of the plan."""
+        if self.budget is None:
+            return None
+        n = np.arange(site.prompt_len + 1)
+        return np.maximum(as_budget(self.budget).table(n, n), 1)
+
+    def target(self, site: Site, prompt_length: int) -> int:
+        """See `Policy`; an upper bound, since a head may need less."""
+        caps = self._caps(site)
+        return prompt_length + site.max_new_tokens if caps is None else int(caps[prompt_length])
+
+    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
+        """See `Policy`."""
+        total = site.prompt_len + site.max_new_tokens
+        caps = self._caps(site)
+        if caps is None:
+            return total
+        most = int((caps if lengths is None else caps[[*lengths]]).max())
+        return min(total, most + min(1, site.max_new_tokens))
+
+    def scheduled(self, schedule: Schedule) -> Policy:
+        """See `Policy`; FastGen has no schedule to change."""
+        raise ValueError(f"FastGen maintains its sets at every decode step, so {schedule} cannot apply to it")
+
+    def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[FastGenMemory, Selection]:
+        """See `Policy`."""
+        memory: FastGenMemory = kv.memory
+        kinds = jnp.where(memory.kinds == _UNKNOWN, stats[self.kinds], memory.kinds)
+        mass = memory.mass + stats[_ATTENTION].astype(jnp.float32)
+        strategy = memory.strategy.value
+        if ctx.phase == "prefill":
+            enough = stats[self.profile] >= self.recovery_ratio
+            strategy = jnp.where(enough.any(-1), jnp.argmax(enough, axis=-1), _FULL).astype(jnp.int32)
+        level = levels(kv.pos, kinds, mass, ctx, self.sizes)
+        keep = level <= strategy[..., None]
+        caps = self._caps(ctx.site)
+        if caps is not None:
+            cap = jnp.broadcast_to(lookup(caps, ctx.prompt_length)[:, None], strategy.shape)
+            rank = jnp.where(level == _LOCAL, kv.pos.astype(jnp.float32), mass)
+            keep &= largest((jnp.where(keep, -level, -len(STRATEGIES) - 1), rank, kv.pos), cap)
+        score = jnp.where(kv.live, mass, -jnp.inf)
+        return FastGenMemory(kinds, mass, PerHead(strategy)), Selection(keep, score, keep.sum(-1, dtype=jnp.int32))
