@@ -1,12 +1,14 @@
 """What a config returns: policies at several budgets, and the setup that all experiments share."""
 
 import dataclasses
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
 import tyro
 
 from kvjax import Policy
+from models.embedded import EMBEDDED
 
 Budget = int | float
 TaskName = Literal["single_needle", "several_needles", "multi_query", "key_value", "perplexity"]
@@ -47,6 +49,11 @@ class Setup:
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
 
+    @property
+    def source(self) -> str | pathlib.Path:
+        """Where the model is: a directory or a hub id."""
+        return EMBEDDED if self.model == "embedded" else self.model
+
 
 Common = Annotated[Setup, tyro.conf.arg(name="")]  # its fields are command-line options without a prefix
 
@@ -57,12 +64,13 @@ class Experiment:
 
     Attributes:
       name: of the method, in tables and plots.
-      policies: (budget, policy) pairs; the budget is a label.
+      policies: (label, policy) pairs. The label is the budget, or a string for policies without one, such as "T=0.95";
+        plots place those by the live tokens that were measured.
       setup: everything else.
     """
 
     name: str
-    policies: tuple[tuple[Budget, Policy], ...]
+    policies: tuple[tuple[Budget | str, Policy], ...]
     setup: Setup = Setup()
 
 

@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> None:
     except ValueError as e:
         raise SystemExit(f"error: {e}") from e
     for r in rows:
-        r["kv_budget"] = report.budget_fraction(r["budget"], setup["length"])
+        r["kv_budget"] = report.budget_fraction(r, setup["length"])
     text = leaderboard(rows)
     print(text)
     if arguments.output is not None:

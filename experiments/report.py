@@ -57,6 +57,7 @@ def summarise(samples: Sequence[dict[str, Any]], costs: dict[str, Any]) -> dict[
 def _cost_columns(group: list[dict[str, Any]], cost: dict[str, Any], full_bytes: int | None) -> dict[str, Any]:
     return {
         "live_tokens": float(np.mean([s["live"] for s in group])),
+        "live_of_prompt": float(np.mean([s["live"] / s["prompt_tokens"] for s in group])),
         "most_live": max(s["most_live"] for s in group),
         "slots": cost["slots"],
         "kv_bytes": cost["kv_bytes"],
@@ -146,22 +147,31 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 # --- plots ---
 
 
-def budget_fraction(label: str, length: int) -> float:
-    """A budget's place on an axis of shares of the prompt."""
+def has_budget(label: str) -> bool:
+    """Whether a label is a budget: a number of tokens or a share of the prompt, unlike "T=0.95"."""
+    return label.replace(".", "", 1).isdecimal()
+
+
+def budget_fraction(row: dict[str, Any], length: int) -> float:
+    """A row's place on an axis of shares of the prompt: its budget, or the live tokens measured where it has none."""
+    label = row["budget"]
+    if not has_budget(label):
+        return row["live_of_prompt"]
     return float(label) if "." in label else int(label) / length
 
 
 def plot_score_against_budget(rows: Sequence[dict[str, Any]], length: int, path: pathlib.Path) -> None:
-    """Mean retrieval score of every method against its budget, with 95 % intervals."""
+    """Mean retrieval score of every method against its budget, with 95 % intervals.
+
+    Methods without budgets stand where the live tokens that they kept put them.
+    """
     figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
     full = [r for r in rows if r["method"] == "full"]
     methods = [m for m in dict.fromkeys(r["method"] for r in rows) if m != "full"]
     if full:
         axes.axhline(100 * full[0]["score"], color="0.5", linestyle="--", label="full cache")
     for i, method in enumerate(methods):
-        points = sorted(
-            ((budget_fraction(r["budget"], length), r) for r in rows if r["method"] == method), key=lambda p: p[0]
-        )
+        points = sorted(((budget_fraction(r, length), r) for r in rows if r["method"] == method), key=lambda p: p[0])
         aside = 2 ** (0.08 * (i - (len(methods) - 1) / 2) / max(len(methods) / 5, 1))  # keeps equal budgets apart
         axes.errorbar(
             [100 * b * aside for b, _ in points],
@@ -178,11 +188,16 @@ def plot_score_against_budget(rows: Sequence[dict[str, Any]], length: int, path:
             markersize=6,
         )
     axes.set_xscale("log", base=2)
-    ticks = sorted({100 * budget_fraction(r["budget"], length) for r in rows if r["method"] != "full"})
+    places = {r["budget"]: 100 * budget_fraction(r, length) for r in rows if r["method"] != "full"}
+    ticks = {x for label, x in places.items() if has_budget(label)}
+    if len(ticks) < len(places):  # measured places are no round numbers
+        ticks |= {100 / 2**i for i in range(10) if 100 / 2**i > min(places.values()) / 2}
+    ticks = sorted(ticks)
     if ticks:
         axes.set_xticks(ticks, [f"{t:.3g}" for t in ticks])
         axes.minorticks_off()
-    axes.set(xlabel="budget, % of the prompt", ylabel="retrieval score, % (95 % interval)", ylim=(-3, 103))
+    measured = "" if len(places) == sum(map(has_budget, places)) else " (live tokens, where there is none)"
+    axes.set(xlabel=f"budget, % of the prompt{measured}", ylabel="retrieval score, % (95 % interval)", ylim=(-3, 103))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=150)
@@ -216,7 +231,7 @@ def plot_depth_against_length(samples: Sequence[dict[str, Any]], path: pathlib.P
                 axes.text(j, i, f"{cells[i, j]:.0f}", ha="center", va="center", color=colour, fontsize=8)
         axes.set_xticks(range(len(lengths)), [f"{n:.0f}" for n in lengths])
         axes.set_yticks(range(len(depths)), [f"{100 * d:.0f}" for d in depths])
-        axes.set(xlabel="prompt length, tokens", title=f"{main}, budget {budget}")
+        axes.set(xlabel="prompt length, tokens", title=f"{main}, {'budget ' if has_budget(budget) else ''}{budget}")
     grid[0, 0].set_ylabel("depth of the needle, %")
     figure.colorbar(image, ax=grid[0].tolist(), label="found, %")
     figure.savefig(path, dpi=150)

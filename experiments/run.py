@@ -23,12 +23,11 @@ from tqdm import tqdm
 import configs
 import kvjax
 import models
-from configs.experiment import Budget, Experiment, Setup
+from configs.experiment import Experiment, Setup
 from experiments import report
 from experiments.evaluate import Evaluator
 from experiments.results import Results, sample_key
 from experiments.tasks import TASKS, Example, Task
-from models.embedded import EMBEDDED
 
 
 def parse(argv: Sequence[str]) -> tuple[Experiment, argparse.Namespace, list[str]]:
@@ -66,15 +65,20 @@ def _options(get_config: Any) -> list[str]:
     return ["--output", "--restart", *(f"--{n.replace('_', '-')}" for n in names)]
 
 
-def all_policies(experiment: Experiment) -> list[tuple[str, Budget, kvjax.Policy]]:
-    """(method, budget, policy): the full cache, the experiment's own, and its baselines."""
+def all_policies(experiment: Experiment) -> list[tuple[str, str, kvjax.Policy]]:
+    """(method, budget label, policy): the full cache, the experiment's own, and its baselines.
+
+    A baseline without budgets runs as its config has it.
+    """
     setup = experiment.setup
-    found = [("full", 1.0, kvjax.methods.full())]
-    found += [(experiment.name, b, p) for b, p in experiment.policies if experiment.name != "full"]
+    found = [("full", "1.0", kvjax.methods.full())]
+    found += [(experiment.name, str(b), p) for b, p in experiment.policies if experiment.name != "full"]
     for baseline in setup.baselines:
         name, get_config = configs.find(baseline)
         if name not in (experiment.name, "full"):
-            found += [(name, b, p) for b, p in get_config(budget=(setup.baseline_budget,), setup=setup).policies]
+            takes_budget = "budget" in inspect.signature(get_config).parameters
+            budget = {"budget": (setup.baseline_budget,)} if takes_budget else {}
+            found += [(name, str(b), p) for b, p in get_config(**budget, setup=setup).policies]
     return found
 
 
@@ -96,7 +100,7 @@ def run(experiment: Experiment, directory: pathlib.Path, command: list[str], *, 
     policies = all_policies(experiment)
     config = {
         "name": experiment.name,
-        "policies": [{"method": m, "budget": str(b), "policy": repr(p)} for m, b, p in policies],
+        "policies": [{"method": m, "budget": b, "policy": repr(p)} for m, b, p in policies],
         "setup": dataclasses.asdict(setup),
         "seed": setup.seed,
     }
@@ -108,17 +112,16 @@ def run(experiment: Experiment, directory: pathlib.Path, command: list[str], *, 
         return report.write(directory, list(results.samples.values()), results.costs)
 
 
-def _run_missing(setup: Setup, policies: Sequence[tuple[str, Budget, kvjax.Policy]], results: Results) -> None:
+def _run_missing(setup: Setup, policies: Sequence[tuple[str, str, kvjax.Policy]], results: Results) -> None:
     """Runs the examples that `results` lacks."""
-    source = EMBEDDED if setup.model == "embedded" else setup.model
-    model, params = models.load(source, dtype=setup.dtype)
-    tokenizer = models.load_tokenizer(source)
+    model, params = models.load(setup.source, dtype=setup.dtype)
+    tokenizer = models.load_tokenizer(setup.source)
     examples = build_examples(setup, tokenizer)
     shown = max(examples, key=lambda e: len(e.context))  # whose kept positions are plotted
     in_prompt = setup.protocol == "in_prompt"
     lengths = [len(e.context) + (len(e.question) if in_prompt else 0) for e in examples]
     evaluators = {  # plans are made, and sizes checked, before anything runs
-        (method, str(budget)): Evaluator(
+        (method, budget): Evaluator(
             model,
             params,
             policy,

@@ -1,5 +1,6 @@
 """The main job from the command line: results, resuming, errors."""
 
+import inspect
 import json
 import os
 import pathlib
@@ -165,9 +166,39 @@ def test_every_config_runs(config, tmp_path):
     run.main(
         ["--config", f"{config}.py", "--output", str(tmp_path / config), "--length", "256", "--examples", "2"]
         + ["--batch-size", "2", "--tasks", "key_value", "--baselines"]
-        + ([] if config == "full" else ["--budget", "0.25"])
+        + (["--budget", "0.25"] if "budget" in inspect.signature(configs.find(config)[1]).parameters else [])
     )
     assert {s["method"] for s in samples(tmp_path / config)} == {"full", config}
+
+
+def test_a_method_without_budgets(tmp_path, capsys):
+    """FastGen: labels are its recovery ratios, its place in plots is what it kept."""
+    directory = tmp_path / "fastgen"
+    small = ["--length", "256", "--examples", "4", "--batch-size", "2", "--tasks", "single_needle", "key_value"]
+    run.main(["--config", "fastgen.py", *small, "--baselines", "random", "--output", str(directory)])
+    summary = json.loads((directory / "summary.json").read_text())
+    means = {(r["method"], r["budget"]): r for r in summary["retrieval_mean"]}
+    assert [*means] == [
+        ("full", "1.0"), ("fastgen", "T=0.98"), ("fastgen", "T=0.95"), ("fastgen", "T=0.9"), ("random", "0.125"),
+    ]  # fmt: skip
+    places = [report.budget_fraction(means["fastgen", f"T={t}"], 256) for t in ("0.98", "0.95", "0.9")]
+    assert 0.05 < places[2] <= places[1] <= places[0] < 1
+    assert means["full", "1.0"]["live_of_prompt"] == 1
+    assert report.budget_fraction(means["random", "0.125"], 256) == 0.125
+    for plot in ("score_against_budget", "depth_against_length", "kept_positions"):
+        assert (directory / f"{plot}.png").is_file()
+    assert "| fastgen | T=0.95 |" in (directory / "summary.md").read_text()
+
+    with pytest.raises(SystemExit, match="error: recovery_ratio is empty"):
+        run.main(["--config", "fastgen.py", "--recovery-ratio", "--output", str(tmp_path / "empty")])
+    experiment, _, _ = run.parse(["--config", "snapkv.py", "--baselines", "fastgen"])
+    assert [b for m, b, _ in run.all_policies(experiment) if m == "fastgen"] == ["T=0.98", "T=0.95", "T=0.9"]
+
+    compare.main([str(directory), "--output", str(tmp_path / "board")])
+    lines = capsys.readouterr().out.splitlines()
+    order = [line.split(" | ")[1] for line in lines if line.startswith("| ")][1:]
+    assert order[0] == "1.0"
+    assert order[-1] == "0.125"
 
 
 def test_leaderboard(finished, tmp_path, capsys):
@@ -196,7 +227,7 @@ def test_leaderboard(finished, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--config", "nope.py"], r"no config 'nope.py'; configs/ has ada_snapkv, full, h2o,"),
+        (["--config", "nope.py"], r"no config 'nope.py'; configs/ has ada_snapkv, fastgen, full, h2o,"),
         (["--config", "configs/nope.py"], "no config"),
         (["--config", "snapkv.py", "--budget", "16", "--window-size", "32"], "budget of 16 tokens cannot hold the 32"),
         (["--config", "snapkv.py", "--budget", "0"], "budget=0 tokens"),
@@ -232,7 +263,7 @@ def test_help(capsys):
     with pytest.raises(SystemExit) as e:
         run.main(["--help"])
     assert e.value.code == 0
-    assert "configs: ada_snapkv, full" in capsys.readouterr().out
+    assert "configs: ada_snapkv, fastgen, full" in capsys.readouterr().out
 
 
 def test_a_config_of_ones_own(tmp_path, monkeypatch):
@@ -274,8 +305,10 @@ def test_intervals():
 
 
 def test_budget_labels():
-    assert report.budget_fraction("0.25", 1024) == 0.25
-    assert report.budget_fraction("128", 1024) == 0.125
+    assert report.budget_fraction({"budget": "0.25"}, 1024) == 0.25
+    assert report.budget_fraction({"budget": "128"}, 1024) == 0.125
+    assert report.budget_fraction({"budget": "T=0.95", "live_of_prompt": 0.4}, 1024) == 0.4
+    assert [report.has_budget(x) for x in ("1.0", "128", "0.0625", "T=0.95", "T=1")] == [True] * 3 + [False] * 2
 
 
 def test_runs_from_another_directory(tmp_path):
