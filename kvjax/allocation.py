@@ -347,6 +347,11 @@ class Adaptive(HeadAllocation):
         if self.skip_layers < 0:
             raise ValueError(f"Adaptive(skip_layers={self.skip_layers}): a number of layers cannot be negative")
 
+    def total(self, average: np.ndarray, num_kv_heads: int) -> np.ndarray:
+        """See `HeadAllocation`. Rounding every head for itself gives each up to half a token more."""
+        drift = -(-num_kv_heads // 2) if self.rounding == "half_even" else 0
+        return average * num_kv_heads + drift
+
     def cap(self, average: np.ndarray, limit: np.ndarray, site: Site, protected: np.ndarray | int = 0) -> np.ndarray:
         """See `HeadAllocation`."""
         if site.layer < self.skip_layers:

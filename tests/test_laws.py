@@ -16,6 +16,7 @@ from tests.methods import CASES, every_method
 
 B, K, N, T, H = 2, 2, 4, 24, 8
 BUDGET = 10
+OUT_PROJ = jnp.ones((N, H, H))
 
 
 def stochastic_free():
@@ -151,8 +152,10 @@ def test_permuting_kv_heads_permutes_the_result(case):
     policy = case.make(BUDGET)
     swapped_q = q.reshape(B, K, N // K, T, H)[:, ::-1].reshape(B, N, T, H)
     tokens = helpers.token_ids(B, T)
-    plain = kvjax.evict_layer(policy, q, k, v, layer=1, num_layers=3, tokens=tokens)
-    swapped = kvjax.evict_layer(policy, swapped_q, k[:, ::-1], v[:, ::-1], layer=1, num_layers=3, tokens=tokens)
+    plain = kvjax.evict_layer(policy, q, k, v, layer=1, num_layers=3, tokens=tokens, out_proj=OUT_PROJ)
+    swapped = kvjax.evict_layer(
+        policy, swapped_q, k[:, ::-1], v[:, ::-1], layer=1, num_layers=3, tokens=tokens, out_proj=OUT_PROJ
+    )
     np.testing.assert_array_equal(plain.keep, swapped.keep[:, ::-1])
     np.testing.assert_array_equal(plain.budgets, swapped.budgets[:, ::-1])
 
@@ -165,7 +168,7 @@ def test_a_padded_row_gets_what_it_gets_alone(case, budget):
     lengths = np.array([T, 16])
     keys = jax.random.split(jax.random.key(9), B)
     tokens = helpers.token_ids(B, T)
-    evict_layer = functools.partial(kvjax.evict_layer, policy, layer=1, num_layers=3)
+    evict_layer = functools.partial(kvjax.evict_layer, policy, layer=1, num_layers=3, out_proj=OUT_PROJ)
     together = evict_layer(q, k, v, lengths=jnp.asarray(lengths), key=keys, tokens=tokens)
     for row, n in enumerate(lengths):
         cut = lambda x, row=row, n=n: x[row : row + 1, :, T - n :]

@@ -1,0 +1,485 @@
+"""Numeric examples of the methods' own arithmetic, read from `golden/policy_examples.json`."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import methods
+from kvjax.budget import Ratio, Share
+from kvjax.eviction import EvictMemory
+from kvjax.key_scores import ExpectedAttention, KeyDifference, KeyNorm, LagRelative
+from kvjax.measurements import FutureQueries, ProjectedValueNorm
+from kvjax.methods.easykv import block_sizes
+from kvjax.methods.nacl import Table4
+from kvjax.protect import Protect, TopStd
+from kvjax.scores import Accumulated, Mean
+from kvjax.select import Chunks, TopKThenRandom, TwoStage
+from kvjax.simulations import NextStepMask
+from kvjax.stats import EntropyScaled, LastRows, LayerStats, Noisy, Observe
+from pallas_kernels import Columns, Softmax, attention
+from tests import helpers
+
+
+def select(policy, p, **kwargs):
+    q, k, v, scale = helpers.from_probabilities(p)
+    return kvjax.evict_layer(policy, q, k, v, scale=scale, **kwargs)
+
+
+def evicted(policy, p, **kwargs):
+    kept = helpers.kept(select(policy, p, **kwargs))
+    gone = sorted(set(range(len(p))) - set(kept))
+    return gone[0] if len(gone) == 1 else gone
+
+
+def cache(pos, memory=(), *, H=8, k=None, v=None):
+    """One row and head that holds tokens at given positions."""
+    pos = jnp.asarray([[pos]], jnp.int32)
+    zeros = jnp.zeros((*pos.shape, H))
+    return kvjax.LayerKV(zeros if k is None else k, zeros if v is None else v, pos, memory)
+
+
+def moment_of(kv, pos, ctx):
+    """A moment whose queries nobody reads."""
+    q = jnp.zeros((1, 1, len(pos[0]), 8))
+    return kvjax.stats.Moment(q, q, kv, jnp.asarray(pos, jnp.int32), ctx, lambda x, _: x)
+
+
+def decoding(length, *, prompt, site=None, step=1):
+    site = helpers.site(T=prompt, K=1, N=1) if site is None else site
+    return helpers.context(site, length=[length], prompt_length=[prompt], step=step, phase="decode")
+
+
+def test_e04_the_mask_with_one_slot_too_many(examples):
+    e = examples["E04"]
+    n = len(e["inputs"]["column_sums"])
+    sums = jnp.asarray([[[*e["inputs"]["column_sums"], 0.0]]], jnp.float32)
+    kv = cache(range(n + 1), (sums, jnp.zeros_like(sums)))
+    ctx = decoding(n + 1, prompt=n)
+    shown = lambda recent: np.nonzero(
+        np.asarray(NextStepMask(e["params"]["heavy"], recent).visible(kv, ctx).slots[0, 0])
+    )[0].tolist()
+    visible = shown(e["params"]["recent"])
+    assert visible == e["expected"]["visible_to_next_step"]
+    assert e["expected"]["always_lost"] not in visible
+    assert shown(0) == e["expected"]["with_recent_zero"]
+
+
+def test_e05_stepwise_mask(examples):
+    e = examples["E05"]
+    p = np.asarray(e["inputs"]["P"])
+    heavy, recent = e["params"]["heavy"], e["params"]["recent"]
+    policy = methods.h2o(heavy + recent, recent=recent, prefill="stepwise_mask")
+    kv = cache([0], jnp.zeros((1, 1, 1)))
+    rows = []
+    for t in range(len(p)):
+        if t:
+            new = jnp.zeros((1, 1, 1, 8))
+            kv = kvjax.state.append(kv, new, new, jnp.asarray([[t]], jnp.int32))
+        ctx = helpers.context(helpers.site(T=len(p), K=1, N=1), length=[t + 1], prompt_length=[len(p)])
+        shown = policy.visible(kv, ctx)
+        assert shown.measured
+        rows.append(np.pad(np.asarray(shown.slots[0, 0], int), (0, len(p) - t - 1)).tolist())
+        row = LayerStats((jnp.asarray(p[t, : t + 1], jnp.float32)[None, None],), policy.observe("prefill", ctx.site))
+        kv = policy.layer(kv, row, ctx)
+    assert rows == e["expected"]["mask"]
+
+
+def test_e06_above_average_counts(examples):
+    e = examples["E06"]
+    make = lambda ties: methods.aqas(e["params"]["budget"], recent=e["params"]["recent"], ties=ties)
+    selection = select(make("evict_older"), e["inputs"]["P"])
+    np.testing.assert_array_equal(selection.score[0, 0], e["expected"]["counts"])
+    assert evicted(make("evict_older"), e["inputs"]["P"]) == e["expected"]["evicted_tie_evict_older"]
+    assert evicted(make("lower_index"), e["inputs"]["P"]) == e["expected"]["evicted_tie_lower_index_kept"]
+
+
+def test_e07_scissorhands(examples):
+    e = examples["E07"]
+    n = len(e["inputs"]["P"])
+    policy = methods.scissorhands(n - 1, history=e["params"]["history"], recent=e["params"]["recent"], drop=0)
+    selection = select(policy, e["inputs"]["P"])
+    np.testing.assert_array_equal(selection.score[0, 0], e["expected"]["counts_in_history"])
+    assert helpers.kept(select(dataclasses.replace(policy, budget=n - 2), e["inputs"]["P"])) == e["expected"]["kept"]
+
+    # The same history one row at a time: a cache of 5 that gets its 6th token drops 2 at once.
+    policy = methods.scissorhands(5, history=3, recent=2, drop=1)
+    p = np.asarray(e["inputs"]["P"])
+    site = helpers.site(T=5, K=1, N=1, max_new_tokens=4)
+    q, k, v, _ = helpers.from_probabilities(p)
+    kv = kvjax.LayerKV(k[:, :, :0], v[:, :, :0], jnp.zeros((1, 1, 0), jnp.int32), policy.init(site, 1))
+    for phase, rows in (("prefill", slice(0, 5)), ("decode", slice(5, 6))):
+        ctx = helpers.context(site, length=[rows.stop], prompt_length=[5], step=int(phase == "decode"), phase=phase)
+        pos = jnp.arange(rows.start, rows.stop, dtype=jnp.int32)[None]
+        observe = policy.observe(phase, site)
+        kv = kvjax.compact(kv, 6) if phase == "decode" else kv
+        _, kv, stats = kvjax.attend(
+            kv,
+            q[:, :, rows],
+            k[:, :, rows],
+            v[:, :, rows],
+            pos,
+            ctx=ctx,
+            rotate=lambda x, _: x,
+            observe=observe,
+            scale=1.0,
+        )
+        kv = policy.layer(kv, stats, ctx)
+    assert helpers.live_positions(kv)[0][0] == e["expected"]["kept"]
+
+
+def test_e09_mean_attention_scores(examples):
+    e = examples["E09"]
+    with_self = select(methods.mas(6), e["inputs"]["P"]).score[0, 0]
+    np.testing.assert_allclose(with_self, e["expected"]["mean_including_self_row"], atol=1e-6)
+    without = np.asarray(select(methods.mas(6, count_self=False), e["inputs"]["P"]).score[0, 0])
+    np.testing.assert_allclose(without[:-1], e["expected"]["mean_excluding_self_row"][:-1], atol=1e-6)
+    assert np.isposinf(without[-1])
+    assert e["expected"]["mean_excluding_self_row"][-1] is None
+
+
+def test_e10_roco(examples):
+    e = examples["E10"]
+    p, budget = e["inputs"]["P"], e["params"]["budget"]
+    make = lambda r, last, budget=budget: kvjax.Evict(
+        Mean(), budget, protect=Protect(recent=last), scope=TopStd(r) if r else None, when=kvjax.every_step()
+    )
+    np.testing.assert_allclose(select(make(2, 2), p).score[0, 0], e["expected"]["mean"], atol=1e-6)
+    assert [evicted(make(0, 0), p)] == e["expected"]["evicted_r0"]
+    assert [evicted(make(2, 0), p)] == e["expected"]["evicted_r2"]
+    assert [evicted(make(2, 2), p)] == e["expected"]["evicted_r2_protect_last2"]
+    assert [evicted(make(4, 2), p)] == e["expected"]["evicted_r4_protect_last2"]
+    assert evicted(make(2, 2, budget - 1), p) == e["expected"]["evicted_two_r2_protect_last2"]
+
+    q, k, v, scale = helpers.from_probabilities(p)
+    pos = jnp.arange(6, dtype=jnp.int32)
+    sums, squares = attention(
+        q, k, v, pos[None], pos[None, None], columns=[Columns(), Columns(element="p2")], scale=scale
+    ).columns
+    np.testing.assert_allclose(sums[0, 0], e["expected"]["acc"], atol=1e-6)
+    np.testing.assert_allclose(squares[0, 0], e["expected"]["acc_sq"], atol=1e-6)
+
+
+def test_e12_block_sizes(examples):
+    for row in examples["E12"]["expected"]["rows"]:
+        sizes = block_sizes(row["length"], row["budget"], row["stride"], row["mode"])
+        wanted = (row["nominal"], row["padded"], row["final_cache"], row["dense_prefix"])
+        assert dataclasses.astuple(sizes) == wanted, row
+
+
+def test_e14_nacl_shares(examples):
+    n = np.array([1000])
+    for percent, row in examples["E14"]["expected"]["table4"].items():
+        budget = Ratio(int(percent) / 100)
+        share = lambda which, budget=budget: int(Table4(which, budget).table(n, n)[0])
+        assert share("protect") == row["protected_proxies"]
+        assert share("rows") == row["protected_proxies"] + row["scoring_only_proxies"]
+        assert share("random") == row["random_keep"]
+        assert int(budget.table(n, n)[0]) == row["kept_total"]
+        assert row["kept_total"] - share("protect") - share("random") == row["proxy_keep"]
+    code = examples["E14"]["expected"]["code_defaults_n131072"]
+    policy = methods.nacl_llama3()
+    n = np.array([131072])
+    budget = Ratio(0.2).table(n, n)
+    sinks, recent = policy.protect.tables(n, budget)
+    assert (int(sinks[0]), int(recent[0])) == (code["sinks"], code["recent"])
+    random = kvjax.budget.as_count(policy.select.random, "random").table(n, budget)[0]
+    assert random == code["random_keep"]
+    # The code truncates four shares; kvjax keeps the exact total of their sum, one token more.
+    assert 0 <= int(budget[0]) - code["kept_total"] <= 1
+
+
+def test_e15_nacl_selection(examples, monkeypatch):
+    e = examples["E15"]
+    rows = np.asarray(e["inputs"]["P_rows"])
+    n = rows.shape[1]
+    p = np.tril(np.ones((n, n))) / np.arange(1, n + 1)[:, None]
+    p[e["inputs"]["proxy_rows"]] = rows
+    uniforms = np.full(n, 0.5)
+    for position, u in e["inputs"]["uniforms_by_position"].items():
+        uniforms[int(position)] = u
+    draw = lambda self, pos, *, shared=False: jnp.broadcast_to(jnp.asarray(uniforms, jnp.float32), pos.shape)
+    monkeypatch.setattr(kvjax.Context, "uniform", draw)
+    params = e["params"]
+    budget = params["sinks"] + params["recent"] + params["proxy_keep"] + params["random_keep"]
+    policy = methods.nacl(
+        budget, protect=params["recent"], proxies=len(rows), random=params["random_keep"], sinks=params["sinks"]
+    )
+    selection = select(policy, p)
+    np.testing.assert_allclose(selection.score[0, 0], e["expected"]["column_sums"], atol=1e-6)
+    assert helpers.kept(selection) == e["expected"]["kept"]
+    proxies = select(dataclasses.replace(policy, budget=budget - 1, select=kvjax.select.TopK()), p)
+    protected = {*range(params["sinks"]), *range(n - params["recent"], n)}
+    assert sorted(set(helpers.kept(proxies)) - protected) == e["expected"]["proxy_kept"]
+    assert sorted(set(helpers.kept(selection)) - set(helpers.kept(proxies))) == e["expected"]["random_kept"]
+    assert isinstance(policy.select, TopKThenRandom)
+
+
+@pytest.mark.parametrize("apply", ["raw", "scaled"])
+def test_e22_ahakv_prompt(examples, apply):
+    e = examples["E22"]
+    k = jnp.asarray(e["inputs"]["k"], jnp.float32)[None, None]
+    n, d = k.shape[2:]
+    q = jnp.concatenate([jnp.zeros((n - 2, d)), jnp.asarray(e["inputs"]["q_last2"], jnp.float32)])[None, None]
+    v = (
+        jnp.sqrt(jnp.asarray(e["inputs"]["value_norm_sq"], jnp.float32))[None, None, :, None]
+        * jnp.eye(d)[0][None, None, None]
+    )
+    params = e["params"]
+    make = lambda **kw: methods.ahakv(params["budget"], recent=params["recent"], pool_kernel=params["avg_pool"], **kw)
+    score = lambda **kw: np.asarray(kvjax.evict_layer(make(**kw), q, k, v).score[0, 0])
+    name = {"raw": "F_raw", "scaled": "F_scaled_literal"}[apply]
+    np.testing.assert_allclose(score(value_prior=False, sg_apply=apply), e["expected"][name], atol=1e-6)
+    plain = score(value_prior=False, step_gain_softmax=False)
+    np.testing.assert_allclose(plain, e["expected"]["F_standard_softmax"], atol=1e-6)
+    if apply == "raw":
+        np.testing.assert_allclose(score(), e["expected"]["F_hat"], atol=1e-6)
+        assert helpers.kept(kvjax.evict_layer(make(), q, k, v)) == e["expected"]["kept"]
+        without = kvjax.evict_layer(make(value_prior=False), q, k, v)
+        assert helpers.kept(without) == e["expected"]["kept_without_prior"]
+
+
+@pytest.mark.parametrize("count", ["position", "cache"])
+def test_e23_ahakv_decode_step(examples, count):
+    e, prompt = examples["E23"], examples["E22"]
+    wanted = e["expected"][f"{count}_count"]
+    keys = np.asarray(prompt["inputs"]["k"])
+    k = jnp.asarray([*keys[e["inputs"]["kept_before"]], e["inputs"]["k_new"]], jnp.float32)[None, None]
+    policy = methods.ahakv(e["params"]["budget"], recent=e["params"]["recent"], sg_count=count)
+    before = jnp.asarray([[[*e["inputs"]["F_before"], 0.0]]], jnp.float32)
+    pos = [*e["inputs"]["kept_before"], e["inputs"]["new_position"]]
+    kv = cache(pos, EvictMemory(before, (), None), k=k, v=jnp.ones_like(k))
+    site = dataclasses.replace(helpers.site(T=8, K=1, N=1, H=4))
+    ctx = decoding(9, prompt=8, site=site)
+    q = jnp.asarray(e["inputs"]["q_new"], jnp.float32)[None, None, None]
+    moment = kvjax.stats.Moment(q, q, kv, jnp.asarray([[8]], jnp.int32), ctx, lambda x, _: x)
+    (observe,) = policy.observe("decode", site)
+    column = observe.columns(moment)
+    row = attention(q, k, k, moment.pos, kv.pos, columns=[column]).columns[0]
+    np.testing.assert_allclose(row[0, 0], wanted["row"], atol=1e-6)
+    np.testing.assert_allclose(column.softmax.multiplier[0, 0, 0] / 4**0.5, wanted["lambda_"], atol=1e-6)
+    after = policy.layer(kv, LayerStats((row,), (observe,)), ctx)
+    np.testing.assert_allclose(after.memory.score[0, 0], wanted["F"], atol=1e-6)
+    assert set(pos) - set(helpers.live_positions(after)[0][0]) == {wanted["evicted"]}
+
+
+def _logits_attention(logits, columns, **softmax):
+    """Statistics of given logits, -1e9 where masked."""
+    logits = np.asarray(logits)
+    n = logits.shape[0]
+    q, k = jnp.asarray(np.where(logits < -1e8, 0, logits), jnp.float32)[None, None], jnp.eye(n)[None, None]
+    pos = jnp.arange(n, dtype=jnp.int32)
+    return attention(q, k, k, pos[None], pos[None, None], columns=columns, scale=1.0, **softmax).columns
+
+
+def test_e24_e25_keyformer_scores(examples, monkeypatch):
+    e, per_call = examples["E24"], examples["E25"]
+    zeta, table = jnp.asarray(e["inputs"]["zeta"], jnp.float32), jnp.asarray(per_call["inputs"]["noise"], jnp.float32)
+
+    def given(spec, seed, head, q_pos, kv_pos):
+        del seed, head
+        if spec.noise == "constant":
+            return 0.5772156649
+        if spec.noise is None:
+            return 0.0
+        rows, keys = jnp.maximum(q_pos, 0), jnp.maximum(kv_pos, 0)
+        return zeta[keys] + jnp.zeros_like(rows, jnp.float32) if spec.per == "key" else table[rows, keys]
+
+    monkeypatch.setattr("pallas_kernels.reference.draw_noise", given)
+    seed = jnp.zeros((1,), jnp.uint32)
+    columns = [
+        Columns(softmax=Softmax(seed=seed, noise="gumbel", per="key")),
+        Columns(softmax=Softmax(seed=seed, noise="gumbel", per="call")),
+        Columns(softmax=Softmax()),
+        Columns(softmax=Softmax(noise="constant")),
+    ]
+    found = _logits_attention(e["inputs"]["prompt_logits"], columns, implementation="reference")
+    np.testing.assert_allclose(found[0][0, 0], e["expected"]["score_prompt"], atol=1e-6)
+    for x, name in zip(found[1:], ("score_per_call", "score_none", "score_constant"), strict=True):
+        np.testing.assert_allclose(x[0, 0], per_call["expected"][name], atol=1e-6)
+    assert per_call["expected"]["constant_equals_none"]
+
+    params = e["params"]
+    n = 4
+    site = helpers.site(T=n, K=1, N=1, max_new_tokens=params["T"])
+    policy = methods.keyformer(params["k"], recent=params["recent"], per="key")
+    noisy = policy.observe("decode", site)[0].softmax
+    assert noisy == Noisy(per="key", tau=(params["tau_init"], params["tau_end"]))
+    moment = lambda step: moment_of(cache(range(4)), [[3]], decoding(n + step, prompt=n, site=site, step=step))
+    taus = [1.0 / float(noisy.kernel(moment(step)).multiplier[0, 0, 0]) for step in range(3)]
+    np.testing.assert_allclose(taus, e["expected"]["tau"], rtol=1e-6)
+    keep = kvjax.Evict(Accumulated(), params["k"], protect=Protect(recent=params["recent"]))
+    prompt = cache(range(4), EvictMemory(jnp.zeros((1, 1, 4)), (), None))
+    ctx = helpers.context(site, length=[4])
+    stats = LayerStats((jnp.asarray([[e["expected"]["score_prompt"]]], jnp.float32),), (Observe(),))
+    assert helpers.live_positions(keep.layer(prompt, stats, ctx))[0][0] == e["expected"]["kept"]
+
+    kept = e["expected"]["kept"]
+    x = np.asarray(e["inputs"]["decode_logits_over_slots"])
+    z = np.append(np.asarray(e["inputs"]["zeta"])[kept], e["inputs"]["zeta_new"])
+    row = np.exp((x + z) / e["expected"]["tau"][1])
+    row = row / row.sum()
+    before = [*np.asarray(e["expected"]["score_prompt"])[kept], 0.0]
+    np.testing.assert_allclose(before + row, e["expected"]["score_after_decode"], atol=1e-6)
+    kv = cache([*kept, 4], EvictMemory(jnp.asarray([[before]], jnp.float32), (), None))
+    decode = dataclasses.replace(keep, when=kvjax.every_step())
+    after = decode.layer(
+        kv, LayerStats((jnp.asarray([[row]], jnp.float32),), (Observe(),)), decoding(5, prompt=4, site=site)
+    )
+    assert {*kept, 4} - set(helpers.live_positions(after)[0][0]) == {e["expected"]["evicted"]}
+
+
+def test_e25_noise_has_the_moments_of_a_gumbel(examples):
+    e = examples["E25"]["expected"]
+    kv_pos = jnp.arange(300, dtype=jnp.int32)[None]
+    q_pos = jnp.arange(300, dtype=jnp.int32)[:, None]
+    for noise in ("gumbel", "gaussian"):
+        spec = Softmax(seed=jnp.zeros((1,), jnp.uint32), noise=noise)
+        from pallas_kernels.columns import draw_noise
+
+        x = np.asarray(draw_noise(spec, jnp.uint32(5), jnp.int32(0), q_pos, kv_pos))
+        assert x.mean() == pytest.approx(e["gumbel_mean"], abs=0.02)
+        assert x.std() == pytest.approx(e["gumbel_std"], abs=0.02)
+
+
+def test_e26_keyformer_budgets(examples):
+    for name, row in examples["E26"]["expected"].items():
+        n = np.array([int(name[1:])])
+        share = 0.5 if name == "n7" else 0.6  # 60 % of 7 would be 4: the last row is at half the prompt
+        total = Ratio(share).table(n, n)
+        recent = Share(0.3).table(n, total)
+        assert (int(total[0]), int(recent[0]), int((total - recent)[0])) == (row["total"], row["recent"], row["key"])
+
+
+def test_e28_key_scores(examples):
+    e = examples["E28"]
+    k = jnp.asarray(e["inputs"]["k"], jnp.float32)[None, None]
+    q = jnp.zeros((1, 1, 5, 2))
+    for score, name in ((KeyNorm(), "knorm"), (KeyDifference(), "keydiff")):
+        selection = kvjax.evict_layer(kvjax.Evict(score, e["params"]["keep"]), q, k, k)
+        np.testing.assert_allclose(selection.score[0, 0], e["expected"][f"{name}_score"], atol=1e-6)
+        assert helpers.kept(selection) == e["expected"][f"{name}_kept"]
+
+
+def test_e29_lagkv(examples):
+    e = examples["E29"]
+    k, v = (jnp.asarray(e["inputs"][x], jnp.float32)[None, None] for x in "kv")
+    params = e["params"]
+    policy = methods.lagkv(params["keep"], lag=params["lag"], sinks=params["sinks"])
+    selection = kvjax.evict_layer(policy, jnp.zeros_like(k), k, v)
+    np.testing.assert_allclose(selection.score[0, 0], e["expected"]["score"], atol=1e-6)
+    assert helpers.kept(selection) == e["expected"]["kept"]
+    crossed = kvjax.Evict(LagRelative(params["lag"], params["sinks"], cross_scoring=True), params["keep"])
+    chunks = np.asarray(kvjax.evict_layer(crossed, jnp.zeros_like(k), k, v).score[0, 0])
+    np.testing.assert_allclose(chunks[1:5].reshape(2, 2), e["expected"]["chunk_scores"], atol=1e-6)
+
+
+def test_e30_chunkkv(examples):
+    e = examples["E30"]
+    scores = jnp.asarray(e["inputs"]["scores"], jnp.float32)[None]
+    ratio = 1 - e["params"]["ratio_removed"]
+    policy = kvjax.from_fn(
+        lambda kv, stats, ctx: jnp.broadcast_to(scores, kv.pos.shape),
+        budget=ratio,
+        select=Chunks(e["params"]["chunk"], ratio),
+    )
+    q = jnp.zeros((1, 2, 7, 4))
+    selection = kvjax.evict_layer(policy, q, q, q)
+    assert [helpers.kept(selection, head=h) for h in (0, 1)] == [e["expected"]["kept"]] * 2
+    sums = np.asarray(e["inputs"]["scores"]).sum(0)
+    means = [sums[i : i + 3].mean() for i in (0, 3, 6)]
+    np.testing.assert_allclose(means, e["expected"]["chunk_scores"], atol=1e-6)
+
+
+def test_e31_criticalkv(examples):
+    e = examples["E31"]
+    base = jnp.asarray(e["inputs"]["base_score"], jnp.float32)
+    norms = np.asarray(e["inputs"]["l1_norm_of_projected_value"])
+    params = e["params"]
+    policy = kvjax.from_fn(
+        lambda kv, stats, ctx: jnp.broadcast_to(base, kv.pos.shape),
+        budget=params["keep"],
+        select=TwoStage(ProjectedValueNorm(), params["first_stage_ratio"], params["eps"]),
+    )
+    v = jnp.asarray(norms[:, None] * [[0.5, -0.5]], jnp.float32)[None, None]
+    q = jnp.zeros((1, 1, 5, 2))
+    out_proj = jnp.asarray([[[1.0, 0.0], [0.0, -1.0]]])  # keeps L1 norms
+    assert helpers.kept(kvjax.evict_layer(policy, q, q, v, out_proj=out_proj)) == e["expected"]["kept"]
+    np.testing.assert_allclose((np.asarray(base) + params["eps"]) * norms, e["expected"]["stage2_score"], atol=1e-6)
+    with pytest.raises(ValueError, match="output projection"):
+        kvjax.evict_layer(policy, q, q, v)
+
+
+def test_e32_think(examples):
+    e = examples["E32"]
+    window = jnp.asarray(e["inputs"]["q_window"], jnp.float32)
+    k = jnp.asarray(e["inputs"]["k"], jnp.float32)[None, None]
+    n, H = k.shape[2:]
+    q = jnp.concatenate([jnp.full((n - 2, H), 9.0), window])[None, None]
+    policy = methods.think(e["params"]["channel_ratio"], query_rows=2)
+    site = helpers.site(T=n, K=1, N=1, H=H)
+    ctx = helpers.context(site, length=[n])
+    kv = cache(range(n), k=k, v=k)
+    kv = dataclasses.replace(kv, memory=policy.init(site, 1))
+    pos = jnp.arange(n, dtype=jnp.int32)[None]
+    moment = kvjax.stats.Moment(q, q, kv, pos, ctx, lambda x, _: x)
+    observe = policy.observe("prefill", site)
+    after = policy.layer(kv, LayerStats(tuple(o.measure(moment) for o in observe), observe), ctx)
+    np.testing.assert_allclose(after.memory.value[0, 0], e["expected"]["channel_score"], atol=1e-6)
+    stored = policy.transform(after, ctx)
+    assert sorted(set(range(H)) - set(stored.channels[0, 0].tolist())) == e["expected"]["dropped"]
+    assert stored.k.shape == (1, 1, n, H - len(e["expected"]["dropped"]))
+    zeroed = dataclasses.replace(policy, storage="zeroed").transform(after, ctx)
+    assert not np.asarray(zeroed.k[..., e["expected"]["dropped"]]).any()
+
+
+def test_e33_expected_attention(examples):
+    e = examples["E33"]
+    k = jnp.asarray(e["inputs"]["k"], jnp.float32)[None, None]
+    v = jnp.asarray(e["inputs"]["v_norm"], jnp.float32)[None, None, :, None] * jnp.asarray([1.0, 0.0])[None, None, None]
+    mean = jnp.asarray(e["inputs"]["query_mean"], jnp.float32)[None, None]
+    cov = jnp.asarray(e["inputs"]["query_cov"], jnp.float32)[None, None]
+    kv = cache(range(4), k=k, v=v)
+    site = helpers.site(T=4, K=1, N=1, H=2)
+    score = ExpectedAttention()
+    stats = LayerStats(((mean, cov),), (score.queries,))
+    ctx = helpers.context(site, length=[4])
+    np.testing.assert_allclose(score((), kv, stats, ctx, kv.live)[0, 0], e["expected"]["score"], atol=1e-6)
+    ones = dataclasses.replace(kv, v=jnp.ones_like(v) * 0.5**0.5)
+    np.testing.assert_allclose(score((), ones, stats, ctx, kv.live)[0, 0], e["expected"]["probs"], atol=1e-6)
+
+
+def test_future_queries_are_the_average_of_rotated_moments():
+    """Against rotating every moment at every future position in float64."""
+    import models
+
+    rope = models.Rope()
+    B, N, T, H, horizon = 2, 2, 11, 4, 7
+    q = np.asarray(helpers.qkv(3, B=B, N=N, K=1, T=T, H=H)[0])
+    lengths = [T, 8]
+    pos = np.maximum(np.arange(T) - (T - np.asarray(lengths))[:, None], -1)
+    kv = kvjax.LayerKV(jnp.zeros((B, 1, T, H)), jnp.zeros((B, 1, T, H)), jnp.asarray(pos, jnp.int32)[:, None])
+    ctx = helpers.context(helpers.site(T=T, K=1, N=N, H=H), length=lengths)
+    moment = kvjax.stats.Moment(jnp.asarray(q), jnp.asarray(q), kv, jnp.asarray(pos, jnp.int32), ctx, rope)
+    mean, cov = FutureQueries(horizon, skip=4).measure(moment)
+    freq = rope.frequencies(H)
+    for b, n in enumerate(lengths):
+        total = np.zeros((H, H))
+        for j in range(horizon):
+            c, s = np.cos((n + j) * freq), np.sin((n + j) * freq)
+            total += np.block([[np.diag(c), -np.diag(s)], [np.diag(s), np.diag(c)]]) / horizon
+        for h in range(N):
+            rows = q[b, h, pos[b] >= 4].astype(np.float64)
+            np.testing.assert_allclose(mean[b, h], total @ rows.mean(0), atol=1e-5)
+            np.testing.assert_allclose(cov[b, h], total @ np.cov(rows.T, bias=True) @ total.T, atol=1e-5)
+
+
+def test_entropy_scaling_leaves_short_rows_alone():
+    observe = Observe(LastRows(3), softmax=EntropyScaled(8))
+    site = helpers.site(T=24, K=1, N=1)
+    kv = cache(range(6))
+    ctx = helpers.context(site, length=[6])
+    moment = moment_of(kv, [[3, 4, 5]], ctx)
+    assert (np.asarray(observe.columns(moment).softmax.multiplier) == 1).all()
