@@ -160,9 +160,8 @@ REFERENCE = ("streaming_llm", "random", "tova_when_over_3", "h2o_adaptive", "sna
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in REFERENCE], ids=repr)
-@pytest.mark.parametrize("with_ends", [False, True], ids=["no_ends", "ends"])
-def test_evicted_caches_equal_a_search_row_by_row(small, prompts, case, with_ends):
-    """Tokens, scores and the returned hypotheses' caches."""
+def test_evicted_caches_equal_a_search_row_by_row(small, prompts, case):
+    """Tokens, scores and the returned hypotheses' caches, without end tokens and with."""
     model, params = small
     tokens, lengths = prompts
     policy, W, R = case.make(BUDGET), 3, 2
@@ -171,20 +170,20 @@ def test_evicted_caches_equal_a_search_row_by_row(small, prompts, case, with_end
         kvjax.generate_beams, model, params, tokens, lengths=lengths, policy=policy, num_beams=W, max_new_tokens=M,
         num_return_sequences=R, key=keys,
     )  # fmt: skip
-    result = search()
-    assert int(result.state.num_live.max()) < T + M - 1
-    eos = ()
-    if with_ends:
-        eos = ends_of(result, 3)[:2]
-        result = search(eos_ids=eos)
-        assert len({int(n) for n in result.lengths.ravel()}) > 1
-    for b, n in enumerate(lengths):
-        expected = plain_search(model, params, tokens[b, T - n :], policy, T, num_beams=W, eos_ids=eos, key=keys[b])
-        for r in range(R):
-            n = int(result.lengths[b, r])
-            assert tuple(result.tokens[b, r, :n].tolist()) == expected[r][0]
-            np.testing.assert_allclose(result.scores[b, r], expected[r][1], rtol=1e-4)
-            assert_same_cache(result.state, b * R + r, expected[r][2], 0)
+    free = search()
+    assert int(free.state.num_live.max()) < T + M - 1
+    eos = ends_of(free, 3)[:2]
+    ended = search(eos_ids=eos)
+    assert len({int(n) for n in ended.lengths.ravel()}) > 1
+    for result, ends in ((free, ()), (ended, eos)):
+        for b, n in enumerate(lengths):
+            prompt = tokens[b, T - n :]
+            expected = plain_search(model, params, prompt, policy, T, num_beams=W, eos_ids=ends, key=keys[b])
+            for r in range(R):
+                n = int(result.lengths[b, r])
+                assert tuple(result.tokens[b, r, :n].tolist()) == expected[r][0]
+                np.testing.assert_allclose(result.scores[b, r], expected[r][1], rtol=1e-4)
+                assert_same_cache(result.state, b * R + r, expected[r][2], 0)
 
 
 # Laws.
