@@ -35,6 +35,7 @@ from kvjax.policy import Selection as Selection
 from kvjax.policy import chain as chain
 from kvjax.policy import identity as identity
 from kvjax.policy import partition as partition
+from kvjax.policy import shared_layers as shared_layers
 from kvjax.policy import when as when
 from kvjax.protect import Protect as Protect
 from kvjax.sampling import Greedy as Greedy

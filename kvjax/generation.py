@@ -6,7 +6,7 @@ of them are pure functions, to be used as they are or inside `jax.jit` with `mod
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -235,8 +235,23 @@ def decode_step(
     layers = tuple(_make_room(policy, kv, context(state, i, "decode"), active) for i, kv in enumerate(state.layers))
     state = dataclasses.replace(state, layers=layers)
     valid = None if active is None else active.astype(jnp.int32)
-    logits, state, _ = forward(model, params, token[:, None], state, valid=valid, phase="decode", evict=True)
-    return logits[:, -1], state
+    logits, after, _ = forward(model, params, token[:, None], state, valid=valid, phase="decode", evict=True)
+    if active is not None:
+        after = dataclasses.replace(after, layers=tuple(map(_only(active), after.layers, state.layers)))
+    return logits[:, -1], after
+
+
+def _only(active: Bool[Array, "B"]) -> Callable[[Any, Any], Any]:
+    """`(after, before) -> after` for the active sequences, `before` for the others; keys and values are left alone."""
+
+    def choose(new: Any, old: Any) -> Any:
+        return new if new is old else jnp.where(active.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+    def layer(after: LayerKV | PooledKV, before: LayerKV | PooledKV) -> LayerKV | PooledKV:
+        small = {"pos": choose(after.pos, before.pos), "memory": jax.tree.map(choose, after.memory, before.memory)}
+        return dataclasses.replace(after, **small, rank=jax.tree.map(choose, after.rank, before.rank))
+
+    return layer
 
 
 def _make_room(
@@ -244,14 +259,7 @@ def _make_room(
 ) -> LayerKV | PooledKV:
     """`policy.make_room` for the sequences that are about to read a token."""
     after = on_view(lambda view: policy.make_room(view, ctx), kv)
-    if active is None or after is kv:
-        return after
-    pos, rank = jax.tree.map(
-        lambda new, old: jnp.where(active.reshape(-1, *(1,) * (new.ndim - 1)), new, old),
-        (after.pos, after.rank),
-        (kv.pos, kv.rank),
-    )
-    return dataclasses.replace(after, pos=pos, rank=rank)
+    return after if active is None or after is kv else _only(active)(after, kv)
 
 
 def feed(

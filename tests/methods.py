@@ -257,4 +257,15 @@ CASES = (
     Case("fastgen_lossless", lambda b: _fastgen(b, recovery_ratio=1.0)),
 )
 
+# With a model every row costs seconds: the rows that differ by an option only are marked slow there.
+CORE = {
+    *("full", "window", "streaming_llm", "random", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "h2o_every_4"),
+    *("tova_when_over_3", "h2o_pooled", "snapkv_then_h2o", "scissorhands", "roco", "nacl_decoding", "ahakv"),
+    *("keyformer", "fastgen", "chunkkv", "think", "h2o_rerotated", "criticalkv"),
+}
+assert {case.name for case in CASES} >= CORE
+
 every_method = pytest.mark.parametrize("case", CASES, ids=repr)
+every_method_with_a_model = pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c.name in CORE else pytest.mark.slow) for c in CASES], ids=repr
+)

@@ -12,7 +12,7 @@ import kvjax
 from kvjax import generation
 from kvjax.state import EMPTY, evict
 from tests import helpers
-from tests.methods import CASES, every_method
+from tests.methods import CASES, every_method, every_method_with_a_model
 
 B, K, N, T, H = 2, 2, 4, 24, 8
 BUDGET = 10
@@ -202,7 +202,7 @@ def prompts():
     return tokens, np.array([T, 17])
 
 
-@every_method
+@every_method_with_a_model
 def test_generation_of_a_padded_batch_equals_single_runs(tiny, prompts, case):
     """Also: an equal policy, built anew, compiles nothing new."""
     tokens, lengths = prompts
@@ -219,7 +219,7 @@ def test_generation_of_a_padded_batch_equals_single_runs(tiny, prompts, case):
         assert helpers.live_positions(a)[row] == helpers.live_positions(b)[0]
 
 
-@every_method
+@every_method_with_a_model
 def test_decoding_never_exceeds_the_plan(tiny, prompts, case):
     model, params = tiny
     tokens, lengths = prompts

@@ -35,6 +35,18 @@ def test_e01_position_only(examples):
     assert keep(methods.window(budget), p) == e["expected"]["window"]
     assert keep(methods.streaming_llm(budget, sinks=e["params"]["sinks"]), p) == e["expected"]["streaming"]
 
+    dilation = e["params"]["dilation"]
+    anchored = methods.dilated_window(budget, dilation=dilation, mode="anchored")
+    assert keep(anchored, p) == e["expected"]["dilated_anchored"]
+    physical = (budget - 1) * (dilation + 1) + 1
+    mask = methods.dilated_window(physical, dilation=dilation)
+    assert keep(mask, p) == list(range(n - physical, n))
+    for length, name in ((n, "dilated_mask"), (n + 1, "dilated_mask_next_step")):
+        pos = jnp.arange(length - physical, length, dtype=jnp.int32)[None, None]
+        kv = kvjax.LayerKV(jnp.zeros((1, 1, physical, 8)), jnp.zeros((1, 1, physical, 8)), pos)
+        ctx = helpers.context(helpers.site(K=1, N=1), length=[length], prompt_length=[n], step=1, phase="decode")
+        assert pos[0, 0][mask.visible(kv, ctx).slots[0, 0]].tolist() == e["expected"][name]
+
     uniforms = jnp.asarray(e["inputs"]["uniforms"])
     draw = lambda kv, stats, ctx: jnp.broadcast_to(uniforms, kv.pos.shape)
     given = kvjax.from_fn(draw, budget=budget)

@@ -1,0 +1,60 @@
+"""Every config: its policies fit the embedded model, and decode past a full budget within the plan."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import configs
+import kvjax
+from configs.experiment import Experiment
+from kvjax import methods
+
+WANTED = """full random window dilated_window streaming_llm key_attention h2o scissorhands tova mas roco nacl snapkv
+pyramidkv ada_snapkv ada_pyramid ahakv keyformer fastgen knorm keydiff expected_attention lagkv criticalkv chunkkv
+think aqas""".split()
+
+
+def test_all_methods_have_a_config():
+    assert sorted(WANTED) == configs.available()
+    for name in WANTED:
+        assert callable(getattr(methods, name))
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_config(name, embedded):
+    model, _, _ = embedded
+    experiment = configs.find(f"{name}.py")[1]()
+    assert isinstance(experiment, Experiment)
+    assert experiment.name == name
+    assert experiment == configs.find(name)[1]()
+    for _, policy in experiment.policies:
+        plan = kvjax.make_plan(model.config, policy, prompt_len=1024, max_new_tokens=64, lengths=[400, 1024])
+        assert plan.num_slots > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WANTED)
+def test_decoding_256_tokens_past_a_full_budget(name, embedded):
+    model, params, _ = embedded
+    _, policy = configs.find(name)[1]().policies[-1]
+    n, new = 512, 256
+    plan = kvjax.make_plan(model.config, policy, prompt_len=n, max_new_tokens=new, lengths=[n])
+    tokens = jnp.asarray(np.random.default_rng(0).integers(4, 389, (1, n)))
+
+    @jax.jit
+    def run(params, tokens):
+        logits, state = kvjax.prefill(model, params, tokens, plan)
+
+        def step(carry, _):
+            logits, state = kvjax.decode_step(model, params, carry[0].argmax(-1).astype(jnp.int32), carry[1])
+            return (logits, state), (state.num_live, jnp.isfinite(logits).all())
+
+        return jax.lax.scan(step, (logits, state), length=new)[1]
+
+    live, finite = run(params, tokens)
+    assert finite.all()
+    live = np.asarray(live)[:, 0]  # steps, layers, heads
+    for layer, (capacity, layout) in enumerate(zip(plan.capacities, plan.layouts, strict=True)):
+        held = live[:, layer].sum(-1) if layout == "pool" else live[:, layer].max(-1)
+        assert held.max() <= capacity
