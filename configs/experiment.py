@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
+import numpy as np
 import tyro
 
 from kvjax import Policy
@@ -72,6 +73,11 @@ class Experiment:
     name: str
     policies: tuple[tuple[Budget | str, Policy], ...]
     setup: Setup = Setup()
+
+
+def label(budget: Budget | str) -> str:
+    """How a budget is written in results: floats in positional notation, so that they stay told from ints."""
+    return np.format_float_positional(budget, trim="0") if isinstance(budget, float) else str(budget)
 
 
 def sweep(make: Callable[[Budget], Policy], budgets: Sequence[Budget]) -> tuple[tuple[Budget, Policy], ...]:

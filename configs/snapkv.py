@@ -18,8 +18,8 @@ def get_config(
 
     Args:
       budget: live tokens a kv head and layer: numbers of tokens (int) or shares of the prompt (float).
-      window_size: the prompt's last tokens, which vote and stay. The embedded model's questions are short; the papers
-      use 32 on long prompts. kernel_size: pooling width, odd.
+      window_size: the prompt's last tokens, which vote and stay; the papers use 32 on long prompts.
+      kernel_size: pooling width, odd.
       pooling: kind of pooling.
       group: how the query heads of a kv head are combined.
       setup: model, tasks and sizes.

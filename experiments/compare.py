@@ -21,7 +21,9 @@ _SHARED = ("model", "tasks", "examples", "length", "protocol", "seed", "dtype")
 
 
 def load(directories: Sequence[pathlib.Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The shared setup, and the rows of all runs; of equal method, budget and task the first one found.
+    """The shared setup, and the rows of all runs; of equal policies the first one found.
+
+    A method that ran with different parameters is named after its run as well.
 
     Raises:
       ValueError: no finished run, or runs that cannot be compared.
@@ -37,24 +39,39 @@ def load(directories: Sequence[pathlib.Path]) -> tuple[dict[str, Any], list[dict
         differing = [f"{k}={setup[k]!r} against {first[k]!r}" for k in _SHARED if setup[k] != first[k]]
         if differing:
             raise ValueError(f"{d} cannot be compared with {runs[0]}: {', '.join(differing)}")
+    definitions = {d: _definitions(d) for d in runs}
+    variants: dict[tuple[str, str], set[str]] = {}
+    for found in definitions.values():
+        for key, policy in found.items():
+            variants.setdefault(key, set()).add(policy)
+    ambiguous = {method for (method, _), policies in variants.items() if len(policies) > 1}
+
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for d in runs:
         summary = json.loads((d / "summary.json").read_text())
         for row in [*summary["rows"], *summary["retrieval_mean"]]:
-            rows.setdefault((row["method"], row["budget"], row["task"]), row)
+            method = f"{row['method']} ({d.name})" if row["method"] in ambiguous else row["method"]
+            rows.setdefault((method, row["budget"], row["task"]), {**row, "method": method})
     return first, list(rows.values())
+
+
+def _definitions(directory: pathlib.Path) -> dict[tuple[str, str], str]:
+    """What a run's methods and budgets stand for."""
+    policies = json.loads((directory / "manifest.json").read_text())["config"]["policies"]
+    return {(p["method"], p["budget"]): p["policy"] for p in policies}
 
 
 def leaderboard(rows: Sequence[dict[str, Any]]) -> str:
     """A table with a row for every method and budget: the largest budget first, then the best retrieval score."""
     means = [r for r in rows if r["task"] == "retrieval_mean"]
-    ordered = sorted(means, key=lambda r: (-r["kv_budget"], -r["score"]))
+    shown = means or list({(r["method"], r["budget"]): r for r in rows}.values())  # runs without retrieval tasks
+    ordered = sorted(shown, key=lambda r: (-r["kv_budget"], -r.get("score", 0.0)))
     tasks = [t for t in dict.fromkeys(r["task"] for r in rows) if t != "retrieval_mean"]
     by_key = {(r["method"], r["budget"], r["task"]): r for r in rows}
     head = [
         "method",
         "budget",
-        "retrieval mean",
+        *(["retrieval mean"] if means else []),
         *(t.replace("_", " ") for t in tasks),
         "KV of full",
         "decode tokens/s",
@@ -63,7 +80,7 @@ def leaderboard(rows: Sequence[dict[str, Any]]) -> str:
         [
             r["method"],
             r["budget"],
-            report.score_cell(r),
+            *([report.score_cell(r)] if means else []),
             *(report.score_cell(by_key.get((r["method"], r["budget"], t))) for t in tasks),
             "" if r["kv_bytes_of_full"] is None else f"{100 * r['kv_bytes_of_full']:.1f} %",
             f"{r['decode_tokens_per_second']:,.0f}",
@@ -80,6 +97,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--output", type=pathlib.Path, help="directory for leaderboard.md, .json and .png")
     arguments = parser.parse_args(argv)
     try:
+        if absent := [str(d) for d in arguments.runs if not d.exists()]:
+            raise ValueError(f"there is no {', '.join(absent)}")
         setup, rows = load([d for d in arguments.runs if d.is_dir()])
     except ValueError as e:
         raise SystemExit(f"error: {e}") from e
@@ -92,7 +111,8 @@ def main(argv: Sequence[str]) -> None:
         (arguments.output / "leaderboard.md").write_text(text)
         write_json(arguments.output / "leaderboard.json", {"setup": setup, "rows": rows})
         means = [r for r in rows if r["task"] == "retrieval_mean"]
-        report.plot_score_against_budget(means, setup["length"], arguments.output / "leaderboard.png")
+        if means:
+            report.plot_score_against_budget(means, setup["length"], arguments.output / "leaderboard.png")
         print(f"written to {arguments.output}")
 
 

@@ -172,7 +172,7 @@ def plot_score_against_budget(rows: Sequence[dict[str, Any]], length: int, path:
         axes.axhline(100 * full[0]["score"], color="0.5", linestyle="--", label="full cache")
     for i, method in enumerate(methods):
         points = sorted(((budget_fraction(r, length), r) for r in rows if r["method"] == method), key=lambda p: p[0])
-        aside = 2 ** (0.08 * (i - (len(methods) - 1) / 2) / max(len(methods) / 5, 1))  # keeps equal budgets apart
+        aside = 2 ** (0.04 * (i - (len(methods) - 1) / 2) / max(len(methods) / 5, 1))  # keeps equal budgets apart
         axes.errorbar(
             [100 * b * aside for b, _ in points],
             [100 * r["score"] for _, r in points],
@@ -216,6 +216,7 @@ def plot_depth_against_length(samples: Sequence[dict[str, Any]], path: pathlib.P
     )
     for axes, budget in zip(grid[0], budgets, strict=True):
         cells = np.full((len(depths), len(lengths)), np.nan)
+        counts = [[""] * len(lengths) for _ in depths]
         for i, d in enumerate(depths):
             for j, n in enumerate(lengths):
                 hits = [
@@ -224,11 +225,12 @@ def plot_depth_against_length(samples: Sequence[dict[str, Any]], path: pathlib.P
                     if (s["method"], s["budget"], s["depth"], s["length"]) == (main, budget, d, n)
                 ]
                 cells[i, j] = 100 * np.mean(hits) if hits else np.nan
+                counts[i][j] = f"{sum(hits):g}/{len(hits)}"
         image = axes.imshow(cells, vmin=0, vmax=100, cmap="cividis", aspect="auto")
         for i, j in np.ndindex(cells.shape):
             if not np.isnan(cells[i, j]):
                 colour = "white" if cells[i, j] < 50 else "black"
-                axes.text(j, i, f"{cells[i, j]:.0f}", ha="center", va="center", color=colour, fontsize=8)
+                axes.text(j, i, counts[i][j], ha="center", va="center", color=colour, fontsize=8)
         axes.set_xticks(range(len(lengths)), [f"{n:.0f}" for n in lengths])
         axes.set_yticks(range(len(depths)), [f"{100 * d:.0f}" for d in depths])
         axes.set(xlabel="prompt length, tokens", title=f"{main}, {'budget ' if has_budget(budget) else ''}{budget}")

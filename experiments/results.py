@@ -61,18 +61,16 @@ class Results:
     def _open(self, config: dict[str, Any], command: list[str]) -> None:
         manifest = self.directory / "manifest.json"
         config = json.loads(json.dumps(config))
-        if manifest.is_file():
-            old = json.loads(manifest.read_text())["config"]
-            differing = sorted(k for k in {*old, *config} if old.get(k) != config.get(k))
-            if differing:
-                changes = "; ".join(f"{k}: {old.get(k)!r} there, {config.get(k)!r} now" for k in differing)
-                raise ValueError(
-                    f"{self.directory} holds a run with another config ({changes}); choose another --output, or "
-                    "--restart to move it aside"
-                )
-        else:
-            write_json(manifest, {"config": config, **_environment(command)})
         self.samples = {sample_key(s): s for s in self._read_samples()}
+        old = json.loads(manifest.read_text())["config"] if manifest.is_file() else None
+        if self.samples and old is not None and old != config:
+            changes = "; ".join(_differences(old, config))
+            raise ValueError(
+                f"{self.directory} holds a run with another config ({changes}); choose another --output, or "
+                "--restart to move it aside"
+            )
+        if old != config:  # nothing there, or a start that came to nothing
+            write_json(manifest, {"config": config, **_environment(command)})
         costs = self.directory / "costs.json"
         self.costs: dict[str, Any] = json.loads(costs.read_text()) if costs.is_file() else {}
 
@@ -104,6 +102,16 @@ class Results:
         """Writes the sizes of one policy."""
         self.costs[f"{method}@{budget}"] = cost
         write_json(self.directory / "costs.json", self.costs)
+
+
+def _differences(old: Any, new: Any, name: str = "") -> list[str]:
+    """The leaves in which two configs differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        inside = lambda k: f"{name}.{k}".lstrip(".")
+        return [d for k in sorted({*old, *new}) for d in _differences(old.get(k), new.get(k), inside(k))]
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return [d for i, (a, b) in enumerate(zip(old, new, strict=True)) for d in _differences(a, b, f"{name}[{i}]")]
+    return [] if old == new else [f"{name}: {old!r} there, {new!r} now"]
 
 
 def write_json(path: pathlib.Path, content: Any) -> None:

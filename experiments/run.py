@@ -23,7 +23,7 @@ from tqdm import tqdm
 import configs
 import kvjax
 import models
-from configs.experiment import Experiment, Setup
+from configs.experiment import Experiment, Setup, label
 from experiments import report
 from experiments.evaluate import Evaluator
 from experiments.results import Results, sample_key
@@ -50,6 +50,8 @@ def parse(argv: Sequence[str]) -> tuple[Experiment, argparse.Namespace, list[str
         raise SystemExit(0 if {"-h", "--help"} & set(argv) else 2)
     name, get_config = configs.find(own.config)
     program = f"experiments/run.py --config {own.config} [--output DIR] [--restart]"
+    if {"-h", "--help"} & set(overrides):
+        print(parser.format_help())
     try:
         experiment = tyro.cli(get_config, args=overrides, prog=program)
     except SystemExit as e:
@@ -72,13 +74,13 @@ def all_policies(experiment: Experiment) -> list[tuple[str, str, kvjax.Policy]]:
     """
     setup = experiment.setup
     found = [("full", "1.0", kvjax.methods.full())]
-    found += [(experiment.name, str(b), p) for b, p in experiment.policies if experiment.name != "full"]
+    found += [(experiment.name, label(b), p) for b, p in experiment.policies if experiment.name != "full"]
     for baseline in setup.baselines:
         name, get_config = configs.find(baseline)
         if name not in (experiment.name, "full"):
             takes_budget = "budget" in inspect.signature(get_config).parameters
             budget = {"budget": (setup.baseline_budget,)} if takes_budget else {}
-            found += [(name, str(b), p) for b, p in get_config(**budget, setup=setup).policies]
+            found += [(name, label(b), p) for b, p in get_config(**budget, setup=setup).policies]
     return found
 
 
@@ -176,7 +178,7 @@ def main(argv: Sequence[str]) -> None:
         directory = own.output or pathlib.Path("results") / name
         print(run(experiment, directory, [sys.executable, *sys.argv], restart=own.restart))
         print(f"written to {directory}")
-    except ValueError as e:
+    except (ValueError, OSError) as e:
         raise SystemExit(f"error: {e}") from e
 
 
