@@ -3,6 +3,7 @@
 Letters: B batch, N query heads, K kv heads, G = N // K, T query rows, S slots (keys), H head_dim, M sets of keys.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -64,7 +65,7 @@ def recovered_attention(
     """
     B, N, T, H = q.shape
     K, S = k.shape[1:3]
-    M = masks.shape[0]
+    M, G = masks.shape[0], N // K
     if N % K:
         raise ValueError(f"{N} query heads are not a multiple of {K} kv heads; every kv head serves N / K query heads")
     if S < T:
@@ -78,7 +79,7 @@ def recovered_attention(
     scale = H**-0.5 if scale is None else scale
     R, together = block_size(B, N, T, S)
     pad = -T % R
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, pad), (0, 0))).reshape(B, K, N // K, T + pad, H)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, pad), (0, 0))).reshape(B, K, G, T + pad, H)
     q_pos = jnp.pad(q_pos, ((0, 0), (0, pad)), constant_values=-1)
     num_blocks = (T + pad) // R
     cuts = sorted({round(i * num_blocks / MAX_SEGMENTS) for i in range(MAX_SEGMENTS + 1)})
@@ -93,31 +94,43 @@ def recovered_attention(
             def block(i, sums, width=width):
                 rows = lax.dynamic_slice_in_dim(q_pos, i * R, R)[None, :, None]
                 keys = kv_pos[:, None, :width]
-                x = jnp.einsum(
-                    "kgrh,ksh->kgrs",
-                    lax.dynamic_slice_in_dim(q, i * R, R, 2),
-                    k[:, :width],
-                    preferred_element_type=dtype,
-                )
+                here = lax.dynamic_slice_in_dim(q, i * R, R, 2).reshape(K, G * R, H)
+                # Zero, but not before the last block is done: XLA would otherwise hold several blocks at once.
+                here = here + (sums[0][:, :1, None] > jnp.inf).astype(q.dtype)
+                x = jnp.einsum("krh,ksh->krs", here, k[:, :width], preferred_element_type=dtype)
+                x = x.reshape(K, G, R, width)
                 x = x * jnp.asarray(scale, dtype)
                 x = x if softcap is None else softcap * jnp.tanh(x / softcap)
                 seen = (keys >= 0) & (keys <= rows)
                 seen = seen if window is None else seen & (rows - keys < window)
                 x = jnp.where(seen[:, None], x, -jnp.inf)
                 e = jnp.exp(x - jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(dtype).min))
-                total = e.sum(-1, keepdims=True)
-                p = (e / jnp.where(total > 0, total, 1.0)).mean(1)
-                mass, unchanged = [], []
-                for mask, band in zip(masks, bands, strict=True):
-                    kept = mask[:, None, :width]
-                    kept = jnp.broadcast_to(kept, p.shape) if band is None else kept | (rows - keys < band)
-                    of_row = jnp.where(kept, p, 0.0).sum(-1)
-                    mass.append(of_row.sum(-1))
-                    if tolerance is not None:
-                        growth = 1.0 / jnp.where(of_row > 0, of_row, 1.0) - 1.0
-                        change = jnp.where(kept, p * jnp.abs(growth)[..., None], p)
-                        unchanged.append((seen & (change < tolerance)).sum((-2, -1)).astype(dtype))
-                unchanged = unchanged or [jnp.zeros((K,), dtype)] * M
+                total = e.sum(-1)
+                share = 1.0 / (G * jnp.where(total > 0, total, 1.0))  # e * share is a head's part of the group's mean
+                near = [None if band is None else rows - keys < band for band in bands]
+                # Sums over rows are matrix products and heads are added one by one: on CPU far faster than reductions.
+                columns = [jnp.einsum("kgr,kgrs->ks", share, e)]
+                columns += [
+                    jnp.zeros_like(columns[0])
+                    if n is None
+                    else jnp.einsum("kgr,kgrs->ks", share, jnp.where(n[:, None], e, 0.0))
+                    for n in near
+                ]
+                mass = [
+                    jnp.where(mask[:, :width], columns[0], close).sum(-1)
+                    for mask, close in zip(masks, columns[1:], strict=True)
+                ]
+                unchanged = [jnp.zeros((K,), dtype)] * M
+                if tolerance is not None:
+                    p = functools.reduce(jnp.add, [e[:, g] * share[:, g, :, None] for g in range(G)])
+                    small = seen & (p < tolerance)
+                    for m, (mask, n) in enumerate(zip(masks, near, strict=True)):
+                        kept = jnp.broadcast_to(mask[:, None, :width], p.shape)
+                        kept = kept if n is None else kept | n
+                        of_row = jnp.where(kept, p, 0.0).sum(-1, keepdims=True)
+                        growth = jnp.abs(1.0 / jnp.where(of_row > 0, of_row, 1.0) - 1.0)
+                        same = jnp.where(kept, seen & (p * growth < tolerance), small)
+                        unchanged[m] = same.sum((-2, -1)).astype(dtype)
                 new = (
                     jnp.stack(mass, -1),
                     jnp.stack(unchanged, -1),

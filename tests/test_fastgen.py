@@ -126,6 +126,7 @@ def recovery_bytes(T):
 def test_recovery_takes_memory_that_grows_linearly():
     short, long = recovery_bytes(4096), recovery_bytes(16384)
     assert long < 4.5 * short
+    assert 3 * recovery_bytes(1024) < short  # one block at a time, where every block has a width of its own
     assert long < 4 * 4096 * 16384  # one float32 matrix of a single head at the shorter length alone would be larger
 
 
