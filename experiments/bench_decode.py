@@ -33,6 +33,10 @@ METHODS = {
     "snapkv": methods.snapkv,
     "pyramidkv": methods.pyramidkv,
     "ada_snapkv": methods.ada_snapkv,
+    "ada_snapkv dense": lambda budget: methods.ada_snapkv(budget, storage="dense", max_ratio=4.0),
+    "roco": methods.roco,
+    "ahakv": methods.ahakv,
+    "keyformer": methods.keyformer,
 }
 
 
@@ -88,12 +92,13 @@ def bench(
             jax.block_until_ready(decode(model, params, token, state, steps))
             if i:  # the first round compiles
                 seconds[name].append(time.perf_counter() - start)
-    base = np.array(seconds["full"])
+    ratio = lambda name, s: float(np.median(np.array(seconds[name]) / np.array(s)))
     rows = [
         {
             "method": name,
             "tokens_per_second": batch * steps / float(np.median(s)),
-            "of_full": float(np.median(base / np.array(s))),
+            "of_full": ratio("full", s),
+            "of_snapkv": ratio("snapkv", s),
             "slots": slots[name],
         }
         for name, s in seconds.items()
@@ -101,9 +106,10 @@ def bench(
     print(
         f"{steps} tokens after a prompt of {length}, batch {batch}, budget {budget:.0%}, {rounds} interleaved rounds\n"
     )
-    print(f"{'method':16s} {'tokens/s':>10s} {'of full':>8s} {'slots':>9s}")
+    print(f"{'method':16s} {'tokens/s':>10s} {'of full':>8s} {'of snapkv':>9s} {'slots':>9s}")
     for r in rows:
-        print(f"{r['method']:16s} {r['tokens_per_second']:10.0f} {r['of_full']:8.2f} {r['slots']:9,}")
+        line = f"{r['method']:16s} {r['tokens_per_second']:10.0f} {r['of_full']:8.2f}"
+        print(f"{line} {r['of_snapkv']:9.2f} {r['slots']:9,}")
     if output is not None:
         result = {"length": length, "steps": steps, "batch": batch, "budget": budget, "rounds": rounds, "rows": rows}
         output.write_text(json.dumps(result | {"device": device_info()}, indent=2) + "\n")

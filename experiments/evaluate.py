@@ -122,7 +122,7 @@ class Evaluator:
         ).compile()
         size = lambda x: x.size * x.dtype.itemsize
         kv_bytes = sum(size(x) for layer in state.layers for x in (layer.k, layer.v)) // B
-        return Cost(self.plan.num_slots, kv_bytes, _peak(self._prefill), _peak(self._continue))
+        return Cost(self.plan.num_slots, kv_bytes, peak_bytes(self._prefill), peak_bytes(self._continue))
 
     def release(self) -> None:
         """Forgets the compiled programs."""
@@ -189,7 +189,8 @@ class Evaluator:
         return jax.random.fold_in(key, e.index)
 
 
-def _peak(compiled: Any) -> int | None:
+def peak_bytes(compiled: Any) -> int | None:
+    """Arguments, results and temporaries of a compiled program; None where the backend does not say."""
     memory = compiled.memory_analysis()
     if memory is None:
         return None

@@ -2,11 +2,13 @@
 
 import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -57,6 +59,9 @@ def apportion(shares: Any, limit: Any, xp: ModuleType = np) -> Any:
     rank = xp.argsort(order, axis=-1, stable=True)
     missing = (total - floors.sum(-1, keepdims=True)).astype(rank.dtype)
     return floors.astype(np.int32) + (rank < missing).astype(np.int32)
+
+
+_apportion_traced = jax.jit(functools.partial(apportion, xp=jnp))
 
 
 class LayerAllocation(abc.ABC):
@@ -507,4 +512,4 @@ def _whole(
     count = candidates.sum(-1).astype(jnp.float32)
     shares = jnp.where(_fits(count, mean), count, shares)
     shares = shares + (mean - shares.mean(-1, keepdims=True))
-    return apportion(shares, jnp.minimum(jnp.maximum(count, mean), most_of_one), jnp)
+    return _apportion_traced(shares, jnp.minimum(jnp.maximum(count, mean), most_of_one))

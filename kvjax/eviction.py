@@ -275,7 +275,7 @@ class Evict(Policy):
         if ctx.phase == "decode" and self.when.prefill:
             at_once = self.when.room(ctx.site.max_new_tokens) + counts.most(self.when.drop)
             at_once = max(at_once, 1)
-        limits = Limits(budgets, self._cap(ctx.site, None), at_once, counts)
+        limits = Limits(budgets, at_once, counts)
         return Selection(self.select(finite, safe, kv, stats, ctx, limits), score, budgets), selectable
 
 

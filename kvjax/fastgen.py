@@ -10,13 +10,13 @@ from typing import Final, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Int8, UInt32
+from jaxtyping import Array, Float, Int, Int8
 
 from kvjax.budget import Count, Rounding, as_budget, lookup, whole_tokens
 from kvjax.context import Context, Phase, Site
 from kvjax.policy import Policy, Selection
 from kvjax.schedule import Schedule
+from kvjax.select import largest
 from kvjax.state import EMPTY, LayerKV, PerHead
 from kvjax.stats import LayerStats, Measurement, Moment, Observe
 from pallas_kernels import recovered_attention
@@ -127,38 +127,6 @@ class Profile(Measurement):
         if recovered.elementwise is not None:
             return recovered.elementwise.astype(jnp.float32)
         return recovered.mass.astype(jnp.float32)
-
-
-def largest(keys: Sequence[Array], counts: Int[Array, "B #K"]) -> Bool[Array, "B K S"]:
-    """The `counts` largest slots of every head by the first key, among equals by the next; the last has no equals.
-
-    The bar that `counts` slots reach is found bit by bit, which on CPU is many times faster than sorting.
-    """
-    shape = keys[0].shape
-    left = jnp.broadcast_to(counts, shape[:2]).astype(jnp.int32)
-    chosen, among = jnp.zeros(shape, bool), jnp.broadcast_to((left > 0)[..., None], shape)
-    for key in keys:
-        bits = _ordered_bits(key)
-
-        def raise_bar(i, bar, bits=bits, among=among, left=left):
-            higher = bar | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-            reached = (among & (bits >= higher[..., None])).sum(-1, dtype=jnp.int32)
-            return jnp.where(reached >= left, higher, bar)
-
-        bar = lax.fori_loop(jnp.int32(0), jnp.int32(32), raise_bar, jnp.zeros(shape[:2], jnp.uint32))[..., None]
-        above = among & (bits > bar)
-        chosen, among = chosen | above, among & (bits == bar)
-        left = left - above.sum(-1, dtype=jnp.int32)
-    return chosen | among
-
-
-def _ordered_bits(x: Array) -> UInt32[Array, "B K S"]:
-    """Bits that compare, without sign, as the int32 or float32 numbers do."""
-    sign = jnp.uint32(1 << 31)
-    if x.dtype == jnp.int32:
-        return lax.bitcast_convert_type(x, jnp.uint32) ^ sign
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.zeros((), jnp.float32), x), jnp.uint32)  # -0.0 is 0.0
-    return jnp.where(bits >= sign, ~bits, bits ^ sign)
 
 
 def levels(

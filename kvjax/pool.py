@@ -6,9 +6,11 @@ share the slots (`view`): a slot is live for its owner and dead for all others.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree, Shaped
@@ -100,6 +102,7 @@ class PooledKV:
         )
 
 
+@functools.partial(jax.jit, static_argnames="capacity")
 def to_pool(kv: LayerKV, capacity: int) -> PooledKV:
     """Moves the live slots of all heads into one pool of `capacity` slots; the rest are dead.
 

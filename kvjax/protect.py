@@ -133,8 +133,7 @@ class TopStd(Scope):
         mean, square = (m / rows for m in memory)
         std = jnp.sqrt(jnp.maximum(square - mean * mean, 0.0))
         size = jnp.broadcast_to(counts(self.size)[:, None], kv.pos.shape[:2])
-        cap = max(counts.most(self.size), 1)
-        return safe | TopK().best(jnp.where(safe, jnp.inf, std), kv.pos, size, cap)
+        return safe | TopK().best(jnp.where(safe, jnp.inf, std), kv.pos, size)
 
 
 def rows_since_insertion(kv: LayerKV, ctx: Context, ignore_prefix: int = 0) -> Int[Array, "B K S"]:

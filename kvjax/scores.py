@@ -6,9 +6,11 @@ turns them into scores (`__call__`). Scores know nothing of budgets, protection,
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
@@ -427,6 +429,7 @@ class LastRow(Score):
         return _mean_over_heads(row, kv, ctx.site.prompt_len + ctx.site.max_new_tokens)
 
 
+@functools.partial(jax.jit, static_argnames="num_positions")
 def _mean_over_heads(row: Float[Array, "B K S"], kv: LayerKV, num_positions: int) -> Float[Array, "B K S"]:
     """The mean over all kv heads of what a token received; a head that no longer holds it gave it nothing."""
     B, K, S = row.shape

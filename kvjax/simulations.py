@@ -50,10 +50,9 @@ class _Hiding(Policy):
     def _count(self, count: int | float | Count, ctx: Context) -> Int[Array, "B 1"]:
         return _counts(ctx)(count)[:, None]
 
-    def _best(self, score: Float[Array, "B K S"], candidates, kv: LayerKV, count, ctx: Context):
-        cap = max(_counts(ctx).most(self.heavy), 1)
+    def _best(self, score: Float[Array, "B K S"], candidates, kv: LayerKV, count):
         size = jnp.broadcast_to(count, kv.pos.shape[:2])
-        return TopK().best(score, jnp.where(candidates, kv.pos, EMPTY), size, cap)
+        return TopK().best(score, jnp.where(candidates, kv.pos, EMPTY), size)
 
 
 def _counts(ctx: Context) -> Counts:
@@ -95,7 +94,7 @@ class NextStepMask(_Hiding):
         recent = self._count(self.recent, ctx)[..., None]
         length = ctx.length[:, None, None]
         candidates = kv.live & (kv.pos < length - 1 - recent) & (hidden == 0)
-        best = self._best(score, candidates, kv, self._count(self.heavy, ctx), ctx)
+        best = self._best(score, candidates, kv, self._count(self.heavy, ctx))
         slots = kv.live & (hidden == 0) & (best | (kv.pos >= length - recent))
         return Visible(jnp.where(recent == 0, kv.live, slots))
 
@@ -117,7 +116,7 @@ class StepwiseMask(_Hiding):
         heavy = self._count(self.heavy, ctx)
         length = ctx.length[:, None, None]
         newest = kv.pos == length - 1
-        best = self._best(score, kv.live & ~newest, kv, jnp.maximum(heavy - 1, 0), ctx)
+        best = self._best(score, kv.live & ~newest, kv, jnp.maximum(heavy - 1, 0))
         return jnp.where(length <= heavy[..., None], kv.live, best | newest)
 
     def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:

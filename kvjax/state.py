@@ -9,6 +9,7 @@ token into a dead slot (`insert`).
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, Final, Literal
 
@@ -183,6 +184,7 @@ def next_ranks(kv: LayerKV, pos: Int[Array, "B K T"]) -> Int[Array, "B K T"]:
     return jnp.where(live, kv.num_live[..., None] + jnp.cumsum(live, axis=-1, dtype=jnp.int32) - 1, EMPTY)
 
 
+@jax.jit
 def position_order(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
     """Slot indices by increasing position, dead slots first.
 
@@ -203,6 +205,7 @@ def position_order(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
     return lax.cond(ordered, partition, lambda pos: jnp.argsort(pos, axis=-1).astype(jnp.int32), pos)
 
 
+@jax.jit
 def evict(kv: LayerKV, keep: Bool[Array, "B K S"]) -> LayerKV:
     """Marks every slot outside `keep` dead. Nothing moves."""
     pos = jnp.where(keep, kv.pos, EMPTY)
@@ -226,6 +229,7 @@ def ranks(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
     return jnp.put_along_axis(jnp.zeros_like(pos), order, _indices(pos) - num_dead, axis=-1, inplace=False)
 
 
+@functools.partial(jax.jit, static_argnames="capacity")
 def compact(kv: LayerKV, capacity: int) -> LayerKV:
     """Moves the live slots, in order of position, into a cache of `capacity` slots a head; the rest are dead.
 

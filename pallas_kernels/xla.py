@@ -101,7 +101,7 @@ def attention(
         q_pos = jnp.pad(q_pos, ((0, 0), (0, pad)), constant_values=-1)
     grouped = q.reshape(B, K, N // K, T + pad, H)
     arrays, structure = jax.tree.flatten(tuple(columns))
-    out, lse, measured = _attention(config, structure, grouped, k, v, q_pos, kv_pos, arrays)
+    out, lse, measured = _compiled(config, structure, grouped, k, v, q_pos, kv_pos, arrays)
     return Attention(out.reshape(B, N, T + pad, H)[:, :, :T], lse.reshape(B, N, T + pad)[:, :, :T], measured)
 
 
@@ -365,3 +365,4 @@ def _attention_bwd(config, structure, residuals, cotangents):
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+_compiled = jax.jit(_attention, static_argnums=(0, 1))  # called eagerly, its loops would be compiled at every call

@@ -12,7 +12,8 @@ import transformers
 import kvjax
 import models
 from kvjax import methods
-from kvjax.fastgen import STRATEGIES, FastGen, largest
+from kvjax.fastgen import STRATEGIES, FastGen
+from kvjax.select import largest
 from models.embedded import EMBEDDED
 from pallas_kernels import recovered_attention
 from tests import helpers

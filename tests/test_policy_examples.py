@@ -202,7 +202,7 @@ def test_e35_ties(examples):
     for ties in ("evict_older", "lower_index"):
         for most in (None, 2):  # sorted, or one by one
             choose = TopK(ties)
-            mask = choose.drop(score, pos, budgets, most) if most else choose.best(score, pos, budgets, count)
+            mask = choose.drop(score, pos, budgets, most) if most else choose.best(score, pos, budgets)
             assert np.nonzero(np.asarray(mask[0, 0]))[0].tolist() == e["expected"][ties], (ties, most)
 
 
