@@ -187,20 +187,20 @@ def prefill(
         logits, state, _ = forward(model, params, tokens, state, valid=lengths, evict=True)
         return logits[:, -1], state
 
-    blocks = jnp.pad(tokens, ((0, 0), (-T % block, 0))).reshape(B, -1, block).swapaxes(0, 1)
-    num = blocks.shape[0]
-    after = jnp.arange(num, dtype=jnp.int32)[::-1, None] * block  # tokens behind each block
-    valid = jnp.clip(lengths[None] - after, 0, block)
+    tokens = jnp.pad(tokens, ((0, 0), (-T % block, 0)))
+    num = tokens.shape[1] // block
     state = empty_after_prompt(state, ends=False)
 
-    def read(state, block_):
-        tokens, valid = block_
-        _, state, _ = forward(model, params, tokens, state, valid=valid, evict=True, ends=False)
-        return state, None
+    def read(state, i, ends=False):
+        here = lax.dynamic_slice_in_dim(tokens, i * block, block, axis=1)
+        valid = jnp.clip(lengths - (num - 1 - i) * block, 0, block)
+        logits, state, _ = forward(model, params, here, state, valid=valid, evict=True, ends=ends)
+        return logits, state
 
     if num > 1:
-        state, _ = lax.scan(read, state, (blocks[:-1], valid[:-1]))
-    logits, state, _ = forward(model, params, blocks[-1], state, valid=valid[-1], evict=True)
+        steps = jnp.arange(num - 1, dtype=jnp.int32)
+        state, _ = lax.scan(lambda state, i: (read(state, i)[1], None), state, steps)
+    logits, state = read(state, jnp.int32(num - 1), ends=True)
     return logits[:, -1], state
 
 

@@ -2,12 +2,16 @@
 
 import dataclasses
 
+import hypothesis
+import hypothesis.strategies as st
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax import methods
+from kvjax.allocation import Adaptive, UniformHeads
+from kvjax.analysis import eviction_bound, eviction_loss
 from kvjax.budget import Ratio, Share
 from kvjax.eviction import EvictMemory
 from kvjax.key_scores import ExpectedAttention, KeyDifference, KeyNorm, LagRelative
@@ -16,7 +20,7 @@ from kvjax.methods.easykv import block_sizes
 from kvjax.methods.nacl import Table4
 from kvjax.protect import Protect, TopStd
 from kvjax.scores import Accumulated, Mean
-from kvjax.select import Chunks, TopKThenRandom, TwoStage
+from kvjax.select import Chunks, TopK, TopKThenRandom, TwoStage
 from kvjax.simulations import NextStepMask
 from kvjax.stats import EntropyScaled, LastRows, LayerStats, Noisy, Observe
 from pallas_kernels import Columns, Softmax, attention
@@ -215,6 +219,54 @@ def test_e15_nacl_selection(examples, monkeypatch):
     assert sorted(set(helpers.kept(proxies)) - protected) == e["expected"]["proxy_kept"]
     assert sorted(set(helpers.kept(selection)) - set(helpers.kept(proxies))) == e["expected"]["random_kept"]
     assert isinstance(policy.select, TopKThenRandom)
+
+
+def test_e21_loss_and_bound(examples):
+    e = examples["E21"]
+    p, v, w = (jnp.asarray(e["inputs"][x], jnp.float32) for x in ("attention", "V", "W_O"))
+    p, v = p[None], v[None]
+    total, K = e["params"]["total"], 2
+    average = jnp.asarray([total // K], jnp.int32)
+    every = jnp.ones(p.shape, bool)
+    heads = {"uniform": UniformHeads(), "adaptive": Adaptive(alpha=1.0, max_ratio=float("inf"))}
+    for name, allocation in heads.items():
+        budgets = allocation.heads(p, every, average, total // K, helpers.site(K=K, N=K), jnp.zeros((1,), jnp.int32))
+        if name == "adaptive":
+            assert budgets[0].tolist() == e["expected"]["adaptive_budgets"]
+        pos = jnp.broadcast_to(jnp.arange(p.shape[-1], dtype=jnp.int32)[None, None], p.shape)
+        keep = TopK().best(p, pos, budgets)
+        wanted = e["expected"][name]
+        np.testing.assert_allclose(jnp.where(keep, p, 0).sum(-1)[0], wanted["kept_mass"], atol=1e-6)
+        np.testing.assert_allclose(eviction_loss(p, v, w, keep)[0], wanted["loss"], atol=1e-6)
+        np.testing.assert_allclose(eviction_bound(p, v, w, keep)[0], wanted["bound"], atol=1e-5)
+        norms = jnp.abs(jnp.einsum("nsh,nhd->nsd", v[0], w)).sum(-1)
+        assert float(norms.max()) == pytest.approx(wanted["C"])
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(seed=st.integers(0, 10**6), average=st.integers(1, 7), sharpness=st.floats(0.1, 6))
+def test_loss_is_within_the_bound_and_adaptive_bounds_are_lowest(seed, average, sharpness):
+    rng = np.random.default_rng(seed)
+    B, N, S, H, D = 3, 4, 8, 3, 5
+    logits = rng.standard_normal((B, N, S)) * sharpness * rng.uniform(0.2, 2, (B, N, 1))
+    p = jnp.asarray(np.exp(logits) / np.exp(logits).sum(-1, keepdims=True), jnp.float32)
+    v = jnp.asarray(rng.standard_normal((B, N, S, H)), jnp.float32)
+    w = jnp.asarray(rng.standard_normal((N, H, D)), jnp.float32)
+    pos = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[None, None], p.shape)
+    bounds = {}
+    for name, allocation in (("uniform", UniformHeads()), ("adaptive", Adaptive(1.0, float("inf")))):
+        budgets = allocation.heads(
+            p,
+            jnp.ones(p.shape, bool),
+            jnp.full((B,), average, jnp.int32),
+            average,
+            helpers.site(K=N, N=N),
+            jnp.zeros((B,), jnp.int32),
+        )
+        keep = TopK().best(p, pos, jnp.maximum(budgets, 1))
+        bounds[name] = np.asarray(eviction_bound(p, v, w, keep))
+        assert (np.asarray(eviction_loss(p, v, w, keep)) <= bounds[name] * (1 + 1e-5) + 1e-5).all()
+    assert (bounds["adaptive"] <= bounds["uniform"] * (1 + 1e-5) + 1e-5).all()  # Theorem 4
 
 
 @pytest.mark.parametrize("apply", ["raw", "scaled"])
