@@ -257,7 +257,8 @@ CASES = (
     Case("fastgen_lossless", lambda b: _fastgen(b, recovery_ratio=1.0)),
 )
 
-# With a model every row costs seconds: the rows that differ by an option only are marked slow there.
+# With a model every row costs seconds: rows that differ by an option only are marked slow there, and where laws say
+# much the same, all but a sample of mechanisms.
 CORE = {
     *("full", "window", "streaming_llm", "random", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "h2o_every_4"),
     *("tova_when_over_3", "h2o_pooled", "snapkv_then_h2o", "scissorhands", "roco", "nacl_decoding", "ahakv"),
@@ -265,7 +266,15 @@ CORE = {
 }
 assert {case.name for case in CASES} >= CORE
 
+SAMPLE = {"streaming_llm", "h2o", "tova", "snapkv", "ada_snapkv", "roco", "keyformer", "nacl_decoding"}
+
 every_method = pytest.mark.parametrize("case", CASES, ids=repr)
-every_method_with_a_model = pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c.name in CORE else pytest.mark.slow) for c in CASES], ids=repr
-)
+
+
+def _with_a_model(quick):
+    rows = [pytest.param(c, marks=() if c.name in quick else pytest.mark.slow) for c in CASES]
+    return pytest.mark.parametrize("case", rows, ids=repr)
+
+
+every_method_with_a_model = _with_a_model(CORE)
+sampled_methods_with_a_model = _with_a_model(SAMPLE)

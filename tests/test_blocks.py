@@ -9,7 +9,7 @@ import kvjax
 from kvjax import methods
 from kvjax.protect import rows_since_insertion
 from tests import helpers
-from tests.methods import every_method_with_a_model
+from tests.methods import sampled_methods_with_a_model
 
 T = 24
 
@@ -27,7 +27,7 @@ def prompts():
     return np.random.default_rng(3).integers(0, 61, (2, T))
 
 
-@every_method_with_a_model
+@sampled_methods_with_a_model
 def test_one_block_is_the_whole_prompt(tiny, prompts, case):
     policy = case.make(10)
     whole, at_once = read(tiny, policy, prompts, [T, 17], block=None)
@@ -37,7 +37,7 @@ def test_one_block_is_the_whole_prompt(tiny, prompts, case):
         assert helpers.live_positions(a) == helpers.live_positions(b)
 
 
-@every_method_with_a_model
+@sampled_methods_with_a_model
 @pytest.mark.parametrize("block", [5])
 def test_a_padded_row_read_in_blocks_equals_the_row_alone(tiny, prompts, case, block):
     policy = case.make(10)
