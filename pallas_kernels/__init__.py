@@ -2,6 +2,7 @@
 
 from pallas_kernels.api import attention as attention
 from pallas_kernels.api import pooled_attention as pooled_attention
+from pallas_kernels.api import use as use
 from pallas_kernels.columns import Attention as Attention
 from pallas_kernels.columns import Columns as Columns
 from pallas_kernels.columns import Softmax as Softmax

@@ -1,17 +1,58 @@
-"""One entry a operation; this is the only place that chooses how it is computed."""
+"""One entry an operation; this is the only place that chooses how it is computed.
 
-from collections.abc import Sequence
-from typing import Literal
+An implementation says with NotImplementedError what it does not serve; the next in its order is tried, operation by
+operation: the output of one call may come from one, a statistic of it from another. Every reason is kept: in the log of
+`pallas_kernels` where something served in the end, in the error where nothing did.
+"""
 
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeVar, get_args
+
+import jax
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import pooled, reference, xla
 from pallas_kernels.columns import Attention, Columns
 
-Implementation = Literal["xla", "reference"]
+Implementation = Literal["xla", "triton", "mosaic_gpu", "interpret", "reference"]
+Result = TypeVar("Result")
 
-_IMPLEMENTATIONS = {"xla": xla.attention, "reference": reference.attention}
-_POOLED = {"xla": pooled.pooled_attention, "reference": reference.pooled_attention}
+_log = logging.getLogger("pallas_kernels")
+_ORDER: dict[str, tuple[str, ...]] = {
+    "xla": ("xla",),
+    "triton": ("triton", "xla"),
+    "mosaic_gpu": ("mosaic_gpu", "triton", "xla"),
+    "interpret": ("interpret", "xla"),
+    "reference": ("reference",),
+}
+_defaults: list[Implementation] = []
+
+
+@contextlib.contextmanager
+def use(implementation: Implementation) -> Iterator[None]:
+    """Within this context, calls that name no implementation use this one.
+
+    Compiled functions do not know what they were traced under, so all of JAX's caches are dropped on the way in and
+    on the way out. That makes it a setting for a whole run, not for a single call; calls take `implementation`.
+
+    Args:
+      implementation: as in `attention`.
+
+    Raises:
+      ValueError: an unknown implementation.
+    """
+    _order(implementation)
+    _defaults.append(implementation)
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        _defaults.pop()
+        jax.clear_caches()
 
 
 def attention(
@@ -46,7 +87,9 @@ def attention(
       scale: factor on `q . k`; `H ** -0.5` if None.
       window: a row sees only positions larger than its own minus `window`.
       softcap: logits become `softcap * tanh(logits / softcap)`.
-      implementation: "xla", "reference" (quadratic memory; the specification), or None for the best that works.
+      implementation: what is tried first. "triton": Pallas kernels for any NVIDIA GPU since Ampere; "mosaic_gpu": those
+        for Hopper; "interpret": the Triton kernels, interpreted on any device, slowly; "xla": no kernels; "reference":
+        the specification, quadratic in memory. None: what `use` says, else the best for the device.
 
     Returns:
       `Attention(out, lse, columns)`.
@@ -61,9 +104,18 @@ def attention(
     if S < T:
         raise ValueError(f"{T} query rows need their own {T} slots among the keys, but there are only {S} slots")
     _check_columns(columns, B, K, T)
-    run = _choose(_IMPLEMENTATIONS, implementation)
     scale = H**-0.5 if scale is None else scale
-    return run(q, k, v, q_pos, kv_pos, columns=columns, scale=scale, window=window, softcap=softcap)
+    options = {"scale": scale, "window": window, "softcap": softcap}
+    arrays, structure = jax.tree.flatten(tuple(columns))
+
+    def run(order, q, k, v, q_pos, kv_pos, arrays):
+        if order[0] in _WHOLE:
+            columns = jax.tree.unflatten(structure, arrays)
+            return _WHOLE[order[0]](q, k, v, q_pos, kv_pos, columns=columns, **options)
+        static = (order, structure, tuple(options.items()))
+        return Attention(*_kernel_attention(static, q, k, v, q_pos, kv_pos, arrays))
+
+    return _on_device(run, implementation, q, k, v, q_pos, kv_pos, arrays)
 
 
 def pooled_attention(
@@ -112,16 +164,158 @@ def pooled_attention(
             f"{N} query heads are not a multiple of num_kv_heads={num_kv_heads}; every kv head serves N / K query heads"
         )
     _check_columns(columns, B, num_kv_heads, T)
-    run = _choose(_POOLED, implementation)
     scale = H**-0.5 if scale is None else scale
-    return run(
-        *(q, k, v, owner, q_pos, kv_pos),
-        num_kv_heads=num_kv_heads,
-        columns=columns,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-    )
+    options = {"num_kv_heads": num_kv_heads, "scale": scale, "window": window, "softcap": softcap}
+    arrays, structure = jax.tree.flatten(tuple(columns))
+
+    def run(order, q, k, v, owner, q_pos, kv_pos, arrays):
+        if order[0] in _POOLED:
+            columns = jax.tree.unflatten(structure, arrays)
+            return _POOLED[order[0]](q, k, v, owner, q_pos, kv_pos, columns=columns, **options)
+        static = (order, structure, tuple(options.items()))
+        return Attention(*_kernel_pool(static, q, k, v, owner, q_pos, kv_pos, arrays))
+
+    return _on_device(run, implementation, q, k, v, owner, q_pos, kv_pos, arrays)
+
+
+_WHOLE = {"xla": xla.attention, "reference": reference.attention}
+_POOLED = {"xla": pooled.pooled_attention, "reference": reference.pooled_attention}
+
+
+def _order(implementation: str | None) -> tuple[str, ...] | None:
+    """What to try, in order; None where the device decides."""
+    if implementation is None and _defaults:
+        implementation = _defaults[-1]
+    if implementation is None:
+        return None
+    if implementation not in _ORDER:
+        raise ValueError(f"implementation={implementation!r} is not one of {get_args(Implementation)} or None")
+    return _ORDER[implementation]
+
+
+@functools.cache
+def _gpu_order() -> tuple[str, ...] | None:
+    """The order for this process's GPU, or None without one. Mosaic's kernels are for Hopper."""
+    if jax.default_backend() != "gpu":
+        return None
+    capability = getattr(jax.local_devices()[0], "compute_capability", "")
+    return _ORDER["mosaic_gpu" if capability.startswith("9.") else "triton"]
+
+
+def _on_device(run: Callable[..., Result], implementation: str | None, *args: Any) -> Result:
+    """`run(order, *args)` with the order of the device that the call is compiled for, unless one is named."""
+    order = _order(implementation)
+    if order is None:
+        on_gpu = _gpu_order()
+        if on_gpu is None:
+            return run(_ORDER["xla"], *args)
+        cuda, other = functools.partial(run, on_gpu), functools.partial(run, _ORDER["xla"])
+        return lax.platform_dependent(*args, cuda=cuda, default=other)
+    return run(order, *args)
+
+
+def first_served(operation: str, tries: Sequence[tuple[str, Callable[[], Result]]]) -> tuple[str, Result]:
+    """The first implementation that serves, with its result.
+
+    Args:
+      operation: its name, for messages.
+      tries: (implementation, what computes it).
+
+    Raises:
+      NotImplementedError: nothing serves; with all reasons.
+    """
+    reasons = []
+    for name, compute in tries:
+        try:
+            result = compute()
+        except NotImplementedError as error:
+            reasons.append(f"{name}: {error}")
+        else:
+            if reasons:
+                _log.info("%s is computed by %s, because of %s", operation, name, "; ".join(reasons))
+            return name, result
+    raise NotImplementedError(f"nothing computes {operation}: {'; '.join(reasons)}")
+
+
+def _forward(order, columns, q, k, v, q_pos, kv_pos, *, scale, window, softcap):
+    """Output, logsumexp and statistics, each from the first implementation that serves it."""
+    from pallas_kernels import gpu  # Pallas takes a second to import, and only kernels need it
+
+    logits = gpu.bl.Logits(scale, window, softcap)
+    arrays = q, k, v, q_pos, kv_pos
+    in_xla = functools.partial(xla.attention, *arrays, scale=scale, window=window, softcap=softcap)
+
+    def forward(name):
+        if name == "xla":
+            return in_xla(columns=columns)
+        return gpu.forward(*arrays, spec=logits, with_logits=bool(columns), backend=name)
+
+    _, result = first_served("attention", [(name, functools.partial(forward, name)) for name in order])
+    if isinstance(result, Attention):
+        return result.out, result.lse, result.columns
+
+    def column(name, spec):
+        if name == "xla":
+            return in_xla(columns=(spec,)).columns[0]
+        return gpu.column(spec, q, k, result, q_pos, kv_pos, logits=logits, backend=name)
+
+    measured = []
+    for c in columns:
+        tries = [(name, functools.partial(column, name, c)) for name in order]
+        measured.append(first_served(f"a statistic ({c.describe()})", tries)[1])
+    return result[0], result[1], tuple(measured)
+
+
+def _pool_forward(order, columns, q, k, v, owner, q_pos, kv_pos, *, num_kv_heads, scale, window, softcap):
+    from pallas_kernels import gpu  # see above
+
+    def forward(name):
+        arrays = q, k, v, owner, q_pos, kv_pos
+        if name == "xla":
+            found = pooled.pooled_attention(
+                *arrays, num_kv_heads=num_kv_heads, columns=columns, scale=scale, window=window, softcap=softcap
+            )
+            return found.out, found.lse, found.columns
+        spec = gpu.bl.Logits(scale, window, softcap)
+        return gpu.pooled_forward(*arrays, num_kv_heads=num_kv_heads, columns=columns, spec=spec, backend=name)
+
+    return first_served("attention over a pool", [(name, functools.partial(forward, name)) for name in order])[1]
+
+
+def _differentiable(compute, in_xla):
+    """`compute` with the gradient of the same operation in XLA, which recomputes it block by block.
+
+    Both are called as `(static, q, k, v, *others)`, with static an order, a tree structure and options.
+    """
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def run(static, *args):
+        order, structure, options = static
+        return compute(order, jax.tree.unflatten(structure, args[-1]), *args[:-1], **dict(options))
+
+    def forward(static, *args):
+        args = jax.tree.map(lambda x: x.value, args, is_leaf=lambda x: hasattr(x, "perturbed"))
+        return run(static, *args), args[:-1]
+
+    def backward(static, args, cotangents):
+        is_zero = lambda d: isinstance(d, jax.custom_derivatives.SymbolicZero)
+        *of_output, of_columns = cotangents
+        if not all(map(is_zero, jax.tree.leaves(of_columns, is_leaf=is_zero))):
+            raise NotImplementedError(
+                "column statistics have no gradient here: they rank tokens. Use implementation='reference' to "
+                "differentiate through them, or lax.stop_gradient to say that you do not mean to"
+            )
+        f = lambda q, k, v: (lambda x: (x.out, x.lse))(in_xla(q, k, v, *args[3:], **dict(static[2])))
+        primal, pull = jax.vjp(f, *args[:3])
+        dense = [jax.numpy.zeros(x.shape, x.dtype) if is_zero(d) else d for d, x in zip(of_output, primal, strict=True)]
+        return (*pull(tuple(dense)), *(None for _ in args[3:]), None)
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run
+
+
+_kernel_attention = _differentiable(_forward, xla.attention)
+_kernel_pool = _differentiable(_pool_forward, pooled.pooled_attention)
 
 
 def _check_columns(columns: Sequence[Columns], B: int, K: int, T: int) -> None:
@@ -132,10 +326,3 @@ def _check_columns(columns: Sequence[Columns], B: int, K: int, T: int) -> None:
             raise ValueError(
                 f"a softmax multiplier has shape {c.softmax.multiplier.shape}, but the rows have shape {(B, K, T)}"
             )
-
-
-def _choose(implementations, name: str | None):
-    name = "xla" if name is None else name
-    if name not in implementations:
-        raise ValueError(f"implementation={name!r} is not one of {tuple(implementations)} or None")
-    return implementations[name]

@@ -7,6 +7,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels.pytree import pytree, static
@@ -62,9 +63,9 @@ def hash_uniform(seed: UInt32[Array, "..."], *indices: Int[Array, "..."]) -> Flo
     """
     h = seed
     for index in indices:
-        h = h ^ (index.astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(0x85EBCA6B))
-        h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)
-        h = (h ^ (h >> 15)) * jnp.uint32(0x846CA68B)
+        h = h ^ (index.astype(jnp.uint32) * np.uint32(0x9E3779B9) + np.uint32(0x85EBCA6B))
+        h = (h ^ (h >> 16)) * np.uint32(0x7FEB352D)
+        h = (h ^ (h >> 15)) * np.uint32(0x846CA68B)
         h = h ^ (h >> 16)
     return ((h >> 9).astype(jnp.float32) + 0.5) * (2.0**-23)
 
@@ -140,6 +141,12 @@ class Columns:
     def fused(self) -> bool:
         """Whether the pass that computes the attention output sees all this statistic needs."""
         return self.softmax is None and self.summed and self.count_self
+
+    def describe(self) -> str:
+        """The settings that are not arrays, for messages."""
+        own = "" if self.softmax is None else ", own softmax"
+        rows = "all" if self.rows is None else self.rows
+        return f"rows={rows}, element={self.element}, group={self.group} {self.group_at}, summed={self.summed}{own}"
 
     def finish(self, sums: Float[Array, "B K *rest"]) -> Float[Array, "B _ *others"]:
         """Reduces sums, or rows, that were kept for each query head ("B K G ...") to their published shape."""

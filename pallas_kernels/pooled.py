@@ -76,7 +76,7 @@ def _select_owner(x: Float[Array, "B K G P"], owner: Int[Array, "B P"]) -> Float
     return found
 
 
-def _by_owner(x: Float[Array, "B K G"], owner: Int[Array, "B P"]) -> Float[Array, "B G P"]:
+def by_owner(x: Float[Array, "B K G"], owner: Int[Array, "B P"]) -> Float[Array, "B G P"]:
     """A number of every kv head at the slots that it owns."""
     return _select_owner(jnp.broadcast_to(x[..., None], (*x.shape, owner.shape[1])), owner)
 
@@ -127,14 +127,14 @@ def _column(spec: Columns, p, x, seen, owner, q_pos, kv_pos, num_kv_heads, windo
             head = jnp.maximum(owner, 0)[:, None] * G + jnp.arange(G, dtype=owner.dtype)[None, :, None]
             x = x + draw_noise(own, seed, head, q_pos[:, None], kv_pos[:, None])
         if own.multiplier is not None:
-            x = x * _by_owner(own.multiplier.astype(x.dtype), owner)
+            x = x * by_owner(own.multiplier.astype(x.dtype), owner)
         e, mass, _ = _exponentials(jnp.repeat(x[:, None], num_kv_heads, axis=1), seen, owner)
         p = _total(e, 1.0 / jnp.where(mass > 0, mass, 1.0))
     if not spec.count_self:
         p = jnp.where((kv_pos == q_pos)[:, None], 0.0, p)
     theta = thresholds(spec, q_pos, _owned(owner, seen, num_kv_heads).sum(-1)[..., None], p.dtype)
     if theta is not None:
-        theta = _by_owner(jnp.broadcast_to(theta, (B, num_kv_heads, 1)), owner)
+        theta = by_owner(jnp.broadcast_to(theta, (B, num_kv_heads, 1)), owner)
     weight = jnp.ones((B, 1), p.dtype) if spec.weight is None else spec.weight.astype(p.dtype)
     if spec.group is not None and spec.group_at == "before":
         p = reduce_group(p, spec.group, axis=1)

@@ -50,7 +50,7 @@ def attention(
     seen = visible(q_pos, kv_pos, window)
     p, lse = _softmax(logits, seen)
     out = jnp.einsum("bkgts,bksh->bkgth", p, v_)
-    measured = tuple(_column(spec, p, logits, seen, q_pos, kv_pos, window) for spec in columns)
+    measured = tuple(column(spec, p, logits, seen, q_pos, kv_pos, window) for spec in columns)
     return Attention(out.reshape(B, N, T, -1), lse.reshape(B, N, T), measured)
 
 
@@ -63,7 +63,7 @@ def _softmax(logits, seen):
     return e / jnp.where(mass > 0, mass, 1.0), (top + jnp.log(mass))[..., 0]
 
 
-def _column(spec: Columns, p, logits, seen, q_pos, kv_pos, window):
+def column(spec: Columns, p, logits, seen, q_pos, kv_pos, window):
     """One statistic of the matrix `p` "B K G T S", or of another softmax of the same logits."""
     B, K, G, T, _ = p.shape
     own = spec.softmax

@@ -1,0 +1,164 @@
+"""The operations of `api` on the GPU kernels: which kernel computes what, and what none of them does.
+
+Whatever a kernel does not serve raises NotImplementedError with the reason; `api` then tries the next implementation.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import blocks as bl
+from pallas_kernels import colstats, decode, flash, pooled, reference
+from pallas_kernels.columns import Columns, thresholds
+
+Forward = tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Array | None]
+
+
+def forward(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    q_pos: Int[Array, "B T"],
+    kv_pos: Int[Array, "B K S"],
+    *,
+    spec: bl.Logits,
+    with_logits: bool,
+    backend: str,
+) -> Forward:
+    """Output, logsumexp and, for one row a head where they are wanted, its logits "B K G S"."""
+    kv_pos = bl.readable(kv_pos)
+    if q.shape[2] == 1:
+        return decode.decode_attention(
+            q, k, v, q_pos, kv_pos, spec=spec, with_logits=with_logits, interpret=backend == "interpret"
+        )
+    out, lse = flash.flash_attention(q, k, v, q_pos, kv_pos, spec=spec, interpret=backend == "interpret")
+    if out is None:
+        raise ValueError("flash attention with values returned no output")
+    return out, lse, None
+
+
+def column(
+    spec: Columns,
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    result: Forward,
+    q_pos: Int[Array, "B T"],
+    kv_pos: Int[Array, "B K S"],
+    *,
+    logits: bl.Logits,
+    backend: str,
+) -> Float[Array, "B _ ..."]:
+    """One statistic of the attention that `forward` computed.
+
+    Raises:
+      NotImplementedError: for statistics that no kernel computes.
+    """
+    _, lse, row = result
+    if row is not None:
+        return row_column(spec, row, lse, q_pos, kv_pos, logits.window)
+    B, N, T, _ = q.shape
+    K = k.shape[1]
+    G = N // K
+    if not spec.summed:
+        raise NotImplementedError("rows that are not summed are not kept by the kernels")
+    if spec.element == "above" and not isinstance(spec.threshold, str) and spec.threshold < 0:
+        raise NotImplementedError("a negative threshold counts masked probabilities too")
+    own = spec.softmax
+    logits = logits.of(own)
+    multiplier = None if own is None else own.multiplier
+    seed = None if own is None else own.seed
+    keys = bl.readable(kv_pos, None if own is None else own.before)
+    if own is not None:
+        _, lse = flash.flash_attention(
+            q, k, None, q_pos, keys, spec=logits, multiplier=multiplier, seed=seed, interpret=backend == "interpret"
+        )
+    theta = None
+    if spec.element == "above":
+        visible = bl.count_visible(logits, q_pos, keys) if spec.threshold == "1/visible" else jnp.zeros((B, K, T))
+        theta = thresholds(spec, q_pos, visible, jnp.float32)
+        theta = None if theta is None else jnp.broadcast_to(theta, (B, K, T))
+    counting = q_pos
+    if spec.rows is not None:
+        counting = jnp.where((jnp.arange(T) >= T - spec.rows)[None], q_pos, -1)
+    what = combination(spec, G)
+    (sums,) = colstats.attention_colstats(
+        *(q, k, lse, counting, keys),
+        spec=logits,
+        what=what,
+        theta=theta,
+        weight=spec.weight,
+        multiplier=multiplier,
+        seed=seed,
+        interpret=backend == "interpret",
+    )
+    return finish(spec, what, sums, G)
+
+
+def combination(spec: Columns, group: int) -> colstats.Pass:
+    """How the kernel combines query heads for `spec`."""
+    if spec.group is None or (spec.group_at == "after" and spec.group == "max"):
+        heads, factor = "each", 1.0
+    elif spec.group_at == "after":
+        heads, factor = "sum", 1.0
+    else:
+        heads = "max_before" if spec.group == "max" else "sum_before"
+        factor = 1.0 / group if spec.group == "mean" else 1.0
+    return colstats.Pass((spec.element,), heads, factor, spec.count_self)
+
+
+def finish(spec: Columns, what: colstats.Pass, sums: Float[Array, "B _ S"], group: int) -> Float[Array, "B _ S"]:
+    """What remains to be done outside the kernel."""
+    if what.heads == "each" and spec.group == "max":
+        B, N, S = sums.shape
+        return sums.reshape(B, N // group, group, S).max(2)
+    return sums / group if what.heads == "sum" and spec.group == "mean" else sums
+
+
+def row_column(
+    spec: Columns,
+    row: Float[Array, "B K G S"],
+    lse: Float[Array, "B N 1"],
+    q_pos: Int[Array, "B 1"],
+    kv_pos: Int[Array, "B K S"],
+    window: int | None,
+) -> Float[Array, "B _ ..."]:
+    """A statistic of a single row: as the specification says, on the logits that the decode kernel kept."""
+    seen = reference.visible(q_pos, kv_pos, window)
+    logits = row[:, :, :, None]
+    lse = lse.reshape(*row.shape[:3], 1, 1)
+    p = jnp.where(seen[:, :, None], jnp.exp(logits - jnp.where(jnp.isfinite(lse), lse, 0.0)), 0.0)
+    return reference.column(spec, p, logits, seen, q_pos, kv_pos, window)
+
+
+def pooled_forward(
+    q: Float[Array, "B N 1 H"],
+    k: Float[Array, "B P H"],
+    v: Float[Array, "B P H"],
+    owner: Int[Array, "B P"],
+    q_pos: Int[Array, "B 1"],
+    kv_pos: Int[Array, "B P"],
+    *,
+    num_kv_heads: int,
+    columns: Sequence[Columns],
+    spec: bl.Logits,
+    backend: str,
+) -> tuple[Float[Array, "B N 1 H"], Float[Array, "B N 1"], tuple[Array, ...]]:
+    """The pool: output, logsumexp and every statistic, from the logits that the kernel kept."""
+    out, lse, row = decode.pooled_decode_attention(
+        *(q, k, v, owner, q_pos, bl.readable(kv_pos)),
+        num_kv_heads=num_kv_heads,
+        spec=spec,
+        with_logits=bool(columns),
+        interpret=backend == "interpret",
+    )
+    if row is None:
+        return out, lse, ()
+    owner = jnp.where(kv_pos >= 0, owner, -1)
+    seen = pooled.pool_visible(owner, q_pos, kv_pos, spec.window)
+    per_head = jnp.where(jnp.isfinite(lse), lse, 0.0).reshape(q.shape[0], num_kv_heads, -1)
+    p = jnp.where(seen[:, None], jnp.exp(row - pooled.by_owner(per_head, owner)), 0.0)
+    measured = pooled.pool_columns(
+        *(columns, p, row, seen, owner, q_pos, kv_pos), num_kv_heads=num_kv_heads, window=spec.window
+    )
+    return out, lse, measured
