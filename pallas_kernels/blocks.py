@@ -191,9 +191,9 @@ def masked_logits(
     return jnp.where(seen, x, -jnp.inf)
 
 
-def readable(kv_pos: Int[Array, "B K S"], before: Int[Array, "B"] | None = None) -> Int[Array, "B K S"]:
+def readable(kv_pos: Int[Array, "B *K S"], before: Int[Array, "B"] | None = None) -> Int[Array, "B *K S"]:
     """Positions of keys with `DEAD` for those that nobody may read."""
-    live = kv_pos >= 0 if before is None else (kv_pos >= 0) & (kv_pos < before[:, None, None])
+    live = kv_pos >= 0 if before is None else (kv_pos >= 0) & (kv_pos < before.reshape(-1, *(1,) * (kv_pos.ndim - 1)))
     return jnp.where(live, kv_pos, DEAD)
 
 

@@ -64,8 +64,9 @@ def _kernel(
     k = bl.load_rows(ref["k"], j0, bk, num_slots)  # stays on chip
     kv_pos = bl.load_vector(ref["kv_pos"], j0, bk, num_slots, bl.DEAD)[:, None]
     seed = ref["seed"][0] if "seed" in ref else None
-    first, stop = ref["first"][block], ref["stop"][block]
     grouped = what.heads != "each"
+    head0 = pl.program_id(1) * (group if grouped else 1)
+    first, stop = ref["first"][block], ref["stop"][block]
 
     def probabilities(i0, g):
         """One tile "keys x rows" of query head `g` of the group."""
@@ -77,7 +78,7 @@ def _kernel(
         bias = None
         if "bias" in ref:
             bias = bl.load_vector(ref["bias"], j0, bk, num_slots, 0.0, lead)[:, None]
-        head = pl.program_id(1) * group + g if grouped else pl.program_id(1)
+        head = head0 + g if grouped else head0
         x = bl.masked_logits(
             spec, bl.products(k, q), q_pos, kv_pos, bias=bias, multiplier=multiplier, seed=seed, head=head
         )

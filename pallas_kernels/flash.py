@@ -23,7 +23,7 @@ def block_sizes(dtype: jax.typing.DTypeLike, head_dim: int, num_rows: int) -> bl
         return bl.BlockSizes(16, 16, num_warps=4, num_stages=2)
     rows = max(bl.MIN_TILE, min(64, bl.power_of_two(num_rows)))
     if head_dim > 128:
-        return bl.BlockSizes(rows, 32, num_warps=4, num_stages=2)
+        return bl.BlockSizes(rows, 32, num_warps=8, num_stages=2)
     return bl.BlockSizes(rows, 64, num_warps=4, num_stages=2)
 
 
@@ -34,7 +34,7 @@ def _kernel(*refs: Any, names: tuple[str, ...], spec: bl.Logits, sizes: bl.Block
     q = bl.load_rows(ref["q"], i0, bq, num_rows)
     q_pos = bl.load_vector(ref["q_pos"], i0, bq, num_rows, -1)[:, None]
     multiplier = bl.load_vector(ref["multiplier"], i0, bq, num_rows, 0.0)[:, None] if "multiplier" in ref else None
-    seed = ref["seed"][0] if "seed" in ref else None
+    seed, head = ref["seed"][0] if "seed" in ref else None, pl.program_id(1)
     with_out = "v" in ref
 
     def body(j, carry):
@@ -43,7 +43,7 @@ def _kernel(*refs: Any, names: tuple[str, ...], spec: bl.Logits, sizes: bl.Block
         s = bl.products(q, bl.load_rows(ref["k"], j0, bk, num_slots))
         kv_pos = bl.load_vector(ref["kv_pos"], j0, bk, num_slots, bl.DEAD)[None, :]
         bias = bl.load_vector(ref["bias"], j0, bk, num_slots, 0.0)[None, :] if "bias" in ref else None
-        x = bl.masked_logits(spec, s, q_pos, kv_pos, bias=bias, multiplier=multiplier, seed=seed, head=pl.program_id(1))
+        x = bl.masked_logits(spec, s, q_pos, kv_pos, bias=bias, multiplier=multiplier, seed=seed, head=head)
         new_top = jnp.maximum(top, jnp.max(x, axis=1))
         shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # a row that has seen nothing yet is not NaN
         p = jnp.exp2(x - shift[:, None])

@@ -15,6 +15,17 @@ from pallas_kernels.columns import Columns, thresholds
 Forward = tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Array | None]
 
 
+def _triton(backend: str) -> bool:
+    """Whether to interpret the Triton kernels.
+
+    Raises:
+      NotImplementedError: for a backend that has no such kernel.
+    """
+    if backend not in ("triton", "interpret"):
+        raise NotImplementedError(f"{backend} has no kernel for this")
+    return backend == "interpret"
+
+
 def forward(
     q: Float[Array, "B N T H"],
     k: Float[Array, "B K S H"],
@@ -27,12 +38,11 @@ def forward(
     backend: str,
 ) -> Forward:
     """Output, logsumexp and, for one row a head where they are wanted, its logits "B K G S"."""
+    interpret = _triton(backend)
     kv_pos = bl.readable(kv_pos)
     if q.shape[2] == 1:
-        return decode.decode_attention(
-            q, k, v, q_pos, kv_pos, spec=spec, with_logits=with_logits, interpret=backend == "interpret"
-        )
-    out, lse = flash.flash_attention(q, k, v, q_pos, kv_pos, spec=spec, interpret=backend == "interpret")
+        return decode.decode_attention(q, k, v, q_pos, kv_pos, spec=spec, with_logits=with_logits, interpret=interpret)
+    out, lse = flash.flash_attention(q, k, v, q_pos, kv_pos, spec=spec, interpret=interpret)
     if out is None:
         raise ValueError("flash attention with values returned no output")
     return out, lse, None
@@ -54,6 +64,7 @@ def column(
     Raises:
       NotImplementedError: for statistics that no kernel computes.
     """
+    interpret = _triton(backend)
     _, lse, row = result
     if row is not None:
         return row_column(spec, row, lse, q_pos, kv_pos, logits.window)
@@ -71,7 +82,7 @@ def column(
     keys = bl.readable(kv_pos, None if own is None else own.before)
     if own is not None:
         _, lse = flash.flash_attention(
-            q, k, None, q_pos, keys, spec=logits, multiplier=multiplier, seed=seed, interpret=backend == "interpret"
+            q, k, None, q_pos, keys, spec=logits, multiplier=multiplier, seed=seed, interpret=interpret
         )
     theta = None
     if spec.element == "above":
@@ -90,7 +101,7 @@ def column(
         weight=spec.weight,
         multiplier=multiplier,
         seed=seed,
-        interpret=backend == "interpret",
+        interpret=interpret,
     )
     return finish(spec, what, sums, G)
 
@@ -145,12 +156,13 @@ def pooled_forward(
     backend: str,
 ) -> tuple[Float[Array, "B N 1 H"], Float[Array, "B N 1"], tuple[Array, ...]]:
     """The pool: output, logsumexp and every statistic, from the logits that the kernel kept."""
+    interpret = _triton(backend)
     out, lse, row = decode.pooled_decode_attention(
         *(q, k, v, owner, q_pos, bl.readable(kv_pos)),
         num_kv_heads=num_kv_heads,
         spec=spec,
         with_logits=bool(columns),
-        interpret=backend == "interpret",
+        interpret=interpret,
     )
     if row is None:
         return out, lse, ()

@@ -1,0 +1,309 @@
+"""The Pallas kernels, interpreted, against float64 numpy; and how an implementation is chosen."""
+
+import dataclasses
+import itertools
+import logging
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import Columns, Softmax, api, attention, colstats, decode, flash, pooled_attention
+from pallas_kernels import blocks as bl
+from tests import test_kernels, test_pooled
+from tests.references import attention as numpy_reference
+from tests.test_kernels import COLUMNS, OWN, TOLERANCE, compare, inputs
+
+FEW = (
+    Columns(),
+    Columns(rows=6, group="max"),
+    Columns(element="p2", group_at="before"),
+    Columns(element="above", group=None),
+)
+
+
+@pytest.mark.parametrize("H", [8, 64, 80, 96, 128, 256])
+def test_head_dims(H):
+    compare(inputs(T=37, cached=6, H=H), FEW, "interpret", TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("H", [64])
+def test_half_precision_inputs(dtype, H):
+    """More rows than a block of 64, so that several blocks meet."""
+    compare(inputs(T=150, cached=9, H=H, dtype=dtype, K=1), FEW, "interpret", TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("N", "K"), [(2, 2), (7, 1)])
+def test_groups(N, K):
+    compare(inputs(N=N, K=K, T=21), FEW, "interpret", TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize(("T", "cached"), [(2, 0), (16, 16), (17, 70)])
+def test_ragged_lengths_and_a_block_against_a_cache(T, cached):
+    compare(inputs(T=T, cached=cached), FEW, "interpret", TOLERANCE["float32"])
+
+
+def test_every_statistic():
+    compare(inputs(T=37, cached=6), COLUMNS, "interpret", TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("options", [{"window": 7, "scale": 0.7}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("T", [1, 50])
+def test_options(options, T):
+    arrays = inputs(T=T, cached=31, pads=0 if T == 1 else 5)
+    compare(arrays, FEW, "interpret", TOLERANCE["float32"], **options)
+
+
+def test_row_weights():
+    weight = jnp.asarray(np.random.default_rng(3).uniform(-1, 1, (2, 40)), jnp.float32)
+    columns = [Columns(weight=weight, rows=r, element=e) for r, e in itertools.product((None, 6), ("p", "p2", "above"))]
+    compare(inputs(T=40), columns, "interpret", TOLERANCE["float32"])
+
+
+def test_own_softmax():
+    multiplier = jnp.asarray(np.random.default_rng(5).uniform(0.3, 2, (2, 2, 45)), jnp.float32)
+    columns = (
+        *(Columns(softmax=dataclasses.replace(own, multiplier=multiplier)) for own in OWN[:6]),
+        Columns(softmax=OWN[4], rows=7),
+        Columns(softmax=OWN[4], element="p2", group_at="before"),
+        Columns(softmax=OWN[1], element="above", group=None),
+        Columns(count_self=False),
+        Columns(count_self=False, element="p2", group_at="before", rows=9),
+    )
+    arrays = inputs(T=45, cached=6)
+    compare(arrays, columns, "interpret", TOLERANCE["float32"])
+    compare(arrays, columns[1::4], "interpret", TOLERANCE["float32"], window=9, softcap=2.0)
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (16, 32), (64, 16)], ids=str)
+def test_any_block_size(sizes):
+    q, k, v, q_pos, kv_pos = inputs(T=97, cached=5)
+    sizes = bl.BlockSizes(*sizes)
+    spec = bl.Logits(0.3)
+    out, lse, (sums,) = numpy_reference.attention(q, k, v, q_pos, kv_pos, columns=(Columns(group="sum"),), scale=0.3)
+    keys = bl.readable(kv_pos)
+    found, found_lse = flash.flash_attention(q, k, v, q_pos, keys, spec=spec, sizes=sizes, interpret=True)
+    np.testing.assert_allclose(found, out, atol=2e-5)
+    np.testing.assert_allclose(found_lse, lse, atol=2e-5)
+    what = colstats.Pass(("p", "p2"), "sum")
+    p, p2 = colstats.attention_colstats(q, k, found_lse, q_pos, keys, spec=spec, what=what, sizes=sizes, interpret=True)
+    np.testing.assert_allclose(p, sums, atol=1e-4)
+    assert (np.asarray(p2) <= np.asarray(p) + 1e-6).all()
+
+
+@pytest.mark.parametrize("bias", ["alibi", "hole"])
+@pytest.mark.parametrize("heads", ["each", "sum"])
+def test_bias(bias, heads):
+    """ALiBi, and dead slots said with -inf instead of a position."""
+    q, k, v, q_pos, kv_pos = inputs(T=40, dead=0.0, pads=0)
+    if bias == "alibi":
+        slopes = 2.0 ** -np.arange(1, 5)
+        added = np.asarray(slopes[None, :, None] * np.asarray(kv_pos)[:, :1], np.float32)
+    else:
+        added = np.where(np.arange(40) % 7 == 3, -np.inf, 0.0) + np.zeros((2, 4, 1), np.float32)
+    x = np.einsum("bngh,bnsh->bngs", *(np.asarray(y, np.float64) for y in (q, np.repeat(k, 2, 1)))) * 0.3
+    x = np.where(np.tril(np.ones((40, 40), bool)), x + added[:, :, None], -np.inf)
+    lse = np.logaddexp.reduce(x, axis=-1)
+    p = np.exp(x - lse[..., None])
+    spec, keys, added = bl.Logits(0.3), bl.readable(kv_pos), jnp.asarray(added, jnp.float32)
+    out, found = flash.flash_attention(q, k, v, q_pos, keys, spec=spec, bias=added, interpret=True)
+    np.testing.assert_allclose(found, lse, atol=2e-5)
+    np.testing.assert_allclose(out, np.einsum("bnts,bnsh->bnth", p, np.repeat(np.asarray(v), 2, 1)), atol=2e-5)
+    what = colstats.Pass(("p",), heads)
+    (sums,) = colstats.attention_colstats(q, k, found, q_pos, keys, spec=spec, what=what, bias=added, interpret=True)
+    expected = p.sum(2) if heads == "each" else p.sum(2).reshape(2, 2, 2, 40).sum(2)
+    np.testing.assert_allclose(sums, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("H", [8, 64, 80, 96, 128, 256])
+def test_decode_head_dims(H):
+    compare(inputs(T=1, cached=53, pads=0, H=H), COLUMNS[::4], "interpret", TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize(("N", "K", "dtype"), [(2, 2, "bfloat16"), (7, 1, "float16"), (32, 1, "bfloat16")])
+def test_decode_groups_and_dtypes(N, K, dtype):
+    compare(inputs(T=1, cached=200, pads=0, N=N, K=K, H=64, dtype=dtype), FEW, "interpret", TOLERANCE[dtype])
+
+
+def test_decode_statistics():
+    columns = (
+        *COLUMNS,
+        *(Columns(softmax=own) for own in OWN),
+        Columns(softmax=Softmax(multiplier=jnp.full((2, 2, 1), 0.4)), element="p2"),
+        *(Columns(summed=False, group=group) for group in ("mean", None)),
+        Columns(count_self=False),
+    )
+    compare(inputs(T=1, cached=20, pads=0), columns, "interpret", TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("split", [16, 48, 64])
+def test_decode_splits(split):
+    q, k, v, q_pos, kv_pos = inputs(T=1, cached=100, pads=0)
+    kv_pos = kv_pos.at[:, :, 16:40].set(-1)  # a part in which nothing lives
+    out, lse, _ = numpy_reference.attention(q, k, v, q_pos, kv_pos, scale=0.3)
+    found = decode.decode_attention(
+        *(q, k, v, q_pos, bl.readable(kv_pos)),
+        spec=bl.Logits(0.3),
+        sizes=bl.BlockSizes(16, 16, split=split),
+        interpret=True,
+    )
+    np.testing.assert_allclose(found[0], out, atol=2e-5)
+    np.testing.assert_allclose(found[1], lse, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"N": 4, "K": 1, "H": 80},
+        {"N": 7, "K": 7, "H": 64, "dtype": "bfloat16"},
+        {"N": 12, "K": 4, "P": 200, "H": 96, "dtype": "float16"},
+        {"N": 40, "K": 2, "P": 33, "H": 128, "B": 1},
+    ],
+    ids=str,
+)
+def test_pool(shape):
+    tolerance = TOLERANCE[shape.get("dtype", "float32")]
+    columns = test_pooled.COLUMNS if not shape else (*FEW[::2], Columns(group=None), Columns(summed=False))
+    test_pooled.compare(test_pooled.inputs(**shape), shape.get("K", 3), columns, "interpret", tolerance)
+
+
+def test_pool_options():
+    columns = (*(Columns(softmax=own) for own in test_pooled.OWN), Columns(count_self=False))
+    test_pooled.compare(test_pooled.inputs(), 3, columns, "interpret", 2e-5)
+    test_pooled.compare(test_pooled.inputs(), 3, columns[::3], "interpret", 2e-5, window=17, softcap=2.0)
+
+
+@pytest.mark.parametrize("T", [1, 8])
+def test_rows_that_see_nothing(T):
+    q, k, v, q_pos, kv_pos = inputs(T=T, cached=3, pads=0)
+    found = attention(q, k, v, jnp.full_like(q_pos, -1), kv_pos, columns=FEW, implementation="interpret")
+    assert not np.asarray(found.out).any()
+    assert np.isneginf(found.lse).all()
+    assert not any(np.asarray(x).any() for x in found.columns)
+
+
+def test_repeatable():
+    arrays = inputs(T=70)
+    run = jax.jit(lambda *a: attention(*a, columns=FEW, implementation="interpret"))
+    for a, b in zip(jax.tree.leaves(run(*arrays)), jax.tree.leaves(run(*arrays)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@hypothesis.settings(max_examples=10, deadline=None)
+@hypothesis.given(
+    T=st.sampled_from([1, 40]),
+    S=st.sampled_from([7, 50]),
+    window=st.sampled_from([None, 9]),
+    causal=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_blocks_that_meet(T, S, window, causal, seed):
+    """Every visible pair lies in the range of blocks that is visited, and visible keys are counted exactly."""
+    rng = np.random.default_rng(seed)
+    q_pos = np.where(rng.random((1, T)) < 0.2, -1, rng.permutation(60)[:T])
+    kv_pos = np.where(rng.random((1, 1, S)) < 0.2, -1, rng.permutation(60)[:S])
+    rows, keys = q_pos[0][:, None], kv_pos[0, 0][None]
+    seen = (keys >= 0) & ((keys <= rows) if causal else (rows >= 0))
+    seen &= True if window is None else rows - keys < window
+    spec, q_pos, keys = bl.Logits(1.0, window, causal=causal), jnp.asarray(q_pos), bl.readable(jnp.asarray(kv_pos))
+    np.testing.assert_array_equal(bl.count_visible(spec, q_pos, keys)[0, 0], seen.sum(1))
+    meet = bl.meetings(spec, q_pos, keys, 16, 16)
+    first, stop = (np.asarray(x)[0, 0] for x in bl.first_and_stop(meet))
+    for t, s in zip(*np.nonzero(seen), strict=True):
+        assert meet[0, 0, t // 16, s // 16]
+        assert first[t // 16] <= s // 16 < stop[t // 16]
+    for i in range(-(-T // 16)):
+        assert seen[16 * i : 16 * i + 16].any() or first[i] == stop[i] or not causal or window is not None
+
+
+@pytest.mark.parametrize("operation", ["attention", "pool"])
+def test_gradients_are_those_of_xla(operation):
+    if operation == "attention":
+        arrays, run = inputs(T=33, H=8), attention
+    else:
+        arrays = test_pooled.inputs()
+        run = lambda *a, implementation: pooled_attention(*a, num_kv_heads=3, implementation=implementation)
+
+    def grads(implementation):
+        def f(*x):
+            found = run(*x, *arrays[3:], implementation=implementation)
+            return (found.out**2).sum() + jnp.where(jnp.isfinite(found.lse), found.lse, 0.0).sum()
+
+        return jax.grad(f, argnums=(0, 1, 2))(*arrays[:3])
+
+    for a, b in zip(grads("interpret"), grads("xla"), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+        assert np.abs(np.asarray(a)).max() > 1e-2
+
+
+def test_gradients_against_finite_differences():
+    q, k, v, q_pos, kv_pos = inputs(T=19, B=1, H=8, pads=0)
+    f = lambda v: (attention(q, k, v, q_pos, kv_pos, implementation="interpret").out ** 2).sum()
+    direction = jnp.asarray(np.random.default_rng(0).standard_normal(v.shape), jnp.float32)
+    numeric = (f(v + 1e-2 * direction) - f(v - 1e-2 * direction)) / 2e-2  # exact for a quadratic
+    np.testing.assert_allclose((jax.grad(f)(v) * direction).sum(), numeric, rtol=1e-3)
+
+
+def test_statistics_have_no_silent_gradient():
+    q, k, v, q_pos, kv_pos = inputs(T=8)
+    run = lambda q: attention(q, k, v, q_pos, kv_pos, columns=[Columns()], implementation="interpret")
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        jax.grad(lambda q: run(q).columns[0].sum())(q)
+    assert np.isfinite(jax.grad(lambda q: run(q).out.sum())(q)).all()
+
+
+def test_what_no_kernel_serves_is_computed_elsewhere_and_said(caplog):
+    noisy = Softmax(seed=test_kernels.SEED, noise="gaussian")
+    columns = (Columns(summed=False, rows=3), Columns(softmax=noisy), Columns())
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        compare(inputs(T=20), columns, "interpret", TOLERANCE["float32"])
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 2
+    assert "is computed by xla, because of interpret: rows that are not summed" in said[0]
+    assert "gaussian noise is not drawn" in said[1]
+
+
+def test_all_reasons_are_kept():
+    def no(reason):
+        raise NotImplementedError(reason)
+
+    tries = [("a", lambda: no("too big")), ("b", lambda: no("too small"))]
+    with pytest.raises(NotImplementedError, match="nothing computes x: a: too big; b: too small"):
+        api.first_served("x", tries)
+    assert api.first_served("x", [*tries, ("c", lambda: 3)]) == ("c", 3)
+
+
+def test_a_whole_run_can_choose(monkeypatch):
+    arrays = inputs(T=20)
+    tried = []
+    first_served = api.first_served
+    monkeypatch.setattr(api, "first_served", lambda name, tries: tried.append(tries[0][0]) or first_served(name, tries))
+    run = jax.jit(lambda *a: attention(*a).out)
+    before = run(*arrays)
+    assert not tried
+    with pallas_kernels.use("interpret"):
+        inside = run(*arrays)
+        assert tried == ["interpret"]
+        with pallas_kernels.use("reference"):
+            run(*arrays)
+        assert tried == ["interpret"]
+    run(*arrays)
+    assert tried == ["interpret"]
+    np.testing.assert_allclose(before, inside, atol=2e-5)
+    with pytest.raises(ValueError, match="implementation='cuda' is not one of"):
+        pallas_kernels.use.__wrapped__.__wrapped__("cuda").__enter__()
+
+
+def test_sizes_are_checked():
+    with pytest.raises(ValueError, match="block_q=48 must be a power of two"):
+        bl.BlockSizes(48, 64)
+    with pytest.raises(ValueError, match="split=100 must be a multiple of block_k=64"):
+        bl.BlockSizes(64, 64, split=100)
+    with pytest.raises(NotImplementedError, match="not float64"), jax.enable_x64(True):
+        bl.check_inputs(jnp.ones(3, jnp.float64))
