@@ -10,6 +10,7 @@ missing and how to install it. For each kernel: registers, bytes of spills (ptxa
 import argparse
 import collections
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -93,11 +94,12 @@ def kernels(arch: str, smoke: bool) -> Iterator[tuple[str, Callable[..., Any], t
     import jax
 
     from pallas_kernels import Columns, Softmax, attention, pooled_attention
+    from pallas_kernels.api import Implementation
 
     B, N, K, T = 1, 32, 8, 4096
     leaves = jax.tree.leaves
     names = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
-    backends = ("triton",)
+    backends: tuple[Implementation, ...] = ("triton",)
     cases = [("bfloat16", d) for d in (64, 80, 96, 128, 256)] + [("float16", 128), ("float32", 128)]
     for dtype, d in cases[:1] if smoke else cases:
         q, k, one = ((B, N, T, d), dtype), ((B, K, T, d), dtype), ((B, N, 1, d), dtype)
@@ -117,7 +119,7 @@ def kernels(arch: str, smoke: bool) -> Iterator[tuple[str, Callable[..., Any], t
             for backend in backends if columns else ("triton",):
                 if backend == "mosaic_gpu" and (dtype == "float32" or d % 64):
                     continue
-                f = lambda *a, c=columns, b=backend: leaves(attention(*a, columns=c, implementation=b))
+                f = functools.partial(attention, columns=columns, implementation=backend)
                 yield f"{names[dtype]} d={d} {name} ({backend})", f, dense, True
         noisy = lambda q, k, v, a, b, seed, m: leaves(
             attention(
@@ -132,7 +134,7 @@ def kernels(arch: str, smoke: bool) -> Iterator[tuple[str, Callable[..., Any], t
             f = lambda *a, c=columns: leaves(attention(*a, columns=c, implementation="triton"))
             yield f"{names[dtype]} d={d} {name} (triton)", f, (one, k, k, row, slots), True
             pool = ((B, K * T, d), dtype)
-            f = lambda *a, c=columns: leaves(pooled_attention(*a, c, num_kv_heads=8, implementation="triton"))
+            f = lambda *a, c=columns: leaves(pooled_attention(*a, columns=c, num_kv_heads=8, implementation="triton"))
             flat = ((B, K * T), "int32")
             yield f"{names[dtype]} d={d} pool {name} (triton)", f, (one, pool, pool, flat, row, flat), True
 

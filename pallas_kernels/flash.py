@@ -15,9 +15,9 @@ from pallas_kernels import blocks as bl
 def block_sizes(dtype: jax.typing.DTypeLike, head_dim: int, num_rows: int) -> bl.BlockSizes:
     """The shipped block sizes.
 
-    Accumulators fill the registers: 128 rows of a head of 128 need 8 warps. IEEE products of float32 run on no tensor
-    core and spill above 16 x 16. Few rows get smaller tiles. `experiments/tune_blocks.py` measures the alternatives,
-    `experiments/aot_check.py` the registers.
+    Accumulators fill the registers: a head of 256 needs 8 warps. IEEE products of float32 run on no tensor core and
+    spill above 16 x 16. Few rows get smaller tiles. `experiments/gpu_check.py --only sweep` measures other sizes,
+    `experiments/aot_check.py` shows the registers.
     """
     if jnp.dtype(dtype) == jnp.float32:
         return bl.BlockSizes(16, 16, num_warps=4, num_stages=2)

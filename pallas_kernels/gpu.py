@@ -86,7 +86,9 @@ def column(
         )
     theta = None
     if spec.element == "above":
-        visible = bl.count_visible(logits, q_pos, keys) if spec.threshold == "1/visible" else jnp.zeros((B, K, T))
+        visible = (
+            bl.count_visible(logits, q_pos, keys) if spec.threshold == "1/visible" else jnp.zeros((B, K, T), jnp.int32)
+        )
         theta = thresholds(spec, q_pos, visible, jnp.float32)
         theta = None if theta is None else jnp.broadcast_to(theta, (B, K, T))
     counting = q_pos

@@ -1,0 +1,156 @@
+"""Every kernel lowered for CUDA on a machine without a GPU, and what its intermediate representation shows."""
+
+import re
+import warnings
+
+import jax
+import pytest
+from jax._src.interpreters import mlir  # private: nothing public parses the kernels inside a lowered function
+from jax._src.lib import triton
+from jax._src.lib.mlir import ir
+
+from pallas_kernels import Columns, Softmax, attention, pooled_attention
+
+B, N, K, T = 1, 8, 2, 1000
+TENSOR_TYPE = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+
+
+def shapes(*specs):
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in specs]
+
+
+def lower(f, *args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the backend, since jax 0.11
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",))
+
+
+def triton_kernels(lowered):
+    """(name, MLIR) of every Triton kernel in a lowered function."""
+    found = []
+
+    def visit(op):
+        if op.name == "stablehlo.custom_call" and "mhlo.backend_config" in op.attributes:
+            config = ir.DictAttr(op.attributes["mhlo.backend_config"])
+            config = {config[i].name: config[i].attr for i in range(len(config))}
+            if "ir" in config:
+                context = mlir.make_ir_context()
+                triton.dialect.register_dialect(context)
+                context.allow_unregistered_dialects = True
+                with context, ir.Location.unknown():
+                    module = ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes)
+                    found.append((ir.StringAttr(config["name"]).value, module.operation.get_asm()))
+        for region in op.regions:
+            for block in region.blocks:
+                for inner in block.operations:
+                    visit(inner.operation)
+
+    visit(lowered.compiler_ir("stablehlo").operation)
+    return found
+
+
+def check(kernels, dtype):
+    for name, text in kernels:
+        dots = re.findall(r"tt\.dot .*?: tensor<\w+?x\w+?x(\w+)> \* tensor<\w+?x\w+?x(\w+)>", text)
+        assert dots, name
+        assert set(dots) == {(TENSOR_TYPE[dtype],) * 2}, name
+        assert "atomic" not in text, name
+        if dtype == "float32":
+            assert "inputPrecision = tf32" not in text, name
+
+
+def no_square(lowered):
+    assert not re.search(rf"tensor<[^>]*\b{T}x{T}x", lowered.as_text())
+
+
+DENSE = lambda dtype, d: shapes(
+    ((B, N, T, d), dtype), ((B, K, T, d), dtype), ((B, K, T, d), dtype), ((B, T), "int32"), ((B, K, T), "int32")
+)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("d", [64, 80, 96, 128, 256])
+def test_forward_and_column_sums(dtype, d):
+    def f(*args):
+        return jax.tree.leaves(attention(*args, columns=(Columns(),), implementation="triton"))
+
+    lowered = lower(f, *DENSE(dtype, d))
+    kernels = triton_kernels(lowered)
+    assert [name for name, _ in kernels] == ["kvjax_flash", "kvjax_colstats"]
+    check(kernels, dtype)
+    no_square(lowered)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        Columns(rows=64),
+        Columns(element="p2", group_at="before"),
+        Columns(element="p2", group="max", group_at="before"),
+        Columns(element="above", group=None),
+        Columns(element="above", threshold="1/position", group="sum"),
+        Columns(count_self=False),
+    ],
+    ids=lambda c: f"{c.element}-{c.group}-{c.rows}",
+)
+@pytest.mark.parametrize("options", [{}, {"window": 300, "softcap": 20.0}], ids=str)
+def test_statistics(column, options):
+    def f(*args):
+        return jax.tree.leaves(attention(*args, columns=(column,), implementation="triton", **options))
+
+    lowered = lower(f, *DENSE("bfloat16", 64))
+    kernels = triton_kernels(lowered)
+    assert len(kernels) == 2
+    check(kernels, "bfloat16")
+    no_square(lowered)
+
+
+@pytest.mark.parametrize("noise", ["gumbel", None])
+@pytest.mark.parametrize("causal", [True, False])
+def test_own_softmax_takes_a_pass_for_its_logsumexp(noise, causal):
+    def f(seed, multiplier, *args):
+        own = Softmax(multiplier=multiplier, seed=seed if noise else None, noise=noise, causal=causal)
+        return jax.tree.leaves(attention(*args, columns=(Columns(softmax=own),), implementation="triton"))
+
+    lowered = lower(f, *shapes(((B,), "uint32"), ((B, K, T), "float32")), *DENSE("bfloat16", 64))
+    kernels = triton_kernels(lowered)
+    assert [name for name, _ in kernels] == ["kvjax_flash", "kvjax_lse", "kvjax_colstats"]
+    check(kernels, "bfloat16")
+    no_square(lowered)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("d", [64, 80, 128])
+@pytest.mark.parametrize("columns", [(), (Columns(),)], ids=["plain", "with its row"])
+def test_decode(dtype, d, columns):
+    def dense(*args):
+        return jax.tree.leaves(attention(*args, columns=columns, implementation="triton"))
+
+    def pool(*args):
+        return jax.tree.leaves(pooled_attention(*args, columns, num_kv_heads=K, implementation="triton"))
+
+    q, row = ((B, N, 1, d), dtype), ((B, 1), "int32")
+    slots, flat = ((B, K, T, d), dtype), ((B, K * T, d), dtype)
+    kernels = triton_kernels(lower(dense, *shapes(q, slots, slots, row, ((B, K, T), "int32"))))
+    kernels += triton_kernels(lower(pool, *shapes(q, flat, flat, ((B, K * T), "int32"), row, ((B, K * T), "int32"))))
+    assert [name for name, _ in kernels] == ["kvjax_decode", "kvjax_pool_decode"]
+    check(kernels, dtype)
+
+
+def test_the_check_sees_what_it_looks_for():
+    """tf32 and atomics would be found: a kernel with reduced precision shows them."""
+    from jax.experimental import pallas as pl
+
+    from pallas_kernels import blocks as bl
+
+    def kernel(x, y, o):
+        o[...] = jax.lax.dot_general(x[...], y[...], (((1,), (0,)), ((), ())))
+
+    f = lambda x, y: pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((16, 16), "float32"),
+        compiler_params=bl.compiler_params(bl.BlockSizes()),
+    )(x, y)
+    kernels = triton_kernels(lower(f, *shapes(((16, 16), "float32"), ((16, 16), "float32"))))
+    with pytest.raises(AssertionError):
+        check(kernels, "float32")
