@@ -6,6 +6,7 @@ operation: the output of one call may come from one, a statistic of it from anot
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +23,25 @@ Implementation = Literal["xla", "triton", "mosaic_gpu", "interpret", "reference"
 Result = TypeVar("Result")
 
 _log = logging.getLogger("pallas_kernels")
-_ORDER: dict[str, tuple[str, ...]] = {
-    "xla": ("xla",),
-    "triton": ("triton", "xla"),
-    "mosaic_gpu": ("mosaic_gpu", "triton", "xla"),
-    "interpret": ("interpret", "xla"),
-    "reference": ("reference",),
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What is tried, in order: for the output, and for each statistic."""
+
+    output: tuple[str, ...]
+    columns: tuple[str, ...]
+
+
+_TRITON_FIRST, _MOSAIC_FIRST = ("triton", "mosaic_gpu", "xla"), ("mosaic_gpu", "triton", "xla")
+_ORDER = {
+    "xla": Order(("xla",), ("xla",)),
+    "triton": Order(("triton", "xla"), ("triton", "xla")),
+    "mosaic_gpu": Order(_MOSAIC_FIRST, _MOSAIC_FIRST),
+    "interpret": Order(("interpret", "xla"), ("interpret", "xla")),
+    "reference": Order(("reference",), ("reference",)),
 }
+_HOPPER = Order(_TRITON_FIRST, _MOSAIC_FIRST)
 _defaults: list[Implementation] = []
 
 
@@ -109,9 +122,9 @@ def attention(
     arrays, structure = jax.tree.flatten(tuple(columns))
 
     def run(order, q, k, v, q_pos, kv_pos, arrays):
-        if order[0] in _WHOLE:
+        if order.output[0] in _WHOLE:
             columns = jax.tree.unflatten(structure, arrays)
-            return _WHOLE[order[0]](q, k, v, q_pos, kv_pos, columns=columns, **options)
+            return _WHOLE[order.output[0]](q, k, v, q_pos, kv_pos, columns=columns, **options)
         static = (order, structure, tuple(options.items()))
         return Attention(*_kernel_attention(static, q, k, v, q_pos, kv_pos, arrays))
 
@@ -169,9 +182,9 @@ def pooled_attention(
     arrays, structure = jax.tree.flatten(tuple(columns))
 
     def run(order, q, k, v, owner, q_pos, kv_pos, arrays):
-        if order[0] in _POOLED:
+        if order.output[0] in _POOLED:
             columns = jax.tree.unflatten(structure, arrays)
-            return _POOLED[order[0]](q, k, v, owner, q_pos, kv_pos, columns=columns, **options)
+            return _POOLED[order.output[0]](q, k, v, owner, q_pos, kv_pos, columns=columns, **options)
         static = (order, structure, tuple(options.items()))
         return Attention(*_kernel_pool(static, q, k, v, owner, q_pos, kv_pos, arrays))
 
@@ -182,7 +195,7 @@ _WHOLE = {"xla": xla.attention, "reference": reference.attention}
 _POOLED = {"xla": pooled.pooled_attention, "reference": reference.pooled_attention}
 
 
-def _order(implementation: str | None) -> tuple[str, ...] | None:
+def _order(implementation: str | None) -> Order | None:
     """What to try, in order; None where the device decides."""
     if implementation is None and _defaults:
         implementation = _defaults[-1]
@@ -194,12 +207,12 @@ def _order(implementation: str | None) -> tuple[str, ...] | None:
 
 
 @functools.cache
-def _gpu_order() -> tuple[str, ...] | None:
+def _gpu_order() -> Order | None:
     """The order for this process's GPU, or None without one. Mosaic's kernels are for Hopper."""
     if jax.default_backend() != "gpu":
         return None
     capability = getattr(jax.local_devices()[0], "compute_capability", "")
-    return _ORDER["mosaic_gpu" if capability.startswith("9.") else "triton"]
+    return _HOPPER if capability.startswith("9.") else _ORDER["triton"]
 
 
 def _on_device(run: Callable[..., Result], implementation: str | None, *args: Any) -> Result:
@@ -250,7 +263,7 @@ def _forward(order, columns, q, k, v, q_pos, kv_pos, *, scale, window, softcap):
             return in_xla(columns=columns)
         return gpu.forward(*arrays, spec=logits, with_logits=bool(columns), backend=name)
 
-    _, result = first_served("attention", [(name, functools.partial(forward, name)) for name in order])
+    _, result = first_served("attention", [(name, functools.partial(forward, name)) for name in order.output])
     if isinstance(result, Attention):
         return result.out, result.lse, result.columns
 
@@ -261,7 +274,7 @@ def _forward(order, columns, q, k, v, q_pos, kv_pos, *, scale, window, softcap):
 
     measured = []
     for c in columns:
-        tries = [(name, functools.partial(column, name, c)) for name in order]
+        tries = [(name, functools.partial(column, name, c)) for name in order.columns]
         measured.append(first_served(f"a statistic ({c.describe()})", tries)[1])
     return result[0], result[1], tuple(measured)
 
@@ -279,7 +292,7 @@ def _pool_forward(order, columns, q, k, v, owner, q_pos, kv_pos, *, num_kv_heads
         spec = gpu.bl.Logits(scale, window, softcap)
         return gpu.pooled_forward(*arrays, num_kv_heads=num_kv_heads, columns=columns, spec=spec, backend=name)
 
-    return first_served("attention over a pool", [(name, functools.partial(forward, name)) for name in order])[1]
+    return first_served("attention over a pool", [(name, functools.partial(forward, name)) for name in order.output])[1]
 
 
 def _differentiable(compute, in_xla):

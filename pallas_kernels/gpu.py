@@ -3,16 +3,18 @@
 Whatever a kernel does not serve raises NotImplementedError with the reason; `api` then tries the next implementation.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import blocks as bl
-from pallas_kernels import colstats, decode, flash, pooled, reference
+from pallas_kernels import colstats, decode, flash, mosaic_colstats, mosaic_flash, pooled, reference
 from pallas_kernels.columns import Columns, thresholds
 
-Forward = tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Array | None]
+Forward = tuple[Float[Array, "B N T H"] | None, Float[Array, "B N T"], Array | None]
 
 
 def _triton(backend: str) -> bool:
@@ -38,14 +40,13 @@ def forward(
     backend: str,
 ) -> Forward:
     """Output, logsumexp and, for one row a head where they are wanted, its logits "B K G S"."""
-    interpret = _triton(backend)
     kv_pos = bl.readable(kv_pos)
+    if backend == "mosaic_gpu" and q.shape[2] > 1:
+        return *mosaic_flash.flash_attention(q, k, v, q_pos, kv_pos, spec=spec), None
+    interpret = _triton(backend)
     if q.shape[2] == 1:
         return decode.decode_attention(q, k, v, q_pos, kv_pos, spec=spec, with_logits=with_logits, interpret=interpret)
-    out, lse = flash.flash_attention(q, k, v, q_pos, kv_pos, spec=spec, interpret=interpret)
-    if out is None:
-        raise ValueError("flash attention with values returned no output")
-    return out, lse, None
+    return *flash.flash_attention(q, k, v, q_pos, kv_pos, spec=spec, interpret=interpret), None
 
 
 def column(
@@ -64,7 +65,6 @@ def column(
     Raises:
       NotImplementedError: for statistics that no kernel computes.
     """
-    interpret = _triton(backend)
     _, lse, row = result
     if row is not None:
         return row_column(spec, row, lse, q_pos, kv_pos, logits.window)
@@ -80,10 +80,10 @@ def column(
     multiplier = None if own is None else own.multiplier
     seed = None if own is None else own.seed
     keys = bl.readable(kv_pos, None if own is None else own.before)
+    what = combination(spec, G)
+    lse_of, sums_of = _kernels(backend, logits, what, q, k, seed)
     if own is not None:
-        _, lse = flash.flash_attention(
-            q, k, None, q_pos, keys, spec=logits, multiplier=multiplier, seed=seed, interpret=interpret
-        )
+        _, lse = lse_of(q, k, None, q_pos, keys, spec=logits, multiplier=multiplier)
     theta = None
     if spec.element == "above":
         visible = (
@@ -94,18 +94,33 @@ def column(
     counting = q_pos
     if spec.rows is not None:
         counting = jnp.where((jnp.arange(T) >= T - spec.rows)[None], q_pos, -1)
-    what = combination(spec, G)
-    (sums,) = colstats.attention_colstats(
+    (sums,) = sums_of(
         *(q, k, lse, counting, keys),
         spec=logits,
         what=what,
         theta=theta,
         weight=spec.weight,
         multiplier=multiplier,
-        seed=seed,
-        interpret=interpret,
     )
     return finish(spec, what, sums, G)
+
+
+def _kernels(
+    backend: str, logits: bl.Logits, what: colstats.Pass, q: Array, k: Array, seed: Array | None
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The logsumexp and the sums of a backend.
+
+    Raises:
+      NotImplementedError: before either has run, where one of them would.
+    """
+    if backend == "mosaic_gpu":
+        mosaic_colstats.check_served(logits, what, q, k)
+        return mosaic_flash.flash_attention, mosaic_colstats.attention_colstats
+    options = {"seed": seed, "interpret": _triton(backend)}
+    return (
+        functools.partial(flash.flash_attention, **options),
+        functools.partial(colstats.attention_colstats, **options),
+    )
 
 
 def combination(spec: Columns, group: int) -> colstats.Pass:

@@ -1,5 +1,6 @@
 """Every kernel lowered for CUDA on a machine without a GPU, and what its intermediate representation shows."""
 
+import contextlib
 import re
 import warnings
 
@@ -19,8 +20,16 @@ def shapes(*specs):
     return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in specs]
 
 
+def cuda_device():
+    """An H100 that is not there, where jax (since 0.11) asks for one to lower for."""
+    if not hasattr(jax.sharding, "AbstractDevice"):
+        return contextlib.nullcontext()
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
 def lower(f, *args):
-    with warnings.catch_warnings():
+    with cuda_device(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the backend, since jax 0.11
         return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",))
 
@@ -135,6 +144,20 @@ def test_decode(dtype, d, columns):
     kernels += triton_kernels(lower(pool, *shapes(q, flat, flat, ((B, K * T), "int32"), row, ((B, K * T), "int32"))))
     assert [name for name, _ in kernels] == ["kvjax_decode", "kvjax_pool_decode"]
     check(kernels, dtype)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("d", [64, 128])
+def test_mosaic_uses_wgmma(d):
+    def f(*args):
+        columns = (Columns(), Columns(rows=64, group="max"), Columns(element="p2", group_at="before"))
+        return jax.tree.leaves(attention(*args, columns=columns, implementation="mosaic_gpu"))
+
+    lowered = lower(f, *DENSE("bfloat16", d))
+    text = lowered.as_text()
+    assert text.count("@mosaic_gpu") == 3  # forward and two statistics; the third is left to Triton
+    assert [name for name, _ in triton_kernels(lowered)] == ["kvjax_colstats"]
+    no_square(lowered)
 
 
 def test_the_check_sees_what_it_looks_for():

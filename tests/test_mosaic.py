@@ -1,0 +1,119 @@
+"""The Mosaic GPU kernels, interpreted with race detection, against float64 numpy. They need jax >= 0.11.2."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import Columns, Softmax, attention, colstats, gpu, mosaic, mosaic_colstats, mosaic_flash
+from pallas_kernels import blocks as bl
+from tests.references import attention as numpy_reference
+from tests.test_kernels import inputs
+
+OLD = jax.__version_info__ < mosaic.MIN_JAX
+needs_mosaic = pytest.mark.skipif(OLD, reason=f"the Mosaic kernels need jax >= 0.11.2, this is {jax.__version__}")
+SCALE = 0.2
+COLUMNS = (
+    Columns(),
+    Columns(rows=9, group="max"),
+    Columns(element="p2", group="sum"),
+    Columns(element="above", group=None),
+    Columns(count_self=False),
+)
+
+
+@pytest.fixture
+def interpreted(monkeypatch, capfd):
+    """The kernels of `gpu` on any device. A race, which the interpreter prints, is an error."""
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    for module, name in ((mosaic_flash, "flash_attention"), (mosaic_colstats, "attention_colstats")):
+        kernel = getattr(module, name)
+
+        def run(*args, kernel=kernel, **options):
+            return kernel(*args, **options, interpret=InterpretGPUParams(detect_races=True))
+
+        monkeypatch.setattr(module, name, run)
+    yield
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
+def compare(arrays, columns, tolerance, **options):
+    spec = bl.Logits(SCALE, **options)
+    out, lse, measured = numpy_reference.attention(*arrays, columns=columns, scale=SCALE, **options)
+    result = gpu.forward(*arrays, spec=spec, with_logits=True, backend="mosaic_gpu")
+    np.testing.assert_allclose(np.asarray(result[0], np.float64), out, atol=tolerance)
+    np.testing.assert_allclose(result[1], lse, atol=tolerance)
+    q, k, _, q_pos, kv_pos = arrays
+    for c, expected in zip(columns, measured, strict=True):
+        found = gpu.column(c, q, k, result, q_pos, kv_pos, logits=spec, backend="mosaic_gpu")
+        wrong = np.abs(np.asarray(found) - expected) > tolerance * q.shape[2] ** 0.5
+        assert wrong.mean() <= (0.02 if c.element == "above" else 0.0), c
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({"H": 64, "dtype": "bfloat16"}, {}),
+        ({"H": 128, "dtype": "float16", "K": 4}, {"window": 30}),
+        ({"H": 64, "dtype": "float16", "T": 64, "cached": 0, "pads": 0}, {"softcap": 5.0}),
+    ],
+    ids=str,
+)
+def test_against_numpy(interpreted, shape, options):
+    arrays = inputs(**{"T": 90, "cached": 30} | shape)
+    compare(arrays, COLUMNS, {"bfloat16": 2e-2, "float16": 3e-3}[shape["dtype"]], **options)
+
+
+@needs_mosaic
+def test_own_softmax_and_weights(interpreted):
+    rng = np.random.default_rng(0)
+    multiplier = jnp.asarray(rng.uniform(0.5, 2, (2, 2, 90)), jnp.float32)
+    columns = (
+        Columns(softmax=Softmax(multiplier=multiplier)),
+        Columns(softmax=Softmax(multiplier=multiplier, causal=False), group=None),
+        Columns(weight=jnp.asarray(rng.uniform(-1, 1, (2, 90)), jnp.float32)),
+    )
+    compare(inputs(T=90, cached=30, H=64, dtype="float16"), columns, 3e-3)
+
+
+@needs_mosaic
+def test_the_interpreter_sees_races(monkeypatch, capfd):
+    """Without the fence that keeps a slot until it has been read, the same kernel is reported."""
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    q, k, _, q_pos, kv_pos = inputs(T=300, H=64, dtype="bfloat16", B=1, pads=0)
+    monkeypatch.setattr(plgpu, "commit_smem", lambda: None)
+    mosaic_colstats.attention_colstats(
+        *(q, k, jnp.zeros((1, 4, 300)), q_pos, bl.readable(kv_pos)),
+        spec=bl.Logits(SCALE),
+        what=colstats.Pass(("p",)),
+        interpret=InterpretGPUParams(detect_races=True),
+    )
+    assert "RACE DETECTED" in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("shape", "column", "reason"),
+    [
+        ({"H": 80, "dtype": "bfloat16"}, Columns(), "head dimensions are 64 or 128"),
+        ({"H": 64, "dtype": "float32"}, Columns(), "not float32"),
+        ({"H": 64, "dtype": "bfloat16"}, Columns(element="p2", group_at="before"), "all their tiles at once"),
+    ],
+    ids=["head_dim", "dtype", "before"],
+)
+def test_what_it_does_not_serve(shape, column, reason):
+    arrays = inputs(T=8, **shape)
+    q, k, _, q_pos, kv_pos = arrays
+    result = None, jnp.zeros(q.shape[:3]), None
+    with pytest.raises(NotImplementedError, match="jax >= 0.11.2" if OLD else reason):
+        gpu.column(column, q, k, result, q_pos, kv_pos, logits=bl.Logits(SCALE), backend="mosaic_gpu")
+
+
+@pytest.mark.skipif(not OLD, reason="this jax has the kernels")
+def test_an_older_jax_goes_on_with_triton():
+    arrays = inputs(T=8, H=64, dtype="bfloat16")
+    with pytest.raises(ValueError, match="interpret mode"):  # Triton was tried, and this machine has no GPU
+        attention(*arrays, implementation="mosaic_gpu")
