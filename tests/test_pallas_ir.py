@@ -5,12 +5,14 @@ import re
 import warnings
 
 import jax
+import numpy as np
 import pytest
 from jax._src.interpreters import mlir  # private: nothing public parses the kernels inside a lowered function
 from jax._src.lib import triton
 from jax._src.lib.mlir import ir
 
-from pallas_kernels import Columns, Softmax, attention, pooled_attention
+from pallas_kernels import Columns, Softmax, api, attention, pooled_attention
+from tests.test_kernels import inputs
 
 B, N, K, T = 1, 8, 2, 1000
 TENSOR_TYPE = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -158,6 +160,26 @@ def test_mosaic_uses_wgmma(d):
     assert text.count("@mosaic_gpu") == 3  # forward and two statistics; the third is left to Triton
     assert [name for name, _ in triton_kernels(lowered)] == ["kvjax_colstats"]
     no_square(lowered)
+
+
+def test_a_process_with_a_gpu_compiles_kernels_for_it_and_xla_for_the_rest(monkeypatch):
+    monkeypatch.setattr(api, "_gpu_order", lambda: api._ORDER["triton"])
+    columns = Columns(), Columns(group=None, rows=3)
+    dense = lambda *args: attention(*args, columns=columns)
+    pool = lambda *args: pooled_attention(*args, columns=columns, num_kv_heads=K)
+    kernels = triton_kernels(lower(lambda *args: jax.tree.leaves(dense(*args)), *DENSE("bfloat16", 64)))
+    assert [name for name, _ in kernels] == ["kvjax_flash", "kvjax_colstats", "kvjax_colstats"]
+    flat = shapes(*((s, "int32") for s in ((B, 99), (B, 1), (B, 99))))
+    args = *shapes(((B, N, 1, 64), "bfloat16"), ((B, 99, 64), "bfloat16"), ((B, 99, 64), "bfloat16")), *flat
+    assert [name for name, _ in triton_kernels(lower(lambda *x: jax.tree.leaves(pool(*x)), *args))] == [
+        "kvjax_pool_decode"
+    ]
+    arrays = inputs(T=20)
+    on_cpu, expected = dense(*arrays), attention(*arrays, columns=columns, implementation="xla")
+    for a, b in zip(jax.tree.leaves(on_cpu), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    loss = lambda q, how: (attention(q, *arrays[1:], implementation=how).out ** 2).sum()
+    np.testing.assert_allclose(jax.grad(loss)(arrays[0], None), jax.grad(loss)(arrays[0], "xla"), atol=1e-5)
 
 
 def test_the_check_sees_what_it_looks_for():
