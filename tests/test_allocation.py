@@ -572,7 +572,7 @@ def test_methods_pass_their_options_on():
     heads = Adaptive(0.3, 2.0, **options)
     snapkv = methods.snapkv(16, **window)
     common = {"alpha": 0.3, "max_ratio": 2.0, **options, **window}
-    assert methods.ada_snapkv(16, **common) == dataclasses.replace(snapkv, heads=heads)
+    assert methods.ada_snapkv(16, **common) == dataclasses.replace(snapkv, heads=heads, storage="pool")
     for preset, layers in (
         (None, Pyramid(3.0)),
         ("pyramid_factory", FloorPyramid(3.0)),
@@ -582,7 +582,7 @@ def test_methods_pass_their_options_on():
         pyramid = dataclasses.replace(snapkv, layers=layers)
         assert methods.pyramidkv(16, beta=3.0, preset=preset, **window) == pyramid
         ada = methods.ada_pyramid(16, beta=3.0, preset=preset, **common)
-        assert ada == dataclasses.replace(pyramid, heads=heads)
+        assert ada == dataclasses.replace(pyramid, heads=heads, storage="pool")
     assert isinstance(methods.pyramidkv(16).heads, UniformHeads)
 
 

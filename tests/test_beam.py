@@ -10,6 +10,7 @@ import pytest
 import kvjax
 import models
 from kvjax import methods
+from kvjax.pool import PooledKV
 from tests.methods import CASES, every_method
 
 BUDGET = 8
@@ -42,6 +43,7 @@ def assert_same_cache(state, row, other, other_row):
     assert int(state.length[row]) == int(other.length[other_row])
     assert jax.random.key_data(state.keys[row]).tolist() == jax.random.key_data(other.keys[other_row]).tolist()
     for a, b in zip(state.layers, other.layers, strict=True):
+        a, b = (kv.view() if isinstance(kv, PooledKV) else kv for kv in (a, b))
         order_a, order_b = np.argsort(a.pos[row], axis=-1), np.argsort(b.pos[other_row], axis=-1)
         in_order = lambda x, order: np.take_along_axis(
             np.asarray(x), order.reshape(order.shape + (1,) * (x.ndim - 2)), 1

@@ -8,6 +8,8 @@ import sys
 import jax
 import pytest
 
+pytestmark = pytest.mark.slow  # minutes of interpretation
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 

@@ -10,6 +10,8 @@ from pallas_kernels import blocks as bl
 from tests.references import attention as numpy_reference
 from tests.test_kernels import inputs
 
+pytestmark = pytest.mark.slow  # minutes of interpretation
+
 OLD = jax.__version_info__ < mosaic.MIN_JAX
 needs_mosaic = pytest.mark.skipif(OLD, reason=f"the Mosaic kernels need jax >= 0.11.2, this is {jax.__version__}")
 SCALE = 0.2

@@ -18,6 +18,8 @@ from tests import test_kernels, test_pooled
 from tests.references import attention as numpy_reference
 from tests.test_kernels import COLUMNS, OWN, TOLERANCE, compare, inputs
 
+pytestmark = pytest.mark.slow  # minutes of interpretation
+
 FEW = (
     Columns(),
     Columns(rows=6, group="max"),

@@ -14,6 +14,8 @@ from jax._src.lib.mlir import ir
 from pallas_kernels import Columns, Softmax, api, attention, pooled_attention
 from tests.test_kernels import inputs
 
+pytestmark = pytest.mark.slow  # minutes of interpretation
+
 B, N, K, T = 1, 8, 2, 1000
 TENSOR_TYPE = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
