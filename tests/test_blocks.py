@@ -32,7 +32,7 @@ def test_one_block_is_the_whole_prompt(tiny, prompts, case):
     policy = case.make(10)
     whole, at_once = read(tiny, policy, prompts, [T, 17], block=None)
     one, blocked = read(tiny, policy, prompts, [T, 17], block=T)
-    np.testing.assert_allclose(one, whole, atol=2e-5)
+    np.testing.assert_allclose(one, whole, atol=1e-4)
     for a, b in zip(at_once.layers, blocked.layers, strict=True):
         assert helpers.live_positions(a) == helpers.live_positions(b)
 
@@ -46,7 +46,7 @@ def test_a_padded_row_read_in_blocks_equals_the_row_alone(tiny, prompts, case, b
     n = 17
     together, batch = read(tiny, policy, prompts, [T, n], block=block)
     alone, single = read(tiny, policy, prompts[1:, T - n :], block=block)
-    np.testing.assert_allclose(together[1], alone[0], atol=2e-5)
+    np.testing.assert_allclose(together[1], alone[0], atol=1e-4)
     for layer, (a, b) in enumerate(zip(batch.layers, single.layers, strict=True)):
         assert helpers.live_positions(a)[1] == helpers.live_positions(b)[0]
         target = policy.target(helpers.site(T=T, layer=layer), n)
@@ -87,7 +87,7 @@ def test_a_mean_over_blocks_is_the_mean_over_rows(tiny, prompts):
         kv.memory.score, jnp.argsort(jnp.where(kv.live, kv.pos, 1000), axis=-1)[..., :T], axis=-1
     )
     for a, b in zip(at_once.layers, blocked.layers, strict=True):
-        np.testing.assert_allclose(by_position(b), by_position(a), atol=2e-5)
+        np.testing.assert_allclose(by_position(b), by_position(a), atol=1e-4)
 
 
 def test_memory_does_not_grow_with_the_prompt(tiny):

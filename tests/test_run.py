@@ -161,7 +161,12 @@ def test_question_after_compression(tmp_path, finished):
     assert {s["task"]: s["prompt_tokens"] for s in lines}["key_value"] < aware["key_value"]
 
 
-@pytest.mark.parametrize("config", configs.available())
+QUICK = {"snapkv", "h2o", "fastgen", "think"}
+
+
+@pytest.mark.parametrize(
+    "config", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in configs.available()]
+)
 def test_every_config_runs(config, tmp_path):
     run.main(
         ["--config", f"{config}.py", "--output", str(tmp_path / config), "--length", "256", "--examples", "2"]
