@@ -257,7 +257,7 @@ CASES = (
     Case("fastgen_lossless", lambda b: _fastgen(b, recovery_ratio=1.0)),
 )
 
-# With a model every row costs seconds: rows that differ by an option only are marked slow there, and where laws say
+# Every row costs seconds: rows that differ by an option only are marked slow, and where laws with a model say
 # much the same, all but a sample of mechanisms.
 CORE = {
     *("full", "window", "streaming_llm", "random", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "h2o_every_4"),
@@ -268,13 +268,11 @@ assert {case.name for case in CASES} >= CORE
 
 SAMPLE = {"streaming_llm", "h2o", "tova", "snapkv", "ada_snapkv", "roco", "keyformer", "nacl_decoding"}
 
-every_method = pytest.mark.parametrize("case", CASES, ids=repr)
 
-
-def _with_a_model(quick):
+def _rows(quick):
     rows = [pytest.param(c, marks=() if c.name in quick else pytest.mark.slow) for c in CASES]
     return pytest.mark.parametrize("case", rows, ids=repr)
 
 
-every_method_with_a_model = _with_a_model(CORE)
-sampled_methods_with_a_model = _with_a_model(SAMPLE)
+every_method = every_method_with_a_model = _rows(CORE)
+sampled_methods_with_a_model = _rows(SAMPLE)
