@@ -100,7 +100,9 @@ def attend(
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             q = jnp.take_along_axis(q, index, axis=-1)
         kv = store(kv, k, v, pos)
-        keys = kv.k
+        # Attention wants queries, keys and values of one width; what was dropped comes back as zeros for this step.
+        widen = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, v.shape[-1] - x.shape[-1])))
+        q, keys = (q, kv.k) if kv.channels is None else (widen(q), widen(kv.k))
     else:
         B, K, T, _ = k.shape
         rank = next_ranks(kv, jnp.broadcast_to(pos[:, None], (B, K, T)))
