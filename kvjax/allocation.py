@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budget import lookup, whole_tokens
+from kvjax.choice import one_of
 from kvjax.context import Site
 
 
@@ -345,10 +346,8 @@ class Adaptive(HeadAllocation):
             raise ValueError(f"Adaptive(alpha={self.alpha}): alpha must lie in [0, 1]")
         if not self.max_ratio >= 1:
             raise ValueError(f"Adaptive(max_ratio={self.max_ratio}): heads cannot all get less than the average (1)")
-        if self.safeguard not in ("blend", "floor_then_global"):
-            raise ValueError(f"Adaptive(safeguard={self.safeguard!r}): not one of ('blend', 'floor_then_global')")
-        if self.rounding not in ("largest_remainder", "half_even"):
-            raise ValueError(f"Adaptive(rounding={self.rounding!r}): not one of ('largest_remainder', 'half_even')")
+        one_of("Adaptive.safeguard", self.safeguard, "blend", "floor_then_global")
+        one_of("Adaptive.rounding", self.rounding, "largest_remainder", "half_even")
         if self.skip_layers < 0:
             raise ValueError(f"Adaptive(skip_layers={self.skip_layers}): a number of layers cannot be negative")
 

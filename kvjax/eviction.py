@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.allocation import HeadAllocation, LayerAllocation, UniformHeads, UniformLayers
 from kvjax.budget import Count, Counts, Tokens, as_budget, as_count, lookup
+from kvjax.choice import one_of
 from kvjax.context import Context, Phase, Site
 from kvjax.policy import Granularity, Layout, Policy, Selection, Visible
 from kvjax.protect import Protect, Scope, protected
@@ -89,12 +90,9 @@ class Evict(Policy):
                 f"{self.when} evicts before attention runs, but {self.score} needs the step's attention; "
                 "use every_step()"
             )
-        if self.positions not in ("original", "compact", "rerotate"):
-            raise ValueError(f"positions={self.positions!r} is not one of ('original', 'compact', 'rerotate')")
-        if self.granularity not in ("kv_head", "query_head"):
-            raise ValueError(f"granularity={self.granularity!r} is not one of ('kv_head', 'query_head')")
-        if self.storage not in ("dense", "pool"):
-            raise ValueError(f"storage={self.storage!r} is not one of ('dense', 'pool')")
+        one_of("positions", self.positions, "original", "compact", "rerotate")
+        one_of("granularity", self.granularity, "kv_head", "query_head")
+        one_of("storage", self.storage, "dense", "pool")
 
     def _needed(self, phase: Phase) -> tuple[Measurement, ...]:
         """What score, scope and selection look at."""

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int8
 
 from kvjax.budget import Count, Rounding, as_budget, lookup, whole_tokens
+from kvjax.choice import one_of
 from kvjax.context import Context, Phase, Site
 from kvjax.policy import Policy, Selection
 from kvjax.schedule import Schedule
@@ -204,10 +205,8 @@ class FastGen(Policy):
         for name in ("frequent_ratio", "local_ratio", "recovery_ratio"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"FastGen({name}={getattr(self, name)}): a ratio lies in [0, 1]")
-        if self.recovery not in ("mass", "elementwise"):
-            raise ValueError(f"FastGen(recovery={self.recovery!r}): not one of ('mass', 'elementwise')")
-        if self.rounding not in ("floor", "ceil"):
-            raise ValueError(f"FastGen(rounding={self.rounding!r}): not one of ('floor', 'ceil')")
+        one_of("FastGen.recovery", self.recovery, "mass", "elementwise")
+        one_of("FastGen.rounding", self.rounding, "floor", "ceil")
         if self.budget is not None:
             as_budget(self.budget)
 
@@ -225,6 +224,11 @@ class FastGen(Policy):
     def profile(self) -> Profile:
         """What strategies are chosen by."""
         return Profile(self.kinds, self.sizes, self.recovery)
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """See `Policy`; a profile of one block is none of the head."""
+        return True
 
     def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
         """See `Policy`."""

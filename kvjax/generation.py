@@ -154,6 +154,9 @@ def prefill(
 ) -> tuple[Float[Array, "B V"], KVState]:
     """Reads left-padded prompts, evicting layer by layer.
 
+    Ratios, positions, windows and votes are those of a sequence's own tokens, so a row of a padded batch gets exactly
+    what it would get alone. Most released code is for batches of one, ignores padding, or sums over the batch (D-40).
+
     With `block`, evict-and-encode (RoCo, arXiv 2402.06262, section 3.3): the prompt is read in blocks, and every block
     is followed by an eviction down to the budget, so that memory is that of the plan's capacity and one block whatever
     the prompt's length. Blocks end where the prompt ends, the first may be short. One block that holds the whole prompt
@@ -171,13 +174,19 @@ def prefill(
       Logits of the next token, and the compacted state.
 
     Raises:
-      ValueError: a prompt of another width, lengths that the plan has no room for, or a block without tokens.
+      ValueError: a prompt of another width, lengths that the plan has no room for, a block without tokens, or blocks
+        for a policy that profiles the whole prompt (FastGen).
     """
     if block is not None and block < 1:
         raise ValueError(f"block={block}: a block has at least 1 token; use None to read the prompt at once")
     B, T = tokens.shape
     if plan.prompt_len != T:
         raise ValueError(f"the prompt is {T} tokens wide, but the plan was made for {plan.prompt_len}; make a new plan")
+    if block is not None and block < T and plan.policy.needs_whole_prompt:
+        raise ValueError(
+            f"{type(plan.policy).__name__} looks at the whole prompt at once, but block={block} reads {T} tokens in "
+            f"parts; use block=None"
+        )
     lengths = as_lengths(lengths, B, T)
     if isinstance(lengths, np.ndarray):
         plan.check_lengths(lengths)

@@ -21,7 +21,7 @@ from kvjax.context import Context, Phase, Site
 from kvjax.pool import PooledKV
 from kvjax.schedule import Schedule
 from kvjax.state import KVState, LayerKV, Positions, evict
-from kvjax.stats import AttentionStats, LayerStats, Measurement, ordered
+from kvjax.stats import AttentionStats, LayerStats, Measurement, Observe, ordered
 from pallas_kernels.pytree import pytree, static
 
 Granularity = Literal["kv_head", "query_head"]
@@ -132,6 +132,11 @@ class Policy(abc.ABC):
     def layerwise(self) -> bool:
         """Whether each layer decides for itself; otherwise the model runs whole before the policy is called."""
         return True
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether the prompt must be read at once, because what is measured of a block says nothing of the whole."""
+        return False
 
     def scheduled(self, schedule: Schedule) -> "Policy":
         """The same policy under another schedule."""
@@ -287,22 +292,18 @@ class Chain(Policy):
         """See `Policy`."""
         return all(p.layerwise for p in self.policies)
 
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """See `Policy`."""
+        return any(p.needs_whole_prompt for p in self.policies)
 
-@dataclasses.dataclass(frozen=True)
-class Partition(Policy):
-    """A policy for every layer; made by `partition`."""
 
-    policies: tuple[tuple[Hashable, Policy], ...]
-    labels: tuple[Hashable, ...]
+class _Delegating(Policy):
+    """A policy that asks another one, layer by layer."""
 
+    @abc.abstractmethod
     def of(self, site: Site) -> Policy:
         """The policy of one layer."""
-        if len(self.labels) != site.num_layers:
-            raise ValueError(
-                f"partition has {len(self.labels)} labels, but the model has {site.num_layers} layers; "
-                "give one label a layer"
-            )
-        return dict(self.policies)[self.labels[site.layer]]
 
     def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
         """See `Policy`."""
@@ -340,10 +341,6 @@ class Partition(Policy):
         """See `Policy`."""
         return self.of(site).capacity(site, lengths)
 
-    def scheduled(self, schedule: Schedule) -> "Partition":
-        """See `Policy`."""
-        return Partition(tuple((label, p.scheduled(schedule)) for label, p in self.policies), self.labels)
-
     def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
         """See `Policy`."""
         return self.of(ctx.site).decide(kv, stats, ctx)
@@ -360,10 +357,36 @@ class Partition(Policy):
         """See `Policy`."""
         return self.of(ctx.site).visible(kv, ctx)
 
+
+@dataclasses.dataclass(frozen=True)
+class Partition(_Delegating):
+    """A policy for every layer; made by `partition`."""
+
+    policies: tuple[tuple[Hashable, Policy], ...]
+    labels: tuple[Hashable, ...]
+
+    def of(self, site: Site) -> Policy:
+        """See `_Delegating`."""
+        if len(self.labels) != site.num_layers:
+            raise ValueError(
+                f"partition has {len(self.labels)} labels, but the model has {site.num_layers} layers; "
+                "give one label a layer"
+            )
+        return dict(self.policies)[self.labels[site.layer]]
+
+    def scheduled(self, schedule: Schedule) -> "Partition":
+        """See `Policy`."""
+        return Partition(tuple((label, p.scheduled(schedule)) for label, p in self.policies), self.labels)
+
     @property
     def layerwise(self) -> bool:
         """See `Policy`."""
         return all(p.layerwise for _, p in self.policies)
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """See `Policy`."""
+        return any(p.needs_whole_prompt for _, p in self.policies)
 
 
 def identity() -> Policy:
@@ -408,88 +431,100 @@ def when(schedule: Schedule, policy: Policy) -> Policy:
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedLayers(Policy):
+class SharedLayers(_Delegating):
     """One decision for all layers; made by `shared_layers`."""
 
     policy: Policy
+
+    def of(self, site: Site) -> Policy:
+        """See `_Delegating`."""
+        del site
+        return self.policy
 
     @property
     def layerwise(self) -> bool:
         """See `Policy`."""
         return False
 
-    def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
+    @property
+    def needs_whole_prompt(self) -> bool:
         """See `Policy`."""
-        return self.policy.observe(phase, dataclasses.replace(site, layer=0))
-
-    def init(self, site: Site, batch: int) -> Any:
-        """See `Policy`."""
-        return self.policy.init(dataclasses.replace(site, layer=0), batch)
+        return self.policy.needs_whole_prompt
 
     def check(self, site: Site, prompt_length: int) -> None:
         """See `Policy`."""
-        if self.policy.target(site, prompt_length) != self.policy.target(
-            dataclasses.replace(site, layer=0), prompt_length
-        ):
+        apart = [o for phase in _PHASES for o in self.policy.observe(phase, site) if not isinstance(o, Observe)]
+        if apart:
             raise ValueError(
-                "one decision for all layers needs the same budget in all of them; use layers=UniformLayers()"
+                f"one decision for all layers sums attention statistics over them, but {apart[0]} is none; "
+                "share a policy whose score is made of Observe(...)"
             )
-        self.policy.check(site, prompt_length)
-
-    def target(self, site: Site, prompt_length: int) -> int:
-        """See `Policy`."""
-        return self.policy.target(site, prompt_length)
-
-    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
-        """See `Policy`."""
-        return self.policy.capacity(site, lengths)
+        first = _first(site)
+        here, there = self.policy.target(site, prompt_length), self.policy.target(first, prompt_length)
+        if here != there:
+            raise ValueError(
+                f"one decision for all layers needs the same budget in all of them, but layer {site.layer} has {here} "
+                f"tokens and layer 0 has {there}; use layers=UniformLayers()"
+            )
+        self.policy.check(first, prompt_length)
 
     def scheduled(self, schedule: Schedule) -> "SharedLayers":
         """See `Policy`."""
         return SharedLayers(self.policy.scheduled(schedule))
 
-    def key_positions(self, site: Site) -> Positions:
+    def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
         """See `Policy`."""
-        return self.policy.key_positions(site)
+        return self.policy.observe(phase, _first(site))
 
-    def heads_of(self, site: Site) -> Granularity:
+    def init(self, site: Site, batch: int) -> Any:
         """See `Policy`."""
-        return self.policy.heads_of(site)
-
-    def layout(self, site: Site) -> Layout:
-        """See `Policy`."""
-        return self.policy.layout(site)
-
-    def slots(self, site: Site, lengths: Sequence[int] | None = None) -> int:
-        """See `Policy`."""
-        return self.policy.slots(site, lengths)
+        return self.policy.init(_first(site), batch)
 
     def make_room(self, kv: LayerKV, ctx: Context) -> LayerKV:
         """See `Policy`."""
-        return self.policy.make_room(kv, ctx)
+        return self.policy.make_room(kv, _in_first(ctx))
 
     def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
         """See `Policy`; for one layer alone."""
-        return self.policy.decide(kv, stats, dataclasses.replace(ctx, site=dataclasses.replace(ctx.site, layer=0)))
+        return self.policy.decide(kv, stats, _in_first(ctx))
 
     def __call__(self, state: KVState, attn_stats: AttentionStats) -> KVState:
-        """Every layer decides by the sum of all layers' statistics, as if it were the first, so all decide the same."""
+        """The first layer decides by the sum of all layers' statistics, and all do as it says."""
         values = [layer.values for layer in attn_stats.layers]
         total = LayerStats(
             tuple(functools.reduce(jnp.add, v) for v in zip(*values, strict=True)), attn_stats.layers[0].observed
         )
-        layers = (
-            on_view(lambda view, i=i: self.layer(view, total, context(state, i, attn_stats.phase)), kv)
-            for i, kv in enumerate(state.layers)
-        )
-        return dataclasses.replace(state, layers=tuple(layers))
+        first = state.layers[0]
+        view = first.view() if isinstance(first, PooledKV) else first
+        memory, selection = self.decide(view, total, context(state, 0, attn_stats.phase))
+
+        def obey(kv: LayerKV) -> LayerKV:
+            kv = dataclasses.replace(kv, memory=memory)
+            return kv if selection is None else evict(kv, selection.keep)
+
+        return dataclasses.replace(state, layers=tuple(on_view(obey, kv) for kv in state.layers))
+
+
+_PHASES: tuple[Phase, ...] = ("prefill", "decode")
+
+
+def _first(site: Site) -> Site:
+    return dataclasses.replace(site, layer=0)
+
+
+def _in_first(ctx: Context) -> Context:
+    return dataclasses.replace(ctx, site=_first(ctx.site))
 
 
 def shared_layers(policy: Policy) -> Policy:
     """One score, summed over layers as well as rows, and one decision that every layer applies.
 
     Keyformer's shared score (arXiv 2403.09054, section 3.3, D-35), and the uniform ablation of NaCl. The whole prompt's
-    keys and values of all layers exist until the decision is made, so peak memory grows with depth. Meant for scores of
-    attention statistics; keys differ from layer to layer, and so would scores of keys.
+    keys and values of all layers exist until the decision is made, so peak memory grows with depth. A score that looks
+    at keys sees those of the first layer.
+
+    Raises:
+      ValueError: in `make_plan`, a policy that measures something that cannot be summed over layers, or layers of
+        different budgets.
     """
     return SharedLayers(policy)

@@ -12,7 +12,7 @@ from kvjax.budget import Count, Counts, as_count
 from kvjax.context import Context, Phase, Site
 from kvjax.select import TopK
 from kvjax.state import LayerKV
-from kvjax.stats import AllRows, LayerStats, Measurement, Observe, RowsFrom
+from kvjax.stats import AllRows, LayerStats, Measurement, Observe, Observer, RowsFrom
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,31 +49,14 @@ def protected(
 
 
 @dataclasses.dataclass(frozen=True)
-class Scope(abc.ABC):
+class Scope(Observer, abc.ABC):
     """A frozen dataclass that protects tokens by what they did, beyond those protected by position.
-
-    Like a score it lists what must be measured and owns the numbers it carries.
 
     Attributes:
       size: how many tokens it protects, those protected by position included.
     """
 
     size: int | float | Count
-
-    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
-        """The statistics that `update` and `__call__` read in this phase."""
-        del phase
-        return ()
-
-    def init(self, site: Site, batch: int) -> Any:
-        """The scope's memory for a layer without slots: arrays "B K 0 ..."."""
-        del site, batch
-        return ()
-
-    def update(self, memory: Any, kv: LayerKV, stats: LayerStats, ctx: Context) -> Any:
-        """The memory after the rows just computed."""
-        del kv, stats, ctx
-        return memory
 
     @abc.abstractmethod
     def __call__(
@@ -89,6 +72,18 @@ class Scope(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
+class PromptSinks(Scope):
+    """Protects the first tokens while the prompt is read, and no longer (EasyKV's `encoding_decoding`)."""
+
+    def __call__(self, memory, kv, stats, ctx, safe, counts):
+        """See `Scope`."""
+        del memory, stats
+        if ctx.phase == "decode":
+            return safe
+        return safe | (kv.live & (kv.pos < counts(self.size)[:, None, None]))
+
+
+@dataclasses.dataclass(frozen=True)
 class TopStd(Scope):
     r"""Protects the tokens whose attention varies most (RoCo, arXiv 2402.06262, section 4.2).
 
@@ -99,12 +94,18 @@ class TopStd(Scope):
       size: tokens that may not be evicted: tokens, a share of the prompt (float), or `Share` of the budget.
       ignore_prefix: query rows of the first so many prompt tokens count for nothing (EasyKV's
         `keep_attention=False` ignores its dense prefix, D-46).
+      decode_size: `size` while decoding, where it is another one.
+      prompt_sinks: first tokens that are protected while the prompt is read, and no longer.
     """
 
     ignore_prefix: int = 0
+    decode_size: int | float | Count | None = None
+    prompt_sinks: int = 0
 
     def __post_init__(self):
         as_count(self.size, "TopStd.size")
+        if self.decode_size is not None:
+            as_count(self.decode_size, "TopStd.decode_size")
 
     @property
     def _moments(self) -> tuple[Observe, Observe]:
@@ -128,11 +129,12 @@ class TopStd(Scope):
 
     def __call__(self, memory, kv, stats, ctx, safe, counts):
         """See `Scope`."""
-        del stats
+        safe = PromptSinks(self.prompt_sinks)((), kv, stats, ctx, safe, counts)
         rows = rows_since_insertion(kv, ctx, self.ignore_prefix).astype(jnp.float32)
         mean, square = (m / rows for m in memory)
         std = jnp.sqrt(jnp.maximum(square - mean * mean, 0.0))
-        size = jnp.broadcast_to(counts(self.size)[:, None], kv.pos.shape[:2])
+        size = self.size if ctx.phase == "prefill" or self.decode_size is None else self.decode_size
+        size = jnp.broadcast_to(counts(size)[:, None], kv.pos.shape[:2])
         return safe | TopK().best(jnp.where(safe, jnp.inf, std), kv.pos, size)
 
 

@@ -15,29 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from kvjax.choice import one_of
 from kvjax.context import Context, Phase, Site
 from kvjax.protect import rows_since_insertion
 from kvjax.state import LayerKV, position_order
-from kvjax.stats import AllRows, LastRows, LayerStats, Measurement, Observe, RowsFrom, RowSoftmax
+from kvjax.stats import AllRows, LastRows, LayerStats, Measurement, Observe, Observer, RowsFrom, RowSoftmax
 
 
-class Score(abc.ABC):
+class Score(Observer, abc.ABC):
     """A frozen dataclass that ranks the live slots of a layer."""
-
-    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
-        """The statistics that `update` and `__call__` read in this phase."""
-        del phase
-        return ()
-
-    def init(self, site: Site, batch: int) -> Any:
-        """The score's memory for a layer without slots: arrays "B K 0 ...", or `PerHead` arrays "B K ..."."""
-        del site, batch
-        return ()
-
-    def update(self, memory: Any, kv: LayerKV, stats: LayerStats, ctx: Context) -> Any:
-        """The memory after the rows just computed. Called at every step, whether or not eviction is due."""
-        del kv, stats, ctx
-        return memory
 
     @abc.abstractmethod
     def __call__(
@@ -77,8 +63,49 @@ class Uniform(Score):
         return ctx.uniform(kv.pos, shared=self.shared_heads)
 
 
+class Running(Score):
+    """A score that grows from row to row: one number a slot, which is the score as it stands."""
+
+    def init(self, site: Site, batch: int) -> Float[Array, "B K 0"]:
+        """See `Observer`."""
+        return jnp.zeros((batch, site.num_kv_heads, 0), jnp.float32)
+
+    def __call__(self, memory, kv, stats, ctx, candidates):
+        """See `Score`."""
+        del kv, stats, ctx, candidates
+        return memory
+
+
 @dataclasses.dataclass(frozen=True)
-class Accumulated(Score):
+class OfScore(Score):
+    """A score made of another one, which does the looking and the counting.
+
+    Attributes:
+      score: the other one.
+    """
+
+    score: Score
+
+    @property
+    def decodes(self) -> bool:
+        """See `Score`."""
+        return self.score.decodes
+
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
+        """See `Observer`."""
+        return self.score.observe(phase)
+
+    def init(self, site: Site, batch: int) -> Any:
+        """See `Observer`."""
+        return self.score.init(site, batch)
+
+    def update(self, memory, kv, stats, ctx):
+        """See `Observer`."""
+        return self.score.update(memory, kv, stats, ctx)
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulated(Running):
     """A column statistic summed over every row since the token was inserted, prompt and decode alike.
 
     Attributes:
@@ -94,13 +121,9 @@ class Accumulated(Score):
     share_batch: bool = False
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
-        """See `Score`."""
+        """See `Observer`."""
         del phase
         return (self.of,)
-
-    def init(self, site: Site, batch: int) -> Float[Array, "B K 0"]:
-        """See `Score`."""
-        return jnp.zeros((batch, site.num_kv_heads, 0), jnp.float32)
 
     def update(self, memory, kv, stats, ctx):
         """See `Score`."""
@@ -108,11 +131,6 @@ class Accumulated(Score):
         if self.share_batch:
             new = _sum_over_batch(new, kv, ctx.site.prompt_len + ctx.site.max_new_tokens)
         return memory * self.decay + new
-
-    def __call__(self, memory, kv, stats, ctx, candidates):
-        """See `Score`."""
-        del kv, stats, ctx, candidates
-        return memory
 
 
 def _sum_over_batch(new: Float[Array, "B K S"], kv: LayerKV, num_positions: int) -> Float[Array, "B K S"]:
@@ -126,7 +144,7 @@ def _sum_over_batch(new: Float[Array, "B K S"], kv: LayerKV, num_positions: int)
 
 
 @dataclasses.dataclass(frozen=True)
-class Mean(Score):
+class Mean(Running):
     """The mean attention a token received from the rows that could see it (MAS: RoCo, arXiv 2402.06262, section 4.1).
 
     Attributes:
@@ -145,13 +163,9 @@ class Mean(Score):
         return Observe(rows, group=self.group, count_self=self.count_self)
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
-        """See `Score`."""
+        """See `Observer`."""
         del phase
         return (self._sum,)
-
-    def init(self, site: Site, batch: int) -> Float[Array, "B K 0"]:
-        """See `Score`."""
-        return jnp.zeros((batch, site.num_kv_heads, 0), jnp.float32)
 
     def update(self, memory, kv, stats, ctx):
         """See `Score`."""
@@ -169,7 +183,7 @@ class Mean(Score):
 
 
 @dataclasses.dataclass(frozen=True)
-class Proxies(Score):
+class Proxies(Running):
     """Attention received from proxy rows (NaCl, arXiv 2408.03675, section 3.2).
 
     Attributes:
@@ -188,10 +202,6 @@ class Proxies(Score):
         """See `Score`."""
         return (self.of,) if phase == "prefill" else (self._row,)
 
-    def init(self, site: Site, batch: int) -> Float[Array, "B K 0"]:
-        """See `Score`."""
-        return jnp.zeros((batch, site.num_kv_heads, 0), jnp.float32)
-
     def update(self, memory, kv, stats, ctx):
         """Starts anew with the prompt, and with the first step of every interval."""
         del kv
@@ -200,38 +210,14 @@ class Proxies(Score):
         begins = (ctx.step - 1) % self.interval == 0
         return jnp.where(begins, 0.0, memory) + stats[self._row]
 
-    def __call__(self, memory, kv, stats, ctx, candidates):
-        """See `Score`."""
-        del kv, stats, ctx, candidates
-        return memory
-
 
 @dataclasses.dataclass(frozen=True)
-class LayerMean(Score):
+class LayerMean(OfScore):
     """Another score, averaged over all kv heads of the layer, so that all of them keep the same tokens.
 
     Attributes:
       score: what is averaged.
     """
-
-    score: Score
-
-    @property
-    def decodes(self) -> bool:
-        """See `Score`."""
-        return self.score.decodes
-
-    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
-        """See `Score`."""
-        return self.score.observe(phase)
-
-    def init(self, site: Site, batch: int) -> Any:
-        """See `Score`."""
-        return self.score.init(site, batch)
-
-    def update(self, memory, kv, stats, ctx):
-        """See `Score`."""
-        return self.score.update(memory, kv, stats, ctx)
 
     def __call__(self, memory, kv, stats, ctx, candidates):
         """See `Score`."""
@@ -240,7 +226,7 @@ class LayerMean(Score):
 
 
 @dataclasses.dataclass(frozen=True)
-class ValuePrior(Score):
+class ValuePrior(Running):
     r"""Accumulated attention, the prompt's part multiplied by a prior of value norms (AhaKV, arXiv 2506.03762, Eq. 13).
 
     $\hat F_j = \bar\gamma_j F_j$ with $\gamma = \mathrm{avgpool}(\lVert v\rVert_2^2)$ and $\bar\gamma = \gamma /
@@ -260,17 +246,12 @@ class ValuePrior(Score):
 
     def __post_init__(self):
         Pooled(Recency(), "avg", self.kernel)
-        if self.target not in ("value_norm", "score", "both"):
-            raise ValueError(f"ValuePrior(target={self.target!r}): not one of ('value_norm', 'score', 'both')")
+        one_of("ValuePrior.target", self.target, "value_norm", "score", "both")
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
-        """See `Score`."""
+        """See `Observer`."""
         del phase
         return (self.of,)
-
-    def init(self, site: Site, batch: int) -> Float[Array, "B K 0"]:
-        """See `Score`."""
-        return jnp.zeros((batch, site.num_kv_heads, 0), jnp.float32)
 
     def update(self, memory, kv, stats, ctx):
         """See `Score`."""
@@ -283,11 +264,6 @@ class ValuePrior(Score):
         prior = norm / jnp.maximum(norm.max(-1, keepdims=True), jnp.finfo(norm.dtype).tiny)
         new = new * prior
         return memory + (new if self.target == "value_norm" else jnp.where(kv.live, pool(new), 0.0))
-
-    def __call__(self, memory, kv, stats, ctx, candidates):
-        """See `Score`."""
-        del kv, stats, ctx, candidates
-        return memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,7 +288,7 @@ class History(Score):
         return -(-self.rows // 32)
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
-        """See `Score`."""
+        """See `Observer`."""
         del phase
         return (Observe(LastRows(self.rows), element="above", threshold=self.threshold, summed=False),)
 
@@ -408,15 +384,14 @@ class LastRow(Score):
     head_mode: Literal["layer_mean", "per_kv_head"] = "layer_mean"
 
     def __post_init__(self):
-        if self.head_mode not in ("layer_mean", "per_kv_head"):
-            raise ValueError(f"head_mode={self.head_mode!r} is not one of ('layer_mean', 'per_kv_head')")
+        one_of("head_mode", self.head_mode, "layer_mean", "per_kv_head")
 
     @property
     def _row(self) -> Observe:
         return Observe(LastRows(1))
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
-        """See `Score`."""
+        """See `Observer`."""
         del phase
         return (self._row,)
 
@@ -447,7 +422,7 @@ def _mean_over_heads(row: Float[Array, "B K S"], kv: LayerKV, num_positions: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Pooled(Score):
+class Pooled(OfScore):
     """Another score, pooled over neighbouring candidates so that tokens are kept with their surroundings.
 
     Neighbours are neighbours in position among the candidates of a head, wherever their slots are. Stride 1.
@@ -460,35 +435,15 @@ class Pooled(Score):
         of candidates under it (D-49).
     """
 
-    score: Score
     kind: Literal["max", "avg"] = "max"
     kernel: int = 7
     avg_pad: Literal["zero", "valid_count"] = "zero"
 
     def __post_init__(self):
-        if self.kind not in ("max", "avg"):
-            raise ValueError(f"Pooled(kind={self.kind!r}): not one of ('max', 'avg')")
+        one_of("Pooled.kind", self.kind, "max", "avg")
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise ValueError(f"Pooled(kernel={self.kernel}): an even kernel shifts the scores; use {self.kernel | 1}")
-        if self.avg_pad not in ("zero", "valid_count"):
-            raise ValueError(f"Pooled(avg_pad={self.avg_pad!r}): not one of ('zero', 'valid_count')")
-
-    @property
-    def decodes(self) -> bool:
-        """See `Score`."""
-        return self.score.decodes
-
-    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
-        """See `Score`."""
-        return self.score.observe(phase)
-
-    def init(self, site: Site, batch: int) -> Any:
-        """See `Score`."""
-        return self.score.init(site, batch)
-
-    def update(self, memory, kv, stats, ctx):
-        """See `Score`."""
-        return self.score.update(memory, kv, stats, ctx)
+        one_of("Pooled.avg_pad", self.avg_pad, "zero", "valid_count")
 
     def __call__(self, memory, kv, stats, ctx, candidates):
         """See `Score`."""
@@ -545,7 +500,7 @@ class FromFunction(Score):
     observed: tuple[Measurement, ...] = ()
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
-        """See `Score`."""
+        """See `Observer`."""
         del phase
         return self.observed
 

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.budget import Count, Counts, as_count
+from kvjax.choice import one_of
 from kvjax.context import Context, Phase
 from kvjax.state import EMPTY, LayerKV, position_order
 from kvjax.stats import LayerStats, Measurement
@@ -113,8 +114,7 @@ class TopK(Select):
     ties: Ties = "evict_older"
 
     def __post_init__(self):
-        if self.ties not in ("evict_older", "lower_index"):
-            raise ValueError(f"TopK(ties={self.ties!r}): not one of ('evict_older', 'lower_index')")
+        one_of("TopK.ties", self.ties, "evict_older", "lower_index")
 
     def __call__(self, score, safe, kv, stats, ctx, limits):
         """See `Select`."""
@@ -172,12 +172,8 @@ class TopKThenRandom(Select):
 
     def __post_init__(self):
         as_count(self.random, "random")
-        if self.pool not in ("rest", "all"):
-            raise ValueError(f"TopKThenRandom(pool={self.pool!r}): not one of ('rest', 'all')")
-        if self.distribution not in ("softmax", "normalised", "uniform"):
-            raise ValueError(
-                f"TopKThenRandom(distribution={self.distribution!r}): not one of ('softmax', 'normalised', 'uniform')"
-            )
+        one_of("TopKThenRandom.pool", self.pool, "rest", "all")
+        one_of("TopKThenRandom.distribution", self.distribution, "softmax", "normalised", "uniform")
         if self.temperature <= 0:
             raise ValueError(f"TopKThenRandom(temperature={self.temperature}): must be positive")
 

@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.budget import Count, as_count, lookup
-from kvjax.context import Context, Phase
+from kvjax.choice import one_of
+from kvjax.context import Context, Phase, Site
 from kvjax.state import LayerKV
 from pallas_kernels import Columns, Softmax
 from pallas_kernels.pytree import pytree, static
@@ -169,10 +170,8 @@ class EntropyScaled(RowSoftmax):
 
     def __post_init__(self):
         as_count(self.k, "EntropyScaled.k")
-        if self.apply not in ("raw", "scaled"):
-            raise ValueError(f"EntropyScaled(apply={self.apply!r}): not one of ('raw', 'scaled')")
-        if self.count not in ("position", "cache"):
-            raise ValueError(f"EntropyScaled(count={self.count!r}): not one of ('position', 'cache')")
+        one_of("EntropyScaled.apply", self.apply, "raw", "scaled")
+        one_of("EntropyScaled.count", self.count, "position", "cache")
 
     def kernel(self, moment):
         """See `RowSoftmax`."""
@@ -210,10 +209,8 @@ class Noisy(RowSoftmax):
     tau_delta: float | None = None
 
     def __post_init__(self):
-        if self.noise not in ("gumbel", "gaussian", "constant", "none"):
-            raise ValueError(f"Noisy(noise={self.noise!r}): not one of ('gumbel', 'gaussian', 'constant', 'none')")
-        if self.per not in ("call", "key"):
-            raise ValueError(f"Noisy(per={self.per!r}): not one of ('call', 'key')")
+        one_of("Noisy.noise", self.noise, "gumbel", "gaussian", "constant", "none")
+        one_of("Noisy.per", self.per, "call", "key")
         if min(self.tau) <= 0:
             raise ValueError(f"Noisy(tau={self.tau}): temperatures must be positive")
 
@@ -308,6 +305,25 @@ class Observe(Measurement):
         rows, weight = self.rows.select(moment.pos.shape[1], moment.pos, moment.ctx)
         softmax = None if self.softmax is None else self.softmax.kernel(moment)
         return dataclasses.replace(self._static(), rows=rows, weight=weight, softmax=softmax)
+
+
+class Observer:
+    """What looks on at every step: it lists what must be measured, and owns the numbers it carries."""
+
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
+        """The statistics that are read in this phase."""
+        del phase
+        return ()
+
+    def init(self, site: Site, batch: int) -> Any:
+        """The numbers for a layer without slots: arrays "B K 0 ...", or `PerHead` arrays "B K ..."."""
+        del site, batch
+        return ()
+
+    def update(self, memory: Any, kv: LayerKV, stats: "LayerStats", ctx: Context) -> Any:
+        """The numbers after the rows just computed. Called at every step, whether or not eviction is due."""
+        del kv, stats, ctx
+        return memory
 
 
 @pytree

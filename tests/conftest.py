@@ -1,6 +1,7 @@
 """Strict JAX for every test, a compilation cache across runs, and models to test with."""
 
 import json
+import os
 import pathlib
 
 import jax
@@ -9,11 +10,24 @@ import pytest
 
 import models
 
+# Most of the suite's time is compilation of programs that run for milliseconds.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=1"
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+MAPS = pathlib.Path("/proc/self/maps")
+MOST_MAPS = 20_000  # compiled programs map memory, and Linux kills a process with 65,530 mappings
+
+
+@pytest.fixture(autouse=True)
+def _bounded_mappings():
+    yield
+    if MAPS.is_file() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+
 
 SHARED_DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
 
@@ -32,7 +46,7 @@ def tiny():
         vocab_size=61, embed_dim=32, mlp_dim=48, num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=8
     )
     model = models.LanguageModel(config)
-    return model, jax.tree.map(lambda x: x * jnp.asarray(2.0, x.dtype), model.init(jax.random.key(7)))
+    return model, jax.tree.map(lambda x: x * jnp.asarray(2.0, x.dtype), jax.jit(model.init)(jax.random.key(7)))
 
 
 @pytest.fixture(scope="session")

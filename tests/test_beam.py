@@ -11,6 +11,7 @@ import kvjax
 import models
 from kvjax import methods
 from kvjax.pool import PooledKV
+from kvjax.state import PerHead
 from tests.methods import CASES, every_method
 
 BUDGET = 8
@@ -38,6 +39,11 @@ def ends_of(result, at):
     return tuple({int(t) for t in np.asarray(result.tokens)[:, :, at].ravel()})
 
 
+def leaves(kv):
+    """Keys, values, and what the policy carries."""
+    return [kv.k, kv.v, *jax.tree.leaves(kv.memory, is_leaf=lambda leaf: isinstance(leaf, PerHead))]
+
+
 def assert_same_cache(state, row, other, other_row):
     """Equal up to the order of slots and to rounding."""
     assert int(state.length[row]) == int(other.length[other_row])
@@ -50,12 +56,12 @@ def assert_same_cache(state, row, other, other_row):
         )
         np.testing.assert_array_equal(in_order(a.pos[row], order_a), in_order(b.pos[other_row], order_b))
         alive = in_order(a.pos[row], order_a) != kvjax.EMPTY
-        for x, y in ((a.k, b.k), (a.v, b.v), *zip(jax.tree.leaves(a.memory), jax.tree.leaves(b.memory), strict=True)):
-            x, y = x[row], y[other_row]
-            if x.ndim == 1:  # a number a head
-                np.testing.assert_allclose(x, y, atol=1e-4)
+        for x, y in zip(leaves(a), leaves(b), strict=True):
+            if isinstance(x, PerHead):
+                np.testing.assert_allclose(x.value[row], y.value[other_row], atol=1e-4)
             else:
-                np.testing.assert_allclose(in_order(x, order_a)[alive], in_order(y, order_b)[alive], atol=1e-4)
+                x, y = in_order(x[row], order_a)[alive], in_order(y[other_row], order_b)[alive]
+                np.testing.assert_allclose(x, y, atol=1e-4)
 
 
 # Against transformers.

@@ -225,14 +225,14 @@ def test_leaderboard(finished, tmp_path, capsys):
     (other / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(SystemExit, match=r"cannot be compared with .*seed=1 against 0"):
         compare.main([str(finished), str(other)])
-    with pytest.raises(SystemExit, match="no finished run"):
+    with pytest.raises(SystemExit, match="there is no"):
         compare.main([str(tmp_path / "nowhere")])
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--config", "nope.py"], r"no config 'nope.py'; configs/ has ada_snapkv, fastgen, full, h2o,"),
+        (["--config", "nope.py"], r"no config 'nope.py'; configs/ has ada_pyramid, ada_snapkv, ahakv,"),
         (["--config", "configs/nope.py"], "no config"),
         (["--config", "snapkv.py", "--budget", "16", "--window-size", "32"], "budget of 16 tokens cannot hold the 32"),
         (["--config", "snapkv.py", "--budget", "0"], "budget=0 tokens"),
@@ -268,7 +268,7 @@ def test_help(capsys):
     with pytest.raises(SystemExit) as e:
         run.main(["--help"])
     assert e.value.code == 0
-    assert "configs: ada_snapkv, fastgen, full" in capsys.readouterr().out
+    assert "configs: ada_pyramid, ada_snapkv, ahakv" in capsys.readouterr().out
 
 
 def test_a_config_of_ones_own(tmp_path, monkeypatch):

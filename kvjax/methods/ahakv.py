@@ -3,6 +3,7 @@
 from typing import Literal
 
 from kvjax.budget import Count, Less, as_count
+from kvjax.choice import one_of
 from kvjax.eviction import Evict
 from kvjax.protect import Protect
 from kvjax.schedule import every_step
@@ -48,6 +49,7 @@ def ahakv(
       pool_kernel, pool_target, prior_each_step: see `ValuePrior`.
       group: how a group's query heads are combined.
     """
+    one_of("sg_k", sg_k, "budget", "selected")
     if isinstance(recent, int) and isinstance(budget, int):
         recent = min(recent, budget)
     count = as_count(budget, "budget")

@@ -5,7 +5,7 @@ from kvjax.eviction import Evict
 from kvjax.protect import Protect
 from kvjax.schedule import every_step
 from kvjax.scores import Accumulated
-from kvjax.select import TopK
+from kvjax.select import Ties, TopK
 from kvjax.stats import Observe
 
 
@@ -14,7 +14,7 @@ def aqas(
     *,
     recent: int | float | Count = Share(0.5),
     threshold: float | str = "1/visible",
-    ties: str = "evict_older",
+    ties: Ties = "evict_older",
 ) -> Evict:
     r"""Evicts the token that the fewest rows gave more than average.
 
@@ -28,5 +28,4 @@ def aqas(
       ties: see `TopK`.
     """
     score = Accumulated(Observe(element="above", threshold=threshold))
-    select = TopK("lower_index" if ties == "lower_index" else "evict_older")
-    return Evict(score, budget, protect=Protect(recent=recent), when=every_step(), select=select)
+    return Evict(score, budget, protect=Protect(recent=recent), when=every_step(), select=TopK(ties))

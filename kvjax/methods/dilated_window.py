@@ -6,6 +6,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from kvjax.budget import Count
+from kvjax.choice import one_of
 from kvjax.context import Context
 from kvjax.eviction import Evict, Mask
 from kvjax.policy import Visible
@@ -56,8 +57,7 @@ def dilated_window(
     """
     if dilation < 0:
         raise ValueError(f"dilation={dilation} is negative; 0 is a plain window")
+    one_of("mode", mode, "mask", "anchored")
     if mode == "mask":
         return Evict(Recency(), budget, when=every_step(), mask=EveryOther(dilation))
-    if mode != "anchored":
-        raise ValueError(f"mode={mode!r} is not one of ('mask', 'anchored')")
     return Evict(OnGrid(dilation), budget, protect=Protect(recent=1), when=every_step())

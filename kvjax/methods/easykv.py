@@ -1,14 +1,14 @@
-"""The released EasyKV's modes and sizes, for every importance it knows (D-11 to D-14, D-46, D-48)."""
+"""The released EasyKV's modes and sizes, for every importance it knows (D-05, D-09, D-11 to D-14, D-46, D-48)."""
 
 import dataclasses
 from typing import Literal
 
 import numpy as np
 
-from kvjax.budget import Count, Ratio, Share, Sum, as_count
+from kvjax.budget import Count, Fixed, Less, Ratio, Share, Sum, Tokens, as_count
+from kvjax.choice import one_of
 from kvjax.eviction import Evict
-from kvjax.methods.roco import roco
-from kvjax.protect import Protect, TopStd
+from kvjax.protect import PromptSinks, Protect, Scope, TopStd
 from kvjax.schedule import Schedule, after_prefill, every_step
 from kvjax.scores import Accumulated, LastRow, Mean, Recency, Score, Uniform
 from kvjax.select import RandomRun, TopK
@@ -16,7 +16,10 @@ from kvjax.select import RandomRun, TopK
 Importance = Literal["roco", "mas", "h2o", "tova", "recency", "random"]
 Mode = Literal["encoding", "decoding", "encoding_decoding"]
 
-_SCORES: dict[str, Score] = {
+_SINKS = 4  # protected while a prompt is read in blocks
+_LAST = 10  # protected always, by "roco" and "mas"
+
+_WHILE_ENCODING: dict[str, Score] = {
     "roco": Mean(),
     "mas": Mean(),
     "h2o": Accumulated(),
@@ -31,6 +34,7 @@ class BlockSizes:
     """How the released block loop rounds a budget (D-14).
 
     Attributes:
+      nominal: what the user asked for.
       padded: the nominal budget and one stride.
       final: tokens in the cache when the prompt has been read; exceeds the nominal budget by up to one stride.
       dense_prefix: tokens read before the first eviction.
@@ -59,11 +63,38 @@ def block_sizes(length: int, budget: int | float, stride: int, mode: Literal["en
     return BlockSizes(nominal, padded, final, dense)
 
 
+@dataclasses.dataclass(frozen=True)
+class BlockBudget(Count):
+    """`BlockSizes.final` for every prompt length; a prompt that is not evicted from keeps the nominal budget.
+
+    Attributes:
+      nominal: what the user asked for.
+      stride: tokens of a block.
+    """
+
+    nominal: Count
+    stride: int
+
+    def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
+        """The count for every prompt length."""
+        nominal = self.nominal.table(prompt_length, budget)
+        padded = nominal + self.stride
+        final = padded - (padded - prompt_length) % self.stride
+        return np.where(final > prompt_length, nominal, final)
+
+
+def _all_but(evictable: Count, live: Count, least: int) -> Count:
+    """The scope that leaves `evictable` of the `live` tokens evictable, and never fewer than `least`."""
+    return Less(live, Sum((Tokens(least), Less(evictable, Tokens(least)))))
+
+
 def easykv(
     importance: Importance,
     budget: int | float,
     *,
     mode: Mode | Literal["auto"],
+    stride: int = 1,
+    rounding: Literal["exact", "easykv"] = "exact",
     prompt_length: int | None = None,
     recent_ratio: float = 0.1,
     prefix: int = 0,
@@ -71,73 +102,84 @@ def easykv(
 ) -> Evict:
     """One of EasyKV's policies as its code runs it.
 
-    "encoding" evicts while the prompt is read in blocks (`prefill_blocks`), keeping 4 sinks, and never afterwards.
-    "decoding" keeps the prompt, outside the budget, and evicts generated tokens only (D-13). "encoding_decoding" reads
-    in blocks and evicts at every step. "auto" is "decoding" with what an int budget leaves beyond the prompt, or
-    "encoding_decoding" where it leaves nothing.
+    "encoding" evicts while the prompt is read in blocks (`prefill(..., block=stride)`), keeping 4 sinks, and never
+    afterwards. "decoding" keeps the prompt, outside the budget, and evicts generated tokens only (D-13).
+    "encoding_decoding" reads in blocks, keeping 4 sinks, and then evicts at every step, keeping none. "auto" is
+    "decoding" with what an int budget leaves beyond the prompt, or "encoding_decoding" where it leaves nothing.
+
+    RoCo's scope is, with B' = budget + stride (D-11): while encoding all but `max(B' - int(recent_ratio B') - 4,
+    stride)` tokens; while decoding, all but `B' - int(0.3 B')`, or `int(0.3 B) + 1` beside the prompt. It and MAS
+    protect the last 10 tokens (D-12).
 
     The code's random branch drops one contiguous run while encoding (D-05); it is broken, and H2O refused, in
-    "encoding_decoding" (D-48); here all of them work.
+    "encoding_decoding" (D-48); here all of them work. A last row's attention is averaged over all heads of the layer
+    while encoding, over a kv head's group in "decoding" (D-09).
 
     Args:
       importance: what ranks tokens; "recency" is StreamingLLM's choice while encoding, "tova" the last row.
       budget: tokens, or a share of the prompt.
       mode: when eviction happens.
+      stride: tokens of a block.
+      rounding: "exact" caches `budget` tokens after every block, "easykv" the largest number up to B' that makes blocks
+        of `stride` end with the prompt (`block_sizes`, D-14).
       prompt_length: for "auto".
-      recent_ratio: share of the budget kept recent (H2O, TOVA) or out of the feasible set (RoCo) while encoding.
+      recent_ratio: share of B' kept recent (H2O, TOVA) or out of the feasible set (RoCo) while encoding.
       prefix: tokens of the dense prefix (`block_sizes`), whose rows the code ignores.
       keep_attention: count them all the same (D-46).
+
+    Raises:
+      ValueError: an importance, mode or rounding that does not exist, or "auto" without `prompt_length`.
     """
+    one_of("importance", importance, *_WHILE_ENCODING)
+    one_of("mode", mode, "encoding", "decoding", "encoding_decoding", "auto")
+    one_of("rounding", rounding, "exact", "easykv")
+    if stride < 1:
+        raise ValueError(f"stride={stride}: a block has at least 1 token")
     if mode == "auto":
         if prompt_length is None:
             raise ValueError("mode='auto' compares the budget with the prompt; give prompt_length=")
         beyond = budget - prompt_length if isinstance(budget, int) else 0
         mode, budget = ("decoding", beyond) if beyond > 0 else ("encoding_decoding", budget)
-    if importance not in _SCORES:
-        raise ValueError(f"importance={importance!r} is not one of {tuple(_SCORES)}")
-    count: Count = as_count(budget, "budget")
+    count = as_count(budget, "budget")
+    score = _WHILE_ENCODING[importance]
     ignore = 0 if keep_attention else prefix
-    score = _SCORES[importance]
     if isinstance(score, Mean):
         score = dataclasses.replace(score, ignore_prefix=ignore)
-    last = 10 if importance in ("roco", "mas") else 0
-    window = Share(0.3) if importance == "h2o" else last
     if mode == "decoding":
-        prompt = Ratio(1.0)
-        size = as_count(int(budget * 0.3), "scope") if isinstance(budget, int) else Ratio(float(budget) * 0.3)
-        return Evict(
-            score,
-            Sum((prompt, count)),
-            protect=Protect(prompt, size if importance == "h2o" else last),
-            scope=TopStd(Sum((prompt, size))) if importance == "roco" else None,
-            when=every_step(),
-        )
-    encoding = mode == "encoding"
-    when: Schedule = after_prefill() if encoding else every_step()
+        return _decoding(importance, score, count)
+
+    final = BlockBudget(count, stride) if rounding == "easykv" else count
+    padded = Sum((count, Tokens(stride)))
+    share = lambda ratio: Fixed(Share(ratio, "int"), padded)
+    decodes = mode == "encoding_decoding"
+    scope: Scope | None = PromptSinks(_SINKS) if decodes else None
     if importance == "roco":
-        scope = Share(recent_ratio if encoding else 0.3)
-        policy = roco(count, scope=scope, protect_last=10, sinks=4 if encoding else 0, ignore_prefix=ignore)
-        return dataclasses.replace(policy, when=when)
-    recent = Share(recent_ratio) if encoding and importance in ("h2o", "tova") else window
-    select = RandomRun() if importance == "random" and encoding else TopK()
-    return Evict(score, count, protect=Protect(4 if encoding else 0, recent), when=when, select=select)
-
-
-def final_cache(length: np.ndarray, budget: np.ndarray, stride: int) -> np.ndarray:
-    """`BlockSizes.final` for arrays."""
-    padded = budget + stride
-    return padded - (padded - length) % stride
-
-
-@dataclasses.dataclass(frozen=True)
-class EasyKVRounding(Count):
-    """A budget rounded as the released block loop does: up to one stride too large (`rounding="easykv"`, D-14)."""
-
-    budget: Count
-    stride: int
-
-    def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
-        """The count for every prompt length."""
-        return np.minimum(
-            final_cache(prompt_length, self.budget.table(prompt_length, budget), self.stride), prompt_length
+        scope = TopStd(
+            _all_but(Less(padded, Sum((share(recent_ratio), Tokens(_SINKS)))), Sum((final, Tokens(stride))), stride),
+            ignore_prefix=ignore,
+            decode_size=_all_but(Less(padded, share(0.3)), Sum((final, Tokens(1))), 1) if decodes else None,
+            prompt_sinks=_SINKS if decodes else 0,
         )
+    recent = {"roco": Tokens(_LAST), "mas": Tokens(_LAST), "h2o": share(recent_ratio), "tova": share(recent_ratio)}
+    when: Schedule = every_step() if decodes else after_prefill()
+    return Evict(
+        score,
+        final,
+        protect=Protect(0 if decodes else _SINKS, recent.get(importance, 0)),
+        scope=scope,
+        when=when,
+        select=RandomRun() if importance == "random" and not decodes else TopK(),
+    )
+
+
+def _decoding(importance: Importance, score: Score, count: Count) -> Evict:
+    """The prompt stays, outside the budget; generated tokens compete for it."""
+    prompt, own = Ratio(1.0), Fixed(Share(0.3, "int"), count)
+    recent = {"roco": Tokens(_LAST), "mas": Tokens(_LAST), "h2o": own}
+    return Evict(
+        LastRow("per_kv_head") if importance == "tova" else score,
+        Sum((prompt, count)),
+        protect=Protect(prompt, recent.get(importance, 0)),
+        scope=TopStd(Sum((prompt, own, Tokens(1)))) if importance == "roco" else None,
+        when=every_step(),
+    )

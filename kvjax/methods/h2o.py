@@ -3,6 +3,7 @@
 from typing import Literal
 
 from kvjax.budget import Count, Fixed, Less, Share, as_count
+from kvjax.choice import one_of
 from kvjax.eviction import Evict
 from kvjax.policy import Policy
 from kvjax.protect import Protect
@@ -38,6 +39,10 @@ def h2o(
       prefill: "stepwise_mask" simulates greedy eviction while the text is read (`kvjax.simulations.StepwiseMask`).
       compat: "h2o_hh_mask" reproduces the released masking simulation (`kvjax.simulations.NextStepMask`).
     """
+    one_of("prefill", prefill, "oneshot", "stepwise_mask")
+    one_of("compat", compat, None, "h2o_hh_mask")
+    if prefill == "stepwise_mask" and compat is not None:
+        raise ValueError(f"prefill={prefill!r} and compat={compat!r} are two simulations; give one of them")
     of = Observe(AllRows(), group=group)
     if prefill == "oneshot" and compat is None:
         return Evict(Accumulated(of), budget, protect=Protect(recent=recent), when=every_step())

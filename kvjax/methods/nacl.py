@@ -6,11 +6,12 @@ from typing import Any, Literal
 import numpy as np
 
 from kvjax.budget import Above, Count, Less, Ratio, Tokens, as_budget, as_count
+from kvjax.choice import one_of
 from kvjax.eviction import Evict
 from kvjax.protect import Protect
 from kvjax.schedule import after_prefill, every
 from kvjax.scores import LayerMean, Proxies, Score
-from kvjax.select import TopK, TopKThenRandom
+from kvjax.select import TopKThenRandom
 from kvjax.stats import FirstAndLastRows, LastRows, Observe, SeesAll
 
 # Table 4, percent of the prompt: budget, protected proxies, scoring-only proxies, kept at random.
@@ -89,6 +90,10 @@ def nacl(
       min_len: prompts no longer than this are left alone (2048 in the released code).
       group: how a group's query heads are combined.
     """
+    one_of("head_mode", head_mode, "headwise", "layer")
+    one_of("decode_rows", decode_rows, "row", "interval")
+    if decode_rows == "interval" and decode_every is None:
+        raise ValueError("decode_rows='interval' says nothing without evictions while decoding; give decode_every=")
     count = as_budget(budget)
     protect = Table4("protect", count) if protect is None else as_count(protect, "protect")
     proxies = Table4("rows", count) if proxies is None else as_count(proxies, "proxies")
@@ -99,8 +104,6 @@ def nacl(
     score: Score = Proxies(of, decode_every or 1 if decode_rows == "interval" else 1)
     if head_mode == "layer":
         score = LayerMean(score)
-    elif head_mode != "headwise":
-        raise ValueError(f"head_mode={head_mode!r} is not one of ('headwise', 'layer')")
     return Evict(
         score,
         Above(count, min_len) if min_len else budget,
@@ -130,8 +133,3 @@ def nacl_llama3(budget: float = 0.2, **options: Any) -> Evict:
         "min_len": 2048,
     }
     return nacl(budget, **(defaults | options))
-
-
-def proxy_eviction(budget: int | float | Count, **options: Any) -> Evict:
-    """NaCl without random eviction (Table 3)."""
-    return dataclasses.replace(nacl(budget, **options), select=TopK())

@@ -5,6 +5,7 @@ from typing import Literal
 
 from kvjax.allocation import FloorPyramid, InclusivePyramid, LayerAllocation, Pyramid
 from kvjax.budget import Count
+from kvjax.choice import one_of
 from kvjax.eviction import Evict
 from kvjax.methods.snapkv import snapkv
 from kvjax.policy import Granularity
@@ -56,8 +57,7 @@ def pyramidkv(
         "pyramid_adakv": FloorPyramid(beta, uniform_branch=False),
         "pyramid_kvpress": InclusivePyramid(beta),
     }
-    if preset not in layers:
-        raise ValueError(f"preset={preset!r} is not one of {tuple(layers)}")
+    one_of("preset", preset, *layers)
     policy = snapkv(
         budget,
         window_size=window_size,

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from kvjax.budget import Count
+from kvjax.choice import one_of
 from kvjax.eviction import Evict
 from kvjax.protect import Protect
 from kvjax.schedule import every_step
@@ -29,8 +30,7 @@ def random(
       shared_heads: one draw for all kv heads of a layer.
       random_mode: "run" drops a contiguous run, shared by heads and layers.
     """
-    if random_mode not in ("independent", "run"):
-        raise ValueError(f"random_mode={random_mode!r} is not one of ('independent', 'run')")
+    one_of("random_mode", random_mode, "independent", "run")
     select = RandomRun() if random_mode == "run" else TopK()
     return Evict(
         Uniform(shared_heads), budget, protect=Protect(sinks, protect_recent), when=every_step(), select=select

@@ -4,6 +4,7 @@ from typing import Literal
 
 from kvjax.allocation import LayerAllocation, UniformLayers
 from kvjax.budget import Count, Share
+from kvjax.choice import one_of
 from kvjax.eviction import Evict
 from kvjax.protect import Protect
 from kvjax.schedule import when_over
@@ -41,6 +42,9 @@ def scissorhands(
       element: "p" sums probabilities instead, as another implementation under this name does, with
       decay: what the sum is multiplied by at every step (D-50). It has no window.
     """
+    one_of("element", element, "above", "p")
+    if element == "above" and decay != 1.0:
+        raise ValueError(f"decay={decay} belongs to element='p'; a history of counts has none")
     score = History(history, theta) if element == "above" else Accumulated(Observe(AllRows()), decay=decay)
     if isinstance(budget, int):
         recent = min(recent, budget)

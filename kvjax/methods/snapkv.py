@@ -3,6 +3,7 @@
 from typing import Literal
 
 from kvjax.budget import Count
+from kvjax.choice import one_of
 from kvjax.eviction import Evict
 from kvjax.policy import Granularity
 from kvjax.protect import Protect
@@ -52,8 +53,7 @@ def snapkv(
       normalise: "outside_window" takes the softmax over the keys before the window only (D-24).
       granularity: "query_head" keeps a set for every query head (D-39).
     """
-    if normalise not in ("all", "outside_window"):
-        raise ValueError(f"normalise={normalise!r} is not one of ('all', 'outside_window')")
+    one_of("normalise", normalise, "all", "outside_window")
     if pool_before_rows and pooling != "max":
         raise ValueError(f"pool_before_rows pools by maximum, but pooling={pooling!r}; use pooling='max'")
     softmax = None if normalise == "all" else OutsideWindow(window_size)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.choice import one_of
 from kvjax.context import Context, Phase, Site
 from kvjax.measurements import QuerySquares
 from kvjax.policy import Policy, Selection
@@ -33,8 +34,7 @@ class PruneChannels(Policy):
     def __post_init__(self):
         if not 0 <= self.share < 1:
             raise ValueError(f"PruneChannels(share={self.share}): the share of dropped channels lies in [0, 1)")
-        if self.storage not in ("dropped", "zeroed"):
-            raise ValueError(f"PruneChannels(storage={self.storage!r}): not one of ('dropped', 'zeroed')")
+        one_of("PruneChannels.storage", self.storage, "dropped", "zeroed")
 
     def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
         """See `Policy`."""
@@ -88,7 +88,8 @@ def think(
     r"""Keeps the key channels that matter to the last queries; every token stays.
 
     A channel's score is $\mathrm{mean}_{\text{last rows}}(q_c^2)\,\mathrm{mean}_j(k_{jc}^2)$, averaged over the group.
-    It is a transform of storage, not a token policy: chain it behind one, `chain(snapkv(256), think(0.5))`.
+    It is a transform of storage, not a token policy: chain it behind one, `chain(snapkv(256), think(0.5))`. The cache
+    holds the thin keys; attention widens those of one layer at a time, with zeros, at every step.
     Implementations zero the channels of all prompt tokens (kvpress: `storage="zeroed"`), or store them without, the
     last 32 tokens excepted.
 

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from kvjax.budget import Count, Ratio, Sum, as_count
+from kvjax.choice import one_of
 from kvjax.eviction import Evict
 from kvjax.protect import Protect
 from kvjax.schedule import every_step
@@ -20,10 +21,9 @@ def window(budget: int | float | Count, *, sinks: int = 0, scope: Literal["all",
       sinks: first tokens that stay.
       scope: "generated" keeps the prompt, outside the budget, and evicts generated tokens only.
     """
+    one_of("scope", scope, "all", "generated")
     if scope == "generated":
         return Evict(
             Recency(), Sum((Ratio(1.0), as_count(budget, "budget"))), protect=Protect(Ratio(1.0)), when=every_step()
         )
-    if scope != "all":
-        raise ValueError(f"scope={scope!r} is not one of ('all', 'generated')")
     return Evict(Recency(), budget, protect=Protect(sinks), when=every_step())

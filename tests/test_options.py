@@ -1,0 +1,88 @@
+"""Options with named values refuse others, and say which exist."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import methods
+
+REFUSED = [
+    (methods.h2o, {"prefill": "greedy"}, r"prefill='greedy' is not one of \('oneshot', 'stepwise_mask'\)"),
+    (methods.h2o, {"compat": "hh"}, r"compat='hh' is not one of \(None, 'h2o_hh_mask'\)"),
+    (methods.h2o, {"prefill": "stepwise_mask", "compat": "h2o_hh_mask"}, "two simulations; give one"),
+    (methods.ahakv, {"sg_k": "prompt"}, r"sg_k='prompt' is not one of \('budget', 'selected'\)"),
+    (methods.scissorhands, {"element": "p2"}, r"element='p2' is not one of \('above', 'p'\)"),
+    (methods.scissorhands, {"decay": 0.9}, "decay=0.9 belongs to element='p'"),
+    (methods.nacl, {"decode_rows": "all"}, r"decode_rows='all' is not one of \('row', 'interval'\)"),
+    (methods.nacl, {"decode_rows": "interval"}, "give decode_every="),
+    (methods.nacl, {"head_mode": "global"}, r"head_mode='global' is not one of \('headwise', 'layer'\)"),
+    (methods.window, {"scope": "prompt"}, r"scope='prompt' is not one of \('all', 'generated'\)"),
+    (methods.dilated_window, {"mode": "fixed"}, r"mode='fixed' is not one of \('mask', 'anchored'\)"),
+    (methods.dilated_window, {"dilation": -1}, "dilation=-1 is negative"),
+    (methods.pyramidkv, {"preset": "paper"}, r"preset='paper' is not one of \(None, 'pyramid_factory'"),
+    (methods.snapkv, {"normalise": "window"}, r"normalise='window' is not one of \('all', 'outside_window'\)"),
+    (methods.snapkv, {"pool_before_rows": True, "pooling": "avg"}, "use pooling='max'"),
+    (methods.random, {"random_mode": "block"}, r"random_mode='block' is not one of \('independent', 'run'\)"),
+]
+
+
+@pytest.mark.parametrize(("method", "options", "message"), REFUSED)
+def test_methods_refuse(method, options, message):
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(method)(64, **options)  # without run-time type checking, which would speak first
+
+
+def test_every_importance_pairs_with_every_mode():
+    for importance in ("roco", "mas", "h2o", "tova", "recency", "random"):
+        for mode in ("encoding", "decoding", "encoding_decoding"):
+            kvjax.make_plan(
+                _Config(), methods.easykv(importance, 24, mode=mode, stride=4), prompt_len=60, max_new_tokens=8
+            )
+
+
+class _Config:
+    """Sizes of a model."""
+
+    num_layers, num_query_heads, num_kv_heads, head_dim, vocab_size = 2, 4, 2, 8, 61
+    dtype, additive_rotation = "float32", True
+
+
+def test_a_profile_needs_the_whole_prompt(tiny):
+    model, params = tiny
+    policy = methods.fastgen(special_ids=[0], punctuation_ids=[1])
+    tokens = np.zeros((1, 12), np.int32)
+    for wrapped in (policy, kvjax.chain(policy, methods.window(8)), kvjax.partition({"f": policy}, "fff")):
+        with pytest.raises(ValueError, match="looks at the whole prompt at once, but block=5 reads 12 tokens in parts"):
+            kvjax.generate(model, params, tokens, policy=wrapped, max_new_tokens=2, block=5)
+    whole, parts = (
+        kvjax.generate(model, params, tokens, policy=policy, max_new_tokens=2, block=block) for block in (None, 12)
+    )
+    np.testing.assert_array_equal(whole.tokens, parts.tokens)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (methods.fastgen(special_ids=[0], punctuation_ids=[1]), "sums attention statistics over them, but .* is none"),
+        (methods.expected_attention(8), "sums attention statistics over them, but .* is none"),
+        (methods.pyramidkv(8, window_size=2), "layer 1 has 2 tokens and layer 0 has 14"),
+    ],
+)
+def test_shared_layers_refuse(policy, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.make_plan(_Config(), kvjax.shared_layers(policy), prompt_len=60, max_new_tokens=8)
+
+
+@pytest.mark.parametrize("policy", [methods.keyformer(10, recent=3), methods.random(10), methods.dilated_window(10)])
+def test_shared_layers_decide_once(tiny, policy):
+    """All layers hold the same tokens, after the prompt and while decoding, and read what the policy shows."""
+    model, params = tiny
+    tokens = np.random.default_rng(1).integers(0, 61, (2, 24))
+    run = kvjax.generate(model, params, tokens, policy=kvjax.shared_layers(policy), max_new_tokens=6)
+    for layer in run.state.layers[1:]:
+        np.testing.assert_array_equal(np.sort(layer.pos, -1), np.sort(run.state.layers[0].pos, -1))
+    if policy.mask is not None:
+        apart = kvjax.generate(model, params, tokens, policy=policy, max_new_tokens=6)
+        np.testing.assert_array_equal(run.tokens, apart.tokens)
