@@ -257,22 +257,26 @@ CASES = (
     Case("fastgen_lossless", lambda b: _fastgen(b, recovery_ratio=1.0)),
 )
 
-# Every row costs seconds: rows that differ by an option only are marked slow, and where laws with a model say
-# much the same, all but a sample of mechanisms.
+# Every row costs seconds. With `-m slow` every row crosses every law; the default run has the rows of distinct
+# mechanisms, fewer of them where a model is compiled for each.
 CORE = {
     *("full", "window", "streaming_llm", "random", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "h2o_every_4"),
     *("tova_when_over_3", "h2o_pooled", "snapkv_then_h2o", "scissorhands", "roco", "nacl_decoding", "ahakv"),
     *("keyformer", "fastgen", "chunkkv", "think", "h2o_rerotated", "criticalkv"),
 }
-assert {case.name for case in CASES} >= CORE
-
+MODEL = {
+    *("window", "streaming_llm", "random", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "h2o_pooled"),
+    *("scissorhands", "roco", "nacl_decoding", "keyformer", "fastgen", "think"),
+}
 SAMPLE = {"streaming_llm", "h2o", "tova", "snapkv", "ada_snapkv", "roco", "keyformer", "nacl_decoding"}
+FEW = {"streaming_llm", "h2o", "ada_snapkv", "keyformer"}
 
 
 def _rows(quick):
+    assert {case.name for case in CASES} >= quick
     rows = [pytest.param(c, marks=() if c.name in quick else pytest.mark.slow) for c in CASES]
     return pytest.mark.parametrize("case", rows, ids=repr)
 
 
-every_method = every_method_with_a_model = _rows(CORE)
-sampled_methods_with_a_model = _rows(SAMPLE)
+every_method, every_method_with_a_model = _rows(CORE), _rows(MODEL)
+sampled_methods_with_a_model, few_methods_with_a_model = _rows(SAMPLE), _rows(FEW)

@@ -12,7 +12,7 @@ import models
 from kvjax import methods
 from kvjax.pool import PooledKV
 from kvjax.state import PerHead
-from tests.methods import CASES, every_method
+from tests.methods import few_methods_with_a_model
 
 BUDGET = 8
 M, T, V = 8, 12, 41
@@ -164,10 +164,7 @@ def plain_search(model, params, prompt, policy, width, *, num_beams, eos_ids=(),
     return finished
 
 
-REFERENCE = ("streaming_llm", "random", "tova_when_over_3", "h2o_adaptive", "snapkv_then_h2o", "ada_snapkv")
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in REFERENCE], ids=repr)
+@few_methods_with_a_model
 def test_evicted_caches_equal_a_search_row_by_row(small, prompts, case):
     """Tokens, scores and the returned hypotheses' caches, without end tokens and with."""
     model, params = small
@@ -205,7 +202,7 @@ def ends(small, prompts):
     return tuple({int(t) for t in np.ravel(full.tokens[:, 3:6])})
 
 
-@every_method
+@few_methods_with_a_model
 def test_one_beam_is_greedy(small, prompts, ends, case):
     model, params = small
     tokens, lengths = prompts

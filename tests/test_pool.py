@@ -46,13 +46,17 @@ def run(tiny, policy, *, lengths=(T, 17), block=None):
     return *jax.jit(both)(params, tokens, more), plan
 
 
-@pytest.mark.parametrize("positions", ["original", "compact", "rerotate"])
-@pytest.mark.parametrize("name", SCORES)
+PAIRS = [(name, "original") for name in SCORES]
+PAIRS += [(name, positions) for name in ("snapkv", "h2o", "streaming_llm") for positions in ("compact", "rerotate")]
+QUICK = {("snapkv", "original"), ("scissorhands", "original"), ("query_heads", "original")}
+QUICK |= {("h2o", positions) for positions in ("original", "compact", "rerotate")}
+
+
+@pytest.mark.parametrize(
+    ("name", "positions"), [pytest.param(*p, marks=() if p in QUICK else pytest.mark.slow) for p in PAIRS]
+)
 def test_the_pool_equals_the_dense_layout(tiny, name, positions):
-    policy = SCORES[name]()
-    if positions != "original" and name not in ("snapkv", "h2o", "streaming_llm"):
-        pytest.skip("positions do not depend on the score")
-    policy = dataclasses.replace(policy, positions=positions)
+    policy = dataclasses.replace(SCORES[name](), positions=positions)
     dense, _, dense_after, dense_plan = run(tiny, policy)
     pooled, state, pooled_after, plan = run(tiny, dataclasses.replace(policy, storage="pool"))
     np.testing.assert_allclose(
