@@ -354,8 +354,8 @@ def test_tables_of_another_model(tiny, fields, message):
     ("make", "message"),
     [
         (lambda: Adaptive(max_ratio=math.nan), "max_ratio=nan"),
-        (lambda: Adaptive(safeguard="floor"), r"safeguard='floor'\): not one of \('blend', 'floor_then_global'\)"),
-        (lambda: Adaptive(rounding="int"), r"rounding='int'\): not one of \('largest_remainder', 'half_even'\)"),
+        (lambda: Adaptive(safeguard="floor"), r"safeguard='floor' is not one of \('blend', 'floor_then_global'\)"),
+        (lambda: Adaptive(rounding="int"), r"rounding='int' is not one of \('largest_remainder', 'half_even'\)"),
         (lambda: Adaptive(skip_layers=-1), "skip_layers=-1"),
         (lambda: FloorPyramid(0.9), r"FloorPyramid\(beta=0.9\): beta must be at least 1"),
         (lambda: InclusivePyramid(0.0), r"InclusivePyramid\(beta=0.0\): beta must be at least 1"),
@@ -374,6 +374,38 @@ def test_impossible_values(make, message):
             make()
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_e19_complete(examples):
+    e = examples["E19"]
+    A, base, expected = e["inputs"]["A"], e["params"]["base_per_head"], e["expected"]
+    heads = lambda **kwargs: allocate(Adaptive(**kwargs), A, base)[0].tolist()
+    own = plain_own(np.asarray(A), np.ones((3, 5), bool), e["params"]["total"])
+    assert heads(alpha=1.0) == own.tolist() == expected["raw"]
+    assert (0.5 * own + 0.5 * base).tolist() == expected["paper_alpha0_5"]
+    assert heads(alpha=0.5) == expected["kvjax_alpha0_5_exact"]
+    assert heads(alpha=0.8, rounding="half_even") == expected["code_floor0_2"]
+    assert sum(heads(alpha=0.8, rounding="half_even")) == expected["code_floor0_2_total"]
+    assert heads(alpha=0.5, safeguard="floor_then_global") == expected["kvpress_alpha0_5"]
+    assert heads(alpha=0.0) == expected["uniform"]
+
+
+def test_e20_complete(examples):
+    e = examples["E20"]
+    own, base, alpha = e["inputs"]["raw"], e["params"]["base"], 1 - e["params"]["floor"]
+    score = np.zeros((3, 30))
+    for k, count in enumerate(own):
+        score[k, :count] = np.linspace(1.0, 0.5, count)
+    assert allocate(Adaptive(1.0), score, base)[0].tolist() == own
+    shares, cap = allocate(Adaptive(alpha, rounding="half_even"), score, base)
+    assert shares.tolist() == e["expected"]["rounded_half_even"]
+    assert shares.sum() == e["expected"]["total"] == e["expected"]["wanted"] + 1
+    assert shares.max() <= cap
+    exact, _ = allocate(Adaptive(alpha), score, base)
+    assert exact.tolist() == e["expected"]["kvjax_exact"]
+    assert exact.sum() == e["expected"]["wanted"]
+    blend = np.asarray(e["expected"]["blend"])
+    assert apportion(blend, np.array(30)).tolist() == e["expected"]["kvjax_exact"]
 
 
 # --- in policies ---

@@ -1,7 +1,10 @@
 """Pyramids of layer budgets, against the progressions of released code written out plainly."""
 
 import dataclasses
+import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -109,38 +112,6 @@ def test_e18_complete(examples):
     # The example's list is that of beta = 2; with the example's own beta = 20 the formula gives the second one.
     assert kvpress(4000, 0.5, 2.0) == expected["kvpress_n4000_r0_5_w64_L4"]
     assert kvpress(4000, 0.5, p["beta"]) == [3900, 2633, 1367, 100]
-
-
-def test_e19_complete(examples):
-    e = examples["E19"]
-    A, base, expected = e["inputs"]["A"], e["params"]["base_per_head"], e["expected"]
-    heads = lambda **kwargs: allocate(Adaptive(**kwargs), A, base)[0].tolist()
-    own = plain_own(np.asarray(A), np.ones((3, 5), bool), e["params"]["total"])
-    assert heads(alpha=1.0) == own.tolist() == expected["raw"]
-    assert (0.5 * own + 0.5 * base).tolist() == expected["paper_alpha0_5"]
-    assert heads(alpha=0.5) == expected["kvjax_alpha0_5_exact"]
-    assert heads(alpha=0.8, rounding="half_even") == expected["code_floor0_2"]
-    assert sum(heads(alpha=0.8, rounding="half_even")) == expected["code_floor0_2_total"]
-    assert heads(alpha=0.5, safeguard="floor_then_global") == expected["kvpress_alpha0_5"]
-    assert heads(alpha=0.0) == expected["uniform"]
-
-
-def test_e20_complete(examples):
-    e = examples["E20"]
-    own, base, alpha = e["inputs"]["raw"], e["params"]["base"], 1 - e["params"]["floor"]
-    score = np.zeros((3, 30))
-    for k, count in enumerate(own):
-        score[k, :count] = np.linspace(1.0, 0.5, count)
-    assert allocate(Adaptive(1.0), score, base)[0].tolist() == own
-    shares, cap = allocate(Adaptive(alpha, rounding="half_even"), score, base)
-    assert shares.tolist() == e["expected"]["rounded_half_even"]
-    assert shares.sum() == e["expected"]["total"] == e["expected"]["wanted"] + 1
-    assert shares.max() <= cap
-    exact, _ = allocate(Adaptive(alpha), score, base)
-    assert exact.tolist() == e["expected"]["kvjax_exact"]
-    assert exact.sum() == e["expected"]["wanted"]
-    blend = np.asarray(e["expected"]["blend"])
-    assert apportion(blend, np.array(30)).tolist() == e["expected"]["kvjax_exact"]
 
 
 def test_an_overspending_policy_runs_within_its_plan(tiny):
