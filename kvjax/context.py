@@ -76,17 +76,23 @@ class Context:
         key = jax.vmap(lambda k: jax.random.bits(jax.random.fold_in(k, self.site.layer), (), jnp.uint32))
         return key(self.keys)
 
+    @property
+    def event(self) -> Int[Array, "B"]:
+        """A number for each eviction of a sequence: below 0 before the prompt's last block, 0 after it, then steps."""
+        return self.length - self.prompt_length
+
     def uniform(self, pos: Int[Array, "B K S"], *, shared: bool = False) -> Float[Array, "B K S"]:
-        """A uniform draw in [0, 1) for every slot, fixed by (sequence key, layer, kv head, step, position).
+        """A uniform draw in [0, 1) for every slot, fixed by (sequence key, layer, event, kv head, position).
 
         It depends neither on the order of evaluation, nor on padding, nor on which slot a token sits in. `shared` gives
         all heads of the layer the same draw for a position.
         """
 
-        def draw(key: Key[Array, ""], head: Int[Array, ""], pos: Int[Array, "S"]) -> Float[Array, "S"]:
-            for salt in (jnp.int32(self.site.layer), self.step, head):
+        def draw(key: Key[Array, ""], event: Int[Array, ""], head: Int[Array, ""], pos: Int[Array, "S"]):
+            for salt in (jnp.int32(self.site.layer), event, head):
                 key = jax.random.fold_in(key, salt)
             return jax.vmap(lambda p: jax.random.uniform(jax.random.fold_in(key, p)))(pos)
 
         heads = jnp.arange(pos.shape[1], dtype=jnp.int32) * jnp.int32(not shared)
-        return jax.vmap(jax.vmap(draw, (None, 0, 0)), (0, None, 0))(self.keys, heads, pos)
+        by_head = jax.vmap(draw, (None, None, 0, 0))
+        return jax.vmap(by_head, (0, 0, None, 0))(self.keys, self.event, heads, pos)

@@ -90,6 +90,11 @@ class Evict(Policy):
                 f"{self.when} evicts before attention runs, but {self.score} needs the step's attention; "
                 "use every_step()"
             )
+        if not self.select.by_head and not isinstance(self.heads, UniformHeads):
+            raise ValueError(
+                f"{self.select} keeps the same tokens in all heads, but {self.heads} gives every head a budget of its "
+                "own; use heads=UniformHeads()"
+            )
         one_of("positions", self.positions, "original", "compact", "rerotate")
         one_of("granularity", self.granularity, "kv_head", "query_head")
         one_of("storage", self.storage, "dense", "pool")
@@ -152,7 +157,12 @@ class Evict(Policy):
                 f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, but protect "
                 f"keeps {sinks + recent} (sinks={sinks}, recent={recent}); raise the budget (now {self.budget}){advice}"
             )
-
+        if self.when.before_append and recent == 0 and sinks == budget and longest > budget and site.max_new_tokens:
+            raise ValueError(
+                f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, but protect "
+                f"keeps {sinks} and the token to come needs room beside them (sinks={sinks}); raise the budget (now "
+                f"{self.budget}) or protect fewer"
+            )
         if self.scope is not None:
             lengths = np.arange(site.prompt_len + 1)
             table = as_count(self.scope.size, "size").table(lengths, sizes.budget[:, site.layer])
@@ -221,7 +231,7 @@ class Evict(Policy):
             return kv
         # The coming token counts against the budget and against the recent window.
         ahead = dataclasses.replace(ctx, length=ctx.length + 1)
-        selection, _ = self._select(kv.memory, kv, LayerStats(), ahead, reserve=1)
+        selection, _ = self._select(kv.memory, kv, LayerStats(), ahead, coming=1)
         return evict(kv, selection.keep)
 
     def _scheduled_select(self, memory, kv, stats, ctx) -> Selection:
@@ -238,7 +248,7 @@ class Evict(Policy):
         else:
             due = kv.num_live >= budgets + (self.when.over or 0)
             drop = counts(self.when.drop)[:, None]
-        chosen = lax.cond(due.any(), lambda: self._select(memory, kv, stats, ctx, reserve=drop)[0], lambda: nothing)
+        chosen = lax.cond(due.any(), lambda: self._select(memory, kv, stats, ctx, drop=drop)[0], lambda: nothing)
         return dataclasses.replace(chosen, keep=jnp.where(due[..., None], chosen.keep, kv.live))
 
     def _counts(self, ctx: Context) -> Counts:
@@ -250,8 +260,14 @@ class Evict(Policy):
         n = ctx.prompt_length
         return lookup(sizes.budget[:, ctx.site.layer], n), lookup(sizes.sinks, n), lookup(sizes.recent, n)
 
-    def _select(self, memory, kv, stats, ctx, *, reserve=0) -> tuple[Selection, Int[Array, "B K"]]:
-        """The selection, and the tokens that every head was given beyond its protected ones."""
+    def _select(self, memory, kv, stats, ctx, *, drop=0, coming=0) -> tuple[Selection, Int[Array, "B K"]]:
+        """The selection, and the tokens that every head was given beyond its protected ones.
+
+        Args:
+          memory, kv, stats, ctx: the moment.
+          drop: how far below the budget unprotected tokens are evicted.
+          coming: tokens for which room is made.
+        """
         budget, sinks, recent = self._now(ctx)
         counts = self._counts(ctx)
         safe = protected(kv.pos, ctx.length, sinks, recent)
@@ -265,9 +281,13 @@ class Evict(Policy):
             selectable = self.heads.heads(finite, candidates, budget - outside, most, ctx.site, outside)
         else:
             selectable = memory.shares.value
-        budgets = selectable + outside[:, None] - reserve
+        budgets = selectable + outside[:, None]
         if self.scope is not None:
             safe = self.scope(memory.scope, kv, stats, ctx, safe, counts)
+        if self.when.drop != 0:
+            stay = jnp.minimum(safe.sum(-1, dtype=jnp.int32), budgets)
+            budgets = jnp.maximum(budgets - drop, stay)
+        budgets = budgets - coming
         score = jnp.where(kv.live, score, -jnp.inf)
         at_once = None
         if ctx.phase == "decode" and self.when.prefill:

@@ -174,8 +174,9 @@ def prefill(
       Logits of the next token, and the compacted state.
 
     Raises:
-      ValueError: a prompt of another width, lengths that the plan has no room for, a block without tokens, or blocks
-        for a policy that profiles the whole prompt (FastGen).
+      ValueError: a prompt of another width, lengths that the plan has no room for, a block without tokens, blocks for
+        a policy that looks at the whole prompt (FastGen), or others than of one token for a policy that lets every row
+        decide (H2O's stepwise mask).
     """
     if block is not None and block < 1:
         raise ValueError(f"block={block}: a block has at least 1 token; use None to read the prompt at once")
@@ -186,6 +187,11 @@ def prefill(
         raise ValueError(
             f"{type(plan.policy).__name__} looks at the whole prompt at once, but block={block} reads {T} tokens in "
             f"parts; use block=None"
+        )
+    if block != 1 and T > 1 and plan.policy.needs_every_row:
+        raise ValueError(
+            f"every row of {plan.policy} decides what the next one reads, but block={block} reads {T} tokens otherwise "
+            "than one by one; use block=1"
         )
     lengths = as_lengths(lengths, B, T)
     if isinstance(lengths, np.ndarray):

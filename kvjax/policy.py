@@ -138,6 +138,11 @@ class Policy(abc.ABC):
         """Whether the prompt must be read at once, because what is measured of a block says nothing of the whole."""
         return False
 
+    @property
+    def needs_every_row(self) -> bool:
+        """Whether the prompt must be read token by token, because every row decides what the next one reads."""
+        return False
+
     def scheduled(self, schedule: Schedule) -> "Policy":
         """The same policy under another schedule."""
         del schedule
@@ -297,6 +302,11 @@ class Chain(Policy):
         """See `Policy`."""
         return any(p.needs_whole_prompt for p in self.policies)
 
+    @property
+    def needs_every_row(self) -> bool:
+        """See `Policy`."""
+        return any(p.needs_every_row for p in self.policies)
+
 
 class _Delegating(Policy):
     """A policy that asks another one, layer by layer."""
@@ -388,6 +398,11 @@ class Partition(_Delegating):
         """See `Policy`."""
         return any(p.needs_whole_prompt for _, p in self.policies)
 
+    @property
+    def needs_every_row(self) -> bool:
+        """See `Policy`."""
+        return any(p.needs_every_row for _, p in self.policies)
+
 
 def identity() -> Policy:
     """Keeps everything. The unit of `chain`."""
@@ -450,6 +465,11 @@ class SharedLayers(_Delegating):
     def needs_whole_prompt(self) -> bool:
         """See `Policy`."""
         return self.policy.needs_whole_prompt
+
+    @property
+    def needs_every_row(self) -> bool:
+        """See `Policy`."""
+        return self.policy.needs_every_row
 
     def check(self, site: Site, prompt_length: int) -> None:
         """See `Policy`."""

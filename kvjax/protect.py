@@ -96,11 +96,13 @@ class TopStd(Scope):
         `keep_attention=False` ignores its dense prefix, D-46).
       decode_size: `size` while decoding, where it is another one.
       prompt_sinks: first tokens that are protected while the prompt is read, and no longer.
+      count_self: whether a token's own row counts (D-10). Without it the newest token has no deviation, that is 0.
     """
 
     ignore_prefix: int = 0
     decode_size: int | float | Count | None = None
     prompt_sinks: int = 0
+    count_self: bool = True
 
     def __post_init__(self):
         as_count(self.size, "TopStd.size")
@@ -110,7 +112,8 @@ class TopStd(Scope):
     @property
     def _moments(self) -> tuple[Observe, Observe]:
         rows = RowsFrom(self.ignore_prefix) if self.ignore_prefix else AllRows()
-        return Observe(rows, group_at="before"), Observe(rows, element="p2", group_at="before")
+        square = Observe(rows, element="p2", group_at="before", count_self=self.count_self)
+        return Observe(rows, count_self=self.count_self), square
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Scope`."""
@@ -130,7 +133,7 @@ class TopStd(Scope):
     def __call__(self, memory, kv, stats, ctx, safe, counts):
         """See `Scope`."""
         safe = PromptSinks(self.prompt_sinks)((), kv, stats, ctx, safe, counts)
-        rows = rows_since_insertion(kv, ctx, self.ignore_prefix).astype(jnp.float32)
+        rows = rows_since_insertion(kv, ctx, self.ignore_prefix, count_self=self.count_self).astype(jnp.float32)
         mean, square = (m / rows for m in memory)
         std = jnp.sqrt(jnp.maximum(square - mean * mean, 0.0))
         size = self.size if ctx.phase == "prefill" or self.decode_size is None else self.decode_size
@@ -138,10 +141,15 @@ class TopStd(Scope):
         return safe | TopK().best(jnp.where(safe, jnp.inf, std), kv.pos, size)
 
 
-def rows_since_insertion(kv: LayerKV, ctx: Context, ignore_prefix: int = 0) -> Int[Array, "B K S"]:
-    """Query rows that could see each live token, its own included; 1 for dead slots."""
+def rows_since_insertion(
+    kv: LayerKV, ctx: Context, ignore_prefix: int = 0, *, count_self: bool = True
+) -> Int[Array, "B K S"]:
+    """Query rows, from `ignore_prefix` on, that could see each live token; at least 1, and 1 for dead slots.
+
+    A token's own row is one of them if `count_self`.
+    """
     length = ctx.length[:, None, None]
-    seen = length - kv.pos
+    seen = length - kv.pos - jnp.int32(not count_self)
     if ignore_prefix:
         seen = jnp.minimum(seen, length - ignore_prefix)
     return jnp.where(kv.live, jnp.maximum(seen, 1), 1)

@@ -13,7 +13,8 @@ class Schedule:
       prefill: evict once after the prompt has been read, layer by layer.
       every: in decoding, evict at every `every`-th step; None never evicts by step count.
       over: in decoding, evict as soon as a head holds its budget plus `over` tokens; None never does.
-      drop: with `over`, evict down to the budget minus this many (Scissorhands drops half of the cache at once).
+      drop: with `over`, evict down to the budget minus this many (Scissorhands drops half of the cache at once), as far
+        as tokens are not protected.
       before_append: evict before the new token is appended instead of after it was attended to, so that a cache never
         holds more than its budget (StreamingLLM). Only for policies that need no statistics.
     """

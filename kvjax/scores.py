@@ -175,11 +175,10 @@ class Mean(Running):
     def __call__(self, memory, kv, stats, ctx, candidates):
         """See `Score`."""
         del stats, candidates
-        rows = rows_since_insertion(kv, ctx, self.ignore_prefix)
-        if self.count_self:
-            return memory / rows.astype(jnp.float32)
+        rows = rows_since_insertion(kv, ctx, self.ignore_prefix, count_self=self.count_self)
+        mean = memory / rows.astype(jnp.float32)
         newest = kv.pos == ctx.length[:, None, None] - 1
-        return jnp.where(newest, jnp.inf, memory / jnp.maximum(rows - 1, 1).astype(jnp.float32))
+        return mean if self.count_self else jnp.where(newest, jnp.inf, mean)
 
 
 @dataclasses.dataclass(frozen=True)

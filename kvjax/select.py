@@ -82,6 +82,11 @@ class Select(abc.ABC):
         """How many more than its budget a head may be left with."""
         return 0
 
+    @property
+    def by_head(self) -> bool:
+        """Whether every head gets what its own budget allows; otherwise all heads keep the same tokens."""
+        return True
+
     @abc.abstractmethod
     def __call__(
         self,
@@ -154,7 +159,8 @@ class TopKThenRandom(Select):
     The draw is a Gumbel top-k: $\log$ probability plus Gumbel noise, independent over layers, heads and sequences.
 
     Attributes:
-      random: how many of the budget are drawn: tokens, a share of the prompt (float), or a share of the budget.
+      random: how many of the budget are drawn: tokens, a share of the prompt (float), or a share of the budget; no more
+        than protection leaves of it.
       pool: "rest" draws among what the first stage left (the released code), "all" among every unprotected token (the
         paper's formula); what is drawn twice is then kept once, and the budget not filled (D-15).
       distribution: "softmax" of the raw scores, "normalised" scores, or "uniform" (the ablation of Table 3).
@@ -182,7 +188,8 @@ class TopKThenRandom(Select):
         del stats
         best = TopK(self.ties).best
         excess = kv.num_live > limits.budgets
-        random = jnp.where(excess, jnp.minimum(limits.counts(self.random)[:, None], limits.budgets), 0)
+        unprotected = jnp.maximum(limits.budgets - safe.sum(-1, dtype=jnp.int32), 0)
+        random = jnp.where(excess, jnp.minimum(limits.counts(self.random)[:, None], unprotected), 0)
         first = best(jnp.where(safe, jnp.inf, score), kv.pos, limits.budgets - random)
         pool = kv.live & ~safe & ~(first if self.pool == "rest" else jnp.zeros_like(first))
         if self.distribution == "softmax":
@@ -218,8 +225,10 @@ class RandomRun(Select):
         )
         rank = place - (S - count)[..., None]  # of a candidate among candidates, by position
         excess = jnp.maximum(kv.num_live - limits.budgets, 0)
-        draw = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, ctx.step)))
-        start = jnp.floor(draw(ctx.keys)[:, None] * (count - excess + 1).astype(jnp.float32)).astype(jnp.int32)
+        draw = jax.vmap(lambda key, event: jax.random.uniform(jax.random.fold_in(key, event)))
+        start = jnp.floor(draw(ctx.keys, ctx.event)[:, None] * (count - excess + 1).astype(jnp.float32)).astype(
+            jnp.int32
+        )
         inside = (rank >= start[..., None]) & (rank < (start + excess)[..., None])
         return kv.live & ~(candidates & inside)
 
@@ -265,6 +274,7 @@ class Chunks(Select):
 
     Scores are summed over heads and averaged over a chunk; a short last chunk is a chunk. `share` of the chunks are
     kept, rounded down, at least one, so the number of tokens is near the budget and may exceed it by less than a chunk.
+    Chunks of protected tokens come first; where there are more of those, protected tokens stay without their chunk.
 
     Attributes:
       size: tokens of a chunk.
@@ -283,25 +293,38 @@ class Chunks(Select):
         """See `Select`."""
         return self.size
 
+    @property
+    def by_head(self) -> bool:
+        """See `Select`."""
+        return False
+
     def __call__(self, score, safe, kv, stats, ctx, limits):
         """See `Select`."""
         del stats
-        B, K, S = score.shape
+        B, K, _ = score.shape
         num = -(-(ctx.site.prompt_len + ctx.site.max_new_tokens) // self.size)
         chunk = jnp.where(kv.live, kv.pos // self.size, num)
-        batch = jnp.arange(B)[:, None]
-        flat = chunk.reshape(B, K * S)
-        finite = jnp.where(kv.live, jnp.where(safe, jnp.inf, score), 0.0).reshape(B, K * S)
-        total = jnp.zeros((B, num)).at[batch, flat].add(finite, mode="drop")
-        count = jnp.zeros((B, num)).at[batch, flat].add(1.0, mode="drop")
-        mean = jnp.where(count > 0, total / jnp.maximum(count, 1.0), -jnp.inf)
+        batch, head = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
+        by_chunk = lambda x: jnp.zeros((B, K, num), x.dtype).at[batch, head, chunk].add(x, mode="drop")
+        tokens = by_chunk(kv.live.astype(jnp.int32))  # "B K chunks"
+        protected = by_chunk((kv.live & safe).astype(jnp.int32))
+        count = tokens.sum(1)
+        share = lambda x: x.astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32)
+        mean = jnp.where(count > 0, share(by_chunk(jnp.where(kv.live, score, 0.0)).sum(1)), -jnp.inf)
+        rank = jnp.argsort(jnp.lexsort((-mean, -share(protected.sum(1)))), axis=-1)
+
         existing = (count > 0).sum(-1, dtype=jnp.int32)
-        live, budget = kv.num_live[:, 0], limits.budgets[:, 0]
-        share = budget.astype(jnp.float32) / jnp.maximum(live, 1).astype(jnp.float32)
-        share = share if self.share is None else jnp.full_like(share, self.share)
-        wanted = jnp.maximum(jnp.floor(existing.astype(jnp.float32) * share + 1e-5).astype(jnp.int32), 1)
-        wanted = jnp.where(live <= budget, existing, wanted)
-        order = jnp.argsort(-mean, axis=-1, stable=True)
-        rank = jnp.argsort(order, axis=-1, stable=True)
+        live, budget = kv.num_live.max(-1), limits.budgets.min(-1)
+        wanted = budget.astype(jnp.float32) / jnp.maximum(live, 1).astype(jnp.float32)
+        wanted = wanted if self.share is None else jnp.full_like(wanted, self.share)
+        wanted = jnp.maximum(jnp.floor(existing.astype(jnp.float32) * wanted + 1e-5).astype(jnp.int32), 1)
+        # A head is left with its chunks and with what is protected elsewhere: too much where chunks have lost tokens.
+        in_order = lambda x: jnp.put_along_axis(
+            jnp.zeros_like(x), jnp.broadcast_to(rank[:, None], x.shape), x, axis=-1, inplace=False
+        )
+        grown = jnp.cumsum(in_order(tokens - protected), axis=-1) + protected.sum(-1, keepdims=True)
+        fits = (grown <= (budget + self.size - 1)[:, None, None]).all(1).sum(-1, dtype=jnp.int32)
+        wanted = jnp.where(live <= budget, existing, jnp.minimum(wanted, fits))
         kept = (rank < wanted[:, None]) & (count > 0)
-        return kv.live & jnp.take_along_axis(kept, jnp.minimum(flat, num - 1), axis=-1).reshape(B, K, S)
+        kept = jnp.broadcast_to(kept[:, None], tokens.shape)
+        return kv.live & (safe | jnp.take_along_axis(kept, jnp.minimum(chunk, num - 1), axis=-1))

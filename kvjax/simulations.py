@@ -73,6 +73,11 @@ class NextStepMask(_Hiding):
 
     persistent: bool = False
 
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """See `Policy`; the simulations read prompts densely and mask from then on."""
+        return True
+
     def init(self, site: Site, batch: int) -> Any:
         """See `Policy`."""
         zeros = jnp.zeros((batch, site.num_kv_heads, 0), jnp.float32)
@@ -107,6 +112,11 @@ class StepwiseMask(_Hiding):
     itself, and the band of the `recent` tokens before it. Scores add the row's softmax over everything, hidden tokens
     included, and are zeroed outside the heavy tokens and the row itself. Read the text with `prefill(..., block=1)`.
     """
+
+    @property
+    def needs_every_row(self) -> bool:
+        """See `Policy`."""
+        return True
 
     def init(self, site: Site, batch: int) -> Any:
         """See `Policy`."""

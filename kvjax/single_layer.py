@@ -47,7 +47,7 @@ def evict_layer(
       head. Padding is never kept.
 
     Raises:
-      ValueError: tensors that do not fit together, or a policy that cannot work with this prompt.
+      ValueError: tensors that do not fit together, or a policy that cannot work with this prompt, or not read at once.
     """
     as_policy(policy)
     if not 0 <= layer < num_layers:
@@ -58,6 +58,11 @@ def evict_layer(
         raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} must agree in batch, length and head_dim")
     if T < 1:
         raise ValueError("the prompt is empty (T=0); give at least one token")
+    if policy.needs_every_row and T > 1:
+        raise ValueError(
+            f"every row of {policy} decides what the next one reads, but evict_layer reads {T} tokens at once; drive a "
+            "model with prefill(..., block=1)"
+        )
     site = Site(layer, num_layers, N, K, H, T, 0)
     if policy.heads_of(site) == "query_head":
         k, v = jnp.repeat(k, N // K, axis=1), jnp.repeat(v, N // K, axis=1)

@@ -9,7 +9,7 @@ from kvjax.schedule import Schedule, after_prefill
 def keydiff(budget: int | float | Count, *, when: Schedule = after_prefill()) -> Evict:
     r"""Keeps keys that are unlike the others: $S_j = -\cos(k_j, \bar k)$ with the mean of all unit keys.
 
-    The paper runs it on blocks of 128 appended to what was kept: read the prompt with `prefill_blocks`.
+    The paper runs it on blocks of 128 appended to what was kept: `prefill(..., block=128)`.
 
     Args:
       budget: live tokens a kv head and layer.

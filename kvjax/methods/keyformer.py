@@ -3,11 +3,14 @@
 import dataclasses
 from typing import Literal
 
-from kvjax.budget import Count, Share
+from kvjax.budget import Count, Fixed, Less, Share, as_budget, as_count
+from kvjax.choice import one_of
 from kvjax.eviction import Evict
+from kvjax.policy import Policy
 from kvjax.protect import Protect
 from kvjax.schedule import every_step
 from kvjax.scores import Accumulated
+from kvjax.simulations import NextStepMask
 from kvjax.state import Positions
 from kvjax.stats import AllRows, Noisy, Observe
 
@@ -24,7 +27,8 @@ def keyformer(
     share_batch: bool = False,
     positions: Positions = "original",
     group: Literal["mean", "max", "sum"] = "mean",
-) -> Evict:
+    compat: Literal["keyformer_mask"] | None = None,
+) -> Policy:
     r"""Accumulates a noisy, tempered softmax over prompt and decode rows; keeps key tokens and recent ones.
 
     $f_j = \sum_i \mathrm{softmax}((x_{ij} + \zeta) / \tau_t)$ with standard Gumbel noise and a temperature that rises
@@ -33,8 +37,8 @@ def keyformer(
     Algorithm 1 draws noise once for every key; the released code draws it anew in every call, and the published numbers
     come from the code (D-33). The code's temperature step is given as a number (D-34). It sums scores over the batch
     (D-36), and its mask is off by one, which freezes the key set after the prompt; its files that really evict do so
-    every 8th step and crash (D-37): here the algorithm is followed, `keyformer_mask` reproduces the mask. The
-    "constant" ablation cannot change a softmax (D-38). One score for all layers is `shared_layers` (D-35).
+    every 8th step and crash (D-37): here the algorithm is followed, `compat` reproduces the mask. The "constant"
+    ablation cannot change a softmax (D-38). One score for all layers is `shared_layers` (D-35).
 
     Args:
       budget: live tokens a kv head and layer, recent ones included; 0.6 of the prompt in the released code.
@@ -44,8 +48,23 @@ def keyformer(
       share_batch: one score for all sequences of a batch, such as beams.
       positions: "original", or "compact" for the paper's new positions.
       group: how a group's query heads are combined; noise is drawn for every query head.
+      compat: "keyformer_mask" hides what the released simulation hides, and frees nothing
+        (`kvjax.simulations.NextStepMask`).
+
+    Raises:
+      ValueError: a `compat` that is unknown, or given with options that the simulation does not have.
     """
     of = Observe(AllRows(), softmax=Noisy(noise, per, tau, tau_delta), group=group)
+    one_of("compat", compat, None, "keyformer_mask")
+    if compat is not None:
+        if damping != 1 or share_batch or positions != "original":
+            raise ValueError(
+                f"compat={compat!r} masks by the released simulation's scores, but damping={damping}, "
+                f"share_batch={share_batch}, positions={positions!r} change them; leave these at their defaults"
+            )
+        count = as_budget(budget)
+        within = Fixed(as_count(recent, "recent"), count)
+        return NextStepMask(Less(count, within), within, of, persistent=True)
     score = Accumulated(of, damping=damping, share_batch=share_batch)
     policy = Evict(score, budget, protect=Protect(recent=recent), when=every_step())
     return dataclasses.replace(policy, positions=positions)

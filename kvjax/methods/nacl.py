@@ -3,16 +3,18 @@
 import dataclasses
 from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.budget import Above, Count, Less, Ratio, Tokens, as_budget, as_count
 from kvjax.choice import one_of
+from kvjax.context import Phase
 from kvjax.eviction import Evict
 from kvjax.protect import Protect
 from kvjax.schedule import after_prefill, every
 from kvjax.scores import LayerMean, Proxies, Score
 from kvjax.select import TopKThenRandom
-from kvjax.stats import FirstAndLastRows, LastRows, Observe, SeesAll
+from kvjax.stats import FirstAndLastRows, LastRows, Measurement, Observe, SeesAll
 
 # Table 4, percent of the prompt: budget, protected proxies, scoring-only proxies, kept at random.
 _TABLE_4 = np.array([[10.0, 1.0, 3.0, 7.0], [20.0, 2.0, 18.0, 12.0], [30.0, 1.5, 20.0, 18.0]])
@@ -43,6 +45,37 @@ class Table4(Count):
         return np.maximum(tokens, 1) if self.which == "rows" else tokens
 
 
+@dataclasses.dataclass(frozen=True)
+class ProxiesByIndex(Proxies):
+    """Proxies where query head g alone judges kv head g, whichever kv head it reads: the released code's index (D-19).
+
+    `of` asks for every query head.
+    """
+
+    @property
+    def decodes(self) -> bool:
+        """See `Score`; the released code evicts nothing while generating."""
+        return False
+
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
+        """See `Score`."""
+        return (self.of,) if phase == "prefill" else ()
+
+    def update(self, memory, kv, stats, ctx):
+        """What a query head gave to the tokens of its own kv head, by position, for the kv head of its number."""
+        if ctx.phase == "decode":
+            return memory
+        received = stats[self.of]
+        B, N, _ = received.shape
+        K, num_positions = kv.pos.shape[1], ctx.site.prompt_len + ctx.site.max_new_tokens
+        read = jnp.arange(K) // (N // K)  # the kv head that query head g reads
+        batch, head = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
+        pos = jnp.where(kv.live, kv.pos, num_positions)
+        table = jnp.zeros((B, K, num_positions), received.dtype)
+        table = table.at[batch, head, pos[:, read]].add(received[:, :K], mode="drop")
+        return table.at[batch, head, pos].get(mode="fill", fill_value=0)
+
+
 def nacl(
     budget: int | float | Count,
     *,
@@ -60,6 +93,7 @@ def nacl(
     decode_rows: Literal["row", "interval"] = "row",
     min_len: int = 0,
     group: Literal["mean", "max", "sum"] = "mean",
+    compat: Literal["nacl_headbug"] | None = None,
 ) -> Evict:
     r"""Keeps what the proxies at the end of the prompt attend to, and a random sample of the rest.
 
@@ -70,7 +104,7 @@ def nacl(
     The shares are those of Table 4, interpolated between its rows (10, 20 and 30 % of the prompt) and scaled outside.
     The released code uses other shares (D-17, `nacl_llama3`), draws from what the proxy stage left where the paper's
     formula draws from all (D-15), lets proxies see later proxies (D-18), never evicts while generating (D-16), and
-    judges kv head g by query head g (D-19; `group` combines the heads of a group instead).
+    judges kv head g by query head g (D-19, `compat`; here `group` combines the heads of a group instead).
 
     Args:
       budget: live tokens a kv head and layer.
@@ -89,9 +123,11 @@ def nacl(
       decode_rows: "interval" takes all rows since the last eviction as proxies.
       min_len: prompts no longer than this are left alone (2048 in the released code).
       group: how a group's query heads are combined.
+      compat: "nacl_headbug" lets query head g alone judge kv head g, as the released code does.
     """
     one_of("head_mode", head_mode, "headwise", "layer")
     one_of("decode_rows", decode_rows, "row", "interval")
+    one_of("compat", compat, None, "nacl_headbug")
     if decode_rows == "interval" and decode_every is None:
         raise ValueError("decode_rows='interval' says nothing without evictions while decoding; give decode_every=")
     count = as_budget(budget)
@@ -100,8 +136,12 @@ def nacl(
     random = Table4("random", count) if random is None else as_count(random, "random")
     plain = isinstance(first_proxies, int) and first_proxies == 0
     rows = LastRows(proxies) if plain else FirstAndLastRows(first_proxies, proxies)
-    of = Observe(rows, group=group, softmax=None if proxy_causal else SeesAll())
-    score: Score = Proxies(of, decode_every or 1 if decode_rows == "interval" else 1)
+    softmax = None if proxy_causal else SeesAll()
+    score: Score = Proxies(
+        Observe(rows, group=group, softmax=softmax), decode_every or 1 if decode_rows == "interval" else 1
+    )
+    if compat == "nacl_headbug":
+        score = ProxiesByIndex(Observe(rows, group=None, softmax=softmax))
     if head_mode == "layer":
         score = LayerMean(score)
     return Evict(

@@ -40,6 +40,6 @@ def roco(
         Mean(count_self, ignore_prefix),
         budget,
         protect=Protect(sinks, protect_last),
-        scope=TopStd(scope, ignore_prefix),
+        scope=TopStd(scope, ignore_prefix, count_self=count_self),
         when=every_step(),
     )
