@@ -20,6 +20,7 @@ from kvjax.allocation import (
     LayerTable,
     Pyramid,
     UniformHeads,
+    apportion,
 )
 from tests import helpers
 
