@@ -1,0 +1,61 @@
+"""Every policy on the GPU kernels, interpreted: it keeps what it keeps on XLA, in prefill and decode."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+import models
+import pallas_kernels
+from tests import helpers
+from tests.methods import CASES
+
+pytestmark = pytest.mark.slow  # minutes of interpretation
+
+B, T, NEW, BUDGET = 2, 24, 5, 10
+LENGTHS = (T, 17)
+# What the kernels leave to XLA, and say so.
+ELSEWHERE = ("rows that are not summed", "gaussian noise is not drawn")
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A model whose heads are as wide as the kernels ask for."""
+    model = models.LanguageModel(
+        models.ModelConfig(
+            vocab_size=61, embed_dim=64, mlp_dim=64, num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=64
+        )
+    )
+    return model, jax.tree.map(lambda x: x * jnp.asarray(2.0, x.dtype), jax.jit(model.init)(jax.random.key(7)))
+
+
+def decoded(model, params, policy):
+    """Logits of every step, and the layers after the last one."""
+    rng = np.random.default_rng(2)
+    tokens, more = jnp.asarray(rng.integers(0, 61, (B, T))), jnp.asarray(rng.integers(0, 61, (B, NEW)))
+    plan = kvjax.make_plan(model.config, policy, prompt_len=T, max_new_tokens=NEW, lengths=LENGTHS)
+
+    @jax.jit
+    def run(params, tokens, more):
+        first, state = kvjax.prefill(model, params, tokens, plan, lengths=jnp.asarray(LENGTHS))
+        logits, state = kvjax.feed(model, params, more, state)
+        return jnp.concatenate([first[:, None], logits], axis=1), state
+
+    return run(params, tokens, more)
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_the_same_tokens_are_kept(wide, case, caplog):
+    model, params = wide
+    policy = case.make(BUDGET)
+    logits, state = decoded(model, params, policy)
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"), pallas_kernels.use("interpret"):
+        other_logits, other = decoded(model, params, policy)
+    for a, b in zip(state.layers, other.layers, strict=True):
+        assert helpers.live_positions(a) == helpers.live_positions(b)
+    np.testing.assert_allclose(other_logits, logits, atol=2e-4 * float(np.abs(logits).max()))
+    for record in caplog.records:
+        assert any(reason in record.getMessage() for reason in ELSEWHERE), record.getMessage()
