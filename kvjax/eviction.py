@@ -165,11 +165,18 @@ class Evict(Policy):
             )
         if self.scope is not None:
             lengths = np.arange(site.prompt_len + 1)
-            table = as_count(self.scope.size, "size").table(lengths, sizes.budget[:, site.layer])
-            if (scope := int(table[prompt_length])) > budget:
+            table = lambda count: as_count(count, "size").table(lengths, sizes.budget[:, site.layer])
+            first, size = (int(table(count)[prompt_length]) for count in (self.scope.first, self.scope.size))
+            if sinks + recent + first > budget and prompt_length > budget:
+                raise ValueError(
+                    f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, but protect "
+                    f"keeps {sinks + recent} (sinks={sinks}, recent={recent}) and {self.scope} the first {first}; "
+                    f"raise the budget (now {self.budget}) or protect fewer"
+                )
+            if size > budget:
                 raise ValueError(
                     f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, but "
-                    f"{self.scope} protects {scope}; raise the budget (now {self.budget}) or protect fewer"
+                    f"{self.scope} protects {size}; raise the budget (now {self.budget}) or protect fewer"
                 )
 
     @property

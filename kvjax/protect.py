@@ -58,6 +58,11 @@ class Scope(Observer, abc.ABC):
 
     size: int | float | Count
 
+    @property
+    def first(self) -> int | float | Count:
+        """Tokens that it protects because they come first, beside those that are protected by position already."""
+        return 0
+
     @abc.abstractmethod
     def __call__(
         self,
@@ -74,6 +79,11 @@ class Scope(Observer, abc.ABC):
 @dataclasses.dataclass(frozen=True)
 class PromptSinks(Scope):
     """Protects the first tokens while the prompt is read, and no longer (EasyKV's `encoding_decoding`)."""
+
+    @property
+    def first(self) -> int | float | Count:
+        """See `Scope`."""
+        return self.size
 
     def __call__(self, memory, kv, stats, ctx, safe, counts):
         """See `Scope`."""
@@ -108,6 +118,11 @@ class TopStd(Scope):
         as_count(self.size, "TopStd.size")
         if self.decode_size is not None:
             as_count(self.decode_size, "TopStd.decode_size")
+
+    @property
+    def first(self) -> int | float | Count:
+        """See `Scope`."""
+        return self.prompt_sinks
 
     @property
     def _moments(self) -> tuple[Observe, Observe]:

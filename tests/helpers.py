@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.context import Context, Site
+from kvjax.context import Context, Site, row_keys
 from kvjax.state import EMPTY, map_slots
 from kvjax.stats import LayerStats, Moment, ordered
 from pallas_kernels import attention
@@ -100,3 +100,71 @@ def permute_slots(kv, stats, order):
 def live_positions(kv):
     """Sorted live positions, a list for every row and head."""
     return [[sorted(p for p in head if p != EMPTY) for head in row] for row in np.asarray(kv.head_pos).tolist()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """One layer from the end of its prompt on.
+
+    Attributes:
+      live: live positions "B K" lists after the prompt and after every later token.
+      read: the positions that each row could read, its own included, where rows came one at a time.
+      kv: the layer at the end.
+    """
+
+    live: list
+    read: list
+    kv: kvjax.LayerKV
+
+
+def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None):
+    """A layer that reads a prompt of `n` tokens, in blocks or at once, and then one token after the other."""
+    B, N, M, H = q.shape
+    K = N if policy.heads_of(site(N=N, K=k.shape[1])) == "query_head" else k.shape[1]
+    where = Site(0, 1, N, K, H, n, M - n)
+    lengths = jnp.full((B,), n, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+    for length in set(lengths.tolist()):
+        policy.check(where, length)
+    keys = row_keys(key, B)
+    slots = jnp.zeros((B, K, 0), jnp.int32)
+    kv = kvjax.LayerKV(jnp.zeros((B, K, 0, H)), jnp.zeros((B, K, 0, H)), slots, policy.init(where, B))
+    seen, live, read = jnp.zeros_like(lengths), [], []
+
+    def tokens(kv, seen, first, last, phase, step):
+        column = jnp.arange(first, last, dtype=jnp.int32)[None] - (n - lengths)[:, None]
+        pos = jnp.maximum(column, EMPTY)
+        seen = pos[:, -1] + 1
+        ctx = Context(seen, lengths, jnp.int32(step), keys, site=where, phase=phase)
+        if phase == "decode":
+            kv = policy.make_room(kv, dataclasses.replace(ctx, length=seen - 1, step=jnp.int32(step - 1)))
+        cut = lambda x: x[:, :, first:last]
+        policy_ = policy if last - first == 1 else None
+        observe = ordered(policy.observe(phase, where))
+        out_proj = jnp.ones((N, H, H))
+        _, kv, stats = kvjax.attend(
+            kv,
+            cut(q),
+            cut(k),
+            cut(v),
+            pos,
+            ctx=ctx,
+            rotate=lambda x, _: x,
+            observe=observe,
+            policy=policy_,
+            out_proj=out_proj,
+        )
+        if policy_ is not None:
+            shown = policy.visible(kv, ctx)
+            shown = kv if shown is None else kvjax.evict(dataclasses.replace(kv, rank=None), shown.slots)
+            read.append(live_positions(shown))
+        kv = policy.layer(kv, stats, ctx)
+        return (kvjax.compact(kv, policy.capacity(where)) if phase == "prefill" else kv), seen
+
+    block = n if block is None else block
+    for first in range(n % -block, n, block):
+        kv, seen = tokens(kv, seen, max(first, 0), first + block, "prefill", 0)
+    live.append(live_positions(kv))
+    for step in range(1, M - n + 1):
+        kv, seen = tokens(kv, seen, n + step - 1, n + step, "decode", step)
+        live.append(live_positions(kv))
+    return Moments(live, read, kv)

@@ -1,0 +1,283 @@
+"""Where papers and released code disagree, D-15 to D-26, D-39, D-41 to D-45 and D-49: NaCl, SnapKV, Ada-KV, PyramidKV.
+
+See `test_disagreements.py`.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import methods
+from kvjax.allocation import FloorPyramid, InclusivePyramid, Pyramid
+from kvjax.budget import Ratio
+from tests import helpers
+from tests.one_layer import BUDGET, PROMPT, K, M, N, P, differs, history, k, layer, prompt_kept, prompt_score, q, v
+from tests.references.policies import best, keep, pool, replay
+
+
+def differs_at_prompt(policy, default, plain):
+    assert prompt_kept(policy) == plain
+    assert prompt_kept(default) != plain
+
+
+def after_window(votes, budget, window):
+    """What the votes "K n" of a window keep."""
+    return [keep(s, range(PROMPT), PROMPT, budget, recent=window) for s in votes]
+
+
+# --- NaCl ---
+
+
+def test_d15_the_random_stage_draws_from_what_is_left():
+    params = {"protect": 2, "proxies": 4, "random": 3, "random_temperature": 0.5}
+    score = layer.group(P[:, -4:].sum(1))
+    keys = jax.random.split(jax.random.key(0), 1)
+    pos = jnp.broadcast_to(jnp.arange(PROMPT, dtype=jnp.int32), (1, K, PROMPT))
+    u = np.asarray(helpers.context(helpers.site(), length=[PROMPT]).uniform(pos), np.float64)[0]
+    gumbel = score / 0.5 - np.log(-np.log(u))
+    wanted = {"rest": [], "all": []}
+    for g in range(K):
+        window = {PROMPT - 2, PROMPT - 1}
+        others = set(range(PROMPT)) - window
+        first = set(best(score[g], BUDGET - 2 - 3, others))
+        wanted["rest"].append(sorted(window | first | set(best(gumbel[g], 3, others - first))))
+        wanted["all"].append(sorted(window | first | set(best(gumbel[g], 3, others))))
+    for which, kept in wanted.items():
+        policy = methods.nacl(BUDGET, random_pool=which, **params)
+        assert helpers.replay(policy, q, k, v, PROMPT, key=keys).live[0][0] == kept
+    assert wanted["rest"] != wanted["all"]
+    assert any(len(x) < BUDGET for x in wanted["all"])
+    assert all(len(x) == BUDGET for x in wanted["rest"])
+
+
+@pytest.mark.parametrize("rows", ["row", "interval"])
+def test_d16_eviction_while_generating(rows):
+    every, protect = 2, 2
+    make = functools.partial(methods.nacl, BUDGET, protect=protect, proxies=3, random=0)
+    total, seen = np.zeros((K, M)), []
+
+    def step(i, p, live):
+        nonlocal total
+        t = i - PROMPT + 1
+        seen.append(layer.group(p))
+        if t == 0:
+            total = sum(seen[-3:])
+        elif t > 0:
+            total = sum(seen[-1 - (t - 1) % every :]) if rows == "interval" else seen[-1]
+        due = t >= 0 and t % every == 0
+        return [keep(total[g], live[g], i + 1, BUDGET, recent=protect) if due else live[g] for g in range(K)]
+
+    plain = replay(layer, PROMPT, step)
+    differs(make(decode_every=every, decode_rows=rows), make(), plain)
+    grown = [len(x) for step in history(make()) for x in step]
+    assert grown == [BUDGET + t for t in range(M - PROMPT + 1) for _ in range(K)]
+
+
+def test_d17_the_shares_of_the_released_code():
+    n = np.array([131_072, 40_000, 2_049])
+    policy, table = methods.nacl_llama3(), methods.nacl(0.2)
+    budget = kvjax.budget.as_count(policy.budget, "budget").table(n, n)
+    sinks, recent = policy.protect.tables(n, budget)
+    proxies = kvjax.budget.as_count(policy.score.of.rows.n, "rows").table(n, n)
+    random = kvjax.budget.as_count(policy.select.random, "random").table(n, budget)
+    assert sinks.tolist() == [256] * 3
+    assert recent.tolist() == [max(int(0.01 * x) - 256, 0) for x in n]
+    assert proxies.tolist() == [int(0.01 * x) for x in n]
+    assert random.tolist() == [int(0.07 * x + 1e-9) for x in n]
+    code = [256 + max(int(0.01 * x) - 256, 0) + int(0.12 * x) + int(0.07 * x) for x in n[:2]]
+    assert (np.abs(budget[:2] - code) <= 2).all()  # four truncations against one
+    short = kvjax.budget.as_count(policy.budget, "budget").table(np.array([2_048]), n)
+    assert short.tolist() == [2_048], "no longer than min_len: kept whole"
+    assert table.protect.sinks == 0
+    assert kvjax.budget.as_count(table.protect.recent, "recent").table(np.array([1000]), n).tolist() == [20]
+
+
+def test_d18_proxies_that_see_later_proxies():
+    sees = {True: lambda i: range(i + 1), False: lambda i: range(PROMPT)}
+    make = functools.partial(methods.nacl, BUDGET, protect=1, proxies=5, random=0)
+    votes = {}
+    for causal, visible in sees.items():
+        votes[causal] = sum(layer.group(layer.rows(i, [visible(i)] * K)) for i in range(PROMPT - 5, PROMPT))[:, :PROMPT]
+        np.testing.assert_allclose(prompt_score(make(proxy_causal=causal)), votes[causal], atol=1e-5)
+        assert prompt_kept(make(proxy_causal=causal)) == after_window(votes[causal], BUDGET, 1)
+    assert make() == make(proxy_causal=True)
+    assert np.abs(votes[True] - votes[False]).max() > 0.1
+
+
+def test_d19_a_kv_head_judged_by_the_query_head_of_its_number():
+    make = functools.partial(methods.nacl, BUDGET, protect=1, proxies=5, random=0)
+    votes = P[:, -5:].sum(1)
+    assert prompt_kept(make()) == after_window(layer.group(votes), BUDGET, 1)
+    assert prompt_kept(make(group="max")) == after_window(layer.group(votes, np.max), BUDGET, 1)
+    by_index = after_window(votes[:K], BUDGET, 1)
+    assert prompt_kept(make(compat="nacl_headbug")) == by_index != prompt_kept(make())
+    with pytest.raises(ValueError, match="ranks prompt tokens only"):
+        make(compat="nacl_headbug", decode_every=2)
+
+
+# --- SnapKV, Ada-KV, PyramidKV ---
+
+WINDOW = 3
+VOTES = P[:, -WINDOW:, : PROMPT - WINDOW]
+snapkv = functools.partial(methods.snapkv, BUDGET, window_size=WINDOW, kernel_size=3)
+ada_snapkv = functools.partial(methods.ada_snapkv, BUDGET, window_size=WINDOW, kernel_size=3, storage="dense")
+
+
+def pooled(votes, kernel=3, kind="max", **kwargs):
+    return np.stack([pool(x, kernel, kind, **kwargs) for x in votes])
+
+
+def from_scores(scores, budgets=(BUDGET - WINDOW,) * K):
+    window = range(PROMPT - WINDOW, PROMPT)
+    return [sorted([*best(s, b, range(len(s))), *window]) for s, b in zip(scores, budgets, strict=True)]
+
+
+def won(scores, total):
+    """How many of a layer's best scores belong to each head."""
+    pairs = sorted(((s, g) for g in range(len(scores)) for s in scores[g]), reverse=True)[:total]
+    return np.bincount([g for _, g in pairs], minlength=len(scores))
+
+
+def exact(shares):
+    whole = np.floor(shares + 1e-9).astype(int)
+    for g in np.argsort(-(shares - whole), kind="stable")[: round(shares.sum()) - whole.sum()]:
+        whole[g] += 1
+    return whole.tolist()
+
+
+SCORES = pooled(layer.group(VOTES.sum(1)))
+BASE = BUDGET - WINDOW
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.8])
+def test_d20_alpha_weighs_the_adaptive_part(alpha):
+    """`floor_alpha` of the released code is 1 - alpha: 0.5, or 0.2 from its command line."""
+    blended = exact(alpha * won(SCORES, K * BASE) + (1 - alpha) * BASE)
+    assert prompt_kept(ada_snapkv(alpha=alpha)) == from_scores(SCORES, blended)
+    assert ada_snapkv() == ada_snapkv(alpha=0.5)
+    assert prompt_kept(ada_snapkv(alpha=0.8)) != prompt_kept(ada_snapkv())
+
+
+def test_d21_every_head_rounded_for_itself():
+    floor = 0.2
+    code = [round(float(b * (1 - floor) + int(BASE * floor))) for b in won(SCORES, K * BASE)]
+    assert sum(code) != K * BASE, "a total that does not drift tests nothing"
+    make = functools.partial(ada_snapkv, alpha=1 - floor)
+    differs_at_prompt(make(rounding="half_even"), make(), from_scores(SCORES, code))
+    assert sum(len(tokens) for tokens in prompt_kept(make())) == K * BUDGET
+
+
+def test_d22_floor_then_global():
+    """Each head's best `int(alpha B)` are safe, the window among them; then the layer's best."""
+    alpha = 0.7
+    safe = max(int(alpha * BUDGET) - WINDOW, 0)
+    left = [np.sort(s)[::-1][safe:] for s in SCORES]
+    budgets = [safe + int(x) for x in won(left, K * (BASE - safe))]
+    differs_at_prompt(
+        ada_snapkv(alpha=alpha, safeguard="floor_then_global"), ada_snapkv(alpha=0.3), from_scores(SCORES, budgets)
+    )
+
+
+def test_d23_pooling_before_rows_are_added():
+    rows = np.stack([pooled(VOTES[:, r]) for r in range(WINDOW)]).sum(0)
+    differs_at_prompt(snapkv(pool_before_rows=True), snapkv(), from_scores(layer.group(rows)))
+    own = won(layer.group(rows), K * BASE)
+    budgets = exact(0.5 * own + 0.5 * BASE)
+    assert prompt_kept(ada_snapkv(pool_before_rows=True)) == from_scores(layer.group(rows), budgets)
+
+
+def test_d24_softmax_over_keys_outside_the_window():
+    outside = [range(PROMPT - WINDOW)] * K
+    votes = sum(layer.rows(i, outside) for i in range(PROMPT - WINDOW, PROMPT))[:, : PROMPT - WINDOW]
+    plain = pooled(layer.group(votes))
+    policy = snapkv(normalise="outside_window")
+    np.testing.assert_allclose(prompt_score(policy)[:, :-WINDOW], plain, atol=1e-5)
+    assert prompt_kept(policy) == from_scores(plain)
+    assert np.abs(prompt_score(snapkv())[:, :-WINDOW] - plain).max() > 0.01
+
+
+def test_d25_every_prompt_has_its_own_pyramid(tiny):
+    policy = methods.ada_pyramid(0.5, beta=4, window_size=2)
+    plan = kvjax.make_plan(tiny[0].config, policy, prompt_len=40, max_new_tokens=0, lengths=[40, 20])
+    budgets = lambda n: [policy.target(site, n) for site in plan.sites]
+    assert budgets(40) == [2 + x for x in Pyramid(4).layers(np.array([18]), np.array([38]), 3)[0]]
+    assert budgets(20) == [2 + x for x in Pyramid(4).layers(np.array([8]), np.array([18]), 3)[0]]
+
+
+def test_d26_normalized_scores_compete():
+    mass = np.array([np.sort(s)[::-1][:BASE].sum() / s.sum() for s in SCORES])
+    raw, scaled = won(SCORES, K * BASE), won(SCORES * mass[:, None], K * BASE)
+    make = functools.partial(ada_snapkv, alpha=1.0)
+    differs_at_prompt(make(normalize=True), make(), from_scores(SCORES, scaled))
+    assert prompt_kept(make()) == from_scores(SCORES, raw)
+    sharp = jnp.asarray([[[0.45, 0.45, 0.15, 0.03, 0.02], [0.25] * 5]])
+    heads = lambda **kw: kvjax.Adaptive(1.0, math.inf, **kw).heads(
+        sharp, jnp.ones(sharp.shape, bool), jnp.asarray([2], jnp.int32), 2, helpers.site()
+    )
+    assert heads().tolist() == [[2, 2]]
+    assert heads(normalize=True).tolist() == [[3, 1]]
+
+
+def test_d39_sets_of_query_heads_and_group_reductions():
+    apart = pooled(VOTES.sum(1))
+    assert prompt_kept(snapkv(granularity="query_head")) == from_scores(apart, (BASE,) * N)
+    assert len(prompt_kept(snapkv())) == K
+    for group, reduce in (("mean", np.mean), ("max", np.max), ("sum", np.sum)):
+        assert prompt_kept(snapkv(group=group)) == from_scores(pooled(layer.group(VOTES.sum(1), reduce)))
+
+
+def test_d41_d42_integer_pyramids():
+    at = lambda allocation, b, n, layers, w=8: allocation.layers(np.array([b]), np.array([n - w]), layers, w)[0]
+    assert at(Pyramid(20), 120, 4096, 32).sum() == 32 * 120 == 3840
+    assert at(FloorPyramid(20), 120, 4096, 32).sum() == 4016
+    assert methods.pyramidkv(128, preset="pyramid_factory").layers == FloorPyramid(20.0)
+    assert methods.pyramidkv(128).layers == Pyramid(20.0)
+    # Shorter than twice the budget: uniform, a flatter integer pyramid, or what the first layers cannot use moves down.
+    short = 200
+    assert set(at(FloorPyramid(20), 120, short, 32).tolist()) == {120}
+    flat = at(FloorPyramid(20, uniform_branch=False), 120, short, 32)
+    assert (flat[0], flat[-1]) == (192, 192 - 31 * ((192 - 48) // 31))
+    one = at(Pyramid(20), 120, short, 32)
+    assert one.sum() == 32 * 120
+    assert one.max() == 192
+    assert (one >= np.minimum(at(Pyramid(20), 120, 4096, 32), 192)).all()
+
+
+def test_d43_a_window_inside_the_pyramid():
+    inside = InclusivePyramid(4.0).layers(np.array([40]), np.array([992]), 3, 8)[0] + 8
+    assert inside.tolist() == [round(x) for x in (2 * 48 - 12, 48, 12)]
+    on_top = Pyramid(4.0).layers(np.array([40]), np.array([992]), 3, 8)[0] + 8
+    assert on_top.tolist() == [2 * 40 - 10 + 8, 48, 18]
+    assert methods.pyramidkv(48, beta=4.0, preset="pyramid_kvpress").layers == InclusivePyramid(4.0)
+
+
+def test_d44_a_fraction_or_a_capacity():
+    n = helpers.site(T=PROMPT, num_layers=1)
+    make = functools.partial(methods.snapkv, window_size=2)
+    assert [make(0.5).target(n, x) for x in (16, 8)] == [8, 4]
+    assert [make(8).target(n, x) for x in (16, 8)] == [8, 8]
+    assert prompt_kept(make(0.5)) == prompt_kept(make(8))
+
+
+def test_d45_truncated_ratios():
+    tokens = lambda ratio, n: int(ratio.table(np.array([n]), np.array([0]))[0])
+    assert int(10 * (1 - 0.9)) == tokens(Ratio(1 - 0.9, "int"), 10) == 0
+    assert tokens(Ratio(1 - 0.9), 10) == 1
+    n = helpers.site(T=PROMPT, num_layers=1)
+    assert methods.h2o(Ratio(1 - 0.7, "int")).target(n, 10) == int(10 * (1 - 0.7)) == 3
+    assert methods.h2o(Ratio(1 - 0.9, "int")).target(n, 10) == 1, "attention needs one token"
+
+
+def test_d49_averages_at_the_edges():
+    votes = layer.group(VOTES.sum(1))
+    counted, valid = pooled(votes, 5, "avg"), pooled(votes, 5, "avg", count=lambda under: under)
+    make = functools.partial(methods.snapkv, BUDGET, window_size=WINDOW, kernel_size=5, pooling="avg")
+    np.testing.assert_allclose(prompt_score(make())[:, :-WINDOW], counted, atol=1e-5)
+    np.testing.assert_allclose(prompt_score(make(avg_pad="valid_count"))[:, :-WINDOW], valid, atol=1e-5)
+    assert prompt_kept(make(avg_pad="valid_count")) == from_scores(valid)
+    assert np.abs(counted - valid).max() > 0.05

@@ -1,0 +1,279 @@
+"""Where papers and released code disagree, D-27 to D-38, D-40 and D-47: AhaKV, Keyformer, FastGen, padding.
+
+See `test_disagreements.py`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import methods
+from tests import helpers
+from tests.one_layer import (
+    BUDGET,
+    PROMPT,
+    H,
+    K,
+    M,
+    N,
+    differs,
+    history,
+    k,
+    layer,
+    moments,
+    noise,
+    prompt_score,
+    q,
+    v,
+)
+from tests.references.policies import Layer, accumulating, best, keep, pool, replay
+
+RECENT = 3
+NORM = (np.asarray(v[0], np.float64) ** 2).sum(-1)  # "K M"
+
+
+def ahakv(budget=BUDGET, *, rows=RECENT, apply="raw", floor=None, count="position", kernel=7, target="value_norm"):
+    """SG-softmax of the last rows, the prompt's part times a prior of value norms; steps add their rows to it.
+
+    Args:
+      budget, rows, apply, floor, count: as in `methods.ahakv`.
+      kernel: of the pooling; None for no prior.
+      target: what is pooled.
+    """
+    pooled = lambda x: np.stack([pool(one, kernel, "avg") for one in x])
+
+    def attend(i, live):
+        seen = i + 1 if count == "position" else min(i + 1, len(live[0]))
+        factor = np.sqrt(2 * np.log(max(seen / budget, 1))) / (H**0.5 if apply == "scaled" else 1)
+        factor = factor if floor is None else max(factor, floor)
+        return layer.rows(i, live, factor=factor if seen > budget else 1)
+
+    def with_prior(score):
+        norm = NORM[:, :PROMPT] if target == "score" else pooled(NORM[:, :PROMPT])
+        result = score.copy()
+        result[:, :PROMPT] *= norm / norm.max(1, keepdims=True)
+        result[:, :PROMPT] = result[:, :PROMPT] if target == "value_norm" else pooled(result[:, :PROMPT])
+        return result
+
+    score = np.zeros((K, M))
+
+    def step(i, p, live):
+        nonlocal score
+        score = score + layer.group(p) * (i >= PROMPT - rows)
+        score = with_prior(score) if i == PROMPT - 1 and kernel is not None else score
+        return [
+            keep(score[g], live[g], i + 1, budget, recent=RECENT) if len(live[g]) > budget else live[g]
+            for g in range(K)
+        ]
+
+    return replay(layer, PROMPT, step, attend=attend)
+
+
+make_ahakv = functools.partial(methods.ahakv, BUDGET, recent=RECENT)
+
+
+def test_d27_d30_d31_d32_the_defaults():
+    assert history(make_ahakv()) == ahakv()
+
+
+def test_d27_one_row_more():
+    differs(make_ahakv(rows=RECENT + 1), make_ahakv(), ahakv(rows=RECENT + 1))
+
+
+def test_d28_lambda_on_scaled_products():
+    differs(make_ahakv(sg_apply="scaled"), make_ahakv(), ahakv(apply="scaled"))
+
+
+def test_d29_rows_that_see_no_more_than_the_budget():
+    """Below k the model's softmax; just above it rows are flatter than that, unless a floor is set."""
+    close = functools.partial(methods.ahakv, 12, recent=RECENT)
+    assert history(close()) == ahakv(12)
+    assert history(close(sg_floor=1.0)) == ahakv(12, floor=1.0)
+    plain = prompt_score(methods.ahakv(12, recent=RECENT, value_prior=False, step_gain_softmax=False))
+    floored = prompt_score(methods.ahakv(12, recent=RECENT, value_prior=False, sg_floor=1.0))
+    flat = prompt_score(methods.ahakv(12, recent=RECENT, value_prior=False))
+    np.testing.assert_allclose(floored, plain, atol=1e-6)
+    assert np.abs(flat - plain).max() > 0.01
+    short = prompt_score(methods.ahakv(PROMPT, recent=RECENT, value_prior=False))
+    np.testing.assert_allclose(short, plain, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"kernel": 3}, {"target": "score"}, {"target": "both"}], ids=str)
+def test_d30_what_is_pooled(options):
+    policy = make_ahakv(**{f"pool_{name}": value for name, value in options.items()})
+    assert history(policy) == ahakv(**options)
+    assert np.abs(prompt_score(policy) - prompt_score(make_ahakv())).max() > 0.01
+
+
+def test_d31_selection_without_the_prior():
+    differs(make_ahakv(value_prior=False), make_ahakv(), ahakv(kernel=None))
+
+
+def test_d32_counting_live_tokens():
+    """ln(i / k) is then near 0 in decoding, and rows near uniform."""
+    differs(make_ahakv(sg_count="cache"), make_ahakv(), ahakv(count="cache"))
+
+
+# --- Keyformer ---
+
+
+def temperature(i, tau=(1.0, 2.0), delta=None):
+    delta = (tau[1] - tau[0]) / (M - PROMPT) if delta is None else delta
+    return tau[0] + delta * max(i - PROMPT + 1, 0)
+
+
+def keyformer(per="call", delta=None, final=None):
+    attend = lambda i, live: layer.rows(i, live, noise=noise(i, per), factor=1 / temperature(i, delta=delta))
+    return replay(layer, PROMPT, accumulating(layer, BUDGET, recent=RECENT, final=final), attend=attend)
+
+
+make_keyformer = functools.partial(methods.keyformer, BUDGET, recent=RECENT)
+
+
+@pytest.fixture(autouse=True)
+def _noise_of_each_head(monkeypatch):
+    """Lets `Layer.row` take the noise of its own head from "N M"."""
+    row = Layer.row
+
+    def with_noise(self, head, i, keys, *, noise=None, **kwargs):
+        return row(self, head, i, keys, noise=None if noise is None else noise[head], **kwargs)
+
+    monkeypatch.setattr(Layer, "row", with_noise)
+
+
+def test_d33_noise_for_every_call_or_for_every_key():
+    assert history(make_keyformer()) == keyformer()
+    differs(make_keyformer(per="key"), make_keyformer(), keyformer("key"))
+
+
+@pytest.mark.parametrize("delta", [None, 0.01, 6.0])
+def test_d34_the_step_of_the_temperature(delta):
+    """(end - init) / T, or a number: 0.01 in the released configuration."""
+    policy, scores = make_keyformer(tau_delta=delta), []
+    plain = keyformer(delta=delta, final=lambda i, total: scores.append(total) or total)
+    assert history(policy) == plain
+    kv = moments(policy).kv
+    for g, pos in enumerate(np.asarray(kv.pos[0])):
+        live = pos >= 0
+        np.testing.assert_allclose(kv.memory.score[0, g][live], scores[-1][g][pos[live]], atol=1e-5)
+    if delta is not None:
+        assert np.abs(kv.memory.score - moments(make_keyformer()).kv.memory.score).max() > 0.01
+
+
+def test_d35_one_score_for_all_layers(tiny):
+    """The sum of what all layers measured decides for all of them."""
+    model, params = tiny
+    policy = make_keyformer()
+    tokens = jnp.asarray(np.random.default_rng(2).integers(0, 61, (1, PROMPT)), jnp.int32)
+    shared = kvjax.shared_layers(policy)
+    plan = kvjax.make_plan(model.config, shared, prompt_len=PROMPT, max_new_tokens=4)
+    state = kvjax.init_state(plan, jnp.asarray([PROMPT]))
+    _, state, stats = kvjax.forward(model, params, tokens, state)
+    total = sum(np.asarray(one.values[0][0], np.float64) for one in stats.layers)
+    wanted = [keep(total[g], range(PROMPT), PROMPT, BUDGET, recent=RECENT) for g in range(2)]
+    after = shared(state, stats)
+    assert [helpers.live_positions(one)[0] for one in after.layers] == [wanted] * 3
+    apart = policy(state, stats)
+    assert [helpers.live_positions(one)[0] for one in apart.layers] != [wanted] * 3
+
+
+def test_d36_one_score_for_the_batch():
+    q2, k2, v2 = helpers.qkv(8, B=2, N=N, K=K, T=M, H=H, sharpness=2.0)
+    rows = [Layer(q2[b], k2[b]) for b in range(2)]
+    total, live, wanted = np.zeros((K, M)), [[set()] * K] * 2, []
+    for i in range(M):
+        live = [[{*tokens, i} for tokens in row] for row in live]
+        total = total + sum(one.group(one.rows(i, held)) for one, held in zip(rows, live, strict=True))
+        if i >= PROMPT - 1:
+            live = [[keep(total[g], row[g], i + 1, BUDGET, recent=RECENT) for g in range(K)] for row in live]
+            wanted.append([[list(tokens) for tokens in row] for row in live])
+    make = functools.partial(make_keyformer, noise="none", tau=(1.0, 1.0))
+    assert helpers.replay(make(share_batch=True), q2, k2, v2, PROMPT).live == wanted
+    apart = helpers.replay(make(), q2, k2, v2, PROMPT).live
+    assert apart != wanted
+    for b in range(2):
+        alone = helpers.replay(make(), q2[b : b + 1], k2[b : b + 1], v2[b : b + 1], PROMPT).live
+        assert [step[b] for step in apart] == [step[0] for step in alone]
+
+
+def test_d37_a_key_set_that_is_frozen_after_the_prompt():
+    """The mask of the released simulation: what leaves the recent window can never become a key token."""
+    score = sum(
+        layer.group(layer.rows(i, [range(i + 1)] * K, noise=noise(i), factor=1 / temperature(i))) for i in range(PROMPT)
+    )
+    keys = [best(score[g], BUDGET - RECENT, range(PROMPT - RECENT)) for g in range(K)]
+    wanted = [[sorted({*keys[g], *range(i + 1 - RECENT, i + 1)}) for g in range(K)] for i in range(PROMPT, M)]
+    masked = moments(make_keyformer(compat="keyformer_mask"))
+    assert [row[0] for row in masked.read] == wanted
+    assert masked.live[-1][0] == [list(range(M))] * K, "a mask frees nothing"
+    default = [row[0] for row in moments(make_keyformer()).read]
+    assert all(i - RECENT in tokens for i, row in enumerate(default, PROMPT) for tokens in row)
+    chosen = {j for row in default for tokens in row for j in tokens} - {j for row in wanted for g in row for j in g}
+    assert chosen - set(range(PROMPT - RECENT)), "the algorithm lets generated tokens become key tokens"
+    for wrong in ({"damping": 0.5}, {"share_batch": True}, {"positions": "compact"}):
+        with pytest.raises(ValueError, match="masks by the released simulation's scores"):
+            make_keyformer(compat="keyformer_mask", **wrong)
+
+
+def test_d38_constant_noise_changes_nothing():
+    constant, none = make_keyformer(noise="constant"), make_keyformer(noise="none")
+    np.testing.assert_allclose(prompt_score(constant), prompt_score(none), atol=1e-6)
+    assert history(constant) == history(none)
+    assert np.abs(prompt_score(none) - prompt_score(make_keyformer())).max() > 0.01
+
+
+# --- all, FastGen ---
+
+
+@pytest.mark.parametrize("policy", [methods.h2o(0.5), methods.pyramidkv(0.5, window_size=2), methods.random(0.5)])
+def test_d40_a_padded_row_is_the_row_alone(policy):
+    lengths = np.array([PROMPT, 11])
+    q2, k2, v2 = helpers.qkv(8, B=2, N=N, K=K, T=M, H=H, sharpness=2.0)
+    cut = lambda x, b, n: x[b : b + 1, :, PROMPT - n :]
+    keys = jax.random.split(jax.random.key(3), 2)
+    both = helpers.replay(policy, q2, k2, v2, PROMPT, lengths=lengths, key=keys).live
+    for b, n in enumerate(lengths.tolist()):
+        alone = helpers.replay(policy, cut(q2, b, n), cut(k2, b, n), cut(v2, b, n), n, key=keys[b : b + 1]).live
+        assert [step[b] for step in both] == [step[0] for step in alone]
+
+
+@pytest.mark.parametrize("recovery_ratio", [0.6, 0.75, 0.9])
+def test_d47_what_counts_as_recovered(recovery_ratio):
+    """The mass on kept keys, or the share of entries that renormalising hardly changes."""
+    ids = np.arange(PROMPT) % 7
+    p = layer.group(layer.prompt(PROMPT))
+    size, chosen = int(0.3 * PROMPT), {"mass": [], "elementwise": []}
+    visible = np.tril(np.ones((PROMPT, PROMPT), bool))
+    distance = np.arange(PROMPT)[:, None] - np.arange(PROMPT)
+    for g in range(K):
+        special, mark = ids < 1, (ids >= 1) & (ids < 3)
+        frequent = np.isin(np.arange(PROMPT), best(p[g].sum(0), size, range(PROMPT)))
+        columns = [special, special | mark, special | mark | frequent]
+        masks = [visible & c[None] for c in columns] + [visible & (columns[2][None] | (distance < size))]
+        for recovery, strategies in chosen.items():
+            enough = []
+            for mask in masks:
+                kept = np.where(mask, p[g], 0)
+                total = kept.sum(1, keepdims=True)
+                after = kept / np.where(total > 0, total, 1)
+                unchanged = (np.abs(after - p[g]) < 1e-4) & visible & (total > 0)
+                value = total.mean() if recovery == "mass" else unchanged.sum() / visible.sum()
+                enough.append(value >= recovery_ratio)
+            strategies.append(enough.index(True) if any(enough) else len(masks))
+    for recovery, wanted in chosen.items():
+        policy = methods.fastgen(
+            special_ids=[0], punctuation_ids=[1, 2], recovery=recovery, recovery_ratio=recovery_ratio
+        )
+        site = helpers.site(T=PROMPT, num_layers=1)
+        cut = lambda x: x[:, :, :PROMPT]
+        pos = jnp.arange(PROMPT, dtype=jnp.int32)[None]
+        empty = kvjax.LayerKV(cut(k)[:, :, :0], cut(v)[:, :, :0], jnp.zeros((1, K, 0), jnp.int32), policy.init(site, 1))
+        ctx = helpers.context(site, length=[PROMPT], tokens=jnp.asarray(ids, jnp.int32)[None])
+        observe = kvjax.stats.ordered(policy.observe("prefill", site))
+        _, kv, stats = kvjax.attend(empty, cut(q), cut(k), cut(v), pos, ctx=ctx, rotate=lambda x, _: x, observe=observe)
+        assert policy.layer(kv, stats, ctx).memory.strategy.value[0].tolist() == wanted
+    assert chosen["mass"] != chosen["elementwise"]
