@@ -117,7 +117,7 @@ class Moments:
     kv: kvjax.LayerKV
 
 
-def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None):
+def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None, ids=None):
     """A layer that reads a prompt of `n` tokens, in blocks or at once, and then one token after the other."""
     B, N, M, H = q.shape
     K = N if policy.heads_of(site(N=N, K=k.shape[1])) == "query_head" else k.shape[1]
@@ -127,14 +127,18 @@ def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None):
         policy.check(where, length)
     keys = row_keys(key, B)
     slots = jnp.zeros((B, K, 0), jnp.int32)
-    kv = kvjax.LayerKV(jnp.zeros((B, K, 0, H)), jnp.zeros((B, K, 0, H)), slots, policy.init(where, B))
+    positions = policy.key_positions(where)
+    rank, rotated = (None if positions in names else slots for names in (("original",), ("original", "compact")))
+    empty = jnp.zeros((B, K, 0, H))
+    kv = kvjax.LayerKV(empty, empty, slots, policy.init(where, B), rank, rotated, positions=positions)
     seen, live, read = jnp.zeros_like(lengths), [], []
 
     def tokens(kv, seen, first, last, phase, step):
         column = jnp.arange(first, last, dtype=jnp.int32)[None] - (n - lengths)[:, None]
         pos = jnp.maximum(column, EMPTY)
         seen = pos[:, -1] + 1
-        ctx = Context(seen, lengths, jnp.int32(step), keys, site=where, phase=phase)
+        new_ids = None if ids is None else ids[:, first:last]
+        ctx = Context(seen, lengths, jnp.int32(step), keys, site=where, phase=phase, tokens=new_ids)
         if phase == "decode":
             kv = policy.make_room(kv, dataclasses.replace(ctx, length=seen - 1, step=jnp.int32(step - 1)))
         cut = lambda x: x[:, :, first:last]
@@ -164,6 +168,8 @@ def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None):
     for first in range(n % -block, n, block):
         kv, seen = tokens(kv, seen, max(first, 0), first + block, "prefill", 0)
     live.append(live_positions(kv))
+    ctx = Context(seen, lengths, jnp.int32(0), keys, site=where, phase="prefill")
+    kv = policy.transform(kv, ctx)
     for step in range(1, M - n + 1):
         kv, seen = tokens(kv, seen, n + step - 1, n + step, "decode", step)
         live.append(live_positions(kv))

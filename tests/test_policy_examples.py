@@ -8,11 +8,9 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.allocation import UniformLayers
-from kvjax.budget import Ratio, Tokens, whole_tokens
+from kvjax.budget import Ratio, whole_tokens
 from kvjax.eviction import EvictMemory
 from kvjax.select import TopK
-from kvjax.state import EMPTY
 from kvjax.stats import LayerStats
 from pallas_kernels import Columns, attention
 from tests import helpers
@@ -259,24 +257,3 @@ def test_e37_compact_positions(examples):
     )
     following = kvjax.state.next_ranks(kv, jnp.asarray([[[6]]], jnp.int32))
     assert following.tolist() == [[[e["expected"]["next_query_position_rerotated"]]]]
-
-
-def test_e38_equivalences():
-    """Limits in which one method becomes another."""
-    q, k, v = helpers.qkv(11, T=40)
-    same = lambda a, b: np.testing.assert_array_equal(
-        kvjax.evict_layer(a, q, k, v, layer=1, num_layers=4).keep,
-        kvjax.evict_layer(b, q, k, v, layer=1, num_layers=4).keep,
-    )
-    snapkv = lambda **kw: methods.snapkv(16, window_size=4, kernel_size=3, **kw)
-    same(methods.pyramidkv(16, beta=1.0, window_size=4, kernel_size=3), snapkv())
-    same(methods.ada_snapkv(16, alpha=0.0, window_size=4, kernel_size=3), snapkv())
-    window_sum = kvjax.Evict(kvjax.scores.Window(4), 16, protect=kvjax.Protect(recent=4))
-    same(methods.snapkv(16, window_size=4, kernel_size=1), window_sum)
-    same(methods.h2o(16, recent=16), methods.window(16))
-    same(methods.streaming_llm(16, sinks=0), methods.window(16))
-    every_row = kvjax.Evict(kvjax.scores.Window(40), 16)
-    same(methods.h2o(16, recent=0), every_row)
-    assert UniformLayers().layers(np.array([5]), np.array([9]), 3).tolist() == [[5, 5, 5]]
-    assert Tokens(3).table(np.array([10]), np.array([5])).tolist() == [3]
-    assert EMPTY < 0
