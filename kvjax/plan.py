@@ -88,11 +88,12 @@ class CachePlan:
         return sum(c if layout == "pool" else c * s.num_kv_heads for c, layout, s in each)
 
     def check_lengths(self, lengths: Sequence[int] | np.ndarray) -> None:
-        """Raises ValueError if prompts of these lengths need more slots than were planned."""
+        """Raises ValueError if the policy cannot work with prompts of these lengths, or they need more slots."""
         for n in sorted({int(n) for n in lengths}):
             if n > self.prompt_len:
                 raise ValueError(f"a prompt of {n} tokens does not fit the plan's width {self.prompt_len}")
             for site, capacity in zip(self.sites, self.capacities, strict=True):
+                self.policy.check(site, n)
                 if (needed := _capacity(self.policy, site, (n,))) > capacity:
                     raise ValueError(
                         f"a prompt of {n} tokens needs {needed} slots in layer {site.layer}, but the plan has "

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.budget import Count, as_count, lookup
+from kvjax.budget import Count, Tokens, as_count, lookup
 from kvjax.choice import one_of
 from kvjax.context import Context, Phase, Site
 from kvjax.state import LayerKV
@@ -81,9 +81,9 @@ class LastRows(RowSet):
     n: int | float | Count
 
     def __post_init__(self):
-        if isinstance(self.n, int) and self.n < 1:
+        count = as_count(self.n, "LastRows.n")
+        if isinstance(count, Tokens) and count.n < 1:
             raise ValueError(f"LastRows(n={self.n}): at least one row must be observed")
-        as_count(self.n, "LastRows.n")
 
     def select(self, num_rows, pos, ctx):
         """See `RowSet`."""

@@ -50,8 +50,6 @@ def ahakv(
       group: how a group's query heads are combined.
     """
     one_of("sg_k", sg_k, "budget", "selected")
-    if isinstance(recent, int) and isinstance(budget, int):
-        recent = min(recent, budget)
     count = as_count(budget, "budget")
     k = count if sg_k == "budget" else Less(count, as_count(recent, "recent"))
     softmax = EntropyScaled(k, sg_apply, sg_floor, sg_count) if step_gain_softmax else None

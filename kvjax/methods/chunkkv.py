@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from kvjax.budget import Count
+from kvjax.budget import Count, Ratio, as_count
 from kvjax.eviction import Evict
 from kvjax.methods.snapkv import snapkv
 from kvjax.select import Chunks
@@ -21,5 +21,5 @@ def chunkkv(budget: int | float | Count, *, base: Evict | None = None, chunk_siz
       chunk_size: tokens of a chunk.
     """
     base = snapkv(budget) if base is None else dataclasses.replace(base, budget=budget)
-    share = budget if isinstance(budget, float) else None
-    return dataclasses.replace(base, select=Chunks(chunk_size, share))
+    count = as_count(budget, "budget")
+    return dataclasses.replace(base, select=Chunks(chunk_size, count.share if isinstance(count, Ratio) else None))

@@ -46,6 +46,4 @@ def scissorhands(
     if element == "above" and decay != 1.0:
         raise ValueError(f"decay={decay} belongs to element='p'; a history of counts has none")
     score = History(history, theta) if element == "above" else Accumulated(Observe(AllRows()), decay=decay)
-    if isinstance(budget, int):
-        recent = min(recent, budget)
     return Evict(score, budget, protect=Protect(recent=recent), layers=layers, when=when_over(1, drop=drop))
