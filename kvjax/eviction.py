@@ -261,22 +261,44 @@ class Evict(Policy):
     def _counts(self, ctx: Context) -> Counts:
         return Counts(self._sizes(ctx.site).budget[:, ctx.site.layer], ctx.prompt_length)
 
+    def tables(self, site: Site) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(budget, sinks, recent) of a layer for every prompt length from 0 to the plan's."""
+        sizes = self._sizes(site)
+        return sizes.budget[:, site.layer], sizes.sinks, sizes.recent
+
     def _now(self, ctx: Context) -> tuple[Int[Array, "B"], Int[Array, "B"], Int[Array, "B"]]:
         """(budget, sinks, recent) of every sequence."""
-        sizes = self._sizes(ctx.site)
-        n = ctx.prompt_length
-        return lookup(sizes.budget[:, ctx.site.layer], n), lookup(sizes.sinks, n), lookup(sizes.recent, n)
+        budget, sinks, recent = (lookup(table, ctx.prompt_length) for table in self.tables(ctx.site))
+        return budget, sinks, recent
 
-    def _select(self, memory, kv, stats, ctx, *, drop=0, coming=0) -> tuple[Selection, Int[Array, "B K"]]:
+    def _numbers(self, ctx: Context) -> "Numbers":
+        return Numbers(*self._now(ctx), int(self.tables(ctx.site)[0].max()), self._counts(ctx))
+
+    def select_prompt(
+        self, memory: "EvictMemory", kv: LayerKV, stats: LayerStats, ctx: Context, numbers: "Numbers"
+    ) -> Selection:
+        """What `decide` selects after the prompt, for numbers of tokens that are given instead of planned.
+
+        Args:
+          memory: the policy's memory after the prompt's rows.
+          kv, stats, ctx: as for `decide`.
+          numbers: how many tokens.
+        """
+        return self._select(dataclasses.replace(memory, shares=None), kv, stats, ctx, numbers=numbers)[0]
+
+    def _select(
+        self, memory, kv, stats, ctx, *, drop=0, coming=0, numbers: "Numbers | None" = None
+    ) -> tuple[Selection, Int[Array, "B K"]]:
         """The selection, and the tokens that every head was given beyond its protected ones.
 
         Args:
           memory, kv, stats, ctx: the moment.
           drop: how far below the budget unprotected tokens are evicted.
           coming: tokens for which room is made.
+          numbers: how many tokens, where not as planned.
         """
-        budget, sinks, recent = self._now(ctx)
-        counts = self._counts(ctx)
+        numbers = self._numbers(ctx) if numbers is None else numbers
+        budget, sinks, recent, counts = numbers.budget, numbers.sinks, numbers.recent, numbers.counts
         safe = protected(kv.pos, ctx.length, sinks, recent)
         candidates = kv.live & ~safe
         score = self.score(memory.score, kv, stats, ctx, candidates).astype(jnp.float32)
@@ -284,8 +306,7 @@ class Evict(Policy):
         finite = jnp.nan_to_num(score, nan=-_LARGE, posinf=_LARGE, neginf=-_LARGE)
         outside = jnp.minimum(sinks + recent, budget)
         if memory.shares is None:
-            most = int(self._sizes(ctx.site).budget[:, ctx.site.layer].max())
-            selectable = self.heads.heads(finite, candidates, budget - outside, most, ctx.site, outside)
+            selectable = self.heads.heads(finite, candidates, budget - outside, numbers.most, ctx.site, outside)
         else:
             selectable = memory.shares.value
         budgets = selectable + outside[:, None]
@@ -316,6 +337,23 @@ class EvictMemory:
     score: Any
     scope: Any
     shares: PerHead | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """How many tokens, at one moment in one layer.
+
+    Attributes:
+      budget, sinks, recent: of every sequence.
+      most: an upper bound of the budgets (static).
+      counts: resolves further counts.
+    """
+
+    budget: Int[Array, "B"]
+    sinks: Int[Array, "B"]
+    recent: Int[Array, "B"]
+    most: int
+    counts: Counts
 
 
 @dataclasses.dataclass(frozen=True)

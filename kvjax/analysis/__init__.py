@@ -1,5 +1,14 @@
 """Eviction measured: what a mask costs exactly, at most, and beyond the best mask in hindsight."""
 
+from kvjax.analysis.curves import Curves as Curves
+from kvjax.analysis.curves import Interval as Interval
+from kvjax.analysis.curves import Losses as Losses
+from kvjax.analysis.curves import curves as curves
+from kvjax.analysis.curves import interval as interval
+from kvjax.analysis.curves import mask_losses as mask_losses
+from kvjax.analysis.curves import value_bounds as value_bounds
+from kvjax.analysis.grid import keep_one as keep_one
+from kvjax.analysis.grid import measurements as measurements
 from kvjax.analysis.hindsight import best_in_hindsight as best_in_hindsight
 from kvjax.analysis.hindsight import future_attention as future_attention
 from kvjax.analysis.hindsight import hindsight_rank as hindsight_rank
@@ -16,3 +25,6 @@ from kvjax.analysis.losses import layer_loss as layer_loss
 from kvjax.analysis.losses import least_bound as least_bound
 from kvjax.analysis.losses import loss_bound as loss_bound
 from kvjax.analysis.losses import lost_share as lost_share
+from kvjax.analysis.reading import LayerReading as LayerReading
+from kvjax.analysis.reading import Reading as Reading
+from kvjax.analysis.reading import read as read

@@ -1,0 +1,213 @@
+"""What a policy keeps of a prompt at many budgets and seeds, from one reading.
+
+Policies that differ in budgets alone (most methods) are traced once: their whole numbers of tokens are stacked into
+tables, and which budget is meant becomes a traced index into them, over which the decision is vmapped. Everything that
+does not depend on the budget, scores above all, is computed once. Other policies decide budget by budget.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from kvjax.analysis.reading import LayerReading, Measured, Reading, depends
+from kvjax.budget import Count, Counts, lookup
+from kvjax.eviction import Evict, Numbers
+from kvjax.plan import CachePlan, as_policy
+from kvjax.policy import Chain, Granularity, Partition, Policy, SharedLayers
+from kvjax.state import KVState, LayerKV, Positions, map_slots
+from kvjax.stats import AttentionStats, LayerStats, ordered
+
+Family = Callable[[Any], Policy]
+"""A method: budget to policy."""
+
+
+def make_grid(families: Mapping[str, Family], budgets: Sequence[int | float | Count]) -> tuple[tuple[Policy, ...], ...]:
+    """Every method at every budget.
+
+    Raises:
+      ValueError: no methods or budgets, what is no policy, and policies that do more than keep tokens.
+    """
+    if not families or not len(budgets):
+        raise ValueError(f"{len(families)} policies at {len(budgets)} budgets: give at least one of each")
+    grid = []
+    for name, family in families.items():
+        if isinstance(family, Policy) or not callable(family):
+            raise ValueError(f"{name!r} is {family!r}; give a method that takes a budget, such as kvjax.methods.snapkv")
+        grid.append(tuple(as_policy(family(budget)) for budget in budgets))
+        for policy in grid[-1]:
+            _check_keeps_tokens(name, policy)
+    return tuple(grid)
+
+
+def _members(policy: Policy) -> tuple[Policy, ...]:
+    """What a composition is made of."""
+    if isinstance(policy, Chain):
+        return policy.policies
+    if isinstance(policy, Partition):
+        return tuple(p for _, p in policy.policies)
+    return (policy.policy,) if isinstance(policy, SharedLayers) else ()
+
+
+def _check_keeps_tokens(name: str, policy: Policy) -> None:
+    """Raises ValueError if the policy does something to later rows that no keep mask says."""
+    for member in _members(policy):
+        _check_keeps_tokens(name, member)
+    if _members(policy):
+        return
+    hides = policy.mask is not None if isinstance(policy, Evict) else type(policy).visible is not Policy.visible
+    if hides or type(policy).transform is not Policy.transform:
+        what = "hides tokens from single rows" if hides else "changes how keys are stored"
+        raise ValueError(f"{name!r} {what}, which is not a choice of tokens; its losses cannot be read off a keep mask")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a policy's slots are: masks of one kind are measured together."""
+
+    granularity: Granularity
+    positions: Positions
+
+
+def kind_of(plan: CachePlan) -> Kind:
+    """The kind of a plan's masks.
+
+    Raises:
+      ValueError: layers of different kinds.
+    """
+    heads = {plan.policy.heads_of(site) for site in plan.sites}
+    moved: set[Positions] = {"original" if p == "original" else "compact" for p in plan.positions}
+    if len(heads) > 1 or len(moved) > 1:
+        raise ValueError(
+            f"{plan.policy} treats layers differently ({sorted(heads)}, {sorted(moved)}); measure it apart"
+        )
+    return Kind(heads.pop(), moved.pop())
+
+
+def measurements(plans: Sequence[CachePlan]) -> tuple[Measured, ...]:
+    """What a reading must measure in every layer, for all of these plans' policies."""
+    layers = []
+    for i in range(len(plans[0].sites)):
+        wanted = {(p.policy.heads_of(p.sites[i]), m) for p in plans for m in p.policy.observe("prefill", p.sites[i])}
+        layers.append(tuple(sorted(wanted, key=repr)))
+    return tuple(layers)
+
+
+def _layer_kv(layer: LayerReading, plan: CachePlan, i: int) -> LayerKV:
+    """The prompt's full cache with a policy's memory as it is when the prompt has been appended."""
+    site = plan.sites[i]
+    kv = layer.cache(plan.policy.heads_of(site), plan.positions[i])
+    T = kv.num_slots
+    grow = lambda m: jnp.pad(m, [(0, 0), (0, 0), (0, T)] + [(0, 0)] * (m.ndim - 3))
+    return dataclasses.replace(kv, memory=map_slots(grow, plan.policy.init(site, kv.pos.shape[0])))
+
+
+def _stats(layer: LayerReading, plan: CachePlan, i: int, drawn: dict[str, LayerStats]) -> LayerStats:
+    """What a policy asked to see."""
+    site = plan.sites[i]
+    granularity = plan.policy.heads_of(site)
+    found = [s[granularity] for s in (layer.stats, drawn) if granularity in s]
+    wanted = ordered(plan.policy.observe("prefill", site))
+    value = lambda m: next(s[m] for s in found if m in s.observed)
+    return LayerStats(tuple(value(m) for m in wanted), wanted)
+
+
+def keep_one(plan: CachePlan, reading: Reading, seed: int | Int[Array, ""] = 0) -> Bool[Array, "L B heads T"]:
+    """What any policy keeps after the prompt, in every layer."""
+    drawn = [jax.tree.map(lambda x: x[seed], layer.drawn) for layer in reading.layers]
+    return _keep_one(plan, reading, reading.keys[seed], drawn)
+
+
+def _keep_one(plan: CachePlan, reading: Reading, keys, drawn) -> Bool[Array, "L B heads T"]:
+    each = list(enumerate(zip(reading.layers, drawn, strict=True)))
+    layers = tuple(_layer_kv(layer, plan, i) for i, (layer, _) in each)
+    stats = tuple(_stats(layer, plan, i, d) for i, (layer, d) in each)
+    state = KVState(layers, reading.lengths, reading.lengths, jnp.int32(0), keys, plan=plan)
+    after = plan.policy(state, AttentionStats(stats, phase="prefill"))
+    return jnp.stack([kv.live for kv in after.layers])
+
+
+def stackable(policies: Sequence[Policy]) -> bool:
+    """Whether policies differ only in how many tokens they keep, so that one trace serves all of them."""
+    first = policies[0]
+    if not isinstance(first, Evict) or not first.when.prefill:
+        return False
+    sizes = {"budget": first.budget, "protect": first.protect, "layers": first.layers}
+    return all(isinstance(p, Evict) and dataclasses.replace(p, **sizes) == first for p in policies)
+
+
+@dataclasses.dataclass(frozen=True)
+class _StackedCounts(Counts):
+    """Counts of one among several policies.
+
+    Attributes:
+      budget_table: a row for every policy.
+      index: which policy is meant.
+    """
+
+    index: Int[Array, ""]
+
+    def table(self, count: int | float | Count) -> np.ndarray:
+        """See `Counts`; a row for every policy."""
+        each = (Counts(budgets, self.prompt_length).table(count) for budgets in self.budget_table)
+        return np.stack(list(each))
+
+    def __call__(self, count: int | float | Count) -> Int[Array, "B"]:
+        """See `Counts`."""
+        return _pick(self.table(count), self.index, self.prompt_length)
+
+
+def _pick(tables: np.ndarray, index: Int[Array, ""], prompt_length: Int[Array, "B"]) -> Int[Array, "B"]:
+    """`tables[index, prompt_length]`; does not depend on the index where no row does."""
+    if (tables == tables[:1]).all():
+        return lookup(tables[0], prompt_length)
+    return jnp.asarray(tables.astype(np.int32))[index].at[prompt_length].get(mode="clip")
+
+
+def _keep_stacked(plans: Sequence[CachePlan], reading: Reading, keys, drawn) -> Bool[Array, "M L B heads T"]:
+    """`_keep_one` of policies that are `stackable`."""
+    policies: Any = [plan.policy for plan in plans]
+    first: Evict = policies[0]
+    layers = []
+    for i, (layer, d) in enumerate(zip(reading.layers, drawn, strict=True)):
+        kv, stats = _layer_kv(layer, plans[0], i), _stats(layer, plans[0], i, d)
+        ctx = dataclasses.replace(reading.prompt_context(i), keys=keys, site=plans[0].sites[i])
+        tables = [p.tables(plans[0].sites[i]) for p in policies]
+        budget, sinks, recent = (np.stack([t[j] for t in tables]) for j in range(3))
+        scope = () if first.scope is None else first.scope.update(kv.memory.scope, kv, stats, ctx)
+        memory = dataclasses.replace(kv.memory, score=first.score.update(kv.memory.score, kv, stats, ctx), scope=scope)
+
+        def one(m, kv=kv, stats=stats, ctx=ctx, memory=memory, budget=budget, sinks=sinks, recent=recent):
+            n = ctx.prompt_length
+            counts = _StackedCounts(budget, n, m)
+            numbers = Numbers(_pick(budget, m, n), _pick(sinks, m, n), _pick(recent, m, n), int(budget.max()), counts)
+            return kv.live & first.select_prompt(memory, kv, stats, ctx, numbers).keep
+
+        layers.append(jax.vmap(one)(jnp.arange(len(plans), dtype=jnp.int32)))
+    return jnp.stack(layers, axis=1)
+
+
+def keep_all(plans: Sequence[CachePlan], reading: Reading) -> Bool[Array, "M seeds L B heads T"]:
+    """What a method keeps at every budget and, if it draws anything, for every seed; one seed if it does not.
+
+    The same masks as `kvjax.evict_layer` gives for every policy, layer and seed by itself.
+
+    Args:
+      plans: the method at every budget.
+      reading: with the measurements that its policies ask for (`measurements`).
+    """
+
+    def keep(drawn_by: tuple[Any, Any]) -> Bool[Array, "M L B heads T"]:
+        keys, drawn = drawn_by
+        if stackable([p.policy for p in plans]):
+            return _keep_stacked(plans, reading, keys, drawn)
+        return jnp.stack([_keep_one(plan, reading, keys, drawn) for plan in plans])
+
+    drawn_by = (reading.keys, [layer.drawn for layer in reading.layers])
+    if depends(keep, drawn_by):
+        return jax.vmap(keep, out_axes=1)(drawn_by)
+    return keep(jax.tree.map(lambda x: x[0], drawn_by))[:, None]
