@@ -12,13 +12,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments import metrics
+from experiments.palette import COLOURS, LINES, MARKERS
 from experiments.results import write_json
 from experiments.tasks import RETRIEVAL
-
-# Okabe and Ito's palette: told apart by all common kinds of colour vision. Markers differ as well.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-_MARKERS = "osD^vPX*<>hp"
-_LINES = ("-", "--", ":")
 
 
 def summarise(samples: Sequence[dict[str, Any]], costs: dict[str, Any]) -> dict[str, Any]:
@@ -181,9 +177,9 @@ def plot_score_against_budget(rows: Sequence[dict[str, Any]], length: int, path:
                 [100 * max(r["high"] - r["score"], 0) for _, r in points],
             ],
             label=method,
-            color=_COLOURS[i % len(_COLOURS)],
-            marker=_MARKERS[i % len(_MARKERS)],
-            linestyle=_LINES[i // len(_COLOURS) % len(_LINES)],
+            color=COLOURS[i % len(COLOURS)],
+            marker=MARKERS[i % len(MARKERS)],
+            linestyle=LINES[i // len(COLOURS) % len(LINES)],
             capsize=3,
             markersize=6,
         )

@@ -70,7 +70,7 @@ class Results:
                 "--restart to move it aside"
             )
         if old != config:  # nothing there, or a start that came to nothing
-            write_json(manifest, {"config": config, **_environment(command)})
+            write_json(manifest, {"config": config, **environment(command)})
         costs = self.directory / "costs.json"
         self.costs: dict[str, Any] = json.loads(costs.read_text()) if costs.is_file() else {}
 
@@ -141,7 +141,8 @@ def device_info() -> dict[str, Any]:
     }
 
 
-def _environment(command: list[str]) -> dict[str, Any]:
+def environment(command: list[str]) -> dict[str, Any]:
+    """How to make the same results again: the command, the commit, versions and the device."""
     device = device_info()
     return {
         "command": command,

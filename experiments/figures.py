@@ -1,0 +1,126 @@
+"""The papers' figures, on any model and text.
+
+    python experiments/figures.py attention_entropy
+    python experiments/figures.py all
+    python experiments/figures.py head_concentration --model Qwen/Qwen3-0.6B --text book.txt --length 2048
+    python experiments/figures.py --help
+
+Writes the picture (`NAME.png`), its arrays (`NAME.npz`) and where they come from (`NAME.json`) to `results/figures/`.
+Each figure is a function in `experiments.papers` that returns the arrays, and one that plots them.
+"""
+
+import dataclasses
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import tyro
+
+import models
+from experiments.papers import FIGURES, prompts
+from experiments.results import environment, write_json
+from models.embedded import EMBEDDED
+
+ALL = "all"
+_NAMES = "\n".join(f"  {name:20s} {figure.title}" for name, figure in FIGURES.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Draws one figure of the papers, or all of them.
+
+    Attributes:
+      name: which figure, or "all".
+      model: a checkpoint directory or a hub id; "embedded" is the small model that comes with the project.
+      text: a text file to read prompts from; the project's own held-out text if None.
+      output: directory for the results.
+      prompts: how many prompts; what the figure is made for if None.
+      length: tokens of a prompt; what the figure is made for if None.
+      seed: of the project's text.
+      dtype: of parameters and activations.
+    """
+
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+    model: str = "embedded"
+    text: pathlib.Path | None = None
+    output: pathlib.Path = pathlib.Path("results/figures")
+    prompts: int | None = None
+    length: int | None = None
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+    def __post_init__(self):
+        if self.name not in (*FIGURES, ALL):
+            raise ValueError(f"there is no figure {self.name!r}; there are {', '.join(FIGURES)}, and {ALL}")
+        for name in ("prompts", "length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+
+
+def draw(name: str, model: Any, params: Any, tokens: np.ndarray, output: pathlib.Path, about: dict[str, Any]) -> None:
+    """Computes, plots and writes one figure.
+
+    Args:
+      name: which one.
+      model, params: the model.
+      tokens: prompts "B T".
+      output: directory, made if absent.
+      about: what else to note beside the arrays.
+    """
+    start = time.perf_counter()
+    data = FIGURES[name].data(model, params, tokens)
+    seconds = time.perf_counter() - start
+    picture = FIGURES[name].plot(data)
+    output.mkdir(parents=True, exist_ok=True)
+    picture.savefig(output / f"{name}.png")
+    arrays: dict[str, Any] = {f.name: np.asarray(getattr(data, f.name)) for f in dataclasses.fields(data)}
+    np.savez_compressed(output / f"{name}.npz", **arrays)
+    shapes = {k: list(x.shape) for k, x in arrays.items()}
+    title = picture.get_suptitle().replace("\n", " ")
+    note = {"figure": name, "about": FIGURES[name].title, "title": title, "arrays": shapes, "seconds": seconds}
+    write_json(output / f"{name}.json", {**note, **about})
+    print(f"{name}: {title} ({seconds:.0f} s)", flush=True)
+
+
+def run(options: Options, command: Sequence[str]) -> None:
+    """Draws what `options` ask for.
+
+    Raises:
+      ValueError: a model or text that does not fit.
+    """
+    source = EMBEDDED if options.model == "embedded" else options.model
+    model, params = models.load(source, dtype=options.dtype)
+    tokenizer = models.load_tokenizer(source)
+    environment_ = environment([*command])
+    for name in FIGURES if options.name == ALL else (options.name,):
+        figure = FIGURES[name]
+        size = {"count": options.prompts or figure.prompts, "length": options.length or figure.length}
+        if options.text is None:
+            tokens = prompts.from_project(tokenizer, **size, seed=options.seed)
+        else:
+            tokens = prompts.from_file(tokenizer, options.text, **size)
+        text = "project" if options.text is None else str(options.text)
+        config = {"model": options.model, "text": text, **size, "seed": options.seed, "dtype": options.dtype}
+        draw(name, model, params, tokens, options.output, {"config": config, **environment_})
+    print(f"written to {options.output}")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parses and runs."""
+    try:
+        options = tyro.cli(Options, args=argv, prog="experiments/figures.py", description=_description())
+        run(options, [sys.executable, *sys.argv])
+    except (ValueError, OSError) as e:
+        raise SystemExit(f"error: {e}") from e
+
+
+def _description() -> str:
+    return f"{(__doc__ or '').splitlines()[0]}\n\nfigures:\n{_NAMES}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

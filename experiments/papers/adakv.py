@@ -1,0 +1,207 @@
+"""Why heads should not get equal budgets (Ada-KV, Feng et al., arXiv 2407.11550, section 3.5)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree
+from matplotlib.figure import Figure
+
+from experiments.palette import COLOURS
+from experiments.papers.attention import Layer, capture, fold_rows, group_mean
+from experiments.papers.base import canvas, interval, message, percent, shown_layers
+from kvjax.analysis import eviction_bound, eviction_loss
+from kvjax.generation import Model
+from kvjax.select import TopK, largest
+
+# --- Figure 2 ---
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadConcentration:
+    """How much attention every head holds with its most attended tokens.
+
+    Attributes:
+      budgets: tokens, 1 to the candidates there are.
+      held: attention held, the mean over prompts.
+    """
+
+    budgets: Int[np.ndarray, "X"]
+    held: Float[np.ndarray, "L N X"]
+
+
+def head_concentration(
+    model: Model, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, window: int = 32
+) -> HeadConcentration:
+    """Attention that each head retains against its budget (Ada-KV, Fig. 2 and 6).
+
+    The weights are those that SnapKV and Ada-SnapKV rank by: the mean attention of the last `window` rows over the
+    tokens before them, renormalised, for every query head.
+
+    Raises:
+      ValueError: prompts with nothing before the window.
+    """
+    T = tokens.shape[1]
+    if not 1 <= window < T:
+        raise ValueError(f"a window of {window} of {T} tokens leaves none before it; choose 1 to {T - 1}")
+    held = [_held(layer, jnp.arange(T - window, T)) for layer in capture(model, params, jnp.asarray(tokens))]
+    return HeadConcentration(np.arange(1, T - window + 1), np.stack([np.asarray(x, np.float64) for x in held]))
+
+
+@jax.jit
+def _held(layer: Layer, window: Int[Array, "W"]) -> Float[Array, "N X"]:
+    B, N, T, _ = layer.q.shape
+    add = lambda total, p, rows: (total + p.sum(2), None)
+    total, _ = fold_rows(layer, add, jnp.zeros((B, N, T)), rows=window)
+    weights = total[..., : T - window.size]
+    weights = -jnp.sort(-weights, axis=-1) / jnp.maximum(weights.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    return jnp.cumsum(weights, axis=-1).mean(0)
+
+
+def plot_head_concentration(d: HeadConcentration) -> Figure:
+    """A panel for every layer, a line for every head: the quickest and the slowest stand out."""
+    layers = shown_layers(len(d.held), 8)
+    per_row = min(len(layers), 4)
+    num_rows = -(-len(layers) // per_row)
+    figure, grid = canvas(per_row, num_rows, width=3.3, height=3.3, sharex=True, sharey=True)
+    share = 100 * d.budgets / d.budgets[-1]
+    need = d.budgets[(d.held >= 0.95).argmax(-1)] / d.budgets[-1]  # "L N"
+    for axes, i in zip(grid.flat, layers, strict=False):
+        for head in d.held[i]:
+            axes.plot(share, 100 * head, color="0.7", linewidth=0.9)
+        for head, colour, name in ((need[i].argmin(), COLOURS[0], "fewest"), (need[i].argmax(), COLOURS[1], "most")):
+            label = f"head {head}: {percent(need[i, head])} for 95 %"
+            axes.plot(share, 100 * d.held[i, head], color=colour, linewidth=2, label=label, dashes=_DASHES[name])
+        axes.axhline(95, color="0.5", linewidth=0.8, linestyle=":")
+        axes.set(title=f"layer {i}", xscale="log", ylim=(0, 102))
+        axes.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
+        axes.set_xlim(max(share[0], 0.08), 100)
+        axes.legend(frameon=False, fontsize="x-small", loc="lower right", handlelength=1.5)
+    for axes in grid.flat[len(layers) :]:
+        axes.set_visible(False)
+    for axes in grid[-1]:
+        axes.set_xlabel("budget, % of the tokens")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("attention held, %")
+    text = f"To hold 95 % of their attention, heads need {percent(need.min())} to {percent(need.max())} of the tokens"
+    return message(figure, text, "Ada-KV, Fig. 2")
+
+
+_DASHES = {"fewest": (), "most": (4, 1.5)}
+
+
+# --- Figure 3 ---
+
+
+@dataclasses.dataclass(frozen=True)
+class LossBound:
+    """What eviction costs one row of attention in each layer, at most and exactly, in L1 norm.
+
+    Attributes:
+      allocations: "uniform" and "adaptive".
+      budgets: tokens a kv head on average.
+      length: tokens of a prompt.
+      bound: Theorem 2's upper bound under Top-K selection.
+      loss: the loss itself.
+      output: L1 norm of the layer's attention output, to compare with.
+    """
+
+    allocations: Any
+    budgets: Int[np.ndarray, "R"]
+    length: Int[np.ndarray, ""]
+    bound: Float[np.ndarray, "2 R L B"]
+    loss: Float[np.ndarray, "2 R L B"]
+    output: Float[np.ndarray, "L B"]
+
+
+def loss_bound(
+    model: Model,
+    params: PyTree[Any],
+    tokens: Int[np.ndarray, "B T"],
+    *,
+    shares: tuple[float, ...] = (0.0625, 0.125, 0.25),
+) -> LossBound:
+    """Bound of the eviction loss by layer, uniform against adaptive head budgets (Ada-KV, Fig. 3).
+
+    The last row of every prompt. A kv head ranks tokens by the sum of its query heads' attention; uniform budgets keep
+    each head's largest, adaptive ones the largest of the layer (Algorithm 2, without safeguard), so that the adaptive
+    bound cannot be larger (Theorem 4). The loss itself may be.
+
+    Raises:
+      ValueError: a share that leaves no token.
+    """
+    T = tokens.shape[1]
+    budgets = np.array([int(share * T + 1e-9) for share in shares])
+    if budgets.min() < 1 or budgets.max() > T:
+        raise ValueError(f"budgets of {budgets.tolist()} tokens must lie between 1 and {T}; change shares={shares}")
+    found = [_bounds(layer, jnp.asarray(budgets)) for layer in capture(model, params, jnp.asarray(tokens))]
+    bound, loss, output = (np.stack([np.asarray(x, np.float64) for x in xs]) for xs in zip(*found, strict=True))
+    order = lambda x: x.transpose(2, 1, 0, 3)  # "L R 2 B" to "2 R L B"
+    names = np.array(["uniform", "adaptive"])
+    return LossBound(names, budgets, np.array(T), order(bound), order(loss), output)
+
+
+@jax.jit
+def _bounds(
+    layer: Layer, budgets: Int[Array, "R"]
+) -> tuple[Float[Array, "R 2 B"], Float[Array, "R 2 B"], Float[Array, "B"]]:
+    B, _, T, _ = layer.q.shape
+    K = layer.k.shape[1]
+    last = jnp.full((1,), T - 1)
+    p = fold_rows(layer, lambda carry, p, rows: (carry, p.swapaxes(0, 2)), None, rows=last, block=1)[1][0]
+    p = p.swapaxes(0, 1)  # "B N T"
+    v, out_proj = layer.v.astype(jnp.float32), layer.out_proj.astype(jnp.float32)
+    weights = group_mean(p, K)
+    pos = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, None], weights.shape)
+
+    def at(budget):
+        keeps = TopK().best(weights, pos, jnp.full((B, K), budget)), adaptive(weights, budget)
+        both = lambda f: jnp.stack([f(p, v, out_proj, keep) for keep in keeps])
+        return both(eviction_bound), both(eviction_loss)
+
+    bound, loss = jax.lax.map(at, budgets)
+    N = p.shape[1]
+    output = jnp.einsum("bns,bnsh,nhd->bd", p, jnp.repeat(v, N // K, axis=1), out_proj)
+    return bound, loss, jnp.abs(output).sum(-1)
+
+
+def adaptive(weights: Float[Array, "B K T"], budget: Int[Array, ""]) -> Bool[Array, "B K T"]:
+    """The layer's largest weights, `budget` a head on average; every head keeps at least its largest (Algorithm 2)."""
+    B, K, T = weights.shape
+    first = jnp.arange(T, dtype=jnp.int32)[None, None] == weights.argmax(-1, keepdims=True).astype(jnp.int32)
+    flat = jnp.where(first, jnp.inf, weights).reshape(B, 1, K * T)
+    index = jnp.broadcast_to(jnp.arange(K * T, dtype=jnp.int32)[None, None], flat.shape)
+    return largest((flat, -index), jnp.full((B, 1), K * budget)).reshape(B, K, T)
+
+
+def plot_loss_bound(d: LossBound) -> Figure:
+    """Bounds and losses relative to the layer's output, by layer; a panel for every budget."""
+    figure, (row,) = canvas(len(d.budgets), width=4.2, height=4.2, sharey=True)
+    layers = np.arange(d.bound.shape[2])
+    for r, axes in enumerate(row):
+        for x, hatch, place, what in ((d.bound, None, -0.2, "bound"), (d.loss, "////", 0.2, "loss")):
+            for i, name in enumerate(d.allocations):
+                mean, half = interval(x[i, r] / d.output)
+                at = layers + place + 0.19 * (i - 0.5)
+                face = COLOURS[i] if hatch is None else "white"
+                axes.bar(
+                    at, mean, 0.17, yerr=half, color=face, edgecolor=COLOURS[i], hatch=hatch, capsize=2,
+                    label=f"{what}, {name}",
+                )  # fmt: skip
+        axes.set(title=f"budget {percent(d.budgets[r] / d.length)} of {d.length} tokens", xlabel="layer", yscale="log")
+        if len(layers) <= 12:
+            axes.set_xticks(layers)
+        axes.grid(False, axis="x")
+    row[0].set_ylabel("L1 error of a layer's attention,\nrelative to its L1 norm")
+    row[-1].legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    saved = 1 - d.bound[1].mean() / d.bound[0].mean()
+    lower = float((d.loss[1] < d.loss[0]).mean())
+    worse = float((d.bound[1] > d.bound[0] * (1 + 1e-5)).mean())
+    never = "never larger" if worse == 0 else f"larger in {percent(worse)} of the cases"
+    text = (
+        f"Adaptive budgets lower the bound by {percent(saved)}, {never};\n"
+        f"the loss itself is lower in {percent(lower)} of the cases"
+    )
+    return message(figure, text, "Ada-KV, Fig. 3; last row of every prompt, 95 % intervals over prompts")

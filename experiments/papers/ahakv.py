@@ -1,0 +1,152 @@
+"""Entropy of attention rows and the softmax that holds it still (AhaKV, Gu et al., arXiv 2506.03762, section 4.2)."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+from matplotlib.figure import Figure
+
+from experiments.papers.attention import Layer, capture, fold_rows
+from experiments.papers.base import canvas, draw_layers, layer_colours, message
+from kvjax.generation import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionEntropy:
+    """Entropy of attention rows, in nats, the mean over query heads and prompts.
+
+    Attributes:
+      rows: positions of the rows; a row sees that many tokens and itself.
+      entropy: under the model's softmax.
+      corrected: under SG-softmax; rows that see no more than `budget` tokens keep the model's.
+      logit_variance: of the scaled logits of a row, the mean over heads and prompts.
+      log_i: the entropy of a uniform row, ln i.
+      as_printed: Eq. 8, ln i - d/2: raw dot products of unit normal queries and keys.
+      scaled: Eq. 10 with the model's factor, ln i - 1/2: the same products divided by sqrt(d).
+      measured_variance: Eq. 10 with the variance measured in each layer, ln i - s^2 / 2.
+      target: the entropy that Eq. 11 asks for, ln k.
+      budget: k.
+      head_dim: d.
+    """
+
+    rows: Int[np.ndarray, "M"]
+    entropy: Float[np.ndarray, "L M"]
+    corrected: Float[np.ndarray, "L M"]
+    logit_variance: Float[np.ndarray, "L M"]
+    log_i: Float[np.ndarray, "M"]
+    as_printed: Float[np.ndarray, "M"]
+    scaled: Float[np.ndarray, "M"]
+    measured_variance: Float[np.ndarray, "L M"]
+    target: Float[np.ndarray, ""]
+    budget: Int[np.ndarray, ""]
+    head_dim: Int[np.ndarray, ""]
+
+
+def attention_entropy(
+    model: Model,
+    params: PyTree[Any],
+    tokens: Int[np.ndarray, "B T"],
+    *,
+    budget: int | None = None,
+    num_rows: int = 128,
+) -> AttentionEntropy:
+    r"""Entropy of attention rows against position, predicted and corrected (AhaKV, Eq. 8 to 12).
+
+    The paper models dot products as normal with variance $d$, from which $E[H_i] = \ln i - \lambda^2 d / 2$ for
+    products multiplied by $\lambda$: Eq. 8 is $\lambda = 1$, a model's softmax is $\lambda = 1/\sqrt d$. SG-softmax
+    takes $\lambda_i = \sqrt{2 \ln(i/k) / d}$, so that entropy should stay at $\ln k$.
+
+    Args:
+      model, params: the model.
+      tokens: prompts of one length.
+      budget: k, an eighth of the prompt if None.
+      num_rows: rows to look at, evenly spaced in the logarithm of their position.
+
+    Raises:
+      ValueError: a budget that no row exceeds.
+    """
+    T = tokens.shape[1]
+    budget = max(T // 8, 1) if budget is None else budget
+    if not 1 <= budget < T:
+        raise ValueError(f"budget={budget}: rows of a prompt of {T} tokens must exceed it; choose 1 to {T - 1}")
+    rows = np.unique(np.geomspace(1, T - 1, num_rows).round().astype(np.int32))
+    seen = rows + 1.0
+    # A factor on logits that are already divided by sqrt(d): lambda_i * sqrt(d).
+    gain = np.where(seen > budget, np.sqrt(2 * np.log(np.maximum(seen / budget, 1.0))), 1.0)
+    layers = capture(model, params, jnp.asarray(tokens))
+    found = [_entropies(layer, jnp.asarray(rows), jnp.asarray(gain, jnp.float32)) for layer in layers]
+    entropy, corrected, variance = (
+        np.stack([np.asarray(x, np.float64) for x in xs]) for xs in zip(*found, strict=True)
+    )
+    log_i, d = np.log(seen), model.config.head_dim
+    return AttentionEntropy(
+        rows=rows,
+        entropy=entropy,
+        corrected=corrected,
+        logit_variance=variance,
+        log_i=log_i,
+        as_printed=log_i - d / 2,
+        scaled=log_i - 0.5,
+        measured_variance=log_i - variance / 2,
+        target=np.array(np.log(budget)),
+        budget=np.array(budget),
+        head_dim=np.array(d),
+    )
+
+
+@jax.jit
+def _entropies(
+    layer: Layer, rows: Int[Array, "M"], gain: Float[Array, "M"]
+) -> tuple[Float[Array, "M"], Float[Array, "M"], Float[Array, "M"]]:
+    """(entropy, entropy under the gain, variance of the logits) of every row, the mean over prompts and heads."""
+
+    def entropy(carry, p, rows):
+        return carry, -(p * jnp.log(jnp.maximum(p, jnp.finfo(jnp.float32).tiny))).sum(-1).mean((0, 1))
+
+    def variance(carry, x, rows):
+        seen = x > -jnp.inf
+        num = jnp.maximum(seen.sum(-1), 1).astype(jnp.float32)
+        x = jnp.where(seen, x, 0.0)
+        mean = x.sum(-1) / num
+        return carry, (jnp.where(seen, x - mean[..., None], 0.0) ** 2).sum(-1).mean((0, 1)) / num.mean((0, 1))
+
+    walk = functools.partial(fold_rows, layer, carry=None, rows=rows)
+    return walk(entropy)[1], walk(entropy, multiplier=gain)[1], walk(variance, probabilities=False)[1]
+
+
+def plot_attention_entropy(d: AttentionEntropy) -> Figure:
+    """The model's softmax with three predictions, and SG-softmax with its target."""
+    figure, ((left, right),) = canvas(2, width=5.8, height=4.4, sharey=True)
+    seen = d.rows + 1
+    draw_layers(left, seen, d.entropy)
+    left.plot(seen, d.log_i, color="black", linewidth=1, label="ln i: a uniform row")
+    left.plot(seen, d.scaled, color="black", linestyle="--", label="ln i - 1/2: unit normal q, k")
+    for line, colour in zip(d.measured_variance, layer_colours(len(d.entropy)), strict=True):
+        left.plot(seen, line, color=colour, linestyle=":", linewidth=1.4)
+    left.plot([], [], color="0.3", linestyle=":", label=r"ln i - s²/2: measured variance")
+    draw_layers(right, seen, d.corrected)
+    right.axhline(d.target, color="black", linestyle="--", linewidth=1, label=f"target: ln k, k = {d.budget}")
+    right.axvline(d.budget, color="0.6", linewidth=0.8)
+    right.annotate("i = k", (d.budget, 0.03), (3, 0), xycoords=("data", "axes fraction"), textcoords="offset points")
+    top = 1.05 * d.log_i.max()
+    low = min(0.0, d.entropy.min(), d.corrected.min())
+    left.set(ylabel="entropy of a row, nats", title="the model's softmax", ylim=(low, top))
+    right.set(title="SG-softmax")
+    for axes in (left, right):
+        axes.set(xscale="log", xlabel="tokens that a row sees, i")
+    printed = f"Eq. 8 as printed, ln i - d/2 with d = {d.head_dim}:\n{d.as_printed[-1]:.1f} nats at i = {seen[-1]}"
+    left.annotate(printed, (0.98, 0.02), xycoords="axes fraction", ha="right", va="bottom", fontsize="small")
+    left.legend(frameon=False, fontsize="small", loc="upper left")
+    right.legend(frameon=False, fontsize="small", loc="upper left")
+    beyond = seen > d.budget
+    doubling = lambda y: float(np.polyfit(np.log2(seen[beyond]), y.mean(0)[beyond], 1)[0])
+    off = float(np.abs(d.corrected.mean(0)[beyond] - d.target).mean())
+    text = (
+        f"Rows flatten by {doubling(d.entropy):.2f} nats per doubling of i (the model behind SG-softmax says 0.69);\n"
+        f"SG-softmax: {doubling(d.corrected):+.2f} nats per doubling, {off:.2f} nats from its target"
+    )
+    return message(figure, text, "AhaKV, Eq. 8 to 12")

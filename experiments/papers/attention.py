@@ -1,0 +1,127 @@
+"""A model's attention, block of rows by block of rows: what figures are computed from, without an N x N matrix.
+
+Letters: B prompts, T tokens, N query heads, K kv heads, G = N // K, H head_dim, D embed_dim, R rows of a block.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, PyTree
+
+from kvjax.attention import without_cache
+from kvjax.generation import Model
+from pallas_kernels.pytree import pytree, static
+
+Carry = TypeVar("Carry")
+BLOCK = 32
+
+
+@pytree
+class Layer:
+    """What one layer attends with.
+
+    Attributes:
+      q, k: queries and keys, rotated.
+      v: values.
+      out_proj: the output projection.
+      scale: factor on `q . k`.
+      window: positions that a query sees, None for all.
+      softcap: logits become `softcap * tanh(logits / softcap)`.
+    """
+
+    q: Float[Array, "B N T H"]
+    k: Float[Array, "B K T H"]
+    v: Float[Array, "B K T H"]
+    out_proj: Float[Array, "N H D"]
+    scale: float = static()
+    window: int | None = static(default=None)
+    softcap: float | None = static(default=None)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def capture(model: Model, params: PyTree[Any], tokens: Int[Array, "B T"]) -> tuple[Layer, ...]:
+    """Reads prompts of one length without a cache, and returns what every layer attended with.
+
+    Raises:
+      ValueError: a model that does not say how it projects its attention output.
+    """
+    B, T = tokens.shape
+    pos = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
+    plain = without_cache(pos)
+    layers = []
+
+    def attend(cache, q, k, v, *, layer, rotate, out_proj=None, scale=None, window=None, softcap=None):
+        if out_proj is None:
+            raise ValueError(f"layer {layer} of the model passes no out_proj to attend; figures need it")
+        turned = rotate(q, pos[:, None]), rotate(k, pos[:, None])
+        layers.append(Layer(*turned, v, out_proj, q.shape[-1] ** -0.5 if scale is None else scale, window, softcap))
+        return plain(cache, q, k, v, layer=layer, rotate=rotate, scale=scale, window=window, softcap=softcap)
+
+    no_caches: Any = (None,) * model.config.num_layers
+    model(params, tokens, no_caches, attend=attend, last_only=True)
+    return tuple(layers)
+
+
+def fold_rows(
+    layer: Layer,
+    visit: Callable[[Carry, Float[Array, "B N R T"], Int[Array, "R"]], tuple[Carry, Any]],
+    carry: Carry,
+    *,
+    rows: Int[Array, "M"] | None = None,
+    multiplier: Float[Array, "M"] | None = None,
+    block: int = BLOCK,
+    probabilities: bool = True,
+) -> tuple[Carry, Any]:
+    """Walks over rows of the attention matrix in order, a block at a time.
+
+    Args:
+      layer: the layer.
+      visit: `(carry, p, positions) -> (carry, out)` for one block. The last block may be filled up with rows at
+        position T, whose probabilities are 0 and whose `out` is dropped.
+      carry: what the first block gets.
+      rows: positions of the rows, increasing; all of them if None.
+      multiplier: a factor on the logits of every row, for another softmax than the model's.
+      block: rows of a block.
+      probabilities: False gives `visit` the logits, -inf where a row does not see a key.
+
+    Returns:
+      The last carry, and `out` of all rows: arrays "M ...", whose first axis was the block's rows.
+    """
+    B, N, T, H = layer.q.shape
+    K = layer.k.shape[1]
+    rows = jnp.arange(T, dtype=jnp.int32) if rows is None else rows.astype(jnp.int32)
+    multiplier = jnp.ones(rows.shape) if multiplier is None else multiplier
+    num = rows.shape[0]
+    pad = -num % block
+    blocks = jnp.pad(rows, (0, pad), constant_values=T).reshape(-1, block)
+    factors = jnp.pad(multiplier.astype(jnp.float32), (0, pad)).reshape(-1, block)
+    keys = jnp.arange(T, dtype=jnp.int32)
+
+    def step(carry, given):
+        here, factor = given
+        q = jnp.take(layer.q, here, axis=2, mode="clip").astype(jnp.float32)
+        x = jnp.einsum("bkgrh,bksh->bkgrs", q.reshape(B, K, N // K, block, H), layer.k.astype(jnp.float32))
+        x = x.reshape(B, N, block, T) * layer.scale
+        if layer.softcap is not None:
+            x = layer.softcap * jnp.tanh(x / layer.softcap)
+        seen = (keys[None] <= here[:, None]) & (here[:, None] < T)
+        if layer.window is not None:
+            seen &= here[:, None] - keys[None] < layer.window
+        x = jnp.where(seen[None, None], x * factor[None, None, :, None], -jnp.inf)
+        if not probabilities:
+            return visit(carry, x, here)
+        e = jnp.exp(x - jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(jnp.float32).min))
+        return visit(carry, e / jnp.maximum(e.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny), here)
+
+    carry, out = lax.scan(step, carry, (blocks, factors))
+    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num], out)
+
+
+def group_mean(x: Float[Array, "B N *rest"], num_kv_heads: int) -> Float[Array, "B K *rest"]:
+    """The mean over the query heads of every kv head."""
+    B, N, *rest = x.shape
+    return x.reshape(B, num_kv_heads, N // num_kv_heads, *rest).mean(2)

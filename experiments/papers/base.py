@@ -1,0 +1,101 @@
+"""What all figures share: intervals, axes, colours of layers, and titles that say what is to be seen."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from scipy import stats
+
+from experiments.palette import COLOURS, LINES, MARKERS
+
+
+@dataclasses.dataclass(frozen=True)
+class PaperFigure:
+    """One figure of a paper.
+
+    Attributes:
+      data: `(model, params, tokens "B T") -> frozen dataclass of arrays`.
+      plot: draws what `data` returned.
+      prompts, length: the size that it is made for.
+    """
+
+    data: Callable[..., Any]
+    plot: Callable[[Any], Figure]
+    prompts: int
+    length: int
+
+    @property
+    def title(self) -> str:
+        """What it shows, and whose it is: the first line of the documentation of `data`."""
+        return (self.data.__doc__ or "").splitlines()[0]
+
+
+def interval(
+    x: Float[np.ndarray, "*rest B"], confidence: float = 0.95
+) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
+    """The mean over the last axis and half its Student-t interval; no interval (0) for a single prompt."""
+    n = x.shape[-1]
+    mean = x.mean(-1)
+    if n < 2:
+        return mean, np.zeros_like(mean)
+    return mean, float(stats.t.ppf(0.5 + confidence / 2, n - 1)) * x.std(-1, ddof=1) / np.sqrt(n)
+
+
+def canvas(columns: int = 1, rows: int = 1, *, width: float = 5.2, height: float = 3.9, **options: Any) -> Any:
+    """A figure and its axes "rows columns", without pyplot's global state."""
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained", dpi=150)
+    grid = figure.subplots(rows, columns, squeeze=False, **options)
+    for axes in grid.flat:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, grid
+
+
+def message(figure: Figure, text: str, source: str) -> Figure:
+    """The title, which says what is to be seen, and where the figure comes from."""
+    figure.suptitle(text, fontsize="large", fontweight="bold")
+    figure.supxlabel(source, fontsize="x-small", color="0.4", x=0.99, ha="right")
+    return figure
+
+
+def layer_colours(num_layers: int) -> list[Any]:
+    """Colours from the first layer (dark) to the last (light), apart for all kinds of colour vision."""
+    return list(matplotlib.colormaps["viridis"](np.linspace(0.0, 0.88, num_layers)))
+
+
+def style(i: int) -> dict[str, Any]:
+    """Colour, marker and line style of the i-th series."""
+    return {
+        "color": COLOURS[i % len(COLOURS)],
+        "marker": MARKERS[i % len(MARKERS)],
+        "linestyle": LINES[i // len(COLOURS) % len(LINES)],
+        "markersize": 5,
+    }
+
+
+def draw_layers(axes: Axes, x: np.ndarray, y: Float[np.ndarray, "L X"], **options: Any) -> None:
+    """A line for every layer, and which is which: a legend for up to 8, else the first and the last are named."""
+    colours = layer_colours(len(y))
+    for i, (line, colour) in enumerate(zip(y, colours, strict=True)):
+        named = len(y) <= 8 or i in (0, len(y) - 1)
+        axes.plot(x, line, color=colour, linewidth=1.8, label=f"layer {i}" if named else None, **options)
+
+
+def shown_layers(num_layers: int, most: int) -> list[int]:
+    """Layers to draw where there is room for `most`: evenly spaced, the first and the last among them."""
+    return sorted({round(float(i)) for i in np.linspace(0, num_layers - 1, min(most, num_layers))})
+
+
+def percent(x: float) -> str:
+    """A share, rounded as a title wants it."""
+    return f"{100 * x:.0f} %" if x >= 0.0995 else f"{100 * x:.2g} %"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,241 @@
+"""Where in a prompt policies keep tokens, and by which scores (NaCl, arXiv 2408.03675; AhaKV, arXiv 2506.03762)."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+
+import kvjax
+from experiments.palette import COLOURS
+from experiments.papers.base import canvas, message, percent, style
+from kvjax import methods
+from kvjax.generation import Model
+from kvjax.policy import context
+
+
+@functools.partial(jax.jit, static_argnames=("model", "plan"))
+def _decide(
+    model: Model, params: PyTree[Any], tokens: Int[Array, "B T"], plan: kvjax.CachePlan
+) -> tuple[Bool[Array, "L B K T"], Float[Array, "L B K T"]]:
+    lengths = jnp.full((len(tokens),), tokens.shape[1])
+    state = kvjax.init_state(plan, lengths, dtype=model.config.dtype)
+    _, state, stats = kvjax.forward(model, params, tokens, state)
+    chosen = [
+        plan.policy.decide(kv, stats.layers[i], context(state, i, "prefill"))[1] for i, kv in enumerate(state.layers)
+    ]
+    keep, score = zip(*((s.keep, s.score) for s in chosen if s is not None), strict=True)
+    return jnp.stack(keep), jnp.stack(score)
+
+
+def decide(
+    model: Model, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], policy: kvjax.Policy
+) -> tuple[Bool[np.ndarray, "L B K T"], Float[np.ndarray, "L B K T"]]:
+    """What a policy keeps of prompts after reading them, and the scores that it ranks by.
+
+    Raises:
+      ValueError: a policy that cannot work with prompts of this length.
+    """
+    plan = kvjax.make_plan(model.config, policy, prompt_len=tokens.shape[1], max_new_tokens=0)
+    keep, score = _decide(model, params, jnp.asarray(tokens), plan)
+    return np.asarray(keep), np.asarray(score, np.float64)
+
+
+def by_slice(x: np.ndarray, num: int) -> Float[np.ndarray, "*rest X"]:
+    """The mean over `num` consecutive slices of the last axis, equal up to one token.
+
+    Raises:
+      ValueError: more slices than tokens.
+    """
+    if not 1 <= num <= x.shape[-1]:
+        raise ValueError(f"{x.shape[-1]} tokens cannot be cut into {num} slices; choose 1 to {x.shape[-1]}")
+    return np.stack([part.mean(-1) for part in np.array_split(x.astype(np.float64), num, axis=-1)], axis=-1)
+
+
+# --- NaCl, Figure 2a to c; AhaKV, Figures 2c, 5 and 6 ---
+
+
+@dataclasses.dataclass(frozen=True)
+class RetainedPositions:
+    """Which tokens are kept.
+
+    Attributes:
+      methods: names.
+      budget: live tokens a kv head.
+      kept: whether each token of the first prompt is kept, a row for every layer and kv head.
+      profile: the share that is kept of every slice of the prompt, the mean over layers and kv heads.
+      chosen: tokens before the last half budget, which H2O keeps whatever they are.
+      late: the share of the kept tokens among `chosen` that lie in its second half: 0.5 without a bias.
+    """
+
+    methods: Any
+    budget: Int[np.ndarray, ""]
+    num_layers: Int[np.ndarray, ""]
+    kept: Bool[np.ndarray, "P Y T"]
+    profile: Float[np.ndarray, "P X B"]
+    chosen: Int[np.ndarray, ""]
+    late: Float[np.ndarray, "P B"]
+
+
+def retained_positions(
+    model: Model, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, share: float = 0.2, slices: int = 16
+) -> RetainedPositions:
+    """Which tokens of a prompt each policy retains (NaCl, Fig. 2; AhaKV, Fig. 2, 5 and 6).
+
+    The papers' claim: accumulated attention (H2O) keeps the beginning, the last row's attention (TOVA, the papers'
+    MSRNN) the end, and NaCl and AhaKV spread over the prompt.
+
+    Args:
+      model, params: the model.
+      tokens: prompts of one length.
+      share: the budget as a share of the prompt.
+      slices: parts of the prompt for the profile.
+    """
+    T = tokens.shape[1]
+    budget = int(share * T + 1e-9)
+    policies: dict[str, kvjax.Policy] = {
+        "StreamingLLM": methods.streaming_llm(budget),
+        "H2O": methods.h2o(budget),
+        "TOVA": methods.tova(budget),
+        "RoCo": methods.roco(budget),
+        "SnapKV": methods.snapkv(budget, window_size=min(32, max(budget // 2, 1))),
+        "NaCl": methods.nacl(budget),
+        "AhaKV": methods.ahakv(budget, recent=min(32, max(budget // 2, 1))),
+    }
+    keeps = [decide(model, params, tokens, p)[0] for p in policies.values()]
+    kept = np.stack([k[:, 0].reshape(-1, T) for k in keeps])
+    profile = np.stack([by_slice(k.mean((0, 2)), slices).T for k in keeps])
+    chosen = T - budget // 2
+    count = lambda k: np.maximum(k.sum((0, 2, 3)), 1)
+    late = np.stack([k[..., chosen // 2 : chosen].sum((0, 2, 3)) / count(k[..., :chosen]) for k in keeps])
+    return RetainedPositions(
+        methods=np.array(list(policies)),
+        budget=np.array(budget),
+        num_layers=np.array(len(keeps[0])),
+        kept=kept,
+        profile=profile,
+        chosen=np.array(chosen),
+        late=late,
+    )
+
+
+def plot_retained_positions(d: RetainedPositions) -> Figure:
+    """A map for every method, and beside it the share of every slice that is kept."""
+    P, Y, T = d.kept.shape
+    figure, grid = canvas(2, P, width=5.6, height=1.05, sharex=True, width_ratios=(2.2, 1))
+    slices = d.profile.shape[1]
+    middle = (np.arange(slices) + 0.5) * T / slices
+    late = d.late.mean(-1)
+    for i, (left, right) in enumerate(grid):
+        left.grid(False)
+        cmap = ListedColormap(["white", COLOURS[0]])
+        left.imshow(d.kept[i], cmap=cmap, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        for y in range(Y // int(d.num_layers), Y, Y // int(d.num_layers)):
+            left.axhline(y - 0.5, color="0.6", linewidth=0.6)
+        left.set_yticks([])
+        left.set_ylabel(str(d.methods[i]), rotation=0, ha="right", va="center")
+        right.bar(middle, 100 * d.profile[i].mean(-1), 0.85 * T / slices, color=COLOURS[0])
+        right.axhline(100 * d.budget / T, color=COLOURS[1], linewidth=1.2)
+        right.axvline(d.chosen, color="0.4", linestyle=":", linewidth=1.2)
+        right.set(ylim=(0, 105), yticks=[0, 50, 100])
+        note = f"left of the dots, {percent(late[i])} in the later half"
+        right.annotate(note, (0.02, 0.8), xycoords="axes fraction", fontsize="x-small")
+    grid[0, 0].set_title("one prompt: kept tokens are blue; rows are kv heads, layer 0 on top", fontsize="small")
+    grid[0, 1].set_title("kept of every slice, %, all prompts (line: budget)", fontsize="small")
+    for axes in grid[-1]:
+        axes.set_xlabel("position in the prompt, tokens")
+    by_name = dict(zip(map(str, d.methods), late, strict=True))
+    text = (
+        f"Of what they keep before the last {T - int(d.chosen)}, H2O has {percent(by_name['H2O'])} in the later half,\n"
+        f"TOVA {percent(by_name['TOVA'])}, NaCl {percent(by_name['NaCl'])}, AhaKV {percent(by_name['AhaKV'])}"
+    )
+    return message(figure, text, f"NaCl, Fig. 2; AhaKV, Fig. 2, 5, 6; budget {d.budget} of {T} tokens")
+
+
+# --- AhaKV, Figure 2a, b, d; NaCl, Figures 7 to 9 ---
+
+
+@dataclasses.dataclass(frozen=True)
+class EvictionScores:
+    """The scores that methods rank by.
+
+    Attributes:
+      methods: names.
+      length: tokens of a prompt.
+      budget: tokens that AhaKV's softmax and NaCl's proxies are sized for.
+      score: every slice's mean score over that of the whole prompt, the mean over layers and kv heads: 1 where scores
+        do not depend on position.
+      thresholds: shares of a head's largest score.
+      above: the share of tokens whose AhaKV score exceeds such a share, (without, with) the value prior.
+    """
+
+    methods: Any
+    length: Int[np.ndarray, ""]
+    budget: Int[np.ndarray, ""]
+    score: Float[np.ndarray, "P X B"]
+    thresholds: Float[np.ndarray, "Z"]
+    above: Float[np.ndarray, "2 Z B"]
+
+
+def eviction_scores(
+    model: Model, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, share: float = 0.2, slices: int = 32
+) -> EvictionScores:
+    """Eviction scores by position, and what the value prior does to them (AhaKV, Fig. 2; NaCl, Fig. 7 to 9).
+
+    Args:
+      model, params: the model.
+      tokens: prompts of one length.
+      share: the budget as a share of the prompt.
+      slices: parts of the prompt.
+    """
+    T = tokens.shape[1]
+    budget = int(share * T + 1e-9)
+    recent = min(32, max(budget // 2, 1))
+    policies: dict[str, kvjax.Policy] = {
+        "H2O": methods.h2o(budget),
+        "TOVA": methods.tova(budget),
+        "NaCl": methods.nacl(budget),
+        "AhaKV": methods.ahakv(budget, recent=recent),
+    }
+    scores = {name: decide(model, params, tokens, p)[1] for name, p in policies.items()}
+    plain = decide(model, params, tokens, methods.ahakv(budget, recent=recent, value_prior=False))[1]
+    profile = [by_slice(s / s.mean(-1, keepdims=True), slices).mean((0, 2)).T for s in scores.values()]
+    thresholds = np.geomspace(1e-4, 1.0, 33)
+    relative = [s / s.max(-1, keepdims=True) for s in (plain, scores["AhaKV"])]
+    above = [np.stack([(s > t).mean((0, 2, 3)) for t in thresholds]) for s in relative]
+    names = np.array(list(policies))
+    return EvictionScores(names, np.array(T), np.array(budget), np.stack(profile), thresholds, np.stack(above))
+
+
+def plot_eviction_scores(d: EvictionScores) -> Figure:
+    """Scores against position, and the share of scores above a threshold."""
+    figure, ((left, right),) = canvas(2, width=5.8, height=4.2)
+    slices = d.score.shape[1]
+    middle = (np.arange(slices) + 0.5) * int(d.length) / slices
+    score = d.score.mean(-1)
+    for i, name in enumerate(d.methods):
+        left.plot(middle, score[i], label=str(name), **style(i))
+    left.axhline(1, color="0.5", linewidth=0.8, linestyle=":")
+    left.set(xlabel="position in the prompt, tokens", ylabel="mean score, relative to the prompt's", yscale="log")
+    left.set(title="scores by position")
+    left.legend(frameon=False, ncols=2)
+    without, with_ = 100 * d.above.mean(-1)
+    right.plot(d.thresholds, without, color=COLOURS[0], linewidth=1.8, label="F: attention alone")
+    right.plot(d.thresholds, with_, color=COLOURS[1], linewidth=1.8, linestyle="--", label="with the value prior")
+    right.set(xscale="log", xlabel="threshold, share of the head's largest score", ylabel="tokens above it, %")
+    right.set(ylim=(0, 102), title="AhaKV's scores and the value prior")
+    right.legend(frameon=False)
+    ends = dict(zip(map(str, d.methods), score[:, 1] / score[:, -2], strict=True))
+    ratio = lambda x: f"{x:.2g}"
+    less = float((without - with_).mean())
+    text = (
+        f"Early over late scores: H2O {ratio(ends['H2O'])}, TOVA {ratio(ends['TOVA'])}, NaCl {ratio(ends['NaCl'])}, "
+        f"AhaKV {ratio(ends['AhaKV'])};\nthe value prior leaves {abs(less):.1f} points "
+        f"{'fewer' if less >= 0 else 'more'} tokens above a threshold"
+    )
+    return message(figure, text, f"AhaKV, Fig. 2; NaCl, Fig. 7 to 9; budget {d.budget} of {d.length} tokens")

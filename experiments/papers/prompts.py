@@ -1,0 +1,45 @@
+"""Text for figures: a file, or the project's own, cut into prompts of one length."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from experiments.tasks import TASKS, Task
+
+
+def from_file(tokenizer: Any, path: pathlib.Path, *, count: int, length: int) -> Int[np.ndarray, "B T"]:
+    """The first prompts of a text file, one after the other, each with BOS in front where the tokenizer has one.
+
+    Raises:
+      ValueError: a text too short for so many prompts.
+    """
+    bos = _bos(tokenizer)
+    ids = np.asarray(tokenizer(path.read_text(), add_special_tokens=False).input_ids, np.int32)
+    fresh = length - len(bos)
+    if len(ids) < count * fresh:
+        raise ValueError(
+            f"{path} has {len(ids)} tokens, but {count} prompts of {length} need {count * fresh}; "
+            "lower --prompts or --length, or give a longer text"
+        )
+    pieces = ids[: count * fresh].reshape(count, fresh)
+    return np.concatenate([np.broadcast_to(np.array(bos, np.int32), (count, len(bos))), pieces], axis=1)
+
+
+def from_project(tokenizer: Any, *, count: int, length: int, seed: int = 0) -> Int[np.ndarray, "B T"]:
+    """Held-out text of the project: sentences, facts, and here and there a question about one.
+
+    Raises:
+      ValueError: prompts without tokens.
+    """
+    if min(count, length) < 1:
+        raise ValueError(f"{count} prompts of {length} tokens: figures need at least 1 of both")
+    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
+    task = Task(encode, _bos(tokenizer), max(length, 128), seed)
+    examples = (TASKS["perplexity"](task, i) for i in range(count))
+    return np.array([(e.context + e.continuation)[:length] for e in examples], np.int32)
+
+
+def _bos(tokenizer: Any) -> tuple[int, ...]:
+    return () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)

@@ -1,0 +1,389 @@
+"""RoCo's figures (Ren and Zhu, arXiv 2402.06262, section 4.3): is importance consistent, and who is safe to evict?"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, PyTree
+from matplotlib.figure import Figure
+
+import kvjax
+from experiments.papers.attention import Layer, capture, fold_rows, group_mean
+from experiments.papers.base import canvas, draw_layers, interval, message, percent, style
+from kvjax.generation import Model
+from kvjax.protect import TopStd
+from kvjax.scores import Mean
+from kvjax.select import TopK
+from kvjax.state import EMPTY
+from pallas_kernels import Columns, attention
+
+MEASURES = ("AAS (H2O)", "AQAS", "LTAS (TOVA)", "MAS (RoCo)")
+_AQAS, _LTAS, _MAS = 1, 2, 3
+SINKS = 4
+
+
+# --- Figure 2 ---
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportanceJaccard:
+    """How much of what an evicting cache holds would have been chosen with the full cache.
+
+    Attributes:
+      measures: names of the importance measures.
+      budgets: tokens of the cache.
+      length: tokens of a prompt.
+      similarity: Jaccard similarity, the mean over kv heads and over all steps with something to evict.
+      chance: that of a random set.
+    """
+
+    measures: Any
+    budgets: Int[np.ndarray, "R"]
+    length: Int[np.ndarray, ""]
+    similarity: Float[np.ndarray, "M R L B"]
+    chance: Float[np.ndarray, "R"]
+
+
+def importance_jaccard(
+    model: Model,
+    params: PyTree[Any],
+    tokens: Int[np.ndarray, "B T"],
+    *,
+    shares: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9),
+) -> ImportanceJaccard:
+    """Whether measures choose the same tokens from an evicting cache as from the full one (RoCo, Fig. 2).
+
+    Text is read token by token. A cache of B tokens evicts its least important one at every step, in every layer and
+    kv head, with no window; what it then holds is compared with the B most important tokens of a run that evicts
+    nothing, by the same measure. Accumulated (AAS), accumulated and quantised (AQAS), last token's (LTAS) and mean
+    attention (MAS). What a layer evicts changes what the layers above it read, as in real use.
+
+    The paper averages over every position, also those before the cache is full, where similarity is 1; here only steps
+    count at which there is something to evict.
+
+    Args:
+      model, params: the model.
+      tokens: prompts of one length.
+      shares: budgets as shares of the prompt.
+
+    Raises:
+      ValueError: a share that leaves no token, or none to evict.
+    """
+    T = tokens.shape[1]
+    budgets = np.array([int(share * T + 1e-9) for share in shares])
+    if budgets.min() < 1 or budgets.max() >= T:
+        raise ValueError(f"budgets of {budgets.tolist()} tokens must lie between 1 and {T - 1}; change shares={shares}")
+    found = _read_and_evict(model, params, jnp.asarray(tokens), tuple(budgets.tolist()))
+    steps = np.arange(1, T + 1)
+    full = (steps[:, None] > budgets[None]).astype(np.float64)
+    similarity = np.einsum("tr,tlmrb->mrlb", full, np.asarray(found, np.float64)) / full.sum(0)[None, :, None, None]
+    held = np.minimum(
+        budgets[None] / steps[:, None], 1.0
+    )  # expected overlap of two random sets: a share `held` of either
+    chance = (full * held / (2.0 - held)).sum(0) / full.sum(0)
+    return ImportanceJaccard(np.array(MEASURES), budgets, np.array(T), similarity, chance)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "budgets"))
+def _read_and_evict(
+    model: Model, params: PyTree[Any], tokens: Int[Array, "B T"], budgets: tuple[int, ...]
+) -> Float[Array, "T L M R B"]:
+    """Jaccard similarity after every token. One batch holds all measures and budgets, and the full cache as the first.
+
+    A token's slot is its position, so that slots of all caches can be compared.
+    """
+    c = model.config
+    B, T = tokens.shape
+    M, R, K = len(MEASURES), 1 + len(budgets), c.num_kv_heads
+    X = M * R * B
+    slots = jnp.arange(T, dtype=jnp.int32)
+    limits = jnp.asarray((T, *budgets), jnp.int32)
+    limit = jnp.broadcast_to(limits[None, :, None, None], (M, R, B, K)).reshape(X, K)
+    kind = jnp.repeat(jnp.arange(M, dtype=jnp.int32), R * B)[:, None, None]
+    choose = TopK()
+
+    def read(caches, t):
+        pos = jnp.full((X, 1), t)
+        overlaps = []
+
+        def attend(cache, q, k, v, *, layer, rotate, out_proj=None, **options):
+            del layer, out_proj
+            keys, values, live, total = cache
+            write = lambda x, new: lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), t, 2)
+            keys, values = write(keys, rotate(k, pos[:, None])), write(values, v)
+            live = live | (slots == t)[None, None]
+            held = jnp.where(live, slots[None, None], EMPTY)
+            wanted = Columns(), Columns(element="above", group_at="before")
+            result = attention(rotate(q, pos[:, None]), keys, values, pos, held, columns=wanted, **options)
+            p, above = result.columns
+            total = jnp.where(kind == _LTAS, p, total + jnp.where(kind == _AQAS, above, p))
+            rows = jnp.maximum(t + 1 - slots, 1).astype(jnp.float32)[None, None]
+            score = jnp.where(kind == _MAS, total / rows, total)
+            live = choose.drop(score, held, limit, 1)
+            overlaps.append(compare(score, live, t))
+            return result.out, (keys, values, live, total), kvjax.LayerStats()
+
+        token = jnp.broadcast_to(tokens[:, t][None], (M * R, B)).reshape(X, 1)
+        call: Any = model
+        _, caches, _ = call(params, token, caches, attend=attend, last_only=True)
+        return caches, jnp.stack(overlaps)
+
+    def compare(score, live, t):
+        best = score.reshape(M, R, B, K, T)[:, :1]
+        best = jnp.broadcast_to(best, (M, R - 1, B, K, T)).reshape(-1, K, T)
+        seen = jnp.broadcast_to(jnp.where(slots <= t, slots, EMPTY)[None, None], best.shape)
+        best = choose.best(best, seen, limit.reshape(M, R, B, K)[:, 1:].reshape(-1, K))
+        live = live.reshape(M, R, B, K, T)[:, 1:].reshape(-1, K, T)
+        both, either = (best & live).sum(-1), (best | live).sum(-1)
+        return (both / either).mean(-1).reshape(M, R - 1, B)
+
+    kv = jnp.zeros((X, K, T, c.head_dim), c.dtype)
+    cache = kv, kv, jnp.zeros((X, K, T), bool), jnp.zeros((X, K, T))
+    _, found = lax.scan(read, (cache,) * c.num_layers, slots)
+    return found
+
+
+def plot_importance_jaccard(d: ImportanceJaccard) -> Figure:
+    """Similarity against budget, a line for every measure."""
+    figure, ((axes,),) = canvas(width=6.4)
+    mean, half = interval(d.similarity.mean(2))
+    share = 100 * d.budgets / d.length
+    for i, name in enumerate(d.measures):
+        axes.errorbar(share, mean[i], yerr=half[i], label=name, capsize=2, **style(i))
+    axes.plot(share, d.chance, color="0.6", linestyle="--", label="random set")
+    axes.set(xlabel=f"budget, % of {d.length} tokens", ylabel="Jaccard similarity to full cache")
+    axes.set(ylim=(0, 1.02))
+    axes.legend(frameon=False, loc="lower right")
+    order = np.argsort(-mean.mean(1))
+    best, next_ = (str(d.measures[i]) for i in order[:2])
+    lead = float(mean.mean(1)[order[0]] - mean.mean(1)[order[1]])
+    text = f"{best} agrees most with its full-cache choice,\n{lead:.2f} above {next_} on average"
+    return message(figure, text, "RoCo, Fig. 2")
+
+
+# --- Figure 3 ---
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionByAge:
+    """What tokens have received by the time they are `age` rows old, their own row included.
+
+    Attributes:
+      ages: 1, 2, ...
+      mean, std: mean and standard deviation of the attention probabilities that a token has received so far (what RoCo
+        carries), the mean over tokens, kv heads and prompts.
+      peaked: the share of tokens whose standard deviation had its maximum by that age.
+    """
+
+    ages: Int[np.ndarray, "A"]
+    mean: Float[np.ndarray, "L A"]
+    std: Float[np.ndarray, "L A"]
+    peaked: Float[np.ndarray, "L A"]
+
+
+def attention_by_age(
+    model: Model, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, skip: int = SINKS
+) -> AttentionByAge:
+    """Mean and standard deviation of the attention a token receives, against its age (RoCo, Fig. 3).
+
+    The tokens of the first half, each watched for half the prompt's rows, so that every age has the same tokens. The
+    first `skip` are left out: attention sinks have a life of their own. The paper's claim: after a brief ascent the
+    deviation declines steadily.
+
+    Raises:
+      ValueError: prompts too short to have a first half beyond the skipped tokens.
+    """
+    T = tokens.shape[1]
+    if skip >= T // 2:
+        raise ValueError(f"prompts of {T} tokens leave none between the first {skip} and the half; use longer ones")
+    found = [_by_age(layer, skip) for layer in capture(model, params, jnp.asarray(tokens))]
+    mean, std, peaked = (np.stack([np.asarray(x, np.float64) for x in xs]) for xs in zip(*found, strict=True))
+    return AttentionByAge(np.arange(1, T // 2 + 1), mean, std, peaked)
+
+
+@functools.partial(jax.jit, static_argnames="skip")
+def _by_age(layer: Layer, skip: int) -> tuple[Float[Array, "A"], Float[Array, "A"], Float[Array, "A"]]:
+    B, K, T, _ = layer.k.shape
+    A = T // 2
+    pos = jnp.arange(skip, T - A, dtype=jnp.int32)
+    zeros = jnp.zeros((B, K, pos.size))
+
+    def visit(carry, p, rows):
+        total, square, top, peak, sums = carry
+        p = group_mean(p, K)[..., skip : T - A]
+        totals = total[:, :, None] + jnp.cumsum(p, axis=2)
+        squares = square[:, :, None] + jnp.cumsum(p * p, axis=2)
+        age = rows[:, None] - pos[None] + 1
+        n = jnp.maximum(age, 1).astype(jnp.float32)[None, None]
+        mean = totals / n
+        std = jnp.sqrt(jnp.maximum(squares / n - mean * mean, 0.0))
+        watched = (age >= 1) & (age <= A) & (rows < T)[:, None]
+        here = jnp.stack([mean.mean((0, 1)), std.mean((0, 1))], axis=-1)
+        sums = sums.at[jnp.where(watched, age - 1, A)].add(here, mode="drop")
+        std = jnp.where(watched[None, None], std, -1.0)
+        highest, when = std.max(2), std.argmax(2)  # the first of equals
+        later = jnp.take_along_axis(jnp.broadcast_to(age[None, None], std.shape), when[:, :, None], axis=2)[:, :, 0]
+        peak = jnp.where(highest > top, later, peak)
+        return (totals[:, :, -1], squares[:, :, -1], jnp.maximum(top, highest), peak, sums), None
+
+    start = zeros, zeros, zeros - 1.0, zeros.astype(jnp.int32), jnp.zeros((A, 2))
+    (_, _, _, peak, sums), _ = fold_rows(layer, visit, start)
+    counts = jnp.zeros((A,)).at[peak.reshape(-1) - 1].add(1.0)
+    return sums[:, 0] / pos.size, sums[:, 1] / pos.size, jnp.cumsum(counts) / counts.sum()
+
+
+def plot_attention_by_age(d: AttentionByAge) -> Figure:
+    """Mean, deviation, and when the deviation peaked."""
+    figure, ((left, middle, right),) = canvas(3, width=4.3)
+    draw_layers(left, d.ages, d.mean)
+    draw_layers(middle, d.ages, d.std)
+    draw_layers(right, d.ages, 100 * d.peaked)
+    for line, std in zip(middle.get_lines(), d.std, strict=True):
+        middle.plot(d.ages[std.argmax()], 1.03 * std.max(), marker="v", color=line.get_color(), markersize=6)
+    left.set(title="mean", ylabel="attention received so far", yscale="log")
+    middle.set(title="standard deviation (triangles: where it peaks)", ylabel="deviation of attention received so far")
+    right.set(title="deviation has peaked", ylabel="tokens, %", ylim=(0, 102))
+    for axes in (left, middle, right):
+        axes.set(xscale="log", xlabel="age of the token, rows")
+    right.legend(frameon=False, loc="lower right")
+    peaks = d.ages[d.std.argmax(1)]
+    half = d.ages[(d.peaked.mean(0) >= 0.5).argmax()]
+    text = (
+        f"The deviation peaks {_between(peaks)} rows after a token is read and then declines; "
+        f"half of all tokens have peaked after {half}"
+    )
+    return message(figure, text, "RoCo, Fig. 3")
+
+
+def _between(x: np.ndarray) -> str:
+    return f"{x.min()}" if x.min() == x.max() else f"{x.min()} to {x.max()}"
+
+
+# --- Figure 4 ---
+
+
+@dataclasses.dataclass(frozen=True)
+class ScopeSize:
+    """How far predictions move when a prompt is evicted under scopes of different sizes.
+
+    Attributes:
+      scopes: "local window" and "standard deviation".
+      budgets: live tokens a kv head.
+      sizes: protected tokens as shares of the budget.
+      length: tokens of the prompt.
+      divergence: KL divergence of the next-token distribution from the full cache's, in nats, the mean over the
+        continuation.
+      agreement: the share of the continuation where both find the same token likeliest.
+    """
+
+    scopes: Any
+    budgets: Int[np.ndarray, "R"]
+    sizes: Float[np.ndarray, "Z"]
+    length: Int[np.ndarray, ""]
+    divergence: Float[np.ndarray, "2 R Z B"]
+    agreement: Float[np.ndarray, "2 R Z B"]
+
+
+def scope_size(
+    model: Model,
+    params: PyTree[Any],
+    tokens: Int[np.ndarray, "B T"],
+    *,
+    shares: tuple[float, ...] = (0.5, 0.2),
+    sizes: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9),
+    continuation: int = 64,
+) -> ScopeSize:
+    """What the eviction scope protects, and how much: a local window or the largest deviations (RoCo, Fig. 4).
+
+    The prompt is read with the full cache and evicted once by mean attention (MAS). The scope protects either the last
+    tokens or those of largest standard deviation. Then the prompt's last `continuation` tokens, held back so far, are
+    read with what is left. The paper compares generated summaries by ROUGE and METEOR at half of the cache; here
+    predictions are compared, which needs no answers.
+
+    Args:
+      model, params: the model.
+      tokens: prompts of one length.
+      shares: budgets as shares of the prompt.
+      sizes: protected tokens as shares of the budget.
+      continuation: tokens that predictions are compared on.
+
+    Raises:
+      ValueError: prompts that the continuation leaves nothing of.
+    """
+    n = tokens.shape[1] - continuation
+    if n < 2:
+        raise ValueError(f"{tokens.shape[1]} tokens less a continuation of {continuation} leave {n} to evict; use more")
+    budgets = tuple(int(share * n + 1e-9) for share in shares)
+    divergence, agreement = _under_scopes(model, params, jnp.asarray(tokens), n, budgets, sizes)
+    shape = 2, len(budgets), len(sizes), len(tokens)
+    return ScopeSize(
+        np.array(["local window", "standard deviation"]),
+        np.array(budgets),
+        np.array(sizes),
+        np.array(n),
+        np.asarray(divergence, np.float64).reshape(shape),
+        np.asarray(agreement, np.float64).reshape(shape),
+    )
+
+
+def scoped(budget: int, size: int, *, by_deviation: bool) -> kvjax.Evict:
+    """Eviction by mean attention that protects `size` tokens: the last, or those of largest deviation."""
+    recent, scope = (0, TopStd(size)) if by_deviation else (size, TopStd(0))
+    return kvjax.Evict(Mean(), budget, protect=kvjax.Protect(recent=recent), scope=scope)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
+def _under_scopes(
+    model: Model, params: PyTree[Any], tokens: Int[Array, "B T"], n: int, budgets: Any, sizes: Any
+) -> tuple[Float[Array, "V B"], Float[Array, "V B"]]:
+    """One prompt read, all scopes on its statistics, and one continuation read for each."""
+    grid = [(kind, b, int(size * b + 1e-9)) for kind in (False, True) for b in budgets for size in sizes]
+    policies = [scoped(b, size, by_deviation=kind) for kind, b, size in grid]
+    plan = kvjax.make_plan(model.config, policies[-1], prompt_len=n, max_new_tokens=0)
+    state = kvjax.init_state(plan, jnp.full((len(tokens),), n), dtype=model.config.dtype)
+    _, state, stats = kvjax.forward(model, params, tokens[:, :n], state)
+    kept = [[layer.pos for layer in policy(state, stats).layers] for policy in policies]
+
+    def predict(positions):
+        layers = (dataclasses.replace(kv, pos=pos) for kv, pos in zip(state.layers, positions, strict=True))
+        evicted = dataclasses.replace(state, layers=tuple(layers))
+        logits, _, _ = kvjax.forward(model, params, tokens[:, n:], evicted, last_only=False)
+        return jax.nn.log_softmax(logits)
+
+    full = predict([layer.pos for layer in state.layers])
+
+    def compare(positions):
+        evicted = predict(positions)
+        divergence = (jnp.exp(full) * (full - evicted)).sum(-1).mean(-1)
+        return divergence, (full.argmax(-1) == evicted.argmax(-1)).astype(jnp.float32).mean(-1)
+
+    return lax.map(compare, jax.tree.map(lambda *x: jnp.stack(x), *kept))
+
+
+def plot_scope_size(d: ScopeSize) -> Figure:
+    """What a scope changes against none at all, prompt by prompt; a panel for every budget."""
+    figure, (row,) = canvas(len(d.budgets), width=5.0)
+    mean, half = interval(d.divergence - d.divergence[:, :, :1])
+    for r, axes in enumerate(row):
+        for i, scope in enumerate(d.scopes):
+            aside = i - 0.5  # keeps intervals apart
+            axes.errorbar(100 * d.sizes + aside, mean[i, r], yerr=half[i, r], label=scope, capsize=2, **style(i))
+        axes.axhline(0, color="0.5", linewidth=0.8)
+        alone = d.divergence[0, r, 0].mean()
+        axes.set(title=f"budget {percent(d.budgets[r] / d.length)} of {d.length} tokens: {alone:.3f} nats without")
+        axes.set(xlabel="protected tokens, % of the budget")
+    row[0].set_ylabel("KL divergence from the full cache,\nchange by the scope, nats")
+    row[0].legend(frameon=False, title="protected by", loc="best")
+    spread = (d.divergence.mean(-1).max(2) - d.divergence.mean(-1).min(2)).mean(1)
+    calm = int(spread.argmin())
+    best = [f"{percent(b / d.length)}: {mean[0, r].min():+.3f} and {mean[1, r].min():+.3f}"
+            for r, b in enumerate(d.budgets)]  # fmt: skip
+    text = (
+        f"The size matters less for the {d.scopes[calm]} (range {spread[calm]:.3f} against {spread[1 - calm]:.3f});\n"
+        f"best change, window and deviation, at {'; at '.join(best)} nats"
+    )
+    return message(figure, text, "RoCo, Fig. 4; 95 % intervals over prompts, paired")

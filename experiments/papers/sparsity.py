@@ -1,0 +1,269 @@
+"""How few tokens attention is about: NaCl, Fig. 6 (arXiv 2408.03675); Keyformer, Fig. 3, 11, 14 (arXiv 2403.09054)."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
+from experiments.palette import COLOURS
+from experiments.papers.attention import Layer, capture, fold_rows
+from experiments.papers.base import canvas, draw_layers, message, percent, shown_layers
+from kvjax.generation import Model
+
+NOTHING = 0.001  # attention that heat maps leave white
+
+# --- NaCl, Figure 6; Keyformer, Figure 11 ---
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSparsity:
+    """The share of the keys a row sees to which it gives next to nothing; the mean over query heads and prompts.
+
+    Attributes:
+      thresholds: attention probabilities.
+      sparsity: the share of keys below each threshold, by the tokens that a row sees (1, 2, ...).
+      of_maximum: shares of a row's largest probability.
+      relative: the share of keys at or below such a share, the mean over the rows of the second half.
+    """
+
+    thresholds: Float[np.ndarray, "M"]
+    sparsity: Float[np.ndarray, "L M T"]
+    of_maximum: Float[np.ndarray, "R"]
+    relative: Float[np.ndarray, "L R"]
+
+
+def attention_sparsity(
+    model: Model,
+    params: PyTree[Any],
+    tokens: Int[np.ndarray, "B T"],
+    *,
+    thresholds: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 1e-1),
+    of_maximum: tuple[float, ...] = (0.0, 0.001, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05),
+) -> AttentionSparsity:
+    """The share of keys that rows hardly attend to, by threshold and length (NaCl, Fig. 6; Keyformer, Fig. 11).
+
+    NaCl divides by the width of the attention matrix; here causal zeros do not count, so that a share is one of the
+    tokens that a row could attend to. Keyformer's thresholds are shares of the row's maximum; at 0 only what has
+    vanished in float32 counts.
+    """
+    layers = capture(model, params, jnp.asarray(tokens))
+    found = [_sparsity(layer, jnp.asarray(thresholds), jnp.asarray(of_maximum)) for layer in layers]
+    below, relative = (np.stack([np.asarray(x, np.float64) for x in xs]) for xs in zip(*found, strict=True))
+    second_half = relative[:, tokens.shape[1] // 2 :].mean(1)
+    return AttentionSparsity(np.array(thresholds), below.transpose(0, 2, 1), np.array(of_maximum), second_half)
+
+
+@jax.jit
+def _sparsity(
+    layer: Layer, thresholds: Float[Array, "M"], of_maximum: Float[Array, "R"]
+) -> tuple[Float[Array, "T M"], Float[Array, "T R"]]:
+    """Shares of visible keys, the mean over prompts and heads."""
+    B, N, T, _ = layer.q.shape
+    keys = jnp.arange(T, dtype=jnp.int32)
+
+    def visit(carry, p, rows):
+        seen = keys[None] <= rows[:, None]
+        if layer.window is not None:
+            seen &= rows[:, None] - keys[None] < layer.window
+        p = jnp.where(seen[None, None], p, jnp.inf)
+        num = seen.sum(-1).astype(jnp.float32)
+        share = lambda hit: hit.sum((0, 1, 3)).astype(jnp.float32) / (B * N * num)
+        top = jnp.where(seen[None, None], p, 0.0).max(-1, keepdims=True)
+        below = jax.lax.map(lambda t: share(p < t), thresholds)
+        relative = jax.lax.map(lambda t: share(p <= t * top), of_maximum)
+        return carry, (below.T, relative.T)
+
+    return fold_rows(layer, visit, None)[1]
+
+
+def plot_attention_sparsity(d: AttentionSparsity) -> Figure:
+    """Sparsity against length, a line a threshold; and against the threshold, a line a layer."""
+    figure, ((left, right),) = canvas(2, width=5.6)
+    seen = np.arange(1, d.sparsity.shape[-1] + 1)
+    mean = d.sparsity.mean(0)
+    for i, threshold in enumerate(d.thresholds):
+        line = _smooth(mean[i])
+        left.plot(seen, 100 * line, color=COLOURS[i % len(COLOURS)], linewidth=1.8)
+        left.annotate(
+            f"p < {threshold:g}", (seen[-1], 100 * line[-1]), (4, 0), textcoords="offset points", va="center",
+            color=COLOURS[i % len(COLOURS)],
+        )  # fmt: skip
+    left.set(xlabel="tokens that a row sees", ylabel="keys below the threshold, %", ylim=(0, 102))
+    left.set(title="absolute thresholds, all layers (NaCl)", xlim=(0, 1.2 * seen[-1]))
+    draw_layers(right, 100 * d.of_maximum, 100 * d.relative, marker="o", markersize=4)
+    right.set(xlabel="threshold, % of the row's maximum", ylabel="keys at or below the threshold, %", ylim=(0, 102))
+    right.set(title="relative thresholds, second half of the rows (Keyformer)")
+    right.legend(frameon=False, loc="lower right")
+    middle = len(d.thresholds) // 2
+    quarter, end = mean[middle][[len(seen) // 4, -1]]
+    low, high = d.relative[:, -1].min(), d.relative[:, -1].max()
+    text = (
+        f"{percent(end)} of the keys get less than {d.thresholds[middle]:g} from a row that sees {seen[-1]} tokens "
+        f"({percent(quarter)} at {seen[len(seen) // 4]});\n{percent(low)} to {percent(high)} get at most "
+        f"{percent(d.of_maximum[-1])} of the row's maximum, by layer"
+    )
+    return message(figure, text, "NaCl, Fig. 6; Keyformer, Fig. 11")
+
+
+def _smooth(y: Float[np.ndarray, "T"], width: int = 17) -> Float[np.ndarray, "T"]:
+    """A moving average, for eyes only; narrower at the ends."""
+    total = np.concatenate([[0.0], np.cumsum(y)])
+    at = np.arange(len(y))
+    half = np.minimum(np.minimum(at, len(y) - 1 - at), width // 2)
+    return (total[at + half + 1] - total[at - half]) / (2 * half + 1)
+
+
+# --- Keyformer, Figure 3b ---
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionMass:
+    """How much attention the most attended tokens hold together.
+
+    Attributes:
+      shares: shares of the tokens.
+      by_row: attention held where every row has its own most attended tokens; the mean over heads and prompts.
+      by_set: attention held by one set for all rows, the tokens with the largest sums: the most that a cache chosen
+        once can hold.
+    """
+
+    shares: Float[np.ndarray, "X"]
+    by_row: Float[np.ndarray, "L X"]
+    by_set: Float[np.ndarray, "L X"]
+
+
+def attention_mass(
+    model: Model, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, num_rows: int = 64
+) -> AttentionMass:
+    """Cumulative attention mass against the share of tokens that hold it (Keyformer, Fig. 3b).
+
+    Of `num_rows` rows, evenly spaced over the second half, over the tokens of the first half, which all of them see:
+    attention is renormalised over these, as if the rest were a recent window that stays.
+
+    Raises:
+      ValueError: fewer rows in the second half than asked for.
+    """
+    T = tokens.shape[1]
+    if num_rows > T - T // 2:
+        raise ValueError(f"the second half of {T} tokens has {T - T // 2} rows, not {num_rows}; lower num_rows")
+    rows = jnp.asarray(np.linspace(T // 2, T - 1, num_rows).round().astype(np.int32))
+    found = [_mass(layer, rows) for layer in capture(model, params, jnp.asarray(tokens))]
+    by_row, by_set = (np.stack([np.asarray(x, np.float64) for x in xs]) for xs in zip(*found, strict=True))
+    start = np.zeros((len(found), 1))
+    shares = np.arange(T // 2 + 1) / (T // 2)
+    return AttentionMass(shares, np.concatenate([start, by_row], 1), np.concatenate([start, by_set], 1))
+
+
+@jax.jit
+def _mass(layer: Layer, rows: Int[Array, "M"]) -> tuple[Float[Array, "X"], Float[Array, "X"]]:
+    B, N, T, _ = layer.q.shape
+    old = T // 2
+
+    def visit(total, p, rows):
+        p = p[..., :old]
+        p = p / jnp.maximum(p.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+        return total + p.sum(2), jnp.cumsum(-jnp.sort(-p, axis=-1), axis=-1).mean((0, 1))
+
+    total, by_row = fold_rows(layer, visit, jnp.zeros((B, N, old)), rows=rows)
+    by_set = jnp.cumsum(-jnp.sort(-total, axis=-1), axis=-1).mean((0, 1)) / rows.size
+    return by_row.mean(0), by_set
+
+
+def plot_attention_mass(d: AttentionMass) -> Figure:
+    """Mass against tokens: solid for every row's own best, dashed for one set for all rows."""
+    figure, ((axes,),) = canvas(width=7.0, height=4.4)
+    draw_layers(axes, 100 * d.shares, 100 * d.by_row)
+    for solid, line in zip(list(axes.get_lines()), d.by_set, strict=True):
+        axes.plot(100 * d.shares, 100 * line, color=solid.get_color(), linestyle="--", linewidth=1.4)
+    axes.plot([], [], color="0.3", linestyle="--", label="one set for all rows")
+    axes.axhline(90, color="0.5", linewidth=0.8, linestyle=":")
+    axes.axvline(40, color="0.5", linewidth=0.8, linestyle=":")
+    axes.annotate("the paper's 40 % of tokens, 90 % of attention", (41, 3), color="0.4", fontsize="small")
+    axes.set(xlabel="tokens, % (most attended first)", ylabel="attention they hold, %", xlim=(0, 100), ylim=(0, 101))
+    axes.legend(frameon=False, loc="center right", title="solid: every row its own")
+    need = lambda curves: d.shares[(curves.mean(0) >= 0.9).argmax()]
+    text = (
+        f"90 % of the attention is on {percent(need(d.by_row))} of the tokens, row by row;\n"
+        f"one set for all rows must hold {percent(need(d.by_set))}"
+    )
+    return message(figure, text, "Keyformer, Fig. 3b")
+
+
+# --- Keyformer, Figure 14 ---
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionHeatmaps:
+    """Attention matrices of one short prompt.
+
+    Attributes:
+      layers, heads: which are shown.
+      rows: positions of the rows.
+      p: attention probabilities.
+    """
+
+    layers: Int[np.ndarray, "L"]
+    heads: Int[np.ndarray, "N"]
+    rows: Int[np.ndarray, "R"]
+    p: Float[np.ndarray, "L N R T"]
+
+
+def attention_heatmaps(
+    model: Model,
+    params: PyTree[Any],
+    tokens: Int[np.ndarray, "B T"],
+    *,
+    layers: int = 4,
+    heads: int = 4,
+    num_rows: int = 64,
+) -> AttentionHeatmaps:
+    """Attention of the last rows of one short prompt, by layer and head (Keyformer, Fig. 14).
+
+    Evenly spaced layers and query heads, the first and last among them, of the first prompt. The paper's rows are
+    generated tokens; these are the prompt's last `num_rows`. The only figure that holds a matrix.
+    """
+    T = tokens.shape[1]
+    rows = np.arange(max(T - num_rows, 0), T)
+    c = model.config
+    of_layers, of_heads = np.array(shown_layers(c.num_layers, layers)), np.array(shown_layers(c.num_query_heads, heads))
+    captured = capture(model, params, jnp.asarray(tokens[:1]))
+    p = [np.asarray(_matrix(captured[i], jnp.asarray(rows), tuple(of_heads.tolist()))) for i in of_layers]
+    return AttentionHeatmaps(of_layers, of_heads, rows, np.stack(p))
+
+
+@functools.partial(jax.jit, static_argnames="heads")
+def _matrix(layer: Layer, rows: Int[Array, "R"], heads: tuple[int, ...]) -> Float[Array, "N R T"]:
+    visit = lambda carry, p, rows: (carry, p[0, jnp.asarray(heads)].swapaxes(0, 1))
+    return fold_rows(layer, visit, None, rows=rows)[1].swapaxes(0, 1)
+
+
+def plot_attention_heatmaps(d: AttentionHeatmaps) -> Figure:
+    """A panel for every layer and head; white is next to nothing."""
+    L, N, R, T = d.p.shape
+    figure, grid = canvas(N, L, width=3.0, height=0.5 + 2.6 * R / T, sharex=True, sharey=True)
+    image = None
+    for i, j in np.ndindex(L, N):
+        axes = grid[i, j]
+        axes.grid(False)
+        shown = np.ma.masked_less(d.p[i, j], NOTHING)
+        extent = (-0.5, T - 0.5, d.rows[-1] + 0.5, d.rows[0] - 0.5)
+        image = axes.imshow(
+            shown, norm=LogNorm(NOTHING, 1.0), cmap="viridis_r", aspect="auto", extent=extent, interpolation="nearest"
+        )
+        axes.set_title(f"layer {d.layers[i]}, head {d.heads[j]}", fontsize="small")
+    for axes in grid[-1]:
+        axes.set_xlabel("key, position")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("row, position")
+    if image is not None:
+        figure.colorbar(image, ax=grid.ravel().tolist(), label=f"attention (white: less than {NOTHING})", pad=0.01)
+    seen = np.arange(T)[None] <= d.rows[:, None]
+    blank = (d.p < NOTHING)[..., seen].mean(-1)
+    text = f"Heads differ: {percent(blank.min())} to {percent(blank.max())} of what they see gets less than {NOTHING}"
+    return message(figure, text, "Keyformer, Fig. 14")

@@ -1,0 +1,510 @@
+"""The papers' figures: arrays against float64 numpy and against the policies themselves, and files that are written."""
+
+import dataclasses
+import importlib
+import io
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+import models
+from experiments import figures
+from experiments.papers import FIGURES, adakv, ahakv, positions, prompts, roco, sparsity
+from experiments.papers.attention import Layer, capture, fold_rows
+from experiments.papers.base import interval
+from kvjax import methods
+from tests import helpers
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def read(tiny):
+    """The small model, prompts of 24 tokens, and every layer's attention matrices."""
+    model, params = tiny
+    tokens = np.asarray(helpers.token_ids(2, 24, seed=3))
+    layers = capture(model, params, jnp.asarray(tokens))
+    return model, params, tokens, [matrix(layer) for layer in layers], layers
+
+
+def logits(layer):
+    """Scaled logits "B N T T" with -inf where a row does not see a key."""
+    q, k = (np.asarray(x, np.float64) for x in (layer.q, layer.k))
+    k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
+    x = np.einsum("bnth,bnsh->bnts", q, k) * layer.scale
+    if layer.softcap is not None:
+        x = layer.softcap * np.tanh(x / layer.softcap)
+    rows, keys = np.indices(x.shape[-2:])
+    seen = (keys <= rows) & (rows - keys < (layer.window or 10**9))
+    return np.where(seen, x, -np.inf)
+
+
+def matrix(layer, multiplier=None):
+    """Attention probabilities "B N T T"."""
+    x = logits(layer)
+    if multiplier is not None:
+        x = np.where(np.isfinite(x), np.where(np.isfinite(x), x, 0) * np.asarray(multiplier)[:, None], -np.inf)
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def grouped(p, num_kv_heads=2):
+    """The mean over the query heads of every kv head."""
+    B, N, *rest = p.shape
+    return p.reshape(B, num_kv_heads, N // num_kv_heads, *rest).mean(2)
+
+
+# --- rows ---
+
+
+def test_captured_layers_attend_as_the_model_does(read):
+    """Column sums of the captured matrices are those that the model measures when it reads the prompt."""
+    model, params, tokens, p, _ = read
+    plan = kvjax.make_plan(model.config, methods.h2o(8), prompt_len=24, max_new_tokens=0)
+    _, _, stats = kvjax.forward(model, params, jnp.asarray(tokens), kvjax.init_state(plan, jnp.full((2,), 24)))
+    for layer, here in zip(stats.layers, p, strict=True):
+        np.testing.assert_allclose(layer[kvjax.Observe()], grouped(here).sum(2), rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 1.5}], ids=str)
+@pytest.mark.parametrize("rows", [None, [0, 3, 4, 17, 22]], ids=["all rows", "some rows"])
+def test_fold_rows(options, rows):
+    """The last block is filled up; what the filling gives must not show."""
+    q, k, v = helpers.qkv(5, T=23)
+    layer = Layer(q, k, v, jnp.zeros((4, 8, 3)), 0.3, **options)
+    multiplier = np.linspace(0.5, 2, 23)
+    at = np.arange(23) if rows is None else np.array(rows)
+    rows = None if rows is None else jnp.asarray(rows)
+    visit = lambda total, p, here: (total + p.sum(2), (here, jnp.moveaxis(p, 2, 0)))
+    factor = jnp.asarray(multiplier[at], jnp.float32)
+    total, (here, p) = fold_rows(layer, visit, jnp.zeros((2, 4, 23)), rows=rows, multiplier=factor, block=8)
+    expected = matrix(layer, multiplier)[:, :, at]
+    assert here.tolist() == at.tolist()
+    np.testing.assert_allclose(np.moveaxis(np.asarray(p), 0, 2), expected, atol=1e-5)
+    np.testing.assert_allclose(total, expected.sum(2), atol=1e-4)
+
+
+def test_a_model_without_output_projection_is_refused(tiny):
+    model, params = tiny
+
+    class Silent:
+        config = model.config
+
+        def __call__(self, params, tokens, layers, *, attend, last_only):
+            q = jnp.zeros((*tokens.shape[:1], 4, tokens.shape[1], 8))
+            attend(None, q, q[:, :2], q[:, :2], layer=0, rotate=lambda x, pos: x)
+
+    with pytest.raises(ValueError, match="layer 0 of the model passes no out_proj"):
+        capture(Silent(), params, jnp.zeros((1, 4), jnp.int32))
+
+
+def test_interval():
+    mean, half = interval(np.array([[1.0, 2.0, 3.0], [5.0, 5.0, 5.0]]))
+    np.testing.assert_allclose(mean, [2.0, 5.0])
+    np.testing.assert_allclose(half, [4.302653 / np.sqrt(3), 0.0], rtol=1e-6)
+    assert interval(np.ones((2, 1)))[1].tolist() == [0.0, 0.0]
+
+
+# --- RoCo ---
+
+
+def best(score, num):
+    """The `num` largest, among equals the later ones."""
+    return set(sorted(range(len(score)), key=lambda j: (score[j], j))[-num:])
+
+
+@pytest.mark.parametrize("measure", range(4), ids=["AAS", "AQAS", "LTAS", "MAS"])
+def test_importance_jaccard_is_that_of_the_policies(read, measure):
+    """The policy itself, decoding token by token, against sets chosen from the full cache's attention."""
+    model, params, tokens, p, _ = read
+    T, budget = 24, 7
+    policy = [
+        methods.h2o(budget, recent=0),
+        methods.aqas(budget, recent=0),
+        methods.tova(budget, head_mode="per_kv_head"),
+        methods.mas(budget),
+    ][measure]
+    found = roco.importance_jaccard(model, params, tokens, shares=(0.3, 0.5))
+    assert found.budgets.tolist() == [7, 12]
+
+    plan = kvjax.make_plan(model.config, policy, prompt_len=1, max_new_tokens=T)
+    step = jax.jit(lambda token, state: kvjax.decode_step(model, params, token, state))
+    _, state = kvjax.prefill(model, params, jnp.asarray(tokens[:, :1]), plan)
+    similarity = []
+    for t in range(1, T):
+        _, state = step(jnp.asarray(tokens[:, t]), state)
+        if t + 1 <= budget:
+            continue
+        for i, layer in enumerate(state.layers):
+            for b, heads in enumerate(helpers.live_positions(layer)):
+                for h, held in enumerate(heads):
+                    rows = grouped(p[i])[b, h, : t + 1, : t + 1]
+                    above = (rows > 1 / np.arange(1, t + 2)[:, None]).sum(0)
+                    count = np.arange(t + 1, 0, -1)
+                    wanted = best([rows.sum(0), above, rows[-1], rows.sum(0) / count][measure], budget)
+                    similarity.append((i, b, len(wanted & set(held)) / len(wanted | set(held))))
+    for i in range(3):
+        for b in range(2):
+            expected = np.mean([s for i_, b_, s in similarity if (i_, b_) == (i, b)])
+            np.testing.assert_allclose(found.similarity[measure, 0, i, b], expected, rtol=1e-6)
+
+
+def test_chance_is_that_of_random_sets(read):
+    model, params, tokens, _, _ = read
+    found = roco.importance_jaccard(model, params, tokens, shares=(0.5,))
+    rng = np.random.default_rng(0)
+    draws = []
+    for n in range(13, 25):
+        a, b = (set(rng.permutation(n)[:12].tolist()) for _ in range(2))
+        draws += [len(a & b) / len(a | b)]
+        for _ in range(400):
+            a, b = (set(rng.permutation(n)[:12].tolist()) for _ in range(2))
+            draws += [len(a & b) / len(a | b)]
+    assert abs(np.mean(draws) - found.chance[0]) < 0.02
+
+
+def test_budgets_must_leave_something_to_evict(read):
+    model, params, tokens, _, _ = read
+    with pytest.raises(ValueError, match=r"budgets of \[0, 24\] tokens must lie between 1 and 23"):
+        roco.importance_jaccard(model, params, tokens, shares=(0.01, 1.0))
+
+
+def test_attention_by_age(read):
+    model, params, tokens, p, _ = read
+    found = roco.attention_by_age(model, params, tokens, skip=2)
+    A = 12
+    assert found.ages.tolist() == list(range(1, A + 1))
+    for i, here in enumerate(p):
+        here = grouped(here)
+        mean, std, peaks = [], [], []
+        for b in range(2):
+            for h in range(2):
+                for j in range(2, A):
+                    received = here[b, h, j : j + A, j]
+                    mean.append([received[: a + 1].mean() for a in range(A)])
+                    std.append([received[: a + 1].std() for a in range(A)])
+                    peaks.append(1 + int(np.argmax(std[-1])))
+        np.testing.assert_allclose(found.mean[i], np.mean(mean, 0), rtol=1e-4)
+        np.testing.assert_allclose(found.std[i], np.mean(std, 0), rtol=2e-3, atol=2e-4)
+        np.testing.assert_allclose(found.peaked[i], [np.mean(np.array(peaks) <= a + 1) for a in range(A)], atol=0.03)
+        assert found.peaked[i, -1] == pytest.approx(1)
+
+
+def test_prompts_too_short_to_age(read):
+    model, params, tokens, _, _ = read
+    with pytest.raises(ValueError, match="prompts of 24 tokens leave none between the first 12 and the half"):
+        roco.attention_by_age(model, params, tokens, skip=12)
+
+
+def test_scope_size_is_what_the_drivers_measure(read):
+    """Prefill, eviction and decoding by the drivers, against the figure's one prompt for all scopes."""
+    model, params, tokens, _, _ = read
+    found = roco.scope_size(model, params, tokens, shares=(0.5,), sizes=(0.0, 0.5), continuation=8)
+    assert (found.length, found.budgets.tolist()) == (16, [8])
+    full = log_p(model, params, tokens, methods.full())
+    for kind in (0, 1):
+        evicted = log_p(model, params, tokens, roco.scoped(8, 4, by_deviation=bool(kind)))
+        divergence = (np.exp(full) * (full - evicted)).sum(-1).mean(-1)
+        agreement = (full.argmax(-1) == evicted.argmax(-1)).mean(-1)
+        np.testing.assert_allclose(found.divergence[kind, 0, 1], divergence, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(found.agreement[kind, 0, 1], agreement)
+    np.testing.assert_array_equal(found.divergence[0, :, 0], found.divergence[1, :, 0])  # nothing protected by either
+    with pytest.raises(ValueError, match="24 tokens less a continuation of 23 leave 1 to evict"):
+        roco.scope_size(model, params, tokens, continuation=23)
+
+
+def log_p(model, params, tokens, policy):
+    """Log-probabilities after each of the last 8 tokens, read one by one into an evicted cache."""
+    plan = kvjax.make_plan(model.config, policy, prompt_len=16, max_new_tokens=8)
+
+    @jax.jit
+    def run(tokens):
+        _, state = kvjax.prefill(model, params, tokens[:, :16], plan)
+        return jax.nn.log_softmax(kvjax.feed(model, params, tokens[:, 16:], state)[0])
+
+    return np.asarray(run(jnp.asarray(tokens)), np.float64)
+
+
+# --- positions ---
+
+
+def test_retained_positions_are_those_of_prefill(read):
+    model, params, tokens, _, _ = read
+    found = positions.retained_positions(model, params, tokens, share=0.5, slices=4)
+    assert found.budget == 12
+    for name, policy in (("H2O", methods.h2o(12)), ("NaCl", methods.nacl(12))):
+        plan = kvjax.make_plan(model.config, policy, prompt_len=24, max_new_tokens=1)
+        _, state = kvjax.prefill(model, params, jnp.asarray(tokens), plan)
+        live = [helpers.live_positions(layer) for layer in state.layers]
+        held = np.array([[[np.isin(np.arange(24), head) for head in row] for row in layer] for layer in live])
+        i = found.methods.tolist().index(name)
+        np.testing.assert_array_equal(found.kept[i], held[:, 0].reshape(-1, 24))
+        expected = held.reshape(3, 2, 2, 4, 6).mean((0, 2, 4)).T
+        np.testing.assert_allclose(found.profile[i], expected)
+        chosen = held[..., :18]  # 24 less half of the budget
+        np.testing.assert_allclose(found.late[i], chosen[..., 9:].sum((0, 2, 3)) / chosen.sum((0, 2, 3)))
+
+
+def test_by_slice():
+    assert positions.by_slice(np.arange(5.0), 2).tolist() == [1.0, 3.5]
+    with pytest.raises(ValueError, match="5 tokens cannot be cut into 6 slices"):
+        positions.by_slice(np.arange(5.0), 6)
+
+
+def test_eviction_scores(read):
+    model, params, tokens, p, layers = read
+    found = positions.eviction_scores(model, params, tokens, share=0.5, slices=4)
+    columns = np.stack([grouped(here).sum(2) for here in p])  # "L B K T"
+    last = np.stack([np.broadcast_to(here[:, :, -1].mean(1, keepdims=True), (2, 2, 24)) for here in p])
+    for i, score in enumerate((columns, last)):
+        relative = (score / score.mean(-1, keepdims=True)).reshape(3, 2, 2, 4, 6).mean(-1).mean((0, 2)).T
+        np.testing.assert_allclose(found.score[i], relative, rtol=1e-4)
+
+    seen, recent = np.arange(1, 25), 6
+    gain = np.where(seen > 12, np.sqrt(2 * np.log(np.maximum(seen / 12, 1))), 1)
+    plain = np.stack([grouped(matrix(x, gain))[:, :, -recent:].sum(2) for x in layers])
+    norms = np.stack([(np.asarray(x.v, np.float64) ** 2).sum(-1) for x in layers])
+    padded = np.pad(norms, [(0, 0)] * 3 + [(3, 3)])
+    pooled = np.stack([padded[..., j : j + 24] for j in range(7)]).mean(0)
+    for i, score in enumerate((plain, plain * pooled / pooled.max(-1, keepdims=True))):
+        score = score / score.max(-1, keepdims=True)
+        above = np.stack([(score > t).mean((0, 2, 3)) for t in found.thresholds])
+        np.testing.assert_allclose(found.above[i], above, atol=0.011)  # one token of 96 in rounding
+
+
+# --- sparsity, mass, heat maps ---
+
+
+def test_attention_sparsity(read):
+    model, params, tokens, p, _ = read
+    found = sparsity.attention_sparsity(model, params, tokens, thresholds=(0.02, 0.3), of_maximum=(0.001, 0.25))
+    for i, here in enumerate(p):
+        below = [[(here[:, :, t, : t + 1] < x).mean() for t in range(24)] for x in (0.02, 0.3)]
+        np.testing.assert_allclose(found.sparsity[i], below, atol=1e-6)
+        rows = [here[:, :, t, : t + 1] for t in range(12, 24)]
+        relative = [np.mean([(r <= x * r.max(-1, keepdims=True)).mean() for r in rows]) for x in (0.001, 0.25)]
+        np.testing.assert_allclose(found.relative[i], relative, atol=1e-6)
+
+
+def test_attention_mass(read):
+    model, params, tokens, p, _ = read
+    found = sparsity.attention_mass(model, params, tokens, num_rows=12)
+    for i, here in enumerate(p):
+        rows = here[:, :, 12:, :12] / here[:, :, 12:, :12].sum(-1, keepdims=True)
+        by_row = np.cumsum(np.sort(rows, -1)[..., ::-1], -1).mean((0, 1, 2))
+        by_set = np.cumsum(np.sort(rows.mean(2), -1)[..., ::-1], -1).mean((0, 1))
+        np.testing.assert_allclose(found.by_row[i], [0, *by_row], atol=1e-5)
+        np.testing.assert_allclose(found.by_set[i], [0, *by_set], atol=1e-5)
+    assert (found.by_set <= found.by_row + 1e-6).all()
+    with pytest.raises(ValueError, match="the second half of 24 tokens has 12 rows, not 64"):
+        sparsity.attention_mass(model, params, tokens)
+
+
+def test_attention_heatmaps(read):
+    model, params, tokens, p, _ = read
+    found = sparsity.attention_heatmaps(model, params, tokens, layers=2, heads=3, num_rows=9)
+    assert found.layers.tolist() == [0, 2]
+    assert found.heads.tolist() == [0, 2, 3]
+    for i, layer in enumerate(found.layers):
+        np.testing.assert_allclose(found.p[i], p[layer][0, found.heads, 15:], atol=1e-5)
+
+
+# --- AhaKV ---
+
+
+def test_attention_entropy(read):
+    model, params, tokens, p, layers = read
+    found = ahakv.attention_entropy(model, params, tokens, budget=6, num_rows=1000)
+    assert found.rows.tolist() == list(range(1, 24))
+    seen = np.arange(1, 25)
+    gain = np.where(seen > 6, np.sqrt(2 * np.log(np.maximum(seen / 6, 1))), 1)
+    entropy = lambda p: -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0).sum(-1).mean((0, 1))[1:]
+    for i, here in enumerate(p):
+        np.testing.assert_allclose(found.entropy[i], entropy(here), atol=1e-5)
+        np.testing.assert_allclose(found.corrected[i], entropy(matrix(layers[i], gain)), atol=1e-5)
+        x = logits(layers[i])
+        variance = [x[:, :, t, : t + 1].var(-1).mean() for t in range(1, 24)]
+        np.testing.assert_allclose(found.logit_variance[i], variance, rtol=1e-4)
+        np.testing.assert_allclose(found.measured_variance[i], np.log(seen[1:]) - found.logit_variance[i] / 2)
+    np.testing.assert_allclose(found.as_printed, np.log(seen[1:]) - 4)  # head_dim 8
+    np.testing.assert_allclose(found.scaled, np.log(seen[1:]) - 0.5)
+    assert found.target == pytest.approx(np.log(6))
+    with pytest.raises(ValueError, match="budget=24: rows of a prompt of 24 tokens must exceed it"):
+        ahakv.attention_entropy(model, params, tokens, budget=24)
+
+
+def test_the_predictions_hold_for_normal_queries_and_keys():
+    """What Eq. 8 to 12 assume: entropy ln i - 1/2 for the softmax, ln k under SG-softmax."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    q, k = (jax.random.normal(key, (2, 4, 2048, 32)) for key in keys)
+    q = q * jnp.sqrt(32 / jnp.square(q).sum(-1, keepdims=True))  # so that every row's logits have variance 1
+    rows = np.array([511, 1023, 2047])
+    gain = np.sqrt(2 * np.log((rows + 1) / 256))
+    layer = Layer(q, k, k, jnp.zeros((4, 32, 1)), 32**-0.5)
+    entropy, corrected, variance = ahakv._entropies(layer, jnp.asarray(rows), jnp.asarray(gain, jnp.float32))
+    np.testing.assert_allclose(entropy, np.log(rows + 1) - 0.5, atol=0.08)
+    np.testing.assert_allclose(corrected, np.log(256), atol=0.1)
+    np.testing.assert_allclose(variance, 1, atol=0.15)
+
+
+# --- Ada-KV ---
+
+
+def test_head_concentration(read):
+    model, params, tokens, p, _ = read
+    found = adakv.head_concentration(model, params, tokens, window=4)
+    for i, here in enumerate(p):
+        weights = here[:, :, -4:, :20].sum(2)
+        weights = np.sort(weights / weights.sum(-1, keepdims=True), -1)[..., ::-1]
+        np.testing.assert_allclose(found.held[i], np.cumsum(weights, -1).mean(0), atol=1e-5)
+    with pytest.raises(ValueError, match="a window of 32 of 24 tokens leaves none before it"):
+        adakv.head_concentration(model, params, tokens)
+
+
+def test_loss_bound(read):
+    model, params, tokens, p, layers = read
+    found = adakv.loss_bound(model, params, tokens, shares=(0.25, 0.5))
+    assert found.budgets.tolist() == [6, 12]
+    for i, (here, layer) in enumerate(zip(p, layers, strict=True)):
+        v = np.repeat(np.asarray(layer.v, np.float64), 2, axis=1)
+        projected = np.einsum("bnsh,nhd->bnsd", v, np.asarray(layer.out_proj, np.float64))
+        for b in range(2):
+            row = here[b, :, -1]  # "N T"
+            weights = row.reshape(2, 2, 24).sum(1)
+            largest = np.abs(projected[b]).sum(-1).max()
+            y = np.einsum("ns,nsd->d", row, projected[b])
+            np.testing.assert_allclose(found.output[i, b], np.abs(y).sum(), rtol=1e-4)
+            for r, budget in enumerate((6, 12)):
+                uniform = [best(w, budget) for w in weights]
+                won = best(weights.reshape(-1), 2 * budget)
+                adaptive = [{j % 24 for j in won if j // 24 == h} for h in range(2)]
+                for kind, kept in enumerate((uniform, adaptive)):
+                    mask = np.array([[j in kept[n // 2] for j in range(24)] for n in range(4)])
+                    held = (row * mask).sum(-1)
+                    y_hat = np.einsum("ns,nsd->d", row * mask / held[:, None], projected[b])
+                    bound = 2 * largest * (1 - held).sum()  # what is lost is a difference, in float32
+                    np.testing.assert_allclose(found.bound[kind, r, i, b], bound, rtol=1e-4, atol=1e-4)
+                    np.testing.assert_allclose(found.loss[kind, r, i, b], np.abs(y - y_hat).sum(), rtol=1e-3, atol=3e-5)
+    assert (found.bound[1] <= found.bound[0] + 1e-4).all()  # Theorem 4
+    assert (found.loss <= found.bound + 1e-4).all()
+    with pytest.raises(ValueError, match=r"budgets of \[0\] tokens must lie between 1 and 24"):
+        adakv.loss_bound(model, params, tokens, shares=(0.01,))
+
+
+def test_adaptive_budgets_leave_no_head_empty():
+    """A head with little attention keeps its largest, for the loss is not defined without."""
+    weights = jnp.asarray([[[0.9, 0.8, 0.7, 0.6], [0.01, 0.04, 0.02, 0.03]]])
+    assert adakv.adaptive(weights, jnp.int32(2))[0].tolist() == [[True, True, True, False], [False, True, False, False]]
+
+
+# --- plots and files ---
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_plots(read, name):
+    model, params, tokens, _, _ = read
+    options = {
+        "scope_size": {"continuation": 8},
+        "head_concentration": {"window": 4},
+        "attention_mass": {"num_rows": 12},
+        "retained_positions": {"share": 0.5},
+        "eviction_scores": {"share": 0.5, "slices": 4},
+        "loss_bound": {"shares": (0.25,)},
+    }
+    data = FIGURES[name].data(model, params, tokens, **options.get(name, {}))
+    assert all(np.isfinite(x).all() for x in vars(data).values() if x.dtype.kind == "f")
+    figure = FIGURES[name].plot(data)
+    assert figure.get_suptitle()
+    for axes in figure.axes:
+        assert axes.get_xlabel() or axes.get_ylabel() or not axes.get_visible() or axes.get_subplotspec() is not None
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=50)
+    assert file.getvalue()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_command_writes_picture_arrays_and_origin(tmp_path, capsys):
+    arguments = ["attention_entropy", "--prompts", "2", "--length", "96", "--output", str(tmp_path)]
+    figures.main(arguments)
+    assert "attention_entropy: Rows flatten by" in capsys.readouterr().out
+    assert (tmp_path / "attention_entropy.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    note = json.loads((tmp_path / "attention_entropy.json").read_text())
+    assert note["config"] == {
+        "model": "embedded", "text": "project", "count": 2, "length": 96, "seed": 0, "dtype": "float32",
+    }  # fmt: skip
+    assert note["versions"]["jax"] == jax.__version__
+    with np.load(tmp_path / "attention_entropy.npz") as arrays:
+        assert {k: list(arrays[k].shape) for k in arrays.files} == note["arrays"]
+        model, params = models.load(figures.EMBEDDED)
+        tokens = prompts.from_project(models.load_tokenizer(figures.EMBEDDED), count=2, length=96)
+        again = ahakv.attention_entropy(model, params, tokens)
+        np.testing.assert_array_equal(arrays["entropy"], again.entropy)
+
+
+def test_another_model_and_text(tiny, embedded, tmp_path):
+    """A checkpoint directory and a text file; every prompt is a piece of the text with BOS in front."""
+    tokenizer = embedded[2]
+    text = "the quiet goat crossed the meadow . a rusty bell feared the lake . " * 20
+    (tmp_path / "text.txt").write_text(text)
+    tokens = prompts.from_file(tokenizer, tmp_path / "text.txt", count=2, length=48)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert tokens.tolist() == [[tokenizer.bos_token_id, *ids[:47]], [tokenizer.bos_token_id, *ids[47:94]]]
+
+    config = dataclasses.replace(tiny[0].config, vocab_size=389, bos_id=1)
+    model = models.LanguageModel(config)
+    models.save(tmp_path / "model", model, model.init(jax.random.key(0)))
+    tokenizer.save_pretrained(tmp_path / "model")
+    arguments = ["--model", str(tmp_path / "model"), "--text", str(tmp_path / "text.txt"), "--prompts", "2"]
+    figures.main(["loss_bound", *arguments, "--length", "48", "--output", str(tmp_path / "out")])
+    with np.load(tmp_path / "out" / "loss_bound.npz") as arrays:
+        assert arrays["bound"].shape == (2, 3, 3, 2)  # three layers: not the embedded model
+
+    with pytest.raises(SystemExit, match=r"has 280 tokens, but 9 prompts of 48 need 423; lower --prompts or --length"):
+        figures.main(["loss_bound", *arguments[:4], "--prompts", "9", "--length", "48", "--output", str(tmp_path)])
+
+
+def test_help_lists_the_figures(capsys):
+    with pytest.raises(SystemExit) as e:
+        figures.main(["--help"])
+    assert e.value.code == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert all(f"{name} {figure.title}" in out for name, figure in FIGURES.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_such_figure"], f"there is no figure 'no_such_figure'; there are {', '.join(FIGURES)}, and all"),
+        (["loss_bound", "--prompts", "0"], "prompts=0 must be at least 1"),
+        (["loss_bound", "--no-such-option"], "Unrecognized"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_wrong_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as e:
+        figures.main(arguments)
+    assert e.value.code not in (0, None)
+    shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert message in shown
+
+
+def test_missing_model_is_an_error_that_says_so():
+    with pytest.raises(SystemExit, match=r"error: .*no_such_model"):
+        figures.main(["loss_bound", "--model", "./no_such_model"])
+
+
+def test_the_command_is_not_shadowed_by_the_pictures():
+    """`experiments/figures/` holds the README's pictures; it is no package."""
+    assert importlib.import_module("experiments.figures").__file__ == str(ROOT / "experiments" / "figures.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_of_the_embedded_model_takes_less_than_two_minutes(name, tmp_path):
+    figures.main([name, "--output", str(tmp_path)])
+    assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    assert json.loads((tmp_path / f"{name}.json").read_text())["seconds"] < 120
