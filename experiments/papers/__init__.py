@@ -27,7 +27,7 @@ from experiments.papers.sparsity import (
 )
 
 FIGURES: dict[str, PaperFigure] = {
-    "importance_jaccard": PaperFigure(importance_jaccard, plot_importance_jaccard, prompts=8, length=384),
+    "importance_jaccard": PaperFigure(importance_jaccard, plot_importance_jaccard, prompts=6, length=320),
     "attention_by_age": PaperFigure(attention_by_age, plot_attention_by_age, prompts=8, length=1024),
     "scope_size": PaperFigure(scope_size, plot_scope_size, prompts=64, length=576),
     "retained_positions": PaperFigure(retained_positions, plot_retained_positions, prompts=16, length=1024),

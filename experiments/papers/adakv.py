@@ -190,7 +190,9 @@ def plot_loss_bound(d: LossBound) -> Figure:
                     at, mean, 0.17, yerr=half, color=face, edgecolor=COLOURS[i], hatch=hatch, capsize=2,
                     label=f"{what}, {name}",
                 )  # fmt: skip
-        axes.set(title=f"budget {percent(d.budgets[r] / d.length)} of {d.length} tokens", xlabel="layer", yscale="log")
+        axes.set(
+            title=f"budget {100 * d.budgets[r] / d.length:.3g} % of {d.length} tokens", xlabel="layer", yscale="log"
+        )
         if len(layers) <= 12:
             axes.set_xticks(layers)
         axes.grid(False, axis="x")
@@ -199,9 +201,9 @@ def plot_loss_bound(d: LossBound) -> Figure:
     saved = 1 - d.bound[1].mean() / d.bound[0].mean()
     lower = float((d.loss[1] < d.loss[0]).mean())
     worse = float((d.bound[1] > d.bound[0] * (1 + 1e-5)).mean())
-    never = "never larger" if worse == 0 else f"larger in {percent(worse)} of the cases"
+    never = "and never raise it" if worse == 0 else f"but raise it in {percent(worse)} of the cases"
     text = (
-        f"Adaptive budgets lower the bound by {percent(saved)}, {never};\n"
+        f"Adaptive budgets lower the bound by {percent(saved)} {never};\n"
         f"the loss itself is lower in {percent(lower)} of the cases"
     )
     return message(figure, text, "Ada-KV, Fig. 3; last row of every prompt, 95 % intervals over prompts")

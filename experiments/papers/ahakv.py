@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from matplotlib.figure import Figure
 
 from experiments.papers.attention import Layer, capture, fold_rows
-from experiments.papers.base import canvas, draw_layers, layer_colours, message
+from experiments.papers.base import canvas, draw_layers, message, smooth
 from kvjax.generation import Model
 
 
@@ -119,34 +119,35 @@ def _entropies(
 
 
 def plot_attention_entropy(d: AttentionEntropy) -> Figure:
-    """The model's softmax with three predictions, and SG-softmax with its target."""
+    """The model's softmax with its predictions, and SG-softmax with its target; lines are moving averages."""
     figure, ((left, right),) = canvas(2, width=5.8, height=4.4, sharey=True)
     seen = d.rows + 1
-    draw_layers(left, seen, d.entropy)
+    beyond = seen > d.budget
+    draw_layers(left, seen, np.stack([smooth(line, 9) for line in d.entropy]))
+    halves = [[smooth(line[part], 9) for part in (~beyond, beyond)] for line in d.corrected]
+    draw_layers(right, seen, np.stack([np.concatenate(parts) for parts in halves]))
     left.plot(seen, d.log_i, color="black", linewidth=1, label="ln i: a uniform row")
-    left.plot(seen, d.scaled, color="black", linestyle="--", label="ln i - 1/2: unit normal q, k")
-    for line, colour in zip(d.measured_variance, layer_colours(len(d.entropy)), strict=True):
-        left.plot(seen, line, color=colour, linestyle=":", linewidth=1.4)
-    left.plot([], [], color="0.3", linestyle=":", label=r"ln i - s²/2: measured variance")
-    draw_layers(right, seen, d.corrected)
+    left.plot(seen, d.scaled, color="black", linestyle="--", label="ln i - 1/2: unit normal q and k, Eq. 10")
+    measured = smooth(d.measured_variance.mean(0), 9)
+    left.plot(seen, measured, color="black", linestyle=":", label="ln i - s²/2: their measured variance")
+    printed = f"ln i - d/2: Eq. 8 as printed, {d.as_printed[-1]:.1f} at i = {seen[-1]}"
+    left.plot([], [], linestyle="none", label=printed)
     right.axhline(d.target, color="black", linestyle="--", linewidth=1, label=f"target: ln k, k = {d.budget}")
     right.axvline(d.budget, color="0.6", linewidth=0.8)
-    right.annotate("i = k", (d.budget, 0.03), (3, 0), xycoords=("data", "axes fraction"), textcoords="offset points")
-    top = 1.05 * d.log_i.max()
-    low = min(0.0, d.entropy.min(), d.corrected.min())
-    left.set(ylabel="entropy of a row, nats", title="the model's softmax", ylim=(low, top))
+    right.annotate("i = k", (d.budget, 0.95), (3, 0), xycoords=("data", "axes fraction"), textcoords="offset points")
+    low = min(0.0, d.entropy.min(), d.corrected.min(), measured.min())
+    left.set(ylabel="entropy of a row, nats", title="the model's softmax", ylim=(low - 0.2, 1.35 * d.log_i.max()))
     right.set(title="SG-softmax")
     for axes in (left, right):
         axes.set(xscale="log", xlabel="tokens that a row sees, i")
-    printed = f"Eq. 8 as printed, ln i - d/2 with d = {d.head_dim}:\n{d.as_printed[-1]:.1f} nats at i = {seen[-1]}"
-    left.annotate(printed, (0.98, 0.02), xycoords="axes fraction", ha="right", va="bottom", fontsize="small")
-    left.legend(frameon=False, fontsize="small", loc="upper left")
-    right.legend(frameon=False, fontsize="small", loc="upper left")
-    beyond = seen > d.budget
+    named = [h for h in left.get_lines() if not str(h.get_label()).startswith(("layer", "_"))]
+    left.legend(handles=named, frameon=False, fontsize="small", loc="upper left")
+    right.legend(frameon=False, fontsize="small", loc="lower left")
     doubling = lambda y: float(np.polyfit(np.log2(seen[beyond]), y.mean(0)[beyond], 1)[0])
-    off = float(np.abs(d.corrected.mean(0)[beyond] - d.target).mean())
+    off = float((d.corrected.mean(0)[beyond] - d.target).mean())
     text = (
-        f"Rows flatten by {doubling(d.entropy):.2f} nats per doubling of i (the model behind SG-softmax says 0.69);\n"
-        f"SG-softmax: {doubling(d.corrected):+.2f} nats per doubling, {off:.2f} nats from its target"
+        f"Rows flatten by {doubling(d.entropy):.2f} nats per doubling of i (normal q and k: 0.69);\n"
+        f"under SG-softmax they change by {doubling(d.corrected):+.2f} and lie {abs(off):.1f} nats "
+        f"{'below' if off < 0 else 'above'} the target on average"
     )
     return message(figure, text, "AhaKV, Eq. 8 to 12")

@@ -141,7 +141,7 @@ def plot_retained_positions(d: RetainedPositions) -> Figure:
         left.set_ylabel(str(d.methods[i]), rotation=0, ha="right", va="center")
         right.bar(middle, 100 * d.profile[i].mean(-1), 0.85 * T / slices, color=COLOURS[0])
         right.axhline(100 * d.budget / T, color=COLOURS[1], linewidth=1.2)
-        right.axvline(d.chosen, color="0.4", linestyle=":", linewidth=1.2)
+        right.axvline(d.chosen, color="black", linestyle=":", linewidth=1.2)
         right.set(ylim=(0, 105), yticks=[0, 50, 100])
         note = f"left of the dots, {percent(late[i])} in the later half"
         right.annotate(note, (0.02, 0.8), xycoords="axes fraction", fontsize="x-small")
@@ -151,7 +151,8 @@ def plot_retained_positions(d: RetainedPositions) -> Figure:
         axes.set_xlabel("position in the prompt, tokens")
     by_name = dict(zip(map(str, d.methods), late, strict=True))
     text = (
-        f"Of what they keep before the last {T - int(d.chosen)}, H2O has {percent(by_name['H2O'])} in the later half,\n"
+        f"Of what they keep before the last {T - int(d.chosen)} tokens, "
+        f"H2O has {percent(by_name['H2O'])} in the later half,\n"
         f"TOVA {percent(by_name['TOVA'])}, NaCl {percent(by_name['NaCl'])}, AhaKV {percent(by_name['AhaKV'])}"
     )
     return message(figure, text, f"NaCl, Fig. 2; AhaKV, Fig. 2, 5, 6; budget {d.budget} of {T} tokens")
@@ -230,12 +231,11 @@ def plot_eviction_scores(d: EvictionScores) -> Figure:
     right.set(xscale="log", xlabel="threshold, share of the head's largest score", ylabel="tokens above it, %")
     right.set(ylim=(0, 102), title="AhaKV's scores and the value prior")
     right.legend(frameon=False)
-    ends = dict(zip(map(str, d.methods), score[:, 1] / score[:, -2], strict=True))
-    ratio = lambda x: f"{x:.2g}"
+    early = dict(zip(map(str, d.methods), score[:, 1] / score[:, -2], strict=True))
     less = float((without - with_).mean())
     text = (
-        f"Early over late scores: H2O {ratio(ends['H2O'])}, TOVA {ratio(ends['TOVA'])}, NaCl {ratio(ends['NaCl'])}, "
-        f"AhaKV {ratio(ends['AhaKV'])};\nthe value prior leaves {abs(less):.1f} points "
-        f"{'fewer' if less >= 0 else 'more'} tokens above a threshold"
+        f"Early tokens score {early['H2O']:.2g} times as high as late ones under H2O, {early['TOVA']:.2g} under TOVA, "
+        f"{early['NaCl']:.2g} under NaCl,\n{early['AhaKV']:.2g} under AhaKV; the value prior leaves {abs(less):.1f} "
+        f"points {'fewer' if less >= 0 else 'more'} tokens above a threshold"
     )
     return message(figure, text, f"AhaKV, Fig. 2; NaCl, Fig. 7 to 9; budget {d.budget} of {d.length} tokens")

@@ -378,12 +378,16 @@ def plot_scope_size(d: ScopeSize) -> Figure:
         axes.set(xlabel="protected tokens, % of the budget")
     row[0].set_ylabel("KL divergence from the full cache,\nchange by the scope, nats")
     row[0].legend(frameon=False, title="protected by", loc="best")
-    spread = (d.divergence.mean(-1).max(2) - d.divergence.mean(-1).min(2)).mean(1)
-    calm = int(spread.argmin())
-    best = [f"{percent(b / d.length)}: {mean[0, r].min():+.3f} and {mean[1, r].min():+.3f}"
-            for r, b in enumerate(d.budgets)]  # fmt: skip
-    text = (
-        f"The size matters less for the {d.scopes[calm]} (range {spread[calm]:.3f} against {spread[1 - calm]:.3f});\n"
-        f"best change, window and deviation, at {'; at '.join(best)} nats"
+    text = "Best sizes compared: " + ";\n".join(
+        f"at {percent(b / d.length)} of the cache {_verdict(d, r)}" for r, b in enumerate(d.budgets)
     )
     return message(figure, text, "RoCo, Fig. 4; 95 % intervals over prompts, paired")
+
+
+def _verdict(d: ScopeSize, r: int) -> str:
+    """Which scope is better at its best size, where a paired interval tells."""
+    window, deviation = (d.divergence[i, r, d.divergence[i, r].mean(-1).argmin()] for i in (0, 1))
+    more, half = (float(x[0]) for x in interval((deviation - window)[None]))
+    if abs(more) <= half:
+        return f"window and deviation are not told apart ({more:+.3f} ± {half:.3f} nats)"
+    return f"the {d.scopes[int(more < 0)]} loses {abs(more):.3f} ± {half:.3f} nats less"

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from experiments.palette import COLOURS
 from experiments.papers.attention import Layer, capture, fold_rows
-from experiments.papers.base import canvas, draw_layers, message, percent, shown_layers
+from experiments.papers.base import canvas, draw_layers, message, percent, shown_layers, smooth
 from kvjax.generation import Model
 
 NOTHING = 0.001  # attention that heat maps leave white
@@ -43,7 +43,7 @@ def attention_sparsity(
     params: PyTree[Any],
     tokens: Int[np.ndarray, "B T"],
     *,
-    thresholds: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 1e-1),
+    thresholds: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2),
     of_maximum: tuple[float, ...] = (0.0, 0.001, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05),
 ) -> AttentionSparsity:
     """The share of keys that rows hardly attend to, by threshold and length (NaCl, Fig. 6; Keyformer, Fig. 11).
@@ -88,7 +88,7 @@ def plot_attention_sparsity(d: AttentionSparsity) -> Figure:
     seen = np.arange(1, d.sparsity.shape[-1] + 1)
     mean = d.sparsity.mean(0)
     for i, threshold in enumerate(d.thresholds):
-        line = _smooth(mean[i])
+        line = smooth(mean[i])
         left.plot(seen, 100 * line, color=COLOURS[i % len(COLOURS)], linewidth=1.8)
         left.annotate(
             f"p < {threshold:g}", (seen[-1], 100 * line[-1]), (4, 0), textcoords="offset points", va="center",
@@ -109,14 +109,6 @@ def plot_attention_sparsity(d: AttentionSparsity) -> Figure:
         f"{percent(d.of_maximum[-1])} of the row's maximum, by layer"
     )
     return message(figure, text, "NaCl, Fig. 6; Keyformer, Fig. 11")
-
-
-def _smooth(y: Float[np.ndarray, "T"], width: int = 17) -> Float[np.ndarray, "T"]:
-    """A moving average, for eyes only; narrower at the ends."""
-    total = np.concatenate([[0.0], np.cumsum(y)])
-    at = np.arange(len(y))
-    half = np.minimum(np.minimum(at, len(y) - 1 - at), width // 2)
-    return (total[at + half + 1] - total[at - half]) / (2 * half + 1)
 
 
 # --- Keyformer, Figure 3b ---
