@@ -1,6 +1,7 @@
 """KV-cache eviction as small pure values under one algebra."""
 
 from kvjax import methods as methods
+from kvjax import relax as relax
 from kvjax.allocation import Adaptive as Adaptive
 from kvjax.allocation import FloorPyramid as FloorPyramid
 from kvjax.allocation import HeadTable as HeadTable
@@ -38,6 +39,7 @@ from kvjax.policy import partition as partition
 from kvjax.policy import shared_layers as shared_layers
 from kvjax.policy import when as when
 from kvjax.protect import Protect as Protect
+from kvjax.relax import soften as soften
 from kvjax.sampling import Greedy as Greedy
 from kvjax.sampling import Sample as Sample
 from kvjax.schedule import Schedule as Schedule

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.allocation import HeadAllocation, LayerAllocation, UniformHeads, UniformLayers
 from kvjax.budget import Count, Counts, Tokens, as_budget, as_count, lookup
@@ -98,6 +98,14 @@ class Evict(Policy):
         one_of("positions", self.positions, "original", "compact", "rerotate")
         one_of("granularity", self.granularity, "kv_head", "query_head")
         one_of("storage", self.storage, "dense", "pool")
+        hard = {"positions": self.positions != "original", "storage": self.storage != "dense"}
+        hard["when"] = self.when.before_append or self.when.over is not None
+        if self.select.relaxed and any(hard.values()):
+            name = next(n for n, is_hard in hard.items() if is_hard)
+            raise ValueError(
+                f"{name}={getattr(self, name)!r} needs slots that are live or dead, but a relaxed policy has gates "
+                "between 0 and 1; use positions='original', storage='dense', and a schedule that evicts after its steps"
+            )
 
     def _needed(self, phase: Phase) -> tuple[Measurement, ...]:
         """What score, scope and selection look at."""
@@ -183,6 +191,11 @@ class Evict(Policy):
     def _remembers_heads(self) -> bool:
         return self.when.decodes and not isinstance(self.heads, UniformHeads)
 
+    def safe(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"]:
+        """The slots that are protected by position."""
+        _, sinks, recent = self._now(ctx)
+        return protected(kv.pos, ctx.length, sinks, recent)
+
     # The policy itself.
 
     def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
@@ -195,7 +208,12 @@ class Evict(Policy):
         """See `Policy`."""
         shares = PerHead(jnp.zeros((batch, site.num_kv_heads), jnp.int32)) if self._remembers_heads else None
         scope = () if self.scope is None else self.scope.init(site, batch)
-        return EvictMemory(self.score.init(site, batch), scope, shares)
+        return EvictMemory(self.score.init(site, batch), scope, shares, self.select.init(site, batch))
+
+    def gates(self, site: Site) -> bool:
+        """See `Policy`."""
+        del site
+        return self.select.relaxed
 
     def heads_of(self, site: Site) -> Granularity:
         """See `Policy`."""
@@ -217,7 +235,7 @@ class Evict(Policy):
             return kv.memory, None
         memory: EvictMemory = kv.memory
         scope = memory.scope if self.scope is None else self.scope.update(memory.scope, kv, stats, ctx)
-        memory = EvictMemory(self.score.update(memory.score, kv, stats, ctx), scope, memory.shares)
+        memory = dataclasses.replace(memory, score=self.score.update(memory.score, kv, stats, ctx), scope=scope)
         if ctx.phase == "prefill":
             if not self.when.prefill and not self._remembers_heads:
                 return memory, None
@@ -248,7 +266,7 @@ class Evict(Policy):
         counts = self._counts(ctx)
         budgets = jnp.broadcast_to(self._now(ctx)[0][:, None], kv.pos.shape[:2])
         score = jnp.where(kv.live, jnp.zeros((), jnp.float32), -jnp.inf)
-        nothing = Selection(kv.live, score, budgets)
+        nothing = Selection(kv.live, score, budgets, kv.gate if self.select.relaxed else None)
         drop = jnp.int32(0)
         if self.when.every is not None:
             due = jnp.broadcast_to(ctx.step % self.when.every == 0, budgets.shape)
@@ -256,7 +274,8 @@ class Evict(Policy):
             due = kv.num_live >= budgets + (self.when.over or 0)
             drop = counts(self.when.drop)[:, None]
         chosen = lax.cond(due.any(), lambda: self._select(memory, kv, stats, ctx, drop=drop)[0], lambda: nothing)
-        return dataclasses.replace(chosen, keep=jnp.where(due[..., None], chosen.keep, kv.live))
+        gate = None if chosen.gate is None else jnp.where(due[..., None], chosen.gate, kv.gate)
+        return dataclasses.replace(chosen, keep=jnp.where(due[..., None], chosen.keep, kv.live), gate=gate)
 
     def _counts(self, ctx: Context) -> Counts:
         return Counts(self._sizes(ctx.site).budget[:, ctx.site.layer], ctx.prompt_length)
@@ -321,8 +340,11 @@ class Evict(Policy):
         if ctx.phase == "decode" and self.when.prefill:
             at_once = self.when.room(ctx.site.max_new_tokens) + counts.most(self.when.drop)
             at_once = max(at_once, 1)
-        limits = Limits(budgets, at_once, counts)
-        return Selection(self.select(finite, safe, kv, stats, ctx, limits), score, budgets), selectable
+        limits = Limits(budgets, at_once, counts, memory.select)
+        keep = self.select(finite, safe, kv, stats, ctx, limits)
+        if self.select.relaxed:
+            return Selection(kv.live, score, budgets, keep), selectable
+        return Selection(keep, score, budgets), selectable
 
 
 @pytree
@@ -332,11 +354,13 @@ class EvictMemory:
     Attributes:
       score, scope: what these two carry.
       shares: tokens that the prompt gave every head beyond its protected ones, where heads differ.
+      select: what the selection carries.
     """
 
     score: Any
     scope: Any
     shares: PerHead | None
+    select: Any = ()
 
 
 @dataclasses.dataclass(frozen=True)

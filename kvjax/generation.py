@@ -72,7 +72,9 @@ def init_state(
         pos = jnp.zeros((B, site.num_kv_heads, 0), jnp.int32)
         rank = None if positions == "original" else pos
         rotated = pos if positions == "rerotate" else None
-        layers.append(LayerKV(empty, empty, pos, plan.policy.init(site, B), rank, rotated, positions=positions))
+        gate = jnp.zeros(pos.shape, float) if plan.policy.gates(site) else None
+        memory = plan.policy.init(site, B)
+        layers.append(LayerKV(empty, empty, pos, memory, rank, rotated, gate=gate, positions=positions))
     keys = row_keys(key, B)
     lengths = lengths.astype(jnp.int32)
     return KVState(tuple(layers), jnp.zeros_like(lengths), lengths, jnp.int32(0), keys, plan=plan)
@@ -264,6 +266,8 @@ def _only(active: Bool[Array, "B"]) -> Callable[[Any, Any], Any]:
 
     def layer(after: LayerKV | PooledKV, before: LayerKV | PooledKV) -> LayerKV | PooledKV:
         small = {"pos": choose(after.pos, before.pos), "memory": jax.tree.map(choose, after.memory, before.memory)}
+        if isinstance(after, LayerKV) and isinstance(before, LayerKV) and after.gate is not None:
+            small["gate"] = choose(after.gate, before.gate)
         return dataclasses.replace(after, **small, rank=jax.tree.map(choose, after.rank, before.rank))
 
     return layer

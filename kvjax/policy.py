@@ -48,12 +48,18 @@ class Selection:
     Attributes:
       keep: the slots that stay live.
       score: the score they were ranked by, -inf for slots that were dead already. Protected slots stay whatever theirs.
-      budgets: live slots that every head may keep.
+      budgets: live slots that every head may keep; real numbers where a relaxed policy was given some.
+      gate: how much of every slot a relaxed policy keeps, in [0, 1]; it keeps some of everything.
     """
 
     keep: Bool[Array, "B K S"]
     score: Float[Array, "B K S"]
-    budgets: Int[Array, "B K"]
+    budgets: Int[Array, "B K"] | Float[Array, "B K"]
+    gate: Float[Array, "B K S"] | None = None
+
+    def apply(self, kv: LayerKV) -> LayerKV:
+        """The layer without the slots that go, or with the gates of a relaxed policy."""
+        return evict(kv, self.keep) if self.gate is None else dataclasses.replace(kv, gate=self.gate)
 
 
 class Policy(abc.ABC):
@@ -83,6 +89,11 @@ class Policy(abc.ABC):
         """How the layer is stored after the prompt: "dense", or a "pool" of slots that heads share (`kvjax.pool`)."""
         del site
         return "dense"
+
+    def gates(self, site: Site) -> bool:
+        """Whether slots of this layer carry gates: the policy is relaxed."""
+        del site
+        return False
 
     def slots(self, site: Site, lengths: Sequence[int] | None = None) -> int:
         """The most live slots that all heads of this layer can hold together while decoding (static)."""
@@ -152,7 +163,7 @@ class Policy(abc.ABC):
         """One layer after one step: memory updated, slots outside the decision dead."""
         memory, selection = self.decide(kv, stats, ctx)
         kv = dataclasses.replace(kv, memory=memory)
-        return kv if selection is None else evict(kv, selection.keep)
+        return kv if selection is None else selection.apply(kv)
 
     def __call__(self, state: KVState, attn_stats: AttentionStats) -> KVState:
         """Applies the policy to every layer of a state, with the statistics of the rows just computed."""
@@ -231,6 +242,10 @@ class Chain(Policy):
         """See `Policy`."""
         return "pool" if any(p.layout(site) == "pool" for p in self.policies) else "dense"
 
+    def gates(self, site: Site) -> bool:
+        """See `Policy`."""
+        return any(p.gates(site) for p in self.policies)
+
     def slots(self, site: Site, lengths: Sequence[int] | None = None) -> int:
         """See `Policy`."""
         return min(p.slots(site, lengths) for p in self.policies)
@@ -259,10 +274,10 @@ class Chain(Policy):
             memory, selection = p.decide(dataclasses.replace(kv, memory=memory), stats, ctx)
             memories.append(memory)
             if selection is not None:
-                kv = evict(kv, selection.keep)
+                kv = selection.apply(kv)
                 decision = selection
         if decision is not None:
-            decision = dataclasses.replace(decision, keep=kv.live)
+            decision = dataclasses.replace(decision, keep=kv.live, gate=kv.gate)
         return tuple(memories), decision
 
     def _in_turn(self, name: str, kv: Any, ctx: Context) -> Any:
@@ -334,6 +349,10 @@ class _Delegating(Policy):
     def layout(self, site: Site) -> Layout:
         """See `Policy`."""
         return self.of(site).layout(site)
+
+    def gates(self, site: Site) -> bool:
+        """See `Policy`."""
+        return self.of(site).gates(site)
 
     def slots(self, site: Site, lengths: Sequence[int] | None = None) -> int:
         """See `Policy`."""

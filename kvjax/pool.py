@@ -75,8 +75,7 @@ class PooledKV:
             memory,
             ranks(self.rank),
             ranks(self.rotated),
-            None,
-            self.positions,
+            positions=self.positions,
         )
 
     def _own(self, x: Shaped[Array, "B K P *rest"]) -> Shaped[Array, "B P *rest"]:

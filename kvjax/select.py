@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.budget import Count, Counts, as_count
 from kvjax.choice import one_of
-from kvjax.context import Context, Phase
+from kvjax.context import Context, Phase, Site
 from kvjax.state import EMPTY, LayerKV, position_order
 from kvjax.stats import LayerStats, Measurement
 
@@ -29,11 +29,26 @@ class Limits:
       budgets: live slots that every head may keep.
       most: an upper bound of the evictions in one head (static), None if unknown.
       counts: resolves further counts in this layer.
+      memory: what the selection carries (`Select.init`).
     """
 
-    budgets: Int[Array, "B K"]
+    budgets: Int[Array, "B K"] | Float[Array, "B K"]
     most: int | None
     counts: Counts
+    memory: Any = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One pass of a selection: the best `count` of what earlier passes left.
+
+    Attributes:
+      score: larger = keep.
+      count: slots that every head takes in this pass.
+    """
+
+    score: Float[Array, "*heads S"]
+    count: Int[Array, "*heads"] | Float[Array, "*heads"]
 
 
 @jax.jit
@@ -87,6 +102,36 @@ class Select(abc.ABC):
         """Whether every head gets what its own budget allows; otherwise all heads keep the same tokens."""
         return True
 
+    @property
+    def relaxed(self) -> bool:
+        """Whether the result is gates, between 0 and 1, instead of a mask (`kvjax.relax.Soft`)."""
+        return False
+
+    @property
+    def staged(self) -> bool:
+        """Whether the selection is a sequence of passes of top-k (`stages`), which can be relaxed."""
+        return False
+
+    def init(self, site: Site, batch: int) -> Any:
+        """What the selection carries in a layer without slots, which comes back as `Limits.memory`."""
+        del site, batch
+        return ()
+
+    def stages(
+        self,
+        score: Float[Array, "B K S"],
+        safe: Bool[Array, "B K S"],
+        kv: LayerKV,
+        stats: LayerStats,
+        ctx: Context,
+        limits: Limits,
+    ) -> tuple[Stage, ...]:
+        """The selection as passes of top-k over the slots that are not `safe`, which is what can be relaxed.
+
+        Counts add up to what the budgets leave beside the safe slots. Arguments are as in `__call__`.
+        """
+        raise NotImplementedError(f"{self} is no sequence of top-k passes")
+
     @abc.abstractmethod
     def __call__(
         self,
@@ -96,8 +141,8 @@ class Select(abc.ABC):
         stats: LayerStats,
         ctx: Context,
         limits: Limits,
-    ) -> Bool[Array, "B K S"]:
-        """The slots to keep.
+    ) -> Any:
+        """The slots to keep "B K S", a mask; gates if `relaxed`.
 
         Args:
           score: larger = keep. Dead slots are ignored.
@@ -105,6 +150,11 @@ class Select(abc.ABC):
           kv, stats, ctx: as for scores.
           limits: how much may be kept.
         """
+
+
+def _beside(safe: Bool[Array, "B K S"], budgets: Array) -> Array:
+    """What budgets leave beside the protected slots."""
+    return jnp.maximum(budgets - safe.sum(-1, dtype=jnp.int32).astype(budgets.dtype), jnp.zeros((), budgets.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +178,16 @@ class TopK(Select):
         if limits.most is not None and limits.most <= _ONE_BY_ONE:
             return self.drop(score, kv.pos, limits.budgets, limits.most)
         return self.best(score, kv.pos, limits.budgets)
+
+    @property
+    def staged(self) -> bool:
+        """See `Select`."""
+        return True
+
+    def stages(self, score, safe, kv, stats, ctx, limits):
+        """See `Select`."""
+        del kv, stats, ctx
+        return (Stage(score, _beside(safe, limits.budgets)),)
 
     def best(
         self, score: Float[Array, "B K S"], pos: Int[Array, "B K S"], budgets: Int[Array, "B K"]
@@ -192,6 +252,11 @@ class TopKThenRandom(Select):
         random = jnp.where(excess, jnp.minimum(limits.counts(self.random)[:, None], unprotected), 0)
         first = best(jnp.where(safe, jnp.inf, score), kv.pos, limits.budgets - random)
         pool = kv.live & ~safe & ~(first if self.pool == "rest" else jnp.zeros_like(first))
+        second = best(self._drawn(score, kv, ctx, pool), jnp.where(pool, kv.pos, EMPTY), random)
+        return first | second
+
+    def _drawn(self, score: Float[Array, "B K S"], kv: LayerKV, ctx: Context, pool: Bool[Array, "B K S"]):
+        """Log-probabilities with Gumbel noise: their top-k is a draw without replacement."""
         if self.distribution == "softmax":
             log_p = score
         elif self.distribution == "normalised":
@@ -200,9 +265,19 @@ class TopKThenRandom(Select):
             log_p = jnp.zeros_like(score)
         u = jnp.clip(ctx.uniform(kv.pos, shared=self.shared), 1e-7, 1 - 1e-7)
         gumbel = -jnp.log(-jnp.log(u))
-        drawn = jnp.where(pool, log_p / self.temperature + gumbel, -jnp.inf)
-        second = best(drawn, jnp.where(pool, kv.pos, EMPTY), random)
-        return first | second
+        return jnp.where(pool, log_p / self.temperature + gumbel, -jnp.inf)
+
+    @property
+    def staged(self) -> bool:
+        """See `Select`. With `pool="all"` what is drawn twice does not add up."""
+        return self.pool == "rest"
+
+    def stages(self, score, safe, kv, stats, ctx, limits):
+        """See `Select`."""
+        del stats
+        rest = _beside(safe, limits.budgets)
+        random = jnp.minimum(limits.counts(self.random)[:, None].astype(rest.dtype), rest)
+        return Stage(score, rest - random), Stage(self._drawn(score, kv, ctx, kv.live & ~safe), random)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,8 +339,26 @@ class TwoStage(Select):
         ranked = jnp.where(safe, jnp.inf, score)
         size = jnp.floor(limits.budgets.astype(jnp.float32) * self.first + 1e-6).astype(jnp.int32)
         first = best(ranked, kv.pos, size)
-        second = jnp.where(first | safe, jnp.inf, (score + self.eps) * stats[self.weight].astype(jnp.float32))
+        second = jnp.where(first | safe, jnp.inf, self._weighted(score, stats))
         return best(second, kv.pos, limits.budgets)
+
+    def _weighted(self, score: Float[Array, "B K S"], stats: LayerStats) -> Float[Array, "B K S"]:
+        return (score + self.eps) * stats[self.weight].astype(jnp.float32)
+
+    @property
+    def staged(self) -> bool:
+        """See `Select`."""
+        return True
+
+    def stages(self, score, safe, kv, stats, ctx, limits):
+        """See `Select`. The first pass's size is rounded down where budgets are whole numbers."""
+        del kv, ctx
+        whole = jnp.issubdtype(limits.budgets.dtype, jnp.integer)
+        size = (limits.budgets.astype(jnp.float32) if whole else limits.budgets) * self.first
+        size = jnp.floor(size + 1e-6).astype(jnp.int32) if whole else size
+        rest = _beside(safe, limits.budgets)
+        first = jnp.minimum(_beside(safe, size), rest)
+        return Stage(score, first), Stage(self._weighted(score, stats), rest - first)
 
 
 @dataclasses.dataclass(frozen=True)

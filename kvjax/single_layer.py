@@ -77,7 +77,8 @@ def evict_layer(
     column = jnp.arange(T, dtype=jnp.int32)[None] - (T - lengths)[:, None]
     pos = jnp.maximum(column, -1)
     none = jnp.zeros((B, K, 0), jnp.int32)
-    kv = LayerKV(k[:, :, :0], v[:, :, :0], none, policy.init(site, B))
+    gate = jnp.zeros(none.shape, float) if policy.gates(site) else None
+    kv = LayerKV(k[:, :, :0], v[:, :, :0], none, policy.init(site, B), gate=gate)
     observe = ordered(policy.observe("prefill", site))
     ctx = Context(lengths, lengths, jnp.int32(0), keys, site=site, phase="prefill", tokens=tokens)
     rotate = (lambda x, pos: x) if rotate is None else rotate

@@ -47,6 +47,8 @@ class LayerKV:
         is rotated at every use ("compact": StreamingLLM, arXiv 2309.17453), or once after every eviction ("rerotate").
       channels: the key channels that are stored, increasing, where keys have lost some (ThinK, arXiv 2407.21018).
       rotated: for "rerotate", the rank at which the stored key is rotated; `attend` brings it up to date.
+      gate: how much of every slot is kept, in [0, 1], where a policy is relaxed (`kvjax.relax`): attention reads a slot
+        with its gate as weight. None where slots are live or dead and nothing between.
       positions: how keys are rotated.
     """
 
@@ -57,6 +59,7 @@ class LayerKV:
     rank: Int[Array, "B K S"] | None = None
     rotated: Int[Array, "B K S"] | None = None
     channels: Int[Array, "B K C"] | None = None
+    gate: Float[Array, "B K S"] | None = None
     positions: Positions = static(default="original")
 
     @property
@@ -150,6 +153,7 @@ def append(kv: LayerKV, k: Float[Array, "B K T C"], v: Float[Array, "B K T H"], 
         memory=map_slots(lambda m: jnp.pad(m, [(0, 0), (0, 0), (0, T)] + [(0, 0)] * (m.ndim - 3)), kv.memory),
         rank=join(kv.rank, new_rank),
         rotated=join(kv.rotated, new_rank),
+        gate=None if kv.gate is None else join(kv.gate, jnp.ones((B, K, T), kv.gate.dtype)),
     )
 
 
@@ -175,6 +179,7 @@ def insert(kv: LayerKV, k: Float[Array, "B K 1 C"], v: Float[Array, "B K 1 H"], 
         memory=map_slots(lambda m: write(m, jnp.zeros((B, K, *m.shape[3:]), m.dtype)), kv.memory),
         rank=None if kv.rank is None else write(kv.rank, new_rank),
         rotated=None if kv.rotated is None else write(kv.rotated, new_rank),
+        gate=None if kv.gate is None else write(kv.gate, jnp.ones((B, K), kv.gate.dtype)),
     )
 
 
@@ -254,4 +259,5 @@ def compact(kv: LayerKV, capacity: int) -> LayerKV:
         memory=map_slots(clean, kv.memory),
         rank=None if kv.rank is None else jnp.where(live, gather(kv.rank), EMPTY),
         rotated=None if kv.rotated is None else jnp.where(live, gather(kv.rotated), EMPTY),
+        gate=None if kv.gate is None else clean(kv.gate),
     )
