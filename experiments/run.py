@@ -30,14 +30,14 @@ from experiments.results import Results, sample_key
 from experiments.tasks import TASKS, Example, Task
 
 
-def parse(argv: Sequence[str]) -> tuple[Experiment, argparse.Namespace, list[str]]:
-    """The experiment, the options of this script, and the overrides as typed.
+def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Namespace, list[str]]:
+    """The experiment, the options of a script, and the overrides as typed.
 
     Raises:
       ValueError: an unknown config.
       SystemExit: options that do not exist or do not fit, after saying which do; or --help.
     """
-    parser = argparse.ArgumentParser(prog="experiments/run.py", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=f"experiments/{script}", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="a file in configs/, by name, or a path")
     parser.add_argument(
         "--output", type=pathlib.Path, metavar="DIR", help="where results go; results/<name> by default"
@@ -45,11 +45,11 @@ def parse(argv: Sequence[str]) -> tuple[Experiment, argparse.Namespace, list[str
     parser.add_argument("--restart", action="store_true", help="begin anew; an earlier run there is moved aside")
     own, overrides = parser.parse_known_args(argv)
     if own.config is None:
-        print(parser.format_help() + f"\nconfigs: {', '.join(configs.available())}")
+        print(parser.format_help() + f"\nconfigs: {', '.join(configs.available(script))}")
         print("\n--config FILE --help lists the parameters of a config.")
         raise SystemExit(0 if {"-h", "--help"} & set(argv) else 2)
-    name, get_config = configs.find(own.config)
-    program = f"experiments/run.py --config {own.config} [--output DIR] [--restart]"
+    name, get_config = configs.find(own.config, script)
+    program = f"experiments/{script} --config {own.config} [--output DIR] [--restart]"
     if {"-h", "--help"} & set(overrides):
         print(parser.format_help())
     try:
@@ -62,9 +62,17 @@ def parse(argv: Sequence[str]) -> tuple[Experiment, argparse.Namespace, list[str
 
 
 def _options(get_config: Any) -> list[str]:
-    names = [n for n in inspect.signature(get_config).parameters if n != "setup"]
-    names += [f.name for f in dataclasses.fields(Setup)]
+    names = []
+    for name, parameter in inspect.signature(get_config).parameters.items():
+        grouped = dataclasses.is_dataclass(parameter.default)  # its fields are options without a prefix
+        names += [f.name for f in dataclasses.fields(parameter.default)] if grouped else [name]
     return ["--output", "--restart", *(f"--{n.replace('_', '-')}" for n in names)]
+
+
+def default_directory(own: argparse.Namespace, overrides: Sequence[str], script: str = "run.py") -> pathlib.Path:
+    """A directory of its own for every config and choice of options."""
+    stem = configs.find(own.config, script)[0]
+    return pathlib.Path("results") / "-".join([stem, *(o.lstrip("-").replace("/", "_") for o in overrides)])
 
 
 def all_policies(experiment: Experiment) -> list[tuple[str, str, kvjax.Policy]]:
@@ -173,9 +181,7 @@ def main(argv: Sequence[str]) -> None:
     """Parses, runs, prints the report."""
     try:
         experiment, own, overrides = parse(argv)
-        stem = configs.find(own.config)[0]
-        name = "-".join([stem, *(o.lstrip("-").replace("/", "_") for o in overrides)])
-        directory = own.output or pathlib.Path("results") / name
+        directory = own.output or default_directory(own, overrides)
         print(run(experiment, directory, [sys.executable, *sys.argv], restart=own.restart))
         print(f"written to {directory}")
     except (ValueError, OSError) as e:

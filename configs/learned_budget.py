@@ -1,0 +1,62 @@
+"""Budgets of heads and layers learned by gradient."""
+
+from typing import Annotated, Literal
+
+import tyro
+
+from configs.experiment import Budget
+from configs.learning import LearnedBudget, Objective, Prompts
+from kvjax import methods
+from kvjax.families import Family, PyramidBeta, Safeguard, Simplex
+
+
+def get_config(
+    budget: tuple[Budget, ...] = (0.0625, 0.125, 0.1875, 0.25),
+    parametrisation: Literal["both", "heads", "layers", "pyramid", "safeguard"] = "both",
+    objective: Objective = "eviction_loss",
+    floor: float = 0.05,
+    steps: int = 150,
+    rate: float = 0.1,
+    temperature: tuple[float, float] = (16.0, 1.0),
+    window_size: int = 16,
+    kernel_size: int = 7,
+    pyramid_beta: float = 20.0,
+    ada_alpha: float = 0.5,
+    prompts: Annotated[Prompts, tyro.conf.arg(name="")] = Prompts(),
+) -> LearnedBudget:
+    """SnapKV's budget, divided as calibration prompts want it.
+
+    Args:
+      budget: live tokens a kv head and layer: numbers of tokens (int) or shares of the prompt (float).
+      parametrisation: shares of "both" heads and layers, of "heads" within each layer, of "layers", or the one number
+        of a "pyramid" (beta) or of Ada-KV's "safeguard" (alpha).
+      objective: the exact eviction loss, the divergence at the model's output, or the cross-entropy of what follows.
+      floor: the least that a head gets beside the window, as a share of the average.
+      steps: updates for every budget.
+      rate: Adam's first learning rate.
+      temperature: of the gates at the first and the last step, in tokens.
+      window_size: the prompt's last tokens, which vote and stay.
+      kernel_size: pooling width, odd.
+      pyramid_beta: of the baseline PyramidKV.
+      ada_alpha: of the baseline Ada-KV.
+      prompts: model, prompts and sizes.
+    """
+    if parametrisation == "pyramid":
+        family: Family = PyramidBeta()
+    elif parametrisation == "safeguard":
+        family = Safeguard()
+    else:
+        family = Simplex(parametrisation, floor)
+    return LearnedBudget(
+        "learned_budget",
+        lambda b: methods.snapkv(b, window_size=window_size, kernel_size=kernel_size),
+        budget,
+        family,
+        objective,
+        steps,
+        rate,
+        temperature,
+        pyramid_beta,
+        ada_alpha,
+        prompts,
+    )

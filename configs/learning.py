@@ -1,0 +1,95 @@
+"""What a config of `experiments/learn_budget.py` returns."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Literal
+
+from configs.experiment import Budget, TaskName
+from kvjax import Evict
+from kvjax.families import Family
+from models.embedded import EMBEDDED
+
+Objective = Literal["eviction_loss", "output_kl", "task_loss"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """Model, prompts and sizes.
+
+    Attributes:
+      model: a checkpoint directory or a hub id; "embedded" is the small model that comes with the project.
+      tasks: what prompts are taken from.
+      calibration: prompts a task that are learned from.
+      held_out: prompts a task that everything is measured on; no calibration prompt is among them.
+      length: tokens of a prompt, at most.
+      future: rows behind the prompt that count: what the model generates with the full cache, or the text that goes on.
+      protocol: "in_prompt" asks at the end of the prompt, "after_compression" leaves the question to the future rows.
+      batch_size: prompts that are read together, and that a step learns from.
+      seed: of prompts, batches and every random draw.
+      dtype: of parameters, activations and the KV cache.
+    """
+
+    model: str = "embedded"
+    tasks: tuple[TaskName, ...] = ("single_needle", "several_needles", "multi_query", "key_value", "perplexity")
+    calibration: int = 24
+    held_out: int = 96
+    length: int = 1024
+    future: int = 16
+    protocol: Literal["in_prompt", "after_compression"] = "in_prompt"
+    batch_size: int = 8
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+    def __post_init__(self):
+        if not self.tasks:
+            raise ValueError("tasks is empty; give at least one")
+        least = {"calibration": 1, "held_out": 2, "length": 1, "future": 1, "batch_size": 1, "seed": 0}
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {smallest}")
+
+    @property
+    def source(self) -> str | pathlib.Path:
+        """Where the model is: a directory or a hub id."""
+        return EMBEDDED if self.model == "embedded" else self.model
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnedBudget:
+    """One run of `experiments/learn_budget.py`.
+
+    Attributes:
+      name: of the run, in tables and plots.
+      method: budget to the policy whose allocation is learned; uniform over layers and heads.
+      budgets: each is learned and measured for itself.
+      family: what is learned.
+      objective: what is made small on the calibration prompts.
+      steps: updates of each budget's parameters.
+      rate: Adam's learning rate at the start; it falls to a tenth of itself along a cosine.
+      temperature: of the gates, in tokens, at the first and the last step.
+      pyramid_beta, ada_alpha: of the baselines.
+      prompts: everything else.
+    """
+
+    name: str
+    method: Callable[[Budget], Evict]
+    budgets: tuple[Budget, ...]
+    family: Family
+    objective: Objective = "eviction_loss"
+    steps: int = 150
+    rate: float = 0.1
+    temperature: tuple[float, float] = (16.0, 1.0)
+    pyramid_beta: float = 20.0
+    ada_alpha: float = 0.5
+    prompts: Prompts = Prompts()
+
+    def __post_init__(self):
+        if not self.budgets:
+            raise ValueError("budget is empty; give at least one number of tokens (int) or share of the prompt (float)")
+        if self.steps < 1:
+            raise ValueError(f"steps={self.steps} must be at least 1")
+        if not self.rate > 0:
+            raise ValueError(f"rate={self.rate} must be positive")
+        if min(self.temperature) <= 0:
+            raise ValueError(f"temperature={self.temperature}: temperatures are positive")

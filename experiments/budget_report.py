@@ -1,0 +1,211 @@
+"""Tables and plots of `learn_budget.py`. Everything here can be made again from its lines and tables."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from scipy import stats
+
+from experiments.report import table
+from experiments.results import write_json
+
+# Okabe and Ito's palette, as in `report`.
+_STYLES = {
+    "uniform": ("#000000", "o"),
+    "pyramid": ("#E69F00", "s"),
+    "ada_static": ("#56B4E9", "D"),
+    "ada": ("#0072B2", "^"),
+    "learned": ("#D55E00", "*"),
+}
+_NAMES = {
+    "uniform": "uniform",
+    "pyramid": "pyramid",
+    "ada_static": "Ada-KV, average table",
+    "ada": "Ada-KV, per prompt",
+    "learned": "learned",
+}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and 95 % Student-t interval over prompts."""
+    mean = float(np.mean(values))
+    half = float(stats.t.ppf(0.975, len(values) - 1)) * float(np.std(values, ddof=1)) / len(values) ** 0.5
+    return mean, mean - half, mean + half
+
+
+def summarise(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row a budget and method: mean loss, its interval, and what learning is ahead of it on the same prompts."""
+    groups: dict[tuple[str, str], dict[tuple[str, int], dict[str, Any]]] = {}
+    for s in samples:
+        groups.setdefault((s["budget"], s["method"]), {})[s["task"], s["index"]] = s
+    rows = []
+    for (budget, method), group in groups.items():
+        learned = groups[budget, "learned"]
+        losses = [group[k]["loss"] for k in group]
+        row: dict[str, Any] = {"budget": budget, "method": method, "prompts": len(group)}
+        row |= dict(zip(("loss", "low", "high"), interval(losses), strict=True))
+        row["layers"] = np.mean([s["layers"] for s in group.values()], axis=0).tolist()
+        row["live"] = float(np.mean([s["live"] for s in group.values()]))
+        if method != "learned":
+            ahead = [group[k]["loss"] - learned[k]["loss"] for k in group]
+            row |= dict(zip(("ahead", "ahead_low", "ahead_high"), interval(ahead), strict=True))
+            row["learned_wins"] = float(np.mean(np.array(ahead) > 0))
+            row["disjoint"] = not (row["low"] <= interval([s["loss"] for s in learned.values()])[2])
+        rows.append(row)
+    return {"rows": rows, "theorem_4": _theorem_4(groups)}
+
+
+def _theorem_4(groups: dict[tuple[str, str], dict[tuple[str, int], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """For every budget: on how many layers of how many prompts Ada-KV's bound is at most uniform's."""
+    rows = []
+    for budget in dict.fromkeys(b for b, _ in groups):
+        pairs = [
+            (groups[budget, "uniform"][k]["least_bound"], s["least_bound"]) for k, s in groups[budget, "ada"].items()
+        ]
+        uniform, ada = (np.array(x) for x in zip(*pairs, strict=True))
+        holds = ada <= uniform * (1 + 1e-5) + 1e-6  # sums of float32
+        rows.append(
+            {
+                "budget": budget,
+                "holds": int(holds.sum()),
+                "of": holds.size,
+                "ratio": float(ada.mean() / uniform.mean()),
+                "largest_excess": float((ada - uniform).max()),
+            }
+        )
+    return rows
+
+
+def markdown(summary: dict[str, Any], title: str, tables: dict[str, Any]) -> str:
+    """The summary as tables."""
+    percent = lambda x: f"{100 * x:.2f}"
+    rows = [
+        [
+            r["budget"],
+            _NAMES[r["method"]],
+            f"{percent(r['loss'])} [{percent(r['low'])}, {percent(r['high'])}]",
+            ""
+            if r["method"] == "learned"
+            else f"{percent(r['ahead'])} [{percent(r['ahead_low'])}, {percent(r['ahead_high'])}]",
+            "" if r["method"] == "learned" else f"{100 * r['learned_wins']:.0f} %",
+            "" if r["method"] == "learned" else "yes" if r["disjoint"] else "no",
+            " ".join(f"{100 * x:.1f}" for x in r["layers"]),
+            f"{r['live']:.1f}",
+        ]
+        for r in summary["rows"]
+    ]
+    head = ["budget", "division", "loss", "less with learned", "prompts where learned is better", "intervals apart"]
+    theorem = [
+        [r["budget"], f"{r['holds']} of {r['of']}", f"{r['ratio']:.3f}", f"{r['largest_excess']:.1e}"]
+        for r in summary["theorem_4"]
+    ]
+    learned = [
+        [b, " / ".join(" ".join(f"{x:.2f}" for x in row) for row in t["heads"]), f"{t['total_off']:.1e}"]
+        for b, t in tables.items()
+    ]
+    return "\n".join(
+        [
+            f"# {title}",
+            "",
+            "Exact eviction loss on held-out prompts, in percent: the L1 distance by which each layer's attention",
+            "output (after the output projection) moves for the rows that follow the prompt, relative to its norm;",
+            "mean over rows, layers and prompts, with 95 % Student-t intervals over prompts. All divisions of a budget",
+            "keep the same number of tokens of every prompt. Intervals of losses are each division's own (unpaired);",
+            "what is less with learned is the mean of paired differences on the same prompts.",
+            "",
+            *table([*head, "loss by layer", "live tokens a prompt"], rows),
+            "",
+            "Theorem 4 of Ada-KV, where both keep the best by the future rows' attention: layers of prompts on which",
+            "the adaptive bound is at most the uniform one, ratio of the mean bounds, and the largest excess.",
+            "",
+            *table(["budget", "holds", "ratio", "largest excess"], theorem),
+            "",
+            "What each head gets, relative to the average (layers separated by slashes), and how far the total of any",
+            "prompt was from its budget at any step of learning, relative to it.",
+            "",
+            *table(["budget", "shares", "total off by"], learned),
+            "",
+        ]
+    )
+
+
+def plot_losses(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
+    """Mean loss of every division against the budget, with 95 % intervals."""
+    figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+    budgets = list(dict.fromkeys(r["budget"] for r in rows))
+    methods = list(dict.fromkeys(r["method"] for r in rows))
+    for i, method in enumerate(methods):
+        mine = {r["budget"]: r for r in rows if r["method"] == method}
+        colour, marker = _STYLES[method]
+        x = np.arange(len(budgets)) + 0.07 * (i - (len(methods) - 1) / 2)
+        y = np.array([[100 * mine[b][n] for n in ("loss", "low", "high")] for b in budgets]).T
+        axes.errorbar(
+            x, y[0], yerr=[y[0] - y[1], y[2] - y[0]], label=_NAMES[method], color=colour, marker=marker,
+            linestyle="-", capsize=3, markersize=9 if marker == "*" else 6,
+        )  # fmt: skip
+    axes.set_xticks(range(len(budgets)), [f"{100 * float(b):.4g} %" if "." in b else b for b in budgets])
+    axes.set(xlabel="budget, of the prompt", ylabel="exact eviction loss, % (95 % interval)")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_tables(tables: dict[str, Any], path: pathlib.Path) -> None:
+    """What each head of each layer was given at every budget, relative to the average."""
+    figure, grid = plt.subplots(
+        1, len(tables), figsize=(1.2 + 2.6 * len(tables), 3.2), layout="constrained", squeeze=False, sharey=True
+    )
+    arrays = {b: np.array(t["heads"]) for b, t in tables.items()}
+    top = max(float(a.max()) for a in arrays.values())
+    for axes, (budget, shares) in zip(grid[0], arrays.items(), strict=True):
+        image = axes.imshow(shares, vmin=0, vmax=top, cmap="cividis", aspect="auto")
+        for i, j in np.ndindex(shares.shape):
+            colour = "white" if shares[i, j] < top / 2 else "black"
+            axes.text(j, i, f"{shares[i, j]:.2f}", ha="center", va="center", color=colour, fontsize=8)
+        axes.set(xlabel="kv head", title=f"budget {budget}")
+        axes.set_xticks(range(shares.shape[1]))
+        axes.set_yticks(range(shares.shape[0]))
+    grid[0, 0].set_ylabel("layer")
+    figure.colorbar(image, ax=grid[0].tolist(), label="share, 1 = uniform")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_learning(tables: dict[str, Any], name: str, path: pathlib.Path) -> None:
+    """The objective on calibration batches, averaged over ten steps; it falls with learning and with temperature."""
+    figure, axes = plt.subplots(figsize=(6.5, 3.6), layout="constrained")
+    for i, (budget, t) in enumerate(tables.items()):
+        losses = np.array(t["losses"])
+        width = min(10, len(losses))
+        colour, marker = list(_STYLES.values())[i % len(_STYLES)]
+        smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
+        axes.plot(np.arange(width, len(losses) + 1), smooth, color=colour, marker=marker, markevery=0.2, label=budget)
+    axes.set(xlabel="step", ylabel=name.replace("_", " "))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, title="budget")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def write(directory: pathlib.Path, samples: Sequence[dict[str, Any]]) -> str:
+    """Writes `summary.json`, `summary.md` and the plots. Returns the table."""
+    config = json.loads((directory / "manifest.json").read_text())["config"]
+    budgets = [p["budget"] for p in config["policies"]]
+    tables = {b: json.loads((directory / "tables" / f"{b}.json").read_text()) for b in budgets}
+    summary = summarise(samples)
+    summary["rows"].sort(key=lambda r: (budgets.index(r["budget"]), list(_NAMES).index(r["method"])))
+    text = markdown(summary, config["name"], tables)
+    (directory / "summary.md").write_text(text)
+    plot_losses(summary["rows"], directory / "loss_against_budget.png")
+    plot_tables(tables, directory / "tables.png")
+    plot_learning(tables, config["objective"], directory / "learning.png")
+    write_json(directory / "summary.json", summary)  # last: its presence says that the run is complete
+    return text

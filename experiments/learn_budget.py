@@ -1,0 +1,408 @@
+"""Learns how a budget is divided over layers and heads, and measures what that is worth on other prompts.
+
+    python experiments/learn_budget.py --config learned_budget.py
+    python experiments/learn_budget.py --config learned_budget.py --budget 0.125 --parametrisation layers --steps 80
+    python experiments/learn_budget.py --config learned_budget.py --help
+
+The eviction loss of calibration prompts (or the divergence of the model's output, or the loss of what follows) falls by
+gradient through gates whose temperature falls; the total budget is exact at every step. Held-out prompts are measured
+with hard policies: uniform, pyramid, Ada-KV (as a table of its average choices, and for every prompt anew) and what was
+learned, all at the same total.
+
+Results go to `results/<name>/` (or `--output`): `manifest.json`, `checkpoints/` (orbax; an interrupted run resumes),
+`tables/<budget>.json`, `samples.jsonl` (a line a policy and prompt), `summary.json`, `summary.md` and plots. A table
+goes into any policy:
+
+    weights = json.loads(path.read_text())["heads"]
+    dataclasses.replace(policy, layers=kvjax.LayerTable([sum(row) for row in weights]), heads=kvjax.HeadTable(weights))
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from tqdm import tqdm
+
+import kvjax
+import models
+from configs.experiment import Budget, label
+from configs.learning import LearnedBudget
+from experiments import budget_report
+from experiments.future_rows import Reader, Reading, examples
+from experiments.results import Results, write_json
+from experiments.run import default_directory, parse
+from kvjax.families import Family, with_table
+from kvjax.relax import annealed, output_kl, task_loss
+from kvjax.select import TopK
+from kvjax.traces import decisions, kept
+
+SCRIPT = "learn_budget.py"
+SAVE_EVERY = 50
+
+
+@dataclasses.dataclass
+class Progress:
+    """Where learning stands; saved with every checkpoint.
+
+    Attributes:
+      step: updates made.
+      losses: the objective at every step.
+      off: the largest relative distance of a prompt's total from its budget at any step.
+    """
+
+    step: int = 0
+    losses: list[float] = dataclasses.field(default_factory=list)
+    off: float = 0.0
+
+
+def objective(name: str, model: Any, params: Any, reading: Reading, gates: jax.Array) -> jax.Array:
+    """What is made small: the mean over a batch's prompts, and layers or future rows."""
+    traces = reading.traces
+    if name == "eviction_loss":
+        each = traces.eviction_loss(gates).mean(-1)
+    else:
+        logits = traces.logits_with(model, params, gates)
+        if name == "output_kl":
+            each = output_kl(traces.logits, logits).mean(-1)
+        else:  # a row predicts the next row's token
+            each = task_loss(logits[:, :-1], traces.future[:, 1:]).mean(-1)
+    return (each * reading.weight).sum() / reading.weight.sum()
+
+
+def make_step(experiment: LearnedBudget, budget: Budget, model: Any, tx: Any) -> Callable[..., Any]:
+    """One jitted update: (learned, optimiser state, batch, temperature) -> (..., loss, how far totals are off)."""
+
+    def loss(learned, reading, params, temperature):
+        view = reading.view(budget)
+        gates = experiment.family.gates(learned, view, temperature)
+        total = view.budget * gates.shape[1] * gates.shape[2]
+        off = jnp.abs(gates.sum((1, 2, 3)) / total - 1.0).max()
+        return objective(experiment.objective, model, params, reading, gates).astype(float), off
+
+    @jax.jit
+    def step(learned, opt_state, reading, params, temperature):
+        (value, off), grads = jax.value_and_grad(loss, has_aux=True)(learned, reading, params, temperature)
+        updates, opt_state = tx.update(grads, opt_state, learned)
+        return optax.apply_updates(learned, updates), opt_state, value, off
+
+    return step
+
+
+def learn(
+    experiment: LearnedBudget,
+    budget: Budget,
+    readings: Sequence[Reading],
+    model: Any,
+    params: Any,
+    directory: pathlib.Path,
+    *,
+    max_steps: int | None = None,
+) -> tuple[Any, Progress]:
+    """Learns the numbers of a family at one budget, or goes on where an interrupted run stopped. In float64.
+
+    Args:
+      experiment: the config.
+      budget: one of its budgets.
+      readings: the calibration batches.
+      model, params: for objectives at the model's output.
+      directory: of the checkpoints.
+      max_steps: stop, with a checkpoint, after this many steps in all; for trying things out.
+    """
+    sizes = model.config
+    tx = optax.adam(optax.cosine_decay_schedule(experiment.rate, experiment.steps, alpha=0.1))
+    with (
+        jax.enable_x64(True),
+        ocp.CheckpointManager(
+            directory.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=1, create=True)
+        ) as manager,
+    ):
+        learned = experiment.family.init(sizes.num_layers, sizes.num_kv_heads)
+        opt_state, progress = tx.init(learned), Progress()
+        if manager.latest_step() is not None:
+            saved = manager.restore(
+                manager.latest_step(),
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardRestore({"learned": learned, "opt_state": opt_state}),
+                    progress=ocp.args.JsonRestore(),
+                ),
+            )
+            learned, opt_state = saved.state["learned"], saved.state["opt_state"]
+            progress = Progress(**saved.progress)
+        step = make_step(experiment, budget, model, tx)
+        with tqdm(total=experiment.steps, initial=progress.step, desc=f"learn {label(budget)}", file=sys.stdout) as bar:
+            while progress.step < (experiment.steps if max_steps is None else min(max_steps, experiment.steps)):
+                epoch, place = divmod(progress.step, len(readings))
+                order = np.random.default_rng([experiment.prompts.seed, epoch]).permutation(len(readings))
+                temperature = annealed(*experiment.temperature, progress.step / max(experiment.steps - 1, 1))
+                learned, opt_state, value, off = step(
+                    learned, opt_state, readings[order[place]], params, jnp.asarray(temperature, float)
+                )
+                progress = Progress(progress.step + 1, [*progress.losses, float(value)], max(progress.off, float(off)))
+                bar.update()
+                bar.set_postfix_str(f"{experiment.objective} {np.mean(progress.losses[-len(readings) :]):.4f}")
+                if progress.step % SAVE_EVERY == 0 or progress.step in (experiment.steps, max_steps):
+                    manager.save(
+                        progress.step,
+                        args=ocp.args.Composite(
+                            state=ocp.args.StandardSave({"learned": learned, "opt_state": opt_state}),
+                            progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
+                        ),
+                    )
+        manager.wait_until_finished()
+    return learned, progress
+
+
+# --- tables ---
+
+
+@functools.partial(jax.jit, static_argnames="policy")
+def _head_budgets(policy: kvjax.Evict, reading: Reading) -> jax.Array:
+    """What a policy gives every head beyond its protected tokens, "B L K"."""
+    state = reading.traces.state
+    plan = kvjax.make_plan(
+        _Sizes.of(state), policy, prompt_len=state.plan.prompt_len, max_new_tokens=state.plan.max_new_tokens
+    )
+    chosen = decisions(policy, state, reading.stats, plan)
+    return jnp.stack([s.budgets for s in chosen], axis=1) - reading.safe.sum(-1, dtype=jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """A model's sizes, from a plan that was made for it."""
+
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int = 0
+    dtype: str = "float32"
+    additive_rotation: bool = True
+
+    @classmethod
+    def of(cls, state: kvjax.KVState) -> "_Sizes":
+        site = state.plan.sites[0]
+        return cls(site.num_layers, site.num_query_heads, site.num_kv_heads, site.head_dim)
+
+
+def average_table(policy: kvjax.Evict, readings: Sequence[Reading]) -> np.ndarray:
+    """Shares "L K" that a policy gives heads on average over prompts, relative to the average of 1."""
+    shares = []
+    for reading in readings:
+        budgets = np.asarray(_head_budgets(policy, reading), np.float64)[np.asarray(reading.weight) > 0]
+        shares.append(budgets / budgets.mean((1, 2), keepdims=True))
+    return np.concatenate(shares).mean(0)
+
+
+def learned_policy(
+    family: Family, learned: Any, policy: kvjax.Evict, readings: Sequence[Reading], budget: Budget
+) -> tuple[kvjax.Evict, np.ndarray]:
+    """The hard policy, and the shares "L K" of its heads: its table, or its average choice on calibration prompts."""
+    with jax.enable_x64(True):
+        hard = family.harden(learned, policy, readings[0].view(budget))
+    if isinstance(hard.heads, kvjax.HeadTable):
+        return hard, np.array(hard.heads.weights)
+    return hard, average_table(hard, readings)
+
+
+# --- evaluation ---
+
+
+def policies(
+    experiment: LearnedBudget, budget: Budget, hard: kvjax.Evict, readings: Sequence[Reading]
+) -> dict[str, kvjax.Evict]:
+    """What is measured at one budget, all of the same total."""
+    uniform = experiment.method(budget)
+    ada = dataclasses.replace(uniform, heads=kvjax.Adaptive(experiment.ada_alpha, math.inf))
+    return {
+        "uniform": uniform,
+        "pyramid": dataclasses.replace(uniform, layers=kvjax.Pyramid(experiment.pyramid_beta)),
+        "ada_static": with_table(uniform, average_table(ada, readings)),
+        "ada": ada,
+        "learned": hard,
+    }
+
+
+@functools.partial(jax.jit, static_argnames="policy")
+def _losses(policy: kvjax.Evict, reading: Reading) -> tuple[jax.Array, jax.Array]:
+    """Eviction loss "B L", and live tokens of every prompt over all layers and heads."""
+    state = reading.traces.state
+    plan = kvjax.make_plan(
+        _Sizes.of(state), policy, prompt_len=state.plan.prompt_len, max_new_tokens=state.plan.max_new_tokens
+    )
+    keep = kept(policy, state, reading.stats, plan)
+    return reading.traces.eviction_loss(keep.astype(jnp.float32)), keep.sum((1, 2, 3), dtype=jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames="budget")
+def theorem_4(reading: Reading, budget: Budget) -> tuple[jax.Array, jax.Array]:
+    """Ada-KV's bound under uniform and under adaptive budgets, "B L", up to the layer's constant 2 C.
+
+    Both keep the best by the mean attention of the future rows, which makes the bound smallest (Theorem 3); the layer's
+    total is the same. The bound is the attention that is lost, summed over query heads (Theorem 2).
+    """
+    attention = reading.traces.attention
+    B, L, N, _, S = attention.shape
+    view = reading.view(budget)
+    K = view.pos.shape[2]
+    mass = attention.mean(3).reshape(B, L, K, N // K, S).sum(3)
+    average = jnp.minimum(view.budget, reading.lengths.astype(view.budget.dtype)).astype(jnp.int32)
+    most = S if isinstance(budget, int) else math.floor(budget * S + 1e-9)
+    lost = []
+    for i in range(L):
+        live, pos = view.live[:, i], view.pos[:, i]
+        score = jnp.where(live, mass[:, i], -jnp.inf)
+        adaptive = kvjax.Adaptive(1.0, math.inf).heads(score, live, average, most, reading.traces.state.plan.sites[i])
+        uniform = jnp.broadcast_to(average[:, None], (B, K))
+        masks = (TopK().best(score, pos, budgets) for budgets in (uniform, adaptive))
+        lost.append([jnp.where(live & ~keep, mass[:, i], 0.0).sum((1, 2)) for keep in masks])
+    uniform, adaptive = (jnp.stack(x, axis=1) for x in zip(*lost, strict=True))
+    return uniform, adaptive
+
+
+def measure(
+    chosen: dict[str, dict[str, kvjax.Evict]],
+    budgets: Sequence[Budget],
+    reader: Reader,
+    results: Results,
+    tokenizer: Any,
+) -> None:
+    """Appends the lines of the held-out prompts that are missing.
+
+    Raises:
+      ValueError: policies of one budget that keep different totals.
+    """
+    found = examples(reader.prompts, tokenizer, "held_out")
+    keys = lambda e: [(m, label(b), e.task, e.index) for b in budgets for m in chosen[label(b)]]
+    with tqdm(total=len(found), desc="held-out", unit="prompt", file=sys.stdout) as bar:
+        for start in range(0, len(found), reader.prompts.batch_size):
+            batch = found[start : start + reader.prompts.batch_size]
+            if any(k not in results.samples for e in batch for k in keys(e)):
+                reading = reader.read(batch)
+                results.append(line for b in budgets for line in _lines(chosen[label(b)], b, batch, reading))
+            bar.update(len(batch))
+
+
+def _lines(
+    chosen: dict[str, kvjax.Evict], budget: Budget, batch: Sequence[Any], reading: Reading
+) -> list[dict[str, Any]]:
+    bounds = [np.asarray(x) for x in theorem_4(reading, budget)]
+    lines, totals = [], {}
+    for method, policy in chosen.items():
+        loss, live = (np.asarray(x) for x in _losses(policy, reading))
+        totals[method] = live[: len(batch)].tolist()
+        if totals[method] != totals["uniform"]:
+            raise ValueError(
+                f"{method} keeps {totals[method]} tokens of prompts of which uniform keeps {totals['uniform']}; "
+                "policies are compared at equal totals"
+            )
+        for i, e in enumerate(batch):
+            line = {"method": method, "budget": label(budget), "task": e.task, "index": e.index}
+            line |= {"loss": float(loss[i].mean()), "layers": loss[i].tolist(), "live": int(live[i])}
+            if method in ("uniform", "ada"):
+                line["least_bound"] = bounds[method == "ada"][i].tolist()
+            lines.append(line)
+    return lines
+
+
+def run(
+    experiment: LearnedBudget,
+    directory: pathlib.Path,
+    command: list[str],
+    *,
+    restart: bool = False,
+    max_steps: int | None = None,
+) -> str:
+    """Learns and measures what is missing in `directory`, and writes the report.
+
+    Args:
+      experiment: the config.
+      directory: of results.
+      command: the command line, for the manifest.
+      restart: begin anew; an earlier run there is moved aside.
+      max_steps: stop learning after this many steps in all and leave; for trying things out.
+
+    Returns:
+      The report's text, empty where `max_steps` came first.
+    """
+    config = {
+        "name": experiment.name,
+        "policies": [{"budget": label(b), "policy": repr(experiment.method(b))} for b in experiment.budgets],
+        "family": repr(experiment.family),
+        "objective": experiment.objective,
+        "learning": {n: getattr(experiment, n) for n in ("steps", "rate", "temperature")},
+        "baselines": {n: getattr(experiment, n) for n in ("pyramid_beta", "ada_alpha")},
+        "prompts": dataclasses.asdict(experiment.prompts),
+        "seed": experiment.prompts.seed,
+    }
+    with contextlib.closing(Results(directory, config, command, restart=restart)) as results:
+        if (directory / "summary.json").is_file():
+            print(f"{directory} is complete; --restart runs it again")
+            return (directory / "summary.md").read_text()
+        prompts = experiment.prompts
+        model, params = models.load(prompts.source, dtype=prompts.dtype)
+        tokenizer = models.load_tokenizer(prompts.source)
+        for b in experiment.budgets:
+            kvjax.make_plan(
+                model.config, experiment.method(b), prompt_len=prompts.length, max_new_tokens=prompts.future
+            )
+        # All policies rank by the same scores, so one reading serves them.
+        reader = Reader(model, params, experiment.method(max(experiment.budgets)), prompts)
+        found = examples(prompts, tokenizer, "calibration")
+        with tqdm(total=len(found), desc="calibration", unit="prompt", file=sys.stdout) as bar:
+            readings = []
+            for batch, reading in reader.batches(found):
+                readings.append(reading)
+                bar.update(len(batch))
+        chosen = {}
+        for b in experiment.budgets:
+            learned, progress = learn(
+                experiment, b, readings, model, params, directory / "checkpoints" / label(b), max_steps=max_steps
+            )
+            if progress.step < experiment.steps:
+                return ""
+            hard, shares = learned_policy(experiment.family, learned, experiment.method(b), readings, b)
+            table = {
+                "budget": b,
+                "heads": shares.tolist(),
+                "learned": experiment.family.describe(learned),
+                "policy": repr(hard),
+                "losses": progress.losses,
+                "total_off": progress.off,
+            }
+            (directory / "tables").mkdir(exist_ok=True)
+            write_json(directory / "tables" / f"{label(b)}.json", table)
+            chosen[label(b)] = policies(experiment, b, hard, readings)
+        del readings
+        measure(chosen, experiment.budgets, reader, results, tokenizer)
+        return budget_report.write(directory, list(results.samples.values()))
+
+
+def load_table(path: pathlib.Path) -> np.ndarray:
+    """The shares "L K" of a file in `tables/`; `kvjax.families.with_table` puts them into any policy."""
+    return np.asarray(json.loads(path.read_text())["heads"])
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parses, runs, prints the report."""
+    try:
+        experiment, own, overrides = parse(argv, SCRIPT)
+        directory = own.output or default_directory(own, overrides, SCRIPT)
+        print(run(experiment, directory, [sys.executable, *sys.argv], restart=own.restart))
+        print(f"written to {directory}")
+    except (ValueError, OSError) as e:
+        raise SystemExit(f"error: {e}") from e
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,384 @@
+"""What budgets are learned as: exact totals, exact gradients, hard limits, and policies made of the result."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import analysis, families, methods, traces
+from kvjax.families import EntropyK, NaclShares, PyramidBeta, Safeguard, Simplex, View
+from tests import helpers
+from tests.test_relax import central, relative
+
+B, L, K, G, S, R, H, D = 2, 3, 2, 2, 22, 4, 5, 6
+LENGTHS = np.array([22, 17])
+
+
+def arrays(seed=0):
+    """Random prompts, left-padded, in float64."""
+    rng = np.random.default_rng(seed)
+    pos = np.maximum(np.arange(S)[None] - (S - LENGTHS)[:, None], -1)
+    pos = np.broadcast_to(pos[:, None, None], (B, L, K, S)).astype(np.int32)
+    live = pos >= 0
+    score = np.exp(rng.normal(size=(B, L, K, S)) * rng.uniform(0.5, 2, (B, L, K, 1)))
+    return rng, pos, live, np.where(live, score, 0)
+
+
+def view(seed=0, *, budget=(9.5, 7.25), recent=3, whole=False):
+    rng, pos, live, score = arrays(seed)
+    safe = live & (pos >= (LENGTHS - recent)[:, None, None, None])
+    budget = np.floor(budget) if whole else np.asarray(budget)
+    logits = np.where(live[:, :, :, None, None], rng.normal(size=(B, L, K, G, R, S)) * 2, -np.inf)
+    seen = (LENGTHS - R)[:, None] + np.arange(1, R + 1)[None]
+    unseen = pos[:, :, :, None, None] >= seen[:, None, None, None, :, None]
+    logits = np.where(unseen, -np.inf, logits)
+    f = jnp.asarray
+    return View(
+        f(score), f(pos), f(live), f(safe), f(budget, float), f(logits), f(seen, float),
+        f(rng.uniform(0.5, 1, (B, L, K, S))), f(rng.gumbel(size=(B, L, K, S))),
+    )  # fmt: skip
+
+
+def random_traces(seed=1, dtype=np.float64):
+    """What later rows read of those prompts."""
+    rng, pos, live, _ = arrays(seed)
+    p = np.exp(rng.normal(size=(B, L, K * G, R, S + R)) * 1.5)
+    p[..., :S] *= np.repeat(live, G, axis=2)[:, :, :, None]
+    p /= p.sum(-1, keepdims=True)
+    v, new = rng.normal(size=(B, L, K, S, H)), rng.normal(size=(B, L, K, R, H))
+    own = np.einsum("blnrs,blnsh->blnrh", p[..., S:], np.repeat(new, G, axis=2))
+    f = lambda x: jnp.asarray(x, dtype)
+    layers = tuple(kvjax.LayerKV(f(v[:, i]), f(v[:, i]), jnp.asarray(pos[:, i])) for i in range(L))
+    zeros = jnp.zeros((B,), jnp.int32)
+    state = kvjax.KVState(layers, zeros, zeros, jnp.int32(0), jax.random.split(jax.random.key(0), B), plan=None)
+    out_proj = rng.normal(size=(L, K * G, H, D))
+    found = traces.Traces(
+        state,
+        f(p[..., :S]),
+        f(own),
+        f(p[..., S:].sum(-1)),
+        f(out_proj),
+        f(np.zeros((B, R, 3))),
+        jnp.zeros((B, R), jnp.int32),
+    )
+    return found, (p, v, new, out_proj, live)
+
+
+FAMILIES = {
+    "heads": Simplex("heads"),
+    "layers": Simplex("layers"),
+    "both": Simplex("both"),
+    "both_with_floor": Simplex("both", floor=0.3),
+    "pyramid": PyramidBeta(),
+    "safeguard": Safeguard(),
+    "window": families.WindowShare(),
+    "nacl": NaclShares(),
+    "ahakv": EntropyK(start=6.0),
+}
+every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+
+
+def start(family, seed=2, spread=0.7):
+    """Parameters away from where learning starts."""
+    params = family.init(L, K)
+    return params + spread * jnp.asarray(np.random.default_rng(seed).normal(size=params.shape), params.dtype)
+
+
+@every_family
+@pytest.mark.parametrize("temperature", [4.0, 0.8])
+def test_gradients_agree_with_differences(family, temperature):
+    """Through gates and the exact eviction loss, in float64."""
+    with jax.enable_x64(True):
+        seen, found = view(), random_traces()[0]
+        loss = jax.jit(lambda params: found.eviction_loss(family.gates(params, seen, temperature)).mean())
+        params = start(family)
+        grad = jax.grad(loss)(params)
+        assert np.abs(np.asarray(grad)).max() > 1e-6  # there is something to agree on
+        assert relative(grad, central(loss, params)) < 1e-5
+
+
+@every_family
+@pytest.mark.parametrize("x64", [False, True])
+def test_the_total_holds_at_every_temperature(family, x64):
+    with jax.enable_x64(x64):
+        seen = view()
+        gates = jax.jit(family.gates)
+        for temperature in (30.0, 4.0, 0.5, 0.02):
+            for seed in (2, 3):
+                params = start(family, seed, spread=1.5)
+                gate = np.asarray(gates(params, seen, jnp.asarray(temperature, float)), np.float64)
+                assert gate.min() >= 0
+                assert gate.max() <= 1 + 1e-6
+                off = np.abs(gate.sum((1, 2, 3)) / (L * K * np.array([9.5, 7.25])) - 1)
+                assert off.max() < (1e-12 if x64 else 1e-6)
+                assert (gate[~np.asarray(seen.live)] == 0).all()
+
+
+@pytest.mark.parametrize("over", ["heads", "layers", "both"])
+def test_floors_and_caps(over):
+    """Parameters that want all of the budget in one place get no more than exists, and leave the floor elsewhere."""
+    with jax.enable_x64(True):
+        seen = view(budget=(14.0, 12.0))
+        family = Simplex(over, floor=0.25)
+        greedy = np.full(family.init(L, K).shape, -40.0)
+        greedy[0] = 40.0
+        budgets = np.asarray(family.budgets(jnp.asarray(greedy), seen))
+        uniform = np.asarray(family.budgets(family.init(L, K), seen))
+    average, exists = np.array([11.0, 9.0]), LENGTHS - 3
+    np.testing.assert_allclose(uniform, np.broadcast_to(average[:, None, None], (B, L, K)), rtol=1e-9)
+    np.testing.assert_allclose(budgets.sum((1, 2)), average * L * K, rtol=1e-12)
+    assert (budgets >= 0.25 * average[:, None, None] - 1e-9).all()
+    assert (budgets <= exists[:, None, None] + 1e-9).all()
+    if over != "heads":  # within a layer all of its heads want the same
+        np.testing.assert_allclose(budgets[:, 0], np.broadcast_to(exists[:, None], (B, K)), rtol=1e-6)
+
+
+def test_bounded_is_a_softmax_far_below_the_caps():
+    logits = jnp.asarray([0.3, -1.0, 2.0, 0.0])
+    caps = jnp.full((4,), 1e6)
+    parts = families.bounded(logits, jnp.float32(10.0), floor=jnp.zeros(4), cap=caps)
+    np.testing.assert_allclose(parts, 10 * jax.nn.softmax(logits), rtol=1e-3)
+
+
+def test_filling_is_what_apportion_does_to_real_shares():
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        shares = rng.exponential(5.0, 6)
+        cap = np.floor(rng.uniform(1, 9, 6))
+        shares *= min(1.0, cap.sum() / shares.sum())
+        filled = np.asarray(
+            families.filled(jnp.asarray(shares, jnp.float32), jnp.asarray(cap, jnp.float32)), np.float64
+        )
+        assert (filled <= cap + 1e-5).all()
+        assert filled.sum() == pytest.approx(shares.sum(), rel=1e-5)
+        plain = shares.copy()
+        for _ in range(6):
+            surplus = np.maximum(plain - cap, 0).sum()
+            plain = np.minimum(plain, cap)
+            weight = np.where(cap > plain, plain, 0)
+            plain = plain + (surplus * weight / weight.sum() if weight.sum() > 0 else 0)
+        np.testing.assert_allclose(filled, np.minimum(plain, cap), rtol=1e-4)
+
+
+# --- hard policies made of what was learned ---
+
+
+def snapkv(budget, **fields):
+    return dataclasses.replace(methods.snapkv(budget, window_size=4, kernel_size=3), **fields)
+
+
+def whole_budgets(policy, q, k, v):
+    """Live slots of every head and layer after the prompt."""
+    selections = [kvjax.evict_layer(policy, q, k, v, layer=i, num_layers=L) for i in range(L)]
+    return np.stack([s.keep.sum(-1) for s in selections], axis=1)
+
+
+@pytest.mark.parametrize("budget", [7, 0.4, 15])
+@pytest.mark.parametrize("over", ["heads", "layers", "both"])
+def test_rounding_preserves_the_total(over, budget):
+    q, k, v = helpers.qkv(5, T=24)
+    with jax.enable_x64(True):
+        family, seen = Simplex(over), view(budget=(9.0, 8.0))
+        shares = family.shares(start(family, spread=2.0), seen)
+        policy = family.harden(start(family, spread=2.0), snapkv(budget), seen)
+    assert policy == families.with_table(snapkv(budget), shares)
+    assert shares.mean() == pytest.approx(1.0)
+    kept = whole_budgets(policy, q, k, v)
+    average = budget if isinstance(budget, int) else math.floor(budget * 24 + 1e-9)
+    assert (kept.sum((1, 2)) == L * K * average).all()
+    if average < 10:  # no head is full, so shares are kept to less than a token a head and a layer
+        wanted = 4 + (average - 4) * shares
+        assert np.abs(kept - wanted[None]).max() <= 2
+
+
+def test_a_table_survives_json_and_goes_into_any_policy():
+    weights = json.loads(json.dumps([[1.5, 0.5], [2.0, 1.0], [0.25, 0.75]]))
+    for policy in (methods.h2o(8, recent=2), methods.roco(8, protect_last=2), methods.knorm(8)):
+        tabled = families.with_table(policy, np.array(weights))
+        assert tabled.layers == kvjax.LayerTable([2.0, 3.0, 1.0])
+        assert tabled.heads == kvjax.HeadTable(weights)
+        q, k, v = helpers.qkv(6, T=24)
+        kept = whole_budgets(kvjax.when(kvjax.after_prefill(), tabled), q, k, v)
+        assert (kept.sum((1, 2)) == L * K * 8).all()
+        assert (kept[:, 1, 0] > kept[:, 1, 1]).all()
+
+
+def test_hard_parameters():
+    with jax.enable_x64(True):
+        seen = view()
+        hard = lambda family, policy: family.harden(family.init(L, K), policy, seen)
+        base = snapkv(8)
+        assert hard(PyramidBeta(3.0), base).layers.beta == pytest.approx(3.0)
+        assert hard(Safeguard(0.3), base).heads == kvjax.Adaptive(pytest.approx(0.3), math.inf)
+        window = hard(families.WindowShare(0.25), base).protect.recent
+        assert window == kvjax.Share(pytest.approx(0.25))
+        nacl = hard(NaclShares((1.0, 4.0, 5.0)), methods.nacl(0.5))
+        assert nacl.protect.recent == kvjax.Share(pytest.approx(0.1))
+        assert nacl.select.random == kvjax.Share(pytest.approx(0.5))
+        ahakv = hard(EntropyK(17.2), methods.ahakv(8, recent=4))
+        assert ahakv.score.of.softmax.k == kvjax.Tokens(17)
+        with pytest.raises(ValueError, match="draws nothing"):
+            hard(NaclShares(), base)
+        with pytest.raises(ValueError, match="accumulates no attention under a softmax"):
+            hard(EntropyK(), base)
+
+
+@pytest.mark.parametrize("name", ["both", "layers", "pyramid", "safeguard", "window"])
+def test_cold_gates_are_the_hard_policy(name):
+    """At whole budgets the gates of a family and the policy that it hardens to keep nearly the same slots.
+
+    Real budgets are rounded, so each head may differ by a token or two at its threshold; the total does not.
+    """
+    family = FAMILIES[name]
+    q, k, v = helpers.qkv(7, B=B, T=24)
+    base = methods.knorm(10) if name == "window" else snapkv(10)
+    selections = [kvjax.evict_layer(base, q, k, v, layer=i, num_layers=L) for i in range(L)]
+    score = jnp.stack([s.score for s in selections], axis=1)
+    pos = jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32), (B, L, K, 24))
+    safe = pos >= (24 if name == "window" else 20)
+    seen = View(score, pos, pos >= 0, safe, jnp.asarray([10.0, 10.0]))
+    params = start(family)
+    gates = np.asarray(family.gates(params, seen, 1e-3))
+    policy = family.harden(params, base, seen)
+    keep = np.stack([kvjax.evict_layer(policy, q, k, v, layer=i, num_layers=L).keep for i in range(L)], axis=1).astype(
+        np.float64
+    )
+    assert np.abs(gates - keep).sum(-1).max() <= 3
+    np.testing.assert_allclose(gates.sum((1, 2, 3)), keep.sum((1, 2, 3)), rtol=1e-6)
+
+
+# --- traces ---
+
+
+def plain_loss(p, v, new, out_proj, gates):
+    """Row by row, in float64."""
+    result = np.zeros((B, L))
+    for b in range(B):
+        for layer in range(L):
+            for r in range(R):
+                full, after = np.zeros(D), np.zeros(D)
+                for n in range(K * G):
+                    row = p[b, layer, n, r]
+                    values = np.concatenate([v[b, layer, n // G], new[b, layer, n // G]])
+                    weights = row * np.concatenate([gates[b, layer, n // G], np.ones(R)])
+                    full += row @ values @ out_proj[layer, n]
+                    after += weights / weights.sum() @ values @ out_proj[layer, n]
+                result[b, layer] += np.abs(full - after).sum() / np.abs(full).sum() / R
+    return result
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_the_exact_eviction_loss(hard):
+    gates = np.random.default_rng(8).uniform(0, 1, (B, L, K, S))
+    gates = np.round(gates) if hard else gates
+    with jax.enable_x64(True):
+        found, (p, v, new, out_proj, live) = random_traces()
+        loss = found.eviction_loss(jnp.asarray(gates * live))
+        assert np.abs(found.eviction_loss(jnp.asarray(live, float))).max() < 1e-12
+    np.testing.assert_allclose(loss, plain_loss(p, v, new, out_proj, gates * live), rtol=1e-9)
+
+
+def test_one_row_is_the_theorems_loss():
+    """A row that only reads the prompt: `kvjax.analysis.eviction_loss`, relative."""
+    found, (p, v, _, out_proj, live) = random_traces(dtype=np.float32)
+    keep = np.random.default_rng(9).random((B, L, K, S)) < 0.6
+    p = p[:, :, :, :1, :S] / p[:, :, :, :1, :S].sum(-1, keepdims=True)
+    alone = dataclasses.replace(
+        found,
+        attention=jnp.asarray(p, jnp.float32),
+        own=jnp.zeros((B, L, K * G, 1, H)),
+        own_mass=jnp.zeros((B, L, K * G, 1)),
+    )
+    relative_loss = alone.eviction_loss(jnp.asarray(keep & live, jnp.float32))
+    f = lambda x: jnp.asarray(x, jnp.float32)
+    for i in range(L):
+        absolute = analysis.eviction_loss(
+            f(p[:, i, :, 0]), f(v[:, i]), f(out_proj[i]), jnp.asarray((keep & live)[:, i])
+        )
+        full = np.einsum("bns,bnsh,nhd->bd", p[:, i, :, 0], np.repeat(v[:, i], G, axis=1), out_proj[i])
+        np.testing.assert_allclose(relative_loss[:, i], absolute / np.abs(full).sum(-1), rtol=1e-4)
+
+
+def test_tracing_a_model(tiny):
+    """Rows of attention, outputs and logits are those of one pass over the whole text; masks are the policy's."""
+    model, params = tiny
+    tokens, lengths = helpers.token_ids(2, 20, seed=3), jnp.asarray([20, 15], jnp.int32)
+    future = helpers.token_ids(2, 5, seed=4)
+    policy = snapkv(9)
+    found, stats = jax.jit(lambda p: traces.trace(model, p, tokens, lengths, future, policy))(params)
+
+    plan = kvjax.make_plan(model.config, kvjax.identity(), prompt_len=25, max_new_tokens=0)
+    both = jnp.concatenate([tokens, future], axis=1)
+    start = kvjax.init_state(plan, lengths + 5)
+    logits, _, _ = kvjax.forward(model, params, both, start, valid=lengths + 5, last_only=False)
+    np.testing.assert_allclose(found.logits, logits[:, -5:], atol=2e-4)
+    mass = found.attention.sum(-1) + found.own_mass
+    np.testing.assert_allclose(mass, np.ones(mass.shape), rtol=1e-5)
+    ones = jnp.stack([kv.live for kv in found.state.layers], axis=1).astype(jnp.float32)
+    np.testing.assert_allclose(found.logits_with(model, params, ones), found.logits, atol=2e-4)
+
+    score, safe = traces.ranked(policy, found.state, stats)
+    keep = np.asarray(traces.kept(policy, found.state, stats))
+    _, state = kvjax.prefill(
+        model, params, tokens, kvjax.make_plan(model.config, policy, prompt_len=20, max_new_tokens=0), lengths=lengths
+    )
+    for i, kv in enumerate(state.layers):
+        positions = np.where(keep[:, i], np.asarray(found.state.layers[i].pos), -1)
+        for b in range(2):
+            for h in range(2):
+                assert sorted(positions[b, h][positions[b, h] >= 0]) == helpers.live_positions(kv)[b][h]
+    assert safe.sum((1, 3)).tolist() == [[12, 12], [12, 12]]
+    assert np.isneginf(np.asarray(score)[1, ..., :5]).all()
+
+    other = dataclasses.replace(policy, heads=kvjax.Adaptive(1.0, math.inf))
+    own = kvjax.make_plan(model.config, other, prompt_len=20, max_new_tokens=5)
+    assert (np.asarray(traces.kept(other, found.state, stats, own)).sum((2, 3)) == 18).all()
+
+
+def test_gated_logits_are_the_hard_policys(tiny):
+    """With the mask of a policy as gates, the rows that follow see what they see after the eviction."""
+    model, params = tiny
+    tokens, lengths = helpers.token_ids(2, 20, seed=3), jnp.asarray([20, 15], jnp.int32)
+    future, policy = helpers.token_ids(2, 5, seed=4), snapkv(7)
+    found, stats = traces.trace(model, params, tokens, lengths, future, policy)
+    gates = traces.kept(policy, found.state, stats).astype(jnp.float32)
+    gated = found.logits_with(model, params, gates)
+    plan = kvjax.make_plan(model.config, policy, prompt_len=20, max_new_tokens=5)
+    _, state = kvjax.prefill(model, params, tokens, plan, lengths=lengths)
+    np.testing.assert_allclose(gated, kvjax.feed(model, params, future, state)[0], atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Simplex(floor=1.5), r"Simplex\(floor=1.5\): a share of the average lies in \[0, 1\]"),
+        (lambda: PyramidBeta(1.0), "beta is larger than 1"),
+        (lambda: Safeguard(1.0), r"alpha starts inside \(0, 1\)"),
+        (lambda: families.WindowShare(0.0), r"the share starts inside \(0, 1\)"),
+        (lambda: NaclShares((0.0, 1.0, 1.0)), "shares start positive"),
+        (lambda: EntropyK(0.0), "both are positive"),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_errors_of_views_and_policies(tiny):
+    model, params = tiny
+    seen = dataclasses.replace(view(), logits=None, drawn=None)
+    with pytest.raises(ValueError, match=r"NaclShares needs View\.drawn"):
+        NaclShares().gates(NaclShares().init(L, K), seen, 1.0)
+    with pytest.raises(ValueError, match=r"EntropyK needs View\.logits"):
+        EntropyK().gates(EntropyK().init(L, K), seen, 1.0)
+    late = methods.h2o(8, recent=2)
+    late = dataclasses.replace(late, when=kvjax.Schedule(prefill=False, every=2))
+    tokens = helpers.token_ids(1, 12)
+    found, stats = traces.trace(model, params, tokens, jnp.asarray([12], jnp.int32), tokens[:, :3], late)
+    with pytest.raises(ValueError, match=r"evicts nothing after the prompt; use when=after_prefill\(\)"):
+        traces.kept(late, found.state, stats)
