@@ -1,4 +1,4 @@
-"""What a config of `experiments/learn_budget.py` returns."""
+"""What configs of `experiments/learn_budget.py` and `experiments/learn_scorer.py` return."""
 
 import dataclasses
 import pathlib
@@ -93,3 +93,37 @@ class LearnedBudget:
             raise ValueError(f"rate={self.rate} must be positive")
         if min(self.temperature) <= 0:
             raise ValueError(f"temperature={self.temperature}: temperatures are positive")
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnedScorer:
+    """One run of `experiments/learn_scorer.py`.
+
+    Attributes:
+      name: of the run.
+      budgets: at which the scorer is measured; it is one for all of them.
+      hidden: units of the head's hidden layer.
+      window_size: the prompt's last tokens, which stay and whose votes are a feature.
+      kernel_size: pooling width of votes, odd.
+      steps: updates.
+      rate: Adam's learning rate at the start; it falls to a tenth of itself along a cosine.
+      prompts: everything else.
+    """
+
+    name: str
+    budgets: tuple[Budget, ...]
+    hidden: int = 16
+    window_size: int = 16
+    kernel_size: int = 7
+    steps: int = 300
+    rate: float = 3e-3
+    prompts: Prompts = Prompts()
+
+    def __post_init__(self):
+        if not self.budgets:
+            raise ValueError("budget is empty; give at least one number of tokens (int) or share of the prompt (float)")
+        for name in ("hidden", "window_size", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not self.rate > 0:
+            raise ValueError(f"rate={self.rate} must be positive")

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 _HERE = pathlib.Path(__file__).parent
 _NOT_CONFIGS = {"__init__", "experiment", "learning", "loading"}
-_SCRIPTS: Final = {"learned_budget": "learn_budget.py"}
+_SCRIPTS: Final = {"learned_budget": "learn_budget.py", "learned_scorer": "learn_scorer.py"}
 
 
 def available(script: str = "run.py") -> list[str]:

@@ -234,14 +234,14 @@ def policies(
 
 
 @functools.partial(jax.jit, static_argnames="policy")
-def _losses(policy: kvjax.Evict, reading: Reading) -> tuple[jax.Array, jax.Array]:
-    """Eviction loss "B L", and live tokens of every prompt over all layers and heads."""
+def losses_of(policy: kvjax.Evict, reading: Reading) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Eviction loss "B L" of a hard policy, live tokens "B" over all layers and heads, and what it keeps "B L K S"."""
     state = reading.traces.state
     plan = kvjax.make_plan(
         _Sizes.of(state), policy, prompt_len=state.plan.prompt_len, max_new_tokens=state.plan.max_new_tokens
     )
     keep = kept(policy, state, reading.stats, plan)
-    return reading.traces.eviction_loss(keep.astype(jnp.float32)), keep.sum((1, 2, 3), dtype=jnp.int32)
+    return reading.traces.eviction_loss(keep.astype(jnp.float32)), keep.sum((1, 2, 3), dtype=jnp.int32), keep
 
 
 @functools.partial(jax.jit, static_argnames="budget")
@@ -299,7 +299,7 @@ def _lines(
     bounds = [np.asarray(x) for x in theorem_4(reading, budget)]
     lines, totals = [], {}
     for method, policy in chosen.items():
-        loss, live = (np.asarray(x) for x in _losses(policy, reading))
+        loss, live = (np.asarray(x) for x in losses_of(policy, reading)[:2])
         totals[method] = live[: len(batch)].tolist()
         if totals[method] != totals["uniform"]:
             raise ValueError(

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.allocation import Adaptive, HeadTable, LayerTable, Pyramid
 from kvjax.budget import Share, Tokens
+from kvjax.choice import one_of
 from kvjax.eviction import Evict
 from kvjax.protect import Protect
 from kvjax.relax import mass_rank, soft_stages, soft_top_k
@@ -152,8 +153,7 @@ class Simplex(Family):
     floor: float = 0.0
 
     def __post_init__(self):
-        if self.over not in ("heads", "layers", "both"):
-            raise ValueError(f"Simplex(over={self.over!r}): not one of ('heads', 'layers', 'both')")
+        one_of("Simplex.over", self.over, "heads", "layers", "both")
         if not 0 <= self.floor <= 1:
             raise ValueError(f"Simplex(floor={self.floor}): a share of the average lies in [0, 1]; 1 is uniform")
 

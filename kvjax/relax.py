@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from kvjax.choice import one_of
 from kvjax.context import Context, Phase, Site
 from kvjax.eviction import Evict
 from kvjax.policy import Chain, Identity, Partition, Policy, SharedLayers, chain
@@ -233,8 +234,7 @@ class Soft(Select):
     def __post_init__(self):
         if not self.temperature > 0:
             raise ValueError(f"temperature={self.temperature} must be positive; the hard policy is the limit at 0")
-        if self.scale not in ("rank", "score"):
-            raise ValueError(f"scale={self.scale!r} is not one of ('rank', 'score')")
+        one_of("Soft.scale", self.scale, "rank", "score")
         if not self.select.staged:
             raise ValueError(f"{self.select} is no sequence of top-k passes, so it cannot be relaxed; use TopK()")
 

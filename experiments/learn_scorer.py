@@ -1,0 +1,326 @@
+"""Learns to predict future attention from keys, values and statistics, and measures the score on other prompts.
+
+    python experiments/learn_scorer.py --config learned_scorer.py
+    python experiments/learn_scorer.py --config learned_scorer.py --hidden 32 --steps 600
+    python experiments/learn_scorer.py --config learned_scorer.py --help
+
+For every kv head the attention that the rows behind a calibration prompt pay to its tokens is a distribution over those
+that compete; the head's scores are fitted to it by cross-entropy. Held-out prompts are measured with uniform budgets:
+SnapKV, the learned score, and the attention of the future rows themselves, which nobody has in time.
+
+Results go to `results/<name>/` (or `--output`): `manifest.json`, `checkpoints/` (orbax; an interrupted run resumes),
+`head.npz`, `samples.jsonl`, `summary.json` and `summary.md`. The head is a score like any other:
+
+    function = models.scorer.TrainedHead.load("results/learned_scorer/head.npz")
+    kvjax.Evict(kvjax.learned.Learned(function), budget=64, protect=kvjax.Protect(recent=16))
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from tqdm import tqdm
+
+import kvjax
+import models
+from configs.experiment import Budget, label
+from configs.learning import LearnedScorer
+from experiments.budget_report import interval
+from experiments.future_rows import Reader, Reading, examples
+from experiments.learn_budget import SAVE_EVERY, losses_of
+from experiments.report import table
+from experiments.results import Results, write_json
+from experiments.run import default_directory, parse
+from kvjax import methods
+from kvjax.learned import NUM_STATISTICS, FrozenArrays, Learned
+from kvjax.policy import context
+from kvjax.select import TopK
+from models import scorer
+
+SCRIPT = "learn_scorer.py"
+_NAMES = {"snapkv": "SnapKV", "learned": "learned score", "future": "future attention itself"}
+
+
+def policy_of(experiment: LearnedScorer, head: scorer.TrainedHead, budget: Budget) -> kvjax.Evict:
+    """SnapKV's window, and the best of the rest by the head."""
+    score = Learned(head, experiment.window_size, experiment.kernel_size)
+    return kvjax.Evict(score, budget, protect=kvjax.Protect(recent=experiment.window_size))
+
+
+def future_mass(reading: Reading) -> jax.Array:
+    """Attention "B L K S" that the future rows pay to every slot, summed over rows and the heads of a group."""
+    B, L, N, _, S = reading.traces.attention.shape
+    K = reading.score.shape[2]
+    return reading.traces.attention.sum(3).reshape(B, L, K, N // K, S).sum(3)
+
+
+@functools.partial(jax.jit, static_argnames="score")
+def features_of(score: Learned, reading: Reading) -> jax.Array:
+    """What the head sees of every slot, "B L K S F"."""
+    state, found = reading.traces.state, []
+    for i, (kv, stats) in enumerate(zip(state.layers, reading.stats, strict=True)):
+        found.append(score.features(kv, stats, context(state, i, "prefill"), kv.live & ~reading.safe[:, i]))
+    return jnp.stack(found, axis=1)
+
+
+def _candidates(reading: Reading) -> jax.Array:
+    live = jnp.stack([kv.live for kv in reading.traces.state.layers], axis=1)
+    return live & ~reading.safe & (reading.weight > 0)[:, None, None, None]
+
+
+def loss_of(module: scorer.ScoreHead, score: Learned, params: Any, reading: Reading) -> jax.Array:
+    """Cross-entropy of future attention under the softmax of scores, less its own entropy; mean over heads."""
+    candidates, features = _candidates(reading), features_of(score, reading)
+    mass = jnp.where(candidates, future_mass(reading), 0.0)
+    wanted = mass / jnp.maximum(mass.sum(-1, keepdims=True), 1e-9)
+    scores = jnp.stack([scorer.apply(module, params, features[:, i], i) for i in range(features.shape[1])], axis=1)
+    log_p = jax.nn.log_softmax(jnp.where(candidates, scores, -1e9), axis=-1)
+    divergence = (wanted * (jnp.log(jnp.maximum(wanted, 1e-12)) - log_p)).sum(-1).mean((1, 2))
+    return (divergence * reading.weight).sum() / reading.weight.sum()
+
+
+def normalisation(score: Learned, readings: Sequence[Reading]) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and deviation "L K F" of features over all candidates."""
+    count, total, square = np.zeros(()), np.zeros(()), np.zeros(())
+    for reading in readings:
+        weight = np.asarray(_candidates(reading), np.float64)
+        x = np.asarray(features_of(score, reading), np.float64)
+        count = count + weight.sum((0, 3))[..., None]
+        total = total + np.einsum("blks,blksf->lkf", weight, x)
+        square = square + np.einsum("blks,blksf->lkf", weight, x * x)
+    mean = total / count
+    deviation = np.sqrt(np.maximum(square / count - mean * mean, 0.0))
+    return mean.astype(np.float32), np.where(deviation > 1e-4, deviation, 1.0).astype(np.float32)
+
+
+def learn(
+    experiment: LearnedScorer,
+    score: Learned,
+    readings: Sequence[Reading],
+    directory: pathlib.Path,
+    *,
+    max_steps: int | None = None,
+) -> tuple[scorer.TrainedHead, list[float]]:
+    """Trains a head, or goes on where an interrupted run stopped.
+
+    Args:
+      experiment: the config.
+      score: says what features are.
+      readings: the calibration batches.
+      directory: of the checkpoints.
+      max_steps: stop, with a checkpoint, after this many steps in all; for trying things out.
+    """
+    _, L, K, _, F = jax.eval_shape(functools.partial(features_of, score), readings[0]).shape
+    module = scorer.ScoreHead(L, K, experiment.hidden)
+    params = scorer.init(module, jax.random.key(experiment.prompts.seed), F)
+    mean, std = normalisation(score, readings)
+    params = {**params, "mean": jnp.asarray(mean), "std": jnp.asarray(std)}
+    fixed = {"mean": "fixed", "std": "fixed"}
+    adam = optax.adam(optax.cosine_decay_schedule(experiment.rate, experiment.steps, alpha=0.1))
+    tx = optax.multi_transform(
+        {"learned": adam, "fixed": optax.set_to_zero()}, {n: fixed.get(n, "learned") for n in params}
+    )
+
+    @jax.jit
+    def step(params, opt_state, reading):
+        value, grads = jax.value_and_grad(functools.partial(loss_of, module, score))(params, reading)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    opt_state, losses = tx.init(params), []
+    options = ocp.CheckpointManagerOptions(max_to_keep=1, create=True)
+    with ocp.CheckpointManager(directory.absolute(), options=options) as manager:
+        if manager.latest_step() is not None:
+            saved = manager.restore(
+                manager.latest_step(),
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardRestore({"params": params, "opt_state": opt_state}),
+                    losses=ocp.args.JsonRestore(),
+                ),
+            )
+            params, opt_state, losses = saved.state["params"], saved.state["opt_state"], saved.losses["divergence"]
+        last = experiment.steps if max_steps is None else min(max_steps, experiment.steps)
+        with tqdm(total=experiment.steps, initial=len(losses), desc="learn", file=sys.stdout) as bar:
+            while len(losses) < last:
+                epoch, place = divmod(len(losses), len(readings))
+                order = np.random.default_rng([experiment.prompts.seed, epoch]).permutation(len(readings))
+                params, opt_state, value = step(params, opt_state, readings[order[place]])
+                losses = [*losses, float(value)]
+                bar.update()
+                bar.set_postfix_str(f"divergence {np.mean(losses[-len(readings) :]):.4f}")
+                if len(losses) % SAVE_EVERY == 0 or len(losses) == last:
+                    manager.save(
+                        len(losses),
+                        args=ocp.args.Composite(
+                            state=ocp.args.StandardSave({"params": params, "opt_state": opt_state}),
+                            losses=ocp.args.JsonSave({"divergence": losses}),
+                        ),
+                    )
+        manager.wait_until_finished()
+    return scorer.TrainedHead(L, K, experiment.hidden, FrozenArrays(jax.tree.map(np.asarray, params))), losses
+
+
+@jax.jit
+def _losses_of_mask(reading: Reading, keep: jax.Array) -> tuple[jax.Array, jax.Array]:
+    mass = future_mass(reading)
+    share = jnp.where(keep, mass, 0.0).sum((1, 2, 3)) / mass.sum((1, 2, 3))
+    return reading.traces.eviction_loss(keep.astype(jnp.float32)).mean(-1), share
+
+
+@functools.partial(jax.jit, static_argnames="budget")
+def _hindsight(reading: Reading, budget: Budget) -> jax.Array:
+    """The window, and the best of the rest by the attention of the future rows."""
+    view = reading.view(budget)
+    score = jnp.where(view.safe, jnp.inf, future_mass(reading))
+    B, L, K, S = score.shape
+    counts = jnp.broadcast_to(view.budget.astype(jnp.int32)[:, None], (B, L * K))
+    flat = lambda x: x.reshape(B, L * K, S)
+    return TopK().best(flat(score), flat(view.pos), counts).reshape(score.shape)
+
+
+def measure(
+    experiment: LearnedScorer, head: scorer.TrainedHead, reader: Reader, results: Results, tokenizer: Any
+) -> None:
+    """Appends the lines of the held-out prompts that are missing."""
+    found = examples(reader.prompts, tokenizer, "held_out")
+    size = reader.prompts.batch_size
+    with tqdm(total=len(found), desc="held-out", unit="prompt", file=sys.stdout) as bar:
+        for start in range(0, len(found), size):
+            batch = found[start : start + size]
+            keys = [(m, label(b), e.task, e.index) for e in batch for b in experiment.budgets for m in _NAMES]
+            if any(k not in results.samples for k in keys):
+                reading = reader.read(batch)
+                for b in experiment.budgets:
+                    snapkv = methods.snapkv(b, window_size=experiment.window_size, kernel_size=experiment.kernel_size)
+                    masks = {
+                        "snapkv": losses_of(snapkv, reading)[2],
+                        "learned": losses_of(policy_of(experiment, head, b), reading)[2],
+                        "future": _hindsight(reading, b),
+                    }
+                    for method, keep in masks.items():
+                        loss, share = (np.asarray(x) for x in _losses_of_mask(reading, keep))
+                        live = np.asarray(keep.sum((1, 2, 3)))
+                        results.append(
+                            {
+                                **{"method": method, "budget": label(b), "task": e.task, "index": e.index},
+                                **{"loss": float(loss[i]), "kept_attention": float(share[i]), "live": int(live[i])},
+                            }
+                            for i, e in enumerate(batch)
+                        )
+            bar.update(len(batch))
+
+
+def write(directory: pathlib.Path, samples: Sequence[dict[str, Any]]) -> str:
+    """Writes `summary.json` and `summary.md`. Returns the table."""
+    config = json.loads((directory / "manifest.json").read_text())["config"]
+    rows, lines = [], []
+    for b in dict.fromkeys(s["budget"] for s in samples):
+        by_key = {(s["method"], s["task"], s["index"]): s for s in samples if s["budget"] == b}
+        examples_ = [k[1:] for k in by_key if k[0] == "snapkv"]
+        for method in _NAMES:
+            mine = [by_key[method, *k] for k in examples_]
+            row: dict[str, Any] = {"budget": b, "method": method, "prompts": len(mine)}
+            row |= dict(zip(("loss", "low", "high"), interval([s["loss"] for s in mine]), strict=True))
+            row["kept_attention"] = float(np.mean([s["kept_attention"] for s in mine]))
+            less = [by_key["snapkv", *k]["loss"] - by_key[method, *k]["loss"] for k in examples_]
+            row |= dict(zip(("less", "less_low", "less_high"), interval(less), strict=True))
+            rows.append(row)
+            percent = {name: f"{100 * x:.2f}" for name, x in row.items() if isinstance(x, float)}
+            paired = "" if method == "snapkv" else "{less} [{less_low}, {less_high}]".format(**percent)
+            loss = "{loss} [{low}, {high}]".format(**percent)
+            lines.append([b, _NAMES[method], loss, paired, percent["kept_attention"]])
+    head = ["budget", "score", "loss", "less than SnapKV", "future attention kept"]
+    text = "\n".join(
+        [
+            f"# {config['name']}",
+            "",
+            "Exact eviction loss on held-out prompts in percent, with 95 % Student-t intervals over prompts; the loss",
+            "that is less than SnapKV's is the mean of paired differences. Budgets are uniform.",
+            "",
+            *table(head, lines),
+            "",
+        ]
+    )
+    (directory / "summary.md").write_text(text)
+    write_json(directory / "summary.json", {"rows": rows})  # last: its presence says that the run is complete
+    return text
+
+
+def run(
+    experiment: LearnedScorer,
+    directory: pathlib.Path,
+    command: list[str],
+    *,
+    restart: bool = False,
+    max_steps: int | None = None,
+) -> str:
+    """Learns and measures what is missing in `directory`, and writes the report.
+
+    Args:
+      experiment: the config.
+      directory: of results.
+      command: the command line, for the manifest.
+      restart: begin anew; an earlier run there is moved aside.
+      max_steps: stop learning after this many steps in all and leave; for trying things out.
+
+    Returns:
+      The report's text, empty where `max_steps` came first.
+    """
+    config = {**dataclasses.asdict(experiment), "seed": experiment.prompts.seed}
+    with contextlib.closing(Results(directory, config, command, restart=restart)) as results:
+        if (directory / "summary.json").is_file():
+            print(f"{directory} is complete; --restart runs it again")
+            return (directory / "summary.md").read_text()
+        prompts = experiment.prompts
+        model, params = models.load(prompts.source, dtype=prompts.dtype)
+        tokenizer = models.load_tokenizer(prompts.source)
+        sizes = model.config
+        module = scorer.ScoreHead(sizes.num_layers, sizes.num_kv_heads, experiment.hidden)
+        random = scorer.init(module, jax.random.key(0), 2 * sizes.head_dim + NUM_STATISTICS)
+        untrained = scorer.TrainedHead(
+            sizes.num_layers, sizes.num_kv_heads, experiment.hidden, FrozenArrays(jax.tree.map(np.asarray, random))
+        )
+        score = Learned(untrained, experiment.window_size, experiment.kernel_size)
+        policies = [policy_of(experiment, untrained, b) for b in experiment.budgets]
+        for policy in policies:
+            kvjax.make_plan(sizes, policy, prompt_len=prompts.length, max_new_tokens=prompts.future)
+        reader = Reader(model, params, policies[0], prompts)
+        readings = []
+        found = examples(prompts, tokenizer, "calibration")
+        with tqdm(total=len(found), desc="calibration", unit="prompt", file=sys.stdout) as bar:
+            for batch, reading in reader.batches(found):
+                readings.append(reading)
+                bar.update(len(batch))
+        head, losses = learn(experiment, score, readings, directory / "checkpoints", max_steps=max_steps)
+        if len(losses) < experiment.steps:
+            return ""
+        head.save(directory / "head.npz")
+        write_json(directory / "learning.json", {"divergence": losses})
+        del readings
+        measure(experiment, head, reader, results, tokenizer)
+        return write(directory, list(results.samples.values()))
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parses, runs, prints the report."""
+    try:
+        experiment, own, overrides = parse(argv, SCRIPT)
+        directory = own.output or default_directory(own, overrides, SCRIPT)
+        print(run(experiment, directory, [sys.executable, *sys.argv], restart=own.restart))
+        print(f"written to {directory}")
+    except (ValueError, OSError) as e:
+        raise SystemExit(f"error: {e}") from e
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,102 @@
+"""A small head that predicts from a token's key, value and statistics how much attention it will get."""
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from kvjax.learned import FrozenArrays
+
+
+class ScoreHead(nn.Module):
+    """One hidden layer and a linear path, with weights of their own for every kv head of every layer.
+
+    Attributes:
+      num_layers, num_kv_heads: of the model that is scored.
+      hidden: units of the hidden layer.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    hidden: int
+
+    @nn.compact
+    def __call__(self, features: Float[Array, "B K S F"], layer: int) -> Float[Array, "B K S"]:
+        """Logarithm of the attention to come, up to a constant of the head."""
+        F = features.shape[-1]
+        own = lambda name, init, *shape: self.param(name, init, (self.num_layers, self.num_kv_heads, *shape))[layer]
+        mean, std = own("mean", nn.initializers.zeros, F), own("std", nn.initializers.ones, F)
+        x = (features - mean[None, :, None]) / std[None, :, None]
+        first = own("hidden", nn.initializers.normal(F**-0.5), F, self.hidden)
+        last = own("out", nn.initializers.normal(self.hidden**-0.5), self.hidden)
+        linear = own("linear", nn.initializers.zeros, F)
+        y = jax.nn.gelu(jnp.einsum("bksf,kfm->bksm", x, first))
+        return jnp.einsum("bksm,km->bks", y, last) + jnp.einsum("bksf,kf->bks", x, linear)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedHead:
+    """A `ScoreHead` with its weights: a `kvjax.learned.ScoreFunction`, compared by value.
+
+    Attributes:
+      num_layers, num_kv_heads, hidden: of the head.
+      weights: its parameters.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    hidden: int
+    weights: FrozenArrays
+
+    def __call__(self, features: Float[Array, "B K S F"], layer: int) -> Float[Array, "B K S"]:
+        """See `kvjax.learned.ScoreFunction`.
+
+        Raises:
+          ValueError: features or a layer that the head was not trained for.
+        """
+        trained = self.weights["mean"].shape
+        if features.shape[1] != self.num_kv_heads or features.shape[-1] != trained[-1] or layer >= self.num_layers:
+            raise ValueError(
+                f"this head was trained for {trained[0]} layers of {trained[1]} kv heads with {trained[2]} features, "
+                f"but layer {layer} has {features.shape[1]} heads with {features.shape[-1]}; train one for this model"
+            )
+        return apply(self.module, dict(self.weights), features, layer)
+
+    @property
+    def module(self) -> ScoreHead:
+        """The definition."""
+        return ScoreHead(self.num_layers, self.num_kv_heads, self.hidden)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes an .npz file."""
+        sizes = {n: getattr(self, n) for n in ("num_layers", "num_kv_heads", "hidden")}
+        arrays: dict[str, Any] = {**self.weights, "sizes": json.dumps(sizes)}
+        np.savez_compressed(pathlib.Path(path), **arrays)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "TrainedHead":
+        """Reads what `save` wrote."""
+        with np.load(pathlib.Path(path)) as file:
+            weights = {n: file[n] for n in file.files if n != "sizes"}
+            return cls(**json.loads(str(file["sizes"])), weights=FrozenArrays(weights))
+
+
+def apply(
+    module: ScoreHead, params: PyTree[Any], features: Float[Array, "B K S F"], layer: int
+) -> Float[Array, "B K S"]:
+    """The head as a pure function of its parameters."""
+    run: Any = module.apply
+    return run({"params": params}, features, layer)
+
+
+def init(module: ScoreHead, key: Array, num_features: int) -> dict[str, Any]:
+    """Random parameters."""
+    run: Any = module.init
+    return run(key, jnp.zeros((1, module.num_kv_heads, 1, num_features)), 0)["params"]
