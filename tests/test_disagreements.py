@@ -9,6 +9,7 @@ import functools
 import pathlib
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -165,6 +166,20 @@ def test_d05_random_runs():
     same = dataclasses.replace(ctx, keys=ctx.keys[jnp.asarray([0, 0])])
     draws = same.uniform(jnp.zeros((2, 1, 1), jnp.int32))
     assert draws[0] != draws[1], "two blocks of one prompt must not draw the same"
+
+
+def test_d05_every_block_draws_its_run():
+    """While a prompt is read in blocks; only the newest token is protected."""
+    key, live, block = jax.random.key(3), [], 3
+    for length in range(PROMPT % block, PROMPT + 1, block):
+        live = [*live, *range(max(length - block, 0), length)]
+        excess = len(live) - BUDGET
+        if excess > 0:
+            u = float(jax.random.uniform(jax.random.fold_in(key, jnp.int32(length - PROMPT))))
+            first = int(u * (len(live) - 1 - excess + 1))
+            live = live[:first] + live[first + excess :]
+    seen = helpers.replay(methods.random(BUDGET, random_mode="run"), q, k, v, PROMPT, key=key[None], block=block)
+    assert seen.live[0][0] == [live] * K
 
 
 def test_d06_window_over_generated_tokens():

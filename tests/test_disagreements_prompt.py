@@ -33,13 +33,15 @@ def after_window(votes, budget, window):
 # --- NaCl ---
 
 
-def test_d15_the_random_stage_draws_from_what_is_left():
-    params = {"protect": 2, "proxies": 4, "random": 3, "random_temperature": 0.5}
+@pytest.mark.parametrize("distribution", ["softmax", "normalised", "uniform"])
+def test_d15_the_random_stage_draws_from_what_is_left(distribution):
+    params = {"protect": 2, "proxies": 4, "random": 3, "random_temperature": 0.5, "random_distribution": distribution}
     score = layer.group(P[:, -4:].sum(1))
     keys = jax.random.split(jax.random.key(0), 1)
     pos = jnp.broadcast_to(jnp.arange(PROMPT, dtype=jnp.int32), (1, K, PROMPT))
     u = np.asarray(helpers.context(helpers.site(), length=[PROMPT]).uniform(pos), np.float64)[0]
-    gumbel = score / 0.5 - np.log(-np.log(u))
+    log_p = {"softmax": score, "normalised": np.log(np.maximum(score, 1e-30)), "uniform": 0 * score}[distribution]
+    gumbel = log_p / 0.5 - np.log(-np.log(u))
     wanted = {"rest": [], "all": []}
     for g in range(K):
         window = {PROMPT - 2, PROMPT - 1}
@@ -53,6 +55,14 @@ def test_d15_the_random_stage_draws_from_what_is_left():
     assert wanted["rest"] != wanted["all"]
     assert any(len(x) < BUDGET for x in wanted["all"])
     assert all(len(x) == BUDGET for x in wanted["rest"])
+
+
+def test_proxies_at_both_ends():
+    """Where nobody knows where the question stands."""
+    policy = methods.nacl(BUDGET, protect=1, proxies=4, random=0, first_proxies=3)
+    votes = layer.group(P[:, [0, 1, 2, *range(PROMPT - 4, PROMPT)]].sum(1))
+    np.testing.assert_allclose(prompt_score(policy), votes, atol=1e-5)
+    assert prompt_kept(policy) == after_window(votes, BUDGET, 1)
 
 
 @pytest.mark.parametrize("rows", ["row", "interval"])

@@ -36,13 +36,24 @@ RECENT = 3
 NORM = (np.asarray(v[0], np.float64) ** 2).sum(-1)  # "K M"
 
 
-def ahakv(budget=BUDGET, *, rows=RECENT, apply="raw", floor=None, count="position", kernel=7, target="value_norm"):
+def ahakv(
+    budget=BUDGET,
+    *,
+    rows=RECENT,
+    apply="raw",
+    floor=None,
+    count="position",
+    kernel=7,
+    target="value_norm",
+    each_step=False,
+):
     """SG-softmax of the last rows, the prompt's part times a prior of value norms; steps add their rows to it.
 
     Args:
       budget, rows, apply, floor, count: as in `methods.ahakv`.
       kernel: of the pooling; None for no prior.
       target: what is pooled.
+      each_step: whether what steps add is multiplied by a prior over live tokens.
     """
     pooled = lambda x: np.stack([pool(one, kernel, "avg") for one in x])
 
@@ -61,9 +72,16 @@ def ahakv(budget=BUDGET, *, rows=RECENT, apply="raw", floor=None, count="positio
 
     score = np.zeros((K, M))
 
+    def over_live(new, live):
+        for g, tokens in enumerate(map(sorted, live)):
+            norm = pool(NORM[g][tokens], kernel, "avg")
+            new[g][tokens] *= norm / norm.max()
+        return new
+
     def step(i, p, live):
         nonlocal score
-        score = score + layer.group(p) * (i >= PROMPT - rows)
+        new = layer.group(p) * (i >= PROMPT - rows)
+        score = score + (over_live(new, live) if each_step and i >= PROMPT else new)
         score = with_prior(score) if i == PROMPT - 1 and kernel is not None else score
         return [
             keep(score[g], live[g], i + 1, budget, recent=RECENT) if len(live[g]) > budget else live[g]
@@ -107,6 +125,10 @@ def test_d30_what_is_pooled(options):
     policy = make_ahakv(**{f"pool_{name}": value for name, value in options.items()})
     assert history(policy) == ahakv(**options)
     assert np.abs(prompt_score(policy) - prompt_score(make_ahakv())).max() > 0.01
+
+
+def test_the_prior_at_every_step():
+    differs(make_ahakv(prior_each_step=True), make_ahakv(), ahakv(each_step=True))
 
 
 def test_d31_selection_without_the_prior():

@@ -160,16 +160,16 @@ def test_prompts_of_many_shapes(case, data):
     prompt_property(case, data, groups=(1, 2, 3), widths=(11,))
 
 
-def decoding_property(case, data, budgets, groups):
+def decoding_property(case, data, budgets, groups, blocks):
     budget, lengths = data.draw(st.sampled_from(budgets), "budget"), data.draw(lengths_of_prompts, "lengths")
     G, content = data.draw(st.sampled_from(groups), "group size"), data.draw(st.sampled_from(CONTENTS), "content")
-    seed = data.draw(st.integers(0, 3), "seed")
+    seed, block = data.draw(st.integers(0, 3), "seed"), data.draw(st.sampled_from(blocks), "block")
     tensors = layer_of(content, G, seed, T + STEPS)
     try:
         policy = case.make(budget)
-        if isinstance(policy, Evict) and policy.heads != kvjax.UniformHeads() and case.by_head:
-            return  # a table of three layers
-        seen = helpers.replay(policy, *tensors, T, lengths=lengths, ids=helpers.token_ids(B, T + STEPS, seed))
+        block = None if policy.needs_whole_prompt else block
+        ids = helpers.token_ids(B, T + STEPS, seed)
+        seen = helpers.replay(policy, *tensors, T, lengths=lengths, ids=ids, block=block)
     except ValueError as error:
         refused(error)
         return
@@ -190,18 +190,15 @@ def decoding_property(case, data, budgets, groups):
             else:
                 read = n + (0 if grown else step)
                 check_counts(case, count - grown, limit, read)
-            if case.decodes:
-                assert all(
-                    protected(case, budget if isinstance(budget, int) else average(budget, n), n + step) <= set(tokens)
-                    for tokens in heads
-                )
+            must = protected(case, average(budget, n), n + step if case.decodes else n)
+            assert all(must <= set(tokens) for tokens in heads)
 
 
 @_cases(quick=True)
 @settings(3)
 @hypothesis.given(data=st.data())
 def test_decoding(case, data):
-    decoding_property(case, data, budgets=(6,), groups=(2,))
+    decoding_property(case, data, budgets=(6,), groups=(2,), blocks=(None,))
 
 
 @pytest.mark.slow
@@ -209,4 +206,4 @@ def test_decoding(case, data):
 @settings(30)
 @hypothesis.given(data=st.data())
 def test_decoding_with_many_budgets(case, data):
-    decoding_property(case, data, budgets=(1, 2, 5, 9, 40, 0.1, 0.5), groups=(1, 2))
+    decoding_property(case, data, budgets=(1, 2, 5, 9, 40, 0.1, 0.5), groups=(1, 2), blocks=(None, 1, 3, 7))
