@@ -103,7 +103,10 @@ def reading(tiny, prompts, plans, seeds=1):
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+QUICK = {"h2o", "snapkv", "ada_snapkv", "chunkkv", "nacl", "shared"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FAMILIES])
 def test_masks_are_those_of_every_policy_alone(tiny, prompts, tensors, name):
     """Of `evict_layer` for every budget, seed and layer."""
     planned = plans(tiny, name)

@@ -17,7 +17,7 @@ from kvjax.budget import as_count
 from kvjax.eviction import Evict
 from kvjax.select import TopK
 from tests import helpers
-from tests.methods import CASES, CORE
+from tests.methods import CASES, CORE, FEW
 
 B, K, H, T, STEPS, LAYERS = 2, 2, 8, 16, 5, 3
 CONTENTS = ("random", "equal keys", "equal tokens", "sharp")
@@ -142,10 +142,10 @@ def prompt_property(case, data, groups, widths):
 
 
 def _cases(quick):
-    return pytest.mark.parametrize("case", [c for c in CASES if (c.name in CORE) or not quick], ids=repr)
+    return pytest.mark.parametrize("case", [c for c in CASES if not quick or c.name in quick], ids=repr)
 
 
-@_cases(quick=True)
+@_cases(CORE)
 @settings(6)
 @hypothesis.given(data=st.data())
 def test_prompts(case, data):
@@ -153,7 +153,7 @@ def test_prompts(case, data):
 
 
 @pytest.mark.slow
-@_cases(quick=False)
+@_cases(())
 @settings(60)
 @hypothesis.given(data=st.data())
 def test_prompts_of_many_shapes(case, data):
@@ -194,7 +194,7 @@ def decoding_property(case, data, budgets, groups, blocks):
             assert all(must <= set(tokens) for tokens in heads)
 
 
-@_cases(quick=True)
+@_cases(FEW | {"nacl_decoding", "scissorhands", "chunkkv"})
 @settings(3)
 @hypothesis.given(data=st.data())
 def test_decoding(case, data):
@@ -202,7 +202,7 @@ def test_decoding(case, data):
 
 
 @pytest.mark.slow
-@_cases(quick=False)
+@_cases(())
 @settings(30)
 @hypothesis.given(data=st.data())
 def test_decoding_with_many_budgets(case, data):
