@@ -1,0 +1,350 @@
+"""Learning budgets and scores from the command line: small runs, resuming, what is written, errors."""
+
+import dataclasses
+import json
+import math
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import configs
+import kvjax
+from configs.learning import Prompts
+from experiments import budget_report, future_rows, learn_budget, learn_scorer, run
+from experiments.future_rows import Reader
+from kvjax import methods
+from kvjax.families import PyramidBeta, Safeguard, Simplex, with_table
+from kvjax.learned import FrozenArrays, Learned
+from models.scorer import TrainedHead
+from tests import helpers
+
+PROMPTS = [
+    *("--length", "128", "--calibration", "2", "--held-out", "2", "--tasks", "single_needle", "perplexity"),
+    *("--batch-size", "2", "--future", "4"),
+]
+SMALL = [*PROMPTS, "--budget", "0.25", "--window-size", "8", "--steps", "5"]
+
+
+@pytest.fixture(autouse=True)
+def _as_a_script():
+    """Scripts run under JAX's own promotion, which optax needs."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def samples(directory):
+    return [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+
+
+def experiment(*options):
+    return run.parse(["--config", "learned_budget.py", *SMALL, *options], "learn_budget.py")[0]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished small run."""
+    directory = tmp_path_factory.mktemp("finished") / "learned"
+    with jax.numpy_dtype_promotion("standard"):
+        learn_budget.main(["--config", "learned_budget.py", *SMALL, "--output", str(directory)])
+    return directory
+
+
+@pytest.fixture(scope="module")
+def reading(embedded):
+    """One calibration batch."""
+    model, params, tokenizer = embedded
+    prompts = Prompts(tasks=("single_needle", "perplexity"), calibration=1, length=128, future=4, batch_size=2)
+    policy = methods.snapkv(0.25, window_size=8)
+    reader = Reader(model, params, policy, prompts)
+    return reader.read(future_rows.examples(prompts, tokenizer, "calibration"))
+
+
+def test_what_is_written(finished):
+    manifest = json.loads((finished / "manifest.json").read_text())
+    assert manifest["config"]["family"] == "Simplex(over='both', floor=0.05)"
+    assert manifest["config"]["prompts"]["calibration"] == 2
+    lines = samples(finished)
+    assert len(lines) == 4 * 5
+    assert {s["method"] for s in lines} == {"uniform", "pyramid", "ada_static", "ada", "learned"}
+    for task, index in {(s["task"], s["index"]) for s in lines}:
+        group = [s for s in lines if (s["task"], s["index"]) == (task, index)]
+        assert index >= future_rows.HELD_OUT
+        assert len({s["live"] for s in group}) == 1  # equal totals
+        assert all(0 < s["loss"] < 2 for s in group)
+        assert all(s["loss"] == pytest.approx(np.mean(s["layers"])) for s in group)
+    summary = json.loads((finished / "summary.json").read_text())
+    rows = {r["method"]: r for r in summary["rows"]}
+    uniform = [s["loss"] for s in lines if s["method"] == "uniform"]
+    assert rows["uniform"]["loss"] == pytest.approx(np.mean(uniform))
+    ahead = np.mean(uniform) - np.mean([s["loss"] for s in lines if s["method"] == "learned"])
+    assert rows["uniform"]["ahead"] == pytest.approx(ahead)
+    assert rows["uniform"]["low"] < rows["uniform"]["loss"] < rows["uniform"]["high"]
+    for plot in ("loss_against_budget", "tables", "learning"):
+        assert (finished / f"{plot}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert "| 0.25 | Ada-KV, per prompt |" in (finished / "summary.md").read_text()
+
+
+def test_theorem_4_holds_on_every_layer_and_prompt(finished):
+    (row,) = json.loads((finished / "summary.json").read_text())["theorem_4"]
+    assert row["holds"] == row["of"] == 4 * 4
+    assert row["ratio"] < 1
+
+
+def test_the_table_goes_into_any_policy(finished, embedded):
+    model, params, _ = embedded
+    path = finished / "tables" / "0.25.json"
+    table = json.loads(path.read_text())
+    assert table["total_off"] < 1e-6  # at every step of learning
+    assert len(table["losses"]) == 5
+    shares = learn_budget.load_table(path)
+    assert shares.shape == (4, 4)
+    assert shares.mean() == pytest.approx(1.0, abs=1e-6)
+    assert np.abs(shares - 1).max() > 0.05  # something was learned
+    policy = with_table(methods.h2o(32), shares)
+    assert repr(with_table(methods.snapkv(0.25, window_size=8), shares)) == table["policy"]
+    plan = kvjax.make_plan(model.config, policy, prompt_len=64, max_new_tokens=1)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(4, 300, (1, 64)), jnp.int32)
+    _, state = kvjax.prefill(model, params, tokens, plan)
+    assert int(state.num_live.sum()) == 16 * 32
+    assert len(set(np.asarray(state.num_live).ravel().tolist())) > 1
+
+
+def test_a_finished_run_is_not_repeated(finished, capsys):
+    before = (finished / "samples.jsonl").stat().st_mtime_ns
+    learn_budget.main(["--config", "learned_budget.py", *SMALL, "--output", str(finished)])
+    assert (finished / "samples.jsonl").stat().st_mtime_ns == before
+    assert "is complete; --restart runs it again" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"another config \(learning\.rate: 0\.1 there, 0\.2 now\)"):
+        learn_budget.main(["--config", "learned_budget.py", *SMALL, "--rate", "0.2", "--output", str(finished)])
+
+
+def test_resuming_ends_with_the_same_numbers(finished, tmp_path, embedded):
+    """Interrupted while learning, and then while measuring."""
+    directory = tmp_path / "again"
+    assert learn_budget.run(experiment(), directory, [], max_steps=3) == ""
+    assert not (directory / "tables").exists()
+    learn_budget.run(experiment(), directory, [])
+    same = lambda name: (directory / name).read_text() == (finished / name).read_text()
+    assert same("tables/0.25.json")
+    assert samples(directory) == samples(finished)
+    (directory / "summary.json").unlink()
+    lines = (directory / "samples.jsonl").read_text().splitlines(keepends=True)
+    (directory / "samples.jsonl").write_text("".join(lines[:13]))
+    learn_budget.run(experiment(), directory, [])
+    key = lambda s: (s["task"], s["index"], s["method"])
+    assert sorted(samples(directory), key=key) == sorted(samples(finished), key=key)
+    assert same("summary.md")
+
+
+@pytest.mark.parametrize("name", ["eviction_loss", "output_kl", "task_loss"])
+def test_every_objective_falls(name, reading, embedded, tmp_path):
+    """Learned and measured on one batch at one temperature: what optimisation promises."""
+    model, params, _ = embedded
+    setting = dataclasses.replace(experiment("--objective", name), steps=12, temperature=(4.0, 4.0))
+    learned, progress = learn_budget.learn(setting, 0.25, [reading], model, params, tmp_path)
+    assert progress.losses[-1] < progress.losses[0]
+    assert progress.off < 1e-6
+    assert np.isfinite(np.asarray(learned)).all()
+
+
+@pytest.mark.parametrize("family", [Simplex("layers"), Simplex("heads"), PyramidBeta(), Safeguard()], ids=repr)
+def test_every_parametrisation_falls_and_hardens(family, reading, embedded, tmp_path):
+    model, params, _ = embedded
+    setting = dataclasses.replace(experiment(), family=family, steps=8, temperature=(4.0, 4.0), rate=0.05)
+    learned, progress = learn_budget.learn(setting, 0.25, [reading], model, params, tmp_path)
+    assert min(progress.losses[1:]) < progress.losses[0]
+    assert progress.off < 1e-6
+    policy, shares = learn_budget.learned_policy(family, learned, setting.method(0.25), [reading], 0.25)
+    live = {
+        n: np.asarray(learn_budget.losses_of(p, reading)[1]) for n, p in {"": policy, "u": setting.method(0.25)}.items()
+    }
+    assert live[""].tolist() == live["u"].tolist()
+    assert shares.mean() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_losses_of_a_policy_that_keeps_everything(reading):
+    loss, live, keep = learn_budget.losses_of(methods.snapkv(128, window_size=8), reading)
+    assert float(jnp.abs(loss).max()) < 1e-5
+    assert live.tolist() == (16 * np.asarray(reading.lengths)).tolist()
+    assert keep.sum() == live.sum()
+
+
+def test_averages_of_ada_kvs_choices(reading):
+    """Against Ada-KV applied to the prompts themselves."""
+    ada = dataclasses.replace(methods.snapkv(0.25, window_size=8), heads=kvjax.Adaptive(1.0, math.inf))
+    keep = np.asarray(learn_budget.losses_of(ada, reading)[2])
+    beside = (keep & ~np.asarray(reading.safe)).sum(-1).astype(float)
+    expected = (beside / beside.mean((1, 2), keepdims=True)).mean(0)
+    np.testing.assert_allclose(learn_budget.average_table(ada, [reading]), expected, rtol=1e-6)
+
+
+def test_calibration_and_held_out_prompts_are_apart(embedded):
+    prompts = Prompts(calibration=5, held_out=7, length=128)
+    splits = [future_rows.examples(prompts, embedded[2], s) for s in ("calibration", "held_out")]
+    assert [len(s) for s in splits] == [25, 35]
+    assert not {(e.context, e.question) for e in splits[0]} & {(e.context, e.question) for e in splits[1]}
+    assert len({e.task for e in splits[1][:10]}) > 2  # batches mix tasks
+
+
+def test_future_rows_are_the_models_own(embedded):
+    """What the model generates with the full cache, or the text that goes on."""
+    model, params, tokenizer = embedded
+    prompts = Prompts(tasks=("key_value", "perplexity"), calibration=1, length=200, future=4, batch_size=3)
+    found = future_rows.examples(prompts, tokenizer, "calibration")
+    reading = Reader(model, params, methods.snapkv(0.25, window_size=8), prompts).read(found)
+    assert reading.weight.tolist() == [1, 1, 0]
+    for row, e in enumerate(found):
+        if e.continuation:
+            expected = list(e.continuation[:4])
+        else:
+            tokens = jnp.asarray([e.context + e.question], jnp.int32)
+            expected = kvjax.generate(model, params, tokens, max_new_tokens=4).tokens[0].tolist()
+        assert reading.traces.future[row].tolist() == expected
+
+
+def test_intervals():
+    mean, low, high = budget_report.interval([1.0, 2.0, 3.0, 4.0])
+    assert mean == 2.5
+    assert (low, high) == pytest.approx((2.5 - 3.182446 * 1.290994 / 2, 2.5 + 3.182446 * 1.290994 / 2))
+
+
+# --- scores ---
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory):
+    """A finished small run of the scorer."""
+    directory = tmp_path_factory.mktemp("scored") / "scorer"
+    small = [*PROMPTS, "--budget", "0.25", "--window-size", "8", "--steps", "30", "--hidden", "4"]
+    with jax.numpy_dtype_promotion("standard"):
+        learn_scorer.main(["--config", "learned_scorer.py", *small, "--output", str(directory)])
+    return directory
+
+
+def test_a_learned_score_is_a_score(scored, embedded):
+    """Loaded from its file it goes into a policy, a plan and a compiled run; an equal one compiles nothing new."""
+    model, params, _ = embedded
+    losses = json.loads((scored / "learning.json").read_text())["divergence"]
+    assert np.mean(losses[-4:]) < 0.8 * np.mean(losses[:2])
+    lines = samples(scored)
+    assert {s["method"] for s in lines} == {"snapkv", "learned", "future"}
+    by_method = {
+        m: {(s["task"], s["index"]): s for s in lines if s["method"] == m} for m in ("snapkv", "learned", "future")
+    }
+    for key, best in by_method["future"].items():  # nothing keeps more of the attention to come
+        assert all(best["kept_attention"] >= group[key]["kept_attention"] - 1e-6 for group in by_method.values())
+        assert len({group[key]["live"] for group in by_method.values()}) == 1
+    assert "| 0.25 | learned score |" in (scored / "summary.md").read_text()
+
+    make = lambda: kvjax.Evict(
+        Learned(TrainedHead.load(scored / "head.npz"), rows=8), 24, protect=kvjax.Protect(recent=8)
+    )
+    policy, other = make(), make()
+    assert policy == other
+    assert hash(policy) == hash(other)
+    assert "FrozenArrays(" in repr(policy)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(4, 300, (2, 96)), jnp.int32)
+    result = kvjax.generate(model, params, tokens, policy=policy, max_new_tokens=3)
+    assert np.asarray(result.state.num_live).max() <= 24 + 3
+    adaptive = dataclasses.replace(
+        policy, layers=kvjax.LayerTable((4, 3, 2, 1)), heads=kvjax.HeadTable(np.ones((4, 4)))
+    )
+    assert kvjax.generate(model, params, tokens, policy=adaptive, max_new_tokens=2).tokens.shape == (2, 2)
+    q, k, v = helpers.qkv(N=8, K=4, T=32, H=32)
+    soft = kvjax.evict_layer(kvjax.soften(policy, 0.01), q, k, v, layer=1, num_layers=4)
+    np.testing.assert_allclose(soft.gate, kvjax.evict_layer(policy, q, k, v, layer=1, num_layers=4).keep, atol=1e-6)
+    q, k, v = helpers.qkv(N=4, K=2, T=32, H=8)
+    with pytest.raises(
+        ValueError, match="trained for 4 layers of 4 kv heads with 70 features, but layer 0 has 2 heads"
+    ):
+        kvjax.evict_layer(policy, q, k, v, num_layers=4)
+
+
+def test_frozen_arrays():
+    a = FrozenArrays({"x": np.arange(3.0), "y": np.ones((2, 2))})
+    assert a == FrozenArrays({"y": np.ones((2, 2)), "x": np.arange(3.0)})
+    assert a != FrozenArrays({"x": np.arange(3.0), "y": np.zeros((2, 2))})
+    assert a != FrozenArrays({"x": np.arange(3), "y": np.ones((2, 2))})
+    assert len({a, FrozenArrays(dict(a))}) == 1
+    with pytest.raises(ValueError, match="read-only"):
+        a["x"][0] = 1
+
+
+def test_the_scorer_resumes(scored, tmp_path):
+    directory = tmp_path / "again"
+    shutil.copytree(scored, directory)
+    (directory / "summary.json").unlink()
+    small = [*PROMPTS, "--budget", "0.25", "--window-size", "8", "--steps", "30", "--hidden", "4"]
+    learn_scorer.main(["--config", "learned_scorer.py", *small, "--output", str(directory)])
+    assert (directory / "summary.md").read_text() == (scored / "summary.md").read_text()
+    a, b = (TrainedHead.load(d / "head.npz") for d in (directory, scored))
+    assert a == b
+
+
+# --- the command line ---
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--config", "nope.py"], r"no config 'nope.py'; configs/ has learned_budget,"),
+        (["--config", "snapkv.py"], "no config 'snapkv.py'"),
+        (["--config", "learned_scorer.py"], "is a config of experiments/learn_scorer.py, not of experiments/learn_bud"),
+        (["--config", "learned_budget.py", "--budget"], "budget is empty"),
+        (["--config", "learned_budget.py", "--budget", "8"], "budget of 8 tokens cannot hold the 16"),
+        (["--config", "learned_budget.py", "--steps", "0"], "steps=0 must be at least 1"),
+        (["--config", "learned_budget.py", "--floor", "2"], r"Simplex\(floor=2\.0\)"),
+        (["--config", "learned_budget.py", "--held-out", "1"], "held_out=1 must be at least 2"),
+        (["--config", "learned_budget.py", "--tasks"], "tasks is empty"),
+        (["--config", "learned_budget.py", "--future", "65"], "future=65 rows, but perplexity has 64"),
+        (["--config", "learned_budget.py", "--temperature", "4", "0"], "temperatures are positive"),
+    ],
+)
+def test_errors_end_with_one_line(argv, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        learn_budget.main(argv)
+    assert not list(tmp_path.rglob("samples.jsonl"))
+
+
+def test_the_main_job_points_to_the_other_scripts():
+    with pytest.raises(SystemExit, match=r"error: learned_budget\.py is a config of experiments/learn_budget\.py"):
+        run.main(["--config", "learned_budget.py"])
+    assert "learned_budget" not in configs.available()
+    assert configs.available("learn_budget.py") == ["learned_budget"]
+
+
+def test_unknown_options_list_the_known_ones(capsys):
+    with pytest.raises(SystemExit) as e:
+        learn_budget.main(["--config", "learned_budget.py", "--budgets", "3"])
+    assert e.value.code == 2
+    err = capsys.readouterr().err
+    assert "parameters of learned_budget: --output --restart --budget --parametrisation --objective --floor" in err
+    assert "--calibration --held-out --length" in err
+
+
+# --- the whole thing ---
+
+
+@pytest.mark.slow
+def test_learned_budgets_lose_less_on_held_out_prompts(tmp_path):
+    """The default run: below uniform and pyramid with disjoint intervals at every budget from 6 to 25 %."""
+    learn_budget.main(["--config", "learned_budget.py", "--output", str(tmp_path / "x")])
+    summary = json.loads((tmp_path / "x" / "summary.json").read_text())
+    for row in summary["rows"]:
+        if row["method"] in ("uniform", "pyramid"):
+            assert row["disjoint"], row
+            assert row["ahead_low"] > 0
+    assert all(row["holds"] == row["of"] for row in summary["theorem_4"])
+
+
+@pytest.mark.slow
+def test_the_learned_score_keeps_more_of_the_attention_to_come(tmp_path):
+    learn_scorer.main(["--config", "learned_scorer.py", "--output", str(tmp_path / "x")])
+    rows = json.loads((tmp_path / "x" / "summary.json").read_text())["rows"]
+    kept = {(r["budget"], r["method"]): r["kept_attention"] for r in rows}
+    for budget in {r["budget"] for r in rows}:
+        assert kept[budget, "learned"] > kept[budget, "snapkv"]
