@@ -214,12 +214,12 @@ def test_hard_parameters():
         hard = lambda family, policy: family.harden(family.init(L, K), policy, seen)
         base = snapkv(8)
         assert hard(PyramidBeta(3.0), base).layers.beta == pytest.approx(3.0)
-        assert hard(Safeguard(0.3), base).heads == kvjax.Adaptive(pytest.approx(0.3), math.inf)
-        window = hard(families.WindowShare(0.25), base).protect.recent
-        assert window == kvjax.Share(pytest.approx(0.25))
+        heads = hard(Safeguard(0.3), base).heads
+        assert (heads.alpha, heads.max_ratio) == (pytest.approx(0.3), math.inf)
+        assert hard(families.WindowShare(0.25), base).protect.recent.share == pytest.approx(0.25)
         nacl = hard(NaclShares((1.0, 4.0, 5.0)), methods.nacl(0.5))
-        assert nacl.protect.recent == kvjax.Share(pytest.approx(0.1))
-        assert nacl.select.random == kvjax.Share(pytest.approx(0.5))
+        assert nacl.protect.recent.share == pytest.approx(0.1)
+        assert nacl.select.random.share == pytest.approx(0.5)
         ahakv = hard(EntropyK(17.2), methods.ahakv(8, recent=4))
         assert ahakv.score.of.softmax.k == kvjax.Tokens(17)
         with pytest.raises(ValueError, match="draws nothing"):
@@ -293,6 +293,8 @@ def test_one_row_is_the_theorems_loss():
         attention=jnp.asarray(p, jnp.float32),
         own=jnp.zeros((B, L, K * G, 1, H)),
         own_mass=jnp.zeros((B, L, K * G, 1)),
+        logits=jnp.zeros((B, 1, 3)),
+        future=jnp.zeros((B, 1), jnp.int32),
     )
     relative_loss = alone.eviction_loss(jnp.asarray(keep & live, jnp.float32))
     f = lambda x: jnp.asarray(x, jnp.float32)
