@@ -18,6 +18,8 @@ from kvjax.attention import without_cache
 from tests import helpers
 from tests.test_analysis import plain_layer_loss
 
+pytestmark = pytest.mark.slow  # minutes of compilation
+
 B, T, F = 3, 24, 6
 LENGTHS = np.array([24, 24, 17])
 BUDGETS = (6, 10, 0.5, 40)

@@ -15,6 +15,8 @@ from kvjax.families import EntropyK, NaclShares, PyramidBeta, Safeguard, Simplex
 from tests import helpers
 from tests.test_relax import central, relative
 
+pytestmark = pytest.mark.slow  # minutes of compilation
+
 B, L, K, G, S, R, H, D = 2, 3, 2, 2, 22, 4, 5, 6
 LENGTHS = np.array([22, 17])
 

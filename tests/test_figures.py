@@ -20,6 +20,8 @@ from experiments.papers.base import interval
 from kvjax import methods
 from tests import helpers
 
+pytestmark = pytest.mark.slow  # minutes of compilation
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 

@@ -21,6 +21,8 @@ from kvjax.learned import FrozenArrays, Learned
 from models.scorer import TrainedHead
 from tests import helpers
 
+pytestmark = pytest.mark.slow  # minutes of compilation
+
 PROMPTS = [
     *("--length", "128", "--calibration", "2", "--held-out", "2", "--tasks", "single_needle", "perplexity"),
     *("--batch-size", "2", "--future", "4"),
