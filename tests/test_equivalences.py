@@ -62,7 +62,6 @@ PAIRS = (
         "nacl_of_the_last_row_is_tova_by_head",
         nacl(proxies=1, decode_every=1),
         methods.tova(BUDGET, head_mode="per_kv_head"),
-        quick=True,
     ),
     Pair("nacl_of_the_last_row_is_tova", nacl(proxies=1, decode_every=1, head_mode="layer"), methods.tova(BUDGET)),
     Pair(
@@ -75,7 +74,6 @@ PAIRS = (
         "keyformer_without_noise_is_h2o",
         methods.keyformer(BUDGET, recent=5, noise="none", tau=(1.0, 1.0)),
         h2o,
-        quick=True,
     ),
     Pair("h2o_without_recent_is_key_attention", methods.h2o(BUDGET, recent=0), key_attention, quick=True),
     Pair(
@@ -92,13 +90,11 @@ PAIRS = (
         "all_rows_of_history_are_aqas",
         methods.scissorhands(BUDGET, history=PROMPT + STEPS, recent=5, drop=0),
         methods.aqas(BUDGET),
-        quick=True,
     ),
     Pair(
         "roco_of_protected_positions_is_mas",
         methods.roco(BUDGET, scope=3, protect_last=3),
         methods.mas(BUDGET, recent=3),
-        quick=True,
     ),
     # SnapKV: sums of the window's rows.
     Pair("snapkv_without_pooling_is_the_window_sum", plain_snapkv, votes()),
@@ -107,7 +103,7 @@ PAIRS = (
         plain_snapkv,
         kvjax.Evict(Window(WINDOW), BUDGET, protect=kvjax.Protect(recent=WINDOW)),
     ),
-    Pair("ahakv_without_scale_and_prior_is_snapkv", after_prompt(ahakv()), plain_snapkv, quick=True),
+    Pair("ahakv_without_scale_and_prior_is_snapkv", after_prompt(ahakv()), plain_snapkv),
     Pair("rows_below_k_have_the_usual_scale", votes(softmax=EntropyScaled(1000)), plain_snapkv),
     Pair(
         "snapkv_of_one_row_is_tova",
@@ -135,16 +131,14 @@ PAIRS = (
         methods.ada_pyramid(BUDGET, alpha=0.0, beta=1.0, window_size=WINDOW, kernel_size=3),
         snapkv(),
     ),
-    Pair(
-        "adaptive_h2o_of_alpha_0", dataclasses.replace(h2o, heads=kvjax.Adaptive(0.0), storage="pool"), h2o, quick=True
-    ),
+    Pair("adaptive_h2o_of_alpha_0", dataclasses.replace(h2o, heads=kvjax.Adaptive(0.0), storage="pool"), h2o),
     Pair(
         "equal_tables",
         dataclasses.replace(h2o, heads=kvjax.HeadTable([[2, 2]] * 3), layers=kvjax.LayerTable((5, 5, 5))),
         h2o,
     ),
     # Recency.
-    Pair("h2o_of_recent_tokens_is_window", methods.h2o(BUDGET, recent=BUDGET), window, quick=True),
+    Pair("h2o_of_recent_tokens_is_window", methods.h2o(BUDGET, recent=BUDGET), window),
     Pair(
         "streaming_without_sinks_is_window",
         methods.streaming_llm(BUDGET, sinks=0, positions="original"),
@@ -155,7 +149,6 @@ PAIRS = (
         "streaming_is_window_with_sinks",
         methods.streaming_llm(BUDGET, sinks=2, positions="original"),
         methods.window(BUDGET, sinks=2),
-        quick=True,
         reads=False,
     ),
     Pair("dilation_0_is_window", methods.dilated_window(BUDGET, dilation=0), window),

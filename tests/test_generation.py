@@ -156,8 +156,9 @@ def test_compact_positions_after_many_steps_equal_ranks(tiny):
     plan = kvjax.make_plan(model.config, policy, prompt_len=9, max_new_tokens=14)
     rng = np.random.default_rng(6)
     _, state = kvjax.prefill(model, params, jnp.asarray(rng.integers(0, 61, (2, 9)), jnp.int32), plan)
+    step = jax.jit(kvjax.decode_step, static_argnums=0)
     for _ in range(14):
-        _, state = kvjax.decode_step(model, params, jnp.asarray(rng.integers(0, 61, 2), jnp.int32), state)
+        _, state = step(model, params, jnp.asarray(rng.integers(0, 61, 2), jnp.int32), state)
         for layer in state.layers:
             expected = jnp.where(layer.live, kvjax.state.ranks(layer.pos), -1)
             np.testing.assert_array_equal(layer.rank, expected)

@@ -194,6 +194,7 @@ def decoding_property(case, data, budgets, groups, blocks):
             assert all(must <= set(tokens) for tokens in heads)
 
 
+@pytest.mark.slow
 @_cases(FEW | {"nacl_decoding", "scissorhands", "chunkkv"})
 @settings(3)
 @hypothesis.given(data=st.data())

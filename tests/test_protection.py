@@ -26,6 +26,7 @@ def kept(policy, qkv, n=T):
     return [[i - (T - n) for i in helpers.kept(selection, head=g)] for g in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", ["rest", "all"])
 @pytest.mark.parametrize("random", [5, 10])
 def test_no_more_is_drawn_than_protection_leaves(qkv, random, pool):
@@ -57,6 +58,7 @@ def _first_chunks_and_others(kv, stats, ctx):
 _scattered = kvjax.from_fn(_first_chunks_and_others, budget=19)
 
 
+@pytest.mark.slow
 def test_chunks_of_a_cache_with_holes(qkv):
     """Two full chunks and three single tokens: a share of the chunks may be far more than a share of the tokens."""
     chunks = dataclasses.replace(_scattered, budget=8, select=Chunks(8))
@@ -91,6 +93,7 @@ def test_a_share_of_chunks_however_it_is_written(qkv):
     assert len(kept(make(9), qkv, 39)[0]) == 4
 
 
+@pytest.mark.slow
 def test_what_is_dropped_at_once_is_not_protected(qkv):
     """The last 10 of 12 tokens stay, although half of the budget would be dropped."""
     seen = helpers.replay(methods.scissorhands(12, history=20), *qkv, 20)

@@ -14,6 +14,8 @@ from kvjax.select import Stage
 from tests import helpers
 from tests.methods import CASES, CORE
 
+pytestmark = pytest.mark.slow  # minutes of compilation
+
 
 def problem(seed=0, shape=(2, 3), S=40):
     rng = np.random.default_rng(seed)
