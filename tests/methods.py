@@ -266,7 +266,7 @@ CORE = {
 }
 MODEL = {
     *("window", "streaming_llm", "random", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "h2o_pooled"),
-    *("scissorhands", "roco", "nacl_decoding", "keyformer", "fastgen", "think"),
+    *("roco", "nacl_decoding", "keyformer", "fastgen"),
 }
 SAMPLE = {"streaming_llm", "h2o", "tova", "snapkv", "ada_snapkv", "roco", "keyformer", "nacl_decoding"}
 FEW = {"streaming_llm", "h2o", "ada_snapkv", "keyformer"}

@@ -58,6 +58,7 @@ def plain_layer_loss(q, k, v, keep, w, lengths=None, scale=None, window=None, so
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"lengths": (9, 5)}, {"scale": 0.7, "softcap": 2.0}, {"window": 4, "per_query_head": True}],
@@ -172,6 +173,7 @@ def test_a_bound_that_is_attained():
 # --- hindsight ---
 
 
+@pytest.mark.slow
 def test_future_attention_is_the_mean_of_rows():
     q, k, v = helpers.qkv(2, T=10)
     pos = jnp.broadcast_to(jnp.arange(10, dtype=jnp.int32)[None], (2, 10))
@@ -190,6 +192,7 @@ def test_future_attention_is_the_mean_of_rows():
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("across", ["head", "layer", "model"])
 @pytest.mark.parametrize("seed", range(4))
 def test_no_mask_beats_the_best_in_hindsight(across, seed):

@@ -91,7 +91,7 @@ def pair(tmp_path_factory):
 SEARCHES = [(0, 3, 3, False), *((*sizes, s) for sizes in [(1, 3, 3), (1, 4, 2), (2, 3, 1)] for s in STOPS)]
 
 
-@pytest.mark.parametrize("length_penalty", [0.6, 1.0, 2.0, -1.0])
+@pytest.mark.parametrize("length_penalty", [1.0, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.6, 2.0, -1.0))])
 @pytest.mark.parametrize(("num_ends", "W", "R", "early_stopping"), SEARCHES)
 def test_equals_transformers(pair, num_ends, W, R, length_penalty, early_stopping):
     import torch

@@ -37,6 +37,7 @@ def test_every_number_is_documented_and_tested():
 # --- H2O, AQAS, Scissorhands ---
 
 
+@pytest.mark.slow
 def test_d01_h2o_read_step_by_step():
     """Greedy eviction while the text is read, as a mask: softmaxes over everything, scores of the heavy alone."""
     heavy, recent = 4, 3
@@ -120,6 +121,7 @@ def scissorhands(theta, window, recent, drop, element=None):
     return replay(layer, PROMPT, step)
 
 
+@pytest.mark.slow
 def test_d04_scissorhands_keeps_recent_tokens_and_high_counts():
     make = functools.partial(methods.scissorhands, BUDGET, history=9, recent=2, drop=1)
     by_position = scissorhands(lambda i, live: 1 / (i + 1), 9, 2, 1)
@@ -129,6 +131,7 @@ def test_d04_scissorhands_keeps_recent_tokens_and_high_counts():
     assert all(step[0] != only for step, only in zip(history(make()), literal, strict=False))
 
 
+@pytest.mark.slow
 def test_d50_scissorhands_with_decayed_sums():
     recent, drop, decay = 2, 1, 0.8
     total = np.zeros((K, M))
@@ -147,6 +150,7 @@ def test_d50_scissorhands_with_decayed_sums():
 # --- positions ---
 
 
+@pytest.mark.slow
 def test_d05_random_runs():
     """One contiguous run, the same in all heads and layers, and another at every eviction."""
     gone = lambda policy, layer: [
@@ -168,6 +172,7 @@ def test_d05_random_runs():
     assert draws[0] != draws[1], "two blocks of one prompt must not draw the same"
 
 
+@pytest.mark.slow
 def test_d05_every_block_draws_its_run():
     """While a prompt is read in blocks; only the newest token is protected."""
     key, live, block = jax.random.key(3), [], 3
@@ -182,6 +187,7 @@ def test_d05_every_block_draws_its_run():
     assert seen.live[0][0] == [live] * K
 
 
+@pytest.mark.slow
 def test_d06_window_over_generated_tokens():
     scope = [[[*range(PROMPT), *range(max(PROMPT, n - 3), n)]] * K for n in range(PROMPT, M + 1)]
     differs(methods.window(3, scope="generated"), methods.window(3), scope)
@@ -326,6 +332,7 @@ def test_d14_the_block_loop_overspends():
         assert target(n, 20, stride=6) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("importance", ["roco", "mas", "h2o", "tova", "recency", "random"])
 def test_d48_every_importance_in_every_mode_at_stride_1(importance):
     budget = 15

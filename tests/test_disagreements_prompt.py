@@ -33,6 +33,7 @@ def after_window(votes, budget, window):
 # --- NaCl ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", ["softmax", "normalised", "uniform"])
 def test_d15_the_random_stage_draws_from_what_is_left(distribution):
     params = {"protect": 2, "proxies": 4, "random": 3, "random_temperature": 0.5, "random_distribution": distribution}
@@ -65,6 +66,7 @@ def test_proxies_at_both_ends():
     assert prompt_kept(policy) == after_window(votes, BUDGET, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["row", "interval"])
 def test_d16_eviction_while_generating(rows):
     every, protect = 2, 2

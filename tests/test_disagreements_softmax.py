@@ -32,6 +32,8 @@ from tests.one_layer import (
 )
 from tests.references.policies import Layer, accumulating, best, keep, pool, replay
 
+pytestmark = pytest.mark.slow  # minutes of compilation
+
 RECENT = 3
 NORM = (np.asarray(v[0], np.float64) ** 2).sum(-1)  # "K M"
 
