@@ -6,6 +6,7 @@ after the other (`references/policies.py`), and with a default that does somethi
 
 import dataclasses
 import functools
+import inspect
 import pathlib
 import re
 
@@ -16,6 +17,7 @@ import pytest
 
 import kvjax
 from kvjax import methods
+from kvjax.budget import Share
 from tests import helpers
 from tests.one_layer import BUDGET, PROMPT, K, M, P, differs, history, k, layer, moments, q, sums, v
 from tests.references.policies import accumulating, best, keep, replay
@@ -343,3 +345,44 @@ def test_d48_every_importance_in_every_mode_at_stride_1(importance):
         with pytest.raises(ValueError, match=r"a budget of 13 tokens .* keeps 10 .* the first 4; raise the budget"):
             helpers.replay(methods.easykv(importance, 13, mode="encoding_decoding"), q, k, v, PROMPT)
         assert all(tokens[-10:] == list(range(M - 10, M)) for tokens in seen.live[-1][0])
+
+
+def test_defaults():
+    """What ships where papers and code name numbers."""
+    default = lambda method: {
+        name: p.default
+        for name, p in inspect.signature(inspect.unwrap(getattr(methods, method))).parameters.items()
+        if p.default is not p.empty
+    }
+    wanted = {
+        "streaming_llm": {"sinks": 4, "positions": "compact"},
+        "h2o": {"recent": Share(0.5), "prefill": "oneshot", "compat": None},
+        "aqas": {"recent": Share(0.5), "threshold": "1/visible", "ties": "evict_older"},
+        "scissorhands": {"history": 400, "recent": 10, "drop": Share(0.5), "theta": "1/visible", "element": "above"},
+        "tova": {"head_mode": "layer_mean", "sinks": 0, "protect_last": 0},
+        "mas": {"count_self": True, "recent": 0, "sinks": 0},
+        "roco": {"scope": Share(0.5), "protect_last": None, "sinks": 0, "count_self": True, "ignore_prefix": 0},
+        "random": {"protect_recent": 1, "random_mode": "independent", "shared_heads": False},
+        "dilated_window": {"mode": "mask"},
+        "nacl": {"random_pool": "rest", "proxy_causal": True, "decode_every": None, "min_len": 0, "compat": None},
+        "snapkv": {"window_size": 32, "kernel_size": 7, "pooling": "max", "avg_pad": "zero", "granularity": "kv_head"},
+        "pyramidkv": {"beta": 20.0, "window_size": 8, "kernel_size": 7, "pooling": "max", "preset": None},
+        "ada_snapkv": {"alpha": 0.5, "window_size": 32, "kernel_size": 7, "pooling": "max", "normalize": False},
+        "ada_pyramid": {"alpha": 0.5, "beta": 20.0, "window_size": 8, "rounding": "largest_remainder"},
+        "ahakv": {"recent": 32, "rows": None, "pool_kernel": 7, "sg_k": "budget", "sg_apply": "raw", "sg_floor": None},
+        "keyformer": {"recent": Share(0.3), "noise": "gumbel", "per": "call", "tau": (1.0, 2.0), "tau_delta": None},
+        "fastgen": {"frequent_ratio": 0.3, "local_ratio": 0.3, "recovery_ratio": 0.95, "recovery": "mass"},
+        "lagkv": {"lag": 128, "sinks": 4, "cross_scoring": False},
+        "expected_attention": {"horizon": 512, "sinks": 4, "eps": 0.0},
+        "criticalkv": {"first_stage": 0.5, "eps": 1e-4},
+        "chunkkv": {"chunk_size": 20},
+        "think": {"query_rows": 32},
+    }
+    for method, values in wanted.items():
+        assert {name: default(method)[name] for name in values} == values, method
+    grouped = [m for m in wanted if "group" in default(m)]
+    assert len(grouped) > 8
+    assert {default(m)["group"] for m in grouped} == {"mean"}
+    assert kvjax.select.TopK().ties == "evict_older"
+    half = methods.roco(64).protect.tables(np.array([100, 100]), np.array([64, 8]))
+    assert half[1].tolist() == [10, 2], "the last 10, a quarter of small budgets"
