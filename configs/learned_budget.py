@@ -1,18 +1,21 @@
 """Budgets of heads and layers learned by gradient."""
 
+import functools
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import tyro
 
 from configs.experiment import Budget
 from configs.learning import LearnedBudget, Objective, Prompts
-from kvjax import methods
-from kvjax.families import Family, PyramidBeta, Safeguard, Simplex
+from kvjax import Evict, Share, methods
+from kvjax.families import EntropyK, Family, NaclShares, PyramidBeta, Safeguard, Simplex, WindowShare
+from kvjax.traces import VoteLogits
 
 
 def get_config(
     budget: tuple[Budget, ...] = (0.0625, 0.125, 0.1875, 0.25),
-    parametrisation: Literal["both", "heads", "layers", "pyramid", "safeguard"] = "both",
+    parametrisation: Literal["both", "heads", "layers", "pyramid", "safeguard", "window", "nacl", "ahakv"] = "both",
     objective: Objective = "eviction_loss",
     floor: float = 0.05,
     steps: int = 150,
@@ -24,12 +27,13 @@ def get_config(
     ada_alpha: float = 0.5,
     prompts: Annotated[Prompts, tyro.conf.arg(name="")] = Prompts(),
 ) -> LearnedBudget:
-    """SnapKV's budget, divided as calibration prompts want it.
+    """SnapKV's budget (or NaCl's, or AhaKV's), divided as calibration prompts want it.
 
     Args:
       budget: live tokens a kv head and layer: numbers of tokens (int) or shares of the prompt (float).
-      parametrisation: shares of "both" heads and layers, of "heads" within each layer, of "layers", or the one number
-        of a "pyramid" (beta) or of Ada-KV's "safeguard" (alpha).
+      parametrisation: shares of "both" heads and layers, of "heads" within each layer, of "layers"; the one number of
+        a "pyramid" (beta), of Ada-KV's "safeguard" (alpha) or of the recent "window" (its share); the shares of "nacl";
+        or the k of "ahakv"'s softmax.
       objective: the exact eviction loss, the divergence at the model's output, or the cross-entropy of what follows.
       floor: the least that a head gets beside the window, as a share of the average.
       steps: updates for every budget.
@@ -41,22 +45,31 @@ def get_config(
       ada_alpha: of the baseline Ada-KV.
       prompts: model, prompts and sizes.
     """
-    if parametrisation == "pyramid":
-        family: Family = PyramidBeta()
-    elif parametrisation == "safeguard":
-        family = Safeguard()
-    else:
-        family = Simplex(parametrisation, floor)
+    snapkv = functools.partial(methods.snapkv, window_size=window_size, kernel_size=kernel_size)
+    nacl = functools.partial(methods.nacl, proxies=window_size, protect=Share(0.1), random=Share(0.5))
+    ahakv = functools.partial(methods.ahakv, recent=window_size)
+    method: Callable[..., Evict] = {"nacl": nacl, "ahakv": ahakv}.get(parametrisation, snapkv)
+    families: dict[str, Family] = {
+        "both": Simplex("both", floor),
+        "heads": Simplex("heads", floor),
+        "layers": Simplex("layers", floor),
+        "pyramid": PyramidBeta(),
+        "safeguard": Safeguard(),
+        "window": WindowShare(),
+        "nacl": NaclShares((1.0, 4.0, 5.0)),
+        "ahakv": EntropyK(),
+    }
     return LearnedBudget(
         "learned_budget",
-        lambda b: methods.snapkv(b, window_size=window_size, kernel_size=kernel_size),
+        method,
         budget,
-        family,
+        families[parametrisation],
         objective,
         steps,
         rate,
         temperature,
         pyramid_beta,
         ada_alpha,
+        (VoteLogits(window_size),) if parametrisation == "ahakv" else (),
         prompts,
     )

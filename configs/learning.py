@@ -8,6 +8,7 @@ from typing import Literal
 from configs.experiment import Budget, TaskName
 from kvjax import Evict
 from kvjax.families import Family
+from kvjax.stats import Measurement
 from models.embedded import EMBEDDED
 
 Objective = Literal["eviction_loss", "output_kl", "task_loss"]
@@ -69,6 +70,7 @@ class LearnedBudget:
       rate: Adam's learning rate at the start; it falls to a tenth of itself along a cosine.
       temperature: of the gates, in tokens, at the first and the last step.
       pyramid_beta, ada_alpha: of the baselines.
+      measured: what the family needs to see of prompts beyond what the policy observes.
       prompts: everything else.
     """
 
@@ -82,6 +84,7 @@ class LearnedBudget:
     temperature: tuple[float, float] = (16.0, 1.0)
     pyramid_beta: float = 20.0
     ada_alpha: float = 0.5
+    measured: tuple[Measurement, ...] = ()
     prompts: Prompts = Prompts()
 
     def __post_init__(self):

@@ -14,7 +14,11 @@ from configs.learning import Prompts
 from experiments.tasks import TASKS, Example, Task
 from experiments.tasks.perplexity import SCORED
 from kvjax.families import View
-from kvjax.traces import Traces, ranked, trace
+from kvjax.policy import context
+from kvjax.scores import ValuePrior
+from kvjax.select import TopKThenRandom
+from kvjax.stats import Measurement
+from kvjax.traces import Traces, VoteLogits, ranked, trace
 from models import pad_left
 from pallas_kernels.pytree import pytree
 
@@ -32,6 +36,8 @@ class Reading:
       safe: what it protects by position.
       lengths: tokens of every prompt.
       weight: 1, or 0 for a copy that fills up the batch.
+      prior: what AhaKV's votes are multiplied by, where the policy has such.
+      drawn: NaCl's log-probabilities with noise, where the policy draws.
     """
 
     traces: Traces
@@ -40,6 +46,8 @@ class Reading:
     safe: Any
     lengths: Int[Array, "B"]
     weight: Float[Array, "B"]
+    prior: Float[Array, "B L K S"] | None = None
+    drawn: Float[Array, "B L K S"] | None = None
 
     def view(self, budget: int | float) -> View:
         """What families see, at a budget in tokens or as a share of the prompt."""
@@ -47,7 +55,12 @@ class Reading:
         pos, live = (jnp.stack(x, axis=1) for x in zip(*((kv.pos, kv.live) for kv in layers), strict=True))
         lengths = self.lengths.astype(float)
         tokens = jnp.floor(budget * lengths + 1e-9) if isinstance(budget, float) else jnp.full_like(lengths, budget)
-        return View(self.score, pos, live, self.safe, jnp.maximum(tokens, 1.0))
+        votes = [m for m in self.stats[0].observed if isinstance(m, VoteLogits)]
+        logits = jnp.stack([s[votes[0]] for s in self.stats], axis=1).astype(float) if votes else None
+        rows = jnp.arange(0 if logits is None else logits.shape[-2], dtype=lengths.dtype)
+        seen = None if logits is None else lengths[:, None] - rows[::-1][None]
+        prior = None if self.prior is None else self.prior.astype(float)
+        return View(self.score, pos, live, self.safe, jnp.maximum(tokens, 1.0), logits, seen, prior, self.drawn)
 
 
 def examples(prompts: Prompts, tokenizer: Any, split: str) -> list[Example]:
@@ -65,8 +78,16 @@ def examples(prompts: Prompts, tokenizer: Any, split: str) -> list[Example]:
 class Reader:
     """A model and a policy, compiled for batches of one shape."""
 
-    def __init__(self, model: Any, params: Any, policy: kvjax.Evict, prompts: Prompts):
+    def __init__(
+        self, model: Any, params: Any, policy: kvjax.Evict, prompts: Prompts, extra: tuple[Measurement, ...] = ()
+    ):
         """Nothing is read yet.
+
+        Args:
+          model, params: the model.
+          policy: what ranks and protects, and what is measured of a prompt.
+          prompts: sizes.
+          extra: what else is measured.
 
         Raises:
           ValueError: more future rows than tasks have text for.
@@ -74,7 +95,7 @@ class Reader:
         if "perplexity" in prompts.tasks and prompts.future > SCORED:
             raise ValueError(f"future={prompts.future} rows, but perplexity has {SCORED} tokens of text; ask for fewer")
         self.model, self.params, self.policy, self.prompts = model, params, policy, prompts
-        self._read = jax.jit(functools.partial(_read, model, policy))
+        self._read = jax.jit(functools.partial(_read, model, policy, extra))
 
     def batches(self, found: Sequence[Example]) -> Iterator[tuple[list[Example], Reading]]:
         """Examples in batches, and what was read of them."""
@@ -99,7 +120,7 @@ class Reader:
         return self._read(self.params, *map(jnp.asarray, arrays))
 
 
-def _read(model, policy, params, tokens, lengths, follows, num_given, weight) -> Reading:
+def _read(model, policy, extra, params, tokens, lengths, follows, num_given, weight) -> Reading:
     """The full cache goes on by itself where no text is given, and everything is read again with its rows observed."""
     R = follows.shape[1]
     plan = kvjax.make_plan(model.config, kvjax.identity(), prompt_len=tokens.shape[1], max_new_tokens=R)
@@ -112,7 +133,16 @@ def _read(model, policy, params, tokens, lengths, follows, num_given, weight) ->
         return kvjax.decode_step(model, params, token, state), token
 
     _, future = jax.lax.scan(step, (logits, state), (jnp.arange(R, dtype=jnp.int32), follows.T))
-    traces, stats = trace(model, params, tokens, lengths, future.T, policy)
+    traces, stats = trace(model, params, tokens, lengths, future.T, policy, extra=extra)
     score, safe = ranked(policy, traces.state, stats)
-    live = jnp.stack([kv.live for kv in traces.state.layers], axis=1)
-    return Reading(traces, stats, jnp.where(live, score, 0.0), safe, lengths, weight)
+    layers = traces.state.layers
+    live = jnp.stack([kv.live for kv in layers], axis=1)
+    score = jnp.where(live, score, 0.0)
+    prior = drawn = None
+    if isinstance(policy.score, ValuePrior):
+        prior = jnp.stack([policy.score.prior(kv) for kv in layers], axis=1)
+    if isinstance(policy.select, TopKThenRandom):
+        moments = [context(traces.state, i, "prefill") for i in range(len(layers))]
+        drawn = [policy.select.drawn(score[:, i], kv, moments[i], kv.live) for i, kv in enumerate(layers)]
+        drawn = jnp.where(live, jnp.stack(drawn, axis=1), 0.0)
+    return Reading(traces, stats, score, safe, lengths, weight, prior, drawn)

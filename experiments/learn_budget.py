@@ -45,6 +45,7 @@ from experiments.run import default_directory, parse
 from kvjax.families import Family, with_table
 from kvjax.relax import annealed, output_kl, task_loss
 from kvjax.select import TopK
+from kvjax.stats import Measurement, ordered
 from kvjax.traces import decisions, kept
 
 SCRIPT = "learn_budget.py"
@@ -212,10 +213,18 @@ def learned_policy(
         hard = family.harden(learned, policy, readings[0].view(budget))
     if isinstance(hard.heads, kvjax.HeadTable):
         return hard, np.array(hard.heads.weights)
+    if hard.heads == policy.heads and hard.layers == policy.layers:
+        return hard, np.ones(readings[0].score.shape[1:3])
     return hard, average_table(hard, readings)
 
 
 # --- evaluation ---
+
+
+def _measured(experiment: LearnedBudget, plans: Sequence[kvjax.CachePlan]) -> tuple[Measurement, ...]:
+    """What one reading must measure, so that all of these policies can decide from it."""
+    observed = (m for plan in plans for site in plan.sites for m in plan.policy.observe("prefill", site))
+    return ordered((*experiment.measured, *observed))
 
 
 def policies(
@@ -352,12 +361,11 @@ def run(
         prompts = experiment.prompts
         model, params = models.load(prompts.source, dtype=prompts.dtype)
         tokenizer = models.load_tokenizer(prompts.source)
-        for b in experiment.budgets:
-            kvjax.make_plan(
-                model.config, experiment.method(b), prompt_len=prompts.length, max_new_tokens=prompts.future
-            )
-        # All policies rank by the same scores, so one reading serves them.
-        reader = Reader(model, params, experiment.method(max(experiment.budgets)), prompts)
+        plan = functools.partial(
+            kvjax.make_plan, model.config, prompt_len=prompts.length, max_new_tokens=prompts.future
+        )
+        plans = [plan(experiment.method(b)) for b in experiment.budgets]
+        reader = Reader(model, params, experiment.method(experiment.budgets[0]), prompts, _measured(experiment, plans))
         found = examples(prompts, tokenizer, "calibration")
         with tqdm(total=len(found), desc="calibration", unit="prompt", file=sys.stdout) as bar:
             readings = []
@@ -384,6 +392,8 @@ def run(
             write_json(directory / "tables" / f"{label(b)}.json", table)
             chosen[label(b)] = policies(experiment, b, hard, readings)
         del readings
+        plans = [plan(policy) for group in chosen.values() for policy in group.values()]
+        reader = Reader(model, params, reader.policy, prompts, _measured(experiment, plans))
         measure(chosen, experiment.budgets, reader, results, tokenizer)
         return budget_report.write(directory, list(results.samples.values()))
 

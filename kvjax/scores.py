@@ -257,12 +257,17 @@ class ValuePrior(Running):
         new = stats[self.of]
         if ctx.phase == "decode" and not self.each_step:
             return memory + new
+        new = new * self.prior(kv)
+        return memory + (new if self.target == "value_norm" else jnp.where(kv.live, self._pool(new, kv), 0.0))
+
+    def prior(self, kv: LayerKV) -> Float[Array, "B K S"]:
+        """What the attention of the prompt's slots is multiplied by."""
         norm = jnp.square(kv.v.astype(jnp.float32)).sum(-1)
-        pool = lambda x: pool_in_order(x, kv.pos, kv.live, "avg", self.kernel, "zero")
-        norm = jnp.where(kv.live, norm if self.target == "score" else pool(norm), 0.0)
-        prior = norm / jnp.maximum(norm.max(-1, keepdims=True), jnp.finfo(norm.dtype).tiny)
-        new = new * prior
-        return memory + (new if self.target == "value_norm" else jnp.where(kv.live, pool(new), 0.0))
+        norm = jnp.where(kv.live, norm if self.target == "score" else self._pool(norm, kv), 0.0)
+        return norm / jnp.maximum(norm.max(-1, keepdims=True), jnp.finfo(norm.dtype).tiny)
+
+    def _pool(self, x: Float[Array, "B K S"], kv: LayerKV) -> Float[Array, "B K S"]:
+        return pool_in_order(x, kv.pos, kv.live, "avg", self.kernel, "zero")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -252,10 +252,12 @@ class TopKThenRandom(Select):
         random = jnp.where(excess, jnp.minimum(limits.counts(self.random)[:, None], unprotected), 0)
         first = best(jnp.where(safe, jnp.inf, score), kv.pos, limits.budgets - random)
         pool = kv.live & ~safe & ~(first if self.pool == "rest" else jnp.zeros_like(first))
-        second = best(self._drawn(score, kv, ctx, pool), jnp.where(pool, kv.pos, EMPTY), random)
+        second = best(self.drawn(score, kv, ctx, pool), jnp.where(pool, kv.pos, EMPTY), random)
         return first | second
 
-    def _drawn(self, score: Float[Array, "B K S"], kv: LayerKV, ctx: Context, pool: Bool[Array, "B K S"]):
+    def drawn(
+        self, score: Float[Array, "B K S"], kv: LayerKV, ctx: Context, pool: Bool[Array, "B K S"]
+    ) -> Float[Array, "B K S"]:
         """Log-probabilities with Gumbel noise: their top-k is a draw without replacement."""
         if self.distribution == "softmax":
             log_p = score
@@ -277,7 +279,7 @@ class TopKThenRandom(Select):
         del stats
         rest = _beside(safe, limits.budgets)
         random = jnp.minimum(limits.counts(self.random)[:, None].astype(rest.dtype), rest)
-        return Stage(score, rest - random), Stage(self._drawn(score, kv, ctx, kv.live & ~safe), random)
+        return Stage(score, rest - random), Stage(self.drawn(score, kv, ctx, kv.live & ~safe), random)
 
 
 @dataclasses.dataclass(frozen=True)

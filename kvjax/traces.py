@@ -19,6 +19,7 @@ from kvjax.generation import Model, forward, init_state
 from kvjax.plan import CachePlan, make_plan
 from kvjax.policy import Identity, Selection, context
 from kvjax.relax import with_gates
+from kvjax.scores import Score
 from kvjax.state import KVState, map_slots
 from kvjax.stats import LastRows, LayerStats, Measurement, Moment, Observe
 from pallas_kernels.pytree import pytree
@@ -33,6 +34,52 @@ class OutputProjection(Measurement):
         if moment.out_proj is None:
             raise ValueError("what a layer adds to the residual stream needs the layer's out_proj, which was not given")
         return moment.out_proj
+
+
+@dataclasses.dataclass(frozen=True)
+class VoteLogits(Measurement):
+    """Scaled dot products of the last rows with all slots, -inf where a row does not see a slot: "B K G R S".
+
+    Attributes:
+      rows: how many of the new tokens count.
+    """
+
+    rows: int
+
+    def measure(self, moment: Moment) -> Float[Array, "B K G R S"]:
+        """See `Measurement`."""
+        rows = min(self.rows, moment.pos.shape[1])
+        q, k, pos = moment.q[:, :, -rows:], moment.kv.k, moment.pos[:, None, None, -rows:, None]
+        B, N, _, H = q.shape
+        K = k.shape[1]
+        scale = H**-0.5 if moment.scale is None else moment.scale
+        logits = jnp.einsum("bkgrh,bksh->bkgrs", q.reshape(B, K, N // K, rows, H), k) * scale
+        slots = moment.kv.pos[:, :, None, None]
+        return jnp.where((slots >= 0) & (slots <= pos), logits, -jnp.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class _AlsoSees(Score):
+    """A score that has more measured than it needs."""
+
+    score: Score
+    extra: tuple[Measurement, ...]
+
+    @property
+    def decodes(self) -> bool:
+        return self.score.decodes
+
+    def observe(self, phase: Any) -> tuple[Measurement, ...]:
+        return (*self.score.observe(phase), *(self.extra if phase == "prefill" else ()))
+
+    def init(self, site: Site, batch: int) -> Any:
+        return self.score.init(site, batch)
+
+    def update(self, memory, kv, stats, ctx):
+        return self.score.update(memory, kv, stats, ctx)
+
+    def __call__(self, memory, kv, stats, ctx, candidates):
+        return self.score(memory, kv, stats, ctx, candidates)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +168,7 @@ def trace(
     future: Int[Array, "B R"],
     policy: Evict,
     *,
+    extra: tuple[Measurement, ...] = (),
     key: Array | None = None,
 ) -> tuple[Traces, tuple[LayerStats, ...]]:
     """Reads prompts and what follows them with the full cache.
@@ -132,12 +180,15 @@ def trace(
       future: the tokens that follow.
       policy: whose statistics of the prompt are measured; it evicts nothing here. Its keys keep their positions, and it
         works on kv heads.
+      extra: what else to measure of the prompt, such as what other policies observe.
       key: for policies that draw.
 
     Returns:
-      The traces, whose state has the policy's memory and plan, and the policy's statistics of every layer.
+      The traces, whose state has the policy's memory and plan, and the statistics of every layer.
     """
     T, R = tokens.shape[1], future.shape[1]
+    if extra:
+        policy = dataclasses.replace(policy, score=_AlsoSees(policy.score, extra))
     plan = make_plan(model.config, policy, prompt_len=T, max_new_tokens=R)
     state = init_state(plan, lengths, key=key, dtype=model.config.dtype)
     _, state, stats = forward(model, params, tokens, state, valid=lengths)

@@ -167,6 +167,21 @@ def test_every_parametrisation_falls_and_hardens(family, reading, embedded, tmp_
     assert shares.mean() == pytest.approx(1.0, abs=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["window", "nacl", "ahakv"])
+def test_parameters_of_methods(name, tmp_path):
+    """From the command line to a hard policy of the same total, measured on held-out prompts."""
+    learn_budget.main(
+        ["--config", "learned_budget.py", *SMALL, "--parametrisation", name, "--output", str(tmp_path / name)]
+    )
+    table = json.loads((tmp_path / name / "tables" / "0.25.json").read_text())
+    assert table["total_off"] < 1e-6
+    assert set(table["learned"]) <= {"window_share", "protect", "best", "random", "k"}
+    assert table["heads"] == [[1.0] * 4] * 4
+    rows = json.loads((tmp_path / name / "summary.json").read_text())["rows"]
+    assert len({r["live"] for r in rows}) == 1
+
+
 def test_losses_of_a_policy_that_keeps_everything(reading):
     loss, live, keep = learn_budget.losses_of(methods.snapkv(128, window_size=8), reading)
     assert float(jnp.abs(loss).max()) < 1e-5
