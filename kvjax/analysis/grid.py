@@ -59,6 +59,10 @@ def _check_keeps_tokens(name: str, policy: Policy) -> None:
         _check_keeps_tokens(name, member)
     if _members(policy):
         return
+    if isinstance(policy, Evict) and policy.select.relaxed:
+        raise ValueError(
+            f"{name!r} keeps some of every token, which no keep mask says; give the policy before soften()"
+        )
     hides = policy.mask is not None if isinstance(policy, Evict) else type(policy).visible is not Policy.visible
     if hides or type(policy).transform is not Policy.transform:
         what = "hides tokens from single rows" if hides else "changes how keys are stored"
