@@ -136,23 +136,29 @@ def markdown(summary: dict[str, Any], title: str, tables: dict[str, Any]) -> str
 
 
 def plot_losses(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
-    """Mean loss of every division against the budget, with 95 % intervals."""
-    figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+    """Mean loss of every division against the budget, with 95 % intervals, and relative to the uniform division."""
+    figure, (axes, beside) = plt.subplots(1, 2, figsize=(11.5, 4.2), layout="constrained")
     budgets = list(dict.fromkeys(r["budget"] for r in rows))
     methods = list(dict.fromkeys(r["method"] for r in rows))
-    for i, method in enumerate(methods):
-        mine = {r["budget"]: r for r in rows if r["method"] == method}
+    of = lambda method: {r["budget"]: r for r in rows if r["method"] == method}
+    uniform = np.array([of("uniform")[b]["loss"] for b in budgets])
+    x = np.arange(len(budgets))
+    for method in methods:
+        mine = of(method)
         colour, marker = _STYLES[method]
-        x = np.arange(len(budgets)) + 0.07 * (i - (len(methods) - 1) / 2)
         y = np.array([[100 * mine[b][n] for n in ("loss", "low", "high")] for b in budgets]).T
         axes.errorbar(
             x, y[0], yerr=[y[0] - y[1], y[2] - y[0]], label=_NAMES[method], color=colour, marker=marker,
             linestyle="-", capsize=3, markersize=9 if marker == "*" else 6,
         )  # fmt: skip
-    axes.set_xticks(range(len(budgets)), [f"{100 * float(b):.4g} %" if "." in b else b for b in budgets])
-    axes.set(xlabel="budget, of the prompt", ylabel="exact eviction loss, % (95 % interval)")
+        beside.plot(x, y[0] / uniform, color=colour, marker=marker, markersize=9 if marker == "*" else 6)
+    for each in (axes, beside):
+        each.set_xticks(x, [f"{100 * float(b):.4g} %" if "." in b else b for b in budgets])
+        each.set_xlabel("budget, of the prompt")
+        each.grid(alpha=0.3)
+    axes.set_ylabel("exact eviction loss, % (95 % interval)")
     axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
+    beside.set_ylabel("loss, % of the uniform division's")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
