@@ -105,10 +105,7 @@ def reading(tiny, prompts, plans, seeds=1):
     )
 
 
-QUICK = {"h2o", "snapkv", "ada_snapkv", "chunkkv", "nacl", "shared"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FAMILIES])
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n != "shared"])
 def test_masks_are_those_of_every_policy_alone(tiny, prompts, tensors, name):
     """Of `evict_layer` for every budget, seed and layer."""
     planned = plans(tiny, name)
@@ -116,20 +113,12 @@ def test_masks_are_those_of_every_policy_alone(tiny, prompts, tensors, name):
     assert grid.stackable([p.policy for p in planned]) == (name not in UNROLLED)
     found = np.asarray(jax.jit(lambda r: grid.keep_all(planned, r))(read))
     assert found.shape[1] == (2 if name in DRAWING else 1)
-    if name == "shared":
-        pytest.skip("one decision for all layers has no single layer to compare with; prefill is compared below")
-    for seed in range(found.shape[1]):
-        for layer, (q, k, v, rotate, out_proj) in enumerate(tensors):
-            alone = jax.jit(
-                lambda q, k, v, rotate=rotate, out_proj=out_proj, layer=layer, seed=seed: [
-                    kvjax.evict_layer(
-                        plan.policy, q, k, v, lengths=LENGTHS, key=read.keys[seed], rotate=rotate, out_proj=out_proj,
-                        layer=layer, num_layers=3,
-                    ).keep
-                    for plan in planned
-                ]
-            )(q, k, v)  # fmt: skip
-            for m, keep in enumerate(alone):
+    for layer, (q, k, v, rotate, out_proj) in enumerate(tensors):
+        options = {"lengths": LENGTHS, "rotate": rotate, "out_proj": out_proj, "layer": layer, "num_layers": 3}
+        one = lambda policy, q, k, v, key, o=options: kvjax.evict_layer(policy, q, k, v, key=key, **o).keep
+        alone = jax.jit(lambda *args, one=one: [one(plan.policy, *args) for plan in planned])
+        for seed in range(found.shape[1]):
+            for m, keep in enumerate(alone(q, k, v, read.keys[seed])):
                 np.testing.assert_array_equal(found[m, seed, layer], keep, err_msg=f"{name} {BUDGETS[m]} {layer}")
 
 
@@ -279,7 +268,15 @@ def test_an_equal_call_compiles_nothing_and_means_have_intervals(tiny, prompts, 
         ({"policies": {"x": methods.snapkv}}, "a budget of 6 tokens cannot hold the 32"),
         ({"policies": {"x": lambda b: kvjax.chain(snapkv(b), methods.think())}}, "'x' changes how keys are stored"),
         ({"policies": {"x": methods.dilated_window}}, "'x' hides tokens from single rows"),
-        ({"policies": {"x": lambda b: kvjax.soften(snapkv(b), 1.0)}}, "'x' keeps some of every token"),
+        ({"policies": {"x": lambda b: kvjax.soften(methods.tova(b), 0.1)}}, "'x' keeps a part of every token"),
+        (
+            {
+                "policies": {
+                    "x": lambda b: kvjax.partition({"a": snapkv(b), "b": snapkv(b, granularity="query_head")}, "aba")
+                }
+            },
+            "have slots of several kinds",
+        ),
         ({"continuation": np.ones((2, 4), int)}, "3 prompts, but 2 continuations"),
         ({"continuation": np.ones((3, 0), int)}, "empty"),
         ({"seeds": 0}, "seeds=0"),

@@ -19,7 +19,7 @@ from kvjax.analysis.reading import Reading, read_traced
 from kvjax.budget import Count, as_budget, lookup
 from kvjax.context import row_keys
 from kvjax.generation import Model, check_prompts
-from kvjax.plan import CachePlan, make_plan
+from kvjax.plan import CachePlan
 from kvjax.state import Positions
 from pallas_kernels.pytree import pytree, static
 
@@ -259,8 +259,7 @@ def curves(
     if seeds < 1 or at_once < 1:
         raise ValueError(f"seeds={seeds}, at_once={at_once}: both are at least 1")
     known = lengths if isinstance(lengths, np.ndarray) else None
-    plan = functools.partial(make_plan, model.config, prompt_len=T, max_new_tokens=F, lengths=known)
-    grid = tuple(tuple(plan(policy) for policy in row) for row in make_grid(policies, budgets))
+    grid = make_grid(model.config, policies, budgets, prompt_len=T, max_new_tokens=F, lengths=known)
     counts = tuple(as_budget(b) for b in budgets)
     losses = _curves(
         model,

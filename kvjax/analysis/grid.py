@@ -6,6 +6,7 @@ does not depend on the budget, scores above all, is computed once. Other policie
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.analysis.reading import LayerReading, Measured, Reading, depends
 from kvjax.budget import Count, Counts, lookup
 from kvjax.eviction import Evict, Numbers
-from kvjax.plan import CachePlan, as_policy
+from kvjax.plan import CachePlan, ModelConfig, as_policy, make_plan
 from kvjax.policy import Chain, Granularity, Partition, Policy, SharedLayers
 from kvjax.state import KVState, LayerKV, Positions, map_slots
 from kvjax.stats import AttentionStats, LayerStats, ordered
@@ -26,21 +27,34 @@ Family = Callable[[Any], Policy]
 """A method: budget to policy."""
 
 
-def make_grid(families: Mapping[str, Family], budgets: Sequence[int | float | Count]) -> tuple[tuple[Policy, ...], ...]:
-    """Every method at every budget.
+def make_grid(
+    config: ModelConfig,
+    families: Mapping[str, Family],
+    budgets: Sequence[int | float | Count],
+    *,
+    prompt_len: int,
+    max_new_tokens: int,
+    lengths: np.ndarray | None,
+) -> tuple[tuple[CachePlan, ...], ...]:
+    """The plans of every method at every budget.
 
     Raises:
-      ValueError: no methods or budgets, what is no policy, and policies that do more than keep tokens.
+      ValueError: no methods or budgets, what is no policy, policies that do more than keep tokens, and what `make_plan`
+        refuses.
     """
     if not families or not len(budgets):
         raise ValueError(f"{len(families)} policies at {len(budgets)} budgets: give at least one of each")
+    plan = functools.partial(make_plan, config, prompt_len=prompt_len, max_new_tokens=max_new_tokens, lengths=lengths)
     grid = []
     for name, family in families.items():
         if isinstance(family, Policy) or not callable(family):
             raise ValueError(f"{name!r} is {family!r}; give a method that takes a budget, such as kvjax.methods.snapkv")
-        grid.append(tuple(as_policy(family(budget)) for budget in budgets))
-        for policy in grid[-1]:
-            _check_keeps_tokens(name, policy)
+        plans = tuple(plan(as_policy(family(budget))) for budget in budgets)
+        for p in plans:
+            _check_keeps_tokens(name, p)
+        if len(kinds := {kind_of(p) for p in plans}) > 1:
+            raise ValueError(f"{name!r} has slots of different kinds at different budgets, {kinds}; measure them apart")
+        grid.append(plans)
     return tuple(grid)
 
 
@@ -53,20 +67,24 @@ def _members(policy: Policy) -> tuple[Policy, ...]:
     return (policy.policy,) if isinstance(policy, SharedLayers) else ()
 
 
-def _check_keeps_tokens(name: str, policy: Policy) -> None:
+def _check_keeps_tokens(name: str, plan: CachePlan) -> None:
     """Raises ValueError if the policy does something to later rows that no keep mask says."""
-    for member in _members(policy):
-        _check_keeps_tokens(name, member)
-    if _members(policy):
-        return
-    if isinstance(policy, Evict) and policy.select.relaxed:
-        raise ValueError(
-            f"{name!r} keeps some of every token, which no keep mask says; give the policy before soften()"
-        )
-    hides = policy.mask is not None if isinstance(policy, Evict) else type(policy).visible is not Policy.visible
-    if hides or type(policy).transform is not Policy.transform:
-        what = "hides tokens from single rows" if hides else "changes how keys are stored"
-        raise ValueError(f"{name!r} {what}, which is not a choice of tokens; its losses cannot be read off a keep mask")
+
+    def check(policy: Policy) -> None:
+        if members := _members(policy):
+            for member in members:
+                check(member)
+            return
+        hides = policy.mask is not None if isinstance(policy, Evict) else type(policy).visible is not Policy.visible
+        does = {
+            "hides tokens from single rows": hides,
+            "changes how keys are stored": type(policy).transform is not Policy.transform,
+            "keeps a part of every token": any(policy.gates(site) for site in plan.sites),
+        }
+        for what in (what for what, true in does.items() if true):
+            raise ValueError(f"{name!r} {what}, which is no choice of tokens; no keep mask has its losses")
+
+    check(plan.policy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +105,8 @@ def kind_of(plan: CachePlan) -> Kind:
     moved: set[Positions] = {"original" if p == "original" else "compact" for p in plan.positions}
     if len(heads) > 1 or len(moved) > 1:
         raise ValueError(
-            f"{plan.policy} treats layers differently ({sorted(heads)}, {sorted(moved)}); measure it apart"
+            f"the layers of {plan.policy} have slots of several kinds ({sorted(heads)}, {sorted(moved)}), and one mask "
+            "has one; give all of them the same granularity= and positions="
         )
     return Kind(heads.pop(), moved.pop())
 
