@@ -62,6 +62,7 @@ def bench(
     batch: int = 1,
     budget: float = 0.25,
     rounds: int = 7,
+    only: tuple[str, ...] = (),
     output: pathlib.Path | None = None,
 ) -> None:
     """Prints tokens per second for the full cache and each method.
@@ -72,20 +73,25 @@ def bench(
       batch: sequences at once.
       budget: a share of the prompt.
       rounds: timed runs of each method, interleaved.
+      only: these methods beside the full cache and SnapKV; all if empty.
       output: a JSON file for the figures.
     """
     model, params = models.load(EMBEDDED)
     tokens = jnp.asarray(np.random.default_rng(0).integers(4, model.config.vocab_size, (batch, length)), jnp.int32)
     prefill = jax.jit(kvjax.prefill, static_argnums=(0, 3))
     states, slots = {}, {}
+    if unknown := set(only) - set(METHODS):
+        raise ValueError(f"no methods {sorted(unknown)}; there are {', '.join(METHODS)}")
     for name, make in METHODS.items():
+        if only and name not in (*only, "full", "snapkv"):
+            continue
         plan = kvjax.make_plan(
             model.config, make(budget), prompt_len=length, max_new_tokens=steps, lengths=[length] * batch
         )
         logits, state = prefill(model, params, tokens, plan)
         states[name] = jnp.argmax(logits, axis=-1).astype(jnp.int32), state
         slots[name] = plan.num_slots
-    seconds: dict[str, list[float]] = {name: [] for name in METHODS}
+    seconds: dict[str, list[float]] = {name: [] for name in states}
     for i in range(rounds + 1):
         for name, (token, state) in states.items():
             start = time.perf_counter()

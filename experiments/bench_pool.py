@@ -1,4 +1,4 @@
-"""Attention over a flat pool against a dense cache of as many slots, one query row a head.
+"""Attention over a flat pool, slots in any order or in order of heads, against a dense cache of as many slots.
 
     python experiments/bench_pool.py
 
@@ -41,7 +41,9 @@ def bench(
     """
     rng = np.random.default_rng(0)
     rows = []
-    print(f"{'dtype':10s} {'slots':>6s} {'K':>3s} {'G':>3s} {'dense ms':>9s} {'pool ms':>9s} {'ratio':>6s}")
+    print(
+        f"{'dtype':10s} {'slots':>6s} {'K':>3s} {'G':>3s} {'dense ms':>9s} {'any order':>10s} {'in order':>10s} ratios"
+    )
     for dtype, P, K, G in itertools.product(dtypes, slots, kv_heads, groups):
         S = P // K
         q, k, v = (
@@ -52,22 +54,27 @@ def bench(
         flat = lambda x, order=order: x.reshape(1, -1, *x.shape[3:])[:, order]
         q_pos = jnp.full((1, 1), S, jnp.int32)
         kv_pos = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (1, K, S))
-        owner = jnp.broadcast_to(jnp.arange(K, dtype=jnp.int32)[None, :, None], (1, K, S))
+        starts = np.sort(rng.choice(P, K - 1, replace=False))
+        in_order = jnp.asarray((np.arange(P) >= starts[:, None]).sum(0)[None], jnp.int32)
+        pool = flat(k), flat(v), in_order[:, order], q_pos, flat(kv_pos)
+        call = lambda promised, K=K: jax.jit(
+            lambda *x: pooled_attention(*x, columns=(Columns(),), num_kv_heads=K, in_order=promised)
+        )
         calls = (
             (jax.jit(lambda *x: attention(*x, columns=(Columns(),))), (q, k, v, q_pos, kv_pos)),
-            (
-                jax.jit(lambda *x, K=K: pooled_attention(*x, columns=(Columns(),), num_kv_heads=K)),
-                (q, flat(k), flat(v), flat(owner), q_pos, flat(kv_pos)),
-            ),
+            (call(False), (q, *pool)),
+            (call(True), (q, *pool[:2], in_order, *pool[3:])),
         )
-        seconds = np.zeros((rounds + 1, 2))
+        seconds = np.zeros((rounds + 1, 3))
         for i, (j, (f, args)) in itertools.product(range(rounds + 1), enumerate(calls)):
             start = time.perf_counter()
             jax.block_until_ready(f(*args))
             seconds[i, j] = time.perf_counter() - start
-        dense, pool = 1e3 * seconds[1:].min(0)  # the first round compiles
-        rows.append({"dtype": dtype, "slots": P, "K": K, "G": G, "dense_ms": dense, "pool_ms": pool})
-        print(f"{dtype:10s} {P:6d} {K:3d} {G:3d} {dense:9.3f} {pool:9.3f} {pool / dense:6.2f}")
+        dense, loose, ordered = 1e3 * seconds[1:].min(0)  # the first round compiles
+        times = {"dense_ms": dense, "pool_ms": loose, "pool_in_order_ms": ordered}
+        rows.append({"dtype": dtype, "slots": P, "K": K, "G": G, **times})
+        print(f"{dtype:10s} {P:6d} {K:3d} {G:3d} {dense:9.3f} {loose:10.3f} {ordered:10.3f}", end="")
+        print(f"   {loose / dense:5.2f} {ordered / dense:5.2f}")
     if output is not None:
         output.write_text(json.dumps({"rows": rows, "head_dim": head_dim, "device": device_info()}, indent=2) + "\n")
 

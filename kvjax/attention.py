@@ -184,7 +184,7 @@ def _attend_pooled(kv: PooledKV, q, k, v, pos, ctx, rotate, observe, out_proj, p
     read = kv.pos if visible is None else jnp.where(visible.slots.any(1), kv.pos, EMPTY)
     apart = visible is not None and visible.measured
     over = lambda pos_, wanted: pooled_attention(
-        q, keys, kv.v, kv.owner, pos, pos_, tuple(wanted), num_kv_heads=K, **options
+        q, keys, kv.v, kv.owner, pos, pos_, tuple(wanted), num_kv_heads=K, in_order=True, **options
     )
     result = over(read, () if apart else columns.values())
     measured = over(kv.pos, columns.values()).columns if apart else result.columns

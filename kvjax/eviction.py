@@ -152,6 +152,17 @@ class Evict(Policy):
         room = self.when.room(site.max_new_tokens) + self.select.slack
         return min(per_head, int(total) + site.num_kv_heads * room)
 
+    def most(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"]:
+        """See `Policy`."""
+        site = ctx.site
+        kept, room = kv.num_live, self.when.room(site.max_new_tokens)
+        if self.when.decodes:
+            budget, sinks, recent = self._now(ctx)
+            shares = kv.memory.shares
+            each = budget[:, None] if shares is None else shares.value + jnp.minimum(sinks + recent, budget)[:, None]
+            kept = jnp.maximum(each + self.select.slack, 0 if self.when.prefill else kept)
+        return jnp.minimum(kept + room, (ctx.prompt_length + site.max_new_tokens)[:, None])
+
     def check(self, site: Site, prompt_length: int) -> None:
         """See `Policy`."""
         sizes = self._sizes(site)

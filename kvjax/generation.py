@@ -140,7 +140,10 @@ def forward(
 def stored(plan: CachePlan, kv: LayerKV, ctx: Context, *, ends: bool = True) -> LayerKV | PooledKV:
     """A layer as it is kept after the prompt, or after a block of it."""
     layer = ctx.site.layer
-    kv_ = (to_pool if plan.layouts[layer] == "pool" else compact)(kv, plan.capacities[layer])
+    if plan.layouts[layer] == "pool":
+        kv_ = to_pool(kv, plan.capacities[layer], plan.policy.most(kv, ctx) if ends else None)
+    else:
+        kv_ = compact(kv, plan.capacities[layer])
     return plan.policy.transform(kv_, ctx) if ends else kv_
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 
 from kvjax.context import Site
 from kvjax.policy import Layout, Policy
+from kvjax.pool import pool_slots
 from kvjax.state import Positions
 
 
@@ -183,4 +184,6 @@ def make_plan(
 
 
 def _capacity(policy: Policy, site: Site, lengths: Sequence[int] | None) -> int:
-    return policy.slots(site, lengths) if policy.layout(site) == "pool" else policy.capacity(site, lengths)
+    if policy.layout(site) == "dense":
+        return policy.capacity(site, lengths)
+    return pool_slots(policy.slots(site, lengths))

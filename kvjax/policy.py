@@ -103,6 +103,18 @@ class Policy(abc.ABC):
         """Raises ValueError if the policy cannot work in this layer for a prompt of this length."""
         del site, prompt_length
 
+    def most(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"] | None:
+        """The most live slots that each head will hold while decoding, at most `slots` together; None if unknown.
+
+        A pool gives every head that many. Without it, each gets the slots it holds and an equal share of the rest.
+
+        Args:
+          kv: the layer after the prompt.
+          ctx: the moment after the prompt.
+        """
+        del kv, ctx
+        return None
+
     @abc.abstractmethod
     def target(self, site: Site, prompt_length: int) -> int:
         """Live slots a head of this layer may keep, on average over heads, for a prompt of this length."""
@@ -263,6 +275,12 @@ class Chain(Policy):
         """See `Policy`."""
         return min(p.capacity(site, lengths) for p in self.policies)
 
+    def most(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"] | None:
+        """See `Policy`."""
+        each = zip(self.policies, kv.memory, strict=True)
+        bounds = [b for p, m in each if (b := p.most(dataclasses.replace(kv, memory=m), ctx)) is not None]
+        return functools.reduce(jnp.minimum, bounds) if bounds else None
+
     def scheduled(self, schedule: Schedule) -> Policy:
         """See `Policy`."""
         return chain(*(p.scheduled(schedule) for p in self.policies))
@@ -357,6 +375,10 @@ class _Delegating(Policy):
     def slots(self, site: Site, lengths: Sequence[int] | None = None) -> int:
         """See `Policy`."""
         return self.of(site).slots(site, lengths)
+
+    def most(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"] | None:
+        """See `Policy`."""
+        return self.of(ctx.site).most(kv, ctx)
 
     def check(self, site: Site, prompt_length: int) -> None:
         """See `Policy`."""

@@ -3,6 +3,10 @@
 The dense layout gives every head of a layer the slots of its largest; the pool has as many slots as all heads together
 need (Ada-KV, arXiv 2407.11550, keeps a flat buffer for the same reason). Policies see a pool as a `LayerKV` whose heads
 share the slots (`view`): a slot is live for its owner and dead for all others.
+
+When the prompt ends, every head is given consecutive slots for the most tokens that it will ever hold, and keeps them:
+a slot freed by eviction is filled by the same head. So a pool that holds the sum of these numbers never runs out, and
+attention meets runs of one head's slots, which costs about what a dense cache costs.
 """
 
 import dataclasses
@@ -16,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from kvjax.state import EMPTY, LayerKV, Positions, map_slots
+from pallas_kernels.pooled import MAX_BLOCK, MIN_BLOCK, block_size
 from pallas_kernels.pytree import pytree, static
 
 
@@ -26,20 +31,18 @@ class PooledKV:
     Attributes:
       k, v: keys and values.
       pos: absolute position of the token in the slot, or EMPTY.
-      owner: the kv head that the slot belongs to; meaningless for a dead slot.
+      ends: head h owns the slots from `ends[h - 1]` (0 for the first head) to before `ends[h]`; the last end is P.
       memory, rank, rotated, positions: as in `LayerKV`, with one entry a slot of the pool.
-      num_kv_heads: K.
     """
 
     k: Float[Array, "B P H"]
     v: Float[Array, "B P H"]
     pos: Int[Array, "B P"]
-    owner: Int[Array, "B P"]
+    ends: Int[Array, "B K"]
     memory: PyTree[Any] = ()
     rank: Int[Array, "B P"] | None = None
     rotated: Int[Array, "B P"] | None = None
     positions: Positions = static(default="original")
-    num_kv_heads: int = static(default=1)
 
     @property
     def num_live(self) -> Int[Array, "B K"]:
@@ -50,6 +53,20 @@ class PooledKV:
     def num_slots(self) -> int:
         """Slots allocated for all heads together (static)."""
         return self.pos.shape[-1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K (static)."""
+        return self.ends.shape[-1]
+
+    @property
+    def owner(self) -> Int[Array, "B P"]:
+        """The kv head that every slot belongs to, live or dead."""
+        slots = jnp.arange(self.num_slots, dtype=jnp.int32)[None]
+        owner = jnp.zeros_like(self.pos)
+        for head in range(self.num_kv_heads - 1):  # XLA's sum over this axis is slow on CPU
+            owner = owner + (slots >= self.ends[:, head : head + 1]).astype(jnp.int32)
+        return owner
 
     @property
     def head_pos(self) -> Int[Array, "B K P"]:
@@ -80,9 +97,9 @@ class PooledKV:
 
     def _own(self, x: Shaped[Array, "B K P *rest"]) -> Shaped[Array, "B P *rest"]:
         """Every slot's number for its owner. A chain of selects: gathers are slower on CPU."""
-        found = x[:, 0]
+        found, owner = x[:, 0], self.owner
         for head in range(1, self.num_kv_heads):
-            mine = (self.owner == head).reshape(self.owner.shape + (1,) * (found.ndim - 2))
+            mine = (owner == head).reshape(owner.shape + (1,) * (found.ndim - 2))
             found = jnp.where(mine, x[:, head], found)
         return found
 
@@ -101,16 +118,40 @@ class PooledKV:
         )
 
 
+def pool_slots(total: int) -> int:
+    """Slots of a pool for `total` tokens: a multiple of a power of two where that costs less than one slot in 64.
+
+    Attention splits such pools into blocks (`pallas_kernels.pooled`).
+    """
+    block = min(MAX_BLOCK, 1 << max(0, (total // 64).bit_length() - 1))
+    return total if block < MIN_BLOCK else -(-total // block) * block
+
+
 @functools.partial(jax.jit, static_argnames="capacity")
-def to_pool(kv: LayerKV, capacity: int) -> PooledKV:
+def to_pool(kv: LayerKV, capacity: int, most: Int[Array, "B K"] | None = None) -> PooledKV:
     """Moves the live slots of all heads into one pool of `capacity` slots; the rest are dead.
 
-    Slots lie head by head in the order they had. If the heads together hold more than `capacity` live tokens, the plan
-    was made for other prompts: values become NaN instead of tokens being lost silently.
+    Slots lie head by head in the order they had, each head's followed by its room. If the heads together hold more than
+    `capacity` live tokens, the plan was made for other prompts: values become NaN instead of tokens being lost
+    silently.
+
+    Args:
+      kv: the layer.
+      capacity: slots of the pool.
+      most: the most tokens that each head will hold. What the pool has beyond their sum is divided equally, and so is
+        everything beyond the live tokens if None, or if the pool has not as much as their sum.
     """
     B, K, S, _ = kv.k.shape
-    live = kv.live.reshape(B, K * S)
-    place = jnp.where(live, jnp.cumsum(live, axis=-1, dtype=jnp.int32) - 1, capacity)
+    live = kv.num_live
+    room = jnp.zeros_like(live) if most is None else jnp.maximum(most - live, 0)
+    free = jnp.maximum(capacity - live.sum(-1, keepdims=True), 0)
+    room = jnp.where(room.sum(-1, keepdims=True) <= free, room, 0)
+    rest = free - room.sum(-1, keepdims=True)
+    room = room + rest // K + (jnp.arange(K, dtype=jnp.int32)[None] < rest % K).astype(jnp.int32)
+    ends = jnp.cumsum(live + room, axis=-1, dtype=jnp.int32)
+    starts = jnp.pad(ends[:, :-1], [(0, 0), (1, 0)])
+    place = starts[..., None] + jnp.cumsum(kv.live, axis=-1, dtype=jnp.int32) - 1
+    place = jnp.where(kv.live, place, capacity).reshape(B, K * S)
     batch = jnp.arange(B)[:, None]
     source = jnp.full((B, capacity), K * S, jnp.int32)
     slots = jnp.broadcast_to(jnp.arange(K * S, dtype=jnp.int32)[None], (B, K * S))
@@ -124,18 +165,37 @@ def to_pool(kv: LayerKV, capacity: int) -> PooledKV:
         taken = flat.at[batch, jnp.minimum(source, K * S - 1)].get()
         return jnp.where(filled.reshape(filled.shape + (1,) * (taken.ndim - 2)), taken, jnp.asarray(fill, x.dtype))
 
-    overflow = (kv.num_live.sum(-1) > capacity)[:, None, None]
+    overflow = (live.sum(-1) > capacity)[:, None, None]
     return PooledKV(
         gather(kv.k),
         jnp.where(overflow, jnp.asarray(jnp.nan, kv.v.dtype), gather(kv.v)),
         gather(kv.pos, EMPTY),
-        gather(jnp.broadcast_to(jnp.arange(K, dtype=jnp.int32)[None, :, None], kv.pos.shape)),
+        jnp.minimum(ends, capacity),
         map_slots(gather, kv.memory),
         None if kv.rank is None else gather(kv.rank, EMPTY),
         None if kv.rotated is None else gather(kv.rotated, EMPTY),
         kv.positions,
-        K,
     )
+
+
+def _first_dead(kv: PooledKV) -> Int[Array, "B K"]:
+    """The first dead slot that every head owns, P where it has none.
+
+    By blocks, since a reduction of all slots for every head would cost more than all else that inserts a token: the
+    first dead slot from a head's first one on lies in the block where the head begins, or is the first of later blocks.
+    """
+    B, P = kv.pos.shape
+    block = block_size(P)
+    starts = jnp.pad(kv.ends[:, :-1], [(0, 0), (1, 0)])  # "B K"
+    candidates = jnp.where(kv.pos == EMPTY, lax.broadcasted_iota(jnp.int32, kv.pos.shape, 1), P)
+    candidates = candidates.reshape(B, P // block, block)
+    begin = jnp.minimum(starts, P - 1) // block
+    inside = candidates.at[jnp.arange(B)[:, None], begin].get(mode="promise_in_bounds")  # "B K block"
+    inside = jnp.where(inside >= starts[..., None], inside, P).min(-1)
+    later = jnp.arange(P // block, dtype=jnp.int32)[None, None] > begin[..., None]
+    later = jnp.where(later, candidates.min(-1)[:, None], P).min(-1)
+    first = jnp.minimum(inside, later)
+    return jnp.where(first < kv.ends, first, P)
 
 
 def insert_pooled(
@@ -145,31 +205,25 @@ def insert_pooled(
     pos: Int[Array, "B 1"],
     rank: Int[Array, "B K"] | None,
 ) -> PooledKV:
-    """Writes one token of every head into the first dead slots of the pool, in place under `jit`.
+    """Writes one token of every head into the first dead slot that it owns, in place under `jit`.
 
-    A token whose position is EMPTY changes nothing that is live. Where the pool is full, it has been driven past its
-    plan, and values become NaN.
+    A token whose position is EMPTY changes nothing that is live. A head whose slots are all live has been driven past
+    its plan, and values become NaN.
     """
     B, K, _, _ = k.shape
-    index = lax.broadcasted_iota(jnp.int32, kv.pos.shape, 1)
-    places, dead = [], kv.pos == EMPTY
-    for _ in range(K):  # K reductions are cheaper than one sort
-        first = jnp.where(dead, index, kv.num_slots).min(-1, keepdims=True)
-        places.append(first)
-        dead = dead & (index != first)
-    place = jnp.concatenate(places, axis=-1)  # "B K"; num_slots where there is none
-    overflow = ((place == kv.num_slots).any(-1) & (pos[:, 0] != EMPTY))[:, None]
+    P, place = kv.num_slots, _first_dead(kv)
+    overflow = (place == P) & (pos != EMPTY)
     batch = jnp.arange(B)[:, None]
     write = lambda x, new: x.at[batch, place].set(new.astype(x.dtype), mode="drop", unique_indices=True)
-    spoiled = jnp.where(overflow, 0, kv.num_slots)
-    heads = jnp.broadcast_to(jnp.arange(K, dtype=jnp.int32)[None], (B, K))
+    # Where a head has no slot, all heads of the sequence write NaN: several may be sent to the same slot.
+    values = jnp.where(overflow.any(-1)[:, None, None], jnp.nan, v[:, :, 0]).astype(kv.v.dtype)
+    spoiled = jnp.where(overflow, jnp.maximum(kv.ends - 1, 0), place)
     blank = lambda m: write(m, jnp.zeros((B, K, *m.shape[2:]), m.dtype))
     return dataclasses.replace(
         kv,
         k=write(kv.k, k[:, :, 0]),
-        v=write(kv.v.at[batch, spoiled].set(jnp.nan, mode="drop"), v[:, :, 0]),
+        v=kv.v.at[batch, spoiled].set(values, mode="drop"),
         pos=write(kv.pos, jnp.broadcast_to(pos, (B, K))),
-        owner=write(kv.owner, heads),
         memory=map_slots(blank, kv.memory),
         rank=None if kv.rank is None or rank is None else write(kv.rank, rank),
         rotated=None if kv.rotated is None or rank is None else write(kv.rotated, rank),

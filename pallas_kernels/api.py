@@ -141,6 +141,7 @@ def pooled_attention(
     columns: Sequence[Columns] = (),
     *,
     num_kv_heads: int,
+    in_order: bool = False,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -159,6 +160,8 @@ def pooled_attention(
       kv_pos: absolute position of every slot, negative for a dead slot.
       columns: the statistics to measure.
       num_kv_heads: K; the pool does not show it.
+      in_order: promises that owners are not negative and never decrease from slot to slot, which makes the product with
+        the keys cheaper. Dead slots then have an owner like all others, and a negative position.
       scale, window, softcap, implementation: as in `attention`.
 
     Returns:
@@ -178,7 +181,7 @@ def pooled_attention(
         )
     _check_columns(columns, B, num_kv_heads, T)
     scale = H**-0.5 if scale is None else scale
-    options = {"num_kv_heads": num_kv_heads, "scale": scale, "window": window, "softcap": softcap}
+    options = {"num_kv_heads": num_kv_heads, "in_order": in_order, "scale": scale, "window": window, "softcap": softcap}
     arrays, structure = jax.tree.flatten(tuple(columns))
 
     def run(order, q, k, v, owner, q_pos, kv_pos, arrays):
@@ -279,15 +282,14 @@ def _forward(order, columns, q, k, v, q_pos, kv_pos, *, scale, window, softcap):
     return result[0], result[1], tuple(measured)
 
 
-def _pool_forward(order, columns, q, k, v, owner, q_pos, kv_pos, *, num_kv_heads, scale, window, softcap):
+def _pool_forward(order, columns, q, k, v, owner, q_pos, kv_pos, *, num_kv_heads, in_order, scale, window, softcap):
     from pallas_kernels import gpu  # see above
 
     def forward(name):
         arrays = q, k, v, owner, q_pos, kv_pos
         if name == "xla":
-            found = pooled.pooled_attention(
-                *arrays, num_kv_heads=num_kv_heads, columns=columns, scale=scale, window=window, softcap=softcap
-            )
+            options = {"num_kv_heads": num_kv_heads, "in_order": in_order, "scale": scale}
+            found = pooled.pooled_attention(*arrays, columns=columns, window=window, softcap=softcap, **options)
             return found.out, found.lse, found.columns
         spec = gpu.bl.Logits(scale, window, softcap)
         return gpu.pooled_forward(*arrays, num_kv_heads=num_kv_heads, columns=columns, spec=spec, backend=name)

@@ -185,8 +185,7 @@ def pooled_forward(
         return out, lse, ()
     owner = jnp.where(kv_pos >= 0, owner, -1)
     seen = pooled.pool_visible(owner, q_pos, kv_pos, spec.window)
-    per_head = jnp.where(jnp.isfinite(lse), lse, 0.0).reshape(q.shape[0], num_kv_heads, -1)
-    p = jnp.where(seen[:, None], jnp.exp(row - pooled.by_owner(per_head, owner)), 0.0)
+    p = pooled.probabilities(row, lse.reshape(q.shape[0], num_kv_heads, -1), seen, owner)
     measured = pooled.pool_columns(
         *(columns, p, row, seen, owner, q_pos, kv_pos), num_kv_heads=num_kv_heads, window=spec.window
     )

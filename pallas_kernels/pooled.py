@@ -1,10 +1,14 @@
 """One query row a head against a flat pool of slots, each owned by one kv head: a softmax by owner, for XLA.
 
-All query heads meet all slots in two plain matrix products, and masks leave every head its own slots. That is K times
-the arithmetic of a dense cache, but gathers, sorts and sums by owner cost more on CPU than a wider matrix product.
-`experiments/bench_pool.py` compares it with a dense cache of as many slots.
+Slots in any order: all query heads meet all slots in two plain matrix products, and masks leave every head its own
+slots. That is K times the arithmetic of a dense cache, but gathers, sorts and sums by owner cost more on CPU.
+
+Slots in order of their owners: a block of slots belongs to the owners of its first and its last slot, and meets the
+query heads of both in a batched matrix product. Only where a third head has all of its slots inside one block, slots
+are taken in any order. `experiments/bench_pool.py` compares both with a dense cache of as many slots.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -12,6 +16,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.columns import Attention, Columns, accumulator, apply_element, draw_noise, reduce_group, thresholds
+
+MIN_BLOCK = 16  # products of smaller blocks cost more than K times the arithmetic does
+MAX_BLOCK = 512
 
 
 def pooled_attention(
@@ -23,30 +30,141 @@ def pooled_attention(
     kv_pos: Int[Array, "B P"],
     *,
     num_kv_heads: int,
+    in_order: bool = False,
     columns: Sequence[Columns] = (),
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Attention:
     """See `pallas_kernels.pooled_attention`. Differentiable, statistics included."""
-    B, N = q.shape[:2]
+    B, N, _, H = q.shape
     K = num_kv_heads
-    G = N // K
-    dtype = accumulator(q.dtype)
-    owner = jnp.where(kv_pos >= 0, owner, -1)
-    x = jnp.einsum("bnh,bph->bnp", q[:, :, 0], k, preferred_element_type=dtype) * jnp.asarray(scale, dtype)
-    if softcap is not None:
-        x = softcap * jnp.tanh(x / softcap)
-    x = x.reshape(B, K, G, -1)
+    rows = q.reshape(B, K, N // K, H)
+    logits = _Logits(scale, softcap)
+    owner = jnp.where(kv_pos >= 0, owner, -1) if not in_order else owner
     seen = pool_visible(owner, q_pos, kv_pos, window)
+    size = min(block_size(kv_pos.shape[1]), _power_of_two(kv_pos.shape[1] // (2 * K))) if in_order else 1
+    by_slot = lambda: _slot_by_slot(rows, k, v, owner, seen, logits)
+    if size < MIN_BLOCK:
+        out, lse, x = by_slot()
+    else:
+        blocks = _Blocks.of(owner, size)
+        x = blocks.logits(rows, k, logits)
+        found = blocks.attend(x, v, seen, K)
+        out, lse, x = lax.cond(blocks.cover(), lambda: found, by_slot)
+    p = probabilities(x, lse, seen, owner)
+    options = {"num_kv_heads": K, "window": window}
+    measured = pool_columns(columns, p, x, seen, owner, q_pos, kv_pos, **options)
+    return Attention(out.reshape(B, N, 1, H).astype(q.dtype), lse.reshape(B, N, 1), measured)
+
+
+def _power_of_two(n: int) -> int:
+    """The largest up to n, and 1 for 0."""
+    return 1 << max(0, n.bit_length() - 1)
+
+
+def block_size(num_slots: int) -> int:
+    """The largest power of two up to `MAX_BLOCK` that divides a pool."""
+    return min(MAX_BLOCK, num_slots & -num_slots)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Logits:
+    """How logits follow from products."""
+
+    scale: float
+    softcap: float | None
+
+    def __call__(self, products: Array) -> Array:
+        x = products * jnp.asarray(self.scale, products.dtype)
+        return x if self.softcap is None else self.softcap * jnp.tanh(x / self.softcap)
+
+
+_Row = tuple[Float[Array, "B K G H"], Float[Array, "B K G"], Float[Array, "B G P"]]
+
+
+def _slot_by_slot(
+    q: Float[Array, "B K G H"],
+    k: Float[Array, "B P H"],
+    v: Float[Array, "B P H"],
+    owner: Int[Array, "B P"],
+    seen: Bool[Array, "B P"],
+    logits: _Logits,
+) -> _Row:
+    """The output, the logsumexp and the logits of every slot with the queries of its owner."""
+    B, K, G, H = q.shape
+    dtype = accumulator(q.dtype)
+    x = jnp.einsum("bnh,bph->bnp", q.reshape(B, K * G, H), k, preferred_element_type=dtype)
+    x = logits(x).reshape(B, K, G, -1)
     e, mass, lse = _exponentials(x, seen, owner)
-    out = jnp.einsum("bnp,bph->bnh", e.reshape(B, N, -1).astype(v.dtype), v, preferred_element_type=dtype)
-    inverse_mass = 1.0 / jnp.where(mass > 0, mass, 1.0)
-    out = (out * inverse_mass.reshape(B, N, 1)).astype(q.dtype)
-    p = _total(e, inverse_mass) if columns else None
-    x = _select_owner(x, owner) if any(c.softmax is not None for c in columns) else None
-    measured = pool_columns(columns, p, x, seen, owner, q_pos, kv_pos, num_kv_heads=K, window=window)
-    return Attention(out[:, :, None], lse.reshape(B, N, 1), measured)
+    out = jnp.einsum("bnp,bph->bnh", e.reshape(B, K * G, -1).astype(v.dtype), v, preferred_element_type=dtype)
+    return out.reshape(B, K, G, H) * _inverse(mass)[..., None], lse, _select_owner(x, owner)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """A pool in blocks with one or two owners: those of the first and of the last slot.
+
+    Attributes:
+      owners: of every block. Two equal ones are one owner, in the first place.
+      mine: which slots belong to which of the two.
+    """
+
+    owners: Int[Array, "B NB 2"]
+    mine: Bool[Array, "B NB 2 block"]
+
+    @classmethod
+    def of(cls, owner: Int[Array, "B P"], size: int) -> "_Blocks":
+        """Blocks of `size` slots."""
+        slots = owner.reshape(owner.shape[0], -1, size)
+        first, last = slots[..., :1], slots[..., -1:]
+        of_first = slots == first
+        mine = jnp.stack([of_first, (slots == last) & ~of_first], axis=2)
+        return cls(jnp.concatenate([first, last], axis=2), mine)
+
+    def cover(self) -> Bool[Array, ""]:
+        """Whether no slot belongs to a third owner."""
+        return self.mine.any(2).all()
+
+    def _split(self, x: Array) -> Array:
+        B, NB, _, size = self.mine.shape
+        return x.reshape(B, NB, size, *x.shape[2:])
+
+    def logits(self, q: Float[Array, "B K G H"], k: Float[Array, "B P H"], logits: _Logits) -> Float[Array, "B G P"]:
+        """Of every slot with the queries of its owner, for slots that belong to one of the two."""
+        B, K, G, H = q.shape
+        NB = self.owners.shape[1]
+        both = jnp.broadcast_to(q[:, :1, None], (B, NB, 2, G, H))
+        for head in range(1, K):
+            both = jnp.where((self.owners == head)[..., None, None], q[:, head, None, None], both)
+        # Slots come first in the product: for the other order XLA would transpose the keys on CPU.
+        both = both.reshape(B, NB, 2 * G, H)
+        x = jnp.einsum("bnsh,bnrh->bnsr", self._split(k), both, preferred_element_type=accumulator(q.dtype))
+        x = jnp.where(self.mine[:, :, 0, :, None], x[..., :G], x[..., G:])
+        return logits(x.reshape(B, -1, G).swapaxes(1, 2))
+
+    def attend(self, x: Float[Array, "B G P"], v: Float[Array, "B P H"], seen: Bool[Array, "B P"], K: int) -> _Row:
+        """What `_slot_by_slot` returns, from the logits."""
+        B, G, _ = x.shape
+        NB, size, H = self.owners.shape[1], self.mine.shape[-1], v.shape[-1]
+        by_block = x.reshape(B, G, NB, size).swapaxes(1, 2)  # "B NB G size"
+        mine = (self.mine & self._split(seen)[:, :, None])[:, :, :, None]  # "B NB 2 1 size"
+        lowest = jnp.finfo(x.dtype).min  # finite where nothing is seen
+        top = lax.stop_gradient(jnp.where(mine, by_block[:, :, None], lowest).max(-1))  # "B NB 2 G"
+        below = by_block - jnp.where(mine[:, :, 0], top[:, :, 0, :, None], top[:, :, 1, :, None])
+        e = jnp.exp(jnp.where(below > 0, 0.0, below))  # above its maximum lies only what no row sees
+        e = jnp.where(mine, e[:, :, None], 0.0)
+        rows = e.reshape(B, NB, 2 * G, size)
+        out = jnp.einsum("bnrs,bnsh->bnrh", rows.astype(v.dtype), self._split(v), preferred_element_type=x.dtype)
+
+        flat = lambda y: y.reshape(B, 2 * NB, *y.shape[3:])
+        heads = jnp.arange(K, dtype=self.owners.dtype)[None, :, None]
+        belongs = (flat(self.owners)[:, None] == heads)[..., None]  # "B K 2NB 1"
+        head_top = jnp.where(belongs, flat(top)[:, None], lowest).max(2)  # "B K G"
+        factor = jnp.where(belongs, jnp.exp(flat(top)[:, None] - head_top[:, :, None]), 0.0)  # "B K 2NB G"
+        mass = (factor * flat(e.sum(-1))[:, None]).sum(2)
+        out = jnp.einsum("bkng,bngh->bkgh", factor, out.reshape(B, 2 * NB, G, H)) * _inverse(mass)[..., None]
+        return out, _logsumexp(head_top, mass), x
 
 
 def pool_visible(
@@ -88,12 +206,22 @@ def _exponentials(x: Float[Array, "B K G P"], seen: Bool[Array, "B P"], owner: I
     top = lax.stop_gradient(jnp.maximum(x.max(-1), jnp.finfo(x.dtype).min))  # finite where a head sees nothing
     e = jnp.exp(x - top[..., None])
     mass = e.sum(-1)
-    return e, mass, jnp.where(mass > 0, top + jnp.log(jnp.where(mass > 0, mass, 1.0)), -jnp.inf)
+    return e, mass, _logsumexp(top, mass)
 
 
-def _total(e: Float[Array, "B K G P"], factor: Float[Array, "B K G"]) -> Float[Array, "B G P"]:
-    """Sum over the kv heads, of which only a slot's owner is not 0. As a loop: XLA's sum over this axis is slow."""
-    return sum((e[:, k] * factor[:, k, :, None] for k in range(1, e.shape[1])), e[:, 0] * factor[:, 0, :, None])
+def _logsumexp(top: Array, mass: Array) -> Array:
+    return jnp.where(mass > 0, top + jnp.log(jnp.where(mass > 0, mass, 1.0)), -jnp.inf)
+
+
+def _inverse(mass: Array) -> Array:
+    return 1.0 / jnp.where(mass > 0, mass, 1.0)
+
+
+def probabilities(
+    x: Float[Array, "B G P"], lse: Float[Array, "B K G"], seen: Bool[Array, "B P"], owner: Int[Array, "B P"]
+) -> Float[Array, "B G P"]:
+    """Of every slot in the row of its owner, from logits and logsumexp; 0 where the row does not read it."""
+    return jnp.exp(jnp.where(seen[:, None], x - by_owner(lse, owner), -jnp.inf))
 
 
 def pool_columns(
@@ -129,8 +257,8 @@ def _column(spec: Columns, p, x, seen, owner, q_pos, kv_pos, num_kv_heads, windo
             x = x + draw_noise(own, seed, head, q_pos[:, None], kv_pos[:, None])
         if own.multiplier is not None:
             x = x * by_owner(own.multiplier.astype(x.dtype), owner)
-        e, mass, _ = _exponentials(jnp.repeat(x[:, None], num_kv_heads, axis=1), seen, owner)
-        p = _total(e, 1.0 / jnp.where(mass > 0, mass, 1.0))
+        _, _, lse = _exponentials(jnp.repeat(x[:, None], num_kv_heads, axis=1), seen, owner)
+        p = probabilities(x, lse, seen, owner)
     if not spec.count_self:
         p = jnp.where((kv_pos == q_pos)[:, None], 0.0, p)
     theta = thresholds(spec, q_pos, _owned(owner, seen, num_kv_heads).sum(-1)[..., None], p.dtype)

@@ -109,12 +109,14 @@ def pooled_attention(
     kv_pos: Int[Array, "B P"],
     *,
     num_kv_heads: int,
+    in_order: bool = False,
     columns: Sequence[Columns] = (),
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Attention:
     """See `pallas_kernels.pooled_attention`. A dense cache as long as the pool, with the slots of other heads dead."""
+    del in_order
     K = num_kv_heads
     mine = owner[:, None] == jnp.arange(K, dtype=owner.dtype)[None, :, None]
     dense = lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], K, *x.shape[1:]))

@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.pool import PooledKV, insert_pooled, to_pool
+from kvjax.pool import PooledKV, insert_pooled, pool_slots, to_pool
 from kvjax.state import evict
 from tests import helpers
 
@@ -102,6 +102,82 @@ def test_views_and_pools_are_inverse():
     more = insert_pooled(kept, new, -new, jnp.asarray([[T], [-1]], jnp.int32), None)
     assert [len(h) for h in helpers.live_positions(more)[0]] == [len(h) + 1 for h in helpers.live_positions(kept)[0]]
     assert helpers.live_positions(more)[1] == helpers.live_positions(kept)[1]
+
+
+@pytest.mark.parametrize("positions", ["original", "rerotate"])
+def test_a_prompt_shorter_than_its_budget_grows_into_it(tiny, positions):
+    """Heads are given what they may come to hold, not what they hold when the prompt ends."""
+    for name in ("h2o", "streaming_llm"):
+        policy = dataclasses.replace(SCORES[name](), budget=16, positions=positions)
+        dense, _, dense_after, _ = run(tiny, policy, lengths=(T, 5))
+        pooled, _, pooled_after, _ = run(tiny, dataclasses.replace(policy, storage="pool"), lengths=(T, 5))
+        np.testing.assert_allclose(pooled, dense, atol=1e-5 * np.abs(dense).max() * NEW)
+        assert int(pooled_after.num_live[1].max()) >= 16
+        np.testing.assert_array_equal(dense_after.num_live, pooled_after.num_live)
+
+
+@pytest.mark.parametrize("capacity", [64, 61])
+def test_heads_keep_their_slots_whatever_dies(capacity):
+    """Random evictions and insertions against lists of positions; every head reaches its own bound, and no further."""
+    rng = np.random.default_rng(capacity)
+    most = np.array([[30, 2, 15, 14], [1, 58, 1, 1]])
+    K, start = most.shape[1], 8
+    pos = np.full((B, K, start), -1)
+    for b, h in np.ndindex(B, K):
+        held = rng.choice(start, rng.integers(0, min(start, most[b, h]) + 1), replace=False)
+        pos[b, h, held] = rng.permutation(start)[: len(held)]
+    values = lambda pos: jnp.asarray(np.broadcast_to(pos[..., None], (*pos.shape, 4)), jnp.float32)
+    kv = kvjax.LayerKV(values(pos), -values(pos), jnp.asarray(pos, jnp.int32))
+    pool = to_pool(kv, capacity, jnp.asarray(most, jnp.int32))
+    assert pool.num_slots == capacity
+    most += np.arange(K) < capacity - most.sum(1, keepdims=True)  # the first heads get the three left over
+    lists = [[sorted(p for p in pos[b, h] if p >= 0) for h in range(K)] for b in range(B)]
+    insert, drop = jax.jit(insert_pooled), jax.jit(lambda p, keep: p.apply(lambda view: evict(view, keep)))
+    for step in range(start, start + 90):
+        keep = np.asarray(pool.view().live) & (rng.random((B, K, capacity)) < (0.97 if step % 30 else 0.4))
+        # A head that would overflow loses its oldest token, as a policy would see to it.
+        held = np.where(keep, np.asarray(pool.pos)[:, None], np.iinfo(np.int32).max)
+        full = keep.sum(-1) == most
+        keep &= ~(full[..., None] & (held == held.min(-1, keepdims=True)))
+        pool = drop(pool, jnp.asarray(keep))
+        kept = [[sorted(np.asarray(pool.pos)[b][keep[b, h]].tolist()) for h in range(K)] for b in range(B)]
+        lists = [[[p for p in lists[b][h] if p in kept[b][h]] for h in range(K)] for b in range(B)]
+        assert lists == kept
+        runs = rng.random(B) < 0.9
+        new = np.where(runs, step, -1)[:, None]
+        token = jnp.full((B, K, 1, 4), float(step))
+        pool = insert(pool, token, -token, jnp.asarray(new, jnp.int32), None)
+        lists = [[lists[b][h] + [step] * bool(runs[b]) for h in range(K)] for b in range(B)]
+        assert helpers.live_positions(pool) == lists
+        view = pool.view()
+        live = np.asarray(view.live)
+        np.testing.assert_array_equal(np.asarray(view.v)[live], -np.asarray(view.k)[live])
+        np.testing.assert_array_equal(np.asarray(view.k)[live][:, 0], np.asarray(view.pos)[live])
+        assert (live.sum(1) <= 1).all()
+
+
+def test_a_head_past_its_slots_shows_as_nan():
+    """Others have room left, and a head may have no slots at all."""
+    kv = kvjax.LayerKV(jnp.ones((B, 2, 3, 4)), jnp.ones((B, 2, 3, 4)), jnp.asarray([[[0, 1, 2]] * 2] * B, jnp.int32))
+    pool = to_pool(kv, 16, jnp.asarray([[3, 13], [4, 12]], jnp.int32))
+    new = jnp.ones((B, 2, 1, 4))
+    after = insert_pooled(pool, new, new, jnp.full((B, 1), 3, jnp.int32), None)
+    live = np.asarray(after.pos) >= 0
+    assert np.isnan(np.asarray(after.v)[0][live[0]]).any()
+    assert not np.isnan(after.v)[1].any()
+    idle = insert_pooled(pool, new, new, jnp.full((B, 1), -1, jnp.int32), None)
+    assert not np.isnan(idle.v).any()
+    assert helpers.live_positions(idle) == helpers.live_positions(pool)
+    nothing = evict(kv, kv.live & (jnp.arange(2) == 1)[None, :, None])
+    first = insert_pooled(
+        to_pool(nothing, 4, jnp.asarray([[0, 4]] * B)), new, new, jnp.full((B, 1), 3, jnp.int32), None
+    )
+    assert np.isnan(first.v).any((1, 2)).all()
+
+
+@pytest.mark.parametrize("total", [1, 37, 1000, 1024, 4608, 4609, 5000, 20001, 100_000])
+def test_rounding_to_blocks_costs_less_than_one_slot_in_64(total):
+    assert total <= pool_slots(total) < total * (1 + 1 / 64)
 
 
 def test_a_full_pool_shows_as_nan():

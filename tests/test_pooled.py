@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Columns, Softmax, attention, pooled_attention
+from pallas_kernels import Columns, Softmax, attention, pooled, pooled_attention
 from tests.references import attention as numpy_reference
 
 IMPLEMENTATIONS = ("xla", "reference")
@@ -77,8 +77,18 @@ def expected(q, k, v, owner, q_pos, kv_pos, num_kv_heads, columns, **options):
     return out, lse, measured
 
 
-def compare(arrays, K, columns, implementation, tolerance, **options):
-    found = pooled_attention(*arrays, columns, num_kv_heads=K, implementation=implementation, **options)
+def in_order(lengths, *, K, G=2, H=8, dead=0.3, seed=0):
+    """A pool whose heads have consecutive slots, dead ones among them, and other numbers of them in every sequence."""
+    P = sum(lengths[0])
+    arrays = inputs(B=len(lengths), N=K * G, K=K, P=P, H=H, dead=dead, seed=seed)
+    owner = np.stack([np.repeat(np.arange(K), each) for each in lengths])
+    return *arrays[:3], jnp.asarray(owner, jnp.int32), *arrays[4:]
+
+
+def compare(arrays, K, columns, implementation, tolerance, in_order=False, **options):
+    found = pooled_attention(
+        *arrays, columns, num_kv_heads=K, in_order=in_order, implementation=implementation, **options
+    )
     scale = options.pop("scale", arrays[0].shape[-1] ** -0.5)
     out, lse, measured = expected(*arrays, K, columns, scale=scale, **options)
     assert found.out.dtype == (arrays[0].dtype if implementation != "reference" else jnp.float32)
@@ -131,20 +141,54 @@ def test_own_softmax_and_weights(implementation):
     compare(inputs(), 3, columns[::4], implementation, TOLERANCE["float32"], window=30, softcap=2.0)
 
 
+LENGTHS = {
+    "heads of several blocks": [[100, 20, 264], [3, 368, 13]],
+    "heads within one block": [[5, 6, 7, 366], [381, 1, 1, 1]],
+    "heads without slots": [[0, 140, 0, 116], [0, 0, 0, 256], [256, 0, 0, 0]],
+    "whole blocks": [[64, 64], [16, 112]],
+    "one head": [[64]],
+    "no blocks": [[10, 20, 7]],
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_slots_in_order_of_owners(implementation, lengths, monkeypatch):
+    arrays, K = in_order(lengths, K=len(lengths[0])), len(lengths[0])
+    sizes, of = set(), pooled._Blocks.of
+    monkeypatch.setattr(pooled._Blocks, "of", lambda owner, size: sizes.add(size) or of(owner, size))
+    own = tuple(Columns(softmax=s) for s in (Softmax(), Softmax(causal=False), Softmax(noise="constant")))
+    compare(arrays, K, (*COLUMNS[::2], *own), implementation, TOLERANCE["float32"], in_order=True)
+    compare(arrays, K, COLUMNS[::5], implementation, TOLERANCE["float32"], in_order=True, window=9, softcap=2.0)
+    half = (*(x.astype(jnp.bfloat16) for x in arrays[:3]), *arrays[3:])
+    compare(half, K, (Columns(),), implementation, TOLERANCE["bfloat16"], in_order=True)
+    assert bool(sizes) == (implementation == "xla" and lengths != LENGTHS["no blocks"])
+
+
+def test_blocks_never_share_a_scale():
+    """Blocks of one head, and heads in one block, whose logits lie far apart."""
+    q, k, v, owner, q_pos, kv_pos = in_order([[60, 75, 57], [192, 0, 0]], K=3)
+    k = k * jnp.where(jnp.arange(k.shape[1])[None] // 16 % 2 == owner % 2, 1.0, 300.0)[..., None]
+    compare((q, k, v, owner, q_pos, kv_pos), 3, (Columns(), Columns(group=None)), "xla", 1e-4, in_order=True)
+
+
 def test_a_sorted_pool_is_the_dense_cache():
     rng = np.random.default_rng(1)
-    B, N, K, S, H = 2, 8, 4, 33, 16
+    B, N, K, S, H = 2, 8, 4, 64, 16
     q, k, v = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((B, N, 1, H), (B, K, S, H), (B, K, S, H)))
     q_pos, kv_pos = jnp.full((B, 1), S, jnp.int32), jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, K, S))
     columns = (Columns(), Columns(element="above", group_at="before"))
     dense = attention(q, k, v, q_pos, kv_pos, columns=columns)
     owner = jnp.broadcast_to(jnp.repeat(jnp.arange(K, dtype=jnp.int32), S)[None], (B, K * S))
     flat = lambda x: x.reshape(B, K * S, *x.shape[3:])
-    pool = pooled_attention(q, flat(k), flat(v), owner, q_pos, flat(kv_pos), columns, num_kv_heads=K)
-    np.testing.assert_allclose(pool.out, dense.out, atol=1e-6)
-    np.testing.assert_allclose(pool.lse, dense.lse, atol=1e-6)
-    for a, b in zip(pool.columns, dense.columns, strict=True):
-        np.testing.assert_allclose(a, flat(b), atol=1e-6)
+    for promised in (False, True):
+        pool = pooled_attention(
+            q, flat(k), flat(v), owner, q_pos, flat(kv_pos), columns, num_kv_heads=K, in_order=promised
+        )
+        np.testing.assert_allclose(pool.out, dense.out, atol=1e-6)
+        np.testing.assert_allclose(pool.lse, dense.lse, atol=1e-6)
+        for a, b in zip(pool.columns, dense.columns, strict=True):
+            np.testing.assert_allclose(a, flat(b), atol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -168,14 +212,19 @@ def test_foreign_logits_never_decide_the_scale():
     compare((q, k, v, owner, q_pos, kv_pos), 3, (Columns(), Columns(group=None)), "xla", 1e-4)
 
 
-def test_gradients_against_finite_differences():
+@pytest.mark.parametrize("promised", [False, True])
+def test_gradients_against_finite_differences(promised):
     with jax.enable_x64(True):
-        arrays = [x.astype(jnp.float64) if x.dtype == jnp.float32 else x for x in inputs(P=23, H=4)]
-        arrays[3] = jnp.where(arrays[3] == 1, -1, arrays[3])  # a head that sees nothing
+        pool = in_order([[70, 0, 122], [120, 62, 10]], K=3, H=4) if promised else inputs(P=23, H=4)
+        arrays = [x.astype(jnp.float64) if x.dtype == jnp.float32 else x for x in pool]
+        blind = arrays[3] == 1  # a head that sees nothing
+        arrays[5] = jnp.where(blind, -1, arrays[5])
+        arrays[3] = arrays[3] if promised else jnp.where(blind, -1, arrays[3])
         mix = jnp.asarray(np.random.default_rng(1).standard_normal(arrays[0].shape))
 
         def f(q, k, v):
-            found = pooled_attention(q, k, v, *arrays[3:], (Columns(element="p2"),), num_kv_heads=3, softcap=2.0)
+            options = {"num_kv_heads": 3, "in_order": promised, "softcap": 2.0}
+            found = pooled_attention(q, k, v, *arrays[3:], (Columns(element="p2"),), **options)
             lse = jnp.where(jnp.isfinite(found.lse), found.lse, 0.0)
             return (jnp.sin(found.out) * mix).sum() + (lse**2).sum() + (found.columns[0] ** 2).sum()
 
