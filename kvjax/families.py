@@ -385,7 +385,8 @@ class EntropyK(Family):
     Votes are $\sum_i \mathrm{softmax}(\lambda_i x_i)$ with $\lambda_i = \sqrt{2 \ln(i / k)}$ on the scaled logits, 1
     where $i \le k$, the mean of a group, times the value prior: so here scores depend on the parameter. They are
     measured in their own deviations, as ranks have no gradient, and the temperature is a share of those: `temperature /
-    unit`.
+    unit`. The softmax is taken here, of logits that `View` keeps: kernels, for which AhaKV itself asks, would read
+    queries and keys again at every step of learning, and their statistics have no gradient.
 
     Attributes:
       start: the first k, in tokens.

@@ -2,10 +2,10 @@
 
 from pallas_kernels.api import attention as attention
 from pallas_kernels.api import pooled_attention as pooled_attention
+from pallas_kernels.api import recovered_attention as recovered_attention
 from pallas_kernels.api import use as use
 from pallas_kernels.columns import Attention as Attention
 from pallas_kernels.columns import Columns as Columns
+from pallas_kernels.columns import Recovery as Recovery
 from pallas_kernels.columns import Softmax as Softmax
 from pallas_kernels.columns import hash_uniform as hash_uniform
-from pallas_kernels.recovery import Recovery as Recovery
-from pallas_kernels.recovery import recovered_attention as recovered_attention

@@ -14,10 +14,10 @@ from typing import Any, Literal, TypeVar, get_args
 
 import jax
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import pooled, reference, xla
-from pallas_kernels.columns import Attention, Columns
+from pallas_kernels import pooled, recovery, reference, xla
+from pallas_kernels.columns import Attention, Columns, Recovery
 
 Implementation = Literal["xla", "triton", "mosaic_gpu", "interpret", "reference"]
 Result = TypeVar("Result")
@@ -85,11 +85,12 @@ def attention(
 
     Row `t` reads slot `s` of its kv head when the slot is live (`kv_pos >= 0`), not later than the row
     (`kv_pos <= q_pos`) and inside the sliding window. A row with a negative position is padding: it reads nothing,
-    returns zeros and adds nothing to any statistic. The last T slots must hold the rows' own tokens in the rows' order
-    (trivial for T = 1); the order of all other slots is free.
+    returns zeros and adds nothing to any statistic. The last T slots must hold the rows' own tokens in the rows' order,
+    or be dead (trivial for T = 1); the order of all other slots is free.
 
     Column statistics are those of NaCl's Algorithm 2 (arXiv 2408.03675) and its family. They are accumulated in float32
-    and have no gradient.
+    and have no gradient. For T > 1 the kernels leave to XLA: rows that are not `summed`, Gaussian noise, and "above" a
+    negative threshold, which counts masked probabilities too. float64 is XLA's as well.
 
     Args:
       q: queries.
@@ -112,10 +113,7 @@ def attention(
     """
     B, N, T, H = q.shape
     K, S = k.shape[1:3]
-    if N % K:
-        raise ValueError(f"{N} query heads are not a multiple of {K} kv heads; every kv head serves N / K query heads")
-    if S < T:
-        raise ValueError(f"{T} query rows need their own {T} slots among the keys, but there are only {S} slots")
+    _check_rows(N, K, T, S)
     _check_columns(columns, B, K, T)
     scale = H**-0.5 if scale is None else scale
     options = {"scale": scale, "window": window, "softcap": softcap}
@@ -194,8 +192,65 @@ def pooled_attention(
     return _on_device(run, implementation, q, k, v, owner, q_pos, kv_pos, arrays)
 
 
+def recovered_attention(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    q_pos: Int[Array, "B T"],
+    kv_pos: Int[Array, "B K S"],
+    masks: Bool[Array, "M B K S"],
+    *,
+    within: Sequence[Int[Array, "B"] | None] | None = None,
+    tolerance: float | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    implementation: Implementation | None = None,
+) -> Recovery:
+    """Compares a causal attention matrix with itself restricted to M sets of keys (FastGen's profile, 2310.01801).
+
+    The probabilities of a group of query heads are averaged first. Rows see slots as in `attention`; the last T slots
+    must hold the rows' own tokens in the rows' order. No gradient. No kernel computes this, as a restricted row is
+    renormalised on what is kept of it: every order of kernels ends with XLA here, and the log says so.
+
+    Args:
+      q: queries.
+      k: keys of every slot.
+      q_pos: absolute position of every query row, negative for padding.
+      kv_pos: absolute position of every slot, negative for a dead slot.
+      masks: True where a set keeps a key for every row.
+      within: for each set a band, or None: keys with `q_pos - kv_pos < within` are kept as well.
+      tolerance: measures `elementwise` too: how much a probability may change. A kept entry changes when its row is
+        renormalised on the kept keys, a dropped one by its whole probability. None skips that work.
+      scale, window, softcap, implementation: as in `attention`.
+
+    Raises:
+      ValueError: shapes that do not fit together, or an unknown implementation.
+    """
+    N, T, H = q.shape[1:]
+    _check_rows(N, k.shape[1], T, k.shape[2])
+    if masks.shape[1:] != kv_pos.shape:
+        raise ValueError(f"masks of shape {masks.shape[1:]} for each set do not fit slots of shape {kv_pos.shape}")
+    bands = (None,) * len(masks) if within is None else tuple(within)
+    if len(bands) != len(masks):
+        raise ValueError(f"{len(bands)} bands for {len(masks)} masks; give one for each, or None")
+    scale = H**-0.5 if scale is None else scale
+    options = {"tolerance": tolerance, "scale": scale, "window": window, "softcap": softcap}
+
+    def run(order, *args):
+        def compute(name):
+            if name not in _RECOVERED:
+                raise NotImplementedError("no kernel renormalises rows on the keys that are kept")
+            return _RECOVERED[name](*args, **options)
+
+        tries = [(name, functools.partial(compute, name)) for name in order.columns]
+        return first_served("what sets of keys recover of attention", tries)[1]
+
+    return _on_device(run, implementation, *lax.stop_gradient((q, k, q_pos, kv_pos, masks, bands)))
+
+
 _WHOLE = {"xla": xla.attention, "reference": reference.attention}
 _POOLED = {"xla": pooled.pooled_attention, "reference": reference.pooled_attention}
+_RECOVERED = {"xla": recovery.recovered_attention, "reference": reference.recovered_attention}
 
 
 def _order(implementation: str | None) -> Order | None:
@@ -331,6 +386,13 @@ def _differentiable(compute, in_xla):
 
 _kernel_attention = _differentiable(_forward, xla.attention)
 _kernel_pool = _differentiable(_pool_forward, pooled.pooled_attention)
+
+
+def _check_rows(N: int, K: int, T: int, S: int) -> None:
+    if N % K:
+        raise ValueError(f"{N} query heads are not a multiple of {K} kv heads; every kv head serves N / K query heads")
+    if S < T:
+        raise ValueError(f"{T} query rows need their own {T} slots among the keys, but there are only {S} slots")
 
 
 def _check_columns(columns: Sequence[Columns], B: int, K: int, T: int) -> None:

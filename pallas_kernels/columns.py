@@ -174,6 +174,20 @@ class Attention:
     columns: tuple[Array, ...]
 
 
+@pytree
+class Recovery:
+    """What `recovered_attention` returns, for every set of keys.
+
+    Attributes:
+      mass: the probability on kept keys, averaged over the rows that see anything; 0 where there are none.
+      elementwise: the share of all visible entries that renormalising changes by less than the tolerance, None if
+        it was not asked for.
+    """
+
+    mass: Float[Array, "B K M"]
+    elementwise: Float[Array, "B K M"] | None
+
+
 def accumulator(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """What sums over inputs of `dtype` are kept in: float32, or float64 for float64."""
     return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)

@@ -1,34 +1,18 @@
-"""How much of an attention matrix survives when only some keys are kept, in blocks of rows.
+"""How much of an attention matrix survives when only some keys are kept, in blocks of rows, for XLA.
 
 Letters: B batch, N query heads, K kv heads, G = N // K, T query rows, S slots (keys), H head_dim, M sets of keys.
 """
 
 import functools
 import itertools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.columns import accumulator
-from pallas_kernels.pytree import pytree
+from pallas_kernels.columns import Recovery, accumulator
 from pallas_kernels.xla import MAX_SEGMENTS, block_size
-
-
-@pytree
-class Recovery:
-    """What `recovered_attention` returns, for every set of keys.
-
-    Attributes:
-      mass: the probability on kept keys, averaged over the rows that see anything; 0 where there are none.
-      elementwise: the share of all visible entries that renormalising changes by less than the tolerance, None if
-        it was not asked for.
-    """
-
-    mass: Float[Array, "B K M"]
-    elementwise: Float[Array, "B K M"] | None
 
 
 def recovered_attention(
@@ -37,46 +21,18 @@ def recovered_attention(
     q_pos: Int[Array, "B T"],
     kv_pos: Int[Array, "B K S"],
     masks: Bool[Array, "M B K S"],
+    bands: tuple[Int[Array, "B"] | None, ...],
     *,
-    within: Sequence[Int[Array, "B"] | None] | None = None,
-    tolerance: float | None = None,
-    scale: float | None = None,
+    tolerance: float | None,
+    scale: float,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Recovery:
-    """Compares a causal attention matrix with itself restricted to M sets of keys (FastGen's profile, 2310.01801).
-
-    The probabilities of a group of query heads are averaged first. Rows see slots as in `attention`; the last T slots
-    must hold the rows' own tokens in the rows' order. Memory grows with the slots of one block of rows. No gradient.
-
-    Args:
-      q: queries.
-      k: keys of every slot.
-      q_pos: absolute position of every query row, negative for padding.
-      kv_pos: absolute position of every slot, negative for a dead slot.
-      masks: True where a set keeps a key for every row.
-      within: for each set a band, or None: keys with `q_pos - kv_pos < within` are kept as well.
-      tolerance: measures `elementwise` too: how much a probability may change. A kept entry changes when its row is
-        renormalised on the kept keys, a dropped one by its whole probability. None skips that work.
-      scale, window, softcap: as in `attention`.
-
-    Raises:
-      ValueError: shapes that do not fit together.
-    """
+    """See `pallas_kernels.recovered_attention`. Memory grows with the slots of one block of rows."""
     B, N, T, H = q.shape
     K, S = k.shape[1:3]
     M, G = masks.shape[0], N // K
-    if N % K:
-        raise ValueError(f"{N} query heads are not a multiple of {K} kv heads; every kv head serves N / K query heads")
-    if S < T:
-        raise ValueError(f"{T} query rows need their own {T} slots among the keys, but there are only {S} slots")
-    if masks.shape[1:] != kv_pos.shape:
-        raise ValueError(f"masks of shape {masks.shape[1:]} for each set do not fit slots of shape {kv_pos.shape}")
-    bands = (None,) * M if within is None else tuple(within)
-    if len(bands) != M:
-        raise ValueError(f"{len(bands)} bands for {M} masks; give one for each, or None")
     dtype = accumulator(q.dtype)
-    scale = H**-0.5 if scale is None else scale
     R, together = block_size(B, N, T, S)
     pad = -T % R
     q = jnp.pad(q, ((0, 0), (0, 0), (0, pad), (0, 0))).reshape(B, K, G, T + pad, H)
@@ -142,7 +98,7 @@ def recovered_attention(
             sums = lax.fori_loop(lo, hi, block, sums)
         return sums
 
-    arguments = lax.stop_gradient((q, k, q_pos, kv_pos, masks.swapaxes(0, 1), bands))
+    arguments = q, k, q_pos, kv_pos, masks.swapaxes(0, 1), bands
     mass, unchanged, num_rows, visible = lax.map(sequence, arguments, batch_size=together)
     mass = mass / jnp.maximum(num_rows, 1)[..., None]
     if tolerance is None:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.columns import (
     Attention,
     Columns,
+    Recovery,
     accumulator,
     apply_element,
     draw_noise,
@@ -130,3 +131,39 @@ def pooled_attention(
     split = lambda x: x.reshape(x.shape[0], K, -1, *x.shape[2:])
     measured = tuple(gather(split(x) if c.group is None else x) for c, x in zip(columns, found.columns, strict=True))
     return Attention(found.out, found.lse, measured)
+
+
+def recovered_attention(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    q_pos: Int[Array, "B T"],
+    kv_pos: Int[Array, "B K S"],
+    masks: Bool[Array, "M B K S"],
+    bands: tuple[Int[Array, "B"] | None, ...],
+    *,
+    tolerance: float | None,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Recovery:
+    """See `pallas_kernels.recovered_attention`."""
+    rows = Columns(group=None, summed=False)
+    options = {"scale": scale, "window": window, "softcap": softcap}
+    (p,) = attention(q, k, k, q_pos, kv_pos, columns=(rows,), **options).columns
+    p = p.reshape(*kv_pos.shape[:2], -1, *p.shape[2:]).mean(2)
+    seen = visible(q_pos, kv_pos, window)
+    mass, same = [], []
+    for mask, band in zip(masks, bands, strict=True):
+        kept = jnp.broadcast_to(mask[:, :, None], seen.shape)
+        if band is not None:
+            kept |= q_pos[:, None, :, None] - kv_pos[:, :, None] < band[:, None, None, None]
+        of_row = jnp.where(kept, p, 0.0).sum(-1, keepdims=True)
+        after = jnp.where(kept, p / jnp.where(of_row > 0, of_row, 1.0), 0.0)
+        mass.append(of_row.sum((2, 3)))
+        if tolerance is not None:
+            same.append((seen & (jnp.abs(after - p) < tolerance)).sum((2, 3)).astype(p.dtype))
+    num_rows, num_seen = (
+        jnp.maximum(x, 1).astype(p.dtype)[..., None] for x in (seen.any(-1).sum(-1), seen.sum((2, 3)))
+    )
+    recovered = jnp.stack(mass, -1) / num_rows
+    return Recovery(recovered, jnp.stack(same, -1) / num_seen if same else None)

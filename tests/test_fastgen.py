@@ -1,6 +1,7 @@
 """FastGen: the profile, the choice of strategies, and what heads keep while decoding."""
 
 import dataclasses
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import transformers
 
 import kvjax
 import models
+import pallas_kernels
 from kvjax import methods
 from kvjax.fastgen import STRATEGIES, FastGen
 from kvjax.select import largest
@@ -92,10 +94,11 @@ def recover(q, k, q_pos, kv_pos, masks, within, **options):
 def test_recovery_against_numpy(T, options):
     with jax.enable_x64(True):
         inputs = recovery_inputs(T, cached=11, dtype=jnp.float64)
-        found = recover(*inputs, tolerance=1e-3, scale=0.6, **options)
         mass, same = plain_recovery(*inputs, 1e-3, 0.6, **options)
-        np.testing.assert_allclose(found.mass, mass, atol=1e-12)
-        np.testing.assert_allclose(found.elementwise, same, atol=1e-12)
+        for implementation in (None, "reference"):
+            found = recover(*inputs, tolerance=1e-3, scale=0.6, implementation=implementation, **options)
+            np.testing.assert_allclose(found.mass, mass, atol=1e-12)
+            np.testing.assert_allclose(found.elementwise, same, atol=1e-12)
     if T > 1:
         assert same.min() < 0.9 * same.max()
     single = recover(*(x.astype(jnp.float32) for x in inputs[:2]), *inputs[2:], scale=0.6, **options)
@@ -129,6 +132,33 @@ def test_recovery_takes_memory_that_grows_linearly():
     assert long < 4.5 * short
     assert 3 * recovery_bytes(1024) < short  # one block at a time, where every block has a width of its own
     assert long < 4 * 4096 * 16384  # one float32 matrix of a single head at the shorter length alone would be larger
+
+
+def test_no_kernel_computes_recovery_and_the_log_says_so(caplog):
+    inputs = recovery_inputs(8)
+    shape = lambda how: jax.eval_shape(lambda: recover(*inputs, implementation=how))
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        for implementation in ("xla", "reference", None):
+            shape(implementation)
+        assert not caplog.records
+        for implementation in ("triton", "mosaic_gpu", "interpret"):
+            shape(implementation)
+            said = caplog.records[-1].getMessage()
+            assert said.startswith("what sets of keys recover of attention is computed by xla")
+            assert f"{implementation}: no kernel renormalises rows on the keys that are kept" in said
+        assert len(caplog.records) == 3
+
+
+def test_the_profile_is_computed_as_the_run_says(caplog):
+    """What FastGen asks for goes through the same choice as the rest of attention."""
+    q, k, v = helpers.qkv(0, T=9)
+    policy = FastGen((SPECIAL,), (MARK,), 0.2, 0.2)
+    tokens = jnp.full((2, 9), PLAIN)
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"), pallas_kernels.use("interpret"):
+        jax.eval_shape(lambda: read(policy, q, k, v, tokens)[1])
+    said = [r.getMessage() for r in caplog.records]
+    assert [s for s in said if s.startswith("what sets of keys recover")] == said
+    assert said
 
 
 def test_recovery_errors():

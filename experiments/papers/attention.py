@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.attention import without_cache
 from kvjax.generation import Model
+from pallas_kernels import Columns, Softmax, attention
 from pallas_kernels.pytree import pytree, static
 
 Carry = TypeVar("Carry")
@@ -76,7 +77,7 @@ def fold_rows(
     block: int = BLOCK,
     probabilities: bool = True,
 ) -> tuple[Carry, Any]:
-    """Walks over rows of the attention matrix in order, a block at a time.
+    """Walks over rows of the attention matrix in order, a block at a time, each block one call of `attention`.
 
     Args:
       layer: the layer.
@@ -86,39 +87,55 @@ def fold_rows(
       rows: positions of the rows, increasing; all of them if None.
       multiplier: a factor on the logits of every row, for another softmax than the model's.
       block: rows of a block.
-      probabilities: False gives `visit` the logits, -inf where a row does not see a key.
+      probabilities: False gives `visit` the logits, -inf where a row does not see a key. Those are computed here, as
+        kernels return nothing that a probability of 0 has not already lost.
 
     Returns:
       The last carry, and `out` of all rows: arrays "M ...", whose first axis was the block's rows.
     """
-    B, N, T, H = layer.q.shape
+    B, _, T, _ = layer.q.shape
     K = layer.k.shape[1]
     rows = jnp.arange(T, dtype=jnp.int32) if rows is None else rows.astype(jnp.int32)
-    multiplier = jnp.ones(rows.shape) if multiplier is None else multiplier
     num = rows.shape[0]
     pad = -num % block
     blocks = jnp.pad(rows, (0, pad), constant_values=T).reshape(-1, block)
-    factors = jnp.pad(multiplier.astype(jnp.float32), (0, pad)).reshape(-1, block)
-    keys = jnp.arange(T, dtype=jnp.int32)
+    factors = jnp.pad(jnp.ones((num,)) if multiplier is None else multiplier.astype(jnp.float32), (0, pad))
+    # Rows of a block need not follow each other, so that dead slots stand where `attention` expects their tokens.
+    behind = lambda x, value: jnp.pad(x, ((0, 0), (0, 0), (0, block), *((0, 0),) * (x.ndim - 3)), constant_values=value)
+    k, v = (behind(x.astype(jnp.float32), 0.0) for x in (layer.k, layer.v))
+    keys = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, K, T))
+    masks = {"window": layer.window, "softcap": layer.softcap}
 
     def step(carry, given):
         here, factor = given
         q = jnp.take(layer.q, here, axis=2, mode="clip").astype(jnp.float32)
-        x = jnp.einsum("bkgrh,bksh->bkgrs", q.reshape(B, K, N // K, block, H), layer.k.astype(jnp.float32))
-        x = x.reshape(B, N, block, T) * layer.scale
-        if layer.softcap is not None:
-            x = layer.softcap * jnp.tanh(x / layer.softcap)
-        seen = (keys[None] <= here[:, None]) & (here[:, None] < T)
-        if layer.window is not None:
-            seen &= here[:, None] - keys[None] < layer.window
-        x = jnp.where(seen[None, None], x * factor[None, None, :, None], -jnp.inf)
         if not probabilities:
-            return visit(carry, x, here)
-        e = jnp.exp(x - jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(jnp.float32).min))
-        return visit(carry, e / jnp.maximum(e.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny), here)
+            return visit(carry, _logits(layer, q, here, factor), here)
+        q_pos = jnp.broadcast_to(jnp.where(here < T, here, -1), (B, block))
+        own = None if multiplier is None else Softmax(multiplier=jnp.broadcast_to(factor, (B, K, block)))
+        column = Columns(group=None, summed=False, softmax=own)
+        found = attention(q, k, v, q_pos, behind(keys, -1), columns=(column,), scale=layer.scale, **masks)
+        return visit(carry, found.columns[0][..., :T], here)
 
-    carry, out = lax.scan(step, carry, (blocks, factors))
+    carry, out = lax.scan(step, carry, (blocks, factors.reshape(-1, block)))
     return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num], out)
+
+
+def _logits(
+    layer: Layer, q: Float[Array, "B N R H"], here: Int[Array, "R"], factor: Float[Array, "R"]
+) -> Float[Array, "B N R T"]:
+    """Logits of some rows, times a factor of each; -inf where a row does not see a key."""
+    B, N, R, H = q.shape
+    K, T = layer.k.shape[1:3]
+    x = jnp.einsum("bkgrh,bksh->bkgrs", q.reshape(B, K, N // K, R, H), layer.k.astype(jnp.float32))
+    x = x.reshape(B, N, R, T) * layer.scale
+    if layer.softcap is not None:
+        x = layer.softcap * jnp.tanh(x / layer.softcap)
+    keys = jnp.arange(T, dtype=jnp.int32)[None]
+    seen = (keys <= here[:, None]) & (here[:, None] < T)
+    if layer.window is not None:
+        seen &= here[:, None] - keys < layer.window
+    return jnp.where(seen[None, None], x * factor[None, None, :, None], -jnp.inf)
 
 
 def group_mean(x: Float[Array, "B N *rest"], num_kv_heads: int) -> Float[Array, "B K *rest"]:
