@@ -1,32 +1,46 @@
 """One command for a GPU: are the kernels right, repeatable, and how near do they come to what the machine can do?
 
-    python experiments/gpu_check.py                  # on a GPU, unattended; --budget SECONDS stops it early
+    python experiments/gpu_check.py                  # on a GPU, unattended, in --budget SECONDS (540)
     python experiments/gpu_check.py --smoke          # the same code, tiny and interpreted, on CPU
     python experiments/gpu_check.py --only sweep     # just the block sizes, to tune `block_sizes` in pallas_kernels
 
-Sections run in order of value and each is guarded: whatever stops one leaves the others, and `gpu_check.json` is
-written after every row. Times are medians; floors follow from ceilings measured in the same run. Exits 1 on a failure.
+Sections run in order of value, each within its share of the time, and each is guarded: whatever stops one leaves the
+others. `gpu_check.json` is written after every row; it names the implementation that served a row, and what was not
+reached. Times are medians; floors follow from ceilings measured in the same run. Exits 1 on a failure.
 """
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import json
+import os
 import pathlib
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the models of `end_to_end` share this GPU
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.results import device_info
-from pallas_kernels import Columns, Softmax, attention, colstats, decode, flash, gpu, pooled_attention
+from experiments.gpu_report import Report, Timed, recorded, served_by, timed
+from pallas_kernels import (
+    Columns,
+    Softmax,
+    attention,
+    colstats,
+    decode,
+    flash,
+    gpu,
+    mosaic_colstats,
+    mosaic_flash,
+    pooled_attention,
+)
 from pallas_kernels import blocks as bl
 from pallas_kernels.api import Implementation
 
@@ -38,48 +52,10 @@ STATISTICS = {
     "count above 1/visible": Columns(element="above", group=None),
     "sum p without itself": Columns(count_self=False),
 }
-
-
-class Report:
-    """Rows of every section, in a file as soon as they are known."""
-
-    def __init__(self, folder: pathlib.Path, budget: float, smoke: bool):
-        folder.mkdir(parents=True, exist_ok=True)
-        self.file = folder / "gpu_check.json"
-        self.stop = time.monotonic() + budget
-        self.smoke = smoke
-        self.failures: list[str] = []
-        self.ceilings: dict[str, float] = {}
-        self.rows: list[dict[str, Any]] = []
-
-    def row(self, section: str, name: str, *, ok: bool = True, **values: Any) -> None:
-        """Adds a row, prints it and saves all."""
-        self.rows.append({"section": section, "name": name, "ok": ok, **values})
-        if not ok:
-            self.failures.append(f"{section}: {name}")
-        shown = " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
-        print(f"{'ok  ' if ok else 'FAIL'} {section:12s} {name:56s} {shown}", flush=True)
-        data = {"device": device_info(), "smoke": self.smoke, "ceilings": self.ceilings, "rows": self.rows}
-        self.file.write_text(json.dumps(data, indent=1) + "\n")
-
-    def timing(self, name: str, run: "Timed", **values: Any) -> None:
-        """A row of the section "timings"; a kernel that fails to run is a failure."""
-        fraction = {"of_floor": values["floor_ms"] / run.ms} if run.ms and "floor_ms" in values else {}
-        error = {"error": run.error} if run.error else {}
-        self.row("timings", name, ok=not run.error, ms=run.ms, **values, **fraction, **error)
-
-    @property
-    def late(self) -> bool:
-        """Whether the time is up."""
-        return time.monotonic() > self.stop
-
-
-@dataclasses.dataclass(frozen=True)
-class Timed:
-    """Median milliseconds of a call, or why there are none."""
-
-    ms: float | None
-    error: str = ""
+COLUMNS = tuple(STATISTICS.values())
+Shape = tuple[int, int, int, int, int, int]  # B, N, K, T, cached slots, H
+Case = tuple[Shape, str, dict[str, Any]]
+OPTIONS: tuple[dict[str, Any], ...] = ({"softcap": 5.0}, {"window": 50}, {"softcap": 5.0, "window": 50})
 
 
 def inputs(B: int, N: int, K: int, T: int, cached: int, H: int, dtype: str, rng: Any) -> tuple[jax.Array, ...]:
@@ -103,7 +79,9 @@ def in_float64(f: Callable[..., Any], *args: Any) -> list[np.ndarray]:
         return [np.asarray(x) for x in jax.tree.leaves(f(*map(jnp.asarray, host)))]
 
 
-def compare(report: Report, name: str, found: Any, expected: Sequence[np.ndarray], dtype: str, counts: Sequence[int]):
+def compare(
+    report: Report, name: str, found: Any, expected: Sequence[np.ndarray], dtype: str, counts: Sequence[int], by: str
+) -> None:
     """A row for the worst relative error; counts may differ next to their threshold, NaN never passes."""
     errors, ok = [], True
     for i, (x, y) in enumerate(zip(jax.tree.leaves(found), expected, strict=True)):
@@ -118,75 +96,118 @@ def compare(report: Report, name: str, found: Any, expected: Sequence[np.ndarray
         else:
             ok &= error < TOLERANCE[dtype][min(i, 1)]
         errors.append(error)
-    report.row("correctness", name, ok=bool(ok), errors=[float(f"{e:.1e}") for e in errors])
+    report.row("correctness", name, ok=bool(ok), served_by=by, errors=[float(f"{e:.1e}") for e in errors])
+
+
+def single_row(B: int, N: int, K: int, S: int, H: int, dtype: str, rng: Any) -> tuple[Any, Any]:
+    """A query row against a cache, and against a pool of as many slots of which some have no owner."""
+    one = q, k, v, q_pos, kv_pos = inputs(B, N, K, 1, S, H, dtype, rng)
+    owner = jnp.asarray(rng.integers(-1, K, k.shape[:1] + k.shape[2:3]), jnp.int32)
+    return one, (q, k[:, 0], v[:, 0], owner, q_pos, kv_pos[:, 0])
 
 
 def correctness(report: Report, implementations: Sequence[Implementation]) -> None:
     """Every kernel on fresh data against float64."""
     rng = np.random.default_rng(time.time_ns())
-    small, large = [(2, 4, 2, 37, 6, 64)], [(2, 8, 2, 300, 0, 128), (2, 8, 2, 200, 130, 64), (1, 6, 1, 96, 237, 80)]
+    small: list[Shape] = [(2, 4, 2, 37, 6, 64)]
+    large: list[Shape] = [(2, 8, 2, 300, 0, 128), (2, 8, 2, 200, 130, 64), (1, 6, 1, 96, 237, 80)]
     large += [(1, 4, 4, 130, 0, 256), (1, 8, 2, 500, 0, 96)]
-    columns = tuple(STATISTICS.values())
-    counts = [2 + i for i, c in enumerate(columns) if c.element == "above"]
-    for shape, dtype in itertools.product(
-        small if report.smoke else large, ("float32",) if report.smoke else tuple(TOLERANCE)
-    ):
-        arrays = inputs(*shape, dtype, rng)
+    shapes: list[Shape] = small if report.smoke else large
+    dtypes: tuple[str, ...] = ("float32",) if report.smoke else ("bfloat16", "float16", "float32")
+    counts = [2 + i for i, c in enumerate(COLUMNS) if c.element == "above"]
+    options: list[Case] = [(shapes[0], dtypes[0], o) for o in OPTIONS[2 if report.smoke else 0 :]]
+    first: list[Case] = list(itertools.product(shapes[:2], dtypes, ({},)))
+    rest: list[Case] = list(itertools.product(shapes[2:], dtypes, ({},)))
+    for shape, dtype, how_logits in (*first, *options, *rest):
+        label = " ".join(f"{letter}={n}" for letter, n in zip("BNKTCH", shape, strict=True)) + f" {dtype}"
+        label += "".join(f" {name}={value}" for name, value in how_logits.items())
+        if not report.reaches("correctness", label):
+            continue
         B, N, K, _, cached, H = shape
-        one = inputs(B, N, K, 1, max(cached, 333), H, dtype, rng)
-        q, k, v, q_pos, kv_pos = one
-        owner = jnp.asarray(rng.integers(-1, K, k.shape[:1] + k.shape[2:3]), jnp.int32)
-        pool = q, k[:, 0], v[:, 0], owner, q_pos, kv_pos[:, 0]
+        arrays = inputs(*shape, dtype, rng)
+        one, pool = single_row(B, N, K, max(cached, 333), H, dtype, rng)
         noisy = *arrays, jnp.arange(B, dtype=jnp.uint32) + 7
 
-        def with_noise(how: Implementation, *x: jax.Array) -> Any:
+        def with_noise(how: Implementation, *x: jax.Array, o: Any = how_logits) -> Any:
             own = Columns(softmax=Softmax(seed=x[-1], noise="gumbel"))
-            return attention(*x[:-1], columns=(*columns, own), implementation=how)
+            return attention(*x[:-1], columns=(*COLUMNS, own), implementation=how, **o)
 
-        def plain(how: Implementation, *x: jax.Array) -> Any:
-            return attention(*x, columns=columns, implementation=how)
+        def plain(how: Implementation, *x: jax.Array, o: Any = how_logits) -> Any:
+            return attention(*x, columns=COLUMNS, implementation=how, **o)
 
-        def pooled(how: Implementation, *x: jax.Array, K: int = K) -> Any:
-            return pooled_attention(*x, columns=columns, num_kv_heads=K, implementation=how)
+        def pooled(how: Implementation, *x: jax.Array, K: int = K, o: Any = how_logits) -> Any:
+            return pooled_attention(*x, columns=COLUMNS, num_kv_heads=K, implementation=how, **o)
 
         for name, f, args in (("attention", with_noise, noisy), ("decode", plain, one), ("pool decode", pooled, pool)):
-            expected = in_float64(functools.partial(f, "reference"), *args)
+            expected = None
             for how in implementations:
+                by = served_by(functools.partial(f, how), *args)
+                if how not in by:
+                    report.elsewhere("correctness", f"{how} {name} {label}", f"served by {'+'.join(by)}")
+                    continue
+                expected = in_float64(functools.partial(f, "reference"), *args) if expected is None else expected
                 found = jax.jit(functools.partial(f, how))(*args)
-                label = " ".join(f"{letter}={n}" for letter, n in zip("BNKTCH", shape, strict=True))
-                compare(report, f"{how} {name} {label} {dtype}", found, expected, dtype, counts)
+                compare(report, f"{how} {name} {label}", found, expected, dtype, counts, "+".join(by))
+    for shape, dtype in itertools.product(shapes[:2], dtypes):
+        label = f"bias H={shape[-1]} {dtype}"
+        if implementations[0] != "mosaic_gpu" and report.reaches("correctness", label):
+            with_bias(report, implementations[0], label, inputs(*shape, dtype, rng), dtype)
+
+
+def with_bias(report: Report, how: Implementation, label: str, arrays: tuple[jax.Array, ...], dtype: str) -> None:
+    """ALiBi, the slots of one residue dead by -inf: the forward pass and the sums of the Triton kernels."""
+    q, k, v, q_pos, kv_pos = arrays
+    N, K = q.shape[1], k.shape[1]
+    slopes = 2.0 ** -np.arange(1, N + 1)
+    pos = np.repeat(np.asarray(kv_pos), N // K, axis=1)
+    bias = jnp.asarray(np.where(pos % 7 == 3, -np.inf, slopes[None, :, None] * pos), jnp.float32)
+    spec, keys = bl.Logits(q.shape[-1] ** -0.5), bl.readable(kv_pos)
+
+    def kernels(q, k, v, q_pos, keys, bias):
+        how_logits = {"spec": spec, "bias": bias, "interpret": how == "interpret"}
+        out, lse = flash.flash_attention(q, k, v, q_pos, keys, **how_logits)
+        sums = colstats.attention_colstats(q, k, lse, q_pos, keys, what=colstats.Pass(("p", "p2")), **how_logits)
+        return out, lse, *sums
+
+    def plain(q, k, v, q_pos, keys, bias):
+        expand = lambda x: jnp.repeat(x, N // K, axis=1)
+        x = jnp.einsum("bnth,bnsh->bnts", q, expand(k)) * spec.scale + bias[:, :, None]
+        seen = (expand(keys)[:, :, None] <= q_pos[:, None, :, None]) & jnp.isfinite(bias)[:, :, None]
+        e = jnp.where(seen, jnp.exp(x - jnp.where(seen, x, -jnp.inf).max(-1, keepdims=True, initial=-1e30)), 0.0)
+        lse = jax.nn.logsumexp(jnp.where(seen, x, -jnp.inf), axis=-1)
+        p = e / jnp.maximum(e.sum(-1, keepdims=True), 1e-30)
+        return jnp.einsum("bnts,bnsh->bnth", p, expand(v)), lse, p.sum(2), (p * p).sum(2)
+
+    args = q, k, v, q_pos, keys, bias
+    compare(report, f"{how} {label}", jax.jit(kernels)(*args), in_float64(plain, *args), dtype, (), how)
 
 
 def repeatability(report: Report, implementations: Sequence[Implementation]) -> None:
     """Bitwise the same, again and again: an error that moves is a race."""
     rng = np.random.default_rng(time.time_ns())
-    arrays = inputs(1, 8, 2, 40 if report.smoke else 2048, 0, 64, "float32" if report.smoke else "bfloat16", rng)
-    for how in implementations:
-        f = jax.jit(functools.partial(attention, columns=tuple(STATISTICS.values()), implementation=how))
-        first = [np.asarray(x) for x in jax.tree.leaves(f(*arrays))]
+    dtype, T, S, K = ("float32", 40, 90, 2) if report.smoke else ("bfloat16", 2048, 8192, 2)
+    one, pool = single_row(1, 8, K, S, 64, dtype, rng)
+    runs = {
+        "attention and statistics": (attention, inputs(1, 8, K, T, 0, 64, dtype, rng)),
+        "decode and statistics": (attention, one),
+        "pool decode and statistics": (functools.partial(pooled_attention, num_kv_heads=K), pool),
+    }
+    for how, (name, (f, arrays)) in itertools.product(implementations, runs.items()):
+        if not report.reaches("repeatability", f"{how} {name}"):
+            continue
+        run = functools.partial(f, columns=COLUMNS, implementation=how)
+        by = served_by(run, *arrays)
+        if how not in by:
+            report.elsewhere("repeatability", f"{how} {name}", f"served by {'+'.join(by)}")
+            continue
+        compiled = jax.jit(run)
+        first = [np.asarray(x) for x in jax.tree.leaves(compiled(*arrays))]
         same = all(
             np.array_equal(x, np.asarray(y), equal_nan=True)
             for _ in range(2 if report.smoke else 20)
-            for x, y in zip(first, jax.tree.leaves(f(*arrays)), strict=True)
+            for x, y in zip(first, jax.tree.leaves(compiled(*arrays)), strict=True)
         )
-        report.row("repeatable", f"{how} attention and statistics", ok=same)
-
-
-def timed(f: Callable[..., Any], *args: Any, smoke: bool, launches: int = 10, samples: int = 15) -> Timed:
-    """Median time of a compiled call; many launches a sample hide the dispatch."""
-    launches, samples = (1, 2) if smoke else (launches, samples)
-    f = jax.jit(f)
-    try:
-        for _ in range(3):
-            jax.block_until_ready(f(*args))
-        seconds = []
-        for _ in range(samples):
-            start = time.perf_counter()
-            jax.block_until_ready([f(*args) for _ in range(launches)][-1])
-            seconds.append((time.perf_counter() - start) / launches)
-    except Exception as error:  # a kernel that does not run is a row of the report
-        return Timed(None, f"{type(error).__name__}: {str(error)[:200]}")
-    return Timed(float(np.median(seconds)) * 1e3)
+        report.row("repeatability", f"{how} {name}", ok=same, served_by="+".join(by))
 
 
 def ceilings(report: Report, implementations: Sequence[Implementation]) -> None:
@@ -200,7 +221,8 @@ def ceilings(report: Report, implementations: Sequence[Implementation]) -> None:
     if gemm.ms is None or copy.ms is None:
         raise RuntimeError(f"no ceilings: {gemm.error} {copy.error}")
     report.ceilings = {"gemm_tflops": 2e-9 * n**3 / gemm.ms, "copy_gb_s": 2e-6 * x.nbytes / copy.ms}
-    report.row("ceilings", "bf16 product, float32 copy", ok=True, **report.ceilings)
+    values: dict[str, Any] = {"served_by": "xla", **report.ceilings}
+    report.row("ceilings", "bf16 product, float32 copy", **values)
 
 
 def _causal(n: int, N: int, K: int, H: int, dtype: str = "bfloat16") -> tuple[jax.Array, ...]:
@@ -230,117 +252,180 @@ def timings(report: Report, implementations: Sequence[Implementation]) -> None:
     N, K, sizes = (2, 1, [(64, 64)]) if smoke else (32, 8, [(8192, 128), (32768, 128), (4096, 128), (8192, 64)])
     how = implementations[0]
     for n, H in sizes:
+        if not report.reaches("timings", f"n={n} H={H}"):
+            continue
         arrays = _causal(n, N, K, H)
         q, k, v, q_pos, kv_pos = arrays
         entries = N * n * (n + 1) / 2
         product_ms = 2e-9 * H * entries / report.ceilings["gemm_tflops"]
         label = {"n": n, "H": H}
         if not smoke:
-            report.timing("cudnn forward", timed(cudnn, *arrays, smoke=smoke), floor_ms=2 * product_ms, **label)
+            report.timing(
+                "cudnn forward", timed(cudnn, *arrays, smoke=smoke), floor_ms=2 * product_ms, served_by="cudnn", **label
+            )
         spec = bl.Logits(H**-0.5)
         run, lse = Timed(None), None
         for backend in implementations:
             forward = functools.partial(gpu.forward, spec=spec, with_logits=False, backend=backend)
             took = timed(forward, *arrays, smoke=smoke)
-            report.timing(f"{backend} forward with logsumexp", took, floor_ms=2 * product_ms, **label)
+            label_ = label | {"served_by": backend, "floor_ms": 2 * product_ms}
+            report.timing(f"{backend} forward with logsumexp", took, **label_)
             if took.ms is not None and (run.ms is None or took.ms < run.ms):
                 run, lse = took, jax.jit(forward)(*arrays)[1]
         if run.ms is None or lse is None:
             continue
         for backend in implementations:
             for name, c in {**STATISTICS, "sum p, last 64 rows": Columns(rows=min(64, n))}.items():
+                if not report.reaches("timings", f"{backend} {name} n={n} H={H}"):
+                    continue
                 rows = min(c.rows or n, n)
                 share = rows * (2 * n - rows + 1) / (n * (n + 1))
                 stat = functools.partial(statistic, c, spec, backend)
                 try:
                     jax.eval_shape(stat, q, k, lse, q_pos, kv_pos)
                 except NotImplementedError as reason:
-                    print(f"     {backend} {name}: {reason}")
+                    report.elsewhere("timings", f"{backend} {name} n={n} H={H}", str(reason))
                     continue
                 took = timed(stat, q, k, lse, q_pos, kv_pos, smoke=smoke)
                 of_forward = None if took.ms is None else took.ms / run.ms
-                label_ = label | {"floor_ms": share * product_ms, "of_forward": of_forward}
+                label_ = label | {"served_by": backend, "floor_ms": share * product_ms, "of_forward": of_forward}
                 report.timing(f"{backend} {name}", took, **label_)
-        if n <= 8192:
-            square = lambda *x: attention(*x, columns=(Columns(),), implementation="reference").columns
-            report.timing("quadratic XLA: attention, sum p", timed(square, *arrays, smoke=smoke, launches=2), **label)
-        blockwise = lambda *x: jax.tree.leaves(attention(*x, columns=(Columns(),), implementation="xla"))
-        report.timing("blockwise XLA: attention, sum p", timed(blockwise, *arrays, smoke=smoke, launches=1), **label)
         copy_ms = 1e-6 * (k.nbytes + v.nbytes) / report.ceilings["copy_gb_s"]
         one = q[:, :, -1:], k, v, q_pos[:, -1:], kv_pos
         flat = lambda x, n=n: x.reshape(1, K * n, *x.shape[3:])
         owner = jnp.repeat(jnp.arange(K, dtype=jnp.int32), n)[None]
         pool = one[0], flat(k), flat(v), owner, one[3], flat(kv_pos)
         for columns, what in (((), ""), ((Columns(),), " with its row")):
+            if not report.reaches("timings", f"decode{what} n={n} H={H}"):
+                continue
             f = lambda *x, c=columns: jax.tree.leaves(attention(*x, columns=c, implementation=how))
             report.timing(f"decode{what}", timed(f, *one, smoke=smoke), floor_ms=copy_ms, **label)
             f = lambda *x, c=columns: jax.tree.leaves(
                 pooled_attention(*x, columns=c, num_kv_heads=K, implementation=how)
             )
             report.timing(f"pool decode{what}", timed(f, *pool, smoke=smoke), floor_ms=copy_ms, **label)
+        if not report.reaches("timings", f"XLA n={n} H={H}"):
+            continue
+        if n <= 4096:  # the memory of longer ones would stay with this process, and the models need it
+            square = lambda *x: attention(*x, columns=(Columns(),), implementation="reference").columns
+            report.timing(
+                "quadratic XLA: attention, sum p",
+                timed(square, *arrays, smoke=smoke, launches=2),
+                **label,
+                served_by="reference",
+            )
+        blockwise = lambda *x: jax.tree.leaves(attention(*x, columns=(Columns(),), implementation="xla"))
+        report.timing(
+            "blockwise XLA: attention, sum p",
+            timed(blockwise, *arrays, smoke=smoke, launches=1),
+            **label,
+            served_by="xla",
+        )
+
+
+def candidates(kernel: str, dtype: str, H: int, smoke: bool) -> Iterator[bl.BlockSizes]:
+    """Block sizes to try: many at bfloat16 and 128, where the goals are, fewer elsewhere."""
+    wide = (dtype, H) == ("bfloat16", 128)
+    if smoke:
+        yield bl.BlockSizes(16, 16, num_warps=4, num_stages=2, split=32)
+    elif kernel in ("flash", "colstats"):
+        q, k = ((16, 32), (16, 32)) if dtype == "float32" else ((64, 128), (32, 64, 128) if wide else (32, 64))
+        for numbers in itertools.product(q, k, (4, 8), (2, 3) if wide else (2,)):
+            yield bl.BlockSizes(*numbers)
+    else:
+        k = (16, 32) if dtype == "float32" else (32, 64, 128)
+        for block, warps, stages, split in itertools.product(
+            k, (4, 8), (2, 3) if wide else (3,), (512, 1024, 2048) if wide else (1024,)
+        ):
+            yield bl.BlockSizes(16, block, num_warps=warps, num_stages=stages, split=split)
 
 
 def sweep(report: Report, implementations: Sequence[Implementation]) -> None:
-    """Block sizes of the kernels beside the shipped ones."""
+    """Block sizes of every kernel beside the shipped ones: first what the goals are about, then the rest."""
     smoke, interpret = report.smoke, implementations[0] == "interpret"
-    n, H = (40, 64) if smoke else (8192, 128)
     N, K = (2, 1) if smoke else (32, 8)
-    q, k, v, q_pos, kv_pos = _causal(n, N, K, H)
-    spec, what = bl.Logits(H**-0.5), colstats.Pass(("p",), "sum")
-    grid = [(16, 16, 4, 2)] if smoke else itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
-    lse = jax.jit(lambda q, k, a, b: flash.flash_attention(q, k, None, a, b, spec=spec, interpret=interpret)[1])(
-        q, k, q_pos, kv_pos
-    )
-    for numbers in grid:
-        if report.late:
-            return
-        sizes = bl.BlockSizes(*numbers)
-        kw = {"spec": spec, "sizes": sizes, "interpret": interpret}
-        runs = {
-            "flash": timed(lambda *x, kw=kw: flash.flash_attention(*x, **kw), q, k, v, q_pos, kv_pos, smoke=smoke),
-            "colstats": timed(
-                lambda *x, kw=kw: colstats.attention_colstats(*x, what=what, **kw),
-                q,
-                k,
-                lse,
-                q_pos,
-                kv_pos,
-                smoke=smoke,
-            ),
+    prompt, slots = (40, 70) if smoke else (8192, 32768)
+    cases = [("bfloat16", 128), ("bfloat16", 64), ("bfloat16", 256), ("float16", 128), ("float32", 128)]
+    for dtype, H in [("float32", 64)] if smoke else cases:
+        spec, what = bl.Logits(H**-0.5), colstats.Pass(("p",), "sum")
+        q, k, v, q_pos, kv_pos = _causal(prompt, N, K, H, dtype)
+        long = _causal(slots, N, K, H, dtype)
+        one = long[0][:, :, -1:], long[1], long[2], long[3][:, -1:], long[4]
+        flat = lambda x: x.reshape(1, -1, *x.shape[3:])
+        pool = one[0], flat(one[1]), flat(one[2]), jnp.repeat(jnp.arange(K, dtype=jnp.int32), slots)[None]
+        pool = *pool, one[3], flat(one[4])
+        some_lse = jnp.full((1, N, prompt), float(np.log(prompt)), jnp.float32)  # its values take no time
+        kernels = {
+            "colstats": (functools.partial(colstats.attention_colstats, what=what), (q, k, some_lse, q_pos, kv_pos)),
+            "flash": (flash.flash_attention, (q, k, v, q_pos, kv_pos)),
+            "decode": (decode.decode_attention, one),
+            "pool decode": (functools.partial(decode.pooled_decode_attention, num_kv_heads=K), pool),
         }
-        for name, run in runs.items():
-            report.row("sweep", f"{name} {numbers}", ms=run.ms, error=run.error)
-    for block, warps, stages, split in (
-        [(16, 4, 2, 32)] if smoke else itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4), (256, 512, 1024, 2048))
-    ):
-        if report.late:
-            return
-        sizes = bl.BlockSizes(16, block, warps, stages, split)
-        f = lambda *x, sizes=sizes: decode.decode_attention(*x, spec=spec, sizes=sizes, interpret=interpret)[:2]
-        run = timed(f, q[:, :, -1:], k, v, q_pos[:, -1:], kv_pos, smoke=smoke)
-        report.row("sweep", f"decode {(block, warps, stages, split)}", ms=run.ms, error=run.error)
+        shipped = {
+            "colstats": colstats.block_sizes(dtype, H, prompt),
+            "flash": flash.block_sizes(dtype, H, prompt),
+            "decode": decode.block_sizes(dtype, K, slots),
+            "pool decode": decode.block_sizes(dtype, 1, K * slots, max(16, N)),
+        }
+        label = {"dtype": dtype, "H": H}
+        for name, (kernel, args) in kernels.items():
+            tried = {shipped[name]: True} | dict.fromkeys(candidates(name, dtype, H, smoke), False)
+            for sizes, is_shipped in tried.items():
+                numbers = f"{name} {dtype} H={H} {tuple(vars(sizes).values())}"
+                if not report.reaches("sweep", numbers):
+                    continue
+                f = lambda *x, f=functools.partial(kernel, spec=spec, sizes=sizes, interpret=interpret): (
+                    jax.tree.leaves(f(*x))
+                )
+                run = timed(f, *args, smoke=smoke)
+                served = "interpret" if interpret else "triton"
+                values = vars(sizes) | {"shipped": is_shipped or sizes == shipped[name]}
+                report.row("sweep", numbers, served_by=served, ms=run.ms, error=run.error, **label, **values)
+        if "mosaic_gpu" not in implementations or dtype == "float32" or H not in (64, 128):
+            continue
+        of_mosaic = {
+            "colstats": functools.partial(mosaic_colstats.attention_colstats, what=what),
+            "flash": mosaic_flash.flash_attention,
+        }
+        for (name, kernel), stages in itertools.product(of_mosaic.items(), (2, 3, 4)):
+            numbers = f"mosaic {name} {dtype} H={H} stages={stages}"
+            if report.reaches("sweep", numbers):
+                f = functools.partial(kernel, spec=spec, stages=stages)
+                run = timed(lambda *x, f=f: jax.tree.leaves(f(*x)), *kernels[name][1], smoke=smoke)
+                values = {"ms": run.ms, "error": run.error, "num_stages": stages}
+                report.row("sweep", numbers, served_by="mosaic_gpu", **values, **label)
 
 
 def end_to_end(report: Report, implementations: Sequence[Implementation]) -> None:
-    """Prefill and decode of a random model shaped like Llama 3 8B, a process for each method: peaks do not mix."""
-    for method, layers in itertools.product(("snapkv", "h2o", "full"), (2,) if report.smoke else (32, 8)):
-        if report.late:
-            return
-        done = any(r["name"].startswith(method) and r["ok"] for r in report.rows if r["section"] == "end_to_end")
-        if done:  # fewer layers only where all of them did not fit
+    """Prefill and decode of a random model shaped like Llama 3 8B, a process for each method: peaks do not mix.
+
+    Fewer layers only where all of them do not fit into memory or time, which is a row but no failure.
+    """
+    methods, depths = ("snapkv", "h2o", "full"), (2,) if report.smoke else (32, 8)
+    for i, method in enumerate(methods):
+        if not report.reaches("end_to_end", method):
             continue
-        command = [sys.executable, __file__, "--worker", method, "--layers", str(layers)]
-        command += ["--smoke", "--implementation", implementations[0]] if report.smoke else []
-        left = max(60.0, report.stop - time.monotonic())
-        try:
-            run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=left)
-        except subprocess.TimeoutExpired:
-            report.row("end_to_end", f"{method}, {layers} layers", ok=False, error=f"no result within {left:.0f} s")
-            continue
-        if run.returncode:
-            report.row("end_to_end", f"{method}, {layers} layers", ok=False, error=run.stderr[-400:])
-        else:
-            report.row("end_to_end", f"{method}, {layers} layers", **json.loads(run.stdout.splitlines()[-1]))
+        end = time.monotonic() + report.seconds_left("end_to_end") / (len(methods) - i)
+        for layers in depths:
+            last = layers == depths[-1]
+            command = [sys.executable, __file__, "--worker", method, "--layers", str(layers)]
+            command += ["--smoke", "--implementation", implementations[0]] if report.smoke else []
+            left = (end - time.monotonic()) * (1.0 if last else 0.75)
+            try:
+                run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=max(left, 1.0))
+            except subprocess.TimeoutExpired:
+                report.row("end_to_end", f"{method}, {layers} layers", finished=False, reason=f"more than {left:.0f} s")
+                if last:
+                    report.not_reached.append(f"end_to_end: {method}")
+                    report.save()
+                continue
+            if run.returncode == 0:
+                measured = json.loads(run.stdout.splitlines()[-1])
+                report.row("end_to_end", f"{method}, {layers} layers", finished=True, **measured)
+                break
+            too_large = any(x in run.stderr for x in ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory"))
+            name, reason = f"{method}, {layers} layers", run.stderr[-400:]
+            report.row("end_to_end", name, ok=too_large and not last, finished=False, reason=reason)
 
 
 def measure_model(method: str, layers: int, smoke: bool) -> dict[str, Any]:
@@ -396,25 +481,32 @@ def measure_model(method: str, layers: int, smoke: bool) -> dict[str, Any]:
 SECTIONS = {f.__name__: f for f in (correctness, repeatability, ceilings, timings, end_to_end, sweep)}
 
 
+def work(args: argparse.Namespace) -> dict[str, Any]:
+    """What a process of `end_to_end` measures, and what served it."""
+    from pallas_kernels import use
+
+    with recorded() as found:
+        if not args.implementation:
+            measured = measure_model(args.worker, args.layers, args.smoke)
+        else:
+            with use(args.implementation):
+                measured = measure_model(args.worker, args.layers, args.smoke)
+    return {"served_by": "+".join(found)} | measured
+
+
 def main() -> int:
     """Runs the sections."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, interpreted kernels, any device")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results/gpu_check"))
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no section is started")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds for all sections together")
     parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, default=32, help=argparse.SUPPRESS)
     parser.add_argument("--implementation", choices=("interpret", "triton", "mosaic_gpu"), help="instead of all")
     args = parser.parse_args()
     if args.worker:
-        if args.implementation:
-            from pallas_kernels import use
-
-            with use(args.implementation):
-                print(json.dumps(measure_model(args.worker, args.layers, args.smoke)))
-        else:
-            print(json.dumps(measure_model(args.worker, args.layers, args.smoke)))
+        print(json.dumps(work(args)))
         return 0
     if not args.smoke and jax.default_backend() != "gpu":
         print(f"this machine has no GPU (backend {jax.default_backend()}); --smoke runs the same code on CPU")
@@ -424,21 +516,21 @@ def main() -> int:
         ("interpret",) if args.smoke else ("triton", "mosaic_gpu") if hopper else ("triton",)
     )
     implementations = (args.implementation,) if args.implementation else implementations
-    report = Report(args.out, args.budget, args.smoke)
-    if {"timings"} & set(args.only) and "ceilings" not in args.only:
+    if "timings" in args.only and "ceilings" not in args.only:
         args.only.append("ceilings")
+    report = Report(args.out, args.budget, args.smoke, args.only)
     for name, section in SECTIONS.items():
-        if name not in args.only:
-            continue
-        if report.late:
-            report.row(name, "not started", ok=False, error=f"the budget of {args.budget:.0f} s is spent")
+        if name not in args.only or not report.reaches(name, "all of it"):
             continue
         try:
             section(report, implementations)
         except Exception as error:  # the finished rows stay, the other sections run
             traceback.print_exc()
             report.row(name, "stopped", ok=False, error=f"{type(error).__name__}: {str(error)[:300]}")
-    print(f"{len(report.rows)} rows in {report.file}; failures: {report.failures or 'none'}")
+    print(
+        f"{len(report.rows)} rows in {report.file}; failures: {report.failures or 'none'}; "
+        f"not reached in {args.budget:.0f} s: {len(report.not_reached)}"
+    )
     return int(bool(report.failures))
 
 

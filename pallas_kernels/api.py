@@ -288,6 +288,9 @@ def _on_device(run: Callable[..., Result], implementation: str | None, *args: An
 def first_served(operation: str, tries: Sequence[tuple[str, Callable[[], Result]]]) -> tuple[str, Result]:
     """The first implementation that serves, with its result.
 
+    Every choice is a record in the log of `pallas_kernels`, with the implementation as its attribute `by`: at level
+    INFO with the reasons where something else was tried before, else at DEBUG.
+
     Args:
       operation: its name, for messages.
       tries: (implementation, what computes it).
@@ -303,7 +306,10 @@ def first_served(operation: str, tries: Sequence[tuple[str, Callable[[], Result]
             reasons.append(f"{name}: {error}")
         else:
             if reasons:
-                _log.info("%s is computed by %s, because of %s", operation, name, "; ".join(reasons))
+                why = "; ".join(reasons)
+                _log.info("%s is computed by %s, because of %s", operation, name, why, extra={"by": name})
+            else:
+                _log.debug("%s is computed by %s", operation, name, extra={"by": name})
             return name, result
     raise NotImplementedError(f"nothing computes {operation}: {'; '.join(reasons)}")
 

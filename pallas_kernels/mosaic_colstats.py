@@ -37,9 +37,12 @@ def attention_colstats(
     theta: Float[Array, "B K T"] | None = None,
     weight: Float[Array, "B T"] | None = None,
     multiplier: Float[Array, "B K T"] | None = None,
+    stages: int = mo.STAGES,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B _ S"], ...]:
     """`colstats.attention_colstats` for heads that are kept apart or summed. Arguments and result as there.
+
+    `stages` tiles are in flight at a time.
 
     Raises:
       NotImplementedError: for dtypes, head dimensions and statistics that it does not compute, and for an older jax.
@@ -134,7 +137,7 @@ def attention_colstats(
                 plgpu.BlockSpec((mo.BLOCK, H), lambda g, t: (of_head(g, t), 0), transforms=tiled),
                 *(plgpu.BlockSpec((mo.BLOCK,), indices.get(name, shared)) for name in streamed),
             ],
-            max_concurrent_steps=mo.STAGES,
+            max_concurrent_steps=stages,
             init_carry=zeros,
         )(
             ref["q"].at[b, h],

@@ -24,9 +24,12 @@ def flash_attention(
     *,
     spec: bl.Logits,
     multiplier: Float[Array, "B K T"] | None = None,
+    stages: int = mo.STAGES,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B N T H"] | None, Float[Array, "B N T"]]:
     """`flash.flash_attention` without bias and noise. Arguments and result as there.
+
+    `stages` tiles are in flight at a time.
 
     Raises:
       NotImplementedError: for dtypes, head dimensions and softmaxes that it does not compute, and for an older jax.
@@ -131,7 +134,7 @@ def flash_attention(
                 plgpu.BlockSpec((mo.BLOCK,), lambda t: (start + t,)),
                 *([of_slots] if v is not None else []),
             ],
-            max_concurrent_steps=mo.STAGES,
+            max_concurrent_steps=stages,
             init_carry=(full(-jnp.inf), full(0.0), acc),
         )(ref["k"].at[b, kv], ref["kv_pos"].at[b, kv], *([ref["v"].at[b, kv]] if v is not None else []))
         ref["lse_tile"][...] = bl.log2_sum(top, mass)

@@ -28,7 +28,11 @@ def smoke(tmp_path, *arguments):
 
 def test_kernels(tmp_path):
     report = smoke(tmp_path, "--only", "correctness", "repeatability", "ceilings", "timings")
-    assert {r["section"] for r in report["rows"]} == {"correctness", "repeatable", "ceilings", "timings"}
+    assert {r["section"] for r in report["rows"]} == {"correctness", "repeatability", "ceilings", "timings"}
+    names = " ".join(r["name"] for r in report["rows"])
+    assert all(x in names for x in ("softcap=5.0 window=50", "bias", "pool decode and statistics"))
+    by = {r["served_by"] for r in report["rows"] if r["section"] in ("correctness", "repeatability")}
+    assert by == {"interpret"}
     timings = [r for r in report["rows"] if r["section"] == "timings"]
     assert all(r["ms"] > 0 for r in timings)
     assert report["ceilings"]["gemm_tflops"] > 0
@@ -38,6 +42,74 @@ def test_kernels(tmp_path):
 def test_everything(tmp_path):
     report = smoke(tmp_path)
     assert {"end_to_end", "sweep"} < {r["section"] for r in report["rows"]}
+    assert all(r["served_by"] for r in report["rows"])
+    assert not report["not_reached"]
+    swept = {r["name"].split(" float32")[0] for r in report["rows"] if r["section"] == "sweep"}
+    assert swept == {"flash", "colstats", "decode", "pool decode"}
+
+
+def test_what_is_not_reached_is_said(tmp_path):
+    report = smoke(tmp_path, "--only", "correctness", "sweep", "--budget", "0")
+    assert report["rows"] == []
+    assert report["not_reached"] == ["correctness: all of it", "sweep: all of it"]
+
+
+def test_sections_keep_to_their_share_of_the_time(tmp_path):
+    from experiments.gpu_report import UNTIL, Report
+
+    report = Report(tmp_path, 1000.0, False, list(UNTIL))
+    assert [round(report.until[name] - report.start) for name in UNTIL] == [round(1000 * x) for x in UNTIL.values()]
+    only = Report(tmp_path, 1000.0, False, ["sweep"])
+    assert round(only.until["sweep"] - only.start) == 1000
+    report.until["timings"] = report.start
+    assert report.reaches("correctness", "x")
+    assert not report.reaches("timings", "y")
+    assert json.loads(report.file.read_text())["not_reached"] == ["timings: y"]
+
+
+@pytest.mark.parametrize(
+    ("stderr", "failures"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate", []),
+        ("Segmentation fault", [f"end_to_end: {method}, 32 layers" for method in ("snapkv", "h2o", "full")]),
+    ],
+)
+def test_fewer_layers_are_no_failure_where_all_do_not_fit(tmp_path, monkeypatch, stderr, failures):
+    from experiments import gpu_check
+    from experiments.gpu_report import Report
+
+    def worker(command, **_):
+        fits = command[command.index("--layers") + 1] == "8"
+        return subprocess.CompletedProcess(command, 0 if fits else 1, '{"prefill_s": 1.0}\n', "" if fits else stderr)
+
+    monkeypatch.setattr(gpu_check.subprocess, "run", worker)
+    report = Report(tmp_path, 1000.0, False, ["end_to_end"])
+    gpu_check.end_to_end(report, ("triton",))
+    tried = [(r["name"], r["finished"]) for r in report.rows]
+    assert tried[:2] == [("snapkv, 32 layers", False), ("snapkv, 8 layers", True)]
+    assert len(tried) == 6
+    assert report.failures == failures
+
+
+def test_models_of_other_processes_find_memory():
+    """The parent must not hold most of the GPU: it says so before jax is there."""
+    code = "import os, experiments.gpu_check; print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["false"]
+    source = (ROOT / "experiments" / "gpu_check.py").read_text()
+    assert source.index("XLA_PYTHON_CLIENT_PREALLOCATE") < source.index("import jax\n")
+
+
+def test_the_recorder_sees_who_served():
+    import jax.numpy as jnp
+
+    from experiments.gpu_report import served_by
+    from pallas_kernels import Columns, attention
+
+    q, pos = jnp.ones((1, 2, 8, 64)), jnp.arange(8, dtype=jnp.int32)
+    arrays = q, q, q, pos[None], jnp.broadcast_to(pos, (1, 2, 8))
+    run = lambda *x: attention(*x, columns=(Columns(), Columns(summed=False)), implementation="interpret")
+    assert served_by(run, *arrays) == ["interpret", "xla"]
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="this machine has a GPU")

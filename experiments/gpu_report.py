@@ -1,0 +1,162 @@
+"""What `gpu_check.py` writes down: rows of every section as they finish, and what its time did not suffice for."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.results import device_info
+
+# Until which share of the time each section may run, in their order: a slow one must not use up what others need.
+UNTIL = {
+    "correctness": 0.25,
+    "repeatability": 0.29,
+    "ceilings": 0.31,
+    "timings": 0.56,
+    "end_to_end": 0.95,
+    "sweep": 1.0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """Median milliseconds of a call, or why there are none; and which implementations served it."""
+
+    ms: float | None
+    error: str = ""
+    served_by: str = ""
+
+
+class Report:
+    """Rows of every section, in a file as soon as they are known.
+
+    Attributes:
+      failures: names of rows that are not ok.
+      rows: the rows.
+      not_reached: what the time did not suffice for, as "section: name".
+      served_elsewhere: what one implementation leaves to another, which has rows of its own.
+      ceilings: what the machine can do.
+    """
+
+    def __init__(self, folder: pathlib.Path, budget: float, smoke: bool, sections: Sequence[str]):
+        """An empty report.
+
+        Args:
+          folder: made if absent; gets `gpu_check.json`.
+          budget: seconds for everything.
+          smoke: whether shapes are tiny.
+          sections: what will run. Those that do not leave their time to the others.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = folder / "gpu_check.json"
+        self.device = device_info()
+        self.smoke = smoke
+        self.failures: list[str] = []
+        self.ceilings: dict[str, float] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.not_reached: list[str] = []
+        self.served_elsewhere: list[str] = []
+        self.start = time.monotonic()
+        shares = [UNTIL[name] - before for name, before in zip(UNTIL, (0.0, *UNTIL.values()), strict=False)]
+        asked = {name: share for name, share in zip(UNTIL, shares, strict=True) if name in sections}
+        until, total = 0.0, sum(asked.values())
+        self.until: dict[str, float] = {}
+        for name, share in asked.items():
+            until += share
+            self.until[name] = self.start + budget * (1.0 if smoke else until / total)
+
+    def row(self, section: str, name: str, *, ok: bool = True, **values: Any) -> None:
+        """Adds a row, prints it and saves all."""
+        self.rows.append({"section": section, "name": name, "ok": ok, **values})
+        if not ok:
+            self.failures.append(f"{section}: {name}")
+        shown = " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
+        print(f"{'ok  ' if ok else 'FAIL'} {section:13s} {name:56s} {shown}", flush=True)
+        self.save()
+
+    def save(self) -> None:
+        """Writes everything that is known."""
+        names = ("smoke", "ceilings", "failures", "not_reached", "served_elsewhere", "rows")
+        data = {"device": self.device, "seconds": time.monotonic() - self.start}
+        self.file.write_text(json.dumps(data | {name: getattr(self, name) for name in names}, indent=1) + "\n")
+
+    def timing(self, name: str, run: Timed, **values: Any) -> None:
+        """A row of the section "timings"; a kernel that fails to run is a failure."""
+        fraction = {"of_floor": values["floor_ms"] / run.ms} if run.ms and "floor_ms" in values else {}
+        error = {"error": run.error} if run.error else {}
+        served = {"served_by": run.served_by} if run.served_by else {}
+        self.row("timings", name, ok=not run.error, ms=run.ms, **served, **values, **fraction, **error)
+
+    def seconds_left(self, section: str) -> float:
+        """Until the section must end."""
+        return self.until[section] - time.monotonic()
+
+    def reaches(self, section: str, name: str) -> bool:
+        """Whether there is time to begin something; what there is not is said in the report."""
+        if self.seconds_left(section) > 0:
+            return True
+        self.not_reached.append(f"{section}: {name}")
+        print(f"     {section:13s} {name:56s} not reached", flush=True)
+        self.save()
+        return False
+
+    def elsewhere(self, section: str, name: str, reason: str) -> None:
+        """Says that something has no row because another implementation, with rows of its own, serves it."""
+        self.served_elsewhere.append(f"{section}: {name}: {reason}")
+        self.save()
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[str]]:
+    """The implementations that served what is traced in this context, each once."""
+    found: list[str] = []
+
+    class Recorder(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            by = getattr(record, "by", None)
+            if by is not None and by not in found:
+                found.append(by)
+
+    log, handler = logging.getLogger("pallas_kernels"), Recorder()
+    level, propagate = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    log.propagate = False
+    try:
+        yield found
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate
+
+
+def served_by(f: Callable[..., Any], *args: Any) -> list[str]:
+    """The implementations that serve a call, without running it."""
+    with recorded() as found:
+        jax.eval_shape(lambda *x: f(*x), *args)
+    return found
+
+
+def timed(f: Callable[..., Any], *args: Any, smoke: bool, launches: int = 10, samples: int = 15) -> Timed:
+    """Median time of a compiled call; many launches a sample hide the dispatch."""
+    launches, samples = (1, 2) if smoke else (launches, samples)
+    compiled = jax.jit(lambda *x: f(*x))
+    with recorded() as found:
+        try:
+            for _ in range(3):
+                jax.block_until_ready(compiled(*args))
+            seconds = []
+            for _ in range(samples):
+                start = time.perf_counter()
+                jax.block_until_ready([compiled(*args) for _ in range(launches)][-1])
+                seconds.append((time.perf_counter() - start) / launches)
+        except Exception as error:  # a kernel that does not run is a row of the report
+            return Timed(None, f"{type(error).__name__}: {str(error)[:200]}", "+".join(found))
+    return Timed(float(np.median(seconds)) * 1e3, served_by="+".join(found))
