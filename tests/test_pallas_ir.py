@@ -133,7 +133,7 @@ def test_own_softmax_takes_a_pass_for_its_logsumexp(noise, causal):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("d", [64, 80, 128])
+@pytest.mark.parametrize("d", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("columns", [(), (Columns(),)], ids=["plain", "with its row"])
 def test_decode(dtype, d, columns):
     def dense(*args):
