@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -89,57 +90,172 @@ def toolkit() -> pathlib.Path:
     return pathlib.Path(home) if home else pathlib.Path(sysconfig.get_paths()["purelib"], "nvidia", "cu13")
 
 
-def kernels(arch: str, smoke: bool) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], bool]]:
-    """(name, function, shapes as (shape, dtype), whether spills are a failure) of everything that is compiled."""
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One compilation.
+
+    Attributes:
+      name: for the report.
+      run: the function that is compiled, of the arrays.
+      shapes: (shape, dtype) of its arguments.
+      products: whether its products are of dtypes that tensor cores multiply.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    shapes: tuple[tuple[tuple[int, ...], str], ...]
+    products: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Shapes of a call: query heads, kv heads, rows and slots."""
+
+    N: int = 32
+    K: int = 8
+    T: int = 4096
+    S: int = 4096
+
+
+NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+HEAD_DIMS = (64, 80, 96, 128, 256)
+ALL = tuple((dtype, d) for dtype in NAMES for d in HEAD_DIMS)
+FEWER = (*(("bfloat16", d) for d in HEAD_DIMS), ("float16", 128), ("float32", 128))
+OPTIONS: dict[str, dict[str, Any]] = {"": {}, ", softcap and window": {"softcap": 30.0, "window": 1024}}
+
+
+def dense(dtype: str, d: int, s: Sizes) -> tuple[Any, ...]:
+    """Shapes of q, k, v, q_pos and kv_pos."""
+    slots = (1, s.K, s.S, d), dtype
+    return ((1, s.N, s.T, d), dtype), slots, slots, ((1, s.T), "int32"), ((1, s.K, s.S), "int32")
+
+
+def forwards(arch: str) -> Iterator[Case]:
+    """Attention forward: every dtype, head dimension and tile; with bias; Mosaic where it serves."""
+    from pallas_kernels import blocks as bl
+    from pallas_kernels import flash, gpu
+
+    backends = ("triton", "mosaic_gpu") if arch == "sm_90" else ("triton",)
+    for backend, (dtype, d), T, (label, options) in itertools.product(backends, ALL, (4096, 32, 16), OPTIONS.items()):
+        if backend == "mosaic_gpu" and (dtype == "float32" or d not in (64, 128) or T < 4096):
+            continue
+        if (dtype != "bfloat16" and T < 4096) or (dtype == "float16" and options):
+            continue  # float16 is as bfloat16, the tiles of float32 are as small anyway
+        spec = bl.Logits(d**-0.5, **options)
+        f = functools.partial(gpu.forward, spec=spec, with_logits=False, backend=backend)
+        name = f"{NAMES[dtype]} d={d} T={T} forward{label} ({backend})"
+        yield Case(name, lambda *x, f=f: f(*x)[:2], dense(dtype, d, Sizes(T=T)), dtype != "float32")
+    for dtype, d in FEWER:
+        f = lambda *x, d=d: flash.flash_attention(*x[:-1], spec=bl.Logits(d**-0.5), bias=x[-1])
+        shapes = *dense(dtype, d, Sizes()), ((1, 32, 4096), "float32")
+        yield Case(f"{NAMES[dtype]} d={d} T=4096 forward, bias (triton)", f, shapes, dtype != "float32")
+
+
+def statistics(arch: str) -> Iterator[Case]:
+    """Column statistics, given the logsumexp: everything that changes a kernel, on every tile and head dimension."""
+    import jax.numpy as jnp
+
+    from pallas_kernels import Columns, Softmax, colstats, gpu
+    from pallas_kernels import blocks as bl
+
+    columns = {
+        "sum p": Columns(),
+        "sum p^2 of group means": Columns(element="p2", group_at="before"),
+        "max p of group": Columns(group="max", group_at="before"),
+        "count of group means above 1/visible": Columns(element="above", group_at="before"),
+        "count above 1/visible": Columns(element="above", group=None),
+    }
+    backends = ("triton", "mosaic_gpu") if arch == "sm_90" else ("triton",)
+    grid = itertools.product(backends, ALL, (4096, 32, 16), OPTIONS.items(), columns.items())
+    for backend, (dtype, d), T, (label, options), (what, column) in grid:
+        before = column.group_at == "before"
+        if backend == "mosaic_gpu" and (dtype == "float32" or d not in (64, 128) or T < 4096 or before):
+            continue  # Triton computes these
+        if dtype != "bfloat16" and (T < 4096 or what not in ("sum p", "count of group means above 1/visible")):
+            continue  # as in bfloat16
+        spec = bl.Logits(d**-0.5, **options)
+        f = lambda q, k, lse, a, b, c=column, spec=spec, how=backend: gpu.column(
+            c, q, k, (None, lse, None), a, b, logits=spec, backend=how
+        )
+        q, k, _, *positions = dense(dtype, d, Sizes(T=T))
+        name = f"{NAMES[dtype]} d={d} T={T} {what}{label} ({backend})"
+        yield Case(name, f, (q, k, ((1, 32, T), "float32"), *positions), dtype != "float32")
+    for (dtype, d), (label, options) in itertools.product(FEWER, OPTIONS.items()):
+        q, k, _, *positions = dense(dtype, d, Sizes())
+        lse = (1, 32, 4096), "float32"
+        if not options:
+            f = lambda q, k, lse, a, b, bias, d=d: colstats.attention_colstats(
+                *(q, k, lse, a, b), spec=bl.Logits(d**-0.5), what=colstats.Pass(("p",), "sum"), bias=bias
+            )
+            name = f"{NAMES[dtype]} d={d} T=4096 sum p, bias (triton)"
+            yield Case(name, f, (q, k, lse, *positions, lse), dtype != "float32")
+        kinds: list[tuple[bool, Any]] = [(True, "gumbel"), (False, None)]
+        for causal, noise in kinds:
+            own = lambda q, k, a, b, seed, m, causal=causal, noise=noise, spec=bl.Logits(d**-0.5, **options): (
+                gpu.column(
+                    Columns(softmax=Softmax(multiplier=m, seed=seed if noise else None, noise=noise, causal=causal)),
+                    *(q, k, (None, jnp.zeros(q.shape[:3]), None), a, b),
+                    logits=spec,
+                    backend="triton",
+                )
+            )
+            kind = "noisy" if noise else "non-causal"
+            extra = ((1,), "uint32"), ((1, 8, 4096), "float32")
+            name = f"{NAMES[dtype]} d={d} T=4096 sum p of a {kind} softmax{label} (triton)"
+            yield Case(name, own, (q, k, *positions, *extra), dtype != "float32")
+    groups = itertools.product(((32, 32), (32, 4), (64, 8), (28, 4), (8, 1)), (64, 128, 256), list(columns)[1:2])
+    for (N, K), d, what in groups:
+        q, k, _, *positions = dense("bfloat16", d, Sizes(N, K))
+        f = lambda q, k, lse, a, b, c=columns[what], d=d: gpu.column(
+            c, q, k, (None, lse, None), a, b, logits=bl.Logits(d**-0.5), backend="triton"
+        )
+        name = f"bf16 d={d} T=4096 N={N} K={K} {what} (triton)"
+        yield Case(name, f, (q, k, ((1, N, 4096), "float32"), *positions), True)
+
+
+def decoding(arch: str) -> Iterator[Case]:
+    """One row a head: against a cache and a pool of 32k slots and of few, with and without its row."""
     import jax
 
-    from pallas_kernels import Columns, Softmax, attention, pooled_attention
-    from pallas_kernels.api import Implementation
+    from pallas_kernels import Columns, attention, pooled_attention
 
-    B, N, K, T = 1, 32, 8, 4096
-    leaves = jax.tree.leaves
-    names = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
-    backends: tuple[Implementation, ...] = ("triton", "mosaic_gpu") if arch == "sm_90" else ("triton",)
-    cases = [("bfloat16", d) for d in (64, 80, 96, 128, 256)] + [("float16", 128), ("float32", 128)]
-    for dtype, d in cases[:1] if smoke else cases:
-        q, k, one = ((B, N, T, d), dtype), ((B, K, T, d), dtype), ((B, N, 1, d), dtype)
-        rows, row, slots = ((B, T), "int32"), ((B, 1), "int32"), ((B, K, T), "int32")
-        dense = q, k, k, rows, slots
-        requests = {
-            "forward": (),
-            "sum p": (Columns(),),
-            "sum p, last 64 rows": (Columns(rows=64),),
-            "sum p^2 of group means": (Columns(element="p2", group_at="before"),),
-            "max p of group": (Columns(group="max", group_at="before"),),
-            "count above 1/visible": (Columns(element="above", group=None),),
-        }
-        if (dtype, d) not in (("bfloat16", 64), ("bfloat16", 128)):  # the rest differ in their tiles alone
-            requests = {name: requests[name] for name in ("forward", "sum p", "sum p^2 of group means")}
-        for name, columns in requests.items():
-            for backend in backends:
-                if backend == "mosaic_gpu" and (dtype == "float32" or d not in (64, 128) or "of group" in name):
-                    continue  # Triton computes these
-                f = functools.partial(attention, columns=columns, implementation=backend)
-                yield f"{names[dtype]} d={d} {name} ({backend})", f, dense, True
-        noisy = lambda q, k, v, a, b, seed, m: leaves(
-            attention(
-                *(q, k, v, a, b),
-                columns=(Columns(softmax=Softmax(multiplier=m, seed=seed, noise="gumbel")),),
-                implementation="triton",
+    del arch
+    heads = {(32, 8): ALL, (32, 32): (("bfloat16", 128),), (64, 8): (("bfloat16", 128), ("bfloat16", 256))}
+    heads |= {(28, 4): (("bfloat16", 128),), (71, 1): (("bfloat16", 64), ("bfloat16", 128))}
+    for (N, K), cases in heads.items():
+        grid = itertools.product(cases, (32768, 1000), OPTIONS.items(), ("", " with its row"))
+        for (dtype, d), S, (label, options), row in grid:
+            if ((options or row) and ((N, K) != (32, 8) or S < 32768)) or (dtype == "float16" and not row):
+                continue
+            if dtype != "bfloat16" and (options or S < 32768):
+                continue  # as in bfloat16
+            columns = (Columns(),) if row else ()
+            how: dict[str, Any] = {"implementation": "triton", **options}
+            q, slots, row_pos = ((1, N, 1, d), dtype), ((1, K, S, d), dtype), ((1, 1), "int32")
+            f = lambda *x, c=columns, how=how: jax.tree.leaves(attention(*x, columns=c, **how))
+            name = f"{NAMES[dtype]} d={d} N={N} K={K} S={S} decode{row}{label} (triton)"
+            yield Case(name, f, (q, slots, slots, row_pos, ((1, K, S), "int32")), dtype != "float32")
+            f = lambda *x, c=columns, K=K, how=how: jax.tree.leaves(
+                pooled_attention(*x, columns=c, num_kv_heads=K, **how)
             )
-        )
-        extra = ((B,), "uint32"), ((B, K, T), "float32")
-        yield f"{names[dtype]} d={d} sum p of a noisy softmax (triton)", noisy, (*dense, *extra), True
-        for name, columns in (("decode", ()), ("decode with its row", (Columns(),))):
-            f = lambda *a, c=columns: leaves(attention(*a, columns=c, implementation="triton"))
-            yield f"{names[dtype]} d={d} {name} (triton)", f, (one, k, k, row, slots), True
-            pool = ((B, K * T, d), dtype)
-            f = lambda *a, c=columns: leaves(pooled_attention(*a, columns=c, num_kv_heads=8, implementation="triton"))
-            flat = ((B, K * T), "int32")
-            yield f"{names[dtype]} d={d} pool {name} (triton)", f, (one, pool, pool, flat, row, flat), True
+            pool, flat = ((1, K * S, d), dtype), ((1, K * S), "int32")
+            name = name.replace(" decode", " pool decode")
+            yield Case(name, f, (q, pool, pool, flat, row_pos, flat), dtype != "float32")
 
 
-def check(arch: str, smoke: bool) -> list[dict[str, Any]]:
+def kernels(arch: str, smoke: bool, only: str = "") -> Iterator[Case]:
+    """Everything that is compiled, or two cases of each kind, or what matches a pattern.
+
+    For sm_100 bfloat16 without options alone.
+    """
+    for kind in (forwards, statistics, decoding):
+        plain = lambda name: name.startswith("bf16") and "softcap" not in name
+        served = (case for case in kind(arch) if arch != "sm_100" or plain(case.name))
+        found = (case for case in served if re.search(only, case.name))
+        yield from itertools.islice(found, 2) if smoke else found
+
+
+def check(arch: str, smoke: bool, only: str) -> list[dict[str, Any]]:
     """One row a kernel. Compiles in this process, for one architecture: XLA reads its flags once."""
     dump = pathlib.Path(tempfile.mkdtemp(prefix="aot_"))
     os.environ.update(
@@ -160,26 +276,22 @@ def check(arch: str, smoke: bool) -> list[dict[str, Any]]:
     mesh = jax.sharding.Mesh(list(topology.devices), ("x",))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     found = []
-    for name, f, shapes, spills_fail in kernels(arch, smoke):
+    for case in kernels(arch, smoke, only):
         for file in dump.iterdir():
             if file.is_file():
                 file.unlink()
-        shapes = [jax.ShapeDtypeStruct(shape, dtype, sharding=whole) for shape, dtype in shapes]
-        row: dict[str, Any] = {"arch": arch, "kernel": name, "ok": False}
+        shapes = [jax.ShapeDtypeStruct(shape, dtype, sharding=whole) for shape, dtype in case.shapes]
+        row: dict[str, Any] = {"arch": arch, "kernel": case.name, "ok": False}
         try:
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                jax.jit(f).lower(*shapes).compile()
+                jax.jit(case.run).lower(*shapes).compile()
         except Exception as error:  # any failure of a compiler is a row of the report
             row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
         else:
-            parts = [part for file in sorted(dump.rglob("*.ptx")) for part in assemble(file)]
-            # Every statistic comes with a forward pass, which has a row of its own.
-            row["parts"] = [p for p in parts if "flash" not in p["name"] or len(parts) == 1]
-            if "mosaic" in name:
-                row["parts"] = [p for p in parts if "mosaic" in p["name"]]
+            row["parts"] = [part for file in sorted(dump.rglob("*.ptx")) for part in assemble(file)]
             row["ok"] = bool(row["parts"]) and all(
-                (not p["spill_bytes"] or not spills_fail)
-                and ("f32" in name.split() or any(p["instructions"].get(i) for i in device.tensor_core))
+                not p["spill_bytes"]
+                and (not case.products or any(p["instructions"].get(i) for i in device.tensor_core))
                 for p in row["parts"]
             )
         found.append(row)
@@ -220,7 +332,7 @@ def line(row: dict[str, Any]) -> str:
         for p in row.get("parts", [])
     )
     return (
-        f"{'ok  ' if row['ok'] else 'FAIL'} {row['arch']:6s} {row['kernel']:52s} {parts or row.get('error', 'no PTX')}"
+        f"{'ok  ' if row['ok'] else 'FAIL'} {row['arch']:6s} {row['kernel']:76s} {parts or row.get('error', 'no PTX')}"
     )
 
 
@@ -229,7 +341,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--arch", choices=ARCHS, nargs="*", default=ARCHS)
     parser.add_argument("--output", type=pathlib.Path, help="path of the report, without a suffix")
-    parser.add_argument("--smoke", action="store_true", help="one dtype and head dimension")
+    parser.add_argument("--smoke", action="store_true", help="two kernels of each kind")
+    parser.add_argument("--only", default="", help="a pattern in names of kernels")
     parser.add_argument("--worker", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     lacking = missing()
@@ -239,14 +352,14 @@ def main() -> int:
         )
         return 2
     if args.worker is not None:
-        rows = check(args.arch[0], args.smoke)
+        rows = check(args.arch[0], args.smoke, args.only)
         args.worker.write_text(json.dumps(rows))
         return 0
     rows = []
     for arch in args.arch:
         with tempfile.TemporaryDirectory() as folder:
             file = pathlib.Path(folder, "rows.json")
-            command = [sys.executable, __file__, "--arch", arch, "--worker", str(file)]
+            command = [sys.executable, __file__, "--arch", arch, "--worker", str(file), "--only", args.only]
             subprocess.run(command + ["--smoke"] * args.smoke, check=True)
             rows += json.loads(file.read_text())
     failures = [r for r in rows if not r["ok"]]

@@ -76,6 +76,7 @@ def attention(
     kv_pos: Int[Array, "B K S"],
     *,
     columns: Sequence[Columns] = (),
+    bias: Float[Array, "B N S"] | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -98,6 +99,8 @@ def attention(
       q_pos: absolute position of every query row, negative for padding.
       kv_pos: absolute position of every slot, negative for a dead slot.
       columns: the statistics to measure, each one array in the result.
+      bias: added to the logits of every key after the soft cap: ALiBi's `slope * position` (what depends on the row
+        cancels in the softmax), or -inf. It has no gradient but in "reference". `pooled_attention` has none.
       scale: factor on `q . k`; `H ** -0.5` if None.
       window: a row sees only positions larger than its own minus `window`.
       softcap: logits become `softcap * tanh(logits / softcap)`.
@@ -115,18 +118,20 @@ def attention(
     K, S = k.shape[1:3]
     _check_rows(N, K, T, S)
     _check_columns(columns, B, K, T)
+    if bias is not None and bias.shape != (B, N, S):
+        raise ValueError(f"a bias of shape {bias.shape} does not fit keys of every query head, {(B, N, S)}")
     scale = H**-0.5 if scale is None else scale
     options = {"scale": scale, "window": window, "softcap": softcap}
     arrays, structure = jax.tree.flatten(tuple(columns))
 
-    def run(order, q, k, v, q_pos, kv_pos, arrays):
+    def run(order, q, k, v, q_pos, kv_pos, bias, arrays):
         if order.output[0] in _WHOLE:
             columns = jax.tree.unflatten(structure, arrays)
-            return _WHOLE[order.output[0]](q, k, v, q_pos, kv_pos, columns=columns, **options)
+            return _WHOLE[order.output[0]](q, k, v, q_pos, kv_pos, bias, columns=columns, **options)
         static = (order, structure, tuple(options.items()))
-        return Attention(*_kernel_attention(static, q, k, v, q_pos, kv_pos, arrays))
+        return Attention(*_kernel_attention(static, q, k, v, q_pos, kv_pos, bias, arrays))
 
-    return _on_device(run, implementation, q, k, v, q_pos, kv_pos, arrays)
+    return _on_device(run, implementation, q, k, v, q_pos, kv_pos, bias, arrays)
 
 
 def pooled_attention(
@@ -314,18 +319,18 @@ def first_served(operation: str, tries: Sequence[tuple[str, Callable[[], Result]
     raise NotImplementedError(f"nothing computes {operation}: {'; '.join(reasons)}")
 
 
-def _forward(order, columns, q, k, v, q_pos, kv_pos, *, scale, window, softcap):
+def _forward(order, columns, q, k, v, q_pos, kv_pos, bias, *, scale, window, softcap):
     """Output, logsumexp and statistics, each from the first implementation that serves it."""
     from pallas_kernels import gpu  # Pallas takes a second to import, and only kernels need it
 
     logits = gpu.bl.Logits(scale, window, softcap)
     arrays = q, k, v, q_pos, kv_pos
-    in_xla = functools.partial(xla.attention, *arrays, scale=scale, window=window, softcap=softcap)
+    in_xla = functools.partial(xla.attention, *arrays, bias, scale=scale, window=window, softcap=softcap)
 
     def forward(name):
         if name == "xla":
             return in_xla(columns=columns)
-        return gpu.forward(*arrays, spec=logits, with_logits=bool(columns), backend=name)
+        return gpu.forward(*arrays, spec=logits, with_logits=bool(columns), backend=name, bias=bias)
 
     _, result = first_served("attention", [(name, functools.partial(forward, name)) for name in order.output])
     if isinstance(result, Attention):
@@ -334,7 +339,7 @@ def _forward(order, columns, q, k, v, q_pos, kv_pos, *, scale, window, softcap):
     def column(name, spec):
         if name == "xla":
             return in_xla(columns=(spec,)).columns[0]
-        return gpu.column(spec, q, k, result, q_pos, kv_pos, logits=logits, backend=name)
+        return gpu.column(spec, q, k, result, q_pos, kv_pos, logits=logits, backend=name, bias=bias)
 
     measured = []
     for c in columns:
@@ -370,6 +375,10 @@ def _differentiable(compute, in_xla):
         return compute(order, jax.tree.unflatten(structure, args[-1]), *args[:-1], **dict(options))
 
     def forward(static, *args):
+        others = jax.tree.leaves(args[3:-1], is_leaf=lambda x: hasattr(x, "perturbed"))
+        for x in others:
+            if jax.numpy.issubdtype(x.value.dtype, jax.numpy.floating):
+                xla.refuse_gradient_of_bias(x)
         args = jax.tree.map(lambda x: x.value, args, is_leaf=lambda x: hasattr(x, "perturbed"))
         return run(static, *args), args[:-1]
 

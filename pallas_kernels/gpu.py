@@ -24,7 +24,7 @@ def _triton(backend: str) -> bool:
       NotImplementedError: for a backend that has no such kernel.
     """
     if backend not in ("triton", "interpret"):
-        raise NotImplementedError(f"{backend} has no kernel for this")
+        raise NotImplementedError(f"{backend} has no kernel for this: it neither decodes nor adds a bias")
     return backend == "interpret"
 
 
@@ -38,9 +38,13 @@ def forward(
     spec: bl.Logits,
     with_logits: bool,
     backend: str,
+    bias: Float[Array, "B N S"] | None = None,
 ) -> Forward:
-    """Output, logsumexp and, for one row a head where they are wanted, its logits "B K G S"."""
+    """Output, logsumexp and, for one row a head where they are wanted, its logits "B K G S"; not under a bias."""
     kv_pos = bl.readable(kv_pos)
+    if bias is not None:
+        interpret = _triton(backend)
+        return *flash.flash_attention(q, k, v, q_pos, kv_pos, spec=spec, bias=bias, interpret=interpret), None
     if backend == "mosaic_gpu" and q.shape[2] > 1:
         return *mosaic_flash.flash_attention(q, k, v, q_pos, kv_pos, spec=spec), None
     interpret = _triton(backend)
@@ -59,8 +63,9 @@ def column(
     *,
     logits: bl.Logits,
     backend: str,
+    bias: Float[Array, "B N S"] | None = None,
 ) -> Float[Array, "B _ ..."]:
-    """One statistic of the attention that `forward` computed.
+    """One statistic of the attention that `forward` computed, with the same bias.
 
     Raises:
       NotImplementedError: for statistics that no kernel computes.
@@ -81,7 +86,7 @@ def column(
     seed = None if own is None else own.seed
     keys = bl.readable(kv_pos, None if own is None else own.before)
     what = combination(spec, G)
-    lse_of, sums_of = _kernels(backend, logits, what, q, k, seed)
+    lse_of, sums_of = _kernels(backend, logits, what, q, k, seed, bias)
     if own is not None:
         _, lse = lse_of(q, k, None, q_pos, keys, spec=logits, multiplier=multiplier)
     theta = None
@@ -106,17 +111,17 @@ def column(
 
 
 def _kernels(
-    backend: str, logits: bl.Logits, what: colstats.Pass, q: Array, k: Array, seed: Array | None
+    backend: str, logits: bl.Logits, what: colstats.Pass, q: Array, k: Array, seed: Array | None, bias: Array | None
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The logsumexp and the sums of a backend.
 
     Raises:
       NotImplementedError: before either has run, where one of them would.
     """
-    if backend == "mosaic_gpu":
+    if backend == "mosaic_gpu" and bias is None:
         mosaic_colstats.check_served(logits, what, q, k)
         return mosaic_flash.flash_attention, mosaic_colstats.attention_colstats
-    options = {"seed": seed, "interpret": _triton(backend)}
+    options = {"seed": seed, "bias": bias, "interpret": _triton(backend)}
     return (
         functools.partial(flash.flash_attention, **options),
         functools.partial(colstats.attention_colstats, **options),

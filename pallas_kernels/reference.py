@@ -33,6 +33,7 @@ def attention(
     v: Float[Array, "B K S H"],
     q_pos: Int[Array, "B T"],
     kv_pos: Int[Array, "B K S"],
+    bias: Float[Array, "B N S"] | None = None,
     *,
     columns: Sequence[Columns] = (),
     scale: float,
@@ -48,6 +49,8 @@ def attention(
     logits = jnp.einsum("bkgth,bksh->bkgts", q, k_) * scale
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
+    if bias is not None:
+        logits = logits + bias.reshape(B, K, N // K, 1, -1).astype(dtype)
     seen = visible(q_pos, kv_pos, window)
     p, lse = _softmax(logits, seen)
     out = jnp.einsum("bkgts,bksh->bkgth", p, v_)

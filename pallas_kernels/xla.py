@@ -83,6 +83,7 @@ def attention(
     v: Float[Array, "B K S H"],
     q_pos: Int[Array, "B T"],
     kv_pos: Int[Array, "B K S"],
+    bias: Float[Array, "B N S"] | None = None,
     *,
     columns: Sequence[Columns] = (),
     scale: float,
@@ -101,12 +102,14 @@ def attention(
         q_pos = jnp.pad(q_pos, ((0, 0), (0, pad)), constant_values=-1)
     grouped = q.reshape(B, K, N // K, T + pad, H)
     arrays, structure = jax.tree.flatten(tuple(columns))
-    out, lse, measured = _compiled(config, structure, grouped, k, v, q_pos, kv_pos, arrays)
+    if bias is not None:
+        bias = bias.reshape(B, K, N // K, S).astype(accumulator(q.dtype))
+    out, lse, measured = _compiled(config, structure, grouped, k, v, q_pos, kv_pos, bias, arrays)
     return Attention(out.reshape(B, N, T + pad, H)[:, :, :T], lse.reshape(B, N, T + pad)[:, :, :T], measured)
 
 
-def _logits(config: _Config, q, k, q_pos, kv_pos, causal=True):
-    """Masked logits of a block of rows "B K G R S", the mask "B K R S", and the capped logits before the mask."""
+def _logits(config: _Config, q, k, q_pos, kv_pos, bias, causal=True):
+    """Masked logits of a block of rows "B K G R S", the mask "B K R S", and the capped logits before bias and mask."""
     B, K, G, R, H = q.shape
     dtype = accumulator(q.dtype)
     x = jnp.einsum("bkrh,bksh->bkrs", q.reshape(B, K, G * R, H), k, preferred_element_type=dtype)
@@ -117,7 +120,8 @@ def _logits(config: _Config, q, k, q_pos, kv_pos, causal=True):
     seen = (keys >= 0) & (keys <= rows if causal else rows >= 0)
     if config.window is not None:
         seen &= rows - keys < config.window
-    return jnp.where(seen[:, :, None], x, -jnp.inf), seen, x
+    biased = x if bias is None else x + bias[:, :, :, None]
+    return jnp.where(seen[:, :, None], biased, -jnp.inf), seen, x
 
 
 def _measure(spec: Columns, e, inverse_mass, weight, theta):
@@ -186,12 +190,18 @@ def _add_prefix(x, new, b, together):
     return lax.dynamic_update_slice(x, old + new, start)
 
 
-def _forward(config: _Config, structure, q, k, v, q_pos, kv_pos, arrays):
+def _keys(x, b, together, width):
+    """The first slots of some sequences, of an array whose last axis they are, or of none."""
+    return None if x is None else _sequences(x, b, together)[..., :width]
+
+
+def _forward(config: _Config, structure, q, k, v, q_pos, kv_pos, bias, arrays):
     """Output, logsumexp and every statistic: in one pass where the output's own softmax is asked for."""
     columns = jax.tree.unflatten(structure, arrays)
-    out, lse, measured = _fused(config, [c for c in columns if c.fused], q, k, v, q_pos, kv_pos)
+    out, lse, measured = _fused(config, [c for c in columns if c.fused], q, k, v, q_pos, kv_pos, bias)
     measured = iter(measured)
-    return out, lse, tuple(next(measured) if c.fused else _separate(config, c, q, k, q_pos, kv_pos) for c in columns)
+    alone = lambda c: _separate(config, c, q, k, q_pos, kv_pos, bias)
+    return out, lse, tuple(next(measured) if c.fused else alone(c) for c in columns)
 
 
 def _weight(config: _Config, spec: Columns, b, i, rows, dtype):
@@ -208,7 +218,7 @@ def _weight(config: _Config, spec: Columns, b, i, rows, dtype):
     return w
 
 
-def _separate(config: _Config, spec: Columns, q, k, q_pos, kv_pos):
+def _separate(config: _Config, spec: Columns, q, k, q_pos, kv_pos, bias):
     """One statistic in a pass of its own: another softmax than the output's, or rows that are not summed."""
     B, K, G, T, _ = q.shape
     bb, bq = config.together, config.block
@@ -228,10 +238,12 @@ def _separate(config: _Config, spec: Columns, q, k, q_pos, kv_pos):
 
         def each(b, total, lo=lo, hi=hi, width=width):
             k_, kv_pos_ = (_sequences(x, b, bb)[:, :, :width] for x in (k, kv_pos))
+            bias_ = _keys(bias, b, bb, width)
 
             def block(i, total):
                 rows = _read(q_pos, b, bb, i, bq, 1)
-                _, seen, x = _logits(config, _read(q, b, bb, i, bq, 3), k_, rows, kv_pos_, own.causal)
+                _, seen, x = _logits(config, _read(q, b, bb, i, bq, 3), k_, rows, kv_pos_, None, own.causal)
+                x = x if bias_ is None else x + bias_[:, :, :, None]
                 if own.before is not None:
                     seen &= kv_pos_[:, :, None] < _sequences(own.before, b, bb)[:, None, None, None]
                 if own.noise is not None:
@@ -263,7 +275,7 @@ def _separate(config: _Config, spec: Columns, q, k, q_pos, kv_pos):
     return spec.finish(total)
 
 
-def _fused(config: _Config, columns, q, k, v, q_pos, kv_pos):
+def _fused(config: _Config, columns, q, k, v, q_pos, kv_pos, bias):
     B, K, G, T, _ = q.shape
     dtype = accumulator(q.dtype)
     bb, bq = config.together, config.block
@@ -275,11 +287,12 @@ def _fused(config: _Config, columns, q, k, v, q_pos, kv_pos):
 
         def each(b, carry, lo=lo, hi=hi, active=active, width=width):
             k_, v_, kv_pos_ = (_sequences(x, b, bb)[:, :, :width] for x in (k, v, kv_pos))
+            bias_ = _keys(bias, b, bb, width)
 
             def block(i, carry):
                 out, lse, sums = carry
                 rows = _read(q_pos, b, bb, i, bq, 1)
-                x, seen, _ = _logits(config, _read(out, b, bb, i, bq, 3), k_, rows, kv_pos_)
+                x, seen, _ = _logits(config, _read(out, b, bb, i, bq, 3), k_, rows, kv_pos_, bias_)
                 top = jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(dtype).min)  # finite where a row sees nothing
                 e = jnp.exp(x - top)
                 mass = e.sum(-1)
@@ -303,22 +316,32 @@ def _fused(config: _Config, columns, q, k, v, q_pos, kv_pos):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(config: _Config, structure, q, k, v, q_pos, kv_pos, arrays):
-    return _forward(config, structure, q, k, v, q_pos, kv_pos, arrays)
+def _attention(config: _Config, structure, q, k, v, q_pos, kv_pos, bias, arrays):
+    return _forward(config, structure, q, k, v, q_pos, kv_pos, bias, arrays)
 
 
-def _attention_fwd(config, structure, q, k, v, q_pos, kv_pos, arrays):
-    q, k, v, q_pos, kv_pos, arrays = jax.tree.map(
-        lambda x: x.value, (q, k, v, q_pos, kv_pos, arrays), is_leaf=lambda x: hasattr(x, "perturbed")
+def _attention_fwd(config, structure, q, k, v, q_pos, kv_pos, bias, arrays):
+    refuse_gradient_of_bias(bias)
+    q, k, v, q_pos, kv_pos, bias, arrays = jax.tree.map(
+        lambda x: x.value, (q, k, v, q_pos, kv_pos, bias, arrays), is_leaf=lambda x: hasattr(x, "perturbed")
     )
-    out, lse, measured = _forward(config, structure, q, k, v, q_pos, kv_pos, arrays)
-    return (out, lse, measured), (q, k, v, q_pos, kv_pos, out, lse)
+    out, lse, measured = _forward(config, structure, q, k, v, q_pos, kv_pos, bias, arrays)
+    return (out, lse, measured), (q, k, v, q_pos, kv_pos, bias, out, lse)
+
+
+def refuse_gradient_of_bias(bias) -> None:
+    """Raises NotImplementedError for a bias that something is differentiated by (an argument of a `custom_vjp`)."""
+    if bias is not None and bias.perturbed:
+        raise NotImplementedError(
+            "a bias of keys has no gradient here. Use implementation='reference' to differentiate by it, or "
+            "lax.stop_gradient to say that you do not mean to"
+        )
 
 
 def _attention_bwd(config, structure, residuals, cotangents):
     """Recomputes every block from its logsumexp (FlashAttention's backward pass), in place like the forward."""
     del structure
-    q, k, v, q_pos, kv_pos, out, lse = residuals
+    q, k, v, q_pos, kv_pos, bias, out, lse = residuals
     d_out, d_lse, d_measured = cotangents
     if not all(isinstance(d, jax.custom_derivatives.SymbolicZero) for d in jax.tree.leaves(d_measured)):
         raise NotImplementedError(
@@ -338,11 +361,12 @@ def _attention_bwd(config, structure, residuals, cotangents):
         def each(b, carry, lo=lo, hi=hi, width=width):
             dq, dk, dv = carry
             k_, v_, kv_pos_ = (_sequences(x, b, bb)[:, :, :width] for x in (k, v, kv_pos))
+            bias_ = _keys(bias, b, bb, width)
 
             def block(i, carry):
                 dq, dk, dv = carry
                 qi = _read(dq, b, bb, i, bq, 3)
-                x, _, capped = _logits(config, qi, k_, _read(q_pos, b, bb, i, bq, 1), kv_pos_)
+                x, _, capped = _logits(config, qi, k_, _read(q_pos, b, bb, i, bq, 1), kv_pos_, bias_)
                 p = jnp.exp(x - _read(finite_lse, b, bb, i, bq, 3)[..., None])
                 do = _read(d_out, b, bb, i, bq, 3)
                 dv = dv + jnp.einsum("bkgrs,bkgrh->bksh", p, do)
@@ -361,7 +385,7 @@ def _attention_bwd(config, structure, residuals, cotangents):
 
         carry = _loop(0, k.shape[0] // bb, each, carry)
     dq, dk, dv = carry
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, None
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, None, None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)

@@ -76,6 +76,36 @@ def test_against_numpy(implementation, shape):
     compare(inputs(**shape), COLUMNS, implementation, TOLERANCE["float32"])
 
 
+def some_bias(kv_pos, N):
+    """ALiBi of some query heads; every seventh position is dead by -inf."""
+    kv_pos = np.repeat(np.asarray(kv_pos), N // kv_pos.shape[1], axis=1)
+    slopes = 2.0 ** -np.arange(1, N + 1)
+    return jnp.asarray(np.where(kv_pos % 7 == 3, -np.inf, slopes[None, :, None] * kv_pos), jnp.float32)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("T", [1, 70])
+def test_bias(implementation, T):
+    arrays = inputs(T=T, cached=11, pads=0 if T == 1 else 5)
+    columns = Columns(), Columns(element="p2", group_at="before"), Columns(softmax=Softmax(causal=False))
+    compare(arrays, columns, implementation, TOLERANCE["float32"], bias=some_bias(arrays[4], 4), softcap=3.0)
+
+
+def test_gradients_under_a_bias():
+    *arrays, q_pos, kv_pos = inputs(T=40, cached=5)
+    bias = some_bias(kv_pos, 4)
+
+    def grads(implementation):
+        run = lambda *x: attention(*x, q_pos, kv_pos, bias=bias, softcap=3.0, implementation=implementation)
+        return jax.grad(lambda *x: (run(*x).out ** 2).sum(), argnums=(0, 1, 2))(*arrays)
+
+    for a, b in zip(grads("xla"), grads("reference"), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+    loss = lambda bias: attention(*arrays, q_pos, kv_pos, bias=bias, implementation="xla").out.sum()
+    with pytest.raises(NotImplementedError, match="a bias of keys has no gradient here"):
+        jax.grad(loss)(bias)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("options", [{"window": 7}, {"softcap": 3.0}, {"scale": 0.7}], ids=str)
 def test_options(implementation, options):

@@ -123,6 +123,17 @@ def test_bias(bias, heads):
     np.testing.assert_allclose(sums, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("T", [1, 40])
+def test_bias_of_the_entry_point(T):
+    arrays = inputs(T=T, cached=20, pads=0)
+    columns = (*FEW, Columns(softmax=Softmax(causal=False)))
+    options = {"bias": test_kernels.some_bias(arrays[4], 4), "softcap": 3.0}
+    compare(arrays, columns, "interpret", TOLERANCE["float32"], **options)
+    loss = lambda bias: attention(*arrays, bias=bias, implementation="interpret").out.sum()
+    with pytest.raises(NotImplementedError, match="a bias of keys has no gradient here"):
+        jax.grad(loss)(options["bias"])
+
+
 @pytest.mark.parametrize("H", [8, 64, 80, 96, 128, 256])
 def test_decode_head_dims(H):
     compare(inputs(T=1, cached=53, pads=0, H=H), COLUMNS[::4], "interpret", TOLERANCE["float32"])

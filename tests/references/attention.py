@@ -4,7 +4,7 @@ import numpy as np
 import scipy.stats
 
 
-def attention(q, k, v, q_pos, kv_pos, *, columns=(), scale, window=None, softcap=None):
+def attention(q, k, v, q_pos, kv_pos, *, columns=(), scale, window=None, softcap=None, bias=None):
     """(out, lse, columns) as `pallas_kernels.attention` defines them."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     q_pos, kv_pos = np.asarray(q_pos), np.asarray(kv_pos)
@@ -22,8 +22,10 @@ def attention(q, k, v, q_pos, kv_pos, *, columns=(), scale, window=None, softcap
                 x = scale * (k[b, n // G] @ q[b, n, t])
                 if softcap is not None:
                     x = softcap * np.tanh(x / softcap)
+                if bias is not None:
+                    x = x + np.asarray(bias, np.float64)[b, n]
                 logits[b, n, t] = x
-                if not visible.any():
+                if not np.isfinite(x[visible]).any():
                     continue
                 top = x[visible].max()
                 lse[b, n, t] = top + np.log(np.exp(x[visible] - top).sum())
