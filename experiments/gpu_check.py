@@ -148,38 +148,28 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
                 expected = in_float64(functools.partial(f, "reference"), *args) if expected is None else expected
                 found = jax.jit(functools.partial(f, how))(*args)
                 compare(report, f"{how} {name} {label}", found, expected, dtype, counts, "+".join(by))
-    for shape, dtype in itertools.product(shapes[:2], dtypes):
-        label = f"bias H={shape[-1]} {dtype}"
-        if implementations[0] != "mosaic_gpu" and report.reaches("correctness", label):
-            with_bias(report, implementations[0], label, inputs(*shape, dtype, rng), dtype)
+    for (B, N, K, T, cached, H), dtype, length in itertools.product(shapes[:2], dtypes, ("block", "row")):
+        label = f"bias, {length} H={H} {dtype}"
+        if implementations[0] == "mosaic_gpu" or not report.reaches("correctness", label):
+            continue
+        arrays = inputs(B, N, K, *((T, cached) if length == "block" else (1, 333)), H, dtype, rng)
+        args = *arrays, alibi(arrays[4], N)
+
+        def biased(how: Implementation, *x: jax.Array) -> Any:
+            return attention(*x[:-1], columns=COLUMNS, bias=x[-1], implementation=how)
+
+        how = implementations[0]
+        by = "+".join(served_by(functools.partial(biased, how), *args))
+        found = jax.jit(functools.partial(biased, how))(*args)
+        expected = in_float64(functools.partial(biased, "reference"), *args)
+        compare(report, f"{how} {label}", found, expected, dtype, counts, by)
 
 
-def with_bias(report: Report, how: Implementation, label: str, arrays: tuple[jax.Array, ...], dtype: str) -> None:
-    """ALiBi, the slots of one residue dead by -inf: the forward pass and the sums of the Triton kernels."""
-    q, k, v, q_pos, kv_pos = arrays
-    N, K = q.shape[1], k.shape[1]
+def alibi(kv_pos: jax.Array, N: int) -> jax.Array:
+    """A slope for every query head times the position of a key; every seventh position dead by -inf."""
+    pos = np.repeat(np.asarray(kv_pos), N // kv_pos.shape[1], axis=1)
     slopes = 2.0 ** -np.arange(1, N + 1)
-    pos = np.repeat(np.asarray(kv_pos), N // K, axis=1)
-    bias = jnp.asarray(np.where(pos % 7 == 3, -np.inf, slopes[None, :, None] * pos), jnp.float32)
-    spec, keys = bl.Logits(q.shape[-1] ** -0.5), bl.readable(kv_pos)
-
-    def kernels(q, k, v, q_pos, keys, bias):
-        how_logits = {"spec": spec, "bias": bias, "interpret": how == "interpret"}
-        out, lse = flash.flash_attention(q, k, v, q_pos, keys, **how_logits)
-        sums = colstats.attention_colstats(q, k, lse, q_pos, keys, what=colstats.Pass(("p", "p2")), **how_logits)
-        return out, lse, *sums
-
-    def plain(q, k, v, q_pos, keys, bias):
-        expand = lambda x: jnp.repeat(x, N // K, axis=1)
-        x = jnp.einsum("bnth,bnsh->bnts", q, expand(k)) * spec.scale + bias[:, :, None]
-        seen = (expand(keys)[:, :, None] <= q_pos[:, None, :, None]) & jnp.isfinite(bias)[:, :, None]
-        e = jnp.where(seen, jnp.exp(x - jnp.where(seen, x, -jnp.inf).max(-1, keepdims=True, initial=-1e30)), 0.0)
-        lse = jax.nn.logsumexp(jnp.where(seen, x, -jnp.inf), axis=-1)
-        p = e / jnp.maximum(e.sum(-1, keepdims=True), 1e-30)
-        return jnp.einsum("bnts,bnsh->bnth", p, expand(v)), lse, p.sum(2), (p * p).sum(2)
-
-    args = q, k, v, q_pos, keys, bias
-    compare(report, f"{how} {label}", jax.jit(kernels)(*args), in_float64(plain, *args), dtype, (), how)
+    return jnp.asarray(np.where(pos % 7 == 3, -np.inf, slopes[None, :, None] * pos), jnp.float32)
 
 
 def repeatability(report: Report, implementations: Sequence[Implementation]) -> None:

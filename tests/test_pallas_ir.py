@@ -132,6 +132,20 @@ def test_own_softmax_takes_a_pass_for_its_logsumexp(noise, causal):
     no_square(lowered)
 
 
+@pytest.mark.parametrize("rows", [1, T])
+def test_a_bias_is_added_by_the_kernels_of_blocks(rows):
+    def f(bias, *args):
+        return jax.tree.leaves(attention(*args, columns=(Columns(),), bias=bias, implementation="mosaic_gpu"))
+
+    _, k, _, _, kv_pos = DENSE("bfloat16", 128)
+    q, bias, q_pos = shapes(((B, N, rows, 128), "bfloat16"), ((B, N, T), "float32"), ((B, rows), "int32"))
+    lowered = lower(f, bias, q, k, k, q_pos, kv_pos)
+    kernels = triton_kernels(lowered)
+    assert [name for name, _ in kernels] == ["kvjax_flash", "kvjax_colstats"]
+    check(kernels, "bfloat16")
+    no_square(lowered)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("d", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("columns", [(), (Columns(),)], ids=["plain", "with its row"])
