@@ -20,8 +20,6 @@ from experiments.papers.base import interval
 from kvjax import methods
 from tests import helpers
 
-pytestmark = pytest.mark.slow  # minutes of compilation
-
 ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -64,6 +62,7 @@ def grouped(p, num_kv_heads=2):
 # --- rows ---
 
 
+@pytest.mark.slow
 def test_captured_layers_attend_as_the_model_does(read):
     """Column sums of the captured matrices are those that the model measures when it reads the prompt."""
     model, params, tokens, p, _ = read
@@ -120,6 +119,7 @@ def best(score, num):
     return set(sorted(range(len(score)), key=lambda j: (score[j], j))[-num:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", range(4), ids=["AAS", "AQAS", "LTAS", "MAS"])
 def test_importance_jaccard_is_that_of_the_policies(read, measure):
     """The policy itself, decoding token by token, against sets chosen from the full cache's attention."""
@@ -156,6 +156,7 @@ def test_importance_jaccard_is_that_of_the_policies(read, measure):
             np.testing.assert_allclose(found.similarity[measure, 0, i, b], expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_chance_is_that_of_random_sets(read):
     model, params, tokens, _, _ = read
     found = roco.importance_jaccard(model, params, tokens, shares=(0.5,))
@@ -203,6 +204,7 @@ def test_prompts_too_short_to_age(read):
         roco.attention_by_age(model, params, tokens, skip=12)
 
 
+@pytest.mark.slow
 def test_scope_size_is_what_the_drivers_measure(read):
     """Prefill, eviction and decoding by the drivers, against the figure's one prompt for all scopes."""
     model, params, tokens, _, _ = read
@@ -235,6 +237,7 @@ def log_p(model, params, tokens, policy):
 # --- positions ---
 
 
+@pytest.mark.slow
 def test_retained_positions_are_those_of_prefill(read):
     model, params, tokens, _, _ = read
     found = positions.retained_positions(model, params, tokens, share=0.5, slices=4)
@@ -258,6 +261,7 @@ def test_by_slice():
         positions.by_slice(np.arange(5.0), 6)
 
 
+@pytest.mark.slow
 def test_eviction_scores(read):
     model, params, tokens, p, layers = read
     found = positions.eviction_scores(model, params, tokens, share=0.5, slices=4)
@@ -407,6 +411,7 @@ def test_adaptive_budgets_leave_no_head_empty():
 # --- plots and files ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_plots(read, name):
     model, params, tokens, _, _ = read
@@ -429,6 +434,7 @@ def test_plots(read, name):
     assert file.getvalue()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.slow
 def test_a_command_writes_picture_arrays_and_origin(tmp_path, capsys):
     arguments = ["attention_entropy", "--prompts", "2", "--length", "96", "--output", str(tmp_path)]
     figures.main(arguments)
@@ -447,6 +453,7 @@ def test_a_command_writes_picture_arrays_and_origin(tmp_path, capsys):
         np.testing.assert_array_equal(arrays["entropy"], again.entropy)
 
 
+@pytest.mark.slow
 def test_another_model_and_text(tiny, embedded, tmp_path):
     """A checkpoint directory and a text file; every prompt is a piece of the text with BOS in front."""
     tokenizer = embedded[2]
