@@ -230,7 +230,7 @@ def test_hard_parameters():
             hard(EntropyK(), base)
 
 
-@pytest.mark.parametrize("name", ["both", "layers", "pyramid", "safeguard", "window"])
+@pytest.mark.parametrize("name", ["heads", "layers", "both", "pyramid", "safeguard", "window"])
 def test_cold_gates_are_the_hard_policy(name):
     """At whole budgets the gates of a family and the policy that it hardens to keep nearly the same slots.
 

@@ -182,6 +182,33 @@ def test_parameters_of_methods(name, tmp_path):
     assert len({r["live"] for r in rows}) == 1
 
 
+@pytest.mark.parametrize("name", ["nacl", "ahakv"])
+def test_cold_gates_are_the_hard_method(name, reading, embedded):
+    """With parameters that mean whole numbers of tokens, nothing is rounded: gates become the hard policy's mask."""
+    model, params, tokenizer = embedded
+    setting = experiment("--parametrisation", name)
+    prompts = dataclasses.replace(setting.prompts, calibration=1)
+    family, policy = setting.family, setting.method(40)
+    with jax.enable_x64(True):
+        start = {"nacl": jnp.log(jnp.asarray([1.0, 4.0, 5.0])), "ahakv": jnp.log(jnp.asarray(24.0))}[name]
+        hard = family.harden(start, policy, reading.view(40))
+    plan = kvjax.make_plan(model.config, hard, prompt_len=prompts.length, max_new_tokens=prompts.future)
+    reader = Reader(model, params, policy, prompts, learn_budget._measured(setting, [plan]))
+    found = reader.read(future_rows.examples(prompts, tokenizer, "calibration"))
+    keep = np.asarray(learn_budget.losses_of(hard, found)[2])
+    assert (keep.sum(-1) == 40).all()
+    with jax.enable_x64(True):
+        gates = jax.jit(family.gates)
+        distances = []
+        for temperature in (1.0, 1e-2, 1e-7):
+            gate = np.asarray(gates(start, found.view(40), temperature))
+            np.testing.assert_allclose(gate.sum(-1), 40, rtol=1e-9)
+            distances.append(np.abs(gate - keep).sum())
+    assert ((gate > 0.5) == keep).all()
+    assert distances == sorted(distances, reverse=True)
+    assert distances[-1] < 1e-3
+
+
 def test_losses_of_a_policy_that_keeps_everything(reading):
     loss, live, keep = learn_budget.losses_of(methods.snapkv(128, window_size=8), reading)
     assert float(jnp.abs(loss).max()) < 1e-5
