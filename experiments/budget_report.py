@@ -143,15 +143,16 @@ def plot_losses(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     of = lambda method: {r["budget"]: r for r in rows if r["method"] == method}
     uniform = np.array([of("uniform")[b]["loss"] for b in budgets])
     x = np.arange(len(budgets))
-    for method in methods:
+    for i, method in enumerate(methods):
         mine = of(method)
         colour, marker = _STYLES[method]
+        aside = x + 0.05 * (i - (len(methods) - 1) / 2)  # divisions that lose the same stay apart
         y = np.array([[100 * mine[b][n] for n in ("loss", "low", "high")] for b in budgets]).T
         axes.errorbar(
             x, y[0], yerr=[y[0] - y[1], y[2] - y[0]], label=_NAMES[method], color=colour, marker=marker,
             linestyle="-", capsize=3, markersize=9 if marker == "*" else 6,
         )  # fmt: skip
-        beside.plot(x, y[0] / uniform, color=colour, marker=marker, markersize=9 if marker == "*" else 6)
+        beside.plot(aside, y[0] / uniform, color=colour, marker=marker, markersize=9 if marker == "*" else 6)
     for each in (axes, beside):
         each.set_xticks(x, [f"{100 * float(b):.4g} %" if "." in b else b for b in budgets])
         each.set_xlabel("budget, of the prompt")
@@ -186,17 +187,20 @@ def plot_tables(tables: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def plot_learning(tables: dict[str, Any], name: str, path: pathlib.Path) -> None:
-    """The objective on calibration batches, averaged over ten steps; it falls with learning and with temperature."""
-    figure, axes = plt.subplots(figsize=(6.5, 3.6), layout="constrained")
+    """The objective of the gates on calibration batches, averaged over ten steps.
+
+    It falls with learning; but gates harden meanwhile, and hard ones lose more than soft ones of the same total.
+    """
+    figure, axes = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
     for i, (budget, t) in enumerate(tables.items()):
         losses = np.array(t["losses"])
         width = min(10, len(losses))
         colour, marker = list(_STYLES.values())[i % len(_STYLES)]
         smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
         axes.plot(np.arange(width, len(losses) + 1), smooth, color=colour, marker=marker, markevery=0.2, label=budget)
-    axes.set(xlabel="step", ylabel=name.replace("_", " "))
+    axes.set(xlabel="step (the temperature falls)", ylabel=f"{name.replace('_', ' ')} of the gates, mean of ten steps")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, title="budget")
+    axes.legend(frameon=False, title="budget", loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
