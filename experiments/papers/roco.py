@@ -374,7 +374,9 @@ def plot_scope_size(d: ScopeSize) -> Figure:
             axes.errorbar(100 * d.sizes + aside, mean[i, r], yerr=half[i, r], label=scope, capsize=2, **style(i))
         axes.axhline(0, color="0.5", linewidth=0.8)
         alone = d.divergence[0, r, 0].mean()
-        axes.set(title=f"budget {percent(d.budgets[r] / d.length)} of {d.length} tokens: {alone:.3f} nats without")
+        axes.set_title(
+            f"budget {percent(d.budgets[r] / d.length)} of {d.length} tokens\n(without a scope {alone:.3f} nats)"
+        )
         axes.set(xlabel="protected tokens, % of the budget")
     row[0].set_ylabel("KL divergence from the full cache,\nchange by the scope, nats")
     row[0].legend(frameon=False, title="protected by", loc="best")

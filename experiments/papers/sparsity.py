@@ -96,6 +96,7 @@ def plot_attention_sparsity(d: AttentionSparsity) -> Figure:
         )  # fmt: skip
     left.set(xlabel="tokens that a row sees", ylabel="keys below the threshold, %", ylim=(0, 102))
     left.set(title="absolute thresholds, all layers (NaCl)", xlim=(0, 1.2 * seen[-1]))
+    left.set_xticks([x for x in left.get_xticks() if x <= seen[-1]])  # beyond them there are only names
     draw_layers(right, 100 * d.of_maximum, 100 * d.relative, marker="o", markersize=4)
     right.set(xlabel="threshold, % of the row's maximum", ylabel="keys at or below the threshold, %", ylim=(0, 102))
     right.set(title="relative thresholds, second half of the rows (Keyformer)")
