@@ -1,0 +1,179 @@
+"""Budget curves in one call, against one run for every policy and budget.
+
+    python experiments/bench_curves.py
+    python experiments/bench_curves.py --length 512 --rows 32 --prompts 8
+
+One call (`kvjax.analysis.curves`) measures all policies at all budgets. Two kinds of separate runs are timed, each
+compiled before it is timed, and every one of them is run:
+
+* "same measures": `kvjax.analysis.curves` of one policy at one budget. It reads the same prompts and their continuation
+  with the full cache, decides, and measures every loss of that one mask, with the same code.
+* "generate": what a run without this analysis does. `kvjax.prefill` with the policy, then `kvjax.feed` of the
+  continuation, then divergence and agreement against logits of the full cache, which are given. It measures no layer.
+
+Every separate run is timed several times once it is compiled, and its median counts; the one call is timed after every
+fourth of them. Compare the ratios, not the seconds. A second ratio is that of first runs, compilation included, in CPU
+seconds of the process, to which other work on the machine adds nothing.
+"""
+
+import functools
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from tqdm import tqdm
+
+import kvjax
+import models
+from experiments.results import device_info, write_json
+from experiments.tasks import TASKS, Task
+from experiments.tasks.perplexity import SCORED
+from kvjax import analysis, methods
+from models.embedded import EMBEDDED
+
+POLICIES = {
+    "window": methods.window,
+    "streaming_llm": functools.partial(methods.streaming_llm, positions="original"),
+    "random": methods.random,
+    "h2o": methods.h2o,
+    "tova": methods.tova,
+    "snapkv": methods.snapkv,
+    "pyramidkv": methods.pyramidkv,
+    "ada_snapkv": methods.ada_snapkv,
+}
+BUDGETS = (0.0625, 0.09375, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.75)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "plan"))
+def generate_run(
+    model: models.LanguageModel,
+    params: Any,
+    tokens: jax.Array,
+    continuation: jax.Array,
+    full: jax.Array,
+    *,
+    plan: kvjax.CachePlan,
+) -> tuple[jax.Array, jax.Array]:
+    """Divergence and agreement of every prompt, from a compacted cache that reads token by token."""
+    _, state = kvjax.prefill(model, params, tokens, plan)
+    logits, _ = kvjax.feed(model, params, continuation, state)
+    p, q = jax.nn.log_softmax(full), jax.nn.log_softmax(logits)
+    return (jnp.exp(p) * (p - q)).sum(-1).mean(-1), (full.argmax(-1) == logits.argmax(-1)).mean(-1)
+
+
+def timed(run: Any, clock: Any = time.perf_counter) -> tuple[Any, float]:
+    """A result, and the seconds until it is there."""
+    start = clock()
+    result = jax.block_until_ready(run())
+    return result, clock() - start
+
+
+def main(
+    length: int = 1024,
+    rows: int = 32,
+    prompts: int = 8,
+    rounds: int = 3,
+    output: pathlib.Path | None = None,
+) -> None:
+    """Runs everything and prints the ratios.
+
+    Args:
+      length: tokens of every prompt.
+      rows: tokens of every continuation.
+      prompts: how many.
+      rounds: how often each separate run is timed.
+      output: a JSON file for the figures.
+    """
+    model, params = models.load(EMBEDDED)
+    tokenizer = models.load_tokenizer(EMBEDDED)
+    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
+    task = Task(encode, (tokenizer.bos_token_id,), length + SCORED, 0)
+    examples = [TASKS["perplexity"](task, i) for i in range(prompts)]
+    tokens = jnp.asarray([e.context for e in examples], jnp.int32)
+    continuation = jnp.asarray([e.continuation[:rows] for e in examples], jnp.int32)
+    full = analysis.read(model, params, tokens, continuation).logits
+    measure = functools.partial(analysis.curves, model, params, tokens, continuation, oracles=())
+    plan = functools.partial(kvjax.make_plan, model.config, prompt_len=length, max_new_tokens=rows)
+
+    together = lambda: measure(POLICIES, BUDGETS)
+    pairs = [(name, budget) for name in POLICIES for budget in BUDGETS]
+    same = [functools.partial(measure, {name: POLICIES[name]}, [budget]) for name, budget in pairs]
+    once = lambda name, budget: kvjax.when(kvjax.after_prefill(), POLICIES[name](budget))
+    generated = [
+        functools.partial(generate_run, model, params, tokens, continuation, full, plan=plan(once(*pair)))
+        for pair in pairs
+    ]
+    kinds = {"same measures": same, "generate": generated}
+
+    settings = {"length": length, "rows": rows, "prompts": prompts, "rounds": rounds}
+    names = {"policies": list(POLICIES), "budgets": list(BUDGETS)}
+    about = {"command": " ".join(sys.argv), "device": device_info(), **settings, **names}
+    print(f"{len(POLICIES)} policies x {len(BUDGETS)} budgets x {prompts} prompts of {length} tokens, {rows} rows")
+    table = []
+    for kind, runs in kinds.items():
+        jax.clear_caches()  # a process has room for some hundred programs
+        table.append({"kind": kind, "runs": len(runs), **compare(together, runs, pairs, kind, rounds)})
+        print(summary(table[-1]), flush=True)
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            write_json(output, {**about, "kinds": table})
+
+
+def compare(together: Any, runs: list[Any], pairs: list[tuple[str, float]], kind: str, rounds: int) -> dict[str, Any]:
+    """Seconds of the one call and of the separate runs, their ratios, and how far their losses are apart."""
+    whole, one_first = timed(together, time.process_time)
+    one: list[float] = []
+    first, separate, found = [], [], []
+    for i, run in enumerate(tqdm(runs, desc=kind, file=sys.stdout)):
+        result, seconds = timed(run, time.process_time)
+        found.append(jax.tree.map(np.asarray, result))
+        first.append(seconds)
+        separate.append(float(np.median([timed(run)[1] for _ in range(rounds)])))
+        if i % 4 == 0:
+            one.append(timed(together)[1])
+    seconds, one_seconds = sum(separate), float(np.median(one))
+    return {
+        "seconds": seconds,
+        "one_call_seconds": one_seconds,
+        "ratio": seconds / one_seconds,
+        "first_cpu_seconds": sum(first),
+        "one_call_first_cpu_seconds": one_first,
+        "first_ratio": sum(first) / one_first,
+        "largest_difference": largest_difference(whole, kind, found, pairs),
+        "separate": [{"policy": p, "budget": b, "seconds": s} for (p, b), s in zip(pairs, separate, strict=True)],
+    }
+
+
+def summary(row: dict[str, Any]) -> str:
+    """One kind of separate runs in two lines."""
+    return (
+        f"{row['kind']}, {row['runs']} runs: {row['seconds']:.2f} s, one call {row['one_call_seconds']:.2f} s: "
+        f"{row['ratio']:.1f}x\n    with compilation, CPU: {row['first_cpu_seconds']:.0f} s, one call "
+        f"{row['one_call_first_cpu_seconds']:.0f} s: {row['first_ratio']:.1f}x; losses differ by at most "
+        f"{row['largest_difference']:.1e}, relative"
+    )
+
+
+def largest_difference(whole: analysis.Curves, kind: str, results: list[Any], pairs: list[tuple[str, float]]) -> float:
+    """The largest relative difference between the one call and the separate runs, over all losses that these have."""
+    worst = []
+    for (name, budget), found in zip(pairs, results, strict=True):
+        at = whole.policies.index(name), whole.budgets.index(budget)
+        if kind == "generate":
+            losses = {"kl": np.asarray(found[0])}
+        else:
+            losses = {loss: found.values(loss)[0, 0] for loss in ("l1", "heads_l2", "bound", "lost", "kl")}
+        for loss, b in losses.items():
+            a = whole.values(loss)[at]
+            same = np.isnan(a) & np.isnan(b)  # the bound does not cover keys that move
+            worst.append(np.where(same, 0.0, np.abs(a - b) / np.maximum(np.abs(b), 1e-2)).max())
+    return float(np.max(worst))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
