@@ -354,8 +354,8 @@ def sweep(report: Report, implementations: Sequence[Implementation]) -> None:
         shipped = {
             "colstats": colstats.block_sizes(dtype, H, prompt),
             "flash": flash.block_sizes(dtype, H, prompt),
-            "decode": decode.block_sizes(dtype, K, slots),
-            "pool decode": decode.block_sizes(dtype, 1, K * slots, max(16, N)),
+            "decode": decode.block_sizes(dtype, H, K, slots),
+            "pool decode": decode.block_sizes(dtype, H, 1, K * slots, max(16, N)),
         }
         label = {"dtype": dtype, "H": H}
         for name, (kernel, args) in kernels.items():

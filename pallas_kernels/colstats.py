@@ -41,14 +41,14 @@ class Pass:
 def block_sizes(dtype: jax.typing.DTypeLike, head_dim: int, num_rows: int, what: Pass | None = None) -> bl.BlockSizes:
     """The shipped block sizes, chosen as in `flash.block_sizes`; no accumulator is as wide as a head here.
 
-    Two exceptions keep ptxas from spilling for sm_80: tiles of 16 rows take 4 warps at every head dimension, and
+    Two exceptions keep ptxas from spilling: tiles of less than 64 rows take 4 warps at every head dimension, and
     thresholds on the probabilities of a whole group take tiles of 32 rows.
     """
     if jnp.dtype(dtype) == jnp.float32:
         return bl.BlockSizes(16, 16, num_warps=4, num_stages=2)
     of_group = what is not None and "above" in what.elements and what.heads in ("sum_before", "max_before")
     rows = max(bl.MIN_TILE, min(32 if of_group else 64, bl.power_of_two(num_rows)))
-    warps = 8 if head_dim > 128 and rows > bl.MIN_TILE else 4
+    warps = 8 if head_dim > 128 and rows == 64 else 4
     return bl.BlockSizes(rows, 64, num_warps=warps, num_stages=2)
 
 

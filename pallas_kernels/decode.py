@@ -18,16 +18,20 @@ from pallas_kernels import blocks as bl
 TARGET_PROGRAMS = 512  # about four for each multiprocessor of an H100
 
 
-def block_sizes(dtype: jax.typing.DTypeLike, num_columns: int, num_slots: int, num_rows: int = 16) -> bl.BlockSizes:
+def block_sizes(
+    dtype: jax.typing.DTypeLike, head_dim: int, num_columns: int, num_slots: int, num_rows: int = 16
+) -> bl.BlockSizes:
     """The shipped block sizes: the longest split that still fills the machine.
 
     Args:
       dtype: of keys and values.
+      head_dim: of both; accumulators of many rows as wide as 256 leave room for fewer keys.
       num_columns: kv heads times sequences that are read independently; 1 a sequence for a pool.
       num_slots: slots of each.
-      num_rows: query rows of a tile; many leave room for fewer keys.
+      num_rows: query rows of a tile; many leave room for fewer keys too.
     """
-    block = 16 if jnp.dtype(dtype) == jnp.float32 else 64 if num_rows <= 32 else 32
+    many = num_rows > (16 if head_dim > 128 else 32)
+    block = 16 if jnp.dtype(dtype) == jnp.float32 else 32 if many else 64
     split = max(block, min(1024, bl.power_of_two(num_slots * num_columns // TARGET_PROGRAMS)))
     return bl.BlockSizes(bl.MIN_TILE, block, num_warps=4, num_stages=3, split=split)
 
@@ -184,7 +188,7 @@ def decode_attention(
     K, S = k.shape[1:3]
     G = N // K
     rows = max(bl.MIN_TILE, bl.power_of_two(G))
-    sizes = block_sizes(k.dtype, B * K, S, rows) if sizes is None else sizes
+    sizes = block_sizes(k.dtype, H, B * K, S, rows) if sizes is None else sizes
     padded = jnp.pad(q.reshape(B, K, G, H), ((0, 0), (0, 0), (0, rows - G), (0, 0)))
     out, lse, logits = _run(
         *(padded, k, v, q_pos, kv_pos, None),
@@ -238,7 +242,7 @@ def pooled_decode_attention(
     heads = max(bl.MIN_TILE // group, bl.power_of_two(K))
     padded = jnp.pad(q.reshape(B, K, G, H), ((0, 0), (0, heads - K), (0, group - G), (0, 0)))
     rows = heads * group
-    sizes = block_sizes(k.dtype, B, P, rows) if sizes is None else sizes
+    sizes = block_sizes(k.dtype, H, B, P, rows) if sizes is None else sizes
     out, lse, logits = _run(
         *(padded.reshape(B, 1, rows, H), k[:, None], v[:, None], q_pos, kv_pos[:, None], owner),
         spec=spec,
