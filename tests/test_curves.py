@@ -291,6 +291,14 @@ def test_what_cannot_work_is_refused(tiny, prompts, change, message):
         analysis.curves(model, params, tokens, call.pop("continuation"), call.pop("policies"), BUDGETS, **call)
 
 
+@pytest.mark.parametrize("shape", [(1, B, 2, T), (3, B, 3, T), (3, B, 2, T - 1)])
+def test_masks_of_another_reading_are_refused(tiny, prompts, shape):
+    model, params = tiny
+    read = reading(tiny, prompts, plans(tiny, "window"))
+    with pytest.raises(ValueError, match=r"keep has the shape .* \(3, 3, 2, 24\) or \(3, 3, 4, 24\); give one mask"):
+        analysis.mask_losses(model, params, read, jnp.ones(shape, bool))
+
+
 @pytest.mark.parametrize("rows", [1, 32])
 def test_adaptive_heads_lower_the_bound_on_every_layer_and_prompt(embedded, rows):
     """Theorem 4 on the embedded model and held-out text, for the rows that scored the tokens.

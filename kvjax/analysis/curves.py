@@ -17,6 +17,7 @@ from kvjax.analysis.hindsight import Across, best_in_hindsight, hindsight_rank, 
 from kvjax.analysis.losses import distances, largest_value
 from kvjax.analysis.reading import Reading, read_traced
 from kvjax.budget import Count, as_budget, lookup
+from kvjax.choice import one_of
 from kvjax.context import row_keys
 from kvjax.generation import Model, check_prompts
 from kvjax.plan import CachePlan
@@ -94,7 +95,18 @@ def mask_losses(
       keep: the tokens of the prompt that every kv head of every layer keeps, or every query head.
       positions: "compact" moves the keys that are left up to their ranks.
       largest: `value_bounds(reading)`, where it is known.
+
+    Raises:
+      ValueError: a mask of other layers, prompts, heads or tokens than were read.
     """
+    first = reading.layers[0]
+    (B, K, T), N = first.prompt.pos.shape, first.q.shape[1]
+    fits = [(len(reading.layers), B, heads, T) for heads in dict.fromkeys((K, N))]
+    if keep.shape not in fits:
+        raise ValueError(
+            f"keep has the shape {keep.shape}, but layers, prompts, heads and tokens that were read are "
+            f"{' or '.join(map(str, fits))}; give one mask for each"
+        )
     largest = value_bounds(reading) if largest is None else largest
     heads = keep.shape[2]
     live = reading.live("kv_head" if heads == reading.layers[0].prompt.pos.shape[1] else "query_head")
@@ -258,6 +270,8 @@ def curves(
         raise ValueError(f"{B} prompts, but {continuation.shape[0]} continuations; give one for each")
     if seeds < 1 or at_once < 1:
         raise ValueError(f"seeds={seeds}, at_once={at_once}: both are at least 1")
+    for across in oracles:
+        one_of("oracles", across, *HINDSIGHT)
     known = lengths if isinstance(lengths, np.ndarray) else None
     grid = make_grid(model.config, policies, budgets, prompt_len=T, max_new_tokens=F, lengths=known)
     counts = tuple(as_budget(b) for b in budgets)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.choice import one_of
 from kvjax.select import TopK
 from kvjax.state import EMPTY
 from pallas_kernels import attention
@@ -50,6 +51,7 @@ def by_query_head(x: Array, num_query_heads: int) -> Array:
 
 def _norm(x: Array, order: Order) -> Array:
     """Norm of the last axis, whose gradient at zero is zero."""
+    one_of("order", order, 1, 2)
     if order == 1:
         return jnp.abs(x).sum(-1)
     square = jnp.square(x).sum(-1)
@@ -149,6 +151,8 @@ def layer_loss(
     K, S = k.shape[1:3]
     if keep.shape[1] not in (K, N):
         raise ValueError(f"keep has {keep.shape[1]} heads, but there are {K} kv heads and {N} query heads")
+    if keep.shape[2] != S:
+        raise ValueError(f"keep has {keep.shape[2]} tokens, but there are {S} keys; keep the appended ones as well")
     if keep.shape[1] != K:
         k, v = by_query_head(k, N), by_query_head(v, N)
     pad = jnp.zeros((B,), jnp.int32) if lengths is None else S - lengths.astype(jnp.int32)
