@@ -196,8 +196,14 @@ class Simplex(Family):
 
 
 def with_table(policy: Evict, shares: np.ndarray) -> Evict:
-    """A policy whose heads get these shares "L K" of the model's budget; only their ratios matter."""
+    """A policy whose heads get these shares "L K" of the model's budget; only their ratios matter.
+
+    Raises:
+      ValueError: shares that are no table of layers and heads.
+    """
     shares = np.asarray(shares, np.float64)
+    if shares.ndim != 2:
+        raise ValueError(f"shares have the shape {shares.shape}, which is not 2 axes; give a row a layer, one a head")
     return dataclasses.replace(policy, layers=LayerTable(shares.sum(1)), heads=HeadTable(shares))
 
 

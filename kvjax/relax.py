@@ -61,10 +61,20 @@ def soft_top_k(
         is not positive all are 0, and in both cases its gradient is 0.
       temperature: in units of the score; one number, or one for every row of the batch.
       weight: what a whole slot costs, 1 if None. A slot of weight 0 does not compete, and its gate is 0.
+
+    Raises:
+      ValueError: a temperature that is not positive, where it is a number.
     """
+    _check_positive(temperature)
     weight = jnp.ones_like(score) if weight is None else weight
     temperature = jnp.broadcast_to(jnp.asarray(temperature, score.dtype), budget.shape)
     return _compiled(score, budget.astype(score.dtype), temperature, weight)
+
+
+def _check_positive(temperature: Any) -> None:
+    """Raises ValueError for a number that is no temperature; a traced one cannot be looked at."""
+    if isinstance(temperature, int | float) and not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be positive; the hard policy is the limit at 0")
 
 
 @jax.custom_vjp
@@ -232,8 +242,7 @@ class Soft(Select):
     scale: Scale = "rank"
 
     def __post_init__(self):
-        if not self.temperature > 0:
-            raise ValueError(f"temperature={self.temperature} must be positive; the hard policy is the limit at 0")
+        _check_positive(self.temperature)
         one_of("Soft.scale", self.scale, "rank", "score")
         if not self.select.staged:
             raise ValueError(f"{self.select} is no sequence of top-k passes, so it cannot be relaxed; use TopK()")
@@ -339,8 +348,15 @@ def with_budgets(state: KVState, budgets: Float[Array, "*B L K"]) -> KVState:
       budgets: real numbers, for all sequences or for each. Traced ones have gradients.
 
     Raises:
-      ValueError: a state without a relaxed layer.
+      ValueError: a state without a relaxed layer, budgets of other layers or heads than it has.
     """
+    heads = {kv.pos.shape[1] for kv in state.layers if kv.gate is not None}
+    wrong = budgets.shape[-2] != len(state.layers) or (heads and budgets.shape[-1] not in heads)
+    if wrong or (budgets.ndim == 3 and budgets.shape[0] != state.length.shape[0]):
+        raise ValueError(
+            f"budgets have the shape {budgets.shape}, but the state has {state.length.shape[0]} sequences, "
+            f"{len(state.layers)} layers and {sorted(heads)} heads; give one a head of every layer"
+        )
     shape = state.length.shape[0], len(state.layers), budgets.shape[-1]
     budgets = jnp.broadcast_to(budgets if budgets.ndim == 3 else budgets[None], shape)
     return _map_soft(state, lambda memory, i: dataclasses.replace(memory, budgets=PerHead(budgets[:, i])))
@@ -350,8 +366,9 @@ def with_temperature(state: KVState, temperature: float | Float[Array, ""]) -> K
     """A state of a relaxed policy at another temperature, which may be traced: annealing compiles nothing new.
 
     Raises:
-      ValueError: a state without a relaxed layer.
+      ValueError: a state without a relaxed layer, a number that is not positive.
     """
+    _check_positive(temperature)
 
     def change(memory: SoftMemory, i: int) -> SoftMemory:
         del i
@@ -364,7 +381,14 @@ def with_temperature(state: KVState, temperature: float | Float[Array, ""]) -> K
 
 
 def with_gates(state: KVState, gates: Float[Array, "B L K S"]) -> KVState:
-    """A state whose slots have these gates, whatever its policy: what a study computed from scores of its own."""
+    """A state whose slots have these gates, whatever its policy: what a study computed from scores of its own.
+
+    Raises:
+      ValueError: gates of other layers, heads or slots than the state has.
+    """
+    has = [(kv.pos.shape[0], len(state.layers), *kv.pos.shape[1:]) for kv in state.layers]
+    if any(gates.shape != shape for shape in has):
+        raise ValueError(f"gates have the shape {gates.shape}, but the state's slots {has[0]}; give one a slot")
     layers = tuple(dataclasses.replace(kv, gate=gates[:, i]) for i, kv in enumerate(state.layers))
     return dataclasses.replace(state, layers=layers)
 

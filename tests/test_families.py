@@ -366,6 +366,7 @@ def test_gated_logits_are_the_hard_policys(tiny):
         (lambda: families.WindowShare(0.0), r"the share starts inside \(0, 1\)"),
         (lambda: NaclShares((0.0, 1.0, 1.0)), "shares start positive"),
         (lambda: EntropyK(0.0), "both are positive"),
+        (lambda: families.with_table(methods.h2o(8), np.ones(4)), r"shares have the shape \(4,\)"),
     ],
 )
 def test_errors(make, message):

@@ -424,6 +424,25 @@ def test_a_state_without_temperature(tiny):
         relax.with_budgets(state, jnp.ones((3, 2)))
 
 
+def test_numbers_that_do_not_fit_a_state(tiny):
+    model, _ = tiny
+    policy = kvjax.soften(methods.snapkv(12, window_size=4), 1.0)
+    plan = kvjax.make_plan(model.config, policy, prompt_len=24, max_new_tokens=1)
+    state = kvjax.init_state(plan, jnp.asarray([24], jnp.int32))
+    for shape in ((2, 2), (3, 1), (2, 3, 2)):
+        with pytest.raises(ValueError, match=r"budgets have the shape .* 1 sequences, 3 layers and \[2\] heads"):
+            relax.with_budgets(state, jnp.ones(shape))
+    slots = state.layers[0].num_slots
+    for shape in ((1, 2, 2, slots), (1, 3, 1, slots), (1, 3, 2, slots + 1)):
+        with pytest.raises(ValueError, match=r"gates have the shape .* but the state's slots \(1, 3, 2,"):
+            relax.with_gates(state, jnp.ones(shape))
+    for temperature in (0.0, -1.0):
+        with pytest.raises(ValueError, match=f"temperature={temperature} must be positive"):
+            relax.with_temperature(state, temperature)
+        with pytest.raises(ValueError, match=f"temperature={temperature} must be positive"):
+            relax.soft_top_k(jnp.ones((1, 3)), jnp.ones((1,)), temperature=temperature)
+
+
 # --- objectives ---
 
 
