@@ -96,6 +96,8 @@ class LearnedBudget:
             raise ValueError(f"rate={self.rate} must be positive")
         if min(self.temperature) <= 0:
             raise ValueError(f"temperature={self.temperature}: temperatures are positive")
+        if self.objective == "task_loss" and self.prompts.future < 2:
+            raise ValueError(f"task_loss: future={self.prompts.future} row predicts no other; raise it to 2 at least")
 
 
 @dataclasses.dataclass(frozen=True)

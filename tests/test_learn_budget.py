@@ -345,6 +345,7 @@ def test_the_scorer_resumes(scored, tmp_path):
         (["--config", "learned_budget.py", "--tasks"], "tasks is empty"),
         (["--config", "learned_budget.py", "--future", "65"], "future=65 rows, but perplexity has 64"),
         (["--config", "learned_budget.py", "--temperature", "4", "0"], "temperatures are positive"),
+        (["--config", "learned_budget.py", "--objective", "task_loss", "--future", "1"], "future=1 row predicts no"),
     ],
 )
 def test_errors_end_with_one_line(argv, message, tmp_path, monkeypatch):
