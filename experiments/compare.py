@@ -14,6 +14,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import matplotlib.pyplot as plt
+import numpy as np
+
 from experiments import report
 from experiments.results import write_json
 
@@ -90,6 +93,63 @@ def leaderboard(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(report.table(head, lines)) + "\n"
 
 
+def by_budget(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], dict[tuple[str, str], dict[str, float]]]:
+    """Methods, the best first; budgets, the largest first; and the mean retrieval score and perplexity of each pair.
+
+    What has no budget stands under "-", with its label behind its name.
+    """
+    cells: dict[tuple[str, str], dict[str, float]] = {}
+    size: dict[str, float] = {}
+    for r in rows:
+        method, budget = r["method"], r["budget"]
+        if not report.has_budget(budget):
+            method, budget = f"{method} {budget}", "-"
+        size[budget] = -1.0 if budget == "-" else max(size.get(budget, 0.0), r["kv_budget"])
+        cell = cells.setdefault((method, budget), {})
+        if r["task"] == "retrieval_mean":
+            cell["retrieval"] = 100 * r["score"]
+        elif r["task"] == "perplexity":
+            cell["perplexity"] = r["perplexity"]
+    quality = lambda c: c["retrieval"] if "retrieval" in c else -c.get("perplexity", 0.0)
+    mean = lambda method: float(np.mean([quality(c) for (m, _), c in cells.items() if m == method]))
+    methods = sorted(dict.fromkeys(m for m, _ in cells), key=mean, reverse=True)
+    return methods, sorted(size, key=lambda b: size[b], reverse=True), cells
+
+
+def overview(rows: Sequence[dict[str, Any]]) -> str:
+    """A row for every method, with "retrieval / perplexity" at every budget."""
+    methods, budgets, cells = by_budget(rows)
+
+    def cell(c: dict[str, float] | None) -> str:
+        shown = [] if c is None else [f"{c[k]:.{n}f}" for k, n in (("retrieval", 1), ("perplexity", 2)) if k in c]
+        return " / ".join(shown)
+
+    lines = [[m, *(cell(cells.get((m, b))) for b in budgets)] for m in methods]
+    return "\n".join(report.table(["method", *budgets], lines)) + "\n"
+
+
+def plot(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
+    """The overview as two maps: retrieval score, and perplexity; brighter is better in both."""
+    methods, budgets, cells = by_budget(rows)
+    wanted = [k for k in ("retrieval", "perplexity") if any(k in c for c in cells.values())]
+    size = 1.6 + 3.4 * len(wanted), 1.2 + 0.27 * len(methods)
+    figure, axes = plt.subplots(ncols=len(wanted), figsize=size, layout="constrained", squeeze=False)
+    for axis, key in zip(axes[0], wanted, strict=True):
+        values = np.array([[cells.get((m, b), {}).get(key, np.nan) for b in budgets] for m in methods])
+        axis.imshow(values, aspect="auto", cmap="viridis" if key == "retrieval" else "viridis_r")
+        middle = (np.nanmin(values) + np.nanmax(values)) / 2
+        for (i, j), x in np.ndenumerate(values):
+            if np.isfinite(x):
+                bright = (x > middle) == (key == "retrieval")
+                text = f"{x:.0f}" if key == "retrieval" else f"{x:.1f}"
+                axis.text(j, i, text, ha="center", va="center", fontsize=8, color="black" if bright else "white")
+        axis.set_xticks(range(len(budgets)), budgets)
+        axis.set_yticks(range(len(methods)), methods if axis is axes[0, 0] else [])
+        axis.set(xlabel="budget", title="retrieval score, %" if key == "retrieval" else "perplexity")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
 def main(argv: Sequence[str]) -> None:
     """Loads, prints, plots."""
     parser = argparse.ArgumentParser(prog="experiments/compare.py", description=(__doc__ or "").splitlines()[0])
@@ -104,15 +164,13 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(f"error: {e}") from e
     for r in rows:
         r["kv_budget"] = report.budget_fraction(r, setup["length"])
-    text = leaderboard(rows)
+    text = f"{leaderboard(rows)}\nRetrieval mean in percent / perplexity, by budget:\n\n{overview(rows)}"
     print(text)
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
         (arguments.output / "leaderboard.md").write_text(text)
         write_json(arguments.output / "leaderboard.json", {"setup": setup, "rows": rows})
-        means = [r for r in rows if r["task"] == "retrieval_mean"]
-        if means:
-            report.plot_score_against_budget(means, setup["length"], arguments.output / "leaderboard.png")
+        plot(rows, arguments.output / "leaderboard.png")
         print(f"written to {arguments.output}")
 
 

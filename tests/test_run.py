@@ -201,9 +201,11 @@ def test_a_method_without_budgets(tmp_path, capsys):
 
     compare.main([str(directory), "--output", str(tmp_path / "board")])
     lines = capsys.readouterr().out.splitlines()
-    order = [line.split(" | ")[1] for line in lines if line.startswith("| ")][1:]
+    tables = "\n".join(lines).split("Retrieval mean in percent / perplexity, by budget:")
+    order = [line.split(" | ")[1] for line in tables[0].splitlines() if line.startswith("| ")][1:]
     assert order[0] == "1.0"
     assert order[-1] == "0.125"
+    assert all(f"| fastgen T={t} |" in tables[1] for t in (0.98, 0.95, 0.9))
 
 
 def test_leaderboard(finished, tmp_path, capsys):
@@ -213,10 +215,20 @@ def test_leaderboard(finished, tmp_path, capsys):
     compare.main([str(finished), str(other), str(tmp_path), "--output", str(tmp_path / "board")])
     printed = capsys.readouterr()
     assert "no summary.json" in printed.err
-    rows = [line.split(" | ")[:2] for line in printed.out.splitlines() if line.startswith("| ")]
+    board, overview = printed.out.split("Retrieval mean in percent / perplexity, by budget:")
+    rows = [line.split(" | ")[:2] for line in board.splitlines() if line.startswith("| ")]
     assert ["| full", "1.0"] in rows
     assert rows.index(["| full", "1.0"]) == 1
     assert {r[0] for r in rows[1:]} == {"| full", "| snapkv", "| random", "| h2o"}
+    by_method = {line.split(" | ")[0]: line for line in overview.splitlines() if line.startswith("| ")}
+    assert set(by_method) == {"| method", "| full", "| snapkv", "| random", "| h2o"}
+    mean, perplexity = (
+        next(r for r in json.loads((tmp_path / "board" / "leaderboard.json").read_text())["rows"] if r["task"] == task)
+        for task in ("retrieval_mean", "perplexity")
+    )
+    shown = f"{100 * mean['score']:.1f} / {perplexity['perplexity']:.2f}"
+    assert perplexity["method"] == mean["method"] == "full"
+    assert shown in by_method["| full"]
     assert (tmp_path / "board" / "leaderboard.png").is_file()
     assert json.loads((tmp_path / "board" / "leaderboard.json").read_text())["setup"]["length"] == 256
 
