@@ -141,13 +141,14 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
         for name, f, args in (("attention", with_noise, noisy), ("decode", plain, one), ("pool decode", pooled, pool)):
             expected = None
             for how in implementations:
-                by = served_by(functools.partial(f, how), *args)
-                if how not in by:
-                    report.elsewhere("correctness", f"{how} {name} {label}", f"served by {'+'.join(by)}")
-                    continue
-                expected = in_float64(functools.partial(f, "reference"), *args) if expected is None else expected
-                found = jax.jit(functools.partial(f, how))(*args)
-                compare(report, f"{how} {name} {label}", found, expected, dtype, counts, "+".join(by))
+                with report.guarded("correctness", f"{how} {name} {label}"):
+                    by = served_by(functools.partial(f, how), *args)
+                    if how not in by:
+                        report.elsewhere("correctness", f"{how} {name} {label}", f"served by {'+'.join(by)}")
+                        continue
+                    expected = in_float64(functools.partial(f, "reference"), *args) if expected is None else expected
+                    found = jax.jit(functools.partial(f, how))(*args)
+                    compare(report, f"{how} {name} {label}", found, expected, dtype, counts, "+".join(by))
     for (B, N, K, T, cached, H), dtype, length in itertools.product(shapes[:2], dtypes, ("block", "row")):
         label = f"bias, {length} H={H} {dtype}"
         if implementations[0] == "mosaic_gpu" or not report.reaches("correctness", label):
@@ -159,10 +160,11 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
             return attention(*x[:-1], columns=COLUMNS, bias=x[-1], implementation=how)
 
         how = implementations[0]
-        by = "+".join(served_by(functools.partial(biased, how), *args))
-        found = jax.jit(functools.partial(biased, how))(*args)
-        expected = in_float64(functools.partial(biased, "reference"), *args)
-        compare(report, f"{how} {label}", found, expected, dtype, counts, by)
+        with report.guarded("correctness", f"{how} {label}"):
+            by = "+".join(served_by(functools.partial(biased, how), *args))
+            found = jax.jit(functools.partial(biased, how))(*args)
+            expected = in_float64(functools.partial(biased, "reference"), *args)
+            compare(report, f"{how} {label}", found, expected, dtype, counts, by)
 
 
 def alibi(kv_pos: jax.Array, N: int) -> jax.Array:
@@ -185,19 +187,20 @@ def repeatability(report: Report, implementations: Sequence[Implementation]) -> 
     for how, (name, (f, arrays)) in itertools.product(implementations, runs.items()):
         if not report.reaches("repeatability", f"{how} {name}"):
             continue
-        run = functools.partial(f, columns=COLUMNS, implementation=how)
-        by = served_by(run, *arrays)
-        if how not in by:
-            report.elsewhere("repeatability", f"{how} {name}", f"served by {'+'.join(by)}")
-            continue
-        compiled = jax.jit(run)
-        first = [np.asarray(x) for x in jax.tree.leaves(compiled(*arrays))]
-        same = all(
-            np.array_equal(x, np.asarray(y), equal_nan=True)
-            for _ in range(2 if report.smoke else 20)
-            for x, y in zip(first, jax.tree.leaves(compiled(*arrays)), strict=True)
-        )
-        report.row("repeatability", f"{how} {name}", ok=same, served_by="+".join(by))
+        with report.guarded("repeatability", f"{how} {name}"):
+            run = functools.partial(f, columns=COLUMNS, implementation=how)
+            by = served_by(run, *arrays)
+            if how not in by:
+                report.elsewhere("repeatability", f"{how} {name}", f"served by {'+'.join(by)}")
+                continue
+            compiled = jax.jit(run)
+            first = [np.asarray(x) for x in jax.tree.leaves(compiled(*arrays))]
+            same = all(
+                np.array_equal(x, np.asarray(y), equal_nan=True)
+                for _ in range(2 if report.smoke else 20)
+                for x, y in zip(first, jax.tree.leaves(compiled(*arrays)), strict=True)
+            )
+            report.row("repeatability", f"{how} {name}", ok=same, served_by="+".join(by))
 
 
 def ceilings(report: Report, implementations: Sequence[Implementation]) -> None:

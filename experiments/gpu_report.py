@@ -94,6 +94,14 @@ class Report:
         served = {"served_by": run.served_by} if run.served_by else {}
         self.row("timings", name, ok=not run.error, ms=run.ms, **served, **values, **fraction, **error)
 
+    @contextlib.contextmanager
+    def guarded(self, section: str, name: str) -> Iterator[None]:
+        """One case of a section: what stops it is a row that failed, and the next case runs."""
+        try:
+            yield
+        except Exception as error:
+            self.row(section, name, ok=False, error=f"{type(error).__name__}: {str(error)[:300]}")
+
     def seconds_left(self, section: str) -> float:
         """Until the section must end."""
         return self.until[section] - time.monotonic()

@@ -63,6 +63,24 @@ def test_sections_keep_to_their_share_of_the_time(tmp_path):
     assert json.loads(report.file.read_text())["not_reached"] == ["timings: y"]
 
 
+def test_a_kernel_that_stops_leaves_the_other_cases(tmp_path, monkeypatch):
+    from experiments import gpu_check
+
+    monkeypatch.setattr(gpu_check, "served_by", lambda *_: ["mosaic_gpu", "triton"])
+
+    def broken(*_, implementation, **__):
+        if implementation == "mosaic_gpu":
+            raise RuntimeError("no such layout")
+        return jnp.zeros(3)
+
+    monkeypatch.setattr(gpu_check, "attention", broken)
+    monkeypatch.setattr(gpu_check, "pooled_attention", broken)
+    report = Report(tmp_path, 1000.0, True, ["repeatability"])
+    gpu_check.repeatability(report, ("mosaic_gpu", "triton"))
+    assert [r["ok"] for r in report.rows] == [False] * 3 + [True] * 3
+    assert "no such layout" in json.loads(report.file.read_text())["rows"][0]["error"]
+
+
 @pytest.mark.parametrize(
     ("stderr", "failures"),
     [
