@@ -199,19 +199,36 @@ def test_a_process_with_a_gpu_compiles_kernels_for_it_and_xla_for_the_rest(monke
 
 
 def test_the_check_sees_what_it_looks_for():
-    """tf32 and atomics would be found: a kernel with reduced precision shows them."""
+    """Kernels with reduced precision, and with atomics, show them."""
     from jax.experimental import pallas as pl
 
     from pallas_kernels import blocks as bl
 
-    def kernel(x, y, o):
-        o[...] = jax.lax.dot_general(x[...], y[...], (((1,), (0,)), ((), ())))
+    def found(body):
+        def kernel(x, y, o):
+            product = lambda precision: jax.lax.dot_general(
+                x[...], y[...], (((1,), (0,)), ((), ())), precision=precision
+            )
+            body(product, o)
 
-    f = lambda x, y: pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((16, 16), "float32"),
-        compiler_params=bl.compiler_params(bl.BlockSizes()),
-    )(x, y)
-    kernels = triton_kernels(lower(f, *shapes(((16, 16), "float32"), ((16, 16), "float32"))))
-    with pytest.raises(AssertionError):
-        check(kernels, "float32")
+        f = lambda x, y: pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct((16, 16), "float32"),
+            compiler_params=bl.compiler_params(bl.BlockSizes()),
+        )(x, y)
+        return triton_kernels(lower(f, *shapes(((16, 16), "float32"), ((16, 16), "float32"))))
+
+    def right(product, o):
+        o[...] = product(jax.lax.Precision.HIGHEST)
+
+    def reduced(product, o):
+        o[...] = product(None)
+
+    def atomic(product, o):
+        bl.plt.atomic_add(o, (slice(None), slice(None)), product(jax.lax.Precision.HIGHEST))
+
+    check(found(right), "float32")
+    with pytest.raises(AssertionError, match="tf32"):
+        check(found(reduced), "float32")
+    with pytest.raises(AssertionError, match="atomic"):
+        check(found(atomic), "float32")
