@@ -203,6 +203,7 @@ def statistics(arch: str) -> Iterator[Case]:
             extra = ((1,), "uint32"), ((1, 8, 4096), "float32")
             name = f"{NAMES[dtype]} d={d} T=4096 sum p of a {kind} softmax{label} (triton)"
             yield Case(name, own, (q, k, *positions, *extra), dtype != "float32")
+    yield from counted(backends)
     groups = itertools.product(((32, 32), (32, 4), (64, 8), (28, 4), (8, 1)), (64, 128, 256), list(columns)[1:2])
     for (N, K), d, what in groups:
         q, k, _, *positions = dense("bfloat16", d, Sizes(N, K))
@@ -211,6 +212,36 @@ def statistics(arch: str) -> Iterator[Case]:
         )
         name = f"bf16 d={d} T=4096 N={N} K={K} {what} (triton)"
         yield Case(name, f, (q, k, ((1, N, 4096), "float32"), *positions), True)
+
+
+def counted(backends: tuple[str, ...]) -> Iterator[Case]:
+    """Column statistics of some rows, told by weights, and without the rows' own tokens."""
+    from pallas_kernels import Columns, gpu
+    from pallas_kernels import blocks as bl
+
+    kinds = {
+        "sum p, weights, without itself": (Columns(count_self=False), True),
+        "sum p^2 of group means, weights": (Columns(element="p2", group_at="before"), True),
+        "sum p^2 of group means, without itself": (Columns(element="p2", group_at="before", count_self=False), False),
+        "sum p^2 of group means, weights, without itself": (
+            Columns(element="p2", group_at="before", count_self=False),
+            True,
+        ),
+    }
+    grid = itertools.product(backends, HEAD_DIMS, OPTIONS.items(), kinds.items())
+    for backend, d, (label, options), (what, (column, weighted)) in grid:
+        if backend == "mosaic_gpu" and (d not in (64, 128) or column.group_at == "before"):
+            continue  # Triton computes these
+        spec = bl.Logits(d**-0.5, **options)
+        f = lambda q, k, lse, a, b, *weight, c=column, spec=spec, how=backend: gpu.column(
+            dataclasses.replace(c, weight=weight[0] if weight else None),
+            *(q, k, (None, lse, None), a, b),
+            logits=spec,
+            backend=how,
+        )
+        q, k, _, *positions = dense("bfloat16", d, Sizes())
+        shapes = q, k, ((1, 32, 4096), "float32"), *positions, *([((1, 4096), "float32")] if weighted else [])
+        yield Case(f"bf16 d={d} T=4096 {what}{label} ({backend})", f, shapes, True)
 
 
 def decoding(arch: str) -> Iterator[Case]:
