@@ -157,9 +157,7 @@ class Evict(Policy):
         site = ctx.site
         kept, room = kv.num_live, self.when.room(site.max_new_tokens)
         if self.when.decodes:
-            budget, sinks, recent = self._now(ctx)
-            shares = kv.memory.shares
-            each = budget[:, None] if shares is None else shares.value + jnp.minimum(sinks + recent, budget)[:, None]
+            each = self._each(kv.memory, ctx)
             kept = jnp.maximum(each + self.select.slack, 0 if self.when.prefill else kept)
         return jnp.minimum(kept + room, (ctx.prompt_length + site.max_new_tokens)[:, None])
 
@@ -275,7 +273,7 @@ class Evict(Policy):
         if self.when.every == 1:
             return self._select(memory, kv, stats, ctx)[0]
         counts = self._counts(ctx)
-        budgets = jnp.broadcast_to(self._now(ctx)[0][:, None], kv.pos.shape[:2])
+        budgets = jnp.broadcast_to(self._each(memory, ctx), kv.pos.shape[:2])
         score = jnp.where(kv.live, jnp.zeros((), jnp.float32), -jnp.inf)
         nothing = Selection(kv.live, score, budgets, kv.gate if self.select.relaxed else None)
         drop = jnp.int32(0)
@@ -300,6 +298,13 @@ class Evict(Policy):
         """(budget, sinks, recent) of every sequence."""
         budget, sinks, recent = (lookup(table, ctx.prompt_length) for table in self.tables(ctx.site))
         return budget, sinks, recent
+
+    def _each(self, memory: "EvictMemory", ctx: Context) -> Int[Array, "B _"]:
+        """The budget of every head while decoding; of all heads where they have the same."""
+        budget, sinks, recent = self._now(ctx)
+        if memory.shares is None:
+            return budget[:, None]
+        return memory.shares.value + jnp.minimum(sinks + recent, budget)[:, None]
 
     def _numbers(self, ctx: Context) -> "Numbers":
         return Numbers(*self._now(ctx), int(self.tables(ctx.site)[0].max()), self._counts(ctx))

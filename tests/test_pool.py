@@ -1,6 +1,7 @@
 """The pool layout: the same numbers as the dense layout in the slots that heads need together."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,10 @@ import pytest
 
 import kvjax
 from kvjax import methods
+from kvjax.eviction import EvictMemory
 from kvjax.pool import PooledKV, insert_pooled, pool_slots, to_pool
-from kvjax.state import evict
+from kvjax.state import PerHead, evict
+from kvjax.stats import LayerStats
 from tests import helpers
 
 B, T, NEW = 2, 24, 14
@@ -19,6 +22,9 @@ SCORES = {
     "h2o": lambda: dataclasses.replace(methods.h2o(10, recent=4), heads=kvjax.Adaptive()),
     "h2o_every_3": lambda: kvjax.when(
         kvjax.every(3), dataclasses.replace(methods.h2o(10, recent=4), heads=kvjax.Adaptive())
+    ),
+    "h2o_over_3": lambda: kvjax.when(
+        kvjax.when_over(3, drop=2), dataclasses.replace(methods.h2o(10, recent=1), heads=kvjax.Adaptive(1.0))
     ),
     "roco": lambda: dataclasses.replace(methods.roco(10, protect_last=2), heads=kvjax.Adaptive()),
     "keyformer": lambda: dataclasses.replace(methods.keyformer(10, recent=3), heads=kvjax.Adaptive()),
@@ -48,7 +54,7 @@ def run(tiny, policy, *, lengths=(T, 17), block=None):
 
 PAIRS = [(name, "original") for name in SCORES]
 PAIRS += [(name, positions) for name in ("snapkv", "h2o", "streaming_llm") for positions in ("compact", "rerotate")]
-QUICK = {("snapkv", "original"), ("scissorhands", "original"), ("query_heads", "original")}
+QUICK = {(name, "original") for name in ("snapkv", "scissorhands", "query_heads", "h2o_over_3")}
 QUICK |= {("h2o", positions) for positions in ("original", "compact", "rerotate")}
 
 
@@ -190,7 +196,19 @@ def test_a_full_pool_shows_as_nan():
     assert np.isnan(spoiled.v).any(axis=(1, 2)).all()
 
 
-def test_think_needs_heads_of_their_own(tiny):
-    policy = kvjax.chain(methods.ada_snapkv(10, window_size=4), methods.think(0.5))
-    with pytest.raises(ValueError, match="cannot share a pool; use storage='dense'"):
-        run(tiny, policy)
+def test_a_head_is_over_its_own_budget():
+    """Not over the average of a layer whose heads have different budgets: it would outgrow its slots."""
+    over, shares, recent = 3, np.array([[9, 1]]), 2
+    policy = dataclasses.replace(methods.h2o(7, recent=recent), heads=kvjax.Adaptive(1.0, math.inf))
+    policy = kvjax.when(kvjax.when_over(over), policy)
+    site = helpers.site(T=T)
+    budgets = shares + recent
+    for step in range(1, budgets.max() + over + 1):
+        held = np.minimum(step, budgets + over)
+        pos = np.where(np.arange(16) < held[..., None], np.arange(16) + (step - held)[..., None], -1)
+        zeros = jnp.zeros((1, 2, 16))
+        memory = EvictMemory(zeros, (), PerHead(jnp.asarray(shares, jnp.int32)))
+        kv = kvjax.LayerKV(zeros[..., None], zeros[..., None], jnp.asarray(pos, jnp.int32), memory)
+        ctx = helpers.context(site, length=[step], prompt_length=[T], step=1, phase="decode")
+        after = policy.layer(kv, LayerStats((zeros,), policy.observe("decode", site)), ctx)
+        assert after.num_live.tolist() == np.where(held >= budgets + over, budgets, held).tolist()
