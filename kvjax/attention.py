@@ -177,7 +177,7 @@ def _attend_pooled(kv: PooledKV, q, k, v, pos, ctx, rotate, observe, out_proj, p
                 kv.k[:, None], jnp.zeros_like(kv.pos)[:, None] if kv.rank is None else jnp.maximum(kv.rank, 0)[:, None]
             )[:, 0]
     view = kv.view()
-    moment = Moment(q, raw_q, view, pos, ctx, rotate, out_proj)
+    moment = Moment(q, raw_q, view, pos, ctx, rotate, out_proj, **options)
     requests = {o: o.columns(moment) for o in observe}
     columns = {o: c for o, c in requests.items() if c is not None}
     visible = None if policy is None else policy.visible(view, ctx)
