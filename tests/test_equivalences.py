@@ -226,6 +226,20 @@ def test_e38_the_same_tokens_while_decoding(decoded, pair):
         np.testing.assert_allclose(one[1], other[1], atol=1e-4 * np.abs(one[1]).max())
 
 
+def test_e38_has_all_of_its_limits(examples):
+    """Those of the file under the names that they have here."""
+    names = {
+        "nacl_all_rows_is_h2o": "nacl_of_all_rows_is_h2o",
+        "nacl_last_row_is_tova": "nacl_of_the_last_row_is_tova",
+        "snapkv_kernel1_is_window_sum": "snapkv_without_pooling_is_the_window_sum",
+        "ahakv_reduces_to_snapkv_order": "ahakv_without_scale_and_prior_is_snapkv",
+        "pyramid_beta1_is_uniform": "pyramid_of_beta_1_is_snapkv",
+        "keyformer_no_noise_tau1_is_h2o": "keyformer_without_noise_is_h2o",
+    }
+    assert examples["E38"]["expected"] == dict.fromkeys(names, True)
+    assert set(names.values()) <= {pair.name for pair in PAIRS}
+
+
 def test_the_pairs_are_of_different_policies():
     assert [pair.name for pair in PAIRS if pair.one == pair.other] == ["h2o_without_recent_is_key_attention"]
     q, k, v = helpers.qkv(11, T=PROMPT)

@@ -146,6 +146,9 @@ def test_e16_column_reduction(examples, implementation):
     for x, name in zip(causal.columns, ("colsum", "colsum_of_squares", "colsum_last2_rows"), strict=True):
         np.testing.assert_allclose(x[0, 0], e["expected"][f"{name}_causal"], atol=1e-5)
     np.testing.assert_allclose(causal.columns[0].sum(), e["expected"]["total_mass_causal"], atol=1e-5)
+    everything = run(jnp.full((4,), 3, jnp.int32))  # rows that see all keys, as without a causal mask
+    np.testing.assert_allclose(everything.lse[0, 0], e["expected"]["lse_full"], atol=1e-5)
+    np.testing.assert_allclose(everything.columns[0][0, 0], e["expected"]["colsum_full"], atol=1e-5)
 
 
 def window_votes(e):
@@ -257,3 +260,34 @@ def test_e37_compact_positions(examples):
     )
     following = kvjax.state.next_ranks(kv, jnp.asarray([[[6]]], jnp.int32))
     assert following.tolist() == [[[e["expected"]["next_query_position_rerotated"]]]]
+
+
+@pytest.mark.parametrize("positions", ["original", "rerotate"])
+def test_e37_stored_keys(examples, positions):
+    """What is stored of six equal keys when three have been evicted and a seventh was read."""
+    e = examples["E37"]
+    kept, n = e["inputs"]["kept_positions"], 6
+
+    def rotate(x, pos):
+        angle = e["inputs"]["theta"] * pos[..., None].astype(x.dtype)
+        a, b = x[..., :1], x[..., 1:]
+        return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
+
+    key = jnp.broadcast_to(jnp.asarray(e["inputs"]["base_key"], jnp.float32)[None, None, None], (1, 1, n, 2))
+    site = helpers.site(T=n, K=1, N=1, H=2)
+    slots = jnp.zeros((1, 1, 0), jnp.int32)
+    ranks = None if positions == "original" else slots
+    kv = kvjax.LayerKV(key[:, :, :0], key[:, :, :0], slots, (), ranks, ranks, positions=positions)
+    ctx = helpers.context(site, length=[n])
+    pos = jnp.arange(n, dtype=jnp.int32)[None]
+    _, kv, _ = kvjax.attend(kv, key, key, key, pos, ctx=ctx, rotate=rotate)
+    kv = kvjax.evict(kv, jnp.isin(kv.pos, jnp.asarray(kept)))
+    one = key[:, :, :1]
+    later = helpers.context(site, length=[n + 1], prompt_length=[n], step=1, phase="decode")
+    _, kv, _ = kvjax.attend(kv, one, one, one, jnp.full((1, 1), n, jnp.int32), ctx=later, rotate=rotate)
+    stored = dict(zip(kv.pos[0, 0].tolist(), np.asarray(kv.k[0, 0]), strict=True))
+    keys = {"original": "keys_original", "rerotate": "keys_rerotated"}[positions]
+    np.testing.assert_allclose([stored[p] for p in kept], e["expected"][keys], atol=1e-6)
+    following = {"original": "next_query_position_original", "rerotate": "next_query_position_rerotated"}[positions]
+    angle = e["inputs"]["theta"] * e["expected"][following]
+    np.testing.assert_allclose(stored[n], [np.cos(angle), np.sin(angle)], atol=1e-6)
