@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from kvjax.generation import Model, check_prompts, decode_step, prefill
+from kvjax.generation import Model, check_block, check_prompts, decode_step, prefill
 from kvjax.plan import make_plan
 from kvjax.policy import Policy, identity
 from kvjax.state import KVState, take_rows
@@ -354,6 +354,7 @@ def generate_beams(
     tokens, lengths = check_prompts(model, tokens, lengths)
     known = None if isinstance(lengths, jax.core.Tracer) else np.asarray(lengths)
     plan = make_plan(model.config, policy, prompt_len=tokens.shape[1], max_new_tokens=max_new_tokens, lengths=known)
+    check_block(plan, None)
     return _generate_beams(
         model,
         params,

@@ -183,21 +183,10 @@ def prefill(
         a policy that looks at the whole prompt (FastGen), or others than of one token for a policy that lets every row
         decide (H2O's stepwise mask).
     """
-    if block is not None and block < 1:
-        raise ValueError(f"block={block}: a block has at least 1 token; use None to read the prompt at once")
     B, T = tokens.shape
     if plan.prompt_len != T:
         raise ValueError(f"the prompt is {T} tokens wide, but the plan was made for {plan.prompt_len}; make a new plan")
-    if block is not None and block < T and plan.policy.needs_whole_prompt:
-        raise ValueError(
-            f"{type(plan.policy).__name__} looks at the whole prompt at once, but block={block} reads {T} tokens in "
-            f"parts; use block=None"
-        )
-    if block != 1 and T > 1 and plan.policy.needs_every_row:
-        raise ValueError(
-            f"every row of {plan.policy} decides what the next one reads, but block={block} reads {T} tokens otherwise "
-            "than one by one; use block=1"
-        )
+    check_block(plan, block)
     lengths = as_lengths(lengths, B, T)
     if isinstance(lengths, np.ndarray):
         plan.check_lengths(lengths)
@@ -222,6 +211,23 @@ def prefill(
         state, _ = lax.scan(lambda state, i: (read(state, i)[1], None), state, steps)
     logits, state = read(state, jnp.int32(num - 1), ends=True)
     return logits[:, -1], state
+
+
+def check_block(plan: CachePlan, block: int | None) -> None:
+    """Raises ValueError if the plan's policy cannot read its prompts in blocks of `block` tokens (None: at once)."""
+    T = plan.prompt_len
+    if block is not None and block < 1:
+        raise ValueError(f"block={block}: a block has at least 1 token; use None to read the prompt at once")
+    if block is not None and block < T and plan.policy.needs_whole_prompt:
+        raise ValueError(
+            f"{type(plan.policy).__name__} looks at the whole prompt at once, but block={block} reads {T} tokens in "
+            f"parts; use block=None"
+        )
+    if block != 1 and T > 1 and plan.policy.needs_every_row:
+        raise ValueError(
+            f"every row of {plan.policy} decides what the next one reads, but block={block} reads {T} tokens otherwise "
+            "than one by one; use block=1"
+        )
 
 
 def empty_after_prompt(state: KVState, *, ends: bool = True) -> KVState:
@@ -414,6 +420,7 @@ def generate(
     tokens, lengths = check_prompts(model, tokens, lengths)
     known = lengths if isinstance(lengths, np.ndarray) else None
     plan = make_plan(model.config, policy, prompt_len=tokens.shape[1], max_new_tokens=max_new_tokens, lengths=known)
+    check_block(plan, block)
     return _generate(
         model,
         params,

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.context import Site
-from kvjax.policy import Layout, Policy
+from kvjax.policy import Chain, Layout, Partition, Policy, SharedLayers
 from kvjax.pool import pool_slots
 from kvjax.state import Positions
 
@@ -170,6 +170,7 @@ def make_plan(
     site_of = lambda i, heads: Site(i, L, N, heads, config.head_dim, prompt_len, max_new_tokens)
     sites = tuple(site_of(i, N if policy.heads_of(site_of(i, K)) == "query_head" else K) for i in range(L))
     for site in sites:
+        _check_composition(policy, site)
         if policy.key_positions(site) == "rerotate" and not config.additive_rotation:
             raise ValueError(
                 f"layer {site.layer} wants positions='rerotate', but this model's rotary scaling depends on the length "
@@ -181,6 +182,55 @@ def make_plan(
     capacities = tuple(_capacity(policy, s, planned) for s in sites)
     layouts = tuple(policy.layout(s) for s in sites)
     return CachePlan(policy, sites, capacities, tuple(policy.key_positions(s) for s in sites), layouts)
+
+
+def _members(policy: Policy, site: Site) -> list[Policy]:
+    """The policies that a composition applies in a layer, in turn; itself for one that composes nothing."""
+    if isinstance(policy, Chain):
+        return [member for p in policy.policies for member in _members(p, site)]
+    if isinstance(policy, (Partition, SharedLayers)):
+        return _members(policy.of(site), site)
+    return [policy]
+
+
+def _check_composition(policy: Policy, site: Site) -> None:
+    """Raises ValueError where members of a composition cannot work together in a layer."""
+    if isinstance(policy, SharedLayers):
+        here, first = (_members(policy.policy, s) for s in (site, dataclasses.replace(site, layer=0)))
+        if here != first:
+            raise ValueError(
+                f"one decision for all layers needs the same policy in all of them, but layer {site.layer} has {here} "
+                f"and layer 0 has {first}; share a policy that is no partition"
+            )
+    else:
+        _check_no_shared_member(policy, site)
+    members = _members(policy, site)
+    pruning = sum(p.prunes_channels for p in members)
+    if pruning > 1:
+        raise ValueError(
+            f"{pruning} members of a chain drop key channels in layer {site.layer}, but what one has dropped the next "
+            "cannot choose from; use 1 of them"
+        )
+    if policy.layout(site) == "pool" and (pruning or policy.gates(site)):
+        what = "heads drop different channels" if pruning else "relaxed policies have gates"
+        raise ValueError(
+            f"{what}, so their keys cannot share a pool; use storage='dense' for all members of the chain in layer "
+            f"{site.layer}"
+        )
+
+
+def _check_no_shared_member(policy: Policy, site: Site) -> None:
+    """Raises ValueError for one decision for all layers inside a composition that decides layer by layer."""
+    if isinstance(policy, SharedLayers):
+        raise ValueError(
+            f"a chain or partition decides layer by layer, but its member in layer {site.layer} makes one decision for "
+            f"all {site.num_layers} layers; share the composition instead: shared_layers(chain(...))"
+        )
+    inner = (
+        policy.policies if isinstance(policy, Chain) else (policy.of(site),) if isinstance(policy, Partition) else ()
+    )
+    for p in inner:
+        _check_no_shared_member(p, site)
 
 
 def _capacity(policy: Policy, site: Site, lengths: Sequence[int] | None) -> int:

@@ -12,7 +12,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -64,6 +64,8 @@ class Selection:
 
 class Policy(abc.ABC):
     """The contract between a policy, the planner and the drivers. Most methods are an `Evict`."""
+
+    prunes_channels: ClassVar[bool] = False  # `transform` drops or zeroes channels, other ones in every head
 
     def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
         """The statistics this policy needs in a layer. None are measured, and nothing is paid, for an empty tuple."""

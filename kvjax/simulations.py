@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.budget import Count, Counts, as_count
 from kvjax.context import Context, Phase, Site
 from kvjax.policy import Policy, Selection, Visible
+from kvjax.schedule import Schedule
 from kvjax.select import TopK
 from kvjax.state import EMPTY, LayerKV
 from kvjax.stats import LayerStats, Measurement, Observe
@@ -46,6 +47,12 @@ class _Hiding(Policy):
         """See `Policy`."""
         del lengths
         return site.prompt_len + site.max_new_tokens
+
+    def scheduled(self, schedule: Schedule) -> Policy:
+        """See `Policy`; a simulation decides at every row, as the code that it reproduces does."""
+        raise ValueError(
+            f"{type(self).__name__} decides at every row what the next one reads, so {schedule} cannot apply"
+        )
 
     def _count(self, count: int | float | Count, ctx: Context) -> Int[Array, "B 1"]:
         return _counts(ctx)(count)[:, None]

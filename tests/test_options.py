@@ -75,6 +75,52 @@ def test_shared_layers_refuse(policy, message):
         kvjax.make_plan(_Config(), kvjax.shared_layers(policy), prompt_len=60, max_new_tokens=8)
 
 
+SHARED = kvjax.shared_layers(methods.h2o(8))
+MIXED = kvjax.partition({"a": methods.h2o(8), "b": methods.tova(8)}, "ab")
+POOLED = methods.ada_snapkv(8, window_size=4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (
+            kvjax.chain(SHARED, methods.window(8)),
+            "in layer 0 makes one decision for all 2 layers; share the composition",
+        ),
+        (kvjax.partition({"a": methods.full(), "b": SHARED}, "ab"), "in layer 1 makes one decision for all 2 layers"),
+        (kvjax.shared_layers(MIXED), "the same policy in all of them, but layer 1 has .*LastRow.* and layer 0 has .*"),
+        (
+            kvjax.chain(POOLED, methods.think()),
+            "drop different channels, so .* cannot share a pool; use storage='dense'",
+        ),
+        (kvjax.chain(POOLED, kvjax.soften(methods.h2o(8), 1.0)), "have gates, so their keys cannot share a pool"),
+        (kvjax.chain(methods.think(), methods.h2o(8), methods.think(0.25)), "2 members of a chain drop key channels"),
+        (kvjax.chain(methods.think(), methods.streaming_llm(8)), r"want \['compact', 'original'\]"),
+    ],
+)
+def test_compositions_are_refused_before_tracing(policy, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.make_plan(_Config(), policy, prompt_len=60, max_new_tokens=8)
+
+
+@pytest.mark.parametrize("options", [{"prefill": "stepwise_mask"}, {"compat": "h2o_hh_mask"}])
+def test_simulations_have_no_other_schedule(options):
+    with pytest.raises(
+        ValueError, match=r"decides at every row .* so Schedule\(prefill=True, every=4, .* cannot apply"
+    ):
+        kvjax.when(kvjax.every(4), methods.h2o(8, **options))
+
+
+def test_readings_are_refused_before_tracing(tiny):
+    """No parameters are looked at."""
+    model, _ = tiny
+    tokens = np.zeros((1, 12), np.int32)
+    stepwise = methods.h2o(6, prefill="stepwise_mask")
+    for generate in (kvjax.generate, kvjax.generate_beams):
+        with pytest.raises(ValueError, match="block=None reads 12 tokens otherwise than one by one"):
+            generate(model, None, tokens, policy=stepwise, max_new_tokens=2)
+
+
 @pytest.mark.parametrize("policy", [methods.keyformer(10, recent=3), methods.random(10), methods.dilated_window(10)])
 def test_shared_layers_decide_once(tiny, policy):
     """All layers hold the same tokens, after the prompt and while decoding, and read what the policy shows."""

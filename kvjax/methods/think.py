@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -26,6 +26,8 @@ class PruneChannels(Policy):
       storage: "dropped" stores only the channels that stay, for generated tokens as well; "zeroed" zeroes them in the
         prompt's keys, which frees nothing and leaves generated keys whole.
     """
+
+    prunes_channels: ClassVar[bool] = True
 
     share: float
     query_rows: int = 32
