@@ -92,6 +92,31 @@ def test_slots_are_the_sum_of_the_budgets_and_room(tiny):
     assert int(adaptive.num_live.max()) > 10  # some head did get more than its share
 
 
+@pytest.mark.slow
+def test_ada_snapkv_on_the_embedded_model(embedded):
+    """A quarter of the prompt: SnapKV's bytes, and the logits of the dense layout, at every step."""
+    model, params, _ = embedded
+    rng = np.random.default_rng(0)
+    tokens, more = (jnp.asarray(rng.integers(4, 389, (2, n))) for n in (256, 4))
+
+    def read(policy):
+        plan = kvjax.make_plan(model.config, policy, prompt_len=256, max_new_tokens=4, lengths=[256])
+
+        @jax.jit
+        def both(params, tokens, more):
+            _, state = kvjax.prefill(model, params, tokens, plan)
+            return kvjax.feed(model, params, more, state)
+
+        return both(params, tokens, more)
+
+    (pool, state), (dense, dense_state) = (read(methods.ada_snapkv(0.25, storage=s)) for s in ("pool", "dense"))
+    _, uniform = read(methods.snapkv(0.25))
+    np.testing.assert_allclose(pool, dense, atol=1e-5, rtol=0)
+    np.testing.assert_array_equal(state.num_live, dense_state.num_live)
+    assert len(np.unique(state.num_live)) > 1
+    assert state.kv_bytes <= 1.02 * uniform.kv_bytes < dense_state.kv_bytes
+
+
 def test_views_and_pools_are_inverse():
     policy = methods.h2o(12)
     ctx = helpers.context(helpers.site(), length=[T, 17])
