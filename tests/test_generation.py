@@ -1,5 +1,7 @@
 """The drivers: prefill, decode, generate, feed."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -280,3 +282,33 @@ def test_pad_left():
         models.pad_left([[1], []])
     with pytest.raises(ValueError, match="has 3 tokens, but the batch is 2 wide"):
         models.pad_left([[1, 2, 3]], width=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["dense", "pool"])
+def test_sliding_layers_lose_nothing_that_they_read(storage):
+    """Layers with a sliding window keep it under any policy: what lies behind it can be evicted for free."""
+    config = models.ModelConfig(
+        vocab_size=61, embed_dim=32, mlp_dim=48, num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=8,
+        sliding_window=(7, None),
+    )  # fmt: skip
+    model = models.LanguageModel(config)
+    params = jax.tree.map(lambda x: x * jnp.asarray(2.0, x.dtype), model.init(jax.random.key(7)))
+    rng = np.random.default_rng(0)
+    tokens, more = (jnp.asarray(rng.integers(0, 61, (2, n))) for n in (20, 6))
+
+    def logits(size):
+        window = dataclasses.replace(methods.window(size), storage=storage)
+        policy = kvjax.partition({"sliding": window, "global": methods.full()}, ("sliding", "global"))
+        plan = kvjax.make_plan(config, policy, prompt_len=20, max_new_tokens=6, lengths=[20, 11])
+
+        @jax.jit
+        def read(params, tokens, more):
+            _, state = kvjax.prefill(model, params, tokens, plan, lengths=[20, 11])
+            return kvjax.feed(model, params, more, state)[0]
+
+        return np.asarray(read(params, tokens, more))
+
+    full = logits(40)
+    np.testing.assert_allclose(logits(7), full, atol=1e-4)
+    assert np.abs(logits(5) - full).max() > 0.01
