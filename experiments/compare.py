@@ -136,8 +136,12 @@ def plot(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     figure, axes = plt.subplots(ncols=len(wanted), figsize=size, layout="constrained", squeeze=False)
     for axis, key in zip(axes[0], wanted, strict=True):
         values = np.array([[cells.get((m, b), {}).get(key, np.nan) for b in budgets] for m in methods])
-        axis.imshow(values, aspect="auto", cmap="viridis" if key == "retrieval" else "viridis_r")
-        middle = (np.nanmin(values) + np.nanmax(values)) / 2
+        low, high = (
+            np.nanmin(values),
+            np.nanquantile(values, 1.0 if key == "retrieval" else 0.9),
+        )  # outliers hide the rest
+        axis.imshow(values, aspect="auto", cmap="viridis" if key == "retrieval" else "viridis_r", vmin=low, vmax=high)
+        middle = (low + high) / 2
         for (i, j), x in np.ndenumerate(values):
             if np.isfinite(x):
                 bright = (x > middle) == (key == "retrieval")
