@@ -516,4 +516,3 @@ def test_the_command_is_not_shadowed_by_the_pictures():
 def test_every_figure_of_the_embedded_model_is_drawn(name, tmp_path):
     figures.main([name, "--output", str(tmp_path)])
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-    assert json.loads((tmp_path / f"{name}.json").read_text())["seconds"] > 0
