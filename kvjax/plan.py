@@ -184,19 +184,19 @@ def make_plan(
     return CachePlan(policy, sites, capacities, tuple(policy.key_positions(s) for s in sites), layouts)
 
 
-def _members(policy: Policy, site: Site) -> list[Policy]:
+def members(policy: Policy, site: Site) -> list[Policy]:
     """The policies that a composition applies in a layer, in turn; itself for one that composes nothing."""
     if isinstance(policy, Chain):
-        return [member for p in policy.policies for member in _members(p, site)]
+        return [member for p in policy.policies for member in members(p, site)]
     if isinstance(policy, (Partition, SharedLayers)):
-        return _members(policy.of(site), site)
+        return members(policy.of(site), site)
     return [policy]
 
 
 def _check_composition(policy: Policy, site: Site) -> None:
     """Raises ValueError where members of a composition cannot work together in a layer."""
     if isinstance(policy, SharedLayers):
-        here, first = (_members(policy.policy, s) for s in (site, dataclasses.replace(site, layer=0)))
+        here, first = (members(policy.policy, s) for s in (site, dataclasses.replace(site, layer=0)))
         if here != first:
             raise ValueError(
                 f"one decision for all layers needs the same policy in all of them, but layer {site.layer} has {here} "
@@ -204,8 +204,7 @@ def _check_composition(policy: Policy, site: Site) -> None:
             )
     else:
         _check_no_shared_member(policy, site)
-    members = _members(policy, site)
-    pruning = sum(p.prunes_channels for p in members)
+    pruning = sum(p.prunes_channels for p in members(policy, site))
     if pruning > 1:
         raise ValueError(
             f"{pruning} members of a chain drop key channels in layer {site.layer}, but what one has dropped the next "

@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Int
 from kvjax.analysis.reading import LayerReading, Measured, Reading, depends
 from kvjax.budget import Count, Counts, lookup
 from kvjax.eviction import Evict, Numbers
-from kvjax.plan import CachePlan, ModelConfig, as_policy, make_plan
-from kvjax.policy import Chain, Granularity, Partition, Policy, SharedLayers
+from kvjax.plan import CachePlan, ModelConfig, as_policy, make_plan, members
+from kvjax.policy import Granularity, Policy
 from kvjax.state import KVState, LayerKV, Positions, map_slots
 from kvjax.stats import AttentionStats, LayerStats, ordered
 
@@ -58,33 +58,18 @@ def make_grid(
     return tuple(grid)
 
 
-def _members(policy: Policy) -> tuple[Policy, ...]:
-    """What a composition is made of."""
-    if isinstance(policy, Chain):
-        return policy.policies
-    if isinstance(policy, Partition):
-        return tuple(p for _, p in policy.policies)
-    return (policy.policy,) if isinstance(policy, SharedLayers) else ()
-
-
 def _check_keeps_tokens(name: str, plan: CachePlan) -> None:
     """Raises ValueError if the policy does something to later rows that no keep mask says."""
-
-    def check(policy: Policy) -> None:
-        if members := _members(policy):
-            for member in members:
-                check(member)
-            return
-        hides = policy.mask is not None if isinstance(policy, Evict) else type(policy).visible is not Policy.visible
-        does = {
-            "hides tokens from single rows": hides,
-            "changes how keys are stored": type(policy).transform is not Policy.transform,
-            "keeps a part of every token": any(policy.gates(site) for site in plan.sites),
-        }
-        for what in (what for what, true in does.items() if true):
-            raise ValueError(f"{name!r} {what}, which is no choice of tokens; no keep mask has its losses")
-
-    check(plan.policy)
+    for site in plan.sites:
+        for policy in members(plan.policy, site):
+            hides = policy.mask is not None if isinstance(policy, Evict) else type(policy).visible is not Policy.visible
+            does = {
+                "hides tokens from single rows": hides,
+                "changes how keys are stored": type(policy).transform is not Policy.transform,
+                "keeps a part of every token": policy.gates(site),
+            }
+            for what in (what for what, true in does.items() if true):
+                raise ValueError(f"{name!r} {what}, which is no choice of tokens; no keep mask has its losses")
 
 
 @dataclasses.dataclass(frozen=True)
