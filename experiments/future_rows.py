@@ -55,12 +55,15 @@ class Reading:
         pos, live = (jnp.stack(x, axis=1) for x in zip(*((kv.pos, kv.live) for kv in layers), strict=True))
         lengths = self.lengths.astype(float)
         tokens = jnp.floor(budget * lengths + 1e-9) if isinstance(budget, float) else jnp.full_like(lengths, budget)
+        tokens = jnp.maximum(tokens, 1.0)
+        newer = jnp.flip(jnp.flip(self.safe, -1).cumsum(-1, dtype=jnp.int32), -1) - self.safe.astype(jnp.int32)
+        safe = self.safe & (newer < tokens[:, None, None, None])  # slots stand in the order of positions here
         votes = [m for m in self.stats[0].observed if isinstance(m, VoteLogits)]
         logits = jnp.stack([s[votes[0]] for s in self.stats], axis=1).astype(float) if votes else None
         rows = jnp.arange(0 if logits is None else logits.shape[-2], dtype=lengths.dtype)
         seen = None if logits is None else lengths[:, None] - rows[::-1][None]
         prior = None if self.prior is None else self.prior.astype(float)
-        return View(self.score, pos, live, self.safe, jnp.maximum(tokens, 1.0), logits, seen, prior, self.drawn)
+        return View(self.score, pos, live, safe, tokens, logits, seen, prior, self.drawn)
 
 
 def examples(prompts: Prompts, tokenizer: Any, split: str) -> list[Example]:

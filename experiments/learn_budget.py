@@ -59,7 +59,7 @@ class Progress:
     Attributes:
       step: updates made.
       losses: the objective at every step.
-      off: the largest relative distance of a prompt's total from its budget at any step.
+      off: the largest relative distance of a prompt's total from what its budget allows (`View.total`) at any step.
     """
 
     step: int = 0
@@ -87,8 +87,7 @@ def make_step(experiment: LearnedBudget, budget: Budget, model: Any, tx: Any) ->
     def loss(learned, reading, params, temperature):
         view = reading.view(budget)
         gates = experiment.family.gates(learned, view, temperature)
-        total = view.budget * gates.shape[1] * gates.shape[2]
-        off = jnp.abs(gates.sum((1, 2, 3)) / total - 1.0).max()
+        off = jnp.abs(gates.sum((1, 2, 3)) / view.total - 1.0).max()
         return objective(experiment.objective, model, params, reading, gates).astype(float), off
 
     @jax.jit

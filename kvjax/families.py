@@ -43,7 +43,7 @@ class View:
       score: what a policy ranks slots by; finite, larger = keep.
       pos: positions.
       live: slots that hold a token.
-      safe: those that the policy protects by position; they are kept, and count against the budget.
+      safe: those that the policy protects by position, no more than the budget; they are kept, and count against it.
       budget: live tokens a kv head and layer, on average, protected ones included.
       logits: for `EntropyK`, scaled dot products of the voting rows, -inf where a row does not see a slot.
       seen: for `EntropyK`, how many tokens each voting row sees.
@@ -71,6 +71,12 @@ class View:
         """The average budget less the protected slots."""
         return jnp.maximum(self.budget[:, None, None] - self.safe.sum(-1).astype(self.budget.dtype), 0.0)
 
+    @property
+    def total(self) -> Float[Array, "B"]:
+        """Tokens that all heads of all layers keep together: the budget of each, as far as there are so many."""
+        least, most = (x.sum(-1).astype(self.budget.dtype) for x in (self.safe & self.live, self.live))
+        return jnp.clip(self.budget[:, None, None], least, most).sum((1, 2))
+
     def select(self, budgets: Float[Array, "B L K"], temperature: float | Float[Array, ""]) -> Float[Array, "B L K S"]:
         """Gates of the protected slots and the best `budgets` others."""
         rank = mass_rank(self.score.astype(budgets.dtype), self.pos, self.candidates)
@@ -87,7 +93,7 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def gates(self, params: Params, view: View, temperature: float | Float[Array, ""]) -> Float[Array, "B L K S"]:
-        """How much of every slot is kept; the sum over layers, heads and slots is `L K budget` for every prompt.
+        """How much of every slot is kept; the sum over layers, heads and slots is `view.total` for every prompt.
 
         Args:
           params: see `init`.
@@ -120,9 +126,10 @@ def bounded(
     """Parts of a total on a simplex, none below its floor or above its cap; equal logits and bounds get equal parts.
 
     `floor + (cap - floor) * sigmoid(logits - tau)`, with tau where the sum is the total. Far below the caps this is a
-    softmax. A total beyond the caps is cut to them, one below the floors is raised to those.
+    softmax. A total beyond the caps is cut to them, as floors are; one below the floors is raised to those.
     """
-    room = jnp.maximum(cap - floor, 0.0)
+    floor = jnp.minimum(floor, cap)
+    room = cap - floor
     return floor + room * soft_top_k(logits, total - floor.sum(-1), temperature=1.0, weight=room)
 
 
@@ -373,7 +380,7 @@ class NaclShares(Family):
     def harden(self, params: Params, policy: Evict, view: View) -> Evict:
         """See `Family`."""
         del view
-        protect, _, drawn = (float(x) for x in jax.nn.softmax(params))
+        protect, _, drawn = self._shares(params)
         if not isinstance(policy.select, TopKThenRandom):
             raise ValueError(f"{policy.select} draws nothing, so it has no random share; start from methods.nacl")
         select = dataclasses.replace(policy.select, random=Share(drawn))
@@ -381,7 +388,14 @@ class NaclShares(Family):
 
     def describe(self, params: Params) -> dict[str, Any]:
         """See `Family`."""
-        return dict(zip(("protect", "best", "random"), map(float, jax.nn.softmax(params)), strict=True))
+        return dict(zip(("protect", "best", "random"), self._shares(params), strict=True))
+
+    @staticmethod
+    def _shares(params: Params) -> list[float]:
+        """The three shares; in numpy, as parameters learned in float64 are described without it."""
+        logits = np.asarray(params, np.float64)
+        weights = np.exp(logits - logits.max())
+        return (weights / weights.sum()).tolist()
 
 
 @dataclasses.dataclass(frozen=True)

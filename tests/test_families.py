@@ -106,9 +106,12 @@ def test_gradients_agree_with_differences(family, temperature):
 
 @every_family
 @pytest.mark.parametrize("x64", [False, True])
-def test_the_total_holds_at_every_temperature(family, x64):
+@pytest.mark.parametrize("budget", [(9.5, 7.25), (30.0, 16.5)], ids=["fits", "more than exists"])
+def test_the_total_holds_at_every_temperature(family, x64, budget):
+    total = L * K * np.minimum(budget, LENGTHS)
     with jax.enable_x64(x64):
-        seen = view()
+        seen = view(budget=budget)
+        np.testing.assert_allclose(seen.total, total, rtol=1e-6)
         gates = jax.jit(family.gates)
         for temperature in (30.0, 4.0, 0.5, 0.02):
             for seed in (2, 3):
@@ -116,7 +119,7 @@ def test_the_total_holds_at_every_temperature(family, x64):
                 gate = np.asarray(gates(params, seen, jnp.asarray(temperature, float)), np.float64)
                 assert gate.min() >= 0
                 assert gate.max() <= 1 + 1e-6
-                off = np.abs(gate.sum((1, 2, 3)) / (L * K * np.array([9.5, 7.25])) - 1)
+                off = np.abs(gate.sum((1, 2, 3)) / total - 1)
                 assert off.max() < (1e-12 if x64 else 1e-6)
                 assert (gate[~np.asarray(seen.live)] == 0).all()
 
@@ -138,6 +141,16 @@ def test_floors_and_caps(over):
     assert (budgets <= exists[:, None, None] + 1e-9).all()
     if over != "heads":  # within a layer all of its heads want the same
         np.testing.assert_allclose(budgets[:, 0], np.broadcast_to(exists[:, None], (B, K)), rtol=1e-6)
+
+
+def test_floors_give_way_to_what_exists():
+    """A floor of nearly the average, where the average is more than a head can hold: all of it, and no more."""
+    with jax.enable_x64(True):
+        family, seen = Simplex("both", floor=0.95), view(budget=(40.0, 12.0))
+        budgets = np.asarray(family.budgets(start(family), seen))
+    np.testing.assert_allclose(budgets[0], 19.0, rtol=1e-12)
+    np.testing.assert_allclose(budgets[1].sum(), 9.0 * L * K, rtol=1e-12)
+    assert (budgets[1] >= 0.95 * 9.0 - 1e-9).all()
 
 
 def test_bounded_is_a_softmax_far_below_the_caps():
@@ -222,12 +235,14 @@ def test_hard_parameters():
         nacl = hard(NaclShares((1.0, 4.0, 5.0)), methods.nacl(0.5))
         assert nacl.protect.recent.share == pytest.approx(0.1)
         assert nacl.select.random.share == pytest.approx(0.5)
+        learned = NaclShares((1.0, 4.0, 5.0)).init(L, K)
         ahakv = hard(EntropyK(17.2), methods.ahakv(8, recent=4))
         assert ahakv.score.of.softmax.k == kvjax.Tokens(17)
         with pytest.raises(ValueError, match="draws nothing"):
             hard(NaclShares(), base)
         with pytest.raises(ValueError, match="accumulates no attention under a softmax"):
             hard(EntropyK(), base)
+    assert NaclShares().describe(learned) == pytest.approx({"protect": 0.1, "best": 0.4, "random": 0.5})
 
 
 @pytest.mark.parametrize("name", ["heads", "layers", "both", "pyramid", "safeguard", "window"])

@@ -216,6 +216,19 @@ def test_losses_of_a_policy_that_keeps_everything(reading):
     assert keep.sum() == live.sum()
 
 
+@pytest.mark.parametrize("budget", [0.0625, 0.25, 64, 127, 500])
+def test_gates_keep_as_many_tokens_as_hard_policies(budget, reading):
+    """Where the budget is less than the window, where it fits, and where it is more than some or all prompts have."""
+    assert 0.0625 * np.asarray(reading.lengths).min() < 8
+    assert np.asarray(reading.lengths).min() < 127
+    live = np.asarray(learn_budget.losses_of(methods.snapkv(budget, window_size=8), reading)[1])
+    with jax.enable_x64(True):
+        seen, family = reading.view(budget), Simplex()
+        gates = family.gates(0.3 * jax.random.normal(jax.random.key(0), (4, 4)), seen, 2.0)
+        np.testing.assert_allclose(gates.sum((1, 2, 3)), live, rtol=1e-9)
+        np.testing.assert_allclose(seen.total, live, rtol=1e-12)
+
+
 def test_averages_of_ada_kvs_choices(reading):
     """Against Ada-KV applied to the prompts themselves."""
     ada = dataclasses.replace(methods.snapkv(0.25, window_size=8), heads=kvjax.Adaptive(1.0, math.inf))
