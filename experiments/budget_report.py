@@ -3,7 +3,7 @@
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import matplotlib
 
@@ -14,6 +14,10 @@ from scipy import stats
 
 from experiments.report import table
 from experiments.results import write_json
+from kvjax.analysis.hindsight import Across
+
+HINDSIGHT: Final[dict[str, Across]] = {"hindsight_heads": "head", "hindsight": "model"}
+"""The oracles: the best masks for the attention to come, of as many tokens in every head, or in the whole model."""
 
 # Okabe and Ito's palette, as in `report`.
 _STYLES = {
@@ -22,6 +26,8 @@ _STYLES = {
     "ada_static": ("#56B4E9", "D"),
     "ada": ("#0072B2", "^"),
     "learned": ("#D55E00", "*"),
+    "hindsight_heads": ("#999999", "v"),
+    "hindsight": ("#009E73", "P"),
 }
 _NAMES = {
     "uniform": "uniform",
@@ -29,6 +35,8 @@ _NAMES = {
     "ada_static": "Ada-KV, average table",
     "ada": "Ada-KV, per prompt",
     "learned": "learned",
+    "hindsight_heads": "best tokens in hindsight, uniform",
+    "hindsight": "best mask in hindsight",
 }
 
 
@@ -40,7 +48,10 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def summarise(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One row a budget and method: mean loss, its interval, and what learning is ahead of it on the same prompts."""
+    """One row a budget and method: mean loss, its interval, and what learning is ahead of it on the same prompts.
+
+    And the attention to come that is lost, and by how much that exceeds what the best mask in hindsight loses.
+    """
     groups: dict[tuple[str, str], dict[tuple[str, int], dict[str, Any]]] = {}
     for s in samples:
         groups.setdefault((s["budget"], s["method"]), {})[s["task"], s["index"]] = s
@@ -52,7 +63,10 @@ def summarise(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         row |= dict(zip(("loss", "low", "high"), interval(losses), strict=True))
         row["layers"] = np.mean([s["layers"] for s in group.values()], axis=0).tolist()
         row["live"] = float(np.mean([s["live"] for s in group.values()]))
-        if method != "learned":
+        lost = interval([s["lost"] for s in group.values()])
+        row |= dict(zip(("lost", "lost_low", "lost_high"), lost, strict=True))
+        row["regret"] = float(np.mean([s["regret"] for s in group.values()]))
+        if method not in ("learned", *HINDSIGHT):
             ahead = [group[k]["loss"] - learned[k]["loss"] for k in group]
             row |= dict(zip(("ahead", "ahead_low", "ahead_high"), interval(ahead), strict=True))
             row["learned_wins"] = float(np.mean(np.array(ahead) > 0))
@@ -90,11 +104,11 @@ def markdown(summary: dict[str, Any], title: str, tables: dict[str, Any]) -> str
             r["budget"],
             _NAMES[r["method"]],
             f"{percent(r['loss'])} [{percent(r['low'])}, {percent(r['high'])}]",
-            ""
-            if r["method"] == "learned"
-            else f"{percent(r['ahead'])} [{percent(r['ahead_low'])}, {percent(r['ahead_high'])}]",
-            "" if r["method"] == "learned" else f"{100 * r['learned_wins']:.0f} %",
-            "" if r["method"] == "learned" else "yes" if r["disjoint"] else "no",
+            f"{percent(r['ahead'])} [{percent(r['ahead_low'])}, {percent(r['ahead_high'])}]" if "ahead" in r else "",
+            f"{100 * r['learned_wins']:.0f} %" if "ahead" in r else "",
+            ("yes" if r["disjoint"] else "no") if "ahead" in r else "",
+            f"{100 * r['lost']:.1f}",
+            f"{100 * r['regret']:.1f}",
             " ".join(f"{100 * x:.1f}" for x in r["layers"]),
             f"{r['live']:.1f}",
         ]
@@ -117,9 +131,12 @@ def markdown(summary: dict[str, Any], title: str, tables: dict[str, Any]) -> str
             "output (after the output projection) moves for the rows that follow the prompt, relative to its norm;",
             "mean over rows, layers and prompts, with 95 % Student-t intervals over prompts. All divisions of a budget",
             "keep the same number of tokens of every prompt. Intervals of losses are each division's own (unpaired);",
-            "what is less with learned is the mean of paired differences on the same prompts.",
+            "what is less with learned is the mean of paired differences on the same prompts. Attention lost is the",
+            "share of the following rows' attention that went to evicted tokens, the mean over heads, and regret how",
+            "much less of it the best mask in hindsight loses. That mask, of the same total, knows those rows: no mask",
+            "loses less attention. It makes losses of attention least, not those of outputs, and is no bound of these.",
             "",
-            *table([*head, "loss by layer", "live tokens a prompt"], rows),
+            *table([*head, "attention lost", "regret", "loss by layer", "live tokens a prompt"], rows),
             "",
             "Theorem 4 of Ada-KV, where both keep the best by the future rows' attention: layers of prompts on which",
             "the adaptive bound is at most the uniform one, ratio of the mean bounds, and the largest excess.",
@@ -136,8 +153,11 @@ def markdown(summary: dict[str, Any], title: str, tables: dict[str, Any]) -> str
 
 
 def plot_losses(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
-    """Mean loss of every division against the budget, with 95 % intervals, and relative to the uniform division."""
-    figure, (axes, beside) = plt.subplots(1, 2, figsize=(11.5, 4.2), layout="constrained")
+    """Loss and attention kept against the budget, with 95 % intervals, and losses relative to the uniform division.
+
+    The best mask in hindsight bounds them.
+    """
+    figure, (axes, kept, beside) = plt.subplots(1, 3, figsize=(15.5, 4.4), layout="constrained")
     budgets = list(dict.fromkeys(r["budget"] for r in rows))
     methods = list(dict.fromkeys(r["method"] for r in rows))
     of = lambda method: {r["budget"]: r for r in rows if r["method"] == method}
@@ -147,20 +167,22 @@ def plot_losses(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
         mine = of(method)
         colour, marker = _STYLES[method]
         aside = x + 0.05 * (i - (len(methods) - 1) / 2)  # divisions that lose the same stay apart
+        style = {"color": colour, "marker": marker, "markersize": 9 if marker == "*" else 6}
+        style |= {"linestyle": "--", "linewidth": 2} if method in HINDSIGHT else {}
         y = np.array([[100 * mine[b][n] for n in ("loss", "low", "high")] for b in budgets]).T
-        axes.errorbar(
-            x, y[0], yerr=[y[0] - y[1], y[2] - y[0]], label=_NAMES[method], color=colour, marker=marker,
-            linestyle="-", capsize=3, markersize=9 if marker == "*" else 6,
-        )  # fmt: skip
-        beside.plot(aside, y[0] / uniform, color=colour, marker=marker, markersize=9 if marker == "*" else 6)
-    for each in (axes, beside):
+        axes.errorbar(x, y[0], yerr=[y[0] - y[1], y[2] - y[0]], label=_NAMES[method], capsize=3, **style)
+        lost = np.array([[100 * mine[b][n] for n in ("lost", "lost_low", "lost_high")] for b in budgets]).T
+        kept.errorbar(x, 100 - lost[0], yerr=[lost[2] - lost[0], lost[0] - lost[1]], capsize=3, **style)
+        beside.plot(aside, y[0] / uniform, **style)
+    for each in (axes, kept, beside):
         each.set_xticks(x, [f"{100 * float(b):.4g} %" if "." in b else b for b in budgets])
         each.set_xlabel("budget, of the prompt")
         each.grid(alpha=0.3)
     axes.set_ylabel("exact eviction loss, % (95 % interval)")
     axes.set_ylim(bottom=0)
+    kept.set_ylabel("attention to come that is kept, % (95 % interval)")
     beside.set_ylabel("loss, % of the uniform division's")
-    axes.legend(frameon=False)
+    figure.legend(*axes.get_legend_handles_labels(), frameon=False, ncols=len(methods), loc="outside upper center")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 from configs.learning import Prompts
@@ -49,10 +49,24 @@ class Reading:
     prior: Float[Array, "B L K S"] | None = None
     drawn: Float[Array, "B L K S"] | None = None
 
+    @property
+    def mass(self) -> Float[Array, "B L K S"]:
+        """The share of attention that the future rows pay to every slot, the mean over rows and the heads of a group.
+
+        What hindsight ranks by.
+        """
+        B, L, N, _, S = self.traces.attention.shape
+        K = self.score.shape[2]
+        return self.traces.attention.mean(3).reshape(B, L, K, N // K, S).mean(3)
+
+    @property
+    def live(self) -> Bool[Array, "B L K S"]:
+        """Slots that hold a token."""
+        return jnp.stack([kv.live for kv in self.traces.state.layers], axis=1)
+
     def view(self, budget: int | float) -> View:
         """What families see, at a budget in tokens or as a share of the prompt."""
-        layers = self.traces.state.layers
-        pos, live = (jnp.stack(x, axis=1) for x in zip(*((kv.pos, kv.live) for kv in layers), strict=True))
+        pos = jnp.stack([kv.pos for kv in self.traces.state.layers], axis=1)
         lengths = self.lengths.astype(float)
         tokens = jnp.floor(budget * lengths + 1e-9) if isinstance(budget, float) else jnp.full_like(lengths, budget)
         tokens = jnp.maximum(tokens, 1.0)
@@ -63,7 +77,7 @@ class Reading:
         rows = jnp.arange(0 if logits is None else logits.shape[-2], dtype=lengths.dtype)
         seen = None if logits is None else lengths[:, None] - rows[::-1][None]
         prior = None if self.prior is None else self.prior.astype(float)
-        return View(self.score, pos, live, safe, tokens, logits, seen, prior, self.drawn)
+        return View(self.score, pos, self.live, safe, tokens, logits, seen, prior, self.drawn)
 
 
 def examples(prompts: Prompts, tokenizer: Any, split: str) -> list[Example]:

@@ -7,7 +7,7 @@
 The eviction loss of calibration prompts (or the divergence of the model's output, or the loss of what follows) falls by
 gradient through gates whose temperature falls; the total budget is exact at every step. Held-out prompts are measured
 with hard policies: uniform, pyramid, Ada-KV (as a table of its average choices, and for every prompt anew) and what was
-learned, all at the same total.
+learned, all at the same total; beside them the best masks in hindsight, which know the attention to come.
 
 Results go to `results/<name>/` (or `--output`): `manifest.json`, `checkpoints/` (orbax; an interrupted run resumes),
 `tables/<budget>.json`, `samples.jsonl` (a line a policy and prompt), `summary.json`, `summary.md` and plots. A table
@@ -42,6 +42,7 @@ from experiments import budget_report
 from experiments.future_rows import Reader, Reading, examples
 from experiments.results import Results, write_json
 from experiments.run import default_directory, parse
+from kvjax.analysis import best_in_hindsight, lost_mass, regret
 from kvjax.families import Family, with_table
 from kvjax.relax import annealed, output_kl, task_loss
 from kvjax.select import TopK
@@ -241,6 +242,20 @@ def policies(
     }
 
 
+@jax.jit
+def in_hindsight(reading: Reading, keep: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """The oracles of `budget_report.HINDSIGHT`: eviction loss "B L" and mask, each of as many tokens as `keep`."""
+    masks = {n: best_in_hindsight(reading.mass, reading.live, keep, a) for n, a in budget_report.HINDSIGHT.items()}
+    return {n: (reading.traces.eviction_loss(mask.astype(jnp.float32)), mask) for n, mask in masks.items()}
+
+
+@jax.jit
+def attention_of(reading: Reading, keep: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Attention to come that is lost "B", averaged over heads, and how much less the best mask in hindsight loses."""
+    mass = reading.mass
+    return lost_mass(mass, keep).mean((1, 2)), regret(mass, reading.live, keep, "model")[:, 0]
+
+
 @functools.partial(jax.jit, static_argnames="policy")
 def losses_of(policy: kvjax.Evict, reading: Reading) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Eviction loss "B L" of a hard policy, live tokens "B" over all layers and heads, and what it keeps "B L K S"."""
@@ -259,11 +274,10 @@ def theorem_4(reading: Reading, budget: Budget) -> tuple[jax.Array, jax.Array]:
     Both keep the best by the mean attention of the future rows, which makes the bound smallest (Theorem 3); the layer's
     total is the same. The bound is the attention that is lost, summed over query heads (Theorem 2).
     """
-    attention = reading.traces.attention
-    B, L, N, _, S = attention.shape
+    B, L, N, _, S = reading.traces.attention.shape
     view = reading.view(budget)
     K = view.pos.shape[2]
-    mass = attention.mean(3).reshape(B, L, K, N // K, S).sum(3)
+    mass = reading.mass * (N // K)
     average = jnp.minimum(view.budget, reading.lengths.astype(view.budget.dtype)).astype(jnp.int32)
     most = S if isinstance(budget, int) else math.floor(budget * S + 1e-9)
     lost = []
@@ -291,7 +305,8 @@ def measure(
       ValueError: policies of one budget that keep different totals.
     """
     found = examples(reader.prompts, tokenizer, "held_out")
-    keys = lambda e: [(m, label(b), e.task, e.index) for b in budgets for m in chosen[label(b)]]
+    oracles = tuple(budget_report.HINDSIGHT)
+    keys = lambda e: [(m, label(b), e.task, e.index) for b in budgets for m in (*chosen[label(b)], *oracles)]
     with tqdm(total=len(found), desc="held-out", unit="prompt", file=sys.stdout) as bar:
         for start in range(0, len(found), reader.prompts.batch_size):
             batch = found[start : start + reader.prompts.batch_size]
@@ -305,9 +320,15 @@ def _lines(
     chosen: dict[str, kvjax.Evict], budget: Budget, batch: Sequence[Any], reading: Reading
 ) -> list[dict[str, Any]]:
     bounds = [np.asarray(x) for x in theorem_4(reading, budget)]
-    lines, totals = [], {}
+    found = {}
     for method, policy in chosen.items():
-        loss, live = (np.asarray(x) for x in losses_of(policy, reading)[:2])
+        loss, _, keep = losses_of(policy, reading)
+        found[method] = loss, keep
+    found |= in_hindsight(reading, found["uniform"][1])
+    lines, totals = [], {}
+    for method, (loss, keep) in found.items():
+        live = np.asarray(keep.sum((1, 2, 3), dtype=jnp.int32))
+        lost, more = attention_of(reading, keep)
         totals[method] = live[: len(batch)].tolist()
         if totals[method] != totals["uniform"]:
             raise ValueError(
@@ -316,11 +337,17 @@ def _lines(
             )
         for i, e in enumerate(batch):
             line = {"method": method, "budget": label(budget), "task": e.task, "index": e.index}
-            line |= {"loss": float(loss[i].mean()), "layers": loss[i].tolist(), "live": int(live[i])}
+            line |= {"loss": _exact(loss[i].mean()), "layers": _exact(loss[i]), "live": int(live[i])}
+            line |= {"lost": _exact(lost[i]), "regret": _exact(more[i])}
             if method in ("uniform", "ada"):
-                line["least_bound"] = bounds[method == "ada"][i].tolist()
+                line["least_bound"] = _exact(bounds[method == "ada"][i])
             lines.append(line)
     return lines
+
+
+def _exact(x: jax.Array | np.ndarray) -> Any:
+    """Numbers of float32 in the fewest digits that tell them from all others."""
+    return np.vectorize(lambda value: float(str(np.float32(value))))(np.asarray(x)).tolist()
 
 
 def run(

@@ -57,13 +57,6 @@ def policy_of(experiment: LearnedScorer, head: scorer.TrainedHead, budget: Budge
     return kvjax.Evict(score, budget, protect=kvjax.Protect(recent=experiment.window_size))
 
 
-def future_mass(reading: Reading) -> jax.Array:
-    """Attention "B L K S" that the future rows pay to every slot, summed over rows and the heads of a group."""
-    B, L, N, _, S = reading.traces.attention.shape
-    K = reading.score.shape[2]
-    return reading.traces.attention.sum(3).reshape(B, L, K, N // K, S).sum(3)
-
-
 @functools.partial(jax.jit, static_argnames="score")
 def features_of(score: Learned, reading: Reading) -> jax.Array:
     """What the head sees of every slot, "B L K S F"."""
@@ -74,14 +67,13 @@ def features_of(score: Learned, reading: Reading) -> jax.Array:
 
 
 def _candidates(reading: Reading) -> jax.Array:
-    live = jnp.stack([kv.live for kv in reading.traces.state.layers], axis=1)
-    return live & ~reading.safe & (reading.weight > 0)[:, None, None, None]
+    return reading.live & ~reading.safe & (reading.weight > 0)[:, None, None, None]
 
 
 def loss_of(module: scorer.ScoreHead, score: Learned, params: Any, reading: Reading) -> jax.Array:
     """Cross-entropy of future attention under the softmax of scores, less its own entropy; mean over heads."""
     candidates, features = _candidates(reading), features_of(score, reading)
-    mass = jnp.where(candidates, future_mass(reading), 0.0)
+    mass = jnp.where(candidates, reading.mass, 0.0)
     wanted = mass / jnp.maximum(mass.sum(-1, keepdims=True), 1e-9)
     scores = jnp.stack([scorer.apply(module, params, features[:, i], i) for i in range(features.shape[1])], axis=1)
     log_p = jax.nn.log_softmax(jnp.where(candidates, scores, -1e9), axis=-1)
@@ -172,7 +164,7 @@ def learn(
 
 @jax.jit
 def _losses_of_mask(reading: Reading, keep: jax.Array) -> tuple[jax.Array, jax.Array]:
-    mass = future_mass(reading)
+    mass = reading.mass
     share = jnp.where(keep, mass, 0.0).sum((1, 2, 3)) / mass.sum((1, 2, 3))
     return reading.traces.eviction_loss(keep.astype(jnp.float32)).mean(-1), share
 
@@ -181,7 +173,7 @@ def _losses_of_mask(reading: Reading, keep: jax.Array) -> tuple[jax.Array, jax.A
 def _hindsight(reading: Reading, budget: Budget) -> jax.Array:
     """The window, and the best of the rest by the attention of the future rows."""
     view = reading.view(budget)
-    score = jnp.where(view.safe, jnp.inf, future_mass(reading))
+    score = jnp.where(view.safe, jnp.inf, reading.mass)
     B, L, K, S = score.shape
     counts = jnp.broadcast_to(view.budget.astype(jnp.int32)[:, None], (B, L * K))
     flat = lambda x: x.reshape(B, L * K, S)

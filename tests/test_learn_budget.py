@@ -69,16 +69,24 @@ def test_what_is_written(finished):
     assert manifest["config"]["family"] == "Simplex(over='both', floor=0.05)"
     assert manifest["config"]["prompts"]["calibration"] == 2
     lines = samples(finished)
-    assert len(lines) == 4 * 5
-    assert {s["method"] for s in lines} == {"uniform", "pyramid", "ada_static", "ada", "learned"}
+    assert len(lines) == 4 * 7
+    divisions = {"uniform", "pyramid", "ada_static", "ada", "learned"}
+    assert {s["method"] for s in lines} == divisions | {"hindsight_heads", "hindsight"}
     for task, index in {(s["task"], s["index"]) for s in lines}:
         group = [s for s in lines if (s["task"], s["index"]) == (task, index)]
         assert index >= future_rows.HELD_OUT
         assert len({s["live"] for s in group}) == 1  # equal totals
         assert all(0 < s["loss"] < 2 for s in group)
         assert all(s["loss"] == pytest.approx(np.mean(s["layers"])) for s in group)
+        lost = {s["method"]: s["lost"] for s in group}
+        assert all(0 <= lost["hindsight"] <= x + 1e-6 for x in lost.values())  # the oracle is never beaten
+        assert lost["hindsight"] < lost["hindsight_heads"] < lost["uniform"]
+        for s in group:
+            assert s["regret"] == pytest.approx(s["lost"] - lost["hindsight"], abs=1e-6)
     summary = json.loads((finished / "summary.json").read_text())
     rows = {r["method"]: r for r in summary["rows"]}
+    assert "ahead" not in rows["hindsight"]
+    assert rows["uniform"]["lost"] == pytest.approx(np.mean([s["lost"] for s in lines if s["method"] == "uniform"]))
     uniform = [s["loss"] for s in lines if s["method"] == "uniform"]
     assert rows["uniform"]["loss"] == pytest.approx(np.mean(uniform))
     ahead = np.mean(uniform) - np.mean([s["loss"] for s in lines if s["method"] == "learned"])
@@ -86,7 +94,9 @@ def test_what_is_written(finished):
     assert rows["uniform"]["low"] < rows["uniform"]["loss"] < rows["uniform"]["high"]
     for plot in ("loss_against_budget", "tables", "learning"):
         assert (finished / f"{plot}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert "| 0.25 | Ada-KV, per prompt |" in (finished / "summary.md").read_text()
+    text = (finished / "summary.md").read_text()
+    assert "| 0.25 | Ada-KV, per prompt |" in text
+    assert "| 0.25 | best mask in hindsight |" in text
 
 
 def test_theorem_4_holds_on_every_layer_and_prompt(finished):
@@ -214,6 +224,25 @@ def test_losses_of_a_policy_that_keeps_everything(reading):
     assert float(jnp.abs(loss).max()) < 1e-5
     assert live.tolist() == (16 * np.asarray(reading.lengths)).tolist()
     assert keep.sum() == live.sum()
+
+
+def test_what_the_oracle_keeps(reading):
+    """Against numpy: the largest future attention, of as many tokens in every head, or in the whole model."""
+    keep = learn_budget.losses_of(methods.snapkv(0.25, window_size=8), reading)[2]
+    attention = np.asarray(reading.traces.attention, np.float64)
+    mass = attention.mean(3).reshape(2, 4, 4, -1, 128).mean(3)
+    masks = {"": np.asarray(keep)}
+    for name, (loss, mask) in learn_budget.in_hindsight(reading, keep).items():
+        masks[name] = mask = np.asarray(mask)
+        np.testing.assert_array_equal(mask.sum((1, 2, 3)), masks[""].sum((1, 2, 3)))
+        axes = (3,) if name == "hindsight_heads" else (1, 2, 3)
+        worst = np.where(mask, mass, np.inf).min(axes)
+        assert (worst >= np.where(mask, -np.inf, mass).max(axes) - 1e-7).all()
+        np.testing.assert_allclose(loss, reading.traces.eviction_loss(jnp.asarray(mask, jnp.float32)), rtol=1e-5)
+    lost = {name: np.where(mask, 0.0, mass).sum(-1).mean((1, 2)) for name, mask in masks.items()}
+    found, regret = learn_budget.attention_of(reading, keep)
+    np.testing.assert_allclose(found, lost[""], rtol=1e-5)
+    np.testing.assert_allclose(regret, lost[""] - lost["hindsight"], atol=1e-6)
 
 
 @pytest.mark.parametrize("budget", [0.0625, 0.25, 64, 127, 500])
