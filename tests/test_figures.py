@@ -17,7 +17,7 @@ from experiments import figures
 from experiments.papers import FIGURES, adakv, ahakv, positions, prompts, roco, sparsity
 from experiments.papers.attention import Layer, capture, fold_rows
 from experiments.papers.base import interval
-from kvjax import methods
+from kvjax import analysis, methods
 from tests import helpers
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -218,6 +218,12 @@ def test_scope_size_is_what_the_drivers_measure(read):
         np.testing.assert_allclose(found.divergence[kind, 0, 1], divergence, rtol=1e-3, atol=1e-5)
         np.testing.assert_allclose(found.agreement[kind, 0, 1], agreement)
     np.testing.assert_array_equal(found.divergence[0, :, 0], found.divergence[1, :, 0])  # nothing protected by either
+    reading = analysis.read(model, params, tokens[:, :16], tokens[:, 16:])
+    mass = np.stack([np.asarray(x.mass, np.float64).reshape(-1, 2, 2, 16).mean(2) for x in reading.layers])
+    keep = np.argsort(np.argsort(-mass, axis=-1), axis=-1) < 8
+    evicted = jax.nn.log_softmax(reading.logits_after(model, params, jnp.asarray(keep)))
+    divergence = (np.exp(full) * (full - evicted)).sum(-1).mean(-1)
+    np.testing.assert_allclose(found.hindsight[0], divergence, rtol=1e-3, atol=1e-5)
     with pytest.raises(ValueError, match="24 tokens less a continuation of 23 leave 1 to evict"):
         roco.scope_size(model, params, tokens, continuation=23)
 

@@ -38,7 +38,8 @@ def head_concentration(
     """Attention that each head retains against its budget (Ada-KV, Fig. 2 and 6).
 
     The weights are those that SnapKV and Ada-SnapKV rank by: the mean attention of the last `window` rows over the
-    tokens before them, renormalised, for every query head.
+    tokens before them, renormalised, for every query head. The tokens are those that hold most of it: the best in
+    hindsight, no choice of as many holds more.
 
     Raises:
       ValueError: prompts with nothing before the window.
@@ -84,7 +85,7 @@ def plot_head_concentration(d: HeadConcentration) -> Figure:
     for axes in grid[-1]:
         axes.set_xlabel("budget, % of the tokens")
     for axes in grid[:, 0]:
-        axes.set_ylabel("attention held, %")
+        axes.set_ylabel("attention held by the best tokens, %")
     text = f"To hold 95 % of their attention, heads need {percent(need.min())} to {percent(need.max())} of the tokens"
     return message(figure, text, "Ada-KV, Fig. 2")
 
@@ -127,7 +128,8 @@ def loss_bound(
 
     The last row of every prompt. A kv head ranks tokens by the sum of its query heads' attention; uniform budgets keep
     each head's largest, adaptive ones the largest of the layer (Algorithm 2, without safeguard), so that the adaptive
-    bound cannot be larger (Theorem 4). The loss itself may be.
+    bound cannot be larger (Theorem 4). The loss itself may be. What is kept is decided by that row's own attention, so
+    both are the best in hindsight, of as many tokens in every head or in the layer.
 
     Raises:
       ValueError: a share that leaves no token.
@@ -196,7 +198,7 @@ def plot_loss_bound(d: LossBound) -> Figure:
         if len(layers) <= 12:
             axes.set_xticks(layers)
         axes.grid(False, axis="x")
-    row[0].set_ylabel("L1 error of a layer's attention,\nrelative to its L1 norm")
+    row[0].set_ylabel("L1 error of a layer's attention, relative\nto its L1 norm, best tokens in hindsight")
     row[-1].legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     saved = 1 - d.bound[1].mean() / d.bound[0].mean()
     lower = float((d.loss[1] < d.loss[0]).mean())

@@ -12,8 +12,10 @@ from jaxtyping import Array, Float, Int, PyTree
 from matplotlib.figure import Figure
 
 import kvjax
+from experiments.palette import COLOURS
 from experiments.papers.attention import Layer, capture, fold_rows, group_mean
 from experiments.papers.base import canvas, draw_layers, interval, message, percent, style
+from kvjax import analysis
 from kvjax.generation import Model
 from kvjax.protect import TopStd
 from kvjax.scores import Mean
@@ -278,6 +280,7 @@ class ScopeSize:
       divergence: KL divergence of the next-token distribution from the full cache's, in nats, the mean over the
         continuation.
       agreement: the share of the continuation where both find the same token likeliest.
+      hindsight: the divergence where every head keeps the tokens that the continuation attends to most.
     """
 
     scopes: Any
@@ -286,6 +289,7 @@ class ScopeSize:
     length: Int[np.ndarray, ""]
     divergence: Float[np.ndarray, "2 R Z B"]
     agreement: Float[np.ndarray, "2 R Z B"]
+    hindsight: Float[np.ndarray, "R B"]
 
 
 def scope_size(
@@ -302,7 +306,8 @@ def scope_size(
     The prompt is read with the full cache and evicted once by mean attention (MAS). The scope protects either the last
     tokens or those of largest standard deviation. Then the prompt's last `continuation` tokens, held back so far, are
     read with what is left. The paper compares generated summaries by ROUGE and METEOR at half of the cache; here
-    predictions are compared, which needs no answers.
+    predictions are compared, which needs no answers. Beside them stands what knows the continuation: the best tokens of
+    every head in hindsight.
 
     Args:
       model, params: the model.
@@ -327,7 +332,25 @@ def scope_size(
         np.array(n),
         np.asarray(divergence, np.float64).reshape(shape),
         np.asarray(agreement, np.float64).reshape(shape),
+        np.asarray(_in_hindsight(model, params, analysis.read(model, params, tokens[:, :n], tokens[:, n:]), budgets)),
     )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _in_hindsight(
+    model: Model, params: PyTree[Any], reading: analysis.Reading, budgets: tuple[int, ...]
+) -> Float[Array, "R B"]:
+    """Divergence over the continuation where each head keeps what the continuation attends to most."""
+    live = reading.live()
+    rank = analysis.hindsight_rank(reading.mass(live.shape[2]), live)
+    full = jax.nn.log_softmax(reading.logits)
+
+    def divergence(budget):
+        kept = (live & (rank < budget)).swapaxes(0, 1)
+        evicted = jax.nn.log_softmax(reading.logits_after(model, params, kept))
+        return (jnp.exp(full) * (full - evicted)).sum(-1).mean(-1)
+
+    return jax.lax.map(divergence, jnp.asarray(budgets))
 
 
 def scoped(budget: int, size: int, *, by_deviation: bool) -> kvjax.Evict:
@@ -373,6 +396,8 @@ def plot_scope_size(d: ScopeSize) -> Figure:
             aside = i - 0.5  # keeps intervals apart
             axes.errorbar(100 * d.sizes + aside, mean[i, r], yerr=half[i, r], label=scope, capsize=2, **style(i))
         axes.axhline(0, color="0.5", linewidth=0.8)
+        best = (d.hindsight[r] - d.divergence[0, r, 0]).mean()
+        axes.axhline(best, color=COLOURS[2], linewidth=2, linestyle="--", label="best tokens in hindsight")
         alone = d.divergence[0, r, 0].mean()
         axes.set_title(
             f"budget {percent(d.budgets[r] / d.length)} of {d.length} tokens\n(without a scope {alone:.3f} nats)"
