@@ -13,7 +13,11 @@ compiled before it is timed, and every one of them is run:
 
 Every separate run is timed several times once it is compiled, and its median counts; the one call is timed after every
 fourth of them. Compare the ratios, not the seconds. A second ratio is that of first runs, compilation included, in CPU
-seconds of the process, to which other work on the machine adds nothing.
+seconds of the process, to which other work on the machine adds nothing. `--output` takes every single timing, and the
+commit that was timed.
+
+StreamingLLM keeps the original positions of its tokens here. With positions by cache rank, its own, its masks cannot be
+measured in one batch with those of the others, and its generation rotates every key anew.
 """
 
 import functools
@@ -30,7 +34,7 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from experiments.results import device_info, write_json
+from experiments.results import environment, write_json
 from experiments.tasks import TASKS, Task
 from experiments.tasks.perplexity import SCORED
 from kvjax import analysis, methods
@@ -112,7 +116,8 @@ def main(
 
     settings = {"length": length, "rows": rows, "prompts": prompts, "rounds": rounds}
     names = {"policies": list(POLICIES), "budgets": list(BUDGETS)}
-    about = {"command": " ".join(sys.argv), "device": device_info(), **settings, **names}
+    notes = {"streaming_llm": "positions='original'; its own are positions by cache rank"}
+    about = {**environment(["python", *sys.argv]), **settings, **names, "notes": notes}
     print(f"{len(POLICIES)} policies x {len(BUDGETS)} budgets x {prompts} prompts of {length} tokens, {rows} rows")
     table = []
     for kind, runs in kinds.items():
@@ -128,14 +133,15 @@ def compare(together: Any, runs: list[Any], pairs: list[tuple[str, float]], kind
     """Seconds of the one call and of the separate runs, their ratios, and how far their losses are apart."""
     whole, one_first = timed(together, time.process_time)
     one: list[float] = []
-    first, separate, found = [], [], []
+    first, rounds_, found = [], [], []
     for i, run in enumerate(tqdm(runs, desc=kind, file=sys.stdout)):
         result, seconds = timed(run, time.process_time)
         found.append(jax.tree.map(np.asarray, result))
         first.append(seconds)
-        separate.append(float(np.median([timed(run)[1] for _ in range(rounds)])))
+        rounds_.append([timed(run)[1] for _ in range(rounds)])
         if i % 4 == 0:
             one.append(timed(together)[1])
+    separate = [float(np.median(each)) for each in rounds_]
     seconds, one_seconds = sum(separate), float(np.median(one))
     return {
         "seconds": seconds,
@@ -145,7 +151,11 @@ def compare(together: Any, runs: list[Any], pairs: list[tuple[str, float]], kind
         "one_call_first_cpu_seconds": one_first,
         "first_ratio": sum(first) / one_first,
         "largest_difference": largest_difference(whole, kind, found, pairs),
-        "separate": [{"policy": p, "budget": b, "seconds": s} for (p, b), s in zip(pairs, separate, strict=True)],
+        "one_call_rounds": one,
+        "separate": [
+            {"policy": p, "budget": b, "seconds": s, "rounds": each, "first_cpu_seconds": cpu}
+            for (p, b), s, each, cpu in zip(pairs, separate, rounds_, first, strict=True)
+        ],
     }
 
 
