@@ -1,6 +1,7 @@
 """What budgets are learned as: exact totals, exact gradients, hard limits, and policies made of the result."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -8,8 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import special
 
 import kvjax
+import models
+from experiments import learn_budget
+from experiments.future_rows import Reading
 from kvjax import analysis, families, methods, traces
 from kvjax.families import EntropyK, NaclShares, PyramidBeta, Safeguard, Simplex, View
 from tests import helpers
@@ -102,6 +107,119 @@ def test_gradients_agree_with_differences(family, temperature):
         grad = jax.grad(loss)(params)
         assert np.abs(np.asarray(grad)).max() > 1e-6  # there is something to agree on
         assert relative(grad, central(loss, params)) < 1e-5
+
+
+# --- objectives at the model's output, in float64 ---
+
+V, E, F = 11, 12, 16  # vocabulary, residual stream, hidden units
+DIM = 6  # of a head; even, as pairs are rotated
+
+
+def turned(x, pos, xp):
+    """Halves of heads rotated by their positions, in the precision of `x`."""
+    angle = pos[..., None] * xp.asarray([1.0, 0.4, 0.1]).reshape(*(1,) * pos.ndim, 3)
+    cos, sin = xp.cos(angle), xp.sin(angle)
+    a, b = x[..., :3], x[..., 3:]
+    return xp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wide:
+    """A small transformer that computes in float64 throughout: no normalisation, tanh between two matrices."""
+
+    config: models.ModelConfig = models.ModelConfig(
+        V, E, F, num_layers=L, num_query_heads=K * G, num_kv_heads=K, head_dim=DIM, dtype="float64"
+    )
+
+    @staticmethod
+    def init(seed=3):
+        rng = np.random.default_rng(seed)
+        random = lambda *shape, fan: rng.normal(size=(L, *shape)) * fan**-0.5
+        return {
+            "embedding": rng.normal(size=(V, E)),
+            "q": 1.5 * random(K * G, E, DIM, fan=E),
+            "k": 1.5 * random(K, E, DIM, fan=E),
+            "v": random(K, E, DIM, fan=E),
+            "out": random(K * G, DIM, E, fan=K * G * DIM),
+            "up": random(E, F, fan=E),
+            "down": random(F, E, fan=F),
+        }
+
+    def __call__(self, params, tokens, layers, *, attend, last_only):
+        x, caches, stats = params["embedding"][tokens], [], []
+        rotate = lambda x, pos: turned(x, pos.astype(x.dtype), jnp)
+        for i, cache in enumerate(layers):
+            q, k, v = (jnp.einsum("bte,neh->bnth", x, params[n][i]) for n in "qkv")
+            out, cache, seen = attend(cache, q, k, v, layer=i, rotate=rotate, out_proj=params["out"][i])
+            x = x + jnp.einsum("bnth,nhe->bte", out, params["out"][i])
+            x = x + jnp.tanh(x @ params["up"][i]) @ params["down"][i]
+            caches, stats = [*caches, cache], [*stats, seen]
+        return (x[:, -1:] if last_only else x) @ params["embedding"].T, tuple(caches), tuple(stats)
+
+
+def plain_wide(params, prompt, future, gates):
+    """Logits after every token of `future` behind one prompt whose slots have the gates "L K n"; numpy, row by row."""
+    n, tokens = len(prompt), np.concatenate([prompt, future])
+    x, pos = params["embedding"][tokens], np.arange(len(tokens), dtype=np.float64)
+    for i in range(L):
+        q, k, v = (np.einsum("te,neh->nth", x, params[name][i]) for name in "qkv")
+        q, k = (turned(y, pos[None], np) for y in (q, k))
+        after = x.copy()
+        for t in range(len(tokens)):
+            for head in range(K * G):
+                kv = head // G
+                weights = np.exp(k[kv, : t + 1] @ q[head, t] / DIM**0.5)
+                if t >= n:
+                    weights[:n] *= gates[i, kv]
+                after[t] += weights / weights.sum() @ v[kv, : t + 1] @ params["out"][i, head]
+        x = after + np.tanh(after @ params["up"][i]) @ params["down"][i]
+    return (x @ params["embedding"].T)[n:]
+
+
+def plain_objective(name, params, tokens, future, gates):
+    """The divergence from the full cache, or the cross-entropy of the next of the tokens; the mean over prompts."""
+    each = []
+    for row, n in enumerate(LENGTHS):
+        arguments = params, tokens[row, S - n :], future[row]
+        log_q = special.log_softmax(plain_wide(*arguments, gates[row, :, :, S - n :]), axis=-1)
+        if name == "output_kl":
+            log_p = special.log_softmax(plain_wide(*arguments, np.ones((L, K, n))), axis=-1)
+            each.append((np.exp(log_p) * (log_p - log_q)).sum(-1).mean())
+        else:
+            each.append(np.mean([-log_q[i, future[row, i + 1]] for i in range(R - 1)]))
+    return np.mean(each)
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A reading of the float64 model as `learn_budget` learns from it, and a compiled objective of gates."""
+    rng = np.random.default_rng(4)
+    tokens, future = (rng.integers(0, V, (B, n)).astype(np.int32) for n in (S, R))
+    model, params = Wide(), Wide.init()
+    with jax.enable_x64(True):
+        read = jax.jit(lambda *x: traces.trace(model, *x, snapkv(9)))
+        found, stats = read(params, *map(jnp.asarray, (tokens, LENGTHS.astype(np.int32), future)))
+        reading = Reading(found, stats, view().score, view().safe, jnp.asarray(LENGTHS), jnp.ones((B,)))
+        weights = jax.tree.map(jnp.asarray, params)
+        objective = jax.jit(functools.partial(learn_budget.objective, model=model, params=weights), static_argnums=0)
+    return params, tokens, future, reading, objective
+
+
+@every_family
+@pytest.mark.parametrize("name", ["output_kl", "task_loss"])
+def test_gradients_of_objectives_at_the_output(name, family, wide):
+    """Values and central differences are those of a numpy transformer that reads gates as weights."""
+    params, tokens, future, reading, objective = wide
+    with jax.enable_x64(True):
+        seen = view()
+        gates = jax.jit(functools.partial(family.gates, view=seen, temperature=2.0))
+        plain = lambda x: plain_objective(name, params, tokens, future, np.asarray(gates(x)))
+        loss = lambda x: objective(name, reading=reading, gates=gates(x))
+        learned = start(family)
+        value, grad = jax.value_and_grad(loss)(learned)
+        assert float(value) == pytest.approx(plain(learned), rel=1e-9)
+        assert np.abs(np.asarray(grad)).max() > 1e-6
+        assert relative(grad, central(plain, learned)) < 1e-5
 
 
 @every_family
