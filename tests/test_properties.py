@@ -74,7 +74,9 @@ def protected(case, budget, n):
 
 def check_counts(case, live, limit, n):
     """Live tokens "K" of a row that has read `n` and may keep `limit` a head, on average."""
-    if not case.fills:
+    if case.together:
+        assert live.sum() <= limit * len(live)
+    elif not case.fills:
         assert live.max() <= limit
     elif case.exact:
         assert live.tolist() == [min(n, limit)] * len(live)
