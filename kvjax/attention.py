@@ -118,8 +118,8 @@ def attend(
     columns = {o: c for o, c in requests.items() if c is not None}
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     visible = None if policy is None else policy.visible(kv, ctx)
-    read = kv.pos if visible is None else jnp.where(visible.slots, kv.pos, EMPTY)
-    apart = visible is not None and visible.measured
+    read = kv.pos if visible is None else jnp.where(visible, kv.pos, EMPTY)
+    apart = policy is not None and visible is not None and policy.measures(ctx.site) == "live"
     values = kv.v
     if kv.gate is not None:
         q, keys, values, options = _gated(q, keys, values, kv.gate, options)
@@ -181,8 +181,8 @@ def _attend_pooled(kv: PooledKV, q, k, v, pos, ctx, rotate, observe, out_proj, p
     requests = {o: o.columns(moment) for o in observe}
     columns = {o: c for o, c in requests.items() if c is not None}
     visible = None if policy is None else policy.visible(view, ctx)
-    read = kv.pos if visible is None else jnp.where(visible.slots.any(1), kv.pos, EMPTY)
-    apart = visible is not None and visible.measured
+    read = kv.pos if visible is None else jnp.where(visible.any(1), kv.pos, EMPTY)
+    apart = policy is not None and visible is not None and policy.measures(ctx.site) == "live"
     over = lambda pos_, wanted: pooled_attention(
         q, keys, kv.v, kv.owner, pos, pos_, tuple(wanted), num_kv_heads=K, in_order=True, **options
     )
