@@ -93,6 +93,10 @@ def _nacl(budget):
     return methods.nacl(budget, protect=2, proxies=5, random=3, sinks=1)
 
 
+def _nacl_global(budget):
+    return methods.nacl(budget, protect=2, proxies=5, random=3, sinks=1, head_mode="global")
+
+
 def _nacl_decoding(budget):
     return methods.nacl(
         budget, protect=2, proxies=5, random=0, random_distribution="uniform", decode_every=3, decode_rows="interval"
@@ -241,6 +245,7 @@ CASES = (
     Case("scissorhands", _scissorhands, recent=lambda b: 2, slack=1, dips=3),
     Case("roco", _roco, recent=lambda b: 2),
     Case("nacl", _nacl, recent=lambda b: 2, sinks=1, random=True, decodes=False),
+    Case("nacl_global", _nacl_global, recent=lambda b: 2, sinks=1, random=True, decodes=False),
     Case("nacl_decoding", _nacl_decoding, recent=lambda b: 2, slack=2),
     Case("ahakv", _ahakv, recent=lambda b: 3),
     Case("keyformer", _keyformer, recent=lambda b: 3, random=True),
