@@ -29,6 +29,7 @@ class Setup:
       protocol: "in_prompt" asks at the end of the prompt, "after_compression" once the cache has been evicted.
       baselines: other configs to run beside this one.
       baseline_budget: the budget that they get.
+      block: read prompts in blocks of so many tokens, each followed by an eviction; at once if not given.
       batch_size: prompts that run together.
       seed: of examples and of every random draw.
       dtype: of parameters, activations and the KV cache.
@@ -41,6 +42,7 @@ class Setup:
     protocol: Literal["in_prompt", "after_compression"] = "in_prompt"
     baselines: tuple[str, ...] = ("random", "streaming_llm", "h2o", "ada_snapkv")
     baseline_budget: Budget = 0.125
+    block: int | None = None
     batch_size: int = 16
     seed: int = 0
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

@@ -13,6 +13,7 @@ def get_config(
     frequent_ratio: float = 0.3,
     local_ratio: float = 0.3,
     cap: Budget | None = None,
+    storage: Literal["dense", "pool"] = "dense",
     setup: Common = Setup(),
 ) -> Experiment:
     """Every head keeps the cheapest set of tokens that recovers its attention; what that takes is an outcome.
@@ -23,6 +24,7 @@ def get_config(
       frequent_ratio: tokens with the highest accumulated attention, as a share of all tokens so far.
       local_ratio: the newest tokens, as a share of the prompt.
       cap: the most tokens that any head keeps: a number (int) or a share of the prompt (float).
+      storage: "pool" gives a layer as many slots as `cap` a head, which its heads share as they need.
       setup: model, tasks and sizes.
     """
     if not recovery_ratio:
@@ -36,5 +38,6 @@ def get_config(
         recovery_ratio=ratio,
         recovery=recovery,
         budget=cap,
+        storage=storage,
     )
     return Experiment("fastgen", tuple((f"T={ratio}", make(ratio)) for ratio in recovery_ratio), setup)

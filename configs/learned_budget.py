@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from configs.experiment import Budget
 from configs.learning import LearnedBudget, Objective, Prompts
-from kvjax import Evict, Share, methods
+from kvjax import Share, methods
 from kvjax.families import EntropyK, Family, NaclShares, PyramidBeta, Safeguard, Simplex, WindowShare
 from kvjax.traces import VoteLogits
 
@@ -48,7 +48,7 @@ def get_config(
     snapkv = functools.partial(methods.snapkv, window_size=window_size, kernel_size=kernel_size)
     nacl = functools.partial(methods.nacl, proxies=window_size, protect=Share(0.1), random=Share(0.5))
     ahakv = functools.partial(methods.ahakv, recent=window_size)
-    method: Callable[..., Evict] = {"nacl": nacl, "ahakv": ahakv}.get(parametrisation, snapkv)
+    method: Callable[..., Any] = {"nacl": nacl, "ahakv": ahakv}.get(parametrisation, snapkv)
     families: dict[str, Family] = {
         "both": Simplex("both", floor),
         "heads": Simplex("heads", floor),

@@ -14,7 +14,7 @@ def get_config(
     sinks: int = 0,
     random_pool: Literal["rest", "all"] = "rest",
     random_distribution: Literal["softmax", "normalised", "uniform"] = "softmax",
-    head_mode: Literal["headwise", "layer"] = "headwise",
+    head_mode: Literal["headwise", "layer", "global"] = "headwise",
     proxy_causal: bool = True,
     decode_every: int | None = None,
     setup: Common = Setup(),
@@ -29,7 +29,7 @@ def get_config(
       sinks: protected first tokens.
       random_pool: draw from what the proxies left, or from all tokens.
       random_distribution: what the draw follows.
-      head_mode: every head for itself, or one decision a layer.
+      head_mode: every head for itself, one decision a layer, or one for all layers.
       proxy_causal: whether proxies see only earlier tokens.
       decode_every: evict at every so many decode steps; never if not given.
       setup: model, tasks and sizes.

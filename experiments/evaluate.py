@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 import kvjax
 from experiments.tasks import Example, Protocol
 from experiments.tasks.perplexity import SCORED
-from kvjax.generation import Model
+from kvjax.generation import Model, check_block
 from models import pad_left
 
 
-@functools.partial(jax.jit, static_argnames=("model", "plan"))
+@functools.partial(jax.jit, static_argnames=("model", "plan", "block"))
 def _prefill(
     model: Model,
     params: PyTree[Any],
@@ -29,8 +29,9 @@ def _prefill(
     keys: Key[Array, "B"],
     *,
     plan: kvjax.CachePlan,
+    block: int | None,
 ) -> tuple[Float[Array, "B V"], kvjax.KVState]:
-    return kvjax.prefill(model, params, tokens, plan, lengths=lengths, key=keys)
+    return kvjax.prefill(model, params, tokens, plan, lengths=lengths, key=keys, block=block)
 
 
 @functools.partial(jax.jit, static_argnames=("model",), donate_argnames=("state",))
@@ -93,6 +94,7 @@ class Evaluator:
         lengths: Sequence[int],
         seed: int,
         tokenizer: Any,
+        block: int | None = None,
     ):
         """Plans the run; `compile` must come before `run`.
 
@@ -100,19 +102,22 @@ class Evaluator:
           ValueError: sizes that the policy cannot work with.
         """
         self.model, self.params, self.batch_size, self.protocol, self.width = model, params, batch_size, protocol, width
-        self.seed, self.tokenizer = seed, tokenizer
+        self.seed, self.tokenizer, self.block = seed, tokenizer, block
         self._prefill: Any = None
         self._continue: Any = None
         self.plan = kvjax.make_plan(
             model.config, policy, prompt_len=width, max_new_tokens=SCORED, lengths=sorted(set(lengths))
         )
+        check_block(self.plan, block)
 
     def compile(self) -> Cost:
         """Compiles both programs ahead of time, so that no timing contains it."""
         B = self.batch_size
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), B))
-        lowered = _prefill.lower(self.model, self.params, ints(B, self.width), ints(B), keys, plan=self.plan)
+        lowered = _prefill.lower(
+            self.model, self.params, ints(B, self.width), ints(B), keys, plan=self.plan, block=self.block
+        )
         self._prefill = lowered.compile()
         logits, state = lowered.out_info
         as_struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)

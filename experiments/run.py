@@ -141,6 +141,7 @@ def _run_missing(setup: Setup, policies: Sequence[tuple[str, str, kvjax.Policy]]
             lengths=lengths,
             seed=setup.seed,
             tokenizer=tokenizer,
+            block=setup.block,
         )
         for method, budget, policy in policies
     }

@@ -118,38 +118,19 @@ def attend(
     columns = {o: c for o, c in requests.items() if c is not None}
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     visible = None if policy is None else policy.visible(kv, ctx)
-    read = kv.pos if visible is None else jnp.where(visible.slots, kv.pos, EMPTY)
-    apart = visible is not None and visible.measured
-    values = kv.v
-    if kv.gate is not None:
-        q, keys, values, options = _gated(q, keys, values, kv.gate, options)
-    result = attention(q, keys, values, pos, read, columns=() if apart else tuple(columns.values()), **options)
+    read = kv.pos if visible is None else jnp.where(visible, kv.pos, EMPTY)
+    apart = policy is not None and visible is not None and policy.measures(ctx.site) == "live"
+    if kv.gate is not None:  # a slot is read with its gate as weight
+        tiny = float(jnp.finfo(jnp.float32).tiny)  # finite logits, as infinite ones have no gradient
+        options["bias"] = jnp.repeat(jnp.log(jnp.maximum(kv.gate, tiny)), q.shape[1] // kv.gate.shape[1], axis=1)
+    result = attention(q, keys, kv.v, pos, read, columns=() if apart else tuple(columns.values()), **options)
     measured = result.columns
     if apart:
-        measured = attention(q, keys, values, pos, kv.pos, columns=tuple(columns.values()), **options).columns
+        measured = attention(q, keys, kv.v, pos, kv.pos, columns=tuple(columns.values()), **options).columns
     measured = dict(zip(columns, measured, strict=True))
     moment = dataclasses.replace(moment, measured=measured)
     found = tuple(measured[o] if o in measured else o.measure(moment) for o in observe)
-    out = result.out if kv.gate is None else result.out[..., : kv.v.shape[-1]]
-    return out, kv, LayerStats(found, tuple(observe))
-
-
-def _gated(q, k, v, gate: Float[Array, "B K S"], options: dict[str, Any]):
-    """Queries, keys and values of one channel more, through which every key's logit gets the logarithm of its gate.
-
-    So a slot is read with its gate as weight by every implementation of attention, gradient included.
-    """
-    if options["softcap"] is not None:
-        raise ValueError(
-            f"a gate is a weight behind the softcap, but it would be capped with the logits (softcap="
-            f"{options['softcap']}); relax policies on models without one"
-        )
-    scale = q.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
-    tiny = float(jnp.finfo(jnp.float32).tiny)  # finite logits, as infinite ones have no gradient
-    weight = jnp.log(jnp.maximum(gate, tiny)) / scale
-    ones = jnp.ones((*q.shape[:-1], 1), q.dtype)
-    q, k = jnp.concatenate([q, ones], axis=-1), jnp.concatenate([k, weight[..., None].astype(k.dtype)], axis=-1)
-    return q, k, jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, 1))), options | {"scale": scale}
+    return result.out, kv, LayerStats(found, tuple(observe))
 
 
 def _attend_pooled(kv: PooledKV, q, k, v, pos, ctx, rotate, observe, out_proj, policy, options):
@@ -181,8 +162,8 @@ def _attend_pooled(kv: PooledKV, q, k, v, pos, ctx, rotate, observe, out_proj, p
     requests = {o: o.columns(moment) for o in observe}
     columns = {o: c for o, c in requests.items() if c is not None}
     visible = None if policy is None else policy.visible(view, ctx)
-    read = kv.pos if visible is None else jnp.where(visible.slots.any(1), kv.pos, EMPTY)
-    apart = visible is not None and visible.measured
+    read = kv.pos if visible is None else jnp.where(visible.any(1), kv.pos, EMPTY)
+    apart = policy is not None and visible is not None and policy.measures(ctx.site) == "live"
     over = lambda pos_, wanted: pooled_attention(
         q, keys, kv.v, kv.owner, pos, pos_, tuple(wanted), num_kv_heads=K, in_order=True, **options
     )

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ from kvjax.allocation import HeadAllocation, LayerAllocation, UniformHeads, Unif
 from kvjax.budget import Count, Counts, Tokens, as_budget, as_count, lookup
 from kvjax.choice import one_of
 from kvjax.context import Context, Phase, Site
-from kvjax.policy import Granularity, Layout, Policy, Selection, Visible
+from kvjax.policy import Granularity, Layout, Policy, Selection
 from kvjax.protect import Protect, Scope, protected
 from kvjax.schedule import Schedule
 from kvjax.scores import FromFunction, Score
@@ -31,7 +31,7 @@ class Mask(abc.ABC):
     """A frozen dataclass that hides live slots from a decode row."""
 
     @abc.abstractmethod
-    def __call__(self, kv: LayerKV, ctx: Context) -> Visible:
+    def __call__(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"]:
         """What the newest token may read of a cache that holds it."""
 
 
@@ -255,9 +255,14 @@ class Evict(Policy):
             return memory, selection if self.when.prefill else None
         return memory, None if self.when.before_append else self._scheduled_select(memory, kv, stats, ctx)
 
-    def visible(self, kv: LayerKV, ctx: Context) -> Visible | None:
+    def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"] | None:
         """See `Policy`."""
         return None if self.mask is None or ctx.phase == "prefill" else self.mask(kv, ctx)
+
+    def measures(self, site: Site) -> Literal["visible"] | None:
+        """See `Policy`."""
+        del site
+        return None if self.mask is None else "visible"
 
     def make_room(self, kv: LayerKV, ctx: Context) -> LayerKV:
         """See `Policy`."""

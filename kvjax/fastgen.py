@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Int8
 from kvjax.budget import Count, Rounding, as_budget, lookup, whole_tokens
 from kvjax.choice import one_of
 from kvjax.context import Context, Phase, Site
-from kvjax.policy import Policy, Selection
+from kvjax.policy import Layout, Policy, Selection
 from kvjax.schedule import Schedule
 from kvjax.select import largest
 from kvjax.state import EMPTY, LayerKV, PerHead
@@ -157,11 +157,21 @@ class FastGenMemory:
       kinds: of the token in each slot, 0 for one that was just filled.
       mass: attention that each slot has received, the mean of a group.
       strategy: of every head, an index into `STRATEGIES`.
+      cap: the most tokens that every head of a pool keeps; None in a dense cache, where all heads may keep as many.
     """
 
     kinds: Int8[Array, "B K S"]
     mass: Float[Array, "B K S"]
     strategy: PerHead
+    cap: PerHead | None = None
+
+
+def _leveled(amounts: Int[Array, "B K"], total: Int[Array, "B"]) -> Int[Array, "B K"]:
+    """The amounts, where together they exceed the total with the largest of them cut to one level."""
+    heads = amounts.shape[-1]
+    smaller = jnp.pad(jnp.cumsum(jnp.sort(amounts, axis=-1), axis=-1)[:, :-1], [(0, 0), (1, 0)])
+    level = (total[:, None] - smaller) // (heads - jnp.arange(heads, dtype=jnp.int32))[None]
+    return jnp.minimum(amounts, jnp.maximum(level.max(-1, keepdims=True), 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,9 +193,12 @@ class FastGen(Policy):
         entries change by less than 1e-4 when rows are renormalised (a released port; the paper names no norm, D-47).
         With several query heads in a group, of their mean.
       rounding: of the ratios: "floor" as everywhere here, "ceil" as in the port.
-      budget: the most tokens that a head keeps: a number (int) or a share of the prompt (float). None bounds nothing,
-        and the cache has room for all tokens. A head over it drops from the end of the list: among what only "full"
-        keeps by accumulated attention, then the oldest local tokens, then the least frequent.
+      budget: the most tokens that a head keeps, in a pool on average: a number (int) or a share of the prompt (float).
+        None bounds nothing, and the cache has room for all tokens. A head over it drops from the end of the list: among
+        what only "full" keeps by accumulated attention, then the oldest local tokens, then the least frequent.
+      storage: "dense" allocates every head the slots of the largest. "pool" allocates the layer `budget` slots a head,
+        divided once after the prompt: each head gets what its set takes (the largest are cut to one level where that is
+        too much), then heads that keep everything what they will add, and what is left goes to all alike.
     """
 
     special_ids: tuple[int, ...]
@@ -196,6 +209,7 @@ class FastGen(Policy):
     recovery: Literal["mass", "elementwise"] = "mass"
     rounding: Literal["floor", "ceil"] = "floor"
     budget: int | float | Count | None = None
+    storage: Layout = "dense"
 
     def __post_init__(self):
         for name in ("special_ids", "punctuation_ids"):
@@ -207,8 +221,14 @@ class FastGen(Policy):
                 raise ValueError(f"FastGen({name}={getattr(self, name)}): a ratio lies in [0, 1]")
         one_of("FastGen.recovery", self.recovery, "mass", "elementwise")
         one_of("FastGen.rounding", self.rounding, "floor", "ceil")
+        one_of("FastGen.storage", self.storage, "dense", "pool")
         if self.budget is not None:
             as_budget(self.budget)
+        elif self.storage == "pool":
+            raise ValueError(
+                "FastGen(storage='pool', budget=None): what heads will need is known only after the prompt, but a pool "
+                "has a fixed number of slots; give a budget, such as 0.5, or use storage='dense'"
+            )
 
     @property
     def kinds(self) -> TokenKinds:
@@ -238,12 +258,17 @@ class FastGen(Policy):
     def init(self, site: Site, batch: int) -> FastGenMemory:
         """See `Policy`."""
         shape = (batch, site.num_kv_heads)
-        return FastGenMemory(
-            jnp.zeros((*shape, 0), jnp.int8), jnp.zeros((*shape, 0), jnp.float32), PerHead(jnp.zeros(shape, jnp.int32))
-        )
+        zeros = PerHead(jnp.zeros(shape, jnp.int32))
+        cap = zeros if self.storage == "pool" else None
+        return FastGenMemory(jnp.zeros((*shape, 0), jnp.int8), jnp.zeros((*shape, 0), jnp.float32), zeros, cap)
+
+    def layout(self, site: Site) -> Layout:
+        """See `Policy`."""
+        del site
+        return self.storage
 
     def _caps(self, site: Site) -> np.ndarray | None:
-        """The most tokens a head keeps, for every prompt length of the plan."""
+        """The most tokens a head keeps, in a pool on average, for every prompt length of the plan."""
         if self.budget is None:
             return None
         n = np.arange(site.prompt_len + 1)
@@ -261,7 +286,33 @@ class FastGen(Policy):
         if caps is None:
             return total
         most = int((caps if lengths is None else caps[[*lengths]]).max())
+        if self.storage == "pool":
+            most *= site.num_kv_heads
         return min(total, most + min(1, site.max_new_tokens))
+
+    def slots(self, site: Site, lengths: Sequence[int] | None = None) -> int:
+        """See `Policy`."""
+        per_head = dataclasses.replace(self, storage="dense").capacity(site, lengths)
+        return site.num_kv_heads * per_head
+
+    def most(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"] | None:
+        """See `Policy`."""
+        memory: FastGenMemory = kv.memory
+        if memory.cap is None:
+            return None
+        longest = (ctx.prompt_length + ctx.site.max_new_tokens)[:, None]
+        return jnp.minimum(memory.cap.value + min(1, ctx.site.max_new_tokens), longest)
+
+    def _divided(
+        self, needed: Int[Array, "B K"], strategy: Int[Array, "B K"], average: Int[Array, "B"], ctx: Context
+    ) -> Int[Array, "B K"]:
+        """How the slots of a pool are divided over heads."""
+        left = average * needed.shape[1]
+        given = jnp.zeros_like(needed)
+        for wanted in (needed, jnp.where(strategy == _FULL, ctx.site.max_new_tokens, 0)):
+            part = _leveled(wanted, left)
+            given, left = given + part, left - part.sum(-1, dtype=jnp.int32)
+        return given + (left // needed.shape[1])[:, None]
 
     def scheduled(self, schedule: Schedule) -> Policy:
         """See `Policy`; FastGen has no schedule to change."""
@@ -278,10 +329,16 @@ class FastGen(Policy):
             strategy = jnp.where(enough.any(-1), jnp.argmax(enough, axis=-1), _FULL).astype(jnp.int32)
         level = levels(kv.pos, kinds, mass, ctx, self.sizes)
         keep = level <= strategy[..., None]
-        caps = self._caps(ctx.site)
+        caps, given = self._caps(ctx.site), memory.cap
         if caps is not None:
             cap = jnp.broadcast_to(lookup(caps, ctx.prompt_length)[:, None], strategy.shape)
+            if given is not None:
+                if ctx.phase == "prefill":
+                    given = PerHead(self._divided(keep.sum(-1, dtype=jnp.int32), strategy, cap[:, 0], ctx))
+                cap = given.value
             rank = jnp.where(level == _LOCAL, kv.pos.astype(jnp.float32), mass)
             keep &= largest((jnp.where(keep, -level, -len(STRATEGIES) - 1), rank, kv.pos), cap)
         score = jnp.where(kv.live, mass, -jnp.inf)
-        return FastGenMemory(kinds, mass, PerHead(strategy)), Selection(keep, score, keep.sum(-1, dtype=jnp.int32))
+        return FastGenMemory(kinds, mass, PerHead(strategy), given), Selection(
+            keep, score, keep.sum(-1, dtype=jnp.int32)
+        )

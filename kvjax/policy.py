@@ -22,23 +22,10 @@ from kvjax.pool import PooledKV
 from kvjax.schedule import Schedule
 from kvjax.state import KVState, LayerKV, Positions, evict
 from kvjax.stats import AttentionStats, LayerStats, Measurement, Observe, ordered
-from pallas_kernels.pytree import pytree, static
+from pallas_kernels.pytree import pytree
 
 Granularity = Literal["kv_head", "query_head"]
 Layout = Literal["dense", "pool"]
-
-
-@pytree
-class Visible:
-    """What one row may read.
-
-    Attributes:
-      slots: of the live slots.
-      measured: whether hidden slots count in the statistics all the same, by a softmax over everything live.
-    """
-
-    slots: Bool[Array, "B K S"]
-    measured: bool = static(default=False)
 
 
 @pytree
@@ -143,9 +130,14 @@ class Policy(abc.ABC):
         del ctx
         return kv
 
-    def visible(self, kv: LayerKV, ctx: Context) -> Visible | None:
+    def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"] | None:
         """Live slots that the new row may read, None for all: for policies that mask instead of evicting."""
         del kv, ctx
+        return None
+
+    def measures(self, site: Site) -> Literal["visible", "live"] | None:
+        """What statistics of decode rows are a softmax over; None for a policy that hides no slots."""
+        del site
         return None
 
     def transform(self, kv: LayerKV | PooledKV, ctx: Context) -> LayerKV | PooledKV:
@@ -268,6 +260,11 @@ class Chain(Policy):
         """See `Policy`."""
         for p in self.policies:
             p.check(site, prompt_length)
+        if len(over := self._measured(site)) > 1:
+            raise ValueError(
+                f"a row's statistics are one softmax, but members of this chain want it over {sorted(over)} slots; "
+                "chain policies that hide slots alike"
+            )
 
     def target(self, site: Site, prompt_length: int) -> int:
         """See `Policy`."""
@@ -314,18 +311,18 @@ class Chain(Policy):
         """See `Policy`."""
         return self._in_turn("transform", kv, ctx)
 
-    def visible(self, kv: LayerKV, ctx: Context) -> Visible | None:
+    def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"] | None:
         """See `Policy`."""
-        shown = [
-            p.visible(dataclasses.replace(kv, memory=m), ctx) for p, m in zip(self.policies, kv.memory, strict=True)
-        ]
-        shown = [v for v in shown if v is not None]
-        if not shown:
-            return None
-        if len({v.measured for v in shown}) > 1:
-            raise ValueError("members of a chain disagree whether hidden slots are measured; chain only one of them")
-        slots = functools.reduce(jnp.logical_and, [v.slots for v in shown])
-        return Visible(slots, shown[0].measured)
+        each = zip(self.policies, kv.memory, strict=True)
+        shown = [v for p, m in each if (v := p.visible(dataclasses.replace(kv, memory=m), ctx)) is not None]
+        return functools.reduce(jnp.logical_and, shown) if shown else None
+
+    def _measured(self, site: Site) -> set[Literal["visible", "live"]]:
+        return {over for p in self.policies if (over := p.measures(site)) is not None}
+
+    def measures(self, site: Site) -> Literal["visible", "live"] | None:
+        """See `Policy`; `check` refuses members that want different ones."""
+        return next(iter(self._measured(site)), None)
 
     @property
     def layerwise(self) -> bool:
@@ -406,9 +403,13 @@ class _Delegating(Policy):
         """See `Policy`."""
         return self.of(ctx.site).transform(kv, ctx)
 
-    def visible(self, kv: LayerKV, ctx: Context) -> Visible | None:
+    def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"] | None:
         """See `Policy`."""
         return self.of(ctx.site).visible(kv, ctx)
+
+    def measures(self, site: Site) -> Literal["visible", "live"] | None:
+        """See `Policy`."""
+        return self.of(site).measures(site)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budget import Count, Counts, as_count
 from kvjax.context import Context, Phase, Site
@@ -148,12 +148,18 @@ class TopStd(Scope):
     def __call__(self, memory, kv, stats, ctx, safe, counts):
         """See `Scope`."""
         safe = PromptSinks(self.prompt_sinks)((), kv, stats, ctx, safe, counts)
-        rows = rows_since_insertion(kv, ctx, self.ignore_prefix, count_self=self.count_self).astype(jnp.float32)
-        mean, square = (m / rows for m in memory)
-        std = jnp.sqrt(jnp.maximum(square - mean * mean, 0.0))
+        std = self.deviation(memory, kv, ctx)
         size = self.size if ctx.phase == "prefill" or self.decode_size is None else self.decode_size
         size = jnp.broadcast_to(counts(size)[:, None], kv.pos.shape[:2])
         return safe | TopK().best(jnp.where(safe, jnp.inf, std), kv.pos, size)
+
+    def deviation(
+        self, memory: tuple[Float[Array, "B K S"], Float[Array, "B K S"]], kv: LayerKV, ctx: Context
+    ) -> Float[Array, "B K S"]:
+        """The standard deviation of the attention that each token received, from its sums and sums of squares."""
+        rows = rows_since_insertion(kv, ctx, self.ignore_prefix, count_self=self.count_self).astype(jnp.float32)
+        mean, square = (m / rows for m in memory)
+        return jnp.sqrt(jnp.maximum(square - mean * mean, 0.0))
 
 
 def rows_since_insertion(

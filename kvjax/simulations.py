@@ -2,15 +2,15 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budget import Count, Counts, as_count
 from kvjax.context import Context, Phase, Site
-from kvjax.policy import Policy, Selection, Visible
+from kvjax.policy import Policy, Selection
 from kvjax.schedule import Schedule
 from kvjax.select import TopK
 from kvjax.state import EMPTY, LayerKV
@@ -85,6 +85,11 @@ class NextStepMask(_Hiding):
         """See `Policy`; the simulations read prompts densely and mask from then on."""
         return True
 
+    def measures(self, site: Site) -> Literal["visible"]:
+        """See `Policy`."""
+        del site
+        return "visible"
+
     def init(self, site: Site, batch: int) -> Any:
         """See `Policy`."""
         zeros = jnp.zeros((batch, site.num_kv_heads, 0), jnp.float32)
@@ -97,10 +102,10 @@ class NextStepMask(_Hiding):
         if self.persistent:
             ahead = dataclasses.replace(ctx, length=ctx.length + 1)
             shown = self.visible(dataclasses.replace(kv, memory=(score, hidden)), ahead)
-            hidden = jnp.where(shown.slots, 0.0, 1.0)
+            hidden = jnp.where(shown, 0.0, 1.0)
         return (score, hidden), None
 
-    def visible(self, kv: LayerKV, ctx: Context) -> Visible:
+    def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"]:
         """See `Policy`."""
         score, hidden = kv.memory
         recent = self._count(self.recent, ctx)[..., None]
@@ -108,7 +113,7 @@ class NextStepMask(_Hiding):
         candidates = kv.live & (kv.pos < length - 1 - recent) & (hidden == 0)
         best = self._best(score, candidates, kv, self._count(self.heavy, ctx))
         slots = kv.live & (hidden == 0) & (best | (kv.pos >= length - recent))
-        return Visible(jnp.where(recent == 0, kv.live, slots))
+        return jnp.where(recent == 0, kv.live, slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +129,11 @@ class StepwiseMask(_Hiding):
     def needs_every_row(self) -> bool:
         """See `Policy`."""
         return True
+
+    def measures(self, site: Site) -> Literal["live"]:
+        """See `Policy`."""
+        del site
+        return "live"
 
     def init(self, site: Site, batch: int) -> Any:
         """See `Policy`."""
@@ -141,7 +151,7 @@ class StepwiseMask(_Hiding):
         row = stats[self.of]
         return jnp.where(self._heavy(kv.memory, kv, ctx), kv.memory + row, 0.0), None
 
-    def visible(self, kv: LayerKV, ctx: Context) -> Visible:
+    def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"]:
         """See `Policy`."""
         band = kv.pos >= (ctx.length - 1)[:, None, None] - self._count(self.recent, ctx)[..., None]
-        return Visible(kv.live & (self._heavy(kv.memory, kv, ctx) | band), measured=True)
+        return kv.live & (self._heavy(kv.memory, kv, ctx) | band)

@@ -100,7 +100,7 @@ def attention(
       kv_pos: absolute position of every slot, negative for a dead slot.
       columns: the statistics to measure, each one array in the result.
       bias: added to the logits of every key after the soft cap: ALiBi's `slope * position` (what depends on the row
-        cancels in the softmax), or -inf. It has no gradient but in "reference". `pooled_attention` has none.
+        cancels in the softmax), the logarithm of a weight, or -inf. `pooled_attention` has none.
       scale: factor on `q . k`; `H ** -0.5` if None.
       window: a row sees only positions larger than its own minus `window`.
       softcap: logits become `softcap * tanh(logits / softcap)`.
@@ -366,7 +366,7 @@ def _pool_forward(order, columns, q, k, v, owner, q_pos, kv_pos, *, num_kv_heads
 def _differentiable(compute, in_xla):
     """`compute` with the gradient of the same operation in XLA, which recomputes it block by block.
 
-    Both are called as `(static, q, k, v, *others)`, with static an order, a tree structure and options.
+    Both are called as `(static, *arrays)`, with static an order, a tree structure and options.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -375,10 +375,6 @@ def _differentiable(compute, in_xla):
         return compute(order, jax.tree.unflatten(structure, args[-1]), *args[:-1], **dict(options))
 
     def forward(static, *args):
-        others = jax.tree.leaves(args[3:-1], is_leaf=lambda x: hasattr(x, "perturbed"))
-        for x in others:
-            if jax.numpy.issubdtype(x.value.dtype, jax.numpy.floating):
-                xla.refuse_gradient_of_bias(x)
         args = jax.tree.map(lambda x: x.value, args, is_leaf=lambda x: hasattr(x, "perturbed"))
         return run(static, *args), args[:-1]
 
@@ -390,10 +386,16 @@ def _differentiable(compute, in_xla):
                 "column statistics have no gradient here: they rank tokens. Use implementation='reference' to "
                 "differentiate through them, or lax.stop_gradient to say that you do not mean to"
             )
-        f = lambda q, k, v: (lambda x: (x.out, x.lse))(in_xla(q, k, v, *args[3:], **dict(static[2])))
-        primal, pull = jax.vjp(f, *args[:3])
+        real = {i: x for i, x in enumerate(args) if x is not None and jax.numpy.issubdtype(x.dtype, jax.numpy.floating)}
+
+        def f(real):
+            found = in_xla(*(real.get(i, x) for i, x in enumerate(args)), **dict(static[2]))
+            return found.out, found.lse
+
+        primal, pull = jax.vjp(f, real)
         dense = [jax.numpy.zeros(x.shape, x.dtype) if is_zero(d) else d for d, x in zip(of_output, primal, strict=True)]
-        return (*pull(tuple(dense)), *(None for _ in args[3:]), None)
+        (grads,) = pull(tuple(dense))
+        return (*(grads.get(i) for i in range(len(args))), None)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -321,21 +322,11 @@ def _attention(config: _Config, structure, q, k, v, q_pos, kv_pos, bias, arrays)
 
 
 def _attention_fwd(config, structure, q, k, v, q_pos, kv_pos, bias, arrays):
-    refuse_gradient_of_bias(bias)
     q, k, v, q_pos, kv_pos, bias, arrays = jax.tree.map(
         lambda x: x.value, (q, k, v, q_pos, kv_pos, bias, arrays), is_leaf=lambda x: hasattr(x, "perturbed")
     )
     out, lse, measured = _forward(config, structure, q, k, v, q_pos, kv_pos, bias, arrays)
     return (out, lse, measured), (q, k, v, q_pos, kv_pos, bias, out, lse)
-
-
-def refuse_gradient_of_bias(bias) -> None:
-    """Raises NotImplementedError for a bias that something is differentiated by (an argument of a `custom_vjp`)."""
-    if bias is not None and bias.perturbed:
-        raise NotImplementedError(
-            "a bias of keys has no gradient here. Use implementation='reference' to differentiate by it, or "
-            "lax.stop_gradient to say that you do not mean to"
-        )
 
 
 def _attention_bwd(config, structure, residuals, cotangents):
@@ -354,17 +345,17 @@ def _attention_bwd(config, structure, residuals, cotangents):
     delta = jnp.einsum("bkgth,bkgth->bkgt", d_out, out.astype(dtype)) - d_lse
     finite_lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
     bb, bq = config.together, config.block
-    carry = (q, jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
+    carry: Any = (q, *(None if x is None else jnp.zeros(x.shape, dtype) for x in (k, v, bias)))
     for lo, hi, _ in config.segments(()):
         width = config.prefix(hi)
 
         def each(b, carry, lo=lo, hi=hi, width=width):
-            dq, dk, dv = carry
+            dq, dk, dv, dbias = carry
             k_, v_, kv_pos_ = (_sequences(x, b, bb)[:, :, :width] for x in (k, v, kv_pos))
             bias_ = _keys(bias, b, bb, width)
 
             def block(i, carry):
-                dq, dk, dv = carry
+                dq, dk, dv, dbias = carry
                 qi = _read(dq, b, bb, i, bq, 3)
                 x, _, capped = _logits(config, qi, k_, _read(q_pos, b, bb, i, bq, 1), kv_pos_, bias_)
                 p = jnp.exp(x - _read(finite_lse, b, bb, i, bq, 3)[..., None])
@@ -372,20 +363,22 @@ def _attention_bwd(config, structure, residuals, cotangents):
                 dv = dv + jnp.einsum("bkgrs,bkgrh->bksh", p, do)
                 dp = jnp.einsum("bkgrh,bksh->bkgrs", do, v_.astype(dtype))
                 dx = p * (dp - _read(delta, b, bb, i, bq, 3)[..., None])
+                dbias = None if dbias is None else dbias + dx.sum(3)
                 if config.softcap is not None:
                     dx = dx * (1.0 - (capped / config.softcap) ** 2)
                 dx = dx * jnp.asarray(config.scale, dtype)
                 dk = dk + jnp.einsum("bkgrs,bkgrh->bksh", dx, qi.astype(dtype))
                 dqi = jnp.einsum("bkgrs,bksh->bkgrh", dx, k_.astype(dtype)).astype(dq.dtype)
-                return _write(dq, dqi, b, bb, i, bq, 3), dk, dv
+                return _write(dq, dqi, b, bb, i, bq, 3), dk, dv, dbias
 
-            start = (dq, jnp.zeros(k_.shape, dtype), jnp.zeros(v_.shape, dtype))
-            dq, dk_, dv_ = _loop(lo, hi, block, start)
-            return dq, _add_prefix(dk, dk_, b, bb), _add_prefix(dv, dv_, b, bb)
+            start = (dq, *(None if x is None else jnp.zeros(x.shape, dtype) for x in (k_, v_, bias_)))
+            dq, dk_, dv_, dbias_ = _loop(lo, hi, block, start)
+            dbias = None if dbias is None else _add_prefix(dbias, dbias_, b, bb)
+            return dq, _add_prefix(dk, dk_, b, bb), _add_prefix(dv, dv_, b, bb), dbias
 
         carry = _loop(0, k.shape[0] // bb, each, carry)
-    dq, dk, dv = carry
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, None, None
+    dq, dk, dv, dbias = carry
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, dbias, None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)

@@ -159,7 +159,7 @@ def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None, ids=None):
         )
         if policy_ is not None:
             shown = policy.visible(kv, ctx)
-            shown = kv if shown is None else kvjax.evict(dataclasses.replace(kv, rank=None), shown.slots)
+            shown = kv if shown is None else kvjax.evict(dataclasses.replace(kv, rank=None), shown)
             read.append(live_positions(shown))
         kv = policy.layer(kv, stats, ctx)
         return (kvjax.compact(kv, policy.capacity(where)) if phase == "prefill" else kv), seen

@@ -25,9 +25,8 @@ class Case:
       decodes: evicts while decoding.
       slack: how many more than its budget a head may hold.
       dips: how far below its budget an eviction goes.
-
-
       fills: uses the budget that it has; otherwise the budget is a cap, and heads may hold less.
+      together: such a cap is one of all heads together.
     """
 
     name: str
@@ -41,8 +40,8 @@ class Case:
     decodes: bool = True
     slack: int = 0
     dips: int = 0
-
     fills: bool = True
+    together: bool = False
 
     def __repr__(self):
         return self.name
@@ -92,6 +91,10 @@ def _roco(budget):
 
 def _nacl(budget):
     return methods.nacl(budget, protect=2, proxies=5, random=3, sinks=1)
+
+
+def _nacl_global(budget):
+    return methods.nacl(budget, protect=2, proxies=5, random=3, sinks=1, head_mode="global")
 
 
 def _nacl_decoding(budget):
@@ -185,6 +188,11 @@ def _fastgen_elementwise(budget):
     return _fastgen(budget, recovery_ratio=0.62, recovery="elementwise")
 
 
+def _fastgen_lossless(budget):
+    ratios = dict.fromkeys(("frequent_ratio", "local_ratio"), 0.0)
+    return methods.fastgen(special_ids=(), punctuation_ids=(), recovery_ratio=1.0, budget=budget, **ratios)
+
+
 def _snapkv(budget, **kwargs):
     return methods.snapkv(budget, window_size=4, kernel_size=3, **kwargs)
 
@@ -237,6 +245,7 @@ CASES = (
     Case("scissorhands", _scissorhands, recent=lambda b: 2, slack=1, dips=3),
     Case("roco", _roco, recent=lambda b: 2),
     Case("nacl", _nacl, recent=lambda b: 2, sinks=1, random=True, decodes=False),
+    Case("nacl_global", _nacl_global, recent=lambda b: 2, sinks=1, random=True, decodes=False),
     Case("nacl_decoding", _nacl_decoding, recent=lambda b: 2, slack=2),
     Case("ahakv", _ahakv, recent=lambda b: 3),
     Case("keyformer", _keyformer, recent=lambda b: 3, random=True),
@@ -254,7 +263,14 @@ CASES = (
     Case("count_above", _count_above, recent=lambda b: 2),
     Case("fastgen", lambda b: _fastgen(b, recovery_ratio=0.65), exact=False, fills=False),
     Case("fastgen_elementwise", _fastgen_elementwise, exact=False, fills=False),
-    Case("fastgen_lossless", lambda b: _fastgen(b, recovery_ratio=1.0)),
+    Case(
+        "fastgen_pooled",
+        lambda b: _fastgen(b, recovery_ratio=0.65, storage="pool"),
+        exact=False,
+        fills=False,
+        together=True,
+    ),
+    Case("fastgen_lossless", _fastgen_lossless),
 )
 
 # Every row costs seconds. With `-m slow` every row crosses every law; the default run has the rows of distinct

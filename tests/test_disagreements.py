@@ -7,6 +7,7 @@ after the other (`references/policies.py`), and with a default that does somethi
 import dataclasses
 import functools
 import inspect
+import math
 import pathlib
 import re
 
@@ -40,6 +41,25 @@ def test_every_number_is_documented_and_tested():
 
 
 @pytest.mark.slow
+def test_the_list_of_disagreements_names_what_there_is():
+    """Every number once; every option is a policy, and differs from the method's default where it is the other one."""
+    lines = (pathlib.Path(kvjax.__file__).parent / "methods" / "README.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| D-")]
+    assert [row[0] for row in rows] == [f"D-{i:02}" for i in range(1, 51)]
+    names = {"methods": methods, "kvjax": kvjax, "math": math}
+    for number, _, ships, other in rows:
+        calls = re.findall(r"`((?:kvjax|methods)\.[^`]+)`", other)
+        assert calls or other.startswith("-"), number
+        for call in calls:
+            policy = eval(call, names)
+            assert isinstance(policy, kvjax.Policy), call
+            plain = re.match(r"methods\.(\w+)\((64|\d)", call)
+            if plain and plain[1] not in ("easykv", "nacl_llama3", "window") and number != "D-44":
+                assert policy != getattr(methods, plain[1])(64), call
+        for call in re.findall(r"`(methods\.[^`]+)`", ships):
+            assert isinstance(eval(call, names), kvjax.Policy)
+
+
 def test_d01_h2o_read_step_by_step():
     """Greedy eviction while the text is read, as a mask: softmaxes over everything, scores of the heavy alone."""
     heavy, recent = 4, 3

@@ -15,6 +15,8 @@ import models
 import pallas_kernels
 from kvjax import methods
 from kvjax.fastgen import STRATEGIES, FastGen
+from kvjax.policy import on_view
+from kvjax.pool import to_pool
 from kvjax.select import largest
 from models.embedded import EMBEDDED
 from pallas_kernels import recovered_attention
@@ -348,43 +350,82 @@ def simulate(tokens, q, k, policy, cap):
     return strategy, history
 
 
-@pytest.mark.parametrize("budget", [None, 11], ids=["no_cap", "cap"])
-def test_decoding_against_a_simulation(budget):
+def divide(needed, strategies, total):
+    """The slots of a pool for every head, token by token."""
+    given = [0] * HEADS
+    for wanted in (needed, [NEW if s == 4 else 0 for s in strategies]):
+        left = total - sum(given)
+        level = max(n for n in range(PROMPT + NEW + 1) if sum(min(w, n) for w in wanted) <= left)
+        given = [g + min(w, level) for g, w in zip(given, wanted, strict=True)]
+    return [g + (total - sum(given)) // HEADS for g in given]
+
+
+@pytest.mark.parametrize(
+    ("budget", "storage"),
+    [(None, "dense"), (11, "dense"), (PROMPT + NEW, "pool"), (23, "pool"), (9, "pool")],
+    ids=["no_cap", "cap", "pool_for_all", "pool_for_sets", "pool_too_small"],
+)
+def test_decoding_against_a_simulation(budget, storage):
     tokens, q, k = structured_heads()
-    policy = FastGen((SPECIAL,), (MARK,), 0.2, 0.2, recovery_ratio=0.9, budget=budget)
+    policy = FastGen((SPECIAL,), (MARK,), 0.2, 0.2, recovery_ratio=0.9, budget=budget, storage=storage)
     prompt = lambda x: x[:, :, :PROMPT]
     kv, stats, ctx = read(policy, prompt(q), prompt(k), prompt(k), tokens[:, :PROMPT], max_new_tokens=NEW)
-    capacity = policy.capacity(ctx.site)
-    assert capacity == (PROMPT + NEW if budget is None else budget + 1)
-    kv = kvjax.compact(policy.layer(kv, stats, ctx), capacity)
+    slots = policy.slots(ctx.site)
+    assert slots == HEADS * (PROMPT + NEW if budget is None else min(budget + 1, PROMPT + NEW))
+    kv = policy.layer(kv, stats, ctx)
+    kv = to_pool(kv, slots, policy.most(kv, ctx)) if storage == "pool" else kvjax.compact(kv, slots // HEADS)
     history = [helpers.live_positions(kv)[0]]
 
     @jax.jit
     def step(kv, q, k, pos, ctx):
         observe = policy.observe("decode", ctx.site)
         _, kv, stats = kvjax.attend(kv, q, k, k, pos, ctx=ctx, rotate=lambda x, pos: x, observe=observe)
-        return policy.layer(kv, stats, ctx)
+        return on_view(lambda view: policy.layer(view, stats, ctx), kv)
 
     for i in range(PROMPT, PROMPT + NEW):
         moment = {"length": [i + 1], "prompt_length": [PROMPT], "step": i - PROMPT + 1, "phase": "decode"}
         now = helpers.context(ctx.site, **moment, tokens=tokens[:, i : i + 1])
         kv = step(kv, q[:, :, i : i + 1], k[:, :, i : i + 1], jnp.asarray([[i]], jnp.int32), now)
         history.append(helpers.live_positions(kv)[0])
+    assert not np.isnan(kv.v).any()
 
     strategies = kv.memory.strategy.value[0].tolist()
     assert strategies == [0, 1, 2, 3, 4]
     ids = np.asarray(tokens[0]).tolist()
+    alone = lambda head, cap: simulate(ids, q[0, head * GROUP : (head + 1) * GROUP], k[0, head], policy, cap)
+    caps = [budget] * HEADS
+    if storage == "pool":
+        caps = divide([len(alone(head, None)[1][0]) for head in range(HEADS)], strategies, budget * HEADS)
+        assert kv.memory.cap.value[0].tolist() == caps
     for head, strategy in enumerate(strategies):
-        group = q[0, head * GROUP : (head + 1) * GROUP]
-        expected = simulate(ids, group, k[0, head], policy, budget)
+        expected = alone(head, caps[head])
         assert strategy == expected[0]
         assert [h[head] for h in history] == expected[1]
-    if budget is None:
+    if budget in (None, 23, PROMPT + NEW):  # these pools hold what the dense cache without a cap does
         assert history[-1][0] == [0, 12, 33]  # a head of special tokens kept none of the others
         assert history[-1][4] == [*range(PROMPT + NEW)]
         assert history[-1][2] != [j for j in history[0][2] if j in history[-1][2]]  # a new token became frequent
-    else:
+    elif storage == "dense":
         assert max(len(h) for now in history for h in now) == budget
+    else:
+        assert max(len(h) for h in history[-1]) > budget
+        assert max(sum(len(h) for h in now) for now in history) <= budget * HEADS
+
+
+def test_a_pool_gives_heads_what_their_sets_take(tiny):
+    """Three fifths of the dense cache's slots, and nothing lost: heads of few tokens leave room for the others."""
+    model, params = tiny
+    tokens = helpers.token_ids(2, 24)
+    policy = methods.fastgen(
+        special_ids=range(12), punctuation_ids=range(12, 24), recovery_ratio=0.43, frequent_ratio=0.1, local_ratio=0.2
+    )
+    full = kvjax.generate(model, params, tokens, policy=policy, max_new_tokens=6)
+    pool = dataclasses.replace(policy, budget=17, storage="pool")
+    found = kvjax.generate(model, params, tokens, policy=pool, max_new_tokens=6)
+    np.testing.assert_array_equal(found.tokens, full.tokens)
+    np.testing.assert_array_equal(found.state.num_live, full.state.num_live)
+    assert found.state.num_slots == 3 * 2 * 18
+    assert full.state.num_slots == 3 * 2 * 30
 
 
 def test_sequences_that_have_ended_keep_their_caches(tiny):
@@ -454,6 +495,8 @@ def test_errors_say_what_to_do():
         make(**ids, local_ratio=1.5)
     with pytest.raises(ValueError, match="budget=0 tokens"):
         make(**ids, budget=0)
+    with pytest.raises(ValueError, match="a pool has a fixed number of slots; give a budget"):
+        make(**ids, storage="pool")
     with pytest.raises(ValueError, match="cannot apply"):
         kvjax.when(kvjax.every(4), make(**ids))
     q, k, v = helpers.qkv()

@@ -85,7 +85,9 @@ def test_prompt_eviction_meets_the_budget(case, layer):
     for row, n in enumerate((T, 17)):
         limit = min(n, target(policy, layer, n))
         live = np.asarray(after.num_live[row])
-        if not case.fills:
+        if case.together:
+            assert live.sum() <= limit * K
+        elif not case.fills:
             assert live.max() <= limit
         elif case.exact:
             np.testing.assert_array_equal(live, limit)
@@ -255,6 +257,8 @@ def test_decoding_never_exceeds_the_plan(tiny, prompts, case):
 def test_a_budget_that_holds_everything_is_full_attention(tiny, prompts, case):
     if not case.fills:
         pytest.skip("its budget is a cap on what it keeps")
+    if case.make(200).measures(helpers.site(T=T)) is not None:
+        pytest.skip("it hides tokens whatever its budget")
     model, params = tiny
     tokens, lengths = prompts
     continuation = jnp.asarray(np.random.default_rng(1).integers(0, 61, (B, 10)))

@@ -18,7 +18,7 @@ from kvjax.key_scores import ExpectedAttention, KeyDifference, KeyNorm, LagRelat
 from kvjax.measurements import FutureQueries, ProjectedValueNorm
 from kvjax.methods.easykv import block_sizes
 from kvjax.methods.nacl import Table4
-from kvjax.protect import Protect, TopStd
+from kvjax.protect import Protect, TopStd, rows_since_insertion
 from kvjax.scores import Accumulated, Mean
 from kvjax.select import Chunks, TopK, TopKThenRandom, TwoStage
 from kvjax.simulations import NextStepMask
@@ -62,9 +62,9 @@ def test_e04_the_mask_with_one_slot_too_many(examples):
     sums = jnp.asarray([[[*e["inputs"]["column_sums"], 0.0]]], jnp.float32)
     kv = cache(range(n + 1), (sums, jnp.zeros_like(sums)))
     ctx = decoding(n + 1, prompt=n)
-    shown = lambda recent: np.nonzero(
-        np.asarray(NextStepMask(e["params"]["heavy"], recent).visible(kv, ctx).slots[0, 0])
-    )[0].tolist()
+    shown = lambda recent: np.nonzero(np.asarray(NextStepMask(e["params"]["heavy"], recent).visible(kv, ctx)[0, 0]))[
+        0
+    ].tolist()
     visible = shown(e["params"]["recent"])
     assert visible == e["expected"]["visible_to_next_step"]
     assert e["expected"]["always_lost"] not in visible
@@ -84,8 +84,8 @@ def test_e05_stepwise_mask(examples):
             kv = kvjax.state.append(kv, new, new, jnp.asarray([[t]], jnp.int32))
         ctx = helpers.context(helpers.site(T=len(p), K=1, N=1), length=[t + 1], prompt_length=[len(p)])
         shown = policy.visible(kv, ctx)
-        assert shown.measured
-        rows.append(np.pad(np.asarray(shown.slots[0, 0], int), (0, len(p) - t - 1)).tolist())
+        assert policy.measures(ctx.site) == "live"
+        rows.append(np.pad(np.asarray(shown[0, 0], int), (0, len(p) - t - 1)).tolist())
         row = LayerStats((jnp.asarray(p[t, : t + 1], jnp.float32)[None, None],), policy.observe("prefill", ctx.site))
         kv = policy.layer(kv, row, ctx)
     assert rows == e["expected"]["mask"]
@@ -165,6 +165,11 @@ def test_e10_roco(examples):
     np.testing.assert_allclose(sums[0, 0], e["expected"]["acc"], atol=1e-6)
     np.testing.assert_allclose(squares[0, 0], e["expected"]["acc_sq"], atol=1e-6)
 
+    kv = kvjax.LayerKV(k, v, pos[None, None])
+    ctx = helpers.context(helpers.site(T=6, K=1, N=1), length=[6])
+    assert rows_since_insertion(kv, ctx)[0, 0].tolist() == e["expected"]["count"]
+    np.testing.assert_allclose(TopStd(2).deviation((sums, squares), kv, ctx)[0, 0], e["expected"]["std"], atol=1e-5)
+
 
 def test_e12_block_sizes(examples):
     for row in examples["E12"]["expected"]["rows"]:
@@ -193,6 +198,14 @@ def test_e14_nacl_shares(examples):
     assert random == code["random_keep"]
     # The code truncates four shares; kvjax keeps the exact total of their sum, one token more.
     assert 0 <= int(budget[0]) - code["kept_total"] <= 1
+    # Where the code's slices come out empty, kvjax protects the sinks alone.
+    code, n = examples["E14"]["expected"]["code_defaults_n4096"], np.array([4096])
+    budget = Ratio(0.2).table(n, n)
+    sinks, recent = policy.protect.tables(n, budget)
+    assert not code["usable"]
+    assert (int(sinks[0]), int(recent[0])) == (code["sinks"], max(code["recent"], 0))
+    assert int(kvjax.budget.as_count(policy.select.random, "random").table(n, budget)[0]) == code["random_keep"]
+    assert 0 <= int(budget[0]) - code["kept_total"] <= 2
 
 
 def test_e15_nacl_selection(examples, monkeypatch):
@@ -219,6 +232,19 @@ def test_e15_nacl_selection(examples, monkeypatch):
     assert sorted(set(helpers.kept(proxies)) - protected) == e["expected"]["proxy_kept"]
     assert sorted(set(helpers.kept(selection)) - set(helpers.kept(proxies))) == e["expected"]["random_kept"]
     assert isinstance(policy.select, TopKThenRandom)
+
+    # The largest of log-probabilities with Gumbel noise follows the probabilities: over many draws, to four deviations.
+    draws = 40000
+    uniforms = np.random.default_rng(0).random((draws, n))
+    pool = np.isin(np.arange(n), e["expected"]["random_pool"])
+    wide = lambda x: jnp.broadcast_to(jnp.asarray(x), (draws, 1, n))
+    kv = kvjax.LayerKV(*[jnp.zeros((draws, 1, n, 1))] * 2, wide(jnp.arange(n, dtype=jnp.int32)))
+    monkeypatch.setattr(kvjax.Context, "uniform", lambda *_, **__: jnp.asarray(uniforms[:, None], jnp.float32))
+    ctx = helpers.context(helpers.site(T=n, K=1, N=1), length=[n] * draws)
+    drawn = policy.select.drawn(wide(selection.score[0, 0]), kv, ctx, wide(pool))
+    found = np.bincount(np.asarray(drawn[:, 0].argmax(-1)), minlength=n)[pool] / draws
+    wanted = np.asarray(e["expected"]["random_probs"])
+    assert (np.abs(found - wanted) < 4 * np.sqrt(wanted * (1 - wanted) / draws)).all()
 
 
 def test_e21_loss_and_bound(examples):
@@ -287,6 +313,16 @@ def test_e22_ahakv_prompt(examples, apply):
     plain = score(value_prior=False, step_gain_softmax=False)
     np.testing.assert_allclose(plain, e["expected"]["F_standard_softmax"], atol=1e-6)
     if apply == "raw":
+        pos = jnp.arange(n, dtype=jnp.int32)
+        kv = kvjax.LayerKV(k, v, pos[None, None])
+        ctx = helpers.context(helpers.site(T=n, K=1, N=1, H=d), length=[n])
+        moment = kvjax.stats.Moment(q[:, :, -2:], q[:, :, -2:], kv, pos[None, -2:], ctx, lambda x, _: x)
+        multiplier = np.asarray(EntropyScaled(params["budget"]).kernel(moment).multiplier)[0, 0]
+        np.testing.assert_allclose(multiplier, e["expected"]["multiplier_on_scaled_logits"], atol=1e-5)
+        np.testing.assert_allclose(multiplier / d**0.5, e["expected"]["lambda_rows"], atol=1e-6)
+        prior = np.asarray(make().score.prior(kv))[0, 0]
+        np.testing.assert_allclose(prior, e["expected"]["gamma_bar"], atol=1e-6)
+        np.testing.assert_allclose(prior * max(e["expected"]["gamma"]), e["expected"]["gamma"], atol=1e-5)
         np.testing.assert_allclose(score(), e["expected"]["F_hat"], atol=1e-6)
         assert helpers.kept(kvjax.evict_layer(make(), q, k, v)) == e["expected"]["kept"]
         without = kvjax.evict_layer(make(value_prior=False), q, k, v)

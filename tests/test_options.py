@@ -17,7 +17,7 @@ REFUSED = [
     (methods.scissorhands, {"decay": 0.9}, "decay=0.9 belongs to element='p'"),
     (methods.nacl, {"decode_rows": "all"}, r"decode_rows='all' is not one of \('row', 'interval'\)"),
     (methods.nacl, {"decode_rows": "interval"}, "give decode_every="),
-    (methods.nacl, {"head_mode": "global"}, r"head_mode='global' is not one of \('headwise', 'layer'\)"),
+    (methods.nacl, {"head_mode": "heads"}, r"head_mode='heads' is not one of \('headwise', 'layer', 'global'\)"),
     (methods.window, {"scope": "prompt"}, r"scope='prompt' is not one of \('all', 'generated'\)"),
     (methods.dilated_window, {"mode": "fixed"}, r"mode='fixed' is not one of \('mask', 'anchored'\)"),
     (methods.dilated_window, {"dilation": -1}, "dilation=-1 is negative"),
@@ -95,6 +95,10 @@ POOLED = methods.ada_snapkv(8, window_size=4)
         ),
         (kvjax.chain(POOLED, kvjax.soften(methods.h2o(8), 1.0)), "have gates, so their keys cannot share a pool"),
         (kvjax.chain(methods.think(), methods.h2o(8), methods.think(0.25)), "2 members of a chain drop key channels"),
+        (
+            kvjax.chain(methods.h2o(8, prefill="stepwise_mask"), methods.dilated_window(8)),
+            r"want it over \['live', 'visible'\] slots",
+        ),
         (kvjax.chain(methods.think(), methods.streaming_llm(8)), r"want \['compact', 'original'\]"),
     ],
 )
@@ -132,3 +136,25 @@ def test_shared_layers_decide_once(tiny, policy):
     if policy.mask is not None:
         apart = kvjax.generate(model, params, tokens, policy=policy, max_new_tokens=6)
         np.testing.assert_array_equal(run.tokens, apart.tokens)
+
+
+def test_nacl_global_decides_once_for_all_heads_and_layers(tiny):
+    """By scores averaged over heads and summed over layers, and with one draw."""
+    model, params = tiny
+    tokens = np.random.default_rng(2).integers(0, 61, (2, 24))
+    runs = {
+        mode: kvjax.generate(
+            model,
+            params,
+            tokens,
+            policy=methods.nacl(9, protect=1, proxies=4, random=4, head_mode=mode),
+            max_new_tokens=2,
+        )
+        for mode in ("headwise", "layer", "global")
+    }
+    kept = {m: np.stack([np.sort(x.pos, -1) for x in run.state.layers], 1) for m, run in runs.items()}  # "B L K S"
+    assert (kept["global"] == kept["global"][:, :1, :1]).all()
+    assert (kept["layer"] == kept["layer"][:, :, :1]).all()
+    assert (kept["layer"] != kept["layer"][:, :1]).any()
+    assert (kept["headwise"] != kept["headwise"][:, :, :1]).any()
+    assert (kept["global"][0] != kept["global"][1]).any()

@@ -43,7 +43,7 @@ def test_e01_position_only(examples):
         pos = jnp.arange(length - physical, length, dtype=jnp.int32)[None, None]
         kv = kvjax.LayerKV(jnp.zeros((1, 1, physical, 8)), jnp.zeros((1, 1, physical, 8)), pos)
         ctx = helpers.context(helpers.site(K=1, N=1), length=[length], prompt_length=[n], step=1, phase="decode")
-        assert pos[0, 0][mask.visible(kv, ctx).slots[0, 0]].tolist() == e["expected"][name]
+        assert pos[0, 0][mask.visible(kv, ctx)[0, 0]].tolist() == e["expected"][name]
 
     uniforms = jnp.asarray(e["inputs"]["uniforms"])
     draw = lambda kv, stats, ctx: jnp.broadcast_to(uniforms, kv.pos.shape)
@@ -173,6 +173,10 @@ def test_e17_snapkv(examples):
     votes = kvjax.evict_layer(policy(group="mean"), q[:, :1], k, v, scale=scale)
     np.testing.assert_allclose(votes.score[0, 0, : n - window], e["expected"]["pooled_max"][0], atol=1e-6)
     for i in (0, 1):
+        alone = dataclasses.replace(policy(), score=kvjax.scores.Window(window, group="mean"))
+        votes = np.asarray(kvjax.evict_layer(alone, q[:, i : i + 1], k, v, scale=scale).score[0, 0, : n - window])
+        np.testing.assert_allclose(votes, e["expected"]["votes_sum"][i], atol=1e-6)
+        np.testing.assert_allclose(votes / window, e["expected"]["votes_mean"][i], atol=1e-6)
         average = kvjax.evict_layer(policy(pooling="avg"), q[:, i : i + 1], k, v, scale=scale)
         np.testing.assert_allclose(average.score[0, 0, : n - window], e["expected"]["pooled_avg"][i], atol=1e-5)
         valid = kvjax.evict_layer(policy(pooling="avg", avg_pad="valid_count"), q[:, i : i + 1], k, v, scale=scale)

@@ -334,3 +334,23 @@ def test_runs_from_another_directory(tmp_path):
     environment = {**os.environ, "PYTHONPATH": ""}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_prompts_read_in_blocks(finished, tmp_path):
+    """Less memory than at once, the full cache's results where nothing is evicted, and a setting in the manifest."""
+    run.main(["--config", "snapkv.py", *SMALL, "--baselines", "--block", "64", "--output", str(tmp_path / "blocks")])
+    blocks, whole = tmp_path / "blocks", finished
+    assert json.loads((blocks / "manifest.json").read_text())["config"]["setup"]["block"] == 64
+    peak = lambda directory: {
+        (r["method"], r["budget"]): r["prefill_peak_bytes"]
+        for r in json.loads((directory / "summary.json").read_text())["rows"]
+    }
+    full = lambda directory: [
+        (s["task"], s["index"], s.get("score")) for s in samples(directory) if s["method"] == "full"
+    ]
+    assert peak(blocks)["snapkv", "0.25"] < peak(whole)["snapkv", "0.25"]
+    assert full(blocks) == full(whole)
+    with pytest.raises(SystemExit, match="FastGen looks at the whole prompt at once, but block=64"):
+        run.main(
+            ["--config", "fastgen.py", *SMALL[:6], "--baselines", "--block", "64", "--output", str(tmp_path / "f")]
+        )

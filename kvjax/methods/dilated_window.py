@@ -4,12 +4,12 @@ import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
+from jaxtyping import Array, Bool
 
 from kvjax.budget import Count
 from kvjax.choice import one_of
 from kvjax.context import Context
 from kvjax.eviction import Evict, Mask
-from kvjax.policy import Visible
 from kvjax.protect import Protect
 from kvjax.schedule import every_step
 from kvjax.scores import Recency, Score
@@ -22,10 +22,10 @@ class EveryOther(Mask):
 
     dilation: int
 
-    def __call__(self, kv: LayerKV, ctx: Context) -> Visible:
+    def __call__(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"]:
         """See `Mask`."""
         distance = (ctx.length - 1)[:, None, None] - kv.pos
-        return Visible(kv.live & (distance % (self.dilation + 1) == 0))
+        return kv.live & (distance % (self.dilation + 1) == 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from kvjax.budget import Count
 from kvjax.fastgen import FastGen
+from kvjax.policy import Layout
 from kvjax.token_classes import token_classes
 
 
@@ -19,20 +20,22 @@ def fastgen(
     recovery: Literal["mass", "elementwise"] = "mass",
     rounding: Literal["floor", "ceil"] = "floor",
     budget: int | float | Count | None = None,
+    storage: Layout = "dense",
 ) -> FastGen:
     r"""Profiles every head on the prompt, and gives it the cheapest set of tokens that serves it.
 
     The sets are nested (Algorithm 1): special tokens; and punctuation; and the $r_f$ of all tokens with the highest
     accumulated attention; and those within $r_l$ of the prompt's length of the query; all. A head takes the first that
     recovers T of its attention, and maintains it while decoding, so heads hold very different numbers of tokens and the
-    total is an outcome, not a choice. The paper varies T from 0.91 to 0.98.
+    total is an outcome, not a choice; with `storage="pool"` the heads of a layer share a number of slots that is fixed.
+    The paper varies T from 0.91 to 0.98.
 
     `state.layers[i].memory.strategy.value` holds the chosen strategies, indices into `kvjax.fastgen.STRATEGIES`.
 
     Args:
       tokenizer: a Hugging Face tokenizer, to tell special tokens and punctuation apart; or give both ids.
       special_ids, punctuation_ids: ids of the two classes, in place of the tokenizer's.
-      frequent_ratio, local_ratio, recovery_ratio, recovery, rounding, budget: see `kvjax.fastgen.FastGen`.
+      frequent_ratio, local_ratio, recovery_ratio, recovery, rounding, budget, storage: see `kvjax.fastgen.FastGen`.
 
     Raises:
       ValueError: neither a tokenizer nor both classes of ids.
@@ -55,4 +58,5 @@ def fastgen(
         recovery,
         rounding,
         budget,
+        storage,
     )

@@ -10,6 +10,7 @@ from kvjax.budget import Above, Count, Less, Ratio, Tokens, as_budget, as_count
 from kvjax.choice import one_of
 from kvjax.context import Phase
 from kvjax.eviction import Evict
+from kvjax.policy import Policy, shared_layers
 from kvjax.protect import Protect
 from kvjax.schedule import after_prefill, every
 from kvjax.scores import LayerMean, Proxies, Score
@@ -87,19 +88,20 @@ def nacl(
     random_pool: Literal["rest", "all"] = "rest",
     random_distribution: Literal["softmax", "normalised", "uniform"] = "softmax",
     random_temperature: float = 1.0,
-    head_mode: Literal["headwise", "layer"] = "headwise",
+    head_mode: Literal["headwise", "layer", "global"] = "headwise",
     proxy_causal: bool = True,
     decode_every: int | None = None,
     decode_rows: Literal["row", "interval"] = "row",
     min_len: int = 0,
     group: Literal["mean", "max", "sum"] = "mean",
     compat: Literal["nacl_headbug"] | None = None,
-) -> Evict:
+) -> Policy:
     r"""Keeps what the proxies at the end of the prompt attend to, and a random sample of the rest.
 
     $S_j = \sum_{i \in P} p_{ij}$ over the proxy rows. Of the budget, some proxies stay (`protect`), `random` tokens are
     drawn without replacement from softmax(S) independently in every layer and head, and the rest are the best by $S$.
-    Once, layer by layer, right after each layer has read the prompt.
+    Once, layer by layer, right after each layer has read the prompt; the ablation "without global eviction", which
+    evicts step by step, reads it in blocks of one token, `prefill(..., block=1)`.
 
     The shares are those of Table 4, interpolated between its rows (10, 20 and 30 % of the prompt) and scaled outside.
     The released code uses other shares (D-17, `nacl_llama3`), draws from what the proxy stage left where the paper's
@@ -116,8 +118,8 @@ def nacl(
       first_proxies: proxy rows at the beginning too, for prompts whose question stands anywhere.
       random_pool, random_distribution, random_temperature: see `TopKThenRandom`; "uniform" is the ablation without
         probability sampling.
-      head_mode: "layer" averages scores over the heads of a layer and draws once (the ablation without head-wise
-        eviction). `shared_layers` makes one decision for all layers.
+      head_mode: "layer" averages scores over the heads of a layer and draws once, "global" does so for all layers
+        together (`shared_layers`): the ablation without head-wise eviction, of more and more uniform decisions.
       proxy_causal: False lets proxies see later tokens.
       decode_every: evict at every so many decode steps, with the step's own row as proxy; None keeps all new tokens.
       decode_rows: "interval" takes all rows since the last eviction as proxies.
@@ -125,7 +127,7 @@ def nacl(
       group: how a group's query heads are combined.
       compat: "nacl_headbug" lets query head g alone judge kv head g, as the released code does.
     """
-    one_of("head_mode", head_mode, "headwise", "layer")
+    one_of("head_mode", head_mode, "headwise", "layer", "global")
     one_of("decode_rows", decode_rows, "row", "interval")
     one_of("compat", compat, None, "nacl_headbug")
     if decode_rows == "interval" and decode_every is None:
@@ -142,20 +144,20 @@ def nacl(
     )
     if compat == "nacl_headbug":
         score = ProxiesByIndex(Observe(rows, group=None, softmax=softmax))
-    if head_mode == "layer":
+    together = head_mode != "headwise"
+    if together:
         score = LayerMean(score)
-    return Evict(
+    policy = Evict(
         score,
         Above(count, min_len) if min_len else budget,
         protect=Protect(sinks, protect),
         when=after_prefill() if decode_every is None else every(decode_every),
-        select=TopKThenRandom(
-            random, random_pool, random_distribution, random_temperature, shared=head_mode == "layer"
-        ),
+        select=TopKThenRandom(random, random_pool, random_distribution, random_temperature, shared=together),
     )
+    return shared_layers(policy) if head_mode == "global" else policy
 
 
-def nacl_llama3(budget: float = 0.2, **options: Any) -> Evict:
+def nacl_llama3(budget: float = 0.2, **options: Any) -> Policy:
     """The released code's shares (D-17): 256 sinks, 1 % proxies of which 256 are not kept, 7 % random of 20 %.
 
     The shares scale with `budget`. Below 25,700 tokens the code's own slices come out empty; here a prompt too short
