@@ -468,6 +468,26 @@ def test_the_committed_results_are_what_the_readme_says():
     assert ahead(rows["0.25", "uniform"]) in readme
 
 
+def test_the_committed_scorer_is_what_the_readme_says(tmp_path):
+    """The default run's lines give its summary, which has the README's numbers; its head scores."""
+    directory = ROOT / "experiments" / "bench_results" / "learned_scorer"
+    with gzip.open(directory / "samples.jsonl.gz", "rt") as file:
+        lines = [json.loads(line) for line in file]
+    shutil.copy(directory / "manifest.json", tmp_path)
+    assert learn_scorer.write(tmp_path, lines) == (directory / "summary.md").read_text()
+    rows = {(r["budget"], r["method"]): r for r in json.loads((tmp_path / "summary.json").read_text())["rows"]}
+    readme = (ROOT / "README.md").read_text()
+    shown = ("learned", "snapkv", "future")
+    for b in ("0.0625", "0.125", "0.25"):
+        cells = [
+            "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * rows[b, m][x] for x in ("loss", "low", "high"))) for m in shown
+        ]
+        cells += [f"{100 * rows[b, m]['kept_attention']:.0f} %" for m in shown]
+        assert f"| {100 * float(b):g} % | {' | '.join(cells)} |" in readme
+    head = TrainedHead.load(directory / "head.npz")
+    assert np.isfinite(head(jnp.ones((1, 4, 3, 70)), 2)).all()
+
+
 def test_the_learned_score_keeps_more_of_the_attention_to_come(tmp_path):
     learn_scorer.main(["--config", "learned_scorer.py", *QUICK, "--output", str(tmp_path / "x")])
     rows = {r["method"]: r for r in json.loads((tmp_path / "x" / "summary.json").read_text())["rows"]}
