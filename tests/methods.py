@@ -27,6 +27,7 @@ class Case:
       dips: how far below its budget an eviction goes.
       fills: uses the budget that it has; otherwise the budget is a cap, and heads may hold less.
       together: such a cap is one of all heads together.
+      lossless: a budget that holds everything leaves attention as it is.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Case:
     dips: int = 0
     fills: bool = True
     together: bool = False
+    lossless: bool = True
 
     def __repr__(self):
         return self.name
@@ -65,6 +67,10 @@ def _pyramid_h2o(budget):
 
 def _snapkv_then_h2o(budget):
     return kvjax.chain(methods.snapkv(budget, window_size=4), methods.h2o(budget, recent=4))
+
+
+def _snapkv_then_think(budget):
+    return kvjax.chain(_snapkv(budget), methods.think())
 
 
 def _norm(kv, stats, ctx):
@@ -236,7 +242,7 @@ CASES = (
     Case("from_fn", _from_fn),
     Case("h2o_rerotated", _h2o_rerotated, recent=lambda b: b // 2),
     Case("random_run", lambda b: methods.random(b, random_mode="run"), recent=lambda b: 1, random=True),
-    Case("dilated_mask", methods.dilated_window, recent=lambda b: b),
+    Case("dilated_mask", methods.dilated_window, recent=lambda b: b, lossless=False),
     Case("dilated_anchored", lambda b: methods.dilated_window(b, mode="anchored"), recent=lambda b: 1),
     Case("key_attention", methods.key_attention),
     Case("mas", lambda b: methods.mas(b, recent=2, sinks=1), recent=lambda b: 2, sinks=1),
@@ -258,8 +264,8 @@ CASES = (
     Case("expected_attention", lambda b: methods.expected_attention(b, horizon=8), sinks=4, decodes=False),
     Case("criticalkv", _criticalkv, recent=lambda b: 4, decodes=False),
     Case("chunkkv", _chunkkv, recent=lambda b: 0, exact=False, total=False, decodes=False, slack=4),
-    Case("think", lambda b: methods.think(0.5, query_rows=4), exact=False, decodes=False),
-    Case("snapkv_then_think", lambda b: kvjax.chain(_snapkv(b), methods.think()), recent=lambda b: 4, decodes=False),
+    Case("think", lambda b: methods.think(0.5, query_rows=4), exact=False, decodes=False, lossless=False),
+    Case("snapkv_then_think", _snapkv_then_think, recent=lambda b: 4, decodes=False, lossless=False),
     Case("count_above", _count_above, recent=lambda b: 2),
     Case("fastgen", lambda b: _fastgen(b, recovery_ratio=0.65), exact=False, fills=False),
     Case("fastgen_elementwise", _fastgen_elementwise, exact=False, fills=False),

@@ -257,8 +257,8 @@ def test_decoding_never_exceeds_the_plan(tiny, prompts, case):
 def test_a_budget_that_holds_everything_is_full_attention(tiny, prompts, case):
     if not case.fills:
         pytest.skip("its budget is a cap on what it keeps")
-    if case.make(200).measures(helpers.site(T=T)) is not None:
-        pytest.skip("it hides tokens whatever its budget")
+    if not case.lossless:
+        pytest.skip("it hides tokens, or drops channels, whatever its budget")
     model, params = tiny
     tokens, lengths = prompts
     continuation = jnp.asarray(np.random.default_rng(1).integers(0, 61, (B, 10)))
