@@ -102,6 +102,20 @@ def check_best(policy, keep, score, n, width):
     assert worst is None or best is None or worst > best
 
 
+def check_same(found, expected, score):
+    """Two runs kept the same, but for tokens whose scores differ by no more than the order of additions makes them.
+
+    Equal keys have equal scores on paper; another width is another order of additions. `check_best` sees to exact ties.
+    """
+    differ = found != expected
+    if not differ.any():
+        return
+    assert found.sum() == expected.sum()
+    for apart, scores in zip(differ.reshape(-1, differ.shape[-1]), score.reshape(-1, score.shape[-1]), strict=True):
+        if apart.any():
+            assert np.ptp(scores[apart]) <= 1e-5 * np.abs(scores[apart]).max()
+
+
 def prompt_property(case, data, groups, widths):
     budget, lengths = data.draw(budgets, "budget"), data.draw(lengths_of_prompts, "lengths")
     G, content = data.draw(st.sampled_from(groups), "group size"), data.draw(st.sampled_from(CONTENTS), "content")
@@ -133,18 +147,18 @@ def prompt_property(case, data, groups, widths):
     except ValueError as error:  # the other row's new length may be one that this budget cannot serve
         refused(error)
         return
-    np.testing.assert_array_equal(again.keep[0], keep[0])
+    check_same(np.asarray(again.keep[0]), keep[0], score[0])
     for width in widths:
         if max(lengths) <= width:
             cut = evict_layer(policy, [x[:, :, T - width :] for x in tensors], lengths, layer, seed)
             # Ids are drawn by width: methods that look at them get the same ones.
             if not case.name.startswith("fastgen"):
-                np.testing.assert_array_equal(cut.keep, keep[:, :, T - width :])
+                check_same(np.asarray(cut.keep), keep[:, :, T - width :], score[:, :, T - width :])
 
     if content == "random" and not (case.random or case.by_head):
         swap = lambda x: x.reshape(B, K, -1, T, x.shape[-1])[:, ::-1].reshape(x.shape)
         swapped = evict_layer(policy, [swap(x) for x in tensors], lengths, layer, seed)
-        np.testing.assert_array_equal(np.asarray(swapped.keep)[:, ::-1], keep)
+        check_same(np.asarray(swapped.keep)[:, ::-1], keep, score)
 
 
 def _cases(quick):
