@@ -10,7 +10,7 @@ from configs.experiment import Budget
 from configs.learning import LearnedBudget, Objective, Prompts
 from kvjax import Share, methods
 from kvjax.families import EntropyK, Family, NaclShares, PyramidBeta, Safeguard, Simplex, WindowShare
-from kvjax.traces import VoteLogits
+from kvjax.traces import VotingRows
 
 
 def get_config(
@@ -70,6 +70,6 @@ def get_config(
         temperature,
         pyramid_beta,
         ada_alpha,
-        (VoteLogits(window_size),) if parametrisation == "ahakv" else (),
+        (VotingRows(window_size),) if parametrisation == "ahakv" else (),
         prompts,
     )

@@ -18,7 +18,7 @@ from kvjax.policy import context
 from kvjax.scores import ValuePrior
 from kvjax.select import TopKThenRandom
 from kvjax.stats import Measurement
-from kvjax.traces import Traces, VoteLogits, ranked, trace
+from kvjax.traces import Traces, VotingRows, ranked, trace
 from models import pad_left
 from pallas_kernels.pytree import pytree
 
@@ -72,12 +72,10 @@ class Reading:
         tokens = jnp.maximum(tokens, 1.0)
         newer = jnp.flip(jnp.flip(self.safe, -1).cumsum(-1, dtype=jnp.int32), -1) - self.safe.astype(jnp.int32)
         safe = self.safe & (newer < tokens[:, None, None, None])  # slots stand in the order of positions here
-        votes = [m for m in self.stats[0].observed if isinstance(m, VoteLogits)]
-        logits = jnp.stack([s[votes[0]] for s in self.stats], axis=1).astype(float) if votes else None
-        rows = jnp.arange(0 if logits is None else logits.shape[-2], dtype=lengths.dtype)
-        seen = None if logits is None else lengths[:, None] - rows[::-1][None]
+        votes = [m for m in self.stats[0].observed if isinstance(m, VotingRows)]
+        voters = tuple(s[votes[0]] for s in self.stats) if votes else None
         prior = None if self.prior is None else self.prior.astype(float)
-        return View(self.score, pos, self.live, safe, tokens, logits, seen, prior, self.drawn)
+        return View(self.score, pos, self.live, safe, tokens, voters, prior, self.drawn)
 
 
 def examples(prompts: Prompts, tokenizer: Any, split: str) -> list[Example]:

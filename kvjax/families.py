@@ -30,6 +30,7 @@ from kvjax.relax import mass_rank, soft_stages, soft_top_k
 from kvjax.scores import Accumulated, ValuePrior
 from kvjax.select import Stage, TopKThenRandom
 from kvjax.stats import EntropyScaled, Observe
+from kvjax.traces import Voters
 from pallas_kernels.pytree import pytree
 
 Params = Any
@@ -45,8 +46,7 @@ class View:
       live: slots that hold a token.
       safe: those that the policy protects by position, no more than the budget; they are kept, and count against it.
       budget: live tokens a kv head and layer, on average, protected ones included.
-      logits: for `EntropyK`, scaled dot products of the voting rows, -inf where a row does not see a slot.
-      seen: for `EntropyK`, how many tokens each voting row sees.
+      voters: for `EntropyK`, the voting rows of every layer.
       prior: for `EntropyK`, what votes are multiplied by.
       drawn: for `NaclShares`, log-probabilities with Gumbel noise.
     """
@@ -56,8 +56,7 @@ class View:
     live: Bool[Array, "B L K S"]
     safe: Bool[Array, "B L K S"]
     budget: Float[Array, "B"]
-    logits: Float[Array, "B L K G R S"] | None = None
-    seen: Float[Array, "B R"] | None = None
+    voters: tuple[Voters, ...] | None = None
     prior: Float[Array, "B L K S"] | None = None
     drawn: Float[Array, "B L K S"] | None = None
 
@@ -405,8 +404,7 @@ class EntropyK(Family):
     Votes are $\sum_i \mathrm{softmax}(\lambda_i x_i)$ with $\lambda_i = \sqrt{2 \ln(i / k)}$ on the scaled logits, 1
     where $i \le k$, the mean of a group, times the value prior: so here scores depend on the parameter. They are
     measured in their own deviations, as ranks have no gradient, and the temperature is a share of those: `temperature /
-    unit`. The softmax is taken here, of logits that `View` keeps: kernels, for which AhaKV itself asks, would read
-    queries and keys again at every step of learning, and their statistics have no gradient.
+    unit`.
 
     Attributes:
       start: the first k, in tokens.
@@ -427,15 +425,15 @@ class EntropyK(Family):
 
     def votes(self, params: Params, view: View) -> Float[Array, "B L K S"]:
         """The scores at this k."""
-        if view.logits is None or view.seen is None or view.prior is None:
-            raise ValueError("EntropyK needs View.logits, View.seen and View.prior of the voting rows")
-        ratio = view.seen / jnp.exp(params)
-        above = ratio > 1
-        factor = jnp.where(above, jnp.sqrt(2.0 * jnp.log(jnp.where(above, ratio, 2.0))), 1.0)
-        visible = jnp.isfinite(view.logits)
-        x = jnp.where(visible, view.logits, 0.0) * factor[:, None, None, None, :, None]
-        p = jax.nn.softmax(jnp.where(visible, x, -jnp.inf), axis=-1)
-        return p.sum(-2).mean(-2) * view.prior
+        if view.voters is None or view.prior is None:
+            raise ValueError("EntropyK needs View.voters, the rows that vote in every layer, and View.prior")
+        votes = []
+        for voters in view.voters:
+            ratio = (voters.q_pos + 1).astype(params.dtype) / jnp.exp(params)
+            above = ratio > 1
+            factor = jnp.where(above, jnp.sqrt(2.0 * jnp.log(jnp.where(above, ratio, 2.0))), 1.0)
+            votes.append(voters.votes(factor))
+        return jnp.stack(votes, axis=1) * view.prior
 
     def gates(self, params: Params, view: View, temperature: float | Float[Array, ""]) -> Float[Array, "B L K S"]:
         """See `Family`."""

@@ -22,7 +22,8 @@ from kvjax.relax import with_gates
 from kvjax.scores import Score
 from kvjax.state import KVState, map_slots
 from kvjax.stats import LastRows, LayerStats, Measurement, Moment, Observe
-from pallas_kernels.pytree import pytree
+from pallas_kernels import Columns, Softmax, attention
+from pallas_kernels.pytree import pytree, static
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +37,42 @@ class OutputProjection(Measurement):
         return moment.out_proj
 
 
+@pytree
+class Voters:
+    """Rows of one layer that vote on slots, and how they attend: votes under any softmax, and their gradient.
+
+    Attributes:
+      q: queries as they met the keys.
+      k: keys of every slot.
+      q_pos: absolute position of every row, negative for padding.
+      kv_pos: absolute position of every slot, negative for a dead slot.
+      scale, window, softcap: as in `pallas_kernels.attention`.
+    """
+
+    q: Float[Array, "B N R H"]
+    k: Float[Array, "B K S H"]
+    q_pos: Int[Array, "B R"]
+    kv_pos: Int[Array, "B K S"]
+    scale: float | None = static(default=None)
+    window: int | None = static(default=None)
+    softcap: float | None = static(default=None)
+
+    def votes(self, multiplier: Float[Array, "B R"]) -> Float[Array, "B K S"]:
+        """What every slot gets from all rows under logits times `multiplier`, the mean of a group, in its dtype.
+
+        By the specification, whose statistics have a gradient; its memory grows with the voting rows only.
+        """
+        q, k = self.q.astype(multiplier.dtype), self.k.astype(multiplier.dtype)
+        factor = jnp.broadcast_to(multiplier[:, None], (*k.shape[:2], q.shape[2]))
+        column = Columns(softmax=Softmax(multiplier=factor))
+        options: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        found = attention(q, k, k, self.q_pos, self.kv_pos, columns=(column,), implementation="reference", **options)
+        return found.columns[0]
+
+
 @dataclasses.dataclass(frozen=True)
-class VoteLogits(Measurement):
-    """Scaled dot products of the last rows with all slots, -inf where a row does not see a slot: "B K G R S".
+class VotingRows(Measurement):
+    """The last rows just computed as `Voters`.
 
     Attributes:
       rows: how many of the new tokens count.
@@ -46,16 +80,17 @@ class VoteLogits(Measurement):
 
     rows: int
 
-    def measure(self, moment: Moment) -> Float[Array, "B K G R S"]:
+    def __post_init__(self):
+        if self.rows < 1:
+            raise ValueError(f"VotingRows(rows={self.rows}): at least one row must vote")
+
+    def measure(self, moment: Moment) -> Voters:
         """See `Measurement`."""
-        rows = min(self.rows, moment.pos.shape[1])
-        q, k, pos = moment.q[:, :, -rows:], moment.kv.k, moment.pos[:, None, None, -rows:, None]
-        B, N, _, H = q.shape
-        K = k.shape[1]
-        scale = H**-0.5 if moment.scale is None else moment.scale
-        logits = jnp.einsum("bkgrh,bksh->bkgrs", q.reshape(B, K, N // K, rows, H), k) * scale
-        slots = moment.kv.pos[:, :, None, None]
-        return jnp.where((slots >= 0) & (slots <= pos), logits, -jnp.inf)
+        kv, pos = moment.kv, moment.pos[:, -self.rows :]
+        if kv.positions == "compact":
+            raise ValueError("a cache with positions='compact' stores keys unrotated; voters read those of 'original'")
+        how = moment.scale, moment.window, moment.softcap
+        return Voters(moment.q[:, :, -self.rows :], kv.k, pos, kv.pos, *how)
 
 
 @dataclasses.dataclass(frozen=True)

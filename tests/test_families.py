@@ -17,6 +17,7 @@ from experiments import learn_budget
 from experiments.future_rows import Reading
 from kvjax import analysis, families, methods, traces
 from kvjax.families import EntropyK, NaclShares, PyramidBeta, Safeguard, Simplex, View
+from kvjax.traces import Voters, VotingRows
 from tests import helpers
 from tests.test_relax import central, relative
 
@@ -40,13 +41,12 @@ def view(seed=0, *, budget=(9.5, 7.25), recent=3, whole=False):
     rng, pos, live, score = arrays(seed)
     safe = live & (pos >= (LENGTHS - recent)[:, None, None, None])
     budget = np.floor(budget) if whole else np.asarray(budget)
-    logits = np.where(live[:, :, :, None, None], rng.normal(size=(B, L, K, G, R, S)) * 2, -np.inf)
-    seen = (LENGTHS - R)[:, None] + np.arange(1, R + 1)[None]
-    unseen = pos[:, :, :, None, None] >= seen[:, None, None, None, :, None]
-    logits = np.where(unseen, -np.inf, logits)
     f = jnp.asarray
+    q, k = rng.normal(size=(L, B, K * G, R, H)) * 2, rng.normal(size=(L, B, K, S, H))
+    rows = f(LENGTHS[:, None] - R + np.arange(R)[None], jnp.int32)
+    voters = tuple(Voters(f(q[i]), f(k[i]), rows, f(pos[:, i])) for i in range(L))
     return View(
-        f(score), f(pos), f(live), f(safe), f(budget, float), f(logits), f(seen, float),
+        f(score), f(pos), f(live), f(safe), f(budget, float), voters,
         f(rng.uniform(0.5, 1, (B, L, K, S))), f(rng.gumbel(size=(B, L, K, S))),
     )  # fmt: skip
 
@@ -220,6 +220,68 @@ def test_gradients_of_objectives_at_the_output(name, family, wide):
         assert float(value) == pytest.approx(plain(learned), rel=1e-9)
         assert np.abs(np.asarray(grad)).max() > 1e-6
         assert relative(grad, central(plain, learned)) < 1e-5
+
+
+LIMITS = [{}, {"window": 6}, {"softcap": 1.5, "scale": 0.9}, {"softcap": 2.0, "window": 9}]
+
+
+def votes_by_hand(view, k):
+    """AhaKV's votes in float64: one row of one head after another."""
+    total = np.zeros(view.score.shape)
+    for layer, x in enumerate(view.voters):
+        q, keys, rows, pos = (np.asarray(y) for y in (x.q, x.k, x.q_pos, x.kv_pos))
+        scale = q.shape[-1] ** -0.5 if x.scale is None else x.scale
+        for b, n, r in np.ndindex(q.shape[:3]):
+            h, row = n // G, rows[b, r]
+            seen = (pos[b, h] >= 0) & (pos[b, h] <= row)
+            seen &= row - pos[b, h] < (np.inf if x.window is None else x.window)
+            if not seen.any():
+                continue
+            logits = keys[b, h].astype(float) @ q[b, n, r].astype(float) * scale
+            logits = logits if x.softcap is None else x.softcap * np.tanh(logits / x.softcap)
+            ratio = (row + 1) / k
+            e = np.where(seen, np.exp((np.sqrt(2 * np.log(ratio)) if ratio > 1 else 1.0) * logits), 0)
+            total[b, layer, h] += e / e.sum() / G
+    return total * np.asarray(view.prior)
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_votes_of_ahakv(limits):
+    """With the model's own scale, sliding window and soft cap; padding rows vote for nothing."""
+    with jax.enable_x64(True):
+        seen = view()
+        first, *others = (dataclasses.replace(x, **limits) for x in seen.voters)
+        first = dataclasses.replace(first, q_pos=first.q_pos.at[1, 0].set(-1))
+        seen = dataclasses.replace(seen, voters=(first, *others))
+        loss = jax.jit(lambda params: (EntropyK().votes(params, seen) ** 2).sum())
+        for k in (3.0, 18.5, 30.0):
+            params = jnp.log(jnp.asarray(k))
+            np.testing.assert_allclose(EntropyK().votes(params, seen), votes_by_hand(seen, k), rtol=1e-9, atol=1e-12)
+            grad = jax.grad(loss)(params)
+            assert (abs(float(grad)) > 1e-3) == (k < 22)  # a k that no row exceeds changes nothing
+            assert relative(grad, central(loss, params)) < 1e-6 or k > 22
+
+
+def test_voters_are_the_rows_that_the_method_observes():
+    """At AhaKV's own k, in layers with and without a sliding window: votes are what the policy itself accumulates."""
+    config = models.ModelConfig(61, 32, 48, 2, 4, 2, 8, sliding_window=(None, 9))
+    model = models.LanguageModel(config)
+    params = jax.tree.map(lambda x: x * jnp.asarray(2.0, x.dtype), jax.jit(model.init)(jax.random.key(7)))
+    tokens, lengths = helpers.token_ids(2, 20, seed=3), jnp.asarray([20, 15], jnp.int32)
+    policy = methods.ahakv(8, recent=4)
+    extra = (VotingRows(4),)
+    found, stats = traces.trace(model, params, tokens, lengths, tokens[:, :3], policy, extra=extra)
+    score, safe = traces.ranked(policy, found.state, stats)
+    layers = found.state.layers
+    pos, live, prior = (
+        jnp.stack(x, axis=1) for x in zip(*((kv.pos, kv.live, policy.score.prior(kv)) for kv in layers), strict=True)
+    )
+    voters = tuple(s[extra[0]] for s in stats)
+    assert [x.window for x in voters] == [None, 9]
+    seen = View(jnp.where(live, score, 0.0), pos, live, safe, jnp.full((2,), 8.0), voters, prior)
+    votes = np.asarray(EntropyK().votes(jnp.log(jnp.asarray(8.0)), seen))
+    np.testing.assert_allclose(np.where(live, votes, 0), np.where(live, score, 0), rtol=2e-5, atol=1e-6)
+    assert not votes[:, 1][np.asarray(pos[:, 1]) < np.asarray(lengths)[:, None, None] - 4 - 9 + 1].any()
 
 
 @every_family
@@ -499,6 +561,7 @@ def test_gated_logits_are_the_hard_policys(tiny):
         (lambda: families.WindowShare(0.0), r"the share starts inside \(0, 1\)"),
         (lambda: NaclShares((0.0, 1.0, 1.0)), "shares start positive"),
         (lambda: EntropyK(0.0), "both are positive"),
+        (lambda: VotingRows(0), "at least one row must vote"),
         (lambda: families.with_table(methods.h2o(8), np.ones(4)), r"shares have the shape \(4,\)"),
     ],
 )
@@ -509,10 +572,10 @@ def test_errors(make, message):
 
 def test_errors_of_views_and_policies(tiny):
     model, params = tiny
-    seen = dataclasses.replace(view(), logits=None, drawn=None)
+    seen = dataclasses.replace(view(), voters=None, drawn=None)
     with pytest.raises(ValueError, match=r"NaclShares needs View\.drawn"):
         NaclShares().gates(NaclShares().init(L, K), seen, 1.0)
-    with pytest.raises(ValueError, match=r"EntropyK needs View\.logits"):
+    with pytest.raises(ValueError, match=r"EntropyK needs View\.voters"):
         EntropyK().gates(EntropyK().init(L, K), seen, 1.0)
     late = methods.h2o(8, recent=2)
     late = dataclasses.replace(late, when=kvjax.Schedule(prefill=False, every=2))
