@@ -5,6 +5,7 @@ a program visits follow from the smallest and largest positions of blocks, never
 """
 
 import dataclasses
+import functools
 import math
 import warnings
 from typing import Any
@@ -17,14 +18,26 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.columns import Softmax, hash_uniform
 
-with warnings.catch_warnings():  # the backend is deprecated since jax 0.11
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from jax.experimental.pallas import triton as plt
-
 LOG2E = math.log2(math.e)
 DEAD = 2**31 - 1  # the position of a key that no row may read: larger than every row's, so that one comparison masks
 MIN_TILE = 16  # tensor cores multiply no smaller tiles
 DTYPES = ("bfloat16", "float16", "float32")
+
+
+@functools.cache
+def triton() -> Any:
+    """The Triton backend of Pallas, which is deprecated since jax 0.11: nothing but its own kernels may need it.
+
+    Raises:
+      NotImplementedError: this jax has none.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            from jax.experimental.pallas import triton as backend
+    except ImportError as error:
+        raise NotImplementedError(f"jax {jax.__version__} has no Triton backend of Pallas") from error
+    return backend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +127,7 @@ def load_rows(ref: Any, start: Array, size: int, total: int, lead: tuple[Any, ..
 
     def load(column, width):
         mask = start + lax.broadcasted_iota(jnp.int32, (size, width), 0) < total
-        return plt.load(ref.at[(*lead, pl.ds(start, size), pl.ds(column, width))], mask=mask, other=0.0)
+        return triton().load(ref.at[(*lead, pl.ds(start, size), pl.ds(column, width))], mask=mask, other=0.0)
 
     return tuple(load(*part) for part in parts(ref.shape[-1]))
 
@@ -122,20 +135,20 @@ def load_rows(ref: Any, start: Array, size: int, total: int, lead: tuple[Any, ..
 def load_vector(ref: Any, start: Array, size: int, total: int, other: float, lead: tuple[Any, ...] = ()) -> Array:
     """Numbers `start ...` of a "*lead total" reference; `other` past the end."""
     mask = start + lax.broadcasted_iota(jnp.int32, (size,), 0) < total
-    return plt.load(ref.at[(*lead, pl.ds(start, size))], mask=mask, other=other)
+    return triton().load(ref.at[(*lead, pl.ds(start, size))], mask=mask, other=other)
 
 
 def store_rows(ref: Any, start: Array, total: int, tiles: tuple[Array, ...]) -> None:
     """The inverse of `load_rows`."""
     for (column, width), tile in zip(parts(ref.shape[-1]), tiles, strict=True):
         mask = start + lax.broadcasted_iota(jnp.int32, tile.shape, 0) < total
-        plt.store(ref.at[pl.ds(start, tile.shape[0]), pl.ds(column, width)], tile.astype(ref.dtype), mask=mask)
+        triton().store(ref.at[pl.ds(start, tile.shape[0]), pl.ds(column, width)], tile.astype(ref.dtype), mask=mask)
 
 
 def store_vector(ref: Any, start: Array, total: int, x: Array) -> None:
     """The inverse of `load_vector`."""
     mask = start + lax.broadcasted_iota(jnp.int32, x.shape, 0) < total
-    plt.store(ref.at[pl.ds(start, x.shape[0])], x, mask=mask)
+    triton().store(ref.at[pl.ds(start, x.shape[0])], x, mask=mask)
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
@@ -253,4 +266,4 @@ def log2_sum(top: Array, mass: Array) -> Array:
 
 def compiler_params(blocks: BlockSizes) -> Any:
     """What the Triton backend is told."""
-    return plt.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages)
+    return triton().CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages)

@@ -74,7 +74,7 @@ def _kernel(
         if "logits" in ref:
             row = lax.broadcasted_iota(jnp.int32, own.shape, 0)
             column = j0 + lax.broadcasted_iota(jnp.int32, own.shape, 1)
-            bl.plt.store(
+            bl.triton().store(
                 ref["logits"].at[pl.ds(zero, own.shape[0]), pl.ds(j0, bk)],
                 own,
                 mask=(row < ref["logits"].shape[0]) & (column < num_slots),

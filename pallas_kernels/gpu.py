@@ -21,10 +21,12 @@ def _triton(backend: str) -> bool:
     """Whether to interpret the Triton kernels.
 
     Raises:
-      NotImplementedError: for a backend that has no such kernel.
+      NotImplementedError: for a backend that has no such kernel, and without the Triton backend, whose loads and
+        stores are interpreted too.
     """
     if backend not in ("triton", "interpret"):
         raise NotImplementedError(f"{backend} has no kernel for this: it neither decodes nor adds a bias")
+    bl.triton()
     return backend == "interpret"
 
 

@@ -9,6 +9,7 @@ from pallas_kernels import Columns, Softmax, attention, colstats, gpu, mosaic, m
 from pallas_kernels import blocks as bl
 from tests.references import attention as numpy_reference
 from tests.test_kernels import inputs
+from tests.test_pallas import without_triton
 
 pytestmark = pytest.mark.slow  # minutes of interpretation
 
@@ -95,6 +96,29 @@ def test_the_interpreter_sees_races(monkeypatch, capfd):
         interpret=InterpretGPUParams(detect_races=True),
     )
     assert "RACE DETECTED" in "".join(capfd.readouterr())
+
+
+@needs_mosaic
+def test_it_carries_prefill_alone():
+    """Without the Triton backend: forward and column statistics by these kernels, the rest by XLA, with reasons."""
+    without_triton("""
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+from pallas_kernels import mosaic_colstats, mosaic_flash
+for module, name in ((mosaic_flash, "flash_attention"), (mosaic_colstats, "attention_colstats")):
+    def run(*args, kernel=getattr(module, name), **options):
+        return kernel(*args, **options, interpret=InterpretGPUParams())
+    setattr(module, name, run)
+arrays = inputs(T=70, cached=30, H=64, dtype="bfloat16")
+logging.getLogger("pallas_kernels").setLevel(logging.DEBUG)
+columns = Columns(), Columns(element="p2", group_at="before")
+run = lambda how: attention(*arrays, columns=columns, implementation=how)
+found, expected = run("mosaic_gpu"), run("reference")
+same(found.out, expected.out, 2e-2)
+same(found.lse, expected.lse, 2e-2)
+same(found.columns, expected.columns, 0.15)
+assert [by for by, _ in said] == ["mosaic_gpu", "mosaic_gpu", "xla"], said
+assert "all their tiles at once" in said[2][1] and "no Triton backend" in said[2][1], said
+""")
 
 
 @pytest.mark.parametrize(

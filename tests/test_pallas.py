@@ -3,6 +3,9 @@
 import dataclasses
 import itertools
 import logging
+import pathlib
+import subprocess
+import sys
 
 import hypothesis
 import hypothesis.strategies as st
@@ -20,6 +23,7 @@ from tests.test_kernels import COLUMNS, OWN, TOLERANCE, compare, inputs
 
 pytestmark = pytest.mark.slow  # minutes of interpretation
 
+ROOT = pathlib.Path(__file__).parents[1]
 FEW = (
     Columns(),
     Columns(rows=6, group="max"),
@@ -327,6 +331,59 @@ def test_what_no_kernel_serves_is_computed_elsewhere_and_said(caplog):
     assert len(said) == 2
     assert "is computed by xla, because of interpret: rows that are not summed" in said[0]
     assert "gaussian noise is not drawn" in said[1]
+
+
+WITHOUT_TRITON = """
+import importlib.abc, logging, sys
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(("jax.experimental.pallas.triton", "jax._src.pallas.triton")):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pallas_kernels
+from pallas_kernels import Columns, attention, gpu, pooled_attention, pytree
+from tests.test_kernels import inputs
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append((record.by, record.getMessage()))
+logging.getLogger("pallas_kernels").addHandler(handler)
+logging.getLogger("pallas_kernels").setLevel(logging.INFO)
+same = lambda x, y, tolerance: [
+    np.testing.assert_allclose(np.asarray(a, float), np.asarray(b, float), atol=tolerance)
+    for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
+]
+"""
+
+
+def without_triton(code):
+    """Runs code in a process whose jax has lost the Triton backend."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON + code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_without_the_triton_backend_xla_goes_on_and_says_why():
+    without_triton("""
+for T in (1, 12):
+    arrays = inputs(T=T, cached=9, pads=0)
+    run = lambda how: attention(*arrays, columns=(Columns(),), implementation=how)
+    for how in ("triton", "interpret", "mosaic_gpu"):
+        same(run(how), run("xla"), 0)
+    same(run(None), run("reference"), 1e-4)
+q, k, v, q_pos, kv_pos = inputs(T=1, cached=9, pads=0)
+pool = q, k[:, 0], v[:, 0], jnp.ones_like(kv_pos[:, 0]), q_pos, kv_pos[:, 0]
+run = lambda how: pooled_attention(*pool, columns=(Columns(),), num_kv_heads=2, implementation=how)
+same(run("triton"), run("xla"), 0)
+assert len(said) == 7, said
+assert {by for by, _ in said} == {"xla"}, said
+assert all("has no Triton backend of Pallas" in why for _, why in said), said
+""")
 
 
 def test_all_reasons_are_kept():

@@ -225,7 +225,7 @@ def test_the_check_sees_what_it_looks_for():
         o[...] = product(None)
 
     def atomic(product, o):
-        bl.plt.atomic_add(o, (slice(None), slice(None)), product(jax.lax.Precision.HIGHEST))
+        bl.triton().atomic_add(o, (slice(None), slice(None)), product(jax.lax.Precision.HIGHEST))
 
     check(found(right), "float32")
     with pytest.raises(AssertionError, match="tf32"):
