@@ -1,6 +1,7 @@
 """Scores that look at keys and values alone, or at a model of the queries to come."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -9,8 +10,9 @@ from jaxtyping import Array, Float
 from kvjax.context import Phase
 from kvjax.measurements import FutureQueries
 from kvjax.scores import Score
-from kvjax.state import position_order
+from kvjax.state import EMPTY, position_order
 from kvjax.stats import Measurement
+from pallas_kernels import Columns, attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,20 +71,16 @@ class ExpectedAttention(Score):
         del memory
         mean, cov = stats[self.queries]
         B, N, H = mean.shape
-        K = kv.pos.shape[1]
-        k = kv.k.astype(jnp.float32)
-        by_group = lambda x: x.reshape(B, K, N // K, *x.shape[2:]).swapaxes(0, 2).swapaxes(1, 2)  # "G B K ..."
-
-        def head(args):
-            mu, sigma = args
-            x = jnp.einsum("bksh,bkh->bks", k, mu) * ctx.site.head_dim**-0.5
-            if self.covariance:
-                x = x + jnp.einsum("bksh,bksh->bks", jnp.einsum("bksh,bkhj->bksj", k, sigma), k) / (2 * H)
-            x = jnp.where(candidates, x, -jnp.inf)
-            e = jnp.exp(x - jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(x.dtype).min))
-            return e / jnp.maximum(e.sum(-1, keepdims=True), jnp.finfo(x.dtype).tiny)
-
-        p = lax.map(head, (by_group(mean), by_group(cov))).mean(0)
+        K, S = kv.pos.shape[1:]
+        k, bias = kv.k.astype(jnp.float32), None
+        if self.covariance:
+            quadratic = lambda sigma: jnp.einsum("bksh,bksh->bks", jnp.einsum("bksh,bkhj->bksj", k, sigma), k)
+            by_group = jnp.moveaxis(cov.reshape(B, K, N // K, H, H), 2, 0)
+            bias = jnp.moveaxis(lax.map(quadratic, by_group), 0, 2).reshape(B, N, S) / (2 * H)
+        # One row, the mean query, behind all that may be evicted.
+        row, slots = jnp.zeros((B, 1), jnp.int32), jnp.where(candidates, 0, EMPTY)
+        options: dict[str, Any] = {"bias": bias, "scale": ctx.site.head_dim**-0.5}
+        (p,) = attention(mean[:, :, None], k, k, row, slots, columns=(Columns(),), **options).columns
         return (p + self.eps) * jnp.linalg.norm(kv.v.astype(jnp.float32), axis=-1)
 
 
