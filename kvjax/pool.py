@@ -149,8 +149,7 @@ def to_pool(kv: LayerKV, capacity: int, most: Int[Array, "B K"] | None = None) -
     rest = free - room.sum(-1, keepdims=True)
     room = room + rest // K + (jnp.arange(K, dtype=jnp.int32)[None] < rest % K).astype(jnp.int32)
     ends = jnp.cumsum(live + room, axis=-1, dtype=jnp.int32)
-    starts = jnp.pad(ends[:, :-1], [(0, 0), (1, 0)])
-    place = starts[..., None] + jnp.cumsum(kv.live, axis=-1, dtype=jnp.int32) - 1
+    place = _starts(ends)[..., None] + jnp.cumsum(kv.live, axis=-1, dtype=jnp.int32) - 1
     place = jnp.where(kv.live, place, capacity).reshape(B, K * S)
     batch = jnp.arange(B)[:, None]
     source = jnp.full((B, capacity), K * S, jnp.int32)
@@ -178,6 +177,11 @@ def to_pool(kv: LayerKV, capacity: int, most: Int[Array, "B K"] | None = None) -
     )
 
 
+def _starts(ends: Int[Array, "B K"]) -> Int[Array, "B K"]:
+    """The first slot of every head."""
+    return jnp.pad(ends[:, :-1], [(0, 0), (1, 0)])
+
+
 def _first_dead(kv: PooledKV) -> Int[Array, "B K"]:
     """The first dead slot that every head owns, P where it has none.
 
@@ -186,7 +190,7 @@ def _first_dead(kv: PooledKV) -> Int[Array, "B K"]:
     """
     B, P = kv.pos.shape
     block = block_size(P)
-    starts = jnp.pad(kv.ends[:, :-1], [(0, 0), (1, 0)])  # "B K"
+    starts = _starts(kv.ends)
     candidates = jnp.where(kv.pos == EMPTY, lax.broadcasted_iota(jnp.int32, kv.pos.shape, 1), P)
     candidates = candidates.reshape(B, P // block, block)
     begin = jnp.minimum(starts, P - 1) // block
