@@ -228,10 +228,15 @@ def counted(backends: tuple[str, ...]) -> Iterator[Case]:
             True,
         ),
     }
-    grid = itertools.product(backends, HEAD_DIMS, OPTIONS.items(), kinds.items())
-    for backend, d, (label, options), (what, (column, weighted)) in grid:
-        if backend == "mosaic_gpu" and (d not in (64, 128) or column.group_at == "before"):
+    types = [("bfloat16", d, T) for d, T in itertools.product(HEAD_DIMS, (4096, 16))]
+    types += [("float16", 128, 4096), ("float16", 256, 4096), ("float32", 64, 4096), ("float32", 128, 4096)]
+    grid = itertools.product(backends, types, OPTIONS.items(), kinds.items())
+    for backend, (dtype, d, T), (label, options), (what, (column, weighted)) in grid:
+        alone = T < 4096 or dtype == "float32" or d not in (64, 128) or column.group_at == "before"
+        if backend == "mosaic_gpu" and alone:
             continue  # Triton computes these
+        if options and (T < 4096 or dtype != "bfloat16"):
+            continue  # as in bfloat16 at 4096
         spec = bl.Logits(d**-0.5, **options)
         f = lambda q, k, lse, a, b, *weight, c=column, spec=spec, how=backend: gpu.column(
             dataclasses.replace(c, weight=weight[0] if weight else None),
@@ -239,9 +244,9 @@ def counted(backends: tuple[str, ...]) -> Iterator[Case]:
             logits=spec,
             backend=how,
         )
-        q, k, _, *positions = dense("bfloat16", d, Sizes())
-        shapes = q, k, ((1, 32, 4096), "float32"), *positions, *([((1, 4096), "float32")] if weighted else [])
-        yield Case(f"bf16 d={d} T=4096 {what}{label} ({backend})", f, shapes, True)
+        q, k, _, *positions = dense(dtype, d, Sizes(T=T))
+        shapes = q, k, ((1, 32, T), "float32"), *positions, *([((1, T), "float32")] if weighted else [])
+        yield Case(f"{NAMES[dtype]} d={d} T={T} {what}{label} ({backend})", f, shapes, dtype != "float32")
 
 
 def decoding(arch: str) -> Iterator[Case]:

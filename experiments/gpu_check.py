@@ -1,34 +1,39 @@
 """One command for a GPU: are the kernels right, repeatable, and how near do they come to what the machine can do?
 
-    python experiments/gpu_check.py                  # on a GPU, unattended, in --budget SECONDS (540)
-    python experiments/gpu_check.py --smoke          # the same code, tiny and interpreted, on CPU
-    python experiments/gpu_check.py --only sweep     # just the block sizes, to tune `block_sizes` in pallas_kernels
+    python experiments/gpu_check.py                        # on a GPU, unattended, in --budget SECONDS (540)
+    python experiments/gpu_check.py --budget 2400          # everything, the whole sweep and all 32 layers included
+    python experiments/gpu_check.py --only end_to_end      # one section gets all of the time
+    python experiments/gpu_check.py --only sweep           # just the block sizes, to tune those in pallas_kernels
+    python experiments/gpu_check.py --smoke                # the same code, tiny and interpreted, on CPU
 
-Sections run in order of value, each within its share of the time, and each is guarded: whatever stops one leaves the
-others. `gpu_check.json` is written after every row; it names the implementation that served a row, and what was not
-reached. Times are medians; floors follow from ceilings measured in the same run. Exits 1 on a failure.
+Sections run in order of value, each within its share of the time, in processes of their own: one that crashes, loses
+its GPU context or shows no sign of life for --patience seconds is killed, what it was at is a row that failed, and
+another goes on behind it. `gpu_check.json` is written after every row; it names the implementation that served a row,
+and what was not reached. Times are medians; floors follow from ceilings measured in the same run. Exits 1 on a failure.
 """
 
 import argparse
+import collections
 import functools
 import itertools
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the models of `end_to_end` share this GPU
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # others may share this GPU
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.gpu_report import Report, Timed, recorded, served_by, timed
+from experiments import watchdog
+from experiments.gpu_report import POISONED, Report, Timed, served_by, timed
+from experiments.results import device_info
 from pallas_kernels import (
     Columns,
     Softmax,
@@ -121,7 +126,7 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
     for shape, dtype, how_logits in (*first, *options, *rest):
         label = " ".join(f"{letter}={n}" for letter, n in zip("BNKTCH", shape, strict=True)) + f" {dtype}"
         label += "".join(f" {name}={value}" for name, value in how_logits.items())
-        if not report.reaches("correctness", label):
+        if not report.reaches("correctness", label, again=True):
             continue
         B, N, K, _, cached, H = shape
         arrays = inputs(*shape, dtype, rng)
@@ -141,6 +146,8 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
         for name, f, args in (("attention", with_noise, noisy), ("decode", plain, one), ("pool decode", pooled, pool)):
             expected = None
             for how in implementations:
+                if not report.reaches("correctness", f"{how} {name} {label}"):
+                    continue
                 with report.guarded("correctness", f"{how} {name} {label}"):
                     by = served_by(functools.partial(f, how), *args)
                     if how not in by:
@@ -245,20 +252,22 @@ def timings(report: Report, implementations: Sequence[Implementation]) -> None:
     N, K, sizes = (2, 1, [(64, 64)]) if smoke else (32, 8, [(8192, 128), (32768, 128), (4096, 128), (8192, 64)])
     how = implementations[0]
     for n, H in sizes:
-        if not report.reaches("timings", f"n={n} H={H}"):
+        if not report.reaches("timings", f"n={n} H={H}", again=True):
             continue
         arrays = _causal(n, N, K, H)
         q, k, v, q_pos, kv_pos = arrays
         entries = N * n * (n + 1) / 2
         product_ms = 2e-9 * H * entries / report.ceilings["gemm_tflops"]
         label = {"n": n, "H": H}
-        if not smoke:
+        if not smoke and report.reaches("timings", f"cudnn forward n={n} H={H}"):
             report.timing(
                 "cudnn forward", timed(cudnn, *arrays, smoke=smoke), floor_ms=2 * product_ms, served_by="cudnn", **label
             )
         spec = bl.Logits(H**-0.5)
         run, lse = Timed(None), None
         for backend in implementations:
+            if not report.reaches("timings", f"{backend} forward n={n} H={H}", again=True):
+                continue
             forward = functools.partial(gpu.forward, spec=spec, with_logits=False, backend=backend)
             took = timed(forward, *arrays, smoke=smoke)
             label_ = label | {"served_by": backend, "floor_ms": 2 * product_ms}
@@ -392,134 +401,140 @@ def sweep(report: Report, implementations: Sequence[Implementation]) -> None:
 def end_to_end(report: Report, implementations: Sequence[Implementation]) -> None:
     """Prefill and decode of a random model shaped like Llama 3 8B, a process for each method: peaks do not mix.
 
-    Fewer layers only where all of them do not fit into memory or time, which is a row but no failure.
+    First some of its layers for every method, then all 32 while twice the time that the few took is left: a row of few
+    layers is worth more than none of many.
     """
-    methods, depths = ("snapkv", "h2o", "full"), (2,) if report.smoke else (32, 8)
-    for i, method in enumerate(methods):
-        if not report.reaches("end_to_end", method):
+    methods, depths = ("snapkv", "full", "h2o"), (2,) if report.smoke else (8, 32)
+    took: dict[str, float] = {}
+    for layers, (i, method) in itertools.product(depths, enumerate(methods)):
+        name, few = f"{method}, {layers} layers", layers == depths[0]
+        if not few and method not in took:
+            continue  # its few layers have failed
+        left = report.seconds_left("end_to_end")
+        if not few and left < 2 * took[method]:
+            report.not_reached.append(f"end_to_end: {name}")
+            report.save()
             continue
-        end = time.monotonic() + report.seconds_left("end_to_end") / (len(methods) - i)
-        for layers in depths:
-            last = layers == depths[-1]
-            command = [sys.executable, __file__, "--worker", method, "--layers", str(layers)]
-            command += ["--smoke", "--implementation", implementations[0]] if report.smoke else []
-            left = (end - time.monotonic()) * (1.0 if last else 0.75)
-            try:
-                run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=max(left, 1.0))
-            except subprocess.TimeoutExpired:
-                report.row("end_to_end", f"{method}, {layers} layers", finished=False, reason=f"more than {left:.0f} s")
-                if last:
-                    report.not_reached.append(f"end_to_end: {method}")
-                    report.save()
-                continue
-            if run.returncode == 0:
-                measured = json.loads(run.stdout.splitlines()[-1])
-                report.row("end_to_end", f"{method}, {layers} layers", finished=True, **measured)
-                break
+        if not report.reaches("end_to_end", name):
+            continue
+        limit = left / (len(methods) - i) if few else left
+        command = [
+            sys.executable,
+            str(pathlib.Path(__file__).with_name("gpu_model.py")),
+            method,
+            "--layers",
+            str(layers),
+        ]
+        command += ["--smoke", "--implementation", implementations[0]] if report.smoke else []
+        started = time.monotonic()
+        run = watchdog.captured(command, limit)
+        if run is None:
+            report.row("end_to_end", name, ok=not few, finished=False, error=f"killed after {limit:.0f} s")
+        elif run.returncode == 0:
+            took[method] = time.monotonic() - started
+            measured = json.loads(run.stdout.splitlines()[-1])
+            report.row("end_to_end", name, finished=True, **measured, process_s=took[method])
+        else:
             too_large = any(x in run.stderr for x in ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory"))
-            name, reason = f"{method}, {layers} layers", run.stderr[-400:]
-            report.row("end_to_end", name, ok=too_large and not last, finished=False, reason=reason)
+            report.row("end_to_end", name, ok=too_large and not few, finished=False, reason=run.stderr[-400:])
 
 
-def measure_model(method: str, layers: int, smoke: bool) -> dict[str, Any]:
-    """Seconds, tokens a second and peak bytes of one method."""
-    import kvjax
-    import models
-    from kvjax import methods
-
-    prompt, steps, budget = (48, 4, 40) if smoke else (32768, 256, 2048)
-    sizes = (64, 32, 48, 4, 2, 16) if smoke else (128256, 4096, 14336, 32, 8, 128)
-    V, D, F, N, K, H = sizes
-    config = models.ModelConfig(V, D, F, layers, N, K, H, dtype="float32" if smoke else "bfloat16", max_position=65536)
-    model = models.LanguageModel(config)
-    params = jax.jit(model.init)(jax.random.key(0))
-    policy = methods.full() if method == "full" else getattr(methods, method)(budget)
-    tokens = jax.random.randint(jax.random.key(1), (1, prompt), 0, V, jnp.int32)
-    plan = kvjax.make_plan(config, policy, prompt_len=prompt, max_new_tokens=steps + 1)
-    prefill = jax.jit(lambda params, tokens: kvjax.prefill(model, params, tokens, plan))
-
-    def decode_all(params, token, state):
-        def step(carry, _):
-            logits, state = kvjax.decode_step(model, params, *carry)
-            return (logits.argmax(-1).astype(jnp.int32), state), None
-
-        return jax.lax.scan(step, (token, state), length=steps)[0][0]
-
-    compiled = prefill.lower(params, tokens).compile()
-    seconds = []
-    for _ in range(2):
-        start = time.perf_counter()
-        logits, state = jax.block_until_ready(compiled(params, tokens))
-        seconds.append(time.perf_counter() - start)
-    run = jax.jit(decode_all)
-    token = logits.argmax(-1).astype(jnp.int32)
-    jax.block_until_ready(run(params, token, state))
-    start = time.perf_counter()
-    jax.block_until_ready(run(params, token, state))
-    decode_seconds = time.perf_counter() - start
-    stats = jax.devices()[0].memory_stats() or {}
-    memory = compiled.memory_analysis()
-    return {
-        "prompt": prompt,
-        "budget": budget if method != "full" else prompt,
-        "prefill_s": min(seconds),
-        "prefill_tokens_s": prompt / min(seconds),
-        "decode_tokens_s": steps / decode_seconds,
-        "prefill_temporary_bytes": memory.temp_size_in_bytes if memory is not None else None,
-        "peak_bytes": stats.get("peak_bytes_in_use"),
-        "parameter_bytes": sum(x.nbytes for x in jax.tree.leaves(params)),
-    }
-
-
+NO_GPU = 2  # an exit code
+MOST_INTERRUPTIONS = 3  # of a section: then the next one runs
 SECTIONS = {f.__name__: f for f in (correctness, repeatability, ceilings, timings, end_to_end, sweep)}
 
 
-def work(args: argparse.Namespace) -> dict[str, Any]:
-    """What a process of `end_to_end` measures, and what served it."""
-    from pallas_kernels import use
-
-    with recorded() as found:
-        if not args.implementation:
-            measured = measure_model(args.worker, args.layers, args.smoke)
-        else:
-            with use(args.implementation):
-                measured = measure_model(args.worker, args.layers, args.smoke)
-    return {"served_by": "+".join(found)} | measured
-
-
-def main() -> int:
-    """Runs the sections."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes, interpreted kernels, any device")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results/gpu_check"))
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds for all sections together")
-    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--layers", type=int, default=32, help=argparse.SUPPRESS)
-    parser.add_argument("--implementation", choices=("interpret", "triton", "mosaic_gpu"), help="instead of all")
-    args = parser.parse_args()
-    if args.worker:
-        print(json.dumps(work(args)))
-        return 0
+def run_sections(args: argparse.Namespace, names: Sequence[str]) -> int:
+    """Runs sections in this process, behind what other processes have done. Without any it looks at the device."""
     if not args.smoke and jax.default_backend() != "gpu":
         print(f"this machine has no GPU (backend {jax.default_backend()}); --smoke runs the same code on CPU")
-        return 2
+        return NO_GPU
+    report = Report(args.out, args.budget, args.smoke, args.only, args.start)
+    report.resume()
+    report.device = device_info()
     hopper = not args.smoke and getattr(jax.devices()[0], "compute_capability", "").startswith("9.")
     implementations: tuple[Implementation, ...] = (
         ("interpret",) if args.smoke else ("triton", "mosaic_gpu") if hopper else ("triton",)
     )
     implementations = (args.implementation,) if args.implementation else implementations
-    if "timings" in args.only and "ceilings" not in args.only:
-        args.only.append("ceilings")
-    report = Report(args.out, args.budget, args.smoke, args.only)
-    for name, section in SECTIONS.items():
-        if name not in args.only or not report.reaches(name, "all of it"):
+    for name in names:
+        if not report.reaches(name, "all of it", again=True):
             continue
         try:
-            section(report, implementations)
+            SECTIONS[name](report, implementations)
         except Exception as error:  # the finished rows stay, the other sections run
             traceback.print_exc()
             report.row(name, "stopped", ok=False, error=f"{type(error).__name__}: {str(error)[:300]}")
+    report.save()
+    return 0
+
+
+def supervise(report: Report, command: Sequence[str], names: Sequence[str], patience: float) -> int:
+    """Runs sections in processes that may crash or hang; what they were at has failed, and another goes on behind it.
+
+    Args:
+      report: in whose file they write.
+      command: what `--sections` and names are added to.
+      names: the sections.
+      patience: seconds without a sign of life until a process is killed.
+
+    Returns:
+      0, or the exit code that says that there is no GPU.
+    """
+    left, interruptions = list(names), collections.Counter[str]()
+    while left:
+        before = len(report.begun)
+        code = watchdog.watched([*command, "--sections", *left], report.file, patience)
+        report.resume()
+        if code in (0, NO_GPU):
+            return code
+        at = report.begun[-1] if len(report.begun) > before else f"{left[0]}: all of it"
+        section, _, name = at.partition(": ")
+        report.stopped.append(at)
+        interruptions[section] += 1
+        del left[: left.index(section)]
+        if interruptions[section] == MOST_INTERRUPTIONS:
+            left.remove(section)
+            report.not_reached.append(f"{section}: the rest, after {MOST_INTERRUPTIONS} interruptions")
+        if code == POISONED:  # that has its row
+            report.save()
+            continue
+        why = f"no sign of life for {patience:.0f} s" if code is None else f"the process ended with code {code}"
+        report.row(section, name, ok=False, error=why)
+    return 0
+
+
+def main() -> int:
+    """Runs the sections, or what another process asks of this one."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes, interpreted kernels, any device")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results/gpu_check"))
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds for all sections together (540)")
+    parser.add_argument("--patience", type=float, help="seconds without a sign of life until a process is killed (120)")
+    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--implementation", choices=("interpret", "triton", "mosaic_gpu"), help="instead of all")
+    parser.add_argument("--sections", nargs="*", choices=SECTIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--start", type=float, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.sections is not None:
+        return run_sections(args, args.sections)
+    if "timings" in args.only and "ceilings" not in args.only:
+        args.only.append("ceilings")
+    patience = args.patience or (600.0 if args.smoke else 120.0)
+    report = Report(args.out, args.budget, args.smoke, args.only)
+    report.save()
+    command = [sys.executable, __file__, "--out", str(args.out), "--budget", str(args.budget), "--start"]
+    command += [str(report.start), "--only", *args.only, *["--smoke"] * args.smoke]
+    command += ["--implementation", args.implementation] if args.implementation else []
+    for together in (("correctness", "repeatability", "ceilings", "timings"), ("end_to_end",), ("sweep",)):
+        names = [name for name in together if name in args.only]
+        if names == ["end_to_end"]:  # its processes are watched one by one
+            if not report.device and watchdog.watched([*command, "--sections"], report.file, patience) == NO_GPU:
+                return NO_GPU
+            report.resume()
+            end_to_end(report, (args.implementation or "interpret",))
+        elif supervise(report, command, names, patience) == NO_GPU:
+            return NO_GPU
     print(
         f"{len(report.rows)} rows in {report.file}; failures: {report.failures or 'none'}; "
         f"not reached in {args.budget:.0f} s: {len(report.not_reached)}"

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-
-from experiments.results import device_info
 
 # Until which share of the time each section may run, in their order: a slow one must not use up what others need.
 UNTIL = {
@@ -25,6 +24,11 @@ UNTIL = {
 }
 
 
+POISONED = 3  # the exit code of a process whose GPU context is lost: whatever it ran next would fail too
+_LOST = ("CUDA_ERROR_ILLEGAL", "CUDA_ERROR_MISALIGNED", "CUDA_ERROR_LAUNCH", "CUDA_ERROR_ASSERT", "illegal memory")
+_SAVED = ("device", "smoke", "ceilings", "failures", "not_reached", "served_elsewhere", "begun", "stopped", "rows")
+
+
 @dataclasses.dataclass(frozen=True)
 class Timed:
     """Median milliseconds of a call, or why there are none; and which implementations served it."""
@@ -35,17 +39,22 @@ class Timed:
 
 
 class Report:
-    """Rows of every section, in a file as soon as they are known.
+    """Rows of every section, in a file as soon as they are known. Several processes may write it, one after another.
 
     Attributes:
+      device: what this runs on, once a process has asked the device.
       failures: names of rows that are not ok.
       rows: the rows.
       not_reached: what the time did not suffice for, as "section: name".
       served_elsewhere: what one implementation leaves to another, which has rows of its own.
       ceilings: what the machine can do.
+      begun: what has been begun, as "section: name"; the last of it is what a process was at when it died.
+      stopped: what a process died at.
     """
 
-    def __init__(self, folder: pathlib.Path, budget: float, smoke: bool, sections: Sequence[str]):
+    def __init__(
+        self, folder: pathlib.Path, budget: float, smoke: bool, sections: Sequence[str], start: float | None = None
+    ):
         """An empty report.
 
         Args:
@@ -53,17 +62,21 @@ class Report:
           budget: seconds for everything.
           smoke: whether shapes are tiny.
           sections: what will run. Those that do not leave their time to the others.
+          start: when it started, on the clock `time.monotonic`; now if None.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.file = folder / "gpu_check.json"
-        self.device = device_info()
+        self.device: dict[str, Any] = {}
         self.smoke = smoke
         self.failures: list[str] = []
         self.ceilings: dict[str, float] = {}
         self.rows: list[dict[str, Any]] = []
         self.not_reached: list[str] = []
         self.served_elsewhere: list[str] = []
-        self.start = time.monotonic()
+        self.begun: list[str] = []
+        self.stopped: list[str] = []
+        self._before: frozenset[str] = frozenset()
+        self.start = time.monotonic() if start is None else start
         shares = [UNTIL[name] - before for name, before in zip(UNTIL, (0.0, *UNTIL.values()), strict=False)]
         asked = {name: share for name, share in zip(UNTIL, shares, strict=True) if name in sections}
         until, total = 0.0, sum(asked.values())
@@ -71,6 +84,13 @@ class Report:
         for name, share in asked.items():
             until += share
             self.until[name] = self.start + budget * (1.0 if smoke else until / total)
+
+    def resume(self) -> None:
+        """Goes on with what another process wrote: what was begun there is not begun again."""
+        found = json.loads(self.file.read_text())
+        for name in _SAVED:
+            setattr(self, name, found[name])
+        self._before = frozenset(self.begun)
 
     def row(self, section: str, name: str, *, ok: bool = True, **values: Any) -> None:
         """Adds a row, prints it and saves all."""
@@ -80,12 +100,15 @@ class Report:
         shown = " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
         print(f"{'ok  ' if ok else 'FAIL'} {section:13s} {name:56s} {shown}", flush=True)
         self.save()
+        if any(lost in str(values.get("error", "")) for lost in _LOST):
+            raise SystemExit(POISONED)
 
     def save(self) -> None:
-        """Writes everything that is known."""
-        names = ("smoke", "ceilings", "failures", "not_reached", "served_elsewhere", "rows")
-        data = {"device": self.device, "seconds": time.monotonic() - self.start}
-        self.file.write_text(json.dumps(data | {name: getattr(self, name) for name in names}, indent=1) + "\n")
+        """Writes everything that is known; a process that is killed meanwhile leaves the old file."""
+        data = {name: getattr(self, name) for name in _SAVED} | {"seconds": time.monotonic() - self.start}
+        new = self.file.with_suffix(".new")
+        new.write_text(json.dumps(data, indent=1) + "\n")
+        os.replace(new, self.file)
 
     def timing(self, name: str, run: Timed, **values: Any) -> None:
         """A row of the section "timings"; a kernel that fails to run is a failure."""
@@ -106,11 +129,22 @@ class Report:
         """Until the section must end."""
         return self.until[section] - time.monotonic()
 
-    def reaches(self, section: str, name: str) -> bool:
-        """Whether there is time to begin something; what there is not is said in the report."""
+    def reaches(self, section: str, name: str, *, again: bool = False) -> bool:
+        """Whether there is time to begin something; what there is not is said in the report.
+
+        Args:
+          section: of the report.
+          name: what begins.
+          again: whether it may begin again after another process died: not at this, but at something inside.
+        """
+        key = f"{section}: {name}"
+        if key in self.stopped or (key in self._before and not again):
+            return False
         if self.seconds_left(section) > 0:
+            self.begun.append(key)
+            self.save()
             return True
-        self.not_reached.append(f"{section}: {name}")
+        self.not_reached.append(key)
         print(f"     {section:13s} {name:56s} not reached", flush=True)
         self.save()
         return False

@@ -5,12 +5,14 @@ import json
 import pathlib
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.gpu_report import UNTIL, Report, served_by
+from experiments import gpu_check, watchdog
+from experiments.gpu_report import POISONED, UNTIL, Report, served_by
 from pallas_kernels import Columns, attention
 
 pytestmark = pytest.mark.slow  # minutes of interpretation
@@ -36,6 +38,8 @@ def test_everything(tmp_path):
     of = lambda *sections: [r for r in report["rows"] if r["section"] in sections]
     assert [s for s, _ in itertools.groupby(r["section"] for r in report["rows"])] == list(UNTIL)
     assert not report["not_reached"]
+    assert not report["stopped"]
+    assert report["device"]["platform"] == jax.default_backend()
     assert all(r["served_by"] for r in report["rows"])
     assert {r["served_by"] for r in of("correctness", "repeatability")} == {"interpret"}
     names = " ".join(r["name"] for r in report["rows"])
@@ -64,8 +68,6 @@ def test_sections_keep_to_their_share_of_the_time(tmp_path):
 
 
 def test_a_kernel_that_stops_leaves_the_other_cases(tmp_path, monkeypatch):
-    from experiments import gpu_check
-
     monkeypatch.setattr(gpu_check, "served_by", lambda *_: ["mosaic_gpu", "triton"])
 
     def broken(*_, implementation, **__):
@@ -85,23 +87,129 @@ def test_a_kernel_that_stops_leaves_the_other_cases(tmp_path, monkeypatch):
     ("stderr", "failures"),
     [
         ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate", []),
-        ("Segmentation fault", [f"end_to_end: {method}, 32 layers" for method in ("snapkv", "h2o", "full")]),
+        ("Segmentation fault", [f"end_to_end: {method}, 32 layers" for method in ("snapkv", "full", "h2o")]),
+        (None, []),
     ],
 )
-def test_fewer_layers_are_no_failure_where_all_do_not_fit(tmp_path, monkeypatch, stderr, failures):
-    from experiments import gpu_check
-
-    def worker(command, **_):
+def test_all_layers_run_behind_few_and_may_not_fit(tmp_path, monkeypatch, stderr, failures):
+    def worker(command, seconds):
+        assert 0 < seconds <= 1000
         fits = command[command.index("--layers") + 1] == "8"
+        if not fits and stderr is None:  # killed
+            return None
         return subprocess.CompletedProcess(command, 0 if fits else 1, '{"prefill_s": 1.0}\n', "" if fits else stderr)
 
-    monkeypatch.setattr(gpu_check.subprocess, "run", worker)
+    monkeypatch.setattr(watchdog, "captured", worker)
     report = Report(tmp_path, 1000.0, False, ["end_to_end"])
     gpu_check.end_to_end(report, ("triton",))
     tried = [(r["name"], r["finished"]) for r in report.rows]
-    assert tried[:2] == [("snapkv, 32 layers", False), ("snapkv, 8 layers", True)]
-    assert len(tried) == 6
+    few, many = ([(f"{m}, {n} layers", n == 8) for m in ("snapkv", "full", "h2o")] for n in (8, 32))
+    assert tried == few + many
     assert report.failures == failures
+
+
+def test_few_layers_that_do_not_finish_have_failed(tmp_path, monkeypatch):
+    """Each gets its share of the time; without them all layers are not tried."""
+    given = []
+    monkeypatch.setattr(watchdog, "captured", lambda command, seconds: given.append((command[2], round(seconds))))
+    report = Report(tmp_path, 90.0, False, ["end_to_end"])
+    gpu_check.end_to_end(report, ("triton",))
+    assert given == [("snapkv", 30), ("full", 45), ("h2o", 90)]
+    assert report.failures == [f"end_to_end: {method}, 8 layers" for method in ("snapkv", "full", "h2o")]
+
+
+def test_what_needs_more_time_than_is_left_does_not_begin(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: clock[0])
+
+    def worker(command, seconds):
+        clock[0] += 40.0
+        return subprocess.CompletedProcess(command, 0, '{"prefill_s": 1.0}\n', "")
+
+    monkeypatch.setattr(watchdog, "captured", worker)
+    report = Report(tmp_path, 230.0, False, ["end_to_end"])
+    gpu_check.end_to_end(report, ("triton",))
+    assert [r["name"] for r in report.rows] == [
+        "snapkv, 8 layers",
+        "full, 8 layers",
+        "h2o, 8 layers",
+        "snapkv, 32 layers",
+    ]
+    assert report.not_reached == ["end_to_end: full, 32 layers", "end_to_end: h2o, 32 layers"]
+
+
+CASES = """
+import json, os, pathlib, sys, time
+file, sections = pathlib.Path(sys.argv[1]), sys.argv[3:]
+report = json.loads(file.read_text())
+def save():
+    file.with_suffix(".x").write_text(json.dumps(report))
+    os.replace(file.with_suffix(".x"), file)
+for section in sections:
+    for case in ("fine", "hangs", "crashes", "poisons", "last"):
+        key = f"{section}: {case}"
+        if key in report["begun"] or key in report["stopped"]:
+            continue
+        report["begun"].append(key)
+        save()
+        if case == "hangs":
+            time.sleep(1000)
+        if case == "crashes":
+            os.abort()
+        report["rows"].append({"section": section, "name": case, "ok": case != "poisons"})
+        save()
+        if case == "poisons":
+            sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("most", [9, 2])
+def test_what_hangs_or_crashes_has_failed_and_the_rest_runs(tmp_path, monkeypatch, most):
+    monkeypatch.setattr(gpu_check, "MOST_INTERRUPTIONS", most)
+    report = Report(tmp_path, 1000.0, False, ["correctness", "timings"])
+    report.save()
+    command = [sys.executable, "-c", CASES, str(report.file)]
+    assert gpu_check.supervise(report, command, ["correctness", "timings"], 4.0) == 0
+    rows = {(r["section"], r["name"]): r for r in report.rows}
+    names = ("fine", "hangs", "crashes", "poisons", "last") if most == 9 else ("fine", "hangs", "crashes")
+    assert list(rows) == [(section, name) for section in ("correctness", "timings") for name in names]
+    for section in ("correctness", "timings"):
+        assert rows[section, "fine"]["ok"]
+        assert rows[section, "hangs"]["error"] == "no sign of life for 4 s"
+        assert "the process ended with code -" in rows[section, "crashes"]["error"]
+    rest = [f"{section}: the rest, after 2 interruptions" for section in ("correctness", "timings")]
+    assert report.not_reached == ([] if most == 9 else rest)
+    assert json.loads(report.file.read_text())["rows"] == report.rows
+
+
+def test_a_process_goes_on_behind_another(tmp_path):
+    """Not at what the other died at, again where it only passed, and never at what it has done."""
+    first = Report(tmp_path, 1000.0, False, ["timings"])
+    assert first.reaches("timings", "n=8", again=True)
+    assert first.reaches("timings", "forward", again=True)
+    assert first.reaches("timings", "sum p")
+    first.row("timings", "sum p")
+    first.stopped.append("timings: forward")
+    first.save()
+    second = Report(tmp_path, 1000.0, False, ["timings"], first.start)
+    second.resume()
+    assert second.rows == first.rows
+    asked = [second.reaches("timings", n, again=n != "sum p") for n in ("n=8", "forward", "sum p")]
+    assert asked == [True, False, False]
+    assert not second.not_reached
+    with pytest.raises(SystemExit) as ended:
+        second.row("timings", "p2", ok=False, error="XlaRuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS: ...")
+    assert ended.value.code == POISONED
+    assert json.loads(second.file.read_text())["failures"] == ["timings: p2"]
+
+
+def test_a_process_that_does_not_end_is_killed():
+    began = time.monotonic()
+    assert watchdog.captured([sys.executable, "-c", "import time; time.sleep(1000)"], 1.0) is None
+    assert time.monotonic() - began < 30
+    done = watchdog.captured([sys.executable, "-c", "print(3)"], 100.0)
+    assert done is not None
+    assert (done.returncode, done.stdout) == (0, "3\n")
 
 
 def test_models_of_other_processes_find_memory():

@@ -66,6 +66,23 @@ def test_options(options, T):
     compare(arrays, FEW, "interpret", TOLERANCE["float32"], **options)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("T", [1, 90])
+def test_half_precision_under_softcap_and_window(dtype, H, T):
+    """Caps and windows that matter: logits reach twice the cap, and rows of a block see different keys."""
+    q, *arrays = inputs(T=T, cached=70, H=H, dtype=dtype, pads=0 if T == 1 else 5)
+    columns = (*FEW, Columns(softmax=Softmax(seed=test_kernels.SEED, noise="gumbel")), Columns(count_self=False))
+    compare((3 * q, *arrays), columns, "interpret", TOLERANCE[dtype], softcap=4.0, window=33)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_of_a_pool_under_softcap_and_window(dtype):
+    q, *arrays = test_pooled.inputs(N=8, K=2, P=150, H=64, dtype=dtype)
+    columns = (*FEW[::2], Columns(group=None), Columns(count_self=False))
+    test_pooled.compare((3 * q, *arrays), 2, columns, "interpret", TOLERANCE[dtype], softcap=4.0, window=70)
+
+
 def test_row_weights():
     weight = jnp.asarray(np.random.default_rng(3).uniform(-1, 1, (2, 40)), jnp.float32)
     columns = [Columns(weight=weight, rows=r, element=e) for r, e in itertools.product((None, 6), ("p", "p2", "above"))]
