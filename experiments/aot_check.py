@@ -255,7 +255,8 @@ def decoding(arch: str) -> Iterator[Case]:
 
     from pallas_kernels import Columns, attention, pooled_attention
 
-    del arch
+    if arch == "sm_90":
+        yield from mosaic_decoding()
     heads = {(32, 8): ALL, (32, 32): (("bfloat16", 128),), (64, 8): (("bfloat16", 128), ("bfloat16", 256))}
     heads |= {(28, 4): (("bfloat16", 128),), (71, 1): (("bfloat16", 64), ("bfloat16", 128))}
     for (N, K), cases in heads.items():
@@ -277,6 +278,24 @@ def decoding(arch: str) -> Iterator[Case]:
             pool, flat = ((1, K * S, d), dtype), ((1, K * S), "int32")
             name = name.replace(" decode", " pool decode")
             yield Case(name, f, (q, pool, pool, flat, row_pos, flat), dtype != "float32")
+
+
+def mosaic_decoding() -> Iterator[Case]:
+    """One row a head by Mosaic: slots that fill whole blocks, and slots that do not."""
+    from pallas_kernels import blocks as bl
+    from pallas_kernels import gpu
+
+    groups = ((32, 8), (32, 32), (64, 8), (28, 4))
+    for (N, K), dtype, d, S, (label, options) in itertools.product(
+        groups, ("bfloat16", "float16"), (64, 128), (32768, 33032), OPTIONS.items()
+    ):
+        if ((N, K) != (32, 8) or dtype == "float16") and (options or S != 33032 or d != 128):
+            continue
+        spec = bl.Logits(d**-0.5, **options)
+        f = functools.partial(gpu.forward, spec=spec, with_logits=False, backend="mosaic_gpu")
+        q, slots, row_pos = ((1, N, 1, d), dtype), ((1, K, S, d), dtype), ((1, 1), "int32")
+        name = f"{NAMES[dtype]} d={d} N={N} K={K} S={S} decode{label} (mosaic_gpu)"
+        yield Case(name, lambda *x, f=f: f(*x)[:2], (q, slots, slots, row_pos, ((1, K, S), "int32")), True)
 
 
 def kernels(arch: str, smoke: bool, only: str = "") -> Iterator[Case]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import blocks as bl
-from pallas_kernels import colstats, decode, flash, mosaic_colstats, mosaic_flash, pooled, reference
+from pallas_kernels import colstats, decode, flash, mosaic_colstats, mosaic_decode, mosaic_flash, pooled, reference
 from pallas_kernels.columns import Columns, thresholds
 
 Forward = tuple[Float[Array, "B N T H"] | None, Float[Array, "B N T"], Array | None]
@@ -25,7 +25,7 @@ def _triton(backend: str) -> bool:
         stores are interpreted too.
     """
     if backend not in ("triton", "interpret"):
-        raise NotImplementedError(f"{backend} has no kernel for this: it neither decodes nor adds a bias")
+        raise NotImplementedError(f"{backend} has no kernel for this: it reads no pool and adds no bias")
     bl.triton()
     return backend == "interpret"
 
@@ -47,7 +47,9 @@ def forward(
     if bias is not None:
         interpret = _triton(backend)
         return *flash.flash_attention(q, k, v, q_pos, kv_pos, spec=spec, bias=bias, interpret=interpret), None
-    if backend == "mosaic_gpu" and q.shape[2] > 1:
+    if backend == "mosaic_gpu" and q.shape[2] == 1:
+        return mosaic_decode.decode_attention(q, k, v, q_pos, kv_pos, spec=spec, with_logits=with_logits)
+    if backend == "mosaic_gpu":
         return *mosaic_flash.flash_attention(q, k, v, q_pos, kv_pos, spec=spec), None
     interpret = _triton(backend)
     if q.shape[2] == 1:

@@ -24,12 +24,14 @@ def flash_attention(
     *,
     spec: bl.Logits,
     multiplier: Float[Array, "B K T"] | None = None,
+    ranges: tuple[Int[Array, "B K i"], Int[Array, "B K i"]] | None = None,
     stages: int = mo.STAGES,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B N T H"] | None, Float[Array, "B N T"]]:
     """`flash.flash_attention` without bias and noise. Arguments and result as there.
 
-    `stages` tiles are in flight at a time.
+    `stages` tiles are in flight at a time. `ranges` are the first block of keys that each block of rows visits and the
+    one behind its last, whole blocks only; None for all that meet.
 
     Raises:
       NotImplementedError: for dtypes, head dimensions and softmaxes that it does not compute, and for an older jax.
@@ -40,17 +42,19 @@ def flash_attention(
     K, S = k.shape[1:3]
     G = N // K
     rows, slots = -(-T // mo.BLOCK) * mo.BLOCK, -(-S // mo.BLOCK) * mo.BLOCK
-    first, stop = bl.first_and_stop(bl.meetings(spec, q_pos, kv_pos, mo.BLOCK, mo.BLOCK))
+    if ranges is None:
+        k, v = mo.pad(k, 2, slots, 0), None if v is None else mo.pad(v, 2, slots, 0)
+        ranges = bl.first_and_stop(bl.meetings(spec, q_pos, kv_pos, mo.BLOCK, mo.BLOCK))
     arrays: dict[str, Array] = {
         "q": mo.pad(q, 2, rows, 0),
-        "k": mo.pad(k, 2, slots, 0),
+        "k": k,
         "q_pos": mo.pad(q_pos, 1, rows, -1),
         "kv_pos": mo.pad(kv_pos, 2, slots, bl.DEAD),
-        "first": first,
-        "stop": stop,
+        "first": ranges[0],
+        "stop": ranges[1],
     }
     if v is not None:
-        arrays["v"] = mo.pad(v, 2, slots, 0)
+        arrays["v"] = v
     if multiplier is not None:
         arrays["multiplier"] = mo.pad(multiplier.astype(jnp.float32), 2, rows, 0.0)
     outputs = {"lse": jax.ShapeDtypeStruct((B, N, rows), jnp.float32)}

@@ -1,14 +1,26 @@
 """The Mosaic GPU kernels, interpreted with race detection, against float64 numpy. They need jax >= 0.11.2."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Columns, Softmax, attention, colstats, gpu, mosaic, mosaic_colstats, mosaic_flash
+from pallas_kernels import (
+    Columns,
+    Softmax,
+    attention,
+    colstats,
+    gpu,
+    mosaic,
+    mosaic_colstats,
+    mosaic_decode,
+    mosaic_flash,
+)
 from pallas_kernels import blocks as bl
 from tests.references import attention as numpy_reference
-from tests.test_kernels import inputs
+from tests.test_kernels import SEED, inputs
 from tests.test_pallas import without_triton
 
 pytestmark = pytest.mark.slow  # minutes of interpretation
@@ -69,6 +81,50 @@ def test_against_numpy(interpreted, shape, options):
     compare(arrays, COLUMNS, {"bfloat16": 2e-2, "float16": 3e-3}[shape["dtype"]], **options)
 
 
+DECODE = (
+    *COLUMNS,
+    Columns(element="p2", group_at="before"),
+    Columns(softmax=Softmax(seed=SEED, noise="gumbel"), element="p2"),
+    Columns(summed=False),
+)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("shape", "options", "parts"),
+    [
+        ({"cached": 127, "dtype": "bfloat16"}, {}, 2),  # whole blocks
+        ({"cached": 399, "N": 6, "K": 1}, {"softcap": 3.0, "window": 250}, 4),  # with a tail, and parts out of sight
+        ({"cached": 303, "H": 128, "N": 2}, {}, None),  # kv heads of their own
+        ({"cached": 31}, {}, None),  # nothing but a tail
+    ],
+    ids=str,
+)
+def test_decode_against_numpy(interpreted, monkeypatch, shape, options, parts):
+    arrays = inputs(**{"T": 1, "H": 64, "dtype": "float16", "pads": 0} | shape)
+    arrays = *arrays[:4], arrays[4].at[:, :, 64:130].set(-1)  # a block in which nothing lives
+    whole = functools.partial(mosaic_decode.decode_attention, parts=parts)
+    monkeypatch.setattr(mosaic_decode, "decode_attention", whole)
+    compare(arrays, DECODE, {"bfloat16": 2e-2, "float16": 3e-3}[str(arrays[0].dtype)], **options)
+
+
+@needs_mosaic
+def test_decode_of_a_row_that_sees_nothing(interpreted):
+    q, k, v, q_pos, kv_pos = inputs(T=1, H=64, cached=79, pads=0, dtype="bfloat16")
+    out, lse, _ = mosaic_decode.decode_attention(
+        q, k, v, q_pos.at[1].set(-1), bl.readable(kv_pos), spec=bl.Logits(SCALE)
+    )
+    assert not np.asarray(out[1]).any()
+    assert np.isneginf(lse[1]).all()
+    assert np.isfinite(lse[0]).all()
+    with pytest.raises(NotImplementedError, match="64 rows for the 65 query heads"):
+        mosaic_decode.decode_attention(
+            jnp.ones((1, 65, 1, 64)), k[:1, :1], v[:1, :1], q_pos[:1], kv_pos[:1, :1], spec=bl.Logits(SCALE)
+        )
+    with pytest.raises(NotImplementedError, match="tiles of slots have 8 rows, and 79 slots"):
+        mosaic_decode.decode_attention(q, k[:, :, 1:], v[:, :, 1:], q_pos, kv_pos[:, :, 1:], spec=bl.Logits(SCALE))
+
+
 @needs_mosaic
 def test_own_softmax_and_weights(interpreted):
     rng = np.random.default_rng(0)
@@ -99,8 +155,8 @@ def test_the_interpreter_sees_races(monkeypatch, capfd):
 
 
 @needs_mosaic
-def test_it_carries_prefill_alone():
-    """Without the Triton backend: forward and column statistics by these kernels, the rest by XLA, with reasons."""
+def test_it_carries_hopper_alone():
+    """Without the Triton backend: attention and its statistics by these kernels, the rest by XLA, with reasons."""
     without_triton("""
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from pallas_kernels import mosaic_colstats, mosaic_flash
@@ -118,6 +174,11 @@ same(found.lse, expected.lse, 2e-2)
 same(found.columns, expected.columns, 0.15)
 assert [by for by, _ in said] == ["mosaic_gpu", "mosaic_gpu", "xla"], said
 assert "all their tiles at once" in said[2][1] and "no Triton backend" in said[2][1], said
+said.clear()
+arrays = inputs(T=1, cached=95, H=64, pads=0, dtype="bfloat16")
+found, expected = run("mosaic_gpu"), run("reference")
+same(found, expected, 2e-2)
+assert [by for by, _ in said] == ["mosaic_gpu"] * 3, said
 """)
 
 
