@@ -583,3 +583,6 @@ def test_errors_of_views_and_policies(tiny):
     found, stats = traces.trace(model, params, tokens, jnp.asarray([12], jnp.int32), tokens[:, :3], late)
     with pytest.raises(ValueError, match=r"evicts nothing after the prompt; use when=after_prefill\(\)"):
         traces.kept(late, found.state, stats)
+    turned = dataclasses.replace(methods.h2o(8, recent=2), positions="compact")
+    with pytest.raises(ValueError, match="stores keys unrotated; voters read those of 'original'"):
+        traces.trace(model, params, tokens, jnp.asarray([12], jnp.int32), tokens[:, :3], turned, extra=(VotingRows(2),))
