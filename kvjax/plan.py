@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.context import Site
-from kvjax.policy import Chain, Layout, Partition, Policy, SharedLayers
+from kvjax.policy import Chain, Identity, Layout, Partition, Policy, SharedLayers
 from kvjax.pool import pool_slots
 from kvjax.state import Positions
 
@@ -215,6 +215,14 @@ def _check_composition(policy: Policy, site: Site) -> None:
         raise ValueError(
             f"{what}, so their keys cannot share a pool; use storage='dense' for all members of the chain in layer "
             f"{site.layer}"
+        )
+    evicting = [p for p in members(policy, site) if not (isinstance(p, Identity) or p.prunes_channels)]
+    relaxed = [p.gates(site) for p in evicting]
+    if any(relaxed) and not all(relaxed):
+        hard = evicting[relaxed.index(False)]
+        raise ValueError(
+            f"a relaxed policy keeps some of every slot, but {hard} in the same chain keeps or evicts them; soften "
+            f"the chain instead of {sum(relaxed)} of its {len(relaxed)} members: soften(chain(...), temperature)"
         )
 
 

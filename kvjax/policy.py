@@ -564,7 +564,7 @@ class SharedLayers(_Delegating):
 
         def obey(kv: LayerKV) -> LayerKV:
             kv = dataclasses.replace(kv, memory=memory)
-            return kv if selection is None else evict(kv, selection.keep)
+            return kv if selection is None else selection.apply(kv)
 
         return dataclasses.replace(state, layers=tuple(on_view(obey, kv) for kv in state.layers))
 

@@ -64,6 +64,14 @@ def test_soft_top_k_is_the_root(temperature):
         )
 
 
+def test_soft_top_k_takes_numbers():
+    score = jnp.asarray([1.0, 3.0, 2.0])
+    np.testing.assert_allclose(relax.soft_top_k(score, 1.5, temperature=0.5).sum(), 1.5, rtol=1e-6)
+    for zero in (0.0, jnp.zeros(()), jnp.asarray([1.0, 0.0])):
+        with pytest.raises(ValueError, match="must be positive"):
+            relax.soft_top_k(score, 1.0, temperature=zero)
+
+
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("temperature", [30.0, 1.0, 0.1, 1e-3, 1e-6])
 def test_the_sum_is_the_budget(x64, temperature):
@@ -384,6 +392,34 @@ def test_reading_in_blocks(tiny):
         results.append(logits)
     np.testing.assert_allclose(*results, atol=1e-4)
     np.testing.assert_allclose(np.asarray(state.layers[1].gate, np.float64).sum(-1), 8, rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [lambda: methods.h2o(5), lambda: methods.nacl(6, protect=1, proxies=3, random=2)])
+def test_one_decision_for_all_layers_keeps_its_gates(tiny, make):
+    """Their sum is the budget in every layer, after the prompt and while decoding, and budgets have gradients."""
+    model, params = tiny
+    tokens, lengths = helpers.token_ids(2, 14), jnp.asarray([14, 9], jnp.int32)
+    policy = kvjax.shared_layers(kvjax.soften(make(), 1.0))
+    plan = kvjax.make_plan(model.config, policy, prompt_len=14, max_new_tokens=3, lengths=[14, 9])
+    budget = make().budget
+    step = jax.jit(kvjax.decode_step, static_argnames="model")
+    logits, state = jax.jit(kvjax.prefill, static_argnames=("model", "plan"))(
+        model, params, tokens, plan=plan, lengths=lengths
+    )
+    grown = 0 if policy.policy.when.decodes else 1
+    for i in range(3):
+        gates = np.stack([np.where(kv.live, kv.gate, 0).sum(-1) for kv in state.layers])
+        np.testing.assert_allclose(gates, budget + i * grown, rtol=1e-5)
+        logits, state = step(model, params, logits.argmax(-1).astype(jnp.int32), state)
+
+    def output(b):
+        state = relax.with_budgets(kvjax.init_state(plan, lengths), jnp.broadcast_to(b, (len(plan.sites), 2)))
+        _, state, _ = kvjax.forward(model, params, tokens, state, valid=lengths, evict=True)
+        return kvjax.decode_step(model, params, tokens[:, 0], state)[0][0, 0]
+
+    grad = jax.jit(jax.grad(output))(jnp.asarray(4.5))
+    assert np.isfinite(grad)
+    assert abs(float(grad)) > 1e-4
 
 
 def test_algebra():
