@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from kvjax.context import Phase
 from kvjax.measurements import FutureQueries
 from kvjax.scores import Score
-from kvjax.state import EMPTY, position_order
+from kvjax.state import EMPTY, LayerKV, position_order
 from kvjax.stats import Measurement
 from pallas_kernels import Columns, attention
 
@@ -32,12 +32,16 @@ class KeyDifference(Score):
     def __call__(self, memory, kv, stats, ctx, candidates):
         """See `Score`."""
         del memory, stats, ctx, candidates
+        unit, anchor = self.directions(kv)
+        anchor = anchor / jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
+        return -jnp.einsum("bksh,bkh->bks", unit, anchor)
+
+    def directions(self, kv: LayerKV) -> tuple[Float[Array, "B K S H"], Float[Array, "B K H"]]:
+        """The live keys in unit length, and their mean."""
         k = kv.k.astype(jnp.float32)
         unit = k / jnp.maximum(jnp.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
         unit = jnp.where(kv.live[..., None], unit, 0.0)
-        anchor = unit.sum(2) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
-        anchor = anchor / jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
-        return -jnp.einsum("bksh,bkh->bks", unit, anchor)
+        return unit, unit.sum(2) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import kvjax
 from kvjax import methods
 from kvjax.allocation import Adaptive, UniformHeads
 from kvjax.analysis import eviction_bound, eviction_loss
-from kvjax.budget import Ratio, Share
+from kvjax.budget import Counts, Ratio, Share
 from kvjax.eviction import EvictMemory
 from kvjax.key_scores import ExpectedAttention, KeyDifference, KeyNorm, LagRelative
 from kvjax.measurements import FutureQueries, ProjectedValueNorm
@@ -20,7 +20,7 @@ from kvjax.methods.easykv import block_sizes
 from kvjax.methods.nacl import Table4
 from kvjax.protect import Protect, TopStd, rows_since_insertion
 from kvjax.scores import Accumulated, Mean
-from kvjax.select import Chunks, TopK, TopKThenRandom, TwoStage
+from kvjax.select import Chunks, Limits, TopK, TopKThenRandom, TwoStage
 from kvjax.simulations import NextStepMask
 from kvjax.stats import EntropyScaled, LastRows, LayerStats, Noisy, Observe
 from pallas_kernels import Columns, Softmax, attention
@@ -449,6 +449,8 @@ def test_e28_key_scores(examples):
         selection = kvjax.evict_layer(kvjax.Evict(score, e["params"]["keep"]), q, k, k)
         np.testing.assert_allclose(selection.score[0, 0], e["expected"][f"{name}_score"], atol=1e-6)
         assert helpers.kept(selection) == e["expected"][f"{name}_kept"]
+    _, anchor = KeyDifference().directions(cache(range(5), k=k, v=k))
+    np.testing.assert_allclose(anchor[0, 0], e["expected"]["anchor"], atol=1e-6)
 
 
 def test_e29_lagkv(examples):
@@ -468,17 +470,19 @@ def test_e30_chunkkv(examples):
     e = examples["E30"]
     scores = jnp.asarray(e["inputs"]["scores"], jnp.float32)[None]
     ratio = 1 - e["params"]["ratio_removed"]
-    policy = kvjax.from_fn(
-        lambda kv, stats, ctx: jnp.broadcast_to(scores, kv.pos.shape),
-        budget=ratio,
-        select=Chunks(e["params"]["chunk"], ratio),
-    )
-    q = jnp.zeros((1, 2, 7, 4))
-    selection = kvjax.evict_layer(policy, q, q, q)
-    assert [helpers.kept(selection, head=h) for h in (0, 1)] == [e["expected"]["kept"]] * 2
-    sums = np.asarray(e["inputs"]["scores"]).sum(0)
-    means = [sums[i : i + 3].mean() for i in (0, 3, 6)]
-    np.testing.assert_allclose(means, e["expected"]["chunk_scores"], atol=1e-6)
+    size, q = e["params"]["chunk"], jnp.zeros((1, 2, 7, 4))
+
+    def kept(share):
+        score = lambda kv, stats, ctx: jnp.broadcast_to(scores, kv.pos.shape)
+        selection = kvjax.evict_layer(kvjax.from_fn(score, budget=ratio, select=Chunks(size, share)), q, q, q)
+        first, second = (helpers.kept(selection, head=h) for h in (0, 1))
+        assert first == second
+        return first
+
+    assert kept(ratio) == e["expected"]["kept"]
+    assert sorted({j // size for j in kept(ratio)}) == e["expected"]["chunks_kept"]
+    best = int(np.argmax(e["expected"]["chunk_scores"]))  # one chunk of three is that of the largest mean
+    assert {j // size for j in kept(0.34)} == {best}
 
 
 def test_e31_criticalkv(examples):
@@ -495,7 +499,15 @@ def test_e31_criticalkv(examples):
     q = jnp.zeros((1, 1, 5, 2))
     out_proj = jnp.asarray([[[1.0, 0.0], [0.0, -1.0]]])  # keeps L1 norms
     assert helpers.kept(kvjax.evict_layer(policy, q, q, v, out_proj=out_proj)) == e["expected"]["kept"]
-    np.testing.assert_allclose((np.asarray(base) + params["eps"]) * norms, e["expected"]["stage2_score"], atol=1e-6)
+    kv = cache(range(5), k=q, v=v)
+    stats = LayerStats((jnp.asarray(norms, jnp.float32)[None, None],), (policy.select.weight,))
+    limits = Limits(
+        jnp.asarray([[params["keep"]]], jnp.int32), None, Counts(np.full(6, params["keep"]), jnp.asarray([5]))
+    )
+    first, second = policy.select.stages(base[None, None], jnp.zeros((1, 1, 5), bool), kv, stats, None, limits)
+    stage1 = TopK().best(first.score, kv.pos, first.count)
+    assert np.flatnonzero(stage1[0, 0]).tolist() == e["expected"]["stage1"]
+    np.testing.assert_allclose(second.score[0, 0], e["expected"]["stage2_score"], atol=1e-6)
     with pytest.raises(ValueError, match="output projection"):
         kvjax.evict_layer(policy, q, q, v)
 

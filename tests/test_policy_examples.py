@@ -145,6 +145,8 @@ def test_e16_column_reduction(examples, implementation):
     np.testing.assert_allclose(causal.lse[0, 0], e["expected"]["lse_causal"], atol=1e-5)
     for x, name in zip(causal.columns, ("colsum", "colsum_of_squares", "colsum_last2_rows"), strict=True):
         np.testing.assert_allclose(x[0, 0], e["expected"][f"{name}_causal"], atol=1e-5)
+    partials = np.asarray(e["expected"]["block_partials"])
+    np.testing.assert_allclose(causal.columns[0][0, 0].reshape(partials.shape), partials, atol=1e-5)
     np.testing.assert_allclose(causal.columns[0].sum(), e["expected"]["total_mass_causal"], atol=1e-5)
     everything = run(jnp.full((4,), 3, jnp.int32))  # rows that see all keys, as without a causal mask
     np.testing.assert_allclose(everything.lse[0, 0], e["expected"]["lse_full"], atol=1e-5)
