@@ -89,7 +89,7 @@ def _theorem_4(groups: dict[tuple[str, str], dict[tuple[str, int], dict[str, Any
                 "budget": budget,
                 "holds": int(holds.sum()),
                 "of": holds.size,
-                "ratio": float(ada.mean() / uniform.mean()),
+                "ratio": float(ada.mean() / uniform.mean()) if uniform.any() else None,  # nothing is evicted
                 "largest_excess": float((ada - uniform).max()),
             }
         )
@@ -116,7 +116,12 @@ def markdown(summary: dict[str, Any], title: str, tables: dict[str, Any]) -> str
     ]
     head = ["budget", "division", "loss", "less with learned", "prompts where learned is better", "intervals apart"]
     theorem = [
-        [r["budget"], f"{r['holds']} of {r['of']}", f"{r['ratio']:.3f}", f"{r['largest_excess']:.1e}"]
+        [
+            r["budget"],
+            f"{r['holds']} of {r['of']}",
+            "-" if r["ratio"] is None else f"{r['ratio']:.3f}",
+            f"{r['largest_excess']:.1e}",
+        ]
         for r in summary["theorem_4"]
     ]
     learned = [
@@ -155,7 +160,7 @@ def markdown(summary: dict[str, Any], title: str, tables: dict[str, Any]) -> str
 def plot_losses(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     """Loss and attention kept against the budget, with 95 % intervals, and losses relative to the uniform division.
 
-    The best mask in hindsight bounds them.
+    The best masks in hindsight lie below.
     """
     figure, (axes, kept, beside) = plt.subplots(1, 3, figsize=(15.5, 4.4), layout="constrained")
     budgets = list(dict.fromkeys(r["budget"] for r in rows))
@@ -176,7 +181,7 @@ def plot_losses(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
         beside.plot(aside, y[0] / uniform, **style)
     for each in (axes, kept, beside):
         each.set_xticks(x, [f"{100 * float(b):.4g} %" if "." in b else b for b in budgets])
-        each.set_xlabel("budget, of the prompt")
+        each.set_xlabel("budget, of the prompt" if any("." in b for b in budgets) else "budget, tokens")
         each.grid(alpha=0.3)
     axes.set_ylabel("exact eviction loss, % (95 % interval)")
     axes.set_ylim(bottom=0)

@@ -200,7 +200,7 @@ class InclusivePyramid(LayerAllocation):
 
 
 def _check_beta(pyramid: "Pyramid | FloorPyramid | InclusivePyramid") -> None:
-    if pyramid.beta < 1:
+    if not 1 <= pyramid.beta < math.inf:
         raise ValueError(
             f"{type(pyramid).__name__}(beta={pyramid.beta}): beta must be at least 1 (uniform); larger is steeper"
         )

@@ -80,6 +80,11 @@ class Evict(Policy):
                 f"a budget of {budget.n} tokens cannot hold the {fixed} that protect keeps "
                 f"(sinks={self.protect.sinks}, recent={self.protect.recent}); raise the budget or protect fewer"
             )
+        drop = as_count(self.when.drop, "drop")
+        if isinstance(budget, Tokens) and isinstance(drop, Tokens) and drop.n > budget.n:
+            raise ValueError(
+                f"a budget of {budget.n} tokens cannot drop {drop.n} at once; drop fewer or raise the budget"
+            )
         if self.when.decodes and not self.score.decodes:
             raise ValueError(
                 f"{self.score} ranks prompt tokens only, but {self.when} evicts while decoding; "

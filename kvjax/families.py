@@ -205,8 +205,13 @@ def with_table(policy: Evict, shares: np.ndarray) -> Evict:
     """A policy whose heads get these shares "L K" of the model's budget; only their ratios matter.
 
     Raises:
-      ValueError: shares that are no table of layers and heads.
+      ValueError: shares that are no table of layers and heads, or a policy whose budget they cannot divide, such as the
+        full cache or a chain.
     """
+    if not isinstance(policy, Evict):
+        raise ValueError(
+            f"{policy} has no budget of its own to divide; give a table to an Evict, or to each member of a composition"
+        )
     shares = np.asarray(shares, np.float64)
     if shares.ndim != 2:
         raise ValueError(f"shares have the shape {shares.shape}, which is not 2 axes; give a row a layer, one a head")

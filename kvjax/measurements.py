@@ -26,6 +26,13 @@ class FutureQueries(Measurement):
     horizon: int = 512
     skip: int = 4
 
+    def __post_init__(self):
+        if self.horizon < 1 or self.skip < 0:
+            raise ValueError(
+                f"FutureQueries(horizon={self.horizon}, skip={self.skip}): at least one position lies ahead, and "
+                "no fewer than 0 are skipped"
+            )
+
     def measure(self, moment: Moment) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
         """See `Measurement`."""
         q = moment.raw_q.astype(jnp.float32)

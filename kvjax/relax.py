@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -41,7 +42,7 @@ Scale = Literal["rank", "score"]
 
 def soft_top_k(
     score: Float[Array, "*batch S"],
-    budget: Float[Array, "*batch"],
+    budget: float | Float[Array, "*batch"],
     *,
     temperature: float | Float[Array, "..."],
     weight: Float[Array, "*batch S"] | None = None,
@@ -63,17 +64,17 @@ def soft_top_k(
       weight: what a whole slot costs, 1 if None. A slot of weight 0 does not compete, and its gate is 0.
 
     Raises:
-      ValueError: a temperature that is not positive, where it is a number.
+      ValueError: a temperature that is not positive, where it is known.
     """
     _check_positive(temperature)
     weight = jnp.ones_like(score) if weight is None else weight
-    temperature = jnp.broadcast_to(jnp.asarray(temperature, score.dtype), budget.shape)
-    return _compiled(score, budget.astype(score.dtype), temperature, weight)
+    whole = lambda x: jnp.broadcast_to(jnp.asarray(x, score.dtype), score.shape[:-1])
+    return _compiled(score, whole(budget), whole(temperature), weight)
 
 
 def _check_positive(temperature: Any) -> None:
     """Raises ValueError for a number that is no temperature; a traced one cannot be looked at."""
-    if isinstance(temperature, int | float) and not temperature > 0:
+    if not isinstance(temperature, jax.core.Tracer) and not np.all(np.asarray(temperature) > 0):
         raise ValueError(f"temperature={temperature} must be positive; the hard policy is the limit at 0")
 
 
@@ -345,7 +346,8 @@ def with_budgets(state: KVState, budgets: Float[Array, "*B L K"]) -> KVState:
 
     Args:
       state: from `kvjax.init_state`, or later.
-      budgets: real numbers, for all sequences or for each. Traced ones have gradients.
+      budgets: real numbers, for all sequences or for each. Traced ones have gradients. Where one decision is made for
+        all layers (`kvjax.shared_layers`), those of the first layer are all layers'.
 
     Raises:
       ValueError: a state without a relaxed layer, budgets of other layers or heads than it has.

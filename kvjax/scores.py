@@ -7,6 +7,7 @@ turns them into scores (`__call__`). Scores know nothing of budgets, protection,
 import abc
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -119,6 +120,11 @@ class Accumulated(Running):
     decay: float = 1.0
     damping: float = 1.0
     share_batch: bool = False
+
+    def __post_init__(self):
+        for name in ("decay", "damping"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"Accumulated({name}={getattr(self, name)}): a factor of sums is finite, not negative")
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Observer`."""
@@ -446,7 +452,8 @@ class Pooled(OfScore):
     def __post_init__(self):
         one_of("Pooled.kind", self.kind, "max", "avg")
         if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"Pooled(kernel={self.kernel}): an even kernel shifts the scores; use {self.kernel | 1}")
+            odd = max(self.kernel | 1, 1)
+            raise ValueError(f"Pooled(kernel={self.kernel}): a kernel is odd, or it shifts the scores; use {odd}")
         one_of("Pooled.avg_pad", self.avg_pad, "zero", "valid_count")
 
     def __call__(self, memory, kv, stats, ctx, candidates):

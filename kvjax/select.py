@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -240,7 +241,7 @@ class TopKThenRandom(Select):
         as_count(self.random, "random")
         one_of("TopKThenRandom.pool", self.pool, "rest", "all")
         one_of("TopKThenRandom.distribution", self.distribution, "softmax", "normalised", "uniform")
-        if self.temperature <= 0:
+        if not 0 < self.temperature < math.inf:
             raise ValueError(f"TopKThenRandom(temperature={self.temperature}): must be positive")
 
     def __call__(self, score, safe, kv, stats, ctx, limits):
@@ -286,6 +287,11 @@ class TopKThenRandom(Select):
 class RandomRun(Select):
     """Drops one contiguous run of tokens, the same in all heads and layers (EasyKV's "random" while encoding, D-05)."""
 
+    @property
+    def by_head(self) -> bool:
+        """See `Select`."""
+        return False
+
     def __call__(self, score, safe, kv, stats, ctx, limits):
         """See `Select`."""
         del score, stats
@@ -328,6 +334,13 @@ class TwoStage(Select):
     first: float = 0.5
     eps: float = 1e-4
     ties: Ties = "evict_older"
+
+    def __post_init__(self):
+        if not 0 <= self.first <= 1 or not 0 <= self.eps < math.inf:
+            raise ValueError(
+                f"TwoStage(first={self.first}, eps={self.eps}): the first stage fills a share of the budget in [0, 1], "
+                "and eps is finite, not negative"
+            )
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Select`."""

@@ -56,6 +56,10 @@ def evict_layer(
     K = k.shape[1]
     if k.shape != (B, K, T, H) or v.shape[:3] != (B, K, T):
         raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} must agree in batch, length and head_dim")
+    if tokens is not None and tokens.shape != (B, T):
+        raise ValueError(
+            f"tokens have the shape {tokens.shape}, but the prompts are {B} of width {T}; give one id a token"
+        )
     if T < 1:
         raise ValueError("the prompt is empty (T=0); give at least one token")
     if policy.needs_every_row and T > 1:

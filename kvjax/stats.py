@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -172,6 +173,8 @@ class EntropyScaled(RowSoftmax):
         as_count(self.k, "EntropyScaled.k")
         one_of("EntropyScaled.apply", self.apply, "raw", "scaled")
         one_of("EntropyScaled.count", self.count, "position", "cache")
+        if self.floor is not None and not 0 <= self.floor < math.inf:
+            raise ValueError(f"EntropyScaled(floor={self.floor}): a lower bound of a factor is finite, not negative")
 
     def kernel(self, moment):
         """See `RowSoftmax`."""
@@ -211,8 +214,12 @@ class Noisy(RowSoftmax):
     def __post_init__(self):
         one_of("Noisy.noise", self.noise, "gumbel", "gaussian", "constant", "none")
         one_of("Noisy.per", self.per, "call", "key")
-        if min(self.tau) <= 0:
+        if not all(0 < t < math.inf for t in self.tau):
             raise ValueError(f"Noisy(tau={self.tau}): temperatures must be positive")
+        if self.tau_delta is not None and not 0 <= self.tau_delta < math.inf:
+            raise ValueError(
+                f"Noisy(tau_delta={self.tau_delta}): a step below 0 ends at temperatures that are negative"
+            )
 
     def kernel(self, moment):
         """See `RowSoftmax`."""

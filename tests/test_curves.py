@@ -236,6 +236,12 @@ def test_bounds_hold_where_the_theorem_does(curves):
         assert (np.asarray(array)[others] <= np.asarray(losses.bound)[others] * (1 + 1e-5) + 1e-4).all()
 
 
+def test_policies_have_names_of_their_own(tiny, prompts):
+    tokens, continuation, _ = prompts
+    with pytest.raises(ValueError, match=r"'hindsight \(model\)' is the name of an oracle"):
+        analysis.curves(*tiny, tokens, continuation, {"hindsight (model)": methods.window}, [8], lengths=LENGTHS)
+
+
 def test_an_equal_call_compiles_nothing_and_means_have_intervals(tiny, prompts, curves):
     model, params = tiny
     tokens, continuation, keys = prompts

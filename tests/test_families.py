@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import json
 import math
 
@@ -568,6 +569,12 @@ def test_gated_logits_are_the_hard_policys(tiny):
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_table_divides_a_budget():
+    for policy in (methods.full(), kvjax.chain(methods.h2o(8), methods.tova(8))):
+        with pytest.raises(ValueError, match="has no budget of its own to divide"):
+            inspect.unwrap(families.with_table)(policy, np.ones((2, 2)))
 
 
 def test_errors_of_views_and_policies(tiny):

@@ -1,5 +1,6 @@
 """Options with named values refuse others, and say which exist."""
 
+import dataclasses
 import inspect
 
 import numpy as np
@@ -24,6 +25,18 @@ REFUSED = [
     (methods.pyramidkv, {"preset": "paper"}, r"preset='paper' is not one of \(None, 'pyramid_factory'"),
     (methods.snapkv, {"normalise": "window"}, r"normalise='window' is not one of \('all', 'outside_window'\)"),
     (methods.snapkv, {"pool_before_rows": True, "pooling": "avg"}, "use pooling='max'"),
+    (methods.nacl, {"min_len": -5}, "min_len=-5 is negative"),
+    (methods.nacl, {"random_temperature": float("nan")}, "temperature=nan.: must be positive"),
+    (methods.expected_attention, {"horizon": 0}, "at least one position lies ahead"),
+    (methods.keyformer, {"damping": float("nan")}, "damping=nan.: a factor of sums is finite"),
+    (methods.keyformer, {"tau": (1.0, float("nan"))}, "temperatures must be positive"),
+    (methods.keyformer, {"tau_delta": -0.5}, "a step below 0 ends at temperatures that are negative"),
+    (methods.pyramidkv, {"beta": float("nan")}, "beta=nan.: beta must be at least 1"),
+    (methods.criticalkv, {"first_stage": 2.0}, r"first=2.0, .* a share of the budget in \[0, 1\]"),
+    (methods.scissorhands, {"element": "p", "decay": -1.0}, "decay=-1.0.: a factor of sums is finite, not negative"),
+    (methods.scissorhands, {"drop": 65}, "a budget of 64 tokens cannot drop 65 at once"),
+    (methods.ahakv, {"sg_floor": -1.0}, "floor=-1.0.: a lower bound of a factor is finite, not negative"),
+    (methods.snapkv, {"kernel_size": -1}, "kernel=-1.: a kernel is odd, or it shifts the scores; use 1"),
     (methods.random, {"random_mode": "block"}, r"random_mode='block' is not one of \('independent', 'run'\)"),
 ]
 
@@ -94,6 +107,10 @@ POOLED = methods.ada_snapkv(8, window_size=4)
             "drop different channels, so .* cannot share a pool; use storage='dense'",
         ),
         (kvjax.chain(POOLED, kvjax.soften(methods.h2o(8), 1.0)), "have gates, so their keys cannot share a pool"),
+        (
+            kvjax.chain(kvjax.soften(methods.h2o(8), 1.0), methods.tova(4)),
+            r"soften the chain instead of 1 of its 2 members: soften\(chain",
+        ),
         (kvjax.chain(methods.think(), methods.h2o(8), methods.think(0.25)), "2 members of a chain drop key channels"),
         (
             kvjax.chain(methods.h2o(8, prefill="stepwise_mask"), methods.dilated_window(8)),
@@ -113,6 +130,26 @@ def test_simulations_have_no_other_schedule(options):
         ValueError, match=r"decides at every row .* so Schedule\(prefill=True, every=4, .* cannot apply"
     ):
         kvjax.when(kvjax.every(4), methods.h2o(8, **options))
+
+
+def test_channels_are_dropped_once():
+    with pytest.raises(ValueError, match="channels are dropped once, after the prompt, so Schedule"):
+        kvjax.when(kvjax.every(4), kvjax.chain(methods.h2o(8), methods.think()))
+
+
+def test_a_run_is_the_same_in_all_heads():
+    run = methods.random(8, random_mode="run")
+    with pytest.raises(ValueError, match="keeps the same tokens in all heads, but HeadTable"):
+        dataclasses.replace(run, heads=kvjax.HeadTable(((1.0, 3.0),)))
+
+
+def test_a_prompt_has_one_id_a_token():
+    q = np.zeros((1, 2, 6, 4), np.float32)
+    evict_layer = inspect.unwrap(kvjax.evict_layer)  # as a user has it, without the shapes that tests check
+    with pytest.raises(ValueError, match=r"tokens have the shape \(1, 5\), but the prompts are 1 of width 6"):
+        evict_layer(methods.h2o(4), q, q, q, tokens=np.zeros((1, 5), np.int32))
+    with pytest.raises(ValueError, match="must agree in batch, length and head_dim"):
+        evict_layer(methods.h2o(4), q, q[:, :, 1:], q)
 
 
 def test_readings_are_refused_before_tracing(tiny):

@@ -272,6 +272,8 @@ def curves(
         raise ValueError(f"seeds={seeds}, at_once={at_once}: both are at least 1")
     for across in oracles:
         one_of("oracles", across, *HINDSIGHT)
+    if taken := sorted({HINDSIGHT[across] for across in oracles} & set(policies)):
+        raise ValueError(f"{taken[0]!r} is the name of an oracle; call the policy something else")
     known = lengths if isinstance(lengths, np.ndarray) else None
     grid = make_grid(model.config, policies, budgets, prompt_len=T, max_new_tokens=F, lengths=known)
     counts = tuple(as_budget(b) for b in budgets)

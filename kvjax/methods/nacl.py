@@ -115,7 +115,8 @@ def nacl(
       random: tokens kept by the draw; 0 is the ablation "without random eviction". A `random` of the whole budget less
         `protect` is the one "without proxies".
       sinks: first tokens that stay.
-      first_proxies: proxy rows at the beginning too, for prompts whose question stands anywhere.
+      first_proxies: proxy rows at the beginning too, for prompts whose question stands anywhere. Of a prompt that is
+        read in blocks they judge those that hold them.
       random_pool, random_distribution, random_temperature: see `TopKThenRandom`; "uniform" is the ablation without
         probability sampling.
       head_mode: "layer" averages scores over the heads of a layer and draws once, "global" does so for all layers
@@ -132,6 +133,8 @@ def nacl(
     one_of("compat", compat, None, "nacl_headbug")
     if decode_rows == "interval" and decode_every is None:
         raise ValueError("decode_rows='interval' says nothing without evictions while decoding; give decode_every=")
+    if min_len < 0:
+        raise ValueError(f"min_len={min_len} is negative; 0 leaves no prompt alone")
     count = as_budget(budget)
     protect = Table4("protect", count) if protect is None else as_count(protect, "protect")
     proxies = Table4("rows", count) if proxies is None else as_count(proxies, "proxies")
@@ -160,8 +163,8 @@ def nacl(
 def nacl_llama3(budget: float = 0.2, **options: Any) -> Policy:
     """The released code's shares (D-17): 256 sinks, 1 % proxies of which 256 are not kept, 7 % random of 20 %.
 
-    The shares scale with `budget`. Below 25,700 tokens the code's own slices come out empty; here a prompt too short
-    for the sinks is refused.
+    The shares scale with `budget`. Below 25,700 tokens the code's own slices come out empty; here the sinks are
+    all that is protected, prompts of `min_len` tokens are left alone, and one too short for the sinks is refused.
 
     Args:
       budget: share of the prompt that is kept.

@@ -12,6 +12,7 @@ from kvjax.context import Context, Phase, Site
 from kvjax.measurements import QuerySquares
 from kvjax.policy import Policy, Selection
 from kvjax.pool import PooledKV
+from kvjax.schedule import Schedule
 from kvjax.state import LayerKV, PerHead
 from kvjax.stats import LayerStats, Measurement
 
@@ -63,6 +64,12 @@ class PruneChannels(Policy):
         k = jnp.where(kv.live[..., None], kv.k.astype(jnp.float32), 0.0)
         mean = (k * k).sum(2) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
         return PerHead(stats[QuerySquares(self.query_rows)] * mean), None
+
+    def scheduled(self, schedule: Schedule) -> Policy:
+        """See `Policy`; channels are dropped once."""
+        raise ValueError(
+            f"channels are dropped once, after the prompt, so {schedule} cannot apply; schedule the others"
+        )
 
     def transform(self, kv: LayerKV | PooledKV, ctx: Context) -> LayerKV:
         """See `Policy`."""
