@@ -189,7 +189,7 @@ def test_plan_errors_name_layer_numbers_and_fix(tiny):
         (lambda: Pyramid(0.5), "beta must be at least 1"),
         (lambda: Adaptive(1.5), "alpha must lie in"),
         (lambda: Adaptive(0.5, 0.2), "max_ratio"),
-        (lambda: methods.snapkv(64, kernel_size=4), "even kernel shifts the scores; use 5"),
+        (lambda: methods.snapkv(64, kernel_size=4), "a kernel is odd, or it shifts the scores; use 5"),
         (lambda: kvjax.LastRows(0), "at least one row"),
         (lambda: kvjax.Sample(top_k=0), "at least one token"),
         (lambda: kvjax.Sample(top_p=0.0), "probability mass"),
