@@ -102,18 +102,19 @@ def check_best(policy, keep, score, n, width):
     assert worst is None or best is None or worst > best
 
 
-def check_same(found, expected, score):
-    """Two runs kept the same, but for tokens whose scores differ by no more than the order of additions makes them.
+def check_same(found, expected, score, content):
+    """Two runs kept the same. Equal keys have scores that are equal on paper and differ by the order of additions.
 
-    Equal keys have equal scores on paper; another width is another order of additions. `check_best` sees to exact ties.
+    Of these, what one run keeps and the other does not has the same score; `check_best` sees to exact ties.
     """
-    differ = found != expected
-    if not differ.any():
+    if content not in ("equal keys", "equal tokens"):
+        np.testing.assert_array_equal(found, expected)
         return
-    assert found.sum() == expected.sum()
+    differ = found != expected
+    np.testing.assert_array_equal(found.sum(-1), expected.sum(-1))
     for apart, scores in zip(differ.reshape(-1, differ.shape[-1]), score.reshape(-1, score.shape[-1]), strict=True):
         if apart.any():
-            assert np.ptp(scores[apart]) <= 1e-5 * np.abs(scores[apart]).max()
+            assert np.ptp(scores[apart]) <= 1e-6 * np.abs(scores[apart]).max()
 
 
 def prompt_property(case, data, groups, widths):
@@ -147,18 +148,18 @@ def prompt_property(case, data, groups, widths):
     except ValueError as error:  # the other row's new length may be one that this budget cannot serve
         refused(error)
         return
-    check_same(np.asarray(again.keep[0]), keep[0], score[0])
+    check_same(np.asarray(again.keep[0]), keep[0], score[0], content)
     for width in widths:
         if max(lengths) <= width:
             cut = evict_layer(policy, [x[:, :, T - width :] for x in tensors], lengths, layer, seed)
             # Ids are drawn by width: methods that look at them get the same ones.
             if not case.name.startswith("fastgen"):
-                check_same(np.asarray(cut.keep), keep[:, :, T - width :], score[:, :, T - width :])
+                check_same(np.asarray(cut.keep), keep[:, :, T - width :], score[:, :, T - width :], content)
 
     if content == "random" and not (case.random or case.by_head):
         swap = lambda x: x.reshape(B, K, -1, T, x.shape[-1])[:, ::-1].reshape(x.shape)
         swapped = evict_layer(policy, [swap(x) for x in tensors], lengths, layer, seed)
-        check_same(np.asarray(swapped.keep)[:, ::-1], keep, score)
+        np.testing.assert_array_equal(np.asarray(swapped.keep)[:, ::-1], keep)
 
 
 def _cases(quick):
