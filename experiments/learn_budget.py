@@ -186,6 +186,7 @@ class _Sizes:
     num_query_heads: int
     num_kv_heads: int
     head_dim: int
+    windows: tuple[int | None, ...]
     vocab_size: int = 0
     dtype: str = "float32"
     additive_rotation: bool = True
@@ -193,7 +194,12 @@ class _Sizes:
     @classmethod
     def of(cls, state: kvjax.KVState) -> "_Sizes":
         site = state.plan.sites[0]
-        return cls(site.num_layers, site.num_query_heads, site.num_kv_heads, site.head_dim)
+        windows = tuple(s.window for s in state.plan.sites)
+        return cls(site.num_layers, site.num_query_heads, site.num_kv_heads, site.head_dim, windows)
+
+    def window(self, layer: int) -> int | None:
+        """See `kvjax.plan.ModelConfig`."""
+        return self.windows[layer]
 
 
 def average_table(policy: kvjax.Evict, readings: Sequence[Reading]) -> np.ndarray:

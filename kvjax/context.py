@@ -22,6 +22,7 @@ class Site:
       num_query_heads, num_kv_heads, head_dim: shape of the layer's attention.
       prompt_len: width of the (padded) prompt; no sequence has a longer one.
       max_new_tokens: decode steps the run is planned for.
+      window: the layer's sliding window, how many positions a row sees; None for all.
     """
 
     layer: int
@@ -31,6 +32,7 @@ class Site:
     head_dim: int
     prompt_len: int
     max_new_tokens: int
+    window: int | None = None
 
 
 def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
@@ -91,7 +93,7 @@ class Context:
         def draw(key: Key[Array, ""], event: Int[Array, ""], head: Int[Array, ""], pos: Int[Array, "S"]):
             for salt in (jnp.int32(self.site.layer), event, head):
                 key = jax.random.fold_in(key, salt)
-            return jax.vmap(lambda p: jax.random.uniform(jax.random.fold_in(key, p)))(pos)
+            return jax.vmap(lambda p: jax.random.uniform(jax.random.fold_in(key, p), (), jnp.float32))(pos)
 
         heads = jnp.arange(pos.shape[1], dtype=jnp.int32) * jnp.int32(not shared)
         by_head = jax.vmap(draw, (None, None, 0, 0))

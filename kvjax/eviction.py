@@ -24,7 +24,7 @@ from kvjax.state import LayerKV, PerHead, Positions, evict
 from kvjax.stats import LayerStats, Measurement, ordered
 from pallas_kernels.pytree import pytree
 
-_LARGE = 1e38
+LARGE = 1e38  # what infinite scores become: protection and death stay beyond them
 
 
 class Mask(abc.ABC):
@@ -42,7 +42,7 @@ class Evict(Policy):
     Attributes:
       score: ranks tokens.
       budget: live tokens a kv head and layer, on average, protected ones included: a number of tokens (int) or a share
-        of the prompt (float).
+        of the prompt (float). In a layer with a sliding window, tokens that no row to come can read go first.
       protect: tokens that are never evicted.
       layers: how the budget is divided over layers. Protected tokens come first; what is left of the budget is divided.
       heads: how a layer's budget is divided over its kv heads, again after protection. While decoding, heads keep the
@@ -101,6 +101,11 @@ class Evict(Policy):
                 "own; use heads=UniformHeads()"
             )
         one_of("positions", self.positions, "original", "compact", "rerotate")
+        if self.positions == "compact" and self.score.rotated_keys:
+            raise ValueError(
+                f"{self.score} looks at rotated keys, but positions='compact' stores them before rotation; use "
+                "'rerotate', which rotates them to the same ranks, or 'original'"
+            )
         one_of("granularity", self.granularity, "kv_head", "query_head")
         one_of("storage", self.storage, "dense", "pool")
         hard = {"positions": self.positions != "original", "storage": self.storage != "dense"}
@@ -120,7 +125,8 @@ class Evict(Policy):
     # Sizes: numpy on the host, one entry for every prompt length that the plan may meet.
 
     def _sizes(self, site: Site) -> "_Sizes":
-        return _sizes(as_budget(self.budget), self.protect, self.layers, site.num_layers, site.prompt_len)
+        sizes = as_budget(self.budget), self.protect, self.layers, site.num_layers, site.prompt_len
+        return _sizes(*sizes, int(self.when.before_append))
 
     def _cap(self, site: Site, lengths: Sequence[int] | None) -> int:
         """The most tokens that one head may keep at an eviction."""
@@ -314,7 +320,11 @@ class Evict(Policy):
         budget, sinks, recent = self._now(ctx)
         if memory.shares is None:
             return budget[:, None]
-        return memory.shares.value + jnp.minimum(sinks + recent, budget)[:, None]
+        return memory.shares.value + self._outside(budget, sinks, recent)[:, None]
+
+    def _outside(self, budget: Array, sinks: Array, recent: Array) -> Int[Array, "B"]:
+        """What every head gets: its protected tokens, and the one for which a step makes room before it comes."""
+        return jnp.minimum(sinks + jnp.maximum(recent, int(self.when.before_append)), budget)
 
     def _numbers(self, ctx: Context) -> "Numbers":
         return Numbers(*self._now(ctx), int(self.tables(ctx.site)[0].max()), self._counts(ctx))
@@ -348,15 +358,18 @@ class Evict(Policy):
         candidates = kv.live & ~safe
         score = self.score(memory.score, kv, stats, ctx, candidates).astype(jnp.float32)
         # Infinities are left to protection and death; what is not a number is worth least.
-        finite = jnp.nan_to_num(score, nan=-_LARGE, posinf=_LARGE, neginf=-_LARGE)
-        outside = jnp.minimum(sinks + recent, budget)
+        finite = jnp.nan_to_num(score, nan=-LARGE, posinf=LARGE, neginf=-LARGE)
+        if ctx.site.window is not None:  # what no row to come can read goes first
+            readable = kv.pos > (ctx.length - coming - ctx.site.window)[:, None, None]
+            finite = jnp.where(readable, finite, -LARGE)
+        outside = self._outside(budget, sinks, recent)
         if memory.shares is None:
             selectable = self.heads.heads(finite, candidates, budget - outside, numbers.most, ctx.site, outside)
         else:
             selectable = memory.shares.value
         budgets = selectable + outside[:, None]
         if self.scope is not None:
-            safe = self.scope(memory.scope, kv, stats, ctx, safe, counts)
+            safe = self.scope(memory.scope, kv, stats, ctx, safe, counts, budgets)
         if self.when.drop != 0:
             stay = jnp.minimum(safe.sum(-1, dtype=jnp.int32), budgets)
             budgets = jnp.maximum(budgets - drop, stay)
@@ -413,27 +426,31 @@ class _Sizes:
     Attributes:
       budget: "M L".
       sinks, recent: "M".
+      coming: tokens for which a step makes room before it appends them.
     """
 
     budget: np.ndarray
     sinks: np.ndarray
     recent: np.ndarray
+    coming: int
 
     @property
     def outside(self) -> np.ndarray:
-        """Protected tokens of a layer that has its average budget."""
-        return np.minimum(self.sinks + self.recent, self.budget.min(1))
+        """What every head gets of a layer that has its average budget."""
+        return np.minimum(self.sinks + np.maximum(self.recent, self.coming), self.budget.min(1))
 
 
 @functools.lru_cache(maxsize=64)
-def _sizes(budget: Count, protect: Protect, layers: LayerAllocation, num_layers: int, prompt_len: int) -> _Sizes:
+def _sizes(
+    budget: Count, protect: Protect, layers: LayerAllocation, num_layers: int, prompt_len: int, coming: int
+) -> _Sizes:
     n = np.arange(prompt_len + 1)
     average = np.maximum(budget.table(n, n), 1)
     sinks, recent = protect.tables(n, average)
-    outside = np.minimum(sinks + recent, average)
+    outside = np.minimum(sinks + np.maximum(recent, coming), average)
     selectable = average - outside
     per_layer = layers.layers(selectable, np.maximum(n - outside, selectable), num_layers, outside)
-    return _Sizes(per_layer + outside[:, None], sinks, recent)
+    return _Sizes(per_layer + outside[:, None], sinks, recent, coming)
 
 
 def from_fn(

@@ -29,6 +29,11 @@ class KeyNorm(Score):
 class KeyDifference(Score):
     """Keys unlike the others are worth more: minus the cosine to the mean unit key (KeyDiff, arXiv 2504.15364)."""
 
+    @property
+    def rotated_keys(self) -> bool:
+        """See `Score`."""
+        return True
+
     def __call__(self, memory, kv, stats, ctx, candidates):
         """See `Score`."""
         del memory, stats, ctx, candidates
@@ -60,6 +65,11 @@ class ExpectedAttention(Score):
     queries: FutureQueries = FutureQueries()
     covariance: bool = True
     eps: float = 0.0
+
+    @property
+    def rotated_keys(self) -> bool:
+        """See `Score`."""
+        return True
 
     @property
     def decodes(self) -> bool:
@@ -107,6 +117,11 @@ class LagRelative(Score):
     lag: int = 128
     sinks: int = 4
     cross_scoring: bool = False
+
+    @property
+    def rotated_keys(self) -> bool:
+        """See `Score`."""
+        return True
 
     def __post_init__(self):
         if self.lag < 1 or self.sinks < 0:

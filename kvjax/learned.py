@@ -90,6 +90,11 @@ class Learned(Score):
         return False
 
     @property
+    def rotated_keys(self) -> bool:
+        """See `Score`."""
+        return True
+
+    @property
     def _votes(self) -> Observe:
         return Observe(LastRows(self.rows))
 

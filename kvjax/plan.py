@@ -53,6 +53,10 @@ class ModelConfig(Protocol):
         """Whether rotating a key twice is rotating it once by the sum."""
         ...
 
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer, None for none."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class CachePlan:
@@ -167,7 +171,7 @@ def make_plan(
             f"prompt lengths must lie between 1 and the prompt's width {prompt_len}, got {known[0]} to {known[-1]}"
         )
     L, N, K = config.num_layers, config.num_query_heads, config.num_kv_heads
-    site_of = lambda i, heads: Site(i, L, N, heads, config.head_dim, prompt_len, max_new_tokens)
+    site_of = lambda i, heads: Site(i, L, N, heads, config.head_dim, prompt_len, max_new_tokens, config.window(i))
     sites = tuple(site_of(i, N if policy.heads_of(site_of(i, K)) == "query_head" else K) for i in range(L))
     for site in sites:
         _check_composition(policy, site)

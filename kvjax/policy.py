@@ -277,8 +277,11 @@ class Chain(Policy):
     def most(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"] | None:
         """See `Policy`."""
         each = zip(self.policies, kv.memory, strict=True)
-        bounds = [b for p, m in each if (b := p.most(dataclasses.replace(kv, memory=m), ctx)) is not None]
-        return functools.reduce(jnp.minimum, bounds) if bounds else None
+        bounds = [p.most(dataclasses.replace(kv, memory=m), ctx) for p, m in each]
+        if all(b is None for b in bounds):
+            return None
+        whole = [jnp.full(kv.pos.shape[:2], p.capacity(ctx.site), jnp.int32) for p in self.policies]
+        return functools.reduce(jnp.minimum, (w if b is None else b for b, w in zip(bounds, whole, strict=True)))
 
     def scheduled(self, schedule: Schedule) -> Policy:
         """See `Policy`."""

@@ -72,8 +72,9 @@ class Scope(Observer, abc.ABC):
         ctx: Context,
         safe: Bool[Array, "B K S"],
         counts: Counts,
+        most: Int[Array, "B K"],
     ) -> Bool[Array, "B K S"]:
-        """The slots that may not be evicted: `safe` (protected by position) and others."""
+        """The slots that may not be evicted: `safe` (protected by position) and others, `most` together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +86,13 @@ class PromptSinks(Scope):
         """See `Scope`."""
         return self.size
 
-    def __call__(self, memory, kv, stats, ctx, safe, counts):
+    def __call__(self, memory, kv, stats, ctx, safe, counts, most):
         """See `Scope`."""
         del memory, stats
         if ctx.phase == "decode":
             return safe
-        return safe | (kv.live & (kv.pos < counts(self.size)[:, None, None]))
+        first = kv.live & (kv.pos < counts(self.size)[:, None, None])
+        return safe | (first & TopK("lower_index").best(jnp.where(safe, jnp.inf, 0.0), kv.pos, most))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,12 +147,12 @@ class TopStd(Scope):
         del kv, ctx
         return tuple(m + stats[o] for m, o in zip(memory, self._moments, strict=True))
 
-    def __call__(self, memory, kv, stats, ctx, safe, counts):
+    def __call__(self, memory, kv, stats, ctx, safe, counts, most):
         """See `Scope`."""
-        safe = PromptSinks(self.prompt_sinks)((), kv, stats, ctx, safe, counts)
+        safe = PromptSinks(self.prompt_sinks)((), kv, stats, ctx, safe, counts, most)
         std = self.deviation(memory, kv, ctx)
         size = self.size if ctx.phase == "prefill" or self.decode_size is None else self.decode_size
-        size = jnp.broadcast_to(counts(size)[:, None], kv.pos.shape[:2])
+        size = jnp.minimum(counts(size)[:, None], most.astype(jnp.int32))  # heads may have less than the layer's mean
         return safe | TopK().best(jnp.where(safe, jnp.inf, std), kv.pos, size)
 
     def deviation(

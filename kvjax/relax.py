@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.choice import one_of
 from kvjax.context import Context, Phase, Site
-from kvjax.eviction import Evict
+from kvjax.eviction import LARGE, Evict
 from kvjax.policy import Chain, Identity, Partition, Policy, SharedLayers, chain
 from kvjax.select import Limits, Select, Stage, TopK
 from kvjax.state import KVState, PerHead
@@ -36,6 +36,8 @@ from kvjax.stats import Measurement
 from pallas_kernels.pytree import pytree
 
 Scale = Literal["rank", "score"]
+
+_FAR = 1e4  # deviations from the mean: a gate is open or closed there at any temperature of use
 
 # --- the soft top-k ---
 
@@ -199,14 +201,16 @@ def mass_rank(
 
 
 def standardised(score: Float[Array, "*batch S"], weight: Float[Array, "*batch S"]) -> Float[Array, "*batch S"]:
-    """Scores with mean 0 and deviation 1 over the slots that have weight."""
-    counts = (weight > 0).astype(score.dtype)
-    score = jnp.where(weight > 0, score, 0.0)
+    """Scores with mean 0 and deviation 1 over the slots that have weight; infinite ones are far beyond the others."""
+    infinite = jnp.abs(score) >= LARGE
+    counts = ((weight > 0) & ~infinite).astype(score.dtype)
+    far = jnp.where(infinite & (weight > 0), jnp.sign(score) * _FAR, 0.0)
+    score = jnp.where(counts > 0, score, 0.0)
     total = jnp.maximum(counts.sum(-1, keepdims=True), 1.0)
     centred = (score - score.sum(-1, keepdims=True) / total) * counts
     variance = jnp.square(centred).sum(-1, keepdims=True) / total
     varies = variance > 0
-    return centred * jnp.where(varies, lax.rsqrt(jnp.where(varies, variance, 1.0)), 0.0)
+    return centred * jnp.where(varies, lax.rsqrt(jnp.where(varies, variance, 1.0)), 0.0) + far
 
 
 # --- relaxed policies ---

@@ -37,6 +37,11 @@ class Score(Observer, abc.ABC):
         """Whether the score means something while decoding."""
         return True
 
+    @property
+    def rotated_keys(self) -> bool:
+        """Whether it looks at keys, and rotation changes what it sees."""
+        return False
+
 
 @dataclasses.dataclass(frozen=True)
 class Recency(Score):
@@ -92,6 +97,11 @@ class OfScore(Score):
         """See `Score`."""
         return self.score.decodes
 
+    @property
+    def rotated_keys(self) -> bool:
+        """See `Score`."""
+        return self.score.rotated_keys
+
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Observer`."""
         return self.score.observe(phase)
@@ -108,6 +118,8 @@ class OfScore(Score):
 @dataclasses.dataclass(frozen=True)
 class Accumulated(Running):
     """A column statistic summed over every row since the token was inserted, prompt and decode alike.
+
+    Of a prompt that is read in blocks, the last rows are those of its last block: every block starts anew.
 
     Attributes:
       of: what is summed. The default, attention probabilities of all rows, is H2O's accumulated attention score.
@@ -134,9 +146,15 @@ class Accumulated(Running):
     def update(self, memory, kv, stats, ctx):
         """See `Score`."""
         new = stats[self.of] * self.damping
+        memory = _anew(memory, self.of, ctx)
         if self.share_batch:
             new = _sum_over_batch(new, kv, ctx.site.prompt_len + ctx.site.max_new_tokens)
         return memory * self.decay + new
+
+
+def _anew(memory: Float[Array, "B K S"], of: Observe, ctx: Context) -> Float[Array, "B K S"]:
+    """What is added to: nothing, where the last rows of a prompt vote and another block of it has come."""
+    return jnp.zeros_like(memory) if ctx.phase == "prefill" and isinstance(of.rows, LastRows) else memory
 
 
 def _sum_over_batch(new: Float[Array, "B K S"], kv: LayerKV, num_positions: int) -> Float[Array, "B K S"]:
@@ -264,7 +282,9 @@ class ValuePrior(Running):
         if ctx.phase == "decode" and not self.each_step:
             return memory + new
         new = new * self.prior(kv)
-        return memory + (new if self.target == "value_norm" else jnp.where(kv.live, self._pool(new, kv), 0.0))
+        return _anew(memory, self.of, ctx) + (
+            new if self.target == "value_norm" else jnp.where(kv.live, self._pool(new, kv), 0.0)
+        )
 
     def prior(self, kv: LayerKV) -> Float[Array, "B K S"]:
         """What the attention of the prompt's slots is multiplied by."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from kvjax.budget import Count, Counts, as_count
 from kvjax.choice import one_of
@@ -56,32 +56,36 @@ class Stage:
 def largest(keys: Sequence[Array], counts: Int[Array, "B #K"]) -> Bool[Array, "B K S"]:
     """The `counts` largest slots of every head by the first key, among equals by the next; the last has no equals.
 
-    The bar that `counts` slots reach is found bit by bit, which on CPU is many times faster than sorting.
+    Keys are integers or floats of 32 bits, or of 64. The bar that `counts` slots reach is found bit by bit, which on
+    CPU is many times faster than sorting.
     """
     shape = keys[0].shape
     left = jnp.broadcast_to(counts, shape[:2]).astype(jnp.int32)
     chosen, among = jnp.zeros(shape, bool), jnp.broadcast_to((left > 0)[..., None], shape)
     for key in keys:
         bits = _ordered_bits(key)
+        width = 8 * bits.dtype.itemsize
 
-        def raise_bar(i, bar, bits=bits, among=among, left=left):
-            higher = bar | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        def raise_bar(i, bar, bits=bits, among=among, left=left, last=width - 1):
+            higher = bar | (jnp.ones((), bar.dtype) << (last - i).astype(bar.dtype))
             reached = (among & (bits >= higher[..., None])).sum(-1, dtype=jnp.int32)
             return jnp.where(reached >= left, higher, bar)
 
-        bar = lax.fori_loop(jnp.int32(0), jnp.int32(32), raise_bar, jnp.zeros(shape[:2], jnp.uint32))[..., None]
+        bar = jnp.zeros(shape[:2], bits.dtype)
+        bar = lax.fori_loop(jnp.int32(0), jnp.int32(width), raise_bar, bar)[..., None]
         above = among & (bits > bar)
         chosen, among = chosen | above, among & (bits == bar)
         left = left - above.sum(-1, dtype=jnp.int32)
     return chosen | among
 
 
-def _ordered_bits(x: Array) -> UInt32[Array, "B K S"]:
-    """Bits that compare, without sign, as the int32 or float32 numbers do."""
-    sign = jnp.uint32(1 << 31)
-    if x.dtype == jnp.int32:
-        return lax.bitcast_convert_type(x, jnp.uint32) ^ sign
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.zeros((), jnp.float32), x), jnp.uint32)  # -0.0 is 0.0
+def _ordered_bits(x: Array) -> UInt[Array, "B K S"]:
+    """Bits that compare, without sign, as the numbers do."""
+    unsigned = jnp.uint64 if x.dtype.itemsize == 8 else jnp.uint32
+    sign = jnp.ones((), unsigned) << (8 * x.dtype.itemsize - 1)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return lax.bitcast_convert_type(x, unsigned) ^ sign
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.zeros((), x.dtype), x), unsigned)  # -0.0 is 0.0
     return jnp.where(bits >= sign, ~bits, bits ^ sign)
 
 
@@ -308,7 +312,7 @@ class RandomRun(Select):
         )
         rank = place - (S - count)[..., None]  # of a candidate among candidates, by position
         excess = jnp.maximum(kv.num_live - limits.budgets, 0)
-        draw = jax.vmap(lambda key, event: jax.random.uniform(jax.random.fold_in(key, event)))
+        draw = jax.vmap(lambda key, event: jax.random.uniform(jax.random.fold_in(key, event), (), jnp.float32))
         start = jnp.floor(draw(ctx.keys, ctx.event)[:, None] * (count - excess + 1).astype(jnp.float32)).astype(
             jnp.int32
         )
@@ -382,11 +386,12 @@ class Chunks(Select):
 
     Scores are summed over heads and averaged over a chunk; a short last chunk is a chunk. `share` of the chunks are
     kept, rounded down, at least one, so the number of tokens is near the budget and may exceed it by less than a chunk.
+    Where something has been evicted before, or layers have other budgets, it is the budget over the live tokens.
     Chunks of protected tokens come first; where there are more of those, protected tokens stay without their chunk.
 
     Attributes:
       size: tokens of a chunk.
-      share: of chunks that are kept; the budget over the live tokens if None.
+      share: of the chunks of a prompt that are kept; the budget over the live tokens if None.
     """
 
     size: int = 20
@@ -424,7 +429,10 @@ class Chunks(Select):
         existing = (count > 0).sum(-1, dtype=jnp.int32)
         live, budget = kv.num_live.max(-1), limits.budgets.min(-1)
         wanted = budget.astype(jnp.float32) / jnp.maximum(live, 1).astype(jnp.float32)
-        wanted = wanted if self.share is None else jnp.full_like(wanted, self.share)
+        if self.share is not None:  # the same in exact numbers, where the budget is this share of what is there
+            whole = self.share * ctx.prompt_length.astype(jnp.float32)
+            exact = (live == ctx.prompt_length) & (jnp.abs(budget.astype(jnp.float32) - whole) < 1)
+            wanted = jnp.where(exact, self.share, wanted)
         wanted = jnp.maximum(jnp.floor(existing.astype(jnp.float32) * wanted + 1e-5).astype(jnp.int32), 1)
         # A head is left with its chunks and with what is protected elsewhere: too much where chunks have lost tokens.
         in_order = lambda x: jnp.put_along_axis(

@@ -287,7 +287,7 @@ def test_pad_left():
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", ["dense", "pool"])
 def test_sliding_layers_lose_nothing_that_they_read(storage):
-    """Layers with a sliding window keep it under any policy: what lies behind it can be evicted for free."""
+    """What lies behind a sliding window can be evicted for free."""
     config = models.ModelConfig(
         vocab_size=61, embed_dim=32, mlp_dim=48, num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=8,
         sliding_window=(7, None),

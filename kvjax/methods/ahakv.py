@@ -33,9 +33,10 @@ def ahakv(
     $F_j = \sum_i \mathrm{SG}(QK^\top)_{ij}$ over the prompt's last rows (recent accumulation, RA), where SG-softmax
     multiplies raw dot products by $\lambda_i = \sqrt{2 \ln(i/k) / d}$ (SGS, Eq. 12); $\hat F = \bar\gamma F$ with the
     pooled squared value norms (VPE, Eq. 13). Recent tokens stay. Every decode step adds its row to $\hat F$ and evicts
-    one. There is no released code. Where text and Algorithm 1 disagree: `recent` rows vote, not one more (D-27); lambda
-    acts on raw products (D-28); rows with $i \le k$ keep the standard softmax (D-29); values are pooled with kernel 7
-    (D-30); $\hat F$ selects (D-31); $i$ counts tokens seen, not live ones (D-32).
+    one. Of a prompt in blocks, the last rows of every block vote anew. There is no released code. Where text and
+    Algorithm 1 disagree: `recent` rows vote, not one more (D-27); lambda acts on raw products (D-28); rows with
+    $i \le k$ keep the standard softmax (D-29); values are pooled with kernel 7 (D-30); $\hat F$ selects (D-31); $i$
+    counts tokens seen, not live ones (D-32).
 
     Args:
       budget: live tokens a kv head and layer, recent ones included.

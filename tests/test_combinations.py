@@ -1,0 +1,169 @@
+"""Combinations that a researcher tries and no paper has: they work as their parts do, or are refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+import models
+from kvjax import methods
+from kvjax.analysis.losses import least_bound
+from kvjax.select import largest
+from tests import helpers
+
+change = dataclasses.replace
+
+
+def read(tiny, policy, prompt_len, new=0, block=None):
+    """The state after a prompt, and after tokens that follow it, with their logits."""
+    model, params = tiny
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (1, prompt_len + new)))
+    plan = kvjax.make_plan(model.config, policy, prompt_len=prompt_len, max_new_tokens=new)
+    _, state = jax.jit(lambda p, t: kvjax.prefill(model, p, t, plan, block=block))(params, tokens[:, :prompt_len])
+    if not new:
+        return state
+    logits, after = jax.jit(lambda p, t, s: kvjax.feed(model, p, t, s))(params, tokens[:, prompt_len:], state)
+    return state, logits, after
+
+
+def kept(state, layer=0):
+    """Live positions of every head."""
+    return [sorted(p for p in head.tolist() if p >= 0) for head in np.asarray(state.layers[layer].head_pos[0])]
+
+
+@pytest.mark.parametrize("budget", [0.25, 16])
+def test_chunks_of_a_prompt_in_blocks(tiny, budget):
+    """A share is one of the prompt, not of what is left of it after every block."""
+    policy = methods.chunkkv(budget, base=methods.snapkv(budget, window_size=4), chunk_size=4)
+    assert (np.asarray(read(tiny, policy, 64, block=16).num_live) == 16).all()
+
+
+def test_chunks_while_decoding(tiny):
+    """A share of the prompt is a number of tokens, which every later eviction keeps near."""
+    lives = []
+    for budget in (0.5, 20):
+        policy = methods.chunkkv(budget, base=methods.h2o(budget), chunk_size=4)
+        _, _, after = read(tiny, policy, 40, new=9)
+        lives.append(np.asarray(after.num_live))
+        assert lives[-1].min() > 20 - 4
+    np.testing.assert_array_equal(*lives)
+
+
+def test_chunks_of_layers_with_their_own_budgets(tiny):
+    """Every layer keeps whole chunks of its own budget."""
+    policy = methods.chunkkv(0.25, base=methods.pyramidkv(0.25, window_size=4), chunk_size=4)
+    state = read(tiny, policy, 96)
+    for site, live in zip(state.plan.sites, np.asarray(state.num_live)[0], strict=True):
+        assert (np.abs(live - policy.target(site, 96)) <= 4).all()
+    assert len(set(np.asarray(state.num_live)[0, :, 0].tolist())) > 1
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [methods.keydiff(8), methods.expected_attention(8), methods.lagkv(8, lag=3)],
+    ids=["keydiff", "expected_attention", "lagkv"],
+)
+def test_scores_of_rotated_keys_refuse_keys_before_rotation(tiny, policy):
+    with pytest.raises(ValueError, match=r"looks at rotated keys, but positions='compact'.*use 'rerotate'"):
+        change(policy, positions="compact")
+    assert kept(read(tiny, change(policy, positions="rerotate"), 24)) == kept(read(tiny, policy, 24))
+
+
+@pytest.mark.parametrize("storage", ["dense", "pool"])
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_room_is_made_beside_the_sinks_of_every_head(tiny, sinks, storage):
+    """Also where a table leaves a head nothing else."""
+    table = kvjax.HeadTable([[1.0, 0.0]] * 3)
+    policy = change(methods.streaming_llm(sinks + 4, sinks=sinks), heads=table, storage=storage)
+    before, logits, after = read(tiny, policy, 20, new=5)
+    assert np.isfinite(logits).all()
+    for state, n in ((before, 20), (after, 25)):
+        rich, poor = kept(state)
+        assert poor == [*range(sinks), n - 1]
+        assert rich == [*range(sinks), *range(n - 7, n)]
+
+
+@pytest.mark.parametrize("heads", [kvjax.HeadTable([[1.0, 0.0]] * 3), kvjax.Adaptive(alpha=1.0)], ids=["table", "ada"])
+def test_a_scope_leaves_room_for_what_is_protected_by_position(tiny, heads):
+    policy = change(methods.roco(12, sinks=3, protect_last=2, scope=kvjax.Share(0.9)), heads=heads)
+    before, _, after = read(tiny, policy, 24, new=3)
+    for state, n in ((before, 24), (after, 27)):
+        for layer in range(3):
+            heads_kept = kept(state, layer)
+            assert sum(map(len, heads_kept)) == 24
+            assert all({0, 1, 2, n - 2, n - 1} <= set(head) for head in heads_kept)
+
+
+def _far(kv, stats, ctx):
+    del stats, ctx
+    return jnp.where(kv.pos < 4, -jnp.inf, jnp.where(kv.pos == 9, jnp.inf, -(kv.k**2).sum(-1)))
+
+
+@pytest.mark.parametrize("scale", ["rank", "score"])
+def test_infinite_scores_relax(scale):
+    """They are first or last at every temperature, and the others take their gates among themselves."""
+    hard, qkv = kvjax.from_fn(_far, budget=8), helpers.qkv(3, T=24, B=1)
+    for temperature in (1.0, 1e-4):
+        selection = kvjax.evict_layer(kvjax.soften(hard, temperature, scale=scale), *qkv)
+        np.testing.assert_allclose(selection.gate.sum(-1), 8.0, rtol=1e-6)
+        if scale == "score":
+            np.testing.assert_allclose(selection.gate[..., :4], 0.0, atol=1e-6)
+            np.testing.assert_allclose(selection.gate[..., 9], 1.0, rtol=1e-6)
+    np.testing.assert_allclose(selection.gate, kvjax.evict_layer(hard, *qkv).keep, atol=1e-4)
+
+
+def test_a_dense_member_bounds_a_pool(tiny):
+    """FastGen knows no more of its heads than its capacity; one of them gets all of it while the text goes on."""
+    fastgen = methods.fastgen(special_ids=[1], punctuation_ids=[3], recovery_ratio=0.05, budget=12)
+    policy = kvjax.chain(fastgen, change(methods.h2o(40), storage="pool"))
+    model, params = tiny
+    plan = kvjax.make_plan(model.config, policy, prompt_len=10, max_new_tokens=14)
+    prompt = jnp.asarray([[7, 8, 9, 10, 11, 3, 12, 13, 14, 15]])
+    _, state = jax.jit(lambda p, t: kvjax.prefill(model, p, t, plan))(params, prompt)
+    logits, after = jax.jit(lambda p, t, s: kvjax.feed(model, p, t, s))(params, jnp.full((1, 14), 3), state)
+    assert np.isfinite(logits).all()
+    assert np.asarray(after.num_live).max() <= 13
+
+
+def test_recent_accumulation_of_a_prompt_in_blocks(tiny):
+    """The last rows of the last block vote, as if what is left were the prompt; with all rows it is another policy."""
+    few, many = (methods.ahakv(8, recent=4, recent_accumulation=recent) for recent in (True, False))
+    assert kept(read(tiny, few, 24, block=24)) == kept(read(tiny, few, 24))
+    assert kept(read(tiny, few, 24, block=4)) != kept(read(tiny, many, 24, block=4))
+    one = change(few, score=change(few.score, of=change(few.score.of, softmax=None)))
+    state = read(tiny, one, 24, block=4)
+    votes = np.asarray(state.layers[0].memory.score).sum(-1)
+    assert (votes <= 4 + 1e-5).all()  # of 4 rows, less than all of their mass under the prior
+
+
+def test_what_a_sliding_window_hides_goes_first():
+    """A budget is not spent on what no row to come can read; the other layer knows no window."""
+    config = models.ModelConfig(61, 32, 48, 2, 4, 2, 8, sliding_window=(16, None))
+    model = models.LanguageModel(config)
+    params = jax.jit(model.init)(jax.random.key(0))
+    before, _, after = read((model, params), methods.h2o(8), 24, new=6)
+    assert all(min(head) > 24 - 16 for head in kept(before))
+    assert all(min(head) > 30 - 16 for head in kept(after))
+    assert any(min(head) <= 8 for head in kept(before, 1))
+    full = read((model, params), methods.h2o(16), 24)
+    assert kept(full) == [[*range(8, 24)]] * 2  # all that the last row read, of which the next one reads 15
+
+
+def test_double_precision(tiny):
+    """Draws, orders and bounds do not depend on it; 64-bit scores are compared in 64 bits."""
+    policies = methods.nacl(6), methods.random(6), methods.random(6, random_mode="run")
+    single = [kept(read(tiny, policy, 12)) for policy in policies]
+    with jax.enable_x64(True):
+        assert [kept(read(tiny, policy, 12)) for policy in policies] == single
+        close = jnp.asarray([[[1.0, 1.0 + 1e-12, 1.0 - 1e-12, -0.0, 0.0, -jnp.inf, jnp.inf, -3.5]]], jnp.float64)
+        for count in range(9):
+            chosen = largest((close, jnp.arange(8)[None, None]), jnp.asarray([[count]], jnp.int32))
+            order = sorted(range(8), key=lambda i: (float(close[0, 0, i]), i), reverse=True)
+            assert set(np.flatnonzero(chosen).tolist()) == set(order[:count])
+        p, v = (jnp.asarray(np.random.default_rng(1).uniform(size=s)) for s in ((1, 4, 12), (1, 2, 12, 4)))
+        args = v, jnp.ones((4, 4, 8)), jnp.asarray([[3, 4]])
+        exact, rounded = (least_bound(*(x if x.dtype == int else x.astype(d) for x in (p, *args))) for d in "df")
+        np.testing.assert_allclose(exact, rounded, rtol=1e-5)
