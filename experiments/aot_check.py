@@ -189,21 +189,23 @@ def statistics(arch: str) -> Iterator[Case]:
             )
             name = f"{NAMES[dtype]} d={d} T=4096 sum p, bias (triton)"
             yield Case(name, f, (q, k, lse, *positions, lse), dtype != "float32")
-        kinds: list[tuple[bool, Any]] = [(True, "gumbel"), (False, None)]
-        for causal, noise in kinds:
-            own = lambda q, k, a, b, seed, m, causal=causal, noise=noise, spec=bl.Logits(d**-0.5, **options): (
-                gpu.column(
-                    Columns(softmax=Softmax(multiplier=m, seed=seed if noise else None, noise=noise, causal=causal)),
-                    *(q, k, (None, jnp.zeros(q.shape[:3]), None), a, b),
-                    logits=spec,
-                    backend="triton",
-                )
+        kinds: list[tuple[bool, Any]] = [(True, "gumbel"), (True, None), (False, None)]
+        for backend, (causal, noise) in itertools.product(backends, kinds):
+            if backend == "mosaic_gpu" and (noise or dtype == "float32" or d not in (64, 128)):
+                continue  # Triton computes these
+            spec = bl.Logits(d**-0.5, **options)
+            own = lambda q, k, a, b, seed, m, causal=causal, noise=noise, spec=spec, how=backend: gpu.column(
+                Columns(softmax=Softmax(multiplier=m, seed=seed if noise else None, noise=noise, causal=causal)),
+                *(q, k, (None, jnp.zeros(q.shape[:3]), None), a, b),
+                logits=spec,
+                backend=how,
             )
-            kind = "noisy" if noise else "non-causal"
+            kind = "noisy" if noise else "rescaled" if causal else "non-causal"
             extra = ((1,), "uint32"), ((1, 8, 4096), "float32")
-            name = f"{NAMES[dtype]} d={d} T=4096 sum p of a {kind} softmax{label} (triton)"
+            name = f"{NAMES[dtype]} d={d} T=4096 sum p of a {kind} softmax{label} ({backend})"
             yield Case(name, own, (q, k, *positions, *extra), dtype != "float32")
     yield from counted(backends)
+    yield from combined(backends)
     groups = itertools.product(((32, 32), (32, 4), (64, 8), (28, 4), (8, 1)), (64, 128, 256), list(columns)[1:2])
     for (N, K), d, what in groups:
         q, k, _, *positions = dense("bfloat16", d, Sizes(N, K))
@@ -247,6 +249,50 @@ def counted(backends: tuple[str, ...]) -> Iterator[Case]:
         q, k, _, *positions = dense(dtype, d, Sizes(T=T))
         shapes = q, k, ((1, 32, T), "float32"), *positions, *([((1, T), "float32")] if weighted else [])
         yield Case(f"{NAMES[dtype]} d={d} T={T} {what}{label} ({backend})", f, shapes, dtype != "float32")
+
+
+def combined(backends: tuple[str, ...]) -> Iterator[Case]:
+    """Column statistics with everything at once: of some rows, of a softmax of their own, with a bias."""
+    from pallas_kernels import Columns, Softmax, gpu
+    from pallas_kernels import blocks as bl
+
+    def run(q, k, lse, a, b, weight, m, seed, bias, *, c, s, weighted, biased, how):
+        own = Softmax(
+            multiplier=m if "rescaled" in s else None,
+            seed=seed if "noisy" in s else None,
+            noise="gumbel" if "noisy" in s else None,
+        )
+        c = dataclasses.replace(c, softmax=own if s else None, weight=weight if weighted else None)
+        return gpu.column(c, q, k, (None, lse, None), a, b, bias=bias if biased else None, **how)
+
+    columns = {
+        "sum p": Columns(),
+        "sum p, weights, without itself": Columns(count_self=False),
+        "count above 1/visible, weights": Columns(element="above", group=None),
+        "sum p^2 of group means, weights": Columns(element="p2", group_at="before"),
+        "count of group means above 1/visible, weights, without itself": Columns(
+            element="above", group_at="before", count_self=False
+        ),
+    }
+    softmaxes = {"triton": ("", "noisy", "noisy rescaled"), "mosaic_gpu": ("rescaled",)}
+    of_backend = [(backend, softmax) for backend in backends for softmax in softmaxes[backend]]
+    types = [("bfloat16", d, T) for d, T in itertools.product(HEAD_DIMS, (4096, 16))]
+    types += [("float16", d, 4096) for d in (64, 128, 256)] + [("float32", 128, 4096)]
+    grid = itertools.product(of_backend, types, OPTIONS.items(), columns.items(), (False, True))
+    for (backend, softmax), (dtype, d, T), (label, options), (what, column), biased in grid:
+        of_mosaic = dtype != "float32" and d in (64, 128) and T == 4096 and column.group_at == "after"
+        if backend == "mosaic_gpu" and (not of_mosaic or biased):
+            continue  # Triton computes these
+        if (not softmax and not biased) or ((dtype == "float16" or T < 4096) and not options):
+            continue  # other cases have these, or more of them
+        q, k, _, *positions = dense(dtype, d, Sizes(T=T))
+        lse, bias = ((1, 32, T), "float32"), ((1, 32, 4096), "float32")
+        shapes = q, k, lse, *positions, ((1, T), "float32"), ((1, 8, T), "float32"), ((1,), "uint32"), bias
+        kind = (f" of a {softmax} softmax" if softmax else "") + ", bias" * biased
+        name = f"{NAMES[dtype]} d={d} T={T} {what}{kind}{label} ({backend})"
+        how = {"logits": bl.Logits(d**-0.5, **options), "backend": backend}
+        one = functools.partial(run, c=column, s=softmax, weighted="weights" in what, biased=biased, how=how)
+        yield Case(name, one, shapes, dtype != "float32")
 
 
 def decoding(arch: str) -> Iterator[Case]:

@@ -85,7 +85,13 @@ def in_float64(f: Callable[..., Any], *args: Any) -> list[np.ndarray]:
 
 
 def compare(
-    report: Report, name: str, found: Any, expected: Sequence[np.ndarray], dtype: str, counts: Sequence[int], by: str
+    report: Report,
+    name: str,
+    found: Any,
+    expected: Sequence[np.ndarray],
+    dtype: str,
+    columns: Sequence[Columns],
+    by: str,
 ) -> None:
     """A row for the worst relative error; counts may differ next to their threshold, NaN never passes."""
     errors, ok = [], True
@@ -95,13 +101,27 @@ def compare(
         same = np.array_equal(np.isfinite(x), finite)
         scale = max(float(np.abs(y[finite]).max(initial=0)), 1e-6)
         error = float(np.abs(x[finite] - y[finite]).max(initial=0)) / scale if same else float("nan")
-        if i in counts:
-            error = float((x != y).mean())
+        if i >= 2 and columns[i - 2].element == "above":
+            error = float((~np.isclose(x, y, rtol=1e-4, atol=1e-4)).mean())
             ok &= error < 0.02
         else:
             ok &= error < TOLERANCE[dtype][min(i, 1)]
         errors.append(error)
     report.row("correctness", name, ok=bool(ok), served_by=by, errors=[float(f"{e:.1e}") for e in errors])
+
+
+def gumbel(seed: jax.Array) -> Columns:
+    """Of a softmax with noise, which is drawn inside the kernels."""
+    return Columns(softmax=Softmax(seed=seed, noise="gumbel"))
+
+
+def rescaled_and_weighted(multiplier: jax.Array, weight: jax.Array) -> tuple[Columns, ...]:
+    """Statistics of softmaxes of their own, causal and not, and of rows that count more or less."""
+    return (
+        Columns(softmax=Softmax(multiplier=multiplier), weight=weight, count_self=False),
+        Columns(softmax=Softmax(multiplier=multiplier, causal=False), group=None),
+        Columns(element="above", group=None, weight=weight),
+    )
 
 
 def single_row(B: int, N: int, K: int, S: int, H: int, dtype: str, rng: Any) -> tuple[Any, Any]:
@@ -119,7 +139,6 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
     large += [(1, 4, 4, 130, 0, 256), (1, 8, 2, 500, 0, 96)]
     shapes: list[Shape] = small if report.smoke else large
     dtypes: tuple[str, ...] = ("float32",) if report.smoke else ("bfloat16", "float16", "float32")
-    counts = [2 + i for i, c in enumerate(COLUMNS) if c.element == "above"]
     options: list[Case] = [(shapes[0], dtypes[0], o) for o in OPTIONS[2 if report.smoke else 0 :]]
     first: list[Case] = list(itertools.product(shapes[:2], dtypes, ({},)))
     rest: list[Case] = list(itertools.product(shapes[2:], dtypes, ({},)))
@@ -128,14 +147,18 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
         label += "".join(f" {name}={value}" for name, value in how_logits.items())
         if not report.reaches("correctness", label, again=True):
             continue
-        B, N, K, _, cached, H = shape
+        B, N, K, T, cached, H = shape
         arrays = inputs(*shape, dtype, rng)
         one, pool = single_row(B, N, K, max(cached, 335), H, dtype, rng)
         noisy = *arrays, jnp.arange(B, dtype=jnp.uint32) + 7
+        factors = (rng.uniform(*bounds, s) for bounds, s in (((0.5, 2.0), (B, K, T)), ((-1.0, 1.0), (B, T))))
+        weighted = *arrays, *(jnp.asarray(x, jnp.float32) for x in factors)
 
         def with_noise(how: Implementation, *x: jax.Array, o: Any = how_logits) -> Any:
-            own = Columns(softmax=Softmax(seed=x[-1], noise="gumbel"))
-            return attention(*x[:-1], columns=(*COLUMNS, own), implementation=how, **o)
+            return attention(*x[:-1], columns=(*COLUMNS, gumbel(x[-1])), implementation=how, **o)
+
+        def with_weights(how: Implementation, *x: jax.Array, o: Any = how_logits) -> Any:
+            return attention(*x[:-2], columns=rescaled_and_weighted(*x[-2:]), implementation=how, **o)
 
         def plain(how: Implementation, *x: jax.Array, o: Any = how_logits) -> Any:
             return attention(*x, columns=COLUMNS, implementation=how, **o)
@@ -143,7 +166,13 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
         def pooled(how: Implementation, *x: jax.Array, K: int = K, o: Any = how_logits) -> Any:
             return pooled_attention(*x, columns=COLUMNS, num_kv_heads=K, implementation=how, **o)
 
-        for name, f, args in (("attention", with_noise, noisy), ("decode", plain, one), ("pool decode", pooled, pool)):
+        cases: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Sequence[Columns]]] = {
+            "attention": (with_noise, noisy, (*COLUMNS, gumbel(noisy[-1]))),
+            "rescaled and weighted": (with_weights, weighted, rescaled_and_weighted(*weighted[-2:])),
+            "decode": (plain, one, COLUMNS),
+            "pool decode": (pooled, pool, COLUMNS),
+        }
+        for name, (f, args, columns) in cases.items():
             expected = None
             for how in implementations:
                 if not report.reaches("correctness", f"{how} {name} {label}"):
@@ -155,23 +184,24 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
                         continue
                     expected = in_float64(functools.partial(f, "reference"), *args) if expected is None else expected
                     found = jax.jit(functools.partial(f, how))(*args)
-                    compare(report, f"{how} {name} {label}", found, expected, dtype, counts, "+".join(by))
+                    compare(report, f"{how} {name} {label}", found, expected, dtype, columns, "+".join(by))
     for (B, N, K, T, cached, H), dtype, length in itertools.product(shapes[:2], dtypes, ("block", "row")):
         label = f"bias, {length} H={H} {dtype}"
         if implementations[0] == "mosaic_gpu" or not report.reaches("correctness", label):
             continue
         arrays = inputs(B, N, K, *((T, cached) if length == "block" else (1, 335)), H, dtype, rng)
-        args = *arrays, alibi(arrays[4], N)
+        args = *arrays, jnp.arange(B, dtype=jnp.uint32) + 7, alibi(arrays[4], N)
+        columns = *COLUMNS, gumbel(args[-2])
 
         def biased(how: Implementation, *x: jax.Array) -> Any:
-            return attention(*x[:-1], columns=COLUMNS, bias=x[-1], implementation=how)
+            return attention(*x[:-2], columns=(*COLUMNS, gumbel(x[-2])), bias=x[-1], implementation=how)
 
         how = implementations[0]
         with report.guarded("correctness", f"{how} {label}"):
             by = "+".join(served_by(functools.partial(biased, how), *args))
             found = jax.jit(functools.partial(biased, how))(*args)
             expected = in_float64(functools.partial(biased, "reference"), *args)
-            compare(report, f"{how} {label}", found, expected, dtype, counts, by)
+            compare(report, f"{how} {label}", found, expected, dtype, columns, by)
 
 
 def alibi(kv_pos: jax.Array, N: int) -> jax.Array:
@@ -520,6 +550,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.sections is not None:
         return run_sections(args, args.sections)
+    watchdog.end_with_children()
     if "timings" in args.only and "ceilings" not in args.only:
         args.only.append("ceilings")
     patience = args.patience or (600.0 if args.smoke else 120.0)

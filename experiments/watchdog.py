@@ -1,12 +1,19 @@
 """Runs what may hang, a GPU's driver above all, in processes that are killed: nothing here touches a device."""
 
 import pathlib
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 _DYING = 10.0  # seconds until a killed process is given up: one that waits for a driver may not even die
+
+
+def end_with_children() -> None:
+    """From now on SIGTERM, as a batch system sends it, kills what is watched here too and ends with exit code 143."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def captured(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str] | None:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.columns import Softmax, hash_uniform
+from pallas_kernels.columns import Softmax, hash_uniform, rescaled
 
 LOG2E = math.log2(math.e)
 DEAD = 2**31 - 1  # the position of a key that no row may read: larger than every row's, so that one comparison masks
@@ -197,7 +197,7 @@ def masked_logits(
     if not plain:
         x = x * LOG2E
     if multiplier is not None:
-        x = x * multiplier
+        x = x * multiplier if bias is None else rescaled(x, multiplier)
     seen = kv_pos <= q_pos if spec.causal else (kv_pos != DEAD) & (q_pos >= 0)
     if spec.window is not None:
         seen &= q_pos - kv_pos < spec.window

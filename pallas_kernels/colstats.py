@@ -39,18 +39,27 @@ class Pass:
 
 
 def block_sizes(
-    dtype: jax.typing.DTypeLike, head_dim: int, num_rows: int, what: Pass | None = None, weighted: bool = False
+    dtype: jax.typing.DTypeLike,
+    head_dim: int,
+    num_rows: int,
+    what: Pass | None = None,
+    weighted: bool = False,
+    noisy: bool = False,
+    biased: bool = False,
 ) -> bl.BlockSizes:
     """The shipped block sizes, chosen as in `flash.block_sizes`; no accumulator is as wide as a head here.
 
     Two exceptions keep ptxas from spilling: tiles of less than 64 rows take 4 warps at every head dimension, and
-    the probabilities of a whole group take tiles of 32 rows where thresholds, weights or own tokens are looked up too.
+    where thresholds, weights, own tokens or biases are looked up, the probabilities of a whole group halve the rows of
+    a tile, and noise halves them too.
     """
     if jnp.dtype(dtype) == jnp.float32:
         return bl.BlockSizes(16, 16, num_warps=4, num_stages=2)
-    grouped = what if what is not None and what.heads in ("sum_before", "max_before") else None
-    many = grouped is not None and ("above" in grouped.elements or weighted or not grouped.count_self)
-    rows = max(bl.MIN_TILE, min(32 if many else 64, bl.power_of_two(num_rows)))
+    what = Pass(("p",)) if what is None else what
+    together = what.heads in ("sum_before", "max_before")
+    looked_up = "above" in what.elements or weighted or biased or not what.count_self
+    most = 64 // 2 ** (together + noisy if looked_up else 0)
+    rows = max(bl.MIN_TILE, min(most, bl.power_of_two(num_rows)))
     warps = 8 if head_dim > 128 and rows == 64 else 4
     return bl.BlockSizes(rows, 64, num_warps=warps, num_stages=2)
 
@@ -173,7 +182,8 @@ def attention_colstats(
     B, N, T, H = q.shape
     K, S = k.shape[1:3]
     G = N // K
-    sizes = block_sizes(q.dtype, H, T, what, weight is not None) if sizes is None else sizes
+    if sizes is None:
+        sizes = block_sizes(q.dtype, H, T, what, weight is not None, spec.gumbel, bias is not None)
     q, k = bl.pad_head_dim(q, k)
     H = q.shape[-1]
     meet = bl.meetings(spec, q_pos, kv_pos, sizes.block_q, sizes.block_k)

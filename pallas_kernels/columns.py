@@ -70,6 +70,12 @@ def hash_uniform(seed: UInt32[Array, "..."], *indices: Int[Array, "..."]) -> Flo
     return ((h >> 9).astype(jnp.float32) + 0.5) * (2.0**-23)
 
 
+def rescaled(logits: Float[Array, "..."], multiplier: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Their product, where a key that a bias of -inf has hidden stays hidden: a multiplier of 0 would make it NaN."""
+    hidden = logits == -jnp.inf
+    return jnp.where(hidden, -jnp.inf, jnp.where(hidden, 0.0, logits) * multiplier)
+
+
 def draw_noise(
     spec: Softmax, seed: Array | None, head: Array, q_pos: Array, kv_pos: Array
 ) -> Float[Array, "..."] | float:

@@ -16,6 +16,7 @@ from pallas_kernels.columns import (
     apply_element,
     draw_noise,
     reduce_group,
+    rescaled,
     thresholds,
 )
 
@@ -83,7 +84,7 @@ def column(spec: Columns, p, logits, seen, q_pos, kv_pos, window):
             head = jnp.arange(K * G, dtype=jnp.int32).reshape(1, K, G, 1, 1)
             logits = logits + draw_noise(own, seed, head, q_pos[:, None, None, :, None], kv_pos[:, :, None, None, :])
         if own.multiplier is not None:
-            logits = logits * own.multiplier[:, :, None, :, None].astype(p.dtype)
+            logits = rescaled(logits, own.multiplier[:, :, None, :, None].astype(p.dtype))
         p, _ = _softmax(logits, seen)
     if not spec.count_self:
         p = jnp.where(q_pos[:, None, None, :, None] == kv_pos[:, :, None, None, :], 0.0, p)

@@ -28,6 +28,7 @@ from pallas_kernels.columns import (
     apply_element,
     draw_noise,
     reduce_group,
+    rescaled,
     thresholds,
 )
 
@@ -252,7 +253,8 @@ def _separate(config: _Config, spec: Columns, q, k, q_pos, kv_pos, bias):
                     x = x + draw_noise(own, seed, head, rows[:, None, None, :, None], kv_pos_[:, :, None, None, :])
                 if own.multiplier is not None:
                     padded = jnp.pad(own.multiplier, ((0, 0), (0, 0), (0, config.pad)))
-                    x = x * _read(padded, b, bb, i, bq, 2)[:, :, None, :, None].astype(dtype)
+                    multiplier = _read(padded, b, bb, i, bq, 2)[:, :, None, :, None].astype(dtype)
+                    x = x * multiplier if bias_ is None else rescaled(x, multiplier)
                 x = jnp.where(seen[:, :, None], x, -jnp.inf)
                 e = jnp.exp(x - jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(dtype).min))
                 mass = e.sum(-1)

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -210,6 +212,23 @@ def test_a_process_that_does_not_end_is_killed():
     done = watchdog.captured([sys.executable, "-c", "print(3)"], 100.0)
     assert done is not None
     assert (done.returncode, done.stdout) == (0, "3\n")
+
+
+def test_what_is_watched_ends_with_its_watcher(tmp_path):
+    """On SIGTERM, as a batch system sends it at the end of its time."""
+    sleeper = f"import os, time, pathlib; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); "
+    command = [sys.executable, "-c", sleeper + "time.sleep(1000)"]
+    file = tmp_path / "rows.json"
+    code = "import pathlib; from experiments import watchdog; watchdog.end_with_children(); "
+    code += f"watchdog.watched({command!r}, pathlib.Path({str(file)!r}), 1000.0)"
+    watcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        time.sleep(0.05)
+        assert watcher.poll() is None
+    watcher.terminate()
+    assert watcher.wait(timeout=30) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 def test_models_of_other_processes_find_memory():

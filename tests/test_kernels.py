@@ -91,6 +91,20 @@ def test_bias(implementation, T):
     compare(arrays, columns, implementation, TOLERANCE["float32"], bias=some_bias(arrays[4], 4), softcap=3.0)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("T", [1, 40])
+def test_a_multiplier_of_zero_shows_no_hidden_key(implementation, T):
+    """0 times -inf is no probability; the others share the row evenly."""
+    arrays = inputs(T=T, cached=11, pads=0)
+    bias = some_bias(arrays[4], 4)
+    columns = Columns(softmax=Softmax(multiplier=jnp.zeros((2, 2, T))), group=None), Columns()
+    compare(arrays, columns, implementation, TOLERANCE["float32"], bias=bias)
+    (sums, _) = attention(*arrays, columns=columns, bias=bias, implementation=implementation).columns
+    assert np.isneginf(bias).any()
+    assert (np.asarray(sums)[np.isneginf(bias)] == 0).all()
+    np.testing.assert_allclose(sums.sum(-1), T, rtol=1e-5)
+
+
 def test_gradients_under_a_bias():
     *arrays, q_pos, kv_pos = inputs(T=40, cached=5)
     bias = some_bias(kv_pos, 4)

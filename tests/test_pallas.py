@@ -147,7 +147,14 @@ def test_bias(bias, heads):
 @pytest.mark.parametrize("T", [1, 40])
 def test_bias_of_the_entry_point(T):
     arrays = inputs(T=T, cached=20, pads=0)
-    columns = (*FEW, Columns(softmax=Softmax(causal=False)))
+    multiplier = jnp.asarray(np.random.default_rng(2).uniform(-1, 2, (2, 2, T)), jnp.float32).at[:, :, ::3].set(0.0)
+    seed = jnp.asarray([3, 4], jnp.uint32)
+    columns = (
+        *FEW,
+        Columns(softmax=Softmax(causal=False)),
+        Columns(softmax=Softmax(multiplier=multiplier)),
+        Columns(softmax=Softmax(multiplier=multiplier, seed=seed, noise="gumbel"), element="p2", group_at="before"),
+    )
     options = {"bias": test_kernels.some_bias(arrays[4], 4), "softcap": 3.0}
     compare(arrays, columns, "interpret", TOLERANCE["float32"], **options)
     loss = lambda bias, name: (attention(*arrays, bias=bias, softcap=3.0, implementation=name).out ** 2).sum()

@@ -89,7 +89,7 @@ def _own_softmax(own, logits, q_pos, kv_pos, window):
                             else np.euler_gamma + np.pi / np.sqrt(6) * scipy.stats.norm.ppf(u)
                         )
                 if own.multiplier is not None:
-                    x = x * float(own.multiplier[b, n // G, t])
+                    x[np.isfinite(x)] *= float(own.multiplier[b, n // G, t])  # what -inf hides stays hidden
                 e = np.exp(x[visible] - x[visible].max())
                 p[b, n, t, visible] = e / e.sum()
     return p, seen
