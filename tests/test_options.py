@@ -61,6 +61,9 @@ class _Config:
     num_layers, num_query_heads, num_kv_heads, head_dim, vocab_size = 2, 4, 2, 8, 61
     dtype, additive_rotation = "float32", True
 
+    def window(self, layer):
+        return None
+
 
 def test_a_profile_needs_the_whole_prompt(tiny):
     model, params = tiny
