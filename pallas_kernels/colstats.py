@@ -49,17 +49,20 @@ def block_sizes(
 ) -> bl.BlockSizes:
     """The shipped block sizes, chosen as in `flash.block_sizes`; no accumulator is as wide as a head here.
 
-    Two exceptions keep ptxas from spilling: tiles of less than 64 rows take 4 warps at every head dimension, and
-    where thresholds, weights, own tokens or biases are looked up, the probabilities of a whole group halve the rows of
-    a tile, and noise halves them too.
+    Exceptions keep ptxas from spilling: tiles of less than 64 rows take 4 warps at every head dimension; where
+    thresholds, weights, own tokens or biases are looked up, noise or the probabilities of a whole group halve the rows
+    of a tile, and both of them leave it the smallest rows and keys, and 2 warps.
     """
     if jnp.dtype(dtype) == jnp.float32:
         return bl.BlockSizes(16, 16, num_warps=4, num_stages=2)
     what = Pass(("p",)) if what is None else what
+    rows = max(bl.MIN_TILE, min(64, bl.power_of_two(num_rows)))
     together = what.heads in ("sum_before", "max_before")
-    looked_up = "above" in what.elements or weighted or biased or not what.count_self
-    most = 64 // 2 ** (together + noisy if looked_up else 0)
-    rows = max(bl.MIN_TILE, min(most, bl.power_of_two(num_rows)))
+    if "above" in what.elements or weighted or biased or not what.count_self:
+        if together and noisy:
+            return bl.BlockSizes(16, 32 if rows > 16 else 16, num_warps=2, num_stages=2)
+        if together or noisy:
+            rows = min(rows, 32)
     warps = 8 if head_dim > 128 and rows == 64 else 4
     return bl.BlockSizes(rows, 64, num_warps=warps, num_stages=2)
 
