@@ -1,7 +1,7 @@
 """Compiles every kernel for GPUs that this machine need not have, and fails on spills or missing tensor cores.
 
     python experiments/aot_check.py    # sm_80, sm_90 and sm_100; exits 1 on a failure, 2 where no compiler is installed
-    python experiments/aot_check.py --arch sm_90 --output report
+    python experiments/aot_check.py --arch sm_90 --output report    # --only PATTERN renews some of its rows
 
 Needs jax >= 0.11.2 with the CUDA 13 plugin and compilers, but neither a GPU nor a driver; without them it says what is
 missing and how to install it. For each kernel: registers, bytes of spills (ptxas), tensor-core instructions in its PTX.
@@ -269,12 +269,14 @@ def combined(backends: tuple[str, ...]) -> Iterator[Case]:
         "sum p": Columns(),
         "sum p, weights, without itself": Columns(count_self=False),
         "count above 1/visible, weights": Columns(element="above", group=None),
+        "sum p^2 of group means": Columns(element="p2", group_at="before"),
+        "sum of group maxima": Columns(group="max", group_at="before"),
         "sum p^2 of group means, weights": Columns(element="p2", group_at="before"),
         "count of group means above 1/visible, weights, without itself": Columns(
             element="above", group_at="before", count_self=False
         ),
     }
-    softmaxes = {"triton": ("", "noisy", "noisy rescaled"), "mosaic_gpu": ("rescaled",)}
+    softmaxes = {"triton": ("", "rescaled", "noisy", "noisy rescaled"), "mosaic_gpu": ("rescaled",)}
     of_backend = [(backend, softmax) for backend in backends for softmax in softmaxes[backend]]
     types = [("bfloat16", d, T) for d, T in itertools.product(HEAD_DIMS, (4096, 16))]
     types += [("float16", d, 4096) for d in (64, 128, 256)] + [("float32", 128, 4096)]
@@ -437,13 +439,28 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
+def write(output: pathlib.Path, rows: list[dict[str, Any]], keep: bool) -> None:
+    """The report as JSON and text; `keep` leaves the rows of an older report that were not compiled again."""
+    file, version = output.with_suffix(".json"), importlib.metadata.version("jax")
+    found = {(row["arch"], row["kernel"]): row for row in rows}
+    if keep and file.exists():
+        older = json.loads(file.read_text())
+        if older["jax"] != version:
+            raise ValueError(
+                f"{file} is of jax {older['jax']}, this is {version}; compile all kernels, or leave --only"
+            )
+        found = {(row["arch"], row["kernel"]): row for row in older["rows"]} | found
+    file.write_text(json.dumps({"jax": version, "rows": list(found.values())}, indent=1) + "\n")
+    output.with_suffix(".txt").write_text("\n".join(map(line, found.values())) + "\n")
+
+
 def main() -> int:
-    """Runs every architecture in a process of its own and writes the report."""
+    """Runs every architecture in a process of its own and writes the report after each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--arch", choices=ARCHS, nargs="*", default=ARCHS)
     parser.add_argument("--output", type=pathlib.Path, help="path of the report, without a suffix")
     parser.add_argument("--smoke", action="store_true", help="two kernels of each kind")
-    parser.add_argument("--only", default="", help="a pattern in names of kernels")
+    parser.add_argument("--only", default="", help="a pattern in names of kernels; a report keeps its other rows")
     parser.add_argument("--worker", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     lacking = missing()
@@ -463,12 +480,10 @@ def main() -> int:
             command = [sys.executable, __file__, "--arch", arch, "--worker", str(file), "--only", args.only]
             subprocess.run(command + ["--smoke"] * args.smoke, check=True)
             rows += json.loads(file.read_text())
+        if args.output is not None:
+            write(args.output, rows, keep=bool(args.only))
     failures = [r for r in rows if not r["ok"]]
     print(f"{len(rows) - len(failures)} of {len(rows)} compile with tensor cores and without spills")
-    if args.output is not None:
-        report = {"jax": importlib.metadata.version("jax"), "rows": rows}
-        args.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-        args.output.with_suffix(".txt").write_text("\n".join(map(line, rows)) + "\n")
     return int(bool(failures))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -131,6 +132,7 @@ def attention(
         static = (order, structure, tuple(options.items()))
         return Attention(*_kernel_attention(static, q, k, v, q_pos, kv_pos, bias, arrays))
 
+    q_pos, kv_pos = (jnp.asarray(x, jnp.int32) for x in (q_pos, kv_pos))
     return _on_device(run, implementation, q, k, v, q_pos, kv_pos, bias, arrays)
 
 
@@ -194,6 +196,7 @@ def pooled_attention(
         static = (order, structure, tuple(options.items()))
         return Attention(*_kernel_pool(static, q, k, v, owner, q_pos, kv_pos, arrays))
 
+    owner, q_pos, kv_pos = (jnp.asarray(x, jnp.int32) for x in (owner, q_pos, kv_pos))
     return _on_device(run, implementation, q, k, v, owner, q_pos, kv_pos, arrays)
 
 

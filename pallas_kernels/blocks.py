@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -262,6 +263,18 @@ def count_visible(spec: Logits, q_pos: Int[Array, "B T"], kv_pos: Int[Array, "B 
 def log2_sum(top: Array, mass: Array) -> Array:
     """Natural logarithm of `mass * 2 ** top`; -inf without mass."""
     return jnp.where(mass > 0, (top + jnp.log2(jnp.where(mass > 0, mass, 1.0))) * (1.0 / LOG2E), -jnp.inf)
+
+
+def call(kernel: Callable[..., None], inputs: Sequence[Array], **options: Any) -> Any:
+    """`pl.pallas_call`, traced in 32 bits, whatever `jax_enable_x64` makes of a Python number elsewhere.
+
+    Raises:
+      NotImplementedError: to interpret under `jax_enable_x64`, which jax does later than it traces, and in 64 bits.
+    """
+    if options.get("interpret") and jnp.result_type(float) == jnp.float64:
+        raise NotImplementedError("kernels are not interpreted under jax_enable_x64")
+    with jax.enable_x64(False):
+        return pl.pallas_call(kernel, **options)(*inputs)
 
 
 def compiler_params(blocks: BlockSizes) -> Any:

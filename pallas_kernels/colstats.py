@@ -44,27 +44,27 @@ def block_sizes(
     num_rows: int,
     what: Pass | None = None,
     weighted: bool = False,
-    noisy: bool = False,
+    own_softmax: bool = False,
     biased: bool = False,
 ) -> bl.BlockSizes:
     """The shipped block sizes, chosen as in `flash.block_sizes`; no accumulator is as wide as a head here.
 
-    Exceptions keep ptxas from spilling: tiles of less than 64 rows take 4 warps at every head dimension; where
-    thresholds, weights, own tokens or biases are looked up, noise or the probabilities of a whole group halve the rows
-    of a tile, and both of them leave it the smallest rows and keys, and 2 warps.
+    Exceptions keep ptxas from spilling. Tiles of less than 64 rows take 4 warps at every head dimension. Where two of
+    these come together, tiles are halved, and where all three do, they are the smallest: the probabilities of a whole
+    group; a softmax of noise or a multiplier; thresholds, weights, own tokens or biases that are looked up.
     """
     if jnp.dtype(dtype) == jnp.float32:
         return bl.BlockSizes(16, 16, num_warps=4, num_stages=2)
     what = Pass(("p",)) if what is None else what
-    rows = max(bl.MIN_TILE, min(64, bl.power_of_two(num_rows)))
     together = what.heads in ("sum_before", "max_before")
-    if "above" in what.elements or weighted or biased or not what.count_self:
-        if together and noisy:
-            return bl.BlockSizes(16, 32 if rows > 16 else 16, num_warps=2, num_stages=2)
-        if together or noisy:
-            rows = min(rows, 32)
-    warps = 8 if head_dim > 128 and rows == 64 else 4
-    return bl.BlockSizes(rows, 64, num_warps=warps, num_stages=2)
+    looked_up = "above" in what.elements or weighted or biased or not what.count_self
+    burdens = together + own_softmax + looked_up
+    rows = max(bl.MIN_TILE, min(64, bl.power_of_two(num_rows)))
+    if burdens < 2:
+        return bl.BlockSizes(rows, 64, num_warps=8 if head_dim > 128 and rows == 64 else 4, num_stages=2)
+    if burdens == 2 and rows > 16:
+        return bl.BlockSizes(32, 64, num_warps=4, num_stages=2)
+    return bl.BlockSizes(16, 32 if burdens == 2 else 16, num_warps=2, num_stages=2)
 
 
 def _kernel(
@@ -186,7 +186,8 @@ def attention_colstats(
     K, S = k.shape[1:3]
     G = N // K
     if sizes is None:
-        sizes = block_sizes(q.dtype, H, T, what, weight is not None, spec.gumbel, bias is not None)
+        own_softmax = spec.gumbel or multiplier is not None
+        sizes = block_sizes(q.dtype, H, T, what, weight is not None, own_softmax, bias is not None)
     q, k = bl.pad_head_dim(q, k)
     H = q.shape[-1]
     meet = bl.meetings(spec, q_pos, kv_pos, sizes.block_q, sizes.block_k)
@@ -235,8 +236,9 @@ def attention_colstats(
         _kernel, names=(*inputs, *names), spec=spec, what=what, sizes=sizes, group=G, num_rows=T, num_slots=S
     )
     return tuple(
-        pl.pallas_call(
+        bl.call(
             kernel,
+            [x for x, _ in inputs.values()],
             grid=(num_blocks, heads, B),
             in_specs=[x for _, x in inputs.values()],
             out_specs=[pl.BlockSpec((None, None, S), lambda j, h, b: (b, h, 0)) for _ in names],
@@ -244,5 +246,5 @@ def attention_colstats(
             interpret=interpret,
             name="kvjax_colstats",
             compiler_params=bl.compiler_params(sizes),
-        )(*(x for x, _ in inputs.values()))
+        )
     )

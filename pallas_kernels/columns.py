@@ -98,8 +98,8 @@ class Columns:
     Attributes:
       rows: only the last `rows` query rows count; None for all of them.
       element: `f`: "p" the probability, "p2" its square, "above" whether it exceeds `threshold` (strictly).
-      threshold: for "above": a number, or "1/visible" (one over the keys the row can see), or "1/position"
-        (one over the row's position + 1).
+      threshold: for "above": a number, or "1/visible" (one over the keys the row can see by their positions, those
+        that a bias of -inf hides included), or "1/position" (one over the row's position + 1).
       group: how the G query heads of a kv head become one number; None keeps one number a query head.
       group_at: "before" reduces the probabilities, then applies `f`; "after" reduces the finished sums. They differ
         for squares, thresholds and max.
@@ -214,11 +214,19 @@ def apply_element(p: Array, spec: Columns, theta: Array | None) -> Array:
 def thresholds(
     spec: Columns, q_pos: Int[Array, "B R"], num_visible: Int[Array, "B K R"], dtype: jax.typing.DTypeLike
 ) -> Float[Array, "B #K R"] | None:
-    """The threshold of every row in a block, or None where `spec` has none."""
+    """The threshold of every row in a block, or None where `spec` has none.
+
+    No probability is above 1, nor is a group's mean or maximum, whatever rounding makes of a row's only key: such
+    thresholds are infinite.
+    """
     if spec.element != "above":
         return None
     if spec.threshold == "1/visible":
-        return 1.0 / jnp.maximum(num_visible, 1).astype(dtype)
-    if spec.threshold == "1/position":
-        return (1.0 / (jnp.maximum(q_pos, 0) + 1).astype(dtype))[:, None]
-    return jnp.full(q_pos.shape, float(spec.threshold), dtype)[:, None]
+        theta = 1.0 / jnp.maximum(num_visible, 1).astype(dtype)
+    elif spec.threshold == "1/position":
+        theta = (1.0 / (jnp.maximum(q_pos, 0) + 1).astype(dtype))[:, None]
+    else:
+        theta = jnp.full(q_pos.shape, float(spec.threshold), dtype)[:, None]
+    if spec.group == "sum" and spec.group_at == "before":
+        return theta
+    return jnp.where(theta < 1, theta, jnp.inf)

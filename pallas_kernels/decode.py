@@ -140,8 +140,9 @@ def _run(q, k, v, q_pos, kv_pos, owner, *, spec, sizes, group, logits_rows, inte
     kernel = functools.partial(
         _kernel, names=(*inputs, *outputs), spec=spec, sizes=sizes, num_rows=R, num_slots=S, group=group
     )
-    out, top, mass, *logits = pl.pallas_call(
+    out, top, mass, *logits = bl.call(
         kernel,
+        [x for x, _ in inputs.values()],
         grid=(num_parts, K, B),
         in_specs=[x for _, x in inputs.values()],
         out_specs=[x for _, x in outputs.values()],
@@ -149,7 +150,7 @@ def _run(q, k, v, q_pos, kv_pos, owner, *, spec, sizes, group, logits_rows, inte
         interpret=interpret,
         name="kvjax_decode" if owner is None else "kvjax_pool_decode",
         compiler_params=bl.compiler_params(sizes),
-    )(*(x for x, _ in inputs.values()))
+    )
     out, lse = _combine(out, top, mass)
     return out[..., :H], lse, logits[0] if logits else None
 

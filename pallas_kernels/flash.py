@@ -141,8 +141,9 @@ def flash_attention(
     if v is not None:
         outputs["out"] = jax.ShapeDtypeStruct(q.shape, q.dtype), rows
     kernel = functools.partial(_kernel, names=(*inputs, *outputs), spec=spec, sizes=sizes, num_rows=T, num_slots=S)
-    results = pl.pallas_call(
+    results = bl.call(
         kernel,
+        [x for x, _ in inputs.values()],
         grid=(num_blocks, N, B),
         in_specs=[x for _, x in inputs.values()],
         out_specs=[x for _, x in outputs.values()],
@@ -150,5 +151,5 @@ def flash_attention(
         interpret=interpret,
         name="kvjax_flash" if v is not None else "kvjax_lse",
         compiler_params=bl.compiler_params(sizes),
-    )(*(x for x, _ in inputs.values()))
+    )
     return (results[1][..., :H] if v is not None else None), results[0]

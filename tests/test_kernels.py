@@ -252,6 +252,29 @@ def test_rows_that_see_nothing():
     assert not np.asarray(result.columns[0]).any()
 
 
+def only_keys(T, implementation):
+    """The first row of 300 sees itself alone: its probability is 1, not above 1 / 1, however that was rounded."""
+    q, k, v, *_ = inputs(B=300, T=T)
+    rows = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (300, T))
+    slots = jnp.broadcast_to(rows[:, None], (300, 2, T))
+    first = jnp.zeros((300, T)).at[:, 0].set(1.0)
+    for threshold in ("1/visible", "1/position", 1.0):
+        for at in ("before", "after"):
+            spec = Columns(element="above", threshold=threshold, group="max", group_at=at, weight=first)
+            found = attention(3 * q, k, v, rows, slots, columns=[spec], implementation=implementation)
+            assert not np.asarray(found.columns[0]).any(), (threshold, at)
+    spec = Columns(element="above", group="sum", group_at="before", weight=first)
+    found = attention(q, k, v, rows, slots, columns=[spec], implementation=implementation).columns[0]
+    np.testing.assert_array_equal(found[..., 0], 1.0)  # two heads' sum is 2
+    assert not np.asarray(found[..., 1:]).any()
+
+
+@pytest.mark.parametrize("T", [1, 2])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_only_key_of_a_row_is_above_no_threshold(implementation, T):
+    only_keys(T, implementation)
+
+
 @pytest.mark.parametrize("softcap", [None, 4.0])
 def test_gradients_against_finite_differences(softcap):
     with jax.enable_x64(True):

@@ -243,6 +243,11 @@ def test_rows_that_see_nothing(T):
     assert not any(np.asarray(x).any() for x in found.columns)
 
 
+@pytest.mark.parametrize("T", [1, 2])
+def test_the_only_key_of_a_row_is_above_no_threshold(T):
+    test_kernels.only_keys(T, "interpret")
+
+
 def test_repeatable():
     arrays = inputs(T=70)
     run = jax.jit(lambda *a: attention(*a, columns=FEW, implementation="interpret"))
@@ -355,6 +360,18 @@ def test_what_no_kernel_serves_is_computed_elsewhere_and_said(caplog):
     assert len(said) == 2
     assert "is computed by xla, because of interpret: rows that are not summed" in said[0]
     assert "gaussian noise is not drawn" in said[1]
+
+
+@pytest.mark.parametrize("T", [1, 9])
+def test_64_bits_are_not_interpreted_and_it_is_said(caplog, T):
+    arrays = inputs(T=T, cached=5, pads=0)
+    expected = attention(*arrays, columns=FEW, implementation="xla")
+    with jax.enable_x64(True), caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        found = jax.jit(lambda *x: attention(*x, columns=FEW, implementation="interpret"))(*arrays)
+    assert "kernels are not interpreted under jax_enable_x64" in caplog.records[0].getMessage()
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, atol=TOLERANCE["float32"])
 
 
 WITHOUT_TRITON = """

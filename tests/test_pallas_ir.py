@@ -164,6 +164,29 @@ def test_decode(dtype, d, columns):
     check(kernels, dtype)
 
 
+@pytest.mark.parametrize("rows", [1, T])
+@pytest.mark.parametrize("positions", ["int32", "int64"])
+def test_kernels_are_the_same_where_64_bits_are_enabled(rows, positions):
+    def f(q, k, v, q_pos, kv_pos, weight, multiplier, seed):
+        own = Softmax(multiplier=multiplier, seed=seed, noise="gumbel")
+        columns = (
+            Columns(element="above", weight=weight, count_self=False),
+            Columns(element="p2", group="max", group_at="before", softmax=own if rows > 1 else None),
+        )
+        return jax.tree.leaves(attention(q, k, v, q_pos, kv_pos, columns=columns, implementation="triton"))
+
+    def kernels(ints):
+        q, slots = ((B, N, rows, 64), "bfloat16"), ((B, K, T, 64), "bfloat16")
+        extra = ((B, rows), "float32"), ((B, K, rows), "float32"), ((B,), "uint32")
+        return triton_kernels(lower(f, *shapes(q, slots, slots, ((B, rows), ints), ((B, K, T), ints), *extra)))
+
+    plain = kernels("int32")
+    with jax.enable_x64(True):
+        wide = kernels(positions)
+    assert len(plain) == (1 if rows == 1 else 4)
+    assert wide == plain
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax >= 0.11.2")
 @pytest.mark.parametrize("d", [64, 128])
 def test_mosaic_uses_wgmma(d):
