@@ -50,8 +50,9 @@ def block_sizes(
     """The shipped block sizes, chosen as in `flash.block_sizes`; no accumulator is as wide as a head here.
 
     Exceptions keep ptxas from spilling. Tiles of less than 64 rows take 4 warps at every head dimension. Where two of
-    these come together, tiles are halved, and where all three do, they are the smallest: the probabilities of a whole
-    group; a softmax of noise or a multiplier; thresholds, weights, own tokens or biases that are looked up.
+    these come together, tiles are halved, for heads above 128 once more, and where all three do, they are the smallest:
+    the probabilities of a whole group; a softmax of noise or a multiplier; thresholds, weights, own tokens or biases
+    that are looked up.
     """
     if jnp.dtype(dtype) == jnp.float32:
         return bl.BlockSizes(16, 16, num_warps=4, num_stages=2)
@@ -62,7 +63,7 @@ def block_sizes(
     rows = max(bl.MIN_TILE, min(64, bl.power_of_two(num_rows)))
     if burdens < 2:
         return bl.BlockSizes(rows, 64, num_warps=8 if head_dim > 128 and rows == 64 else 4, num_stages=2)
-    if burdens == 2 and rows > 16:
+    if burdens == 2 and rows > 16 and head_dim <= 128:
         return bl.BlockSizes(32, 64, num_warps=4, num_stages=2)
     return bl.BlockSizes(16, 32 if burdens == 2 else 16, num_warps=2, num_stages=2)
 
