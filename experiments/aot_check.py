@@ -440,7 +440,8 @@ def write(output: pathlib.Path, rows: list[dict[str, Any]], keep: bool) -> None:
                 f"{file} is of jax {older['jax']}, this is {version}; compile all kernels, or leave --only"
             )
         found = {(row["arch"], row["kernel"]): row for row in older["rows"]} | found
-    file.write_text(json.dumps({"jax": version, "rows": list(found.values())}, indent=1) + "\n")
+    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in found.values())
+    file.write_text(f'{{"jax": "{version}", "rows": [\n{lines}\n]}}\n')
     output.with_suffix(".txt").write_text("\n".join(map(line, found.values())) + "\n")
 
 
