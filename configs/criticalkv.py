@@ -17,7 +17,7 @@ def get_config(
       budget: live tokens a kv head and layer: numbers of tokens (int) or shares of the prompt (float).
       window_size: the prompt's last tokens, which vote and stay.
       first_stage: share of the budget that goes by scores alone.
-      eps: added to scores in the second stage.
+      eps: added to the mean attention of the voting rows in the second stage.
       setup: model, tasks and sizes.
     """
     return Experiment(

@@ -1,9 +1,14 @@
 """What a config returns: policies at several budgets, and the setup that all experiments share."""
 
 import dataclasses
+import math
+import numbers
 import pathlib
+import reprlib
+import types
+import typing
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
@@ -15,6 +20,99 @@ Budget = int | float
 TaskName = Literal["single_needle", "several_needles", "multi_query", "key_value", "perplexity"]
 
 BUDGETS: tuple[Budget, ...] = (0.5, 0.25, 0.125, 0.0625)
+
+
+LARGEST = 2**31 - 1
+_LONGEST = 100  # bytes of a name; two make a file's
+
+
+def check_fields(value: Any) -> None:
+    """Tries whether the fields of a dataclass are of their types, and one of the values that are named.
+
+    Raises:
+      ValueError: one that is not.
+    """
+    hints = typing.get_type_hints(type(value))
+    for field in dataclasses.fields(value):
+        found, wanted = getattr(value, field.name), hints[field.name]
+        if not _fits(found, wanted):
+            shown = str(wanted).replace("typing.", "") if typing.get_origin(wanted) else wanted.__name__
+            raise ValueError(f"{field.name}={reprlib.repr(found)} is not of the type {shown}")
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether a value is of an annotated type; numbers are of those of a lesser kind, as numpy's are."""
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if wanted is Any or origin is Callable:
+        return wanted is Any or callable(value)
+    if origin is Literal:
+        return value in arguments
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, each) for each in arguments)
+    if origin is tuple:
+        each = (arguments[0],) * len(value) if arguments[-1] is ... and isinstance(value, tuple) else arguments
+        return isinstance(value, tuple) and len(value) == len(each) and all(map(_fits, value, each))
+    if wanted in (int, float):
+        return not isinstance(value, bool) and isinstance(value, numbers.Integral if wanted is int else numbers.Real)
+    return isinstance(value, wanted)
+
+
+def check_whole(least: int, **options: Any) -> None:
+    """Tries whether options are whole numbers of 32 bits and at least so large; tuples are tried number by number.
+
+    Raises:
+      ValueError: one that is not.
+    """
+    for name, value in options.items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, bool) or not isinstance(number, int | np.integer):
+                raise ValueError(f"{name}={value!r} must be a whole number")
+            if number < least:
+                raise ValueError(f"{name}={value!r} must be at least {least}")
+            if number > LARGEST:
+                raise ValueError(f"{name}={value!r} must be at most {LARGEST}, which 32 bits hold")
+
+
+def check_finite(least: float = -math.inf, most: float = math.inf, **options: Any) -> None:
+    """Tries whether options are finite numbers above `least` and at most `most`; tuples are tried number by number.
+
+    Raises:
+      ValueError: one that is not.
+    """
+    for name, value in options.items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if not (math.isfinite(number) and least < number <= most):
+                wanted = f"above {least:g}" if math.isfinite(least) else ""
+                wanted += f" and at most {most:g}" if math.isfinite(most) else ""
+                raise ValueError(f"{name}={value!r} must be a finite number {wanted}".rstrip())
+
+
+def label(budget: Budget | str) -> str:
+    """How a budget is written in results: floats in positional notation, so that they stay told from ints."""
+    return np.format_float_positional(budget, trim="0") if isinstance(budget, float) else str(budget)
+
+
+def check_distinct(name: str, values: Sequence[Any]) -> None:
+    """Tries whether there are values, and none of them twice.
+
+    Raises:
+      ValueError: none, or a value that is repeated.
+    """
+    if not values:
+        raise ValueError(f"{name} is empty; give at least one")
+    if repeated := [v for i, v in enumerate(values) if label(v) in map(label, values[:i])]:
+        raise ValueError(f"{name} has {repeated[0]!r} twice; give each once")
+
+
+def check_budgets(budgets: Sequence[Budget]) -> None:
+    """Tries whether there are budgets, and none of them twice; policies try the numbers.
+
+    Raises:
+      ValueError: none, or one that is repeated.
+    """
+    if not budgets:
+        raise ValueError("budget is empty; give at least one number of tokens (int) or share of the prompt (float)")
+    check_distinct("budget", budgets)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +146,12 @@ class Setup:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
     def __post_init__(self):
-        for name, least in (("examples", 1), ("length", 1), ("batch_size", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        check_fields(self)
+        check_whole(1, examples=self.examples, length=self.length, batch_size=self.batch_size)
+        check_whole(0, seed=self.seed)
+        if self.block is not None:
+            check_whole(1, block=self.block)
+        check_distinct("tasks", self.tasks)
 
     @property
     def source(self) -> str | pathlib.Path:
@@ -76,14 +177,19 @@ class Experiment:
     policies: tuple[tuple[Budget | str, Policy], ...]
     setup: Setup = Setup()
 
-
-def label(budget: Budget | str) -> str:
-    """How a budget is written in results: floats in positional notation, so that they stay told from ints."""
-    return np.format_float_positional(budget, trim="0") if isinstance(budget, float) else str(budget)
+    def __post_init__(self):
+        check_fields(self)
+        check_distinct(f"policies of {self.name}", [b for b, _ in self.policies])
+        for name in (self.name, *(label(b) for b, _ in self.policies)):
+            if not name or set(name) & set("/@|\r\n\0"):
+                raise ValueError(f"{name!r} names rows and files; leave out '/', '@', '|' and line breaks")
+            if len(name.encode()) > _LONGEST:
+                raise ValueError(
+                    f"{reprlib.repr(name)} names files; shorten it from {len(name.encode())} to {_LONGEST} bytes"
+                )
 
 
 def sweep(make: Callable[[Budget], Policy], budgets: Sequence[Budget]) -> tuple[tuple[Budget, Policy], ...]:
     """One policy for every budget."""
-    if not budgets:
-        raise ValueError("budget is empty; give at least one number of tokens (int) or share of the prompt (float)")
+    check_budgets(budgets)
     return tuple((b, make(b)) for b in budgets)

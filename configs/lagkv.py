@@ -16,7 +16,7 @@ def get_config(
     Args:
       budget: live tokens a kv head and layer: numbers of tokens (int) or shares of the prompt (float).
       lag: tokens of a partition; the paper uses 128 on long prompts.
-      sinks: first tokens, which belong to no partition.
+      sinks: protected first tokens, which belong to no partition.
       cross_scoring: compare scores of different partitions as they are.
       setup: model, tasks and sizes.
     """

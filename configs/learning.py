@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Literal
 
-from configs.experiment import Budget, TaskName
+from configs.experiment import Budget, TaskName, check_budgets, check_distinct, check_fields, check_finite, check_whole
 from kvjax import Evict
 from kvjax.families import Family
 from kvjax.stats import Measurement
@@ -43,12 +43,11 @@ class Prompts:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
     def __post_init__(self):
-        if not self.tasks:
-            raise ValueError("tasks is empty; give at least one")
-        least = {"calibration": 1, "held_out": 2, "length": 1, "future": 1, "batch_size": 1, "seed": 0}
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {smallest}")
+        check_fields(self)
+        check_distinct("tasks", self.tasks)
+        check_whole(1, calibration=self.calibration, length=self.length, future=self.future, batch_size=self.batch_size)
+        check_whole(2, held_out=self.held_out)
+        check_whole(0, seed=self.seed)
 
     @property
     def source(self) -> str | pathlib.Path:
@@ -88,14 +87,13 @@ class LearnedBudget:
     prompts: Prompts = Prompts()
 
     def __post_init__(self):
-        if not self.budgets:
-            raise ValueError("budget is empty; give at least one number of tokens (int) or share of the prompt (float)")
-        if self.steps < 1:
-            raise ValueError(f"steps={self.steps} must be at least 1")
-        if not self.rate > 0:
-            raise ValueError(f"rate={self.rate} must be positive")
+        check_fields(self)
+        check_budgets(self.budgets)
+        check_whole(1, steps=self.steps)
         if min(self.temperature) <= 0:
             raise ValueError(f"temperature={self.temperature}: temperatures are positive")
+        check_finite(0, rate=self.rate, temperature=self.temperature)
+        check_finite(pyramid_beta=self.pyramid_beta, ada_alpha=self.ada_alpha)
         if self.objective == "task_loss" and self.prompts.future < 2:
             raise ValueError(f"task_loss: future={self.prompts.future} row predicts no other; raise it to 2 at least")
 
@@ -125,10 +123,10 @@ class LearnedScorer:
     prompts: Prompts = Prompts()
 
     def __post_init__(self):
-        if not self.budgets:
-            raise ValueError("budget is empty; give at least one number of tokens (int) or share of the prompt (float)")
-        for name in ("hidden", "window_size", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if not self.rate > 0:
-            raise ValueError(f"rate={self.rate} must be positive")
+        check_fields(self)
+        check_budgets(self.budgets)
+        check_whole(1, hidden=self.hidden, window_size=self.window_size, steps=self.steps)
+        check_whole(1, kernel_size=self.kernel_size)
+        if self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size={self.kernel_size} must be odd")
+        check_finite(0, rate=self.rate)

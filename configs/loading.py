@@ -1,8 +1,12 @@
 """Finding configs by name or path."""
 
+import contextlib
 import importlib.util
 import pathlib
-from collections.abc import Callable
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 _HERE = pathlib.Path(__file__).parent
@@ -24,7 +28,9 @@ def find(config: str, script: str = "run.py") -> tuple[str, Callable[..., Any]]:
       script: which script in experiments/ asks.
 
     Raises:
-      ValueError: no such config, naming those that exist; one for another script; or a file without `get_config`.
+      ValueError: no such config, naming those that exist; one for another script; a file that fails when it is loaded,
+        naming the line; or one without `get_config`, or whose options have no types that can be read. The `get_config`
+        of a file elsewhere raises it too, naming the line, whatever its code raises.
     """
     path = pathlib.Path(config)
     stem = path.stem if path.suffix == ".py" else path.name
@@ -36,12 +42,35 @@ def find(config: str, script: str = "run.py") -> tuple[str, Callable[..., Any]]:
     if path.suffix != ".py" or not path.is_file():
         names = ", ".join(available(script))
         raise ValueError(f"no config {config!r}; configs/ has {names}, or give a path to a .py file")
-    spec = importlib.util.spec_from_file_location(f"configs.{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(str(path.absolute()), path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} cannot be imported as a Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module  # where dataclasses look types up that are written as text
+    with _naming(path):
+        spec.loader.exec_module(module)
     get_config = getattr(module, "get_config", None)
-    if get_config is None:
+    if not callable(get_config):
         raise ValueError(f"{path} defines no get_config(budget=..., ...) -> Experiment")
-    return path.stem, get_config
+    try:
+        typing.get_type_hints(get_config)
+    except Exception as e:
+        raise ValueError(f"{path}: the types of get_config's options cannot be read: {type(e).__name__}: {e}") from e
+    return path.stem, get_config if path.parent == _HERE else _naming(path)(get_config)
+
+
+@contextlib.contextmanager
+def _naming(path: pathlib.Path) -> Iterator[None]:
+    """Names the line of a config in errors that its code raises.
+
+    Raises:
+      ValueError: what was raised, as one line.
+    """
+    try:
+        yield
+    except SyntaxError as e:
+        raise ValueError(f"{e.filename or path}, line {e.lineno}: {e.msg}") from e
+    except (Exception, SystemExit) as e:
+        lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == str(path.absolute())]
+        what = str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}"
+        raise ValueError(f"{path}, line {lines[-1] if lines else '?'}: {what}") from e

@@ -7,7 +7,6 @@ Every length is compiled, its peak read from the compiled program, and then run.
 run; the peak counts arguments (parameters and token ids included), results and temporaries.
 """
 
-import json
 import pathlib
 import time
 from typing import Any, Literal
@@ -19,8 +18,9 @@ import tyro
 
 import kvjax
 import models
+from configs.experiment import check_whole
 from experiments.evaluate import peak_bytes
-from experiments.results import device_info
+from experiments.results import check_output, device_info, plain_errors, write_json
 from kvjax import methods
 from models.embedded import EMBEDDED
 
@@ -63,6 +63,8 @@ def main(
       at_once: lengths to compile without blocks, for comparison.
       output: a JSON file for the figures.
     """
+    check_whole(1, lengths=lengths, at_once=at_once, budget=budget, block=block)
+    check_output(output)
     model, params = models.load(EMBEDDED)
     policy = getattr(methods, method)(budget)
     rows = [measure(model, params, policy, n, block) for n in lengths]
@@ -72,8 +74,9 @@ def main(
         ran = f", {row['seconds']:.1f} s, at most {row['live']} live" if "seconds" in row else " (compiled only)"
         print(f"{method} {budget}: {row['length']:>7,} tokens {how}: peak {row['peak_bytes'] / 2**20:.1f} MiB{ran}")
     if output is not None:
-        output.write_text(json.dumps({"device": device_info(), "method": method, "rows": rows}, indent=2) + "\n")
+        write_json(output, {"device": device_info(), "method": method, "rows": rows})
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    with plain_errors():
+        tyro.cli(main)

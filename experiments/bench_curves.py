@@ -34,7 +34,8 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from experiments.results import environment, write_json
+from configs.experiment import check_whole
+from experiments.results import check_output, environment, plain_errors, write_json
 from experiments.tasks import TASKS, Task
 from experiments.tasks.perplexity import SCORED
 from kvjax import analysis, methods
@@ -93,6 +94,10 @@ def main(
       rounds: how often each separate run is timed.
       output: a JSON file for the figures.
     """
+    check_whole(1, length=length, rows=rows, prompts=prompts, rounds=rounds)
+    if rows > SCORED:
+        raise ValueError(f"rows={rows}, but examples go on for {SCORED} tokens; ask for fewer")
+    check_output(output)
     model, params = models.load(EMBEDDED)
     tokenizer = models.load_tokenizer(EMBEDDED)
     encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
@@ -125,7 +130,6 @@ def main(
         table.append({"kind": kind, "runs": len(runs), **compare(together, runs, pairs, kind, rounds)})
         print(summary(table[-1]), flush=True)
         if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
             write_json(output, {**about, "kinds": table})
 
 
@@ -186,4 +190,5 @@ def largest_difference(whole: analysis.Curves, kind: str, results: list[Any], pa
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    with plain_errors():
+        tyro.cli(main)

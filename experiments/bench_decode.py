@@ -6,7 +6,6 @@ Rounds are interleaved in one process; compare the ratios, not the seconds.
 """
 
 import functools
-import json
 import pathlib
 import time
 from typing import Any
@@ -19,7 +18,8 @@ from jax import lax
 
 import kvjax
 import models
-from experiments.results import device_info
+from configs.experiment import check_finite, check_whole
+from experiments.results import check_output, device_info, plain_errors, write_json
 from kvjax import methods
 from models.embedded import EMBEDDED
 
@@ -76,12 +76,15 @@ def bench(
       only: these methods beside the full cache and SnapKV; all if empty.
       output: a JSON file for the figures.
     """
+    check_whole(1, length=length, steps=steps, batch=batch, rounds=rounds)
+    check_finite(0, 1, budget=budget)
+    if unknown := set(only) - set(METHODS):
+        raise ValueError(f"no methods {sorted(unknown)}; there are {', '.join(METHODS)}")
+    check_output(output)
     model, params = models.load(EMBEDDED)
     tokens = jnp.asarray(np.random.default_rng(0).integers(4, model.config.vocab_size, (batch, length)), jnp.int32)
     prefill = jax.jit(kvjax.prefill, static_argnums=(0, 3))
     states, slots = {}, {}
-    if unknown := set(only) - set(METHODS):
-        raise ValueError(f"no methods {sorted(unknown)}; there are {', '.join(METHODS)}")
     for name, make in METHODS.items():
         if only and name not in (*only, "full", "snapkv"):
             continue
@@ -118,8 +121,9 @@ def bench(
         print(f"{line} {r['of_snapkv']:9.2f} {r['slots']:9,}")
     if output is not None:
         result = {"length": length, "steps": steps, "batch": batch, "budget": budget, "rounds": rounds, "rows": rows}
-        output.write_text(json.dumps(result | {"device": device_info()}, indent=2) + "\n")
+        write_json(output, result | {"device": device_info()})
 
 
 if __name__ == "__main__":
-    tyro.cli(bench)
+    with plain_errors():
+        tyro.cli(bench)

@@ -6,16 +6,17 @@ Rounds are interleaved in one process; compare the ratios, not the milliseconds.
 """
 
 import itertools
-import json
 import pathlib
 import time
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from experiments.results import device_info
+from configs.experiment import check_whole
+from experiments.results import check_output, device_info, plain_errors, write_json
 from pallas_kernels import Columns, attention, pooled_attention
 
 
@@ -24,7 +25,7 @@ def bench(
     kv_heads: tuple[int, ...] = (4, 8),
     groups: tuple[int, ...] = (1, 4),
     head_dim: int = 128,
-    dtypes: tuple[str, ...] = ("float32", "bfloat16"),
+    dtypes: tuple[Literal["float32", "bfloat16", "float16"], ...] = ("float32", "bfloat16"),
     rounds: int = 40,
     output: pathlib.Path | None = None,
 ) -> None:
@@ -39,6 +40,10 @@ def bench(
       rounds: timed calls of each.
       output: a JSON file for the figures.
     """
+    check_whole(1, slots=slots, kv_heads=kv_heads, groups=groups, head_dim=head_dim, rounds=rounds)
+    if uneven := [(p, k) for p in slots for k in kv_heads if p % k]:
+        raise ValueError(f"slots={uneven[0][0]} do not divide among kv_heads={uneven[0][1]} evenly")
+    check_output(output)
     rng = np.random.default_rng(0)
     rows = []
     print(
@@ -76,8 +81,9 @@ def bench(
         print(f"{dtype:10s} {P:6d} {K:3d} {G:3d} {dense:9.3f} {loose:10.3f} {ordered:10.3f}", end="")
         print(f"   {loose / dense:5.2f} {ordered / dense:5.2f}")
     if output is not None:
-        output.write_text(json.dumps({"rows": rows, "head_dim": head_dim, "device": device_info()}, indent=2) + "\n")
+        write_json(output, {"rows": rows, "head_dim": head_dim, "device": device_info()})
 
 
 if __name__ == "__main__":
-    tyro.cli(bench)
+    with plain_errors():
+        tyro.cli(bench)

@@ -7,7 +7,6 @@ planned for the compiled program: an array that grew with the square of the prom
 """
 
 import dataclasses
-import json
 import pathlib
 import time
 from typing import Any
@@ -19,7 +18,8 @@ import tyro
 
 import kvjax
 import models
-from experiments.results import device_info
+from configs.experiment import check_finite, check_whole
+from experiments.results import check_output, device_info, plain_errors, write_json
 from kvjax import methods
 from models.embedded import EMBEDDED
 
@@ -57,6 +57,9 @@ def bench(
       depths: numbers of layers whose compiled memory is compared.
       output: a JSON file for the figures.
     """
+    check_whole(1, length=length, rounds=rounds, memory_lengths=memory_lengths, depths=depths)
+    check_finite(0, 1, budget=budget)
+    check_output(output)
     model, params = models.load(EMBEDDED)
     tokens = np.random.default_rng(0).integers(4, model.config.vocab_size, (1, length)).astype(np.int32)
     full, h2o = methods.full(), methods.h2o(budget)
@@ -112,8 +115,9 @@ def bench(
             print(f"{layers:6d} {n:7d} {plain:14.1f} {with_h2o:8.1f} {4 * n * n / 2**20:8.0f}")
     if output is not None:
         result = {"length": length, "rounds": rounds, "timings": timings, "memory": memory, "device": device_info()}
-        output.write_text(json.dumps(result, indent=2) + "\n")
+        write_json(output, result)
 
 
 if __name__ == "__main__":
-    tyro.cli(bench)
+    with plain_errors():
+        tyro.cli(bench)

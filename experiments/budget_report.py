@@ -12,8 +12,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 from scipy import stats
 
+from experiments import report
 from experiments.report import table
-from experiments.results import write_json
+from experiments.results import read_config, write_bytes, write_figure, write_json
 from kvjax.analysis.hindsight import Across
 
 HINDSIGHT: Final[dict[str, Across]] = {"hindsight_heads": "head", "hindsight": "model"}
@@ -188,7 +189,7 @@ def plot_losses(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     kept.set_ylabel("attention to come that is kept, % (95 % interval)")
     beside.set_ylabel("loss, % of the uniform division's")
     figure.legend(*axes.get_legend_handles_labels(), frameon=False, ncols=len(methods), loc="outside upper center")
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure, dpi=150)
     plt.close(figure)
 
 
@@ -209,7 +210,7 @@ def plot_tables(tables: dict[str, Any], path: pathlib.Path) -> None:
         axes.set_yticks(range(shares.shape[0]))
     grid[0, 0].set_ylabel("layer")
     figure.colorbar(image, ax=grid[0].tolist(), label="share, 1 = uniform")
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure, dpi=150)
     plt.close(figure)
 
 
@@ -228,19 +229,35 @@ def plot_learning(tables: dict[str, Any], name: str, path: pathlib.Path) -> None
     axes.set(xlabel="step (the temperature falls)", ylabel=f"{name.replace('_', ' ')} of the gates, mean of ten steps")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, title="budget", loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure, dpi=150)
     plt.close(figure)
+
+
+def made(
+    directory: pathlib.Path, config: dict[str, Any], samples: Sequence[dict[str, Any]]
+) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """The summary, its text and the tables of a directory."""
+    budgets = [p["budget"] for p in config["policies"]]
+    tables = {b: json.loads((directory / "tables" / f"{b}.json").read_bytes()) for b in budgets}
+    summary = summarise(samples)
+    summary["rows"].sort(key=lambda r: (budgets.index(r["budget"]), list(_NAMES).index(r["method"])))
+    return summary, markdown(summary, config["name"], tables), tables
+
+
+def stands(directory: pathlib.Path, config: dict[str, Any], samples: Sequence[dict[str, Any]]) -> bool:
+    """Whether the tables are there, and the report is what they and the lines give."""
+    try:
+        summary, text, _ = made(directory, config, samples)
+    except (FileNotFoundError, ValueError, TypeError, KeyError):  # tables that are missing or broken
+        return False
+    return report.stands(directory, summary, text)
 
 
 def write(directory: pathlib.Path, samples: Sequence[dict[str, Any]]) -> str:
     """Writes `summary.json`, `summary.md` and the plots. Returns the table."""
-    config = json.loads((directory / "manifest.json").read_text())["config"]
-    budgets = [p["budget"] for p in config["policies"]]
-    tables = {b: json.loads((directory / "tables" / f"{b}.json").read_text()) for b in budgets}
-    summary = summarise(samples)
-    summary["rows"].sort(key=lambda r: (budgets.index(r["budget"]), list(_NAMES).index(r["method"])))
-    text = markdown(summary, config["name"], tables)
-    (directory / "summary.md").write_text(text)
+    config = read_config(directory)
+    summary, text, tables = made(directory, config, samples)
+    write_bytes(directory / "summary.md", text.encode())
     plot_losses(summary["rows"], directory / "loss_against_budget.png")
     plot_tables(tables, directory / "tables.png")
     plot_learning(tables, config["objective"], directory / "learning.png")

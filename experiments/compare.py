@@ -4,11 +4,10 @@
     python experiments/compare.py results/snapkv results/h2o --output results/leaderboard
 
 Prints a table, and with `--output` writes it with a plot. Runs on other tasks, models or lengths are not comparable,
-and are refused.
+and are refused. Neither are the times of separate runs, which are left out: `bench_decode.py` compares speeds.
 """
 
 import argparse
-import json
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -18,50 +17,84 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments import report
-from experiments.results import write_json
+from experiments.results import (
+    check_output,
+    directory_path,
+    plain_errors,
+    read_config,
+    read_costs,
+    read_samples,
+    write_bytes,
+    write_figure,
+    write_json,
+)
 
-_SHARED = ("model", "tasks", "examples", "length", "protocol", "seed", "dtype")
+_SHARED = ("model", "tasks", "examples", "length", "protocol", "seed", "dtype", "checkpoint")
 
 
 def load(directories: Sequence[pathlib.Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The shared setup, and the rows of all runs; of equal policies the first one found.
+    """The shared setup, and the rows of all runs, made from their lines; of equal policies the first one found.
 
-    A method that ran with different parameters is named after its run as well.
+    A method that ran with different parameters is named after its run as well. Directories that are no finished run of
+    `experiments/run.py` are named and skipped.
 
     Raises:
-      ValueError: no finished run, or runs that cannot be compared.
+      ValueError: no finished run, runs that cannot be compared, or files that are broken or belong to another run.
     """
-    runs = [d for d in directories if (d / "summary.json").is_file()]
-    for d in sorted(set(directories) - set(runs)):
-        print(f"skipped {d}: no summary.json, so not a finished run", file=sys.stderr)
-    if not runs:
+    configs: dict[pathlib.Path, dict[str, Any]] = {}
+    for d in dict.fromkeys(directories):
+        if not (d / "summary.json").is_file():
+            print(f"skipped {d}: no summary.json, so not a finished run", file=sys.stderr)
+        elif not {"setup", "policies"} <= set(config := _config(d)):
+            print(f"skipped {d}: not a run of experiments/run.py", file=sys.stderr)
+        else:
+            configs[d] = config
+    if not configs:
         raise ValueError("no finished run among the directories given; run experiments/run.py first")
-    setups = {d: json.loads((d / "manifest.json").read_text())["config"]["setup"] for d in runs}
-    first = setups[runs[0]]
+    setups = {d: {**config["setup"], "checkpoint": config.get("checkpoint")} for d, config in configs.items()}
+    (start, first), *_ = setups.items()
     for d, setup in setups.items():
-        differing = [f"{k}={setup[k]!r} against {first[k]!r}" for k in _SHARED if setup[k] != first[k]]
+        differing = [f"{k}={setup.get(k)!r} against {first.get(k)!r}" for k in _SHARED if setup.get(k) != first.get(k)]
         if differing:
-            raise ValueError(f"{d} cannot be compared with {runs[0]}: {', '.join(differing)}")
-    definitions = {d: _definitions(d) for d in runs}
+            raise ValueError(f"{d} cannot be compared with {start}: {', '.join(differing)}")
     variants: dict[tuple[str, str], set[str]] = {}
-    for found in definitions.values():
-        for key, policy in found.items():
-            variants.setdefault(key, set()).add(policy)
+    for config in configs.values():
+        for p in config["policies"]:
+            variants.setdefault((p["method"], p["budget"]), set()).add(f"{p['policy']} {config['setup'].get('block')}")
     ambiguous = {method for (method, _), policies in variants.items() if len(policies) > 1}
+    names = {d: d.name if [e.name for e in configs].count(d.name) == 1 else str(d) for d in configs}
 
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for d in runs:
-        summary = json.loads((d / "summary.json").read_text())
+    for d, config in configs.items():
+        summary = _summary(d, config)
         for row in [*summary["rows"], *summary["retrieval_mean"]]:
-            method = f"{row['method']} ({d.name})" if row["method"] in ambiguous else row["method"]
-            rows.setdefault((method, row["budget"], row["task"]), {**row, "method": method})
+            method = f"{row['method']} ({names[d]})" if row["method"] in ambiguous else row["method"]
+            kept = {k: x for k, x in row.items() if k not in report.TIMES}
+            rows.setdefault((method, row["budget"], row["task"]), {**kept, "method": method})
     return first, list(rows.values())
 
 
-def _definitions(directory: pathlib.Path) -> dict[tuple[str, str], str]:
-    """What a run's methods and budgets stand for."""
-    policies = json.loads((directory / "manifest.json").read_text())["config"]["policies"]
-    return {(p["method"], p["budget"]): p["policy"] for p in policies}
+def _config(directory: pathlib.Path) -> dict[str, Any]:
+    return read_config(directory) if (directory / "manifest.json").is_file() else {}
+
+
+def _summary(directory: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The rows that a run's lines give.
+
+    Raises:
+      ValueError: lines or costs that are missing or not this run's.
+    """
+    samples, _ = read_samples(directory, config)
+    costs, setup = read_costs(directory, config), config["setup"]
+    runs = [(p["method"], p["budget"]) for p in config["policies"]]
+    keys = [(*run, task, i) for run in runs for task in setup["tasks"] for i in range(setup["examples"])]
+    lost = sum(k not in samples for k in keys)
+    if lost or any(f"{m}@{b}" not in costs for m, b in runs):
+        raise ValueError(
+            f"{directory} lacks {f'{lost} lines of samples.jsonl' if lost else 'costs.json'}; run it again, and it is "
+            "completed, or leave it out"
+        )
+    return report.summarise([samples[k] for k in keys], costs)
 
 
 def leaderboard(rows: Sequence[dict[str, Any]]) -> str:
@@ -77,7 +110,6 @@ def leaderboard(rows: Sequence[dict[str, Any]]) -> str:
         *(["retrieval mean"] if means else []),
         *(t.replace("_", " ") for t in tasks),
         "KV of full",
-        "decode tokens/s",
     ]
     lines = [
         [
@@ -86,7 +118,6 @@ def leaderboard(rows: Sequence[dict[str, Any]]) -> str:
             *([report.score_cell(r)] if means else []),
             *(report.score_cell(by_key.get((r["method"], r["budget"], t))) for t in tasks),
             "" if r["kv_bytes_of_full"] is None else f"{100 * r['kv_bytes_of_full']:.1f} %",
-            f"{r['decode_tokens_per_second']:,.0f}",
         ]
         for r in ordered
     ]
@@ -150,7 +181,7 @@ def plot(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
         axis.set_xticks(range(len(budgets)), budgets)
         axis.set_yticks(range(len(methods)), methods if axis is axes[0, 0] else [])
         axis.set(xlabel="budget", title="retrieval score, %" if key == "retrieval" else "perplexity")
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure, dpi=150)
     plt.close(figure)
 
 
@@ -158,24 +189,22 @@ def main(argv: Sequence[str]) -> None:
     """Loads, prints, plots."""
     parser = argparse.ArgumentParser(prog="experiments/compare.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", nargs="+", type=pathlib.Path, help="results directories")
-    parser.add_argument("--output", type=pathlib.Path, help="directory for leaderboard.md, .json and .png")
-    arguments = parser.parse_args(argv)
-    try:
+    parser.add_argument("--output", type=directory_path, help="directory for leaderboard.md, .json and .png")
+    with plain_errors():
+        arguments = parser.parse_args(argv)
         if absent := [str(d) for d in arguments.runs if not d.exists()]:
             raise ValueError(f"there is no {', '.join(absent)}")
         setup, rows = load([d for d in arguments.runs if d.is_dir()])
-    except ValueError as e:
-        raise SystemExit(f"error: {e}") from e
-    for r in rows:
-        r["kv_budget"] = report.budget_fraction(r, setup["length"])
-    text = f"{leaderboard(rows)}\nRetrieval mean in percent / perplexity, by budget:\n\n{overview(rows)}"
-    print(text)
-    if arguments.output is not None:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        (arguments.output / "leaderboard.md").write_text(text)
-        write_json(arguments.output / "leaderboard.json", {"setup": setup, "rows": rows})
-        plot(rows, arguments.output / "leaderboard.png")
-        print(f"written to {arguments.output}")
+        for r in rows:
+            r["kv_budget"] = report.budget_fraction(r, setup["length"])
+        text = f"{leaderboard(rows)}\nRetrieval mean in percent / perplexity, by budget:\n\n{overview(rows)}"
+        print(text)
+        if arguments.output is not None:
+            check_output(arguments.output / "leaderboard.md")
+            write_bytes(arguments.output / "leaderboard.md", text.encode())
+            write_json(arguments.output / "leaderboard.json", {"setup": setup, "rows": rows})
+            plot(rows, arguments.output / "leaderboard.png")
+            print(f"written to {arguments.output}")
 
 
 if __name__ == "__main__":

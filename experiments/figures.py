@@ -10,6 +10,7 @@ Each figure is a function in `experiments.papers` that returns the arrays, and o
 """
 
 import dataclasses
+import io
 import pathlib
 import sys
 import time
@@ -20,8 +21,9 @@ import numpy as np
 import tyro
 
 import models
+from configs.experiment import check_whole
 from experiments.papers import FIGURES, prompts
-from experiments.results import environment, write_json
+from experiments.results import check_output, environment, plain_errors, write_bytes, write_figure, write_json
 from models.embedded import EMBEDDED
 
 ALL = "all"
@@ -55,10 +57,11 @@ class Options:
     def __post_init__(self):
         if self.name not in (*FIGURES, ALL):
             raise ValueError(f"there is no figure {self.name!r}; there are {', '.join(FIGURES)}, and {ALL}")
-        for name in ("prompts", "length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        given = {n: v for n in ("prompts", "length") if (v := getattr(self, n)) is not None}
+        check_whole(1, **given)
+        check_whole(0, seed=self.seed)
+        if self.output.exists() and not self.output.is_dir():
+            raise ValueError(f"output={self.output} is a file, not a directory")
 
 
 def draw(name: str, model: Any, params: Any, tokens: np.ndarray, output: pathlib.Path, about: dict[str, Any]) -> None:
@@ -76,9 +79,11 @@ def draw(name: str, model: Any, params: Any, tokens: np.ndarray, output: pathlib
     seconds = time.perf_counter() - start
     picture = FIGURES[name].plot(data)
     output.mkdir(parents=True, exist_ok=True)
-    picture.savefig(output / f"{name}.png")
+    write_figure(output / f"{name}.png", picture)
     arrays: dict[str, Any] = {f.name: np.asarray(getattr(data, f.name)) for f in dataclasses.fields(data)}
-    np.savez_compressed(output / f"{name}.npz", **arrays)
+    content = io.BytesIO()
+    np.savez_compressed(content, **arrays)
+    write_bytes(output / f"{name}.npz", content.getvalue())
     shapes = {k: list(x.shape) for k, x in arrays.items()}
     title = picture.get_suptitle().replace("\n", " ")
     note = {"figure": name, "about": FIGURES[name].title, "title": title, "arrays": shapes, "seconds": seconds}
@@ -92,6 +97,7 @@ def run(options: Options, command: Sequence[str]) -> None:
     Raises:
       ValueError: a model or text that does not fit.
     """
+    check_output(options.output / "figure.png")
     source = EMBEDDED if options.model == "embedded" else options.model
     model, params = models.load(source, dtype=options.dtype)
     tokenizer = models.load_tokenizer(source)
@@ -111,11 +117,11 @@ def run(options: Options, command: Sequence[str]) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
-    try:
+    with plain_errors():
+        if not all(argv):
+            raise ValueError("an option is empty")
         options = tyro.cli(Options, args=argv, prog="experiments/figures.py", description=_description())
         run(options, [sys.executable, *sys.argv])
-    except (ValueError, OSError) as e:
-        raise SystemExit(f"error: {e}") from e
 
 
 def _description() -> str:

@@ -17,12 +17,12 @@ goes into any policy:
     dataclasses.replace(policy, layers=kvjax.LayerTable([sum(row) for row in weights]), heads=kvjax.HeadTable(weights))
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
 import math
 import pathlib
+import reprlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,8 +39,10 @@ import models
 from configs.experiment import Budget, label
 from configs.learning import LearnedBudget
 from experiments import budget_report
-from experiments.future_rows import Reader, Reading, examples
-from experiments.results import Results, write_json
+from experiments.checkpoints import check_learns, restored
+from experiments.future_rows import HELD_OUT, Reader, Reading, examples
+from experiments.provenance import definition
+from experiments.results import Results, plain_errors, write_json
 from experiments.run import default_directory, parse
 from kvjax.analysis import best_in_hindsight, lost_mass, regret
 from kvjax.families import Family, with_table
@@ -51,6 +53,7 @@ from kvjax.traces import decisions, kept
 
 SCRIPT = "learn_budget.py"
 SAVE_EVERY = 50
+DIVISIONS = ("uniform", "pyramid", "ada_static", "ada", "learned")
 
 
 @dataclasses.dataclass
@@ -121,6 +124,8 @@ def learn(
       max_steps: stop, with a checkpoint, after this many steps in all; for trying things out.
     """
     sizes = model.config
+    what = (experiment.method(budget), experiment.family, experiment.objective, experiment.steps, experiment.rate)
+    identity = definition((*what, experiment.temperature, experiment.prompts))
     tx = optax.adam(optax.cosine_decay_schedule(experiment.rate, experiment.steps, alpha=0.1))
     with (
         jax.enable_x64(True),
@@ -131,15 +136,8 @@ def learn(
         learned = experiment.family.init(sizes.num_layers, sizes.num_kv_heads)
         opt_state, progress = tx.init(learned), Progress()
         if manager.latest_step() is not None:
-            saved = manager.restore(
-                manager.latest_step(),
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardRestore({"learned": learned, "opt_state": opt_state}),
-                    progress=ocp.args.JsonRestore(),
-                ),
-            )
-            learned, opt_state = saved.state["learned"], saved.state["opt_state"]
-            progress = Progress(**saved.progress)
+            state, saved = restored(manager, directory, {"learned": learned, "opt_state": opt_state}, identity)
+            learned, opt_state, progress = state["learned"], state["opt_state"], Progress(**saved)
         step = make_step(experiment, budget, model, tx)
         with tqdm(total=experiment.steps, initial=progress.step, desc=f"learn {label(budget)}", file=sys.stdout) as bar:
             while progress.step < (experiment.steps if max_steps is None else min(max_steps, experiment.steps)):
@@ -149,6 +147,7 @@ def learn(
                 learned, opt_state, value, off = step(
                     learned, opt_state, readings[order[place]], params, jnp.asarray(temperature, float)
                 )
+                check_learns(float(value), progress.step, experiment.rate)
                 progress = Progress(progress.step + 1, [*progress.losses, float(value)], max(progress.off, float(off)))
                 bar.update()
                 bar.set_postfix_str(f"{experiment.objective} {np.mean(progress.losses[-len(readings) :]):.4f}")
@@ -157,7 +156,7 @@ def learn(
                         progress.step,
                         args=ocp.args.Composite(
                             state=ocp.args.StandardSave({"learned": learned, "opt_state": opt_state}),
-                            progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
+                            progress=ocp.args.JsonSave({**dataclasses.asdict(progress), "identity": identity}),
                         ),
                     )
         manager.wait_until_finished()
@@ -239,13 +238,9 @@ def policies(
     """What is measured at one budget, all of the same total."""
     uniform = experiment.method(budget)
     ada = dataclasses.replace(uniform, heads=kvjax.Adaptive(experiment.ada_alpha, math.inf))
-    return {
-        "uniform": uniform,
-        "pyramid": dataclasses.replace(uniform, layers=kvjax.Pyramid(experiment.pyramid_beta)),
-        "ada_static": with_table(uniform, average_table(ada, readings)),
-        "ada": ada,
-        "learned": hard,
-    }
+    pyramid = dataclasses.replace(uniform, layers=kvjax.Pyramid(experiment.pyramid_beta))
+    chosen = uniform, pyramid, with_table(uniform, average_table(ada, readings)), ada, hard
+    return dict(zip(DIVISIONS, chosen, strict=True))
 
 
 @jax.jit
@@ -378,19 +373,28 @@ def run(
     """
     config = {
         "name": experiment.name,
-        "policies": [{"budget": label(b), "policy": repr(experiment.method(b))} for b in experiment.budgets],
-        "family": repr(experiment.family),
+        "policies": [{"budget": label(b), "policy": definition(experiment.method(b))} for b in experiment.budgets],
+        "family": definition(experiment.family),
         "objective": experiment.objective,
         "learning": {n: getattr(experiment, n) for n in ("steps", "rate", "temperature")},
         "baselines": {n: getattr(experiment, n) for n in ("pyramid_beta", "ada_alpha")},
         "prompts": dataclasses.asdict(experiment.prompts),
+        "checkpoint": models.fingerprint(experiment.prompts.source),
         "seed": experiment.prompts.seed,
     }
-    with contextlib.closing(Results(directory, config, command, restart=restart)) as results:
-        if (directory / "summary.json").is_file():
+    prompts = experiment.prompts
+    keys = [
+        (method, label(b), task, HELD_OUT + i)
+        for b in experiment.budgets
+        for method in (*DIVISIONS, *budget_report.HINDSIGHT)
+        for task in prompts.tasks
+        for i in range(prompts.held_out)
+    ]
+    with Results(directory, config, command, restart=restart) as results:
+        in_order = lambda: [results.samples[k] for k in keys]
+        if all(k in results.samples for k in keys) and budget_report.stands(directory, results.config, in_order()):
             print(f"{directory} is complete; --restart runs it again")
             return (directory / "summary.md").read_text()
-        prompts = experiment.prompts
         model, params = models.load(prompts.source, dtype=prompts.dtype)
         tokenizer = models.load_tokenizer(prompts.source)
         plan = functools.partial(
@@ -427,23 +431,31 @@ def run(
         plans = [plan(policy) for group in chosen.values() for policy in group.values()]
         reader = Reader(model, params, reader.policy, prompts, _measured(experiment, plans))
         measure(chosen, experiment.budgets, reader, results, tokenizer)
-        return budget_report.write(directory, list(results.samples.values()))
+        return budget_report.write(directory, in_order())
 
 
 def load_table(path: pathlib.Path) -> np.ndarray:
-    """The shares "L K" of a file in `tables/`; `kvjax.families.with_table` puts them into any policy."""
-    return np.asarray(json.loads(path.read_text())["heads"])
+    """The shares "L K" of a file in `tables/`; `kvjax.families.with_table` puts them into any policy.
+
+    Raises:
+      ValueError: a file that holds no table of positive shares.
+    """
+    try:
+        shares = np.asarray(json.loads(pathlib.Path(path).read_bytes())["heads"], np.float64)
+        if shares.ndim != 2 or not (np.isfinite(shares).all() and (shares >= 0).all() and shares.any()):
+            raise ValueError(f"heads are {reprlib.repr(shares.tolist())}")
+    except (ValueError, TypeError, KeyError, RecursionError) as e:
+        raise ValueError(f"{path} holds no table of shares of layers and heads ({type(e).__name__}: {e})") from e
+    return shares
 
 
 def main(argv: Sequence[str]) -> None:
     """Parses, runs, prints the report."""
-    try:
+    with plain_errors():
         experiment, own, overrides = parse(argv, SCRIPT)
         directory = own.output or default_directory(own, overrides, SCRIPT)
         print(run(experiment, directory, [sys.executable, *sys.argv], restart=own.restart))
         print(f"written to {directory}")
-    except (ValueError, OSError) as e:
-        raise SystemExit(f"error: {e}") from e
 
 
 if __name__ == "__main__":

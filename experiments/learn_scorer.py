@@ -15,12 +15,13 @@ Results go to `results/<name>/` (or `--output`): `manifest.json`, `checkpoints/`
     kvjax.Evict(kvjax.learned.Learned(function), budget=64, protect=kvjax.Protect(recent=16))
 """
 
-import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import pathlib
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,10 +37,11 @@ import models
 from configs.experiment import Budget, label
 from configs.learning import LearnedScorer
 from experiments.budget_report import interval
-from experiments.future_rows import Reader, Reading, examples
+from experiments.checkpoints import check_learns, restored
+from experiments.future_rows import HELD_OUT, Reader, Reading, examples
 from experiments.learn_budget import SAVE_EVERY, losses_of
-from experiments.report import table
-from experiments.results import Results, write_json
+from experiments.report import stands, table
+from experiments.results import Results, plain_errors, read_config, write_bytes, write_json
 from experiments.run import default_directory, parse
 from kvjax import methods
 from kvjax.learned import NUM_STATISTICS, FrozenArrays, Learned
@@ -133,20 +135,15 @@ def learn(
     options = ocp.CheckpointManagerOptions(max_to_keep=1, create=True)
     with ocp.CheckpointManager(directory.absolute(), options=options) as manager:
         if manager.latest_step() is not None:
-            saved = manager.restore(
-                manager.latest_step(),
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardRestore({"params": params, "opt_state": opt_state}),
-                    losses=ocp.args.JsonRestore(),
-                ),
-            )
-            params, opt_state, losses = saved.state["params"], saved.state["opt_state"], saved.losses["divergence"]
+            state, saved = restored(manager, directory, {"params": params, "opt_state": opt_state}, repr(experiment))
+            params, opt_state, losses = state["params"], state["opt_state"], saved["divergence"]
         last = experiment.steps if max_steps is None else min(max_steps, experiment.steps)
         with tqdm(total=experiment.steps, initial=len(losses), desc="learn", file=sys.stdout) as bar:
             while len(losses) < last:
                 epoch, place = divmod(len(losses), len(readings))
                 order = np.random.default_rng([experiment.prompts.seed, epoch]).permutation(len(readings))
                 params, opt_state, value = step(params, opt_state, readings[order[place]])
+                check_learns(float(value), len(losses), experiment.rate)
                 losses = [*losses, float(value)]
                 bar.update()
                 bar.set_postfix_str(f"divergence {np.mean(losses[-len(readings) :]):.4f}")
@@ -155,7 +152,7 @@ def learn(
                         len(losses),
                         args=ocp.args.Composite(
                             state=ocp.args.StandardSave({"params": params, "opt_state": opt_state}),
-                            losses=ocp.args.JsonSave({"divergence": losses}),
+                            progress=ocp.args.JsonSave({"divergence": losses, "identity": repr(experiment)}),
                         ),
                     )
         manager.wait_until_finished()
@@ -212,9 +209,8 @@ def measure(
             bar.update(len(batch))
 
 
-def write(directory: pathlib.Path, samples: Sequence[dict[str, Any]]) -> str:
-    """Writes `summary.json` and `summary.md`. Returns the table."""
-    config = json.loads((directory / "manifest.json").read_text())["config"]
+def made(config: dict[str, Any], samples: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], str]:
+    """The summary of lines, and its text."""
     rows, lines = [], []
     for b in dict.fromkeys(s["budget"] for s in samples):
         by_key = {(s["method"], s["task"], s["index"]): s for s in samples if s["budget"] == b}
@@ -243,9 +239,33 @@ def write(directory: pathlib.Path, samples: Sequence[dict[str, Any]]) -> str:
             "",
         ]
     )
-    (directory / "summary.md").write_text(text)
-    write_json(directory / "summary.json", {"rows": rows})  # last: its presence says that the run is complete
+    return {"rows": rows}, text
+
+
+def write(directory: pathlib.Path, samples: Sequence[dict[str, Any]]) -> str:
+    """Writes `summary.json` and `summary.md`. Returns the table."""
+    summary, text = made(read_config(directory), samples)
+    write_bytes(directory / "summary.md", text.encode())
+    write_json(directory / "summary.json", summary)  # last: its presence says that the run is complete
     return text
+
+
+def _has_head(directory: pathlib.Path) -> bool:
+    """Whether `head.npz` is the one that was learned."""
+    try:
+        learning = json.loads((directory / "learning.json").read_bytes())
+        return learning["head"] == hashlib.sha256((directory / "head.npz").read_bytes()).hexdigest()
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return False
+
+
+def _save_head(directory: pathlib.Path, head: scorer.TrainedHead, losses: list[float]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "head.npz"
+        head.save(file)
+        content = file.read_bytes()
+    write_bytes(directory / "head.npz", content)
+    write_json(directory / "learning.json", {"divergence": losses, "head": hashlib.sha256(content).hexdigest()})
 
 
 def run(
@@ -268,12 +288,22 @@ def run(
     Returns:
       The report's text, empty where `max_steps` came first.
     """
-    config = {**dataclasses.asdict(experiment), "seed": experiment.prompts.seed}
-    with contextlib.closing(Results(directory, config, command, restart=restart)) as results:
-        if (directory / "summary.json").is_file():
-            print(f"{directory} is complete; --restart runs it again")
-            return (directory / "summary.md").read_text()
-        prompts = experiment.prompts
+    prompts = experiment.prompts
+    config = {**dataclasses.asdict(experiment), "seed": prompts.seed, "checkpoint": models.fingerprint(prompts.source)}
+    keys = [
+        (method, label(b), task, HELD_OUT + i)
+        for b in experiment.budgets
+        for method in _NAMES
+        for task in prompts.tasks
+        for i in range(prompts.held_out)
+    ]
+    with Results(directory, config, command, restart=restart) as results:
+        in_order = lambda: [results.samples[k] for k in keys]
+        if all(k in results.samples for k in keys) and _has_head(directory):
+            summary, text = made(results.config, in_order())
+            if stands(directory, summary, text):
+                print(f"{directory} is complete; --restart runs it again")
+                return text
         model, params = models.load(prompts.source, dtype=prompts.dtype)
         tokenizer = models.load_tokenizer(prompts.source)
         sizes = model.config
@@ -296,22 +326,19 @@ def run(
         head, losses = learn(experiment, score, readings, directory / "checkpoints", max_steps=max_steps)
         if len(losses) < experiment.steps:
             return ""
-        head.save(directory / "head.npz")
-        write_json(directory / "learning.json", {"divergence": losses})
+        _save_head(directory, head, losses)
         del readings
         measure(experiment, head, reader, results, tokenizer)
-        return write(directory, list(results.samples.values()))
+        return write(directory, in_order())
 
 
 def main(argv: Sequence[str]) -> None:
     """Parses, runs, prints the report."""
-    try:
+    with plain_errors():
         experiment, own, overrides = parse(argv, SCRIPT)
         directory = own.output or default_directory(own, overrides, SCRIPT)
         print(run(experiment, directory, [sys.executable, *sys.argv], restart=own.restart))
         print(f"written to {directory}")
-    except (ValueError, OSError) as e:
-        raise SystemExit(f"error: {e}") from e
 
 
 if __name__ == "__main__":

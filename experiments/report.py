@@ -1,7 +1,10 @@
 """Tables and plots of a results directory. Everything here can be made again from its lines."""
 
+import io
 import json
 import pathlib
+import zipfile
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +16,7 @@ import numpy as np
 
 from experiments import metrics
 from experiments.palette import COLOURS, LINES, MARKERS
-from experiments.results import write_json
+from experiments.results import read_config, seal, write_bytes, write_figure, write_json
 from experiments.tasks import RETRIEVAL
 
 
@@ -48,6 +51,9 @@ def summarise(samples: Sequence[dict[str, Any]], costs: dict[str, Any]) -> dict[
             mean |= {"score": score, "low": low, "high": high}
             means.append(mean | _cost_columns(group, costs[f"{method}@{budget}"], full_bytes))
     return {"rows": rows, "retrieval_mean": means}
+
+
+TIMES = ("prefill_seconds", "decode_tokens_per_second")  # columns that the machine decides
 
 
 def _cost_columns(group: list[dict[str, Any]], cost: dict[str, Any], full_bytes: int | None) -> dict[str, Any]:
@@ -196,7 +202,7 @@ def plot_score_against_budget(rows: Sequence[dict[str, Any]], length: int, path:
     axes.set(xlabel=f"budget, % of the prompt{measured}", ylabel="retrieval score, % (95 % interval)", ylim=(-3, 103))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure, dpi=150)
     plt.close(figure)
 
 
@@ -232,7 +238,7 @@ def plot_depth_against_length(samples: Sequence[dict[str, Any]], path: pathlib.P
         axes.set(xlabel="prompt length, tokens", title=f"{main}, {'budget ' if has_budget(budget) else ''}{budget}")
     grid[0, 0].set_ylabel("depth of the needle, %")
     figure.colorbar(image, ax=grid[0].tolist(), label="found, %")
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure, dpi=150)
     plt.close(figure)
 
 
@@ -253,40 +259,60 @@ def plot_kept_positions(kept: dict[str, list[np.ndarray]], path: pathlib.Path) -
         axes.set_ylabel(label.replace("@", "\n"), rotation=0, ha="right", va="center", fontsize=8)
         axes.set_yticks([])
     grid[-1, 0].set_xlabel("position in the prompt; rows are kv heads, grouped by layer from top to bottom")
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure, dpi=150)
     plt.close(figure)
 
 
 def write(directory: pathlib.Path, samples: Sequence[dict[str, Any]], costs: dict[str, Any]) -> str:
     """Writes `summary.json`, `summary.md` and the plots. Returns the table."""
-    manifest = json.loads((directory / "manifest.json").read_text())
+    config = read_config(directory)
     summary = summarise(samples, costs)
-    text = markdown(summary, manifest["config"]["name"])
-    (directory / "summary.md").write_text(text)
+    text = markdown(summary, config["name"])
+    write_bytes(directory / "summary.md", text.encode())
     if summary["retrieval_mean"]:
-        length = manifest["config"]["setup"]["length"]
+        length = config["setup"]["length"]
         plot_score_against_budget(summary["retrieval_mean"], length, directory / "score_against_budget.png")
     if any(s["task"] == "single_needle" for s in samples):
         plot_depth_against_length(samples, directory / "depth_against_length.png")
-    kept = load_kept(directory)
+    kept = load_kept(directory, config)
     if kept:
         plot_kept_positions(kept, directory / "kept_positions.png")
     write_json(directory / "summary.json", summary)  # last: its presence says that the run is complete
     return text
 
 
-def save_kept(directory: pathlib.Path, label: str, layers: list[np.ndarray]) -> None:
+def stands(directory: pathlib.Path, summary: dict[str, Any], text: str) -> bool:
+    """Whether a directory's `summary.json` and `summary.md` are these, so that there is nothing to write."""
+    try:
+        found = json.loads((directory / "summary.json").read_bytes())
+        same = json.dumps(found) == json.dumps(summary)  # which NaN equals too
+        return same and (directory / "summary.md").read_bytes() == text.encode()
+    except (FileNotFoundError, ValueError, RecursionError):
+        return False
+
+
+def save_kept(directory: pathlib.Path, config: dict[str, Any], label: str, layers: list[np.ndarray]) -> None:
     """Keeps the positions that one method holds of the first prompt, "K S" for every layer."""
     folder = directory / "kept"
     folder.mkdir(exist_ok=True)
-    np.savez_compressed(folder / f"{label}.npz", *layers)
+    content = io.BytesIO()
+    np.savez_compressed(content, *layers, seal=_seal_of(config, label, layers))
+    write_bytes(folder / f"{label}.npz", content.getvalue())
 
 
-def load_kept(directory: pathlib.Path) -> dict[str, list[np.ndarray]]:
-    """What `save_kept` wrote, in the order it was written."""
-    files = sorted((directory / "kept").glob("*.npz"), key=lambda f: f.stat().st_mtime_ns)
+def load_kept(directory: pathlib.Path, config: dict[str, Any]) -> dict[str, list[np.ndarray]]:
+    """What `save_kept` wrote for the policies of a config, in their order; files that are broken are left out."""
     kept = {}
-    for f in files:
-        with np.load(f) as data:
-            kept[f.stem] = [data[k] for k in data.files]
+    for label in (f"{p['method']}@{p['budget']}" for p in config["policies"]):
+        try:
+            with np.load(io.BytesIO((directory / "kept" / f"{label}.npz").read_bytes())) as data:
+                layers = [data[k] for k in data.files if k != "seal"]
+                if str(data["seal"]) == _seal_of(config, label, layers):
+                    kept[label] = layers
+        except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error):
+            continue
     return kept
+
+
+def _seal_of(config: dict[str, Any], label: str, layers: list[np.ndarray]) -> str:
+    return seal(config, [label, *(layer.tolist() for layer in layers)])

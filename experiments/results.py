@@ -1,19 +1,22 @@
 """A results directory: what was run, every example as it finished, and where to go on."""
 
-import datetime
+import argparse
+import contextlib
 import fcntl
-import importlib.metadata
+import hashlib
+import io
 import json
 import os
 import pathlib
-import platform
-import subprocess
-from collections.abc import Iterable
-from typing import Any
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import IO, Any
 
 import jax
 
-_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint", "transformers", "kvjax")
+from experiments.provenance import device_info as device_info
+from experiments.provenance import environment as environment
 
 Key = tuple[str, str, str, int]
 
@@ -23,11 +26,32 @@ def sample_key(sample: dict[str, Any]) -> Key:
     return sample["method"], sample["budget"], sample["task"], sample["index"]
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with a line that says what is stored."""
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """Ends a script with one line, and an exit code, where an option, the machine or Ctrl-C stops it."""
+    try:
+        yield
+    except (ValueError, OSError, MemoryError) as e:
+        raise SystemExit(f"error: {e or type(e).__name__}") from e
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        raise SystemExit(f"error: the device has too little memory; lower the batch size or the length ({e})") from e
+    except KeyboardInterrupt as e:
+        print(f"\n{e or 'interrupted; no result was being written'}", file=sys.stderr)
+        raise SystemExit(130) from e
+
+
 class Results:
     """`manifest.json`, `samples.jsonl` and `costs.json` of one run; everything else is made from them.
 
     Lines are written and synced as examples finish. A line that a killed run left half written is dropped; its example
-    runs again.
+    runs again. Every line, the costs and the kept positions carry a seal (`seal`), which shows that this run wrote them
+    and that nobody changed them since.
     """
 
     def __init__(self, directory: pathlib.Path, config: dict[str, Any], command: list[str], *, restart: bool = False):
@@ -37,71 +61,232 @@ class Results:
           directory: made if absent.
           config: the resolved config; a directory belongs to one config.
           command: the command line.
-          restart: begin anew; what is there is moved aside, not deleted.
+          restart: begin anew; what is there is moved aside, not deleted. A directory that a process writes to stays.
 
         Raises:
-          ValueError: the directory holds another config, or another process writes to it.
+          ValueError: the directory is a file, holds another config or lines that are not this run's, or another process
+            writes to it; or --restart would move a running job's directory inside, or the one that this process is in.
         """
-        if restart and (directory / "manifest.json").is_file():
-            directory.rename(_free_name(directory))
-        directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
-        self._lock = (directory / ".lock").open("w")
+        self.config = json.loads(json.dumps(config))
+        self._lock = _locked(directory)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            self._lock.close()
-            raise ValueError(f"another process is writing to {directory}; wait for it, or choose --output") from e
-        try:
-            self._open(config, command)
-        except ValueError:
-            self._lock.close()
+            if restart and _holds(directory, ("manifest.json", *_PRODUCTS)):
+                self._move_aside()
+            self._open(environment(command))
+        except BaseException:
+            self.close()
             raise
 
-    def _open(self, config: dict[str, Any], command: list[str]) -> None:
+    def __enter__(self) -> "Results":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self.close()
+        if kind is KeyboardInterrupt:
+            raise Interrupted(
+                f"interrupted; {self.directory} holds what was finished ({len(self.samples)} lines of samples.jsonl), "
+                "and the same command goes on from there, without --restart"
+            ) from error
+
+    def _move_aside(self) -> None:
+        directory = self.directory.resolve()
+        if pathlib.Path.cwd().is_relative_to(directory):
+            raise ValueError(f"--restart would move the working directory, {directory}, aside; run it from elsewhere")
+        for other in {path.parent for path in directory.rglob(".lock")} - {directory}:
+            _locked(other).close()
+        directory.rename(old := _free_name(directory))
+        with self._lock:  # held until the new directory is locked
+            self._lock = _locked(directory)
+        print(f"the earlier run was moved to {old}")
+
+    def _open(self, now: dict[str, Any]) -> None:
         manifest = self.directory / "manifest.json"
-        config = json.loads(json.dumps(config))
-        self.samples = {sample_key(s): s for s in self._read_samples()}
-        old = json.loads(manifest.read_text())["config"] if manifest.is_file() else None
-        if self.samples and old is not None and old != config:
-            changes = "; ".join(_differences(old, config))
+        there = _holds(self.directory, _PRODUCTS)
+        if not manifest.exists() and there:
+            raise ValueError(
+                f"{self.directory} holds {', '.join(there)} but no manifest.json, so that nothing says whose they are; "
+                "choose another --output, or --restart to move it aside"
+            )
+        old = read_config(self.directory) if manifest.exists() else None
+        if there and old != self.config:
+            changes = "; ".join(_differences(old, self.config))
             raise ValueError(
                 f"{self.directory} holds a run with another config ({changes}); choose another --output, or "
                 "--restart to move it aside"
             )
-        if old != config:  # nothing there, or a start that came to nothing
-            write_json(manifest, {"config": config, **environment(command)})
-        costs = self.directory / "costs.json"
-        self.costs: dict[str, Any] = json.loads(costs.read_text()) if costs.is_file() else {}
+        self.samples, whole = read_samples(self.directory, self.config)
+        self.costs = read_costs(self.directory, self.config)
+        if old != self.config:  # nothing there, or a start that came to nothing
+            write_json(manifest, {"config": self.config, **now})
+        lines = self.directory / "samples.jsonl"
+        if lines.is_file() and whole < lines.stat().st_size:
+            print(f"the last line of {lines} was cut short; its example runs again", file=sys.stderr)
+            os.truncate(lines, whole)
+        self._changed = self._compare(now) if there else None
+
+    def _compare(self, now: dict[str, Any]) -> dict[str, Any] | None:
+        """The environment as it is now, if what is there was made in another, which is said."""
+        manifest = json.loads((self.directory / "manifest.json").read_bytes())
+        resumed = manifest.get("resumed")
+        last = resumed[-1] if isinstance(resumed, list) and resumed else manifest
+        changes = [d for k in _MAKES for d in _differences(last.get(k), now[k], k)]
+        if changes:
+            print(
+                f"{self.directory} holds results that were made otherwise than this run would make them "
+                f"({'; '.join(changes)}); --restart makes all of them anew",
+                file=sys.stderr,
+            )
+        return now if changes else None
+
+    def _check(self) -> None:
+        """Before anything is written: the directory is still this process's own, and says what made the next lines.
+
+        Raises:
+          ValueError: a directory that was moved away, or whose lock was deleted.
+        """
+        if not _holds_lock(self._lock, self.directory):
+            raise ValueError(
+                f"{self.directory} was moved, or its .lock deleted, while this process was writing there; the lines "
+                "written so far are where they were written, and the same command goes on from there"
+            )
+        if self._changed is not None:
+            manifest = json.loads((self.directory / "manifest.json").read_bytes())
+            resumed = [*manifest.get("resumed", ()), {"after_lines": len(self.samples), **self._changed}]
+            write_json(self.directory / "manifest.json", {**manifest, "resumed": resumed})
+            self._changed = None
 
     def close(self) -> None:
         """Lets other processes write to the directory."""
         self._lock.close()
 
-    def _read_samples(self) -> list[dict[str, Any]]:
-        path = self.directory / "samples.jsonl"
-        if not path.is_file():
-            return []
-        data = path.read_bytes()
-        end = data.rfind(b"\n") + 1
-        if end < len(data):
-            with path.open("r+b") as f:
-                f.truncate(end)
-        return [json.loads(line) for line in data[:end].splitlines()]
-
     def append(self, samples: Iterable[dict[str, Any]]) -> None:
         """Writes the lines that are not there yet."""
         new = [s for s in samples if sample_key(s) not in self.samples]
-        with (self.directory / "samples.jsonl").open("a") as f:
-            f.writelines(json.dumps(s) + "\n" for s in new)
+        self._check()
+        path = self.directory / "samples.jsonl"
+        with naming(path), path.open("a") as f:
+            f.writelines(json.dumps({**s, "seal": seal(self.config, s)}) + "\n" for s in new)
             f.flush()
             os.fsync(f.fileno())
         self.samples |= {sample_key(s): s for s in new}
 
     def set_cost(self, method: str, budget: str, cost: dict[str, Any]) -> None:
         """Writes the sizes of one policy."""
+        self._check()
         self.costs[f"{method}@{budget}"] = cost
-        write_json(self.directory / "costs.json", self.costs)
+        write_json(self.directory / "costs.json", {**self.costs, "seal": seal(self.config, self.costs)})
+
+
+# What an environment holds that results depend on.
+_MAKES = ("code", "versions", "switches", "device")
+# What a run leaves beside its manifest.
+_PRODUCTS = ("samples.jsonl", "costs.json", "kept", "checkpoints", "tables", "head.npz", "summary.json", "summary.md")
+
+
+def _holds(directory: pathlib.Path, names: Iterable[str]) -> list[str]:
+    return [name for name in names if (directory / name).exists()]
+
+
+def _locked(directory: pathlib.Path) -> IO[str]:
+    """The directory, made if absent, as this process's own until the file is closed."""
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file, not a directory; choose another --output")
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / ".lock"
+    lock = path.open("a")  # a file of this name that another program made keeps what is in it
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        ours = _holds_lock(lock, directory)  # unless it was moved between the opening and the lock
+    except BlockingIOError:
+        ours = False
+    if not ours:
+        lock.close()
+        raise ValueError(f"another process is writing to {directory}; wait for it, or choose --output")
+    return lock
+
+
+def _holds_lock(lock: IO[str], directory: pathlib.Path) -> bool:
+    """Whether an open file is the directory's `.lock`."""
+    try:
+        return os.path.samestat(os.fstat(lock.fileno()), (directory / ".lock").stat())
+    except FileNotFoundError:
+        return False
+
+
+def seal(config: dict[str, Any], content: Any) -> str:
+    """What shows that content belongs to a config and is whole: a digest of both."""
+    text = f"{json.dumps(config, sort_keys=True)}\n{json.dumps(content)}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def read_config(directory: pathlib.Path) -> dict[str, Any]:
+    """The config of a directory's run.
+
+    Raises:
+      ValueError: a manifest that cannot be read.
+    """
+    path = directory / "manifest.json"
+    try:
+        config = json.loads(path.read_bytes())["config"]
+        if not isinstance(config, dict):
+            raise TypeError("its config is no object")
+    except (ValueError, TypeError, KeyError, RecursionError) as e:
+        raise ValueError(
+            f"{path} is broken ({type(e).__name__}: {e}), so that nothing says which config was run; choose another "
+            "--output, or --restart to move the directory aside"
+        ) from e
+    return config
+
+
+def read_samples(directory: pathlib.Path, config: dict[str, Any]) -> tuple[dict[Key, dict[str, Any]], int]:
+    """The lines of a config's run by their keys, without seals, and how many bytes of the file are whole lines.
+
+    Raises:
+      ValueError: a line that this run did not write, or wrote twice.
+    """
+    path = directory / "samples.jsonl"
+    *lines, _ = (path.read_bytes() if path.exists() else b"").split(b"\n")
+    samples: dict[Key, dict[str, Any]] = {}
+    for number, line in enumerate(lines, 1):
+        sample, fault = _unsealed(line, config)
+        if not fault and sample_key(sample) in samples:
+            fault = "stands there twice"
+        if fault:
+            shown = line[:60].decode(errors="replace")
+            raise ValueError(
+                f"line {number} of {path} {fault}: {shown!r}; delete the line, and its example runs again, or begin "
+                "anew with --restart"
+            )
+        samples[sample_key(sample)] = sample
+    return samples, sum(len(line) + 1 for line in lines)
+
+
+def _unsealed(line: bytes, config: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """A line without its seal, and what is wrong with it."""
+    try:
+        sample = json.loads(line)
+        mark = sample.pop("seal")
+        sample_key(sample)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}, "is no line that this run wrote"
+    return sample, "" if mark == seal(config, sample) else "was changed, or was written by another run"
+
+
+def read_costs(directory: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The sizes of a config's policies; those of a broken file are missing, which is said."""
+    path = directory / "costs.json"
+    try:
+        costs = json.loads(path.read_bytes())
+        if costs.pop("seal") == seal(config, costs):
+            return costs
+        fault = "it was changed, or was written by another run"
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        fault = f"{type(e).__name__}: {e}"
+    print(f"{path} cannot be used ({fault}); what it held is found anew", file=sys.stderr)
+    return {}
 
 
 def _differences(old: Any, new: Any, name: str = "") -> list[str]:
@@ -114,11 +299,65 @@ def _differences(old: Any, new: Any, name: str = "") -> list[str]:
     return [] if old == new else [f"{name}: {old!r} there, {new!r} now"]
 
 
+@contextlib.contextmanager
+def naming(path: pathlib.Path) -> Iterator[None]:
+    """Adds the path to errors that come without one, as that of a full disk does."""
+    try:
+        yield
+    except OSError as e:
+        if e.filename is not None or e.errno is None:
+            raise
+        raise OSError(e.errno, os.strerror(e.errno), str(path)) from e
+
+
+def write_bytes(path: pathlib.Path, content: bytes) -> None:
+    """Replaces a file in one step, so that a killed run or a full disk leaves the old one or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with naming(path):
+        try:
+            with temporary.open("wb") as f:
+                f.write(content)
+                f.flush()
+                os.fsync(f.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
 def write_json(path: pathlib.Path, content: Any) -> None:
-    """Replaces a file in one step, so that a killed run leaves the old one or the new one."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
+    """JSON, as `write_bytes` writes it."""
+    write_bytes(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def write_figure(path: pathlib.Path, figure: Any, **options: Any) -> None:
+    """A PNG of a matplotlib figure, as `write_bytes` writes it."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", **options)
+    write_bytes(path, buffer.getvalue())
+
+
+def directory_path(text: str) -> pathlib.Path:
+    """The directory that an option names; an empty name, which would be the working directory, is refused."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty; name a directory")
+    return pathlib.Path(text)
+
+
+def check_output(path: pathlib.Path | None) -> None:
+    """Tries, before hours of work, whether a file can be written where it is wanted; its directory is made.
+
+    Raises:
+      ValueError: the path is a directory.
+      OSError: a file that cannot be written there.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"--output {path} is a directory; name a file in it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with naming(path.parent), tempfile.TemporaryFile(dir=path.parent):
+        pass
 
 
 def _free_name(directory: pathlib.Path) -> pathlib.Path:
@@ -126,45 +365,3 @@ def _free_name(directory: pathlib.Path) -> pathlib.Path:
     while (new := directory.with_name(f"{directory.name}.old-{i}")).exists():
         i += 1
     return new
-
-
-def device_info() -> dict[str, Any]:
-    """What this runs on, and with which versions."""
-    device = jax.devices()[0]
-    return {
-        "platform": device.platform,
-        "kind": device.device_kind,
-        "count": jax.device_count(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "machine": platform.machine(),
-        "versions": {"python": platform.python_version()} | {p: _version(p) for p in _PACKAGES},
-    }
-
-
-def environment(command: list[str]) -> dict[str, Any]:
-    """How to make the same results again: the command, the commit, versions and the device."""
-    device = device_info()
-    return {
-        "command": command,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "versions": device.pop("versions"),
-        "device": device,
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _git(*args: str) -> str | None:
-    here = pathlib.Path(__file__).parent
-    try:
-        done = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None  # not a checkout, or no git: the manifest says null
-    return done.stdout.strip()

@@ -9,12 +9,13 @@ Results go to `results/<name>/` (or `--output`): `manifest.json`, `samples.jsonl
 """
 
 import argparse
-import contextlib
 import dataclasses
+import hashlib
 import inspect
 import pathlib
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import tyro
@@ -23,11 +24,15 @@ from tqdm import tqdm
 import configs
 import kvjax
 import models
-from configs.experiment import Experiment, Setup, label
+from configs.experiment import LARGEST, Experiment, Setup, label
+from configs.learning import LearnedBudget, LearnedScorer
 from experiments import report
 from experiments.evaluate import Evaluator
-from experiments.results import Results, sample_key
+from experiments.provenance import definition
+from experiments.results import Results, directory_path, plain_errors, sample_key
 from experiments.tasks import TASKS, Example, Task
+
+_RETURNED = {"run.py": Experiment, "learn_budget.py": LearnedBudget, "learn_scorer.py": LearnedScorer}
 
 
 def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Namespace, list[str]]:
@@ -40,7 +45,7 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
     parser = argparse.ArgumentParser(prog=f"experiments/{script}", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="a file in configs/, by name, or a path")
     parser.add_argument(
-        "--output", type=pathlib.Path, metavar="DIR", help="where results go; results/<name> by default"
+        "--output", type=directory_path, metavar="DIR", help="where results go; results/<name> by default"
     )
     parser.add_argument("--restart", action="store_true", help="begin anew; an earlier run there is moved aside")
     own, overrides = parser.parse_known_args(argv)
@@ -48,6 +53,7 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
         print(parser.format_help() + f"\nconfigs: {', '.join(configs.available(script))}")
         print("\n--config FILE --help lists the parameters of a config.")
         raise SystemExit(0 if {"-h", "--help"} & set(argv) else 2)
+    _check_numbers(overrides)
     name, get_config = configs.find(own.config, script)
     program = f"experiments/{script} --config {own.config} [--output DIR] [--restart]"
     if {"-h", "--help"} & set(overrides):
@@ -58,7 +64,20 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
         if e.code not in (0, None):
             print(f"parameters of {name}: {' '.join(_options(get_config))}", file=sys.stderr)
         raise
+    _check_is(experiment, _RETURNED[script], own.config)
     return experiment, own, overrides
+
+
+def _check_numbers(overrides: Sequence[str]) -> None:
+    """Refuses what no option of any config takes: nan, and whole numbers that 32 bits do not hold."""
+    option = ""
+    for text in overrides:
+        option = text if text.startswith("--") else option
+        number = text.rpartition("=")[2].strip()
+        if number.lower().lstrip("+-") == "nan":
+            raise ValueError(f"{option}: nan is no number that an option takes")
+        if re.fullmatch(r"[+-]?[0-9_]+", number) and abs(int(number.replace("_", "") or "0")) > LARGEST:
+            raise ValueError(f"{option}: {number} must be at most {LARGEST}, which 32 bits hold")
 
 
 def _options(get_config: Any) -> list[str]:
@@ -70,26 +89,46 @@ def _options(get_config: Any) -> list[str]:
 
 
 def default_directory(own: argparse.Namespace, overrides: Sequence[str], script: str = "run.py") -> pathlib.Path:
-    """A directory of its own for every config and choice of options."""
+    """A directory of its own for every config and choice of options; a long name ends in a digest."""
     stem = configs.find(own.config, script)[0]
-    return pathlib.Path("results") / "-".join([stem, *(o.lstrip("-").replace("/", "_") for o in overrides)])
+    name = "-".join([stem, *(o.removeprefix("--").replace("/", "_") for o in overrides)])
+    if len(name.encode()) > 200:
+        name = f"{name.encode()[:180].decode(errors='ignore')}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    return pathlib.Path("results") / name
 
 
 def all_policies(experiment: Experiment) -> list[tuple[str, str, kvjax.Policy]]:
     """(method, budget label, policy): the full cache, the experiment's own, and its baselines.
 
     A baseline without budgets runs as its config has it.
+
+    Raises:
+      ValueError: a method and budget that stand for two policies, which would become one row.
     """
     setup = experiment.setup
-    found = [("full", "1.0", kvjax.methods.full())]
-    found += [(experiment.name, label(b), p) for b, p in experiment.policies if experiment.name != "full"]
+    full = ("full", "1.0", kvjax.methods.full())
+    own = [(experiment.name, label(b), p) for b, p in experiment.policies]
+    found = [full, *(each for each in own if each != full)]
     for baseline in setup.baselines:
         name, get_config = configs.find(baseline)
         if name not in (experiment.name, "full"):
-            takes_budget = "budget" in inspect.signature(get_config).parameters
-            budget = {"budget": (setup.baseline_budget,)} if takes_budget else {}
-            found += [(name, label(b), p) for b, p in get_config(**budget, setup=setup).policies]
+            parameters = inspect.signature(get_config).parameters
+            given = {"budget": (setup.baseline_budget,), "setup": setup}
+            theirs = get_config(**{k: v for k, v in given.items() if k in parameters})
+            _check_is(theirs, Experiment, baseline)
+            found += [(name, label(b), p) for b, p in theirs.policies]
+    for i, (method, budget, _) in enumerate(found):
+        if (method, budget) in ((m, b) for m, b, _ in found[:i]):
+            raise ValueError(
+                f"{method} at budget {budget} is there twice, and both would become one row; give each budget, "
+                "baseline and name once"
+            )
     return found
+
+
+def _check_is(found: Any, kind: type, config: str) -> None:
+    if not isinstance(found, kind):
+        raise ValueError(f"get_config of {config} returns a {type(found).__name__}, but must return a {kind.__name__}")
 
 
 def build_examples(setup: Setup, tokenizer: Any) -> list[Example]:
@@ -110,20 +149,29 @@ def run(experiment: Experiment, directory: pathlib.Path, command: list[str], *, 
     policies = all_policies(experiment)
     config = {
         "name": experiment.name,
-        "policies": [{"method": m, "budget": b, "policy": repr(p)} for m, b, p in policies],
+        "policies": [{"method": m, "budget": b, "policy": definition(p)} for m, b, p in policies],
         "setup": dataclasses.asdict(setup),
+        "checkpoint": models.fingerprint(setup.source),
         "seed": setup.seed,
     }
-    with contextlib.closing(Results(directory, config, command, restart=restart)) as results:
-        if (directory / "summary.json").is_file():
-            print(f"{directory} is complete; --restart runs it again")
-            return (directory / "summary.md").read_text()
-        _run_missing(setup, policies, results)
-        return report.write(directory, list(results.samples.values()), results.costs)
+    keys = [(m, b, task, i) for m, b, _ in policies for task in setup.tasks for i in range(setup.examples)]
+    with Results(directory, config, command, restart=restart) as results:
+        labels = {f"{m}@{b}" for m, b, _ in policies}
+        kept = set(report.load_kept(directory, results.config))
+        if all(k in results.samples for k in keys) and labels <= kept & set(results.costs):
+            summary = report.summarise([results.samples[k] for k in keys], results.costs)
+            text = report.markdown(summary, experiment.name)
+            if report.stands(directory, summary, text):
+                print(f"{directory} is complete; --restart runs it again")
+                return text
+        _run_missing(setup, policies, results, kept)
+        return report.write(directory, [results.samples[k] for k in keys], results.costs)
 
 
-def _run_missing(setup: Setup, policies: Sequence[tuple[str, str, kvjax.Policy]], results: Results) -> None:
-    """Runs the examples that `results` lacks."""
+def _run_missing(
+    setup: Setup, policies: Sequence[tuple[str, str, kvjax.Policy]], results: Results, kept: Collection[str]
+) -> None:
+    """Runs the examples that `results` lacks, and those whose kept positions or costs it lacks."""
     model, params = models.load(setup.source, dtype=setup.dtype)
     tokenizer = models.load_tokenizer(setup.source)
     examples = build_examples(setup, tokenizer)
@@ -149,18 +197,20 @@ def _run_missing(setup: Setup, policies: Sequence[tuple[str, str, kvjax.Policy]]
     with tqdm(total=len(evaluators) * len(examples), initial=done, unit="example", file=sys.stdout) as bar:
         for (method, budget), evaluator in evaluators.items():
             bar.set_description(f"{method} {budget}")
+            name = f"{method}@{budget}"
             missing = [
                 batch
                 for batch in _batches(examples, setup.batch_size)
                 if any((method, budget, e.task, e.index) not in results.samples for e in batch)
+                or (shown in batch and name not in kept)
             ]
-            if missing:
+            if missing or name not in results.costs:
                 results.set_cost(method, budget, dataclasses.asdict(evaluator.compile()))
             for batch in missing:
                 outcomes, positions = evaluator.run(batch)
                 if shown in batch:
                     row = batch.index(shown)
-                    report.save_kept(results.directory, f"{method}@{budget}", [layer[row] for layer in positions])
+                    report.save_kept(results.directory, results.config, name, [layer[row] for layer in positions])
                 lines = [
                     {"method": method, "budget": budget, "task": e.task, "index": e.index, **outcome}
                     for e, outcome in zip(batch, outcomes, strict=True)
@@ -180,13 +230,11 @@ def _batches(examples: Sequence[Example], size: int) -> list[list[Example]]:
 
 def main(argv: Sequence[str]) -> None:
     """Parses, runs, prints the report."""
-    try:
+    with plain_errors():
         experiment, own, overrides = parse(argv)
         directory = own.output or default_directory(own, overrides)
         print(run(experiment, directory, [sys.executable, *sys.argv], restart=own.restart))
         print(f"written to {directory}")
-    except (ValueError, OSError) as e:
-        raise SystemExit(f"error: {e}") from e
 
 
 if __name__ == "__main__":

@@ -32,7 +32,10 @@ import tyro
 from jaxtyping import Array, Float, Int, PyTree
 from tqdm import tqdm
 
+from configs.experiment import check_whole
 from experiments import corpus
+from experiments.checkpoints import read
+from experiments.results import check_output, plain_errors
 from kvjax.attention import without_cache
 from models import LanguageModel, ModelConfig, Rope, num_params, save
 from models.embedded import EMBEDDED, write_tokenizer
@@ -328,6 +331,12 @@ def train(
       save_every: steps between checkpoints.
       max_steps: stop, with a checkpoint, after this many steps in all; for trying things out.
     """
+    check_whole(0, seed=seed, max_steps=max_steps or 0)
+    check_whole(1, save_every=save_every)
+    for name, directory in (("checkpoints", checkpoints), ("output", output)):
+        if directory.exists() and not directory.is_dir():
+            raise ValueError(f"{name}={directory} is a file, not a directory")
+    check_output(output / "config.json")
     params = initial_params(jax.random.key(seed))
     tx = optimizer()
     opt_state, progress = tx.init(params), Progress()
@@ -336,20 +345,14 @@ def train(
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager(checkpoints.absolute(), options=options) as manager:
         if manager.latest_step() is not None:
-            saved = manager.restore(
-                manager.latest_step(),
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardRestore({"params": params, "opt_state": opt_state}),
-                    progress=ocp.args.JsonRestore(),
-                ),
-            )
-            if saved.progress["identity"] != json.loads(json.dumps(identity)):
+            state, saved = read(manager, checkpoints, {"params": params, "opt_state": opt_state})
+            if saved["identity"] != json.loads(json.dumps(identity)):
                 raise ValueError(
-                    f"{checkpoints} holds a run with {saved.progress['identity']}, not {identity}; "
+                    f"{checkpoints} holds a run with {saved['identity']}, not {identity}; "
                     "choose another --checkpoints, or delete it to start anew"
                 )
-            params, opt_state = saved.state["params"], saved.state["opt_state"]
-            progress = Progress(**saved.progress["progress"])
+            params, opt_state = state["params"], state["opt_state"]
+            progress = Progress(**saved["progress"])
             print(f"resumed at step {progress.step} from {checkpoints}")
 
         def checkpoint():
@@ -395,4 +398,5 @@ def train(
 
 
 if __name__ == "__main__":
-    tyro.cli(train)
+    with plain_errors():
+        tyro.cli(train)

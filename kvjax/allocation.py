@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.budget import lookup, whole_tokens
 from kvjax.choice import one_of
 from kvjax.context import Site
+from pallas_kernels.values import checked, each, flag, number, settle, whole
 
 
 def apportion(shares: Any, limit: Any, xp: ModuleType = np) -> Any:
@@ -151,6 +151,7 @@ class FloorPyramid(LayerAllocation):
 
     def __post_init__(self):
         _check_beta(self)
+        settle(self, uniform_branch=flag)
 
     def layers(
         self, average: np.ndarray, limit: np.ndarray, num_layers: int, protected: np.ndarray | int = 0
@@ -200,18 +201,19 @@ class InclusivePyramid(LayerAllocation):
 
 
 def _check_beta(pyramid: "Pyramid | FloorPyramid | InclusivePyramid") -> None:
-    if not 1 <= pyramid.beta < math.inf:
-        raise ValueError(
-            f"{type(pyramid).__name__}(beta={pyramid.beta}): beta must be at least 1 (uniform); larger is steeper"
-        )
+    settle(pyramid, beta=number("[1, inf)", "beta must be at least 1 (uniform); larger is steeper"))
 
 
 def _as_weights(name: str, weights: Sequence[float] | np.ndarray) -> tuple[float, ...]:
     """Weights as a tuple of floats, which compares by value and hashes."""
-    weights = tuple(float(w) for w in weights)
-    if not all(math.isfinite(w) and w >= 0 for w in weights) or sum(weights) <= 0:
-        raise ValueError(f"{name}: weights are finite, none is negative, and one at least is positive; got {weights}")
-    return weights
+    why = "weights are finite, none is negative, and one at least is positive"
+    try:
+        found = each(number("[0, inf)"))(weights)
+    except ValueError:
+        found = ()
+    if sum(found) <= 0:
+        raise ValueError(f"{name}: {why}; got {weights!r}")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,14 +344,15 @@ class Adaptive(HeadAllocation):
     skip_layers: int = 0
 
     def __post_init__(self):
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"Adaptive(alpha={self.alpha}): alpha must lie in [0, 1]")
-        if not self.max_ratio >= 1:
-            raise ValueError(f"Adaptive(max_ratio={self.max_ratio}): heads cannot all get less than the average (1)")
+        settle(
+            self,
+            alpha=number("[0, 1]", "alpha must lie in [0, 1]"),
+            max_ratio=number("[1, inf]", "heads cannot all get less than the average (1)"),
+            normalize=flag,
+            skip_layers=whole(0, why="a number of layers is whole and cannot be negative"),
+        )
         one_of("Adaptive.safeguard", self.safeguard, "blend", "floor_then_global")
         one_of("Adaptive.rounding", self.rounding, "largest_remainder", "half_even")
-        if self.skip_layers < 0:
-            raise ValueError(f"Adaptive(skip_layers={self.skip_layers}): a number of layers cannot be negative")
 
     def total(self, average: np.ndarray, num_kv_heads: int) -> np.ndarray:
         """See `HeadAllocation`. Rounding every head for itself gives each up to half a token more."""
@@ -421,7 +424,8 @@ class HeadTable(HeadAllocation):
     weights: Sequence[Sequence[float]] | np.ndarray
 
     def __post_init__(self):
-        rows = tuple(_as_weights(f"HeadTable, layer {i}", row) for i, row in enumerate(self.weights))
+        rows = checked(each(lambda row: row, least=1), "weights", self.weights, "HeadTable")
+        rows = tuple(_as_weights(f"HeadTable, layer {i}", row) for i, row in enumerate(rows))
         object.__setattr__(self, "weights", rows)
 
     def _ratios(self, site: Site) -> np.ndarray:

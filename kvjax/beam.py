@@ -21,11 +21,24 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from kvjax.generation import Model, check_block, check_prompts, decode_step, prefill
+from kvjax.context import row_keys
+from kvjax.generation import (
+    NO_TOKEN,
+    Model,
+    check_block,
+    check_logits,
+    check_prompts,
+    check_request,
+    check_room,
+    decode_step,
+    prefill,
+)
 from kvjax.plan import make_plan
 from kvjax.policy import Policy, identity
+from kvjax.sampling import Greedy
 from kvjax.state import KVState, take_rows
 from pallas_kernels.pytree import pytree
+from pallas_kernels.values import checked, number, whole
 
 
 @pytree
@@ -34,6 +47,7 @@ class Beams:
 
     Attributes:
       tokens: generated ids, `pad_id` after a hypothesis has ended.
+        -1, which is no token, where logits were not numbers.
       lengths: generated tokens of every hypothesis, the end token included.
       scores: sum of the log probabilities of a hypothesis's tokens, divided by `length ** length_penalty`.
       state: the caches of the returned hypotheses, row `b * R + r` for hypothesis r of prompt b. As after
@@ -130,6 +144,7 @@ def _candidates(
     B, P = scores.shape
     per_beam = min(logits.shape[-1], num_beams + num_ends)
     best, tokens = lax.top_k(logits, per_beam)
+    tokens = jnp.where(jnp.isnan(best), NO_TOKEN, tokens)
     total = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1, keepdims=True)
     scores = scores[:, :, None] + (best.astype(jnp.float32) - total).reshape(B, P, per_beam)
     scores, index = lax.top_k(scores.reshape(B, P * per_beam), num_beams + num_ends * P)
@@ -194,7 +209,7 @@ def generate_beams_from(
     *,
     num_beams: int = 4,
     max_new_tokens: int,
-    eos_ids: Sequence[int] = (),
+    eos_ids: int | Sequence[int] = (),
     pad_id: int = 0,
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
@@ -202,10 +217,12 @@ def generate_beams_from(
 ) -> Beams:
     """Beam search from the logits and the state that `prefill`, `feed` or `generate_from` returned.
 
-    As in `generate_from`, the state needs room for `max_new_tokens - 1` more tokens. The arguments, the result and the
-    errors are those of `generate_beams`.
+    As in `generate_from`, the state must be planned for `max_new_tokens - 1` more tokens. The arguments, the result and
+    the errors are those of `generate_beams`.
     """
-    eos = _check(model, num_beams, max_new_tokens, eos_ids, early_stopping, num_return_sequences)
+    eos = _check(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences)
+    check_logits(model, logits, state)
+    check_room(state, max_new_tokens - 1)
     rules = _rules(num_beams, max_new_tokens, length_penalty, early_stopping)
     return _search(
         model,
@@ -306,7 +323,7 @@ def generate_beams(
     num_beams: int = 4,
     max_new_tokens: int,
     lengths: Array | np.ndarray | Sequence[int] | None = None,
-    eos_ids: Sequence[int] = (),
+    eos_ids: int | Sequence[int] = (),
     pad_id: int = 0,
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
@@ -349,7 +366,7 @@ def generate_beams(
       ValueError: what `kvjax.generate` refuses; no beams, more beams than first tokens, more hypotheses to return than
         beams, a penalty out of range; always before anything runs.
     """
-    eos = _check(model, num_beams, max_new_tokens, eos_ids, early_stopping, num_return_sequences)
+    eos = _check(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences)
     rules = _rules(num_beams, max_new_tokens, length_penalty, early_stopping)
     tokens, lengths = check_prompts(model, tokens, lengths)
     known = None if isinstance(lengths, jax.core.Tracer) else np.asarray(lengths)
@@ -360,7 +377,7 @@ def generate_beams(
         params,
         tokens,
         lengths,
-        jax.random.key(0) if key is None else key,
+        row_keys(key, tokens.shape[0]),
         rules,
         plan=plan,
         num_beams=num_beams,
@@ -375,17 +392,16 @@ def _check(
     model: Model,
     num_beams: int,
     max_new_tokens: int,
-    eos_ids: Sequence[int],
+    eos_ids: int | Sequence[int],
+    pad_id: int,
     early_stopping: bool | str,
     num_return_sequences: int,
 ) -> tuple[int, ...]:
     """The end tokens of the vocabulary, each once, or a ValueError."""
+    eos = tuple(sorted(set(check_request(model, max_new_tokens, Greedy(), eos_ids, pad_id))))
     vocab = model.config.vocab_size
-    eos = tuple(sorted({int(i) for i in eos_ids if 0 <= i < vocab}))
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: generate at least 1 token")
-    if num_beams < 1:
-        raise ValueError(f"num_beams={num_beams}: search with at least 1 beam, which is greedy generation")
+    checked(whole(1, why="search with at least 1 beam, which is greedy generation"), "num_beams", num_beams)
+    checked(whole(), "num_return_sequences", num_return_sequences)
     if num_beams > vocab - len(eos):
         raise ValueError(
             f"num_beams={num_beams} beams start with different tokens, but the vocabulary has {vocab - len(eos)} that "
@@ -403,8 +419,9 @@ def _check(
 
 def _rules(num_beams: int, max_new_tokens: int, length_penalty: float, early_stopping: bool | str) -> _Rules:
     """The comparisons of one search; a ValueError for a penalty whose powers leave float32."""
+    length_penalty = checked(number(), "length_penalty", length_penalty)
     longest = float(max_new_tokens) if early_stopping == "never" and length_penalty > 0 else None
-    if not math.isfinite(length_penalty) or abs(length_penalty) * math.log(max_new_tokens) > 80:
+    if abs(length_penalty) * math.log(max_new_tokens) > 80:
         raise ValueError(
             f"length_penalty={length_penalty}: {max_new_tokens} tokens ** {length_penalty} is no number of float32; "
             "choose a penalty nearer to 0"

@@ -6,13 +6,18 @@ the answer up, so a padded batch gets exactly the integers that its sequences wo
 
 import abc
 import dataclasses
+import numbers
 from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kvjax.choice import one_of
+from pallas_kernels.values import MOST_TOKENS, checked, each, number, settle, tokens
+
 Rounding = Literal["floor", "int", "ceil"]
+ROUNDINGS: tuple[Rounding, ...] = ("floor", "int", "ceil")
 
 
 def whole_tokens(share: float, of: np.ndarray, rounding: Rounding = "floor") -> np.ndarray:
@@ -28,7 +33,11 @@ def whole_tokens(share: float, of: np.ndarray, rounding: Rounding = "floor") -> 
 
 
 class Count(abc.ABC):
-    """A frozen dataclass that says how many tokens, for every prompt length."""
+    """A frozen dataclass that says how many tokens, for every prompt length.
+
+    Fields of policies that take an int, a float or a count hold a count: a number of tokens and a share of the prompt
+    are never equal, though 1 == 1.0. `Tokens` and `Ratio` print as the numbers that are written for them.
+    """
 
     @abc.abstractmethod
     def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
@@ -37,13 +46,15 @@ class Count(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Tokens(Count):
-    """A fixed number of tokens."""
+    """A fixed number of tokens. More than `MOST_TOKENS` are cut to it: no plan holds as many."""
 
     n: int
 
     def __post_init__(self):
-        if self.n < 0:
-            raise ValueError(f"Tokens(n={self.n}): a number of tokens cannot be negative")
+        settle(self, n=tokens(why="a number of tokens is whole and cannot be negative"))
+
+    def __repr__(self) -> str:
+        return repr(self.n)
 
     def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
         """The count for every prompt length."""
@@ -62,10 +73,14 @@ class Ratio(Count):
     rounding: Rounding = "floor"
 
     def __post_init__(self):
-        if not 0 < self.share <= 1:
-            raise ValueError(
-                f"Ratio({self.share}): a share of the prompt lies in (0, 1]; write an int for a number of tokens"
-            )
+        why = "a share of the prompt lies in (0, 1]; write an int for a number of tokens"
+        settle(self, share=number("(0, 1]", why))
+        one_of("Ratio.rounding", self.rounding, *ROUNDINGS)
+
+    def __repr__(self) -> str:
+        if self.rounding == "floor":
+            return repr(self.share)
+        return f"Ratio(share={self.share!r}, rounding={self.rounding!r})"
 
     def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
         """The count for every prompt length."""
@@ -81,8 +96,8 @@ class Share(Count):
     rounding: Rounding = "floor"
 
     def __post_init__(self):
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"Share({self.share}): a share of the budget lies in [0, 1]")
+        settle(self, share=number("[0, 1]", "a share of the budget lies in [0, 1]"))
+        one_of("Share.rounding", self.rounding, *ROUNDINGS)
 
     def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
         """The count for every prompt length."""
@@ -95,6 +110,9 @@ class Sum(Count):
     """Several counts together: `Sum((Ratio(1.0), Tokens(64)))` is the whole prompt and 64 tokens beyond it."""
 
     counts: tuple[Count, ...]
+
+    def __post_init__(self):
+        settle(self, counts=each(counted, least=1))
 
     def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
         """The count for every prompt length."""
@@ -113,6 +131,9 @@ class Fixed(Count):
     count: Count
     budget: Count
 
+    def __post_init__(self):
+        settle(self, count=counted, budget=counted)
+
     def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
         """The count for every prompt length."""
         return self.count.table(prompt_length, self.budget.table(prompt_length, budget))
@@ -125,6 +146,9 @@ class Less(Count):
     count: Count
     less: Count
 
+    def __post_init__(self):
+        settle(self, count=counted, less=counted)
+
     def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
         """The count for every prompt length."""
         return np.maximum(self.count.table(prompt_length, budget) - self.less.table(prompt_length, budget), 0)
@@ -135,6 +159,9 @@ class AtMost(Count):
     """The smallest of several counts."""
 
     counts: tuple[Count, ...]
+
+    def __post_init__(self):
+        settle(self, counts=each(counted, least=1))
 
     def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
         """The count for every prompt length."""
@@ -148,25 +175,52 @@ class Above(Count):
     count: Count
     min_prompt: int
 
+    def __post_init__(self):
+        settle(self, count=counted, min_prompt=tokens())
+
     def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
         """The count for every prompt length."""
         count = self.count.table(prompt_length, budget)
         return np.where(prompt_length <= self.min_prompt, np.maximum(count, prompt_length), count)
 
 
-def as_count(x: int | float | Count, name: str) -> Count:
-    """An int is a number of tokens, a float a share of the prompt."""
+def counted(x: int | float | Count) -> Count:
+    """An int is a number of tokens, a float a share of the prompt: the rule of fields that hold counts."""
     if isinstance(x, Count):
         return x
-    if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
-        raise ValueError(f"{name}={x!r} is not a number of tokens (int) or a share of the prompt (float)")
-    if isinstance(x, int | np.integer):
-        return Tokens(int(x))
-    return Ratio(float(x))
+    if isinstance(x, bool) or not isinstance(x, numbers.Real):
+        raise ValueError("not a number of tokens (int), a share of the prompt (float) or a Count")
+    return Tokens(int(x)) if isinstance(x, numbers.Integral) else Ratio(float(x))
+
+
+def counted_rows(x: int | float | Count) -> Count:
+    """The rule of fields that hold numbers of rows: as `counted`, but rows have no budget to be a share of."""
+    count = counted(x)
+    if isinstance(count, Share):
+        raise ValueError("rows have no budget to be a share of; use Fixed(Share(...), budget)")
+    return count
+
+
+def as_count(x: int | float | Count, name: str) -> Count:
+    """An int is a number of tokens, a float a share of the prompt.
+
+    Raises:
+      ValueError: what is none of these.
+    """
+    return checked(counted, name, x)
+
+
+def of_budget(x: int | float | Count, budget: Count) -> int | float | Count:
+    """The same count, its shares of a budget being of this one, wherever it is evaluated."""
+    return x if not isinstance(x, Count) or isinstance(x, Tokens | Ratio) else Fixed(x, budget)
 
 
 def as_budget(x: int | float | Count) -> Count:
-    """The budget of a policy: at least one token."""
+    """The budget of a policy: at least one token.
+
+    Raises:
+      ValueError: what is no count, no tokens, or a share of itself.
+    """
     count = as_count(x, "budget")
     if isinstance(count, Share):
         raise ValueError(f"budget={count!r}: a budget cannot be a share of itself; use Tokens or Ratio")
@@ -175,11 +229,17 @@ def as_budget(x: int | float | Count) -> Count:
     return count
 
 
+def narrow(table: np.ndarray) -> np.ndarray:
+    """Counts as the 32 bits of traced code, cut to what no plan holds anyway."""
+    return np.minimum(table, MOST_TOKENS).astype(np.int32)
+
+
 def lookup(table: np.ndarray, prompt_length: Int[Array, "B"]) -> Int[Array, "B"]:
     """`table[prompt_length]`, without a table where every entry is the same."""
+    table = narrow(table)
     if (table == table[0]).all():
         return jnp.full(prompt_length.shape, int(table[0]), jnp.int32)
-    return jnp.asarray(table.astype(np.int32)).at[prompt_length].get(mode="clip")
+    return jnp.asarray(table).at[prompt_length].get(mode="clip")
 
 
 @dataclasses.dataclass(frozen=True)

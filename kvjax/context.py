@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from pallas_kernels.pytree import pytree, static
@@ -39,10 +40,18 @@ def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
     """One PRNG key a row, from one for the batch or one a row, typed or in the old raw form; `key(0)` if None.
 
     Raises:
-      ValueError: another number of keys than rows.
+      ValueError: no key, or another number of keys than rows.
     """
     key = jax.random.key(0) if key is None else key
-    key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+    key = jnp.asarray(key) if isinstance(key, np.ndarray) else key
+    kinds = (jax.dtypes.prng_key, jnp.uint32)
+    if not isinstance(key, jax.Array) or not any(jnp.issubdtype(key.dtype, kind) for kind in kinds):
+        raise ValueError(f"key={key!r} is not a PRNG key; give jax.random.key(a whole number), or None")
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        wanted = jax.random.key_data(jax.random.key(0)).shape
+        if key.shape[-1:] != wanted:
+            raise ValueError(f"key has shape {key.shape}, but one raw key {wanted}; make keys with jax.random.key")
+        key = jax.random.wrap_key_data(key)
     if key.ndim == 0:
         return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch))
     if key.shape != (batch,):
@@ -57,7 +66,6 @@ class Context:
     Attributes:
       length: tokens of every sequence seen so far, those just appended included.
       prompt_length: tokens of every sequence's prompt.
-      step: decode steps taken, this one included; 0 during prefill.
       keys: one PRNG key a sequence.
       site: which layer of which plan.
       phase: "prefill" (T prompt tokens were appended) or "decode" (one token was).
@@ -66,11 +74,18 @@ class Context:
 
     length: Int[Array, "B"]
     prompt_length: Int[Array, "B"]
-    step: Int[Array, ""]
     keys: Key[Array, "B"]
     site: Site = static()
     phase: Phase = static()
     tokens: Int[Array, "B T"] | None = None
+
+    @property
+    def step(self) -> Int[Array, "B"]:
+        """Decode steps that every sequence has taken itself, this one included; 0 during prefill.
+
+        Its own, not the batch's: a sequence that slept (`active=`, or because it ended before others) has taken fewer.
+        """
+        return jnp.maximum(self.length - self.prompt_length, 0)
 
     @property
     def seed(self) -> UInt32[Array, "B"]:

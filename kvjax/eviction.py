@@ -23,6 +23,7 @@ from kvjax.select import Limits, Select, TopK
 from kvjax.state import LayerKV, PerHead, Positions, evict
 from kvjax.stats import LayerStats, Measurement, ordered
 from pallas_kernels.pytree import pytree
+from pallas_kernels.values import MOST_TOKENS, a, checked, each, optional, settle
 
 LARGE = 1e38  # what infinite scores become: protection and death stay beyond them
 
@@ -43,7 +44,9 @@ class Evict(Policy):
       score: ranks tokens.
       budget: live tokens a kv head and layer, on average, protected ones included: a number of tokens (int) or a share
         of the prompt (float). In a layer with a sliding window, tokens that no row to come can read go first.
-      protect: tokens that are never evicted.
+      protect: tokens that are never evicted. Of a share of a short prompt they may be more than the budget: a prompt
+        that is no longer than what is protected (by `protect`, `scope`, and for the token to come) is kept whole, and
+        its budget is so many tokens. Longer prompts with too small a share are refused.
       layers: how the budget is divided over layers. Protected tokens come first; what is left of the budget is divided.
       heads: how a layer's budget is divided over its kv heads, again after protection. While decoding, heads keep the
         shares that the prompt gave them.
@@ -73,9 +76,12 @@ class Evict(Policy):
 
     def __post_init__(self):
         budget = as_budget(self.budget)
+        object.__setattr__(self, "budget", budget)
+        settle(self, score=a(Score), protect=a(Protect), layers=a(LayerAllocation), heads=a(HeadAllocation))
+        settle(self, when=a(Schedule), select=a(Select), scope=optional(a(Scope)), mask=optional(a(Mask)))
         sinks, recent = as_count(self.protect.sinks, "sinks"), as_count(self.protect.recent, "recent")
         fixed = sum(c.n for c in (sinks, recent) if isinstance(c, Tokens))
-        if isinstance(budget, Tokens) and fixed > budget.n:
+        if isinstance(budget, Tokens) and fixed > budget.n < MOST_TOKENS:
             raise ValueError(
                 f"a budget of {budget.n} tokens cannot hold the {fixed} that protect keeps "
                 f"(sinks={self.protect.sinks}, recent={self.protect.recent}); raise the budget or protect fewer"
@@ -125,8 +131,8 @@ class Evict(Policy):
     # Sizes: numpy on the host, one entry for every prompt length that the plan may meet.
 
     def _sizes(self, site: Site) -> "_Sizes":
-        sizes = as_budget(self.budget), self.protect, self.layers, site.num_layers, site.prompt_len
-        return _sizes(*sizes, int(self.when.before_append))
+        sizes = as_budget(self.budget), self.protect, self.scope, self.layers, site.num_layers, site.prompt_len
+        return _sizes(*sizes, site.max_new_tokens, int(self.when.before_append))
 
     def _cap(self, site: Site, lengths: Sequence[int] | None) -> int:
         """The most tokens that one head may keep at an eviction."""
@@ -191,6 +197,12 @@ class Evict(Policy):
                 f"keeps {sinks} and the token to come needs room beside them (sinks={sinks}); raise the budget (now "
                 f"{self.budget}) or protect fewer"
             )
+        drop = int(as_count(self.when.drop, "drop").table(np.array([prompt_length]), np.array([budget]))[0])
+        if drop > budget and prompt_length > budget:
+            raise ValueError(
+                f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, of which {drop} "
+                f"cannot be dropped at once (drop={self.when.drop}); drop fewer or raise the budget (now {self.budget})"
+            )
         if self.scope is not None:
             lengths = np.arange(site.prompt_len + 1)
             table = lambda count: as_count(count, "size").table(lengths, sizes.budget[:, site.layer])
@@ -201,7 +213,7 @@ class Evict(Policy):
                     f"keeps {sinks + recent} (sinks={sinks}, recent={recent}) and {self.scope} the first {first}; "
                     f"raise the budget (now {self.budget}) or protect fewer"
                 )
-            if size > budget:
+            if size > budget < site.prompt_len + site.max_new_tokens:
                 raise ValueError(
                     f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, but "
                     f"{self.scope} protects {size}; raise the budget (now {self.budget}) or protect fewer"
@@ -292,9 +304,9 @@ class Evict(Policy):
         budgets = jnp.broadcast_to(self._each(memory, ctx), kv.pos.shape[:2])
         score = jnp.where(kv.live, jnp.zeros((), jnp.float32), -jnp.inf)
         nothing = Selection(kv.live, score, budgets, kv.gate if self.select.relaxed else None)
-        drop = jnp.int32(0)
+        drop = None
         if self.when.every is not None:
-            due = jnp.broadcast_to(ctx.step % self.when.every == 0, budgets.shape)
+            due = jnp.broadcast_to((ctx.step % self.when.every == 0)[:, None], budgets.shape)
         else:
             due = kv.num_live >= budgets + (self.when.over or 0)
             drop = counts(self.when.drop)[:, None]
@@ -342,13 +354,13 @@ class Evict(Policy):
         return self._select(dataclasses.replace(memory, shares=None), kv, stats, ctx, numbers=numbers)[0]
 
     def _select(
-        self, memory, kv, stats, ctx, *, drop=0, coming=0, numbers: "Numbers | None" = None
+        self, memory, kv, stats, ctx, *, drop=None, coming=0, numbers: "Numbers | None" = None
     ) -> tuple[Selection, Int[Array, "B K"]]:
         """The selection, and the tokens that every head was given beyond its protected ones.
 
         Args:
           memory, kv, stats, ctx: the moment.
-          drop: how far below the budget unprotected tokens are evicted.
+          drop: how many tokens are evicted at least, as far as they are not protected.
           coming: tokens for which room is made.
           numbers: how many tokens, where not as planned.
         """
@@ -370,16 +382,15 @@ class Evict(Policy):
         budgets = selectable + outside[:, None]
         if self.scope is not None:
             safe = self.scope(memory.scope, kv, stats, ctx, safe, counts, budgets)
-        if self.when.drop != 0:
+        if drop is not None:
             stay = jnp.minimum(safe.sum(-1, dtype=jnp.int32), budgets)
-            budgets = jnp.maximum(budgets - drop, stay)
+            budgets = jnp.maximum(jnp.minimum(budgets, kv.num_live - drop), stay)
         budgets = budgets - coming
         score = jnp.where(kv.live, score, -jnp.inf)
         at_once = None
         if ctx.phase == "decode" and self.when.prefill:
-            at_once = self.when.room(ctx.site.max_new_tokens) + counts.most(self.when.drop)
-            at_once = max(at_once, 1)
-        limits = Limits(budgets, at_once, counts, memory.select)
+            at_once = max(self.when.room(ctx.site.max_new_tokens), counts.most(self.when.drop), 1)
+        limits = Limits(budgets, at_once, counts, memory.select, self.score.summands(ctx))
         keep = self.select(finite, safe, kv, stats, ctx, limits)
         if self.select.relaxed:
             return Selection(kv.live, score, budgets, keep), selectable
@@ -442,15 +453,30 @@ class _Sizes:
 
 @functools.lru_cache(maxsize=64)
 def _sizes(
-    budget: Count, protect: Protect, layers: LayerAllocation, num_layers: int, prompt_len: int, coming: int
+    budget: Count,
+    protect: Protect,
+    scope: Scope | None,
+    layers: LayerAllocation,
+    num_layers: int,
+    prompt_len: int,
+    max_new_tokens: int,
+    coming: int,
 ) -> _Sizes:
     n = np.arange(prompt_len + 1)
-    average = np.maximum(budget.table(n, n), 1)
+    average = np.clip(budget.table(n, n), 1, MOST_TOKENS)
     sinks, recent = protect.tables(n, average)
+    if not isinstance(budget, Tokens):  # a prompt of which everything is protected is kept whole
+        stay = sinks + np.maximum(recent, coming)
+        if scope is not None:
+            first, size = (as_count(count, "size").table(n, average) for count in (scope.first, scope.size))
+            stay = np.maximum(stay + first, size)
+        average = np.where(n <= stay, np.maximum(average, stay), average)
     outside = np.minimum(sinks + np.maximum(recent, coming), average)
     selectable = average - outside
     per_layer = layers.layers(selectable, np.maximum(n - outside, selectable), num_layers, outside)
-    return _Sizes(per_layer + outside[:, None], sinks, recent, coming)
+    # A layer that may keep all there ever is needs no larger number, and arithmetic on heads stays within 32 bits.
+    per_layer = np.minimum(per_layer + outside[:, None], prompt_len + max_new_tokens)
+    return _Sizes(per_layer, sinks, recent, coming)
 
 
 def from_fn(
@@ -469,4 +495,4 @@ def from_fn(
       observe: the statistics that `fn` reads, as `stats[Observe(...)]`.
       **fields: other fields of `Evict`.
     """
-    return Evict(FromFunction(fn, tuple(observe)), budget, **fields)
+    return Evict(FromFunction(fn, checked(each(a(Measurement)), "observe", observe)), budget, **fields)

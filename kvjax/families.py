@@ -32,6 +32,7 @@ from kvjax.select import Stage, TopKThenRandom
 from kvjax.stats import EntropyScaled, Observe
 from kvjax.traces import Voters
 from pallas_kernels.pytree import pytree
+from pallas_kernels.values import each, number, settle
 
 Params = Any
 
@@ -160,8 +161,7 @@ class Simplex(Family):
 
     def __post_init__(self):
         one_of("Simplex.over", self.over, "heads", "layers", "both")
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"Simplex(floor={self.floor}): a share of the average lies in [0, 1]; 1 is uniform")
+        settle(self, floor=number("[0, 1]", "a share of the average lies in [0, 1]; 1 is uniform"))
 
     def init(self, num_layers: int, num_kv_heads: int) -> Float[Array, "..."]:
         """See `Family`: uniform."""
@@ -212,7 +212,10 @@ def with_table(policy: Evict, shares: np.ndarray) -> Evict:
         raise ValueError(
             f"{policy} has no budget of its own to divide; give a table to an Evict, or to each member of a composition"
         )
-    shares = np.asarray(shares, np.float64)
+    try:
+        shares = np.asarray(shares, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"shares={shares!r} are no numbers; give a row a layer, one a head") from None
     if shares.ndim != 2:
         raise ValueError(f"shares have the shape {shares.shape}, which is not 2 axes; give a row a layer, one a head")
     return dataclasses.replace(policy, layers=LayerTable(shares.sum(1)), heads=HeadTable(shares))
@@ -229,8 +232,7 @@ class PyramidBeta(Family):
     start: float = 2.0
 
     def __post_init__(self):
-        if not self.start > 1:
-            raise ValueError(f"PyramidBeta(start={self.start}): beta is larger than 1 (uniform)")
+        settle(self, start=number("(1, inf)", "beta is larger than 1 (uniform)"))
 
     def init(self, num_layers: int, num_kv_heads: int) -> Float[Array, ""]:
         """See `Family`."""
@@ -274,8 +276,7 @@ class Safeguard(Family):
     start: float = 0.5
 
     def __post_init__(self):
-        if not 0 < self.start < 1:
-            raise ValueError(f"Safeguard(start={self.start}): alpha starts inside (0, 1)")
+        settle(self, start=number("(0, 1)", "alpha starts inside (0, 1)"))
 
     def init(self, num_layers: int, num_kv_heads: int) -> Float[Array, ""]:
         """See `Family`."""
@@ -321,8 +322,7 @@ class WindowShare(Family):
     start: float = 0.5
 
     def __post_init__(self):
-        if not 0 < self.start < 1:
-            raise ValueError(f"WindowShare(start={self.start}): the share starts inside (0, 1)")
+        settle(self, start=number("(0, 1)", "the share starts inside (0, 1)"))
 
     def init(self, num_layers: int, num_kv_heads: int) -> Float[Array, ""]:
         """See `Family`."""
@@ -363,8 +363,7 @@ class NaclShares(Family):
     start: tuple[float, float, float] = (1.0, 4.0, 5.0)
 
     def __post_init__(self):
-        if min(self.start) <= 0:
-            raise ValueError(f"NaclShares(start={self.start}): shares start positive")
+        settle(self, start=each(number("(0, inf)", "shares start positive"), 3))
 
     def init(self, num_layers: int, num_kv_heads: int) -> Float[Array, "3"]:
         """See `Family`."""
@@ -420,8 +419,8 @@ class EntropyK(Family):
     unit: float = 32.0
 
     def __post_init__(self):
-        if not (self.start > 0 and self.unit > 0):
-            raise ValueError(f"EntropyK(start={self.start}, unit={self.unit}): both are positive")
+        positive = number("(0, inf)", "both are positive and finite")
+        settle(self, start=positive, unit=positive)
 
     def init(self, num_layers: int, num_kv_heads: int) -> Float[Array, ""]:
         """See `Family`."""

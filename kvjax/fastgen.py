@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int8
 
-from kvjax.budget import Count, Rounding, as_budget, lookup, whole_tokens
+from kvjax.budget import ROUNDINGS, Count, Rounding, as_budget, lookup, whole_tokens
 from kvjax.choice import one_of
 from kvjax.context import Context, Phase, Site
 from kvjax.policy import Layout, Policy, Selection
@@ -22,15 +22,21 @@ from kvjax.state import EMPTY, LayerKV, PerHead
 from kvjax.stats import LayerStats, Measurement, Moment, Observe
 from pallas_kernels import recovered_attention
 from pallas_kernels.pytree import pytree
+from pallas_kernels.values import a, each, number, settle, whole
 
 STRATEGIES: Final = ("special", "punctuation", "frequent", "local", "full")
 """The strategies of heads by number; each keeps what those before it keep, and more."""
+
+TOKEN_IDS: Final = each(whole(0, 2**24, "give a tuple of token ids, whole numbers from 0 to 2**24"))
+"""The rule of ids."""
 
 _SPECIAL, _PUNCTUATION, _FREQUENT, _LOCAL, _FULL = range(len(STRATEGIES))
 
 _UNKNOWN, _PLAIN, _MARK, _DECLARED = range(4)  # kinds of token; a slot that was just filled starts at 0
 
 _ATTENTION: Final = Observe()
+
+_RATIO: Final = number("[0, 1]", "a ratio lies in [0, 1]")
 
 _UNCHANGED = 1e-4  # the tolerance of recovery="elementwise"
 
@@ -45,6 +51,9 @@ class TokenKinds(Measurement):
 
     special_ids: tuple[int, ...]
     punctuation_ids: tuple[int, ...]
+
+    def __post_init__(self):
+        settle(self, special_ids=TOKEN_IDS, punctuation_ids=TOKEN_IDS)
 
     def measure(self, moment: Moment) -> Int8[Array, "B K S"]:
         """See `Measurement`."""
@@ -82,6 +91,10 @@ class Sizes:
     local_ratio: float
     rounding: Rounding
 
+    def __post_init__(self):
+        settle(self, frequent_ratio=_RATIO, local_ratio=_RATIO)
+        one_of("Sizes.rounding", self.rounding, *ROUNDINGS)
+
     def __call__(self, ctx: Context) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
         """(frequent, local) tokens of every sequence."""
         n = np.arange(ctx.site.prompt_len + ctx.site.max_new_tokens + 1)
@@ -106,6 +119,10 @@ class Profile(Measurement):
     kinds: TokenKinds
     sizes: Sizes
     recovery: Literal["mass", "elementwise"]
+
+    def __post_init__(self):
+        settle(self, kinds=a(TokenKinds), sizes=a(Sizes))
+        one_of("Profile.recovery", self.recovery, "mass", "elementwise")
 
     def measure(self, moment: Moment) -> Float[Array, "B K 4"]:
         """See `Measurement`."""
@@ -169,7 +186,7 @@ class FastGenMemory:
 def _leveled(amounts: Int[Array, "B K"], total: Int[Array, "B"]) -> Int[Array, "B K"]:
     """The amounts, where together they exceed the total with the largest of them cut to one level."""
     heads = amounts.shape[-1]
-    smaller = jnp.pad(jnp.cumsum(jnp.sort(amounts, axis=-1), axis=-1)[:, :-1], [(0, 0), (1, 0)])
+    smaller = jnp.pad(jnp.cumsum(jnp.sort(amounts, axis=-1), axis=-1, dtype=jnp.int32)[:, :-1], [(0, 0), (1, 0)])
     level = (total[:, None] - smaller) // (heads - jnp.arange(heads, dtype=jnp.int32))[None]
     return jnp.minimum(amounts, jnp.maximum(level.max(-1, keepdims=True), 0))
 
@@ -212,18 +229,13 @@ class FastGen(Policy):
     storage: Layout = "dense"
 
     def __post_init__(self):
-        for name in ("special_ids", "punctuation_ids"):
-            ids = getattr(self, name)
-            if not isinstance(ids, tuple) or not all(isinstance(i, int) and i >= 0 for i in ids):
-                raise ValueError(f"FastGen({name}={ids!r}): give a tuple of token ids")
-        for name in ("frequent_ratio", "local_ratio", "recovery_ratio"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"FastGen({name}={getattr(self, name)}): a ratio lies in [0, 1]")
+        settle(self, special_ids=TOKEN_IDS, punctuation_ids=TOKEN_IDS)
+        settle(self, frequent_ratio=_RATIO, local_ratio=_RATIO, recovery_ratio=_RATIO)
         one_of("FastGen.recovery", self.recovery, "mass", "elementwise")
         one_of("FastGen.rounding", self.rounding, "floor", "ceil")
         one_of("FastGen.storage", self.storage, "dense", "pool")
         if self.budget is not None:
-            as_budget(self.budget)
+            object.__setattr__(self, "budget", as_budget(self.budget))
         elif self.storage == "pool":
             raise ValueError(
                 "FastGen(storage='pool', budget=None): what heads will need is known only after the prompt, but a pool "
@@ -272,7 +284,7 @@ class FastGen(Policy):
         if self.budget is None:
             return None
         n = np.arange(site.prompt_len + 1)
-        return np.maximum(as_budget(self.budget).table(n, n), 1)
+        return np.clip(as_budget(self.budget).table(n, n), 1, site.prompt_len + site.max_new_tokens)
 
     def target(self, site: Site, prompt_length: int) -> int:
         """See `Policy`; an upper bound, since a head may need less."""

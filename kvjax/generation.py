@@ -7,7 +7,7 @@ of them are pure functions, to be used as they are or inside `jax.jit` with `mod
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,15 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from kvjax.attention import Attend, attend
 from kvjax.context import Context, Phase, row_keys
 from kvjax.plan import CachePlan, ModelConfig, as_lengths, make_plan
-from kvjax.policy import Policy, context, identity, on_view
+from kvjax.policy import Policy, SharedLayers, context, identity, on_view
 from kvjax.pool import PooledKV, to_pool
 from kvjax.sampling import Greedy, Sampler
-from kvjax.state import EMPTY, KVState, LayerKV, compact
+from kvjax.state import EMPTY, KVState, LayerKV, compact, evict
 from kvjax.stats import AttentionStats, LayerStats, ordered
 from pallas_kernels.pytree import pytree
+from pallas_kernels.values import a, check_array, checked, each, one_of, optional, whole
 
+NO_TOKEN: Final = -1  # what stands for a token where logits are not numbers
 _SAMPLING = 0x5A3D  # keeps the sampler's draws apart from those of policies, which fold in layers first
 
 
@@ -52,7 +54,7 @@ class Model(Protocol):
 
 def init_state(
     plan: CachePlan,
-    lengths: Int[Array, "B"],
+    lengths: Array | np.ndarray | Sequence[int],
     *,
     key: Array | None = None,
     dtype: jax.typing.DTypeLike = jnp.float32,
@@ -64,7 +66,17 @@ def init_state(
       lengths: the prompts' lengths; ratios are ratios of these.
       key: one key for the batch, split by row, or one a row. `jax.random.key(0)` if None.
       dtype: of keys and values.
+
+    Raises:
+      ValueError: no plan, lengths of prompts that it was not made for, a dtype that is none of floats.
     """
+    _check_is(CachePlan, "plan", plan)
+    if not isinstance(lengths, jax.core.Tracer):
+        given = _as_numpy("lengths", lengths)
+        known = np.asarray(as_lengths(given, max(given.size, 1), plan.prompt_len))
+        plan.check_lengths(known)
+        lengths = jnp.asarray(known)
+    dtype = checked(_float_dtype, "dtype", dtype)
     B = lengths.shape[0]
     layers = []
     for site, positions in zip(plan.sites, plan.positions, strict=True):
@@ -75,9 +87,27 @@ def init_state(
         gate = jnp.zeros(pos.shape, float) if plan.policy.gates(site) else None
         memory = plan.policy.init(site, B)
         layers.append(LayerKV(empty, empty, pos, memory, rank, rotated, gate=gate, positions=positions))
-    keys = row_keys(key, B)
-    lengths = lengths.astype(jnp.int32)
+    keys = jnp.copy(row_keys(key, B))  # a state may be donated, and the caller's keys must outlive it
+    lengths = jnp.copy(lengths).astype(jnp.int32)
     return KVState(tuple(layers), jnp.zeros_like(lengths), lengths, jnp.int32(0), keys, plan=plan)
+
+
+def _float_dtype(dtype: Any) -> np.dtype:
+    """The rule of dtypes of keys and values."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = jnp.dtype(bool)
+    if not jnp.issubdtype(found, jnp.floating):
+        raise ValueError("must be a dtype of floats, such as jax.numpy.bfloat16")
+    return found
+
+
+def _check_is(kind: type, name: str, value: Any) -> None:
+    """Refuses what is no plan, or no state."""
+    if not isinstance(value, kind):
+        made_by = {CachePlan: "make_plan", KVState: "prefill"}[kind]
+        raise ValueError(f"{name} is a {type(value).__name__}, not a {kind.__name__} such as {made_by} returns")
 
 
 def forward(
@@ -106,11 +136,23 @@ def forward(
       last_only: logits of the last column only.
 
     Returns:
-      Logits, the state after, and the statistics that the policy observes: `policy(state, stats)` evicts.
+      Logits, the state after, and the statistics that the policy observes: `policy(state, stats)` evicts. Logits of
+      sequences that have decoded more tokens than planned are NaN.
+
+    Raises:
+      ValueError: a state that was planned for a model of other sizes, tokens of other sequences or outside the
+        vocabulary, several tokens a sequence in a decode step, more valid tokens than there are.
     """
+    check_model(model)
+    _check_is(KVState, "state", state)
     plan: CachePlan = state.plan
-    B, T = tokens.shape
-    valid = jnp.full((B,), T, jnp.int32) if valid is None else valid.astype(jnp.int32)
+    plan.check_model(model.config)
+    one_of("phase", phase, *get_args(Phase))
+    B, T = len(state.length), None if phase == "prefill" else 1
+    real = None if valid is None else _real(valid, tokens)
+    tokens = as_ids(model, tokens, (B, T), "one row of tokens a sequence", real=real)
+    T = tokens.shape[1]
+    valid = jnp.full((B,), T, jnp.int32) if valid is None else jnp.asarray(valid).astype(jnp.int32)
     column = jnp.arange(T, dtype=jnp.int32)[None] - (T - valid)[:, None]
     pos = jnp.where(column >= 0, state.length[:, None] + column, EMPTY)
     tokens = jnp.where(column >= 0, tokens, 0)  # padding may be any id, even one outside the vocabulary
@@ -130,11 +172,24 @@ def forward(
         return kv if phase == "decode" else stored(plan, kv, context(state, layer, phase), ends=ends)
 
     logits, layers, stats = model(params, tokens, state.layers, attend=attend_and_evict, last_only=last_only)
+    if phase == "decode":
+        past = state.length - state.prompt_length > plan.max_new_tokens
+        logits = jnp.where(past[:, None, None], jnp.nan, logits)
     state, stats = dataclasses.replace(state, layers=layers), AttentionStats(stats, phase=phase)
     if evict and not plan.policy.layerwise:
         state = plan.policy(state, stats)
         state = dataclasses.replace(state, layers=tuple(store(kv, i) for i, kv in enumerate(state.layers)))
     return logits, state, stats
+
+
+def _real(valid: Any, tokens: Any) -> Any:
+    """Which of the tokens "B T" are real, where the last `valid` of each row are; None where that is traced."""
+    if isinstance(valid, jax.core.Tracer) or not hasattr(tokens, "shape") or len(tokens.shape) != 2:
+        return valid if isinstance(valid, jax.core.Tracer) else None
+    known, (B, T) = _as_numpy("valid", valid), tokens.shape
+    if known.shape != (B,) or known.dtype.kind not in "iu" or known.min() < 0 or known.max() > T:
+        raise ValueError(f"valid={known.tolist()}: must be {B} whole numbers, one a sequence, from 0 to {T}")
+    return np.arange(T)[None] >= T - known[:, None]
 
 
 def stored(plan: CachePlan, kv: LayerKV, ctx: Context, *, ends: bool = True) -> LayerKV | PooledKV:
@@ -150,7 +205,7 @@ def stored(plan: CachePlan, kv: LayerKV, ctx: Context, *, ends: bool = True) -> 
 def prefill(
     model: Model,
     params: PyTree[Any],
-    tokens: Int[Array, "B T"],
+    tokens: Array | np.ndarray | Sequence[Sequence[int]],
     plan: CachePlan,
     *,
     lengths: Array | np.ndarray | Sequence[int] | None = None,
@@ -169,7 +224,7 @@ def prefill(
 
     Args:
       model, params: the model.
-      tokens: left-padded token ids.
+      tokens: left-padded token ids "B T".
       plan: made for this width.
       lengths: the prompts' own lengths, T if None.
       key: one PRNG key for the batch, or one a row.
@@ -179,15 +234,16 @@ def prefill(
       Logits of the next token, and the compacted state.
 
     Raises:
-      ValueError: a prompt of another width, lengths that the plan has no room for, a block without tokens, blocks for
-        a policy that looks at the whole prompt (FastGen), or others than of one token for a policy that lets every row
-        decide (H2O's stepwise mask).
+      ValueError: a plan for another model, a prompt of another width, token ids outside the vocabulary, lengths that
+        the plan has no room for, a block without tokens, blocks for a policy that looks at the whole prompt (FastGen),
+        or others than of one token for a policy that lets every row decide (H2O's stepwise mask).
     """
-    B, T = tokens.shape
+    tokens, lengths = check_prompts(model, tokens, lengths)
+    _check_is(CachePlan, "plan", plan)
+    T = tokens.shape[1]
     if plan.prompt_len != T:
         raise ValueError(f"the prompt is {T} tokens wide, but the plan was made for {plan.prompt_len}; make a new plan")
-    check_block(plan, block)
-    lengths = as_lengths(lengths, B, T)
+    block = check_block(plan, block)
     if isinstance(lengths, np.ndarray):
         plan.check_lengths(lengths)
     lengths = jnp.asarray(lengths)
@@ -213,11 +269,16 @@ def prefill(
     return logits[:, -1], state
 
 
-def check_block(plan: CachePlan, block: int | None) -> None:
-    """Raises ValueError if the plan's policy cannot read its prompts in blocks of `block` tokens (None: at once)."""
+def check_block(plan: CachePlan, block: int | None) -> int | None:
+    """The size of blocks, the whole prompt at most, or None if it is read at once.
+
+    Raises:
+      ValueError: no size of a block, or one in which the plan's policy cannot read its prompts.
+    """
     T = plan.prompt_len
-    if block is not None and block < 1:
-        raise ValueError(f"block={block}: a block has at least 1 token; use None to read the prompt at once")
+    why = "a block has at least 1 token, a whole number; use None to read the prompt at once"
+    block = checked(optional(whole(1, why=why)), "block", block)
+    block = None if block is None else min(block, T)
     if block is not None and block < T and plan.policy.needs_whole_prompt:
         raise ValueError(
             f"{type(plan.policy).__name__} looks at the whole prompt at once, but block={block} reads {T} tokens in "
@@ -228,6 +289,7 @@ def check_block(plan: CachePlan, block: int | None) -> None:
             f"every row of {plan.policy} decides what the next one reads, but block={block} reads {T} tokens otherwise "
             "than one by one; use block=1"
         )
+    return block
 
 
 def empty_after_prompt(state: KVState, *, ends: bool = True) -> KVState:
@@ -240,26 +302,38 @@ def empty_after_prompt(state: KVState, *, ends: bool = True) -> KVState:
 def decode_step(
     model: Model,
     params: PyTree[Any],
-    token: Int[Array, "B"],
+    token: Array | np.ndarray | Sequence[int],
     state: KVState,
     *,
-    active: Bool[Array, "B"] | None = None,
+    active: Array | np.ndarray | Sequence[bool] | None = None,
 ) -> tuple[Float[Array, "B V"], KVState]:
     """One token of every sequence: append, attend, update scores, evict if due. Nothing is gathered or moved.
 
     Args:
       model, params: the model.
-      token: the token to read.
+      token: the token "B" to read.
       state: the cache before. Donate it under `jit` to write in place.
       active: a sequence that is not active reads nothing and keeps its cache. All are if None.
 
     Returns:
-      Logits of the next token, and the state after. Logits are NaN where a cache was driven past its plan.
+      Logits of the next token, and the state after. Logits are NaN where a sequence was driven past its plan (the
+      prompt and `max_new_tokens`, whether its cache has room for more or not), or where a traced token is outside the
+      vocabulary.
+
+    Raises:
+      ValueError: another number of tokens than sequences, a token outside the vocabulary, a state that was planned for
+        another model, `active` that is not one truth value a sequence.
     """
+    check_model(model)
+    _check_is(KVState, "state", state)
     plan: CachePlan = state.plan
-    policy = plan.policy
-    layers = tuple(_make_room(policy, kv, context(state, i, "decode"), active) for i, kv in enumerate(state.layers))
-    state = dataclasses.replace(state, layers=layers)
+    plan.check_model(model.config)
+    if active is not None:
+        active = active if isinstance(active, jax.Array) else _as_numpy("active", active)
+        check_array("active", active, "batch", kind=np.bool_, shape=state.length.shape)
+    token = as_ids(model, token, (len(state.length),), "one token a sequence", real=active)
+    active = None if active is None else jnp.asarray(active)
+    state = dataclasses.replace(state, layers=_with_room(state, active))
     valid = None if active is None else active.astype(jnp.int32)
     logits, after, _ = forward(model, params, token[:, None], state, valid=valid, phase="decode", evict=True)
     if active is not None:
@@ -282,22 +356,39 @@ def _only(active: Bool[Array, "B"]) -> Callable[[Any, Any], Any]:
     return layer
 
 
-def _make_room(
-    policy: Policy, kv: LayerKV | PooledKV, ctx: Context, active: Bool[Array, "B"] | None
-) -> LayerKV | PooledKV:
-    """`policy.make_room` for the sequences that are about to read a token."""
-    after = on_view(lambda view: policy.make_room(view, ctx), kv)
-    return after if active is None or after is kv else _only(active)(after, kv)
+def _with_room(state: KVState, active: Bool[Array, "B"] | None) -> tuple[LayerKV | PooledKV, ...]:
+    """The layers after `policy.make_room` for the sequences that are about to read a token."""
+    policy = state.plan.policy
+    only = _only(active) if active is not None else lambda after, before: after
+
+    def with_room(i: int, kv: LayerKV | PooledKV) -> LayerKV | PooledKV:
+        after = on_view(lambda view: policy.make_room(view, context(state, i, "decode")), kv)
+        return after if after is kv else only(after, kv)
+
+    if not isinstance(policy, SharedLayers):
+        return tuple(with_room(i, kv) for i, kv in enumerate(state.layers))
+    first = with_room(0, state.layers[0])
+    if first is state.layers[0]:
+        return state.layers
+    stays = (first.view() if isinstance(first, PooledKV) else first).live
+    return first, *(on_view(lambda view: evict(view, stays), kv) for kv in state.layers[1:])
 
 
 def feed(
-    model: Model, params: PyTree[Any], tokens: Int[Array, "B T"], state: KVState
+    model: Model, params: PyTree[Any], tokens: Array | np.ndarray | Sequence[Sequence[int]], state: KVState
 ) -> tuple[Float[Array, "B T V"], KVState]:
-    """Reads given tokens one decode step at a time: a question after compression, or text to be scored.
+    """Reads given tokens "B T" one decode step at a time: a question after compression, or text to be scored.
 
     Returns:
       Logits after every token, and the state after the last.
+
+    Raises:
+      ValueError: tokens outside the vocabulary, of another number of sequences, or more than the state was planned for.
     """
+    check_model(model)
+    _check_is(KVState, "state", state)
+    tokens = as_ids(model, tokens, (len(state.length), None), "one row of tokens a sequence")
+    check_room(state, tokens.shape[1])
 
     def step(state, token):
         logits, state = decode_step(model, params, token, state)
@@ -312,9 +403,9 @@ class Generation:
     """What `generate` returns.
 
     Attributes:
-      tokens: generated ids, `pad_id` after a sequence has ended.
+      tokens: generated ids, `pad_id` after a sequence has ended; -1, which is no token, where logits were not numbers.
       lengths: generated tokens of every sequence, the end token included.
-      state: the cache after generation; it can be decoded further as far as its plan has room.
+      state: the cache after generation; it can be decoded further as far as it was planned for.
     """
 
     tokens: Int[Array, "B M"]
@@ -330,20 +421,29 @@ def generate_from(
     *,
     max_new_tokens: int,
     sampler: Sampler = Greedy(),
-    eos_ids: tuple[int, ...] = (),
+    eos_ids: int | Sequence[int] = (),
     pad_id: int = 0,
 ) -> Generation:
     """Generates from the logits and the state that `prefill`, `feed` or an earlier call returned.
 
-    The first token is drawn from `logits`; every token but the last is read back by a decode step, so a state needs
-    room for `max_new_tokens - 1` more. The loop ends as soon as every sequence has produced one of `eos_ids`.
+    The first token is drawn from `logits`; every token but the last is read back by a decode step, so a state must
+    be planned for `max_new_tokens - 1` more. The loop ends as soon as every sequence has produced one of `eos_ids`.
+
+    Logits that are not numbers, as those of a traced state that is driven past its plan, give the token -1.
+
+    Raises:
+      ValueError: more tokens than the state was planned for, logits that are not the state's.
     """
-    B = logits.shape[0]
+    eos_ids = check_request(model, max_new_tokens, sampler, eos_ids, pad_id)
+    check_logits(model, logits, state)
+    logits, B = jnp.asarray(logits), logits.shape[0]
+    check_room(state, max_new_tokens - 1)
     eos = jnp.asarray(eos_ids, jnp.int32)[None]
 
     def draw(logits, state):
-        fold = lambda key: jax.random.fold_in(jax.random.fold_in(key, _SAMPLING), state.step)
-        return sampler(logits, jax.vmap(fold)(state.keys))
+        fold = lambda key, step: jax.random.fold_in(jax.random.fold_in(key, _SAMPLING), step)
+        token = sampler(logits, jax.vmap(fold)(state.keys, state.length - state.prompt_length))
+        return jnp.where(jnp.isnan(logits).any(-1), NO_TOKEN, token)
 
     def read(carry):
         step, token, running, tokens, lengths, state = carry
@@ -414,13 +514,11 @@ def generate(
       ValueError: empty prompts, token ids outside the vocabulary, lengths outside the prompt, sizes that the policy
         cannot work with; always before anything runs.
     """
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: generate at least 1 token, a whole number")
-    eos_ids = (eos_ids,) if isinstance(eos_ids, int) else tuple(eos_ids)
+    eos_ids = check_request(model, max_new_tokens, sampler, eos_ids, pad_id)
     tokens, lengths = check_prompts(model, tokens, lengths)
     known = lengths if isinstance(lengths, np.ndarray) else None
     plan = make_plan(model.config, policy, prompt_len=tokens.shape[1], max_new_tokens=max_new_tokens, lengths=known)
-    check_block(plan, block)
+    block = check_block(plan, block)
     return _generate(
         model,
         params,
@@ -436,27 +534,112 @@ def generate(
     )
 
 
+def check_request(
+    model: Model, max_new_tokens: int, sampler: Sampler, eos_ids: int | Sequence[int], pad_id: int
+) -> tuple[int, ...]:
+    """The end tokens, or a ValueError that says what of a request for new tokens makes no sense."""
+    check_model(model)
+    checked(whole(1, why="generate at least 1 token, a whole number"), "max_new_tokens", max_new_tokens)
+    checked(a(Sampler), "sampler", sampler)
+    checked(whole(-(2**31), 2**31 - 1), "pad_id", pad_id)
+    ids = whole(0, model.config.vocab_size - 1, f"end tokens lie in the vocabulary of {model.config.vocab_size}")
+    return checked(each(ids) if hasattr(eos_ids, "__iter__") else lambda i: (ids(i),), "eos_ids", eos_ids)
+
+
+def check_logits(model: Model, logits: Any, state: Any) -> None:
+    """Raises ValueError for logits that are not one row of the model's vocabulary for every sequence of a state."""
+    _check_is(KVState, "state", state)
+    check_array("logits", logits, "batch", "vocabulary", shape=(len(state.length), model.config.vocab_size))
+
+
+def check_room(state: KVState, num_tokens: int) -> None:
+    """Raises ValueError if a state, where its numbers are known, was not planned for so many tokens more.
+
+    Temperatures, histories and tables of positions are made for the tokens planned, even where slots are left.
+    """
+    if isinstance(state.length, jax.core.Tracer) or isinstance(state.prompt_length, jax.core.Tracer):
+        return
+    steps, planned = int((state.length - state.prompt_length).max()) + num_tokens, state.plan.max_new_tokens
+    if steps > planned:
+        raise ValueError(
+            f"{steps} tokens come after the prompt, but the plan was made for {planned}; make it with "
+            f"max_new_tokens={steps}, which takes no more memory where a policy evicts at every step"
+        )
+
+
+def as_ids(
+    model: Model, tokens: Any, shape: tuple[int | None, ...], meaning: str, *, real: Any = None
+) -> Int[Array, "..."]:
+    """Token ids as an array of 32-bit integers.
+
+    Args:
+      model: whose vocabulary they are of.
+      tokens: the ids. Traced ones pass with their shape and type checked alone.
+      shape: what is expected; None for any size of at least 1.
+      meaning: the same in words.
+      real: which of them are tokens; the others may be any numbers. All are if None, or if it is traced.
+
+    Raises:
+      ValueError: no integers, another shape, ids outside the vocabulary.
+    """
+    known = tokens if isinstance(tokens, jax.Array) else _as_numpy("tokens", tokens)
+    fits = known.ndim == len(shape) and all(
+        n == m or (m is None and n > 0) for n, m in zip(known.shape, shape, strict=True)
+    )
+    if not fits or not jnp.issubdtype(known.dtype, jnp.integer):
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(
+            f"tokens must be integers of shape ({wanted}), {meaning}; got {known.dtype} of shape {known.shape}"
+        )
+    if not isinstance(known, jax.core.Tracer) and not isinstance(real, jax.core.Tracer):
+        ids = np.asarray(known)
+        check_vocabulary(model, ids if real is None else ids[np.asarray(real)])
+    return jnp.asarray(known, jnp.int32)
+
+
+def check_vocabulary(model: Model, ids: np.ndarray) -> None:
+    """Raises ValueError for token ids outside the model's vocabulary, negative ones among them."""
+    vocab = model.config.vocab_size
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab):
+        raise ValueError(
+            f"token id {ids.min() if ids.min() < 0 else ids.max()} is outside the vocabulary of {vocab} (0 to "
+            f"{vocab - 1}); was the text encoded with this model's tokenizer?"
+        )
+
+
+def _as_numpy(name: str, x: Any) -> np.ndarray:
+    try:
+        return np.asarray(x)
+    except ValueError as error:  # rows of different lengths
+        raise ValueError(
+            f"{name} are no array: {error}; pad prompts of different lengths on the left (models.pad_left) and give "
+            "lengths="
+        ) from None
+
+
+def check_model(model: Any) -> None:
+    """Raises ValueError for what is no model, such as its parameters."""
+    if not isinstance(model, Model):
+        raise ValueError(
+            f"model is a {type(model).__name__}, not a model; models.load(...) returns one, and its parameters"
+        )
+
+
 def check_prompts(
     model: Any, tokens: Any, lengths: Any = None
 ) -> tuple[Int[Array, "B T"], np.ndarray | Int[Array, "B"]]:
     """Prompts as arrays, or a ValueError that says what is wrong with them. Traced values pass unchecked."""
-    if not isinstance(tokens, jax.core.Tracer):
-        tokens = np.asarray(tokens)
-        if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
-            raise ValueError(
-                f"tokens must be integers of shape (batch, width), got {tokens.dtype} of shape {tokens.shape}; "
-                "pad prompts of different lengths on the left and give lengths="
-            )
-        if tokens.size == 0:
-            raise ValueError(f"the prompts are empty (shape {tokens.shape}); give at least one token, such as BOS")
+    check_model(model)
+    tokens = tokens if isinstance(tokens, jax.Array) else _as_numpy("tokens", tokens)
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"tokens must be integers of shape (batch, width), got {tokens.dtype} of shape {tokens.shape}; "
+            "pad prompts of different lengths on the left and give lengths="
+        )
+    if tokens.size == 0:
+        raise ValueError(f"the prompts are empty (shape {tokens.shape}); give at least one token, such as BOS")
     B, T = tokens.shape
     lengths = as_lengths(lengths, B, T)
-    if isinstance(tokens, np.ndarray) and isinstance(lengths, np.ndarray):
-        real = tokens[np.arange(T)[None] >= T - lengths[:, None]]
-        low, high, vocab = int(real.min()), int(real.max()), model.config.vocab_size
-        if low < 0 or high >= vocab:
-            raise ValueError(
-                f"token id {low if low < 0 else high} is outside the vocabulary of {vocab} (0 to {vocab - 1}); "
-                "was the text encoded with this model's tokenizer?"
-            )
+    if isinstance(lengths, np.ndarray) and not isinstance(tokens, jax.core.Tracer):
+        check_vocabulary(model, np.asarray(tokens)[np.arange(T)[None] >= T - lengths[:, None]])
     return jnp.asarray(tokens, jnp.int32), lengths

@@ -13,6 +13,7 @@ from kvjax.scores import Score
 from kvjax.state import EMPTY, LayerKV, position_order
 from kvjax.stats import Measurement
 from pallas_kernels import Columns, attention
+from pallas_kernels.values import a, flag, number, settle, tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,10 @@ class ExpectedAttention(Score):
     queries: FutureQueries = FutureQueries()
     covariance: bool = True
     eps: float = 0.0
+
+    def __post_init__(self):
+        eps = number("[0, inf)", "what is added to weights is finite, not negative")
+        settle(self, queries=a(FutureQueries), covariance=flag, eps=eps)
 
     @property
     def rotated_keys(self) -> bool:
@@ -124,32 +129,35 @@ class LagRelative(Score):
         return True
 
     def __post_init__(self):
-        if self.lag < 1 or self.sinks < 0:
-            raise ValueError(
-                f"LagRelative(lag={self.lag}, sinks={self.sinks}): lag must be positive, sinks not negative"
-            )
+        settle(
+            self,
+            lag=tokens(1, "a partition has at least one token"),
+            sinks=tokens(0, "a number of tokens is whole and cannot be negative"),
+            cross_scoring=flag,
+        )
 
     def __call__(self, memory, kv, stats, ctx, candidates):
         """See `Score`."""
         del memory, stats, ctx, candidates
         S = kv.num_slots
+        lag, sinks = min(self.lag, S + 1), min(self.sinks, S)  # larger ones mean no more
         num_dead = S - kv.num_live[..., None]
         order = position_order(kv.pos)
         rank = jnp.arange(S, dtype=jnp.int32)[None, None]
         first_live = (rank + num_dead) % S
         order = jnp.take_along_axis(order, first_live, axis=-1)  # oldest first, dead slots last
         live = kv.num_live[..., None]
-        num = max((S - self.sinks) // self.lag, 0)  # partitions, if every slot were live
-        ramp = jnp.where(rank < self.sinks, 1.0, rank.astype(jnp.float32) / jnp.maximum(live, 1).astype(jnp.float32))
+        num = max((S - sinks) // lag, 0)  # partitions, if every slot were live
+        ramp = jnp.where(rank < sinks, 1.0, rank.astype(jnp.float32) / jnp.maximum(live, 1).astype(jnp.float32))
         scores = jnp.ones((*kv.pos.shape[:2], S), jnp.float32)
         if num > 1:
             own = (self._partitions(kv.k, order, num) + self._partitions(kv.v, order, num)) / 2
             if not self.cross_scoring:
-                own = jnp.argsort(jnp.argsort(own, axis=-1), axis=-1).astype(jnp.float32) / self.lag
-            scores = scores.at[..., self.sinks : self.sinks + (num - 1) * self.lag].set(own.reshape(*own.shape[:2], -1))
-        full = (live - self.sinks) // self.lag  # partitions that are complete
-        scores = jnp.where(rank >= self.sinks + (full - 1) * self.lag, 1.0, scores)
-        scores = jnp.where(live < self.sinks + 2 * self.lag, ramp, scores)
+                own = jnp.argsort(jnp.argsort(own, axis=-1), axis=-1).astype(jnp.float32) / lag
+            scores = scores.at[..., sinks : sinks + (num - 1) * lag].set(own.reshape(*own.shape[:2], -1))
+        full = (live - self.sinks) // lag  # partitions that are complete
+        scores = jnp.where(rank >= sinks + (full - 1) * lag, 1.0, scores)
+        scores = jnp.where(live < sinks + 2 * lag, ramp, scores)
         return jnp.put_along_axis(jnp.zeros_like(scores), order, scores, axis=-1, inplace=False)
 
     def _partitions(self, x: Float[Array, "B K S H"], order, num: int) -> Float[Array, "B K P lag"]:

@@ -10,9 +10,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from kvjax.context import Context, Phase
-from kvjax.scores import Score, pool_in_order
+from kvjax.scores import Score, kernel_width, pool_in_order
 from kvjax.state import LayerKV
 from kvjax.stats import AllRows, LastRows, LayerStats, Measurement, Observe
+from pallas_kernels.values import settle, tokens
 
 NUM_STATISTICS = 6
 
@@ -81,8 +82,9 @@ class Learned(Score):
     kernel: int = 7
 
     def __post_init__(self):
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"Learned(kernel={self.kernel}): an even kernel shifts the votes; use {self.kernel | 1}")
+        if not callable(self.function):
+            raise ValueError(f"Learned(function={self.function!r}): give a trained function of features and the layer")
+        settle(self, rows=tokens(1, "at least one row must be observed"), kernel=kernel_width)
 
     @property
     def decodes(self) -> bool:

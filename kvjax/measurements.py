@@ -9,6 +9,9 @@ from jaxtyping import Array, Float
 
 from kvjax.state import EMPTY
 from kvjax.stats import Measurement, Moment
+from pallas_kernels.values import settle, tokens, whole
+
+_MOST_AHEAD = 2**20  # positions, which take seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +30,8 @@ class FutureQueries(Measurement):
     skip: int = 4
 
     def __post_init__(self):
-        if self.horizon < 1 or self.skip < 0:
-            raise ValueError(
-                f"FutureQueries(horizon={self.horizon}, skip={self.skip}): at least one position lies ahead, and "
-                "no fewer than 0 are skipped"
-            )
+        ahead = f"at least one position lies ahead, and no more than {_MOST_AHEAD:,} are averaged one by one"
+        settle(self, horizon=whole(1, _MOST_AHEAD, ahead), skip=tokens())
 
     def measure(self, moment: Moment) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
         """See `Measurement`."""
@@ -44,7 +44,7 @@ class FutureQueries(Measurement):
         centred = q - mean[:, :, None]
         cov = jnp.einsum("bt,bnth,bntj->bnhj", counts, centred, centred) / total[..., None]
 
-        basis = jnp.broadcast_to(jnp.eye(H)[None, None], (B, 1, H, H))  # one row a basis vector
+        basis = jnp.broadcast_to(jnp.eye(H, dtype=q.dtype)[None, None], (B, 1, H, H))  # one row a basis vector
 
         def add(ahead, total):
             pos = jnp.broadcast_to((moment.ctx.length + ahead)[:, None, None], (B, 1, H))
@@ -64,6 +64,9 @@ class QuerySquares(Measurement):
     """
 
     rows: int = 32
+
+    def __post_init__(self):
+        settle(self, rows=tokens(1, "at least one row must be observed"))
 
     def measure(self, moment: Moment) -> Float[Array, "B K H"]:
         """See `Measurement`."""

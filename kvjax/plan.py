@@ -12,6 +12,9 @@ from kvjax.context import Site
 from kvjax.policy import Chain, Identity, Layout, Partition, Policy, SharedLayers
 from kvjax.pool import pool_slots
 from kvjax.state import Positions
+from pallas_kernels.values import MOST_TOKENS, checked, each, whole
+
+_LONGEST = 2**24  # a policy's sizes are tables with an entry for every length up to the prompt's
 
 
 @runtime_checkable
@@ -105,6 +108,29 @@ class CachePlan:
                         f"{capacity}; make the plan with lengths= that contain it"
                     )
 
+    def check_model(self, config: ModelConfig) -> None:
+        """Raises ValueError if the plan was made for a model of other sizes."""
+        if len(self.sites) != config.num_layers:
+            raise ValueError(
+                f"the plan was made for a model of {len(self.sites)} layers, but this one has {config.num_layers}; "
+                "make a plan with this model's config"
+            )
+        for site in self.sites:
+            there = {n: getattr(site, n) for n in ("num_query_heads", "head_dim", "window")}
+            here = {
+                "num_query_heads": config.num_query_heads,
+                "head_dim": config.head_dim,
+                "window": config.window(site.layer),
+            }
+            shared = site.num_kv_heads in (config.num_kv_heads, config.num_query_heads)  # a set a kv or a query head
+            if there != here or not shared:
+                there["num_kv_heads"], here["num_kv_heads"] = site.num_kv_heads, config.num_kv_heads
+                wrong = [f"{n}={there[n]}, but this one has {here[n]}" for n in there if there[n] != here[n]]
+                raise ValueError(
+                    f"the plan was made for a model whose layer {site.layer} has {'; '.join(wrong)}; make a plan with "
+                    "this model's config"
+                )
+
     def target(self, prompt_length: int) -> float:
         """Live slots a head and layer may keep, on average, for a prompt of this length."""
         return float(np.mean([self.policy.target(s, prompt_length) for s in self.sites]))
@@ -118,7 +144,10 @@ def as_lengths(lengths: Any, batch: int, width: int) -> np.ndarray | Int[Array, 
     """
     if isinstance(lengths, jax.core.Tracer):
         return lengths.astype(np.int32)
-    known = np.full((batch,), width, np.int32) if lengths is None else np.asarray(lengths)
+    try:
+        known = np.full((batch,), width, np.int32) if lengths is None else np.asarray(lengths)
+    except ValueError as error:
+        raise ValueError(f"lengths must be {batch} integers, one a prompt; {error}") from None
     if known.shape != (batch,) or known.dtype.kind not in "iu":
         raise ValueError(f"lengths must be {batch} integers, one a prompt; got {known.dtype} of shape {known.shape}")
     if known.min() < 1 or known.max() > width:
@@ -149,6 +178,9 @@ def make_plan(
 ) -> CachePlan:
     """Resolves budgets, allocations and schedules into integers, or says why they cannot work.
 
+    A prompt, or a row of a batch, that is too short to be evicted from is kept whole: one that its budget holds, and
+    one that is no longer than what the policy protects, whatever share of it the budget is.
+
     Args:
       config: the model's sizes.
       policy: the policy.
@@ -160,12 +192,23 @@ def make_plan(
     Raises:
       ValueError: naming the two numbers that disagree, and the fix.
     """
-    if prompt_len < 1:
-        raise ValueError(f"the prompt is empty (prompt_len={prompt_len}); give at least one token, such as BOS")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={max_new_tokens} is negative")
+    if not isinstance(config, ModelConfig):
+        raise ValueError(f"{config!r} has not the sizes of a model; give the model's config (model.config)")
+    prompt_len = checked(
+        whole(1, why="the prompt is empty: give at least one token, such as BOS"), "prompt_len", prompt_len
+    )
+    max_new_tokens = checked(whole(0), "max_new_tokens", max_new_tokens)
+    if prompt_len > _LONGEST:
+        raise ValueError(
+            f"prompt_len={prompt_len} is more than {_LONGEST}, the longest prompt that a plan has numbers for"
+        )
+    if prompt_len + max_new_tokens > MOST_TOKENS:
+        raise ValueError(
+            f"prompt_len={prompt_len} and max_new_tokens={max_new_tokens} are more than {MOST_TOKENS} tokens together, "
+            "which is the most that a plan counts; plan for fewer"
+        )
     as_policy(policy)
-    known = sorted({prompt_len} if lengths is None else {int(n) for n in lengths})
+    known = sorted({prompt_len} if lengths is None else set(checked(each(whole(), least=1), "lengths", lengths)))
     if known[0] < 1 or known[-1] > prompt_len:
         raise ValueError(
             f"prompt lengths must lie between 1 and the prompt's width {prompt_len}, got {known[0]} to {known[-1]}"

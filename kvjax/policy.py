@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -23,6 +24,7 @@ from kvjax.schedule import Schedule
 from kvjax.state import KVState, LayerKV, Positions, evict
 from kvjax.stats import AttentionStats, LayerStats, Measurement, Observe, ordered
 from pallas_kernels.pytree import pytree
+from pallas_kernels.values import checked, each
 
 Granularity = Literal["kv_head", "query_head"]
 Layout = Literal["dense", "pool"]
@@ -172,12 +174,30 @@ class Policy(abc.ABC):
         return kv if selection is None else selection.apply(kv)
 
     def __call__(self, state: KVState, attn_stats: AttentionStats) -> KVState:
-        """Applies the policy to every layer of a state, with the statistics of the rows just computed."""
+        """Applies the policy to every layer of a state, with the statistics of the rows just computed.
+
+        Raises:
+          ValueError: no state and its statistics, or a state whose plan is not this policy's.
+        """
+        _check_moment(self, state, attn_stats)
         layers = (
             on_view(lambda view, s=stats, i=i: self.layer(view, s, context(state, i, attn_stats.phase)), kv)
             for i, (kv, stats) in enumerate(zip(state.layers, attn_stats.layers, strict=True))
         )
         return dataclasses.replace(state, layers=tuple(layers))
+
+
+def _check_moment(policy: Policy, state: Any, attn_stats: Any) -> None:
+    """Raises ValueError for a state that a policy cannot be applied to, as one that decodes under another's plan."""
+    if not isinstance(state, KVState) or not isinstance(attn_stats, AttentionStats):
+        found = f"{type(state).__name__} and {type(attn_stats).__name__}"
+        raise ValueError(f"a policy is applied to a KVState and the AttentionStats of forward(...), not to {found}")
+    planned = state.plan.policy
+    if policy == planned:
+        return
+    memory = lambda p: jax.eval_shape(lambda: [p.init(site, 1) for site in state.plan.sites])
+    if attn_stats.phase == "decode" or jax.tree.structure(memory(policy)) != jax.tree.structure(memory(planned)):
+        raise ValueError(f"the state was planned for {planned}, not for {policy}; make a plan with this policy")
 
 
 def on_view(change: Callable[[LayerKV], LayerKV], kv: LayerKV | PooledKV) -> Any:
@@ -188,7 +208,7 @@ def on_view(change: Callable[[LayerKV], LayerKV], kv: LayerKV | PooledKV) -> Any
 def context(state: KVState, layer: int, phase: Phase) -> Context:
     """The moment that `state` is at, for one layer."""
     site = state.plan.sites[layer]
-    return Context(state.length, state.prompt_length, state.step, state.keys, site=site, phase=phase)
+    return Context(state.length, state.prompt_length, state.keys, site=site, phase=phase)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -463,8 +483,7 @@ def chain(*policies: Policy) -> Policy:
     """
     flat: list[Policy] = []
     for p in policies:
-        if not isinstance(p, Policy):
-            raise ValueError(f"{p!r} is not a policy; call a method with its budget, such as kvjax.methods.h2o(64)")
+        _check_policy(p)
         flat += p.policies if isinstance(p, Chain) else () if isinstance(p, Identity) else (p,)
     if not flat:
         return Identity()
@@ -479,16 +498,43 @@ def partition(policies: Mapping[Hashable, Policy], labels: Sequence[Hashable]) -
       labels: one label a layer.
 
     Raises:
-      ValueError: a label without a policy.
+      ValueError: no mapping to policies, no labels, or a label without a policy.
     """
-    unknown = sorted({str(label) for label in labels if label not in policies})
+    if not isinstance(policies, Mapping):
+        raise ValueError(f"policies={policies!r}: give a mapping from labels to policies")
+    for policy in policies.values():
+        _check_policy(policy)
+    every = checked(each(_label), "labels", list(labels) if isinstance(labels, str) else labels)
+    if not every:
+        raise ValueError("labels is empty; give one label a layer")
+    unknown = sorted({str(label) for label in every if label not in policies})
     if unknown:
         raise ValueError(f"labels {unknown} have no policy; the policies are for {sorted(map(str, policies))}")
-    return Partition(tuple(policies.items()), tuple(labels))
+    return Partition(tuple(policies.items()), every)
+
+
+def _label(label: Hashable) -> Hashable:
+    """The rule of labels: what a mapping can be asked for."""
+    if not isinstance(label, Hashable):
+        raise ValueError(f"{label!r} cannot be a label; use a name or a number")
+    return label
+
+
+def _check_policy(policy: Any) -> None:
+    """Raises ValueError for what is no policy, such as a method's name."""
+    if not isinstance(policy, Policy):
+        raise ValueError(f"{policy!r} is not a policy; call a method with its budget, such as kvjax.methods.h2o(64)")
 
 
 def when(schedule: Schedule, policy: Policy) -> Policy:
-    """The same policy (every member of it) under another schedule."""
+    """The same policy (every member of it) under another schedule.
+
+    Raises:
+      ValueError: arguments of other kinds or in another order, or a policy whose schedule cannot change.
+    """
+    if not isinstance(schedule, Schedule):
+        raise ValueError(f"{schedule!r} is not a schedule; write when(schedule, policy), such as when(every(16), ...)")
+    _check_policy(policy)
     return policy.scheduled(schedule)
 
 
@@ -547,8 +593,20 @@ class SharedLayers(_Delegating):
         """See `Policy`."""
         return self.policy.init(_first(site), batch)
 
+    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
+        """See `Policy`; every layer holds what the first one does."""
+        return self.policy.capacity(_first(site), lengths)
+
+    def slots(self, site: Site, lengths: Sequence[int] | None = None) -> int:
+        """See `Policy`; every layer holds what the first one does."""
+        return self.policy.slots(_first(site), lengths)
+
+    def most(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"] | None:
+        """See `Policy`; every layer holds what the first one does."""
+        return self.policy.most(kv, _in_first(ctx))
+
     def make_room(self, kv: LayerKV, ctx: Context) -> LayerKV:
-        """See `Policy`."""
+        """See `Policy`; for one layer alone."""
         return self.policy.make_room(kv, _in_first(ctx))
 
     def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
@@ -557,6 +615,7 @@ class SharedLayers(_Delegating):
 
     def __call__(self, state: KVState, attn_stats: AttentionStats) -> KVState:
         """The first layer decides by the sum of all layers' statistics, and all do as it says."""
+        _check_moment(self, state, attn_stats)
         values = [layer.values for layer in attn_stats.layers]
         total = LayerStats(
             tuple(functools.reduce(jnp.add, v) for v in zip(*values, strict=True)), attn_stats.layers[0].observed
@@ -591,7 +650,8 @@ def shared_layers(policy: Policy) -> Policy:
     at keys sees those of the first layer.
 
     Raises:
-      ValueError: in `make_plan`, a policy that measures something that cannot be summed over layers, or layers of
-        different budgets.
+      ValueError: what is no policy; in `make_plan`, a policy that measures something that cannot be summed over layers,
+        or layers of different budgets.
     """
+    _check_policy(policy)
     return SharedLayers(policy)

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budget import Count, Counts, as_count
+from kvjax.budget import Count, Counts, as_count, counted
 from kvjax.context import Context, Phase, Site
 from kvjax.select import TopK
 from kvjax.state import LayerKV
 from kvjax.stats import AllRows, LayerStats, Measurement, Observe, Observer, RowsFrom
+from pallas_kernels.values import flag, optional, settle, tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,7 @@ class Protect:
     recent: int | float | Count = 0
 
     def __post_init__(self):
-        as_count(self.sinks, "sinks")
-        as_count(self.recent, "recent")
+        settle(self, sinks=counted, recent=counted)
 
     def tables(self, prompt_length: np.ndarray, budget: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(sinks, recent) for every prompt length."""
@@ -57,6 +57,9 @@ class Scope(Observer, abc.ABC):
     """
 
     size: int | float | Count
+
+    def __post_init__(self):
+        settle(self, size=counted)
 
     @property
     def first(self) -> int | float | Count:
@@ -117,9 +120,8 @@ class TopStd(Scope):
     count_self: bool = True
 
     def __post_init__(self):
-        as_count(self.size, "TopStd.size")
-        if self.decode_size is not None:
-            as_count(self.decode_size, "TopStd.decode_size")
+        settle(self, size=counted, decode_size=optional(counted), prompt_sinks=tokens())
+        settle(self, ignore_prefix=tokens(), count_self=flag)
 
     @property
     def first(self) -> int | float | Count:
@@ -145,7 +147,8 @@ class TopStd(Scope):
     def update(self, memory, kv, stats, ctx):
         """See `Scope`."""
         del kv, ctx
-        return tuple(m + stats[o] for m, o in zip(memory, self._moments, strict=True))
+        new = (stats[o] for o in self._moments)
+        return tuple(m.astype(n.dtype) + n for m, n in zip(memory, new, strict=True))
 
     def __call__(self, memory, kv, stats, ctx, safe, counts, most):
         """See `Scope`."""
@@ -159,8 +162,8 @@ class TopStd(Scope):
         self, memory: tuple[Float[Array, "B K S"], Float[Array, "B K S"]], kv: LayerKV, ctx: Context
     ) -> Float[Array, "B K S"]:
         """The standard deviation of the attention that each token received, from its sums and sums of squares."""
-        rows = rows_since_insertion(kv, ctx, self.ignore_prefix, count_self=self.count_self).astype(jnp.float32)
-        mean, square = (m / rows for m in memory)
+        rows = rows_since_insertion(kv, ctx, self.ignore_prefix, count_self=self.count_self)
+        mean, square = (m / rows.astype(m.dtype) for m in memory)
         return jnp.sqrt(jnp.maximum(square - mean * mean, 0.0))
 
 

@@ -34,6 +34,7 @@ from kvjax.select import Limits, Select, Stage, TopK
 from kvjax.state import KVState, PerHead
 from kvjax.stats import Measurement
 from pallas_kernels.pytree import pytree
+from pallas_kernels.values import a, checked, number, settle
 
 Scale = Literal["rank", "score"]
 
@@ -76,8 +77,12 @@ def soft_top_k(
 
 def _check_positive(temperature: Any) -> None:
     """Raises ValueError for a number that is no temperature; a traced one cannot be looked at."""
-    if not isinstance(temperature, jax.core.Tracer) and not np.all(np.asarray(temperature) > 0):
-        raise ValueError(f"temperature={temperature} must be positive; the hard policy is the limit at 0")
+    if isinstance(temperature, jax.core.Tracer):
+        return
+    known = np.asarray(temperature)
+    real = jnp.issubdtype(known.dtype, jnp.integer) or jnp.issubdtype(known.dtype, jnp.floating)
+    if not real or not np.all((known > 0) & np.isfinite(known)):
+        raise ValueError(f"temperature={temperature} must be positive and finite; the hard policy is the limit at 0")
 
 
 @jax.custom_vjp
@@ -248,6 +253,7 @@ class Soft(Select):
 
     def __post_init__(self):
         _check_positive(self.temperature)
+        settle(self, select=a(Select), temperature=number("(0, inf)"))
         one_of("Soft.scale", self.scale, "rank", "score")
         if not self.select.staged:
             raise ValueError(f"{self.select} is no sequence of top-k passes, so it cannot be relaxed; use TopK()")
@@ -356,8 +362,10 @@ def with_budgets(state: KVState, budgets: Float[Array, "*B L K"]) -> KVState:
     Raises:
       ValueError: a state without a relaxed layer, budgets of other layers or heads than it has.
     """
+    budgets = jnp.asarray(budgets)
     heads = {kv.pos.shape[1] for kv in state.layers if kv.gate is not None}
-    wrong = budgets.shape[-2] != len(state.layers) or (heads and budgets.shape[-1] not in heads)
+    wrong = budgets.ndim not in (2, 3) or budgets.shape[-2] != len(state.layers)
+    wrong = wrong or (heads and budgets.shape[-1] not in heads)
     if wrong or (budgets.ndim == 3 and budgets.shape[0] != state.length.shape[0]):
         raise ValueError(
             f"budgets have the shape {budgets.shape}, but the state has {state.length.shape[0]} sequences, "
@@ -392,6 +400,7 @@ def with_gates(state: KVState, gates: Float[Array, "B L K S"]) -> KVState:
     Raises:
       ValueError: gates of other layers, heads or slots than the state has.
     """
+    gates = jnp.asarray(gates)
     has = [(kv.pos.shape[0], len(state.layers), *kv.pos.shape[1:]) for kv in state.layers]
     if any(gates.shape != shape for shape in has):
         raise ValueError(f"gates have the shape {gates.shape}, but the state's slots {has[0]}; give one a slot")
@@ -400,7 +409,14 @@ def with_gates(state: KVState, gates: Float[Array, "B L K S"]) -> KVState:
 
 
 def annealed(start: float, end: float, fraction: float | Float[Array, ""]) -> Any:
-    """A temperature that falls geometrically from `start` to `end` as `fraction` goes from 0 to 1."""
+    """A temperature that falls geometrically from `start` to `end` as `fraction` goes from 0 to 1.
+
+    Raises:
+      ValueError: temperatures that are not positive, a fraction outside [0, 1].
+    """
+    start, end = (checked(number("(0, inf)"), name, x) for name, x in (("start", start), ("end", end)))
+    if not isinstance(fraction, jax.Array | np.ndarray):
+        fraction = checked(number("[0, 1]"), "fraction", fraction)
     return start * (end / start) ** fraction
 
 

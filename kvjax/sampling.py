@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from pallas_kernels.values import number, optional, settle, whole
+
 
 class Sampler(abc.ABC):
     """A frozen dataclass that draws one token for every sequence."""
@@ -42,12 +44,12 @@ class Sample(Sampler):
     top_p: float = 1.0
 
     def __post_init__(self):
-        if self.temperature <= 0:
-            raise ValueError(f"Sample(temperature={self.temperature}): must be positive; use Greedy() for the limit 0")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"Sample(top_k={self.top_k}): at least one token must remain; use None for all")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"Sample(top_p={self.top_p}): a probability mass lies in (0, 1]")
+        settle(
+            self,
+            temperature=number("(0, inf)", "must be positive and finite; use Greedy() for the limit 0"),
+            top_k=optional(whole(1, why="at least one token must remain; use None for all")),
+            top_p=number("(0, 1]", "a probability mass lies in (0, 1]"),
+        )
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, "B"]) -> Int[Array, "B"]:
         """See `Sampler`."""

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from kvjax.budget import Count, as_count
+from kvjax.budget import Count, Tokens, counted
+from pallas_kernels.values import checked, flag, optional, settle, tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,8 +14,11 @@ class Schedule:
       prefill: evict once after the prompt has been read, layer by layer.
       every: in decoding, evict at every `every`-th step; None never evicts by step count.
       over: in decoding, evict as soon as a head holds its budget plus `over` tokens; None never does.
-      drop: with `over`, evict down to the budget minus this many (Scissorhands drops half of the cache at once), as far
-        as tokens are not protected.
+      drop: with `over`, how many tokens a head that is due loses at once, the one that has just come among its
+        candidates: exactly so many where they are more than it holds beyond its budget, else those beyond the budget
+        (0: back to the budget). Protected tokens stay, so fewer go where too few are left beside them. Scissorhands
+        drops half of its budget at once. A number of tokens (int), a share of the prompt (float), or `Share` of the
+        budget; no more than the budget.
       before_append: evict before the new token is appended instead of after it was attended to, so that a cache never
         holds more than its budget (StreamingLLM). Only for policies that need no statistics.
     """
@@ -26,13 +30,11 @@ class Schedule:
     before_append: bool = False
 
     def __post_init__(self):
-        for name, value in (("every", self.every), ("over", self.over)):
-            if value is not None and value < 1:
-                raise ValueError(f"Schedule({name}={value}): must be at least 1, or None for never")
+        steps = optional(tokens(1, "must be a whole number of at least 1, or None for never"))
+        settle(self, prefill=flag, every=steps, over=steps, drop=counted, before_append=flag)
         if self.every is not None and self.over is not None:
             raise ValueError(f"Schedule(every={self.every}, over={self.over}): give one of them, not both")
-        as_count(self.drop, "drop")
-        if self.drop != 0 and self.over is None:
+        if self.drop != Tokens(0) and self.over is None:
             raise ValueError(f"Schedule(drop={self.drop}) needs over=: a cache drops when it is over its budget")
         if self.before_append and self.every != 1:
             raise ValueError(
@@ -65,12 +67,12 @@ def every_step() -> Schedule:
 
 def every(m: int) -> Schedule:
     """After the prompt and at every m-th decode step; a cache grows to budget + m."""
-    return Schedule(every=m)
+    return Schedule(every=checked(tokens(1), "m", m))
 
 
 def when_over(m: int, *, drop: int | float | Count = 0) -> Schedule:
-    """After the prompt, and whenever a head has grown to budget + m, back to the budget, or to `drop` below it."""
-    return Schedule(over=m, drop=drop)
+    """After the prompt, and whenever a head has grown to budget + m: back to the budget, or by `drop` if more."""
+    return Schedule(over=checked(tokens(1), "m", m), drop=drop)
 
 
 def before_append() -> Schedule:

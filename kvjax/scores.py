@@ -7,7 +7,6 @@ turns them into scores (`__call__`). Scores know nothing of budgets, protection,
 import abc
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -20,7 +19,29 @@ from kvjax.choice import one_of
 from kvjax.context import Context, Phase, Site
 from kvjax.protect import rows_since_insertion
 from kvjax.state import LayerKV, position_order
-from kvjax.stats import AllRows, LastRows, LayerStats, Measurement, Observe, Observer, RowsFrom, RowSoftmax
+from kvjax.stats import AllRows, LastRows, LayerStats, Measurement, Observe, Observer, RowsFrom, RowSoftmax, Sums
+from pallas_kernels.values import MOST_TOKENS, a, each, flag, number, settle, tokens, whole
+
+GROUPS = ("mean", "max", "sum")
+"""How one number a kv head is made of its group's query heads."""
+
+
+def one_a_slot(of: Any) -> Observe:
+    """The rule of statistics that a score sums: `Observe` with one number a slot of every kv head."""
+    a(Observe)(of)
+    if of.group is None or not of.summed:
+        raise ValueError(
+            f"a score has one number a slot of every kv head, which needs summed rows and group= one of {GROUPS}"
+        )
+    return of
+
+
+def kernel_width(kernel: int) -> int:
+    """The rule of pooling kernels, which are odd."""
+    kernel = min(whole()(kernel), MOST_TOKENS)
+    if kernel < 1 or kernel % 2 == 0:
+        raise ValueError(f"a kernel is odd, or it shifts the scores; use {max(kernel | 1, 1)}")
+    return kernel
 
 
 class Score(Observer, abc.ABC):
@@ -31,6 +52,14 @@ class Score(Observer, abc.ABC):
         self, memory: Any, kv: LayerKV, stats: LayerStats, ctx: Context, candidates: Bool[Array, "B K S"]
     ) -> Float[Array, "B K S"]:
         """The score of every slot; only those of `candidates` (live, not protected) will be compared."""
+
+    def summands(self, ctx: Context) -> int | Int[Array, "B"]:
+        """Rows, times heads under `group="sum"`, whose attention a score adds up: what divides it into their mean.
+
+        1 where it is a mean, no attention, or a sum that grows with the text.
+        """
+        del ctx
+        return 1
 
     @property
     def decodes(self) -> bool:
@@ -63,6 +92,9 @@ class Uniform(Score):
 
     shared_heads: bool = False
 
+    def __post_init__(self):
+        settle(self, shared_heads=flag)
+
     def __call__(self, memory, kv, stats, ctx, candidates):
         """See `Score`."""
         del memory, stats, candidates
@@ -70,16 +102,26 @@ class Uniform(Score):
 
 
 class Running(Score):
-    """A score that grows from row to row: one number a slot, which is the score as it stands."""
+    """A score that grows from row to row: what it has summed so far is the score as it stands."""
 
-    def init(self, site: Site, batch: int) -> Float[Array, "B K 0"]:
+    @property
+    @abc.abstractmethod
+    def _sums(self) -> Sums:
+        """What it sums."""
+
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Observer`."""
-        return jnp.zeros((batch, site.num_kv_heads, 0), jnp.float32)
+        del phase
+        return (self._sums.observed,)
+
+    def init(self, site: Site, batch: int) -> Float[Array, "B K 0 *G"]:
+        """See `Observer`."""
+        return self._sums.init(site, batch)
 
     def __call__(self, memory, kv, stats, ctx, candidates):
         """See `Score`."""
         del kv, stats, ctx, candidates
-        return memory
+        return self._sums.largest(memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +133,13 @@ class OfScore(Score):
     """
 
     score: Score
+
+    def __post_init__(self):
+        settle(self, score=a(Score))
+
+    def summands(self, ctx: Context) -> int | Int[Array, "B"]:
+        """See `Score`."""
+        return self.score.summands(ctx)
 
     @property
     def decodes(self) -> bool:
@@ -134,25 +183,29 @@ class Accumulated(Running):
     share_batch: bool = False
 
     def __post_init__(self):
-        for name in ("decay", "damping"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"Accumulated({name}={getattr(self, name)}): a factor of sums is finite, not negative")
+        factor = number("[0, inf)", "a factor of sums is finite, not negative")
+        settle(self, of=one_a_slot, decay=factor, damping=factor, share_batch=flag)
 
-    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
-        """See `Observer`."""
-        del phase
-        return (self.of,)
+    @property
+    def _sums(self) -> Sums:
+        return Sums(self.of)
 
     def update(self, memory, kv, stats, ctx):
         """See `Score`."""
-        new = stats[self.of] * self.damping
-        memory = _anew(memory, self.of, ctx)
+        new = self._sums.new(stats, ctx) * self.damping
+        memory = _anew(memory, self.of, ctx).astype(new.dtype)
         if self.share_batch:
-            new = _sum_over_batch(new, kv, ctx.site.prompt_len + ctx.site.max_new_tokens)
+            num_positions = ctx.site.prompt_len + ctx.site.max_new_tokens
+            new = _by_head(lambda x: _sum_over_batch(x, kv, num_positions), new)
         return memory * self.decay + new
 
 
-def _anew(memory: Float[Array, "B K S"], of: Observe, ctx: Context) -> Float[Array, "B K S"]:
+def _by_head(fn: Callable[[Array], Array], sums: Float[Array, "B K S *G"]) -> Float[Array, "B K S *G"]:
+    """A function of "B K S", of every query head's sums where they are apart."""
+    return fn(sums) if sums.ndim == 3 else jax.vmap(fn, -1, -1)(sums)
+
+
+def _anew(memory: Float[Array, "B K S *G"], of: Observe, ctx: Context) -> Float[Array, "B K S *G"]:
     """What is added to: nothing, where the last rows of a prompt vote and another block of it has come."""
     return jnp.zeros_like(memory) if ctx.phase == "prefill" and isinstance(of.rows, LastRows) else memory
 
@@ -181,28 +234,37 @@ class Mean(Running):
     ignore_prefix: int = 0
     group: Literal["mean", "max", "sum"] = "mean"
 
-    @property
-    def _sum(self) -> Observe:
-        rows = RowsFrom(self.ignore_prefix) if self.ignore_prefix else AllRows()
-        return Observe(rows, group=self.group, count_self=self.count_self)
+    def __post_init__(self):
+        settle(self, count_self=flag, ignore_prefix=tokens())
+        one_of("Mean.group", self.group, *GROUPS)
 
-    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
-        """See `Observer`."""
-        del phase
-        return (self._sum,)
+    def summands(self, ctx: Context) -> int:
+        """See `Score`."""
+        return _heads(self.group, ctx)
+
+    @property
+    def _sums(self) -> Sums:
+        rows = RowsFrom(self.ignore_prefix) if self.ignore_prefix else AllRows()
+        return Sums(Observe(rows, group=self.group, count_self=self.count_self))
 
     def update(self, memory, kv, stats, ctx):
         """See `Score`."""
-        del kv, ctx
-        return memory + stats[self._sum]
+        del kv
+        new = self._sums.new(stats, ctx)
+        return memory.astype(new.dtype) + new
 
     def __call__(self, memory, kv, stats, ctx, candidates):
         """See `Score`."""
         del stats, candidates
         rows = rows_since_insertion(kv, ctx, self.ignore_prefix, count_self=self.count_self)
-        mean = memory / rows.astype(jnp.float32)
+        mean = self._sums.largest(memory) / rows.astype(memory.dtype)
         newest = kv.pos == ctx.length[:, None, None] - 1
         return mean if self.count_self else jnp.where(newest, jnp.inf, mean)
+
+
+def _heads(group: str, ctx: Context) -> int:
+    """How many heads a group's reduction adds up."""
+    return ctx.site.num_query_heads // ctx.site.num_kv_heads if group == "sum" else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,21 +279,29 @@ class Proxies(Running):
     of: Observe
     interval: int = 1
 
+    def __post_init__(self):
+        settle(self, of=one_a_slot, interval=tokens(1))
+
     @property
-    def _row(self) -> Observe:
-        return dataclasses.replace(self.of, rows=AllRows())
+    def _sums(self) -> Sums:
+        return Sums(self.of)
+
+    @property
+    def _row(self) -> Sums:
+        return Sums(dataclasses.replace(self.of, rows=AllRows()))
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Score`."""
-        return (self.of,) if phase == "prefill" else (self._row,)
+        return ((self._sums if phase == "prefill" else self._row).observed,)
 
     def update(self, memory, kv, stats, ctx):
         """Starts anew with the prompt, and with the first step of every interval."""
         del kv
         if ctx.phase == "prefill":
-            return stats[self.of]
-        begins = (ctx.step - 1) % self.interval == 0
-        return jnp.where(begins, 0.0, memory) + stats[self._row]
+            return self._sums.new(stats, ctx)
+        begins = ((ctx.step - 1) % self.interval == 0).reshape(-1, *(1,) * (memory.ndim - 1))
+        new = self._row.new(stats, ctx)
+        return jnp.where(begins, 0.0, memory).astype(new.dtype) + new
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,23 +338,26 @@ class ValuePrior(Running):
     each_step: bool = False
 
     def __post_init__(self):
-        Pooled(Recency(), "avg", self.kernel)
+        settle(self, of=one_a_slot, kernel=kernel_width, each_step=flag)
         one_of("ValuePrior.target", self.target, "value_norm", "score", "both")
 
-    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
-        """See `Observer`."""
-        del phase
-        return (self.of,)
+    @property
+    def _sums(self) -> Sums:
+        return Sums(self.of)
 
     def update(self, memory, kv, stats, ctx):
         """See `Score`."""
-        new = stats[self.of]
+        new = self._sums.new(stats, ctx)
+        memory = memory.astype(new.dtype)
         if ctx.phase == "decode" and not self.each_step:
             return memory + new
-        new = new * self.prior(kv)
-        return _anew(memory, self.of, ctx) + (
-            new if self.target == "value_norm" else jnp.where(kv.live, self._pool(new, kv), 0.0)
-        )
+        prior = self.prior(kv).astype(new.dtype)
+
+        def with_prior(new: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
+            new = new * prior
+            return new if self.target == "value_norm" else jnp.where(kv.live, self._pool(new, kv), 0.0)
+
+        return _anew(memory, self.of, ctx) + _by_head(with_prior, new)
 
     def prior(self, kv: LayerKV) -> Float[Array, "B K S"]:
         """What the attention of the prompt's slots is multiplied by."""
@@ -311,35 +384,37 @@ class History(Score):
     threshold: float | str = "1/visible"
 
     def __post_init__(self):
-        self.observe("prefill")
+        settle(self, rows=tokens(1, "at least one row must be observed"))
+        object.__setattr__(self, "threshold", self.observe("prefill")[0].threshold)
 
-    @property
-    def _words(self) -> int:
-        return -(-self.rows // 32)
+    def _rows(self, site: Site) -> int:
+        """The rows that have a bit: no more than there can be."""
+        return min(self.rows, site.prompt_len + site.max_new_tokens)
 
-    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
+    def observe(self, phase: Phase) -> tuple[Observe]:
         """See `Observer`."""
         del phase
         return (Observe(LastRows(self.rows), element="above", threshold=self.threshold, summed=False),)
 
     def init(self, site: Site, batch: int) -> UInt32[Array, "B K 0 W"]:
         """See `Score`."""
-        return jnp.zeros((batch, site.num_kv_heads, 0, self._words), jnp.uint32)
+        return jnp.zeros((batch, site.num_kv_heads, 0, -(-self._rows(site) // 32)), jnp.uint32)
 
     def update(self, memory, kv, stats, ctx):
         """Row `i` of the text owns bit `i % rows`; the new rows overwrite theirs in every slot."""
         above = stats[self.observe(ctx.phase)[0]] > 0  # "B K R S", the last R rows
-        R = above.shape[2]
-        bit = jnp.arange(self.rows, dtype=jnp.int32)[None]
-        ago = (ctx.length[:, None] - 1 - bit) % self.rows  # "B W": how long ago the row that owns a bit was read
+        R, num_rows = above.shape[2], self._rows(ctx.site)
+        bit = jnp.arange(num_rows, dtype=jnp.int32)[None]
+        ago = (ctx.length[:, None] - 1 - bit) % num_rows  # "B W": how long ago the row that owns a bit was read
         fresh = (ago < R) & (ago < ctx.length[:, None])
         rows = jnp.take_along_axis(above, jnp.maximum(R - 1 - ago, 0)[:, None, :, None], axis=2)
         rows = (rows & fresh[:, None, :, None]).swapaxes(2, 3)
         return (memory & ~self._pack(fresh)[:, None, None]) | self._pack(rows)
 
     def _pack(self, bits: Bool[Array, "*n w"]) -> UInt32[Array, "*n words"]:
-        pad = [(0, 0)] * (bits.ndim - 1) + [(0, self._words * 32 - self.rows)]
-        words = jnp.pad(bits, pad).reshape(*bits.shape[:-1], self._words, 32).astype(jnp.uint32)
+        pad = [(0, 0)] * (bits.ndim - 1) + [(0, -bits.shape[-1] % 32)]
+        bits = jnp.pad(bits, pad)
+        words = bits.reshape(*bits.shape[:-1], bits.shape[-1] // 32, 32).astype(jnp.uint32)
         shifts = jnp.arange(32, dtype=jnp.uint32).reshape((1,) * bits.ndim + (32,))
         return (words << shifts).sum(-1, dtype=jnp.uint32)
 
@@ -366,9 +441,14 @@ class Window(Score):
     pool_rows: int = 1
 
     def __post_init__(self):
-        self.observe("prefill")
-        if self.pool_rows < 1 or self.pool_rows % 2 == 0:
-            raise ValueError(f"Window(pool_rows={self.pool_rows}): an even kernel shifts the votes; use an odd one")
+        settle(self, rows=tokens(1, "at least one row must be observed"), pool_rows=kernel_width)
+        one_of("Window.group", self.group, *GROUPS)
+        self.observe("prefill")  # raises what the votes would raise
+
+    def summands(self, ctx: Context) -> Int[Array, "B"]:
+        """See `Score`; fewer rows vote where fewer were read."""
+        read = ctx.site.prompt_len if ctx.tokens is None else ctx.tokens.shape[1]
+        return jnp.minimum(ctx.length, min(self.rows, read)) * _heads(self.group, ctx)
 
     @property
     def decodes(self) -> bool:
@@ -470,10 +550,8 @@ class Pooled(OfScore):
     avg_pad: Literal["zero", "valid_count"] = "zero"
 
     def __post_init__(self):
+        settle(self, score=a(Score), kernel=kernel_width)
         one_of("Pooled.kind", self.kind, "max", "avg")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            odd = max(self.kernel | 1, 1)
-            raise ValueError(f"Pooled(kernel={self.kernel}): a kernel is odd, or it shifts the scores; use {odd}")
         one_of("Pooled.avg_pad", self.avg_pad, "zero", "valid_count")
 
     def __call__(self, memory, kv, stats, ctx, candidates):
@@ -508,14 +586,28 @@ def pool_in_order(
 
 
 def _slide(x: Float[Array, "B K S"], kernel: int, init: float, combine: Callable) -> Float[Array, "B K S"]:
-    """Stride-1 window reduction, padded with `init` on both sides."""
-    half = kernel // 2
+    """Stride-1 window reduction, padded with `init` on both sides.
+
+    A wide kernel is put together from windows of 1, 2, 4, ... slots, and none is wider than reaches every slot.
+    """
+    S = x.shape[-1]
+    half = min(kernel // 2, max(S - 1, 0))
+    kernel = 2 * half + 1
     x = jnp.pad(x, ((0, 0), (0, 0), (half, half)), constant_values=init)
-    S = x.shape[-1] - 2 * half
-    result = x[..., :S]
-    for i in range(1, kernel):
-        result = combine(result, x[..., i : i + S])
+    if kernel <= _ONE_BY_ONE:
+        result = x[..., :S]
+        for i in range(1, kernel):
+            result = combine(result, x[..., i : i + S])
+        return result
+    result, start, width = jnp.full((*x.shape[:-1], S), init, x.dtype), 0, 1
+    while width <= kernel:
+        if kernel & width:
+            result, start = combine(result, x[..., start : start + S]), start + width
+        x, width = combine(x[..., :-width], x[..., width:]), 2 * width
     return result
+
+
+_ONE_BY_ONE = 64  # up to this many slots are combined one after another
 
 
 @dataclasses.dataclass(frozen=True)
@@ -529,6 +621,11 @@ class FromFunction(Score):
 
     fn: Callable[[LayerKV, LayerStats, Context], Float[Array, "B K S"]]
     observed: tuple[Measurement, ...] = ()
+
+    def __post_init__(self):
+        if not callable(self.fn):
+            raise ValueError(f"FromFunction(fn={self.fn!r}): give a function (kv, stats, ctx) -> score")
+        settle(self, observed=each(a(Measurement)))
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Observer`."""

@@ -2,20 +2,20 @@
 
 import abc
 import dataclasses
-import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from kvjax.budget import Count, Counts, as_count
+from kvjax.budget import Count, Counts, counted
 from kvjax.choice import one_of
 from kvjax.context import Context, Phase, Site
 from kvjax.state import EMPTY, LayerKV, position_order
 from kvjax.stats import LayerStats, Measurement
+from pallas_kernels.values import a, flag, number, optional, settle, tokens
 
 Ties = Literal["evict_older", "lower_index"]
 
@@ -31,12 +31,14 @@ class Limits:
       most: an upper bound of the evictions in one head (static), None if unknown.
       counts: resolves further counts in this layer.
       memory: what the selection carries (`Select.init`).
+      summands: what divides a score into a mean (`Score.summands`).
     """
 
     budgets: Int[Array, "B K"] | Float[Array, "B K"]
     most: int | None
     counts: Counts
     memory: Any = ()
+    summands: int | Int[Array, "B"] = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +176,7 @@ class TopK(Select):
     ties: Ties = "evict_older"
 
     def __post_init__(self):
-        one_of("TopK.ties", self.ties, "evict_older", "lower_index")
+        one_of("TopK.ties", self.ties, *get_args(Ties))
 
     def __call__(self, score, safe, kv, stats, ctx, limits):
         """See `Select`."""
@@ -242,11 +244,10 @@ class TopKThenRandom(Select):
     ties: Ties = "evict_older"
 
     def __post_init__(self):
-        as_count(self.random, "random")
+        settle(self, random=counted, temperature=number("(0, inf)", "must be positive and finite"), shared=flag)
         one_of("TopKThenRandom.pool", self.pool, "rest", "all")
         one_of("TopKThenRandom.distribution", self.distribution, "softmax", "normalised", "uniform")
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"TopKThenRandom(temperature={self.temperature}): must be positive")
+        one_of("TopKThenRandom.ties", self.ties, *get_args(Ties))
 
     def __call__(self, score, safe, kv, stats, ctx, limits):
         """See `Select`."""
@@ -330,7 +331,8 @@ class TwoStage(Select):
     Attributes:
       weight: what scores are multiplied by in the second stage.
       first: share of the budget that the first stage fills.
-      eps: added to scores in the second stage.
+      eps: added to scores in the second stage. Its scale is that of the mean over rows and heads, which is what the
+        published code adds it to; a score that is a sum of votes (`Score.summands`) gets as many times more.
       ties: see `TopK`.
     """
 
@@ -340,11 +342,13 @@ class TwoStage(Select):
     ties: Ties = "evict_older"
 
     def __post_init__(self):
-        if not 0 <= self.first <= 1 or not 0 <= self.eps < math.inf:
-            raise ValueError(
-                f"TwoStage(first={self.first}, eps={self.eps}): the first stage fills a share of the budget in [0, 1], "
-                "and eps is finite, not negative"
-            )
+        settle(
+            self,
+            weight=a(Measurement),
+            first=number("[0, 1]", "the first stage fills a share of the budget in [0, 1]"),
+            eps=number("[0, inf)", "what is added to scores is finite, not negative"),
+        )
+        one_of("TwoStage.ties", self.ties, *get_args(Ties))
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Select`."""
@@ -358,11 +362,12 @@ class TwoStage(Select):
         ranked = jnp.where(safe, jnp.inf, score)
         size = jnp.floor(limits.budgets.astype(jnp.float32) * self.first + 1e-6).astype(jnp.int32)
         first = best(ranked, kv.pos, size)
-        second = jnp.where(first | safe, jnp.inf, self._weighted(score, stats))
+        second = jnp.where(first | safe, jnp.inf, self._weighted(score, stats, limits))
         return best(second, kv.pos, limits.budgets)
 
-    def _weighted(self, score: Float[Array, "B K S"], stats: LayerStats) -> Float[Array, "B K S"]:
-        return (score + self.eps) * stats[self.weight].astype(jnp.float32)
+    def _weighted(self, score: Float[Array, "B K S"], stats: LayerStats, limits: Limits) -> Float[Array, "B K S"]:
+        eps = self.eps * jnp.asarray(limits.summands, jnp.float32).reshape(-1, 1, 1)
+        return (score + eps) * stats[self.weight].astype(jnp.float32)
 
     @property
     def staged(self) -> bool:
@@ -377,7 +382,7 @@ class TwoStage(Select):
         size = jnp.floor(size + 1e-6).astype(jnp.int32) if whole else size
         rest = _beside(safe, limits.budgets)
         first = jnp.minimum(_beside(safe, size), rest)
-        return Stage(score, first), Stage(self._weighted(score, stats), rest - first)
+        return Stage(score, first), Stage(self._weighted(score, stats, limits), rest - first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,8 +403,7 @@ class Chunks(Select):
     share: float | None = None
 
     def __post_init__(self):
-        if self.size < 1:
-            raise ValueError(f"Chunks(size={self.size}): a chunk has at least one token")
+        settle(self, size=tokens(1, "a chunk has at least one token"), share=optional(number("(0, 1]")))
 
     @property
     def slack(self) -> int:
@@ -415,8 +419,10 @@ class Chunks(Select):
         """See `Select`."""
         del stats
         B, K, _ = score.shape
-        num = -(-(ctx.site.prompt_len + ctx.site.max_new_tokens) // self.size)
-        chunk = jnp.where(kv.live, kv.pos // self.size, num)
+        total = ctx.site.prompt_len + ctx.site.max_new_tokens
+        size = min(self.size, total)
+        num = -(-total // size)
+        chunk = jnp.where(kv.live, kv.pos // size, num)
         batch, head = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
         by_chunk = lambda x: jnp.zeros((B, K, num), x.dtype).at[batch, head, chunk].add(x, mode="drop")
         tokens = by_chunk(kv.live.astype(jnp.int32))  # "B K chunks"
@@ -424,7 +430,7 @@ class Chunks(Select):
         count = tokens.sum(1)
         share = lambda x: x.astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32)
         mean = jnp.where(count > 0, share(by_chunk(jnp.where(kv.live, score, 0.0)).sum(1)), -jnp.inf)
-        rank = jnp.argsort(jnp.lexsort((-mean, -share(protected.sum(1)))), axis=-1)
+        rank = jnp.argsort(jnp.lexsort((-mean, -share(protected.sum(1)))), axis=-1).astype(jnp.int32)
 
         existing = (count > 0).sum(-1, dtype=jnp.int32)
         live, budget = kv.num_live.max(-1), limits.budgets.min(-1)
@@ -438,8 +444,9 @@ class Chunks(Select):
         in_order = lambda x: jnp.put_along_axis(
             jnp.zeros_like(x), jnp.broadcast_to(rank[:, None], x.shape), x, axis=-1, inplace=False
         )
-        grown = jnp.cumsum(in_order(tokens - protected), axis=-1) + protected.sum(-1, keepdims=True)
-        fits = (grown <= (budget + self.size - 1)[:, None, None]).all(1).sum(-1, dtype=jnp.int32)
+        grown = jnp.cumsum(in_order(tokens - protected), axis=-1, dtype=jnp.int32)
+        grown = grown + protected.sum(-1, keepdims=True, dtype=jnp.int32)
+        fits = (grown <= (budget + size - 1)[:, None, None]).all(1).sum(-1, dtype=jnp.int32)
         wanted = jnp.where(live <= budget, existing, jnp.minimum(wanted, fits))
         kept = (rank < wanted[:, None]) & (count > 0)
         kept = jnp.broadcast_to(kept[:, None], tokens.shape)

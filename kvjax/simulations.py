@@ -8,13 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budget import Count, Counts, as_count
+from kvjax.budget import Count, Counts, counted
 from kvjax.context import Context, Phase, Site
 from kvjax.policy import Policy, Selection
 from kvjax.schedule import Schedule
+from kvjax.scores import one_a_slot
 from kvjax.select import TopK
 from kvjax.state import EMPTY, LayerKV
-from kvjax.stats import LayerStats, Measurement, Observe
+from kvjax.stats import LayerStats, Measurement, Observe, Sums
+from pallas_kernels.values import flag, settle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +34,16 @@ class _Hiding(Policy):
     of: Observe = Observe()
 
     def __post_init__(self):
-        as_count(self.heavy, "heavy"), as_count(self.recent, "recent")
+        settle(self, heavy=counted, recent=counted, of=one_a_slot)
 
     def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
         """See `Policy`."""
         del phase, site
-        return (self.of,)
+        return (self._sums.observed,)
+
+    @property
+    def _sums(self) -> Sums:
+        return Sums(self.of)
 
     def target(self, site: Site, prompt_length: int) -> int:
         """See `Policy`."""
@@ -70,8 +76,9 @@ def _counts(ctx: Context) -> Counts:
 class NextStepMask(_Hiding):
     """The masks of H2O's and Keyformer's released simulations, one slot too many (D-02, D-37).
 
-    The upcoming token counts among the `recent`, so only `recent - 1` existing tokens are protected, and the token at
-    distance `recent` from the coming row is neither recent nor a candidate. With `recent=0` nothing is ever hidden.
+    As long as no more than `heavy + recent` tokens exist, the next row reads all of them. Beyond that the upcoming
+    token counts among the `recent`, so only `recent - 1` existing tokens are protected, and the token at distance
+    `recent` from the coming row is neither recent nor a candidate. With `recent=0` nothing is ever hidden.
 
     Attributes:
       persistent: what was hidden once stays hidden (Keyformer: the key set is frozen after the prompt); otherwise its
@@ -79,6 +86,10 @@ class NextStepMask(_Hiding):
     """
 
     persistent: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        settle(self, persistent=flag)
 
     @property
     def needs_whole_prompt(self) -> bool:
@@ -92,13 +103,13 @@ class NextStepMask(_Hiding):
 
     def init(self, site: Site, batch: int) -> Any:
         """See `Policy`."""
-        zeros = jnp.zeros((batch, site.num_kv_heads, 0), jnp.float32)
-        return zeros, zeros
+        return self._sums.init(site, batch), jnp.zeros((batch, site.num_kv_heads, 0), jnp.float32)
 
     def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
         """See `Policy`."""
         score, hidden = kv.memory
-        score = score + stats[self.of]
+        new = self._sums.new(stats, ctx)
+        score = score.astype(new.dtype) + new
         if self.persistent:
             ahead = dataclasses.replace(ctx, length=ctx.length + 1)
             shown = self.visible(dataclasses.replace(kv, memory=(score, hidden)), ahead)
@@ -108,12 +119,12 @@ class NextStepMask(_Hiding):
     def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"]:
         """See `Policy`."""
         score, hidden = kv.memory
-        recent = self._count(self.recent, ctx)[..., None]
+        heavy, recent = self._count(self.heavy, ctx), self._count(self.recent, ctx)[..., None]
         length = ctx.length[:, None, None]
         candidates = kv.live & (kv.pos < length - 1 - recent) & (hidden == 0)
-        best = self._best(score, candidates, kv, self._count(self.heavy, ctx))
+        best = self._best(self._sums.largest(score), candidates, kv, heavy)
         slots = kv.live & (hidden == 0) & (best | (kv.pos >= length - recent))
-        return jnp.where(recent == 0, kv.live, slots)
+        return jnp.where((recent == 0) | (length - 1 <= heavy[..., None] + recent), kv.live, slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +134,8 @@ class StepwiseMask(_Hiding):
     The first `heavy` rows see everything. Every later row sees the `heavy - 1` tokens of largest accumulated score,
     itself, and the band of the `recent` tokens before it. Scores add the row's softmax over everything, hidden tokens
     included, and are zeroed outside the heavy tokens and the row itself. Read the text with `prefill(..., block=1)`.
+    From row `heavy` on the released code chooses among all tokens, those of the band included, so that one in between
+    may be hidden before there are more than `heavy + recent` of them.
     """
 
     @property
@@ -137,19 +150,20 @@ class StepwiseMask(_Hiding):
 
     def init(self, site: Site, batch: int) -> Any:
         """See `Policy`."""
-        return jnp.zeros((batch, site.num_kv_heads, 0), jnp.float32)
+        return self._sums.init(site, batch)
 
     def _heavy(self, score, kv: LayerKV, ctx: Context):
         heavy = self._count(self.heavy, ctx)
         length = ctx.length[:, None, None]
         newest = kv.pos == length - 1
-        best = self._best(score, kv.live & ~newest, kv, jnp.maximum(heavy - 1, 0))
+        best = self._best(self._sums.largest(score), kv.live & ~newest, kv, jnp.maximum(heavy - 1, 0))
         return jnp.where(length <= heavy[..., None], kv.live, best | newest)
 
     def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
         """See `Policy`."""
-        row = stats[self.of]
-        return jnp.where(self._heavy(kv.memory, kv, ctx), kv.memory + row, 0.0), None
+        heavy, new = self._heavy(kv.memory, kv, ctx), self._sums.new(stats, ctx)
+        total = kv.memory.astype(new.dtype) + new
+        return jnp.where(heavy if total.ndim == 3 else heavy[..., None], total, 0.0), None
 
     def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"]:
         """See `Policy`."""

@@ -12,6 +12,7 @@ from kvjax.plan import as_lengths, as_policy
 from kvjax.policy import Policy, Selection
 from kvjax.state import LayerKV
 from kvjax.stats import Rotate, ordered
+from pallas_kernels.values import check_array, checked, number, optional, whole
 
 
 def evict_layer(
@@ -50,18 +51,34 @@ def evict_layer(
       ValueError: tensors that do not fit together, or a policy that cannot work with this prompt, or not read at once.
     """
     as_policy(policy)
-    if not 0 <= layer < num_layers:
-        raise ValueError(f"layer={layer} is not one of {num_layers} layers (0 to {num_layers - 1})")
+    num_layers = checked(whole(1), "num_layers", num_layers)
+    layer = checked(whole(0, num_layers - 1, f"is not one of {num_layers} layers"), "layer", layer)
+    for name, x, heads in (("q", q, "query heads"), ("k", k, "kv heads"), ("v", v, "kv heads")):
+        check_array(name, x, "batch", heads, "tokens", "head_dim")
+    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     B, N, T, H = q.shape
     K = k.shape[1]
-    if k.shape != (B, K, T, H) or v.shape[:3] != (B, K, T):
-        raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} must agree in batch, length and head_dim")
-    if tokens is not None and tokens.shape != (B, T):
+    if k.shape != (B, K, T, H) or v.shape != k.shape or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            f"tokens have the shape {tokens.shape}, but the prompts are {B} of width {T}; give one id a token"
+            f"q {q.dtype}{q.shape}, k {k.dtype}{k.shape} and v {v.dtype}{v.shape} must agree in batch, length and "
+            "head_dim, k and v in heads, and all in dtype"
         )
-    if T < 1:
-        raise ValueError("the prompt is empty (T=0); give at least one token")
+    if N % K:
+        raise ValueError(f"{N} query heads are not a multiple of {K} kv heads; every kv head serves N / K query heads")
+    if out_proj is not None:
+        check_array("out_proj", out_proj, "query heads", "head_dim", "embed_dim")
+        if out_proj.shape[:2] != (N, H):
+            raise ValueError(f"out_proj has the shape {out_proj.shape}, but there are {N} query heads of width {H}")
+    if tokens is not None:
+        ids = jnp.asarray(tokens)
+        if ids.shape != (B, T) or not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise ValueError(
+                f"tokens have the shape {ids.shape}, but the prompts are {B} of width {T}; give one id a token"
+            )
+        tokens = ids
+    if rotate is not None and not callable(rotate):
+        raise ValueError(f"rotate={rotate!r}: give a function of vectors and positions")
+    scale = checked(optional(number()), "scale", scale)
     if policy.needs_every_row and T > 1:
         raise ValueError(
             f"every row of {policy} decides what the next one reads, but evict_layer reads {T} tokens at once; drive a "
@@ -84,7 +101,7 @@ def evict_layer(
     gate = jnp.zeros(none.shape, float) if policy.gates(site) else None
     kv = LayerKV(k[:, :, :0], v[:, :, :0], none, policy.init(site, B), gate=gate)
     observe = ordered(policy.observe("prefill", site))
-    ctx = Context(lengths, lengths, jnp.int32(0), keys, site=site, phase="prefill", tokens=tokens)
+    ctx = Context(lengths, lengths, keys, site=site, phase="prefill", tokens=tokens)
     rotate = (lambda x, pos: x) if rotate is None else rotate
     _, kv, stats = attend(kv, q, k, v, pos, ctx=ctx, rotate=rotate, observe=observe, out_proj=out_proj, scale=scale)
     _, selection = policy.decide(kv, stats, ctx)

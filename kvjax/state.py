@@ -11,14 +11,17 @@ token into a dead slot (`insert`).
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
 
 from pallas_kernels.pytree import pytree, static
+from pallas_kernels.values import MOST_TOKENS, checked, whole
 
 EMPTY: Final = -1
 
@@ -91,7 +94,7 @@ class KVState:
       layers: one `LayerKV` a layer, or one `PooledKV` (`kvjax.pool`); capacities may differ.
       length: tokens of every sequence seen so far, evicted ones included; the next token's position.
       prompt_length: tokens of every sequence's prompt. Budgets given as a ratio are ratios of this.
-      step: decode steps taken.
+      step: decode steps of the batch; a sequence that slept has taken fewer, `length - prompt_length`.
       keys: one PRNG key a sequence. Every draw of a policy derives from (key, layer, head, step, position), so a row
         of a batch draws what it would draw alone.
       plan: the static sizes (`kvjax.CachePlan`).
@@ -126,8 +129,18 @@ def map_slots(fn, *memories: PyTree[Any]) -> PyTree[Any]:
     return jax.tree.map(lambda x, *rest: x if per_head(x) else fn(x, *rest), *memories, is_leaf=per_head)
 
 
-def take_rows(state: KVState, rows: Int[Array, "R"]) -> KVState:
-    """The given sequences of a state, in that order; a row may be taken several times, and each copy keeps its key."""
+def take_rows(state: KVState, rows: Array | np.ndarray | Sequence[int]) -> KVState:
+    """The sequences `rows` "R" of a state, in that order; one may be taken several times, and each copy keeps its key.
+
+    Raises:
+      ValueError: no whole numbers, or sequences that the state does not have.
+    """
+    B = len(state.length)
+    if not isinstance(rows, jax.core.Tracer):
+        known = np.asarray(rows)
+        if known.ndim != 1 or known.dtype.kind not in "iu" or not known.size or known.min() < 0 or known.max() >= B:
+            raise ValueError(f"rows={known.tolist()}: must be whole numbers, at least one, from 0 to {B - 1}")
+        rows = jnp.asarray(known)
     take = lambda x: x[rows]
     layers, length, prompt_length, keys = jax.tree.map(
         take, (state.layers, state.length, state.prompt_length, state.keys)
@@ -210,9 +223,29 @@ def position_order(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
     return lax.cond(ordered, partition, lambda pos: jnp.argsort(pos, axis=-1).astype(jnp.int32), pos)
 
 
-@jax.jit
 def evict(kv: LayerKV, keep: Bool[Array, "B K S"]) -> LayerKV:
-    """Marks every slot outside `keep` dead. Nothing moves."""
+    """Marks every slot outside `keep` dead. Nothing moves.
+
+    Raises:
+      ValueError: what is no layer, or no mask of its slots.
+    """
+    _check_layer(kv)
+    found = getattr(keep, "dtype", type(keep).__name__), getattr(keep, "shape", ())
+    if found != (bool, kv.pos.shape):
+        raise ValueError(
+            f"keep must be a mask of the layer's slots, booleans of shape {kv.pos.shape}; got {found[0]} of shape "
+            f"{found[1]}"
+        )
+    return _evict(kv, keep)
+
+
+def _check_layer(kv: Any) -> None:
+    if not isinstance(kv, LayerKV):
+        raise ValueError(f"kv is a {type(kv).__name__}, not a LayerKV, one layer of a state (state.layers[0])")
+
+
+@jax.jit
+def _evict(kv: LayerKV, keep: Bool[Array, "B K S"]) -> LayerKV:
     pos = jnp.where(keep, kv.pos, EMPTY)
     if kv.rank is None:
         return dataclasses.replace(kv, pos=pos)
@@ -234,13 +267,21 @@ def ranks(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
     return jnp.put_along_axis(jnp.zeros_like(pos), order, _indices(pos) - num_dead, axis=-1, inplace=False)
 
 
-@functools.partial(jax.jit, static_argnames="capacity")
 def compact(kv: LayerKV, capacity: int) -> LayerKV:
     """Moves the live slots, in order of position, into a cache of `capacity` slots a head; the rest are dead.
 
     Frees real memory: the result's arrays have `capacity` slots. A head with more live tokens than that was given a
     plan for other prompts: instead of losing its oldest tokens silently, its values become NaN.
+
+    Raises:
+      ValueError: what is no layer, or no number of slots.
     """
+    _check_layer(kv)
+    return _compact(kv, checked(whole(1, MOST_TOKENS), "capacity", capacity))
+
+
+@functools.partial(jax.jit, static_argnames="capacity")
+def _compact(kv: LayerKV, capacity: int) -> LayerKV:
     kept = min(capacity, kv.num_slots)
     order = position_order(kv.pos)[..., kv.num_slots - kept :]
 

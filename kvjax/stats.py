@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -10,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.budget import Count, Tokens, as_count, lookup
+from kvjax.budget import Count, Tokens, as_count, counted_rows, lookup
 from kvjax.choice import one_of
 from kvjax.context import Context, Phase, Site
 from kvjax.state import LayerKV
 from pallas_kernels import Columns, Softmax
 from pallas_kernels.pytree import pytree, static
+from pallas_kernels.values import a, each, flag, number, optional, settle, tokens
 
 Rotate = Callable[[Float[Array, "B N T H"], Int[Array, "B #N T"]], Float[Array, "B N T H"]]
 
@@ -82,14 +82,14 @@ class LastRows(RowSet):
     n: int | float | Count
 
     def __post_init__(self):
-        count = as_count(self.n, "LastRows.n")
-        if isinstance(count, Tokens) and count.n < 1:
-            raise ValueError(f"LastRows(n={self.n}): at least one row must be observed")
+        settle(self, n=counted_rows)
+        if self.n == Tokens(0):
+            raise ValueError("LastRows(n=0): at least one row must be observed")
 
     def select(self, num_rows, pos, ctx):
         """See `RowSet`."""
-        if isinstance(self.n, int):
-            return min(self.n, num_rows), None
+        if isinstance(self.n, Tokens):
+            return min(self.n.n, num_rows), None
         lengths = np.arange(ctx.site.prompt_len + 1)
         table = np.maximum(as_count(self.n, "LastRows.n").table(lengths, lengths), 1)
         most = min(int(table.max()), num_rows)
@@ -104,6 +104,9 @@ class RowsFrom(RowSet):
     """Every row at position `first` or later."""
 
     first: int
+
+    def __post_init__(self):
+        settle(self, first=tokens())
 
     def select(self, num_rows, pos, ctx):
         """See `RowSet`."""
@@ -125,7 +128,7 @@ class FirstAndLastRows(RowSet):
     last: int | float | Count
 
     def __post_init__(self):
-        as_count(self.first, "first"), as_count(self.last, "last")
+        settle(self, first=counted_rows, last=counted_rows)
 
     def select(self, num_rows, pos, ctx):
         """See `RowSet`."""
@@ -170,11 +173,13 @@ class EntropyScaled(RowSoftmax):
     count: Literal["position", "cache"] = "position"
 
     def __post_init__(self):
-        as_count(self.k, "EntropyScaled.k")
+        settle(
+            self,
+            k=counted_rows,
+            floor=optional(number("[0, inf)", "a lower bound of a factor is finite, not negative")),
+        )
         one_of("EntropyScaled.apply", self.apply, "raw", "scaled")
         one_of("EntropyScaled.count", self.count, "position", "cache")
-        if self.floor is not None and not 0 <= self.floor < math.inf:
-            raise ValueError(f"EntropyScaled(floor={self.floor}): a lower bound of a factor is finite, not negative")
 
     def kernel(self, moment):
         """See `RowSoftmax`."""
@@ -214,19 +219,18 @@ class Noisy(RowSoftmax):
     def __post_init__(self):
         one_of("Noisy.noise", self.noise, "gumbel", "gaussian", "constant", "none")
         one_of("Noisy.per", self.per, "call", "key")
-        if not all(0 < t < math.inf for t in self.tau):
-            raise ValueError(f"Noisy(tau={self.tau}): temperatures must be positive")
-        if self.tau_delta is not None and not 0 <= self.tau_delta < math.inf:
-            raise ValueError(
-                f"Noisy(tau_delta={self.tau_delta}): a step below 0 ends at temperatures that are negative"
-            )
+        settle(
+            self,
+            tau=each(number("(0, inf)", "temperatures must be positive"), 2),
+            tau_delta=optional(number("[0, inf)", "a step below 0 ends at temperatures that are negative")),
+        )
 
     def kernel(self, moment):
         """See `RowSoftmax`."""
         ctx = moment.ctx
         delta = (self.tau[1] - self.tau[0]) / max(ctx.site.max_new_tokens, 1)
         delta = delta if self.tau_delta is None else self.tau_delta
-        tau = self.tau[0] + delta * ctx.step.astype(jnp.float32)
+        tau = self.tau[0] + delta * ctx.step.astype(jnp.float32)[:, None, None]
         shape = (*moment.kv.pos.shape[:2], moment.pos.shape[1])
         drawn = self.noise in ("gumbel", "gaussian")
         return Softmax(
@@ -252,6 +256,9 @@ class OutsideWindow(RowSoftmax):
     """Over the keys before the last `window_size` tokens only (Ada-KV's text, D-24)."""
 
     window_size: int
+
+    def __post_init__(self):
+        settle(self, window_size=tokens())
 
     def kernel(self, moment):
         """See `RowSoftmax`."""
@@ -282,7 +289,8 @@ class Observe(Measurement):
       rows: which query rows count. Padding rows never do.
       element: "p", "p2" (squared) or "above" (counts of `p > threshold`, strict).
       threshold: for "above": a number, "1/visible" or "1/position".
-      group: how the query heads of a kv head become one: "mean", "max", "sum"; None asks for every query head.
+      group: how the query heads of a kv head become one: "mean", "max", "sum"; None asks for every query head. The
+        largest of sums over all rows so far needs each head's own from step to step (`Sums`).
       group_at: "before" or "after" the element function and the row sum. They differ for squares,
         thresholds and max; None means "before" for squares and thresholds, "after" for the rest.
       softmax: another softmax than the model's.
@@ -300,7 +308,10 @@ class Observe(Measurement):
     summed: bool = True
 
     def __post_init__(self):
-        self._static()  # raises what the kernels would raise
+        settle(self, rows=a(RowSet), softmax=optional(a(RowSoftmax)), count_self=flag, summed=flag)
+        one_of("element", self.element, "p", "p2", "above")
+        one_of("group_at", self.group_at, None, "before", "after")
+        object.__setattr__(self, "threshold", self._static().threshold)  # raises what the kernels would raise
 
     def _static(self) -> Columns:
         linear = self.element == "p" or self.group is None
@@ -312,6 +323,46 @@ class Observe(Measurement):
         rows, weight = self.rows.select(moment.pos.shape[1], moment.pos, moment.ctx)
         softmax = None if self.softmax is None else self.softmax.kernel(moment)
         return dataclasses.replace(self._static(), rows=rows, weight=weight, softmax=softmax)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """A column statistic that adds up from step to step, to the same numbers in however many pieces text is read.
+
+    The largest of a group's sums is no sum of anything: under `group="max"` every query head keeps its own.
+
+    Attributes:
+      of: what adds up.
+    """
+
+    of: Observe
+
+    @property
+    def _apart(self) -> bool:
+        return self.of.group == "max" and self.of._static().group_at == "after"
+
+    @property
+    def observed(self) -> Observe:
+        """What must be measured."""
+        return dataclasses.replace(self.of, group=None) if self._apart else self.of
+
+    def init(self, site: Site, batch: int) -> Float[Array, "B K 0 *G"]:
+        """The sums of a layer without slots."""
+        heads = (site.num_query_heads // site.num_kv_heads,) if self._apart else ()
+        return jnp.zeros((batch, site.num_kv_heads, 0, *heads), jnp.float32)
+
+    def new(self, stats: "LayerStats", ctx: Context) -> Float[Array, "B K S *G"]:
+        """What the rows just computed add."""
+        rows = stats[self.observed]
+        if not self._apart:
+            return rows
+        B, N, S = rows.shape
+        K = ctx.site.num_kv_heads
+        return rows.reshape(B, K, N // K, S).swapaxes(2, 3)
+
+    def largest(self, sums: Float[Array, "B K S *G"]) -> Float[Array, "B K S"]:
+        """The group's sums."""
+        return sums.max(-1) if self._apart else sums
 
 
 class Observer:

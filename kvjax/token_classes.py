@@ -10,7 +10,12 @@ def token_classes(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
     Special are the tokens that it declares special, those of chat templates included. Punctuation are the tokens whose
     text, without the mark of a leading space, is nothing but ASCII punctuation or characters of Unicode's classes P.
+
+    Raises:
+      ValueError: something that is no tokenizer.
     """
+    if not hasattr(tokenizer, "added_tokens_decoder"):
+        raise ValueError(f"{tokenizer!r} is no tokenizer; load one, such as with models.load_tokenizer")
     added = tokenizer.added_tokens_decoder
     special = {int(i) for i in tokenizer.all_special_ids} | {int(i) for i, token in added.items() if token.special}
     pieces = sorted((int(i), piece) for piece, i in tokenizer.get_vocab().items())

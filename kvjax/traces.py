@@ -19,11 +19,12 @@ from kvjax.generation import Model, forward, init_state
 from kvjax.plan import CachePlan, make_plan
 from kvjax.policy import Identity, Selection, context
 from kvjax.relax import with_gates
-from kvjax.scores import Score
+from kvjax.scores import OfScore
 from kvjax.state import KVState, map_slots
 from kvjax.stats import LastRows, LayerStats, Measurement, Moment, Observe
 from pallas_kernels import Columns, Softmax, attention
 from pallas_kernels.pytree import pytree, static
+from pallas_kernels.values import settle, tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +82,7 @@ class VotingRows(Measurement):
     rows: int
 
     def __post_init__(self):
-        if self.rows < 1:
-            raise ValueError(f"VotingRows(rows={self.rows}): at least one row must vote")
+        settle(self, rows=tokens(1, "at least one row must vote"))
 
     def measure(self, moment: Moment) -> Voters:
         """See `Measurement`."""
@@ -94,24 +94,13 @@ class VotingRows(Measurement):
 
 
 @dataclasses.dataclass(frozen=True)
-class _AlsoSees(Score):
+class _AlsoSees(OfScore):
     """A score that has more measured than it needs."""
 
-    score: Score
     extra: tuple[Measurement, ...]
-
-    @property
-    def decodes(self) -> bool:
-        return self.score.decodes
 
     def observe(self, phase: Any) -> tuple[Measurement, ...]:
         return (*self.score.observe(phase), *(self.extra if phase == "prefill" else ()))
-
-    def init(self, site: Site, batch: int) -> Any:
-        return self.score.init(site, batch)
-
-    def update(self, memory, kv, stats, ctx):
-        return self.score.update(memory, kv, stats, ctx)
 
     def __call__(self, memory, kv, stats, ctx, candidates):
         return self.score(memory, kv, stats, ctx, candidates)

@@ -8,6 +8,7 @@ Letters: B batch, T tokens, N query heads, K kv heads, H head_dim, D embed_dim, 
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -125,9 +126,8 @@ class Llama(nn.Module):
         embedding = self.param(
             "embed_tokens", nn.initializers.normal(0.02), (c.vocab_size, c.embed_dim), jnp.dtype(c.dtype)
         )
-        x = jnp.take(
-            embedding, tokens, axis=0, mode="fill", fill_value=jnp.nan
-        )  # a bad id must not look like a good one
+        # A bad id must not look like a good one: neither one beyond the vocabulary nor one that counts from its end.
+        x = embedding.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         caches, stats = [], []
         for i, cache in enumerate(layers):
             x, cache, measured = Block(c, name=f"layers_{i}")(x, cache, layer=i, attend=attend)
@@ -153,6 +153,12 @@ class LanguageModel:
 
     config: ModelConfig
 
+    def __post_init__(self):
+        if not isinstance(self.config, ModelConfig):
+            raise ValueError(
+                f"config is a {type(self.config).__name__}, not a ModelConfig; models.load makes one of a checkpoint"
+            )
+
     def __call__(
         self,
         params: PyTree[Any],
@@ -162,12 +168,25 @@ class LanguageModel:
         attend: Attend,
         last_only: bool,
     ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
-        """See `kvjax.generation.Model`."""
+        """See `kvjax.generation.Model`.
+
+        Raises:
+          ValueError: parameters of another model.
+        """
+        check_params(self, params)
         apply: Any = Llama(self.config).apply
         return apply({"params": params}, tokens, layers, attend=attend, last_only=last_only)
 
     def init(self, key: Array) -> PyTree[Any]:
-        """Random parameters."""
+        """Random parameters.
+
+        Raises:
+          ValueError: `key` is not one key.
+        """
+        kind, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+        typed = kind is not None and jnp.issubdtype(kind, jax.dtypes.prng_key)
+        if shape != () if typed else (kind, shape) != (jnp.uint32, (2,)):
+            raise ValueError(f"key={key!r} is not one key; make it with jax.random.key(seed)")
         attend = lambda cache, q, k, v, **_: (q, cache, LayerStats())
         variables = Llama(self.config).init(
             key, jnp.zeros((1, 1), jnp.int32), (None,) * self.config.num_layers, attend=attend, last_only=True
@@ -178,3 +197,28 @@ class LanguageModel:
     def shapes(self) -> PyTree[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the parameters, without making any."""
         return jax.eval_shape(self.init, jax.random.key(0))
+
+
+@functools.lru_cache(maxsize=64)
+def _shapes(model: LanguageModel) -> dict[str, tuple[int, ...]]:
+    return _named(model.shapes)
+
+
+def _named(params: PyTree[Any]) -> dict[str, tuple[int, ...]]:
+    return {jax.tree_util.keystr(path): jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
+
+
+def check_params(model: LanguageModel, params: PyTree[Any]) -> None:
+    """Refuses parameters of other names or shapes than the model's, some of which flax would pass over.
+
+    Raises:
+      ValueError: how many there are, and what the first is and should be.
+    """
+    here, wanted = _named(params), _shapes(model)
+    wrong = [n for n in sorted({*here, *wanted}) if here.get(n) != wanted.get(n)]
+    if wrong:
+        name = wrong[0]
+        raise ValueError(
+            f"{len(wrong)} of {len(wanted)} parameters do not fit the model: {name} is {here.get(name, 'absent')}, but "
+            f"the model wants {wanted.get(name, 'none')}; give the parameters that were loaded or made with this model"
+        )

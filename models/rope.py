@@ -9,10 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.choice import one_of
+from models.checks import flag, positive, whole
+
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 
 _KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
+_YARN = ("factor", "beta_fast", "beta_slow", "truncate", "attention_factor")
+_SECTION = {"default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": _YARN, "llama3": _LLAMA3}
+_ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,34 +47,73 @@ class Rope:
     truncate: bool = True
     attention_factor: float = 1.0
 
+    def __post_init__(self):
+        one_of("kind", self.kind, *_KINDS)
+        flag("truncate", self.truncate)
+        object.__setattr__(self, "original_max", whole("original_max", self.original_max))
+        for name in ("theta", *_LLAMA3, "beta_fast", "beta_slow", "attention_factor"):
+            object.__setattr__(self, name, positive(name, getattr(self, name)))
+        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor} is not less than high_freq_factor={self.high_freq_factor}; "
+                "they are the limits of a band"
+            )
+        if self.kind == "yarn" and self.theta <= 1:
+            raise ValueError(f"theta={self.theta} is not greater than 1, as yarn needs it")
+
     @classmethod
     def from_hugging_face(cls, raw: Mapping[str, Any], max_position: int) -> "Rope":
-        """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
-        scaling = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-        theta = scaling.get("rope_theta", raw.get("rope_theta", 10000.0))
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
+
+        Where both sections stand, `rope_scaling` replaces the other whole, and the original context of "llama3" and
+        "yarn" is that outside of the section, as in transformers.
+
+        Raises:
+          ValueError: a scaling that is not supported, or a value that its key cannot have.
+        """
+        section = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+        if not isinstance(section, Mapping):
+            raise ValueError(f"the rotary section is {section!r}, not an object such as {{'rope_type': 'default'}}")
+        if nested := [k for k, v in section.items() if isinstance(v, Mapping)]:
+            raise ValueError(f"rotary sections of their own for {nested} are not supported; all layers share one")
+        kind = section.get("rope_type", section.get("type", "default"))
         if kind not in _KINDS:
             raise ValueError(f"rotary scaling {kind!r} is not supported; supported are {_KINDS}")
-        if raw.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) != 1.0:
+        if any(x.get("partial_rotary_factor") not in (None, 1.0) for x in (raw, section)):
             raise ValueError("partial_rotary_factor != 1 is not supported for these architectures")
-        if kind == "default":
-            return cls(theta=theta)
-        original = scaling.get("original_max_position_embeddings") or max_position
-        factor = scaling.get("factor") or max_position / original
-        fields: dict[str, Any] = {"kind": kind, "theta": theta, "factor": factor, "original_max": original}
-        wanted = {"linear": ("factor",), "dynamic": ("factor",), "llama3": _LLAMA3}.get(kind, ())
-        if missing := [k for k in wanted if k not in scaling]:
-            raise ValueError(f"rotary scaling {kind!r} needs {missing} in config.json; it has {sorted(scaling)}")
+        theta = positive("rope_theta", section.get("rope_theta", raw.get("rope_theta", 10000.0)))
+        wanted = () if kind == "yarn" else _SECTION[kind]
+        if missing := [k for k in wanted if k not in section]:
+            raise ValueError(f"rotary scaling {kind!r} needs {missing} in config.json; it has {sorted(section)}")
+        fields: dict[str, Any] = {"kind": kind, "theta": theta, **{k: section[k] for k in wanted}}
         if kind == "dynamic":
             fields["original_max"] = max_position
-        if kind == "llama3":
-            fields |= {k: scaling[k] for k in ("low_freq_factor", "high_freq_factor")}
+        if kind in ("llama3", "yarn"):
+            found = [x for x in (raw.get(_ORIGINAL), section.get(_ORIGINAL), max_position) if x is not None]
+            fields["original_max"] = whole(_ORIGINAL, found[0])
         if kind == "yarn":
-            fields["beta_fast"] = scaling.get("beta_fast") or 32.0
-            fields["beta_slow"] = scaling.get("beta_slow") or 1.0
-            fields["truncate"] = scaling.get("truncate", True)
-            fields["attention_factor"] = _yarn_attention_factor(scaling, factor)
+            factor = section.get("factor")
+            factor = positive("factor", max_position / fields["original_max"] if factor is None else factor)
+            fields["factor"] = factor
+            fields["beta_fast"] = section.get("beta_fast") or 32.0
+            fields["beta_slow"] = section.get("beta_slow") or 1.0
+            fields["truncate"] = section.get("truncate", True) or False
+            fields["attention_factor"] = _yarn_attention_factor(section, factor)
         return cls(**fields)
+
+    @property
+    def used(self) -> tuple[Any, ...]:
+        """The values of the fields that this kind depends on."""
+        names = ("kind", "theta", "attention_factor", *_SECTION[self.kind])
+        original = () if self.kind in ("default", "linear") else (self.original_max,)
+        return (*(getattr(self, n) for n in names), *original)
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """`rope_theta` and, if positions are scaled, `rope_scaling`, as transformers 4 and 5 read them."""
+        section = {"rope_type": self.kind, **{k: getattr(self, k) for k in _SECTION[self.kind]}}
+        if self.kind in ("llama3", "yarn"):
+            section[_ORIGINAL] = self.original_max
+        return {"rope_theta": self.theta} | ({} if self.kind == "default" else {"rope_scaling": section})
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Radians a position, "H/2" in float64. For "dynamic", those of sequences inside the original context."""
@@ -97,7 +142,7 @@ class Rope:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
-        slow = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+        slow = np.clip((np.arange(head_dim // 2) - low) / ((high - low) or 1e-3), 0.0, 1.0)
         return slow / self.factor + (1 - slow)
 
     def __call__(self, x: Float[Array, "B N T H"], pos: Int[Array, "B #N T"]) -> Float[Array, "B N T H"]:
@@ -121,11 +166,12 @@ class Rope:
 
 def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     if scaling.get("attention_factor") is not None:
-        return scaling["attention_factor"]
+        return positive("attention_factor", scaling["attention_factor"])
 
     def mscale(scale: float, m: float = 1.0) -> float:
         return 0.1 * m * math.log(scale) + 1.0 if scale > 1 else 1.0
 
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return mscale(factor, scaling["mscale"]) / mscale(factor, scaling["mscale_all_dim"])
+        above, below = (positive(k, scaling[k]) for k in ("mscale", "mscale_all_dim"))
+        return mscale(factor, above) / mscale(factor, below)
     return mscale(factor)

@@ -1,32 +1,41 @@
 """Text in, left-padded token batches out."""
 
 import os
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 from kvjax.token_classes import token_classes as token_classes
-from models.weights import locate
+from models.checks import MOST, whole
+from models.weights import check_whole, locate
+
+_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 def load_tokenizer(source: str | os.PathLike[str]) -> Any:
     """The tokenizer of a checkpoint directory or hub id, as transformers loads it.
 
     Raises:
-      ValueError: no tokenizer files.
+      ValueError: no tokenizer files, or damaged ones.
     """
     path = locate(source)
-    if not any(
-        (path / f).is_file() for f in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    ):
+    files = [path / f for f in _FILES if (path / f).is_file()]
+    if not files:
         raise ValueError(
             f"{path} has no tokenizer.json, tokenizer.model or vocab.json; encode text elsewhere, or add one"
         )
+    for file in files:
+        check_whole(file)
     from transformers import AutoTokenizer  # slow to import, and only wanted for text
 
-    return AutoTokenizer.from_pretrained(path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as e:
+        names = [f.name for f in files]
+        raise ValueError(f"{path}: no tokenizer can be made of {names} ({e}); download them again") from e
 
 
 def pad_left(
@@ -40,17 +49,36 @@ def pad_left(
       pad_id: what fills the left. Padding is never attended to, whatever it is.
 
     Raises:
-      ValueError: an empty sequence, or one longer than `width`.
+      ValueError: no sequences, an empty one, one longer than `width`, or token ids that are not whole numbers from 0.
     """
-    lengths = np.array([len(s) for s in sequences], np.int32)
-    if not len(lengths) or lengths.min() < 1:
+    pad_id = whole("pad_id", pad_id, least=0)
+    if not isinstance(sequences, Iterable):
+        raise ValueError(f"sequences={sequences!r} is not a sequence of sequences of token ids")
+    rows = [_ids(i, s) for i, s in enumerate(sequences)]
+    if not rows:
+        raise ValueError("sequences is empty; a batch needs at least one")
+    lengths = np.array([len(row) for row in rows], np.int32)
+    if lengths.min() < 1:
         raise ValueError("every sequence needs at least one token; add BOS to empty ones")
-    width = int(lengths.max()) if width is None else width
+    width = int(lengths.max()) if width is None else whole("width", width)
     if lengths.max() > width:
         raise ValueError(
             f"a sequence has {lengths.max()} tokens, but the batch is {width} wide; raise width or truncate"
         )
-    tokens = np.full((len(sequences), width), pad_id, np.int32)
-    for row, s in zip(tokens, sequences, strict=True):
-        row[width - len(s) :] = s
+    tokens = np.full((len(rows), width), pad_id, np.int32)
+    for padded, row in zip(tokens, rows, strict=True):
+        padded[width - len(row) :] = row
     return tokens, lengths
+
+
+def _ids(index: int, sequence: Sequence[int]) -> Int[np.ndarray, "T"]:
+    """One sequence as an array, if token ids are what it holds."""
+    try:
+        ids = np.asarray(sequence)
+    except ValueError:  # rows of several lengths
+        ids = np.zeros(())
+    if ids.ndim != 1 or (ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > MOST)):
+        raise ValueError(
+            f"sequence {index} is {reprlib.repr(sequence)}, not token ids, which are whole numbers from 0 to {MOST}"
+        )
+    return ids.astype(np.int32)

@@ -14,14 +14,19 @@ from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import pooled, recovery, reference, xla
 from pallas_kernels.columns import Attention, Columns, Recovery
+from pallas_kernels.values import a, check_array, checked, each, flag, number, optional, tokens, whole
 
 Implementation = Literal["xla", "triton", "mosaic_gpu", "interpret", "reference"]
 Result = TypeVar("Result")
+
+_ROWS = "batch", "query heads", "rows", "head_dim"
+_SLOTS = "batch", "kv heads", "slots", "head_dim"
 
 _log = logging.getLogger("pallas_kernels")
 
@@ -115,14 +120,13 @@ def attention(
     Raises:
       ValueError: shapes that do not fit together, or an unknown implementation.
     """
-    B, N, T, H = q.shape
-    K, S = k.shape[1:3]
-    _check_rows(N, K, T, S)
-    _check_columns(columns, B, K, T)
-    if bias is not None and bias.shape != (B, N, S):
-        raise ValueError(f"a bias of shape {bias.shape} does not fit keys of every query head, {(B, N, S)}")
-    scale = H**-0.5 if scale is None else scale
-    options = {"scale": scale, "window": window, "softcap": softcap}
+    B, N, T, H, K, S = _checked_sizes(q, k, q_pos, kv_pos)
+    check_array("v", v, *_SLOTS, shape=(B, K, S, H))
+    columns = _checked_columns(columns, B, K, T)
+    if bias is not None and (not hasattr(bias, "shape") or bias.shape != (B, N, S)):
+        shape = getattr(bias, "shape", type(bias).__name__)
+        raise ValueError(f"a bias of shape {shape} does not fit keys of every query head, {(B, N, S)}")
+    options = _options(H, scale, window, softcap)
     arrays, structure = jax.tree.flatten(tuple(columns))
 
     def run(order, q, k, v, q_pos, kv_pos, bias, arrays):
@@ -177,16 +181,29 @@ def pooled_attention(
     Raises:
       ValueError: shapes that do not fit together, or an unknown implementation.
     """
+    check_array("q", q, *_ROWS)
+    check_array("k", k, "batch", "slots", "head_dim")
     B, N, T, H = q.shape
+    P = k.shape[1]
     if T != 1:
         raise ValueError(f"a pool answers one query row a head, but q has {T}; attend to blocks before they are pooled")
+    num_kv_heads = checked(whole(), "num_kv_heads", num_kv_heads)
     if num_kv_heads < 1 or N % num_kv_heads:
         raise ValueError(
             f"{N} query heads are not a multiple of num_kv_heads={num_kv_heads}; every kv head serves N / K query heads"
         )
-    _check_columns(columns, B, num_kv_heads, T)
-    scale = H**-0.5 if scale is None else scale
-    options = {"num_kv_heads": num_kv_heads, "in_order": in_order, "scale": scale, "window": window, "softcap": softcap}
+    for name, x in (("k", k), ("v", v)):
+        check_array(name, x, "batch", "slots", "head_dim", shape=(B, P, H))
+    check_array("q_pos", q_pos, "batch", "rows", kind=np.integer, shape=(B, 1))
+    for name, x in (("owner", owner), ("kv_pos", kv_pos)):
+        check_array(name, x, "batch", "slots", kind=np.integer, shape=(B, P))
+    columns = _checked_columns(columns, B, num_kv_heads, T)
+    in_order = checked(flag, "in_order", in_order)
+    options: dict[str, Any] = {
+        "num_kv_heads": num_kv_heads,
+        "in_order": in_order,
+        **_options(H, scale, window, softcap),
+    }
     arrays, structure = jax.tree.flatten(tuple(columns))
 
     def run(order, q, k, v, owner, q_pos, kv_pos, arrays):
@@ -234,15 +251,15 @@ def recovered_attention(
     Raises:
       ValueError: shapes that do not fit together, or an unknown implementation.
     """
-    N, T, H = q.shape[1:]
-    _check_rows(N, k.shape[1], T, k.shape[2])
+    H = _checked_sizes(q, k, q_pos, kv_pos)[3]
+    check_array("masks", masks, "sets", "batch", "kv heads", "slots", kind=np.bool_)
     if masks.shape[1:] != kv_pos.shape:
         raise ValueError(f"masks of shape {masks.shape[1:]} for each set do not fit slots of shape {kv_pos.shape}")
     bands = (None,) * len(masks) if within is None else tuple(within)
     if len(bands) != len(masks):
         raise ValueError(f"{len(bands)} bands for {len(masks)} masks; give one for each, or None")
-    scale = H**-0.5 if scale is None else scale
-    options = {"tolerance": tolerance, "scale": scale, "window": window, "softcap": softcap}
+    tolerance = checked(optional(number("[0, inf)")), "tolerance", tolerance)
+    options: dict[str, Any] = {"tolerance": tolerance, **_options(H, scale, window, softcap)}
 
     def run(order, *args):
         def compute(name):
@@ -267,7 +284,7 @@ def _order(implementation: str | None) -> Order | None:
         implementation = _defaults[-1]
     if implementation is None:
         return None
-    if implementation not in _ORDER:
+    if not isinstance(implementation, str) or implementation not in _ORDER:
         raise ValueError(f"implementation={implementation!r} is not one of {get_args(Implementation)} or None")
     return _ORDER[implementation]
 
@@ -357,7 +374,7 @@ def _pool_forward(order, columns, q, k, v, owner, q_pos, kv_pos, *, num_kv_heads
     def forward(name):
         arrays = q, k, v, owner, q_pos, kv_pos
         if name == "xla":
-            options = {"num_kv_heads": num_kv_heads, "in_order": in_order, "scale": scale}
+            options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "in_order": in_order, "scale": scale}
             found = pooled.pooled_attention(*arrays, columns=columns, window=window, softcap=softcap, **options)
             return found.out, found.lse, found.columns
         spec = gpu.bl.Logits(scale, window, softcap)
@@ -408,18 +425,40 @@ _kernel_attention = _differentiable(_forward, xla.attention)
 _kernel_pool = _differentiable(_pool_forward, pooled.pooled_attention)
 
 
-def _check_rows(N: int, K: int, T: int, S: int) -> None:
+def _checked_sizes(q: Any, k: Any, q_pos: Any, kv_pos: Any) -> tuple[int, int, int, int, int, int]:
+    """(B, N, T, H, K, S) of rows and slots that fit together."""
+    check_array("q", q, *_ROWS)
+    check_array("k", k, *_SLOTS)
+    B, N, T, H = q.shape
+    K, S = k.shape[1:3]
     if N % K:
         raise ValueError(f"{N} query heads are not a multiple of {K} kv heads; every kv head serves N / K query heads")
     if S < T:
         raise ValueError(f"{T} query rows need their own {T} slots among the keys, but there are only {S} slots")
+    check_array("k", k, *_SLOTS, shape=(B, K, S, H))
+    check_array("q_pos", q_pos, "batch", "rows", kind=np.integer, shape=(B, T))
+    check_array("kv_pos", kv_pos, "batch", "kv heads", "slots", kind=np.integer, shape=(B, K, S))
+    return B, N, T, H, K, S
 
 
-def _check_columns(columns: Sequence[Columns], B: int, K: int, T: int) -> None:
-    for c in columns:
-        if c.weight is not None and c.weight.shape != (B, T):
-            raise ValueError(f"a column weight has shape {c.weight.shape}, but the query rows have shape {(B, T)}")
-        if c.softmax is not None and c.softmax.multiplier is not None and c.softmax.multiplier.shape != (B, K, T):
+def _options(head_dim: int, scale: Any, window: Any, softcap: Any) -> dict[str, Any]:
+    """How rows attend, with the default scale."""
+    scale = checked(optional(number()), "scale", scale)
+    return {
+        "scale": head_dim**-0.5 if scale is None else scale,
+        "window": checked(optional(tokens(1)), "window", window),
+        "softcap": checked(optional(number("(0, inf)", "must be positive; use None for none")), "softcap", softcap),
+    }
+
+
+def _checked_columns(columns: Sequence[Columns], B: int, K: int, T: int) -> tuple[Columns, ...]:
+    found = checked(each(a(Columns)), "columns", columns)
+    shape = lambda x: getattr(x, "shape", type(x).__name__)
+    for c in found:
+        if c.weight is not None and shape(c.weight) != (B, T):
+            raise ValueError(f"a column weight has shape {shape(c.weight)}, but the query rows have shape {(B, T)}")
+        if c.softmax is not None and c.softmax.multiplier is not None and shape(c.softmax.multiplier) != (B, K, T):
             raise ValueError(
-                f"a softmax multiplier has shape {c.softmax.multiplier.shape}, but the rows have shape {(B, K, T)}"
+                f"a softmax multiplier has shape {shape(c.softmax.multiplier)}, but the rows have shape {(B, K, T)}"
             )
+    return found

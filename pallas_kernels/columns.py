@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels.pytree import pytree, static
+from pallas_kernels.values import a, flag, number, one_of, optional, settle, whole
 
 Element = Literal["p", "p2", "above"]
 Group = Literal["mean", "max", "sum"]
@@ -44,16 +45,17 @@ class Softmax:
     causal: bool = static(default=True)
 
     def __post_init__(self):
-        if self.noise not in (*_NOISES, None):
-            raise ValueError(f"noise={self.noise!r} is not one of {_NOISES} or None")
-        if self.per not in ("call", "key"):
-            raise ValueError(f"per={self.per!r} is not one of ('call', 'key')")
+        one_of("noise", self.noise, *_NOISES, None)
+        one_of("per", self.per, "call", "key")
         if (self.noise in ("gumbel", "gaussian")) != (self.seed is not None):
             raise ValueError(f"noise={self.noise!r} needs a seed, and a seed needs noise that is drawn")
+        settle(self, causal=flag)
 
 
 EULER_GAMMA = 0.5772156649015329  # mean of a standard Gumbel; its standard deviation is pi / sqrt(6)
 GUMBEL_STD = 1.2825498301618641
+
+ROUNDING = 128  # what exponentials and normalisers of moderate logits make of equal numbers, with room
 
 
 def hash_uniform(seed: UInt32[Array, "..."], *indices: Int[Array, "..."]) -> Float[Array, "..."]:
@@ -120,20 +122,15 @@ class Columns:
     softmax: Softmax | None = None
 
     def __post_init__(self):
-        if self.rows is not None and self.rows < 1:
-            raise ValueError(
-                f"rows={self.rows}: a column statistic needs at least one query row; use None for all rows"
-            )
-        if self.element not in _ELEMENTS:
-            raise ValueError(f"element={self.element!r} is not one of {_ELEMENTS}")
-        if self.group not in _GROUPS:
-            raise ValueError(f"group={self.group!r} is not one of {_GROUPS}")
-        if self.group_at not in ("before", "after"):
-            raise ValueError(f"group_at={self.group_at!r} is not one of ('before', 'after')")
+        rows = whole(1, why="a column statistic needs at least one query row; use None for all rows")
+        settle(self, rows=optional(rows), count_self=flag, summed=flag, softmax=optional(a(Softmax)))
+        one_of("element", self.element, *_ELEMENTS)
+        one_of("group", self.group, *_GROUPS)
+        one_of("group_at", self.group_at, "before", "after")
         if self.group is None and self.group_at == "before":
             raise ValueError("group=None keeps every query head, so there is no group to reduce 'before'")
-        if isinstance(self.threshold, str) and self.threshold not in _THRESHOLDS:
-            raise ValueError(f"threshold={self.threshold!r} is not a number or one of {_THRESHOLDS}")
+        if not isinstance(self.threshold, str) or self.threshold not in _THRESHOLDS:
+            settle(self, threshold=number(why=f"not a finite number or one of {_THRESHOLDS}"))
 
     @property
     def per_query_head(self) -> bool:
@@ -216,8 +213,9 @@ def thresholds(
 ) -> Float[Array, "B #K R"] | None:
     """The threshold of every row in a block, or None where `spec` has none.
 
-    No probability is above 1, nor is a group's mean or maximum, whatever rounding makes of a row's only key: such
-    thresholds are infinite.
+    Strict comparisons are of exact numbers: a threshold stands above what rounding makes of a probability (or a group's
+    mean of them) that equals it, such as those of a uniform row, by `ROUNDING` units in the last place. No probability
+    is above 1, nor is a group's mean or maximum: such thresholds are infinite.
     """
     if spec.element != "above":
         return None
@@ -227,6 +225,7 @@ def thresholds(
         theta = (1.0 / (jnp.maximum(q_pos, 0) + 1).astype(dtype))[:, None]
     else:
         theta = jnp.full(q_pos.shape, float(spec.threshold), dtype)[:, None]
+    raised = theta * (1.0 + ROUNDING * float(jnp.finfo(dtype).eps))
     if spec.group == "sum" and spec.group_at == "before":
-        return theta
-    return jnp.where(theta < 1, theta, jnp.inf)
+        return raised
+    return jnp.where(theta < 1, raised, jnp.inf)

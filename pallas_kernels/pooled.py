@@ -254,7 +254,7 @@ def _column(spec: Columns, p, x, seen, owner, q_pos, kv_pos, num_kv_heads, windo
         if own.noise is not None:
             seed = None if own.seed is None else own.seed[:, None, None]
             head = jnp.maximum(owner, 0)[:, None] * G + jnp.arange(G, dtype=owner.dtype)[None, :, None]
-            x = x + draw_noise(own, seed, head, q_pos[:, None], kv_pos[:, None])
+            x = x + jnp.asarray(draw_noise(own, seed, head, q_pos[:, None], kv_pos[:, None]), x.dtype)
         if own.multiplier is not None:
             x = x * by_owner(own.multiplier.astype(x.dtype), owner)
         _, _, lse = _exponentials(jnp.repeat(x[:, None], num_kv_heads, axis=1), seen, owner)

@@ -82,7 +82,8 @@ def column(spec: Columns, p, logits, seen, q_pos, kv_pos, window):
         if own.noise is not None:
             seed = None if own.seed is None else own.seed[:, None, None, None, None]
             head = jnp.arange(K * G, dtype=jnp.int32).reshape(1, K, G, 1, 1)
-            logits = logits + draw_noise(own, seed, head, q_pos[:, None, None, :, None], kv_pos[:, :, None, None, :])
+            noise = draw_noise(own, seed, head, q_pos[:, None, None, :, None], kv_pos[:, :, None, None, :])
+            logits = logits + jnp.asarray(noise, logits.dtype)
         if own.multiplier is not None:
             logits = rescaled(logits, own.multiplier[:, :, None, :, None].astype(p.dtype))
         p, _ = _softmax(logits, seen)

@@ -250,7 +250,8 @@ def _separate(config: _Config, spec: Columns, q, k, q_pos, kv_pos, bias):
                     seen &= kv_pos_[:, :, None] < _sequences(own.before, b, bb)[:, None, None, None]
                 if own.noise is not None:
                     seed = None if own.seed is None else _sequences(own.seed, b, bb)[:, None, None, None, None]
-                    x = x + draw_noise(own, seed, head, rows[:, None, None, :, None], kv_pos_[:, :, None, None, :])
+                    noise = draw_noise(own, seed, head, rows[:, None, None, :, None], kv_pos_[:, :, None, None, :])
+                    x = x + jnp.asarray(noise, x.dtype)
                 if own.multiplier is not None:
                     padded = jnp.pad(own.multiplier, ((0, 0), (0, 0), (0, config.pad)))
                     multiplier = _read(padded, b, bb, i, bq, 2)[:, :, None, :, None].astype(dtype)

@@ -6,6 +6,7 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import pytest
 
 import models
@@ -27,6 +28,12 @@ def _bounded_mappings():
     yield
     if MAPS.is_file() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
         jax.clear_caches()
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """What a user gets, who runs no type checker; it would answer wrong types before the library does."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 SHARED_DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"

@@ -46,14 +46,14 @@ def token_ids(B, T, seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(0, 61, (B, T)), jnp.int32)
 
 
-def context(site, *, length, prompt_length=None, step=0, phase="prefill", key=0, tokens=None):
+def context(site, *, length, prompt_length=None, phase="prefill", key=0, tokens=None):
     """A moment, after random tokens if none are given."""
     length = jnp.asarray(length, jnp.int32)
     prompt = length if prompt_length is None else jnp.asarray(prompt_length, jnp.int32)
     keys = jax.random.split(jax.random.key(key), length.shape[0])
     if tokens is None:
         tokens = token_ids(len(length), site.prompt_len if phase == "prefill" else 1, key)
-    return Context(length, prompt, jnp.int32(step), keys, site=site, phase=phase, tokens=tokens)
+    return Context(length, prompt, keys, site=site, phase=phase, tokens=tokens)
 
 
 def random_stats(policy, kv, ctx, seed=0, T=None):
@@ -133,14 +133,14 @@ def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None, ids=None):
     kv = kvjax.LayerKV(empty, empty, slots, policy.init(where, B), rank, rotated, positions=positions)
     seen, live, read = jnp.zeros_like(lengths), [], []
 
-    def tokens(kv, seen, first, last, phase, step):
+    def tokens(kv, seen, first, last, phase):
         column = jnp.arange(first, last, dtype=jnp.int32)[None] - (n - lengths)[:, None]
         pos = jnp.maximum(column, EMPTY)
         seen = pos[:, -1] + 1
         new_ids = None if ids is None else ids[:, first:last]
-        ctx = Context(seen, lengths, jnp.int32(step), keys, site=where, phase=phase, tokens=new_ids)
+        ctx = Context(seen, lengths, keys, site=where, phase=phase, tokens=new_ids)
         if phase == "decode":
-            kv = policy.make_room(kv, dataclasses.replace(ctx, length=seen - 1, step=jnp.int32(step - 1)))
+            kv = policy.make_room(kv, dataclasses.replace(ctx, length=seen - 1))
         cut = lambda x: x[:, :, first:last]
         policy_ = policy if last - first == 1 else None
         observe = ordered(policy.observe(phase, where))
@@ -166,11 +166,11 @@ def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None, ids=None):
 
     block = n if block is None else block
     for first in range(n % -block, n, block):
-        kv, seen = tokens(kv, seen, max(first, 0), first + block, "prefill", 0)
+        kv, seen = tokens(kv, seen, max(first, 0), first + block, "prefill")
     live.append(live_positions(kv))
-    ctx = Context(seen, lengths, jnp.int32(0), keys, site=where, phase="prefill")
+    ctx = Context(seen, lengths, keys, site=where, phase="prefill")
     kv = policy.transform(kv, ctx)
     for step in range(1, M - n + 1):
-        kv, seen = tokens(kv, seen, n + step - 1, n + step, "decode", step)
+        kv, seen = tokens(kv, seen, n + step - 1, n + step, "decode")
         live.append(live_positions(kv))
     return Moments(live, read, kv)

@@ -60,7 +60,7 @@ def noise(i, per="call", seed=None):
 def _seed():
     one = jnp.ones((1,), jnp.int32)
     site = helpers.site(layer=0)
-    return int(kvjax.Context(one, one, jnp.int32(0), row_keys(None, 1), site=site, phase="prefill").seed[0])
+    return int(kvjax.Context(one, one, row_keys(None, 1), site=site, phase="prefill").seed[0])
 
 
 SEED = _seed()

@@ -6,7 +6,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -368,13 +367,10 @@ def test_tables_of_another_model(tiny, fields, message):
         (lambda: methods.ada_snapkv(64, normalise="window"), "normalise='window' is not one of"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_impossible_values(make, message):
-    jaxtyping.config.update("jaxtyping_disable", True)  # the tests' type checker would be first
-    try:
-        with pytest.raises(ValueError, match=message):
-            make()
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def test_e19_complete(examples):

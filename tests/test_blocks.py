@@ -107,3 +107,32 @@ def test_memory_does_not_grow_with_the_prompt(tiny):
 def test_blocks_have_tokens(tiny, prompts):
     with pytest.raises(ValueError, match="block=0: a block has at least 1 token"):
         read(tiny, methods.window(9), prompts, block=0)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        methods.h2o(12, group="max"),
+        methods.mas(12, group="max"),
+        methods.ahakv(12, recent=4, recent_accumulation=False, value_prior=False, group="max"),
+        methods.h2o(12, group="max", compat="h2o_hh_mask"),
+    ],
+    ids=["sum", "mean", "scaled", "mask"],
+)
+def test_the_largest_sum_of_a_group_does_not_depend_on_how_text_is_read(policy):
+    """At once, in blocks of 5, or one token after the other: the budget holds everything, so all rows see the same."""
+    arrays = helpers.qkv(6, B=1, T=12)
+
+    def score(n, block=None):
+        kv = helpers.replay(policy, *arrays, n, block=block).kv
+        if isinstance(policy, kvjax.Evict):
+            ctx = helpers.context(helpers.site(T=12), length=[12])
+            x = policy.score(kv.memory.score, kv, None, ctx, kv.live)
+        else:
+            x = policy._sums.largest(kv.memory[0])
+        return np.asarray(x)[..., np.argsort(kv.pos[0, 0])]
+
+    at_once = score(12)
+    np.testing.assert_allclose(score(1), at_once, atol=1e-5)
+    if not policy.needs_whole_prompt:
+        np.testing.assert_allclose(score(12, block=5), at_once, atol=1e-5)

@@ -97,6 +97,16 @@ def test_a_scope_leaves_room_for_what_is_protected_by_position(tiny, heads):
             assert all({0, 1, 2, n - 2, n - 1} <= set(head) for head in heads_kept)
 
 
+def test_layers_that_share_a_decision_hold_what_the_first_one_does(tiny):
+    """Also where a table gives each layer's heads other shares, and where room is made by what keys are."""
+    table = kvjax.HeadTable([[3.0, 1.0], [1.0, 1.0], [1.0, 3.0]])
+    policy = change(methods.knorm(5), when=kvjax.before_append(), heads=table)
+    before, logits, after = read(tiny, kvjax.shared_layers(policy), 12, new=4)
+    assert np.isfinite(logits).all()
+    for state in (before, after):
+        assert kept(state) == kept(state, 1) == kept(state, 2)
+
+
 def _far(kv, stats, ctx):
     del stats, ctx
     return jnp.where(kv.pos < 4, -jnp.inf, jnp.where(kv.pos == 9, jnp.inf, -(kv.k**2).sum(-1)))

@@ -7,8 +7,10 @@ import pytest
 
 import configs
 import kvjax
-from configs.experiment import Experiment
+from configs.experiment import Experiment, Setup
+from configs.learning import LearnedBudget, LearnedScorer, Prompts
 from kvjax import methods
+from kvjax.families import PyramidBeta
 
 WANTED = """full random window dilated_window streaming_llm key_attention h2o scissorhands tova mas roco nacl snapkv
 pyramidkv ada_snapkv ada_pyramid ahakv keyformer fastgen knorm keydiff expected_attention lagkv criticalkv chunkkv
@@ -31,6 +33,33 @@ def test_config(name, embedded):
     for _, policy in experiment.policies:
         plan = kvjax.make_plan(model.config, policy, prompt_len=1024, max_new_tokens=64, lengths=[400, 1024])
         assert plan.num_slots > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        *((Setup, each) for each in ({"protocol": "x"}, {"dtype": "int8"}, {"model": 3}, {"tasks": ("x",)})),
+        *((Setup, each) for each in ({"tasks": "key_value"}, {"baselines": "h2o"}, {"examples": True}, {"block": 2.0})),
+        *(
+            (Experiment, each)
+            for each in ({"name": 3}, {"policies": (8, 9)}, {"policies": ((8, "h2o"),)}, {"setup": 1})
+        ),
+        *((Prompts, each) for each in ({"protocol": "x"}, {"future": "16"}, {"seed": None})),
+        *((LearnedBudget, each) for each in ({"objective": "x"}, {"family": "both"}, {"temperature": (1.0,)})),
+        (LearnedScorer, {"rate": "fast"}),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_what_a_config_returns_has_fields_of_their_types(kind, given):
+    needed = {
+        Experiment: {"name": "x", "policies": ((8, methods.window(8)),)},
+        LearnedBudget: {"name": "x", "method": methods.snapkv, "budgets": (0.25,), "family": PyramidBeta()},
+        LearnedScorer: {"name": "x", "budgets": (0.25,)},
+    }
+    (name,) = given
+    kind(**needed.get(kind, {}))
+    with pytest.raises(ValueError, match=f"{name}=.* is not of the type "):
+        kind(**needed.get(kind, {}) | given)
 
 
 @pytest.mark.slow

@@ -130,13 +130,13 @@ def test_d03_aqas():
 
 
 def scissorhands(theta, window, recent, drop, element=None):
-    """Counts over the last rows; a cache over its budget falls to the budget less `drop`."""
+    """Counts over the last rows; a cache over its budget loses `drop` tokens."""
     rows = []
 
     def step(i, p, live):
         rows.append(above(lambda i, tokens: theta(i, tokens))(i, layer.group(p), live))
         score = np.sum(rows[-window:], axis=0)
-        size = BUDGET if i < PROMPT else BUDGET - drop
+        size = BUDGET if i < PROMPT else BUDGET + 1 - drop
         due = i == PROMPT - 1 or len(live[0]) > BUDGET
         return [keep(score[g], live[g], i + 1, size, recent=recent) if due else live[g] for g in range(K)]
 
@@ -145,9 +145,9 @@ def scissorhands(theta, window, recent, drop, element=None):
 
 @pytest.mark.slow
 def test_d04_scissorhands_keeps_recent_tokens_and_high_counts():
-    make = functools.partial(methods.scissorhands, BUDGET, history=9, recent=2, drop=1)
-    by_position = scissorhands(lambda i, live: 1 / (i + 1), 9, 2, 1)
-    assert history(make()) == scissorhands(lambda i, live: 1 / len(live), 9, 2, 1)
+    make = functools.partial(methods.scissorhands, BUDGET, history=9, recent=2, drop=2)
+    by_position = scissorhands(lambda i, live: 1 / (i + 1), 9, 2, 2)
+    assert history(make()) == scissorhands(lambda i, live: 1 / len(live), 9, 2, 2)
     differs(make(theta="1/position"), make(), by_position)
     literal = [list(range(n - 2, n)) for n in range(PROMPT, M)]  # recent tokens alone
     assert all(step[0] != only for step, only in zip(history(make()), literal, strict=False))
@@ -155,13 +155,13 @@ def test_d04_scissorhands_keeps_recent_tokens_and_high_counts():
 
 @pytest.mark.slow
 def test_d50_scissorhands_with_decayed_sums():
-    recent, drop, decay = 2, 1, 0.8
+    recent, drop, decay = 2, 2, 0.8
     total = np.zeros((K, M))
 
     def step(i, p, live):
         nonlocal total
         total = total * (decay if i >= PROMPT else 1) + layer.group(p)
-        size = BUDGET if i < PROMPT else BUDGET - drop
+        size = BUDGET if i < PROMPT else BUDGET + 1 - drop
         due = i == PROMPT - 1 or len(live[0]) > BUDGET
         return [keep(total[g], live[g], i + 1, size, recent=recent) if due else live[g] for g in range(K)]
 

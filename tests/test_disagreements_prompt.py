@@ -105,7 +105,7 @@ def test_d17_the_shares_of_the_released_code():
     assert (np.abs(budget[:2] - code) <= 2).all()  # four truncations against one
     short = kvjax.budget.as_count(policy.budget, "budget").table(np.array([2_048]), n)
     assert short.tolist() == [2_048], "no longer than min_len: kept whole"
-    assert table.protect.sinks == 0
+    assert table.protect.sinks == kvjax.Tokens(0)
     assert kvjax.budget.as_count(table.protect.recent, "recent").table(np.array([1000]), n).tolist() == [20]
 
 

@@ -1,6 +1,7 @@
 """EasyKV's modes: sizes, scopes and protection in each phase, against the arithmetic of its code."""
 
 import inspect
+import itertools
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.methods.easykv import block_sizes
+from kvjax.methods.easykv import BlockSizes, block_sizes
 from tests.helpers import live_positions
 
 
@@ -45,6 +46,26 @@ def test_roco_leaves_as_many_feasible_as_the_code(stride, rounding, mode):
         assert policy.scope.prompt_sinks == 4
     else:
         assert decode_scope is None
+
+
+@pytest.mark.parametrize("mode", ["encoding", "ppl"])
+def test_block_sizes_are_positive_and_make_up_the_prompt(mode):
+    """All small combinations, and one in which the released code's dense prefix is negative."""
+    assert block_sizes(346, 21, 80, "encoding") == BlockSizes(21, 101, 26, 26)
+    for n, budget, stride in itertools.product(range(1, 25), range(26), range(8)):
+        if budget < 1 or stride < 1:
+            with pytest.raises(ValueError, match="at least 1"):
+                block_sizes(n, budget, stride, mode)
+            continue
+        final = max(c for c in range(1, budget + stride + 1) if (n - c) % stride == 0)
+        if final > n:
+            with pytest.raises(ValueError, match="read it whole"):
+                block_sizes(n, budget, stride, mode)
+            continue
+        sizes = block_sizes(n, budget, stride, mode)
+        assert (sizes.final, sizes.padded) == (final, budget + stride)
+        assert sizes.dense_prefix in range(1, final + 1)
+        assert (n - sizes.dense_prefix) % stride == 0
 
 
 def test_decoding_keeps_the_prompt_outside_the_budget():

@@ -51,6 +51,23 @@ def test_examples(task, embedded, name):
             assert before.split()[0] in tokenizer.decode(e.question)
 
 
+@pytest.mark.parametrize("count", [4, 8, 24, 32, 48])
+def test_any_number_of_needles_covers_lengths_and_depths_evenly(task, count):
+    metas = [dict(TASKS["single_needle"](task, i).meta) for i in range(count)]
+    for name, grid in (("length", {410, 614, 819, 1024}), ("depth", {round(d / 7, 4) for d in range(8)})):
+        counts = [sum(m[name] == value for m in metas) for value in grid]
+        assert sum(counts) == count
+        assert max(counts) - min(counts) <= 1
+    assert len({(m["length"], m["depth"]) for m in metas}) == min(count, 32)
+
+
+@pytest.mark.parametrize("name", ["several_needles", "multi_query", "key_value"])
+def test_facts_at_random_places_reach_the_whole_of_a_prompt_of_full_length(task, name):
+    metas = [dict(TASKS[name](task, i).meta) for i in range(24)]
+    assert {m["length"] for m in metas} == {1024}
+    assert all(any(low <= m["depth"] < low + 0.25 for m in metas) for low in (0, 0.25, 0.5, 0.75))
+
+
 def test_scores():
     from experiments.tasks import Example
 

@@ -383,7 +383,7 @@ def test_decoding_against_a_simulation(budget, storage):
         return on_view(lambda view: policy.layer(view, stats, ctx), kv)
 
     for i in range(PROMPT, PROMPT + NEW):
-        moment = {"length": [i + 1], "prompt_length": [PROMPT], "step": i - PROMPT + 1, "phase": "decode"}
+        moment = {"length": [i + 1], "prompt_length": [PROMPT], "phase": "decode"}
         now = helpers.context(ctx.site, **moment, tokens=tokens[:, i : i + 1])
         kv = step(kv, q[:, :, i : i + 1], k[:, :, i : i + 1], jnp.asarray([[i]], jnp.int32), now)
         history.append(helpers.live_positions(kv)[0])

@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 import models
-from experiments import figures
+from experiments import bench_blocks, bench_curves, bench_decode, bench_pool, bench_prefill, figures, train_tiny
 from experiments.papers import FIGURES, adakv, ahakv, positions, prompts, roco, sparsity
 from experiments.papers.attention import Layer, capture, fold_rows
 from experiments.papers.base import interval
@@ -495,6 +495,9 @@ def test_help_lists_the_figures(capsys):
     [
         (["no_such_figure"], f"there is no figure 'no_such_figure'; there are {', '.join(FIGURES)}, and all"),
         (["loss_bound", "--prompts", "0"], "prompts=0 must be at least 1"),
+        (["loss_bound", "--length", "99999999999"], "must be at most 2147483647"),
+        (["loss_bound", "--seed", "-1"], "seed=-1 must be at least 0"),
+        (["loss_bound", "--output", __file__], "is a file, not a directory"),
         (["loss_bound", "--no-such-option"], "Unrecognized"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
@@ -505,6 +508,48 @@ def test_wrong_arguments(arguments, message, capsys):
     assert e.value.code not in (0, None)
     shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert message in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--output", ""], "an option is empty"),
+        (["--output", "/proc/nothing"], "No such file or directory: '/proc/nothing'"),
+        (["--text", "latin.txt"], r"latin\.txt is no UTF-8 text"),
+        (["--text", "short.txt", "--length", "1"], r"length=1 leaves no token of short\.txt behind BOS; raise it to 2"),
+        (["--text", "nothing.txt"], r"No such file or directory: 'nothing\.txt'"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_named(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "short.txt").write_text("a bell")
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        figures.main(["loss_bound", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "message"),
+    [
+        *((bench_blocks.main, {n: v}, f"{n}=.* must be at least 1") for n, v in (("budget", 0), ("lengths", (8, -1)))),
+        *((bench_decode.bench, {n: 0}, f"{n}=0 must be at least 1") for n in ("length", "steps", "batch", "rounds")),
+        *((f.bench, {"budget": b}, f"budget={b}") for f in (bench_decode, bench_prefill) for b in (np.nan, 0.0, 1.5)),
+        (bench_decode.bench, {"only": ("nope",)}, "no methods"),
+        (bench_prefill.bench, {"depths": (4, 0)}, "depths=.* must be at least 1"),
+        (bench_pool.bench, {"slots": (10,), "kv_heads": (3,)}, "slots=10 do not divide among kv_heads=3"),
+        (bench_curves.main, {"rows": 65}, "rows=65, but examples go on for 64 tokens"),
+        (train_tiny.train, {"save_every": 0}, "save_every=0 must be at least 1"),
+        (train_tiny.train, {"seed": 2**31}, "seed=2147483648 must be at most 2147483647"),
+        (train_tiny.train, {"checkpoints": pathlib.Path(__file__)}, "is a file, not a directory"),
+        *(
+            (f, {"output": pathlib.Path("/")}, "--output / is a directory; name a file in it")
+            for f in (bench_blocks.main, bench_decode.bench, bench_prefill.bench, bench_pool.bench, bench_curves.main)
+        ),
+    ],
+)
+def test_a_benchmark_refuses_what_it_cannot_do_before_it_starts(script, options, message):
+    with pytest.raises(ValueError, match=message):
+        script(**options)
 
 
 def test_missing_model_is_an_error_that_says_so():

@@ -1,6 +1,7 @@
 """The drivers: prefill, decode, generate, feed."""
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 import kvjax
 import models
 from kvjax import methods
+from kvjax.generation import check_block
 
 T = 20
 
@@ -17,6 +19,21 @@ T = 20
 @pytest.fixture(scope="module")
 def prompts():
     return np.random.default_rng(3).integers(0, 61, (3, T)), np.array([T, 13, 1])
+
+
+@pytest.fixture(scope="module")
+def shallow(tiny):
+    """A model of one layer, with the weights of the first of `tiny`'s."""
+    model, params = tiny
+    config = dataclasses.replace(model.config, num_layers=1)
+    return models.LanguageModel(config), {n: p for n, p in params.items() if n not in ("layers_1", "layers_2")}
+
+
+def read_prompt(shallow, policy, tokens, *, max_new_tokens, **options):
+    """A prompt read by the model of one layer, and how it goes on."""
+    model, params = shallow
+    plan = kvjax.make_plan(model.config, policy, prompt_len=tokens.shape[1], max_new_tokens=max_new_tokens)
+    return jax.jit(lambda params, t: kvjax.prefill(model, params, t, plan, **options))(params, jnp.asarray(tokens))
 
 
 def plain_logits(model, params, tokens):
@@ -30,9 +47,13 @@ def test_cached_decoding_equals_one_pass(tiny):
     model, params = tiny
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 30)), jnp.int32)
     plan = kvjax.make_plan(model.config, methods.full(), prompt_len=12, max_new_tokens=18)
-    first, state = kvjax.prefill(model, params, tokens[:, :12], plan)
-    rest, state = kvjax.feed(model, params, tokens[:, 12:], state)
-    expected = plain_logits(model, params, tokens)
+
+    @jax.jit
+    def read(params, tokens):
+        first, state = kvjax.prefill(model, params, tokens[:, :12], plan)
+        return first, *kvjax.feed(model, params, tokens[:, 12:], state), plain_logits(model, params, tokens)
+
+    first, rest, state, expected = read(params, tokens)
     np.testing.assert_allclose(first, expected[:, 11], atol=2e-4)
     np.testing.assert_allclose(rest, expected[:, 12:], atol=2e-4)
     assert state.length.tolist() == [30, 30]
@@ -43,10 +64,15 @@ def test_appending_a_block_to_a_cache_equals_one_pass(tiny):
     model, params = tiny
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 61, (2, 24)), jnp.int32)
     plan = kvjax.make_plan(model.config, methods.full(), prompt_len=24, max_new_tokens=0)
-    state = kvjax.init_state(plan, jnp.asarray([24, 24]))
-    _, state, _ = kvjax.forward(model, params, tokens[:, :10], state, evict=True)
-    logits, state, _ = kvjax.forward(model, params, tokens[:, 10:], state, last_only=False)
-    np.testing.assert_allclose(logits, plain_logits(model, params, tokens)[:, 10:], atol=2e-4)
+
+    @jax.jit
+    def read(params, tokens):
+        state = kvjax.init_state(plan, jnp.asarray([24, 24]))
+        _, state, _ = kvjax.forward(model, params, tokens[:, :10], state, evict=True)
+        logits, _, _ = kvjax.forward(model, params, tokens[:, 10:], state, last_only=False)
+        return logits, plain_logits(model, params, tokens)[:, 10:]
+
+    np.testing.assert_allclose(*read(params, tokens), atol=2e-4)
 
 
 def test_forward_then_policy_is_prefill(tiny, prompts):
@@ -55,10 +81,14 @@ def test_forward_then_policy_is_prefill(tiny, prompts):
     tokens, lengths = (jnp.asarray(x) for x in prompts)
     policy = methods.h2o(8)
     plan = kvjax.make_plan(model.config, policy, prompt_len=T, max_new_tokens=4)
-    _, joined = kvjax.prefill(model, params, tokens, plan, lengths=lengths)
-    _, state, stats = kvjax.forward(model, params, tokens, kvjax.init_state(plan, lengths), valid=lengths)
+
+    @jax.jit
+    def read(params, tokens, lengths):
+        _, state, stats = kvjax.forward(model, params, tokens, kvjax.init_state(plan, lengths), valid=lengths)
+        return kvjax.prefill(model, params, tokens, plan, lengths=lengths)[1], state, policy(state, stats)
+
+    joined, state, evicted = read(params, tokens, lengths)
     assert state.layers[0].num_slots == T
-    evicted = policy(state, stats)
     for a, b, capacity in zip(evicted.layers, joined.layers, plan.capacities, strict=True):
         compacted = kvjax.compact(a, capacity)
         np.testing.assert_array_equal(compacted.pos, b.pos)
@@ -66,21 +96,19 @@ def test_forward_then_policy_is_prefill(tiny, prompts):
         assert b.num_slots == capacity == 9
 
 
-def test_prompt_outputs_are_not_affected_by_eviction(tiny, prompts):
-    model, params = tiny
+def test_prompt_outputs_are_not_affected_by_eviction(shallow, prompts):
+    model, params = shallow
     tokens, lengths = (jnp.asarray(x) for x in prompts)
-    logits = [
-        kvjax.prefill(
-            model, params, tokens, kvjax.make_plan(model.config, p, prompt_len=T, max_new_tokens=1), lengths=lengths
-        )[0]
-        for p in (methods.full(), methods.h2o(4), methods.streaming_llm(4, sinks=1))
-    ]
+    policies = (methods.full(), methods.h2o(4), methods.streaming_llm(4, sinks=1))
+    plans = [kvjax.make_plan(model.config, p, prompt_len=T, max_new_tokens=1) for p in policies]
+    read = jax.jit(lambda params, t, n: [kvjax.prefill(model, params, t, plan, lengths=n)[0] for plan in plans])
+    logits = read(params, tokens, lengths)
     for other in logits[1:]:
         np.testing.assert_allclose(other, logits[0], atol=1e-5)
 
 
-def test_generation_stops_at_the_end_token(tiny, prompts):
-    model, params = tiny
+def test_generation_stops_at_the_end_token(shallow, prompts):
+    model, params = shallow
     tokens, lengths = prompts
     free = kvjax.generate(model, params, tokens, lengths=lengths, max_new_tokens=12)
     first_row = np.asarray(free.tokens[0])
@@ -97,8 +125,8 @@ def test_generation_stops_at_the_end_token(tiny, prompts):
         np.testing.assert_array_equal(stopped.tokens[row, :n], free.tokens[row, :n])
 
 
-def test_all_ended_runs_no_more_steps(tiny):
-    model, params = tiny
+def test_all_ended_runs_no_more_steps(shallow):
+    model, params = shallow
     tokens = np.ones((1, 5), np.int32)
     first = int(kvjax.generate(model, params, tokens, max_new_tokens=1).tokens[0, 0])
     result = kvjax.generate(model, params, tokens, max_new_tokens=500, eos_ids=(first,))
@@ -106,41 +134,205 @@ def test_all_ended_runs_no_more_steps(tiny):
     assert int(result.state.step) == 0
 
 
-def test_streaming_llm_keeps_ended_sequences(tiny, prompts):
+def test_streaming_llm_keeps_ended_sequences(shallow, prompts):
     """Eviction before appending must not touch a sequence that appends nothing."""
-    model, params = tiny
+    model, params = shallow
     tokens, lengths = (jnp.asarray(x) for x in prompts)
     plan = kvjax.make_plan(model.config, methods.streaming_llm(8), prompt_len=T, max_new_tokens=3)
-    _, state = kvjax.prefill(model, params, tokens, plan, lengths=lengths)
-    active = jnp.asarray([True, False, False])
-    _, after = kvjax.decode_step(model, params, tokens[:, 0].astype(jnp.int32), state, active=active)
+
+    @jax.jit
+    def read(params, tokens, lengths, active):
+        _, state = kvjax.prefill(model, params, tokens, plan, lengths=lengths)
+        _, after = kvjax.decode_step(model, params, tokens[:, 0].astype(jnp.int32), state, active=active)
+        return state, after
+
+    state, after = read(params, tokens, lengths, jnp.asarray([True, False, False]))
     for a, b in zip(after.layers, state.layers, strict=True):
         np.testing.assert_array_equal(np.sort(a.pos[1:]), np.sort(b.pos[1:]))
         np.testing.assert_array_equal(np.sort(a.rank[1:]), np.sort(b.rank[1:]))
     assert after.length.tolist() == [T + 1, 13, 1]
 
 
-def test_driving_past_the_plan_is_visible(tiny):
-    """No token is overwritten silently: logits become NaN."""
-    model, params = tiny
-    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=4, max_new_tokens=2)
-    _, state = kvjax.prefill(model, params, jnp.ones((1, 4), jnp.int32), plan)
+PLANNED = {"slots": methods.full(), "temperatures": methods.keyformer(4)}
+
+
+@pytest.mark.parametrize("policy", PLANNED.values(), ids=PLANNED)
+def test_driving_past_the_plan_is_visible(shallow, policy):
+    """No token is overwritten silently, nor chosen by numbers made for fewer: logits become NaN."""
+    model, params = shallow
+    _, state = read_prompt(shallow, policy, np.ones((1, 4), np.int32), max_new_tokens=2)
+    step = jax.jit(lambda params, state: kvjax.decode_step(model, params, jnp.ones((1,), jnp.int32), state))
     finite = []
     for _ in range(3):
-        logits, state = kvjax.decode_step(model, params, jnp.ones((1,), jnp.int32), state)
+        logits, state = step(params, state)
         finite.append(bool(jnp.isfinite(logits).all()))
     assert finite == [True, True, False]
 
 
-def test_compact_positions_are_those_of_a_shorter_text(tiny):
-    """With all sinks and no gap, StreamingLLM's ranks are positions; with a gap, they are ranks."""
+GO_ON = {
+    "generate_from": lambda m, p, logits, state, n: kvjax.generate_from(m, p, logits, state, max_new_tokens=n + 1),
+    "generate_beams_from": lambda m, p, logits, state, n: kvjax.generate_beams_from(
+        m, p, logits, state, num_beams=2, max_new_tokens=n + 1
+    ),
+    "feed": lambda m, p, logits, state, n: kvjax.feed(m, p, jnp.ones((2, n), jnp.int32), state),
+}
+
+
+@pytest.mark.parametrize("name", GO_ON)
+@pytest.mark.parametrize("policy", PLANNED.values(), ids=PLANNED)
+def test_what_is_past_the_plan_is_refused(shallow, name, policy):
+    """Whether a cache has room for three tokens where two were planned or not."""
+    logits, state = read_prompt(shallow, policy, np.ones((2, 6), np.int32), max_new_tokens=2)
+    with pytest.raises(ValueError, match="3 tokens come after the prompt, but the plan was made for 2; make it with"):
+        GO_ON[name](*shallow, logits, state, 3)
+
+
+@pytest.mark.parametrize("name", ["generate_from", "generate_beams_from"])
+def test_traced_generation_past_the_plan_gives_no_tokens(shallow, name):
+    logits, state = read_prompt(shallow, methods.full(), np.ones((2, 6), np.int32), max_new_tokens=2)
+    run = jax.jit(lambda params, logits, state: GO_ON[name](shallow[0], params, logits, state, 4).tokens)
+    tokens = np.asarray(run(shallow[1], logits, state)).reshape(2, -1)
+    assert (tokens[:, :3] >= 0).all()
+    assert (tokens[:, 3:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        kvjax.when(kvjax.every(3), methods.h2o(4)),
+        methods.nacl(6, proxies=3, protect=2, decode_every=3, decode_rows="interval"),
+    ],
+    ids=["every", "nacl"],
+)
+def test_a_row_that_slept_goes_on_as_if_it_had_not(shallow, policy):
+    """Schedules and intervals count a row's own steps, and no row outgrows its plan meanwhile."""
+    model, params = shallow
+    n, text = 9, np.random.default_rng(8).integers(0, 61, (2, 9))
+    _, state = read_prompt(shallow, policy, np.arange(16).reshape(2, 8), max_new_tokens=n)
+
+    @jax.jit
+    def read(params, tokens, active, state):
+        def step(state, now):
+            logits, state = kvjax.decode_step(model, params, now[0], state, active=now[1])
+            return state, logits
+
+        return jax.lax.scan(step, state, (tokens, active))[1]
+
+    awake = np.ones((n + 2, 2), bool)
+    sleepy = awake.copy()
+    sleepy[[1, 2], 0] = False
+    read_by = lambda active: read(
+        params, jnp.asarray(text[[0, 1], np.minimum(np.cumsum(active, 0) - 1, n - 1)], jnp.int32), active, state
+    )
+    rested, slept = np.asarray(read_by(awake)), np.asarray(read_by(sleepy))
+    np.testing.assert_allclose(slept[sleepy[:, 0], 0], rested[:n, 0], atol=1e-5)
+    np.testing.assert_allclose(slept[:n, 1], rested[:n, 1], atol=1e-5)
+
+
+def test_a_row_that_slept_draws_as_if_it_had_not(shallow):
+    """And the other row, which took a step meanwhile, draws what comes after it."""
+    model, params = shallow
+    logits, state = read_prompt(shallow, methods.full(), np.ones((2, 6), np.int32), max_new_tokens=12)
+
+    @jax.jit
+    def draw(params, logits, state, active):
+        _, state = kvjax.decode_step(model, params, jnp.ones((2,), jnp.int32), state, active=active)
+        sampler = kvjax.Sample(temperature=4.0)
+        return kvjax.generate_from(model, params, logits, state, max_new_tokens=8, sampler=sampler).tokens
+
+    asleep, one = (np.asarray(draw(params, logits, state, jnp.asarray([False, x]))) for x in (False, True))
+    np.testing.assert_array_equal(one[0], asleep[0])
+    assert (one[1] != asleep[1]).any()
+
+
+READ = {
+    "prefill": lambda m, p, t, plan, state: kvjax.prefill(m, p, jnp.full((1, 4), t), plan)[0],
+    "decode_step": lambda m, p, t, plan, state: kvjax.decode_step(m, p, jnp.full((1,), t), state)[0],
+    "feed": lambda m, p, t, plan, state: kvjax.feed(m, p, jnp.full((1, 1), t), state)[0],
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_ids_outside_the_vocabulary_are_never_read_as_tokens(shallow, name):
+    """Not those that count from its end either: refused where they are known, and NaN where they are traced."""
+    model, params = shallow
+    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=4, max_new_tokens=2)
+    _, state = read_prompt(shallow, methods.full(), np.ones((1, 4), np.int32), max_new_tokens=2)
+    for bad in (-1, -61, 61):
+        with pytest.raises(ValueError, match=f"token id {bad} is outside the vocabulary of 61"):
+            READ[name](model, params, jnp.int32(bad), plan, state)
+    traced = jax.jit(lambda params, t, state: READ[name](model, params, t, plan, state))
+    finite = [bool(jnp.isfinite(traced(params, jnp.int32(t), state)).all()) for t in (-1, -61, 61, 60)]
+    assert finite == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 2}, "a model of 1 layers, but this one has 2"),
+        ({"num_query_heads": 2}, "layer 0 has num_query_heads=4, but this one has 2"),
+        ({"num_kv_heads": 1}, "layer 0 has num_kv_heads=2, but this one has 1"),
+        ({"head_dim": 4}, "layer 0 has head_dim=8, but this one has 4"),
+        ({"sliding_window": (3,)}, "layer 0 has window=None, but this one has 3"),
+    ],
+)
+def test_a_plan_is_for_one_model(shallow, change, message):
+    model, params = shallow
+    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=4, max_new_tokens=2)
+    _, state = read_prompt(shallow, methods.full(), np.ones((1, 4), np.int32), max_new_tokens=2)
+    other = models.LanguageModel(dataclasses.replace(model.config, **change))
+    for name in READ:
+        with pytest.raises(ValueError, match=message):
+            READ[name](other, params, jnp.int32(1), plan, state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: {n: x for n, x in p.items() if n != "layers_2"}, r"\['layers_2'\].* is absent, but the model wants"),
+        (lambda p: {**p, "layers_3": p["layers_2"]}, r"\['layers_3'\].*, but the model wants none"),
+        (lambda p: {**p, "embed_tokens": p["embed_tokens"][:60]}, r"is \(60, 32\), but the model wants \(61, 32\)"),
+        (lambda p: {"params": p}, "give the parameters that were loaded"),
+    ],
+)
+def test_parameters_are_for_one_model(tiny, change, message):
     model, params = tiny
+    with pytest.raises(ValueError, match=message):
+        kvjax.generate(model, change(params), np.ones((1, 4), np.int32), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("read", [read_prompt, None], ids=["prefill", "generate"])
+def test_donating_a_state_leaves_the_callers_arrays(shallow, read):
+    model, params = shallow
+    keys, lengths, tokens = jax.random.split(jax.random.key(0), 2), jnp.asarray([6, 6]), np.ones((2, 6), np.int32)
+    options = {"key": keys, "lengths": lengths}
+    if read is None:
+        state = kvjax.generate(model, params, tokens, max_new_tokens=2, **options).state
+    else:
+        plan = kvjax.make_plan(model.config, methods.full(), prompt_len=6, max_new_tokens=2)
+        state = kvjax.prefill(model, params, tokens, plan, **options)[1]
+    step = jax.jit(
+        lambda params, state: kvjax.decode_step(model, params, jnp.ones((2,), jnp.int32), state)[1], donate_argnums=1
+    )
+    step(params, state)
+    assert not keys.is_deleted()
+    assert not lengths.is_deleted()
+
+
+def test_compact_positions_are_those_of_a_shorter_text(shallow):
+    """With all sinks and no gap, StreamingLLM's ranks are positions; with a gap, they are ranks."""
+    model, params = shallow
     tokens = jnp.asarray(np.random.default_rng(5).integers(0, 61, (1, 12)), jnp.int32)
 
     def logits(policy):
         plan = kvjax.make_plan(model.config, policy, prompt_len=8, max_new_tokens=4)
-        _, state = kvjax.prefill(model, params, tokens[:, :8], plan)
-        return kvjax.feed(model, params, tokens[:, 8:], state)
+
+        @jax.jit
+        def read(params, tokens):
+            _, state = kvjax.prefill(model, params, tokens[:, :8], plan)
+            return kvjax.feed(model, params, tokens[:, 8:], state)
+
+        return read(params, tokens)
 
     same, _ = logits(methods.streaming_llm(12, sinks=2))
     full, _ = logits(methods.full())
@@ -152,12 +344,11 @@ def test_compact_positions_are_those_of_a_shorter_text(tiny):
         assert sorted(layer.pos[0, 0].tolist()) == [0, 1, 8, 9, 10, 11]
 
 
-def test_compact_positions_after_many_steps_equal_ranks(tiny):
-    model, params = tiny
+def test_compact_positions_after_many_steps_equal_ranks(shallow):
+    model, params = shallow
     policy = kvjax.when(kvjax.every(3), methods.streaming_llm(6, sinks=2))
-    plan = kvjax.make_plan(model.config, policy, prompt_len=9, max_new_tokens=14)
     rng = np.random.default_rng(6)
-    _, state = kvjax.prefill(model, params, jnp.asarray(rng.integers(0, 61, (2, 9)), jnp.int32), plan)
+    _, state = read_prompt(shallow, policy, rng.integers(0, 61, (2, 9)), max_new_tokens=14)
     step = jax.jit(kvjax.decode_step, static_argnums=0)
     for _ in range(14):
         _, state = step(model, params, jnp.asarray(rng.integers(0, 61, 2), jnp.int32), state)
@@ -166,9 +357,9 @@ def test_compact_positions_after_many_steps_equal_ranks(tiny):
             np.testing.assert_array_equal(layer.rank, expected)
 
 
-def test_a_function_of_everything_can_be_jitted(tiny, prompts):
+def test_a_function_of_everything_can_be_jitted(shallow, prompts):
     """`generate` inside a user's jit, lengths traced."""
-    model, params = tiny
+    model, params = shallow
     tokens, lengths = prompts
     policy = methods.snapkv(0.5, window_size=2, kernel_size=3)
 
@@ -180,8 +371,8 @@ def test_a_function_of_everything_can_be_jitted(tiny, prompts):
     np.testing.assert_array_equal(pipeline(params, jnp.asarray(tokens[:2]), jnp.asarray(lengths[:2])), expected)
 
 
-def test_sampling_is_per_row(tiny, prompts):
-    model, params = tiny
+def test_sampling_is_per_row(shallow, prompts):
+    model, params = shallow
     tokens, lengths = prompts
     keys = jax.random.split(jax.random.key(4), 3)
     sampler = kvjax.Sample(temperature=0.8, top_k=20, top_p=0.9)
@@ -208,16 +399,16 @@ def test_sampling_filters():
     np.testing.assert_allclose(np.bincount(draws, minlength=4) / 4000, [0.5, 0.25, 0.15, 0.1], atol=0.03)
 
 
-def test_a_prompt_of_one_token(tiny):
-    model, params = tiny
+def test_a_prompt_of_one_token(shallow):
+    model, params = shallow
     for policy in (methods.full(), methods.h2o(4), methods.snapkv(0.25), methods.streaming_llm(8), methods.tova(0.5)):
         result = kvjax.generate(model, params, np.array([[3]]), policy=policy, max_new_tokens=6)
         assert result.tokens.shape == (1, 6)
         assert int(result.tokens.max()) < 61
 
 
-def test_a_budget_above_the_prompt_keeps_it(tiny, prompts):
-    model, params = tiny
+def test_a_budget_above_the_prompt_keeps_it(shallow, prompts):
+    model, params = shallow
     tokens, lengths = prompts
     full = kvjax.generate(model, params, tokens, lengths=lengths, max_new_tokens=4)
     large = kvjax.generate(model, params, tokens, lengths=lengths, policy=methods.snapkv(500), max_new_tokens=4)
@@ -236,7 +427,19 @@ def test_a_budget_above_the_prompt_keeps_it(tiny, prompts):
         ({"lengths": [0, 20, 3]}, "between 1 and the prompt's width 20, got 0 to 20"),
         ({"lengths": [21, 20, 3]}, "got 3 to 21"),
         ({"lengths": [2]}, "lengths must be 3 integers"),
-        ({"max_new_tokens": 0}, "at least 1 token"),
+        ({"lengths": [3.7, 20, 20]}, "lengths must be 3 integers"),
+        ({"lengths": [[3], [20, 20]]}, "lengths must be 3 integers"),
+        ({"tokens": [[1, 2], [3]]}, r"pad prompts of different lengths on the left \(models.pad_left\)"),
+        ({"tokens": np.zeros((0, 4), np.int32)}, r"prompts are empty \(shape \(0, 4\)\)"),
+        ({"tokens": "the quiet goat"}, "must be integers"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: generate at least 1 token"),
+        ({"max_new_tokens": 4.0}, "max_new_tokens=4.0: generate at least 1 token, a whole number"),
+        ({"max_new_tokens": 2**30}, "are more than 1073741823 tokens together"),
+        ({"eos_ids": 61}, "eos_ids=61: end tokens lie in the vocabulary of 61"),
+        ({"eos_ids": (1.5,)}, r"eos_ids=\(1.5,\): end tokens"),
+        ({"pad_id": None}, "pad_id=None: must be a whole number"),
+        ({"key": 5}, "key=5 is not a PRNG key"),
+        ({"sampler": "greedy"}, "sampler='greedy': must be of type Sampler, not str"),
         ({"policy": lambda: methods.h2o(0)}, "budget=0 tokens"),
         ({"policy": lambda: methods.h2o(-3)}, "cannot be negative"),
         ({"policy": lambda: methods.h2o(1.5)}, r"lies in \(0, 1\]"),
@@ -256,6 +459,7 @@ def test_a_budget_above_the_prompt_keeps_it(tiny, prompts):
         ({"sampler": lambda: kvjax.Sample(temperature=0.0)}, "must be positive"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_bad_input_is_refused_before_tracing(tiny, prompts, change, message):
     model, params = tiny
 
@@ -265,6 +469,88 @@ def test_bad_input_is_refused_before_tracing(tiny, prompts, change, message):
 
     with pytest.raises(ValueError, match=message):
         attempt(**change)
+
+
+PLAN, STATE = object(), object()
+BAD_CALLS = [
+    (kvjax.prefill, {"plan": STATE}, "plan is a KVState, not a CachePlan such as make_plan returns"),
+    (kvjax.prefill, {"plan": methods.full()}, "plan is a Identity, not a CachePlan"),
+    (kvjax.prefill, {"block": 2.5}, r"block=2.5: a block has at least 1 token, a whole number; use None"),
+    (kvjax.prefill, {"block": "all"}, "block='all': a block"),
+    (kvjax.prefill, {"model": {}}, "model is a dict, not a model"),
+    (kvjax.generate, {"model": {}, "max_new_tokens": 2}, "model is a dict, not a model"),
+    (kvjax.generate, {"pad_id": 2**40, "max_new_tokens": 2}, "pad_id=1099511627776: must be a whole number"),
+    (kvjax.generate, {"key": np.uint32(3), "max_new_tokens": 2}, "is not a PRNG key"),
+    (kvjax.generate, {"key": np.ones(5, np.uint32), "max_new_tokens": 2}, r"key has shape \(5,\), but one raw key"),
+    (kvjax.generate_beams, {"key": 5, "max_new_tokens": 2}, "key=5 is not a PRNG key"),
+    (kvjax.decode_step, {"state": None}, "state is a NoneType, not a KVState such as prefill returns"),
+    (kvjax.decode_step, {"state": PLAN}, "state is a CachePlan, not a KVState"),
+    (kvjax.decode_step, {"active": np.ones(3, bool)}, r"active has the shape \(3,\), but \(2,\) fits"),
+    (kvjax.decode_step, {"active": [2, 0]}, "active must be an array of booleans"),
+    (kvjax.feed, {"state": None}, "state is a NoneType"),
+    (
+        kvjax.generate_from,
+        {"logits": np.ones((1, 61), np.float32)},
+        r"logits has the shape \(1, 61\), but \(2, 61\) fits",
+    ),
+    (kvjax.generate_from, {"logits": np.ones((2, 60), np.float32)}, r"\(2, 60\), but \(2, 61\) fits"),
+    (kvjax.generate_from, {"logits": None}, "logits must be an array of floats"),
+    (kvjax.generate_from, {"state": None}, "state is a NoneType"),
+    (kvjax.generate_beams_from, {"logits": np.ones((1, 61), np.float32)}, r"\(1, 61\), but \(2, 61\) fits"),
+    (kvjax.generate_beams_from, {"logits": np.ones((2, 60), np.float32)}, r"\(2, 60\), but \(2, 61\) fits"),
+    (kvjax.forward, {"phase": "banana"}, "phase='banana' is not one of"),
+    (kvjax.forward, {"phase": "decode"}, r"shape \(2, 1\), one row of tokens a sequence; got int64 of shape \(2, 8\)"),
+    (kvjax.forward, {"valid": [9, 8]}, r"valid=\[9, 8\]: must be 2 whole numbers, one a sequence, from 0 to 8"),
+    (kvjax.forward, {"tokens": np.full((2, 8), -3)}, "token id -3 is outside the vocabulary of 61"),
+    (kvjax.forward, {"state": PLAN}, "state is a CachePlan"),
+    (kvjax.init_state, {"plan": None}, "plan is a NoneType"),
+    (kvjax.init_state, {"lengths": [60, 6]}, "between 1 and the prompt's width 8, got 6 to 60"),
+    (kvjax.init_state, {"lengths": []}, "lengths must be 1 integers"),
+    (kvjax.init_state, {"dtype": "banana"}, "dtype='banana': must be a dtype of floats"),
+    (kvjax.init_state, {"dtype": np.int32}, "must be a dtype of floats"),
+    (kvjax.take_rows, {"rows": [0, 2]}, r"rows=\[0, 2\]: must be whole numbers, at least one, from 0 to 1"),
+    (kvjax.take_rows, {"rows": [-1]}, "from 0 to 1"),
+    (methods.h2o(6), {"attn_stats": None}, "applied to a KVState and the AttentionStats of forward"),
+    (methods.h2o(4), {"attn_stats": kvjax.AttentionStats((), phase="decode")}, "the state was planned for Evict"),
+    (methods.full(), {"attn_stats": kvjax.AttentionStats((), phase="prefill")}, "the state was planned for Evict"),
+]
+
+
+@pytest.fixture(scope="module")
+def moment(shallow):
+    """What drivers are given: by name, all that fits together."""
+    tokens, policy = np.ones((2, 8), np.int64), methods.h2o(6)
+    plan = kvjax.make_plan(shallow[0].config, policy, prompt_len=8, max_new_tokens=2)
+    logits, state = read_prompt(shallow, policy, tokens, max_new_tokens=2)
+    found = {"model": shallow[0], "params": shallow[1], "tokens": tokens, "token": [1, 1], "plan": plan}
+    return found | {"state": state, "logits": logits, "lengths": [8, 8]}
+
+
+@pytest.mark.parametrize(("call", "change", "message"), BAD_CALLS)
+@pytest.mark.usefixtures("unchecked")
+def test_drivers_refuse_what_does_not_fit(moment, call, change, message):
+    """Before anything is traced, and never by the error of a library."""
+    names = list(inspect.signature(call).parameters)
+    given = {n: x for n, x in moment.items() if n in names}
+    given |= {n: moment["plan"] if x is PLAN else moment["state"] if x is STATE else x for n, x in change.items()}
+    if call in (kvjax.generate_from, kvjax.generate_beams_from):
+        given["max_new_tokens"] = 2
+    with pytest.raises(ValueError, match=message):
+        call(**given)
+
+
+def test_a_block_is_no_larger_than_the_prompt(moment):
+    assert [check_block(moment["plan"], block) for block in (None, 3, 10**12)] == [None, 3, 8]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_numbers_of_numpy_and_lists_are_as_good(shallow):
+    model, params = shallow
+    plain = kvjax.generate(model, params, np.array([[1, 2, 3]]), max_new_tokens=2, eos_ids=(60,), lengths=np.array([2]))
+    other = kvjax.generate(
+        model, params, [[1, 2, 3]], max_new_tokens=np.int64(2), eos_ids=np.int64(60), lengths=[2], pad_id=np.int32(0)
+    )
+    np.testing.assert_array_equal(plain.tokens, other.tokens)
 
 
 def test_a_plan_is_for_one_width(tiny):

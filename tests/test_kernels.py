@@ -275,6 +275,35 @@ def test_the_only_key_of_a_row_is_above_no_threshold(implementation, T):
     only_keys(T, implementation)
 
 
+def uniform_rows(T, implementation):
+    """Equal keys: every probability of a row is one over those it sees, however it, or a group's mean, was rounded."""
+    q, _, v, q_pos, kv_pos = inputs(N=6, T=T, cached=40)
+    k = jnp.broadcast_to(jnp.linspace(-1.0, 1.0, 8), v.shape)
+    columns = [
+        Columns(element="above", threshold=threshold, group=group, group_at=at)
+        for threshold, (group, at) in itertools.product(
+            ("1/visible", 1 / 40), (("mean", "before"), ("max", "before"), (None, "after"))
+        )
+    ]
+    found = attention(4 * q, k, v, q_pos, kv_pos, columns=columns, implementation=implementation).columns
+    for c, x in zip(columns, found, strict=True):
+        if c.threshold == "1/visible":
+            assert not np.asarray(x).any(), c
+    # Dead slots leave rows that see fewer than 40 keys, whose probabilities are above 1 / 40, and rows that see more.
+    seen = ((kv_pos[:, :, None] >= 0) & (kv_pos[:, :, None] <= q_pos[:, None, :, None])).sum(-1)
+    wanted = jnp.where((seen > 0) & (seen < 40), seen, 0).sum(-1)
+    for x in found[len(found) // 2 :]:
+        np.testing.assert_array_equal(
+            x.reshape(2, 2, -1, x.shape[-1]).sum(-1), wanted[..., None].repeat(x.shape[1] // 2, -1)
+        )
+
+
+@pytest.mark.parametrize("T", [1, 37])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_probability_of_a_uniform_row_is_above_average(implementation, T):
+    uniform_rows(T, implementation)
+
+
 @pytest.mark.parametrize("softcap", [None, 4.0])
 def test_gradients_against_finite_differences(softcap):
     with jax.enable_x64(True):

@@ -10,6 +10,7 @@ import pytest
 
 import kvjax
 from kvjax import generation
+from kvjax.plan import members
 from kvjax.state import EMPTY, evict
 from tests import helpers
 from tests.methods import CASES, every_method, every_method_with_a_model, sampled_methods_with_a_model
@@ -178,6 +179,41 @@ def test_a_padded_row_gets_what_it_gets_alone(case, budget):
         alone = evict_layer(cut(q), cut(k), cut(v), key=keys[row : row + 1], tokens=ids)
         np.testing.assert_array_equal(together.keep[row, :, T - n :], alone.keep[0])
         assert not np.asarray(together.keep[row, :, : T - n]).any()
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_a_prompt_of_which_everything_is_protected_is_kept_whole(case):
+    """Whatever share of it the budget is; one token more than the protected ones are too many for no budget."""
+    policy = case.make(0.25)
+    for layer in range(3):
+        site = helpers.site(T=T, layer=layer)
+        for member in members(policy, site):
+            if isinstance(member, kvjax.Evict):
+                _, sinks, recent = member.tables(site)
+                for n in (n for n in range(1, T) if n <= sinks[n] + recent[n]):
+                    member.check(site, n)
+                    assert member.target(site, n) >= n
+
+
+@pytest.mark.parametrize(
+    ("make", "n"),
+    [
+        (lambda: kvjax.methods.snapkv(0.25, window_size=6), 6),
+        (lambda: kvjax.methods.streaming_llm(0.25, sinks=4), 5),
+        (lambda: kvjax.methods.roco(0.25, scope=6, protect_last=2), 6),
+        (lambda: kvjax.methods.ada_pyramid(0.25, window_size=6), 6),
+    ],
+    ids=["window", "sinks", "scope", "pyramid"],
+)
+def test_a_row_that_is_too_short_to_be_evicted_from_does_not_fail_its_batch(make, n):
+    q, k, v = helpers.qkv(4, B=B, N=N, K=K, T=T, H=H)
+    cut = lambda row, length: (x[row : row + 1, :, T - length :] for x in (q, k, v))
+    together = kvjax.evict_layer(make(), q, k, v, lengths=[T, n]).keep
+    assert np.asarray(together[1, :, T - n :]).all()
+    np.testing.assert_array_equal(kvjax.evict_layer(make(), *cut(1, n)).keep[0], together[1, :, T - n :])
+    np.testing.assert_array_equal(kvjax.evict_layer(make(), *cut(0, T)).keep[0], together[0])
+    with pytest.raises(ValueError, match=rf"for a prompt of {n + 1}, "):
+        kvjax.evict_layer(make(), q, k, v, lengths=[T, n + 1])
 
 
 @every_method

@@ -10,12 +10,13 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import configs
 import kvjax
 from configs.learning import Prompts
-from experiments import budget_report, future_rows, learn_budget, learn_scorer, run
+from experiments import budget_report, checkpoints, future_rows, learn_budget, learn_scorer, run
 from experiments.future_rows import Reader
 from kvjax import methods
 from kvjax.families import PyramidBeta, Safeguard, Simplex, with_table
@@ -126,6 +127,20 @@ def test_the_table_goes_into_any_policy(finished, embedded):
     _, state = kvjax.prefill(model, params, tokens, plan)
     assert int(state.num_live.sum()) == 16 * 32
     assert len(set(np.asarray(state.num_live).ravel().tolist())) > 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"{", b"\xff", b"[]", b"{}", b"[" * 10**5, gzip.compress(b"{}")),
+        *(b'{"heads": 3}', b'{"heads": [[1, 2], [3]]}', b'{"heads": [[NaN, 1]]}'),
+        *(b'{"heads": [[-1, 1]]}', b'{"heads": [["a"]]}', b'{"heads": [[0, 0]]}'),
+    ],
+)
+def test_a_damaged_table_is_named(tmp_path, content):
+    (tmp_path / "0.25.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"0\.25\.json holds no table of shares of layers and heads"):
+        learn_budget.load_table(tmp_path / "0.25.json")
 
 
 def test_a_finished_run_is_not_repeated(finished, capsys):
@@ -391,6 +406,21 @@ def test_the_scorer_resumes(scored, tmp_path):
         (["--config", "learned_budget.py", "--future", "65"], "future=65 rows, but perplexity has 64"),
         (["--config", "learned_budget.py", "--temperature", "4", "0"], "temperatures are positive"),
         (["--config", "learned_budget.py", "--objective", "task_loss", "--future", "1"], "future=1 row predicts no"),
+        (["--config", "learned_budget.py", "--tasks", "key_value", "key_value"], "tasks has 'key_value' twice"),
+        (["--config", "learned_budget.py", "--budget", "0.25", "0.25"], "budget has 0.25 twice"),
+        (["--config", "learned_budget.py", "--seed", str(2**32)], "seed: 4294967296 must be at most 2147483647"),
+        (["--config", "learned_budget.py", "--window-size", str(10**20)], "window-size: 10{20} must be at most"),
+        (["--config", "learned_budget.py", "--length", str(10**20)], "must be at most 2147483647"),
+        *(
+            (["--config", "learned_budget.py", "--rate", x], f"rate={x} must be a finite number")
+            for x in ("inf", "-inf")
+        ),
+        (["--config", "learned_budget.py", "--temperature", "inf", "1"], r"temperature=\(inf, 1.0\) must be a finite"),
+        (["--config", "learned_budget.py", "--ada-alpha", "inf"], "ada_alpha=inf must be a finite number"),
+        (["--config", "learned_budget.py", "--pyramid-beta", "inf"], "pyramid_beta=inf must be a finite number"),
+        (["--config", "learned_budget.py", "--floor", "nan"], "--floor: nan is no number that"),
+        (["--config", "learned_budget.py", "--floor", "inf"], "Simplex"),
+        (["--config", "learned_budget.py", "--kernel-size", "4"], "odd"),
     ],
 )
 def test_errors_end_with_one_line(argv, message, tmp_path, monkeypatch):
@@ -398,6 +428,24 @@ def test_errors_end_with_one_line(argv, message, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=f"error: .*{message}"):
         learn_budget.main(argv)
     assert not list(tmp_path.rglob("samples.jsonl"))
+
+
+def test_a_checkpoint_that_is_broken_or_another_runs_is_refused(tmp_path):
+    state = {"x": np.arange(3.0)}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        args = {"state": ocp.args.StandardSave(state), "progress": ocp.args.JsonSave({"step": 1, "identity": "this"})}
+        manager.save(1, args=ocp.args.Composite(**args))
+        manager.wait_until_finished()
+        found, progress = checkpoints.restored(manager, tmp_path, state, "this")
+        np.testing.assert_array_equal(found["x"], state["x"])
+        assert progress == {"step": 1}
+        with pytest.raises(ValueError, match=f"{tmp_path} holds a checkpoint of this, not of that; move"):
+            checkpoints.restored(manager, tmp_path, state, "that")
+        for file in (tmp_path / "1").rglob("*"):
+            if file.is_file():
+                file.write_bytes(file.read_bytes()[:3])
+        with pytest.raises(ValueError, match=f"the checkpoint in {tmp_path} cannot be read .*; move that directory"):
+            checkpoints.restored(manager, tmp_path, state, "this")
 
 
 def test_the_main_job_points_to_the_other_scripts():

@@ -4,6 +4,7 @@ import dataclasses
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import kvjax
 from kvjax import methods
 from kvjax.allocation import Adaptive, UniformHeads
 from kvjax.analysis import eviction_bound, eviction_loss
-from kvjax.budget import Counts, Ratio, Share
+from kvjax.budget import Counts, Ratio, Share, Tokens
 from kvjax.eviction import EvictMemory
 from kvjax.key_scores import ExpectedAttention, KeyDifference, KeyNorm, LagRelative
 from kvjax.measurements import FutureQueries, ProjectedValueNorm
@@ -51,9 +52,9 @@ def moment_of(kv, pos, ctx):
     return kvjax.stats.Moment(q, q, kv, jnp.asarray(pos, jnp.int32), ctx, lambda x, _: x)
 
 
-def decoding(length, *, prompt, site=None, step=1):
+def decoding(length, *, prompt, site=None):
     site = helpers.site(T=prompt, K=1, N=1) if site is None else site
-    return helpers.context(site, length=[length], prompt_length=[prompt], step=step, phase="decode")
+    return helpers.context(site, length=[length], prompt_length=[prompt], phase="decode")
 
 
 def test_e04_the_mask_with_one_slot_too_many(examples):
@@ -69,6 +70,20 @@ def test_e04_the_mask_with_one_slot_too_many(examples):
     assert visible == e["expected"]["visible_to_next_step"]
     assert e["expected"]["always_lost"] not in visible
     assert shown(0) == e["expected"]["with_recent_zero"]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_mask_hides_nothing_before_there_is_more_than_the_budget(persistent):
+    """The row to come reads all of heavy + recent = 5 tokens, and of 6 the first that the released code loses."""
+    policy = NextStepMask(3, 2, persistent=persistent)
+    for n in range(1, 7):
+        kv, ctx = cache(range(n)), decoding(n, prompt=6)
+        memory = (jnp.arange(6.0, 6 - n, -1)[None, None], jnp.zeros((1, 1, n)))
+        stats = LayerStats((jnp.zeros((1, 1, n)),), (Observe(),))
+        memory, _ = policy.decide(dataclasses.replace(kv, memory=memory), stats, ctx)
+        memory = tuple(jnp.pad(x, ((0, 0), (0, 0), (0, 1))) for x in memory)
+        shown = policy.visible(dataclasses.replace(cache(range(n + 1)), memory=memory), decoding(n + 1, prompt=6))
+        assert np.flatnonzero(~shown[0, 0]).tolist() == ([3, 4] if n == 6 else [])
 
 
 def test_e05_stepwise_mask(examples):
@@ -109,13 +124,13 @@ def test_e07_scissorhands(examples):
     assert helpers.kept(select(dataclasses.replace(policy, budget=n - 2), e["inputs"]["P"])) == e["expected"]["kept"]
 
     # The same history one row at a time: a cache of 5 that gets its 6th token drops 2 at once.
-    policy = methods.scissorhands(5, history=3, recent=2, drop=1)
+    policy = methods.scissorhands(5, history=3, recent=2, drop=e["params"]["drop"])
     p = np.asarray(e["inputs"]["P"])
     site = helpers.site(T=5, K=1, N=1, max_new_tokens=4)
     q, k, v, _ = helpers.from_probabilities(p)
     kv = kvjax.LayerKV(k[:, :, :0], v[:, :, :0], jnp.zeros((1, 1, 0), jnp.int32), policy.init(site, 1))
     for phase, rows in (("prefill", slice(0, 5)), ("decode", slice(5, 6))):
-        ctx = helpers.context(site, length=[rows.stop], prompt_length=[5], step=int(phase == "decode"), phase=phase)
+        ctx = helpers.context(site, length=[rows.stop], prompt_length=[5], phase=phase)
         pos = jnp.arange(rows.start, rows.stop, dtype=jnp.int32)[None]
         observe = policy.observe(phase, site)
         kv = kvjax.compact(kv, 6) if phase == "decode" else kv
@@ -206,6 +221,22 @@ def test_e14_nacl_shares(examples):
     assert (int(sinks[0]), int(recent[0])) == (code["sinks"], max(code["recent"], 0))
     assert int(kvjax.budget.as_count(policy.select.random, "random").table(n, budget)[0]) == code["random_keep"]
     assert 0 <= int(budget[0]) - code["kept_total"] <= 2
+
+
+@pytest.mark.parametrize(
+    ("percent", "protect", "scoring", "random"),
+    [(5, 0.5, 1.5, 3.5), (10, 1, 3, 7), (15, 1.5, 10.5, 9.5), (20, 2, 18, 12), (25, 1.75, 19, 15), (30, 1.5, 20, 18)],
+)
+def test_nacl_shares_are_of_the_prompt_at_every_length(percent, protect, scoring, random):
+    """Each is rounded once, in exact numbers: 20 % of 1,001 tokens are 200 scoring rows, not 20 % of 199.8."""
+    n = np.arange(3000)
+    floor = lambda share: n * round(share * 100) // 10000
+    of = lambda which: Table4(which, Ratio(percent / 100)).table(n, n)
+    np.testing.assert_array_equal(of("protect"), floor(protect))
+    np.testing.assert_array_equal(of("rows"), np.maximum(floor(protect + scoring), 1))
+    np.testing.assert_array_equal(of("random"), floor(random))
+    tokens = np.full_like(n, 1000)
+    assert (Table4("rows", Tokens(200)).table(tokens, tokens) == 200).all()
 
 
 def test_e15_nacl_selection(examples, monkeypatch):
@@ -395,9 +426,14 @@ def test_e24_e25_keyformer_scores(examples, monkeypatch):
     policy = methods.keyformer(params["k"], recent=params["recent"], per="key")
     noisy = policy.observe("decode", site)[0].softmax
     assert noisy == Noisy(per="key", tau=(params["tau_init"], params["tau_end"]))
-    moment = lambda step: moment_of(cache(range(4)), [[3]], decoding(n + step, prompt=n, site=site, step=step))
+    moment = lambda step: moment_of(cache(range(4)), [[3]], decoding(n + step, prompt=n, site=site))
     taus = [1.0 / float(noisy.kernel(moment(step)).multiplier[0, 0, 0]) for step in range(3)]
     np.testing.assert_allclose(taus, e["expected"]["tau"], rtol=1e-6)
+    apart = helpers.context(site, length=[n + 2, n], prompt_length=[n, n], phase="decode")  # the second row slept
+    both = jax.tree.map(lambda x: jnp.concatenate([x, x]), cache(range(4)))
+    q = jnp.zeros((2, 1, 1, 8))
+    multiplier = noisy.kernel(kvjax.stats.Moment(q, q, both, jnp.asarray([[3], [3]]), apart, lambda x, _: x)).multiplier
+    np.testing.assert_allclose(1.0 / multiplier[:, 0, 0], [taus[2], taus[0]], rtol=1e-6)
     keep = kvjax.Evict(Accumulated(), params["k"], protect=Protect(recent=params["recent"]))
     prompt = cache(range(4), EvictMemory(jnp.zeros((1, 1, 4)), (), None))
     ctx = helpers.context(site, length=[4])
@@ -466,6 +502,18 @@ def test_e29_lagkv(examples):
     np.testing.assert_allclose(chunks[1:5].reshape(2, 2), e["expected"]["chunk_scores"], atol=1e-6)
 
 
+@pytest.mark.parametrize("n", [8, 4, 2])
+def test_lagkv_keeps_its_sinks_whatever_ties_with_them(examples, n):
+    """Sinks, last partition and remainder all score 1, and the newest win ties: sinks are protected instead."""
+    k, v = (jnp.asarray(examples["E29"]["inputs"][x], jnp.float32)[None, None, :n] for x in "kv")
+    kept = lambda policy: helpers.kept(kvjax.evict_layer(policy, jnp.zeros_like(k), k, v))
+    assert kept(methods.lagkv(3, lag=2, sinks=2)) == sorted({0, 1, n - 1})
+    assert kept(methods.lagkv(2, lag=2, sinks=2)) == [0, 1]
+    assert methods.lagkv(0.5).protect == Protect(sinks=4)
+    with pytest.raises(ValueError, match=r"a budget of 3 tokens cannot hold the 4 that protect keeps \(sinks=4"):
+        methods.lagkv(3)
+
+
 def test_e30_chunkkv(examples):
     e = examples["E30"]
     scores = jnp.asarray(e["inputs"]["scores"], jnp.float32)[None]
@@ -508,8 +556,43 @@ def test_e31_criticalkv(examples):
     stage1 = TopK().best(first.score, kv.pos, first.count)
     assert np.flatnonzero(stage1[0, 0]).tolist() == e["expected"]["stage1"]
     np.testing.assert_allclose(second.score[0, 0], e["expected"]["stage2_score"], atol=1e-6)
+    w = params["window"]  # votes that are added up are so many times larger, and so is what eps adds to them
+    votes = dataclasses.replace(limits, summands=w)
+    _, second = policy.select.stages(w * base[None, None], jnp.zeros((1, 1, 5), bool), kv, stats, None, votes)
+    np.testing.assert_allclose(second.score[0, 0] / w, e["expected"]["stage2_score"], atol=1e-6)
     with pytest.raises(ValueError, match="output projection"):
         kvjax.evict_layer(policy, q, q, v)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"window_size": 2}, {"window_size": 6}, {"pooling": "avg"}, {"group": "max"}, {"group": "sum"}],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_criticalkv_adds_its_eps_to_means_whatever_its_base_adds_up(options):
+    """Against the published formula: a mean over the window's rows, pooled, over the group; then (S + eps) |v W_O|."""
+    B, N, K, T, H, budget, eps = 2, 4, 2, 24, 8, 12, 0.05
+    options = {"window_size": 4, "kernel_size": 3, **options}
+    w = options["window_size"]
+    q, k, v = helpers.qkv(11, B=B, N=N, K=K, T=T, H=H)
+    out_proj = jax.random.normal(jax.random.key(3), (N, H, 12))
+    policy = methods.criticalkv(budget, base=methods.snapkv(budget, **options), eps=eps)
+    keep = np.asarray(kvjax.evict_layer(policy, q, k, v, out_proj=out_proj).keep)
+
+    expand = lambda x: np.repeat(np.asarray(x, np.float64), N // K, axis=1)
+    logits = np.einsum("bnth,bnsh->bnts", np.asarray(q, np.float64), expand(k)) * H**-0.5
+    p = np.exp(np.where(np.tri(T, dtype=bool), logits, -np.inf))
+    votes = (p / p.sum(-1, keepdims=True))[:, :, -w:].mean(2)[..., :-w].reshape(B, K, N // K, T - w)
+    padded = np.pad(votes.max(2) if options.get("group") == "max" else votes.mean(2), ((0, 0), (0, 0), (1, 1)))
+    pool = np.mean if options.get("pooling") == "avg" else np.max
+    score = pool([padded[..., i : i + T - w] for i in range(3)], axis=0)
+    norm = np.abs(np.einsum("bnsh,nhd->bnsd", expand(v), np.asarray(out_proj, np.float64))).sum(-1)
+    second = (score + eps) * norm.reshape(B, K, N // K, T).mean(2)[..., :-w]
+    best = lambda x: np.lexsort((-np.arange(len(x)), -x)).tolist()  # of equals the newest, as pooled neighbours are
+    for b, h in np.ndindex(B, K):
+        first = best(score[b, h])[: max(budget // 2 - w, 0)]
+        rest = [i for i in best(second[b, h]) if i not in first][: budget - w - len(first)]
+        assert np.flatnonzero(keep[b, h]).tolist() == sorted([*first, *rest, *range(T - w, T)])
 
 
 def test_e32_think(examples):
@@ -574,6 +657,19 @@ def test_future_queries_are_the_average_of_rotated_moments():
             rows = q[b, h, pos[b] >= 4].astype(np.float64)
             np.testing.assert_allclose(mean[b, h], total @ rows.mean(0), atol=1e-5)
             np.testing.assert_allclose(cov[b, h], total @ np.cov(rows.T, bias=True) @ total.T, atol=1e-5)
+
+
+def test_shares_of_a_budget_are_so_for_rows_as_for_tokens():
+    """Half of a budget of 8 are 4 rows, not 12 of a prompt of 24."""
+    arrays = helpers.qkv(7, B=1)
+    score = lambda policy: np.asarray(kvjax.evict_layer(policy, *arrays).score)
+    aha = lambda recent: methods.ahakv(8, recent=recent, sg_k="selected")
+    nacl = lambda rows: methods.nacl(8, protect=2, proxies=rows, first_proxies=rows, random=0)
+    for make in (aha, nacl):
+        np.testing.assert_allclose(score(make(Share(0.5))), score(make(4)), atol=1e-6)
+    for make in (LastRows, EntropyScaled, lambda n: kvjax.stats.FirstAndLastRows(n, 1)):
+        with pytest.raises(ValueError, match="rows have no budget to be a share of"):
+            make(Share(0.5))
 
 
 def test_entropy_scaling_leaves_short_rows_alone():

@@ -248,6 +248,11 @@ def test_the_only_key_of_a_row_is_above_no_threshold(T):
     test_kernels.only_keys(T, "interpret")
 
 
+@pytest.mark.parametrize("T", [1, 37])
+def test_no_probability_of_a_uniform_row_is_above_average(T):
+    test_kernels.uniform_rows(T, "interpret")
+
+
 def test_repeatable():
     arrays = inputs(T=70)
     run = jax.jit(lambda *a: attention(*a, columns=FEW, implementation="interpret"))

@@ -10,6 +10,7 @@ import pytest
 import kvjax
 import models
 from kvjax import methods
+from models.config import from_hugging_face
 
 torch = pytest.importorskip("torch", reason="parity needs torch, which the test extra installs on Python 3.11")
 transformers = pytest.importorskip("transformers")
@@ -157,6 +158,82 @@ def test_older_config_files(tmp_path):
     ours, _ = kvjax.prefill(model, params, jnp.asarray(ids), plan)
     with torch.no_grad():
         assert_close(ours, theirs(torch.tensor(ids)).logits[:, -1])
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+ELSEWHERE = {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}
+DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
+SECTIONS = {
+    "scaling_replaces_parameters": {"rope_parameters": DEFAULT, "rope_scaling": YARN},
+    "scaling_takes_the_outer_base": {"rope_parameters": DEFAULT, "rope_scaling": YARN, "rope_theta": 700.0},
+    "scaling_of_another_kind": {
+        "rope_parameters": {**DEFAULT, **LLAMA3},
+        "rope_scaling": {"type": "linear", "factor": 2},
+    },
+    "empty_scaling": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **LLAMA3}, "rope_scaling": {}},
+    "outer_context_of_yarn": {"rope_scaling": YARN, "original_max_position_embeddings": 4096},
+    "outer_context_of_llama3": {
+        "rope_scaling": {"rope_type": "llama3", **LLAMA3},
+        "original_max_position_embeddings": 32,
+    },
+    "only_outer_context": {
+        "rope_scaling": {"rope_type": "llama3", **ELSEWHERE},
+        "original_max_position_embeddings": 32,
+    },
+    "no_context": {"rope_scaling": {"rope_type": "llama3", **ELSEWHERE}},
+    "yarn_factor_of_the_outer_context": {
+        "rope_scaling": {**YARN, "factor": None},
+        "original_max_position_embeddings": 32,
+    },
+    "yarn_band_of_no_width": {"rope_scaling": {**YARN, "original_max_position_embeddings": 4}},
+    "no_share": {"partial_rotary_factor": None},
+}
+
+
+@pytest.mark.parametrize("sections", SECTIONS)
+def test_rotary_sections_are_read_as_transformers_reads_them(tmp_path, sections):
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    raw = {**SIZES, "head_dim": 16, "architectures": ["LlamaForCausalLM"], "model_type": "llama", **SECTIONS[sections]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    theirs = LlamaRotaryEmbedding(transformers.AutoConfig.from_pretrained(tmp_path))
+    rope = from_hugging_face(raw).rope
+    np.testing.assert_allclose(rope.frequencies(16), theirs.inv_freq.numpy(), rtol=1e-5)
+    assert rope.attention_factor == pytest.approx(theirs.attention_scaling)
+
+
+def test_layers_of_mistral_have_windows_by_their_types(tmp_path):
+    """Ministral is stored under the name of Mistral."""
+    torch.manual_seed(0)
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    config = transformers.MistralConfig(**SIZES, sliding_window=7, head_dim=8)
+    transformers.MistralForCausalLM(config).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "layer_types": kinds}))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    model, params = models.load(tmp_path)
+    assert model.config.sliding_window == (None, 7, None)
+    ids = tokens()[:, :T]
+    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=T, max_new_tokens=0)
+    ours, _ = kvjax.prefill(model, params, jnp.asarray(ids), plan)
+    with torch.no_grad():
+        assert_close(ours, theirs(torch.tensor(ids)).logits[:, -1])
+
+
+def test_saved_families_are_theirs(pair, tmp_path):
+    """What was loaded and saved again gives transformers the logits of the original."""
+    theirs, model, params = pair
+    models.save(tmp_path, model, params)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = torch.tensor(tokens())
+    with torch.no_grad():
+        assert_close(again(ids).logits, theirs(ids).logits)
+
+
+def test_a_damaged_tokenizer_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"no tokenizer can be made of \['tokenizer.json'\]"):
+        models.load_tokenizer(tmp_path)
 
 
 def test_our_checkpoints_are_theirs(tmp_path, tiny):

@@ -1,6 +1,7 @@
 """Numeric examples that can be checked by hand, read from `golden/policy_examples.json`."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.budget import Ratio, whole_tokens
+from kvjax.budget import Ratio, Share, whole_tokens
 from kvjax.eviction import EvictMemory
 from kvjax.select import TopK
 from kvjax.stats import LayerStats
@@ -42,7 +43,7 @@ def test_e01_position_only(examples):
     for length, name in ((n, "dilated_mask"), (n + 1, "dilated_mask_next_step")):
         pos = jnp.arange(length - physical, length, dtype=jnp.int32)[None, None]
         kv = kvjax.LayerKV(jnp.zeros((1, 1, physical, 8)), jnp.zeros((1, 1, physical, 8)), pos)
-        ctx = helpers.context(helpers.site(K=1, N=1), length=[length], prompt_length=[n], step=1, phase="decode")
+        ctx = helpers.context(helpers.site(K=1, N=1), length=[length], prompt_length=[n], phase="decode")
         assert pos[0, 0][mask.visible(kv, ctx)[0, 0]].tolist() == e["expected"][name]
 
     uniforms = jnp.asarray(e["inputs"]["uniforms"])
@@ -51,6 +52,11 @@ def test_e01_position_only(examples):
     assert keep(given, p) == e["expected"]["random"]
     protected = dataclasses.replace(given, protect=methods.random(budget).protect)
     assert keep(protected, p) == e["expected"]["random_protect_last1"]
+
+
+@pytest.mark.parametrize(("n", "wanted"), [(3, [0, 1, 2]), (6, [0, 3, 4, 5]), (9, [0, 3, 6, 8]), (12, [3, 6, 9, 11])])
+def test_a_dilated_window_is_filled_until_its_grid_has_enough(n, wanted):
+    assert keep(methods.dilated_window(4, dilation=2, mode="anchored"), uniform_rows(n)) == wanted
 
 
 def test_e02_h2o_prompt(examples):
@@ -67,7 +73,7 @@ def test_e02_h2o_prompt(examples):
 def test_e03_h2o_decode_step(examples):
     e = examples["E03"]
     policy = methods.h2o(e["params"]["heavy"] + e["params"]["recent"], recent=e["params"]["recent"])
-    ctx = helpers.context(helpers.site(T=6, K=1, N=1), length=[7], prompt_length=[6], step=1, phase="decode")
+    ctx = helpers.context(helpers.site(T=6, K=1, N=1), length=[7], prompt_length=[6], phase="decode")
     pos = jnp.asarray([[[*e["inputs"]["kept_before"], e["inputs"]["new_position"]]]], jnp.int32)
     before = EvictMemory(jnp.asarray([[[*e["inputs"]["acc_before"], 0.0]]], jnp.float32), (), None)
     kv = kvjax.LayerKV(jnp.zeros((1, 1, 5, 8)), jnp.zeros((1, 1, 5, 8)), pos, before)
@@ -226,34 +232,51 @@ def test_e36_padding(examples):
     assert [i - pad for i in e["expected"]["kept"]] == keep(policy, p[pad:, pad:])
 
 
+def occupancy(schedule, steps, *, budget, n):
+    """(slots that attention reads, slots left) at every decode step."""
+    policy = kvjax.when(schedule, methods.window(budget))
+    site = helpers.site(T=n, K=1, N=1, max_new_tokens=steps)
+    policy.check(site, n)
+    ctx = helpers.context(site, length=[n])
+    kv = policy.layer(helpers.prompt_layer(policy, ctx, T=n, B=1, K=1), LayerStats(), ctx)
+    kv = kvjax.compact(kv, policy.capacity(site))
+    seen = []
+    for step in range(1, steps + 1):
+        now = helpers.context(site, length=[n + step], prompt_length=[n], phase="decode")
+        new = jnp.ones((1, 1, 1, 8))
+        kv = kvjax.state.insert(kv, new, new, jnp.asarray([[n + step - 1]], jnp.int32))
+        attended = int(kv.num_live[0, 0])
+        kv = policy.layer(kv, LayerStats(), now)
+        seen.append([attended, int(kv.num_live[0, 0])])
+    assert max(a for a, _ in seen) <= policy.capacity(site)
+    return seen
+
+
 def test_e39_schedules(examples):
     e = examples["E39"]
-    budget, n = e["params"]["budget"], e["inputs"]["n"]
-
-    def occupancy(schedule, steps, n=n):
-        """(slots that attention reads, slots left) at every decode step."""
-        policy = kvjax.when(schedule, methods.window(budget))
-        site = helpers.site(T=n, K=1, N=1, max_new_tokens=steps)
-        ctx = helpers.context(site, length=[n])
-        kv = policy.layer(helpers.prompt_layer(policy, ctx, T=n, B=1, K=1), LayerStats(), ctx)
-        kv = kvjax.compact(kv, policy.capacity(site))
-        seen = []
-        for step in range(1, steps + 1):
-            now = helpers.context(site, length=[n + step], prompt_length=[n], step=step, phase="decode")
-            new = jnp.ones((1, 1, 1, 8))
-            kv = kvjax.state.insert(kv, new, new, jnp.asarray([[n + step - 1]], jnp.int32))
-            attended = int(kv.num_live[0, 0])
-            kv = policy.layer(kv, LayerStats(), now)
-            seen.append([attended, int(kv.num_live[0, 0])])
-        assert max(a for a, _ in seen) <= policy.capacity(site)
-        return seen
-
-    assert occupancy(kvjax.every_step(), 4) == e["expected"]["every_step"]
-    assert occupancy(kvjax.every(3), 7) == e["expected"]["every_3"]
-    assert occupancy(kvjax.every(3), 7, n=2) == e["expected"]["every_3_short_prompt"]
-    assert occupancy(kvjax.after_prefill(), 3) == e["expected"]["never"]
+    at = functools.partial(occupancy, budget=e["params"]["budget"], n=e["inputs"]["n"])
+    assert at(kvjax.every_step(), 4) == e["expected"]["every_step"]
+    assert at(kvjax.every(3), 7) == e["expected"]["every_3"]
+    assert at(kvjax.every(3), 7, n=2) == e["expected"]["every_3_short_prompt"]
+    assert at(kvjax.after_prefill(), 3) == e["expected"]["never"]
     # As soon as the budget is exceeded by 3, whatever the step.
-    assert occupancy(kvjax.when_over(3), 7) == [[5, 5], [6, 6], [7, 4], [5, 5], [6, 6], [7, 4], [5, 5]]
+    assert at(kvjax.when_over(3), 7) == [[5, 5], [6, 6], [7, 4], [5, 5], [6, 6], [7, 4], [5, 5]]
+
+
+@pytest.mark.parametrize(
+    ("over", "drop", "left"),
+    [(1, 1, 4), (1, 2, 3), (1, Share(0.75), 2), (1, 0.5, 2), (3, 2, 4), (3, 4, 3)],
+    ids=repr,
+)
+def test_a_drop_is_exactly_so_many_tokens_but_never_leaves_more_than_the_budget(over, drop, left):
+    """A budget of 4, a prompt of 6, of which a float is a share: what is left of 4 + `over` tokens."""
+    seen = occupancy(kvjax.when_over(over, drop=drop), over + 1, budget=4, n=6)
+    assert seen[over - 1 :] == [[4 + over, left], [left + 1, left + 1 if left < 3 + over else left]]
+
+
+def test_what_is_dropped_at_once_is_no_more_than_the_budget():
+    with pytest.raises(ValueError, match=r"budget of 5 tokens for a prompt of 20, of which 10 cannot be dropped at on"):
+        methods.scissorhands(0.25, recent=2, drop=0.5).check(helpers.site(T=20), 20)
 
 
 def test_e37_compact_positions(examples):
@@ -289,7 +312,7 @@ def test_e37_stored_keys(examples, positions):
     _, kv, _ = kvjax.attend(kv, key, key, key, pos, ctx=ctx, rotate=rotate)
     kv = kvjax.evict(kv, jnp.isin(kv.pos, jnp.asarray(kept)))
     one = key[:, :, :1]
-    later = helpers.context(site, length=[n + 1], prompt_length=[n], step=1, phase="decode")
+    later = helpers.context(site, length=[n + 1], prompt_length=[n], phase="decode")
     _, kv, _ = kvjax.attend(kv, one, one, one, jnp.full((1, 1), n, jnp.int32), ctx=later, rotate=rotate)
     stored = dict(zip(kv.pos[0, 0].tolist(), np.asarray(kv.k[0, 0]), strict=True))
     keys = {"original": "keys_original", "rerotate": "keys_rerotated"}[positions]

@@ -24,7 +24,7 @@ SCORES = {
         kvjax.every(3), dataclasses.replace(methods.h2o(10, recent=4), heads=kvjax.Adaptive())
     ),
     "h2o_over_3": lambda: kvjax.when(
-        kvjax.when_over(3, drop=2), dataclasses.replace(methods.h2o(10, recent=1), heads=kvjax.Adaptive(1.0))
+        kvjax.when_over(3, drop=5), dataclasses.replace(methods.h2o(10, recent=1), heads=kvjax.Adaptive(1.0))
     ),
     "roco": lambda: dataclasses.replace(methods.roco(10, protect_last=2), heads=kvjax.Adaptive()),
     "keyformer": lambda: dataclasses.replace(methods.keyformer(10, recent=3), heads=kvjax.Adaptive()),
@@ -234,6 +234,6 @@ def test_a_head_is_over_its_own_budget():
         zeros = jnp.zeros((1, 2, 16))
         memory = EvictMemory(zeros, (), PerHead(jnp.asarray(shares, jnp.int32)))
         kv = kvjax.LayerKV(zeros[..., None], zeros[..., None], jnp.asarray(pos, jnp.int32), memory)
-        ctx = helpers.context(site, length=[step], prompt_length=[T], step=1, phase="decode")
+        ctx = helpers.context(site, length=[step], prompt_length=[T], phase="decode")
         after = policy.layer(kv, LayerStats((zeros,), policy.observe("decode", site)), ctx)
         assert after.num_live.tolist() == np.where(held >= budgets + over, budgets, held).tolist()

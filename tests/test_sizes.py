@@ -161,12 +161,18 @@ def test_plan_reports_sizes(tiny):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"prompt_len": 0}, "prompt is empty"),
-        ({"max_new_tokens": -1}, "negative"),
+        ({"prompt_len": 0}, "prompt_len=0: the prompt is empty"),
+        ({"prompt_len": 8.0}, "prompt_len=8.0: "),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1: must be a whole number of at least 0"),
+        ({"prompt_len": 2**25}, "prompt_len=33554432 is more than 16777216, the longest prompt"),
+        ({"max_new_tokens": 2**30}, "prompt_len=8 and max_new_tokens=1073741824 are more than 1073741823 tokens"),
+        ({"lengths": [3.7]}, r"lengths=\[3.7\]: must be a whole number"),
+        ({"lengths": []}, r"lengths=\[\]: must have at least 1 elements"),
         ({"lengths": [0, 4]}, "between 1 and the prompt's width 8"),
         ({"lengths": [9]}, "got 9 to 9"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_impossible_plans(tiny, kwargs, message):
     arguments = {"prompt_len": 8, "max_new_tokens": 2, **kwargs}
     with pytest.raises(ValueError, match=message):

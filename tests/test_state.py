@@ -44,6 +44,26 @@ def test_ranks_count_live_slots_before():
     np.testing.assert_array_equal(jnp.where(pos >= 0, ranks(pos), 0), jnp.where(pos >= 0, expected, 0))
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda kv: compact(kv, -1), "capacity=-1: must be a whole number of at least 1"),
+        (lambda kv: compact(kv, 0), "capacity=0: must be"),
+        (lambda kv: compact(kv, 2.5), "capacity=2.5: must be"),
+        (lambda kv: compact(kv, 10**12), "capacity=1000000000000: must be"),
+        (lambda kv: compact(None, 3), "kv is a NoneType, not a LayerKV"),
+        (lambda kv: evict(None, kv.live), "kv is a NoneType, not a LayerKV"),
+        (lambda kv: evict(kv, kv.pos), r"booleans of shape \(2, 3, 20\); got int32 of shape \(2, 3, 20\)"),
+        (lambda kv: evict(kv, kv.live[:1]), r"got bool of shape \(1, 3, 20\)"),
+        (lambda kv: evict(kv, [True]), "got list of shape"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_layers_refuse_what_does_not_fit(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(layer(random_positions(np.random.default_rng(0))))
+
+
 @pytest.mark.parametrize("capacity", [12, 20, 31])
 def test_compact_keeps_every_live_slot_in_order(capacity):
     pos = random_positions(np.random.default_rng(2), dead=0.5)

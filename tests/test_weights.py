@@ -1,21 +1,39 @@
 """Checkpoints in, and every way in which they can be wrong."""
 
+import dataclasses
 import json
+import math
+import os
+import re
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 import kvjax
 import models
+from models import weights
+
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 5}
+SIZES = ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_query_heads", "num_kv_heads", "head_dim")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, tiny):
+    """The directory of a saved model."""
+    path = tmp_path_factory.mktemp("saved")
+    models.save(path, *tiny)
+    return path
 
 
 @pytest.fixture
-def checkpoint(tmp_path, tiny):
+def checkpoint(tmp_path, saved):
     """A saved model, and its config and tensors to be spoiled."""
-    models.save(tmp_path, *tiny)
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     return tmp_path, json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
 
 
@@ -24,6 +42,11 @@ def write(path, config=None, tensors=None):
         (path / "config.json").write_text(json.dumps(config))
     if tensors is not None:
         save_file(tensors, path / "model.safetensors")
+
+
+def assert_same(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_round_trip(checkpoint, tiny):
@@ -106,19 +129,420 @@ def test_untied_head_of_a_tied_model(checkpoint):
     ("change", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel is not supported; supported are \['Llama"),
-        ({"architectures": None}, "not supported"),
+        ({"architectures": None, "model_type": "gpt2"}, "none, model_type 'gpt2'> is not supported"),
+        ({"architectures": 3}, "architecture 3 is not supported"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "is not supported"),
+        ({"model_type": "qwen2"}, "model_type='qwen2' contradict each other"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rotary scaling 'longrope' is not supported"),
         ({"hidden_act": "swish2"}, "activation 'swish2' is not one of"),
         ({"num_key_value_heads": 3}, "4 query heads are not a multiple of 3 kv heads"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"head_dim": None, "hidden_size": 33}, "hidden_size=33 is not a multiple of 4 heads"),
+        ({"rope_scaling": "yarn"}, "the rotary section is 'yarn', not an object"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, r"own for \['full_attention'\]"),
+        ({"rope_scaling": {"type": "linear"}}, r"'linear' needs \['factor'\]"),
+        ({"num_hidden_layers": 10**9}, "config.json has 1000000000 layers, the weights have 3"),
+        ({**MISTRAL, "layer_types": ["full_attention"]}, "is not a list of 3 names"),
+        ({**MISTRAL, "layer_types": ["chunked_attention"] * 3}, "is not a list of 3 names out of"),
     ],
 )
 def test_unsupported_configs(checkpoint, change, message):
     path, config, _ = checkpoint
     write(path, config={**config, **change})
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))}.*{message}"):
         models.load(path)
+
+
+NO_NUMBER = ("8", "", True, False, [8], {}, math.nan, math.inf, -math.inf, -1, 10**400)
+NO_SIZE = (*NO_NUMBER, 0, 2.5, 8.0, 2**31)
+YARN = {
+    "rope_type": "yarn",
+    "factor": 2.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+BAD_VALUES = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), (None, *NO_SIZE)),
+    **dict.fromkeys(("num_attention_heads", "max_position_embeddings"), (None, *NO_SIZE)),
+    **dict.fromkeys(("num_key_value_heads", "head_dim"), NO_SIZE),
+    "bos_token_id": [x for x in NO_SIZE if x != 0],
+    "eos_token_id": [*(x for x in NO_SIZE if x not in (0, [8])), [None], ["8"], [1.0]],
+    **dict.fromkeys(("rms_norm_eps", "rope_theta"), (None, *NO_NUMBER, 0, 1e-320)),
+    **{k: (None, "true", 0, 1.0, []) for k in ("tie_word_embeddings", "attention_bias", "mlp_bias")},
+    **{("linear", "factor"): (None, *NO_NUMBER, 0), ("dynamic", "factor"): (None, *NO_NUMBER, 0)},
+    **{("llama3", k): (None, *NO_NUMBER, 0) for k in ("factor", "low_freq_factor", "high_freq_factor", "rope_theta")},
+    ("llama3", "original_max_position_embeddings"): NO_SIZE,
+    ("yarn", "original_max_position_embeddings"): NO_SIZE,
+    ("yarn", "factor"): (*NO_NUMBER, 0),
+    ("yarn", "attention_factor"): (*NO_NUMBER, 0),
+    ("yarn", "rope_theta"): (None, *NO_NUMBER, 0, 1.0),
+    ("yarn", "truncate"): ("true", 1),
+    **{("yarn", k): ("8", True, [8], -1, math.nan) for k in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")},
+    **{("yarn", k): (None, 3, ["yarn"], "su") for k in ("rope_type",)},
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("key", BAD_VALUES, ids=str)
+def test_a_value_that_its_key_cannot_have_is_named_with_its_file(checkpoint, key):
+    path, config, _ = checkpoint
+    sections = {"linear": {"type": "linear"}, "dynamic": {"type": "dynamic"}, "llama3": LLAMA3, "yarn": YARN}
+    for value in BAD_VALUES[key]:
+        change = {key: value} if isinstance(key, str) else {"rope_scaling": {**sections[key[0]], key[1]: value}}
+        write(path, config={**config, **change})
+        with pytest.raises(ValueError, match=f"^{re.escape(str(path / 'config.json'))}: "):
+            models.load(path)
+
+
+@pytest.mark.parametrize(
+    "key", [("MistralForCausalLM", "sliding_window"), ("Qwen2ForCausalLM", "sliding_window")], ids=lambda key: key[0]
+)
+def test_windows_are_whole_numbers(checkpoint, key):
+    path, config, _ = checkpoint
+    own = {"architectures": [key[0]], "model_type": None, "use_sliding_window": True}
+    for value in NO_SIZE:
+        write(path, config={**config, **own, key[1]: value})
+        with pytest.raises(ValueError, match=r"config.json: sliding_window=.*: must be a whole number"):
+            models.load(path)
+    for change in ({"use_sliding_window": None}, {"max_window_layers": 1.5}):
+        write(path, config={**config, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **change})
+        with pytest.raises(ValueError, match=f"config.json: {next(iter(change))}="):
+            models.load(path)
+
+
+@pytest.mark.parametrize(
+    "named", [None, [], "LlamaForCausalLM", ["LlamaModel", "LlamaForCausalLM"]], ids=["null", "none", "text", "two"]
+)
+def test_the_architecture_is_the_first_that_is_known_or_that_of_model_type(checkpoint, named, tiny):
+    path, config, _ = checkpoint
+    write(path, config={**config, "architectures": named})
+    assert models.load(path)[0].config == tiny[0].config
+    if not named:
+        del config["architectures"]
+        write(path, config=config)
+        assert models.load(path)[0].config == tiny[0].config
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+INDEX = "model.safetensors.index.json"
+DAMAGE = {
+    "config_pointer": ({"config.json": POINTER}, "config.json is a pointer of Git LFS"),
+    "config_list": ({"config.json": b"[]"}, "config.json: config.json holds a list, not an object"),
+    "config_null": ({"config.json": b"null"}, "config.json holds a NoneType"),
+    "config_latin": ({"config.json": '{"a": "\xe9"}'.encode("latin-1")}, "config.json is not JSON in UTF-8"),
+    "config_cut": ({"config.json": b'{"architectures": ['}, "config.json is not JSON"),
+    "config_deep": ({"config.json": b"[" * 100_000}, "config.json is not JSON"),
+    "weights_pointer": ({"model.safetensors": POINTER}, "model.safetensors is a pointer of Git LFS"),
+    "weights_empty": ({"model.safetensors": b""}, "model.safetensors is not a complete safetensors file"),
+    "index_pointer": ({"model.safetensors": None, INDEX: POINTER}, "index.json is a pointer of Git LFS"),
+    "index_cut": ({"model.safetensors": None, INDEX: b"{"}, "index.json is not JSON"),
+    "index_list": ({"model.safetensors": None, INDEX: b"[]"}, "index.json has no weight_map"),
+    "index_without_map": ({"model.safetensors": None, INDEX: b"{}"}, "index.json has no weight_map"),
+    "index_of_numbers": ({"model.safetensors": None, INDEX: b'{"weight_map": {"x": 1}}'}, "has no weight_map"),
+    "no_index": (
+        {"model.safetensors": None, "model-00001-of-00002.safetensors": b""},
+        "has no model.safetensors .* download model.safetensors.index.json",
+    ),
+    "tokenizer_pointer": ({"tokenizer.json": POINTER}, "tokenizer.json is a pointer of Git LFS"),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_named_with_what_to_do(checkpoint, damage):
+    path, _, _ = checkpoint
+    files, message = DAMAGE[damage]
+    for name, content in files.items():
+        (path / name).unlink() if content is None else (path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))}.*{message}"):
+        models.load_tokenizer(path) if "tokenizer.json" in files else models.load(path)
+
+
+def test_a_single_file_hides_a_stale_index(checkpoint, tiny):
+    path, _, _ = checkpoint
+    (path / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}))
+    assert_same(models.load(path)[1], tiny[1])
+
+
+def test_a_tied_model_may_store_its_head_alone(checkpoint):
+    path, config, tensors = checkpoint
+    head = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    write(path, config={**config, "tie_word_embeddings": True}, tensors=tensors)
+    np.testing.assert_array_equal(models.load(path)[1]["embed_tokens"], head)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"),
+    [
+        (np.nan, "float32", "1 of .* values that are not finite; download it again"),
+        (-np.inf, "bfloat16", "1 of .* values that are not finite; download it again"),
+        (1e6, "float16", "1 of .* values that float16 cannot hold; load it as bfloat16"),
+    ],
+)
+def test_values_that_are_no_parameters_are_not_loaded(checkpoint, value, dtype, message):
+    path, _, tensors = checkpoint
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 2] = value
+    write(path, tensors=tensors)
+    with pytest.raises(ValueError, match=f"{path}: {name} has {message}"):
+        models.load(path, dtype=dtype)
+
+
+def test_tensors_of_8_bits_are_named(checkpoint):
+    file = checkpoint[0] / "model.safetensors"
+    data = file.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = data[8:start].replace(b'"dtype":"F32","shape":[32]', b'"dtype":"F8_E4M3","shape":[128]')
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[start:])
+    with pytest.raises(ValueError, match=r"model.norm.weight has dtype F8_E4M3, expected a float type of 16 bits"):
+        models.load(file.parent)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "auto", "float8_e4m3fn", "int8", None, 16])
+def test_dtypes_are_named_in_full(checkpoint, tiny, dtype):
+    path, _, _ = checkpoint
+    for use in (lambda: models.load(path, dtype=dtype), lambda: models.save(path, *tiny, dtype=dtype)):
+        with pytest.raises(ValueError, match=r"dtype=.* is not one of \('float32', 'bfloat16', 'float16', 'float64'\)"):
+            use()
+    with pytest.raises(ValueError, match="dtype='float64' needs 64 bits"):
+        models.load(path, dtype="float64")
+
+
+def contents(path):
+    return {p.name: p.read_bytes() for p in path.iterdir()}
+
+
+def random_params(model):
+    rng = np.random.default_rng(5)
+    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), model.shapes)
+
+
+FAMILIES = {
+    "LlamaForCausalLM": {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tie_embeddings": True},
+    "MistralForCausalLM": {"sliding_window": (5, 5, 5)},
+    "MinistralForCausalLM": {"sliding_window": (5, None, 5)},
+    "Qwen2ForCausalLM": {"qkv_bias": True, "sliding_window": (None, None, 5)},
+    "Qwen3ForCausalLM": {"qk_norm": True, "rope": models.Rope("yarn", factor=4.0, original_max=16, beta_fast=8.0)},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_saved_over_what_stood_there_and_read_back(checkpoint, tiny, family):
+    path, _, _ = checkpoint
+    for stale in (INDEX, "model-00001-of-00002.safetensors"):
+        (path / stale).write_text("stale")
+    (path / "tokenizer.json").write_text("stays")
+    model = models.LanguageModel(dataclasses.replace(tiny[0].config, **FAMILIES[family]))
+    params = random_params(model)
+    models.save(path, model, params)
+    again, restored = models.load(path)
+    assert again == model
+    assert_same(restored, params)
+    assert sorted(contents(path)) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert json.loads((path / "config.json").read_text())["architectures"] == [family]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"qkv_bias": True, "mlp_bias": True}, "Qwen2ForCausalLM comes nearest, but has no mlp_bias=True"),
+        ({"out_bias": True}, "LlamaForCausalLM comes nearest, but has no out_bias=True"),
+        ({"sliding_window": (5, None, 7)}, r"has no windows=\(5, None, 7\)"),
+        ({"rope": models.Rope("linear", factor=2.0, attention_factor=1.5)}, "has no rope=Rope"),
+        ({"rope": models.Rope("dynamic", factor=2.0, original_max=32)}, "has no rope=Rope"),
+        ({"num_layers": 2}, r"\['layers_2'\].* is \(.*\), but the model wants none"),
+        ({"mlp_dim": 50}, r"is \(48, 32\), but the model wants \(50, 32\)"),
+    ],
+)
+def test_a_refused_save_leaves_what_stood_there(checkpoint, tiny, change, message):
+    path, _, _ = checkpoint
+    before = contents(path)
+    model = models.LanguageModel(dataclasses.replace(tiny[0].config, **change))
+    params = tiny[1] if change.keys() & {"num_layers", "mlp_dim"} else random_params(model)
+    with pytest.raises(ValueError, match=message):
+        models.save(path, model, params)
+    with pytest.raises(ValueError, match=message):
+        models.save(path / "new", model, params)
+    assert contents(path) == before
+
+
+def test_values_that_a_dtype_cannot_hold_are_not_saved(tmp_path, tiny):
+    model, params = tiny
+    large = {**params, "embed_tokens": params["embed_tokens"].at[3, 4].set(1e6)}
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight has values that float16 cannot hold"):
+        models.save(tmp_path / "new", model, large, dtype="float16")
+    whole = {**params, "embed_tokens": jnp.ones((61, 32), jnp.int32)}
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight has dtype int32"):
+        models.save(tmp_path / "new", model, whole)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left")])
+def test_a_save_that_fails_leaves_what_stood_there(checkpoint, tiny, monkeypatch, error):
+    path, _, _ = checkpoint
+    before = contents(path)
+
+    def full(tensors, file, metadata):
+        file.write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(weights, "save_file", full)
+    with pytest.raises(OSError, match=f"{re.escape(str(path))}.*No space left.*what stood there is unchanged"):
+        models.save(path, *tiny)
+    assert contents(path) == before
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_save_that_is_cut_off_between_its_two_files_loses_neither(checkpoint, tiny, monkeypatch, done):
+    path, _, _ = checkpoint
+    model = models.LanguageModel(dataclasses.replace(tiny[0].config, qkv_bias=True))
+    params, replace, calls = random_params(model), os.replace, []
+
+    def cut(old, new):
+        if len(calls) == done:
+            raise KeyboardInterrupt
+        calls.append(new)
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", cut)
+    with pytest.raises(KeyboardInterrupt):
+        models.save(path, model, params)
+    with pytest.raises(ValueError, match=r"a save was cut off: move the files in \['.*\.saving-.*'\] here"):
+        models.load(path)
+    (beside,) = path.glob(".saving-*")
+    for file in beside.iterdir():
+        replace(file, path / file.name)
+    assert_same(models.load(path)[1], params)
+    beside.rmdir()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_paths_that_are_no_checkpoint_directory(checkpoint, tiny, tmp_path):
+    path, _, _ = checkpoint
+    for use in (models.load, models.load_tokenizer, lambda source: models.save(source, *tiny)):
+        for source in (None, 3, "", "~nobody-of-this-name/x"):
+            with pytest.raises(ValueError, match=r"is not the path of a checkpoint directory|nobody-of-this-name"):
+                use(source)
+    for use in (models.load, models.load_tokenizer):
+        with pytest.raises(ValueError, match=r"config.json is neither .* it is a file: give the directory"):
+            use(path / "config.json")
+    with pytest.raises(ValueError, match=r"config.json is in the way"):
+        models.save(path / "config.json", *tiny)
+    with pytest.raises(ValueError, match="model is a dict, not a LanguageModel"):
+        models.save(path, *tiny[::-1])
+    (tmp_path / "odd" / "model.safetensors").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"model.safetensors is in the way"):
+        models.save(tmp_path / "odd", *tiny)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *(
+            ({k: v}, f"{k}=.*: must be a whole number of at least 1")
+            for k in SIZES
+            for v in (None, "8", True, 0, -1, 2.0, 2**31)
+        ),
+        *(
+            ({"norm_eps": v}, "norm_eps=.*: must be a number in \\(0, inf\\)")
+            for v in (0, -1e-5, math.nan, math.inf, "1", None)
+        ),
+        *(({k: 1}, f"{k}=1: must be True or False") for k in ("tie_embeddings", "qkv_bias", "mlp_bias", "qk_norm")),
+        ({"num_kv_heads": 3}, "4 query heads are not a multiple of 3 kv heads"),
+        ({"head_dim": 7}, "head_dim=7 is odd"),
+        ({"head_dim": 2, "rope": models.Rope("dynamic")}, "head_dim=2 is too small for dynamic"),
+        ({"sliding_window": (4, 4)}, "sliding_window has 2 entries for 3 layers"),
+        ({"sliding_window": (4, 0, None)}, "sliding_window=0: must be a whole number"),
+        ({"sliding_window": 4}, "sliding_window=4 is not a tuple of whole numbers"),
+        ({"eos_ids": 2}, "eos_ids=2 is not a tuple of whole numbers"),
+        ({"eos_ids": (-1,)}, "eos_ids=-1: must be a whole number of at least 0"),
+        ({"bos_id": 1.0}, "bos_id=1.0: must be a whole number"),
+        ({"dtype": "bf16"}, "dtype='bf16' is not one of"),
+        ({"rope": "yarn"}, "rope='yarn' is not a Rope"),
+    ],
+    ids=str,
+)
+def test_a_model_config_is_checked(tiny, change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(tiny[0].config, **change)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        *(
+            ({k: v}, f"{k}=.*: must be a number in \\(0, inf\\)")
+            for k in ("theta", "factor")
+            for v in (0, -1, math.nan, "1", None)
+        ),
+        ({"kind": "su"}, "kind='su' is not one of"),
+        ({"original_max": 16.5}, "original_max=16.5: must be a whole number"),
+        ({"truncate": 1}, "truncate=1: must be True or False"),
+        ({"kind": "llama3", "low_freq_factor": 4.0}, "low_freq_factor=4.0 is not less than high_freq_factor=4.0"),
+        ({"kind": "yarn", "theta": 1}, "theta=1.0 is not greater than 1"),
+    ],
+    ids=str,
+)
+def test_a_rope_is_checked(fields, message):
+    with pytest.raises(ValueError, match=message):
+        models.Rope(**fields)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_numbers_of_a_config_have_their_types(tiny):
+    """Numpy's and Python's numbers make one config, in equality and in hashes."""
+    changed = dataclasses.replace(
+        tiny[0].config,
+        num_layers=np.int64(3),
+        norm_eps=np.float64(1e-5),
+        sliding_window=[np.int32(4), None, None],
+        rope=models.Rope(theta=10000),
+    )
+    assert type(changed.num_layers) is int
+    assert repr(changed) == repr(dataclasses.replace(tiny[0].config, sliding_window=(4, None, None)))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("key", [None, 0, "0", jax.random.split(jax.random.key(0)), np.zeros(3, np.uint32)], ids=type)
+def test_random_parameters_need_one_key(tiny, key):
+    with pytest.raises(ValueError, match=r"is not one key; make it with jax.random.key"):
+        tiny[0].init(key)
+    with pytest.raises(ValueError, match="config is a dict, not a ModelConfig"):
+        models.LanguageModel({})
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("sequences", "options", "message"),
+    [
+        ([], {}, "sequences is empty"),
+        (None, {}, "sequences=None is not a sequence of sequences"),
+        ([[1], []], {}, "at least one token"),
+        ([[1], [2, -1]], {}, r"sequence 1 is \[2, -1\], not token ids"),
+        ([[1.5, 2]], {}, r"sequence 0 is \[1.5, 2\], not token ids"),
+        ([[1.0]], {}, "not token ids"),
+        ([[True]], {}, "not token ids"),
+        ([[2**31]], {}, "not token ids"),
+        ([["a"]], {}, "not token ids"),
+        (["text"], {}, "sequence 0 is 'text', not token ids"),
+        ([[[1], [2, 3]]], {}, "not token ids"),
+        ([1, 2], {}, "sequence 0 is 1, not token ids"),
+        ([[1, 2]], {"width": 1}, "has 2 tokens, but the batch is 1 wide"),
+        ([[1, 2]], {"width": 2.0}, "width=2.0: must be a whole number"),
+        ([[1, 2]], {"pad_id": None}, "pad_id=None: must be a whole number"),
+        ([[1, 2]], {"pad_id": -1}, "pad_id=-1: must be a whole number of at least 0"),
+    ],
+)
+def test_pad_left_takes_token_ids(sequences, options, message):
+    with pytest.raises(ValueError, match=message):
+        models.pad_left(sequences, **options)
 
 
 def test_incomplete_directories(tmp_path):
@@ -198,3 +622,78 @@ def test_a_compressed_prompt_is_stored_and_resumed(tmp_path, tiny, name):
         checkpoint.load_state(tmp_path / "nowhere", plan())
     with pytest.raises(ValueError, match="holds state, not params"):
         checkpoint.load_params(tmp_path / "prompt", model.shapes)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory, tiny):
+    """Parameters and a cache on disk, what they are, and the plan of the cache."""
+    from kvjax import checkpoint, methods
+
+    path = tmp_path_factory.mktemp("stored")
+    model, params = tiny
+    plan = kvjax.make_plan(model.config, methods.h2o(8), prompt_len=20, max_new_tokens=12)
+    state = kvjax.generation.empty_after_prompt(kvjax.init_state(plan, jnp.full((2,), 20, jnp.int32)))
+    checkpoint.save_params(path / "params", params)
+    checkpoint.save_state(path / "state", state)
+    return path, plan, state
+
+
+def _largest(path):
+    return max((p for p in (path / "arrays").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+DAMAGES = {
+    "meta_absent": lambda path: (path / "meta" / "metadata").unlink(),
+    "meta_empty": lambda path: (path / "meta" / "metadata").write_text(""),
+    "meta_list": lambda path: (path / "meta" / "metadata").write_text("[]"),
+    "meta_without_kind": lambda path: (path / "meta" / "metadata").write_text("{}"),
+    "arrays_absent": lambda path: shutil.rmtree(path / "arrays"),
+    "no_names": lambda path: (path / "arrays" / "_METADATA").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("kind", ["params", "state"])
+def test_a_damaged_store_is_named(tmp_path, stored, tiny, kind, damage):
+    from kvjax import checkpoint
+
+    source, plan, _ = stored
+    path = shutil.copytree(source / kind, tmp_path / kind)
+    DAMAGES[damage](path)
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))} is (damaged|not a complete)"):
+        checkpoint.load_params(path, tiny[0].shapes) if kind == "params" else checkpoint.load_state(path, plan)
+
+
+def test_a_flipped_bit_is_no_parameter(tmp_path, stored, tiny):
+    from kvjax import checkpoint
+
+    path = shutil.copytree(stored[0] / "params", tmp_path / "params")
+    file = _largest(path)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match="is damaged"):
+        checkpoint.load_params(path, tiny[0].shapes)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_stores_take_what_they_are_for(tmp_path, stored, tiny):
+    from kvjax import checkpoint, methods
+
+    path, plan, state = stored
+    for wrong in (None, methods.h2o(8), {}):
+        with pytest.raises(ValueError, match="not a CachePlan such as make_plan returns"):
+            checkpoint.load_state(path / "state", wrong)
+        with pytest.raises(ValueError, match="not a KVState such as prefill returns"):
+            checkpoint.save_state(tmp_path / "new", wrong)
+    with pytest.raises(ValueError, match="exists; choose a new directory"):
+        checkpoint.save_state(path / "state", state)
+    with pytest.raises(ValueError, match=r"every parameter is an array, but \['a'\] is a float"):
+        checkpoint.save_params(tmp_path / "new", {"a": 1.0})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"file/new could not be written"):
+        checkpoint.save_params(tmp_path / "file" / "new", tiny[1])
+    for name in (None, 3, ""):
+        with pytest.raises(ValueError, match="is not the path of a directory"):
+            checkpoint.load_state(name, plan)
+    assert_same(checkpoint.load_state(path / "state", plan).layers, state.layers)

@@ -13,11 +13,17 @@ def from_file(tokenizer: Any, path: pathlib.Path, *, count: int, length: int) ->
     """The first prompts of a text file, one after the other, each with BOS in front where the tokenizer has one.
 
     Raises:
-      ValueError: a text too short for so many prompts.
+      ValueError: a text too short for so many prompts, or that is no UTF-8; a length of BOS alone.
     """
     bos = _bos(tokenizer)
-    ids = np.asarray(tokenizer(path.read_text(), add_special_tokens=False).input_ids, np.int32)
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is no UTF-8 text: {e}") from e
+    ids = np.asarray(tokenizer(text, add_special_tokens=False).input_ids, np.int32)
     fresh = length - len(bos)
+    if fresh < 1:
+        raise ValueError(f"length={length} leaves no token of {path} behind BOS; raise it to {len(bos) + 1} at least")
     if len(ids) < count * fresh:
         raise ValueError(
             f"{path} has {len(ids)} tokens, but {count} prompts of {length} need {count * fresh}; "

@@ -10,7 +10,15 @@ def perplexity(task: Task, index: int) -> Example:
     """Held-out text with facts in it and, here and there, questions about them; its last 64 tokens are scored.
 
     The context before them is the prompt, so both protocols are the same.
+
+    Raises:
+      ValueError: a length that leaves no token before them.
     """
+    if task.length <= SCORED:
+        raise ValueError(
+            f"perplexity scores the last {SCORED} tokens of a prompt, but length={task.length}; raise the length to "
+            f"{SCORED + 1} at least"
+        )
     rng = task.rng("perplexity", index)
     known: list[tuple[str, list[str]]] = []
     names = [corpus.NAMES[i] for i in rng.permutation(len(corpus.NAMES))]

@@ -6,7 +6,8 @@ from experiments import corpus
 from experiments.tasks.base import Example, Task, example
 
 DEPTHS = 8
-LENGTHS = (0.4, 0.6, 0.8, 1.0)  # of the full length
+DEPTH_STEP = 3  # from one example's depth to the next one's: coprime to DEPTHS, so that few examples lie far apart
+LENGTHS = (1.0, 0.8, 0.6, 0.4)  # of the full length
 
 
 def _facts(rng: np.random.Generator, count: int) -> tuple[list[str], list[list[str]]]:
@@ -53,10 +54,14 @@ def _phrasings(rng: np.random.Generator) -> tuple[corpus.Phrasing, corpus.Phrasi
 
 
 def single_needle(task: Task, index: int) -> Example:
-    """One fact; examples walk over a grid of depths and lengths, up to the full length."""
+    """One fact, at a depth and in a prompt of a length that change together from example to example.
+
+    Among the first n examples the counts of any two depths differ by one at most, and so do those of any two lengths;
+    32 examples hold every pair once. Each round of depths starts at the next length.
+    """
     rng = task.rng("single_needle", index)
-    depth = (index % DEPTHS) / (DEPTHS - 1)
-    length = round(task.length * LENGTHS[index // DEPTHS % len(LENGTHS)])
+    depth = DEPTH_STEP * index % DEPTHS / (DEPTHS - 1)
+    length = round(task.length * LENGTHS[(index + index // DEPTHS) % len(LENGTHS)])
     stated, asked = _phrasings(rng)
     return _ask(
         task, rng, "single_needle", index, length=length, stated=stated, asked=asked, facts=_facts(rng, 1),

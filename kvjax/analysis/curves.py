@@ -23,6 +23,7 @@ from kvjax.generation import Model, check_prompts
 from kvjax.plan import CachePlan
 from kvjax.state import Positions
 from pallas_kernels.pytree import pytree, static
+from pallas_kernels.values import checked, number, whole
 
 HINDSIGHT: Final = {"head": "hindsight (heads)", "layer": "hindsight (layers)", "model": "hindsight (model)"}
 """Names of the oracles among the policies of a curve."""
@@ -154,7 +155,12 @@ class Interval(NamedTuple):
 
 
 def interval(values: np.ndarray, confidence: float = 0.95) -> Interval:
-    """Mean and Student-t interval over the last axis; infinitely wide for a single value."""
+    """Mean and Student-t interval over the last axis; infinitely wide for a single value.
+
+    Raises:
+      ValueError: a confidence that is no probability inside (0, 1).
+    """
+    confidence = checked(number("(0, 1)"), "confidence", confidence)
     n, mean = values.shape[-1], values.mean(-1)
     if n < 2:
         return Interval(mean, np.full_like(mean, -np.inf), np.full_like(mean, np.inf))
@@ -268,8 +274,7 @@ def curves(
     (B, T), F = tokens.shape, continuation.shape[1]
     if continuation.shape[0] != B:
         raise ValueError(f"{B} prompts, but {continuation.shape[0]} continuations; give one for each")
-    if seeds < 1 or at_once < 1:
-        raise ValueError(f"seeds={seeds}, at_once={at_once}: both are at least 1")
+    seeds, at_once = checked(whole(1), "seeds", seeds), checked(whole(1), "at_once", at_once)
     for across in oracles:
         one_of("oracles", across, *HINDSIGHT)
     if taken := sorted({HINDSIGHT[across] for across in oracles} & set(policies)):

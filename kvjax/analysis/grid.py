@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.analysis.reading import LayerReading, Measured, Reading, depends
-from kvjax.budget import Count, Counts, lookup
+from kvjax.budget import Count, Counts, lookup, narrow
 from kvjax.eviction import Evict, Numbers
 from kvjax.plan import CachePlan, ModelConfig, as_policy, make_plan, members
 from kvjax.policy import Granularity, Policy
@@ -42,6 +42,8 @@ def make_grid(
       ValueError: no methods or budgets, what is no policy, policies that do more than keep tokens, and what `make_plan`
         refuses.
     """
+    if not isinstance(families, Mapping) or not isinstance(budgets, Sequence | np.ndarray):
+        raise ValueError(f"policies={families!r}, budgets={budgets!r}: give methods by name and a list of budgets")
     if not families or not len(budgets):
         raise ValueError(f"{len(families)} policies at {len(budgets)} budgets: give at least one of each")
     plan = functools.partial(make_plan, config, prompt_len=prompt_len, max_new_tokens=max_new_tokens, lengths=lengths)
@@ -173,7 +175,7 @@ def _pick(tables: np.ndarray, index: Int[Array, ""], prompt_length: Int[Array, "
     """`tables[index, prompt_length]`; does not depend on the index where no row does."""
     if (tables == tables[:1]).all():
         return lookup(tables[0], prompt_length)
-    return jnp.asarray(tables.astype(np.int32))[index].at[prompt_length].get(mode="clip")
+    return jnp.asarray(narrow(tables))[index].at[prompt_length].get(mode="clip")
 
 
 def _keep_stacked(plans: Sequence[CachePlan], reading: Reading, keys, drawn) -> Bool[Array, "M L B heads T"]:

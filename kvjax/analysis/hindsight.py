@@ -7,11 +7,12 @@ of Theorem 2's bound of the mean loss, a multiple of it. The exact loss of outpu
 evicted tokens take away can cancel, so a mask that loses more attention may move an output less.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.choice import one_of
 from pallas_kernels import Columns, attention
 
 Across = Literal["head", "layer", "model"]
@@ -54,6 +55,7 @@ def lost_mass(mass: Float[Array, "*B S"], keep: Bool[Array, "*B S"]) -> Float[Ar
 
 def _competing(x: Array, across: Across) -> Array:
     """Those that compete, on the last axis."""
+    one_of("across", across, *get_args(Across))
     B, L, K, S = x.shape
     return x.reshape({"head": (B, L * K, S), "layer": (B, L, K * S), "model": (B, 1, L * K * S)}[across])
 

@@ -22,6 +22,7 @@ from kvjax.policy import Granularity
 from kvjax.state import EMPTY, LayerKV, Positions, ranks
 from kvjax.stats import LayerStats, Measurement, Observe, Rotate, ordered
 from pallas_kernels.pytree import pytree, static
+from pallas_kernels.values import checked, whole
 
 _FUTURE = Observe(group=None)
 
@@ -124,7 +125,7 @@ class Reading:
     def prompt_context(self, layer: int, seed: int | Int[Array, ""] = 0) -> Context:
         """The moment after the prompt, as a policy that has a seed meets it."""
         site = self.layers[layer].site
-        return Context(self.lengths, self.lengths, jnp.int32(0), self.keys[seed], site=site, phase="prefill")
+        return Context(self.lengths, self.lengths, self.keys[seed], site=site, phase="prefill")
 
     @property
     def rows(self) -> Int[Array, "B F"]:
@@ -195,8 +196,7 @@ def read(
     continuation, _ = check_prompts(model, continuation)
     if continuation.shape[0] != tokens.shape[0]:
         raise ValueError(f"{tokens.shape[0]} prompts, but {continuation.shape[0]} continuations; give one for each")
-    if seeds < 1:
-        raise ValueError(f"seeds={seeds}: at least 1 draw is needed")
+    seeds = checked(whole(1, why="at least 1 draw is needed"), "seeds", seeds)
     keys = row_keys(key, tokens.shape[0])
     measure = tuple(map(tuple, measure)) or ((),) * model.config.num_layers
     if len(measure) != model.config.num_layers:
@@ -240,7 +240,7 @@ def read_traced(
             """Attention output, cache and statistics as a policy with these keys meets them."""
             heads = K if granularity == "kv_head" else N
             site = dataclasses.replace(sites[layer], num_kv_heads=heads)
-            ctx = Context(lengths, lengths, jnp.int32(0), keys, site=site, phase="prefill", tokens=tokens)
+            ctx = Context(lengths, lengths, keys, site=site, phase="prefill", tokens=tokens)
             k_, v_ = (x if heads == K else by_query_head(x, N) for x in (k, v))
             empty = LayerKV(k_[:, :, :0], v_[:, :, :0], jnp.zeros((B, heads, 0), jnp.int32))
             seen = {"observe": observe, "out_proj": out_proj}
@@ -273,7 +273,7 @@ def read_traced(
 
     def over_continuation(cache, q, k, v, *, layer, rotate, out_proj=None, **options):
         del out_proj
-        ctx = Context(lengths + F, lengths, jnp.int32(0), keys[0], site=sites[layer], phase="prefill")
+        ctx = Context(lengths + F, lengths, keys[0], site=sites[layer], phase="prefill")
         rows = lengths[:, None] + jnp.arange(F, dtype=jnp.int32)[None]
         out, cache, stats = attend(cache, q, k, v, rows, ctx=ctx, rotate=rotate, observe=(_FUTURE,), **options)
         return out, cache, LayerStats(((q, k, v, out, stats[_FUTURE][..., :T] / F),), (_Captured(),))

@@ -2,13 +2,14 @@
 
 from typing import Literal
 
-from kvjax.budget import Count, Less, as_count
+from kvjax.budget import Count, Less, as_count, of_budget
 from kvjax.choice import one_of
 from kvjax.eviction import Evict
 from kvjax.protect import Protect
 from kvjax.schedule import every_step
 from kvjax.scores import Accumulated, Score, ValuePrior
 from kvjax.stats import AllRows, EntropyScaled, LastRows, Observe
+from pallas_kernels.values import checked, flag
 
 
 def ahakv(
@@ -51,10 +52,14 @@ def ahakv(
       group: how a group's query heads are combined.
     """
     one_of("sg_k", sg_k, "budget", "selected")
+    recent_accumulation = checked(flag, "recent_accumulation", recent_accumulation)
+    step_gain_softmax = checked(flag, "step_gain_softmax", step_gain_softmax)
+    value_prior = checked(flag, "value_prior", value_prior)
     count = as_count(budget, "budget")
-    k = count if sg_k == "budget" else Less(count, as_count(recent, "recent"))
+    last = of_budget(recent, count)
+    k = count if sg_k == "budget" else Less(count, as_count(last, "recent"))
     softmax = EntropyScaled(k, sg_apply, sg_floor, sg_count) if step_gain_softmax else None
-    voters = LastRows(recent if rows is None else rows) if recent_accumulation else AllRows()
+    voters = LastRows(last if rows is None else rows) if recent_accumulation else AllRows()
     of = Observe(voters, softmax=softmax, group=group)
     score: Score = ValuePrior(of, pool_kernel, pool_target, prior_each_step) if value_prior else Accumulated(of)
     return Evict(score, budget, protect=Protect(recent=recent), when=every_step())

@@ -6,6 +6,7 @@ from kvjax.budget import Count, Ratio, as_count
 from kvjax.eviction import Evict
 from kvjax.methods.snapkv import snapkv
 from kvjax.select import Chunks
+from pallas_kernels.values import a, checked, optional
 
 
 def chunkkv(budget: int | float | Count, *, base: Evict | None = None, chunk_size: int = 20) -> Evict:
@@ -20,6 +21,7 @@ def chunkkv(budget: int | float | Count, *, base: Evict | None = None, chunk_siz
       base: the policy whose scores and protection are used, SnapKV if None; its budget is replaced.
       chunk_size: tokens of a chunk.
     """
+    checked(optional(a(Evict)), "base", base)
     base = snapkv(budget) if base is None else dataclasses.replace(base, budget=budget)
     count = as_count(budget, "budget")
     return dataclasses.replace(base, select=Chunks(chunk_size, count.share if isinstance(count, Ratio) else None))

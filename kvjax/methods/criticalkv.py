@@ -7,6 +7,7 @@ from kvjax.eviction import Evict
 from kvjax.measurements import ProjectedValueNorm
 from kvjax.methods.snapkv import snapkv
 from kvjax.select import TwoStage
+from pallas_kernels.values import a, checked, optional
 
 
 def criticalkv(
@@ -15,14 +16,17 @@ def criticalkv(
     r"""Another policy's scores, corrected for what values contribute to the layer's output.
 
     The first stage keeps the best by the base score; the second ranks the rest by
-    $(S_j + \epsilon) \lVert v_j W_O \rVert_1$, the norm averaged over the group. With `heads=Adaptive()` in the base,
-    head budgets are allocated first.
+    $(S_j + \epsilon) \lVert v_j W_O \rVert_1$, the norm averaged over the group. As in the published code $S_j$ is the
+    mean over the window's rows here: where the base sums them, epsilon is as many times larger. With
+    `heads=Adaptive()` in the base, head budgets are allocated first.
 
     Args:
       budget: live tokens a kv head and layer.
       base: the policy whose scores, protection and schedule are used, SnapKV if None; its budget is replaced.
       first_stage: share of the budget that the first stage fills.
-      eps: added to scores in the second stage.
+      eps: added to the mean attention of the voting rows (and heads, under `group="sum"`) in the second stage. Scores
+        that are no sum of a window, such as H2O's, get it as they stand.
     """
+    checked(optional(a(Evict)), "base", base)
     base = snapkv(budget) if base is None else dataclasses.replace(base, budget=budget)
     return dataclasses.replace(base, select=TwoStage(ProjectedValueNorm(), first_stage, eps))

@@ -14,6 +14,9 @@ from kvjax.protect import Protect
 from kvjax.schedule import every_step
 from kvjax.scores import Recency, Score
 from kvjax.state import LayerKV
+from pallas_kernels.values import settle, tokens
+
+_DISTANCE = tokens(0, "a dilation is whole and not negative; 0 is a plain window")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +24,9 @@ class EveryOther(Mask):
     """Shows the newest token and those at distances that `dilation + 1` divides."""
 
     dilation: int
+
+    def __post_init__(self):
+        settle(self, dilation=_DISTANCE)
 
     def __call__(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"]:
         """See `Mask`."""
@@ -33,6 +39,9 @@ class OnGrid(Score):
     """Recency among the positions that `dilation + 1` divides; all others come after them."""
 
     dilation: int
+
+    def __post_init__(self):
+        settle(self, dilation=_DISTANCE)
 
     def __call__(self, memory, kv, stats, ctx, candidates):
         """See `Score`."""
@@ -48,15 +57,15 @@ def dilated_window(
 
     The visible set changes parity at every step, so no cache that evicts can realise it (D-07). "mask" keeps the
     `budget` most recent tokens and shows each decode row every (D + 1)-th of them: it saves the memory of a plain
-    window. "anchored" evicts: it keeps the current token and the last positions that D + 1 divides.
+    window. "anchored" evicts: it keeps the current token and the last positions that D + 1 divides. Where fewer of
+    those exist than the budget holds, which the figure does not show, the newest of the others fill it until they do: a
+    policy uses the budget that it has, and one that holds everything is full attention.
 
     Args:
       budget: live tokens a kv head and layer.
       dilation: D; 0 is a plain window.
       mode: see above.
     """
-    if dilation < 0:
-        raise ValueError(f"dilation={dilation} is negative; 0 is a plain window")
     one_of("mode", mode, "mask", "anchored")
     if mode == "mask":
         return Evict(Recency(), budget, when=every_step(), mask=EveryOther(dilation))

@@ -5,13 +5,14 @@ from typing import Literal
 
 import numpy as np
 
-from kvjax.budget import Count, Fixed, Less, Ratio, Share, Sum, Tokens, as_count
+from kvjax.budget import Count, Fixed, Less, Ratio, Share, Sum, Tokens, as_count, counted
 from kvjax.choice import one_of
 from kvjax.eviction import Evict
 from kvjax.protect import PromptSinks, Protect, Scope, TopStd
 from kvjax.schedule import Schedule, after_prefill, every_step
 from kvjax.scores import Accumulated, LastRow, Mean, Recency, Score, Uniform
 from kvjax.select import RandomRun, TopK
+from pallas_kernels.values import checked, flag, number, optional, settle, tokens
 
 Importance = Literal["roco", "mas", "h2o", "tova", "recency", "random"]
 Mode = Literal["encoding", "decoding", "encoding_decoding"]
@@ -37,7 +38,7 @@ class BlockSizes:
       nominal: what the user asked for.
       padded: the nominal budget and one stride.
       final: tokens in the cache when the prompt has been read; exceeds the nominal budget by up to one stride.
-      dense_prefix: tokens read before the first eviction.
+      dense_prefix: tokens read before the first block.
     """
 
     nominal: int
@@ -49,17 +50,25 @@ class BlockSizes:
 def block_sizes(length: int, budget: int | float, stride: int, mode: Literal["encoding", "ppl"]) -> BlockSizes:
     """The sizes of a prompt of `length` tokens read in blocks of `stride`.
 
+    The dense prefix and whole blocks make up the prompt. While encoding it is one stride shorter than the final cache;
+    a cache of at most a stride, for which the released code asks for a negative prefix, is filled before any block.
+
     Raises:
-      ValueError: a prompt that the block loop would not evict from.
+      ValueError: a prompt that the block loop would not evict from, or a budget or stride of no token.
     """
-    nominal = budget if isinstance(budget, int) else int(length * budget)
+    one_of("mode", mode, "encoding", "ppl")
+    length, stride = checked(tokens(1), "length", length), checked(tokens(1), "stride", stride)
+    count = as_count(budget, "budget")
+    nominal = count.n if isinstance(count, Tokens) else int(length * budget)
+    if nominal < 1:
+        raise ValueError(f"a budget of {nominal} tokens (budget={budget}, length={length}); give at least 1 token")
     padded = nominal + stride
     final = padded - (padded - length) % stride
     if final > length:
         raise ValueError(
             f"a prompt of {length} tokens fits the budget of {nominal} and a block of {stride}; read it whole"
         )
-    dense = final - stride if mode == "encoding" else final % stride or stride
+    dense = final - stride if mode == "encoding" and final > stride else final % stride or stride
     return BlockSizes(nominal, padded, final, dense)
 
 
@@ -74,6 +83,9 @@ class BlockBudget(Count):
 
     nominal: Count
     stride: int
+
+    def __post_init__(self):
+        settle(self, nominal=counted, stride=tokens(1))
 
     def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
         """The count for every prompt length."""
@@ -133,14 +145,17 @@ def easykv(
     one_of("importance", importance, *_WHILE_ENCODING)
     one_of("mode", mode, "encoding", "decoding", "encoding_decoding", "auto")
     one_of("rounding", rounding, "exact", "easykv")
-    if stride < 1:
-        raise ValueError(f"stride={stride}: a block has at least 1 token")
+    stride = checked(tokens(1, "a block has at least 1 token"), "stride", stride)
+    keep_attention = checked(flag, "keep_attention", keep_attention)
+    prefix = checked(tokens(), "prefix", prefix)
+    recent_ratio = checked(number("[0, 1]"), "recent_ratio", recent_ratio)
+    prompt_length = checked(optional(tokens(1)), "prompt_length", prompt_length)
+    count = as_count(budget, "budget")
     if mode == "auto":
         if prompt_length is None:
             raise ValueError("mode='auto' compares the budget with the prompt; give prompt_length=")
-        beyond = budget - prompt_length if isinstance(budget, int) else 0
-        mode, budget = ("decoding", beyond) if beyond > 0 else ("encoding_decoding", budget)
-    count = as_count(budget, "budget")
+        beyond = count.n - prompt_length if isinstance(count, Tokens) else 0
+        mode, count = ("decoding", Tokens(beyond)) if beyond > 0 else ("encoding_decoding", count)
     score = _WHILE_ENCODING[importance]
     ignore = 0 if keep_attention else prefix
     if isinstance(score, Mean):

@@ -1,10 +1,11 @@
 """ExpectedAttention (Devoto et al., arXiv 2510.00636)."""
 
-from kvjax.budget import Count
+from kvjax.budget import Count, Tokens, as_count
 from kvjax.eviction import Evict
 from kvjax.key_scores import ExpectedAttention
 from kvjax.measurements import FutureQueries
 from kvjax.protect import Protect
+from pallas_kernels.values import checked, tokens
 
 
 def expected_attention(
@@ -26,7 +27,8 @@ def expected_attention(
       covariance: whether the queries' covariance counts.
       eps: added to the weight (0.01 in the leaderboard of its authors, with adaptive head budgets).
     """
-    if isinstance(budget, int):
-        sinks = min(sinks, budget)
+    count, sinks = as_count(budget, "budget"), checked(tokens(), "sinks", sinks)
+    if isinstance(count, Tokens):
+        sinks = min(sinks, count.n)
     score = ExpectedAttention(FutureQueries(horizon, sinks), covariance, eps)
     return Evict(score, budget, protect=Protect(sinks=sinks))

@@ -4,9 +4,10 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from kvjax.budget import Count
-from kvjax.fastgen import FastGen
+from kvjax.fastgen import TOKEN_IDS, FastGen
 from kvjax.policy import Layout
 from kvjax.token_classes import token_classes
+from pallas_kernels.values import checked
 
 
 def fastgen(
@@ -50,8 +51,8 @@ def fastgen(
         special_ids = special if special_ids is None else special_ids
         punctuation_ids = punctuation if punctuation_ids is None else punctuation_ids
     return FastGen(
-        tuple(sorted({int(i) for i in special_ids})),
-        tuple(sorted({int(i) for i in punctuation_ids})),
+        tuple(sorted(set(checked(TOKEN_IDS, "special_ids", special_ids)))),
+        tuple(sorted(set(checked(TOKEN_IDS, "punctuation_ids", punctuation_ids)))),
         frequent_ratio,
         local_ratio,
         recovery_ratio,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.budget import Above, Count, Less, Ratio, Tokens, as_budget, as_count
+from kvjax.budget import Above, Count, Less, Ratio, Tokens, as_budget, as_count, counted, of_budget
 from kvjax.choice import one_of
 from kvjax.context import Phase
 from kvjax.eviction import Evict
@@ -16,6 +16,7 @@ from kvjax.schedule import after_prefill, every
 from kvjax.scores import LayerMean, Proxies, Score
 from kvjax.select import TopKThenRandom
 from kvjax.stats import FirstAndLastRows, LastRows, Measurement, Observe, SeesAll
+from pallas_kernels.values import a, checked, flag, number, optional, settle, tokens
 
 # Table 4, percent of the prompt: budget, protected proxies, scoring-only proxies, kept at random.
 _TABLE_4 = np.array([[10.0, 1.0, 3.0, 7.0], [20.0, 2.0, 18.0, 12.0], [30.0, 1.5, 20.0, 18.0]])
@@ -25,6 +26,9 @@ _TABLE_4 = np.array([[10.0, 1.0, 3.0, 7.0], [20.0, 2.0, 18.0, 12.0], [30.0, 1.5,
 class Table4(Count):
     """NaCl's Table 4 between its rows: the four shares are linear in the budget, and in proportion outside 10 to 30 %.
 
+    Each share is rounded down once, for itself: that of a budget which is a share of the prompt is not made from the
+    whole tokens of that budget.
+
     Attributes:
       which: "protect" (proxies that stay), "rows" (all proxies) or "random" (tokens kept by the draw).
       budget: the budget.
@@ -33,11 +37,18 @@ class Table4(Count):
     which: Literal["protect", "rows", "random"]
     budget: Count
 
+    def __post_init__(self):
+        one_of("Table4.which", self.which, "protect", "rows", "random")
+        settle(self, budget=counted)
+
     def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
         """The count for every prompt length."""
         del budget
         n = np.maximum(prompt_length, 1)
-        percent = 100.0 * self.budget.table(prompt_length, prompt_length) / n
+        if isinstance(self.budget, Ratio):
+            percent = np.full(n.shape, 100.0 * self.budget.share)
+        else:
+            percent = 100.0 * self.budget.table(prompt_length, prompt_length) / n
         inside = np.clip(percent, 10.0, 30.0)
         share = lambda column: np.interp(inside, _TABLE_4[:, 0], _TABLE_4[:, column]) * percent / inside
         protect, scoring, random = share(1), share(2), share(3)
@@ -52,6 +63,9 @@ class ProxiesByIndex(Proxies):
 
     `of` asks for every query head.
     """
+
+    def __post_init__(self):
+        settle(self, of=a(Observe), interval=tokens(1))
 
     @property
     def decodes(self) -> bool:
@@ -133,13 +147,15 @@ def nacl(
     one_of("compat", compat, None, "nacl_headbug")
     if decode_rows == "interval" and decode_every is None:
         raise ValueError("decode_rows='interval' says nothing without evictions while decoding; give decode_every=")
-    if min_len < 0:
-        raise ValueError(f"min_len={min_len} is negative; 0 leaves no prompt alone")
+    min_len = checked(tokens(), "min_len", min_len)
+    decode_every = checked(optional(tokens(1)), "decode_every", decode_every)
+    proxy_causal = checked(flag, "proxy_causal", proxy_causal)
     count = as_budget(budget)
     protect = Table4("protect", count) if protect is None else as_count(protect, "protect")
-    proxies = Table4("rows", count) if proxies is None else as_count(proxies, "proxies")
+    proxies = Table4("rows", count) if proxies is None else of_budget(as_count(proxies, "proxies"), count)
+    first_proxies = of_budget(first_proxies, count)
     random = Table4("random", count) if random is None else as_count(random, "random")
-    plain = isinstance(first_proxies, int) and first_proxies == 0
+    plain = as_count(first_proxies, "first_proxies") == Tokens(0)
     rows = LastRows(proxies) if plain else FirstAndLastRows(first_proxies, proxies)
     softmax = None if proxy_causal else SeesAll()
     score: Score = Proxies(
@@ -170,6 +186,7 @@ def nacl_llama3(budget: float = 0.2, **options: Any) -> Policy:
       budget: share of the prompt that is kept.
       **options: of `nacl`.
     """
+    budget = checked(number("(0, 1]", "a share of the prompt lies in (0, 1]"), "budget", budget)
     defaults: dict[str, Any] = {
         "sinks": 256,
         "proxies": 0.01,

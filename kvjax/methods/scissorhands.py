@@ -25,10 +25,11 @@ def scissorhands(
 ) -> Evict:
     r"""Drops many tokens at once: those that few of the last rows paid more than average attention.
 
-    $S_j$ is the number of rows $i$ among the last `history` with $p_{ij} > 1/t$. A cache is compressed only when it
-    would exceed its budget, and then loses `drop` tokens at once. The printed pseudo-code clears the non-recent part of
-    the importance and calls the accumulation "low score"; read literally it would keep only recent tokens. Here recent
-    tokens are safe and low counts go first (D-04). "1/t" is one over the visible keys, or over the position.
+    $S_j$ is the number of rows $i$ among the last `history` with $p_{ij} > 1/t$. A cache is compressed only when the
+    token that has just come exceeds its budget, and then loses `drop` tokens at once. The printed pseudo-code clears
+    the non-recent part of the importance and calls the accumulation "low score"; read literally it would keep only
+    recent tokens. Here recent tokens are safe and low counts go first (D-04). "1/t" is one over the visible keys, or
+    over the position.
 
     The paper gives later layers more budget by a rule of thumb without a formula: `layers` takes any allocation.
 
@@ -36,7 +37,8 @@ def scissorhands(
       budget: the most live tokens a kv head and layer, recent ones included; what the prompt is cut to.
       history: rows that count.
       recent: protected last tokens.
-      drop: tokens evicted at once.
+      drop: tokens evicted at once, exactly (`Schedule.drop`): tokens, a share of the prompt (float), or `Share` of the
+        budget.
       theta: the threshold.
       layers: how the budget is divided over layers.
       element: "p" sums probabilities instead, as another implementation under this name does, with

@@ -9,6 +9,7 @@ from kvjax.policy import Granularity
 from kvjax.protect import Protect
 from kvjax.scores import Pooled, Window
 from kvjax.stats import OutsideWindow
+from pallas_kernels.values import checked, flag, tokens
 
 
 def snapkv(
@@ -54,6 +55,8 @@ def snapkv(
       granularity: "query_head" keeps a set for every query head (D-39).
     """
     one_of("normalise", normalise, "all", "outside_window")
+    window_size = checked(tokens(1, "at least one row must be observed"), "window_size", window_size)
+    pool_before_rows = checked(flag, "pool_before_rows", pool_before_rows)
     if pool_before_rows and pooling != "max":
         raise ValueError(f"pool_before_rows pools by maximum, but pooling={pooling!r}; use pooling='max'")
     softmax = None if normalise == "all" else OutsideWindow(window_size)

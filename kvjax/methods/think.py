@@ -15,6 +15,7 @@ from kvjax.pool import PooledKV
 from kvjax.schedule import Schedule
 from kvjax.state import LayerKV, PerHead
 from kvjax.stats import LayerStats, Measurement
+from pallas_kernels.values import number, settle, tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +36,8 @@ class PruneChannels(Policy):
     storage: Literal["dropped", "zeroed"] = "dropped"
 
     def __post_init__(self):
-        if not 0 <= self.share < 1:
-            raise ValueError(f"PruneChannels(share={self.share}): the share of dropped channels lies in [0, 1)")
+        settle(self, share=number("[0, 1)", "the share of dropped channels lies in [0, 1)"))
+        settle(self, query_rows=tokens(1, "at least one row must be observed"))
         one_of("PruneChannels.storage", self.storage, "dropped", "zeroed")
 
     def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:

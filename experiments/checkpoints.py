@@ -1,0 +1,50 @@
+"""Orbax checkpoints that say whose they are."""
+
+import math
+import pathlib
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+
+def read(manager: ocp.CheckpointManager, directory: pathlib.Path, state: Any) -> tuple[Any, Any]:
+    """State, like the one given, and progress of the last checkpoint in a directory.
+
+    Raises:
+      ValueError: a checkpoint that cannot be read.
+    """
+    args = {"state": ocp.args.StandardRestore(state), "progress": ocp.args.JsonRestore()}
+    try:
+        saved: Any = manager.restore(manager.latest_step(), args=ocp.args.Composite(**args))
+        saved.progress["identity"]
+    except Exception as e:  # whatever the readers of its files raise
+        reason = f"{type(e).__name__}: {e}".splitlines()[0]
+        raise ValueError(
+            f"the checkpoint in {directory} cannot be read ({reason}); move that directory away to learn anew"
+        ) from e
+    return saved.state, saved.progress
+
+
+def restored(manager: ocp.CheckpointManager, directory: pathlib.Path, state: Any, identity: str) -> tuple[Any, Any]:
+    """As `read`, of a run that is known by its identity, which the progress is given without.
+
+    Raises:
+      ValueError: a checkpoint that cannot be read, or that belongs to another run.
+    """
+    found, progress = read(manager, directory, state)
+    if (there := progress.pop("identity")) != identity:
+        raise ValueError(
+            f"{directory} holds a checkpoint of {there}, not of {identity}; move that directory away to learn anew, or "
+            "begin with --restart"
+        )
+    return found, progress
+
+
+def check_learns(loss: float, step: int, rate: float) -> None:
+    """Stops before a checkpoint holds numbers that are none.
+
+    Raises:
+      ValueError: a loss that is not finite.
+    """
+    if not math.isfinite(loss):
+        raise ValueError(f"the loss is {loss} at step {step}; lower rate={rate}, and begin with --restart")
