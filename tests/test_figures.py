@@ -18,6 +18,7 @@ from experiments.papers import FIGURES, adakv, ahakv, positions, prompts, roco, 
 from experiments.papers.attention import Layer, capture, fold_rows
 from experiments.papers.base import interval
 from kvjax import analysis, methods
+from pallas_kernels.columns import ROUNDING
 from tests import helpers
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -146,7 +147,7 @@ def test_importance_jaccard_is_that_of_the_policies(read, measure):
             for b, heads in enumerate(helpers.live_positions(layer)):
                 for h, held in enumerate(heads):
                     rows = grouped(p[i])[b, h, : t + 1, : t + 1]
-                    above = (rows > 1 / np.arange(1, t + 2)[:, None]).sum(0)
+                    above = (rows > (1 + ROUNDING * 2.0**-23) / np.arange(1, t + 2)[:, None]).sum(0)
                     count = np.arange(t + 1, 0, -1)
                     wanted = best([rows.sum(0), above, rows[-1], rows.sum(0) / count][measure], budget)
                     similarity.append((i, b, len(wanted & set(held)) / len(wanted | set(held))))

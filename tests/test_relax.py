@@ -394,14 +394,17 @@ def test_reading_in_blocks(tiny):
     np.testing.assert_allclose(np.asarray(state.layers[1].gate, np.float64).sum(-1), 8, rtol=1e-6)
 
 
-@pytest.mark.parametrize("make", [lambda: methods.h2o(5), lambda: methods.nacl(6, protect=1, proxies=3, random=2)])
-def test_one_decision_for_all_layers_keeps_its_gates(tiny, make):
+@pytest.mark.parametrize(
+    ("make", "budget"),
+    [(lambda: methods.h2o(5), 5), (lambda: methods.nacl(6, protect=1, proxies=3, random=2), 6)],
+    ids=["h2o", "nacl"],
+)
+def test_one_decision_for_all_layers_keeps_its_gates(tiny, make, budget):
     """Their sum is the budget in every layer, after the prompt and while decoding, and budgets have gradients."""
     model, params = tiny
     tokens, lengths = helpers.token_ids(2, 14), jnp.asarray([14, 9], jnp.int32)
     policy = kvjax.shared_layers(kvjax.soften(make(), 1.0))
     plan = kvjax.make_plan(model.config, policy, prompt_len=14, max_new_tokens=3, lengths=[14, 9])
-    budget = make().budget
     step = jax.jit(kvjax.decode_step, static_argnames="model")
     logits, state = jax.jit(kvjax.prefill, static_argnames=("model", "plan"))(
         model, params, tokens, plan=plan, lengths=lengths
