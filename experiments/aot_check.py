@@ -11,6 +11,7 @@ import argparse
 import collections
 import dataclasses
 import functools
+import gzip
 import importlib.metadata
 import importlib.util
 import itertools
@@ -23,7 +24,7 @@ import sys
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
@@ -429,20 +430,46 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """A page in Markdown: what compiled on every architecture, and every row that is not as it should be."""
+    lines = [
+        "| architecture | combinations | compiled as wanted | most registers | most bytes spilled |",
+        "|" + "---|" * 5,
+    ]
+    for arch in dict.fromkeys(row["arch"] for row in rows):
+        mine = [row for row in rows if row["arch"] == arch]
+        parts = [part for row in mine for part in row.get("parts", [])]
+        most = [max((part[name] for part in parts), default=0) for name in ("registers", "spill_bytes")]
+        lines.append(f"| {arch} | {len(mine)} | {sum(row['ok'] for row in mine)} | {most[0]} | {most[1]} |")
+    wrong = [row for row in rows if not row["ok"]]
+    if wrong:
+        lines += ["", "| architecture | kernel | what is wrong |", "|---|---|---|"]
+    for row in wrong:
+        spilled = ", ".join(
+            f"{p['name']} spills {p['spill_bytes']} B" for p in row.get("parts", []) if p["spill_bytes"]
+        )
+        lines.append(f"| {row['arch']} | {row['kernel']} | {row.get('error') or spilled or 'no tensor cores'} |")
+    return "\n".join(lines) + "\n"
+
+
 def write(output: pathlib.Path, rows: list[dict[str, Any]], keep: bool) -> None:
-    """The report as JSON and text; `keep` leaves the rows of an older report that were not compiled again."""
-    file, version = output.with_suffix(".json"), importlib.metadata.version("jax")
+    """The report as compressed JSON, and a page of it; `keep` leaves older rows that were not compiled again."""
+    file, version = output.with_suffix(".json.gz"), importlib.metadata.version("jax")
     found = {(row["arch"], row["kernel"]): row for row in rows}
     if keep and file.exists():
-        older = json.loads(file.read_text())
+        older = json.loads(gzip.decompress(file.read_bytes()))
         if older["jax"] != version:
             raise ValueError(
                 f"{file} is of jax {older['jax']}, this is {version}; compile all kernels, or leave --only"
             )
         found = {(row["arch"], row["kernel"]): row for row in older["rows"]} | found
     lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in found.values())
-    file.write_text(f'{{"jax": "{version}", "rows": [\n{lines}\n]}}\n')
-    output.with_suffix(".txt").write_text("\n".join(map(line, found.values())) + "\n")
+    text = f'{{"jax": "{version}", "rows": [\n{lines}\n]}}\n'
+    page = f"# Kernels compiled ahead of time, jax {version}\n\n{summary([*found.values()])}"
+    for path, content in ((file, gzip.compress(text.encode(), mtime=0)), (output.with_suffix(".md"), page.encode())):
+        beside = path.with_name(path.name + ".new")
+        beside.write_bytes(content)
+        beside.replace(path)
 
 
 def main() -> int:

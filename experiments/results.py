@@ -327,7 +327,7 @@ def write_bytes(path: pathlib.Path, content: bytes) -> None:
 
 def write_json(path: pathlib.Path, content: Any) -> None:
     """JSON, as `write_bytes` writes it."""
-    write_bytes(path, (json.dumps(content, indent=2) + "\n").encode())
+    write_bytes(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def write_figure(path: pathlib.Path, figure: Any, **options: Any) -> None:

@@ -496,7 +496,7 @@ def test_the_committed_results_are_what_the_readme_says():
         assert row == pytest.approx(same)
     budgets = list(dict.fromkeys(b for b, _ in rows))
     assert [float(b) for b in budgets] == [0.0625, 0.125, 0.1875, 0.25]
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "experiments" / "README.md").read_text()
     for b in budgets:
         assert all(rows[b, name]["disjoint"] for name in ("uniform", "pyramid"))
         shown = ("learned", "uniform", "pyramid", "ada_static", "ada", "hindsight")
@@ -525,7 +525,7 @@ def test_the_committed_scorer_is_what_the_readme_says(tmp_path):
     shutil.copy(directory / "manifest.json", tmp_path)
     assert learn_scorer.write(tmp_path, lines) == (directory / "summary.md").read_text()
     rows = {(r["budget"], r["method"]): r for r in json.loads((tmp_path / "summary.json").read_text())["rows"]}
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "experiments" / "README.md").read_text()
     shown = ("learned", "snapkv", "future")
     for b in ("0.0625", "0.125", "0.25"):
         cells = [

@@ -42,7 +42,16 @@ def test_source(file):
     assert not bare, "name the exceptions that are expected"
 
 
-def test_the_python_of_the_readme_runs():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+READMES = [ROOT / "README.md", *(ROOT / package / "README.md" for package in PACKAGES if package != "configs")]
+
+
+def test_the_python_of_the_readmes_runs():
+    for file in READMES:
+        for block in re.findall(r"```python\n(.*?)```", file.read_text(), re.DOTALL):
+            exec(compile(block, file, "exec"), {})
+
+
+@pytest.mark.parametrize("file", READMES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_of_a_readme_lead_somewhere(file):
+    for link in re.findall(r"\]\((?!http)([^)#]+)", file.read_text()):
+        assert (file.parent / link).exists(), link
