@@ -228,7 +228,7 @@ def learned_policy(
 
 def _measured(experiment: LearnedBudget, plans: Sequence[kvjax.CachePlan]) -> tuple[Measurement, ...]:
     """What one reading must measure, so that all of these policies can decide from it."""
-    observed = (m for plan in plans for site in plan.sites for m in plan.policy.observe("prefill", site))
+    observed = (m for plan in plans for spec in plan.specs for m in spec.prompt)
     return ordered((*experiment.measured, *observed))
 
 

@@ -2,6 +2,11 @@
 
 from kvjax import methods as methods
 from kvjax import relax as relax
+from kvjax.algebra import chain as chain
+from kvjax.algebra import identity as identity
+from kvjax.algebra import partition as partition
+from kvjax.algebra import shared_layers as shared_layers
+from kvjax.algebra import when as when
 from kvjax.allocation import Adaptive as Adaptive
 from kvjax.allocation import FloorPyramid as FloorPyramid
 from kvjax.allocation import HeadTable as HeadTable
@@ -31,13 +36,10 @@ from kvjax.generation import init_state as init_state
 from kvjax.generation import prefill as prefill
 from kvjax.plan import CachePlan as CachePlan
 from kvjax.plan import make_plan as make_plan
+from kvjax.policy import LayerSpec as LayerSpec
 from kvjax.policy import Policy as Policy
+from kvjax.policy import Rule as Rule
 from kvjax.policy import Selection as Selection
-from kvjax.policy import chain as chain
-from kvjax.policy import identity as identity
-from kvjax.policy import partition as partition
-from kvjax.policy import shared_layers as shared_layers
-from kvjax.policy import when as when
 from kvjax.protect import Protect as Protect
 from kvjax.relax import soften as soften
 from kvjax.sampling import Greedy as Greedy

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvjax.context import Context
-from kvjax.policy import Policy
+from kvjax.policy import LayerPolicy
 from kvjax.pool import PooledKV, insert_pooled
 from kvjax.state import EMPTY, LayerKV, append, insert, next_ranks
 from kvjax.stats import LayerStats, Measurement, Moment, Rotate
@@ -59,7 +59,7 @@ def attend(
     rotate: Rotate,
     observe: Sequence[Measurement] = (),
     out_proj: Float[Array, "N H D"] | None = None,
-    policy: Policy | None = None,
+    policy: LayerPolicy | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -75,7 +75,7 @@ def attend(
       rotate: applies the rotary embedding at given positions.
       observe: what to measure.
       out_proj: the layer's output projection, for measurements that need it.
-      policy: may hide live slots from a single new row (`Policy.visible`).
+      policy: the layer's, which may hide live slots from a single new row.
       scale, window, softcap: as in `pallas_kernels.attention`.
 
     Returns:
@@ -119,7 +119,7 @@ def attend(
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     visible = None if policy is None else policy.visible(kv, ctx)
     read = kv.pos if visible is None else jnp.where(visible, kv.pos, EMPTY)
-    apart = policy is not None and visible is not None and policy.measures(ctx.site) == "live"
+    apart = policy is not None and visible is not None and policy.spec.hides == "live"
     if kv.gate is not None:  # a slot is read with its gate as weight
         tiny = float(jnp.finfo(jnp.float32).tiny)  # finite logits, as infinite ones have no gradient
         options["bias"] = jnp.repeat(jnp.log(jnp.maximum(kv.gate, tiny)), q.shape[1] // kv.gate.shape[1], axis=1)
@@ -163,7 +163,7 @@ def _attend_pooled(kv: PooledKV, q, k, v, pos, ctx, rotate, observe, out_proj, p
     columns = {o: c for o, c in requests.items() if c is not None}
     visible = None if policy is None else policy.visible(view, ctx)
     read = kv.pos if visible is None else jnp.where(visible.any(1), kv.pos, EMPTY)
-    apart = policy is not None and visible is not None and policy.measures(ctx.site) == "live"
+    apart = policy is not None and visible is not None and policy.spec.hides == "live"
     over = lambda pos_, wanted: pooled_attention(
         q, keys, kv.v, kv.owner, pos, pos_, tuple(wanted), num_kv_heads=K, in_order=True, **options
     )

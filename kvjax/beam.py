@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
+from kvjax.algebra import identity
 from kvjax.context import row_keys
 from kvjax.generation import (
     NO_TOKEN,
@@ -34,7 +35,7 @@ from kvjax.generation import (
     prefill,
 )
 from kvjax.plan import make_plan
-from kvjax.policy import Policy, identity
+from kvjax.policy import Policy
 from kvjax.sampling import Greedy
 from kvjax.state import KVState, take_rows
 from pallas_kernels.pytree import pytree

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ from kvjax.allocation import HeadAllocation, LayerAllocation, UniformHeads, Unif
 from kvjax.budget import Count, Counts, Tokens, as_budget, as_count, lookup
 from kvjax.choice import one_of
 from kvjax.context import Context, Phase, Site
-from kvjax.policy import Granularity, Layout, Policy, Selection
+from kvjax.policy import Granularity, LayerSpec, Layout, Rule, Selection
 from kvjax.protect import Protect, Scope, protected
 from kvjax.schedule import Schedule
 from kvjax.scores import FromFunction, Score
@@ -37,7 +37,7 @@ class Mask(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Evict(Policy):
+class Evict(Rule):
     """Keeps the best-scored tokens within a budget: the composition that nearly every published method is.
 
     Attributes:
@@ -134,43 +134,36 @@ class Evict(Policy):
         sizes = as_budget(self.budget), self.protect, self.scope, self.layers, site.num_layers, site.prompt_len
         return _sizes(*sizes, site.max_new_tokens, int(self.when.before_append))
 
-    def _cap(self, site: Site, lengths: Sequence[int] | None) -> int:
-        """The most tokens that one head may keep at an eviction."""
-        sizes = self._sizes(site)
-        n = np.arange(site.prompt_len + 1) if lengths is None else np.array([*lengths])
-        outside = sizes.outside[n]
-        average = sizes.budget[n, site.layer] - outside
-        cap = self.heads.cap(average, np.maximum(n - outside, 0), site, outside)
-        return int((cap + outside).max()) + self.select.slack
+    def spec(self, site: Site) -> LayerSpec:
+        """See `Rule`."""
+        if self.granularity == "query_head":
+            site = dataclasses.replace(site, num_kv_heads=site.num_query_heads)
+        sizes, n = self._sizes(site), np.arange(site.prompt_len + 1)
+        target, outside = sizes.budget[:, site.layer], sizes.outside
+        cap = self.heads.cap(target - outside, np.maximum(n - outside, 0), site, outside) + outside + self.select.slack
+        if not self.when.prefill:
+            cap = np.maximum(cap, site.prompt_len)
+        room = self.when.room(site.max_new_tokens)
+        capacity = np.minimum(site.prompt_len + site.max_new_tokens, cap + room)
+        slots = site.num_kv_heads * capacity
+        if self.storage == "pool" and self.when.prefill:
+            total = self.heads.total(target, site.num_kv_heads)
+            slots = np.minimum(slots, total + site.num_kv_heads * (room + self.select.slack))
+        return LayerSpec(
+            target,
+            capacity,
+            slots,
+            prompt=self._needed("prefill") if self.when.prefill or self.when.decodes else (),
+            step=self._needed("decode") if self.when.decodes else (),
+            heads=self.granularity,
+            positions=self.positions,
+            storage=self.storage,
+            gates=self.select.relaxed,
+            hides=None if self.mask is None else "visible",
+        )
 
-    def target(self, site: Site, prompt_length: int) -> int:
-        """See `Policy`."""
-        return int(self._sizes(site).budget[prompt_length, site.layer])
-
-    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
-        """See `Policy`."""
-        cap = self._cap(site, lengths)
-        after_prefill = cap if self.when.prefill else max(cap, site.prompt_len)
-        total = site.prompt_len + site.max_new_tokens
-        return min(total, after_prefill + self.when.room(site.max_new_tokens))
-
-    def layout(self, site: Site) -> Layout:
-        """See `Policy`."""
-        del site
-        return self.storage
-
-    def slots(self, site: Site, lengths: Sequence[int] | None = None) -> int:
-        """See `Policy`."""
-        per_head = site.num_kv_heads * self.capacity(site, lengths)
-        if self.storage == "dense" or not self.when.prefill:
-            return per_head
-        n = np.arange(site.prompt_len + 1) if lengths is None else np.array([*lengths])
-        total = self.heads.total(self._sizes(site).budget[n, site.layer], site.num_kv_heads).max()
-        room = self.when.room(site.max_new_tokens) + self.select.slack
-        return min(per_head, int(total) + site.num_kv_heads * room)
-
-    def most(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"]:
-        """See `Policy`."""
+    def reserve(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"]:
+        """See `Rule`."""
         site = ctx.site
         kept, room = kv.num_live, self.when.room(site.max_new_tokens)
         if self.when.decodes:
@@ -179,9 +172,8 @@ class Evict(Policy):
         return jnp.minimum(kept + room, (ctx.prompt_length + site.max_new_tokens)[:, None])
 
     def check(self, site: Site, prompt_length: int) -> None:
-        """See `Policy`."""
+        """See `Rule`."""
         sizes = self._sizes(site)
-        self._cap(site, (prompt_length,))  # raises where the allocation is one for another model
         budget = int(sizes.budget[prompt_length, site.layer])
         sinks, recent = int(sizes.sinks[prompt_length]), int(sizes.recent[prompt_length])
         longest = prompt_length + (site.max_new_tokens if self.when.decodes else 0)
@@ -230,39 +222,18 @@ class Evict(Policy):
 
     # The policy itself.
 
-    def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
-        """See `Policy`."""
-        del site
-        needed = self.when.decodes or (phase == "prefill" and self.when.prefill)
-        return self._needed(phase) if needed else ()
-
     def init(self, site: Site, batch: int) -> "EvictMemory":
-        """See `Policy`."""
+        """See `Rule`."""
         shares = PerHead(jnp.zeros((batch, site.num_kv_heads), jnp.int32)) if self._remembers_heads else None
         scope = () if self.scope is None else self.scope.init(site, batch)
         return EvictMemory(self.score.init(site, batch), scope, shares, self.select.init(site, batch))
 
-    def gates(self, site: Site) -> bool:
-        """See `Policy`."""
-        del site
-        return self.select.relaxed
-
-    def heads_of(self, site: Site) -> Granularity:
-        """See `Policy`."""
-        del site
-        return self.granularity
-
-    def key_positions(self, site: Site) -> Positions:
-        """See `Policy`."""
-        del site
-        return self.positions
-
-    def scheduled(self, schedule: Schedule) -> "Evict":
-        """See `Policy`."""
+    def under(self, schedule: Schedule) -> "Evict":
+        """See `Rule`."""
         return dataclasses.replace(self, when=schedule)
 
     def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
-        """See `Policy`."""
+        """See `Rule`."""
         if ctx.phase == "decode" and not self.when.decodes:
             return kv.memory, None
         memory: EvictMemory = kv.memory
@@ -279,16 +250,11 @@ class Evict(Policy):
         return memory, None if self.when.before_append else self._scheduled_select(memory, kv, stats, ctx)
 
     def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"] | None:
-        """See `Policy`."""
+        """See `Rule`."""
         return None if self.mask is None or ctx.phase == "prefill" else self.mask(kv, ctx)
 
-    def measures(self, site: Site) -> Literal["visible"] | None:
-        """See `Policy`."""
-        del site
-        return None if self.mask is None else "visible"
-
     def make_room(self, kv: LayerKV, ctx: Context) -> LayerKV:
-        """See `Policy`."""
+        """See `Rule`."""
         if not self.when.before_append:
             return kv
         # The coming token counts against the budget and against the recent window.

@@ -5,7 +5,6 @@ a level, the first set that contains it, and a head keeps the slots up to the le
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Final, Literal
 
 import jax.numpy as jnp
@@ -14,8 +13,8 @@ from jaxtyping import Array, Float, Int, Int8
 
 from kvjax.budget import ROUNDINGS, Count, Rounding, as_budget, lookup, whole_tokens
 from kvjax.choice import one_of
-from kvjax.context import Context, Phase, Site
-from kvjax.policy import Layout, Policy, Selection
+from kvjax.context import Context, Site
+from kvjax.policy import LayerSpec, Layout, Rule, Selection, keeps_all
 from kvjax.schedule import Schedule
 from kvjax.select import largest
 from kvjax.state import EMPTY, LayerKV, PerHead
@@ -192,7 +191,7 @@ def _leveled(amounts: Int[Array, "B K"], total: Int[Array, "B"]) -> Int[Array, "
 
 
 @dataclasses.dataclass(frozen=True)
-class FastGen(Policy):
+class FastGen(Rule):
     r"""Every kv head keeps the smallest set of a nested list that recovers enough of its attention to the prompt.
 
     The list is `STRATEGIES`. A head's strategy is chosen once, after the prompt, and maintained at every decode step: a
@@ -257,27 +256,12 @@ class FastGen(Policy):
         """What strategies are chosen by."""
         return Profile(self.kinds, self.sizes, self.recovery)
 
-    @property
-    def needs_whole_prompt(self) -> bool:
-        """See `Policy`; a profile of one block is none of the head."""
-        return True
-
-    def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
-        """See `Policy`."""
-        del site
-        return (_ATTENTION, self.kinds, *((self.profile,) if phase == "prefill" else ()))
-
     def init(self, site: Site, batch: int) -> FastGenMemory:
-        """See `Policy`."""
+        """See `Rule`."""
         shape = (batch, site.num_kv_heads)
         zeros = PerHead(jnp.zeros(shape, jnp.int32))
         cap = zeros if self.storage == "pool" else None
         return FastGenMemory(jnp.zeros((*shape, 0), jnp.int8), jnp.zeros((*shape, 0), jnp.float32), zeros, cap)
-
-    def layout(self, site: Site) -> Layout:
-        """See `Policy`."""
-        del site
-        return self.storage
 
     def _caps(self, site: Site) -> np.ndarray | None:
         """The most tokens a head keeps, in a pool on average, for every prompt length of the plan."""
@@ -286,29 +270,21 @@ class FastGen(Policy):
         n = np.arange(site.prompt_len + 1)
         return np.clip(as_budget(self.budget).table(n, n), 1, site.prompt_len + site.max_new_tokens)
 
-    def target(self, site: Site, prompt_length: int) -> int:
-        """See `Policy`; an upper bound, since a head may need less."""
-        caps = self._caps(site)
-        return prompt_length + site.max_new_tokens if caps is None else int(caps[prompt_length])
-
-    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
-        """See `Policy`."""
-        total = site.prompt_len + site.max_new_tokens
-        caps = self._caps(site)
+    def spec(self, site: Site) -> LayerSpec:
+        """See `Rule`; its target is an upper bound, since a head may need less."""
+        needed = _ATTENTION, self.kinds
+        every, caps = keeps_all(site, prompt=(*needed, self.profile), step=needed, reads="whole"), self._caps(site)
         if caps is None:
-            return total
-        most = int((caps if lengths is None else caps[[*lengths]]).max())
-        if self.storage == "pool":
-            most *= site.num_kv_heads
-        return min(total, most + min(1, site.max_new_tokens))
+            return every
+        total, coming = site.prompt_len + site.max_new_tokens, min(1, site.max_new_tokens)
+        average = np.minimum(total, caps + coming)
+        one_of_all = np.minimum(total, caps * site.num_kv_heads + coming)
+        capacity = one_of_all if self.storage == "pool" else average
+        slots = site.num_kv_heads * average
+        return dataclasses.replace(every, target=caps, capacity=capacity, slots=slots, storage=self.storage)
 
-    def slots(self, site: Site, lengths: Sequence[int] | None = None) -> int:
-        """See `Policy`."""
-        per_head = dataclasses.replace(self, storage="dense").capacity(site, lengths)
-        return site.num_kv_heads * per_head
-
-    def most(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"] | None:
-        """See `Policy`."""
+    def reserve(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"] | None:
+        """See `Rule`."""
         memory: FastGenMemory = kv.memory
         if memory.cap is None:
             return None
@@ -326,12 +302,12 @@ class FastGen(Policy):
             given, left = given + part, left - part.sum(-1, dtype=jnp.int32)
         return given + (left // needed.shape[1])[:, None]
 
-    def scheduled(self, schedule: Schedule) -> Policy:
-        """See `Policy`; FastGen has no schedule to change."""
+    def under(self, schedule: Schedule) -> Rule:
+        """See `Rule`; FastGen has no schedule to change."""
         raise ValueError(f"FastGen maintains its sets at every decode step, so {schedule} cannot apply to it")
 
     def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[FastGenMemory, Selection]:
-        """See `Policy`."""
+        """See `Rule`."""
         memory: FastGenMemory = kv.memory
         kinds = jnp.where(memory.kinds == _UNKNOWN, stats[self.kinds], memory.kinds)
         mass = memory.mass + stats[_ATTENTION].astype(jnp.float32)

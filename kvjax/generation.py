@@ -15,14 +15,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from kvjax.algebra import identity
 from kvjax.attention import Attend, attend
 from kvjax.context import Context, Phase, row_keys
 from kvjax.plan import CachePlan, ModelConfig, as_lengths, make_plan
-from kvjax.policy import Policy, SharedLayers, context, identity, on_view
+from kvjax.policy import Policy, context, empty_layer, on_view, viewed
 from kvjax.pool import PooledKV, to_pool
 from kvjax.sampling import Greedy, Sampler
 from kvjax.state import EMPTY, KVState, LayerKV, compact, evict
-from kvjax.stats import AttentionStats, LayerStats, ordered
+from kvjax.stats import AttentionStats, LayerStats
 from pallas_kernels.pytree import pytree
 from pallas_kernels.values import a, check_array, checked, each, one_of, optional, whole
 
@@ -78,18 +79,10 @@ def init_state(
         lengths = jnp.asarray(known)
     dtype = checked(_float_dtype, "dtype", dtype)
     B = lengths.shape[0]
-    layers = []
-    for site, positions in zip(plan.sites, plan.positions, strict=True):
-        empty = jnp.zeros((B, site.num_kv_heads, 0, site.head_dim), dtype)
-        pos = jnp.zeros((B, site.num_kv_heads, 0), jnp.int32)
-        rank = None if positions == "original" else pos
-        rotated = pos if positions == "rerotate" else None
-        gate = jnp.zeros(pos.shape, float) if plan.policy.gates(site) else None
-        memory = plan.policy.init(site, B)
-        layers.append(LayerKV(empty, empty, pos, memory, rank, rotated, gate=gate, positions=positions))
+    layers = tuple(empty_layer(layer, B, dtype) for layer in plan.layers)
     keys = jnp.copy(row_keys(key, B))  # a state may be donated, and the caller's keys must outlive it
     lengths = jnp.copy(lengths).astype(jnp.int32)
-    return KVState(tuple(layers), jnp.zeros_like(lengths), lengths, jnp.int32(0), keys, plan=plan)
+    return KVState(layers, jnp.zeros_like(lengths), lengths, jnp.int32(0), keys, plan=plan)
 
 
 def _float_dtype(dtype: Any) -> np.dtype:
@@ -159,13 +152,12 @@ def forward(
     state = dataclasses.replace(state, length=state.length + valid, step=state.step + jnp.int32(phase == "decode"))
 
     def attend_and_evict(cache, q, k, v, *, layer, **options):
-        site = plan.sites[layer]
         ctx = dataclasses.replace(context(state, layer, phase), tokens=tokens)
-        observe = ordered(plan.policy.observe(phase, site))
-        policy = plan.policy if T == 1 else None
-        out, kv, stats = attend(cache, q, k, v, pos, ctx=ctx, observe=observe, policy=policy, **options)
-        if evict and plan.policy.layerwise:
-            kv = store(on_view(lambda view: plan.policy.layer(view, stats, ctx), kv), layer)
+        policy = plan.layers[layer]
+        seen = {"observe": policy.spec.observe(phase), "policy": policy if T == 1 else None}
+        out, kv, stats = attend(cache, q, k, v, pos, ctx=ctx, **seen, **options)
+        if evict and not plan.policy.shared:
+            kv = store(on_view(lambda view: policy.step(view, stats, ctx), kv), layer)
         return out, kv, stats
 
     def store(kv, layer):
@@ -176,7 +168,7 @@ def forward(
         past = state.length - state.prompt_length > plan.max_new_tokens
         logits = jnp.where(past[:, None, None], jnp.nan, logits)
     state, stats = dataclasses.replace(state, layers=layers), AttentionStats(stats, phase=phase)
-    if evict and not plan.policy.layerwise:
+    if evict and plan.policy.shared:
         state = plan.policy(state, stats)
         state = dataclasses.replace(state, layers=tuple(store(kv, i) for i, kv in enumerate(state.layers)))
     return logits, state, stats
@@ -194,12 +186,12 @@ def _real(valid: Any, tokens: Any) -> Any:
 
 def stored(plan: CachePlan, kv: LayerKV, ctx: Context, *, ends: bool = True) -> LayerKV | PooledKV:
     """A layer as it is kept after the prompt, or after a block of it."""
-    layer = ctx.site.layer
-    if plan.layouts[layer] == "pool":
-        kv_ = to_pool(kv, plan.capacities[layer], plan.policy.most(kv, ctx) if ends else None)
+    policy, capacity = plan.layers[ctx.site.layer], plan.capacities[ctx.site.layer]
+    if policy.spec.storage == "pool":
+        kv_ = to_pool(kv, capacity, policy.reserve(kv, ctx) if ends else None)
     else:
-        kv_ = compact(kv, plan.capacities[layer])
-    return plan.policy.transform(kv_, ctx) if ends else kv_
+        kv_ = compact(kv, capacity)
+    return policy.finish(kv_, ctx) if ends else kv_
 
 
 def prefill(
@@ -279,12 +271,12 @@ def check_block(plan: CachePlan, block: int | None) -> int | None:
     why = "a block has at least 1 token, a whole number; use None to read the prompt at once"
     block = checked(optional(whole(1, why=why)), "block", block)
     block = None if block is None else min(block, T)
-    if block is not None and block < T and plan.policy.needs_whole_prompt:
+    if block is not None and block < T and plan.reads == "whole":
         raise ValueError(
             f"{type(plan.policy).__name__} looks at the whole prompt at once, but block={block} reads {T} tokens in "
             f"parts; use block=None"
         )
-    if block != 1 and T > 1 and plan.policy.needs_every_row:
+    if block != 1 and T > 1 and plan.reads == "rows":
         raise ValueError(
             f"every row of {plan.policy} decides what the next one reads, but block={block} reads {T} tokens otherwise "
             "than one by one; use block=1"
@@ -357,20 +349,20 @@ def _only(active: Bool[Array, "B"]) -> Callable[[Any, Any], Any]:
 
 
 def _with_room(state: KVState, active: Bool[Array, "B"] | None) -> tuple[LayerKV | PooledKV, ...]:
-    """The layers after `policy.make_room` for the sequences that are about to read a token."""
-    policy = state.plan.policy
+    """The layers after `LayerPolicy.make_room` for the sequences that are about to read a token."""
+    plan: CachePlan = state.plan
     only = _only(active) if active is not None else lambda after, before: after
 
     def with_room(i: int, kv: LayerKV | PooledKV) -> LayerKV | PooledKV:
-        after = on_view(lambda view: policy.make_room(view, context(state, i, "decode")), kv)
+        after = on_view(lambda view: plan.layers[i].make_room(view, context(state, i, "decode")), kv)
         return after if after is kv else only(after, kv)
 
-    if not isinstance(policy, SharedLayers):
+    if not plan.policy.shared:
         return tuple(with_room(i, kv) for i, kv in enumerate(state.layers))
     first = with_room(0, state.layers[0])
     if first is state.layers[0]:
         return state.layers
-    stays = (first.view() if isinstance(first, PooledKV) else first).live
+    stays = viewed(first).live
     return first, *(on_view(lambda view: evict(view, stays), kv) for kv in state.layers[1:])
 
 

@@ -1,6 +1,7 @@
 """Every static size of a run, and every error that can be known before tracing."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.context import Site
-from kvjax.policy import Chain, Identity, Layout, Partition, Policy, SharedLayers
+from kvjax.policy import LayerPolicy, LayerSpec, Layout, Policy, Reads, as_policy
 from kvjax.pool import pool_slots
 from kvjax.state import Positions
 from pallas_kernels.values import MOST_TOKENS, checked, each, whole
@@ -89,6 +90,21 @@ class CachePlan:
         """Decode steps the plan has room for."""
         return self.sites[0].max_new_tokens
 
+    @functools.cached_property
+    def layers(self) -> tuple[LayerPolicy, ...]:
+        """The policy in every layer."""
+        return tuple(map(self.policy.at, self.sites))
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        """What is static about the policy in every layer."""
+        return tuple(layer.spec for layer in self.layers)
+
+    @property
+    def reads(self) -> Reads:
+        """How prompts may be read (`LayerSpec.reads`): what the pickiest layer allows."""
+        return max((spec.reads for spec in self.specs), key=("blocks", "whole", "rows").index)
+
     @property
     def num_slots(self) -> int:
         """Slots of one sequence, summed over layers and kv heads."""
@@ -100,9 +116,9 @@ class CachePlan:
         for n in sorted({int(n) for n in lengths}):
             if n > self.prompt_len:
                 raise ValueError(f"a prompt of {n} tokens does not fit the plan's width {self.prompt_len}")
-            for site, capacity in zip(self.sites, self.capacities, strict=True):
+            for site, spec, capacity in zip(self.sites, self.specs, self.capacities, strict=True):
                 self.policy.check(site, n)
-                if (needed := _capacity(self.policy, site, (n,))) > capacity:
+                if (needed := _capacity(spec, [n])) > capacity:
                     raise ValueError(
                         f"a prompt of {n} tokens needs {needed} slots in layer {site.layer}, but the plan has "
                         f"{capacity}; make the plan with lengths= that contain it"
@@ -133,7 +149,7 @@ class CachePlan:
 
     def target(self, prompt_length: int) -> float:
         """Live slots a head and layer may keep, on average, for a prompt of this length."""
-        return float(np.mean([self.policy.target(s, prompt_length) for s in self.sites]))
+        return float(np.mean([spec.target[prompt_length] for spec in self.specs]))
 
 
 def as_lengths(lengths: Any, batch: int, width: int) -> np.ndarray | Int[Array, "B"]:
@@ -155,17 +171,6 @@ def as_lengths(lengths: Any, batch: int, width: int) -> np.ndarray | Int[Array, 
             f"prompt lengths must lie between 1 and the prompt's width {width}, got {known.min()} to {known.max()}"
         )
     return known.astype(np.int32)
-
-
-def as_policy(policy: Any) -> Policy:
-    """The policy itself.
-
-    Raises:
-      ValueError: something else, such as a method's name.
-    """
-    if not isinstance(policy, Policy):
-        raise ValueError(f"{policy!r} is not a policy; call a method with its budget, such as kvjax.methods.h2o(64)")
-    return policy
 
 
 def make_plan(
@@ -213,81 +218,34 @@ def make_plan(
         raise ValueError(
             f"prompt lengths must lie between 1 and the prompt's width {prompt_len}, got {known[0]} to {known[-1]}"
         )
-    L, N, K = config.num_layers, config.num_query_heads, config.num_kv_heads
-    site_of = lambda i, heads: Site(i, L, N, heads, config.head_dim, prompt_len, max_new_tokens, config.window(i))
-    sites = tuple(site_of(i, N if policy.heads_of(site_of(i, K)) == "query_head" else K) for i in range(L))
-    for site in sites:
-        _check_composition(policy, site)
-        if policy.key_positions(site) == "rerotate" and not config.additive_rotation:
+    sites, specs = [], []
+    for i in range(config.num_layers):
+        heads = config.num_query_heads, config.num_kv_heads
+        site = Site(i, config.num_layers, *heads, config.head_dim, prompt_len, max_new_tokens, config.window(i))
+        spec = policy.at(site).spec
+        if spec.heads == "query_head":
+            site = dataclasses.replace(site, num_kv_heads=config.num_query_heads)
+        if spec.positions == "rerotate" and not config.additive_rotation:
             raise ValueError(
-                f"layer {site.layer} wants positions='rerotate', but this model's rotary scaling depends on the length "
+                f"layer {i} wants positions='rerotate', but this model's rotary scaling depends on the length "
                 "or scales the keys, so that turning a stored key further is not exact; use 'compact' or 'original'"
             )
         for n in known:
             policy.check(site, n)
-    planned = None if lengths is None else sorted({*known, prompt_len})
-    capacities = tuple(_capacity(policy, s, planned) for s in sites)
-    layouts = tuple(policy.layout(s) for s in sites)
-    return CachePlan(policy, sites, capacities, tuple(policy.key_positions(s) for s in sites), layouts)
-
-
-def members(policy: Policy, site: Site) -> list[Policy]:
-    """The policies that a composition applies in a layer, in turn; itself for one that composes nothing."""
-    if isinstance(policy, Chain):
-        return [member for p in policy.policies for member in members(p, site)]
-    if isinstance(policy, (Partition, SharedLayers)):
-        return members(policy.of(site), site)
-    return [policy]
-
-
-def _check_composition(policy: Policy, site: Site) -> None:
-    """Raises ValueError where members of a composition cannot work together in a layer."""
-    if isinstance(policy, SharedLayers):
-        here, first = (members(policy.policy, s) for s in (site, dataclasses.replace(site, layer=0)))
-        if here != first:
-            raise ValueError(
-                f"one decision for all layers needs the same policy in all of them, but layer {site.layer} has {here} "
-                f"and layer 0 has {first}; share a policy that is no partition"
-            )
-    else:
-        _check_no_shared_member(policy, site)
-    pruning = sum(p.prunes_channels for p in members(policy, site))
-    if pruning > 1:
-        raise ValueError(
-            f"{pruning} members of a chain drop key channels in layer {site.layer}, but what one has dropped the next "
-            "cannot choose from; use 1 of them"
-        )
-    if policy.layout(site) == "pool" and (pruning or policy.gates(site)):
-        what = "heads drop different channels" if pruning else "relaxed policies have gates"
-        raise ValueError(
-            f"{what}, so their keys cannot share a pool; use storage='dense' for all members of the chain in layer "
-            f"{site.layer}"
-        )
-    evicting = [p for p in members(policy, site) if not (isinstance(p, Identity) or p.prunes_channels)]
-    relaxed = [p.gates(site) for p in evicting]
-    if any(relaxed) and not all(relaxed):
-        hard = evicting[relaxed.index(False)]
-        raise ValueError(
-            f"a relaxed policy keeps some of every slot, but {hard} in the same chain keeps or evicts them; soften "
-            f"the chain instead of {sum(relaxed)} of its {len(relaxed)} members: soften(chain(...), temperature)"
-        )
-
-
-def _check_no_shared_member(policy: Policy, site: Site) -> None:
-    """Raises ValueError for one decision for all layers inside a composition that decides layer by layer."""
-    if isinstance(policy, SharedLayers):
-        raise ValueError(
-            f"a chain or partition decides layer by layer, but its member in layer {site.layer} makes one decision for "
-            f"all {site.num_layers} layers; share the composition instead: shared_layers(chain(...))"
-        )
-    inner = (
-        policy.policies if isinstance(policy, Chain) else (policy.of(site),) if isinstance(policy, Partition) else ()
+        sites.append(site)
+        specs.append(spec)
+    planned = list(range(prompt_len + 1)) if lengths is None else sorted({*known, prompt_len})
+    return CachePlan(
+        policy,
+        tuple(sites),
+        tuple(_capacity(spec, planned) for spec in specs),
+        tuple(spec.positions for spec in specs),
+        tuple(spec.storage for spec in specs),
     )
-    for p in inner:
-        _check_no_shared_member(p, site)
 
 
-def _capacity(policy: Policy, site: Site, lengths: Sequence[int] | None) -> int:
-    if policy.layout(site) == "dense":
-        return policy.capacity(site, lengths)
-    return pool_slots(policy.slots(site, lengths))
+def _capacity(spec: LayerSpec, lengths: Sequence[int]) -> int:
+    """Slots of a layer for prompts of these lengths: of every kv head, or of all together in a pool."""
+    if spec.storage == "dense":
+        return int(spec.capacity[lengths].max())
+    return pool_slots(int(spec.slots[lengths].max()))

@@ -3,31 +3,32 @@
 It prints as its definition, compares by value, hashes, and is changed with `dataclasses.replace`. Policies never move
 slots: they mark them dead, so the members of a chain see statistics that still belong to their slots.
 
-Laws (tested over all methods): `chain` is associative with unit `identity()`; no dead slot comes back; live slots never
-exceed the budget; protected tokens live; permuting slots permutes the result; a row of a padded batch gets what it
-would get alone.
+In every layer a policy is a tuple of rules that are applied in turn; compositions have nothing else of their own. What
+is static about a rule in a layer is one value, its `LayerSpec`, and specs of several rules are merged field by field.
+What is traced are the moments of a `Rule`: `make_room`, `visible`, `decide`, `finish`. `kvjax.algebra` composes them.
 """
 
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.context import Context, Phase, Site
 from kvjax.pool import PooledKV
 from kvjax.schedule import Schedule
 from kvjax.state import KVState, LayerKV, Positions, evict
-from kvjax.stats import AttentionStats, LayerStats, Measurement, Observe, ordered
+from kvjax.stats import AttentionStats, LayerStats, Measurement, ordered
 from pallas_kernels.pytree import pytree
-from pallas_kernels.values import checked, each
 
 Granularity = Literal["kv_head", "query_head"]
 Layout = Literal["dense", "pool"]
+Reads = Literal["blocks", "whole", "rows"]
 
 
 @pytree
@@ -51,53 +52,217 @@ class Selection:
         return evict(kv, self.keep) if self.gate is None else dataclasses.replace(kv, gate=self.gate)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerSpec:
+    """Everything static about a policy in one layer. Sizes are tables over prompt lengths, from 0 to the plan's.
+
+    Attributes:
+      target: live slots that a head may keep, on average over heads.
+      capacity: the most live slots of one head while decoding.
+      slots: the most live slots of all heads together while decoding.
+      prompt, step: what is measured of the prompt's rows, and of a decode step's; nothing is paid for an empty tuple.
+      heads: the layer has a set of slots for every kv head, or for every query head.
+      positions: how its keys are rotated.
+      storage: how it is stored after the prompt: "dense", or a "pool" of slots that heads share (`kvjax.pool`).
+      reads: prompts may be read in "blocks"; only "whole", because what is measured of a block says nothing of the
+        whole; or only by "rows", because every row decides what the next one reads.
+      gates: slots carry gates between 0 and 1: the policy is relaxed.
+      hides: what statistics of a decode row are a softmax over, where live slots are hidden from it; None where none
+        are.
+      prunes: key channels are dropped or zeroed after the prompt, other ones in every head.
+    """
+
+    target: np.ndarray
+    capacity: np.ndarray
+    slots: np.ndarray
+    prompt: tuple[Measurement, ...] = ()
+    step: tuple[Measurement, ...] = ()
+    heads: Granularity = "kv_head"
+    positions: Positions = "original"
+    storage: Layout = "dense"
+    reads: Reads = "blocks"
+    gates: bool = False
+    hides: Literal["visible", "live"] | None = None
+    prunes: bool = False
+
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
+        """What is measured in a phase."""
+        return self.prompt if phase == "prefill" else self.step
+
+
+def keeps_all(site: Site, **fields: Any) -> LayerSpec:
+    """The spec of a rule that evicts nothing.
+
+    Args:
+      site: the layer.
+      **fields: other fields of `LayerSpec`.
+    """
+    total = np.arange(site.prompt_len + 1) + site.max_new_tokens
+    return LayerSpec(total, total, site.num_kv_heads * total, **fields)
+
+
+def merged(rules: "Sequence[Rule]", site: Site) -> LayerSpec:
+    """The spec of rules that are applied in turn: the tightest sizes, all measurements, and what they must agree on.
+
+    Raises:
+      ValueError: rules that want different things of one cache.
+    """
+    if not rules:
+        return keeps_all(site)
+    specs = [rule.spec(site) for rule in rules]
+
+    def least(name: str) -> np.ndarray:
+        return functools.reduce(np.minimum, (getattr(spec, name) for spec in specs))
+
+    def union(name: str) -> tuple[Measurement, ...]:
+        return ordered(m for spec in specs for m in getattr(spec, name))
+
+    def same(name: str, why: str, fix: str, ignored: Any = ...) -> Any:
+        wanted = {getattr(spec, name) for spec in specs} - {ignored}
+        if len(wanted) > 1:
+            raise ValueError(f"{why.format(sorted(wanted))}; {fix}")
+        return next(iter(wanted), ignored)
+
+    spec = LayerSpec(
+        least("target"),
+        least("capacity"),
+        least("slots"),
+        union("prompt"),
+        union("step"),
+        same(
+            "heads",
+            "a layer stores its keys once, but the members of this chain want a set for every {}",
+            "give all of them the same granularity=",
+        ),
+        same(
+            "positions",
+            "a layer rotates its keys in one way, but the members of this chain want {}",
+            "give all of them the same positions=",
+        ),
+        "pool" if any(spec.storage == "pool" for spec in specs) else "dense",
+        same(
+            "reads",
+            "a prompt is read in one way, but members of this chain can read it only as {}",
+            "chain policies that read prompts alike",
+            "blocks",
+        ),
+        any(spec.gates for spec in specs),
+        same(
+            "hides",
+            "a row's statistics are one softmax, but members of this chain want it over {} slots",
+            "chain policies that hide slots alike",
+            None,
+        ),
+        any(spec.prunes for spec in specs),
+    )
+    pruning = sum(spec.prunes for spec in specs)
+    if pruning > 1:
+        raise ValueError(
+            f"{pruning} members of a chain drop key channels in layer {site.layer}, but what one has dropped the next "
+            "cannot choose from; use 1 of them"
+        )
+    if spec.storage == "pool" and (spec.prunes or spec.gates):
+        what = "heads drop different channels" if spec.prunes else "relaxed policies have gates"
+        raise ValueError(
+            f"{what}, so their keys cannot share a pool; use storage='dense' for all members of the chain in layer "
+            f"{site.layer}"
+        )
+    evicting = [(rule, spec.gates) for rule, spec in zip(rules, specs, strict=True) if not spec.prunes]
+    hard = [rule for rule, gates in evicting if not gates]
+    if spec.gates and hard:
+        raise ValueError(
+            f"a relaxed policy keeps some of every slot, but {hard[0]} in the same chain keeps or evicts them; soften "
+            f"the chain instead of {len(evicting) - len(hard)} of its {len(evicting)} members: "
+            "soften(chain(...), temperature)"
+        )
+    return spec
+
+
 class Policy(abc.ABC):
-    """The contract between a policy, the planner and the drivers. Most methods are an `Evict`."""
+    """In every layer, some rules that are applied in turn. Most methods are one rule, an `Evict`."""
 
-    prunes_channels: ClassVar[bool] = False  # `transform` drops or zeroes channels, other ones in every head
+    shared: ClassVar[bool] = False  # one decision for all layers, made when the model has run
 
-    def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
-        """The statistics this policy needs in a layer. None are measured, and nothing is paid, for an empty tuple."""
-        del phase, site
-        return ()
+    @abc.abstractmethod
+    def rules(self, site: Site) -> "tuple[Rule, ...]":
+        """The rules of a layer."""
 
-    def init(self, site: Site, batch: int) -> Any:
-        """The policy's memory for a layer without slots: arrays "B K 0 ...", or `PerHead` arrays "B K ..."."""
-        del site, batch
-        return ()
-
-    def key_positions(self, site: Site) -> Positions:
-        """How the layer's keys are rotated."""
-        del site
-        return "original"
-
-    def heads_of(self, site: Site) -> Granularity:
-        """Whether the layer's cache has a set of slots for every kv head or for every query head."""
-        del site
-        return "kv_head"
-
-    def layout(self, site: Site) -> Layout:
-        """How the layer is stored after the prompt: "dense", or a "pool" of slots that heads share (`kvjax.pool`)."""
-        del site
-        return "dense"
-
-    def gates(self, site: Site) -> bool:
-        """Whether slots of this layer carry gates: the policy is relaxed."""
-        del site
-        return False
-
-    def slots(self, site: Site, lengths: Sequence[int] | None = None) -> int:
-        """The most live slots that all heads of this layer can hold together while decoding (static)."""
-        return site.num_kv_heads * self.capacity(site, lengths)
+    def at(self, site: Site) -> "LayerPolicy":
+        """The policy in one layer, as drivers use it."""
+        return LayerPolicy(self.rules(site), site)
 
     def check(self, site: Site, prompt_length: int) -> None:
         """Raises ValueError if the policy cannot work in this layer for a prompt of this length."""
-        del site, prompt_length
+        for rule in self.rules(site):
+            rule.check(site, prompt_length)
 
-    def most(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"] | None:
-        """The most live slots that each head will hold while decoding, at most `slots` together; None if unknown.
+    def layer(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> LayerKV:
+        """One layer after one step: memory updated, slots outside the decision dead."""
+        return self.at(ctx.site).step(kv, stats, ctx)
 
-        A pool gives every head that many. Without it, each gets the slots it holds and an equal share of the rest.
+    def __call__(self, state: KVState, attn_stats: AttentionStats) -> KVState:
+        """Applies the policy to every layer of a state, with the statistics of the rows just computed.
+
+        Raises:
+          ValueError: no state and its statistics, or a state whose plan is not this policy's.
+        """
+        check_moment(self, state, attn_stats)
+        layers = (
+            on_view(lambda view, s=stats, i=i: self.layer(view, s, context(state, i, attn_stats.phase)), kv)
+            for i, (kv, stats) in enumerate(zip(state.layers, attn_stats.layers, strict=True))
+        )
+        return dataclasses.replace(state, layers=tuple(layers))
+
+
+class Rule(Policy):
+    """One method in one layer: the contract between it, the planner and the drivers.
+
+    Its memory is what `init` gives and `decide` returns; in a layer's cache it is one entry of a tuple, and the cache
+    that a rule is given has its own entry as `memory`.
+    """
+
+    def rules(self, site: Site) -> "tuple[Rule, ...]":
+        """Itself."""
+        del site
+        return (self,)
+
+    @abc.abstractmethod
+    def spec(self, site: Site) -> LayerSpec:
+        """Everything static about the rule in a layer."""
+
+    @abc.abstractmethod
+    def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
+        """Called after a step's attention, in both phases.
+
+        Returns:
+          The rule's memory after the step, and what to keep, or None if it evicts nothing now.
+        """
+
+    def init(self, site: Site, batch: int) -> Any:
+        """The memory of a layer without slots: arrays "B K 0 ...", or `PerHead` arrays "B K ..."."""
+        del site, batch
+        return ()
+
+    def make_room(self, kv: LayerKV, ctx: Context) -> LayerKV:
+        """Evicts before a decode step appends its token. Most rules evict afterwards instead."""
+        del ctx
+        return kv
+
+    def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"] | None:
+        """Live slots that the new row may read, None for all: for rules that mask instead of evicting."""
+        del kv, ctx
+        return None
+
+    def finish(self, kv: LayerKV | PooledKV, ctx: Context) -> LayerKV | PooledKV:
+        """Changes how the prompt's cache is stored, after eviction and compaction."""
+        del ctx
+        return kv
+
+    def reserve(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"] | None:
+        """The most live slots that each head will hold while decoding; None for the most that its spec allows.
+
+        A pool gives every head that many, as far as it has them. Without such numbers, each head gets the slots it
+        holds and an equal share of the rest.
 
         Args:
           kv: the layer after the prompt.
@@ -106,88 +271,137 @@ class Policy(abc.ABC):
         del kv, ctx
         return None
 
-    @abc.abstractmethod
-    def target(self, site: Site, prompt_length: int) -> int:
-        """Live slots a head of this layer may keep, on average over heads, for a prompt of this length."""
+    def check(self, site: Site, prompt_length: int) -> None:
+        """See `Policy`."""
+        del site, prompt_length
 
-    @abc.abstractmethod
-    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
-        """The most live slots one head of this layer can hold while decoding (static).
+    def under(self, schedule: Schedule) -> "Rule":
+        """The same rule under another schedule.
 
-        Args:
-          site: the layer.
-          lengths: the prompts' lengths, None for any up to the plan's.
+        Raises:
+          ValueError: a rule whose schedule cannot change.
         """
+        raise ValueError(f"{type(self).__name__} has no schedule, so {schedule} cannot apply to it")
 
-    @abc.abstractmethod
-    def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
-        """Called after a step's attention, in both phases.
 
-        Returns:
-          The policy's memory after the step, and what to keep, or None if this policy evicts nothing now.
+@dataclasses.dataclass(frozen=True)
+class LayerPolicy:
+    """The rules of one layer, applied in turn, each with its own entry of the layer's memory.
+
+    Attributes:
+      rules: the rules.
+      site: the layer that they decide for: the first one, where one decision is made for all.
+    """
+
+    rules: tuple[Rule, ...]
+    site: Site
+
+    @functools.cached_property
+    def spec(self) -> LayerSpec:
+        """Everything static.
+
+        Raises:
+          ValueError: rules that want different things of one cache.
         """
+        return merged(self.rules, self.site)
+
+    def init(self, batch: int) -> tuple[Any, ...]:
+        """The memory of a layer without slots."""
+        return tuple(rule.init(self.site, batch) for rule in self.rules)
+
+    def _each(self, kv: LayerKV | PooledKV) -> Iterator[tuple[Rule, Any]]:
+        return zip(self.rules, kv.memory, strict=True)
+
+    def _here(self, ctx: Context) -> Context:
+        return ctx if ctx.site == self.site else dataclasses.replace(ctx, site=self.site)
+
+    def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[tuple[Any, ...], Selection | None]:
+        """The memory after a step, and what to keep, or None if nothing is evicted now."""
+        memories, decision, ctx = [], None, self._here(ctx)
+        for rule, memory in self._each(kv):
+            memory, selection = rule.decide(dataclasses.replace(kv, memory=memory), stats, ctx)
+            memories.append(memory)
+            if selection is not None:
+                kv, decision = selection.apply(kv), selection
+        if decision is not None and len(self.rules) > 1:
+            decision = dataclasses.replace(decision, keep=kv.live, gate=kv.gate)
+        return tuple(memories), decision
+
+    def step(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> LayerKV:
+        """One layer after one step: memory updated, slots outside the decision dead."""
+        return obeying(*self.decide(kv, stats, ctx))(kv)
+
+    def _in_turn(self, kv: Any, change: Callable[[Rule, Any], Any]) -> Any:
+        after = kv
+        for rule, memory in self._each(kv):
+            given = dataclasses.replace(after, memory=memory)
+            found = change(rule, given)
+            after = after if found is given else found
+        return kv if after is kv else dataclasses.replace(after, memory=kv.memory)
 
     def make_room(self, kv: LayerKV, ctx: Context) -> LayerKV:
-        """Evicts before a decode step appends its token. Most policies evict afterwards instead."""
-        del ctx
-        return kv
+        """The layer before a decode step appends its token."""
+        return self._in_turn(kv, lambda rule, kv: rule.make_room(kv, self._here(ctx)))
+
+    def finish(self, kv: LayerKV | PooledKV, ctx: Context) -> LayerKV | PooledKV:
+        """The layer as it is stored after the prompt."""
+        return self._in_turn(kv, lambda rule, kv: rule.finish(kv, self._here(ctx)))
 
     def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"] | None:
-        """Live slots that the new row may read, None for all: for policies that mask instead of evicting."""
-        del kv, ctx
-        return None
+        """Live slots that the new row may read, None for all."""
+        see = lambda rule, memory: rule.visible(dataclasses.replace(kv, memory=memory), self._here(ctx))
+        shown = [v for rule, memory in self._each(kv) if (v := see(rule, memory)) is not None]
+        return functools.reduce(jnp.logical_and, shown) if shown else None
 
-    def measures(self, site: Site) -> Literal["visible", "live"] | None:
-        """What statistics of decode rows are a softmax over; None for a policy that hides no slots."""
-        del site
-        return None
+    def reserve(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"] | None:
+        """The most live slots that each head will hold while decoding; None if no rule knows."""
+        ctx = self._here(ctx)
+        bounds = [(rule, rule.reserve(dataclasses.replace(kv, memory=m), ctx)) for rule, m in self._each(kv)]
+        if all(bound is None for _, bound in bounds):
+            return None
+        whole = lambda rule: jnp.full(kv.pos.shape[:2], int(rule.spec(self.site).capacity.max()), jnp.int32)
+        return functools.reduce(jnp.minimum, (whole(rule) if bound is None else bound for rule, bound in bounds))
 
-    def transform(self, kv: LayerKV | PooledKV, ctx: Context) -> LayerKV | PooledKV:
-        """Changes how the prompt's cache is stored, after eviction and compaction."""
-        del ctx
-        return kv
 
-    @property
-    def layerwise(self) -> bool:
-        """Whether each layer decides for itself; otherwise the model runs whole before the policy is called."""
-        return True
+def obeying(memory: tuple[Any, ...], selection: Selection | None) -> Callable[[LayerKV], LayerKV]:
+    """What a decision does to a layer."""
 
-    @property
-    def needs_whole_prompt(self) -> bool:
-        """Whether the prompt must be read at once, because what is measured of a block says nothing of the whole."""
-        return False
-
-    @property
-    def needs_every_row(self) -> bool:
-        """Whether the prompt must be read token by token, because every row decides what the next one reads."""
-        return False
-
-    def scheduled(self, schedule: Schedule) -> "Policy":
-        """The same policy under another schedule."""
-        del schedule
-        return self
-
-    def layer(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> LayerKV:
-        """One layer after one step: memory updated, slots outside the decision dead."""
-        memory, selection = self.decide(kv, stats, ctx)
+    def obey(kv: LayerKV) -> LayerKV:
         kv = dataclasses.replace(kv, memory=memory)
         return kv if selection is None else selection.apply(kv)
 
-    def __call__(self, state: KVState, attn_stats: AttentionStats) -> KVState:
-        """Applies the policy to every layer of a state, with the statistics of the rows just computed.
-
-        Raises:
-          ValueError: no state and its statistics, or a state whose plan is not this policy's.
-        """
-        _check_moment(self, state, attn_stats)
-        layers = (
-            on_view(lambda view, s=stats, i=i: self.layer(view, s, context(state, i, attn_stats.phase)), kv)
-            for i, (kv, stats) in enumerate(zip(state.layers, attn_stats.layers, strict=True))
-        )
-        return dataclasses.replace(state, layers=tuple(layers))
+    return obey
 
 
-def _check_moment(policy: Policy, state: Any, attn_stats: Any) -> None:
+def empty_layer(policy: LayerPolicy, batch: int, dtype: jax.typing.DTypeLike) -> LayerKV:
+    """A layer's cache without slots."""
+    site, spec = policy.site, policy.spec
+    empty = jnp.zeros((batch, site.num_kv_heads, 0, site.head_dim), dtype)
+    pos = jnp.zeros((batch, site.num_kv_heads, 0), jnp.int32)
+    return LayerKV(
+        empty,
+        empty,
+        pos,
+        policy.init(batch),
+        rank=None if spec.positions == "original" else pos,
+        rotated=pos if spec.positions == "rerotate" else None,
+        gate=jnp.zeros(pos.shape, float) if spec.gates else None,
+        positions=spec.positions,
+    )
+
+
+def as_policy(policy: Any) -> Policy:
+    """The policy itself.
+
+    Raises:
+      ValueError: something else, such as a method's name.
+    """
+    if not isinstance(policy, Policy):
+        raise ValueError(f"{policy!r} is not a policy; call a method with its budget, such as kvjax.methods.h2o(64)")
+    return policy
+
+
+def check_moment(policy: Policy, state: Any, attn_stats: Any) -> None:
     """Raises ValueError for a state that a policy cannot be applied to, as one that decodes under another's plan."""
     if not isinstance(state, KVState) or not isinstance(attn_stats, AttentionStats):
         found = f"{type(state).__name__} and {type(attn_stats).__name__}"
@@ -195,9 +409,14 @@ def _check_moment(policy: Policy, state: Any, attn_stats: Any) -> None:
     planned = state.plan.policy
     if policy == planned:
         return
-    memory = lambda p: jax.eval_shape(lambda: [p.init(site, 1) for site in state.plan.sites])
+    memory = lambda p: jax.eval_shape(lambda: [p.at(site).init(1) for site in state.plan.sites])
     if attn_stats.phase == "decode" or jax.tree.structure(memory(policy)) != jax.tree.structure(memory(planned)):
         raise ValueError(f"the state was planned for {planned}, not for {policy}; make a plan with this policy")
+
+
+def viewed(kv: LayerKV | PooledKV) -> LayerKV:
+    """A layer in either layout as policies know it."""
+    return kv.view() if isinstance(kv, PooledKV) else kv
 
 
 def on_view(change: Callable[[LayerKV], LayerKV], kv: LayerKV | PooledKV) -> Any:
@@ -209,449 +428,3 @@ def context(state: KVState, layer: int, phase: Phase) -> Context:
     """The moment that `state` is at, for one layer."""
     site = state.plan.sites[layer]
     return Context(state.length, state.prompt_length, state.keys, site=site, phase=phase)
-
-
-@dataclasses.dataclass(frozen=True)
-class Identity(Policy):
-    """Keeps everything: the full cache."""
-
-    def target(self, site: Site, prompt_length: int) -> int:
-        """See `Policy`."""
-        return prompt_length + site.max_new_tokens
-
-    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
-        """See `Policy`."""
-        del lengths
-        return site.prompt_len + site.max_new_tokens
-
-    def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, None]:
-        """See `Policy`."""
-        del stats, ctx
-        return kv.memory, None
-
-
-@dataclasses.dataclass(frozen=True)
-class Chain(Policy):
-    """Policies applied in turn; made by `chain`."""
-
-    policies: tuple[Policy, ...]
-
-    def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
-        """See `Policy`."""
-        return ordered(o for p in self.policies for o in p.observe(phase, site))
-
-    def init(self, site: Site, batch: int) -> tuple[Any, ...]:
-        """See `Policy`."""
-        return tuple(p.init(site, batch) for p in self.policies)
-
-    def key_positions(self, site: Site) -> Positions:
-        """See `Policy`."""
-        wanted = {p.key_positions(site) for p in self.policies}
-        if len(wanted) > 1:
-            raise ValueError(
-                f"a layer rotates its keys in one way, but the members of this chain want {sorted(wanted)}; "
-                "give all of them the same positions="
-            )
-        return wanted.pop()
-
-    def heads_of(self, site: Site) -> Granularity:
-        """See `Policy`."""
-        wanted = {p.heads_of(site) for p in self.policies}
-        if len(wanted) > 1:
-            raise ValueError(
-                f"a layer stores its keys once, but the members of this chain want a set for every {sorted(wanted)}; "
-                "give all of them the same granularity="
-            )
-        return wanted.pop()
-
-    def layout(self, site: Site) -> Layout:
-        """See `Policy`."""
-        return "pool" if any(p.layout(site) == "pool" for p in self.policies) else "dense"
-
-    def gates(self, site: Site) -> bool:
-        """See `Policy`."""
-        return any(p.gates(site) for p in self.policies)
-
-    def slots(self, site: Site, lengths: Sequence[int] | None = None) -> int:
-        """See `Policy`."""
-        return min(p.slots(site, lengths) for p in self.policies)
-
-    def check(self, site: Site, prompt_length: int) -> None:
-        """See `Policy`."""
-        for p in self.policies:
-            p.check(site, prompt_length)
-        if len(over := self._measured(site)) > 1:
-            raise ValueError(
-                f"a row's statistics are one softmax, but members of this chain want it over {sorted(over)} slots; "
-                "chain policies that hide slots alike"
-            )
-
-    def target(self, site: Site, prompt_length: int) -> int:
-        """See `Policy`."""
-        return min(p.target(site, prompt_length) for p in self.policies)
-
-    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
-        """See `Policy`."""
-        return min(p.capacity(site, lengths) for p in self.policies)
-
-    def most(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"] | None:
-        """See `Policy`."""
-        each = zip(self.policies, kv.memory, strict=True)
-        bounds = [p.most(dataclasses.replace(kv, memory=m), ctx) for p, m in each]
-        if all(b is None for b in bounds):
-            return None
-        whole = [jnp.full(kv.pos.shape[:2], p.capacity(ctx.site), jnp.int32) for p in self.policies]
-        return functools.reduce(jnp.minimum, (w if b is None else b for b, w in zip(bounds, whole, strict=True)))
-
-    def scheduled(self, schedule: Schedule) -> Policy:
-        """See `Policy`."""
-        return chain(*(p.scheduled(schedule) for p in self.policies))
-
-    def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
-        """See `Policy`."""
-        memories, decision = [], None
-        for p, memory in zip(self.policies, kv.memory, strict=True):
-            memory, selection = p.decide(dataclasses.replace(kv, memory=memory), stats, ctx)
-            memories.append(memory)
-            if selection is not None:
-                kv = selection.apply(kv)
-                decision = selection
-        if decision is not None:
-            decision = dataclasses.replace(decision, keep=kv.live, gate=kv.gate)
-        return tuple(memories), decision
-
-    def _in_turn(self, name: str, kv: Any, ctx: Context) -> Any:
-        memories = kv.memory
-        for p, memory in zip(self.policies, memories, strict=True):
-            kv = getattr(p, name)(dataclasses.replace(kv, memory=memory), ctx)
-        return dataclasses.replace(kv, memory=memories)
-
-    def make_room(self, kv: LayerKV, ctx: Context) -> LayerKV:
-        """See `Policy`."""
-        return self._in_turn("make_room", kv, ctx)
-
-    def transform(self, kv: LayerKV | PooledKV, ctx: Context) -> LayerKV | PooledKV:
-        """See `Policy`."""
-        return self._in_turn("transform", kv, ctx)
-
-    def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"] | None:
-        """See `Policy`."""
-        each = zip(self.policies, kv.memory, strict=True)
-        shown = [v for p, m in each if (v := p.visible(dataclasses.replace(kv, memory=m), ctx)) is not None]
-        return functools.reduce(jnp.logical_and, shown) if shown else None
-
-    def _measured(self, site: Site) -> set[Literal["visible", "live"]]:
-        return {over for p in self.policies if (over := p.measures(site)) is not None}
-
-    def measures(self, site: Site) -> Literal["visible", "live"] | None:
-        """See `Policy`; `check` refuses members that want different ones."""
-        return next(iter(self._measured(site)), None)
-
-    @property
-    def layerwise(self) -> bool:
-        """See `Policy`."""
-        return all(p.layerwise for p in self.policies)
-
-    @property
-    def needs_whole_prompt(self) -> bool:
-        """See `Policy`."""
-        return any(p.needs_whole_prompt for p in self.policies)
-
-    @property
-    def needs_every_row(self) -> bool:
-        """See `Policy`."""
-        return any(p.needs_every_row for p in self.policies)
-
-
-class _Delegating(Policy):
-    """A policy that asks another one, layer by layer."""
-
-    @abc.abstractmethod
-    def of(self, site: Site) -> Policy:
-        """The policy of one layer."""
-
-    def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
-        """See `Policy`."""
-        return self.of(site).observe(phase, site)
-
-    def init(self, site: Site, batch: int) -> Any:
-        """See `Policy`."""
-        return self.of(site).init(site, batch)
-
-    def key_positions(self, site: Site) -> Positions:
-        """See `Policy`."""
-        return self.of(site).key_positions(site)
-
-    def heads_of(self, site: Site) -> Granularity:
-        """See `Policy`."""
-        return self.of(site).heads_of(site)
-
-    def layout(self, site: Site) -> Layout:
-        """See `Policy`."""
-        return self.of(site).layout(site)
-
-    def gates(self, site: Site) -> bool:
-        """See `Policy`."""
-        return self.of(site).gates(site)
-
-    def slots(self, site: Site, lengths: Sequence[int] | None = None) -> int:
-        """See `Policy`."""
-        return self.of(site).slots(site, lengths)
-
-    def most(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"] | None:
-        """See `Policy`."""
-        return self.of(ctx.site).most(kv, ctx)
-
-    def check(self, site: Site, prompt_length: int) -> None:
-        """See `Policy`."""
-        self.of(site).check(site, prompt_length)
-
-    def target(self, site: Site, prompt_length: int) -> int:
-        """See `Policy`."""
-        return self.of(site).target(site, prompt_length)
-
-    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
-        """See `Policy`."""
-        return self.of(site).capacity(site, lengths)
-
-    def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
-        """See `Policy`."""
-        return self.of(ctx.site).decide(kv, stats, ctx)
-
-    def make_room(self, kv: LayerKV, ctx: Context) -> LayerKV:
-        """See `Policy`."""
-        return self.of(ctx.site).make_room(kv, ctx)
-
-    def transform(self, kv: LayerKV | PooledKV, ctx: Context) -> LayerKV | PooledKV:
-        """See `Policy`."""
-        return self.of(ctx.site).transform(kv, ctx)
-
-    def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"] | None:
-        """See `Policy`."""
-        return self.of(ctx.site).visible(kv, ctx)
-
-    def measures(self, site: Site) -> Literal["visible", "live"] | None:
-        """See `Policy`."""
-        return self.of(site).measures(site)
-
-
-@dataclasses.dataclass(frozen=True)
-class Partition(_Delegating):
-    """A policy for every layer; made by `partition`."""
-
-    policies: tuple[tuple[Hashable, Policy], ...]
-    labels: tuple[Hashable, ...]
-
-    def of(self, site: Site) -> Policy:
-        """See `_Delegating`."""
-        if len(self.labels) != site.num_layers:
-            raise ValueError(
-                f"partition has {len(self.labels)} labels, but the model has {site.num_layers} layers; "
-                "give one label a layer"
-            )
-        return dict(self.policies)[self.labels[site.layer]]
-
-    def scheduled(self, schedule: Schedule) -> "Partition":
-        """See `Policy`."""
-        return Partition(tuple((label, p.scheduled(schedule)) for label, p in self.policies), self.labels)
-
-    @property
-    def layerwise(self) -> bool:
-        """See `Policy`."""
-        return all(p.layerwise for _, p in self.policies)
-
-    @property
-    def needs_whole_prompt(self) -> bool:
-        """See `Policy`."""
-        return any(p.needs_whole_prompt for _, p in self.policies)
-
-    @property
-    def needs_every_row(self) -> bool:
-        """See `Policy`."""
-        return any(p.needs_every_row for _, p in self.policies)
-
-
-def identity() -> Policy:
-    """Keeps everything. The unit of `chain`."""
-    return Identity()
-
-
-def chain(*policies: Policy) -> Policy:
-    """Policies applied in turn at every step: a later member sees only what the earlier ones kept.
-
-    All members read statistics of the same attention. The tightest budget wins.
-    """
-    flat: list[Policy] = []
-    for p in policies:
-        _check_policy(p)
-        flat += p.policies if isinstance(p, Chain) else () if isinstance(p, Identity) else (p,)
-    if not flat:
-        return Identity()
-    return flat[0] if len(flat) == 1 else Chain(tuple(flat))
-
-
-def partition(policies: Mapping[Hashable, Policy], labels: Sequence[Hashable]) -> Policy:
-    """Different policies for different layers.
-
-    Args:
-      policies: label to policy.
-      labels: one label a layer.
-
-    Raises:
-      ValueError: no mapping to policies, no labels, or a label without a policy.
-    """
-    if not isinstance(policies, Mapping):
-        raise ValueError(f"policies={policies!r}: give a mapping from labels to policies")
-    for policy in policies.values():
-        _check_policy(policy)
-    every = checked(each(_label), "labels", list(labels) if isinstance(labels, str) else labels)
-    if not every:
-        raise ValueError("labels is empty; give one label a layer")
-    unknown = sorted({str(label) for label in every if label not in policies})
-    if unknown:
-        raise ValueError(f"labels {unknown} have no policy; the policies are for {sorted(map(str, policies))}")
-    return Partition(tuple(policies.items()), every)
-
-
-def _label(label: Hashable) -> Hashable:
-    """The rule of labels: what a mapping can be asked for."""
-    if not isinstance(label, Hashable):
-        raise ValueError(f"{label!r} cannot be a label; use a name or a number")
-    return label
-
-
-def _check_policy(policy: Any) -> None:
-    """Raises ValueError for what is no policy, such as a method's name."""
-    if not isinstance(policy, Policy):
-        raise ValueError(f"{policy!r} is not a policy; call a method with its budget, such as kvjax.methods.h2o(64)")
-
-
-def when(schedule: Schedule, policy: Policy) -> Policy:
-    """The same policy (every member of it) under another schedule.
-
-    Raises:
-      ValueError: arguments of other kinds or in another order, or a policy whose schedule cannot change.
-    """
-    if not isinstance(schedule, Schedule):
-        raise ValueError(f"{schedule!r} is not a schedule; write when(schedule, policy), such as when(every(16), ...)")
-    _check_policy(policy)
-    return policy.scheduled(schedule)
-
-
-@dataclasses.dataclass(frozen=True)
-class SharedLayers(_Delegating):
-    """One decision for all layers; made by `shared_layers`."""
-
-    policy: Policy
-
-    def of(self, site: Site) -> Policy:
-        """See `_Delegating`."""
-        del site
-        return self.policy
-
-    @property
-    def layerwise(self) -> bool:
-        """See `Policy`."""
-        return False
-
-    @property
-    def needs_whole_prompt(self) -> bool:
-        """See `Policy`."""
-        return self.policy.needs_whole_prompt
-
-    @property
-    def needs_every_row(self) -> bool:
-        """See `Policy`."""
-        return self.policy.needs_every_row
-
-    def check(self, site: Site, prompt_length: int) -> None:
-        """See `Policy`."""
-        apart = [o for phase in _PHASES for o in self.policy.observe(phase, site) if not isinstance(o, Observe)]
-        if apart:
-            raise ValueError(
-                f"one decision for all layers sums attention statistics over them, but {apart[0]} is none; "
-                "share a policy whose score is made of Observe(...)"
-            )
-        first = _first(site)
-        here, there = self.policy.target(site, prompt_length), self.policy.target(first, prompt_length)
-        if here != there:
-            raise ValueError(
-                f"one decision for all layers needs the same budget in all of them, but layer {site.layer} has {here} "
-                f"tokens and layer 0 has {there}; use layers=UniformLayers()"
-            )
-        self.policy.check(first, prompt_length)
-
-    def scheduled(self, schedule: Schedule) -> "SharedLayers":
-        """See `Policy`."""
-        return SharedLayers(self.policy.scheduled(schedule))
-
-    def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
-        """See `Policy`."""
-        return self.policy.observe(phase, _first(site))
-
-    def init(self, site: Site, batch: int) -> Any:
-        """See `Policy`."""
-        return self.policy.init(_first(site), batch)
-
-    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
-        """See `Policy`; every layer holds what the first one does."""
-        return self.policy.capacity(_first(site), lengths)
-
-    def slots(self, site: Site, lengths: Sequence[int] | None = None) -> int:
-        """See `Policy`; every layer holds what the first one does."""
-        return self.policy.slots(_first(site), lengths)
-
-    def most(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"] | None:
-        """See `Policy`; every layer holds what the first one does."""
-        return self.policy.most(kv, _in_first(ctx))
-
-    def make_room(self, kv: LayerKV, ctx: Context) -> LayerKV:
-        """See `Policy`; for one layer alone."""
-        return self.policy.make_room(kv, _in_first(ctx))
-
-    def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
-        """See `Policy`; for one layer alone."""
-        return self.policy.decide(kv, stats, _in_first(ctx))
-
-    def __call__(self, state: KVState, attn_stats: AttentionStats) -> KVState:
-        """The first layer decides by the sum of all layers' statistics, and all do as it says."""
-        _check_moment(self, state, attn_stats)
-        values = [layer.values for layer in attn_stats.layers]
-        total = LayerStats(
-            tuple(functools.reduce(jnp.add, v) for v in zip(*values, strict=True)), attn_stats.layers[0].observed
-        )
-        first = state.layers[0]
-        view = first.view() if isinstance(first, PooledKV) else first
-        memory, selection = self.decide(view, total, context(state, 0, attn_stats.phase))
-
-        def obey(kv: LayerKV) -> LayerKV:
-            kv = dataclasses.replace(kv, memory=memory)
-            return kv if selection is None else selection.apply(kv)
-
-        return dataclasses.replace(state, layers=tuple(on_view(obey, kv) for kv in state.layers))
-
-
-_PHASES: tuple[Phase, ...] = ("prefill", "decode")
-
-
-def _first(site: Site) -> Site:
-    return dataclasses.replace(site, layer=0)
-
-
-def _in_first(ctx: Context) -> Context:
-    return dataclasses.replace(ctx, site=_first(ctx.site))
-
-
-def shared_layers(policy: Policy) -> Policy:
-    """One score, summed over layers as well as rows, and one decision that every layer applies.
-
-    Keyformer's shared score (arXiv 2403.09054, section 3.3, D-35), and the uniform ablation of NaCl. The whole prompt's
-    keys and values of all layers exist until the decision is made, so peak memory grows with depth. A score that looks
-    at keys sees those of the first layer.
-
-    Raises:
-      ValueError: what is no policy; in `make_plan`, a policy that measures something that cannot be summed over layers,
-        or layers of different budgets.
-    """
-    _check_policy(policy)
-    return SharedLayers(policy)

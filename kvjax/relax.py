@@ -26,10 +26,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from kvjax.algebra import each_rule
 from kvjax.choice import one_of
 from kvjax.context import Context, Phase, Site
 from kvjax.eviction import LARGE, Evict
-from kvjax.policy import Chain, Identity, Partition, Policy, SharedLayers, chain
+from kvjax.policy import Policy, Rule
 from kvjax.select import Limits, Select, Stage, TopK
 from kvjax.state import KVState, PerHead
 from kvjax.stats import Measurement
@@ -301,7 +302,7 @@ class Soft(Select):
 
 
 def soften(policy: Policy, temperature: float, *, scale: Scale = "rank") -> Policy:
-    """The same policy with gates in place of evictions; its members, where it is composed of others.
+    """The same policy with gates in place of evictions, in every rule.
 
     Nothing is evicted, so its caches hold every token. While decoding, gates multiply: no slot gets back what it lost.
     Statistics and scores are measured as ever, and gradients do not flow through them.
@@ -314,25 +315,19 @@ def soften(policy: Policy, temperature: float, *, scale: Scale = "rank") -> Poli
     Raises:
       ValueError: a policy that selects in another way than by passes of top-k.
     """
-    soft = functools.partial(soften, temperature=temperature, scale=scale)
-    match policy:
-        case Identity():
-            return policy
-        case Evict():
-            if not policy.select.relaxed:
-                relaxed = Soft(policy.select, temperature, scale)
-            elif isinstance(policy.select, Soft):
-                relaxed = dataclasses.replace(policy.select, temperature=temperature, scale=scale)
-            else:
-                raise ValueError(f"{policy.select} is relaxed already, and not by a temperature")
-            return dataclasses.replace(policy, select=relaxed, storage="dense")
-        case Chain():
-            return chain(*map(soft, policy.policies))
-        case Partition():
-            return Partition(tuple((label, soft(p)) for label, p in policy.policies), policy.labels)
-        case SharedLayers():
-            return SharedLayers(soft(policy.policy))
-    raise ValueError(f"{policy} does not keep the best of a score, so it has no temperature; soften an Evict")
+    return each_rule(functools.partial(_softened, temperature=temperature, scale=scale), policy)
+
+
+def _softened(rule: Rule, *, temperature: float, scale: Scale) -> Rule:
+    if not isinstance(rule, Evict):
+        raise ValueError(f"{rule} does not keep the best of a score, so it has no temperature; soften an Evict")
+    if not rule.select.relaxed:
+        relaxed = Soft(rule.select, temperature, scale)
+    elif isinstance(rule.select, Soft):
+        relaxed = dataclasses.replace(rule.select, temperature=temperature, scale=scale)
+    else:
+        raise ValueError(f"{rule.select} is relaxed already, and not by a temperature")
+    return dataclasses.replace(rule, select=relaxed, storage="dense")
 
 
 def _map_soft(state: KVState, change: Any) -> KVState:

@@ -1,26 +1,25 @@
 """Policies that hide tokens instead of evicting them, as released evaluation code does. They free no memory."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budget import Count, Counts, counted
-from kvjax.context import Context, Phase, Site
-from kvjax.policy import Policy, Selection
+from kvjax.context import Context, Site
+from kvjax.policy import LayerSpec, Rule, Selection, keeps_all
 from kvjax.schedule import Schedule
 from kvjax.scores import one_a_slot
 from kvjax.select import TopK
 from kvjax.state import EMPTY, LayerKV
-from kvjax.stats import LayerStats, Measurement, Observe, Sums
+from kvjax.stats import LayerStats, Observe, Sums
 from pallas_kernels.values import flag, settle
 
 
 @dataclasses.dataclass(frozen=True)
-class _Hiding(Policy):
+class _Hiding(Rule):
     """Keeps everything, and decides what the next row reads.
 
     Attributes:
@@ -36,26 +35,12 @@ class _Hiding(Policy):
     def __post_init__(self):
         settle(self, heavy=counted, recent=counted, of=one_a_slot)
 
-    def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
-        """See `Policy`."""
-        del phase, site
-        return (self._sums.observed,)
-
     @property
     def _sums(self) -> Sums:
         return Sums(self.of)
 
-    def target(self, site: Site, prompt_length: int) -> int:
-        """See `Policy`."""
-        return prompt_length + site.max_new_tokens
-
-    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
-        """See `Policy`."""
-        del lengths
-        return site.prompt_len + site.max_new_tokens
-
-    def scheduled(self, schedule: Schedule) -> Policy:
-        """See `Policy`; a simulation decides at every row, as the code that it reproduces does."""
+    def under(self, schedule: Schedule) -> Rule:
+        """See `Rule`; a simulation decides at every row, as the code that it reproduces does."""
         raise ValueError(
             f"{type(self).__name__} decides at every row what the next one reads, so {schedule} cannot apply"
         )
@@ -91,22 +76,18 @@ class NextStepMask(_Hiding):
         super().__post_init__()
         settle(self, persistent=flag)
 
-    @property
-    def needs_whole_prompt(self) -> bool:
-        """See `Policy`; the simulations read prompts densely and mask from then on."""
-        return True
-
-    def measures(self, site: Site) -> Literal["visible"]:
-        """See `Policy`."""
-        del site
-        return "visible"
+    def spec(self, site: Site) -> LayerSpec:
+        """See `Rule`; the simulations read prompts densely and mask from then on."""
+        return keeps_all(
+            site, prompt=(self._sums.observed,), step=(self._sums.observed,), reads="whole", hides="visible"
+        )
 
     def init(self, site: Site, batch: int) -> Any:
-        """See `Policy`."""
+        """See `Rule`."""
         return self._sums.init(site, batch), jnp.zeros((batch, site.num_kv_heads, 0), jnp.float32)
 
     def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
-        """See `Policy`."""
+        """See `Rule`."""
         score, hidden = kv.memory
         new = self._sums.new(stats, ctx)
         score = score.astype(new.dtype) + new
@@ -117,7 +98,7 @@ class NextStepMask(_Hiding):
         return (score, hidden), None
 
     def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"]:
-        """See `Policy`."""
+        """See `Rule`."""
         score, hidden = kv.memory
         heavy, recent = self._count(self.heavy, ctx), self._count(self.recent, ctx)[..., None]
         length = ctx.length[:, None, None]
@@ -138,18 +119,12 @@ class StepwiseMask(_Hiding):
     may be hidden before there are more than `heavy + recent` of them.
     """
 
-    @property
-    def needs_every_row(self) -> bool:
-        """See `Policy`."""
-        return True
-
-    def measures(self, site: Site) -> Literal["live"]:
-        """See `Policy`."""
-        del site
-        return "live"
+    def spec(self, site: Site) -> LayerSpec:
+        """See `Rule`."""
+        return keeps_all(site, prompt=(self._sums.observed,), step=(self._sums.observed,), reads="rows", hides="live")
 
     def init(self, site: Site, batch: int) -> Any:
-        """See `Policy`."""
+        """See `Rule`."""
         return self._sums.init(site, batch)
 
     def _heavy(self, score, kv: LayerKV, ctx: Context):
@@ -160,12 +135,12 @@ class StepwiseMask(_Hiding):
         return jnp.where(length <= heavy[..., None], kv.live, best | newest)
 
     def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
-        """See `Policy`."""
+        """See `Rule`."""
         heavy, new = self._heavy(kv.memory, kv, ctx), self._sums.new(stats, ctx)
         total = kv.memory.astype(new.dtype) + new
         return jnp.where(heavy if total.ndim == 3 else heavy[..., None], total, 0.0), None
 
     def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"]:
-        """See `Policy`."""
+        """See `Rule`."""
         band = kv.pos >= (ctx.length - 1)[:, None, None] - self._count(self.recent, ctx)[..., None]
         return kv.live & (self._heavy(kv.memory, kv, ctx) | band)

@@ -1,5 +1,6 @@
 """One policy on one layer's raw tensors, without any model: what a researcher tries first."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -8,10 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention import attend
 from kvjax.context import Context, Site, row_keys
-from kvjax.plan import as_lengths, as_policy
-from kvjax.policy import Policy, Selection
-from kvjax.state import LayerKV
-from kvjax.stats import Rotate, ordered
+from kvjax.plan import as_lengths
+from kvjax.policy import Policy, Selection, as_policy, empty_layer
+from kvjax.stats import Rotate
 from pallas_kernels.values import check_array, checked, number, optional, whole
 
 
@@ -79,13 +79,13 @@ def evict_layer(
     if rotate is not None and not callable(rotate):
         raise ValueError(f"rotate={rotate!r}: give a function of vectors and positions")
     scale = checked(optional(number()), "scale", scale)
-    if policy.needs_every_row and T > 1:
+    site = Site(layer, num_layers, N, K, H, T, 0)
+    if policy.at(site).spec.reads == "rows" and T > 1:
         raise ValueError(
             f"every row of {policy} decides what the next one reads, but evict_layer reads {T} tokens at once; drive a "
             "model with prefill(..., block=1)"
         )
-    site = Site(layer, num_layers, N, K, H, T, 0)
-    if policy.heads_of(site) == "query_head":
+    if policy.at(site).spec.heads == "query_head":
         k, v = jnp.repeat(k, N // K, axis=1), jnp.repeat(v, N // K, axis=1)
         K, site = N, Site(layer, num_layers, N, N, H, T, 0)
     lengths = as_lengths(lengths, B, T)
@@ -97,14 +97,14 @@ def evict_layer(
 
     column = jnp.arange(T, dtype=jnp.int32)[None] - (T - lengths)[:, None]
     pos = jnp.maximum(column, -1)
-    none = jnp.zeros((B, K, 0), jnp.int32)
-    gate = jnp.zeros(none.shape, float) if policy.gates(site) else None
-    kv = LayerKV(k[:, :, :0], v[:, :, :0], none, policy.init(site, B), gate=gate)
-    observe = ordered(policy.observe("prefill", site))
+    here = policy.at(site)
+    # Whether keys are rotated at positions or at ranks, a prompt that is read at once has the same attention.
+    kv = dataclasses.replace(empty_layer(here, B, k.dtype), rank=None, rotated=None, positions="original")
+    observe = here.spec.observe("prefill")
     ctx = Context(lengths, lengths, keys, site=site, phase="prefill", tokens=tokens)
     rotate = (lambda x, pos: x) if rotate is None else rotate
     _, kv, stats = attend(kv, q, k, v, pos, ctx=ctx, rotate=rotate, observe=observe, out_proj=out_proj, scale=scale)
-    _, selection = policy.decide(kv, stats, ctx)
+    _, selection = here.decide(kv, stats, ctx)
     if selection is None:
         score = jnp.where(kv.live, 0.0, -jnp.inf)
         return Selection(kv.live, score, jnp.broadcast_to(lengths[:, None], (B, K)))

@@ -13,14 +13,14 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.context import Site
+from kvjax.context import Context, Site
 from kvjax.eviction import Evict
 from kvjax.generation import Model, forward, init_state
 from kvjax.plan import CachePlan, make_plan
-from kvjax.policy import Identity, Selection, context
+from kvjax.policy import LayerSpec, Rule, Selection, context, keeps_all
 from kvjax.relax import with_gates
 from kvjax.scores import OfScore
-from kvjax.state import KVState, map_slots
+from kvjax.state import KVState, LayerKV, map_slots
 from kvjax.stats import LastRows, LayerStats, Measurement, Moment, Observe
 from pallas_kernels import Columns, Softmax, attention
 from pallas_kernels.pytree import pytree, static
@@ -107,7 +107,7 @@ class _AlsoSees(OfScore):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Watch(Identity):
+class _Watch(Rule):
     """Keeps everything, and sees every row of attention."""
 
     rows: int
@@ -116,10 +116,14 @@ class _Watch(Identity):
     def attention(self) -> Observe:
         return Observe(LastRows(self.rows), group=None, summed=False)
 
-    def observe(self, phase: Any, site: Site) -> tuple[Measurement, ...]:
-        """See `Policy`."""
-        del phase, site
-        return self.attention, OutputProjection()
+    def spec(self, site: Site) -> LayerSpec:
+        """See `Rule`."""
+        return keeps_all(site, prompt=(self.attention, OutputProjection()))
+
+    def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, None]:
+        """See `Rule`."""
+        del stats, ctx
+        return kv.memory, None
 
 
 @pytree
@@ -218,7 +222,7 @@ def trace(
     _, state, stats = forward(model, params, tokens, state, valid=lengths)
     watch = _Watch(R)
     watched = make_plan(model.config, watch, prompt_len=T, max_new_tokens=R)
-    layers = tuple(dataclasses.replace(kv, memory=()) for kv in state.layers)
+    layers = tuple(dataclasses.replace(kv, memory=((),)) for kv in state.layers)
     read = dataclasses.replace(state, layers=layers, plan=watched)
     logits, after, found = forward(model, params, future, read, last_only=False)
     rows = jnp.stack([s[watch.attention] for s in found.layers], axis=1)  # "B L N R S+R"
@@ -245,12 +249,12 @@ def decisions(
     if plan is not None:
         B, T = state.layers[0].pos.shape[0], state.layers[0].num_slots
         grow = lambda m: jnp.pad(m, [(0, 0), (0, 0), (0, T)] + [(0, 0)] * (m.ndim - 3))
-        memories = (map_slots(grow, policy.init(site, B)) for site in plan.sites)
+        memories = (map_slots(grow, layer.init(B)) for layer in plan.layers)
         layers = (dataclasses.replace(kv, memory=m) for kv, m in zip(state.layers, memories, strict=True))
         state = dataclasses.replace(state, layers=tuple(layers), plan=plan)
     selections = []
     for i, (kv, measured) in enumerate(zip(state.layers, stats, strict=True)):
-        _, selection = policy.decide(kv, measured, context(state, i, "prefill"))
+        _, selection = state.plan.layers[i].decide(kv, measured, context(state, i, "prefill"))
         if selection is None:
             raise ValueError(f"{policy} evicts nothing after the prompt; use when=after_prefill()")
         selections.append(selection)

@@ -1,5 +1,6 @@
 """Strict JAX for every test, a compilation cache across runs, and models to test with."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -15,9 +16,14 @@ import models
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / ".jax_cache"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+CACHE = {
+    "jax_compilation_cache_dir": str(pathlib.Path(__file__).parents[1] / ".jax_cache"),
+    "jax_persistent_cache_min_compile_time_secs": 0.3,
+    "jax_persistent_cache_min_entry_size_bytes": 0,
+}
+for option, value in CACHE.items():
+    jax.config.update(option, value)
+    os.environ[option.upper()] = str(value)  # for the processes that tests start
 
 MAPS = pathlib.Path("/proc/self/maps")
 MOST_MAPS = 20_000  # compiled programs map memory, and Linux kills a process with 65,530 mappings
@@ -54,6 +60,14 @@ def tiny():
     )
     model = models.LanguageModel(config)
     return model, jax.tree.map(lambda x: x * jnp.asarray(2.0, x.dtype), jax.jit(model.init)(jax.random.key(7)))
+
+
+@pytest.fixture(scope="session")
+def shallow(tiny):
+    """The first layer of `tiny` with its embedding and head: what does not tell layers apart compiles in a third."""
+    model, params = tiny
+    config = dataclasses.replace(model.config, num_layers=1)
+    return models.LanguageModel(config), {n: p for n, p in params.items() if n not in ("layers_1", "layers_2")}
 
 
 @pytest.fixture(scope="session")

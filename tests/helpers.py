@@ -8,8 +8,9 @@ import numpy as np
 
 import kvjax
 from kvjax.context import Context, Site, row_keys
+from kvjax.policy import empty_layer
 from kvjax.state import EMPTY, map_slots
-from kvjax.stats import LayerStats, Moment, ordered
+from kvjax.stats import LayerStats, Moment
 from pallas_kernels import attention
 
 
@@ -60,7 +61,7 @@ def random_stats(policy, kv, ctx, seed=0, T=None):
     """What a policy would see if random queries stood at the last T slots."""
     B, K, S = kv.pos.shape
     T = S if T is None else T
-    observed = ordered(policy.observe(ctx.phase, ctx.site))
+    observed = policy.at(ctx.site).spec.observe(ctx.phase)
     q, _, _ = qkv(seed + 17, B=B, N=ctx.site.num_query_heads, K=K, T=T, H=kv.v.shape[-1])
     out_proj = jax.random.normal(jax.random.key(seed), (ctx.site.num_query_heads, kv.v.shape[-1], 12))
     pos = kv.pos[:, 0, S - T :]
@@ -79,7 +80,7 @@ def prompt_layer(policy, ctx, *, T=24, B=2, K=2, H=8, lengths=None, seed=0):
     pos = jnp.asarray(np.maximum(np.arange(T) - (T - lengths)[:, None], -1), jnp.int32)
     _, k, v = qkv(seed, B=B, K=K, T=T, H=H)
     none = jnp.zeros((B, K, 0), jnp.int32)
-    kv = kvjax.LayerKV(k[:, :, :0], v[:, :, :0], none, policy.init(ctx.site, B))
+    kv = kvjax.LayerKV(k[:, :, :0], v[:, :, :0], none, policy.at(ctx.site).init(B))
     return kvjax.state.append(kv, k, v, pos)
 
 
@@ -120,17 +121,13 @@ class Moments:
 def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None, ids=None):
     """A layer that reads a prompt of `n` tokens, in blocks or at once, and then one token after the other."""
     B, N, M, H = q.shape
-    K = N if policy.heads_of(site(N=N, K=k.shape[1])) == "query_head" else k.shape[1]
+    K = N if policy.at(site(N=N, K=k.shape[1])).spec.heads == "query_head" else k.shape[1]
     where = Site(0, 1, N, K, H, n, M - n)
     lengths = jnp.full((B,), n, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
     for length in set(lengths.tolist()):
         policy.check(where, length)
-    keys = row_keys(key, B)
-    slots = jnp.zeros((B, K, 0), jnp.int32)
-    positions = policy.key_positions(where)
-    rank, rotated = (None if positions in names else slots for names in (("original",), ("original", "compact")))
-    empty = jnp.zeros((B, K, 0, H))
-    kv = kvjax.LayerKV(empty, empty, slots, policy.init(where, B), rank, rotated, positions=positions)
+    keys, here = row_keys(key, B), policy.at(where)
+    kv = empty_layer(here, B, jnp.float32)
     seen, live, read = jnp.zeros_like(lengths), [], []
 
     def tokens(kv, seen, first, last, phase):
@@ -140,10 +137,9 @@ def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None, ids=None):
         new_ids = None if ids is None else ids[:, first:last]
         ctx = Context(seen, lengths, keys, site=where, phase=phase, tokens=new_ids)
         if phase == "decode":
-            kv = policy.make_room(kv, dataclasses.replace(ctx, length=seen - 1))
+            kv = here.make_room(kv, dataclasses.replace(ctx, length=seen - 1))
         cut = lambda x: x[:, :, first:last]
-        policy_ = policy if last - first == 1 else None
-        observe = ordered(policy.observe(phase, where))
+        policy_ = here if last - first == 1 else None
         out_proj = jnp.ones((N, H, H))
         _, kv, stats = kvjax.attend(
             kv,
@@ -153,23 +149,23 @@ def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None, ids=None):
             pos,
             ctx=ctx,
             rotate=lambda x, _: x,
-            observe=observe,
+            observe=here.spec.observe(phase),
             policy=policy_,
             out_proj=out_proj,
         )
         if policy_ is not None:
-            shown = policy.visible(kv, ctx)
+            shown = here.visible(kv, ctx)
             shown = kv if shown is None else kvjax.evict(dataclasses.replace(kv, rank=None), shown)
             read.append(live_positions(shown))
-        kv = policy.layer(kv, stats, ctx)
-        return (kvjax.compact(kv, policy.capacity(where)) if phase == "prefill" else kv), seen
+        kv = here.step(kv, stats, ctx)
+        return (kvjax.compact(kv, int(here.spec.capacity.max())) if phase == "prefill" else kv), seen
 
     block = n if block is None else block
     for first in range(n % -block, n, block):
         kv, seen = tokens(kv, seen, max(first, 0), first + block, "prefill")
     live.append(live_positions(kv))
     ctx = Context(seen, lengths, keys, site=where, phase="prefill")
-    kv = policy.transform(kv, ctx)
+    kv = here.finish(kv, ctx)
     for step in range(1, M - n + 1):
         kv, seen = tokens(kv, seen, n + step - 1, n + step, "decode")
         live.append(live_positions(kv))

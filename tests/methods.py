@@ -20,6 +20,7 @@ class Case:
       recent: last tokens that it must keep, for a budget of tokens.
       sinks: first tokens that it must keep.
       random: its draws depend on the kv head, so permuting heads does not commute.
+      by_layer: it treats layers differently, so that one layer does not show what it does.
       by_head: it knows kv heads by their index, so permuting heads does not commute either.
       exact: every head keeps exactly its budget (adaptive heads keep it on average, full caches everything).
       total: all heads together keep exactly their budgets.
@@ -36,6 +37,7 @@ class Case:
     recent: Callable[[int], int] = lambda budget: 0
     sinks: int = 0
     random: bool = False
+    by_layer: bool = False
     by_head: bool = False
     exact: bool = True
     total: bool = True
@@ -215,7 +217,7 @@ CASES = (
     Case("tova_per_head", _tova_per_head, recent=lambda b: 1, sinks=1),
     Case("snapkv", _snapkv, recent=lambda b: 4, decodes=False),
     Case("snapkv_avg", lambda b: _snapkv(b, pooling="avg", group="max"), recent=lambda b: 4, decodes=False),
-    Case("pyramidkv", _pyramidkv, recent=lambda b: 4, decodes=False),
+    Case("pyramidkv", _pyramidkv, by_layer=True, recent=lambda b: 4, decodes=False),
     Case("ada_snapkv", _ada_snapkv, recent=lambda b: 4, exact=False, decodes=False),
     Case("ada_snapkv_dense", _ada_snapkv_dense, recent=lambda b: 4, exact=False, decodes=False),
     Case("h2o_pooled", _h2o_pooled, recent=lambda b: 4, exact=False),
@@ -230,16 +232,21 @@ CASES = (
         decodes=False,
     ),
     Case(
-        "ada_skip_layers", lambda b: _ada(b, alpha=0.4, skip_layers=1), recent=lambda b: 4, exact=False, decodes=False
+        "ada_skip_layers",
+        lambda b: _ada(b, alpha=0.4, skip_layers=1),
+        by_layer=True,
+        recent=lambda b: 4,
+        exact=False,
+        decodes=False,
     ),
-    Case("pyramid_factory", _pyramid_factory, recent=lambda b: 2, decodes=False),
-    Case("pyramid_kvpress", _pyramid_kvpress, recent=lambda b: 3, decodes=False),
-    Case("layer_table", _layer_table, recent=lambda b: 4),
-    Case("head_table", _head_table, recent=lambda b: 4, by_head=True, exact=False),
+    Case("pyramid_factory", _pyramid_factory, by_layer=True, recent=lambda b: 2, decodes=False),
+    Case("pyramid_kvpress", _pyramid_kvpress, by_layer=True, recent=lambda b: 3, decodes=False),
+    Case("layer_table", _layer_table, by_layer=True, recent=lambda b: 4),
+    Case("head_table", _head_table, by_layer=True, recent=lambda b: 4, by_head=True, exact=False),
     Case("h2o_every_4", _every4_h2o, recent=lambda b: b // 2, slack=3),
     Case("tova_when_over_3", _over3_tova, slack=2),
     Case("h2o_adaptive", _adaptive_h2o, recent=lambda b: 4, exact=False),
-    Case("h2o_pyramid", _pyramid_h2o, recent=lambda b: 4),
+    Case("h2o_pyramid", _pyramid_h2o, by_layer=True, recent=lambda b: 4),
     Case("snapkv_then_h2o", _snapkv_then_h2o, recent=lambda b: 4),
     Case("from_fn", _from_fn),
     Case("h2o_rerotated", _h2o_rerotated, recent=lambda b: b // 2),
@@ -253,12 +260,12 @@ CASES = (
     Case("scissorhands", _scissorhands, recent=lambda b: 2, slack=1, dips=2),
     Case("roco", _roco, recent=lambda b: 2),
     Case("nacl", _nacl, recent=lambda b: 2, sinks=1, random=True, decodes=False),
-    Case("nacl_global", _nacl_global, recent=lambda b: 2, sinks=1, random=True, decodes=False),
+    Case("nacl_global", _nacl_global, by_layer=True, recent=lambda b: 2, sinks=1, random=True, decodes=False),
     Case("nacl_decoding", _nacl_decoding, recent=lambda b: 2, slack=2),
     Case("ahakv", _ahakv, recent=lambda b: 3),
     Case("keyformer", _keyformer, recent=lambda b: 3, random=True),
     Case("keyformer_per_key", _keyformer_per_key, recent=lambda b: 3, random=True),
-    Case("ada_pyramid", _ada_pyramid, recent=lambda b: 4, exact=False, decodes=False),
+    Case("ada_pyramid", _ada_pyramid, by_layer=True, recent=lambda b: 4, exact=False, decodes=False),
     Case("snapkv_rows_pooled", _snapkv_rows_pooled, recent=lambda b: 4, decodes=False),
     Case("knorm", methods.knorm, decodes=False),
     Case("keydiff", lambda b: methods.keydiff(b, when=kvjax.every_step())),

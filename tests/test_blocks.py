@@ -14,8 +14,8 @@ from tests.methods import sampled_methods_with_a_model
 T = 24
 
 
-def read(tiny, policy, tokens, lengths=None, *, block, new=6):
-    model, params = tiny
+def read(shallow, policy, tokens, lengths=None, *, block, new=6):
+    model, params = shallow
     plan = kvjax.make_plan(model.config, policy, prompt_len=tokens.shape[1], max_new_tokens=new, lengths=lengths)
     lengths = None if lengths is None else jnp.asarray(lengths)
     run = jax.jit(lambda p, t: kvjax.prefill(model, p, t, plan, lengths=lengths, block=block))
@@ -28,10 +28,10 @@ def prompts():
 
 
 @sampled_methods_with_a_model
-def test_one_block_is_the_whole_prompt(tiny, prompts, case):
+def test_one_block_is_the_whole_prompt(shallow, prompts, case):
     policy = case.make(10)
-    whole, at_once = read(tiny, policy, prompts, [T, 17], block=None)
-    one, blocked = read(tiny, policy, prompts, [T, 17], block=T)
+    whole, at_once = read(shallow, policy, prompts, [T, 17], block=None)
+    one, blocked = read(shallow, policy, prompts, [T, 17], block=T)
     np.testing.assert_allclose(one, whole, atol=1e-4)
     for a, b in zip(at_once.layers, blocked.layers, strict=True):
         assert helpers.live_positions(a) == helpers.live_positions(b)
@@ -39,26 +39,26 @@ def test_one_block_is_the_whole_prompt(tiny, prompts, case):
 
 @sampled_methods_with_a_model
 @pytest.mark.parametrize("block", [5])
-def test_a_padded_row_read_in_blocks_equals_the_row_alone(tiny, prompts, case, block):
+def test_a_padded_row_read_in_blocks_equals_the_row_alone(shallow, prompts, case, block):
     policy = case.make(10)
-    if policy.needs_whole_prompt:
+    if policy.at(helpers.site()).spec.reads == "whole":
         pytest.skip("it is refused in blocks")
     if case.random:
         pytest.skip("keys differ between the rows of a batch and a single one")
     n = 17
-    together, batch = read(tiny, policy, prompts, [T, n], block=block)
-    alone, single = read(tiny, policy, prompts[1:, T - n :], block=block)
+    together, batch = read(shallow, policy, prompts, [T, n], block=block)
+    alone, single = read(shallow, policy, prompts[1:, T - n :], block=block)
     np.testing.assert_allclose(together[1], alone[0], atol=1e-4)
     for layer, (a, b) in enumerate(zip(batch.layers, single.layers, strict=True)):
         assert helpers.live_positions(a)[1] == helpers.live_positions(b)[0]
-        target = policy.target(helpers.site(T=T, layer=layer), n)
+        target = policy.at(helpers.site(T=T, layer=layer)).spec.target[n]
         assert int(a.num_live[1].sum()) <= min(target, n) * 2 + case.slack
 
 
-def test_recency_does_not_depend_on_blocks(tiny, prompts):
+def test_recency_does_not_depend_on_blocks(shallow, prompts):
     """A window keeps the same tokens however the prompt is cut."""
     for block in (1, 7, 24, 100):
-        _, state = read(tiny, methods.window(9), prompts, block=block)
+        _, state = read(shallow, methods.window(9), prompts, block=block)
         for layer in state.layers:
             assert helpers.live_positions(layer) == [[list(range(T - 9, T))] * 2] * 2
 
@@ -79,21 +79,21 @@ def test_e11_rows_are_counted_from_insertion(examples):
         assert seen == e["expected"][wanted]
 
 
-def test_a_mean_over_blocks_is_the_mean_over_rows(tiny, prompts):
+def test_a_mean_over_blocks_is_the_mean_over_rows(shallow, prompts):
     """Nothing is evicted, so the means of a prompt read in blocks are those of one read at once."""
     score = kvjax.scores.Mean()
     policy = kvjax.Evict(score, 40, when=kvjax.every_step())
-    _, at_once = read(tiny, policy, prompts, block=None)
-    _, blocked = read(tiny, policy, prompts, block=5)
+    _, at_once = read(shallow, policy, prompts, block=None)
+    _, blocked = read(shallow, policy, prompts, block=5)
     by_position = lambda kv: jnp.take_along_axis(
-        kv.memory.score, jnp.argsort(jnp.where(kv.live, kv.pos, 1000), axis=-1)[..., :T], axis=-1
+        kv.memory[0].score, jnp.argsort(jnp.where(kv.live, kv.pos, 1000), axis=-1)[..., :T], axis=-1
     )
     for a, b in zip(at_once.layers, blocked.layers, strict=True):
         np.testing.assert_allclose(by_position(b), by_position(a), atol=1e-4)
 
 
-def test_memory_does_not_grow_with_the_prompt(tiny):
-    model, params = tiny
+def test_memory_does_not_grow_with_the_prompt(shallow):
+    model, params = shallow
 
     def compiled(length):
         plan = kvjax.make_plan(model.config, methods.roco(16), prompt_len=length, max_new_tokens=4, lengths=[length])
@@ -104,9 +104,9 @@ def test_memory_does_not_grow_with_the_prompt(tiny):
     assert compiled(8192) < 1.05 * compiled(1024)
 
 
-def test_blocks_have_tokens(tiny, prompts):
+def test_blocks_have_tokens(shallow, prompts):
     with pytest.raises(ValueError, match="block=0: a block has at least 1 token"):
-        read(tiny, methods.window(9), prompts, block=0)
+        read(shallow, methods.window(9), prompts, block=0)
 
 
 @pytest.mark.parametrize(
@@ -127,12 +127,12 @@ def test_the_largest_sum_of_a_group_does_not_depend_on_how_text_is_read(policy):
         kv = helpers.replay(policy, *arrays, n, block=block).kv
         if isinstance(policy, kvjax.Evict):
             ctx = helpers.context(helpers.site(T=12), length=[12])
-            x = policy.score(kv.memory.score, kv, None, ctx, kv.live)
+            x = policy.score(kv.memory[0].score, kv, None, ctx, kv.live)
         else:
-            x = policy._sums.largest(kv.memory[0])
+            x = policy._sums.largest(kv.memory[0][0])
         return np.asarray(x)[..., np.argsort(kv.pos[0, 0])]
 
     at_once = score(12)
     np.testing.assert_allclose(score(1), at_once, atol=1e-5)
-    if not policy.needs_whole_prompt:
+    if policy.spec(helpers.site(T=12)).reads != "whole":
         np.testing.assert_allclose(score(12, block=5), at_once, atol=1e-5)

@@ -75,7 +75,7 @@ def test_d01_h2o_read_step_by_step():
         wanted.append(shown)
     seen = moments(policy, block=1)
     assert [row[0] for row in seen.read] == wanted
-    by_position = np.asarray(seen.kv.memory[0])[:, np.argsort(np.asarray(seen.kv.pos[0, 0]))]
+    by_position = np.asarray(seen.kv.memory[0])[0][:, np.argsort(np.asarray(seen.kv.pos[0, 0]))]
     np.testing.assert_allclose(by_position, score, atol=1e-5)
     assert [row[0] for row in moments(methods.h2o(heavy + recent, recent=recent)).read] != wanted[PROMPT:]
     with pytest.raises(ValueError, match="decides what the next one reads, but evict_layer reads 22 tokens at once"):
@@ -344,7 +344,9 @@ def test_d13_the_prompt_outside_the_budget():
 
 
 def test_d14_the_block_loop_overspends():
-    target = lambda n, budget, **kw: methods.easykv("mas", budget, mode="encoding", **kw).target(helpers.site(T=n), n)
+    target = lambda n, budget, **kw: (
+        methods.easykv("mas", budget, mode="encoding", **kw).at(helpers.site(T=n)).spec.target[n]
+    )
     assert target(5144, 0.5, stride=24) == 2572
     assert target(5144, 0.5, stride=24, rounding="easykv") == 2576, "as its README prints"
     for n in range(40, 70):

@@ -216,7 +216,7 @@ def test_d24_softmax_over_keys_outside_the_window():
 def test_d25_every_prompt_has_its_own_pyramid(tiny):
     policy = methods.ada_pyramid(0.5, beta=4, window_size=2)
     plan = kvjax.make_plan(tiny[0].config, policy, prompt_len=40, max_new_tokens=0, lengths=[40, 20])
-    budgets = lambda n: [policy.target(site, n) for site in plan.sites]
+    budgets = lambda n: [policy.at(site).spec.target[n] for site in plan.sites]
     assert budgets(40) == [2 + x for x in Pyramid(4).layers(np.array([18]), np.array([38]), 3)[0]]
     assert budgets(20) == [2 + x for x in Pyramid(4).layers(np.array([8]), np.array([18]), 3)[0]]
 
@@ -271,8 +271,8 @@ def test_d43_a_window_inside_the_pyramid():
 def test_d44_a_fraction_or_a_capacity():
     n = helpers.site(T=PROMPT, num_layers=1)
     make = functools.partial(methods.snapkv, window_size=2)
-    assert [make(0.5).target(n, x) for x in (16, 8)] == [8, 4]
-    assert [make(8).target(n, x) for x in (16, 8)] == [8, 8]
+    assert [make(0.5).at(n).spec.target[x] for x in (16, 8)] == [8, 4]
+    assert [make(8).at(n).spec.target[x] for x in (16, 8)] == [8, 8]
     assert prompt_kept(make(0.5)) == prompt_kept(make(8))
 
 
@@ -281,8 +281,8 @@ def test_d45_truncated_ratios():
     assert int(10 * (1 - 0.9)) == tokens(Ratio(1 - 0.9, "int"), 10) == 0
     assert tokens(Ratio(1 - 0.9), 10) == 1
     n = helpers.site(T=PROMPT, num_layers=1)
-    assert methods.h2o(Ratio(1 - 0.7, "int")).target(n, 10) == int(10 * (1 - 0.7)) == 3
-    assert methods.h2o(Ratio(1 - 0.9, "int")).target(n, 10) == 1, "attention needs one token"
+    assert methods.h2o(Ratio(1 - 0.7, "int")).at(n).spec.target[10] == int(10 * (1 - 0.7)) == 3
+    assert methods.h2o(Ratio(1 - 0.9, "int")).at(n).spec.target[10] == 1, "attention needs one token"
 
 
 def test_d49_averages_at_the_edges():

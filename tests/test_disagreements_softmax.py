@@ -183,9 +183,9 @@ def test_d34_the_step_of_the_temperature(delta):
     kv = moments(policy).kv
     for g, pos in enumerate(np.asarray(kv.pos[0])):
         live = pos >= 0
-        np.testing.assert_allclose(kv.memory.score[0, g][live], scores[-1][g][pos[live]], atol=1e-5)
+        np.testing.assert_allclose(kv.memory[0].score[0, g][live], scores[-1][g][pos[live]], atol=1e-5)
     if delta is not None:
-        assert np.abs(kv.memory.score - moments(make_keyformer()).kv.memory.score).max() > 0.01
+        assert np.abs(kv.memory[0].score - moments(make_keyformer()).kv.memory[0].score).max() > 0.01
 
 
 def test_d35_one_score_for_all_layers(tiny):
@@ -295,9 +295,11 @@ def test_d47_what_counts_as_recovered(recovery_ratio):
         site = helpers.site(T=PROMPT, num_layers=1)
         cut = lambda x: x[:, :, :PROMPT]
         pos = jnp.arange(PROMPT, dtype=jnp.int32)[None]
-        empty = kvjax.LayerKV(cut(k)[:, :, :0], cut(v)[:, :, :0], jnp.zeros((1, K, 0), jnp.int32), policy.init(site, 1))
+        empty = kvjax.LayerKV(
+            cut(k)[:, :, :0], cut(v)[:, :, :0], jnp.zeros((1, K, 0), jnp.int32), policy.at(site).init(1)
+        )
         ctx = helpers.context(site, length=[PROMPT], tokens=jnp.asarray(ids, jnp.int32)[None])
-        observe = kvjax.stats.ordered(policy.observe("prefill", site))
+        observe = policy.at(site).spec.prompt
         _, kv, stats = kvjax.attend(empty, cut(q), cut(k), cut(v), pos, ctx=ctx, rotate=lambda x, _: x, observe=observe)
-        assert policy.layer(kv, stats, ctx).memory.strategy.value[0].tolist() == wanted
+        assert policy.layer(kv, stats, ctx).memory[0].strategy.value[0].tolist() == wanted
     assert chosen["mass"] != chosen["elementwise"]

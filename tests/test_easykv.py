@@ -87,9 +87,9 @@ def test_auto():
     "importance",
     ["roco", "recency", *(pytest.param(i, marks=pytest.mark.slow) for i in ("mas", "h2o", "tova", "random"))],
 )
-def test_a_prompt_read_in_blocks_ends_at_the_size_of_the_code(tiny, importance):
+def test_a_prompt_read_in_blocks_ends_at_the_size_of_the_code(shallow, importance):
     """E12's rounding end to end; sinks stay while the prompt is read, and need not afterwards."""
-    model, params = tiny
+    model, params = shallow
     n, nominal, stride = 41, 20, 6
     tokens = np.random.default_rng(4).integers(0, 61, (2, n))
     final = block_sizes(n, nominal, stride, "encoding").final

@@ -285,4 +285,4 @@ def test_every_row_gives_one_in_all():
     ):
         seen = helpers.replay(policy, q, k, v, PROMPT - 6)
         rows = PROMPT if policy.score.of.rows == kvjax.AllRows() else WINDOW + 6
-        np.testing.assert_allclose(seen.kv.memory.score.sum(-1), rows, rtol=1e-5)
+        np.testing.assert_allclose(seen.kv.memory[0].score.sum(-1), rows, rtol=1e-5)

@@ -88,10 +88,13 @@ def recovery_inputs(T, *, cached=0, dtype=jnp.float32, seed=0, B=2, N=4, K=2, H=
 def recover(q, k, q_pos, kv_pos, masks, within, **options):
     bands = [None if w is None else jnp.asarray(w, jnp.int32) for w in within]
     ints = [jnp.asarray(x, jnp.int32) for x in (q_pos, kv_pos)]
-    return recovered_attention(q, k, *ints, jnp.asarray(masks), within=bands, **options)
+    run = jax.jit(
+        lambda q, k, q_pos, kv_pos, masks: recovered_attention(q, k, q_pos, kv_pos, masks, within=bands, **options)
+    )
+    return run(q, k, *ints, jnp.asarray(masks))
 
 
-@pytest.mark.parametrize("T", [1, 37, 300])
+@pytest.mark.parametrize("T", [1, pytest.param(37, marks=pytest.mark.slow), 300])
 @pytest.mark.parametrize("options", [{}, {"window": 9, "softcap": 2.0}], ids=str)
 def test_recovery_against_numpy(T, options):
     with jax.enable_x64(True):
@@ -182,9 +185,9 @@ def read(policy, q, k, v, tokens, *, scale=None, max_new_tokens=0):
     site = kvjax.Site(0, 1, N, k.shape[1], H, T, max_new_tokens)
     ctx = helpers.context(site, length=[T] * B, tokens=tokens)
     none = jnp.zeros((B, k.shape[1], 0), jnp.int32)
-    kv = kvjax.LayerKV(k[:, :, :0], v[:, :, :0], none, policy.init(site, B))
+    kv = kvjax.LayerKV(k[:, :, :0], v[:, :, :0], none, policy.at(site).init(B))
     pos = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    observe = policy.observe("prefill", site)
+    observe = policy.at(site).spec.prompt
     _, kv, stats = kvjax.attend(kv, q, k, v, pos, ctx=ctx, rotate=lambda x, pos: x, observe=observe, scale=scale)
     return kv, stats, ctx
 
@@ -208,7 +211,7 @@ def test_e27_fastgen(examples):
     assert found == pytest.approx(expected, abs=1e-6)
     for ratio, name in e["expected"]["chosen"].items():
         chosen = dataclasses.replace(policy, recovery_ratio=float(ratio))
-        memory, selection = chosen.decide(kv, stats, ctx)
+        (memory,), selection = chosen.at(ctx.site).decide(kv, stats, ctx)
         assert STRATEGIES[int(memory.strategy.value[0, 0])] == E27_NAMES[name]
         # Special 0, punctuation 3; the largest columns are 0 and 1; the newest two are 4 and 5.
         kept = {"special": [0], "frequent": [0, 1, 3], "local": [0, 1, 3, 4, 5], "full": [*range(6)]}
@@ -238,7 +241,7 @@ def test_e27_elementwise(examples):
     for strategy, share in enumerate(expected):
         if share > max(expected[:strategy], default=0):
             chosen = dataclasses.replace(policy, recovery_ratio=share - 1e-6)
-            assert int(chosen.decide(kv, stats, ctx)[0].strategy.value[0, 0]) == strategy
+            assert int(chosen.at(ctx.site).decide(kv, stats, ctx)[0][0].strategy.value[0, 0]) == strategy
 
 
 def test_a_group_is_profiled_by_its_mean():
@@ -370,15 +373,19 @@ def test_decoding_against_a_simulation(budget, storage):
     policy = FastGen((SPECIAL,), (MARK,), 0.2, 0.2, recovery_ratio=0.9, budget=budget, storage=storage)
     prompt = lambda x: x[:, :, :PROMPT]
     kv, stats, ctx = read(policy, prompt(q), prompt(k), prompt(k), tokens[:, :PROMPT], max_new_tokens=NEW)
-    slots = policy.slots(ctx.site)
+    slots = int(policy.at(ctx.site).spec.slots.max())
     assert slots == HEADS * (PROMPT + NEW if budget is None else min(budget + 1, PROMPT + NEW))
     kv = policy.layer(kv, stats, ctx)
-    kv = to_pool(kv, slots, policy.most(kv, ctx)) if storage == "pool" else kvjax.compact(kv, slots // HEADS)
+    kv = (
+        to_pool(kv, slots, policy.at(ctx.site).reserve(kv, ctx))
+        if storage == "pool"
+        else kvjax.compact(kv, slots // HEADS)
+    )
     history = [helpers.live_positions(kv)[0]]
 
     @jax.jit
     def step(kv, q, k, pos, ctx):
-        observe = policy.observe("decode", ctx.site)
+        observe = policy.at(ctx.site).spec.step
         _, kv, stats = kvjax.attend(kv, q, k, k, pos, ctx=ctx, rotate=lambda x, pos: x, observe=observe)
         return on_view(lambda view: policy.layer(view, stats, ctx), kv)
 
@@ -389,14 +396,14 @@ def test_decoding_against_a_simulation(budget, storage):
         history.append(helpers.live_positions(kv)[0])
     assert not np.isnan(kv.v).any()
 
-    strategies = kv.memory.strategy.value[0].tolist()
+    strategies = kv.memory[0].strategy.value[0].tolist()
     assert strategies == [0, 1, 2, 3, 4]
     ids = np.asarray(tokens[0]).tolist()
     alone = lambda head, cap: simulate(ids, q[0, head * GROUP : (head + 1) * GROUP], k[0, head], policy, cap)
     caps = [budget] * HEADS
     if storage == "pool":
         caps = divide([len(alone(head, None)[1][0]) for head in range(HEADS)], strategies, budget * HEADS)
-        assert kv.memory.cap.value[0].tolist() == caps
+        assert kv.memory[0].cap.value[0].tolist() == caps
     for head, strategy in enumerate(strategies):
         expected = alone(head, caps[head])
         assert strategy == expected[0]
@@ -428,19 +435,20 @@ def test_a_pool_gives_heads_what_their_sets_take(tiny):
     assert full.state.num_slots == 3 * 2 * 30
 
 
-def test_sequences_that_have_ended_keep_their_caches(tiny):
-    model, params = tiny
+def test_sequences_that_have_ended_keep_their_caches(shallow):
+    model, params = shallow
     policy = methods.fastgen(special_ids=range(3), punctuation_ids=range(3, 30), recovery_ratio=0.7)
     tokens = helpers.token_ids(2, 12)
     plan = kvjax.make_plan(model.config, policy, prompt_len=12, max_new_tokens=4)
-    _, before = kvjax.prefill(model, params, tokens, plan)
-    kinds = jnp.asarray([1, 40], jnp.int32)  # a special token for the row that stands still
-    _, after = kvjax.decode_step(model, params, kinds[::-1], before, active=jnp.asarray([True, False]))
+    _, before = jax.jit(lambda p: kvjax.prefill(model, p, tokens, plan))(params)
+    token = jnp.asarray([40, 1], jnp.int32)  # a special token for the row that stands still
+    active = jnp.asarray([True, False])
+    _, after = jax.jit(lambda p, s: kvjax.decode_step(model, p, token, s, active=active))(params, before)
     for a, b in zip(before.layers, after.layers, strict=True):
         np.testing.assert_array_equal(a.pos[1], b.pos[1])
-        np.testing.assert_array_equal(a.memory.kinds[1], b.memory.kinds[1])
-        np.testing.assert_array_equal(a.memory.mass[1], b.memory.mass[1])
-    assert (np.asarray(after.layers[0].memory.mass[0]) != np.asarray(before.layers[0].memory.mass[0])).any()
+        np.testing.assert_array_equal(a.memory[0].kinds[1], b.memory[0].kinds[1])
+        np.testing.assert_array_equal(a.memory[0].mass[1], b.memory[0].mass[1])
+    assert (np.asarray(after.layers[0].memory[0].mass[0]) != np.asarray(before.layers[0].memory[0].mass[0])).any()
 
 
 @pytest.mark.parametrize(("ratio", "expected"), [(0.43, {0, 1, 2}), (0.79, {3, 4})])
@@ -450,7 +458,7 @@ def test_heads_differ_in_a_model_and_a_state_tells(tiny, ratio, expected):
     ratios = {"frequent_ratio": 0.1, "local_ratio": 0.2, "recovery_ratio": ratio}
     policy = methods.fastgen(special_ids=range(12), punctuation_ids=range(12, 24), **ratios)
     result = kvjax.generate(model, params, tokens, policy=policy, max_new_tokens=6)
-    strategies = np.stack([layer.memory.strategy.value for layer in result.state.layers], 1)
+    strategies = np.stack([layer.memory[0].strategy.value for layer in result.state.layers], 1)
     assert set(strategies.ravel().tolist()) == expected
     live = np.asarray(result.state.num_live)
     read = np.concatenate([tokens, result.tokens[:, :-1]], 1)
@@ -462,10 +470,13 @@ def test_heads_differ_in_a_model_and_a_state_tells(tiny, ratio, expected):
 
     # As two steps, without layer-by-layer eviction: the statistics carry all that the policy needs.
     plan = kvjax.make_plan(model.config, policy, prompt_len=24, max_new_tokens=6)
-    state = kvjax.init_state(plan, jnp.asarray([24, 24]))
-    _, state, stats = kvjax.forward(model, params, jnp.asarray(tokens), state)
-    apart = policy(state, stats)
-    _, together = kvjax.prefill(model, params, jnp.asarray(tokens), plan)
+
+    @jax.jit
+    def both(params, tokens):
+        _, state, stats = kvjax.forward(model, params, tokens, kvjax.init_state(plan, jnp.asarray([24, 24])))
+        return policy(state, stats), kvjax.prefill(model, params, tokens, plan)[1]
+
+    apart, together = both(params, jnp.asarray(tokens))
     for a, b in zip(apart.layers, together.layers, strict=True):
         assert helpers.live_positions(a) == helpers.live_positions(b)
 
@@ -476,10 +487,11 @@ def test_heads_differ_in_a_model_and_a_state_tells(tiny, ratio, expected):
 def test_sizes():
     site = helpers.site(T=20, max_new_tokens=8)
     policy = methods.fastgen(special_ids=(), punctuation_ids=())
-    assert (policy.target(site, 20), policy.capacity(site)) == (28, 28)
+    assert (policy.at(site).spec.target[20], policy.at(site).spec.capacity.max()) == (28, 28)
     capped = dataclasses.replace(policy, budget=0.25)
-    assert (capped.target(site, 20), capped.capacity(site), capped.capacity(site, (8, 12))) == (5, 6, 4)
-    assert (capped.target(site, 2), dataclasses.replace(policy, budget=100).capacity(site)) == (1, 28)
+    spec = capped.at(site).spec
+    assert (spec.target[20], spec.capacity.max(), spec.capacity[[8, 12]].max()) == (5, 6, 4)
+    assert (spec.target[2], dataclasses.replace(policy, budget=100).at(site).spec.capacity.max()) == (1, 28)
 
 
 def test_errors_say_what_to_do():

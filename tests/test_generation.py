@@ -21,14 +21,6 @@ def prompts():
     return np.random.default_rng(3).integers(0, 61, (3, T)), np.array([T, 13, 1])
 
 
-@pytest.fixture(scope="module")
-def shallow(tiny):
-    """A model of one layer, with the weights of the first of `tiny`'s."""
-    model, params = tiny
-    config = dataclasses.replace(model.config, num_layers=1)
-    return models.LanguageModel(config), {n: p for n, p in params.items() if n not in ("layers_1", "layers_2")}
-
-
 def read_prompt(shallow, policy, tokens, *, max_new_tokens, **options):
     """A prompt read by the model of one layer, and how it goes on."""
     model, params = shallow

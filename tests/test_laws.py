@@ -10,7 +10,6 @@ import pytest
 
 import kvjax
 from kvjax import generation
-from kvjax.plan import members
 from kvjax.state import EMPTY, evict
 from tests import helpers
 from tests.methods import CASES, every_method, every_method_with_a_model, sampled_methods_with_a_model
@@ -34,7 +33,7 @@ def prompt_step(case, *, budget=BUDGET, lengths=(T, T), layer=0, seed=0):
 
 
 def target(policy, layer, n):
-    return policy.target(helpers.site(T=T, layer=layer), n)
+    return policy.at(helpers.site(T=T, layer=layer)).spec.target[n]
 
 
 @every_method
@@ -51,19 +50,18 @@ def test_chain_is_associative(case):
 
 @every_method
 def test_chain_is_application_in_turn(case):
-    first, second = case.make(BUDGET + 4), kvjax.methods.tova(BUDGET)
-    both = kvjax.chain(first, second)
     site = helpers.site(T=T)
+    first = case.make(BUDGET + 4)
+    second = dataclasses.replace(kvjax.methods.tova(BUDGET), positions=first.at(site).spec.positions)
+    both = kvjax.chain(first, second)
     ctx = helpers.context(site, length=[T, T])
     kv = helpers.prompt_layer(both, ctx, T=T)
     stats = helpers.random_stats(both, kv, ctx)
     together = both.layer(kv, stats, ctx)
 
-    memories = kv.memory if isinstance(both, kvjax.policy.Chain) else (kv.memory,)
-    policies = both.policies if isinstance(both, kvjax.policy.Chain) else (both,)
     apart = kv
-    for policy, memory in zip(policies, memories, strict=True):
-        apart = policy.layer(dataclasses.replace(apart, memory=memory), stats, ctx)
+    for rule, memory in zip(both.rules(site), kv.memory, strict=True):
+        apart = rule.layer(dataclasses.replace(apart, memory=(memory,)), stats, ctx)
     np.testing.assert_array_equal(together.pos, apart.pos)
 
 
@@ -96,7 +94,7 @@ def test_prompt_eviction_meets_the_budget(case, layer):
             assert live.sum() == min(n, target(policy, layer, n)) * K
         else:
             assert live.max() <= limit + case.slack
-        assert live.max() <= policy.capacity(ctx.site)
+        assert live.max() <= policy.at(ctx.site).spec.capacity.max()
 
 
 @every_method
@@ -187,12 +185,12 @@ def test_a_prompt_of_which_everything_is_protected_is_kept_whole(case):
     policy = case.make(0.25)
     for layer in range(3):
         site = helpers.site(T=T, layer=layer)
-        for member in members(policy, site):
+        for member in policy.rules(site):
             if isinstance(member, kvjax.Evict):
                 _, sinks, recent = member.tables(site)
                 for n in (n for n in range(1, T) if n <= sinks[n] + recent[n]):
                     member.check(site, n)
-                    assert member.target(site, n) >= n
+                    assert member.spec(site).target[n] >= n
 
 
 @pytest.mark.parametrize(
@@ -228,8 +226,14 @@ def test_equal_policies_are_equal_values(case):
 # --- with a model ---
 
 
-def run(tiny, policy, tokens, lengths, *, new=12, keys=None, **kwargs):
-    model, params = tiny
+@pytest.fixture
+def small(case, tiny, shallow):
+    """As many layers as tell what the method does."""
+    return tiny if case.by_layer else shallow
+
+
+def run(small, policy, tokens, lengths, *, new=12, keys=None, **kwargs):
+    model, params = small
     return kvjax.generate(model, params, tokens, policy=policy, lengths=lengths, max_new_tokens=new, key=keys, **kwargs)
 
 
@@ -241,25 +245,25 @@ def prompts():
 
 
 @every_method_with_a_model
-def test_generation_of_a_padded_batch_equals_single_runs(tiny, prompts, case):
+def test_generation_of_a_padded_batch_equals_single_runs(small, prompts, case):
     """Also: an equal policy, built anew, compiles nothing new."""
     tokens, lengths = prompts
     keys = jax.random.split(jax.random.key(2), B)
-    together = run(tiny, case.make(BUDGET), tokens, lengths, keys=keys)
+    together = run(small, case.make(BUDGET), tokens, lengths, keys=keys)
     compiled = generation._generate._cache_size()
-    run(tiny, case.make(BUDGET), tokens, lengths, keys=keys)
+    run(small, case.make(BUDGET), tokens, lengths, keys=keys)
     assert generation._generate._cache_size() == compiled
 
     row, n = 1, int(lengths[1])
-    alone = run(tiny, case.make(BUDGET), tokens[row : row + 1, T - n :], None, keys=keys[row : row + 1])
+    alone = run(small, case.make(BUDGET), tokens[row : row + 1, T - n :], None, keys=keys[row : row + 1])
     np.testing.assert_array_equal(together.tokens[row], alone.tokens[0])
     for a, b in zip(together.state.layers, alone.state.layers, strict=True):
         assert helpers.live_positions(a)[row] == helpers.live_positions(b)[0]
 
 
 @every_method_with_a_model
-def test_decoding_never_exceeds_the_plan(tiny, prompts, case):
-    model, params = tiny
+def test_decoding_never_exceeds_the_plan(small, prompts, case):
+    model, params = small
     tokens, lengths = prompts
     plan = kvjax.make_plan(model.config, case.make(BUDGET), prompt_len=T, max_new_tokens=40, lengths=lengths)
 
@@ -280,7 +284,7 @@ def test_decoding_never_exceeds_the_plan(tiny, prompts, case):
         most = live[:, :, layer].sum(-1) if plan.layouts[layer] == "pool" else live[:, :, layer]
         assert int(most.max()) <= plan.capacities[layer]
         for row, n in enumerate(lengths):
-            limit = plan.policy.target(site, int(n))
+            limit = plan.policy.at(site).spec.target[n]
             if case.decodes and case.exact:
                 assert int(live[:, row, layer].max()) <= limit + case.slack
                 assert int(live[-1, row, layer].min()) >= limit - case.dips  # a full budget stays in use
@@ -290,19 +294,24 @@ def test_decoding_never_exceeds_the_plan(tiny, prompts, case):
 
 
 @sampled_methods_with_a_model
-def test_a_budget_that_holds_everything_is_full_attention(tiny, prompts, case):
+def test_a_budget_that_holds_everything_is_full_attention(small, prompts, case):
     if not case.fills:
         pytest.skip("its budget is a cap on what it keeps")
     if not case.lossless:
         pytest.skip("it hides tokens, or drops channels, whatever its budget")
-    model, params = tiny
+    model, params = small
     tokens, lengths = prompts
     continuation = jnp.asarray(np.random.default_rng(1).integers(0, 61, (B, 10)))
 
     def logits(policy):
         plan = kvjax.make_plan(model.config, policy, prompt_len=T, max_new_tokens=10)
-        first, state = kvjax.prefill(model, params, jnp.asarray(tokens), plan, lengths=jnp.asarray(lengths))
-        return jnp.concatenate([first[:, None], kvjax.feed(model, params, continuation, state)[0]], axis=1)
+
+        @jax.jit
+        def both(params, tokens, continuation):
+            first, state = kvjax.prefill(model, params, tokens, plan, lengths=jnp.asarray(lengths))
+            return jnp.concatenate([first[:, None], kvjax.feed(model, params, continuation, state)[0]], axis=1)
+
+        return both(params, jnp.asarray(tokens), continuation)
 
     full, kept = logits(kvjax.methods.full()), logits(case.make(200))
     np.testing.assert_allclose(kept, full, rtol=2e-4, atol=2e-4)

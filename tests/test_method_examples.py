@@ -91,17 +91,17 @@ def test_e05_stepwise_mask(examples):
     p = np.asarray(e["inputs"]["P"])
     heavy, recent = e["params"]["heavy"], e["params"]["recent"]
     policy = methods.h2o(heavy + recent, recent=recent, prefill="stepwise_mask")
-    kv = cache([0], jnp.zeros((1, 1, 1)))
+    kv = cache([0], (jnp.zeros((1, 1, 1)),))
     rows = []
     for t in range(len(p)):
         if t:
             new = jnp.zeros((1, 1, 1, 8))
             kv = kvjax.state.append(kv, new, new, jnp.asarray([[t]], jnp.int32))
         ctx = helpers.context(helpers.site(T=len(p), K=1, N=1), length=[t + 1], prompt_length=[len(p)])
-        shown = policy.visible(kv, ctx)
-        assert policy.measures(ctx.site) == "live"
+        shown = policy.at(ctx.site).visible(kv, ctx)
+        assert policy.spec(ctx.site).hides == "live"
         rows.append(np.pad(np.asarray(shown[0, 0], int), (0, len(p) - t - 1)).tolist())
-        row = LayerStats((jnp.asarray(p[t, : t + 1], jnp.float32)[None, None],), policy.observe("prefill", ctx.site))
+        row = LayerStats((jnp.asarray(p[t, : t + 1], jnp.float32)[None, None],), policy.spec(ctx.site).prompt)
         kv = policy.layer(kv, row, ctx)
     assert rows == e["expected"]["mask"]
 
@@ -128,11 +128,11 @@ def test_e07_scissorhands(examples):
     p = np.asarray(e["inputs"]["P"])
     site = helpers.site(T=5, K=1, N=1, max_new_tokens=4)
     q, k, v, _ = helpers.from_probabilities(p)
-    kv = kvjax.LayerKV(k[:, :, :0], v[:, :, :0], jnp.zeros((1, 1, 0), jnp.int32), policy.init(site, 1))
+    kv = kvjax.LayerKV(k[:, :, :0], v[:, :, :0], jnp.zeros((1, 1, 0), jnp.int32), policy.at(site).init(1))
     for phase, rows in (("prefill", slice(0, 5)), ("decode", slice(5, 6))):
         ctx = helpers.context(site, length=[rows.stop], prompt_length=[5], phase=phase)
         pos = jnp.arange(rows.start, rows.stop, dtype=jnp.int32)[None]
-        observe = policy.observe(phase, site)
+        observe = policy.at(site).spec.observe(phase)
         kv = kvjax.compact(kv, 6) if phase == "decode" else kv
         _, kv, stats = kvjax.attend(
             kv,
@@ -369,18 +369,18 @@ def test_e23_ahakv_decode_step(examples, count):
     policy = methods.ahakv(e["params"]["budget"], recent=e["params"]["recent"], sg_count=count)
     before = jnp.asarray([[[*e["inputs"]["F_before"], 0.0]]], jnp.float32)
     pos = [*e["inputs"]["kept_before"], e["inputs"]["new_position"]]
-    kv = cache(pos, EvictMemory(before, (), None), k=k, v=jnp.ones_like(k))
+    kv = cache(pos, (EvictMemory(before, (), None),), k=k, v=jnp.ones_like(k))
     site = dataclasses.replace(helpers.site(T=8, K=1, N=1, H=4))
     ctx = decoding(9, prompt=8, site=site)
     q = jnp.asarray(e["inputs"]["q_new"], jnp.float32)[None, None, None]
     moment = kvjax.stats.Moment(q, q, kv, jnp.asarray([[8]], jnp.int32), ctx, lambda x, _: x)
-    (observe,) = policy.observe("decode", site)
+    (observe,) = policy.at(site).spec.step
     column = observe.columns(moment)
     row = attention(q, k, k, moment.pos, kv.pos, columns=[column]).columns[0]
     np.testing.assert_allclose(row[0, 0], wanted["row"], atol=1e-6)
     np.testing.assert_allclose(column.softmax.multiplier[0, 0, 0] / 4**0.5, wanted["lambda_"], atol=1e-6)
     after = policy.layer(kv, LayerStats((row,), (observe,)), ctx)
-    np.testing.assert_allclose(after.memory.score[0, 0], wanted["F"], atol=1e-6)
+    np.testing.assert_allclose(after.memory[0].score[0, 0], wanted["F"], atol=1e-6)
     assert set(pos) - set(helpers.live_positions(after)[0][0]) == {wanted["evicted"]}
 
 
@@ -424,7 +424,7 @@ def test_e24_e25_keyformer_scores(examples, monkeypatch):
     n = 4
     site = helpers.site(T=n, K=1, N=1, max_new_tokens=params["T"])
     policy = methods.keyformer(params["k"], recent=params["recent"], per="key")
-    noisy = policy.observe("decode", site)[0].softmax
+    noisy = policy.at(site).spec.step[0].softmax
     assert noisy == Noisy(per="key", tau=(params["tau_init"], params["tau_end"]))
     moment = lambda step: moment_of(cache(range(4)), [[3]], decoding(n + step, prompt=n, site=site))
     taus = [1.0 / float(noisy.kernel(moment(step)).multiplier[0, 0, 0]) for step in range(3)]
@@ -435,7 +435,7 @@ def test_e24_e25_keyformer_scores(examples, monkeypatch):
     multiplier = noisy.kernel(kvjax.stats.Moment(q, q, both, jnp.asarray([[3], [3]]), apart, lambda x, _: x)).multiplier
     np.testing.assert_allclose(1.0 / multiplier[:, 0, 0], [taus[2], taus[0]], rtol=1e-6)
     keep = kvjax.Evict(Accumulated(), params["k"], protect=Protect(recent=params["recent"]))
-    prompt = cache(range(4), EvictMemory(jnp.zeros((1, 1, 4)), (), None))
+    prompt = cache(range(4), (EvictMemory(jnp.zeros((1, 1, 4)), (), None),))
     ctx = helpers.context(site, length=[4])
     stats = LayerStats((jnp.asarray([[e["expected"]["score_prompt"]]], jnp.float32),), (Observe(),))
     assert helpers.live_positions(keep.layer(prompt, stats, ctx))[0][0] == e["expected"]["kept"]
@@ -447,7 +447,7 @@ def test_e24_e25_keyformer_scores(examples, monkeypatch):
     row = row / row.sum()
     before = [*np.asarray(e["expected"]["score_prompt"])[kept], 0.0]
     np.testing.assert_allclose(before + row, e["expected"]["score_after_decode"], atol=1e-6)
-    kv = cache([*kept, 4], EvictMemory(jnp.asarray([[before]], jnp.float32), (), None))
+    kv = cache([*kept, 4], (EvictMemory(jnp.asarray([[before]], jnp.float32), (), None),))
     decode = dataclasses.replace(keep, when=kvjax.every_step())
     after = decode.layer(
         kv, LayerStats((jnp.asarray([[row]], jnp.float32),), (Observe(),)), decoding(5, prompt=4, site=site)
@@ -605,16 +605,16 @@ def test_e32_think(examples):
     site = helpers.site(T=n, K=1, N=1, H=H)
     ctx = helpers.context(site, length=[n])
     kv = cache(range(n), k=k, v=k)
-    kv = dataclasses.replace(kv, memory=policy.init(site, 1))
+    kv = dataclasses.replace(kv, memory=policy.at(site).init(1))
     pos = jnp.arange(n, dtype=jnp.int32)[None]
     moment = kvjax.stats.Moment(q, q, kv, pos, ctx, lambda x, _: x)
-    observe = policy.observe("prefill", site)
+    observe = policy.at(site).spec.prompt
     after = policy.layer(kv, LayerStats(tuple(o.measure(moment) for o in observe), observe), ctx)
-    np.testing.assert_allclose(after.memory.value[0, 0], e["expected"]["channel_score"], atol=1e-6)
-    stored = policy.transform(after, ctx)
+    np.testing.assert_allclose(after.memory[0].value[0, 0], e["expected"]["channel_score"], atol=1e-6)
+    stored = policy.at(site).finish(after, ctx)
     assert sorted(set(range(H)) - set(stored.channels[0, 0].tolist())) == e["expected"]["dropped"]
     assert stored.k.shape == (1, 1, n, H - len(e["expected"]["dropped"]))
-    zeroed = dataclasses.replace(policy, storage="zeroed").transform(after, ctx)
+    zeroed = dataclasses.replace(policy, storage="zeroed").at(site).finish(after, ctx)
     assert not np.asarray(zeroed.k[..., e["expected"]["dropped"]]).any()
 
 

@@ -75,11 +75,11 @@ def test_e03_h2o_decode_step(examples):
     policy = methods.h2o(e["params"]["heavy"] + e["params"]["recent"], recent=e["params"]["recent"])
     ctx = helpers.context(helpers.site(T=6, K=1, N=1), length=[7], prompt_length=[6], phase="decode")
     pos = jnp.asarray([[[*e["inputs"]["kept_before"], e["inputs"]["new_position"]]]], jnp.int32)
-    before = EvictMemory(jnp.asarray([[[*e["inputs"]["acc_before"], 0.0]]], jnp.float32), (), None)
+    before = (EvictMemory(jnp.asarray([[[*e["inputs"]["acc_before"], 0.0]]], jnp.float32), (), None),)
     kv = kvjax.LayerKV(jnp.zeros((1, 1, 5, 8)), jnp.zeros((1, 1, 5, 8)), pos, before)
     row = jnp.asarray([[e["inputs"]["row_over_slots"]]], jnp.float32)
-    after = policy.layer(kv, LayerStats((row,), policy.observe("decode", ctx.site)), ctx)
-    np.testing.assert_allclose(after.memory.score[0, 0], e["expected"]["acc_after"], atol=1e-6)
+    after = policy.layer(kv, LayerStats((row,), policy.at(ctx.site).spec.step), ctx)
+    np.testing.assert_allclose(after.memory[0].score[0, 0], e["expected"]["acc_after"], atol=1e-6)
     assert helpers.live_positions(after)[0][0] == e["expected"]["kept_after"]
     gone = set(np.asarray(pos).ravel().tolist()) - set(e["expected"]["kept_after"])
     assert gone == {e["expected"]["evicted"]}
@@ -239,7 +239,7 @@ def occupancy(schedule, steps, *, budget, n):
     policy.check(site, n)
     ctx = helpers.context(site, length=[n])
     kv = policy.layer(helpers.prompt_layer(policy, ctx, T=n, B=1, K=1), LayerStats(), ctx)
-    kv = kvjax.compact(kv, policy.capacity(site))
+    kv = kvjax.compact(kv, int(policy.at(site).spec.capacity.max()))
     seen = []
     for step in range(1, steps + 1):
         now = helpers.context(site, length=[n + step], prompt_length=[n], phase="decode")
@@ -248,7 +248,7 @@ def occupancy(schedule, steps, *, budget, n):
         attended = int(kv.num_live[0, 0])
         kv = policy.layer(kv, LayerStats(), now)
         seen.append([attended, int(kv.num_live[0, 0])])
-    assert max(a for a, _ in seen) <= policy.capacity(site)
+    assert max(a for a, _ in seen) <= policy.at(site).spec.capacity.max()
     return seen
 
 

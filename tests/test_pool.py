@@ -38,8 +38,8 @@ SCORES = {
 }
 
 
-def run(tiny, policy, *, lengths=(T, 17), block=None):
-    model, params = tiny
+def run(shallow, policy, *, lengths=(T, 17), block=None):
+    model, params = shallow
     rng = np.random.default_rng(0)
     tokens, more = jnp.asarray(rng.integers(0, 61, (B, T))), jnp.asarray(rng.integers(0, 61, (B, NEW)))
     plan = kvjax.make_plan(model.config, policy, prompt_len=T, max_new_tokens=NEW, lengths=lengths)
@@ -61,10 +61,10 @@ QUICK |= {("h2o", positions) for positions in ("original", "compact", "rerotate"
 @pytest.mark.parametrize(
     ("name", "positions"), [pytest.param(*p, marks=() if p in QUICK else pytest.mark.slow) for p in PAIRS]
 )
-def test_the_pool_equals_the_dense_layout(tiny, name, positions):
+def test_the_pool_equals_the_dense_layout(shallow, name, positions):
     policy = dataclasses.replace(SCORES[name](), positions=positions)
-    dense, _, dense_after, dense_plan = run(tiny, policy)
-    pooled, state, pooled_after, plan = run(tiny, dataclasses.replace(policy, storage="pool"))
+    dense, _, dense_after, dense_plan = run(shallow, policy)
+    pooled, state, pooled_after, plan = run(shallow, dataclasses.replace(policy, storage="pool"))
     np.testing.assert_allclose(
         pooled, dense, atol=1e-5 * np.abs(dense).max() * NEW
     )  # a sum in another order, NEW times
@@ -75,19 +75,19 @@ def test_the_pool_equals_the_dense_layout(tiny, name, positions):
     np.testing.assert_array_equal(dense_after.num_live, pooled_after.num_live)
 
 
-def test_blocks_and_pool_together(tiny):
+def test_blocks_and_pool_together(shallow):
     policy = SCORES["h2o"]()
-    dense, *_ = run(tiny, policy, block=7)
-    pooled, *_ = run(tiny, dataclasses.replace(policy, storage="pool"), block=7)
+    dense, *_ = run(shallow, policy, block=7)
+    pooled, *_ = run(shallow, dataclasses.replace(policy, storage="pool"), block=7)
     np.testing.assert_allclose(pooled, dense, atol=1e-4)
 
 
-def test_slots_are_the_sum_of_the_budgets_and_room(tiny):
+def test_slots_are_the_sum_of_the_budgets_and_room(shallow):
     """Adaptive heads in a pool take the bytes of uniform heads, whatever the largest head takes."""
     snapkv = methods.snapkv(10, window_size=4)
-    _, uniform, *_ = run(tiny, snapkv, lengths=(T, T))
-    _, adaptive, *_ = run(tiny, methods.ada_snapkv(10, alpha=1.0, window_size=4), lengths=(T, T))
-    assert adaptive.num_slots == uniform.num_slots == 3 * 2 * (10 + NEW)
+    _, uniform, *_ = run(shallow, snapkv, lengths=(T, T))
+    _, adaptive, *_ = run(shallow, methods.ada_snapkv(10, alpha=1.0, window_size=4), lengths=(T, T))
+    assert adaptive.num_slots == uniform.num_slots == 2 * (10 + NEW)
     assert adaptive.kv_bytes == uniform.kv_bytes
     assert int(adaptive.num_live.max()) > 10  # some head did get more than its share
 
@@ -136,12 +136,12 @@ def test_views_and_pools_are_inverse():
 
 
 @pytest.mark.parametrize("positions", ["original", "rerotate"])
-def test_a_prompt_shorter_than_its_budget_grows_into_it(tiny, positions):
+def test_a_prompt_shorter_than_its_budget_grows_into_it(shallow, positions):
     """Heads are given what they may come to hold, not what they hold when the prompt ends."""
     for name in ("h2o", "streaming_llm"):
         policy = dataclasses.replace(SCORES[name](), budget=16, positions=positions)
-        dense, _, dense_after, _ = run(tiny, policy, lengths=(T, 5))
-        pooled, _, pooled_after, _ = run(tiny, dataclasses.replace(policy, storage="pool"), lengths=(T, 5))
+        dense, _, dense_after, _ = run(shallow, policy, lengths=(T, 5))
+        pooled, _, pooled_after, _ = run(shallow, dataclasses.replace(policy, storage="pool"), lengths=(T, 5))
         np.testing.assert_allclose(pooled, dense, atol=1e-5 * np.abs(dense).max() * NEW)
         assert int(pooled_after.num_live[1].max()) >= 16
         np.testing.assert_array_equal(dense_after.num_live, pooled_after.num_live)
@@ -232,8 +232,8 @@ def test_a_head_is_over_its_own_budget():
         held = np.minimum(step, budgets + over)
         pos = np.where(np.arange(16) < held[..., None], np.arange(16) + (step - held)[..., None], -1)
         zeros = jnp.zeros((1, 2, 16))
-        memory = EvictMemory(zeros, (), PerHead(jnp.asarray(shares, jnp.int32)))
+        memory = (EvictMemory(zeros, (), PerHead(jnp.asarray(shares, jnp.int32))),)
         kv = kvjax.LayerKV(zeros[..., None], zeros[..., None], jnp.asarray(pos, jnp.int32), memory)
         ctx = helpers.context(site, length=[step], prompt_length=[T], phase="decode")
-        after = policy.layer(kv, LayerStats((zeros,), policy.observe("decode", site)), ctx)
+        after = policy.layer(kv, LayerStats((zeros,), policy.at(site).spec.step), ctx)
         assert after.num_live.tolist() == np.where(held >= budgets + over, budgets, held).tolist()

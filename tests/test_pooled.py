@@ -1,5 +1,6 @@
 """Attention over a flat pool of slots with owners: against float64 numpy, head by head."""
 
+import functools
 import itertools
 
 import jax
@@ -86,9 +87,11 @@ def in_order(lengths, *, K, G=2, H=8, dead=0.3, seed=0):
 
 
 def compare(arrays, K, columns, implementation, tolerance, in_order=False, **options):
-    found = pooled_attention(
-        *arrays, columns, num_kv_heads=K, in_order=in_order, implementation=implementation, **options
-    )
+    found = jax.jit(
+        lambda *arrays: pooled_attention(
+            *arrays, columns, num_kv_heads=K, in_order=in_order, implementation=implementation, **options
+        )
+    )(*arrays)
     scale = options.pop("scale", arrays[0].shape[-1] ** -0.5)
     out, lse, measured = expected(*arrays, K, columns, scale=scale, **options)
     assert found.out.dtype == (arrays[0].dtype if implementation != "reference" else jnp.float32)
@@ -178,13 +181,12 @@ def test_a_sorted_pool_is_the_dense_cache():
     q, k, v = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((B, N, 1, H), (B, K, S, H), (B, K, S, H)))
     q_pos, kv_pos = jnp.full((B, 1), S, jnp.int32), jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, K, S))
     columns = (Columns(), Columns(element="above", group_at="before"))
-    dense = attention(q, k, v, q_pos, kv_pos, columns=columns)
+    dense = jax.jit(functools.partial(attention, columns=columns))(q, k, v, q_pos, kv_pos)
     owner = jnp.broadcast_to(jnp.repeat(jnp.arange(K, dtype=jnp.int32), S)[None], (B, K * S))
     flat = lambda x: x.reshape(B, K * S, *x.shape[3:])
     for promised in (False, True):
-        pool = pooled_attention(
-            q, flat(k), flat(v), owner, q_pos, flat(kv_pos), columns, num_kv_heads=K, in_order=promised
-        )
+        run = jax.jit(functools.partial(pooled_attention, num_kv_heads=K, in_order=promised, columns=columns))
+        pool = run(q, flat(k), flat(v), owner, q_pos, flat(kv_pos))
         np.testing.assert_allclose(pool.out, dense.out, atol=1e-6)
         np.testing.assert_allclose(pool.lse, dense.lse, atol=1e-6)
         for a, b in zip(pool.columns, dense.columns, strict=True):
@@ -228,7 +230,7 @@ def test_gradients_against_finite_differences(promised):
             lse = jnp.where(jnp.isfinite(found.lse), found.lse, 0.0)
             return (jnp.sin(found.out) * mix).sum() + (lse**2).sum() + (found.columns[0] ** 2).sum()
 
-        grads = jax.grad(f, argnums=(0, 1, 2))(*arrays[:3])
+        f, grads = jax.jit(f), jax.jit(jax.grad(f, argnums=(0, 1, 2)))(*arrays[:3])
         rng = np.random.default_rng(2)
         for i, g in enumerate(grads):
             direction = jnp.asarray(rng.standard_normal(g.shape))

@@ -133,7 +133,7 @@ def prompt_property(case, data, groups, widths):
     for row, n in enumerate(lengths):
         assert not keep[row, :, : T - n].any(), "padding is never kept"
         mine = keep[row, :, T - n :]
-        check_counts(case, mine.sum(-1), policy.target(site, n), n)
+        check_counts(case, mine.sum(-1), policy.at(site).spec.target[n], n)
         assert all(protected(case, budget, n) <= set(np.nonzero(head)[0]) for head in mine)
         for head in range(K):
             check_best(policy, mine[head], score[row, head, T - n :], n, T)
@@ -197,7 +197,7 @@ def decoding_property(case, data, budgets, groups, blocks):
     assert np.isfinite(np.asarray(seen.kv.v)).all(), "values become NaN where a cache is driven past its plan"
     site = helpers.site(T=T, num_layers=1, N=K * G, K=K, H=H, max_new_tokens=STEPS)
     for row, n in enumerate(lengths):
-        limit = policy.target(site, n)
+        limit = policy.at(site).spec.target[n]
         for step, now in enumerate(seen.live):
             heads, count = now[row], np.array([len(tokens) for tokens in now[row]])
             grown = 0 if case.decodes else step

@@ -39,11 +39,13 @@ def plain_kvpress(n, kept, w, L, beta):
 
 def live(policy, n, L):
     """Live tokens after a prompt, in every layer."""
-    sites = [helpers.site(T=n, layer=i, num_layers=L) for i in range(L)]
-    for site in sites:
+    kept = []
+    for site in (helpers.site(T=n, layer=i, num_layers=L) for i in range(L)):
         policy.check(site, n)
-        assert policy.capacity(site, [n]) >= min(policy.target(site, n), n)
-    return [min(policy.target(site, n), n) for site in sites]
+        spec = policy.spec(site)
+        kept.append(min(spec.target[n], n))
+        assert spec.capacity[n] >= kept[-1]
+    return kept
 
 
 @pytest.mark.parametrize("uniform_branch", [True, False])
@@ -122,11 +124,11 @@ def test_an_overspending_policy_runs_within_its_plan(tiny):
     params = jax.tree.map(lambda x: x * jnp.asarray(2.0, x.dtype), model.init(jax.random.key(3)))
     policy = methods.pyramidkv(10, beta=4.0, window_size=2, kernel_size=3, preset="pyramid_factory")
     plan = kvjax.make_plan(deep, policy, prompt_len=30, max_new_tokens=6, lengths=[30, 13])
-    targets = [policy.target(site, 30) for site in plan.sites]
+    targets = [policy.at(site).spec.target[30] for site in plan.sites]
     assert targets == plain_factory(30, 8, 2, 4, 4, True) == [16, 12, 8, 4]
     policy = dataclasses.replace(policy, budget=11)
     plan = kvjax.make_plan(deep, policy, prompt_len=30, max_new_tokens=6, lengths=[30, 13])
-    targets = np.array([[policy.target(site, n) for site in plan.sites] for n in (30, 13)])
+    targets = np.array([[policy.at(site).spec.target[n] for site in plan.sites] for n in (30, 13)])
     assert targets.tolist() == [plain_factory(n, 9, 2, 4, 4, True) for n in (30, 13)]
     assert targets[0].sum() == 48 > 4 * 11
     assert plan.target(30) == 12

@@ -444,7 +444,7 @@ def test_algebra():
         (lambda: kvjax.soften(methods.chunkkv(64), 1.0), r"Chunks\(.* is no sequence of top-k passes"),
         (lambda: kvjax.soften(methods.nacl(64, random_pool="all"), 1.0), "is no sequence of top-k passes"),
         (lambda: kvjax.soften(methods.streaming_llm(64), 1.0), "positions='compact' needs slots that are live or dead"),
-        (lambda: kvjax.soften(methods.window(64).scheduled(kvjax.when_over(4)), 1.0), "when=.* needs slots"),
+        (lambda: kvjax.soften(kvjax.when(kvjax.when_over(4), methods.window(64)), 1.0), "when=.* needs slots"),
         (lambda: kvjax.soften(methods.think(), 1.0), "has no temperature; soften an Evict"),
         (
             lambda: dataclasses.replace(kvjax.soften(methods.snapkv(64), 1.0), storage="pool"),

@@ -469,12 +469,12 @@ def test_a_full_disk_is_named_with_the_file(made, tmp_path, monkeypatch, file):
 
 def test_batches_do_not_change_results(finished, tmp_path):
     """Other batch sizes put prompts of other lengths together; rows are independent."""
-    arguments = ["--config", "snapkv.py", *SMALL, "--baselines", "random", "--tasks", "single_needle", "multi_query"]
-    run.main([*arguments, "--batch-size", "4", "--output", str(tmp_path / "x")])
+    arguments = ["--config", "snapkv.py", *SMALL, "--baselines", "--tasks", "single_needle", "multi_query"]
+    run.main([*arguments, "--budget", "0.5", "--batch-size", "4", "--output", str(tmp_path / "x")])
     pick = lambda d: {
         (s["method"], s["budget"], s["task"], s["index"]): (s["output"], s["live"])
         for s in samples(d)
-        if s["task"] in ("single_needle", "multi_query")
+        if s["task"] in ("single_needle", "multi_query") and s["budget"] in ("1.0", "0.5")
     }
     assert pick(tmp_path / "x") == pick(finished)
 
@@ -489,7 +489,7 @@ def test_question_after_compression(tmp_path, finished):
     assert {s["task"]: s["prompt_tokens"] for s in lines}["key_value"] < aware["key_value"]
 
 
-QUICK = {"snapkv", "h2o", "fastgen", "think"}
+QUICK = {"think"}  # other tests run snapkv, h2o and fastgen
 
 
 @pytest.mark.parametrize(
@@ -508,19 +508,20 @@ def test_a_method_without_budgets(tmp_path, capsys):
     """FastGen: labels are its recovery ratios, its place in plots is what it kept."""
     directory = tmp_path / "fastgen"
     small = ["--length", "256", "--examples", "4", "--batch-size", "2", "--tasks", "single_needle", "key_value"]
-    run.main(["--config", "fastgen.py", *small, "--baselines", "random", "--output", str(directory)])
+    small += ["--recovery-ratio", "0.98", "0.9", "--baselines", "random"]
+    run.main(["--config", "fastgen.py", *small, "--output", str(directory)])
     summary = json.loads((directory / "summary.json").read_text())
     means = {(r["method"], r["budget"]): r for r in summary["retrieval_mean"]}
     assert [*means] == [
-        ("full", "1.0"), ("fastgen", "T=0.98"), ("fastgen", "T=0.95"), ("fastgen", "T=0.9"), ("random", "0.125"),
+        ("full", "1.0"), ("fastgen", "T=0.98"), ("fastgen", "T=0.9"), ("random", "0.125"),
     ]  # fmt: skip
-    places = [report.budget_fraction(means["fastgen", f"T={t}"], 256) for t in ("0.98", "0.95", "0.9")]
-    assert 0.05 < places[2] <= places[1] <= places[0] < 1
+    places = [report.budget_fraction(means["fastgen", f"T={t}"], 256) for t in ("0.98", "0.9")]
+    assert 0.05 < places[1] <= places[0] < 1
     assert means["full", "1.0"]["live_of_prompt"] == 1
     assert report.budget_fraction(means["random", "0.125"], 256) == 0.125
     for plot in ("score_against_budget", "depth_against_length", "kept_positions"):
         assert (directory / f"{plot}.png").is_file()
-    assert "| fastgen | T=0.95 |" in (directory / "summary.md").read_text()
+    assert "| fastgen | T=0.9 |" in (directory / "summary.md").read_text()
 
     with pytest.raises(SystemExit, match="error: recovery_ratio is empty"):
         run.main(["--config", "fastgen.py", "--recovery-ratio", "--output", str(tmp_path / "empty")])
@@ -533,12 +534,12 @@ def test_a_method_without_budgets(tmp_path, capsys):
     order = [line.split(" | ")[1] for line in tables[0].splitlines() if line.startswith("| ")][1:]
     assert order[0] == "1.0"
     assert order[-1] == "0.125"
-    assert all(f"| fastgen T={t} |" in tables[1] for t in (0.98, 0.95, 0.9))
+    assert all(f"| fastgen T={t} |" in tables[1] for t in (0.98, 0.9))
 
 
 def test_leaderboard(finished, tmp_path, capsys):
     other = tmp_path / "h2o"
-    run.main(["--config", "h2o.py", *SMALL, "--baselines", "--output", str(other)])
+    run.main(["--config", "h2o.py", *SMALL, "--budget", "0.5", "--baselines", "--output", str(other)])
     capsys.readouterr()
     compare.main([str(finished), str(other), str(tmp_path), "--output", str(tmp_path / "board")])
     printed = capsys.readouterr()

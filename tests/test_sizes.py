@@ -114,7 +114,7 @@ def test_lookup():
 def test_room_between_evictions(schedule, room):
     assert schedule.room(100) == room
     policy = kvjax.when(schedule, methods.window(16))
-    assert policy.capacity(helpers.site(T=40, max_new_tokens=100)) == 16 + room
+    assert policy.at(helpers.site(T=40, max_new_tokens=100)).spec.capacity.max() == 16 + room
 
 
 @pytest.mark.parametrize(
@@ -133,14 +133,15 @@ def test_when_reaches_every_member():
         kvjax.when(kvjax.every(3), methods.h2o(8)), kvjax.when(kvjax.every(3), methods.tova(8))
     )
     mixed = kvjax.partition({0: methods.h2o(8), 1: methods.tova(8)}, (0, 1))
-    assert kvjax.when(kvjax.every(3), mixed).of(helpers.site(num_layers=2)).when == kvjax.every(3)
+    (rule,) = kvjax.when(kvjax.every(3), mixed).rules(helpers.site(num_layers=2))
+    assert rule.when == kvjax.every(3)
 
 
-def test_decode_only_schedule_keeps_the_prompt_until_it_decodes(tiny):
-    model, params = tiny
+def test_decode_only_schedule_keeps_the_prompt_until_it_decodes(shallow):
+    model, params = shallow
     policy = dataclasses.replace(methods.h2o(6), when=kvjax.Schedule(prefill=False, every=1))
     plan = kvjax.make_plan(model.config, policy, prompt_len=15, max_new_tokens=3)
-    _, state = kvjax.prefill(model, params, jnp.ones((1, 15), jnp.int32), plan)
+    _, state = jax.jit(lambda p: kvjax.prefill(model, p, jnp.ones((1, 15), jnp.int32), plan))(params)
     assert state.num_live.max() == 15
     _, state = kvjax.decode_step(model, params, jnp.ones((1,), jnp.int32), state)
     assert state.num_live.max() == state.num_live.min() == 6
@@ -150,7 +151,7 @@ def test_plan_reports_sizes(tiny):
     config = tiny[0].config
     policy = methods.pyramidkv(8, beta=4.0, window_size=2)
     plan = kvjax.make_plan(config, policy, prompt_len=40, max_new_tokens=5, lengths=[40])
-    targets = [plan.policy.target(s, 40) for s in plan.sites]
+    targets = [spec.target[40] for spec in plan.specs]
     assert sum(targets) == 8 * 3
     assert targets[0] > targets[-1]
     assert plan.capacities == tuple(t + 5 for t in targets)
@@ -218,11 +219,13 @@ def test_a_plan_for_given_lengths_is_tight_and_says_when_it_is_not_enough(tiny):
     lengths = jnp.asarray([40, 10])
     with pytest.raises(ValueError, match=r"of 10 tokens needs 15 slots in layer 1, but the plan has \d+; make the"):
         kvjax.prefill(model, params, tokens, tight, lengths=lengths)
-    after_all = lambda state: functools.reduce(
-        lambda carry, _: kvjax.decode_step(model, params, jnp.ones((2,), jnp.int32), carry[1]), range(5), (None, state)
-    )[0]
-    unchecked = jax.jit(lambda n: kvjax.prefill(model, params, tokens, tight, lengths=n)[1])(lengths)
-    logits = after_all(unchecked)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def after_all(plan, lengths):
+        _, state = kvjax.prefill(model, params, tokens, plan, lengths=lengths)
+        return kvjax.feed(model, params, jnp.ones((2, 5), jnp.int32), state)[0][:, -1]
+
+    logits = after_all(tight, lengths)
     assert np.isnan(logits[1]).all(), "slots that do not fit are never dropped silently"
     assert np.isfinite(logits[0]).all()
-    assert np.isfinite(after_all(kvjax.prefill(model, params, tokens, both, lengths=lengths)[1])).all()
+    assert np.isfinite(after_all(both, lengths)).all()

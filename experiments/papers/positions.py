@@ -27,7 +27,7 @@ def _decide(
     state = kvjax.init_state(plan, lengths, dtype=model.config.dtype)
     _, state, stats = kvjax.forward(model, params, tokens, state)
     chosen = [
-        plan.policy.decide(kv, stats.layers[i], context(state, i, "prefill"))[1] for i, kv in enumerate(state.layers)
+        plan.layers[i].decide(kv, stats.layers[i], context(state, i, "prefill"))[1] for i, kv in enumerate(state.layers)
     ]
     keep, score = zip(*((s.keep, s.score) for s in chosen if s is not None), strict=True)
     return jnp.stack(keep), jnp.stack(score)

@@ -18,10 +18,10 @@ from jaxtyping import Array, Bool, Int
 from kvjax.analysis.reading import LayerReading, Measured, Reading, depends
 from kvjax.budget import Count, Counts, lookup, narrow
 from kvjax.eviction import Evict, Numbers
-from kvjax.plan import CachePlan, ModelConfig, as_policy, make_plan, members
-from kvjax.policy import Granularity, Policy
+from kvjax.plan import CachePlan, ModelConfig, make_plan
+from kvjax.policy import Granularity, Policy, Rule, as_policy
 from kvjax.state import KVState, LayerKV, Positions, map_slots
-from kvjax.stats import AttentionStats, LayerStats, ordered
+from kvjax.stats import AttentionStats, LayerStats
 
 Family = Callable[[Any], Policy]
 """A method: budget to policy."""
@@ -63,12 +63,12 @@ def make_grid(
 def _check_keeps_tokens(name: str, plan: CachePlan) -> None:
     """Raises ValueError if the policy does something to later rows that no keep mask says."""
     for site in plan.sites:
-        for policy in members(plan.policy, site):
-            hides = policy.mask is not None if isinstance(policy, Evict) else type(policy).visible is not Policy.visible
+        for rule in plan.policy.rules(site):
+            spec = rule.spec(site)
             does = {
-                "hides tokens from single rows": hides,
-                "changes how keys are stored": type(policy).transform is not Policy.transform,
-                "keeps a part of every token": policy.gates(site),
+                "hides tokens from single rows": spec.hides is not None,
+                "changes how keys are stored": type(rule).finish is not Rule.finish,
+                "keeps a part of every token": spec.gates,
             }
             for what in (what for what, true in does.items() if true):
                 raise ValueError(f"{name!r} {what}, which is no choice of tokens; no keep mask has its losses")
@@ -88,7 +88,7 @@ def kind_of(plan: CachePlan) -> Kind:
     Raises:
       ValueError: layers of different kinds.
     """
-    heads = {plan.policy.heads_of(site) for site in plan.sites}
+    heads = {spec.heads for spec in plan.specs}
     moved: set[Positions] = {"original" if p == "original" else "compact" for p in plan.positions}
     if len(heads) > 1 or len(moved) > 1:
         raise ValueError(
@@ -102,26 +102,24 @@ def measurements(plans: Sequence[CachePlan]) -> tuple[Measured, ...]:
     """What a reading must measure in every layer, for all of these plans' policies."""
     layers = []
     for i in range(len(plans[0].sites)):
-        wanted = {(p.policy.heads_of(p.sites[i]), m) for p in plans for m in p.policy.observe("prefill", p.sites[i])}
+        wanted = {(p.specs[i].heads, m) for p in plans for m in p.specs[i].prompt}
         layers.append(tuple(sorted(wanted, key=repr)))
     return tuple(layers)
 
 
 def _layer_kv(layer: LayerReading, plan: CachePlan, i: int) -> LayerKV:
     """The prompt's full cache with a policy's memory as it is when the prompt has been appended."""
-    site = plan.sites[i]
-    kv = layer.cache(plan.policy.heads_of(site), plan.positions[i])
+    kv = layer.cache(plan.specs[i].heads, plan.positions[i])
     T = kv.num_slots
     grow = lambda m: jnp.pad(m, [(0, 0), (0, 0), (0, T)] + [(0, 0)] * (m.ndim - 3))
-    return dataclasses.replace(kv, memory=map_slots(grow, plan.policy.init(site, kv.pos.shape[0])))
+    return dataclasses.replace(kv, memory=map_slots(grow, plan.layers[i].init(kv.pos.shape[0])))
 
 
 def _stats(layer: LayerReading, plan: CachePlan, i: int, drawn: dict[str, LayerStats]) -> LayerStats:
     """What a policy asked to see."""
-    site = plan.sites[i]
-    granularity = plan.policy.heads_of(site)
-    found = [s[granularity] for s in (layer.stats, drawn) if granularity in s]
-    wanted = ordered(plan.policy.observe("prefill", site))
+    spec = plan.specs[i]
+    found = [s[spec.heads] for s in (layer.stats, drawn) if spec.heads in s]
+    wanted = spec.prompt
     value = lambda m: next(s[m] for s in found if m in s.observed)
     return LayerStats(tuple(value(m) for m in wanted), wanted)
 
@@ -188,8 +186,9 @@ def _keep_stacked(plans: Sequence[CachePlan], reading: Reading, keys, drawn) -> 
         ctx = dataclasses.replace(reading.prompt_context(i), keys=keys, site=plans[0].sites[i])
         tables = [p.tables(plans[0].sites[i]) for p in policies]
         budget, sinks, recent = (np.stack([t[j] for t in tables]) for j in range(3))
-        scope = () if first.scope is None else first.scope.update(kv.memory.scope, kv, stats, ctx)
-        memory = dataclasses.replace(kv.memory, score=first.score.update(kv.memory.score, kv, stats, ctx), scope=scope)
+        (memory,) = kv.memory
+        scope = () if first.scope is None else first.scope.update(memory.scope, kv, stats, ctx)
+        memory = dataclasses.replace(memory, score=first.score.update(memory.score, kv, stats, ctx), scope=scope)
 
         def one(m, kv=kv, stats=stats, ctx=ctx, memory=memory, budget=budget, sinks=sinks, recent=recent):
             n = ctx.prompt_length

@@ -31,7 +31,7 @@ def fastgen(
     total is an outcome, not a choice; with `storage="pool"` the heads of a layer share a number of slots that is fixed.
     The paper varies T from 0.91 to 0.98.
 
-    `state.layers[i].memory.strategy.value` holds the chosen strategies, indices into `kvjax.fastgen.STRATEGIES`.
+    `state.layers[i].memory[0].strategy.value` holds the chosen strategies, indices into `kvjax.fastgen.STRATEGIES`.
 
     Args:
       tokenizer: a Hugging Face tokenizer, to tell special tokens and punctuation apart; or give both ids.

@@ -1,6 +1,7 @@
 """The full cache: nothing is evicted."""
 
-from kvjax.policy import Policy, identity
+from kvjax.algebra import identity
+from kvjax.policy import Policy
 
 
 def full() -> Policy:

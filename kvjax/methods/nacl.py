@@ -6,11 +6,12 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.algebra import shared_layers
 from kvjax.budget import Above, Count, Less, Ratio, Tokens, as_budget, as_count, counted, of_budget
 from kvjax.choice import one_of
 from kvjax.context import Phase
 from kvjax.eviction import Evict
-from kvjax.policy import Policy, shared_layers
+from kvjax.policy import Policy
 from kvjax.protect import Protect
 from kvjax.schedule import after_prefill, every
 from kvjax.scores import LayerMean, Proxies, Score

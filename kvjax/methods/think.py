@@ -1,25 +1,24 @@
 """ThinK: thinner keys (Xu et al., arXiv 2407.21018)."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import lax
 
 from kvjax.choice import one_of
-from kvjax.context import Context, Phase, Site
+from kvjax.context import Context, Site
 from kvjax.measurements import QuerySquares
-from kvjax.policy import Policy, Selection
+from kvjax.policy import LayerSpec, Rule, Selection, keeps_all
 from kvjax.pool import PooledKV
 from kvjax.schedule import Schedule
 from kvjax.state import LayerKV, PerHead
-from kvjax.stats import LayerStats, Measurement
+from kvjax.stats import LayerStats
 from pallas_kernels.values import number, settle, tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class PruneChannels(Policy):
+class PruneChannels(Rule):
     """Drops key channels instead of tokens.
 
     Attributes:
@@ -28,8 +27,6 @@ class PruneChannels(Policy):
       storage: "dropped" stores only the channels that stay, for generated tokens as well; "zeroed" zeroes them in the
         prompt's keys, which frees nothing and leaves generated keys whole.
     """
-
-    prunes_channels: ClassVar[bool] = True
 
     share: float
     query_rows: int = 32
@@ -40,23 +37,13 @@ class PruneChannels(Policy):
         settle(self, query_rows=tokens(1, "at least one row must be observed"))
         one_of("PruneChannels.storage", self.storage, "dropped", "zeroed")
 
-    def observe(self, phase: Phase, site: Site) -> tuple[Measurement, ...]:
-        """See `Policy`."""
-        del site
-        return (QuerySquares(self.query_rows),) if phase == "prefill" else ()
+    def spec(self, site: Site) -> LayerSpec:
+        """See `Rule`."""
+        return keeps_all(site, prompt=(QuerySquares(self.query_rows),), prunes=True)
 
     def init(self, site: Site, batch: int) -> Any:
-        """See `Policy`."""
+        """See `Rule`."""
         return PerHead(jnp.zeros((batch, site.num_kv_heads, site.head_dim), jnp.float32))
-
-    def target(self, site: Site, prompt_length: int) -> int:
-        """See `Policy`."""
-        return prompt_length + site.max_new_tokens
-
-    def capacity(self, site: Site, lengths: Sequence[int] | None = None) -> int:
-        """See `Policy`."""
-        del lengths
-        return site.prompt_len + site.max_new_tokens
 
     def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
         """Scores channels by mean(q^2) over the last rows times mean(k^2) over the live tokens (section 3.2)."""
@@ -66,14 +53,14 @@ class PruneChannels(Policy):
         mean = (k * k).sum(2) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
         return PerHead(stats[QuerySquares(self.query_rows)] * mean), None
 
-    def scheduled(self, schedule: Schedule) -> Policy:
-        """See `Policy`; channels are dropped once."""
+    def under(self, schedule: Schedule) -> Rule:
+        """See `Rule`; channels are dropped once."""
         raise ValueError(
             f"channels are dropped once, after the prompt, so {schedule} cannot apply; schedule the others"
         )
 
-    def transform(self, kv: LayerKV | PooledKV, ctx: Context) -> LayerKV:
-        """See `Policy`."""
+    def finish(self, kv: LayerKV | PooledKV, ctx: Context) -> LayerKV:
+        """See `Rule`."""
         if isinstance(kv, PooledKV):
             raise ValueError("heads drop different channels, so their keys cannot share a pool; use storage='dense'")
         if kv.positions != "original":
