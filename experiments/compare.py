@@ -45,7 +45,7 @@ def load(directories: Sequence[pathlib.Path]) -> tuple[dict[str, Any], list[dict
     for d in dict.fromkeys(directories):
         if not (d / "summary.json").is_file():
             print(f"skipped {d}: no summary.json, so not a finished run", file=sys.stderr)
-        elif not {"setup", "policies"} <= set(config := _config(d)):
+        elif not _is_run(config := _config(d)):
             print(f"skipped {d}: not a run of experiments/run.py", file=sys.stderr)
         else:
             configs[d] = config
@@ -76,6 +76,13 @@ def load(directories: Sequence[pathlib.Path]) -> tuple[dict[str, Any], list[dict
 
 def _config(directory: pathlib.Path) -> dict[str, Any]:
     return read_config(directory) if (directory / "manifest.json").is_file() else {}
+
+
+def _is_run(config: dict[str, Any]) -> bool:
+    """Whether a config is one that `experiments/run.py` wrote."""
+    setup, policies = config.get("setup"), config.get("policies")
+    named = lambda p: isinstance(p, dict) and {"method", "budget", "policy"} <= set(p)
+    return isinstance(setup, dict) and isinstance(policies, list) and all(map(named, policies))
 
 
 def _summary(directory: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:

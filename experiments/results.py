@@ -128,8 +128,7 @@ class Results:
     def _compare(self, now: dict[str, Any]) -> dict[str, Any] | None:
         """The environment as it is now, if what is there was made in another, which is said."""
         manifest = json.loads((self.directory / "manifest.json").read_bytes())
-        resumed = manifest.get("resumed")
-        last = resumed[-1] if isinstance(resumed, list) and resumed else manifest
+        last = [manifest, *_resumptions(manifest)][-1]
         changes = [d for k in _MAKES for d in _differences(last.get(k), now[k], k)]
         if changes:
             print(
@@ -152,7 +151,7 @@ class Results:
             )
         if self._changed is not None:
             manifest = json.loads((self.directory / "manifest.json").read_bytes())
-            resumed = [*manifest.get("resumed", ()), {"after_lines": len(self.samples), **self._changed}]
+            resumed = [*_resumptions(manifest), {"after_lines": len(self.samples), **self._changed}]
             write_json(self.directory / "manifest.json", {**manifest, "resumed": resumed})
             self._changed = None
 
@@ -239,14 +238,20 @@ def read_config(directory: pathlib.Path) -> dict[str, Any]:
     return config
 
 
+def _resumptions(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a manifest notes of resumptions, less what is none."""
+    noted = manifest.get("resumed")
+    return [each for each in noted if isinstance(each, dict)] if isinstance(noted, list) else []
+
+
 def read_samples(directory: pathlib.Path, config: dict[str, Any]) -> tuple[dict[Key, dict[str, Any]], int]:
     """The lines of a config's run by their keys, without seals, and how many bytes of the file are whole lines.
 
     Raises:
-      ValueError: a line that this run did not write, or wrote twice.
+      ValueError: a line that this run did not write, or wrote twice; an end that is more than a line cut short.
     """
     path = directory / "samples.jsonl"
-    *lines, _ = (path.read_bytes() if path.exists() else b"").split(b"\n")
+    *lines, rest = (path.read_bytes() if path.exists() else b"").split(b"\n")
     samples: dict[Key, dict[str, Any]] = {}
     for number, line in enumerate(lines, 1):
         sample, fault = _unsealed(line, config)
@@ -259,7 +264,18 @@ def read_samples(directory: pathlib.Path, config: dict[str, Any]) -> tuple[dict[
                 "anew with --restart"
             )
         samples[sample_key(sample)] = sample
+    if not _cut_short(rest):
+        raise ValueError(
+            f"{path} ends in {len(rest)} bytes without a line break that are not one line cut short: {rest[:60]!r}; if "
+            "its line breaks were changed, put them back, or begin anew with --restart"
+        )
     return samples, sum(len(line) + 1 for line in lines)
+
+
+def _cut_short(rest: bytes) -> bool:
+    """Whether bytes are the beginning of one line, behind which a crash may have left zeros."""
+    start, written = b'{"method": ', rest.rstrip(b"\0")
+    return written[: len(start)] == start[: len(written)] and written.count(b'"seal": ') < 2
 
 
 def _unsealed(line: bytes, config: dict[str, Any]) -> tuple[dict[str, Any], str]:

@@ -290,6 +290,7 @@ FULL, WINDOW = "kept/full@1.0.npz", "kept/window@0.5.npz"
         (".lock", GARBAGE),
         ("samples.jsonl", HALF),
         ("samples.jsonl", lambda mine, other: mine + b'{"method": "window", "bud'),
+        ("samples.jsonl", lambda mine, other: mine[:-9] + bytes(90)),
         ("samples.jsonl", lines_of(lambda mine, other: mine[:3] + mine[5:])),
     ],
 )
@@ -328,6 +329,9 @@ def test_kept_positions_of_another_policy_are_found_anew(made, pair, tmp_path):
         ("samples.jsonl", lines_of(lambda m, o: [*m[:2], b"{}\n"]), "line 3 of .* is no line that this run wrote"),
         ("samples.jsonl", lines_of(lambda m, o: [*m[:2], b"\n", *m[2:]]), "line 3 of .* is no line that this run"),
         ("samples.jsonl", lines_of(lambda m, o: [*m[:2], o[2], *m[3:]]), "line 3 of .* was written by another run"),
+        ("samples.jsonl", lambda mine, other: mine.replace(b"\n", b"\r"), "bytes without a line break .* not one line"),
+        ("samples.jsonl", lambda mine, other: mine.replace(b"\n", b""), "ends in .* bytes without a line break"),
+        ("samples.jsonl", lambda mine, other: b"[" + mine.split(b"\n")[0] + b"]", "ends in .* put them back"),
         ("samples.jsonl", lines_of(lambda m, o: [*m, m[1]]), "line 9 of .*samples.jsonl stands there twice"),
         (
             "samples.jsonl",
@@ -420,6 +424,11 @@ def test_other_code_or_versions_between_start_and_resumption_are_said_and_noted(
     assert json.loads((here / "manifest.json").read_text()) == {**first, "resumed": [{"after_lines": 3, **other}]}
     run.main(command)
     assert not capsys.readouterr().err
+    for noted in (3, [3], {"code": "0"}):  # changed by hand
+        (here / "manifest.json").write_text(json.dumps({**first, "resumed": noted}))
+        (here / "samples.jsonl").write_bytes(b"".join((here / "samples.jsonl").read_bytes().splitlines(True)[:3]))
+        run.main(command)
+        assert json.loads((here / "manifest.json").read_text())["resumed"] == [{"after_lines": 3, **other}]
 
 
 def test_an_interruption_says_what_is_stored_and_how_to_go_on(made, tmp_path, capsys, monkeypatch):
@@ -632,6 +641,11 @@ def test_comparing_skips_what_is_no_run_of_the_main_job_and_says_so(made, tmp_pa
     assert printed.err.count("not a run of experiments/run.py") == 2
     assert f"skipped {learned}: " in printed.err
     assert printed.out.count("\n| window | 0.5 |") == 1
+    manifest = json.loads((here / "manifest.json").read_text())
+    for changed in ({"setup": 3}, {"policies": None}, {"policies": [{"budget": "0.5"}]}):
+        (learned / "manifest.json").write_text(json.dumps({"config": {**manifest["config"], **changed}}))
+        compare.main([str(d) for d in (here, learned)])
+        assert f"skipped {learned}: not a run of experiments/run.py" in capsys.readouterr().err
     (here / "summary.json").write_bytes(b"#")  # rows are made from the lines
     compare.main([str(here)])
     assert capsys.readouterr().out == printed.out
