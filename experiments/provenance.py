@@ -55,8 +55,8 @@ def environment(command: list[str]) -> dict[str, Any]:
 def definition(value: Any) -> str:
     """The repr of a policy, or of anything that one is made of; behind it a digest of what a repr does not show.
 
-    That is the code of functions and classes that are not the project's, and what functions have closed over.
-    Addresses, which differ from process to process, are left out.
+    That is the code of functions and classes that are not the project's, what functions have closed over, and the
+    globals that these read. Addresses, which differ from process to process, are left out.
     """
     unseen = [*_unseen(value, {})]
     return f"{_shown(value)} of code {_digest(*unseen)}" if unseen else _shown(value)
@@ -79,9 +79,11 @@ def _unseen(value: Any, seen: dict[int, Any], *, shown: bool = True) -> Iterator
     elif isinstance(value, types.FunctionType):
         yield from _foreign(value)
         cells = [c.cell_contents for c in value.__closure__ or () if c != types.CellType()]
-        hidden = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items()]
+        hidden = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items(), *_read(value)]
     elif isinstance(value, type):
         yield from _foreign(value)
+        if _file(value) is not None:
+            shown, hidden = True, _members(value)  # its repr names the file's place
     elif isinstance(value, tuple | list | dict):
         inside = [*value.items()] if isinstance(value, dict) else [*value]
     elif isinstance(value, set | frozenset):
@@ -89,22 +91,47 @@ def _unseen(value: Any, seen: dict[int, Any], *, shown: bool = True) -> Iterator
     elif isinstance(value, np.ndarray | jax.Array):
         yield f"{value.dtype} {value.shape}".encode() + np.asarray(value).tobytes()
     else:
-        yield from _foreign(type(value))
+        yield from _unseen(type(value), seen)
         if dataclasses.is_dataclass(value):
             inside = [getattr(value, f.name) for f in dataclasses.fields(value)]
         elif _file(type(value)) is not None:
             hidden = [*getattr(value, "__dict__", {}).items()]
-    if not shown and not isinstance(value, set | frozenset):  # which have no order
-        yield _shown(value).encode()
+    if not shown:  # sets, which what is inside may be, have no order
+        several = isinstance(value, set | frozenset | tuple | list | dict)
+        yield (f"{type(value).__name__} of {len(value)}" if several else _shown(value)).encode()
     for each in inside:
         yield from _unseen(each, seen, shown=shown)
     for each in hidden:
         yield from _unseen(each, seen, shown=False)
 
 
+def _read(function: types.FunctionType) -> list[Any]:
+    """The globals that a function with a `_file` reads, and what it takes of modules that have one."""
+    if _file(function) is None:
+        return []
+    codes, names = [function.__code__], set()
+    for code in codes:  # grows by the functions inside
+        names |= {*code.co_names}
+        codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    pick = lambda space: [space[n] for n in sorted(names) if n in space]
+    found = pick(function.__globals__)
+    for each in found:  # grows by what is in modules
+        if isinstance(each, types.ModuleType) and _file(each) is not None:
+            found += [x for x in pick(vars(each)) if not any(x is other for other in found)]
+    return found
+
+
+def _members(definer: type) -> list[Any]:
+    """Bases, methods and attributes of a class, without what Python adds."""
+    functions = types.FunctionType, staticmethod, classmethod, property
+    members = [x for n, x in sorted(vars(definer).items()) if isinstance(x, functions) or not n.startswith("_")]
+    plain = lambda x: getattr(x, "__func__", getattr(x, "fget", x)) if isinstance(x, functions) else x
+    return [*definer.__bases__, *map(plain, members)]
+
+
 def _file(definer: Any) -> pathlib.Path | None:
-    """Where a function or class is defined, unless it comes with the project, Python or an installed package."""
-    module = sys.modules.get(definer.__module__ or "")
+    """Where a function, class or module is defined, unless with the project, Python or an installed package."""
+    module = definer if isinstance(definer, types.ModuleType) else sys.modules.get(definer.__module__ or "")
     file = pathlib.Path(getattr(module, "__file__", None) or "")
     if isinstance(definer, types.FunctionType):
         file = pathlib.Path(definer.__code__.co_filename)

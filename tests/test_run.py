@@ -395,6 +395,50 @@ def test_results_of_code_that_a_repr_does_not_show_do_not_mix(made, tmp_path, ki
     assert contents(here) == before
 
 
+READS = """
+import helper
+import kvjax
+from configs.experiment import Common, Experiment, Setup, sweep
+
+SCALE = helper.SCALE
+
+def inner(x):
+    return x * SCALE
+
+class Scaled:
+    scale = SCALE
+
+    def __call__(self, kv, stats, ctx):
+        return kv.pos * self.scale
+
+def nested(kv, stats, ctx):
+    return (lambda x: inner(x))(kv.pos)
+
+def outside(kv, stats, ctx):
+    return kv.pos * helper.SCALE
+
+def get_config(budget: tuple[float, ...] = (0.5,), setup: Common = Setup()) -> Experiment:
+    return Experiment("mine", sweep(lambda b: kvjax.from_fn(WHAT, budget=b), budget), setup)
+"""
+
+
+@pytest.mark.parametrize("what", ["nested", "outside", "Scaled()"])
+def test_results_of_globals_that_a_config_reads_do_not_mix(made, tmp_path, monkeypatch, what):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine.py").write_text(READS.replace("WHAT", what))
+    (tmp_path / "helper.py").write_text("import os\n\nSCALE, UNUSED = float(os.environ['SCALE']), object()\n")
+    command = ["--config", str(tmp_path / "mine.py"), *SHORT[2:], "--output", str(tmp_path / "here")]
+    for scale, refused in (("2", False), ("2", False), ("3", True)):
+        monkeypatch.setenv("SCALE", scale)
+        monkeypatch.delitem(sys.modules, "helper", raising=False)
+        if refused:
+            with pytest.raises(SystemExit, match=r"another config \(policies\[1\].policy: .* of code \w+\W+there"):
+                run.main(command)
+        else:
+            run.main(command)
+    monkeypatch.delitem(sys.modules, "helper")
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_results_of_other_weights_in_the_same_place_do_not_mix(made, tmp_path, file):
     model, here = tmp_path / "model", tmp_path / "here"
