@@ -1,6 +1,7 @@
 """Storing parameters and compressed prompts with orbax. What is restored continues bit for bit."""
 
 import dataclasses
+import functools
 import hashlib
 import os
 import pathlib
@@ -120,9 +121,7 @@ def _is_key(x: Any) -> bool:
 
 def _text(plan: CachePlan) -> str:
     """The plan's definition, functions by what they compute instead of where they lie in memory."""
-    text = re.sub(r" at 0x[0-9a-f]+", "", repr(plan))
-    codes = [f"{c.co_qualname} {hashlib.sha256(_constants(c).encode()).hexdigest()[:16]}" for c in _code(plan.policy)]
-    return text + "".join(f"; {re.sub(' at 0x[0-9a-f]+', '', c)}" for c in codes)
+    return "; ".join([re.sub(r" at 0x[0-9a-f]+", "", repr(plan)), *_functions(plan.policy, set())])
 
 
 def _constants(code: types.CodeType) -> str:
@@ -130,16 +129,35 @@ def _constants(code: types.CodeType) -> str:
     return repr((code.co_code, inner, code.co_names))
 
 
-def _code(value: Any) -> Iterator[types.CodeType]:
-    """The code of all functions inside a policy."""
-    if isinstance(value, types.FunctionType):
-        yield value.__code__
+def _functions(value: Any, seen: set[int]) -> Iterator[str]:
+    """All functions inside a policy: their code, and the values that they have closed over or have as defaults."""
+    if isinstance(value, types.FunctionType) and id(value) not in seen:
+        seen.add(id(value))
+        cells = [c.cell_contents for c in value.__closure__ or () if c != types.CellType()]
+        held = (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items())
+        code = hashlib.sha256(_constants(value.__code__).encode()).hexdigest()[:16]
+        values = f" of {hashlib.sha256(_held(held).encode()).hexdigest()[:16]}" if held else ""
+        yield re.sub(r" at 0x[0-9a-f]+", "", f"{value.__code__.co_qualname} {code}{values}")
+        yield from _functions(held, seen)
+    elif isinstance(value, functools.partial):
+        yield from _functions((value.func, *value.args, *value.keywords.values()), seen)
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            yield from _code(getattr(value, field.name))
+            yield from _functions(getattr(value, field.name), seen)
     elif isinstance(value, tuple):
         for item in value:
-            yield from _code(item)
+            yield from _functions(item, seen)
+
+
+def _held(value: Any) -> str:
+    """A value as text: arrays in full, sets in order, functions and objects without where they lie in memory."""
+    if isinstance(value, tuple | list | set | frozenset):
+        inside = map(_held, value)
+        ordered = sorted(inside) if isinstance(value, set | frozenset) else inside
+        return f"{type(value).__name__}({', '.join(ordered)})"
+    if isinstance(value, np.ndarray | jax.Array):
+        return f"{value.dtype}{value.shape} {_digest(jax.random.key_data(value) if _is_key(value) else value)}"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _digest(x: Any) -> str:

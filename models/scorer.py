@@ -1,9 +1,13 @@
 """A small head that predicts from a token's key, value and statistics how much attention it will get."""
 
 import dataclasses
+import functools
+import io
 import json
 import os
 import pathlib
+import zipfile
+import zlib
 from typing import Any
 
 import flax.linen as nn
@@ -13,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from kvjax.learned import FrozenArrays
+from models.checks import whole
 
 
 class ScoreHead(nn.Module):
@@ -75,17 +80,52 @@ class TrainedHead:
         return ScoreHead(self.num_layers, self.num_kv_heads, self.hidden)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes an .npz file."""
-        sizes = {n: getattr(self, n) for n in ("num_layers", "num_kv_heads", "hidden")}
+        """Writes an .npz file, in one step: what stood there stays whole until the new one is."""
+        sizes = {n: getattr(self, n) for n in _SIZES}
         arrays: dict[str, Any] = {**self.weights, "sizes": json.dumps(sizes)}
-        np.savez_compressed(pathlib.Path(path), **arrays)
+        path = pathlib.Path(path)
+        beside = path.with_name(f"{path.name}.tmp")
+        try:
+            with beside.open("wb") as file:
+                np.savez_compressed(file, **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "TrainedHead":
-        """Reads what `save` wrote."""
-        with np.load(pathlib.Path(path)) as file:
-            weights = {n: file[n] for n in file.files if n != "sizes"}
-            return cls(**json.loads(str(file["sizes"])), weights=FrozenArrays(weights))
+        """Reads what `save` wrote.
+
+        Raises:
+          ValueError: a damaged file, or weights of other names or shapes than its sizes imply.
+        """
+        content = io.BytesIO(pathlib.Path(path).read_bytes())
+        try:
+            with np.load(content) as file:
+                weights = {n: file[n] for n in file.files if n != "sizes"}
+                sizes = json.loads(str(file["sizes"]))
+        except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as e:
+            raise ValueError(f"{path} holds no trained head ({type(e).__name__}: {e}); copy or train it again") from e
+        wrong = f"{path} holds no trained head: "
+        if not isinstance(sizes, dict) or set(sizes) != {*_SIZES}:
+            raise ValueError(f"{wrong}its sizes are {sizes!r}, not {', '.join(_SIZES)}")
+        head = cls(**{n: whole(n, sizes[n]) for n in _SIZES}, weights=FrozenArrays(weights))
+        features = weights["mean"].shape[-1] if "mean" in weights and weights["mean"].ndim else 1
+        expected = jax.eval_shape(functools.partial(init, head.module, num_features=features), jax.random.key(0))
+        for name in sorted({*weights, *expected}):
+            there = f"{weights[name].dtype}{list(weights[name].shape)}" if name in weights else "absent"
+            wanted = f"{expected[name].dtype}{list(expected[name].shape)}" if name in expected else "not"
+            if there != wanted:
+                raise ValueError(f"{wrong}{name} is {there} there, {wanted} wanted for {sizes}")
+            if not np.isfinite(weights[name]).all():
+                raise ValueError(f"{wrong}{name} has values that are not finite")
+        return head
+
+
+_SIZES = ("num_layers", "num_kv_heads", "hidden")
 
 
 def apply(

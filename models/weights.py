@@ -256,7 +256,7 @@ def _read(file: pathlib.Path) -> Iterator[tuple[str, Any]]:
         with safe_open(file, framework="flax") as f:
             for name in f.keys():  # noqa: SIM118, it is not a dict
                 stored = f.get_slice(name)
-                narrow = stored.get_dtype().startswith(("F4", "F6", "F8"))  # which numpy does not have
+                narrow = stored.get_dtype().startswith(("F4", "F6_", "F8"))  # which numpy does not have
                 yield name, _Unread(tuple(stored.get_shape()), stored.get_dtype()) if narrow else f.get_tensor(name)
     except SafetensorError as e:
         raise ValueError(f"{file} is not a complete safetensors file ({e}); copy or download it again") from e

@@ -1,6 +1,7 @@
 """Checkpoints in, and every way in which they can be wrong."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -16,7 +17,9 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 import models
-from models import weights
+from kvjax.generation import empty_after_prompt, init_state
+from kvjax.learned import FrozenArrays
+from models import scorer, weights
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 5}
 SIZES = ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_query_heads", "num_kv_heads", "head_dim")
@@ -290,6 +293,15 @@ def test_values_that_are_no_parameters_are_not_loaded(checkpoint, value, dtype, 
     write(path, tensors=tensors)
     with pytest.raises(ValueError, match=f"{path}: {name} has {message}"):
         models.load(path, dtype=dtype)
+
+
+def test_tensors_of_64_bits_are_rounded(checkpoint):
+    path, _, tensors = checkpoint
+    expected = models.load(path)[1]
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].astype(np.float64)
+    write(path, tensors=tensors)
+    assert_same(models.load(path)[1], expected)
 
 
 def test_tensors_of_8_bits_are_named(checkpoint):
@@ -589,6 +601,36 @@ def test_parameters_by_orbax(tmp_path, tiny):
         checkpoint.save_params(tmp_path / "params", params)
 
 
+def scaled(kv, stats, ctx, *, power):
+    return (kv.k**power).sum(-1)
+
+
+def negated(kv, stats, ctx, *, power):
+    return -(kv.k**power).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("make", "one", "other"),
+    [
+        (lambda power: lambda kv, stats, ctx: (kv.k**power).sum(-1), 2, 3),
+        (lambda power: lambda kv, stats, ctx, power=power: (kv.k**power).sum(-1), 2, 3),
+        (lambda power: lambda kv, stats, ctx: (kv.k**power).sum(-1), np.ones(2000), np.ones(2000) + np.eye(2000)[1000]),
+        (lambda inner: lambda kv, stats, ctx: inner(kv, stats, ctx), *(lambda *a, i=i: a[0].pos * i for i in (2, 3))),
+        (lambda inner: functools.partial(inner, power=2), scaled, negated),
+    ],
+)
+def test_a_stored_prompt_of_a_function_that_holds_other_values_is_refused(tmp_path, tiny, make, one, other):
+    from kvjax import checkpoint
+
+    plan = lambda held: kvjax.make_plan(
+        tiny[0].config, kvjax.from_fn(make(held), budget=8), prompt_len=20, max_new_tokens=4
+    )
+    checkpoint.save_state(tmp_path / "state", empty_after_prompt(init_state(plan(one), jnp.asarray([20]))))
+    checkpoint.load_state(tmp_path / "state", plan(one))
+    with pytest.raises(ValueError, match="was made for another plan"):
+        checkpoint.load_state(tmp_path / "state", plan(other))
+
+
 @pytest.mark.parametrize("name", ["h2o", "streaming_llm", "ada"])
 def test_a_compressed_prompt_is_stored_and_resumed(tmp_path, tiny, name):
     """Restored runs continue bit for bit, and with an equal plan built anew."""
@@ -697,3 +739,57 @@ def test_stores_take_what_they_are_for(tmp_path, stored, tiny):
         with pytest.raises(ValueError, match="is not the path of a directory"):
             checkpoint.load_state(name, plan)
     assert_same(checkpoint.load_state(path / "state", plan).layers, state.layers)
+
+
+def test_a_trained_head_replaces_its_file_in_one_step(tmp_path, monkeypatch):
+    module = scorer.ScoreHead(2, 3, 4)
+    make = lambda seed: scorer.TrainedHead(
+        2, 3, 4, FrozenArrays(jax.tree.map(np.asarray, scorer.init(module, jax.random.key(seed), 10)))
+    )
+    head = make(0)
+    for name in ("head.npz", "head"):
+        head.save(tmp_path / name)
+        assert scorer.TrainedHead.load(tmp_path / name) == head
+
+    def full(number):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        make(1).save(tmp_path / "head.npz")
+    assert scorer.TrainedHead.load(tmp_path / "head.npz") == head
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["head", "head.npz"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: b"", "EOFError: .*; copy or train it again"),
+        (lambda data: data[: len(data) // 2], "BadZipFile: "),
+        (lambda data: data[:200] + bytes([data[200] ^ 4]) + data[201:], "BadZipFile|error"),
+        ({"sizes": None}, "KeyError: 'sizes is not a file"),
+        ({"sizes": "{"}, "JSONDecodeError: "),
+        ({"sizes": "[2, 3, 4]"}, r"its sizes are \[2, 3, 4\], not num_layers, num_kv_heads, hidden"),
+        (
+            {"sizes": '{"num_layers": 5, "num_kv_heads": 3, "hidden": 4}'},
+            r"hidden is .*\[2, 3, 10, 4\] there, .*\[5, 3,",
+        ),
+        ({"mean": None}, r"hidden is .* there, .* wanted|mean is absent there, .* wanted"),
+        ({"more": np.ones(3, np.float32)}, r"more is float32\[3\] there, not wanted"),
+        ({"out": np.ones((3, 2, 4), np.float32)}, r"out is float32\[3, 2, 4\] there, float32\[2, 3, 4\] wanted"),
+        ({"out": np.ones((2, 3, 4), int)}, r"out is int64\[2, 3, 4\] there, float32\[2, 3, 4\] wanted"),
+        ({"out": np.full((2, 3, 4), np.nan, np.float32)}, "out has values that are not finite"),
+    ],
+)
+def test_a_damaged_head_is_refused(tmp_path, damage, message):
+    file = tmp_path / "head.npz"
+    params = scorer.init(scorer.ScoreHead(2, 3, 4), jax.random.key(0), 10)
+    scorer.TrainedHead(2, 3, 4, FrozenArrays(jax.tree.map(np.asarray, params))).save(file)
+    if callable(damage):
+        file.write_bytes(damage(file.read_bytes()))
+    else:
+        with np.load(file) as data:
+            arrays = {**data, **damage}
+        np.savez(file, **{n: x for n, x in arrays.items() if x is not None})
+    with pytest.raises(ValueError, match=f"{file} holds no trained head.*({message})"):
+        scorer.TrainedHead.load(file)
