@@ -18,6 +18,7 @@ import numpy as np
 
 from experiments import report
 from experiments.results import (
+    alone_in,
     check_output,
     directory_path,
     plain_errors,
@@ -208,9 +209,11 @@ def main(argv: Sequence[str]) -> None:
         print(text)
         if arguments.output is not None:
             check_output(arguments.output / "leaderboard.md")
-            write_bytes(arguments.output / "leaderboard.md", text.encode())
-            write_json(arguments.output / "leaderboard.json", {"setup": setup, "rows": rows})
-            plot(rows, arguments.output / "leaderboard.png")
+            with alone_in(arguments.output):
+                (arguments.output / "leaderboard.json").unlink(missing_ok=True)  # never beside what it is not about
+                write_bytes(arguments.output / "leaderboard.md", text.encode())
+                plot(rows, arguments.output / "leaderboard.png")
+                write_json(arguments.output / "leaderboard.json", {"setup": setup, "rows": rows})
             print(f"written to {arguments.output}")
 
 

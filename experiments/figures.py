@@ -23,7 +23,17 @@ import tyro
 import models
 from configs.experiment import check_whole
 from experiments.papers import FIGURES, prompts
-from experiments.results import check_output, environment, plain_errors, write_bytes, write_figure, write_json
+from experiments.results import (
+    alone_in,
+    check_options,
+    check_output,
+    check_values,
+    environment,
+    plain_errors,
+    write_bytes,
+    write_figure,
+    write_json,
+)
 from models.embedded import EMBEDDED
 
 ALL = "all"
@@ -78,16 +88,17 @@ def draw(name: str, model: Any, params: Any, tokens: np.ndarray, output: pathlib
     data = FIGURES[name].data(model, params, tokens)
     seconds = time.perf_counter() - start
     picture = FIGURES[name].plot(data)
-    output.mkdir(parents=True, exist_ok=True)
-    write_figure(output / f"{name}.png", picture)
     arrays: dict[str, Any] = {f.name: np.asarray(getattr(data, f.name)) for f in dataclasses.fields(data)}
     content = io.BytesIO()
     np.savez_compressed(content, **arrays)
-    write_bytes(output / f"{name}.npz", content.getvalue())
     shapes = {k: list(x.shape) for k, x in arrays.items()}
     title = picture.get_suptitle().replace("\n", " ")
     note = {"figure": name, "about": FIGURES[name].title, "title": title, "arrays": shapes, "seconds": seconds}
-    write_json(output / f"{name}.json", {**note, **about})
+    with alone_in(output):
+        (output / f"{name}.json").unlink(missing_ok=True)  # no note ever stands beside what it is not about
+        write_figure(output / f"{name}.png", picture)
+        write_bytes(output / f"{name}.npz", content.getvalue())
+        write_json(output / f"{name}.json", {**note, **about})
     print(f"{name}: {title} ({seconds:.0f} s)", flush=True)
 
 
@@ -118,8 +129,8 @@ def run(options: Options, command: Sequence[str]) -> None:
 def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
     with plain_errors():
-        if not all(argv):
-            raise ValueError("an option is empty")
+        check_values(argv)
+        check_options(argv)
         options = tyro.cli(Options, args=argv, prog="experiments/figures.py", description=_description())
         run(options, [sys.executable, *sys.argv])
 

@@ -43,7 +43,7 @@ from experiments.checkpoints import check_learns, restored
 from experiments.future_rows import HELD_OUT, Reader, Reading, examples
 from experiments.provenance import definition
 from experiments.results import Results, plain_errors, write_json
-from experiments.run import default_directory, parse
+from experiments.run import check_apart, default_directory, parse
 from kvjax.analysis import best_in_hindsight, lost_mass, regret
 from kvjax.families import Family, with_table
 from kvjax.relax import annealed, output_kl, task_loss
@@ -454,6 +454,7 @@ def main(argv: Sequence[str]) -> None:
     with plain_errors():
         experiment, own, overrides = parse(argv, SCRIPT)
         directory = own.output or default_directory(own, overrides, SCRIPT)
+        check_apart(directory, own, experiment.prompts.source)
         print(run(experiment, directory, [sys.executable, *sys.argv], restart=own.restart))
         print(f"written to {directory}")
 

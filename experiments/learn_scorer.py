@@ -42,7 +42,7 @@ from experiments.future_rows import HELD_OUT, Reader, Reading, examples
 from experiments.learn_budget import SAVE_EVERY, losses_of
 from experiments.report import stands, table
 from experiments.results import Results, plain_errors, read_config, write_bytes, write_json
-from experiments.run import default_directory, parse
+from experiments.run import check_apart, default_directory, parse
 from kvjax import methods
 from kvjax.learned import NUM_STATISTICS, FrozenArrays, Learned
 from kvjax.policy import context
@@ -337,6 +337,7 @@ def main(argv: Sequence[str]) -> None:
     with plain_errors():
         experiment, own, overrides = parse(argv, SCRIPT)
         directory = own.output or default_directory(own, overrides, SCRIPT)
+        check_apart(directory, own, experiment.prompts.source)
         print(run(experiment, directory, [sys.executable, *sys.argv], restart=own.restart))
         print(f"written to {directory}")
 

@@ -8,9 +8,10 @@ import io
 import json
 import os
 import pathlib
+import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any
 
 import jax
@@ -69,7 +70,7 @@ class Results:
         """
         self.directory = directory
         self.config = json.loads(json.dumps(config))
-        self._lock = _locked(directory)
+        self._lock = locked(directory)
         try:
             if restart and _holds(directory, ("manifest.json", *_PRODUCTS)):
                 self._move_aside()
@@ -94,10 +95,10 @@ class Results:
         if pathlib.Path.cwd().is_relative_to(directory):
             raise ValueError(f"--restart would move the working directory, {directory}, aside; run it from elsewhere")
         for other in {path.parent for path in directory.rglob(".lock")} - {directory}:
-            _locked(other).close()
+            locked(other).close()
         directory.rename(old := _free_name(directory))
         with self._lock:  # held until the new directory is locked
-            self._lock = _locked(directory)
+            self._lock = locked(directory)
         print(f"the earlier run was moved to {old}")
 
     def _open(self, now: dict[str, Any]) -> None:
@@ -187,8 +188,12 @@ def _holds(directory: pathlib.Path, names: Iterable[str]) -> list[str]:
     return [name for name in names if (directory / name).exists()]
 
 
-def _locked(directory: pathlib.Path) -> IO[str]:
-    """The directory, made if absent, as this process's own until the file is closed."""
+def locked(directory: pathlib.Path) -> IO[str]:
+    """The directory, made if absent, as this process's own until the file is closed.
+
+    Raises:
+      ValueError: a file of this name, or a directory that another process writes to.
+    """
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file, not a directory; choose another --output")
     directory.mkdir(parents=True, exist_ok=True)
@@ -201,7 +206,7 @@ def _locked(directory: pathlib.Path) -> IO[str]:
         ours = False
     if not ours:
         lock.close()
-        raise ValueError(f"another process is writing to {directory}; wait for it, or choose --output")
+        raise ValueError(f"another process is writing to {directory}; wait for it, or choose another directory")
     return lock
 
 
@@ -341,6 +346,18 @@ def write_bytes(path: pathlib.Path, content: bytes) -> None:
             raise
 
 
+@contextlib.contextmanager
+def alone_in(directory: pathlib.Path) -> Iterator[None]:
+    """Waits until no other process writes files that belong together to a directory, which is made if absent."""
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def write_json(path: pathlib.Path, content: Any) -> None:
     """JSON, as `write_bytes` writes it."""
     write_bytes(path, (json.dumps(content, indent=1) + "\n").encode())
@@ -351,6 +368,27 @@ def write_figure(path: pathlib.Path, figure: Any, **options: Any) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", **options)
     write_bytes(path, buffer.getvalue())
+
+
+def check_options(argv: Sequence[str]) -> None:
+    """Tries whether options are given once; of two of one name, the last alone would count.
+
+    Raises:
+      ValueError: an option that is repeated.
+    """
+    names = [text.partition("=")[0].replace("_", "-") for text in argv if text.startswith("--")]
+    if repeated := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise ValueError(f"{repeated[0]} is given twice; give it once, with all of its values")
+
+
+def check_values(argv: Sequence[str]) -> None:
+    """Tries whether options have values; an empty name of a file or directory would be the working directory.
+
+    Raises:
+      ValueError: an option that is empty.
+    """
+    if any(not text.strip() or re.fullmatch(r"--[\w-]+=\s*", text) for text in argv):
+        raise ValueError("an option is empty")
 
 
 def directory_path(text: str) -> pathlib.Path:

@@ -29,7 +29,7 @@ from configs.learning import LearnedBudget, LearnedScorer
 from experiments import report
 from experiments.evaluate import Evaluator
 from experiments.provenance import definition
-from experiments.results import Results, directory_path, plain_errors, sample_key
+from experiments.results import Results, check_options, directory_path, plain_errors, sample_key
 from experiments.tasks import TASKS, Example, Task
 
 _RETURNED = {"run.py": Experiment, "learn_budget.py": LearnedBudget, "learn_scorer.py": LearnedScorer}
@@ -39,7 +39,7 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
     """The experiment, the options of a script, and the overrides as typed.
 
     Raises:
-      ValueError: an unknown config.
+      ValueError: an unknown config, or an option that is given twice.
       SystemExit: options that do not exist or do not fit, after saying which do; or --help.
     """
     parser = argparse.ArgumentParser(prog=f"experiments/{script}", add_help=False, allow_abbrev=False)
@@ -53,6 +53,7 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
         print(parser.format_help() + f"\nconfigs: {', '.join(configs.available(script))}")
         print("\n--config FILE --help lists the parameters of a config.")
         raise SystemExit(0 if {"-h", "--help"} & set(argv) else 2)
+    check_options(argv)
     _check_numbers(overrides)
     name, get_config = configs.find(own.config, script)
     program = f"experiments/{script} --config {own.config} [--output DIR] [--restart]"
@@ -73,6 +74,8 @@ def _check_numbers(overrides: Sequence[str]) -> None:
     option = ""
     for text in overrides:
         option = text if text.startswith("--") else option
+        if option.partition("=")[0] in ("--model", "--baselines"):
+            continue  # names
         number = text.rpartition("=")[2].strip()
         if number.lower().lstrip("+-") == "nan":
             raise ValueError(f"{option}: nan is no number that an option takes")
@@ -95,6 +98,21 @@ def default_directory(own: argparse.Namespace, overrides: Sequence[str], script:
     if len(name.encode()) > 200:
         name = f"{name.encode()[:180].decode(errors='ignore')}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
     return pathlib.Path("results") / name
+
+
+def check_apart(directory: pathlib.Path, own: argparse.Namespace, model: str | pathlib.Path) -> None:
+    """Tries whether the model and the config stay what and where they are.
+
+    Raises:
+      ValueError: results among a model's files, which would make another checkpoint of it, or a --restart that would
+        move the model or the config aside.
+    """
+    here, source = directory.resolve(), pathlib.Path(model).expanduser()
+    if source.is_dir() and source.resolve() == here:
+        raise ValueError(f"--output {directory} is the model's own directory; choose another --output")
+    for path in (source, pathlib.Path(own.config)):
+        if own.restart and path.exists() and path.resolve().is_relative_to(here):
+            raise ValueError(f"--restart would move {path} aside with {directory}; choose another --output")
 
 
 def all_policies(experiment: Experiment) -> list[tuple[str, str, kvjax.Policy]]:
@@ -233,6 +251,7 @@ def main(argv: Sequence[str]) -> None:
     with plain_errors():
         experiment, own, overrides = parse(argv)
         directory = own.output or default_directory(own, overrides)
+        check_apart(directory, own, experiment.setup.source)
         print(run(experiment, directory, [sys.executable, *sys.argv], restart=own.restart))
         print(f"written to {directory}")
 

@@ -35,7 +35,7 @@ from tqdm import tqdm
 from configs.experiment import check_whole
 from experiments import corpus
 from experiments.checkpoints import read
-from experiments.results import check_output, plain_errors
+from experiments.results import check_options, check_output, check_values, locked, plain_errors
 from kvjax.attention import without_cache
 from models import LanguageModel, ModelConfig, Rope, num_params, save
 from models.embedded import EMBEDDED, write_tokenizer
@@ -343,7 +343,7 @@ def train(
     identity = {"seed": seed, "config": repr(CONFIG), "curriculum": repr(CURRICULUM)}
     step_fn = make_step(tx)
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    with ocp.CheckpointManager(checkpoints.absolute(), options=options) as manager:
+    with locked(checkpoints), ocp.CheckpointManager(checkpoints.absolute(), options=options) as manager:
         if manager.latest_step() is not None:
             state, saved = read(manager, checkpoints, {"params": params, "opt_state": opt_state})
             if saved["identity"] != json.loads(json.dumps(identity)):
@@ -399,4 +399,6 @@ def train(
 
 if __name__ == "__main__":
     with plain_errors():
+        check_values(sys.argv[1:])
+        check_options(sys.argv[1:])
         tyro.cli(train)

@@ -5,9 +5,11 @@ import importlib
 import io
 import json
 import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
@@ -483,6 +485,23 @@ def test_another_model_and_text(tiny, embedded, tmp_path):
         figures.main(["loss_bound", *arguments[:4], "--prompts", "9", "--length", "48", "--output", str(tmp_path)])
 
 
+def test_a_figure_that_is_cut_off_has_no_note_of_an_earlier_one(tmp_path, monkeypatch):
+    data = dataclasses.make_dataclass("Data", ["x"])
+    figure = types.SimpleNamespace(title="about", data=lambda model, params, x: data(x), plot=lambda _: plt.figure())
+    monkeypatch.setitem(FIGURES, "x", figure)
+    draw = lambda n: figures.draw("x", None, None, np.ones((1, n)), tmp_path, {"length": n})
+
+    def killed(path, content):
+        raise KeyboardInterrupt
+
+    draw(3)
+    assert json.loads((tmp_path / "x.json").read_text())["length"] == 3
+    monkeypatch.setattr(figures, "write_bytes", killed)
+    with pytest.raises(KeyboardInterrupt):
+        draw(4)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.npz", "x.png"]
+
+
 def test_help_lists_the_figures(capsys):
     with pytest.raises(SystemExit) as e:
         figures.main(["--help"])
@@ -515,6 +534,8 @@ def test_wrong_arguments(arguments, message, capsys):
     ("arguments", "message"),
     [
         (["--output", ""], "an option is empty"),
+        (["--output="], "an option is empty"),
+        (["--length", "64", "--length", "65"], "--length is given twice"),
         (["--output", "/proc/nothing"], "No such file or directory: '/proc/nothing'"),
         (["--text", "latin.txt"], r"latin\.txt is no UTF-8 text"),
         (["--text", "short.txt", "--length", "1"], r"length=1 leaves no token of short\.txt behind BOS; raise it to 2"),

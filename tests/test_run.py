@@ -29,7 +29,15 @@ from kvjax import methods
 from models.embedded import EMBEDDED
 
 ROOT = pathlib.Path(__file__).parents[1]
-SMALL = ["--length", "256", "--examples", "4", "--batch-size", "2", "--budget", "0.5", "0.25"]
+
+
+def other_than_small(**changes):
+    """The options of `SMALL` with others in place of some."""
+    options = {"length": ["256"], "examples": ["4"], "batch_size": ["2"], "budget": ["0.5", "0.25"]} | changes
+    return [word for name, values in options.items() for word in ("--" + name.replace("_", "-"), *values)]
+
+
+SMALL = other_than_small()
 
 
 def samples(directory):
@@ -355,6 +363,24 @@ def test_what_cannot_be_shown_to_be_this_runs_is_refused(made, pair, tmp_path, f
     assert contents(here)["summary.json"] == intact["summary.json"]
 
 
+def test_results_leave_the_model_and_the_config_what_and_where_they_are(made, tmp_path):
+    model, outer = tmp_path / "outer" / "model", tmp_path / "outer"
+    shutil.copytree(EMBEDDED, model)
+    shutil.copy(pathlib.Path(configs.__file__).parent / "window.py", outer / "mine.py")
+    before = contents(model)
+    with pytest.raises(SystemExit, match=r"error: --output .*model is the model's own directory; choose another"):
+        run.main([*SHORT, "--model", str(model), "--output", str(model)])
+    run.main([*SHORT, "--model", str(model), "--output", str(outer)])
+    with pytest.raises(
+        SystemExit, match=r"error: --restart would move .*outer/model aside with .*outer; choose another"
+    ):
+        run.main([*SHORT, "--model", str(model), "--output", str(outer), "--restart"])
+    with pytest.raises(SystemExit, match=r"error: --restart would move .*mine\.py aside"):
+        run.main(["--config", str(outer / "mine.py"), *SHORT[2:], "--output", str(outer), "--restart"])
+    assert contents(model) == before
+    assert [p.name for p in tmp_path.iterdir()] == ["outer"]
+
+
 MINE = """
 import dataclasses
 import kvjax
@@ -522,8 +548,9 @@ def test_a_full_disk_is_named_with_the_file(made, tmp_path, monkeypatch, file):
 
 def test_batches_do_not_change_results(finished, tmp_path):
     """Other batch sizes put prompts of other lengths together; rows are independent."""
-    arguments = ["--config", "snapkv.py", *SMALL, "--baselines", "--tasks", "single_needle", "multi_query"]
-    run.main([*arguments, "--budget", "0.5", "--batch-size", "4", "--output", str(tmp_path / "x")])
+    small = other_than_small(budget=["0.5"], batch_size=["4"])
+    arguments = ["--config", "snapkv.py", *small, "--baselines", "--tasks", "single_needle", "multi_query"]
+    run.main([*arguments, "--output", str(tmp_path / "x")])
     pick = lambda d: {
         (s["method"], s["budget"], s["task"], s["index"]): (s["output"], s["live"])
         for s in samples(d)
@@ -592,7 +619,7 @@ def test_a_method_without_budgets(tmp_path, capsys):
 
 def test_leaderboard(finished, tmp_path, capsys):
     other = tmp_path / "h2o"
-    run.main(["--config", "h2o.py", *SMALL, "--budget", "0.5", "--baselines", "--output", str(other)])
+    run.main(["--config", "h2o.py", *other_than_small(budget=["0.5"]), "--baselines", "--output", str(other)])
     capsys.readouterr()
     compare.main([str(finished), str(other), str(tmp_path), "--output", str(tmp_path / "board")])
     printed = capsys.readouterr()
@@ -654,6 +681,13 @@ def test_leaderboard(finished, tmp_path, capsys):
         (["--config", "snapkv.py", "--baseline-budget", "1.5"], "share of the prompt lies in"),
         (["--config", "snapkv.py", "--baselines", "h2o", "./h2o.py"], "h2o at budget 0.125 is there twice"),
         (["--config", "fastgen.py", "--recovery-ratio", "0.9", "0.90"], "policies of fastgen has 'T=0.9' twice"),
+        (
+            ["--config", "snapkv.py", "--budget", "64", "--budget=0.25"],
+            "--budget is given twice; give it once, with all",
+        ),
+        (["--config", "snapkv.py", "--window_size", "8", "--window-size", "9"], "--window-size is given twice"),
+        (["--config", "snapkv.py", "--config", "h2o.py"], "--config is given twice"),
+        (["--config", "snapkv.py", "--model", "20261122103000"], "20261122103000 is neither a directory nor a hub id"),
         (["--config", "snapkv.py", "--tasks"], "tasks is empty"),
         (["--config", "snapkv.py", "--tasks", "key_value", "key_value"], "tasks has 'key_value' twice"),
         (["--config", ""], "no config ''"),
@@ -713,6 +747,21 @@ def test_comparing_refuses_damaged_runs(pair, tmp_path, file, content, message):
     (tmp_path / "here" / file).write_text(content)
     with pytest.raises(SystemExit, match=f"error: .*{message}"):
         compare.main([str(tmp_path / "here")])
+
+
+def test_a_leaderboard_that_is_cut_off_leaves_no_rows_of_an_earlier_one(pair, tmp_path, monkeypatch):
+    board = tmp_path / "board"
+    for directory in ("here", "other"):
+        compare.main([str(pair / directory), "--output", str(board)])
+        monkeypatch.setattr(compare, "plot", interrupt)
+        with pytest.raises(SystemExit):
+            compare.main([str(pair / "here"), "--output", str(board)])
+        assert [p.name for p in board.glob("*.json")] == []
+        monkeypatch.undo()
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
