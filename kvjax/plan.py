@@ -131,21 +131,18 @@ class CachePlan:
                 f"the plan was made for a model of {len(self.sites)} layers, but this one has {config.num_layers}; "
                 "make a plan with this model's config"
             )
-        for site in self.sites:
-            there = {n: getattr(site, n) for n in ("num_query_heads", "head_dim", "window")}
-            here = {
-                "num_query_heads": config.num_query_heads,
-                "head_dim": config.head_dim,
-                "window": config.window(site.layer),
-            }
-            shared = site.num_kv_heads in (config.num_kv_heads, config.num_query_heads)  # a set a kv or a query head
-            if there != here or not shared:
-                there["num_kv_heads"], here["num_kv_heads"] = site.num_kv_heads, config.num_kv_heads
-                wrong = [f"{n}={there[n]}, but this one has {here[n]}" for n in there if there[n] != here[n]]
+        for site, positions in zip(self.sites, self.positions, strict=True):
+            names = ["num_query_heads", "head_dim"]
+            if self.policy.heads_of(site) == "kv_head":  # a set for every query head is one whoever shares keys
+                names.append("num_kv_heads")
+            there = {n: getattr(site, n) for n in names} | {"window": site.window}
+            here = {n: getattr(config, n) for n in names} | {"window": config.window(site.layer)}
+            if wrong := [f"{n}={there[n]}, but this one has {here[n]}" for n in there if there[n] != here[n]]:
                 raise ValueError(
                     f"the plan was made for a model whose layer {site.layer} has {'; '.join(wrong)}; make a plan with "
                     "this model's config"
                 )
+            _check_rotation(site.layer, positions, config)
 
     def target(self, prompt_length: int) -> float:
         """Live slots a head and layer may keep, on average, for a prompt of this length."""
@@ -225,11 +222,7 @@ def make_plan(
         spec = policy.at(site).spec
         if spec.heads == "query_head":
             site = dataclasses.replace(site, num_kv_heads=config.num_query_heads)
-        if spec.positions == "rerotate" and not config.additive_rotation:
-            raise ValueError(
-                f"layer {i} wants positions='rerotate', but this model's rotary scaling depends on the length "
-                "or scales the keys, so that turning a stored key further is not exact; use 'compact' or 'original'"
-            )
+        _check_rotation(i, spec.positions, config)
         for n in known:
             policy.check(site, n)
         sites.append(site)
@@ -242,6 +235,15 @@ def make_plan(
         tuple(spec.positions for spec in specs),
         tuple(spec.storage for spec in specs),
     )
+
+
+def _check_rotation(layer: int, positions: Positions, config: ModelConfig) -> None:
+    """Raises ValueError where keys are to be turned further than they are, and the model's rotation is not additive."""
+    if positions == "rerotate" and not config.additive_rotation:
+        raise ValueError(
+            f"layer {layer} wants positions='rerotate', but this model's rotary scaling depends on the length or "
+            "scales the keys, so that turning a stored key further is not exact; use 'compact' or 'original'"
+        )
 
 
 def _capacity(spec: LayerSpec, lengths: Sequence[int]) -> int:

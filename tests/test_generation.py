@@ -279,6 +279,28 @@ def test_a_plan_is_for_one_model(shallow, change, message):
 
 
 @pytest.mark.parametrize(
+    ("policy", "here", "there", "message"),
+    [
+        (
+            dataclasses.replace(methods.h2o(4), positions="rerotate"),
+            {"rope": models.Rope("dynamic", factor=4.0, original_max=4)},
+            {},
+            "layer 0 wants positions='rerotate', but this model's rotary scaling depends on the length",
+        ),
+        (methods.h2o(4), {}, {"num_kv_heads": 4}, "layer 0 has num_kv_heads=4, but this one has 2"),
+    ],
+    ids=["rotation", "heads"],
+)
+def test_a_plan_is_for_one_rotation_and_one_kind_of_heads(shallow, policy, here, there, message):
+    """Neither shows in the shapes of what a state holds."""
+    model, params = shallow
+    plan = kvjax.make_plan(dataclasses.replace(model.config, **there), policy, prompt_len=4, max_new_tokens=2)
+    other = models.LanguageModel(dataclasses.replace(model.config, **here))
+    with pytest.raises(ValueError, match=message):
+        kvjax.prefill(other, params, np.ones((1, 4), np.int32), plan)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda p: {n: x for n, x in p.items() if n != "layers_2"}, r"\['layers_2'\].* is absent, but the model wants"),
