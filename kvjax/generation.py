@@ -103,6 +103,12 @@ def _check_is(kind: type, name: str, value: Any) -> None:
         raise ValueError(f"{name} is a {type(value).__name__}, not a {kind.__name__} such as {made_by} returns")
 
 
+def _check_decodes(state: KVState) -> None:
+    """Refuses a state without any slot, as `init_state` returns it, where a token is to be decoded."""
+    if not all(kv.num_slots for kv in state.layers):
+        raise ValueError("the state has no slots for a token, as no prompt was read into it; decode what prefill gives")
+
+
 def forward(
     model: Model,
     params: PyTree[Any],
@@ -141,6 +147,8 @@ def forward(
     plan: CachePlan = state.plan
     plan.check_model(model.config)
     one_of("phase", phase, *get_args(Phase))
+    if phase == "decode":
+        _check_decodes(state)
     B, T = len(state.length), None if phase == "prefill" else 1
     real = None if valid is None else _real(valid, tokens)
     tokens = as_ids(model, tokens, (B, T), "one row of tokens a sequence", real=real)
@@ -320,6 +328,7 @@ def decode_step(
     _check_is(KVState, "state", state)
     plan: CachePlan = state.plan
     plan.check_model(model.config)
+    _check_decodes(state)
     if active is not None:
         active = active if isinstance(active, jax.Array) else _as_numpy("active", active)
         check_array("active", active, "batch", kind=np.bool_, shape=state.length.shape)

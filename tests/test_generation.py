@@ -485,7 +485,7 @@ def test_bad_input_is_refused_before_tracing(tiny, prompts, change, message):
         attempt(**change)
 
 
-PLAN, STATE = object(), object()
+PLAN, STATE, UNREAD = object(), object(), object()
 BAD_CALLS = [
     (kvjax.prefill, {"plan": STATE}, "plan is a KVState, not a CachePlan such as make_plan returns"),
     (kvjax.prefill, {"plan": methods.full()}, "plan is a Identity, not a CachePlan"),
@@ -517,6 +517,7 @@ BAD_CALLS = [
     (kvjax.forward, {"valid": [9, 8]}, r"valid=\[9, 8\]: must be 2 whole numbers, one a sequence, from 0 to 8"),
     (kvjax.forward, {"tokens": np.full((2, 8), -3)}, "token id -3 is outside the vocabulary of 61"),
     (kvjax.forward, {"state": PLAN}, "state is a CachePlan"),
+    (kvjax.decode_step, {"state": UNREAD}, "the state has no slots for a token, as no prompt was read into it"),
     (kvjax.init_state, {"plan": None}, "plan is a NoneType"),
     (kvjax.init_state, {"lengths": [60, 6]}, "between 1 and the prompt's width 8, got 6 to 60"),
     (kvjax.init_state, {"lengths": []}, "lengths must be 1 integers"),
@@ -537,7 +538,7 @@ def moment(shallow):
     plan = kvjax.make_plan(shallow[0].config, policy, prompt_len=8, max_new_tokens=2)
     logits, state = read_prompt(shallow, policy, tokens, max_new_tokens=2)
     found = {"model": shallow[0], "params": shallow[1], "tokens": tokens, "token": [1, 1], "plan": plan}
-    return found | {"state": state, "logits": logits, "lengths": [8, 8]}
+    return found | {"state": state, "unread": kvjax.init_state(plan, [8, 8]), "logits": logits, "lengths": [8, 8]}
 
 
 @pytest.mark.parametrize(("call", "change", "message"), BAD_CALLS)
@@ -546,7 +547,8 @@ def test_drivers_refuse_what_does_not_fit(moment, call, change, message):
     """Before anything is traced, and never by the error of a library."""
     names = list(inspect.signature(call).parameters)
     given = {n: x for n, x in moment.items() if n in names}
-    given |= {n: moment["plan"] if x is PLAN else moment["state"] if x is STATE else x for n, x in change.items()}
+    marks = (PLAN, "plan"), (STATE, "state"), (UNREAD, "unread")
+    given |= {n: next((moment[name] for mark, name in marks if x is mark), x) for n, x in change.items()}
     if call in (kvjax.generate_from, kvjax.generate_beams_from):
         given["max_new_tokens"] = 2
     with pytest.raises(ValueError, match=message):
