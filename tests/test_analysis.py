@@ -103,6 +103,34 @@ def test_a_mask_that_fits_nothing_is_refused():
         analysis.layer_loss(q, k, v, jnp.ones((2, 3, 24), bool))
 
 
+ROW = jnp.full((1, 4, 6), 1 / 6), jnp.ones((1, 2, 6, 3)), jnp.ones((4, 3, 5))
+MASS, LIVE, ONES = jnp.ones((1, 1, 2, 6)), jnp.ones((1, 1, 2, 6), bool), np.ones((1, 1, 2, 6))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: analysis.eviction_loss(*ROW, ONES[0].astype(int)), r"keep must be .* booleans .* got int64"),
+        (lambda: analysis.eviction_bound(*ROW, ONES[0]), r"keep must be .* booleans .* got float64"),
+        (lambda: analysis.least_bound(*ROW, np.ones((1, 2))), r"budgets must be .* integers .* got float64"),
+        (lambda: analysis.layer_loss(*helpers.qkv(0), np.ones((2, 2, 24))), r"keep must be .* booleans .* got float64"),
+        (
+            lambda: analysis.layer_loss(*helpers.qkv(0), np.ones((2, 2, 24), bool), lengths=[25, 3]),
+            "prompt lengths must lie between 1 and the prompt's width 24, got 3 to 25",
+        ),
+        (lambda: analysis.lost_mass(MASS, ONES), r"keep must be .* booleans .* got float64"),
+        (lambda: analysis.hindsight_rank(MASS, ONES), r"live must be .* booleans .* got float64"),
+        (lambda: analysis.best_in_hindsight(MASS, LIVE, ONES), r"keep must be .* booleans .* got float64"),
+        (lambda: analysis.regret(MASS, LIVE[:, :, :1], LIVE), r"live has the shape \(1, 1, 1, 6\)"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_a_mask_is_booleans(call, message):
+    """Numbers would be a mask to one operation and none to the next."""
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 # --- Theorems 2 and 3 ---
 
 

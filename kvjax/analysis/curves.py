@@ -23,7 +23,7 @@ from kvjax.generation import Model, check_prompts
 from kvjax.plan import CachePlan
 from kvjax.state import Positions
 from pallas_kernels.pytree import pytree, static
-from pallas_kernels.values import checked, number, whole
+from pallas_kernels.values import check_array, checked, number, whole
 
 HINDSIGHT: Final = {"head": "hindsight (heads)", "layer": "hindsight (layers)", "model": "hindsight (model)"}
 """Names of the oracles among the policies of a curve."""
@@ -98,8 +98,9 @@ def mask_losses(
       largest: `value_bounds(reading)`, where it is known.
 
     Raises:
-      ValueError: a mask of other layers, prompts, heads or tokens than were read.
+      ValueError: what is no mask, or one of other layers, prompts, heads or tokens than were read.
     """
+    check_array("keep", keep, "layers", "prompts", "heads", "tokens", kind=np.bool_)
     first = reading.layers[0]
     (B, K, T), N = first.prompt.pos.shape, first.q.shape[1]
     fits = [(len(reading.layers), B, heads, T) for heads in dict.fromkeys((K, N))]

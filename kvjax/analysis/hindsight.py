@@ -7,13 +7,15 @@ of Theorem 2's bound of the mean loss, a multiple of it. The exact loss of outpu
 evicted tokens take away can cancel, so a mask that loses more attention may move an output less.
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.choice import one_of
 from pallas_kernels import Columns, attention
+from pallas_kernels.values import check_array
 
 Across = Literal["head", "layer", "model"]
 """Who competes for the tokens that are kept: each head keeps as many as before, each layer, or the model."""
@@ -49,8 +51,17 @@ def of_kv_heads(mass: Float[Array, "B N S"], num_kv_heads: int) -> Float[Array, 
 
 
 def lost_mass(mass: Float[Array, "*B S"], keep: Bool[Array, "*B S"]) -> Float[Array, "*B"]:
-    """Attention paid to tokens that are not kept, for every head."""
+    """Attention paid to tokens that are not kept, for every head.
+
+    Raises:
+      ValueError: a mask that is none, or of other tokens.
+    """
+    check_array("keep", keep, *("...",) * (mass.ndim - 1), "tokens", kind=np.bool_, shape=mass.shape)
     return jnp.where(keep, 0.0, mass).sum(-1)
+
+
+def _check_mask(name: str, mask: Any, mass: Float[Array, "B L K S"]) -> None:
+    check_array(name, mask, "batch", "layers", "heads", "tokens", kind=np.bool_, shape=mass.shape)
 
 
 def _competing(x: Array, across: Across) -> Array:
@@ -66,7 +77,11 @@ def hindsight_rank(
     """Rank of every live token by future attention, 0 for the best, among all that compete.
 
     `rank < n` keeps the best n at any n, traced or not; dead slots rank last.
+
+    Raises:
+      ValueError: live tokens that are no mask, or of other tokens.
     """
+    _check_mask("live", live, mass)
     key = _competing(jnp.where(live, -mass, jnp.inf), across)
     order = jnp.argsort(key, axis=-1, stable=True)
     place = jnp.broadcast_to(jnp.arange(key.shape[-1], dtype=jnp.int32), key.shape)
@@ -83,7 +98,11 @@ def best_in_hindsight(
       live: tokens that exist.
       keep: a mask, for its counts.
       across: as many in every "head", in every "layer", or in the whole "model".
+
+    Raises:
+      ValueError: masks that are none, or of other tokens.
     """
+    _check_mask("keep", keep, mass)
     rank = hindsight_rank(mass, live, across)
     count = _competing(keep & live, across).sum(-1, keepdims=True, dtype=jnp.int32)
     return live & (_competing(rank, across) < count).reshape(live.shape)

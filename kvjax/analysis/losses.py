@@ -1,17 +1,20 @@
 """What an eviction costs one layer: how far its outputs move, and how far they can (Ada-KV, arXiv 2407.11550)."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.choice import one_of
+from kvjax.plan import as_lengths
 from kvjax.select import TopK
 from kvjax.state import EMPTY
 from pallas_kernels import attention
 from pallas_kernels.columns import accumulator
 from pallas_kernels.pytree import pytree
+from pallas_kernels.values import check_array
 
 Order = Literal[1, 2]
 
@@ -47,6 +50,11 @@ class LayerLoss:
 def by_query_head(x: Array, num_query_heads: int) -> Array:
     """One copy a query head of what belongs to kv heads, on axis 1."""
     return jnp.repeat(x, num_query_heads // x.shape[1], axis=1)
+
+
+def _check_mask(keep: Any) -> None:
+    """Refuses numbers in place of booleans: not every operation takes them for the same mask."""
+    check_array("keep", keep, "batch", "heads", "tokens", kind=np.bool_)
 
 
 def _norm(x: Array, order: Order) -> Array:
@@ -145,17 +153,18 @@ def layer_loss(
       scale, window, softcap: as in `pallas_kernels.attention`.
 
     Raises:
-      ValueError: shapes that do not fit together.
+      ValueError: shapes that do not fit together, a mask that is none, lengths outside 1 to S.
     """
     B, N, R, _ = q.shape
     K, S = k.shape[1:3]
+    _check_mask(keep)
     if keep.shape[1] not in (K, N):
         raise ValueError(f"keep has {keep.shape[1]} heads, but there are {K} kv heads and {N} query heads")
     if keep.shape[2] != S:
         raise ValueError(f"keep has {keep.shape[2]} tokens, but there are {S} keys; keep the appended ones as well")
     if keep.shape[1] != K:
         k, v = by_query_head(k, N), by_query_head(v, N)
-    pad = jnp.zeros((B,), jnp.int32) if lengths is None else S - lengths.astype(jnp.int32)
+    pad = S - jnp.asarray(as_lengths(lengths, B, S))
     pos = jnp.maximum(jnp.arange(S, dtype=jnp.int32)[None] - pad[:, None], EMPTY)
     slots = jnp.broadcast_to(pos[:, None], keep.shape)
     rows = pos[:, S - R :]
@@ -204,7 +213,11 @@ def eviction_loss(
 
     Returns:
       The distance for every sequence.
+
+    Raises:
+      ValueError: a mask that is none.
     """
+    _check_mask(keep)
     N = p.shape[1]
     keep = by_query_head(keep, N)
     kept, lost = (jnp.where(mask, p, 0.0).sum(-1, keepdims=True) for mask in (keep, ~keep))
@@ -226,7 +239,11 @@ def eviction_bound(
 
     Args:
       p, v, out_proj, keep, order: as in `eviction_loss`.
+
+    Raises:
+      ValueError: a mask that is none.
     """
+    _check_mask(keep)
     lost = jnp.where(by_query_head(keep, p.shape[1]), 0.0, p).sum(-1)
     return loss_bound(lost[..., None], largest_value(v, out_proj, order=order))[:, 0]
 
@@ -246,9 +263,13 @@ def least_bound(
     Args:
       p, v, out_proj, order: as in `eviction_loss`.
       budgets: tokens that every kv head keeps.
+
+    Raises:
+      ValueError: budgets that are no whole numbers, one a head.
     """
     B, N, S = p.shape
     K = v.shape[1]
+    check_array("budgets", budgets, "batch", "kv heads", kind=np.integer, shape=(B, K))
     pos = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[None, None], (B, K, S))
     keep = TopK().best(p.reshape(B, K, N // K, S).sum(2), pos, budgets)
     return eviction_bound(p, v, out_proj, keep, order=order)
