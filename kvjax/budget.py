@@ -196,9 +196,20 @@ def counted(x: int | float | Count) -> Count:
 def counted_rows(x: int | float | Count) -> Count:
     """The rule of fields that hold numbers of rows: as `counted`, but rows have no budget to be a share of."""
     count = counted(x)
-    if isinstance(count, Share):
+    if _of_unknown_budget(count):
         raise ValueError("rows have no budget to be a share of; use Fixed(Share(...), budget)")
     return count
+
+
+def _of_unknown_budget(count: Count) -> bool:
+    """Whether a count, or one that it is made of, is a share of a budget that is not given with it (`Fixed`)."""
+    if isinstance(count, Share):
+        return True
+    if isinstance(count, Fixed):
+        return _of_unknown_budget(count.budget)
+    values = [getattr(count, f.name) for f in dataclasses.fields(count)] if dataclasses.is_dataclass(count) else []
+    parts = [x for value in values for x in (value if isinstance(value, tuple) else (value,))]
+    return any(_of_unknown_budget(x) for x in parts if isinstance(x, Count))
 
 
 def as_count(x: int | float | Count, name: str) -> Count:
@@ -222,7 +233,7 @@ def as_budget(x: int | float | Count) -> Count:
       ValueError: what is no count, no tokens, or a share of itself.
     """
     count = as_count(x, "budget")
-    if isinstance(count, Share):
+    if _of_unknown_budget(count):
         raise ValueError(f"budget={count!r}: a budget cannot be a share of itself; use Tokens or Ratio")
     if isinstance(count, Tokens) and count.n < 1:
         raise ValueError(f"budget={count.n} tokens: attention needs at least 1 live token; raise the budget")

@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.allocation import Adaptive, Pyramid, apportion
-from kvjax.budget import Ratio, Share, Tokens, as_budget, as_count, lookup
+from kvjax.budget import Above, Fixed, Ratio, Share, Sum, Tokens, as_budget, as_count, lookup
 from tests import helpers
 
 traced_apportion = jax.jit(functools.partial(apportion, xp=jnp))
@@ -90,8 +90,13 @@ def test_counts():
     for bad in (True, 0.0, 1.01, -0.5):
         with pytest.raises(ValueError, match=r"not a number of tokens|lies in \(0, 1\]"):
             as_count(bad, "x")
-    with pytest.raises(ValueError, match="share of itself"):
-        as_budget(Share(0.5))
+    for share in (Share(0.5), Sum((Share(0.5), Tokens(4))), Above(Share(0.5), 3), Fixed(Tokens(4), Share(0.5))):
+        with pytest.raises(ValueError, match="share of itself"):
+            as_budget(share)
+    within = Fixed(Share(0.5), Tokens(8))
+    assert as_budget(Sum((within, Tokens(1)))).table(n, budget).tolist() == [5, 5, 5]
+    with pytest.raises(ValueError, match="rows have no budget to be a share of"):
+        kvjax.LastRows(Sum((Share(0.5), Tokens(1))))
 
 
 def test_lookup():

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from kvjax.budget import Count, Fixed, Less, Share, as_count
+from kvjax.budget import Count, Fixed, Less, Share, as_budget, as_count
 from kvjax.choice import one_of
 from kvjax.eviction import Evict
 from kvjax.policy import Policy
@@ -46,7 +46,7 @@ def h2o(
     of = Observe(AllRows(), group=group)
     if prefill == "oneshot" and compat is None:
         return Evict(Accumulated(of), budget, protect=Protect(recent=recent), when=every_step())
-    budget, recent = as_count(budget, "budget"), as_count(recent, "recent")
+    budget, recent = as_budget(budget), as_count(recent, "recent")
     recent = Fixed(recent, budget)
     heavy = Less(budget, recent)
     return StepwiseMask(heavy, recent, of) if prefill == "stepwise_mask" else NextStepMask(heavy, recent, of)
