@@ -63,6 +63,9 @@ class FrozenArrays(Mapping[str, np.ndarray]):
     def __hash__(self) -> int:
         return hash(self._digest)
 
+    def __reduce__(self):
+        return FrozenArrays, (self._arrays,)  # numpy forgets on the way that an array cannot be written to
+
     def __repr__(self) -> str:
         return f"FrozenArrays({sum(x.size for x in self._arrays.values())} numbers, {self._digest[:12]})"
 

@@ -1,10 +1,12 @@
 """Learning budgets and scores from the command line: small runs, resuming, what is written, errors."""
 
+import copy
 import dataclasses
 import gzip
 import json
 import math
 import pathlib
+import pickle
 import shutil
 
 import jax
@@ -373,8 +375,10 @@ def test_frozen_arrays():
     assert a != FrozenArrays({"x": np.arange(3.0), "y": np.zeros((2, 2))})
     assert a != FrozenArrays({"x": np.arange(3), "y": np.ones((2, 2))})
     assert len({a, FrozenArrays(dict(a))}) == 1
-    with pytest.raises(ValueError, match="read-only"):
-        a["x"][0] = 1
+    for same in (a, copy.deepcopy(a), pickle.loads(pickle.dumps(a))):
+        assert same == a
+        with pytest.raises(ValueError, match="read-only"):
+            same["x"][0] = 1
 
 
 def test_the_scorer_resumes(scored, tmp_path):
