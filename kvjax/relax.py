@@ -32,13 +32,14 @@ from kvjax.context import Context, Phase, Site
 from kvjax.eviction import LARGE, Evict
 from kvjax.policy import Policy, Rule
 from kvjax.select import Limits, Select, Stage, TopK
-from kvjax.state import KVState, PerHead
+from kvjax.state import KVState, LayerKV, PerHead
 from kvjax.stats import Measurement
 from pallas_kernels.pytree import pytree
-from pallas_kernels.values import a, checked, number, settle
+from pallas_kernels.values import a, checked, each, number, settle
 
 Scale = Literal["rank", "score"]
 
+_ROUNDING = 1e-5  # what sums of gates may be beyond 1
 _FAR = 1e4  # deviations from the mean: a gate is open or closed there at any temperature of use
 
 # --- the soft top-k ---
@@ -63,7 +64,7 @@ def soft_top_k(
     Args:
       score: larger = keep; finite where the weight is not zero.
       budget: what the weighted gates add up to. Where it is at least the sum of the weights all gates are 1, where it
-        is not positive all are 0, and in both cases its gradient is 0.
+        is not positive all are 0, and in both cases its gradient is 0. Where it is not a number, neither are the gates.
       temperature: in units of the score; one number, or one for every row of the batch.
       weight: what a whole slot costs, 1 if None. A slot of weight 0 does not compete, and its gate is 0.
 
@@ -118,8 +119,8 @@ def _solve(score, budget, temperature, weight):
     for _ in range(2):
         left = _left(b, weight * gate)
         gate = jnp.clip(gate + left[..., None] * _at_threshold(z, weight), 0.0, 1.0)
-    full = (budget >= total)[..., None]
-    gate = jnp.where(inside[..., None], gate, jnp.where(competes & full, 1.0, 0.0))
+    outside = jnp.where(budget >= total, 1.0, jnp.where(jnp.isnan(budget), jnp.nan, 0.0))[..., None]
+    gate = jnp.where(inside[..., None], gate, jnp.where(competes, outside, 0.0))
     return gate, z
 
 
@@ -355,7 +356,8 @@ def with_budgets(state: KVState, budgets: Float[Array, "*B L K"]) -> KVState:
         all layers (`kvjax.shared_layers`), those of the first layer are all layers'.
 
     Raises:
-      ValueError: a state without a relaxed layer, budgets of other layers or heads than it has.
+      ValueError: a state without a relaxed layer, budgets of other layers or heads than it has, or budgets that are
+        infinite or no numbers, where they are known.
     """
     budgets = jnp.asarray(budgets)
     heads = {kv.pos.shape[1] for kv in state.layers if kv.gate is not None}
@@ -366,6 +368,8 @@ def with_budgets(state: KVState, budgets: Float[Array, "*B L K"]) -> KVState:
             f"budgets have the shape {budgets.shape}, but the state has {state.length.shape[0]} sequences, "
             f"{len(state.layers)} layers and {sorted(heads)} heads; give one a head of every layer"
         )
+    if not isinstance(budgets, jax.core.Tracer) and not np.isfinite(np.asarray(budgets)).all():
+        raise ValueError(f"budgets={budgets}: must be finite numbers of tokens")
     shape = state.length.shape[0], len(state.layers), budgets.shape[-1]
     budgets = jnp.broadcast_to(budgets if budgets.ndim == 3 else budgets[None], shape)
     return _map_soft(state, lambda memory, i: dataclasses.replace(memory, budgets=PerHead(budgets[:, i])))
@@ -393,12 +397,19 @@ def with_gates(state: KVState, gates: Float[Array, "B L K S"]) -> KVState:
     """A state whose slots have these gates, whatever its policy: what a study computed from scores of its own.
 
     Raises:
-      ValueError: gates of other layers, heads or slots than the state has.
+      ValueError: gates of other layers, heads or slots than the state has, or outside of [0, 1], where they are known;
+        a state that is stored in pools.
     """
+    if not all(isinstance(kv, LayerKV) for kv in state.layers):
+        raise ValueError("slots of a pool have no gates; make the state's plan with storage='dense'")
     gates = jnp.asarray(gates)
     has = [(kv.pos.shape[0], len(state.layers), *kv.pos.shape[1:]) for kv in state.layers]
     if any(gates.shape != shape for shape in has):
         raise ValueError(f"gates have the shape {gates.shape}, but the state's slots {has[0]}; give one a slot")
+    if not isinstance(gates, jax.core.Tracer) and gates.size:
+        low, high = float(gates.min()), float(gates.max())
+        if not (low >= -_ROUNDING and high <= 1 + _ROUNDING):
+            raise ValueError(f"gates lie between {low} and {high}, but a slot is kept by a share in [0, 1]")
     layers = tuple(dataclasses.replace(kv, gate=gates[:, i]) for i, kv in enumerate(state.layers))
     return dataclasses.replace(state, layers=layers)
 
@@ -407,11 +418,14 @@ def annealed(start: float, end: float, fraction: float | Float[Array, ""]) -> An
     """A temperature that falls geometrically from `start` to `end` as `fraction` goes from 0 to 1.
 
     Raises:
-      ValueError: temperatures that are not positive, a fraction outside [0, 1].
+      ValueError: temperatures that are not positive, a fraction outside [0, 1], where it is known.
     """
     start, end = (checked(number("(0, inf)"), name, x) for name, x in (("start", start), ("end", end)))
+    inside = number("[0, 1]")
     if not isinstance(fraction, jax.Array | np.ndarray):
-        fraction = checked(number("[0, 1]"), "fraction", fraction)
+        fraction = checked(inside, "fraction", fraction)
+    elif not isinstance(fraction, jax.core.Tracer):
+        checked(each(inside), "fraction", np.ravel(fraction))
     return start * (end / start) ** fraction
 
 
@@ -430,5 +444,21 @@ def output_kl(full: Float[Array, "*batch V"], compressed: Float[Array, "*batch V
 
 
 def task_loss(logits: Float[Array, "*batch V"], targets: Int[Array, "*batch"]) -> Float[Array, "*batch"]:
-    """Cross-entropy of the right next tokens, in nats."""
-    return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
+    """Cross-entropy of the right next tokens, in nats; NaN where a traced target is outside the vocabulary.
+
+    Raises:
+      ValueError: targets outside the vocabulary, negative ones among them, where they are known.
+    """
+    vocab = logits.shape[-1]
+    if not isinstance(targets, jax.core.Tracer):
+        known = np.asarray(targets)
+        if known.size and (known.min() < 0 or known.max() >= vocab):
+            raise ValueError(
+                f"targets lie between {known.min()} and {known.max()}, but in a vocabulary of {vocab} ids are from 0 "
+                f"to {vocab - 1}; leave out the rows that have no target"
+            )
+    # A bad id must not count from the end of the vocabulary.
+    targets = jnp.asarray(targets, jnp.int32)
+    index = jnp.where(targets < 0, vocab, targets)[..., None]
+    found = jnp.take_along_axis(jax.nn.log_softmax(logits), index, axis=-1, mode="fill", fill_value=jnp.nan)
+    return -found[..., 0]

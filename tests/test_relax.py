@@ -1,6 +1,7 @@
 """Relaxed policies: the soft top-k, its gradients, gates in attention, and the limit of temperature zero."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from scipy import optimize, special
 
 import kvjax
 from kvjax import methods, relax
+from kvjax.generation import empty_after_prompt
 from kvjax.select import Stage
 from tests import helpers
 from tests.methods import CASES, CORE
@@ -106,6 +108,8 @@ def test_budgets_outside_the_weights():
 
     gate = relax.soft_top_k(score, budget, temperature=0.5, weight=weight)
     assert gate.tolist() == [[0, 0, 0], [1, 1, 0], [1, 1, 0], [0, 0, 0]]
+    unknown = relax.soft_top_k(score[0], jnp.float32(jnp.nan), temperature=0.5, weight=weight[0])
+    assert np.isnan(unknown).tolist() == [True, True, False]  # a slot of no weight keeps nothing all the same
     for grad in jax.grad(loss, (0, 1, 2))(score, budget, weight):
         assert (np.asarray(grad) == 0).all()
 
@@ -446,6 +450,9 @@ def test_algebra():
         (lambda: kvjax.soften(methods.streaming_llm(64), 1.0), "positions='compact' needs slots that are live or dead"),
         (lambda: kvjax.soften(kvjax.when(kvjax.when_over(4), methods.window(64)), 1.0), "when=.* needs slots"),
         (lambda: kvjax.soften(methods.think(), 1.0), "has no temperature; soften an Evict"),
+        (lambda: relax.annealed(8.0, 0.5, jnp.float32(1.5)), r"must be a number in \[0, 1\]"),
+        (lambda: relax.task_loss(jnp.ones((2, 3)), jnp.asarray([2, -1])), "targets lie between -1 and 2, but in a voc"),
+        (lambda: relax.task_loss(jnp.ones((1, 3)), jnp.asarray([3])), "in a vocabulary of 3 ids are from 0 to 2"),
         (
             lambda: dataclasses.replace(kvjax.soften(methods.snapkv(64), 1.0), storage="pool"),
             "storage='pool' needs slots",
@@ -477,6 +484,18 @@ def test_numbers_that_do_not_fit_a_state(tiny):
     for shape in ((1, 2, 2, slots), (1, 3, 1, slots), (1, 3, 2, slots + 1)):
         with pytest.raises(ValueError, match=r"gates have the shape .* but the state's slots \(1, 3, 2,"):
             relax.with_gates(state, jnp.ones(shape))
+    for budget in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="must be finite numbers of tokens"):
+            relax.with_budgets(state, jnp.full((3, 2), budget))
+    pooled = dataclasses.replace(methods.h2o(12), storage="pool")
+    plan = kvjax.make_plan(model.config, pooled, prompt_len=24, max_new_tokens=1)
+    in_pools = empty_after_prompt(kvjax.init_state(plan, jnp.asarray([24], jnp.int32)))
+    with pytest.raises(ValueError, match="slots of a pool have no gates"):
+        relax.with_gates(in_pools, jnp.ones((1, 3, 2, 1)))
+    with_slots = empty_after_prompt(state)
+    for gate in (5.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match=f"gates lie between {gate} and {gate}, but a slot is kept by a share"):
+            relax.with_gates(with_slots, jnp.full((1, 3, 2, with_slots.layers[0].num_slots), gate))
     for temperature in (0.0, -1.0):
         with pytest.raises(ValueError, match=f"temperature={temperature} must be positive"):
             relax.with_temperature(state, temperature)
@@ -497,5 +516,6 @@ def test_objectives_at_the_output():
         rtol=1e-4,
     )
     targets = jnp.asarray([2, 0, 6], jnp.int32)
+    assert jnp.isnan(jax.jit(relax.task_loss)(jnp.ones((2, 7)), jnp.asarray([-1, 7]))).all()
     expected = [-np.log(p[i, t]) for i, t in enumerate(targets)]
     np.testing.assert_allclose(relax.task_loss(jnp.asarray(a, jnp.float32), targets), expected, rtol=1e-5)

@@ -84,6 +84,7 @@ IDS = {"special_ids": (1,), "punctuation_ids": (2,)}
         (lambda: kvjax.soften(H2O, math.inf), "temperature=inf must be positive and finite"),
         (lambda: kvjax.soften(H2O, "cold"), "temperature=cold must be positive"),
         (lambda: relax.annealed(1.0, 0.0, 0.5), r"end=0.0: must be a number in \(0, inf\)"),
+        (lambda: relax.annealed(1.0, 0.5, np.array([0.5, -1.0])), r"fraction=.*: must be a number in \[0, 1\]"),
         (lambda: families.NaclShares((1.0, 2.0)), "must have 3 elements, not 2"),
         (lambda: families.PyramidBeta(math.inf), r"beta is larger than 1"),
         (lambda: families.with_table(H2O, "banana"), "are no numbers; give a row a layer"),
