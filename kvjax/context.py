@@ -12,6 +12,8 @@ from pallas_kernels.pytree import pytree, static
 
 Phase = Literal["prefill", "decode"]
 
+_GENERATOR = "threefry2x32"
+
 
 @dataclasses.dataclass(frozen=True)
 class Site:
@@ -39,6 +41,9 @@ class Site:
 def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
     """One PRNG key a row, from one for the batch or one a row, typed or in the old raw form; `key(0)` if None.
 
+    They are keys of JAX's default generator, which draws for every row of a `jax.vmap` what it draws for it alone. Keys
+    of others, whose draws depend on the rows beside ("rbg", "unsafe_rbg"), become those: "rbg"'s that of the same seed.
+
     Raises:
       ValueError: no key, or another number of keys than rows.
     """
@@ -52,6 +57,8 @@ def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
         if key.shape[-1:] != wanted:
             raise ValueError(f"key has shape {key.shape}, but one raw key {wanted}; make keys with jax.random.key")
         key = jax.random.wrap_key_data(key)
+    if str(jax.random.key_impl(key)) != _GENERATOR:
+        key = jax.random.wrap_key_data(jax.random.key_data(key)[..., :2], impl=_GENERATOR)
     if key.ndim == 0:
         return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch))
     if key.shape != (batch,):

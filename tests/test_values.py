@@ -205,6 +205,19 @@ def test_the_order_of_calls_changes_nothing():
     assert protects(1.0).tolist() == list(range(25))
 
 
+@pytest.mark.parametrize("generator", ["rbg", "unsafe_rbg"])
+def test_keys_of_every_generator_draw_row_by_row(generator):
+    """Draws of these generators under `vmap` are those of the first row's key."""
+    keys = row_keys(jax.random.split(jax.random.key(1, impl=generator), 3), 3)
+    ctx = helpers.context(helpers.site(), length=[24] * 3)
+    draw = lambda keys: dataclasses.replace(ctx, keys=keys).uniform(jnp.zeros((len(keys), 1, 1), jnp.int32)).ravel()
+    assert len(set(draw(keys).tolist())) == 3
+    np.testing.assert_array_equal(draw(keys[::-1]), draw(keys)[::-1])
+    if generator == "rbg":
+        same = row_keys(jax.random.split(jax.random.key(1), 3), 3)
+        np.testing.assert_array_equal(jax.random.key_data(keys), jax.random.key_data(same))
+
+
 q, k, v = (np.zeros((2, heads, 6, 4), np.float32) for heads in (4, 2, 2))
 wide = np.zeros((2, 2, 6, 5), np.float32)
 row, slots = np.zeros((2, 6), np.int32), np.zeros((2, 2, 6), np.int32)
