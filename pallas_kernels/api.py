@@ -258,6 +258,9 @@ def recovered_attention(
     bands = (None,) * len(masks) if within is None else tuple(within)
     if len(bands) != len(masks):
         raise ValueError(f"{len(bands)} bands for {len(masks)} masks; give one for each, or None")
+    for band in bands:
+        if band is not None:
+            check_array("within", band, "batch", kind=np.integer, shape=(len(q_pos),))
     tolerance = checked(optional(number("[0, inf)")), "tolerance", tolerance)
     options: dict[str, Any] = {"tolerance": tolerance, **_options(H, scale, window, softcap)}
 
@@ -461,4 +464,7 @@ def _checked_columns(columns: Sequence[Columns], B: int, K: int, T: int) -> tupl
             raise ValueError(
                 f"a softmax multiplier has shape {shape(c.softmax.multiplier)}, but the rows have shape {(B, K, T)}"
             )
+        for name in ("seed", "before"):
+            if c.softmax is not None and (x := getattr(c.softmax, name)) is not None:
+                check_array(f"a softmax's {name}", x, "batch", kind=np.integer, shape=(B,))
     return found

@@ -63,9 +63,9 @@ def hash_uniform(seed: UInt32[Array, "..."], *indices: Int[Array, "..."]) -> Flo
 
     Every index is absorbed by two rounds of multiplication and shift (a 32-bit finaliser with low bias).
     """
-    h = seed
+    h = jnp.asarray(seed, jnp.uint32)  # shifts of signed numbers are others
     for index in indices:
-        h = h ^ (index.astype(jnp.uint32) * np.uint32(0x9E3779B9) + np.uint32(0x85EBCA6B))
+        h = h ^ (jnp.asarray(index).astype(jnp.uint32) * np.uint32(0x9E3779B9) + np.uint32(0x85EBCA6B))
         h = (h ^ (h >> 16)) * np.uint32(0x7FEB352D)
         h = (h ^ (h >> 15)) * np.uint32(0x846CA68B)
         h = h ^ (h >> 16)

@@ -14,7 +14,7 @@ import kvjax
 from kvjax import allocation, analysis, families, fastgen, key_scores, measurements, methods, relax, scores, select
 from kvjax.budget import Above, AtMost, Ratio, Share, Sum, Tokens
 from kvjax.context import row_keys
-from pallas_kernels import Columns, attention, pooled_attention, recovered_attention
+from pallas_kernels import Columns, Softmax, attention, hash_uniform, pooled_attention, recovered_attention
 from tests import helpers
 from tests.methods import CASES
 
@@ -205,6 +205,13 @@ def test_the_order_of_calls_changes_nothing():
     assert protects(1.0).tolist() == list(range(25))
 
 
+def test_a_hash_of_numbers_does_not_depend_on_their_types():
+    expected = hash_uniform(jnp.uint32(2**32 - 3), jnp.arange(5))
+    for seed in (2**32 - 3, jnp.int32(-3), np.int32(-3)):
+        for index in (jnp.arange(5), np.arange(5), np.arange(5, dtype=np.uint8)):
+            np.testing.assert_array_equal(hash_uniform(seed, index), expected)
+
+
 @pytest.mark.parametrize("generator", ["rbg", "unsafe_rbg"])
 def test_keys_of_every_generator_draw_row_by_row(generator):
     """Draws of these generators under `vmap` are those of the first row's key."""
@@ -221,6 +228,7 @@ def test_keys_of_every_generator_draw_row_by_row(generator):
 q, k, v = (np.zeros((2, heads, 6, 4), np.float32) for heads in (4, 2, 2))
 wide = np.zeros((2, 2, 6, 5), np.float32)
 row, slots = np.zeros((2, 6), np.int32), np.zeros((2, 2, 6), np.int32)
+seeded = lambda seed: Softmax(seed=seed, noise="gumbel")
 pool, owner = np.zeros((2, 6, 4), np.float32), np.zeros((2, 6), np.int32)
 
 
@@ -249,6 +257,15 @@ pool, owner = np.zeros((2, 6, 4), np.float32), np.zeros((2, 6), np.int32)
         (lambda: attention(q, k, v, row, slots[:, :1]), r"kv_pos has the shape \(2, 1, 6\)"),
         (lambda: attention(q, k, v, row, slots, columns=Columns()), "columns=.*: must be a sequence"),
         (lambda: attention(q, k, v, row, slots, columns=(Columns(weight=[1.0]),)), "column weight has shape list"),
+        (
+            lambda: attention(q, k, v, row, slots, columns=(Columns(softmax=seeded([1])),)),
+            "softmax's seed must be an ar",
+        ),
+        (lambda: attention(q, k, v, row, slots, columns=(Columns(softmax=seeded(row[:1, 0])),)), r"seed has the shape"),
+        (
+            lambda: attention(q, k, v, row, slots, columns=(Columns(softmax=Softmax(before=np.zeros(2))),)),
+            "softmax's before must be an array of integers",
+        ),
         (lambda: attention(q, k, v, row, slots, softcap=0), "softcap=0: must be positive; use None for none"),
         (lambda: attention(q, k, v, row, slots, window=2.5), "window=2.5: must be a whole number of at least 1"),
         (lambda: attention(q, k, v, row, slots, bias=3), "a bias of shape int does not fit"),
@@ -259,6 +276,10 @@ pool, owner = np.zeros((2, 6, 4), np.float32), np.zeros((2, 6), np.int32)
             "num_kv_heads=2.0",
         ),
         (lambda: recovered_attention(q, k, row, slots, np.zeros((1, 2, 2, 6))), "masks must be an array of booleans"),
+        (
+            lambda: recovered_attention(q, k, row, slots, np.ones((1, 2, 2, 6), bool), within=[row[:1, 0]]),
+            r"within has the shape \(1,\), but \(2,\) fits",
+        ),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(make, message):
