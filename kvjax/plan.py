@@ -131,9 +131,9 @@ class CachePlan:
                 f"the plan was made for a model of {len(self.sites)} layers, but this one has {config.num_layers}; "
                 "make a plan with this model's config"
             )
-        for site, positions in zip(self.sites, self.positions, strict=True):
+        for site, spec in zip(self.sites, self.specs, strict=True):
             names = ["num_query_heads", "head_dim"]
-            if self.policy.heads_of(site) == "kv_head":  # a set for every query head is one whoever shares keys
+            if spec.heads == "kv_head":  # a set for every query head is one whoever shares keys
                 names.append("num_kv_heads")
             there = {n: getattr(site, n) for n in names} | {"window": site.window}
             here = {n: getattr(config, n) for n in names} | {"window": config.window(site.layer)}
@@ -142,7 +142,7 @@ class CachePlan:
                     f"the plan was made for a model whose layer {site.layer} has {'; '.join(wrong)}; make a plan with "
                     "this model's config"
                 )
-            _check_rotation(site.layer, positions, config)
+            _check_rotation(site.layer, spec.positions, config)
 
     def target(self, prompt_length: int) -> float:
         """Live slots a head and layer may keep, on average, for a prompt of this length."""
