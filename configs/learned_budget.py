@@ -9,8 +9,8 @@ import tyro
 from configs.experiment import Budget
 from configs.learning import LearnedBudget, Objective, Prompts
 from kvjax import Share, methods
-from kvjax.families import EntropyK, Family, NaclShares, PyramidBeta, Safeguard, Simplex, WindowShare
-from kvjax.traces import VotingRows
+from kvjax.analysis.traces import VotingRows
+from kvjax.learning.families import EntropyK, Family, NaclShares, PyramidBeta, Safeguard, Simplex, WindowShare
 
 
 def get_config(

@@ -7,8 +7,8 @@ from typing import Literal
 
 from configs.experiment import Budget, TaskName, check_budgets, check_distinct, check_fields, check_finite, check_whole
 from kvjax import Evict
-from kvjax.families import Family
-from kvjax.stats import Measurement
+from kvjax.learning.families import Family
+from kvjax.scoring.stats import Measurement
 from models.embedded import EMBEDDED
 
 Objective = Literal["eviction_loss", "output_kl", "task_loss"]

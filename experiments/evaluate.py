@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 import kvjax
 from experiments.tasks import Example, Protocol
 from experiments.tasks.perplexity import SCORED
-from kvjax.generation import Model, check_block
+from kvjax.drivers.generation import Model, check_block
 from models import pad_left
 
 

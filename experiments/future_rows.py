@@ -13,12 +13,12 @@ import kvjax
 from configs.learning import Prompts
 from experiments.tasks import TASKS, Example, Task
 from experiments.tasks.perplexity import SCORED
-from kvjax.families import View
+from kvjax.analysis.traces import Traces, VotingRows, ranked, trace
+from kvjax.learning.families import View
 from kvjax.policy import context
-from kvjax.scores import ValuePrior
-from kvjax.select import TopKThenRandom
-from kvjax.stats import Measurement
-from kvjax.traces import Traces, VotingRows, ranked, trace
+from kvjax.scoring.scores import ValuePrior
+from kvjax.scoring.select import TopKThenRandom
+from kvjax.scoring.stats import Measurement
 from models import pad_left
 from pallas_kernels.pytree import pytree
 

@@ -45,11 +45,11 @@ from experiments.provenance import definition
 from experiments.results import Results, plain_errors, write_json
 from experiments.run import check_apart, default_directory, parse
 from kvjax.analysis import best_in_hindsight, lost_mass, regret
-from kvjax.families import Family, with_table
-from kvjax.relax import annealed, output_kl, task_loss
-from kvjax.select import TopK
-from kvjax.stats import Measurement, ordered
-from kvjax.traces import decisions, kept
+from kvjax.analysis.traces import decisions, kept
+from kvjax.learning.families import Family, with_table
+from kvjax.learning.relax import annealed, output_kl, task_loss
+from kvjax.scoring.select import TopK
+from kvjax.scoring.stats import Measurement, ordered
 
 SCRIPT = "learn_budget.py"
 SAVE_EVERY = 50
@@ -435,7 +435,7 @@ def run(
 
 
 def load_table(path: pathlib.Path) -> np.ndarray:
-    """The shares "L K" of a file in `tables/`; `kvjax.families.with_table` puts them into any policy.
+    """The shares "L K" of a file in `tables/`; `kvjax.learning.families.with_table` puts them into any policy.
 
     Raises:
       ValueError: a file that holds no table of positive shares.

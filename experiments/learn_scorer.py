@@ -12,7 +12,7 @@ Results go to `results/<name>/` (or `--output`): `manifest.json`, `checkpoints/`
 `head.npz`, `samples.jsonl`, `summary.json` and `summary.md`. The head is a score like any other:
 
     function = models.scorer.TrainedHead.load("results/learned_scorer/head.npz")
-    kvjax.Evict(kvjax.learned.Learned(function), budget=64, protect=kvjax.Protect(recent=16))
+    kvjax.Evict(kvjax.scoring.learned.Learned(function), budget=64, protect=kvjax.Protect(recent=16))
 """
 
 import dataclasses
@@ -44,9 +44,9 @@ from experiments.report import stands, table
 from experiments.results import Results, plain_errors, read_config, write_bytes, write_json
 from experiments.run import check_apart, default_directory, parse
 from kvjax import methods
-from kvjax.learned import NUM_STATISTICS, FrozenArrays, Learned
 from kvjax.policy import context
-from kvjax.select import TopK
+from kvjax.scoring.learned import NUM_STATISTICS, FrozenArrays, Learned
+from kvjax.scoring.select import TopK
 from models import scorer
 
 SCRIPT = "learn_scorer.py"

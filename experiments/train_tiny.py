@@ -36,7 +36,7 @@ from configs.experiment import check_whole
 from experiments import corpus
 from experiments.checkpoints import read
 from experiments.results import check_options, check_output, check_values, locked, plain_errors
-from kvjax.attention import without_cache
+from kvjax.drivers.attention import without_cache
 from models import LanguageModel, ModelConfig, Rope, num_params, save
 from models.embedded import EMBEDDED, write_tokenizer
 

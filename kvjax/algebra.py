@@ -12,11 +12,11 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.context import Site
+from kvjax.cache.context import Site
+from kvjax.cache.state import KVState
 from kvjax.policy import LayerPolicy, Policy, Rule, as_policy, check_moment, context, obeying, on_view, viewed
-from kvjax.schedule import Schedule
-from kvjax.state import KVState
-from kvjax.stats import AttentionStats, LayerStats, Observe
+from kvjax.scoring.stats import AttentionStats, LayerStats, Observe
+from kvjax.sizes.schedule import Schedule
 from pallas_kernels.values import checked, each
 
 

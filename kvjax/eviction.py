@@ -11,19 +11,18 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.allocation import HeadAllocation, LayerAllocation, UniformHeads, UniformLayers
-from kvjax.budget import Count, Counts, Tokens, as_budget, as_count, lookup
-from kvjax.choice import one_of
-from kvjax.context import Context, Phase, Site
+from kvjax.cache.context import Context, Phase, Site
+from kvjax.cache.state import LayerKV, PerHead, Positions, evict
 from kvjax.policy import Granularity, LayerSpec, Layout, Rule, Selection
-from kvjax.protect import Protect, Scope, protected
-from kvjax.schedule import Schedule
-from kvjax.scores import FromFunction, Score
-from kvjax.select import Limits, Select, TopK
-from kvjax.state import LayerKV, PerHead, Positions, evict
-from kvjax.stats import LayerStats, Measurement, ordered
+from kvjax.scoring.protect import Protect, Scope, protected
+from kvjax.scoring.scores import FromFunction, Score
+from kvjax.scoring.select import Limits, Select, TopK
+from kvjax.scoring.stats import LayerStats, Measurement, ordered
+from kvjax.sizes.allocation import HeadAllocation, LayerAllocation, UniformHeads, UniformLayers
+from kvjax.sizes.budget import Count, Counts, Tokens, as_budget, as_count, lookup
+from kvjax.sizes.schedule import Schedule
 from pallas_kernels.pytree import pytree
-from pallas_kernels.values import MOST_TOKENS, a, checked, each, optional, settle
+from pallas_kernels.values import MOST_TOKENS, a, checked, each, one_of, optional, settle
 
 LARGE = 1e38  # what infinite scores become: protection and death stay beyond them
 

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.context import Site
+from kvjax.cache.context import Site
+from kvjax.cache.pool import pool_slots
+from kvjax.cache.state import Positions
 from kvjax.policy import LayerPolicy, LayerSpec, Layout, Policy, Reads, as_policy
-from kvjax.pool import pool_slots
-from kvjax.state import Positions
 from pallas_kernels.values import MOST_TOKENS, checked, each, whole
 
 _LONGEST = 2**24  # a policy's sizes are tables with an entry for every length up to the prompt's

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.context import Context, Phase, Site
-from kvjax.pool import PooledKV
-from kvjax.schedule import Schedule
-from kvjax.state import KVState, LayerKV, Positions, evict
-from kvjax.stats import AttentionStats, LayerStats, Measurement, ordered
+from kvjax.cache.context import Context, Phase, Site
+from kvjax.cache.pool import PooledKV
+from kvjax.cache.state import KVState, LayerKV, Positions, evict
+from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement, ordered
+from kvjax.sizes.schedule import Schedule
 from pallas_kernels.pytree import pytree
 
 Granularity = Literal["kv_head", "query_head"]
@@ -63,7 +63,7 @@ class LayerSpec:
       prompt, step: what is measured of the prompt's rows, and of a decode step's; nothing is paid for an empty tuple.
       heads: the layer has a set of slots for every kv head, or for every query head.
       positions: how its keys are rotated.
-      storage: how it is stored after the prompt: "dense", or a "pool" of slots that heads share (`kvjax.pool`).
+      storage: how it is stored after the prompt: "dense", or a "pool" of slots that heads share (`kvjax.cache.pool`).
       reads: prompts may be read in "blocks"; only "whole", because what is measured of a block says nothing of the
         whole; or only by "rows", because every row decides what the next one reads.
       gates: slots carry gates between 0 and 1: the policy is relaxed.

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvjax.choice import one_of
 from models.checks import flag, positive, whole
 from models.rope import Rope
+from pallas_kernels.values import one_of
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _SIZES = ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_query_heads", "num_kv_heads", "head_dim")

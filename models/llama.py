@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.attention import Attend
-from kvjax.stats import LayerStats
+from kvjax.drivers.attention import Attend
+from kvjax.scoring.stats import LayerStats
 from models.config import ModelConfig
 
 _ACTIVATIONS = {
@@ -168,7 +168,7 @@ class LanguageModel:
         attend: Attend,
         last_only: bool,
     ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
-        """See `kvjax.generation.Model`.
+        """See `kvjax.drivers.generation.Model`.
 
         Raises:
           ValueError: parameters of another model.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.learned import FrozenArrays
+from kvjax.scoring.learned import FrozenArrays
 from models.checks import whole
 
 
@@ -48,7 +48,7 @@ class ScoreHead(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class TrainedHead:
-    """A `ScoreHead` with its weights: a `kvjax.learned.ScoreFunction`, compared by value.
+    """A `ScoreHead` with its weights: a `kvjax.scoring.learned.ScoreFunction`, compared by value.
 
     Attributes:
       num_layers, num_kv_heads, hidden: of the head.
@@ -61,7 +61,7 @@ class TrainedHead:
     weights: FrozenArrays
 
     def __call__(self, features: Float[Array, "B K S F"], layer: int) -> Float[Array, "B K S"]:
-        """See `kvjax.learned.ScoreFunction`.
+        """See `kvjax.scoring.learned.ScoreFunction`.
 
         Raises:
           ValueError: features or a layer that the head was not trained for.

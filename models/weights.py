@@ -19,9 +19,9 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from kvjax.choice import one_of
 from models.config import DTYPES, ModelConfig, from_hugging_face, to_hugging_face
 from models.llama import LanguageModel, check_params
+from pallas_kernels.values import one_of
 
 _CONFIG, _INDEX, _SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")

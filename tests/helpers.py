@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.context import Context, Site, row_keys
+from kvjax.cache.context import Context, Site, row_keys
+from kvjax.cache.state import EMPTY, map_slots
 from kvjax.policy import empty_layer
-from kvjax.state import EMPTY, map_slots
-from kvjax.stats import LayerStats, Moment
+from kvjax.scoring.stats import LayerStats, Moment
 from pallas_kernels import attention
 
 
@@ -81,7 +81,7 @@ def prompt_layer(policy, ctx, *, T=24, B=2, K=2, H=8, lengths=None, seed=0):
     _, k, v = qkv(seed, B=B, K=K, T=T, H=H)
     none = jnp.zeros((B, K, 0), jnp.int32)
     kv = kvjax.LayerKV(k[:, :, :0], v[:, :, :0], none, policy.at(ctx.site).init(B))
-    return kvjax.state.append(kv, k, v, pos)
+    return kvjax.cache.state.append(kv, k, v, pos)
 
 
 def permute_slots(kv, stats, order):

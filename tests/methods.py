@@ -87,7 +87,7 @@ def _from_fn(budget):
 
 
 def _count_above(budget):
-    score = kvjax.scores.Accumulated(kvjax.Observe(element="above"))
+    score = kvjax.scoring.scores.Accumulated(kvjax.Observe(element="above"))
     return kvjax.Evict(score, budget, protect=kvjax.Protect(recent=2), when=kvjax.every_step())
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.context import row_keys
+from kvjax.cache.context import row_keys
 from tests import helpers
 from tests.references.attention import hash_uniform
 from tests.references.policies import Layer, accumulating, replay

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.allocation import (
+from kvjax.sizes.allocation import (
     Adaptive,
     FloorPyramid,
     HeadTable,
@@ -315,7 +315,7 @@ def test_tables_are_values_that_json_can_carry():
 def test_both_tables_follow_one_table_of_the_model(tiny):
     config = tiny[0].config
     table = np.array([[4.0, 1.0], [2.0, 2.0], [1.0, 2.0]])
-    policy = kvjax.Evict(kvjax.scores.Accumulated(), 8, layers=LayerTable(table.sum(1)), heads=HeadTable(table))
+    policy = kvjax.Evict(kvjax.scoring.scores.Accumulated(), 8, layers=LayerTable(table.sum(1)), heads=HeadTable(table))
     plan = kvjax.make_plan(config, policy, prompt_len=40, max_new_tokens=4, lengths=[40])
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (1, 40)))
     _, state = kvjax.prefill(tiny[0], tiny[1], tokens, plan)

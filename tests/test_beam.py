@@ -10,8 +10,8 @@ import pytest
 import kvjax
 import models
 from kvjax import methods
-from kvjax.pool import PooledKV
-from kvjax.state import PerHead
+from kvjax.cache.pool import PooledKV
+from kvjax.cache.state import PerHead
 from tests.methods import few_methods_with_a_model
 
 BUDGET = 8
@@ -242,7 +242,7 @@ def test_one_beam_without_ends_is_greedy(small, prompts):
 def test_one_beam_breaks_near_ties_as_greedy_does():
     """Logits that differ by less than the rounding of a sum of log probabilities."""
     logits = jnp.asarray([[0.0, 1.0, 1.0 + 2**-22]], jnp.float32)
-    found = kvjax.beam._candidates(logits, jnp.full((1, 1), -500.0), 1, 0)
+    found = kvjax.drivers.beam._candidates(logits, jnp.full((1, 1), -500.0), 1, 0)
     assert int(found.tokens[0, 0]) == int(logits.argmax()) == 2
 
 
@@ -335,10 +335,10 @@ def test_an_equal_search_compiles_nothing(small, prompts):
         eos_ids=[1], length_penalty=penalty, early_stopping=early_stopping,
     )  # fmt: skip
     run(1.0, False)
-    before = kvjax.beam._generate_beams._cache_size()
+    before = kvjax.drivers.beam._generate_beams._cache_size()
     run(0.3, True)
     run(2.0, "never")
-    assert kvjax.beam._generate_beams._cache_size() == before
+    assert kvjax.drivers.beam._generate_beams._cache_size() == before
 
 
 def test_a_beam_for_every_first_token_finds_the_best_pairs():

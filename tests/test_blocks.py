@@ -7,7 +7,7 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.protect import rows_since_insertion
+from kvjax.scoring.protect import rows_since_insertion
 from tests import helpers
 from tests.methods import sampled_methods_with_a_model
 
@@ -81,7 +81,7 @@ def test_e11_rows_are_counted_from_insertion(examples):
 
 def test_a_mean_over_blocks_is_the_mean_over_rows(shallow, prompts):
     """Nothing is evicted, so the means of a prompt read in blocks are those of one read at once."""
-    score = kvjax.scores.Mean()
+    score = kvjax.scoring.scores.Mean()
     policy = kvjax.Evict(score, 40, when=kvjax.every_step())
     _, at_once = read(shallow, policy, prompts, block=None)
     _, blocked = read(shallow, policy, prompts, block=5)

@@ -11,7 +11,7 @@ import kvjax
 import models
 from kvjax import methods
 from kvjax.analysis.losses import least_bound
-from kvjax.select import largest
+from kvjax.scoring.select import largest
 from tests import helpers
 
 change = dataclasses.replace

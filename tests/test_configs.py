@@ -10,7 +10,7 @@ import kvjax
 from configs.experiment import Experiment, Setup
 from configs.learning import LearnedBudget, LearnedScorer, Prompts
 from kvjax import methods
-from kvjax.families import PyramidBeta
+from kvjax.learning.families import PyramidBeta
 
 WANTED = """full random window dilated_window streaming_llm key_attention h2o scissorhands tova mas roco nacl snapkv
 pyramidkv ada_snapkv ada_pyramid ahakv keyformer fastgen knorm keydiff expected_attention lagkv criticalkv chunkkv

@@ -14,7 +14,7 @@ import kvjax
 from experiments.tasks import TASKS, Task
 from kvjax import analysis, methods
 from kvjax.analysis import grid
-from kvjax.attention import without_cache
+from kvjax.drivers.attention import without_cache
 from tests import helpers
 from tests.test_analysis import plain_layer_loss
 
@@ -320,7 +320,7 @@ def test_adaptive_heads_lower_the_bound_on_every_layer_and_prompt(embedded, rows
     prompts = [TASKS["perplexity"](task, 500 + i) for i in range(6)]
     tokens, continuation = np.array([e.context for e in prompts]), np.array([e.continuation[:4] for e in prompts])
     budgets = (0.0625, 0.1, 0.125, 0.18, 0.25)
-    score = kvjax.scores.Window(rows)
+    score = kvjax.scoring.scores.Window(rows)
     make = functools.partial(kvjax.Evict, score)
     heads = {0.0: kvjax.UniformHeads(), **{a: kvjax.Adaptive(a, float("inf")) for a in (0.5, 1.0)}}
     plan = functools.partial(kvjax.make_plan, model.config, prompt_len=256, max_new_tokens=4)

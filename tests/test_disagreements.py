@@ -18,7 +18,7 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.budget import Share
+from kvjax.sizes.budget import Share
 from tests import helpers
 from tests.one_layer import BUDGET, PROMPT, K, M, P, differs, history, k, layer, moments, q, sums, v
 from tests.references.policies import accumulating, best, keep, replay
@@ -322,7 +322,7 @@ def test_d46_rows_of_the_dense_prefix(count_self):
 def test_d11_the_scopes_of_the_released_code():
     """Live tokens less evictable ones, at 100 tokens: half of them, or what `int` makes of 0.3 and 0.1."""
     n = np.array([400])
-    size = lambda count: int(kvjax.budget.as_count(count, "scope").table(n, np.array([100]))[0])
+    size = lambda count: int(kvjax.sizes.budget.as_count(count, "scope").table(n, np.array([100]))[0])
     assert size(methods.roco(100).scope.size) == 50
     decoding = methods.easykv("roco", 100, mode="decoding").scope
     assert size(decoding.size) - n[0] == int(0.3 * 100) + 1
@@ -405,6 +405,6 @@ def test_defaults():
     grouped = [m for m in wanted if "group" in default(m)]
     assert len(grouped) > 8
     assert {default(m)["group"] for m in grouped} == {"mean"}
-    assert kvjax.select.TopK().ties == "evict_older"
+    assert kvjax.scoring.select.TopK().ties == "evict_older"
     half = methods.roco(64).protect.tables(np.array([100, 100]), np.array([64, 8]))
     assert half[1].tolist() == [10, 2], "the last 10, a quarter of small budgets"

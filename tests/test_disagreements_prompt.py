@@ -13,8 +13,8 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.allocation import FloorPyramid, InclusivePyramid, Pyramid
-from kvjax.budget import Ratio
+from kvjax.sizes.allocation import FloorPyramid, InclusivePyramid, Pyramid
+from kvjax.sizes.budget import Ratio
 from tests import helpers
 from tests.one_layer import BUDGET, PROMPT, K, M, N, P, differs, history, k, layer, prompt_kept, prompt_score, q, v
 from tests.references.policies import best, keep, pool, replay
@@ -93,20 +93,20 @@ def test_d16_eviction_while_generating(rows):
 def test_d17_the_shares_of_the_released_code():
     n = np.array([131_072, 40_000, 2_049])
     policy, table = methods.nacl_llama3(), methods.nacl(0.2)
-    budget = kvjax.budget.as_count(policy.budget, "budget").table(n, n)
+    budget = kvjax.sizes.budget.as_count(policy.budget, "budget").table(n, n)
     sinks, recent = policy.protect.tables(n, budget)
-    proxies = kvjax.budget.as_count(policy.score.of.rows.n, "rows").table(n, n)
-    random = kvjax.budget.as_count(policy.select.random, "random").table(n, budget)
+    proxies = kvjax.sizes.budget.as_count(policy.score.of.rows.n, "rows").table(n, n)
+    random = kvjax.sizes.budget.as_count(policy.select.random, "random").table(n, budget)
     assert sinks.tolist() == [256] * 3
     assert recent.tolist() == [max(int(0.01 * x) - 256, 0) for x in n]
     assert proxies.tolist() == [int(0.01 * x) for x in n]
     assert random.tolist() == [int(0.07 * x + 1e-9) for x in n]
     code = [256 + max(int(0.01 * x) - 256, 0) + int(0.12 * x) + int(0.07 * x) for x in n[:2]]
     assert (np.abs(budget[:2] - code) <= 2).all()  # four truncations against one
-    short = kvjax.budget.as_count(policy.budget, "budget").table(np.array([2_048]), n)
+    short = kvjax.sizes.budget.as_count(policy.budget, "budget").table(np.array([2_048]), n)
     assert short.tolist() == [2_048], "no longer than min_len: kept whole"
     assert table.protect.sinks == kvjax.Tokens(0)
-    assert kvjax.budget.as_count(table.protect.recent, "recent").table(np.array([1000]), n).tolist() == [20]
+    assert kvjax.sizes.budget.as_count(table.protect.recent, "recent").table(np.array([1000]), n).tolist() == [20]
 
 
 def test_d18_proxies_that_see_later_proxies():

@@ -16,9 +16,9 @@ from tests.helpers import live_positions
 def tables(policy, n):
     """(budget, sinks, recent, scope, scope while decoding) of a prompt of n tokens."""
     length = np.array([n])
-    budget = kvjax.budget.as_budget(policy.budget).table(length, length)
+    budget = kvjax.sizes.budget.as_budget(policy.budget).table(length, length)
     sinks, recent = policy.protect.tables(length, budget)
-    count = lambda x: None if x is None else int(kvjax.budget.as_count(x, "size").table(length, budget)[0])
+    count = lambda x: None if x is None else int(kvjax.sizes.budget.as_count(x, "size").table(length, budget)[0])
     scope = policy.scope
     return (
         int(budget[0]),

@@ -10,8 +10,8 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.scores import Accumulated, LayerMean, Pooled, Window
-from kvjax.stats import EntropyScaled
+from kvjax.scoring.scores import Accumulated, LayerMean, Pooled, Window
+from kvjax.scoring.stats import EntropyScaled
 from tests import helpers
 
 BUDGET, WINDOW = 10, 4

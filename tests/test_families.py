@@ -16,9 +16,11 @@ import kvjax
 import models
 from experiments import learn_budget
 from experiments.future_rows import Reading
-from kvjax import analysis, families, methods, traces
-from kvjax.families import EntropyK, NaclShares, PyramidBeta, Safeguard, Simplex, View
-from kvjax.traces import Voters, VotingRows
+from kvjax import analysis, methods
+from kvjax.analysis import traces
+from kvjax.analysis.traces import Voters, VotingRows
+from kvjax.learning import families
+from kvjax.learning.families import EntropyK, NaclShares, PyramidBeta, Safeguard, Simplex, View
 from tests import helpers
 from tests.test_relax import central, relative
 

@@ -14,10 +14,10 @@ import kvjax
 import models
 import pallas_kernels
 from kvjax import methods
-from kvjax.fastgen import STRATEGIES, FastGen
+from kvjax.cache.pool import to_pool
+from kvjax.methods.profiling import STRATEGIES, FastGen
 from kvjax.policy import on_view
-from kvjax.pool import to_pool
-from kvjax.select import largest
+from kvjax.scoring.select import largest
 from models.embedded import EMBEDDED
 from pallas_kernels import recovered_attention
 from tests import helpers

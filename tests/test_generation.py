@@ -11,7 +11,7 @@ import pytest
 import kvjax
 import models
 from kvjax import methods
-from kvjax.generation import check_block
+from kvjax.drivers.generation import check_block
 
 T = 20
 
@@ -32,7 +32,7 @@ def plain_logits(model, params, tokens):
     """Logits of every position without any cache."""
     pos = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     no_cache = (None,) * model.config.num_layers
-    return model(params, tokens, no_cache, attend=kvjax.attention.without_cache(pos), last_only=False)[0]
+    return model(params, tokens, no_cache, attend=kvjax.drivers.attention.without_cache(pos), last_only=False)[0]
 
 
 def test_cached_decoding_equals_one_pass(tiny):
@@ -367,7 +367,7 @@ def test_compact_positions_after_many_steps_equal_ranks(shallow):
     for _ in range(14):
         _, state = step(model, params, jnp.asarray(rng.integers(0, 61, 2), jnp.int32), state)
         for layer in state.layers:
-            expected = jnp.where(layer.live, kvjax.state.ranks(layer.pos), -1)
+            expected = jnp.where(layer.live, kvjax.cache.state.ranks(layer.pos), -1)
             np.testing.assert_array_equal(layer.rank, expected)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import generation
-from kvjax.state import EMPTY, evict
+from kvjax.cache.state import EMPTY, evict
+from kvjax.drivers import generation
 from tests import helpers
 from tests.methods import CASES, every_method, every_method_with_a_model, sampled_methods_with_a_model
 

@@ -21,8 +21,8 @@ from configs.learning import Prompts
 from experiments import budget_report, checkpoints, future_rows, learn_budget, learn_scorer, run
 from experiments.future_rows import Reader
 from kvjax import methods
-from kvjax.families import PyramidBeta, Safeguard, Simplex, with_table
-from kvjax.learned import FrozenArrays, Learned
+from kvjax.learning.families import PyramidBeta, Safeguard, Simplex, with_table
+from kvjax.scoring.learned import FrozenArrays, Learned
 from models.scorer import TrainedHead
 from tests import helpers
 

@@ -11,19 +11,19 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.allocation import Adaptive, UniformHeads
 from kvjax.analysis import eviction_bound, eviction_loss
-from kvjax.budget import Counts, Ratio, Share, Tokens
 from kvjax.eviction import EvictMemory
-from kvjax.key_scores import ExpectedAttention, KeyDifference, KeyNorm, LagRelative
-from kvjax.measurements import FutureQueries, ProjectedValueNorm
 from kvjax.methods.easykv import block_sizes
 from kvjax.methods.nacl import Table4
-from kvjax.protect import Protect, TopStd, rows_since_insertion
-from kvjax.scores import Accumulated, Mean
-from kvjax.select import Chunks, Limits, TopK, TopKThenRandom, TwoStage
-from kvjax.simulations import NextStepMask
-from kvjax.stats import EntropyScaled, LastRows, LayerStats, Noisy, Observe
+from kvjax.methods.simulations import NextStepMask
+from kvjax.scoring.key_scores import ExpectedAttention, KeyDifference, KeyNorm, LagRelative
+from kvjax.scoring.measurements import FutureQueries, ProjectedValueNorm
+from kvjax.scoring.protect import Protect, TopStd, rows_since_insertion
+from kvjax.scoring.scores import Accumulated, Mean
+from kvjax.scoring.select import Chunks, Limits, TopK, TopKThenRandom, TwoStage
+from kvjax.scoring.stats import EntropyScaled, LastRows, LayerStats, Noisy, Observe
+from kvjax.sizes.allocation import Adaptive, UniformHeads
+from kvjax.sizes.budget import Counts, Ratio, Share, Tokens
 from pallas_kernels import Columns, Softmax, attention
 from tests import helpers
 
@@ -49,7 +49,7 @@ def cache(pos, memory=(), *, H=8, k=None, v=None):
 def moment_of(kv, pos, ctx):
     """A moment whose queries nobody reads."""
     q = jnp.zeros((1, 1, len(pos[0]), 8))
-    return kvjax.stats.Moment(q, q, kv, jnp.asarray(pos, jnp.int32), ctx, lambda x, _: x)
+    return kvjax.scoring.stats.Moment(q, q, kv, jnp.asarray(pos, jnp.int32), ctx, lambda x, _: x)
 
 
 def decoding(length, *, prompt, site=None):
@@ -96,7 +96,7 @@ def test_e05_stepwise_mask(examples):
     for t in range(len(p)):
         if t:
             new = jnp.zeros((1, 1, 1, 8))
-            kv = kvjax.state.append(kv, new, new, jnp.asarray([[t]], jnp.int32))
+            kv = kvjax.cache.state.append(kv, new, new, jnp.asarray([[t]], jnp.int32))
         ctx = helpers.context(helpers.site(T=len(p), K=1, N=1), length=[t + 1], prompt_length=[len(p)])
         shown = policy.at(ctx.site).visible(kv, ctx)
         assert policy.spec(ctx.site).hides == "live"
@@ -209,7 +209,7 @@ def test_e14_nacl_shares(examples):
     budget = Ratio(0.2).table(n, n)
     sinks, recent = policy.protect.tables(n, budget)
     assert (int(sinks[0]), int(recent[0])) == (code["sinks"], code["recent"])
-    random = kvjax.budget.as_count(policy.select.random, "random").table(n, budget)[0]
+    random = kvjax.sizes.budget.as_count(policy.select.random, "random").table(n, budget)[0]
     assert random == code["random_keep"]
     # The code truncates four shares; kvjax keeps the exact total of their sum, one token more.
     assert 0 <= int(budget[0]) - code["kept_total"] <= 1
@@ -219,7 +219,7 @@ def test_e14_nacl_shares(examples):
     sinks, recent = policy.protect.tables(n, budget)
     assert not code["usable"]
     assert (int(sinks[0]), int(recent[0])) == (code["sinks"], max(code["recent"], 0))
-    assert int(kvjax.budget.as_count(policy.select.random, "random").table(n, budget)[0]) == code["random_keep"]
+    assert int(kvjax.sizes.budget.as_count(policy.select.random, "random").table(n, budget)[0]) == code["random_keep"]
     assert 0 <= int(budget[0]) - code["kept_total"] <= 2
 
 
@@ -258,7 +258,7 @@ def test_e15_nacl_selection(examples, monkeypatch):
     selection = select(policy, p)
     np.testing.assert_allclose(selection.score[0, 0], e["expected"]["column_sums"], atol=1e-6)
     assert helpers.kept(selection) == e["expected"]["kept"]
-    proxies = select(dataclasses.replace(policy, budget=budget - 1, select=kvjax.select.TopK()), p)
+    proxies = select(dataclasses.replace(policy, budget=budget - 1, select=kvjax.scoring.select.TopK()), p)
     protected = {*range(params["sinks"]), *range(n - params["recent"], n)}
     assert sorted(set(helpers.kept(proxies)) - protected) == e["expected"]["proxy_kept"]
     assert sorted(set(helpers.kept(selection)) - set(helpers.kept(proxies))) == e["expected"]["random_kept"]
@@ -347,7 +347,7 @@ def test_e22_ahakv_prompt(examples, apply):
         pos = jnp.arange(n, dtype=jnp.int32)
         kv = kvjax.LayerKV(k, v, pos[None, None])
         ctx = helpers.context(helpers.site(T=n, K=1, N=1, H=d), length=[n])
-        moment = kvjax.stats.Moment(q[:, :, -2:], q[:, :, -2:], kv, pos[None, -2:], ctx, lambda x, _: x)
+        moment = kvjax.scoring.stats.Moment(q[:, :, -2:], q[:, :, -2:], kv, pos[None, -2:], ctx, lambda x, _: x)
         multiplier = np.asarray(EntropyScaled(params["budget"]).kernel(moment).multiplier)[0, 0]
         np.testing.assert_allclose(multiplier, e["expected"]["multiplier_on_scaled_logits"], atol=1e-5)
         np.testing.assert_allclose(multiplier / d**0.5, e["expected"]["lambda_rows"], atol=1e-6)
@@ -373,7 +373,7 @@ def test_e23_ahakv_decode_step(examples, count):
     site = dataclasses.replace(helpers.site(T=8, K=1, N=1, H=4))
     ctx = decoding(9, prompt=8, site=site)
     q = jnp.asarray(e["inputs"]["q_new"], jnp.float32)[None, None, None]
-    moment = kvjax.stats.Moment(q, q, kv, jnp.asarray([[8]], jnp.int32), ctx, lambda x, _: x)
+    moment = kvjax.scoring.stats.Moment(q, q, kv, jnp.asarray([[8]], jnp.int32), ctx, lambda x, _: x)
     (observe,) = policy.at(site).spec.step
     column = observe.columns(moment)
     row = attention(q, k, k, moment.pos, kv.pos, columns=[column]).columns[0]
@@ -432,7 +432,9 @@ def test_e24_e25_keyformer_scores(examples, monkeypatch):
     apart = helpers.context(site, length=[n + 2, n], prompt_length=[n, n], phase="decode")  # the second row slept
     both = jax.tree.map(lambda x: jnp.concatenate([x, x]), cache(range(4)))
     q = jnp.zeros((2, 1, 1, 8))
-    multiplier = noisy.kernel(kvjax.stats.Moment(q, q, both, jnp.asarray([[3], [3]]), apart, lambda x, _: x)).multiplier
+    multiplier = noisy.kernel(
+        kvjax.scoring.stats.Moment(q, q, both, jnp.asarray([[3], [3]]), apart, lambda x, _: x)
+    ).multiplier
     np.testing.assert_allclose(1.0 / multiplier[:, 0, 0], [taus[2], taus[0]], rtol=1e-6)
     keep = kvjax.Evict(Accumulated(), params["k"], protect=Protect(recent=params["recent"]))
     prompt = cache(range(4), (EvictMemory(jnp.zeros((1, 1, 4)), (), None),))
@@ -607,7 +609,7 @@ def test_e32_think(examples):
     kv = cache(range(n), k=k, v=k)
     kv = dataclasses.replace(kv, memory=policy.at(site).init(1))
     pos = jnp.arange(n, dtype=jnp.int32)[None]
-    moment = kvjax.stats.Moment(q, q, kv, pos, ctx, lambda x, _: x)
+    moment = kvjax.scoring.stats.Moment(q, q, kv, pos, ctx, lambda x, _: x)
     observe = policy.at(site).spec.prompt
     after = policy.layer(kv, LayerStats(tuple(o.measure(moment) for o in observe), observe), ctx)
     np.testing.assert_allclose(after.memory[0].value[0, 0], e["expected"]["channel_score"], atol=1e-6)
@@ -645,7 +647,7 @@ def test_future_queries_are_the_average_of_rotated_moments():
     pos = np.maximum(np.arange(T) - (T - np.asarray(lengths))[:, None], -1)
     kv = kvjax.LayerKV(jnp.zeros((B, 1, T, H)), jnp.zeros((B, 1, T, H)), jnp.asarray(pos, jnp.int32)[:, None])
     ctx = helpers.context(helpers.site(T=T, K=1, N=N, H=H), length=lengths)
-    moment = kvjax.stats.Moment(jnp.asarray(q), jnp.asarray(q), kv, jnp.asarray(pos, jnp.int32), ctx, rope)
+    moment = kvjax.scoring.stats.Moment(jnp.asarray(q), jnp.asarray(q), kv, jnp.asarray(pos, jnp.int32), ctx, rope)
     mean, cov = FutureQueries(horizon, skip=4).measure(moment)
     freq = rope.frequencies(H)
     for b, n in enumerate(lengths):
@@ -667,7 +669,7 @@ def test_shares_of_a_budget_are_so_for_rows_as_for_tokens():
     nacl = lambda rows: methods.nacl(8, protect=2, proxies=rows, first_proxies=rows, random=0)
     for make in (aha, nacl):
         np.testing.assert_allclose(score(make(Share(0.5))), score(make(4)), atol=1e-6)
-    for make in (LastRows, EntropyScaled, lambda n: kvjax.stats.FirstAndLastRows(n, 1)):
+    for make in (LastRows, EntropyScaled, lambda n: kvjax.scoring.stats.FirstAndLastRows(n, 1)):
         with pytest.raises(ValueError, match="rows have no budget to be a share of"):
             make(Share(0.5))
 

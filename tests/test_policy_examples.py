@@ -9,10 +9,10 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.budget import Ratio, Share, whole_tokens
 from kvjax.eviction import EvictMemory
-from kvjax.select import TopK
-from kvjax.stats import LayerStats
+from kvjax.scoring.select import TopK
+from kvjax.scoring.stats import LayerStats
+from kvjax.sizes.budget import Ratio, Share, whole_tokens
 from pallas_kernels import Columns, attention
 from tests import helpers
 
@@ -181,7 +181,7 @@ def test_e17_snapkv(examples):
     votes = kvjax.evict_layer(policy(group="mean"), q[:, :1], k, v, scale=scale)
     np.testing.assert_allclose(votes.score[0, 0, : n - window], e["expected"]["pooled_max"][0], atol=1e-6)
     for i in (0, 1):
-        alone = dataclasses.replace(policy(), score=kvjax.scores.Window(window, group="mean"))
+        alone = dataclasses.replace(policy(), score=kvjax.scoring.scores.Window(window, group="mean"))
         votes = np.asarray(kvjax.evict_layer(alone, q[:, i : i + 1], k, v, scale=scale).score[0, 0, : n - window])
         np.testing.assert_allclose(votes, e["expected"]["votes_sum"][i], atol=1e-6)
         np.testing.assert_allclose(votes / window, e["expected"]["votes_mean"][i], atol=1e-6)
@@ -244,7 +244,7 @@ def occupancy(schedule, steps, *, budget, n):
     for step in range(1, steps + 1):
         now = helpers.context(site, length=[n + step], prompt_length=[n], phase="decode")
         new = jnp.ones((1, 1, 1, 8))
-        kv = kvjax.state.insert(kv, new, new, jnp.asarray([[n + step - 1]], jnp.int32))
+        kv = kvjax.cache.state.insert(kv, new, new, jnp.asarray([[n + step - 1]], jnp.int32))
         attended = int(kv.num_live[0, 0])
         kv = policy.layer(kv, LayerStats(), now)
         seen.append([attended, int(kv.num_live[0, 0])])
@@ -283,11 +283,11 @@ def test_e37_compact_positions(examples):
     """Ranks of kept positions, and the rank of the next query."""
     e = examples["E37"]
     kept = jnp.asarray([[e["inputs"]["kept_positions"]]], jnp.int32)
-    assert kvjax.state.ranks(kept).tolist() == [[[0, 1, 2]]]
+    assert kvjax.cache.state.ranks(kept).tolist() == [[[0, 1, 2]]]
     kv = kvjax.LayerKV(
-        jnp.zeros((1, 1, 3, 8)), jnp.zeros((1, 1, 3, 8)), kept, (), kvjax.state.ranks(kept), positions="compact"
+        jnp.zeros((1, 1, 3, 8)), jnp.zeros((1, 1, 3, 8)), kept, (), kvjax.cache.state.ranks(kept), positions="compact"
     )
-    following = kvjax.state.next_ranks(kv, jnp.asarray([[[6]]], jnp.int32))
+    following = kvjax.cache.state.next_ranks(kv, jnp.asarray([[[6]]], jnp.int32))
     assert following.tolist() == [[[e["expected"]["next_query_position_rerotated"]]]]
 
 

@@ -10,10 +10,10 @@ import pytest
 
 import kvjax
 from kvjax import methods
+from kvjax.cache.pool import PooledKV, insert_pooled, pool_slots, to_pool
+from kvjax.cache.state import PerHead, evict
 from kvjax.eviction import EvictMemory
-from kvjax.pool import PooledKV, insert_pooled, pool_slots, to_pool
-from kvjax.state import PerHead, evict
-from kvjax.stats import LayerStats
+from kvjax.scoring.stats import LayerStats
 from tests import helpers
 
 B, T, NEW = 2, 24, 14

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.budget import as_count
 from kvjax.eviction import Evict
-from kvjax.select import TopK
+from kvjax.scoring.select import TopK
+from kvjax.sizes.budget import as_count
 from tests import helpers
 from tests.methods import CASES, CORE, FEW
 

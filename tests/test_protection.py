@@ -8,8 +8,8 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.budget import Ratio, Tokens
-from kvjax.select import Chunks
+from kvjax.scoring.select import Chunks
+from kvjax.sizes.budget import Ratio, Tokens
 from tests import helpers
 
 T = 40

@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.allocation import FloorPyramid, Pyramid
+from kvjax.sizes.allocation import FloorPyramid, Pyramid
 from tests import helpers
 
 

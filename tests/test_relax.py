@@ -10,9 +10,10 @@ import pytest
 from scipy import optimize, special
 
 import kvjax
-from kvjax import methods, relax
-from kvjax.generation import empty_after_prompt
-from kvjax.select import Stage
+from kvjax import methods
+from kvjax.drivers.generation import empty_after_prompt
+from kvjax.learning import relax
+from kvjax.scoring.select import Stage
 from tests import helpers
 from tests.methods import CASES, CORE
 

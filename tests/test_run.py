@@ -385,7 +385,7 @@ MINE = """
 import dataclasses
 import kvjax
 from configs.experiment import Common, Experiment, Setup, sweep
-from kvjax.scores import Score
+from kvjax.scoring.scores import Score
 
 @dataclasses.dataclass(frozen=True)
 class Newest(Score):

@@ -12,8 +12,8 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.allocation import Adaptive, Pyramid, apportion
-from kvjax.budget import Above, Fixed, Ratio, Share, Sum, Tokens, as_budget, as_count, lookup
+from kvjax.sizes.allocation import Adaptive, Pyramid, apportion
+from kvjax.sizes.budget import Above, Fixed, Ratio, Share, Sum, Tokens, as_budget, as_count, lookup
 from tests import helpers
 
 traced_apportion = jax.jit(functools.partial(apportion, xp=jnp))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.state import PerHead, append, compact, evict, insert, map_slots, position_order, ranks
+from kvjax.cache.state import PerHead, append, compact, evict, insert, map_slots, position_order, ranks
 from tests import helpers
 
 B, K, H = 2, 3, 4

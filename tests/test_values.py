@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import allocation, analysis, families, fastgen, key_scores, measurements, methods, relax, scores, select
-from kvjax.budget import Above, AtMost, Ratio, Share, Sum, Tokens
-from kvjax.context import row_keys
+from kvjax import analysis, methods
+from kvjax.cache.context import row_keys
+from kvjax.learning import families, relax
+from kvjax.methods import profiling as fastgen
+from kvjax.scoring import key_scores, measurements, scores, select
+from kvjax.sizes import allocation
+from kvjax.sizes.budget import Above, AtMost, Ratio, Share, Sum, Tokens
 from pallas_kernels import Columns, Softmax, attention, hash_uniform, pooled_attention, recovered_attention
 from tests import helpers
 from tests.methods import CASES
@@ -45,7 +49,10 @@ IDS = {"special_ids": (1,), "punctuation_ids": (2,)}
         (lambda: AtMost((1, "2")), "not a number of tokens"),
         (lambda: Above(1, 2.5), r"Above\(min_prompt=2.5\): must be a whole number of at least 0"),
         (lambda: kvjax.Protect(recent=[1]), r"Protect\(recent=\[1\]\): not a number of tokens"),
-        (lambda: kvjax.protect.TopStd(4, ignore_prefix=-1), r"TopStd\(ignore_prefix=-1\): must be a whole number"),
+        (
+            lambda: kvjax.scoring.protect.TopStd(4, ignore_prefix=-1),
+            r"TopStd\(ignore_prefix=-1\): must be a whole number",
+        ),
         (lambda: methods.criticalkv(64, eps=NAN), r"eps=nan\): what is added to scores is finite"),
         (lambda: methods.expected_attention(64, eps=NAN), r"eps=nan\): what is added to weights is finite"),
         (lambda: methods.expected_attention(64, horizon=10**9), "no more than 1,048,576 are averaged"),
@@ -172,18 +179,18 @@ APART = {
     "Schedule.drop": lambda x: kvjax.when_over(4, drop=x),
     "Protect.sinks": lambda x: kvjax.Protect(sinks=x),
     "Protect.recent": lambda x: kvjax.Protect(recent=x),
-    "PromptSinks.size": kvjax.protect.PromptSinks,
-    "TopStd.size": kvjax.protect.TopStd,
-    "TopStd.decode_size": lambda x: kvjax.protect.TopStd(2, decode_size=x),
+    "PromptSinks.size": kvjax.scoring.protect.PromptSinks,
+    "TopStd.size": kvjax.scoring.protect.TopStd,
+    "TopStd.decode_size": lambda x: kvjax.scoring.protect.TopStd(2, decode_size=x),
     "LastRows.n": kvjax.LastRows,
-    "FirstAndLastRows.first": lambda x: kvjax.stats.FirstAndLastRows(x, 2),
-    "FirstAndLastRows.last": lambda x: kvjax.stats.FirstAndLastRows(2, x),
-    "EntropyScaled.k": kvjax.stats.EntropyScaled,
+    "FirstAndLastRows.first": lambda x: kvjax.scoring.stats.FirstAndLastRows(x, 2),
+    "FirstAndLastRows.last": lambda x: kvjax.scoring.stats.FirstAndLastRows(2, x),
+    "EntropyScaled.k": kvjax.scoring.stats.EntropyScaled,
     "TopKThenRandom.random": select.TopKThenRandom,
     "Evict.budget": lambda x: kvjax.Evict(scores.Recency(), x),
     "FastGen.budget": lambda x: fastgen.FastGen(**IDS, budget=x),
-    "StepwiseMask.heavy": lambda x: kvjax.simulations.StepwiseMask(x, 1),
-    "NextStepMask.recent": lambda x: kvjax.simulations.NextStepMask(1, x),
+    "StepwiseMask.heavy": lambda x: kvjax.methods.simulations.StepwiseMask(x, 1),
+    "NextStepMask.recent": lambda x: kvjax.methods.simulations.NextStepMask(1, x),
     "nacl": lambda x: methods.nacl(64, protect=x, proxies=x, random=x),
 }
 

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 import models
-from kvjax.generation import empty_after_prompt, init_state
-from kvjax.learned import FrozenArrays
+from kvjax.drivers.generation import empty_after_prompt, init_state
+from kvjax.scoring.learned import FrozenArrays
 from models import scorer, weights
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 5}
@@ -588,7 +588,7 @@ def test_a_real_checkpoint_continues_exactly(shared_data):
 
 def test_parameters_by_orbax(tmp_path, tiny):
     model, params = tiny
-    from kvjax import checkpoint
+    from kvjax.drivers import checkpoint
 
     checkpoint.save_params(tmp_path / "params", params)
     restored = checkpoint.load_params(tmp_path / "params", model.shapes)
@@ -620,7 +620,7 @@ def negated(kv, stats, ctx, *, power):
     ],
 )
 def test_a_stored_prompt_of_a_function_that_holds_other_values_is_refused(tmp_path, tiny, make, one, other):
-    from kvjax import checkpoint
+    from kvjax.drivers import checkpoint
 
     plan = lambda held: kvjax.make_plan(
         tiny[0].config, kvjax.from_fn(make(held), budget=8), prompt_len=20, max_new_tokens=4
@@ -634,7 +634,8 @@ def test_a_stored_prompt_of_a_function_that_holds_other_values_is_refused(tmp_pa
 @pytest.mark.parametrize("name", ["h2o", "streaming_llm", "ada"])
 def test_a_compressed_prompt_is_stored_and_resumed(tmp_path, tiny, name):
     """Restored runs continue bit for bit, and with an equal plan built anew."""
-    from kvjax import checkpoint, methods
+    from kvjax import methods
+    from kvjax.drivers import checkpoint
 
     model, params = tiny
     make = {
@@ -669,12 +670,13 @@ def test_a_compressed_prompt_is_stored_and_resumed(tmp_path, tiny, name):
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory, tiny):
     """Parameters and a cache on disk, what they are, and the plan of the cache."""
-    from kvjax import checkpoint, methods
+    from kvjax import methods
+    from kvjax.drivers import checkpoint
 
     path = tmp_path_factory.mktemp("stored")
     model, params = tiny
     plan = kvjax.make_plan(model.config, methods.h2o(8), prompt_len=20, max_new_tokens=12)
-    state = kvjax.generation.empty_after_prompt(kvjax.init_state(plan, jnp.full((2,), 20, jnp.int32)))
+    state = kvjax.drivers.generation.empty_after_prompt(kvjax.init_state(plan, jnp.full((2,), 20, jnp.int32)))
     checkpoint.save_params(path / "params", params)
     checkpoint.save_state(path / "state", state)
     return path, plan, state
@@ -697,7 +699,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("kind", ["params", "state"])
 def test_a_damaged_store_is_named(tmp_path, stored, tiny, kind, damage):
-    from kvjax import checkpoint
+    from kvjax.drivers import checkpoint
 
     source, plan, _ = stored
     path = shutil.copytree(source / kind, tmp_path / kind)
@@ -707,7 +709,7 @@ def test_a_damaged_store_is_named(tmp_path, stored, tiny, kind, damage):
 
 
 def test_a_flipped_bit_is_no_parameter(tmp_path, stored, tiny):
-    from kvjax import checkpoint
+    from kvjax.drivers import checkpoint
 
     path = shutil.copytree(stored[0] / "params", tmp_path / "params")
     file = _largest(path)
@@ -720,7 +722,8 @@ def test_a_flipped_bit_is_no_parameter(tmp_path, stored, tiny):
 
 @pytest.mark.usefixtures("unchecked")
 def test_stores_take_what_they_are_for(tmp_path, stored, tiny):
-    from kvjax import checkpoint, methods
+    from kvjax import methods
+    from kvjax.drivers import checkpoint
 
     path, plan, state = stored
     for wrong in (None, methods.h2o(8), {}):

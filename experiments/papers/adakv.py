@@ -13,8 +13,8 @@ from experiments.palette import COLOURS
 from experiments.papers.attention import Layer, capture, fold_rows, group_mean
 from experiments.papers.base import canvas, interval, message, percent, shown_layers
 from kvjax.analysis import eviction_bound, eviction_loss
-from kvjax.generation import Model
-from kvjax.select import TopK, largest
+from kvjax.drivers.generation import Model
+from kvjax.scoring.select import TopK, largest
 
 # --- Figure 2 ---
 

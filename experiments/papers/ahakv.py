@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from experiments.papers.attention import Layer, capture, fold_rows
 from experiments.papers.base import canvas, draw_layers, message, smooth
-from kvjax.generation import Model
+from kvjax.drivers.generation import Model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.attention import without_cache
-from kvjax.generation import Model
+from kvjax.drivers.attention import without_cache
+from kvjax.drivers.generation import Model
 from pallas_kernels import Columns, Softmax, attention
 from pallas_kernels.pytree import pytree, static
 

@@ -15,7 +15,7 @@ import kvjax
 from experiments.palette import COLOURS
 from experiments.papers.base import canvas, message, percent, style
 from kvjax import methods
-from kvjax.generation import Model
+from kvjax.drivers.generation import Model
 from kvjax.policy import context
 
 

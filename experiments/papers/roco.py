@@ -16,11 +16,11 @@ from experiments.palette import COLOURS
 from experiments.papers.attention import Layer, capture, fold_rows, group_mean
 from experiments.papers.base import canvas, draw_layers, interval, message, percent, style
 from kvjax import analysis
-from kvjax.generation import Model
-from kvjax.protect import TopStd
-from kvjax.scores import Mean
-from kvjax.select import TopK
-from kvjax.state import EMPTY
+from kvjax.cache.state import EMPTY
+from kvjax.drivers.generation import Model
+from kvjax.scoring.protect import TopStd
+from kvjax.scoring.scores import Mean
+from kvjax.scoring.select import TopK
 from pallas_kernels import Columns, attention
 
 MEASURES = ("AAS (H2O)", "AQAS", "LTAS (TOVA)", "MAS (RoCo)")

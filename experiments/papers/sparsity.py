@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from experiments.palette import COLOURS
 from experiments.papers.attention import Layer, capture, fold_rows
 from experiments.papers.base import canvas, draw_layers, message, percent, shown_layers, smooth
-from kvjax.generation import Model
+from kvjax.drivers.generation import Model
 
 NOTHING = 0.001  # attention that heat maps leave white
 

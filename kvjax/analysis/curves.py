@@ -16,14 +16,13 @@ from kvjax.analysis.grid import Family, Kind, keep_all, kind_of, make_grid, meas
 from kvjax.analysis.hindsight import Across, best_in_hindsight, hindsight_rank, lost_mass, regret
 from kvjax.analysis.losses import distances, largest_value
 from kvjax.analysis.reading import Reading, read_traced
-from kvjax.budget import Count, as_budget, lookup
-from kvjax.choice import one_of
-from kvjax.context import row_keys
-from kvjax.generation import Model, check_prompts
+from kvjax.cache.context import row_keys
+from kvjax.cache.state import Positions
+from kvjax.drivers.generation import Model, check_prompts
 from kvjax.plan import CachePlan
-from kvjax.state import Positions
+from kvjax.sizes.budget import Count, as_budget, lookup
 from pallas_kernels.pytree import pytree, static
-from pallas_kernels.values import check_array, checked, number, whole
+from pallas_kernels.values import check_array, checked, number, one_of, whole
 
 HINDSIGHT: Final = {"head": "hindsight (heads)", "layer": "hindsight (layers)", "model": "hindsight (model)"}
 """Names of the oracles among the policies of a curve."""

@@ -16,12 +16,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.analysis.reading import LayerReading, Measured, Reading, depends
-from kvjax.budget import Count, Counts, lookup, narrow
+from kvjax.cache.state import KVState, LayerKV, Positions, map_slots
 from kvjax.eviction import Evict, Numbers
 from kvjax.plan import CachePlan, ModelConfig, make_plan
 from kvjax.policy import Granularity, Policy, Rule, as_policy
-from kvjax.state import KVState, LayerKV, Positions, map_slots
-from kvjax.stats import AttentionStats, LayerStats
+from kvjax.scoring.stats import AttentionStats, LayerStats
+from kvjax.sizes.budget import Count, Counts, lookup, narrow
 
 Family = Callable[[Any], Policy]
 """A method: budget to policy."""

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.choice import one_of
 from pallas_kernels import Columns, attention
-from pallas_kernels.values import check_array
+from pallas_kernels.values import check_array, one_of
 
 Across = Literal["head", "layer", "model"]
 """Who competes for the tokens that are kept: each head keeps as many as before, each layer, or the model."""

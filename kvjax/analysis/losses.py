@@ -7,14 +7,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.choice import one_of
+from kvjax.cache.state import EMPTY
 from kvjax.plan import as_lengths
-from kvjax.select import TopK
-from kvjax.state import EMPTY
+from kvjax.scoring.select import TopK
 from pallas_kernels import attention
 from pallas_kernels.columns import accumulator
 from pallas_kernels.pytree import pytree
-from pallas_kernels.values import check_array
+from pallas_kernels.values import check_array, one_of
 
 Order = Literal[1, 2]
 

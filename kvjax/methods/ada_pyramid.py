@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Literal
 
-from kvjax.allocation import Adaptive
-from kvjax.budget import Count
 from kvjax.eviction import Evict
 from kvjax.methods.pyramidkv import Preset, pyramidkv
 from kvjax.policy import Granularity, Layout
+from kvjax.sizes.allocation import Adaptive
+from kvjax.sizes.budget import Count
 
 
 def ada_pyramid(

@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Literal
 
-from kvjax.allocation import Adaptive
-from kvjax.budget import Count
 from kvjax.eviction import Evict
 from kvjax.methods.snapkv import snapkv
 from kvjax.policy import Granularity, Layout
+from kvjax.sizes.allocation import Adaptive
+from kvjax.sizes.budget import Count
 
 
 def ada_snapkv(
@@ -31,7 +31,7 @@ def ada_snapkv(
     """SnapKV where the heads of a layer compete for its budget.
 
     The layer's largest window scores are found across heads; each head gets as many tokens as it won, blended with the
-    uniform share (`kvjax.allocation.Adaptive`), then keeps its own best. The layer's total is that of SnapKV.
+    uniform share (`kvjax.sizes.allocation.Adaptive`), then keeps its own best. The layer's total is that of SnapKV.
 
     Like the released code, scores are row means under a softmax over all keys, reduced over the group, then pooled. The
     paper pools before averaging rows (`pool_before_rows=True`, D-23) and normalises over the keys outside the window

@@ -2,14 +2,13 @@
 
 from typing import Literal
 
-from kvjax.budget import Count, Less, as_count, of_budget
-from kvjax.choice import one_of
 from kvjax.eviction import Evict
-from kvjax.protect import Protect
-from kvjax.schedule import every_step
-from kvjax.scores import Accumulated, Score, ValuePrior
-from kvjax.stats import AllRows, EntropyScaled, LastRows, Observe
-from pallas_kernels.values import checked, flag
+from kvjax.scoring.protect import Protect
+from kvjax.scoring.scores import Accumulated, Score, ValuePrior
+from kvjax.scoring.stats import AllRows, EntropyScaled, LastRows, Observe
+from kvjax.sizes.budget import Count, Less, as_count, of_budget
+from kvjax.sizes.schedule import every_step
+from pallas_kernels.values import checked, flag, one_of
 
 
 def ahakv(

@@ -1,12 +1,12 @@
 """AQAS: above-average query count (RoCo's baseline, Ren and Zhu, arXiv 2402.06262, section 3)."""
 
-from kvjax.budget import Count, Share
 from kvjax.eviction import Evict
-from kvjax.protect import Protect
-from kvjax.schedule import every_step
-from kvjax.scores import Accumulated
-from kvjax.select import Ties, TopK
-from kvjax.stats import Observe
+from kvjax.scoring.protect import Protect
+from kvjax.scoring.scores import Accumulated
+from kvjax.scoring.select import Ties, TopK
+from kvjax.scoring.stats import Observe
+from kvjax.sizes.budget import Count, Share
+from kvjax.sizes.schedule import every_step
 
 
 def aqas(

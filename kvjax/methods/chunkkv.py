@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from kvjax.budget import Count, Ratio, as_count
 from kvjax.eviction import Evict
 from kvjax.methods.snapkv import snapkv
-from kvjax.select import Chunks
+from kvjax.scoring.select import Chunks
+from kvjax.sizes.budget import Count, Ratio, as_count
 from pallas_kernels.values import a, checked, optional
 
 

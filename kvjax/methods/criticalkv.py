@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from kvjax.budget import Count
 from kvjax.eviction import Evict
-from kvjax.measurements import ProjectedValueNorm
 from kvjax.methods.snapkv import snapkv
-from kvjax.select import TwoStage
+from kvjax.scoring.measurements import ProjectedValueNorm
+from kvjax.scoring.select import TwoStage
+from kvjax.sizes.budget import Count
 from pallas_kernels.values import a, checked, optional
 
 

@@ -6,15 +6,14 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from kvjax.budget import Count
-from kvjax.choice import one_of
-from kvjax.context import Context
+from kvjax.cache.context import Context
+from kvjax.cache.state import LayerKV
 from kvjax.eviction import Evict, Mask
-from kvjax.protect import Protect
-from kvjax.schedule import every_step
-from kvjax.scores import Recency, Score
-from kvjax.state import LayerKV
-from pallas_kernels.values import settle, tokens
+from kvjax.scoring.protect import Protect
+from kvjax.scoring.scores import Recency, Score
+from kvjax.sizes.budget import Count
+from kvjax.sizes.schedule import every_step
+from pallas_kernels.values import one_of, settle, tokens
 
 _DISTANCE = tokens(0, "a dilation is whole and not negative; 0 is a plain window")
 

@@ -5,14 +5,13 @@ from typing import Literal
 
 import numpy as np
 
-from kvjax.budget import Count, Fixed, Less, Ratio, Share, Sum, Tokens, as_count, counted
-from kvjax.choice import one_of
 from kvjax.eviction import Evict
-from kvjax.protect import PromptSinks, Protect, Scope, TopStd
-from kvjax.schedule import Schedule, after_prefill, every_step
-from kvjax.scores import Accumulated, LastRow, Mean, Recency, Score, Uniform
-from kvjax.select import RandomRun, TopK
-from pallas_kernels.values import checked, flag, number, optional, settle, tokens
+from kvjax.scoring.protect import PromptSinks, Protect, Scope, TopStd
+from kvjax.scoring.scores import Accumulated, LastRow, Mean, Recency, Score, Uniform
+from kvjax.scoring.select import RandomRun, TopK
+from kvjax.sizes.budget import Count, Fixed, Less, Ratio, Share, Sum, Tokens, as_count, counted
+from kvjax.sizes.schedule import Schedule, after_prefill, every_step
+from pallas_kernels.values import checked, flag, number, one_of, optional, settle, tokens
 
 Importance = Literal["roco", "mas", "h2o", "tova", "recency", "random"]
 Mode = Literal["encoding", "decoding", "encoding_decoding"]

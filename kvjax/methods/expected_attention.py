@@ -1,10 +1,10 @@
 """ExpectedAttention (Devoto et al., arXiv 2510.00636)."""
 
-from kvjax.budget import Count, Tokens, as_count
 from kvjax.eviction import Evict
-from kvjax.key_scores import ExpectedAttention
-from kvjax.measurements import FutureQueries
-from kvjax.protect import Protect
+from kvjax.scoring.key_scores import ExpectedAttention
+from kvjax.scoring.measurements import FutureQueries
+from kvjax.scoring.protect import Protect
+from kvjax.sizes.budget import Count, Tokens, as_count
 from pallas_kernels.values import checked, tokens
 
 
@@ -18,7 +18,7 @@ def expected_attention(
 ) -> Evict:
     """Keeps the tokens that queries to come are expected to attend to, weighted by their values' norms.
 
-    See `kvjax.key_scores.ExpectedAttention`. The sinks' queries do not count in the model of queries, and sinks stay.
+    See `key_scores.ExpectedAttention`. The sinks' queries do not count in the model of queries, and sinks stay.
 
     Args:
       budget: live tokens a kv head and layer, sinks included.

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from kvjax.budget import Count
-from kvjax.fastgen import TOKEN_IDS, FastGen
+from kvjax.methods.profiling import TOKEN_IDS, FastGen
+from kvjax.methods.token_classes import token_classes
 from kvjax.policy import Layout
-from kvjax.token_classes import token_classes
+from kvjax.sizes.budget import Count
 from pallas_kernels.values import checked
 
 
@@ -31,12 +31,12 @@ def fastgen(
     total is an outcome, not a choice; with `storage="pool"` the heads of a layer share a number of slots that is fixed.
     The paper varies T from 0.91 to 0.98.
 
-    `state.layers[i].memory[0].strategy.value` holds the chosen strategies, indices into `kvjax.fastgen.STRATEGIES`.
+    `state.layers[i].memory[0].strategy.value` holds the chosen strategies, indices into `profiling.STRATEGIES`.
 
     Args:
       tokenizer: a Hugging Face tokenizer, to tell special tokens and punctuation apart; or give both ids.
       special_ids, punctuation_ids: ids of the two classes, in place of the tokenizer's.
-      frequent_ratio, local_ratio, recovery_ratio, recovery, rounding, budget, storage: see `kvjax.fastgen.FastGen`.
+      frequent_ratio, local_ratio, recovery_ratio, recovery, rounding, budget, storage: see `profiling.FastGen`.
 
     Raises:
       ValueError: neither a tokenizer nor both classes of ids.

@@ -2,15 +2,15 @@
 
 from typing import Literal
 
-from kvjax.budget import Count, Fixed, Less, Share, as_budget, as_count
-from kvjax.choice import one_of
 from kvjax.eviction import Evict
+from kvjax.methods.simulations import NextStepMask, StepwiseMask
 from kvjax.policy import Policy
-from kvjax.protect import Protect
-from kvjax.schedule import every_step
-from kvjax.scores import Accumulated
-from kvjax.simulations import NextStepMask, StepwiseMask
-from kvjax.stats import AllRows, Observe
+from kvjax.scoring.protect import Protect
+from kvjax.scoring.scores import Accumulated
+from kvjax.scoring.stats import AllRows, Observe
+from kvjax.sizes.budget import Count, Fixed, Less, Share, as_budget, as_count
+from kvjax.sizes.schedule import every_step
+from pallas_kernels.values import one_of
 
 
 def h2o(
@@ -36,8 +36,8 @@ def h2o(
       recent: protected last tokens: tokens, a share of the prompt (float), or `Share` of the budget. 0 is key attention
         only.
       group: how a group's query heads are combined.
-      prefill: "stepwise_mask" simulates greedy eviction while the text is read (`kvjax.simulations.StepwiseMask`).
-      compat: "h2o_hh_mask" reproduces the released masking simulation (`kvjax.simulations.NextStepMask`).
+      prefill: "stepwise_mask" simulates greedy eviction while the text is read (`simulations.StepwiseMask`).
+      compat: "h2o_hh_mask" reproduces the released masking simulation (`simulations.NextStepMask`).
     """
     one_of("prefill", prefill, "oneshot", "stepwise_mask")
     one_of("compat", compat, None, "h2o_hh_mask")

@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from kvjax.budget import Count
 from kvjax.eviction import Evict
-from kvjax.schedule import every_step
-from kvjax.scores import Accumulated
-from kvjax.stats import Observe
+from kvjax.scoring.scores import Accumulated
+from kvjax.scoring.stats import Observe
+from kvjax.sizes.budget import Count
+from kvjax.sizes.schedule import every_step
 
 
 def key_attention(budget: int | float | Count, *, group: Literal["mean", "max", "sum"] = "mean") -> Evict:

@@ -1,9 +1,9 @@
 """KeyDiff: eviction by key similarity (Park et al., arXiv 2504.15364)."""
 
-from kvjax.budget import Count
 from kvjax.eviction import Evict
-from kvjax.key_scores import KeyDifference
-from kvjax.schedule import Schedule, after_prefill
+from kvjax.scoring.key_scores import KeyDifference
+from kvjax.sizes.budget import Count
+from kvjax.sizes.schedule import Schedule, after_prefill
 
 
 def keydiff(budget: int | float | Count, *, when: Schedule = after_prefill()) -> Evict:

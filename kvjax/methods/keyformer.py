@@ -3,16 +3,16 @@
 import dataclasses
 from typing import Literal
 
-from kvjax.budget import Count, Fixed, Less, Share, as_budget, as_count
-from kvjax.choice import one_of
+from kvjax.cache.state import Positions
 from kvjax.eviction import Evict
+from kvjax.methods.simulations import NextStepMask
 from kvjax.policy import Policy
-from kvjax.protect import Protect
-from kvjax.schedule import every_step
-from kvjax.scores import Accumulated
-from kvjax.simulations import NextStepMask
-from kvjax.state import Positions
-from kvjax.stats import AllRows, Noisy, Observe
+from kvjax.scoring.protect import Protect
+from kvjax.scoring.scores import Accumulated
+from kvjax.scoring.stats import AllRows, Noisy, Observe
+from kvjax.sizes.budget import Count, Fixed, Less, Share, as_budget, as_count
+from kvjax.sizes.schedule import every_step
+from pallas_kernels.values import one_of
 
 
 def keyformer(
@@ -49,7 +49,7 @@ def keyformer(
       positions: "original", or "compact" for the paper's new positions.
       group: how a group's query heads are combined; noise is drawn for every query head.
       compat: "keyformer_mask" hides what the released simulation hides, and frees nothing
-        (`kvjax.simulations.NextStepMask`).
+        (`kvjax.methods.simulations.NextStepMask`).
 
     Raises:
       ValueError: a `compat` that is unknown, or given with options that the simulation does not have.

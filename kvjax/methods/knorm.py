@@ -1,9 +1,9 @@
 """Knorm: eviction by key norm (Devoto et al., arXiv 2406.11430)."""
 
-from kvjax.budget import Count
 from kvjax.eviction import Evict
-from kvjax.key_scores import KeyNorm
-from kvjax.schedule import Schedule, after_prefill
+from kvjax.scoring.key_scores import KeyNorm
+from kvjax.sizes.budget import Count
+from kvjax.sizes.schedule import Schedule, after_prefill
 
 
 def knorm(budget: int | float | Count, *, when: Schedule = after_prefill()) -> Evict:

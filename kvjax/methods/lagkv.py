@@ -1,15 +1,15 @@
 """LagKV (Liang et al., arXiv 2504.04704)."""
 
-from kvjax.budget import Count
 from kvjax.eviction import Evict
-from kvjax.key_scores import LagRelative
-from kvjax.protect import Protect
+from kvjax.scoring.key_scores import LagRelative
+from kvjax.scoring.protect import Protect
+from kvjax.sizes.budget import Count
 
 
 def lagkv(budget: int | float | Count, *, lag: int = 128, sinks: int = 4, cross_scoring: bool = False) -> Evict:
     """Keeps tokens that stand out from the partition of text that follows them.
 
-    See `kvjax.key_scores.LagRelative`. Attention is not looked at. Sinks, the last partition and what follows it share
+    See `key_scores.LagRelative`. Attention is not looked at. Sinks, the last partition and what follows it share
     the highest score, of which the newest are kept where the budget does not hold them all: sinks stay because they are
     protected.
 

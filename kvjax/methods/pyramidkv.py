@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Literal
 
-from kvjax.allocation import FloorPyramid, InclusivePyramid, LayerAllocation, Pyramid
-from kvjax.budget import Count
-from kvjax.choice import one_of
 from kvjax.eviction import Evict
 from kvjax.methods.snapkv import snapkv
 from kvjax.policy import Granularity
+from kvjax.sizes.allocation import FloorPyramid, InclusivePyramid, LayerAllocation, Pyramid
+from kvjax.sizes.budget import Count
+from pallas_kernels.values import one_of
 
 Preset = Literal["pyramid_factory", "pyramid_adakv", "pyramid_kvpress"]
 
@@ -29,7 +29,7 @@ def pyramidkv(
     """SnapKV with budgets that fall linearly from the first layer to the last.
 
     The window comes on top of each layer's share, the model's total is exactly that of a uniform `budget`, and one
-    formula holds for every prompt (`kvjax.allocation.Pyramid`). Released code differs, and `preset` follows it:
+    formula holds for every prompt (`kvjax.sizes.allocation.Pyramid`). Released code differs, and `preset` follows it:
 
     | preset | progression | window | prompts shorter than twice the budget | total |
     |---|---|---|---|---|

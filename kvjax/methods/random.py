@@ -2,13 +2,13 @@
 
 from typing import Literal
 
-from kvjax.budget import Count
-from kvjax.choice import one_of
 from kvjax.eviction import Evict
-from kvjax.protect import Protect
-from kvjax.schedule import every_step
-from kvjax.scores import Uniform
-from kvjax.select import RandomRun, TopK
+from kvjax.scoring.protect import Protect
+from kvjax.scoring.scores import Uniform
+from kvjax.scoring.select import RandomRun, TopK
+from kvjax.sizes.budget import Count
+from kvjax.sizes.schedule import every_step
+from pallas_kernels.values import one_of
 
 
 def random(

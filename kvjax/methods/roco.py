@@ -1,10 +1,10 @@
 """RoCo: robust cache omission (Ren and Zhu, arXiv 2402.06262)."""
 
-from kvjax.budget import AtMost, Count, Share, Tokens
 from kvjax.eviction import Evict
-from kvjax.protect import Protect, TopStd
-from kvjax.schedule import every_step
-from kvjax.scores import Mean
+from kvjax.scoring.protect import Protect, TopStd
+from kvjax.scoring.scores import Mean
+from kvjax.sizes.budget import AtMost, Count, Share, Tokens
+from kvjax.sizes.schedule import every_step
 
 
 def roco(

@@ -2,14 +2,14 @@
 
 from typing import Literal
 
-from kvjax.allocation import LayerAllocation, UniformLayers
-from kvjax.budget import Count, Share
-from kvjax.choice import one_of
 from kvjax.eviction import Evict
-from kvjax.protect import Protect
-from kvjax.schedule import when_over
-from kvjax.scores import Accumulated, History
-from kvjax.stats import AllRows, Observe
+from kvjax.scoring.protect import Protect
+from kvjax.scoring.scores import Accumulated, History
+from kvjax.scoring.stats import AllRows, Observe
+from kvjax.sizes.allocation import LayerAllocation, UniformLayers
+from kvjax.sizes.budget import Count, Share
+from kvjax.sizes.schedule import when_over
+from pallas_kernels.values import one_of
 
 
 def scissorhands(

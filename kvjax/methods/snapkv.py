@@ -2,14 +2,13 @@
 
 from typing import Literal
 
-from kvjax.budget import Count
-from kvjax.choice import one_of
 from kvjax.eviction import Evict
 from kvjax.policy import Granularity
-from kvjax.protect import Protect
-from kvjax.scores import Pooled, Window
-from kvjax.stats import OutsideWindow
-from pallas_kernels.values import checked, flag, tokens
+from kvjax.scoring.protect import Protect
+from kvjax.scoring.scores import Pooled, Window
+from kvjax.scoring.stats import OutsideWindow
+from kvjax.sizes.budget import Count
+from pallas_kernels.values import checked, flag, one_of, tokens
 
 
 def snapkv(
@@ -49,7 +48,7 @@ def snapkv(
       kernel_size: pooling width, odd; 1 does not pool.
       pooling: kind of pooling.
       group: how a group's query heads are combined, before pooling.
-      avg_pad: see `kvjax.scores.Pooled` (D-49).
+      avg_pad: see `kvjax.scoring.scores.Pooled` (D-49).
       pool_before_rows: max-pool every row before rows are added, as Ada-KV's text has it (D-23).
       normalise: "outside_window" takes the softmax over the keys before the window only (D-24).
       granularity: "query_head" keeps a set for every query head (D-39).

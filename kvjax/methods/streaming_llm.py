@@ -1,11 +1,11 @@
 """StreamingLLM (Xiao et al., arXiv 2309.17453)."""
 
-from kvjax.budget import Count
+from kvjax.cache.state import Positions
 from kvjax.eviction import Evict
-from kvjax.protect import Protect
-from kvjax.schedule import before_append
-from kvjax.scores import Recency
-from kvjax.state import Positions
+from kvjax.scoring.protect import Protect
+from kvjax.scoring.scores import Recency
+from kvjax.sizes.budget import Count
+from kvjax.sizes.schedule import before_append
 
 
 def streaming_llm(budget: int | float | Count, *, sinks: int = 4, positions: Positions = "compact") -> Evict:

@@ -6,15 +6,14 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.choice import one_of
-from kvjax.context import Context, Site
-from kvjax.measurements import QuerySquares
+from kvjax.cache.context import Context, Site
+from kvjax.cache.pool import PooledKV
+from kvjax.cache.state import LayerKV, PerHead
 from kvjax.policy import LayerSpec, Rule, Selection, keeps_all
-from kvjax.pool import PooledKV
-from kvjax.schedule import Schedule
-from kvjax.state import LayerKV, PerHead
-from kvjax.stats import LayerStats
-from pallas_kernels.values import number, settle, tokens
+from kvjax.scoring.measurements import QuerySquares
+from kvjax.scoring.stats import LayerStats
+from kvjax.sizes.schedule import Schedule
+from pallas_kernels.values import number, one_of, settle, tokens
 
 
 @dataclasses.dataclass(frozen=True)

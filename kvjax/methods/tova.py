@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from kvjax.budget import Count
 from kvjax.eviction import Evict
-from kvjax.protect import Protect
-from kvjax.schedule import every_step
-from kvjax.scores import LastRow
+from kvjax.scoring.protect import Protect
+from kvjax.scoring.scores import LastRow
+from kvjax.sizes.budget import Count
+from kvjax.sizes.schedule import every_step
 
 
 def tova(

@@ -2,12 +2,12 @@
 
 from typing import Literal
 
-from kvjax.budget import Count, Ratio, Sum, as_count
-from kvjax.choice import one_of
 from kvjax.eviction import Evict
-from kvjax.protect import Protect
-from kvjax.schedule import every_step
-from kvjax.scores import Recency
+from kvjax.scoring.protect import Protect
+from kvjax.scoring.scores import Recency
+from kvjax.sizes.budget import Count, Ratio, Sum, as_count
+from kvjax.sizes.schedule import every_step
+from pallas_kernels.values import one_of
 
 
 def window(budget: int | float | Count, *, sinks: int = 0, scope: Literal["all", "generated"] = "all") -> Evict:

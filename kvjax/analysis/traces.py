@@ -13,15 +13,14 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.context import Context, Site
+from kvjax.cache.context import Context, Site
+from kvjax.cache.state import KVState, LayerKV, map_slots, with_gates
+from kvjax.drivers.generation import Model, forward, init_state
 from kvjax.eviction import Evict
-from kvjax.generation import Model, forward, init_state
 from kvjax.plan import CachePlan, make_plan
 from kvjax.policy import LayerSpec, Rule, Selection, context, keeps_all
-from kvjax.relax import with_gates
-from kvjax.scores import OfScore
-from kvjax.state import KVState, LayerKV, map_slots
-from kvjax.stats import LastRows, LayerStats, Measurement, Moment, Observe
+from kvjax.scoring.scores import OfScore
+from kvjax.scoring.stats import LastRows, LayerStats, Measurement, Moment, Observe
 from pallas_kernels import Columns, Softmax, attention
 from pallas_kernels.pytree import pytree, static
 from pallas_kernels.values import settle, tokens

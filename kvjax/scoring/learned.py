@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from kvjax.context import Context, Phase
-from kvjax.scores import Score, kernel_width, pool_in_order
-from kvjax.state import LayerKV
-from kvjax.stats import AllRows, LastRows, LayerStats, Measurement, Observe
+from kvjax.cache.context import Context, Phase
+from kvjax.cache.state import LayerKV
+from kvjax.scoring.scores import Score, kernel_width, pool_in_order
+from kvjax.scoring.stats import AllRows, LastRows, LayerStats, Measurement, Observe
 from pallas_kernels.values import settle, tokens
 
 NUM_STATISTICS = 6

@@ -13,10 +13,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budget import lookup, whole_tokens
-from kvjax.choice import one_of
-from kvjax.context import Site
-from pallas_kernels.values import checked, each, flag, number, settle, whole
+from kvjax.cache.context import Site
+from kvjax.sizes.budget import lookup, whole_tokens
+from pallas_kernels.values import checked, each, flag, number, one_of, settle, whole
 
 
 def apportion(shares: Any, limit: Any, xp: ModuleType = np) -> Any:

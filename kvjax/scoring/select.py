@@ -10,12 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from kvjax.budget import Count, Counts, counted
-from kvjax.choice import one_of
-from kvjax.context import Context, Phase, Site
-from kvjax.state import EMPTY, LayerKV, position_order
-from kvjax.stats import LayerStats, Measurement
-from pallas_kernels.values import a, flag, number, optional, settle, tokens
+from kvjax.cache.context import Context, Phase, Site
+from kvjax.cache.state import EMPTY, LayerKV, position_order
+from kvjax.scoring.stats import LayerStats, Measurement
+from kvjax.sizes.budget import Count, Counts, counted
+from pallas_kernels.values import a, flag, number, one_of, optional, settle, tokens
 
 Ties = Literal["evict_older", "lower_index"]
 
@@ -111,7 +110,7 @@ class Select(abc.ABC):
 
     @property
     def relaxed(self) -> bool:
-        """Whether the result is gates, between 0 and 1, instead of a mask (`kvjax.relax.Soft`)."""
+        """Whether the result is gates, between 0 and 1, instead of a mask (`kvjax.learning.relax.Soft`)."""
         return False
 
     @property

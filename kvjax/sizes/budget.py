@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.choice import one_of
-from pallas_kernels.values import MOST_TOKENS, checked, each, number, settle, tokens
+from pallas_kernels.values import MOST_TOKENS, checked, each, number, one_of, settle, tokens
 
 Rounding = Literal["floor", "int", "ceil"]
 ROUNDINGS: tuple[Rounding, ...] = ("floor", "int", "ceil")

@@ -22,8 +22,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from kvjax.algebra import identity
-from kvjax.context import row_keys
-from kvjax.generation import (
+from kvjax.cache.context import row_keys
+from kvjax.cache.state import KVState, take_rows
+from kvjax.drivers.generation import (
     NO_TOKEN,
     Model,
     check_block,
@@ -34,10 +35,9 @@ from kvjax.generation import (
     decode_step,
     prefill,
 )
+from kvjax.drivers.sampling import Greedy
 from kvjax.plan import make_plan
 from kvjax.policy import Policy
-from kvjax.sampling import Greedy
-from kvjax.state import KVState, take_rows
 from pallas_kernels.pytree import pytree
 from pallas_kernels.values import checked, number, whole
 

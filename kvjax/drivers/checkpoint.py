@@ -16,9 +16,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
-from kvjax.generation import empty_after_prompt, init_state
+from kvjax.cache.state import KVState
+from kvjax.drivers.generation import empty_after_prompt, init_state
 from kvjax.plan import CachePlan
-from kvjax.state import KVState
 
 _META = {"params": {"shapes": dict}, "state": {"plan": str, "keys": dict, "leaves": int}}
 _T = TypeVar("_T")

@@ -25,6 +25,8 @@ from pallas_kernels.values import MOST_TOKENS, checked, whole
 
 EMPTY: Final = -1
 
+_ROUNDING = 1e-5  # what sums of gates may be beyond 1
+
 Positions = Literal["original", "compact", "rerotate"]
 
 
@@ -91,7 +93,7 @@ class KVState:
     """The cache of a whole model, and where generation stands.
 
     Attributes:
-      layers: one `LayerKV` a layer, or one `PooledKV` (`kvjax.pool`); capacities may differ.
+      layers: one `LayerKV` a layer, or one `PooledKV` (`kvjax.cache.pool`); capacities may differ.
       length: tokens of every sequence seen so far, evicted ones included; the next token's position.
       prompt_length: tokens of every sequence's prompt. Budgets given as a ratio are ratios of this.
       step: decode steps of the batch; a sequence that slept has taken fewer, `length - prompt_length`.
@@ -146,6 +148,27 @@ def take_rows(state: KVState, rows: Array | np.ndarray | Sequence[int]) -> KVSta
         take, (state.layers, state.length, state.prompt_length, state.keys)
     )
     return dataclasses.replace(state, layers=layers, length=length, prompt_length=prompt_length, keys=keys)
+
+
+def with_gates(state: KVState, gates: Float[Array, "B L K S"]) -> KVState:
+    """A state whose slots have these gates, whatever its policy: what a study computed from scores of its own.
+
+    Raises:
+      ValueError: gates of other layers, heads or slots than the state has, or outside of [0, 1], where they are known;
+        a state that is stored in pools.
+    """
+    if not all(isinstance(kv, LayerKV) for kv in state.layers):
+        raise ValueError("slots of a pool have no gates; make the state's plan with storage='dense'")
+    gates = jnp.asarray(gates)
+    has = [(kv.pos.shape[0], len(state.layers), *kv.pos.shape[1:]) for kv in state.layers]
+    if any(gates.shape != shape for shape in has):
+        raise ValueError(f"gates have the shape {gates.shape}, but the state's slots {has[0]}; give one a slot")
+    if not isinstance(gates, jax.core.Tracer) and gates.size:
+        low, high = float(gates.min()), float(gates.max())
+        if not (low >= -_ROUNDING and high <= 1 + _ROUNDING):
+            raise ValueError(f"gates lie between {low} and {high}, but a slot is kept by a share in [0, 1]")
+    layers = tuple(dataclasses.replace(kv, gate=gates[:, i]) for i, kv in enumerate(state.layers))
+    return dataclasses.replace(state, layers=layers)
 
 
 def _indices(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:

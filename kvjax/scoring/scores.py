@@ -15,12 +15,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from kvjax.choice import one_of
-from kvjax.context import Context, Phase, Site
-from kvjax.protect import rows_since_insertion
-from kvjax.state import LayerKV, position_order
-from kvjax.stats import AllRows, LastRows, LayerStats, Measurement, Observe, Observer, RowsFrom, RowSoftmax, Sums
-from pallas_kernels.values import MOST_TOKENS, a, each, flag, number, settle, tokens, whole
+from kvjax.cache.context import Context, Phase, Site
+from kvjax.cache.state import LayerKV, position_order
+from kvjax.scoring.protect import rows_since_insertion
+from kvjax.scoring.stats import (
+    AllRows,
+    LastRows,
+    LayerStats,
+    Measurement,
+    Observe,
+    Observer,
+    RowsFrom,
+    RowSoftmax,
+    Sums,
+)
+from pallas_kernels.values import MOST_TOKENS, a, each, flag, number, one_of, settle, tokens, whole
 
 GROUPS = ("mean", "max", "sum")
 """How one number a kv head is made of its group's query heads."""

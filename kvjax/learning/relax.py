@@ -27,19 +27,17 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvjax.algebra import each_rule
-from kvjax.choice import one_of
-from kvjax.context import Context, Phase, Site
+from kvjax.cache.context import Context, Phase, Site
+from kvjax.cache.state import KVState, PerHead
 from kvjax.eviction import LARGE, Evict
 from kvjax.policy import Policy, Rule
-from kvjax.select import Limits, Select, Stage, TopK
-from kvjax.state import KVState, LayerKV, PerHead
-from kvjax.stats import Measurement
+from kvjax.scoring.select import Limits, Select, Stage, TopK
+from kvjax.scoring.stats import Measurement
 from pallas_kernels.pytree import pytree
-from pallas_kernels.values import a, checked, each, number, settle
+from pallas_kernels.values import a, checked, each, number, one_of, settle
 
 Scale = Literal["rank", "score"]
 
-_ROUNDING = 1e-5  # what sums of gates may be beyond 1
 _FAR = 1e4  # deviations from the mean: a gate is open or closed there at any temperature of use
 
 # --- the soft top-k ---
@@ -391,27 +389,6 @@ def with_temperature(state: KVState, temperature: float | Float[Array, ""]) -> K
         )
 
     return _map_soft(state, change)
-
-
-def with_gates(state: KVState, gates: Float[Array, "B L K S"]) -> KVState:
-    """A state whose slots have these gates, whatever its policy: what a study computed from scores of its own.
-
-    Raises:
-      ValueError: gates of other layers, heads or slots than the state has, or outside of [0, 1], where they are known;
-        a state that is stored in pools.
-    """
-    if not all(isinstance(kv, LayerKV) for kv in state.layers):
-        raise ValueError("slots of a pool have no gates; make the state's plan with storage='dense'")
-    gates = jnp.asarray(gates)
-    has = [(kv.pos.shape[0], len(state.layers), *kv.pos.shape[1:]) for kv in state.layers]
-    if any(gates.shape != shape for shape in has):
-        raise ValueError(f"gates have the shape {gates.shape}, but the state's slots {has[0]}; give one a slot")
-    if not isinstance(gates, jax.core.Tracer) and gates.size:
-        low, high = float(gates.min()), float(gates.max())
-        if not (low >= -_ROUNDING and high <= 1 + _ROUNDING):
-            raise ValueError(f"gates lie between {low} and {high}, but a slot is kept by a share in [0, 1]")
-    layers = tuple(dataclasses.replace(kv, gate=gates[:, i]) for i, kv in enumerate(state.layers))
-    return dataclasses.replace(state, layers=layers)
 
 
 def annealed(start: float, end: float, fraction: float | Float[Array, ""]) -> Any:

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax.context import Context
+from kvjax.cache.context import Context
+from kvjax.cache.pool import PooledKV, insert_pooled
+from kvjax.cache.state import EMPTY, LayerKV, append, insert, next_ranks
 from kvjax.policy import LayerPolicy
-from kvjax.pool import PooledKV, insert_pooled
-from kvjax.state import EMPTY, LayerKV, append, insert, next_ranks
-from kvjax.stats import LayerStats, Measurement, Moment, Rotate
+from kvjax.scoring.stats import LayerStats, Measurement, Moment, Rotate
 from pallas_kernels import Columns, attention, pooled_attention
 
 

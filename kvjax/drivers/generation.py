@@ -16,14 +16,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.algebra import identity
-from kvjax.attention import Attend, attend
-from kvjax.context import Context, Phase, row_keys
+from kvjax.cache.context import Context, Phase, row_keys
+from kvjax.cache.pool import PooledKV, to_pool
+from kvjax.cache.state import EMPTY, KVState, LayerKV, compact, evict
+from kvjax.drivers.attention import Attend, attend
+from kvjax.drivers.sampling import Greedy, Sampler
 from kvjax.plan import CachePlan, ModelConfig, as_lengths, make_plan
 from kvjax.policy import Policy, context, empty_layer, on_view, viewed
-from kvjax.pool import PooledKV, to_pool
-from kvjax.sampling import Greedy, Sampler
-from kvjax.state import EMPTY, KVState, LayerKV, compact, evict
-from kvjax.stats import AttentionStats, LayerStats
+from kvjax.scoring.stats import AttentionStats, LayerStats
 from pallas_kernels.pytree import pytree
 from pallas_kernels.values import a, check_array, checked, each, one_of, optional, whole
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from kvjax.state import EMPTY
-from kvjax.stats import Measurement, Moment
+from kvjax.cache.state import EMPTY
+from kvjax.scoring.stats import Measurement, Moment
 from pallas_kernels.values import settle, tokens, whole
 
 _MOST_AHEAD = 2**20  # positions, which take seconds

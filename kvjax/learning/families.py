@@ -21,18 +21,17 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.allocation import Adaptive, HeadTable, LayerTable, Pyramid
-from kvjax.budget import Share, Tokens
-from kvjax.choice import one_of
+from kvjax.analysis.traces import Voters
 from kvjax.eviction import Evict
-from kvjax.protect import Protect
-from kvjax.relax import mass_rank, soft_stages, soft_top_k
-from kvjax.scores import Accumulated, ValuePrior
-from kvjax.select import Stage, TopKThenRandom
-from kvjax.stats import EntropyScaled, Observe
-from kvjax.traces import Voters
+from kvjax.learning.relax import mass_rank, soft_stages, soft_top_k
+from kvjax.scoring.protect import Protect
+from kvjax.scoring.scores import Accumulated, ValuePrior
+from kvjax.scoring.select import Stage, TopKThenRandom
+from kvjax.scoring.stats import EntropyScaled, Observe
+from kvjax.sizes.allocation import Adaptive, HeadTable, LayerTable, Pyramid
+from kvjax.sizes.budget import Share, Tokens
 from pallas_kernels.pytree import pytree
-from pallas_kernels.values import each, number, settle
+from pallas_kernels.values import each, number, one_of, settle
 
 Params = Any
 

@@ -11,17 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int8
 
-from kvjax.budget import ROUNDINGS, Count, Rounding, as_budget, lookup, whole_tokens
-from kvjax.choice import one_of
-from kvjax.context import Context, Site
+from kvjax.cache.context import Context, Site
+from kvjax.cache.state import EMPTY, LayerKV, PerHead
 from kvjax.policy import LayerSpec, Layout, Rule, Selection, keeps_all
-from kvjax.schedule import Schedule
-from kvjax.select import largest
-from kvjax.state import EMPTY, LayerKV, PerHead
-from kvjax.stats import LayerStats, Measurement, Moment, Observe
+from kvjax.scoring.select import largest
+from kvjax.scoring.stats import LayerStats, Measurement, Moment, Observe
+from kvjax.sizes.budget import ROUNDINGS, Count, Rounding, as_budget, lookup, whole_tokens
+from kvjax.sizes.schedule import Schedule
 from pallas_kernels import recovered_attention
 from pallas_kernels.pytree import pytree
-from pallas_kernels.values import a, each, number, settle, whole
+from pallas_kernels.values import a, each, number, one_of, settle, whole
 
 STRATEGIES: Final = ("special", "punctuation", "frequent", "local", "full")
 """The strategies of heads by number; each keeps what those before it keep, and more."""

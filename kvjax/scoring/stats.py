@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.budget import Count, Tokens, as_count, counted_rows, lookup
-from kvjax.choice import one_of
-from kvjax.context import Context, Phase, Site
-from kvjax.state import LayerKV
+from kvjax.cache.context import Context, Phase, Site
+from kvjax.cache.state import LayerKV
+from kvjax.sizes.budget import Count, Tokens, as_count, counted_rows, lookup
 from pallas_kernels import Columns, Softmax
 from pallas_kernels.pytree import pytree, static
-from pallas_kernels.values import a, each, flag, number, optional, settle, tokens
+from pallas_kernels.values import a, each, flag, number, one_of, optional, settle, tokens
 
 Rotate = Callable[[Float[Array, "B N T H"], Int[Array, "B #N T"]], Float[Array, "B N T H"]]
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budget import Count, Counts, as_count, counted
-from kvjax.context import Context, Phase, Site
-from kvjax.select import TopK
-from kvjax.state import LayerKV
-from kvjax.stats import AllRows, LayerStats, Measurement, Observe, Observer, RowsFrom
+from kvjax.cache.context import Context, Phase, Site
+from kvjax.cache.state import LayerKV
+from kvjax.scoring.select import TopK
+from kvjax.scoring.stats import AllRows, LayerStats, Measurement, Observe, Observer, RowsFrom
+from kvjax.sizes.budget import Count, Counts, as_count, counted
 from pallas_kernels.values import flag, optional, settle, tokens
 
 

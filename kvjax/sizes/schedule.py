@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from kvjax.budget import Count, Tokens, counted
+from kvjax.sizes.budget import Count, Tokens, counted
 from pallas_kernels.values import checked, flag, optional, settle, tokens
 
 

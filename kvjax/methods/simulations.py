@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budget import Count, Counts, counted
-from kvjax.context import Context, Site
+from kvjax.cache.context import Context, Site
+from kvjax.cache.state import EMPTY, LayerKV
 from kvjax.policy import LayerSpec, Rule, Selection, keeps_all
-from kvjax.schedule import Schedule
-from kvjax.scores import one_a_slot
-from kvjax.select import TopK
-from kvjax.state import EMPTY, LayerKV
-from kvjax.stats import LayerStats, Observe, Sums
+from kvjax.scoring.scores import one_a_slot
+from kvjax.scoring.select import TopK
+from kvjax.scoring.stats import LayerStats, Observe, Sums
+from kvjax.sizes.budget import Count, Counts, counted
+from kvjax.sizes.schedule import Schedule
 from pallas_kernels.values import flag, settle
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
-from kvjax.state import EMPTY, LayerKV, Positions, map_slots
+from kvjax.cache.state import EMPTY, LayerKV, Positions, map_slots
 from pallas_kernels.pooled import MAX_BLOCK, MIN_BLOCK, block_size
 from pallas_kernels.pytree import pytree, static
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention import attend
-from kvjax.context import Context, Site, row_keys
+from kvjax.cache.context import Context, Site, row_keys
+from kvjax.drivers.attention import attend
 from kvjax.plan import as_lengths
 from kvjax.policy import Policy, Selection, as_policy, empty_layer
-from kvjax.stats import Rotate
+from kvjax.scoring.stats import Rotate
 from pallas_kernels.values import check_array, checked, number, optional, whole
 
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from kvjax.context import Phase
-from kvjax.measurements import FutureQueries
-from kvjax.scores import Score
-from kvjax.state import EMPTY, LayerKV, position_order
-from kvjax.stats import Measurement
+from kvjax.cache.context import Phase
+from kvjax.cache.state import EMPTY, LayerKV, position_order
+from kvjax.scoring.measurements import FutureQueries
+from kvjax.scoring.scores import Score
+from kvjax.scoring.stats import Measurement
 from pallas_kernels import Columns, attention
 from pallas_kernels.values import a, flag, number, settle, tokens
 

@@ -1,0 +1,56 @@
+"""Modules by the names that they had before they got rooms: imports still find them, and warn."""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+import warnings
+from collections.abc import Sequence
+
+ROOMS = {
+    "cache": "state pool context",
+    "sizes": "budget allocation schedule",
+    "scoring": "stats measurements scores key_scores learned select protect",
+    "drivers": "generation beam attention single_layer sampling checkpoint",
+    "methods": "simulations token_classes",
+    "analysis": "traces",
+    "learning": "relax families",
+}
+MOVED = {name: f"kvjax.{room}.{name}" for room, names in ROOMS.items() for name in names.split()}
+MOVED |= {"fastgen": "kvjax.methods.profiling"}
+
+
+def moved(name: str) -> types.ModuleType:
+    """The module that was `kvjax.{name}`, with a warning that says where it is now."""
+    message = f"kvjax.{name} is {MOVED[name]} now; the old name will go"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
+    return importlib.import_module(MOVED[name])
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules under their old names."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """A spec for an old name, None for all others."""
+        del path, target
+        package, _, name = fullname.partition(".")
+        return importlib.machinery.ModuleSpec(fullname, self) if package == "kvjax" and name in MOVED else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        """The module itself, not a copy: its classes are the same under both names."""
+        module = moved(spec.name.partition(".")[2])
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """It has run under its own name, and keeps that."""
+        spec = module.__spec__
+        if spec is not None and spec.loader is self:
+            module.__spec__ = spec.loader_state
+
+
+if not any(type(finder).__name__ == "_Finder" for finder in sys.meta_path):
+    sys.meta_path.append(_Finder())

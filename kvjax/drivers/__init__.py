@@ -1,0 +1,1 @@
+"""When: reading prompts, decoding, searching, one layer alone, and storing states."""

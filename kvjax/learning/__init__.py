@@ -1,0 +1,1 @@
+"""Budgets as an optimisation problem: relaxed policies, and families of budgets with gradients."""
