@@ -6,7 +6,7 @@ import importlib.machinery
 import sys
 import types
 import warnings
-from collections.abc import Sequence
+from typing import Any
 
 ROOMS = {
     "cache": "state pool context",
@@ -32,7 +32,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules under their old names."""
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+        self, fullname: str, path: Any, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """A spec for an old name, None for all others."""
         del path, target
