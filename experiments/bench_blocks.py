@@ -19,8 +19,8 @@ import tyro
 import kvjax
 import models
 from configs.experiment import check_whole
-from experiments.evaluate import peak_bytes
-from experiments.results import check_output, device_info, plain_errors, write_json
+from experiments.evaluation.evaluate import peak_bytes
+from experiments.evaluation.results import check_output, device_info, plain_errors, write_json
 from kvjax import methods
 from models.embedded import EMBEDDED
 

@@ -35,7 +35,7 @@ from tqdm import tqdm
 import kvjax
 import models
 from configs.experiment import check_whole
-from experiments.results import check_output, environment, plain_errors, write_json
+from experiments.evaluation.results import check_output, environment, plain_errors, write_json
 from experiments.tasks import TASKS, Task
 from experiments.tasks.perplexity import SCORED
 from kvjax import analysis, methods

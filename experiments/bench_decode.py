@@ -19,7 +19,7 @@ from jax import lax
 import kvjax
 import models
 from configs.experiment import check_finite, check_whole
-from experiments.results import check_output, device_info, plain_errors, write_json
+from experiments.evaluation.results import check_output, device_info, plain_errors, write_json
 from kvjax import methods
 from models.embedded import EMBEDDED
 

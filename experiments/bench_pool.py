@@ -16,7 +16,7 @@ import numpy as np
 import tyro
 
 from configs.experiment import check_whole
-from experiments.results import check_output, device_info, plain_errors, write_json
+from experiments.evaluation.results import check_output, device_info, plain_errors, write_json
 from pallas_kernels import Columns, attention, pooled_attention
 
 

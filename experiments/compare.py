@@ -16,8 +16,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments import report
-from experiments.results import (
+from experiments.evaluation import report
+from experiments.evaluation.results import (
     alone_in,
     check_output,
     directory_path,

@@ -22,8 +22,7 @@ import tyro
 
 import models
 from configs.experiment import check_whole
-from experiments.papers import FIGURES, prompts
-from experiments.results import (
+from experiments.evaluation.results import (
     alone_in,
     check_options,
     check_output,
@@ -34,6 +33,7 @@ from experiments.results import (
     write_figure,
     write_json,
 )
+from experiments.papers import FIGURES, prompts
 from models.embedded import EMBEDDED
 
 ALL = "all"

@@ -31,9 +31,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import watchdog
-from experiments.gpu_report import POISONED, Report, Timed, served_by, timed
-from experiments.results import device_info
+from experiments.evaluation.results import device_info
+from experiments.gpu import watchdog
+from experiments.gpu.gpu_report import POISONED, Report, Timed, served_by, timed
 from pallas_kernels import (
     Columns,
     Softmax,

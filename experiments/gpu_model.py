@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import kvjax
 import models
-from experiments.gpu_report import recorded
+from experiments.gpu.gpu_report import recorded
 from kvjax import methods
 from pallas_kernels import use
 

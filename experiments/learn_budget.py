@@ -38,11 +38,11 @@ import kvjax
 import models
 from configs.experiment import Budget, label
 from configs.learning import LearnedBudget
-from experiments import budget_report
-from experiments.checkpoints import check_learns, restored
-from experiments.future_rows import HELD_OUT, Reader, Reading, examples
-from experiments.provenance import definition
-from experiments.results import Results, plain_errors, write_json
+from experiments.evaluation.checkpoints import check_learns, restored
+from experiments.evaluation.provenance import definition
+from experiments.evaluation.results import Results, plain_errors, write_json
+from experiments.learning import budget_report
+from experiments.learning.future_rows import HELD_OUT, Reader, Reading, examples
 from experiments.run import check_apart, default_directory, parse
 from kvjax.analysis import best_in_hindsight, lost_mass, regret
 from kvjax.analysis.traces import decisions, kept

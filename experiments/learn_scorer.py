@@ -36,12 +36,12 @@ import kvjax
 import models
 from configs.experiment import Budget, label
 from configs.learning import LearnedScorer
-from experiments.budget_report import interval
-from experiments.checkpoints import check_learns, restored
-from experiments.future_rows import HELD_OUT, Reader, Reading, examples
+from experiments.evaluation.checkpoints import check_learns, restored
+from experiments.evaluation.report import stands, table
+from experiments.evaluation.results import Results, plain_errors, read_config, write_bytes, write_json
 from experiments.learn_budget import SAVE_EVERY, losses_of
-from experiments.report import stands, table
-from experiments.results import Results, plain_errors, read_config, write_bytes, write_json
+from experiments.learning.budget_report import interval
+from experiments.learning.future_rows import HELD_OUT, Reader, Reading, examples
 from experiments.run import check_apart, default_directory, parse
 from kvjax import methods
 from kvjax.policy import context

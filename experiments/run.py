@@ -26,10 +26,10 @@ import kvjax
 import models
 from configs.experiment import LARGEST, Experiment, Setup, label
 from configs.learning import LearnedBudget, LearnedScorer
-from experiments import report
-from experiments.evaluate import Evaluator
-from experiments.provenance import definition
-from experiments.results import Results, check_options, directory_path, plain_errors, sample_key
+from experiments.evaluation import report
+from experiments.evaluation.evaluate import Evaluator
+from experiments.evaluation.provenance import definition
+from experiments.evaluation.results import Results, check_options, directory_path, plain_errors, sample_key
 from experiments.tasks import TASKS, Example, Task
 
 _RETURNED = {"run.py": Experiment, "learn_budget.py": LearnedBudget, "learn_scorer.py": LearnedScorer}

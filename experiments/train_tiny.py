@@ -34,8 +34,8 @@ from tqdm import tqdm
 
 from configs.experiment import check_whole
 from experiments import corpus
-from experiments.checkpoints import read
-from experiments.results import check_options, check_output, check_values, locked, plain_errors
+from experiments.evaluation.checkpoints import read
+from experiments.evaluation.results import check_options, check_output, check_values, locked, plain_errors
 from kvjax.drivers.attention import without_cache
 from models import LanguageModel, ModelConfig, Rope, num_params, save
 from models.embedded import EMBEDDED, write_tokenizer

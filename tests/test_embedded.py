@@ -10,8 +10,9 @@ import pytest
 
 import kvjax
 import models
-from experiments import corpus, results, train_tiny
-from experiments.evaluate import Evaluator
+from experiments import corpus, train_tiny
+from experiments.evaluation import results
+from experiments.evaluation.evaluate import Evaluator
 from experiments.tasks import RETRIEVAL, TASKS, Task
 from models.embedded import EMBEDDED
 

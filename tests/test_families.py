@@ -15,7 +15,7 @@ from scipy import special
 import kvjax
 import models
 from experiments import learn_budget
-from experiments.future_rows import Reading
+from experiments.learning.future_rows import Reading
 from kvjax import analysis, methods
 from kvjax.analysis import traces
 from kvjax.analysis.traces import Voters, VotingRows

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import gpu_check, watchdog
-from experiments.gpu_report import POISONED, UNTIL, Report, served_by
+from experiments import gpu_check
+from experiments.gpu import watchdog
+from experiments.gpu.gpu_report import POISONED, UNTIL, Report, served_by
 from pallas_kernels import Columns, attention
 
 pytestmark = pytest.mark.slow  # minutes of interpretation

@@ -18,8 +18,10 @@ import pytest
 import configs
 import kvjax
 from configs.learning import Prompts
-from experiments import budget_report, checkpoints, future_rows, learn_budget, learn_scorer, run
-from experiments.future_rows import Reader
+from experiments import learn_budget, learn_scorer, run
+from experiments.evaluation import checkpoints
+from experiments.learning import budget_report, future_rows
+from experiments.learning.future_rows import Reader
 from kvjax import methods
 from kvjax.learning.families import PyramidBeta, Safeguard, Simplex, with_table
 from kvjax.scoring.learned import FrozenArrays, Learned

@@ -21,9 +21,10 @@ import pytest
 import configs
 import models
 from configs.experiment import Experiment, Setup
-from experiments import compare, metrics, report, results, run
-from experiments.evaluate import Cost
-from experiments.results import Results
+from experiments import compare, run
+from experiments.evaluation import metrics, report, results
+from experiments.evaluation.evaluate import Cost
+from experiments.evaluation.results import Results
 from experiments.tasks import TASKS, Example
 from kvjax import methods
 from models.embedded import EMBEDDED

@@ -14,9 +14,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments import metrics
+from experiments.evaluation import metrics
+from experiments.evaluation.results import read_config, seal, write_bytes, write_figure, write_json
 from experiments.palette import COLOURS, LINES, MARKERS
-from experiments.results import read_config, seal, write_bytes, write_figure, write_json
 from experiments.tasks import RETRIEVAL
 
 

@@ -12,9 +12,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 from scipy import stats
 
-from experiments import report
-from experiments.report import table
-from experiments.results import read_config, write_bytes, write_figure, write_json
+from experiments.evaluation import report
+from experiments.evaluation.report import table
+from experiments.evaluation.results import read_config, write_bytes, write_figure, write_json
 from kvjax.analysis.hindsight import Across
 
 HINDSIGHT: Final[dict[str, Across]] = {"hindsight_heads": "head", "hindsight": "model"}

@@ -1,0 +1,1 @@
+"""Policies measured on tasks: running, scoring, storing what was found, and reports of it."""

@@ -1,0 +1,1 @@
+"""What the check of the GPU kernels needs: its report, and processes that may hang."""
