@@ -67,8 +67,7 @@ def generate_run(
     """Divergence and agreement of every prompt, from a compacted cache that reads token by token."""
     _, state = kvjax.prefill(model, params, tokens, plan)
     logits, _ = kvjax.feed(model, params, continuation, state)
-    p, q = jax.nn.log_softmax(full), jax.nn.log_softmax(logits)
-    return (jnp.exp(p) * (p - q)).sum(-1).mean(-1), (full.argmax(-1) == logits.argmax(-1)).mean(-1)
+    return analysis.output_kl(full, logits).mean(-1), (full.argmax(-1) == logits.argmax(-1)).mean(-1)
 
 
 def timed(run: Any, clock: Any = time.perf_counter) -> tuple[Any, float]:

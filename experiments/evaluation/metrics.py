@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
+from kvjax import analysis
+
 
 def wilson(scores: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
     """Mean of scores in [0, 1] and its Wilson score interval.
@@ -22,8 +24,5 @@ def wilson(scores: Sequence[float], confidence: float = 0.95) -> tuple[float, fl
 
 def perplexity(nll: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
     """Perplexity from the mean negative log-likelihoods of examples, with a Student-t interval over examples."""
-    mean = float(np.mean(nll))
-    if len(nll) < 2:
-        return math.exp(mean), 0.0, math.inf
-    half = float(stats.t.ppf(0.5 + confidence / 2, len(nll) - 1)) * float(np.std(nll, ddof=1)) / math.sqrt(len(nll))
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+    mean, low, high = (float(np.exp(x)) for x in analysis.interval(nll, confidence))
+    return mean, low, high

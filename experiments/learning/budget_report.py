@@ -10,11 +10,11 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from scipy import stats
 
 from experiments.evaluation import report
 from experiments.evaluation.report import table
 from experiments.evaluation.results import read_config, write_bytes, write_figure, write_json
+from kvjax import analysis
 from kvjax.analysis.hindsight import Across
 
 HINDSIGHT: Final[dict[str, Across]] = {"hindsight_heads": "head", "hindsight": "model"}
@@ -43,9 +43,8 @@ _NAMES = {
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Mean and 95 % Student-t interval over prompts."""
-    mean = float(np.mean(values))
-    half = float(stats.t.ppf(0.975, len(values) - 1)) * float(np.std(values, ddof=1)) / len(values) ** 0.5
-    return mean, mean - half, mean + half
+    mean, low, high = map(float, analysis.interval(values))
+    return mean, low, high
 
 
 def summarise(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -9,9 +9,9 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy import stats
 
 from experiments.palette import COLOURS, LINES, MARKERS
+from kvjax import analysis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +39,8 @@ def interval(
     x: Float[np.ndarray, "*rest B"], confidence: float = 0.95
 ) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
     """The mean over the last axis and half its Student-t interval; no interval (0) for a single prompt."""
-    n = x.shape[-1]
-    mean = x.mean(-1)
-    if n < 2:
-        return mean, np.zeros_like(mean)
-    return mean, float(stats.t.ppf(0.5 + confidence / 2, n - 1)) * x.std(-1, ddof=1) / np.sqrt(n)
+    found = analysis.interval(x, confidence)
+    return found.mean, np.zeros_like(found.mean) if x.shape[-1] < 2 else found.high - found.mean
 
 
 def canvas(columns: int = 1, rows: int = 1, *, width: float = 5.2, height: float = 3.9, **options: Any) -> Any:

@@ -1,10 +1,8 @@
 """Eviction measured: what a mask costs exactly, at most, and beyond the best mask in hindsight."""
 
 from kvjax.analysis.curves import Curves as Curves
-from kvjax.analysis.curves import Interval as Interval
 from kvjax.analysis.curves import Losses as Losses
 from kvjax.analysis.curves import curves as curves
-from kvjax.analysis.curves import interval as interval
 from kvjax.analysis.curves import mask_losses as mask_losses
 from kvjax.analysis.curves import value_bounds as value_bounds
 from kvjax.analysis.grid import keep_one as keep_one
@@ -15,6 +13,8 @@ from kvjax.analysis.hindsight import hindsight_rank as hindsight_rank
 from kvjax.analysis.hindsight import lost_mass as lost_mass
 from kvjax.analysis.hindsight import of_kv_heads as of_kv_heads
 from kvjax.analysis.hindsight import regret as regret
+from kvjax.analysis.intervals import Interval as Interval
+from kvjax.analysis.intervals import interval as interval
 from kvjax.analysis.losses import LayerLoss as LayerLoss
 from kvjax.analysis.losses import Norms as Norms
 from kvjax.analysis.losses import distances as distances
@@ -25,6 +25,7 @@ from kvjax.analysis.losses import layer_loss as layer_loss
 from kvjax.analysis.losses import least_bound as least_bound
 from kvjax.analysis.losses import loss_bound as loss_bound
 from kvjax.analysis.losses import lost_share as lost_share
+from kvjax.analysis.losses import output_kl as output_kl
 from kvjax.analysis.reading import LayerReading as LayerReading
 from kvjax.analysis.reading import Reading as Reading
 from kvjax.analysis.reading import read as read

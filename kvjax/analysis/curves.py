@@ -3,18 +3,18 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
-from scipy import stats
 
 from kvjax.analysis.grid import Family, Kind, keep_all, kind_of, make_grid, measurements
 from kvjax.analysis.hindsight import Across, best_in_hindsight, hindsight_rank, lost_mass, regret
-from kvjax.analysis.losses import distances, largest_value
+from kvjax.analysis.intervals import Interval, interval
+from kvjax.analysis.losses import distances, largest_value, output_kl
 from kvjax.analysis.reading import Reading, read_traced
 from kvjax.cache.context import row_keys
 from kvjax.cache.state import Positions
@@ -22,7 +22,7 @@ from kvjax.drivers.generation import Model, check_prompts
 from kvjax.plan import CachePlan
 from kvjax.sizes.budget import Count, as_budget, lookup
 from pallas_kernels.pytree import pytree, static
-from pallas_kernels.values import check_array, checked, number, one_of, whole
+from pallas_kernels.values import check_array, checked, one_of, whole
 
 HINDSIGHT: Final = {"head": "hindsight (heads)", "layer": "hindsight (layers)", "model": "hindsight (model)"}
 """Names of the oracles among the policies of a curve."""
@@ -125,10 +125,9 @@ def mask_losses(
         norms.append([x.mean(-1) for n in both for x in (n.l1, n.l2)])
     l1, l2, heads_l1, heads_l2 = (jnp.stack(x) for x in zip(*norms, strict=True))
 
-    full = jax.nn.log_softmax(reading.logits)
     logits = reading.logits_after(model, params, tuple(kept.swapaxes(0, 1)), positions)
-    kl = (jnp.exp(full) * (full - jax.nn.log_softmax(logits))).sum(-1)
-    same = full.argmax(-1) == logits.argmax(-1)
+    kl = output_kl(reading.logits, logits)
+    same = reading.logits.argmax(-1) == logits.argmax(-1)
     return Losses(
         l1,
         l2,
@@ -144,28 +143,6 @@ def mask_losses(
         jnp.maximum(kl, 0.0).mean(-1),
         same.astype(jnp.float32).mean(-1),
     )
-
-
-class Interval(NamedTuple):
-    """A mean over prompts with its confidence interval, policies x budgets."""
-
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-
-
-def interval(values: np.ndarray, confidence: float = 0.95) -> Interval:
-    """Mean and Student-t interval over the last axis; infinitely wide for a single value.
-
-    Raises:
-      ValueError: a confidence that is no probability inside (0, 1).
-    """
-    confidence = checked(number("(0, 1)"), "confidence", confidence)
-    n, mean = values.shape[-1], values.mean(-1)
-    if n < 2:
-        return Interval(mean, np.full_like(mean, -np.inf), np.full_like(mean, np.inf))
-    half = float(stats.t.ppf(0.5 + confidence / 2, n - 1)) * values.std(-1, ddof=1) / np.sqrt(n)
-    return Interval(mean, mean - half, mean + half)
 
 
 @pytree

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -186,6 +187,17 @@ def lost_share(full_lse: Float[Array, "B N R"], kept_lse: Float[Array, "B N R"])
     """The share of a row's attention that went to evicted tokens, from the row's logsumexps before and after."""
     reads = full_lse > -jnp.inf  # padding rows read nothing, and lose nothing
     return jnp.where(reads, jnp.maximum(-jnp.expm1(kept_lse - jnp.where(reads, full_lse, 0.0)), 0.0), 0.0)
+
+
+def output_kl(full: Float[Array, "*batch V"], compressed: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
+    """Kullback-Leibler divergence of next-token distributions, in nats: what the compressed cache lost of the full's.
+
+    Args:
+      full: logits under the full cache.
+      compressed: logits under the other.
+    """
+    log_p, log_q = jax.nn.log_softmax(full), jax.nn.log_softmax(compressed)
+    return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
 
 
 # One row, given its attention: the paper's own setting.

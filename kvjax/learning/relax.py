@@ -27,6 +27,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvjax.algebra import each_rule
+from kvjax.analysis.losses import output_kl as output_kl
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import KVState, PerHead
 from kvjax.eviction import LARGE, Evict
@@ -407,17 +408,6 @@ def annealed(start: float, end: float, fraction: float | Float[Array, ""]) -> An
 
 
 # --- objectives at the model's output ---
-
-
-def output_kl(full: Float[Array, "*batch V"], compressed: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
-    """Kullback-Leibler divergence of next-token distributions, in nats: what the compressed cache lost of the full's.
-
-    Args:
-      full: logits under the full cache.
-      compressed: logits under the other.
-    """
-    log_p, log_q = jax.nn.log_softmax(full), jax.nn.log_softmax(compressed)
-    return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
 
 
 def task_loss(logits: Float[Array, "*batch V"], targets: Int[Array, "*batch"]) -> Float[Array, "*batch"]:
