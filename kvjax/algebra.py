@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.context import Site
 from kvjax.cache.state import KVState
-from kvjax.policy import LayerPolicy, Policy, Rule, as_policy, check_moment, context, obeying, on_view, viewed
+from kvjax.policy import LayerPolicy, Policy, Rule, as_policy, check_moment, context, obeying
 from kvjax.scoring.stats import AttentionStats, LayerStats, Observe
 from kvjax.sizes.schedule import Schedule
 from pallas_kernels.values import checked, each
@@ -116,8 +116,8 @@ class SharedLayers(Policy):
             tuple(functools.reduce(jnp.add, v) for v in zip(*values, strict=True)), attn_stats.layers[0].observed
         )
         ctx = context(state, 0, attn_stats.phase)
-        obey = obeying(*self.at(ctx.site).decide(viewed(state.layers[0]), total, ctx))
-        return dataclasses.replace(state, layers=tuple(on_view(obey, kv) for kv in state.layers))
+        obey = obeying(*self.at(ctx.site).decide(state.layers[0].view(), total, ctx))
+        return dataclasses.replace(state, layers=tuple(kv.apply(obey) for kv in state.layers))
 
 
 def _first(site: Site) -> Site:

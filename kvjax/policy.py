@@ -208,7 +208,7 @@ class Policy(abc.ABC):
         """
         check_moment(self, state, attn_stats)
         layers = (
-            on_view(lambda view, s=stats, i=i: self.layer(view, s, context(state, i, attn_stats.phase)), kv)
+            kv.apply(lambda view, s=stats, i=i: self.layer(view, s, context(state, i, attn_stats.phase)))
             for i, (kv, stats) in enumerate(zip(state.layers, attn_stats.layers, strict=True))
         )
         return dataclasses.replace(state, layers=tuple(layers))
@@ -412,16 +412,6 @@ def check_moment(policy: Policy, state: Any, attn_stats: Any) -> None:
     memory = lambda p: jax.eval_shape(lambda: [p.at(site).init(1) for site in state.plan.sites])
     if attn_stats.phase == "decode" or jax.tree.structure(memory(policy)) != jax.tree.structure(memory(planned)):
         raise ValueError(f"the state was planned for {planned}, not for {policy}; make a plan with this policy")
-
-
-def viewed(kv: LayerKV | PooledKV) -> LayerKV:
-    """A layer in either layout as policies know it."""
-    return kv.view() if isinstance(kv, PooledKV) else kv
-
-
-def on_view(change: Callable[[LayerKV], LayerKV], kv: LayerKV | PooledKV) -> Any:
-    """Applies a function of a `LayerKV` to a layer in either layout."""
-    return kv.apply(change) if isinstance(kv, PooledKV) else change(kv)
 
 
 def context(state: KVState, layer: int, phase: Phase) -> Context:

@@ -16,7 +16,6 @@ import pallas_kernels
 from kvjax import methods
 from kvjax.cache.pool import to_pool
 from kvjax.methods.profiling import STRATEGIES, FastGen
-from kvjax.policy import on_view
 from kvjax.scoring.select import largest
 from models.embedded import EMBEDDED
 from pallas_kernels import recovered_attention
@@ -387,7 +386,7 @@ def test_decoding_against_a_simulation(budget, storage):
     def step(kv, q, k, pos, ctx):
         observe = policy.at(ctx.site).spec.step
         _, kv, stats = kvjax.attend(kv, q, k, k, pos, ctx=ctx, rotate=lambda x, pos: x, observe=observe)
-        return on_view(lambda view: policy.layer(view, stats, ctx), kv)
+        return kv.apply(lambda view: policy.layer(view, stats, ctx))
 
     for i in range(PROMPT, PROMPT + NEW):
         moment = {"length": [i + 1], "prompt_length": [PROMPT], "phase": "decode"}

@@ -130,7 +130,7 @@ def test_views_and_pools_are_inverse():
     kept = pool.apply(lambda view: evict(view, view.live & (view.pos % 2 == 0)))
     assert helpers.live_positions(kept) == helpers.live_positions(evict(kv, kv.live & (kv.pos % 2 == 0)))
     new = jnp.full((B, 2, 1, 8), 7.0)
-    more = insert_pooled(kept, new, -new, jnp.asarray([[T], [-1]], jnp.int32), None)
+    more = insert_pooled(kept, new, -new, jnp.asarray([[T], [-1]], jnp.int32))
     assert [len(h) for h in helpers.live_positions(more)[0]] == [len(h) + 1 for h in helpers.live_positions(kept)[0]]
     assert helpers.live_positions(more)[1] == helpers.live_positions(kept)[1]
 
@@ -177,7 +177,7 @@ def test_heads_keep_their_slots_whatever_dies(capacity):
         runs = rng.random(B) < 0.9
         new = np.where(runs, step, -1)[:, None]
         token = jnp.full((B, K, 1, 4), float(step))
-        pool = insert(pool, token, -token, jnp.asarray(new, jnp.int32), None)
+        pool = insert(pool, token, -token, jnp.asarray(new, jnp.int32))
         lists = [[lists[b][h] + [step] * bool(runs[b]) for h in range(K)] for b in range(B)]
         assert helpers.live_positions(pool) == lists
         view = pool.view()
@@ -192,17 +192,15 @@ def test_a_head_past_its_slots_shows_as_nan():
     kv = kvjax.LayerKV(jnp.ones((B, 2, 3, 4)), jnp.ones((B, 2, 3, 4)), jnp.asarray([[[0, 1, 2]] * 2] * B, jnp.int32))
     pool = to_pool(kv, 16, jnp.asarray([[3, 13], [4, 12]], jnp.int32))
     new = jnp.ones((B, 2, 1, 4))
-    after = insert_pooled(pool, new, new, jnp.full((B, 1), 3, jnp.int32), None)
+    after = insert_pooled(pool, new, new, jnp.full((B, 1), 3, jnp.int32))
     live = np.asarray(after.pos) >= 0
     assert np.isnan(np.asarray(after.v)[0][live[0]]).any()
     assert not np.isnan(after.v)[1].any()
-    idle = insert_pooled(pool, new, new, jnp.full((B, 1), -1, jnp.int32), None)
+    idle = insert_pooled(pool, new, new, jnp.full((B, 1), -1, jnp.int32))
     assert not np.isnan(idle.v).any()
     assert helpers.live_positions(idle) == helpers.live_positions(pool)
     nothing = evict(kv, kv.live & (jnp.arange(2) == 1)[None, :, None])
-    first = insert_pooled(
-        to_pool(nothing, 4, jnp.asarray([[0, 4]] * B)), new, new, jnp.full((B, 1), 3, jnp.int32), None
-    )
+    first = insert_pooled(to_pool(nothing, 4, jnp.asarray([[0, 4]] * B)), new, new, jnp.full((B, 1), 3, jnp.int32))
     assert np.isnan(first.v).any((1, 2)).all()
 
 
@@ -217,7 +215,7 @@ def test_a_full_pool_shows_as_nan():
     assert np.isnan(to_pool(kv, 10).v).all()
     full = to_pool(kv, 2 * T)
     new = jnp.ones((B, 2, 1, 8))
-    spoiled = insert_pooled(full, new, new, jnp.full((B, 1), T, jnp.int32), None)
+    spoiled = insert_pooled(full, new, new, jnp.full((B, 1), T, jnp.int32))
     assert np.isnan(spoiled.v).any(axis=(1, 2)).all()
 
 

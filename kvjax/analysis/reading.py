@@ -16,11 +16,11 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from kvjax.analysis.hindsight import of_kv_heads
 from kvjax.analysis.losses import by_query_head
 from kvjax.cache.context import Context, Site, row_keys
-from kvjax.cache.state import EMPTY, LayerKV, Positions, ranks
+from kvjax.cache.state import EMPTY, LayerKV, Positions, Rotate, ranks
 from kvjax.drivers.attention import attend
 from kvjax.drivers.generation import Model, check_prompts
 from kvjax.policy import Granularity
-from kvjax.scoring.stats import LayerStats, Measurement, Observe, Rotate, ordered
+from kvjax.scoring.stats import LayerStats, Measurement, Observe, ordered
 from pallas_kernels.pytree import pytree, static
 from pallas_kernels.values import checked, whole
 

@@ -11,15 +11,16 @@ attention meets runs of one head's slots, which costs about what a dense cache c
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
-from kvjax.cache.state import EMPTY, LayerKV, Positions, map_slots
+from kvjax.cache.state import EMPTY, LayerKV, Positions, Rotate, map_slots
+from pallas_kernels import Attention, Columns, pooled_attention
 from pallas_kernels.pooled import MAX_BLOCK, MIN_BLOCK, block_size
 from pallas_kernels.pytree import pytree, static
 
@@ -58,6 +59,16 @@ class PooledKV:
     def num_kv_heads(self) -> int:
         """K (static)."""
         return self.ends.shape[-1]
+
+    @property
+    def channels(self) -> None:
+        """None: heads that drop different key channels cannot share slots."""
+        return None
+
+    @property
+    def gate(self) -> None:
+        """None: slots of a pool are live or dead."""
+        return None
 
     @property
     def owner(self) -> Int[Array, "B P"]:
@@ -116,6 +127,59 @@ class PooledKV:
             memory=self.memory if after.memory is view.memory else map_slots(self._own, after.memory),
             rank=None if after.rank is None else kept(view.rank, after.rank, self.rank),
         )
+
+    def next_ranks(self, pos: Int[Array, "B 1"]) -> Int[Array, "B K 1"]:
+        """The rank of a new token behind everything live; EMPTY for padding."""
+        return jnp.where(pos == EMPTY, EMPTY, self.num_live)[..., None]
+
+    def turned(self, rotate: Rotate) -> "PooledKV":
+        """See `LayerKV`."""
+        if self.rank is None or self.rotated is None:
+            return self
+        moved = jnp.where(self.pos == EMPTY, 0, self.rank - self.rotated)
+        k = lax.cond((moved != 0).any(), lambda: _rotated(rotate, self.k, moved), lambda: self.k)
+        return dataclasses.replace(self, k=k, rotated=self.rank)
+
+    def insert(self, k: Float[Array, "B K 1 H"], v: Float[Array, "B K 1 H"], pos: Int[Array, "B 1"]) -> "PooledKV":
+        """See `insert_pooled`."""
+        return insert_pooled(self, k, v, pos)
+
+    def keys(self, rotate: Rotate) -> Float[Array, "B P H"]:
+        """Keys as queries meet them: rotated."""
+        if self.positions != "compact":
+            return self.k
+        return _rotated(rotate, self.k, jnp.zeros_like(self.pos) if self.rank is None else jnp.maximum(self.rank, 0))
+
+    def attend(
+        self,
+        q: Float[Array, "B N 1 H"],
+        keys: Float[Array, "B P H"],
+        q_pos: Int[Array, "B 1"],
+        columns: Sequence[Columns],
+        *,
+        visible: Bool[Array, "B K P"] | None = None,
+        **options: Any,
+    ) -> Attention:
+        """See `LayerKV`; statistics are those of the view, 0 in the slots of other heads."""
+        read = self.pos if visible is None else jnp.where(visible.any(1), self.pos, EMPTY)
+        K, columns = self.num_kv_heads, tuple(columns)
+        found = pooled_attention(
+            q, keys, self.v, self.owner, q_pos, read, columns, num_kv_heads=K, in_order=True, **options
+        )
+        measured = (self._by_head(spec, x) for spec, x in zip(columns, found.columns, strict=True))
+        return dataclasses.replace(found, columns=tuple(measured))
+
+    def _by_head(self, spec: Columns, x: Float[Array, "B *head P"]) -> Float[Array, "B _ *row P"]:
+        """A pool's statistic as policies know it."""
+        K = self.num_kv_heads
+        mine = self.owner[:, None] == jnp.arange(K, dtype=jnp.int32)[None, :, None]
+        x = jnp.where(mine.reshape(x.shape[0], K, *(1,) * (x.ndim - 2), -1), x[:, None], 0.0)
+        return x.reshape(x.shape[0], -1, *x.shape[3:]) if spec.group is None else x
+
+
+def _rotated(rotate: Rotate, k: Float[Array, "B P H"], at: Int[Array, "B P"]) -> Float[Array, "B P H"]:
+    """A pool's keys rotated at its slots' ranks, or by as much as these have changed."""
+    return rotate(k[:, None], at[:, None])[:, 0].astype(k.dtype)
 
 
 def pool_slots(total: int) -> int:
@@ -207,7 +271,6 @@ def insert_pooled(
     k: Float[Array, "B K 1 H"],
     v: Float[Array, "B K 1 H"],
     pos: Int[Array, "B 1"],
-    rank: Int[Array, "B K"] | None,
 ) -> PooledKV:
     """Writes one token of every head into the first dead slot that it owns, in place under `jit`.
 
@@ -216,6 +279,7 @@ def insert_pooled(
     """
     B, K, _, _ = k.shape
     P, place = kv.num_slots, _first_dead(kv)
+    rank = None if kv.rank is None else kv.next_ranks(pos)[..., 0]
     overflow = (place == P) & (pos != EMPTY)
     batch = jnp.arange(B)[:, None]
     write = lambda x, new: x.at[batch, place].set(new.astype(x.dtype), mode="drop", unique_indices=True)
@@ -229,6 +293,6 @@ def insert_pooled(
         v=kv.v.at[batch, spoiled].set(values, mode="drop"),
         pos=write(kv.pos, jnp.broadcast_to(pos, (B, K))),
         memory=map_slots(blank, kv.memory),
-        rank=None if kv.rank is None or rank is None else write(kv.rank, rank),
-        rotated=None if kv.rotated is None or rank is None else write(kv.rotated, rank),
+        rank=None if kv.rank is None else write(kv.rank, rank),
+        rotated=None if kv.rotated is None else write(kv.rotated, rank),
     )

@@ -11,7 +11,7 @@ token into a dead slot (`insert`).
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
 
 import jax
@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
 
+from pallas_kernels import Attention, Columns, attention
 from pallas_kernels.pytree import pytree, static
 from pallas_kernels.values import MOST_TOKENS, checked, whole
 
@@ -28,6 +29,9 @@ EMPTY: Final = -1
 _ROUNDING = 1e-5  # what sums of gates may be beyond 1
 
 Positions = Literal["original", "compact", "rerotate"]
+
+Rotate = Callable[[Float[Array, "B N T H"], Int[Array, "B #N T"]], Float[Array, "B N T H"]]
+"""Applies a model's rotary embedding at given positions."""
 
 
 @pytree
@@ -83,9 +87,60 @@ class LayerKV:
         return self.pos.shape[-1]
 
     @property
+    def num_kv_heads(self) -> int:
+        """K (static)."""
+        return self.pos.shape[1]
+
+    @property
     def head_pos(self) -> Int[Array, "B K S"]:
         """The positions that every head holds, EMPTY elsewhere."""
         return self.pos
+
+    # What every storage answers; `kvjax.cache.pool.PooledKV` is the other one.
+
+    def view(self) -> "LayerKV":
+        """The layer as policies know it: itself."""
+        return self
+
+    def apply(self, change: "Callable[[LayerKV], LayerKV]") -> "LayerKV":
+        """What a function of the view makes of the layer."""
+        return change(self)
+
+    def next_ranks(self, pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
+        """Ranks of T new tokens behind everything live; EMPTY for padding."""
+        return next_ranks(self, jnp.broadcast_to(pos[:, None], (*self.pos.shape[:2], pos.shape[1])))
+
+    def turned(self, rotate: Rotate) -> "LayerKV":
+        """Keys rotated at their present ranks, for "rerotate": those that moved up are turned by the difference."""
+        if self.rank is None or self.rotated is None or not self.num_slots:
+            return self
+        moved = jnp.where(self.live, self.rank - self.rotated, 0)
+        k = lax.cond((moved != 0).any(), lambda: rotate(self.k, moved).astype(self.k.dtype), lambda: self.k)
+        return dataclasses.replace(self, k=k, rotated=self.rank)
+
+    def insert(self, k: Float[Array, "B K 1 C"], v: Float[Array, "B K 1 H"], pos: Int[Array, "B 1"]) -> "LayerKV":
+        """See `insert`."""
+        return insert(self, k, v, pos)
+
+    def keys(self, rotate: Rotate) -> Float[Array, "B K S H"]:
+        """Keys as queries meet them: rotated, and as wide as values; channels that were dropped are zeros."""
+        if self.positions == "compact":
+            return rotate(self.k, jnp.zeros_like(self.pos) if self.rank is None else jnp.maximum(self.rank, 0))
+        return widened(self.k, self.v.shape[-1])
+
+    def attend(
+        self,
+        q: Float[Array, "B N T H"],
+        keys: Float[Array, "B K S H"],
+        q_pos: Int[Array, "B T"],
+        columns: Sequence[Columns],
+        *,
+        visible: Bool[Array, "B K S"] | None = None,
+        **options: Any,
+    ) -> Attention:
+        """Attention over the slots, or over those of them that are `visible`; `options` as in `pallas_kernels`."""
+        read = self.pos if visible is None else jnp.where(visible, self.pos, EMPTY)
+        return attention(q, keys, self.v, q_pos, read, columns=tuple(columns), **options)
 
 
 @pytree
@@ -123,6 +178,12 @@ class KVState:
     def kv_bytes(self) -> int:
         """Bytes of keys and values in all layers, dead slots included (static)."""
         return sum(x.size * x.dtype.itemsize for layer in self.layers for x in (layer.k, layer.v))
+
+
+def widened(x: Float[Array, "*heads C"], width: int) -> Float[Array, "*heads width"]:
+    """Vectors of the given width: zeros behind the channels that are left, which changes no product of two."""
+    lost = width - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, lost)]) if lost else x
 
 
 def map_slots(fn, *memories: PyTree[Any]) -> PyTree[Any]:

@@ -22,7 +22,7 @@ from kvjax.cache.state import EMPTY, KVState, LayerKV, compact, evict
 from kvjax.drivers.attention import Attend, attend
 from kvjax.drivers.sampling import Greedy, Sampler
 from kvjax.plan import CachePlan, ModelConfig, as_lengths, make_plan
-from kvjax.policy import Policy, context, empty_layer, on_view, viewed
+from kvjax.policy import Policy, context, empty_layer
 from kvjax.scoring.stats import AttentionStats, LayerStats
 from pallas_kernels.pytree import pytree
 from pallas_kernels.values import a, check_array, checked, each, one_of, optional, whole
@@ -165,7 +165,7 @@ def forward(
         seen = {"observe": policy.spec.observe(phase), "policy": policy if T == 1 else None}
         out, kv, stats = attend(cache, q, k, v, pos, ctx=ctx, **seen, **options)
         if evict and not plan.policy.shared:
-            kv = store(on_view(lambda view: policy.step(view, stats, ctx), kv), layer)
+            kv = store(kv.apply(lambda view: policy.step(view, stats, ctx)), layer)
         return out, kv, stats
 
     def store(kv, layer):
@@ -363,7 +363,7 @@ def _with_room(state: KVState, active: Bool[Array, "B"] | None) -> tuple[LayerKV
     only = _only(active) if active is not None else lambda after, before: after
 
     def with_room(i: int, kv: LayerKV | PooledKV) -> LayerKV | PooledKV:
-        after = on_view(lambda view: plan.layers[i].make_room(view, context(state, i, "decode")), kv)
+        after = kv.apply(lambda view: plan.layers[i].make_room(view, context(state, i, "decode")))
         return after if after is kv else only(after, kv)
 
     if not plan.policy.shared:
@@ -371,8 +371,8 @@ def _with_room(state: KVState, active: Bool[Array, "B"] | None) -> tuple[LayerKV
     first = with_room(0, state.layers[0])
     if first is state.layers[0]:
         return state.layers
-    stays = viewed(first).live
-    return first, *(on_view(lambda view: evict(view, stays), kv) for kv in state.layers[1:])
+    stays = first.view().live
+    return first, *(kv.apply(lambda view: evict(view, stays)) for kv in state.layers[1:])
 
 
 def feed(

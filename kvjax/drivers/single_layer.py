@@ -8,10 +8,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.context import Context, Site, row_keys
+from kvjax.cache.state import Rotate
 from kvjax.drivers.attention import attend
 from kvjax.plan import as_lengths
 from kvjax.policy import Policy, Selection, as_policy, empty_layer
-from kvjax.scoring.stats import Rotate
 from pallas_kernels.values import check_array, checked, number, optional, whole
 
 

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -10,13 +10,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.context import Context, Phase, Site
-from kvjax.cache.state import LayerKV
+from kvjax.cache.state import LayerKV, Rotate
 from kvjax.sizes.budget import Count, Tokens, as_count, counted_rows, lookup
 from pallas_kernels import Columns, Softmax
 from pallas_kernels.pytree import pytree, static
 from pallas_kernels.values import a, each, flag, number, one_of, optional, settle, tokens
-
-Rotate = Callable[[Float[Array, "B N T H"], Int[Array, "B #N T"]], Float[Array, "B N T H"]]
 
 
 @dataclasses.dataclass(frozen=True)

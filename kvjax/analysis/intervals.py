@@ -1,0 +1,35 @@
+"""Means over prompts, and how far they may be off."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from pallas_kernels.values import checked, number
+
+
+class Interval(NamedTuple):
+    """Means with their confidence intervals, of any shape."""
+
+    mean: Any
+    low: Any
+    high: Any
+
+
+def interval(values: np.ndarray | Sequence[float], confidence: float = 0.95) -> Interval:
+    """Mean and Student-t interval over the last axis; infinitely wide for a single value.
+
+    Args:
+      values: "... B", one value a prompt.
+      confidence: how likely an interval made so holds the true mean.
+
+    Raises:
+      ValueError: a confidence that is no probability inside (0, 1).
+    """
+    confidence, values = checked(number("(0, 1)"), "confidence", confidence), np.asarray(values)
+    n, mean = values.shape[-1], values.mean(-1)
+    if n < 2:
+        return Interval(mean, np.full_like(mean, -np.inf), np.full_like(mean, np.inf))
+    half = float(stats.t.ppf(0.5 + confidence / 2, n - 1)) * values.std(-1, ddof=1) / np.sqrt(n)
+    return Interval(mean, mean - half, mean + half)
