@@ -21,9 +21,9 @@ STOPS = (False, True, "never")
 
 @pytest.fixture(scope="module")
 def small():
-    """Two layers, compiled quickly."""
+    """One layer, compiled quickly."""
     config = models.ModelConfig(
-        vocab_size=V, embed_dim=32, mlp_dim=48, num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=8
+        vocab_size=V, embed_dim=32, mlp_dim=48, num_layers=1, num_query_heads=4, num_kv_heads=2, head_dim=8
     )
     model = models.LanguageModel(config)
     return model, jax.tree.map(lambda x: x * jnp.asarray(1.6, x.dtype), model.init(jax.random.key(11)))

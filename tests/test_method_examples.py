@@ -316,7 +316,7 @@ def test_loss_is_within_the_bound_and_adaptive_bounds_are_lowest(seed, average, 
             p,
             jnp.ones(p.shape, bool),
             jnp.full((B,), average, jnp.int32),
-            average,
+            7,  # the most that any example asks for: other sizes would compile anew
             helpers.site(K=N, N=N),
             jnp.zeros((B,), jnp.int32),
         )

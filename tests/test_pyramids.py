@@ -138,7 +138,7 @@ def test_an_overspending_policy_runs_within_its_plan(tiny):
 
     policy = methods.ada_snapkv(9, window_size=2, alpha=0.5, kernel_size=3, rounding="half_even", max_ratio=math.inf)
     plan = kvjax.make_plan(deep, policy, prompt_len=30, max_new_tokens=0, lengths=[30])
-    _, state = kvjax.prefill(model, params, tokens, plan)
+    _, state = jax.jit(lambda p, t: kvjax.prefill(model, p, t, plan))(params, tokens)
     live_tokens = np.asarray(state.num_live)
     assert (live_tokens.sum(-1) != 2 * 9).any(), "a drift that does not occur would not be tested"
     assert live_tokens.max() <= plan.capacities[0]
