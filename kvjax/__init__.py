@@ -46,6 +46,7 @@ from kvjax.scoring.stats import AttentionStats as AttentionStats
 from kvjax.scoring.stats import LastRows as LastRows
 from kvjax.scoring.stats import LayerStats as LayerStats
 from kvjax.scoring.stats import Observe as Observe
+from kvjax.scoring.stats import Slots as Slots
 from kvjax.sizes.allocation import Adaptive as Adaptive
 from kvjax.sizes.allocation import FloorPyramid as FloorPyramid
 from kvjax.sizes.allocation import HeadTable as HeadTable

@@ -17,7 +17,7 @@ from kvjax.policy import Granularity, LayerSpec, Layout, Rule, Selection
 from kvjax.scoring.protect import Protect, Scope, protected
 from kvjax.scoring.scores import FromFunction, Score
 from kvjax.scoring.select import Limits, Select, TopK
-from kvjax.scoring.stats import LayerStats, Measurement, ordered
+from kvjax.scoring.stats import LayerStats, Measurement, Slots, ordered
 from kvjax.sizes.allocation import HeadAllocation, LayerAllocation, UniformHeads, UniformLayers
 from kvjax.sizes.budget import Count, Counts, Tokens, as_budget, as_count, lookup
 from kvjax.sizes.schedule import Schedule
@@ -236,8 +236,7 @@ class Evict(Rule):
         if ctx.phase == "decode" and not self.when.decodes:
             return kv.memory, None
         memory: EvictMemory = kv.memory
-        scope = memory.scope if self.scope is None else self.scope.update(memory.scope, kv, stats, ctx)
-        memory = dataclasses.replace(memory, score=self.score.update(memory.score, kv, stats, ctx), scope=scope)
+        memory = self.updated(memory, kv, stats, ctx)
         if ctx.phase == "prefill":
             if not self.when.prefill and not self._remembers_heads:
                 return memory, None
@@ -247,6 +246,12 @@ class Evict(Rule):
                 memory = dataclasses.replace(memory, shares=PerHead(selectable))
             return memory, selection if self.when.prefill else None
         return memory, None if self.when.before_append else self._scheduled_select(memory, kv, stats, ctx)
+
+    def updated(self, memory: "EvictMemory", kv: LayerKV, stats: LayerStats, ctx: Context) -> "EvictMemory":
+        """The memory after the rows just computed, before anything is chosen."""
+        slots = Slots(kv, stats, ctx, kv.live)
+        scope = memory.scope if self.scope is None else self.scope.update(slots.of(memory.scope))
+        return dataclasses.replace(memory, score=self.score.update(slots.of(memory.score)), scope=scope)
 
     def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"] | None:
         """See `Rule`."""
@@ -333,7 +338,8 @@ class Evict(Rule):
         budget, sinks, recent, counts = numbers.budget, numbers.sinks, numbers.recent, numbers.counts
         safe = protected(kv.pos, ctx.length, sinks, recent)
         candidates = kv.live & ~safe
-        score = self.score(memory.score, kv, stats, ctx, candidates).astype(jnp.float32)
+        slots = Slots(kv, stats, ctx, candidates)
+        score = self.score(slots.of(memory.score)).astype(jnp.float32)
         # Infinities are left to protection and death; what is not a number is worth least.
         finite = jnp.nan_to_num(score, nan=-LARGE, posinf=LARGE, neginf=-LARGE)
         if ctx.site.window is not None:  # what no row to come can read goes first
@@ -346,7 +352,7 @@ class Evict(Rule):
             selectable = memory.shares.value
         budgets = selectable + outside[:, None]
         if self.scope is not None:
-            safe = self.scope(memory.scope, kv, stats, ctx, safe, counts, budgets)
+            safe = self.scope(slots.of(memory.scope), safe, counts, budgets)
         if drop is not None:
             stay = jnp.minimum(safe.sum(-1, dtype=jnp.int32), budgets)
             budgets = jnp.maximum(jnp.minimum(budgets, kv.num_live - drop), stay)
@@ -356,7 +362,7 @@ class Evict(Rule):
         if ctx.phase == "decode" and self.when.prefill:
             at_once = max(self.when.room(ctx.site.max_new_tokens), counts.most(self.when.drop), 1)
         limits = Limits(budgets, at_once, counts, memory.select, self.score.summands(ctx))
-        keep = self.select(finite, safe, kv, stats, ctx, limits)
+        keep = self.select(finite, safe, slots, limits)
         if self.select.relaxed:
             return Selection(kv.live, score, budgets, keep), selectable
         return Selection(keep, score, budgets), selectable

@@ -8,6 +8,7 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.scoring.protect import rows_since_insertion
+from kvjax.scoring.stats import LayerStats, Slots
 from tests import helpers
 from tests.methods import sampled_methods_with_a_model
 
@@ -127,7 +128,7 @@ def test_the_largest_sum_of_a_group_does_not_depend_on_how_text_is_read(policy):
         kv = helpers.replay(policy, *arrays, n, block=block).kv
         if isinstance(policy, kvjax.Evict):
             ctx = helpers.context(helpers.site(T=12), length=[12])
-            x = policy.score(kv.memory[0].score, kv, None, ctx, kv.live)
+            x = policy.score(Slots(kv, LayerStats(), ctx, kv.live, kv.memory[0].score))
         else:
             x = policy._sums.largest(kv.memory[0][0])
         return np.asarray(x)[..., np.argsort(kv.pos[0, 0])]

@@ -16,6 +16,7 @@ from tests.methods import CASES, every_method, every_method_with_a_model, sample
 
 B, K, N, T, H = 2, 2, 4, 24, 8
 BUDGET = 10
+LENGTHS = (T, 17)
 OUT_PROJ = jnp.ones((N, H, H))
 
 
@@ -23,9 +24,10 @@ def stochastic_free():
     return pytest.mark.parametrize("case", [c for c in CASES if not (c.random or c.by_head)], ids=repr)
 
 
-def prompt_step(case, *, budget=BUDGET, lengths=(T, T), layer=0, seed=0):
-    """(policy, layer after the prompt, stats, context) before eviction."""
-    policy = case.make(budget)
+@functools.cache
+def prompt_step(case, layer=0):
+    """(policy, layer after a prompt of each length, stats, context) before eviction."""
+    policy, lengths, seed = case.make(BUDGET), LENGTHS, 0
     site = helpers.site(T=T, layer=layer)
     ctx = helpers.context(site, length=list(lengths))
     kv = helpers.prompt_layer(policy, ctx, T=T, B=B, K=K, H=H, lengths=lengths, seed=seed)
@@ -79,9 +81,9 @@ def test_partition_applies_each_policy_to_its_layers(case):
 @every_method
 @pytest.mark.parametrize("layer", [0, 2])
 def test_prompt_eviction_meets_the_budget(case, layer):
-    policy, kv, stats, ctx = prompt_step(case, lengths=(T, 17), layer=layer)
+    policy, kv, stats, ctx = prompt_step(case, layer)
     after = policy.layer(kv, stats, ctx)
-    for row, n in enumerate((T, 17)):
+    for row, n in enumerate(LENGTHS):
         limit = min(n, target(policy, layer, n))
         live = np.asarray(after.num_live[row])
         if case.together:
@@ -99,7 +101,7 @@ def test_prompt_eviction_meets_the_budget(case, layer):
 
 @every_method
 def test_no_dead_slot_comes_back_and_nothing_moves(case):
-    policy, kv, stats, ctx = prompt_step(case, lengths=(T, 15))
+    policy, kv, stats, ctx = prompt_step(case)
     dead = jnp.zeros(kv.pos.shape, bool).at[:, :, ::5].set(True)
     kv = evict(kv, kv.live & ~dead)
     after = policy.layer(kv, stats, ctx)
@@ -111,9 +113,9 @@ def test_no_dead_slot_comes_back_and_nothing_moves(case):
 
 @every_method
 def test_protected_tokens_live(case):
-    policy, kv, stats, ctx = prompt_step(case, lengths=(T, 18))
+    policy, kv, stats, ctx = prompt_step(case)
     after = policy.layer(kv, stats, ctx)
-    for row, n in enumerate((T, 18)):
+    for row, n in enumerate(LENGTHS):
         wanted = {*range(case.sinks), *range(n - case.recent(BUDGET), n)}
         for head in helpers.live_positions(after)[row]:
             assert wanted <= set(head)
@@ -129,7 +131,7 @@ def test_idempotent_on_unchanged_statistics(case):
 
 @every_method
 def test_permuting_slots_permutes_the_result(case):
-    policy, kv, stats, ctx = prompt_step(case, lengths=(T, 19))
+    policy, kv, stats, ctx = prompt_step(case)
     order = jax.vmap(lambda k: jax.random.permutation(k, T))(jax.random.split(jax.random.key(5), B * K)).reshape(
         B, K, T
     )
@@ -141,7 +143,7 @@ def test_permuting_slots_permutes_the_result(case):
 
 @every_method
 def test_jit_equals_eager(case):
-    policy, kv, stats, ctx = prompt_step(case, lengths=(T, 20))
+    policy, kv, stats, ctx = prompt_step(case)
     eager = policy.layer(kv, stats, ctx)
     jitted = jax.jit(policy.layer)(kv, stats, ctx)
     np.testing.assert_array_equal(eager.pos, jitted.pos)

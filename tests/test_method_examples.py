@@ -21,7 +21,7 @@ from kvjax.scoring.measurements import FutureQueries, ProjectedValueNorm
 from kvjax.scoring.protect import Protect, TopStd, rows_since_insertion
 from kvjax.scoring.scores import Accumulated, Mean
 from kvjax.scoring.select import Chunks, Limits, TopK, TopKThenRandom, TwoStage
-from kvjax.scoring.stats import EntropyScaled, LastRows, LayerStats, Noisy, Observe
+from kvjax.scoring.stats import EntropyScaled, LastRows, LayerStats, Noisy, Observe, Slots
 from kvjax.sizes.allocation import Adaptive, UniformHeads
 from kvjax.sizes.budget import Counts, Ratio, Share, Tokens
 from pallas_kernels import Columns, Softmax, attention
@@ -551,16 +551,18 @@ def test_e31_criticalkv(examples):
     assert helpers.kept(kvjax.evict_layer(policy, q, q, v, out_proj=out_proj)) == e["expected"]["kept"]
     kv = cache(range(5), k=q, v=v)
     stats = LayerStats((jnp.asarray(norms, jnp.float32)[None, None],), (policy.select.weight,))
+    ctx = helpers.context(helpers.site(T=5, N=1, K=1, H=2), length=[5])
+    slots = Slots(kv, stats, ctx, kv.live)
     limits = Limits(
         jnp.asarray([[params["keep"]]], jnp.int32), None, Counts(np.full(6, params["keep"]), jnp.asarray([5]))
     )
-    first, second = policy.select.stages(base[None, None], jnp.zeros((1, 1, 5), bool), kv, stats, None, limits)
+    first, second = policy.select.stages(base[None, None], jnp.zeros((1, 1, 5), bool), slots, limits)
     stage1 = TopK().best(first.score, kv.pos, first.count)
     assert np.flatnonzero(stage1[0, 0]).tolist() == e["expected"]["stage1"]
     np.testing.assert_allclose(second.score[0, 0], e["expected"]["stage2_score"], atol=1e-6)
     w = params["window"]  # votes that are added up are so many times larger, and so is what eps adds to them
     votes = dataclasses.replace(limits, summands=w)
-    _, second = policy.select.stages(w * base[None, None], jnp.zeros((1, 1, 5), bool), kv, stats, None, votes)
+    _, second = policy.select.stages(w * base[None, None], jnp.zeros((1, 1, 5), bool), slots, votes)
     np.testing.assert_allclose(second.score[0, 0] / w, e["expected"]["stage2_score"], atol=1e-6)
     with pytest.raises(ValueError, match="output projection"):
         kvjax.evict_layer(policy, q, q, v)
@@ -631,9 +633,9 @@ def test_e33_expected_attention(examples):
     score = ExpectedAttention()
     stats = LayerStats(((mean, cov),), (score.queries,))
     ctx = helpers.context(site, length=[4])
-    np.testing.assert_allclose(score((), kv, stats, ctx, kv.live)[0, 0], e["expected"]["score"], atol=1e-6)
+    np.testing.assert_allclose(score(Slots(kv, stats, ctx, kv.live))[0, 0], e["expected"]["score"], atol=1e-6)
     ones = dataclasses.replace(kv, v=jnp.ones_like(v) * 0.5**0.5)
-    np.testing.assert_allclose(score((), ones, stats, ctx, kv.live)[0, 0], e["expected"]["probs"], atol=1e-6)
+    np.testing.assert_allclose(score(Slots(ones, stats, ctx, kv.live))[0, 0], e["expected"]["probs"], atol=1e-6)
 
 
 def test_future_queries_are_the_average_of_rotated_moments():

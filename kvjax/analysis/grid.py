@@ -187,8 +187,7 @@ def _keep_stacked(plans: Sequence[CachePlan], reading: Reading, keys, drawn) -> 
         tables = [p.tables(plans[0].sites[i]) for p in policies]
         budget, sinks, recent = (np.stack([t[j] for t in tables]) for j in range(3))
         (memory,) = kv.memory
-        scope = () if first.scope is None else first.scope.update(memory.scope, kv, stats, ctx)
-        memory = dataclasses.replace(memory, score=first.score.update(memory.score, kv, stats, ctx), scope=scope)
+        memory = first.updated(memory, kv, stats, ctx)
 
         def one(m, kv=kv, stats=stats, ctx=ctx, memory=memory, budget=budget, sinks=sinks, recent=recent):
             n = ctx.prompt_length

@@ -20,7 +20,7 @@ from kvjax.eviction import Evict
 from kvjax.plan import CachePlan, make_plan
 from kvjax.policy import LayerSpec, Rule, Selection, context, keeps_all
 from kvjax.scoring.scores import OfScore
-from kvjax.scoring.stats import LastRows, LayerStats, Measurement, Moment, Observe
+from kvjax.scoring.stats import LastRows, LayerStats, Measurement, Moment, Observe, Slots
 from pallas_kernels import Columns, Softmax, attention
 from pallas_kernels.pytree import pytree, static
 from pallas_kernels.values import settle, tokens
@@ -101,8 +101,8 @@ class _AlsoSees(OfScore):
     def observe(self, phase: Any) -> tuple[Measurement, ...]:
         return (*self.score.observe(phase), *(self.extra if phase == "prefill" else ()))
 
-    def __call__(self, memory, kv, stats, ctx, candidates):
-        return self.score(memory, kv, stats, ctx, candidates)
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        return self.score(slots)
 
 
 @dataclasses.dataclass(frozen=True)

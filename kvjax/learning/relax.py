@@ -28,12 +28,12 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.algebra import each_rule
 from kvjax.analysis.losses import output_kl as output_kl
-from kvjax.cache.context import Context, Phase, Site
+from kvjax.cache.context import Phase, Site
 from kvjax.cache.state import KVState, PerHead
 from kvjax.eviction import LARGE, Evict
 from kvjax.policy import Policy, Rule
 from kvjax.scoring.select import Limits, Select, Stage, TopK
-from kvjax.scoring.stats import Measurement
+from kvjax.scoring.stats import Measurement, Slots
 from pallas_kernels.pytree import pytree
 from pallas_kernels.values import a, checked, each, number, one_of, settle
 
@@ -277,22 +277,23 @@ class Soft(Select):
         """See `Select`."""
         return SoftMemory(PerHead(jnp.full((batch, site.num_kv_heads), self.temperature, float)))
 
-    def __call__(self, score, safe, kv, stats, ctx, limits):
+    def __call__(self, score, safe, slots, limits):
         """See `Select`."""
         memory: SoftMemory = limits.memory
         if memory.budgets is not None:
             limits = dataclasses.replace(limits, budgets=memory.budgets.value)
-        return self.gates(score, safe, kv, stats, ctx, limits, memory.temperature.value)
+        return self.gates(score, safe, slots, limits, memory.temperature.value)
 
-    def gates(self, score, safe, kv, stats, ctx: Context, limits: Limits, temperature: Float[Array, "B K"]):
+    def gates(self, score, safe, slots: Slots, limits: Limits, temperature: Float[Array, "B K"]):
         """The gates "B K S" at a temperature."""
+        kv = slots.kv
         have = jnp.ones(kv.pos.shape, temperature.dtype) if kv.gate is None else kv.gate
         have = jnp.where(kv.live, have, 0.0)
         budgets = limits.budgets.astype(have.dtype)
         secure = jnp.where(safe, have, 0.0)
         first = (Stage(kv.pos.astype(have.dtype), jnp.minimum(budgets, secure.sum(-1))),)
         kept = soft_stages(first, kv.pos, secure, temperature=temperature)
-        stages = self.select.stages(score, safe, kv, stats, ctx, limits)
+        stages = self.select.stages(score, safe, slots, limits)
         counts = [s.count.astype(have.dtype) for s in stages]
         # Slots that came with less than 1 leave more of the budget than the passes were told.
         spare = jnp.maximum(budgets - kept.sum(-1), 0.0) - sum(counts[1:], counts[0])

@@ -4,13 +4,14 @@ import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
 from kvjax.cache.context import Context
 from kvjax.cache.state import LayerKV
 from kvjax.eviction import Evict, Mask
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.scores import Recency, Score
+from kvjax.scoring.stats import Slots
 from kvjax.sizes.budget import Count
 from kvjax.sizes.schedule import every_step
 from pallas_kernels.values import one_of, settle, tokens
@@ -42,9 +43,9 @@ class OnGrid(Score):
     def __post_init__(self):
         settle(self, dilation=_DISTANCE)
 
-    def __call__(self, memory, kv, stats, ctx, candidates):
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
-        del memory, stats, ctx, candidates
+        kv = slots.kv
         recency = kv.pos.astype(jnp.float32)
         return jnp.where(kv.pos % (self.dilation + 1) == 0, recency, recency - 2.0**24)
 

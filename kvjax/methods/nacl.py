@@ -13,7 +13,7 @@ from kvjax.policy import Policy
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.scores import LayerMean, Proxies, Score
 from kvjax.scoring.select import TopKThenRandom
-from kvjax.scoring.stats import FirstAndLastRows, LastRows, Measurement, Observe, SeesAll
+from kvjax.scoring.stats import FirstAndLastRows, LastRows, Measurement, Observe, SeesAll, Slots
 from kvjax.sizes.budget import Above, Count, Less, Ratio, Tokens, as_budget, as_count, counted, of_budget
 from kvjax.sizes.schedule import after_prefill, every
 from pallas_kernels.values import a, checked, flag, number, one_of, optional, settle, tokens
@@ -76,8 +76,9 @@ class ProxiesByIndex(Proxies):
         """See `Score`."""
         return (self.of,) if phase == "prefill" else ()
 
-    def update(self, memory, kv, stats, ctx):
+    def update(self, slots: Slots) -> Any:
         """What a query head gave to the tokens of its own kv head, by position, for the kv head of its number."""
+        memory, kv, stats, ctx = slots.memory, slots.kv, slots.stats, slots.ctx
         if ctx.phase == "decode":
             return memory
         received = stats[self.of]

@@ -11,7 +11,7 @@ from kvjax.cache.context import Phase
 from kvjax.cache.state import EMPTY, LayerKV, position_order
 from kvjax.scoring.measurements import FutureQueries
 from kvjax.scoring.scores import Score
-from kvjax.scoring.stats import Measurement
+from kvjax.scoring.stats import Measurement, Slots
 from pallas_kernels import Columns, attention
 from pallas_kernels.values import a, flag, number, settle, tokens
 
@@ -20,9 +20,9 @@ from pallas_kernels.values import a, flag, number, settle, tokens
 class KeyNorm(Score):
     """Small keys are worth more: minus their L2 norm (arXiv 2406.11430). Rotation does not change it."""
 
-    def __call__(self, memory, kv, stats, ctx, candidates):
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
-        del memory, stats, ctx, candidates
+        kv = slots.kv
         return -jnp.linalg.norm(kv.k.astype(jnp.float32), axis=-1)
 
 
@@ -35,9 +35,9 @@ class KeyDifference(Score):
         """See `Score`."""
         return True
 
-    def __call__(self, memory, kv, stats, ctx, candidates):
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
-        del memory, stats, ctx, candidates
+        kv = slots.kv
         unit, anchor = self.directions(kv)
         anchor = anchor / jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
         return -jnp.einsum("bksh,bkh->bks", unit, anchor)
@@ -85,9 +85,9 @@ class ExpectedAttention(Score):
         """See `Score`."""
         return (self.queries,) if phase == "prefill" else ()
 
-    def __call__(self, memory, kv, stats, ctx, candidates):
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
-        del memory
+        kv, stats, ctx, candidates = slots.kv, slots.stats, slots.ctx, slots.candidates
         mean, cov = stats[self.queries]
         B, N, H = mean.shape
         K, S = kv.pos.shape[1:]
@@ -97,9 +97,9 @@ class ExpectedAttention(Score):
             by_group = jnp.moveaxis(cov.reshape(B, K, N // K, H, H), 2, 0)
             bias = jnp.moveaxis(lax.map(quadratic, by_group), 0, 2).reshape(B, N, S) / (2 * H)
         # One row, the mean query, behind all that may be evicted.
-        row, slots = jnp.zeros((B, 1), jnp.int32), jnp.where(candidates, 0, EMPTY)
+        row, behind = jnp.zeros((B, 1), jnp.int32), jnp.where(candidates, 0, EMPTY)
         options: dict[str, Any] = {"bias": bias, "scale": ctx.site.head_dim**-0.5}
-        (p,) = attention(mean[:, :, None], k, k, row, slots, columns=(Columns(),), **options).columns
+        (p,) = attention(mean[:, :, None], k, k, row, behind, columns=(Columns(),), **options).columns
         return (p + self.eps) * jnp.linalg.norm(kv.v.astype(jnp.float32), axis=-1)
 
 
@@ -136,9 +136,9 @@ class LagRelative(Score):
             cross_scoring=flag,
         )
 
-    def __call__(self, memory, kv, stats, ctx, candidates):
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
-        del memory, stats, ctx, candidates
+        kv = slots.kv
         S = kv.num_slots
         lag, sinks = min(self.lag, S + 1), min(self.sinks, S)  # larger ones mean no more
         num_dead = S - kv.num_live[..., None]

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 from kvjax.cache.context import Context, Phase
 from kvjax.cache.state import LayerKV
 from kvjax.scoring.scores import Score, kernel_width, pool_in_order
-from kvjax.scoring.stats import AllRows, LastRows, LayerStats, Measurement, Observe
+from kvjax.scoring.stats import AllRows, LastRows, LayerStats, Measurement, Observe, Slots
 from pallas_kernels.values import settle, tokens
 
 NUM_STATISTICS = 6
@@ -127,7 +127,7 @@ class Learned(Score):
         features = jnp.concatenate([k, v, jnp.stack(numbers, axis=-1)], axis=-1)
         return jnp.where(kv.live[..., None], features, 0.0)
 
-    def __call__(self, memory, kv, stats, ctx, candidates):
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
-        del memory
+        kv, stats, ctx, candidates = slots.kv, slots.stats, slots.ctx, slots.candidates
         return self.function(self.features(kv, stats, ctx, candidates), ctx.site.layer)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import LayerKV
 from kvjax.scoring.select import TopK
-from kvjax.scoring.stats import AllRows, LayerStats, Measurement, Observe, Observer, RowsFrom
+from kvjax.scoring.stats import AllRows, Measurement, Observe, Observer, RowsFrom, Slots
 from kvjax.sizes.budget import Count, Counts, as_count, counted
 from pallas_kernels.values import flag, optional, settle, tokens
 
@@ -69,10 +69,7 @@ class Scope(Observer, abc.ABC):
     @abc.abstractmethod
     def __call__(
         self,
-        memory: Any,
-        kv: LayerKV,
-        stats: LayerStats,
-        ctx: Context,
+        slots: Slots,
         safe: Bool[Array, "B K S"],
         counts: Counts,
         most: Int[Array, "B K"],
@@ -89,9 +86,9 @@ class PromptSinks(Scope):
         """See `Scope`."""
         return self.size
 
-    def __call__(self, memory, kv, stats, ctx, safe, counts, most):
+    def __call__(self, slots, safe, counts, most):
         """See `Scope`."""
-        del memory, stats
+        kv, ctx = slots.kv, slots.ctx
         if ctx.phase == "decode":
             return safe
         first = kv.live & (kv.pos < counts(self.size)[:, None, None])
@@ -144,15 +141,16 @@ class TopStd(Scope):
         zeros = jnp.zeros((batch, site.num_kv_heads, 0), jnp.float32)
         return zeros, zeros
 
-    def update(self, memory, kv, stats, ctx):
+    def update(self, slots: Slots) -> Any:
         """See `Scope`."""
-        del kv, ctx
+        memory, stats = slots.memory, slots.stats
         new = (stats[o] for o in self._moments)
         return tuple(m.astype(n.dtype) + n for m, n in zip(memory, new, strict=True))
 
-    def __call__(self, memory, kv, stats, ctx, safe, counts, most):
+    def __call__(self, slots, safe, counts, most):
         """See `Scope`."""
-        safe = PromptSinks(self.prompt_sinks)((), kv, stats, ctx, safe, counts, most)
+        memory, kv, ctx = slots.memory, slots.kv, slots.ctx
+        safe = PromptSinks(self.prompt_sinks)(slots, safe, counts, most)
         std = self.deviation(memory, kv, ctx)
         size = self.size if ctx.phase == "prefill" or self.decode_size is None else self.decode_size
         size = jnp.minimum(counts(size)[:, None], most.astype(jnp.int32))  # heads may have less than the layer's mean

@@ -27,6 +27,7 @@ from kvjax.scoring.stats import (
     Observer,
     RowsFrom,
     RowSoftmax,
+    Slots,
     Sums,
 )
 from pallas_kernels.values import MOST_TOKENS, a, each, flag, number, one_of, settle, tokens, whole
@@ -57,10 +58,8 @@ class Score(Observer, abc.ABC):
     """A frozen dataclass that ranks the live slots of a layer."""
 
     @abc.abstractmethod
-    def __call__(
-        self, memory: Any, kv: LayerKV, stats: LayerStats, ctx: Context, candidates: Bool[Array, "B K S"]
-    ) -> Float[Array, "B K S"]:
-        """The score of every slot; only those of `candidates` (live, not protected) will be compared."""
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        """The score of every slot; only those of `slots.candidates` (live, not protected) will be compared."""
 
     def summands(self, ctx: Context) -> int | Int[Array, "B"]:
         """Rows, times heads under `group="sum"`, whose attention a score adds up: what divides it into their mean.
@@ -85,9 +84,9 @@ class Score(Observer, abc.ABC):
 class Recency(Score):
     """The newer, the better."""
 
-    def __call__(self, memory, kv, stats, ctx, candidates):
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
-        del memory, stats, ctx, candidates
+        kv = slots.kv
         return kv.pos.astype(jnp.float32)
 
 
@@ -104,9 +103,9 @@ class Uniform(Score):
     def __post_init__(self):
         settle(self, shared_heads=flag)
 
-    def __call__(self, memory, kv, stats, ctx, candidates):
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
-        del memory, stats, candidates
+        kv, ctx = slots.kv, slots.ctx
         return ctx.uniform(kv.pos, shared=self.shared_heads)
 
 
@@ -127,9 +126,9 @@ class Running(Score):
         """See `Observer`."""
         return self._sums.init(site, batch)
 
-    def __call__(self, memory, kv, stats, ctx, candidates):
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
-        del kv, stats, ctx, candidates
+        memory = slots.memory
         return self._sums.largest(memory)
 
 
@@ -168,9 +167,9 @@ class OfScore(Score):
         """See `Observer`."""
         return self.score.init(site, batch)
 
-    def update(self, memory, kv, stats, ctx):
+    def update(self, slots: Slots) -> Any:
         """See `Observer`."""
-        return self.score.update(memory, kv, stats, ctx)
+        return self.score.update(slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,8 +198,9 @@ class Accumulated(Running):
     def _sums(self) -> Sums:
         return Sums(self.of)
 
-    def update(self, memory, kv, stats, ctx):
+    def update(self, slots: Slots) -> Any:
         """See `Score`."""
+        memory, kv, stats, ctx = slots.memory, slots.kv, slots.stats, slots.ctx
         new = self._sums.new(stats, ctx) * self.damping
         memory = _anew(memory, self.of, ctx).astype(new.dtype)
         if self.share_batch:
@@ -256,15 +256,15 @@ class Mean(Running):
         rows = RowsFrom(self.ignore_prefix) if self.ignore_prefix else AllRows()
         return Sums(Observe(rows, group=self.group, count_self=self.count_self))
 
-    def update(self, memory, kv, stats, ctx):
+    def update(self, slots: Slots) -> Any:
         """See `Score`."""
-        del kv
+        memory, stats, ctx = slots.memory, slots.stats, slots.ctx
         new = self._sums.new(stats, ctx)
         return memory.astype(new.dtype) + new
 
-    def __call__(self, memory, kv, stats, ctx, candidates):
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
-        del stats, candidates
+        memory, kv, ctx = slots.memory, slots.kv, slots.ctx
         rows = rows_since_insertion(kv, ctx, self.ignore_prefix, count_self=self.count_self)
         mean = self._sums.largest(memory) / rows.astype(memory.dtype)
         newest = kv.pos == ctx.length[:, None, None] - 1
@@ -303,9 +303,9 @@ class Proxies(Running):
         """See `Score`."""
         return ((self._sums if phase == "prefill" else self._row).observed,)
 
-    def update(self, memory, kv, stats, ctx):
+    def update(self, slots: Slots) -> Any:
         """Starts anew with the prompt, and with the first step of every interval."""
-        del kv
+        memory, stats, ctx = slots.memory, slots.stats, slots.ctx
         if ctx.phase == "prefill":
             return self._sums.new(stats, ctx)
         begins = ((ctx.step - 1) % self.interval == 0).reshape(-1, *(1,) * (memory.ndim - 1))
@@ -321,9 +321,10 @@ class LayerMean(OfScore):
       score: what is averaged.
     """
 
-    def __call__(self, memory, kv, stats, ctx, candidates):
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
-        score = self.score(memory, kv, stats, ctx, candidates)
+        kv, ctx = slots.kv, slots.ctx
+        score = self.score(slots)
         return _mean_over_heads(score, kv, ctx.site.prompt_len + ctx.site.max_new_tokens)
 
 
@@ -354,8 +355,9 @@ class ValuePrior(Running):
     def _sums(self) -> Sums:
         return Sums(self.of)
 
-    def update(self, memory, kv, stats, ctx):
+    def update(self, slots: Slots) -> Any:
         """See `Score`."""
+        memory, kv, stats, ctx = slots.memory, slots.kv, slots.stats, slots.ctx
         new = self._sums.new(stats, ctx)
         memory = memory.astype(new.dtype)
         if ctx.phase == "decode" and not self.each_step:
@@ -409,8 +411,9 @@ class History(Score):
         """See `Score`."""
         return jnp.zeros((batch, site.num_kv_heads, 0, -(-self._rows(site) // 32)), jnp.uint32)
 
-    def update(self, memory, kv, stats, ctx):
+    def update(self, slots: Slots) -> Any:
         """Row `i` of the text owns bit `i % rows`; the new rows overwrite theirs in every slot."""
+        memory, stats, ctx = slots.memory, slots.stats, slots.ctx
         above = stats[self.observe(ctx.phase)[0]] > 0  # "B K R S", the last R rows
         R, num_rows = above.shape[2], self._rows(ctx.site)
         bit = jnp.arange(num_rows, dtype=jnp.int32)[None]
@@ -427,9 +430,9 @@ class History(Score):
         shifts = jnp.arange(32, dtype=jnp.uint32).reshape((1,) * bits.ndim + (32,))
         return (words << shifts).sum(-1, dtype=jnp.uint32)
 
-    def __call__(self, memory, kv, stats, ctx, candidates):
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
-        del kv, stats, ctx, candidates
+        memory = slots.memory
         return lax.population_count(memory).sum(-1).astype(jnp.float32)
 
 
@@ -475,9 +478,9 @@ class Window(Score):
         """See `Score`."""
         return (self._votes,) if phase == "prefill" else ()
 
-    def __call__(self, memory, kv, stats, ctx, candidates):
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
-        del memory, ctx
+        kv, stats, candidates = slots.kv, slots.stats, slots.candidates
         votes = stats[self._votes]
         if self.pool_rows == 1:
             return votes
@@ -514,9 +517,9 @@ class LastRow(Score):
         del phase
         return (self._row,)
 
-    def __call__(self, memory, kv, stats, ctx, candidates):
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
-        del memory, candidates
+        kv, stats, ctx = slots.kv, slots.stats, slots.ctx
         row = stats[self._row]
         if self.head_mode == "per_kv_head":
             return row
@@ -563,9 +566,10 @@ class Pooled(OfScore):
         one_of("Pooled.kind", self.kind, "max", "avg")
         one_of("Pooled.avg_pad", self.avg_pad, "zero", "valid_count")
 
-    def __call__(self, memory, kv, stats, ctx, candidates):
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
-        score = self.score(memory, kv, stats, ctx, candidates)
+        kv, candidates = slots.kv, slots.candidates
+        score = self.score(slots)
         return pool_in_order(score, kv.pos, candidates, self.kind, self.kernel, self.avg_pad)
 
 
@@ -641,7 +645,7 @@ class FromFunction(Score):
         del phase
         return self.observed
 
-    def __call__(self, memory, kv, stats, ctx, candidates):
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
-        del memory, candidates
+        kv, stats, ctx = slots.kv, slots.stats, slots.ctx
         return self.fn(kv, stats, ctx)

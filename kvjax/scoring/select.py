@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import EMPTY, LayerKV, position_order
-from kvjax.scoring.stats import LayerStats, Measurement
+from kvjax.scoring.stats import LayerStats, Measurement, Slots
 from kvjax.sizes.budget import Count, Counts, counted
 from pallas_kernels.values import a, flag, number, one_of, optional, settle, tokens
 
@@ -127,9 +127,7 @@ class Select(abc.ABC):
         self,
         score: Float[Array, "B K S"],
         safe: Bool[Array, "B K S"],
-        kv: LayerKV,
-        stats: LayerStats,
-        ctx: Context,
+        slots: Slots,
         limits: Limits,
     ) -> tuple[Stage, ...]:
         """The selection as passes of top-k over the slots that are not `safe`, which is what can be relaxed.
@@ -143,9 +141,7 @@ class Select(abc.ABC):
         self,
         score: Float[Array, "B K S"],
         safe: Bool[Array, "B K S"],
-        kv: LayerKV,
-        stats: LayerStats,
-        ctx: Context,
+        slots: Slots,
         limits: Limits,
     ) -> Any:
         """The slots to keep "B K S", a mask; gates if `relaxed`.
@@ -153,7 +149,7 @@ class Select(abc.ABC):
         Args:
           score: larger = keep. Dead slots are ignored.
           safe: protected slots, which stay whatever their score.
-          kv, stats, ctx: as for scores.
+          slots: as for scores.
           limits: how much may be kept.
         """
 
@@ -177,9 +173,9 @@ class TopK(Select):
     def __post_init__(self):
         one_of("TopK.ties", self.ties, *get_args(Ties))
 
-    def __call__(self, score, safe, kv, stats, ctx, limits):
+    def __call__(self, score, safe, slots, limits):
         """See `Select`."""
-        del stats, ctx
+        kv = slots.kv
         score = jnp.where(safe, jnp.inf, score)
         if limits.most is not None and limits.most <= _ONE_BY_ONE:
             return self.drop(score, kv.pos, limits.budgets, limits.most)
@@ -190,9 +186,9 @@ class TopK(Select):
         """See `Select`."""
         return True
 
-    def stages(self, score, safe, kv, stats, ctx, limits):
+    def stages(self, score, safe, slots, limits):
         """See `Select`."""
-        del kv, stats, ctx
+        del slots
         return (Stage(score, _beside(safe, limits.budgets)),)
 
     def best(
@@ -248,9 +244,9 @@ class TopKThenRandom(Select):
         one_of("TopKThenRandom.distribution", self.distribution, "softmax", "normalised", "uniform")
         one_of("TopKThenRandom.ties", self.ties, *get_args(Ties))
 
-    def __call__(self, score, safe, kv, stats, ctx, limits):
+    def __call__(self, score, safe, slots, limits):
         """See `Select`."""
-        del stats
+        kv, ctx = slots.kv, slots.ctx
         best = TopK(self.ties).best
         excess = kv.num_live > limits.budgets
         unprotected = jnp.maximum(limits.budgets - safe.sum(-1, dtype=jnp.int32), 0)
@@ -279,9 +275,9 @@ class TopKThenRandom(Select):
         """See `Select`. With `pool="all"` what is drawn twice does not add up."""
         return self.pool == "rest"
 
-    def stages(self, score, safe, kv, stats, ctx, limits):
+    def stages(self, score, safe, slots, limits):
         """See `Select`."""
-        del stats
+        kv, ctx = slots.kv, slots.ctx
         rest = _beside(safe, limits.budgets)
         random = jnp.minimum(limits.counts(self.random)[:, None].astype(rest.dtype), rest)
         return Stage(score, rest - random), Stage(self.drawn(score, kv, ctx, kv.live & ~safe), random)
@@ -296,9 +292,10 @@ class RandomRun(Select):
         """See `Select`."""
         return False
 
-    def __call__(self, score, safe, kv, stats, ctx, limits):
+    def __call__(self, score, safe, slots, limits):
         """See `Select`."""
-        del score, stats
+        kv, ctx = slots.kv, slots.ctx
+        del score
         candidates = kv.live & ~safe
         order = position_order(jnp.where(candidates, kv.pos, EMPTY))
         S = kv.num_slots
@@ -354,9 +351,9 @@ class TwoStage(Select):
         del phase
         return (self.weight,)
 
-    def __call__(self, score, safe, kv, stats, ctx, limits):
+    def __call__(self, score, safe, slots, limits):
         """See `Select`."""
-        del ctx
+        kv, stats = slots.kv, slots.stats
         best = TopK(self.ties).best
         ranked = jnp.where(safe, jnp.inf, score)
         size = jnp.floor(limits.budgets.astype(jnp.float32) * self.first + 1e-6).astype(jnp.int32)
@@ -373,9 +370,9 @@ class TwoStage(Select):
         """See `Select`."""
         return True
 
-    def stages(self, score, safe, kv, stats, ctx, limits):
+    def stages(self, score, safe, slots, limits):
         """See `Select`. The first pass's size is rounded down where budgets are whole numbers."""
-        del kv, ctx
+        stats = slots.stats
         whole = jnp.issubdtype(limits.budgets.dtype, jnp.integer)
         size = (limits.budgets.astype(jnp.float32) if whole else limits.budgets) * self.first
         size = jnp.floor(size + 1e-6).astype(jnp.int32) if whole else size
@@ -414,9 +411,9 @@ class Chunks(Select):
         """See `Select`."""
         return False
 
-    def __call__(self, score, safe, kv, stats, ctx, limits):
+    def __call__(self, score, safe, slots, limits):
         """See `Select`."""
-        del stats
+        kv, ctx = slots.kv, slots.ctx
         B, K, _ = score.shape
         total = ctx.site.prompt_len + ctx.site.max_new_tokens
         size = min(self.size, total)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import LayerKV, Rotate
@@ -375,10 +375,9 @@ class Observer:
         del site, batch
         return ()
 
-    def update(self, memory: Any, kv: LayerKV, stats: "LayerStats", ctx: Context) -> Any:
+    def update(self, slots: "Slots") -> Any:
         """The numbers after the rows just computed. Called at every step, whether or not eviction is due."""
-        del kv, stats, ctx
-        return memory
+        return slots.memory
 
 
 @pytree
@@ -395,6 +394,29 @@ class LayerStats:
                 "A score must list in observe(phase) all it reads"
             )
         return self.values[self.observed.index(observe)]
+
+
+@pytree
+class Slots:
+    """The slots of a layer at one moment, as scores, scopes and selections see them.
+
+    Attributes:
+      kv: the layer.
+      stats: its statistics of the rows just computed.
+      ctx: the moment.
+      candidates: live slots that are not protected by position; all live ones while nothing is to be chosen.
+      memory: what the one who looks has carried so far.
+    """
+
+    kv: LayerKV
+    stats: LayerStats
+    ctx: Context
+    candidates: Bool[Array, "B K S"]
+    memory: Any = ()
+
+    def of(self, memory: Any) -> "Slots":
+        """The same slots as another one sees them."""
+        return dataclasses.replace(self, memory=memory)
 
 
 @pytree
