@@ -220,7 +220,7 @@ def test_what_is_watched_ends_with_its_watcher(tmp_path):
     sleeper = f"import os, time, pathlib; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); "
     command = [sys.executable, "-c", sleeper + "time.sleep(1000)"]
     file = tmp_path / "rows.json"
-    code = "import pathlib; from experiments import watchdog; watchdog.end_with_children(); "
+    code = "import pathlib; from experiments.gpu import watchdog; watchdog.end_with_children(); "
     code += f"watchdog.watched({command!r}, pathlib.Path({str(file)!r}), 1000.0)"
     watcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
