@@ -18,7 +18,7 @@ ROOMS = {
     "learning": "relax families",
 }
 MOVED = {name: f"kvjax.{room}.{name}" for room, names in ROOMS.items() for name in names.split()}
-MOVED |= {"fastgen": "kvjax.methods.profiling"}
+MOVED |= {"fastgen": "kvjax.methods.profiling", "choice": "pallas_kernels.values"}
 
 
 def moved(name: str) -> types.ModuleType:

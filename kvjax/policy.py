@@ -11,6 +11,8 @@ What is traced are the moments of a `Rule`: `make_room`, `visible`, `decide`, `f
 import abc
 import dataclasses
 import functools
+import importlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -418,3 +420,14 @@ def context(state: KVState, layer: int, phase: Phase) -> Context:
     """The moment that `state` is at, for one layer."""
     site = state.plan.sites[layer]
     return Context(state.length, state.prompt_length, state.keys, site=site, phase=phase)
+
+
+_ALGEBRA = ("Chain", "Identity", "Partition", "SharedLayers", "chain", "identity", "partition", "shared_layers", "when")
+
+
+def __getattr__(name: str) -> Any:
+    """What composes policies, which was in this module."""
+    if name not in _ALGEBRA:
+        raise AttributeError(f"module 'kvjax.policy' has no attribute {name!r}")
+    warnings.warn(f"kvjax.policy.{name} is kvjax.algebra.{name} now", DeprecationWarning, stacklevel=2)
+    return getattr(importlib.import_module("kvjax.algebra"), name)

@@ -31,6 +31,13 @@ def test_what_was_pickled_before_is_read():
         assert pickle.loads(stored) == kvjax.Tokens(5)
 
 
+def test_compositions_are_found_where_they_were():
+    with pytest.warns(DeprecationWarning, match=r"kvjax\.policy\.chain is kvjax\.algebra\.chain now"):
+        assert kvjax.policy.chain is kvjax.chain
+    with pytest.raises(AttributeError, match="no attribute 'nowhere'"):
+        kvjax.policy.nowhere  # noqa: B018
+
+
 def test_other_names_are_no_attributes():
     with pytest.raises(AttributeError, match="no attribute 'nowhere'"):
         kvjax.nowhere  # noqa: B018

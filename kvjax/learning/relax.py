@@ -30,6 +30,7 @@ from kvjax.algebra import each_rule
 from kvjax.analysis.losses import output_kl as output_kl
 from kvjax.cache.context import Phase, Site
 from kvjax.cache.state import KVState, PerHead
+from kvjax.cache.state import with_gates as with_gates
 from kvjax.eviction import LARGE, Evict
 from kvjax.policy import Policy, Rule
 from kvjax.scoring.select import Limits, Select, Stage, TopK
