@@ -253,7 +253,8 @@ def plot_kept_positions(kept: dict[str, list[np.ndarray]], path: pathlib.Path) -
         held = np.zeros((len(heads), end))
         for row, positions in zip(held, heads, strict=True):
             row[positions] = 1.0
-        axes.imshow(held, cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        sharp = "nearest" if end <= 1200 else "antialiased"  # more positions than pixels would lose some
+        axes.imshow(held, cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation=sharp)
         for i in range(len(layers[0]), len(heads), len(layers[0])):
             axes.axhline(i - 0.5, color="0.6", linewidth=0.5)
         axes.set_ylabel(label.replace("@", "\n"), rotation=0, ha="right", va="center", fontsize=8)
