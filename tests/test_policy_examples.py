@@ -274,6 +274,10 @@ def test_a_drop_is_exactly_so_many_tokens_but_never_leaves_more_than_the_budget(
     assert seen[over - 1 :] == [[4 + over, left], [left + 1, left + 1 if left < 3 + over else left]]
 
 
+def test_a_drop_of_more_than_are_found_one_by_one_is_exact_too():
+    assert occupancy(kvjax.when_over(2, drop=7), 2, budget=9, n=9)[-1] == [11, 4]
+
+
 def test_what_is_dropped_at_once_is_no_more_than_the_budget():
     with pytest.raises(ValueError, match=r"budget of 5 tokens for a prompt of 20, of which 10 cannot be dropped at on"):
         methods.scissorhands(0.25, recent=2, drop=0.5).check(helpers.site(T=20), 20)
