@@ -38,7 +38,7 @@ import kvjax
 import models
 from configs.experiment import Budget, label
 from configs.learning import LearnedBudget
-from experiments.evaluation.checkpoints import check_learns, restored
+from experiments.evaluation.checkpoints import check_learns, restored, save_progress
 from experiments.evaluation.provenance import definition
 from experiments.evaluation.results import Results, plain_errors, write_json
 from experiments.learning import budget_report
@@ -152,13 +152,8 @@ def learn(
                 bar.update()
                 bar.set_postfix_str(f"{experiment.objective} {np.mean(progress.losses[-len(readings) :]):.4f}")
                 if progress.step % SAVE_EVERY == 0 or progress.step in (experiment.steps, max_steps):
-                    manager.save(
-                        progress.step,
-                        args=ocp.args.Composite(
-                            state=ocp.args.StandardSave({"learned": learned, "opt_state": opt_state}),
-                            progress=ocp.args.JsonSave({**dataclasses.asdict(progress), "identity": identity}),
-                        ),
-                    )
+                    state = {"learned": learned, "opt_state": opt_state}
+                    save_progress(manager, progress.step, state, {**dataclasses.asdict(progress), "identity": identity})
         manager.wait_until_finished()
     return learned, progress
 

@@ -36,7 +36,7 @@ import kvjax
 import models
 from configs.experiment import Budget, label
 from configs.learning import LearnedScorer
-from experiments.evaluation.checkpoints import check_learns, restored
+from experiments.evaluation.checkpoints import check_learns, restored, save_progress
 from experiments.evaluation.report import stands, table
 from experiments.evaluation.results import Results, plain_errors, read_config, write_bytes, write_json
 from experiments.learn_budget import SAVE_EVERY, losses_of
@@ -148,13 +148,8 @@ def learn(
                 bar.update()
                 bar.set_postfix_str(f"divergence {np.mean(losses[-len(readings) :]):.4f}")
                 if len(losses) % SAVE_EVERY == 0 or len(losses) == last:
-                    manager.save(
-                        len(losses),
-                        args=ocp.args.Composite(
-                            state=ocp.args.StandardSave({"params": params, "opt_state": opt_state}),
-                            progress=ocp.args.JsonSave({"divergence": losses, "identity": repr(experiment)}),
-                        ),
-                    )
+                    state = {"params": params, "opt_state": opt_state}
+                    save_progress(manager, len(losses), state, {"divergence": losses, "identity": repr(experiment)})
         manager.wait_until_finished()
     return scorer.TrainedHead(L, K, experiment.hidden, FrozenArrays(jax.tree.map(np.asarray, params))), losses
 

@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from configs.experiment import check_whole
 from experiments import corpus
-from experiments.evaluation.checkpoints import read
+from experiments.evaluation.checkpoints import read, save_progress
 from experiments.evaluation.results import check_options, check_output, check_values, locked, plain_errors
 from kvjax.drivers.attention import without_cache
 from models import LanguageModel, ModelConfig, Rope, num_params, save
@@ -356,12 +356,9 @@ def train(
             print(f"resumed at step {progress.step} from {checkpoints}")
 
         def checkpoint():
-            manager.save(
-                progress.step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave({"params": params, "opt_state": opt_state}),
-                    progress=ocp.args.JsonSave({"identity": identity, "progress": dataclasses.asdict(progress)}),
-                ),
+            state = {"params": params, "opt_state": opt_state}
+            save_progress(
+                manager, progress.step, state, {"identity": identity, "progress": dataclasses.asdict(progress)}
             )
 
         print(f"{num_params(params):,} parameters, at most {sum(s.steps for s in CURRICULUM)} steps")

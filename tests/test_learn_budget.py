@@ -439,14 +439,17 @@ def test_errors_end_with_one_line(argv, message, tmp_path, monkeypatch):
 def test_a_checkpoint_that_is_broken_or_another_runs_is_refused(tmp_path):
     state = {"x": np.arange(3.0)}
     with ocp.CheckpointManager(tmp_path) as manager:
-        args = {"state": ocp.args.StandardSave(state), "progress": ocp.args.JsonSave({"step": 1, "identity": "this"})}
-        manager.save(1, args=ocp.args.Composite(**args))
+        checkpoints.save_progress(manager, 1, state, {"loss": 0.5, "identity": "this"})
         manager.wait_until_finished()
         found, progress = checkpoints.restored(manager, tmp_path, state, "this")
         np.testing.assert_array_equal(found["x"], state["x"])
-        assert progress == {"step": 1}
+        assert progress == {"loss": 0.5}
         with pytest.raises(ValueError, match=f"{tmp_path} holds a checkpoint of this, not of that; move"):
             checkpoints.restored(manager, tmp_path, state, "that")
+        (metadata,) = (f for f in (tmp_path / "1" / "progress").rglob("*") if b"0.5" in f.read_bytes())
+        metadata.write_bytes(metadata.read_bytes().replace(b"0.5", b"0.7"))
+        with pytest.raises(ValueError, match="its progress is not what was written at step 1"):
+            checkpoints.restored(manager, tmp_path, state, "this")
         for file in (tmp_path / "1").rglob("*"):
             if file.is_file():
                 file.write_bytes(file.read_bytes()[:3])
