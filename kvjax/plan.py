@@ -118,7 +118,7 @@ class CachePlan:
                 raise ValueError(f"a prompt of {n} tokens does not fit the plan's width {self.prompt_len}")
             for site, spec, capacity in zip(self.sites, self.specs, self.capacities, strict=True):
                 self.policy.check(site, n)
-                if (needed := _capacity(spec, [n])) > capacity:
+                if (needed := _capacity(spec, np.array([n]))) > capacity:
                     raise ValueError(
                         f"a prompt of {n} tokens needs {needed} slots in layer {site.layer}, but the plan has "
                         f"{capacity}; make the plan with lengths= that contain it"
@@ -227,7 +227,7 @@ def make_plan(
             policy.check(site, n)
         sites.append(site)
         specs.append(spec)
-    planned = list(range(prompt_len + 1)) if lengths is None else sorted({*known, prompt_len})
+    planned = np.arange(prompt_len + 1) if lengths is None else np.array(sorted({*known, prompt_len}))
     return CachePlan(
         policy,
         tuple(sites),
@@ -246,7 +246,7 @@ def _check_rotation(layer: int, positions: Positions, config: ModelConfig) -> No
         )
 
 
-def _capacity(spec: LayerSpec, lengths: Sequence[int]) -> int:
+def _capacity(spec: LayerSpec, lengths: np.ndarray) -> int:
     """Slots of a layer for prompts of these lengths: of every kv head, or of all together in a pool."""
     if spec.storage == "dense":
         return int(spec.capacity[lengths].max())

@@ -1,4 +1,4 @@
-"""Policies, and their algebra. A policy is a frozen dataclass: `policy(state, attn_stats) -> state`.
+"""What a policy is: a frozen dataclass, `policy(state, attn_stats) -> state`.
 
 It prints as its definition, compares by value, hashes, and is changed with `dataclasses.replace`. Policies never move
 slots: they mark them dead, so the members of a chain see statistics that still belong to their slots.
