@@ -295,12 +295,12 @@ CORE = {
     *("tova_when_over_3", "h2o_pooled", "snapkv_then_h2o", "scissorhands", "roco", "nacl_decoding", "ahakv"),
     *("keyformer", "fastgen", "chunkkv", "think", "h2o_rerotated", "criticalkv"),
 }
-MODEL = {
-    *("window", "streaming_llm", "random", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "h2o_pooled"),
-    *("roco", "nacl_decoding", "keyformer", "fastgen"),
+SAMPLE = {
+    *("streaming_llm", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "h2o_pooled", "keyformer"),
+    *("nacl_decoding", "fastgen"),
 }
-SAMPLE = {"streaming_llm", "h2o", "tova", "snapkv", "ada_snapkv", "roco", "keyformer", "nacl_decoding"}
 FEW = {"streaming_llm", "h2o", "ada_snapkv", "keyformer"}
+PAIR = {"h2o", "ada_snapkv"}
 
 
 def _rows(quick):
@@ -309,5 +309,5 @@ def _rows(quick):
     return pytest.mark.parametrize("case", rows, ids=repr)
 
 
-every_method, every_method_with_a_model = _rows(CORE), _rows(MODEL)
-sampled_methods_with_a_model, few_methods_with_a_model = _rows(SAMPLE), _rows(FEW)
+every_method = _rows(CORE)
+sampled_methods, few_methods, two_methods = _rows(SAMPLE), _rows(FEW), _rows(PAIR)

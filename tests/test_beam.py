@@ -1,6 +1,7 @@
 """Beam search: against transformers with a full cache, against a plain search over single rows with evicted ones."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import models
 from kvjax import methods
 from kvjax.cache.pool import PooledKV
 from kvjax.cache.state import PerHead
-from tests.methods import few_methods_with_a_model
+from tests.methods import two_methods
 
 BUDGET = 8
 M, T, V = 8, 12, 41
@@ -88,44 +89,50 @@ def pair(tmp_path_factory):
     return theirs, *models.load(path)
 
 
-SEARCHES = [(0, 3, 3, False), *((*sizes, s) for sizes in [(1, 3, 3), (1, 4, 2), (2, 3, 1)] for s in STOPS)]
+QUICK = [(0, 3, 3, False), (1, 3, 3, False), (1, 4, 2, True), (2, 3, 1, "never")]
+SEARCHES = [*QUICK[:1], *((*sizes, s) for sizes in [(1, 3, 3), (1, 4, 2), (2, 3, 1)] for s in STOPS)]
 
 
-@pytest.mark.parametrize("length_penalty", [1.0, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.6, 2.0, -1.0))])
-@pytest.mark.parametrize(("num_ends", "W", "R", "early_stopping"), SEARCHES)
-def test_equals_transformers(pair, num_ends, W, R, length_penalty, early_stopping):
+@pytest.mark.parametrize(
+    ("length_penalty", "seed"),
+    [(1.0, 0), *(pytest.param(*x, marks=pytest.mark.slow) for x in itertools.product((1.0, 0.6, 2.0, -1.0), (1, 2)))],
+)
+@pytest.mark.parametrize(
+    ("num_ends", "W", "R", "early_stopping"),
+    [pytest.param(*s, marks=() if s in QUICK else pytest.mark.slow) for s in SEARCHES],
+)
+def test_equals_transformers(pair, num_ends, W, R, length_penalty, seed, early_stopping):
     import torch
 
     theirs, model, params = pair
     lengths = np.array([T, 7, 1])
-    for seed in range(3):
-        ids = np.random.default_rng(seed).integers(1, V, (3, T))
-        free = kvjax.generate_beams(
-            model, params, ids, lengths=lengths, num_beams=3, max_new_tokens=M, num_return_sequences=3
-        )
-        # The two tokens that the free search meets most often: hypotheses of many lengths end.
-        eos = tuple(int(i) for i in np.bincount(np.ravel(free.tokens), minlength=V).argsort()[::-1][:num_ends])
-        ours = kvjax.generate_beams(
-            model, params, ids, lengths=lengths, num_beams=W, max_new_tokens=M, num_return_sequences=R, eos_ids=eos,
-            length_penalty=length_penalty, early_stopping=early_stopping,
+    ids = np.random.default_rng(seed).integers(1, V, (3, T))
+    free = kvjax.generate_beams(
+        model, params, ids, lengths=lengths, num_beams=3, max_new_tokens=M, num_return_sequences=3
+    )
+    # The two tokens that the free search meets most often: hypotheses of many lengths end.
+    eos = tuple(int(i) for i in np.bincount(np.ravel(free.tokens), minlength=V).argsort()[::-1][:num_ends])
+    ours = kvjax.generate_beams(
+        model, params, ids, lengths=lengths, num_beams=W, max_new_tokens=M, num_return_sequences=R, eos_ids=eos,
+        length_penalty=length_penalty, early_stopping=early_stopping,
+    )  # fmt: skip
+    mask = (np.arange(T) >= T - lengths[:, None]).astype(np.int64)
+    with torch.no_grad():
+        out = theirs.generate(
+            torch.tensor(ids * mask), attention_mask=torch.tensor(mask), num_beams=W, num_return_sequences=R,
+            max_new_tokens=M, do_sample=False, eos_token_id=list(eos) or None, pad_token_id=0,
+            length_penalty=length_penalty, early_stopping=early_stopping, return_dict_in_generate=True,
+            output_scores=True,
         )  # fmt: skip
-        mask = (np.arange(T) >= T - lengths[:, None]).astype(np.int64)
-        with torch.no_grad():
-            out = theirs.generate(
-                torch.tensor(ids * mask), attention_mask=torch.tensor(mask), num_beams=W, num_return_sequences=R,
-                max_new_tokens=M, do_sample=False, eos_token_id=list(eos) or None, pad_token_id=0,
-                length_penalty=length_penalty, early_stopping=early_stopping, return_dict_in_generate=True,
-                output_scores=True,
-            )  # fmt: skip
-        sequences = out.sequences[:, T:].numpy().reshape(3, R, -1)
-        np.testing.assert_allclose(ours.scores, out.sequences_scores.numpy().reshape(3, R), rtol=1e-4, atol=1e-4)
-        assert sequences.shape[-1] == int(ours.lengths.max())
-        for b, r in np.ndindex(3, R):
-            n = int(ours.lengths[b, r])
-            np.testing.assert_array_equal(ours.tokens[b, r, :n], sequences[b, r, :n])
-            assert n == M or int(ours.tokens[b, r, n - 1]) in eos
-            assert not set(eos) & set(np.asarray(ours.tokens[b, r, : n - 1]).tolist())
-            assert (np.asarray(ours.tokens[b, r, n:]) == 0).all()
+    sequences = out.sequences[:, T:].numpy().reshape(3, R, -1)
+    np.testing.assert_allclose(ours.scores, out.sequences_scores.numpy().reshape(3, R), rtol=1e-4, atol=1e-4)
+    assert sequences.shape[-1] == int(ours.lengths.max())
+    for b, r in np.ndindex(3, R):
+        n = int(ours.lengths[b, r])
+        np.testing.assert_array_equal(ours.tokens[b, r, :n], sequences[b, r, :n])
+        assert n == M or int(ours.tokens[b, r, n - 1]) in eos
+        assert not set(eos) & set(np.asarray(ours.tokens[b, r, : n - 1]).tolist())
+        assert (np.asarray(ours.tokens[b, r, n:]) == 0).all()
 
 
 # Against a plain search.
@@ -169,7 +176,7 @@ def _skip_tables(case):
         pytest.skip("its table has three layers, the model here two")
 
 
-@few_methods_with_a_model
+@two_methods
 def test_evicted_caches_equal_a_search_row_by_row(small, prompts, case):
     """Tokens, scores and the returned hypotheses' caches, without end tokens and with."""
     _skip_tables(case)
@@ -213,7 +220,7 @@ def ends(small, prompts):
     return tuple({int(t) for t in np.ravel(full.tokens[:, 3:6])})
 
 
-@few_methods_with_a_model
+@two_methods
 def test_one_beam_is_greedy(small, prompts, ends, case):
     _skip_tables(case)
     model, params = small

@@ -10,7 +10,7 @@ from kvjax import methods
 from kvjax.scoring.protect import rows_since_insertion
 from kvjax.scoring.stats import LayerStats, Slots
 from tests import helpers
-from tests.methods import sampled_methods_with_a_model
+from tests.methods import few_methods
 
 T = 24
 
@@ -28,7 +28,7 @@ def prompts():
     return np.random.default_rng(3).integers(0, 61, (2, T))
 
 
-@sampled_methods_with_a_model
+@few_methods
 def test_one_block_is_the_whole_prompt(shallow, prompts, case):
     policy = case.make(10)
     whole, at_once = read(shallow, policy, prompts, [T, 17], block=None)
@@ -38,7 +38,7 @@ def test_one_block_is_the_whole_prompt(shallow, prompts, case):
         assert helpers.live_positions(a) == helpers.live_positions(b)
 
 
-@sampled_methods_with_a_model
+@few_methods
 @pytest.mark.parametrize("block", [5])
 def test_a_padded_row_read_in_blocks_equals_the_row_alone(shallow, prompts, case, block):
     policy = case.make(10)
@@ -114,9 +114,9 @@ def test_blocks_have_tokens(shallow, prompts):
     "policy",
     [
         methods.h2o(12, group="max"),
-        methods.mas(12, group="max"),
+        pytest.param(methods.mas(12, group="max"), marks=pytest.mark.slow),
         methods.ahakv(12, recent=4, recent_accumulation=False, value_prior=False, group="max"),
-        methods.h2o(12, group="max", compat="h2o_hh_mask"),
+        pytest.param(methods.h2o(12, group="max", compat="h2o_hh_mask"), marks=pytest.mark.slow),
     ],
     ids=["sum", "mean", "scaled", "mask"],
 )

@@ -83,30 +83,26 @@ def test_splits_share_no_sentence():
     assert not set(corpus.sentence_bank("train")) & set(corpus.sentence_bank("held_out"))
 
 
-def exact_match(embedded, task, policy, per_task=16):
+def exact_match(embedded, policy, length, per_task):
     model, params, tokenizer = embedded
+    task = Task(lambda text: tokenizer(text, add_special_tokens=False).input_ids, (tokenizer.bos_token_id,), length, 0)
     examples = {name: [TASKS[name](task, i + 40) for i in range(per_task)] for name in RETRIEVAL}
     evaluator = Evaluator(
-        model, params, policy, width=1024, batch_size=per_task, protocol="in_prompt", lengths=[1024], seed=0,
+        model, params, policy, width=length, batch_size=per_task, protocol="in_prompt", lengths=[length], seed=0,
         tokenizer=tokenizer,
     )  # fmt: skip
     evaluator.compile()
     return {name: np.mean([r["score"] for r in evaluator.run(batch)[0]]) for name, batch in examples.items()}
 
 
-def test_it_retrieves_with_the_full_cache_and_fails_without(embedded, task):
-    full = exact_match(embedded, task, kvjax.methods.full())
-    assert min(full.values()) >= 0.9  # 16 examples a task; the main job shows more
+@pytest.mark.parametrize(
+    ("length", "per_task"), [(256, 8), pytest.param(1024, 100, marks=pytest.mark.slow)], ids=["short", "full_length"]
+)
+def test_it_retrieves_with_the_full_cache_and_fails_without(embedded, length, per_task):
+    full = exact_match(embedded, kvjax.methods.full(), length, per_task)
+    assert min(full.values()) >= 0.85  # of a few examples one may be missed
     assert np.mean(list(full.values())) >= 0.95
-    window = exact_match(embedded, task, kvjax.methods.window(0.1))
-    assert np.mean(list(window.values())) <= 0.2
-
-
-@pytest.mark.slow
-def test_it_retrieves_at_full_length_on_many_examples(embedded, task):
-    full = exact_match(embedded, task, kvjax.methods.full(), per_task=100)
-    assert min(full.values()) >= 0.95
-    window = exact_match(embedded, task, kvjax.methods.window(0.1), per_task=100)
+    window = exact_match(embedded, kvjax.methods.window(0.1), length, per_task)
     assert max(window.values()) <= 0.2
 
 
@@ -154,6 +150,7 @@ def test_the_structured_start_looks_one_token_back():
 
 
 def tiny_run(tmp_path, name, steps, monkeypatch):
+    monkeypatch.setattr(train_tiny, "CONFIG", dataclasses.replace(train_tiny.CONFIG, num_layers=2))
     monkeypatch.setattr(train_tiny, "CURRICULUM", (train_tiny.Stage(4, 24, 2), train_tiny.Stage(3, 32, 2)))
     with jax.numpy_dtype_promotion("standard"):  # optax promotes
         train_tiny.train(checkpoints=tmp_path / name, output=tmp_path / f"{name}-model", save_every=2, max_steps=steps)
@@ -161,9 +158,9 @@ def tiny_run(tmp_path, name, steps, monkeypatch):
 
 
 def test_training_resumes_where_it_stopped(tmp_path, monkeypatch, capsys):
-    """Interrupted twice, once between checkpoints, it ends with the same bits."""
+    """Interrupted between checkpoints, it ends with the same bits."""
     whole = tiny_run(tmp_path, "whole", None, monkeypatch)
-    for steps in (3, 5, None):
+    for steps in (5, None):
         parts = tiny_run(tmp_path, "parts", steps, monkeypatch)
     assert "resumed at step 5" in capsys.readouterr().out
     a, b = (models.load(p)[1] for p in (whole, parts))

@@ -119,8 +119,11 @@ def test_gradients_under_a_bias():
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-@pytest.mark.parametrize("T", [1, 40, 150])
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "window": 20}], ids=str)
+@pytest.mark.parametrize(
+    ("T", "options"),
+    [(1, {}), (40, {}), (150, {"softcap": 3.0, "window": 20}), (1, {"softcap": 3.0, "window": 20})],
+    ids=str,
+)
 def test_gradients_of_a_bias(T, options):
     """Central finite differences in float64, along a random direction; nothing flows to a dead or a hidden slot."""
     with jax.enable_x64(True):
@@ -218,7 +221,7 @@ def test_the_hash_is_uniform_and_uncorrelated():
     assert numpy_reference.hash_uniform(7, 3, 9) == pytest.approx(u[3, 9], abs=1e-7)
 
 
-@pytest.mark.parametrize("block", [(1, 2), (7, 1), (32, 2), (64, 1), (200, 2)])
+@pytest.mark.parametrize("block", [(1, 2), (7, 1), (200, 2)])
 def test_any_block_size(block):
     q, k, v, q_pos, kv_pos = inputs(T=97, cached=5)
     columns = COLUMNS[:6]
@@ -369,6 +372,7 @@ def test_memory_grows_linearly():
     assert long < 4 * 4096 * 16384  # one float32 matrix of a single head at the shorter length alone would be larger
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_errors_say_what_to_do():
     q, k, v, q_pos, kv_pos = inputs(T=8)
     with pytest.raises(ValueError, match=r"4 query heads are not a multiple of 3 kv heads"):
@@ -376,7 +380,7 @@ def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match=r"8 query rows need their own 8 slots .* only 5"):
         attention(q, k[:, :, :5], v[:, :, :5], q_pos, kv_pos[:, :, :5])
     with pytest.raises(ValueError, match=r"implementation='cuda' is not one of"):
-        attention.__wrapped__(q, k, v, q_pos, kv_pos, implementation="cuda")
+        attention(q, k, v, q_pos, kv_pos, implementation="cuda")
     with pytest.raises(ValueError, match="at least one query row"):
         Columns(rows=0)
     with pytest.raises(ValueError, match="softmax multiplier has shape"):

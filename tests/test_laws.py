@@ -12,7 +12,7 @@ import kvjax
 from kvjax.cache.state import EMPTY, evict
 from kvjax.drivers import generation
 from tests import helpers
-from tests.methods import CASES, every_method, every_method_with_a_model, sampled_methods_with_a_model
+from tests.methods import CASES, CORE, every_method, few_methods, sampled_methods
 
 B, K, N, T, H = 2, 2, 4, 24, 8
 BUDGET = 10
@@ -21,7 +21,9 @@ OUT_PROJ = jnp.ones((N, H, H))
 
 
 def stochastic_free():
-    return pytest.mark.parametrize("case", [c for c in CASES if not (c.random or c.by_head)], ids=repr)
+    mark = lambda c: () if c.name in CORE else pytest.mark.slow
+    rows = [pytest.param(c, marks=mark(c)) for c in CASES if not (c.random or c.by_head)]
+    return pytest.mark.parametrize("case", rows, ids=repr)
 
 
 @functools.cache
@@ -50,7 +52,7 @@ def test_chain_is_associative(case):
     assert kvjax.chain(p, kvjax.chain(q, r)) == kvjax.chain(kvjax.chain(p, q), r)
 
 
-@every_method
+@sampled_methods
 def test_chain_is_application_in_turn(case):
     site = helpers.site(T=T)
     first = case.make(BUDGET + 4)
@@ -164,7 +166,7 @@ def test_permuting_kv_heads_permutes_the_result(case):
 
 
 @every_method
-@pytest.mark.parametrize("budget", [BUDGET, 0.5])
+@pytest.mark.parametrize("budget", [BUDGET, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_a_padded_row_gets_what_it_gets_alone(case, budget):
     q, k, v = helpers.qkv(4, B=B, N=N, K=K, T=T, H=H)
     policy = case.make(budget)
@@ -173,12 +175,11 @@ def test_a_padded_row_gets_what_it_gets_alone(case, budget):
     tokens = helpers.token_ids(B, T)
     evict_layer = functools.partial(kvjax.evict_layer, policy, layer=1, num_layers=3, out_proj=OUT_PROJ)
     together = evict_layer(q, k, v, lengths=jnp.asarray(lengths), key=keys, tokens=tokens)
-    for row, n in enumerate(lengths):
-        cut = lambda x, row=row, n=n: x[row : row + 1, :, T - n :]
-        ids = tokens[row : row + 1, T - n :]
-        alone = evict_layer(cut(q), cut(k), cut(v), key=keys[row : row + 1], tokens=ids)
-        np.testing.assert_array_equal(together.keep[row, :, T - n :], alone.keep[0])
-        assert not np.asarray(together.keep[row, :, : T - n]).any()
+    row, n = 1, lengths[1]
+    cut = lambda x: x[row:, :, T - n :]
+    alone = evict_layer(cut(q), cut(k), cut(v), key=keys[row:], tokens=tokens[row:, T - n :])
+    np.testing.assert_array_equal(together.keep[row, :, T - n :], alone.keep[0])
+    assert not np.asarray(together.keep[row, :, : T - n]).any()
 
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
@@ -246,7 +247,7 @@ def prompts():
     return tokens, np.array([T, 17])
 
 
-@every_method_with_a_model
+@few_methods
 def test_generation_of_a_padded_batch_equals_single_runs(small, prompts, case):
     """Also: an equal policy, built anew, compiles nothing new."""
     tokens, lengths = prompts
@@ -263,7 +264,7 @@ def test_generation_of_a_padded_batch_equals_single_runs(small, prompts, case):
         assert helpers.live_positions(a)[row] == helpers.live_positions(b)[0]
 
 
-@every_method_with_a_model
+@sampled_methods
 def test_decoding_never_exceeds_the_plan(small, prompts, case):
     model, params = small
     tokens, lengths = prompts
@@ -295,7 +296,7 @@ def test_decoding_never_exceeds_the_plan(small, prompts, case):
     assert after_prompt.num_slots == plan.num_slots
 
 
-@sampled_methods_with_a_model
+@few_methods
 def test_a_budget_that_holds_everything_is_full_attention(small, prompts, case):
     if not case.fills:
         pytest.skip("its budget is a cap on what it keeps")

@@ -65,11 +65,11 @@ class _Config:
         return None
 
 
-def test_a_profile_needs_the_whole_prompt(tiny):
-    model, params = tiny
+def test_a_profile_needs_the_whole_prompt(shallow):
+    model, params = shallow
     policy = methods.fastgen(special_ids=[0], punctuation_ids=[1])
     tokens = np.zeros((1, 12), np.int32)
-    for wrapped in (policy, kvjax.chain(policy, methods.window(8)), kvjax.partition({"f": policy}, "fff")):
+    for wrapped in (policy, kvjax.chain(policy, methods.window(8)), kvjax.partition({"f": policy}, "f")):
         with pytest.raises(ValueError, match="looks at the whole prompt at once, but block=5 reads 12 tokens in parts"):
             kvjax.generate(model, params, tokens, policy=wrapped, max_new_tokens=2, block=5)
     whole, parts = (
@@ -165,7 +165,7 @@ def test_readings_are_refused_before_tracing(tiny):
             generate(model, None, tokens, policy=stepwise, max_new_tokens=2)
 
 
-@pytest.mark.parametrize("policy", [methods.keyformer(10, recent=3), methods.random(10), methods.dilated_window(10)])
+@pytest.mark.parametrize("policy", [methods.keyformer(10, recent=3), methods.dilated_window(10)])
 def test_shared_layers_decide_once(tiny, policy):
     """All layers hold the same tokens, after the prompt and while decoding, and read what the policy shows."""
     model, params = tiny

@@ -17,7 +17,7 @@ from kvjax.eviction import Evict
 from kvjax.scoring.select import TopK
 from kvjax.sizes.budget import as_count
 from tests import helpers
-from tests.methods import CASES, CORE, FEW
+from tests.methods import CASES, FEW, SAMPLE
 
 B, K, H, T, STEPS, LAYERS = 2, 2, 8, 16, 5, 3
 CONTENTS = ("random", "equal keys", "equal tokens", "sharp")
@@ -166,7 +166,7 @@ def _cases(quick):
     return pytest.mark.parametrize("case", [c for c in CASES if not quick or c.name in quick], ids=repr)
 
 
-@_cases(CORE)
+@_cases(SAMPLE | {"chunkkv", "criticalkv", "h2o_pooled"})
 @settings(6)
 @hypothesis.given(data=st.data())
 def test_prompts(case, data):

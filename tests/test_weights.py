@@ -77,8 +77,8 @@ def test_sharded(checkpoint, tiny):
         models.load(path)
 
 
-def test_bfloat16(tmp_path, tiny):
-    model, params = tiny
+def test_bfloat16(tmp_path, shallow):
+    model, params = shallow
     models.save(tmp_path, model, params, dtype="bfloat16")
     loaded, half = models.load(tmp_path, dtype="bfloat16")
     assert {x.dtype for x in jax.tree.leaves(half)} == {jnp.dtype("bfloat16")}
@@ -631,13 +631,13 @@ def test_a_stored_prompt_of_a_function_that_holds_other_values_is_refused(tmp_pa
         checkpoint.load_state(tmp_path / "state", plan(other))
 
 
-@pytest.mark.parametrize("name", ["h2o", "streaming_llm", "ada"])
-def test_a_compressed_prompt_is_stored_and_resumed(tmp_path, tiny, name):
+@pytest.mark.parametrize("name", ["ada", *(pytest.param(n, marks=pytest.mark.slow) for n in ("h2o", "streaming_llm"))])
+def test_a_compressed_prompt_is_stored_and_resumed(tmp_path, shallow, name):
     """Restored runs continue bit for bit, and with an equal plan built anew."""
     from kvjax import methods
     from kvjax.drivers import checkpoint
 
-    model, params = tiny
+    model, params = shallow
     make = {
         "h2o": lambda: kvjax.when(kvjax.every(3), methods.h2o(8)),
         "streaming_llm": lambda: methods.streaming_llm(8),

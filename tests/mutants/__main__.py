@@ -1,21 +1,25 @@
 """Breaks the code in one place after another and runs the tests of that place: each must fail.
 
-    python -m tests.mutants                      # all of them, an hour on 2 cores; writes tests/mutants/README.md
+    python -m tests.mutants                      # all of them, half an hour on 2 cores; writes tests/mutants/README.md
     python -m tests.mutants --only kvjax/pool    # those whose file or words contain a text; prints alone
 
 A line of `mutants.jsonl` says what is broken, in which file, what stands there and what instead, and which tests are
-asked. Each runs on a copy of the project, so the working tree stays as it is.
+asked. They run on copies of the project, one a core, so the working tree stays as it is.
 """
 
 import argparse
+import concurrent.futures
 import json
+import os
 import pathlib
+import queue
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -25,7 +29,7 @@ LIMIT = 1800  # seconds for the tests of one mutant; one that hangs is noticed a
 
 def run(tree: pathlib.Path, tests: list[str]) -> tuple[bool, str]:
     """Whether tests fail, and the first that does."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", *(f"tests/{test}" for test in tests)]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *(f"tests/{test}" for test in tests)]
     ask = lambda: subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False, timeout=LIMIT)
     try:
         done = ask()
@@ -47,22 +51,39 @@ def main() -> int:
     args = parser.parse_args()
     every = [json.loads(line) for line in (HERE / "mutants.jsonl").read_text().splitlines()]
     chosen = [m for m in every if args.only in m["file"] or args.only in m["broken"]]
-    lines, escaped = ["| what is broken | where | noticed by |", "|---|---|---|"], 0
-    with tempfile.TemporaryDirectory() as folder:
-        tree = pathlib.Path(folder, "kvjax")
-        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "results", "__pycache__"))
-        for mutant in chosen:
-            path, start = tree / mutant["file"], time.monotonic()
-            text = path.read_text()
+    trees: queue.SimpleQueue[pathlib.Path] = queue.SimpleQueue()
+
+    def ask(mutant: dict[str, Any]) -> tuple[bool, str]:
+        tree, start = trees.get(), time.monotonic()
+        path = tree / mutant["file"]
+        text = path.read_text()
+        try:
             if text.count(mutant["right"]) != 1:
-                raise ValueError(f"{mutant['right']!r} stands {text.count(mutant['right'])} times in {mutant['file']}")
+                times = text.count(mutant["right"])
+                raise ValueError(f"{mutant['right']!r} stands {times} times in {mutant['file']}, not once")
             path.write_text(text.replace(mutant["right"], mutant["wrong"]))
             noticed, by = run(tree, mutant["tests"])
+        finally:
             path.write_text(text)
-            escaped += not noticed
-            lines.append(f"| {mutant['broken']} | `{mutant['file']}` | {f'`{by}`' if noticed else '**nothing**'} |")
-            seconds = time.monotonic() - start
-            print(f"{'noticed' if noticed else 'ESCAPED'} {seconds:5.0f} s  {mutant['broken']}  {by}", flush=True)
+            trees.put(tree)
+        seconds = time.monotonic() - start
+        print(f"{'noticed' if noticed else 'ESCAPED'} {seconds:5.0f} s  {mutant['broken']}  {by}", flush=True)
+        return noticed, by
+
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = os.cpu_count() or 1
+        for job in range(jobs):
+            tree = pathlib.Path(folder, str(job), "kvjax")
+            shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "results", "__pycache__"))
+            trees.put(tree)
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            found = list(pool.map(ask, chosen))
+    lines, escaped = (
+        ["| what is broken | where | noticed by |", "|---|---|---|"],
+        sum(not noticed for noticed, _ in found),
+    )
+    for mutant, (noticed, by) in zip(chosen, found, strict=True):
+        lines.append(f"| {mutant['broken']} | `{mutant['file']}` | {f'`{by}`' if noticed else '**nothing**'} |")
     print(f"{len(chosen) - escaped} of {len(chosen)} noticed")
     if len(chosen) == len(every):
         text = f"# Mutants\n\n{__doc__}\n{len(chosen) - escaped} of {len(chosen)} are noticed.\n\n"

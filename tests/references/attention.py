@@ -1,7 +1,9 @@
 """Attention and its column statistics in float64 numpy, one row at a time."""
 
+import functools
+
 import numpy as np
-import scipy.stats
+import scipy.special
 
 
 def attention(q, k, v, q_pos, kv_pos, *, columns=(), scale, window=None, softcap=None, bias=None):
@@ -51,6 +53,7 @@ def _visible(row, keys, window, causal=True):
     return visible if window is None else visible & (row - keys < window)
 
 
+@functools.cache
 def hash_uniform(seed, *indices):
     """`pallas_kernels.columns.hash_uniform` of single numbers, in Python's integers."""
     h = int(seed)
@@ -66,14 +69,16 @@ def _own_softmax(own, logits, q_pos, kv_pos, window):
     B, N, T, S = logits.shape
     K = kv_pos.shape[1]
     G = N // K
+    before, seed, multiplier = (None if x is None else np.asarray(x) for x in (own.before, own.seed, own.multiplier))
+    q_pos, kv_pos = np.asarray(q_pos), np.asarray(kv_pos)
     p, seen = np.zeros(logits.shape), np.zeros((B, K, T, S), bool)
     for b in range(B):
         for n in range(N):
             for t in range(T):
                 keys = kv_pos[b, n // G]
                 visible = _visible(q_pos[b, t], keys, window, own.causal)
-                if own.before is not None:
-                    visible &= keys < int(own.before[b])
+                if before is not None:
+                    visible &= keys < int(before[b])
                 seen[b, n // G, t] = visible
                 if not visible.any():
                     continue
@@ -82,14 +87,15 @@ def _own_softmax(own, logits, q_pos, kv_pos, window):
                     if own.noise == "constant":
                         x[s] += np.euler_gamma
                     elif own.noise is not None:
-                        u = hash_uniform(own.seed[b], n, 0 if own.per == "key" else q_pos[b, t], keys[s])
+                        row = 0 if own.per == "key" else int(q_pos[b, t])
+                        u = hash_uniform(int(seed[b]), n, row, int(keys[s]))
                         x[s] += (
                             -np.log(-np.log(u))
                             if own.noise == "gumbel"
-                            else np.euler_gamma + np.pi / np.sqrt(6) * scipy.stats.norm.ppf(u)
+                            else np.euler_gamma + np.pi / np.sqrt(6) * scipy.special.ndtri(u)
                         )
-                if own.multiplier is not None:
-                    x[np.isfinite(x)] *= float(own.multiplier[b, n // G, t])  # what -inf hides stays hidden
+                if multiplier is not None:
+                    x[np.isfinite(x)] *= float(multiplier[b, n // G, t])  # what -inf hides stays hidden
                 e = np.exp(x[visible] - x[visible].max())
                 p[b, n, t, visible] = e / e.sum()
     return p, seen
