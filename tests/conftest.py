@@ -8,15 +8,16 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import jaxtyping
 import pytest
 
 import models
 
 # Most of the suite's time is compilation of programs that run for milliseconds.
-QUICK_TO_COMPILE = (
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-)
+QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if jaxlib.version.__version_info__ < (0, 11):  # later ones have no choice, and no such flag
+    QUICK_TO_COMPILE += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}"
 gc.set_threshold(100_000, 50, 100)  # what tracing allocates is many small objects that live
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -73,6 +74,12 @@ def shallow(tiny):
     model, params = tiny
     config = dataclasses.replace(model.config, num_layers=1)
     return models.LanguageModel(config), {n: p for n, p in params.items() if n not in ("layers_1", "layers_2")}
+
+
+@pytest.fixture
+def small(case, tiny, shallow):
+    """As many layers as tell what the method does."""
+    return tiny if case.by_layer else shallow
 
 
 @pytest.fixture(scope="session")

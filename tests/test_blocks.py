@@ -29,10 +29,10 @@ def prompts():
 
 
 @few_methods
-def test_one_block_is_the_whole_prompt(shallow, prompts, case):
+def test_one_block_is_the_whole_prompt(small, prompts, case):
     policy = case.make(10)
-    whole, at_once = read(shallow, policy, prompts, [T, 17], block=None)
-    one, blocked = read(shallow, policy, prompts, [T, 17], block=T)
+    whole, at_once = read(small, policy, prompts, [T, 17], block=None)
+    one, blocked = read(small, policy, prompts, [T, 17], block=T)
     np.testing.assert_allclose(one, whole, atol=1e-4)
     for a, b in zip(at_once.layers, blocked.layers, strict=True):
         assert helpers.live_positions(a) == helpers.live_positions(b)
@@ -40,15 +40,15 @@ def test_one_block_is_the_whole_prompt(shallow, prompts, case):
 
 @few_methods
 @pytest.mark.parametrize("block", [5])
-def test_a_padded_row_read_in_blocks_equals_the_row_alone(shallow, prompts, case, block):
+def test_a_padded_row_read_in_blocks_equals_the_row_alone(small, prompts, case, block):
     policy = case.make(10)
     if policy.at(helpers.site()).spec.reads == "whole":
         pytest.skip("it is refused in blocks")
     if case.random:
         pytest.skip("keys differ between the rows of a batch and a single one")
     n = 17
-    together, batch = read(shallow, policy, prompts, [T, n], block=block)
-    alone, single = read(shallow, policy, prompts[1:, T - n :], block=block)
+    together, batch = read(small, policy, prompts, [T, n], block=block)
+    alone, single = read(small, policy, prompts[1:, T - n :], block=block)
     np.testing.assert_allclose(together[1], alone[0], atol=1e-4)
     for layer, (a, b) in enumerate(zip(batch.layers, single.layers, strict=True)):
         assert helpers.live_positions(a)[1] == helpers.live_positions(b)[0]

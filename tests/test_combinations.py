@@ -111,6 +111,18 @@ def _far(kv, stats, ctx):
     return jnp.where(kv.pos < 4, -jnp.inf, jnp.where(kv.pos == 9, jnp.inf, -(kv.k**2).sum(-1)))
 
 
+def _unknown(kv, stats, ctx):
+    """The position, and no number for every third token."""
+    del stats, ctx
+    return jnp.where(kv.pos % 3 == 1, jnp.nan, kv.pos.astype(jnp.float32))
+
+
+def test_what_has_no_number_goes_first():
+    keep = kvjax.evict_layer(kvjax.from_fn(_unknown, budget=18), *helpers.qkv(3, T=24, B=1)).keep
+    others = [i for i in range(24) if i % 3 != 1]
+    assert np.nonzero(np.asarray(keep[0, 0]))[0].tolist() == sorted([*others, 19, 22])
+
+
 @pytest.mark.parametrize("scale", ["rank", "score"])
 def test_infinite_scores_relax(scale):
     """They are first or last at every temperature, and the others take their gates among themselves."""

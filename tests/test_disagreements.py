@@ -18,6 +18,7 @@ import pytest
 
 import kvjax
 from kvjax import methods
+from kvjax.scoring.scores import Accumulated
 from kvjax.sizes.budget import Share
 from tests import helpers
 from tests.one_layer import BUDGET, PROMPT, K, M, P, differs, history, k, layer, moments, q, sums, v
@@ -151,6 +152,16 @@ def test_d04_scissorhands_keeps_recent_tokens_and_high_counts():
     differs(make(theta="1/position"), make(), by_position)
     literal = [list(range(n - 2, n)) for n in range(PROMPT, M)]  # recent tokens alone
     assert all(step[0] != only for step, only in zip(history(make()), literal, strict=False))
+
+
+def test_sums_decay_and_what_is_added_is_damped():
+    """Token by token, with a budget that holds everything."""
+    total = np.zeros((K, M))
+    for i in range(M):
+        total = 0.7 * total + 0.4 * layer.group(layer.rows(i, [range(i + 1)] * K))
+    policy = kvjax.Evict(Accumulated(kvjax.Observe(), decay=0.7, damping=0.4), M, when=kvjax.every_step())
+    kv = moments(policy, block=1).kv
+    np.testing.assert_allclose(np.asarray(kv.memory[0].score)[0][:, np.argsort(kv.pos[0, 0])], total, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -229,12 +229,6 @@ def test_equal_policies_are_equal_values(case):
 # --- with a model ---
 
 
-@pytest.fixture
-def small(case, tiny, shallow):
-    """As many layers as tell what the method does."""
-    return tiny if case.by_layer else shallow
-
-
 def run(small, policy, tokens, lengths, *, new=12, keys=None, **kwargs):
     model, params = small
     return kvjax.generate(model, params, tokens, policy=policy, lengths=lengths, max_new_tokens=new, key=keys, **kwargs)

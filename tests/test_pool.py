@@ -217,8 +217,9 @@ def test_rounding_to_blocks_costs_less_than_one_slot_in_64(total):
 def test_a_full_pool_shows_as_nan():
     ctx = helpers.context(helpers.site(), length=[T, T])
     kv = helpers.prompt_layer(methods.full(), ctx)
-    assert np.isnan(to_pool(kv, 10).v).all()
+    assert np.isnan(to_pool(kv, 2 * T - 1).v).all()
     full = to_pool(kv, 2 * T)
+    assert not np.isnan(full.v).any()
     new = jnp.ones((B, 2, 1, 8))
     spoiled = insert_pooled(full, new, new, jnp.full((B, 1), T, jnp.int32))
     assert np.isnan(spoiled.v).any(axis=(1, 2)).all()

@@ -82,6 +82,16 @@ def test_compact_keeps_every_live_slot_in_order(capacity):
         assert (np.diff(kept) > 0).all()
 
 
+def test_a_head_that_a_compacted_cache_cannot_hold_shows_as_nan():
+    before = layer(random_positions(np.random.default_rng(2), dead=0.5))
+    lost = np.asarray(before.num_live) > 9
+    assert lost.any()
+    assert not lost.all()
+    shown = np.isnan(compact(before, 9).v)
+    np.testing.assert_array_equal(shown.all((2, 3)), lost)
+    np.testing.assert_array_equal(shown.any((2, 3)), lost)
+
+
 def test_append_extends_every_array_and_starts_memory_from_zero():
     before = layer([[[3, 1]] * K] * B)
     new = jnp.full((B, K, 3, H), 7.0)
