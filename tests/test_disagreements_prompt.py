@@ -66,8 +66,7 @@ def test_proxies_at_both_ends():
     assert prompt_kept(policy) == after_window(votes, BUDGET, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", ["row", "interval"])
+@pytest.mark.parametrize("rows", [pytest.param("row", marks=pytest.mark.slow), "interval"])
 def test_d16_eviction_while_generating(rows):
     every, protect = 2, 2
     make = functools.partial(methods.nacl, BUDGET, protect=protect, proxies=3, random=0)

@@ -232,9 +232,9 @@ def test_e36_padding(examples):
     assert [i - pad for i in e["expected"]["kept"]] == keep(policy, p[pad:, pad:])
 
 
-def occupancy(schedule, steps, *, budget, n):
+def occupancy(schedule, steps, *, budget, n, make=methods.window):
     """(slots that attention reads, slots left) at every decode step."""
-    policy = kvjax.when(schedule, methods.window(budget))
+    policy = kvjax.when(schedule, make(budget))
     site = helpers.site(T=n, K=1, N=1, max_new_tokens=steps)
     policy.check(site, n)
     ctx = helpers.context(site, length=[n])
@@ -272,6 +272,11 @@ def test_a_drop_is_exactly_so_many_tokens_but_never_leaves_more_than_the_budget(
     """A budget of 4, a prompt of 6, of which a float is a share: what is left of 4 + `over` tokens."""
     seen = occupancy(kvjax.when_over(over, drop=drop), over + 1, budget=4, n=6)
     assert seen[over - 1 :] == [[4 + over, left], [left + 1, left + 1 if left < 3 + over else left]]
+
+
+def test_a_drop_spares_what_is_protected():
+    make = functools.partial(methods.streaming_llm, sinks=3)
+    assert occupancy(kvjax.when_over(1, drop=4), 1, budget=4, n=6, make=make) == [[5, 3]]
 
 
 def test_a_drop_of_more_than_are_found_one_by_one_is_exact_too():

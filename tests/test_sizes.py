@@ -86,6 +86,8 @@ def test_counts():
     assert Tokens(7).table(n, budget).tolist() == [7, 7, 7]
     assert Ratio(0.25).table(n, budget).tolist() == [2, 25, 250]
     assert Share(0.5).table(n, budget).tolist() == [2, 25, 250]
+    assert Ratio(0.07, rounding="ceil").table(np.array([100, 101]), budget[:2]).tolist() == [7, 8]  # 0.07 * 100 > 7
+    assert Ratio(0.25, rounding="ceil").table(n, budget).tolist() == [3, 25, 250]
     assert as_count(3, "x") == Tokens(3)
     assert as_count(0.5, "x") == Ratio(0.5)
     for bad in (True, 0.0, 1.01, -0.5):

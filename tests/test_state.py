@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache.pool import to_pool
 from kvjax.cache.state import PerHead, append, compact, evict, insert, map_slots, position_order, ranks
 from tests import helpers
 
@@ -165,3 +166,18 @@ def test_state_is_an_immutable_pytree(tiny):
     assert state.num_slots == plan.num_slots == 5 * 2 * 3
     assert state.kv_bytes == 2 * 4 * 2 * 5 * 2 * 3 * 8  # k and v, float32, rows, slots, heads, layers, head_dim
     assert state.num_live.shape == (2, 3, 2)
+
+
+@pytest.mark.parametrize("storage", ["dense", "pool"])
+def test_what_is_hidden_is_not_read(storage):
+    """Attention over some of the slots is attention over a cache that holds those alone."""
+    kv = layer(random_positions(np.random.default_rng(2)))
+    shown = kv.live & (kv.pos % 3 != 0)
+    alone = evict(kv, shown)
+    if storage == "pool":
+        kv, alone = to_pool(kv, K * 20), to_pool(alone, K * 20)
+        shown = kv.view().live & (kv.view().pos % 3 != 0)
+    q, at = jnp.linspace(-0.3, 0.2, B * K * H).reshape(B, K, 1, H), jnp.full((B, 1), 40)
+    out = lambda kv, **visible: np.asarray(kv.attend(q, kv.keys(lambda x, _: x), at, (), **visible).out)
+    np.testing.assert_allclose(out(kv, visible=shown), out(alone), rtol=1e-5)
+    assert not np.allclose(out(kv), out(alone), rtol=1e-2)
