@@ -96,11 +96,13 @@ def exact_match(embedded, policy, length, per_task):
 
 
 @pytest.mark.parametrize(
-    ("length", "per_task"), [(256, 8), pytest.param(1024, 100, marks=pytest.mark.slow)], ids=["short", "full_length"]
+    ("length", "per_task", "least"),
+    [(512, 16, 0.9), pytest.param(1024, 100, 0.95, marks=pytest.mark.slow)],
+    ids=["short", "full_length"],
 )
-def test_it_retrieves_with_the_full_cache_and_fails_without(embedded, length, per_task):
+def test_it_retrieves_with_the_full_cache_and_fails_without(embedded, length, per_task, least):
     full = exact_match(embedded, kvjax.methods.full(), length, per_task)
-    assert min(full.values()) >= 0.85  # of a few examples one may be missed
+    assert min(full.values()) >= least
     assert np.mean(list(full.values())) >= 0.95
     window = exact_match(embedded, kvjax.methods.window(0.1), length, per_task)
     assert max(window.values()) <= 0.2
@@ -158,9 +160,9 @@ def tiny_run(tmp_path, name, steps, monkeypatch):
 
 
 def test_training_resumes_where_it_stopped(tmp_path, monkeypatch, capsys):
-    """Interrupted between checkpoints, it ends with the same bits."""
+    """Interrupted twice, once between checkpoints, it ends with the same bits."""
     whole = tiny_run(tmp_path, "whole", None, monkeypatch)
-    for steps in (5, None):
+    for steps in (3, 5, None):
         parts = tiny_run(tmp_path, "parts", steps, monkeypatch)
     assert "resumed at step 5" in capsys.readouterr().out
     a, b = (models.load(p)[1] for p in (whole, parts))

@@ -119,9 +119,15 @@ def test_gradients_under_a_bias():
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+CAPPED = {"softcap": 3.0, "window": 20}
+
+
 @pytest.mark.parametrize(
     ("T", "options"),
-    [(1, {}), (40, {}), (150, {"softcap": 3.0, "window": 20}), (1, {"softcap": 3.0, "window": 20})],
+    [
+        *((1, {}), (40, {}), (1, CAPPED), (150, CAPPED)),
+        *(pytest.param(*p, marks=pytest.mark.slow) for p in ((150, {}), (40, CAPPED))),
+    ],
     ids=str,
 )
 def test_gradients_of_a_bias(T, options):
@@ -221,7 +227,9 @@ def test_the_hash_is_uniform_and_uncorrelated():
     assert numpy_reference.hash_uniform(7, 3, 9) == pytest.approx(u[3, 9], abs=1e-7)
 
 
-@pytest.mark.parametrize("block", [(1, 2), (7, 1), (200, 2)])
+@pytest.mark.parametrize(
+    "block", [(1, 2), (7, 1), (200, 2), *(pytest.param(b, marks=pytest.mark.slow) for b in ((32, 2), (64, 1)))]
+)
 def test_any_block_size(block):
     q, k, v, q_pos, kv_pos = inputs(T=97, cached=5)
     columns = COLUMNS[:6]

@@ -175,11 +175,12 @@ def test_a_padded_row_gets_what_it_gets_alone(case, budget):
     tokens = helpers.token_ids(B, T)
     evict_layer = functools.partial(kvjax.evict_layer, policy, layer=1, num_layers=3, out_proj=OUT_PROJ)
     together = evict_layer(q, k, v, lengths=jnp.asarray(lengths), key=keys, tokens=tokens)
-    row, n = 1, lengths[1]
-    cut = lambda x: x[row:, :, T - n :]
-    alone = evict_layer(cut(q), cut(k), cut(v), key=keys[row:], tokens=tokens[row:, T - n :])
-    np.testing.assert_array_equal(together.keep[row, :, T - n :], alone.keep[0])
-    assert not np.asarray(together.keep[row, :, : T - n]).any()
+    for row, n in enumerate(lengths):
+        cut = lambda x, row=row, n=n: x[row : row + 1, :, T - n :]
+        ids = tokens[row : row + 1, T - n :]
+        alone = evict_layer(cut(q), cut(k), cut(v), key=keys[row : row + 1], tokens=ids)
+        np.testing.assert_array_equal(together.keep[row, :, T - n :], alone.keep[0])
+        assert not np.asarray(together.keep[row, :, : T - n]).any()
 
 
 @pytest.mark.parametrize("case", CASES, ids=repr)

@@ -165,7 +165,14 @@ def test_readings_are_refused_before_tracing(tiny):
             generate(model, None, tokens, policy=stepwise, max_new_tokens=2)
 
 
-@pytest.mark.parametrize("policy", [methods.keyformer(10, recent=3), methods.dilated_window(10)])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        methods.keyformer(10, recent=3),
+        pytest.param(methods.random(10), marks=pytest.mark.slow),
+        methods.dilated_window(10),
+    ],
+)
 def test_shared_layers_decide_once(tiny, policy):
     """All layers hold the same tokens, after the prompt and while decoding, and read what the policy shows."""
     model, params = tiny

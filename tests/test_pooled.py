@@ -156,8 +156,11 @@ LENGTHS = {
 
 @pytest.mark.parametrize(
     ("implementation", "lengths"),
-    [("reference", LENGTHS["one head"]), *(("xla", lengths) for lengths in LENGTHS.values())],
-    ids=["reference", *LENGTHS],
+    [
+        *(("xla", lengths) for lengths in LENGTHS.values()),
+        *(pytest.param("reference", x, marks=() if n == "one head" else pytest.mark.slow) for n, x in LENGTHS.items()),
+    ],
+    ids=[f"{i}-{name}" for i in ("xla", "reference") for name in LENGTHS],
 )
 def test_slots_in_order_of_owners(implementation, lengths, monkeypatch):
     arrays, K = in_order(lengths, K=len(lengths[0])), len(lengths[0])

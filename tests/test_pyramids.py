@@ -55,7 +55,7 @@ def test_floor_pyramid(uniform_branch, L, beta):
     for budget, w in ((128, 8), (40, 16), (9, 8), (8, 8)):
         policy = methods.pyramidkv(budget, beta=beta, window_size=w, preset=preset)
         assert policy.layers == FloorPyramid(beta, uniform_branch)
-        for n in (1, budget, budget + 1, 2 * (budget - w) - 1, 2 * (budget - w), 250):
+        for n in (1, budget - 1, budget, budget + 1, 2 * (budget - w) - 1, 2 * (budget - w), 250, 1000):
             if n >= 1:
                 layers = live(policy, n, L)
                 assert layers == plain_factory(n, budget - w, w, L, beta, uniform_branch), (budget, w, n)
