@@ -42,10 +42,9 @@ from experiments.evaluation.checkpoints import check_learns, restored, save_prog
 from experiments.evaluation.provenance import definition
 from experiments.evaluation.results import Results, plain_errors, write_json
 from experiments.learning import budget_report
-from experiments.learning.future_rows import HELD_OUT, Reader, Reading, examples
+from experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples
 from experiments.run import check_apart, default_directory, parse
-from kvjax.analysis import best_in_hindsight, lost_mass, regret
-from kvjax.analysis.traces import decisions, kept
+from kvjax.analysis import best_in_hindsight, decisions, keep_one, lost_mass, regret
 from kvjax.learning.families import Family, with_table
 from kvjax.learning.relax import annealed, output_kl, task_loss
 from kvjax.scoring.select import TopK
@@ -71,17 +70,17 @@ class Progress:
     off: float = 0.0
 
 
-def objective(name: str, model: Any, params: Any, reading: Reading, gates: jax.Array) -> jax.Array:
+def objective(name: str, model: Any, params: Any, reading: RankedReading, gates: jax.Array) -> jax.Array:
     """What is made small: the mean over a batch's prompts, and layers or future rows."""
-    traces = reading.traces
     if name == "eviction_loss":
-        each = traces.eviction_loss(gates).mean(-1)
+        each = reading.traces.eviction_loss(gates).mean(-1)
     else:
-        logits = traces.logits_with(model, params, gates)
+        full = reading.full
+        logits = full.logits_after(model, params, jnp.moveaxis(gates, 1, 0))
         if name == "output_kl":
-            each = output_kl(traces.logits, logits).mean(-1)
+            each = output_kl(full.logits, logits).mean(-1)
         else:  # a row predicts the next row's token
-            each = task_loss(logits[:, :-1], traces.future[:, 1:]).mean(-1)
+            each = task_loss(logits[:, :-1], full.continuation[:, 1:]).mean(-1)
     return (each * reading.weight).sum() / reading.weight.sum()
 
 
@@ -106,7 +105,7 @@ def make_step(experiment: LearnedBudget, budget: Budget, model: Any, tx: Any) ->
 def learn(
     experiment: LearnedBudget,
     budget: Budget,
-    readings: Sequence[Reading],
+    readings: Sequence[RankedReading],
     model: Any,
     params: Any,
     directory: pathlib.Path,
@@ -162,19 +161,22 @@ def learn(
 
 
 @functools.partial(jax.jit, static_argnames="policy")
-def _head_budgets(policy: kvjax.Evict, reading: Reading) -> jax.Array:
+def _head_budgets(policy: kvjax.Evict, reading: RankedReading) -> jax.Array:
     """What a policy gives every head beyond its protected tokens, "B L K"."""
-    state = reading.traces.state
-    plan = kvjax.make_plan(
-        _Sizes.of(state), policy, prompt_len=state.plan.prompt_len, max_new_tokens=state.plan.max_new_tokens
-    )
-    chosen = decisions(policy, state, reading.stats, plan)
+    chosen = decisions(_plan(policy, reading), reading.full)
     return jnp.stack([s.budgets for s in chosen], axis=1) - reading.safe.sum(-1, dtype=jnp.int32)
+
+
+def _plan(policy: kvjax.Evict, reading: RankedReading) -> kvjax.CachePlan:
+    """A policy's plan for what was read."""
+    site = reading.full.layers[0].site
+    sizes = _Sizes.of(reading)
+    return kvjax.make_plan(sizes, policy, prompt_len=site.prompt_len, max_new_tokens=site.max_new_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """A model's sizes, from a plan that was made for it."""
+    """A model's sizes, from what it read."""
 
     num_layers: int
     num_query_heads: int
@@ -186,9 +188,9 @@ class _Sizes:
     additive_rotation: bool = True
 
     @classmethod
-    def of(cls, state: kvjax.KVState) -> "_Sizes":
-        site = state.plan.sites[0]
-        windows = tuple(s.window for s in state.plan.sites)
+    def of(cls, reading: RankedReading) -> "_Sizes":
+        sites = [layer.site for layer in reading.full.layers]
+        site, windows = sites[0], tuple(s.window for s in sites)
         return cls(site.num_layers, site.num_query_heads, site.num_kv_heads, site.head_dim, windows)
 
     def window(self, layer: int) -> int | None:
@@ -196,7 +198,7 @@ class _Sizes:
         return self.windows[layer]
 
 
-def average_table(policy: kvjax.Evict, readings: Sequence[Reading]) -> np.ndarray:
+def average_table(policy: kvjax.Evict, readings: Sequence[RankedReading]) -> np.ndarray:
     """Shares "L K" that a policy gives heads on average over prompts, relative to the average of 1."""
     shares = []
     for reading in readings:
@@ -206,7 +208,7 @@ def average_table(policy: kvjax.Evict, readings: Sequence[Reading]) -> np.ndarra
 
 
 def learned_policy(
-    family: Family, learned: Any, policy: kvjax.Evict, readings: Sequence[Reading], budget: Budget
+    family: Family, learned: Any, policy: kvjax.Evict, readings: Sequence[RankedReading], budget: Budget
 ) -> tuple[kvjax.Evict, np.ndarray]:
     """The hard policy, and the shares "L K" of its heads: its table, or its average choice on calibration prompts."""
     with jax.enable_x64(True):
@@ -228,7 +230,7 @@ def _measured(experiment: LearnedBudget, plans: Sequence[kvjax.CachePlan]) -> tu
 
 
 def policies(
-    experiment: LearnedBudget, budget: Budget, hard: kvjax.Evict, readings: Sequence[Reading]
+    experiment: LearnedBudget, budget: Budget, hard: kvjax.Evict, readings: Sequence[RankedReading]
 ) -> dict[str, kvjax.Evict]:
     """What is measured at one budget, all of the same total."""
     uniform = experiment.method(budget)
@@ -239,32 +241,28 @@ def policies(
 
 
 @jax.jit
-def in_hindsight(reading: Reading, keep: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
+def in_hindsight(reading: RankedReading, keep: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
     """The oracles of `budget_report.HINDSIGHT`: eviction loss "B L" and mask, each of as many tokens as `keep`."""
     masks = {n: best_in_hindsight(reading.mass, reading.live, keep, a) for n, a in budget_report.HINDSIGHT.items()}
     return {n: (reading.traces.eviction_loss(mask.astype(jnp.float32)), mask) for n, mask in masks.items()}
 
 
 @jax.jit
-def attention_of(reading: Reading, keep: jax.Array) -> tuple[jax.Array, jax.Array]:
+def attention_of(reading: RankedReading, keep: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Attention to come that is lost "B", averaged over heads, and how much less the best mask in hindsight loses."""
     mass = reading.mass
     return lost_mass(mass, keep).mean((1, 2)), regret(mass, reading.live, keep, "model")[:, 0]
 
 
 @functools.partial(jax.jit, static_argnames="policy")
-def losses_of(policy: kvjax.Evict, reading: Reading) -> tuple[jax.Array, jax.Array, jax.Array]:
+def losses_of(policy: kvjax.Evict, reading: RankedReading) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Eviction loss "B L" of a hard policy, live tokens "B" over all layers and heads, and what it keeps "B L K S"."""
-    state = reading.traces.state
-    plan = kvjax.make_plan(
-        _Sizes.of(state), policy, prompt_len=state.plan.prompt_len, max_new_tokens=state.plan.max_new_tokens
-    )
-    keep = kept(policy, state, reading.stats, plan)
+    keep = jnp.moveaxis(keep_one(_plan(policy, reading), reading.full), 0, 1)
     return reading.traces.eviction_loss(keep.astype(jnp.float32)), keep.sum((1, 2, 3), dtype=jnp.int32), keep
 
 
 @functools.partial(jax.jit, static_argnames="budget")
-def theorem_4(reading: Reading, budget: Budget) -> tuple[jax.Array, jax.Array]:
+def theorem_4(reading: RankedReading, budget: Budget) -> tuple[jax.Array, jax.Array]:
     """Ada-KV's bound under uniform and under adaptive budgets, "B L", up to the layer's constant 2 C.
 
     Both keep the best by the mean attention of the future rows, which makes the bound smallest (Theorem 3); the layer's
@@ -280,7 +278,7 @@ def theorem_4(reading: Reading, budget: Budget) -> tuple[jax.Array, jax.Array]:
     for i in range(L):
         live, pos = view.live[:, i], view.pos[:, i]
         score = jnp.where(live, mass[:, i], -jnp.inf)
-        adaptive = kvjax.Adaptive(1.0, math.inf).heads(score, live, average, most, reading.traces.state.plan.sites[i])
+        adaptive = kvjax.Adaptive(1.0, math.inf).heads(score, live, average, most, reading.full.layers[i].site)
         uniform = jnp.broadcast_to(average[:, None], (B, K))
         masks = (TopK().best(score, pos, budgets) for budgets in (uniform, adaptive))
         lost.append([jnp.where(live & ~keep, mass[:, i], 0.0).sum((1, 2)) for keep in masks])
@@ -313,7 +311,7 @@ def measure(
 
 
 def _lines(
-    chosen: dict[str, kvjax.Evict], budget: Budget, batch: Sequence[Any], reading: Reading
+    chosen: dict[str, kvjax.Evict], budget: Budget, batch: Sequence[Any], reading: RankedReading
 ) -> list[dict[str, Any]]:
     bounds = [np.asarray(x) for x in theorem_4(reading, budget)]
     found = {}

@@ -41,10 +41,9 @@ from experiments.evaluation.report import stands, table
 from experiments.evaluation.results import Results, plain_errors, read_config, write_bytes, write_json
 from experiments.learn_budget import SAVE_EVERY, losses_of
 from experiments.learning.budget_report import interval
-from experiments.learning.future_rows import HELD_OUT, Reader, Reading, examples
+from experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples
 from experiments.run import check_apart, default_directory, parse
 from kvjax import methods
-from kvjax.policy import context
 from kvjax.scoring.learned import NUM_STATISTICS, FrozenArrays, Learned
 from kvjax.scoring.select import TopK
 from models import scorer
@@ -60,19 +59,20 @@ def policy_of(experiment: LearnedScorer, head: scorer.TrainedHead, budget: Budge
 
 
 @functools.partial(jax.jit, static_argnames="score")
-def features_of(score: Learned, reading: Reading) -> jax.Array:
+def features_of(score: Learned, reading: RankedReading) -> jax.Array:
     """What the head sees of every slot, "B L K S F"."""
-    state, found = reading.traces.state, []
-    for i, (kv, stats) in enumerate(zip(state.layers, reading.stats, strict=True)):
-        found.append(score.features(kv, stats, context(state, i, "prefill"), kv.live & ~reading.safe[:, i]))
+    found = []
+    for i, layer in enumerate(reading.full.layers):
+        candidates = layer.prompt.live & ~reading.safe[:, i]
+        found.append(score.features(layer.prompt, reading.stats(i), reading.full.prompt_context(i), candidates))
     return jnp.stack(found, axis=1)
 
 
-def _candidates(reading: Reading) -> jax.Array:
+def _candidates(reading: RankedReading) -> jax.Array:
     return reading.live & ~reading.safe & (reading.weight > 0)[:, None, None, None]
 
 
-def loss_of(module: scorer.ScoreHead, score: Learned, params: Any, reading: Reading) -> jax.Array:
+def loss_of(module: scorer.ScoreHead, score: Learned, params: Any, reading: RankedReading) -> jax.Array:
     """Cross-entropy of future attention under the softmax of scores, less its own entropy; mean over heads."""
     candidates, features = _candidates(reading), features_of(score, reading)
     mass = jnp.where(candidates, reading.mass, 0.0)
@@ -83,7 +83,7 @@ def loss_of(module: scorer.ScoreHead, score: Learned, params: Any, reading: Read
     return (divergence * reading.weight).sum() / reading.weight.sum()
 
 
-def normalisation(score: Learned, readings: Sequence[Reading]) -> tuple[np.ndarray, np.ndarray]:
+def normalisation(score: Learned, readings: Sequence[RankedReading]) -> tuple[np.ndarray, np.ndarray]:
     """Mean and deviation "L K F" of features over all candidates."""
     count, total, square = np.zeros(()), np.zeros(()), np.zeros(())
     for reading in readings:
@@ -100,7 +100,7 @@ def normalisation(score: Learned, readings: Sequence[Reading]) -> tuple[np.ndarr
 def learn(
     experiment: LearnedScorer,
     score: Learned,
-    readings: Sequence[Reading],
+    readings: Sequence[RankedReading],
     directory: pathlib.Path,
     *,
     max_steps: int | None = None,
@@ -155,14 +155,14 @@ def learn(
 
 
 @jax.jit
-def _losses_of_mask(reading: Reading, keep: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _losses_of_mask(reading: RankedReading, keep: jax.Array) -> tuple[jax.Array, jax.Array]:
     mass = reading.mass
     share = jnp.where(keep, mass, 0.0).sum((1, 2, 3)) / mass.sum((1, 2, 3))
     return reading.traces.eviction_loss(keep.astype(jnp.float32)).mean(-1), share
 
 
 @functools.partial(jax.jit, static_argnames="budget")
-def _hindsight(reading: Reading, budget: Budget) -> jax.Array:
+def _hindsight(reading: RankedReading, budget: Budget) -> jax.Array:
     """The window, and the best of the rest by the attention of the future rows."""
     view = reading.view(budget)
     score = jnp.where(view.safe, jnp.inf, reading.mass)

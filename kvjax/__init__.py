@@ -39,8 +39,8 @@ from kvjax.plan import make_plan as make_plan
 from kvjax.policy import LayerSpec as LayerSpec
 from kvjax.policy import Policy as Policy
 from kvjax.policy import Rule as Rule
-from kvjax.policy import Selection as Selection
 from kvjax.scoring.protect import Protect as Protect
+from kvjax.scoring.select import Selection as Selection
 from kvjax.scoring.stats import AllRows as AllRows
 from kvjax.scoring.stats import AttentionStats as AttentionStats
 from kvjax.scoring.stats import LastRows as LastRows

@@ -1,12 +1,16 @@
-"""Modules by the names that they had before they got rooms: imports still find them, and warn."""
+"""Names that something had before: they still find it, and warn."""
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 import types
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 ROOMS = {
     "cache": "state pool context",
@@ -26,6 +30,29 @@ def moved(name: str) -> types.ModuleType:
     message = f"kvjax.{name} is {MOVED[name]} now; the old name will go"
     warnings.warn(message, DeprecationWarning, stacklevel=3)
     return importlib.import_module(MOVED[name])
+
+
+def renamed(**options: str) -> Callable[[F], F]:
+    """A function that still takes keyword arguments by their old names, with a warning.
+
+    Args:
+      **options: old name to new name.
+    """
+
+    def rename(function: F) -> F:
+        @functools.wraps(function)
+        def with_old_names(*args: Any, **given: Any) -> Any:
+            for old in options.keys() & given.keys():
+                new, name = options[old], function.__name__
+                if new in given:
+                    raise ValueError(f"{name}: {old} is {new} now, but both were given; give {new}= alone")
+                warnings.warn(f"{name}({old}=...) is {name}({new}=...) now", DeprecationWarning, stacklevel=2)
+                given[new] = given.pop(old)
+            return function(*args, **given)
+
+        return with_old_names  # type: ignore[return-value]
+
+    return rename
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,14 +12,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import LayerKV, PerHead, Positions, evict
-from kvjax.policy import Granularity, LayerSpec, Layout, Rule, Selection
+from kvjax.policy import Granularity, LayerSpec, Layout, Rule
 from kvjax.scoring.protect import Protect, Scope, protected
 from kvjax.scoring.scores import FromFunction, Score
-from kvjax.scoring.select import Limits, Select, TopK
+from kvjax.scoring.select import Limits, Select, Selection, TopK
 from kvjax.scoring.stats import LayerStats, Measurement, Slots, ordered
 from kvjax.sizes.allocation import HeadAllocation, LayerAllocation, UniformHeads, UniformLayers
 from kvjax.sizes.budget import Count, Counts, Tokens, as_budget, as_count, lookup
 from kvjax.sizes.schedule import Schedule
+from kvjax.sizes.tables import Tables, Wanted, tables
 from pallas_kernels.pytree import pytree
 from pallas_kernels.values import MOST_TOKENS, a, checked, each, one_of, optional, settle
 
@@ -50,7 +50,7 @@ class Evict(Rule):
       heads: how a layer's budget is divided over its kv heads, again after protection. While decoding, heads keep the
         shares that the prompt gave them.
       when: the schedule.
-      select: how scores become a keep mask.
+      select: how scores and budgets become a `Selection`.
       scope: tokens protected by what they did, such as RoCo's top standard deviations; they count against the budget.
       positions: how keys are rotated: "original" at their absolute positions, "compact" by rank among live keys at
         every use, "rerotate" once to that rank when an eviction changes it.
@@ -127,31 +127,33 @@ class Evict(Rule):
         scope = () if self.scope is None else self.scope.observe(phase)
         return ordered((*self.score.observe(phase), *scope, *self.select.observe(phase)))
 
-    # Sizes: numpy on the host, one entry for every prompt length that the plan may meet.
-
-    def _sizes(self, site: Site) -> "_Sizes":
-        sizes = as_budget(self.budget), self.protect, self.scope, self.layers, site.num_layers, site.prompt_len
-        return _sizes(*sizes, site.max_new_tokens, int(self.when.before_append))
+    def _sizes(self, site: Site) -> Tables:
+        first, size = (0, 0) if self.scope is None else (self.scope.first, self.scope.size)
+        wanted = Wanted(
+            as_budget(self.budget),
+            as_count(self.protect.sinks, "sinks"),
+            as_count(self.protect.recent, "recent"),
+            as_count(first, "size"),
+            as_count(size, "size"),
+            self.layers,
+            int(self.when.before_append),
+        )
+        return tables(wanted, site.num_layers, site.prompt_len, site.max_new_tokens)
 
     def spec(self, site: Site) -> LayerSpec:
         """See `Rule`."""
         if self.granularity == "query_head":
             site = dataclasses.replace(site, num_kv_heads=site.num_query_heads)
-        sizes, n = self._sizes(site), np.arange(site.prompt_len + 1)
-        target, outside = sizes.budget[:, site.layer], sizes.outside
-        cap = self.heads.cap(target - outside, np.maximum(n - outside, 0), site, outside) + outside + self.select.slack
-        if not self.when.prefill:
-            cap = np.maximum(cap, site.prompt_len)
-        room = self.when.room(site.max_new_tokens)
-        capacity = np.minimum(site.prompt_len + site.max_new_tokens, cap + room)
-        slots = site.num_kv_heads * capacity
-        if self.storage == "pool" and self.when.prefill:
-            total = self.heads.total(target, site.num_kv_heads)
-            slots = np.minimum(slots, total + site.num_kv_heads * (room + self.select.slack))
+        slots = self._sizes(site).slots(
+            site,
+            self.heads,
+            room=self.when.room(site.max_new_tokens),
+            slack=self.select.slack,
+            prefill=self.when.prefill,
+            pooled=self.storage == "pool",
+        )
         return LayerSpec(
-            target,
-            capacity,
-            slots,
+            *slots,
             prompt=self._needed("prefill") if self.when.prefill or self.when.decodes else (),
             step=self._needed("decode") if self.when.decodes else (),
             heads=self.granularity,
@@ -188,16 +190,15 @@ class Evict(Rule):
                 f"keeps {sinks} and the token to come needs room beside them (sinks={sinks}); raise the budget (now "
                 f"{self.budget}) or protect fewer"
             )
-        drop = int(as_count(self.when.drop, "drop").table(np.array([prompt_length]), np.array([budget]))[0])
+        drop = sizes.count(self.when.drop, "drop", site.layer, prompt_length)
         if drop > budget and prompt_length > budget:
             raise ValueError(
                 f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, of which {drop} "
                 f"cannot be dropped at once (drop={self.when.drop}); drop fewer or raise the budget (now {self.budget})"
             )
         if self.scope is not None:
-            lengths = np.arange(site.prompt_len + 1)
-            table = lambda count: as_count(count, "size").table(lengths, sizes.budget[:, site.layer])
-            first, size = (int(table(count)[prompt_length]) for count in (self.scope.first, self.scope.size))
+            every = self.scope.first, self.scope.size
+            first, size = (sizes.count(count, "size", site.layer, prompt_length) for count in every)
             if sinks + recent + first > budget and prompt_length > budget:
                 raise ValueError(
                     f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, but protect "
@@ -273,7 +274,7 @@ class Evict(Rule):
         counts = self._counts(ctx)
         budgets = jnp.broadcast_to(self._each(memory, ctx), kv.pos.shape[:2])
         score = jnp.where(kv.live, jnp.zeros((), jnp.float32), -jnp.inf)
-        nothing = Selection(kv.live, score, budgets, kv.gate if self.select.relaxed else None)
+        nothing = Selection(kv.live, score, budgets, kv.gate)
         drop = None
         if self.when.every is not None:
             due = jnp.broadcast_to((ctx.step % self.when.every == 0)[:, None], budgets.shape)
@@ -357,15 +358,16 @@ class Evict(Rule):
             stay = jnp.minimum(safe.sum(-1, dtype=jnp.int32), budgets)
             budgets = jnp.maximum(jnp.minimum(budgets, kv.num_live - drop), stay)
         budgets = budgets - coming
-        score = jnp.where(kv.live, score, -jnp.inf)
         at_once = None
         if ctx.phase == "decode" and self.when.prefill:
             at_once = max(self.when.room(ctx.site.max_new_tokens), counts.most(self.when.drop), 1)
         limits = Limits(budgets, at_once, counts, memory.select, self.score.summands(ctx))
-        keep = self.select(finite, safe, slots, limits)
-        if self.select.relaxed:
-            return Selection(kv.live, score, budgets, keep), selectable
-        return Selection(keep, score, budgets), selectable
+        chosen = self.select(finite, safe, slots, limits)
+        if not isinstance(chosen, Selection):
+            raise ValueError(
+                f"{self.select} returned a {type(chosen).__name__}; return Selection(keep, score, limits.budgets)"
+            )
+        return dataclasses.replace(chosen, score=jnp.where(kv.live, score, -jnp.inf)), selectable
 
 
 @pytree
@@ -399,55 +401,6 @@ class Numbers:
     recent: Int[Array, "B"]
     most: int
     counts: Counts
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """Whole tokens, one row for every prompt length from 0 to the plan's.
-
-    Attributes:
-      budget: "M L".
-      sinks, recent: "M".
-      coming: tokens for which a step makes room before it appends them.
-    """
-
-    budget: np.ndarray
-    sinks: np.ndarray
-    recent: np.ndarray
-    coming: int
-
-    @property
-    def outside(self) -> np.ndarray:
-        """What every head gets of a layer that has its average budget."""
-        return np.minimum(self.sinks + np.maximum(self.recent, self.coming), self.budget.min(1))
-
-
-@functools.lru_cache(maxsize=64)
-def _sizes(
-    budget: Count,
-    protect: Protect,
-    scope: Scope | None,
-    layers: LayerAllocation,
-    num_layers: int,
-    prompt_len: int,
-    max_new_tokens: int,
-    coming: int,
-) -> _Sizes:
-    n = np.arange(prompt_len + 1)
-    average = np.clip(budget.table(n, n), 1, MOST_TOKENS)
-    sinks, recent = protect.tables(n, average)
-    if not isinstance(budget, Tokens):  # a prompt of which everything is protected is kept whole
-        stay = sinks + np.maximum(recent, coming)
-        if scope is not None:
-            first, size = (as_count(count, "size").table(n, average) for count in (scope.first, scope.size))
-            stay = np.maximum(stay + first, size)
-        average = np.where(n <= stay, np.maximum(average, stay), average)
-    outside = np.minimum(sinks + np.maximum(recent, coming), average)
-    selectable = average - outside
-    per_layer = layers.layers(selectable, np.maximum(n - outside, selectable), num_layers, outside)
-    # A layer that may keep all there ever is needs no larger number, and arithmetic on heads stays within 32 bits.
-    per_layer = np.minimum(per_layer + outside[:, None], prompt_len + max_new_tokens)
-    return _Sizes(per_layer, sinks, recent, coming)
 
 
 def from_fn(

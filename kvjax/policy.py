@@ -19,39 +19,18 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.pool import PooledKV
-from kvjax.cache.state import KVState, LayerKV, Positions, evict
+from kvjax.cache.state import KVState, LayerKV, Positions
+from kvjax.scoring.select import Selection
 from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement, ordered
 from kvjax.sizes.schedule import Schedule
-from pallas_kernels.pytree import pytree
 
 Granularity = Literal["kv_head", "query_head"]
 Layout = Literal["dense", "pool"]
 Reads = Literal["blocks", "whole", "rows"]
-
-
-@pytree
-class Selection:
-    """What a policy decided for one layer.
-
-    Attributes:
-      keep: the slots that stay live.
-      score: the score they were ranked by, -inf for slots that were dead already. Protected slots stay whatever theirs.
-      budgets: live slots that every head may keep; real numbers where a relaxed policy was given some.
-      gate: how much of every slot a relaxed policy keeps, in [0, 1]; it keeps some of everything.
-    """
-
-    keep: Bool[Array, "B K S"]
-    score: Float[Array, "B K S"]
-    budgets: Int[Array, "B K"] | Float[Array, "B K"]
-    gate: Float[Array, "B K S"] | None = None
-
-    def apply(self, kv: LayerKV) -> LayerKV:
-        """The layer without the slots that go, or with the gates of a relaxed policy."""
-        return evict(kv, self.keep) if self.gate is None else dataclasses.replace(kv, gate=self.gate)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

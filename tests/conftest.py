@@ -23,7 +23,7 @@ gc.set_threshold(100_000, 50, 100)  # what tracing allocates is many small objec
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 CACHE = {
-    "jax_compilation_cache_dir": os.environ.get("JAXCACHE") or str(pathlib.Path(__file__).parents[1] / ".jax_cache"),
+    "jax_compilation_cache_dir": str(pathlib.Path(__file__).parents[1] / ".jax_cache"),
     "jax_persistent_cache_min_compile_time_secs": 0.1,
     "jax_persistent_cache_min_entry_size_bytes": 0,
 }

@@ -142,7 +142,7 @@ def _ada_pyramid(budget):
 
 
 def _snapkv_rows_pooled(budget):
-    return _snapkv(budget, pool_before_rows=True, normalise="outside_window")
+    return _snapkv(budget, pool_before_rows=True, softmax_over="outside_window")
 
 
 def _tova_per_head(budget):

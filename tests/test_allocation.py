@@ -364,7 +364,7 @@ def test_tables_of_another_model(tiny, fields, message):
         (lambda: LayerTable((1.0, -1.0, 3.0)), "none is negative"),
         (lambda: HeadTable([[1.0, 1.0], [1.0, math.inf]]), "HeadTable, layer 1: weights are finite"),
         (lambda: methods.pyramidkv(64, preset="factory"), r"preset='factory' is not one of \(None, 'pyramid_factory'"),
-        (lambda: methods.ada_snapkv(64, normalise="window"), "normalise='window' is not one of"),
+        (lambda: methods.ada_snapkv(64, softmax_over="window"), "softmax_over='window' is not one of"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
@@ -459,7 +459,7 @@ def test_methods_pass_their_options_on():
         "window_size": 4,
         "kernel_size": 3,
         "pool_before_rows": True,
-        "normalise": "outside_window",
+        "softmax_over": "outside_window",
         "granularity": "query_head",
     }
     heads = Adaptive(0.3, 2.0, **options)

@@ -206,7 +206,7 @@ def test_d24_softmax_over_keys_outside_the_window():
     outside = [range(PROMPT - WINDOW)] * K
     votes = sum(layer.rows(i, outside) for i in range(PROMPT - WINDOW, PROMPT))[:, : PROMPT - WINDOW]
     plain = pooled(layer.group(votes))
-    policy = snapkv(normalise="outside_window")
+    policy = snapkv(softmax_over="outside_window")
     np.testing.assert_allclose(prompt_score(policy)[:, :-WINDOW], plain, atol=1e-5)
     assert prompt_kept(policy) == from_scores(plain)
     assert np.abs(prompt_score(snapkv())[:, :-WINDOW] - plain).max() > 0.01

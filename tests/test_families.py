@@ -14,8 +14,9 @@ from scipy import special
 
 import kvjax
 import models
+from configs.learning import Prompts
 from experiments import learn_budget
-from experiments.learning.future_rows import Reading
+from experiments.learning.future_rows import RankedReading, Reader
 from kvjax import analysis, methods
 from kvjax.analysis import traces
 from kvjax.analysis.traces import Voters, VotingRows
@@ -56,26 +57,15 @@ def view(seed=0, *, budget=(9.5, 7.25), recent=3, whole=False):
 
 def random_traces(seed=1, dtype=np.float64):
     """What later rows read of those prompts."""
-    rng, pos, live, _ = arrays(seed)
+    rng, _, live, _ = arrays(seed)
     p = np.exp(rng.normal(size=(B, L, K * G, R, S + R)) * 1.5)
     p[..., :S] *= np.repeat(live, G, axis=2)[:, :, :, None]
     p /= p.sum(-1, keepdims=True)
     v, new = rng.normal(size=(B, L, K, S, H)), rng.normal(size=(B, L, K, R, H))
     own = np.einsum("blnrs,blnsh->blnrh", p[..., S:], np.repeat(new, G, axis=2))
     f = lambda x: jnp.asarray(x, dtype)
-    layers = tuple(kvjax.LayerKV(f(v[:, i]), f(v[:, i]), jnp.asarray(pos[:, i])) for i in range(L))
-    zeros = jnp.zeros((B,), jnp.int32)
-    state = kvjax.KVState(layers, zeros, zeros, jnp.int32(0), jax.random.split(jax.random.key(0), B), plan=None)
     out_proj = rng.normal(size=(L, K * G, H, D))
-    found = traces.Traces(
-        state,
-        f(p[..., :S]),
-        f(own),
-        f(p[..., S:].sum(-1)),
-        f(out_proj),
-        f(np.zeros((B, R, 3))),
-        jnp.zeros((B, R), jnp.int32),
-    )
+    found = traces.Traces(f(p[..., :S]), f(own), f(p[..., S:].sum(-1)), f(v), f(out_proj))
     return found, (p, v, new, out_proj, live)
 
 
@@ -200,9 +190,8 @@ def wide():
     tokens, future = (rng.integers(0, V, (B, n)).astype(np.int32) for n in (S, R))
     model, params = Wide(), Wide.init()
     with jax.enable_x64(True):
-        read = jax.jit(lambda *x: traces.trace(model, *x, snapkv(9)))
-        found, stats = read(params, *map(jnp.asarray, (tokens, LENGTHS.astype(np.int32), future)))
-        reading = Reading(found, stats, view().score, view().safe, jnp.asarray(LENGTHS), jnp.ones((B,)))
+        found = analysis.read(model, params, tokens, future, lengths=LENGTHS)
+        reading = RankedReading(found, traces.trace(found), view().score, view().safe, jnp.ones((B,)))
         weights = jax.tree.map(jnp.asarray, params)
         objective = jax.jit(functools.partial(learn_budget.objective, model=model, params=weights), static_argnums=0)
     return params, tokens, future, reading, objective
@@ -272,14 +261,16 @@ def test_voters_are_the_rows_that_the_method_observes():
     params = jax.tree.map(lambda x: x * jnp.asarray(2.0, x.dtype), jax.jit(model.init)(jax.random.key(7)))
     tokens, lengths = helpers.token_ids(2, 20, seed=3), jnp.asarray([20, 15], jnp.int32)
     policy = methods.ahakv(8, recent=4)
-    extra = (VotingRows(4),)
-    found, stats = traces.trace(model, params, tokens, lengths, tokens[:, :3], policy, extra=extra)
-    score, safe = traces.ranked(policy, found.state, stats)
-    layers = found.state.layers
+    plan = kvjax.make_plan(config, policy, prompt_len=20, max_new_tokens=3)
+    asked = tuple((*layer, ("kv_head", VotingRows(4))) for layer in analysis.measurements([plan]))
+    found = analysis.read(model, params, tokens, tokens[:, :3], lengths=lengths, measure=asked)
+    score = jnp.stack([s.score for s in analysis.decisions(plan, found)], axis=1)
+    layers = [layer.prompt for layer in found.layers]
+    safe = jnp.stack([policy.safe(kv, found.prompt_context(i)) for i, kv in enumerate(layers)], axis=1)
     pos, live, prior = (
         jnp.stack(x, axis=1) for x in zip(*((kv.pos, kv.live, policy.score.prior(kv)) for kv in layers), strict=True)
     )
-    voters = tuple(s[extra[0]] for s in stats)
+    voters = tuple(layer.stats["kv_head"][VotingRows(4)] for layer in found.layers)
     assert [x.window for x in voters] == [None, 9]
     seen = View(jnp.where(live, score, 0.0), pos, live, safe, jnp.full((2,), 8.0), voters, prior)
     votes = np.asarray(EntropyK().votes(jnp.log(jnp.asarray(8.0)), seen))
@@ -506,51 +497,62 @@ def test_one_row_is_the_theorems_loss():
         np.testing.assert_allclose(relative_loss[:, i], absolute / np.abs(full).sum(-1), rtol=1e-4)
 
 
-def test_tracing_a_model(tiny):
-    """Rows of attention, outputs and logits are those of one pass over the whole text; masks are the policy's."""
+def read_snapkv(tiny, budget):
+    """A policy, its plan, prompts with what follows them, and what was read of them."""
     model, params = tiny
     tokens, lengths = helpers.token_ids(2, 20, seed=3), jnp.asarray([20, 15], jnp.int32)
-    future = helpers.token_ids(2, 5, seed=4)
-    policy = snapkv(9)
-    found, stats = jax.jit(lambda p: traces.trace(model, p, tokens, lengths, future, policy))(params)
-
-    plan = kvjax.make_plan(model.config, kvjax.identity(), prompt_len=25, max_new_tokens=0)
-    both = jnp.concatenate([tokens, future], axis=1)
-    start = kvjax.init_state(plan, lengths + 5)
-    logits, _, _ = kvjax.forward(model, params, both, start, valid=lengths + 5, last_only=False)
-    np.testing.assert_allclose(found.logits, logits[:, -5:], atol=2e-4)
-    mass = found.attention.sum(-1) + found.own_mass
-    np.testing.assert_allclose(mass, np.ones(mass.shape), rtol=1e-5)
-    ones = jnp.stack([kv.live for kv in found.state.layers], axis=1).astype(jnp.float32)
-    np.testing.assert_allclose(found.logits_with(model, params, ones), found.logits, atol=2e-4)
-
-    score, safe = traces.ranked(policy, found.state, stats)
-    keep = np.asarray(traces.kept(policy, found.state, stats))
-    _, state = kvjax.prefill(
-        model, params, tokens, kvjax.make_plan(model.config, policy, prompt_len=20, max_new_tokens=0), lengths=lengths
+    future, policy = helpers.token_ids(2, 5, seed=4), snapkv(budget)
+    plan = kvjax.make_plan(model.config, policy, prompt_len=20, max_new_tokens=5)
+    asked = analysis.measurements([plan])
+    return (
+        policy,
+        plan,
+        (tokens, lengths, future),
+        analysis.read(model, params, tokens, future, lengths=lengths, measure=asked),
     )
-    for i, kv in enumerate(state.layers):
-        positions = np.where(keep[:, i], np.asarray(found.state.layers[i].pos), -1)
+
+
+def test_attention_rows_of_a_model(tiny):
+    """They price masks and gates as the reading does that attends again, and sum to 1."""
+    *_, found = read_snapkv(tiny, 9)
+    rows = traces.trace(found)
+    mass = rows.attention.sum(-1) + rows.own_mass
+    np.testing.assert_allclose(mass, np.ones(mass.shape), rtol=1e-5)
+    live = np.asarray(found.live())
+    random = np.random.default_rng(0).random(live.shape)
+    for gates in (live, live & (random > 0.5), np.where(live, random, 0.0)):
+        added = rows.outputs(jnp.asarray(gates, jnp.float32))
+        for i, layer in enumerate(found.layers):
+            out = found.outputs(i, jnp.asarray(gates[:, i], bool if gates.dtype == bool else jnp.float32))
+            wanted = jnp.einsum("bnth,nhd->btd", out, layer.out_proj)
+            np.testing.assert_allclose(added[:, i], wanted, atol=2e-5)
+
+
+def test_decisions_of_a_reading(tiny):
+    """Selections are the policy's: those of another budget for heads too, from the same reading."""
+    model, params = tiny
+    policy, plan, (tokens, lengths, _), found = read_snapkv(tiny, 9)
+    chosen = analysis.decisions(plan, found)
+    _, state = kvjax.prefill(model, params, tokens, plan, lengths=lengths)
+    for layer, selection, kv in zip(found.layers, chosen, state.layers, strict=True):
+        positions = np.where(selection.keep, np.asarray(layer.prompt.pos), -1)
         for b in range(2):
             for h in range(2):
                 assert sorted(positions[b, h][positions[b, h] >= 0]) == helpers.live_positions(kv)[b][h]
-    assert safe.sum((1, 3)).tolist() == [[12, 12], [12, 12]]
-    assert np.isneginf(np.asarray(score)[1, ..., :5]).all()
+        assert np.isneginf(np.asarray(selection.score)[1, ..., :5]).all()
 
     other = dataclasses.replace(policy, heads=kvjax.Adaptive(1.0, math.inf))
     own = kvjax.make_plan(model.config, other, prompt_len=20, max_new_tokens=5)
-    assert (np.asarray(traces.kept(other, found.state, stats, own)).sum((2, 3)) == 18).all()
+    keep = [s.keep for s in analysis.decisions(own, found)]
+    assert (np.asarray(keep).sum((2, 3)) == 18).all()
 
 
 def test_gated_logits_are_the_hard_policys(tiny):
     """With the mask of a policy as gates, the rows that follow see what they see after the eviction."""
     model, params = tiny
-    tokens, lengths = helpers.token_ids(2, 20, seed=3), jnp.asarray([20, 15], jnp.int32)
-    future, policy = helpers.token_ids(2, 5, seed=4), snapkv(7)
-    found, stats = traces.trace(model, params, tokens, lengths, future, policy)
-    gates = traces.kept(policy, found.state, stats).astype(jnp.float32)
-    gated = found.logits_with(model, params, gates)
-    plan = kvjax.make_plan(model.config, policy, prompt_len=20, max_new_tokens=5)
+    _, plan, (tokens, lengths, future), found = read_snapkv(tiny, 7)
+    gates = [s.keep.astype(jnp.float32) for s in analysis.decisions(plan, found)]
+    gated = found.logits_after(model, params, gates)
     _, state = kvjax.prefill(model, params, tokens, plan, lengths=lengths)
     np.testing.assert_allclose(gated, kvjax.feed(model, params, future, state)[0], atol=2e-4)
 
@@ -589,9 +591,14 @@ def test_errors_of_views_and_policies(tiny):
     late = methods.h2o(8, recent=2)
     late = dataclasses.replace(late, when=kvjax.Schedule(prefill=False, every=2))
     tokens = helpers.token_ids(1, 12)
-    found, stats = traces.trace(model, params, tokens, jnp.asarray([12], jnp.int32), tokens[:, :3], late)
+    plan = kvjax.make_plan(model.config, late, prompt_len=12, max_new_tokens=3)
+    found = analysis.read(model, params, tokens, tokens[:, :3], measure=analysis.measurements([plan]))
     with pytest.raises(ValueError, match=r"evicts nothing after the prompt; use when=after_prefill\(\)"):
-        traces.kept(late, found.state, stats)
+        analysis.decisions(plan, found)
     turned = dataclasses.replace(methods.h2o(8, recent=2), positions="compact")
+    with pytest.raises(ValueError, match=r"has 'compact' and 'kv_head'; learn with these two"):
+        Reader(model, params, turned, Prompts())
+    looks = kvjax.from_fn(lambda kv, *_: kv.pos.astype(float), budget=4, observe=[VotingRows(2)], positions="compact")
+    plan = kvjax.make_plan(model.config, looks, prompt_len=12, max_new_tokens=3)
     with pytest.raises(ValueError, match="stores keys unrotated; voters read those of 'original'"):
-        traces.trace(model, params, tokens, jnp.asarray([12], jnp.int32), tokens[:, :3], turned, extra=(VotingRows(2),))
+        kvjax.prefill(model, params, tokens, plan)

@@ -1,4 +1,4 @@
-"""Modules under the names that they had before they got rooms."""
+"""What is found under the names that it had before."""
 
 import importlib
 import pickle
@@ -41,3 +41,11 @@ def test_compositions_are_found_where_they_were():
 def test_other_names_are_no_attributes():
     with pytest.raises(AttributeError, match="no attribute 'nowhere'"):
         kvjax.nowhere  # noqa: B018
+
+
+def test_an_old_option_warns_and_is_the_new_one():
+    snapkv = kvjax.methods.snapkv
+    with pytest.warns(DeprecationWarning, match=r"snapkv\(normalise=...\) is snapkv\(softmax_over=...\) now"):
+        assert snapkv(64, normalise="outside_window") == snapkv(64, softmax_over="outside_window")
+    with pytest.raises(ValueError, match="normalise is softmax_over now, but both were given"):
+        snapkv(64, normalise="all", softmax_over="all")

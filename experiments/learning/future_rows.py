@@ -13,12 +13,14 @@ import kvjax
 from configs.learning import Prompts
 from experiments.tasks import TASKS, Example, Task
 from experiments.tasks.perplexity import SCORED
-from kvjax.analysis.traces import Traces, VotingRows, ranked, trace
+from kvjax.analysis.grid import decisions
+from kvjax.analysis.reading import Measured, Reading, read_traced
+from kvjax.analysis.traces import Traces, VotingRows, trace
+from kvjax.cache.context import row_keys
 from kvjax.learning.families import View
-from kvjax.policy import context
 from kvjax.scoring.scores import ValuePrior
 from kvjax.scoring.select import TopKThenRandom
-from kvjax.scoring.stats import Measurement
+from kvjax.scoring.stats import LayerStats, Measurement, ordered
 from models import pad_left
 from pallas_kernels.pytree import pytree
 
@@ -26,54 +28,57 @@ HELD_OUT = 1_000_000  # indices of held-out examples start here; calibration exa
 
 
 @pytree
-class Reading:
-    """One batch of prompts.
+class RankedReading:
+    """One batch of prompts as it was read, and what a policy makes of it.
 
     Attributes:
-      traces: attention of the rows that follow.
-      stats: what the policy observed, layer by layer.
+      full: prompts and the rows that follow, with the full cache.
+      traces: attention of these rows.
       score: what the policy ranks by; finite.
       safe: what it protects by position.
-      lengths: tokens of every prompt.
       weight: 1, or 0 for a copy that fills up the batch.
       prior: what AhaKV's votes are multiplied by, where the policy has such.
       drawn: NaCl's log-probabilities with noise, where the policy draws.
     """
 
+    full: Reading
     traces: Traces
-    stats: tuple[Any, ...]
     score: Float[Array, "B L K S"]
     safe: Any
-    lengths: Int[Array, "B"]
     weight: Float[Array, "B"]
     prior: Float[Array, "B L K S"] | None = None
     drawn: Float[Array, "B L K S"] | None = None
 
     @property
     def mass(self) -> Float[Array, "B L K S"]:
-        """The share of attention that the future rows pay to every slot, the mean over rows and the heads of a group.
-
-        What hindsight ranks by.
-        """
-        B, L, N, _, S = self.traces.attention.shape
-        K = self.score.shape[2]
-        return self.traces.attention.mean(3).reshape(B, L, K, N // K, S).mean(3)
+        """The share of attention that the future rows pay to every slot, which is what hindsight ranks by."""
+        return self.full.mass(self.score.shape[2])
 
     @property
     def live(self) -> Bool[Array, "B L K S"]:
         """Slots that hold a token."""
-        return jnp.stack([kv.live for kv in self.traces.state.layers], axis=1)
+        return self.full.live()
+
+    @property
+    def lengths(self) -> Int[Array, "B"]:
+        """Tokens of every prompt."""
+        return self.full.lengths
+
+    def stats(self, layer: int) -> LayerStats:
+        """What was measured of the prompt."""
+        return self.full.layers[layer].stats["kv_head"]
 
     def view(self, budget: int | float) -> View:
         """What families see, at a budget in tokens or as a share of the prompt."""
-        pos = jnp.stack([kv.pos for kv in self.traces.state.layers], axis=1)
+        pos = jnp.stack([layer.prompt.pos for layer in self.full.layers], axis=1)
         lengths = self.lengths.astype(float)
         tokens = jnp.floor(budget * lengths + 1e-9) if isinstance(budget, float) else jnp.full_like(lengths, budget)
         tokens = jnp.maximum(tokens, 1.0)
         newer = jnp.flip(jnp.flip(self.safe, -1).cumsum(-1, dtype=jnp.int32), -1) - self.safe.astype(jnp.int32)
         safe = self.safe & (newer < tokens[:, None, None, None])  # slots stand in the order of positions here
-        votes = [m for m in self.stats[0].observed if isinstance(m, VotingRows)]
-        voters = tuple(s[votes[0]] for s in self.stats) if votes else None
+        votes = [m for m in self.stats(0).observed if isinstance(m, VotingRows)]
+        layers = range(len(self.full.layers))
+        voters = tuple(self.stats(i)[votes[0]] for i in layers) if votes else None
         prior = None if self.prior is None else self.prior.astype(float)
         return View(self.score, pos, self.live, safe, tokens, voters, prior, self.drawn)
 
@@ -105,21 +110,27 @@ class Reader:
           extra: what else is measured.
 
         Raises:
-          ValueError: more future rows than tasks have text for.
+          ValueError: more future rows than tasks have text for, a policy that moves keys or has a set of slots for
+            every query head.
         """
+        if policy.positions != "original" or policy.granularity != "kv_head":
+            raise ValueError(
+                f"rows that follow are read with positions='original' and granularity='kv_head', but {policy} has "
+                f"{policy.positions!r} and {policy.granularity!r}; learn with these two"
+            )
         if "perplexity" in prompts.tasks and prompts.future > SCORED:
             raise ValueError(f"future={prompts.future} rows, but perplexity has {SCORED} tokens of text; ask for fewer")
         self.model, self.params, self.policy, self.prompts = model, params, policy, prompts
         self._read = jax.jit(functools.partial(_read, model, policy, extra))
 
-    def batches(self, found: Sequence[Example]) -> Iterator[tuple[list[Example], Reading]]:
+    def batches(self, found: Sequence[Example]) -> Iterator[tuple[list[Example], RankedReading]]:
         """Examples in batches, and what was read of them."""
         B = self.prompts.batch_size
         for start in range(0, len(found), B):
             batch = list(found[start : start + B])
             yield batch, self.read(batch)
 
-    def read(self, batch: Sequence[Example]) -> Reading:
+    def read(self, batch: Sequence[Example]) -> RankedReading:
         """One batch; a short one is filled up with copies of its first example, which weigh nothing."""
         p = self.prompts
         padded = [*batch, *[batch[0]] * (p.batch_size - len(batch))]
@@ -135,10 +146,10 @@ class Reader:
         return self._read(self.params, *map(jnp.asarray, arrays))
 
 
-def _read(model, policy, extra, params, tokens, lengths, follows, num_given, weight) -> Reading:
+def _read(model, policy, extra, params, tokens, lengths, follows, num_given, weight) -> RankedReading:
     """The full cache goes on by itself where no text is given, and everything is read again with its rows observed."""
-    R = follows.shape[1]
-    plan = kvjax.make_plan(model.config, kvjax.identity(), prompt_len=tokens.shape[1], max_new_tokens=R)
+    (B, T), R = tokens.shape, follows.shape[1]
+    plan = kvjax.make_plan(model.config, kvjax.identity(), prompt_len=T, max_new_tokens=R)
     logits, state = kvjax.prefill(model, params, tokens, plan, lengths=lengths)
 
     def step(carry, column):
@@ -148,16 +159,18 @@ def _read(model, policy, extra, params, tokens, lengths, follows, num_given, wei
         return kvjax.decode_step(model, params, token, state), token
 
     _, future = jax.lax.scan(step, (logits, state), (jnp.arange(R, dtype=jnp.int32), follows.T))
-    traces, stats = trace(model, params, tokens, lengths, future.T, policy, extra=extra)
-    score, safe = ranked(policy, traces.state, stats)
-    layers = traces.state.layers
-    live = jnp.stack([kv.live for kv in layers], axis=1)
-    score = jnp.where(live, score, 0.0)
+    plan = kvjax.make_plan(model.config, policy, prompt_len=T, max_new_tokens=R)
+    asked: list[Measured] = [[("kv_head", m) for m in ordered((*spec.prompt, *extra))] for spec in plan.specs]
+    reading = read_traced(model, params, tokens, future.T, lengths, row_keys(None, B), seeds=1, measure=asked)
+    layers = [layer.prompt for layer in reading.layers]
+    moments = [reading.prompt_context(i) for i in range(len(layers))]
+    live = reading.live()
+    score = jnp.where(live, jnp.stack([s.score for s in decisions(plan, reading)], axis=1), 0.0)
+    safe = jnp.stack([policy.safe(kv, ctx) for kv, ctx in zip(layers, moments, strict=True)], axis=1)
     prior = drawn = None
     if isinstance(policy.score, ValuePrior):
         prior = jnp.stack([policy.score.prior(kv) for kv in layers], axis=1)
     if isinstance(policy.select, TopKThenRandom):
-        moments = [context(traces.state, i, "prefill") for i in range(len(layers))]
         drawn = [policy.select.drawn(score[:, i], kv, moments[i], kv.live) for i, kv in enumerate(layers)]
         drawn = jnp.where(live, jnp.stack(drawn, axis=1), 0.0)
-    return Reading(traces, stats, score, safe, lengths, weight, prior, drawn)
+    return RankedReading(reading, trace(reading), score, safe, weight, prior, drawn)

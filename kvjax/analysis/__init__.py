@@ -5,6 +5,7 @@ from kvjax.analysis.curves import Losses as Losses
 from kvjax.analysis.curves import curves as curves
 from kvjax.analysis.curves import mask_losses as mask_losses
 from kvjax.analysis.curves import value_bounds as value_bounds
+from kvjax.analysis.grid import decisions as decisions
 from kvjax.analysis.grid import keep_one as keep_one
 from kvjax.analysis.grid import measurements as measurements
 from kvjax.analysis.hindsight import best_in_hindsight as best_in_hindsight

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.analysis.grid import Family, Kind, keep_all, kind_of, make_grid, measurements
+from kvjax.analysis.grid import Kind, Method, keep_all, kind_of, make_grid, measurements
 from kvjax.analysis.hindsight import Across, best_in_hindsight, hindsight_rank, lost_mass, regret
 from kvjax.analysis.intervals import Interval, interval
 from kvjax.analysis.losses import distances, largest_value, output_kl
@@ -207,7 +207,7 @@ def curves(
     params: PyTree[Any],
     tokens: Int[Array, "B T"] | np.ndarray,
     continuation: Int[Array, "B F"] | np.ndarray,
-    policies: Mapping[str, Family],
+    policies: Mapping[str, Method],
     budgets: Sequence[int | float | Count],
     *,
     lengths: Array | np.ndarray | Sequence[int] | None = None,

@@ -20,16 +20,17 @@ from kvjax.cache.state import KVState, LayerKV, Positions, map_slots
 from kvjax.eviction import Evict, Numbers
 from kvjax.plan import CachePlan, ModelConfig, make_plan
 from kvjax.policy import Granularity, Policy, Rule, as_policy
+from kvjax.scoring.select import Selection
 from kvjax.scoring.stats import AttentionStats, LayerStats
 from kvjax.sizes.budget import Count, Counts, lookup, narrow
 
-Family = Callable[[Any], Policy]
-"""A method: budget to policy."""
+Method = Callable[[Any], Policy]
+"""Budget to policy."""
 
 
 def make_grid(
     config: ModelConfig,
-    families: Mapping[str, Family],
+    by_name: Mapping[str, Method],
     budgets: Sequence[int | float | Count],
     *,
     prompt_len: int,
@@ -42,16 +43,16 @@ def make_grid(
       ValueError: no methods or budgets, what is no policy, policies that do more than keep tokens, and what `make_plan`
         refuses.
     """
-    if not isinstance(families, Mapping) or not isinstance(budgets, Sequence | np.ndarray):
-        raise ValueError(f"policies={families!r}, budgets={budgets!r}: give methods by name and a list of budgets")
-    if not families or not len(budgets):
-        raise ValueError(f"{len(families)} policies at {len(budgets)} budgets: give at least one of each")
+    if not isinstance(by_name, Mapping) or not isinstance(budgets, Sequence | np.ndarray):
+        raise ValueError(f"policies={by_name!r}, budgets={budgets!r}: give methods by name and a list of budgets")
+    if not by_name or not len(budgets):
+        raise ValueError(f"{len(by_name)} policies at {len(budgets)} budgets: give at least one of each")
     plan = functools.partial(make_plan, config, prompt_len=prompt_len, max_new_tokens=max_new_tokens, lengths=lengths)
     grid = []
-    for name, family in families.items():
-        if isinstance(family, Policy) or not callable(family):
-            raise ValueError(f"{name!r} is {family!r}; give a method that takes a budget, such as kvjax.methods.snapkv")
-        plans = tuple(plan(as_policy(family(budget))) for budget in budgets)
+    for name, method in by_name.items():
+        if isinstance(method, Policy) or not callable(method):
+            raise ValueError(f"{name!r} is {method!r}; give a method that takes a budget, such as kvjax.methods.snapkv")
+        plans = tuple(plan(as_policy(method(budget))) for budget in budgets)
         for p in plans:
             _check_keeps_tokens(name, p)
         if len(kinds := {kind_of(p) for p in plans}) > 1:
@@ -122,6 +123,29 @@ def _stats(layer: LayerReading, plan: CachePlan, i: int, drawn: dict[str, LayerS
     wanted = spec.prompt
     value = lambda m: next(s[m] for s in found if m in s.observed)
     return LayerStats(tuple(value(m) for m in wanted), wanted)
+
+
+def decisions(plan: CachePlan, reading: Reading, seed: int = 0) -> tuple[Selection, ...]:
+    """What a policy decides about the prompt in every layer by itself, with what it ranked the prompt's slots by.
+
+    Args:
+      plan: the policy's.
+      reading: with the measurements that it asks for (`measurements`).
+      seed: which draw of what is random.
+
+    Raises:
+      ValueError: a policy that does not evict after the prompt.
+    """
+    selections = []
+    for i, layer in enumerate(reading.layers):
+        drawn = jax.tree.map(lambda x: x[seed], layer.drawn)
+        kv, stats = _layer_kv(layer, plan, i), _stats(layer, plan, i, drawn)
+        ctx = dataclasses.replace(reading.prompt_context(i, seed), site=plan.sites[i])
+        _, selection = plan.layers[i].decide(kv, stats, ctx)
+        if selection is None:
+            raise ValueError(f"{plan.policy} evicts nothing after the prompt; use when=after_prefill()")
+        selections.append(selection)
+    return tuple(selections)
 
 
 def keep_one(plan: CachePlan, reading: Reading, seed: int | Int[Array, ""] = 0) -> Bool[Array, "L B heads T"]:

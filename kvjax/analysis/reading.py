@@ -24,6 +24,9 @@ from kvjax.scoring.stats import LayerStats, Measurement, Observe, ordered
 from pallas_kernels.pytree import pytree, static
 from pallas_kernels.values import checked, whole
 
+Kept = Bool[Array, "B heads T"] | Float[Array, "B heads T"]
+"""What is left of a layer's prompt: a mask, or gates between 0 and 1."""
+
 _FUTURE = Observe(group=None)
 
 
@@ -80,12 +83,15 @@ class LayerReading:
             return LayerKV(k, v, pos)
         return LayerKV(k, v, pos, rank=pos, rotated=pos if positions == "rerotate" else None, positions=positions)
 
-    def evicted(self, keep: Bool[Array, "B heads T"], positions: Positions = "original") -> LayerKV:
+    def evicted(self, keep: Kept, positions: Positions = "original") -> LayerKV:
         """The prompt's cache with every slot outside `keep` dead, one mask for every kv head or every query head.
 
-        With `positions` other than "original" the keys that are left move up to their ranks.
+        With `positions` other than "original" the keys that are left move up to their ranks. Gates between 0 and 1 in
+        place of a mask, which keep some of every slot where it is, have gradients.
         """
         granularity = "kv_head" if keep.shape[1] == self.prompt.pos.shape[1] else "query_head"
+        if keep.dtype != bool:
+            return dataclasses.replace(self.cache(granularity), gate=keep)
         kv = self.cache(granularity, "original" if positions == "original" else "compact")
         pos = jnp.where(keep, kv.pos, EMPTY)
         rank = None if positions == "original" else jnp.where(pos == EMPTY, EMPTY, ranks(pos))
@@ -132,9 +138,7 @@ class Reading:
         """Positions of the continuation's tokens."""
         return self.lengths[:, None] + jnp.arange(self.continuation.shape[1], dtype=jnp.int32)[None]
 
-    def outputs(
-        self, layer: int, keep: Bool[Array, "B heads T"], positions: Positions = "original"
-    ) -> Float[Array, "B N F H"]:
+    def outputs(self, layer: int, keep: Kept, positions: Positions = "original") -> Float[Array, "B N F H"]:
         """A layer's attention outputs over the continuation after an eviction, for the queries of the full cache."""
         of = self.layers[layer]
         ctx = dataclasses.replace(self.prompt_context(layer), length=self.lengths + of.q.shape[2])
@@ -145,7 +149,7 @@ class Reading:
         self,
         model: Model,
         params: PyTree[Any],
-        keep: Sequence[Bool[Array, "B heads T"]] | Bool[Array, "L B heads T"],
+        keep: Sequence[Kept] | Bool[Array, "L B heads T"] | Float[Array, "L B heads T"],
         positions: Positions = "original",
     ) -> Float[Array, "B F V"]:
         """The model's logits over the continuation after an eviction of every layer, which later layers feel.
@@ -229,7 +233,7 @@ def read_traced(
     column = jnp.arange(T, dtype=jnp.int32)[None] - (T - lengths)[:, None]
     pos = jnp.maximum(column, EMPTY)
     tokens = jnp.where(column >= 0, tokens, 0)
-    sites = [Site(i, L, N, K, config.head_dim, T, F) for i in range(L)]
+    sites = [Site(i, L, N, K, config.head_dim, T, F, config.window(i)) for i in range(L)]
 
     noisy_among: dict[Any, tuple[int, ...]] = {}  # which of some measurements draw noise
 

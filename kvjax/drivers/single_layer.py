@@ -11,7 +11,8 @@ from kvjax.cache.context import Context, Site, row_keys
 from kvjax.cache.state import Rotate
 from kvjax.drivers.attention import attend
 from kvjax.plan import as_lengths
-from kvjax.policy import Policy, Selection, as_policy, empty_layer
+from kvjax.policy import Policy, as_policy, empty_layer
+from kvjax.scoring.select import Selection
 from pallas_kernels.values import check_array, checked, number, optional, whole
 
 

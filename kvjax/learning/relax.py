@@ -33,7 +33,7 @@ from kvjax.cache.state import KVState, PerHead
 from kvjax.cache.state import with_gates as with_gates
 from kvjax.eviction import LARGE, Evict
 from kvjax.policy import Policy, Rule
-from kvjax.scoring.select import Limits, Select, Stage, TopK
+from kvjax.scoring.select import Limits, Select, Selection, Stage, TopK
 from kvjax.scoring.stats import Measurement, Slots
 from pallas_kernels.pytree import pytree
 from pallas_kernels.values import a, checked, each, number, one_of, settle
@@ -281,9 +281,9 @@ class Soft(Select):
     def __call__(self, score, safe, slots, limits):
         """See `Select`."""
         memory: SoftMemory = limits.memory
-        if memory.budgets is not None:
-            limits = dataclasses.replace(limits, budgets=memory.budgets.value)
-        return self.gates(score, safe, slots, limits, memory.temperature.value)
+        given = limits if memory.budgets is None else dataclasses.replace(limits, budgets=memory.budgets.value)
+        gates = self.gates(score, safe, slots, given, memory.temperature.value)
+        return Selection(slots.kv.live, score, limits.budgets, gates)
 
     def gates(self, score, safe, slots: Slots, limits: Limits, temperature: Float[Array, "B K"]):
         """The gates "B K S" at a temperature."""

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from kvjax._moved import renamed
 from kvjax.eviction import Evict
 from kvjax.methods.pyramidkv import Preset, pyramidkv
 from kvjax.policy import Granularity, Layout
@@ -10,6 +11,7 @@ from kvjax.sizes.allocation import Adaptive
 from kvjax.sizes.budget import Count
 
 
+@renamed(normalise="softmax_over")
 def ada_pyramid(
     budget: int | float | Count,
     *,
@@ -26,7 +28,7 @@ def ada_pyramid(
     rounding: Literal["largest_remainder", "half_even"] = "largest_remainder",
     skip_layers: int = 0,
     pool_before_rows: bool = False,
-    normalise: Literal["all", "outside_window"] = "all",
+    softmax_over: Literal["all", "outside_window"] = "all",
     granularity: Granularity = "kv_head",
     preset: Preset | None = None,
 ) -> Evict:
@@ -39,8 +41,7 @@ def ada_pyramid(
       budget: live tokens a kv head and layer on average, window included.
       alpha, max_ratio, storage, normalize, safeguard, rounding, skip_layers: see `ada_snapkv`.
       beta, preset: see `pyramidkv`.
-      window_size, kernel_size, pooling, group, pool_before_rows, normalise, granularity: see `snapkv`. `normalise` says
-        which keys a softmax is over.
+      window_size, kernel_size, pooling, group, pool_before_rows, softmax_over, granularity: see `snapkv`.
 
     Raises:
       ValueError: what `Adaptive` or `pyramidkv` refuse.
@@ -53,7 +54,7 @@ def ada_pyramid(
         pooling=pooling,
         group=group,
         pool_before_rows=pool_before_rows,
-        normalise=normalise,
+        softmax_over=softmax_over,
         granularity=granularity,
         preset=preset,
     )

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from kvjax._moved import renamed
 from kvjax.eviction import Evict
 from kvjax.methods.snapkv import snapkv
 from kvjax.policy import Granularity, Layout
@@ -10,6 +11,7 @@ from kvjax.sizes.allocation import Adaptive
 from kvjax.sizes.budget import Count
 
 
+@renamed(normalise="softmax_over")
 def ada_snapkv(
     budget: int | float | Count,
     *,
@@ -25,7 +27,7 @@ def ada_snapkv(
     rounding: Literal["largest_remainder", "half_even"] = "largest_remainder",
     skip_layers: int = 0,
     pool_before_rows: bool = False,
-    normalise: Literal["all", "outside_window"] = "all",
+    softmax_over: Literal["all", "outside_window"] = "all",
     granularity: Granularity = "kv_head",
 ) -> Evict:
     """SnapKV where the heads of a layer compete for its budget.
@@ -35,7 +37,7 @@ def ada_snapkv(
 
     Like the released code, scores are row means under a softmax over all keys, reduced over the group, then pooled. The
     paper pools before averaging rows (`pool_before_rows=True`, D-23) and normalises over the keys outside the window
-    (`normalise="outside_window"`, D-24). Other disagreements, and who is on the other side:
+    (`softmax_over="outside_window"`, D-24). Other disagreements, and who is on the other side:
 
     | option | whose |
     |---|---|
@@ -48,8 +50,7 @@ def ada_snapkv(
     Args:
       budget: live tokens a kv head and layer on average, window included.
       alpha: weight of the adaptive share; `1 - floor_alpha` of the released code (D-20).
-      window_size, kernel_size, pooling, group, pool_before_rows, normalise, granularity: see `snapkv`. `normalise` says
-        which keys a softmax is over.
+      window_size, kernel_size, pooling, group, pool_before_rows, softmax_over, granularity: see `snapkv`.
       max_ratio: no head gets more than this many times the average.
       storage: "pool" allocates the layer what its heads need together; "dense" gives every head the slots that the
         largest could need, which `max_ratio` bounds.
@@ -66,7 +67,7 @@ def ada_snapkv(
         pooling=pooling,
         group=group,
         pool_before_rows=pool_before_rows,
-        normalise=normalise,
+        softmax_over=softmax_over,
         granularity=granularity,
     )
     heads = Adaptive(alpha, max_ratio, normalize, safeguard, rounding, skip_layers)

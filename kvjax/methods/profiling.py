@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int, Int8
 
 from kvjax.cache.context import Context, Site
 from kvjax.cache.state import EMPTY, LayerKV, PerHead
-from kvjax.policy import LayerSpec, Layout, Rule, Selection, keeps_all
-from kvjax.scoring.select import largest
+from kvjax.policy import LayerSpec, Layout, Rule, keeps_all
+from kvjax.scoring.select import Selection, largest
 from kvjax.scoring.stats import LayerStats, Measurement, Moment, Observe
 from kvjax.sizes.budget import ROUNDINGS, Count, Rounding, as_budget, lookup, whole_tokens
 from kvjax.sizes.schedule import Schedule

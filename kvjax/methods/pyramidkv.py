@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from kvjax._moved import renamed
 from kvjax.eviction import Evict
 from kvjax.methods.snapkv import snapkv
 from kvjax.policy import Granularity
@@ -13,6 +14,7 @@ from pallas_kernels.values import one_of
 Preset = Literal["pyramid_factory", "pyramid_adakv", "pyramid_kvpress"]
 
 
+@renamed(normalise="softmax_over")
 def pyramidkv(
     budget: int | float | Count,
     *,
@@ -22,7 +24,7 @@ def pyramidkv(
     pooling: Literal["max", "avg"] = "max",
     group: Literal["mean", "max", "sum"] = "mean",
     pool_before_rows: bool = False,
-    normalise: Literal["all", "outside_window"] = "all",
+    softmax_over: Literal["all", "outside_window"] = "all",
     granularity: Granularity = "kv_head",
     preset: Preset | None = None,
 ) -> Evict:
@@ -45,7 +47,7 @@ def pyramidkv(
       budget: live tokens a kv head and layer on average, window included.
       beta: steepness of the pyramid; 1 is SnapKV, up to the rounding of presets.
       window_size: observation window (the paper's alpha, 8).
-      kernel_size, pooling, group, pool_before_rows, normalise, granularity: see `snapkv`.
+      kernel_size, pooling, group, pool_before_rows, softmax_over, granularity: see `snapkv`.
       preset: whose division of the budget, None for the exact one.
 
     Raises:
@@ -65,7 +67,7 @@ def pyramidkv(
         pooling=pooling,
         group=group,
         pool_before_rows=pool_before_rows,
-        normalise=normalise,
+        softmax_over=softmax_over,
         granularity=granularity,
     )
     return dataclasses.replace(policy, layers=layers[preset])

@@ -9,9 +9,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Context, Site
 from kvjax.cache.state import EMPTY, LayerKV
-from kvjax.policy import LayerSpec, Rule, Selection, keeps_all
+from kvjax.policy import LayerSpec, Rule, keeps_all
 from kvjax.scoring.scores import one_a_slot
-from kvjax.scoring.select import TopK
+from kvjax.scoring.select import Selection, TopK
 from kvjax.scoring.stats import LayerStats, Observe, Sums
 from kvjax.sizes.budget import Count, Counts, counted
 from kvjax.sizes.schedule import Schedule

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from kvjax._moved import renamed
 from kvjax.eviction import Evict
 from kvjax.policy import Granularity
 from kvjax.scoring.protect import Protect
@@ -11,6 +12,7 @@ from kvjax.sizes.budget import Count
 from pallas_kernels.values import checked, flag, one_of, tokens
 
 
+@renamed(normalise="softmax_over")
 def snapkv(
     budget: int | float | Count,
     *,
@@ -20,7 +22,7 @@ def snapkv(
     group: Literal["mean", "max", "sum"] = "mean",
     avg_pad: Literal["zero", "valid_count"] = "zero",
     pool_before_rows: bool = False,
-    normalise: Literal["all", "outside_window"] = "all",
+    softmax_over: Literal["all", "outside_window"] = "all",
     granularity: Granularity = "kv_head",
 ) -> Evict:
     r"""Keeps what the end of the prompt looked at, with its surroundings.
@@ -50,15 +52,15 @@ def snapkv(
       group: how a group's query heads are combined, before pooling.
       avg_pad: see `kvjax.scoring.scores.Pooled` (D-49).
       pool_before_rows: max-pool every row before rows are added, as Ada-KV's text has it (D-23).
-      normalise: "outside_window" takes the softmax over the keys before the window only (D-24).
+      softmax_over: "outside_window" takes the softmax over the keys before the window only (D-24).
       granularity: "query_head" keeps a set for every query head (D-39).
     """
-    one_of("normalise", normalise, "all", "outside_window")
+    one_of("softmax_over", softmax_over, "all", "outside_window")
     window_size = checked(tokens(1, "at least one row must be observed"), "window_size", window_size)
     pool_before_rows = checked(flag, "pool_before_rows", pool_before_rows)
     if pool_before_rows and pooling != "max":
         raise ValueError(f"pool_before_rows pools by maximum, but pooling={pooling!r}; use pooling='max'")
-    softmax = None if normalise == "all" else OutsideWindow(window_size)
+    softmax = None if softmax_over == "all" else OutsideWindow(window_size)
     votes = Window(window_size, group, softmax, kernel_size if pool_before_rows else 1)
     score = votes if pool_before_rows else Pooled(votes, pooling, kernel_size, avg_pad)
     return Evict(score, budget, protect=Protect(recent=window_size), granularity=granularity)

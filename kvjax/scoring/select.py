@@ -11,14 +11,36 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from kvjax.cache.context import Context, Phase, Site
-from kvjax.cache.state import EMPTY, LayerKV, position_order
+from kvjax.cache.state import EMPTY, LayerKV, evict, position_order
 from kvjax.scoring.stats import LayerStats, Measurement, Slots
 from kvjax.sizes.budget import Count, Counts, counted
+from pallas_kernels.pytree import pytree
 from pallas_kernels.values import a, flag, number, one_of, optional, settle, tokens
 
 Ties = Literal["evict_older", "lower_index"]
 
 _ONE_BY_ONE = 4  # up to this many evictions a head, finding the worst repeatedly is cheapest
+
+
+@pytree
+class Selection:
+    """What was decided for one layer.
+
+    Attributes:
+      keep: the slots that stay live.
+      score: the score they were ranked by, -inf for slots that were dead already. Protected slots stay whatever theirs.
+      budgets: live slots that every head may keep, as planned.
+      gate: how much of every slot a relaxed policy keeps, in [0, 1]; it keeps some of everything.
+    """
+
+    keep: Bool[Array, "B K S"]
+    score: Float[Array, "B K S"]
+    budgets: Int[Array, "B K"]
+    gate: Float[Array, "B K S"] | None = None
+
+    def apply(self, kv: LayerKV) -> LayerKV:
+        """The layer without the slots that go, or with the gates of a relaxed policy."""
+        return evict(kv, self.keep) if self.gate is None else dataclasses.replace(kv, gate=self.gate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +113,7 @@ def _ordered_bits(x: Array) -> UInt[Array, "B K S"]:
 
 
 class Select(abc.ABC):
-    """A frozen dataclass that turns scores and budgets into a keep mask."""
+    """A frozen dataclass that turns scores and budgets into a `Selection`."""
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """The statistics that `__call__` reads in this phase."""
@@ -143,8 +165,8 @@ class Select(abc.ABC):
         safe: Bool[Array, "B K S"],
         slots: Slots,
         limits: Limits,
-    ) -> Any:
-        """The slots to keep "B K S", a mask; gates if `relaxed`.
+    ) -> Selection:
+        """The slots to keep, or their gates if `relaxed`.
 
         Args:
           score: larger = keep. Dead slots are ignored.
@@ -176,10 +198,12 @@ class TopK(Select):
     def __call__(self, score, safe, slots, limits):
         """See `Select`."""
         kv = slots.kv
-        score = jnp.where(safe, jnp.inf, score)
+        ranked = jnp.where(safe, jnp.inf, score)
         if limits.most is not None and limits.most <= _ONE_BY_ONE:
-            return self.drop(score, kv.pos, limits.budgets, limits.most)
-        return self.best(score, kv.pos, limits.budgets)
+            keep = self.drop(ranked, kv.pos, limits.budgets, limits.most)
+        else:
+            keep = self.best(ranked, kv.pos, limits.budgets)
+        return Selection(keep, score, limits.budgets)
 
     @property
     def staged(self) -> bool:
@@ -254,7 +278,7 @@ class TopKThenRandom(Select):
         first = best(jnp.where(safe, jnp.inf, score), kv.pos, limits.budgets - random)
         pool = kv.live & ~safe & ~(first if self.pool == "rest" else jnp.zeros_like(first))
         second = best(self.drawn(score, kv, ctx, pool), jnp.where(pool, kv.pos, EMPTY), random)
-        return first | second
+        return Selection(first | second, score, limits.budgets)
 
     def drawn(
         self, score: Float[Array, "B K S"], kv: LayerKV, ctx: Context, pool: Bool[Array, "B K S"]
@@ -295,7 +319,6 @@ class RandomRun(Select):
     def __call__(self, score, safe, slots, limits):
         """See `Select`."""
         kv, ctx = slots.kv, slots.ctx
-        del score
         candidates = kv.live & ~safe
         order = position_order(jnp.where(candidates, kv.pos, EMPTY))
         S = kv.num_slots
@@ -314,7 +337,7 @@ class RandomRun(Select):
             jnp.int32
         )
         inside = (rank >= start[..., None]) & (rank < (start + excess)[..., None])
-        return kv.live & ~(candidates & inside)
+        return Selection(kv.live & ~(candidates & inside), score, limits.budgets)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,7 +382,7 @@ class TwoStage(Select):
         size = jnp.floor(limits.budgets.astype(jnp.float32) * self.first + 1e-6).astype(jnp.int32)
         first = best(ranked, kv.pos, size)
         second = jnp.where(first | safe, jnp.inf, self._weighted(score, stats, limits))
-        return best(second, kv.pos, limits.budgets)
+        return Selection(best(second, kv.pos, limits.budgets), score, limits.budgets)
 
     def _weighted(self, score: Float[Array, "B K S"], stats: LayerStats, limits: Limits) -> Float[Array, "B K S"]:
         eps = self.eps * jnp.asarray(limits.summands, jnp.float32).reshape(-1, 1, 1)
@@ -446,4 +469,5 @@ class Chunks(Select):
         wanted = jnp.where(live <= budget, existing, jnp.minimum(wanted, fits))
         kept = (rank < wanted[:, None]) & (count > 0)
         kept = jnp.broadcast_to(kept[:, None], tokens.shape)
-        return kv.live & (safe | jnp.take_along_axis(kept, jnp.minimum(chunk, num - 1), axis=-1))
+        keep = kv.live & (safe | jnp.take_along_axis(kept, jnp.minimum(chunk, num - 1), axis=-1))
+        return Selection(keep, score, limits.budgets)

@@ -1,0 +1,113 @@
+"""Whole numbers of tokens for every prompt length that a plan may meet: numpy on the host.
+
+What a method wants to keep (`Wanted`) becomes tables over prompt lengths, from 0 to the plan's, which `LayerSpec`s hold
+and traced code looks up.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from kvjax.cache.context import Site
+from kvjax.sizes.allocation import HeadAllocation, LayerAllocation
+from kvjax.sizes.budget import Count, Tokens, as_count
+from pallas_kernels.values import MOST_TOKENS
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What a method keeps.
+
+    Attributes:
+      budget: live tokens a head, on average over layers.
+      sinks, recent: tokens that are protected by position.
+      first: tokens that are protected beside those because they come first.
+      size: tokens that are protected by what they did, those protected by position included.
+      layers: how the budget is divided over layers.
+      coming: tokens for which a step makes room before it appends them.
+    """
+
+    budget: Count
+    sinks: Count
+    recent: Count
+    first: Count
+    size: Count
+    layers: LayerAllocation
+    coming: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tables:
+    """Whole tokens, one row for every prompt length from 0 to the plan's.
+
+    Attributes:
+      budget: "M L".
+      sinks, recent: "M".
+      coming: see `Wanted`.
+    """
+
+    budget: np.ndarray
+    sinks: np.ndarray
+    recent: np.ndarray
+    coming: int
+
+    @property
+    def outside(self) -> np.ndarray:
+        """What every head gets of a layer that has its average budget."""
+        return np.minimum(self.sinks + np.maximum(self.recent, self.coming), self.budget.min(1))
+
+    def count(self, count: int | float | Count, name: str, layer: int, prompt_length: int) -> int:
+        """Another count in one layer."""
+        lengths = np.arange(len(self.budget))
+        return int(as_count(count, name).table(lengths, self.budget[:, layer])[prompt_length])
+
+    def slots(
+        self, site: Site, heads: HeadAllocation, *, room: int, slack: int, prefill: bool, pooled: bool
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What a layer holds: (live tokens a head on average, most slots of a head, most slots of all heads).
+
+        Args:
+          site: the layer.
+          heads: how its budget is divided over heads.
+          room: tokens that a head may hold beyond its budget between two evictions.
+          slack: tokens that a selection may leave beyond the budget.
+          prefill: whether something is evicted after the prompt.
+          pooled: whether heads share slots.
+        """
+        n = np.arange(site.prompt_len + 1)
+        target, outside = self.budget[:, site.layer], self.outside
+        cap = heads.cap(target - outside, np.maximum(n - outside, 0), site, outside) + outside + slack
+        if not prefill:
+            cap = np.maximum(cap, site.prompt_len)
+        capacity = np.minimum(site.prompt_len + site.max_new_tokens, cap + room)
+        slots = site.num_kv_heads * capacity
+        if pooled and prefill:
+            together = heads.total(target, site.num_kv_heads) + site.num_kv_heads * (room + slack)
+            slots = np.minimum(slots, together)
+        return target, capacity, slots
+
+
+@functools.lru_cache(maxsize=64)
+def tables(wanted: Wanted, num_layers: int, prompt_len: int, max_new_tokens: int) -> Tables:
+    """The numbers of a model's layers. Protected tokens come first; what is left of the budget is divided.
+
+    Args:
+      wanted: what is kept.
+      num_layers: layers of the model.
+      prompt_len: the longest prompt.
+      max_new_tokens: tokens to come.
+    """
+    n = np.arange(prompt_len + 1)
+    average = np.clip(wanted.budget.table(n, n), 1, MOST_TOKENS)
+    sinks, recent = wanted.sinks.table(n, average), wanted.recent.table(n, average)
+    by_position = sinks + np.maximum(recent, wanted.coming)
+    if not isinstance(wanted.budget, Tokens):  # a prompt of which everything is protected is kept whole
+        stay = np.maximum(by_position + wanted.first.table(n, average), wanted.size.table(n, average))
+        average = np.where(n <= stay, np.maximum(average, stay), average)
+    outside = np.minimum(by_position, average)
+    selectable = average - outside
+    per_layer = wanted.layers.layers(selectable, np.maximum(n - outside, selectable), num_layers, outside)
+    # A layer that may keep all there ever is needs no larger number, and arithmetic on heads stays within 32 bits.
+    per_layer = np.minimum(per_layer + outside[:, None], prompt_len + max_new_tokens)
+    return Tables(per_layer, sinks, recent, wanted.coming)
