@@ -587,5 +587,5 @@ def test_the_command_is_not_shadowed_by_the_pictures():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_of_the_embedded_model_is_drawn(name, tmp_path):
-    figures.main([name, "--output", str(tmp_path)])
+    figures.main([name, "--output", str(tmp_path), "--prompts=2", "--length=192"])
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
