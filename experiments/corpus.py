@@ -176,7 +176,8 @@ def sentence_bank(split: Literal["train", "held_out"], size: int = 6000) -> tupl
     patterns = rng.integers(len(_SENTENCES), size=size)
     bank = {tuple(pick(s) for s in _SENTENCES[i]): None for i in patterns}
     if split == "held_out":
-        bank = {s: None for s in bank if s not in set(sentence_bank("train"))}
+        trained_on = set(sentence_bank("train"))
+        bank = {s: None for s in bank if s not in trained_on}
     return tuple(bank)
 
 

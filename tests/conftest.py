@@ -20,6 +20,7 @@ if jaxlib.version.__version_info__ < (0, 11):  # later ones have no choice, and 
     QUICK_TO_COMPILE += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}"
 gc.set_threshold(100_000, 50, 100)  # what tracing allocates is many small objects that live
+jax.config.update("jax_traceback_in_locations_limit", 0)  # a tenth of the time, for nothing that a test reads
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 CACHE = {
