@@ -272,3 +272,9 @@ def random_regrets(seed, density):
     live = jax.random.bernoulli(keys[2], 0.8, mass.shape)
     mass = jnp.where(live, mass, 0.0)
     return tuple(analysis.regret(mass, live, keep, across) for across in ("head", "layer", "model"))
+
+
+def test_rows_that_read_nothing_lose_nothing():
+    nothing, half = -jnp.inf, jnp.log(0.5)
+    full, kept = jnp.asarray([[[nothing, 0.0, 0.0]]]), jnp.asarray([[[nothing, half, nothing]]])
+    np.testing.assert_allclose(analysis.losses.lost_share(full, kept), [[[0.0, 0.5, 1.0]]], atol=1e-6)

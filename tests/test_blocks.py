@@ -8,7 +8,8 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.scoring.protect import rows_since_insertion
-from kvjax.scoring.stats import LayerStats, Slots
+from kvjax.scoring.scores import Accumulated, Mean
+from kvjax.scoring.stats import LastRows, LayerStats, Observe, Slots
 from tests import helpers
 from tests.methods import few_methods
 
@@ -80,9 +81,9 @@ def test_e11_rows_are_counted_from_insertion(examples):
         assert seen == e["expected"][wanted]
 
 
-def test_a_mean_over_blocks_is_the_mean_over_rows(shallow, prompts):
-    """Nothing is evicted, so the means of a prompt read in blocks are those of one read at once."""
-    score = kvjax.scoring.scores.Mean()
+@pytest.mark.parametrize("score", [Mean(), Accumulated(Observe(LastRows(4)))], ids=["mean", "last rows"])
+def test_what_is_summed_over_blocks_is_what_is_summed_over_rows(shallow, prompts, score):
+    """Nothing is evicted, so a prompt read in blocks leaves the memory of one read at once, by its last rows too."""
     policy = kvjax.Evict(score, 40, when=kvjax.every_step())
     _, at_once = read(shallow, policy, prompts, block=None)
     _, blocked = read(shallow, policy, prompts, block=5)

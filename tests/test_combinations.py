@@ -106,6 +106,30 @@ def test_layers_that_share_a_decision_hold_what_the_first_one_does(tiny):
         assert kept(state) == kept(state, 1) == kept(state, 2)
 
 
+def test_layers_that_share_a_decision_share_all_their_statistics(tiny):
+    """H2O's votes of every layer are added before the best are chosen: no layer's alone choose the same."""
+    budget, alone, shared = 6, methods.h2o(6, recent=2), kvjax.shared_layers(methods.h2o(6, recent=2))
+    model, params = tiny
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (1, 16)))
+    plan = kvjax.make_plan(model.config, alone, prompt_len=16, max_new_tokens=0)
+    stats = jax.jit(lambda p, t: kvjax.forward(model, p, t, kvjax.init_state(plan, jnp.asarray([16])))[2])(
+        params, tokens
+    )
+    votes = [np.asarray(layer.values[0][0], np.float64) for layer in stats.layers]
+    best = lambda v: [sorted([*np.argsort(-head[:14])[: budget - 2].tolist(), 14, 15]) for head in v]
+    found = kept(read(tiny, shared, 16))
+    assert found == best(sum(votes))
+    assert all(found != best(v) for v in votes)
+
+
+def test_a_chain_plans_for_its_smallest_member(tiny):
+    config = tiny[0].config
+    plan = lambda policy: kvjax.make_plan(config, policy, prompt_len=16, max_new_tokens=4)
+    small, wide = methods.h2o(6), methods.tova(9)
+    for chain in (kvjax.chain(small, wide), kvjax.chain(wide, small)):
+        assert plan(chain).capacities == plan(small).capacities < plan(wide).capacities
+
+
 def _far(kv, stats, ctx):
     del stats, ctx
     return jnp.where(kv.pos < 4, -jnp.inf, jnp.where(kv.pos == 9, jnp.inf, -(kv.k**2).sum(-1)))

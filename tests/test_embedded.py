@@ -97,7 +97,7 @@ def exact_match(embedded, policy, length, per_task):
 
 @pytest.mark.parametrize(
     ("length", "per_task", "least"),
-    [(512, 16, 0.9), pytest.param(1024, 100, 0.95, marks=pytest.mark.slow)],
+    [(384, 8, 0.9), pytest.param(1024, 100, 0.95, marks=pytest.mark.slow)],
     ids=["short", "full_length"],
 )
 def test_it_retrieves_with_the_full_cache_and_fails_without(embedded, length, per_task, least):

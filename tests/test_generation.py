@@ -104,8 +104,8 @@ def test_generation_stops_at_the_end_token(shallow, prompts):
     tokens, lengths = prompts
     free = kvjax.generate(model, params, tokens, lengths=lengths, max_new_tokens=12)
     first_row = np.asarray(free.tokens[0])
-    eos = int(first_row[4])
-    at = int(np.nonzero(first_row == eos)[0][0])
+    at = next(i for i in range(3, 12) if first_row[i] not in first_row[:i])  # not before the loop has begun
+    eos = int(first_row[at])
     stopped = kvjax.generate(model, params, tokens, lengths=lengths, max_new_tokens=12, eos_ids=(eos,), pad_id=60)
     assert stopped.lengths[0] == at + 1
     np.testing.assert_array_equal(stopped.tokens[0, : at + 1], first_row[: at + 1])
@@ -115,6 +115,14 @@ def test_generation_stops_at_the_end_token(shallow, prompts):
     for row in (1, 2):
         n = int(stopped.lengths[row])
         np.testing.assert_array_equal(stopped.tokens[row, :n], free.tokens[row, :n])
+
+
+def test_padding_is_no_position(shallow, prompts):
+    tokens, lengths = prompts
+    _, state = read_prompt(shallow, methods.full(), tokens, max_new_tokens=1, lengths=jnp.asarray(lengths))
+    for row, n in enumerate(lengths):
+        found = np.sort(state.layers[0].pos[row, 0])
+        assert found.tolist() == [-1] * (len(found) - n) + list(range(n))
 
 
 def test_all_ended_runs_no_more_steps(shallow):

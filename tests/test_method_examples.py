@@ -278,6 +278,22 @@ def test_e15_nacl_selection(examples, monkeypatch):
     assert (np.abs(found - wanted) < 4 * np.sqrt(wanted * (1 - wanted) / draws)).all()
 
 
+@pytest.mark.parametrize("distribution", ["softmax", "uniform"])
+def test_nacl_draws_among_what_is_left(distribution):
+    """The draw never takes what the first stage has, so that every head keeps its whole budget."""
+    wide = (32, 1, 12)
+    score = jnp.broadcast_to(jnp.arange(12, dtype=jnp.float32) % 5, wide)
+    kv = kvjax.LayerKV(*[jnp.zeros((*wide, 1))] * 2, jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), wide))
+    ctx = helpers.context(helpers.site(T=12, K=1, N=1), length=[12] * 32)
+    ctx = dataclasses.replace(ctx, keys=jax.random.split(jax.random.key(0), 32))
+    counts = Counts(np.full(13, 6), ctx.prompt_length)
+    limits = Limits(jnp.full((32, 1), 6, jnp.int32), None, counts)
+    slots = Slots(kv, LayerStats(), ctx, kv.live)
+    keep = TopKThenRandom(3, distribution=distribution)(score, jnp.zeros(wide, bool), slots, limits).keep
+    assert (keep.sum(-1) == 6).all()
+    assert len({tuple(row) for row in np.asarray(keep[:, 0])}) > 1
+
+
 def test_e21_loss_and_bound(examples):
     e = examples["E21"]
     p, v, w = (jnp.asarray(e["inputs"][x], jnp.float32) for x in ("attention", "V", "W_O"))

@@ -97,12 +97,9 @@ def run(tree, test):
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of the project, whose tests pass."""
+    """A copy of the project. That its tests pass unless something is broken, they say where they are."""
     copy = tmp_path_factory.mktemp("mutated") / "kvjax"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "results", "__pycache__"))
-    for test in sorted({m[3] for name, m in MUTATIONS.items() if runs(name)}):
-        done = run(copy, test)
-        assert done.returncode == 0, done.stdout + done.stderr
     return copy
 
 

@@ -215,6 +215,13 @@ def test_impossible_values(make, message):
         make()
 
 
+def test_a_plan_for_given_lengths_holds_a_prompt_of_its_width(tiny):
+    plan = lambda lengths: kvjax.make_plan(
+        tiny[0].config, methods.h2o(0.5), prompt_len=40, max_new_tokens=5, lengths=lengths
+    )
+    assert plan([10]).capacities == plan(None).capacities
+
+
 def test_a_plan_for_given_lengths_is_tight_and_says_when_it_is_not_enough(tiny):
     """A pyramid gives a short prompt's upper layers more than a long one's."""
     model, params = tiny
