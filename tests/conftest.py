@@ -99,3 +99,34 @@ def shared_data():
     if not SHARED_DATA.is_dir():
         pytest.skip(f"{SHARED_DATA} is absent: this test needs real data from beside the project")
     return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """The directory of a finished small run with all tasks and one baseline."""
+    from tests import runs
+
+    directory = tmp_path_factory.mktemp("finished") / "snapkv"
+    runs.run.main(["--config", "snapkv.py", *runs.SMALL, "--baselines", "random", "--output", str(directory)])
+    return directory
+
+
+@pytest.fixture
+def made(monkeypatch, embedded):
+    """Results of runs are made up."""
+    from tests import runs
+
+    runs.make_up(monkeypatch, embedded)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory, embedded):
+    """The directory of two finished runs that differ in their seeds; their results are made up."""
+    from tests import runs
+
+    directory = tmp_path_factory.mktemp("pair")
+    with pytest.MonkeyPatch.context() as patch:
+        runs.make_up(patch, embedded)
+        runs.run.main([*runs.SHORT, "--output", str(directory / "here")])
+        runs.run.main([*runs.SHORT, "--seed", "1", "--output", str(directory / "other")])
+    return directory

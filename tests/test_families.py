@@ -484,8 +484,6 @@ def test_one_row_is_the_theorems_loss():
         attention=jnp.asarray(p, jnp.float32),
         own=jnp.zeros((B, L, K * G, 1, H)),
         own_mass=jnp.zeros((B, L, K * G, 1)),
-        logits=jnp.zeros((B, 1, 3)),
-        future=jnp.zeros((B, 1), jnp.int32),
     )
     relative_loss = alone.eviction_loss(jnp.asarray(keep & live, jnp.float32))
     f = lambda x: jnp.asarray(x, jnp.float32)

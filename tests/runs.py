@@ -1,0 +1,76 @@
+"""Runs of the main job to test with: real small ones, and ones whose results are made up."""
+
+import json
+import pathlib
+
+import numpy as np
+
+import models
+from experiments import run
+from experiments.evaluation import report
+from experiments.evaluation.evaluate import Cost
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def other_than_small(**changes):
+    """The options of `SMALL` with others in place of some."""
+    options = {"length": ["256"], "examples": ["4"], "batch_size": ["2"], "budget": ["0.5", "0.25"]} | changes
+    return [word for name, values in options.items() for word in ("--" + name.replace("_", "-"), *values)]
+
+
+SMALL = other_than_small()
+
+
+def samples(directory):
+    return [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+
+
+def without_times(lines):
+    """Without seals too, which are over the whole line."""
+    measured = ("prefill_seconds", "decode_tokens_per_second", "seal")
+    return [{k: v for k, v in s.items() if k not in measured} for s in lines]
+
+
+class Made:
+    """An evaluator that makes its results up from examples and policies, at once."""
+
+    def __init__(self, model, params, policy, **options):
+        self.size = len(repr(policy))
+
+    def compile(self):
+        return Cost(self.size, 8 * self.size, None, None)
+
+    def run(self, batch):
+        fixed = {"most_live": 9, "prefill_seconds": 0.5, "decode_tokens_per_second": 20.0}
+        outcomes = [
+            {**dict(e.meta), **fixed, "prompt_tokens": len(e.context), "live": 7.0, "score": (self.size + e.index) % 2}
+            for e in batch
+        ]
+        return outcomes, [np.full((len(batch), 2, 3), self.size, np.int32)] * 2
+
+    def release(self):
+        pass
+
+
+SHORT = ["--config", "window.py", "--length", "256", "--examples", "4", "--batch-size", "2", "--budget", "0.5"]
+
+SHORT += ["--tasks", "key_value", "--baselines"]
+
+
+def make_up(patch, embedded):
+    """Runs cost nothing: their results are made up, and no picture is drawn."""
+    patch.setattr(run, "Evaluator", Made)
+    patch.setattr(models, "load", lambda *_, **__: embedded[:2])
+    patch.setattr(models, "load_tokenizer", lambda *_: embedded[2])
+    for plot in ("score_against_budget", "depth_against_length", "kept_positions"):
+        patch.setattr(report, f"plot_{plot}", lambda *_: None)
+
+
+def contents(directory):
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def interrupt(*_):
+    """Ctrl-C, in place of any function."""
+    raise KeyboardInterrupt

@@ -1,0 +1,100 @@
+"""Runs side by side."""
+
+import json
+import shutil
+
+import pytest
+
+from experiments import compare, run
+from experiments.evaluation.results import Results
+from tests.runs import SHORT, interrupt, other_than_small
+
+
+def test_leaderboard(finished, tmp_path, capsys):
+    other = tmp_path / "h2o"
+    run.main(["--config", "h2o.py", *other_than_small(budget=["0.5"]), "--baselines", "--output", str(other)])
+    capsys.readouterr()
+    compare.main([str(finished), str(other), str(tmp_path), "--output", str(tmp_path / "board")])
+    printed = capsys.readouterr()
+    assert "no summary.json" in printed.err
+    board, overview = printed.out.split("Retrieval mean in percent / perplexity, by budget:")
+    rows = [line.split(" | ")[:2] for line in board.splitlines() if line.startswith("| ")]
+    assert ["| full", "1.0"] in rows
+    assert rows.index(["| full", "1.0"]) == 1
+    assert {r[0] for r in rows[1:]} == {"| full", "| snapkv", "| random", "| h2o"}
+    by_method = {line.split(" | ")[0]: line for line in overview.splitlines() if line.startswith("| ")}
+    assert set(by_method) == {"| method", "| full", "| snapkv", "| random", "| h2o"}
+    mean, perplexity = (
+        next(r for r in json.loads((tmp_path / "board" / "leaderboard.json").read_text())["rows"] if r["task"] == task)
+        for task in ("retrieval_mean", "perplexity")
+    )
+    shown = f"{100 * mean['score']:.1f} / {perplexity['perplexity']:.2f}"
+    assert perplexity["method"] == mean["method"] == "full"
+    assert not any("second" in k for k in perplexity)  # times of separate runs are not comparable
+    assert shown in by_method["| full"]
+    assert (tmp_path / "board" / "leaderboard.png").is_file()
+    assert json.loads((tmp_path / "board" / "leaderboard.json").read_text())["setup"]["length"] == 256
+
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["config"]["setup"]["seed"] = 1
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(SystemExit, match=r"cannot be compared with .*seed=1 against 0"):
+        compare.main([str(finished), str(other)])
+    with pytest.raises(SystemExit, match="there is no"):
+        compare.main([str(tmp_path / "nowhere")])
+
+
+def test_comparing_skips_what_is_no_run_of_the_main_job_and_says_so(made, tmp_path, capsys):
+    here, other = tmp_path / "here", tmp_path / "other" / "here"
+    run.main([*SHORT, "--output", str(here)])
+    run.main([*SHORT, "--block", "64", "--output", str(other)])
+    learned = tmp_path / "learned"
+    with Results(learned, {"name": "learned_budget", "policies": [], "prompts": {}}, []):
+        (learned / "summary.json").write_text("{}")
+    (tmp_path / "bare").mkdir()
+    shutil.copy(here / "summary.json", tmp_path / "bare")
+    capsys.readouterr()
+    compare.main([str(d) for d in (here, learned, tmp_path / "bare", here)])
+    printed = capsys.readouterr()
+    assert printed.err.count("not a run of experiments/run.py") == 2
+    assert f"skipped {learned}: " in printed.err
+    assert printed.out.count("\n| window | 0.5 |") == 1
+    manifest = json.loads((here / "manifest.json").read_text())
+    for changed in ({"setup": 3}, {"policies": None}, {"policies": [{"budget": "0.5"}]}):
+        (learned / "manifest.json").write_text(json.dumps({"config": {**manifest["config"], **changed}}))
+        compare.main([str(d) for d in (here, learned)])
+        assert f"skipped {learned}: not a run of experiments/run.py" in capsys.readouterr().err
+    (here / "summary.json").write_bytes(b"#")  # rows are made from the lines
+    compare.main([str(here)])
+    assert capsys.readouterr().out == printed.out
+
+    compare.main([str(here), str(other)])  # in blocks it is another policy, and the runs have one name
+    printed = capsys.readouterr().out
+    assert all(printed.count(f"\n| window ({d}) | 0.5 |") == 1 for d in (here, other))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("manifest.json", "{", "manifest.json is broken"),
+        ("samples.jsonl", "", "here lacks 8 lines of samples.jsonl; run it again"),
+        ("samples.jsonl", "#\n", "line 1 of .*samples.jsonl is no line that this run wrote"),
+        ("costs.json", "{}", "here lacks costs.json; run it again"),
+    ],
+)
+def test_comparing_refuses_damaged_runs(pair, tmp_path, file, content, message):
+    shutil.copytree(pair / "here", tmp_path / "here")
+    (tmp_path / "here" / file).write_text(content)
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        compare.main([str(tmp_path / "here")])
+
+
+def test_a_leaderboard_that_is_cut_off_leaves_no_rows_of_an_earlier_one(pair, tmp_path, monkeypatch):
+    board = tmp_path / "board"
+    for directory in ("here", "other"):
+        compare.main([str(pair / directory), "--output", str(board)])
+        monkeypatch.setattr(compare, "plot", interrupt)
+        with pytest.raises(SystemExit):
+            compare.main([str(pair / "here"), "--output", str(board)])
+        assert [p.name for p in board.glob("*.json")] == []
+        monkeypatch.undo()
