@@ -7,7 +7,7 @@ import importlib.machinery
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,6 +30,24 @@ def moved(name: str) -> types.ModuleType:
     message = f"kvjax.{name} is {MOVED[name]} now; the old name will go"
     warnings.warn(message, DeprecationWarning, stacklevel=3)
     return importlib.import_module(MOVED[name])
+
+
+def elsewhere(module: str, now: str, names: Sequence[str]) -> Callable[[str], Any]:
+    """A module's `__getattr__` for names that are in another one now.
+
+    Args:
+      module: the full name of the module that they were in.
+      now: the module of kvjax that they are in.
+      names: what moved.
+    """
+
+    def found(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(f"{module}.{name} is kvjax.{now}.{name} now", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(f"kvjax.{now}"), name)
+
+    return found
 
 
 def renamed(**options: str) -> Callable[[F], F]:

@@ -11,8 +11,6 @@ What is traced are the moments of a `Rule`: `make_room`, `visible`, `decide`, `f
 import abc
 import dataclasses
 import functools
-import importlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -21,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from kvjax._moved import elsewhere
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.pool import PooledKV
 from kvjax.cache.state import KVState, LayerKV, Positions
@@ -401,12 +400,6 @@ def context(state: KVState, layer: int, phase: Phase) -> Context:
     return Context(state.length, state.prompt_length, state.keys, site=site, phase=phase)
 
 
-_ALGEBRA = ("Chain", "Identity", "Partition", "SharedLayers", "chain", "identity", "partition", "shared_layers", "when")
-
-
-def __getattr__(name: str) -> Any:
-    """What composes policies, which was in this module."""
-    if name not in _ALGEBRA:
-        raise AttributeError(f"module 'kvjax.policy' has no attribute {name!r}")
-    warnings.warn(f"kvjax.policy.{name} is kvjax.algebra.{name} now", DeprecationWarning, stacklevel=2)
-    return getattr(importlib.import_module("kvjax.algebra"), name)
+# What composes policies was in this module.
+_COMPOSES = "Chain Identity Partition SharedLayers chain identity partition shared_layers when"
+__getattr__ = elsewhere(__name__, "algebra", _COMPOSES.split())
