@@ -74,53 +74,10 @@ class Evict(Rule):
     storage: Layout = "dense"
 
     def __post_init__(self):
-        budget = as_budget(self.budget)
-        object.__setattr__(self, "budget", budget)
+        object.__setattr__(self, "budget", as_budget(self.budget))
         settle(self, score=a(Score), protect=a(Protect), layers=a(LayerAllocation), heads=a(HeadAllocation))
         settle(self, when=a(Schedule), select=a(Select), scope=optional(a(Scope)), mask=optional(a(Mask)))
-        sinks, recent = as_count(self.protect.sinks, "sinks"), as_count(self.protect.recent, "recent")
-        fixed = sum(c.n for c in (sinks, recent) if isinstance(c, Tokens))
-        if isinstance(budget, Tokens) and fixed > budget.n < MOST_TOKENS:
-            raise ValueError(
-                f"a budget of {budget.n} tokens cannot hold the {fixed} that protect keeps "
-                f"(sinks={self.protect.sinks}, recent={self.protect.recent}); raise the budget or protect fewer"
-            )
-        drop = as_count(self.when.drop, "drop")
-        if isinstance(budget, Tokens) and isinstance(drop, Tokens) and drop.n > budget.n:
-            raise ValueError(
-                f"a budget of {budget.n} tokens cannot drop {drop.n} at once; drop fewer or raise the budget"
-            )
-        if self.when.decodes and not self.score.decodes:
-            raise ValueError(
-                f"{self.score} ranks prompt tokens only, but {self.when} evicts while decoding; "
-                "use after_prefill() or a score that accumulates"
-            )
-        if self.when.before_append and self._needed("decode"):
-            raise ValueError(
-                f"{self.when} evicts before attention runs, but {self.score} needs the step's attention; "
-                "use every_step()"
-            )
-        if not self.select.by_head and not isinstance(self.heads, UniformHeads):
-            raise ValueError(
-                f"{self.select} keeps the same tokens in all heads, but {self.heads} gives every head a budget of its "
-                "own; use heads=UniformHeads()"
-            )
-        one_of("positions", self.positions, "original", "compact", "rerotate")
-        if self.positions == "compact" and self.score.rotated_keys:
-            raise ValueError(
-                f"{self.score} looks at rotated keys, but positions='compact' stores them before rotation; use "
-                "'rerotate', which rotates them to the same ranks, or 'original'"
-            )
-        one_of("granularity", self.granularity, "kv_head", "query_head")
-        one_of("storage", self.storage, "dense", "pool")
-        hard = {"positions": self.positions != "original", "storage": self.storage != "dense"}
-        hard["when"] = self.when.before_append or self.when.over is not None
-        if self.select.relaxed and any(hard.values()):
-            name = next(n for n, is_hard in hard.items() if is_hard)
-            raise ValueError(
-                f"{name}={getattr(self, name)!r} needs slots that are live or dead, but a relaxed policy has gates "
-                "between 0 and 1; use positions='original', storage='dense', and a schedule that evicts after its steps"
-            )
+        _check_parts(self)
 
     def _needed(self, phase: Phase) -> tuple[Measurement, ...]:
         """What score, scope and selection look at."""
@@ -174,42 +131,7 @@ class Evict(Rule):
 
     def check(self, site: Site, prompt_length: int) -> None:
         """See `Rule`."""
-        sizes = self._sizes(site)
-        budget = int(sizes.budget[prompt_length, site.layer])
-        sinks, recent = int(sizes.sinks[prompt_length]), int(sizes.recent[prompt_length])
-        longest = prompt_length + (site.max_new_tokens if self.when.decodes else 0)
-        if sinks + recent > budget and longest > budget:
-            advice = "" if isinstance(self.layers, UniformLayers) else f" or change {self.layers}"
-            raise ValueError(
-                f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, but protect "
-                f"keeps {sinks + recent} (sinks={sinks}, recent={recent}); raise the budget (now {self.budget}){advice}"
-            )
-        if self.when.before_append and recent == 0 and sinks == budget and longest > budget and site.max_new_tokens:
-            raise ValueError(
-                f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, but protect "
-                f"keeps {sinks} and the token to come needs room beside them (sinks={sinks}); raise the budget (now "
-                f"{self.budget}) or protect fewer"
-            )
-        drop = sizes.count(self.when.drop, "drop", site.layer, prompt_length)
-        if drop > budget and prompt_length > budget:
-            raise ValueError(
-                f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, of which {drop} "
-                f"cannot be dropped at once (drop={self.when.drop}); drop fewer or raise the budget (now {self.budget})"
-            )
-        if self.scope is not None:
-            every = self.scope.first, self.scope.size
-            first, size = (sizes.count(count, "size", site.layer, prompt_length) for count in every)
-            if sinks + recent + first > budget and prompt_length > budget:
-                raise ValueError(
-                    f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, but protect "
-                    f"keeps {sinks + recent} (sinks={sinks}, recent={recent}) and {self.scope} the first {first}; "
-                    f"raise the budget (now {self.budget}) or protect fewer"
-                )
-            if size > budget < site.prompt_len + site.max_new_tokens:
-                raise ValueError(
-                    f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, but "
-                    f"{self.scope} protects {size}; raise the budget (now {self.budget}) or protect fewer"
-                )
+        _check_sizes(self, self._sizes(site), site, prompt_length)
 
     @property
     def _remembers_heads(self) -> bool:
@@ -219,8 +141,6 @@ class Evict(Rule):
         """The slots that are protected by position."""
         _, sinks, recent = self._now(ctx)
         return protected(kv.pos, ctx.length, sinks, recent)
-
-    # The policy itself.
 
     def init(self, site: Site, batch: int) -> "EvictMemory":
         """See `Rule`."""
@@ -368,6 +288,91 @@ class Evict(Rule):
                 f"{self.select} returned a {type(chosen).__name__}; return Selection(keep, score, limits.budgets)"
             )
         return dataclasses.replace(chosen, score=jnp.where(kv.live, score, -jnp.inf)), selectable
+
+
+def _check_parts(policy: Evict) -> None:
+    """Raises ValueError for parts that do not go together, whatever the model."""
+    budget = as_budget(policy.budget)
+    sinks, recent = as_count(policy.protect.sinks, "sinks"), as_count(policy.protect.recent, "recent")
+    fixed = sum(c.n for c in (sinks, recent) if isinstance(c, Tokens))
+    if isinstance(budget, Tokens) and fixed > budget.n < MOST_TOKENS:
+        raise ValueError(
+            f"a budget of {budget.n} tokens cannot hold the {fixed} that protect keeps "
+            f"(sinks={policy.protect.sinks}, recent={policy.protect.recent}); raise the budget or protect fewer"
+        )
+    drop = as_count(policy.when.drop, "drop")
+    if isinstance(budget, Tokens) and isinstance(drop, Tokens) and drop.n > budget.n:
+        raise ValueError(f"a budget of {budget.n} tokens cannot drop {drop.n} at once; drop fewer or raise the budget")
+    if policy.when.decodes and not policy.score.decodes:
+        raise ValueError(
+            f"{policy.score} ranks prompt tokens only, but {policy.when} evicts while decoding; "
+            "use after_prefill() or a score that accumulates"
+        )
+    if policy.when.before_append and policy._needed("decode"):
+        raise ValueError(
+            f"{policy.when} evicts before attention runs, but {policy.score} needs the step's attention; "
+            "use every_step()"
+        )
+    if not policy.select.by_head and not isinstance(policy.heads, UniformHeads):
+        raise ValueError(
+            f"{policy.select} keeps the same tokens in all heads, but {policy.heads} gives every head a budget of its "
+            "own; use heads=UniformHeads()"
+        )
+    one_of("positions", policy.positions, "original", "compact", "rerotate")
+    if policy.positions == "compact" and policy.score.rotated_keys:
+        raise ValueError(
+            f"{policy.score} looks at rotated keys, but positions='compact' stores them before rotation; use "
+            "'rerotate', which rotates them to the same ranks, or 'original'"
+        )
+    one_of("granularity", policy.granularity, "kv_head", "query_head")
+    one_of("storage", policy.storage, "dense", "pool")
+    hard = {"positions": policy.positions != "original", "storage": policy.storage != "dense"}
+    hard["when"] = policy.when.before_append or policy.when.over is not None
+    if policy.select.relaxed and any(hard.values()):
+        name = next(n for n, is_hard in hard.items() if is_hard)
+        raise ValueError(
+            f"{name}={getattr(policy, name)!r} needs slots that are live or dead, but a relaxed policy has gates "
+            "between 0 and 1; use positions='original', storage='dense', and a schedule that evicts after its steps"
+        )
+
+
+def _check_sizes(policy: Evict, sizes: Tables, site: Site, prompt_length: int) -> None:
+    """Raises ValueError for a layer whose budget cannot hold what is protected of a prompt of this length."""
+    budget = int(sizes.budget[prompt_length, site.layer])
+    sinks, recent = int(sizes.sinks[prompt_length]), int(sizes.recent[prompt_length])
+    longest = prompt_length + (site.max_new_tokens if policy.when.decodes else 0)
+    if sinks + recent > budget and longest > budget:
+        advice = "" if isinstance(policy.layers, UniformLayers) else f" or change {policy.layers}"
+        raise ValueError(
+            f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, but protect "
+            f"keeps {sinks + recent} (sinks={sinks}, recent={recent}); raise the budget (now {policy.budget}){advice}"
+        )
+    if policy.when.before_append and recent == 0 and sinks == budget and longest > budget and site.max_new_tokens:
+        raise ValueError(
+            f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, but protect "
+            f"keeps {sinks} and the token to come needs room beside them (sinks={sinks}); raise the budget (now "
+            f"{policy.budget}) or protect fewer"
+        )
+    drop = sizes.count(policy.when.drop, "drop", site.layer, prompt_length)
+    if drop > budget and prompt_length > budget:
+        raise ValueError(
+            f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, of which {drop} "
+            f"cannot be dropped at once (drop={policy.when.drop}); drop fewer or raise the budget (now {policy.budget})"
+        )
+    if policy.scope is not None:
+        every = policy.scope.first, policy.scope.size
+        first, size = (sizes.count(count, "size", site.layer, prompt_length) for count in every)
+        if sinks + recent + first > budget and prompt_length > budget:
+            raise ValueError(
+                f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, but protect "
+                f"keeps {sinks + recent} (sinks={sinks}, recent={recent}) and {policy.scope} the first {first}; "
+                f"raise the budget (now {policy.budget}) or protect fewer"
+            )
+        if size > budget < site.prompt_len + site.max_new_tokens:
+            raise ValueError(
+                f"layer {site.layer} gets a budget of {budget} tokens for a prompt of {prompt_length}, but "
+                f"{policy.scope} protects {size}; raise the budget (now {policy.budget}) or protect fewer"
+            )
 
 
 @pytree

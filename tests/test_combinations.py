@@ -11,7 +11,7 @@ import kvjax
 import models
 from kvjax import methods
 from kvjax.analysis.losses import least_bound
-from kvjax.scoring.select import largest
+from kvjax.scoring.select import Select, Selection, largest
 from tests import helpers
 
 change = dataclasses.replace
@@ -158,6 +158,24 @@ def test_infinite_scores_relax(scale):
             np.testing.assert_allclose(selection.gate[..., :4], 0.0, atol=1e-6)
             np.testing.assert_allclose(selection.gate[..., 9], 1.0, rtol=1e-6)
     np.testing.assert_allclose(selection.gate, kvjax.evict_layer(hard, *qkv).keep, atol=1e-4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Even(Select):
+    """A user's selection: even positions, whatever the score."""
+
+    bare: bool = False
+
+    def __call__(self, score, safe, slots, limits):
+        keep = slots.kv.live & (slots.kv.pos % 2 == 0)
+        return keep if self.bare else Selection(keep, score, limits.budgets)
+
+
+def test_a_selection_of_ones_own(shallow):
+    policy = kvjax.Evict(kvjax.scoring.scores.Recency(), 6, select=Even())
+    assert kept(read(shallow, policy, 12)) == [[0, 2, 4, 6, 8, 10]] * 2
+    with pytest.raises(ValueError, match=r"Even\(bare=True\) returned a .*; return Selection\(keep, score, limits"):
+        read(shallow, change(policy, select=Even(bare=True)), 12)
 
 
 def test_a_dense_member_bounds_a_pool(shallow):
