@@ -107,7 +107,7 @@ def finished(tmp_path_factory):
     from tests import runs
 
     directory = tmp_path_factory.mktemp("finished") / "snapkv"
-    runs.run.main(["--config", "snapkv.py", *runs.SMALL, "--baselines", "random", "--output", str(directory)])
+    runs.run.main(["--config", "snapkv.py", *runs.small(), "--baselines", "random", "--output", str(directory)])
     return directory
 
 

@@ -7,12 +7,12 @@ import pytest
 
 from experiments import compare, run
 from experiments.evaluation.results import Results
-from tests.runs import SHORT, interrupt, other_than_small
+from tests.runs import SHORT, interrupt, small
 
 
 def test_leaderboard(finished, tmp_path, capsys):
     other = tmp_path / "h2o"
-    run.main(["--config", "h2o.py", *other_than_small(budget=["0.5"]), "--baselines", "--output", str(other)])
+    run.main(["--config", "h2o.py", *small(budget=["0.5"]), "--baselines", "--output", str(other)])
     capsys.readouterr()
     compare.main([str(finished), str(other), str(tmp_path), "--output", str(tmp_path / "board")])
     printed = capsys.readouterr()

@@ -19,7 +19,7 @@ from experiments import compare, run
 from experiments.evaluation import metrics, report
 from experiments.tasks import TASKS
 from kvjax import methods
-from tests.runs import ROOT, SMALL, other_than_small, samples, without_times
+from tests.runs import ROOT, one_layer, samples, small, without_times
 
 
 def test_outputs(finished):
@@ -64,14 +64,14 @@ def test_outputs(finished):
 
 def test_a_finished_run_is_not_repeated(finished, capsys):
     before = (finished / "samples.jsonl").stat().st_mtime_ns
-    run.main(["--config", "snapkv.py", *SMALL, "--baselines", "random", "--output", str(finished)])
+    run.main(["--config", "snapkv.py", *small(), "--baselines", "random", "--output", str(finished)])
     assert (finished / "samples.jsonl").stat().st_mtime_ns == before
     assert "is complete; --restart runs it again" in capsys.readouterr().out
 
 
 def test_another_config_does_not_overwrite(finished):
     with pytest.raises(SystemExit, match=r"holds a run with another config \(policies: .*choose another --output"):
-        run.main(["--config", "snapkv.py", *SMALL, "--baselines", "--output", str(finished)])
+        run.main(["--config", "snapkv.py", *small(), "--baselines", "--output", str(finished)])
     assert len(samples(finished)) == 80
 
 
@@ -92,7 +92,7 @@ METHODS = ("full", "1.0"), ("snapkv", "0.5")
 def test_resuming_after_a_kill_ends_with_the_same_numbers(finished, tmp_path):
     """SIGKILL in the middle, then the same command again."""
     directory = tmp_path / "killed"
-    command = [sys.executable, "experiments/run.py", "--config", "snapkv.py", *other_than_small(budget=["0.5"])]
+    command = [sys.executable, "experiments/run.py", "--config", "snapkv.py", *small(budget=["0.5"])]
     command += ["--baselines", "--tasks", *TWO_TASKS, "--output", str(directory)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     lines = directory / "samples.jsonl"
@@ -122,8 +122,8 @@ def test_resuming_after_a_kill_ends_with_the_same_numbers(finished, tmp_path):
 
 def test_batches_do_not_change_results(finished, tmp_path):
     """Other batch sizes put prompts of other lengths together; rows are independent."""
-    small = other_than_small(budget=["0.5"], batch_size=["4"])
-    arguments = ["--config", "snapkv.py", *small, "--baselines", "--tasks", "single_needle", "multi_query"]
+    arguments = ["--config", "snapkv.py", *small(budget=["0.5"], batch_size=["4"]), "--baselines"]
+    arguments += ["--tasks", "single_needle", "multi_query"]
     run.main([*arguments, "--output", str(tmp_path / "x")])
     pick = lambda d: {
         (s["method"], s["budget"], s["task"], s["index"]): (s["output"], s["live"])
@@ -134,7 +134,7 @@ def test_batches_do_not_change_results(finished, tmp_path):
 
 
 def test_question_after_compression(tmp_path, finished):
-    arguments = ["--config", "snapkv.py", *SMALL, "--protocol", "after_compression", "--baselines"]
+    arguments = ["--config", "snapkv.py", *small(model=["embedded"]), "--protocol", "after_compression", "--baselines"]
     run.main([*arguments, "--output", str(tmp_path / "x")])
     lines = samples(tmp_path / "x")
     full = [s["score"] for s in lines if s["method"] == "full" and s["task"] != "perplexity"]
@@ -152,6 +152,7 @@ QUICK = {"think"}  # other tests run snapkv, h2o and fastgen
 def test_every_config_runs(config, tmp_path):
     run.main(
         ["--config", f"{config}.py", "--output", str(tmp_path / config), "--length", "256", "--examples", "2"]
+        + ["--model", one_layer()]
         + ["--batch-size", "2", "--tasks", "key_value", "--baselines"]
         + (["--budget", "0.25"] if "budget" in inspect.signature(configs.find(config)[1]).parameters else [])
     )
@@ -161,9 +162,9 @@ def test_every_config_runs(config, tmp_path):
 def test_a_method_without_budgets(tmp_path, capsys):
     """FastGen: labels are its recovery ratios, its place in plots is what it kept."""
     directory = tmp_path / "fastgen"
-    small = ["--length", "256", "--examples", "4", "--batch-size", "2", "--tasks", "single_needle", "key_value"]
-    small += ["--recovery-ratio", "0.98", "0.9", "--baselines", "random"]
-    run.main(["--config", "fastgen.py", *small, "--output", str(directory)])
+    options = ["--length", "256", "--examples", "4", "--batch-size", "2", "--tasks", "single_needle", "key_value"]
+    options += ["--model", one_layer(), "--recovery-ratio", "0.98", "0.9", "--baselines", "random"]
+    run.main(["--config", "fastgen.py", *options, "--output", str(directory)])
     summary = json.loads((directory / "summary.json").read_text())
     means = {(r["method"], r["budget"]): r for r in summary["retrieval_mean"]}
     assert [*means] == [
@@ -384,7 +385,7 @@ def test_runs_from_another_directory(tmp_path):
 
 def test_prompts_read_in_blocks(finished, tmp_path):
     """Less memory than at once, the full cache's results where nothing is evicted, and a setting in the manifest."""
-    arguments = ["--config", "snapkv.py", *other_than_small(budget=["0.25"]), "--baselines", "--tasks", *TWO_TASKS]
+    arguments = ["--config", "snapkv.py", *small(budget=["0.25"]), "--baselines", "--tasks", *TWO_TASKS]
     run.main([*arguments, "--block", "64", "--output", str(tmp_path / "blocks")])
     blocks, whole = tmp_path / "blocks", finished
     assert json.loads((blocks / "manifest.json").read_text())["config"]["setup"]["block"] == 64
@@ -399,7 +400,6 @@ def test_prompts_read_in_blocks(finished, tmp_path):
     ]
     assert peak(blocks)["snapkv", "0.25"] < peak(whole)["snapkv", "0.25"]
     assert full(blocks) == full(whole)
+    options = ["--length", "256", "--baselines", "--block", "64", "--output", str(tmp_path / "f")]
     with pytest.raises(SystemExit, match="FastGen looks at the whole prompt at once, but block=64"):
-        run.main(
-            ["--config", "fastgen.py", *SMALL[:6], "--baselines", "--block", "64", "--output", str(tmp_path / "f")]
-        )
+        run.main(["--config", "fastgen.py", *options])
