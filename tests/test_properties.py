@@ -17,7 +17,7 @@ from kvjax.eviction import Evict
 from kvjax.scoring.select import TopK
 from kvjax.sizes.budget import as_count
 from tests import helpers
-from tests.methods import CASES, FEW, SAMPLE
+from tests.methods import CASES, FEW
 
 B, K, H, T, STEPS, LAYERS = 2, 2, 8, 16, 5, 3
 CONTENTS = ("random", "equal keys", "equal tokens", "sharp")
@@ -166,7 +166,7 @@ def _cases(quick):
     return pytest.mark.parametrize("case", [c for c in CASES if not quick or c.name in quick], ids=repr)
 
 
-@_cases(SAMPLE | {"chunkkv", "criticalkv", "h2o_pooled"})
+@_cases(FEW | {"chunkkv", "criticalkv", "h2o_pooled"})
 @settings(6)
 @hypothesis.given(data=st.data())
 def test_prompts(case, data):
@@ -188,7 +188,7 @@ def decoding_property(case, data, budgets, groups, blocks):
     tensors = layer_of(content, G, seed, T + STEPS)
     try:
         policy = case.make(budget)
-        block = None if policy.needs_whole_prompt else block
+        block = None if policy.at(helpers.site()).spec.reads == "whole" else block
         ids = helpers.token_ids(B, T + STEPS, seed)
         seen = helpers.replay(policy, *tensors, T, lengths=lengths, ids=ids, block=block)
     except ValueError as error:
