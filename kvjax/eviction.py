@@ -194,7 +194,7 @@ class Evict(Rule):
         counts = self._counts(ctx)
         budgets = jnp.broadcast_to(self._each(memory, ctx), kv.pos.shape[:2])
         score = jnp.where(kv.live, jnp.zeros((), jnp.float32), -jnp.inf)
-        nothing = Selection(kv.live, score, budgets, kv.gate)
+        nothing = Selection(kv.live, score, budgets, kv.gate if self.select.relaxed else None)
         drop = None
         if self.when.every is not None:
             due = jnp.broadcast_to((ctx.step % self.when.every == 0)[:, None], budgets.shape)
@@ -286,6 +286,12 @@ class Evict(Rule):
         if not isinstance(chosen, Selection):
             raise ValueError(
                 f"{self.select} returned a {type(chosen).__name__}; return Selection(keep, score, limits.budgets)"
+            )
+        if (chosen.gate is not None) != self.select.relaxed or chosen.keep.dtype != bool:
+            gates = "no gates" if chosen.gate is None else "gates"
+            raise ValueError(
+                f"{self.select} has relaxed={self.select.relaxed}, but its selection has {gates} and a keep of "
+                f"{chosen.keep.dtype}; give a mask of booleans, and gates where relaxed"
             )
         return dataclasses.replace(chosen, score=jnp.where(kv.live, score, -jnp.inf)), selectable
 

@@ -11,6 +11,7 @@ from kvjax.cache.context import Context, Site, row_keys
 from kvjax.cache.state import EMPTY, map_slots
 from kvjax.policy import empty_layer
 from kvjax.scoring.stats import LayerStats, Moment
+from kvjax.sizes.budget import as_count
 from pallas_kernels import attention
 
 
@@ -170,3 +171,8 @@ def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None, ids=None):
         kv, seen = tokens(kv, seen, n + step - 1, n + step, "decode")
         live.append(live_positions(kv))
     return Moments(live, read, kv)
+
+
+def protected_counts(protect, length, budget):
+    """(sinks, recent) for prompts of these lengths whose layers have these budgets."""
+    return tuple(as_count(count, "count").table(length, budget) for count in (protect.sinks, protect.recent))

@@ -164,18 +164,23 @@ def test_infinite_scores_relax(scale):
 class Even(Select):
     """A user's selection: even positions, whatever the score."""
 
-    bare: bool = False
+    what: str = "mask"
 
     def __call__(self, score, safe, slots, limits):
         keep = slots.kv.live & (slots.kv.pos % 2 == 0)
-        return keep if self.bare else Selection(keep, score, limits.budgets)
+        gate = keep.astype(jnp.float32) if self.what == "gates" else None
+        selection = Selection(keep.astype(jnp.int32) if self.what == "numbers" else keep, score, limits.budgets, gate)
+        return keep if self.what == "bare" else selection
 
 
 def test_a_selection_of_ones_own(shallow):
     policy = kvjax.Evict(kvjax.scoring.scores.Recency(), 6, select=Even())
     assert kept(read(shallow, policy, 12)) == [[0, 2, 4, 6, 8, 10]] * 2
-    with pytest.raises(ValueError, match=r"Even\(bare=True\) returned a .*; return Selection\(keep, score, limits"):
-        read(shallow, change(policy, select=Even(bare=True)), 12)
+    with pytest.raises(ValueError, match=r"Even\(what='bare'\) returned a .*; return Selection\(keep, score, limits"):
+        read(shallow, change(policy, select=Even("bare")), 12)
+    for what, message in (("gates", "gates and a keep of bool"), ("numbers", "no gates and a keep of int32")):
+        with pytest.raises(ValueError, match=f"has relaxed=False, but its selection has {message}"):
+            read(shallow, change(policy, select=Even(what)), 12)
 
 
 def test_a_dense_member_bounds_a_pool(shallow):

@@ -417,5 +417,5 @@ def test_defaults():
     assert len(grouped) > 8
     assert {default(m)["group"] for m in grouped} == {"mean"}
     assert kvjax.scoring.select.TopK().ties == "evict_older"
-    half = methods.roco(64).protect.tables(np.array([100, 100]), np.array([64, 8]))
+    half = helpers.protected_counts(methods.roco(64).protect, np.array([100, 100]), np.array([64, 8]))
     assert half[1].tolist() == [10, 2], "the last 10, a quarter of small budgets"

@@ -93,7 +93,7 @@ def test_d17_the_shares_of_the_released_code():
     n = np.array([131_072, 40_000, 2_049])
     policy, table = methods.nacl_llama3(), methods.nacl(0.2)
     budget = kvjax.sizes.budget.as_count(policy.budget, "budget").table(n, n)
-    sinks, recent = policy.protect.tables(n, budget)
+    sinks, recent = helpers.protected_counts(policy.protect, n, budget)
     proxies = kvjax.sizes.budget.as_count(policy.score.of.rows.n, "rows").table(n, n)
     random = kvjax.sizes.budget.as_count(policy.select.random, "random").table(n, budget)
     assert sinks.tolist() == [256] * 3

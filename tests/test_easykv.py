@@ -10,6 +10,7 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.methods.easykv import BlockSizes, block_sizes
+from tests import helpers
 from tests.helpers import live_positions
 
 
@@ -17,7 +18,7 @@ def tables(policy, n):
     """(budget, sinks, recent, scope, scope while decoding) of a prompt of n tokens."""
     length = np.array([n])
     budget = kvjax.sizes.budget.as_budget(policy.budget).table(length, length)
-    sinks, recent = policy.protect.tables(length, budget)
+    sinks, recent = helpers.protected_counts(policy.protect, length, budget)
     count = lambda x: None if x is None else int(kvjax.sizes.budget.as_count(x, "size").table(length, budget)[0])
     scope = policy.scope
     return (

@@ -545,6 +545,25 @@ def test_decisions_of_a_reading(tiny):
     assert (np.asarray(keep).sum((2, 3)) == 18).all()
 
 
+def test_what_is_no_mask_of_a_reading_is_refused(tiny):
+    model, params = tiny
+    _, _, _, found = read_snapkv(tiny, 9)
+    live = found.live()[:, 0]
+    for keep, positions, message in (
+        (live.astype(jnp.int32), "original", "keep has the dtype int32; give booleans, or gates between 0 and 1"),
+        (live[..., 1:], "original", r"keep has the shape \(2, 2, 19\), but layer 0 has slots \(2, 2, 20\) of kv heads"),
+        (live.astype(jnp.float32), "compact", "positions='compact' needs masks"),
+        (live.astype(jnp.float32) * 1.5, "original", r"gates lie between 0.0 and 1.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            found.outputs(0, keep, positions)
+    with pytest.raises(ValueError, match="keep is for 2 layers, but the reading has 3; give one mask a layer"):
+        found.logits_after(model, params, found.live())
+    other = kvjax.make_plan(model.config, methods.h2o(9), prompt_len=20, max_new_tokens=5)
+    with pytest.raises(ValueError, match="asks for 1 measurements in layer 0, of which the reading lacks"):
+        analysis.decisions(other, found)
+
+
 def test_gated_logits_are_the_hard_policys(tiny):
     """With the mask of a policy as gates, the rows that follow see what they see after the eviction."""
     model, params = tiny

@@ -207,7 +207,7 @@ def test_e14_nacl_shares(examples):
     policy = methods.nacl_llama3()
     n = np.array([131072])
     budget = Ratio(0.2).table(n, n)
-    sinks, recent = policy.protect.tables(n, budget)
+    sinks, recent = helpers.protected_counts(policy.protect, n, budget)
     assert (int(sinks[0]), int(recent[0])) == (code["sinks"], code["recent"])
     random = kvjax.sizes.budget.as_count(policy.select.random, "random").table(n, budget)[0]
     assert random == code["random_keep"]
@@ -216,7 +216,7 @@ def test_e14_nacl_shares(examples):
     # Where the code's slices come out empty, kvjax protects the sinks alone.
     code, n = examples["E14"]["expected"]["code_defaults_n4096"], np.array([4096])
     budget = Ratio(0.2).table(n, n)
-    sinks, recent = policy.protect.tables(n, budget)
+    sinks, recent = helpers.protected_counts(policy.protect, n, budget)
     assert not code["usable"]
     assert (int(sinks[0]), int(recent[0])) == (code["sinks"], max(code["recent"], 0))
     assert int(kvjax.sizes.budget.as_count(policy.select.random, "random").table(n, budget)[0]) == code["random_keep"]

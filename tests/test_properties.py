@@ -92,9 +92,8 @@ def check_best(policy, keep, score, n, width):
     if not isinstance(policy, Evict) or policy.select != TopK() or policy.scope is not None:
         return
     lengths = np.arange(width + 1)
-    sinks, recent = (
-        int(x[n]) for x in policy.protect.tables(lengths, np.array([average(policy.budget, m) for m in lengths]))
-    )
+    budgets_of = np.array([average(policy.budget, m) for m in lengths])
+    sinks, recent = (int(x[n]) for x in helpers.protected_counts(policy.protect, lengths, budgets_of))
     rank = [(s, i) for i, s in enumerate(score)]
     others = [i for i in range(n) if sinks <= i < n - recent]
     worst = min((rank[i] for i in others if keep[i]), default=None)

@@ -152,7 +152,6 @@ QUICK = {"think"}  # other tests run snapkv, h2o and fastgen
 def test_every_config_runs(config, tmp_path):
     run.main(
         ["--config", f"{config}.py", "--output", str(tmp_path / config), "--length", "256", "--examples", "2"]
-        + ["--model", one_layer()]
         + ["--batch-size", "2", "--tasks", "key_value", "--baselines"]
         + (["--budget", "0.25"] if "budget" in inspect.signature(configs.find(config)[1]).parameters else [])
     )

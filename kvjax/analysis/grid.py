@@ -121,6 +121,11 @@ def _stats(layer: LayerReading, plan: CachePlan, i: int, drawn: dict[str, LayerS
     spec = plan.specs[i]
     found = [s[spec.heads] for s in (layer.stats, drawn) if spec.heads in s]
     wanted = spec.prompt
+    if missing := [m for m in wanted if not any(m in s.observed for s in found)]:
+        raise ValueError(
+            f"{plan.policy} asks for {len(wanted)} measurements in layer {i}, of which the reading lacks {missing}; "
+            "read with measure=analysis.measurements([plan])"
+        )
     value = lambda m: next(s[m] for s in found if m in s.observed)
     return LayerStats(tuple(value(m) for m in wanted), wanted)
 
@@ -134,7 +139,7 @@ def decisions(plan: CachePlan, reading: Reading, seed: int = 0) -> tuple[Selecti
       seed: which draw of what is random.
 
     Raises:
-      ValueError: a policy that does not evict after the prompt.
+      ValueError: a policy that does not evict after the prompt, a reading that lacks what it asks for.
     """
     selections = []
     for i, layer in enumerate(reading.layers):

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from kvjax.analysis.hindsight import of_kv_heads
 from kvjax.analysis.losses import by_query_head
 from kvjax.cache.context import Context, Site, row_keys
-from kvjax.cache.state import EMPTY, LayerKV, Positions, Rotate, ranks
+from kvjax.cache.state import EMPTY, LayerKV, Positions, Rotate, check_shares, ranks
 from kvjax.drivers.attention import attend
 from kvjax.drivers.generation import Model, check_prompts
 from kvjax.policy import Granularity
@@ -88,9 +88,25 @@ class LayerReading:
 
         With `positions` other than "original" the keys that are left move up to their ranks. Gates between 0 and 1 in
         place of a mask, which keep some of every slot where it is, have gradients.
+
+        Raises:
+          ValueError: neither booleans nor shares in [0, 1], of other slots than the prompt's, or gates of keys that
+            move.
         """
-        granularity = "kv_head" if keep.shape[1] == self.prompt.pos.shape[1] else "query_head"
+        keep = jnp.asarray(keep)
+        (B, K, T), N = self.prompt.pos.shape, self.q.shape[1]
+        if keep.shape not in ((B, K, T), (B, N, T)):
+            raise ValueError(
+                f"keep has the shape {keep.shape}, but layer {self.site.layer} has slots {(B, K, T)} of kv heads and "
+                f"{(B, N, T)} of query heads; give one value a slot"
+            )
+        granularity = "kv_head" if keep.shape[1] == K else "query_head"
         if keep.dtype != bool:
+            if not jnp.issubdtype(keep.dtype, jnp.floating):
+                raise ValueError(f"keep has the dtype {keep.dtype}; give booleans, or gates between 0 and 1")
+            if positions != "original":
+                raise ValueError(f"gates keep some of every slot, so no key moves: positions={positions!r} needs masks")
+            check_shares(keep)
             return dataclasses.replace(self.cache(granularity), gate=keep)
         kv = self.cache(granularity, "original" if positions == "original" else "compact")
         pos = jnp.where(keep, kv.pos, EMPTY)
@@ -156,7 +172,20 @@ class Reading:
 
         Everything the continuation adds to the cache stays. The result is that of `kvjax.prefill` with a policy that
         evicts after the prompt, then `kvjax.feed`, in one pass.
+
+        Args:
+          model, params: the model that was read.
+          keep: what is left of every layer, layers first.
+          positions: how the keys that are left are rotated.
+
+        Raises:
+          ValueError: masks of other layers or slots than the reading has.
         """
+        if len(keep) != len(self.layers):
+            raise ValueError(
+                f"keep is for {len(keep)} layers, but the reading has {len(self.layers)}; give one mask a layer, the "
+                "axis of layers first"
+            )
         ctx = dataclasses.replace(self.prompt_context(0), length=self.lengths + self.continuation.shape[1])
 
         def attend_(cache, q, k, v, *, layer, out_proj=None, **options):

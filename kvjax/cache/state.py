@@ -211,6 +211,14 @@ def take_rows(state: KVState, rows: Array | np.ndarray | Sequence[int]) -> KVSta
     return dataclasses.replace(state, layers=layers, length=length, prompt_length=prompt_length, keys=keys)
 
 
+def check_shares(gates: Array) -> None:
+    """Raises ValueError for gates outside of [0, 1], where they are known."""
+    if not isinstance(gates, jax.core.Tracer) and gates.size:
+        low, high = float(gates.min()), float(gates.max())
+        if not (low >= -_ROUNDING and high <= 1 + _ROUNDING):
+            raise ValueError(f"gates lie between {low} and {high}, but a slot is kept by a share in [0, 1]")
+
+
 def with_gates(state: KVState, gates: Float[Array, "B L K S"]) -> KVState:
     """A state whose slots have these gates, whatever its policy: what a study computed from scores of its own.
 
@@ -224,10 +232,7 @@ def with_gates(state: KVState, gates: Float[Array, "B L K S"]) -> KVState:
     has = [(kv.pos.shape[0], len(state.layers), *kv.pos.shape[1:]) for kv in state.layers]
     if any(gates.shape != shape for shape in has):
         raise ValueError(f"gates have the shape {gates.shape}, but the state's slots {has[0]}; give one a slot")
-    if not isinstance(gates, jax.core.Tracer) and gates.size:
-        low, high = float(gates.min()), float(gates.max())
-        if not (low >= -_ROUNDING and high <= 1 + _ROUNDING):
-            raise ValueError(f"gates lie between {low} and {high}, but a slot is kept by a share in [0, 1]")
+    check_shares(gates)
     layers = tuple(dataclasses.replace(kv, gate=gates[:, i]) for i, kv in enumerate(state.layers))
     return dataclasses.replace(state, layers=layers)
 

@@ -5,14 +5,13 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import LayerKV
 from kvjax.scoring.select import TopK
 from kvjax.scoring.stats import AllRows, Measurement, Observe, Observer, RowsFrom, Slots
-from kvjax.sizes.budget import Count, Counts, as_count, counted
+from kvjax.sizes.budget import Count, Counts, counted
 from pallas_kernels.values import flag, optional, settle, tokens
 
 
@@ -33,11 +32,6 @@ class Protect:
 
     def __post_init__(self):
         settle(self, sinks=counted, recent=counted)
-
-    def tables(self, prompt_length: np.ndarray, budget: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(sinks, recent) for every prompt length."""
-        sinks = as_count(self.sinks, "sinks").table(prompt_length, budget)
-        return sinks, as_count(self.recent, "recent").table(prompt_length, budget)
 
 
 def protected(

@@ -166,7 +166,7 @@ class Select(abc.ABC):
         slots: Slots,
         limits: Limits,
     ) -> Selection:
-        """The slots to keep, or their gates if `relaxed`.
+        """The slots to keep, and if `relaxed` their gates. The `score` of the result is replaced by the policy's own.
 
         Args:
           score: larger = keep. Dead slots are ignored.

@@ -59,8 +59,8 @@ class Tables:
 
     def count(self, count: int | float | Count, name: str, layer: int, prompt_length: int) -> int:
         """Another count in one layer."""
-        lengths = np.arange(len(self.budget))
-        return int(as_count(count, name).table(lengths, self.budget[:, layer])[prompt_length])
+        budget = self.budget[prompt_length : prompt_length + 1, layer]
+        return int(as_count(count, name).table(np.array([prompt_length]), budget)[0])
 
     def slots(
         self, site: Site, heads: HeadAllocation, *, room: int, slack: int, prefill: bool, pooled: bool
