@@ -52,12 +52,23 @@ def test_chain_is_associative(case):
     assert kvjax.chain(p, kvjax.chain(q, r)) == kvjax.chain(kvjax.chain(p, q), r)
 
 
+def refuses_to_decide_by_layer(policy):
+    """One of its members makes one decision for all layers."""
+    with pytest.raises(
+        ValueError, match="decides layer by layer, but its member in layer 1 makes one decision for all 3"
+    ):
+        policy.rules(helpers.site(T=T, layer=1))
+
+
 @sampled_methods
 def test_chain_is_application_in_turn(case):
     site = helpers.site(T=T)
     first = case.make(BUDGET + 4)
     second = dataclasses.replace(kvjax.methods.tova(BUDGET), positions=first.at(site).spec.positions)
     both = kvjax.chain(first, second)
+    if first.shared:
+        refuses_to_decide_by_layer(both)
+        return
     ctx = helpers.context(site, length=[T, T])
     kv = helpers.prompt_layer(both, ctx, T=T)
     stats = helpers.random_stats(both, kv, ctx)
@@ -73,6 +84,9 @@ def test_chain_is_application_in_turn(case):
 def test_partition_applies_each_policy_to_its_layers(case):
     policy = case.make(BUDGET)
     mixed = kvjax.partition({"evict": policy, "keep": kvjax.identity()}, ("keep", "evict", "keep"))
+    if policy.shared:
+        refuses_to_decide_by_layer(mixed)
+        return
     for layer, expected in ((0, kvjax.identity()), (1, policy)):
         ctx = helpers.context(helpers.site(T=T, layer=layer), length=[T, T])
         kv = helpers.prompt_layer(expected, ctx, T=T)
