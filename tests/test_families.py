@@ -545,6 +545,7 @@ def test_decisions_of_a_reading(tiny):
     assert (np.asarray(keep).sum((2, 3)) == 18).all()
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_what_is_no_mask_of_a_reading_is_refused(tiny):
     model, params = tiny
     _, _, _, found = read_snapkv(tiny, 9)
