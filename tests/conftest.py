@@ -1,6 +1,7 @@
 """Strict JAX for every test, a compilation cache across runs, and models to test with."""
 
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import jaxlib.version
 import jaxtyping
 import pytest
+from jax._src.interpreters import mlir
 
 import models
 
@@ -20,6 +22,8 @@ QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codege
 if jaxlib.version.__version_info__ < (0, 11):  # later ones have no choice, and no such flag
     QUICK_TO_COMPILE += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}"
+# A context of its own for each program takes 3 ms to make and a megabyte, which stays and makes the next ones slower.
+mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 gc.set_threshold(100_000, 50, 100)  # what tracing allocates is many small objects that live
 jax.config.update("jax_traceback_in_locations_limit", 0)  # a tenth of the time, for nothing that a test reads
 jax.config.update("jax_numpy_dtype_promotion", "strict")

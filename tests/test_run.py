@@ -90,10 +90,11 @@ METHODS = ("full", "1.0"), ("snapkv", "0.5")
 
 
 def test_resuming_after_a_kill_ends_with_the_same_numbers(finished, tmp_path):
-    """SIGKILL in the middle, then the same command again."""
+    """SIGKILL in the middle, then the same arguments again."""
     directory = tmp_path / "killed"
-    command = [sys.executable, "experiments/run.py", "--config", "snapkv.py", *small(budget=["0.5"])]
-    command += ["--baselines", "--tasks", *TWO_TASKS, "--output", str(directory)]
+    arguments = ["--config", "snapkv.py", *small(budget=["0.5"]), "--baselines", "--tasks", *TWO_TASKS]
+    arguments += ["--output", str(directory)]
+    command = [sys.executable, "experiments/run.py", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     lines = directory / "samples.jsonl"
     deadline = time.monotonic() + 120
@@ -109,7 +110,7 @@ def test_resuming_after_a_kill_ends_with_the_same_numbers(finished, tmp_path):
 
     with lines.open("ab") as f:  # what a kill in the middle of a write leaves
         f.write(b'{"method": "snapkv", "budg')
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    run.main(arguments)
     assert lines.read_bytes().startswith(done)  # nothing computed was lost or computed again
     mine = lambda rows: [r for r in rows if r["task"] in TWO_TASKS and (r["method"], r["budget"]) in METHODS]
     assert without_times(samples(directory)) == without_times(mine(samples(finished)))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from kvjax import analysis
 
@@ -16,7 +16,7 @@ def wilson(scores: Sequence[float], confidence: float = 0.95) -> tuple[float, fl
     wider than it need be. Unlike mean +- error it never collapses where all scores are equal.
     """
     n, p = len(scores), float(np.mean(scores))
-    z = float(stats.norm.ppf(0.5 + confidence / 2))
+    z = float(special.ndtri(0.5 + confidence / 2))
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return p, max(0.0, centre - half), min(1.0, centre + half)
