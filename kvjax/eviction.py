@@ -282,18 +282,25 @@ class Evict(Rule):
         if ctx.phase == "decode" and self.when.prefill:
             at_once = max(self.when.room(ctx.site.max_new_tokens), counts.most(self.when.drop), 1)
         limits = Limits(budgets, at_once, counts, memory.select, self.score.summands(ctx))
-        chosen = self.select(finite, safe, slots, limits)
-        if not isinstance(chosen, Selection):
-            raise ValueError(
-                f"{self.select} returned a {type(chosen).__name__}; return Selection(keep, score, limits.budgets)"
-            )
-        if (chosen.gate is not None) != self.select.relaxed or chosen.keep.dtype != bool:
-            gates = "no gates" if chosen.gate is None else "gates"
-            raise ValueError(
-                f"{self.select} has relaxed={self.select.relaxed}, but its selection has {gates} and a keep of "
-                f"{chosen.keep.dtype}; give a mask of booleans, and gates where relaxed"
-            )
+        chosen = _checked_selection(self.select, self.select(finite, safe, slots, limits))
         return dataclasses.replace(chosen, score=jnp.where(kv.live, score, -jnp.inf)), selectable
+
+
+def _checked_selection(select: Select, chosen: object) -> Selection:
+    """What a selection, which may be a user's own, has chosen.
+
+    Raises:
+      ValueError: no `Selection`, a mask of no booleans, or gates where there should be none.
+    """
+    if not isinstance(chosen, Selection):
+        raise ValueError(f"{select} returned a {type(chosen).__name__}; return Selection(keep, score, limits.budgets)")
+    if (chosen.gate is not None) != select.relaxed or chosen.keep.dtype != bool:
+        gates = "no gates" if chosen.gate is None else "gates"
+        raise ValueError(
+            f"{select} has relaxed={select.relaxed}, but its selection has {gates} and a keep of {chosen.keep.dtype}; "
+            "give a mask of booleans, and gates where relaxed"
+        )
+    return chosen
 
 
 def _check_parts(policy: Evict) -> None:
