@@ -1,7 +1,8 @@
 """Language models for kvjax: Flax Linen definitions and checkpoints."""
 
-from models.config import ModelConfig as ModelConfig
-from models.llama import LanguageModel as LanguageModel
+from models.config import DecoderConfig as DecoderConfig
+from models.decoder import LanguageModel as LanguageModel
+from models.llama import ModelConfig as ModelConfig
 from models.rope import Rope as Rope
 from models.tokenizer import load_tokenizer as load_tokenizer
 from models.tokenizer import pad_left as pad_left

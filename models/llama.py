@@ -1,45 +1,34 @@
-"""The Llama family (Llama 2/3, Mistral, Qwen2, Qwen3) in Flax Linen.
-
-Pure: `params` is the only collection, there are no rngs, and the cache is an argument that comes back changed.
-Submodules are named like the checkpoint's tensors, so loading is a transliteration. A model owns no attention over
-caches: it hands queries, keys and values of each layer to the `attend` it was given.
-
-Letters: B batch, T tokens, N query heads, K kv heads, H head_dim, D embed_dim, F mlp_dim, V vocab_size.
-"""
+"""Llama 2 and 3, Mistral, Ministral, Qwen2 and Qwen3: rotary embeddings, RMSNorm before each part, a gated MLP."""
 
 import dataclasses
-import functools
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from kvjax.drivers.attention import Attend
 from kvjax.scoring.stats import LayerStats
-from models.config import ModelConfig
-
-_ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-}
+from models.checks import whole
+from models.config import DecoderConfig, read_flag, read_sizes, read_windows, write_sizes, write_windows
+from models.family import Family
+from models.parts import GatedMLP, RMSNorm, attended, decoded, dense, embedded, embedding, split
+from models.rope import Rope
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation, in float32 whatever the input."""
+@dataclasses.dataclass(frozen=True)
+class ModelConfig(DecoderConfig):
+    """A decoder of the Llama family.
 
-    config: ModelConfig
+    Attributes:
+      qkv_bias, out_bias, mlp_bias: which projections have a bias.
+      qk_norm: RMSNorm over head_dim on queries and keys, before rotation (Qwen3).
+    """
 
-    @nn.compact
-    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Normalises the last axis."""
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.dtype(self.config.dtype))
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.config.norm_eps)
-        return y.astype(x.dtype) * jnp.broadcast_to(scale, x.shape)
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
 
 
 class Attention(nn.Module):
@@ -53,37 +42,13 @@ class Attention(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
         """Output, cache after the step, and what was measured."""
         c = self.config
-        B, T, _ = x.shape
 
         def heads(name: str, num_heads: int) -> Float[Array, "B _ T H"]:
-            y = _dense(c, num_heads * c.head_dim, c.qkv_bias, name)(x).reshape(B, T, num_heads, c.head_dim)
-            if c.qk_norm and name != "v_proj":
-                y = RMSNorm(c, name=f"{name[0]}_norm")(y)
-            return y.transpose(0, 2, 1, 3)
+            y = split(dense(c, num_heads * c.head_dim, c.qkv_bias, name)(x), num_heads)
+            return RMSNorm(c, name=f"{name[0]}_norm")(y) if c.qk_norm and name != "v_proj" else y
 
         q, k, v = heads("q_proj", c.num_query_heads), heads("k_proj", c.num_kv_heads), heads("v_proj", c.num_kv_heads)
-        out_proj = None
-        if not self.is_initializing():
-            kernel = self.variables["params"]["o_proj"]["kernel"]
-            out_proj = kernel.reshape(c.num_query_heads, c.head_dim, c.embed_dim)
-        out, cache, stats = attend(
-            cache, q, k, v, layer=layer, rotate=c.rope, out_proj=out_proj, window=c.window(layer)
-        )
-        out = out.transpose(0, 2, 1, 3).reshape(B, T, c.num_query_heads * c.head_dim)
-        return _dense(c, c.embed_dim, c.out_bias, "o_proj")(out), cache, stats
-
-
-class MLP(nn.Module):
-    """Gated feed-forward network."""
-
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The gated sum."""
-        c = self.config
-        gate = _ACTIVATIONS[c.activation](_dense(c, c.mlp_dim, c.mlp_bias, "gate_proj")(x))
-        return _dense(c, c.embed_dim, c.mlp_bias, "down_proj")(gate * _dense(c, c.mlp_dim, c.mlp_bias, "up_proj")(x))
+        return attended(self, q, k, v, cache, attend=attend, layer=layer, out="o_proj", bias=c.out_bias)
 
 
 class Block(nn.Module):
@@ -97,14 +62,11 @@ class Block(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
         """Residual stream, cache and measurements after the layer."""
         c = self.config
-        with jax.named_scope("attention"):
-            y, cache, stats = Attention(c, name="self_attn")(
-                RMSNorm(c, name="input_layernorm")(x), cache, layer=layer, attend=attend
-            )
+        y = RMSNorm(c, name="input_layernorm")(x)
+        y, cache, stats = Attention(c, name="self_attn")(y, cache, layer=layer, attend=attend)
         x = x + y
-        with jax.named_scope("mlp"):
-            x = x + MLP(c, name="mlp")(RMSNorm(c, name="post_attention_layernorm")(x))
-        return x, cache, stats
+        y = RMSNorm(c, name="post_attention_layernorm")(x)
+        return x + GatedMLP(c, c.mlp_bias, name="mlp")(y), cache, stats
 
 
 class Llama(nn.Module):
@@ -114,111 +76,72 @@ class Llama(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        tokens: Int[Array, "B T"],
-        layers: tuple[Any, ...],
-        *,
-        attend: Attend,
-        last_only: bool,
+        self, tokens: Int[Array, "B T"], layers: tuple[Any, ...], *, attend: Attend, last_only: bool
     ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
         """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
         c = self.config
-        embedding = self.param(
-            "embed_tokens", nn.initializers.normal(0.02), (c.vocab_size, c.embed_dim), jnp.dtype(c.dtype)
-        )
-        # A bad id must not look like a good one: neither one beyond the vocabulary nor one that counts from its end.
-        x = embedding.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-        caches, stats = [], []
-        for i, cache in enumerate(layers):
-            x, cache, measured = Block(c, name=f"layers_{i}")(x, cache, layer=i, attend=attend)
-            caches.append(cache)
-            stats.append(measured)
+        table = embedding(self, "embed_tokens", c.vocab_size)
+        blocks = [Block(c, name=f"layers_{i}") for i in range(c.num_layers)]
+        x, caches, stats = decoded(blocks, embedded(table, tokens), layers, attend)
         x = RMSNorm(c, name="norm")(x[:, -1:] if last_only else x)
-        logits = x @ embedding.T if c.tie_embeddings else _dense(c, c.vocab_size, False, "lm_head")(x)
-        return logits.astype(jnp.float32), tuple(caches), tuple(stats)
+        return x @ table.T if c.tie_embeddings else dense(c, c.vocab_size, False, "lm_head")(x), caches, stats
 
 
-def _dense(config: ModelConfig, features: int, bias: bool, name: str) -> nn.Dense:
-    dtype = jnp.dtype(config.dtype)
-    return nn.Dense(features, use_bias=bias, dtype=dtype, param_dtype=dtype, name=name)
+def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    raw = {**_DEFAULTS.get(architecture, {}), **raw}
+    sizes = read_sizes(raw)
+    rope = Rope.from_hugging_face(raw, sizes["max_position"])
+    return {**sizes, "rope": rope, **_switches(raw, architecture, sizes["num_layers"])}
 
 
-@dataclasses.dataclass(frozen=True)
-class LanguageModel:
-    """A model as kvjax sees it: a pure function of its parameters, hashable and compared by its config.
-
-    Attributes:
-      config: sizes and switches.
-    """
-
-    config: ModelConfig
-
-    def __post_init__(self):
-        if not isinstance(self.config, ModelConfig):
-            raise ValueError(
-                f"config is a {type(self.config).__name__}, not a ModelConfig; models.load makes one of a checkpoint"
-            )
-
-    def __call__(
-        self,
-        params: PyTree[Any],
-        tokens: Int[Array, "B T"],
-        layers: tuple[Any, ...],
-        *,
-        attend: Attend,
-        last_only: bool,
-    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
-        """See `kvjax.drivers.generation.Model`.
-
-        Raises:
-          ValueError: parameters of another model.
-        """
-        check_params(self, params)
-        apply: Any = Llama(self.config).apply
-        return apply({"params": params}, tokens, layers, attend=attend, last_only=last_only)
-
-    def init(self, key: Array) -> PyTree[Any]:
-        """Random parameters.
-
-        Raises:
-          ValueError: `key` is not one key.
-        """
-        kind, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
-        typed = kind is not None and jnp.issubdtype(kind, jax.dtypes.prng_key)
-        if shape != () if typed else (kind, shape) != (jnp.uint32, (2,)):
-            raise ValueError(f"key={key!r} is not one key; make it with jax.random.key(seed)")
-        attend = lambda cache, q, k, v, **_: (q, cache, LayerStats())
-        variables = Llama(self.config).init(
-            key, jnp.zeros((1, 1), jnp.int32), (None,) * self.config.num_layers, attend=attend, last_only=True
-        )
-        return variables["params"]
-
-    @property
-    def shapes(self) -> PyTree[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the parameters, without making any."""
-        return jax.eval_shape(self.init, jax.random.key(0))
+def _switches(raw: Mapping[str, Any], architecture: str, layers: int) -> dict[str, Any]:
+    """What is an architecture's own: which projections have a bias, and which layers a window."""
+    bias = read_flag(raw, "attention_bias")
+    if architecture == "LlamaForCausalLM":
+        return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": read_flag(raw, "mlp_bias")}
+    if architecture in ("MistralForCausalLM", "MinistralForCausalLM"):
+        return {"sliding_window": read_windows(raw, ["sliding_attention"] * layers)}
+    # Layers of Qwen have windows by name or, in older files, from `max_window_layers` on.
+    first = whole("max_window_layers", raw.get("max_window_layers", 28), least=0)
+    kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    windows = {"sliding_window": read_windows(raw, kinds, used=read_flag(raw, "use_sliding_window"))}
+    if architecture == "Qwen2ForCausalLM":
+        return {"qkv_bias": True, **windows}
+    return {"qkv_bias": bias, "out_bias": bias, "qk_norm": True, **windows}
 
 
-@functools.lru_cache(maxsize=64)
-def _shapes(model: LanguageModel) -> dict[str, tuple[int, ...]]:
-    return _named(model.shapes)
+def _write(config: ModelConfig) -> dict[str, Any]:
+    windows = write_windows(config)
+    sliding = windows["sliding_window"] is not None
+    if config.qk_norm:
+        architecture = "Qwen3ForCausalLM"
+        own = {"attention_bias": config.qkv_bias, "use_sliding_window": sliding, **windows}
+    elif config.qkv_bias and not config.out_bias:
+        architecture, own = "Qwen2ForCausalLM", {"use_sliding_window": sliding, **windows}
+    elif len(set(windows["layer_types"])) > 1:
+        architecture, own = "MinistralForCausalLM", windows
+    elif sliding or config.embed_dim % config.num_query_heads:  # transformers refuses a Llama of such a width
+        architecture, own = "MistralForCausalLM", {"sliding_window": windows["sliding_window"]}
+    else:
+        architecture, own = "LlamaForCausalLM", {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    named = {"architectures": [architecture], "model_type": _ARCHITECTURES[architecture]}
+    return {**named, **write_sizes(config), **config.rope.to_hugging_face(), **own}
 
 
-def _named(params: PyTree[Any]) -> dict[str, tuple[int, ...]]:
-    return {jax.tree_util.keystr(path): jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
-
-
-def check_params(model: LanguageModel, params: PyTree[Any]) -> None:
-    """Refuses parameters of other names or shapes than the model's, some of which flax would pass over.
-
-    Raises:
-      ValueError: how many there are, and what the first is and should be.
-    """
-    here, wanted = _named(params), _shapes(model)
-    wrong = [n for n in sorted({*here, *wanted}) if here.get(n) != wanted.get(n)]
-    if wrong:
-        name = wrong[0]
-        raise ValueError(
-            f"{len(wrong)} of {len(wanted)} parameters do not fit the model: {name} is {here.get(name, 'absent')}, but "
-            f"the model wants {wanted.get(name, 'none')}; give the parameters that were loaded or made with this model"
-        )
+# What transformers' config classes assume where a config.json is silent.
+_MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 4096 * 32}
+_QWEN2 = {"num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 32768}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": _MISTRAL,
+    "MinistralForCausalLM": _MISTRAL,
+    "Qwen2ForCausalLM": _QWEN2,
+    "Qwen3ForCausalLM": {**_QWEN2, "head_dim": 128},
+}
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MinistralForCausalLM": "ministral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+FAMILY = Family(_ARCHITECTURES, ModelConfig, Llama, _read, _write)

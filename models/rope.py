@@ -12,28 +12,41 @@ from jaxtyping import Array, Float, Int
 from models.checks import flag, positive, whole
 from pallas_kernels.values import one_of
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 
-_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 _YARN = ("factor", "beta_fast", "beta_slow", "truncate", "attention_factor")
-_SECTION = {"default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": _YARN, "llama3": _LLAMA3}
+_LONGROPE = ("short_factor", "long_factor", "attention_factor")
+_SECTION = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": _YARN,
+    "llama3": _LLAMA3,
+    "longrope": _LONGROPE,
+}
+_CONTEXT = ("llama3", "yarn", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """A rotary embedding of the half-split kind (RoFormer, arXiv 2104.09864).
+    """A rotary embedding (RoFormer, arXiv 2104.09864).
 
     Attributes:
       kind: "default"; "linear" position interpolation (arXiv 2306.15595); "dynamic" NTK, whose base grows with the
-        sequence; "yarn" (arXiv 2309.00071); "llama3" frequency bands (Llama 3.1).
+        sequence; "yarn" (arXiv 2309.00071); "llama3" frequency bands (Llama 3.1); "longrope", a factor for every
+        pair of channels (arXiv 2402.13753).
       theta: the base.
       factor: how much longer than the original context.
       original_max: the original context, in tokens.
       low_freq_factor, high_freq_factor: llama3's band limits.
       beta_fast, beta_slow, truncate: yarn's band limits, in rotations over the original context.
-      attention_factor: yarn's factor on cos and sin.
+      attention_factor: yarn's and longrope's factor on cos and sin.
+      short_factor, long_factor: longrope's, for sequences inside the original context and for longer ones.
+      channels: how many of a head's channels turn, the first ones; all if None.
+      interleaved: whether neighbours make the pairs that turn (GPT-J), or channels half of those apart.
     """
 
     kind: RopeKind = "default"
@@ -46,10 +59,26 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    channels: int | None = None
+    interleaved: bool = False
 
     def __post_init__(self):
         one_of("kind", self.kind, *_KINDS)
         flag("truncate", self.truncate)
+        flag("interleaved", self.interleaved)
+        for name in ("short_factor", "long_factor"):
+            object.__setattr__(self, name, _positives(name, getattr(self, name)))
+        if self.channels is not None:
+            object.__setattr__(self, "channels", whole("channels", self.channels, least=2))
+            if self.channels % 2:
+                raise ValueError(f"channels={self.channels} is odd; rotary embeddings turn pairs of channels")
+        if self.kind == "longrope" and (not self.short_factor or len(self.short_factor) != len(self.long_factor)):
+            raise ValueError(
+                f"short_factor has {len(self.short_factor)} numbers and long_factor {len(self.long_factor)}; longrope "
+                "needs one for every pair of channels in both"
+            )
         object.__setattr__(self, "original_max", whole("original_max", self.original_max))
         for name in ("theta", *_LLAMA3, "beta_fast", "beta_slow", "attention_factor"):
             object.__setattr__(self, name, positive(name, getattr(self, name)))
@@ -62,11 +91,19 @@ class Rope:
             raise ValueError(f"theta={self.theta} is not greater than 1, as yarn needs it")
 
     @classmethod
-    def from_hugging_face(cls, raw: Mapping[str, Any], max_position: int) -> "Rope":
+    def from_hugging_face(
+        cls, raw: Mapping[str, Any], max_position: int, *, head_dim: int | None = None, partial: bool = False
+    ) -> "Rope":
         """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
-        Where both sections stand, `rope_scaling` replaces the other whole, and the original context of "llama3" and
-        "yarn" is that outside of the section, as in transformers.
+        Where both sections stand, `rope_scaling` replaces the other whole, and the original context of "llama3",
+        "yarn" and "longrope" is that outside of the section, as in transformers.
+
+        Args:
+          raw: the contents of a config.json.
+          max_position: its longest position.
+          head_dim: H, for what is a share of it.
+          partial: whether the architecture reads `partial_rotary_factor`.
 
         Raises:
           ValueError: a scaling that is not supported, or a value that its key cannot have.
@@ -79,16 +116,19 @@ class Rope:
         kind = section.get("rope_type", section.get("type", "default"))
         if kind not in _KINDS:
             raise ValueError(f"rotary scaling {kind!r} is not supported; supported are {_KINDS}")
-        if any(x.get("partial_rotary_factor") not in (None, 1.0) for x in (raw, section)):
+        shares = [x["partial_rotary_factor"] for x in (section, raw) if x.get("partial_rotary_factor") is not None]
+        if shares and shares[0] != 1 and not partial:
             raise ValueError("partial_rotary_factor != 1 is not supported for these architectures")
         theta = positive("rope_theta", section.get("rope_theta", raw.get("rope_theta", 10000.0)))
-        wanted = () if kind == "yarn" else _SECTION[kind]
+        wanted = {"yarn": (), "longrope": _LONGROPE[:2]}.get(kind, _SECTION[kind])
         if missing := [k for k in wanted if k not in section]:
             raise ValueError(f"rotary scaling {kind!r} needs {missing} in config.json; it has {sorted(section)}")
         fields: dict[str, Any] = {"kind": kind, "theta": theta, **{k: section[k] for k in wanted}}
         if kind == "dynamic":
             fields["original_max"] = max_position
-        if kind in ("llama3", "yarn"):
+        if shares and shares[0] != 1 and head_dim is not None:
+            fields["channels"] = int(head_dim * positive("partial_rotary_factor", shares[0]))
+        if kind in _CONTEXT:
             found = [x for x in (raw.get(_ORIGINAL), section.get(_ORIGINAL), max_position) if x is not None]
             fields["original_max"] = whole(_ORIGINAL, found[0])
         if kind == "yarn":
@@ -99,24 +139,50 @@ class Rope:
             fields["beta_slow"] = section.get("beta_slow") or 1.0
             fields["truncate"] = section.get("truncate", True) or False
             fields["attention_factor"] = _yarn_attention_factor(section, factor)
-        return cls(**fields)
+        if kind == "longrope":
+            original, factor = fields["original_max"], section.get("factor")
+            factor = positive("factor", max_position / original if factor is None else factor)
+            default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+            given = section.get("attention_factor")
+            fields["attention_factor"] = default if given is None else positive("attention_factor", given)
+        rope = cls(**fields)
+        if kind == "longrope" and head_dim is not None and len(rope.short_factor) != (rope.channels or head_dim) // 2:
+            raise ValueError(
+                f"short_factor has {len(rope.short_factor)} numbers for {rope.channels or head_dim} turning channels; "
+                "longrope needs one for every pair"
+            )
+        return rope
 
     @property
     def used(self) -> tuple[Any, ...]:
         """The values of the fields that this kind depends on."""
-        names = ("kind", "theta", "attention_factor", *_SECTION[self.kind])
+        names = ("kind", "theta", "attention_factor", "channels", "interleaved", *_SECTION[self.kind])
         original = () if self.kind in ("default", "linear") else (self.original_max,)
         return (*(getattr(self, n) for n in names), *original)
 
     def to_hugging_face(self) -> dict[str, Any]:
         """`rope_theta` and, if positions are scaled, `rope_scaling`, as transformers 4 and 5 read them."""
         section = {"rope_type": self.kind, **{k: getattr(self, k) for k in _SECTION[self.kind]}}
-        if self.kind in ("llama3", "yarn"):
+        section = {k: list(x) if isinstance(x, tuple) else x for k, x in section.items()}
+        if self.kind in _CONTEXT:
             section[_ORIGINAL] = self.original_max
         return {"rope_theta": self.theta} | ({} if self.kind == "default" else {"rope_scaling": section})
 
+    @property
+    def additive(self) -> bool:
+        """Whether turning twice is turning once by the sum: not where angles or scale depend on the length."""
+        return self.kind not in ("dynamic", "longrope") and self.attention_factor == 1.0
+
+    def turning(self, head_dim: int) -> int:
+        """How many of a head's channels turn."""
+        return head_dim if self.channels is None else self.channels
+
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Radians a position, "H/2" in float64. For "dynamic", those of sequences inside the original context."""
+        """Radians a position, one for every pair of channels, in float64.
+
+        For "dynamic" and "longrope", those of sequences inside the original context.
+        """
+        head_dim = self.turning(head_dim)
         exponent = np.arange(0, head_dim, 2) / head_dim
         base = self.theta**-exponent
         if self.kind == "linear":
@@ -130,6 +196,8 @@ class Rope:
             return base * (smooth + (1 - smooth) / self.factor)
         if self.kind == "yarn":
             return base * self._yarn_ramp(head_dim)
+        if self.kind == "longrope":
+            return base / np.array(self.short_factor)
         return base
 
     def _yarn_ramp(self, head_dim: int) -> np.ndarray:
@@ -150,18 +218,30 @@ class Rope:
 
         Angles are computed in float32 whatever the dtype of `x`: bfloat16 cannot tell position 256 from 257.
         """
-        H = x.shape[-1]
+        H = self.turning(x.shape[-1])
         freq = jnp.asarray(self.frequencies(H), jnp.float32)[None]
+        # The length is that of the pass, for every sequence on its own.
+        length = jnp.maximum(pos.max((1, 2)) + 1, self.original_max)[:, None]
         if self.kind == "dynamic":
-            # The base grows with the longest position of the pass, for every sequence on its own.
-            length = jnp.maximum(pos.max((1, 2)) + 1, self.original_max).astype(jnp.float32)
-            growth = self.factor * length / self.original_max - (self.factor - 1.0)
+            growth = self.factor * length.astype(jnp.float32) / self.original_max - (self.factor - 1.0)
             exponent = jnp.asarray(np.arange(0, H, 2) / H * (H / (H - 2)), jnp.float32)[None]
-            freq = freq * growth[:, None] ** -exponent
+            freq = freq * growth**-exponent
+        if self.kind == "longrope":
+            stretched = np.array(self.short_factor) / np.array(self.long_factor)
+            freq = jnp.where(length > self.original_max, freq * jnp.asarray(stretched, jnp.float32)[None], freq)
         angle = pos[..., None].astype(jnp.float32) * freq[:, None, None]
         cos, sin = jnp.cos(angle) * self.attention_factor, jnp.sin(angle) * self.attention_factor
-        a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+        turning, rest = x[..., :H].astype(jnp.float32), x[..., H:]
+        a, b = (turning[..., ::2], turning[..., 1::2]) if self.interleaved else jnp.split(turning, 2, axis=-1)
+        a, b = a * cos - b * sin, b * cos + a * sin
+        turned = jnp.stack([a, b], axis=-1).reshape(turning.shape) if self.interleaved else jnp.concatenate([a, b], -1)
+        return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1) if rest.shape[-1] else turned.astype(x.dtype)
+
+
+def _positives(name: str, values: Any) -> tuple[float, ...]:
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"{name}={values!r} is not a list of numbers")
+    return tuple(positive(name, x) for x in values)
 
 
 def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:

@@ -19,12 +19,14 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from models.config import DTYPES, ModelConfig, from_hugging_face, to_hugging_face
-from models.llama import LanguageModel, check_params
+from models.config import DTYPES, DecoderConfig
+from models.decoder import LanguageModel, check_params
+from models.families import family_of, from_hugging_face, to_hugging_face
 from pallas_kernels.values import one_of
 
 _CONFIG, _INDEX, _SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+_LAYER = re.compile(r"\.(?=\d+\.)")  # before the number of a layer
 _BESIDE = ".saving-"
 _FILES = ("*.json", "*.safetensors", "tokenizer*", "merges.txt")
 _LFS = b"version https://git-lfs"
@@ -90,7 +92,7 @@ def fingerprint(source: str | os.PathLike[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def read_config(path: pathlib.Path, *, dtype: str = "float32") -> ModelConfig:
+def read_config(path: pathlib.Path, *, dtype: str = "float32") -> DecoderConfig:
     """The config of a checkpoint directory."""
     file = path / _CONFIG
     if not file.is_file():
@@ -154,17 +156,17 @@ def save(path: str | os.PathLike[str], model: LanguageModel, params: PyTree[Any]
 def _named(model: LanguageModel, params: PyTree[Any], dtype: str) -> dict[str, np.ndarray]:
     """Parameters as a checkpoint's tensors."""
     check_params(model, params)
-    tensors = {}
+    family, tensors = family_of(model.config), {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
         path = tuple(k.key for k in keys)
-        name, x = _tensor_name(path), np.asarray(leaf)
+        name, x = family.stored_name(path), np.asarray(leaf)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{name} has dtype {x.dtype}, expected a float type")
         with np.errstate(over="ignore"):
             y = x.astype(jnp.dtype(dtype))
         if np.isinf(y).sum() > np.isinf(x).sum():
             raise ValueError(f"{name} has values that {dtype} cannot hold; save it as bfloat16 or float32")
-        tensors[name] = np.ascontiguousarray(y.T if path[-1] == "kernel" else y)
+        tensors[name] = np.ascontiguousarray(y.T if family.transposed(path[-1]) else y)
     return tensors
 
 
@@ -210,18 +212,6 @@ def _json(file: pathlib.Path) -> Any:
         raise ValueError(f"{file} is not JSON in UTF-8: {e}; was it downloaded whole?") from e
 
 
-def _tensor_name(path: tuple[str, ...]) -> str:
-    """layers_0/self_attn/q_proj/kernel -> model.layers.0.self_attn.q_proj.weight."""
-    parts = list(path)
-    if parts[-1] in ("kernel", "scale"):
-        parts[-1] = "weight"
-    elif parts[-1] == "embed_tokens":
-        parts.append("weight")
-    if parts[0].startswith("layers_"):
-        parts[0] = parts[0].replace("_", ".")
-    return ".".join(parts if parts[0] == "lm_head" else ["model", *parts])
-
-
 def _tensors(path: pathlib.Path) -> dict[str, Any]:
     """Every tensor of a checkpoint, by name, in its stored dtype. A single file hides an index, as in transformers."""
     if (path / _SINGLE).is_file():
@@ -264,26 +254,27 @@ def _read(file: pathlib.Path) -> Iterator[tuple[str, Any]]:
 
 def _assemble(model: LanguageModel, tensors: dict[str, Any], path: pathlib.Path) -> PyTree[Any]:
     """Parameters of `model` from named tensors, or an error that names every one that is wrong."""
-    stored = {n.split(".")[2] for n in tensors if n.startswith("model.layers.")}
+    family = family_of(model.config)
+    tensors = family.prefixed(tensors)
+    stored = {n.split(".")[0] for name in tensors for n in _LAYER.split(name, maxsplit=1)[1:]}
     if model.config.num_layers > len(stored) + 1:  # tracing thousands of layers that are not there would take minutes
         raise ValueError(
             f"{path}: config.json has {model.config.num_layers} layers, the weights have {len(stored)} "
             f"(tensors {reprlib.repr(sorted(tensors))}); mend num_hidden_layers, or add the files that are missing"
         )
-    if model.config.tie_embeddings and "model.embed_tokens.weight" not in tensors and "lm_head.weight" in tensors:
-        tensors["model.embed_tokens.weight"] = tensors.pop("lm_head.weight")
+    tied, head, table = model.config.tie_embeddings, f"{family.head}.weight", family.stored_name((family.embedding,))
+    if tied and table not in tensors and head in tensors:
+        tensors[table] = tensors.pop(head)
     wanted = jax.tree_util.tree_leaves_with_path(model.shapes)
-    names = {_tensor_name(tuple(k.key for k in keys)): (keys, leaf) for keys, leaf in wanted}
-    extra = {n for n in tensors if n not in names and not n.endswith("rotary_emb.inv_freq")}
-    if model.config.tie_embeddings and "lm_head.weight" in extra:
-        if not np.array_equal(
-            np.asarray(tensors["lm_head.weight"]), np.asarray(tensors.get("model.embed_tokens.weight"))
-        ):
+    names = {family.stored_name(tuple(k.key for k in keys)): (keys, leaf) for keys, leaf in wanted}
+    extra = {n for n in tensors if n not in names and not n.endswith(family.ignored)}
+    if tied and head in extra:
+        if not np.array_equal(np.asarray(tensors[head]), np.asarray(tensors.get(table))):
             raise ValueError(
-                f"{path}: config.json ties the output head to the embedding, but lm_head.weight differs from it; "
+                f"{path}: config.json ties the output head to the embedding, but {head} differs from it; "
                 "set tie_word_embeddings to false"
             )
-        extra.remove("lm_head.weight")
+        extra.remove(head)
     missing = sorted(set(names) - set(tensors))
     problems = [f"missing tensors {missing}"] if missing else []
     problems += [f"extra tensors {sorted(extra)}"] if extra else []
@@ -291,7 +282,7 @@ def _assemble(model: LanguageModel, tensors: dict[str, Any], path: pathlib.Path)
         if name not in tensors:
             continue
         x = tensors[name]
-        expected = leaf.shape[::-1] if keys[-1].key == "kernel" else leaf.shape
+        expected = leaf.shape[::-1] if family.transposed(keys[-1].key) else leaf.shape
         if x.shape != expected:
             problems.append(f"{name} has shape {tuple(x.shape)}, config.json implies {tuple(expected)}")
         if isinstance(x, _Unread) or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -300,9 +291,9 @@ def _assemble(model: LanguageModel, tensors: dict[str, Any], path: pathlib.Path)
         raise ValueError(f"{path} does not fit its config.json: " + "; ".join(problems))
 
     def build(keys, leaf):
-        name = _tensor_name(tuple(k.key for k in keys))
+        name = family.stored_name(tuple(k.key for k in keys))
         x = jnp.asarray(tensors.pop(name))
-        y = (x.T if keys[-1].key == "kernel" else x).astype(leaf.dtype)
+        y = (x.T if family.transposed(keys[-1].key) else x).astype(leaf.dtype)
         if lost := int((~jnp.isfinite(y)).sum()):
             stored = int((~jnp.isfinite(x)).sum())
             fault = "are not finite; download it again" if stored else f"{leaf.dtype} cannot hold; load it as bfloat16"

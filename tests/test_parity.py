@@ -10,7 +10,7 @@ import pytest
 import kvjax
 import models
 from kvjax import methods
-from models.config import from_hugging_face
+from models.families import from_hugging_face
 
 torch = pytest.importorskip("torch", reason="parity needs torch, which the test extra installs on Python 3.11")
 transformers = pytest.importorskip("transformers")
@@ -32,6 +32,8 @@ def rope(kind, **kwargs):
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 2.0, 3.0, 4.0], "factor": 4.0}
+HALF_LINEAR = rope("linear", factor=2.0, partial_rotary_factor=0.5)
 CASES = {
     "llama": ("LlamaForCausalLM", {}),
     "llama_tied_biased": ("LlamaForCausalLM", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -52,8 +54,36 @@ CASES = {
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
+    "gpt_neox": ("GPTNeoXForCausalLM", {"head_dim": None}),
+    "gpt_neox_in_turn": (
+        "GPTNeoXForCausalLM",
+        {
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            **rope("linear", factor=2.0, partial_rotary_factor=0.5),
+        },
+    ),
+    "gptj": ("GPTJForCausalLM", {"rotary_dim": 4, "n_inner": 40}),
+    "phi3": ("Phi3ForCausalLM", {"sliding_window": 7}),
+    "phi3_long": ("Phi3ForCausalLM", {"original_max_position_embeddings": 16, **rope("longrope", **LONG)}),
+    "phi3_partial": ("Phi3ForCausalLM", {"tie_word_embeddings": True, **rope("default", partial_rotary_factor=0.5)}),
+    "gemma": ("GemmaForCausalLM", {"head_dim": 16, "num_key_value_heads": 1}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0},
+    ),
+    "gemma3": ("Gemma3ForCausalLM", {"head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2}),
 }
 T, NEW = 21, 6
+
+
+def slow_but(*quick):
+    """All cases, of which these are asked where no slow tests are."""
+    marked = [pytest.param(c, marks=() if c in quick else pytest.mark.slow) for c in CASES]
+    return pytest.mark.parametrize("both", marked, indirect=True)
+
+
+quick_for_llamas = slow_but(*(c for c in CASES if c.startswith(("llama", "mistral", "qwen"))), "gemma2")
 
 
 @pytest.fixture
@@ -84,7 +114,7 @@ def both(request, tmp_path_factory):
 
 def assert_close(ours, theirs):
     theirs = theirs.detach().numpy()
-    assert np.abs(np.asarray(ours) - theirs).max() <= 1e-4 * np.abs(theirs).max()
+    assert np.abs(np.asarray(ours) - theirs).max() <= 1e-5 * np.abs(theirs).max()
 
 
 def tokens():
@@ -106,6 +136,7 @@ def test_prompt_and_cached_decoding(pair):
             assert_close(rest[:, i], out.logits[:, -1])
 
 
+@quick_for_llamas
 def test_all_prompt_logits(pair):
     theirs, model, params = pair
     ids = tokens()[:, :T]
@@ -116,6 +147,7 @@ def test_all_prompt_logits(pair):
         assert_close(ours, theirs(torch.tensor(ids)).logits)
 
 
+@quick_for_llamas
 def test_left_padded_batch(pair):
     theirs, model, params = pair
     ids, lengths = tokens()[:, :T], np.array([T, 12])
@@ -125,15 +157,13 @@ def test_left_padded_batch(pair):
     with torch.no_grad():
         for row, n in enumerate(lengths):
             assert_close(ours[row], theirs(torch.tensor(ids[row : row + 1, T - n :])).logits[0, -1])
-        if model.config.rope.kind != "dynamic":  # theirs scales every row by the longest one
+        if model.config.rope.kind not in ("dynamic", "longrope"):  # theirs scales every row by the longest one
             positions = torch.tensor(np.maximum(np.cumsum(mask, 1) - 1, 0))
             batch = theirs(torch.tensor(ids), attention_mask=torch.tensor(mask.astype(int)), position_ids=positions)
             assert_close(ours, batch.logits[:, -1])
 
 
-@pytest.mark.parametrize(
-    "both", [pytest.param(c, marks=() if c == "qwen3" else pytest.mark.slow) for c in CASES], indirect=True
-)
+@slow_but("qwen3")
 def test_greedy_generation(pair):
     theirs, model, params = pair
     ids = tokens()[:, :T]
@@ -223,6 +253,7 @@ def test_layers_of_mistral_have_windows_by_their_types(tmp_path):
         assert_close(ours, theirs(torch.tensor(ids)).logits[:, -1])
 
 
+@quick_for_llamas
 def test_saved_families_are_theirs(pair, tmp_path):
     """What was loaded and saved again gives transformers the logits of the original."""
     theirs, model, params = pair
@@ -249,3 +280,44 @@ def test_our_checkpoints_are_theirs(tmp_path, tiny):
     ours, _ = kvjax.prefill(model, params, jnp.asarray(ids), plan)
     with torch.no_grad():
         assert_close(ours, theirs(torch.tensor(ids)).logits[:, -1])
+
+
+EVICTING = {
+    "snapkv": methods.snapkv(9, window_size=3, kernel_size=1),
+    "h2o": methods.h2o(9),
+}
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+@slow_but("gemma2")
+def test_evicted_tokens_are_hidden_ones(pair, policy):
+    """Logits after eviction are theirs under a mask that hides the evicted tokens, in every layer and head."""
+    theirs, model, params = pair
+    ids = tokens()
+    plan = kvjax.make_plan(model.config, EVICTING[policy], prompt_len=T, max_new_tokens=NEW)
+    _, state = kvjax.prefill(model, params, jnp.asarray(ids[:, :T]), plan)
+    N, L = model.config.num_query_heads, model.config.num_layers
+    read = np.zeros((L, 2, N, T + NEW, T + NEW), bool)
+    read[:, :, :, :T] = True  # causal all the same
+    ours = []
+    for i in range(NEW):
+        for layer, kv in enumerate(state.layers):
+            live = (np.asarray(kv.view().pos)[..., None] == np.arange(T + NEW)).any(2)
+            read[layer, :, :, T + i] = live.repeat(N // live.shape[1], axis=1)
+        read[:, :, :, T + i, T + i] = True
+        logits, state = kvjax.decode_step(model, params, jnp.asarray(ids[:, T + i], jnp.int32), state)
+        ours.append(logits)
+    assert (~read[:, :, :, T:, :T]).any((3, 4)).all(), "nothing was evicted somewhere"
+
+    theirs.set_attn_implementation("eager")
+    places = [m for name, m in theirs.named_modules() if name.endswith(("self_attn", "attention", "attn"))]
+    assert len(places) == L
+    for place, seen in zip(places, read, strict=True):
+        hidden = torch.tensor(np.where(seen, 0.0, np.finfo(np.float32).min), dtype=torch.float32)
+
+        def hide(module, args, kwargs, hidden=hidden):
+            return args, {**kwargs, "attention_mask": torch.minimum(kwargs["attention_mask"], hidden)}
+
+        place.register_forward_pre_hook(hide, with_kwargs=True)
+    with torch.no_grad():
+        assert_close(np.stack(ours, 1), theirs(torch.tensor(ids)).logits[:, T:])

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 import models
-from models import weights
+from models import families, weights
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 5}
 
@@ -129,13 +129,14 @@ def test_untied_head_of_a_tied_model(checkpoint):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel is not supported; supported are \['Llama"),
+        ({"architectures": ["BertForMaskedLM"]}, r"BertForMaskedLM is not supported; supported are \['GPTJ"),
         ({"architectures": None, "model_type": "gpt2"}, "none, model_type 'gpt2'> is not supported"),
         ({"architectures": 3}, "architecture 3 is not supported"),
         ({"architectures": [["LlamaForCausalLM"]]}, "is not supported"),
         ({"model_type": "qwen2"}, "model_type='qwen2' contradict each other"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rotary scaling 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "rotary scaling 'mrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, r"'longrope' needs \['short_factor', 'long_"),
         ({"hidden_act": "swish2"}, "activation 'swish2' is not one of"),
         ({"num_key_value_heads": 3}, "4 query heads are not a multiple of 3 kv heads"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -153,6 +154,45 @@ def test_unsupported_configs(checkpoint, change, message):
     write(path, config={**config, **change})
     with pytest.raises(ValueError, match=f"{re.escape(str(path))}.*{message}"):
         models.load(path)
+
+
+SMALL = {
+    "vocab_size": 9,
+    "hidden_size": 32,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "message"),
+    [
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not supported"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, r"attn_logit_softcapping=-1.0: must be a number in \(0, inf\)"),
+        ("gemma3_text", {"rope_parameters": [1]}, r"rope_parameters=\[1\] is not an object with a section for each"),
+        ("gemma3_text", {"layer_types": ["chunked"] * 2}, "is not a list of 2 names out of"),
+        ("gptj", {"rotary_dim": 9}, "channels=9 is odd"),
+        ("gptj", {"rotary_dim": 10}, "rope turns 10 channels, but head_dim=8"),
+        ("gptj", {"tie_word_embeddings": True}, "tie_word_embeddings=true is not supported for GPT-J"),
+        ("gpt_neox", {"rotary_pct": "all"}, "partial_rotary_factor='all': must be a number"),
+        ("phi3", {"rope_scaling": {**LONG, "short_factor": [1.0] * 3}}, "short_factor has 3 numbers and long_factor 4"),
+        ("phi3", {"rope_scaling": {**LONG, "partial_rotary_factor": 0.5}}, "has 4 numbers for 4 turning channels"),
+        ("phi3", {"rope_scaling": {**LONG, "long_factor": 2.0}}, "long_factor=2.0 is not a list of numbers"),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused(model_type, change, message):
+    with pytest.raises(ValueError, match=message):
+        families.from_hugging_face({**SMALL, "model_type": model_type, **change})
+
+
+def test_a_config_that_no_architecture_has_is_not_saved(tmp_path):
+    config = families.from_hugging_face({**SMALL, "model_type": "gptj", "rotary_dim": 4})
+    model = models.LanguageModel(dataclasses.replace(config, sliding_window=(4, None)))
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), model.shapes)
+    with pytest.raises(ValueError, match=r"GPTJForCausalLM comes nearest, but has no windows=\(4, None\)"):
+        models.save(tmp_path, model, params)
 
 
 NO_NUMBER = ("8", "", True, False, [8], {}, math.nan, math.inf, -math.inf, -1, 10**400)

@@ -1,0 +1,75 @@
+"""The table of families: a new one is a file and a line here."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from models import gemma, gpt_neox, gptj, llama, phi3
+from models.config import DecoderConfig
+from models.family import Family
+
+FAMILIES = (llama.FAMILY, gemma.FAMILY, gpt_neox.FAMILY, gptj.FAMILY, phi3.FAMILY)
+_BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
+_BY_TYPE = {kind: name for family in FAMILIES for name, kind in family.architectures.items()}
+_CHOICES = ("dtype", "bos_id", "eos_ids")  # what a config.json may leave open
+
+
+def family_of(config: DecoderConfig) -> Family:
+    """The family of a config."""
+    return next(family for family in FAMILIES if type(config) is family.config)
+
+
+def from_hugging_face(raw: Mapping[str, Any], *, dtype: str = "float32") -> DecoderConfig:
+    """Reads the contents of a `config.json`, of transformers 4 or 5.
+
+    Raises:
+      ValueError: an architecture, a quantisation or a rotary scaling that is not supported, naming those that are; a
+        value that its key cannot have.
+    """
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"config.json holds a {type(raw).__name__}, not an object of names and values")
+    architecture = _architecture(raw)
+    if quantised := raw.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+        raise ValueError(f"the checkpoint is quantised ({method}); load one with float tensors")
+    family = _BY_ARCHITECTURE[architecture]
+    return family.config(**family.read(raw, architecture), dtype=dtype)
+
+
+def to_hugging_face(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
+    """The `config.json` of the architecture that has these sizes and switches.
+
+    Raises:
+      ValueError: a combination that no architecture has.
+    """
+    raw = {**family_of(config).write(config), "torch_dtype": dtype}
+    read = from_hugging_face(raw, dtype=config.dtype)
+    names = [f.name for f in dataclasses.fields(config) if f.name not in (*_CHOICES, "sliding_window")]
+    lost = [n for n in (*names, "windows") if getattr(read, n) != getattr(config, n)]
+    if "rope" in lost and read.rope.used == config.rope.used:
+        lost.remove("rope")
+    if lost:
+        values = ", ".join(f"{n}={getattr(config, n)!r}" for n in lost)
+        nearest = raw["architectures"][0]
+        raise ValueError(f"{nearest} comes nearest, but has no {values}; no family of transformers has all of it")
+    return raw
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    """The first supported of `architectures`, or that of `model_type` where none are named."""
+    named, kind = raw.get("architectures") or [], raw.get("model_type")
+    named = [named] if isinstance(named, str) else named
+    own = _BY_TYPE.get(kind) if isinstance(kind, str) else None
+    if not named and own:
+        return own
+    known = [x for x in named if x in list(_BY_ARCHITECTURE)] if isinstance(named, list | tuple) else []
+    if not known:
+        shown = ", ".join(map(str, named)) if isinstance(named, list) else repr(named)
+        shown = shown or f"<none, model_type {kind!r}>"
+        raise ValueError(f"architecture {shown} is not supported; supported are {sorted(_BY_ARCHITECTURE)}")
+    if own and own != known[0] and not {own, known[0]} <= _ALIKE:
+        raise ValueError(f"architectures={named!r} and model_type={kind!r} contradict each other; mend the wrong one")
+    return known[0]
+
+
+_ALIKE = {"MistralForCausalLM", "MinistralForCausalLM"}  # Ministral is stored under the name of Mistral

@@ -1,0 +1,217 @@
+"""Gemma 1, 2 and 3 (arXiv 2403.08295, 2408.00118, 2503.19786): scaled embeddings, norms that add 1 to their scale.
+
+Gemma 2 caps logits, scales queries by a constant of its own, normalises after each part too, and alternates local and
+global layers. Gemma 3 normalises queries and keys instead of capping, and turns local layers by an embedding of their
+own.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.drivers.attention import Attend
+from kvjax.scoring.stats import LayerStats
+from models.checks import positive, whole
+from models.config import (
+    DecoderConfig,
+    read_cap,
+    read_flag,
+    read_sizes,
+    read_windows,
+    renamed,
+    write_sizes,
+    write_windows,
+)
+from models.family import Family
+from models.parts import GatedMLP, RMSNorm, attended, decoded, dense, embedded, embedding, split
+from models.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmaConfig(DecoderConfig):
+    """A decoder of the Gemma families.
+
+    Attributes:
+      generation: 1, 2 or 3.
+      attention_bias: whether the projections of attention have a bias.
+      query_scalar: logits of attention are divided by its square root; head_dim if None.
+      attention_cap, final_cap: soft caps on logits of attention and of tokens; None for none.
+      local_rope: the rotary embedding of layers with a window; that of all layers if None.
+    """
+
+    generation: int = 3
+    attention_bias: bool = False
+    query_scalar: float | None = None
+    attention_cap: float | None = None
+    final_cap: float | None = None
+    local_rope: Rope | None = None
+
+    def rotation(self, layer: int) -> Rope:
+        """The rotary embedding of a layer."""
+        return self.rope if self.local_rope is None or self.window(layer) is None else self.local_rope
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention over a cache."""
+
+    config: GemmaConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+        """Output, cache after the step, and what was measured."""
+        c = self.config
+
+        def heads(name: str, num_heads: int) -> Float[Array, "B _ T H"]:
+            y = split(dense(c, num_heads * c.head_dim, c.attention_bias, name)(x), num_heads)
+            return RMSNorm(c, 1.0, name=f"{name[0]}_norm")(y) if c.generation == 3 and name != "v_proj" else y
+
+        q, k, v = heads("q_proj", c.num_query_heads), heads("k_proj", c.num_kv_heads), heads("v_proj", c.num_kv_heads)
+        scale = None if c.query_scalar is None else c.query_scalar**-0.5
+        how = {"scale": scale, "softcap": c.attention_cap, "attend": attend, "layer": layer}
+        return attended(self, q, k, v, cache, out="o_proj", bias=c.attention_bias, **how)
+
+
+class Block(nn.Module):
+    """One decoder layer."""
+
+    config: GemmaConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+        """Residual stream, cache and measurements after the layer."""
+        c = self.config
+        norm = lambda name: RMSNorm(c, 1.0, name=name)
+        y = norm("input_layernorm")(x)
+        y, cache, stats = Attention(c, name="self_attn")(y, cache, layer=layer, attend=attend)
+        if c.generation == 1:
+            x = x + y
+            return x + GatedMLP(c, name="mlp")(norm("post_attention_layernorm")(x)), cache, stats
+        x = x + norm("post_attention_layernorm")(y)
+        y = GatedMLP(c, name="mlp")(norm("pre_feedforward_layernorm")(x))
+        return x + norm("post_feedforward_layernorm")(y), cache, stats
+
+
+class Gemma(nn.Module):
+    """The whole decoder."""
+
+    config: GemmaConfig
+
+    @nn.compact
+    def __call__(
+        self, tokens: Int[Array, "B T"], layers: tuple[Any, ...], *, attend: Attend, last_only: bool
+    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
+        """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
+        c = self.config
+        table = embedding(self, "embed_tokens", c.vocab_size)
+        blocks = [Block(c, name=f"layers_{i}") for i in range(c.num_layers)]
+        x = embedded(table, tokens) * jnp.asarray(c.embed_dim**0.5, table.dtype)
+        x, caches, stats = decoded(blocks, x, layers, attend)
+        x = RMSNorm(c, 1.0, name="norm")(x[:, -1:] if last_only else x)
+        logits = x @ table.T if c.tie_embeddings else dense(c, c.vocab_size, False, "lm_head")(x)
+        if c.final_cap is not None:
+            cap = jnp.asarray(c.final_cap, logits.dtype)
+            logits = jnp.tanh(logits / cap) * cap
+        return logits, caches, stats
+
+
+_ARCHITECTURES = {"GemmaForCausalLM": "gemma", "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text"}
+# What transformers' config classes assume where a config.json is silent.
+_COMMON = {"head_dim": 256, "tie_word_embeddings": True}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "GemmaForCausalLM": {**_COMMON, "max_position_embeddings": 8192, "num_key_value_heads": 16},
+    "Gemma2ForCausalLM": {
+        **_COMMON,
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "query_pre_attn_scalar": 256,
+    },
+    "Gemma3ForCausalLM": {
+        **_COMMON,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+    },
+}
+
+
+def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    generation = list(_ARCHITECTURES).index(architecture) + 1
+    raw = {**_DEFAULTS[architecture], **raw}
+    if read_flag({"x": raw.get("use_bidirectional_attention") or False}, "x"):
+        raise ValueError("use_bidirectional_attention=true is not supported; a decoder's attention is causal")
+    activation = raw.get("hidden_activation") or (raw.get("hidden_act") if generation == 1 else None)
+    tanh = "gelu_pytorch_tanh"
+    raw["hidden_act"] = tanh if activation is None or (generation == 1 and activation == "gelu") else activation
+    sizes = read_sizes(raw)
+    fields = {**sizes, "generation": generation, "attention_bias": read_flag(raw, "attention_bias")}
+    longest = sizes["max_position"]
+    if generation == 1:
+        return {**fields, "rope": Rope.from_hugging_face(raw, longest)}
+    layers = range(1, sizes["num_layers"] + 1)
+    every = 2 if generation == 2 else whole("sliding_window_pattern", raw.get("sliding_window_pattern", 6))
+    kinds = ["sliding_attention" if i % every else "full_attention" for i in layers]
+    fields |= {
+        "sliding_window": read_windows(raw, kinds),
+        "query_scalar": positive("query_pre_attn_scalar", raw["query_pre_attn_scalar"]),
+        "final_cap": read_cap(raw, "final_logit_softcapping"),
+    }
+    if generation == 2:
+        cap = read_cap(raw, "attn_logit_softcapping")
+        return {**fields, "attention_cap": cap, "rope": Rope.from_hugging_face(raw, longest)}
+    return {**fields, **_ropes(raw, longest)}
+
+
+def _ropes(raw: Mapping[str, Any], longest: int) -> dict[str, Rope]:
+    """Gemma 3's two rotary embeddings: of global layers, and of local ones."""
+    sections = raw.get("rope_parameters") or {}
+    if not isinstance(sections, Mapping):
+        raise ValueError(f"rope_parameters={sections!r} is not an object with a section for each kind of layer")
+    whole_, local = ({**(sections.get(kind) or {})} for kind in ("full_attention", "sliding_attention"))
+    whole_ = {"rope_theta": raw.get("rope_theta", 1e6), **whole_, **(raw.get("rope_scaling") or {})}
+    local = {"rope_theta": raw.get("rope_local_base_freq", 1e4), **local}
+    return {
+        "rope": Rope.from_hugging_face({"rope_parameters": whole_}, longest),
+        "local_rope": Rope.from_hugging_face({"rope_parameters": local}, longest),
+    }
+
+
+def _write(config: GemmaConfig) -> dict[str, Any]:
+    architecture = list(_ARCHITECTURES)[config.generation - 1]
+    raw = {
+        "architectures": [architecture],
+        "model_type": _ARCHITECTURES[architecture],
+        **renamed(write_sizes(config), {"hidden_activation": "hidden_act"}),
+        "attention_bias": config.attention_bias,
+    }
+    if config.generation == 1:
+        return {**raw, **config.rope.to_hugging_face(), "hidden_act": config.activation}
+    scalar = config.head_dim if config.query_scalar is None else config.query_scalar
+    raw |= {
+        **write_windows(config),
+        "query_pre_attn_scalar": scalar if scalar % 1 else int(scalar),  # theirs is an int
+        "final_logit_softcapping": config.final_cap,
+    }
+    if config.generation == 2:
+        return {**raw, **config.rope.to_hugging_face(), "attn_logit_softcapping": config.attention_cap}
+    ropes = {"full_attention": config.rope, "sliding_attention": config.local_rope or config.rope}
+    return {**raw, "rope_parameters": {kind: _section(rope) for kind, rope in ropes.items()}}
+
+
+def _section(rope: Rope) -> dict[str, Any]:
+    found = rope.to_hugging_face()
+    return {"rope_theta": found["rope_theta"], "rope_type": "default", **found.get("rope_scaling", {})}
+
+
+FAMILY = Family(_ARCHITECTURES, GemmaConfig, Gemma, _read, _write)

@@ -1,0 +1,119 @@
+"""GPT-NeoX and Pythia (arXiv 2204.06745, 2304.01373): partial rotary embeddings, blocks whose parts run in parallel."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+from jaxtyping import Array, Float, Int
+
+from kvjax.drivers.attention import Attend
+from kvjax.scoring.stats import LayerStats
+from models.config import DecoderConfig, read_flag, read_sizes, write_sizes
+from models.family import Family
+from models.parts import MLP, LayerNorm, attended, decoded, dense, embedded, embedding
+from models.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTNeoXConfig(DecoderConfig):
+    """A decoder of the GPT-NeoX family.
+
+    Attributes:
+      attention_bias: whether the projections of attention have a bias.
+      parallel: whether attention and feed-forward network read the same residual stream.
+    """
+
+    attention_bias: bool = True
+    parallel: bool = True
+
+
+class Attention(nn.Module):
+    """Self-attention over a cache; the projection holds query, key and value of a head side by side."""
+
+    config: GPTNeoXConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+        """Output, cache after the step, and what was measured."""
+        c = self.config
+        y = dense(c, 3 * c.num_query_heads * c.head_dim, c.attention_bias, "query_key_value")(x)
+        q, k, v = y.reshape(*x.shape[:2], c.num_query_heads, 3, c.head_dim).transpose(3, 0, 2, 1, 4)
+        return attended(self, q, k, v, cache, attend=attend, layer=layer, out="dense", bias=c.attention_bias)
+
+
+class Block(nn.Module):
+    """One decoder layer."""
+
+    config: GPTNeoXConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+        """Residual stream, cache and measurements after the layer."""
+        c = self.config
+        y = LayerNorm(c, name="input_layernorm")(x)
+        y, cache, stats = Attention(c, name="attention")(y, cache, layer=layer, attend=attend)
+        read = x if c.parallel else x + y
+        z = LayerNorm(c, name="post_attention_layernorm")(read)
+        return x + y + MLP(c, ("dense_h_to_4h", "dense_4h_to_h"), name="mlp")(z), cache, stats
+
+
+class GPTNeoX(nn.Module):
+    """The whole decoder."""
+
+    config: GPTNeoXConfig
+
+    @nn.compact
+    def __call__(
+        self, tokens: Int[Array, "B T"], layers: tuple[Any, ...], *, attend: Attend, last_only: bool
+    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
+        """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
+        c = self.config
+        table = embedding(self, "embed_in", c.vocab_size)
+        blocks = [Block(c, name=f"layers_{i}") for i in range(c.num_layers)]
+        x, caches, stats = decoded(blocks, embedded(table, tokens), layers, attend)
+        x = LayerNorm(c, name="final_layer_norm")(x[:, -1:] if last_only else x)
+        return x @ table.T if c.tie_embeddings else dense(c, c.vocab_size, False, "embed_out")(x), caches, stats
+
+
+def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    del architecture
+    older = {"rope_theta": raw.get("rotary_emb_base", 10000.0), "partial_rotary_factor": raw.get("rotary_pct", 0.25)}
+    raw = {"hidden_act": "gelu", **older, **raw, "num_key_value_heads": None, "head_dim": None}
+    sizes = read_sizes(raw, norm="layer_norm_eps", eps=1e-5)
+    rope = Rope.from_hugging_face(raw, sizes["max_position"], head_dim=sizes["head_dim"], partial=True)
+    switches = {
+        "attention_bias": read_flag(raw, "attention_bias", True),
+        "parallel": read_flag(raw, "use_parallel_residual", True),
+    }
+    return {**sizes, "rope": rope, **switches}
+
+
+def _write(config: GPTNeoXConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "model_type": "gpt_neox",
+        **write_sizes(config, norm="layer_norm_eps"),
+        **config.rope.to_hugging_face(),
+        "partial_rotary_factor": config.rope.turning(config.head_dim) / config.head_dim,
+        "rotary_pct": config.rope.turning(config.head_dim) / config.head_dim,
+        "attention_bias": config.attention_bias,
+        "use_parallel_residual": config.parallel,
+    }
+
+
+FAMILY = Family(
+    {"GPTNeoXForCausalLM": "gpt_neox"},
+    GPTNeoXConfig,
+    GPTNeoX,
+    _read,
+    _write,
+    prefix="gpt_neox",
+    embedding="embed_in",
+    head="embed_out",
+    ignored=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
+)

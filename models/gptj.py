@@ -1,0 +1,119 @@
+"""GPT-J: rotary embeddings of neighbouring channels in a part of each head, blocks whose two parts run in parallel."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+from jaxtyping import Array, Float, Int
+
+from kvjax.drivers.attention import Attend
+from kvjax.scoring.stats import LayerStats
+from models.checks import whole
+from models.config import DecoderConfig, read_sizes, renamed, write_sizes
+from models.family import Family
+from models.parts import MLP, LayerNorm, attended, decoded, dense, embedded, embedding, split
+from models.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTJConfig(DecoderConfig):
+    """A decoder of the GPT-J family."""
+
+
+class Attention(nn.Module):
+    """Self-attention over a cache, without biases."""
+
+    config: GPTJConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+        """Output, cache after the step, and what was measured."""
+        c = self.config
+        names = ("q_proj", "k_proj", "v_proj")
+        q, k, v = (split(dense(c, c.embed_dim, False, n)(x), c.num_query_heads) for n in names)
+        return attended(self, q, k, v, cache, attend=attend, layer=layer, out="out_proj", bias=False)
+
+
+class Block(nn.Module):
+    """One decoder layer: both parts read the same normalised stream."""
+
+    config: GPTJConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+        """Residual stream, cache and measurements after the layer."""
+        c = self.config
+        y = LayerNorm(c, name="ln_1")(x)
+        z, cache, stats = Attention(c, name="attn")(y, cache, layer=layer, attend=attend)
+        return x + z + MLP(c, ("fc_in", "fc_out"), name="mlp")(y), cache, stats
+
+
+class GPTJ(nn.Module):
+    """The whole decoder; its output head has a bias."""
+
+    config: GPTJConfig
+
+    @nn.compact
+    def __call__(
+        self, tokens: Int[Array, "B T"], layers: tuple[Any, ...], *, attend: Attend, last_only: bool
+    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
+        """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
+        c = self.config
+        blocks = [Block(c, name=f"h_{i}") for i in range(c.num_layers)]
+        x = embedded(embedding(self, "wte", c.vocab_size), tokens)
+        x, caches, stats = decoded(blocks, x, layers, attend)
+        x = LayerNorm(c, name="ln_f")(x[:, -1:] if last_only else x)
+        return dense(c, c.vocab_size, True, "lm_head")(x), caches, stats
+
+
+_KEYS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "hidden_act": "activation_function",
+}
+_UNUSED = ("num_key_value_heads", "head_dim")
+_LAYER_NORM = "layer_norm_epsilon"
+
+
+def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    del architecture
+    raw = renamed({"activation_function": "gelu_new", "rotary_dim": 64, **raw}, _KEYS)
+    raw |= dict.fromkeys(_UNUSED)
+    if raw.get("intermediate_size") is None and "hidden_size" in raw:
+        raw["intermediate_size"] = 4 * whole("n_embd", raw["hidden_size"])
+    sizes = read_sizes(raw, norm=_LAYER_NORM, eps=1e-5)
+    if sizes["tie_embeddings"]:
+        raise ValueError("tie_word_embeddings=true is not supported for GPT-J, whose output head has a bias")
+    channels = None if raw["rotary_dim"] is None else whole("rotary_dim", raw["rotary_dim"])
+    return {**sizes, "rope": Rope(channels=channels, interleaved=True)}
+
+
+def _write(config: GPTJConfig) -> dict[str, Any]:
+    raw = write_sizes(config, norm=_LAYER_NORM)
+    return {
+        "architectures": ["GPTJForCausalLM"],
+        "model_type": "gptj",
+        **{_KEYS.get(k, k): x for k, x in raw.items() if k not in _UNUSED},
+        "rotary_dim": config.rope.channels,
+    }
+
+
+FAMILY = Family(
+    {"GPTJForCausalLM": "gptj"},
+    GPTJConfig,
+    GPTJ,
+    _read,
+    _write,
+    prefix="transformer",
+    layers="h",
+    embedding="wte",
+    ignored=("attn.bias", "attn.masked_bias"),
+)

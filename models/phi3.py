@@ -1,0 +1,122 @@
+"""Phi-3 and Phi-4 mini (arXiv 2404.14219): Llama with fused projections, partial and long rotary embeddings."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.drivers.attention import Attend
+from kvjax.scoring.stats import LayerStats
+from models.config import DecoderConfig, read_sizes, read_windows, write_sizes, write_windows
+from models.family import Family
+from models.parts import ACTIVATIONS, RMSNorm, attended, decoded, dense, embedded, embedding, split
+from models.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class Phi3Config(DecoderConfig):
+    """A decoder of the Phi-3 family."""
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention over a cache, with one projection for queries, keys and values."""
+
+    config: Phi3Config
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+        """Output, cache after the step, and what was measured."""
+        c = self.config
+        N, K = c.num_query_heads, c.num_kv_heads
+        y = split(dense(c, (N + 2 * K) * c.head_dim, False, "qkv_proj")(x), N + 2 * K)
+        q, k, v = jnp.split(y, (N, N + K), axis=1)
+        return attended(self, q, k, v, cache, attend=attend, layer=layer, out="o_proj", bias=False)
+
+
+class FusedMLP(nn.Module):
+    """A gated feed-forward network with one projection for gate and values."""
+
+    config: Phi3Config
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The gated sum."""
+        c = self.config
+        gate, up = jnp.split(dense(c, 2 * c.mlp_dim, False, "gate_up_proj")(x), 2, axis=-1)
+        return dense(c, c.embed_dim, False, "down_proj")(up * ACTIVATIONS[c.activation](gate))
+
+
+class Block(nn.Module):
+    """One decoder layer."""
+
+    config: Phi3Config
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+        """Residual stream, cache and measurements after the layer."""
+        c = self.config
+        y = RMSNorm(c, name="input_layernorm")(x)
+        y, cache, stats = Attention(c, name="self_attn")(y, cache, layer=layer, attend=attend)
+        x = x + y
+        return x + FusedMLP(c, name="mlp")(RMSNorm(c, name="post_attention_layernorm")(x)), cache, stats
+
+
+class Phi3(nn.Module):
+    """The whole decoder."""
+
+    config: Phi3Config
+
+    @nn.compact
+    def __call__(
+        self, tokens: Int[Array, "B T"], layers: tuple[Any, ...], *, attend: Attend, last_only: bool
+    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
+        """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
+        c = self.config
+        table = embedding(self, "embed_tokens", c.vocab_size)
+        blocks = [Block(c, name=f"layers_{i}") for i in range(c.num_layers)]
+        x, caches, stats = decoded(blocks, embedded(table, tokens), layers, attend)
+        x = RMSNorm(c, name="norm")(x[:, -1:] if last_only else x)
+        return x @ table.T if c.tie_embeddings else dense(c, c.vocab_size, False, "lm_head")(x), caches, stats
+
+
+def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    del architecture
+    raw = {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, **raw}
+    sizes = read_sizes(raw, eps=1e-5)
+    rope = Rope.from_hugging_face(_long(raw), sizes["max_position"], head_dim=sizes["head_dim"], partial=True)
+    windows = read_windows({**raw, "layer_types": None}, ["sliding_attention"] * sizes["num_layers"])
+    return {**sizes, "rope": rope, "sliding_window": windows}
+
+
+def _long(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The file with the names that early ones have for "longrope"."""
+    sections = {k: raw[k] for k in ("rope_scaling", "rope_parameters") if isinstance(raw.get(k), Mapping)}
+    for key, section in sections.items():
+        kind = section.get("rope_type", section.get("type"))
+        if kind in ("su", "yarn"):
+            sections[key] = {**section, "rope_type": "longrope"}
+    return {**raw, **sections}
+
+
+def _write(config: Phi3Config) -> dict[str, Any]:
+    original = {"original_max_position_embeddings": config.rope.original_max} if config.rope.kind == "longrope" else {}
+    return {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        **write_sizes(config),
+        **config.rope.to_hugging_face(),
+        **original,
+        "partial_rotary_factor": config.rope.turning(config.head_dim) / config.head_dim,
+        "sliding_window": write_windows(config)["sliding_window"],
+        "pad_token_id": None,  # theirs is 32000, whatever the vocabulary
+    }
+
+
+FAMILY = Family({"Phi3ForCausalLM": "phi3"}, Phi3Config, Phi3, _read, _write)
