@@ -7,7 +7,7 @@ import importlib.machinery
 import sys
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,20 +32,22 @@ def moved(name: str) -> types.ModuleType:
     return importlib.import_module(MOVED[name])
 
 
-def elsewhere(module: str, now: str, names: Sequence[str]) -> Callable[[str], Any]:
-    """A module's `__getattr__` for names that are in another one now.
+def elsewhere(module: str, now: str, names: Sequence[str] | Mapping[str, str]) -> Callable[[str], Any]:
+    """A module's `__getattr__` for names that are in another one now, or have another name.
 
     Args:
       module: the full name of the module that they were in.
       now: the module of kvjax that they are in.
-      names: what moved.
+      names: what moved; from the old name to the new one where they differ.
     """
+    found_as = dict(names) if isinstance(names, Mapping) else {name: name for name in names}
 
     def found(name: str) -> Any:
-        if name not in names:
+        if name not in found_as:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        warnings.warn(f"{module}.{name} is kvjax.{now}.{name} now", DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(f"kvjax.{now}"), name)
+        new = found_as[name]
+        warnings.warn(f"{module}.{name} is kvjax.{now}.{new} now", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(f"kvjax.{now}"), new)
 
     return found
 

@@ -1,6 +1,7 @@
 """Combinations that a researcher tries and no paper has: they work as their parts do, or are refused."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import kvjax
 import models
 from kvjax import methods
 from kvjax.analysis.losses import least_bound
+from kvjax.policy import LayerSpec, merged
 from kvjax.scoring.select import Select, Selection, largest
 from tests import helpers
 
@@ -235,3 +237,46 @@ def test_double_precision(shallow):
         args = v, jnp.ones((4, 4, 8)), jnp.asarray([[3, 4]])
         exact, rounded = (least_bound(*(x if x.dtype == int else x.astype(d) for x in (p, *args))) for d in "df")
         np.testing.assert_allclose(exact, rounded, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("score", "given"),
+    [
+        (lambda kv, *_: 0.0, "returned 0.0"),
+        (lambda kv, *_: kv.pos[..., :1], r"of int32 of shape \(1, 2, 1\)"),
+        (lambda kv, *_: kv.pos.astype(jnp.complex64), "of complex64 of shape"),
+    ],
+)
+def test_a_function_that_scores_no_slots_is_refused(score, given):
+    with pytest.raises(ValueError, match=rf"{given}.*; return real numbers of shape \(1, 2, 24\), one a slot"):
+        kvjax.evict_layer(kvjax.from_fn(score, budget=8), *helpers.qkv(3, T=24, B=1))
+
+
+def test_every_field_of_a_spec_survives_a_merge():
+    """A static fact that the merge forgets would be lost without a word."""
+    site, table = helpers.site(T=24), np.arange(25)
+    measured = methods.snapkv(8, window_size=4).spec(site).prompt
+    others = {
+        "heads": "query_head",
+        "positions": "compact",
+        "storage": "pool",
+        "reads": "rows",
+        "gates": True,
+        "hides": "live",
+        "prunes": True,
+    }
+    spec = LayerSpec(table, table, table, measured, measured, **others)
+    choices = [f for f in dataclasses.fields(LayerSpec) if f.default is not dataclasses.MISSING]
+    untold = [f.name for f in choices if f.default == getattr(spec, f.name)]
+    assert not untold, "give every field a value that it does not have by default"
+
+    def told(spec):
+        rule = types.SimpleNamespace(spec=lambda site: spec)
+        found = merged([rule], site)
+        return {f.name: getattr(found, f.name) for f in dataclasses.fields(LayerSpec)}
+
+    # A pool goes neither with gates nor with channels that heads lose for themselves.
+    pooled, dense = dataclasses.replace(spec, prunes=False, gates=False), dataclasses.replace(spec, storage="dense")
+    for given in (pooled, dense):
+        for name, value in told(given).items():
+            np.testing.assert_array_equal(value, getattr(given, name))

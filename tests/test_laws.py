@@ -331,3 +331,14 @@ def test_a_budget_that_holds_everything_is_full_attention(small, prompts, case):
 
 def test_empty_is_minus_one():
     assert EMPTY == -1
+
+
+@pytest.mark.parametrize("policy", [kvjax.methods.lagkv(0.5, lag=4, sinks=2), kvjax.methods.nacl(0.5)])
+def test_a_padded_row_of_a_layer_gets_what_it_gets_alone(policy):
+    """Where a policy counts from the oldest token, or takes shares of a row's own prompt."""
+    q, k, v = helpers.qkv(11, B=2, T=24)
+    keys = jax.random.split(jax.random.key(5), 2)
+    both = kvjax.evict_layer(policy, q, k, v, lengths=[24, 17], key=keys)
+    alone = kvjax.evict_layer(policy, *(x[1:, :, 7:] for x in (q, k, v)), key=keys[1:])
+    np.testing.assert_array_equal(both.keep[1, :, 7:], alone.keep[0])
+    np.testing.assert_allclose(both.score[1, :, 7:], alone.score[0], rtol=1e-5)

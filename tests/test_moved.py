@@ -38,6 +38,11 @@ def test_compositions_are_found_where_they_were():
         kvjax.policy.nowhere  # noqa: B018
 
 
+def test_a_name_that_changed_is_found_under_the_old_one():
+    with pytest.warns(DeprecationWarning, match=r"kvjax\.analysis\.grid\.Family is kvjax\.analysis\.grid\.Method now"):
+        assert kvjax.analysis.grid.Family is kvjax.analysis.grid.Method
+
+
 def test_other_names_are_no_attributes():
     with pytest.raises(AttributeError, match="no attribute 'nowhere'"):
         kvjax.nowhere  # noqa: B018

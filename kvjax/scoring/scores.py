@@ -646,6 +646,16 @@ class FromFunction(Score):
         return self.observed
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
-        """See `Score`."""
+        """See `Score`.
+
+        Raises:
+          ValueError: the function returns no real number for every slot.
+        """
         kv, stats, ctx = slots.kv, slots.stats, slots.ctx
-        return self.fn(kv, stats, ctx)
+        score = self.fn(kv, stats, ctx)
+        here = f"an array of {getattr(score, 'dtype', '?')} of shape {getattr(score, 'shape', '?')}"
+        given = here if hasattr(score, "shape") else repr(score)
+        real = hasattr(score, "dtype") and jnp.issubdtype(score.dtype, jnp.number) and score.dtype.kind != "c"
+        if not real or score.shape != kv.pos.shape:
+            raise ValueError(f"{self.fn} returned {given}; return real numbers of shape {kv.pos.shape}, one a slot")
+        return jnp.asarray(score)
