@@ -210,6 +210,7 @@ def make_plan(
             "which is the most that a plan counts; plan for fewer"
         )
     as_policy(policy)
+    _check_learned(config, prompt_len + max_new_tokens)
     known = sorted({prompt_len} if lengths is None else set(checked(each(whole(), least=1), "lengths", lengths)))
     if known[0] < 1 or known[-1] > prompt_len:
         raise ValueError(
@@ -237,8 +238,28 @@ def make_plan(
     )
 
 
+def at_positions(config: ModelConfig, pos: Int[Array, "B T"]) -> dict[str, Any]:
+    """The option with which a model of learned positions is called, besides those of all models."""
+    return {"positions": pos} if getattr(config, "learned_positions", False) else {}
+
+
+def _check_learned(config: ModelConfig, tokens: int) -> None:
+    """Raises ValueError for a text that is longer than a model's table of positions."""
+    most = getattr(config, "max_position", tokens)
+    if getattr(config, "learned_positions", False) and tokens > most:
+        raise ValueError(
+            f"prompt_len and max_new_tokens are {tokens} tokens together, but this model has learned {most} positions; "
+            "plan for fewer"
+        )
+
+
 def _check_rotation(layer: int, positions: Positions, config: ModelConfig) -> None:
-    """Raises ValueError where keys are to be turned further than they are, and the model's rotation is not additive."""
+    """Raises ValueError where keys are to have other positions, and the model cannot give them any."""
+    if positions != "original" and getattr(config, "learned_positions", False):
+        raise ValueError(
+            f"layer {layer} wants positions={positions!r}, but this model adds learned positions to its embeddings, so "
+            "that a stored key cannot have another one; use 'original'"
+        )
     if positions == "rerotate" and not config.additive_rotation:
         raise ValueError(
             f"layer {layer} wants positions='rerotate', but this model's rotary scaling depends on the length or "

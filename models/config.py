@@ -4,6 +4,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.state import Rotate
 from models.checks import flag, positive, whole
 from models.rope import Rope
 from pallas_kernels.values import checked, number, one_of, optional
@@ -85,6 +88,11 @@ class DecoderConfig:
             raise ValueError(f"sliding_window has {len(self.sliding_window)} entries for {self.num_layers} layers")
 
     @property
+    def learned_positions(self) -> bool:
+        """Whether the model adds vectors of positions to its embeddings, instead of turning keys."""
+        return False
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of every layer."""
         return self.sliding_window or (None,) * self.num_layers
@@ -92,16 +100,37 @@ class DecoderConfig:
     @property
     def additive_rotation(self) -> bool:
         """Whether rotating a key twice is rotating it once by the sum: not where angles or scale depend on length."""
-        return all(self.rotation(i).additive for i in range(self.num_layers))
+        return self.rope.additive
 
-    def rotation(self, layer: int) -> Rope:
-        """The rotary embedding of a layer."""
+    def rotation(self, layer: int) -> Rotate:
+        """What turns queries and keys of a layer."""
         del layer
         return self.rope
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer."""
         return self.sliding_window[layer] if self.sliding_window else None
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnedPositions(DecoderConfig):
+    """A decoder that adds a vector of its position to each token's, and turns no keys: `rope` is not read."""
+
+    @property
+    def learned_positions(self) -> bool:
+        """True."""
+        return True
+
+    def rotation(self, layer: int) -> Rotate:
+        """Queries and keys as they are."""
+        del layer
+        return unturned
+
+
+def unturned(x: Float[Array, "B N T H"], pos: Int[Array, "B #N T"]) -> Float[Array, "B N T H"]:
+    """Queries or keys of a model without rotary embeddings."""
+    del pos
+    return x
 
 
 def read_sizes(raw: Mapping[str, Any], *, norm: str = "rms_norm_eps", eps: float = 1e-6) -> dict[str, Any]:

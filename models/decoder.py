@@ -42,15 +42,20 @@ class LanguageModel:
         *,
         attend: Attend,
         last_only: bool,
+        positions: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
         """See `kvjax.drivers.generation.Model`.
 
         Raises:
-          ValueError: parameters of another model.
+          ValueError: parameters of another model, or no positions for one that has learned them.
         """
         check_params(self, params)
-        variables = {"params": params}
-        logits, caches, stats = self._module.apply(variables, tokens, layers, attend=attend, last_only=last_only)
+        how: dict[str, Any] = {"attend": attend, "last_only": last_only}
+        if self.config.learned_positions:
+            if positions is None:
+                raise ValueError("this model adds learned positions to its embeddings; give positions= of the tokens")
+            how["positions"] = positions
+        logits, caches, stats = self._module.apply({"params": params}, tokens, layers, **how)
         return logits.astype(jnp.float32), caches, stats
 
     def init(self, key: Array) -> PyTree[Any]:
@@ -64,8 +69,9 @@ class LanguageModel:
         if shape != () if typed else (kind, shape) != (jnp.uint32, (2,)):
             raise ValueError(f"key={key!r} is not one key; make it with jax.random.key(seed)")
         attend = lambda cache, q, k, v, **_: (q, cache, LayerStats())
-        caches = (None,) * self.config.num_layers
-        variables = self._module.init(key, jnp.zeros((1, 1), jnp.int32), caches, attend=attend, last_only=True)
+        token, caches = jnp.zeros((1, 1), jnp.int32), (None,) * self.config.num_layers
+        where = {"positions": token} if self.config.learned_positions else {}
+        variables = self._module.init(key, token, caches, attend=attend, last_only=True, **where)
         return variables["params"]
 
     @property

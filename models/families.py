@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from models import gemma, gpt_neox, gptj, llama, phi3
+from models import gemma, gpt2, gpt_neox, gptj, llama, opt, phi3
 from models.config import DecoderConfig
 from models.family import Family
 
-FAMILIES = (llama.FAMILY, gemma.FAMILY, gpt_neox.FAMILY, gptj.FAMILY, phi3.FAMILY)
+FAMILIES = (llama.FAMILY, gemma.FAMILY, phi3.FAMILY, gpt2.FAMILY, gpt_neox.FAMILY, gptj.FAMILY, opt.FAMILY)
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 _BY_TYPE = {kind: name for family in FAMILIES for name, kind in family.architectures.items()}
 _CHOICES = ("dtype", "bos_id", "eos_ids")  # what a config.json may leave open

@@ -53,10 +53,12 @@ class Family:
         return ".".join(parts if parts[0] == self.head else [self.prefix, *parts])
 
     def prefixed(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Tensors by their full names, where they were stored without the prefix, as a decoder without its head is."""
-        if any(name.startswith(f"{self.prefix}.") for name in tensors):
-            return dict(tensors)
-        return {n if n.startswith(f"{self.head}.") else f"{self.prefix}.{n}": x for n, x in tensors.items()}
+        """Tensors by their full names, where a part of the prefix is missing, as in checkpoints of decoders alone."""
+        parts = self.prefix.split(".")
+        tails = (".".join([*parts[i:], ""]) for i in range(len(parts) + 1))
+        tail = next(tail for tail in tails if any(name.startswith(tail) for name in tensors) or not tail)
+        before = f"{self.prefix}.".removesuffix(tail)
+        return {n if n.startswith(f"{self.head}.") else before + n: x for n, x in tensors.items()}
 
     def transposed(self, leaf: str) -> bool:
         """Whether a parameter of this last name is stored with its two axes exchanged."""

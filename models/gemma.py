@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.state import Rotate
 from kvjax.drivers.attention import Attend
 from kvjax.scoring.stats import LayerStats
 from models.checks import positive, whole
@@ -50,7 +51,12 @@ class GemmaConfig(DecoderConfig):
     final_cap: float | None = None
     local_rope: Rope | None = None
 
-    def rotation(self, layer: int) -> Rope:
+    @property
+    def additive_rotation(self) -> bool:
+        """See `DecoderConfig`: of both embeddings."""
+        return self.rope.additive and (self.local_rope is None or self.local_rope.additive)
+
+    def rotation(self, layer: int) -> Rotate:
         """The rotary embedding of a layer."""
         return self.rope if self.local_rope is None or self.window(layer) is None else self.local_rope
 

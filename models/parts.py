@@ -151,13 +151,14 @@ def attended(
     return dense(c, c.embed_dim, bias, out)(y), cache, stats
 
 
-def embedding(module: nn.Module, name: str, rows: int) -> Float[Array, "V D"]:
-    """A table of vectors, one a token or a position."""
+def embedding(module: nn.Module, name: str, rows: int, width: int | None = None) -> Float[Array, "V _"]:
+    """A table of vectors of embed_dim channels, or of `width`, one a token or a position."""
     c: DecoderConfig = module.config  # pyrefly: ignore[missing-attribute]
-    return module.param(name, nn.initializers.normal(0.02), (rows, c.embed_dim), jnp.dtype(c.dtype))
+    shape = rows, c.embed_dim if width is None else width
+    return module.param(name, nn.initializers.normal(0.02), shape, jnp.dtype(c.dtype))
 
 
-def embedded(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+def embedded(table: Float[Array, "V E"], tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
     """The vectors of tokens. A bad id must not look like a good one: beyond the table or below 0 it is NaN."""
     return table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 

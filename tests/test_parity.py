@@ -54,6 +54,12 @@ CASES = {
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
+    "gpt2": ("GPT2LMHeadModel", {"n_inner": 40, "scale_attn_by_inverse_layer_idx": True}),
+    "opt": ("OPTForCausalLM", {"ffn_dim": 40}),
+    "opt_norm_last": (
+        "OPTForCausalLM",
+        {"ffn_dim": 40, "do_layer_norm_before": False, "word_embed_proj_dim": 16, "enable_bias": False},
+    ),
     "gpt_neox": ("GPTNeoXForCausalLM", {"head_dim": None}),
     "gpt_neox_in_turn": (
         "GPTNeoXForCausalLM",
@@ -83,7 +89,8 @@ def slow_but(*quick):
     return pytest.mark.parametrize("both", marked, indirect=True)
 
 
-quick_for_llamas = slow_but(*(c for c in CASES if c.startswith(("llama", "mistral", "qwen"))), "gemma2")
+LLAMAS = [c for c in CASES if c.startswith(("llama", "mistral", "qwen"))]
+quick_for_llamas = slow_but(*LLAMAS)
 
 
 @pytest.fixture
@@ -121,6 +128,7 @@ def tokens():
     return np.random.default_rng(0).integers(1, 99, (2, T + NEW))
 
 
+@slow_but(*LLAMAS, "gemma3", "phi3_long", "gpt2", "gpt_neox", "gptj", "opt")
 def test_prompt_and_cached_decoding(pair):
     """One pass for both; our decoding goes through the cache, as does theirs."""
     theirs, model, params = pair
@@ -282,6 +290,7 @@ def test_our_checkpoints_are_theirs(tmp_path, tiny):
         assert_close(ours, theirs(torch.tensor(ids)).logits[:, -1])
 
 
+ATTENTIONS = ("self_attn", "attention", "attn")
 EVICTING = {
     "snapkv": methods.snapkv(9, window_size=3, kernel_size=1),
     "h2o": methods.h2o(9),
@@ -310,7 +319,7 @@ def test_evicted_tokens_are_hidden_ones(pair, policy):
     assert (~read[:, :, :, T:, :T]).any((3, 4)).all(), "nothing was evicted somewhere"
 
     theirs.set_attn_implementation("eager")
-    places = [m for name, m in theirs.named_modules() if name.endswith(("self_attn", "attention", "attn"))]
+    places = [m for name, m in theirs.named_modules() if name.rpartition(".")[2] in ATTENTIONS]
     assert len(places) == L
     for place, seen in zip(places, read, strict=True):
         hidden = torch.tensor(np.where(seen, 0.0, np.finfo(np.float32).min), dtype=torch.float32)

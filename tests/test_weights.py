@@ -129,8 +129,8 @@ def test_untied_head_of_a_tied_model(checkpoint):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["BertForMaskedLM"]}, r"BertForMaskedLM is not supported; supported are \['GPTJ"),
-        ({"architectures": None, "model_type": "gpt2"}, "none, model_type 'gpt2'> is not supported"),
+        ({"architectures": ["BertForMaskedLM"]}, r"BertForMaskedLM is not supported; supported are \['GPT2"),
+        ({"architectures": None, "model_type": "bert"}, "none, model_type 'bert'> is not supported"),
         ({"architectures": 3}, "architecture 3 is not supported"),
         ({"architectures": [["LlamaForCausalLM"]]}, "is not supported"),
         ({"model_type": "qwen2"}, "model_type='qwen2' contradict each other"),
@@ -173,6 +173,8 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]
         ("gemma2", {"attn_logit_softcapping": -1.0}, r"attn_logit_softcapping=-1.0: must be a number in \(0, inf\)"),
         ("gemma3_text", {"rope_parameters": [1]}, r"rope_parameters=\[1\] is not an object with a section for each"),
         ("gemma3_text", {"layer_types": ["chunked"] * 2}, "is not a list of 2 names out of"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention=true is not supported"),
+        ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=false is not supported"),
         ("gptj", {"rotary_dim": 9}, "channels=9 is odd"),
         ("gptj", {"rotary_dim": 10}, "rope turns 10 channels, but head_dim=8"),
         ("gptj", {"tie_word_embeddings": True}, "tie_word_embeddings=true is not supported for GPT-J"),
@@ -185,6 +187,36 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]
 def test_what_a_family_does_not_have_is_refused(model_type, change, message):
     with pytest.raises(ValueError, match=message):
         families.from_hugging_face({**SMALL, "model_type": model_type, **change})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "missing"),
+    [
+        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}, "transformer."),
+        ("opt", {**SMALL, "ffn_dim": 8, "max_position_embeddings": 16}, "model."),
+    ],
+)
+def test_a_decoder_alone_is_stored_under_shorter_names(tmp_path, model_type, sizes, missing):
+    model = models.LanguageModel(families.from_hugging_face({**sizes, "vocab_size": 9, "model_type": model_type}))
+    params = jax.jit(model.init)(jax.random.key(0))
+    models.save(tmp_path, model, params)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({n.removeprefix(missing): x for n, x in tensors.items()}, tmp_path / "model.safetensors")
+    assert_same(models.load(tmp_path)[1], params)
+
+
+def test_learned_positions_stay_and_end():
+    """A stored key of such a model has the position that its token had, and there are no more than were learned."""
+    config = families.from_hugging_face({**SMALL, "model_type": "gpt2", "n_positions": 16})
+    policy = kvjax.methods.streaming_llm(8)
+    assert policy.positions != "original"
+    with pytest.raises(ValueError, match=r"wants positions='\w+', but this model adds learned positions"):
+        kvjax.make_plan(config, policy, prompt_len=12, max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"are 17 tokens together, but this model has learned 16 positions"):
+        kvjax.make_plan(config, kvjax.methods.full(), prompt_len=12, max_new_tokens=5)
+    model = models.LanguageModel(config)
+    with pytest.raises(ValueError, match=r"give positions= of the tokens"):
+        model(model.init(jax.random.key(0)), np.zeros((1, 1), np.int32), (None,) * 2, attend=None, last_only=True)
 
 
 def test_a_config_that_no_architecture_has_is_not_saved(tmp_path):

@@ -19,6 +19,7 @@ from kvjax.cache.context import Context, Site, row_keys
 from kvjax.cache.state import EMPTY, LayerKV, Positions, Rotate, check_shares, ranks
 from kvjax.drivers.attention import attend
 from kvjax.drivers.generation import Model, check_prompts
+from kvjax.plan import at_positions
 from kvjax.policy import Granularity
 from kvjax.scoring.stats import LayerStats, Measurement, Observe, ordered
 from pallas_kernels.pytree import pytree, static
@@ -194,7 +195,8 @@ class Reading:
             return attend(cache, q, k, v, self.rows, ctx=here, **options)
 
         caches = tuple(layer.evicted(mask, positions) for layer, mask in zip(self.layers, keep, strict=True))
-        return model(params, self.continuation, caches, attend=attend_, last_only=False)[0]
+        where = at_positions(model.config, self.rows)
+        return model(params, self.continuation, caches, attend=attend_, last_only=False, **where)[0]
 
 
 Measured = Sequence[tuple[Granularity, Measurement]]
@@ -304,17 +306,21 @@ def read_traced(
         captured = LayerStats(((stats, drawn, k, out_proj, rotate, options),), (_Captured(),))
         return out, cache, captured
 
+    rows = lengths[:, None] + jnp.arange(F, dtype=jnp.int32)[None]
+
     def over_continuation(cache, q, k, v, *, layer, rotate, out_proj=None, **options):
         del out_proj
         ctx = Context(lengths + F, lengths, keys[0], site=sites[layer], phase="prefill")
-        rows = lengths[:, None] + jnp.arange(F, dtype=jnp.int32)[None]
         out, cache, stats = attend(cache, q, k, v, rows, ctx=ctx, rotate=rotate, observe=(_FUTURE,), **options)
         return out, cache, LayerStats(((q, k, v, out, stats[_FUTURE][..., :T] / F),), (_Captured(),))
 
     none = jnp.zeros((B, K, 0, config.head_dim), jnp.dtype(config.dtype))
     empty = (LayerKV(none, none, jnp.zeros((B, K, 0), jnp.int32)),) * L
-    _, caches, prompt = model(params, tokens, empty, attend=over_prompt, last_only=True)
-    logits, _, after = model(params, continuation, caches, attend=over_continuation, last_only=False)
+    here, later = (
+        at_positions(config, where) for where in (pos, lengths[:, None] + jnp.arange(F, dtype=jnp.int32)[None])
+    )
+    _, caches, prompt = model(params, tokens, empty, attend=over_prompt, last_only=True, **here)
+    logits, _, after = model(params, continuation, caches, attend=over_continuation, last_only=False, **later)
     layers = []
     for site, cache, before, later in zip(sites, caches, prompt, after, strict=True):
         (stats, drawn, raw_k, out_proj, rotate, options), (q, k, v, out, mass) = before.values[0], later.values[0]

@@ -21,7 +21,7 @@ from kvjax.cache.pool import PooledKV, to_pool
 from kvjax.cache.state import EMPTY, KVState, LayerKV, compact, evict
 from kvjax.drivers.attention import Attend, attend
 from kvjax.drivers.sampling import Greedy, Sampler
-from kvjax.plan import CachePlan, ModelConfig, as_lengths, make_plan
+from kvjax.plan import CachePlan, ModelConfig, as_lengths, at_positions, make_plan
 from kvjax.policy import Policy, context, empty_layer
 from kvjax.scoring.stats import AttentionStats, LayerStats
 from pallas_kernels.pytree import pytree
@@ -49,7 +49,10 @@ class Model(Protocol):
         attend: Attend,
         last_only: bool,
     ) -> tuple[Float[Array, "B _ V"], tuple[LayerKV | PooledKV, ...], tuple[LayerStats, ...]]:
-        """Logits (of the last column only, if asked), and every layer's cache and statistics after the step."""
+        """Logits (of the last column only, if asked), and every layer's cache and statistics after the step.
+
+        A model whose config has `learned_positions` is called with `positions` "B T" too, -1 for padding.
+        """
         ...
 
 
@@ -171,7 +174,8 @@ def forward(
     def store(kv, layer):
         return kv if phase == "decode" else stored(plan, kv, context(state, layer, phase), ends=ends)
 
-    logits, layers, stats = model(params, tokens, state.layers, attend=attend_and_evict, last_only=last_only)
+    where = at_positions(model.config, pos)
+    logits, layers, stats = model(params, tokens, state.layers, attend=attend_and_evict, last_only=last_only, **where)
     if phase == "decode":
         past = state.length - state.prompt_length > plan.max_new_tokens
         logits = jnp.where(past[:, None, None], jnp.nan, logits)

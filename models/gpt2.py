@@ -1,0 +1,139 @@
+"""GPT-2 and Cerebras-GPT (arXiv 2304.03208): learned positions, projections that are stored with inputs first."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.drivers.attention import Attend
+from kvjax.scoring.stats import LayerStats
+from models.checks import whole
+from models.config import LearnedPositions, read_flag, read_sizes, renamed, write_sizes
+from models.family import Family
+from models.parts import MLP, LayerNorm, attended, decoded, dense, embedded, embedding, split
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT2Config(LearnedPositions):
+    """A decoder of the GPT-2 family.
+
+    Attributes:
+      scaled: whether logits of attention are divided by the square root of head_dim.
+      scaled_by_layer: whether they are divided by the number of the layer too, from 1.
+    """
+
+    scaled: bool = True
+    scaled_by_layer: bool = False
+
+
+class Attention(nn.Module):
+    """Self-attention over a cache, with one projection for queries, keys and values."""
+
+    config: GPT2Config
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+        """Output, cache after the step, and what was measured."""
+        c = self.config
+        y = split(dense(c, 3 * c.embed_dim, True, "c_attn")(x), 3 * c.num_query_heads)
+        q, k, v = jnp.split(y, 3, axis=1)
+        scale = (c.head_dim**-0.5 if c.scaled else 1.0) / (layer + 1 if c.scaled_by_layer else 1)
+        return attended(self, q, k, v, cache, attend=attend, layer=layer, out="c_proj", bias=True, scale=scale)
+
+
+class Block(nn.Module):
+    """One decoder layer."""
+
+    config: GPT2Config
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+        """Residual stream, cache and measurements after the layer."""
+        c = self.config
+        y, cache, stats = Attention(c, name="attn")(LayerNorm(c, name="ln_1")(x), cache, layer=layer, attend=attend)
+        x = x + y
+        return x + MLP(c, ("c_fc", "c_proj"), name="mlp")(LayerNorm(c, name="ln_2")(x)), cache, stats
+
+
+class GPT2(nn.Module):
+    """The whole decoder."""
+
+    config: GPT2Config
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        layers: tuple[Any, ...],
+        *,
+        positions: Int[Array, "B T"],
+        attend: Attend,
+        last_only: bool,
+    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
+        """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
+        c = self.config
+        table = embedding(self, "wte", c.vocab_size)
+        places = embedded(embedding(self, "wpe", c.max_position), jnp.maximum(positions, 0))  # padding has -1
+        blocks = [Block(c, name=f"h_{i}") for i in range(c.num_layers)]
+        x, caches, stats = decoded(blocks, embedded(table, tokens) + places, layers, attend)
+        x = LayerNorm(c, name="ln_f")(x[:, -1:] if last_only else x)
+        return x @ table.T if c.tie_embeddings else dense(c, c.vocab_size, False, "lm_head")(x), caches, stats
+
+
+_KEYS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "hidden_act": "activation_function",
+}
+_UNUSED = ("num_key_value_heads", "head_dim")
+_LAYER_NORM = "layer_norm_epsilon"
+
+
+def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    del architecture
+    silent = {"activation_function": "gelu_new", "n_positions": 1024, "tie_word_embeddings": True}
+    raw = renamed({**silent, **raw}, _KEYS) | dict.fromkeys(_UNUSED)
+    if read_flag(raw, "add_cross_attention"):
+        raise ValueError("add_cross_attention=true is not supported; a decoder attends to its own tokens alone")
+    if raw.get("intermediate_size") is None and "hidden_size" in raw:
+        raw["intermediate_size"] = 4 * whole("n_embd", raw["hidden_size"])
+    switches = {
+        "scaled": read_flag(raw, "scale_attn_weights", True),
+        "scaled_by_layer": read_flag(raw, "scale_attn_by_inverse_layer_idx"),
+    }
+    return {**read_sizes(raw, norm=_LAYER_NORM, eps=1e-5), **switches}
+
+
+def _write(config: GPT2Config) -> dict[str, Any]:
+    raw = write_sizes(config, norm=_LAYER_NORM)
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        **{_KEYS.get(k, k): x for k, x in raw.items() if k not in _UNUSED},
+        "scale_attn_weights": config.scaled,
+        "scale_attn_by_inverse_layer_idx": config.scaled_by_layer,
+    }
+
+
+FAMILY = Family(
+    {"GPT2LMHeadModel": "gpt2"},
+    GPT2Config,
+    GPT2,
+    _read,
+    _write,
+    prefix="transformer",
+    layers="h",
+    embedding="wte",
+    ignored=("attn.bias", "attn.masked_bias"),
+    conv1d=True,
+)
