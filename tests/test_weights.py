@@ -184,6 +184,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]
         ("phi3", {"rope_scaling": {**LONG, "long_factor": 2.0}}, "long_factor=2.0 is not a list of numbers"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_what_a_family_does_not_have_is_refused(model_type, change, message):
     with pytest.raises(ValueError, match=message):
         families.from_hugging_face({**SMALL, "model_type": model_type, **change})
@@ -205,6 +206,7 @@ def test_a_decoder_alone_is_stored_under_shorter_names(tmp_path, model_type, siz
     assert_same(models.load(tmp_path)[1], params)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_learned_positions_stay_and_end():
     """A stored key of such a model has the position that its token had, and there are no more than were learned."""
     config = families.from_hugging_face({**SMALL, "model_type": "gpt2", "n_positions": 16})
