@@ -196,6 +196,35 @@ def renamed(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
     return {usual.get(k, k): x for k, x in raw.items()}
 
 
+_GPT = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "hidden_act": "activation_function",
+}
+_GPT_UNUSED = ("num_key_value_heads", "head_dim")
+
+
+def read_gpt_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """As `read_sizes`, under the keys of GPT-2 and GPT-J; the feed-forward network is four times as wide if silent.
+
+    Raises:
+      ValueError: as for `read_sizes`.
+    """
+    raw = renamed({"activation_function": "gelu_new", **raw}, _GPT) | dict.fromkeys(_GPT_UNUSED)
+    if raw.get("intermediate_size") is None and "hidden_size" in raw:
+        raw["intermediate_size"] = 4 * whole("n_embd", raw["hidden_size"])
+    return read_sizes(raw, norm="layer_norm_epsilon", eps=1e-5)
+
+
+def write_gpt_sizes(config: DecoderConfig) -> dict[str, Any]:
+    """What `read_gpt_sizes` reads."""
+    raw = write_sizes(config, norm="layer_norm_epsilon")
+    return {_GPT.get(k, k): x for k, x in raw.items() if k not in _GPT_UNUSED}
+
+
 def each(name: str, values: object, *, least: int, empty: bool = False) -> tuple[Any, ...]:
     """Whole numbers, None among them where an entry may be empty.
 

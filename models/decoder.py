@@ -29,6 +29,7 @@ class LanguageModel:
             raise ValueError(
                 f"config is a {type(self.config).__name__}, not a ModelConfig; models.load makes one of a checkpoint"
             )
+        family_of(self.config)
 
     @property
     def _module(self) -> Any:

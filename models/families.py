@@ -15,8 +15,16 @@ _CHOICES = ("dtype", "bos_id", "eos_ids")  # what a config.json may leave open
 
 
 def family_of(config: DecoderConfig) -> Family:
-    """The family of a config."""
-    return next(family for family in FAMILIES if type(config) is family.config)
+    """The family of a config.
+
+    Raises:
+      ValueError: a config that belongs to none.
+    """
+    found = [family for family in FAMILIES if type(config) is family.config]
+    if not found:
+        names = sorted(family.config.__name__ for family in FAMILIES)
+        raise ValueError(f"config is a {type(config).__name__}, of no family; give one of {names}")
+    return found[0]
 
 
 def from_hugging_face(raw: Mapping[str, Any], *, dtype: str = "float32") -> DecoderConfig:

@@ -10,8 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.drivers.attention import Attend
 from kvjax.scoring.stats import LayerStats
-from models.checks import whole
-from models.config import LearnedPositions, read_flag, read_sizes, renamed, write_sizes
+from models.config import LearnedPositions, read_flag, read_gpt_sizes, write_gpt_sizes
 from models.family import Family
 from models.parts import MLP, LayerNorm, attended, decoded, dense, embedded, embedding, split
 
@@ -87,39 +86,23 @@ class GPT2(nn.Module):
         return x @ table.T if c.tie_embeddings else dense(c, c.vocab_size, False, "lm_head")(x), caches, stats
 
 
-_KEYS = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "intermediate_size": "n_inner",
-    "max_position_embeddings": "n_positions",
-    "hidden_act": "activation_function",
-}
-_UNUSED = ("num_key_value_heads", "head_dim")
-_LAYER_NORM = "layer_norm_epsilon"
-
-
 def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     del architecture
-    silent = {"activation_function": "gelu_new", "n_positions": 1024, "tie_word_embeddings": True}
-    raw = renamed({**silent, **raw}, _KEYS) | dict.fromkeys(_UNUSED)
+    raw = {"n_positions": 1024, "tie_word_embeddings": True, **raw}
     if read_flag(raw, "add_cross_attention"):
         raise ValueError("add_cross_attention=true is not supported; a decoder attends to its own tokens alone")
-    if raw.get("intermediate_size") is None and "hidden_size" in raw:
-        raw["intermediate_size"] = 4 * whole("n_embd", raw["hidden_size"])
     switches = {
         "scaled": read_flag(raw, "scale_attn_weights", True),
         "scaled_by_layer": read_flag(raw, "scale_attn_by_inverse_layer_idx"),
     }
-    return {**read_sizes(raw, norm=_LAYER_NORM, eps=1e-5), **switches}
+    return {**read_gpt_sizes(raw), **switches}
 
 
 def _write(config: GPT2Config) -> dict[str, Any]:
-    raw = write_sizes(config, norm=_LAYER_NORM)
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        **{_KEYS.get(k, k): x for k, x in raw.items() if k not in _UNUSED},
+        **write_gpt_sizes(config),
         "scale_attn_weights": config.scaled,
         "scale_attn_by_inverse_layer_idx": config.scaled_by_layer,
     }

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.drivers.attention import Attend
 from kvjax.scoring.stats import LayerStats
 from models.checks import whole
-from models.config import DecoderConfig, read_sizes, renamed, write_sizes
+from models.config import DecoderConfig, read_gpt_sizes, write_gpt_sizes
 from models.family import Family
 from models.parts import MLP, LayerNorm, attended, decoded, dense, embedded, embedding, split
 from models.rope import Rope
@@ -71,25 +71,10 @@ class GPTJ(nn.Module):
         return dense(c, c.vocab_size, True, "lm_head")(x), caches, stats
 
 
-_KEYS = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "intermediate_size": "n_inner",
-    "max_position_embeddings": "n_positions",
-    "hidden_act": "activation_function",
-}
-_UNUSED = ("num_key_value_heads", "head_dim")
-_LAYER_NORM = "layer_norm_epsilon"
-
-
 def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     del architecture
-    raw = renamed({"activation_function": "gelu_new", "rotary_dim": 64, **raw}, _KEYS)
-    raw |= dict.fromkeys(_UNUSED)
-    if raw.get("intermediate_size") is None and "hidden_size" in raw:
-        raw["intermediate_size"] = 4 * whole("n_embd", raw["hidden_size"])
-    sizes = read_sizes(raw, norm=_LAYER_NORM, eps=1e-5)
+    raw = {"rotary_dim": 64, **raw}
+    sizes = read_gpt_sizes(raw)
     if sizes["tie_embeddings"]:
         raise ValueError("tie_word_embeddings=true is not supported for GPT-J, whose output head has a bias")
     channels = None if raw["rotary_dim"] is None else whole("rotary_dim", raw["rotary_dim"])
@@ -97,11 +82,10 @@ def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def _write(config: GPTJConfig) -> dict[str, Any]:
-    raw = write_sizes(config, norm=_LAYER_NORM)
     return {
         "architectures": ["GPTJForCausalLM"],
         "model_type": "gptj",
-        **{_KEYS.get(k, k): x for k, x in raw.items() if k not in _UNUSED},
+        **write_gpt_sizes(config),
         "rotary_dim": config.rope.channels,
     }
 

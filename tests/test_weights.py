@@ -219,6 +219,16 @@ def test_learned_positions_stay_and_end():
     model = models.LanguageModel(config)
     with pytest.raises(ValueError, match=r"give positions= of the tokens"):
         model(model.init(jax.random.key(0)), np.zeros((1, 1), np.int32), (None,) * 2, attend=None, last_only=True)
+    params = jax.jit(model.init)(jax.random.key(0))
+    found = kvjax.analysis.read(model, params, np.ones((1, 6), np.int32), np.ones((1, 2), np.int32))
+    with pytest.raises(ValueError, match=r"positions='compact' would move keys, but this model adds learned positions"):
+        found.outputs(0, found.live()[0], "compact")
+
+
+def test_a_config_of_no_family_makes_no_model():
+    sizes = dict(zip(SIZES, (9, 32, 8, 2, 4, 4, 8), strict=True))
+    with pytest.raises(ValueError, match=r"config is a DecoderConfig, of no family; give one of \['GPT2Config'"):
+        models.LanguageModel(models.DecoderConfig(**sizes))
 
 
 def test_a_config_that_no_architecture_has_is_not_saved(tmp_path):

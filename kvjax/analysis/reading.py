@@ -51,6 +51,7 @@ class LayerReading:
       mass: the share of attention that the continuation's rows pay to every token of the prompt, averaged over rows.
       out_proj: the output projection.
       rotate, scale, window, softcap: how the layer attends.
+      fixed: stored keys have their positions for good, as those of models with learned positions.
     """
 
     prompt: LayerKV
@@ -68,6 +69,7 @@ class LayerReading:
     scale: float | None = static(default=None)
     window: int | None = static(default=None)
     softcap: float | None = static(default=None)
+    fixed: bool = static(default=False)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -92,8 +94,13 @@ class LayerReading:
 
         Raises:
           ValueError: neither booleans nor shares in [0, 1], of other slots than the prompt's, or gates of keys that
-            move.
+            move, or keys that cannot move.
         """
+        if self.fixed and positions != "original":
+            raise ValueError(
+                f"positions={positions!r} would move keys, but this model adds learned positions to its embeddings; "
+                "use 'original'"
+            )
         keep = jnp.asarray(keep)
         (B, K, T), N = self.prompt.pos.shape, self.q.shape[1]
         if keep.shape not in ((B, K, T), (B, N, T)):
@@ -316,16 +323,14 @@ def read_traced(
 
     none = jnp.zeros((B, K, 0, config.head_dim), jnp.dtype(config.dtype))
     empty = (LayerKV(none, none, jnp.zeros((B, K, 0), jnp.int32)),) * L
-    here, later = (
-        at_positions(config, where) for where in (pos, lengths[:, None] + jnp.arange(F, dtype=jnp.int32)[None])
-    )
-    _, caches, prompt = model(params, tokens, empty, attend=over_prompt, last_only=True, **here)
-    logits, _, after = model(params, continuation, caches, attend=over_continuation, last_only=False, **later)
+    where, there = at_positions(config, pos), at_positions(config, rows)
+    _, caches, prompt = model(params, tokens, empty, attend=over_prompt, last_only=True, **where)
+    logits, _, after = model(params, continuation, caches, attend=over_continuation, last_only=False, **there)
     layers = []
     for site, cache, before, later in zip(sites, caches, prompt, after, strict=True):
         (stats, drawn, raw_k, out_proj, rotate, options), (q, k, v, out, mass) = before.values[0], later.values[0]
         kv: Any = cache
-        static: dict[str, Any] = {"site": site, "rotate": rotate, **options}
+        static: dict[str, Any] = {"site": site, "rotate": rotate, "fixed": bool(where), **options}
         layers.append(LayerReading(kv, raw_k, stats, drawn, q, k, v, out, mass, out_proj, **static))
     return Reading(tuple(layers), logits, continuation, lengths, keys)
 
