@@ -206,12 +206,12 @@ class Evict(Rule):
         return dataclasses.replace(chosen, keep=jnp.where(due[..., None], chosen.keep, kv.live), gate=gate)
 
     def _counts(self, ctx: Context) -> Counts:
-        return Counts(self._sizes(ctx.site).budget[:, ctx.site.layer], ctx.prompt_length)
+        return Counts(ctx.site.column(self._sizes(ctx.site).budget), ctx.prompt_length)
 
     def tables(self, site: Site) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(budget, sinks, recent) of a layer for every prompt length from 0 to the plan's."""
         sizes = self._sizes(site)
-        return sizes.budget[:, site.layer], sizes.sinks, sizes.recent
+        return site.column(sizes.budget), sizes.sinks, sizes.recent
 
     def _now(self, ctx: Context) -> tuple[Int[Array, "B"], Int[Array, "B"], Int[Array, "B"]]:
         """(budget, sinks, recent) of every sequence."""

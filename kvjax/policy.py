@@ -285,6 +285,11 @@ class LayerPolicy:
         """
         return merged(self.rules, self.site)
 
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        """Those of the rules."""
+        return tuple(rule.spec(self.site) for rule in self.rules)
+
     def init(self, batch: int) -> tuple[Any, ...]:
         """The memory of a layer without slots."""
         return tuple(rule.init(self.site, batch) for rule in self.rules)

@@ -1,7 +1,7 @@
 """What every decoder has: sizes, positions and special tokens, and how a Hugging Face `config.json` states them."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from jaxtyping import Array, Float, Int
@@ -110,6 +110,10 @@ class DecoderConfig:
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer."""
         return self.sliding_window[layer] if self.sliding_window else None
+
+    def kind(self, layer: int) -> Hashable:
+        """What a block makes of its layer's number: layers of one kind differ in their parameters alone."""
+        return self.window(layer), self.rotation(layer)
 
 
 @dataclasses.dataclass(frozen=True)

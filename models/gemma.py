@@ -27,8 +27,9 @@ from models.config import (
     write_sizes,
     write_windows,
 )
+from models.depth import decoded
 from models.family import Family
-from models.parts import GatedMLP, RMSNorm, attended, decoded, dense, embedded, embedding, split
+from models.parts import GatedMLP, RMSNorm, attended, dense, embedded, embedding, split
 from models.rope import Rope
 
 

@@ -1,7 +1,7 @@
 """GPT-2 and Cerebras-GPT (arXiv 2304.03208): learned positions, projections that are stored with inputs first."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.drivers.attention import Attend
 from kvjax.scoring.stats import LayerStats
 from models.config import LearnedPositions, read_flag, read_gpt_sizes, write_gpt_sizes
+from models.depth import decoded
 from models.family import Family
-from models.parts import MLP, LayerNorm, attended, decoded, dense, embedded, embedding, split
+from models.parts import MLP, LayerNorm, attended, dense, embedded, embedding, split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,10 @@ class GPT2Config(LearnedPositions):
 
     scaled: bool = True
     scaled_by_layer: bool = False
+
+    def kind(self, layer: int) -> Hashable:
+        """See `DecoderConfig`."""
+        return super().kind(layer), layer if self.scaled_by_layer else None
 
 
 class Attention(nn.Module):

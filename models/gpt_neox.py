@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.drivers.attention import Attend
 from kvjax.scoring.stats import LayerStats
 from models.config import DecoderConfig, read_flag, read_sizes, write_sizes
+from models.depth import decoded
 from models.family import Family
-from models.parts import MLP, LayerNorm, attended, decoded, dense, embedded, embedding
+from models.parts import MLP, LayerNorm, attended, dense, embedded, embedding
 from models.rope import Rope
 
 

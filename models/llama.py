@@ -11,8 +11,9 @@ from kvjax.drivers.attention import Attend
 from kvjax.scoring.stats import LayerStats
 from models.checks import whole
 from models.config import DecoderConfig, read_flag, read_sizes, read_windows, write_sizes, write_windows
+from models.depth import decoded
 from models.family import Family
-from models.parts import GatedMLP, RMSNorm, attended, decoded, dense, embedded, embedding, split
+from models.parts import GatedMLP, RMSNorm, attended, dense, embedded, embedding, split
 from models.rope import Rope
 
 

@@ -12,8 +12,9 @@ from kvjax.drivers.attention import Attend
 from kvjax.scoring.stats import LayerStats
 from models.checks import whole
 from models.config import LearnedPositions, read_flag, read_sizes, renamed, write_sizes
+from models.depth import decoded
 from models.family import Family
-from models.parts import ACTIVATIONS, LayerNorm, attended, decoded, dense, embedded, embedding, split
+from models.parts import ACTIVATIONS, LayerNorm, attended, dense, embedded, embedding, split
 
 _FIRST = 2  # the row of position 0
 

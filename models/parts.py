@@ -5,7 +5,7 @@ Submodules are named like the checkpoint's tensors, so loading is a transliterat
 Letters: B batch, T tokens, N query heads, K kv heads, H head_dim, D embed_dim, F mlp_dim, V vocab_size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -161,15 +161,3 @@ def embedding(module: nn.Module, name: str, rows: int, width: int | None = None)
 def embedded(table: Float[Array, "V E"], tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
     """The vectors of tokens. A bad id must not look like a good one: beyond the table or below 0 it is NaN."""
     return table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-
-
-def decoded(
-    blocks: Sequence[nn.Module], x: Float[Array, "B T D"], layers: tuple[Any, ...], attend: Attend
-) -> tuple[Float[Array, "B T D"], tuple[Any, ...], tuple[LayerStats, ...]]:
-    """The residual stream, caches and measurements after all layers."""
-    caches, stats = [], []
-    for i, (block, cache) in enumerate(zip(blocks, layers, strict=True)):
-        x, cache, measured = block(x, cache, layer=i, attend=attend)
-        caches.append(cache)
-        stats.append(measured)
-    return x, tuple(caches), tuple(stats)

@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.drivers.attention import Attend
 from kvjax.scoring.stats import LayerStats
 from models.config import DecoderConfig, read_sizes, read_windows, write_sizes, write_windows
+from models.depth import decoded
 from models.family import Family
-from models.parts import ACTIVATIONS, RMSNorm, attended, decoded, dense, embedded, embedding, split
+from models.parts import ACTIVATIONS, RMSNorm, attended, dense, embedded, embedding, split
 from models.rope import Rope
 
 

@@ -37,6 +37,35 @@ class Site:
     max_new_tokens: int
     window: int | None = None
 
+    def column(self, table: np.ndarray) -> np.ndarray:
+        """The layer's column of a table "M L"."""
+        return table[:, self.layer]
+
+    def shared(self) -> "Site":
+        """The site of all layers for which a policy has the same rules and sizes."""
+        return _SharedSite(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
+
+
+class LayerRead(Exception):
+    """A policy asks which layer it decides for, where one program serves several: each is given its own instead."""
+
+
+class _SharedSite(Site):
+    """A site whose layer nobody may read but by `column`: sizes are equal in all layers that it stands for."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "layer":
+            raise LayerRead
+        return super().__getattribute__(name)
+
+    def column(self, table: np.ndarray) -> np.ndarray:
+        return table[:, object.__getattribute__(self, "layer")]
+
 
 def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
     """One PRNG key a row, from one for the batch or one a row, typed or in the old raw form; `key(0)` if None.
@@ -77,6 +106,7 @@ class Context:
       site: which layer of which plan.
       phase: "prefill" (T prompt tokens were appended) or "decode" (one token was).
       tokens: ids of the tokens just appended, where the driver knows them.
+      index: the layer, traced, where one program serves several; None for the site's.
     """
 
     length: Int[Array, "B"]
@@ -85,6 +115,12 @@ class Context:
     site: Site = static()
     phase: Phase = static()
     tokens: Int[Array, "B T"] | None = None
+    index: Int[Array, ""] | None = None
+
+    @property
+    def layer(self) -> Int[Array, ""]:
+        """Index of the layer, which draws depend on."""
+        return jnp.int32(self.site.layer) if self.index is None else self.index
 
     @property
     def step(self) -> Int[Array, "B"]:
@@ -97,7 +133,7 @@ class Context:
     @property
     def seed(self) -> UInt32[Array, "B"]:
         """A number a sequence and layer, the same at every step: the seed of hashed noise."""
-        key = jax.vmap(lambda k: jax.random.bits(jax.random.fold_in(k, self.site.layer), (), jnp.uint32))
+        key = jax.vmap(lambda k: jax.random.bits(jax.random.fold_in(k, self.layer), (), jnp.uint32))
         return key(self.keys)
 
     @property
@@ -113,7 +149,7 @@ class Context:
         """
 
         def draw(key: Key[Array, ""], event: Int[Array, ""], head: Int[Array, ""], pos: Int[Array, "S"]):
-            for salt in (jnp.int32(self.site.layer), event, head):
+            for salt in (self.layer, event, head):
                 key = jax.random.fold_in(key, salt)
             return jax.vmap(lambda p: jax.random.uniform(jax.random.fold_in(key, p), (), jnp.float32))(pos)
 

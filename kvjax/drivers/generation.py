@@ -16,10 +16,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.algebra import identity
-from kvjax.cache.context import Context, Phase, row_keys
-from kvjax.cache.pool import PooledKV, to_pool
-from kvjax.cache.state import EMPTY, KVState, LayerKV, compact, evict
-from kvjax.drivers.attention import Attend, attend
+from kvjax.cache.context import Phase, row_keys
+from kvjax.cache.pool import PooledKV
+from kvjax.cache.state import EMPTY, KVState, LayerKV, evict
+from kvjax.drivers.attention import Attend
+from kvjax.drivers.layers import LayerSteps
 from kvjax.drivers.sampling import Greedy, Sampler
 from kvjax.plan import CachePlan, ModelConfig, as_lengths, at_positions, make_plan
 from kvjax.policy import Policy, context, empty_layer
@@ -162,27 +163,20 @@ def forward(
     tokens = jnp.where(column >= 0, tokens, 0)  # padding may be any id, even one outside the vocabulary
     state = dataclasses.replace(state, length=state.length + valid, step=state.step + jnp.int32(phase == "decode"))
 
-    def attend_and_evict(cache, q, k, v, *, layer, **options):
-        ctx = dataclasses.replace(context(state, layer, phase), tokens=tokens)
-        policy = plan.layers[layer]
-        seen = {"observe": policy.spec.observe(phase), "policy": policy if T == 1 else None}
-        out, kv, stats = attend(cache, q, k, v, pos, ctx=ctx, **seen, **options)
-        if evict and not plan.policy.shared:
-            kv = store(kv.apply(lambda view: policy.step(view, stats, ctx)), layer)
-        return out, kv, stats
-
-    def store(kv, layer):
-        return kv if phase == "decode" else stored(plan, kv, context(state, layer, phase), ends=ends)
-
+    # In prefill every layer is evicted from before the next one runs, so that layers of one kind can take turns in one
+    # program. Slots that they have already, of earlier blocks, would be copied to where it reads them.
+    shares = phase == "prefill" and evict and not plan.policy.shared and not state.num_slots
+    alone = dataclasses.replace(state, layers=())
+    steps = LayerSteps(alone, tokens, pos, phase=phase, evict=evict, ends=ends, shares=shares)
     where = at_positions(model.config, pos)
-    logits, layers, stats = model(params, tokens, state.layers, attend=attend_and_evict, last_only=last_only, **where)
+    logits, layers, stats = model(params, tokens, state.layers, attend=steps, last_only=last_only, **where)
     if phase == "decode":
         past = state.length - state.prompt_length > plan.max_new_tokens
         logits = jnp.where(past[:, None, None], jnp.nan, logits)
     state, stats = dataclasses.replace(state, layers=layers), AttentionStats(stats, phase=phase)
     if evict and plan.policy.shared:
         state = plan.policy(state, stats)
-        state = dataclasses.replace(state, layers=tuple(store(kv, i) for i, kv in enumerate(state.layers)))
+        state = dataclasses.replace(state, layers=tuple(steps.stored(kv, i) for i, kv in enumerate(state.layers)))
     return logits, state, stats
 
 
@@ -194,16 +188,6 @@ def _real(valid: Any, tokens: Any) -> Any:
     if known.shape != (B,) or known.dtype.kind not in "iu" or known.min() < 0 or known.max() > T:
         raise ValueError(f"valid={known.tolist()}: must be {B} whole numbers, one a sequence, from 0 to {T}")
     return np.arange(T)[None] >= T - known[:, None]
-
-
-def stored(plan: CachePlan, kv: LayerKV, ctx: Context, *, ends: bool = True) -> LayerKV | PooledKV:
-    """A layer as it is kept after the prompt, or after a block of it."""
-    policy, capacity = plan.layers[ctx.site.layer], plan.capacities[ctx.site.layer]
-    if policy.spec.storage == "pool":
-        kv_ = to_pool(kv, capacity, policy.reserve(kv, ctx) if ends else None)
-    else:
-        kv_ = compact(kv, capacity)
-    return policy.finish(kv_, ctx) if ends else kv_
 
 
 def prefill(
@@ -298,9 +282,9 @@ def check_block(plan: CachePlan, block: int | None) -> int | None:
 
 def empty_after_prompt(state: KVState, *, ends: bool = True) -> KVState:
     """A state without tokens in the shapes that it has after the prompt."""
-    layers = enumerate(state.layers)
-    layers = tuple(stored(state.plan, kv, context(state, i, "prefill"), ends=ends) for i, kv in layers)
-    return dataclasses.replace(state, layers=layers)
+    nothing = jnp.zeros((len(state.length), 0), jnp.int32)
+    steps = LayerSteps(state, nothing, nothing, ends=ends)
+    return dataclasses.replace(state, layers=tuple(steps.stored(kv, i) for i, kv in enumerate(state.layers)))
 
 
 def decode_step(

@@ -353,6 +353,9 @@ class Adaptive(HeadAllocation):
         one_of("Adaptive.safeguard", self.safeguard, "blend", "floor_then_global")
         one_of("Adaptive.rounding", self.rounding, "largest_remainder", "half_even")
 
+    def _skips(self, site: Site) -> bool:
+        return self.skip_layers > 0 and site.layer < self.skip_layers  # layers can share a program if none are asked
+
     def total(self, average: np.ndarray, num_kv_heads: int) -> np.ndarray:
         """See `HeadAllocation`. Rounding every head for itself gives each up to half a token more."""
         drift = -(-num_kv_heads // 2) if self.rounding == "half_even" else 0
@@ -360,7 +363,7 @@ class Adaptive(HeadAllocation):
 
     def cap(self, average: np.ndarray, limit: np.ndarray, site: Site, protected: np.ndarray | int = 0) -> np.ndarray:
         """See `HeadAllocation`."""
-        if site.layer < self.skip_layers:
+        if self._skips(site):
             return average
         K = site.num_kv_heads
         if self.safeguard == "blend":
@@ -382,7 +385,7 @@ class Adaptive(HeadAllocation):
     ) -> Int[Array, "B K"]:
         """See `HeadAllocation`."""
         B, K, _ = score.shape
-        if site.layer < self.skip_layers:
+        if self._skips(site):
             return jnp.broadcast_to(average[:, None], (B, K))
         numbers = np.arange(most + 1)
         if self.normalize:

@@ -76,7 +76,7 @@ class Tables:
           pooled: whether heads share slots.
         """
         n = np.arange(site.prompt_len + 1)
-        target, outside = self.budget[:, site.layer], self.outside
+        target, outside = site.column(self.budget), self.outside
         cap = heads.cap(target - outside, np.maximum(n - outside, 0), site, outside) + outside + slack
         if not prefill:
             cap = np.maximum(cap, site.prompt_len)

@@ -1,0 +1,100 @@
+"""One pass of new tokens through a model's layers: what each does with its cache, and which share a program."""
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.context import Context, Phase
+from kvjax.cache.pool import PooledKV, to_pool
+from kvjax.cache.state import KVState, LayerKV, compact
+from kvjax.drivers.attention import attend
+from kvjax.plan import CachePlan
+from kvjax.policy import LayerPolicy, context
+from kvjax.scoring.stats import LayerStats
+from pallas_kernels.pytree import pytree, static
+
+
+@pytree
+class LayerSteps:
+    """What drivers hand a model as `attend`: attention over a layer's cache, and eviction right after it.
+
+    A model may run layers of one `kind` as one program, in which each has an `index`.
+
+    Attributes:
+      state: the cache, without its layers.
+      tokens: the new tokens.
+      pos: their positions, EMPTY for padding.
+      index: the layer that is run, where a program serves several; None for the one it is called with.
+      phase, evict, ends: as for `kvjax.drivers.generation.forward`.
+      shares: whether layers of one kind may share a program.
+    """
+
+    state: KVState
+    tokens: Int[Array, "B T"]
+    pos: Int[Array, "B T"]
+    index: Int[Array, ""] | None = None
+    phase: Phase = static(default="prefill")
+    evict: bool = static(default=False)
+    ends: bool = static(default=True)
+    shares: bool = static(default=False)
+
+    def kind(self, layer: int) -> Hashable:
+        """What is static about a layer: those of one kind share a program, and differ in their index alone."""
+        plan: CachePlan = self.state.plan
+        policy = plan.layers[layer]
+        sizes = tuple((s.target.tobytes(), s.capacity.tobytes(), s.slots.tobytes()) for s in policy.specs)
+        return policy.rules, dataclasses.replace(policy.site, layer=0), sizes, plan.capacities[layer]
+
+    def together(self, layer: int) -> int:
+        """How many layers of a kind may share a program: what they keep stands twice for a moment.
+
+        So many that it is no more than what one layer holds of the prompt, and memory does not grow with depth.
+        """
+        plan: CachePlan = self.state.plan
+        heads = plan.sites[layer].num_kv_heads
+        kept = plan.capacities[layer] * (1 if plan.layouts[layer] == "pool" else heads)
+        return plan.prompt_len * heads // kept
+
+    def at(self, index: Int[Array, ""]) -> "LayerSteps":
+        """The steps of the layer `index`, called by the number of one of its kind."""
+        return dataclasses.replace(self, index=index)
+
+    def _here(self, layer: int) -> tuple[LayerPolicy, Context]:
+        """What calls the rules of a layer, and the moment it is at."""
+        policy = self.state.plan.layers[layer]
+        if self.index is not None:
+            policy = dataclasses.replace(policy, site=policy.site.shared())
+        ctx = context(self.state, layer, self.phase)
+        return policy, dataclasses.replace(ctx, site=policy.site, tokens=self.tokens, index=self.index)
+
+    def __call__(
+        self,
+        cache: Any,
+        q: Float[Array, "B N T H"],
+        k: Float[Array, "B K T H"],
+        v: Float[Array, "B K T H"],
+        *,
+        layer: int,
+        **options: Any,
+    ) -> tuple[Float[Array, "B N T H"], Any, LayerStats]:
+        """See `kvjax.drivers.attention.Attend`."""
+        policy, ctx = self._here(layer)
+        observe = self.state.plan.specs[layer].observe(self.phase)
+        hiding = policy if q.shape[2] == 1 else None
+        out, kv, stats = attend(cache, q, k, v, self.pos, ctx=ctx, observe=observe, policy=hiding, **options)
+        if self.evict and not self.state.plan.policy.shared:
+            kv = self.stored(kv.apply(lambda view: policy.step(view, stats, ctx)), layer)
+        return out, kv, stats
+
+    def stored(self, kv: LayerKV | PooledKV, layer: int) -> LayerKV | PooledKV:
+        """A layer as it is kept after this pass."""
+        if self.phase == "decode":
+            return kv
+        (policy, ctx), capacity, kv = self._here(layer), self.state.plan.capacities[layer], kv.view()
+        if self.state.plan.layouts[layer] == "pool":
+            after = to_pool(kv, capacity, policy.reserve(kv, ctx) if self.ends else None)
+        else:
+            after = compact(kv, capacity)
+        return policy.finish(after, ctx) if self.ends else after

@@ -1,0 +1,112 @@
+"""The layers of a decoder in turn, of which those of one kind share a program."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from kvjax.cache.context import LayerRead
+from kvjax.drivers.attention import Attend
+from kvjax.scoring.stats import LayerStats
+
+_LONGEST_PERIOD = 8  # layers after which kinds may repeat
+
+
+def decoded(
+    blocks: Sequence[nn.Module], x: Float[Array, "B T D"], layers: tuple[Any, ...], attend: Attend
+) -> tuple[Float[Array, "B T D"], tuple[Any, ...], tuple[LayerStats, ...]]:
+    """The residual stream, caches and measurements after all layers.
+
+    Where `attend` allows it (`kvjax.drivers.layers.LayerSteps.shares`), layers of one kind become one scan, so that
+    compilation does not grow with depth. Every iteration copies the parameters of its layer, once in a pass. They are
+    not stored as one array over layers: decoding reads them for every token, and would copy them each time.
+
+    Args:
+      blocks: the layers, whose `config` says which are of one kind (`DecoderConfig.kind`).
+      x: the residual stream before.
+      layers: a cache for each.
+      attend: what each calls with its queries, keys and values.
+    """
+    done: list[tuple[Any, LayerStats]] = []
+    for start, period, times in _runs(blocks, layers, attend):
+        if times > 1:
+            try:
+                x, found = _repeated(blocks, x, layers, attend, start, period, times)
+                done += found
+                continue
+            except LayerRead:
+                pass
+        for i in range(start, start + period * times):
+            x, cache, measured = blocks[i](x, layers[i], layer=i, attend=attend)
+            done.append((cache, measured))
+    return x, tuple(cache for cache, _ in done), tuple(measured for _, measured in done)
+
+
+def _repeated(
+    blocks: Sequence[nn.Module], x: Array, layers: tuple[Any, ...], attend: Any, start: int, period: int, times: int
+) -> tuple[Array, list[tuple[Any, LayerStats]]]:
+    """Layers from `start` on, of which those `period` apart are of one kind, `times` times."""
+    run = range(start, start + period)
+    apply = [_pure(blocks[i]) for i in run]
+    params = [[blocks[i + period * t].variables["params"] for t in range(times)] for i in run]
+    caches = [jax.tree.map(lambda *each: jnp.stack(each), *layers[i : i + period * times : period]) for i in run]
+
+    def step(x: Array, at: tuple[Array, list[Any]]) -> tuple[Array, list[tuple[Any, LayerStats]]]:
+        (t, before), found = at, []
+        for i, one, each, cache in zip(run, apply, params, before, strict=True):
+            here = lax.switch(t, [lambda p=p: p for p in each])
+            x, cache, measured = one(here, x, cache, layer=i, attend=attend.at(jnp.int32(i) + period * t))
+            found.append((cache, measured))
+        return x, found
+
+    x, found = lax.scan(step, x, (jnp.arange(times, dtype=jnp.int32), caches))
+    return x, [jax.tree.map(lambda y, t=t: y[t], each) for t in range(times) for each in found]
+
+
+def _pure(block: nn.Module) -> Callable[..., Any]:
+    """A block as a function of its parameters."""
+    alone = block.clone(parent=None, name=None)
+    return lambda params, *arguments, **options: alone.apply({"params": params}, *arguments, **options)
+
+
+def _runs(blocks: Sequence[nn.Module], layers: tuple[Any, ...], attend: Any) -> list[tuple[int, int, int]]:
+    """The runs of layers that are programs of their own: see `runs`."""
+    if not getattr(attend, "shares", False) or blocks[0].is_initializing():
+        return [(0, len(blocks), 1)]
+
+    def kind(i: int) -> Hashable:
+        leaves, tree = jax.tree.flatten((blocks[i].variables["params"], layers[i]))
+        return attend.kind(i), blocks[i].config.kind(i), tree, tuple((x.shape, x.dtype) for x in leaves)
+
+    here = range(len(blocks))
+    return runs([kind(i) for i in here], [attend.together(i) for i in here])
+
+
+def runs(kinds: Sequence[Hashable], together: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first layer, period, times) of runs in which kinds repeat; `times` is 1 where nothing does.
+
+    Args:
+      kinds: of all layers.
+      together: how many layers may share a program with each.
+    """
+    found, start = [], 0
+    while start < len(kinds):
+        periods = range(1, min(_LONGEST_PERIOD, len(kinds) - start) + 1)
+        often = [(_times(kinds, start, p), p) for p in periods]
+        times, period = max(often, key=lambda run: run[0] * run[1] if run[0] > 1 else 2 - run[1])
+        times = max(1, min(times, *(together[i] // period for i in range(start, start + period))))
+        found.append((start, period, times))
+        start += period * times
+    return found
+
+
+def _times(kinds: Sequence[Hashable], start: int, period: int) -> int:
+    """How often a run of `period` kinds stands in a row from `start` on."""
+    stop = start + period
+    while kinds[stop : stop + period] == kinds[start : start + period]:
+        stop += period
+    return (stop - start) // period
