@@ -32,6 +32,8 @@ from kvjax.drivers.sampling import Categorical as Categorical
 from kvjax.drivers.sampling import Greedy as Greedy
 from kvjax.drivers.sampling import Sample as Sample
 from kvjax.drivers.single_layer import evict_layer as evict_layer
+from kvjax.drivers.streaming import Stream as Stream
+from kvjax.drivers.streaming import stream as stream
 from kvjax.eviction import Evict as Evict
 from kvjax.eviction import from_fn as from_fn
 from kvjax.learning import relax as relax

@@ -49,6 +49,7 @@ def test_the_sampler_is_what_transformers_would_do(checkpoint, raw, sampler):
 
 
 @pytest.mark.parametrize(("raw", "message"), REFUSED)
+@pytest.mark.usefixtures("unchecked")
 def test_what_no_sampler_does_is_refused_with_the_file_the_key_and_the_value(checkpoint, raw, message):
     path, write = checkpoint
     write(raw)
@@ -67,5 +68,5 @@ def test_end_tokens_are_those_of_the_generation_config(checkpoint):
         with pytest.raises(ValueError, match=f"{path}/generation_config.json: eos_token_id="):
             models.load(path)
     (path / "generation_config.json").write_text("{")
-    with pytest.raises(ValueError, match="generation_config.json is not JSON in UTF-8"):
+    with pytest.raises(ValueError, match=r"generation_config.json is not JSON in UTF-8"):
         models.load(path)

@@ -53,6 +53,7 @@ def test_filters_are_those_of_transformers(name):
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_chains_are_values():
     f, g, h = Temperature(0.5), TopK(3), MinP(0.1)
     assert chain(f, chain(g, h)) == chain(chain(f, g), h) == chain(f, chain(), g, h)
