@@ -18,6 +18,7 @@ from kvjax.drivers import streaming
 V, M = 61, 10
 TOKENS, LENGTHS = np.random.default_rng(3).integers(0, V, (2, 9)), np.array([9, 4])
 POLICY = methods.h2o(6)
+ENDS = (30,)
 SAMPLER = kvjax.Sample(0.9, 30, 0.95, 0.01, 1.2)
 
 
@@ -46,11 +47,11 @@ def greedy(run):
     return found, next(int(t) for i, t in enumerate(rows[0, :-3]) if i > 2 and t not in rows[0, :i])
 
 
-@pytest.mark.parametrize("sampler", [kvjax.Greedy(), SAMPLER], ids=["greedy", "sampled"])
-def test_a_stream_is_the_generation(run, greedy, sampler):
-    """Padded rows, rows that end, samplers that draw and remember: token by token, and the state after."""
-    options = {"lengths": LENGTHS, "sampler": sampler, "key": jax.random.key(5), "eos_ids": greedy[1], "pad_id": 60}
+def test_a_stream_is_the_generation(run):
+    """Padded rows, rows that end, a sampler that draws and remembers: token by token, and the state after."""
+    options = {"lengths": LENGTHS, "sampler": SAMPLER, "key": jax.random.key(5), "eos_ids": ENDS, "pad_id": 60}
     expected, steps = run(kvjax.generate, **options), run(kvjax.stream, **options)
+    assert 1 < int(expected.lengths.min()) < int(expected.lengths.max())
     found = np.stack(list(steps), axis=1)
     np.testing.assert_array_equal(found, expected.tokens[:, : found.shape[1]])
     np.testing.assert_array_equal(steps.tokens, found)
@@ -116,10 +117,9 @@ def test_text_ends_before_stop_strings_and_end_tokens(run, greedy, words):
 
 def test_a_text_is_a_batch_of_one(run, words):
     text = words.decode(TOKENS[1, 5:])
-    options = {"max_new_tokens": 4, "policy": methods.full()}
-    expected = run(kvjax.generate, tokens=TOKENS[1:, 5:], **options).tokens
-    steps = run(kvjax.stream, tokens=text, tokenizer=words, **options)
-    assert "".join(steps) == steps.text == words.decode(expected[0].tolist())
+    steps = run(kvjax.stream, tokens=text, tokenizer=words, max_new_tokens=4, policy=methods.full())
+    assert "".join(steps) == steps.text == words.decode(steps.tokens[0].tolist())
+    assert steps.state.prompt_length.tolist() == [4]
 
 
 @pytest.mark.parametrize(
