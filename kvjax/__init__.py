@@ -15,6 +15,7 @@ from kvjax.cache.state import LayerKV as LayerKV
 from kvjax.cache.state import compact as compact
 from kvjax.cache.state import evict as evict
 from kvjax.cache.state import take_rows as take_rows
+from kvjax.drivers import sampling as sampling
 from kvjax.drivers.attention import attend as attend
 from kvjax.drivers.beam import Beams as Beams
 from kvjax.drivers.beam import generate_beams as generate_beams
@@ -27,9 +28,12 @@ from kvjax.drivers.generation import generate as generate
 from kvjax.drivers.generation import generate_from as generate_from
 from kvjax.drivers.generation import init_state as init_state
 from kvjax.drivers.generation import prefill as prefill
+from kvjax.drivers.sampling import Categorical as Categorical
 from kvjax.drivers.sampling import Greedy as Greedy
 from kvjax.drivers.sampling import Sample as Sample
 from kvjax.drivers.single_layer import evict_layer as evict_layer
+from kvjax.drivers.streaming import Stream as Stream
+from kvjax.drivers.streaming import stream as stream
 from kvjax.eviction import Evict as Evict
 from kvjax.eviction import from_fn as from_fn
 from kvjax.learning import relax as relax

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from kvjax.drivers.text import encode as encode
 from kvjax.methods.token_classes import token_classes as token_classes
 from models.checks import MOST, whole
 from models.weights import check_whole, locate

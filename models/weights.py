@@ -1,6 +1,7 @@
 """Checkpoints: unmodified Hugging Face directories in, parameters out, and back."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -9,8 +10,8 @@ import re
 import reprlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +20,22 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from kvjax.drivers.sampling import Sampler
 from models.config import DTYPES, DecoderConfig
 from models.decoder import LanguageModel, check_params
 from models.families import family_of, from_hugging_face, to_hugging_face
+from models.generation_config import FILE as _GENERATION
+from models.generation_config import read_sampler, with_end_ids
 from pallas_kernels.values import one_of
 
 _CONFIG, _INDEX, _SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _LAYER = re.compile(r"\.(?=\d+\.)")  # before the number of a layer
 _BESIDE = ".saving-"
-_FILES = ("*.json", "*.safetensors", "tokenizer*", "merges.txt")
+_FILES = ("*.json", "*.safetensors", "tokenizer*", "merges.txt", "*.jinja")
 _LFS = b"version https://git-lfs"
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +99,7 @@ def fingerprint(source: str | os.PathLike[str]) -> str:
 
 
 def read_config(path: pathlib.Path, *, dtype: str = "float32") -> DecoderConfig:
-    """The config of a checkpoint directory."""
+    """The config of a checkpoint directory. End tokens are those of its generation_config.json, where that has any."""
     file = path / _CONFIG
     if not file.is_file():
         cut_off = sorted(str(p.parent) for p in path.glob(f"{_BESIDE}*/{_CONFIG}"))
@@ -101,7 +107,36 @@ def read_config(path: pathlib.Path, *, dtype: str = "float32") -> DecoderConfig:
         raise ValueError(f"{path} has no {_CONFIG}; {fix}")
     raw = _json(file)
     try:
-        return from_hugging_face(raw, dtype=dtype)
+        config = from_hugging_face(raw, dtype=dtype)
+    except ValueError as e:
+        raise ValueError(f"{file}: {e}") from e
+    return _of_generation(path, functools.partial(with_end_ids, config))
+
+
+def default_sampler(source: str | os.PathLike[str]) -> Sampler:
+    """How a checkpoint says that it is to be sampled, in its `generation_config.json`.
+
+    Nothing applies it by itself: give it to `kvjax.generate` as `sampler=`.
+
+    Args:
+      source: a directory or hub id.
+
+    Returns:
+      What transformers would do: `Sample` where the file says `do_sample`, and `Greedy` otherwise, with its repetition
+      penalty; `Greedy()` without such a file.
+
+    Raises:
+      ValueError: neither a directory nor a hub id; a file that is damaged, or asks for what no sampler has.
+    """
+    return _of_generation(locate(source), read_sampler)
+
+
+def _of_generation(path: pathlib.Path, read: Callable[[Any], T]) -> T:
+    """What the contents of the generation_config.json of a directory give; they are empty without one."""
+    file = path / _GENERATION
+    raw = _json(file) if file.is_file() else {}
+    try:
+        return read(raw)
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from e
 

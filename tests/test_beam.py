@@ -111,7 +111,7 @@ def test_equals_transformers(pair, num_ends, W, R, length_penalty, seed, early_s
     lengths = np.array([T, 7, 1])
     ids = np.random.default_rng(seed).integers(1, V, (3, T))
     free = kvjax.generate_beams(
-        model, params, ids, lengths=lengths, num_beams=3, max_new_tokens=M, num_return_sequences=3
+        model, params, ids, lengths=lengths, num_beams=3, max_new_tokens=M, num_return_sequences=3, eos_ids=()
     )
     # The two tokens that the free search meets most often: hypotheses of many lengths end.
     eos = tuple(int(i) for i in np.bincount(np.ravel(free.tokens), minlength=V).argsort()[::-1][:num_ends])

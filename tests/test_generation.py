@@ -11,7 +11,7 @@ import pytest
 import kvjax
 import models
 from kvjax import methods
-from kvjax.drivers.generation import check_block
+from kvjax.drivers.generation import check_block, check_request
 
 T = 20
 
@@ -129,9 +129,12 @@ def test_all_ended_runs_no_more_steps(shallow):
     model, params = shallow
     tokens = np.ones((1, 5), np.int32)
     first = int(kvjax.generate(model, params, tokens, max_new_tokens=1).tokens[0, 0])
-    result = kvjax.generate(model, params, tokens, max_new_tokens=500, eos_ids=(first,))
+    own = models.LanguageModel(dataclasses.replace(model.config, eos_ids=(first, 61)))
+    result = kvjax.generate(own, params, tokens, max_new_tokens=500)
     assert result.lengths.tolist() == [1]
     assert int(result.state.step) == 0
+    # The model's own end tokens, those that its vocabulary holds, are the default.
+    assert [check_request(own, 1, kvjax.Greedy(), eos, 0) for eos in (None, (), 5)] == [(first,), (), (5,)]
 
 
 def test_streaming_llm_keeps_ended_sequences(shallow, prompts):
@@ -407,18 +410,6 @@ def test_sampling_is_per_row(shallow, prompts):
     np.testing.assert_array_equal(together, run(tokens, lengths, keys))
     np.testing.assert_array_equal(together[1], run(tokens[1:2], lengths[1:2], keys[1:2])[0])
     assert not np.array_equal(together, run(tokens, lengths, jax.random.split(jax.random.key(5), 3)))
-
-
-def test_sampling_filters():
-    logits = jnp.log(jnp.asarray([[0.5, 0.25, 0.15, 0.1]]))
-    alive = lambda sampler: np.isfinite(np.asarray(sampler.filter(logits)))[0].tolist()
-    assert alive(kvjax.Sample(top_k=2)) == [True, True, False, False]
-    assert alive(kvjax.Sample(top_p=0.5)) == [True, False, False, False]
-    assert alive(kvjax.Sample(top_p=0.6)) == [True, True, False, False]
-    assert alive(kvjax.Sample(top_p=0.001)) == [True, False, False, False]
-    np.testing.assert_allclose(kvjax.Sample(temperature=2.0).filter(logits), logits / 2)
-    draws = jax.vmap(lambda k: kvjax.Sample()(logits, k[None])[0])(jax.random.split(jax.random.key(0), 4000))
-    np.testing.assert_allclose(np.bincount(draws, minlength=4) / 4000, [0.5, 0.25, 0.15, 0.1], atol=0.03)
 
 
 def test_a_prompt_of_one_token(shallow):

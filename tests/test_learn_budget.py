@@ -310,7 +310,7 @@ def test_future_rows_are_the_models_own(embedded):
             expected = list(e.continuation[:4])
         else:
             tokens = jnp.asarray([e.context + e.question], jnp.int32)
-            expected = kvjax.generate(model, params, tokens, max_new_tokens=4).tokens[0].tolist()
+            expected = kvjax.generate(model, params, tokens, max_new_tokens=4, eos_ids=()).tokens[0].tolist()
         assert reading.full.continuation[row].tolist() == expected
 
 

@@ -175,7 +175,7 @@ def test_left_padded_batch(pair):
 def test_greedy_generation(pair):
     theirs, model, params = pair
     ids = tokens()[:, :T]
-    ours = kvjax.generate(model, params, ids, max_new_tokens=NEW)
+    ours = kvjax.generate(model, params, ids, max_new_tokens=NEW, eos_ids=())
     expected = theirs.generate(
         torch.tensor(ids), attention_mask=torch.ones(2, T, dtype=torch.long), max_new_tokens=NEW, do_sample=False,
         eos_token_id=None, pad_token_id=0,

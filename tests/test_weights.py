@@ -672,5 +672,5 @@ def test_a_real_checkpoint_continues_exactly(shared_data):
     reference = json.loads((shared_data / "stories260k" / "reference.json").read_text())
     prompt = np.array([reference["prompt_ids"]])
     expected = reference["greedy_ids"][prompt.shape[1] :]
-    result = kvjax.generate(model, params, prompt, max_new_tokens=len(expected))
+    result = kvjax.generate(model, params, prompt, max_new_tokens=len(expected), eos_ids=())
     assert result.tokens[0].tolist() == expected

@@ -3,10 +3,10 @@
 Letters: B batch, W beams, P parents (1 before the first token, W after), C candidates, R returned, M new tokens,
 V vocab.
 
-The search is that of transformers 5 (`GenerationMixin._beam_search` without sampling): at every step the best
-continuations of a sequence's running beams are ranked by the sum of their log probabilities. Those of the best W that
-end go to a pool of W hypotheses, ranked by that sum divided by `length ** length_penalty`; the best W that do not end
-run on. A sequence closes, and its pool with it, once `early_stopping` says so.
+The search is that of transformers 5 (`GenerationMixin._beam_search` without sampling and logits processors): at every
+step the best continuations of a sequence's running beams are ranked by the sum of their log probabilities. Those of the
+best W that end go to a pool of W hypotheses, ranked by that sum divided by `length ** length_penalty`; the best W that
+do not end run on. A sequence closes, and its pool with it, once `early_stopping` says so.
 """
 
 import dataclasses
@@ -210,7 +210,7 @@ def generate_beams_from(
     *,
     num_beams: int = 4,
     max_new_tokens: int,
-    eos_ids: int | Sequence[int] = (),
+    eos_ids: int | Sequence[int] | None = None,
     pad_id: int = 0,
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
@@ -324,7 +324,7 @@ def generate_beams(
     num_beams: int = 4,
     max_new_tokens: int,
     lengths: Array | np.ndarray | Sequence[int] | None = None,
-    eos_ids: int | Sequence[int] = (),
+    eos_ids: int | Sequence[int] | None = None,
     pad_id: int = 0,
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
@@ -349,7 +349,7 @@ def generate_beams(
         `early_stopping` says.
       max_new_tokens: tokens of the longest hypothesis.
       lengths: the prompts' own lengths "B", T if None.
-      eos_ids: tokens that end a hypothesis.
+      eos_ids: tokens that end a hypothesis; the model's own if None, `()` for none.
       pad_id: what follows the end.
       length_penalty: scores are sums of log probabilities divided by `length ** length_penalty`, the end token counted;
         above 0 longer hypotheses gain, below 0 shorter ones.
@@ -393,7 +393,7 @@ def _check(
     model: Model,
     num_beams: int,
     max_new_tokens: int,
-    eos_ids: int | Sequence[int],
+    eos_ids: int | Sequence[int] | None,
     pad_id: int,
     early_stopping: bool | str,
     num_return_sequences: int,

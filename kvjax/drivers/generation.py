@@ -21,7 +21,7 @@ from kvjax.cache.pool import PooledKV
 from kvjax.cache.state import EMPTY, KVState, LayerKV, evict
 from kvjax.drivers.attention import Attend
 from kvjax.drivers.layers import LayerSteps
-from kvjax.drivers.sampling import Greedy, Sampler
+from kvjax.drivers.sampling import Greedy, Sampler, seen_tokens, with_token
 from kvjax.plan import CachePlan, ModelConfig, as_lengths, at_positions, make_plan
 from kvjax.policy import Policy, context, empty_layer
 from kvjax.scoring.stats import AttentionStats, LayerStats
@@ -402,6 +402,41 @@ class Generation:
     state: KVState
 
 
+def draw(
+    sampler: Sampler, logits: Float[Array, "B V"], state: KVState, seen: Bool[Array, "B V"] | None
+) -> Int[Array, "B"]:
+    """The token that follows in every sequence, by its own key; -1 where logits are not numbers."""
+    fold = lambda key, step: jax.random.fold_in(jax.random.fold_in(key, _SAMPLING), step)
+    keys = jax.vmap(fold)(state.keys, state.length - state.prompt_length)
+    token = sampler(logits, keys) if seen is None else sampler(logits, keys, seen)
+    return jnp.where(jnp.isnan(logits).any(-1), NO_TOKEN, token)
+
+
+def first_token(
+    sampler: Sampler, logits: Float[Array, "B V"], state: KVState, seen: Bool[Array, "B V"] | None
+) -> tuple[Int[Array, "B"], Bool[Array, "B V"] | None]:
+    """The token drawn from the logits of what was read, and the record of tokens with it."""
+    token = draw(sampler, logits, state, seen)
+    return token, None if seen is None else with_token(seen, token, jnp.ones_like(token, bool))
+
+
+def next_token(
+    model: Model,
+    params: PyTree[Any],
+    token: Int[Array, "B"],
+    running: Bool[Array, "B"],
+    seen: Bool[Array, "B V"] | None,
+    state: KVState,
+    *,
+    sampler: Sampler,
+    pad_id: int,
+) -> tuple[Int[Array, "B"], Bool[Array, "B V"] | None, KVState]:
+    """Reads the token of every sequence that runs and draws the next: that, the record with it, the state after."""
+    logits, state = decode_step(model, params, token, state, active=running)
+    token = jnp.where(running, draw(sampler, logits, state, seen), pad_id)
+    return token, None if seen is None else with_token(seen, token, running), state
+
+
 def generate_from(
     model: Model,
     params: PyTree[Any],
@@ -410,48 +445,73 @@ def generate_from(
     *,
     max_new_tokens: int,
     sampler: Sampler = Greedy(),
-    eos_ids: int | Sequence[int] = (),
+    eos_ids: int | Sequence[int] | None = None,
     pad_id: int = 0,
+    tokens: Array | np.ndarray | Sequence[Sequence[int]] | None = None,
 ) -> Generation:
     """Generates from the logits and the state that `prefill`, `feed` or an earlier call returned.
 
     The first token is drawn from `logits`; every token but the last is read back by a decode step, so a state must
-    be planned for `max_new_tokens - 1` more. The loop ends as soon as every sequence has produced one of `eos_ids`.
+    be planned for `max_new_tokens - 1` more. The loop ends as soon as every sequence has produced one of `eos_ids`,
+    which are the model's own if None.
 
     Logits that are not numbers, as those of a traced state that is driven past its plan, give the token -1.
 
+    A sampler with a repetition penalty must know what was read: `tokens` "B T", padded on the left, of which the last
+    `state.length[b]` are those of sequence b. Other samplers need none.
+
     Raises:
-      ValueError: more tokens than the state was planned for, logits that are not the state's.
+      ValueError: more tokens than the state was planned for, logits that are not the state's, no `tokens` or fewer than
+        were read where the sampler asks for them.
     """
     eos_ids = check_request(model, max_new_tokens, sampler, eos_ids, pad_id)
     check_logits(model, logits, state)
     logits, B = jnp.asarray(logits), logits.shape[0]
     check_room(state, max_new_tokens - 1)
+    seen = _seen(model, state, tokens) if sampler.reads_seen else None
     eos = jnp.asarray(eos_ids, jnp.int32)[None]
 
-    def draw(logits, state):
-        fold = lambda key, step: jax.random.fold_in(jax.random.fold_in(key, _SAMPLING), step)
-        token = sampler(logits, jax.vmap(fold)(state.keys, state.length - state.prompt_length))
-        return jnp.where(jnp.isnan(logits).any(-1), NO_TOKEN, token)
-
     def read(carry):
-        step, token, running, tokens, lengths, state = carry
-        logits, state = decode_step(model, params, token, state, active=running)
-        token = jnp.where(running, draw(logits, state), pad_id)
+        step, token, running, tokens, lengths, seen, state = carry
+        token, seen, state = next_token(model, params, token, running, seen, state, sampler=sampler, pad_id=pad_id)
         tokens = tokens.at[:, step].set(token)
         lengths = lengths + running.astype(jnp.int32)
         running = running & ~(token[:, None] == eos).any(-1)
-        return step + 1, token, running, tokens, lengths, state
+        return step + 1, token, running, tokens, lengths, seen, state
 
-    token = draw(logits, state)
-    tokens = jnp.full((B, max_new_tokens), pad_id, jnp.int32).at[:, 0].set(token)
+    token, seen = first_token(sampler, logits, state, seen)
+    drawn = jnp.full((B, max_new_tokens), pad_id, jnp.int32).at[:, 0].set(token)
     running = ~(token[:, None] == eos).any(-1)
-    carry = (jnp.int32(1), token, running, tokens, jnp.ones((B,), jnp.int32), state)
+    carry = (jnp.int32(1), token, running, drawn, jnp.ones((B,), jnp.int32), seen, state)
     if eos_ids:
         carry = lax.while_loop(lambda c: (c[0] < max_new_tokens) & c[2].any(), read, carry)
     else:
         carry, _ = lax.scan(lambda c, _: (read(c), None), carry, length=max_new_tokens - 1)
-    return Generation(carry[3], carry[4], carry[5])
+    return Generation(carry[3], carry[4], carry[6])
+
+
+def _seen(model: Model, state: KVState, tokens: Any) -> Bool[Array, "B V"]:
+    """The record that a sampler starts from, of the tokens that a state has read."""
+    if tokens is None:
+        raise ValueError(
+            "the sampler has a repetition penalty, which must know what was read; give tokens=, the ids that the state "
+            "has read, padded on the left"
+        )
+    real = state.length if isinstance(state.length, jax.core.Tracer) else _read_last(state.length, tokens)
+    tokens = as_ids(model, tokens, (len(state.length), None), "one row of tokens a sequence", real=real)
+    return seen_tokens(tokens, state.length, model.config.vocab_size)
+
+
+def _read_last(length: Any, tokens: Any) -> np.ndarray | None:
+    """Which of the tokens "B T" a state has read, where they have the axes that they should have."""
+    shape, read = np.shape(tokens), np.asarray(length)
+    if len(shape) != 2 or shape[0] != len(read):
+        return None
+    if read.max() > shape[1]:
+        raise ValueError(
+            f"the state has read {read.max()} tokens, but tokens= holds {shape[1]} a sequence; give all that were read"
+        )
+    return np.arange(shape[1])[None] >= shape[1] - read[:, None]
 
 
 @functools.partial(
@@ -462,7 +522,15 @@ def _generate(
 ) -> Generation:
     logits, state = prefill(model, params, tokens, plan, lengths=lengths, key=key, block=block)
     return generate_from(
-        model, params, logits, state, max_new_tokens=max_new_tokens, sampler=sampler, eos_ids=eos_ids, pad_id=pad_id
+        model,
+        params,
+        logits,
+        state,
+        max_new_tokens=max_new_tokens,
+        sampler=sampler,
+        eos_ids=eos_ids,
+        pad_id=pad_id,
+        tokens=tokens,
     )
 
 
@@ -475,7 +543,7 @@ def generate(
     max_new_tokens: int,
     lengths: Array | np.ndarray | Sequence[int] | None = None,
     sampler: Sampler = Greedy(),
-    eos_ids: int | Sequence[int] = (),
+    eos_ids: int | Sequence[int] | None = None,
     pad_id: int = 0,
     key: Array | None = None,
     block: int | None = None,
@@ -490,8 +558,8 @@ def generate(
       policy: what to evict; everything is kept by default.
       max_new_tokens: tokens to generate.
       lengths: the prompts' own lengths "B", T if None.
-      sampler: greedy by default.
-      eos_ids: tokens that end a sequence.
+      sampler: greedy by default. A repetition penalty counts the prompt's tokens, and no padding.
+      eos_ids: tokens that end a sequence; the model's own (`model.config.eos_ids`) if None, `()` for none.
       pad_id: what follows the end.
       key: one key, or one a row. A row of a batch draws what it would draw alone with the same key.
       block: read the prompt in blocks of so many tokens (`prefill`).
@@ -524,13 +592,18 @@ def generate(
 
 
 def check_request(
-    model: Model, max_new_tokens: int, sampler: Sampler, eos_ids: int | Sequence[int], pad_id: int
+    model: Model, max_new_tokens: int, sampler: Sampler, eos_ids: int | Sequence[int] | None, pad_id: int
 ) -> tuple[int, ...]:
-    """The end tokens, or a ValueError that says what of a request for new tokens makes no sense."""
+    """The end tokens, or a ValueError that says what of a request for new tokens makes no sense.
+
+    Of the model's own end tokens, those that its vocabulary has no logits for are left out, as it never draws them.
+    """
     check_model(model)
     checked(whole(1, why="generate at least 1 token, a whole number"), "max_new_tokens", max_new_tokens)
     checked(a(Sampler), "sampler", sampler)
     checked(whole(-(2**31), 2**31 - 1), "pad_id", pad_id)
+    if eos_ids is None:
+        return tuple(i for i in getattr(model.config, "eos_ids", ()) if i < model.config.vocab_size)
     ids = whole(0, model.config.vocab_size - 1, f"end tokens lie in the vocabulary of {model.config.vocab_size}")
     return checked(each(ids) if hasattr(eos_ids, "__iter__") else lambda i: (ids(i),), "eos_ids", eos_ids)
 
