@@ -18,8 +18,8 @@ class Preset:
     Attributes:
       repository: "owner/name".
       revision: a branch or a commit.
-      template: a prompt with `{prompt}` where the text goes; the text alone where the papers show none. Chat models have
-        their own in `tokenizer.apply_chat_template`.
+      template: a prompt with `{prompt}` where the text goes; the text alone where the papers show none. Chat models
+        have their own in `tokenizer.apply_chat_template`.
     """
 
     repository: str

@@ -20,7 +20,6 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from kvjax.drivers.checkpoint import load_params, stored_shapes
 from models.config import DTYPES, DecoderConfig
 from models.decoder import LanguageModel, check_params
 from models.families import family_of, from_hugging_face, to_hugging_face
@@ -63,9 +62,9 @@ def load(
     parameters once, and a strip of a tensor.
 
     Args:
-      source: a directory with `config.json` and safetensors (sharded or not), or with a checkpoint of
-        `kvjax.save_params`, itself or in a folder; a hub id such as "Qwen/Qwen3-0.6B" or "owner/name@revision", or a
-        name of `models.PRESETS`, which are downloaded.
+      source: a directory with `config.json` and safetensors (sharded or not), or one with a `config.json` that is, or
+        holds, a checkpoint of `kvjax.drivers.checkpoint.save_params`; or what is downloaded: a hub id such as
+        "Qwen/Qwen3-0.6B" or "owner/name@revision", or a name of `models.PRESETS`.
       dtype: of parameters, activations and the KV cache: "float32", "bfloat16", "float16", or "float64" where jax has
         64 bits, by these names; "auto" for the one that is stored.
       sharding: where parameters go, for all or as a function of a parameter's path, such as
@@ -95,6 +94,8 @@ def load(
         return model, _assemble(model, tensors, path, sharding)
     stored = _orbax(path, source)
     if dtype == _AUTO:
+        from kvjax.drivers.checkpoint import stored_shapes  # orbax is slow to import, and only wanted here
+
         kept = {n: kind.partition("[")[0] for n, kind in stored_shapes(stored).items()}
         config = dataclasses.replace(config, dtype=_stored_dtype(stored, kept))
     model = LanguageModel(config)
@@ -233,7 +234,7 @@ def _sync(file: pathlib.Path) -> None:
 
 
 def _orbax(path: pathlib.Path, source: str | os.PathLike[str]) -> pathlib.Path:
-    """The checkpoint of `kvjax.save_params` that a directory without safetensors is, or holds."""
+    """The checkpoint of `kvjax.drivers.checkpoint.save_params` that a directory without safetensors is, or holds."""
     found = [d for d in (path, *sorted(path.iterdir())) if any((d / item).is_dir() for item in ("arrays", "meta"))]
     if len(found) == 1:
         return found[0]
@@ -268,6 +269,8 @@ def _places(model: LanguageModel, sharding: Sharding | None) -> Callable[[Any, A
         if not isinstance(found, jax.sharding.Sharding):
             raise ValueError(f"sharding gave {found!r} for {path} of shape {leaf.shape}, not a jax.sharding.Sharding")
         try:
+            if isinstance(found, jax.sharding.NamedSharding) and len(found.spec) > len(leaf.shape):
+                raise ValueError(f"{len(found.spec)} axes for {len(leaf.shape)}")
             found.shard_shape(leaf.shape)
         except ValueError as e:
             raise ValueError(
@@ -280,7 +283,9 @@ def _places(model: LanguageModel, sharding: Sharding | None) -> Callable[[Any, A
 
 
 def _restored(model: LanguageModel, path: pathlib.Path, sharding: Sharding | None) -> PyTree[Any]:
-    """Parameters of `model` that `kvjax.save_params` wrote, in the model's dtype."""
+    """Parameters of `model` that `kvjax.drivers.checkpoint.save_params` wrote, in the model's dtype."""
+    from kvjax.drivers.checkpoint import load_params, stored_shapes
+
     there = stored_shapes(path)
     if model.config.num_layers > len(there):  # a layer has more than one
         raise ValueError(f"{path} has {len(there)} parameters, config.json {model.config.num_layers} layers")
