@@ -53,15 +53,13 @@ def locate(
         if revision is not None:
             raise ValueError(f"{source} is a directory, which has no revision {revision!r}; leave revision out")
         return path
-    repository, revision = _on_hub(str(source), path, revision)
+    name, revision = repository(source, revision)
     from huggingface_hub import snapshot_download  # slow to import, and only wanted here
 
     wanted = [CONFIG, *TOKENIZER, *(_WEIGHTS if weights else ())]
     try:
         return pathlib.Path(
-            snapshot_download(
-                repository, revision=revision, token=token, allow_patterns=wanted, ignore_patterns=[*_FOLDERS]
-            )
+            snapshot_download(name, revision=revision, token=token, allow_patterns=wanted, ignore_patterns=[*_FOLDERS])
         )
     except Exception as e:
         raise ValueError(f"{source} is not a local directory, and downloading it from the hub failed: {e}") from e
@@ -81,9 +79,13 @@ def local_path(source: str | os.PathLike[str]) -> pathlib.Path:
         raise ValueError(f"{source}: {e}") from e
 
 
-def _on_hub(source: str, path: pathlib.Path, revision: str | None) -> tuple[str, str | None]:
-    """The repository and the revision that a source stands for."""
-    name, at, named = source.partition("@")
+def repository(source: str | os.PathLike[str], revision: str | None = None) -> tuple[str, str | None]:
+    """The repository of the hub and the revision that a hub id or the name of a preset stands for.
+
+    Raises:
+      ValueError: neither, or two revisions.
+    """
+    path, (name, at, named) = local_path(source), str(source).partition("@")
     if path.exists() or not name or name[0] in "./~" or (at and not named):
         hint = "; it is a file: give the directory that holds it" if path.is_file() else ""
         raise ValueError(f"{source} is neither a directory nor a hub id like 'owner/name'{hint}")

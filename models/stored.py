@@ -182,7 +182,10 @@ def _fill_rows(out: np.ndarray, tensor: Stored, start: int, columns: tuple[slice
     with tensor.file.open("rb", buffering=0) as f, np.errstate(over="ignore", invalid="ignore"):
         for i in range(0, len(out), step):
             strip = out[i : i + step] if buffer is None else buffer[: min(step, len(out) - i)]
-            if os.preadv(f.fileno(), [_bytes(strip)], tensor.offset + (start + i) * row) != strip.nbytes:
+            if (
+                os.preadv(f.fileno(), [strip.reshape(-1).view(np.uint8).data], tensor.offset + (start + i) * row)
+                != strip.nbytes
+            ):
                 raise ValueError(f"{tensor.file} has been cut short while it was read; copy or download it again")
             if buffer is None:
                 values = kept = strip
@@ -193,10 +196,6 @@ def _fill_rows(out: np.ndarray, tensor: Stored, start: int, columns: tuple[slice
             if bad := _not_finite(kept):
                 lost, stored = lost + bad, stored + _not_finite(values)
     return lost, stored
-
-
-def _bytes(x: np.ndarray) -> np.ndarray:
-    return x.reshape(-1).view(np.uint8)
 
 
 def _not_finite(x: np.ndarray) -> int:

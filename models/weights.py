@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from models.config import DTYPES, DecoderConfig
 from models.decoder import LanguageModel, check_params
 from models.families import family_of, from_hugging_face, to_hugging_face
-from models.sources import CONFIG, TOKENIZER, local_path, locate
+from models.sources import CONFIG, TOKENIZER, local_path, locate, repository
 from models.stored import (
     INDEX,
     SHARD,
@@ -92,7 +92,7 @@ def load(
             config = dataclasses.replace(config, dtype=_stored_dtype(path, kept))
         model = LanguageModel(config)
         return model, _assemble(model, tensors, path, sharding)
-    stored = _orbax(path, source)
+    stored = _orbax(path, source, revision)
     if dtype == _AUTO:
         from kvjax.drivers.checkpoint import stored_shapes  # orbax is slow to import, and only wanted here
 
@@ -112,7 +112,7 @@ def fingerprint(source: str | os.PathLike[str], *, revision: str | None = None, 
       ValueError: neither a directory nor a hub id, or one without weights.
     """
     path, digest = locate(source, revision=revision, token=token), hashlib.sha256()
-    weights = weight_files(path) or [f for f in _orbax(path, source).rglob("*") if f.is_file()]
+    weights = weight_files(path) or [f for f in _orbax(path, source, revision).rglob("*") if f.is_file()]
     index = [path / INDEX] if len(weights) > 1 or weights[0].name != SINGLE else []
     beside = [f for f in (path / name for name in (CONFIG, *TOKENIZER)) if f.is_file()]
     for file in sorted({*beside, *weights, *(f for f in index if f.is_file())}):
@@ -233,7 +233,7 @@ def _sync(file: pathlib.Path) -> None:
         os.close(descriptor)
 
 
-def _orbax(path: pathlib.Path, source: str | os.PathLike[str]) -> pathlib.Path:
+def _orbax(path: pathlib.Path, source: str | os.PathLike[str], revision: str | None) -> pathlib.Path:
     """The checkpoint of `kvjax.drivers.checkpoint.save_params` that a directory without safetensors is, or holds."""
     found = [d for d in (path, *sorted(path.iterdir())) if any((d / item).is_dir() for item in ("arrays", "meta"))]
     if len(found) == 1:
@@ -241,23 +241,35 @@ def _orbax(path: pathlib.Path, source: str | os.PathLike[str]) -> pathlib.Path:
     if found:
         names = [str(d.relative_to(path)) for d in found]
         raise ValueError(f"{path} holds several checkpoints of parameters, {names}; leave one of them there")
-    pickled = sorted(p.name for p in path.iterdir() if p.suffix in _PICKLED)
-    only = f"{path} has no {SINGLE} or {INDEX}, only {sorted(p.name for p in path.iterdir())}"
-    local = local_path(source) == path
-    if local and not pickled:
-        raise ValueError(f"{only}; convert the weights to safetensors, or download them")
-    name, target = (str(path), str(path)) if local else (str(source), str(source).rpartition("/")[2])
-    about = f"{pickled} are pickles, which run code when they are read" if pickled else "its repository has none"
-    classes = "AutoModelForCausalLM" if local else "AutoModelForCausalLM, t.AutoTokenizer"
     raise ValueError(
-        f"{only}; {about}: convert weights that you trust, where torch is installed, by\npython -c "
-        f'"import transformers as t; [c.from_pretrained({name!r}).save_pretrained({target!r}, safe_serialization=True) '
-        f'for c in (t.{classes},)]"'
+        f"{path} has no {SINGLE} or {INDEX}, only {_names(path)}; {_other_weights(path, source, revision)}"
     )
 
 
-def _places(model: LanguageModel, sharding: Sharding | None) -> Callable[[Any, Any], jax.sharding.Sharding | None]:
-    """Where a parameter of these keys goes, tried against its shape."""
+def _names(path: pathlib.Path, *endings: str) -> list[str]:
+    return sorted(p.name for p in path.iterdir() if not endings or p.suffix in endings)
+
+
+def _other_weights(path: pathlib.Path, source: str | os.PathLike[str], revision: str | None) -> str:
+    """What to do about a checkpoint without weights that can be read."""
+    pickled, classes, target = _names(path, *_PICKLED), "t.AutoModelForCausalLM,", str(path)
+    if local_path(source) != path:
+        name, revision = repository(source, revision)
+        reason, classes, target = "its repository has none", f"{classes} t.AutoTokenizer", name.split("/")[1]
+        which = f"{name!r}, revision={revision!r}" if revision else repr(name)
+    elif pickled:
+        reason, which = f"{pickled} are pickles, which run code when they are read", repr(target)
+    else:
+        return "convert the weights to safetensors, or download them"
+    return (
+        f"{reason}: convert weights that you trust, where torch is installed, by\npython -c "
+        f'"import transformers as t; [c.from_pretrained({which}).save_pretrained({target!r}, safe_serialization=True) '
+        f'for c in ({classes})]"'
+    )
+
+
+def _places(shapes: PyTree[jax.ShapeDtypeStruct], sharding: Sharding | None) -> PyTree[Any]:
+    """The sharding of every parameter, tried against its shape; None for jax's default device."""
     if sharding is not None and not callable(sharding) and not isinstance(sharding, jax.sharding.Sharding):
         raise ValueError(f"sharding={sharding!r} is neither a jax.sharding.Sharding nor a function that gives one")
 
@@ -279,7 +291,7 @@ def _places(model: LanguageModel, sharding: Sharding | None) -> Callable[[Any, A
             ) from e
         return found
 
-    return jax.tree_util.tree_map_with_path(place, model.shapes)
+    return jax.tree_util.tree_map_with_path(place, shapes)
 
 
 def _restored(model: LanguageModel, path: pathlib.Path, sharding: Sharding | None) -> PyTree[Any]:
@@ -291,7 +303,8 @@ def _restored(model: LanguageModel, path: pathlib.Path, sharding: Sharding | Non
         raise ValueError(f"{path} has {len(there)} parameters, config.json {model.config.num_layers} layers")
     for kind in {text.partition("[")[0] for text in there.values()} & {*DTYPES}:
         _check_held(kind)
-    shapes, places = model.shapes, _places(model, sharding)
+    shapes = model.shapes
+    places = _places(shapes, sharding)
 
     def as_stored(keys, leaf):
         kind = there.get(jax.tree_util.keystr(keys), "").partition("[")[0]
@@ -354,7 +367,7 @@ def _assemble(
     if problems:
         raise ValueError(f"{path} does not fit its config.json: " + "; ".join(problems))
 
-    places = _places(model, sharding)
+    places = _places(shapes, sharding)
     with ThreadPoolExecutor(WORKERS) as pool:
 
         def build(keys, leaf, place):

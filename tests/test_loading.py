@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 import models
+from experiments import run
 from kvjax.drivers.checkpoint import save_params
 from models import stored
 from models.embedded import EMBEDDED
@@ -299,9 +300,13 @@ def test_a_download_takes_what_is_read(hub):
 
 
 def test_a_repository_of_pickles_is_refused_with_what_converts_it(hub, monkeypatch):
-    with pytest.raises(ValueError, match=r"its repository has none: convert weights that you trust") as error:
-        models.load("owner/name")
-    assert "c.from_pretrained('owner/name').save_pretrained('name', safe_serialization=True)" in str(error.value)
+    for source, what in (
+        ("owner/name", "'owner/name').save_pretrained('name'"),
+        ("gpt-j-6b@x", "'EleutherAI/gpt-j-6b', revision='x').save_pretrained('gpt-j-6b'"),
+    ):
+        with pytest.raises(ValueError, match=r"its repository has none: convert weights that you trust") as error:
+            models.load(source)
+        assert f"c.from_pretrained({what}, safe_serialization=True)" in str(error.value)
 
     def refuse(*_, **__):
         raise OSError("offline")
@@ -372,3 +377,13 @@ def test_a_fingerprint_is_of_what_is_read(checkpoint, restored, tmp_path):
     largest = max((p for p in copy.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
     assert models.fingerprint(copy) != first
+
+
+def test_the_main_job_takes_the_same_names(tmp_path, capsys):
+    parsed = run.parse(["--config", "snapkv.py", "--model", "owner/name@v1", "--dtype", "auto"])[0].setup
+    assert (parsed.source, parsed.dtype) == ("owner/name@v1", "auto")
+    with pytest.raises(SystemExit):
+        run.parse(["--config", "snapkv.py", "--dtype", "bf16"])
+    assert "'bfloat16'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"no preset has that name; near ones are \['mpt-7b'"):
+        run.main(["--config", "snapkv.py", "--model", "mtp-7b", "--output", str(tmp_path / "out")])
