@@ -5,7 +5,7 @@ import pathlib
 import re
 from typing import Final
 
-from models.presets import PRESETS, Preset, preset
+from models.presets import PRESETS, preset
 
 CONFIG: Final = "config.json"
 TOKENIZER: Final = (
@@ -93,7 +93,7 @@ def repository(source: str | os.PathLike[str], revision: str | None = None) -> t
         raise ValueError(f"{source} names another revision than revision={revision!r}; give one of them")
     revision = named or revision
     if "/" not in name:
-        found: Preset = preset(name)
+        found = preset(name)
         return found.repository, revision or found.revision
     if not _HUB.fullmatch(name):
         raise ValueError(

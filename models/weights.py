@@ -113,7 +113,7 @@ def fingerprint(source: str | os.PathLike[str], *, revision: str | None = None, 
     """
     path, digest = locate(source, revision=revision, token=token), hashlib.sha256()
     weights = weight_files(path) or [f for f in _orbax(path, source, revision).rglob("*") if f.is_file()]
-    index = [path / INDEX] if len(weights) > 1 or weights[0].name != SINGLE else []
+    index = [] if weights == [path / SINGLE] else [path / INDEX]  # which a single file hides
     beside = [f for f in (path / name for name in (CONFIG, *TOKENIZER)) if f.is_file()]
     for file in sorted({*beside, *weights, *(f for f in index if f.is_file())}):
         with file.open("rb") as f:

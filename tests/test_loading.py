@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 import models
 from experiments import run
+from experiments.bench import loading
 from kvjax.drivers.checkpoint import save_params
 from models import stored
 from models.embedded import EMBEDDED
@@ -387,3 +388,13 @@ def test_the_main_job_takes_the_same_names(tmp_path, capsys):
     assert "'bfloat16'" in capsys.readouterr().err
     with pytest.raises(SystemExit, match=r"no preset has that name; near ones are \['mpt-7b'"):
         run.main(["--config", "snapkv.py", "--model", "mtp-7b", "--output", str(tmp_path / "out")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_load_holds_the_parameters_once(tmp_path, dtype):
+    """Also where the dtype is not the stored one: the copy that is read is a strip."""
+    loading.write_checkpoint(tmp_path, "bfloat16", 0.5)
+    found = loading.measure("kvjax", tmp_path, dtype)
+    assert found["size"] > 0.4e9
+    assert 0.99 < found["peak"] / found["size"] < 1.15
