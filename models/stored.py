@@ -130,7 +130,7 @@ def _header(file: pathlib.Path) -> Iterator[tuple[str, Stored]]:
             yield name, Stored(file, about["dtype"], tuple(about["shape"]), 8 + length + about["data_offsets"][0])
 
 
-def empty(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+def empty(shape: tuple[int, ...], dtype: str | np.dtype) -> np.ndarray:
     """An array of zeros, on pages of its own, that `jax.device_put` takes over as it is where the device is a CPU.
 
     numpy's own large arrays ask for huge pages, which took between a third and five times as long to get as ordinary
