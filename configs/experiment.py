@@ -120,7 +120,8 @@ class Setup:
     """Model, tasks and sizes.
 
     Attributes:
-      model: a checkpoint directory or a hub id; "embedded" is the small model that comes with the project.
+      model: a checkpoint directory, a hub id ("owner/name" or "owner/name@revision") or a name of `models.PRESETS`;
+        "embedded" is the small model that comes with the project.
       tasks: which tasks to run.
       examples: examples a task.
       length: tokens of a prompt, at most; single_needle also uses shorter ones.
@@ -130,7 +131,7 @@ class Setup:
       block: read prompts in blocks of so many tokens, each followed by an eviction; at once if not given.
       batch_size: prompts that run together.
       seed: of examples and of every random draw.
-      dtype: of parameters, activations and the KV cache.
+      dtype: of parameters, activations and the KV cache; "auto" for the one that is stored.
     """
 
     model: str = "embedded"
@@ -143,7 +144,7 @@ class Setup:
     block: int | None = None
     batch_size: int = 16
     seed: int = 0
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
 
     def __post_init__(self):
         check_fields(self)
@@ -155,7 +156,7 @@ class Setup:
 
     @property
     def source(self) -> str | pathlib.Path:
-        """Where the model is: a directory or a hub id."""
+        """Where the model is, as `models.load` takes it."""
         return EMBEDDED if self.model == "embedded" else self.model
 
 

@@ -19,7 +19,8 @@ class Prompts:
     """Model, prompts and sizes.
 
     Attributes:
-      model: a checkpoint directory or a hub id; "embedded" is the small model that comes with the project.
+      model: a checkpoint directory, a hub id ("owner/name" or "owner/name@revision") or a name of `models.PRESETS`;
+        "embedded" is the small model that comes with the project.
       tasks: what prompts are taken from.
       calibration: prompts a task that are learned from.
       held_out: prompts a task that everything is measured on; no calibration prompt is among them.
@@ -28,7 +29,7 @@ class Prompts:
       protocol: "in_prompt" asks at the end of the prompt, "after_compression" leaves the question to the future rows.
       batch_size: prompts that are read together, and that a step learns from.
       seed: of prompts, batches and every random draw.
-      dtype: of parameters, activations and the KV cache.
+      dtype: of parameters, activations and the KV cache; "auto" for the one that is stored.
     """
 
     model: str = "embedded"
@@ -40,7 +41,7 @@ class Prompts:
     protocol: Literal["in_prompt", "after_compression"] = "in_prompt"
     batch_size: int = 8
     seed: int = 0
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
 
     def __post_init__(self):
         check_fields(self)
@@ -51,7 +52,7 @@ class Prompts:
 
     @property
     def source(self) -> str | pathlib.Path:
-        """Where the model is: a directory or a hub id."""
+        """Where the model is, as `models.load` takes it."""
         return EMBEDDED if self.model == "embedded" else self.model
 
 

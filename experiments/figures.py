@@ -46,13 +46,14 @@ class Options:
 
     Attributes:
       name: which figure, or "all".
-      model: a checkpoint directory or a hub id; "embedded" is the small model that comes with the project.
+      model: a checkpoint directory, a hub id ("owner/name" or "owner/name@revision") or a name of `models.PRESETS`;
+        "embedded" is the small model that comes with the project.
       text: a text file to read prompts from; the project's own held-out text if None.
       output: directory for the results.
       prompts: how many prompts; what the figure is made for if None.
       length: tokens of a prompt; what the figure is made for if None.
       seed: of the project's text.
-      dtype: of parameters and activations.
+      dtype: of parameters and activations; "auto" for the one that is stored.
     """
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
@@ -62,7 +63,7 @@ class Options:
     prompts: int | None = None
     length: int | None = None
     seed: int = 0
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
 
     def __post_init__(self):
         if self.name not in (*FIGURES, ALL):

@@ -3,6 +3,9 @@
 from models.config import DecoderConfig as DecoderConfig
 from models.decoder import LanguageModel as LanguageModel
 from models.llama import ModelConfig as ModelConfig
+from models.presets import PRESETS as PRESETS
+from models.presets import Preset as Preset
+from models.presets import preset as preset
 from models.rope import Rope as Rope
 from models.tokenizer import encode as encode
 from models.tokenizer import load_tokenizer as load_tokenizer

@@ -8,8 +8,6 @@ from kvjax.drivers.sampling import Greedy, RepetitionPenalty, Sample, Sampler
 from models.checks import flag, positive
 from models.config import DecoderConfig, each
 
-FILE: Final = "generation_config.json"
-
 _TOP_K = 50  # of transformers, where a file is silent
 _NEUTRAL: Final[dict[str, Any]] = {  # what no sampler here does, and the values with which transformers does nothing
     "num_beams": 1,

@@ -11,18 +11,22 @@ from jaxtyping import Int
 from kvjax.drivers.text import encode as encode
 from kvjax.methods.token_classes import token_classes as token_classes
 from models.checks import MOST, whole
-from models.weights import check_whole, locate
+from models.sources import locate
+from models.stored import check_whole
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-def load_tokenizer(source: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a checkpoint directory or hub id, as transformers loads it.
+def load_tokenizer(source: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None) -> Any:
+    """The tokenizer of a directory, a hub id or a preset, as transformers loads it. No weights are downloaded.
+
+    Args:
+      source, revision, token: as for `models.load`.
 
     Raises:
       ValueError: no tokenizer files, or damaged ones.
     """
-    path = locate(source)
+    path = locate(source, revision=revision, token=token, weights=False)
     files = [path / f for f in _FILES if (path / f).is_file()]
     if not files:
         raise ValueError(

@@ -10,102 +10,131 @@ import re
 import reprlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from kvjax.drivers.sampling import Sampler
 from models.config import DTYPES, DecoderConfig
 from models.decoder import LanguageModel, check_params
 from models.families import family_of, from_hugging_face, to_hugging_face
-from models.generation_config import FILE as _GENERATION
 from models.generation_config import read_sampler, with_end_ids
+from models.sources import CONFIG, GENERATION, TOKENIZER, local_path, locate, repository
+from models.stored import (
+    INDEX,
+    SHARD,
+    SINGLE,
+    WORKERS,
+    Stored,
+    empty,
+    fill,
+    read_json,
+    same,
+    stored_tensors,
+    weight_files,
+)
 from pallas_kernels.values import one_of
 
-_CONFIG, _INDEX, _SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
+
 _LAYER = re.compile(r"\.(?=\d+\.)")  # before the number of a layer
 _BESIDE = ".saving-"
-_FILES = ("*.json", "*.safetensors", "tokenizer*", "merges.txt", "*.jinja")
-_LFS = b"version https://git-lfs"
+_AUTO = "auto"
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+_PICKLED = (".bin", ".pth", ".pt", ".ckpt")
 
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Unread:
-    """A tensor of a dtype that cannot be read."""
+def load(
+    source: str | os.PathLike[str],
+    *,
+    dtype: str = "float32",
+    sharding: Sharding | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+) -> tuple[LanguageModel, PyTree[Any]]:
+    """A model and its parameters, from a directory, a hub id or the name of a preset.
 
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def load(source: str | os.PathLike[str], *, dtype: str = "float32") -> tuple[LanguageModel, PyTree[Any]]:
-    """A model and its parameters, from a directory or a hub id.
+    Tensors are read one after another, each straight into its place and its dtype: at the peak, the host holds the
+    parameters once, and a strip of a tensor.
 
     Args:
-      source: a directory with `config.json` and safetensors (sharded or not), or a hub id such as
-        "Qwen/Qwen3-0.6B", which is downloaded.
+      source: a directory with `config.json` and safetensors (sharded or not), or one with a `config.json` that is, or
+        holds, a checkpoint of `kvjax.drivers.checkpoint.save_params`; or what is downloaded: a hub id such as
+        "Qwen/Qwen3-0.6B" or "owner/name@revision", or a name of `models.PRESETS`.
       dtype: of parameters, activations and the KV cache: "float32", "bfloat16", "float16", or "float64" where jax has
-        64 bits.
+        64 bits, by these names; "auto" for the one that is stored.
+      sharding: where parameters go, for all or as a function of a parameter's path, such as
+        "layers_0/self_attn/q_proj/kernel", and its shape; jax's default device if None. A device receives its part
+        alone.
+      revision: a branch, tag or commit of the hub.
+      token: for repositories of the hub that ask for one; the one that is logged in if None.
 
     Returns:
       The model and its parameters.
 
     Raises:
       ValueError: an unsupported or incomplete checkpoint; missing, extra and mis-shaped tensors are all named. Values
-        that are not finite, or that `dtype` cannot hold.
+        that are not finite, or that `dtype` cannot hold. A sharding that does not divide a parameter.
     """
-    _check_dtype(dtype)
-    path = locate(source)
-    model = LanguageModel(read_config(path, dtype=dtype))
-    return model, _assemble(model, _tensors(path), path)
+    _check_name(dtype, _AUTO)
+    if dtype != _AUTO:
+        _check_held(dtype)
+    path = locate(source, revision=revision, token=token)
+    config = read_config(path, dtype="float32" if dtype == _AUTO else dtype)
+    if files := weight_files(path):
+        tensors = family_of(config).prefixed(stored_tensors(files))
+        if dtype == _AUTO:
+            kept = {n: t.dtype for n, t in tensors.items() if t.dtype and not n.endswith(family_of(config).ignored)}
+            config = dataclasses.replace(config, dtype=_stored_dtype(path, kept))
+        model = LanguageModel(config)
+        return model, _assemble(model, tensors, path, sharding)
+    stored = _orbax(path, source, revision)
+    if dtype == _AUTO:
+        from kvjax.drivers.checkpoint import stored_shapes  # orbax is slow to import, and only wanted here
+
+        kept = {n: kind.partition("[")[0] for n, kind in stored_shapes(stored).items()}
+        config = dataclasses.replace(config, dtype=_stored_dtype(stored, kept))
+    model = LanguageModel(config)
+    return model, _restored(model, stored, sharding)
 
 
-def locate(source: str | os.PathLike[str]) -> pathlib.Path:
-    """The local directory of a checkpoint, downloading a hub id."""
-    path = _path(source)
-    if path.is_dir():
-        return path
-    parts = str(source).split("/")
-    if path.exists() or len(parts) != 2 or not all(parts) or str(source).startswith("."):
-        hint = "; it is a file: give the directory that holds it" if path.is_file() else ""
-        raise ValueError(f"{source} is neither a directory nor a hub id like 'owner/name'{hint}")
-    from huggingface_hub import snapshot_download  # slow to import, and only wanted here
+def fingerprint(source: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None) -> str:
+    """A digest of what `load` and `load_tokenizer` read: what shows that config, weights and tokenizer are the same.
 
-    try:
-        return pathlib.Path(snapshot_download(str(source), allow_patterns=[*_FILES]))
-    except Exception as e:
-        raise ValueError(f"{source} is not a local directory, and downloading it from the hub failed: {e}") from e
-
-
-def fingerprint(source: str | os.PathLike[str]) -> str:
-    """A digest of the config, weights and tokenizer of a directory or hub id: what shows that they are still the same.
+    Args:
+      source, revision, token: as for `load`.
 
     Raises:
-      ValueError: neither a directory nor a hub id.
+      ValueError: neither a directory nor a hub id, or one without weights.
     """
-    path, digest = locate(source), hashlib.sha256()
-    for file in sorted({f for pattern in _FILES for f in path.glob(pattern) if f.is_file()}):
+    path, digest = locate(source, revision=revision, token=token), hashlib.sha256()
+    weights = weight_files(path) or [f for f in _orbax(path, source, revision).rglob("*") if f.is_file()]
+    index = [] if weights == [path / SINGLE] else [path / INDEX]  # which a single file hides
+    beside = [f for f in (path / name for name in (CONFIG, GENERATION, *TOKENIZER)) if f.is_file()]
+    for file in sorted({*beside, *weights, *(f for f in index if f.is_file())}):
         with file.open("rb") as f:
-            digest.update(file.name.encode() + b"\0" + hashlib.file_digest(f, "sha256").digest())
+            name = file.relative_to(path).as_posix()
+            digest.update(name.encode() + b"\0" + hashlib.file_digest(f, "sha256").digest())
     return digest.hexdigest()[:16]
 
 
 def read_config(path: pathlib.Path, *, dtype: str = "float32") -> DecoderConfig:
     """The config of a checkpoint directory. End tokens are those of its generation_config.json, where that has any."""
-    file = path / _CONFIG
+    file = path / CONFIG
     if not file.is_file():
-        cut_off = sorted(str(p.parent) for p in path.glob(f"{_BESIDE}*/{_CONFIG}"))
+        cut_off = sorted(str(p.parent) for p in path.glob(f"{_BESIDE}*/{CONFIG}"))
         fix = f"a save was cut off: move the files in {cut_off} here" if cut_off else "is it a checkpoint directory?"
-        raise ValueError(f"{path} has no {_CONFIG}; {fix}")
-    raw = _json(file)
+        raise ValueError(f"{path} has no {CONFIG}; {fix}")
+    raw = read_json(file)
     try:
         config = from_hugging_face(raw, dtype=dtype)
     except ValueError as e:
@@ -113,13 +142,15 @@ def read_config(path: pathlib.Path, *, dtype: str = "float32") -> DecoderConfig:
     return _of_generation(path, functools.partial(with_end_ids, config))
 
 
-def default_sampler(source: str | os.PathLike[str]) -> Sampler:
+def default_sampler(
+    source: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None
+) -> Sampler:
     """How a checkpoint says that it is to be sampled, in its `generation_config.json`.
 
     Nothing applies it by itself: give it to `kvjax.generate` as `sampler=`.
 
     Args:
-      source: a directory or hub id.
+      source, revision, token: as for `load`.
 
     Returns:
       What transformers would do: `Sample` where the file says `do_sample`, and `Greedy` otherwise, with its repetition
@@ -128,13 +159,13 @@ def default_sampler(source: str | os.PathLike[str]) -> Sampler:
     Raises:
       ValueError: neither a directory nor a hub id; a file that is damaged, or asks for what no sampler has.
     """
-    return _of_generation(locate(source), read_sampler)
+    return _of_generation(locate(source, revision=revision, token=token, weights=False), read_sampler)
 
 
 def _of_generation(path: pathlib.Path, read: Callable[[Any], T]) -> T:
     """What the contents of the generation_config.json of a directory give; they are empty without one."""
-    file = path / _GENERATION
-    raw = _json(file) if file.is_file() else {}
+    file = path / GENERATION
+    raw = read_json(file) if file.is_file() else {}
     try:
         return read(raw)
     except ValueError as e:
@@ -157,11 +188,11 @@ def save(path: str | os.PathLike[str], model: LanguageModel, params: PyTree[Any]
       ValueError: a config that no family of transformers has, parameters of another model, or values that `dtype`
         cannot hold.
     """
-    one_of("dtype", dtype, *DTYPES)
+    _check_name(dtype)
     if not isinstance(model, LanguageModel):
         raise ValueError(f"model is a {type(model).__name__}, not a LanguageModel")
-    path = _path(path)
-    blocked = [p for p in (path, path / _CONFIG, path / _SINGLE) if p.exists() and p.is_dir() != (p == path)]
+    path = local_path(path)
+    blocked = [p for p in (path, path / CONFIG, path / SINGLE) if p.exists() and p.is_dir() != (p == path)]
     if blocked:
         raise ValueError(f"{blocked[0]} is in the way; save to a directory of its own")
     config = json.dumps(to_hugging_face(model.config, dtype=dtype), indent=2) + "\n"
@@ -169,22 +200,22 @@ def save(path: str | os.PathLike[str], model: LanguageModel, params: PyTree[Any]
     path.mkdir(parents=True, exist_ok=True)
     new = pathlib.Path(tempfile.mkdtemp(prefix=_BESIDE, dir=path))
     try:
-        save_file(tensors, new / _SINGLE, metadata={"format": "pt"})
-        (new / _CONFIG).write_text(config, encoding="utf-8")
-        for file in (new / _SINGLE, new / _CONFIG, new):
+        save_file(tensors, new / SINGLE, metadata={"format": "pt"})
+        (new / CONFIG).write_text(config, encoding="utf-8")
+        for file in (new / SINGLE, new / CONFIG, new):
             _sync(file)
     except BaseException as e:
         shutil.rmtree(new, ignore_errors=True)
         if isinstance(e, OSError | SafetensorError):
             raise OSError(f"{path}: the checkpoint could not be written ({e}); what stood there is unchanged") from e
         raise
-    if (path / _CONFIG).is_file() and (path / _CONFIG).read_bytes() != config.encode():
-        (path / _CONFIG).unlink()  # new weights never stand beside another model's config
-    for name in (_SINGLE, _CONFIG):
+    if (path / CONFIG).is_file() and (path / CONFIG).read_bytes() != config.encode():
+        (path / CONFIG).unlink()  # new weights never stand beside another model's config
+    for name in (SINGLE, CONFIG):
         os.replace(new / name, path / name)
     _sync(path)
     new.rmdir()
-    for file in [p for p in path.iterdir() if p.name == _INDEX or _SHARD.fullmatch(p.name)]:
+    for file in [p for p in path.iterdir() if p.name == INDEX or SHARD.fullmatch(p.name)]:
         file.unlink()
 
 
@@ -205,19 +236,29 @@ def _named(model: LanguageModel, params: PyTree[Any], dtype: str) -> dict[str, n
     return tensors
 
 
-def _path(source: str | os.PathLike[str]) -> pathlib.Path:
-    if not isinstance(source, str | os.PathLike) or not str(source):
-        raise ValueError(f"{source!r} is not the path of a checkpoint directory")
-    try:
-        return pathlib.Path(source).expanduser()
-    except RuntimeError as e:
-        raise ValueError(f"{source}: {e}") from e
+def _check_name(dtype: str, *more: str) -> None:
+    """Refuses what names no dtype in full, as every manifest and every config.json does."""
+    if isinstance(dtype, str) and dtype in _SHORT:
+        raise ValueError(f"dtype={dtype!r} is not one of {(*DTYPES, *more)}; write {_SHORT[dtype]!r}")
+    one_of("dtype", dtype, *DTYPES, *more)
 
 
-def _check_dtype(dtype: str) -> None:
-    one_of("dtype", dtype, *DTYPES)
+def _check_held(dtype: str) -> None:
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise ValueError(f"dtype={dtype!r} needs 64 bits in jax; set jax_enable_x64")
+        raise ValueError(f"dtype={dtype!r} needs 64 bits in jax; set jax_enable_x64, or give another dtype")
+
+
+def _stored_dtype(path: pathlib.Path, kinds: Mapping[str, str]) -> str:
+    """The one dtype of tensors, from that of each by name."""
+    names: dict[str, list[str]] = {}
+    for name, kind in sorted(kinds.items()):
+        names.setdefault(kind, []).append(name)
+    if len(names) > 1:
+        shown = " and ".join(f"{kind} ({len(n)} tensors, such as {n[0]})" for kind, n in sorted(names.items()))
+        raise ValueError(f"{path} stores {shown}, so that dtype='auto' names none; give dtype= one of {sorted(names)}")
+    dtype = next(iter(names), "float32")
+    _check_held(dtype)
+    return dtype
 
 
 def _sync(file: pathlib.Path) -> None:
@@ -228,69 +269,105 @@ def _sync(file: pathlib.Path) -> None:
         os.close(descriptor)
 
 
-def check_whole(file: pathlib.Path) -> None:
-    """Refuses what Git LFS left in place of a file.
-
-    Raises:
-      ValueError: a pointer.
-    """
-    with file.open("rb") as f:
-        if f.read(len(_LFS)) == _LFS:
-            raise ValueError(f"{file} is a pointer of Git LFS, not the file itself; run `git lfs pull` where it lies")
-
-
-def _json(file: pathlib.Path) -> Any:
-    check_whole(file)
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{file} is not JSON in UTF-8: {e}; was it downloaded whole?") from e
+def _orbax(path: pathlib.Path, source: str | os.PathLike[str], revision: str | None) -> pathlib.Path:
+    """The checkpoint of `kvjax.drivers.checkpoint.save_params` that a directory without safetensors is, or holds."""
+    found = [d for d in (path, *sorted(path.iterdir())) if any((d / item).is_dir() for item in ("arrays", "meta"))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = [str(d.relative_to(path)) for d in found]
+        raise ValueError(f"{path} holds several checkpoints of parameters, {names}; leave one of them there")
+    raise ValueError(
+        f"{path} has no {SINGLE} or {INDEX}, only {_names(path)}; {_other_weights(path, source, revision)}"
+    )
 
 
-def _tensors(path: pathlib.Path) -> dict[str, Any]:
-    """Every tensor of a checkpoint, by name, in its stored dtype. A single file hides an index, as in transformers."""
-    if (path / _SINGLE).is_file():
-        files = [_SINGLE]
-    elif (path / _INDEX).is_file():
-        index = _json(path / _INDEX)
-        weight_map = index.get("weight_map") if isinstance(index, dict) else None
-        files = list(weight_map.values()) if isinstance(weight_map, dict) else []
-        if not files or not all(isinstance(f, str) for f in files):
-            raise ValueError(f"{path / _INDEX} has no weight_map of tensors to files; download it again")
-        files = sorted(set(files))
-        absent = [f for f in files if not (path / f).is_file()]
-        if absent:
-            raise ValueError(f"{path / _INDEX} lists {absent}, which do not exist; download them")
+def _names(path: pathlib.Path, *endings: str) -> list[str]:
+    return sorted(p.name for p in path.iterdir() if not endings or p.suffix in endings)
+
+
+def _other_weights(path: pathlib.Path, source: str | os.PathLike[str], revision: str | None) -> str:
+    """What to do about a checkpoint without weights that can be read."""
+    pickled, classes, target = _names(path, *_PICKLED), "t.AutoModelForCausalLM,", str(path)
+    if local_path(source) != path:
+        name, revision = repository(source, revision)
+        reason, classes, target = "its repository has none", f"{classes} t.AutoTokenizer", name.split("/")[1]
+        which = f"{name!r}, revision={revision!r}" if revision else repr(name)
+    elif pickled:
+        reason, which = f"{pickled} are pickles, which run code when they are read", repr(target)
     else:
-        found = sorted(p.name for p in path.iterdir())
-        shards = any(_SHARD.fullmatch(name) for name in found)
-        fix = f"download {_INDEX}" if shards else "convert the weights to safetensors"
-        raise ValueError(f"{path} has no {_SINGLE} or {_INDEX}, only {found}; {fix}")
-    tensors: dict[str, Any] = {}
-    for file in files:
-        for name, x in _read(path / file):
-            if name in tensors:
-                raise ValueError(f"{path / file}: tensor {name} appears twice in the checkpoint")
-            tensors[name] = x
-    return tensors
+        return "convert the weights to safetensors, or download them"
+    return (
+        f"{reason}: convert weights that you trust, where torch is installed, by\npython -c "
+        f'"import transformers as t; [c.from_pretrained({which}).save_pretrained({target!r}, safe_serialization=True) '
+        f'for c in ({classes})]"'
+    )
 
 
-def _read(file: pathlib.Path) -> Iterator[tuple[str, Any]]:
-    check_whole(file)
-    try:
-        with safe_open(file, framework="flax") as f:
-            for name in f.keys():  # noqa: SIM118, it is not a dict
-                stored = f.get_slice(name)
-                narrow = stored.get_dtype().startswith(("F4", "F6_", "F8"))  # which numpy does not have
-                yield name, _Unread(tuple(stored.get_shape()), stored.get_dtype()) if narrow else f.get_tensor(name)
-    except SafetensorError as e:
-        raise ValueError(f"{file} is not a complete safetensors file ({e}); copy or download it again") from e
+def _places(shapes: PyTree[jax.ShapeDtypeStruct], sharding: Sharding | None) -> PyTree[Any]:
+    """The sharding of every parameter, tried against its shape; None for jax's default device."""
+    if sharding is not None and not callable(sharding) and not isinstance(sharding, jax.sharding.Sharding):
+        raise ValueError(f"sharding={sharding!r} is neither a jax.sharding.Sharding nor a function that gives one")
+
+    def place(keys, leaf):
+        if sharding is None:
+            return None
+        path = "/".join(k.key for k in keys)
+        found = sharding if isinstance(sharding, jax.sharding.Sharding) else sharding(path, leaf.shape)
+        if not isinstance(found, jax.sharding.Sharding):
+            raise ValueError(f"sharding gave {found!r} for {path} of shape {leaf.shape}, not a jax.sharding.Sharding")
+        try:
+            if isinstance(found, jax.sharding.NamedSharding) and len(found.spec) > len(leaf.shape):
+                raise ValueError(f"{len(found.spec)} axes for {len(leaf.shape)}")
+            found.shard_shape(leaf.shape)
+        except ValueError as e:
+            raise ValueError(
+                f"{path} of shape {leaf.shape} is not divided by {found} ({e}); give a function of paths and shapes "
+                "that divides it otherwise, or leaves it whole"
+            ) from e
+        return found
+
+    return jax.tree_util.tree_map_with_path(place, shapes)
 
 
-def _assemble(model: LanguageModel, tensors: dict[str, Any], path: pathlib.Path) -> PyTree[Any]:
+def _restored(model: LanguageModel, path: pathlib.Path, sharding: Sharding | None) -> PyTree[Any]:
+    """Parameters of `model` that `kvjax.drivers.checkpoint.save_params` wrote, in the model's dtype."""
+    from kvjax.drivers.checkpoint import load_params, stored_shapes
+
+    there = stored_shapes(path)
+    if model.config.num_layers > len(there):  # a layer has more than one
+        raise ValueError(f"{path} has {len(there)} parameters, config.json {model.config.num_layers} layers")
+    for kind in {text.partition("[")[0] for text in there.values()} & {*DTYPES}:
+        _check_held(kind)
+    shapes = model.shapes
+    places = _places(shapes, sharding)
+
+    def as_stored(keys, leaf):
+        kind = there.get(jax.tree_util.keystr(keys), "").partition("[")[0]
+        return jax.ShapeDtypeStruct(leaf.shape, kind if kind in DTYPES else leaf.dtype)
+
+    like = jax.tree_util.tree_map_with_path(as_stored, shapes)
+    if sharding is not None:
+        like = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), like, places)
+    leaves, structure = jax.tree.flatten(load_params(path, like))
+    for i, (keys, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(shapes)):
+        x, y = leaves[i], leaves[i].astype(leaf.dtype)
+        if lost := int((~jnp.isfinite(y)).sum()):
+            _refuse_values(path, jax.tree_util.keystr(keys), lost, int((~jnp.isfinite(x)).sum()), x.size, y.dtype)
+        leaves[i] = y
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _refuse_values(path: pathlib.Path, name: str, lost: int, stored: int, size: int, dtype: Any) -> None:
+    fault = "are not finite; download it again" if stored else f"{dtype} cannot hold; load it as bfloat16"
+    raise ValueError(f"{path}: {name} has {stored or lost} of {size} values that {fault}")
+
+
+def _assemble(
+    model: LanguageModel, tensors: dict[str, Stored], path: pathlib.Path, sharding: Sharding | None
+) -> PyTree[Any]:
     """Parameters of `model` from named tensors, or an error that names every one that is wrong."""
     family = family_of(model.config)
-    tensors = family.prefixed(tensors)
     stored = {n.split(".")[0] for name in tensors for n in _LAYER.split(name, maxsplit=1)[1:]}
     if model.config.num_layers > len(stored) + 1:  # tracing thousands of layers that are not there would take minutes
         raise ValueError(
@@ -300,11 +377,12 @@ def _assemble(model: LanguageModel, tensors: dict[str, Any], path: pathlib.Path)
     tied, head, table = model.config.tie_embeddings, f"{family.head}.weight", family.stored_name((family.embedding,))
     if tied and table not in tensors and head in tensors:
         tensors[table] = tensors.pop(head)
-    wanted = jax.tree_util.tree_leaves_with_path(model.shapes)
+    shapes = model.shapes
+    wanted = jax.tree_util.tree_leaves_with_path(shapes)
     names = {family.stored_name(tuple(k.key for k in keys)): (keys, leaf) for keys, leaf in wanted}
     extra = {n for n in tensors if n not in names and not n.endswith(family.ignored)}
     if tied and head in extra:
-        if not np.array_equal(np.asarray(tensors[head]), np.asarray(tensors.get(table))):
+        if table not in tensors or not same(tensors[head], tensors[table]):
             raise ValueError(
                 f"{path}: config.json ties the output head to the embedding, but {head} differs from it; "
                 "set tie_word_embeddings to false"
@@ -320,22 +398,30 @@ def _assemble(model: LanguageModel, tensors: dict[str, Any], path: pathlib.Path)
         expected = leaf.shape[::-1] if family.transposed(keys[-1].key) else leaf.shape
         if x.shape != expected:
             problems.append(f"{name} has shape {tuple(x.shape)}, config.json implies {tuple(expected)}")
-        if isinstance(x, _Unread) or not jnp.issubdtype(x.dtype, jnp.floating):
-            problems.append(f"{name} has dtype {x.dtype}, expected a float type of 16 bits or more")
+        if x.dtype is None:
+            problems.append(f"{name} has dtype {x.kind}, expected a float type of 16 bits or more")
     if problems:
         raise ValueError(f"{path} does not fit its config.json: " + "; ".join(problems))
 
-    def build(keys, leaf):
-        name = family.stored_name(tuple(k.key for k in keys))
-        x = jnp.asarray(tensors.pop(name))
-        y = (x.T if family.transposed(keys[-1].key) else x).astype(leaf.dtype)
-        if lost := int((~jnp.isfinite(y)).sum()):
-            stored = int((~jnp.isfinite(x)).sum())
-            fault = "are not finite; download it again" if stored else f"{leaf.dtype} cannot hold; load it as bfloat16"
-            raise ValueError(f"{path}: {name} has {stored or lost} of {x.size} values that {fault}")
-        return y
+    places = _places(shapes, sharding)
+    with ThreadPoolExecutor(WORKERS) as pool:
 
-    return jax.tree_util.tree_map_with_path(build, model.shapes)
+        def build(keys, leaf, place):
+            name, flip = family.stored_name(tuple(k.key for k in keys)), family.transposed(keys[-1].key)
+
+            def read(index):
+                out = empty(tuple(len(range(n)[i]) for i, n in zip(index, leaf.shape, strict=True)), leaf.dtype)
+                order = slice(None, None, -1 if flip else 1)
+                lost, stored = fill(out.T if flip else out, tensors[name], index[order], pool)
+                if lost:
+                    _refuse_values(path, name, lost, stored, out.size, leaf.dtype)
+                return out
+
+            if place is None:
+                return jax.device_put(read((slice(None),) * len(leaf.shape)))
+            return jax.make_array_from_callback(leaf.shape, place, read, dtype=leaf.dtype)
+
+        return jax.tree_util.tree_map_with_path(build, shapes, places)
 
 
 def num_params(params: Mapping[str, Any]) -> int:

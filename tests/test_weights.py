@@ -102,7 +102,7 @@ def test_missing_extra_and_misshaped_tensors_are_named(checkpoint):
         "missing tensors ['model.layers.1.mlp.up_proj.weight']",
         "extra tensors ['model.layers.9.surprise']",
         "model.norm.weight has shape (5,), config.json implies (32,)",
-        "lm_head.weight has dtype int32, expected a float type",
+        "lm_head.weight has dtype I32, expected a float type",
     ):
         assert part in str(error.value)
 
@@ -405,12 +405,19 @@ def test_tensors_of_8_bits_are_named(checkpoint):
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "auto", "float8_e4m3fn", "int8", None, 16])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "float8_e4m3fn", "int8", None, 16])
 def test_dtypes_are_named_in_full(checkpoint, tiny, dtype):
     path, _, _ = checkpoint
-    for use in (lambda: models.load(path, dtype=dtype), lambda: models.save(path, *tiny, dtype=dtype)):
-        with pytest.raises(ValueError, match=r"dtype=.* is not one of \('float32', 'bfloat16', 'float16', 'float64'\)"):
+    right = {"bf16": r"; write 'bfloat16'", "fp16": r"; write 'float16'", "fp32": r"; write 'float32'"}.get(dtype, "")
+    for use, more in (
+        (lambda: models.load(path, dtype=dtype), ", 'auto'"),
+        (lambda: models.save(path, *tiny, dtype=dtype), ""),
+    ):
+        named = rf"dtype=.* is not one of \('float32', 'bfloat16', 'float16', 'float64'{more}\){right}$"
+        with pytest.raises(ValueError, match=named):
             use()
+    with pytest.raises(ValueError, match="dtype='auto' is not one of"):
+        models.save(path, *tiny, dtype="auto")
     with pytest.raises(ValueError, match="dtype='float64' needs 64 bits"):
         models.load(path, dtype="float64")
 
@@ -660,7 +667,10 @@ def test_incomplete_directories(tmp_path):
 def test_no_weights(checkpoint):
     path, _, _ = checkpoint
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"only \['config.json', 'pytorch_model.bin'\]; convert the weights"):
+    with pytest.raises(ValueError, match=r"only \['config.json', 'pytorch_model.bin'\]; .* are pickles"):
+        models.load(path)
+    (path / "pytorch_model.bin").unlink()
+    with pytest.raises(ValueError, match=r"only \['config.json'\]; convert the weights to safetensors, or download"):
         models.load(path)
     with pytest.raises(ValueError, match=r"has no tokenizer.json"):
         models.load_tokenizer(path)

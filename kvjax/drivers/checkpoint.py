@@ -60,6 +60,15 @@ def load_params(path: str | os.PathLike[str], like: PyTree[Any]) -> PyTree[Any]:
     return params
 
 
+def stored_shapes(path: str | os.PathLike[str]) -> dict[str, str]:
+    """What `save_params` wrote to a directory: dtypes and shapes such as "float32[3, 4]", by the path of a parameter.
+
+    Raises:
+      ValueError: not such a directory, or a damaged one.
+    """
+    return {name: str(shape) for name, shape in _meta(path, "params")["shapes"].items()}
+
+
 def save_state(path: str | os.PathLike[str], state: KVState) -> None:
     """Writes a cache, such as a compressed prompt, to a new directory.
 

@@ -1,0 +1,1 @@
+"""What kvjax costs beside its reference: one file a question."""
