@@ -175,6 +175,7 @@ def pooled_forward(
     owner: Int[Array, "B P"],
     q_pos: Int[Array, "B 1"],
     kv_pos: Int[Array, "B P"],
+    bias: Float[Array, "B G P"] | None = None,
     *,
     num_kv_heads: int,
     columns: Sequence[Columns],
@@ -182,6 +183,8 @@ def pooled_forward(
     backend: str,
 ) -> tuple[Float[Array, "B N 1 H"], Float[Array, "B N 1"], tuple[Array, ...]]:
     """The pool: output, logsumexp and every statistic, from the logits that the kernel kept."""
+    if bias is not None:
+        raise NotImplementedError("the kernel of a pool adds no bias")
     interpret = _triton(backend)
     out, lse, row = decode.pooled_decode_attention(
         *(q, k, v, owner, q_pos, bl.readable(kv_pos)),

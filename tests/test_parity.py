@@ -60,6 +60,11 @@ CASES = {
         "OPTForCausalLM",
         {"ffn_dim": 40, "do_layer_norm_before": False, "word_embed_proj_dim": 16, "enable_bias": False},
     ),
+    "mpt": ("MptForCausalLM", {"attn_config": {"clip_qkv": 2.0}}),
+    "mpt_six_heads": (
+        "MptForCausalLM",
+        {"num_attention_heads": 6, "hidden_size": 48, "attn_config": {"softmax_scale": 0.5}},
+    ),
     "gpt_neox": ("GPTNeoXForCausalLM", {"head_dim": None}),
     "gpt_neox_in_turn": (
         "GPTNeoXForCausalLM",
@@ -128,7 +133,7 @@ def tokens():
     return np.random.default_rng(0).integers(1, 99, (2, T + NEW))
 
 
-@slow_but(*LLAMAS, "gemma3", "phi3_long", "gpt2", "gpt_neox", "gptj", "opt")
+@slow_but(*LLAMAS, "gemma3", "phi3_long", "gpt2", "gpt_neox", "gptj", "mpt", "opt")
 def test_prompt_and_cached_decoding(pair):
     """One pass for both; our decoding goes through the cache, as does theirs."""
     theirs, model, params = pair
@@ -317,7 +322,9 @@ def test_evicted_tokens_are_hidden_ones(pair, policy):
     for layer, place in enumerate(places):
 
         def hide(module, args, kwargs, layer=layer):
-            return args, {**kwargs, "attention_mask": torch.minimum(kwargs["attention_mask"], hidden[layer])}
+            mask, here = kwargs["attention_mask"], hidden[layer]
+            mask = mask | (here < 0) if mask.dtype == torch.bool else torch.minimum(mask, here)
+            return args, {**kwargs, "attention_mask": mask}
 
         place.register_forward_pre_hook(hide, with_kwargs=True)
     cache = transformers.DynamicCache()
