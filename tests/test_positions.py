@@ -10,6 +10,8 @@ import pytest
 
 import kvjax
 import models
+from kvjax import methods
+from kvjax.analysis.traces import trace
 from kvjax.cache.state import EMPTY
 from kvjax.drivers.generation import _with_room
 from models.gpt2 import GPT2Config
@@ -156,3 +158,48 @@ def test_methods_see_attention_that_falls_with_distance(case, block):
     found, wanted, without = run(q, k, v, slopes=SLOPES), run(*carried), run(q, k, v)
     assert found.live == wanted.live
     assert (found.live == without.live) == (case.name in WITHOUT_ATTENTION)
+
+
+OF_READINGS = {
+    "ada_snapkv": methods.ada_snapkv(BUDGET, window_size=4),
+    "streaming_llm": methods.streaming_llm(BUDGET),
+    "expected_attention": methods.expected_attention(BUDGET, horizon=8),
+    "fastgen": methods.fastgen(special_ids=range(3), punctuation_ids=range(3, 9), budget=BUDGET, recovery_ratio=0.65),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_READINGS)
+def test_a_reading_is_prefill_and_feed(name):
+    """One pass with the full cache, and masks, under ALiBi: the decisions, the logits, and the outputs under gates."""
+    model, params = random_model("alibi", 3)
+    policy = kvjax.when(kvjax.after_prefill(), OF_READINGS[name]) if name != "fastgen" else OF_READINGS[name]
+    plan = kvjax.make_plan(model.config, policy, prompt_len=T, max_new_tokens=NEW, lengths=LENGTHS)
+    tokens = helpers.token_ids(B, T + NEW, 5)
+    prompt, rest = tokens[:, :T], tokens[:, T:]
+    _, state = kvjax.prefill(model, params, prompt, plan, lengths=LENGTHS)
+    read = kvjax.analysis.read(
+        model, params, prompt, rest, lengths=LENGTHS, measure=kvjax.analysis.measurements([plan])
+    )
+    keep = kvjax.analysis.keep_one(plan, read)
+    for kv, mask, layer in zip(state.layers, keep, read.layers, strict=True):
+        pos = np.where(mask, layer.prompt.pos, EMPTY)
+        assert [[sorted({*head} - {EMPTY}) for head in row] for row in pos.tolist()] == helpers.live_positions(kv)
+    positions = plan.positions[0]
+    if name != "fastgen":  # which goes on evicting
+        logits, _ = kvjax.feed(model, params, rest, state)
+        found = read.logits_after(model, params, keep, positions)
+        np.testing.assert_allclose(found, logits, atol=5e-5 * np.abs(logits).max())
+    if positions == "original":
+        hard, soft = (read.outputs(1, jnp.asarray(x)) for x in (keep[1], keep[1].astype(jnp.float32)))
+        np.testing.assert_allclose(hard, soft, atol=1e-5)
+        assert np.abs(hard - read.layers[1].out).max() > 1e-2
+    traced = trace(read)
+    np.testing.assert_allclose(traced.attention.mean(3), read.mass(HEADS), atol=1e-6)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_every_query_head_has_a_slope():
+    q, k, v = helpers.qkv(0)
+    with pytest.raises(ValueError, match="3 slopes for 4 query heads; give one for each"):
+        kvjax.evict_layer(methods.h2o(4), q, k, v, slopes=(1.0, 0.5, 0.25))
