@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.cache.state import Slopes, linear_bias
 from kvjax.drivers.attention import without_cache
 from kvjax.drivers.generation import Model
+from kvjax.plan import at_positions
 from pallas_kernels import Columns, Softmax, attention
 from pallas_kernels.pytree import pytree, static
 
@@ -74,7 +75,7 @@ def capture(model: Model, params: PyTree[Any], tokens: Int[Array, "B T"]) -> tup
         return plain(cache, q, k, v, layer=layer, rotate=rotate, scale=scale, **how)
 
     no_caches: Any = (None,) * model.config.num_layers
-    model(params, tokens, no_caches, attend=attend, last_only=True)
+    model(params, tokens, no_caches, attend=attend, last_only=True, **at_positions(model.config, pos))
     return tuple(layers)
 
 

@@ -18,6 +18,7 @@ from experiments.papers.base import canvas, draw_layers, interval, message, perc
 from kvjax import analysis
 from kvjax.cache.state import EMPTY, linear_bias
 from kvjax.drivers.generation import Model
+from kvjax.plan import at_positions
 from kvjax.scoring.protect import TopStd
 from kvjax.scoring.scores import Mean
 from kvjax.scoring.select import TopK
@@ -132,7 +133,7 @@ def _read_and_evict(
 
         token = jnp.broadcast_to(tokens[:, t][None], (M * R, B)).reshape(X, 1)
         call: Any = model
-        _, caches, _ = call(params, token, caches, attend=attend, last_only=True)
+        _, caches, _ = call(params, token, caches, attend=attend, last_only=True, **at_positions(c, pos))
         return caches, jnp.stack(overlaps)
 
     def compare(score, live, t):
