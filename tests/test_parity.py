@@ -188,6 +188,16 @@ def test_greedy_generation(pair):
     np.testing.assert_array_equal(ours.tokens, expected[:, T:])
 
 
+@pytest.mark.parametrize(("heads", "steepest"), [(1, 8), (6, 8), (8, 16), (112, 8)])
+def test_slopes_of_any_number_of_heads(heads, steepest):
+    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+    sizes = {"d_model": 8 * heads, "n_heads": heads, "n_layers": 1, "vocab_size": 9, "model_type": "mpt"}
+    config = from_hugging_face({**sizes, "attn_config": {"alibi_bias_max": steepest}})
+    theirs = -build_mpt_alibi_tensor(heads, 2, alibi_bias_max=steepest)[:, 0, 0].numpy()
+    np.testing.assert_allclose(config.slopes, theirs, rtol=1e-6)
+
+
 def test_older_config_files(tmp_path):
     """`rope_theta` and `rope_scaling` at the top level, as transformers 4 wrote them."""
     torch.manual_seed(0)
