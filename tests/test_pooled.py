@@ -127,8 +127,13 @@ def some_bias(arrays, K):
     return jnp.asarray(np.where(kv_pos % 7 == 3, -np.inf, 0.3 * kv_pos / heads), jnp.float32)
 
 
-@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "interpret"])
-@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(
+    ("implementation", "blocks"),
+    [
+        *(("xla", False), ("xla", True), ("reference", False), ("interpret", False)),
+        *(pytest.param(how, True, marks=pytest.mark.slow) for how in ("reference", "interpret")),
+    ],
+)
 def test_bias(implementation, blocks):
     K = 3
     arrays = in_order([[70, 0, 122], [120, 62, 10]], K=K) if blocks else inputs()

@@ -135,10 +135,9 @@ WITHOUT_ATTENTION = {"full", "window", "random", "random_run", "from_fn", "dilat
 SLOPES = (0.5, 0.25, 0.1, 0.05)
 
 
-@pytest.mark.parametrize("block", [None, pytest.param(7, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c.name == "ahakv" else pytest.mark.slow) for c in OF_ATTENTION], ids=repr
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [None, 7])
+@pytest.mark.parametrize("case", OF_ATTENTION, ids=repr)
 def test_methods_see_attention_that_falls_with_distance(case, block):
     """What a layer keeps of a prompt and of what follows, under any statistics of attention."""
     policy = case.make(BUDGET)
