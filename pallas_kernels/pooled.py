@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.columns import (
     Attention,
@@ -198,7 +198,7 @@ def _owned(owner: Int[Array, "B P"], seen: Bool[Array, "B P"], num_kv_heads: int
     return seen[:, None] & (owner[:, None] == jnp.arange(num_kv_heads, dtype=owner.dtype)[None, :, None])
 
 
-def _select_owner(x: Float[Array, "B K G P"], owner: Int[Array, "B P"]) -> Float[Array, "B G P"]:
+def _select_owner(x: Shaped[Array, "B K G P"], owner: Int[Array, "B P"]) -> Shaped[Array, "B G P"]:
     """The values of every slot's own kv head; those of head 0 for a dead slot.
 
     A chain of selects over the heads stays in vector registers; a gather, or a sum over a mask, does not.
@@ -209,7 +209,7 @@ def _select_owner(x: Float[Array, "B K G P"], owner: Int[Array, "B P"]) -> Float
     return found
 
 
-def by_owner(x: Float[Array, "B K G"], owner: Int[Array, "B P"]) -> Float[Array, "B G P"]:
+def by_owner(x: Shaped[Array, "B K G"], owner: Int[Array, "B P"]) -> Shaped[Array, "B G P"]:
     """A number of every kv head at the slots that it owns."""
     return _select_owner(jnp.broadcast_to(x[..., None], (*x.shape, owner.shape[1])), owner)
 

@@ -84,7 +84,11 @@ def plainly(model, params, tokens, layers):
         if slopes is not None:
             x = x - jnp.asarray(slopes)[None, :, None, None] * places
         p = jnp.where(read, jnp.exp(x - x.max(-1, keepdims=True, where=read, initial=-1e9)), 0.0)
-        return jnp.einsum("bhrs,bhsc->bhrc", p / jnp.maximum(p.sum(-1, keepdims=True), 1e-30), v), cache, None
+        return (
+            jnp.einsum("bhrs,bhsc->bhrc", p / jnp.maximum(p.sum(-1, keepdims=True), 1e-30), v),
+            cache,
+            kvjax.LayerStats(),
+        )
 
     pos = jnp.asarray(np.arange(T + NEW)[None] - (T - LENGTHS)[:, None], jnp.int32)
     where = kvjax.plan.at_positions(model.config, jnp.maximum(pos, EMPTY))
