@@ -185,16 +185,21 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
                     expected = in_float64(functools.partial(f, "reference"), *args) if expected is None else expected
                     found = jax.jit(functools.partial(f, how))(*args)
                     compare(report, f"{how} {name} {label}", found, expected, dtype, columns, "+".join(by))
-    for (B, N, K, T, cached, H), dtype, length in itertools.product(shapes[:2], dtypes, ("block", "row")):
+    for (B, N, K, T, cached, H), dtype, length in itertools.product(shapes[:2], dtypes, ("block", "row", "pool")):
         label = f"bias, {length} H={H} {dtype}"
         if implementations[0] == "mosaic_gpu" or not report.reaches("correctness", label):
             continue
-        arrays = inputs(B, N, K, *((T, cached) if length == "block" else (1, 335)), H, dtype, rng)
-        args = *arrays, jnp.arange(B, dtype=jnp.uint32) + 7, alibi(arrays[4], N)
+        if length == "pool":
+            arrays = single_row(B, N, K, 335, H, dtype, rng)[1]
+            operation, bias = functools.partial(pooled_attention, num_kv_heads=K), alibi(arrays[5][:, None], N // K)
+        else:
+            arrays = inputs(B, N, K, *((T, cached) if length == "block" else (1, 335)), H, dtype, rng)
+            operation, bias = attention, alibi(arrays[4], N)
+        args = *arrays, jnp.arange(B, dtype=jnp.uint32) + 7, bias
         columns = *COLUMNS, gumbel(args[-2])
 
-        def biased(how: Implementation, *x: jax.Array) -> Any:
-            return attention(*x[:-2], columns=(*COLUMNS, gumbel(x[-2])), bias=x[-1], implementation=how)
+        def biased(how: Implementation, *x: jax.Array, operation: Callable[..., Any] = operation) -> Any:
+            return operation(*x[:-2], columns=(*COLUMNS, gumbel(x[-2])), bias=x[-1], implementation=how)
 
         how = implementations[0]
         with report.guarded("correctness", f"{how} {label}"):

@@ -53,7 +53,8 @@ class Evict(Rule):
       select: how scores and budgets become a `Selection`.
       scope: tokens protected by what they did, such as RoCo's top standard deviations; they count against the budget.
       positions: how keys are rotated: "original" at their absolute positions, "compact" by rank among live keys at
-        every use, "rerotate" once to that rank when an eviction changes it.
+        every use, "rerotate" once to that rank when an eviction changes it. Where logits fall with distance instead
+        (ALiBi), these are the places between which distances are counted.
       granularity: "kv_head" evicts for every kv head; "query_head" stores keys and values for every query head, each
         with a set of its own, in a cache that is G times larger (what most released code does).
       mask: hides live slots from decode rows.

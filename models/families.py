@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from models import gemma, gpt2, gpt_neox, gptj, llama, opt, phi3
+from models import gemma, gpt2, gpt_neox, gptj, llama, mpt, opt, phi3
 from models.config import DecoderConfig
 from models.family import Family
 
-FAMILIES = (llama.FAMILY, gemma.FAMILY, phi3.FAMILY, gpt2.FAMILY, gpt_neox.FAMILY, gptj.FAMILY, opt.FAMILY)
+FAMILIES = (llama.FAMILY, gemma.FAMILY, phi3.FAMILY, gpt2.FAMILY, gpt_neox.FAMILY, gptj.FAMILY, opt.FAMILY, mpt.FAMILY)
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 _BY_TYPE = {kind: name for family in FAMILIES for name, kind in family.architectures.items()}
 _CHOICES = ("dtype", "bos_id", "eos_ids")  # what a config.json may leave open
@@ -75,7 +75,7 @@ def _architecture(raw: Mapping[str, Any]) -> str:
         shown = ", ".join(map(str, named)) if isinstance(named, list) else repr(named)
         shown = shown or f"<none, model_type {kind!r}>"
         raise ValueError(f"architecture {shown} is not supported; supported are {sorted(_BY_ARCHITECTURE)}")
-    if own and own != known[0] and not {own, known[0]} <= _ALIKE:
+    if own and _BY_ARCHITECTURE[known[0]].architectures[known[0]] != kind and not {own, known[0]} <= _ALIKE:
         raise ValueError(f"architectures={named!r} and model_type={kind!r} contradict each other; mend the wrong one")
     return known[0]
 

@@ -106,7 +106,7 @@ def attention(
       kv_pos: absolute position of every slot, negative for a dead slot.
       columns: the statistics to measure, each one array in the result.
       bias: added to the logits of every key after the soft cap: ALiBi's `slope * position` (what depends on the row
-        cancels in the softmax), the logarithm of a weight, or -inf. `pooled_attention` has none.
+        cancels in the softmax), the logarithm of a weight, or -inf.
       scale: factor on `q . k`; `H ** -0.5` if None.
       window: a row sees only positions larger than its own minus `window`.
       softcap: logits become `softcap * tanh(logits / softcap)`.
@@ -123,9 +123,7 @@ def attention(
     B, N, T, H, K, S = _checked_sizes(q, k, q_pos, kv_pos)
     check_array("v", v, *_SLOTS, shape=(B, K, S, H))
     columns = _checked_columns(columns, B, K, T)
-    if bias is not None and (not hasattr(bias, "shape") or bias.shape != (B, N, S)):
-        shape = getattr(bias, "shape", type(bias).__name__)
-        raise ValueError(f"a bias of shape {shape} does not fit keys of every query head, {(B, N, S)}")
+    _check_bias(bias, B, N, S)
     options = _options(H, scale, window, softcap)
     arrays, structure = jax.tree.flatten(tuple(columns))
 
@@ -151,6 +149,7 @@ def pooled_attention(
     *,
     num_kv_heads: int,
     in_order: bool = False,
+    bias: Float[Array, "B G P"] | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -171,6 +170,7 @@ def pooled_attention(
       num_kv_heads: K; the pool does not show it.
       in_order: promises that owners are not negative and never decrease from slot to slot, which makes the product with
         the keys cheaper. Dead slots then have an owner like all others, and a negative position.
+      bias: as in `attention`, for every slot one number a query head of its owner.
       scale, window, softcap, implementation: as in `attention`.
 
     Returns:
@@ -199,6 +199,8 @@ def pooled_attention(
         check_array(name, x, "batch", "slots", kind=np.integer, shape=(B, P))
     columns = _checked_columns(columns, B, num_kv_heads, T)
     in_order = checked(flag, "in_order", in_order)
+    if bias is not None:
+        check_array("bias", bias, "batch", "query heads of a kv head", "slots", shape=(B, N // num_kv_heads, P))
     options: dict[str, Any] = {
         "num_kv_heads": num_kv_heads,
         "in_order": in_order,
@@ -206,15 +208,15 @@ def pooled_attention(
     }
     arrays, structure = jax.tree.flatten(tuple(columns))
 
-    def run(order, q, k, v, owner, q_pos, kv_pos, arrays):
+    def run(order, q, k, v, owner, q_pos, kv_pos, bias, arrays):
         if order.output[0] in _POOLED:
             columns = jax.tree.unflatten(structure, arrays)
-            return _POOLED[order.output[0]](q, k, v, owner, q_pos, kv_pos, columns=columns, **options)
+            return _POOLED[order.output[0]](q, k, v, owner, q_pos, kv_pos, bias, columns=columns, **options)
         static = (order, structure, tuple(options.items()))
-        return Attention(*_kernel_pool(static, q, k, v, owner, q_pos, kv_pos, arrays))
+        return Attention(*_kernel_pool(static, q, k, v, owner, q_pos, kv_pos, bias, arrays))
 
     owner, q_pos, kv_pos = (jnp.asarray(x, jnp.int32) for x in (owner, q_pos, kv_pos))
-    return _on_device(run, implementation, q, k, v, owner, q_pos, kv_pos, arrays)
+    return _on_device(run, implementation, q, k, v, owner, q_pos, kv_pos, bias, arrays)
 
 
 def recovered_attention(
@@ -226,6 +228,7 @@ def recovered_attention(
     *,
     within: Sequence[Int[Array, "B"] | None] | None = None,
     tolerance: float | None = None,
+    bias: Float[Array, "B N S"] | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -246,12 +249,13 @@ def recovered_attention(
       within: for each set a band, or None: keys with `q_pos - kv_pos < within` are kept as well.
       tolerance: measures `elementwise` too: how much a probability may change. A kept entry changes when its row is
         renormalised on the kept keys, a dropped one by its whole probability. None skips that work.
-      scale, window, softcap, implementation: as in `attention`.
+      bias, scale, window, softcap, implementation: as in `attention`.
 
     Raises:
       ValueError: shapes that do not fit together, or an unknown implementation.
     """
-    H = _checked_sizes(q, k, q_pos, kv_pos)[3]
+    B, N, _, H, _, S = _checked_sizes(q, k, q_pos, kv_pos)
+    _check_bias(bias, B, N, S)
     check_array("masks", masks, "sets", "batch", "kv heads", "slots", kind=np.bool_)
     if masks.shape[1:] != kv_pos.shape:
         raise ValueError(f"masks of shape {masks.shape[1:]} for each set do not fit slots of shape {kv_pos.shape}")
@@ -273,7 +277,7 @@ def recovered_attention(
         tries = [(name, functools.partial(compute, name)) for name in order.columns]
         return first_served("what sets of keys recover of attention", tries)[1]
 
-    return _on_device(run, implementation, *lax.stop_gradient((q, k, q_pos, kv_pos, masks, bands)))
+    return _on_device(run, implementation, *lax.stop_gradient((q, k, q_pos, kv_pos, masks, bands, bias)))
 
 
 _WHOLE = {"xla": xla.attention, "reference": reference.attention}
@@ -371,11 +375,13 @@ def _forward(order, columns, q, k, v, q_pos, kv_pos, bias, *, scale, window, sof
     return result[0], result[1], tuple(measured)
 
 
-def _pool_forward(order, columns, q, k, v, owner, q_pos, kv_pos, *, num_kv_heads, in_order, scale, window, softcap):
+def _pool_forward(
+    order, columns, q, k, v, owner, q_pos, kv_pos, bias, *, num_kv_heads, in_order, scale, window, softcap
+):
     from pallas_kernels import gpu  # see above
 
     def forward(name):
-        arrays = q, k, v, owner, q_pos, kv_pos
+        arrays = q, k, v, owner, q_pos, kv_pos, bias
         if name == "xla":
             options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "in_order": in_order, "scale": scale}
             found = pooled.pooled_attention(*arrays, columns=columns, window=window, softcap=softcap, **options)
@@ -442,6 +448,12 @@ def _checked_sizes(q: Any, k: Any, q_pos: Any, kv_pos: Any) -> tuple[int, int, i
     check_array("q_pos", q_pos, "batch", "rows", kind=np.integer, shape=(B, T))
     check_array("kv_pos", kv_pos, "batch", "kv heads", "slots", kind=np.integer, shape=(B, K, S))
     return B, N, T, H, K, S
+
+
+def _check_bias(bias: Any, B: int, N: int, S: int) -> None:
+    if bias is not None and (not hasattr(bias, "shape") or bias.shape != (B, N, S)):
+        shape = getattr(bias, "shape", type(bias).__name__)
+        raise ValueError(f"a bias of shape {shape} does not fit keys of every query head, {(B, N, S)}")
 
 
 def _options(head_dim: int, scale: Any, window: Any, softcap: Any) -> dict[str, Any]:

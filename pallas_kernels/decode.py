@@ -62,6 +62,11 @@ def _kernel(
         raw = s * spec.scale
         if spec.softcap is not None:
             raw = spec.softcap * jnp.tanh(raw * (1.0 / spec.softcap))
+        if "bias" in ref:
+            at = pl.ds(zero, group), pl.ds(j0, bk)
+            inside = j0 + lax.broadcasted_iota(jnp.int32, (group, bk), 1) < num_slots
+            bias = bl.triton().load(ref["bias"].at[at], mask=inside, other=0.0)
+            raw = raw + jnp.broadcast_to(bias[None], (padded // group, group, bk)).reshape(padded, bk)
         seen = kv_pos <= q_pos
         if spec.window is not None:
             seen &= q_pos - kv_pos < spec.window
@@ -109,8 +114,8 @@ def _combine(out, top, mass):
     return out, bl.log2_sum(best[:, :, 0], total)
 
 
-def _run(q, k, v, q_pos, kv_pos, owner, *, spec, sizes, group, logits_rows, interpret):
-    """`_kernel` over "B K R H" queries and "B K S H" slots; K is 1 for a pool, R a power of two."""
+def _run(q, k, v, q_pos, kv_pos, owner, bias, *, spec, sizes, group, logits_rows, interpret):
+    """`_kernel` over "B K R H" queries and "B K S H" slots; K is 1 for a pool, R and `group` are powers of two."""
     bl.check_inputs(q, k, v)
     if not spec.causal or spec.gumbel:
         raise NotImplementedError("a decode kernel computes the softmax of the output alone")
@@ -129,6 +134,9 @@ def _run(q, k, v, q_pos, kv_pos, owner, *, spec, sizes, group, logits_rows, inte
     }
     if owner is not None:
         inputs["owner"] = owner[:, None], heads(S)
+    if bias is not None:
+        padded = jnp.pad(bias.astype(jnp.float32), ((0, 0), (0, 0), (0, group - bias.shape[2]), (0, 0)))
+        inputs["bias"] = padded, heads(group, S)
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
     outputs: dict[str, tuple[Any, Any]] = {
         "out": (shape(B, K, num_parts, R, q.shape[-1]), parts(R, q.shape[-1])),
@@ -161,6 +169,7 @@ def decode_attention(
     v: Float[Array, "B K S H"],
     q_pos: Int[Array, "B 1"],
     kv_pos: Int[Array, "B K S"],
+    bias: Float[Array, "B N S"] | None = None,
     *,
     spec: bl.Logits,
     with_logits: bool = False,
@@ -174,8 +183,9 @@ def decode_attention(
       k, v: keys and values.
       q_pos: position of the row, negative for padding.
       kv_pos: positions of the slots, `blocks.DEAD` for dead ones.
+      bias: added to the logits of every slot after the soft cap.
       spec: how logits follow from products.
-      with_logits: also return the capped logits of every slot, unmasked; `exp(logits - lse)` is the probability row.
+      with_logits: also return the logits of every slot, unmasked; `exp(logits - lse)` is the probability row.
       sizes: block sizes; `block_sizes` if None.
       interpret: run on any device, slowly, for tests.
 
@@ -192,7 +202,7 @@ def decode_attention(
     sizes = block_sizes(k.dtype, H, B * K, S, rows) if sizes is None else sizes
     padded = jnp.pad(q.reshape(B, K, G, H), ((0, 0), (0, 0), (0, rows - G), (0, 0)))
     out, lse, logits = _run(
-        *(padded, k, v, q_pos, kv_pos, None),
+        *(padded, k, v, q_pos, kv_pos, None, None if bias is None else bias.reshape(B, K, G, S)),
         spec=spec,
         sizes=sizes,
         group=rows,
@@ -209,6 +219,7 @@ def pooled_decode_attention(
     owner: Int[Array, "B P"],
     q_pos: Int[Array, "B 1"],
     kv_pos: Int[Array, "B P"],
+    bias: Float[Array, "B G P"] | None = None,
     *,
     num_kv_heads: int,
     spec: bl.Logits,
@@ -226,9 +237,10 @@ def pooled_decode_attention(
       owner: kv head of every slot, negative for none.
       q_pos: position of the row, negative for padding.
       kv_pos: positions of the slots, `blocks.DEAD` for dead ones.
+      bias: added to the logits of every slot with the query heads of its owner.
       num_kv_heads: K.
       spec, sizes, interpret: as in `decode_attention`.
-      with_logits: also return the capped logits of every slot with the query heads of its owner, unmasked.
+      with_logits: also return the logits of every slot with the query heads of its owner, unmasked.
 
     Returns:
       Output in the dtype of `q`, natural-log logsumexp, and the logits or None, both in float32.
@@ -245,7 +257,15 @@ def pooled_decode_attention(
     rows = heads * group
     sizes = block_sizes(k.dtype, H, B, P, rows) if sizes is None else sizes
     out, lse, logits = _run(
-        *(padded.reshape(B, 1, rows, H), k[:, None], v[:, None], q_pos, kv_pos[:, None], owner),
+        *(
+            padded.reshape(B, 1, rows, H),
+            k[:, None],
+            v[:, None],
+            q_pos,
+            kv_pos[:, None],
+            owner,
+            None if bias is None else bias[:, None],
+        ),
         spec=spec,
         sizes=sizes,
         group=group,

@@ -42,19 +42,16 @@ def forward(
     backend: str,
     bias: Float[Array, "B N S"] | None = None,
 ) -> Forward:
-    """Output, logsumexp and, for one row a head where they are wanted, its logits "B K G S"; not under a bias."""
+    """Output, logsumexp and, for one row a head where they are wanted, its logits "B K G S"."""
     kv_pos = bl.readable(kv_pos)
-    if bias is not None:
-        interpret = _triton(backend)
-        return *flash.flash_attention(q, k, v, q_pos, kv_pos, spec=spec, bias=bias, interpret=interpret), None
-    if backend == "mosaic_gpu" and q.shape[2] == 1:
-        return mosaic_decode.decode_attention(q, k, v, q_pos, kv_pos, spec=spec, with_logits=with_logits)
-    if backend == "mosaic_gpu":
+    if backend == "mosaic_gpu" and bias is None:
+        if q.shape[2] == 1:
+            return mosaic_decode.decode_attention(q, k, v, q_pos, kv_pos, spec=spec, with_logits=with_logits)
         return *mosaic_flash.flash_attention(q, k, v, q_pos, kv_pos, spec=spec), None
-    interpret = _triton(backend)
+    how: dict[str, Any] = {"spec": spec, "bias": bias, "interpret": _triton(backend)}
     if q.shape[2] == 1:
-        return decode.decode_attention(q, k, v, q_pos, kv_pos, spec=spec, with_logits=with_logits, interpret=interpret)
-    return *flash.flash_attention(q, k, v, q_pos, kv_pos, spec=spec, interpret=interpret), None
+        return decode.decode_attention(q, k, v, q_pos, kv_pos, with_logits=with_logits, **how)
+    return *flash.flash_attention(q, k, v, q_pos, kv_pos, **how), None
 
 
 def column(
@@ -175,6 +172,7 @@ def pooled_forward(
     owner: Int[Array, "B P"],
     q_pos: Int[Array, "B 1"],
     kv_pos: Int[Array, "B P"],
+    bias: Float[Array, "B G P"] | None = None,
     *,
     num_kv_heads: int,
     columns: Sequence[Columns],
@@ -184,7 +182,7 @@ def pooled_forward(
     """The pool: output, logsumexp and every statistic, from the logits that the kernel kept."""
     interpret = _triton(backend)
     out, lse, row = decode.pooled_decode_attention(
-        *(q, k, v, owner, q_pos, bl.readable(kv_pos)),
+        *(q, k, v, owner, q_pos, bl.readable(kv_pos), bias),
         num_kv_heads=num_kv_heads,
         spec=spec,
         with_logits=bool(columns),

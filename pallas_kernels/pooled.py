@@ -13,9 +13,18 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from pallas_kernels.columns import Attention, Columns, accumulator, apply_element, draw_noise, reduce_group, thresholds
+from pallas_kernels.columns import (
+    Attention,
+    Columns,
+    accumulator,
+    apply_element,
+    draw_noise,
+    reduce_group,
+    rescaled,
+    thresholds,
+)
 
 MIN_BLOCK = 16  # products of smaller blocks cost more than K times the arithmetic does
 MAX_BLOCK = 512
@@ -28,6 +37,7 @@ def pooled_attention(
     owner: Int[Array, "B P"],
     q_pos: Int[Array, "B 1"],
     kv_pos: Int[Array, "B P"],
+    bias: Float[Array, "B G P"] | None = None,
     *,
     num_kv_heads: int,
     in_order: bool = False,
@@ -40,7 +50,7 @@ def pooled_attention(
     B, N, _, H = q.shape
     K = num_kv_heads
     rows = q.reshape(B, K, N // K, H)
-    logits = _Logits(scale, softcap)
+    logits = _Logits(scale, softcap, None if bias is None else bias.astype(accumulator(q.dtype)))
     owner = jnp.where(kv_pos >= 0, owner, -1) if not in_order else owner
     seen = pool_visible(owner, q_pos, kv_pos, window)
     size = min(block_size(kv_pos.shape[1]), _power_of_two(kv_pos.shape[1] // (2 * K))) if in_order else 1
@@ -74,10 +84,14 @@ class _Logits:
 
     scale: float
     softcap: float | None
+    bias: Float[Array, "B G P"] | None = None
 
-    def __call__(self, products: Array) -> Array:
+    def __call__(self, products: Float[Array, "B *K G P"]) -> Float[Array, "B *K G P"]:
         x = products * jnp.asarray(self.scale, products.dtype)
-        return x if self.softcap is None else self.softcap * jnp.tanh(x / self.softcap)
+        x = x if self.softcap is None else self.softcap * jnp.tanh(x / self.softcap)
+        if self.bias is None:
+            return x
+        return x + self.bias.reshape(self.bias.shape[0], *(1,) * (x.ndim - 3), *self.bias.shape[1:])
 
 
 _Row = tuple[Float[Array, "B K G H"], Float[Array, "B K G"], Float[Array, "B G P"]]
@@ -95,7 +109,7 @@ def _slot_by_slot(
     B, K, G, H = q.shape
     dtype = accumulator(q.dtype)
     x = jnp.einsum("bnh,bph->bnp", q.reshape(B, K * G, H), k, preferred_element_type=dtype)
-    x = logits(x).reshape(B, K, G, -1)
+    x = logits(x.reshape(B, K, G, -1))
     e, mass, lse = _exponentials(x, seen, owner)
     out = jnp.einsum("bnp,bph->bnh", e.reshape(B, K * G, -1).astype(v.dtype), v, preferred_element_type=dtype)
     return out.reshape(B, K, G, H) * _inverse(mass)[..., None], lse, _select_owner(x, owner)
@@ -184,7 +198,7 @@ def _owned(owner: Int[Array, "B P"], seen: Bool[Array, "B P"], num_kv_heads: int
     return seen[:, None] & (owner[:, None] == jnp.arange(num_kv_heads, dtype=owner.dtype)[None, :, None])
 
 
-def _select_owner(x: Float[Array, "B K G P"], owner: Int[Array, "B P"]) -> Float[Array, "B G P"]:
+def _select_owner(x: Shaped[Array, "B K G P"], owner: Int[Array, "B P"]) -> Shaped[Array, "B G P"]:
     """The values of every slot's own kv head; those of head 0 for a dead slot.
 
     A chain of selects over the heads stays in vector registers; a gather, or a sum over a mask, does not.
@@ -195,7 +209,7 @@ def _select_owner(x: Float[Array, "B K G P"], owner: Int[Array, "B P"]) -> Float
     return found
 
 
-def by_owner(x: Float[Array, "B K G"], owner: Int[Array, "B P"]) -> Float[Array, "B G P"]:
+def by_owner(x: Shaped[Array, "B K G"], owner: Int[Array, "B P"]) -> Shaped[Array, "B G P"]:
     """A number of every kv head at the slots that it owns."""
     return _select_owner(jnp.broadcast_to(x[..., None], (*x.shape, owner.shape[1])), owner)
 
@@ -221,7 +235,8 @@ def probabilities(
     x: Float[Array, "B G P"], lse: Float[Array, "B K G"], seen: Bool[Array, "B P"], owner: Int[Array, "B P"]
 ) -> Float[Array, "B G P"]:
     """Of every slot in the row of its owner, from logits and logsumexp; 0 where the row does not read it."""
-    return jnp.exp(jnp.where(seen[:, None], x - by_owner(lse, owner), -jnp.inf))
+    reads = seen[:, None] & (x > -jnp.inf)  # where a bias hides all that a row reads, the logsumexp is -inf too
+    return jnp.exp(jnp.where(reads, x - by_owner(lse, owner), -jnp.inf))
 
 
 def pool_columns(
@@ -236,7 +251,7 @@ def pool_columns(
     num_kv_heads: int,
     window: int | None,
 ) -> tuple[Array, ...]:
-    """Every statistic of one row, from its probabilities `p` and its capped logits `x` before the mask.
+    """Every statistic of one row, from its probabilities `p` and its logits `x` before the mask.
 
     `x` is read only by statistics with a softmax of their own, `p` by the others.
     """
@@ -256,7 +271,7 @@ def _column(spec: Columns, p, x, seen, owner, q_pos, kv_pos, num_kv_heads, windo
             head = jnp.maximum(owner, 0)[:, None] * G + jnp.arange(G, dtype=owner.dtype)[None, :, None]
             x = x + jnp.asarray(draw_noise(own, seed, head, q_pos[:, None], kv_pos[:, None]), x.dtype)
         if own.multiplier is not None:
-            x = x * by_owner(own.multiplier.astype(x.dtype), owner)
+            x = rescaled(x, by_owner(own.multiplier.astype(x.dtype), owner))
         _, _, lse = _exponentials(jnp.repeat(x[:, None], num_kv_heads, axis=1), seen, owner)
         p = probabilities(x, lse, seen, owner)
     if not spec.count_self:

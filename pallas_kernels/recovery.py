@@ -22,6 +22,7 @@ def recovered_attention(
     kv_pos: Int[Array, "B K S"],
     masks: Bool[Array, "M B K S"],
     bands: tuple[Int[Array, "B"] | None, ...],
+    bias: Float[Array, "B N S"] | None = None,
     *,
     tolerance: float | None,
     scale: float,
@@ -37,12 +38,13 @@ def recovered_attention(
     pad = -T % R
     q = jnp.pad(q, ((0, 0), (0, 0), (0, pad), (0, 0))).reshape(B, K, G, T + pad, H)
     q_pos = jnp.pad(q_pos, ((0, 0), (0, pad)), constant_values=-1)
+    bias = None if bias is None else bias.reshape(B, K, G, 1, S).astype(dtype)
     num_blocks = (T + pad) // R
     cuts = sorted({round(i * num_blocks / MAX_SEGMENTS) for i in range(MAX_SEGMENTS + 1)})
 
     def sequence(args):
         """Sums of one sequence: (mass "K M", unchanged entries "K M", rows that see anything "K", visible "K")."""
-        q, k, q_pos, kv_pos, masks, bands = args
+        q, k, q_pos, kv_pos, masks, bands, bias = args
         sums = (jnp.zeros((K, M), dtype), jnp.zeros((K, M), dtype), jnp.zeros((K,), dtype), jnp.zeros((K,), dtype))
         for lo, hi in itertools.pairwise(cuts):
             width = min(S, S - T + hi * R)  # later slots lie behind these rows
@@ -57,6 +59,7 @@ def recovered_attention(
                 x = x.reshape(K, G, R, width)
                 x = x * jnp.asarray(scale, dtype)
                 x = x if softcap is None else softcap * jnp.tanh(x / softcap)
+                x = x if bias is None else x + bias[..., :width]
                 seen = (keys >= 0) & (keys <= rows)
                 seen = seen if window is None else seen & (rows - keys < window)
                 x = jnp.where(seen[:, None], x, -jnp.inf)
@@ -98,7 +101,7 @@ def recovered_attention(
             sums = lax.fori_loop(lo, hi, block, sums)
         return sums
 
-    arguments = q, k, q_pos, kv_pos, masks.swapaxes(0, 1), bands
+    arguments = q, k, q_pos, kv_pos, masks.swapaxes(0, 1), bands, bias
     mass, unchanged, num_rows, visible = lax.map(sequence, arguments, batch_size=together)
     mass = mass / jnp.maximum(num_rows, 1)[..., None]
     if tolerance is None:

@@ -113,6 +113,7 @@ def pooled_attention(
     owner: Int[Array, "B P"],
     q_pos: Int[Array, "B 1"],
     kv_pos: Int[Array, "B P"],
+    bias: Float[Array, "B G P"] | None = None,
     *,
     num_kv_heads: int,
     in_order: bool = False,
@@ -127,7 +128,9 @@ def pooled_attention(
     mine = owner[:, None] == jnp.arange(K, dtype=owner.dtype)[None, :, None]
     dense = lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], K, *x.shape[1:]))
     pos = jnp.where(mine, kv_pos[:, None], -1)
-    found = attention(q, dense(k), dense(v), q_pos, pos, columns=columns, scale=scale, window=window, softcap=softcap)
+    bias = None if bias is None else dense(bias).reshape(q.shape[0], q.shape[1], -1)
+    options = {"scale": scale, "window": window, "softcap": softcap}
+    found = attention(q, dense(k), dense(v), q_pos, pos, bias, columns=columns, **options)
 
     def gather(x):
         """Every slot's number from "B K ... P", one kv head's axis gone."""
@@ -145,6 +148,7 @@ def recovered_attention(
     kv_pos: Int[Array, "B K S"],
     masks: Bool[Array, "M B K S"],
     bands: tuple[Int[Array, "B"] | None, ...],
+    bias: Float[Array, "B N S"] | None = None,
     *,
     tolerance: float | None,
     scale: float,
@@ -154,7 +158,7 @@ def recovered_attention(
     """See `pallas_kernels.recovered_attention`."""
     rows = Columns(group=None, summed=False)
     options = {"scale": scale, "window": window, "softcap": softcap}
-    (p,) = attention(q, k, k, q_pos, kv_pos, columns=(rows,), **options).columns
+    (p,) = attention(q, k, k, q_pos, kv_pos, bias, columns=(rows,), **options).columns
     p = p.reshape(*kv_pos.shape[:2], -1, *p.shape[2:]).mean(2)
     seen = visible(q_pos, kv_pos, window)
     mass, same = [], []

@@ -119,8 +119,11 @@ class Moments:
     kv: kvjax.LayerKV
 
 
-def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None, ids=None):
-    """A layer that reads a prompt of `n` tokens, in blocks or at once, and then one token after the other."""
+def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None, ids=None, **how):
+    """A layer that reads a prompt of `n` tokens, in blocks or at once, and then one token after the other.
+
+    `how` it attends: its scale, its slopes.
+    """
     B, N, M, H = q.shape
     K = N if policy.at(site(N=N, K=k.shape[1])).spec.heads == "query_head" else k.shape[1]
     where = Site(0, 1, N, K, H, n, M - n)
@@ -153,6 +156,7 @@ def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None, ids=None):
             observe=here.spec.observe(phase),
             policy=policy_,
             out_proj=out_proj,
+            **how,
         )
         if policy_ is not None:
             shown = here.visible(kv, ctx)

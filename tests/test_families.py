@@ -22,6 +22,7 @@ from kvjax.analysis import traces
 from kvjax.analysis.traces import Voters, VotingRows
 from kvjax.learning import families
 from kvjax.learning.families import EntropyK, NaclShares, PyramidBeta, Safeguard, Simplex, View
+from models.mpt import MPTConfig
 from tests import helpers
 from tests.test_relax import central, relative
 
@@ -254,9 +255,10 @@ def test_votes_of_ahakv(limits):
             assert relative(grad, central(loss, params)) < 1e-6 or k > 22
 
 
-def test_voters_are_the_rows_that_the_method_observes():
+@pytest.mark.parametrize(("kind", "num_kv_heads"), [(models.ModelConfig, 2), (MPTConfig, 4)])
+def test_voters_are_the_rows_that_the_method_observes(kind, num_kv_heads):
     """At AhaKV's own k, in layers with and without a sliding window: votes are what the policy itself accumulates."""
-    config = models.ModelConfig(61, 32, 48, 2, 4, 2, 8, sliding_window=(None, 9))
+    config = kind(61, 32, 48, 2, 4, num_kv_heads, 8, sliding_window=(None, 9))
     model = models.LanguageModel(config)
     params = jax.tree.map(lambda x: x * jnp.asarray(2.0, x.dtype), jax.jit(model.init)(jax.random.key(7)))
     tokens, lengths = helpers.token_ids(2, 20, seed=3), jnp.asarray([20, 15], jnp.int32)

@@ -34,10 +34,11 @@ E27_NAMES = dict(
 # --- the kernel ---
 
 
-def softmax_rows(q, k, q_pos, kv_pos, scale, window, softcap):
+def softmax_rows(q, k, q_pos, kv_pos, scale, window, softcap, bias):
     """Attention "G T S" of one kv head in float64, zero where a row sees nothing."""
     x = np.einsum("gth,sh->gts", np.asarray(q, np.float64), np.asarray(k, np.float64)) * scale
     x = x if softcap is None else softcap * np.tanh(x / softcap)
+    x = x if bias is None else x + np.asarray(bias)[:, None]
     rows, keys = q_pos[:, None], kv_pos[None]
     seen = (keys >= 0) & (keys <= rows) & (rows - keys < (window or np.inf))
     e = np.where(seen, np.exp(x - x.max()), 0.0)
@@ -45,13 +46,15 @@ def softmax_rows(q, k, q_pos, kv_pos, scale, window, softcap):
     return e / np.where(total > 0, total, 1.0), seen
 
 
-def plain_recovery(q, k, q_pos, kv_pos, masks, within, tolerance, scale, window=None, softcap=None):
+def plain_recovery(q, k, q_pos, kv_pos, masks, within, tolerance, scale, window=None, softcap=None, bias=None):
     """(mass, elementwise) "B K M" with the whole matrix, one row after the other."""
     B, N, T, _ = q.shape
     K, G, M = k.shape[1], N // k.shape[1], len(masks)
     mass, same = np.zeros((B, K, M)), np.zeros((B, K, M))
     for b, h, m in np.ndindex(B, K, M):
-        p, seen = softmax_rows(q[b, h * G : (h + 1) * G], k[b, h], q_pos[b], kv_pos[b, h], scale, window, softcap)
+        group = slice(h * G, (h + 1) * G)
+        how = scale, window, softcap, None if bias is None else bias[b, group]
+        p, seen = softmax_rows(q[b, group], k[b, h], q_pos[b], kv_pos[b, h], *how)
         p = p.mean(0)
         recovered, unchanged = [], 0
         for i in range(T):
@@ -98,6 +101,9 @@ def recover(q, k, q_pos, kv_pos, masks, within, **options):
 def test_recovery_against_numpy(T, options):
     with jax.enable_x64(True):
         inputs = recovery_inputs(T, cached=11, dtype=jnp.float64)
+        if options:
+            steps = inputs[3].max(-1, keepdims=True) - inputs[3]
+            options = {**options, "bias": jnp.asarray(-0.1 * np.repeat(steps, 2, axis=1), jnp.float64)}
         mass, same = plain_recovery(*inputs, 1e-3, 0.6, **options)
         for implementation in (None, "reference"):
             found = recover(*inputs, tolerance=1e-3, scale=0.6, implementation=implementation, **options)
@@ -105,6 +111,7 @@ def test_recovery_against_numpy(T, options):
             np.testing.assert_allclose(found.elementwise, same, atol=1e-12)
     if T > 1:
         assert same.min() < 0.9 * same.max()
+    options = {n: x.astype(jnp.float32) if n == "bias" else x for n, x in options.items()}
     single = recover(*(x.astype(jnp.float32) for x in inputs[:2]), *inputs[2:], scale=0.6, **options)
     assert single.elementwise is None
     assert single.mass.dtype == jnp.float32

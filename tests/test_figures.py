@@ -21,7 +21,7 @@ from experiments.papers.attention import Layer, capture, fold_rows
 from experiments.papers.base import interval
 from kvjax import analysis, methods
 from pallas_kernels.columns import ROUNDING
-from tests import helpers
+from tests import helpers, test_positions
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -29,7 +29,16 @@ ROOT = pathlib.Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def read(tiny):
     """The small model, prompts of 24 tokens, and every layer's attention matrices."""
-    model, params = tiny
+    return captured(*tiny)
+
+
+@pytest.fixture(scope="module", params=["rotary", *test_positions.CONFIGS])
+def read_by_position(request, tiny):
+    """The same of models that tell positions otherwise."""
+    return captured(*(tiny if request.param == "rotary" else test_positions.random_model(request.param, 3)))
+
+
+def captured(model, params):
     tokens = np.asarray(helpers.token_ids(2, 24, seed=3))
     layers = capture(model, params, jnp.asarray(tokens))
     return model, params, tokens, [matrix(layer) for layer in layers], layers
@@ -43,6 +52,8 @@ def logits(layer):
     if layer.softcap is not None:
         x = layer.softcap * np.tanh(x / layer.softcap)
     rows, keys = np.indices(x.shape[-2:])
+    if layer.slopes is not None:
+        x = x - np.array(layer.slopes)[:, None, None] * (rows - keys)
     seen = (keys <= rows) & (rows - keys < (layer.window or 10**9))
     return np.where(seen, x, -np.inf)
 
@@ -66,16 +77,16 @@ def grouped(p, num_kv_heads=2):
 
 
 @pytest.mark.slow
-def test_captured_layers_attend_as_the_model_does(read):
+def test_captured_layers_attend_as_the_model_does(read_by_position):
     """Column sums of the captured matrices are those that the model measures when it reads the prompt."""
-    model, params, tokens, p, _ = read
+    model, params, tokens, p, _ = read_by_position
     plan = kvjax.make_plan(model.config, methods.h2o(8), prompt_len=24, max_new_tokens=0)
     _, _, stats = kvjax.forward(model, params, jnp.asarray(tokens), kvjax.init_state(plan, jnp.full((2,), 24)))
     for layer, here in zip(stats.layers, p, strict=True):
         np.testing.assert_allclose(layer[kvjax.Observe()], grouped(here).sum(2), rtol=2e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 1.5}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 5, "slopes": (0.5, 0.3, 0.2, 0.1)}, {"softcap": 1.5}], ids=str)
 @pytest.mark.parametrize("rows", [None, [0, 3, 4, 17, 22]], ids=["all rows", "some rows"])
 def test_fold_rows(options, rows):
     """The last block is filled up; what the filling gives must not show."""
@@ -124,9 +135,9 @@ def best(score, num):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("measure", range(4), ids=["AAS", "AQAS", "LTAS", "MAS"])
-def test_importance_jaccard_is_that_of_the_policies(read, measure):
+def test_importance_jaccard_is_that_of_the_policies(read_by_position, measure):
     """The policy itself, decoding token by token, against sets chosen from the full cache's attention."""
-    model, params, tokens, p, _ = read
+    model, params, tokens, p, _ = read_by_position
     T, budget = 24, 7
     policy = [
         methods.h2o(budget, recent=0),

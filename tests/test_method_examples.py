@@ -650,11 +650,15 @@ def test_e33_expected_attention(examples):
     kv = cache(range(4), k=k, v=v)
     site = helpers.site(T=4, K=1, N=1, H=2)
     score = ExpectedAttention()
-    stats = LayerStats(((mean, cov),), (score.queries,))
+    observed = score.observe("prefill")
+    stats = LayerStats(((mean, cov), None), observed)
     ctx = helpers.context(site, length=[4])
     np.testing.assert_allclose(score(Slots(kv, stats, ctx, kv.live))[0, 0], e["expected"]["score"], atol=1e-6)
     ones = dataclasses.replace(kv, v=jnp.ones_like(v) * 0.5**0.5)
     np.testing.assert_allclose(score(Slots(ones, stats, ctx, kv.live))[0, 0], e["expected"]["probs"], atol=1e-6)
+    stats = LayerStats(((mean, cov), kv.bias((0.5,))), observed)
+    biased = np.array(e["expected"]["probs"]) * np.exp(-0.5 * np.arange(3, -1, -1))
+    np.testing.assert_allclose(score(Slots(ones, stats, ctx, kv.live))[0, 0], biased / biased.sum(), atol=1e-6)
 
 
 def test_future_queries_are_the_average_of_rotated_moments():

@@ -132,8 +132,8 @@ def test_own_softmax_takes_a_pass_for_its_logsumexp(noise, causal):
     no_square(lowered)
 
 
-@pytest.mark.parametrize("rows", [1, T])
-def test_a_bias_is_added_by_the_kernels_of_blocks(rows):
+@pytest.mark.parametrize(("rows", "names"), [(1, ["kvjax_decode"]), (T, ["kvjax_flash", "kvjax_colstats"])])
+def test_a_bias_is_added_by_the_portable_kernels(rows, names):
     def f(bias, *args):
         return jax.tree.leaves(attention(*args, columns=(Columns(),), bias=bias, implementation="mosaic_gpu"))
 
@@ -141,9 +141,20 @@ def test_a_bias_is_added_by_the_kernels_of_blocks(rows):
     q, bias, q_pos = shapes(((B, N, rows, 128), "bfloat16"), ((B, N, T), "float32"), ((B, rows), "int32"))
     lowered = lower(f, bias, q, k, k, q_pos, kv_pos)
     kernels = triton_kernels(lowered)
-    assert [name for name, _ in kernels] == ["kvjax_flash", "kvjax_colstats"]
+    assert [name for name, _ in kernels] == names
     check(kernels, "bfloat16")
     no_square(lowered)
+
+
+def test_a_bias_is_added_by_the_kernel_of_a_pool():
+    def pool(bias, *args):
+        options = {"num_kv_heads": K, "bias": bias, "implementation": "triton"}
+        return jax.tree.leaves(pooled_attention(*args, (Columns(),), **options))
+
+    q, flat, row, ints = ((B, N, 1, 128), "bfloat16"), ((B, T, 128), "bfloat16"), ((B, 1), "int32"), ((B, T), "int32")
+    kernels = triton_kernels(lower(pool, *shapes(((B, N // K, T), "float32"), q, flat, flat, ints, row, ints)))
+    assert [name for name, _ in kernels] == ["kvjax_pool_decode"]
+    check(kernels, "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -60,6 +60,11 @@ CASES = {
         "OPTForCausalLM",
         {"ffn_dim": 40, "do_layer_norm_before": False, "word_embed_proj_dim": 16, "enable_bias": False},
     ),
+    "mpt": ("MptForCausalLM", {"attn_config": {"clip_qkv": 2.0}}),
+    "mpt_six_heads": (
+        "MptForCausalLM",
+        {"num_attention_heads": 6, "hidden_size": 48, "attn_config": {"softmax_scale": 0.5}},
+    ),
     "gpt_neox": ("GPTNeoXForCausalLM", {"head_dim": None}),
     "gpt_neox_in_turn": (
         "GPTNeoXForCausalLM",
@@ -128,7 +133,7 @@ def tokens():
     return np.random.default_rng(0).integers(1, 99, (2, T + NEW))
 
 
-@slow_but(*LLAMAS, "gemma3", "phi3_long", "gpt2", "gpt_neox", "gptj", "opt")
+@slow_but(*LLAMAS, "gemma3", "phi3_long", "gpt2", "gpt_neox", "gptj", "mpt", "opt")
 def test_prompt_and_cached_decoding(pair):
     """One pass for both; our decoding goes through the cache, as does theirs."""
     theirs, model, params = pair
@@ -181,6 +186,16 @@ def test_greedy_generation(pair):
         eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     np.testing.assert_array_equal(ours.tokens, expected[:, T:])
+
+
+@pytest.mark.parametrize(("heads", "steepest"), [(1, 8), (6, 8), (8, 16), (112, 8)])
+def test_slopes_of_any_number_of_heads(heads, steepest):
+    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+    sizes = {"d_model": 8 * heads, "n_heads": heads, "n_layers": 1, "vocab_size": 9, "model_type": "mpt"}
+    config = from_hugging_face({**sizes, "attn_config": {"alibi_bias_max": steepest}})
+    theirs = -build_mpt_alibi_tensor(heads, 2, alibi_bias_max=steepest)[:, 0, 0].numpy()
+    np.testing.assert_allclose(config.slopes, theirs, rtol=1e-6)
 
 
 def test_older_config_files(tmp_path):
@@ -317,7 +332,9 @@ def test_evicted_tokens_are_hidden_ones(pair, policy):
     for layer, place in enumerate(places):
 
         def hide(module, args, kwargs, layer=layer):
-            return args, {**kwargs, "attention_mask": torch.minimum(kwargs["attention_mask"], hidden[layer])}
+            mask, here = kwargs["attention_mask"], hidden[layer]
+            mask = mask | (here < 0) if mask.dtype == torch.bool else torch.minimum(mask, here)
+            return args, {**kwargs, "attention_mask": mask}
 
         place.register_forward_pre_hook(hide, with_kwargs=True)
     cache = transformers.DynamicCache()

@@ -49,7 +49,7 @@ def inputs(*, B=2, N=6, K=3, P=61, H=8, dead=0.3, dtype="float32", seed=0):
     return q, k, v, *(jnp.asarray(x, jnp.int32) for x in (owner, q_pos, kv_pos))
 
 
-def expected(q, k, v, owner, q_pos, kv_pos, num_kv_heads, columns, **options):
+def expected(q, k, v, owner, q_pos, kv_pos, num_kv_heads, columns, bias=None, **options):
     """The numpy reference of every sequence and kv head over just its own slots, put back at their places."""
     B, N, _, H = q.shape
     K = num_kv_heads
@@ -64,9 +64,10 @@ def expected(q, k, v, owner, q_pos, kv_pos, num_kv_heads, columns, **options):
         for h in range(K):
             pos[0, h] = np.where(np.asarray(owner[b]) == h, kv_pos[b], -1)
         one = jax.tree.map(lambda x, b=b: x[b : b + 1], tuple(columns))
+        added = None if bias is None else np.tile(np.asarray(bias[b]), (K, 1))[None]
         dense = lambda x, b=b: np.broadcast_to(np.asarray(x[b], np.float64), (1, K, P, H))
         o, s, m = numpy_reference.attention(
-            q[b : b + 1], dense(k), dense(v), q_pos[b : b + 1], pos, columns=one, **options
+            q[b : b + 1], dense(k), dense(v), q_pos[b : b + 1], pos, columns=one, bias=added, **options
         )
         out[b], lse[b] = o[0], s[0]
         for c, x, y in zip(columns, measured, m, strict=True):
@@ -118,6 +119,29 @@ def test_against_numpy(implementation, shape):
 @pytest.mark.parametrize("options", [{"window": 17}, {"softcap": 2.0}, {"scale": 0.7}], ids=str)
 def test_options(implementation, options):
     compare(inputs(), 3, COLUMNS[::3], implementation, TOLERANCE["float32"], **options)
+
+
+def some_bias(arrays, K):
+    """Of every slot and query head of a group; every seventh position is dead by -inf."""
+    kv_pos, heads = np.asarray(arrays[-1])[:, None], 1 + np.arange(arrays[0].shape[1] // K)[:, None]
+    return jnp.asarray(np.where(kv_pos % 7 == 3, -np.inf, 0.3 * kv_pos / heads), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "blocks"),
+    [
+        *(("xla", False), ("xla", True), ("reference", False), ("interpret", False)),
+        *(pytest.param(how, True, marks=pytest.mark.slow) for how in ("reference", "interpret")),
+    ],
+)
+def test_bias(implementation, blocks):
+    K = 3
+    arrays = in_order([[70, 0, 122], [120, 62, 10]], K=K) if blocks else inputs()
+    multiplier = jnp.asarray(np.random.default_rng(5).uniform(-1, 2, (2, K, 1)), jnp.float32).at[:, 1].set(0.0)
+    own = Softmax(), Softmax(causal=False), Softmax(multiplier=multiplier, seed=SEED, noise="gumbel")
+    columns = (*COLUMNS[::4], Columns(group=None), *(Columns(softmax=s) for s in own))
+    options = {"bias": some_bias(arrays, K), "in_order": blocks, "softcap": 3.0}
+    compare(arrays, K, columns, implementation, TOLERANCE["float32"], **options)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -204,7 +228,12 @@ def test_heads_that_see_nothing(implementation):
     q, k, v, owner, q_pos, kv_pos = inputs()
     owner = jnp.where(owner == 1, -1, owner)
     arrays = q, k, v, owner, q_pos, kv_pos
-    compare(arrays, 3, (Columns(), Columns(softmax=Softmax(causal=False))), implementation, TOLERANCE["float32"])
+    columns = Columns(), Columns(softmax=Softmax(causal=False))
+    compare(arrays, 3, columns, implementation, TOLERANCE["float32"])
+    bias = jnp.where(inputs()[3] == 1, -jnp.inf, 0.0)[:, None] + jnp.zeros((1, 2, 1))
+    run = functools.partial(pooled_attention, num_kv_heads=3, implementation=implementation, columns=columns)
+    for dead, hidden in zip(jax.tree.leaves(run(*arrays)), jax.tree.leaves(run(*inputs(), bias=bias)), strict=True):
+        np.testing.assert_array_equal(dead, hidden)
     padding = pooled_attention(
         q, k, v, owner, jnp.full_like(q_pos, -1), kv_pos, (Columns(),), num_kv_heads=3, implementation=implementation
     )

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
+from kvjax.cache.state import Slopes, linear_bias
 from kvjax.drivers.attention import without_cache
 from kvjax.drivers.generation import Model
+from kvjax.plan import at_positions
 from pallas_kernels import Columns, Softmax, attention
 from pallas_kernels.pytree import pytree, static
 
@@ -32,6 +34,7 @@ class Layer:
       scale: factor on `q . k`.
       window: positions that a query sees, None for all.
       softcap: logits become `softcap * tanh(logits / softcap)`.
+      slopes: those of ALiBi, None without it.
     """
 
     q: Float[Array, "B N T H"]
@@ -41,6 +44,15 @@ class Layer:
     scale: float = static()
     window: int | None = static(default=None)
     softcap: float | None = static(default=None)
+    slopes: Slopes | None = static(default=None)
+
+    @property
+    def bias(self) -> Float[Array, "B N T"] | None:
+        """What is added to the logits of every key."""
+        if self.slopes is None:
+            return None
+        places = jnp.broadcast_to(jnp.arange(self.k.shape[2], dtype=jnp.int32), self.k.shape[:3])
+        return linear_bias(self.slopes, places)
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -55,15 +67,15 @@ def capture(model: Model, params: PyTree[Any], tokens: Int[Array, "B T"]) -> tup
     plain = without_cache(pos)
     layers = []
 
-    def attend(cache, q, k, v, *, layer, rotate, out_proj=None, scale=None, window=None, softcap=None):
+    def attend(cache, q, k, v, *, layer, rotate, out_proj=None, scale=None, **how):
         if out_proj is None:
             raise ValueError(f"layer {layer} of the model passes no out_proj to attend; figures need it")
         turned = rotate(q, pos[:, None]), rotate(k, pos[:, None])
-        layers.append(Layer(*turned, v, out_proj, q.shape[-1] ** -0.5 if scale is None else scale, window, softcap))
-        return plain(cache, q, k, v, layer=layer, rotate=rotate, scale=scale, window=window, softcap=softcap)
+        layers.append(Layer(*turned, v, out_proj, q.shape[-1] ** -0.5 if scale is None else scale, **how))
+        return plain(cache, q, k, v, layer=layer, rotate=rotate, scale=scale, **how)
 
     no_caches: Any = (None,) * model.config.num_layers
-    model(params, tokens, no_caches, attend=attend, last_only=True)
+    model(params, tokens, no_caches, attend=attend, last_only=True, **at_positions(model.config, pos))
     return tuple(layers)
 
 
@@ -104,7 +116,9 @@ def fold_rows(
     behind = lambda x, value: jnp.pad(x, ((0, 0), (0, 0), (0, block), *((0, 0),) * (x.ndim - 3)), constant_values=value)
     k, v = (behind(x.astype(jnp.float32), 0.0) for x in (layer.k, layer.v))
     keys = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, K, T))
-    masks = {"window": layer.window, "softcap": layer.softcap}
+    options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap}
+    if layer.bias is not None:
+        options["bias"] = jnp.pad(layer.bias, ((0, 0), (0, 0), (0, block)))
 
     def step(carry, given):
         here, factor = given
@@ -114,7 +128,7 @@ def fold_rows(
         q_pos = jnp.broadcast_to(jnp.where(here < T, here, -1), (B, block))
         own = None if multiplier is None else Softmax(multiplier=jnp.broadcast_to(factor, (B, K, block)))
         column = Columns(group=None, summed=False, softmax=own)
-        found = attention(q, k, v, q_pos, behind(keys, -1), columns=(column,), scale=layer.scale, **masks)
+        found = attention(q, k, v, q_pos, behind(keys, -1), columns=(column,), **options)
         return visit(carry, found.columns[0][..., :T], here)
 
     carry, out = lax.scan(step, carry, (blocks, factors.reshape(-1, block)))
@@ -131,6 +145,7 @@ def _logits(
     x = x.reshape(B, N, R, T) * layer.scale
     if layer.softcap is not None:
         x = layer.softcap * jnp.tanh(x / layer.softcap)
+    x = x if layer.bias is None else x + layer.bias[:, :, None]
     keys = jnp.arange(T, dtype=jnp.int32)[None]
     seen = (keys <= here[:, None]) & (here[:, None] < T)
     if layer.window is not None:

@@ -16,8 +16,9 @@ from experiments.palette import COLOURS
 from experiments.papers.attention import Layer, capture, fold_rows, group_mean
 from experiments.papers.base import canvas, draw_layers, interval, message, percent, style
 from kvjax import analysis
-from kvjax.cache.state import EMPTY
+from kvjax.cache.state import EMPTY, linear_bias
 from kvjax.drivers.generation import Model
+from kvjax.plan import at_positions
 from kvjax.scoring.protect import TopStd
 from kvjax.scoring.scores import Mean
 from kvjax.scoring.select import TopK
@@ -112,7 +113,7 @@ def _read_and_evict(
         pos = jnp.full((X, 1), t)
         overlaps = []
 
-        def attend(cache, q, k, v, *, layer, rotate, out_proj=None, **options):
+        def attend(cache, q, k, v, *, layer, rotate, out_proj=None, slopes=None, **options):
             del layer, out_proj
             keys, values, live, total = cache
             write = lambda x, new: lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), t, 2)
@@ -120,6 +121,7 @@ def _read_and_evict(
             live = live | (slots == t)[None, None]
             held = jnp.where(live, slots[None, None], EMPTY)
             wanted = Columns(), Columns(element="above", group_at="before")
+            options["bias"] = None if slopes is None else linear_bias(slopes, held)
             result = attention(rotate(q, pos[:, None]), keys, values, pos, held, columns=wanted, **options)
             p, above = result.columns
             total = jnp.where(kind == _LTAS, p, total + jnp.where(kind == _AQAS, above, p))
@@ -131,7 +133,7 @@ def _read_and_evict(
 
         token = jnp.broadcast_to(tokens[:, t][None], (M * R, B)).reshape(X, 1)
         call: Any = model
-        _, caches, _ = call(params, token, caches, attend=attend, last_only=True)
+        _, caches, _ = call(params, token, caches, attend=attend, last_only=True, **at_positions(c, pos))
         return caches, jnp.stack(overlaps)
 
     def compare(score, live, t):

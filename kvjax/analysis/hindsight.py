@@ -26,6 +26,7 @@ def future_attention(
     q_pos: Int[Array, "B R"],
     kv_pos: Int[Array, "B K S"],
     *,
+    bias: Float[Array, "B N S"] | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -35,10 +36,10 @@ def future_attention(
     Args:
       q: queries, rotated.
       k: keys of all slots, those of the rows themselves last.
-      q_pos, kv_pos, scale, window, softcap: as in `pallas_kernels.attention`.
+      q_pos, kv_pos, bias, scale, window, softcap: as in `pallas_kernels.attention`.
     """
     rows = Columns(group=None)
-    options = {"scale": scale, "window": window, "softcap": softcap}
+    options = {"bias": bias, "scale": scale, "window": window, "softcap": softcap}
     total = attention(q, k, k, q_pos, kv_pos, columns=(rows,), **options).columns[0]
     return total / jnp.maximum((q_pos >= 0).sum(-1), 1).astype(total.dtype)[:, None, None]
 

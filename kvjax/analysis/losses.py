@@ -134,6 +134,7 @@ def layer_loss(
     *,
     out_proj: Float[Array, "N H D"] | None = None,
     lengths: Int[Array, "B"] | None = None,
+    bias: Float[Array, "B N S"] | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -150,7 +151,7 @@ def layer_loss(
       keep: the tokens that every kv head keeps, or every query head. A head that kept nothing gives zeros.
       out_proj: the output projection.
       lengths: valid tokens of every sequence, padded on the left; S if None.
-      scale, window, softcap: as in `pallas_kernels.attention`.
+      bias, scale, window, softcap: as in `pallas_kernels.attention`.
 
     Raises:
       ValueError: shapes that do not fit together, a mask that is none, lengths outside 1 to S.
@@ -168,7 +169,7 @@ def layer_loss(
     pos = jnp.maximum(jnp.arange(S, dtype=jnp.int32)[None] - pad[:, None], EMPTY)
     slots = jnp.broadcast_to(pos[:, None], keep.shape)
     rows = pos[:, S - R :]
-    options = {"scale": scale, "window": window, "softcap": softcap}
+    options = {"bias": bias, "scale": scale, "window": window, "softcap": softcap}
     full = attention(q, k, v, rows, slots, **options)
     evicted = attention(q, k, v, rows, jnp.where(keep, slots, EMPTY), **options)
     lost = lost_share(full.lse, evicted.lse)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from kvjax.analysis.hindsight import of_kv_heads
 from kvjax.analysis.losses import by_query_head
 from kvjax.cache.context import Context, Site, row_keys
-from kvjax.cache.state import EMPTY, LayerKV, Positions, Rotate, check_shares, ranks
+from kvjax.cache.state import EMPTY, LayerKV, Positions, Rotate, Slopes, check_shares, ranks
 from kvjax.drivers.attention import attend
 from kvjax.drivers.generation import Model, check_prompts
 from kvjax.plan import at_positions
@@ -50,7 +50,7 @@ class LayerReading:
       out: the attention outputs of the continuation.
       mass: the share of attention that the continuation's rows pay to every token of the prompt, averaged over rows.
       out_proj: the output projection.
-      rotate, scale, window, softcap: how the layer attends.
+      rotate, scale, window, softcap, slopes: how the layer attends.
       fixed: stored keys have their positions for good, as those of models with learned positions.
     """
 
@@ -69,12 +69,13 @@ class LayerReading:
     scale: float | None = static(default=None)
     window: int | None = static(default=None)
     softcap: float | None = static(default=None)
+    slopes: Slopes | None = static(default=None)
     fixed: bool = static(default=False)
 
     @property
     def options(self) -> dict[str, Any]:
         """How the layer attends, for `kvjax.attend`."""
-        return {name: getattr(self, name) for name in ("rotate", "scale", "window", "softcap")}
+        return {name: getattr(self, name) for name in ("rotate", "scale", "window", "softcap", "slopes")}
 
     def cache(self, granularity: Granularity = "kv_head", positions: Positions = "original") -> LayerKV:
         """The prompt's full cache as a policy of this kind sees it."""

@@ -30,13 +30,14 @@ class Voters:
       k: keys of every slot.
       q_pos: absolute position of every row, negative for padding.
       kv_pos: absolute position of every slot, negative for a dead slot.
-      scale, window, softcap: as in `pallas_kernels.attention`.
+      bias, scale, window, softcap: as in `pallas_kernels.attention`.
     """
 
     q: Float[Array, "B N R H"]
     k: Float[Array, "B K S H"]
     q_pos: Int[Array, "B R"]
     kv_pos: Int[Array, "B K S"]
+    bias: Float[Array, "B N S"] | None = None
     scale: float | None = static(default=None)
     window: int | None = static(default=None)
     softcap: float | None = static(default=None)
@@ -50,7 +51,8 @@ class Voters:
         factor = jnp.broadcast_to(multiplier[:, None], (*k.shape[:2], q.shape[2]))
         column = Columns(softmax=Softmax(multiplier=factor))
         options: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
-        found = attention(q, k, k, self.q_pos, self.kv_pos, columns=(column,), implementation="reference", **options)
+        options |= {"bias": self.bias, "implementation": "reference"}
+        found = attention(q, k, k, self.q_pos, self.kv_pos, columns=(column,), **options)
         return found.columns[0]
 
 
@@ -72,7 +74,7 @@ class VotingRows(Measurement):
         kv, pos = moment.kv, moment.pos[:, -self.rows :]
         if kv.positions == "compact":
             raise ValueError("a cache with positions='compact' stores keys unrotated; voters read those of 'original'")
-        how = moment.scale, moment.window, moment.softcap
+        how = moment.bias, moment.scale, moment.window, moment.softcap
         return Voters(moment.q[:, :, -self.rows :], kv.k, pos, kv.pos, *how)
 
 

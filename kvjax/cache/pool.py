@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
-from kvjax.cache.state import EMPTY, LayerKV, Positions, Rotate, map_slots
+from kvjax.cache.state import EMPTY, LayerKV, Positions, Rotate, Slopes, map_slots
 from pallas_kernels import Attention, Columns, pooled_attention
-from pallas_kernels.pooled import MAX_BLOCK, MIN_BLOCK, block_size
+from pallas_kernels.columns import accumulator
+from pallas_kernels.pooled import MAX_BLOCK, MIN_BLOCK, block_size, by_owner
 from pallas_kernels.pytree import pytree, static
 
 
@@ -149,6 +150,17 @@ class PooledKV:
         if self.positions != "compact":
             return self.k
         return _rotated(rotate, self.k, jnp.zeros_like(self.pos) if self.rank is None else jnp.maximum(self.rank, 0))
+
+    def bias(self, slopes: Slopes) -> Float[Array, "B G P"]:
+        """What slopes add to the logits of every slot with the query heads of its owner; see `LayerKV`."""
+        places, newest = self.pos, jnp.broadcast_to(self.pos.max(-1, keepdims=True), self.ends.shape)
+        if self.rank is not None:
+            places, newest = self.rank, self.num_live - 1
+        dtype = accumulator(self.v.dtype)
+        slope = jnp.asarray(slopes, dtype).reshape(1, self.num_kv_heads, -1)
+        slope = jnp.broadcast_to(slope, (len(self.pos), *slope.shape[1:]))
+        behind = places[:, None] - by_owner(newest[..., None], self.owner)
+        return by_owner(slope, self.owner) * behind.astype(dtype)
 
     def attend(
         self,

@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
 
 from pallas_kernels import Attention, Columns, attention
+from pallas_kernels.columns import accumulator
 from pallas_kernels.pytree import pytree, static
 from pallas_kernels.values import MOST_TOKENS, checked, whole
 
@@ -32,6 +33,9 @@ Positions = Literal["original", "compact", "rerotate"]
 
 Rotate = Callable[[Float[Array, "B N T H"], Int[Array, "B #N T"]], Float[Array, "B N T H"]]
 """Applies a model's rotary embedding at given positions."""
+
+Slopes = tuple[float, ...]
+"""ALiBi's slope of every query head (arXiv 2108.12409): how much a key's logits fall with every token behind it."""
 
 
 @pytree
@@ -128,6 +132,10 @@ class LayerKV:
             return rotate(self.k, jnp.zeros_like(self.pos) if self.rank is None else jnp.maximum(self.rank, 0))
         return widened(self.k, self.v.shape[-1])
 
+    def bias(self, slopes: Slopes) -> Float[Array, "B N S"]:
+        """What slopes add to the logits of every slot: see `linear_bias`. Its place is its position or its rank."""
+        return linear_bias(slopes, self.pos if self.rank is None else self.rank, dtype=self.v.dtype)
+
     def attend(
         self,
         q: Float[Array, "B N T H"],
@@ -178,6 +186,26 @@ class KVState:
     def kv_bytes(self) -> int:
         """Bytes of keys and values in all layers, dead slots included (static)."""
         return sum(x.size * x.dtype.itemsize for layer in self.layers for x in (layer.k, layer.v))
+
+
+def linear_bias(
+    slopes: Slopes, places: Int[Array, "B K S"], *, dtype: jax.typing.DTypeLike = jnp.float32
+) -> Float[Array, "B N S"]:
+    """ALiBi's bias of keys: minus the slope of a query head times how many places a key lies behind the newest.
+
+    A row that is not the newest is nearer to all keys by the same number of places, and a softmax does not see what all
+    keys of a row have in common. So one number a key serves all rows, exactly but for rounding: where rows are read
+    together, that of the distance to the newest of them, as in transformers.
+
+    Args:
+      slopes: one for each query head.
+      places: where keys stand, negative for a dead slot.
+      dtype: of keys and values; the bias has that of their logits.
+    """
+    B, K, S = places.shape
+    behind = (places - places.max(-1, keepdims=True)).astype(accumulator(dtype))
+    slope = jnp.asarray(slopes, behind.dtype).reshape(1, K, len(slopes) // K, 1)
+    return (slope * behind[:, :, None]).reshape(B, len(slopes), S)
 
 
 def widened(x: Float[Array, "*heads C"], width: int) -> Float[Array, "*heads width"]:

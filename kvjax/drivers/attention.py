@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.context import Context
 from kvjax.cache.pool import PooledKV
-from kvjax.cache.state import LayerKV, Rotate, append, widened
+from kvjax.cache.state import LayerKV, Rotate, Slopes, append, linear_bias, widened
 from kvjax.policy import LayerPolicy
 from kvjax.scoring.stats import LayerStats, Measurement, Moment
 from pallas_kernels import attention
@@ -32,6 +32,7 @@ class Attend(Protocol):
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        slopes: Slopes | None = None,
     ) -> tuple[Float[Array, "B N T H"], LayerKV | None, LayerStats]:
         """Attention output, the layer's cache after the step, and what was measured.
 
@@ -43,6 +44,7 @@ class Attend(Protocol):
           rotate: applies the rotary embedding at given positions.
           out_proj: the layer's output projection, for policies that look at what values contribute.
           scale, window, softcap: as in `pallas_kernels.attention`.
+          slopes: those of ALiBi, one for each query head, for models that tell keys' positions by them.
         """
         ...
 
@@ -62,6 +64,7 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    slopes: Slopes | None = None,
 ) -> tuple[Float[Array, "B N T H"], Any, LayerStats]:
     """Appends T tokens to a layer's cache and attends with them.
 
@@ -76,10 +79,17 @@ def attend(
       out_proj: the layer's output projection, for measurements that need it.
       policy: the layer's, which may hide live slots from a single new row.
       scale, window, softcap: as in `pallas_kernels.attention`.
+      slopes: of ALiBi, one for each query head: the logit of a key falls by it with every place between the key and
+        the row. Places are what keys are rotated at in models that rotate them: original positions, or the ranks of
+        live keys, those of now ("compact") or of the last eviction ("rerotate"), which are the same here.
 
     Returns:
       The attention output, the cache with the new tokens, and the measurements over its slots.
+
+    Raises:
+      ValueError: another number of slopes than query heads.
     """
+    _check_slopes(slopes, q.shape[1])
     kv = kv.view() if ctx.phase == "prefill" else kv
     K, raw_q = kv.num_kv_heads, q
     if k.shape[1] != K:  # a set of slots for every query head
@@ -96,13 +106,15 @@ def attend(
     keys, view = kv.keys(rotate), kv.view()
     q = widened(q, keys.shape[-1])
 
-    moment = Moment(q, raw_q, view, pos, ctx, rotate, out_proj, scale, window, softcap)
+    moment = Moment(q, raw_q, view, pos, ctx, rotate, out_proj, scale, window, softcap, slopes)
     requests = {o: o.columns(moment) for o in observe}
     columns = {o: c for o, c in requests.items() if c is not None}
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    bias = None if slopes is None else kv.bias(slopes)
     if kv.gate is not None:  # a slot is read with its gate as weight
         tiny = float(jnp.finfo(jnp.float32).tiny)  # finite logits, as infinite ones have no gradient
-        options["bias"] = jnp.repeat(jnp.log(jnp.maximum(kv.gate, tiny)), q.shape[1] // K, axis=1)
+        weight = jnp.repeat(jnp.log(jnp.maximum(kv.gate, tiny)), q.shape[1] // K, axis=1)
+        bias = weight if bias is None else weight.astype(bias.dtype) + bias
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
     visible = None if policy is None else policy.visible(view, ctx)
     apart = policy is not None and visible is not None and policy.spec.hides == "live"
     result = kv.attend(q, keys, pos, () if apart else tuple(columns.values()), visible=visible, **options)
@@ -111,6 +123,11 @@ def attend(
     moment = dataclasses.replace(moment, measured=measured)
     values = tuple(measured[o] if o in measured else o.measure(moment) for o in observe)
     return result.out, kv, LayerStats(values, tuple(observe))
+
+
+def _check_slopes(slopes: Slopes | None, num_query_heads: int) -> None:
+    if slopes is not None and len(slopes) != num_query_heads:
+        raise ValueError(f"{len(slopes)} slopes for {num_query_heads} query heads; give one for each")
 
 
 def _thinned(x: Float[Array, "B N T H"], channels: Int[Array, "B K C"]) -> Float[Array, "B N T C"]:
@@ -122,12 +139,14 @@ def _thinned(x: Float[Array, "B N T H"], channels: Int[Array, "B K C"]) -> Float
 def without_cache(pos: Int[Array, "B T"]) -> Attend:
     """Plain causal attention among T tokens, for training and for scoring text without a cache. Differentiable."""
 
-    def plain(cache, q, k, v, *, layer, rotate, out_proj=None, scale=None, window=None, softcap=None):
+    def plain(cache, q, k, v, *, layer, rotate, out_proj=None, scale=None, window=None, softcap=None, slopes=None):
         del layer, out_proj
+        _check_slopes(slopes, q.shape[1])
         B, K, T, _ = k.shape
         keys_pos = jnp.broadcast_to(pos[:, None], (B, K, T))
         q, k = rotate(q, pos[:, None]), rotate(k, pos[:, None])
-        result = attention(q, k, v, pos, keys_pos, scale=scale, window=window, softcap=softcap)
+        bias = None if slopes is None else linear_bias(slopes, keys_pos, dtype=k.dtype)
+        result = attention(q, k, v, pos, keys_pos, bias=bias, scale=scale, window=window, softcap=softcap)
         return result.out, cache, LayerStats()
 
     return plain

@@ -8,12 +8,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.context import Context, Site, row_keys
-from kvjax.cache.state import Rotate
+from kvjax.cache.state import Rotate, Slopes
 from kvjax.drivers.attention import attend
 from kvjax.plan import as_lengths
 from kvjax.policy import Policy, as_policy, empty_layer
 from kvjax.scoring.select import Selection
-from pallas_kernels.values import check_array, checked, number, optional, whole
+from pallas_kernels.values import check_array, checked, each, number, optional, whole
 
 
 def evict_layer(
@@ -26,6 +26,7 @@ def evict_layer(
     key: Array | None = None,
     scale: float | None = None,
     rotate: Rotate | None = None,
+    slopes: Slopes | None = None,
     out_proj: Float[Array, "N H D"] | None = None,
     tokens: Int[Array, "B T"] | None = None,
     layer: int = 0,
@@ -40,6 +41,7 @@ def evict_layer(
       key: one PRNG key for the batch, or one a row.
       scale: factor on `q . k`; `H ** -0.5` if None.
       rotate: the rotary embedding, for policies that look at queries before it; then `q` and `k` are given before it.
+      slopes: those of ALiBi, one for each query head, if the model has them.
       out_proj: the output projection, for policies that look at what values contribute.
       tokens: token ids, for policies that look at them.
       layer, num_layers: which layer this is, for policies that treat layers differently.
@@ -80,6 +82,7 @@ def evict_layer(
     if rotate is not None and not callable(rotate):
         raise ValueError(f"rotate={rotate!r}: give a function of vectors and positions")
     scale = checked(optional(number()), "scale", scale)
+    slopes = checked(optional(each(number())), "slopes", slopes)
     site = Site(layer, num_layers, N, K, H, T, 0)
     if policy.at(site).spec.reads == "rows" and T > 1:
         raise ValueError(
@@ -104,7 +107,8 @@ def evict_layer(
     observe = here.spec.observe("prefill")
     ctx = Context(lengths, lengths, keys, site=site, phase="prefill", tokens=tokens)
     rotate = (lambda x, pos: x) if rotate is None else rotate
-    _, kv, stats = attend(kv, q, k, v, pos, ctx=ctx, rotate=rotate, observe=observe, out_proj=out_proj, scale=scale)
+    how = {"rotate": rotate, "out_proj": out_proj, "scale": scale, "slopes": slopes}
+    _, kv, stats = attend(kv, q, k, v, pos, ctx=ctx, observe=observe, **how)
     _, selection = here.decide(kv, stats, ctx)
     if selection is None:
         score = jnp.where(kv.live, 0.0, -jnp.inf)

@@ -139,6 +139,7 @@ class Profile(Measurement):
             scale=moment.scale,
             window=moment.window,
             softcap=moment.softcap,
+            bias=moment.bias,
         )
         if recovered.elementwise is not None:
             return recovered.elementwise.astype(jnp.float32)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache.context import Phase
 from kvjax.cache.state import EMPTY, LayerKV, position_order
-from kvjax.scoring.measurements import FutureQueries
+from kvjax.scoring.measurements import FutureQueries, KeyBias
 from kvjax.scoring.scores import Score
 from kvjax.scoring.stats import Measurement, Slots
 from pallas_kernels import Columns, attention
@@ -55,7 +55,8 @@ class ExpectedAttention(Score):
     r"""Attention that queries to come are expected to pay, times the value's norm (arXiv 2510.00636).
 
     With Gaussian queries of mean $\mu$ and covariance $\Sigma$ the expected weight of a key is proportional to
-    $\exp(k\cdot\mu/\sqrt d + k^\top \Sigma k / 2d)$, normalised over the tokens that may be evicted.
+    $\exp(k\cdot\mu/\sqrt d + k^\top \Sigma k / 2d)$, normalised over the tokens that may be evicted. What the model
+    adds to a key's logits (ALiBi) stands in the exponent too.
 
     Attributes:
       queries: the model of queries.
@@ -83,19 +84,20 @@ class ExpectedAttention(Score):
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Score`."""
-        return (self.queries,) if phase == "prefill" else ()
+        return (self.queries, KeyBias()) if phase == "prefill" else ()
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
         kv, stats, ctx, candidates = slots.kv, slots.stats, slots.ctx, slots.candidates
-        mean, cov = stats[self.queries]
+        (mean, cov), added = stats[self.queries], stats[KeyBias()]
         B, N, H = mean.shape
         K, S = kv.pos.shape[1:]
-        k, bias = kv.k.astype(jnp.float32), None
+        k, bias = kv.k.astype(jnp.float32), added
         if self.covariance:
             quadratic = lambda sigma: jnp.einsum("bksh,bksh->bks", jnp.einsum("bksh,bkhj->bksj", k, sigma), k)
             by_group = jnp.moveaxis(cov.reshape(B, K, N // K, H, H), 2, 0)
-            bias = jnp.moveaxis(lax.map(quadratic, by_group), 0, 2).reshape(B, N, S) / (2 * H)
+            squares = jnp.moveaxis(lax.map(quadratic, by_group), 0, 2).reshape(B, N, S) / (2 * H)
+            bias = squares if added is None else squares + added.astype(jnp.float32)
         # One row, the mean query, behind all that may be evicted.
         row, behind = jnp.zeros((B, 1), jnp.int32), jnp.where(candidates, 0, EMPTY)
         options: dict[str, Any] = {"bias": bias, "scale": ctx.site.head_dim**-0.5}

@@ -56,6 +56,19 @@ class FutureQueries(Measurement):
 
 
 @dataclasses.dataclass(frozen=True)
+class KeyBias(Measurement):
+    """What the model adds to the logits of every key: "B N S", or None where that is nothing.
+
+    How far ahead a row lies takes the same from the logits of all keys (`cache.state.linear_bias`), so that rows to
+    come need no average.
+    """
+
+    def measure(self, moment: Moment) -> Float[Array, "B N S"] | None:
+        """See `Measurement`."""
+        return moment.bias
+
+
+@dataclasses.dataclass(frozen=True)
 class QuerySquares(Measurement):
     """Mean square of every channel of the last `rows` rotated queries, averaged over a group: "B K H" (ThinK).
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Context, Phase, Site
-from kvjax.cache.state import LayerKV, Rotate
+from kvjax.cache.state import LayerKV, Rotate, Slopes
 from kvjax.sizes.budget import Count, Tokens, as_count, counted_rows, lookup
 from pallas_kernels import Columns, Softmax
 from pallas_kernels.pytree import pytree, static
@@ -29,6 +29,7 @@ class Moment:
       rotate: the layer's rotary embedding.
       out_proj: the layer's output projection "N H D", where the model gives it.
       scale, window, softcap: how the layer attends, as in `pallas_kernels.attention`.
+      slopes: those of ALiBi, None without it.
       measured: the column statistics that were asked for beside a measurement which is none.
     """
 
@@ -42,7 +43,13 @@ class Moment:
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
+    slopes: Slopes | None = None
     measured: Mapping["Measurement", Array] = dataclasses.field(default_factory=dict)
+
+    @property
+    def bias(self) -> Float[Array, "B N S"] | None:
+        """What is added to the logits of every slot, as in `pallas_kernels.attention`; gates are not part of it."""
+        return None if self.slopes is None else self.kv.bias(self.slopes)
 
 
 # --- which rows ---

@@ -1,0 +1,194 @@
+"""MPT: ALiBi (arXiv 2108.12409) in place of positions in embeddings or keys, and no biases of its own.
+
+A key's logits fall with its distance from the row, by a slope of each query head. Keys are stored without a position,
+so that policies may give them any: see `kvjax.attend`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.state import Rotate, Slopes
+from kvjax.drivers.attention import Attend
+from kvjax.scoring.stats import LayerStats
+from models.checks import positive, whole
+from models.config import DecoderConfig, read_cap, read_sizes, renamed, unturned, write_sizes
+from models.depth import decoded
+from models.family import Family
+from models.parts import MLP, LayerNorm, attended, dense, embedded, embedding, split
+
+
+@dataclasses.dataclass(frozen=True)
+class MPTConfig(DecoderConfig):
+    """A decoder of the MPT family; `rope` is not read.
+
+    Attributes:
+      steepest: the smallest slope is 2 to the power of minus this (`alibi_bias_max`).
+      clip: queries, keys and values lie within plus and minus this, None for any.
+      scale: factor on `q . k`, the usual one if None.
+    """
+
+    steepest: float = 8.0
+    clip: float | None = None
+    scale: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("steepest", "clip", "scale"):
+            value = getattr(self, name)
+            if name == "steepest" or value is not None:
+                object.__setattr__(self, name, positive(name, value))
+
+    @property
+    def additive_rotation(self) -> bool:
+        """True: keys are not turned at all."""
+        return True
+
+    def rotation(self, layer: int) -> Rotate:
+        """Queries and keys as they are."""
+        del layer
+        return unturned
+
+    @property
+    def slopes(self) -> Slopes:
+        """ALiBi's slopes: powers of two in even steps; of another number of heads, every other one comes first."""
+        n = 1 << (self.num_query_heads - 1).bit_length()
+        slopes = [2.0 ** (-self.steepest * i / n) for i in range(1, n + 1)]
+        return tuple(slopes if n == self.num_query_heads else [*slopes[1::2], *slopes[::2]][: self.num_query_heads])
+
+
+class Attention(nn.Module):
+    """Self-attention over a cache, with one projection for queries, keys and values."""
+
+    config: MPTConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+        """Output, cache after the step, and what was measured."""
+        c = self.config
+        y = split(dense(c, 3 * c.embed_dim, False, "Wqkv")(x), 3 * c.num_query_heads)
+        q, k, v = jnp.split(y if c.clip is None else jnp.clip(y, -c.clip, c.clip), 3, axis=1)
+        how = {"scale": c.scale, "slopes": c.slopes, "attend": attend, "layer": layer}
+        return attended(self, q, k, v, cache, out="out_proj", bias=False, **how)
+
+
+class Block(nn.Module):
+    """One decoder layer."""
+
+    config: MPTConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+        """Residual stream, cache and measurements after the layer."""
+        c = self.config
+        first, second = (LayerNorm(c, use_bias=False, name=name) for name in ("norm_1", "norm_2"))
+        y, cache, stats = Attention(c, name="attn")(first(x), cache, layer=layer, attend=attend)
+        x = x + y
+        return x + MLP(c, ("up_proj", "down_proj"), bias=False, name="ffn")(second(x)), cache, stats
+
+
+class MPT(nn.Module):
+    """The whole decoder."""
+
+    config: MPTConfig
+
+    @nn.compact
+    def __call__(
+        self, tokens: Int[Array, "B T"], layers: tuple[Any, ...], *, attend: Attend, last_only: bool
+    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
+        """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
+        c = self.config
+        table = embedding(self, "wte", c.vocab_size)
+        blocks = [Block(c, name=f"blocks_{i}") for i in range(c.num_layers)]
+        x, caches, stats = decoded(blocks, embedded(table, tokens), layers, attend)
+        x = LayerNorm(c, use_bias=False, name="norm_f")(x[:, -1:] if last_only else x)
+        return x @ table.T if c.tie_embeddings else dense(c, c.vocab_size, False, "lm_head")(x), caches, stats
+
+
+_KEYS = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "max_position_embeddings": "max_seq_len",
+}
+_UNUSED = ("num_key_value_heads", "head_dim", "hidden_act", "intermediate_size")
+_ONLY = {
+    "no_bias": (True,),
+    "logit_scale": (None,),
+    "norm_type": ("low_precision_layernorm", "layernorm"),
+}
+_ONLY_OF_ATTENTION = {
+    "alibi": (True,),
+    "attn_type": ("multihead_attention",),
+    "prefix_lm": (False,),
+    "qk_ln": (False,),
+    "qk_gn": (False,),
+    "rope": (False,),
+}
+
+
+def _check_only(raw: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
+    """Refuses other values of switches than those that are built here; the first is what a silent file means."""
+    for key, values in only.items():
+        if raw.get(key, values[0]) not in values:
+            known = " or ".join(map(repr, values))
+            raise ValueError(f"{prefix}{key}={raw[key]!r} is not supported; it must be {known}")
+
+
+def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    del architecture
+    attention = raw.get("attn_config") or {}
+    if not isinstance(attention, Mapping):
+        raise ValueError(f"attn_config={attention!r} is not an object of names and values")
+    _check_only(raw, _ONLY)
+    _check_only(attention, _ONLY_OF_ATTENTION, "attn_config.")
+    raw = {"tie_word_embeddings": True, **{k: x for k, x in raw.items() if k not in _UNUSED}}
+    raw = renamed(raw, _KEYS)
+    if "hidden_size" in raw:
+        wide = whole("expansion_ratio", raw.get("expansion_ratio", 4))
+        raw["intermediate_size"] = wide * whole("d_model", raw["hidden_size"])
+    sizes = read_sizes(raw | {"hidden_act": "gelu"}, norm="layer_norm_epsilon", eps=1e-5)
+    return {
+        **sizes,
+        "steepest": positive("attn_config.alibi_bias_max", attention.get("alibi_bias_max", 8)),
+        "clip": read_cap(attention, "clip_qkv"),
+        "scale": read_cap(attention, "softmax_scale"),
+    }
+
+
+def _write(config: MPTConfig) -> dict[str, Any]:
+    raw = write_sizes(config, norm="layer_norm_epsilon")
+    steepest = int(config.steepest) if config.steepest.is_integer() else config.steepest
+    return {
+        "architectures": ["MptForCausalLM"],
+        "model_type": "mpt",
+        **{_KEYS.get(k, k): x for k, x in raw.items() if k not in _UNUSED},
+        "expansion_ratio": max(1, config.mlp_dim // config.embed_dim),
+        "no_bias": True,
+        "attn_config": {
+            "alibi": True,
+            "alibi_bias_max": steepest,
+            "clip_qkv": config.clip,
+            "softmax_scale": config.scale,
+        },
+    }
+
+
+FAMILY = Family(
+    {"MPTForCausalLM": "mpt", "MptForCausalLM": "mpt"},
+    MPTConfig,
+    MPT,
+    _read,
+    _write,
+    prefix="transformer",
+    layers="blocks",
+    embedding="wte",
+)
