@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from models import gemma, gpt2, gpt_neox, gptj, llama, mpt, opt, phi3
+from models import gemma, gpt2, gpt_neox, gptj, llama, mixtral, mpt, opt, phi3, qwen3_moe
 from models.config import DecoderConfig
 from models.family import Family
 
-FAMILIES = (llama.FAMILY, gemma.FAMILY, phi3.FAMILY, gpt2.FAMILY, gpt_neox.FAMILY, gptj.FAMILY, opt.FAMILY, mpt.FAMILY)
+_FILES = (llama, gemma, phi3, mixtral, qwen3_moe, gpt2, gpt_neox, gptj, opt, mpt)
+FAMILIES = tuple(file.FAMILY for file in _FILES)
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 _BY_TYPE = {kind: name for family in FAMILIES for name, kind in family.architectures.items()}
 _CHOICES = ("dtype", "bos_id", "eos_ids")  # what a config.json may leave open

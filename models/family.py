@@ -10,6 +10,23 @@ from models.config import DecoderConfig
 
 
 @dataclasses.dataclass(frozen=True)
+class Tensor:
+    """Where a parameter, or a part of one, is stored.
+
+    Attributes:
+      name: of the tensor.
+      part: the indices of the part along the parameter's first axes, none for all of it.
+      shape: of the tensor.
+      flip: whether its axes stand the other way round.
+    """
+
+    name: str
+    part: tuple[int, ...]
+    shape: tuple[int, ...]
+    flip: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """Architectures that one file implements.
 
@@ -28,6 +45,8 @@ class Family:
       embedding, head: the parameter that is the table of tokens, and the submodule that is the output head.
       ignored: endings of stored tensors that are no parameters: buffers which older files hold.
       conv1d: whether projections are stored with their inputs first.
+      experts: the submodule whose parameters are matrices of all experts: `experts/w1` "E ..." is stored as E tensors,
+        `experts.0.w1.weight` and so on.
     """
 
     architectures: Mapping[str, str]
@@ -41,6 +60,15 @@ class Family:
     head: str = "lm_head"
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     conv1d: bool = False
+    experts: str | None = None
+
+    def tensors(self, path: tuple[str, ...], shape: tuple[int, ...]) -> list["Tensor"]:
+        """Where a parameter of this shape is stored: as one tensor, or as one for each of its first axis."""
+        flip = path[-1] == "kernel" and not self.conv1d
+        if len(path) < 2 or path[-2] != self.experts:
+            return [Tensor(self.stored_name(path), (), shape[::-1] if flip else shape, flip)]
+        names = (self.stored_name((*path[:-1], str(e), path[-1], "kernel")) for e in range(shape[0]))
+        return [Tensor(name, (e,), shape[:0:-1], True) for e, name in enumerate(names)]
 
     def stored_name(self, path: tuple[str, ...]) -> str:
         """The name of a parameter's tensor in a checkpoint."""
@@ -59,7 +87,3 @@ class Family:
         tail = next(tail for tail in tails if any(name.startswith(tail) for name in tensors) or not tail)
         before = f"{self.prefix}.".removesuffix(tail)
         return {n if n.startswith(f"{self.head}.") else before + n: x for n, x in tensors.items()}
-
-    def transposed(self, leaf: str) -> bool:
-        """Whether a parameter of this last name is stored with its two axes exchanged."""
-        return leaf == "kernel" and not self.conv1d

@@ -1,7 +1,7 @@
 """Llama 2 and 3, Mistral, Ministral, Qwen2 and Qwen3: rotary embeddings, RMSNorm before each part, a gated MLP."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -52,10 +52,22 @@ class Attention(nn.Module):
         return attended(self, q, k, v, cache, attend=attend, layer=layer, out="o_proj", bias=c.out_bias)
 
 
+def gated(config: ModelConfig, layer: int) -> nn.Module:
+    """The feed-forward network of a layer: the same in all."""
+    del layer
+    return GatedMLP(config, config.mlp_bias, name="mlp")
+
+
 class Block(nn.Module):
-    """One decoder layer."""
+    """One decoder layer.
+
+    Attributes:
+      config: sizes and switches.
+      network: makes the feed-forward network of a layer.
+    """
 
     config: ModelConfig
+    network: Callable[[Any, int], nn.Module] = gated
 
     @nn.compact
     def __call__(
@@ -67,13 +79,19 @@ class Block(nn.Module):
         y, cache, stats = Attention(c, name="self_attn")(y, cache, layer=layer, attend=attend)
         x = x + y
         y = RMSNorm(c, name="post_attention_layernorm")(x)
-        return x + GatedMLP(c, c.mlp_bias, name="mlp")(y), cache, stats
+        return x + self.network(c, layer)(y), cache, stats
 
 
 class Llama(nn.Module):
-    """The whole decoder."""
+    """The whole decoder.
+
+    Attributes:
+      config: sizes and switches.
+      network: makes the feed-forward network of a layer.
+    """
 
     config: ModelConfig
+    network: Callable[[Any, int], nn.Module] = gated
 
     @nn.compact
     def __call__(
@@ -82,7 +100,7 @@ class Llama(nn.Module):
         """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
         c = self.config
         table = embedding(self, "embed_tokens", c.vocab_size)
-        blocks = [Block(c, name=f"layers_{i}") for i in range(c.num_layers)]
+        blocks = [Block(c, self.network, name=f"layers_{i}") for i in range(c.num_layers)]
         x, caches, stats = decoded(blocks, embedded(table, tokens), layers, attend)
         x = RMSNorm(c, name="norm")(x[:, -1:] if last_only else x)
         return x @ table.T if c.tie_embeddings else dense(c, c.vocab_size, False, "lm_head")(x), caches, stats

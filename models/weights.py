@@ -224,15 +224,17 @@ def _named(model: LanguageModel, params: PyTree[Any], dtype: str) -> dict[str, n
     check_params(model, params)
     family, tensors = family_of(model.config), {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
-        path = tuple(k.key for k in keys)
-        name, x = family.stored_name(path), np.asarray(leaf)
+        path, x = tuple(k.key for k in keys), np.asarray(leaf)
+        name = family.stored_name(path)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{name} has dtype {x.dtype}, expected a float type")
         with np.errstate(over="ignore"):
             y = x.astype(jnp.dtype(dtype))
         if np.isinf(y).sum() > np.isinf(x).sum():
             raise ValueError(f"{name} has values that {dtype} cannot hold; save it as bfloat16 or float32")
-        tensors[name] = np.ascontiguousarray(y.T if family.transposed(path[-1]) else y)
+        for tensor in family.tensors(path, y.shape):
+            part = y[tensor.part]
+            tensors[tensor.name] = np.ascontiguousarray(part.T if tensor.flip else part)
     return tensors
 
 
@@ -379,7 +381,7 @@ def _assemble(
         tensors[table] = tensors.pop(head)
     shapes = model.shapes
     wanted = jax.tree_util.tree_leaves_with_path(shapes)
-    names = {family.stored_name(tuple(k.key for k in keys)): (keys, leaf) for keys, leaf in wanted}
+    names = {t.name: t for keys, leaf in wanted for t in family.tensors(tuple(k.key for k in keys), leaf.shape)}
     extra = {n for n in tensors if n not in names and not n.endswith(family.ignored)}
     if tied and head in extra:
         if table not in tensors or not same(tensors[head], tensors[table]):
@@ -391,13 +393,12 @@ def _assemble(
     missing = sorted(set(names) - set(tensors))
     problems = [f"missing tensors {missing}"] if missing else []
     problems += [f"extra tensors {sorted(extra)}"] if extra else []
-    for name, (keys, leaf) in names.items():
+    for name, t in names.items():
         if name not in tensors:
             continue
         x = tensors[name]
-        expected = leaf.shape[::-1] if family.transposed(keys[-1].key) else leaf.shape
-        if x.shape != expected:
-            problems.append(f"{name} has shape {tuple(x.shape)}, config.json implies {tuple(expected)}")
+        if x.shape != t.shape:
+            problems.append(f"{name} has shape {tuple(x.shape)}, config.json implies {tuple(t.shape)}")
         if x.dtype is None:
             problems.append(f"{name} has dtype {x.kind}, expected a float type of 16 bits or more")
     if problems:
@@ -407,14 +408,20 @@ def _assemble(
     with ThreadPoolExecutor(WORKERS) as pool:
 
         def build(keys, leaf, place):
-            name, flip = family.stored_name(tuple(k.key for k in keys)), family.transposed(keys[-1].key)
+            parts = family.tensors(tuple(k.key for k in keys), leaf.shape)
 
             def read(index):
-                out = empty(tuple(len(range(n)[i]) for i, n in zip(index, leaf.shape, strict=True)), leaf.dtype)
-                order = slice(None, None, -1 if flip else 1)
-                lost, stored = fill(out.T if flip else out, tensors[name], index[order], pool)
-                if lost:
-                    _refuse_values(path, name, lost, stored, out.size, leaf.dtype)
+                here = [range(n)[i] for i, n in zip(index, leaf.shape, strict=True)]
+                out = empty(tuple(map(len, here)), leaf.dtype)
+                for t in parts:
+                    if any(i not in axis for i, axis in zip(t.part, here, strict=False)):
+                        continue
+                    part = out[tuple(i - axis.start for i, axis in zip(t.part, here, strict=False))]
+                    order = slice(None, None, -1 if t.flip else 1)
+                    inner = index[len(t.part) :][order]
+                    lost, stored = fill(part.T if t.flip else part, tensors[t.name], inner, pool)
+                    if lost:
+                        _refuse_values(path, t.name, lost, stored, part.size, leaf.dtype)
                 return out
 
             if place is None:

@@ -54,6 +54,18 @@ CASES = {
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
+    "mixtral": ("MixtralForCausalLM", {"head_dim": 8, "sliding_window": 7, "num_local_experts": 4}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {
+            "head_dim": 8,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "num_hidden_layers": 3,
+            "decoder_sparse_step": 2,
+        },
+    ),
     "gpt2": ("GPT2LMHeadModel", {"n_inner": 40, "scale_attn_by_inverse_layer_idx": True}),
     "opt": ("OPTForCausalLM", {"ffn_dim": 40}),
     "opt_norm_last": (
