@@ -18,7 +18,7 @@ from kvjax.scoring.scores import FromFunction, Score
 from kvjax.scoring.select import Limits, Select, Selection, TopK
 from kvjax.scoring.stats import LayerStats, Measurement, Slots, ordered
 from kvjax.sizes.allocation import HeadAllocation, LayerAllocation, UniformHeads, UniformLayers
-from kvjax.sizes.budget import Count, Counts, Tokens, as_budget, as_count, lookup
+from kvjax.sizes.budget import Count, Counts, GivenCounts, RuleSizes, Tokens, as_budget, as_count, lookup, narrow
 from kvjax.sizes.schedule import Schedule
 from kvjax.sizes.tables import Tables, Wanted, tables
 from pallas_kernels.pytree import pytree
@@ -207,7 +207,32 @@ class Evict(Rule):
         return dataclasses.replace(chosen, keep=jnp.where(due[..., None], chosen.keep, kv.live), gate=gate)
 
     def _counts(self, ctx: Context) -> Counts:
-        return Counts(ctx.site.column(self._sizes(ctx.site).budget), ctx.prompt_length)
+        table = ctx.site.column(self._sizes(ctx.site).budget)
+        if ctx.sizes is None:
+            return Counts(table, ctx.prompt_length)
+        return GivenCounts(table, ctx.prompt_length, self._further, ctx.sizes.further)
+
+    @property
+    def _further(self) -> tuple[Count, ...]:
+        """The counts that are resolved beside the budget and what is protected by position."""
+        scope = () if self.scope is None else self.scope.counts
+        return tuple(as_count(c, "count") for c in (self.when.drop, *scope, *self.select.counts))
+
+    def differs(self, other: Rule) -> tuple[str, ...]:
+        """See `Rule`: how much is kept is no difference."""
+        if type(other) is not type(self):
+            return super().differs(other)
+        here, there = vars(self), vars(other)
+        return tuple(n for n in here if n not in ("budget", "protect", "layers") and here[n] != there[n])
+
+    def sizes_of(self, site: Site, lengths: np.ndarray) -> RuleSizes:
+        """See `Rule`."""
+        tables = self.tables(site)
+        counts = Counts(tables[0], jnp.asarray(lengths, jnp.int32))
+        return RuleSizes(
+            *(jnp.asarray(narrow(table)[lengths]) for table in tables),
+            further=tuple(jnp.asarray(narrow(counts.table(c))[lengths]) for c in self._further),
+        )
 
     def tables(self, site: Site) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(budget, sinks, recent) of a layer for every prompt length from 0 to the plan's."""
@@ -216,6 +241,8 @@ class Evict(Rule):
 
     def _now(self, ctx: Context) -> tuple[Int[Array, "B"], Int[Array, "B"], Int[Array, "B"]]:
         """(budget, sinks, recent) of every sequence."""
+        if ctx.sizes is not None:
+            return ctx.sizes.budget, ctx.sizes.sinks, ctx.sizes.recent
         budget, sinks, recent = (lookup(table, ctx.prompt_length) for table in self.tables(ctx.site))
         return budget, sinks, recent
 

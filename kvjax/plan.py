@@ -144,6 +144,45 @@ class CachePlan:
                 )
             _check_rotation(site.layer, spec.positions, config)
 
+    def sizes(self, policy: Policy, lengths: Sequence[int] | np.ndarray) -> tuple[Any, ...]:
+        """The numbers of tokens of another policy, which `prefill` runs with in the program and the slots of this plan.
+
+        They are arrays: a sweep of budgets below a plan's compiles once.
+
+        Args:
+          policy: one that differs from the plan's in its budget, its protected tokens and their division over layers
+            alone, and needs no more slots.
+          lengths: of the prompts "B".
+
+        Returns:
+          For every layer, those of its rules.
+
+        Raises:
+          ValueError: another policy, naming what differs, or one that needs more slots.
+        """
+        as_policy(policy)
+        known = np.asarray(as_lengths(np.asarray(lengths), np.size(lengths), self.prompt_len))
+        found = []
+        for here, capacity in zip(self.layers, self.capacities, strict=True):
+            site, theirs = here.site, policy.at(here.site)
+            if policy.shared != self.policy.shared or len(theirs.rules) != len(here.rules):
+                raise ValueError(f"{policy} cannot run within a plan for {self.policy}; make a plan with it")
+            for rule, other in zip(here.rules, theirs.rules, strict=True):
+                if names := rule.differs(other):
+                    raise ValueError(
+                        f"{other} cannot run within a plan for {rule}: they differ in {', '.join(names)}, not in "
+                        "numbers of tokens alone; make a plan with it"
+                    )
+            for n in sorted(set(known.tolist())):
+                policy.check(site, n)
+            if (needed := _capacity(theirs.spec, known)) > capacity:
+                raise ValueError(
+                    f"{policy} needs {needed} slots in layer {site.layer}, but the plan has {capacity}; make the plan "
+                    "with the larger of both"
+                )
+            found.append(tuple(rule.sizes_of(site, known) for rule in theirs.rules))
+        return tuple(found)
+
     def target(self, prompt_length: int) -> float:
         """Live slots a head and layer may keep, on average, for a prompt of this length."""
         return float(np.mean([spec.target[prompt_length] for spec in self.specs]))

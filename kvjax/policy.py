@@ -11,6 +11,7 @@ What is traced are the moments of a `Rule`: `make_room`, `visible`, `decide`, `f
 import abc
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -255,6 +256,20 @@ class Rule(Policy):
         """See `Policy`."""
         del site, prompt_length
 
+    def differs(self, other: "Rule") -> tuple[str, ...]:
+        """What of this rule and another is not the same, the numbers of `sizes_of` aside; nothing if they are alike."""
+        return () if self == other else (type(self).__name__,)
+
+    def sizes_of(self, site: Site, lengths: np.ndarray) -> Any:
+        """Numbers of tokens "B" that a rule which differs in nothing else may have in place of this rule's, or nothing.
+
+        Args:
+          site: the layer.
+          lengths: of the prompts "B".
+        """
+        del site, lengths
+        return ()
+
     def under(self, schedule: Schedule) -> "Rule":
         """The same rule under another schedule.
 
@@ -294,17 +309,19 @@ class LayerPolicy:
         """The memory of a layer without slots."""
         return tuple(rule.init(self.site, batch) for rule in self.rules)
 
-    def _each(self, kv: LayerKV | PooledKV) -> Iterator[tuple[Rule, Any]]:
-        return zip(self.rules, kv.memory, strict=True)
-
-    def _here(self, ctx: Context) -> Context:
-        return ctx if ctx.site == self.site else dataclasses.replace(ctx, site=self.site)
+    def _each(self, kv: LayerKV | PooledKV, ctx: Context) -> Iterator[tuple[Rule, Any, Context]]:
+        """Every rule, with its memory and the moment as it sees it."""
+        ctx = ctx if ctx.site == self.site else dataclasses.replace(ctx, site=self.site)
+        if ctx.sizes is None:
+            return zip(self.rules, kv.memory, itertools.repeat(ctx, len(self.rules)), strict=True)
+        own = (dataclasses.replace(ctx, sizes=sizes) for sizes in ctx.sizes)
+        return zip(self.rules, kv.memory, own, strict=True)
 
     def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[tuple[Any, ...], Selection | None]:
         """The memory after a step, and what to keep, or None if nothing is evicted now."""
-        memories, decision, ctx = [], None, self._here(ctx)
-        for rule, memory in self._each(kv):
-            memory, selection = rule.decide(dataclasses.replace(kv, memory=memory), stats, ctx)
+        memories, decision = [], None
+        for rule, memory, here in self._each(kv, ctx):
+            memory, selection = rule.decide(dataclasses.replace(kv, memory=memory), stats, here)
             memories.append(memory)
             if selection is not None:
                 kv, decision = selection.apply(kv), selection
@@ -316,32 +333,32 @@ class LayerPolicy:
         """One layer after one step: memory updated, slots outside the decision dead."""
         return obeying(*self.decide(kv, stats, ctx))(kv)
 
-    def _in_turn(self, kv: Any, change: Callable[[Rule, Any], Any]) -> Any:
+    def _in_turn(self, kv: Any, ctx: Context, change: Callable[[Rule, Any, Context], Any]) -> Any:
         after = kv
-        for rule, memory in self._each(kv):
+        for rule, memory, here in self._each(kv, ctx):
             given = dataclasses.replace(after, memory=memory)
-            found = change(rule, given)
+            found = change(rule, given, here)
             after = after if found is given else found
         return kv if after is kv else dataclasses.replace(after, memory=kv.memory)
 
     def make_room(self, kv: LayerKV, ctx: Context) -> LayerKV:
         """The layer before a decode step appends its token."""
-        return self._in_turn(kv, lambda rule, kv: rule.make_room(kv, self._here(ctx)))
+        return self._in_turn(kv, ctx, lambda rule, kv, here: rule.make_room(kv, here))
 
     def finish(self, kv: LayerKV | PooledKV, ctx: Context) -> LayerKV | PooledKV:
         """The layer as it is stored after the prompt."""
-        return self._in_turn(kv, lambda rule, kv: rule.finish(kv, self._here(ctx)))
+        return self._in_turn(kv, ctx, lambda rule, kv, here: rule.finish(kv, here))
 
     def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"] | None:
         """Live slots that the new row may read, None for all."""
-        see = lambda rule, memory: rule.visible(dataclasses.replace(kv, memory=memory), self._here(ctx))
-        shown = [v for rule, memory in self._each(kv) if (v := see(rule, memory)) is not None]
+        see = lambda rule, memory, here: rule.visible(dataclasses.replace(kv, memory=memory), here)
+        shown = [v for each in self._each(kv, ctx) if (v := see(*each)) is not None]
         return functools.reduce(jnp.logical_and, shown) if shown else None
 
     def reserve(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"] | None:
         """The most live slots that each head will hold while decoding; None if no rule knows."""
-        ctx = self._here(ctx)
-        bounds = [(rule, rule.reserve(dataclasses.replace(kv, memory=m), ctx)) for rule, m in self._each(kv)]
+        reserve = lambda rule, memory, here: rule.reserve(dataclasses.replace(kv, memory=memory), here)
+        bounds = [(each[0], reserve(*each)) for each in self._each(kv, ctx)]
         if all(bound is None for _, bound in bounds):
             return None
         whole = lambda rule: jnp.full(kv.pos.shape[:2], int(rule.spec(self.site).capacity.max()), jnp.int32)
@@ -402,7 +419,8 @@ def check_moment(policy: Policy, state: Any, attn_stats: Any) -> None:
 def context(state: KVState, layer: int, phase: Phase) -> Context:
     """The moment that `state` is at, for one layer."""
     site = state.plan.sites[layer]
-    return Context(state.length, state.prompt_length, state.keys, site=site, phase=phase)
+    sizes = None if state.sizes is None else state.sizes[layer]
+    return Context(state.length, state.prompt_length, state.keys, site=site, phase=phase, sizes=sizes)
 
 
 # What composes policies was in this module.

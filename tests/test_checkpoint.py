@@ -72,7 +72,8 @@ def test_a_compressed_prompt_is_stored_and_resumed(tmp_path, shallow, name):
     }[name]
     plan = lambda: kvjax.make_plan(model.config, make(), prompt_len=20, max_new_tokens=12)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 20)), jnp.int32)
-    logits, state = kvjax.prefill(model, params, tokens, plan(), key=jax.random.key(3))
+    sizes = plan().sizes(make(), [20, 20]) if name == "ada" else None
+    logits, state = kvjax.prefill(model, params, tokens, plan(), key=jax.random.key(3), sizes=sizes)
     checkpoint.save_state(tmp_path / "prompt", state)
     restored = checkpoint.load_state(tmp_path / "prompt", plan())
     assert jax.tree.structure(restored) == jax.tree.structure(state)

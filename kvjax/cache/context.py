@@ -107,6 +107,8 @@ class Context:
       phase: "prefill" (T prompt tokens were appended) or "decode" (one token was).
       tokens: ids of the tokens just appended, where the driver knows them.
       index: the layer, traced, where one program serves several; None for the site's.
+      sizes: what the rules of a layer have instead of planned numbers, one a rule (`Rule.sizes_of`); for one rule,
+        its own. None for the planned ones.
     """
 
     length: Int[Array, "B"]
@@ -116,6 +118,7 @@ class Context:
     phase: Phase = static()
     tokens: Int[Array, "B T"] | None = None
     index: Int[Array, ""] | None = None
+    sizes: Any = None
 
     @property
     def layer(self) -> Int[Array, ""]:

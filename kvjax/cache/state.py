@@ -163,6 +163,8 @@ class KVState:
       keys: one PRNG key a sequence. Every draw of a policy derives from (key, layer, head, step, position), so a row
         of a batch draws what it would draw alone.
       plan: the static sizes (`kvjax.CachePlan`).
+      sizes: for every layer, the numbers of tokens that its rules have instead of the planned ones
+        (`CachePlan.sizes`); None for those.
     """
 
     layers: tuple[Any, ...]
@@ -171,6 +173,7 @@ class KVState:
     step: Int[Array, ""]
     keys: Key[Array, "B"]
     plan: Any = static()
+    sizes: tuple[Any, ...] | None = None
 
     @property
     def num_live(self) -> Int[Array, "B L K"]:
@@ -233,10 +236,8 @@ def take_rows(state: KVState, rows: Array | np.ndarray | Sequence[int]) -> KVSta
             raise ValueError(f"rows={known.tolist()}: must be whole numbers, at least one, from 0 to {B - 1}")
         rows = jnp.asarray(known)
     take = lambda x: x[rows]
-    layers, length, prompt_length, keys = jax.tree.map(
-        take, (state.layers, state.length, state.prompt_length, state.keys)
-    )
-    return dataclasses.replace(state, layers=layers, length=length, prompt_length=prompt_length, keys=keys)
+    names = ("layers", "length", "prompt_length", "keys", "sizes")
+    return dataclasses.replace(state, **jax.tree.map(take, {name: getattr(state, name) for name in names}))
 
 
 def check_shares(gates: Array) -> None:

@@ -82,6 +82,7 @@ def save_state(path: str | os.PathLike[str], state: KVState) -> None:
     keys = {str(i): str(jax.random.key_impl(x)) for i, x in enumerate(leaves) if _is_key(x)}
     arrays = {f"{i:05}": jax.random.key_data(x) if _is_key(x) else x for i, x in enumerate(leaves)}
     meta = {"kind": "state", "plan": _text(state.plan), "keys": keys, "leaves": len(leaves)}
+    meta["sizes"] = state.sizes is not None
     _save(path, arrays, meta | {"digests": [_digest(x) for x in arrays.values()]})
 
 
@@ -103,8 +104,9 @@ def load_state(path: str | os.PathLike[str], plan: CachePlan) -> KVState:
     arrays = _load(path, None)
     stored = _whole(path, lambda: [jnp.asarray(arrays[f"{i:05}"]) for i in range(meta["leaves"])])
     _check_digests(path, stored, meta)
+    sizes = plan.sizes(plan.policy, [plan.prompt_len]) if meta.get("sizes") else None
     structure = jax.tree.structure(
-        jax.eval_shape(lambda: empty_after_prompt(init_state(plan, jnp.zeros((1,), jnp.int32))))
+        jax.eval_shape(lambda: empty_after_prompt(init_state(plan, jnp.zeros((1,), jnp.int32), sizes=sizes)))
     )
 
     def restore():

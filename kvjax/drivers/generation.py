@@ -63,6 +63,7 @@ def init_state(
     *,
     key: Array | None = None,
     dtype: jax.typing.DTypeLike = jnp.float32,
+    sizes: tuple[Any, ...] | None = None,
 ) -> KVState:
     """An empty cache for prompts of the given lengths.
 
@@ -71,9 +72,11 @@ def init_state(
       lengths: the prompts' lengths; ratios are ratios of these.
       key: one key for the batch, split by row, or one a row. `jax.random.key(0)` if None.
       dtype: of keys and values.
+      sizes: numbers of tokens in place of the planned ones, for these lengths (`CachePlan.sizes`).
 
     Raises:
-      ValueError: no plan, lengths of prompts that it was not made for, a dtype that is none of floats.
+      ValueError: no plan, lengths of prompts that it was not made for, a dtype that is none of floats, sizes of another
+        plan or of other sequences.
     """
     _check_is(CachePlan, "plan", plan)
     if not isinstance(lengths, jax.core.Tracer):
@@ -86,7 +89,20 @@ def init_state(
     layers = tuple(empty_layer(layer, B, dtype) for layer in plan.layers)
     keys = jnp.copy(row_keys(key, B))  # a state may be donated, and the caller's keys must outlive it
     lengths = jnp.copy(lengths).astype(jnp.int32)
-    return KVState(layers, jnp.zeros_like(lengths), lengths, jnp.int32(0), keys, plan=plan)
+    if sizes is not None:
+        _check_sizes(plan, sizes, B)
+        sizes = jax.tree.map(jnp.copy, sizes)
+    return KVState(layers, jnp.zeros_like(lengths), lengths, jnp.int32(0), keys, plan=plan, sizes=sizes)
+
+
+def _check_sizes(plan: CachePlan, sizes: Any, batch: int) -> None:
+    """Refuses what are not the sizes that `plan.sizes` gives for so many sequences."""
+    shapes = lambda x: jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), x)
+    if shapes(sizes) != shapes(plan.sizes(plan.policy, [plan.prompt_len] * batch)):
+        raise ValueError(
+            f"sizes are not those of {batch} sequences under this plan; give plan.sizes(policy, lengths) for their "
+            "lengths"
+        )
 
 
 def _float_dtype(dtype: Any) -> np.dtype:
@@ -166,6 +182,7 @@ def forward(
     # In prefill every layer is evicted from before the next one runs, so that layers of one kind can take turns in one
     # program. Slots that they have already, of earlier blocks, would be copied to where it reads them.
     shares = phase == "prefill" and evict and not plan.policy.shared and not state.num_slots
+    shares = shares and len({jax.tree.structure(sizes) for sizes in state.sizes or ()}) <= 1
     alone = dataclasses.replace(state, layers=())
     steps = LayerSteps(alone, tokens, pos, phase=phase, evict=evict, ends=ends, shares=shares)
     where = at_positions(model.config, pos)
@@ -199,6 +216,7 @@ def prefill(
     lengths: Array | np.ndarray | Sequence[int] | None = None,
     key: Array | None = None,
     block: int | None = None,
+    sizes: tuple[Any, ...] | None = None,
 ) -> tuple[Float[Array, "B V"], KVState]:
     """Reads left-padded prompts, evicting layer by layer.
 
@@ -217,6 +235,7 @@ def prefill(
       lengths: the prompts' own lengths, T if None.
       key: one PRNG key for the batch, or one a row.
       block: tokens of a block, None for the whole prompt at once.
+      sizes: numbers of tokens in place of the planned ones, for these lengths (`CachePlan.sizes`).
 
     Returns:
       Logits of the next token, and the compacted state.
@@ -235,7 +254,7 @@ def prefill(
     if isinstance(lengths, np.ndarray):
         plan.check_lengths(lengths)
     lengths = jnp.asarray(lengths)
-    state = init_state(plan, lengths, key=key, dtype=model.config.dtype)
+    state = init_state(plan, lengths, key=key, dtype=model.config.dtype, sizes=sizes)
     if block is None:
         logits, state, _ = forward(model, params, tokens, state, valid=lengths, evict=True)
         return logits[:, -1], state
@@ -518,9 +537,9 @@ def _read_last(length: Any, tokens: Any) -> np.ndarray | None:
     jax.jit, static_argnames=("model", "plan", "max_new_tokens", "sampler", "eos_ids", "pad_id", "block")
 )
 def _generate(
-    model, params, tokens, lengths, key, *, plan, max_new_tokens, sampler, eos_ids, pad_id, block
+    model, params, tokens, lengths, key, sizes, *, plan, max_new_tokens, sampler, eos_ids, pad_id, block
 ) -> Generation:
-    logits, state = prefill(model, params, tokens, plan, lengths=lengths, key=key, block=block)
+    logits, state = prefill(model, params, tokens, plan, lengths=lengths, key=key, block=block, sizes=sizes)
     return generate_from(
         model,
         params,
@@ -547,6 +566,7 @@ def generate(
     pad_id: int = 0,
     key: Array | None = None,
     block: int | None = None,
+    within: Policy | None = None,
 ) -> Generation:
     """Reads left-padded prompts, evicts, and generates, in one compiled program.
 
@@ -563,6 +583,8 @@ def generate(
       pad_id: what follows the end.
       key: one key, or one a row. A row of a batch draws what it would draw alone with the same key.
       block: read the prompt in blocks of so many tokens (`prefill`).
+      within: the same policy with a larger budget, in whose slots and compiled program `policy` runs: budgets within
+        one compile once. Prompts must have known lengths.
 
     Returns:
       `Generation(tokens, lengths, state)`.
@@ -574,14 +596,18 @@ def generate(
     eos_ids = check_request(model, max_new_tokens, sampler, eos_ids, pad_id)
     tokens, lengths = check_prompts(model, tokens, lengths)
     known = lengths if isinstance(lengths, np.ndarray) else None
-    plan = make_plan(model.config, policy, prompt_len=tokens.shape[1], max_new_tokens=max_new_tokens, lengths=known)
+    planned = policy if within is None else within
+    plan = make_plan(model.config, planned, prompt_len=tokens.shape[1], max_new_tokens=max_new_tokens, lengths=known)
     block = check_block(plan, block)
+    if within is not None and known is None:
+        raise ValueError("lengths are traced, but a policy within another needs them known; make a plan and its sizes")
     return _generate(
         model,
         params,
         tokens,
         jnp.asarray(lengths),
         row_keys(key, tokens.shape[0]),
+        None if within is None or known is None else plan.sizes(policy, known),
         plan=plan,
         max_new_tokens=max_new_tokens,
         sampler=sampler,

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Hashable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.context import Context, Phase
@@ -63,11 +65,12 @@ class LayerSteps:
 
     def _here(self, layer: int) -> tuple[LayerPolicy, Context]:
         """What calls the rules of a layer, and the moment it is at."""
-        policy = self.state.plan.layers[layer]
+        policy, ctx = self.state.plan.layers[layer], context(self.state, layer, self.phase)
         if self.index is not None:
             policy = dataclasses.replace(policy, site=policy.site.shared())
-        ctx = context(self.state, layer, self.phase)
-        return policy, dataclasses.replace(ctx, site=policy.site, tokens=self.tokens, index=self.index)
+            sizes = self.state.sizes and jax.tree.map(lambda *x: jnp.stack(x)[self.index], *self.state.sizes)
+            ctx = dataclasses.replace(ctx, site=policy.site, index=self.index, sizes=sizes)
+        return policy, dataclasses.replace(ctx, tokens=self.tokens)
 
     def __call__(
         self,

@@ -35,6 +35,7 @@ from kvjax.eviction import LARGE, Evict
 from kvjax.policy import Policy, Rule
 from kvjax.scoring.select import Limits, Select, Selection, Stage, TopK
 from kvjax.scoring.stats import Measurement, Slots
+from kvjax.sizes.budget import Count
 from pallas_kernels.pytree import pytree
 from pallas_kernels.values import a, checked, each, number, one_of, settle
 
@@ -269,6 +270,11 @@ class Soft(Select):
     def slack(self) -> int:
         """Every slot keeps something, so all that was ever appended stays."""
         return 2**30
+
+    @property
+    def counts(self) -> tuple[int | float | Count, ...]:
+        """See `Select`."""
+        return self.select.counts
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Select`."""

@@ -60,6 +60,11 @@ class Scope(Observer, abc.ABC):
         """Tokens that it protects because they come first, beside those that are protected by position already."""
         return 0
 
+    @property
+    def counts(self) -> tuple[int | float | Count, ...]:
+        """The counts that it resolves."""
+        return self.size, self.first
+
     @abc.abstractmethod
     def __call__(
         self,
@@ -118,6 +123,11 @@ class TopStd(Scope):
     def first(self) -> int | float | Count:
         """See `Scope`."""
         return self.prompt_sinks
+
+    @property
+    def counts(self) -> tuple[int | float | Count, ...]:
+        """See `Scope`."""
+        return (*super().counts, *(() if self.decode_size is None else (self.decode_size,)))
 
     @property
     def _moments(self) -> tuple[Observe, Observe]:

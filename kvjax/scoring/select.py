@@ -126,6 +126,11 @@ class Select(abc.ABC):
         return 0
 
     @property
+    def counts(self) -> tuple[int | float | Count, ...]:
+        """The counts that it resolves with `Limits.counts`."""
+        return ()
+
+    @property
     def by_head(self) -> bool:
         """Whether every head gets what its own budget allows; otherwise all heads keep the same tokens."""
         return True
@@ -267,6 +272,11 @@ class TopKThenRandom(Select):
         one_of("TopKThenRandom.pool", self.pool, "rest", "all")
         one_of("TopKThenRandom.distribution", self.distribution, "softmax", "normalised", "uniform")
         one_of("TopKThenRandom.ties", self.ties, *get_args(Ties))
+
+    @property
+    def counts(self) -> tuple[int | float | Count, ...]:
+        """See `Select`."""
+        return (self.random,)
 
     def __call__(self, score, safe, slots, limits):
         """See `Select`."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from pallas_kernels.pytree import pytree
 from pallas_kernels.values import MOST_TOKENS, checked, each, number, one_of, settle, tokens
 
 Rounding = Literal["floor", "int", "ceil"]
@@ -275,3 +276,47 @@ class Counts:
     def most(self, count: int | float | Count) -> int:
         """The largest that any sequence can have (static)."""
         return int(self.table(count).max())
+
+
+@pytree
+class RuleSizes:
+    """Whole tokens of every sequence for one rule in one layer, in place of those that were planned.
+
+    They are arrays, so that a compiled program serves all policies that differ in numbers of tokens alone.
+
+    Attributes:
+      budget, sinks, recent: what `Tables` has for the sequence's prompt length.
+      further: other counts, in the order in which the rule lists them.
+    """
+
+    budget: Int[Array, "B"]
+    sinks: Int[Array, "B"]
+    recent: Int[Array, "B"]
+    further: tuple[Int[Array, "B"], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenCounts(Counts):
+    """Counts of which every one is given.
+
+    Attributes:
+      budget_table: that of the plan, whose counts are the largest.
+      listed, given: which counts, and what they are for every sequence.
+    """
+
+    listed: tuple[Count, ...]
+    given: tuple[Int[Array, "B"], ...]
+
+    def __call__(self, count: int | float | Count) -> Int[Array, "B"]:
+        """See `Counts`.
+
+        Raises:
+          ValueError: a count that is not listed.
+        """
+        wanted = as_count(count, "count")
+        if wanted not in self.listed:
+            raise ValueError(
+                f"{wanted} is not among the counts {self.listed} that the policy's parts list, so that it cannot run "
+                "within another's plan; name it in the `counts` of the part that resolves it"
+            )
+        return self.given[self.listed.index(wanted)]
