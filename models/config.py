@@ -258,6 +258,23 @@ def read_cap(raw: Mapping[str, Any], key: str, default: float | None = None) -> 
     return checked(optional(number("(0, inf)")), key, raw.get(key, default))
 
 
+def check_only(raw: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]], before: str = "") -> None:
+    """Refuses other values of switches than those that a family has.
+
+    Args:
+      raw: the contents of a config.json, or of a section.
+      only: the values of every switch, of which the first is what a silent file means.
+      before: what stands before the switch in the message: the section or the case.
+
+    Raises:
+      ValueError: another value, with the switch and the values that it may have.
+    """
+    for key, values in only.items():
+        if raw.get(key, values[0]) not in values:
+            known = " or ".join(map(repr, values))
+            raise ValueError(f"{before}{key}={raw[key]!r} is not supported; it must be {known}")
+
+
 def read_windows(raw: Mapping[str, Any], kinds: Sequence[str], *, used: bool = True) -> tuple[int | None, ...]:
     """The window of layers that `layer_types` calls sliding, or `kinds` in files without it.
 

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from models import gemma, gpt2, gpt_neox, gptj, llama, mixtral, mpt, opt, phi3, qwen3_moe
+from models import falcon, gemma, gpt2, gpt_neox, gptj, llama, mixtral, mpt, opt, phi3, qwen3_moe, stablelm
 from models.config import DecoderConfig
 from models.family import Family
 
-_FILES = (llama, gemma, phi3, mixtral, qwen3_moe, gpt2, gpt_neox, gptj, opt, mpt)
+_FILES = (llama, gemma, phi3, mixtral, qwen3_moe, gpt2, gpt_neox, gptj, opt, mpt, stablelm, falcon)
 FAMILIES = tuple(file.FAMILY for file in _FILES)
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 _BY_TYPE = {kind: name for family in FAMILIES for name, kind in family.architectures.items()}

@@ -45,8 +45,9 @@ class Family:
       embedding, head: the parameter that is the table of tokens, and the submodule that is the output head.
       ignored: endings of stored tensors that are no parameters: buffers which older files hold.
       conv1d: whether projections are stored with their inputs first.
-      experts: the submodule whose parameters are matrices of all experts: `experts/w1` "E ..." is stored as E tensors,
-        `experts.0.w1.weight` and so on.
+      stacked: the submodule whose parameters hold those of a list's members along their first axis: `experts/w1`
+        "E ..." is stored as E matrices, `experts.0.w1.weight` and so on, `norms/scale` "N H" as N vectors,
+        `norms.0.weight` and so on.
     """
 
     architectures: Mapping[str, str]
@@ -60,15 +61,16 @@ class Family:
     head: str = "lm_head"
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     conv1d: bool = False
-    experts: str | None = None
+    stacked: str | None = None
 
     def tensors(self, path: tuple[str, ...], shape: tuple[int, ...]) -> list["Tensor"]:
         """Where a parameter of this shape is stored: as one tensor, or as one for each of its first axis."""
         flip = path[-1] == "kernel" and not self.conv1d
-        if len(path) < 2 or path[-2] != self.experts:
+        if len(path) < 2 or path[-2] != self.stacked:
             return [Tensor(self.stored_name(path), (), shape[::-1] if flip else shape, flip)]
-        names = (self.stored_name((*path[:-1], str(e), path[-1], "kernel")) for e in range(shape[0]))
-        return [Tensor(name, (e,), shape[:0:-1], True) for e, name in enumerate(names)]
+        own = (path[-1],) if path[-1] == "scale" else (path[-1], "kernel")
+        names = (self.stored_name((*path[:-1], str(i), *own)) for i in range(shape[0]))
+        return [Tensor(name, (i,), shape[:0:-1], True) for i, name in enumerate(names)]
 
     def stored_name(self, path: tuple[str, ...]) -> str:
         """The name of a parameter's tensor in a checkpoint."""

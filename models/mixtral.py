@@ -65,5 +65,5 @@ FAMILY = Family(
     lambda config: Llama(config, experts),
     _read,
     _write,
-    experts="experts",
+    stacked="experts",
 )

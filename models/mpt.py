@@ -16,7 +16,7 @@ from kvjax.cache.state import Rotate, Slopes
 from kvjax.drivers.attention import Attend
 from kvjax.scoring.stats import LayerStats
 from models.checks import positive, whole
-from models.config import DecoderConfig, read_cap, read_sizes, renamed, unturned, write_sizes
+from models.config import DecoderConfig, check_only, read_cap, read_sizes, renamed, unturned, write_sizes
 from models.depth import decoded
 from models.family import Family
 from models.parts import MLP, LayerNorm, attended, dense, embedded, embedding, split
@@ -135,21 +135,13 @@ _ONLY_OF_ATTENTION = {
 }
 
 
-def _check_only(raw: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
-    """Refuses other values of switches than those that are built here; the first is what a silent file means."""
-    for key, values in only.items():
-        if raw.get(key, values[0]) not in values:
-            known = " or ".join(map(repr, values))
-            raise ValueError(f"{prefix}{key}={raw[key]!r} is not supported; it must be {known}")
-
-
 def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     del architecture
     attention = raw.get("attn_config") or {}
     if not isinstance(attention, Mapping):
         raise ValueError(f"attn_config={attention!r} is not an object of names and values")
-    _check_only(raw, _ONLY)
-    _check_only(attention, _ONLY_OF_ATTENTION, "attn_config.")
+    check_only(raw, _ONLY)
+    check_only(attention, _ONLY_OF_ATTENTION, "attn_config.")
     raw = {"tie_word_embeddings": True, **{k: x for k, x in raw.items() if k not in _UNUSED}}
     raw = renamed(raw, _KEYS)
     if "hidden_size" in raw:

@@ -86,5 +86,5 @@ FAMILY = Family(
     lambda config: Llama(config, network),
     _read,
     _write,
-    experts="experts",
+    stacked="experts",
 )

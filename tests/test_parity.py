@@ -34,6 +34,7 @@ def rope(kind, **kwargs):
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 LONG = {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 2.0, 3.0, 4.0], "factor": 4.0}
 HALF_LINEAR = rope("linear", factor=2.0, partial_rotary_factor=0.5)
+FALCON = {"ffn_hidden_size": 40, "attn_implementation": "eager"}  # which theirs cannot choose later
 CASES = {
     "llama": ("LlamaForCausalLM", {}),
     "llama_tied_biased": ("LlamaForCausalLM", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -80,11 +81,18 @@ CASES = {
     "gpt_neox": ("GPTNeoXForCausalLM", {"head_dim": None}),
     "gpt_neox_in_turn": (
         "GPTNeoXForCausalLM",
-        {
-            "use_parallel_residual": False,
-            "attention_bias": False,
-            **rope("linear", factor=2.0, partial_rotary_factor=0.5),
-        },
+        {"use_parallel_residual": False, "attention_bias": False, **HALF_LINEAR},
+    ),
+    "stablelm": ("StableLmForCausalLM", {"use_qkv_bias": True, "use_parallel_residual": True}),
+    "stablelm_norms": ("StableLmForCausalLM", {"hidden_size": 64, "qk_layernorm": True, **HALF_LINEAR}),
+    "falcon": ("FalconForCausalLM", FALCON),
+    "falcon_two_norms": (
+        "FalconForCausalLM",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
+    ),
+    "falcon_in_turn": (
+        "FalconForCausalLM",
+        {**FALCON, "multi_query": False, "parallel_attn": False, "bias": True, **rope("linear", factor=2.0)},
     ),
     "gptj": ("GPTJForCausalLM", {"rotary_dim": 4, "n_inner": 40}),
     "phi3": ("Phi3ForCausalLM", {"sliding_window": 7}),
@@ -317,7 +325,7 @@ def test_our_checkpoints_are_theirs(tmp_path, tiny):
         assert_close(ours, theirs(torch.tensor(ids)).logits[:, -1])
 
 
-ATTENTIONS = ("self_attn", "attention", "attn")
+ATTENTIONS = ("self_attn", "attention", "attn", "self_attention")
 EVICTING = {
     "snapkv": methods.snapkv(9, window_size=3, kernel_size=1),
     "h2o": methods.h2o(9),

@@ -129,7 +129,7 @@ def test_untied_head_of_a_tied_model(checkpoint):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["BertForMaskedLM"]}, r"BertForMaskedLM is not supported; supported are \['GPT2"),
+        ({"architectures": ["BertForMaskedLM"]}, r"BertForMaskedLM is not supported; supported are \[.*'GPT2"),
         ({"architectures": None, "model_type": "bert"}, "none, model_type 'bert'> is not supported"),
         ({"architectures": 3}, "architecture 3 is not supported"),
         ({"architectures": [["LlamaForCausalLM"]]}, "is not supported"),
@@ -192,6 +192,11 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]
         ("mpt", {"expansion_ratio": 2.5}, "expansion_ratio=2.5"),
         ("mpt", {"architectures": ["MPTForCausalLM"], "logit_scale": 0.5}, "logit_scale=0.5 is not supported; .* None"),
         ("opt", {"architectures": ["MPTForCausalLM"]}, "contradict each other"),
+        ("falcon", {"alibi": True}, "alibi=True is not supported; it must be False"),
+        ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn=False is not supported"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2 is not supported; it must be None or 1"),
+        ("falcon", {"multi_query": False, "num_kv_heads": 2}, "num_kv_heads=2 is not supported; it must be None or 4"),
+        ("stablelm", {"use_qkv_bias": "yes"}, "use_qkv_bias='yes': must be True or False"),
         ("phi3", {"rope_scaling": {**LONG, "short_factor": [1.0] * 3}}, "short_factor has 3 numbers and long_factor 4"),
         ("phi3", {"rope_scaling": {**LONG, "partial_rotary_factor": 0.5}}, "has 4 numbers for 4 turning channels"),
         ("phi3", {"rope_scaling": {**LONG, "long_factor": 2.0}}, "long_factor=2.0 is not a list of numbers"),
@@ -238,9 +243,15 @@ def test_learned_positions_stay_and_end():
         found.outputs(0, found.live()[0], "compact")
 
 
+def test_parts_in_turn_have_no_norms_of_their_own():
+    config = families.from_hugging_face({**SMALL, "model_type": "falcon"})
+    with pytest.raises(ValueError, match="two_norms=True, but parallel=False"):
+        dataclasses.replace(config, two_norms=True, parallel=False)
+
+
 def test_a_config_of_no_family_makes_no_model():
     sizes = dict(zip(SIZES, (9, 32, 8, 2, 4, 4, 8), strict=True))
-    with pytest.raises(ValueError, match=r"config is a DecoderConfig, of no family; give one of \['GPT2Config'"):
+    with pytest.raises(ValueError, match=r"config is a DecoderConfig, of no family; give one of \[.*'GPT2Config'"):
         models.LanguageModel(models.DecoderConfig(**sizes))
 
 
