@@ -20,10 +20,20 @@ def live(state):
     return [sorted(head[head >= 0].tolist()) for layer in pos for head in layer.reshape(-1, layer.shape[-1])]
 
 
+APART = {"ahakv": "they differ in score"} | dict.fromkeys(
+    ("fastgen", "fastgen_elementwise", "fastgen_pooled", "fastgen_lossless"), "they differ in FastGen"
+)
+
+
 @few_methods
 def test_a_budget_within_another_is_the_budget(tiny, case):
+    """For every method but those that the budget reaches in another way too, which say so."""
     model, params = tiny
     small, large = case.make(10), case.make(14)
+    if case.name in APART:
+        with pytest.raises(ValueError, match=APART[case.name]):
+            kvjax.make_plan(model.config, large, prompt_len=T, max_new_tokens=NEW).sizes(small, LENGTHS)
+        return
     read = lambda **how: kvjax.generate(model, params, TOKENS, lengths=LENGTHS, max_new_tokens=NEW, **how)
     found, expected = read(policy=small, within=large), read(policy=small)
     np.testing.assert_array_equal(found.tokens, expected.tokens)
