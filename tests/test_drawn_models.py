@@ -271,7 +271,8 @@ def test_drawn_models(architecture, data):
     """A left-padded batch is read and decoded; every row's logits are theirs, of the row alone."""
     options = data.draw(DRAWN[architecture])
     with tempfile.TemporaryDirectory() as path:
-        theirs, model, params = saved(architecture, options, pathlib.Path(path))
+        # With weights three times as large, attention can be so sharp that each is 1e-5 from the result in float64.
+        theirs, model, params = saved(architecture, options, pathlib.Path(path), scale=2.0)
     ids, lengths = tokens(), jnp.asarray(LENGTHS)
     plan = kvjax.make_plan(model.config, methods.full(), prompt_len=T, max_new_tokens=NEW)
 

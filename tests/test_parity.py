@@ -125,14 +125,14 @@ def both(request, tmp_path_factory):
     return saved(architecture, {**SIZES, **options}, tmp_path_factory.mktemp(request.param))
 
 
-def saved(architecture, options, path, seed=0):
+def saved(architecture, options, path, seed=0, scale=3.0):
     """(transformers model, kvjax model, params): a random one of these options, as transformers saved it."""
     torch.manual_seed(seed)
     cls = getattr(transformers, architecture)
     theirs = cls(cls.config_class(**options))
     with torch.no_grad():
         for p in theirs.parameters():
-            p.mul_(3.0)  # as initialised, attention is nearly uniform and hides mistakes
+            p.mul_(scale)  # as initialised, attention is nearly uniform and hides mistakes
             if p.ndim == 1:
                 p.add_(0.3 * torch.randn_like(p))
     theirs = theirs.eval()
