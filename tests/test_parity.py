@@ -125,7 +125,7 @@ def both(request, tmp_path_factory):
     return saved(architecture, {**SIZES, **options}, tmp_path_factory.mktemp(request.param))
 
 
-def saved(architecture, options, path, seed=0, scale=3.0):
+def saved(architecture, options, path, seed=0, scale=3.0, noise=0.3):
     """(transformers model, kvjax model, params): a random one of these options, as transformers saved it."""
     torch.manual_seed(seed)
     cls = getattr(transformers, architecture)
@@ -134,7 +134,7 @@ def saved(architecture, options, path, seed=0, scale=3.0):
         for p in theirs.parameters():
             p.mul_(scale)  # as initialised, attention is nearly uniform and hides mistakes
             if p.ndim == 1:
-                p.add_(0.3 * torch.randn_like(p))
+                p.add_(noise * torch.randn_like(p))
     theirs = theirs.eval()
     theirs.save_pretrained(path)
     if theirs._can_set_experts_implementation():
