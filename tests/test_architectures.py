@@ -15,18 +15,21 @@ from kvjax import methods
 from models.embedded import EMBEDDED
 from models.families import FAMILIES
 from tests.runs import samples
-from tests.test_parity import CASES, SIZES, T, saved, tokens, torch, transformers
+from tests.test_drawn_models import DRAWN
+from tests.test_parity import CASES, SIZES, T, saved, tokens, torch
 
-WINDOWED = ["full_attention", "sliding_attention"]
-MINISTRAL = {"head_dim": 8, "sliding_window": 7, "layer_types": WINDOWED}
-OPTIONS = {"MinistralForCausalLM": MINISTRAL} | {name: options for name, options in reversed(CASES.values())}
+KINDS = ["full_attention", "sliding_attention"]
+OPTIONS = {"MinistralForCausalLM": {"head_dim": 8, "sliding_window": 7, "layer_types": KINDS}}
+for name, options in CASES.values():  # the first of each
+    OPTIONS.setdefault(name, options)
 LONG = 64  # tokens generated
 every_architecture = pytest.mark.parametrize("architecture", OPTIONS)
 
 
-def test_every_architecture_is_here():
+@pytest.mark.parametrize("table", [OPTIONS, DRAWN], ids=["cases", "drawn"])
+def test_every_architecture_is_here(table):
     """MPT's other name is that of its own code, and no class of transformers."""
-    assert set(OPTIONS) == {name for family in FAMILIES for name in family.architectures} - {"MPTForCausalLM"}
+    assert set(table) == {name for family in FAMILIES for name in family.architectures} - {"MPTForCausalLM"}
 
 
 @pytest.mark.slow
@@ -54,7 +57,7 @@ def test_greedy_generations_are_equal_token_for_token(architecture, tmp_path):
 @every_architecture
 def test_bfloat16_drifts_as_in_transformers(architecture, tmp_path):
     """The largest distance of logits from those in float32, of the largest logit there; `-s` prints both."""
-    theirs, model, params = saved(architecture, {**SIZES, **OPTIONS[architecture]}, tmp_path, scale=2.0)
+    theirs, model, _ = saved(architecture, {**SIZES, **OPTIONS[architecture]}, tmp_path, scale=2.0)
     ids = np.random.default_rng(1).integers(1, 99, (16, 40))
     plan = kvjax.make_plan(model.config, methods.full(), prompt_len=40, max_new_tokens=0)
 
