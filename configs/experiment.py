@@ -20,6 +20,8 @@ Budget = int | float
 TaskName = Literal["single_needle", "several_needles", "multi_query", "key_value", "perplexity"]
 
 BUDGETS: tuple[Budget, ...] = (0.5, 0.25, 0.125, 0.0625)
+BASELINES = ("random", "streaming_llm", "h2o", "ada_snapkv")
+COMPACT = ("streaming_llm",)  # those that give stored keys other positions
 
 
 LARGEST = 2**31 - 1
@@ -126,7 +128,8 @@ class Setup:
       examples: examples a task.
       length: tokens of a prompt, at most; single_needle also uses shorter ones.
       protocol: "in_prompt" asks at the end of the prompt, "after_compression" once the cache has been evicted.
-      baselines: other configs to run beside this one.
+      baselines: other configs to run beside this one; if not given, random, streaming_llm, h2o and ada_snapkv, without
+        streaming_llm for a model with learned positions, whose stored keys cannot have others.
       baseline_budget: the budget that they get.
       block: read prompts in blocks of so many tokens, each followed by an eviction; at once if not given.
       batch_size: prompts that run together.
@@ -139,7 +142,7 @@ class Setup:
     examples: int = 48
     length: int = 1024
     protocol: Literal["in_prompt", "after_compression"] = "in_prompt"
-    baselines: tuple[str, ...] = ("random", "streaming_llm", "h2o", "ada_snapkv")
+    baselines: tuple[str, ...] | None = None
     baseline_budget: Budget = 0.125
     block: int | None = None
     batch_size: int = 16

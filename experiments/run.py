@@ -24,13 +24,15 @@ from tqdm import tqdm
 import configs
 import kvjax
 import models
-from configs.experiment import LARGEST, Experiment, Setup, label
+from configs.experiment import BASELINES, COMPACT, LARGEST, Experiment, Setup, label
 from configs.learning import LearnedBudget, LearnedScorer
 from experiments.evaluation import report
 from experiments.evaluation.evaluate import Evaluator
 from experiments.evaluation.provenance import definition
 from experiments.evaluation.results import Results, check_options, directory_path, plain_errors, sample_key
 from experiments.tasks import TASKS, Example, Task
+from models.sources import locate
+from models.weights import read_config
 
 _RETURNED = {"run.py": Experiment, "learn_budget.py": LearnedBudget, "learn_scorer.py": LearnedScorer}
 
@@ -115,6 +117,25 @@ def check_apart(directory: pathlib.Path, own: argparse.Namespace, model: str | p
             raise ValueError(f"--restart would move {path} aside with {directory}; choose another --output")
 
 
+def with_baselines(experiment: Experiment) -> Experiment:
+    """The experiment with its baselines: the default ones that its model can run, where none are given.
+
+    Raises:
+      ValueError: a model that `models.load` would not find.
+    """
+    setup = experiment.setup
+    if setup.baselines is not None:
+        return experiment
+    chosen = BASELINES
+    if read_config(locate(setup.source, weights=False)).learned_positions:
+        chosen = tuple(b for b in BASELINES if b not in COMPACT)
+        print(
+            f"baselines: {', '.join(chosen)}; without {', '.join(COMPACT)}, whose stored keys move to other positions, "
+            "since this model has learned positions"
+        )
+    return dataclasses.replace(experiment, setup=dataclasses.replace(setup, baselines=chosen))
+
+
 def all_policies(experiment: Experiment) -> list[tuple[str, str, kvjax.Policy]]:
     """(method, budget label, policy): the full cache, the experiment's own, and its baselines.
 
@@ -127,7 +148,7 @@ def all_policies(experiment: Experiment) -> list[tuple[str, str, kvjax.Policy]]:
     full = ("full", "1.0", kvjax.methods.full())
     own = [(experiment.name, label(b), p) for b, p in experiment.policies]
     found = [full, *(each for each in own if each != full)]
-    for baseline in setup.baselines:
+    for baseline in setup.baselines or ():
         name, get_config = configs.find(baseline)
         if name not in (experiment.name, "full"):
             parameters = inspect.signature(get_config).parameters
@@ -163,8 +184,8 @@ def run(experiment: Experiment, directory: pathlib.Path, command: list[str], *, 
     Returns:
       The report's text.
     """
-    setup = experiment.setup
-    policies = all_policies(experiment)
+    experiment = with_baselines(experiment)
+    setup, policies = experiment.setup, all_policies(experiment)
     config = {
         "name": experiment.name,
         "policies": [{"method": m, "budget": b, "policy": definition(p)} for m, b, p in policies],

@@ -44,7 +44,7 @@ class Family:
       layers: the list of layers in stored names; parameters have `layers_0`, `layers_1`, ...
       embedding, head: the parameter that is the table of tokens, and the submodule that is the output head.
       ignored: endings of stored tensors that are no parameters: buffers which older files hold.
-      conv1d: whether projections are stored with their inputs first.
+      conv1d: whether projections are stored with their inputs first, apart from the output head.
       stacked: the submodule whose parameters hold those of a list's members along their first axis: `experts/w1`
         "E ..." is stored as E matrices, `experts.0.w1.weight` and so on, `norms/scale` "N H" as N vectors,
         `norms.0.weight` and so on.
@@ -65,7 +65,7 @@ class Family:
 
     def tensors(self, path: tuple[str, ...], shape: tuple[int, ...]) -> list["Tensor"]:
         """Where a parameter of this shape is stored: as one tensor, or as one for each of its first axis."""
-        flip = path[-1] == "kernel" and not self.conv1d
+        flip = path[-1] == "kernel" and (not self.conv1d or path[0] == self.head)
         if len(path) < 2 or path[-2] != self.stacked:
             return [Tensor(self.stored_name(path), (), shape[::-1] if flip else shape, flip)]
         own = (path[-1],) if path[-1] == "scale" else (path[-1], "kernel")

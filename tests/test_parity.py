@@ -68,6 +68,7 @@ CASES = {
         },
     ),
     "gpt2": ("GPT2LMHeadModel", {"n_inner": 40, "scale_attn_by_inverse_layer_idx": True}),
+    "gpt2_untied": ("GPT2LMHeadModel", {"tie_word_embeddings": False, "n_inner": 40}),
     "opt": ("OPTForCausalLM", {"ffn_dim": 40}),
     "opt_norm_last": (
         "OPTForCausalLM",
@@ -129,19 +130,24 @@ def pair(both):
 def both(request, tmp_path_factory):
     """One architecture."""
     architecture, options = CASES[request.param]
-    path = tmp_path_factory.mktemp(request.param)
-    torch.manual_seed(0)
+    return saved(architecture, {**SIZES, **options}, tmp_path_factory.mktemp(request.param))
+
+
+def saved(architecture, options, path, seed=0, scale=3.0, noise=0.3):
+    """(transformers model, kvjax model, params): a random one of these options, as transformers saved it."""
+    torch.manual_seed(seed)
     cls = getattr(transformers, architecture)
-    theirs = cls(cls.config_class(**{**SIZES, **options}))
+    theirs = cls(cls.config_class(**options))
     with torch.no_grad():
         for p in theirs.parameters():
-            p.mul_(3.0)  # as initialised, attention is nearly uniform and hides mistakes
+            p.mul_(scale)  # as initialised, attention is nearly uniform and hides mistakes
             if p.ndim == 1:
-                p.add_(0.3 * torch.randn_like(p))
+                p.add_(noise * torch.randn_like(p))
     theirs = theirs.eval()
     theirs.save_pretrained(path)
-    model, params = models.load(path)
-    return theirs, model, params
+    if theirs._can_set_experts_implementation():
+        theirs.set_experts_implementation("eager")  # torch's grouped product needs rows of multiples of 16 bytes
+    return theirs, *models.load(path)
 
 
 def assert_close(ours, theirs):

@@ -192,6 +192,17 @@ def test_a_method_without_budgets(tmp_path, capsys):
     assert all(f"| fastgen T={t} |" in tables[1] for t in (0.98, 0.9))
 
 
+def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, capsys):
+    config = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    baselines = lambda *argv: run.with_baselines(run.parse(["--config", "snapkv.py", *argv])[0]).setup.baselines
+    assert baselines() == ("random", "streaming_llm", "h2o", "ada_snapkv")
+    assert baselines("--model", str(tmp_path), "--baselines", "streaming_llm") == ("streaming_llm",)
+    assert not capsys.readouterr().out
+    assert baselines("--model", str(tmp_path)) == ("random", "h2o", "ada_snapkv")
+    assert capsys.readouterr().out.startswith("baselines: random, h2o, ada_snapkv; without streaming_llm")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

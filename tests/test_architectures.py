@@ -1,0 +1,118 @@
+"""What takes longer of every architecture: long generations, bfloat16, and the main job with several policies."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+import models
+from experiments import run
+from kvjax import methods
+from models.embedded import EMBEDDED
+from models.families import FAMILIES
+from tests.runs import samples
+from tests.test_drawn_models import DRAWN
+from tests.test_parity import CASES, SIZES, T, saved, tokens, torch
+
+KINDS = ["full_attention", "sliding_attention"]
+OPTIONS = {"MinistralForCausalLM": {"head_dim": 8, "sliding_window": 7, "layer_types": KINDS}}
+for name, options in CASES.values():  # the first of each
+    OPTIONS.setdefault(name, options)
+LONG = 64  # tokens generated
+every_architecture = pytest.mark.parametrize("architecture", OPTIONS)
+
+
+@pytest.mark.parametrize("table", [OPTIONS, DRAWN], ids=["cases", "drawn"])
+def test_every_architecture_is_here(table):
+    """MPT's other name is that of its own code, and no class of transformers."""
+    assert set(table) == {name for family in FAMILIES for name in family.architectures} - {"MPTForCausalLM"}
+
+
+@pytest.mark.slow
+@every_architecture
+def test_greedy_generations_are_equal_token_for_token(architecture, tmp_path):
+    """In float32 the two best logits must lie further apart than the two results may.
+
+    Heads are not tied and biases are small, or most models would repeat one token.
+    """
+    sizes = {**SIZES, "max_position_embeddings": T + LONG, **OPTIONS[architecture], "tie_word_embeddings": False}
+    theirs, model, params = saved(architecture, sizes, tmp_path, scale=4.0, noise=0.03)
+    ids = tokens()[:, :T]
+    ours = kvjax.generate(model, params, ids, max_new_tokens=LONG, eos_ids=())
+    found = theirs.generate(
+        torch.tensor(ids), attention_mask=torch.ones(2, T, dtype=torch.long), max_new_tokens=LONG, do_sample=False,
+        eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    best = torch.stack(found.logits).topk(2).values
+    assert ((best[..., 0] - best[..., 1]) > 2e-5 * best.abs().max()).all(), "a near tie; choose another seed"
+    assert len(np.unique(found.sequences[:, T:])) > 8, "the same tokens again and again; choose another seed"
+    np.testing.assert_array_equal(ours.tokens, found.sequences[:, T:])
+
+
+@pytest.mark.slow
+@every_architecture
+def test_bfloat16_drifts_as_in_transformers(architecture, tmp_path):
+    """The largest distance of logits from those in float32, of the largest logit there; `-s` prints both."""
+    theirs, model, _ = saved(architecture, {**SIZES, **OPTIONS[architecture]}, tmp_path, scale=2.0)
+    ids = np.random.default_rng(1).integers(1, 99, (16, 40))
+    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=40, max_new_tokens=0)
+
+    def ours(model, params):
+        state = kvjax.init_state(plan, jnp.full((16,), 40), dtype=model.config.dtype)
+        run = jax.jit(lambda p, x: kvjax.forward(model, p, x, state, last_only=False)[0])
+        return np.asarray(run(params, jnp.asarray(ids, jnp.int32)).astype(jnp.float32))
+
+    with torch.no_grad():
+        exact = theirs(torch.tensor(ids)).logits.numpy()
+        coarse = type(theirs).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+        drift = lambda logits: float(np.abs(logits - exact).max() / np.abs(exact).max())
+        mine = drift(ours(*models.load(tmp_path, dtype="bfloat16")))
+        other = drift(coarse(torch.tensor(ids)).logits.float().numpy())
+    print(f"| {architecture} | {mine:.1%} | {other:.1%} | {mine / other:.2f} |")
+    assert mine <= 2 * other
+
+
+def with_tokenizer(path):
+    """The embedded model's tokenizer beside a checkpoint."""
+    for file in EMBEDDED.glob("tokenizer*"):
+        shutil.copy(file, path)
+    return str(path)
+
+
+SMALL = ["--length", "196", "--examples", "1", "--batch-size", "1", "--tasks", "key_value", "--budget", "32"]
+SMALL += ["--baseline-budget", "32"]
+
+
+def checkpoint(architecture, path):
+    """The options of a run of a random model with the embedded model's tokenizer, and its config."""
+    vocabulary = json.loads((EMBEDDED / "config.json").read_text())["vocab_size"]
+    sizes = {**SIZES, "max_position_embeddings": 260, **OPTIONS[architecture], "vocab_size": vocabulary}
+    _, model, _ = saved(architecture, sizes, path / "model")
+    for file in EMBEDDED.glob("tokenizer*"):
+        shutil.copy(file, path / "model")
+    return [*SMALL, "--model", str(path / "model"), "--output", str(path / "out")], model.config
+
+
+@pytest.mark.slow
+@every_architecture
+def test_the_main_job_runs_five_policies(architecture, tmp_path):
+    options, config = checkpoint(architecture, tmp_path)
+    options += ["--positions", "original"] if config.learned_positions else []
+    others = ["h2o", "snapkv", "ada_snapkv", "keyformer"]
+    run.main(["--config", "streaming_llm.py", "--baselines", *others, *options])
+    found = {s["method"]: s for s in samples(tmp_path / "out")}
+    assert set(found) == {"full", "streaming_llm", *others}
+    assert all(s["live"] == 32 for name, s in found.items() if name != "full")
+
+
+@pytest.mark.slow
+def test_learned_positions_refuse_compact_ones_only_where_they_are_asked_for(tmp_path):
+    options, _ = checkpoint("GPT2LMHeadModel", tmp_path)
+    with pytest.raises(SystemExit, match="layer 0 wants positions='compact', but this model adds learned positions"):
+        run.main(["--config", "snapkv.py", *options, "--baselines", "streaming_llm"])
+    run.main(["--config", "snapkv.py", *options])
+    assert {s["method"] for s in samples(tmp_path / "out")} == {"full", "snapkv", "random", "h2o", "ada_snapkv"}
