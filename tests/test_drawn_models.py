@@ -231,6 +231,32 @@ def mpt(draw):
     return {**raw, "attn_config": {"clip_qkv": clip, "softmax_scale": scale}}
 
 
+@st.composite
+def stablelm(draw):
+    raw = draw(sizes())
+    share = draw(st.sampled_from((1.0, 0.5))) if raw["hidden_size"] // raw["num_attention_heads"] % 4 == 0 else 1.0
+    own = {"use_qkv_bias": draw(FLAG), "use_parallel_residual": draw(FLAG), "qk_layernorm": draw(FLAG)}
+    rope = draw(rotary(raw, kinds=("default", "linear", "dynamic", "yarn")))
+    return {**raw, **own, "rope_parameters": {**rope["rope_parameters"], "partial_rotary_factor": share}}
+
+
+@st.composite
+def falcon(draw):
+    raw = draw(sizes())
+    new = draw(FLAG)
+    own = {
+        "ffn_hidden_size": raw.pop("intermediate_size"),
+        "num_kv_heads": raw.pop("num_key_value_heads") if new else None,
+        "multi_query": draw(FLAG),
+        "bias": draw(FLAG),
+        "new_decoder_architecture": new,
+        "parallel_attn": new or draw(FLAG),
+        "attn_implementation": "eager",
+    }
+    raw.pop("num_key_value_heads", None)
+    return {**raw, **own, **draw(rotary(raw))}
+
+
 DRAWN = {
     "LlamaForCausalLM": llama(),
     "MistralForCausalLM": mistral(),
@@ -243,6 +269,8 @@ DRAWN = {
     "Phi3ForCausalLM": phi3(),
     "MixtralForCausalLM": mixtral(),
     "Qwen3MoeForCausalLM": qwen3_moe(),
+    "StableLmForCausalLM": stablelm(),
+    "FalconForCausalLM": falcon(),
     "GPT2LMHeadModel": gpt2(),
     "GPTNeoXForCausalLM": gpt_neox(),
     "GPTJForCausalLM": gptj(),

@@ -66,11 +66,11 @@ def sweep_programs(budgets: tuple[int, ...] = (16, 32, 48, 64), seeds: int = 10)
     tokens = np.random.default_rng(0).integers(0, 512, (1, 256)).astype(np.int32)
     found: dict[str, int] = {}
     compiled: Any = generation._generate
-    for name, within in (("a plan for each budget", None), ("all within the largest", methods.snapkv(max(budgets)))):
+    for name, within in (("a plan for each budget", None), ("all within the largest", methods.h2o(max(budgets)))):
         before = compiled._cache_size()
         for budget in budgets:
             for seed in range(seeds):
                 how = {"within": within, "key": jax.random.key(seed), "max_new_tokens": 2}
-                kvjax.generate(model, params, tokens, policy=methods.snapkv(budget), **how)
+                kvjax.generate(model, params, tokens, policy=methods.h2o(budget), **how)
         found[name] = compiled._cache_size() - before
     return found
