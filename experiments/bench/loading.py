@@ -169,9 +169,8 @@ def bench(
         for phase, seconds in phases.items():
             a, b = seconds.values()
             print(f"| {policy}, {phase} | {a:.1f} | {b:.1f} | {b / a:.1f} |")
-    print(
-        "\nprograms of a sweep of 4 budgets and 10 seeds: " + ", ".join(f"{n} {what}" for what, n in programs.items())
-    )
+    shown = ", ".join(f"{n} with {what}" for what, n in programs.items())
+    print(f"\nprograms of a sweep of 4 budgets and 10 seeds: {shown}")
     if output is not None:
         found_too = {"compiling": compiled, "programs": programs}
         write_json(output, {"loading": found, **found_too, "versions": versions, "device": device})
