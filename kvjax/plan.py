@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
@@ -13,6 +14,7 @@ from kvjax.cache.context import Site
 from kvjax.cache.pool import pool_slots
 from kvjax.cache.state import Positions
 from kvjax.policy import LayerPolicy, LayerSpec, Layout, Policy, Reads, as_policy
+from pallas_kernels.pytree import pytree
 from pallas_kernels.values import MOST_TOKENS, checked, each, whole
 
 _LONGEST = 2**24  # a policy's sizes are tables with an entry for every length up to the prompt's
@@ -60,6 +62,19 @@ class ModelConfig(Protocol):
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer, None for none."""
         ...
+
+
+@pytree
+class Sizes:
+    """Numbers of tokens of another policy than a plan's, which differs in nothing else (`CachePlan.sizes`).
+
+    Attributes:
+      lengths: of the prompts that they are for.
+      layers: for every layer, those of its rules.
+    """
+
+    lengths: Int[Array, "B"]
+    layers: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +159,7 @@ class CachePlan:
                 )
             _check_rotation(site.layer, spec.positions, config)
 
-    def sizes(self, policy: Policy, lengths: Sequence[int] | np.ndarray) -> tuple[Any, ...]:
+    def sizes(self, policy: Policy, lengths: Sequence[int] | np.ndarray) -> "Sizes":
         """The numbers of tokens of another policy, which `prefill` runs with in the program and the slots of this plan.
 
         They are arrays: a sweep of budgets below a plan's compiles once.
@@ -154,11 +169,8 @@ class CachePlan:
             alone, and needs no more slots.
           lengths: of the prompts "B".
 
-        Returns:
-          For every layer, those of its rules.
-
         Raises:
-          ValueError: another policy, naming what differs, or one that needs more slots.
+          ValueError: another policy, naming what differs, or one that keeps more or needs more slots.
         """
         as_policy(policy)
         known = np.asarray(as_lengths(np.asarray(lengths), np.size(lengths), self.prompt_len))
@@ -173,6 +185,12 @@ class CachePlan:
                         f"{other} cannot run within a plan for {rule}: they differ in {', '.join(names)}, not in "
                         "numbers of tokens alone; make a plan with it"
                     )
+                most, largest = (int(x.max()) for x in (other.spec(site).target[known], rule.spec(site).target))
+                if most > largest:
+                    raise ValueError(
+                        f"{policy} keeps {most} tokens in layer {site.layer}, but the plan's policy {largest} at most; "
+                        "make the plan with the larger of both"
+                    )
             for n in sorted(set(known.tolist())):
                 policy.check(site, n)
             if (needed := _capacity(theirs.spec, known)) > capacity:
@@ -181,7 +199,7 @@ class CachePlan:
                     "with the larger of both"
                 )
             found.append(tuple(rule.sizes_of(site, known) for rule in theirs.rules))
-        return tuple(found)
+        return Sizes(jnp.asarray(known, jnp.int32), tuple(found))
 
     def target(self, prompt_length: int) -> float:
         """Live slots a head and layer may keep, on average, for a prompt of this length."""

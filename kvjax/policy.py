@@ -311,7 +311,7 @@ class LayerPolicy:
 
     def _each(self, kv: LayerKV | PooledKV, ctx: Context) -> Iterator[tuple[Rule, Any, Context]]:
         """Every rule, with its memory and the moment as it sees it."""
-        ctx = ctx if ctx.site == self.site else dataclasses.replace(ctx, site=self.site)
+        ctx = ctx if ctx.site is self.site else dataclasses.replace(ctx, site=self.site)
         if ctx.sizes is None:
             return zip(self.rules, kv.memory, itertools.repeat(ctx, len(self.rules)), strict=True)
         own = (dataclasses.replace(ctx, sizes=sizes) for sizes in ctx.sizes)

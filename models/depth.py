@@ -16,6 +16,10 @@ from kvjax.scoring.stats import LayerStats
 _LONGEST_PERIOD = 8  # layers after which kinds may repeat
 
 
+class _Unlike(Exception):
+    """The residual stream has another dtype after a layer than before it, as under parameters of another dtype."""
+
+
 def decoded(
     blocks: Sequence[nn.Module], x: Float[Array, "B T D"], layers: tuple[Any, ...], attend: Attend
 ) -> tuple[Float[Array, "B T D"], tuple[Any, ...], tuple[LayerStats, ...]]:
@@ -38,7 +42,7 @@ def decoded(
                 x, found = _repeated(blocks, x, layers, attend, start, period, times)
                 done += found
                 continue
-            except LayerRead:
+            except (LayerRead, _Unlike, jax.errors.JAXTypeError):  # it needs values, in a prefill outside of jit
                 pass
         for i in range(start, start + period * times):
             x, cache, measured = blocks[i](x, layers[i], layer=i, attend=attend)
@@ -61,8 +65,11 @@ def _repeated(
             here = lax.switch(t, [lambda p=p: p for p in each])
             x, cache, measured = one(here, x, cache, layer=i, attend=attend.at(jnp.int32(i) + period * t))
             found.append((cache, measured))
+        if jax.typeof(x) != before_all:
+            raise _Unlike
         return x, found
 
+    before_all = jax.typeof(x)
     x, found = lax.scan(step, x, (jnp.arange(times, dtype=jnp.int32), caches))
     return x, [jax.tree.map(lambda y, t=t: y[t], each) for t in range(times) for each in found]
 

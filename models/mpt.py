@@ -38,6 +38,12 @@ class MPTConfig(DecoderConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        heads = self.num_query_heads, self.num_kv_heads
+        if self.head_dim * heads[0] != self.embed_dim or heads[0] != heads[1]:
+            raise ValueError(
+                f"{heads[0]} query heads and {heads[1]} kv heads of {self.head_dim} channels do not fit one projection "
+                f"of embed_dim={self.embed_dim}; heads share it equally, and each has keys of its own"
+            )
         for name in ("steepest", "clip", "scale"):
             value = getattr(self, name)
             if name == "steepest" or value is not None:

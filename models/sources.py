@@ -74,9 +74,13 @@ def local_path(source: str | os.PathLike[str]) -> pathlib.Path:
     if not isinstance(source, str | os.PathLike) or not str(source):
         raise ValueError(f"{source!r} is not the path of a checkpoint directory")
     try:
-        return pathlib.Path(source).expanduser()
-    except RuntimeError as e:
-        raise ValueError(f"{source}: {e}") from e
+        path = pathlib.Path(source).expanduser()
+        path.stat()  # asks the system whether such a name can be
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (RuntimeError, OSError, ValueError) as e:
+        raise ValueError(f"{str(source)[:80]!r} is not the path of a checkpoint directory: {e}") from e
+    return path
 
 
 def repository(source: str | os.PathLike[str], revision: str | None = None) -> tuple[str, str | None]:

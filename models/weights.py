@@ -176,7 +176,8 @@ def save(path: str | os.PathLike[str], model: LanguageModel, params: PyTree[Any]
     """Writes `config.json` and `model.safetensors` that `load` and transformers read.
 
     Everything is checked and written beside before anything is replaced. Shards of an earlier checkpoint in the same
-    directory, and their index, are deleted after that; other files stay.
+    directory, and their index, are deleted after that; other files stay. A `generation_config.json` that names other
+    end tokens gets the model's.
 
     Args:
       path: a directory, made if absent.
@@ -193,16 +194,22 @@ def save(path: str | os.PathLike[str], model: LanguageModel, params: PyTree[Any]
         raise ValueError(f"model is a {type(model).__name__}, not a LanguageModel")
     path = local_path(path)
     blocked = [p for p in (path, path / CONFIG, path / SINGLE) if p.exists() and p.is_dir() != (p == path)]
+    blocked += [p for p in path.parents if p.is_file()]
     if blocked:
         raise ValueError(f"{blocked[0]} is in the way; save to a directory of its own")
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
+        raise ValueError("params are traced, and have no values to write; save outside of jit")
     config = json.dumps(to_hugging_face(model.config, dtype=dtype), indent=2) + "\n"
+    generation = _with_end_ids(path / GENERATION, model.config.eos_ids)
     tensors = _named(model, params, dtype)
     path.mkdir(parents=True, exist_ok=True)
     new = pathlib.Path(tempfile.mkdtemp(prefix=_BESIDE, dir=path))
     try:
         save_file(tensors, new / SINGLE, metadata={"format": "pt"})
         (new / CONFIG).write_text(config, encoding="utf-8")
-        for file in (new / SINGLE, new / CONFIG, new):
+        if generation is not None:
+            (new / GENERATION).write_text(generation, encoding="utf-8")
+        for file in (*sorted(new.iterdir()), new):
             _sync(file)
     except BaseException as e:
         shutil.rmtree(new, ignore_errors=True)
@@ -211,12 +218,23 @@ def save(path: str | os.PathLike[str], model: LanguageModel, params: PyTree[Any]
         raise
     if (path / CONFIG).is_file() and (path / CONFIG).read_bytes() != config.encode():
         (path / CONFIG).unlink()  # new weights never stand beside another model's config
-    for name in (SINGLE, CONFIG):
+    for name in (SINGLE, CONFIG, *([] if generation is None else [GENERATION])):
         os.replace(new / name, path / name)
     _sync(path)
     new.rmdir()
     for file in [p for p in path.iterdir() if p.name == INDEX or SHARD.fullmatch(p.name)]:
         file.unlink()
+
+
+def _with_end_ids(file: pathlib.Path, eos_ids: tuple[int, ...]) -> str | None:
+    """The contents of a generation_config.json with these end tokens, where there is one that names others."""
+    if not file.is_file():
+        return None
+    raw = read_json(file)
+    named = raw.get("eos_token_id") if isinstance(raw, dict) else None
+    if named is None or (tuple(named) if isinstance(named, list) else (named,)) == eos_ids:
+        return None
+    return json.dumps({**raw, "eos_token_id": list(eos_ids) or None}, indent=2) + "\n"
 
 
 def _named(model: LanguageModel, params: PyTree[Any], dtype: str) -> dict[str, np.ndarray]:
@@ -315,7 +333,10 @@ def _places(shapes: PyTree[jax.ShapeDtypeStruct], sharding: Sharding | None) -> 
         if sharding is None:
             return None
         path = "/".join(k.key for k in keys)
-        found = sharding if isinstance(sharding, jax.sharding.Sharding) else sharding(path, leaf.shape)
+        try:
+            found = sharding if isinstance(sharding, jax.sharding.Sharding) else sharding(path, leaf.shape)
+        except Exception as e:
+            raise ValueError(f"sharding({path!r}, {leaf.shape}) failed: {type(e).__name__}: {e}") from e
         if not isinstance(found, jax.sharding.Sharding):
             raise ValueError(f"sharding gave {found!r} for {path} of shape {leaf.shape}, not a jax.sharding.Sharding")
         try:

@@ -1,5 +1,6 @@
 """What a checkpoint's `generation_config.json` says of end tokens and sampling."""
 
+import dataclasses
 import json
 
 import pytest
@@ -70,3 +71,13 @@ def test_end_tokens_are_those_of_the_generation_config(checkpoint):
     (path / "generation_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"generation_config.json is not JSON in UTF-8"):
         models.load(path)
+
+
+def test_saved_end_tokens_are_the_models(tmp_path, tiny):
+    """Whatever a file that stood there says; the rest of it stays."""
+    model, params = tiny
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7], "temperature": 0.6}))
+    model = models.LanguageModel(dataclasses.replace(model.config, eos_ids=(3,)))
+    models.save(tmp_path, model, params)
+    assert models.load(tmp_path)[0].config.eos_ids == (3,)
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": [3], "temperature": 0.6}

@@ -68,6 +68,10 @@ def test_a_tokenizer_without_bos_gets_none():
         (by_words(WITH_BOS), [1, 2], {}, r"prompt=\[1, 2\] is neither a text nor messages"),
         (by_words(WITH_BOS), "goat", {"tools": []}, r"\['tools'\] are for chat templates, but prompt is a text"),
         ("goat", "goat", {}, "tokenizer is a str, not one such as models.load_tokenizer returns"),
+        (by_words(), "goat", {"bos": "no"}, "bos='no': must be True or False"),
+        (by_words(), "go\ud800at", {}, "prompt has half of a character"),
+        (by_words(WITH_BOS), CHAT, {"tokenize": True}, r"\['tokenize'\] are for what comes after a chat template"),
+        (by_words("{{ messages[0].content + 5 }}"), CHAT, {}, "chat template refuses these messages: can only conc"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

@@ -558,7 +558,7 @@ def test_a_save_that_is_cut_off_between_its_two_files_loses_neither(checkpoint, 
 def test_paths_that_are_no_checkpoint_directory(checkpoint, tiny, tmp_path):
     path, _, _ = checkpoint
     for use in (models.load, models.load_tokenizer, lambda source: models.save(source, *tiny)):
-        for source in (None, 3, "", "~nobody-of-this-name/x"):
+        for source in (None, 3, "", "~nobody-of-this-name/x", "a" * 300, "a\0b"):
             with pytest.raises(ValueError, match=r"is not the path of a checkpoint directory|nobody-of-this-name"):
                 use(source)
     for use in (models.load, models.load_tokenizer):
@@ -568,6 +568,10 @@ def test_paths_that_are_no_checkpoint_directory(checkpoint, tiny, tmp_path):
         models.save(path / "config.json", *tiny)
     with pytest.raises(ValueError, match="model is a dict, not a LanguageModel"):
         models.save(path, *tiny[::-1])
+    with pytest.raises(ValueError, match=r"config.json is in the way"):
+        models.save(path / "config.json" / "below", *tiny)
+    with pytest.raises(ValueError, match="params are traced, and have no values to write"):
+        jax.eval_shape(lambda params: models.save(path, tiny[0], params), tiny[1])
     (tmp_path / "odd" / "model.safetensors").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"model.safetensors is in the way"):
         models.save(tmp_path / "odd", *tiny)

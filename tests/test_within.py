@@ -1,5 +1,7 @@
 """Policies that run in the program and the slots of one with a larger budget."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.drivers import generation
+from kvjax.scoring.select import TopK
 from tests.methods import few_methods
 
 T, NEW, LENGTHS = 24, 5, (24, 17)
@@ -70,7 +73,10 @@ def test_rows_of_a_state_keep_their_sizes(tiny):
     [
         (methods.tova(8), r"cannot run within a plan for .* they differ in score"),
         (methods.window(8), r"cannot run within a plan for"),
-        (methods.h2o(15), r"needs 16 slots in layer 0, but the plan has 15; make the plan with the larger of both"),
+        (
+            methods.h2o(15),
+            r"keeps 15 tokens in layer 0, but the plan's policy 14 at most; make the plan",
+        ),
         (kvjax.chain(methods.h2o(8), methods.h2o(9)), r"cannot run within a plan for"),
         (8, "8 is not a policy"),
     ],
@@ -81,15 +87,47 @@ def test_what_cannot_run_within_a_plan(tiny, policy, message):
         plan.sizes(policy, LENGTHS)
 
 
+def test_a_larger_budget_is_refused_where_the_slots_would_do(tiny):
+    """Slots of adaptive heads end at the prompt's length, but not what is counted for them."""
+    adaptive = lambda n: dataclasses.replace(
+        methods.h2o(n, recent=1), heads=kvjax.Adaptive(1.0, 4.0), when=kvjax.after_prefill()
+    )
+    plan = kvjax.make_plan(tiny[0].config, adaptive(12), prompt_len=T, max_new_tokens=NEW)
+    with pytest.raises(ValueError, match=r"keeps 16 tokens in layer 0, but the plan's policy 12 at most"):
+        plan.sizes(adaptive(16), LENGTHS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Halved(TopK):
+    """A selection of a user's own, which resolves a count."""
+
+    by: str = "table"
+
+    def __call__(self, score, safe, slots, limits):
+        share = kvjax.Share(0.5)
+        half = int(limits.counts.table(share).max()) if self.by == "table" else limits.counts(share)[:, None]
+        return super().__call__(score, safe, slots, dataclasses.replace(limits, budgets=limits.budgets * 0 + half))
+
+
+@pytest.mark.parametrize(("by", "message"), [("table", "is an array and has no table"), ("call", "is not among the")])
+def test_counts_that_nobody_lists_are_refused(tiny, by, message):
+    model, params = tiny
+    make = lambda n: dataclasses.replace(methods.snapkv(n, window_size=2), select=Halved(by=by))
+    with pytest.raises(ValueError, match=message):
+        kvjax.generate(model, params, TOKENS, policy=make(8), within=make(16), max_new_tokens=1)
+
+
 def test_sizes_are_those_of_the_plan_and_the_rows(tiny):
     model, params = tiny
     plan, other = (
         kvjax.make_plan(model.config, p, prompt_len=T, max_new_tokens=NEW)
         for p in (methods.h2o(14), methods.snapkv(14, window_size=4))
     )
-    for sizes in (plan.sizes(methods.h2o(8), LENGTHS[:1]), other.sizes(other.policy, LENGTHS)[:2]):
+    for sizes in (plan.sizes(methods.h2o(8), LENGTHS[:1]), other.sizes(other.policy, LENGTHS).layers):
         with pytest.raises(ValueError, match=r"sizes are not those of 2 sequences under this plan; give plan.sizes"):
             kvjax.prefill(model, params, TOKENS, plan, lengths=LENGTHS, sizes=sizes)
+    with pytest.raises(ValueError, match=r"sizes are those of prompts of \[24, 17\] tokens, but these have \[24, 24\]"):
+        kvjax.prefill(model, params, TOKENS, plan, sizes=plan.sizes(methods.h2o(8), LENGTHS))
 
 
 def test_traced_lengths_have_no_sizes(tiny):

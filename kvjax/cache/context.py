@@ -46,20 +46,21 @@ class Site:
         return _SharedSite(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
 
 
-class LayerRead(Exception):
+class LayerRead(BaseException):
     """A policy asks which layer it decides for, where one program serves several: each is given its own instead."""
 
 
 class _SharedSite(Site):
     """A site whose layer nobody may read but by `column`: sizes are equal in all layers that it stands for."""
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        raise LayerRead
 
     def __eq__(self, other: object) -> bool:
-        return self is other
+        raise LayerRead
 
     def __getattribute__(self, name: str) -> Any:
-        if name == "layer":
+        if name in ("layer", "__dict__"):
             raise LayerRead
         return super().__getattribute__(name)
 

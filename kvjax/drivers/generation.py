@@ -22,7 +22,7 @@ from kvjax.cache.state import EMPTY, KVState, LayerKV, evict
 from kvjax.drivers.attention import Attend
 from kvjax.drivers.layers import LayerSteps
 from kvjax.drivers.sampling import Greedy, Sampler, seen_tokens, with_token
-from kvjax.plan import CachePlan, ModelConfig, as_lengths, at_positions, make_plan
+from kvjax.plan import CachePlan, ModelConfig, Sizes, as_lengths, at_positions, make_plan
 from kvjax.policy import Policy, context, empty_layer
 from kvjax.scoring.stats import AttentionStats, LayerStats
 from pallas_kernels.pytree import pytree
@@ -63,7 +63,7 @@ def init_state(
     *,
     key: Array | None = None,
     dtype: jax.typing.DTypeLike = jnp.float32,
-    sizes: tuple[Any, ...] | None = None,
+    sizes: Sizes | None = None,
 ) -> KVState:
     """An empty cache for prompts of the given lengths.
 
@@ -89,20 +89,25 @@ def init_state(
     layers = tuple(empty_layer(layer, B, dtype) for layer in plan.layers)
     keys = jnp.copy(row_keys(key, B))  # a state may be donated, and the caller's keys must outlive it
     lengths = jnp.copy(lengths).astype(jnp.int32)
+    given = None
     if sizes is not None:
-        _check_sizes(plan, sizes, B)
-        sizes = jax.tree.map(jnp.copy, sizes)
-    return KVState(layers, jnp.zeros_like(lengths), lengths, jnp.int32(0), keys, plan=plan, sizes=sizes)
+        _check_sizes(plan, sizes, lengths)
+        given = jax.tree.map(jnp.copy, sizes.layers)
+    return KVState(layers, jnp.zeros_like(lengths), lengths, jnp.int32(0), keys, plan=plan, sizes=given)
 
 
-def _check_sizes(plan: CachePlan, sizes: Any, batch: int) -> None:
-    """Refuses what are not the sizes that `plan.sizes` gives for so many sequences."""
+def _check_sizes(plan: CachePlan, sizes: Any, lengths: Int[Array, "B"]) -> None:
+    """Refuses what are not the sizes that `plan.sizes` gives for these sequences, whose lengths may be traced."""
     shapes = lambda x: jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), x)
-    if shapes(sizes) != shapes(plan.sizes(plan.policy, [plan.prompt_len] * batch)):
+    if shapes(sizes) != shapes(plan.sizes(plan.policy, [plan.prompt_len] * len(lengths))):
         raise ValueError(
-            f"sizes are not those of {batch} sequences under this plan; give plan.sizes(policy, lengths) for their "
-            "lengths"
+            f"sizes are not those of {len(lengths)} sequences under this plan; give plan.sizes(policy, lengths) for "
+            "their lengths"
         )
+    if not any(isinstance(x, jax.core.Tracer) for x in (lengths, sizes.lengths)):
+        there, here = np.asarray(sizes.lengths).tolist(), np.asarray(lengths).tolist()
+        if there != here:
+            raise ValueError(f"sizes are those of prompts of {there} tokens, but these have {here}; make them anew")
 
 
 def _float_dtype(dtype: Any) -> np.dtype:
@@ -216,7 +221,7 @@ def prefill(
     lengths: Array | np.ndarray | Sequence[int] | None = None,
     key: Array | None = None,
     block: int | None = None,
-    sizes: tuple[Any, ...] | None = None,
+    sizes: Sizes | None = None,
 ) -> tuple[Float[Array, "B V"], KVState]:
     """Reads left-padded prompts, evicting layer by layer.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.context import Context, Phase
@@ -46,8 +47,9 @@ class LayerSteps:
         """What is static about a layer: those of one kind share a program, and differ in their index alone."""
         plan: CachePlan = self.state.plan
         policy = plan.layers[layer]
-        sizes = tuple((s.target.tobytes(), s.capacity.tobytes(), s.slots.tobytes()) for s in policy.specs)
-        return policy.rules, dataclasses.replace(policy.site, layer=0), sizes, plan.capacities[layer]
+        values = [getattr(spec, f.name) for spec in policy.specs for f in dataclasses.fields(spec)]
+        static = tuple(x.tobytes() if isinstance(x, np.ndarray) else x for x in values)
+        return policy.rules, dataclasses.replace(policy.site, layer=0), static, plan.capacities[layer]
 
     def together(self, layer: int) -> int:
         """How many layers of a kind may share a program: what they keep stands twice for a moment.

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from kvjax.drivers.generation import (
     prefill,
 )
 from kvjax.drivers.sampling import Greedy, Sampler, seen_tokens
-from kvjax.drivers.text import TextPieces, encode, is_chat
+from kvjax.drivers.text import TextPieces, check_tokenizer, encode, is_chat
 from kvjax.plan import make_plan
 from kvjax.policy import Policy
 
@@ -195,11 +195,13 @@ def stream(
     Raises:
       ValueError: what `kvjax.generate` refuses; text or stop strings without a tokenizer; traced arguments.
     """
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
     if not all(isinstance(s, str) and s for s in stops):
         raise ValueError(f"stop={stop!r}: must be strings of at least one character")
     if tokenizer is None and (stops or isinstance(prompt, str) or is_chat(prompt)):
         raise ValueError("text needs tokenizer=, such as models.load_tokenizer returns; or give token ids and no stop")
+    if tokenizer is not None:
+        check_tokenizer(tokenizer)
     if isinstance(prompt, str) or is_chat(prompt):
         if lengths is not None:
             raise ValueError("lengths= are of token ids, but prompt is a text; leave them out")

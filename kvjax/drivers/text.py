@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
+from pallas_kernels.values import checked, flag, optional
+
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what stands for the first bytes of a character, and for bytes of none
 
 
@@ -31,12 +33,16 @@ def encode(
       ValueError: neither text nor messages, a tokenizer without a chat template or without BOS where it is wanted,
         messages that the template refuses.
     """
-    if not callable(tokenizer) or not hasattr(tokenizer, "bos_token_id"):
-        raise ValueError(f"tokenizer is a {type(tokenizer).__name__}, not one such as models.load_tokenizer returns")
+    check_tokenizer(tokenizer)
+    checked(optional(flag), "bos", bos)
     if not isinstance(prompt, str):
         prompt = _rendered(tokenizer, prompt, template)
     elif template:
         raise ValueError(f"{sorted(template)} are for chat templates, but prompt is a text; give messages")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError(f"prompt has half of a character, which no tokenizer takes: {e}") from e
     ids, first = list(tokenizer(prompt, add_special_tokens=False).input_ids), tokenizer.bos_token_id
     if first is None:
         if bos:
@@ -46,6 +52,12 @@ def encode(
     if bos is None:
         bos = written > 0 or _leading(tokenizer(prompt).input_ids, first) > 0
     return [first] * bos + ids[written:]
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raises ValueError for what is no tokenizer of transformers."""
+    if not callable(tokenizer) or not all(hasattr(tokenizer, name) for name in ("bos_token_id", "decode")):
+        raise ValueError(f"tokenizer is a {type(tokenizer).__name__}, not one such as models.load_tokenizer returns")
 
 
 def is_chat(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
@@ -59,11 +71,11 @@ def _rendered(tokenizer: Any, messages: Any, template: dict[str, Any]) -> str:
         raise ValueError(f'prompt={messages!r} is neither a text nor messages such as {{"role": ..., "content": ...}}')
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("the tokenizer has no chat template; encode a text, or set tokenizer.chat_template")
-    import jinja2  # only wanted for chats
-
+    if own := {"tokenize", "return_tensors", "return_dict"} & set(template):
+        raise ValueError(f"{sorted(own)} are for what comes after a chat template; encode returns ids")
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **template})
-    except jinja2.TemplateError as e:
+    except Exception as e:  # a template is code of the model's authors, and raises what it likes
         raise ValueError(f"the tokenizer's chat template refuses these messages: {e}") from e
 
 

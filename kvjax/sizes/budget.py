@@ -307,6 +307,21 @@ class GivenCounts(Counts):
     listed: tuple[Count, ...]
     given: tuple[Int[Array, "B"], ...]
 
+    def table(self, count: int | float | Count) -> np.ndarray:
+        """There is none.
+
+        Raises:
+          ValueError: always.
+        """
+        raise ValueError(
+            f"within another's plan, {as_count(count, 'count')} is an array and has no table; call counts(count), and "
+            "name it in the `counts` of the part that resolves it"
+        )
+
+    def most(self, count: int | float | Count) -> int:
+        """See `Counts`: in the plan."""
+        return int(Counts(self.budget_table, self.prompt_length).table(count).max())
+
     def __call__(self, count: int | float | Count) -> Int[Array, "B"]:
         """See `Counts`.
 
