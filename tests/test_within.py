@@ -81,6 +81,7 @@ def test_rows_of_a_state_keep_their_sizes(tiny):
         (8, "8 is not a policy"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_what_cannot_run_within_a_plan(tiny, policy, message):
     plan = kvjax.make_plan(tiny[0].config, methods.h2o(14), prompt_len=T, max_new_tokens=NEW)
     with pytest.raises(ValueError, match=message):
@@ -117,6 +118,7 @@ def test_counts_that_nobody_lists_are_refused(tiny, by, message):
         kvjax.generate(model, params, TOKENS, policy=make(8), within=make(16), max_new_tokens=1)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_sizes_are_those_of_the_plan_and_the_rows(tiny):
     model, params = tiny
     plan, other = (
