@@ -159,7 +159,7 @@ class CachePlan:
                 )
             _check_rotation(site.layer, spec.positions, config)
 
-    def sizes(self, policy: Policy, lengths: Sequence[int] | np.ndarray) -> "Sizes":
+    def sizes(self, policy: Policy, lengths: Sequence[int] | np.ndarray) -> Sizes:
         """The numbers of tokens of another policy, which `prefill` runs with in the program and the slots of this plan.
 
         They are arrays: a sweep of budgets below a plan's compiles once.

@@ -174,8 +174,7 @@ def stackable(policies: Sequence[Policy]) -> bool:
     first = policies[0]
     if not isinstance(first, Evict) or not first.when.prefill:
         return False
-    sizes = {"budget": first.budget, "protect": first.protect, "layers": first.layers}
-    return all(isinstance(p, Evict) and dataclasses.replace(p, **sizes) == first for p in policies)
+    return all(isinstance(p, Evict) and not first.differs(p) for p in policies)
 
 
 @dataclasses.dataclass(frozen=True)
