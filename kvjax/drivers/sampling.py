@@ -206,8 +206,8 @@ class Sampler(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Greedy(Sampler):
-    """The most likely token; the lowest id among equals.
+class _Filtered(Sampler):
+    """A sampler that looks at what a filter leaves.
 
     Attributes:
       filter: what is done to the logits before; nothing by default.
@@ -222,6 +222,15 @@ class Greedy(Sampler):
     def reads_seen(self) -> bool:
         """Whether the filter does."""
         return self.filter.reads_seen
+
+
+@dataclasses.dataclass(frozen=True)
+class Greedy(_Filtered):
+    """The most likely token; the lowest id among equals.
+
+    Attributes:
+      filter: what is done to the logits before; nothing by default.
+    """
 
     def __call__(
         self, logits: Float[Array, "B V"], keys: Key[Array, "B"], seen: Bool[Array, "B V"] | None = None
@@ -232,22 +241,12 @@ class Greedy(Sampler):
 
 
 @dataclasses.dataclass(frozen=True)
-class Categorical(Sampler):
+class Categorical(_Filtered):
     """Draws from the softmax.
 
     Attributes:
       filter: what is done to the logits before; nothing by default.
     """
-
-    filter: Filter = Chain()
-
-    def __post_init__(self):
-        settle(self, filter=a(Filter))
-
-    @property
-    def reads_seen(self) -> bool:
-        """Whether the filter does."""
-        return self.filter.reads_seen
 
     def __call__(
         self, logits: Float[Array, "B V"], keys: Key[Array, "B"], seen: Bool[Array, "B V"] | None = None
