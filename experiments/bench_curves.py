@@ -103,7 +103,7 @@ def main(
     task = Task(encode, (tokenizer.bos_token_id,), length + SCORED, 0)
     examples = [TASKS["perplexity"](task, i) for i in range(prompts)]
     tokens = jnp.asarray([e.context for e in examples], jnp.int32)
-    continuation = jnp.asarray([e.continuation[:rows] for e in examples], jnp.int32)
+    continuation = jnp.asarray([e.questions[0].continuation[:rows] for e in examples], jnp.int32)
     full = analysis.read(model, params, tokens, continuation).logits
     measure = functools.partial(analysis.curves, model, params, tokens, continuation, oracles=())
     plan = functools.partial(kvjax.make_plan, model.config, prompt_len=length, max_new_tokens=rows)

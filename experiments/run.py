@@ -215,8 +215,7 @@ def _run_missing(
     tokenizer = models.load_tokenizer(setup.source)
     examples = build_examples(setup, tokenizer)
     shown = max(examples, key=lambda e: len(e.context))  # whose kept positions are plotted
-    in_prompt = setup.protocol == "in_prompt"
-    lengths = [len(e.context) + (len(e.question) if in_prompt else 0) for e in examples]
+    lengths = [len(q.asked(e.context, setup.protocol)[0]) for e in examples for q in e.questions]
     evaluators = {  # plans are made, and sizes checked, before anything runs
         (method, budget): Evaluator(
             model,

@@ -42,14 +42,15 @@ def test_examples(task, embedded, name):
         e = TASKS[name](task, index)
         assert e == TASKS[name](task, index)
         assert e != TASKS[name](task, index + 1)
-        total = len(e.context) + len(e.question) + len(e.continuation)
-        assert total <= dict(e.meta)["length"] + len(e.continuation)
+        (q,) = e.questions
+        total = len(e.context) + len(q.ids) + len(q.continuation)
+        assert total <= dict(e.meta)["length"] + len(q.continuation)
         assert total > dict(e.meta)["length"] - 20
-        text = tokenizer.decode(e.context)
-        assert corpus.UNK not in text + tokenizer.decode(e.question)
-        for before, value in e.values:
-            assert value in text
-            assert before.split()[0] in tokenizer.decode(e.question)
+        text, asked = tokenizer.decode(e.context), tokenizer.decode(q.ids)
+        assert corpus.UNK not in text + asked
+        for reference in q.references:
+            assert " ".join(w for w in reference.split() if w in corpus.DIGITS) in text
+            assert all(w in asked for w in reference.split() if w in corpus.NAMES)
 
 
 @pytest.mark.parametrize("count", [4, 8, 24, 32, 48])
@@ -70,9 +71,9 @@ def test_facts_at_random_places_reach_the_whole_of_a_prompt_of_full_length(task,
 
 
 def test_scores():
-    from experiments.tasks import Example
+    from experiments.tasks import Question
 
-    e = Example("t", 0, (1,), values=(("ada is", "1 2 3 4"), ("milo is", "5 6 7 8")))
+    e = Question((1,), references=("1 2 3 4", "milo is 5 6 7 8"))
     assert e.score("1 2 3 4 . the code for milo is 5 6 7 8 .") == 1.0
     assert e.score("1 2 3 4 . the code for milo is 5 6 7 9 .") == 0.5
     assert e.score("9 2 3 4 . the code for milo is 5 6 7 8 .") == 0.5

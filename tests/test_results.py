@@ -336,7 +336,7 @@ def test_an_interruption_says_what_is_stored_and_how_to_go_on(made, tmp_path, ca
     assert "the same command goes on from there" in error
     run.main([*SHORT, "--output", str(tmp_path / "x")])
     assert len(samples(tmp_path / "x")) == 8
-    monkeypatch.setattr(run, "parse", lambda _: interrupted(None, [Example("t", 2, ())]))
+    monkeypatch.setattr(run, "parse", lambda _: interrupted(None, [Example("t", 2, (), ())]))
     with pytest.raises(SystemExit) as e:
         run.main([])
     assert e.value.code == 130

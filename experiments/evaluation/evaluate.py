@@ -140,10 +140,10 @@ class Evaluator:
         """
         B = self.batch_size
         batch = [*examples, *[examples[0]] * (B - len(examples))]
-        in_prompt = self.protocol == "in_prompt"
-        prompts = [e.context + e.question if in_prompt else e.context for e in batch]
-        forced = [e.continuation if e.continuation else () if in_prompt else e.question for e in batch]
-        answers = [0 if e.continuation else self._answer_steps(e) for e in batch]
+        questions = [e.questions[0] for e in batch]
+        asked = [q.asked(e.context, self.protocol) for e, q in zip(batch, questions, strict=True)]
+        prompts, forced = zip(*asked, strict=True)
+        answers = [q.max_new_tokens for q in questions]
         num_forced = np.array([len(f) for f in forced], np.int32)
         num_steps = int(max(n + a for n, a in zip(num_forced, answers, strict=True)))
         if num_steps > SCORED:
@@ -174,20 +174,14 @@ class Evaluator:
             result["most_live"] = int(most[i, :num_steps].max())
             result["prefill_seconds"] = prefill_seconds / B
             result["decode_tokens_per_second"] = B * num_steps / decode_seconds
-            if e.continuation:
-                result["nll"] = float(-logp[i, : len(e.continuation)].mean())
+            q, end = questions[i], int(num_forced[i])
+            if q.continuation:
+                result["nll"] = float(-logp[i, end - len(q.continuation) : end].mean())
             else:
-                output = self.tokenizer.decode(tokens[i, num_forced[i] : num_forced[i] + answers[i]].tolist())
-                result |= {"score": e.score(output), "output": output, "values": [v for _, v in e.values]}
+                output = self.tokenizer.decode(tokens[i, end : end + answers[i]].tolist())
+                result |= {"score": q.score(output), "output": output, "references": list(q.references)}
             results.append(result)
         return results, positions
-
-    def _answer_steps(self, e: Example) -> int:
-        """Tokens to generate: those of a right answer, punctuation included."""
-        text = " . ".join(
-            value if i == 0 else f"the code for {before} {value}" for i, (before, value) in enumerate(e.values)
-        )
-        return len(self.tokenizer(text, add_special_tokens=False).input_ids) + 2
 
     def _key(self, e: Example) -> Key[Array, ""]:
         key = jax.random.fold_in(jax.random.key(self.seed), zlib.crc32(e.task.encode()))

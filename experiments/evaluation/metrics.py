@@ -1,12 +1,22 @@
 """Scores with their uncertainty."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from scipy import special
 
 from kvjax import analysis
+
+
+def values_in_place(output: str, references: Sequence[str]) -> float:
+    """The share of values that an answer holds in their places: the first at its start, each other one anywhere."""
+    text = " ".join(output.split())
+    found = [text.startswith(value) if i == 0 else value in text for i, value in enumerate(references)]
+    return float(np.mean(found))
+
+
+METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {"values_in_place": values_in_place}
 
 
 def wilson(scores: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:

@@ -134,10 +134,9 @@ class Reader:
         """One batch; a short one is filled up with copies of its first example, which weigh nothing."""
         p = self.prompts
         padded = [*batch, *[batch[0]] * (p.batch_size - len(batch))]
-        ask = p.protocol == "in_prompt"
-        tokens, lengths = pad_left([e.context + e.question if ask else e.context for e in padded], width=p.length)
+        prompts, given = zip(*(e.questions[0].asked(e.context, p.protocol) for e in padded), strict=True)
+        tokens, lengths = pad_left(prompts, width=p.length)
         follows = np.zeros((p.batch_size, p.future), np.int32)
-        given = [e.continuation or (() if ask else e.question) for e in padded]
         for row, ids in zip(follows, given, strict=True):
             row[: len(ids)] = ids[: p.future]
         num_given = np.array([min(len(ids), p.future) for ids in given], np.int32)

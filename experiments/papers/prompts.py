@@ -44,7 +44,7 @@ def from_project(tokenizer: Any, *, count: int, length: int, seed: int = 0) -> I
     encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
     task = Task(encode, _bos(tokenizer), max(length, 128), seed)
     examples = (TASKS["perplexity"](task, i) for i in range(count))
-    return np.array([(e.context + e.continuation)[:length] for e in examples], np.int32)
+    return np.array([(e.context + e.questions[0].continuation)[:length] for e in examples], np.int32)
 
 
 def _bos(tokenizer: Any) -> tuple[int, ...]:

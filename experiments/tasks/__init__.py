@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from experiments.tasks.base import Example as Example
 from experiments.tasks.base import Protocol as Protocol
+from experiments.tasks.base import Question as Question
 from experiments.tasks.base import Task as Task
 from experiments.tasks.base import Tokens as Tokens
 from experiments.tasks.perplexity import perplexity

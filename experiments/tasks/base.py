@@ -3,46 +3,65 @@
 import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from experiments import corpus
+from experiments.evaluation.metrics import METRICS
 
 Protocol = Literal["in_prompt", "after_compression"]
 Tokens = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
+class Question:
+    """What is asked of a context, and what a right answer is.
+
+    Attributes:
+      ids: token ids that follow the context; the answer begins after them.
+      continuation: text to be scored, as token ids, where the likelihood of text is asked for instead of an answer.
+      references: right answers, as the metric takes them.
+      metric: how an answer is judged, a name in `experiments.evaluation.metrics.METRICS`.
+      max_new_tokens: the most tokens of an answer.
+      stop: strings that end an answer.
+    """
+
+    ids: Tokens = ()
+    continuation: Tokens = ()
+    references: tuple[str, ...] = ()
+    metric: str = "values_in_place"
+    max_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+
+    def score(self, output: str) -> float:
+        """How good an answer is, from 0 to 1."""
+        return METRICS[self.metric](output, self.references)
+
+    def asked(self, context: Tokens, protocol: Protocol) -> tuple[Tokens, Tokens]:
+        """The prompt, after which a cache is evicted, and the given tokens that are read then."""
+        if protocol == "in_prompt":
+            return context + self.ids, self.continuation
+        return context, self.ids + self.continuation
+
+
+@dataclasses.dataclass(frozen=True)
 class Example:
-    """One prompt and what should follow it.
+    """One context, and what is asked about it.
 
     Attributes:
       task: name of the task.
       index: which example of the task; with the seed it determines the rest.
       context: token ids, BOS included.
-      question: token ids that follow the context.
-      continuation: for perplexity, the text to be scored, as token ids.
-      values: for retrieval, (words before the value in the answer, the value). The first value starts the answer.
+      questions: each is asked of the context alone, none sees another.
       meta: what plots need: depth, length.
     """
 
     task: str
     index: int
     context: Tokens
-    question: Tokens = ()
-    continuation: Tokens = ()
-    values: tuple[tuple[str, str], ...] = ()
+    questions: tuple[Question, ...]
     meta: tuple[tuple[str, float], ...] = ()
-
-    def score(self, output: str) -> float:
-        """The share of values that generated text holds in their places."""
-        text = " ".join(output.split())
-        found = [
-            text.startswith(value) if i == 0 else f"{before} {value}" in text
-            for i, (before, value) in enumerate(self.values)
-        ]
-        return float(np.mean(found))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +113,6 @@ class Task:
         return self.bos + tuple(t for _, ids in ordered for t in ids)
 
 
-def example(name: str, index: int, **fields: Any) -> Example:
-    """An `Example` whose meta is given as a dict."""
-    meta = fields.pop("meta", {})
-    return Example(name, index, meta=tuple(sorted(meta.items())), **fields)
+def example(name: str, index: int, context: Tokens, *questions: Question, **meta: float) -> Example:
+    """An `Example` whose meta is given by keywords."""
+    return Example(name, index, context, questions, tuple(sorted(meta.items())))

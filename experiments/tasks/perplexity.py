@@ -1,7 +1,7 @@
 """How well a compressed cache predicts the text that follows."""
 
 from experiments import corpus
-from experiments.tasks.base import Example, Task, example
+from experiments.tasks.base import Example, Question, Task, example
 
 SCORED = 64
 
@@ -37,6 +37,5 @@ def perplexity(task: Task, index: int) -> Example:
             words = list(corpus.filler(rng, "held_out"))
         tokens += task.ids(words)
     cut = task.length - SCORED
-    return example(
-        "perplexity", index, context=tokens[:cut], continuation=tokens[cut : task.length], meta={"length": float(cut)}
-    )
+    question = Question(continuation=tokens[cut : task.length])
+    return example("perplexity", index, tokens[:cut], question, length=float(cut))

@@ -3,7 +3,7 @@
 import numpy as np
 
 from experiments import corpus
-from experiments.tasks.base import Example, Task, example
+from experiments.tasks.base import Example, Question, Task, example
 
 DEPTHS = 8
 DEPTH_STEP = 3  # from one example's depth to the next one's: coprime to DEPTHS, so that few examples lie far apart
@@ -27,25 +27,19 @@ def _ask(
     facts: tuple[list[str], list[list[str]]],
     places: np.ndarray,
     queries: int = 1,
-    meta: dict[str, float],
 ) -> Example:
     """An example that states all facts at `places` and asks for the first `queries` of them."""
     names, values = facts
     question = task.ids(corpus.question(asked, names[:queries]))
     inserts = [(p, corpus.fact(stated, n, v)) for p, n, v in zip(places, names, values, strict=True)]
     context = task.fill(rng, length - len(question), inserts)
-    expected = [
-        (" ".join(corpus.words(n, asked.answer[1])), " ".join(v))
-        for n, v in zip(names[:queries], values[:queries], strict=True)
-    ]
-    return example(
-        name,
-        index,
-        context=context,
-        question=question,
-        values=tuple(expected),
-        meta={**meta, "length": float(length), "depth": round(float(places[0]), 4)},
-    )
+    first, *others = (" ".join(v) for v in values[:queries])
+    before = [" ".join(corpus.words(n, asked.answer[1])) for n in names[1:queries]]
+    references = (first, *(f"{b} {v}" for b, v in zip(before, others, strict=True)))
+    answer = " . ".join((first, *(f"the code for {r}" for r in references[1:])))
+    most = len(task.encode(answer)) + 2  # punctuation included
+    asked_for = Question(question, references=references, max_new_tokens=most)
+    return example(name, index, context, asked_for, length=float(length), depth=round(float(places[0]), 4))
 
 
 def _phrasings(rng: np.random.Generator) -> tuple[corpus.Phrasing, corpus.Phrasing]:
@@ -65,7 +59,7 @@ def single_needle(task: Task, index: int) -> Example:
     stated, asked = _phrasings(rng)
     return _ask(
         task, rng, "single_needle", index, length=length, stated=stated, asked=asked, facts=_facts(rng, 1),
-        places=np.array([depth]), meta={},
+        places=np.array([depth]),
     )  # fmt: skip
 
 
@@ -75,7 +69,7 @@ def several_needles(task: Task, index: int, count: int = 16) -> Example:
     stated, asked = _phrasings(rng)
     return _ask(
         task, rng, "several_needles", index, length=task.length, stated=stated, asked=asked,
-        facts=_facts(rng, count), places=rng.uniform(size=count), meta={},
+        facts=_facts(rng, count), places=rng.uniform(size=count),
     )  # fmt: skip
 
 
@@ -85,7 +79,7 @@ def multi_query(task: Task, index: int, count: int = 8, queries: int = 3) -> Exa
     stated, asked = _phrasings(rng)
     return _ask(
         task, rng, "multi_query", index, length=task.length, stated=stated, asked=asked, facts=_facts(rng, count),
-        places=rng.uniform(size=count), queries=queries, meta={},
+        places=rng.uniform(size=count), queries=queries,
     )  # fmt: skip
 
 
@@ -97,5 +91,5 @@ def key_value(task: Task, index: int, count: int = 32) -> Example:
     rows = rng.permutation(count)  # the first fact is asked for; where it stands in the table is random
     return _ask(
         task, rng, "key_value", index, length=task.length, stated=corpus.PAIR, asked=corpus.PAIR, facts=facts,
-        places=place + rows * 1e-9, meta={},
+        places=place + rows * 1e-9,
     )  # fmt: skip
