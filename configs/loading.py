@@ -1,10 +1,11 @@
-"""Finding configs by name or path."""
+"""Finding configs by name or path, and functions in Python files."""
 
 import contextlib
 import importlib.util
 import pathlib
 import sys
 import traceback
+import types
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -42,14 +43,7 @@ def find(config: str, script: str = "run.py") -> tuple[str, Callable[..., Any]]:
     if path.suffix != ".py" or not path.is_file():
         names = ", ".join(available(script))
         raise ValueError(f"no config {config!r}; configs/ has {names}, or give a path to a .py file")
-    spec = importlib.util.spec_from_file_location(str(path.absolute()), path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path} cannot be imported as a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look types up that are written as text
-    with _naming(path):
-        spec.loader.exec_module(module)
-    get_config = getattr(module, "get_config", None)
+    get_config = getattr(_load(path), "get_config", None)
     if not callable(get_config):
         raise ValueError(f"{path} defines no get_config(budget=..., ...) -> Experiment")
     try:
@@ -57,6 +51,43 @@ def find(config: str, script: str = "run.py") -> tuple[str, Callable[..., Any]]:
     except Exception as e:
         raise ValueError(f"{path}: the types of get_config's options cannot be read: {type(e).__name__}: {e}") from e
     return path.stem, get_config if path.parent == _HERE else _naming(path)(get_config)
+
+
+def function(reference: str) -> Callable[..., Any]:
+    """A function of a Python file.
+
+    Args:
+      reference: "path.py:name".
+
+    Returns:
+      The function. Whatever its code raises is a ValueError that names the line.
+
+    Raises:
+      ValueError: no such file, a file that fails when it is loaded, naming the line, or one without such a function,
+        naming those that it has.
+    """
+    file, _, name = reference.rpartition(":")
+    path = pathlib.Path(file)
+    if path.suffix != ".py" or not path.is_file():
+        raise ValueError(f"{reference!r}: there is no Python file {file!r}; write path.py:name")
+    module = _load(path)
+    found = getattr(module, name, None)
+    if not callable(found):
+        own = [n for n, x in vars(module).items() if callable(x) and getattr(x, "__module__", "") == module.__name__]
+        raise ValueError(f"{path} defines no function {name!r}; it has {', '.join(own) or 'none'}")
+    return _naming(path)(found)
+
+
+def _load(path: pathlib.Path) -> types.ModuleType:
+    """The module that a Python file makes, errors of which name their line."""
+    spec = importlib.util.spec_from_file_location(str(path.absolute()), path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} cannot be imported as a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look types up that are written as text
+    with _naming(path):
+        spec.loader.exec_module(module)
+    return module
 
 
 @contextlib.contextmanager

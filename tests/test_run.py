@@ -16,7 +16,7 @@ import pytest
 import configs
 from configs.experiment import Experiment, Setup
 from experiments import compare, run
-from experiments.evaluation import metrics, report
+from experiments.evaluation import report
 from experiments.tasks import TASKS
 from kvjax import methods
 from tests.runs import ROOT, one_layer, samples, small, without_times
@@ -366,17 +366,6 @@ def test_a_config_of_ones_own(tmp_path, monkeypatch):
 
 def test_setup_names_all_tasks():
     assert Setup().tasks == tuple(TASKS)
-
-
-def test_intervals():
-    assert metrics.wilson([1.0] * 10)[1:] == pytest.approx((0.7225, 1.0), abs=1e-3)
-    assert metrics.wilson([0.0] * 10)[1:] == pytest.approx((0.0, 0.2775), abs=1e-3)
-    p, low, high = metrics.wilson([1.0, 0.0] * 50)
-    assert (p, low, high) == pytest.approx((0.5, 0.4038, 0.5962), abs=1e-3)
-    ppl, low, high = metrics.perplexity([1.0, 1.2, 0.8, 1.0])
-    assert ppl == pytest.approx(np.e)
-    assert low < ppl < high
-    assert metrics.perplexity([1.0])[1:] == (0.0, float("inf"))
 
 
 def test_budget_labels():

@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.evaluation import metrics
+from experiments.evaluation import statistics
 from experiments.evaluation.results import read_config, seal, write_bytes, write_figure, write_json
 from experiments.palette import COLOURS, LINES, MARKERS
 from experiments.tasks import RETRIEVAL
@@ -33,12 +33,12 @@ def summarise(samples: Sequence[dict[str, Any]], costs: dict[str, Any]) -> dict[
         row: dict[str, Any] = {"method": method, "budget": budget, "task": task, "examples": len(group)}
         if task == "perplexity":
             nll = [s["nll"] for s in group]
-            row |= dict(zip(("perplexity", "low", "high"), metrics.perplexity(nll), strict=True))
+            row |= dict(zip(("perplexity", "low", "high"), statistics.perplexity(nll), strict=True))
             if all(s["index"] in full_nll for s in group):
                 worse = np.mean([s["nll"] - full_nll[s["index"]] for s in group])
                 row["score"] = float(np.exp(-worse))  # 1 where the text is as likely as under the full cache
         else:
-            row |= dict(zip(("score", "low", "high"), metrics.wilson([s["score"] for s in group]), strict=True))
+            row |= dict(zip(("score", "low", "high"), statistics.wilson([s["score"] for s in group]), strict=True))
         row |= _cost_columns(group, costs[f"{method}@{budget}"], full_bytes)
         rows.append(row)
 
@@ -46,7 +46,7 @@ def summarise(samples: Sequence[dict[str, Any]], costs: dict[str, Any]) -> dict[
     for method, budget in dict.fromkeys((m, b) for m, b, _ in groups):
         group = [s for (m, b, t), g in groups.items() if (m, b) == (method, budget) and t in RETRIEVAL for s in g]
         if group:
-            score, low, high = metrics.wilson([s["score"] for s in group])
+            score, low, high = statistics.wilson([s["score"] for s in group])
             mean = {"method": method, "budget": budget, "task": "retrieval_mean", "examples": len(group)}
             mean |= {"score": score, "low": low, "high": high}
             means.append(mean | _cost_columns(group, costs[f"{method}@{budget}"], full_bytes))

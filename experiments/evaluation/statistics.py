@@ -1,0 +1,291 @@
+"""How far scores may be off, and whether one method's are better than another's on the same rows.
+
+Rows stand for all rows that the same source might have given. What is assumed beyond that is said by each function.
+Rows that share a context are not independent: give their `clusters` (any labels, one a row), and contexts are drawn and
+flipped whole. A method that answers the same context well fifty times has shown that once.
+
+Everything is a function of its arguments: what is drawn at random starts from a fixed seed.
+"""
+
+import dataclasses
+import math
+from collections.abc import Hashable, Sequence
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+from scipy import optimize, special, stats
+
+from kvjax import analysis
+from kvjax.analysis import Interval
+from pallas_kernels.values import checked, number
+
+FEW: Final = 20
+"""Below so many independent rows the bootstrap covers too rarely: 74 % for 95 % with 3 rows, 89 % with 12."""
+_RESAMPLES: Final = 9_999
+
+Clusters = Sequence[Hashable] | None
+
+
+def wilson(scores: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Mean of scores in [0, 1] and its Wilson score interval.
+
+    Exact matches are proportions. For fractional scores, whose variance is smaller than a proportion's, the interval is
+    wider than it need be. Unlike mean +- error it never collapses where all scores are equal.
+    """
+    n, p = len(scores), float(np.mean(scores))
+    z = _z(confidence)
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return Interval(p, max(0.0, centre - half), min(1.0, centre + half))
+
+
+def perplexity(nll: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Perplexity from the mean negative log-likelihoods of examples, with a Student-t interval over examples.
+
+    Assumes that means over examples are nearly normal in log space.
+    """
+    return Interval(*(float(np.exp(x)) for x in analysis.interval(nll, confidence)))
+
+
+def interval(scores: Sequence[float], clusters: Clusters = None, confidence: float = 0.95) -> Interval:
+    """Mean of scores in [0, 1] and its confidence interval.
+
+    Wilson's where all scores are 0 or 1 and rows are independent. Otherwise the BCa bootstrap over rows, or over
+    clusters where there are some, and Student-t within [0, 1] for fewer than `FEW` of them. Where all of these have the
+    same mean, the interval allows for the share of others that so many equal ones do not rule out.
+
+    Args:
+      scores: one a row.
+      clusters: the context of each row, if some rows share theirs.
+      confidence: how likely an interval made so holds the true mean.
+
+    Raises:
+      ValueError: no scores, scores outside [0, 1] or not finite, another number of clusters than of scores, or a
+        confidence outside (0, 1).
+    """
+    x, confidence = _scores("scores", scores), checked(number("(0, 1)"), "confidence", confidence)
+    units = _units(x, clusters)
+    return wilson(scores, confidence) if _proportions(x, units) else _mean(units, (0.0, 1.0), confidence)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A method beside a baseline on the same rows.
+
+    Attributes:
+      difference: mean of the method's scores less the baseline's; positive is better.
+      low: lower end of the difference's confidence interval.
+      high: upper end of it.
+      p: how likely a difference at least so large is, in either direction, where the two do not differ. See `adjusted`.
+      n: rows.
+      test: what gave `p`.
+      confidence: of the interval; differences with p of at most 1 - confidence count.
+      compared: how many comparisons `p` allows for.
+    """
+
+    difference: float
+    low: float
+    high: float
+    p: float
+    n: int
+    test: Literal["McNemar", "sign-flip"]
+    confidence: float = 0.95
+    compared: int = 1
+
+    @property
+    def verdict(self) -> Literal["better", "worse", "undecided"]:
+        """What the p-value allows to say of the method."""
+        if self.p > 1 - self.confidence + 1e-12:  # 1 - 0.95 is a little more than 0.05
+            return "undecided"
+        return "better" if self.difference > 0 else "worse"
+
+
+def compare(
+    scores: Sequence[float], baseline: Sequence[float], clusters: Clusters = None, confidence: float = 0.95
+) -> Comparison:
+    """Whether scores in [0, 1] are better than a baseline's on the same rows.
+
+    For scores of 0 and 1 on independent rows: McNemar's exact test and Tango's score interval. Otherwise a sign-flip
+    permutation test, exact where 2**rows are few enough to go through, which assumes that without an effect a
+    difference is as likely as its negative; and the interval of `interval`, of the differences. Test and interval are
+    not the same calculation, and may disagree at the border.
+
+    Args:
+      scores: one a row.
+      baseline: of the same rows, in the same order.
+      clusters: the context of each row, if some rows share theirs; all differences of a context are flipped together.
+      confidence: of the interval and the verdict.
+
+    Raises:
+      ValueError: numbers of scores that differ, and what `interval` refuses.
+    """
+    x, y = _scores("scores", scores), _scores("baseline", baseline)
+    _same_rows(x, y)
+    confidence = checked(number("(0, 1)"), "confidence", confidence)
+    units = _units(x - y, clusters)
+    if not _proportions(np.concatenate([x, y]), units):
+        return _paired(units, (-1.0, 1.0), confidence)
+    won, lost = int((x > y).sum()), int((x < y).sum())
+    p = float(stats.binomtest(won, won + lost).pvalue) if won + lost else 1.0
+    difference, low, high = _tango(won, lost, len(x), confidence)
+    return Comparison(difference, low, high, p, len(x), "McNemar", confidence)
+
+
+def compare_perplexity(
+    nll: Sequence[float], baseline: Sequence[float], clusters: Clusters = None, confidence: float = 0.95
+) -> Comparison:
+    """Whether text is more likely than under a baseline, on the same rows.
+
+    As `compare` for scores that are no proportions, in log space. The difference is the baseline's negative
+    log-likelihood less the method's: its exponential is the baseline's perplexity over the method's, above 1 where the
+    method is better.
+
+    Args:
+      nll: mean negative log-likelihood of each row.
+      baseline: of the same rows, in the same order.
+      clusters: the text of each row, if some rows share theirs.
+      confidence: of the interval and the verdict.
+
+    Raises:
+      ValueError: no rows, numbers of rows that differ, values that are not finite, another number of clusters than of
+        rows, or a confidence outside (0, 1).
+    """
+    x, y = _finite("nll", nll), _finite("baseline", baseline)
+    _same_rows(x, y)
+    confidence = checked(number("(0, 1)"), "confidence", confidence)
+    return _paired(_units(y - x, clusters), (-math.inf, math.inf), confidence)
+
+
+def adjusted(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Comparisons that together are wrong as rarely as one alone would be, by Holm's correction.
+
+    For many methods against one baseline: of 20 methods that differ in nothing from it, one is expected to be better or
+    worse at p = 0.05. Holm's correction assumes nothing about how the comparisons depend on each other. Intervals stay
+    those of single comparisons.
+
+    Raises:
+      ValueError: comparisons that have been adjusted.
+    """
+    if any(c.compared > 1 for c in comparisons):
+        raise ValueError("comparisons were adjusted before; adjust those that `compare` returned, all at once")
+    order = np.argsort([c.p for c in comparisons], kind="stable")
+    m, reached, found = len(comparisons), 0.0, list(comparisons)
+    for rank, i in enumerate(order):
+        reached = max(reached, min(1.0, (m - rank) * comparisons[i].p))
+        found[i] = dataclasses.replace(comparisons[i], p=reached, compared=m)
+    return found
+
+
+# --- what is drawn and flipped as one ---
+
+
+class _Units(NamedTuple):
+    """Rows, or clusters of them. totals, sizes: "U" sum and number of a unit's values."""
+
+    totals: np.ndarray
+    sizes: np.ndarray
+
+    @property
+    def mean(self) -> float:
+        return float(_ratio(*self))
+
+
+def _ratio(totals: np.ndarray, sizes: np.ndarray, axis: int = -1) -> np.ndarray:
+    return totals.sum(axis) / sizes.sum(axis)
+
+
+def _units(x: np.ndarray, clusters: Clusters) -> _Units:
+    if clusters is None:
+        return _Units(x, np.ones_like(x))
+    if len(clusters) != len(x):
+        raise ValueError(f"{len(clusters)} clusters for {len(x)} rows; give every row the label of its context")
+    labels: dict[Hashable, int] = {}
+    which = [labels.setdefault(c, len(labels)) for c in clusters]
+    return _Units(np.bincount(which, weights=x), np.bincount(which).astype(float))
+
+
+def _proportions(x: np.ndarray, units: _Units) -> bool:
+    """Whether all values are 0 or 1 and rows are independent."""
+    return bool(np.isin(x, (0.0, 1.0)).all() and (units.sizes == 1).all())
+
+
+def _mean(units: _Units, bounds: tuple[float, float], confidence: float) -> Interval:
+    """The mean over rows and its interval, for values within `bounds`."""
+    n, mean, means = len(units.sizes), units.mean, units.totals / units.sizes
+    if np.ptp(means) < 1e-12 and math.isfinite(bounds[1] - bounds[0]):
+        others = wilson([0.0] * n, confidence).high  # the share of units that may differ though none of n does
+        return Interval(mean, mean - others * (mean - bounds[0]), mean + others * (bounds[1] - mean))
+    if n >= FEW and np.ptp(means) >= 1e-12:
+        drawn = stats.bootstrap(
+            tuple(units), _ratio, paired=True, vectorized=True, n_resamples=_RESAMPLES, batch=1 + 2_000_000 // n,
+            confidence_level=confidence, method="BCa", rng=np.random.default_rng(0),
+        )  # fmt: skip
+        low, high = (float(end) for end in drawn.confidence_interval)
+    else:
+        deviations = (units.totals - mean * units.sizes) / units.sizes.mean()
+        _, low, high = (float(end) for end in analysis.interval(mean + deviations, confidence))
+    return Interval(mean, max(low, bounds[0]), min(high, bounds[1]))
+
+
+def _paired(units: _Units, bounds: tuple[float, float], confidence: float) -> Comparison:
+    """The mean of differences, its interval and sign-flip test."""
+    mean, low, high = _mean(units, bounds, confidence)
+    flipped, p = units.totals[units.totals != 0], 1.0  # zeros flip to zeros
+    if flipped.size > 1:  # one difference is as far from 0 as its negative
+        p = stats.permutation_test(
+            (flipped,), np.sum, permutation_type="samples", vectorized=True, n_resamples=_RESAMPLES,
+            batch=1 + 2_000_000 // flipped.size, rng=np.random.default_rng(0),
+        ).pvalue  # fmt: skip
+    return Comparison(mean, low, high, float(p), int(units.sizes.sum()), "sign-flip", confidence)
+
+
+# --- formulas and checks ---
+
+
+def _tango(won: int, lost: int, n: int, confidence: float) -> Interval:
+    """Score interval of the difference of two proportions of the same rows.
+
+    Tango, Equivalence test and confidence interval for the difference in proportions for the paired-sample design,
+    Statistics in Medicine 17 (1998).
+    """
+    z, difference = _z(confidence), (won - lost) / n
+
+    def excess(delta: float) -> float:
+        """How many standard errors the difference is above `delta`, where `delta` is true, less z in size."""
+        b = (2 * n - won + lost) * delta - won - lost
+        both = max((math.sqrt(max(b * b + 8 * n * lost * delta * (1 - delta), 0.0)) - b) / (4 * n), 0.0)
+        variance = n * (2 * both + delta * (1 - delta))
+        return abs(won - lost - n * delta) - z * math.sqrt(max(variance, 0.0))
+
+    ends = []
+    for edge in (-1.0, 1.0):
+        near = difference + 1e-9 * (edge - difference)  # the standard error may be 0 at the difference itself
+        inside = excess(near) < 0 < excess(edge)
+        ends.append(optimize.brentq(excess, near, edge) if inside else edge)
+    return Interval(difference, ends[0], ends[1])
+
+
+def _z(confidence: float) -> float:
+    return float(special.ndtri(0.5 + confidence / 2))
+
+
+def _finite(name: str, values: Sequence[float]) -> np.ndarray:
+    x = np.asarray(values, dtype=float)
+    if x.ndim != 1 or not x.size:
+        raise ValueError(f"{name} has shape {x.shape}; there must be one number a row, of at least one row")
+    if not np.isfinite(x).all():
+        i = int(np.argmin(np.isfinite(x)))
+        raise ValueError(f"{name}[{i}] is {x[i]}, which is no number; leave out rows that failed, and count them")
+    return x
+
+
+def _scores(name: str, values: Sequence[float]) -> np.ndarray:
+    x = _finite(name, values)
+    if x.min() < 0 or x.max() > 1:
+        raise ValueError(f"{name} are from {x.min():g} to {x.max():g}, but scores lie in [0, 1]")
+    return x
+
+
+def _same_rows(x: np.ndarray, y: np.ndarray) -> None:
+    if len(x) != len(y):
+        raise ValueError(f"{len(x)} scores beside {len(y)} of the baseline; compare the same rows")

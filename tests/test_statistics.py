@@ -1,0 +1,141 @@
+"""Intervals cover as often as they say, and tests find nothing where there is nothing, by enumeration or simulation."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from experiments.evaluation import statistics
+from experiments.evaluation.statistics import Comparison, adjusted, compare, compare_perplexity, interval
+
+RUNS = 200  # the standard error of a coverage of 95 % is 1.5 %
+
+
+@pytest.fixture(autouse=True)
+def _fewer_resamples(monkeypatch):
+    monkeypatch.setattr(statistics, "_RESAMPLES", 499)
+
+
+def covered(found, truth):
+    return found.low <= truth <= found.high
+
+
+def test_wilson_and_perplexity():
+    assert statistics.wilson([1.0] * 10)[1:] == pytest.approx((0.7225, 1.0), abs=1e-3)
+    assert statistics.wilson([0.0] * 10)[1:] == pytest.approx((0.0, 0.2775), abs=1e-3)
+    p, low, high = statistics.wilson([1.0, 0.0] * 50)
+    assert (p, low, high) == pytest.approx((0.5, 0.4038, 0.5962), abs=1e-3)
+    ppl, low, high = statistics.perplexity([1.0, 1.2, 0.8, 1.0])
+    assert ppl == pytest.approx(np.e)
+    assert low < ppl < high
+    assert statistics.perplexity([1.0])[1:] == (0.0, float("inf"))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.97])
+def test_proportions_are_covered(p):
+    n = 30
+    held = [covered(interval([1.0] * k + [0.0] * (n - k)), p) for k in range(n + 1)]
+    assert stats.binom.pmf(range(n + 1), n, p) @ held == pytest.approx(0.95, abs=0.035)
+
+
+@pytest.mark.parametrize(("won", "lost"), [(0.2, 0.1), (0.3, 0.0), (0.02, 0.02)])
+def test_differences_of_proportions_are_covered(won, lost):
+    n, mass = 25, 0.0
+    for w in range(n + 1):
+        for k in range(n + 1 - w):
+            likely = stats.multinomial.pmf([w, k, n - w - k], n, [won, lost, 1 - won - lost])
+            if likely > 1e-5:
+                x, y = [1] * w + [0] * (n - w), [0] * w + [1] * k + [0] * (n - w - k)
+                mass += likely * covered(compare(x, y), won - lost)
+    assert mass >= 0.93
+
+
+@pytest.mark.parametrize("units", [4, 25])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_fractional_scores_are_covered(units, rows):
+    rng = np.random.default_rng(0)
+    clusters = None if rows == 1 else np.repeat(np.arange(units), rows)
+    runs, baselines = (rng.binomial(4, p, (RUNS, units)).repeat(rows, axis=1) / 4 for p in (0.6, 0.7))
+    held = np.mean([covered(interval(x, clusters), 0.6) for x in runs])
+    differing = np.mean([covered(compare(x, y, clusters), -0.1) for x, y in zip(runs, baselines, strict=True)])
+    assert 0.9 <= held <= 0.995
+    assert 0.9 <= differing <= 0.995
+    if clusters is not None:  # what is lost where rows of one context are taken for independent ones
+        assert np.mean([covered(interval(x), 0.6) for x in runs]) < 0.85
+
+
+@pytest.mark.parametrize(("units", "rows"), [(7, 1), (25, 4)])
+def test_p_values_are_uniform_where_there_is_no_effect(units, rows):
+    rng = np.random.default_rng(1)
+    clusters = None if rows == 1 else np.repeat(np.arange(units), rows)
+    scores = rng.uniform(size=(2, RUNS, units)).repeat(rows, axis=2)
+    p = np.array([compare(x, y, clusters).p for x, y in scores.swapaxes(0, 1)])
+    for level in (0.05, 0.2, 0.5, 0.8):
+        assert np.mean(p <= level) == pytest.approx(
+            level, abs=3 * np.sqrt(level * (1 - level) / RUNS) + 2 ** (1 - units)
+        )
+
+
+@pytest.mark.parametrize("discordant", [1, 6, 11])
+def test_mcnemar_is_wrong_at_most_as_often_as_it_says(discordant):
+    tie = [1.0, 0.0]
+    won = range(discordant + 1)
+    found = [compare([*tie, *[1] * k, *[0] * (discordant - k)], [*tie, *[0] * k, *[1] * (discordant - k)]) for k in won]
+    assert {c.test for c in found} == {"McNemar"}
+    for level in (0.05, 0.3):
+        wrong = stats.binom.pmf(won, discordant, 0.5) @ [c.p <= level for c in found]
+        assert wrong <= level
+
+
+def test_small_samples_by_hand():
+    assert compare([0.9, 0.8, 0.7], [0.1, 0.2, 0.6]).p == pytest.approx(2 / 8)  # one of eight signings, and its mirror
+    nine = compare([1] * 9 + [0], [0] * 9 + [1])
+    assert (nine.p, nine.difference, nine.verdict) == (pytest.approx(22 / 1024), 0.8, "better")
+    assert compare([0] * 9 + [1], [1] * 9 + [0]).verdict == "worse"
+    assert compare([0.5, 0.25], [0.5, 0.25]).p == 1.0
+    likelier = compare_perplexity(np.linspace(1, 2, 8), np.linspace(1, 2, 8) + np.linspace(0.4, 0.6, 8))
+    assert (likelier.difference, likelier.verdict) == (pytest.approx(0.5), "better")
+    assert likelier.p == pytest.approx(2 / 2**8)
+    assert 0 < likelier.low < 0.5 < likelier.high
+
+
+def test_equal_scores_leave_room_for_others():
+    others = statistics.wilson([0.0] * 10).high
+    assert interval([0.5] * 10)[1:] == pytest.approx((0.5 - others / 2, 0.5 + others / 2))
+    assert interval([1.0] * 40, [0] * 40) == pytest.approx(interval([1.0]))
+    same = compare([0.5] * 10, [0.5] * 10)
+    assert (same.low, same.high, same.verdict) == (pytest.approx(-others), pytest.approx(others), "undecided")
+    assert compare_perplexity([1.0], [2.0]).high == np.inf
+
+
+def test_rows_of_a_cluster_count_as_they_are_and_their_order_does_not():
+    scores, clusters = np.array([0.2, 0.4, 0.6, 1.0, 0.0]), np.array(["a", "b", "a", "b", "b"])
+    order = [3, 1, 4, 0, 2]
+    assert interval(scores, clusters).mean == pytest.approx(scores.mean())
+    assert interval(scores, clusters) == pytest.approx(interval(scores[order], clusters[order]))
+    many = np.random.default_rng(0).uniform(size=30)
+    assert interval(many, range(30)) == interval(many)
+
+
+def test_holm():
+    found = adjusted([Comparison(0.1, 0.0, 0.2, p, 10, "sign-flip") for p in (0.01, 0.04, 0.03, 0.005)])
+    assert [c.p for c in found] == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert [c.verdict for c in found] == ["better", "undecided", "undecided", "better"]
+    with pytest.raises(ValueError, match="adjusted before"):
+        adjusted(found)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: interval([]), r"scores has shape \(0,\)"),
+        (lambda: interval([0.5, float("nan")]), r"scores\[1\] is nan"),
+        (lambda: interval([0.5, 70.0]), r"from 0.5 to 70, but scores lie in \[0, 1\]"),
+        (lambda: interval([0.5, 0.6], ["a"]), "1 clusters for 2 rows"),
+        (lambda: interval([0.5, 0.6], confidence=95), r"confidence=95: must be a number in \(0, 1\)"),
+        (lambda: compare([0.5, 0.6], [0.5]), "2 scores beside 1 of the baseline"),
+        (lambda: compare_perplexity([1.0], [float("inf")]), r"baseline\[0\] is inf"),
+    ],
+)
+def test_what_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
