@@ -24,18 +24,10 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from kvjax.algebra import identity
 from kvjax.cache.context import row_keys
 from kvjax.cache.state import KVState, take_rows
-from kvjax.drivers.generation import (
-    NO_TOKEN,
-    Model,
-    check_block,
-    check_logits,
-    check_prompts,
-    check_request,
-    check_room,
-    decode_step,
-    prefill,
-)
+from kvjax.drivers.generation import NO_TOKEN
+from kvjax.drivers.requests import Model, check_block, check_logits, check_prompts, check_request, check_room
 from kvjax.drivers.sampling import Greedy
+from kvjax.drivers.steps import decode_step, prefill
 from kvjax.plan import make_plan
 from kvjax.policy import Policy
 from pallas_kernels.pytree import pytree

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from kvjax.cache.state import KVState
-from kvjax.drivers.generation import empty_after_prompt, init_state
+from kvjax.drivers.steps import empty_after_prompt, init_state
 from kvjax.plan import CachePlan
 
 _META = {"params": {"shapes": dict}, "state": {"plan": str, "keys": dict, "leaves": int}}

@@ -16,17 +16,10 @@ from jaxtyping import Array, Int, PyTree
 from kvjax.algebra import identity
 from kvjax.cache.context import row_keys
 from kvjax.cache.state import KVState
-from kvjax.drivers.generation import (
-    NO_TOKEN,
-    Model,
-    check_block,
-    check_prompts,
-    check_request,
-    first_token,
-    next_token,
-    prefill,
-)
+from kvjax.drivers.generation import NO_TOKEN, first_token, next_token
+from kvjax.drivers.requests import Model, check_block, check_prompts, check_request
 from kvjax.drivers.sampling import Greedy, Sampler, seen_tokens
+from kvjax.drivers.steps import prefill
 from kvjax.drivers.text import TextPieces, check_tokenizer, encode, is_chat
 from kvjax.plan import make_plan
 from kvjax.policy import Policy
