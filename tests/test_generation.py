@@ -12,6 +12,7 @@ import kvjax
 import models
 from kvjax import methods
 from kvjax.drivers.generation import check_block, check_request
+from tests import helpers
 
 T = 20
 
@@ -49,6 +50,40 @@ def test_cached_decoding_equals_one_pass(tiny):
     np.testing.assert_allclose(first, expected[:, 11], atol=2e-4)
     np.testing.assert_allclose(rest, expected[:, 12:], atol=2e-4)
     assert state.length.tolist() == [30, 30]
+
+
+@pytest.mark.parametrize("policy", [methods.h2o(6), methods.streaming_llm(6, sinks=1)], ids=["h2o", "streaming_llm"])
+def test_a_short_row_is_fed_as_it_is_alone(shallow, prompts, policy):
+    """Logits and what stays of the cache; padding has no logits, and the last token's stand in the last column."""
+    model, params = shallow
+    (tokens, lengths), row, n = prompts, 1, np.array([5, 2, 4])
+    more = np.random.default_rng(5).integers(0, 61, (3, 5))
+    plan = kvjax.make_plan(model.config, policy, prompt_len=T, max_new_tokens=5)
+
+    @jax.jit
+    def read(params, tokens, lengths, more, n):
+        state = kvjax.prefill(model, params, tokens, plan, lengths=lengths)[1]
+        return kvjax.feed(model, params, more, state, lengths=n)
+
+    logits, state = read(params, tokens, lengths, more, n)
+    alone, kept = read(params, tokens[[row]], lengths[[row]], more[[row], 5 - n[row] :], None)
+    np.testing.assert_allclose(logits[row, 5 - n[row] :], alone[0], atol=1e-4)
+    assert np.isnan(logits[row, : 5 - n[row]]).all()
+    assert state.length[row] == kept.length[0]
+    for a, b in zip(state.layers, kept.layers, strict=True):
+        assert helpers.live_positions(a)[row] == helpers.live_positions(b)[0]
+
+
+def test_lengths_of_what_is_fed_are_checked(shallow):
+    """Padding may be any id; each row is held against its own room."""
+    model, params = shallow
+    _, state = read_prompt(shallow, methods.full(), np.ones((2, 4), np.int32), max_new_tokens=2)
+    logits, _ = kvjax.feed(model, params, [[-1, 1], [2, 3]], state, lengths=[1, 2])
+    assert np.isfinite(logits[:, -1]).all()
+    with pytest.raises(ValueError, match="3 tokens come after the prompt, but the plan was made for 2"):
+        kvjax.feed(model, params, np.ones((2, 4), np.int32), state, lengths=[2, 3])
+    with pytest.raises(ValueError, match="must lie between 1 and the prompt's width 2, got 0 to 2"):
+        kvjax.feed(model, params, np.ones((2, 2), np.int32), state, lengths=[0, 2])
 
 
 def test_appending_a_block_to_a_cache_equals_one_pass(tiny):

@@ -147,14 +147,16 @@ def check_logits(model: Model, logits: Any, state: Any) -> None:
     check_array("logits", logits, "batch", "vocabulary", shape=(len(state.length), model.config.vocab_size))
 
 
-def check_room(state: KVState, num_tokens: int) -> None:
-    """Raises ValueError if a state, where its numbers are known, was not planned for so many tokens more.
+def check_room(state: KVState, num_tokens: int | np.ndarray | Int[Array, "B"]) -> None:
+    """Raises ValueError if a state was not planned for so many tokens more, of all rows or of each.
 
-    Temperatures, histories and tables of positions are made for the tokens planned, even where slots are left.
+    Known numbers are checked, and traced ones pass. Temperatures, histories and tables of positions are made for the
+    tokens planned, even where slots are left.
     """
-    if isinstance(state.length, jax.core.Tracer) or isinstance(state.prompt_length, jax.core.Tracer):
+    if any(isinstance(x, jax.core.Tracer) for x in (state.length, state.prompt_length, num_tokens)):
         return
-    steps, planned = int((state.length - state.prompt_length).max()) + num_tokens, state.plan.max_new_tokens
+    steps = int((np.asarray(state.length - state.prompt_length) + num_tokens).max())
+    planned = state.plan.max_new_tokens
     if steps > planned:
         raise ValueError(
             f"{steps} tokens come after the prompt, but the plan was made for {planned}; make it with "

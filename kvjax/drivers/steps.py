@@ -298,24 +298,49 @@ def _with_room(state: KVState, active: Bool[Array, "B"] | None) -> tuple[LayerKV
 
 
 def feed(
-    model: Model, params: PyTree[Any], tokens: Array | np.ndarray | Sequence[Sequence[int]], state: KVState
+    model: Model,
+    params: PyTree[Any],
+    tokens: Array | np.ndarray | Sequence[Sequence[int]],
+    state: KVState,
+    *,
+    lengths: Array | np.ndarray | Sequence[int] | None = None,
 ) -> tuple[Float[Array, "B T V"], KVState]:
     """Reads given tokens "B T" one decode step at a time: a question after compression, or text to be scored.
 
+    A row of a padded batch reads what it would read alone.
+
+    Args:
+      model, params: the model.
+      tokens: the tokens, padded on the left where rows have different numbers of them.
+      state: the cache before.
+      lengths: how many of the last tokens of every row "B" are real, at least 1; T if None.
+
     Returns:
-      Logits after every token, and the state after the last.
+      Logits after every token, and the state after the last. The last token of every row stands in the last column;
+      logits of padding are NaN.
 
     Raises:
-      ValueError: tokens outside the vocabulary, of another number of sequences, or more than the state was planned for.
+      ValueError: tokens outside the vocabulary, of another number of sequences, or more than the state was planned for;
+        lengths outside 1 to T.
     """
     check_model(model)
     check_is(KVState, "state", state)
-    tokens = as_ids(model, tokens, (len(state.length), None), "one row of tokens a sequence")
-    check_room(state, tokens.shape[1])
+    B, tokens = len(state.length), tokens if isinstance(tokens, jax.Array) else as_numpy("tokens", tokens)
+    if lengths is None or tokens.ndim != 2:
+        lengths, real = None, None
+    else:
+        lengths = as_lengths(lengths, B, tokens.shape[1])
+        real = real_tokens(lengths, tokens)
+    tokens = as_ids(model, tokens, (B, None), "one row of tokens a sequence", real=real)
+    T = tokens.shape[1]
+    check_room(state, T if lengths is None else lengths)
+    first = jnp.zeros((B,), jnp.int32) if lengths is None else T - jnp.asarray(lengths)
+    reads = jnp.arange(T, dtype=jnp.int32)[:, None] >= first[None]
 
-    def step(state, token):
-        logits, state = decode_step(model, params, token, state)
-        return state, logits
+    def step(state, now):
+        token, active = now
+        logits, state = decode_step(model, params, token, state, active=None if lengths is None else active)
+        return state, logits if lengths is None else jnp.where(active[:, None], logits, jnp.nan)
 
-    state, logits = lax.scan(step, state, tokens.T)
+    state, logits = lax.scan(step, state, (tokens.T, reads))
     return logits.swapaxes(0, 1), state
