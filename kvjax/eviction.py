@@ -85,6 +85,11 @@ class Evict(Rule):
         scope = () if self.scope is None else self.scope.observe(phase)
         return ordered((*self.score.observe(phase), *scope, *self.select.observe(phase)))
 
+    @property
+    def _timed(self) -> bool:
+        looks = (*self._needed("prefill"), *self._needed("decode"))
+        return self.score.timed or (self.scope is not None and self.scope.timed) or any(m.timed for m in looks)
+
     def _sizes(self, site: Site) -> Tables:
         first, size = (0, 0) if self.scope is None else (self.scope.first, self.scope.size)
         wanted = Wanted(
@@ -119,6 +124,7 @@ class Evict(Rule):
             storage=self.storage,
             gates=self.select.relaxed,
             hides=None if self.mask is None else "visible",
+            timed=self._timed,
         )
 
     def reserve(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"]:

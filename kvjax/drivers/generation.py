@@ -1,5 +1,6 @@
 """Generation in one compiled program: from prompts, or from the logits and the state that a driver returned."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, Final
@@ -13,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from kvjax.algebra import identity
 from kvjax.cache.context import row_keys
 from kvjax.cache.state import KVState
+from kvjax.drivers.buckets import plan_request, rounds
 from kvjax.drivers.requests import Model as Model
 from kvjax.drivers.requests import as_ids as as_ids
 from kvjax.drivers.requests import check_block as check_block
@@ -30,7 +32,6 @@ from kvjax.drivers.steps import feed as feed
 from kvjax.drivers.steps import forward as forward
 from kvjax.drivers.steps import init_state as init_state
 from kvjax.drivers.steps import prefill as prefill
-from kvjax.plan import make_plan
 from kvjax.policy import Policy
 from pallas_kernels.pytree import pytree
 
@@ -117,10 +118,27 @@ def generate_from(
     """
     eos_ids = check_request(model, max_new_tokens, sampler, eos_ids, pad_id)
     check_logits(model, logits, state)
-    logits, B = jnp.asarray(logits), logits.shape[0]
     check_room(state, max_new_tokens - 1)
     seen = _seen(model, state, tokens) if sampler.reads_seen else None
-    eos = jnp.asarray(eos_ids, jnp.int32)[None]
+    options = {"sampler": sampler, "ends": eos_ids, "pad_id": pad_id}
+    return _continued(model, params, jnp.asarray(logits), state, seen, None, max_new_tokens, **options)
+
+
+def _continued(
+    model: Model,
+    params: PyTree[Any],
+    logits: Float[Array, "B V"],
+    state: KVState,
+    seen: Bool[Array, "B V"] | None,
+    steps: Int[Array, ""] | None,
+    most: int,
+    *,
+    sampler: Sampler,
+    ends: tuple[int, ...],
+    pad_id: int,
+) -> Generation:
+    """`steps` new tokens, of the `most` that there is room for; all of these if None."""
+    eos = jnp.asarray(ends, jnp.int32)[None]
 
     def read(carry):
         step, token, running, tokens, lengths, seen, state = carry
@@ -131,13 +149,15 @@ def generate_from(
         return step + 1, token, running, tokens, lengths, seen, state
 
     token, seen = first_token(sampler, logits, state, seen)
-    drawn = jnp.full((B, max_new_tokens), pad_id, jnp.int32).at[:, 0].set(token)
+    B = logits.shape[0]
+    drawn = jnp.full((B, most), pad_id, jnp.int32).at[:, 0].set(token)
     running = ~(token[:, None] == eos).any(-1)
     carry = (jnp.int32(1), token, running, drawn, jnp.ones((B,), jnp.int32), seen, state)
-    if eos_ids:
-        carry = lax.while_loop(lambda c: (c[0] < max_new_tokens) & c[2].any(), read, carry)
+    if ends or steps is not None:
+        last = most if steps is None else steps
+        carry = lax.while_loop(lambda c: (c[0] < last) & c[2].any(), read, carry)
     else:
-        carry, _ = lax.scan(lambda c, _: (read(c), None), carry, length=max_new_tokens - 1)
+        carry, _ = lax.scan(lambda c, _: (read(c), None), carry, length=most - 1)
     return Generation(carry[3], carry[4], carry[6])
 
 
@@ -153,24 +173,12 @@ def _seen(model: Model, state: KVState, tokens: Any) -> Bool[Array, "B V"]:
     return seen_tokens(tokens, state.length, model.config.vocab_size)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("model", "plan", "max_new_tokens", "sampler", "eos_ids", "pad_id", "block")
-)
-def _generate(
-    model, params, tokens, lengths, key, sizes, *, plan, max_new_tokens, sampler, eos_ids, pad_id, block
-) -> Generation:
+@functools.partial(jax.jit, static_argnames=("model", "plan", "sampler", "ends", "pad_id", "block"))
+def _generate(model, params, tokens, lengths, key, sizes, steps, *, plan, sampler, ends, pad_id, block) -> Generation:
     logits, state = prefill(model, params, tokens, plan, lengths=lengths, key=key, block=block, sizes=sizes)
-    return generate_from(
-        model,
-        params,
-        logits,
-        state,
-        max_new_tokens=max_new_tokens,
-        sampler=sampler,
-        eos_ids=eos_ids,
-        pad_id=pad_id,
-        tokens=tokens,
-    )
+    seen = seen_tokens(tokens, lengths, model.config.vocab_size) if sampler.reads_seen else None
+    options = {"sampler": sampler, "ends": ends, "pad_id": pad_id}
+    return _continued(model, params, logits, state, seen, steps, plan.max_new_tokens, **options)
 
 
 def generate(
@@ -187,6 +195,7 @@ def generate(
     key: Array | None = None,
     block: int | None = None,
     within: Policy | None = None,
+    buckets: bool = True,
 ) -> Generation:
     """Reads left-padded prompts, evicts, and generates, in one compiled program.
 
@@ -205,6 +214,10 @@ def generate(
       block: read the prompt in blocks of so many tokens (`prefill`).
       within: the same policy with a larger budget, in whose slots and compiled program `policy` runs: budgets within
         one compile once. Prompts must have known lengths.
+      buckets: prompts of about the same width share a program, and so do requests for about as many tokens: widths are
+        rounded up to multiples of 16, beyond 128 to four sizes for every power of two, and numbers of tokens too where
+        what the policy keeps does not depend on them. The result is the same; where a policy's slots grow with either,
+        the cache has up to a quarter more (or 15). False is for the exact sizes, which traced arguments always have.
 
     Returns:
       `Generation(tokens, lengths, state)`.
@@ -217,21 +230,23 @@ def generate(
     tokens, lengths = check_prompts(model, tokens, lengths)
     known = lengths if isinstance(lengths, np.ndarray) else None
     planned = policy if within is None else within
-    plan = make_plan(model.config, planned, prompt_len=tokens.shape[1], max_new_tokens=max_new_tokens, lengths=known)
-    block = check_block(plan, block)
+    width, buckets = tokens.shape[1], rounds(buckets, tokens, lengths, params, key)
+    plan, tokens = plan_request(model.config, planned, tokens, lengths, max_new_tokens, buckets=buckets)
+    block = check_block(plan, block, width)
     if within is not None and known is None:
         raise ValueError("lengths are traced, but a policy within another needs them known; make a plan and its sizes")
-    return _generate(
+    found = _generate(
         model,
         params,
         tokens,
         jnp.asarray(lengths),
         row_keys(key, tokens.shape[0]),
         None if within is None or known is None else plan.sizes(policy, known),
+        jnp.int32(max_new_tokens) if buckets else None,
         plan=plan,
-        max_new_tokens=max_new_tokens,
         sampler=sampler,
-        eos_ids=eos_ids,
+        ends=eos_ids,
         pad_id=pad_id,
         block=block,
     )
+    return dataclasses.replace(found, tokens=found.tokens[:, :max_new_tokens])

@@ -164,13 +164,18 @@ def check_room(state: KVState, num_tokens: int | np.ndarray | Int[Array, "B"]) -
         )
 
 
-def check_block(plan: CachePlan, block: int | None) -> int | None:
+def check_block(plan: CachePlan, block: int | None, width: int | None = None) -> int | None:
     """The size of blocks, the whole prompt at most, or None if it is read at once.
+
+    Args:
+      plan: for the prompts.
+      block: what was asked for.
+      width: of the prompts, where the plan's is rounded up. A block that holds it is None then.
 
     Raises:
       ValueError: no size of a block, or one in which the plan's policy cannot read its prompts.
     """
-    T = plan.prompt_len
+    T = plan.prompt_len if width is None else width
     why = "a block has at least 1 token, a whole number; use None to read the prompt at once"
     block = checked(optional(whole(1, why=why)), "block", block)
     block = None if block is None else min(block, T)
@@ -184,7 +189,9 @@ def check_block(plan: CachePlan, block: int | None) -> int | None:
             f"every row of {plan.policy} decides what the next one reads, but block={block} reads {T} tokens otherwise "
             "than one by one; use block=1"
         )
-    return block
+    if width is None:
+        return block
+    return 1 if plan.reads == "rows" else None if block == T else block
 
 
 def check_is(kind: type, name: str, value: Any) -> None:

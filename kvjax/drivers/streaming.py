@@ -16,12 +16,12 @@ from jaxtyping import Array, Int, PyTree
 from kvjax.algebra import identity
 from kvjax.cache.context import row_keys
 from kvjax.cache.state import KVState
+from kvjax.drivers.buckets import plan_request, rounds
 from kvjax.drivers.generation import NO_TOKEN, first_token, next_token
 from kvjax.drivers.requests import Model, check_block, check_prompts, check_request
 from kvjax.drivers.sampling import Greedy, Sampler, seen_tokens
 from kvjax.drivers.steps import prefill
 from kvjax.drivers.text import TextPieces, check_tokenizer, encode, is_chat
-from kvjax.plan import make_plan
 from kvjax.policy import Policy
 
 
@@ -167,6 +167,7 @@ def stream(
     block: int | None = None,
     tokenizer: Any = None,
     stop: str | Sequence[str] = (),
+    buckets: bool = True,
 ) -> Stream:
     """Reads prompts, evicts, and yields what is generated step by step: the tokens are those of `kvjax.generate`.
 
@@ -174,7 +175,8 @@ def stream(
     overwrites the cache in place, unless somebody holds it (`Stream.state`).
 
     Args:
-      model, params, policy, max_new_tokens, lengths, sampler, eos_ids, pad_id, key, block: see `kvjax.generate`.
+      model, params, policy, max_new_tokens, lengths, sampler, eos_ids, pad_id, key, block, buckets: see
+        `kvjax.generate`.
       prompt: left-padded token ids "B T"; or, where there is a tokenizer, a text or the messages of a chat, which
         `models.encode` makes ids of.
       tokenizer: one of transformers. With it, text is yielded instead of ids.
@@ -203,10 +205,9 @@ def stream(
         raise ValueError("a stream runs step by step outside of jit, but an argument is traced; use kvjax.generate")
     ends = check_request(model, max_new_tokens, sampler, eos_ids, pad_id)
     tokens, known = check_prompts(model, prompt, lengths)
-    plan = make_plan(
-        model.config, policy, prompt_len=tokens.shape[1], max_new_tokens=max_new_tokens, lengths=np.asarray(known)
-    )
-    B, options = tokens.shape[0], {"plan": plan, "sampler": sampler, "block": check_block(plan, block)}
+    B, width = tokens.shape
+    plan, tokens = plan_request(model.config, policy, tokens, known, max_new_tokens, buckets=rounds(buckets))
+    options = {"plan": plan, "sampler": sampler, "block": check_block(plan, block, width)}
     drawn = _start(model, params, tokens, jnp.asarray(known), row_keys(key, B), **options)
     return Stream(
         *drawn,

@@ -155,6 +155,11 @@ class RowSoftmax(abc.ABC):
     def kernel(self, moment: Moment) -> Softmax:
         """What the kernels compute."""
 
+    @property
+    def timed(self) -> bool:
+        """Whether it depends on how many tokens the run is planned for (`Site.max_new_tokens`)."""
+        return False
+
 
 @dataclasses.dataclass(frozen=True)
 class EntropyScaled(RowSoftmax):
@@ -229,6 +234,11 @@ class Noisy(RowSoftmax):
             tau_delta=optional(number("[0, inf)", "a step below 0 ends at temperatures that are negative")),
         )
 
+    @property
+    def timed(self) -> bool:
+        """True where the last temperature comes with the last token."""
+        return self.tau_delta is None and self.tau[0] != self.tau[1]
+
     def kernel(self, moment):
         """See `RowSoftmax`."""
         ctx = moment.ctx
@@ -284,6 +294,11 @@ class Measurement:
         """The value, for measurements that are not column statistics."""
         raise NotImplementedError(f"{self} is measured along with attention")
 
+    @property
+    def timed(self) -> bool:
+        """Whether it depends on how many tokens the run is planned for (`Site.max_new_tokens`)."""
+        return False
+
 
 @dataclasses.dataclass(frozen=True)
 class Observe(Measurement):
@@ -321,6 +336,11 @@ class Observe(Measurement):
         linear = self.element == "p" or self.group is None
         at = ("after" if linear else "before") if self.group_at is None else self.group_at
         return Columns(None, self.element, self.threshold, self.group, at, self.count_self, self.summed)
+
+    @property
+    def timed(self) -> bool:
+        """See `Measurement`."""
+        return self.softmax is not None and self.softmax.timed
 
     def columns(self, moment: Moment) -> Columns:
         """The kernel request."""
@@ -385,6 +405,11 @@ class Observer:
     def update(self, slots: "Slots") -> Any:
         """The numbers after the rows just computed. Called at every step, whether or not eviction is due."""
         return slots.memory
+
+    @property
+    def timed(self) -> bool:
+        """Whether it depends on how many tokens the run is planned for: by default, whether what it reads does."""
+        return any(m.timed for m in (*self.observe("prefill"), *self.observe("decode")))
 
 
 @pytree
