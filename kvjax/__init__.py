@@ -26,6 +26,7 @@ from kvjax.drivers.generation import generate_from as generate_from
 from kvjax.drivers.sampling import Categorical as Categorical
 from kvjax.drivers.sampling import Greedy as Greedy
 from kvjax.drivers.sampling import Sample as Sample
+from kvjax.drivers.session import Session as Session
 from kvjax.drivers.single_layer import evict_layer as evict_layer
 from kvjax.drivers.steps import decode_step as decode_step
 from kvjax.drivers.steps import feed as feed

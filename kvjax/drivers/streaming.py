@@ -5,7 +5,7 @@ import contextlib
 import functools
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,23 @@ def _start(model, params, tokens, lengths, key, *, plan, sampler, block):
 @functools.partial(jax.jit, static_argnames=("model", "sampler", "pad_id"), donate_argnames=("seen", "state"))
 def _next(model, params, token, running, seen, state, *, sampler, pad_id):
     return next_token(model, params, token, running, seen, state, sampler=sampler, pad_id=pad_id)
+
+
+def stepping(model: Model, params: PyTree[Any], sampler: Sampler, pad_id: int) -> Callable[..., Any]:
+    """A compiled step of a `Stream`: `(token, running, seen, state)` to the next ones. It overwrites the state."""
+    return functools.partial(_next, model, params, sampler=sampler, pad_id=pad_id)
+
+
+def stop_strings(stop: Any) -> tuple[str, ...]:
+    """The strings that end a text, of which one may be given alone.
+
+    Raises:
+      ValueError: no strings, or empty ones.
+    """
+    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
+    if not all(isinstance(s, str) and s for s in stops):
+        raise ValueError(f"stop={stop!r}: must be strings of at least one character")
+    return stops
 
 
 class Stream(Iterator[Any]):
@@ -190,9 +207,7 @@ def stream(
     Raises:
       ValueError: what `kvjax.generate` refuses; text or stop strings without a tokenizer; traced arguments.
     """
-    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
-    if not all(isinstance(s, str) and s for s in stops):
-        raise ValueError(f"stop={stop!r}: must be strings of at least one character")
+    stops = stop_strings(stop)
     if tokenizer is None and (stops or isinstance(prompt, str) or is_chat(prompt)):
         raise ValueError("text needs tokenizer=, such as models.load_tokenizer returns; or give token ids and no stop")
     if tokenizer is not None:
@@ -211,7 +226,7 @@ def stream(
     drawn = _start(model, params, tokens, jnp.asarray(known), row_keys(key, B), **options)
     return Stream(
         *drawn,
-        step=functools.partial(_next, model, params, sampler=sampler, pad_id=pad_id),
+        step=stepping(model, params, sampler, pad_id),
         ends=ends,
         max_new_tokens=max_new_tokens,
         pieces=None if tokenizer is None else [TextPieces(tokenizer, stops) for _ in range(B)],
