@@ -11,7 +11,7 @@ import pytest
 import kvjax
 import models
 from kvjax import methods
-from kvjax.drivers.generation import check_block, check_request
+from kvjax.drivers.requests import check_block, check_request
 from tests import helpers
 
 T = 20
@@ -531,6 +531,18 @@ BAD_CALLS = [
     (kvjax.generate, {"key": np.uint32(3), "max_new_tokens": 2}, "is not a PRNG key"),
     (kvjax.generate, {"key": np.ones(5, np.uint32), "max_new_tokens": 2}, r"key has shape \(5,\), but one raw key"),
     (kvjax.generate_beams, {"key": 5, "max_new_tokens": 2}, "key=5 is not a PRNG key"),
+    (kvjax.generate, {"attention_mask": np.ones((2, 8)), "max_new_tokens": 2}, "say the same twice; give one of them"),
+    (
+        kvjax.prefill,
+        {"lengths": None, "attention_mask": np.full((2, 8), 2)},
+        "must be 1 for tokens and 0 for",
+    ),
+    (
+        kvjax.prefill,
+        {"lengths": None, "attention_mask": np.ones(8)},
+        r"shape \(2, 8\); got float64 of shape \(8,\)",
+    ),
+    (kvjax.prefill, {"lengths": None, "attention_mask": np.zeros((2, 8))}, "prompt lengths must lie between 1"),
     (kvjax.decode_step, {"state": None}, "state is a NoneType, not a KVState such as prefill returns"),
     (kvjax.decode_step, {"state": PLAN}, "state is a CachePlan, not a KVState"),
     (kvjax.decode_step, {"active": np.ones(3, bool)}, r"active has the shape \(3,\), but \(2,\) fits"),

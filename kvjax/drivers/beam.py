@@ -325,6 +325,7 @@ def generate_beams(
     num_return_sequences: int = 1,
     key: Key[Array, ""] | Key[Array, "B"] | None = None,
     buckets: bool = True,
+    attention_mask: Array | np.ndarray | None = None,
 ) -> Beams:
     """Reads left-padded prompts, evicts, and searches for the most likely continuations, in one compiled program.
 
@@ -353,7 +354,7 @@ def generate_beams(
         become better at any length, where a positive `length_penalty` scores it at `max_new_tokens`.
       num_return_sequences: R, hypotheses to return for every prompt, W at most.
       key: one key, or one a row. A row of a batch draws what it would draw alone with the same key.
-      buckets: see `kvjax.generate`.
+      buckets, attention_mask: see `kvjax.generate`.
 
     Returns:
       `Beams(tokens, lengths, scores, state)`. A score of -inf says that there was no other hypothesis of any
@@ -364,7 +365,7 @@ def generate_beams(
         beams, a penalty out of range; always before anything runs.
     """
     eos = _check(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences)
-    tokens, lengths = check_prompts(model, tokens, lengths)
+    tokens, lengths = check_prompts(model, tokens, lengths, attention_mask)
     rules = functools.partial(_rules, num_beams, max_new_tokens, length_penalty, early_stopping)
     rules()  # what is refused is refused before a plan is made
     width, buckets = tokens.shape[1], rounds(buckets, tokens, lengths, params, key)

@@ -196,6 +196,7 @@ def generate(
     block: int | None = None,
     within: Policy | None = None,
     buckets: bool = True,
+    attention_mask: Array | np.ndarray | None = None,
 ) -> Generation:
     """Reads left-padded prompts, evicts, and generates, in one compiled program.
 
@@ -218,6 +219,8 @@ def generate(
         rounded up to multiples of 16, beyond 128 to four sizes for every power of two, and numbers of tokens too where
         what the policy keeps does not depend on them. The result is the same; where a policy's slots grow with either,
         the cache has up to a quarter more (or 15). False is for the exact sizes, which traced arguments always have.
+      attention_mask: in place of `lengths`, 1 for tokens and 0 for padding "B T", as transformers' tokenizers return
+        it. Padding may stand on either side, or between: tokens are moved to the right.
 
     Returns:
       `Generation(tokens, lengths, state)`.
@@ -227,7 +230,7 @@ def generate(
         cannot work with; always before anything runs.
     """
     eos_ids = check_request(model, max_new_tokens, sampler, eos_ids, pad_id)
-    tokens, lengths = check_prompts(model, tokens, lengths)
+    tokens, lengths = check_prompts(model, tokens, lengths, attention_mask)
     known = lengths if isinstance(lengths, np.ndarray) else None
     planned = policy if within is None else within
     width, buckets = tokens.shape[1], rounds(buckets, tokens, lengths, params, key)

@@ -104,10 +104,36 @@ def as_ids(
     return jnp.asarray(known, jnp.int32)
 
 
+def _moved_right(
+    tokens: np.ndarray | Int[Array, "B T"], mask: Any
+) -> tuple[np.ndarray | Int[Array, "B T"], np.ndarray | Int[Array, "B"]]:
+    """Tokens behind their padding, and how many of them each row has."""
+    mask = mask if isinstance(mask, jax.Array) else as_numpy("attention_mask", mask)
+    known = not isinstance(mask, jax.core.Tracer)
+    if mask.shape != tokens.shape or (known and not np.isin(np.asarray(mask), (0, 1)).all()):
+        raise ValueError(
+            f"attention_mask must be 1 for tokens and 0 for padding, of the tokens' shape {tokens.shape}; got "
+            f"{mask.dtype} of shape {mask.shape}"
+        )
+    np_or_jnp: Any = np if known and not isinstance(tokens, jax.core.Tracer) else jnp
+    mask = np_or_jnp.asarray(mask) != 0
+    order = np_or_jnp.argsort(mask, axis=1, stable=True)
+    return np_or_jnp.take_along_axis(np_or_jnp.asarray(tokens), order, axis=1), mask.sum(1, dtype=np.int32)
+
+
 def check_prompts(
-    model: Any, tokens: Any, lengths: Any = None
+    model: Any, tokens: Any, lengths: Any = None, attention_mask: Any = None
 ) -> tuple[Int[Array, "B T"], np.ndarray | Int[Array, "B"]]:
-    """Prompts as arrays, or a ValueError that says what is wrong with them. Traced values pass unchecked."""
+    """Prompts as arrays, padded on the left, and their lengths, or a ValueError that says what is wrong with them.
+
+    Traced values pass unchecked.
+
+    Args:
+      model: the model.
+      tokens: token ids "B T".
+      lengths: the prompts' own lengths, where they are padded on the left.
+      attention_mask: which are tokens, in place of `lengths`; padding may stand anywhere.
+    """
     check_model(model)
     tokens = tokens if isinstance(tokens, jax.Array) else as_numpy("tokens", tokens)
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -118,6 +144,10 @@ def check_prompts(
     if tokens.size == 0:
         raise ValueError(f"the prompts are empty (shape {tokens.shape}); give at least one token, such as BOS")
     B, T = tokens.shape
+    if attention_mask is not None:
+        if lengths is not None:
+            raise ValueError("lengths= and attention_mask= say the same twice; give one of them")
+        tokens, lengths = _moved_right(tokens, attention_mask)
     lengths = as_lengths(lengths, B, T)
     if isinstance(lengths, np.ndarray) and not isinstance(tokens, jax.core.Tracer):
         check_vocabulary(model, np.asarray(tokens)[np.arange(T)[None] >= T - lengths[:, None]])

@@ -155,6 +155,7 @@ def prefill(
     key: Array | None = None,
     block: int | None = None,
     sizes: Sizes | None = None,
+    attention_mask: Array | np.ndarray | None = None,
 ) -> tuple[Float[Array, "B V"], KVState]:
     """Reads left-padded prompts, evicting layer by layer.
 
@@ -174,6 +175,8 @@ def prefill(
       key: one PRNG key for the batch, or one a row.
       block: tokens of a block, None for the whole prompt at once.
       sizes: numbers of tokens in place of the planned ones, for these lengths (`CachePlan.sizes`).
+      attention_mask: in place of `lengths`, 1 for tokens and 0 for padding "B T", as transformers' tokenizers return
+        it. Padding may stand on either side, or between: tokens are moved to the right.
 
     Returns:
       Logits of the next token, and the compacted state.
@@ -183,7 +186,7 @@ def prefill(
         the plan has no room for, a block without tokens, blocks for a policy that looks at the whole prompt (FastGen),
         or others than of one token for a policy that lets every row decide (H2O's stepwise mask).
     """
-    tokens, lengths = check_prompts(model, tokens, lengths)
+    tokens, lengths = check_prompts(model, tokens, lengths, attention_mask)
     check_is(CachePlan, "plan", plan)
     T = tokens.shape[1]
     if plan.prompt_len != T:

@@ -185,6 +185,7 @@ def stream(
     tokenizer: Any = None,
     stop: str | Sequence[str] = (),
     buckets: bool = True,
+    attention_mask: Array | np.ndarray | None = None,
 ) -> Stream:
     """Reads prompts, evicts, and yields what is generated step by step: the tokens are those of `kvjax.generate`.
 
@@ -192,7 +193,7 @@ def stream(
     overwrites the cache in place, unless somebody holds it (`Stream.state`).
 
     Args:
-      model, params, policy, max_new_tokens, lengths, sampler, eos_ids, pad_id, key, block, buckets: see
+      model, params, policy, max_new_tokens, lengths, sampler, eos_ids, pad_id, key, block, buckets, attention_mask: see
         `kvjax.generate`.
       prompt: left-padded token ids "B T"; or, where there is a tokenizer, a text or the messages of a chat, which
         `models.encode` makes ids of.
@@ -213,13 +214,13 @@ def stream(
     if tokenizer is not None:
         check_tokenizer(tokenizer)
     if isinstance(prompt, str) or is_chat(prompt):
-        if lengths is not None:
-            raise ValueError("lengths= are of token ids, but prompt is a text; leave them out")
+        if lengths is not None or attention_mask is not None:
+            raise ValueError("lengths= and attention_mask= are of token ids, but prompt is a text; leave them out")
         prompt = [encode(tokenizer, prompt)]
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompt, lengths, key))):
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompt, lengths, attention_mask, key))):
         raise ValueError("a stream runs step by step outside of jit, but an argument is traced; use kvjax.generate")
     ends = check_request(model, max_new_tokens, sampler, eos_ids, pad_id)
-    tokens, known = check_prompts(model, prompt, lengths)
+    tokens, known = check_prompts(model, prompt, lengths, attention_mask)
     B, width = tokens.shape
     plan, tokens = plan_request(model.config, policy, tokens, known, max_new_tokens, buckets=rounds(buckets))
     options = {"plan": plan, "sampler": sampler, "block": check_block(plan, block, width)}
