@@ -205,6 +205,8 @@ def test_driving_past_the_plan_is_visible(shallow, policy):
         logits, state = step(params, state)
         finite.append(bool(jnp.isfinite(logits).all()))
     assert finite == [True, True, False]
+    with pytest.raises(ValueError, match="4 tokens come after the prompt, but the plan was made for 2"):
+        kvjax.decode_step(model, params, [1], state)
 
 
 GO_ON = {
@@ -527,6 +529,11 @@ BAD_CALLS = [
     (kvjax.prefill, {"block": "all"}, "block='all': a block"),
     (kvjax.prefill, {"model": {}}, "model is a dict, not a model"),
     (kvjax.generate, {"model": {}, "max_new_tokens": 2}, "model is a dict, not a model"),
+    (
+        kvjax.generate,
+        {"sampler": kvjax.Sample(), "max_new_tokens": 2},
+        "draws tokens, but there is no key",
+    ),
     (kvjax.generate, {"pad_id": 2**40, "max_new_tokens": 2}, "pad_id=1099511627776: must be a whole number"),
     (kvjax.generate, {"key": np.uint32(3), "max_new_tokens": 2}, "is not a PRNG key"),
     (kvjax.generate, {"key": np.ones(5, np.uint32), "max_new_tokens": 2}, r"key has shape \(5,\), but one raw key"),

@@ -18,6 +18,7 @@ from kvjax.drivers.buckets import plan_request, rounds
 from kvjax.drivers.requests import Model as Model
 from kvjax.drivers.requests import as_ids as as_ids
 from kvjax.drivers.requests import check_block as check_block
+from kvjax.drivers.requests import check_key as check_key
 from kvjax.drivers.requests import check_logits as check_logits
 from kvjax.drivers.requests import check_model as check_model
 from kvjax.drivers.requests import check_prompts as check_prompts
@@ -107,7 +108,8 @@ def generate_from(
     be planned for `max_new_tokens - 1` more. The loop ends as soon as every sequence has produced one of `eos_ids`,
     which are the model's own if None.
 
-    Logits that are not numbers, as those of a traced state that is driven past its plan, give the token -1.
+    Logits that are not numbers, as those of a traced state that is driven past its plan, give the token -1. Samplers
+    draw by the state's keys, those that `prefill` was given: the same state, the same text.
 
     A sampler with a repetition penalty must know what was read: `tokens` "B T", padded on the left, of which the last
     `state.length[b]` are those of sequence b. Other samplers need none.
@@ -211,7 +213,8 @@ def generate(
       sampler: greedy by default. A repetition penalty counts the prompt's tokens, and no padding.
       eos_ids: tokens that end a sequence; the model's own (`model.config.eos_ids`) if None, `()` for none.
       pad_id: what follows the end.
-      key: one key, or one a row. A row of a batch draws what it would draw alone with the same key.
+      key: one key, or one a row, which a sampler that draws must have. A row of a batch draws what it would draw alone
+        with the same key.
       block: read the prompt in blocks of so many tokens (`prefill`).
       within: the same policy with a larger budget, in whose slots and compiled program `policy` runs: budgets within
         one compile once. Prompts must have known lengths.
@@ -226,10 +229,11 @@ def generate(
       `Generation(tokens, lengths, state)`.
 
     Raises:
-      ValueError: empty prompts, token ids outside the vocabulary, lengths outside the prompt, sizes that the policy
-        cannot work with; always before anything runs.
+      ValueError: a sampler that draws without a key, empty prompts, token ids outside the vocabulary, lengths outside
+        the prompt, sizes that the policy cannot work with; always before anything runs.
     """
     eos_ids = check_request(model, max_new_tokens, sampler, eos_ids, pad_id)
+    check_key(sampler, key)
     tokens, lengths = check_prompts(model, tokens, lengths, attention_mask)
     known = lengths if isinstance(lengths, np.ndarray) else None
     planned = policy if within is None else within

@@ -171,6 +171,15 @@ def check_request(
     return checked(each(ids) if hasattr(eos_ids, "__iter__") else lambda i: (ids(i),), "eos_ids", eos_ids)
 
 
+def check_key(sampler: Sampler, key: Any) -> None:
+    """Raises ValueError where tokens are to be drawn, but nobody says by which key."""
+    if sampler.draws and key is None:
+        raise ValueError(
+            f"{sampler} draws tokens, but there is no key, so that every call would draw the same; give "
+            "key=jax.random.key(a whole number), another one for other draws"
+        )
+
+
 def check_logits(model: Model, logits: Any, state: Any) -> None:
     """Raises ValueError for logits that are not one row of the model's vocabulary for every sequence of a state."""
     check_is(KVState, "state", state)

@@ -198,6 +198,11 @@ class Sampler(abc.ABC):
         """Whether it is called with `seen` too. Drivers keep such a record only if so."""
         return False
 
+    @property
+    def draws(self) -> bool:
+        """Whether its tokens depend on the keys. Drivers that are given none refuse such a sampler."""
+        return True
+
     @abc.abstractmethod
     def __call__(
         self, logits: Float[Array, "B V"], keys: Key[Array, "B"], seen: Bool[Array, "B V"] | None = None
@@ -232,6 +237,11 @@ class Greedy(_Filtered):
       filter: what is done to the logits before; nothing by default.
     """
 
+    @property
+    def draws(self) -> bool:
+        """False."""
+        return False
+
     def __call__(
         self, logits: Float[Array, "B V"], keys: Key[Array, "B"], seen: Bool[Array, "B V"] | None = None
     ) -> Int[Array, "B"]:
@@ -259,6 +269,8 @@ class Categorical(_Filtered):
 @dataclasses.dataclass(frozen=True)
 class Sample(Sampler):
     """Draws from the softmax after the usual filters: `Categorical` of their chain, in the order of transformers.
+
+    The draws are those of the keys alone: the same key, the same text. `kvjax.generate(key=jax.random.key(seed))`.
 
     Attributes:
       temperature: divides the logits (`Temperature`).

@@ -17,7 +17,7 @@ from kvjax.cache.state import KVState, take_rows
 from kvjax.drivers.buckets import bucket, plan_request, rounds
 from kvjax.drivers.dialogue import Dialogue
 from kvjax.drivers.generation import first_token
-from kvjax.drivers.requests import Model, check_block, check_prompts, check_request, check_vocabulary
+from kvjax.drivers.requests import Model, check_block, check_key, check_prompts, check_request, check_vocabulary
 from kvjax.drivers.sampling import Greedy, Sampler
 from kvjax.drivers.steps import decode_step, prefill
 from kvjax.drivers.streaming import Stream, stepping, stop_strings
@@ -73,7 +73,7 @@ class Session:
       sampler: greedy by default.
       eos_ids: tokens that end an answer; the model's own if None, `()` for none.
       stop: strings that end an answer, and are no part of it.
-      key: for policies and samplers that draw.
+      key: for policies and samplers that draw. Equal questions get equal answers by it, unless they have own keys.
       block: read contexts in blocks of so many tokens (`kvjax.prefill`).
       buckets: see `kvjax.generate`.
 
@@ -106,7 +106,7 @@ class Session:
         self._turns = checked(whole(1), "max_turns", max_turns)
         self._sampler, self._stop, self._block = sampler, stop_strings(stop), block
         self._buckets = rounds(buckets)
-        self._keys = row_keys(key, 1)
+        self._key, self._keys = key, row_keys(key, 1)
         self._dialogue: Dialogue | None = None
 
     def __repr__(self) -> str:
@@ -167,9 +167,10 @@ class Session:
           A `Stream` of strings, or of lists of strings for several questions.
 
         Raises:
-          ValueError: no context, an empty question, or more tokens than were planned.
+          ValueError: no context, no key for a sampler that draws, an empty question, or more tokens than were planned.
         """
         dialogue, model = self._opened(), self._model
+        check_key(self._sampler, self._key if key is None else key)
         questions = [question] if isinstance(question, str) else question
         if not isinstance(questions, list | tuple) or not questions:
             raise ValueError(f"question={question!r}: must be a text, or a list of at least one")

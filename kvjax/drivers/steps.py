@@ -241,13 +241,13 @@ def decode_step(
       active: a sequence that is not active reads nothing and keeps its cache. All are if None.
 
     Returns:
-      Logits of the next token, and the state after. Logits are NaN where a sequence was driven past its plan (the
-      prompt and `max_new_tokens`, whether its cache has room for more or not), or where a traced token is outside the
-      vocabulary.
+      Logits of the next token, and the state after. Under `jax.jit`, logits are NaN where a sequence was driven past
+      its plan (the prompt and `max_new_tokens`, whether its cache has room for more or not), or where a token is
+      outside the vocabulary; beware that the largest of them is token 0 for `argmax`.
 
     Raises:
       ValueError: another number of tokens than sequences, a token outside the vocabulary, a state that was planned for
-        another model, `active` that is not one truth value a sequence.
+        another model or for no further token, `active` that is not one truth value a sequence.
     """
     check_model(model)
     check_is(KVState, "state", state)
@@ -258,6 +258,7 @@ def decode_step(
         active = active if isinstance(active, jax.Array) else as_numpy("active", active)
         check_array("active", active, "batch", kind=np.bool_, shape=state.length.shape)
     token = as_ids(model, token, (len(state.length),), "one token a sequence", real=active)
+    check_room(state, 1 if active is None else active)
     active = None if active is None else jnp.asarray(active)
     state = dataclasses.replace(state, layers=_with_room(state, active))
     valid = None if active is None else active.astype(jnp.int32)

@@ -18,7 +18,7 @@ from kvjax.cache.context import row_keys
 from kvjax.cache.state import KVState
 from kvjax.drivers.buckets import plan_request, rounds
 from kvjax.drivers.generation import NO_TOKEN, first_token, next_token
-from kvjax.drivers.requests import Model, check_block, check_prompts, check_request
+from kvjax.drivers.requests import Model, check_block, check_key, check_prompts, check_request
 from kvjax.drivers.sampling import Greedy, Sampler, seen_tokens
 from kvjax.drivers.steps import prefill
 from kvjax.drivers.text import TextPieces, check_tokenizer, encode, is_chat
@@ -220,6 +220,7 @@ def stream(
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompt, lengths, attention_mask, key))):
         raise ValueError("a stream runs step by step outside of jit, but an argument is traced; use kvjax.generate")
     ends = check_request(model, max_new_tokens, sampler, eos_ids, pad_id)
+    check_key(sampler, key)
     tokens, known = check_prompts(model, prompt, lengths, attention_mask)
     B, width = tokens.shape
     plan, tokens = plan_request(model.config, policy, tokens, known, max_new_tokens, buckets=rounds(buckets))
