@@ -22,12 +22,12 @@ from kvjax.sizes.budget import Count, Counts, GivenCounts, RuleSizes, Tokens, as
 from kvjax.sizes.schedule import Schedule
 from kvjax.sizes.tables import Tables, Wanted, tables
 from pallas_kernels.pytree import pytree
-from pallas_kernels.values import MOST_TOKENS, a, checked, each, one_of, optional, settle
+from pallas_kernels.values import MOST_TOKENS, Value, a, checked, each, one_of, optional, settle
 
 LARGE = 1e38  # what infinite scores become: protection and death stay beyond them
 
 
-class Mask(abc.ABC):
+class Mask(Value, abc.ABC):
     """A frozen dataclass that hides live slots from a decode row."""
 
     @abc.abstractmethod

@@ -27,6 +27,7 @@ from kvjax.cache.state import KVState, LayerKV, Positions
 from kvjax.scoring.select import Selection
 from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement, ordered
 from kvjax.sizes.schedule import Schedule
+from pallas_kernels.values import Value
 
 Granularity = Literal["kv_head", "query_head"]
 Layout = Literal["dense", "pool"]
@@ -163,7 +164,7 @@ def merged(rules: "Sequence[Rule]", site: Site) -> LayerSpec:
     return spec
 
 
-class Policy(abc.ABC):
+class Policy(Value, abc.ABC):
     """In every layer, some rules that are applied in turn. Most methods are one rule, an `Evict`."""
 
     shared: ClassVar[bool] = False  # one decision for all layers, made when the model has run

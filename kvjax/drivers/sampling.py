@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from pallas_kernels.values import a, checked, each, number, optional, settle, whole
+from pallas_kernels.values import Value, a, checked, each, number, optional, settle, whole
 
 _TEMPERATURE = number("(0, inf)", "must be positive and finite; use Greedy() for the limit 0")
 _TOP_K = whole(1, why="at least one token must remain; use None for all")
@@ -23,7 +23,7 @@ _MIN_P = number("[0, 1]", "a share of the largest probability lies in [0, 1]")
 _PENALTY = number("(0, inf)", "must be positive and finite; 1 is no penalty")
 
 
-class Filter(abc.ABC):
+class Filter(Value, abc.ABC):
     """A frozen dataclass that changes logits before a token is drawn."""
 
     @property
@@ -190,7 +190,7 @@ class MinP(Filter):
         return jnp.where(p < self.p * p.max(-1, keepdims=True), -jnp.inf, logits.astype(jnp.float32))
 
 
-class Sampler(abc.ABC):
+class Sampler(Value, abc.ABC):
     """A frozen dataclass that draws one token for every sequence."""
 
     @property

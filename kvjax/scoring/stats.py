@@ -14,7 +14,7 @@ from kvjax.cache.state import LayerKV, Rotate, Slopes
 from kvjax.sizes.budget import Count, Tokens, as_count, counted_rows, lookup
 from pallas_kernels import Columns, Softmax
 from pallas_kernels.pytree import pytree, static
-from pallas_kernels.values import a, each, flag, number, one_of, optional, settle, tokens
+from pallas_kernels.values import Value, a, each, flag, number, one_of, optional, settle, tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Moment:
 # --- which rows ---
 
 
-class RowSet(abc.ABC):
+class RowSet(Value, abc.ABC):
     """A frozen dataclass that chooses among the query rows just computed."""
 
     @abc.abstractmethod
@@ -148,7 +148,7 @@ class FirstAndLastRows(RowSet):
 # --- which softmax ---
 
 
-class RowSoftmax(abc.ABC):
+class RowSoftmax(Value, abc.ABC):
     """A frozen dataclass: a softmax that ranks tokens, while the attention output keeps the model's."""
 
     @abc.abstractmethod
@@ -282,7 +282,7 @@ class OutsideWindow(RowSoftmax):
 # --- what is measured ---
 
 
-class Measurement:
+class Measurement(Value):
     """A frozen dataclass that names something a policy wants to see. It is the key to it in `LayerStats`."""
 
     def columns(self, moment: Moment) -> Columns | None:
@@ -350,7 +350,7 @@ class Observe(Measurement):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sums:
+class Sums(Value):
     """A column statistic that adds up from step to step, to the same numbers in however many pieces text is read.
 
     The largest of a group's sums is no sum of anything: under `group="max"` every query head keeps its own.
@@ -389,7 +389,7 @@ class Sums:
         return sums.max(-1) if self._apart else sums
 
 
-class Observer:
+class Observer(Value):
     """What looks on at every step: it lists what must be measured, and owns the numbers it carries."""
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
