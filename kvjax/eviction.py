@@ -22,12 +22,12 @@ from kvjax.sizes.budget import Count, Counts, GivenCounts, RuleSizes, Tokens, as
 from kvjax.sizes.schedule import Schedule
 from kvjax.sizes.tables import Tables, Wanted, tables
 from pallas_kernels.pytree import pytree
-from pallas_kernels.values import MOST_TOKENS, a, checked, each, one_of, optional, settle
+from pallas_kernels.values import MOST_TOKENS, Value, a, checked, each, one_of, optional, settle
 
 LARGE = 1e38  # what infinite scores become: protection and death stay beyond them
 
 
-class Mask(abc.ABC):
+class Mask(Value, abc.ABC):
     """A frozen dataclass that hides live slots from a decode row."""
 
     @abc.abstractmethod
@@ -85,6 +85,11 @@ class Evict(Rule):
         scope = () if self.scope is None else self.scope.observe(phase)
         return ordered((*self.score.observe(phase), *scope, *self.select.observe(phase)))
 
+    @property
+    def _timed(self) -> bool:
+        looks = (*self._needed("prefill"), *self._needed("decode"))
+        return self.score.timed or (self.scope is not None and self.scope.timed) or any(m.timed for m in looks)
+
     def _sizes(self, site: Site) -> Tables:
         first, size = (0, 0) if self.scope is None else (self.scope.first, self.scope.size)
         wanted = Wanted(
@@ -119,6 +124,7 @@ class Evict(Rule):
             storage=self.storage,
             gates=self.select.relaxed,
             hides=None if self.mask is None else "visible",
+            timed=self._timed,
         )
 
     def reserve(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"]:

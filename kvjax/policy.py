@@ -27,6 +27,7 @@ from kvjax.cache.state import KVState, LayerKV, Positions
 from kvjax.scoring.select import Selection
 from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement, ordered
 from kvjax.sizes.schedule import Schedule
+from pallas_kernels.values import Value
 
 Granularity = Literal["kv_head", "query_head"]
 Layout = Literal["dense", "pool"]
@@ -51,6 +52,8 @@ class LayerSpec:
       hides: what statistics of a decode row are a softmax over, where live slots are hidden from it; None where none
         are.
       prunes: key channels are dropped or zeroed after the prompt, other ones in every head.
+      timed: what is kept may depend on how many tokens the run is planned for (`Site.max_new_tokens`), as temperatures
+        do that end at the last one. Runs under other rules may be planned for a few more than they are asked for.
     """
 
     target: np.ndarray
@@ -65,6 +68,7 @@ class LayerSpec:
     gates: bool = False
     hides: Literal["visible", "live"] | None = None
     prunes: bool = False
+    timed: bool = True
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """What is measured in a phase."""
@@ -89,7 +93,7 @@ def merged(rules: "Sequence[Rule]", site: Site) -> LayerSpec:
       ValueError: rules that want different things of one cache.
     """
     if not rules:
-        return keeps_all(site)
+        return keeps_all(site, timed=False)
     specs = [rule.spec(site) for rule in rules]
 
     def least(name: str) -> np.ndarray:
@@ -135,6 +139,7 @@ def merged(rules: "Sequence[Rule]", site: Site) -> LayerSpec:
             None,
         ),
         any(spec.prunes for spec in specs),
+        any(spec.timed for spec in specs),
     )
     pruning = sum(spec.prunes for spec in specs)
     if pruning > 1:
@@ -159,7 +164,7 @@ def merged(rules: "Sequence[Rule]", site: Site) -> LayerSpec:
     return spec
 
 
-class Policy(abc.ABC):
+class Policy(Value, abc.ABC):
     """In every layer, some rules that are applied in turn. Most methods are one rule, an `Evict`."""
 
     shared: ClassVar[bool] = False  # one decision for all layers, made when the model has run

@@ -45,7 +45,7 @@ class LanguageModel:
         last_only: bool,
         positions: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
-        """See `kvjax.drivers.generation.Model`.
+        """See `kvjax.drivers.requests.Model`.
 
         Raises:
           ValueError: parameters of another model, or no positions for one that has learned them.

@@ -6,6 +6,8 @@ arguments of `jax.jit` and keys of caches never take one setting for another: a 
 `float` (0.0 where -0.0 was given), a switch a `bool`, whichever of Python's or numpy's types they were written in.
 """
 
+import contextvars
+import dataclasses
 import functools
 import math
 import numbers
@@ -20,6 +22,39 @@ MOST_TOKENS = 2**30 - 1
 """More tokens than any plan holds; larger counts mean no more. The sum of two is a number of 32 bits."""
 
 Rule = Callable[[Any], Any]
+
+_COMPLETE = contextvars.ContextVar("complete", default=False)
+
+
+class Value:
+    """Frozen dataclasses that print the fields which differ from their defaults, and evaluate back from that."""
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        if "__repr__" not in vars(cls):  # the decorator of dataclasses leaves a class its own
+            cls.__repr__ = _shown  # type: ignore[method-assign]
+
+
+def _shown(value: Any) -> str:
+    if not dataclasses.is_dataclass(value):
+        return object.__repr__(value)
+    written = []
+    for field in dataclasses.fields(value):
+        make = field.default_factory
+        default = field.default if isinstance(make, type(dataclasses.MISSING)) else make()
+        found = repr(getattr(value, field.name))
+        if _COMPLETE.get() or default is dataclasses.MISSING or found != repr(default):
+            written.append(f"{field.name}={found}")
+    return f"{type(value).__qualname__}({', '.join(written)})"
+
+
+def complete_repr(value: Any) -> str:
+    """The repr of anything, in which every `Value` has all of its fields: the same whatever defaults become later."""
+    token = _COMPLETE.set(True)
+    try:
+        return repr(value)
+    finally:
+        _COMPLETE.reset(token)
 
 
 def checked(rule: Rule, name: str, value: Any, owner: str = "") -> Any:

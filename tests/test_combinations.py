@@ -264,6 +264,7 @@ def test_every_field_of_a_spec_survives_a_merge():
         "gates": True,
         "hides": "live",
         "prunes": True,
+        "timed": False,
     }
     spec = LayerSpec(table, table, table, measured, measured, **others)
     choices = [f for f in dataclasses.fields(LayerSpec) if f.default is not dataclasses.MISSING]

@@ -11,7 +11,8 @@ import pytest
 import kvjax
 import models
 from kvjax import methods
-from kvjax.drivers.generation import check_block, check_request
+from kvjax.drivers.requests import check_block, check_request
+from tests import helpers
 
 T = 20
 
@@ -49,6 +50,40 @@ def test_cached_decoding_equals_one_pass(tiny):
     np.testing.assert_allclose(first, expected[:, 11], atol=2e-4)
     np.testing.assert_allclose(rest, expected[:, 12:], atol=2e-4)
     assert state.length.tolist() == [30, 30]
+
+
+@pytest.mark.parametrize("policy", [methods.h2o(6), methods.streaming_llm(6, sinks=1)], ids=["h2o", "streaming_llm"])
+def test_a_short_row_is_fed_as_it_is_alone(shallow, prompts, policy):
+    """Logits and what stays of the cache; padding has no logits, and the last token's stand in the last column."""
+    model, params = shallow
+    (tokens, lengths), row, n = prompts, 1, np.array([5, 2, 4])
+    more = np.random.default_rng(5).integers(0, 61, (3, 5))
+    plan = kvjax.make_plan(model.config, policy, prompt_len=T, max_new_tokens=5)
+
+    @jax.jit
+    def read(params, tokens, lengths, more, n):
+        state = kvjax.prefill(model, params, tokens, plan, lengths=lengths)[1]
+        return kvjax.feed(model, params, more, state, lengths=n)
+
+    logits, state = read(params, tokens, lengths, more, n)
+    alone, kept = read(params, tokens[[row]], lengths[[row]], more[[row], 5 - n[row] :], None)
+    np.testing.assert_allclose(logits[row, 5 - n[row] :], alone[0], atol=1e-4)
+    assert np.isnan(logits[row, : 5 - n[row]]).all()
+    assert state.length[row] == kept.length[0]
+    for a, b in zip(state.layers, kept.layers, strict=True):
+        assert helpers.live_positions(a)[row] == helpers.live_positions(b)[0]
+
+
+def test_lengths_of_what_is_fed_are_checked(shallow):
+    """Padding may be any id; each row is held against its own room."""
+    model, params = shallow
+    _, state = read_prompt(shallow, methods.full(), np.ones((2, 4), np.int32), max_new_tokens=2)
+    logits, _ = kvjax.feed(model, params, [[-1, 1], [2, 3]], state, lengths=[1, 2])
+    assert np.isfinite(logits[:, -1]).all()
+    with pytest.raises(ValueError, match="3 tokens come after the prompt, but the plan was made for 2"):
+        kvjax.feed(model, params, np.ones((2, 4), np.int32), state, lengths=[2, 3])
+    with pytest.raises(ValueError, match="must lie between 1 and the prompt's width 2, got 0 to 2"):
+        kvjax.feed(model, params, np.ones((2, 2), np.int32), state, lengths=[0, 2])
 
 
 def test_appending_a_block_to_a_cache_equals_one_pass(tiny):
@@ -170,6 +205,8 @@ def test_driving_past_the_plan_is_visible(shallow, policy):
         logits, state = step(params, state)
         finite.append(bool(jnp.isfinite(logits).all()))
     assert finite == [True, True, False]
+    with pytest.raises(ValueError, match="4 tokens come after the prompt, but the plan was made for 2"):
+        kvjax.decode_step(model, params, [1], state)
 
 
 GO_ON = {
@@ -492,10 +529,27 @@ BAD_CALLS = [
     (kvjax.prefill, {"block": "all"}, "block='all': a block"),
     (kvjax.prefill, {"model": {}}, "model is a dict, not a model"),
     (kvjax.generate, {"model": {}, "max_new_tokens": 2}, "model is a dict, not a model"),
+    (
+        kvjax.generate,
+        {"sampler": kvjax.Sample(), "max_new_tokens": 2},
+        "draws tokens, but there is no key",
+    ),
     (kvjax.generate, {"pad_id": 2**40, "max_new_tokens": 2}, "pad_id=1099511627776: must be a whole number"),
     (kvjax.generate, {"key": np.uint32(3), "max_new_tokens": 2}, "is not a PRNG key"),
     (kvjax.generate, {"key": np.ones(5, np.uint32), "max_new_tokens": 2}, r"key has shape \(5,\), but one raw key"),
     (kvjax.generate_beams, {"key": 5, "max_new_tokens": 2}, "key=5 is not a PRNG key"),
+    (kvjax.generate, {"attention_mask": np.ones((2, 8)), "max_new_tokens": 2}, "say the same twice; give one of them"),
+    (
+        kvjax.prefill,
+        {"lengths": None, "attention_mask": np.full((2, 8), 2)},
+        "must be 1 for tokens and 0 for",
+    ),
+    (
+        kvjax.prefill,
+        {"lengths": None, "attention_mask": np.ones(8)},
+        r"shape \(2, 8\); got float64 of shape \(8,\)",
+    ),
+    (kvjax.prefill, {"lengths": None, "attention_mask": np.zeros((2, 8))}, "prompt lengths must lie between 1"),
     (kvjax.decode_step, {"state": None}, "state is a NoneType, not a KVState such as prefill returns"),
     (kvjax.decode_step, {"state": PLAN}, "state is a CachePlan, not a KVState"),
     (kvjax.decode_step, {"active": np.ones(3, bool)}, r"active has the shape \(3,\), but \(2,\) fits"),

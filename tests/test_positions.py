@@ -13,7 +13,7 @@ import models
 from kvjax import methods
 from kvjax.analysis.traces import trace
 from kvjax.cache.state import EMPTY
-from kvjax.drivers.generation import _with_room
+from kvjax.drivers.steps import _with_room
 from models.gpt2 import GPT2Config
 from models.mpt import MPTConfig
 from tests import helpers

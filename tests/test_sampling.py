@@ -148,7 +148,8 @@ def test_no_record_without_a_penalty(shallow, monkeypatch):
 
     def carried(sampler):
         calls.clear()
-        run = lambda p: kvjax.generate(model, p, np.ones((2, 5), np.int32), max_new_tokens=3, sampler=sampler).tokens
+        how = {"sampler": sampler, "key": jax.random.key(0)}
+        run = lambda p: kvjax.generate(model, p, np.ones((2, 5), np.int32), max_new_tokens=3, **how).tokens
         jax.eval_shape(run, params)
         return set(calls)
 

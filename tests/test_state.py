@@ -10,6 +10,7 @@ import pytest
 import kvjax
 from kvjax.cache.pool import to_pool
 from kvjax.cache.state import PerHead, append, compact, evict, insert, map_slots, position_order, ranks
+from pallas_kernels.pytree import described
 from tests import helpers
 
 B, K, H = 2, 3, 4
@@ -181,3 +182,23 @@ def test_what_is_hidden_is_not_read(storage):
     out = lambda kv, **visible: np.asarray(kv.attend(q, kv.keys(lambda x, _: x), at, (), **visible).out)
     np.testing.assert_allclose(out(kv, visible=shown), out(alone), rtol=1e-5)
     assert not np.allclose(out(kv), out(alone), rtol=1e-2)
+
+
+def test_a_state_prints_sizes_instead_of_numbers(shallow):
+    """Where they are known; a traced state, its shapes and a tree without arrays print too."""
+    plan = kvjax.make_plan(shallow[0].config, kvjax.methods.h2o(6), prompt_len=8, max_new_tokens=2)
+    state = kvjax.drivers.steps.empty_after_prompt(kvjax.init_state(plan, [8, 5]))
+    seen = []
+    jax.eval_shape(lambda state: seen.append(repr(state)) or state.length, state)
+    policy = f"policy={plan.policy!r})"
+    sizes = "1 layers of 7 slots"
+    store = f"{state.kv_bytes:,} bytes of keys and values"
+    start = "KVState(length=[0, 0], prompt_length=[8, 5]"
+    assert repr(state) == f"{start}, {sizes}, 0 to 0 live a kv head, {store}, {policy}"
+    assert seen == [f"KVState(length=int32[2], prompt_length=int32[2], {sizes}, {store}, {policy}"]
+    assert repr(jax.tree.map(lambda x: None, state)) == f"KVState(length=None, prompt_length=None, {policy}"
+    found = kvjax.Generation(jnp.zeros((2, 3), jnp.int32), jnp.ones((2,), jnp.int32), state)
+    assert repr(found) == f"Generation(tokens=[[0, 0, 0], [0, 0, 0]], lengths=[1, 1], state={state!r})"
+    assert "k=float32[2, 2, 7, 8]" in repr(state.layers[0])
+    assert described((jnp.zeros(9), jnp.zeros(9), jnp.zeros(9))) == "(float32[9],) * 3"
+    assert described((jax.random.key(0),)) == "(key<fry>[],)"

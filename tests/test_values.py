@@ -12,6 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import analysis, methods
+from kvjax.algebra import Chain
 from kvjax.cache.context import row_keys
 from kvjax.learning import families, relax
 from kvjax.methods import profiling as fastgen
@@ -19,6 +20,7 @@ from kvjax.scoring import key_scores, measurements, scores, select
 from kvjax.sizes import allocation
 from kvjax.sizes.budget import Above, AtMost, Ratio, Share, Sum, Tokens
 from pallas_kernels import Columns, Softmax, attention, hash_uniform, pooled_attention, recovered_attention
+from pallas_kernels.values import Value, complete_repr
 from tests import helpers
 from tests.methods import CASES
 
@@ -368,3 +370,34 @@ def test_a_budget_beyond_every_plan_holds_everything(make, budget):
     found = evict_layer(make(budget), q, k, v, tokens=tokens, num_layers=3)
     assert found.keep.all()
     assert (found.budgets == 12).all()
+
+
+def _values(kind):
+    """All classes of a kind that policies are made of."""
+    for below in kind.__subclasses__():
+        if not below.__module__.startswith("kvjax.drivers"):  # samplers have filters of the same names
+            yield below.__name__, below
+            yield from _values(below)
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_a_policy_prints_as_what_makes_it(case):
+    """Short, without what it has by default, and evaluates back; the complete repr names every field."""
+    policy = case.make(8)
+    if case.name != "from_fn":
+        assert eval(repr(policy), {"inf": np.inf, **dict(_values(Value))}) == policy
+    for part in policy.policies if isinstance(policy, Chain) else (policy,):
+        for field in dataclasses.fields(part):
+            assert f"{field.name}=" in complete_repr(part)
+    assert len(repr(policy)) < 350
+
+
+def test_what_differs_from_a_default_is_printed():
+    policy = dataclasses.replace(methods.h2o(64), granularity="query_head", when=kvjax.every(4))
+    assert repr(policy) == (
+        "Evict(score=Accumulated(), budget=64, protect=Protect(recent=Share(share=0.5)), when=Schedule(every=4), "
+        "granularity='query_head')"
+    )
+    assert repr((kvjax.Protect(), kvjax.Sample(0.5))) == "(Protect(), Sample(temperature=0.5))"
+    assert "Schedule(prefill=True, every=4, over=None, drop=0, before_append=False)" in complete_repr([policy])
+    assert "over=None" not in repr([policy])

@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_kernels.values import complete_repr
+
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint", "transformers", "kvjax")
 _OURS = ("kvjax", "pallas_kernels", "models", "configs", "experiments")
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -53,7 +55,7 @@ def environment(command: list[str]) -> dict[str, Any]:
 
 
 def definition(value: Any) -> str:
-    """The repr of a policy, or of anything that one is made of; behind it a digest of what a repr does not show.
+    """The complete repr of a policy, or of anything that one is made of; behind it a digest of what that does not show.
 
     That is the code of functions and classes that are not the project's, what functions have closed over, and the
     globals that these read. Addresses, which differ from process to process, are left out.
@@ -63,7 +65,7 @@ def definition(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    return re.sub(r" at 0x[0-9a-f]+", "", complete_repr(value))
 
 
 def _unseen(value: Any, seen: dict[int, Any], *, shown: bool = True) -> Iterator[bytes]:

@@ -18,7 +18,7 @@ from kvjax.analysis.losses import distances, largest_value, output_kl
 from kvjax.analysis.reading import Reading, read_traced
 from kvjax.cache.context import row_keys
 from kvjax.cache.state import Positions
-from kvjax.drivers.generation import Model, check_prompts
+from kvjax.drivers.requests import Model, check_prompts
 from kvjax.plan import CachePlan
 from kvjax.sizes.budget import Count, as_budget, lookup
 from pallas_kernels.pytree import pytree, static

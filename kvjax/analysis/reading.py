@@ -18,7 +18,7 @@ from kvjax.analysis.losses import by_query_head
 from kvjax.cache.context import Context, Site, row_keys
 from kvjax.cache.state import EMPTY, LayerKV, Positions, Rotate, Slopes, check_shares, ranks
 from kvjax.drivers.attention import attend
-from kvjax.drivers.generation import Model, check_prompts
+from kvjax.drivers.requests import Model, check_prompts
 from kvjax.plan import at_positions
 from kvjax.policy import Granularity
 from kvjax.scoring.stats import LayerStats, Measurement, Observe, ordered

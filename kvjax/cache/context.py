@@ -24,7 +24,8 @@ class Site:
       num_layers: layers of the model.
       num_query_heads, num_kv_heads, head_dim: shape of the layer's attention.
       prompt_len: width of the (padded) prompt; no sequence has a longer one.
-      max_new_tokens: decode steps the run is planned for.
+      max_new_tokens: decode steps the run is planned for, which may be a few more than were asked for. A rule whose
+        choices depend on it says so (`LayerSpec.timed`) and gets exactly those.
       window: the layer's sliding window, how many positions a row sees; None for all.
     """
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
 
 from pallas_kernels import Attention, Columns, attention
 from pallas_kernels.columns import accumulator
-from pallas_kernels.pytree import pytree, static
+from pallas_kernels.pytree import described, is_known, pytree, static
 from pallas_kernels.values import MOST_TOKENS, checked, whole
 
 EMPTY: Final = -1
@@ -174,6 +174,18 @@ class KVState:
     keys: Key[Array, "B"]
     plan: Any = static()
     sizes: tuple[Any, ...] | None = None
+
+    def __repr__(self) -> str:
+        sizes = [f"length={described(self.length)}", f"prompt_length={described(self.prompt_length)}"]
+        layers = self.layers if isinstance(self.layers, tuple) else ()
+        if layers and all(isinstance(getattr(kv, "pos", None), jax.Array) for kv in layers):
+            slots = sorted({kv.pos.shape[-1] for kv in layers})
+            sizes.append(f"{len(layers)} layers of {' or '.join(map(str, slots))} slots")
+            if all(is_known(kv.pos) for kv in layers):
+                live = [np.asarray(kv.num_live) for kv in self.layers]
+                sizes.append(f"{min(x.min() for x in live)} to {max(x.max() for x in live)} live a kv head")
+            sizes.append(f"{self.kv_bytes:,} bytes of keys and values")
+        return f"KVState({', '.join(sizes)}, policy={getattr(self.plan, 'policy', None)!r})"
 
     @property
     def num_live(self) -> Int[Array, "B L K"]:

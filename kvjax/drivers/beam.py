@@ -24,19 +24,11 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from kvjax.algebra import identity
 from kvjax.cache.context import row_keys
 from kvjax.cache.state import KVState, take_rows
-from kvjax.drivers.generation import (
-    NO_TOKEN,
-    Model,
-    check_block,
-    check_logits,
-    check_prompts,
-    check_request,
-    check_room,
-    decode_step,
-    prefill,
-)
+from kvjax.drivers.buckets import plan_request, rounds
+from kvjax.drivers.generation import NO_TOKEN
+from kvjax.drivers.requests import Model, check_block, check_logits, check_prompts, check_request, check_room
 from kvjax.drivers.sampling import Greedy
-from kvjax.plan import make_plan
+from kvjax.drivers.steps import decode_step, prefill
 from kvjax.policy import Policy
 from pallas_kernels.pytree import pytree
 from pallas_kernels.values import checked, number, whole
@@ -69,11 +61,13 @@ class _Rules:
       penalty: what the sum of log probabilities of a hypothesis of n tokens is divided by.
       hope: what that of the best running beam of n tokens is divided by, to see whether it may still enter the pool.
       greedy: whether a sequence closes as soon as its pool is full.
+      longest: tokens of the longest hypothesis.
     """
 
     penalty: Float[Array, "lengths"]
     hope: Float[Array, "lengths"]
     greedy: Bool[Array, ""]
+    longest: Int[Array, ""]
 
 
 @pytree
@@ -259,33 +253,33 @@ def _search(
 def _search_to_length(model, params, logits, prompt: _Running, rules: _Rules, num_beams, num_return_sequences) -> Beams:
     """The search without end tokens: nothing ends before the last step, when the running beams are the result."""
     W, R = num_beams, num_return_sequences
-    B, _, M = prompt.tokens.shape
+    B = len(prompt.tokens)
 
     def extend(step, logits, running):
         found = _candidates(logits, running.scores, W, 0)
         return _run_on(running, found, jnp.zeros(found.tokens.shape, bool), step, W)
 
-    def body(running, step):
-        return extend(step, *_read(model, params, running, step)), None
+    def body(step, running):
+        return extend(step, *_read(model, params, running, step))
 
-    running, _ = lax.scan(body, extend(jnp.int32(0), logits, prompt), jnp.arange(1, M, dtype=jnp.int32))
+    running = lax.fori_loop(jnp.int32(1), rules.longest, body, extend(jnp.int32(0), logits, prompt))
     best = jnp.broadcast_to(jnp.arange(R, dtype=jnp.int32)[None], (B, R))
     state = take_rows(running.state, _rows(best, W))
-    return Beams(running.tokens[:, :R], jnp.full((B, R), M, jnp.int32), running.scores[:, :R] / rules.penalty[M], state)
+    lengths, scores = jnp.broadcast_to(rules.longest, (B, R)), running.scores[:, :R] / rules.penalty[rules.longest]
+    return Beams(running.tokens[:, :R], lengths, scores, state)
 
 
 def _search_for_ends(
     model, params, logits, prompt: _Running, rules: _Rules, num_beams, eos_ids, num_return_sequences
 ) -> Beams:
     """The search with end tokens. The loop ends with the last sequence that is open."""
-    W, R = num_beams, num_return_sequences
-    B, _, M = prompt.tokens.shape
+    W, R, B = num_beams, num_return_sequences, len(prompt.tokens)
     eos = jnp.asarray(eos_ids, jnp.int32)[None, None]
 
     def extend(step, logits, running, pool):
         found = _candidates(logits, running.scores, W, len(eos_ids))
         ends = (found.tokens[:, :, None] == eos).any(-1)
-        pool = _collect(pool, running, found, ends | (step + 1 == M), step, rules)
+        pool = _collect(pool, running, found, ends | (step + 1 == rules.longest), step, rules)
         running = _run_on(running, found, ends, step, W)
         return step + 1, running, _close(pool, running, step, rules)
 
@@ -301,7 +295,7 @@ def _search_for_ends(
         jnp.ones((B,), bool),
     )
     carry = extend(jnp.int32(0), logits, prompt, pool)
-    _, running, pool = lax.while_loop(lambda c: (c[0] < M) & c[2].open.any(), body, carry)
+    _, running, pool = lax.while_loop(lambda c: (c[0] < rules.longest) & c[2].open.any(), body, carry)
     state = dataclasses.replace(pool.state, step=running.state.step)
     return Beams(pool.tokens, pool.lengths, pool.scores[:, :R], state)
 
@@ -330,6 +324,8 @@ def generate_beams(
     early_stopping: bool | str = False,
     num_return_sequences: int = 1,
     key: Key[Array, ""] | Key[Array, "B"] | None = None,
+    buckets: bool = True,
+    attention_mask: Array | np.ndarray | None = None,
 ) -> Beams:
     """Reads left-padded prompts, evicts, and searches for the most likely continuations, in one compiled program.
 
@@ -358,6 +354,7 @@ def generate_beams(
         become better at any length, where a positive `length_penalty` scores it at `max_new_tokens`.
       num_return_sequences: R, hypotheses to return for every prompt, W at most.
       key: one key, or one a row. A row of a batch draws what it would draw alone with the same key.
+      buckets, attention_mask: see `kvjax.generate`.
 
     Returns:
       `Beams(tokens, lengths, scores, state)`. A score of -inf says that there was no other hypothesis of any
@@ -368,25 +365,27 @@ def generate_beams(
         beams, a penalty out of range; always before anything runs.
     """
     eos = _check(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences)
-    rules = _rules(num_beams, max_new_tokens, length_penalty, early_stopping)
-    tokens, lengths = check_prompts(model, tokens, lengths)
-    known = None if isinstance(lengths, jax.core.Tracer) else np.asarray(lengths)
-    plan = make_plan(model.config, policy, prompt_len=tokens.shape[1], max_new_tokens=max_new_tokens, lengths=known)
-    check_block(plan, None)
-    return _generate_beams(
+    tokens, lengths = check_prompts(model, tokens, lengths, attention_mask)
+    rules = functools.partial(_rules, num_beams, max_new_tokens, length_penalty, early_stopping)
+    rules()  # what is refused is refused before a plan is made
+    width, buckets = tokens.shape[1], rounds(buckets, tokens, lengths, params, key)
+    plan, tokens = plan_request(model.config, policy, tokens, lengths, max_new_tokens, buckets=buckets)
+    check_block(plan, None, width)
+    found = _generate_beams(
         model,
         params,
         tokens,
         lengths,
         row_keys(key, tokens.shape[0]),
-        rules,
+        rules(plan.max_new_tokens),
         plan=plan,
         num_beams=num_beams,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=plan.max_new_tokens,
         eos_ids=eos,
         pad_id=pad_id,
         num_return_sequences=num_return_sequences,
     )
+    return dataclasses.replace(found, tokens=found.tokens[:, :, :max_new_tokens])
 
 
 def _check(
@@ -418,8 +417,10 @@ def _check(
     return eos
 
 
-def _rules(num_beams: int, max_new_tokens: int, length_penalty: float, early_stopping: bool | str) -> _Rules:
-    """The comparisons of one search; a ValueError for a penalty whose powers leave float32."""
+def _rules(
+    num_beams: int, max_new_tokens: int, length_penalty: float, early_stopping: bool | str, most: int | None = None
+) -> _Rules:
+    """The comparisons of one search, in tables for `most` tokens; a ValueError for a penalty beyond float32."""
     length_penalty = checked(number(), "length_penalty", length_penalty)
     longest = float(max_new_tokens) if early_stopping == "never" and length_penalty > 0 else None
     if abs(length_penalty) * math.log(max_new_tokens) > 80:
@@ -427,8 +428,9 @@ def _rules(num_beams: int, max_new_tokens: int, length_penalty: float, early_sto
             f"length_penalty={length_penalty}: {max_new_tokens} tokens ** {length_penalty} is no number of float32; "
             "choose a penalty nearer to 0"
         )
-    n = np.maximum(np.arange(max_new_tokens + 1, dtype=np.float64), 1)
+    n = np.clip(np.arange((max_new_tokens if most is None else most) + 1, dtype=np.float64), 1, max_new_tokens)
     penalty = n**length_penalty
     hope = penalty if longest is None else np.full_like(penalty, longest**length_penalty)
     greedy = early_stopping is True or num_beams == 1
-    return _Rules(jnp.asarray(penalty, jnp.float32), jnp.asarray(hope, jnp.float32), jnp.asarray(greedy))
+    tables = jnp.asarray(penalty, jnp.float32), jnp.asarray(hope, jnp.float32)
+    return _Rules(*tables, jnp.asarray(greedy), jnp.int32(max_new_tokens))

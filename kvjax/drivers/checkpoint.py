@@ -17,8 +17,9 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from kvjax.cache.state import KVState
-from kvjax.drivers.generation import empty_after_prompt, init_state
+from kvjax.drivers.steps import empty_after_prompt, init_state
 from kvjax.plan import CachePlan
+from pallas_kernels.values import complete_repr
 
 _META = {"params": {"shapes": dict}, "state": {"plan": str, "keys": dict, "leaves": int}}
 _T = TypeVar("_T")
@@ -132,7 +133,7 @@ def _is_key(x: Any) -> bool:
 
 def _text(plan: CachePlan) -> str:
     """The plan's definition, functions by what they compute instead of where they lie in memory."""
-    return "; ".join([re.sub(r" at 0x[0-9a-f]+", "", repr(plan)), *_functions(plan.policy, set())])
+    return "; ".join([re.sub(r" at 0x[0-9a-f]+", "", complete_repr(plan)), *_functions(plan.policy, set())])
 
 
 def _constants(code: types.CodeType) -> str:
@@ -168,7 +169,7 @@ def _held(value: Any) -> str:
         return f"{type(value).__name__}({', '.join(ordered)})"
     if isinstance(value, np.ndarray | jax.Array):
         return f"{value.dtype}{value.shape} {_digest(jax.random.key_data(value) if _is_key(value) else value)}"
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    return re.sub(r" at 0x[0-9a-f]+", "", complete_repr(value))
 
 
 def _digest(x: Any) -> str:

@@ -30,7 +30,7 @@ class LayerSteps:
       tokens: the new tokens.
       pos: their positions, EMPTY for padding.
       index: the layer that is run, where a program serves several; None for the one it is called with.
-      phase, evict, ends: as for `kvjax.drivers.generation.forward`.
+      phase, evict, ends: as for `kvjax.drivers.steps.forward`.
       shares: whether layers of one kind may share a program.
     """
 

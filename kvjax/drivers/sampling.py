@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from pallas_kernels.values import a, checked, each, number, optional, settle, whole
+from pallas_kernels.values import Value, a, checked, each, number, optional, settle, whole
 
 _TEMPERATURE = number("(0, inf)", "must be positive and finite; use Greedy() for the limit 0")
 _TOP_K = whole(1, why="at least one token must remain; use None for all")
@@ -23,7 +23,7 @@ _MIN_P = number("[0, 1]", "a share of the largest probability lies in [0, 1]")
 _PENALTY = number("(0, inf)", "must be positive and finite; 1 is no penalty")
 
 
-class Filter(abc.ABC):
+class Filter(Value, abc.ABC):
     """A frozen dataclass that changes logits before a token is drawn."""
 
     @property
@@ -190,13 +190,18 @@ class MinP(Filter):
         return jnp.where(p < self.p * p.max(-1, keepdims=True), -jnp.inf, logits.astype(jnp.float32))
 
 
-class Sampler(abc.ABC):
+class Sampler(Value, abc.ABC):
     """A frozen dataclass that draws one token for every sequence."""
 
     @property
     def reads_seen(self) -> bool:
         """Whether it is called with `seen` too. Drivers keep such a record only if so."""
         return False
+
+    @property
+    def draws(self) -> bool:
+        """Whether its tokens depend on the keys. Drivers that are given none refuse such a sampler."""
+        return True
 
     @abc.abstractmethod
     def __call__(
@@ -232,6 +237,11 @@ class Greedy(_Filtered):
       filter: what is done to the logits before; nothing by default.
     """
 
+    @property
+    def draws(self) -> bool:
+        """False."""
+        return False
+
     def __call__(
         self, logits: Float[Array, "B V"], keys: Key[Array, "B"], seen: Bool[Array, "B V"] | None = None
     ) -> Int[Array, "B"]:
@@ -259,6 +269,8 @@ class Categorical(_Filtered):
 @dataclasses.dataclass(frozen=True)
 class Sample(Sampler):
     """Draws from the softmax after the usual filters: `Categorical` of their chain, in the order of transformers.
+
+    The draws are those of the keys alone: the same key, the same text. `kvjax.generate(key=jax.random.key(seed))`.
 
     Attributes:
       temperature: divides the logits (`Temperature`).

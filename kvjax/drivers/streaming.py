@@ -5,7 +5,7 @@ import contextlib
 import functools
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,19 +16,12 @@ from jaxtyping import Array, Int, PyTree
 from kvjax.algebra import identity
 from kvjax.cache.context import row_keys
 from kvjax.cache.state import KVState
-from kvjax.drivers.generation import (
-    NO_TOKEN,
-    Model,
-    check_block,
-    check_prompts,
-    check_request,
-    first_token,
-    next_token,
-    prefill,
-)
+from kvjax.drivers.buckets import plan_request, rounds
+from kvjax.drivers.generation import NO_TOKEN, first_token, next_token
+from kvjax.drivers.requests import Model, check_block, check_key, check_prompts, check_request
 from kvjax.drivers.sampling import Greedy, Sampler, seen_tokens
+from kvjax.drivers.steps import prefill
 from kvjax.drivers.text import TextPieces, check_tokenizer, encode, is_chat
-from kvjax.plan import make_plan
 from kvjax.policy import Policy
 
 
@@ -42,6 +35,23 @@ def _start(model, params, tokens, lengths, key, *, plan, sampler, block):
 @functools.partial(jax.jit, static_argnames=("model", "sampler", "pad_id"), donate_argnames=("seen", "state"))
 def _next(model, params, token, running, seen, state, *, sampler, pad_id):
     return next_token(model, params, token, running, seen, state, sampler=sampler, pad_id=pad_id)
+
+
+def stepping(model: Model, params: PyTree[Any], sampler: Sampler, pad_id: int) -> Callable[..., Any]:
+    """A compiled step of a `Stream`: `(token, running, seen, state)` to the next ones. It overwrites the state."""
+    return functools.partial(_next, model, params, sampler=sampler, pad_id=pad_id)
+
+
+def stop_strings(stop: Any) -> tuple[str, ...]:
+    """The strings that end a text, of which one may be given alone.
+
+    Raises:
+      ValueError: no strings, or empty ones.
+    """
+    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
+    if not all(isinstance(s, str) and s for s in stops):
+        raise ValueError(f"stop={stop!r}: must be strings of at least one character")
+    return stops
 
 
 class Stream(Iterator[Any]):
@@ -174,6 +184,8 @@ def stream(
     block: int | None = None,
     tokenizer: Any = None,
     stop: str | Sequence[str] = (),
+    buckets: bool = True,
+    attention_mask: Array | np.ndarray | None = None,
 ) -> Stream:
     """Reads prompts, evicts, and yields what is generated step by step: the tokens are those of `kvjax.generate`.
 
@@ -181,7 +193,8 @@ def stream(
     overwrites the cache in place, unless somebody holds it (`Stream.state`).
 
     Args:
-      model, params, policy, max_new_tokens, lengths, sampler, eos_ids, pad_id, key, block: see `kvjax.generate`.
+      model, params, policy, max_new_tokens, lengths, sampler, eos_ids, pad_id, key, block, buckets, attention_mask: see
+        `kvjax.generate`.
       prompt: left-padded token ids "B T"; or, where there is a tokenizer, a text or the messages of a chat, which
         `models.encode` makes ids of.
       tokenizer: one of transformers. With it, text is yielded instead of ids.
@@ -195,29 +208,27 @@ def stream(
     Raises:
       ValueError: what `kvjax.generate` refuses; text or stop strings without a tokenizer; traced arguments.
     """
-    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
-    if not all(isinstance(s, str) and s for s in stops):
-        raise ValueError(f"stop={stop!r}: must be strings of at least one character")
+    stops = stop_strings(stop)
     if tokenizer is None and (stops or isinstance(prompt, str) or is_chat(prompt)):
         raise ValueError("text needs tokenizer=, such as models.load_tokenizer returns; or give token ids and no stop")
     if tokenizer is not None:
         check_tokenizer(tokenizer)
     if isinstance(prompt, str) or is_chat(prompt):
-        if lengths is not None:
-            raise ValueError("lengths= are of token ids, but prompt is a text; leave them out")
+        if lengths is not None or attention_mask is not None:
+            raise ValueError("lengths= and attention_mask= are of token ids, but prompt is a text; leave them out")
         prompt = [encode(tokenizer, prompt)]
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompt, lengths, key))):
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompt, lengths, attention_mask, key))):
         raise ValueError("a stream runs step by step outside of jit, but an argument is traced; use kvjax.generate")
     ends = check_request(model, max_new_tokens, sampler, eos_ids, pad_id)
-    tokens, known = check_prompts(model, prompt, lengths)
-    plan = make_plan(
-        model.config, policy, prompt_len=tokens.shape[1], max_new_tokens=max_new_tokens, lengths=np.asarray(known)
-    )
-    B, options = tokens.shape[0], {"plan": plan, "sampler": sampler, "block": check_block(plan, block)}
+    check_key(sampler, key)
+    tokens, known = check_prompts(model, prompt, lengths, attention_mask)
+    B, width = tokens.shape
+    plan, tokens = plan_request(model.config, policy, tokens, known, max_new_tokens, buckets=rounds(buckets))
+    options = {"plan": plan, "sampler": sampler, "block": check_block(plan, block, width)}
     drawn = _start(model, params, tokens, jnp.asarray(known), row_keys(key, B), **options)
     return Stream(
         *drawn,
-        step=functools.partial(_next, model, params, sampler=sampler, pad_id=pad_id),
+        step=stepping(model, params, sampler, pad_id),
         ends=ends,
         max_new_tokens=max_new_tokens,
         pieces=None if tokenizer is None else [TextPieces(tokenizer, stops) for _ in range(B)],

@@ -36,7 +36,7 @@ def encode(
     check_tokenizer(tokenizer)
     checked(optional(flag), "bos", bos)
     if not isinstance(prompt, str):
-        prompt = _rendered(tokenizer, prompt, template)
+        prompt = rendered(tokenizer, prompt, **template)
     elif template:
         raise ValueError(f"{sorted(template)} are for chat templates, but prompt is a text; give messages")
     try:
@@ -65,8 +65,8 @@ def is_chat(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(m, Mapping) for m in prompt)
 
 
-def _rendered(tokenizer: Any, messages: Any, template: dict[str, Any]) -> str:
-    """The text that a chat template makes of messages."""
+def rendered(tokenizer: Any, messages: Any, **template: Any) -> str:
+    """The text that a chat template makes of messages; options and errors are those of `encode`."""
     if not is_chat(messages) or not all("role" in m for m in messages):
         raise ValueError(f'prompt={messages!r} is neither a text nor messages such as {{"role": ..., "content": ...}}')
     if getattr(tokenizer, "chat_template", None) is None:

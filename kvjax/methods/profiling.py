@@ -273,7 +273,9 @@ class FastGen(Rule):
     def spec(self, site: Site) -> LayerSpec:
         """See `Rule`; its target is an upper bound, since a head may need less."""
         needed = _ATTENTION, self.kinds
-        every, caps = keeps_all(site, prompt=(*needed, self.profile), step=needed, reads="whole"), self._caps(site)
+        timed = self.storage == "pool"  # full heads are given slots for every token to come
+        every = keeps_all(site, prompt=(*needed, self.profile), step=needed, reads="whole", timed=timed)
+        caps = self._caps(site)
         if caps is None:
             return every
         total, coming = site.prompt_len + site.max_new_tokens, min(1, site.max_new_tokens)

@@ -78,9 +78,8 @@ class NextStepMask(_Hiding):
 
     def spec(self, site: Site) -> LayerSpec:
         """See `Rule`; the simulations read prompts densely and mask from then on."""
-        return keeps_all(
-            site, prompt=(self._sums.observed,), step=(self._sums.observed,), reads="whole", hides="visible"
-        )
+        seen = self._sums.observed
+        return keeps_all(site, prompt=(seen,), step=(seen,), reads="whole", hides="visible", timed=seen.timed)
 
     def init(self, site: Site, batch: int) -> Any:
         """See `Rule`."""
@@ -121,7 +120,8 @@ class StepwiseMask(_Hiding):
 
     def spec(self, site: Site) -> LayerSpec:
         """See `Rule`."""
-        return keeps_all(site, prompt=(self._sums.observed,), step=(self._sums.observed,), reads="rows", hides="live")
+        seen = self._sums.observed
+        return keeps_all(site, prompt=(seen,), step=(seen,), reads="rows", hides="live", timed=seen.timed)
 
     def init(self, site: Site, batch: int) -> Any:
         """See `Rule`."""

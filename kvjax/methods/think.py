@@ -39,7 +39,7 @@ class PruneChannels(Rule):
 
     def spec(self, site: Site) -> LayerSpec:
         """See `Rule`."""
-        return keeps_all(site, prompt=(QuerySquares(self.query_rows),), prunes=True)
+        return keeps_all(site, prompt=(QuerySquares(self.query_rows),), prunes=True, timed=False)
 
     def init(self, site: Site, batch: int) -> Any:
         """See `Rule`."""

@@ -12,11 +12,11 @@ from kvjax.cache.state import LayerKV
 from kvjax.scoring.select import TopK
 from kvjax.scoring.stats import AllRows, Measurement, Observe, Observer, RowsFrom, Slots
 from kvjax.sizes.budget import Count, Counts, counted
-from pallas_kernels.values import flag, optional, settle, tokens
+from pallas_kernels.values import Value, flag, optional, settle, tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Protect:
+class Protect(Value):
     """Attention sinks and a recent window.
 
     Where both together exceed the budget of a sequence, the newest protected tokens win; `make_plan` refuses such

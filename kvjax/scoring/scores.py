@@ -163,6 +163,11 @@ class OfScore(Score):
         """See `Observer`."""
         return self.score.observe(phase)
 
+    @property
+    def timed(self) -> bool:
+        """See `Observer`."""
+        return self.score.timed
+
     def init(self, site: Site, batch: int) -> Any:
         """See `Observer`."""
         return self.score.init(site, batch)
@@ -644,6 +649,11 @@ class FromFunction(Score):
         """See `Observer`."""
         del phase
         return self.observed
+
+    @property
+    def timed(self) -> bool:
+        """True: a function cannot say that it does not look at `ctx.site.max_new_tokens`."""
+        return True
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`.

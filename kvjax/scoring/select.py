@@ -15,7 +15,7 @@ from kvjax.cache.state import EMPTY, LayerKV, evict, position_order
 from kvjax.scoring.stats import LayerStats, Measurement, Slots
 from kvjax.sizes.budget import Count, Counts, counted
 from pallas_kernels.pytree import pytree
-from pallas_kernels.values import a, flag, number, one_of, optional, settle, tokens
+from pallas_kernels.values import Value, a, flag, number, one_of, optional, settle, tokens
 
 Ties = Literal["evict_older", "lower_index"]
 
@@ -112,7 +112,7 @@ def _ordered_bits(x: Array) -> UInt[Array, "B K S"]:
     return jnp.where(bits >= sign, ~bits, bits ^ sign)
 
 
-class Select(abc.ABC):
+class Select(Value, abc.ABC):
     """A frozen dataclass that turns scores and budgets into a `Selection`."""
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:

@@ -14,7 +14,7 @@ from kvjax.cache.state import LayerKV, Rotate, Slopes
 from kvjax.sizes.budget import Count, Tokens, as_count, counted_rows, lookup
 from pallas_kernels import Columns, Softmax
 from pallas_kernels.pytree import pytree, static
-from pallas_kernels.values import a, each, flag, number, one_of, optional, settle, tokens
+from pallas_kernels.values import Value, a, each, flag, number, one_of, optional, settle, tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Moment:
 # --- which rows ---
 
 
-class RowSet(abc.ABC):
+class RowSet(Value, abc.ABC):
     """A frozen dataclass that chooses among the query rows just computed."""
 
     @abc.abstractmethod
@@ -148,12 +148,17 @@ class FirstAndLastRows(RowSet):
 # --- which softmax ---
 
 
-class RowSoftmax(abc.ABC):
+class RowSoftmax(Value, abc.ABC):
     """A frozen dataclass: a softmax that ranks tokens, while the attention output keeps the model's."""
 
     @abc.abstractmethod
     def kernel(self, moment: Moment) -> Softmax:
         """What the kernels compute."""
+
+    @property
+    def timed(self) -> bool:
+        """Whether it depends on how many tokens the run is planned for (`Site.max_new_tokens`)."""
+        return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +234,11 @@ class Noisy(RowSoftmax):
             tau_delta=optional(number("[0, inf)", "a step below 0 ends at temperatures that are negative")),
         )
 
+    @property
+    def timed(self) -> bool:
+        """True where the last temperature comes with the last token."""
+        return self.tau_delta is None and self.tau[0] != self.tau[1]
+
     def kernel(self, moment):
         """See `RowSoftmax`."""
         ctx = moment.ctx
@@ -272,7 +282,7 @@ class OutsideWindow(RowSoftmax):
 # --- what is measured ---
 
 
-class Measurement:
+class Measurement(Value):
     """A frozen dataclass that names something a policy wants to see. It is the key to it in `LayerStats`."""
 
     def columns(self, moment: Moment) -> Columns | None:
@@ -283,6 +293,11 @@ class Measurement:
     def measure(self, moment: Moment) -> Any:
         """The value, for measurements that are not column statistics."""
         raise NotImplementedError(f"{self} is measured along with attention")
+
+    @property
+    def timed(self) -> bool:
+        """Whether it depends on how many tokens the run is planned for (`Site.max_new_tokens`)."""
+        return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,6 +337,11 @@ class Observe(Measurement):
         at = ("after" if linear else "before") if self.group_at is None else self.group_at
         return Columns(None, self.element, self.threshold, self.group, at, self.count_self, self.summed)
 
+    @property
+    def timed(self) -> bool:
+        """See `Measurement`."""
+        return self.softmax is not None and self.softmax.timed
+
     def columns(self, moment: Moment) -> Columns:
         """The kernel request."""
         rows, weight = self.rows.select(moment.pos.shape[1], moment.pos, moment.ctx)
@@ -330,7 +350,7 @@ class Observe(Measurement):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sums:
+class Sums(Value):
     """A column statistic that adds up from step to step, to the same numbers in however many pieces text is read.
 
     The largest of a group's sums is no sum of anything: under `group="max"` every query head keeps its own.
@@ -369,7 +389,7 @@ class Sums:
         return sums.max(-1) if self._apart else sums
 
 
-class Observer:
+class Observer(Value):
     """What looks on at every step: it lists what must be measured, and owns the numbers it carries."""
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
@@ -385,6 +405,11 @@ class Observer:
     def update(self, slots: "Slots") -> Any:
         """The numbers after the rows just computed. Called at every step, whether or not eviction is due."""
         return slots.memory
+
+    @property
+    def timed(self) -> bool:
+        """Whether it depends on how many tokens the run is planned for: by default, whether what it reads does."""
+        return any(m.timed for m in (*self.observe("prefill"), *self.observe("decode")))
 
 
 @pytree

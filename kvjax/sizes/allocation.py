@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Site
 from kvjax.sizes.budget import lookup, whole_tokens
-from pallas_kernels.values import checked, each, flag, number, one_of, settle, whole
+from pallas_kernels.values import Value, checked, each, flag, number, one_of, settle, whole
 
 
 def apportion(shares: Any, limit: Any, xp: ModuleType = np) -> Any:
@@ -64,7 +64,7 @@ def apportion(shares: Any, limit: Any, xp: ModuleType = np) -> Any:
 _apportion_traced = jax.jit(functools.partial(apportion, xp=jnp))
 
 
-class LayerAllocation(abc.ABC):
+class LayerAllocation(Value, abc.ABC):
     """A frozen dataclass that divides an average budget over layers."""
 
     @abc.abstractmethod
@@ -245,7 +245,7 @@ class LayerTable(LayerAllocation):
         return apportion(average[:, None] * shares, limit[:, None])
 
 
-class HeadAllocation(abc.ABC):
+class HeadAllocation(Value, abc.ABC):
     """A frozen dataclass that divides a layer's budget over its kv heads."""
 
     @abc.abstractmethod

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from pallas_kernels.pytree import pytree
-from pallas_kernels.values import MOST_TOKENS, checked, each, number, one_of, settle, tokens
+from pallas_kernels.values import MOST_TOKENS, Value, checked, each, number, one_of, settle, tokens
 
 Rounding = Literal["floor", "int", "ceil"]
 ROUNDINGS: tuple[Rounding, ...] = ("floor", "int", "ceil")
@@ -32,7 +32,7 @@ def whole_tokens(share: float, of: np.ndarray, rounding: Rounding = "floor") -> 
     return np.floor(of * share + (1e-9 if rounding == "floor" else 0.0)).astype(np.int64)
 
 
-class Count(abc.ABC):
+class Count(Value, abc.ABC):
     """A frozen dataclass that says how many tokens, for every prompt length.
 
     Fields of policies that take an int, a float or a count hold a count: a number of tokens and a share of the prompt

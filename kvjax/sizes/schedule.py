@@ -3,11 +3,11 @@
 import dataclasses
 
 from kvjax.sizes.budget import Count, Tokens, counted
-from pallas_kernels.values import checked, flag, optional, settle, tokens
+from pallas_kernels.values import Value, checked, flag, optional, settle, tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class Schedule(Value):
     """Eviction times, and how far a cache may grow between them.
 
     Attributes:

@@ -1,0 +1,31 @@
+"""What drivers are asked for; what they refuse is tested with them."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.drivers.requests import check_prompts
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_mask_says_where_the_tokens_are(shallow, traced):
+    """On the left, on the right or with holes: they are moved together, as transformers counts their positions."""
+    ids, masks = (
+        np.array([[9, 1, 2, 9], [3, 9, 9, 9], [4, 9, 5, 6]]),
+        np.array([[0, 1, 1, 0], [1, 0, 0, 0], [1, 0, 1, 1]]),
+    )
+    check = lambda ids, masks: check_prompts(shallow[0], ids, attention_mask=masks)
+    tokens, lengths = (jax.jit(check) if traced else check)(ids, masks)
+    assert lengths.tolist() == [2, 1, 3]
+    assert [row[4 - n :] for row, n in zip(tokens.tolist(), lengths, strict=True)] == [[1, 2], [3], [4, 5, 6]]
+
+
+def test_prompts_padded_on_the_right_are_those_padded_on_the_left(shallow):
+    model, params = shallow
+    left, right = np.array([[1, 2, 3], [0, 4, 5]]), np.array([[1, 2, 3], [4, 5, 60]])
+    run = functools.partial(kvjax.generate, model, params, max_new_tokens=3, eos_ids=())
+    expected = run(left, lengths=[3, 2]).tokens
+    np.testing.assert_array_equal(run(right, attention_mask=[[1, 1, 1], [1, 1, 0]]).tokens, expected)
