@@ -214,8 +214,9 @@ def _run_missing(
     model, params = models.load(setup.source, dtype=setup.dtype)
     tokenizer = models.load_tokenizer(setup.source)
     examples = build_examples(setup, tokenizer)
-    shown = max(examples, key=lambda e: len(e.context))  # whose kept positions are plotted
     lengths = [len(q.asked(e.context, setup.protocol)[0]) for e in examples for q in e.questions]
+    prompt = lambda e: e.questions[0].asked(e.context, setup.protocol)[0]
+    shown = max(examples, key=lambda e: report.prominence(e.task, len(prompt(e))))  # whose kept positions are plotted
     evaluators = {  # plans are made, and sizes checked, before anything runs
         (method, budget): Evaluator(
             model,
