@@ -3,16 +3,20 @@
     python experiments/run_notebooks.py
     python experiments/run_notebooks.py policy_in_ten_lines
 
-Needs `pip install -e '.[notebook]'`. Only what depends on the code is stored: no times, versions or paths.
+Needs `pip install -e '.[notebook]'`. Only what depends on the code is stored: no times, versions or addresses.
 """
 
 import argparse
 import os
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
+
+import nbclient
+import nbformat
 
 from experiments.evaluation.results import plain_errors, write_bytes
 
@@ -28,15 +32,9 @@ def execute(path: pathlib.Path) -> Any:
     """The notebook of a file with the outputs of a run in a process of its own, and nothing else that a run leaves.
 
     Raises:
-      ValueError: packages that are missing.
       nbclient.exceptions.CellExecutionError: a cell that fails.
     """
-    try:
-        import nbclient
-        import nbformat
-    except ImportError as e:
-        raise ValueError(f"{e.name} is not installed; pip install -e '.[notebook]'") from e
-    notebook = nbformat.read(path, as_version=4)
+    notebook: Any = nbformat.read(path, as_version=4)
     found = [str(_ROOT), os.environ.get("PYTHONPATH")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(p for p in found if p),
@@ -51,7 +49,10 @@ def execute(path: pathlib.Path) -> Any:
     for cell in notebook.cells:
         cell.metadata = {}
         for output in cell.get("outputs", ()):
-            output.pop("metadata", None) if output.output_type == "stream" else output.update(metadata={})
+            if output.output_type == "stream":
+                output.text = re.sub(r" at 0x[0-9a-f]+", "", output.text)  # where a function was in memory
+            else:
+                output.metadata = {}
             if "image/png" in output.get("data", {}):
                 output.data.pop("text/plain", None)  # the picture's size, in other words
     return notebook
@@ -69,8 +70,6 @@ def main(argv: Sequence[str]) -> None:
         for name in chosen:
             start = time.perf_counter()
             path = HERE / f"{name}.ipynb"
-            import nbformat
-
             text = nbformat.writes(execute(path), indent=1, ensure_ascii=False)
             write_bytes(path, f"{text.rstrip()}\n".encode())
             size = path.stat().st_size / 2**10

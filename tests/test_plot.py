@@ -77,6 +77,9 @@ def test_scores_stand_at_their_positions():
     np.testing.assert_allclose(stays, np.stack([np.nonzero(KEEP[1, 1])[0], SCORE[1, 1][KEEP[1, 1]]], -1), rtol=1e-6)
     assert len(goes) == (~KEEP[1, 1]).sum()
     assert len(plot.scores(chosen).axes) == 3
+    protected = dataclasses.replace(chosen[0], score=chosen[0].score.at[..., -1].set(-jnp.inf))
+    x, y = plot.scores(protected).axes[0].lines[0].get_data()
+    assert (list(x), list(y)) == ([T - 1], [0.0])  # at the edge
     wide = dataclasses.replace(chosen[0], score=jnp.where(chosen[0].score > 0.9, 1e3, chosen[0].score))
     assert plot.scores(wide).axes[0].get_yscale() == "log"
     assert plot.scores(wide, yscale="symlog").axes[0].get_yscale() == "symlog"

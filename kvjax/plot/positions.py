@@ -146,7 +146,8 @@ def scores(
         for infinite, edge, marker in ((np.isposinf(score), 1.0, "^"), (np.isneginf(score), 0.0, "v")):
             at = {"transform": panel.get_xaxis_transform(), "clip_on": False}
             x = np.unique(places[keep & infinite])
-            panel.plot(x, np.full(len(x), edge), marker, color=_BLUE, markersize=3, **at)
+            if len(x):
+                panel.plot(x, np.full(len(x), edge), marker, color=_BLUE, markersize=3, **at)
         panel.set_yscale(yscale or ("log" if _far_apart(score[np.isfinite(score)]) else "linear"))
         panel.set_ylabel(f"layer {i}" if len(drawn) > 1 else "score")
         panel.spines[["top", "right"]].set_visible(False)
