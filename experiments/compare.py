@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
+import kvjax
 from experiments.evaluation import report
 from experiments.evaluation.results import (
     alone_in,
@@ -29,7 +29,6 @@ from experiments.evaluation.results import (
     write_figure,
     write_json,
 )
-from kvjax.plot.style import wrapped
 
 _SHARED = ("model", "tasks", "examples", "length", "protocol", "seed", "dtype", "checkpoint")
 
@@ -185,7 +184,7 @@ def overview(rows: Sequence[dict[str, Any]]) -> str:
 def _beside(methods: Sequence[str]) -> list[str]:
     """Names that leave room for a map: of a run that is named after its options, as many as fit in two lines."""
     options = (m.replace(f"({m.partition(' ')[0]}-", "(").replace(" %", "\N{NO-BREAK SPACE}%") for m in methods)
-    short = [wrapped(name, 34, 2) for name in options]
+    short = [kvjax.plot.style.wrapped(name, 34, 2) for name in options]
     count = lambda i: f" ({short[: i + 1].count(short[i])})" if short.count(short[i]) > 1 else ""
     return [name + count(i) for i, name in enumerate(short)]
 
@@ -200,8 +199,8 @@ def plot(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     names = _beside(methods)
     lines = sum(n.count("\n") + 1 for n in names)
     size = 2.4 + (0.9 + 0.55 * len(budgets)) * len(wanted), 1.6 + max(0.19 * lines, 0.26 * len(methods))
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(ncols=len(wanted), squeeze=False)[0]
+    grid = kvjax.plot.style.panels(None, len(wanted), columns=len(wanted), size=size)
+    figure = kvjax.plot.style.figure_of(grid[0])
     for axes, key in zip(grid, wanted, strict=True):
         values = np.array([[cells.get((m, b), {}).get(key, np.nan) for b in budgets] for m in methods])
         score = key == "retrieval"

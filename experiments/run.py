@@ -32,7 +32,6 @@ from experiments.evaluation.provenance import definition
 from experiments.evaluation.results import Results, check_options, directory_path, plain_errors, sample_key
 from experiments.tasks import TASKS, Example, Task
 from models.sources import locate
-from models.weights import read_config
 
 _RETURNED = {"run.py": Experiment, "learn_budget.py": LearnedBudget, "learn_scorer.py": LearnedScorer}
 
@@ -126,6 +125,8 @@ def with_baselines(experiment: Experiment) -> Experiment:
     setup = experiment.setup
     if setup.baselines is not None:
         return experiment
+    from models.weights import read_config  # imports Flax, which takes longer than --help should
+
     chosen = BASELINES
     if read_config(locate(setup.source, weights=False)).learned_positions:
         chosen = tuple(b for b in BASELINES if b not in COMPACT)
