@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def state():
     zeros = jnp.zeros((1, 2, T, 4))
     layers = tuple(kvjax.LayerKV(zeros, zeros, jnp.asarray(p)[None]) for p in positions())
     one = jnp.asarray([T])
-    return kvjax.KVState(layers, one, one, jnp.int32(0), jnp.zeros(1, jnp.uint32), plan=None)
+    return kvjax.KVState(layers, one, one, jnp.int32(0), jax.random.key(0)[None], plan=None)
 
 
 def image(figure, panel=0):
@@ -125,8 +126,9 @@ def test_what_would_lie_over_one_another_gets_panels():
 
 def test_curves_of_the_analysis():
     shape = (1, 2, 3)  # policies, budgets, prompts
-    fields = {f.name: jnp.zeros(shape) for f in dataclasses.fields(analysis.Losses)}
-    losses = analysis.Losses(**fields | {"kl": jnp.asarray(RNG.random(shape))})
+    of_layers = {f.name: jnp.zeros((1, 2, 1, 3)) for f in dataclasses.fields(analysis.Losses)}
+    of_models = {name: jnp.asarray(RNG.random(shape)) for name in ("kl", "agreement", "regret_layers")}
+    losses = analysis.Losses(**of_layers | of_models)
     found = analysis.Curves(losses, ("h2o",), (16, 32))
     axes = plot.budget_curve(found).axes[0]
     np.testing.assert_allclose(axes.containers[0].lines[0].get_ydata(), found["kl"].mean[0])
@@ -176,6 +178,7 @@ def test_drawing_in_axes_of_ones_own(name):
         DRAW[name](grid)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("draw", "message"),
     [

@@ -147,7 +147,7 @@ def _overlapping(series: Sequence[np.ndarray]) -> int:
         for budget, _, low, high in points.T:
             if low < high:
                 at.setdefault(float(budget), []).append((low, high))
-    depth = lambda spans, x: sum(low <= x <= high for low, high in spans)
+    depth = lambda spans, x: sum(bool(low <= x <= high) for low, high in spans)
     return max((depth(spans, low) for spans in at.values() for low, _ in spans), default=0)
 
 

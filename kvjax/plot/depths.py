@@ -94,7 +94,7 @@ def _table(name: str, samples: Sequence[Sample]) -> Float[np.ndarray, "X 3"]:
 class _Bands:
     """Rows or columns of a map: where each but the first begins, and names."""
 
-    starts: Float[np.ndarray, "X-1"]
+    starts: Float[np.ndarray, "edges"]
     names: list[str]
 
     def of(self, x: Float[np.ndarray, "X"]) -> list[Bool[np.ndarray, "X"]]:
@@ -120,7 +120,7 @@ def _length_bands(lengths: Float[np.ndarray, "X"], count: int | None) -> _Bands:
     return _Bands(np.array([g[0] for g in groups[1:]]), names)
 
 
-def _count(panel: Axes, cells: Sequence[Sequence[Float[np.ndarray, "X"]]]) -> None:
+def _count(panel: Axes, cells: Sequence[Sequence[Float[np.ndarray, "_"]]]) -> None:
     """How many needles were found of how many, in every cell."""
     for i, line in enumerate(cells):
         for j, cell in enumerate(line):
