@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 
+import kvjax
 from experiments.evaluation import report
 from experiments.evaluation.results import (
     alone_in,
@@ -117,6 +117,7 @@ def leaderboard(rows: Sequence[dict[str, Any]]) -> str:
         "budget",
         *(["retrieval mean"] if means else []),
         *(t.replace("_", " ") for t in tasks),
+        "live of prompt",
         "KV of full",
     ]
     lines = [
@@ -125,6 +126,7 @@ def leaderboard(rows: Sequence[dict[str, Any]]) -> str:
             r["budget"],
             *([report.score_cell(r)] if means else []),
             *(report.score_cell(by_key.get((r["method"], r["budget"], t))) for t in tasks),
+            f"{100 * r['live_of_prompt']:.1f} %",
             "" if r["kv_bytes_of_full"] is None else f"{100 * r['kv_bytes_of_full']:.1f} %",
         ]
         for r in ordered
@@ -135,14 +137,19 @@ def leaderboard(rows: Sequence[dict[str, Any]]) -> str:
 def by_budget(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], dict[tuple[str, str], dict[str, float]]]:
     """Methods, the best first; budgets, the largest first; and the mean retrieval score and perplexity of each pair.
 
-    What has no budget stands under "-", with its label behind its name.
+    What has no budget stands under "-", with its label behind its name, the live tokens that were measured, and the
+    bytes that are allocated.
     """
     cells: dict[tuple[str, str], dict[str, float]] = {}
     size: dict[str, float] = {}
+    measured: dict[tuple[str, str], str] = {}
+    for r in [*(r for r in rows if r["task"] == "retrieval_mean"), *rows]:
+        if not report.has_budget(r["budget"]):
+            measured.setdefault((r["method"], r["budget"]), _measured(r))
     for r in rows:
         method, budget = r["method"], r["budget"]
         if not report.has_budget(budget):
-            method, budget = f"{method} {budget}", "-"
+            method, budget = f"{method} {budget} ({measured[method, budget]})", "-"
         size[budget] = -1.0 if budget == "-" else max(size.get(budget, 0.0), r["kv_budget"])
         cell = cells.setdefault((method, budget), {})
         if r["task"] == "retrieval_mean":
@@ -153,6 +160,13 @@ def by_budget(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], dic
     mean = lambda method: float(np.mean([quality(c) for (m, _), c in cells.items() if m == method]))
     methods = sorted(dict.fromkeys(m for m, _ in cells), key=mean, reverse=True)
     return methods, sorted(size, key=lambda b: size[b], reverse=True), cells
+
+
+def _measured(row: dict[str, Any]) -> str:
+    """How much a policy without a budget keeps: live tokens, and bytes where it allocates fewer than the full cache."""
+    share = row["kv_bytes_of_full"]
+    fewer = "" if share is None or share > 0.9995 else f", {100 * share:.0f} % of bytes"
+    return f"{100 * row['live_of_prompt']:.0f} % live{fewer}"
 
 
 def overview(rows: Sequence[dict[str, Any]]) -> str:
@@ -167,30 +181,50 @@ def overview(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(report.table(["method", *budgets], lines)) + "\n"
 
 
+def _beside(methods: Sequence[str]) -> list[str]:
+    """Names that leave room for a map: of a run that is named after its options, as many as fit in two lines."""
+    options = (m.replace(f"({m.partition(' ')[0]}-", "(").replace(" %", "\N{NO-BREAK SPACE}%") for m in methods)
+    short = [kvjax.plot.style.wrapped(name, 34, 2) for name in options]
+    count = lambda i: f" ({short[: i + 1].count(short[i])})" if short.count(short[i]) > 1 else ""
+    return [name + count(i) for i, name in enumerate(short)]
+
+
 def plot(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
-    """The overview as two maps: retrieval score, and perplexity; brighter is better in both."""
+    """The overview as two maps, each with its scale: retrieval score, and perplexity; brighter is better in both.
+
+    Darkest are all perplexities in the highest tenth.
+    """
     methods, budgets, cells = by_budget(rows)
     wanted = [k for k in ("retrieval", "perplexity") if any(k in c for c in cells.values())]
-    size = 1.6 + 3.4 * len(wanted), 1.2 + 0.27 * len(methods)
-    figure, axes = plt.subplots(ncols=len(wanted), figsize=size, layout="constrained", squeeze=False)
-    for axis, key in zip(axes[0], wanted, strict=True):
+    names = _beside(methods)
+    lines = sum(n.count("\n") + 1 for n in names)
+    size = 2.4 + (0.9 + 0.55 * len(budgets)) * len(wanted), 1.6 + max(0.19 * lines, 0.26 * len(methods))
+    grid = kvjax.plot.style.panels(None, len(wanted), columns=len(wanted), size=size)
+    figure = kvjax.plot.style.figure_of(grid[0])
+    for axes, key in zip(grid, wanted, strict=True):
         values = np.array([[cells.get((m, b), {}).get(key, np.nan) for b in budgets] for m in methods])
+        score = key == "retrieval"
         low, high = (
-            np.nanmin(values),
-            np.nanquantile(values, 1.0 if key == "retrieval" else 0.9),
+            (0.0, 100.0) if score else (np.nanmin(values), np.nanquantile(values, 0.9))
         )  # outliers hide the rest
-        axis.imshow(values, aspect="auto", cmap="viridis" if key == "retrieval" else "viridis_r", vmin=low, vmax=high)
-        middle = (low + high) / 2
+        cmap = "viridis" if score else "viridis_r"
+        image = axes.imshow(values, aspect="auto", cmap=cmap, vmin=low, vmax=high)
         for (i, j), x in np.ndenumerate(values):
             if np.isfinite(x):
-                bright = (x > middle) == (key == "retrieval")
-                text = f"{x:.0f}" if key == "retrieval" else f"{x:.1f}"
-                axis.text(j, i, text, ha="center", va="center", fontsize=8, color="black" if bright else "white")
-        axis.set_xticks(range(len(budgets)), budgets)
-        axis.set_yticks(range(len(methods)), methods if axis is axes[0, 0] else [])
-        axis.set(xlabel="budget", title="retrieval score, %" if key == "retrieval" else "perplexity")
+                bright = (x > (low + high) / 2) == score
+                text = f"{x:.0f}" if score else f"{x:.1f}"
+                axes.text(j, i, text, ha="center", va="center", fontsize=8, color="black" if bright else "white")
+        ticks = [report.budget_name(b) for b in budgets]
+        axes.set_xticks(range(len(budgets)), ticks, fontsize="small", rotation=30 * any(len(t) > 7 for t in ticks))
+        axes.set_yticks(range(len(methods)), names if axes is grid[0] else [], fontsize="small")
+        axes.set_facecolor("0.95")
+        axes.set_xlabel("budget")
+        bar = figure.colorbar(
+            image, ax=axes, location="top", aspect=40, pad=0.12 / size[1], extend="neither" if score else "max"
+        )
+        bar.set_label("retrieval score, %" if score else "perplexity")
+        bar.ax.tick_params(labelsize="small")
     write_figure(path, figure, dpi=150)
-    plt.close(figure)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -9,16 +9,19 @@ Writes the picture (`NAME.png`), its arrays (`NAME.npz`) and where they come fro
 Each figure is a function in `experiments.papers` that returns the arrays, and one that plots them.
 """
 
+import contextlib
 import dataclasses
 import io
 import pathlib
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
+from tqdm import tqdm
 
 import models
 from configs.experiment import check_whole
@@ -75,7 +78,38 @@ class Options:
             raise ValueError(f"output={self.output} is a file, not a directory")
 
 
-def draw(name: str, model: Any, params: Any, tokens: np.ndarray, output: pathlib.Path, about: dict[str, Any]) -> None:
+@contextlib.contextmanager
+def elapsed(what: str) -> Iterator[None]:
+    """Says what is being done and for how long, on one line that a terminal renews every second."""
+    done, terminal = threading.Event(), sys.stdout.isatty()
+    if not terminal:
+        print(f"{what} ...", flush=True)
+    bar = tqdm(desc=what, bar_format="{desc} {elapsed}", leave=False, file=sys.stdout, disable=not terminal)
+
+    def renew() -> None:
+        while not done.wait(1.0):
+            bar.refresh()
+
+    clock = threading.Thread(target=renew, daemon=True)
+    clock.start()
+    try:
+        yield
+    finally:
+        done.set()
+        clock.join()
+        bar.close()
+
+
+def draw(
+    name: str,
+    model: Any,
+    params: Any,
+    tokens: np.ndarray,
+    output: pathlib.Path,
+    about: dict[str, Any],
+    *,
+    part: str = "",
+) -> None:
     """Computes, plots and writes one figure.
 
     Args:
@@ -84,11 +118,14 @@ def draw(name: str, model: Any, params: Any, tokens: np.ndarray, output: pathlib
       tokens: prompts "B T".
       output: directory, made if absent.
       about: what else to note beside the arrays.
+      part: which of several figures this is, for the line that is shown meanwhile.
     """
     start = time.perf_counter()
-    data = FIGURES[name].data(model, params, tokens)
+    with elapsed(f"{part}{name}: compiling and reading {len(tokens)} prompts of {tokens.shape[-1]} tokens"):
+        data = FIGURES[name].data(model, params, tokens)
     seconds = time.perf_counter() - start
-    picture = FIGURES[name].plot(data)
+    with elapsed(f"{part}{name}: drawing"):
+        picture = FIGURES[name].plot(data)
     arrays: dict[str, Any] = {f.name: np.asarray(getattr(data, f.name)) for f in dataclasses.fields(data)}
     content = io.BytesIO()
     np.savez_compressed(content, **arrays)
@@ -114,7 +151,8 @@ def run(options: Options, command: Sequence[str]) -> None:
     model, params = models.load(source, dtype=options.dtype)
     tokenizer = models.load_tokenizer(source)
     environment_ = environment([*command])
-    for name in FIGURES if options.name == ALL else (options.name,):
+    names = tuple(FIGURES) if options.name == ALL else (options.name,)
+    for i, name in enumerate(names, 1):
         figure = FIGURES[name]
         size = {"count": options.prompts or figure.prompts, "length": options.length or figure.length}
         if options.text is None:
@@ -123,7 +161,8 @@ def run(options: Options, command: Sequence[str]) -> None:
             tokens = prompts.from_file(tokenizer, options.text, **size)
         text = "project" if options.text is None else str(options.text)
         config = {"model": options.model, "text": text, **size, "seed": options.seed, "dtype": options.dtype}
-        draw(name, model, params, tokens, options.output, {"config": config, **environment_})
+        part = f"{i} of {len(names)}, " if len(names) > 1 else ""
+        draw(name, model, params, tokens, options.output, {"config": config, **environment_}, part=part)
     print(f"written to {options.output}")
 
 

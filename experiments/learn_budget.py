@@ -31,14 +31,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from tqdm import tqdm
 
 import kvjax
 import models
 from configs.experiment import Budget, label
 from configs.learning import LearnedBudget
-from experiments.evaluation.checkpoints import check_learns, restored, save_progress
+from experiments.evaluation.checkpoints import check_learns, opened, restored, save_progress
 from experiments.evaluation.provenance import definition
 from experiments.evaluation.results import Results, plain_errors, write_json
 from experiments.learning import budget_report
@@ -126,12 +125,7 @@ def learn(
     what = (experiment.method(budget), experiment.family, experiment.objective, experiment.steps, experiment.rate)
     identity = definition((*what, experiment.temperature, experiment.prompts))
     tx = optax.adam(optax.cosine_decay_schedule(experiment.rate, experiment.steps, alpha=0.1))
-    with (
-        jax.enable_x64(True),
-        ocp.CheckpointManager(
-            directory.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=1, create=True)
-        ) as manager,
-    ):
+    with jax.enable_x64(True), opened(directory) as manager:
         learned = experiment.family.init(sizes.num_layers, sizes.num_kv_heads)
         opt_state, progress = tx.init(learned), Progress()
         if manager.latest_step() is not None:

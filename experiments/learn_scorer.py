@@ -29,14 +29,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from tqdm import tqdm
 
 import kvjax
 import models
 from configs.experiment import Budget, label
 from configs.learning import LearnedScorer
-from experiments.evaluation.checkpoints import check_learns, restored, save_progress
+from experiments.evaluation.checkpoints import check_learns, opened, restored, save_progress
 from experiments.evaluation.report import stands, table
 from experiments.evaluation.results import Results, plain_errors, read_config, write_bytes, write_json
 from experiments.learn_budget import SAVE_EVERY, losses_of
@@ -132,8 +131,7 @@ def learn(
         return optax.apply_updates(params, updates), opt_state, value
 
     opt_state, losses = tx.init(params), []
-    options = ocp.CheckpointManagerOptions(max_to_keep=1, create=True)
-    with ocp.CheckpointManager(directory.absolute(), options=options) as manager:
+    with opened(directory) as manager:
         if manager.latest_step() is not None:
             state, saved = restored(manager, directory, {"params": params, "opt_state": opt_state}, repr(experiment))
             params, opt_state, losses = state["params"], state["opt_state"], saved["divergence"]

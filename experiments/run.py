@@ -32,7 +32,6 @@ from experiments.evaluation.provenance import definition
 from experiments.evaluation.results import Results, check_options, directory_path, plain_errors, sample_key
 from experiments.tasks import TASKS, Example, Task
 from models.sources import locate
-from models.weights import read_config
 
 _RETURNED = {"run.py": Experiment, "learn_budget.py": LearnedBudget, "learn_scorer.py": LearnedScorer}
 
@@ -126,6 +125,8 @@ def with_baselines(experiment: Experiment) -> Experiment:
     setup = experiment.setup
     if setup.baselines is not None:
         return experiment
+    from models.weights import read_config  # imports Flax, which takes longer than --help should
+
     chosen = BASELINES
     if read_config(locate(setup.source, weights=False)).learned_positions:
         chosen = tuple(b for b in BASELINES if b not in COMPACT)
@@ -214,8 +215,9 @@ def _run_missing(
     model, params = models.load(setup.source, dtype=setup.dtype)
     tokenizer = models.load_tokenizer(setup.source)
     examples = build_examples(setup, tokenizer)
-    shown = max(examples, key=lambda e: len(e.context))  # whose kept positions are plotted
     lengths = [len(q.asked(e.context, setup.protocol)[0]) for e in examples for q in e.questions]
+    prompt = lambda e: e.questions[0].asked(e.context, setup.protocol)[0]
+    shown = max(examples, key=lambda e: report.prominence(e.task, len(prompt(e))))  # whose kept positions are plotted
     evaluators = {  # plans are made, and sizes checked, before anything runs
         (method, budget): Evaluator(
             model,

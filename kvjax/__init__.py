@@ -1,5 +1,8 @@
 """KV-cache eviction as small pure values under one algebra."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from kvjax import methods as methods
 from kvjax._moved import MOVED, moved
 from kvjax.algebra import chain as chain
@@ -70,9 +73,14 @@ from kvjax.sizes.schedule import every as every
 from kvjax.sizes.schedule import every_step as every_step
 from kvjax.sizes.schedule import when_over as when_over
 
+if TYPE_CHECKING:
+    from kvjax import plot as plot
+
 
 def __getattr__(name: str) -> object:
-    """Modules by the names that they had before they got rooms."""
+    """`kvjax.plot`, whose matplotlib takes long to import; modules by the names that they had before they got rooms."""
+    if name == "plot":
+        return importlib.import_module("kvjax.plot")
     if name in MOVED:
         return moved(name)
     raise AttributeError(f"module 'kvjax' has no attribute {name!r}")

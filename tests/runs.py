@@ -81,7 +81,7 @@ def make_up(patch, embedded):
     patch.setattr(run, "Evaluator", Made)
     patch.setattr(models, "load", lambda *_, **__: embedded[:2])
     patch.setattr(models, "load_tokenizer", lambda *_: embedded[2])
-    for plot in ("score_against_budget", "depth_against_length", "kept_positions"):
+    for plot in ("score_against_budget", "perplexity_against_budget", "depth_against_length", "kept_positions"):
         patch.setattr(report, f"plot_{plot}", lambda *_: None)
 
 

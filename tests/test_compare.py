@@ -98,3 +98,11 @@ def test_a_leaderboard_that_is_cut_off_leaves_no_rows_of_an_earlier_one(pair, tm
             compare.main([str(pair / "here"), "--output", str(board)])
         assert [p.name for p in board.glob("*.json")] == []
         monkeypatch.undo()
+
+
+def test_names_beside_the_map_are_short_and_differ():
+    names = ["h2o", "snapkv (snapkv-budget-64)", *(f"snapkv (snapkv-{'budget-' * 12}{i})" for i in range(2))]
+    short = compare._beside(names)
+    assert short[:2] == ["h2o", "snapkv (budget-64)"]
+    assert len(set(short)) == 4
+    assert max(len(line) for name in short for line in name.splitlines()) <= 38

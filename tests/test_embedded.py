@@ -51,6 +51,9 @@ def test_examples(task, embedded, name):
         for reference in q.references:
             assert " ".join(w for w in reference.split() if w in corpus.DIGITS) in text
             assert all(w in asked for w in reference.split() if w in corpus.NAMES)
+        if q.references:
+            at, count = (int(dict(e.meta)[name]) for name in ("needle_at", "needle_tokens"))
+            assert q.references[0] in tokenizer.decode(e.context[at : at + count])
 
 
 @pytest.mark.parametrize("count", [4, 8, 24, 32, 48])

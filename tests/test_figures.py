@@ -5,6 +5,8 @@ import importlib
 import io
 import json
 import pathlib
+import sys
+import time
 import types
 
 import jax
@@ -458,7 +460,9 @@ def test_plots(read, name):
 def test_a_command_writes_picture_arrays_and_origin(tmp_path, capsys):
     arguments = ["attention_entropy", "--prompts", "2", "--length", "96", "--output", str(tmp_path)]
     figures.main(arguments)
-    assert "attention_entropy: Rows flatten by" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "attention_entropy: compiling and reading 2 prompts of 96 tokens ...\n" in printed
+    assert "attention_entropy: Rows flatten by" in printed
     assert (tmp_path / "attention_entropy.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     note = json.loads((tmp_path / "attention_entropy.json").read_text())
     assert note["config"] == {
@@ -494,6 +498,15 @@ def test_another_model_and_text(tiny, embedded, tmp_path):
 
     with pytest.raises(SystemExit, match=r"has 280 tokens, but 9 prompts of 48 need 423; lower --prompts or --length"):
         figures.main(["loss_bound", *arguments[:4], "--prompts", "9", "--length", "48", "--output", str(tmp_path)])
+
+
+def test_a_terminal_shows_the_time_that_has_passed(monkeypatch):
+    shown = io.StringIO()
+    shown.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", shown)
+    with figures.elapsed("reading"):
+        time.sleep(1.2)
+    assert "reading 00:01" in shown.getvalue()
 
 
 def test_a_figure_that_is_cut_off_has_no_note_of_an_earlier_one(tmp_path, monkeypatch):

@@ -57,7 +57,7 @@ def test_outputs(finished):
     assert row["prefill_seconds"] > 0
     assert row["decode_tokens_per_second"] > 0
     assert row["prefill_peak_bytes"] > row["decode_peak_bytes"] > 0
-    for plot in ("score_against_budget", "depth_against_length", "kept_positions"):
+    for plot in ("score_against_budget", "perplexity_against_budget", "depth_against_length", "kept_positions"):
         assert (finished / f"{plot}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert "| snapkv | 0.25 |" in (finished / "summary.md").read_text()
 
@@ -189,7 +189,9 @@ def test_a_method_without_budgets(tmp_path, capsys):
     order = [line.split(" | ")[1] for line in tables[0].splitlines() if line.startswith("| ")][1:]
     assert order[0] == "1.0"
     assert order[-1] == "0.125"
-    assert all(f"| fastgen T={t} |" in tables[1] for t in (0.98, 0.9))
+    assert all(
+        f"| fastgen T={t} ({round(100 * x)} % live) |" in tables[1] for t, x in zip((0.98, 0.9), places, strict=True)
+    )
 
 
 def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, capsys):

@@ -6,29 +6,38 @@ import math
 import pathlib
 from typing import Any
 
-import orbax.checkpoint as ocp
+
+def opened(directory: pathlib.Path) -> Any:
+    """Orbax's manager of a directory that holds the last checkpoint."""
+    import orbax.checkpoint as ocp  # which takes longer to import than --help should
+
+    options = ocp.CheckpointManagerOptions(max_to_keep=1, create=True)
+    return ocp.CheckpointManager(directory.absolute(), options=options)
 
 
-def save_progress(manager: ocp.CheckpointManager, step: int, state: Any, progress: dict[str, Any]) -> None:
+def save_progress(manager: Any, step: int, state: Any, progress: dict[str, Any]) -> None:
     """Writes state and progress at a step; the progress, which orbax does not check, with a seal of its own."""
+    from orbax.checkpoint import args
+
     sealed = {**progress, "seal": _seal(step, progress)}
-    args = {"state": ocp.args.StandardSave(state), "progress": ocp.args.JsonSave(sealed)}
-    manager.save(step, args=ocp.args.Composite(**args))
+    manager.save(step, args=args.Composite(state=args.StandardSave(state), progress=args.JsonSave(sealed)))
 
 
 def _seal(step: int | None, progress: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps([step, progress], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def read(manager: ocp.CheckpointManager, directory: pathlib.Path, state: Any) -> tuple[Any, Any]:
+def read(manager: Any, directory: pathlib.Path, state: Any) -> tuple[Any, Any]:
     """State, like the one given, and progress of the last checkpoint in a directory.
 
     Raises:
       ValueError: a checkpoint that cannot be read.
     """
-    args = {"state": ocp.args.StandardRestore(state), "progress": ocp.args.JsonRestore()}
+    from orbax.checkpoint import args
+
+    wanted = args.Composite(state=args.StandardRestore(state), progress=args.JsonRestore())
     try:
-        saved: Any = manager.restore(manager.latest_step(), args=ocp.args.Composite(**args))
+        saved: Any = manager.restore(manager.latest_step(), args=wanted)
         saved.progress["identity"]
         if saved.progress.pop("seal", None) != _seal(manager.latest_step(), saved.progress):
             raise ValueError(f"its progress is not what was written at step {manager.latest_step()}")
@@ -40,7 +49,7 @@ def read(manager: ocp.CheckpointManager, directory: pathlib.Path, state: Any) ->
     return saved.state, saved.progress
 
 
-def restored(manager: ocp.CheckpointManager, directory: pathlib.Path, state: Any, identity: str) -> tuple[Any, Any]:
+def restored(manager: Any, directory: pathlib.Path, state: Any, identity: str) -> tuple[Any, Any]:
     """As `read`, of a run that is known by its identity, which the progress is given without.
 
     Raises:

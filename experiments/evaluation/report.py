@@ -2,22 +2,20 @@
 
 import io
 import json
+import math
 import pathlib
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 
+import kvjax
 from experiments.evaluation import statistics
 from experiments.evaluation.results import read_config, seal, write_bytes, write_figure, write_json
-from experiments.palette import COLOURS, LINES, MARKERS
 from experiments.tasks import RETRIEVAL
+from kvjax.analysis import Interval
 
 
 def summarise(samples: Sequence[dict[str, Any]], costs: dict[str, Any]) -> dict[str, Any]:
@@ -162,106 +160,89 @@ def budget_fraction(row: dict[str, Any], length: int) -> float:
     return float(label) if "." in label else int(label) / length
 
 
+def budget_name(label: str) -> str:
+    """A label of a budget as pictures write it: "12.5 %", "64 tokens", "T=0.95"."""
+    if not has_budget(label):
+        return label
+    share, unit = f"{100 * float(label):.3g}", "%"
+    return "\N{NO-BREAK SPACE}".join((share, unit) if "." in label else (label, "tokens"))
+
+
+def _run_name(method: str, budget: str) -> str:
+    return "full cache" if (method, budget) == ("full", "1.0") else f"{method} {budget_name(budget)}"
+
+
+def _plot_against_budget(
+    rows: Sequence[dict[str, Any]], length: int, value: Callable[..., Interval], **options: Any
+) -> Any:
+    """Numbers of every method against its budget, or where there is none against the live tokens that were measured."""
+    curves: dict[str, dict[float, Interval]] = {}
+    for r in rows:
+        if r["method"] != "full":
+            measured = "" if has_budget(r["budget"]) else " (live tokens)"
+            curves.setdefault(f"{r['method']}{measured}", {})[budget_fraction(r, length)] = value(r)
+    full = next((value(r) for r in rows if r["method"] == "full"), None)
+    if not curves and full is not None:
+        curves = {"full": {1.0: full}}
+    return kvjax.plot.budget_curve(curves, full=full, **options)
+
+
 def plot_score_against_budget(rows: Sequence[dict[str, Any]], length: int, path: pathlib.Path) -> None:
-    """Mean retrieval score of every method against its budget, with 95 % intervals.
+    """Mean retrieval score of every method against its budget, with 95 % intervals."""
+    value = lambda r: Interval(*(100 * r[k] for k in ("score", "low", "high")))
+    figure = _plot_against_budget(rows, length, value, ylabel="retrieval score, % (95 % interval)")
+    for axes in figure.axes:
+        axes.set_ylim(-3, 103)
+    write_figure(path, figure, dpi=150)
 
-    Methods without budgets stand where the live tokens that they kept put them.
+
+def plot_perplexity_against_budget(rows: Sequence[dict[str, Any]], length: int, path: pathlib.Path) -> None:
+    """Perplexity of every method against its budget, with 95 % intervals over examples."""
+    value = lambda r: Interval(*(r[k] for k in ("perplexity", "low", "high")))
+    finite = [r for r in rows if math.isfinite(r["perplexity"])]
+    figure = _plot_against_budget(finite, length, value, ylabel="perplexity (95 % interval)")
+    found = [r["perplexity"] for r in finite]
+    for axes in figure.axes if max(found) > 4 * min(found) else ():
+        axes.set_yscale("log")
+    write_figure(path, figure, dpi=150)
+
+
+def plot_depth_against_length(samples: Sequence[dict[str, Any]], length: int, path: pathlib.Path) -> None:
+    """Where in the prompt a single needle is found, for every policy of the run, those of one budget side by side.
+
+    Depths are joined to bands until three needles are in a cell on average.
     """
-    figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
-    full = [r for r in rows if r["method"] == "full"]
-    methods = [m for m in dict.fromkeys(r["method"] for r in rows) if m != "full"]
-    if full:
-        axes.axhline(100 * full[0]["score"], color="0.5", linestyle="--", label="full cache")
-    for i, method in enumerate(methods):
-        points = sorted(((budget_fraction(r, length), r) for r in rows if r["method"] == method), key=lambda p: p[0])
-        aside = 2 ** (0.04 * (i - (len(methods) - 1) / 2) / max(len(methods) / 5, 1))  # keeps equal budgets apart
-        axes.errorbar(
-            [100 * b * aside for b, _ in points],
-            [100 * r["score"] for _, r in points],
-            yerr=[
-                [100 * max(r["score"] - r["low"], 0) for _, r in points],
-                [100 * max(r["high"] - r["score"], 0) for _, r in points],
-            ],
-            label=method,
-            color=COLOURS[i % len(COLOURS)],
-            marker=MARKERS[i % len(MARKERS)],
-            linestyle=LINES[i // len(COLOURS) % len(LINES)],
-            capsize=3,
-            markersize=6,
-        )
-    axes.set_xscale("log", base=2)
-    places = {r["budget"]: 100 * budget_fraction(r, length) for r in rows if r["method"] != "full"}
-    ticks = {x for label, x in places.items() if has_budget(label)}
-    if len(ticks) < len(places):  # measured places are no round numbers
-        ticks |= {100 / 2**i for i in range(10) if 100 / 2**i > min(places.values()) / 2}
-    ticks = sorted(ticks)
-    if ticks:
-        axes.set_xticks(ticks, [f"{t:.3g}" for t in ticks])
-        axes.minorticks_off()
-    measured = "" if len(places) == sum(map(has_budget, places)) else " (live tokens, where there is none)"
-    axes.set(xlabel=f"budget, % of the prompt{measured}", ylabel="retrieval score, % (95 % interval)", ylim=(-3, 103))
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    needles: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for s in samples:
+        if s["task"] == "single_needle":
+            needles.setdefault((s["method"], s["budget"]), []).append(s)
+    kept = lambda group: float(np.mean([s["live"] / s["prompt_tokens"] for s in group]))
+    share = {r: budget_fraction({"budget": r[1], "live_of_prompt": kept(g)}, length) for r, g in needles.items()}
+    ordered = sorted(needles, key=lambda run: -share[run])
+    first = needles[ordered[0]]
+    depths, lengths = (len({s[key] for s in first}) for key in ("depth", "length"))
+    bands = next((n for n in (8, 4, 2) if n <= depths and len(first) >= 3 * n * lengths), 2)
+    named = {_run_name(*run): needles[run] for run in ordered}
+    figure = kvjax.plot.depth_against_length(named, depths=None if bands == depths else min(bands, depths))
     write_figure(path, figure, dpi=150)
-    plt.close(figure)
 
 
-def plot_depth_against_length(samples: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
-    """Where in the prompt a single needle is found, for the first method of the run at each of its budgets."""
-    needles = [s for s in samples if s["task"] == "single_needle"]
-    main = next((s["method"] for s in needles if s["method"] != "full"), "full")
-    budgets = list(dict.fromkeys(s["budget"] for s in needles if s["method"] == main))
-    depths = sorted({s["depth"] for s in needles})
-    lengths = sorted({s["length"] for s in needles})
-    figure, grid = plt.subplots(
-        1, len(budgets), figsize=(1.5 + 3.0 * len(budgets), 3.4), layout="constrained", squeeze=False, sharey=True
-    )
-    for axes, budget in zip(grid[0], budgets, strict=True):
-        cells = np.full((len(depths), len(lengths)), np.nan)
-        counts = [[""] * len(lengths) for _ in depths]
-        for i, d in enumerate(depths):
-            for j, n in enumerate(lengths):
-                hits = [
-                    s["score"]
-                    for s in needles
-                    if (s["method"], s["budget"], s["depth"], s["length"]) == (main, budget, d, n)
-                ]
-                cells[i, j] = 100 * np.mean(hits) if hits else np.nan
-                counts[i][j] = f"{sum(hits):g}/{len(hits)}"
-        image = axes.imshow(cells, vmin=0, vmax=100, cmap="cividis", aspect="auto")
-        for i, j in np.ndindex(cells.shape):
-            if not np.isnan(cells[i, j]):
-                colour = "white" if cells[i, j] < 50 else "black"
-                axes.text(j, i, counts[i][j], ha="center", va="center", color=colour, fontsize=8)
-        axes.set_xticks(range(len(lengths)), [f"{n:.0f}" for n in lengths])
-        axes.set_yticks(range(len(depths)), [f"{100 * d:.0f}" for d in depths])
-        axes.set(xlabel="prompt length, tokens", title=f"{main}, {'budget ' if has_budget(budget) else ''}{budget}")
-    grid[0, 0].set_ylabel("depth of the needle, %")
-    figure.colorbar(image, ax=grid[0].tolist(), label="found, %")
-    write_figure(path, figure, dpi=150)
-    plt.close(figure)
+def prominence(task: str, prompt_tokens: int) -> tuple[bool, int]:
+    """What orders examples: kept positions are drawn of the first with the largest, of a needle where there is any."""
+    return task == "single_needle", prompt_tokens
 
 
-def plot_kept_positions(kept: dict[str, list[np.ndarray]], path: pathlib.Path) -> None:
-    """Which tokens of one prompt each method holds after eviction, a row for every layer and kv head."""
-    figure, grid = plt.subplots(
-        len(kept), 1, figsize=(9, 0.6 + 1.15 * len(kept)), layout="constrained", squeeze=False, sharex=True
-    )
-    end = 1 + max(int(layer.max()) for layers in kept.values() for layer in layers)
-    for axes, (label, layers) in zip(grid[:, 0], kept.items(), strict=True):
-        heads = [head[head >= 0] for layer in layers for head in layer]
-        held = np.zeros((len(heads), end))
-        for row, positions in zip(held, heads, strict=True):
-            row[positions] = 1.0
-        sharp = "nearest" if end <= 1200 else "antialiased"  # more positions than pixels would lose some
-        axes.imshow(held, cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation=sharp)
-        for i in range(len(layers[0]), len(heads), len(layers[0])):
-            axes.axhline(i - 0.5, color="0.6", linewidth=0.5)
-        axes.set_ylabel(label.replace("@", "\n"), rotation=0, ha="right", va="center", fontsize=8)
-        axes.set_yticks([])
-    grid[-1, 0].set_xlabel("position in the prompt; rows are kv heads, grouped by layer from top to bottom")
-    write_figure(path, figure, dpi=150)
-    plt.close(figure)
+def plot_kept_positions(
+    kept: dict[str, list[np.ndarray]], samples: Sequence[dict[str, Any]], path: pathlib.Path
+) -> None:
+    """Which tokens of one prompt each method holds after eviction, and where the needle is."""
+    shown = max(samples, key=lambda s: prominence(s["task"], s["prompt_tokens"]))
+    markers = {}
+    if "needle_at" in shown:
+        start = int(shown["needle_at"])
+        markers["needle"] = range(start, start + int(shown["needle_tokens"]))
+    named = {_run_name(*label.split("@")): layers for label, layers in kept.items()}
+    write_figure(path, kvjax.plot.kept_positions(named, length=shown["prompt_tokens"], markers=markers), dpi=150)
 
 
 def write(directory: pathlib.Path, samples: Sequence[dict[str, Any]], costs: dict[str, Any]) -> str:
@@ -270,14 +251,16 @@ def write(directory: pathlib.Path, samples: Sequence[dict[str, Any]], costs: dic
     summary = summarise(samples, costs)
     text = markdown(summary, config["name"])
     write_bytes(directory / "summary.md", text.encode())
+    length = config["setup"]["length"]
     if summary["retrieval_mean"]:
-        length = config["setup"]["length"]
         plot_score_against_budget(summary["retrieval_mean"], length, directory / "score_against_budget.png")
+    if rows := [r for r in summary["rows"] if r["task"] == "perplexity"]:
+        plot_perplexity_against_budget(rows, length, directory / "perplexity_against_budget.png")
     if any(s["task"] == "single_needle" for s in samples):
-        plot_depth_against_length(samples, directory / "depth_against_length.png")
+        plot_depth_against_length(samples, length, directory / "depth_against_length.png")
     kept = load_kept(directory, config)
     if kept:
-        plot_kept_positions(kept, directory / "kept_positions.png")
+        plot_kept_positions(kept, samples, directory / "kept_positions.png")
     write_json(directory / "summary.json", summary)  # last: its presence says that the run is complete
     return text
 

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
-from scipy import optimize, special, stats
+import scipy  # its parts are imported when they are first used
 
 from kvjax import analysis
 from kvjax.analysis import Interval
@@ -126,7 +126,7 @@ def compare(
     if not _proportions(np.concatenate([x, y]), units):
         return _paired(units, (-1.0, 1.0), confidence)
     won, lost = int((x > y).sum()), int((x < y).sum())
-    p = float(stats.binomtest(won, won + lost).pvalue) if won + lost else 1.0
+    p = float(scipy.stats.binomtest(won, won + lost).pvalue) if won + lost else 1.0
     difference, low, high = _tango(won, lost, len(x), confidence)
     return Comparison(difference, low, high, p, len(x), "McNemar", confidence)
 
@@ -216,7 +216,7 @@ def _mean(units: _Units, bounds: tuple[float, float], confidence: float) -> Inte
         others = wilson([0.0] * n, confidence).high  # the share of units that may differ though none of n does
         return Interval(mean, mean - others * (mean - bounds[0]), mean + others * (bounds[1] - mean))
     if n >= FEW and np.ptp(means) >= 1e-12:
-        drawn = stats.bootstrap(
+        drawn = scipy.stats.bootstrap(
             tuple(units), _ratio, paired=True, vectorized=True, n_resamples=_RESAMPLES, batch=1 + 2_000_000 // n,
             confidence_level=confidence, method="BCa", rng=np.random.default_rng(0),
         )  # fmt: skip
@@ -232,7 +232,7 @@ def _paired(units: _Units, bounds: tuple[float, float], confidence: float) -> Co
     mean, low, high = _mean(units, bounds, confidence)
     flipped, p = units.totals[units.totals != 0], 1.0  # zeros flip to zeros
     if flipped.size > 1:  # one difference is as far from 0 as its negative
-        p = stats.permutation_test(
+        p = scipy.stats.permutation_test(
             (flipped,), np.sum, permutation_type="samples", vectorized=True, n_resamples=_RESAMPLES,
             batch=1 + 2_000_000 // flipped.size, rng=np.random.default_rng(0),
         ).pvalue  # fmt: skip
@@ -261,12 +261,12 @@ def _tango(won: int, lost: int, n: int, confidence: float) -> Interval:
     for edge in (-1.0, 1.0):
         near = difference + 1e-9 * (edge - difference)  # the standard error may be 0 at the difference itself
         inside = excess(near) < 0 < excess(edge)
-        ends.append(optimize.brentq(excess, near, edge) if inside else edge)
+        ends.append(scipy.optimize.brentq(excess, near, edge) if inside else edge)
     return Interval(difference, ends[0], ends[1])
 
 
 def _z(confidence: float) -> float:
-    return float(special.ndtri(0.5 + confidence / 2))
+    return float(scipy.special.ndtri(0.5 + confidence / 2))
 
 
 def _finite(name: str, values: Sequence[float]) -> np.ndarray:

@@ -5,12 +5,9 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, Final
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 
+import kvjax
 from experiments.evaluation import report
 from experiments.evaluation.report import table
 from experiments.evaluation.results import read_config, write_bytes, write_figure, write_json
@@ -162,23 +159,25 @@ def plot_losses(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
 
     The best masks in hindsight lie below.
     """
-    figure, (axes, kept, beside) = plt.subplots(1, 3, figsize=(15.5, 4.4), layout="constrained")
+    axes, kept, beside = kvjax.plot.style.panels(None, 3, columns=3, size=(15.5, 4.4))
+    figure = kvjax.plot.style.figure_of(axes)
     budgets = list(dict.fromkeys(r["budget"] for r in rows))
     methods = list(dict.fromkeys(r["method"] for r in rows))
     of = lambda method: {r["budget"]: r for r in rows if r["method"] == method}
     uniform = np.array([of("uniform")[b]["loss"] for b in budgets])
     x = np.arange(len(budgets))
-    for i, method in enumerate(methods):
+    for i, method in enumerate(methods):  # each smaller than those before it, which it may hide
         mine = of(method)
         colour, marker = _STYLES[method]
-        aside = x + 0.05 * (i - (len(methods) - 1) / 2)  # divisions that lose the same stay apart
-        style = {"color": colour, "marker": marker, "markersize": 9 if marker == "*" else 6}
+        under = (len(methods) - 1 - i) / max(len(methods) - 1, 1)
+        size = (7 if marker == "*" else 4) + 4.5 * under
+        style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": size}
         style |= {"linestyle": "--", "linewidth": 2} if method in HINDSIGHT else {}
         y = np.array([[100 * mine[b][n] for n in ("loss", "low", "high")] for b in budgets]).T
-        axes.errorbar(x, y[0], yerr=[y[0] - y[1], y[2] - y[0]], label=_NAMES[method], capsize=3, **style)
+        axes.errorbar(x, y[0], yerr=[y[0] - y[1], y[2] - y[0]], label=_NAMES[method], capsize=3 + 4 * under, **style)
         lost = np.array([[100 * mine[b][n] for n in ("lost", "lost_low", "lost_high")] for b in budgets]).T
-        kept.errorbar(x, 100 - lost[0], yerr=[lost[2] - lost[0], lost[0] - lost[1]], capsize=3, **style)
-        beside.plot(aside, y[0] / uniform, **style)
+        kept.errorbar(x, 100 - lost[0], yerr=[lost[2] - lost[0], lost[0] - lost[1]], capsize=3 + 4 * under, **style)
+        beside.plot(x, y[0] / uniform, **style)
     for each in (axes, kept, beside):
         each.set_xticks(x, [f"{100 * float(b):.4g} %" if "." in b else b for b in budgets])
         each.set_xlabel("budget, of the prompt" if any("." in b for b in budgets) else "budget, tokens")
@@ -189,28 +188,26 @@ def plot_losses(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     beside.set_ylabel("loss, % of the uniform division's")
     figure.legend(*axes.get_legend_handles_labels(), frameon=False, ncols=len(methods), loc="outside upper center")
     write_figure(path, figure, dpi=150)
-    plt.close(figure)
 
 
 def plot_tables(tables: dict[str, Any], path: pathlib.Path) -> None:
     """What each head of each layer was given at every budget, relative to the average."""
-    figure, grid = plt.subplots(
-        1, len(tables), figsize=(1.2 + 2.6 * len(tables), 3.2), layout="constrained", squeeze=False, sharey=True
-    )
+    size = 1.2 + 2.6 * len(tables), 3.2
+    grid = kvjax.plot.style.panels(None, len(tables), columns=len(tables), size=size, sharey=True)
+    figure = kvjax.plot.style.figure_of(grid[0])
     arrays = {b: np.array(t["heads"]) for b, t in tables.items()}
     top = max(float(a.max()) for a in arrays.values())
-    for axes, (budget, shares) in zip(grid[0], arrays.items(), strict=True):
-        image = axes.imshow(shares, vmin=0, vmax=top, cmap="cividis", aspect="auto")
+    for axes, (budget, shares) in zip(grid, arrays.items(), strict=True):
+        axes.imshow(shares, vmin=0, vmax=top, cmap="cividis", aspect="auto")
         for i, j in np.ndindex(shares.shape):
             colour = "white" if shares[i, j] < top / 2 else "black"
             axes.text(j, i, f"{shares[i, j]:.2f}", ha="center", va="center", color=colour, fontsize=8)
         axes.set(xlabel="kv head", title=f"budget {budget}")
         axes.set_xticks(range(shares.shape[1]))
         axes.set_yticks(range(shares.shape[0]))
-    grid[0, 0].set_ylabel("layer")
-    figure.colorbar(image, ax=grid[0].tolist(), label="share, 1 = uniform")
+    grid[0].set_ylabel("layer")
+    figure.colorbar(grid[0].images[0], ax=grid, label="share, 1 = uniform")
     write_figure(path, figure, dpi=150)
-    plt.close(figure)
 
 
 def plot_learning(tables: dict[str, Any], name: str, path: pathlib.Path) -> None:
@@ -218,7 +215,7 @@ def plot_learning(tables: dict[str, Any], name: str, path: pathlib.Path) -> None
 
     It falls with learning; but gates harden meanwhile, and hard ones lose more than soft ones of the same total.
     """
-    figure, axes = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
+    (axes,) = kvjax.plot.style.panels(None, 1, size=(7.5, 3.6))
     for i, (budget, t) in enumerate(tables.items()):
         losses = np.array(t["losses"])
         width = min(10, len(losses))
@@ -228,8 +225,7 @@ def plot_learning(tables: dict[str, Any], name: str, path: pathlib.Path) -> None
     axes.set(xlabel="step (the temperature falls)", ylabel=f"{name.replace('_', ' ')} of the gates, mean of ten steps")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, title="budget", loc="center left", bbox_to_anchor=(1.0, 0.5))
-    write_figure(path, figure, dpi=150)
-    plt.close(figure)
+    write_figure(path, kvjax.plot.style.figure_of(axes), dpi=150)
 
 
 def made(

@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from matplotlib.figure import Figure
 
-from experiments.palette import COLOURS
 from experiments.papers.attention import Layer, capture, fold_rows, group_mean
 from experiments.papers.base import canvas, interval, message, percent, shown_layers
 from kvjax.analysis import eviction_bound, eviction_loss
 from kvjax.drivers.generation import Model
+from kvjax.plot.style import COLOURS
 from kvjax.scoring.select import TopK, largest
 
 # --- Figure 2 ---

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.palette import COLOURS, LINES, MARKERS
 from kvjax import analysis
+from kvjax.plot.style import COLOURS, LINES, MARKERS
 
 
 @dataclasses.dataclass(frozen=True)

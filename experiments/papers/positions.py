@@ -12,10 +12,10 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 import kvjax
-from experiments.palette import COLOURS
 from experiments.papers.base import canvas, message, percent, style
 from kvjax import methods
 from kvjax.drivers.generation import Model
+from kvjax.plot.style import COLOURS
 from kvjax.policy import context
 
 

@@ -12,13 +12,13 @@ from jaxtyping import Array, Float, Int, PyTree
 from matplotlib.figure import Figure
 
 import kvjax
-from experiments.palette import COLOURS
 from experiments.papers.attention import Layer, capture, fold_rows, group_mean
 from experiments.papers.base import canvas, draw_layers, interval, message, percent, style
 from kvjax import analysis
 from kvjax.cache.state import EMPTY, linear_bias
 from kvjax.drivers.generation import Model
 from kvjax.plan import at_positions
+from kvjax.plot.style import COLOURS
 from kvjax.scoring.protect import TopStd
 from kvjax.scoring.scores import Mean
 from kvjax.scoring.select import TopK

@@ -11,10 +11,10 @@ from jaxtyping import Array, Float, Int, PyTree
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from experiments.palette import COLOURS
 from experiments.papers.attention import Layer, capture, fold_rows
 from experiments.papers.base import canvas, draw_layers, message, percent, shown_layers, smooth
 from kvjax.drivers.generation import Model
+from kvjax.plot.style import COLOURS
 
 NOTHING = 0.001  # attention that heat maps leave white
 

@@ -54,7 +54,7 @@ class Example:
       index: which example of the task; with the seed it determines the rest.
       context: token ids, BOS included.
       questions: each is asked of the context alone, none sees another.
-      meta: what plots need: depth, length.
+      meta: what plots need: depth and length, and at which token of the context the wanted fact starts, and its tokens.
     """
 
     task: str

@@ -39,7 +39,10 @@ def _ask(
     answer = " . ".join((first, *(f"the code for {r}" for r in references[1:])))
     most = len(task.encode(answer)) + 2  # punctuation included
     asked_for = Question(question, references=references, max_new_tokens=most)
-    return example(name, index, context, asked_for, length=float(length), depth=round(float(places[0]), 4))
+    needle = task.ids(inserts[0][1])
+    at = next(t for t in range(len(context)) if context[t : t + len(needle)] == needle)
+    meta = {"depth": round(float(places[0]), 4), "needle_at": float(at), "needle_tokens": float(len(needle))}
+    return example(name, index, context, asked_for, length=float(length), **meta)
 
 
 def _phrasings(rng: np.random.Generator) -> tuple[corpus.Phrasing, corpus.Phrasing]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import special
+import scipy  # its parts are imported when they are first used
 
 from pallas_kernels.values import checked, number
 
@@ -31,5 +31,5 @@ def interval(values: np.ndarray | Sequence[float], confidence: float = 0.95) -> 
     n, mean = values.shape[-1], values.mean(-1)
     if n < 2:
         return Interval(mean, np.full_like(mean, -np.inf), np.full_like(mean, np.inf))
-    half = float(special.stdtrit(n - 1, 0.5 + confidence / 2)) * values.std(-1, ddof=1) / np.sqrt(n)
+    half = float(scipy.special.stdtrit(n - 1, 0.5 + confidence / 2)) * values.std(-1, ddof=1) / np.sqrt(n)
     return Interval(mean, mean - half, mean + half)
