@@ -300,7 +300,7 @@ class HarnessModel(TemplateLM):
             continuations = np.zeros((len(jobs), scored), np.int32)
             for row, job in zip(continuations, jobs, strict=True):
                 row[: len(job.continuation)] = job.continuation
-            options = {"prompt_len": width, "max_new_tokens": scored - 1, "lengths": lengths}
+            options: dict[str, Any] = {"prompt_len": width, "max_new_tokens": scored - 1, "lengths": lengths}
             plan = kvjax.make_plan(self.model.config, *policy, **options)
             logp, greedy = score_after(
                 self.model, self.params, tokens, lengths, self._keys(jobs), continuations, plan=plan, block=self.block
@@ -316,7 +316,7 @@ class HarnessModel(TemplateLM):
           ValueError: options of generation that do not exist, or an answer that leaves no room for a prompt.
         """
         before: collections.Counter[Any] = collections.Counter()
-        jobs = [self._to_generate(i, *request.args, before) for i, request in enumerate(requests)]
+        jobs = [self._to_generate(i, *request.args, before=before) for i, request in enumerate(requests)]
         texts = [""] * len(jobs)
         for batch in self._batches(jobs, "answers", disable_tqdm):
             for job, text in zip(batch, self._generated(batch), strict=True):
@@ -324,7 +324,7 @@ class HarnessModel(TemplateLM):
                 self.cache_hook.add_partial("generate_until", requests[job.index].args, text)
         return texts
 
-    def _to_generate(self, index: int, prompt: str, options: Any, before: collections.Counter[Any]) -> _Job:
+    def _to_generate(self, index: int, prompt: str, options: Any, *, before: collections.Counter[Any]) -> _Job:
         given = dict(normalize_gen_kwargs(options, self.max_gen_toks))
         steps, stop = checked(whole(1), "max_gen_toks", given.pop("max_gen_toks")), given.pop("until")
         if steps >= self.max_length:
@@ -342,7 +342,7 @@ class HarnessModel(TemplateLM):
         width, steps, stop, sampler, policy = batch[0].program
         jobs = self._filled(batch)
         tokens, lengths = models.pad_left([job.ids for job in jobs], width=width)
-        options = {"policy": policy, "max_new_tokens": steps, "lengths": lengths, "sampler": sampler}
+        options: dict[str, Any] = {"policy": policy, "max_new_tokens": steps, "lengths": lengths, "sampler": sampler}
         options |= {"key": self._keys(jobs), "block": self.block, "eos_ids": self._ends}
         if stops := [text for text in stop if text]:
             made: Any = kvjax.stream(self.model, self.params, tokens, tokenizer=self.tokenizer, stop=stops, **options)
