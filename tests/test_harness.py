@@ -1,6 +1,6 @@
 """kvjax as a model of lm-eval: the answers of lm-eval's own adapter with the full cache, and policies beside it.
 
-All but the first test need the extra "eval", which the test environment has not.
+Most tests need the extra "eval", which the test environment has not.
 """
 
 import sys
@@ -12,24 +12,28 @@ import pytest
 
 import kvjax
 import models
+from experiments.harness import longbench
+from experiments.harness.options import sampler_of
+from experiments.harness.scoring import rounded_up
 from tests.stories import write_stories
 
 
-def test_without_lm_eval_the_extra_is_named(monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("experiments.harness")]:
+def test_without_lm_eval_the_extra_is_named(monkeypatch, tmp_path):
+    (tmp_path / "trec.json").write_text("[]")
+    for name in [name for name in sys.modules if name.startswith("lm_eval.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ImportError, match=r"pip install 'kvjax\[eval\]'"):
-        import experiments.harness  # noqa: F401
+    with pytest.raises(ValueError, match=r"lm-eval cannot be imported .* pip install 'kvjax\[eval\]'"):
+        longbench.write_tasks(tmp_path, tmp_path / "tasks")
 
 
 @pytest.fixture(scope="module")
 def harness():
-    """`experiments.harness`, which knows lm-eval's parts under their own names."""
+    """The module of the model, which is registered when it is imported."""
     pytest.importorskip("lm_eval", reason="the extra eval is not installed")
-    import experiments.harness
+    from experiments.harness import language_model
 
-    return experiments.harness
+    return language_model
 
 
 @pytest.fixture(scope="module")
@@ -66,18 +70,14 @@ def test_options_that_do_not_fit_are_named(harness, options, message):
         harness.HarnessModel(**options)
 
 
-def test_options_of_generation_are_those_of_transformers(harness):
-    from experiments.harness.options import sampler_of
-
+def test_options_of_generation_are_those_of_transformers():
     assert sampler_of({"do_sample": False, "temperature": 0.0, "num_beams": 1}) == kvjax.Greedy()
     assert sampler_of({"do_sample": True, "temperature": 0.5, "top_k": 0}) == kvjax.Sample(temperature=0.5)
     with pytest.raises(ValueError, match="generation has no num_beams here; there are until, max_gen_toks, do_sample"):
         sampler_of({"do_sample": False, "num_beams": 4})
 
 
-def test_widths_are_few_and_hardly_larger(harness):
-    from experiments.harness.scoring import rounded_up
-
+def test_widths_are_few_and_hardly_larger():
     sizes = [rounded_up(n) for n in range(1, 1025)]
     assert all(n <= size <= max(1.5 * n, 1) for n, size in enumerate(sizes, 1))
     assert len(set(sizes)) == 20
@@ -190,8 +190,6 @@ def test_a_chat_begins_with_one_bos(harness, stories):
 
 
 def test_rows_that_are_none_are_named(harness, tmp_path):
-    from experiments.harness.longbench import write_tasks
-
     for rows, message in (
         ("{", "trec.json holds no rows of JSON"),
         ("[]", "trec.json has no rows"),
@@ -200,28 +198,26 @@ def test_rows_that_are_none_are_named(harness, tmp_path):
     ):
         (tmp_path / "trec.json").write_text(rows)
         with pytest.raises(ValueError, match=message):
-            write_tasks(tmp_path, tmp_path / "tasks")
+            longbench.write_tasks(tmp_path, tmp_path / "tasks")
     with pytest.raises(ValueError, match="has none of 2wikimqa, dureader, "):
-        write_tasks(tmp_path / "tasks", tmp_path)
+        longbench.write_tasks(tmp_path / "tasks", tmp_path)
 
 
 @pytest.fixture(scope="module")
-def longbench(harness, shared_data, tmp_path_factory):
+def local_tasks(harness, shared_data, tmp_path_factory):
     """The names of LongBench's tasks over local rows, and what lm-eval finds them with."""
     from lm_eval.tasks import TaskManager
 
-    from experiments.harness.longbench import write_tasks
-
     output = tmp_path_factory.mktemp("tasks")
-    names = write_tasks(shared_data / "longbench_mini", output)
+    names = longbench.write_tasks(shared_data / "longbench_mini", output)
     return names, TaskManager(include_path=str(output), include_defaults=False)
 
 
-def run_tasks(longbench, model, **options):
+def run_tasks(local_tasks, model, **options):
     """Text and score of every row that ran, by task and row."""
     import lm_eval
 
-    names, manager = longbench
+    names, manager = local_tasks
     chosen = {"tasks": names, "limit": 1, "gen_kwargs": {"max_gen_toks": 8}, "bootstrap_iters": 0, **options}
     found = lm_eval.simple_evaluate(model=model, task_manager=manager, log_samples=True, **chosen)
     return {
@@ -234,21 +230,21 @@ def run_tasks(longbench, model, **options):
 # What lm-eval and the packages that it scores with warn of is no concern of these tests.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_longbench_gives_what_lm_evals_adapter_gives(longbench, stories):
+def test_longbench_gives_what_lm_evals_adapter_gives(local_tasks, stories):
     pytest.importorskip("peft", reason="lm-eval's adapter for transformers needs torch, accelerate and peft")
     options = {"pretrained": str(stories), "max_length": 128}
-    ours = run_tasks(longbench, "kvjax", model_args=options, batch_size=8)
-    theirs = run_tasks(longbench, "hf", model_args={**options, "dtype": "float32"}, batch_size=1, device="cpu")
+    ours = run_tasks(local_tasks, "kvjax", model_args=options, batch_size=8)
+    theirs = run_tasks(local_tasks, "hf", model_args={**options, "dtype": "float32"}, batch_size=1, device="cpu")
     assert len({task for task, _ in ours}) == 21
     assert ours == theirs
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_longbench_runs_under_a_policy(longbench, stories):
+def test_longbench_runs_under_a_policy(local_tasks, stories):
     options = {"pretrained": str(stories), "max_length": 128, "policy": "snapkv", "budget": 0.2}
     chosen = {"tasks": ["longbench_qasper", "longbench_trec"], "limit": 2}
-    found = run_tasks(longbench, "kvjax", model_args=options, **chosen)
-    full = run_tasks(longbench, "kvjax", model_args={**options, "policy": "full", "budget": None}, **chosen)
+    found = run_tasks(local_tasks, "kvjax", model_args=options, **chosen)
+    full = run_tasks(local_tasks, "kvjax", model_args={**options, "policy": "full", "budget": None}, **chosen)
     assert found.keys() == full.keys()
     assert found != full

@@ -1,12 +1,16 @@
-"""kvjax as a model of lm-eval: importing this registers it, so that `lm_eval.simple_evaluate(model="kvjax")` finds it.
+"""kvjax inside lm-eval: a model of its registry, its command line, and LongBench's local files as its tasks."""
 
-lm-eval has no way to name a model of another package on its command line, so `python -m experiments.harness` takes the
-place of `lm_eval`: the same arguments, and "kvjax" among the models.
-"""
+import importlib
+import types
 
-try:
-    import lm_eval as _installed  # noqa: F401
-except ImportError as e:
-    raise ImportError("the benchmarks of lm-eval need the package lm-eval: pip install 'kvjax[eval]'") from e
 
-from experiments.harness.language_model import HarnessModel as HarnessModel
+def lm_eval_module(name: str) -> types.ModuleType:
+    """A module of lm-eval.
+
+    Raises:
+      ValueError: it is not installed.
+    """
+    try:
+        return importlib.import_module(f"lm_eval.{name}")
+    except ImportError as e:
+        raise ValueError(f"lm-eval cannot be imported ({e}); pip install 'kvjax[eval]'") from e

@@ -1,13 +1,17 @@
 """The command line of lm-eval, where `--model kvjax` exists.
 
 python -m experiments.harness --model kvjax --model_args pretrained=DIR,policy=snapkv,budget=0.2 --tasks longbench
+
+lm-eval's own command, `lm_eval`, knows no models of other packages.
 """
 
-from lm_eval.__main__ import cli_evaluate
+import importlib
 
-import experiments.harness  # noqa: F401 - registers the model
 from experiments.evaluation.results import plain_errors
+from experiments.harness import lm_eval_module
 
 if __name__ == "__main__":
     with plain_errors():
-        cli_evaluate()
+        command = lm_eval_module("__main__")
+        importlib.import_module("experiments.harness.language_model")  # registers the model
+        command.cli_evaluate()

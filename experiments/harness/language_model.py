@@ -1,4 +1,6 @@
-"""A kvjax model under a policy as lm-eval sees models: likelihoods, rolling likelihoods, and generation until a string.
+"""A model under a policy as lm-eval sees models: likelihoods, rolling likelihoods, and generation until a string.
+
+Importing this registers it: `lm_eval.simple_evaluate(model="kvjax", model_args=...)`.
 
 Every request is as it would be alone: batches are of one program's shape, prompts are padded on the left, and random
 draws are those of the request's own tokens and of how often it was asked before.
@@ -18,11 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import CacheHook, TemplateLM
-from lm_eval.api.registry import register_model
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 import kvjax
@@ -34,6 +31,15 @@ from experiments.harness.scoring import rounded_up, score_after, score_whole
 from kvjax.drivers.generation import NO_TOKEN, check_block
 from models.embedded import EMBEDDED
 from pallas_kernels.values import checked, one_of, optional, whole
+
+try:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import CacheHook, TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as e:
+    raise ValueError(f"lm-eval cannot be imported ({e}); pip install 'kvjax[eval]'") from e
 
 Truncation = Literal["left", "middle"]
 

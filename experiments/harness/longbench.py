@@ -16,16 +16,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import lm_eval.tasks
-
 from experiments.evaluation.results import check_options, directory_path, plain_errors, write_bytes, write_json
+from experiments.harness import lm_eval_module
 
-_TASKS = pathlib.Path(lm_eval.tasks.__file__).parent / "longbench"
 
+def available() -> dict[str, pathlib.Path]:
+    """The sets that lm-eval has a task for, and where each is.
 
-def available() -> list[str]:
-    """The sets that lm-eval has a task for."""
-    return sorted(p.stem for p in _TASKS.glob("[!_]*.yaml") if not p.stem.endswith("_e"))
+    Raises:
+      ValueError: lm-eval is not installed.
+    """
+    folder = pathlib.Path(str(lm_eval_module("tasks").__file__)).parent / "longbench"
+    return {p.stem: p for p in sorted(folder.glob("[!_]*.yaml")) if not p.stem.endswith("_e")}
 
 
 def rows_of(file: pathlib.Path) -> Iterator[tuple[str, Any]]:
@@ -78,9 +80,10 @@ def write_tasks(data: pathlib.Path, output: pathlib.Path) -> list[str]:
       ValueError: no set, a row that is none, or rows of both kinds in one file.
     """
     files = {p.stem: p for p in sorted(data.glob("*.json*")) if p.suffix in (".json", ".jsonl")}
-    found = [name for name in available() if name in files]
+    theirs = available()
+    found = [name for name in theirs if name in files]
     if not found:
-        raise ValueError(f"{data} has none of {', '.join(available())}, as .json or .jsonl")
+        raise ValueError(f"{data} has none of {', '.join(theirs)}, as .json or .jsonl")
     output.mkdir(parents=True, exist_ok=True)
     tasks = []
     for name in found:
@@ -90,7 +93,7 @@ def write_tasks(data: pathlib.Path, output: pathlib.Path) -> list[str]:
         lines = output / f"{name}.jsonl"
         write_bytes(lines, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
         task = {
-            "include": str(_TASKS / f"{name}.yaml"),
+            "include": str(theirs[name]),
             "task": f"longbench_{name}",
             "dataset_path": "json",
             "dataset_name": None,
