@@ -7,11 +7,14 @@ lm-eval's own command, `lm_eval`, knows no models of other packages.
 
 import importlib
 
-from experiments.evaluation.results import plain_errors
+from experiments.evaluation.results import Interrupted, plain_errors
 from experiments.harness import lm_eval_module
 
 if __name__ == "__main__":
     with plain_errors():
         command = lm_eval_module("__main__")
         importlib.import_module("experiments.harness.language_model")  # registers the model
-        command.cli_evaluate()
+        try:
+            command.cli_evaluate()
+        except KeyboardInterrupt as e:
+            raise Interrupted("interrupted; with --use_cache FILE the same command goes on where it stopped") from e

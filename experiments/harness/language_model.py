@@ -142,7 +142,8 @@ class HarnessModel(TemplateLM):
         self._positions = config.max_position if config.learned_positions else 2**31 - 1
         self._refusals: dict[tuple[int, int], str | None] = {}
         self._compiled: set[Hashable] = set()
-        self._cut, self._whole = 0, list[str]()
+        self._num_requests = self._num_cut = self._num_whole = 0
+        self._refused = ""
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Any:
@@ -178,8 +179,9 @@ class HarnessModel(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """What results say of the model besides its arguments."""
-        return {"model_num_parameters": models.num_params(self.params), "kvjax": self.config}
+        """What results say of the model besides its arguments, and how many prompts it cut or kept whole so far."""
+        counts = {"requests": self._num_requests, "cut": self._num_cut, "kept_whole": self._num_whole}
+        return {"model_num_parameters": models.num_params(self.params), "kvjax": {**self.config, **counts}}
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Takes the cache of responses (`--use_cache`), which is one model's under one policy.
@@ -370,7 +372,7 @@ class HarnessModel(TemplateLM):
         """A prompt in so many tokens."""
         if len(ids) <= room:
             return tuple(ids)
-        self._cut += 1
+        self._num_cut += 1
         head = room // 2 if self.truncation == "middle" else 0
         return (*ids[:head], *ids[len(ids) - room + head :])
 
@@ -385,7 +387,7 @@ class HarnessModel(TemplateLM):
                 self._refusals[tokens, after] = str(e)
         if (refusal := self._refusals[tokens, after]) is None:
             return self.policy
-        self._whole.append(refusal)
+        self._num_whole, self._refused = self._num_whole + 1, refusal
         return _FULL
 
     def _filled(self, batch: Sequence[_Job]) -> list[_Job]:
@@ -408,18 +410,16 @@ class HarnessModel(TemplateLM):
                     bar.set_postfix_str("")
                     bar.update(len(batch))
                 self._compiled.add(program)
-        if self._cut:
+        self._num_requests += len(jobs)
+        if self._num_cut:
             part = "beginning" if self.truncation == "left" else "middle"
             _LOG.warning(
-                "%d of %d prompts are too long for %d tokens, and lack their %s",
-                self._cut,
-                len(jobs),
-                self.max_length,
-                part,
+                "%d prompts so far are too long for %d tokens, and lack their %s", self._num_cut, self.max_length, part
             )
-        if self._whole:
-            _LOG.warning("%d of %d prompts are kept whole: %s", len(self._whole), len(jobs), self._whole[-1])
-        self._cut, self._whole = 0, []
+        if self._num_whole:
+            _LOG.warning(
+                "%d of %d prompts so far are kept whole: %s", self._num_whole, self._num_requests, self._refused
+            )
 
 
 def _checksum(ids: Sequence[int], *more: int) -> int:
