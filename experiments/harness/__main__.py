@@ -1,0 +1,20 @@
+"""The command line of lm-eval, where `--model kvjax` exists.
+
+python -m experiments.harness --model kvjax --model_args pretrained=DIR,policy=snapkv,budget=0.2 --tasks longbench
+
+lm-eval's own command, `lm_eval`, knows no models of other packages.
+"""
+
+import importlib
+
+from experiments.evaluation.results import Interrupted, plain_errors
+from experiments.harness import lm_eval_module
+
+if __name__ == "__main__":
+    with plain_errors():
+        command = lm_eval_module("__main__")
+        importlib.import_module("experiments.harness.language_model")  # registers the model
+        try:
+            command.cli_evaluate()
+        except KeyboardInterrupt as e:
+            raise Interrupted("interrupted; with --use_cache FILE the same command goes on where it stopped") from e
