@@ -18,6 +18,7 @@ from models.embedded import EMBEDDED
 
 Budget = int | float
 TaskName = Literal["single_needle", "several_needles", "multi_query", "key_value", "perplexity"]
+TASKS: tuple[str, ...] = typing.get_args(TaskName)
 
 BUDGETS: tuple[Budget, ...] = (0.5, 0.25, 0.125, 0.0625)
 BASELINES = ("random", "streaming_llm", "h2o", "ada_snapkv")
@@ -124,7 +125,8 @@ class Setup:
     Attributes:
       model: a checkpoint directory, a hub id ("owner/name" or "owner/name@revision") or a name of `models.PRESETS`;
         "embedded" is the small model that comes with the project.
-      tasks: which tasks to run.
+      tasks: which tasks to run: names, which `--tasks list` prints, or path.py:function of a builder of one's own.
+      text: a file of text in which facts are hidden and whose likelihood is asked for, in place of the project's.
       examples: examples a task.
       length: tokens of a prompt, at most; single_needle also uses shorter ones.
       protocol: "in_prompt" asks at the end of the prompt, "after_compression" once the cache has been evicted.
@@ -138,7 +140,8 @@ class Setup:
     """
 
     model: str = "embedded"
-    tasks: tuple[TaskName, ...] = ("single_needle", "several_needles", "multi_query", "key_value", "perplexity")
+    tasks: tuple[str, ...] = TASKS
+    text: str | None = None
     examples: int = 48
     length: int = 1024
     protocol: Literal["in_prompt", "after_compression"] = "in_prompt"

@@ -22,6 +22,7 @@ from experiments.evaluation.results import (
     check_output,
     directory_path,
     plain_errors,
+    planned_keys,
     read_config,
     read_costs,
     read_samples,
@@ -83,7 +84,8 @@ def _is_run(config: dict[str, Any]) -> bool:
     """Whether a config is one that `experiments/run.py` wrote."""
     setup, policies = config.get("setup"), config.get("policies")
     named = lambda p: isinstance(p, dict) and {"method", "budget", "policy"} <= set(p)
-    return isinstance(setup, dict) and isinstance(policies, list) and all(map(named, policies))
+    whole = isinstance(setup, dict) and isinstance(config.get("tasks"), dict)
+    return whole and isinstance(policies, list) and all(map(named, policies))
 
 
 def _summary(directory: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -93,9 +95,8 @@ def _summary(directory: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
       ValueError: lines or costs that are missing or not this run's.
     """
     samples, _ = read_samples(directory, config)
-    costs, setup = read_costs(directory, config), config["setup"]
+    costs, keys = read_costs(directory, config), planned_keys(config)
     runs = [(p["method"], p["budget"]) for p in config["policies"]]
-    keys = [(*run, task, i) for run in runs for task in setup["tasks"] for i in range(setup["examples"])]
     lost = sum(k not in samples for k in keys)
     if lost or any(f"{m}@{b}" not in costs for m, b in runs):
         raise ValueError(

@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import hashlib
 import inspect
+import itertools
 import pathlib
 import re
 import sys
@@ -19,19 +20,22 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import tyro
-from tqdm import tqdm
 
 import configs
 import kvjax
 import models
 from configs.experiment import BASELINES, COMPACT, LARGEST, Experiment, Setup, label
 from configs.learning import LearnedBudget, LearnedScorer
+from experiments import tasks
 from experiments.evaluation import report
+from experiments.evaluation.batches import buckets, rows_of
 from experiments.evaluation.evaluate import Evaluator
 from experiments.evaluation.provenance import definition
-from experiments.evaluation.results import Results, check_options, directory_path, plain_errors, sample_key
-from experiments.tasks import TASKS, Example, Task
+from experiments.evaluation.results import Results, check_options, directory_path, plain_errors, planned_keys
+from experiments.evaluation.running import run_missing
+from experiments.tasks import Builder, Example, Task
 from models.sources import locate
+from models.weights import read_config
 
 _RETURNED = {"run.py": Experiment, "learn_budget.py": LearnedBudget, "learn_scorer.py": LearnedScorer}
 
@@ -49,7 +53,14 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
         "--output", type=directory_path, metavar="DIR", help="where results go; results/<name> by default"
     )
     parser.add_argument("--restart", action="store_true", help="begin anew; an earlier run there is moved aside")
+    if script == "run.py":
+        parser.add_argument(
+            "--list-tasks", action="store_true", help="print the tasks and what they ask, as --tasks list"
+        )
     own, overrides = parser.parse_known_args(argv)
+    if script == "run.py" and (own.list_tasks or _lists_tasks(overrides)):
+        print(tasks.listing())
+        raise SystemExit(0)
     if own.config is None:
         print(parser.format_help() + f"\nconfigs: {', '.join(configs.available(script))}")
         print("\n--config FILE --help lists the parameters of a config.")
@@ -70,12 +81,16 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
     return experiment, own, overrides
 
 
+def _lists_tasks(overrides: Sequence[str]) -> bool:
+    return any(a == "--tasks" and b == "list" for a, b in itertools.pairwise(overrides)) or "--tasks=list" in overrides
+
+
 def _check_numbers(overrides: Sequence[str]) -> None:
     """Refuses what no option of any config takes: nan, and whole numbers that 32 bits do not hold."""
     option = ""
     for text in overrides:
         option = text if text.startswith("--") else option
-        if option.partition("=")[0] in ("--model", "--baselines"):
+        if option.partition("=")[0] in ("--model", "--baselines", "--tasks", "--text"):
             continue  # names
         number = text.rpartition("=")[2].strip()
         if number.lower().lstrip("+-") == "nan":
@@ -125,8 +140,6 @@ def with_baselines(experiment: Experiment) -> Experiment:
     setup = experiment.setup
     if setup.baselines is not None:
         return experiment
-    from models.weights import read_config  # imports Flax, which takes longer than --help should
-
     chosen = BASELINES
     if read_config(locate(setup.source, weights=False)).learned_positions:
         chosen = tuple(b for b in BASELINES if b not in COMPACT)
@@ -171,12 +184,40 @@ def _check_is(found: Any, kind: type, config: str) -> None:
         raise ValueError(f"get_config of {config} returns a {type(found).__name__}, but must return a {kind.__name__}")
 
 
-def build_examples(setup: Setup, tokenizer: Any) -> list[Example]:
-    """All examples of all tasks, in order."""
+def build_task(setup: Setup, tokenizer: Any) -> Task:
+    """What builders need.
+
+    Raises:
+      ValueError: a text that cannot be read.
+    """
     encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
     bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
-    task = Task(encode, bos, setup.length, setup.seed)
-    return [TASKS[name](task, i) for name in setup.tasks for i in range(setup.examples)]
+    text = "" if setup.text is None else read_text(setup.text)
+    return Task(encode, bos, setup.length, setup.seed, text)
+
+
+def read_text(file: str) -> str:
+    """The text of a file.
+
+    Raises:
+      ValueError: one that is empty, or no text.
+    """
+    try:
+        text = pathlib.Path(file).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"--text {file} is no text in UTF-8: {e}") from e
+    if not text.strip():
+        raise ValueError(f"--text {file} has no text; name a file that has some")
+    return text
+
+
+def _built(name: str, builder: Builder, task: Task, index: int) -> Example:
+    found = builder(task, index)
+    if not isinstance(found, Example) or not found.context or not found.questions:
+        raise ValueError(
+            f"task {name} made {found!r:.80} of index {index}, which is no Example with a context and questions"
+        )
+    return dataclasses.replace(found, task=name, index=index)
 
 
 def run(experiment: Experiment, directory: pathlib.Path, command: list[str], *, restart: bool = False) -> str:
@@ -187,14 +228,19 @@ def run(experiment: Experiment, directory: pathlib.Path, command: list[str], *, 
     """
     experiment = with_baselines(experiment)
     setup, policies = experiment.setup, all_policies(experiment)
+    builders = dict(tasks.find(name) for name in setup.tasks)
+    if len(builders) < len(setup.tasks):
+        raise ValueError(f"tasks {', '.join(setup.tasks)} are not all of different names; rename a function")
     config = {
         "name": experiment.name,
         "policies": [{"method": m, "budget": b, "policy": definition(p)} for m, b, p in policies],
         "setup": dataclasses.asdict(setup),
+        "tasks": {name: {"examples": setup.examples, "builder": definition(b)} for name, b in builders.items()},
+        "text": None if setup.text is None else hashlib.sha256(read_text(setup.text).encode()).hexdigest()[:16],
         "checkpoint": models.fingerprint(setup.source),
         "seed": setup.seed,
     }
-    keys = [(m, b, task, i) for m, b, _ in policies for task in setup.tasks for i in range(setup.examples)]
+    keys = planned_keys(config)
     with Results(directory, config, command, restart=restart) as results:
         labels = {f"{m}@{b}" for m, b, _ in policies}
         kept = set(report.load_kept(directory, results.config))
@@ -204,68 +250,39 @@ def run(experiment: Experiment, directory: pathlib.Path, command: list[str], *, 
             if report.stands(directory, summary, text):
                 print(f"{directory} is complete; --restart runs it again")
                 return text
-        _run_missing(setup, policies, results, kept)
+        _run_missing(setup, builders, policies, results, kept)
         return report.write(directory, [results.samples[k] for k in keys], results.costs)
 
 
 def _run_missing(
-    setup: Setup, policies: Sequence[tuple[str, str, kvjax.Policy]], results: Results, kept: Collection[str]
+    setup: Setup,
+    builders: dict[str, Builder],
+    policies: Sequence[tuple[str, str, kvjax.Policy]],
+    results: Results,
+    kept: Collection[str],
 ) -> None:
     """Runs the examples that `results` lacks, and those whose kept positions or costs it lacks."""
     model, params = models.load(setup.source, dtype=setup.dtype)
     tokenizer = models.load_tokenizer(setup.source)
-    examples = build_examples(setup, tokenizer)
-    lengths = [len(q.asked(e.context, setup.protocol)[0]) for e in examples for q in e.questions]
-    prompt = lambda e: e.questions[0].asked(e.context, setup.protocol)[0]
-    shown = max(examples, key=lambda e: report.prominence(e.task, len(prompt(e))))  # whose kept positions are plotted
+    task = build_task(setup, tokenizer)
+    examples = [_built(n, b, task, i) for n, b in builders.items() for i in range(setup.examples)]
+    most = model.config.max_position if model.config.learned_positions else None
+    rows = [row for e in examples for row in rows_of(e, setup.protocol)]
+    groups = buckets(rows, setup.batch_size, most)
     evaluators = {  # plans are made, and sizes checked, before anything runs
         (method, budget): Evaluator(
             model,
             params,
             policy,
-            width=setup.length,
+            groups,
             batch_size=setup.batch_size,
-            protocol=setup.protocol,
-            lengths=lengths,
             seed=setup.seed,
             tokenizer=tokenizer,
             block=setup.block,
         )
         for method, budget, policy in policies
     }
-    done = sum((*run, e.task, e.index) in results.samples for run in evaluators for e in examples)
-    with tqdm(total=len(evaluators) * len(examples), initial=done, unit="example", file=sys.stdout) as bar:
-        for (method, budget), evaluator in evaluators.items():
-            bar.set_description(f"{method} {budget}")
-            name = f"{method}@{budget}"
-            missing = [
-                batch
-                for batch in _batches(examples, setup.batch_size)
-                if any((method, budget, e.task, e.index) not in results.samples for e in batch)
-                or (shown in batch and name not in kept)
-            ]
-            if missing or name not in results.costs:
-                results.set_cost(method, budget, dataclasses.asdict(evaluator.compile()))
-            for batch in missing:
-                outcomes, positions = evaluator.run(batch)
-                if shown in batch:
-                    row = batch.index(shown)
-                    report.save_kept(results.directory, results.config, name, [layer[row] for layer in positions])
-                lines = [
-                    {"method": method, "budget": budget, "task": e.task, "index": e.index, **outcome}
-                    for e, outcome in zip(batch, outcomes, strict=True)
-                ]
-                bar.update(sum(sample_key(line) not in results.samples for line in lines))
-                results.append(lines)
-            evaluator.release()
-
-
-def _batches(examples: Sequence[Example], size: int) -> list[list[Example]]:
-    """Examples of one task in batches; the same whenever a run resumes, so that it ends with the same numbers."""
-    by_task: dict[str, list[Example]] = {}
-    for e in examples:
-        by_task.setdefault(e.task, []).append(e)
-    return [group[i : i + size] for group in by_task.values() for i in range(0, len(group), size)]
+    run_missing(evaluators, groups, results, kept)
 
 
 def main(argv: Sequence[str]) -> None:

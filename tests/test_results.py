@@ -16,9 +16,8 @@ import configs
 from experiments import compare, run
 from experiments.evaluation import results
 from experiments.evaluation.results import Results
-from experiments.tasks import Example
 from models.embedded import EMBEDDED
-from tests.runs import SHORT, Made, contents, samples
+from tests.runs import SHORT, Made, contents, interrupt, samples
 
 
 def test_two_processes_do_not_share_a_directory(tmp_path):
@@ -321,10 +320,10 @@ def test_other_code_or_versions_between_start_and_resumption_are_said_and_noted(
 
 
 def test_an_interruption_says_what_is_stored_and_how_to_go_on(made, tmp_path, capsys, monkeypatch):
-    def interrupted(self, batch, work=Made.run):
-        if batch[0].index == 2:
+    def interrupted(self, bucket, batch, work=Made.run, **options):
+        if batch[0].example.index == 2:
             raise KeyboardInterrupt
-        return work(self, batch)
+        return work(self, bucket, batch, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(Made, "run", interrupted)
@@ -336,7 +335,7 @@ def test_an_interruption_says_what_is_stored_and_how_to_go_on(made, tmp_path, ca
     assert "the same command goes on from there" in error
     run.main([*SHORT, "--output", str(tmp_path / "x")])
     assert len(samples(tmp_path / "x")) == 8
-    monkeypatch.setattr(run, "parse", lambda _: interrupted(None, [Example("t", 2, (), ())]))
+    monkeypatch.setattr(run, "parse", interrupt)
     with pytest.raises(SystemExit) as e:
         run.main([])
     assert e.value.code == 130

@@ -127,7 +127,7 @@ def test_batches_do_not_change_results(finished, tmp_path):
     arguments += ["--tasks", "single_needle", "multi_query"]
     run.main([*arguments, "--output", str(tmp_path / "x")])
     pick = lambda d: {
-        (s["method"], s["budget"], s["task"], s["index"]): (s["output"], s["live"])
+        (s["method"], s["budget"], s["task"], s["index"]): (s["answers"][0]["output"], s["live"], s["most_live"])
         for s in samples(d)
         if s["task"] in ("single_needle", "multi_query") and s["budget"] in ("1.0", "0.5")
     }

@@ -27,6 +27,16 @@ def sample_key(sample: dict[str, Any]) -> Key:
     return sample["method"], sample["budget"], sample["task"], sample["index"]
 
 
+def planned_keys(config: dict[str, Any]) -> list[Key]:
+    """The keys of all lines that a run of a config has when it is complete."""
+    return [
+        (p["method"], p["budget"], task, i)
+        for p in config["policies"]
+        for task, of in config["tasks"].items()
+        for i in range(of["examples"])
+    ]
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C, with a line that says what is stored."""
 
