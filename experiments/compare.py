@@ -23,6 +23,7 @@ from experiments.evaluation.results import (
     directory_path,
     plain_errors,
     planned_keys,
+    read_bad,
     read_config,
     read_costs,
     read_samples,
@@ -31,7 +32,7 @@ from experiments.evaluation.results import (
     write_json,
 )
 
-_SHARED = ("model", "tasks", "examples", "length", "protocol", "seed", "dtype", "checkpoint")
+_SHARED = ("model", "tasks", "text", "length", "protocol", "seed", "dtype", "checkpoint")
 
 
 def load(directories: Sequence[pathlib.Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -53,7 +54,8 @@ def load(directories: Sequence[pathlib.Path]) -> tuple[dict[str, Any], list[dict
             configs[d] = config
     if not configs:
         raise ValueError("no finished run among the directories given; run experiments/run.py first")
-    setups = {d: {**config["setup"], "checkpoint": config.get("checkpoint")} for d, config in configs.items()}
+    beside = ("checkpoint", "tasks", "text")
+    setups = {d: config["setup"] | {name: config.get(name) for name in beside} for d, config in configs.items()}
     (start, first), *_ = setups.items()
     for d, setup in setups.items():
         differing = [f"{k}={setup.get(k)!r} against {first.get(k)!r}" for k in _SHARED if setup.get(k) != first.get(k)]
@@ -95,7 +97,8 @@ def _summary(directory: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
       ValueError: lines or costs that are missing or not this run's.
     """
     samples, _ = read_samples(directory, config)
-    costs, keys = read_costs(directory, config), planned_keys(config)
+    costs, bad = read_costs(directory, config), read_bad(directory, config)
+    keys = planned_keys(config, bad)
     runs = [(p["method"], p["budget"]) for p in config["policies"]]
     lost = sum(k not in samples for k in keys)
     if lost or any(f"{m}@{b}" not in costs for m, b in runs):
@@ -103,7 +106,7 @@ def _summary(directory: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
             f"{directory} lacks {f'{lost} lines of samples.jsonl' if lost else 'costs.json'}; run it again, and it is "
             "completed, or leave it out"
         )
-    return report.summarise([samples[k] for k in keys], costs)
+    return report.summarise([samples[k] for k in keys], costs, bad)
 
 
 def leaderboard(rows: Sequence[dict[str, Any]]) -> str:

@@ -28,15 +28,17 @@ from configs.experiment import BASELINES, COMPACT, LARGEST, Experiment, Setup, l
 from configs.learning import LearnedBudget, LearnedScorer
 from experiments import tasks
 from experiments.evaluation import report
-from experiments.evaluation.batches import buckets, rows_of
+from experiments.evaluation.batches import buckets
 from experiments.evaluation.evaluate import Evaluator
+from experiments.evaluation.examples import build, described, find_builders
 from experiments.evaluation.provenance import definition
-from experiments.evaluation.results import Results, check_options, directory_path, plain_errors, planned_keys
+from experiments.evaluation.results import Results, check_options, directory_path, plain_errors
 from experiments.evaluation.running import run_missing
-from experiments.tasks import Builder, Example, Task
+from experiments.tasks import Builder
 from models.sources import locate
 from models.weights import read_config
 
+_NAMES = "--model", "--baselines", "--tasks", "--data", "--text"  # options whose values are none of numbers
 _RETURNED = {"run.py": Experiment, "learn_budget.py": LearnedBudget, "learn_scorer.py": LearnedScorer}
 
 
@@ -90,7 +92,7 @@ def _check_numbers(overrides: Sequence[str]) -> None:
     option = ""
     for text in overrides:
         option = text if text.startswith("--") else option
-        if option.partition("=")[0] in ("--model", "--baselines", "--tasks", "--text"):
+        if option.partition("=")[0] in _NAMES:
             continue  # names
         number = text.rpartition("=")[2].strip()
         if number.lower().lstrip("+-") == "nan":
@@ -184,42 +186,6 @@ def _check_is(found: Any, kind: type, config: str) -> None:
         raise ValueError(f"get_config of {config} returns a {type(found).__name__}, but must return a {kind.__name__}")
 
 
-def build_task(setup: Setup, tokenizer: Any) -> Task:
-    """What builders need.
-
-    Raises:
-      ValueError: a text that cannot be read.
-    """
-    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
-    bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
-    text = "" if setup.text is None else read_text(setup.text)
-    return Task(encode, bos, setup.length, setup.seed, text)
-
-
-def read_text(file: str) -> str:
-    """The text of a file.
-
-    Raises:
-      ValueError: one that is empty, or no text.
-    """
-    try:
-        text = pathlib.Path(file).expanduser().read_text(encoding="utf-8")
-    except UnicodeDecodeError as e:
-        raise ValueError(f"--text {file} is no text in UTF-8: {e}") from e
-    if not text.strip():
-        raise ValueError(f"--text {file} has no text; name a file that has some")
-    return text
-
-
-def _built(name: str, builder: Builder, task: Task, index: int) -> Example:
-    found = builder(task, index)
-    if not isinstance(found, Example) or not found.context or not found.questions:
-        raise ValueError(
-            f"task {name} made {found!r:.80} of index {index}, which is no Example with a context and questions"
-        )
-    return dataclasses.replace(found, task=name, index=index)
-
-
 def run(experiment: Experiment, directory: pathlib.Path, command: list[str], *, restart: bool = False) -> str:
     """Runs what is missing in `directory`, and writes the report.
 
@@ -228,30 +194,26 @@ def run(experiment: Experiment, directory: pathlib.Path, command: list[str], *, 
     """
     experiment = with_baselines(experiment)
     setup, policies = experiment.setup, all_policies(experiment)
-    builders = dict(tasks.find(name) for name in setup.tasks)
-    if len(builders) < len(setup.tasks):
-        raise ValueError(f"tasks {', '.join(setup.tasks)} are not all of different names; rename a function")
+    builders = find_builders(setup)
     config = {
         "name": experiment.name,
         "policies": [{"method": m, "budget": b, "policy": definition(p)} for m, b, p in policies],
         "setup": dataclasses.asdict(setup),
-        "tasks": {name: {"examples": setup.examples, "builder": definition(b)} for name, b in builders.items()},
-        "text": None if setup.text is None else hashlib.sha256(read_text(setup.text).encode()).hexdigest()[:16],
+        **described(setup, builders),
         "checkpoint": models.fingerprint(setup.source),
         "seed": setup.seed,
     }
-    keys = planned_keys(config)
     with Results(directory, config, command, restart=restart) as results:
         labels = {f"{m}@{b}" for m, b, _ in policies}
         kept = set(report.load_kept(directory, results.config))
-        if all(k in results.samples for k in keys) and labels <= kept & set(results.costs):
-            summary = report.summarise([results.samples[k] for k in keys], results.costs)
+        if all(k in results.samples for k in results.expected()) and labels <= kept & set(results.costs):
+            summary = report.summarise(results.lines(), results.costs, results.bad)
             text = report.markdown(summary, experiment.name)
             if report.stands(directory, summary, text):
                 print(f"{directory} is complete; --restart runs it again")
                 return text
         _run_missing(setup, builders, policies, results, kept)
-        return report.write(directory, [results.samples[k] for k in keys], results.costs)
+        return report.write(directory, results.lines(), results.costs, results.bad)
 
 
 def _run_missing(
@@ -264,10 +226,9 @@ def _run_missing(
     """Runs the examples that `results` lacks, and those whose kept positions or costs it lacks."""
     model, params = models.load(setup.source, dtype=setup.dtype)
     tokenizer = models.load_tokenizer(setup.source)
-    task = build_task(setup, tokenizer)
-    examples = [_built(n, b, task, i) for n, b in builders.items() for i in range(setup.examples)]
+    rows, bad = build(setup, builders, tokenizer, model.config)
+    results.set_bad(bad)
     most = model.config.max_position if model.config.learned_positions else None
-    rows = [row for e in examples for row in rows_of(e, setup.protocol)]
     groups = buckets(rows, setup.batch_size, most)
     evaluators = {  # plans are made, and sizes checked, before anything runs
         (method, budget): Evaluator(

@@ -39,7 +39,7 @@ def test_outputs(finished):
     assert "git_commit" in manifest
 
     lines = samples(finished)
-    assert len(lines) == 4 * len(TASKS) * 4
+    assert len(lines) == 4 * len(Setup().task_names) * 4
     assert len({(s["method"], s["budget"], s["task"], s["index"]) for s in lines}) == len(lines)
     for s in lines:
         assert s["live"] <= s["most_live"]
@@ -243,6 +243,11 @@ def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, caps
         (["--config", "snapkv.py", "--config", "h2o.py"], "--config is given twice"),
         (["--config", "snapkv.py", "--model", "20261122103000"], "20261122103000 is neither a directory nor a hub id"),
         (["--config", "snapkv.py", "--tasks"], "tasks is empty"),
+        (
+            ["--config", "snapkv.py", "--tasks", "nope"],
+            r"no task 'nope'; there are single_needle, .* path\.py:function",
+        ),
+        (["--config", "snapkv.py", "--data", "no.jsonl"], "--data no.jsonl: there is no such file"),
         (["--config", "snapkv.py", "--tasks", "key_value", "key_value"], "tasks has 'key_value' twice"),
         (["--config", ""], "no config ''"),
         (["--config", "."], "no config '.'"),
@@ -367,7 +372,8 @@ def test_a_config_of_ones_own(tmp_path, monkeypatch):
 
 
 def test_setup_names_all_tasks():
-    assert Setup().tasks == tuple(TASKS)
+    assert set(Setup().task_names) <= set(TASKS)
+    assert Setup(data=("x.jsonl",)).task_names == ()
 
 
 def test_budget_labels():

@@ -9,6 +9,7 @@ Every task is text: a context, a question about it, and the values that a right 
 import inspect
 
 from configs import loading
+from experiments.tasks.base import BadRow as BadRow
 from experiments.tasks.base import Builder as Builder
 from experiments.tasks.base import Example as Example
 from experiments.tasks.base import Protocol as Protocol

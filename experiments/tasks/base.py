@@ -6,16 +6,34 @@ import itertools
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 from typing import Protocol as Interface
 
 import numpy as np
 
 from experiments import corpus
-from experiments.evaluation.metrics import METRICS
+from experiments.evaluation import metrics
 
 Protocol = Literal["in_prompt", "after_compression"]
 Tokens = tuple[int, ...]
+
+
+class BadRow(ValueError):
+    """A row of data that cannot be asked: it is recorded, and the rest runs.
+
+    Attributes:
+      line: its number, from 1.
+      reason: why.
+    """
+
+    def __init__(self, line: int, reason: str):
+        super().__init__(f"row {line}: {reason}")
+        self.line, self.reason = line, reason
+
+
+@functools.cache
+def _metric(name: str) -> metrics.Metric:
+    return metrics.find(name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +44,7 @@ class Question:
       ids: token ids that follow the context; the answer begins after them.
       continuation: text to be scored, as token ids, where the likelihood of text is asked for instead of an answer.
       references: right answers, as the metric takes them.
-      metric: how an answer is judged, a name in `experiments.evaluation.metrics.METRICS`.
+      metric: how an answer is judged, as `experiments.evaluation.metrics.find` takes it.
       max_new_tokens: the most tokens of an answer.
       stop: strings that end an answer.
     """
@@ -40,7 +58,7 @@ class Question:
 
     def score(self, output: str) -> float:
         """How good an answer is, from 0 to 1."""
-        return METRICS[self.metric](output, self.references)
+        return _metric(self.metric)(output, self.references)
 
     def asked(self, context: Tokens, protocol: Protocol) -> tuple[Tokens, Tokens]:
         """The prompt, after which a cache is evicted, and the given tokens that are read then."""
@@ -80,6 +98,8 @@ class Task:
       seed: of the whole run.
       text: a text of one's own, which facts are hidden in and whose likelihood is asked for; if empty, the project's
         sentences are.
+      tokenizer: where `encode` is from, for builders that need more of it.
+      limit: tokens of context, question and answer together that the model has room for; None for any number.
     """
 
     encode: Callable[[str], Sequence[int]]
@@ -87,6 +107,8 @@ class Task:
     length: int
     seed: int
     text: str = ""
+    tokenizer: Any = None
+    limit: int | None = None
 
     def rng(self, name: str, index: int) -> np.random.Generator:
         """A generator of its own for every example."""
