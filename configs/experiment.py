@@ -138,12 +138,15 @@ class Setup:
         between their first and last half. With "none" such rows are bad rows.
       chat: ask rows of data within the tokenizer's chat template.
       protocol: "in_prompt" asks at the end of the prompt, "after_compression" once the cache has been evicted.
+      compress: evict after the prompt ("prefill"), while decoding ("decode"), or at whichever of them the method does
+        ("both").
       baselines: other configs to run beside this one; if not given, random, streaming_llm, h2o and ada_snapkv, without
         streaming_llm for a model with learned positions, whose stored keys cannot have others.
       baseline_budget: the budget that they get.
       block: read prompts in blocks of so many tokens, each followed by an eviction; at once if not given.
       batch_size: prompts that run together.
-      seed: of examples and of every random draw.
+      seed: of examples and of every random draw. With several, each task has its examples anew for each of them, and
+        data their rows with other draws; they are pooled, rows that share a context counting as one in intervals.
       dtype: of parameters, activations and the KV cache; "auto" for the one that is stored.
     """
 
@@ -158,21 +161,28 @@ class Setup:
     truncate: Literal["none", "left", "middle"] = "none"
     chat: bool = False
     protocol: Literal["in_prompt", "after_compression"] = "in_prompt"
+    compress: Literal["prefill", "decode", "both"] = "both"
     baselines: tuple[str, ...] | None = None
     baseline_budget: Budget = 0.125
     block: int | None = None
     batch_size: int = 16
-    seed: int = 0
+    seed: int | tuple[int, ...] = 0
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
 
     def __post_init__(self):
         check_fields(self)
         check_whole(1, length=self.length, batch_size=self.batch_size, max_new_tokens=self.max_new_tokens)
         check_whole(0, seed=self.seed)
+        check_distinct("seed", self.seeds)
         optional = {"examples": self.examples, "max_length": self.max_length, "block": self.block}
         check_whole(1, **{name: value for name, value in optional.items() if value is not None})
         if self.tasks is not None and not (self.data and not self.tasks):
             check_distinct("tasks", self.tasks)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """All seeds."""
+        return self.seed if isinstance(self.seed, tuple) else (self.seed,)
 
     @property
     def task_names(self) -> tuple[str, ...]:

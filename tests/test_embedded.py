@@ -93,7 +93,7 @@ def exact_match(embedded, policy, length, per_task):
     task = Task(lambda text: tokenizer(text, add_special_tokens=False).input_ids, (tokenizer.bos_token_id,), length, 0)
     examples = [TASKS[name](task, i + 40) for name in RETRIEVAL for i in range(per_task)]
     (bucket,) = buckets([row for e in examples for row in rows_of(e, "in_prompt")], per_task)
-    evaluator = Evaluator(model, params, policy, [bucket], batch_size=per_task, seed=0, tokenizer=tokenizer)
+    evaluator = Evaluator(model, params, policy, [bucket], batch_size=per_task, tokenizer=tokenizer)
     evaluator.compile(bucket)
     scores = {name: [] for name in RETRIEVAL}
     for batch in bucket.batches:

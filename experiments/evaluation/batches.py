@@ -5,7 +5,7 @@ planned after a prompt, which some policies' numbers depend on (Keyformer's temp
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from experiments.tasks import Example, Protocol, Tokens
@@ -23,6 +23,7 @@ class Row:
     Attributes:
       example: whose prompt it is.
       number, count: which of the example's rows it is, and how many there are.
+      seed: of what is drawn at random while it is read.
       prompt: the tokens after which a cache is evicted.
       asked: numbers of the questions, and the tokens that are given after the prompt.
     """
@@ -32,6 +33,7 @@ class Row:
     count: int
     prompt: Tokens
     asked: tuple[tuple[int, Tokens], ...]
+    seed: int = 0
 
     @property
     def steps(self) -> int:
@@ -62,13 +64,13 @@ def rounded(n: int) -> int:
     return -(-n // step) * step
 
 
-def rows_of(example: Example, protocol: Protocol) -> list[Row]:
+def rows_of(example: Example, protocol: Protocol, seed: int = 0) -> list[Row]:
     """The prompts of an example; questions that follow one prompt share it."""
     asked: dict[Tokens, list[tuple[int, Tokens]]] = {}
     for i, question in enumerate(example.questions):
         prompt, given = question.asked(example.context, protocol)
         asked.setdefault(prompt, []).append((i, given))
-    return [Row(example, n, len(asked), prompt, tuple(each)) for n, (prompt, each) in enumerate(asked.items())]
+    return [Row(example, n, len(asked), prompt, tuple(each), seed) for n, (prompt, each) in enumerate(asked.items())]
 
 
 def planned(rows: Iterable[Row], most: int | None = None) -> dict[str, int]:
@@ -87,7 +89,9 @@ def planned(rows: Iterable[Row], most: int | None = None) -> dict[str, int]:
     return wanted if most is None else {t: max(steps[t], min(n, most - longest[t])) for t, n in wanted.items()}
 
 
-def buckets(rows: Sequence[Row], batch_size: int, most: int | None = None) -> list[Bucket]:
+def buckets(
+    rows: Sequence[Row], batch_size: int, most: int | None = None, mine: Callable[[Row], bool] = lambda _: True
+) -> list[Bucket]:
     """All rows in batches, the largest programs first; the same whenever a run resumes.
 
     Within a bucket, rows with as many tokens after the prompt run together, as a batch ends when all of its rows have.
@@ -96,6 +100,7 @@ def buckets(rows: Sequence[Row], batch_size: int, most: int | None = None) -> li
       rows: see `planned`.
       batch_size: rows of a batch.
       most: see `planned`.
+      mine: which rows are to run; programs are those of all rows whichever these are.
     """
     after = planned(rows, most)
     groups: dict[int, dict[int, list[Row]]] = {}
@@ -106,9 +111,9 @@ def buckets(rows: Sequence[Row], batch_size: int, most: int | None = None) -> li
     found = []
     for room, by_width in groups.items():
         for width, together in _merged(by_width).items():
-            order = sorted(together, key=lambda row: row.steps)
+            order = sorted(filter(mine, together), key=lambda row: row.steps)
             batches = tuple(tuple(order[i : i + batch_size]) for i in range(0, len(order), batch_size))
-            found.append(Bucket(width, room, tuple(sorted({len(row.prompt) for row in order})), batches))
+            found.append(Bucket(width, room, tuple(sorted({len(row.prompt) for row in together})), batches))
     return sorted(found, key=lambda b: (b.width + b.planned, b.width), reverse=True)
 
 

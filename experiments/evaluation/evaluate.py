@@ -163,7 +163,6 @@ class Evaluator:
         buckets: Sequence[Bucket],
         *,
         batch_size: int,
-        seed: int,
         tokenizer: Any,
         block: int | None = None,
     ):
@@ -173,7 +172,7 @@ class Evaluator:
           ValueError: sizes that the policy cannot work with.
         """
         self.model, self.params, self.batch_size = model, params, batch_size
-        self.seed, self.tokenizer, self.block = seed, tokenizer, block
+        self.tokenizer, self.block = tokenizer, block
         self._ends = _ends(model)
         self._compiled: dict[Bucket, tuple[Any, Any]] = {}
         self.plans = {
@@ -225,7 +224,7 @@ class Evaluator:
         B = self.batch_size
         rows = [*batch, *[batch[0]] * (B - len(batch))]
         tokens, lengths = pad_left([row.prompt for row in rows], width=bucket.width)
-        keys = jnp.stack([self._key(row.example) for row in rows])
+        keys = jnp.stack([_key(row) for row in rows])
 
         start = time.perf_counter()
         logits, state = prefill(self.params, tokens, lengths, keys)
@@ -237,15 +236,16 @@ class Evaluator:
             positions = [np.asarray(layer.head_pos[at]) for layer in state.layers]
 
         most = [0] * len(batch)
-        found: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in batch]
+        tokens_of: list[list[np.ndarray]] = [[] for _ in batch]
+        logp_of: list[list[np.ndarray]] = [[] for _ in batch]
         decode_seconds, num_tokens = 0.0, 0
         rounds = max(len(row.asked) for row in rows)
         for n in range(rounds):
             again = n + 1 < rounds
-            copy = jax.tree.map(jnp.copy, (logits, state)) if again else (logits, state)
-            jax.block_until_ready(copy)
+            own = jax.block_until_ready(jax.tree.map(jnp.copy, state) if again else state)
+            first = jnp.copy(logits) if again else logits
             start = time.perf_counter()
-            reading = self._answer(goes_on, *copy, rows, n, bucket.planned)
+            reading = self._answer(goes_on, first, own, rows, n, bucket.planned)
             ends = np.asarray(reading.lengths)
             decode_seconds += time.perf_counter() - start
             num_tokens += B * int(reading.step)
@@ -253,11 +253,12 @@ class Evaluator:
             for i, row in enumerate(batch):
                 if n < len(row.asked):
                     end = self._end(row, n, ids[i, : ends[i]])
-                    found[i].append((ids[i, :end], logp[i, :end]))
+                    tokens_of[i].append(ids[i, :end])
+                    logp_of[i].append(logp[i, :end])
                     most[i] = max(most[i], int(most_live[i, :end].max(initial=0)))
         speed = num_tokens / decode_seconds
         return [
-            Outcome(row, *zip(*found[i], strict=True), float(live[i]), most[i], prefill_seconds / B, speed)
+            Outcome(row, (*tokens_of[i],), (*logp_of[i],), float(live[i]), most[i], prefill_seconds / B, speed)
             for i, row in enumerate(batch)
         ], positions
 
@@ -338,9 +339,11 @@ class Evaluator:
         references = list(question.references)
         return {"score": question.score(output), "output": output, "references": references, "tokens": len(answer)}
 
-    def _key(self, e: Example) -> Key[Array, ""]:
-        key = jax.random.fold_in(jax.random.key(self.seed), zlib.crc32(e.task.encode()))
-        return jax.random.fold_in(key, e.index)
+
+def _key(row: Row) -> Key[Array, ""]:
+    """What a row draws with: that of its example, in every batch and part of a run."""
+    key = jax.random.fold_in(jax.random.key(row.seed), zlib.crc32(row.example.task.encode()))
+    return jax.random.fold_in(key, row.example.index)
 
 
 def peak_bytes(compiled: Any) -> int | None:

@@ -49,12 +49,14 @@ def described(setup: Setup, builders: Mapping[str, Builder]) -> dict[str, Any]:
     """What a manifest says of tasks, which tells whether two runs are on the same rows."""
     made_by = lambda b: f"{b!r} of rows {b.digest}" if isinstance(b, Rows) else definition(b)
     text = None if setup.text is None else hashlib.sha256(read_text(setup.text).encode()).hexdigest()[:16]
-    each = {name: {"examples": count(b, setup), "builder": made_by(b)} for name, b in builders.items()}
+    each = {
+        name: {"examples": count(b, setup) * len(setup.seeds), "builder": made_by(b)} for name, b in builders.items()
+    }
     return {"tasks": each, "text": text}
 
 
 def count(builder: Builder, setup: Setup) -> int:
-    """How many examples there are."""
+    """How many examples there are of each seed."""
     wanted = EXAMPLES if setup.examples is None else setup.examples
     return len(builder) if isinstance(builder, Sized) else wanted
 
@@ -94,16 +96,25 @@ def build(setup: Setup, builders: Mapping[str, Builder], tokenizer: Any, config:
     most = config.max_position if config.learned_positions else None
     room = config.max_position if setup.max_length is None else setup.max_length
     room = room if most is None else min(room, most)
-    task = Task(encode, bos, setup.length, setup.seed, text, tokenizer, room)
+    of_seed = [Task(encode, bos, setup.length, seed, text, tokenizer, room) for seed in setup.seeds]
     rows: list[Row] = []
     bad: list[Bad] = []
-    todo = [(name, builder, i) for name, builder in builders.items() for i in range(count(builder, setup))]
-    for name, builder, i in tqdm(todo, "building examples", delay=2, leave=False):
+    todo = [
+        (name, builder, n, i)
+        for name, builder in builders.items()
+        for n in range(len(of_seed))
+        for i in range(count(builder, setup))
+    ]
+    for name, builder, n, i in tqdm(todo, "building examples", delay=2, leave=False):
+        task, index = of_seed[n], n * count(builder, setup) + i
         limit = room if isinstance(builder, Sized) else most
         try:
-            rows += _fitting(_built(name, builder, task, i), setup, limit)
+            example = _built(name, builder, task, i)
+            if n:
+                example = dataclasses.replace(example, index=index, meta=(*example.meta, ("seed", task.seed)))
+            rows += _fitting(example, setup, limit, task.seed)
         except BadRow as e:
-            bad.append({"task": name, "index": i, "line": e.line, "reason": e.reason})
+            bad.append({"task": name, "index": index, "line": e.line, "reason": e.reason})
     if not rows:
         raise ValueError(f"none of {len(bad)} rows can be asked; the first, line {bad[0]['line']}: {bad[0]['reason']}")
     return rows, bad
@@ -118,13 +129,13 @@ def _built(name: str, builder: Builder, task: Task, index: int) -> Example:
     return dataclasses.replace(found, task=name, index=index)
 
 
-def _fitting(example: Example, setup: Setup, limit: int | None) -> list[Row]:
+def _fitting(example: Example, setup: Setup, limit: int | None, seed: int) -> list[Row]:
     """The rows of an example.
 
     Raises:
       BadRow: one that is too long.
     """
-    rows = rows_of(example, setup.protocol)
+    rows = rows_of(example, setup.protocol, seed)
     longest = max(rows, key=lambda row: len(row.prompt) + row.steps)
     if limit is not None and len(longest.prompt) + longest.steps > limit:
         raise BadRow(

@@ -28,14 +28,15 @@ def sample_key(sample: dict[str, Any]) -> Key:
 
 
 def planned_keys(config: dict[str, Any], bad: Iterable[dict[str, Any]] = ()) -> list[Key]:
-    """The keys of all lines that a run of a config has when it is complete: of all rows but bad ones."""
+    """The keys of all lines that a run of a config has when it is complete: of all rows of its shard but bad ones."""
     without = {(row["task"], row["index"]) for row in bad}
+    shard, shards = config.get("shard") or (1, 1)
     return [
         (p["method"], p["budget"], task, i)
         for p in config["policies"]
         for task, of in config["tasks"].items()
         for i in range(of["examples"])
-        if (task, i) not in without
+        if i % shards == shard - 1 and (task, i) not in without
     ]
 
 
@@ -183,6 +184,15 @@ class Results:
             f.flush()
             os.fsync(f.fileno())
         self.samples |= {sample_key(s): s for s in new}
+
+    def take_over(self, label: str, source: str, samples: Sequence[dict[str, Any]]) -> None:
+        """Writes the lines of one method and budget that another run has made, and notes in the manifest which run."""
+        self._check()
+        path = self.directory / "manifest.json"
+        manifest = json.loads(path.read_bytes())
+        noted = {**manifest.get("taken_over", {}), label: {"from": source, "lines": len(samples)}}
+        write_json(path, {**manifest, "taken_over": noted})
+        self.append(samples)
 
     def set_bad(self, rows: Sequence[dict[str, Any]]) -> None:
         """Writes the rows of data that cannot be asked."""

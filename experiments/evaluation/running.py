@@ -79,7 +79,8 @@ class _Run:
         return {**key, **self.evaluator.line(example, outcomes)}
 
 
-_X, _Y = TypeVar("_X"), TypeVar("_Y")
+_X = TypeVar("_X")
+_Y = TypeVar("_Y")
 
 
 def ahead(function: Callable[[_X], _Y], items: Iterable[_X]) -> Iterator[_Y]:
