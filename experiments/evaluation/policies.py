@@ -11,7 +11,6 @@ from kvjax.algebra import each_rule
 from kvjax.eviction import Evict
 from kvjax.policy import Policy, Rule
 from models.sources import locate
-from models.weights import read_config
 
 
 def with_baselines(experiment: Experiment) -> Experiment:
@@ -27,6 +26,8 @@ def with_baselines(experiment: Experiment) -> Experiment:
     if chosen != BASELINES:
         left = ", ".join(b for b in BASELINES if b not in chosen)
         print(f"baselines: {', '.join(chosen)}; without {left}, which --compress {setup.compress} is not for")
+    from models.weights import read_config  # imports Flax, which takes longer than --help should
+
     if read_config(locate(setup.source, weights=False)).learned_positions:
         chosen = tuple(b for b in chosen if b not in COMPACT)
         print(

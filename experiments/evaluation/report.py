@@ -216,7 +216,7 @@ def plot_depth_against_length(samples: Sequence[dict[str, Any]], length: int, pa
     write_figure(path, figure, dpi=150)
 
 
-def prominence(task: str, prompt_tokens: int) -> tuple[bool, int]:
+def prominence(task: str, prompt_tokens: float) -> tuple[bool, float]:
     """What orders examples: kept positions are drawn of the first with the largest, of a needle where there is any."""
     return task == "single_needle", prompt_tokens
 

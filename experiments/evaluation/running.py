@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 from tqdm import tqdm
 
 from experiments.evaluation import report
@@ -27,8 +28,12 @@ def run_missing(
       results: where lines go, one as soon as all rows of an example are done.
       kept: the runs whose positions of one prompt are kept already.
     """
-    examples = {id(row.example): row.example for b in buckets for batch in b.batches for row in batch}.values()
-    shown = max(examples, key=lambda e: len(e.context))  # whose kept positions are plotted
+    rows: dict[tuple[str, int], list[Row]] = {}
+    for row in (row for b in buckets for batch in b.batches for row in batch):
+        rows.setdefault((row.example.task, row.example.index), []).append(row)
+    examples = [rows[key][0].example for key in dict.fromkeys(key[2:] for key in results.expected())]
+    length = lambda e: float(np.mean([len(row.prompt) for row in rows[e.task, e.index]]))
+    shown = max(examples, key=lambda e: report.prominence(e.task, length(e)))  # whose kept positions are plotted
     done = sum((*run, e.task, e.index) in results.samples for run in evaluators for e in examples)
     with tqdm(total=len(evaluators) * len(examples), initial=done, unit="example", file=sys.stdout) as bar:
         for (method, budget), evaluator in evaluators.items():
