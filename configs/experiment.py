@@ -18,6 +18,7 @@ from models.embedded import EMBEDDED
 
 Budget = int | float
 TaskName = Literal["single_needle", "several_needles", "multi_query", "key_value", "perplexity"]
+TASKS: tuple[str, ...] = typing.get_args(TaskName)
 
 BUDGETS: tuple[Budget, ...] = (0.5, 0.25, 0.125, 0.0625)
 BASELINES = ("random", "streaming_llm", "h2o", "ada_snapkv")
@@ -124,38 +125,69 @@ class Setup:
     Attributes:
       model: a checkpoint directory, a hub id ("owner/name" or "owner/name@revision") or a name of `models.PRESETS`;
         "embedded" is the small model that comes with the project.
-      tasks: which tasks to run.
-      examples: examples a task.
-      length: tokens of a prompt, at most; single_needle also uses shorter ones.
+      tasks: which tasks to run: names, which `--tasks list` prints, or path.py:function of a builder of one's own;
+        all five of `TASKS` if not given, and none beside `data`.
+      data: rows of one's own: files of JSON lines with context, question and answers, or owner/name:split of the hub.
+      text: a file of text in which facts are hidden and whose likelihood is asked for, in place of the project's.
+      examples: examples a task, 48 if not given; of data the first rows, all if not given.
+      length: tokens of a prompt that a task makes, at most; single_needle also uses shorter ones.
+      max_length: tokens of context, question and answer of a row of data, at most; those that the model was made for if
+        not given.
+      max_new_tokens: tokens of an answer, at most, of rows of data that do not say.
+      truncate: what is left out of contexts of data that are too long: "left" their beginning, "middle" what is
+        between their first and last half. With "none" such rows are bad rows.
+      chat: ask rows of data within the tokenizer's chat template.
       protocol: "in_prompt" asks at the end of the prompt, "after_compression" once the cache has been evicted.
+      compress: evict after the prompt ("prefill"), while decoding ("decode"), or at whichever of them the method does
+        ("both").
       baselines: other configs to run beside this one; if not given, random, streaming_llm, h2o and ada_snapkv, without
         streaming_llm for a model with learned positions, whose stored keys cannot have others.
       baseline_budget: the budget that they get.
       block: read prompts in blocks of so many tokens, each followed by an eviction; at once if not given.
       batch_size: prompts that run together.
-      seed: of examples and of every random draw.
+      seed: of examples and of every random draw. With several, each task has its examples anew for each of them, and
+        data their rows with other draws; they are pooled, rows that share a context counting as one in intervals.
       dtype: of parameters, activations and the KV cache; "auto" for the one that is stored.
     """
 
     model: str = "embedded"
-    tasks: tuple[TaskName, ...] = ("single_needle", "several_needles", "multi_query", "key_value", "perplexity")
-    examples: int = 48
+    tasks: tuple[str, ...] | None = None
+    data: tuple[str, ...] = ()
+    text: str | None = None
+    examples: int | None = None
     length: int = 1024
+    max_length: int | None = None
+    max_new_tokens: int = 64
+    truncate: Literal["none", "left", "middle"] = "none"
+    chat: bool = False
     protocol: Literal["in_prompt", "after_compression"] = "in_prompt"
+    compress: Literal["prefill", "decode", "both"] = "both"
     baselines: tuple[str, ...] | None = None
     baseline_budget: Budget = 0.125
     block: int | None = None
     batch_size: int = 16
-    seed: int = 0
+    seed: int | tuple[int, ...] = 0
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
 
     def __post_init__(self):
         check_fields(self)
-        check_whole(1, examples=self.examples, length=self.length, batch_size=self.batch_size)
+        check_whole(1, length=self.length, batch_size=self.batch_size, max_new_tokens=self.max_new_tokens)
         check_whole(0, seed=self.seed)
-        if self.block is not None:
-            check_whole(1, block=self.block)
-        check_distinct("tasks", self.tasks)
+        check_distinct("seed", self.seeds)
+        optional = {"examples": self.examples, "max_length": self.max_length, "block": self.block}
+        check_whole(1, **{name: value for name, value in optional.items() if value is not None})
+        if self.tasks is not None and not (self.data and not self.tasks):
+            check_distinct("tasks", self.tasks)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """All seeds."""
+        return self.seed if isinstance(self.seed, tuple) else (self.seed,)
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """The tasks that run, data aside."""
+        return (() if self.data else TASKS) if self.tasks is None else self.tasks
 
     @property
     def source(self) -> str | pathlib.Path:

@@ -85,9 +85,20 @@ def _load(path: pathlib.Path) -> types.ModuleType:
         raise ValueError(f"{path} cannot be imported as a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses look types up that are written as text
-    with _naming(path):
+    with _naming(path), _beside(path):
         spec.loader.exec_module(module)
     return module
+
+
+@contextlib.contextmanager
+def _beside(path: pathlib.Path) -> Iterator[None]:
+    """Lets a file import those of its folder while it is loaded, after what is installed."""
+    folder = str(path.absolute().parent)
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
 
 
 @contextlib.contextmanager

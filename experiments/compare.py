@@ -8,6 +8,7 @@ and are refused. Neither are the times of separate runs, which are left out: `be
 """
 
 import argparse
+import json
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -18,10 +19,13 @@ import numpy as np
 import kvjax
 from experiments.evaluation import report
 from experiments.evaluation.results import (
+    Key,
     alone_in,
     check_output,
     directory_path,
     plain_errors,
+    planned_keys,
+    read_bad,
     read_config,
     read_costs,
     read_samples,
@@ -30,7 +34,7 @@ from experiments.evaluation.results import (
     write_json,
 )
 
-_SHARED = ("model", "tasks", "examples", "length", "protocol", "seed", "dtype", "checkpoint")
+_SHARED = ("model", "tasks", "text", "length", "protocol", "seed", "dtype", "checkpoint")
 
 
 def load(directories: Sequence[pathlib.Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -52,7 +56,8 @@ def load(directories: Sequence[pathlib.Path]) -> tuple[dict[str, Any], list[dict
             configs[d] = config
     if not configs:
         raise ValueError("no finished run among the directories given; run experiments/run.py first")
-    setups = {d: {**config["setup"], "checkpoint": config.get("checkpoint")} for d, config in configs.items()}
+    beside = ("checkpoint", "tasks", "text")
+    setups = {d: config["setup"] | {name: config.get(name) for name in beside} for d, config in configs.items()}
     (start, first), *_ = setups.items()
     for d, setup in setups.items():
         differing = [f"{k}={setup.get(k)!r} against {first.get(k)!r}" for k in _SHARED if setup.get(k) != first.get(k)]
@@ -66,8 +71,8 @@ def load(directories: Sequence[pathlib.Path]) -> tuple[dict[str, Any], list[dict
     names = {d: d.name if [e.name for e in configs].count(d.name) == 1 else str(d) for d in configs}
 
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for d, config in configs.items():
-        summary = _summary(d, config)
+    for parts in _whole(configs):
+        d, summary = parts[0], _summary({part: configs[part] for part in parts})
         for row in [*summary["rows"], *summary["retrieval_mean"]]:
             method = f"{row['method']} ({names[d]})" if row["method"] in ambiguous else row["method"]
             kept = {k: x for k, x in row.items() if k not in report.TIMES}
@@ -83,26 +88,58 @@ def _is_run(config: dict[str, Any]) -> bool:
     """Whether a config is one that `experiments/run.py` wrote."""
     setup, policies = config.get("setup"), config.get("policies")
     named = lambda p: isinstance(p, dict) and {"method", "budget", "policy"} <= set(p)
-    return isinstance(setup, dict) and isinstance(policies, list) and all(map(named, policies))
+    whole = isinstance(setup, dict) and isinstance(config.get("tasks"), dict)
+    return whole and isinstance(policies, list) and all(map(named, policies))
 
 
-def _summary(directory: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The rows that a run's lines give.
+def _whole(configs: dict[pathlib.Path, dict[str, Any]]) -> list[list[pathlib.Path]]:
+    """The directories of each run: one, or all shards of it in their order.
+
+    Raises:
+      ValueError: shards that are missing, or there twice.
+    """
+    runs: dict[str, list[pathlib.Path]] = {}
+    for d, config in configs.items():
+        rest = {name: value for name, value in config.items() if name != "shard"}
+        alone = str(d) if not config.get("shard") else f"{config['shard'][1]} shards"
+        runs.setdefault(f"{alone} {json.dumps(rest, sort_keys=True)}", []).append(d)
+    for found in runs.values():
+        if not configs[found[0]].get("shard"):
+            continue
+        found.sort(key=lambda d: configs[d]["shard"][0])
+        there, of = [configs[d]["shard"][0] for d in found], configs[found[0]]["shard"][1]
+        if missing := [f"{i}/{of}" for i in range(1, of + 1) if i not in there]:
+            raise ValueError(
+                f"{found[0]} is a shard of a run whose shard {', '.join(missing)} is missing; finish it, and give it"
+            )
+        if twice := [str(d) for i, d in enumerate(found) if there[i] in there[:i]]:
+            raise ValueError(f"{', '.join(twice)} is a shard that another directory is too; leave it out")
+    return [*runs.values()]
+
+
+def _summary(parts: dict[pathlib.Path, dict[str, Any]]) -> dict[str, Any]:
+    """The rows that a run's lines give, of all of its shards.
 
     Raises:
       ValueError: lines or costs that are missing or not this run's.
     """
-    samples, _ = read_samples(directory, config)
-    costs, setup = read_costs(directory, config), config["setup"]
-    runs = [(p["method"], p["budget"]) for p in config["policies"]]
-    keys = [(*run, task, i) for run in runs for task in setup["tasks"] for i in range(setup["examples"])]
-    lost = sum(k not in samples for k in keys)
-    if lost or any(f"{m}@{b}" not in costs for m, b in runs):
-        raise ValueError(
-            f"{directory} lacks {f'{lost} lines of samples.jsonl' if lost else 'costs.json'}; run it again, and it is "
-            "completed, or leave it out"
-        )
-    return report.summarise([samples[k] for k in keys], costs)
+    lines: dict[Key, dict[str, Any]] = {}
+    found: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
+    for directory, config in parts.items():
+        samples, _ = read_samples(directory, config)
+        costs, bad = read_costs(directory, config), read_bad(directory, config)
+        keys = planned_keys(config, bad)
+        lost = sum(k not in samples for k in keys)
+        if lost or any(f"{p['method']}@{p['budget']}" not in costs for p in config["policies"]):
+            raise ValueError(
+                f"{directory} lacks {f'{lost} lines of samples.jsonl' if lost else 'costs.json'}; run it again, and it "
+                "is completed, or leave it out"
+            )
+        lines |= {k: samples[k] for k in keys}
+        found.append((costs, bad))
+    whole = {**next(iter(parts.values())), "shard": None}
+    costs, bad = found[0]
+    return report.summarise([lines[k] for k in planned_keys(whole, bad)], costs, bad)
 
 
 def leaderboard(rows: Sequence[dict[str, Any]]) -> str:

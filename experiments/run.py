@@ -12,27 +12,34 @@ import argparse
 import dataclasses
 import hashlib
 import inspect
+import itertools
 import pathlib
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import tyro
-from tqdm import tqdm
 
 import configs
 import kvjax
 import models
-from configs.experiment import BASELINES, COMPACT, LARGEST, Experiment, Setup, label
+from configs import loading
+from configs.experiment import BUDGETS, LARGEST, Budget, Common, Experiment, Setup, sweep
 from configs.learning import LearnedBudget, LearnedScorer
+from experiments import tasks
 from experiments.evaluation import report
+from experiments.evaluation.batches import buckets
 from experiments.evaluation.evaluate import Evaluator
+from experiments.evaluation.examples import build, described, find_builders
+from experiments.evaluation.policies import all_policies, check_is, with_baselines
 from experiments.evaluation.provenance import definition
-from experiments.evaluation.results import Results, check_options, directory_path, plain_errors, sample_key
-from experiments.tasks import TASKS, Example, Task
-from models.sources import locate
+from experiments.evaluation.results import Results, check_options, directory_path, plain_errors
+from experiments.evaluation.reuse import keep_compiled, reuse_full
+from experiments.evaluation.running import run_missing
+from experiments.tasks import Builder
 
+_NAMES = "--model", "--baselines", "--tasks", "--data", "--text"  # options whose values are none of numbers
 _RETURNED = {"run.py": Experiment, "learn_budget.py": LearnedBudget, "learn_scorer.py": LearnedScorer}
 
 
@@ -49,14 +56,27 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
         "--output", type=directory_path, metavar="DIR", help="where results go; results/<name> by default"
     )
     parser.add_argument("--restart", action="store_true", help="begin anew; an earlier run there is moved aside")
+    if script == "run.py":
+        parser.add_argument(
+            "--policy",
+            metavar="FILE.py:make",
+            help="in place of a config: make(budget) returns a policy for each --budget",
+        )
+        parser.add_argument("--shard", type=_shard, metavar="I/N", help="run every N-th example, from the I-th on")
+        parser.add_argument(
+            "--list-tasks", action="store_true", help="print the tasks and what they ask, as --tasks list"
+        )
     own, overrides = parser.parse_known_args(argv)
-    if own.config is None:
+    if script == "run.py" and (own.list_tasks or _lists_tasks(overrides)):
+        print(tasks.listing())
+        raise SystemExit(0)
+    if own.config is None and getattr(own, "policy", None) is None:
         print(parser.format_help() + f"\nconfigs: {', '.join(configs.available(script))}")
         print("\n--config FILE --help lists the parameters of a config.")
         raise SystemExit(0 if {"-h", "--help"} & set(argv) else 2)
     check_options(argv)
     _check_numbers(overrides)
-    name, get_config = configs.find(own.config, script)
+    name, get_config = _config_of(own, script)
     program = f"experiments/{script} --config {own.config} [--output DIR] [--restart]"
     if {"-h", "--help"} & set(overrides):
         print(parser.format_help())
@@ -66,8 +86,43 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
         if e.code not in (0, None):
             print(f"parameters of {name}: {' '.join(_options(get_config))}", file=sys.stderr)
         raise
-    _check_is(experiment, _RETURNED[script], own.config)
+    check_is(experiment, _RETURNED[script], name)
     return experiment, own, overrides
+
+
+def _config_of(own: argparse.Namespace, script: str) -> tuple[str, Callable[..., Any]]:
+    """The name and the `get_config` of --config, or of --policy, whose only parameters are budgets and the setup."""
+    if getattr(own, "policy", None) is None:
+        return configs.find(own.config, script)
+    if own.config is not None:
+        raise ValueError("--config and --policy each say what to run; give one of them")
+    make = loading.function(own.policy)
+    name = own.policy.rpartition(":")[2]
+
+    def get_config(budget: tuple[Budget, ...] = BUDGETS, setup: Common = Setup()) -> Experiment:
+        """A policy of one's own.
+
+        Args:
+          budget: live tokens a kv head and layer: numbers of tokens (int) or shares of the prompt (float).
+          setup: model, tasks and sizes.
+        """
+        made = sweep(make, budget)
+        if wrong := [p for _, p in made if not isinstance(p, kvjax.Policy)]:
+            raise ValueError(f"{own.policy} returns {wrong[0]!r:.60}, which is no policy")
+        return Experiment(name, made, setup)
+
+    return name, get_config
+
+
+def _shard(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of 1/N to N/N")
+    return int(found[1]), int(found[2])
+
+
+def _lists_tasks(overrides: Sequence[str]) -> bool:
+    return any(a == "--tasks" and b == "list" for a, b in itertools.pairwise(overrides)) or "--tasks=list" in overrides
 
 
 def _check_numbers(overrides: Sequence[str]) -> None:
@@ -75,7 +130,7 @@ def _check_numbers(overrides: Sequence[str]) -> None:
     option = ""
     for text in overrides:
         option = text if text.startswith("--") else option
-        if option.partition("=")[0] in ("--model", "--baselines"):
+        if option.partition("=")[0] in _NAMES:
             continue  # names
         number = text.rpartition("=")[2].strip()
         if number.lower().lstrip("+-") == "nan":
@@ -94,7 +149,7 @@ def _options(get_config: Any) -> list[str]:
 
 def default_directory(own: argparse.Namespace, overrides: Sequence[str], script: str = "run.py") -> pathlib.Path:
     """A directory of its own for every config and choice of options; a long name ends in a digest."""
-    stem = configs.find(own.config, script)[0]
+    stem = _config_of(own, script)[0]
     name = "-".join([stem, *(o.removeprefix("--").replace("/", "_") for o in overrides)])
     if len(name.encode()) > 200:
         name = f"{name.encode()[:180].decode(errors='ignore')}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
@@ -111,161 +166,87 @@ def check_apart(directory: pathlib.Path, own: argparse.Namespace, model: str | p
     here, source = directory.resolve(), pathlib.Path(model).expanduser()
     if source.is_dir() and source.resolve() == here:
         raise ValueError(f"--output {directory} is the model's own directory; choose another --output")
-    for path in (source, pathlib.Path(own.config)):
+    file = own.config if own.config is not None else own.policy.rpartition(":")[0]
+    for path in (source, pathlib.Path(file)):
         if own.restart and path.exists() and path.resolve().is_relative_to(here):
             raise ValueError(f"--restart would move {path} aside with {directory}; choose another --output")
 
 
-def with_baselines(experiment: Experiment) -> Experiment:
-    """The experiment with its baselines: the default ones that its model can run, where none are given.
-
-    Raises:
-      ValueError: a model that `models.load` would not find.
-    """
-    setup = experiment.setup
-    if setup.baselines is not None:
-        return experiment
-    from models.weights import read_config  # imports Flax, which takes longer than --help should
-
-    chosen = BASELINES
-    if read_config(locate(setup.source, weights=False)).learned_positions:
-        chosen = tuple(b for b in BASELINES if b not in COMPACT)
-        print(
-            f"baselines: {', '.join(chosen)}; without {', '.join(COMPACT)}, whose stored keys move to other positions, "
-            "since this model has learned positions"
-        )
-    return dataclasses.replace(experiment, setup=dataclasses.replace(setup, baselines=chosen))
-
-
-def all_policies(experiment: Experiment) -> list[tuple[str, str, kvjax.Policy]]:
-    """(method, budget label, policy): the full cache, the experiment's own, and its baselines.
-
-    A baseline without budgets runs as its config has it.
-
-    Raises:
-      ValueError: a method and budget that stand for two policies, which would become one row.
-    """
-    setup = experiment.setup
-    full = ("full", "1.0", kvjax.methods.full())
-    own = [(experiment.name, label(b), p) for b, p in experiment.policies]
-    found = [full, *(each for each in own if each != full)]
-    for baseline in setup.baselines or ():
-        name, get_config = configs.find(baseline)
-        if name not in (experiment.name, "full"):
-            parameters = inspect.signature(get_config).parameters
-            given = {"budget": (setup.baseline_budget,), "setup": setup}
-            theirs = get_config(**{k: v for k, v in given.items() if k in parameters})
-            _check_is(theirs, Experiment, baseline)
-            found += [(name, label(b), p) for b, p in theirs.policies]
-    for i, (method, budget, _) in enumerate(found):
-        if (method, budget) in ((m, b) for m, b, _ in found[:i]):
-            raise ValueError(
-                f"{method} at budget {budget} is there twice, and both would become one row; give each budget, "
-                "baseline and name once"
-            )
-    return found
-
-
-def _check_is(found: Any, kind: type, config: str) -> None:
-    if not isinstance(found, kind):
-        raise ValueError(f"get_config of {config} returns a {type(found).__name__}, but must return a {kind.__name__}")
-
-
-def build_examples(setup: Setup, tokenizer: Any) -> list[Example]:
-    """All examples of all tasks, in order."""
-    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
-    bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
-    task = Task(encode, bos, setup.length, setup.seed)
-    return [TASKS[name](task, i) for name in setup.tasks for i in range(setup.examples)]
-
-
-def run(experiment: Experiment, directory: pathlib.Path, command: list[str], *, restart: bool = False) -> str:
+def run(
+    experiment: Experiment,
+    directory: pathlib.Path,
+    command: list[str],
+    *,
+    restart: bool = False,
+    shard: tuple[int, int] | None = None,
+) -> str:
     """Runs what is missing in `directory`, and writes the report.
+
+    Args:
+      experiment: what to run.
+      directory: where results go.
+      command: the command line, for the manifest.
+      restart: begin anew; an earlier run there is moved aside.
+      shard: which of how many parts of the examples, from 1.
 
     Returns:
       The report's text.
     """
     experiment = with_baselines(experiment)
     setup, policies = experiment.setup, all_policies(experiment)
+    builders = find_builders(setup)
     config = {
         "name": experiment.name,
         "policies": [{"method": m, "budget": b, "policy": definition(p)} for m, b, p in policies],
         "setup": dataclasses.asdict(setup),
+        **described(setup, builders),
         "checkpoint": models.fingerprint(setup.source),
         "seed": setup.seed,
+        "shard": shard,
     }
-    keys = [(m, b, task, i) for m, b, _ in policies for task in setup.tasks for i in range(setup.examples)]
     with Results(directory, config, command, restart=restart) as results:
         labels = {f"{m}@{b}" for m, b, _ in policies}
         kept = set(report.load_kept(directory, results.config))
-        if all(k in results.samples for k in keys) and labels <= kept & set(results.costs):
-            summary = report.summarise([results.samples[k] for k in keys], results.costs)
+        if all(k in results.samples for k in results.expected()) and labels <= kept & set(results.costs):
+            summary = report.summarise(results.lines(), results.costs, results.bad)
             text = report.markdown(summary, experiment.name)
             if report.stands(directory, summary, text):
                 print(f"{directory} is complete; --restart runs it again")
                 return text
-        _run_missing(setup, policies, results, kept)
-        return report.write(directory, [results.samples[k] for k in keys], results.costs)
+        if not restart:
+            kept |= {*reuse_full(results, kept)}
+        _run_missing(setup, builders, policies, results, kept)
+        return report.write(directory, results.lines(), results.costs, results.bad)
 
 
 def _run_missing(
-    setup: Setup, policies: Sequence[tuple[str, str, kvjax.Policy]], results: Results, kept: Collection[str]
+    setup: Setup,
+    builders: dict[str, Builder],
+    policies: Sequence[tuple[str, str, kvjax.Policy]],
+    results: Results,
+    kept: Collection[str],
 ) -> None:
     """Runs the examples that `results` lacks, and those whose kept positions or costs it lacks."""
     model, params = models.load(setup.source, dtype=setup.dtype)
     tokenizer = models.load_tokenizer(setup.source)
-    examples = build_examples(setup, tokenizer)
-    lengths = [len(q.asked(e.context, setup.protocol)[0]) for e in examples for q in e.questions]
-    prompt = lambda e: e.questions[0].asked(e.context, setup.protocol)[0]
-    shown = max(examples, key=lambda e: report.prominence(e.task, len(prompt(e))))  # whose kept positions are plotted
+    rows, bad = build(setup, builders, tokenizer, model.config)
+    results.set_bad(bad)
+    most = model.config.max_position if model.config.learned_positions else None
+    shard, of = results.config["shard"] or (1, 1)
+    groups = buckets(rows, setup.batch_size, most, mine=lambda row: row.example.index % of == shard - 1)
     evaluators = {  # plans are made, and sizes checked, before anything runs
         (method, budget): Evaluator(
             model,
             params,
             policy,
-            width=setup.length,
+            groups,
             batch_size=setup.batch_size,
-            protocol=setup.protocol,
-            lengths=lengths,
-            seed=setup.seed,
             tokenizer=tokenizer,
             block=setup.block,
         )
         for method, budget, policy in policies
     }
-    done = sum((*run, e.task, e.index) in results.samples for run in evaluators for e in examples)
-    with tqdm(total=len(evaluators) * len(examples), initial=done, unit="example", file=sys.stdout) as bar:
-        for (method, budget), evaluator in evaluators.items():
-            bar.set_description(f"{method} {budget}")
-            name = f"{method}@{budget}"
-            missing = [
-                batch
-                for batch in _batches(examples, setup.batch_size)
-                if any((method, budget, e.task, e.index) not in results.samples for e in batch)
-                or (shown in batch and name not in kept)
-            ]
-            if missing or name not in results.costs:
-                results.set_cost(method, budget, dataclasses.asdict(evaluator.compile()))
-            for batch in missing:
-                outcomes, positions = evaluator.run(batch)
-                if shown in batch:
-                    row = batch.index(shown)
-                    report.save_kept(results.directory, results.config, name, [layer[row] for layer in positions])
-                lines = [
-                    {"method": method, "budget": budget, "task": e.task, "index": e.index, **outcome}
-                    for e, outcome in zip(batch, outcomes, strict=True)
-                ]
-                bar.update(sum(sample_key(line) not in results.samples for line in lines))
-                results.append(lines)
-            evaluator.release()
-
-
-def _batches(examples: Sequence[Example], size: int) -> list[list[Example]]:
-    """Examples of one task in batches; the same whenever a run resumes, so that it ends with the same numbers."""
-    by_task: dict[str, list[Example]] = {}
-    for e in examples:
-        by_task.setdefault(e.task, []).append(e)
-    return [group[i : i + size] for group in by_task.values() for i in range(0, len(group), size)]
+    run_missing(evaluators, groups, results, kept)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -273,8 +254,11 @@ def main(argv: Sequence[str]) -> None:
     with plain_errors():
         experiment, own, overrides = parse(argv)
         directory = own.output or default_directory(own, overrides)
+        if own.shard is not None:
+            directory = directory.with_name(f"{directory.name}-shard-{own.shard[0]}-of-{own.shard[1]}")
         check_apart(directory, own, experiment.setup.source)
-        print(run(experiment, directory, [sys.executable, *sys.argv], restart=own.restart))
+        keep_compiled()
+        print(run(experiment, directory, [sys.executable, *sys.argv], restart=own.restart, shard=own.shard))
         print(f"written to {directory}")
 
 

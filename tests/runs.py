@@ -13,7 +13,7 @@ import numpy as np
 import models
 from experiments import run
 from experiments.evaluation import report
-from experiments.evaluation.evaluate import Cost
+from experiments.evaluation.evaluate import Cost, Outcome
 from models.embedded import EMBEDDED
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -53,19 +53,20 @@ def without_times(lines):
 class Made:
     """An evaluator that makes its results up from examples and policies, at once."""
 
-    def __init__(self, model, params, policy, **options):
+    def __init__(self, model, params, policy, buckets, **options):
         self.size = len(repr(policy))
 
-    def compile(self):
+    def compile(self, bucket):
         return Cost(self.size, 8 * self.size, None, None)
 
-    def run(self, batch):
-        fixed = {"most_live": 9, "prefill_seconds": 0.5, "decode_tokens_per_second": 20.0}
-        outcomes = [
-            {**dict(e.meta), **fixed, "prompt_tokens": len(e.context), "live": 7.0, "score": (self.size + e.index) % 2}
-            for e in batch
-        ]
-        return outcomes, [np.full((len(batch), 2, 3), self.size, np.int32)] * 2
+    def run(self, bucket, batch, shown=None):
+        positions = [np.full((2, 3), self.size, np.int32)] * 2 if any(row.example is shown for row in batch) else None
+        return [Outcome(row, (), (), 7.0, 9, 0.5, 20.0) for row in batch], positions
+
+    def line(self, example, outcomes):
+        measured = {k: v for k, v in dataclasses.asdict(outcomes[0]).items() if k not in ("row", "tokens", "logp")}
+        made = {"prompt_tokens": len(example.context), "score": (self.size + example.index) % 2}
+        return {**dict(example.meta), **measured, **made}
 
     def release(self):
         pass

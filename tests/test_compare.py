@@ -7,7 +7,7 @@ import pytest
 
 from experiments import compare, run
 from experiments.evaluation.results import Results
-from tests.runs import SHORT, interrupt, small
+from tests.runs import SHORT, interrupt, samples, small
 
 
 def test_leaderboard(finished, tmp_path, capsys):
@@ -106,3 +106,24 @@ def test_names_beside_the_map_are_short_and_differ():
     assert short[:2] == ["h2o", "snapkv (budget-64)"]
     assert len(set(short)) == 4
     assert max(len(line) for name in short for line in name.splitlines()) <= 38
+
+
+def test_shards_are_one_run(made, tmp_path, capsys):
+    whole, parts = tmp_path / "whole" / "x", [tmp_path / f"x-shard-{i}-of-3" for i in (1, 2, 3)]
+    run.main([*SHORT, "--output", str(whole)])
+    for i in (1, 2, 3):
+        run.main([*SHORT, "--output", str(tmp_path / "x"), "--shard", f"{i}/3"])
+    assert [len(samples(d)) for d in parts] == [4, 2, 2]
+    board = lambda *directories: compare.load(directories)[1]
+    assert board(*reversed(parts)) == board(whole)
+    shutil.copytree(parts[1], tmp_path / "again")
+    for given, message in (
+        (parts[:2], "x-shard-1-of-3 is a shard of a run whose shard 3/3 is missing; finish it"),
+        ([*parts, tmp_path / "again"], "again is a shard that another directory is too; leave it out"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            compare.main([str(d) for d in given])
+    with pytest.raises(SystemExit) as e:
+        run.main([*SHORT, "--shard", "4/3"])
+    assert e.value.code == 2
+    assert "'4/3' is not one of 1/N to N/N" in capsys.readouterr().err

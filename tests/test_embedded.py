@@ -12,6 +12,7 @@ import kvjax
 import models
 from experiments import corpus, train_tiny
 from experiments.evaluation import results
+from experiments.evaluation.batches import buckets, rows_of
 from experiments.evaluation.evaluate import Evaluator
 from experiments.tasks import RETRIEVAL, TASKS, Task
 from models.embedded import EMBEDDED
@@ -90,13 +91,16 @@ def test_splits_share_no_sentence():
 def exact_match(embedded, policy, length, per_task):
     model, params, tokenizer = embedded
     task = Task(lambda text: tokenizer(text, add_special_tokens=False).input_ids, (tokenizer.bos_token_id,), length, 0)
-    examples = {name: [TASKS[name](task, i + 40) for i in range(per_task)] for name in RETRIEVAL}
-    evaluator = Evaluator(
-        model, params, policy, width=length, batch_size=per_task, protocol="in_prompt", lengths=[length], seed=0,
-        tokenizer=tokenizer,
-    )  # fmt: skip
-    evaluator.compile()
-    return {name: np.mean([r["score"] for r in evaluator.run(batch)[0]]) for name, batch in examples.items()}
+    examples = [TASKS[name](task, i + 40) for name in RETRIEVAL for i in range(per_task)]
+    (bucket,) = buckets([row for e in examples for row in rows_of(e, "in_prompt")], per_task)
+    evaluator = Evaluator(model, params, policy, [bucket], batch_size=per_task, tokenizer=tokenizer)
+    evaluator.compile(bucket)
+    scores = {name: [] for name in RETRIEVAL}
+    for batch in bucket.batches:
+        for outcome in evaluator.run(bucket, batch)[0]:
+            e = outcome.row.example
+            scores[e.task].append(evaluator.line(e, [outcome])["score"])
+    return {name: np.mean(found) for name, found in scores.items()}
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,10 @@ import pytest
 
 import configs
 from experiments import compare, run
-from experiments.evaluation import results
+from experiments.evaluation import results, reuse
 from experiments.evaluation.results import Results
-from experiments.tasks import Example
 from models.embedded import EMBEDDED
-from tests.runs import SHORT, Made, contents, samples
+from tests.runs import SHORT, Made, contents, interrupt, samples
 
 
 def test_two_processes_do_not_share_a_directory(tmp_path):
@@ -321,10 +320,10 @@ def test_other_code_or_versions_between_start_and_resumption_are_said_and_noted(
 
 
 def test_an_interruption_says_what_is_stored_and_how_to_go_on(made, tmp_path, capsys, monkeypatch):
-    def interrupted(self, batch, work=Made.run):
-        if batch[0].index == 2:
+    def interrupted(self, bucket, batch, work=Made.run, **options):
+        if batch[0].example.index == 2:
             raise KeyboardInterrupt
-        return work(self, batch)
+        return work(self, bucket, batch, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(Made, "run", interrupted)
@@ -336,7 +335,7 @@ def test_an_interruption_says_what_is_stored_and_how_to_go_on(made, tmp_path, ca
     assert "the same command goes on from there" in error
     run.main([*SHORT, "--output", str(tmp_path / "x")])
     assert len(samples(tmp_path / "x")) == 8
-    monkeypatch.setattr(run, "parse", lambda _: interrupted(None, [Example("t", 2, (), ())]))
+    monkeypatch.setattr(run, "parse", interrupt)
     with pytest.raises(SystemExit) as e:
         run.main([])
     assert e.value.code == 130
@@ -363,3 +362,26 @@ def test_a_full_disk_is_named_with_the_file(made, tmp_path, monkeypatch, file):
         (tmp_path / "y" / "samples.jsonl").symlink_to("/dev/full")
         with pytest.raises(OSError, match=r"No space left on device: .*samples\.jsonl"):
             results.append([{"method": "m", "budget": "1", "task": "t", "index": 0}])
+
+
+def test_the_full_cache_of_an_equal_run_beside_is_taken_over(made, tmp_path, capsys, monkeypatch):
+    first, second = tmp_path / "first", tmp_path / "second"
+    other = ["--config", "h2o.py", *SHORT[2:]]
+    run.main([*SHORT, "--output", str(first)])
+    ran = []
+    monkeypatch.setattr(Made, "run", lambda self, *a, work=Made.run, **k: ran.append(self.size) or work(self, *a, **k))
+    run.main([*other, "--output", str(second)])
+    assert f"the full cache's 4 examples are taken over from {first}" in capsys.readouterr().out
+    assert len({*ran}) == 1  # h2o's
+    manifest = json.loads((second / "manifest.json").read_text())
+    assert manifest["taken_over"] == {"full@1.0": {"from": str(first), "lines": 4}}
+    lines = lambda d: [{k: v for k, v in s.items() if k != "seal"} for s in samples(d) if s["method"] == "full"]
+    assert lines(first) == lines(second)
+    run.main([*other, "--output", str(second)])
+    assert "is complete" in capsys.readouterr().out
+    for here, options in ((second, ["--restart"]), (tmp_path / "third", ["--seed", "1"])):
+        run.main([*other, "--output", str(here), *options])
+        assert "taken over" not in capsys.readouterr().out
+    monkeypatch.setattr(reuse, "environment", lambda _: {**results.environment([]), "code": "0"})
+    run.main([*other, "--output", str(tmp_path / "fourth")])
+    assert "taken over" not in capsys.readouterr().out

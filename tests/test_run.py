@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import configs
+import kvjax
 from configs.experiment import Experiment, Setup
 from experiments import compare, run
 from experiments.evaluation import report
@@ -39,7 +40,7 @@ def test_outputs(finished):
     assert "git_commit" in manifest
 
     lines = samples(finished)
-    assert len(lines) == 4 * len(TASKS) * 4
+    assert len(lines) == 4 * len(Setup().task_names) * 4
     assert len({(s["method"], s["budget"], s["task"], s["index"]) for s in lines}) == len(lines)
     for s in lines:
         assert s["live"] <= s["most_live"]
@@ -127,7 +128,7 @@ def test_batches_do_not_change_results(finished, tmp_path):
     arguments += ["--tasks", "single_needle", "multi_query"]
     run.main([*arguments, "--output", str(tmp_path / "x")])
     pick = lambda d: {
-        (s["method"], s["budget"], s["task"], s["index"]): (s["output"], s["live"])
+        (s["method"], s["budget"], s["task"], s["index"]): (s["answers"][0]["output"], s["live"], s["most_live"])
         for s in samples(d)
         if s["task"] in ("single_needle", "multi_query") and s["budget"] in ("1.0", "0.5")
     }
@@ -243,6 +244,20 @@ def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, caps
         (["--config", "snapkv.py", "--config", "h2o.py"], "--config is given twice"),
         (["--config", "snapkv.py", "--model", "20261122103000"], "20261122103000 is neither a directory nor a hub id"),
         (["--config", "snapkv.py", "--tasks"], "tasks is empty"),
+        (
+            ["--config", "snapkv.py", "--tasks", "nope"],
+            r"no task 'nope'; there are single_needle, .* path\.py:function",
+        ),
+        (["--config", "snapkv.py", "--seed", "1", "1"], "seed has 1 twice"),
+        (["--config", "snapkv.py", "--compress", "decode"], "--compress decode is not for snapkv: it evicts after the"),
+        (
+            ["--config", "fastgen.py", "--compress", "prefill"],
+            "--compress prefill is not for fastgen: FastGen maintains",
+        ),
+        (["--policy", "mine.py:make"], "there is no Python file 'mine.py'"),
+        (["--policy", "mine.py:make", "--config", "h2o.py"], "--config and --policy each say what to run"),
+        (["--config", "snapkv.py", "--text", "no.txt"], "No such file or directory: 'no.txt'"),
+        (["--config", "snapkv.py", "--data", "no.jsonl"], "--data no.jsonl: there is no such file"),
         (["--config", "snapkv.py", "--tasks", "key_value", "key_value"], "tasks has 'key_value' twice"),
         (["--config", ""], "no config ''"),
         (["--config", "."], "no config '.'"),
@@ -367,7 +382,62 @@ def test_a_config_of_ones_own(tmp_path, monkeypatch):
 
 
 def test_setup_names_all_tasks():
-    assert Setup().tasks == tuple(TASKS)
+    assert set(Setup().task_names) <= set(TASKS)
+    assert Setup(data=("x.jsonl",)).task_names == ()
+
+
+def test_when_to_compress_is_a_matter_of_the_setup(capsys):
+    policies = lambda *argv: {
+        m: p for m, _, p in run.all_policies(run.with_baselines(run.parse([*argv, "--budget", "0.5"])[0]))
+    }
+    h2o = policies("--config", "h2o.py", "--baselines")["h2o"]
+    for compress, when in (("prefill", kvjax.after_prefill()), ("decode", kvjax.Schedule(prefill=False, every=1))):
+        found = policies("--config", "h2o.py", "--compress", compress)
+        assert found["h2o"] == kvjax.when(when, h2o)
+        assert found["full"] == methods.full()
+    assert "ada_snapkv" not in found
+    assert "ada_snapkv, which --compress decode is not for" in capsys.readouterr().out
+
+
+MAKE = """
+from helper_of_make import WINDOW
+import kvjax
+
+def make(budget):
+    return kvjax.methods.snapkv(budget, window_size=WINDOW)
+
+def task(task, index):
+    from experiments.tasks import Example, Question
+    said = task.ids("the code for ada is 7 3 .".split())
+    asked = [Question(task.ids(["what"]), references=("7",), max_new_tokens=n) for n in (2, 3)]
+    return Example("", -1, task.bos + said * (index + 1), tuple(asked))
+"""
+
+
+def test_a_policy_and_a_task_of_ones_own_over_seeds_and_text(tmp_path, monkeypatch, capsys):
+    """Files may import those beside them. Of each seed there are all examples; one's own text is the haystack."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "helper_of_make.py").write_text("WINDOW = 4\n")
+    (tmp_path / "mine.py").write_text(MAKE)
+    (tmp_path / "text.txt").write_text("The old mine. A pear was lifted! She crossed the river.\n\n" * 60)
+    command = ["--policy", "mine.py:make", *small(budget=["0.5"], examples=["2"]), "--baselines", "--seed", "0", "5"]
+    run.main(
+        [*command, "--tasks", "mine.py:task", "single_needle", "perplexity", "--text", "text.txt", "--output", "x"]
+    )
+    found = {(s["method"], s["task"], s["index"]): s for s in samples(tmp_path / "x")}
+    assert set(found) == {
+        (m, t, i) for m in ("full", "make") for t in ("task", "single_needle", "perplexity") for i in range(4)
+    }
+    assert len(found["make", "task", 1]["answers"]) == 2
+    assert found["make", "task", 3]["seed"] == 5
+    outputs = lambda i: [a["output"] for a in found["full", "task", i]["answers"]]
+    assert outputs(0) == outputs(2)  # this task draws nothing
+    assert found["full", "perplexity", 0]["tokens"] == 64
+    for argv in (["--list-tasks"], ["--config", "snapkv.py", "--tasks", "list"]):
+        with pytest.raises(SystemExit) as e:
+            run.main(argv)
+        assert e.value.code == 0
+        assert "key_value        A table of bare pairs" in capsys.readouterr().out
 
 
 def test_budget_labels():

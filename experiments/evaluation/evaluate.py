@@ -1,23 +1,27 @@
-"""Runs one policy at one budget over batches of examples, and times it."""
+"""Runs one policy at one budget over batches of rows, and times it."""
 
+import bisect
 import dataclasses
 import functools
 import time
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 import kvjax
-from experiments.tasks import Example, Protocol
-from experiments.tasks.perplexity import SCORED
-from kvjax.drivers.generation import Model, check_block
+from experiments.evaluation.batches import Bucket, Row
+from experiments.tasks import Example
+from kvjax.drivers.generation import Model, check_block, check_request
 from models import pad_left
+from pallas_kernels.pytree import pytree
+
+_LOOKED_AT: Final = 16  # tokens that are generated before answers are searched for stop strings
 
 
 @functools.partial(jax.jit, static_argnames=("model", "plan", "block"))
@@ -34,32 +38,78 @@ def _prefill(
     return kvjax.prefill(model, params, tokens, plan, lengths=lengths, key=keys, block=block)
 
 
-@functools.partial(jax.jit, static_argnames=("model",), donate_argnames=("state",))
+@pytree
+class Reading:
+    """What comes after the prompts of a batch, as far as it has come.
+
+    Attributes:
+      step: tokens of every row so far, while it was running.
+      running: rows whose answers have not ended.
+      lengths: tokens of each row until it ended.
+      tokens: given and generated ids.
+      logp: their log-probabilities.
+      live: the most live slots of any head after each of them.
+      logits: of the next token.
+      state: the cache.
+    """
+
+    step: Int[Array, ""]
+    running: Bool[Array, "B"]
+    lengths: Int[Array, "B"]
+    tokens: Int[Array, "B M"]
+    logp: Float[Array, "B M"]
+    live: Int[Array, "B M"]
+    logits: Float[Array, "B V"]
+    state: kvjax.KVState
+
+
+def _begun(logits: Float[Array, "B V"], state: kvjax.KVState, steps: Int[Array, "B"], planned: int) -> Reading:
+    """A batch whose prompts have been read."""
+    B = len(state.length)
+    none = lambda kind: jnp.zeros((B, planned), kind)
+    start = jnp.int32(0), steps > 0, jnp.zeros((B,), jnp.int32)
+    return Reading(*start, none(jnp.int32), none(jnp.float32), none(jnp.int32), logits, state)
+
+
+def _ends(model: Model) -> tuple[int, ...]:
+    """The model's end tokens."""
+    return check_request(model, 1, kvjax.Greedy(), None, 0)
+
+
+@functools.partial(jax.jit, static_argnames=("model",), donate_argnames=("reading",))
 def _continue(
     model: Model,
     params: PyTree[Any],
-    logits: Float[Array, "B V"],
-    state: kvjax.KVState,
-    forced: Int[Array, "B M"],
-    num_forced: Int[Array, "B"],
-    num_steps: Int[Array, ""],
-) -> tuple[Int[Array, "B M"], Float[Array, "B M"], Int[Array, "B M"], kvjax.KVState]:
-    """Reads `num_forced` given tokens, then generates greedily, `num_steps` tokens in all.
+    reading: Reading,
+    given: Int[Array, "B M"],
+    num_given: Int[Array, "B"],
+    num_steps: Int[Array, "B"],
+    until: Int[Array, ""],
+) -> Reading:
+    """Reads `num_given` given tokens, then generates greedily up to an end token or `num_steps` tokens in all.
 
-    Returns the tokens, their log-probabilities, the most live slots of any head at every step, and the state.
+    Rows that have ended go on, as the others of their batch do, but count no longer.
     """
+    ends = jnp.asarray(_ends(model), jnp.int32)[None]
 
-    def step(carry):
-        i, logits, state, tokens, logp, live = carry
-        token = jnp.where(i < num_forced, forced[:, i], jnp.argmax(logits, axis=-1).astype(jnp.int32))
-        here = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=-1)[:, 0]
-        logits, state = kvjax.decode_step(model, params, token, state)
-        most = state.num_live.max((1, 2))
-        return i + 1, logits, state, tokens.at[:, i].set(token), logp.at[:, i].set(here), live.at[:, i].set(most)
+    def step(r: Reading) -> Reading:
+        i = r.step
+        token = jnp.where(i < num_given, given[:, i], jnp.argmax(r.logits, axis=-1).astype(jnp.int32))
+        logp = jnp.take_along_axis(jax.nn.log_softmax(r.logits), token[:, None], axis=-1)[:, 0]
+        logits, state = kvjax.decode_step(model, params, token, r.state)
+        ended = (i >= num_given) & (token[:, None] == ends).any(-1)
+        return Reading(
+            i + 1,
+            r.running & ~ended & (i + 1 < num_steps),
+            r.lengths + r.running.astype(jnp.int32),
+            r.tokens.at[:, i].set(token),
+            r.logp.at[:, i].set(logp),
+            r.live.at[:, i].set(state.num_live.max((1, 2))),
+            logits,
+            state,
+        )
 
-    start = (jnp.int32(0), logits, state, jnp.zeros_like(forced), jnp.zeros(forced.shape), jnp.zeros_like(forced))
-    _, _, state, tokens, logp, live = lax.while_loop(lambda c: c[0] < num_steps, step, start)
-    return tokens, logp, live, state
+    return lax.while_loop(lambda r: (r.step < until) & r.running.any(), step, reading)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,113 +129,221 @@ class Cost:
     decode_peak_bytes: int | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a row gave.
+
+    Attributes:
+      row: the row.
+      tokens: what follows the prompt for each of its questions: given and generated ids.
+      logp: their log-probabilities.
+      live: live slots after the prompt, the mean over layers and heads.
+      most_live: the most of any head while its questions were read and answered.
+      prefill_seconds: the row's share of its batch's time.
+      decode_tokens_per_second: of the whole batch.
+    """
+
+    row: Row
+    tokens: tuple[np.ndarray, ...]
+    logp: tuple[np.ndarray, ...]
+    live: float
+    most_live: int
+    prefill_seconds: float
+    decode_tokens_per_second: float
+
+
 class Evaluator:
-    """A policy compiled for batches of one shape."""
+    """A policy compiled for batches of a few shapes."""
 
     def __init__(
         self,
         model: Any,
         params: PyTree[Any],
         policy: kvjax.Policy,
+        buckets: Sequence[Bucket],
         *,
-        width: int,
         batch_size: int,
-        protocol: Protocol,
-        lengths: Sequence[int],
-        seed: int,
         tokenizer: Any,
         block: int | None = None,
     ):
-        """Plans the run; `compile` must come before `run`.
+        """Plans the run of every bucket; `compile` comes before `run`.
 
         Raises:
           ValueError: sizes that the policy cannot work with.
         """
-        self.model, self.params, self.batch_size, self.protocol, self.width = model, params, batch_size, protocol, width
-        self.seed, self.tokenizer, self.block = seed, tokenizer, block
-        self._prefill: Any = None
-        self._continue: Any = None
-        self.plan = kvjax.make_plan(
-            model.config, policy, prompt_len=width, max_new_tokens=SCORED, lengths=sorted(set(lengths))
-        )
-        check_block(self.plan, block)
+        self.model, self.params, self.batch_size = model, params, batch_size
+        self.tokenizer, self.block = tokenizer, block
+        self._ends = _ends(model)
+        self._compiled: dict[Bucket, tuple[Any, Any]] = {}
+        self.plans = {
+            bucket: kvjax.make_plan(
+                model.config,
+                policy,
+                prompt_len=bucket.width,
+                max_new_tokens=bucket.planned,
+                lengths=bucket.lengths,
+            )
+            for bucket in buckets
+        }
+        for plan in self.plans.values():
+            check_block(plan, block)
 
-    def compile(self) -> Cost:
-        """Compiles both programs ahead of time, so that no timing contains it."""
-        B = self.batch_size
+    def compile(self, bucket: Bucket) -> Cost:
+        """Compiles both programs of a bucket ahead of time, so that no timing contains it."""
+        B, plan = self.batch_size, self.plans[bucket]
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), B))
         lowered = _prefill.lower(
-            self.model, self.params, ints(B, self.width), ints(B), keys, plan=self.plan, block=self.block
+            self.model, self.params, ints(B, bucket.width), ints(B), keys, plan=plan, block=self.block
         )
-        self._prefill = lowered.compile()
-        logits, state = lowered.out_info
+        prefill = lowered.compile()
         as_struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-        logits, state = jax.tree.map(as_struct, (logits, state))
-        self._continue = _continue.lower(
-            self.model, self.params, logits, state, ints(B, SCORED), ints(B), ints()
+        logits, state = jax.tree.map(as_struct, lowered.out_info)
+        begun = jax.eval_shape(functools.partial(_begun, planned=bucket.planned), logits, state, ints(B))
+        goes_on = _continue.lower(
+            self.model, self.params, begun, ints(B, bucket.planned), ints(B), ints(B), ints()
         ).compile()
+        self._compiled[bucket] = prefill, goes_on
         size = lambda x: x.size * x.dtype.itemsize
         kv_bytes = sum(size(x) for layer in state.layers for x in (layer.k, layer.v)) // B
-        return Cost(self.plan.num_slots, kv_bytes, peak_bytes(self._prefill), peak_bytes(self._continue))
+        return Cost(plan.num_slots, kv_bytes, peak_bytes(prefill), peak_bytes(goes_on))
 
     def release(self) -> None:
         """Forgets the compiled programs."""
-        self._prefill = self._continue = None
+        self._compiled.clear()
 
-    def run(self, examples: Sequence[Example]) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
-        """Results of one batch, a dict an example, and the positions "B K S" that every layer holds after the prompt.
+    def run(
+        self, bucket: Bucket, batch: Sequence[Row], shown: Example | None = None
+    ) -> tuple[list[Outcome], list[np.ndarray] | None]:
+        """Outcomes of one batch, and the positions "K S" that every layer holds of the prompt of `shown`, if it is in.
 
-        A short batch is filled up with copies of its first example.
+        The prompts are read and evicted from once. Questions are read and answered on a copy of the state each. A short
+        batch is filled up with copies of its first row.
         """
+        prefill, goes_on = self._compiled[bucket]
         B = self.batch_size
-        batch = [*examples, *[examples[0]] * (B - len(examples))]
-        questions = [e.questions[0] for e in batch]
-        asked = [q.asked(e.context, self.protocol) for e, q in zip(batch, questions, strict=True)]
-        prompts, forced = zip(*asked, strict=True)
-        answers = [q.max_new_tokens for q in questions]
-        num_forced = np.array([len(f) for f in forced], np.int32)
-        num_steps = int(max(n + a for n, a in zip(num_forced, answers, strict=True)))
-        if num_steps > SCORED:
-            raise ValueError(
-                f"{batch[0].task} needs {num_steps} tokens after the prompt, but runs are planned for {SCORED}; "
-                "the tokenizer splits the question or its answers into too many pieces"
-            )
-        tokens, lengths = pad_left(prompts, width=self.width)
-        forced_ids = np.zeros((B, SCORED), np.int32)
-        for row, f in zip(forced_ids, forced, strict=True):
-            row[: len(f)] = f
-        keys = jnp.stack([self._key(e) for e in batch])
+        rows = [*batch, *[batch[0]] * (B - len(batch))]
+        tokens, lengths = pad_left([row.prompt for row in rows], width=bucket.width)
+        keys = jnp.stack([_key(row) for row in rows])
 
         start = time.perf_counter()
-        logits, state = self._prefill(self.params, tokens, lengths, keys)
+        logits, state = prefill(self.params, tokens, lengths, keys)
         jax.block_until_ready(logits)
         prefill_seconds = time.perf_counter() - start
-        positions = [np.asarray(layer.head_pos) for layer in state.layers]
         live = np.asarray(state.num_live.mean((1, 2), dtype=jnp.float32))
-        start = time.perf_counter()
-        tokens, logp, most, _ = self._continue(self.params, logits, state, forced_ids, num_forced, np.int32(num_steps))
-        tokens, logp, most = np.asarray(tokens), np.asarray(logp), np.asarray(most)
-        decode_seconds = time.perf_counter() - start
+        positions = None
+        if (at := next((i for i, row in enumerate(batch) if row.example is shown), None)) is not None:
+            positions = [np.asarray(layer.head_pos[at]) for layer in state.layers]
 
-        results = []
-        for i, e in enumerate(examples):
-            result: dict[str, Any] = {**dict(e.meta), "prompt_tokens": int(lengths[i]), "live": float(live[i])}
-            result["most_live"] = int(most[i, :num_steps].max())
-            result["prefill_seconds"] = prefill_seconds / B
-            result["decode_tokens_per_second"] = B * num_steps / decode_seconds
-            q, end = questions[i], int(num_forced[i])
-            if q.continuation:
-                result["nll"] = float(-logp[i, end - len(q.continuation) : end].mean())
-            else:
-                output = self.tokenizer.decode(tokens[i, end : end + answers[i]].tolist())
-                result |= {"score": q.score(output), "output": output, "references": list(q.references)}
-            results.append(result)
-        return results, positions
+        most = [0] * len(batch)
+        tokens_of: list[list[np.ndarray]] = [[] for _ in batch]
+        logp_of: list[list[np.ndarray]] = [[] for _ in batch]
+        decode_seconds, num_tokens = 0.0, 0
+        rounds = max(len(row.asked) for row in rows)
+        for n in range(rounds):
+            again = n + 1 < rounds
+            own = jax.block_until_ready(jax.tree.map(jnp.copy, state) if again else state)
+            first = jnp.copy(logits) if again else logits
+            start = time.perf_counter()
+            reading = self._answer(goes_on, first, own, rows, n, bucket.planned)
+            ends = np.asarray(reading.lengths)
+            decode_seconds += time.perf_counter() - start
+            num_tokens += B * int(reading.step)
+            ids, logp, most_live = (np.asarray(x) for x in (reading.tokens, reading.logp, reading.live))
+            for i, row in enumerate(batch):
+                if n < len(row.asked):
+                    end = self._end(row, n, ids[i, : ends[i]])
+                    tokens_of[i].append(ids[i, :end])
+                    logp_of[i].append(logp[i, :end])
+                    most[i] = max(most[i], int(most_live[i, :end].max(initial=0)))
+        speed = num_tokens / decode_seconds
+        return [
+            Outcome(row, (*tokens_of[i],), (*logp_of[i],), float(live[i]), most[i], prefill_seconds / B, speed)
+            for i, row in enumerate(batch)
+        ], positions
 
-    def _key(self, e: Example) -> Key[Array, ""]:
-        key = jax.random.fold_in(jax.random.key(self.seed), zlib.crc32(e.task.encode()))
-        return jax.random.fold_in(key, e.index)
+    def _answer(
+        self, goes_on: Any, logits: Array, state: kvjax.KVState, rows: Sequence[Row], n: int, planned: int
+    ) -> Reading:
+        """What follows the n-th question of every row; nothing, for rows that have fewer."""
+        B = len(rows)
+        given, num_given, num_steps = np.zeros((B, planned), np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32)
+        stops: list[tuple[str, ...]] = [()] * B
+        for b, row in enumerate(rows):
+            if n < len(row.asked):
+                i, ids = row.asked[n]
+                question = row.example.questions[i]
+                given[b, : len(ids)], num_given[b], num_steps[b] = ids, len(ids), len(ids) + question.max_new_tokens
+                stops[b] = question.stop
+        reading = _begun(logits, state, jnp.asarray(num_steps), planned)
+        last = int(num_steps.max())
+        until = min((int(num_given[b]) for b, stop in enumerate(stops) if stop), default=last)
+        while True:
+            until = min(until + _LOOKED_AT, last) if any(stops) else last
+            reading = goes_on(self.params, reading, given, num_given, num_steps, np.int32(until))
+            if until == last:
+                return reading
+            running, ids = np.array(reading.running), np.asarray(reading.tokens)
+            for b in np.flatnonzero(running):
+                text = self.tokenizer.decode(ids[b, num_given[b] : until].tolist()) if stops[b] else ""
+                running[b] = not any(stop in text for stop in stops[b])
+            if not running.any():
+                return reading
+            reading = dataclasses.replace(reading, running=jnp.asarray(running))
+
+    def _end(self, row: Row, n: int, ids: np.ndarray) -> int:
+        """How many tokens follow a prompt up to where the n-th answer is complete: with its first stop string."""
+        i, given = row.asked[n]
+        stop, answer = row.example.questions[i].stop, ids[len(given) :].tolist()
+        stopped = lambda count: any(s in self.tokenizer.decode(answer[:count]) for s in stop)
+        if not stop or not stopped(len(answer)):
+            return len(ids)
+        return len(given) + bisect.bisect_left(range(len(answer)), True, key=stopped)
+
+    def line(self, example: Example, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+        """What is stored of an example, from the outcomes of all of its rows.
+
+        `score` is the mean over its answers, `nll` the mean over the `tokens` of its continuations.
+        """
+        answers: list[dict[str, Any]] = [{} for _ in example.questions]
+        for outcome in outcomes:
+            for (i, given), ids, logp in zip(outcome.row.asked, outcome.tokens, outcome.logp, strict=True):
+                answers[i] = self._judged(example, i, ids, logp, len(given))
+        mean = lambda values: float(np.mean(values))
+        prompt_tokens = mean([len(o.row.prompt) for o in outcomes])
+        result: dict[str, Any] = {
+            **dict(example.meta),
+            "prompt_tokens": int(prompt_tokens) if prompt_tokens.is_integer() else prompt_tokens,
+            "live": mean([o.live for o in outcomes]),
+            "most_live": max(o.most_live for o in outcomes),
+            "prefill_seconds": mean([o.prefill_seconds for o in outcomes]),
+            "decode_tokens_per_second": mean([o.decode_tokens_per_second for o in outcomes]),
+        }
+        if scores := [a["score"] for a in answers if "score" in a]:
+            result["score"] = mean(scores)
+        if read := [(a["nll"], a["tokens"]) for a in answers if "nll" in a]:
+            result["tokens"] = sum(n for _, n in read)
+            result["nll"] = sum(nll * n for nll, n in read) / result["tokens"]
+        return {**result, "answers": answers}
+
+    def _judged(self, example: Example, i: int, ids: np.ndarray, logp: np.ndarray, num_given: int) -> dict[str, Any]:
+        """The score of an answer, or the likelihood of a continuation."""
+        question = example.questions[i]
+        if question.continuation:
+            n = len(question.continuation)
+            return {"nll": float(-logp[num_given - n : num_given].mean()), "tokens": n}
+        answer = ids[num_given:].tolist()
+        text = self.tokenizer.decode(answer[:-1] if answer and answer[-1] in self._ends else answer)
+        cut = min((at for stop in question.stop if (at := text.find(stop)) >= 0), default=len(text))
+        output = text[:cut]
+        references = list(question.references)
+        return {"score": question.score(output), "output": output, "references": references, "tokens": len(answer)}
+
+
+def _key(row: Row) -> Key[Array, ""]:
+    """What a row draws with: that of its example, in every batch and part of a run."""
+    key = jax.random.fold_in(jax.random.key(row.seed), zlib.crc32(row.example.task.encode()))
+    return jax.random.fold_in(key, row.example.index)
 
 
 def peak_bytes(compiled: Any) -> int | None:

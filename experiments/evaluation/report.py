@@ -12,68 +12,16 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments.evaluation import statistics
 from experiments.evaluation.results import read_config, seal, write_bytes, write_figure, write_json
-from experiments.tasks import RETRIEVAL
+from experiments.evaluation.summary import TIMES as TIMES
+from experiments.evaluation.summary import summarise as summarise
 from kvjax.analysis import Interval
-
-
-def summarise(samples: Sequence[dict[str, Any]], costs: dict[str, Any]) -> dict[str, Any]:
-    """One row for every method, budget and task, and one for the mean of the retrieval tasks."""
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for s in samples:
-        groups.setdefault((s["method"], s["budget"], s["task"]), []).append(s)
-    full_nll = {s["index"]: s["nll"] for s in samples if s["method"] == "full" and s["task"] == "perplexity"}
-    full_bytes = next((c["kv_bytes"] for k, c in costs.items() if k.startswith("full@")), None)
-
-    rows = []
-    for (method, budget, task), group in groups.items():
-        row: dict[str, Any] = {"method": method, "budget": budget, "task": task, "examples": len(group)}
-        if task == "perplexity":
-            nll = [s["nll"] for s in group]
-            row |= dict(zip(("perplexity", "low", "high"), statistics.perplexity(nll), strict=True))
-            if all(s["index"] in full_nll for s in group):
-                worse = np.mean([s["nll"] - full_nll[s["index"]] for s in group])
-                row["score"] = float(np.exp(-worse))  # 1 where the text is as likely as under the full cache
-        else:
-            row |= dict(zip(("score", "low", "high"), statistics.wilson([s["score"] for s in group]), strict=True))
-        row |= _cost_columns(group, costs[f"{method}@{budget}"], full_bytes)
-        rows.append(row)
-
-    means = []
-    for method, budget in dict.fromkeys((m, b) for m, b, _ in groups):
-        group = [s for (m, b, t), g in groups.items() if (m, b) == (method, budget) and t in RETRIEVAL for s in g]
-        if group:
-            score, low, high = statistics.wilson([s["score"] for s in group])
-            mean = {"method": method, "budget": budget, "task": "retrieval_mean", "examples": len(group)}
-            mean |= {"score": score, "low": low, "high": high}
-            means.append(mean | _cost_columns(group, costs[f"{method}@{budget}"], full_bytes))
-    return {"rows": rows, "retrieval_mean": means}
-
-
-TIMES = ("prefill_seconds", "decode_tokens_per_second")  # columns that the machine decides
-
-
-def _cost_columns(group: list[dict[str, Any]], cost: dict[str, Any], full_bytes: int | None) -> dict[str, Any]:
-    return {
-        "live_tokens": float(np.mean([s["live"] for s in group])),
-        "live_of_prompt": float(np.mean([s["live"] / s["prompt_tokens"] for s in group])),
-        "most_live": max(s["most_live"] for s in group),
-        "slots": cost["slots"],
-        "kv_bytes": cost["kv_bytes"],
-        "kv_bytes_of_full": None if full_bytes is None else cost["kv_bytes"] / full_bytes,
-        "prefill_seconds": float(np.median([s["prefill_seconds"] for s in group])),
-        "decode_tokens_per_second": float(np.median([s["decode_tokens_per_second"] for s in group])),
-        "prefill_peak_bytes": cost["prefill_peak_bytes"],
-        "decode_peak_bytes": cost["decode_peak_bytes"],
-    }
-
 
 # --- tables ---
 
 
 def markdown(summary: dict[str, Any], title: str) -> str:
-    """The summary as two tables: what was answered, and what it cost."""
+    """The summary as tables: what was answered, how far that is from the full cache, what it cost; and bad rows."""
     tasks = list(dict.fromkeys(r["task"] for r in summary["rows"]))
     by_key = {(r["method"], r["budget"], r["task"]): r for r in summary["rows"] + summary["retrieval_mean"]}
     runs = list(dict.fromkeys((r["method"], r["budget"]) for r in summary["rows"]))
@@ -106,19 +54,60 @@ def markdown(summary: dict[str, Any], title: str) -> str:
         [
             f"# {title}",
             "",
-            "Scores in percent with 95 % intervals (Wilson). Perplexity as itself, with a Student-t interval, and in",
-            "parentheses how likely the text is compared to the full cache.",
+            "Scores in percent with 95 % intervals (`experiments/evaluation/statistics.py`). Perplexity as itself, and",
+            "in parentheses how likely the text is compared to the full cache.",
             "",
             *table(head, quality),
             "",
+            *_against_full(summary),
             "Slots and bytes are for one sequence; live tokens are means over layers and heads after the prompt.",
             "Prefill time is for one sequence of a batch, decode speed for the whole batch. Peaks are what the",
             "compiled programs take for one batch: arguments (parameters included), results and temporaries.",
             "",
             *table(cost_head, per_task),
             "",
+            *_bad_rows(summary["bad_rows"]),
         ]
     )
+
+
+def _against_full(summary: dict[str, Any]) -> list[str]:
+    """Every method beside the full cache on the same rows."""
+    rows = [r for r in summary["retrieval_mean"] + summary["rows"] if "against_full" in r]
+    if not rows:
+        return []
+
+    def cells(r: dict[str, Any]) -> list[str]:
+        found = r["against_full"]
+        scale, unit = (1, " nats") if "perplexity" in r else (100, "")
+        shown = [f"{scale * found[name]:+.{3 if unit else 1}f}" for name in ("difference", "low", "high")]
+        difference = f"{shown[0]} [{shown[1]}, {shown[2]}]{unit}"
+        return [
+            r["method"],
+            r["budget"],
+            r["task"].replace("_", " "),
+            difference,
+            f"{found['p']:.3g}",
+            found["verdict"],
+        ]
+
+    return [
+        "Beside the full cache on the same rows: points of the score, or log-likelihood of a token. Above 0 is better.",
+        "p-values are adjusted for all methods and budgets on a task (Holm); a verdict needs 0.05 at most.",
+        "",
+        *table(["method", "budget", "task", "difference", "p", "verdict"], [cells(r) for r in rows]),
+        "",
+    ]
+
+
+def _bad_rows(bad: Sequence[dict[str, Any]]) -> list[str]:
+    """How many rows of data could not be asked, and the first of them."""
+    if not bad:
+        return []
+    shown = [f"- {row['task']}, line {row['line']}: {row['reason']}" for row in bad[:20]]
+    more = [f"- and {len(bad) - len(shown)} more in bad_rows.jsonl"] if len(bad) > len(shown) else []
+    count = f"{len(bad)} row{'s' if len(bad) > 1 else ''} could not be asked, and are not among the examples:"
+    return [count, "", *shown, *more, ""]
 
 
 def _mebibytes(n: int | None) -> str:
@@ -227,7 +216,7 @@ def plot_depth_against_length(samples: Sequence[dict[str, Any]], length: int, pa
     write_figure(path, figure, dpi=150)
 
 
-def prominence(task: str, prompt_tokens: int) -> tuple[bool, int]:
+def prominence(task: str, prompt_tokens: float) -> tuple[bool, float]:
     """What orders examples: kept positions are drawn of the first with the largest, of a needle where there is any."""
     return task == "single_needle", prompt_tokens
 
@@ -245,10 +234,15 @@ def plot_kept_positions(
     write_figure(path, kvjax.plot.kept_positions(named, length=shown["prompt_tokens"], markers=markers), dpi=150)
 
 
-def write(directory: pathlib.Path, samples: Sequence[dict[str, Any]], costs: dict[str, Any]) -> str:
+def write(
+    directory: pathlib.Path,
+    samples: Sequence[dict[str, Any]],
+    costs: dict[str, Any],
+    bad: Sequence[dict[str, Any]] = (),
+) -> str:
     """Writes `summary.json`, `summary.md` and the plots. Returns the table."""
     config = read_config(directory)
-    summary = summarise(samples, costs)
+    summary = summarise(samples, costs, bad)
     text = markdown(summary, config["name"])
     write_bytes(directory / "summary.md", text.encode())
     length = config["setup"]["length"]

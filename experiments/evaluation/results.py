@@ -27,6 +27,19 @@ def sample_key(sample: dict[str, Any]) -> Key:
     return sample["method"], sample["budget"], sample["task"], sample["index"]
 
 
+def planned_keys(config: dict[str, Any], bad: Iterable[dict[str, Any]] = ()) -> list[Key]:
+    """The keys of all lines that a run of a config has when it is complete: of all rows of its shard but bad ones."""
+    without = {(row["task"], row["index"]) for row in bad}
+    shard, shards = config.get("shard") or (1, 1)
+    return [
+        (p["method"], p["budget"], task, i)
+        for p in config["policies"]
+        for task, of in config["tasks"].items()
+        for i in range(of["examples"])
+        if i % shards == shard - 1 and (task, i) not in without
+    ]
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C, with a line that says what is stored."""
 
@@ -118,6 +131,7 @@ class Results:
             )
         self.samples, whole = read_samples(self.directory, self.config)
         self.costs = read_costs(self.directory, self.config)
+        self.bad = read_bad(self.directory, self.config)
         if old != self.config:  # nothing there, or a start that came to nothing
             write_json(manifest, {"config": self.config, **now})
         lines = self.directory / "samples.jsonl"
@@ -171,6 +185,31 @@ class Results:
             os.fsync(f.fileno())
         self.samples |= {sample_key(s): s for s in new}
 
+    def take_over(self, label: str, source: str, samples: Sequence[dict[str, Any]]) -> None:
+        """Writes the lines of one method and budget that another run has made, and notes in the manifest which run."""
+        self._check()
+        path = self.directory / "manifest.json"
+        manifest = json.loads(path.read_bytes())
+        noted = {**manifest.get("taken_over", {}), label: {"from": source, "lines": len(samples)}}
+        write_json(path, {**manifest, "taken_over": noted})
+        self.append(samples)
+
+    def set_bad(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Writes the rows of data that cannot be asked."""
+        self.bad = list(rows)
+        if self.bad or (self.directory / "bad_rows.jsonl").exists():
+            self._check()
+            sealed = ({**row, "seal": seal(self.config, row)} for row in self.bad)
+            write_bytes(self.directory / "bad_rows.jsonl", "".join(json.dumps(row) + "\n" for row in sealed).encode())
+
+    def expected(self) -> list[Key]:
+        """The keys of all lines that the run has when it is complete."""
+        return planned_keys(self.config, self.bad)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All lines of a complete run, in order."""
+        return [self.samples[key] for key in self.expected()]
+
     def set_cost(self, method: str, budget: str, cost: dict[str, Any]) -> None:
         """Writes the sizes of one policy."""
         self._check()
@@ -181,7 +220,17 @@ class Results:
 # What an environment holds that results depend on.
 _MAKES = ("code", "versions", "switches", "device")
 # What a run leaves beside its manifest.
-_PRODUCTS = ("samples.jsonl", "costs.json", "kept", "checkpoints", "tables", "head.npz", "summary.json", "summary.md")
+_PRODUCTS = (
+    "samples.jsonl",
+    "bad_rows.jsonl",
+    "costs.json",
+    "kept",
+    "checkpoints",
+    "tables",
+    "head.npz",
+    "summary.json",
+    "summary.md",
+)
 
 
 def _holds(directory: pathlib.Path, names: Iterable[str]) -> list[str]:
@@ -283,12 +332,14 @@ def _cut_short(rest: bytes) -> bool:
     return written[: len(start)] == start[: len(written)] and written.count(b'"seal": ') < 2
 
 
-def _unsealed(line: bytes, config: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def _unsealed(
+    line: bytes, config: dict[str, Any], fields: Sequence[str] = ("method", "budget", "task", "index")
+) -> tuple[dict[str, Any], str]:
     """A line without its seal, and what is wrong with it."""
     try:
         sample = json.loads(line)
         mark = sample.pop("seal")
-        sample_key(sample)
+        _ = [sample[field] for field in fields]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}, "is no line that this run wrote"
     return sample, "" if mark == seal(config, sample) else "was changed, or was written by another run"
@@ -308,6 +359,17 @@ def read_costs(directory: pathlib.Path, config: dict[str, Any]) -> dict[str, Any
         fault = f"{type(e).__name__}: {e}"
     print(f"{path} cannot be used ({fault}); what it held is found anew", file=sys.stderr)
     return {}
+
+
+def read_bad(directory: pathlib.Path, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of data that a config's run could not ask; none of them if any was changed, which finds them anew."""
+    path = directory / "bad_rows.jsonl"
+    found = [_unsealed(line, config, ("task", "index", "line", "reason")) for line in _lines(path)]
+    return [] if any(fault for _, fault in found) else [row for row, _ in found]
+
+
+def _lines(path: pathlib.Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.is_file() else []
 
 
 def _differences(old: Any, new: Any, name: str = "") -> list[str]:

@@ -6,8 +6,11 @@ Every task is text: a context, a question about it, and the values that a right 
 * "after_compression": the prompt is the context alone; the question is read after eviction, as in a second turn.
 """
 
-from collections.abc import Callable
+import inspect
 
+from configs import loading
+from experiments.tasks.base import BadRow as BadRow
+from experiments.tasks.base import Builder as Builder
 from experiments.tasks.base import Example as Example
 from experiments.tasks.base import Protocol as Protocol
 from experiments.tasks.base import Question as Question
@@ -16,12 +19,40 @@ from experiments.tasks.base import Tokens as Tokens
 from experiments.tasks.perplexity import perplexity
 from experiments.tasks.retrieval import key_value, multi_query, several_needles, single_needle
 
-TASKS: dict[str, Callable[..., Example]] = {
+TASKS: dict[str, Builder] = {
     "single_needle": single_needle,
     "several_needles": several_needles,
     "multi_query": multi_query,
     "key_value": key_value,
     "perplexity": perplexity,
 }
+"""Every task by its name: `(task, index) -> Example`; the first line of its docstring says what it asks."""
 
-RETRIEVAL = tuple(name for name in TASKS if name != "perplexity")
+RETRIEVAL = ("single_needle", "several_needles", "multi_query", "key_value")
+
+
+def find(name: str) -> tuple[str, Builder]:
+    """The name that a task has in results, and what builds it.
+
+    Args:
+      name: one of `TASKS`, or "path.py:function" for a builder (task, index) of one's own, named after the function.
+
+    Raises:
+      ValueError: no such task, naming those that exist; or a function that cannot be called so.
+    """
+    if name in TASKS:
+        return name, TASKS[name]
+    if ".py:" not in name:
+        raise ValueError(f"no task {name!r}; there are {', '.join(TASKS)}, or write path.py:function for your own")
+    builder = loading.function(name)
+    try:
+        inspect.signature(builder).bind("task", 0)
+    except TypeError as e:
+        raise ValueError(f"{name} cannot be called with (task, index): {e}") from e
+    return name.rpartition(":")[2], builder
+
+
+def listing() -> str:
+    """A line for every task."""
+    first = lambda builder: (inspect.getdoc(builder) or "").partition("\n")[0]
+    return "\n".join(f"{name:16} {first(builder)}" for name, builder in TASKS.items())

@@ -1,17 +1,39 @@
 """Examples, and how text becomes a prompt of a wanted length."""
 
 import dataclasses
+import functools
+import itertools
+import re
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+from typing import Protocol as Interface
 
 import numpy as np
 
 from experiments import corpus
-from experiments.evaluation.metrics import METRICS
+from experiments.evaluation import metrics
 
 Protocol = Literal["in_prompt", "after_compression"]
 Tokens = tuple[int, ...]
+
+
+class BadRow(ValueError):
+    """A row of data that cannot be asked: it is recorded, and the rest runs.
+
+    Attributes:
+      line: its number, from 1.
+      reason: why.
+    """
+
+    def __init__(self, line: int, reason: str):
+        super().__init__(f"row {line}: {reason}")
+        self.line, self.reason = line, reason
+
+
+@functools.cache
+def _metric(name: str) -> metrics.Metric:
+    return metrics.find(name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +44,7 @@ class Question:
       ids: token ids that follow the context; the answer begins after them.
       continuation: text to be scored, as token ids, where the likelihood of text is asked for instead of an answer.
       references: right answers, as the metric takes them.
-      metric: how an answer is judged, a name in `experiments.evaluation.metrics.METRICS`.
+      metric: how an answer is judged, as `experiments.evaluation.metrics.find` takes it.
       max_new_tokens: the most tokens of an answer.
       stop: strings that end an answer.
     """
@@ -36,7 +58,7 @@ class Question:
 
     def score(self, output: str) -> float:
         """How good an answer is, from 0 to 1."""
-        return METRICS[self.metric](output, self.references)
+        return _metric(self.metric)(output, self.references)
 
     def asked(self, context: Tokens, protocol: Protocol) -> tuple[Tokens, Tokens]:
         """The prompt, after which a cache is evicted, and the given tokens that are read then."""
@@ -54,14 +76,15 @@ class Example:
       index: which example of the task; with the seed it determines the rest.
       context: token ids, BOS included.
       questions: each is asked of the context alone, none sees another.
-      meta: what plots need: depth and length, and at which token of the context the wanted fact starts, and its tokens.
+      meta: what plots and readers need: depth and length, at which token of the context the wanted fact starts and its
+        tokens, the id of a row of data.
     """
 
     task: str
     index: int
     context: Tokens
     questions: tuple[Question, ...]
-    meta: tuple[tuple[str, float], ...] = ()
+    meta: tuple[tuple[str, float | str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,20 +96,52 @@ class Task:
       bos: ids that start every context.
       length: tokens of context and question together.
       seed: of the whole run.
+      text: a text of one's own, which facts are hidden in and whose likelihood is asked for; if empty, the project's
+        sentences are.
+      tokenizer: where `encode` is from, for builders that need more of it.
+      limit: tokens of context, question and answer together that the model has room for; None for any number.
     """
 
     encode: Callable[[str], Sequence[int]]
     bos: Tokens
     length: int
     seed: int
+    text: str = ""
+    tokenizer: Any = None
+    limit: int | None = None
 
     def rng(self, name: str, index: int) -> np.random.Generator:
         """A generator of its own for every example."""
         return np.random.default_rng([self.seed, zlib.crc32(name.encode()), index])
 
     def ids(self, words: Sequence[str]) -> Tokens:
-        """Token ids of a sentence in running text."""
-        return tuple(self.encode(" ".join(words)))
+        """Token ids of a sentence in running text, with the space before it where the tokenizer adds none."""
+        return tuple(self.encode(self._space + " ".join(words)))
+
+    @functools.cached_property
+    def _space(self) -> str:
+        pieces = (*self.encode("the"), *self.encode("code"))
+        return "" if tuple(self.encode("the code")) == pieces else " "
+
+    @functools.cached_property
+    def text_ids(self) -> Tokens:
+        """Token ids of the whole text of one's own."""
+        return tuple(self.encode(self.text))
+
+    @functools.cached_property
+    def _sentences(self) -> tuple[Tokens, ...]:
+        return tuple(self.ids(s.split()) for s in re.split(r"(?<=[.!?])\s+|\n\s*\n", self.text) if s.strip())
+
+    def sentences(self, rng: np.random.Generator) -> Iterator[Tokens]:
+        """Sentences without end: the project's at random, or those of one's own text from a random one on.
+
+        A text that is used up begins again.
+        """
+        if not self.text:
+            while True:
+                yield self.ids(corpus.filler(rng, "held_out"))
+        start = int(rng.integers(len(self._sentences)))
+        yield from itertools.cycle((*self._sentences[start:], *self._sentences[:start]))
 
     def fill(self, rng: np.random.Generator, length: int, inserts: Sequence[tuple[float, Sequence[str]]]) -> Tokens:
         """A context of nearly `length` tokens: BOS, then filler with `inserts` at relative places in [0, 1].
@@ -102,9 +157,9 @@ class Task:
                 "raise the length"
             )
         sentences: list[Tokens] = []
-        while True:
-            sentence = self.ids(corpus.filler(rng, "held_out"))
+        for sentence in self.sentences(rng):
             if len(sentence) > room:
+                sentences += [sentence[:room]] if self.text and not sentences else []  # longer than the whole prompt
                 break
             sentences.append(sentence)
             room -= len(sentence)
@@ -113,6 +168,14 @@ class Task:
         return self.bos + tuple(t for _, ids in ordered for t in ids)
 
 
-def example(name: str, index: int, context: Tokens, *questions: Question, **meta: float) -> Example:
+class Builder(Interface):
+    """What makes the examples of a task, each from its index alone; one with a `__len__` has so many."""
+
+    def __call__(self, task: Task, index: int, /) -> Example:
+        """The example of an index."""
+        ...
+
+
+def example(name: str, index: int, context: Tokens, *questions: Question, **meta: float | str) -> Example:
     """An `Example` whose meta is given by keywords."""
     return Example(name, index, context, questions, tuple(sorted(meta.items())))

@@ -1,0 +1,104 @@
+"""The policies of an experiment: the full cache, its own and its baselines, evicting when the setup says."""
+
+import dataclasses
+import inspect
+from typing import Any
+
+import configs
+import kvjax
+from configs.experiment import BASELINES, COMPACT, Experiment, Setup, label
+from kvjax.algebra import each_rule
+from kvjax.eviction import Evict
+from kvjax.policy import Policy, Rule
+from models.sources import locate
+
+
+def with_baselines(experiment: Experiment) -> Experiment:
+    """The experiment with its baselines: the default ones that its model can run, where none are given.
+
+    Raises:
+      ValueError: a model that `models.load` would not find.
+    """
+    setup = experiment.setup
+    if setup.baselines is not None:
+        return experiment
+    chosen = tuple(b for b in BASELINES if setup.compress == "both" or _can(b, setup))
+    if chosen != BASELINES:
+        left = ", ".join(b for b in BASELINES if b not in chosen)
+        print(f"baselines: {', '.join(chosen)}; without {left}, which --compress {setup.compress} is not for")
+    from models.weights import read_config  # imports Flax, which takes longer than --help should
+
+    if read_config(locate(setup.source, weights=False)).learned_positions:
+        chosen = tuple(b for b in chosen if b not in COMPACT)
+        print(
+            f"baselines: {', '.join(chosen)}; without {', '.join(COMPACT)}, whose stored keys move to other positions, "
+            "since this model has learned positions"
+        )
+    return dataclasses.replace(experiment, setup=dataclasses.replace(setup, baselines=chosen))
+
+
+def _can(baseline: str, setup: Setup) -> bool:
+    """Whether a baseline can evict when the setup says."""
+    theirs = configs.find(baseline)[1](budget=(setup.baseline_budget,), setup=setup)
+    try:
+        return all(compressed(baseline, policy, setup) is not None for _, policy in theirs.policies)
+    except ValueError:
+        return False
+
+
+def all_policies(experiment: Experiment) -> list[tuple[str, str, kvjax.Policy]]:
+    """(method, budget label, policy): the full cache, the experiment's own, and its baselines.
+
+    A baseline without budgets runs as its config has it.
+
+    Raises:
+      ValueError: a method and budget that stand for two policies, which would become one row.
+    """
+    setup = experiment.setup
+    full = ("full", "1.0", kvjax.methods.full())
+    own = [(experiment.name, label(b), p) for b, p in experiment.policies]
+    found = [full, *((m, b, compressed(m, p, setup)) for m, b, p in own if (m, b, p) != full)]
+    for baseline in setup.baselines or ():
+        name, get_config = configs.find(baseline)
+        if name not in (experiment.name, "full"):
+            parameters = inspect.signature(get_config).parameters
+            given = {"budget": (setup.baseline_budget,), "setup": setup}
+            theirs = get_config(**{k: v for k, v in given.items() if k in parameters})
+            check_is(theirs, Experiment, baseline)
+            found += [(name, label(b), compressed(name, p, setup)) for b, p in theirs.policies]
+    for i, (method, budget, _) in enumerate(found):
+        if (method, budget) in ((m, b) for m, b, _ in found[:i]):
+            raise ValueError(
+                f"{method} at budget {budget} is there twice, and both would become one row; give each budget, "
+                "baseline and name once"
+            )
+    return found
+
+
+def compressed(name: str, policy: Policy, setup: Setup) -> Policy:
+    """A policy that evicts after the prompt alone, or while decoding alone, where the setup wants that.
+
+    Raises:
+      ValueError: a method that cannot, by its name.
+    """
+
+    def changed(rule: Rule) -> Rule:
+        when = rule.when if isinstance(rule, Evict) else None
+        if setup.compress == "prefill":
+            return rule.under(kvjax.after_prefill())
+        if when is not None and not when.decodes:
+            raise ValueError("it evicts after the prompt alone, never while decoding")
+        return rule.under(kvjax.every_step() if when is None else dataclasses.replace(when, prefill=False))
+
+    if setup.compress == "both":
+        return policy
+    try:
+        return each_rule(changed, policy)
+    except ValueError as e:
+        raise ValueError(f"--compress {setup.compress} is not for {name}: {e}; leave it out") from e
+
+
+def check_is(found: Any, kind: type, config: str) -> None:
+    """Raises ValueError for what is not of the kind that a config's `get_config` must return."""
+    if not isinstance(found, kind):
+        raise ValueError(f"get_config of {config} returns a {type(found).__name__}, but must return a {kind.__name__}")

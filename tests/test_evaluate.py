@@ -1,0 +1,127 @@
+"""Rows in batches: what each gives is what it gives alone, and answers end where they should."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import kvjax
+from experiments.evaluation import batches, running
+from experiments.evaluation.batches import Row, buckets, planned, rounded, rows_of
+from experiments.evaluation.evaluate import Evaluator
+from experiments.tasks import Example, Question
+
+
+class Letters:
+    """A tokenizer with a letter a token."""
+
+    def decode(self, ids):
+        return "".join(chr(ord("0") + i) for i in ids)
+
+
+def asking(task, index, length, *questions):
+    ids = tuple(int(i) for i in np.random.default_rng([length, index]).integers(1, 61, length))
+    return Example(task, index, ids, questions)
+
+
+def question(n, **options):
+    return Question(tuple(range(5, 5 + n)), references=("x",), **{"max_new_tokens": 6, **options})
+
+
+EXAMPLES = [
+    asking("a", 0, 9, question(2), question(3), Question((7,), continuation=(8, 9, 10))),
+    asking("a", 1, 14, question(4)),
+    asking("b", 0, 23, question(1), question(2, max_new_tokens=3)),
+]
+
+
+def lines(model, params, examples, protocol, batch_size, policy):
+    rows = [row for e in examples for row in rows_of(e, protocol, seed=3)]
+    groups = buckets(rows, batch_size)
+    evaluator = Evaluator(model, params, policy, groups, batch_size=batch_size, tokenizer=Letters())
+    found = {}
+    for bucket in groups:
+        evaluator.compile(bucket)
+        for batch in bucket.batches:
+            for outcome in evaluator.run(bucket, batch)[0]:
+                found.setdefault((outcome.row.example.task, outcome.row.example.index), []).append(outcome)
+    by_key = {(e.task, e.index): e for e in examples}
+    timed = ("prefill_seconds", "decode_tokens_per_second")
+    made = {k: evaluator.line(by_key[k], v) for k, v in found.items()}
+    return {k: {n: x for n, x in v.items() if n not in timed} for k, v in made.items()}
+
+
+@pytest.mark.parametrize("protocol", [pytest.param("in_prompt", marks=pytest.mark.slow), "after_compression"])
+def test_every_row_and_question_gives_what_it_gives_alone(shallow, protocol, monkeypatch):
+    policy = kvjax.methods.keyformer(0.5)  # its temperature depends on what is planned, its noise on the row's key
+    together = lines(*shallow, EXAMPLES, protocol, 2, policy)
+    monkeypatch.setattr(batches, "WORTH", 0)  # every width has a program
+    alone = {}
+    for e in EXAMPLES:
+        parts = [
+            next(iter(lines(*shallow, [dataclasses.replace(e, questions=(q,))], protocol, 1, policy).values()))
+            for q in e.questions
+        ]
+        alone[e.task, e.index] = [p["answers"][0] for p in parts]
+    assert together.keys() == alone.keys()
+    for key, line in together.items():
+        for mine, theirs in zip(line["answers"], alone[key], strict=True):
+            wanted = {**theirs, "nll": pytest.approx(theirs["nll"], rel=1e-5)} if "nll" in theirs else theirs
+            assert mine == wanted
+    assert together["a", 0]["tokens"] == 3
+    assert together["a", 0]["prompt_tokens"] == (9 if protocol == "after_compression" else 11)
+    assert len({a["output"] for a in together["a", 0]["answers"] if "output" in a}) == 2
+
+
+def test_answers_end_at_end_tokens_and_stop_strings(shallow):
+    model, params = shallow
+    whole = lines(model, params, EXAMPLES[1:2], "in_prompt", 1, kvjax.identity())["a", 1]["answers"][0]
+    assert whole["tokens"] == 6
+    stop = whole["output"][2:4]
+    cut = dataclasses.replace(EXAMPLES[1], questions=(question(4, stop=(stop, "~"), max_new_tokens=40),))
+    answer = lines(model, params, [cut], "in_prompt", 1, kvjax.identity())["a", 1]["answers"][0]
+    assert answer["output"] == whole["output"][: whole["output"].index(stop)]
+    assert answer["tokens"] == len(answer["output"]) + 2
+    end = ord(whole["output"][1]) - ord("0")
+    ending = dataclasses.replace(model, config=dataclasses.replace(model.config, eos_ids=(end,)))
+    answer = lines(ending, params, EXAMPLES[1:2], "in_prompt", 1, kvjax.identity())["a", 1]["answers"][0]
+    assert answer["output"] == whole["output"][: whole["output"].index(whole["output"][1])]
+    assert answer["tokens"] == len(answer["output"]) + 1
+
+
+def test_widths_are_at_most_a_quarter_too_wide():
+    for n in range(1, 3000):
+        assert n <= rounded(n) <= 1.25 * n
+    assert len({rounded(n) for n in range(1025, 2049)}) == 4
+
+
+def row(length, steps, task="t", index=0):
+    e = Example(task, index, (1,) * length, (Question(max_new_tokens=steps),))
+    return Row(e, 0, 1, e.context, ((0, ()),))
+
+
+def test_a_program_is_for_rows_whose_padding_is_worth_one():
+    few = [row(n, 8) for n in (400, 600, 1000)]
+    assert [b.width for b in buckets(few, 2)] == [1024]
+    many = [row(400, 8)] * 110 + [row(1000, 8)]
+    assert [(b.width, len(b.batches)) for b in buckets(many, 16)] == [(1024, 1), (448, 7)]
+    tasks = [row(400, 8, "a"), row(400, 70, "b"), row(400, 100, "b")]
+    assert [(b.width, b.planned) for b in buckets(tasks, 2)] == [(448, 112), (448, 64)]
+    assert planned(tasks[:2]) == {"a": 64, "b": 80}
+    assert [(b.width, b.planned) for b in buckets([row(400, 8)], 2, most=450)] == [(400, 50)]
+
+
+def test_the_device_is_one_batch_ahead_and_failures_come_where_they_happened():
+    started = []
+
+    def work(i):
+        started.append(i)
+        if i == 3:
+            raise KeyboardInterrupt
+        return i
+
+    results = running.ahead(work, range(6))
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(KeyboardInterrupt):
+        next(results)
+    assert 5 not in started

@@ -1,0 +1,136 @@
+"""Rows of one's own: what they become, what is wrong with those that cannot be asked, and runs on them."""
+
+import json
+import re
+import sys
+import types
+
+import pytest
+
+import models
+from configs.experiment import Setup
+from experiments import run
+from experiments.evaluation.examples import build, find_builders
+from experiments.tasks import BadRow, Task
+from experiments.tasks.own_data import read
+from tests.runs import one_layer, samples
+
+GOOD = {"context": "the code for ada is 7 3 . the code for milo is 5 1 .", "question": "what is the code for ada ?"}
+GOOD |= {"answers": ["7 3"], "max_new_tokens": 4}
+
+
+def written(path, *rows):
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n\n")
+    return str(path)
+
+
+def task_of(tokenizer, limit=None):
+    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
+    return Task(encode, (tokenizer.bos_token_id,), 256, 0, "", tokenizer, limit)
+
+
+def test_a_row_is_a_context_as_the_library_encodes_it_and_a_question_after_it(tmp_path, embedded):
+    tokenizer = embedded[2]
+    row = {**GOOD, "answers": "7 3", "answer_prefix": "the code for ada is", "id": 3, "metric": "exact_match"}
+    rows = read(written(tmp_path / "mine.jsonl", row, {**row, "context": tokenizer.bos_token + row["context"]}))
+    assert (rows.name, len(rows)) == ("mine", 2)
+    e, begun = (rows(task_of(tokenizer), i) for i in range(2))
+    assert e.context == tuple(models.encode(tokenizer, row["context"]))
+    assert begun.context == (tokenizer.bos_token_id, *e.context)
+    (q,) = e.questions
+    assert tokenizer.decode(q.ids) == f"{row['question']} {row['answer_prefix']}"
+    assert (q.references, q.metric, q.max_new_tokens, dict(e.meta)["id"]) == (("7 3",), "exact_match", 4, "3")
+
+
+def test_a_context_that_is_too_long_is_cut_where_it_is_wanted(tmp_path, embedded):
+    tokenizer = embedded[2]
+    path = written(tmp_path / "mine.jsonl", {**GOOD, "context": tokenizer.bos_token + GOOD["context"]})
+    e = read(path)(task_of(tokenizer), 0)
+    whole, others = e.context, len(e.questions[0].ids) + 4
+    task = task_of(tokenizer, others + 7)
+    cut = {how: read(path, truncate=how)(task, 0).context for how in ("left", "middle")}
+    assert cut["left"] == (whole[0], *whole[-6:])
+    assert cut["middle"] == (*whole[:3], *whole[-4:])
+    for limit, said in (
+        (others + 7, f"has {len(whole)} tokens, question and answer {others}, .* room for {others + 7};"),
+        (others, "question and answer take"),
+    ):
+        with pytest.raises(BadRow, match=f"row 1: .*{said}"):
+            read(path)(task_of(tokenizer, limit), 0)
+
+
+def test_a_chat_is_split_where_its_context_ends(tmp_path, embedded, monkeypatch):
+    tokenizer = embedded[2]
+    path = written(tmp_path / "mine.jsonl", GOOD)
+    with pytest.raises(ValueError, match="--chat needs a chat template"):
+        build(
+            Setup(data=(path,), chat=True), find_builders(Setup(data=(path,), chat=True)), tokenizer, embedded[0].config
+        )
+    template = "{{ bos_token }}list : {% for m in messages %}{{ m.content }}{% endfor %} answer :"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    e = read(path, chat=True)(task_of(tokenizer), 0)
+    assert tokenizer.decode(e.context) == f"{tokenizer.bos_token} list : {GOOD['context']}"
+    assert tokenizer.decode(e.questions[0].ids) == f"{GOOD['question']} answer :"
+
+
+BAD = [
+    ("{nope", "no JSON: "),
+    ("3", "a row is an object with fields, not 3"),
+    ({"context": "a"}, "the field question, answers is missing"),
+    ({**GOOD, "question": 3}, "question=3 must be a text"),
+    ({**GOOD, "answers": []}, "references must be a list of at least one text"),
+    ({**GOOD, "answers": [3]}, r"answers=\[3\] must be a text or a list of texts"),
+    ({**GOOD, "answers": " "}, "a reference is blank"),
+    ({**GOOD, "context": " \n"}, "the context is empty"),
+    ({**GOOD, "max_new_tokens": 0}, "max_new_tokens=0 must be a whole number of at least 1"),
+    ({**GOOD, "metric": "nothing"}, "no metric 'nothing'; there are exact_match"),
+    ({**GOOD, "metric": "retrieval"}, "a reference must be like 'Paragraph 7'"),
+    ({**GOOD, "context": "the \ud800"}, "half of a character"),
+    ({**GOOD, "question": "the code " * 1100}, "question and answer take 2204 tokens, but there is room for 2048"),
+    ({**GOOD, "context": "the code " * 1100}, "the context has 2200 tokens"),
+]
+
+
+def test_bad_rows_are_recorded_and_named_and_the_rest_runs(tmp_path, capsys):
+    """Under both protocols; a second time nothing runs, and rows that change are another run."""
+    rows = [GOOD, *(row for row, _ in BAD), {**GOOD, "context": GOOD["context"] * 3}]
+    path = written(tmp_path / "mine.jsonl", *rows)
+    command = ["--config", "window.py", "--model", one_layer(), "--data", path, "--budget", "0.5", "--baselines"]
+    command += ["--batch-size", "2"]
+    for protocol in ("in_prompt", "after_compression"):
+        here = tmp_path / protocol
+        options = [*command, "--protocol", protocol, "--output", str(here)]
+        run.main(options)
+        assert [(s["method"], s["index"]) for s in samples(here)] == [
+            (m, i) for m in ("full", "window") for i in (0, 15)
+        ]
+        printed = capsys.readouterr().out
+        assert "14 rows could not be asked" in printed
+        found = [json.loads(line) for line in (here / "bad_rows.jsonl").read_text().splitlines()]
+        assert [row["line"] for row in found] == [*range(2, 16)]
+        for row, (_, reason) in zip(found, BAD, strict=True):
+            assert re.search(reason, row["reason"]), row
+    run.main(options)
+    assert "is complete" in capsys.readouterr().out
+    (here / "bad_rows.jsonl").write_text("#\n")
+    run.main(options)
+    assert len((here / "bad_rows.jsonl").read_text().splitlines()) == 14
+    written(tmp_path / "mine.jsonl", *rows[:3])
+    with pytest.raises(SystemExit, match=r"holds a run with another config \(tasks\.mine\.builder"):
+        run.main(options)
+    written(tmp_path / "mine.jsonl", *rows[1:3])
+    with pytest.raises(SystemExit, match="none of 2 rows can be asked; the first, line 1: no JSON"):
+        run.main([*options, "--restart"])
+
+
+def test_data_of_the_hub_are_rows_too(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"needs the package datasets .*kvjax\[data\]"):
+        read("owner/name:test")
+    loaded = types.SimpleNamespace(
+        load_dataset=lambda name, split: [GOOD] if (name, split) == ("owner/name", "test") else 1 / 0
+    )
+    monkeypatch.setitem(sys.modules, "datasets", loaded)
+    assert (read("owner/name:test").name, len(read("owner/name:test"))) == ("name", 1)
+    with pytest.raises(ValueError, match="owner/name:x cannot be loaded: ZeroDivisionError"):
+        read("owner/name:x")
