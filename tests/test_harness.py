@@ -124,35 +124,48 @@ def test_likelihoods_after_an_eviction_do_not_depend_on_the_batch(harness, stori
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_where_it_stopped(harness, stories, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "step", "more"),
+    [
+        ("generate_until", "_generated", ({"until": ["."], "max_gen_toks": 8},)),
+        ("loglikelihood_rolling", "_scored", ()),
+    ],
+)
+def test_an_interrupted_run_goes_on_where_it_stopped(harness, stories, tmp_path, monkeypatch, kind, step, more):
     from lm_eval.api.model import CachingLM
 
-    options = {"until": ["."], "max_gen_toks": 8}
-    asked = requests(
-        "generate_until", *((f"Once upon a time, there was a {who}", options) for who in ("dog", "cat", "bug"))
-    )
+    texts = [f"Once upon a time, there was a {who}" for who in ("dog", "cat", "bug")]
+    asked = requests(kind, *((text, *more) for text in texts))
     made = lambda **more: harness.HarnessModel(str(stories), policy="random", budget=8, max_length=64, **more)
-    whole = made().generate_until(asked)
-    assert all("." not in text for text in whole)
+    whole = getattr(made(), kind)(asked)
 
-    run = harness.HarnessModel._generated
+    run = getattr(harness.HarnessModel, step)
     batches = []
 
-    def generated(self, batch):
-        if len(batches) == 1:
-            batches.append([])
-            raise KeyboardInterrupt
+    def counted(self, batch):
         batches.append(batch)
+        if len(batches) == 2:
+            raise KeyboardInterrupt
         return run(self, batch)
 
-    monkeypatch.setattr(harness.HarnessModel, "_generated", generated)
+    monkeypatch.setattr(harness.HarnessModel, step, counted)
     responses = str(tmp_path / "responses.db")
     with pytest.raises(KeyboardInterrupt):
-        CachingLM(made(), responses).generate_until(asked)
-    assert CachingLM(made(), responses).generate_until(asked) == whole
-    assert len([job for batch in batches for job in batch]) == len(asked), "none is answered twice"
+        getattr(CachingLM(made(), responses), kind)(asked)
+    assert getattr(CachingLM(made(), responses), kind)(asked) == whole
+    assert len(batches) == len(asked) + 1, "only what was interrupted is done again"
     with pytest.raises(ValueError, match=r"holds responses of .* give another --use_cache"):
         CachingLM(made(seed=1), responses)
+
+
+@pytest.mark.slow
+def test_an_answer_ends_before_the_first_stop_string(harness, stories):
+    model = harness.HarnessModel(str(stories))
+    prompt = "Once upon a time, there was a"
+    options = [{"until": until, "max_gen_toks": 24} for until in ([], ["loved", ".", "Lily"])]
+    whole, cut = model.generate_until(requests("generate_until", *((prompt, each) for each in options)))
+    assert "." in whole
+    assert cut == min((whole.split(stop)[0] for stop in ("loved", ".", "Lily")), key=len)
 
 
 @pytest.mark.slow
@@ -172,6 +185,14 @@ def test_a_text_is_scored_in_windows(harness, stories):
     np.testing.assert_allclose(found, sum(logp for logp, _ in whole._loglikelihood_tokens(parts)), rtol=1e-5)
     with pytest.raises(ValueError, match=r"budget=0\.5 is a share of the prompt, which is one token where whole texts"):
         harness.HarnessModel(str(stories), policy="h2o", budget=0.5).loglikelihood_rolling([])
+
+
+@pytest.mark.parametrize(("truncation", "kept"), [("left", (6, 7, 8, 9)), ("middle", (0, 1, 8, 9))])
+def test_what_a_prompt_that_is_too_long_lacks(harness, truncation, kept):
+    model = harness.HarnessModel(truncation=truncation)
+    assert model._shortened(range(4), 4) == (0, 1, 2, 3)
+    assert model._shortened(range(10), 4) == kept
+    assert model.get_model_info()["kvjax"]["cut"] == 1
 
 
 def test_a_chat_begins_with_one_bos(harness, stories):

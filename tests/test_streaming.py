@@ -129,7 +129,7 @@ def test_a_text_is_a_batch_of_one(run, words):
         ({"tokens": [{"role": "user", "content": "aa"}]}, "text needs tokenizer="),
         ({"stop": "aa"}, "text needs tokenizer="),
         ({"stop": ("aa", "")}, r"stop=\('aa', ''\): must be strings of at least one character"),
-        ({"tokens": "aa ab", "tokenizer": ..., "lengths": [2]}, "lengths= are of token ids"),
+        ({"tokens": "aa ab", "tokenizer": ..., "lengths": [2]}, "lengths= and attention_mask= are of token ids"),
         ({"tokens": np.full((1, 4), 61)}, "token id 61 is outside the vocabulary"),
         ({"max_new_tokens": 0}, "generate at least 1 token"),
     ],

@@ -241,13 +241,21 @@ class HarnessModel(TemplateLM):
                 f"budget={self.budget} is a share of the prompt, which is one token where whole texts are scored; give "
                 "a number of tokens"
             )
+        totals: list[float] = []
+        with tqdm(total=len(requests), desc="texts", disable=disable_tqdm) as bar:
+            for at in range(0, len(requests), self.batch_size):  # so that an interrupted run has finished some
+                some = requests[at : at + self.batch_size]
+                for request, total in zip(some, self._totals(some), strict=True):
+                    totals.append(total)
+                    self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+                bar.update(len(some))
+        return totals
+
+    def _totals(self, requests: Sequence[Instance]) -> list[float]:
         windows = [self._windows(*request.args) for request in requests]
         parts = [(None, *window) for some in windows for window in some]
-        found = iter(self._loglikelihood_tokens(parts, disable_tqdm=disable_tqdm))
-        totals = [float(sum(part for part, _ in itertools.islice(found, len(some)))) for some in windows]
-        for request, total in zip(requests, totals, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-        return totals
+        found = iter(self._loglikelihood_tokens(parts, disable_tqdm=True))
+        return [float(sum(part for part, _ in itertools.islice(found, len(some)))) for some in windows]
 
     def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
         ids, first = self.tok_encode(text), self.prefix_token_id
