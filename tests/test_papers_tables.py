@@ -67,13 +67,13 @@ def lines_of(entry):
         case "keyformer/table2":
             return [rows[m][2 * t : 2 * t + 2] + rows[m + 3][2 * t : 2 * t + 2] for t in range(4) for m in range(3)]
         case "keyformer/table4":
-            return [sum(rows[4 * i : 4 * i + 4], []) for i in range(3)]
+            return [[r[0] for r in rows[4 * i : 4 * i + 4]] for i in range(3)]
         case "nacl/table1":
             return [half for row in rows for half in (row[:9], row[9:])]
         case "nacl/table3":
             return [rows[i] + rows[i + 6] for i in range(6)]
         case "roco/table5":  # the full cache's is what the differences lead to
-            return [sum(rows[i : i + 3], []) for i in (1, 4)]
+            return [[r[0] for r in rows[i : i + 3]] for i in (1, 4)]
     return rows
 
 

@@ -115,6 +115,7 @@ class Entry:
       columns, rows: the table; values are None where the paper only draws them.
       settings: (what, value) pairs.
       reference: what outputs are compared with: the data's "answers", or the output of the "full cache".
+      beams: hypotheses of the beam search that generates, 1 for greedy generation.
       figures: names of `experiments.papers.FIGURES` that draw the entry or a part of it.
       claims: numbers that stand in the running text.
       off: (model, method, budget, why) of rows whose printed mean is not that of the numbers that are printed.
@@ -131,6 +132,7 @@ class Entry:
     rows: tuple[Row, ...] = ()
     settings: tuple[tuple[str, str], ...] = ()
     reference: Literal["answers", "full cache"] = "answers"
+    beams: int = 1
     figures: tuple[str, ...] = ()
     claims: tuple[Claim, ...] = ()
     off: tuple[tuple[str, str, Budget | None, str], ...] = ()

@@ -61,6 +61,7 @@ class DataSet:
       examples: how many the papers ran; None where their text does not say.
       words: average words of a prompt, where the text says.
       new_tokens: tokens to generate.
+      batch: sequences that are timed together.
       hub: where it is on the hub.
       task: its name in lm-eval.
       stop: strings that end an answer.
@@ -71,6 +72,7 @@ class DataSet:
     examples: int | None = None
     words: int | None = None
     new_tokens: int = 0
+    batch: int = 1
     hub: str | None = None
     task: str | None = None
     stop: tuple[str, ...] = ()
@@ -78,7 +80,7 @@ class DataSet:
 
 def _longbench(title: str, name: str, new_tokens: int, words: int | None, examples: int = 200) -> DataSet:
     stop = ("\n",) if name == "samsum" else ()
-    return DataSet(title, "rows", examples, words, new_tokens, "THUDM/LongBench", f"longbench_{name}", stop)
+    return DataSet(title, "rows", examples, words, new_tokens, hub="THUDM/LongBench", stop=stop)
 
 
 DATA: Final[dict[str, DataSet]] = {
@@ -103,17 +105,19 @@ DATA: Final[dict[str, DataSet]] = {
     "passage_retrieval_zh": _longbench("PassageRetrieval-zh", "passage_retrieval_zh", 32, None),
     "lcc": _longbench("LCC", "lcc", 64, 1_235, 500),
     "repobench-p": _longbench("RepoBench-P", "repobench-p", 64, 4_206, 500),
-    "needle": DataSet("Needle in a haystack", "rows", None, None, 64),
-    "cnn_dailymail": DataSet("CNN/DailyMail", "rows", 1_000, None, 128, "abisee/cnn_dailymail"),
+    "needle": DataSet("Needle in a haystack", "rows", new_tokens=64),
+    "cnn_dailymail": DataSet("CNN/DailyMail", "rows", 1_000, None, 128, hub="abisee/cnn_dailymail"),
     "cnn_dailymail_context": DataSet(
-        "CNN/DailyMail, its context to be repeated", "rows", None, None, 512, "abisee/cnn_dailymail"
+        "CNN/DailyMail, its context to be repeated", "rows", None, None, 512, hub="abisee/cnn_dailymail"
     ),
-    "xsum": DataSet("XSum", "rows", None, None, 128, "EdinburghNLP/xsum"),
-    "gov_report_summaries": DataSet("GovReport (validation)", "rows", None, None, 512, "ccdv/govreport-summarization"),
-    "soda": DataSet("SODA", "rows", None, None, 64, "allenai/soda"),
-    "alpaca_eval": DataSet("AlpacaEval", "rows", 805, None, 512, "tatsu-lab/alpaca_eval"),
-    "openwebtext": DataSet("OpenWebText", "text", 200, None, 0, "Skylion007/openwebtext"),
-    "openbookqa_text": DataSet("OpenBookQA, as text", "text", None, None, 0, "allenai/openbookqa"),
+    "xsum": DataSet("XSum", "rows", None, None, 128, hub="EdinburghNLP/xsum"),
+    "gov_report_summaries": DataSet(
+        "GovReport (validation)", "rows", None, None, 512, hub="ccdv/govreport-summarization"
+    ),
+    "soda": DataSet("SODA", "rows", None, None, 64, hub="allenai/soda"),
+    "alpaca_eval": DataSet("AlpacaEval", "rows", 805, None, 512, hub="tatsu-lab/alpaca_eval"),
+    "openwebtext": DataSet("OpenWebText", "text", 200, None, 0, hub="Skylion007/openwebtext"),
+    "openbookqa_text": DataSet("OpenBookQA, as text", "text", None, None, 0, hub="allenai/openbookqa"),
     "piqa": DataSet("PIQA", "harness", task="piqa"),
     "copa": DataSet("COPA", "harness", task="copa"),
     "openbookqa": DataSet("OpenBookQA", "harness", task="openbookqa"),
@@ -125,7 +129,7 @@ DATA: Final[dict[str, DataSet]] = {
     "speed_1024": DataSet("1024 + 1024 tokens", "speed", words=1_024, new_tokens=1_024),
     "speed_2048": DataSet("2048 + 2048 tokens", "speed", words=2_048, new_tokens=2_048),
     "speed_4096": DataSet("4096 + 4096 tokens", "speed", words=4_096, new_tokens=4_096),
-    "speed_4096_batch_2": DataSet("4096 + 4096 tokens, two at once", "speed", words=4_096, new_tokens=4_096),
-    "speed_4k": DataSet("4096 + 512 tokens, four at once", "speed", words=4_096, new_tokens=512),
+    "speed_4096_batch_2": DataSet("4096 + 4096 tokens, two at once", "speed", words=4_096, new_tokens=4_096, batch=2),
+    "speed_4k": DataSet("4096 + 512 tokens, four at once", "speed", words=4_096, new_tokens=512, batch=4),
     "speed_32k": DataSet("32K + 512 tokens", "speed", words=32_768, new_tokens=512),
 }

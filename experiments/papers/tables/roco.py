@@ -24,9 +24,10 @@ _POLICIES: Final = {
     "scissorhands": ("ScissorHands", methods.aqas, {"recent": Share(0.5)}),
     "h2o": ("H2O", methods.h2o, {"recent": Share(0.5)}),
     "tova": ("TOVA", methods.tova, {}),
-    "roco": ("RoCo", methods.roco, {"scope": Share(0.5), "protect_last": 0}),
+    "roco": ("RoCo", methods.roco, {"scope": Share(0.5)}),
 }
 
+# The text protects no token by its position, the released code the last 10, as kvjax does by default (D-12).
 # Evicted while the prompt is read, token by token.
 PREFILL: Final = {
     "full": Method("full cache", lambda _: methods.full()),
@@ -44,9 +45,7 @@ DECODING: Final = {
     },
 }
 _BLOCKS: Final = {
-    f"block-{size}": Method(
-        f"RoCo, blocks of {size}", functools.partial(_once, make=methods.roco, protect_last=0), block=size
-    )
+    f"block-{size}": Method(f"RoCo, blocks of {size}", functools.partial(_once, make=methods.roco), block=size)
     for size in (1, 2, 4, 8, 16)
 }
 _SCOPES: Final = {
@@ -61,7 +60,7 @@ _SCOPES: Final = {
     **{
         f"deviation-{share}": Method(
             f"largest deviation, {share}",
-            functools.partial(_once, make=methods.roco, scope=Share(share), protect_last=0),
+            functools.partial(_once, make=methods.roco, scope=Share(share)),
             block=1,
         )
         for share in (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -74,7 +73,7 @@ def _summaries(*data: tuple[str, str], metrics: tuple[tuple[str, str], ...]) -> 
 
 
 _FIVE: Final = (
-    ("BLEU", "bleu"), ("Meteor", "meteor"), ("R-1", "rouge_1"), ("R-2", "rouge_2"), ("R-L", "rouge_l_summary")
+    ("BLEU", "bleu"), ("Meteor", "meteor"), ("R-1", "rouge_1"), ("R-2", "rouge_2"), ("R-L", "rouge_l")
 )  # fmt: skip
 _BOTH: Final = _summaries(("XSum", "xsum"), ("CNN/DM", "cnn_dailymail"), metrics=_FIVE)
 _RECONSTRUCTION: Final = _summaries(("CNN/DM", "cnn_dailymail_context"), metrics=(_FIVE[0], _FIVE[2], _FIVE[4]))
