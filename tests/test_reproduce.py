@@ -62,6 +62,12 @@ def run(monkeypatch, tmp_path):
     return call
 
 
+@pytest.fixture
+def every_metric(monkeypatch):
+    """All metrics count as installed."""
+    monkeypatch.setattr(choice.metrics, "find", lambda name: name)
+
+
 REDUCED = ("nacl/table2", "--data", "project", "--examples", "3", "--length", "128", "--new-tokens", "8")
 
 
@@ -139,7 +145,7 @@ def test_what_cannot_be_run_is_said_in_a_line(run, argv, message):
         run(*argv)
 
 
-def test_an_entry_on_the_papers_model_and_whole_data_is_not_reduced(tmp_path):
+def test_an_entry_on_the_papers_model_and_whole_data_is_not_reduced(tmp_path, every_metric):
     entry = ENTRIES["ada-kv/table1"]
     for name in entry.data:
         (tmp_path / f"{name}.jsonl").write_text('{"context": "a", "answers": ["b"]}\n')
@@ -154,7 +160,7 @@ def test_an_entry_on_the_papers_model_and_whole_data_is_not_reduced(tmp_path):
     assert len(other.reduced) == 2
 
 
-def test_a_missing_column_leaves_its_mean_out_and_sets_weigh_the_same():
+def test_a_missing_column_leaves_its_mean_out_and_sets_weigh_the_same(every_metric):
     entry = ENTRIES["ahakv/table1"]
     chosen = choice.choose(entry, Options(entry.name, data="project", methods=("tova",)), SMALL)
     assert chosen.model == "llama-3-8b-instruct"
@@ -183,6 +189,25 @@ def test_rows_that_are_none_are_named_and_the_rest_is_read(tmp_path):
     path.write_text("nothing")
     with pytest.raises(ValueError, match="has no row that can be read"):
         rows.read(rows.sources(("qasper",), str(path))[0][0], None, 0)
+
+
+def test_rows_of_longbench_itself_get_the_prompts_that_lm_eval_has(tmp_path, monkeypatch):
+    folder = tmp_path / "lm_eval/tasks/longbench"
+    folder.mkdir(parents=True)
+    (folder / "qasper.yaml").write_text('doc_to_text: "Article: {{context}}\\nQuestion: {{question}}\\n\\nAnswer:"\n')
+    spec = types.SimpleNamespace(origin=str(tmp_path / "lm_eval/__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    rows._template.cache_clear()
+    row = {"context": "a {{question}}", "input": "b?", "answers": ["c"], "all_classes": None}
+    (tmp_path / "qasper.json").write_text(json.dumps([row, {**row, "context": 3}]))
+    found, faults = rows.read(rows.sources(("qasper",), str(tmp_path))[0][0], None, 0)
+    assert [r.prompt for r in found] == ["Article: a {{question}}\nQuestion: b?\n\nAnswer:"]
+    assert "row 1: the text for {{context}} is 3" in faults[0]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    rows._template.cache_clear()
+    with pytest.raises(ValueError, match=r"are lm-eval's; pip install 'kvjax\[eval\]'"):
+        rows.read(rows.sources(("qasper",), str(tmp_path))[0][0], None, 0)
+    rows._template.cache_clear()
 
 
 def test_classification_is_that_of_longbench():

@@ -1,8 +1,11 @@
 """Prompts and answers for a table's data sets, from local files or from the project's own text."""
 
 import dataclasses
+import functools
+import importlib.util
 import json
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -89,6 +92,7 @@ def read(source: Source, count: int | None, seed: int) -> tuple[list[PromptRow],
 
     A `.txt` file is cut into rows at blank lines. JSON rows have `context`, `question` and `answers`, and may have
     `answer_prefix`; or `origin_prompt`, a whole prompt, and `gold`, its answers. Rows with classes have `all_classes`.
+    Rows with `input` are LongBench's own, whose prompts lm-eval has.
 
     Raises:
       ValueError: a file that is neither, or that has no row.
@@ -100,7 +104,7 @@ def read(source: Source, count: int | None, seed: int) -> tuple[list[PromptRow],
         if count is not None and len(rows) == count:
             break
         try:
-            rows.append(_row(row))
+            rows.append(_row(row, source.name))
         except ValueError as e:
             faults.append(f"{source.path.name}, {where}: {e}")
     if not rows:
@@ -136,9 +140,11 @@ def _parsed(text: str) -> Any:
         return e
 
 
-def _row(row: Any) -> PromptRow:
+def _row(row: Any, name: str) -> PromptRow:
     if not isinstance(row, dict):
         raise ValueError(f"no JSON object: {row}"[:120])
+    if "input" in row:
+        row = {**row, "origin_prompt": _longbench_prompt(name, row)}
     gold = row.get("gold", row)
     gold = gold if isinstance(gold, dict) else {"answers": gold}
     answers = gold.get("answers", ())
@@ -150,6 +156,30 @@ def _row(row: Any) -> PromptRow:
     if not isinstance(answers, list | tuple) or not all(isinstance(a, str) and a.strip() for a in answers):
         raise ValueError(f"answers must be texts, not {answers!r:.80}")
     return PromptRow("".join(parts), tuple(answers), tuple(gold.get("all_classes") or ()))
+
+
+def _longbench_prompt(name: str, row: dict[str, Any]) -> str:
+    """The prompt that lm-eval makes of a row of LongBench's own files.
+
+    Raises:
+      ValueError: lm-eval is not installed, or has no such set.
+    """
+    texts: dict[str, Any] = {"{{context}}": row.get("context"), "{{question}}": row["input"]}
+    if wrong := [place for place, text in texts.items() if not isinstance(text, str)]:
+        raise ValueError(f"the text for {wrong[0]} is {texts[wrong[0]]!r:.80}")
+    return "".join(str(texts.get(part, part)) for part in re.split(r"({{\w+}})", _template(name)))
+
+
+@functools.cache
+def _template(name: str) -> str:
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or spec.origin is None:
+        raise ValueError("the prompts of LongBench's own rows are lm-eval's; pip install 'kvjax[eval]'")
+    path = pathlib.Path(spec.origin).parent / "tasks/longbench" / f"{name}.yaml"
+    found = re.search(r'^doc_to_text: (".*")$', path.read_text(), re.MULTILINE) if path.is_file() else None
+    if found is None:
+        raise ValueError(f"lm-eval has no prompt for {name}; give whole prompts as origin_prompt")
+    return json.loads(found[1])
 
 
 def _own(name: str, index: int, seed: int) -> PromptRow:

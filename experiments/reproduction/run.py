@@ -15,11 +15,12 @@ from experiments.evaluation import metrics
 from experiments.evaluation.provenance import definition
 from experiments.evaluation.results import Results
 from experiments.papers.tables.base import Budget
-from experiments.papers.tables.catalogue import DATA
+from experiments.papers.tables.catalogue import DATA, MODELS
 from experiments.reproduction import rows
-from experiments.reproduction.choice import MEASURED, Choice, Options, examples_short
+from experiments.reproduction.choice import MEASURED, Choice, Options, examples_short, same_shape
 from experiments.reproduction.engine import Engine
 from experiments.reproduction.rows import PromptRow
+from models.presets import PLACE, PRESETS
 
 _TIMED = ("tokens_per_second", "prefill_speedup")
 _REPEATS = 5  # timed runs of a batch, unless so many examples are asked for
@@ -60,6 +61,9 @@ class Run:
         """
         self.choice, self.options, self.engine = choice, options, engine
         self.faults: list[str] = []
+        preset = MODELS[choice.model].preset
+        templated = choice.entry.template and same_shape(choice.model, engine.model.config) and preset is not None
+        self._template = PRESETS[preset].template if templated else PLACE
         self.rows: dict[str, list[PromptRow]] = {}
         self.prompts: dict[str, list[tuple[int, ...]]] = {}
         for source in choice.sources:
@@ -75,6 +79,8 @@ class Run:
             raise ValueError(f"nothing of {choice.entry.name} can run here{known}")
         short = (examples_short(n, len(p)) for n, p in self.prompts.items() if options.examples is None)
         self.reduced = [*choice.reduced, *filter(None, short)]
+        if choice.entry.template and not templated:
+            self.reduced.append("prompts stand alone, without the template of the paper's model")
         if len(self.lines) < len(choice.lines):
             self.reduced.append(f"{len(choice.lines) - len(self.lines)} policies cannot run here")
 
@@ -82,7 +88,7 @@ class Run:
         """Keeps the rows that can be scored, with their tokens."""
         text, needed = DATA[name].runner == "text", self.choice.entry.reference == "answers"
         for i, row in enumerate(found):
-            ids = self.engine.encode(row.prompt)
+            ids = self.engine.encode(self._template.replace(PLACE, row.prompt))
             if text and len(ids) <= _SCORED:
                 self.faults.append(f"{name}, row {i}: {len(ids)} tokens, of which the last {_SCORED} are scored")
             elif not text and needed and not row.answers:

@@ -115,6 +115,7 @@ class Entry:
       columns, rows: the table; values are None where the paper only draws them.
       settings: (what, value) pairs.
       reference: what outputs are compared with: the data's "answers", or the output of the "full cache".
+      template: whether prompts stand in their model's template (`models.PRESETS`).
       beams: hypotheses of the beam search that generates, 1 for greedy generation.
       figures: names of `experiments.papers.FIGURES` that draw the entry or a part of it.
       claims: numbers that stand in the running text.
@@ -132,6 +133,7 @@ class Entry:
     rows: tuple[Row, ...] = ()
     settings: tuple[tuple[str, str], ...] = ()
     reference: Literal["answers", "full cache"] = "answers"
+    template: bool = False
     beams: int = 1
     figures: tuple[str, ...] = ()
     claims: tuple[Claim, ...] = ()
