@@ -1,6 +1,7 @@
 """The papers' tables, run on any model: ours beside theirs.
 
     python experiments/reproduce.py --list
+    python experiments/reproduce.py ada-kv/table2 --published
     python experiments/reproduce.py ada-kv/table2 --model DIR --data DIR
     python experiments/reproduce.py roco/table4 --data project --examples 4 --length 256 --methods roco h2o
     python experiments/reproduce.py ada-kv/table2 --model DIR --data DIR --dry-run
@@ -41,6 +42,7 @@ from experiments.reproduction import ledger, report
 from experiments.reproduction.choice import Choice, Options
 from experiments.reproduction.engine import Engine, Sizes
 from experiments.reproduction.numbers import numbers
+from experiments.reproduction.page import page
 from experiments.reproduction.rows import PROJECT
 from experiments.reproduction.run import Run
 from models.embedded import EMBEDDED
@@ -62,6 +64,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("entry", nargs="?", metavar="ENTRY", help="such as ada-kv/table2")
     parser.add_argument("--list", action="store_true", help="all entries, their status and what they need")
+    parser.add_argument("--published", action="store_true", help="the entry's settings and numbers in the paper")
     parser.add_argument("--model", default="embedded", help="a checkpoint directory, hub id or preset")
     parser.add_argument("--stands-for", metavar="NAME", help="which of the entry's models it stands for")
     parser.add_argument(
@@ -242,6 +245,9 @@ def main(argv: Sequence[str]) -> None:
         own = parse(argv)
         if own.list:
             print(ledger.listing(ledger.read()))
+            return
+        if own.published:
+            print(page(tables.find(own.entry)))
             return
         run(options_of(own), own, [sys.executable, *sys.argv])
 

@@ -14,6 +14,7 @@ from experiments.papers.tables import ENTRIES
 from experiments.reproduction import choice, ledger, numbers, report, rows
 from experiments.reproduction.choice import Options
 from experiments.reproduction.engine import Engine, Sizes
+from experiments.reproduction.page import page
 from models.embedded import EMBEDDED
 from tests.runs import one_layer
 
@@ -208,6 +209,17 @@ def test_rows_of_longbench_itself_get_the_prompts_that_lm_eval_has(tmp_path, mon
     with pytest.raises(ValueError, match=r"are lm-eval's; pip install 'kvjax\[eval\]'"):
         rows.read(rows.sources(("qasper",), str(tmp_path))[0][0], None, 0)
     rows._template.cache_clear()
+
+
+def test_an_entrys_page_has_its_numbers_and_the_policies_that_kvjax_runs(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["reproduce.py"])
+    reproduce.main(["nacl/table2", "--published"])
+    text = capsys.readouterr().out
+    assert "| LLaMA2-7B-Chat | NaCl | 0.2 | 7 | 9.4 | 51.6 | 27.2 | 17.1 | 82.5 | 20.8 | 30.8 |" in text
+    assert "Table4(" in text
+    assert "PR-En is printed as 43.0; 4.3 gives the printed mean" in text
+    for entry in ENTRIES.values():
+        assert page(entry).startswith(f"# {entry.name}: ")
 
 
 def test_classification_is_that_of_longbench():

@@ -82,7 +82,7 @@ def choose(entry: Entry, options: Options, config: Any) -> Choice:
     lines = _lines(entry, model, options)
     found, missing = rows.sources(entry.data, options.data)
     present = {s.name for s in found}
-    columns, without = _columns(entry, model, present)
+    columns, without = _columns(entry, model, present, options)
     wanted = {d for c in columns for d in c.data}
     return Choice(
         entry,
@@ -125,7 +125,7 @@ def _lines(entry: Entry, model: str, options: Options) -> tuple[tuple[str, Budge
     return tuple(dict.fromkeys([*full, *found]))
 
 
-def _columns(entry: Entry, model: str, present: set[str]) -> tuple[tuple[Column, ...], list[str]]:
+def _columns(entry: Entry, model: str, present: set[str], options: Options) -> tuple[tuple[Column, ...], list[str]]:
     """Columns with the data sets that are there, and what keeps the others from being measured."""
     kept, missing = [], []
     cells = {c.column.title for c in entry.cells() if c.model == model}
@@ -136,7 +136,11 @@ def _columns(entry: Entry, model: str, present: set[str]) -> tuple[tuple[Column,
         names = tuple(d for d in column.data if d in present or DATA[d].runner == "speed")
         fault = ""
         if "harness" in runners:
-            fault = f"a task of lm-eval; python -m experiments.harness --tasks {','.join(column.data)}"
+            tasks = ",".join(str(DATA[d].task) for d in column.data)
+            fault = (
+                "a task of lm-eval, for which there is python -m experiments.harness --model kvjax --model_args "
+                f"pretrained={options.model},policy=NAME,budget=B --tasks {tasks} --num_fewshot {column.shots}"
+            )
         elif column.metric in _JUDGED:
             fault = f"{column.metric} needs a judge, which kvjax does not run"
         elif names:

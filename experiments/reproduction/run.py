@@ -88,7 +88,11 @@ class Run:
         """Keeps the rows that can be scored, with their tokens."""
         text, needed = DATA[name].runner == "text", self.choice.entry.reference == "answers"
         for i, row in enumerate(found):
-            ids = self.engine.encode(self._template.replace(PLACE, row.prompt))
+            try:
+                ids = self.engine.encode(self._template.replace(PLACE, row.prompt))
+            except ValueError as e:
+                self.faults.append(f"{name}, row {i}: {e}")
+                continue
             if text and len(ids) <= _SCORED:
                 self.faults.append(f"{name}, row {i}: {len(ids)} tokens, of which the last {_SCORED} are scored")
             elif not text and needed and not row.answers:
