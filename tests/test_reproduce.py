@@ -255,3 +255,23 @@ def test_the_engine_generates_and_scores_as_the_library_does():
     logits, _ = kvjax.prefill(model, params, prefixes, plan, lengths=lengths)
     logp = jax.nn.log_softmax(logits)[np.arange(2), np.array(prompts[0][-2:])]
     np.testing.assert_allclose(scored[0]["nll"], -logp.mean(), rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argv", "columns"),
+    [
+        (["ada-kv/figure4", "--data", "project", "--budget", "32", "--methods", "ada_pyramid"], {"average score"}),
+        (["keyformer/figure10"], {"4096 + 4096 (BS=1)"}),
+        (["nacl/table1", "--data", "project", "--methods", "nacl"], {"log PPL 5-shot", "log PPL 25-shot"}),
+    ],
+)
+def test_entries_of_three_papers_run_end_to_end_at_reduced_size(tmp_path, monkeypatch, argv, columns):
+    sizes = ["--examples", "2", "--length", "96", "--new-tokens", "4", "--batch-size", "2", "--model", one_layer()]
+    monkeypatch.setattr("sys.argv", ["reproduce.py", *argv, *sizes])
+    reproduce.main([*argv, *sizes, "--output", str(tmp_path)])
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert {n["column"] for n in found["numbers"]} == columns
+    assert all(np.isfinite(n["ours"]) for n in found["numbers"])
+    assert found["status"] == "machinery only"
+    assert not found["faults"]

@@ -12,6 +12,7 @@ from experiments.papers.tables.catalogue import DATA, MODELS
 from experiments.reproduction import rows
 from experiments.reproduction.rows import PROJECT, Source
 
+SCORED = 64  # the last tokens of a text, whose likelihood is measured
 MEASURED = ("tokens_per_second", "kv_gb", "prefill_speedup", "perplexity", "log_perplexity", "classification")
 _JUDGED = ("win_rate",)
 
@@ -187,7 +188,10 @@ def _reductions(
     others = sorted({s.label for s in found if not s.own})
     if others:
         what = "the project's own text" if others == [PROJECT] else ", ".join(others)
-        reasons.append(f"{what} stands for {len([s for s in found if not s.own])} data sets")
+        names = [s.name for s in found if not s.own]
+        reasons.append(f"{what} stands for {names[0] if len(names) == 1 else f'{len(names)} data sets'}")
+    if any(DATA[d].runner == "text" for c in columns for d in c.data):
+        reasons.append(f"of a text, its last {SCORED} tokens are scored, after the others were read under the policy")
     theirs = [(r.method, r.budget) for r in entry.rows if r.model == model]
     run = {*lines, *((m, None) for m, _ in lines)}
     if missed := len([row for row in theirs if row not in run]):

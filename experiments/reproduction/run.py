@@ -17,14 +17,13 @@ from experiments.evaluation.results import Results
 from experiments.papers.tables.base import Budget
 from experiments.papers.tables.catalogue import DATA, MODELS
 from experiments.reproduction import rows
-from experiments.reproduction.choice import MEASURED, Choice, Options, examples_short, same_shape
+from experiments.reproduction.choice import MEASURED, SCORED, Choice, Options, examples_short, same_shape
 from experiments.reproduction.engine import Engine
 from experiments.reproduction.rows import PromptRow
 from models.presets import PLACE, PRESETS
 
 _TIMED = ("tokens_per_second", "prefill_speedup")
 _REPEATS = 5  # timed runs of a batch, unless so many examples are asked for
-_SCORED = 64  # the last tokens of a text, whose likelihood is measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +92,8 @@ class Run:
             except ValueError as e:
                 self.faults.append(f"{name}, row {i}: {e}")
                 continue
-            if text and len(ids) <= _SCORED:
-                self.faults.append(f"{name}, row {i}: {len(ids)} tokens, of which the last {_SCORED} are scored")
+            if text and len(ids) <= SCORED:
+                self.faults.append(f"{name}, row {i}: {len(ids)} tokens, of which the last {SCORED} are scored")
             elif not text and needed and not row.answers:
                 self.faults.append(f"{name}, row {i}: no answers")
             else:
@@ -121,11 +120,11 @@ class Run:
         return True
 
     def _held_back(self, name: str) -> int:
-        return _SCORED if DATA[name].runner == "text" else 0
+        return SCORED if DATA[name].runner == "text" else 0
 
     def steps(self, name: str) -> int:
         """Tokens that follow a prompt of a data set."""
-        wanted = _SCORED if DATA[name].runner == "text" else DATA[name].new_tokens
+        wanted = SCORED if DATA[name].runner == "text" else DATA[name].new_tokens
         most = self.options.new_tokens
         return wanted if most is None or DATA[name].runner == "text" else min(wanted, most)
 
@@ -174,7 +173,7 @@ class Run:
         prompts = [self.prompts[job.data][i] for i in job.indices]
         width, steps, runner = self.width(job.data), self.steps(job.data), DATA[job.data].runner
         if runner == "text":
-            found = self.engine.score(job.policy, job.block, prompts, _SCORED, width)
+            found = self.engine.score(job.policy, job.block, prompts, SCORED, width)
         else:
             timed = runner == "speed"
             batch = prompts * DATA[job.data].batch if timed else prompts

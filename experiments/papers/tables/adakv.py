@@ -11,7 +11,9 @@ _WINDOW: Final[dict[str, Any]] = {"window_size": 32, "kernel_size": 7, "pooling"
 
 METHODS: Final = {
     "full": Method("Full Cache", lambda _: methods.full()),
-    "h2o": Method("H2O", lambda b: methods.h2o(b), note="half heavy hitters, half recent, as H2O's paper has it"),
+    "h2o": Method(
+        "H2O", lambda b: methods.h2o(b), note="half heavy hitters, half recent, as H2O's paper has it; for kv heads"
+    ),
     "streaming_llm": Method("StreamingLLM", lambda b: methods.streaming_llm(b, sinks=4)),
     "snapkv": Method("SnapKV", lambda b: methods.snapkv(b, **_WINDOW)),
     "pyramidkv": Method("Pyramid", lambda b: methods.pyramidkv(b, **_WINDOW), note="beta is not given: 20"),
