@@ -1,0 +1,107 @@
+"""What of the papers was run here: by which command, at which commit, on what. Nothing else counts as run."""
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+from experiments.evaluation.results import write_bytes, write_json
+from experiments.papers.tables import ENTRIES, Entry
+from experiments.papers.tables.catalogue import MODELS
+
+FOLDER: Final = pathlib.Path(__file__).parents[1] / "papers"
+_NONE = {"settings": "nothing to run (settings)", "drawing": "nothing to run (an illustration)"}
+
+Ledger = dict[str, list[dict[str, Any]]]
+
+
+def read(folder: pathlib.Path | None = None) -> Ledger:
+    """All runs by entry; none where there is no ledger.
+
+    Raises:
+      ValueError: a ledger that cannot be read, or that names entries that do not exist.
+    """
+    path = (folder or FOLDER) / "ledger.json"
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+        unknown = set(found) - set(ENTRIES)
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"{path} is broken ({e}); it is made by `reproduce.py ENTRY --record`") from e
+    if unknown:
+        raise ValueError(f"{path} names entries that do not exist: {', '.join(sorted(unknown))}")
+    return found
+
+
+def record(name: str, run: dict[str, Any], folder: pathlib.Path | None = None) -> None:
+    """Adds a run to the ledger, in place of one of the same model and status, and writes the table beside it."""
+    folder = folder or FOLDER
+    ledger = read(folder)
+    same = lambda r: (r["model"], r["status"]) == (run["model"], run["status"])
+    ledger[name] = [*(r for r in ledger.get(name, []) if not same(r)), run]
+    write_json(folder / "ledger.json", dict(sorted(ledger.items())))
+    write_bytes(folder / "README.md", markdown(ledger).encode())
+
+
+def status(entry: Entry, ledger: Mapping[str, list[dict[str, Any]]]) -> str:
+    """One of "as published", "machinery only", "not run", or that there is nothing to run."""
+    if not entry.runs:
+        return _NONE[entry.kind]
+    found = {r["status"] for r in ledger.get(entry.name, [])}
+    return next((s for s in ("as published", "machinery only") if s in found), "not run")
+
+
+def needs(entry: Entry) -> str:
+    """Models, data sets and metrics of an entry in one line."""
+    parts = [", ".join(MODELS[m].title for m in entry.models), ", ".join(entry.data), ", ".join(entry.metrics)]
+    if entry.figures:
+        parts.append("figures.py " + ", ".join(entry.figures))
+    return "; ".join(filter(None, parts))
+
+
+def listing(ledger: Mapping[str, list[dict[str, Any]]]) -> str:
+    """All entries: what they show, how many numbers of the paper are recorded, their status, and what they need."""
+    lines = []
+    for entry in ENTRIES.values():
+        count = f"{entry.published} numbers" if entry.published else "no numbers in the text"
+        lines += [f"{entry.name}: {entry.shows} ({entry.place})", f"    {count}; {status(entry, ledger)}"]
+        if entry.runs:
+            lines.append(f"    needs {needs(entry)}")
+    runs = [e for e in ENTRIES.values() if e.runs]
+    count = {s: sum(status(e, ledger) == s for e in runs) for s in ("as published", "machinery only", "not run")}
+    totals = ", ".join(f"{n} {s}" for s, n in count.items())
+    return "\n".join([*lines, "", f"{len(ENTRIES)} entries, {len(runs)} to run: {totals}"])
+
+
+def markdown(ledger: Mapping[str, list[dict[str, Any]]]) -> str:
+    """The ledger as a table, with every run behind it."""
+    lines = [
+        "# The papers' tables and figures",
+        "",
+        "Every table and figure of the five papers: what it shows, how many of its numbers stand in the paper's text "
+        '(they are in `tables/`, a file a paper), and what was run here. "Machinery only" is a run at reduced size or '
+        "on another model: it shows that the entry can be run, and says nothing about the paper. `figures.py` draws "
+        "what papers only draw. This file is written by `python experiments/reproduce.py ENTRY --record`.",
+        "",
+        "```bash",
+        "python experiments/reproduce.py --list",
+        "python experiments/reproduce.py ada-kv/table2 --model DIR --data DIR --dry-run",
+        "```",
+        "",
+        "| entry | shows | numbers in the text | status |",
+        "|---|---|---|---|",
+        *(f"| {e.name} | {e.shows} | {e.published or '-'} | {status(e, ledger)} |" for e in ENTRIES.values()),
+        "",
+        "## Runs",
+        "",
+    ]
+    for name, runs in sorted(ledger.items()):
+        for run in runs:
+            dirty = " with local changes" if run["dirty"] else ""
+            lines += [
+                f"- **{name}**, {run['status']}, {run['date'][:10]}: `{run['command']}` at commit "
+                f"`{run['commit'] or 'unknown'}`{dirty}, {run['device']}; {run['measured']}.",
+                *(f"  - {reason}" for reason in run["reduced"]),
+            ]
+    return "\n".join([*lines, "" if ledger else "None so far.", ""]).rstrip() + "\n"

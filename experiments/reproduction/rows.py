@@ -1,0 +1,216 @@
+"""Prompts and answers for a table's data sets, from local files or from the project's own text."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from experiments import corpus
+from experiments.papers.tables.catalogue import DATA
+from experiments.papers.tables.longbench import FIRST_LINE, METRIC
+
+PROJECT: Final = "project"  # in place of a path: text of the project's own
+_SUFFIXES: Final = (".jsonl", ".json", ".txt")
+_FIELDS: Final = ("context", "origin_prompt")
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptRow:
+    """One prompt of a data set.
+
+    Attributes:
+      prompt: everything that is read before the answer.
+      answers: references; the best counts.
+      classes: of a classification, all there are.
+    """
+
+    prompt: str
+    answers: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a data set's rows are.
+
+    Attributes:
+      name: the data set, of `catalogue.DATA`.
+      path: a file; None for the project's own text.
+      own: whether the file is the data set's by name, not one that was given for all.
+    """
+
+    name: str
+    path: pathlib.Path | None
+    own: bool
+
+    @property
+    def label(self) -> str:
+        """How results name it."""
+        return PROJECT if self.path is None else self.path.name
+
+
+def sources(names: tuple[str, ...], data: str | None) -> tuple[list[Source], list[str]]:
+    """The files of data sets, and what is missing of the others.
+
+    Args:
+      names: data sets.
+      data: a directory with a file for each, `<name>.jsonl`, `.json` or `.txt`; one file for all of them; "project" for
+        the project's own text; None for nothing.
+
+    Raises:
+      ValueError: a path that does not exist.
+    """
+    names = tuple(n for n in names if DATA[n].runner not in ("speed", "harness"))
+    if data == PROJECT:
+        return [Source(n, None, False) for n in names], []
+    path = None if data is None else pathlib.Path(data).expanduser()
+    if path is not None and not path.exists():
+        raise ValueError(f"--data {data} does not exist; give a directory, a file, or {PROJECT!r}")
+    if path is not None and path.is_file():
+        return [Source(n, path, path.stem == n) for n in names], []
+    found, missing = [], []
+    for name in names:
+        files = [path / f"{name}{suffix}" for suffix in _SUFFIXES] if path is not None else []
+        there = next((f for f in files if f.is_file()), None)
+        if there is not None:
+            found.append(Source(name, there, True))
+        else:
+            hub = DATA[name].hub
+            origin = f", from {hub} on the hub" if hub else ""
+            missing.append(f"{name}: no {name}.jsonl, .json or .txt{f' in {path}' if path else ''}{origin}")
+    return found, missing
+
+
+def read(source: Source, count: int | None, seed: int) -> tuple[list[PromptRow], list[str]]:
+    """The first rows of a source, and the rows that are none, by where they stand and what is wrong.
+
+    A `.txt` file is cut into rows at blank lines. JSON rows have `context`, `question` and `answers`, and may have
+    `answer_prefix`; or `origin_prompt`, a whole prompt, and `gold`, its answers. Rows with classes have `all_classes`.
+    Rows with `input` are LongBench's own, whose prompts lm-eval has.
+
+    Raises:
+      ValueError: a file that is neither, or that has no row.
+    """
+    if source.path is None:
+        return [_own(source.name, i, seed) for i in range(count or 16)], []
+    rows, faults = [], []
+    for where, row in _raw(source.path):
+        if count is not None and len(rows) == count:
+            break
+        try:
+            rows.append(_row(row, source.name))
+        except ValueError as e:
+            faults.append(f"{source.path.name}, {where}: {e}")
+    if not rows:
+        raise ValueError(f"{source.path} has no row that can be read{f' ({faults[0]})' if faults else ''}")
+    return rows, faults
+
+
+def _raw(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is no UTF-8 text: {e}") from e
+    if path.suffix == ".txt":
+        parts = [part.strip() for part in text.split("\n\n")]
+        yield from ((f"part {i}", {"context": part}) for i, part in enumerate(parts, 1) if part)
+    elif path.suffix == ".jsonl":
+        for i, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                yield f"line {i}", _parsed(line)
+    else:
+        found = _parsed(text)
+        if not isinstance(found, dict | list):
+            raise ValueError(f"{path} is not JSON of rows; write a line a row (.jsonl), or an array of them (.json)")
+        named = found.items() if isinstance(found, dict) else enumerate(found)
+        yield from ((f"row {name}", row) for name, row in named)
+
+
+def _parsed(text: str) -> Any:
+    """JSON, or the error that says why it is none."""
+    try:
+        return json.loads(text)
+    except ValueError as e:
+        return e
+
+
+def _row(row: Any, name: str) -> PromptRow:
+    if not isinstance(row, dict):
+        raise ValueError(f"no JSON object: {row}"[:120])
+    if "input" in row:
+        row = {**row, "origin_prompt": _longbench_prompt(name, row)}
+    gold = row.get("gold", row)
+    gold = gold if isinstance(gold, dict) else {"answers": gold}
+    answers = gold.get("answers", ())
+    answers = [answers] if isinstance(answers, str) else answers
+    parts = [row.get(f) for f in ("context", "question", "answer_prefix")]
+    parts = [row["origin_prompt"]] if "origin_prompt" in row else ["\n".join(filter(None, parts[:2])), parts[2] or ""]
+    if not all(isinstance(p, str) for p in parts) or not "".join(parts).strip():
+        raise ValueError(f"no text in any of {', '.join(_FIELDS)}")
+    if not isinstance(answers, list | tuple) or not all(isinstance(a, str) and a.strip() for a in answers):
+        raise ValueError(f"answers must be texts, not {answers!r:.80}")
+    return PromptRow("".join(parts), tuple(answers), tuple(gold.get("all_classes") or ()))
+
+
+def _longbench_prompt(name: str, row: dict[str, Any]) -> str:
+    """The prompt that lm-eval makes of a row of LongBench's own files.
+
+    Raises:
+      ValueError: lm-eval is not installed, or has no such set.
+    """
+    texts: dict[str, Any] = {"{{context}}": row.get("context"), "{{question}}": row["input"]}
+    if wrong := [place for place, text in texts.items() if not isinstance(text, str)]:
+        raise ValueError(f"the text for {wrong[0]} is {texts[wrong[0]]!r:.80}")
+    return "".join(str(texts.get(part, part)) for part in re.split(r"({{\w+}})", _template(name)))
+
+
+@functools.cache
+def _template(name: str) -> str:
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or spec.origin is None:
+        raise ValueError("the prompts of LongBench's own rows are lm-eval's; pip install 'kvjax[eval]'")
+    path = pathlib.Path(spec.origin).parent / "tasks/longbench" / f"{name}.yaml"
+    found = re.search(r'^doc_to_text: (".*")$', path.read_text(), re.MULTILINE) if path.is_file() else None
+    if found is None:
+        raise ValueError(f"lm-eval has no prompt for {name}; give whole prompts as origin_prompt")
+    return json.loads(found[1])
+
+
+def _own(name: str, index: int, seed: int) -> PromptRow:
+    """A prompt of the project's own language: filler, four facts, and a question about one; the answer is its value."""
+    rng = np.random.default_rng([seed, index, *name.encode()])
+    names = [corpus.NAMES[i] for i in rng.permutation(len(corpus.NAMES))[:4]]
+    values = [corpus.draw_value(rng) for _ in names]
+    phrasing = corpus.PHRASINGS[rng.integers(len(corpus.PHRASINGS))]
+    sentences = [list(corpus.filler(rng, "held_out")) for _ in range(60)]
+    for place, who, value in zip(rng.integers(0, 60, 4), names, values, strict=True):
+        sentences[place] += corpus.fact(phrasing, who, value)
+    text = corpus.words(*sentences, corpus.question(phrasing, names[:1]))
+    whole = tuple(" ".join(v) for v in values)
+    first = {"retrieval": f"Paragraph {values[0][0]}", "count": values[0][0]}.get(METRIC.get(name, ""), whole[0])
+    return PromptRow(" ".join(text), (first,), whole)
+
+
+def scored_part(name: str, output: str) -> str:
+    """What LongBench's own script scores of an output: of four sets, the first line."""
+    return output.lstrip("\n").split("\n")[0] if name in FIRST_LINE else output
+
+
+def metric_of(name: str, metric: str) -> str:
+    """The metric of a data set in a column: LongBench's sets have their own."""
+    return METRIC[name] if metric == "longbench" else metric
+
+
+def classification(output: str, answer: str, classes: tuple[str, ...]) -> float:
+    """LongBench's accuracy: one over the number of classes that the output names, if the right one is among them.
+
+    Names that are part of the right class's name do not count against it.
+    """
+    named = [c for c in classes if c in output and (c == answer or c not in answer)]
+    return 1 / len(named) if answer in named else 0.0

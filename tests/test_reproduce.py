@@ -1,0 +1,277 @@
+"""Running the papers' tables: what is chosen, what is missing, ours beside theirs, and the ledger."""
+
+import json
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+import models
+from experiments import reproduce
+from experiments.papers.tables import ENTRIES
+from experiments.reproduction import choice, ledger, numbers, report, rows
+from experiments.reproduction.choice import Options
+from experiments.reproduction.engine import Engine, Sizes
+from experiments.reproduction.page import page
+from models.embedded import EMBEDDED
+from tests.runs import one_layer
+
+MISTRAL = types.SimpleNamespace(num_layers=32, embed_dim=4096, num_kv_heads=8, max_position=32768, vocab_size=32000)
+SMALL = types.SimpleNamespace(num_layers=1, embed_dim=128, num_kv_heads=4, max_position=2048, vocab_size=389)
+
+
+class MadeUp:
+    """An engine whose outputs are made up from prompts and policies, at once."""
+
+    fails_after = None
+
+    def __init__(self, model, params, tokenizer, sizes):
+        self.model, self.sizes, self.real = model, sizes, Engine(model, params, tokenizer, sizes)
+        self.encode, self.width, self.check = self.real.encode, self.real.width, self.real.check
+
+    def generate(self, policy, block, prompts, steps, width, *, timed=False):
+        if MadeUp.fails_after == 0:
+            raise KeyboardInterrupt
+        MadeUp.fails_after = None if MadeUp.fails_after is None else MadeUp.fails_after - 1
+        words = lambda p: " ".join(str(i % 10) for i in p[-steps:])
+        kept = "" if policy == kvjax.methods.full() else " and more"
+        return [
+            {"output": words(p) + kept, "prompt_tokens": len(p), "new_tokens": steps, "live": 1.0, "kv_bytes": 10**9,
+             "prefill_seconds": 1.0 / (block or 1), "seconds": 2.0}
+            for p in prompts
+        ]  # fmt: skip
+
+    def score(self, policy, block, prompts, scored, width):
+        return [{"nll": 1.0 + 0.1 * i, "prompt_tokens": 9, "live": 1.0, "kv_bytes": 1} for i in range(len(prompts))]
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Runs the script with a made-up engine; returns the report as JSON and as text."""
+    monkeypatch.setattr(reproduce, "Engine", MadeUp)
+    monkeypatch.setattr(ledger, "FOLDER", tmp_path)
+
+    def call(*argv, out="out"):
+        full = [*argv, "--model", one_layer(), "--output", str(tmp_path / out)]
+        monkeypatch.setattr("sys.argv", ["reproduce.py", *full])
+        reproduce.main(full)
+        folder = tmp_path / out
+        return json.loads((folder / "report.json").read_text()), (folder / "report.md").read_text()
+
+    return call
+
+
+@pytest.fixture
+def every_metric(monkeypatch):
+    """All metrics count as installed."""
+    monkeypatch.setattr(choice.metrics, "find", lambda name: name)
+
+
+REDUCED = ("nacl/table2", "--data", "project", "--examples", "3", "--length", "128", "--new-tokens", "8")
+
+
+def test_a_reduced_run_is_marked_and_stands_beside_the_paper(run, tmp_path, capsys):
+    found, text = run(*REDUCED, "--methods", "h2o", "--budget", "0.2", "--record")
+    assert found["status"] == "machinery only"
+    assert text.index("**Reduced") < text.index("at most 3 rows of a data set") < text.index("## Ours (theirs)")
+    full, h2o = (n for n in found["numbers"] if n["column"] == "HotpotQA")
+    assert (full["theirs"], h2o["theirs"], h2o["rows"]) == (27.7, 24.5, 3)
+    assert h2o["difference"][0] == pytest.approx(h2o["ours"] - 24.5)
+    assert h2o["difference"][1] == pytest.approx(h2o["low"] - 24.5)
+    assert h2o["theirs_over_full"] == pytest.approx(24.5 - 27.7)
+    assert h2o["over_full_low"] <= h2o["over_full"] <= h2o["over_full_high"]
+    said = capsys.readouterr().out
+    assert "the model has 1 layers of width 128" in said
+    assert said.index("about ") < said.index("## Ours (theirs)")
+    noted = ledger.read()["nacl/table2"]
+    assert noted[0]["status"] == "machinery only"
+    assert noted[0]["command"].startswith("python experiments/reproduce.py nacl/table2 --data project")
+    assert str(tmp_path) not in noted[0]["command"]
+    assert "machinery only, " in (tmp_path / "README.md").read_text()
+    assert "1 machinery only" in ledger.listing(ledger.read())
+
+
+def test_an_interrupted_run_goes_on_to_the_same_numbers(run, monkeypatch):
+    options = (*REDUCED, "--methods", "h2o", "--budget", "0.2")
+    whole, _ = run(*options, out="whole")
+    for stop in (5, 9):
+        monkeypatch.setattr(MadeUp, "fails_after", stop)
+        with pytest.raises(SystemExit):
+            run(*options, out="parts")
+        MadeUp.fails_after = None
+    again, _ = run(*options, out="parts")
+    assert again["numbers"] == whole["numbers"]
+
+
+def test_outputs_are_compared_with_those_of_the_full_cache(run):
+    pytest.importorskip("rouge_score")
+    found, text = run("roco/table6", "--data", "project", "--examples", "2", "--length", "64", "--new-tokens", "6")
+    by_cell = {(n["method"], n["column"]): n for n in found["numbers"]}
+    assert ("full", "ROUGE-2") not in by_cell
+    assert 0 < by_cell["block-1", "ROUGE-2"]["ours"] < 100
+    assert by_cell["block-4", "Speed up"]["ours"] == pytest.approx(4.0)
+    assert "what the full cache generates from the same prompt" in text
+
+
+def test_speeds_and_likelihoods_have_their_units(run):
+    speeds, _ = run(
+        "ahakv/figure8", "--examples", "3", "--length", "64", "--new-tokens", "8", "--budget", "32", out="a"
+    )
+    by_column = {n["column"]: n for n in speeds["numbers"] if n["method"] == "ahakv"}
+    assert by_column["32K + 512"]["ours"] == pytest.approx(4.0)  # 8 tokens in 2 seconds
+    assert by_column["cache"]["ours"] == pytest.approx(1.0)
+    options = ("--data", "project", "--examples", "2", "--length", "128", "--methods", "roco", "--budget", "0.5")
+    texts, _ = run("roco/figure5", *options, out="b")
+    assert texts["numbers"][1]["ours"] == pytest.approx(np.exp(1.05))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["ada-kv/table7"], "ada-kv has no entry 'table7'; there are table1"),
+        (["ada-kv/table1", "--methods", "h3o"], "has no method 'h3o'; there are full, h2o"),
+        (["ada-kv/table1", "--stands-for", "gpt-j-6b"], "has no model 'gpt-j-6b'; there are mistral"),
+        (["ada-kv/table1", "--data", "nowhere"], "--data nowhere does not exist"),
+        (["ada-kv/table1"], "nothing of ada-kv/table1 can run here"),
+        (["ada-kv/figure4", "--data", "project"], "does not state its budget; give --budget"),
+        (["ada-kv/table3"], "nothing to run"),
+        (["roco/table5", "--data", "project"], "nothing of roco/table5 can run here"),
+        (["nacl/table2", "--examples", "0"], "examples=0 must be at least 1"),
+    ],
+)
+def test_what_cannot_be_run_is_said_in_a_line(run, argv, message):
+    with pytest.raises(SystemExit, match=message):
+        run(*argv)
+
+
+def test_an_entry_on_the_papers_model_and_whole_data_is_not_reduced(tmp_path, every_metric):
+    entry = ENTRIES["ada-kv/table1"]
+    for name in entry.data:
+        (tmp_path / f"{name}.jsonl").write_text('{"context": "a", "answers": ["b"]}\n')
+    options = Options(entry.name, data=str(tmp_path))
+    chosen = choice.choose(entry, options, MISTRAL)
+    assert (chosen.reduced, chosen.missing, len(chosen.lines)) == ((), (), 25)
+    assert report.status(chosen.reduced) == "as published"
+    assert choice.examples_short("qasper", 1) == "qasper: 1 of 200 rows"
+    (tmp_path / "lcc.jsonl").unlink()
+    other = choice.choose(entry, options, SMALL)
+    assert "lcc: no lcc.jsonl, .json or .txt" in other.missing[0]
+    assert len(other.reduced) == 2
+
+
+def test_a_missing_column_leaves_its_mean_out_and_sets_weigh_the_same(every_metric):
+    entry = ENTRIES["ahakv/table1"]
+    chosen = choice.choose(entry, Options(entry.name, data="project", methods=("tova",)), SMALL)
+    assert chosen.model == "llama-3-8b-instruct"
+    lines = [
+        {"method": "full", "budget": "1.0", "task": d, "index": i, "scores": {rows.metric_of(d, "longbench"): score}}
+        for c, score in zip(chosen.columns, (0.1, 0.2, 0.3, 0.4, 0.5, 0.6), strict=True)
+        for d in c.data
+        for i in range(2)
+    ]
+    found = {n.column: n for n in numbers.numbers(chosen, lines)}
+    assert found["Average"].ours == pytest.approx(100 * np.dot([2, 4, 4, 4, 4, 3], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]) / 21)
+    partial = [line for line in lines if line["task"] != "lcc"]
+    assert "Average" not in {n.column for n in numbers.numbers(chosen, partial)}
+
+
+def test_rows_that_are_none_are_named_and_the_rest_is_read(tmp_path):
+    path = tmp_path / "qasper.jsonl"
+    lines = ['{"context": "a b", "question": "c?", "answers": "d"}', "{not JSON", '{"question": ""}', "[1]"]
+    path.write_text("\n".join([*lines, '{"context": "e", "answers": [3]}', '{"origin_prompt": "p", "gold": ["q"]}']))
+    found, faults = rows.read(rows.sources(("qasper",), str(tmp_path))[0][0], None, 0)
+    assert [(r.prompt, r.answers) for r in found] == [("a b\nc?", ("d",)), ("p", ("q",))]
+    assert [f.split(":")[0] for f in faults] == [f"qasper.jsonl, line {i}" for i in (2, 3, 4, 5)]
+    (tmp_path / "hotpotqa.txt").write_text("one part\nof two lines\n\nanother")
+    texts, _ = rows.read(rows.sources(("hotpotqa",), str(tmp_path))[0][0], 1, 0)
+    assert [r.prompt for r in texts] == ["one part\nof two lines"]
+    path.write_text("nothing")
+    with pytest.raises(ValueError, match="has no row that can be read"):
+        rows.read(rows.sources(("qasper",), str(path))[0][0], None, 0)
+
+
+def test_rows_of_longbench_itself_get_the_prompts_that_lm_eval_has(tmp_path, monkeypatch):
+    folder = tmp_path / "lm_eval/tasks/longbench"
+    folder.mkdir(parents=True)
+    (folder / "qasper.yaml").write_text('doc_to_text: "Article: {{context}}\\nQuestion: {{question}}\\n\\nAnswer:"\n')
+    spec = types.SimpleNamespace(origin=str(tmp_path / "lm_eval/__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    rows._template.cache_clear()
+    row = {"context": "a {{question}}", "input": "b?", "answers": ["c"], "all_classes": None}
+    (tmp_path / "qasper.json").write_text(json.dumps([row, {**row, "context": 3}]))
+    found, faults = rows.read(rows.sources(("qasper",), str(tmp_path))[0][0], None, 0)
+    assert [r.prompt for r in found] == ["Article: a {{question}}\nQuestion: b?\n\nAnswer:"]
+    assert "row 1: the text for {{context}} is 3" in faults[0]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    rows._template.cache_clear()
+    with pytest.raises(ValueError, match=r"are lm-eval's; pip install 'kvjax\[eval\]'"):
+        rows.read(rows.sources(("qasper",), str(tmp_path))[0][0], None, 0)
+    rows._template.cache_clear()
+
+
+def test_an_entrys_page_has_its_numbers_and_the_policies_that_kvjax_runs(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["reproduce.py"])
+    reproduce.main(["nacl/table2", "--published"])
+    text = capsys.readouterr().out
+    assert "| LLaMA2-7B-Chat | NaCl | 0.2 | 7 | 9.4 | 51.6 | 27.2 | 17.1 | 82.5 | 20.8 | 30.8 |" in text
+    assert "Table4(" in text
+    assert "PR-En is printed as 43.0; 4.3 gives the printed mean" in text
+    for entry in ENTRIES.values():
+        assert page(entry).startswith(f"# {entry.name}: ")
+
+
+def test_classification_is_that_of_longbench():
+    """A class that is named beside the right one halves the score; a part of its name does not."""
+    classes = ("Food", "Date", "Currency name", "Currency")
+    assert rows.classification("it is Food", "Food", classes) == 1
+    assert rows.classification("Food or Date", "Food", classes) == 0.5
+    assert rows.classification("a Currency name", "Currency name", classes) == 1
+    assert rows.classification("Date", "Food", classes) == 0
+
+
+def test_the_list_has_every_entry_and_the_ledgers_table_is_made_from_it():
+    text = ledger.listing(ledger.read())
+    assert [line.split(":")[0] for line in text.splitlines() if line[:1].isalpha()] == [*ENTRIES]
+    assert (ledger.FOLDER / "README.md").read_text() == ledger.markdown(ledger.read())
+
+
+@pytest.mark.slow
+def test_the_engine_generates_and_scores_as_the_library_does():
+    model, params = models.load(EMBEDDED)
+    engine = Engine(model, params, models.load_tokenizer(EMBEDDED), Sizes(96, 2))
+    found, _ = rows.read(rows.sources(("qasper",), "project")[0][0], 2, 0)
+    prompts = [engine.encode(r.prompt)[-n:] for r, n in zip(found, (96, 70), strict=True)]
+    policy = kvjax.methods.snapkv(32, window_size=8)
+    tokens, lengths = models.pad_left(prompts, width=96)
+    wanted = kvjax.generate(model, params, tokens, lengths=lengths, policy=policy, max_new_tokens=6, eos_ids=())
+    outputs = engine.generate(policy, None, prompts, 6, 96)
+    texts = [engine.tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in np.asarray(wanted.tokens)]
+    assert [s["output"] for s in outputs] == texts
+    scored = engine.score(kvjax.methods.full(), None, prompts, 2, 96)
+    prefixes, lengths = models.pad_left([prompts[0][:-2], prompts[0][:-1]], width=96)
+    plan = kvjax.make_plan(model.config, kvjax.methods.full(), prompt_len=96, max_new_tokens=1, lengths=[94, 95])
+    logits, _ = kvjax.prefill(model, params, prefixes, plan, lengths=lengths)
+    logp = jax.nn.log_softmax(logits)[np.arange(2), np.array(prompts[0][-2:])]
+    np.testing.assert_allclose(scored[0]["nll"], -logp.mean(), rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argv", "columns"),
+    [
+        (["ada-kv/figure4", "--data", "project", "--budget", "32", "--methods", "ada_pyramid"], {"average score"}),
+        (["keyformer/figure10"], {"4096 + 4096 (BS=1)"}),
+        (["nacl/table1", "--data", "project", "--methods", "nacl"], {"log PPL 5-shot", "log PPL 25-shot"}),
+    ],
+)
+def test_entries_of_three_papers_run_end_to_end_at_reduced_size(tmp_path, monkeypatch, argv, columns):
+    sizes = ["--examples", "2", "--length", "96", "--new-tokens", "4", "--batch-size", "2", "--model", one_layer()]
+    monkeypatch.setattr("sys.argv", ["reproduce.py", *argv, *sizes])
+    reproduce.main([*argv, *sizes, "--output", str(tmp_path)])
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert {n["column"] for n in found["numbers"]} == columns
+    assert all(np.isfinite(n["ours"]) for n in found["numbers"])
+    assert found["status"] == "machinery only"
+    assert not found["faults"]
