@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import importlib
 import json
 import re
 import zlib
@@ -162,7 +163,7 @@ def read(
 
 def _of_hub(name: str, split: str) -> tuple[tuple[int, Any], ...]:
     try:
-        import datasets  # an extra
+        datasets = importlib.import_module("datasets")  # an extra
     except ImportError as e:
         raise ValueError(f"--data {name}:{split} needs the package datasets ({e}); pip install 'kvjax[data]'") from e
     try:
