@@ -77,11 +77,11 @@ def test_options_of_generation_are_those_of_transformers():
         sampler_of({"do_sample": False, "num_beams": 4})
 
 
-def test_widths_are_few_and_hardly_larger():
+def test_numbers_of_steps_are_few_and_hardly_larger():
     sizes = [rounded_up(n) for n in range(1, 1025)]
     assert all(n <= size <= max(1.5 * n, 1) for n, size in enumerate(sizes, 1))
+    assert sorted(set(sizes))[:7] == [1, 2, 3, 4, 6, 8, 12]
     assert len(set(sizes)) == 20
-    assert rounded_up(3, 16) == 16
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ from configs.experiment import Budget
 from experiments.evaluation.provenance import definition
 from experiments.harness.options import policy_of, sampler_of
 from experiments.harness.scoring import rounded_up, score_after, score_whole
+from kvjax.drivers.buckets import bucket
 from kvjax.drivers.generation import NO_TOKEN, check_block
 from models.embedded import EMBEDDED
 from pallas_kernels.values import checked, one_of, optional, whole
@@ -44,7 +45,6 @@ except ImportError as e:
 Truncation = Literal["left", "middle"]
 
 _LOG = logging.getLogger(__name__)
-_LEAST = 16  # the smallest width of prompts
 _FULL = kvjax.methods.full()
 _IDENTITY = "what these responses are of"  # the key of a response cache; others are digests
 
@@ -295,10 +295,10 @@ class HarnessModel(TemplateLM):
         ids = self._shortened(context, self.max_length + 1 - m)
         most = self._positions
         scored = min(rounded_up(m), most - len(ids) + 1)
-        width = min(rounded_up(len(ids), _LEAST), most - scored + 1)
+        width = min(bucket(len(ids)), most - scored + 1)
         program: tuple[Any, ...] = (width, scored, self._policy_for(len(ids), width, scored - 1))
         if program[2] == _FULL and self.block is None:
-            program = (min(rounded_up(len(ids) + m - 1, _LEAST), most), "at once")
+            program = (min(bucket(len(ids) + m - 1), most), "at once")
         return _Job(index, ids, program, _checksum(ids), continuation=tuple(continuation))
 
     def _scored(self, batch: Sequence[_Job]) -> list[tuple[float, bool]]:
@@ -350,7 +350,7 @@ class HarnessModel(TemplateLM):
             )
         ids = self._shortened(self.tok_encode(prompt) or [self.prefix_token_id], self.max_length - steps)
         before[ids, repr(options)] += 1
-        width = min(rounded_up(len(ids), _LEAST), self._positions - steps)
+        width = min(bucket(len(ids)), self._positions - steps)
         program = (width, steps, tuple(map(str, stop)), sampler_of(given), self._policy_for(len(ids), width, steps))
         return _Job(index, ids, program, _checksum(ids, before[ids, repr(options)]))
 

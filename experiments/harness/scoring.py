@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, from the full cache and after an eviction, and the widths that share a program.
+"""Log-probabilities of given tokens, from the full cache and after an eviction, and the numbers that share a program.
 
 Letters: B batch, T width of prompts, M tokens that are scored.
 """
@@ -15,13 +15,14 @@ import kvjax
 from kvjax.drivers.generation import Model
 
 
-def rounded_up(tokens: int, least: int = 1) -> int:
-    """The next of the sizes 1, 2, 3, 4, 6, 8, 12, ...: powers of two and what lies halfway, from `least` on."""
-    size = least
-    while size < tokens:
-        power = 1 << (size.bit_length() - 1)
-        size = power + max(power // 2, 1) if size == power else 2 * power
-    return size
+def rounded_up(tokens: int) -> int:
+    """The next of the numbers of steps 1, 2, 3, 4, 6, 8, 12, ...: powers of two and what lies halfway.
+
+    Choices are often of one token, for which the widths of prompts (`kvjax.drivers.buckets`) are too wide.
+    """
+    power = 1 << (tokens - 1).bit_length()
+    halfway = power * 3 // 4
+    return halfway if tokens <= halfway else power
 
 
 def judged(logits: Float[Array, "*B V"], token: Int[Array, "*B"]) -> tuple[Float[Array, "*B"], Bool[Array, "*B"]]:
