@@ -147,7 +147,7 @@ def run(options: Options, own: argparse.Namespace, command: Sequence[str]) -> No
             _estimate(job, missing)
         with tqdm(total=len(missing), unit="batch", file=sys.stdout, disable=not missing) as bar:
             for each in missing:
-                bar.set_description(f"{each.method} {label(each.budget)} {each.data}")
+                bar.set_description(f"{each.method} {label(each.budget)} {each.task}")
                 job.do(each, results)
                 bar.update()
         _write(job, results, directory, about)
@@ -169,7 +169,7 @@ def _estimate(job: Run, missing: Sequence[Any]) -> None:
     for fault in job.faults:
         print(f"  cannot be run: {fault}")
     seconds, how = job.estimate(missing)
-    print(f"about {_duration(seconds)}: {how}", flush=True)
+    print(f"about {_duration(seconds)}: {how}" if seconds else how, flush=True)
 
 
 def _duration(seconds: float) -> str:

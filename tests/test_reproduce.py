@@ -11,7 +11,7 @@ import kvjax
 import models
 from experiments import reproduce
 from experiments.papers.tables import ENTRIES
-from experiments.reproduction import choice, ledger, numbers, report, rows
+from experiments.reproduction import choice, harness, ledger, numbers, report, rows
 from experiments.reproduction.choice import Options
 from experiments.reproduction.engine import Engine, Sizes
 from experiments.reproduction.page import page
@@ -125,6 +125,22 @@ def test_speeds_and_likelihoods_have_their_units(run):
     options = ("--data", "project", "--examples", "2", "--length", "128", "--methods", "roco", "--budget", "0.5")
     texts, _ = run("roco/figure5", *options, out="b")
     assert texts["numbers"][1]["ours"] == pytest.approx(np.exp(1.05))
+
+
+def test_tasks_of_lm_eval_are_told_apart_by_their_shots_and_one_that_fails_stops_no_other(run, monkeypatch):
+    def accuracies(name, shots, policy, budget, block, options):
+        if name == "piqa":
+            raise ValueError("piqa cannot be loaded")
+        return [1.0, 0.0, 1.0, float(shots == 5)]
+
+    monkeypatch.setattr(choice, "has_lm_eval", lambda: True)
+    monkeypatch.setattr("experiments.reproduction.run.harness.accuracies", accuracies)
+    found, _ = run("keyformer/table2", "--methods", "keyformer")
+    by_column = {n["column"]: n for n in found["numbers"] if n["method"] == "keyformer"}
+    assert (by_column["COPA 0-shot"]["ours"], by_column["COPA 5-shot"]["ours"]) == (50.0, 75.0)
+    assert (by_column["COPA 0-shot"]["theirs"], by_column["COPA 0-shot"]["rows"]) == (70.0, 4)
+    assert "PIQA 0-shot" not in by_column
+    assert "keyformer at 0.5: piqa cannot be loaded" in found["faults"]
 
 
 @pytest.mark.parametrize(
@@ -255,6 +271,27 @@ def test_the_engine_generates_and_scores_as_the_library_does():
     logits, _ = kvjax.prefill(model, params, prefixes, plan, lengths=lengths)
     logp = jax.nn.log_softmax(logits)[np.arange(2), np.array(prompts[0][-2:])]
     np.testing.assert_allclose(scored[0]["nll"], -logp.mean(), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_lm_eval_runs_under_a_tables_policy(tmp_path):
+    pytest.importorskip("lm_eval")
+    rows_ = [{"q": f"the number {i} . the number", "choices": [f" {i}", " 9"], "label": 0} for i in range(8)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in rows_))
+    task = {
+        "task": "copa", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}},
+        "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "choices",
+        "doc_to_target": "label", "target_delimiter": "", "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
+    (tmp_path / "copa.yaml").write_text(json.dumps(task))
+    options = Options("keyformer/table2", model=one_layer(), data=str(tmp_path), examples=3, length=64)
+    policy = ENTRIES["keyformer/table2"].methods["keyformer"].make(0.5)
+    found = harness.accuracies("copa", 0, policy, 0.5, None, options)
+    assert len(found) == 3
+    assert set(found) <= {0.0, 1.0}
+    with pytest.raises(ValueError, match="piqa of lm-eval cannot be run under"):
+        harness.accuracies("piqa", 0, policy, 0.5, None, options)
 
 
 @pytest.mark.slow

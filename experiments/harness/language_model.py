@@ -75,7 +75,7 @@ class HarnessModel(TemplateLM):
     Args:
       pretrained: a checkpoint directory, a hub id or a name of `models.PRESETS`; "embedded" for the small model that
         comes with the project.
-      policy: what to evict, a config by name or path.
+      policy: what to evict, a config by name or path; in Python, a policy too.
       budget: live tokens a kv head and layer: a number of tokens (int) or a share of the prompt (float).
       block: read prompts in blocks of so many tokens; at once if None.
       dtype: of parameters, activations and the KV cache; "auto" for the one that is stored.
@@ -97,7 +97,7 @@ class HarnessModel(TemplateLM):
         self,
         pretrained: str = "embedded",
         *,
-        policy: str = "full",
+        policy: str | kvjax.Policy = "full",
         budget: Budget | None = None,
         block: int | None = None,
         dtype: str = "auto",

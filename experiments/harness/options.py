@@ -11,11 +11,11 @@ from configs.experiment import Budget, label
 from kvjax.drivers.sampling import Greedy, RepetitionPenalty, Sample
 
 
-def policy_of(name: str, budget: Budget | None, parameters: Mapping[str, Any]) -> kvjax.Policy:
+def policy_of(name: str | kvjax.Policy, budget: Budget | None, parameters: Mapping[str, Any]) -> kvjax.Policy:
     """The policy that a config makes.
 
     Args:
-      name: a file in configs/, by name, or a path to another one.
+      name: a file in configs/, by name, or a path to another one; or a policy, which is taken as it is.
       budget: live tokens a kv head and layer: a number of tokens (int) or a share of the prompt (float); None for a
         policy without one.
       parameters: the config's others, by name. What it takes several of, such as FastGen's recovery ratios, is given
@@ -25,6 +25,8 @@ def policy_of(name: str, budget: Budget | None, parameters: Mapping[str, Any]) -
       ValueError: no such config, a parameter that it does not have or a value that it refuses, no budget where it needs
         one, or several policies.
     """
+    if isinstance(name, kvjax.Policy):
+        return name
     _, get_config = configs.find(str(name))
     own = [p for p in inspect.signature(get_config).parameters if p != "setup"]
     given = dict(parameters) if budget is None else {"budget": budget, **parameters}

@@ -1,6 +1,7 @@
 """What of an entry is run: its cells on what is present, what is missing, and why a run is not the paper's."""
 
 import dataclasses
+import importlib.util
 import pathlib
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -13,7 +14,15 @@ from experiments.reproduction import rows
 from experiments.reproduction.rows import PROJECT, Source
 
 SCORED = 64  # the last tokens of a text, whose likelihood is measured
-MEASURED = ("tokens_per_second", "kv_gb", "prefill_speedup", "perplexity", "log_perplexity", "classification")
+MEASURED = (
+    "tokens_per_second",
+    "kv_gb",
+    "accuracy",
+    "prefill_speedup",
+    "perplexity",
+    "log_perplexity",
+    "classification",
+)
 _JUDGED = ("win_rate",)
 
 
@@ -83,7 +92,7 @@ def choose(entry: Entry, options: Options, config: Any) -> Choice:
     lines = _lines(entry, model, options)
     found, missing = rows.sources(entry.data, options.data)
     present = {s.name for s in found}
-    columns, without = _columns(entry, model, present, options)
+    columns, without = _columns(entry, model, present)
     wanted = {d for c in columns for d in c.data}
     return Choice(
         entry,
@@ -126,7 +135,7 @@ def _lines(entry: Entry, model: str, options: Options) -> tuple[tuple[str, Budge
     return tuple(dict.fromkeys([*full, *found]))
 
 
-def _columns(entry: Entry, model: str, present: set[str], options: Options) -> tuple[tuple[Column, ...], list[str]]:
+def _columns(entry: Entry, model: str, present: set[str]) -> tuple[tuple[Column, ...], list[str]]:
     """Columns with the data sets that are there, and what keeps the others from being measured."""
     kept, missing = [], []
     cells = {c.column.title for c in entry.cells() if c.model == model}
@@ -137,11 +146,9 @@ def _columns(entry: Entry, model: str, present: set[str], options: Options) -> t
         names = tuple(d for d in column.data if d in present or DATA[d].runner == "speed")
         fault = ""
         if "harness" in runners:
-            tasks = ",".join(str(DATA[d].task) for d in column.data)
-            fault = (
-                "a task of lm-eval, for which there is python -m experiments.harness --model kvjax --model_args "
-                f"pretrained={options.model},policy=NAME,budget=B --tasks {tasks} --num_fewshot {column.shots}"
-            )
+            names = column.data
+            if not has_lm_eval():
+                fault = "a task of lm-eval; pip install 'kvjax[eval]'"
         elif column.metric in _JUDGED:
             fault = f"{column.metric} needs a judge, which kvjax does not run"
         elif names:
@@ -151,6 +158,17 @@ def _columns(entry: Entry, model: str, present: set[str], options: Options) -> t
         elif names:
             kept.append(dataclasses.replace(column, data=names))
     return tuple(kept), missing
+
+
+def has_lm_eval() -> bool:
+    """Whether lm-eval is installed."""
+    return importlib.util.find_spec("lm_eval") is not None
+
+
+def own_tasks(data: str | None) -> pathlib.Path | None:
+    """The directory of `--data`, if it holds tasks for lm-eval in place of those that it comes with."""
+    folder = None if data is None else pathlib.Path(data).expanduser()
+    return folder if folder is not None and folder.is_dir() and any(folder.glob("*.yaml")) else None
 
 
 def _metric_fault(names: Sequence[str], metric: str) -> str:
@@ -192,6 +210,8 @@ def _reductions(
         reasons.append(f"{what} stands for {names[0] if len(names) == 1 else f'{len(names)} data sets'}")
     if any(DATA[d].runner == "text" for c in columns for d in c.data):
         reasons.append(f"of a text, its last {SCORED} tokens are scored, after the others were read under the policy")
+    if own_tasks(options.data) and any(DATA[d].runner == "harness" for c in columns for d in c.data):
+        reasons.append("tasks of lm-eval are those of --data, not its own")
     theirs = [(r.method, r.budget) for r in entry.rows if r.model == model]
     run = {*lines, *((m, None) for m, _ in lines)}
     if missed := len([row for row in theirs if row not in run]):

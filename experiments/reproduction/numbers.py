@@ -12,7 +12,7 @@ from experiments.evaluation import statistics
 from experiments.papers.tables import Column
 from experiments.papers.tables.base import MEAN, Budget
 from experiments.reproduction.choice import Choice
-from experiments.reproduction.rows import metric_of
+from experiments.reproduction.rows import metric_of, task_of
 from kvjax import analysis
 from kvjax.analysis import Interval
 
@@ -71,8 +71,14 @@ def numbers(choice: Choice, samples: Sequence[dict[str, Any]]) -> list[Number]:
     for method, budget in choice.lines:
         line: dict[str, Number] = {}
         for column in choice.columns:
-            parts = {d: _scored(by_cell.get((method, label(budget), d), []), d, column) for d in column.data}
-            full = {d: _scored(by_cell.get(("full", label(1.0), d), []), d, column) for d in column.data}
+            parts = {
+                d: _scored(by_cell.get((method, label(budget), task_of(d, column.shots)), []), d, column)
+                for d in column.data
+            }
+            full = {
+                d: _scored(by_cell.get(("full", label(1.0), task_of(d, column.shots)), []), d, column)
+                for d in column.data
+            }
             if not all(parts.values()):
                 continue
             value = _mean_of_sets([_one(metric_of(d, column.metric), d, p, by_cell) for d, p in parts.items()])

@@ -202,6 +202,11 @@ def scored_part(name: str, output: str) -> str:
     return output.lstrip("\n").split("\n")[0] if name in FIRST_LINE else output
 
 
+def task_of(name: str, shots: int) -> str:
+    """How samples name a data set: lm-eval's tasks with how many examples stand before the question."""
+    return f"{name} {shots}-shot" if DATA[name].runner == "harness" else name
+
+
 def metric_of(name: str, metric: str) -> str:
     """The metric of a data set in a column: LongBench's sets have their own."""
     return METRIC[name] if metric == "longbench" else metric

@@ -16,7 +16,7 @@ from experiments.evaluation.provenance import definition
 from experiments.evaluation.results import Results
 from experiments.papers.tables.base import Budget
 from experiments.papers.tables.catalogue import DATA, MODELS
-from experiments.reproduction import rows
+from experiments.reproduction import harness, rows
 from experiments.reproduction.choice import MEASURED, SCORED, Choice, Options, examples_short, same_shape
 from experiments.reproduction.engine import Engine
 from experiments.reproduction.rows import PromptRow
@@ -34,6 +34,7 @@ class Job:
       method, budget, policy, block: what runs.
       data: on which data set.
       indices: which of its rows.
+      shots: of a task of lm-eval, which runs as a whole; None for rows.
     """
 
     method: str
@@ -42,6 +43,12 @@ class Job:
     block: int | None
     data: str
     indices: tuple[int, ...]
+    shots: int | None = None
+
+    @property
+    def task(self) -> str:
+        """How its samples name the data set."""
+        return self.data if self.shots is None else rows.task_of(self.data, self.shots)
 
 
 class Run:
@@ -72,8 +79,10 @@ class Run:
                 self._take(source.name, found)
         for name in dict.fromkeys(d for c in choice.columns for d in c.data if DATA[d].runner == "speed"):
             self.prompts[name] = [self._synthetic(name, i) for i in range(options.examples or _REPEATS)]
+        harness = [(d, c.shots) for c in choice.columns for d in c.data if DATA[d].runner == "harness"]
+        self.tasks = tuple(dict.fromkeys(harness))
         self.lines = tuple(line for line in choice.lines if self._runs(*line))
-        if not any(self.prompts.values()) or not self.lines:
+        if not (self.tasks or any(self.prompts.values())) or not self.lines:
             known = f" ({self.faults[0]})" if self.faults else ""
             raise ValueError(f"nothing of {choice.entry.name} can run here{known}")
         short = (examples_short(n, len(p)) for n, p in self.prompts.items() if options.examples is None)
@@ -162,14 +171,26 @@ class Run:
                 for at in range(0, len(prompts), size):
                     indices = tuple(range(at, min(at + size, len(prompts))))
                     yield Job(method, budget, policy, made.block, name, indices)
+            for name, shots in self.tasks:
+                yield Job(method, budget, policy, made.block, name, (0,), shots)
 
     def missing(self, results: Results) -> list[Job]:
         """The batches of which a sample is not there."""
-        key = lambda job, i: (job.method, label(job.budget), job.data, i)
+        key = lambda job, i: (job.method, label(job.budget), job.task, i)
         return [job for job in self.jobs() if any(key(job, i) not in results.samples for i in job.indices)]
 
     def do(self, job: Job, results: Results) -> None:
         """Runs a batch and stores its samples."""
+        if job.shots is not None:
+            try:
+                found = harness.accuracies(job.data, job.shots, job.policy, job.budget, job.block, self.options)
+            except ValueError as e:  # the other tasks run all the same
+                self.faults.append(f"{job.method} at {label(job.budget)}: {e}")
+                return
+            about = {"method": job.method, "budget": label(job.budget), "task": job.task}
+            lines = [{**about, "index": i, "scores": {"accuracy": x}} for i, x in enumerate(found)]
+            results.append(reversed(lines))  # the first row last: where it is, all are
+            return
         prompts = [self.prompts[job.data][i] for i in job.indices]
         width, steps, runner = self.width(job.data), self.steps(job.data), DATA[job.data].runner
         if runner == "text":
@@ -230,6 +251,11 @@ class Run:
 
     def estimate(self, jobs: Sequence[Job]) -> tuple[float, str]:
         """Seconds that jobs will take, from timing one small batch under the full cache, and how that was found."""
+        tasks = [job for job in jobs if job.shots is not None]
+        jobs = [job for job in jobs if job.shots is None]
+        more = f"{len(tasks)} tasks of lm-eval, whose times are not known before" if tasks else ""
+        if not jobs:
+            return 0.0, more
         name = min(self.prompts, key=lambda n: self.width(n))
         steps, width = min(self.steps(name), 8), self.width(name)
         held = self._held_back(name)
@@ -247,7 +273,7 @@ class Run:
             blocks = math.ceil(width / job.block) if job.block else 0
             total += read * width + step * (steps + blocks) * self.engine.sizes.beams
         how = f"{len(jobs)} batches, {len(programs)} programs to compile at {compiling:.0f} s each"
-        return total, how
+        return total, f"{how}; and {more}" if more else how
 
 
 def _digest(content: Any) -> str:
