@@ -1,5 +1,6 @@
 """Few sizes for many: requests of about the same size share compiled programs."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -62,16 +63,17 @@ def plan_request(
       ValueError: what `make_plan` refuses of the sizes that were asked for.
     """
     known = lengths if isinstance(lengths, np.ndarray) else None
-    width = tokens.shape[1]
-    plan = make_plan(config, policy, prompt_len=width, max_new_tokens=max_new_tokens, lengths=known)
-    if not buckets:
-        return plan, tokens
-    max_new_tokens = plan.max_new_tokens
-    steps = max_new_tokens if any(spec.timed for spec in plan.specs) else bucket(max_new_tokens)
-    if (bucket(width), steps) == (width, max_new_tokens):
-        return plan, tokens
+    width, max_new_tokens = tokens.shape[1], int(max_new_tokens)
+    make = lambda width, steps: make_plan(config, policy, prompt_len=width, max_new_tokens=steps, lengths=known)
+    if not buckets or known is None or (bucket(width), bucket(max_new_tokens)) == (width, max_new_tokens):
+        return make(width, max_new_tokens), tokens
     try:
-        wide = make_plan(config, policy, prompt_len=bucket(width), max_new_tokens=steps, lengths=known)
+        plan = make(bucket(width), bucket(max_new_tokens))
+        if any(spec.timed for spec in plan.specs):
+            plan = make(bucket(width), max_new_tokens)
     except ValueError:
-        return plan, tokens
-    return wide, padded(tokens, wide.prompt_len)
+        return make(width, max_new_tokens), tokens
+    for site in plan.sites:  # a second plan would take as long as the first, seconds for prompts of 32k tokens
+        for n in sorted(set(known.tolist())):
+            policy.check(dataclasses.replace(site, prompt_len=width, max_new_tokens=max_new_tokens), n)
+    return plan, padded(tokens, plan.prompt_len)
