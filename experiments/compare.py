@@ -4,7 +4,8 @@
     python experiments/compare.py results/snapkv results/h2o --output results/leaderboard
 
 Prints a table, and with `--output` writes it with a plot. Runs on other tasks, models or lengths are not comparable,
-and are refused. Neither are the times of separate runs, which are left out: `bench_decode.py` compares speeds.
+and are refused. Neither are the times of separate runs, which are left out: `bench_decode.py` compares speeds. Left
+out are comparisons with the full cache, too, whose p-values are adjusted for the methods of one run.
 """
 
 import argparse
@@ -75,7 +76,7 @@ def load(directories: Sequence[pathlib.Path]) -> tuple[dict[str, Any], list[dict
         d, summary = parts[0], _summary({part: configs[part] for part in parts})
         for row in [*summary["rows"], *summary["retrieval_mean"]]:
             method = f"{row['method']} ({names[d]})" if row["method"] in ambiguous else row["method"]
-            kept = {k: x for k, x in row.items() if k not in report.TIMES}
+            kept = {k: x for k, x in row.items() if k not in (*report.TIMES, "against_full")}
             rows.setdefault((method, row["budget"], row["task"]), {**kept, "method": method})
     return first, list(rows.values())
 

@@ -86,7 +86,7 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
         if e.code not in (0, None):
             print(f"parameters of {name}: {' '.join(_options(get_config))}", file=sys.stderr)
         raise
-    check_is(experiment, _RETURNED[script], name)
+    check_is(experiment, _RETURNED[script], own.config or name)
     return experiment, own, overrides
 
 
