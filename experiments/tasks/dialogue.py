@@ -14,8 +14,8 @@ _SPEAKERS = ("A", "B")
 def dialogue(task: Task, index: int, *, max_new_tokens: int = TURN) -> Example:
     """The turns of a row but the last, a line each, and the last one as reference.
 
-    A row has `dialogue`, a list of texts, and if there are any as many `speakers`, and `narrative`, which goes first, as
-    in SODA; or `messages` of `role` and `content`, as chats are stored. Where the turns do not fit, the earliest are
+    A row has `dialogue`, a list of texts, and if there are any as many `speakers`, and `narrative`, which goes first,
+    as in SODA; or `messages` of `role` and `content`, as chats are stored. Where the turns do not fit, the earliest are
     left out; meta `cut` counts them. The score is ROUGE-L. Keyformer (arXiv:2403.09054) searches with four beams; its
     prompt is not given.
 
