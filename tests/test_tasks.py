@@ -179,6 +179,8 @@ def test_needles_stand_at_their_depth_after_a_sentence():
         assert before == "" or before.endswith(".")
         assert abs(len(before) - meta["depth"] * (len(before) + len(after))) < 60  # within a sentence
         assert meta["length"] == LENGTHS[e.index % len(LENGTHS)] * LENGTH
+        start = int(meta["needle_at"])
+        assert SANDWICH.fact in TOKENIZER.decode(e.context[start : start + int(meta["needle_tokens"])])
     e = needle_number(task(text=TEXT), 1, lengths=(900, 0.5), depths=(0.5,))
     assert sum(city in text_of(e) for city in CITIES) == 1
     assert dict(e.meta)["length"] == 0.5 * LENGTH

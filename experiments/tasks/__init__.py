@@ -16,19 +16,44 @@ from experiments.tasks.base import Protocol as Protocol
 from experiments.tasks.base import Question as Question
 from experiments.tasks.base import Task as Task
 from experiments.tasks.base import Tokens as Tokens
+from experiments.tasks.dialogue import dialogue
+from experiments.tasks.multi_turn import multi_turn, multi_turn_key_value
+from experiments.tasks.needle import needle, needle_number
 from experiments.tasks.perplexity import perplexity
+from experiments.tasks.reconstruction import reconstruction
 from experiments.tasks.retrieval import key_value, multi_query, several_needles, single_needle
-
-TASKS: dict[str, Builder] = {
-    "single_needle": single_needle,
-    "several_needles": several_needles,
-    "multi_query": multi_query,
-    "key_value": key_value,
-    "perplexity": perplexity,
-}
-"""Every task by its name: `(task, index) -> Example`; the first line of its docstring says what it asks."""
+from experiments.tasks.ruler import cwe, fwe, vt
+from experiments.tasks.ruler_needles import (
+    niah_multikey_1,
+    niah_multikey_2,
+    niah_multikey_3,
+    niah_multiquery,
+    niah_multivalue,
+    niah_single_1,
+    niah_single_2,
+    niah_single_3,
+)
+from experiments.tasks.ruler_qa import qa_1, qa_2
+from experiments.tasks.summarise import summarise
+from experiments.tasks.text_perplexity import evicted_perplexity, sliding_perplexity, streaming_perplexity
 
 RETRIEVAL = ("single_needle", "several_needles", "multi_query", "key_value")
+RULER = (
+    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
+    "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2",
+)  # fmt: skip
+TASKS: dict[str, Builder] = {
+    builder.__name__: builder
+    for builder in (
+        *(single_needle, several_needles, multi_query, key_value, perplexity),
+        *(needle, needle_number, multi_turn, multi_turn_key_value),
+        *(niah_single_1, niah_single_2, niah_single_3, niah_multikey_1, niah_multikey_2, niah_multikey_3),
+        *(niah_multivalue, niah_multiquery, vt, cwe, fwe, qa_1, qa_2),
+        *(sliding_perplexity, streaming_perplexity, evicted_perplexity),
+        *(summarise, reconstruction, dialogue),
+    )
+}
+"""Every task by its name: `(task, index) -> Example`; the first line of its docstring says what it asks."""
 
 
 def find(name: str) -> tuple[str, Builder]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from experiments.tasks.base import Example, Question, Task, example
+from experiments.tasks.base import Example, Question, Task, Tokens, example
 from experiments.tasks.text import check_enough, check_room, grid, haystack, most_that_fit
 
 LENGTHS = (1.0, 0.75, 0.5, 0.25)
@@ -108,15 +108,18 @@ def _hide(
     question = tuple(task.encode(hidden.question))
     found = haystack(task, task.rng(name, index), length, hidden.references)
 
-    def prompt(count: int) -> tuple[int, ...]:
-        text = _insert(found[:count], hidden.fact, depth)
-        return (*task.bos, *task.encode(text), *question)
+    def context(count: int) -> Tokens:
+        before = _before(found[:count], depth)
+        return (*task.bos, *task.encode(" ".join((*found[:before], hidden.fact, *found[before:count]))))
 
+    size = lambda count: len(context(count)) + len(question)
     sized = dataclasses.replace(task, length=length)
-    check_room(name, sized, len(prompt(0)), "needle and question")
-    count = most_that_fit(lambda n: len(prompt(n)), length, least=0, most=len(found))
-    check_enough(name, sized, count, found, len(prompt(count)), "sentences of the text")
-    ids = prompt(count)
+    check_room(name, sized, size(0), "needle and question")
+    count = most_that_fit(size, length, least=0, most=len(found))
+    check_enough(name, sized, count, found, size(count), "sentences of the text")
+    before = found[: _before(found[:count], depth)]
+    start, end = (len(task.bos) + len(task.encode(" ".join(text))) for text in (before, (*before, hidden.fact)))
+    meta = {"length": length, "depth": depth, "needle_at": start, "needle_tokens": end - start}
     asked = Question(
         question,
         references=hidden.references,
@@ -124,17 +127,17 @@ def _hide(
         max_new_tokens=hidden.max_new_tokens,
         stop=("\n",),
     )
-    return example(name, index, ids[: len(ids) - len(question)], asked, length=float(length), depth=float(depth))
+    return example(name, index, context(count), asked, **{key: float(value) for key, value in meta.items()})
 
 
-def _insert(found: Sequence[str], fact: str, depth: float) -> str:
-    """The sentences with the fact between two of them, as near to a relative depth by characters as it can be."""
+def _before(found: Sequence[str], depth: float) -> int:
+    """How many sentences are nearest to a relative depth by characters."""
     ends = [0, *itertools.accumulate(len(s) + 1 for s in found)]
     wanted = depth * ends[-1]
     after = bisect.bisect_left(ends, wanted)
     if after > 0 and wanted - ends[after - 1] < ends[after] - wanted:
         after -= 1
-    return " ".join((*found[:after], fact, *found[after:]))
+    return after
 
 
 def _check(name: str, task: Task, lengths: Sequence[int | float], depths: Sequence[float]) -> None:

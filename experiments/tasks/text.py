@@ -21,12 +21,6 @@ def sentences(text: str) -> tuple[str, ...]:
     return tuple(s for part in _SENTENCE_END.split(text) if (s := part.strip()))
 
 
-@functools.lru_cache(maxsize=2)
-def encoded(encode: Callable[[str], Sequence[int]], text: str) -> Tokens:
-    """The token ids of a whole text, which many examples share."""
-    return tuple(encode(text))
-
-
 def filler(rng: np.random.Generator, room: int) -> tuple[str, ...]:
     """Sentences of the project's own filler, more than `room` tokens of them."""
     bank = corpus.sentence_bank("held_out")

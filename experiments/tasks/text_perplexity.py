@@ -12,7 +12,7 @@ here. `perplexity` is the short form over the project's own language.
 """
 
 from experiments.tasks.base import Example, Question, Task, Tokens, example
-from experiments.tasks.text import encoded, filler
+from experiments.tasks.text import filler
 
 SCORED = 256
 
@@ -86,7 +86,7 @@ def _tokens(task: Task, index: int, name: str, apart: int) -> Tokens:
     count = task.length - len(task.bos)
     if not task.text:
         return tuple(task.encode(" ".join(filler(task.rng(name, index), count))))[:count]
-    ids, start = encoded(task.encode, task.text), index * apart
+    ids, start = task.text_ids, index * apart
     if start + count > len(ids):
         possible = max(0, (len(ids) - count) // apart + 1)
         raise ValueError(
