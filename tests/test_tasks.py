@@ -10,7 +10,7 @@ import uuid
 import numpy as np
 import pytest
 
-from experiments import corpus
+from experiments import corpus, tasks
 from experiments.tasks import Task, ruler_words
 from experiments.tasks.dialogue import dialogue
 from experiments.tasks.multi_turn import multi_turn, multi_turn_key_value
@@ -297,8 +297,6 @@ def test_questions_over_rows_have_their_documents_among_those_of_the_same_title(
     assert "T7\nOne. Two.\n" in text_of(e)
     assert "U7\nIt is 7." in text_of(e)
     assert e.questions[0].references == ("7",)
-    unanswered = ({**ROWS[0], "answers": {"text": []}}, *ROWS)
-    assert qa_1(task(rows=unanswered), 0).questions[0].references == ("1800",)
 
 
 def test_wonderwords_has_the_words():
@@ -362,14 +360,14 @@ def test_the_last_turn_of_a_dialogue_is_asked_for():
 @pytest.mark.parametrize(
     ("build", "row", "message"),
     [
-        (summarise, {"summary": "s"}, r"row 0 has none of the fields article, .*; it has summary"),
+        (summarise, {"summary": "s"}, r"row 0: has none of the fields article, .*; it has summary"),
         (summarise, {"article": " ", "summary": "s"}, r"row 0: .* must be text, not ' '"),
         (summarise, {"article": "a b c d", "highlights": []}, r"row 0: .* must be text or a list of texts"),
-        (dialogue, {"dialogue": ["one"]}, r"row 0 must have a list of at least 2 turns"),
-        (dialogue, {"dialogue": ["a", "b"], "speakers": ["A"]}, r"2 turns, but 1 speakers"),
+        (dialogue, {"dialogue": ["one"]}, r"row 0: there must be a list of at least 2 turns"),
+        (dialogue, {"dialogue": ["a", "b"], "speakers": ["A"]}, r"row 0: 2 turns, but 1 speakers"),
         (dialogue, {"dialogue": ["a", ""]}, r"row 0: every turn must be text"),
         (qa_1, {"question": "q", "answers": ["a"], "context": {"title": ["t"]}}, r"row 0: context must be text, or"),
-        (qa_1, {"question": "q", "answers": []}, r"needs 1 rows that have an answer, but the data have 0; .*SQuAD"),
+        (qa_1, {"question": "q", "answers": {"text": []}}, r"row 0: answers or answer must be text or a list of texts"),
     ],
 )
 def test_rows_that_lack_something_are_named(build, row, message):
@@ -377,6 +375,21 @@ def test_rows_that_lack_something_are_named(build, row, message):
         build(task(rows=(row,)), 0)
     with pytest.raises(ValueError, match=r"needs \d+ rows.*the data have 0"):
         build(task(), 3)
+
+
+def test_a_form_over_a_file_names_its_bad_rows(tmp_path):
+    path = tmp_path / "news.jsonl"
+    path.write_text('{"article": "a", "highlights": "b"}\n\n["a"]\n{"article": "c"}\n{"article": "d", "summary": "e"}')
+    name, build = tasks.find(f"summarise:{path}")
+    assert (name, len(build)) == ("summarise:news", 4)
+    e = build(task(), 3)
+    assert (text_of(e).split()[-1], e.questions[0].references) == ("d", ("e",))
+    for index, line, reason in ((1, 3, "a row is an object"), (2, 4, "has none of the fields highlights")):
+        with pytest.raises(tasks.BadRow, match=rf"row {line}: {reason}"):
+            build(task(), index)
+    assert repr(build) == repr(tasks.find(f"summarise:{path}")[1])
+    with pytest.raises(ValueError, match=r"no task 'sum:"):
+        tasks.find(f"sum:{path}")
 
 
 # --- text ---

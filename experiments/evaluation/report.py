@@ -15,6 +15,7 @@ import kvjax
 from experiments.evaluation.results import read_config, seal, write_bytes, write_figure, write_json
 from experiments.evaluation.summary import TIMES as TIMES
 from experiments.evaluation.summary import summarise as summarise
+from experiments.tasks import NEEDLES
 from kvjax.analysis import Interval
 
 # --- tables ---
@@ -199,11 +200,14 @@ def plot_perplexity_against_budget(rows: Sequence[dict[str, Any]], length: int, 
 def plot_depth_against_length(samples: Sequence[dict[str, Any]], length: int, path: pathlib.Path) -> None:
     """Where in the prompt a single needle is found, for every policy of the run, those of one budget side by side.
 
-    Depths are joined to bands until three needles are in a cell on average.
+    Of several tasks that hide one needle, the first in `NEEDLES` is drawn. Depths are joined to bands until three
+    needles are in a cell on average.
     """
     needles: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    found = {s["task"] for s in samples}
+    drawn = next(name for name in NEEDLES if name in found)
     for s in samples:
-        if s["task"] == "single_needle":
+        if s["task"] == drawn:
             needles.setdefault((s["method"], s["budget"]), []).append(s)
     kept = lambda group: float(np.mean([s["live"] / s["prompt_tokens"] for s in group]))
     share = {r: budget_fraction({"budget": r[1], "live_of_prompt": kept(g)}, length) for r, g in needles.items()}
@@ -218,7 +222,7 @@ def plot_depth_against_length(samples: Sequence[dict[str, Any]], length: int, pa
 
 def prominence(task: str, prompt_tokens: float) -> tuple[bool, float]:
     """What orders examples: kept positions are drawn of the first with the largest, of a needle where there is any."""
-    return task == "single_needle", prompt_tokens
+    return task in NEEDLES, prompt_tokens
 
 
 def plot_kept_positions(
@@ -250,7 +254,7 @@ def write(
         plot_score_against_budget(summary["retrieval_mean"], length, directory / "score_against_budget.png")
     if rows := [r for r in summary["rows"] if r["task"] == "perplexity"]:
         plot_perplexity_against_budget(rows, length, directory / "perplexity_against_budget.png")
-    if any(s["task"] == "single_needle" for s in samples):
+    if any(s["task"] in NEEDLES for s in samples):
         plot_depth_against_length(samples, length, directory / "depth_against_length.png")
     kept = load_kept(directory, config)
     if kept:

@@ -9,6 +9,7 @@ Every task is text: a context, a question about it, and the values that a right 
 import inspect
 
 from configs import loading
+from experiments.tasks import forms
 from experiments.tasks.base import BadRow as BadRow
 from experiments.tasks.base import Builder as Builder
 from experiments.tasks.base import Example as Example
@@ -38,6 +39,7 @@ from experiments.tasks.summarise import summarise
 from experiments.tasks.text_perplexity import evicted_perplexity, sliding_perplexity, streaming_perplexity
 
 RETRIEVAL = ("single_needle", "several_needles", "multi_query", "key_value")
+NEEDLES = ("single_needle", "needle", "needle_number")
 RULER = (
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
     "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2",
@@ -60,13 +62,16 @@ def find(name: str) -> tuple[str, Builder]:
     """The name that a task has in results, and what builds it.
 
     Args:
-      name: one of `TASKS`, or "path.py:function" for a builder (task, index) of one's own, named after the function.
+      name: one of `TASKS`, "form:source" for one of `forms.FORMS` over rows of one's own, or "path.py:function" for a
+        builder (task, index) of one's own, named after the function.
 
     Raises:
       ValueError: no such task, naming those that exist; or a function that cannot be called so.
     """
     if name in TASKS:
         return name, TASKS[name]
+    if found := forms.find(name):
+        return found
     if ".py:" not in name:
         raise ValueError(f"no task {name!r}; there are {', '.join(TASKS)}, or write path.py:function for your own")
     builder = loading.function(name)
@@ -80,4 +85,5 @@ def find(name: str) -> tuple[str, Builder]:
 def listing() -> str:
     """A line for every task."""
     first = lambda builder: (inspect.getdoc(builder) or "").partition("\n")[0]
-    return "\n".join(f"{name:16} {first(builder)}" for name, builder in TASKS.items())
+    width = max(map(len, TASKS))
+    return "\n".join(f"{name:{width}} {first(builder)}" for name, builder in TASKS.items())

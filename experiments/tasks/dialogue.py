@@ -57,14 +57,14 @@ def _turns(index: int, row: Mapping[str, Any]) -> list[tuple[str, str]]:
     """
     found = field("dialogue", index, row, ("dialogue", "messages"))
     if not isinstance(found, list | tuple) or len(found) < 2:
-        raise ValueError(f"dialogue: row {index} must have a list of at least 2 turns, not {found!r:.60}")
+        raise ValueError(f"dialogue: row {index}: there must be a list of at least 2 turns, not {found!r:.60}")
     if all(isinstance(turn, Mapping) for turn in found):
         speakers, texts = [turn.get("role") for turn in found], [turn.get("content") for turn in found]
     else:
         speakers, texts = row.get("speakers"), list(found)
         speakers = [_SPEAKERS[i % 2] for i in range(len(texts))] if speakers is None else list(speakers)
     if len(speakers) != len(texts):
-        raise ValueError(f"dialogue: row {index} has {len(texts)} turns, but {len(speakers)} speakers; give one a turn")
+        raise ValueError(f"dialogue: row {index}: {len(texts)} turns, but {len(speakers)} speakers; give one a turn")
     if not all(isinstance(s, str) and s.strip() for s in (*speakers, *texts)):
         raise ValueError(f"dialogue: row {index}: every turn must be text that is not blank, said by someone")
     return [(who.strip(), " ".join(what.split())) for who, what in zip(speakers, texts, strict=True)]

@@ -26,7 +26,7 @@ def field(name: str, index: int, row: Mapping[str, Any], names: Sequence[str]) -
     for each in names:
         if row.get(each) is not None:
             return row[each]
-    raise ValueError(f"{name}: row {index} has none of the fields {', '.join(names)}; it has {', '.join(row)}")
+    raise ValueError(f"{name}: row {index}: has none of the fields {', '.join(names)}; it has {', '.join(row)}")
 
 
 def text_of(name: str, index: int, row: Mapping[str, Any], names: Sequence[str]) -> str:

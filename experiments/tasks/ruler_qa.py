@@ -4,7 +4,9 @@ RULER takes SQuAD 2.0 (qa_1) and HotpotQA (qa_2), neither of which comes with th
 the form of either dataset. The documents of other rows are distractors, those of the same title first.
 """
 
+import contextlib
 import functools
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,19 +43,20 @@ def _qa(task: Task, index: int, name: str) -> Example:
     """A row's question over its documents and as many of other rows as fit; right where any reference is contained.
 
     A row has `question`, `answers` or `answer`, and `context`: one text, as in SQuAD, or several with their titles, as
-    in HotpotQA; `title` tells which texts belong together. Rows without an answer, as SQuAD 2.0 has, are left out.
+    in HotpotQA; `title` tells which texts belong together. Rows that cannot be asked, as SQuAD 2.0's without an answer,
+    still lend their documents.
 
     Raises:
       ValueError: no such row, one that lacks a field, or documents that are too many or too few for the length.
     """
-    rows = [i for i, row in enumerate(task.rows) if _answered(row)]
-    if index >= len(rows):
+    if index >= len(task.rows):
         raise ValueError(
-            f"{name}: example {index} needs {index + 1} rows that have an answer, but the data have {len(rows)}; "
-            f"RULER's own are {DATA[name]}: give them as rows with question, answers and context"
+            f"{name}: example {index} needs {index + 1} rows, but the data have {len(task.rows)}; RULER's own are "
+            f"{DATA[name]}: give rows with question, answers and context as --tasks {name}:rows.jsonl"
         )
-    row = task.rows[rows[index]]
-    own, others = _documents(name, rows[index], row), _all_documents(name, task.rows)
+    row = task.rows[index]
+    references = answers_of(name, index, row, ("answers", "answer"))
+    own, others = _documents(name, index, row), _all_documents(name, task.rows)
     rng = task.rng(name, index)
     near = [d for title, d in others if title is not None and title == row.get("title") and d not in own]
     known = {*own, *near}
@@ -63,7 +66,7 @@ def _qa(task: Task, index: int, name: str) -> Example:
         *(near[i] for i in rng.permutation(len(near))),
         *(far[i] for i in rng.permutation(len(far))),
     )
-    asked = text_of(name, rows[index], row, ("question",))
+    asked = text_of(name, index, row, ("question",))
     question = tuple(task.encode(_QUESTION.format(question=asked)))
 
     def context(count: int) -> Tokens:
@@ -72,19 +75,12 @@ def _qa(task: Task, index: int, name: str) -> Example:
         return (*task.bos, *task.encode(_BEFORE + text))
 
     size = lambda count: len(context(count)) + len(question) + ANSWER
-    check_room(name, task, size(len(own)), f"row {rows[index]}, its question and {ANSWER} tokens of answer")
+    check_room(name, task, size(len(own)), f"row {index}, its question and {ANSWER} tokens of answer")
     count = most_that_fit(size, task.length, least=len(own), most=len(ordered))
     check_enough(name, task, count, ordered, size(count), "documents")
-    references = answers_of(name, rows[index], row, ("answers", "answer"))
     wanted = Question(question, references=references, metric="contains", max_new_tokens=ANSWER)
-    return example(name, index, context(count), wanted, length=float(task.length))
-
-
-def _answered(row: Mapping[str, Any]) -> bool:
-    """Whether a row has an answer, or a fault that is to be named."""
-    found = row.get("answers", row.get("answer"))
-    found = found.get("text") if isinstance(found, Mapping) else found
-    return found is None or len(found) > 0
+    same = f"{zlib.crc32(''.join(own).encode()):08x}"  # rows that share a context are not independent
+    return example(name, index, context(count), wanted, length=float(task.length), same_context=same)
 
 
 def _documents(name: str, index: int, row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -107,7 +103,7 @@ def _documents(name: str, index: int, row: Mapping[str, Any]) -> tuple[str, ...]
 
 
 def _all_documents(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[Any, str], ...]:
-    """Every row's documents with its title, each document once."""
+    """The documents of every row that has some with its title, each document once."""
     return _cached(_Rows(name, rows))
 
 
@@ -128,6 +124,7 @@ class _Rows:
 def _cached(data: _Rows) -> tuple[tuple[Any, str], ...]:
     found: dict[str, Any] = {}
     for i, row in enumerate(data.rows):
-        for document in _documents(data.name, i, row):
-            found.setdefault(document, row.get("title"))
+        with contextlib.suppress(ValueError):  # it is named when it is asked for
+            for document in _documents(data.name, i, row):
+                found.setdefault(document, row.get("title"))
     return tuple((title, document) for document, title in found.items())
