@@ -18,6 +18,9 @@ from experiments.evaluation.statistics import interval
 
 Line = Mapping[str, Any]
 
+ALIKE: Final = ("same", "prefix", "edit_similarity")
+"""What `agreement` measures without any metric."""
+
 TEXT_METRICS: Final = ("rouge_1", "rouge_2", "rouge_l", "bleu", "meteor")
 """Those of the papers' tables of summaries and reconstructions; `metrics.find` says what each needs."""
 
@@ -56,7 +59,7 @@ def agreement(samples: Iterable[Line], names: Sequence[str] = (), baseline: str 
     def judged(output: str, reference: str) -> dict[str, float]:
         blank = (not output.strip()) + (not reference.strip())
         if blank:
-            return dict.fromkeys(("same", "prefix", "edit_similarity", *names), float(blank == 2))
+            return dict.fromkeys((*ALIKE, *names), float(blank == 2))
         return _alike(output, reference) | {m.name: m(output, [reference]) for m in found}
 
     return [
@@ -128,4 +131,4 @@ def _alike(output: str, reference: str) -> dict[str, float]:
     a, b = output.split(), reference.split()
     first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     similarity = difflib.SequenceMatcher(None, a, b, autojunk=False).ratio()
-    return {"same": float(output == reference), "prefix": first / len(b), "edit_similarity": similarity}
+    return dict(zip(ALIKE, (float(output == reference), first / len(b), similarity), strict=True))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import kvjax
+from experiments.evaluation.agreement import ALIKE
 from experiments.evaluation.results import read_config, seal, write_bytes, write_figure, write_json
 from experiments.evaluation.summary import TIMES as TIMES
 from experiments.evaluation.summary import summarise as summarise
@@ -61,6 +62,7 @@ def markdown(summary: dict[str, Any], title: str) -> str:
             *table(head, quality),
             "",
             *_against_full(summary),
+            *_agreement(summary),
             "Slots and bytes are for one sequence; live tokens are means over layers and heads after the prompt.",
             "Prefill time is for one sequence of a batch, decode speed for the whole batch. Peaks are what the",
             "compiled programs take for one batch: arguments (parameters included), results and temporaries.",
@@ -97,6 +99,26 @@ def _against_full(summary: dict[str, Any]) -> list[str]:
         "p-values are adjusted for all methods and budgets on a task (Holm); a verdict needs 0.05 at most.",
         "",
         *table(["method", "budget", "task", "difference", "p", "verdict"], [cells(r) for r in rows]),
+        "",
+    ]
+
+
+def _agreement(summary: dict[str, Any]) -> list[str]:
+    """How far the outputs of every method are the full cache's."""
+    rows = [r for r in summary["rows"] if "agreement" in r]
+    if not rows:
+        return []
+
+    def cells(r: dict[str, Any]) -> list[str]:
+        shown = ([f"{100 * x:.1f}" for x in r["agreement"][name]] for name in ALIKE)
+        intervals = [f"{mean} [{low}, {high}]" for mean, low, high in shown]
+        return [r["method"], r["budget"], r["task"].replace("_", " "), *intervals]
+
+    return [
+        "How far outputs are the full cache's on the same rows, in percent: equal ones, its words up to",
+        "the first that differs, and similarity of words (`experiments/evaluation/agreement.py`).",
+        "",
+        *table(["method", "budget", "task", "equal", "equal up to", "similarity"], [cells(r) for r in rows]),
         "",
     ]
 
