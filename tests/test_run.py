@@ -53,6 +53,7 @@ def test_outputs(finished):
     row = next(r for r in summary["rows"] if (r["method"], r["budget"], r["task"]) == ("snapkv", "0.5", "key_value"))
     assert row["examples"] == 4
     assert 0 <= row["low"] <= row["score"] <= row["high"] <= 1
+    assert 0 <= row["agreement"]["same"][0] <= row["agreement"]["prefix"][0] <= 1
     assert 0.4 < row["kv_bytes_of_full"] < 0.8
     assert row["slots"] * 2 * 4 * 32 == row["kv_bytes"]
     assert row["prefill_seconds"] > 0

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from configs.experiment import Setup
 from experiments import tasks
+from experiments.evaluation import metrics
 from experiments.evaluation.batches import Row, rows_of
 from experiments.evaluation.provenance import definition
 from experiments.tasks import BadRow, Builder, Example, Task
@@ -57,8 +58,9 @@ def described(setup: Setup, builders: Mapping[str, Builder]) -> dict[str, Any]:
 
 def count(builder: Builder, setup: Setup) -> int:
     """How many examples there are of each seed."""
-    wanted = EXAMPLES if setup.examples is None else setup.examples
-    return len(builder) if isinstance(builder, Sized) else wanted
+    if isinstance(builder, Sized):
+        return len(builder) if setup.examples is None else min(len(builder), setup.examples)
+    return EXAMPLES if setup.examples is None else setup.examples
 
 
 def read_text(file: str) -> str:
@@ -86,7 +88,7 @@ def build(setup: Setup, builders: Mapping[str, Builder], tokenizer: Any, config:
       config: the model's.
 
     Raises:
-      ValueError: no row that can be asked, or a chat without a template.
+      ValueError: no row that can be asked, a chat without a template, or a metric that lacks something.
     """
     if setup.chat and getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(f"--chat needs a chat template, which the tokenizer of {setup.model} has not; leave it out")
@@ -117,6 +119,8 @@ def build(setup: Setup, builders: Mapping[str, Builder], tokenizer: Any, config:
             bad.append({"task": name, "index": index, "line": e.line, "reason": e.reason})
     if not rows:
         raise ValueError(f"none of {len(bad)} rows can be asked; the first, line {bad[0]['line']}: {bad[0]['reason']}")
+    for metric in {q.metric for row in rows for q in row.example.questions if not q.continuation}:
+        metrics.find(metric)
     return rows, bad
 
 

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 import kvjax
+from experiments.evaluation.agreement import ALIKE
 from experiments.evaluation.results import read_config, seal, write_bytes, write_figure, write_json
 from experiments.evaluation.summary import TIMES as TIMES
 from experiments.evaluation.summary import summarise as summarise
+from experiments.tasks import NEEDLES
 from kvjax.analysis import Interval
 
 # --- tables ---
@@ -60,6 +62,7 @@ def markdown(summary: dict[str, Any], title: str) -> str:
             *table(head, quality),
             "",
             *_against_full(summary),
+            *_agreement(summary),
             "Slots and bytes are for one sequence; live tokens are means over layers and heads after the prompt.",
             "Prefill time is for one sequence of a batch, decode speed for the whole batch. Peaks are what the",
             "compiled programs take for one batch: arguments (parameters included), results and temporaries.",
@@ -96,6 +99,26 @@ def _against_full(summary: dict[str, Any]) -> list[str]:
         "p-values are adjusted for all methods and budgets on a task (Holm); a verdict needs 0.05 at most.",
         "",
         *table(["method", "budget", "task", "difference", "p", "verdict"], [cells(r) for r in rows]),
+        "",
+    ]
+
+
+def _agreement(summary: dict[str, Any]) -> list[str]:
+    """How far the outputs of every method are the full cache's."""
+    rows = [r for r in summary["rows"] if "agreement" in r]
+    if not rows:
+        return []
+
+    def cells(r: dict[str, Any]) -> list[str]:
+        shown = ([f"{100 * x:.1f}" for x in r["agreement"][name]] for name in ALIKE)
+        intervals = [f"{mean} [{low}, {high}]" for mean, low, high in shown]
+        return [r["method"], r["budget"], r["task"].replace("_", " "), *intervals]
+
+    return [
+        "How far outputs are the full cache's on the same rows, in percent: equal ones, its words up to",
+        "the first that differs, and similarity of words (`experiments/evaluation/agreement.py`).",
+        "",
+        *table(["method", "budget", "task", "equal", "equal up to", "similarity"], [cells(r) for r in rows]),
         "",
     ]
 
@@ -199,11 +222,14 @@ def plot_perplexity_against_budget(rows: Sequence[dict[str, Any]], length: int, 
 def plot_depth_against_length(samples: Sequence[dict[str, Any]], length: int, path: pathlib.Path) -> None:
     """Where in the prompt a single needle is found, for every policy of the run, those of one budget side by side.
 
-    Depths are joined to bands until three needles are in a cell on average.
+    Of several tasks that hide one needle, the first in `NEEDLES` is drawn. Depths are joined to bands until three
+    needles are in a cell on average.
     """
     needles: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    found = {s["task"] for s in samples}
+    drawn = next(name for name in NEEDLES if name in found)
     for s in samples:
-        if s["task"] == "single_needle":
+        if s["task"] == drawn:
             needles.setdefault((s["method"], s["budget"]), []).append(s)
     kept = lambda group: float(np.mean([s["live"] / s["prompt_tokens"] for s in group]))
     share = {r: budget_fraction({"budget": r[1], "live_of_prompt": kept(g)}, length) for r, g in needles.items()}
@@ -218,7 +244,7 @@ def plot_depth_against_length(samples: Sequence[dict[str, Any]], length: int, pa
 
 def prominence(task: str, prompt_tokens: float) -> tuple[bool, float]:
     """What orders examples: kept positions are drawn of the first with the largest, of a needle where there is any."""
-    return task == "single_needle", prompt_tokens
+    return task in NEEDLES, prompt_tokens
 
 
 def plot_kept_positions(
@@ -250,7 +276,7 @@ def write(
         plot_score_against_budget(summary["retrieval_mean"], length, directory / "score_against_budget.png")
     if rows := [r for r in summary["rows"] if r["task"] == "perplexity"]:
         plot_perplexity_against_budget(rows, length, directory / "perplexity_against_budget.png")
-    if any(s["task"] == "single_needle" for s in samples):
+    if any(s["task"] in NEEDLES for s in samples):
         plot_depth_against_length(samples, length, directory / "depth_against_length.png")
     kept = load_kept(directory, config)
     if kept:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from experiments.evaluation import statistics
+from experiments.evaluation.agreement import ALIKE, agreement, means
 from experiments.tasks import RETRIEVAL
 
 Sample = dict[str, Any]
@@ -18,7 +19,7 @@ def summarise(samples: Sequence[Sample], costs: dict[str, Any], bad: Sequence[di
     """A row for every method, budget and task, one for the mean of the retrieval tasks, and the rows that are none.
 
     `against_full` of a row is the paired comparison with the full cache, its p-value adjusted for all methods and
-    budgets that are compared on the task.
+    budgets that are compared on the task; `agreement` is how far outputs are the full cache's.
     """
     runs = list(dict.fromkeys((s["method"], s["budget"]) for s in samples))
     tasks = list(dict.fromkeys(s["task"] for s in samples))
@@ -39,6 +40,9 @@ def summarise(samples: Sequence[Sample], costs: dict[str, Any], bad: Sequence[di
         return found
 
     by_task = {name: {(r["method"], r["budget"]): r for r in rows(name, [name])} for name in tasks}
+    for found in means(agreement(samples)) if any(s["method"] == "full" for s in samples) else ():
+        measures = {name: found[name] for name in ALIKE}
+        by_task[found["task"]][found["method"], found["budget"]]["agreement"] = measures
     return {
         "rows": [by_task[name][run] for run in runs for name in tasks if run in by_task[name]],
         "retrieval_mean": rows("retrieval_mean", RETRIEVAL),

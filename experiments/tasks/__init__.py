@@ -9,6 +9,7 @@ Every task is text: a context, a question about it, and the values that a right 
 import inspect
 
 from configs import loading
+from experiments.tasks import forms
 from experiments.tasks.base import BadRow as BadRow
 from experiments.tasks.base import Builder as Builder
 from experiments.tasks.base import Example as Example
@@ -16,32 +17,61 @@ from experiments.tasks.base import Protocol as Protocol
 from experiments.tasks.base import Question as Question
 from experiments.tasks.base import Task as Task
 from experiments.tasks.base import Tokens as Tokens
+from experiments.tasks.dialogue import dialogue
+from experiments.tasks.multi_turn import multi_turn, multi_turn_key_value
+from experiments.tasks.needle import needle, needle_number
 from experiments.tasks.perplexity import perplexity
+from experiments.tasks.reconstruction import reconstruction
 from experiments.tasks.retrieval import key_value, multi_query, several_needles, single_needle
-
-TASKS: dict[str, Builder] = {
-    "single_needle": single_needle,
-    "several_needles": several_needles,
-    "multi_query": multi_query,
-    "key_value": key_value,
-    "perplexity": perplexity,
-}
-"""Every task by its name: `(task, index) -> Example`; the first line of its docstring says what it asks."""
+from experiments.tasks.ruler import cwe, fwe, vt
+from experiments.tasks.ruler_needles import (
+    niah_multikey_1,
+    niah_multikey_2,
+    niah_multikey_3,
+    niah_multiquery,
+    niah_multivalue,
+    niah_single_1,
+    niah_single_2,
+    niah_single_3,
+)
+from experiments.tasks.ruler_qa import qa_1, qa_2
+from experiments.tasks.summarise import summarise
+from experiments.tasks.text_perplexity import evicted_perplexity, sliding_perplexity, streaming_perplexity
 
 RETRIEVAL = ("single_needle", "several_needles", "multi_query", "key_value")
+NEEDLES = ("single_needle", "needle", "needle_number")
+RULER = (
+    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
+    "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2",
+)  # fmt: skip
+TASKS: dict[str, Builder] = {
+    builder.__name__: builder
+    for builder in (
+        *(single_needle, several_needles, multi_query, key_value, perplexity),
+        *(needle, needle_number, multi_turn, multi_turn_key_value),
+        *(niah_single_1, niah_single_2, niah_single_3, niah_multikey_1, niah_multikey_2, niah_multikey_3),
+        *(niah_multivalue, niah_multiquery, vt, cwe, fwe, qa_1, qa_2),
+        *(sliding_perplexity, streaming_perplexity, evicted_perplexity),
+        *(summarise, reconstruction, dialogue),
+    )
+}
+"""Every task by its name: `(task, index) -> Example`; the first line of its docstring says what it asks."""
 
 
 def find(name: str) -> tuple[str, Builder]:
     """The name that a task has in results, and what builds it.
 
     Args:
-      name: one of `TASKS`, or "path.py:function" for a builder (task, index) of one's own, named after the function.
+      name: one of `TASKS`, "form:source" for one of `forms.FORMS` over rows of one's own, or "path.py:function" for a
+        builder (task, index) of one's own, named after the function.
 
     Raises:
       ValueError: no such task, naming those that exist; or a function that cannot be called so.
     """
     if name in TASKS:
         return name, TASKS[name]
+    if found := forms.find(name):
+        return found
     if ".py:" not in name:
         raise ValueError(f"no task {name!r}; there are {', '.join(TASKS)}, or write path.py:function for your own")
     builder = loading.function(name)
@@ -55,4 +85,5 @@ def find(name: str) -> tuple[str, Builder]:
 def listing() -> str:
     """A line for every task."""
     first = lambda builder: (inspect.getdoc(builder) or "").partition("\n")[0]
-    return "\n".join(f"{name:16} {first(builder)}" for name, builder in TASKS.items())
+    width = max(map(len, TASKS))
+    return "\n".join(f"{name:{width}} {first(builder)}" for name, builder in TASKS.items())

@@ -5,7 +5,7 @@ import functools
 import itertools
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 from typing import Protocol as Interface
 
@@ -100,6 +100,7 @@ class Task:
         sentences are.
       tokenizer: where `encode` is from, for builders that need more of it.
       limit: tokens of context, question and answer together that the model has room for; None for any number.
+      rows: rows of one's own, each with the fields that its task names.
     """
 
     encode: Callable[[str], Sequence[int]]
@@ -109,6 +110,7 @@ class Task:
     text: str = ""
     tokenizer: Any = None
     limit: int | None = None
+    rows: tuple[Mapping[str, Any], ...] = ()
 
     def rng(self, name: str, index: int) -> np.random.Generator:
         """A generator of its own for every example."""

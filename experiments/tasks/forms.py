@@ -1,0 +1,83 @@
+"""Tasks over rows of one's own in the forms of published data sets: `--tasks summarise:news.jsonl`."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from experiments.tasks.base import BadRow, Builder, Example, Task
+from experiments.tasks.dialogue import dialogue
+from experiments.tasks.own_data import Rows, read
+from experiments.tasks.reconstruction import reconstruction
+from experiments.tasks.ruler_qa import qa_1, qa_2
+from experiments.tasks.summarise import summarise
+
+FORMS: Final[dict[str, Builder]] = {b.__name__: b for b in (summarise, reconstruction, dialogue, qa_1, qa_2)}
+"""Tasks that take `Task.rows`; each says which fields a row has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Form(Rows):
+    """A task of `FORMS` over the rows of a source: example i is row i.
+
+    Attributes:
+      form: the task.
+    """
+
+    form: str = ""
+
+    def __call__(self, task: Task, index: int) -> Example:
+        """The example of a row.
+
+        Raises:
+          BadRow: one that cannot be asked, with its line and the reason.
+        """
+        line, row = self.rows[index]
+        try:
+            _object(row)
+            return FORMS[self.form](dataclasses.replace(task, rows=self._objects), index)
+        except ValueError as e:
+            reason = str(e).removeprefix(f"{self.form}: ").removeprefix(f"row {index}: ")  # the line says which
+            raise BadRow(line, reason) from e
+
+    @functools.cached_property
+    def _objects(self) -> tuple[Mapping[str, Any], ...]:
+        """All rows; those that are no objects are without fields."""
+        return tuple(map(_object_or_none, (row for _, row in self.rows)))
+
+
+def find(name: str) -> tuple[str, Form] | None:
+    """The name in results and the builder of "form:source", where `read` says what a source is; None for another name.
+
+    Raises:
+      ValueError: a source that cannot be read.
+    """
+    form, _, source = name.partition(":")
+    if form not in FORMS or not source:
+        return None
+    data = read(source)
+    return f"{form}:{data.name}", Form(f"{form}:{data.name}", data.source, data.rows, form=form)
+
+
+def _object(row: Any) -> Mapping[str, Any]:
+    """A row as an object.
+
+    Raises:
+      ValueError: it is none.
+    """
+    if isinstance(row, bytes):
+        try:
+            row = json.loads(row)
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"no JSON: {e}") from e
+    if not isinstance(row, dict):
+        raise ValueError(f"a row is an object with fields, not {row!r:.40}")
+    return row
+
+
+def _object_or_none(row: Any) -> Mapping[str, Any]:
+    try:
+        return _object(row)
+    except ValueError:
+        return {}

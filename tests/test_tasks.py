@@ -1,0 +1,410 @@
+"""Tasks over running text and rows: laws of all of them, and what each hides, asks and scores."""
+
+import importlib.util
+import itertools
+import re
+import sys
+import types
+import uuid
+
+import numpy as np
+import pytest
+
+from experiments import corpus, tasks
+from experiments.tasks import Task, ruler_words
+from experiments.tasks.dialogue import dialogue
+from experiments.tasks.multi_turn import multi_turn, multi_turn_key_value
+from experiments.tasks.needle import CITIES, DEPTHS, LENGTHS, SANDWICH, needle, needle_number
+from experiments.tasks.reconstruction import reconstruction
+from experiments.tasks.ruler import COMMON, cwe, fwe, vt
+from experiments.tasks.ruler_needles import (
+    niah_multikey_1,
+    niah_multikey_2,
+    niah_multikey_3,
+    niah_multiquery,
+    niah_multivalue,
+    niah_single_1,
+    niah_single_2,
+    niah_single_3,
+)
+from experiments.tasks.ruler_qa import qa_1, qa_2
+from experiments.tasks.summarise import summarise
+from experiments.tasks.text import cut_middle, grid, most_that_fit, sentences
+from experiments.tasks.text_perplexity import evicted_perplexity, sliding_perplexity, streaming_perplexity
+
+LENGTH = 1500
+RULER = (
+    niah_single_1, niah_single_2, niah_single_3, niah_multikey_1, niah_multikey_2, niah_multikey_3, niah_multivalue,
+    niah_multiquery, vt, cwe, fwe,
+)  # fmt: skip
+OVER_TEXT = (*RULER, needle, needle_number, multi_turn, multi_turn_key_value, reconstruction)
+PERPLEXITY = sliding_perplexity, streaming_perplexity, evicted_perplexity
+ROWS = tuple(
+    {
+        "context": f"In the year {1800 + i} the town of Hill{i} built a mill. It stood by the river for {i} years.",
+        "question": f"When did Hill{i} build a mill?",
+        "answers": {"text": [str(1800 + i)], "answer_start": [12]},
+        "article": f"Hill{i} has a mill. It was built in {1800 + i}.",
+        "summary": f"Hill{i} built a mill.",
+        "dialogue": [f"Do you know Hill{i}?", "It has a mill.", f"Since {1800 + i}?"],
+        "speakers": ["Ada", "Bo", "Ada"],
+        "narrative": f"Ada and Bo talk about Hill{i}.",
+    }
+    for i in range(80)
+)
+OVER_ROWS = summarise, dialogue, qa_1, qa_2
+
+
+class Tokenizer:
+    """A stand-in: pieces of words of four letters at most, so that ids turn back into the same text."""
+
+    def __init__(self):
+        self.pieces: list[str] = ["<bos>"]
+        self.ids: dict[str, int] = {}
+
+    def encode(self, text: str) -> list[int]:
+        found = re.findall(r"\w{1,4}|\W", text)
+        for piece in found:
+            if piece not in self.ids:
+                self.ids[piece] = len(self.pieces)
+                self.pieces.append(piece)
+        return [self.ids[piece] for piece in found]
+
+    def decode(self, ids) -> str:
+        return "".join(self.pieces[i] for i in ids)
+
+
+TOKENIZER = Tokenizer()
+TEXT = " ".join(f"Sentence number {i} says that {w} was {v}ed." for i, (w, v) in
+                enumerate(itertools.islice(itertools.product(corpus.NOUNS, corpus.ADJECTIVES), 900)))  # fmt: skip
+
+
+def task(length: int = LENGTH, **options) -> Task:
+    return Task(TOKENIZER.encode, (0,), length, options.pop("seed", 0), **options)
+
+
+def text_of(e) -> str:
+    return TOKENIZER.decode(e.context)
+
+
+@pytest.fixture(autouse=True)
+def wonderwords(monkeypatch):
+    """Words of the project's own in place of those of the package, which the main environment may lack."""
+    kinds = {"noun": [a + b for a in corpus.NOUNS for b in corpus.NAMES[:5]], "adjective": corpus.ADJECTIVES}
+    fake: object = types.SimpleNamespace(
+        filter=lambda start, include_categories: kinds.get(*include_categories, ["go"])
+    )
+    module: object = types.SimpleNamespace(RandomWord=lambda: fake)
+    monkeypatch.setitem(sys.modules, "wonderwords", module)
+    ruler_words.words.cache_clear()
+    yield
+    ruler_words.words.cache_clear()
+
+
+# --- laws of all tasks ---
+
+
+@pytest.mark.parametrize("text", ["", TEXT], ids=["filler", "text"])
+@pytest.mark.parametrize("build", [*OVER_TEXT, *PERPLEXITY, *OVER_ROWS], ids=lambda b: b.__name__)
+def test_examples_are_reproducible_and_as_long_as_wanted(build, text):
+    rows = ROWS if build in OVER_ROWS else ()
+    for index in range(2):
+        e = build(task(text=text, rows=rows), index)
+        assert e == build(task(text=text, rows=rows), index)
+        assert (e.task, e.index, e.context[0]) == (build.__name__, index, 0)
+        assert e.questions
+        room = max(q.max_new_tokens for q in e.questions) if build in (*RULER, qa_1, qa_2, reconstruction) else 0
+        total = len(e.context) + max(len(q.ids) + len(q.continuation) for q in e.questions) + room
+        length = min(dict(e.meta)["length"], LENGTH) if build in (needle, needle_number) else LENGTH
+        assert total <= length
+        if build not in (summarise, dialogue):
+            assert total > length - 130  # a unit of the largest: a document, or a sentence twice
+        for q in e.questions:
+            assert bool(q.references) == bool(q.max_new_tokens) == (not q.continuation)
+    assert build(task(text=text, rows=rows), 0) != build(task(text=text, rows=rows), 1)
+    if build not in (*PERPLEXITY, summarise, dialogue) or not (text or rows):
+        assert build(task(text=text, rows=rows, seed=1), 0) != build(task(text=text, rows=rows), 0)
+
+
+@pytest.mark.parametrize("text", ["", TEXT], ids=["filler", "text"])
+@pytest.mark.parametrize("build", [*OVER_TEXT, qa_1, qa_2], ids=lambda b: b.__name__)
+def test_answers_stand_in_the_context(build, text):
+    for index in range(3):
+        e = build(task(text=text, rows=ROWS if build in OVER_ROWS else ()), index)
+        for q in e.questions:
+            for reference in q.references:
+                times = text_of(e).count(reference)
+                assert times >= 1
+                if build not in (vt, cwe, fwe):  # whose answers are counted and traced
+                    assert times == 1
+                assert reference not in TOKENIZER.decode(q.ids)
+
+
+@pytest.mark.parametrize("build", [*OVER_TEXT, *PERPLEXITY, *OVER_ROWS], ids=lambda b: b.__name__)
+def test_lengths_that_are_too_small_are_refused(build):
+    small = 1 if build in PERPLEXITY else 9
+    with pytest.raises(
+        ValueError, match=rf"{build.__name__}.* length={small};|facts .*the prompt has.* raise the length"
+    ):
+        build(task(small, rows=ROWS if build in OVER_ROWS else ()), 0)
+
+
+@pytest.mark.parametrize("build", [needle, niah_single_2, reconstruction, *PERPLEXITY], ids=lambda b: b.__name__)
+def test_texts_that_are_too_short_are_refused(build):
+    with pytest.raises(ValueError, match=rf"{build.__name__}.* \d+ .*length[= ]{LENGTH}.*(give more|more text)"):
+        build(task(text=TEXT[:1000]), 0)
+
+
+# --- needles ---
+
+
+@pytest.mark.parametrize(("lengths", "depths"), [(4, 11), (4, 8), (3, 1), (6, 9), (1, 5)])
+def test_any_number_of_examples_covers_a_grid_evenly(lengths, depths):
+    cells = [grid(i, lengths, depths) for i in range(2 * lengths * depths)]
+    assert cells[0] == (0, 0)
+    assert len(set(cells[: lengths * depths])) == lengths * depths
+    for n in range(1, len(cells)):
+        for axis, size in enumerate((lengths, depths)):
+            counts = [sum(c[axis] == i for c in cells[:n]) for i in range(size)]
+            assert max(counts) - min(counts) <= 1
+
+
+def test_needles_stand_at_their_depth_after_a_sentence():
+    count = len(LENGTHS) * len(DEPTHS)
+    examples = [needle(task(text=TEXT), i) for i in range(count)]
+    assert len({e.meta for e in examples}) == count
+    for e in examples:
+        meta = dict(e.meta)
+        before, after = (part.strip() for part in text_of(e).removeprefix("<bos>").split(SANDWICH.fact))
+        assert before == "" or before.endswith(".")
+        assert abs(len(before) - meta["depth"] * (len(before) + len(after))) < 60  # within a sentence
+        assert meta["length"] == LENGTHS[e.index % len(LENGTHS)] * LENGTH
+        start = int(meta["needle_at"])
+        assert SANDWICH.fact in TOKENIZER.decode(e.context[start : start + int(meta["needle_tokens"])])
+    e = needle_number(task(text=TEXT), 1, lengths=(900, 0.5), depths=(0.5,))
+    assert sum(city in text_of(e) for city in CITIES) == 1
+    assert dict(e.meta)["length"] == 0.5 * LENGTH
+
+
+def test_haystacks_leave_out_what_would_give_an_answer_away():
+    spoilt = TEXT.replace("number 7 ", "number 7, to sit in Dolores Park, ")
+    assert text_of(needle(task(8000, text=spoilt), 0)).count("Dolores Park") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": (2000,)}, r"length 2000 must be tokens up to length=1500 .int. or a share"),
+        ({"lengths": (1.5,)}, r"length 1\.5 must be"),
+        ({"lengths": ()}, "give at least one of each"),
+        ({"depths": (0.5, 1.1)}, r"depth 1\.1 must be in \[0, 1\]"),
+    ],
+)
+def test_grids_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        needle(task(), 0, **options)
+
+
+# --- RULER ---
+
+
+@pytest.mark.parametrize(
+    ("build", "hidden", "asked"),
+    [
+        (niah_single_1, 1, 1),
+        (niah_single_2, 1, 1),
+        (niah_single_3, 1, 1),
+        (niah_multikey_1, 4, 1),
+        (niah_multikey_2, None, 1),
+        (niah_multikey_3, None, 1),
+        (niah_multivalue, 4, 4),
+        (niah_multiquery, 4, 4),
+    ],
+)
+def test_rulers_needles(build, hidden, asked):
+    e = build(task(text=TEXT), 0)
+    (q,) = e.questions
+    needles = re.findall(r"One of the special magic (\w+) for (\S+) is: (\S+)\.", text_of(e))
+    keys, values = [key for _, key, _ in needles], [value for *_, value in needles]
+    assert len(set(values)) == len(values)
+    assert len(needles) == hidden if hidden else len(needles) > 10
+    assert len(set(keys)) == (1 if build is niah_multivalue else len(keys))
+    assert len(q.references) == asked
+    assert {key for key, value in zip(keys, values, strict=True) if value in q.references} == {
+        key for key in keys if f" {key} " in TOKENIZER.decode(q.ids).replace(",", " ")
+    }
+    for value in values:
+        assert uuid.UUID(value).version == 4 if needles[0][0] == "uuids" else re.fullmatch(r"[1-9]\d{6}", value)
+    one = asked == 1
+    assert TOKENIZER.decode(q.ids).startswith(f"\nWhat {'is' if one else 'are all'} the special magic ")
+    assert TOKENIZER.decode(q.ids).endswith("mentioned in the provided text " + ("is" if one else "are"))
+    assert ("A special magic" in text_of(e), "Some special magic" in text_of(e)) == (one, not one)
+    assert (q.metric, q.max_new_tokens) == ("contains_all", 128)
+
+
+def test_tracked_variables_have_the_value_that_is_asked_for():
+    for index in range(3):
+        e = vt(task(), index)
+        (q,) = e.questions
+        wanted = re.search(r"value (\d+) in", TOKENIZER.decode(q.ids))[1]
+        values: dict[str, str] = {}
+        for name, source in re.findall(r"VAR ([A-Z]+) = (?:VAR )?(\w+)", text_of(e)):
+            values[name] = values.get(source, source)
+        assert [name for name, value in values.items() if value == wanted] == list(q.references)
+        assert len(q.references) == 5
+        assert q.max_new_tokens == 30
+    names, shown = list(values), re.search(r"they are:  ([A-Z ]+)\n", text_of(e))[1].split()
+    assert shown == names[:5]  # the worked example answers its own question
+
+
+@pytest.mark.parametrize(("length", "often", "seldom"), [(LENGTH, 6, 1), (4096, 30, 3)])
+def test_common_words_are_more_frequent_than_all_others(length, often, seldom):
+    e = cwe(task(length), 0)
+    (q,) = e.questions
+    before, listed = text_of(e).removeprefix("<bos>").split("appear most often.\n")[1:]
+    entries = re.findall(r"(\d+)\. (\w+)", listed)
+    assert [int(n) for n, _ in entries] == list(range(1, len(entries) + 1))
+    words = [word for _, word in entries]
+    assert {w for w in words if words.count(w) == often} == set(q.references)
+    assert {words.count(w) for w in words} == {often, seldom}
+    shown, answer = before.split("\nQuestion")
+    shown, answer = re.findall(r"\. (\w+)", shown), re.findall(r"\d\. (\w+)", answer)
+    assert len(answer) == len(q.references) == COMMON
+    assert {shown.count(w) for w in answer} == {10 if length == 4096 else 3}
+
+
+def test_frequent_words_are_the_most_frequent():
+    e = fwe(task(), 0)
+    listed = text_of(e).partition("coded words. ")[2].split()
+    counts = {word: listed.count(word) for word in set(listed)}
+    ranked = sorted(counts, key=counts.__getitem__, reverse=True)
+    assert ranked[0] == "..."
+    assert tuple(ranked[1:4]) == e.questions[0].references
+    assert counts[ranked[3]] > counts[ranked[4]]
+    assert counts["..."] / counts[ranked[1]] == pytest.approx(4, rel=0.1)  # the square of the rank
+
+
+def test_questions_over_rows_have_their_documents_among_those_of_the_same_title():
+    rows = tuple({**row, "title": "odd" if i % 2 else "even"} for i, row in enumerate(ROWS))
+    e = qa_1(task(rows=rows), 4)
+    held = [int(i) for i in re.findall(r"town of Hill(\d+)", text_of(e))]
+    assert 4 in held
+    assert len(held) > 10
+    assert all(i % 2 == 0 for i in held)
+    pairs = [{"title": [f"T{i}", f"U{i}"], "sentences": [["One.", " Two."], [f"It is {i}."]]} for i in range(80)]
+    rows = tuple({"context": c, "question": "Which?", "answer": str(i)} for i, c in enumerate(pairs))
+    e = qa_2(task(rows=rows), 7)
+    assert "T7\nOne. Two.\n" in text_of(e)
+    assert "U7\nIt is 7." in text_of(e)
+    assert e.questions[0].references == ("7",)
+
+
+def test_wonderwords_has_the_words():
+    if "wonderwords" in sys.modules:
+        del sys.modules["wonderwords"]
+    if importlib.util.find_spec("wonderwords") is None:
+        with pytest.raises(ValueError, match=r"wonderwords .*pip install"):
+            ruler_words.words("noun")
+    else:
+        assert [len(ruler_words.words(kind)) > 900 for kind in ("noun", "adjective", "verb")] == [True] * 3
+
+
+# --- several questions, text, rows ---
+
+
+@pytest.mark.parametrize("build", [multi_turn, multi_turn_key_value])
+def test_turns_ask_different_questions_of_one_context(build):
+    e = build(task(text=TEXT), 0, turns=7)
+    assert len(e.questions) == len({q.ids for q in e.questions}) == len({q.references for q in e.questions}) == 7
+    order = [text_of(e).index(q.references[0]) for q in e.questions]
+    assert order != sorted(order)
+
+
+def test_windows_and_documents_tile_the_text():
+    ids = TOKENIZER.encode(TEXT)
+    scored = [t for i in range(5) for t in sliding_perplexity(task(101, text=TEXT), i).questions[0].continuation]
+    assert scored == ids[50 : 50 + 250]  # after the first prompt, of 51 tokens with BOS
+    for build, most, cut in ((streaming_perplexity, 25, 25), (evicted_perplexity, 400, 144)):
+        length = 4 * most if build is streaming_perplexity else most
+        found = [build(task(length, text=TEXT), i) for i in range(3)]
+        assert {len(e.context) for e in found} == {cut}
+        read = [t for e in found for t in (*e.context[1:], *e.questions[0].continuation)]
+        assert read == ids[: 3 * (length - 1)]
+    with pytest.raises(ValueError, match=rf"there are {(len(ids) - 100) // 50 + 1} examples of length 101"):
+        sliding_perplexity(task(101, text=TEXT), 10**4)
+
+
+def test_documents_that_are_too_long_lose_their_middle():
+    assert cut_middle(range(10), 5) == (0, 1, 7, 8, 9)
+    e = summarise(task(101, rows=({"article": TEXT, "highlights": "Short."},)), 0)
+    assert text_of(e).startswith("<bos>Summarize the following text.\n\nText:\nSentence number 0")
+    assert text_of(e).endswith(TEXT[-20:])
+    assert len(e.context) + len(e.questions[0].ids) == 101
+    instruction = len(TOKENIZER.encode("Summarize the following text.\n\nText:\n"))
+    assert dict(e.meta)["cut"] == len(TOKENIZER.encode(TEXT)) - (len(e.context) - 1 - instruction)
+
+
+def test_the_last_turn_of_a_dialogue_is_asked_for():
+    e = dialogue(task(rows=ROWS), 5)
+    assert text_of(e) == "<bos>Ada and Bo talk about Hill5.\nAda: Do you know Hill5?\nBo: It has a mill.\n"
+    assert (TOKENIZER.decode(e.questions[0].ids), e.questions[0].references) == ("Ada:", ("Since 1805?",))
+    chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}
+    e = dialogue(task(rows=(chat,)), 0)
+    assert (text_of(e), TOKENIZER.decode(e.questions[0].ids)) == ("<bos>user: Hi\n", "assistant:")
+    long = {"dialogue": [f"turn {i}" for i in range(50)]}
+    e = dialogue(task(60, rows=(long,)), 0)
+    assert text_of(e).endswith("A: turn 48\n")
+    assert dict(e.meta)["cut"] == 49 - text_of(e).count("\n")
+
+
+@pytest.mark.parametrize(
+    ("build", "row", "message"),
+    [
+        (summarise, {"summary": "s"}, r"row 0: has none of the fields article, .*; it has summary"),
+        (summarise, {"article": " ", "summary": "s"}, r"row 0: .* must be text, not ' '"),
+        (summarise, {"article": "a b c d", "highlights": []}, r"row 0: .* must be text or a list of texts"),
+        (dialogue, {"dialogue": ["one"]}, r"row 0: there must be a list of at least 2 turns"),
+        (dialogue, {"dialogue": ["a", "b"], "speakers": ["A"]}, r"row 0: 2 turns, but 1 speakers"),
+        (dialogue, {"dialogue": ["a", ""]}, r"row 0: every turn must be text"),
+        (qa_1, {"question": "q", "answers": ["a"], "context": {"title": ["t"]}}, r"row 0: context must be text, or"),
+        (qa_1, {"question": "q", "answers": {"text": []}}, r"row 0: answers or answer must be text or a list of texts"),
+    ],
+)
+def test_rows_that_lack_something_are_named(build, row, message):
+    with pytest.raises(ValueError, match=message):
+        build(task(rows=(row,)), 0)
+    with pytest.raises(ValueError, match=r"needs \d+ rows.*the data have 0"):
+        build(task(), 3)
+
+
+def test_a_form_over_a_file_names_its_bad_rows(tmp_path):
+    path = tmp_path / "news.jsonl"
+    path.write_text('{"article": "a", "highlights": "b"}\n\n["a"]\n{"article": "c"}\n{"article": "d", "summary": "e"}')
+    name, build = tasks.find(f"summarise:{path}")
+    assert (name, len(build)) == ("summarise:news", 4)
+    e = build(task(), 3)
+    assert (text_of(e).split()[-1], e.questions[0].references) == ("d", ("e",))
+    for index, line, reason in ((1, 3, "a row is an object"), (2, 4, "has none of the fields highlights")):
+        with pytest.raises(tasks.BadRow, match=rf"row {line}: {reason}"):
+            build(task(), index)
+    assert repr(build) == repr(tasks.find(f"summarise:{path}")[1])
+    with pytest.raises(ValueError, match=r"no task 'sum:"):
+        tasks.find(f"sum:{path}")
+
+
+# --- text ---
+
+
+def test_sentences_end_after_their_marks():
+    text = 'One ends. "Two?" Three (so.) 3.5 is in four!\n\nA title\n\nLast'
+    assert sentences(text) == ("One ends.", '"Two?"', "Three (so.)", "3.5 is in four!", "A title", "Last")
+    assert sentences("第一。第二！") == ("第一。", "第二！")  # noqa: RUF001
+
+
+def test_the_most_that_fits_is_the_most():
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        sizes = np.concatenate([[rng.integers(50)], rng.integers(1, 40, size=300)]).cumsum()
+        room, least = int(rng.integers(sizes[-1] + 100)), int(rng.integers(5))
+        found = most_that_fit(lambda n, sizes=sizes: int(sizes[n]), room, least=least, most=300)
+        assert found == max(int(np.searchsorted(sizes, room, side="right")) - 1, least - 1)
