@@ -3,21 +3,22 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
+from tqdm import tqdm
 
 from experiments.evaluation import report, statistics
 from experiments.evaluation.statistics import Comparison
-from experiments.page.lines import Found, Line, Place, Run, Setting
+from experiments.page.lines import Found, Given, Line, Place, Run, Setting
 from kvjax.analysis import Interval
 
 AVERAGE = "average"
 Kind = Literal["score", "nll", "given"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Cell:
     """One number: a method at a budget on a task, or on average over tasks.
 
@@ -67,14 +68,16 @@ def cells(found: Found) -> list[Cell]:
         if math.isfinite(line.value):
             groups.setdefault(line.place, {}).setdefault(line.key, line)
     made = []
-    for setting in dict.fromkeys(p.setting for p in groups):
-        own = {p: tuple(rows.values()) for p, rows in groups.items() if p.setting == setting}
-        for average in (True, False):
-            for task in [AVERAGE] if average else dict.fromkeys(p.task for p in own):
-                made += _adjusted(
-                    _of_averages(own) if average else _of_task({p: r for p, r in own.items() if p.task == task})
-                )
-    made += [_given(g.place, g.run, g.value, g.error) for g in found.given]
+    with tqdm(total=len(groups), unit="number", leave=False, disable=None) as bar:  # resampling takes a while
+        for setting in dict.fromkeys(p.setting for p in groups):
+            own = {p: tuple(rows.values()) for p, rows in groups.items() if p.setting == setting}
+            made += _adjusted(_of_averages(own))
+            for task in dict.fromkeys(p.task for p in own):
+                made += _adjusted(_of_task({p: rows for p, rows in own.items() if p.task == task}, bar.update))
+    given: dict[Place, Given] = {}
+    for each in found.given:
+        given.setdefault(each.place, each)
+    made += [_given(each) for each in given.values()]
     return _sorted(made)
 
 
@@ -109,8 +112,8 @@ def is_full(method: str) -> bool:
     return method == "full" or method.startswith("full (")
 
 
-def _of_task(groups: dict[Place, tuple[Line, ...]]) -> list[Cell]:
-    """The numbers of one task."""
+def _of_task(groups: dict[Place, tuple[Line, ...]], done: Callable[[], object]) -> list[Cell]:
+    """The numbers of one task; `done` is called after each."""
     full = next((rows for p, rows in groups.items() if is_full(p.method)), ())
     baseline = {line.key: line for line in full}
     made = []
@@ -123,6 +126,7 @@ def _of_task(groups: dict[Place, tuple[Line, ...]]) -> list[Cell]:
             compare = statistics.compare_perplexity if kind == "nll" else statistics.compare
             against = compare(values, [baseline[line.key].value for line in rows], clusters)
         made.append(_cell(place, kind, interval, rows, against))
+        done()
     return made
 
 
@@ -197,9 +201,20 @@ def _adjusted(made: list[Cell]) -> list[Cell]:
     return made
 
 
-def _given(place: Place, run: Run, value: float, error: float | None) -> Cell:
-    half = math.nan if error is None else 1.959964 * error
+def _given(number: Given) -> Cell:
+    """A number without rows; its interval is that of a normal distribution."""
+    place, mean = number.place, number.value
+    half = math.nan if number.error is None else 1.959964 * number.error
+    interval = Interval(mean, mean - half, mean + half)
     return Cell(
-        place.setting, place.task, place.method, place.budget, "given", Interval(value, value - half, value + half), (),
-        (run,), place.policy, place=_share(place.budget, None, None),
-    )  # fmt: skip
+        place.setting,
+        place.task,
+        place.method,
+        place.budget,
+        "given",
+        interval,
+        (),
+        (number.run,),
+        place.policy,
+        place=_share(place.budget, None, None),
+    )

@@ -25,6 +25,9 @@ function apply() {
   for (const block of document.querySelectorAll(".paper tbody")) {
     if (!block.hidden) hide(block, !block.querySelector("tr:not(.block):not([hidden])"));
   }
+  for (const policy of document.querySelectorAll("#rows > div")) {
+    if (!policy.hidden) hide(policy, !policy.querySelector("details:not([hidden])"));
+  }
   for (const grid of document.querySelectorAll("#maps .grid")) {
     const empty = grid.hidden || !grid.querySelector(":scope > :not([hidden])");
     hide(grid, empty);
@@ -73,13 +76,23 @@ function sortable(table) {
 function openTarget() {
   const target = location.hash ? document.getElementById(location.hash.slice(1)) : null;
   if (target instanceof HTMLDetailsElement) {
-    hide(target, false);
+    for (const each of [target, target.parentElement]) hide(each, false); // whatever is filtered out
     target.open = true;
     target.scrollIntoView();
   }
 }
 
+function light(event) {
+  const found = event.target.closest?.(".plot [data-m], .methods .tick");
+  const method = found?.dataset.m ?? found?.querySelector("[name=method]")?.value;
+  document.body.classList.toggle("lit", method !== undefined);
+  for (const each of document.querySelectorAll(".plot .on")) each.classList.remove("on");
+  if (method === undefined) return;
+  for (const each of document.querySelectorAll(`.plot [data-m="${method}"]`)) each.classList.add("on");
+}
+
 if (form) {
+  for (const kind of ["pointerover", "focusin"]) document.addEventListener(kind, light);
   form.addEventListener("change", apply);
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("reset", () => setTimeout(apply));

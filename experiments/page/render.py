@@ -121,9 +121,20 @@ def html(board: Board, directory: pathlib.Path, command: str, samples: int) -> s
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for name in ("value", "interval", "difference", "probability", "share", "budget", "task", "protocol", "rows"):
+    for name in (
+        "method",
+        "value",
+        "interval",
+        "difference",
+        "probability",
+        "share",
+        "budget",
+        "task",
+        "protocol",
+        "rows",
+    ):
         environment.filters[name] = getattr(shown, name)
-    environment.filters["shade"] = heat.shade
+    environment.filters |= {"rows": shown.rows, "shade": heat.shade}
     template = environment.get_template("page.html.jinja")
     return template.render(**_view(board, directory, command, samples))
 
@@ -140,6 +151,9 @@ def _view(board: Board, directory: pathlib.Path, command: str, samples: int) -> 
         (s, t): [c for c in board.cells if (c.setting, c.task) == (s, t)] for s in board.settings for t in board.tasks
     }
     drawn = [(s, t, curves.curve(own, board.anchors, board.methods)) for (s, t), own in by_task.items() if own]
+    policies: dict[tuple[Setting, str, str], list[Cell]] = {}
+    for setting, method, budget, of in board.lines():
+        policies[setting, method, budget] = [of[task] for task in board.tasks if task in of]
     inside = lambda name: Markup((pathlib.Path(__file__).parent / name).read_text(encoding="utf-8"))
     return {
         "mark": MARK,
@@ -179,6 +193,8 @@ def _view(board: Board, directory: pathlib.Path, command: str, samples: int) -> 
         "verdicts": shown.VERDICTS,
         "samples": {c: [_sample(line) for line in c.lines[:fitting]] for c in board.cells if c.task != AVERAGE},
         "numbers": {c: _numbers(c) for c in board.cells},
+        "policies": [*policies.items()],
+        "files": {of[0]: list(dict.fromkeys(run for c in of for run in c.runs)) for of in policies.values()},
         "place": place,
         "runs": board.found.runs,
         "reproductions": [(d, content, _reproduction(content)) for d, content in board.found.reproductions],

@@ -55,6 +55,11 @@ def budget(label: str) -> str:
     return f"{100 * float(label):.4g} %" if "." in label else f"{int(label):,} tokens"
 
 
+def method(name: str) -> str:
+    """A method's name."""
+    return "full cache" if name == "full" else name
+
+
 def task(name: str) -> str:
     """A task's name with spaces."""
     return name.replace("_", " ")
