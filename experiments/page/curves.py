@@ -9,7 +9,7 @@ from markupsafe import Markup
 from experiments.evaluation import report
 from experiments.page import shown
 from experiments.page.cells import Cell, is_full
-from experiments.palette import COLOURS, LINES, MARKERS
+from kvjax.plot.style import COLOURS, LINES, MARKERS
 
 WIDTH, HEIGHT = 440, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 44

@@ -16,7 +16,7 @@ from experiments.evaluation import report
 from experiments.page import curves, heat, shown
 from experiments.page.cells import AVERAGE, Cell, is_full
 from experiments.page.lines import Found, Line, Run, Setting, ranges
-from experiments.palette import COLOURS
+from kvjax.plot.style import COLOURS
 
 MARK = "kvjax experiments/report.py"
 """What a page says of who made it, and what shows that it may be replaced."""

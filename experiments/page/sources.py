@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from experiments.evaluation.results import planned_keys, read_config, read_costs, read_samples
+from experiments.evaluation.results import planned_keys, read_bad, read_config, read_costs, read_samples
 from experiments.page.lines import Found, Line, Place, Run, Setting, model_name
 from experiments.page.lm_eval import read_lm_eval, result_files, without_repeats
 
@@ -83,14 +83,21 @@ def _read_run(directory: pathlib.Path, found: Found) -> None:
     if not whole or not all(map(named, policies)):
         raise ValueError("not a run of experiments/run.py")
     samples, _ = read_samples(directory, config)
-    keys = planned_keys(config)
+    bad = read_bad(directory, config)
+    keys = planned_keys(config, bad)
     if lost := sum(key not in samples for key in keys):
         raise ValueError(f"not finished: {lost} of {len(keys)} lines of samples.jsonl are missing; run it again")
     costs = read_costs(directory, config)
     of = {(p["method"], p["budget"]): str(p["policy"]) for p in policies}
     sizes = {run: costs[label]["kv_bytes"] for run in of if (label := "@".join(run)) in costs}
     manifest = json.loads((directory / "manifest.json").read_bytes())
-    run = Run(directory.name, directory / "manifest.json", directory / "samples.jsonl", made(manifest), sizes)
+    run = Run(
+        directory.name,
+        directory / "manifest.json",
+        directory / "samples.jsonl",
+        (*made(manifest), *_refused(bad)),
+        sizes,
+    )
     details = {k: v for k, v in setup.items() if k not in _ASIDE} | {"checkpoint": config.get("checkpoint")}
     setting = Setting(
         model_name(str(setup.get("model"))), str(setup.get("protocol")), tuple((k, str(v)) for k, v in details.items())
@@ -108,6 +115,14 @@ def _read_run(directory: pathlib.Path, found: Found) -> None:
         place = Place(setting, task, variants[task], method, budget, policy)
         context = sample.get("same_context", index)
         found.lines.append(Line(place, run, number, index, context, kind, float(sample[kind]), sample))
+
+
+def _refused(bad: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """How many rows of data could not be asked, and why the first of them."""
+    if not bad:
+        return []
+    reasons = "; ".join(f"line {row['line']}: {row['reason']}" for row in bad[:3])
+    return [("rows that could not be asked", f"{len(bad)} ({reasons}{'; ...' if len(bad) > 3 else ''})")]
 
 
 def _read_reproduction(directory: pathlib.Path, found: Found) -> None:
