@@ -129,6 +129,11 @@ def model_name(source: str) -> str:
     return pathlib.PurePath(source).name if source.startswith((".", "/", "~")) or source.count("/") > 1 else source
 
 
+def in_blocks(policy: str, block: Any) -> str:
+    """A policy and the blocks that prompts are read in, which without eviction change nothing."""
+    return policy if block is None else f"{policy}, prompts in blocks of {block}"
+
+
 def ranges(numbers: Sequence[int]) -> str:
     """Whole numbers as text: "1-3, 7"."""
     ordered = sorted(set(numbers))

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.page.lines import Found, Given, Line, Place, Run, Setting, model_name
+from experiments.page.lines import Found, Given, Line, Place, Run, Setting, in_blocks, model_name
 
 # What a model of this project says of itself that may differ between numbers that stand beside each other.
 _POLICY = ("policy", "block")
@@ -87,8 +87,8 @@ def _described(content: dict[str, Any], config: dict[str, Any]) -> tuple[Setting
     budget = given.get("budget")
     method = str(given.get("policy", "full"))
     label = "1.0" if method == "full" else "-" if budget is None else str(budget)
-    block = "" if method == "full" else f" block={ours.get('block')}"
-    return setting, method, label, f"{ours.get('policy', given)}{block}"
+    whole = in_blocks(str(ours.get("policy", given)), None if method == "full" else ours.get("block"))
+    return setting, method, label, whole
 
 
 def _made(content: dict[str, Any]) -> tuple[tuple[str, str], ...]:

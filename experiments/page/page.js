@@ -21,9 +21,17 @@ function apply() {
     );
   }
   document.body.classList.toggle("no-intervals", !chosen.has("intervals"));
+  if (task !== "") {
+    for (const cell of document.querySelectorAll(`table.wide td[data-t="${task}"]:empty`)) hide(cell.parentElement, true);
+  }
+  for (const table of document.querySelectorAll("table.paper")) {
+    const lacking = task !== "" && !table.querySelector(`th[data-t="${task}"]`);
+    const box = table.parentElement;
+    for (const each of [box, box.previousElementSibling]) if (lacking) hide(each, true);
+  }
   for (const table of document.querySelectorAll("table.wide")) hideEmptyColumns(table);
   for (const block of document.querySelectorAll(".paper tbody")) {
-    if (!block.hidden) hide(block, !block.querySelector("tr:not(.block):not([hidden])"));
+    if (block.dataset.b === undefined || !block.hidden) hide(block, !block.querySelector("tr:not(.block):not([hidden])"));
   }
   for (const policy of document.querySelectorAll("#rows > div")) {
     if (!policy.hidden) hide(policy, !policy.querySelector("details:not([hidden])"));

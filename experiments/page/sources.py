@@ -1,12 +1,14 @@
 """What directories of results hold."""
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
+from configs.experiment import Setup
 from experiments.evaluation.results import planned_keys, read_bad, read_config, read_costs, read_samples
-from experiments.page.lines import Found, Line, Place, Run, Setting, model_name
+from experiments.page.lines import Found, Line, Place, Run, Setting, in_blocks, model_name
 from experiments.page.lm_eval import read_lm_eval, result_files, without_repeats
 
 # What a setup holds that no number depends on, or that tells tasks or policies apart instead.
@@ -98,7 +100,8 @@ def _read_run(directory: pathlib.Path, found: Found) -> None:
         (*made(manifest), *_refused(bad)),
         sizes,
     )
-    details = {k: v for k, v in setup.items() if k not in _ASIDE} | {"checkpoint": config.get("checkpoint")}
+    known = {field.name: field.default for field in dataclasses.fields(Setup)}  # of runs that were made before a field
+    details = {k: v for k, v in (known | setup).items() if k not in _ASIDE} | {"checkpoint": config.get("checkpoint")}
     setting = Setting(
         model_name(str(setup.get("model"))), str(setup.get("protocol")), tuple((k, str(v)) for k, v in details.items())
     )
@@ -109,8 +112,7 @@ def _read_run(directory: pathlib.Path, found: Found) -> None:
     found.runs.append(run)
     for number, (key, sample) in enumerate(samples.items(), 1):
         method, budget, task, index = key
-        block = "" if method == "full" else f" block={setup.get('block')}"  # which without eviction changes nothing
-        policy = f"{of[method, budget]}{block}"
+        policy = in_blocks(of[method, budget], None if method == "full" else setup.get("block"))
         kind: Literal["score", "nll"] = "score" if "score" in sample else "nll"
         place = Place(setting, task, variants[task], method, budget, policy)
         context = sample.get("same_context", index)
@@ -158,5 +160,7 @@ def made(manifest: dict[str, Any]) -> tuple[tuple[str, str], ...]:
         if isinstance(versions, dict):
             yield "versions", ", ".join(f"{k} {versions[k]}" for k in ("jax", "kvjax") if k in versions)
         yield "made", manifest.get("created")
+        shard = (manifest.get("config") or {}).get("shard")
+        yield "shard", f"{shard[0]} of {shard[1]}" if isinstance(shard, list) and len(shard) == 2 else None
 
     return tuple((name, str(value)) for name, value in pairs() if value)
