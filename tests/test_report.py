@@ -86,8 +86,13 @@ def results(tmp_path_factory):
     (directory / "broken").mkdir()
     (directory / "broken" / "manifest.json").write_text("{")
     (directory / "empty").mkdir()
+    (directory / "other").mkdir()
+    (directory / "other" / "manifest.json").write_text(
+        json.dumps({"config": {"setup": {}, "policies": [], "tasks": {"a": 3}}})
+    )
     write_lm_eval(directory / "lm", "full", [1.0, 1.0, 0.5, 0.25])
     write_lm_eval(directory / "lm", "snapkv", [1.0, 0.0, 0.5, 0.25])
+    write_lm_eval(directory / "hf", None, [1.0, 1.0, 0.5, 0.25])
     paper = directory / "reproduce" / "roco"
     paper.mkdir(parents=True)
     (paper / "manifest.json").write_text("{}")
@@ -111,9 +116,11 @@ def results(tmp_path_factory):
 
 
 def write_lm_eval(directory, policy, values):
-    """What lm-eval writes of one task with rows, under two names of one metric, and one without."""
+    """What lm-eval writes of one task with rows, under two names of one metric, and one without; its own model's if
+    there is no policy."""
     directory.mkdir(exist_ok=True)
     given = {"pretrained": "/models/small", "policy": policy, **({} if policy == "full" else {"budget": 0.25})}
+    ours = {"model": "kvjax", "model_args": given, "kvjax": {"policy": policy, "block": None, "seed": 0}}
     content = {
         "results": {
             "trec": {"alias": "trec", "score,none": 0.5, "score_stderr,none": 0.1},
@@ -121,7 +128,7 @@ def write_lm_eval(directory, policy, values):
             "group": {"score,none": 0.5},
         },
         "group_subtasks": {"group": ["trec"], "trec": []},
-        "config": {"model": "kvjax", "model_args": given, "kvjax": {"policy": policy, "block": None, "seed": 0}},
+        "config": ours if policy else {"model": "hf", "model_args": "pretrained=/models/small,dtype=float32"},
     }
     stamp = f"2026-01-0{1 + (policy == 'full')}"
     (directory / f"results_{stamp}.json").write_text(json.dumps(content))
@@ -136,7 +143,7 @@ def write_lm_eval(directory, policy, values):
 @pytest.fixture(scope="module")
 def made(results):
     output = results / "report"
-    board = report.build(sorted(results.iterdir()), output, "report.py <x>")
+    board = report.build([*sorted(results.iterdir()), results / "h2o"], output, "report.py <x>")
     return board, Page(output / "report.html"), (output / "report.md").read_text()
 
 
@@ -172,16 +179,17 @@ def test_filters_offer_and_mark_everything(made):
     }  # fmt: skip
     values = {a["value"] for a in page.of("option") if a.get("value")}
     assert {str(i) for i in range(len(board.tasks))} | {"in_prompt", "after_compression"} <= values
-    assert len(page.of("input", name="method")) == len(board.methods) == 2
+    assert len(page.of("input", name="method")) == len(board.methods) == 3
     assert len([a for a in page.of("details") if "id" in a]) == len(board.cells)
     rows = [a for _, a in page.elements if a.keys() & {"data-s", "data-t", "data-m", "data-b"}]
     for key, count in (("data-s", len(settings)), ("data-t", len(board.tasks)), ("data-b", len(board.budgets))):
         assert {a[key] for a in rows if key in a} == {str(i) for i in range(count)}
-    assert {a["data-m"] for a in rows if "data-m" in a} == {"full", "0", "1"}
+    assert {a["data-m"] for a in rows if "data-m" in a} == {"full", "0", "1", "2"}
 
 
 def test_numbers_stand_beside_the_full_cache_on_the_same_rows(made):
     board, page, text = made
+    assert len(board.found.runs) == 3 + 2 * 3 + 1  # lm-eval's for each task
     by_key = {(c.setting.model, c.setting.protocol, c.task, c.method, c.budget): c for c in board.cells}
     needle = by_key["embedded", "in_prompt", "single_needle", "snapkv", "0.25"]
     assert needle.value.mean == 7 / 8
@@ -196,6 +204,7 @@ def test_numbers_stand_beside_the_full_cache_on_the_same_rows(made):
     assert f"\N{MULTIPLICATION SIGN}{2.718:.3f}" in page.source
     ours = by_key["small", "in_prompt", "trec", "snapkv", "0.25"]
     assert (ours.value.mean, ours.against.difference) == (1.75 / 4, -0.25)
+    assert by_key["small", "in_prompt", "trec", "hf", "1.0"].value.mean == 2.75 / 4
     given = by_key["small", "in_prompt", "wikitext word_perplexity", "full", "1.0"]
     assert (given.value.mean, given.lines) == (12.5, ())
     assert not [c for c in board.cells if c.task in ("trec f1", "group")]
@@ -217,14 +226,15 @@ def test_plots_and_maps_show_every_number_that_has_a_place(made):
 def test_what_is_no_finished_run_is_named_and_the_rest_is_shown(made, results, capsys):
     board, page, text = made
     reasons = {path.name: why for path, why in board.found.skipped}
-    assert set(reasons) == {"unfinished", "broken", "empty"}
+    assert set(reasons) == {"unfinished", "broken", "empty", "other"}
     assert "57 of 72 lines of samples.jsonl are missing" in reasons["unfinished"]
     assert "manifest.json is broken" in reasons["broken"]
+    assert reasons["other"].startswith("broken (")
     assert all(name in page.source and name in text for name in reasons)
     output = results / "report"
     before = (output / "report.html").read_bytes()
     report.main([*map(str, sorted(results.iterdir())), "--output", str(output)])  # its own directory is no run
-    assert capsys.readouterr().err.count("skipped") == 3
+    assert capsys.readouterr().err.count("skipped") == 4
     assert len((output / "report.html").read_bytes()) >= len(before)
 
 

@@ -68,10 +68,11 @@ def cells(found: Found) -> list[Cell]:
         if math.isfinite(line.value):
             groups.setdefault(line.place, {}).setdefault(line.key, line)
     made = []
-    with tqdm(total=len(groups), unit="number", leave=False, disable=None) as bar:  # resampling takes a while
+    count = len(groups) + len({(p.setting, p.method, p.budget) for p in groups})
+    with tqdm(total=count, unit="number", leave=False, disable=None) as bar:  # resampling takes a while
         for setting in dict.fromkeys(p.setting for p in groups):
             own = {p: tuple(rows.values()) for p, rows in groups.items() if p.setting == setting}
-            made += _adjusted(_of_averages(own))
+            made += _adjusted(_of_averages(own, bar.update))
             for task in dict.fromkeys(p.task for p in own):
                 made += _adjusted(_of_task({p: rows for p, rows in own.items() if p.task == task}, bar.update))
     given: dict[Place, Given] = {}
@@ -158,8 +159,8 @@ def _share(budget: str, live: float | None, prompt: float | None) -> float | Non
     return None if prompt is None else int(budget) / prompt
 
 
-def _of_averages(groups: dict[Place, tuple[Line, ...]]) -> list[Cell]:
-    """The mean over tasks, for every method and budget."""
+def _of_averages(groups: dict[Place, tuple[Line, ...]], done: Callable[[], object]) -> list[Cell]:
+    """The mean over tasks, for every method and budget; `done` is called after each."""
     runs: dict[tuple[str, str], dict[str, tuple[Place, tuple[Line, ...]]]] = {}
     for place, rows in groups.items():
         of = runs.setdefault((place.method, place.budget), {})
@@ -189,6 +190,7 @@ def _of_averages(groups: dict[Place, tuple[Line, ...]]) -> list[Cell]:
             against = dataclasses.replace(against, **ends)
         cell = _cell(dataclasses.replace(place, task=AVERAGE), "score", interval, rows, against)
         made.append(dataclasses.replace(cell, parts=tuple(tasks)))
+        done()
     return made
 
 

@@ -123,6 +123,11 @@ class Found:
     runs: list[Run] = dataclasses.field(default_factory=list)
     skipped: list[tuple[pathlib.Path, str]] = dataclasses.field(default_factory=list)
 
+    def add(self, other: "Found") -> None:
+        """Takes in all that another holds."""
+        for field in dataclasses.fields(self):
+            getattr(self, field.name).extend(getattr(other, field.name))
+
 
 def model_name(source: str) -> str:
     """How a model is called: by the last part of a path, or as it is on a hub."""

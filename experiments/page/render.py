@@ -239,7 +239,11 @@ def _reproduction(content: dict[str, Any]) -> dict[str, Any]:
     titles = list(dict.fromkeys(n["column"] for n in numbers))
     by_key = {(n["method"], n["budget"], n["column"]): n for n in numbers}
     lines = [
-        {"method": m, "budget": shown.budget(label(b)), "shown": [_of_paper(by_key.get((m, b, t))) for t in titles]}
+        {
+            "method": m,
+            "budget": "" if b is None else shown.budget(label(b)),
+            "shown": [_of_paper(by_key.get((m, b, t))) for t in titles],
+        }
         for m, b in dict.fromkeys((n["method"], n["budget"]) for n in numbers)
     ]
     return {"titles": titles, "lines": lines}

@@ -38,11 +38,11 @@ def read(directories: Sequence[pathlib.Path], passed_over: Callable[[pathlib.Pat
     """
     if absent := [str(d) for d in directories if not d.exists()]:
         raise ValueError(f"there is no {', '.join(absent)}")
-    found = Found()
-    for directory in dict.fromkeys(d for d in directories if d.is_dir()):
-        if not _read_one(directory, found):
+    found, seen = Found(), set[pathlib.Path]()
+    for directory in (d for d in directories if d.is_dir()):
+        if not _read_one(directory, found, seen):
             within = sorted(d for d in directory.iterdir() if d.is_dir() and not d.name.startswith("."))
-            if not sum(_read_one(d, found) for d in within) and not passed_over(directory):
+            if not sum(_read_one(d, found, seen) for d in within) and not passed_over(directory):
                 found.skipped.append((directory, "no finished run of run.py, of reproduce.py or of lm-eval"))
     found.lines = without_repeats(found.lines)
     if not found.runs:
@@ -51,25 +51,28 @@ def read(directories: Sequence[pathlib.Path], passed_over: Callable[[pathlib.Pat
     return found
 
 
-def _read_one(directory: pathlib.Path, found: Found) -> bool:
-    """Adds what a directory holds. Returns whether it is anything, broken or not."""
-    try:
-        if (directory / "manifest.json").is_file():
-            if (directory / "report.json").is_file():
-                _read_reproduction(directory, found)
-            else:
-                _read_run(directory, found)
-            return True
-        files = result_files(directory)
-    except (ValueError, OSError) as e:
-        found.skipped.append((directory, str(e)))
-        return True
-    for file in files:
+def _read_one(directory: pathlib.Path, found: Found, seen: set[pathlib.Path]) -> bool:
+    """Adds what a directory holds that was not `seen`. Returns whether it holds anything, broken or not."""
+    readers: list[tuple[pathlib.Path, Callable[[pathlib.Path, Found], None]]]
+    if (directory / "manifest.json").is_file():
+        reproduced = (directory / "report.json").is_file()
+        readers = [(directory, _read_reproduction if reproduced else _read_run)]
+    else:
+        readers = [(file, read_lm_eval) for file in result_files(directory)]
+    for path, reader in readers:
+        if path.resolve() in seen:
+            continue
+        seen.add(path.resolve())
+        part = Found()
         try:
-            read_lm_eval(file, found)
+            reader(path, part)
         except (ValueError, OSError) as e:
-            found.skipped.append((file, str(e)))
-    return bool(files)
+            found.skipped.append((path, str(e)))
+        except (KeyError, TypeError, AttributeError) as e:  # other fields than those that are written
+            found.skipped.append((path, f"broken ({type(e).__name__}: {e})"))
+        else:
+            found.add(part)
+    return bool(readers)
 
 
 def _read_run(directory: pathlib.Path, found: Found) -> None:
@@ -83,7 +86,7 @@ def _read_run(directory: pathlib.Path, found: Found) -> None:
     named = lambda p: isinstance(p, dict) and {"method", "budget", "policy"} <= set(p)
     whole = isinstance(setup, dict) and isinstance(tasks, dict) and isinstance(policies, list)
     if not whole or not all(map(named, policies)):
-        raise ValueError("not a run of experiments/run.py")
+        raise ValueError("not a run of experiments/run.py, and not finished if it is one of experiments/reproduce.py")
     samples, _ = read_samples(directory, config)
     bad = read_bad(directory, config)
     keys = planned_keys(config, bad)
@@ -135,7 +138,7 @@ def _read_reproduction(directory: pathlib.Path, found: Found) -> None:
     """
     path = directory / "report.json"
     content = json.loads(path.read_bytes())
-    if not isinstance(content, dict) or not isinstance(content.get("numbers"), list) or "entry" not in content:
+    if not isinstance(content, dict) or not {"entry", "status", "numbers"} <= set(content):
         raise ValueError(f"{path} is not what experiments/reproduce.py writes")
     lines = directory / "samples.jsonl"
     found.runs.append(
