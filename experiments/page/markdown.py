@@ -1,0 +1,113 @@
+"""The same results as markdown: tables that need no browser."""
+
+import pathlib
+
+from experiments.evaluation.report import table
+from experiments.page import shown
+from experiments.page.cells import Cell, is_full
+from experiments.page.lines import Setting
+from experiments.page.render import Board, best, link
+
+MARK = "<!-- made by kvjax experiments/report.py -->"
+
+
+def markdown(board: Board, directory: pathlib.Path, command: str) -> str:
+    """Tables of every setting, the comparisons with the full cache, and the runs.
+
+    Args:
+      board: what they show.
+      directory: where they will be, which their links start from.
+      command: what made them.
+    """
+    details = dict(zip(board.settings, shown.details(board.settings), strict=True))
+    lines = [
+        MARK,
+        "",
+        "# Results of KV-cache eviction",
+        "",
+        "Scores in percent, perplexity as itself, with 95 % intervals. The best of a budget is bold, whatever its "
+        "interval. report.html has the rows of every number.",
+        "",
+    ]
+    for setting in board.settings:
+        name = ", ".join(filter(None, [setting.model, shown.protocol(setting.protocol), details[setting]]))
+        lines += [f"## {_text(name)}", "", *_blocks(board, setting), "", *_compared(board, setting)]
+    if board.found.reproductions:
+        lines += ["## Papers' tables", ""]
+        for d, content in board.found.reproductions:
+            lines.append(
+                f"- {_text(content['entry'])}, {content.get('status')}: [report]({link(d / 'report.md', directory)})"
+            )
+        lines.append("")
+    lines += ["## Runs", ""]
+    for run in board.found.runs:
+        files = [f"[{_text(f.name)}]({link(f, directory)})" for f in (run.manifest, run.lines) if f is not None]
+        lines.append(f"- {_text(run.name)}: {', '.join(files)}")
+    if board.found.skipped:
+        lines += [
+            "",
+            "Not among these:",
+            "",
+            *(f"- {_text(str(path))}: {_text(why)}" for path, why in board.found.skipped),
+        ]
+    return "\n".join([*lines, "", f"Made by `{command}`.", ""])
+
+
+def _blocks(board: Board, setting: Setting) -> list[str]:
+    """The table of a setting, methods as rows."""
+    columns = board.columns(setting)
+    rows = []
+    for budget, block in board.blocks(setting):
+        bold = {c for task in columns for c in best(block, task)}
+        for method, of in block:
+            cells = [_cell(of.get(task), bold) for task in columns]
+            any_of = next(iter(of.values()))
+            rows.append(
+                [
+                    _text(method),
+                    shown.budget(budget) if budget else "",
+                    *cells,
+                    shown.share(any_of.live),
+                    shown.share(any_of.kv),
+                ]
+            )
+    return table(["method", "budget", *(_text(shown.task(t)) for t in columns), "live tokens", "KV of full"], rows)
+
+
+def _cell(cell: Cell | None, bold: set[Cell]) -> str:
+    if cell is None:
+        return ""
+    value = f"**{shown.value(cell)}**" if cell in bold else shown.value(cell)
+    return f"{value} {shown.interval(cell)}".rstrip()
+
+
+def _compared(board: Board, setting: Setting) -> list[str]:
+    """Every method beside the full cache on the same rows."""
+    rows = [
+        [
+            _text(c.method),
+            shown.budget(c.budget),
+            _text(shown.task(c.task)),
+            shown.difference(c),
+            shown.probability(c.against),
+            c.against.verdict,
+            str(c.against.n),
+        ]
+        for c in board.cells
+        if c.setting == setting and c.against is not None and not is_full(c.method)
+    ]
+    if not rows:
+        return []
+    return [
+        "Against the full cache on the same rows: points of the score, or the ratio of perplexities. p-values are "
+        "adjusted for all methods and budgets on a benchmark (Holm).",
+        "",
+        *table(["method", "budget", "benchmark", "difference", "p", "verdict", "rows"], rows),
+        "",
+    ]
+
+
+def _text(text: str) -> str:
+    """Text that is no markup, in one line."""
+    escaped = "".join(f"\\{x}" if x in "\\`*_{}[]<>|#" else x for x in text)
+    return " ".join(escaped.split())
