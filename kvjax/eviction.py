@@ -467,8 +467,8 @@ def from_fn(
     """A policy from a scoring function.
 
     Args:
-      fn: `(kv, stats, ctx) -> score`, larger = keep. Keep one function object: policies compare by value, functions by
-        identity.
+      fn: `(kv, stats, ctx) -> score`, larger = keep. Policies compare by value, and functions by what they compute
+        (`kvjax.functions`): an equal one, written anew, compiles nothing anew.
       budget: as in `Evict`.
       observe: the statistics that `fn` reads, as `stats[Observe(...)]`.
       **fields: other fields of `Evict`.

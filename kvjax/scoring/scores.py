@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import LayerKV, position_order
+from kvjax.functions import by_code
 from kvjax.scoring.protect import rows_since_insertion
 from kvjax.scoring.stats import (
     AllRows,
@@ -633,7 +634,7 @@ class FromFunction(Score):
     """A function of the cache and its statistics; what `from_fn` makes of a researcher's lambda.
 
     Attributes:
-      fn: `(kv, stats, ctx) -> "B K S"`. Functions compare by identity: keep one object to compile once.
+      fn: `(kv, stats, ctx) -> "B K S"`. Functions compare by what they compute (`kvjax.functions`).
       observed: the statistics it reads, in every phase.
     """
 
@@ -641,9 +642,7 @@ class FromFunction(Score):
     observed: tuple[Measurement, ...] = ()
 
     def __post_init__(self):
-        if not callable(self.fn):
-            raise ValueError(f"FromFunction(fn={self.fn!r}): give a function (kv, stats, ctx) -> score")
-        settle(self, observed=each(a(Measurement)))
+        settle(self, fn=by_code, observed=each(a(Measurement)))
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Observer`."""
