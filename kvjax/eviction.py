@@ -143,6 +143,11 @@ class Evict(Rule):
         _check_sizes(self, self._sizes(site), site, prompt_length)
 
     @property
+    def by_head(self) -> bool:
+        """See `Rule`."""
+        return self.score.by_head and self.select.by_head and isinstance(self.heads, UniformHeads)
+
+    @property
     def _remembers_heads(self) -> bool:
         return self.when.decodes and not isinstance(self.heads, UniformHeads)
 

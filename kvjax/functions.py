@@ -17,7 +17,7 @@ import pathlib
 import re
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -178,7 +178,7 @@ def _of_parts(value: Any, again: Callable[[Any], Hashable]) -> Hashable:
             return kind, tuple(map(again, value))
         case set() | frozenset():
             return kind, tuple(sorted(map(meaning, value), key=repr))
-        case Mapping():
+        case dict():
             return kind, tuple((again(k), again(v)) for k, v in value.items())
     if isinstance(value, _JITTED):
         jitted: Any = value

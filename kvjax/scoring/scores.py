@@ -80,6 +80,11 @@ class Score(Observer, abc.ABC):
         """Whether it looks at keys, and rotation changes what it sees."""
         return False
 
+    @property
+    def by_head(self) -> bool:
+        """Whether a head's scores depend on what it holds alone."""
+        return True
+
 
 @dataclasses.dataclass(frozen=True)
 class Recency(Score):
@@ -145,6 +150,11 @@ class OfScore(Score):
 
     def __post_init__(self):
         settle(self, score=a(Score))
+
+    @property
+    def by_head(self) -> bool:
+        """See `Score`."""
+        return self.score.by_head
 
     def summands(self, ctx: Context) -> int | Int[Array, "B"]:
         """See `Score`."""
@@ -326,6 +336,11 @@ class LayerMean(OfScore):
     Attributes:
       score: what is averaged.
     """
+
+    @property
+    def by_head(self) -> bool:
+        """See `Score`."""
+        return False
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
@@ -513,6 +528,11 @@ class LastRow(Score):
 
     def __post_init__(self):
         one_of("head_mode", self.head_mode, "layer_mean", "per_kv_head")
+
+    @property
+    def by_head(self) -> bool:
+        """See `Score`."""
+        return self.head_mode == "per_kv_head"
 
     @property
     def _row(self) -> Observe:
