@@ -8,6 +8,7 @@ from kvjax._moved import MOVED, moved
 from kvjax.algebra import chain as chain
 from kvjax.algebra import identity as identity
 from kvjax.algebra import partition as partition
+from kvjax.algebra import partition_heads as partition_heads
 from kvjax.algebra import shared_layers as shared_layers
 from kvjax.algebra import when as when
 from kvjax.cache.context import Context as Context

@@ -1,4 +1,4 @@
-"""The algebra of policies: in turn (`chain`), by layer (`partition`), one decision for all layers, other schedules.
+"""The algebra of policies: in turn, by layer, by kv head, one decision for all layers, other schedules.
 
 Laws (tested over all methods): `chain` is associative with unit `identity()`; no dead slot comes back; live slots never
 exceed the budget; protected tokens live; permuting slots permutes the result; a row of a padded batch gets what it
@@ -8,16 +8,18 @@ would get alone.
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 
+from kvjax.by_head import ByHead
 from kvjax.cache.context import Site
 from kvjax.cache.state import KVState
-from kvjax.policy import LayerPolicy, Policy, Rule, as_policy, check_moment, context, obeying
+from kvjax.policy import LayerPolicy, Layout, Policy, Rule, as_policy, check_moment, context, obeying
 from kvjax.scoring.stats import AttentionStats, LayerStats, Observe
 from kvjax.sizes.schedule import Schedule
-from pallas_kernels.values import checked, each
+from pallas_kernels.values import checked, each, one_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,29 @@ class Partition(Policy):
                 "give one label a layer"
             )
         return _layerwise(dict(self.policies)[self.labels[site.layer]], site)
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionHeads(Policy):
+    """A policy for every kv head of every layer; made by `partition_heads`."""
+
+    policies: tuple[tuple[Hashable, Policy], ...]
+    labels: tuple[tuple[Hashable, ...], ...]
+    storage: Layout = "pool"
+
+    def rules(self, site: Site) -> tuple[Rule, ...]:
+        """One rule, which gives every head those of its member; the member's own where all heads have the same."""
+        if len(self.labels) != site.num_layers:
+            raise ValueError(
+                f"partition_heads has labels of {len(self.labels)} layers, but the model has {site.num_layers}; give "
+                "one row a layer"
+            )
+        here = self.labels[site.layer]
+        used = [(label, _layerwise(policy, site)) for label, policy in self.policies if label in here]
+        if len(used) == 1:
+            return used[0][1]
+        index = {label: i for i, (label, _) in enumerate(used)}
+        return (ByHead(tuple(rules for _, rules in used), tuple(index[label] for label in here), self.storage),)
 
 
 def _layerwise(policy: Policy, site: Site) -> tuple[Rule, ...]:
@@ -140,9 +165,15 @@ def each_rule(change: Callable[[Rule], Policy], policy: Policy) -> Policy:
             return chain(*map(again, policy.policies))
         case Partition():
             return Partition(tuple((label, again(p)) for label, p in policy.policies), policy.labels)
+        case PartitionHeads():
+            return PartitionHeads(
+                tuple((label, again(p)) for label, p in policy.policies), policy.labels, policy.storage
+            )
         case SharedLayers():
             return SharedLayers(again(policy.policy))
-    raise ValueError(f"{policy} is neither a rule nor made by chain, partition or shared_layers; change its members")
+    raise ValueError(
+        f"{policy} is neither a rule nor made by chain, partition, partition_heads or shared_layers; change its members"
+    )
 
 
 def identity() -> Policy:
@@ -174,24 +205,61 @@ def partition(policies: Mapping[Hashable, Policy], labels: Sequence[Hashable]) -
     Raises:
       ValueError: no mapping to policies, no labels, or a label without a policy.
     """
+    every = checked(_labels, "labels", labels)
+    if not every:
+        raise ValueError("labels is empty; give one label a layer")
+    return Partition(_labelled(policies, every), every)
+
+
+def partition_heads(
+    policies: Mapping[Hashable, Policy], labels: Sequence[Sequence[Hashable]] | np.ndarray, *, storage: Layout = "pool"
+) -> Policy:
+    """Different policies for different kv heads, such as DuoAttention's retrieval and streaming heads.
+
+    Every head holds and reads what it would if all heads of its layer were under its policy ("DuoAttention: Efficient
+    Long-Context LLM Inference with Retrieval and Streaming Heads", arXiv 2410.10819, keeps everything in some heads,
+    sinks and a recent window in the others). In a pool it has the slots that its own policy needs: memory of heads that
+    hold less is freed, and heads under `methods.full()` have room for all tokens.
+
+    Args:
+      policies: label to policy.
+      labels: for every layer, one label a kv head.
+      storage: "pool", or "dense" for the slots of the layer's largest head in all of them.
+
+    Raises:
+      ValueError: no mapping to policies, no labels, or a label without a policy; in `make_plan`, labels of another
+        number of layers or heads, policies that decide by what all heads hold, drop channels, hide slots, are relaxed
+        or store sets for query heads, and policies whose `positions` differ.
+    """
+    rows = checked(each(_labels, least=1), "labels", labels)
+    if not all(rows):
+        raise ValueError("labels has an empty row; give one label a kv head")
+    one_of("storage", storage, "pool", "dense")
+    return PartitionHeads(_labelled(policies, [label for row in rows for label in row]), rows, storage)
+
+
+def _labelled(policies: Any, labels: Sequence[Hashable]) -> tuple[tuple[Hashable, Policy], ...]:
+    """The policies by label, of which every label has one."""
     if not isinstance(policies, Mapping):
         raise ValueError(f"policies={policies!r}: give a mapping from labels to policies")
     for policy in policies.values():
         as_policy(policy)
-    every = checked(each(_label), "labels", list(labels) if isinstance(labels, str) else labels)
-    if not every:
-        raise ValueError("labels is empty; give one label a layer")
-    unknown = sorted({str(label) for label in every if label not in policies})
+    unknown = sorted({str(label) for label in labels if label not in policies})
     if unknown:
         raise ValueError(f"labels {unknown} have no policy; the policies are for {sorted(map(str, policies))}")
-    return Partition(tuple(policies.items()), every)
+    return tuple(policies.items())
+
+
+def _labels(labels: Any) -> tuple[Hashable, ...]:
+    """The rule of labels: a string has one a letter."""
+    return each(_label)(list(labels) if isinstance(labels, str) else labels)
 
 
 def _label(label: Hashable) -> Hashable:
     """The rule of labels: what a mapping can be asked for."""
     if not isinstance(label, Hashable):
         raise ValueError(f"{label!r} cannot be a label; use a name or a number")
-    return label
+    return label.item() if isinstance(label, np.generic) else label
 
 
 def when(schedule: Schedule, policy: Policy) -> Policy:

@@ -43,9 +43,10 @@ class Evict(Rule):
       score: ranks tokens.
       budget: live tokens a kv head and layer, on average, protected ones included: a number of tokens (int) or a share
         of the prompt (float). In a layer with a sliding window, tokens that no row to come can read go first.
-      protect: tokens that are never evicted. Of a share of a short prompt they may be more than the budget: a prompt
-        that is no longer than what is protected (by `protect`, `scope`, and for the token to come) is kept whole, and
-        its budget is so many tokens. Longer prompts with too small a share are refused.
+      protect: tokens that are never evicted. A prompt of which the budget is a share that cannot hold what must stay
+        (by `protect`, `scope`, for the token to come, or to drop so many at once) is too short to be evicted from: it
+        is kept whole in all layers, and its budget is its length, or what must stay if that is more. A number of tokens
+        that holds less than what must stay is refused, and so is a share that could not hold it of any prompt.
       layers: how the budget is divided over layers. Protected tokens come first; what is left of the budget is divided.
       heads: how a layer's budget is divided over its kv heads, again after protection. While decoding, heads keep the
         shares that the prompt gave them.
@@ -98,6 +99,7 @@ class Evict(Rule):
             as_count(self.protect.recent, "recent"),
             as_count(first, "size"),
             as_count(size, "size"),
+            as_count(self.when.drop, "drop"),
             self.layers,
             int(self.when.before_append),
         )
@@ -139,6 +141,11 @@ class Evict(Rule):
     def check(self, site: Site, prompt_length: int) -> None:
         """See `Rule`."""
         _check_sizes(self, self._sizes(site), site, prompt_length)
+
+    @property
+    def by_head(self) -> bool:
+        """See `Rule`."""
+        return self.score.by_head and self.select.by_head and isinstance(self.heads, UniformHeads)
 
     @property
     def _remembers_heads(self) -> bool:
@@ -465,8 +472,8 @@ def from_fn(
     """A policy from a scoring function.
 
     Args:
-      fn: `(kv, stats, ctx) -> score`, larger = keep. Keep one function object: policies compare by value, functions by
-        identity.
+      fn: `(kv, stats, ctx) -> score`, larger = keep. Policies compare by value, and functions by what they compute
+        (`kvjax.functions`): an equal one, written anew, compiles nothing anew.
       budget: as in `Evict`.
       observe: the statistics that `fn` reads, as `stats[Observe(...)]`.
       **fields: other fields of `Evict`.

@@ -14,10 +14,9 @@ from kvjax.cache.context import Site
 from kvjax.cache.pool import pool_slots
 from kvjax.cache.state import Positions
 from kvjax.policy import LayerPolicy, LayerSpec, Layout, Policy, Reads, as_policy
+from kvjax.sizes.tables import LONGEST
 from pallas_kernels.pytree import pytree
 from pallas_kernels.values import MOST_TOKENS, checked, each, whole
-
-_LONGEST = 2**24  # a policy's sizes are tables with an entry for every length up to the prompt's
 
 
 @runtime_checkable
@@ -238,7 +237,8 @@ def make_plan(
     """Resolves budgets, allocations and schedules into integers, or says why they cannot work.
 
     A prompt, or a row of a batch, that is too short to be evicted from is kept whole: one that its budget holds, and
-    one that is no longer than what the policy protects, whatever share of it the budget is.
+    one of which the budget is a share that cannot hold what the policy protects. Alone or beside others, it needs slots
+    for all its tokens.
 
     Args:
       config: the model's sizes.
@@ -257,9 +257,9 @@ def make_plan(
         whole(1, why="the prompt is empty: give at least one token, such as BOS"), "prompt_len", prompt_len
     )
     max_new_tokens = checked(whole(0), "max_new_tokens", max_new_tokens)
-    if prompt_len > _LONGEST:
+    if prompt_len > LONGEST:
         raise ValueError(
-            f"prompt_len={prompt_len} is more than {_LONGEST}, the longest prompt that a plan has numbers for"
+            f"prompt_len={prompt_len} is more than {LONGEST}, the longest prompt that a plan has numbers for"
         )
     if prompt_len + max_new_tokens > MOST_TOKENS:
         raise ValueError(

@@ -212,6 +212,11 @@ class Rule(Policy):
         del site
         return (self,)
 
+    @property
+    def by_head(self) -> bool:
+        """Whether every kv head decides by what it holds alone, so that heads may have rules of their own."""
+        return False
+
     @abc.abstractmethod
     def spec(self, site: Site) -> LayerSpec:
         """Everything static about the rule in a layer."""

@@ -16,9 +16,11 @@ def write_tokenizer(path: pathlib.Path, vocabulary: Sequence[str], *, special: d
       special: which of them are `pad_token`, `bos_token`, `eos_token` and `unk_token`.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+
+    from models.tokenizer import import_transformers
 
     ids = {word: i for i, word in enumerate(vocabulary)}
     tokenizer: Any = Tokenizer(models.WordLevel(ids, unk_token=special["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, padding_side="left").save_pretrained(path)
+    fast = import_transformers().PreTrainedTokenizerFast
+    fast(tokenizer_object=tokenizer, **special, padding_side="left").save_pretrained(path)

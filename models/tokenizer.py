@@ -1,8 +1,10 @@
 """Text in, left-padded token batches out."""
 
+import logging
 import os
 import reprlib
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,20 @@ from models.checks import MOST, whole
 from models.sources import locate
 from models.stored import check_whole
 
+_WITHOUT_TORCH = "Models won't be available"  # of transformers, that is, where PyTorch is not installed
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def import_transformers() -> ModuleType:
+    """transformers, which is slow to import and only wanted for text, without its warning that PyTorch is missing."""
+    logging.getLogger("transformers").addFilter(_is_of_use)
+    import transformers
+
+    return transformers
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return _WITHOUT_TORCH not in record.getMessage()
 
 
 def load_tokenizer(source: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None) -> Any:
@@ -34,10 +49,9 @@ def load_tokenizer(source: str | os.PathLike[str], *, revision: str | None = Non
         )
     for file in files:
         check_whole(file)
-    from transformers import AutoTokenizer  # slow to import, and only wanted for text
-
+    transformers = import_transformers()
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return transformers.AutoTokenizer.from_pretrained(path)
     except Exception as e:
         names = [f.name for f in files]
         raise ValueError(f"{path}: no tokenizer can be made of {names} ({e}); download them again") from e

@@ -391,7 +391,7 @@ def test_a_beam_for_every_first_token_finds_the_best_pairs():
         ({"tokens": np.zeros((1, 0), np.int32)}, "prompts are empty"),
         ({"tokens": np.full((1, 4), 41)}, "token id 41 is outside the vocabulary"),
         ({"lengths": [0, 3, 3]}, "prompt lengths must lie between 1"),
-        ({"policy": methods.snapkv(0.25, window_size=8)}, "protect keeps 8"),
+        ({"policy": methods.h2o(0.25, recent=0.5)}, "protect keeps 6"),
     ],
 )
 def test_bad_input_is_refused_before_tracing(small, prompts, change, message):

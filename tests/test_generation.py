@@ -495,8 +495,8 @@ def test_a_budget_above_the_prompt_keeps_it(shallow, prompts):
         ({"policy": lambda: methods.h2o(1.5)}, r"lies in \(0, 1\]"),
         ({"policy": lambda: methods.snapkv(16)}, r"budget of 16 tokens cannot hold the 32 that protect keeps"),
         (
-            {"policy": lambda: methods.snapkv(0.25, window_size=8), "lengths": [20, 20, 20]},
-            r"layer 0 gets a budget of 5 tokens for a prompt of 20, but protect keeps 8 \(sinks=0, recent=8\); raise",
+            {"policy": lambda: methods.h2o(0.25, recent=0.5), "lengths": [20, 20, 20]},
+            r"layer 0 gets a budget of 5 tokens for a prompt of 20, but protect keeps 10 \(sinks=0, recent=10\); raise",
         ),
         ({"policy": lambda: kvjax.partition({"a": methods.full()}, "ab")}, r"labels \['b'\] have no policy"),
         ({"policy": lambda: kvjax.partition({"a": methods.full()}, "aaaa")}, "4 labels, but the model has 3 layers"),

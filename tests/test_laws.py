@@ -198,38 +198,41 @@ def test_a_padded_row_gets_what_it_gets_alone(case, budget):
 
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
-def test_a_prompt_of_which_everything_is_protected_is_kept_whole(case):
-    """Whatever share of it the budget is; one token more than the protected ones are too many for no budget."""
+def test_a_prompt_whose_share_cannot_hold_what_is_protected_is_kept_whole(case):
+    """In every layer, whatever its length."""
     policy = case.make(0.25)
     for layer in range(3):
         site = helpers.site(T=T, layer=layer)
         for member in policy.rules(site):
             if isinstance(member, kvjax.Evict):
                 _, sinks, recent = member.tables(site)
-                for n in (n for n in range(1, T) if n <= sinks[n] + recent[n]):
+                average = member.budget.table(np.arange(T + 1), np.arange(T + 1))
+                for n in range(1, T + 1):
                     member.check(site, n)
-                    assert member.spec(site).target[n] >= n
+                    whole = sinks[n] + recent[n] > max(average[n], 1)
+                    assert member.spec(site).target[n] >= (n if whole else min(n, sinks[n] + recent[n]))
 
 
 @pytest.mark.parametrize(
     ("make", "n"),
     [
         (lambda: kvjax.methods.snapkv(0.25, window_size=6), 6),
-        (lambda: kvjax.methods.streaming_llm(0.25, sinks=4), 5),
-        (lambda: kvjax.methods.roco(0.25, scope=6, protect_last=2), 6),
-        (lambda: kvjax.methods.ada_pyramid(0.25, window_size=6), 6),
+        (lambda: kvjax.methods.snapkv(0.25, window_size=6), 23),
+        (lambda: kvjax.methods.streaming_llm(0.25, sinks=4), 19),
+        (lambda: kvjax.methods.roco(0.25, scope=6, protect_last=2), 7),
+        (lambda: kvjax.methods.scissorhands(0.25, recent=2, drop=6), 23),
+        (lambda: kvjax.methods.ada_pyramid(0.25, window_size=6), 23),
     ],
-    ids=["window", "sinks", "scope", "pyramid"],
+    ids=["window", "window_and_more", "sinks", "scope", "drop", "pyramid"],
 )
 def test_a_row_that_is_too_short_to_be_evicted_from_does_not_fail_its_batch(make, n):
     q, k, v = helpers.qkv(4, B=B, N=N, K=K, T=T, H=H)
     cut = lambda row, length: (x[row : row + 1, :, T - length :] for x in (q, k, v))
     together = kvjax.evict_layer(make(), q, k, v, lengths=[T, n]).keep
     assert np.asarray(together[1, :, T - n :]).all()
+    assert np.asarray(together[0]).sum() == 6 * K
     np.testing.assert_array_equal(kvjax.evict_layer(make(), *cut(1, n)).keep[0], together[1, :, T - n :])
     np.testing.assert_array_equal(kvjax.evict_layer(make(), *cut(0, T)).keep[0], together[0])
-    with pytest.raises(ValueError, match=rf"for a prompt of {n + 1}, "):
-        kvjax.evict_layer(make(), q, k, v, lengths=[T, n + 1])
 
 
 @every_method

@@ -397,3 +397,19 @@ def test_a_load_holds_the_parameters_once(tmp_path, dtype):
     found = loading.measure("kvjax", tmp_path, dtype)
     assert found["size"] > 0.4e9
     assert 0.99 < found["peak"] / found["size"] < 1.15
+
+
+WITHOUT_TORCH = """
+import logging, sys
+sys.modules["torch"] = None
+import models
+from models.embedded import EMBEDDED
+models.load_tokenizer(EMBEDDED)
+logging.getLogger("transformers").warning("another warning")
+"""
+
+
+@pytest.mark.slow
+def test_that_there_is_no_torch_is_not_said_and_all_else_is():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=True)
+    assert done.stderr == "[transformers] another warning\n"

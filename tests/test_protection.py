@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -113,13 +114,24 @@ def test_a_cache_of_sinks_has_no_room_for_the_next_token():
     plan(methods.window(4, sinks=4), 12)  # reads the next token, and drops it
 
 
-def test_lengths_are_checked_when_a_prompt_is_read(tiny):
-    """A plan without lengths is for any; a window that one of them cannot pay for is refused, not cut."""
+def test_a_prompt_that_is_too_short_for_its_share_needs_slots_for_all_its_tokens(tiny):
+    """A plan without lengths has them. While decoding, such a row keeps as many tokens as its prompt had."""
     model, params = tiny
-    policy = methods.snapkv(0.25, window_size=8)
-    plan = kvjax.make_plan(model.config, policy, prompt_len=40, max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"a budget of 5 tokens for a prompt of 20, but protect keeps 8"):
-        kvjax.prefill(model, params, jnp.zeros((2, 40), jnp.int32), plan, lengths=[40, 20])
+    policy = methods.h2o(0.25, recent=8)
+    plan = lambda lengths: kvjax.make_plan(model.config, policy, prompt_len=40, max_new_tokens=2, lengths=lengths)
+    tokens, lengths = jnp.ones((3, 40), jnp.int32), [40, 20, 3]
+    assert plan([40]).capacities == (11,) * 3
+    assert plan(lengths).capacities == (21,) * 3
+    assert plan(None).capacities == (32,) * 3
+    with pytest.raises(ValueError, match="a prompt of 20 tokens needs 21 slots in layer 0, but the plan has 11; make"):
+        kvjax.prefill(model, params, tokens, plan([40]), lengths=lengths)
+
+    @jax.jit
+    def decoded(params):
+        _, state = kvjax.prefill(model, params, tokens, plan(lengths), lengths=lengths)
+        return kvjax.feed(model, params, tokens[:, :2], state)[1].num_live
+
+    np.testing.assert_array_equal(decoded(params)[:, 0, 0], [10, 20, 5])
 
 
 @pytest.mark.parametrize(

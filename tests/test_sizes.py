@@ -189,11 +189,11 @@ def test_impossible_plans(tiny, kwargs, message):
 
 
 def test_plan_errors_name_layer_numbers_and_fix(tiny):
-    policy = dataclasses.replace(methods.h2o(0.25, recent=6), layers=Pyramid(4.0))
+    policy = dataclasses.replace(methods.h2o(0.25, recent=0.5), layers=Pyramid(4.0))
     with pytest.raises(
         ValueError,
-        match=r"layer 0 gets a budget of 5 tokens for a prompt of 20, but protect keeps 6 \(sinks=0, recent=6\); raise "
-        r"the budget \(now 0.25\) or change Pyramid\(beta=4.0\)",
+        match=r"layer 0 gets a budget of 5 tokens for a prompt of 20, but protect keeps 10 \(sinks=0, recent=10\); "
+        r"raise the budget \(now 0.25\) or change Pyramid\(beta=4.0\)",
     ):
         kvjax.make_plan(tiny[0].config, policy, prompt_len=20, max_new_tokens=4)
 

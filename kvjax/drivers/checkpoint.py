@@ -1,13 +1,9 @@
 """Storing parameters and compressed prompts with orbax. What is restored continues bit for bit."""
 
-import dataclasses
-import functools
 import hashlib
 import os
 import pathlib
-import re
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -18,8 +14,8 @@ from jaxtyping import PyTree
 
 from kvjax.cache.state import KVState
 from kvjax.drivers.steps import empty_after_prompt, init_state
+from kvjax.functions import definition
 from kvjax.plan import CachePlan
-from pallas_kernels.values import complete_repr
 
 _META = {"params": {"shapes": dict}, "state": {"plan": str, "keys": dict, "leaves": int}}
 _T = TypeVar("_T")
@@ -82,7 +78,7 @@ def save_state(path: str | os.PathLike[str], state: KVState) -> None:
     leaves, _ = jax.tree.flatten(state)
     keys = {str(i): str(jax.random.key_impl(x)) for i, x in enumerate(leaves) if _is_key(x)}
     arrays = {f"{i:05}": jax.random.key_data(x) if _is_key(x) else x for i, x in enumerate(leaves)}
-    meta = {"kind": "state", "plan": _text(state.plan), "keys": keys, "leaves": len(leaves)}
+    meta = {"kind": "state", "plan": definition(state.plan), "keys": keys, "leaves": len(leaves)}
     meta["sizes"] = state.sizes is not None
     _save(path, arrays, meta | {"digests": [_digest(x) for x in arrays.values()]})
 
@@ -100,8 +96,8 @@ def load_state(path: str | os.PathLike[str], plan: CachePlan) -> KVState:
     if not isinstance(plan, CachePlan):
         raise ValueError(f"plan is a {type(plan).__name__}, not a CachePlan such as make_plan returns")
     meta = _meta(path, "state")
-    if meta["plan"] != _text(plan):
-        raise ValueError(f"{path} was made for another plan: {meta['plan']} there, {_text(plan)} here")
+    if meta["plan"] != (here := definition(plan)):
+        raise ValueError(f"{path} was made for another plan: {meta['plan']} there, {here} here")
     arrays = _load(path, None)
     stored = _whole(path, lambda: [jnp.asarray(arrays[f"{i:05}"]) for i in range(meta["leaves"])])
     _check_digests(path, stored, meta)
@@ -129,47 +125,6 @@ def _shapes(params: PyTree[Any]) -> dict[str, str]:
 
 def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _text(plan: CachePlan) -> str:
-    """The plan's definition, functions by what they compute instead of where they lie in memory."""
-    return "; ".join([re.sub(r" at 0x[0-9a-f]+", "", complete_repr(plan)), *_functions(plan.policy, set())])
-
-
-def _constants(code: types.CodeType) -> str:
-    inner = [_constants(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
-    return repr((code.co_code, inner, code.co_names))
-
-
-def _functions(value: Any, seen: set[int]) -> Iterator[str]:
-    """All functions inside a policy: their code, and the values that they have closed over or have as defaults."""
-    if isinstance(value, types.FunctionType) and id(value) not in seen:
-        seen.add(id(value))
-        cells = [c.cell_contents for c in value.__closure__ or () if c != types.CellType()]
-        held = (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items())
-        code = hashlib.sha256(_constants(value.__code__).encode()).hexdigest()[:16]
-        values = f" of {hashlib.sha256(_held(held).encode()).hexdigest()[:16]}" if held else ""
-        yield re.sub(r" at 0x[0-9a-f]+", "", f"{value.__code__.co_qualname} {code}{values}")
-        yield from _functions(held, seen)
-    elif isinstance(value, functools.partial):
-        yield from _functions((value.func, *value.args, *value.keywords.values()), seen)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _functions(getattr(value, field.name), seen)
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _functions(item, seen)
-
-
-def _held(value: Any) -> str:
-    """A value as text: arrays in full, sets in order, functions and objects without where they lie in memory."""
-    if isinstance(value, tuple | list | set | frozenset):
-        inside = map(_held, value)
-        ordered = sorted(inside) if isinstance(value, set | frozenset) else inside
-        return f"{type(value).__name__}({', '.join(ordered)})"
-    if isinstance(value, np.ndarray | jax.Array):
-        return f"{value.dtype}{value.shape} {_digest(jax.random.key_data(value) if _is_key(value) else value)}"
-    return re.sub(r" at 0x[0-9a-f]+", "", complete_repr(value))
 
 
 def _digest(x: Any) -> str:

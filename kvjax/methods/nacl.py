@@ -181,7 +181,7 @@ def nacl_llama3(budget: float = 0.2, **options: Any) -> Policy:
     """The released code's shares (D-17): 256 sinks, 1 % proxies of which 256 are not kept, 7 % random of 20 %.
 
     The shares scale with `budget`. Below 25,700 tokens the code's own slices come out empty; here the sinks are
-    all that is protected, prompts of `min_len` tokens are left alone, and one too short for the sinks is refused.
+    all that is protected, and prompts of `min_len` tokens are left alone, as is one whose share is less than the sinks.
 
     Args:
       budget: share of the prompt that is kept.

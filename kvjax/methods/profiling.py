@@ -242,6 +242,11 @@ class FastGen(Rule):
             )
 
     @property
+    def by_head(self) -> bool:
+        """See `Rule`."""
+        return self.storage == "dense"
+
+    @property
     def kinds(self) -> TokenKinds:
         """What tells tokens apart."""
         return TokenKinds(self.special_ids, self.punctuation_ids)

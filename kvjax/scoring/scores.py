@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import LayerKV, position_order
+from kvjax.functions import by_code
 from kvjax.scoring.protect import rows_since_insertion
 from kvjax.scoring.stats import (
     AllRows,
@@ -78,6 +79,11 @@ class Score(Observer, abc.ABC):
     def rotated_keys(self) -> bool:
         """Whether it looks at keys, and rotation changes what it sees."""
         return False
+
+    @property
+    def by_head(self) -> bool:
+        """Whether a head's scores depend on what it holds alone."""
+        return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +150,11 @@ class OfScore(Score):
 
     def __post_init__(self):
         settle(self, score=a(Score))
+
+    @property
+    def by_head(self) -> bool:
+        """See `Score`."""
+        return self.score.by_head
 
     def summands(self, ctx: Context) -> int | Int[Array, "B"]:
         """See `Score`."""
@@ -325,6 +336,11 @@ class LayerMean(OfScore):
     Attributes:
       score: what is averaged.
     """
+
+    @property
+    def by_head(self) -> bool:
+        """See `Score`."""
+        return False
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
@@ -514,6 +530,11 @@ class LastRow(Score):
         one_of("head_mode", self.head_mode, "layer_mean", "per_kv_head")
 
     @property
+    def by_head(self) -> bool:
+        """See `Score`."""
+        return self.head_mode == "per_kv_head"
+
+    @property
     def _row(self) -> Observe:
         return Observe(LastRows(1))
 
@@ -633,7 +654,7 @@ class FromFunction(Score):
     """A function of the cache and its statistics; what `from_fn` makes of a researcher's lambda.
 
     Attributes:
-      fn: `(kv, stats, ctx) -> "B K S"`. Functions compare by identity: keep one object to compile once.
+      fn: `(kv, stats, ctx) -> "B K S"`. Functions compare by what they compute (`kvjax.functions`).
       observed: the statistics it reads, in every phase.
     """
 
@@ -641,9 +662,7 @@ class FromFunction(Score):
     observed: tuple[Measurement, ...] = ()
 
     def __post_init__(self):
-        if not callable(self.fn):
-            raise ValueError(f"FromFunction(fn={self.fn!r}): give a function (kv, stats, ctx) -> score")
-        settle(self, observed=each(a(Measurement)))
+        settle(self, fn=by_code, observed=each(a(Measurement)))
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Observer`."""

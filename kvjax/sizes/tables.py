@@ -11,8 +11,10 @@ import numpy as np
 
 from kvjax.cache.context import Site
 from kvjax.sizes.allocation import HeadAllocation, LayerAllocation
-from kvjax.sizes.budget import Count, Tokens, as_count
+from kvjax.sizes.budget import Count, as_count
 from pallas_kernels.values import MOST_TOKENS
+
+LONGEST = 2**24  # tokens of a prompt: sizes are tables with an entry for every length up to the prompt's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Wanted:
       sinks, recent: tokens that are protected by position.
       first: tokens that are protected beside those because they come first.
       size: tokens that are protected by what they did, those protected by position included.
+      drop: tokens that an eviction takes at once.
       layers: how the budget is divided over layers.
       coming: tokens for which a step makes room before it appends them.
     """
@@ -33,8 +36,14 @@ class Wanted:
     recent: Count
     first: Count
     size: Count
+    drop: Count
     layers: LayerAllocation
     coming: int
+
+    def least(self, prompt_length: np.ndarray, by_position: np.ndarray, budget: np.ndarray) -> np.ndarray:
+        """The smallest budgets "M" that layers of budgets "M" can work with, `by_position` being protected anyway."""
+        first, size, drop = (count.table(prompt_length, budget) for count in (self.first, self.size, self.drop))
+        return np.maximum(np.maximum(by_position + first, size), drop)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,22 +101,30 @@ class Tables:
 def tables(wanted: Wanted, num_layers: int, prompt_len: int, max_new_tokens: int) -> Tables:
     """The numbers of a model's layers. Protected tokens come first; what is left of the budget is divided.
 
+    A prompt whose budget cannot hold what must stay of it has a budget of all its tokens, or of what must stay where
+    that is more, if a longer prompt's budget could hold it: it is too short for its share of it to mean anything.
+
     Args:
       wanted: what is kept.
       num_layers: layers of the model.
       prompt_len: the longest prompt.
       max_new_tokens: tokens to come.
     """
-    n = np.arange(prompt_len + 1)
+    n = np.append(np.arange(prompt_len + 1), LONGEST)
     average = np.clip(wanted.budget.table(n, n), 1, MOST_TOKENS)
     sinks, recent = wanted.sinks.table(n, average), wanted.recent.table(n, average)
     by_position = sinks + np.maximum(recent, wanted.coming)
-    if not isinstance(wanted.budget, Tokens):  # a prompt of which everything is protected is kept whole
-        stay = np.maximum(by_position + wanted.first.table(n, average), wanted.size.table(n, average))
-        average = np.where(n <= stay, np.maximum(average, stay), average)
-    outside = np.minimum(by_position, average)
-    selectable = average - outside
-    per_layer = wanted.layers.layers(selectable, np.maximum(n - outside, selectable), num_layers, outside)
+
+    def divided(average: np.ndarray) -> np.ndarray:
+        outside = np.minimum(by_position, average)
+        limit = np.maximum(n - outside, average - outside)
+        return wanted.layers.layers(average - outside, limit, num_layers, outside) + outside[:, None]
+
+    per_layer = divided(average)
+    least = np.max([wanted.least(n, by_position, budget) for budget in per_layer.T], axis=0)
+    short = per_layer.min(1) < least
+    if short.any() and not short[-1]:
+        per_layer = divided(np.where(short, np.maximum(n, least), average))
     # A layer that may keep all there ever is needs no larger number, and arithmetic on heads stays within 32 bits.
-    per_layer = np.minimum(per_layer + outside[:, None], prompt_len + max_new_tokens)
-    return Tables(per_layer, sinks, recent, wanted.coming)
+    per_layer = np.minimum(per_layer[:-1], prompt_len + max_new_tokens)
+    return Tables(per_layer, sinks[:-1], recent[:-1], wanted.coming)
