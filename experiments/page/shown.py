@@ -24,7 +24,9 @@ def interval(cell: Cell) -> str:
 
 
 def _number(cell: Cell, x: float) -> str:
-    return f"{100 * x:.1f}" if cell.kind == "score" else f"{x:.2f}" if cell.kind == "nll" else f"{x:.4g}"
+    if cell.kind == "score":
+        return f"{100 * x:.1f}"
+    return f"{x:.2f}" if cell.kind == "nll" and x < 10_000 else f"{x:.4g}"
 
 
 def difference(cell: Cell) -> str:
