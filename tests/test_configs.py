@@ -38,7 +38,7 @@ def test_config(name, embedded):
 @pytest.mark.parametrize(
     ("kind", "given"),
     [
-        *((Setup, each) for each in ({"protocol": "x"}, {"dtype": "int8"}, {"model": 3}, {"tasks": ("x",)})),
+        *((Setup, each) for each in ({"protocol": "x"}, {"dtype": "int8"}, {"model": 3}, {"tasks": (3,)})),
         *((Setup, each) for each in ({"tasks": "key_value"}, {"baselines": "h2o"}, {"examples": True}, {"block": 2.0})),
         *(
             (Experiment, each)

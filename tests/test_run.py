@@ -4,6 +4,7 @@ import argparse
 import inspect
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -446,7 +447,7 @@ def test_a_policy_and_a_task_of_ones_own_over_seeds_and_text(tmp_path, monkeypat
         with pytest.raises(SystemExit) as e:
             run.main(argv)
         assert e.value.code == 0
-        assert "key_value        A table of bare pairs" in capsys.readouterr().out
+        assert re.search(r"key_value +A table of bare pairs", capsys.readouterr().out)
 
 
 def test_budget_labels():

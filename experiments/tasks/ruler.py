@@ -9,7 +9,7 @@ import itertools
 import string
 
 import numpy as np
-from scipy.special import zeta
+import scipy  # its parts are imported when they are first used
 
 from experiments.tasks.base import Example, Question, Task, Tokens, example
 from experiments.tasks.ruler_needles import NOISE
@@ -166,7 +166,7 @@ def fwe(task: Task, index: int) -> Example:
     question = tuple(task.encode(_FWE_QUESTION))
 
     def counts(total: int) -> np.ndarray:
-        return (total * np.arange(1, num_words + 1) ** -ALPHA / zeta(ALPHA)).astype(int)
+        return (total * np.arange(1, num_words + 1) ** -ALPHA / scipy.special.zeta(ALPHA)).astype(int)
 
     def context(total: int) -> Tokens:
         listed = np.repeat(np.arange(num_words), counts(total))
