@@ -176,6 +176,7 @@ def test_a_run_stands_among_the_methods_of_a_leaderboard(pair, board, capsys):
         (lambda c: c["setup"].update(checkpoint="abc"), "cannot be compared with .*here: checkpoint='abc' against '"),
         (lambda c: c["setup"].update(compress="decode"), "compress='decode' against 'both'"),
         (lambda c: c["setup"]["tasks"]["key_value"].update(examples=9), "tasks.key_value.examples=9 against 4"),
+        (lambda c: c["setup"].update(tasks=["key_value", "vt"]), "tasks='key_value, vt' against 'key_value'$"),
         (lambda c: c["rows"][0].update(live_tokens=99.0), "prompts of key_value have 99 tokens on average against 7"),
         (lambda c: c["rows"][0].pop("low"), "leaderboard.json is broken .*is not what compare.py writes"),
         (lambda c: c.pop("setup"), "leaderboard.json is broken .*KeyError: 'setup'"),

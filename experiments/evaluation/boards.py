@@ -141,7 +141,11 @@ def shared(setup: Mapping[str, Any]) -> dict[str, Any]:
 
 def differences(setup: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """In what two setups differ that makes their numbers incomparable, with both values."""
-    first, second = (_flat("", shared(s)) for s in (setup, other))
+    first, second = shared(setup), shared(other)
+    there, here = ([*(s["tasks"] or ())] for s in (first, second))
+    if sorted(there) != sorted(here):
+        first["tasks"], second["tasks"] = ", ".join(there), ", ".join(here)
+    first, second = _flat("", first), _flat("", second)
     names = dict.fromkeys([*first, *second])
     return [f"{n}={first.get(n)!r} against {second.get(n)!r}" for n in names if first.get(n) != second.get(n)]
 
