@@ -25,7 +25,7 @@ def find(config: str, script: str = "run.py") -> tuple[str, Callable[..., Any]]:
     """The name and the `get_config` of a config.
 
     Args:
-      config: "snapkv.py" or "snapkv" for a file here, or a path to another file.
+      config: "snapkv.py", "snapkv" or "configs/snapkv.py" for a file here, or a path to another file.
       script: which script in experiments/ asks.
 
     Raises:
@@ -35,7 +35,7 @@ def find(config: str, script: str = "run.py") -> tuple[str, Callable[..., Any]]:
     """
     path = pathlib.Path(config)
     stem = path.stem if path.suffix == ".py" else path.name
-    here = path.parent == pathlib.Path(".")
+    here = path.parent == pathlib.Path(".") or (path.parent == pathlib.Path("configs") and not path.is_file())
     if here and stem in available(script):
         path = _HERE / f"{stem}.py"
     elif here and stem in _SCRIPTS:
@@ -50,7 +50,7 @@ def find(config: str, script: str = "run.py") -> tuple[str, Callable[..., Any]]:
         typing.get_type_hints(get_config)
     except Exception as e:
         raise ValueError(f"{path}: the types of get_config's options cannot be read: {type(e).__name__}: {e}") from e
-    return path.stem, get_config if path.parent == _HERE else _naming(path)(get_config)
+    return path.stem, get_config if path.parent == _HERE else _at_home(path)(get_config)
 
 
 def function(reference: str) -> Callable[..., Any]:
@@ -67,6 +67,8 @@ def function(reference: str) -> Callable[..., Any]:
         naming those that it has.
     """
     file, _, name = reference.rpartition(":")
+    if not file:
+        raise ValueError(f"{reference!r} names no function; write path.py:name")
     path = pathlib.Path(file)
     if path.suffix != ".py" or not path.is_file():
         raise ValueError(f"{reference!r}: there is no Python file {file!r}; write path.py:name")
@@ -75,7 +77,7 @@ def function(reference: str) -> Callable[..., Any]:
     if not callable(found):
         own = [n for n, x in vars(module).items() if callable(x) and getattr(x, "__module__", "") == module.__name__]
         raise ValueError(f"{path} defines no function {name!r}; it has {', '.join(own) or 'none'}")
-    return _naming(path)(found)
+    return _at_home(path)(found)
 
 
 def _load(path: pathlib.Path) -> types.ModuleType:
@@ -85,20 +87,27 @@ def _load(path: pathlib.Path) -> types.ModuleType:
         raise ValueError(f"{path} cannot be imported as a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses look types up that are written as text
-    with _naming(path), _beside(path):
+    with _at_home(path):
         spec.loader.exec_module(module)
     return module
 
 
 @contextlib.contextmanager
 def _beside(path: pathlib.Path) -> Iterator[None]:
-    """Lets a file import those of its folder while it is loaded, after what is installed."""
+    """Lets a file import those of its folder while its code runs, after what is installed."""
     folder = str(path.absolute().parent)
     sys.path.append(folder)
     try:
         yield
     finally:
         sys.path.remove(folder)
+
+
+@contextlib.contextmanager
+def _at_home(path: pathlib.Path) -> Iterator[None]:
+    """Runs code of a file: errors name its line, and files beside it can be imported."""
+    with _naming(path), _beside(path):
+        yield
 
 
 @contextlib.contextmanager

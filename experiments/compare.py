@@ -2,10 +2,12 @@
 
     python experiments/compare.py results/*
     python experiments/compare.py results/snapkv results/h2o --output results/leaderboard
+    python experiments/compare.py results/mine --with experiments/leaderboard
 
 Prints a table, and with `--output` writes it with a plot. Runs on other tasks, models or lengths are not comparable,
 and are refused. Neither are the times of separate runs, which are left out: `bench_decode.py` compares speeds. Left
-out are comparisons with the full cache, too, whose p-values are adjusted for the methods of one run.
+out are comparisons with the full cache, too, whose p-values are adjusted for the methods of one run. `--with` adds the
+numbers of leaderboards that this wrote before; rows say which code they are of.
 """
 
 import argparse
@@ -18,7 +20,8 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments.evaluation import report
+from experiments.evaluation import boards, report
+from experiments.evaluation.boards import Board
 from experiments.evaluation.results import (
     Key,
     alone_in,
@@ -35,17 +38,22 @@ from experiments.evaluation.results import (
     write_json,
 )
 
-_SHARED = ("model", "tasks", "text", "length", "protocol", "seed", "dtype", "checkpoint")
 
-
-def load(directories: Sequence[pathlib.Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def load(
+    directories: Sequence[pathlib.Path], others: Sequence[Board] = ()
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The shared setup, and the rows of all runs, made from their lines; of equal policies the first one found.
 
     A method that ran with different parameters is named after its run as well. Directories that are no finished run of
     `experiments/run.py` are named and skipped.
 
+    Args:
+      directories: of runs.
+      others: leaderboards whose rows come after those of the runs.
+
     Raises:
-      ValueError: no finished run, runs that cannot be compared, or files that are broken or belong to another run.
+      ValueError: no finished run, runs or leaderboards that cannot be compared, or files that are broken or belong to
+        another run.
     """
     configs: dict[pathlib.Path, dict[str, Any]] = {}
     for d in dict.fromkeys(directories):
@@ -57,12 +65,10 @@ def load(directories: Sequence[pathlib.Path]) -> tuple[dict[str, Any], list[dict
             configs[d] = config
     if not configs:
         raise ValueError("no finished run among the directories given; run experiments/run.py first")
-    beside = ("checkpoint", "tasks", "text")
-    setups = {d: config["setup"] | {name: config.get(name) for name in beside} for d, config in configs.items()}
+    setups = {d: boards.setup_of(config) for d, config in configs.items()}
     (start, first), *_ = setups.items()
     for d, setup in setups.items():
-        differing = [f"{k}={setup.get(k)!r} against {first.get(k)!r}" for k in _SHARED if setup.get(k) != first.get(k)]
-        if differing:
+        if differing := boards.differences(setup, first):
             raise ValueError(f"{d} cannot be compared with {start}: {', '.join(differing)}")
     variants: dict[tuple[str, str], set[str]] = {}
     for config in configs.values():
@@ -74,15 +80,25 @@ def load(directories: Sequence[pathlib.Path]) -> tuple[dict[str, Any], list[dict
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for parts in _whole(configs):
         d, summary = parts[0], _summary({part: configs[part] for part in parts})
+        code = ", ".join(dict.fromkeys(boards.code_of(_manifest(part)) for part in parts))
         for row in [*summary["rows"], *summary["retrieval_mean"]]:
             method = f"{row['method']} ({names[d]})" if row["method"] in ambiguous else row["method"]
             kept = {k: x for k, x in row.items() if k not in (*report.TIMES, "against_full")}
-            rows.setdefault((method, row["budget"], row["task"]), {**kept, "method": method})
-    return first, list(rows.values())
+            kept |= {"method": method, "kv_budget": report.budget_fraction(row, first["length"]), "code": code}
+            rows.setdefault((method, row["budget"], row["task"]), kept)
+    found = list(rows.values())
+    for board in others:
+        board.check(str(start), first, found)
+        found += board.beside(found)
+    return first, found
 
 
 def _config(directory: pathlib.Path) -> dict[str, Any]:
     return read_config(directory) if (directory / "manifest.json").is_file() else {}
+
+
+def _manifest(directory: pathlib.Path) -> dict[str, Any]:
+    return json.loads((directory / "manifest.json").read_bytes())
 
 
 def _is_run(config: dict[str, Any]) -> bool:
@@ -144,7 +160,10 @@ def _summary(parts: dict[pathlib.Path, dict[str, Any]]) -> dict[str, Any]:
 
 
 def leaderboard(rows: Sequence[dict[str, Any]]) -> str:
-    """A table with a row for every method and budget: the largest budget first, then the best retrieval score."""
+    """A table with a row for every method and budget: the largest budget first, then the best retrieval score.
+
+    Which code rows are of stands there if they are of several.
+    """
     means = [r for r in rows if r["task"] == "retrieval_mean"]
     shown = means or list({(r["method"], r["budget"]): r for r in rows}.values())  # runs without retrieval tasks
     ordered = sorted(shown, key=lambda r: (-r["kv_budget"], -r.get("score", 0.0)))
@@ -157,6 +176,7 @@ def leaderboard(rows: Sequence[dict[str, Any]]) -> str:
         *(t.replace("_", " ") for t in tasks),
         "live of prompt",
         "KV of full",
+        *(["code"] if (several := len({r["code"] for r in rows}) > 1) else []),
     ]
     lines = [
         [
@@ -166,6 +186,7 @@ def leaderboard(rows: Sequence[dict[str, Any]]) -> str:
             *(report.score_cell(by_key.get((r["method"], r["budget"], t))) for t in tasks),
             f"{100 * r['live_of_prompt']:.1f} %",
             "" if r["kv_bytes_of_full"] is None else f"{100 * r['kv_bytes_of_full']:.1f} %",
+            *([r["code"]] if several else []),
         ]
         for r in ordered
     ]
@@ -269,23 +290,25 @@ def main(argv: Sequence[str]) -> None:
     """Loads, prints, plots."""
     parser = argparse.ArgumentParser(prog="experiments/compare.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", nargs="+", type=pathlib.Path, help="results directories")
+    parser.add_argument(
+        "--with", nargs="+", default=(), type=directory_path, metavar="DIR", dest="boards",
+        help="leaderboards that this wrote, such as experiments/leaderboard",
+    )  # fmt: skip
     parser.add_argument("--output", type=directory_path, help="directory for leaderboard.md, .json and .png")
     with plain_errors():
         arguments = parser.parse_args(argv)
         if absent := [str(d) for d in arguments.runs if not d.exists()]:
             raise ValueError(f"there is no {', '.join(absent)}")
-        setup, rows = load([d for d in arguments.runs if d.is_dir()])
-        for r in rows:
-            r["kv_budget"] = report.budget_fraction(r, setup["length"])
+        setup, rows = load([d for d in arguments.runs if d.is_dir()], boards.read(arguments.boards))
         text = f"{leaderboard(rows)}\nRetrieval mean in percent / perplexity, by budget:\n\n{overview(rows)}"
         print(text)
         if arguments.output is not None:
             check_output(arguments.output / "leaderboard.md")
             with alone_in(arguments.output):
-                (arguments.output / "leaderboard.json").unlink(missing_ok=True)  # never beside what it is not about
+                (arguments.output / boards.FILE).unlink(missing_ok=True)  # never beside what it is not about
                 write_bytes(arguments.output / "leaderboard.md", text.encode())
                 plot(rows, arguments.output / "leaderboard.png")
-                write_json(arguments.output / "leaderboard.json", {"setup": setup, "rows": rows})
+                write_json(arguments.output / boards.FILE, {"setup": setup, "rows": rows})
             print(f"written to {arguments.output}")
 
 

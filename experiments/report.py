@@ -2,6 +2,7 @@
 
     python experiments/report.py results/*
     python experiments/report.py results/snapkv results/h2o lm_eval_output --output results/report
+    python experiments/report.py results/mine --with experiments/leaderboard
 
 Reads runs of `experiments/run.py`, of lm-eval (`--output_path`, with `--log_samples` for rows and comparisons) and of
 `experiments/reproduce.py`, and writes `report.html`, one file that needs no network, and `report.md`. Both link to the
@@ -23,12 +24,19 @@ from experiments.evaluation.results import (
     write_bytes,
 )
 from experiments.page import markdown, render, sources
+from experiments.page.boards import with_boards
 from experiments.page.cells import cells
 
 _PAGE, _TEXT = "report.html", "report.md"
 
 
-def build(directories: Sequence[pathlib.Path], output: pathlib.Path, command: str, samples: int = 3) -> render.Board:
+def build(
+    directories: Sequence[pathlib.Path],
+    output: pathlib.Path,
+    command: str,
+    samples: int = 3,
+    leaderboards: Sequence[pathlib.Path] = (),
+) -> render.Board:
     """Writes the page of everything that directories hold.
 
     Args:
@@ -36,9 +44,11 @@ def build(directories: Sequence[pathlib.Path], output: pathlib.Path, command: st
       output: where `report.html` and `report.md` go; made if absent.
       command: what the page says that it was made by.
       samples: rows of every number that are within the page, at most.
+      leaderboards: directories of what `compare.py` wrote, whose numbers stand beside those of runs, without rows.
 
     Raises:
-      ValueError: a directory that does not exist, none with a finished run, or a file in the way that is no report.
+      ValueError: a directory that does not exist, none with a finished run, a leaderboard that no run can be compared
+        with, or a file in the way that is no report.
     """
     marks = {output / _PAGE: render.MARK, output / _TEXT: markdown.MARK}
     for path, mark in marks.items():
@@ -46,7 +56,7 @@ def build(directories: Sequence[pathlib.Path], output: pathlib.Path, command: st
         if path.exists() and mark.encode() not in path.read_bytes()[:1000]:
             raise ValueError(f"{path} is there and was not made by experiments/report.py; choose another --output")
     found = sources.read(directories, lambda d: d.resolve() == output.resolve())
-    board = render.Board.of(found, cells(found))
+    board = render.Board.of(found, with_boards(cells(found), found, leaderboards))
     with alone_in(output):
         write_bytes(output / _TEXT, markdown.markdown(board, output, command).encode())
         write_bytes(output / _PAGE, render.html(board, output, command, samples).encode())
@@ -60,6 +70,10 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("runs", nargs="+", type=directory_path, help="results directories")
     parser.add_argument(
+        "--with", nargs="+", default=(), type=directory_path, metavar="DIR", dest="leaderboards",
+        help="leaderboards of compare.py, such as experiments/leaderboard",
+    )  # fmt: skip
+    parser.add_argument(
         "--output", type=directory_path, default=pathlib.Path("results/report"), metavar="DIR",
         help="directory for report.html and report.md; results/report by default",
     )  # fmt: skip
@@ -71,7 +85,9 @@ def main(argv: Sequence[str]) -> None:
         own = parser.parse_args(argv)
         if own.samples < 0:
             raise ValueError(f"--samples {own.samples} must be at least 0")
-        board = build(own.runs, own.output, f"python experiments/report.py {shlex.join(argv)}", own.samples)
+        board = build(
+            own.runs, own.output, f"python experiments/report.py {shlex.join(argv)}", own.samples, own.leaderboards
+        )
         for path, why in board.found.skipped:
             print(f"skipped {path}: {why}", file=sys.stderr)
         print(f"{len(board.cells)} numbers of {len(board.found.runs)} runs written to {own.output / _PAGE}")

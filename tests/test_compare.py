@@ -1,13 +1,18 @@
 """Runs side by side."""
 
+import dataclasses
 import json
 import shutil
 
 import pytest
 
+import models
+from configs.experiment import Setup
 from experiments import compare, run
+from experiments.evaluation import boards
+from experiments.evaluation.examples import described, find_builders
 from experiments.evaluation.results import Results
-from tests.runs import SHORT, interrupt, samples, small
+from tests.runs import ROOT, SHORT, interrupt, samples, small
 
 
 def test_leaderboard(finished, tmp_path, capsys):
@@ -127,3 +132,66 @@ def test_shards_are_one_run(made, tmp_path, capsys):
         run.main([*SHORT, "--shard", "4/3"])
     assert e.value.code == 2
     assert "'4/3' is not one of 1/N to N/N" in capsys.readouterr().err
+
+
+@pytest.fixture
+def board(pair, tmp_path):
+    """A leaderboard of one run, whose rows another method and another setup can be put into."""
+    compare.main([str(pair / "here"), "--output", str(tmp_path / "board")])
+    return tmp_path / "board" / boards.FILE
+
+
+def changed(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    return boards.read([path.parent])
+
+
+def test_a_run_stands_among_the_methods_of_a_leaderboard(pair, board, capsys):
+    def other_methods(content):
+        window = [row for row in content["rows"] if row["method"] == "window"]
+        content["rows"] += [{**row, "method": "h2o", "code": "commit abc"} for row in window]
+        content["setup"]["tasks"] = ["key_value"]  # as before tasks had builders
+        content["setup"] = {k: v for k, v in content["setup"].items() if k not in ("compress", "truncate", "data")}
+
+    of = lambda rows: {(r["method"], r["budget"]) for r in rows}
+    rows = compare.load([pair / "here"], changed(board, other_methods))[1]
+    assert of(rows) == {("full", "1.0"), ("window", "0.5"), ("h2o", "0.5")}
+    assert len(rows) == 6
+    compare.main([str(pair / "here"), "--with", str(board.parent)])
+    assert "| commit abc |" in capsys.readouterr().out.split("Retrieval mean")[0]
+
+    def another_window(content):
+        for row in content["rows"]:
+            row["live_tokens"] += row["method"] == "window"
+
+    rows = compare.load([pair / "here"], changed(board, another_window))[1]
+    assert of(rows) == {("full", "1.0"), ("window", "0.5"), ("window (board)", "0.5"), ("h2o", "0.5")}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c["setup"].update(checkpoint="abc"), "cannot be compared with .*here: checkpoint='abc' against '"),
+        (lambda c: c["setup"].update(compress="decode"), "compress='decode' against 'both'"),
+        (lambda c: c["setup"]["tasks"]["key_value"].update(examples=9), "tasks.key_value.examples=9 against 4"),
+        (lambda c: c["setup"].update(tasks=["key_value", "vt"]), "tasks='key_value, vt' against 'key_value'$"),
+        (lambda c: c["rows"][0].update(live_tokens=99.0), "prompts of key_value have 99 tokens on average against 7"),
+        (lambda c: c["rows"][0].pop("low"), "leaderboard.json is broken .*is not what compare.py writes"),
+        (lambda c: c.pop("setup"), "leaderboard.json is broken .*KeyError: 'setup'"),
+    ],
+)
+def test_leaderboards_of_another_setup_or_task_are_refused(pair, board, change, message):
+    with pytest.raises(ValueError, match=message):
+        compare.load([pair / "here"], changed(board, change))
+
+
+def test_the_leaderboard_that_comes_along_can_be_joined():
+    (found,) = boards.read([ROOT / "experiments" / "leaderboard"])
+    setup = Setup(examples=24)
+    tasks = described(setup, find_builders(setup))
+    now = dataclasses.asdict(setup) | {"checkpoint": models.fingerprint(setup.source), **tasks}
+    assert boards.differences(found.setup, now) == []
+    with pytest.raises(ValueError, match=r"--with .*there is no leaderboard.json"):
+        boards.read([ROOT])

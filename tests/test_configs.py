@@ -1,5 +1,7 @@
 """Every config: its policies fit the embedded model, and decode past a full budget within the plan."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import configs
 import kvjax
+from configs import loading
 from configs.experiment import Experiment, Setup
 from configs.learning import LearnedBudget, LearnedScorer, Prompts
 from kvjax import methods
@@ -87,3 +90,17 @@ def test_decoding_256_tokens_past_a_full_budget(name, embedded):
     for layer, (capacity, layout) in enumerate(zip(plan.capacities, plan.layouts, strict=True)):
         held = live[:, layer].sum(-1) if layout == "pool" else live[:, layer].max(-1)
         assert held.max() <= capacity
+
+
+def test_files_elsewhere_import_those_beside_them_whenever_their_code_runs(tmp_path, monkeypatch):
+    (tmp_path / "size_of_mine.py").write_text("SIZE = 7\n")
+    (tmp_path / "mine.py").write_text(
+        "def make(budget):\n    from size_of_mine import SIZE\n\n    return budget * SIZE\n\n\nget_config = make\n"
+    )
+    path = list(sys.path)
+    monkeypatch.chdir(tmp_path)
+    assert loading.function("mine.py:make")(2) == configs.find("./mine.py")[1](3) - 7 == 14
+    assert sys.path == path
+    assert configs.find("configs/h2o.py")[0] == "h2o"  # from anywhere
+    with pytest.raises(ValueError, match=r"'mine.py' names no function; write path.py:name"):
+        loading.function("mine.py")

@@ -264,3 +264,35 @@ def test_policies_and_tasks_of_one_name_that_differ_are_told_apart(tmp_path):
     assert board.methods == ("snapkv (first)", "snapkv (blocks)", "snapkv")
     assert len(board.settings) == 2
     assert '"details": "length 256"' in (tmp_path / "page" / "report.html").read_text()
+
+
+def test_numbers_of_a_leaderboard_stand_beside_a_run_without_rows(tmp_path, capsys):
+    make_run(tmp_path / "run", rows=2)
+    row = {"low": 0.1, "high": 0.9, "live_tokens": 50.0, "live_of_prompt": 0.5, "kv_bytes_of_full": 0.5}
+    of = lambda method, task, live=50.0: {**row, "method": method, "budget": "0.5", "task": task, "kv_budget": 0.5} | {
+        "perplexity" if task == "perplexity" else "score": 0.75, "live_tokens": live, "code": "commit abc"
+    }  # fmt: skip
+    rows = [of("h2o", task) for task in (*TASKS, "retrieval_mean")] + [of("snapkv", "key_value")]
+    config = json.loads((tmp_path / "run" / "manifest.json").read_text())["config"]
+    write = lambda rows, **changes: (tmp_path / "board" / "leaderboard.json").write_text(
+        json.dumps({"setup": {**config["setup"], **{k: config[k] for k in ("tasks", "text", "checkpoint")}, **changes},
+                    "rows": rows})
+    )  # fmt: skip
+    (tmp_path / "board").mkdir()
+    write(rows)
+    board = report.build([tmp_path / "run"], tmp_path / "page", "", leaderboards=[tmp_path / "board"])
+    given = {(c.task, c.method): c for c in board.cells if not c.lines}
+    assert set(given) == {(t, "h2o") for t in TASKS} | {("key_value", "snapkv (board)")}  # no such average
+    assert [(c.value.mean, c.against, c.setting) for c in given.values()] == [(0.75, None, board.settings[0])] * 4
+    assert len(board.settings) == 1
+    page = Page(tmp_path / "page" / "report.html")
+    assert "commit abc" in page.inside["td"]
+    report.main([str(tmp_path / "run"), str(tmp_path / "board"), "--output", str(tmp_path / "page")])
+    assert "a leaderboard without rows; give it by --with" in capsys.readouterr().err
+    for changed, message in (
+        ({"checkpoint": "xyz"}, "cannot be compared with run: checkpoint='xyz' against 'abc'"),
+        ({"rows": [of("full", "key_value", 7.0)]}, "prompts of key_value have 7 tokens on average against 100"),
+    ):
+        write(changed.pop("rows", rows), **changed)
+        with pytest.raises(SystemExit, match=f"error: .*{message}"):
+            report.main([str(tmp_path / "run"), "--with", str(tmp_path / "board"), "--output", str(tmp_path / "page")])

@@ -335,10 +335,13 @@ def test_an_interruption_says_what_is_stored_and_how_to_go_on(made, tmp_path, ca
     assert "the same command goes on from there" in error
     run.main([*SHORT, "--output", str(tmp_path / "x")])
     assert len(samples(tmp_path / "x")) == 8
+    assert "| 500.0 (one batch) | 20 (one batch) |" in (tmp_path / "x" / "summary.md").read_text()  # made up, all equal
     monkeypatch.setattr(run, "parse", interrupt)
+    capsys.readouterr()
     with pytest.raises(SystemExit) as e:
         run.main([])
     assert e.value.code == 130
+    assert capsys.readouterr().err == "\ninterrupted; no result was being written\n"
 
 
 @pytest.mark.parametrize("file", ["samples.jsonl", "costs.json", "kept", "summary.md"])

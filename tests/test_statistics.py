@@ -1,5 +1,7 @@
 """Intervals cover as often as they say, and tests find nothing where there is nothing, by enumeration or simulation."""
 
+import itertools
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -122,6 +124,16 @@ def test_holm():
     assert [c.verdict for c in found] == ["better", "undecided", "undecided", "better"]
     with pytest.raises(ValueError, match="adjusted before"):
         adjusted(found)
+
+
+@pytest.mark.parametrize("n", [1, 3, 5, 6, 9])
+def test_medians_are_covered_as_often_as_they_say(n):
+    signs = itertools.product((-1.0, 1.0), repeat=n)  # around a median of 0, all equally likely
+    found = [statistics.median(x) for x in signs]
+    assert np.mean([covered(f, 0.0) for f in found]) == pytest.approx(found[0].coverage)
+    assert (found[0].coverage >= 0.95) == (n >= 6)
+    narrower = statistics.median(range(n), 0.5)
+    assert narrower.low <= narrower.median <= narrower.high
 
 
 @pytest.mark.parametrize(

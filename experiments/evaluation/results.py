@@ -50,13 +50,13 @@ def plain_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, MemoryError) as e:
-        raise SystemExit(f"error: {e or type(e).__name__}") from e
+        raise SystemExit(f"error: {str(e) or type(e).__name__}") from e
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
         raise SystemExit(f"error: the device has too little memory; lower the batch size or the length ({e})") from e
     except KeyboardInterrupt as e:
-        print(f"\n{e or 'interrupted; no result was being written'}", file=sys.stderr)
+        print(f"\n{str(e) or 'interrupted; no result was being written'}", file=sys.stderr)
         raise SystemExit(130) from e
 
 
@@ -143,7 +143,7 @@ class Results:
     def _compare(self, now: dict[str, Any]) -> dict[str, Any] | None:
         """The environment as it is now, if what is there was made in another, which is said."""
         manifest = json.loads((self.directory / "manifest.json").read_bytes())
-        last = [manifest, *_resumptions(manifest)][-1]
+        last = [manifest, *resumptions(manifest)][-1]
         changes = [d for k in _MAKES for d in _differences(last.get(k), now[k], k)]
         if changes:
             print(
@@ -166,7 +166,7 @@ class Results:
             )
         if self._changed is not None:
             manifest = json.loads((self.directory / "manifest.json").read_bytes())
-            resumed = [*_resumptions(manifest), {"after_lines": len(self.samples), **self._changed}]
+            resumed = [*resumptions(manifest), {"after_lines": len(self.samples), **self._changed}]
             write_json(self.directory / "manifest.json", {**manifest, "resumed": resumed})
             self._changed = None
 
@@ -292,7 +292,7 @@ def read_config(directory: pathlib.Path) -> dict[str, Any]:
     return config
 
 
-def _resumptions(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+def resumptions(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """What a manifest notes of resumptions, less what is none."""
     noted = manifest.get("resumed")
     return [each for each in noted if isinstance(each, dict)] if isinstance(noted, list) else []

@@ -68,6 +68,43 @@ def interval(scores: Sequence[float], clusters: Clusters = None, confidence: flo
     return wilson(scores, confidence) if _proportions(x, units) else _mean(units, (0.0, 1.0), confidence)
 
 
+class Median(NamedTuple):
+    """A median between two of the values that it is of.
+
+    Attributes:
+      median: of all values.
+      low: the value that is the interval's lower end.
+      high: the value that is its upper end.
+      coverage: how likely such an interval holds the median of where values come from.
+    """
+
+    median: float
+    low: float
+    high: float
+    coverage: float
+
+
+def median(values: Sequence[float], confidence: float = 0.95) -> Median:
+    """The median, and the narrowest interval between order statistics that covers it as often as wanted.
+
+    Assumes nothing but that values are drawn independently: each is as likely above the median as below it. Of fewer
+    than 6 values not even all of them cover it in 95 %; then they are the interval, and `coverage` says how often.
+
+    Args:
+      values: at least one.
+      confidence: how likely an interval made so is wanted to hold the median.
+
+    Raises:
+      ValueError: no values, values that are not finite, or a confidence outside (0, 1).
+    """
+    x, n = np.sort(_finite("values", values)), len(values)
+    confidence = checked(number("(0, 1)"), "confidence", confidence)
+    below = scipy.stats.binom  # of how many values are below the median
+    aside = max(int(below.ppf((1 - confidence) / 2, n, 0.5)) - 1, 0)  # values left out at either end
+    coverage = 1 - 2 * float(below.cdf(aside, n, 0.5))
+    return Median(float(np.median(x)), float(x[aside]), float(x[n - 1 - aside]), max(coverage, 0.0))
+
+
 @dataclasses.dataclass(frozen=True)
 class Comparison:
     """A method beside a baseline on the same rows.

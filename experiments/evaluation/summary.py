@@ -12,7 +12,9 @@ from experiments.tasks import RETRIEVAL
 Sample = dict[str, Any]
 Run = tuple[str, str]
 
-TIMES = ("prefill_seconds", "decode_tokens_per_second")  # columns that the machine decides
+TIMED = ("prefill_seconds", "decode_tokens_per_second")
+# Columns that the machine decides.
+TIMES = (*TIMED, *(f"{name}_{end}" for name in TIMED for end in ("low", "high")), "timed_batches", "timed_coverage")
 
 
 def summarise(samples: Sequence[Sample], costs: dict[str, Any], bad: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
@@ -102,8 +104,17 @@ def _cost_columns(group: Sequence[Sample], cost: dict[str, Any], full_bytes: int
         "slots": cost["slots"],
         "kv_bytes": cost["kv_bytes"],
         "kv_bytes_of_full": None if full_bytes is None else cost["kv_bytes"] / full_bytes,
-        "prefill_seconds": float(np.median([s["prefill_seconds"] for s in group])),
-        "decode_tokens_per_second": float(np.median([s["decode_tokens_per_second"] for s in group])),
+        **_times(group),
         "prefill_peak_bytes": cost["prefill_peak_bytes"],
         "decode_peak_bytes": cost["decode_peak_bytes"],
     }
+
+
+def _times(group: Sequence[Sample]) -> dict[str, Any]:
+    """Medians over batches, whose rows share their times, with intervals."""
+    batches = dict.fromkeys(tuple(s[name] for name in TIMED) for s in group)
+    found: dict[str, Any] = {}
+    for name, values in zip(TIMED, zip(*batches, strict=True), strict=True):
+        of = statistics.median(values)
+        found |= {name: of.median, f"{name}_low": of.low, f"{name}_high": of.high, "timed_coverage": of.coverage}
+    return found | {"timed_batches": len(batches)}

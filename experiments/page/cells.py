@@ -26,7 +26,7 @@ class Cell:
       setting, task, method, budget: which.
       kind: a "score" in [0, 1], a perplexity ("nll"), or a number that was "given" without rows.
       value: the number and its 95 % interval, nan where there is none.
-      lines: its rows.
+      lines: its rows; none of a leaderboard's numbers.
       runs: where they were found.
       policy: all of the policy.
       against: the paired comparison with the full cache, adjusted for all methods and budgets on the task.
@@ -79,10 +79,11 @@ def cells(found: Found) -> list[Cell]:
     for each in found.given:
         given.setdefault(each.place, each)
     made += [_given(each) for each in given.values()]
-    return _sorted(made)
+    return in_order(made)
 
 
-def _sorted(made: Sequence[Cell]) -> list[Cell]:
+def in_order(made: Sequence[Cell]) -> list[Cell]:
+    """Numbers by setting, method, budget and task, each in the order in which it is first found."""
     order = [dict.fromkeys(getattr(c, key) for c in made) for key in ("setting", "method", "budget", "task")]
     ranks = [{value: i for i, value in enumerate(each)} for each in order]
     return sorted(

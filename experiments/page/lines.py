@@ -32,6 +32,8 @@ class Run:
       lines: the file of its rows; None where there is none.
       made: (name, value) of command, commit, device and versions.
       sizes: bytes of the KV cache by (method, budget).
+      setup: what it has in common with runs that it can be compared with, as `boards.setup_of` returns it; empty for
+        what other scripts made.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Run:
     lines: pathlib.Path | None
     made: tuple[tuple[str, str], ...]
     sizes: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict, compare=False)
+    setup: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,29 +1,16 @@
 """What directories of results hold."""
 
-import dataclasses
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from configs.experiment import Setup
+from experiments.evaluation import boards
 from experiments.evaluation.results import planned_keys, read_bad, read_config, read_costs, read_samples
 from experiments.page.lines import Found, Line, Place, Run, Setting, in_blocks, model_name
 from experiments.page.lm_eval import read_lm_eval, result_files, without_repeats
 
-# What a setup holds that no number depends on, or that tells tasks or policies apart instead.
-_ASIDE = (
-    "model",
-    "protocol",
-    "tasks",
-    "data",
-    "text",
-    "examples",
-    "baselines",
-    "baseline_budget",
-    "block",
-    "batch_size",
-)
+_ASIDE = "model", "protocol", "tasks", "text"  # which have places of their own
 
 
 def read(directories: Sequence[pathlib.Path], passed_over: Callable[[pathlib.Path], bool] = lambda _: False) -> Found:
@@ -43,7 +30,9 @@ def read(directories: Sequence[pathlib.Path], passed_over: Callable[[pathlib.Pat
         if not _read_one(directory, found, seen):
             within = sorted(d for d in directory.iterdir() if d.is_dir() and not d.name.startswith("."))
             if not sum(_read_one(d, found, seen) for d in within) and not passed_over(directory):
-                found.skipped.append((directory, "no finished run of run.py, of reproduce.py or of lm-eval"))
+                board = (directory / boards.FILE).is_file()
+                why = "no finished run of run.py, of reproduce.py or of lm-eval"
+                found.skipped.append((directory, "a leaderboard without rows; give it by --with" if board else why))
     found.lines = without_repeats(found.lines)
     if not found.runs:
         reasons = "".join(f"\n  {path}: {why}" for path, why in found.skipped)
@@ -102,9 +91,9 @@ def _read_run(directory: pathlib.Path, found: Found) -> None:
         directory / "samples.jsonl",
         (*made(manifest), *_refused(bad)),
         sizes,
+        boards.setup_of(config),
     )
-    known = {field.name: field.default for field in dataclasses.fields(Setup)}  # of runs that were made before a field
-    details = {k: v for k, v in (known | setup).items() if k not in _ASIDE} | {"checkpoint": config.get("checkpoint")}
+    details = {k: v for k, v in boards.shared(run.setup).items() if k not in _ASIDE}
     setting = Setting(
         model_name(str(setup.get("model"))), str(setup.get("protocol")), tuple((k, str(v)) for k, v in details.items())
     )
