@@ -405,6 +405,8 @@ def test_when_to_compress_is_a_matter_of_the_setup(capsys):
         found = policies("--config", "h2o.py", "--compress", compress)
         assert found["h2o"] == kvjax.when(when, h2o)
         assert found["full"] == methods.full()
+    think = ["--config", "think.py", "--compress", "prefill", "--channels", "0.5", "--baselines"]
+    assert run.all_policies(run.parse(think)[0])[1][2] == methods.think(0.5)
     assert "ada_snapkv" not in found
     assert "ada_snapkv, which --compress decode is not for" in capsys.readouterr().out
 

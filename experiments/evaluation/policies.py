@@ -9,6 +9,7 @@ import kvjax
 from configs.experiment import BASELINES, COMPACT, Experiment, Setup, label
 from kvjax.algebra import each_rule
 from kvjax.eviction import Evict
+from kvjax.methods.think import PruneChannels
 from kvjax.policy import Policy, Rule
 from models.sources import locate
 
@@ -85,6 +86,8 @@ def compressed(name: str, policy: Policy, setup: Setup) -> Policy:
     def changed(rule: Rule) -> Rule:
         when = rule.when if isinstance(rule, Evict) else None
         if setup.compress == "prefill":
+            if isinstance(rule, PruneChannels):
+                return rule  # which acts then alone
             return rule.under(kvjax.after_prefill())
         if when is not None and not when.decodes:
             raise ValueError("it evicts after the prompt alone, never while decoding")
