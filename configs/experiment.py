@@ -140,6 +140,7 @@ class Setup:
       protocol: "in_prompt" asks at the end of the prompt, "after_compression" once the cache has been evicted.
       compress: evict after the prompt ("prefill"), while decoding ("decode"), or at whichever of them the method does
         ("both").
+      num_beams: hypotheses of the beam search that finds every answer; 1 for greedy generation.
       baselines: other configs to run beside this one; if not given, random, streaming_llm, h2o and ada_snapkv, without
         streaming_llm for a model with learned positions, whose stored keys cannot have others.
       baseline_budget: the budget that they get.
@@ -162,6 +163,7 @@ class Setup:
     chat: bool = False
     protocol: Literal["in_prompt", "after_compression"] = "in_prompt"
     compress: Literal["prefill", "decode", "both"] = "both"
+    num_beams: int = 1
     baselines: tuple[str, ...] | None = None
     baseline_budget: Budget = 0.125
     block: int | None = None
@@ -171,7 +173,8 @@ class Setup:
 
     def __post_init__(self):
         check_fields(self)
-        check_whole(1, length=self.length, batch_size=self.batch_size, max_new_tokens=self.max_new_tokens)
+        sizes = {"length": self.length, "batch_size": self.batch_size, "max_new_tokens": self.max_new_tokens}
+        check_whole(1, num_beams=self.num_beams, **sizes)
         check_whole(0, seed=self.seed)
         check_distinct("seed", self.seeds)
         optional = {"examples": self.examples, "max_length": self.max_length, "block": self.block}

@@ -35,7 +35,7 @@ from experiments.evaluation.results import (
     write_json,
 )
 
-_SHARED = ("model", "tasks", "text", "length", "protocol", "seed", "dtype", "checkpoint")
+_SHARED = ("model", "tasks", "text", "length", "protocol", "num_beams", "seed", "dtype", "checkpoint")
 
 
 def load(directories: Sequence[pathlib.Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -58,7 +58,8 @@ def load(directories: Sequence[pathlib.Path]) -> tuple[dict[str, Any], list[dict
     if not configs:
         raise ValueError("no finished run among the directories given; run experiments/run.py first")
     beside = ("checkpoint", "tasks", "text")
-    setups = {d: config["setup"] | {name: config.get(name) for name in beside} for d, config in configs.items()}
+    known = {"num_beams": 1}  # of runs that were made before the option
+    setups = {d: known | config["setup"] | {name: config.get(name) for name in beside} for d, config in configs.items()}
     (start, first), *_ = setups.items()
     for d, setup in setups.items():
         differing = [f"{k}={setup.get(k)!r} against {first.get(k)!r}" for k in _SHARED if setup.get(k) != first.get(k)]
