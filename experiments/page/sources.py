@@ -21,6 +21,7 @@ _ASIDE = (
     "examples",
     "baselines",
     "baseline_budget",
+    "task_budget",
     "block",
     "batch_size",
 )
