@@ -290,7 +290,7 @@ class Evaluator:
                 stops[b] = question.stop
         if isinstance(goes_on, Search):
             found, live = goes_on.answer(logits, state, given, num_given, num_steps - num_given)
-            return found, [np.zeros(0, np.float32)] * B, live[:, None]
+            return found, [np.zeros(0, np.float32)] * B, [*live[:, None]]
         reading = self._read(
             goes_on, _begun(logits, state, jnp.asarray(num_steps), planned), given, num_given, num_steps, stops
         )
@@ -306,7 +306,7 @@ class Evaluator:
         given: np.ndarray,
         num_given: np.ndarray,
         num_steps: np.ndarray,
-        stops: Sequence[tuple[str, ...]],
+        stops: list[tuple[str, ...]],
     ) -> Reading:
         """Goes on until all answers have ended, stop strings included."""
         last = int(num_steps.max())

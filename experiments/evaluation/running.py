@@ -4,7 +4,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from experiments.tasks import Example
 
 
 def run_missing(
-    evaluators: dict[tuple[str, str], tuple[Evaluator, Sequence[Bucket]]], results: Results, kept: Collection[str]
+    evaluators: Mapping[tuple[str, str], tuple[Evaluator, Sequence[Bucket]]], results: Results, kept: Collection[str]
 ) -> None:
     """Runs the rows of the examples that `results` lacks, and what its costs and kept positions lack.
 
