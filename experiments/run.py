@@ -10,6 +10,7 @@ Results go to `results/<name>/` (or `--output`): `manifest.json`, `samples.jsonl
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import inspect
 import itertools
@@ -25,14 +26,14 @@ import configs
 import kvjax
 import models
 from configs import loading
-from configs.experiment import BUDGETS, LARGEST, Budget, Common, Experiment, Setup, sweep
+from configs.experiment import BUDGETS, LARGEST, Budget, Common, Experiment, Setup, label, sweep
 from configs.learning import LearnedBudget, LearnedScorer
 from experiments import tasks
 from experiments.evaluation import report
-from experiments.evaluation.batches import buckets
+from experiments.evaluation.batches import Bucket, buckets
 from experiments.evaluation.evaluate import Evaluator
 from experiments.evaluation.examples import build, described, find_builders
-from experiments.evaluation.policies import all_policies, check_is, with_baselines
+from experiments.evaluation.policies import all_policies, check_is, tasks_of, with_baselines
 from experiments.evaluation.provenance import definition
 from experiments.evaluation.results import Results, check_options, directory_path, plain_errors
 from experiments.evaluation.reuse import keep_compiled, reuse_full
@@ -80,13 +81,24 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
     program = f"experiments/{script} --config {own.config} [--output DIR] [--restart]"
     if {"-h", "--help"} & set(overrides):
         print(parser.format_help())
+    given: dict[str, Any] = {}
+
+    @functools.wraps(get_config)
+    def recorded(*values: Any, **options: Any) -> Any:
+        given.update(inspect.signature(get_config).bind(*values, **options).arguments)
+        return get_config(*values, **options)
+
     try:
-        experiment = tyro.cli(get_config, args=overrides, prog=program)
+        experiment = tyro.cli(recorded, args=overrides, prog=program)
     except SystemExit as e:
         if e.code not in (0, None):
             print(f"parameters of {name}: {' '.join(_options(get_config))}", file=sys.stderr)
         raise
     check_is(experiment, _RETURNED[script], own.config or name)
+    if script == "run.py" and experiment.setup.task_budget and "budget" in given:
+        budgets = {label(b): b for each in experiment.setup.task_budgets.values() for b in each}
+        single = get_config(**{**given, "budget": (*budgets.values(),)})
+        experiment = dataclasses.replace(experiment, task_policies=single.policies)
     return experiment, own, overrides
 
 
@@ -193,11 +205,13 @@ def run(
       The report's text.
     """
     experiment = with_baselines(experiment)
-    setup, policies = experiment.setup, all_policies(experiment)
-    builders = find_builders(setup)
+    setup, builders = experiment.setup, find_builders(experiment.setup)
+    tasks_under = tasks_of(experiment, [*builders])
+    policies = [run for run in all_policies(experiment) if run[:2] in tasks_under]
+    only = lambda m, b: {"tasks": tasks_under[m, b]} if setup.task_budget else {}
     config = {
         "name": experiment.name,
-        "policies": [{"method": m, "budget": b, "policy": definition(p)} for m, b, p in policies],
+        "policies": [{"method": m, "budget": b, "policy": definition(p), **only(m, b)} for m, b, p in policies],
         "setup": dataclasses.asdict(setup),
         **described(setup, builders),
         "checkpoint": models.fingerprint(setup.source),
@@ -233,20 +247,22 @@ def _run_missing(
     results.set_bad(bad)
     most = model.config.max_position if model.config.learned_positions else None
     shard, of = results.config["shard"] or (1, 1)
-    groups = buckets(rows, setup.batch_size, most, mine=lambda row: row.example.index % of == shard - 1)
+
+    @functools.cache
+    def rows_in(tasks: tuple[str, ...]) -> list[Bucket]:
+        mine = lambda row: row.example.index % of == shard - 1 and row.example.task in tasks
+        return buckets(rows, setup.batch_size, most, mine=mine)
+
+    groups = {
+        (p["method"], p["budget"]): rows_in((*p.get("tasks", results.config["tasks"]),))
+        for p in results.config["policies"]
+    }
+    options = {"batch_size": setup.batch_size, "tokenizer": tokenizer, "block": setup.block}
     evaluators = {  # plans are made, and sizes checked, before anything runs
-        (method, budget): Evaluator(
-            model,
-            params,
-            policy,
-            groups,
-            batch_size=setup.batch_size,
-            tokenizer=tokenizer,
-            block=setup.block,
-        )
+        (method, budget): (Evaluator(model, params, policy, groups[method, budget], **options), groups[method, budget])
         for method, budget, policy in policies
     }
-    run_missing(evaluators, groups, results, kept)
+    run_missing(evaluators, results, kept)
 
 
 def main(argv: Sequence[str]) -> None:

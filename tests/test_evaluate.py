@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 import kvjax
+from configs.experiment import Setup
 from experiments.evaluation import batches, running
 from experiments.evaluation.batches import Row, buckets, planned, rounded, rows_of
 from experiments.evaluation.evaluate import Evaluator
+from experiments.evaluation.examples import build, find_builders
 from experiments.tasks import Example, Question
 
 
@@ -125,3 +127,41 @@ def test_the_device_is_one_batch_ahead_and_failures_come_where_they_happened():
     with pytest.raises(KeyboardInterrupt):
         next(results)
     assert 5 not in started
+
+
+@pytest.mark.parametrize(
+    ("protocol", "policy", "ends"),
+    [
+        pytest.param("in_prompt", kvjax.methods.tova(0.5), (), marks=pytest.mark.slow),
+        ("after_compression", kvjax.identity(), (20, 33, 54)),
+    ],
+)
+def test_answers_that_are_searched_for_are_those_of_the_library(shallow, protocol, policy, ends):
+    """Behind questions of several lengths, for as many tokens as each asks for."""
+    beams = lambda e: dataclasses.replace(e, questions=tuple(dataclasses.replace(q, num_beams=3) for q in e.questions))
+    asked = [dataclasses.replace(EXAMPLES[0], questions=(question(2), question(3))), *EXAMPLES[1:]]
+    model, params = (
+        dataclasses.replace(shallow[0], config=dataclasses.replace(shallow[0].config, eos_ids=ends)),
+        shallow[1],
+    )
+    found = lines(model, params, [beams(e) for e in asked], protocol, 2, policy)
+    for e in asked:
+        for q, answer in zip(e.questions, found[e.task, e.index]["answers"], strict=True):
+            tokens = np.asarray([e.context + q.ids])
+            options = {"policy": policy, "num_beams": 3, "max_new_tokens": q.max_new_tokens}
+            alone = kvjax.generate_beams(model, params, tokens, **options)
+            wanted = np.asarray(alone.tokens)[0, 0, : int(alone.lengths[0, 0])]
+            assert answer["output"] == Letters().decode(wanted[: -1 if wanted[-1] in ends else None])
+            assert answer["tokens"] == len(wanted)
+    assert rows_of(beams(EXAMPLES[1]), "in_prompt")[0].num_beams == 3
+
+
+def test_beams_that_cannot_be_are_refused(shallow, embedded):
+    setup = Setup(num_beams=4, tasks=("perplexity",), examples=1)
+    with pytest.raises(ValueError, match="--num-beams 4 searches for answers, but perplexity scores text"):
+        build(setup, find_builders(setup), embedded[2], embedded[0].config)
+    with pytest.raises(ValueError, match="num_beams=2 search for an answer, but text is scored"):
+        Question(continuation=(3,), num_beams=2)
+    many = dataclasses.replace(EXAMPLES[1], questions=(question(4, num_beams=62),))
+    with pytest.raises(ValueError, match="num_beams=62 beams start with different tokens, but the vocabulary has 61"):
+        lines(*shallow, [many], "in_prompt", 1, kvjax.identity())

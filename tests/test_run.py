@@ -261,6 +261,14 @@ def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, caps
             ["--config", "fastgen.py", "--compress", "prefill", "--baselines"],
             "--compress prefill is not for fastgen: FastGen maintains",
         ),
+        (["--config", "snapkv.py", "--task-budget", "needle=0.5"], "--task-budget names 'needle', which does not run"),
+        (["--config", "snapkv.py", "--task-budget", "key_value"], r"task_budget has 'key_value'; write task=budget"),
+        (
+            ["--config", "snapkv.py", "--task-budget", "key_value=2", "key_value=2"],
+            "task_budget of key_value has 2 twice",
+        ),
+        (["--config", "snapkv.py", "--task-budget", "key_value=1.5"], "share of the prompt lies in"),
+        (["--config", "fastgen.py", "--task-budget", "key_value=0.5"], "fastgen has no policy of that budget"),
         (["--policy", "mine.py:make"], "there is no Python file 'mine.py'"),
         (["--policy", "mine.py:make", "--config", "h2o.py"], "--config and --policy each say what to run"),
         (["--config", "snapkv.py", "--text", "no.txt"], "No such file or directory: 'no.txt'"),
@@ -402,8 +410,57 @@ def test_when_to_compress_is_a_matter_of_the_setup(capsys):
         found = policies("--config", "h2o.py", "--compress", compress)
         assert found["h2o"] == kvjax.when(when, h2o)
         assert found["full"] == methods.full()
+    think = ["--config", "think.py", "--compress", "prefill", "--channels", "0.5", "--baselines"]
+    assert run.all_policies(run.parse(think)[0])[1][2] == methods.think(0.5)
     assert "ada_snapkv" not in found
     assert "ada_snapkv, which --compress decode is not for" in capsys.readouterr().out
+
+
+def test_tasks_may_have_budgets_of_their_own(made, tmp_path):
+    """Rows are labelled with the budget that they ran under, of the method and of its baselines; a mean is of all."""
+    command = [
+        "--config",
+        "window.py",
+        *small(budget=["0.5", "0.25"]),
+        "--tasks",
+        "key_value",
+        "perplexity",
+        "multi_query",
+    ]
+    command += [
+        "--baselines",
+        "random",
+        "fastgen",
+        "--task-budget",
+        "multi_query=0.5",
+        "perplexity=32",
+        "perplexity=0.75",
+    ]
+    run.main([*command, "--output", str(tmp_path / "x")])
+    under: dict[tuple[str, str], set[str]] = {}
+    for s in samples(tmp_path / "x"):
+        under.setdefault((s["method"], s["budget"]), set()).add(s["task"])
+    every = {"key_value", "perplexity", "multi_query"}
+    assert under == {
+        ("full", "1.0"): every,
+        ("window", "0.5"): {"key_value", "multi_query"},
+        ("window", "0.25"): {"key_value"},
+        ("window", "32"): {"perplexity"},
+        ("window", "0.75"): {"perplexity"},
+        ("random", "0.125"): {"key_value"},
+        ("random", "0.5"): {"multi_query"},
+        ("random", "32"): {"perplexity"},
+        ("random", "0.75"): {"perplexity"},
+        **{("fastgen", f"T={t}"): every for t in (0.98, 0.95, 0.9)},
+    }
+    policies = json.loads((tmp_path / "x" / "manifest.json").read_text())["config"]["policies"]
+    of = {(p["method"], p["budget"]): (p["policy"], p["tasks"]) for p in policies}
+    assert "budget=32," in of["window", "32"][0]
+    assert of["window", "32"][1] == ["perplexity"]
+    summary = json.loads((tmp_path / "x" / "summary.json").read_text())
+    means = {(r["method"], r["budget"]) for r in summary["retrieval_mean"]}
+    assert means == {("full", "1.0"), ("window", "0.5"), *(("fastgen", f"T={t}") for t in (0.98, 0.95, 0.9))}
+    run.main([*command, "--output", str(tmp_path / "x")])
 
 
 MAKE = """

@@ -40,6 +40,11 @@ class Row:
         """Tokens that follow the prompt, at most."""
         return max(len(given) + self.example.questions[i].max_new_tokens for i, given in self.asked)
 
+    @property
+    def num_beams(self) -> int:
+        """Hypotheses of the searches for all of its answers."""
+        return self.example.questions[self.asked[0][0]].num_beams
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Bucket:
@@ -50,12 +55,16 @@ class Bucket:
       planned: tokens that a plan has room for after them.
       lengths: of the prompts.
       batches: the rows, so many at a time.
+      num_beams: hypotheses of the search for each answer.
+      searches: tokens of answers that are searched for with several beams, at most.
     """
 
     width: int
     planned: int
     lengths: tuple[int, ...]
     batches: tuple[tuple[Row, ...], ...]
+    num_beams: int = 1
+    searches: tuple[int, ...] = ()
 
 
 def rounded(n: int) -> int:
@@ -65,12 +74,12 @@ def rounded(n: int) -> int:
 
 
 def rows_of(example: Example, protocol: Protocol, seed: int = 0) -> list[Row]:
-    """The prompts of an example; questions that follow one prompt share it."""
-    asked: dict[Tokens, list[tuple[int, Tokens]]] = {}
+    """The prompts of an example; questions that follow one prompt share it, if they have as many beams."""
+    asked: dict[tuple[Tokens, int], list[tuple[int, Tokens]]] = {}
     for i, question in enumerate(example.questions):
         prompt, given = question.asked(example.context, protocol)
-        asked.setdefault(prompt, []).append((i, given))
-    return [Row(example, n, len(asked), prompt, tuple(each), seed) for n, (prompt, each) in enumerate(asked.items())]
+        asked.setdefault((prompt, question.num_beams), []).append((i, given))
+    return [Row(example, n, len(asked), key[0], tuple(each), seed) for n, (key, each) in enumerate(asked.items())]
 
 
 def planned(rows: Iterable[Row], most: int | None = None) -> dict[str, int]:
@@ -103,18 +112,24 @@ def buckets(
       mine: which rows are to run; programs are those of all rows whichever these are.
     """
     after = planned(rows, most)
-    groups: dict[int, dict[int, list[Row]]] = {}
+    groups: dict[tuple[int, int], dict[int, list[Row]]] = {}
     for row in rows:
         room = after[row.example.task]
         width = rounded(len(row.prompt)) if most is None else min(rounded(len(row.prompt)), most - room)
-        groups.setdefault(room, {}).setdefault(max(width, len(row.prompt)), []).append(row)
+        groups.setdefault((room, row.num_beams), {}).setdefault(max(width, len(row.prompt)), []).append(row)
     found = []
-    for room, by_width in groups.items():
+    for (room, num_beams), by_width in groups.items():
         for width, together in _merged(by_width).items():
             order = sorted(filter(mine, together), key=lambda row: row.steps)
             batches = tuple(tuple(order[i : i + batch_size]) for i in range(0, len(order), batch_size))
-            found.append(Bucket(width, room, tuple(sorted({len(row.prompt) for row in together})), batches))
-    return sorted(found, key=lambda b: (b.width + b.planned, b.width), reverse=True)
+            lengths = tuple(sorted({len(row.prompt) for row in together}))
+            found.append(Bucket(width, room, lengths, batches, num_beams, _searches(together)))
+    return sorted(found, key=lambda b: (b.num_beams, b.width + b.planned, b.width), reverse=True)
+
+
+def _searches(rows: Iterable[Row]) -> tuple[int, ...]:
+    searched = (row.example.questions[i] for row in rows for i, _ in row.asked if row.num_beams > 1)
+    return tuple(sorted({question.max_new_tokens for question in searched}))
 
 
 def _merged(by_width: dict[int, list[Row]]) -> dict[int, list[Row]]:

@@ -17,7 +17,7 @@ from experiments.tasks import TASKS
 
 FILE = "leaderboard.json"
 # What a setup holds that no number depends on, or that tasks and policies are told apart by.
-_ASIDE = ("examples", "data", "baselines", "baseline_budget", "block", "batch_size")
+_ASIDE = ("examples", "data", "baselines", "baseline_budget", "task_budget", "block", "batch_size")
 _FIELDS = {"method", "budget", "task", "low", "high", "live_tokens", "live_of_prompt", "kv_bytes_of_full", "kv_budget"}
 _VALUES = ("score", "perplexity", "live_tokens")
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 import kvjax
 from experiments.evaluation.batches import Bucket, Row
+from experiments.evaluation.searching import Search, check_beams
 from experiments.tasks import Example
 from kvjax.drivers.generation import Model, check_block, check_request
 from models import pad_left
@@ -136,9 +137,10 @@ class Outcome:
     Attributes:
       row: the row.
       tokens: what follows the prompt for each of its questions: given and generated ids.
-      logp: their log-probabilities.
+      logp: their log-probabilities; none where answers were searched for with several beams.
       live: live slots after the prompt, the mean over layers and heads.
-      most_live: the most of any head while its questions were read and answered.
+      most_live: the most of any head while its questions were read and answered; before and after an answer that was
+        searched for.
       prefill_seconds: the row's share of its batch's time.
       decode_tokens_per_second: of the whole batch.
     """
@@ -185,8 +187,9 @@ class Evaluator:
             )
             for bucket in buckets
         }
-        for plan in self.plans.values():
+        for bucket, plan in self.plans.items():
             check_block(plan, block)
+            check_beams(model, bucket.num_beams, bucket.searches)
 
     def compile(self, bucket: Bucket) -> Cost:
         """Compiles both programs of a bucket ahead of time, so that no timing contains it."""
@@ -199,14 +202,21 @@ class Evaluator:
         prefill = lowered.compile()
         as_struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
         logits, state = jax.tree.map(as_struct, lowered.out_info)
-        begun = jax.eval_shape(functools.partial(_begun, planned=bucket.planned), logits, state, ints(B))
-        goes_on = _continue.lower(
-            self.model, self.params, begun, ints(B, bucket.planned), ints(B), ints(B), ints()
-        ).compile()
+        if bucket.num_beams > 1:
+            sizes = {"planned": bucket.planned, "num_beams": bucket.num_beams, "lengths": bucket.searches}
+            goes_on = Search(self.model, self.params, logits, state, **sizes)
+            decode = goes_on.programs
+        else:
+            begun = jax.eval_shape(functools.partial(_begun, planned=bucket.planned), logits, state, ints(B))
+            goes_on = _continue.lower(
+                self.model, self.params, begun, ints(B, bucket.planned), ints(B), ints(B), ints()
+            ).compile()
+            decode = [goes_on]
         self._compiled[bucket] = prefill, goes_on
         size = lambda x: x.size * x.dtype.itemsize
         kv_bytes = sum(size(x) for layer in state.layers for x in (layer.k, layer.v)) // B
-        return Cost(plan.num_slots, kv_bytes, peak_bytes(prefill), peak_bytes(goes_on))
+        peaks = [peak for program in decode if (peak := peak_bytes(program)) is not None]
+        return Cost(plan.num_slots, kv_bytes, peak_bytes(prefill), max(peaks, default=None))
 
     def release(self) -> None:
         """Forgets the compiled programs."""
@@ -245,17 +255,15 @@ class Evaluator:
             own = jax.block_until_ready(jax.tree.map(jnp.copy, state) if again else state)
             first = jnp.copy(logits) if again else logits
             start = time.perf_counter()
-            reading = self._answer(goes_on, first, own, rows, n, bucket.planned)
-            ends = np.asarray(reading.lengths)
+            ids, logp, most_live = self._answer(goes_on, first, own, rows, n, bucket.planned)
             decode_seconds += time.perf_counter() - start
-            num_tokens += B * int(reading.step)
-            ids, logp, most_live = (np.asarray(x) for x in (reading.tokens, reading.logp, reading.live))
+            num_tokens += B * max(map(len, ids))
             for i, row in enumerate(batch):
                 if n < len(row.asked):
-                    end = self._end(row, n, ids[i, : ends[i]])
-                    tokens_of[i].append(ids[i, :end])
-                    logp_of[i].append(logp[i, :end])
-                    most[i] = max(most[i], int(most_live[i, :end].max(initial=0)))
+                    end = self._end(row, n, ids[i])
+                    tokens_of[i].append(ids[i][:end])
+                    logp_of[i].append(logp[i][:end])
+                    most[i] = max(most[i], int(most_live[i][:end].max(initial=0)))
         speed = num_tokens / decode_seconds
         return [
             Outcome(row, (*tokens_of[i],), (*logp_of[i],), float(live[i]), most[i], prefill_seconds / B, speed)
@@ -264,8 +272,13 @@ class Evaluator:
 
     def _answer(
         self, goes_on: Any, logits: Array, state: kvjax.KVState, rows: Sequence[Row], n: int, planned: int
-    ) -> Reading:
-        """What follows the n-th question of every row; nothing, for rows that have fewer."""
+    ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray], Sequence[np.ndarray]]:
+        """What follows a prompt up to the answer of the n-th question of every row; nothing, for rows that have fewer.
+
+        Returns:
+          For every row its ids, their log-probabilities, and the most live slots of any head after each of them; no
+          log-probabilities, and one number of slots, where answers are searched for.
+        """
         B = len(rows)
         given, num_given, num_steps = np.zeros((B, planned), np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32)
         stops: list[tuple[str, ...]] = [()] * B
@@ -275,7 +288,27 @@ class Evaluator:
                 question = row.example.questions[i]
                 given[b, : len(ids)], num_given[b], num_steps[b] = ids, len(ids), len(ids) + question.max_new_tokens
                 stops[b] = question.stop
-        reading = _begun(logits, state, jnp.asarray(num_steps), planned)
+        if isinstance(goes_on, Search):
+            found, live = goes_on.answer(logits, state, given, num_given, num_steps - num_given)
+            return found, [np.zeros(0, np.float32)] * B, [*live[:, None]]
+        reading = self._read(
+            goes_on, _begun(logits, state, jnp.asarray(num_steps), planned), given, num_given, num_steps, stops
+        )
+        ids, logp, most_live = (np.asarray(x) for x in (reading.tokens, reading.logp, reading.live))
+        ends = np.asarray(reading.lengths)
+        cut = lambda x: [each[:end] for each, end in zip(x, ends, strict=True)]
+        return cut(ids), cut(logp), cut(most_live)
+
+    def _read(
+        self,
+        goes_on: Any,
+        reading: Reading,
+        given: np.ndarray,
+        num_given: np.ndarray,
+        num_steps: np.ndarray,
+        stops: list[tuple[str, ...]],
+    ) -> Reading:
+        """Goes on until all answers have ended, stop strings included."""
         last = int(num_steps.max())
         until = min((int(num_given[b]) for b, stop in enumerate(stops) if stop), default=last)
         while True:

@@ -88,7 +88,8 @@ def build(setup: Setup, builders: Mapping[str, Builder], tokenizer: Any, config:
       config: the model's.
 
     Raises:
-      ValueError: no row that can be asked, a chat without a template, or a metric that lacks something.
+      ValueError: no row that can be asked, a chat without a template, a metric that lacks something, or beams for a
+        task that scores text.
     """
     if setup.chat and getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(f"--chat needs a chat template, which the tokenizer of {setup.model} has not; leave it out")
@@ -111,7 +112,7 @@ def build(setup: Setup, builders: Mapping[str, Builder], tokenizer: Any, config:
         task, index = of_seed[n], n * count(builder, setup) + i
         limit = room if isinstance(builder, Sized) else most
         try:
-            example = _built(name, builder, task, i)
+            example = _searched(_built(name, builder, task, i), setup.num_beams)
             if n:
                 example = dataclasses.replace(example, index=index, meta=(*example.meta, ("seed", task.seed)))
             rows += _fitting(example, setup, limit, task.seed)
@@ -131,6 +132,23 @@ def _built(name: str, builder: Builder, task: Task, index: int) -> Example:
             f"task {name} made {found!r:.80} of index {index}, not an Example with a context and questions"
         )
     return dataclasses.replace(found, task=name, index=index)
+
+
+def _searched(example: Example, num_beams: int) -> Example:
+    """The example with so many beams for the answers whose task does not say.
+
+    Raises:
+      ValueError: text that is scored, by the task's name.
+    """
+    if num_beams == 1:
+        return example
+    if any(q.continuation for q in example.questions):
+        raise ValueError(
+            f"--num-beams {num_beams} searches for answers, but {example.task} scores text; leave it out, or run "
+            "--tasks without it"
+        )
+    beams = lambda q: dataclasses.replace(q, num_beams=num_beams) if q.num_beams == 1 else q
+    return dataclasses.replace(example, questions=(*map(beams, example.questions),))
 
 
 def _fitting(example: Example, setup: Setup, limit: int | None, seed: int) -> list[Row]:

@@ -2,15 +2,20 @@
 
 import dataclasses
 import inspect
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import configs
 import kvjax
-from configs.experiment import BASELINES, COMPACT, Experiment, Setup, label
+from configs.experiment import BASELINES, COMPACT, Budget, Experiment, Setup, label
 from kvjax.algebra import each_rule
 from kvjax.eviction import Evict
+from kvjax.methods.think import PruneChannels
 from kvjax.policy import Policy, Rule
 from models.sources import locate
+
+FULL: Final = "full", "1.0"
+"""The method and budget label of the full cache."""
 
 
 def with_baselines(experiment: Experiment) -> Experiment:
@@ -49,20 +54,23 @@ def _can(baseline: str, setup: Setup) -> bool:
 def all_policies(experiment: Experiment) -> list[tuple[str, str, kvjax.Policy]]:
     """(method, budget label, policy): the full cache, the experiment's own, and its baselines.
 
-    A baseline without budgets runs as its config has it.
+    A baseline without budgets runs as its config has it. Budgets of single tasks come after a method's others;
+    `tasks_of` says what runs under which.
 
     Raises:
       ValueError: a method and budget that stand for two policies, which would become one row.
     """
     setup = experiment.setup
-    full = ("full", "1.0", kvjax.methods.full())
-    own = [(experiment.name, label(b), p) for b, p in experiment.policies]
+    full = (*FULL, kvjax.methods.full())
+    swept = [label(b) for b, _ in experiment.policies]
+    further = [(b, p) for b, p in experiment.task_policies if label(b) not in swept]
+    own = [(experiment.name, label(b), p) for b, p in (*experiment.policies, *further)]
     found = [full, *((m, b, compressed(m, p, setup)) for m, b, p in own if (m, b, p) != full)]
     for baseline in setup.baselines or ():
         name, get_config = configs.find(baseline)
         if name not in (experiment.name, "full"):
             parameters = inspect.signature(get_config).parameters
-            given = {"budget": (setup.baseline_budget,), "setup": setup}
+            given = {"budget": (setup.baseline_budget, *_further(setup)), "setup": setup}
             theirs = get_config(**{k: v for k, v in given.items() if k in parameters})
             check_is(theirs, Experiment, baseline)
             found += [(name, label(b), compressed(name, p, setup)) for b, p in theirs.policies]
@@ -75,6 +83,44 @@ def all_policies(experiment: Experiment) -> list[tuple[str, str, kvjax.Policy]]:
     return found
 
 
+def _further(setup: Setup) -> list[Budget]:
+    """The budgets of single tasks that are not the baselines', each once."""
+    every = {label(b): b for budgets in setup.task_budgets.values() for b in budgets}
+    return [b for name, b in every.items() if name != label(setup.baseline_budget)]
+
+
+def tasks_of(experiment: Experiment, names: Sequence[str]) -> dict[tuple[str, str], tuple[str, ...]]:
+    """The tasks that run under every method and budget label of `all_policies`; those with none are left out.
+
+    Raises:
+      ValueError: a budget for a task that does not run, or one that the experiment has no policy for.
+    """
+    setup = experiment.setup
+    single = {task: [label(b) for b in budgets] for task, budgets in setup.task_budgets.items()}
+    if unknown := [task for task in single if task not in names]:
+        raise ValueError(f"--task-budget names {unknown[0]!r}, which does not run; there are {', '.join(names)}")
+    runs = [(method, budget) for method, budget, _ in all_policies(experiment)]
+    for task, budgets in single.items():
+        if lacking := [b for b in budgets if (experiment.name, b) not in runs]:
+            raise ValueError(
+                f"--task-budget {task}={lacking[0]}: {experiment.name} has no policy of that budget; leave it out "
+                "where --budget is no option of the config"
+            )
+    swept = {experiment.name: [label(b) for b, _ in experiment.policies]}
+    for name, get_config in map(configs.find, setup.baselines or ()):
+        if "budget" in inspect.signature(get_config).parameters:
+            swept.setdefault(name, [label(setup.baseline_budget)])
+
+    def runs_under(task: str, method: str, budget: str) -> bool:
+        budgets = {*swept.get(method, ()), *(b for each in single.values() for b in each)}
+        if (method, budget) == FULL or method not in swept or budget not in budgets:
+            return True  # nothing that a task could have another of
+        return budget in single.get(task, swept[method])
+
+    found = {run: tuple(task for task in names if runs_under(task, *run)) for run in runs}
+    return {run: tasks for run, tasks in found.items() if tasks}
+
+
 def compressed(name: str, policy: Policy, setup: Setup) -> Policy:
     """A policy that evicts after the prompt alone, or while decoding alone, where the setup wants that.
 
@@ -85,6 +131,8 @@ def compressed(name: str, policy: Policy, setup: Setup) -> Policy:
     def changed(rule: Rule) -> Rule:
         when = rule.when if isinstance(rule, Evict) else None
         if setup.compress == "prefill":
+            if isinstance(rule, PruneChannels):
+                return rule  # which acts then alone
             return rule.under(kvjax.after_prefill())
         if when is not None and not when.decodes:
             raise ValueError("it evicts after the prompt alone, never while decoding")

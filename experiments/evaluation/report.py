@@ -265,7 +265,10 @@ def plot_kept_positions(
     if "needle_at" in shown:
         start = int(shown["needle_at"])
         markers["needle"] = range(start, start + int(shown["needle_tokens"]))
-    named = {_run_name(*label.split("@")): layers for label, layers in kept.items()}
+    same = {
+        f"{s['method']}@{s['budget']}" for s in samples if (s["task"], s["index"]) == (shown["task"], shown["index"])
+    }
+    named = {_run_name(*label.split("@")): layers for label, layers in kept.items() if label in same}
     write_figure(path, kvjax.plot.kept_positions(named, length=shown["prompt_tokens"], markers=markers), dpi=150)
 
 

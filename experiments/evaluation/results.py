@@ -28,13 +28,17 @@ def sample_key(sample: dict[str, Any]) -> Key:
 
 
 def planned_keys(config: dict[str, Any], bad: Iterable[dict[str, Any]] = ()) -> list[Key]:
-    """The keys of all lines that a run of a config has when it is complete: of all rows of its shard but bad ones."""
+    """The keys of all lines that a run of a config has when it is complete: of all rows of its shard but bad ones.
+
+    A policy with `tasks` runs these alone.
+    """
     without = {(row["task"], row["index"]) for row in bad}
     shard, shards = config.get("shard") or (1, 1)
     return [
         (p["method"], p["budget"], task, i)
         for p in config["policies"]
         for task, of in config["tasks"].items()
+        if task in p.get("tasks", config["tasks"])
         for i in range(of["examples"])
         if i % shards == shard - 1 and (task, i) not in without
     ]

@@ -9,6 +9,7 @@ from typing import Any, Final
 import jax
 
 from experiments.evaluation import report
+from experiments.evaluation.policies import FULL
 from experiments.evaluation.results import (
     Results,
     environment,
@@ -19,9 +20,13 @@ from experiments.evaluation.results import (
     read_samples,
 )
 
-FULL: Final = "full", "1.0"
 _LABEL: Final = "full@1.0"
-_OTHERS: Final = ("baselines", "baseline_budget", "compress")  # what of a setup the full cache does not depend on
+_OTHERS: Final = (
+    "baselines",
+    "baseline_budget",
+    "task_budget",
+    "compress",
+)  # what of a setup the full cache does not depend on
 
 
 def keep_compiled() -> None:
@@ -95,5 +100,5 @@ def _full_of(directory: pathlib.Path, config: dict[str, Any]) -> tuple[list[Any]
 def _identity(config: dict[str, Any]) -> Any:
     """What the full cache's results depend on."""
     setup = {name: value for name, value in config["setup"].items() if name not in _OTHERS}
-    full = [p for p in config["policies"] if (p["method"], p["budget"]) == FULL]
+    full = [p | {"tasks": None} for p in config["policies"] if (p["method"], p["budget"]) == FULL]
     return setup, full, *(config[name] for name in ("tasks", "text", "checkpoint", "seed", "shard"))

@@ -4,7 +4,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,26 +18,21 @@ from experiments.tasks import Example
 
 
 def run_missing(
-    evaluators: dict[tuple[str, str], Evaluator], buckets: Sequence[Bucket], results: Results, kept: Collection[str]
+    evaluators: Mapping[tuple[str, str], tuple[Evaluator, Sequence[Bucket]]], results: Results, kept: Collection[str]
 ) -> None:
     """Runs the rows of the examples that `results` lacks, and what its costs and kept positions lack.
 
     Args:
-      evaluators: one for every method and budget.
-      buckets: the rows of all examples, the largest first.
+      evaluators: one for every method and budget, and the rows that it runs, the largest first.
       results: where lines go, one as soon as all rows of an example are done.
       kept: the runs whose positions of one prompt are kept already.
     """
-    rows: dict[tuple[str, int], list[Row]] = {}
-    for row in (row for b in buckets for batch in b.batches for row in batch):
-        rows.setdefault((row.example.task, row.example.index), []).append(row)
-    examples = [rows[key][0].example for key in dict.fromkeys(key[2:] for key in results.expected())]
-    length = lambda e: float(np.mean([len(row.prompt) for row in rows[e.task, e.index]]))
-    shown = max(examples, key=lambda e: report.prominence(e.task, length(e)))  # whose kept positions are plotted
-    done = sum((*run, e.task, e.index) in results.samples for run in evaluators for e in examples)
-    with tqdm(total=len(evaluators) * len(examples), initial=done, unit="example", file=sys.stdout) as bar:
-        for (method, budget), evaluator in evaluators.items():
+    expected = results.expected()
+    done = sum(key in results.samples for key in expected)
+    with tqdm(total=len(expected), initial=done, unit="example", file=sys.stdout) as bar:
+        for (method, budget), (evaluator, buckets) in evaluators.items():
             run = _Run(method, budget, results, evaluator)
+            shown = _shown(buckets, [key[2:] for key in expected if key[:2] == (method, budget)])
             for bucket in buckets:
                 unseen = shown if run.label not in kept else None
                 missing = [b for b in bucket.batches if any(run.lacks(row) or row.example is unseen for row in b)]
@@ -53,6 +48,15 @@ def run_missing(
                         report.save_kept(results.directory, results.config, run.label, positions)
                     bar.update(run.take(outcomes))
             evaluator.release()
+
+
+def _shown(buckets: Sequence[Bucket], keys: Sequence[tuple[str, int]]) -> Example:
+    """The example whose kept positions are plotted, of those with a task and index of `keys`."""
+    rows: dict[tuple[str, int], list[Row]] = {}
+    for row in (row for b in buckets for batch in b.batches for row in batch):
+        rows.setdefault((row.example.task, row.example.index), []).append(row)
+    length = lambda key: float(np.mean([len(row.prompt) for row in rows[key]]))
+    return rows[max(keys, key=lambda key: report.prominence(key[0], length(key)))][0].example
 
 
 class _Run:

@@ -28,13 +28,15 @@ def summarise(samples: Sequence[Sample], costs: dict[str, Any], bad: Sequence[di
     full_bytes = next((c["kv_bytes"] for k, c in costs.items() if k.startswith("full@")), None)
 
     def rows(name: str, of: Iterable[str]) -> list[dict[str, Any]]:
-        wanted = set(of)
+        wanted = set(of) & {*tasks}
         groups: dict[Run, list[Sample]] = {}
         for s in samples:
             if s["task"] in wanted:
                 groups.setdefault((s["method"], s["budget"]), []).append(s)
         found = []
         for run, group in groups.items():
+            if {s["task"] for s in group} != wanted:
+                continue  # no mean of them all: tasks may have budgets of their own
             row = {"method": run[0], "budget": run[1], "task": name, "examples": len(group)}
             full = _baseline(groups, group)
             found.append(row | _measured(group, full) | _cost_columns(group, costs[f"{run[0]}@{run[1]}"], full_bytes))

@@ -11,6 +11,7 @@ from typing import Protocol as Interface
 
 import numpy as np
 
+from configs.experiment import check_whole
 from experiments import corpus
 from experiments.evaluation import metrics
 
@@ -47,6 +48,10 @@ class Question:
       metric: how an answer is judged, as `experiments.evaluation.metrics.find` takes it.
       max_new_tokens: the most tokens of an answer.
       stop: strings that end an answer.
+      num_beams: hypotheses of the beam search that finds an answer; 1 for greedy generation.
+
+    Raises:
+      ValueError: no beams, or several where text is scored.
     """
 
     ids: Tokens = ()
@@ -55,6 +60,12 @@ class Question:
     metric: str = "values_in_place"
     max_new_tokens: int = 0
     stop: tuple[str, ...] = ()
+    num_beams: int = 1
+
+    def __post_init__(self):
+        check_whole(1, num_beams=self.num_beams)
+        if self.continuation and self.num_beams > 1:
+            raise ValueError(f"num_beams={self.num_beams} search for an answer, but text is scored; leave it at 1")
 
     def score(self, output: str) -> float:
         """How good an answer is, from 0 to 1."""

@@ -11,7 +11,7 @@ TURN = 64  # new tokens
 _SPEAKERS = ("A", "B")
 
 
-def dialogue(task: Task, index: int, *, max_new_tokens: int = TURN) -> Example:
+def dialogue(task: Task, index: int, *, max_new_tokens: int = TURN, num_beams: int = 1) -> Example:
     """The turns of a row but the last, a line each, and the last one as reference.
 
     A row has `dialogue`, a list of texts, and if there are any as many `speakers`, and `narrative`, which goes first,
@@ -23,6 +23,7 @@ def dialogue(task: Task, index: int, *, max_new_tokens: int = TURN) -> Example:
       task: rows, tokenizer and length.
       index: which row.
       max_new_tokens: of the turn.
+      num_beams: hypotheses of a beam search; 1 for greedy generation, 4 in Keyformer.
 
     Raises:
       ValueError: no such row, a row with fewer than two turns or of another form, or a length too small for one turn.
@@ -44,7 +45,8 @@ def dialogue(task: Task, index: int, *, max_new_tokens: int = TURN) -> Example:
     cut = next(c for c in range(len(lines)) if len(context(c)) + len(question) <= task.length)
     ids = context(cut)
     asked = Question(
-        question, references=(reference,), metric="rouge_l", max_new_tokens=max_new_tokens, stop=("\n",)
+        question, references=(reference,), metric="rouge_l", max_new_tokens=max_new_tokens, stop=("\n",),
+        num_beams=num_beams,
     )  # fmt: skip
     return example("dialogue", index, ids, asked, length=float(len(ids)), cut=float(cut))
 

@@ -10,7 +10,7 @@ _BEFORE = "Summarize the following text.\n\nText:\n"
 _QUESTION = "\n\nSummary:"
 
 
-def summarise(task: Task, index: int, *, max_new_tokens: int = 128) -> Example:
+def summarise(task: Task, index: int, *, max_new_tokens: int = 128, num_beams: int = 1) -> Example:
     """A row's document, and its summary as reference: CNN/DailyMail, XSum and GovReport by their fields' names.
 
     The score is ROUGE-L as rouge-score gives it; `experiments.evaluation.agreement` adds ROUGE-1, ROUGE-2, BLEU and
@@ -23,6 +23,7 @@ def summarise(task: Task, index: int, *, max_new_tokens: int = 128) -> Example:
       task: rows, tokenizer and length.
       index: which row.
       max_new_tokens: of a summary: 128 (CNN/DailyMail, XSum); LongBench takes 512 for GovReport.
+      num_beams: hypotheses of a beam search; 1 for greedy generation, 4 in Keyformer.
 
     Raises:
       ValueError: no such row, a row without document or summary, or a length without room for a document.
@@ -33,6 +34,8 @@ def summarise(task: Task, index: int, *, max_new_tokens: int = 128) -> Example:
     before, question = (*task.bos, *task.encode(_BEFORE)), tuple(task.encode(_QUESTION))
     check_room("summarise", task, len(before) + len(question) + 2, "instruction and a document of two tokens")
     kept = cut_middle(document, task.length - len(before) - len(question))
-    asked = Question(question, references=references, metric="rouge_l", max_new_tokens=max_new_tokens)
+    asked = Question(
+        question, references=references, metric="rouge_l", max_new_tokens=max_new_tokens, num_beams=num_beams
+    )
     cut = float(len(document) - len(kept))
     return example("summarise", index, (*before, *kept), asked, length=float(len(before) + len(kept)), cut=cut)

@@ -215,7 +215,7 @@ def generate_beams_from(
     As in `generate_from`, the state must be planned for `max_new_tokens - 1` more tokens. The arguments, the result and
     the errors are those of `generate_beams`.
     """
-    eos = _check(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences)
+    eos = check_search(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences)
     check_logits(model, logits, state)
     check_room(state, max_new_tokens - 1)
     rules = _rules(num_beams, max_new_tokens, length_penalty, early_stopping)
@@ -364,7 +364,7 @@ def generate_beams(
       ValueError: what `kvjax.generate` refuses; no beams, more beams than first tokens, more hypotheses to return than
         beams, a penalty out of range; always before anything runs.
     """
-    eos = _check(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences)
+    eos = check_search(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences)
     tokens, lengths = check_prompts(model, tokens, lengths, attention_mask)
     rules = functools.partial(_rules, num_beams, max_new_tokens, length_penalty, early_stopping)
     rules()  # what is refused is refused before a plan is made
@@ -388,7 +388,7 @@ def generate_beams(
     return dataclasses.replace(found, tokens=found.tokens[:, :, :max_new_tokens])
 
 
-def _check(
+def check_search(
     model: Model,
     num_beams: int,
     max_new_tokens: int,
@@ -397,7 +397,7 @@ def _check(
     early_stopping: bool | str,
     num_return_sequences: int,
 ) -> tuple[int, ...]:
-    """The end tokens of the vocabulary, each once, or a ValueError."""
+    """The end tokens of a search, each once, or a ValueError that says what of it makes no sense."""
     eos = tuple(sorted(set(check_request(model, max_new_tokens, Greedy(), eos_ids, pad_id))))
     vocab = model.config.vocab_size
     checked(whole(1, why="search with at least 1 beam, which is greedy generation"), "num_beams", num_beams)
