@@ -194,12 +194,14 @@ def leaderboard(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def by_budget(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], dict[tuple[str, str], dict[str, float]]]:
-    """Methods, the best first; budgets, the largest first; and the mean retrieval score and perplexity of each pair.
+    """Methods, the best first; budgets, the largest first; and the mean score and perplexity of each pair.
 
-    What has no budget stands under "-", with its label behind its name, the live tokens that were measured, and the
-    bytes that are allocated.
+    The score is the retrieval mean where retrieval tasks ran, and the mean of all tasks that have scores otherwise; the
+    perplexity is the task's of that name, or that of the only other one. What has no budget stands under "-", with its
+    label behind its name, the live tokens that were measured, and the bytes that are allocated.
     """
     cells: dict[tuple[str, str], dict[str, float]] = {}
+    of: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     size: dict[str, float] = {}
     measured: dict[tuple[str, str], str] = {}
     for r in [*(r for r in rows if r["task"] == "retrieval_mean"), *rows]:
@@ -210,12 +212,16 @@ def by_budget(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], dic
         if not report.has_budget(budget):
             method, budget = f"{method} {budget} ({measured[method, budget]})", "-"
         size[budget] = -1.0 if budget == "-" else max(size.get(budget, 0.0), r["kv_budget"])
-        cell = cells.setdefault((method, budget), {})
-        if r["task"] == "retrieval_mean":
-            cell["retrieval"] = 100 * r["score"]
-        elif r["task"] == "perplexity":
-            cell["perplexity"] = r["perplexity"]
-    quality = lambda c: c["retrieval"] if "retrieval" in c else -c.get("perplexity", 0.0)
+        of.setdefault((method, budget), {})[r["task"]] = r
+    for key, tasks in of.items():
+        likely = {t: r["perplexity"] for t, r in tasks.items() if "perplexity" in r}
+        scores = [r["score"] for r in tasks.values() if "perplexity" not in r]
+        cells[key] = {}
+        if scores:
+            cells[key]["score"] = 100 * tasks.get("retrieval_mean", {"score": float(np.mean(scores))})["score"]
+        if "perplexity" in likely or len(likely) == 1:
+            cells[key]["perplexity"] = likely.get("perplexity", next(iter(likely.values())))
+    quality = lambda c: c["score"] if "score" in c else -c.get("perplexity", 0.0)
     mean = lambda method: float(np.mean([quality(c) for (m, _), c in cells.items() if m == method]))
     methods = sorted(dict.fromkeys(m for m, _ in cells), key=mean, reverse=True)
     return methods, sorted(size, key=lambda b: size[b], reverse=True), cells
@@ -229,11 +235,11 @@ def _measured(row: dict[str, Any]) -> str:
 
 
 def overview(rows: Sequence[dict[str, Any]]) -> str:
-    """A row for every method, with "retrieval / perplexity" at every budget."""
+    """A row for every method, with "score / perplexity" at every budget."""
     methods, budgets, cells = by_budget(rows)
 
     def cell(c: dict[str, float] | None) -> str:
-        shown = [] if c is None else [f"{c[k]:.{n}f}" for k, n in (("retrieval", 1), ("perplexity", 2)) if k in c]
+        shown = [] if c is None else [f"{c[k]:.{n}f}" for k, n in (("score", 1), ("perplexity", 2)) if k in c]
         return " / ".join(shown)
 
     lines = [[m, *(cell(cells.get((m, b))) for b in budgets)] for m in methods]
@@ -248,13 +254,18 @@ def _beside(methods: Sequence[str]) -> list[str]:
     return [name + count(i) for i, name in enumerate(short)]
 
 
-def plot(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
-    """The overview as two maps, each with its scale: retrieval score, and perplexity; brighter is better in both.
+def plot(rows: Sequence[dict[str, Any]]) -> Any:
+    """The overview as two maps, each with its scale: mean score, and perplexity; brighter is better in both.
 
     Darkest are all perplexities in the highest tenth.
+
+    Returns:
+      The figure; None if there is neither a score nor a perplexity.
     """
     methods, budgets, cells = by_budget(rows)
-    wanted = [k for k in ("retrieval", "perplexity") if any(k in c for c in cells.values())]
+    wanted = [k for k in ("score", "perplexity") if any(k in c for c in cells.values())]
+    if not wanted:
+        return None
     names = _beside(methods)
     lines = sum(n.count("\n") + 1 for n in names)
     size = 2.4 + (0.9 + 0.55 * len(budgets)) * len(wanted), 1.6 + max(0.19 * lines, 0.26 * len(methods))
@@ -262,7 +273,7 @@ def plot(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     figure = kvjax.plot.style.figure_of(grid[0])
     for axes, key in zip(grid, wanted, strict=True):
         values = np.array([[cells.get((m, b), {}).get(key, np.nan) for b in budgets] for m in methods])
-        score = key == "retrieval"
+        score = key == "score"
         low, high = (
             (0.0, 100.0) if score else (np.nanmin(values), np.nanquantile(values, 0.9))
         )  # outliers hide the rest
@@ -281,9 +292,13 @@ def plot(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
         bar = figure.colorbar(
             image, ax=axes, location="top", aspect=40, pad=0.12 / size[1], extend="neither" if score else "max"
         )
-        bar.set_label("retrieval score, %" if score else "perplexity")
+        bar.set_label(_score_name(rows) + ", %" if score else "perplexity")
         bar.ax.tick_params(labelsize="small")
-    write_figure(path, figure, dpi=150)
+    return figure
+
+
+def _score_name(rows: Sequence[dict[str, Any]]) -> str:
+    return "retrieval mean" if any(r["task"] == "retrieval_mean" for r in rows) else "mean score"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -300,14 +315,19 @@ def main(argv: Sequence[str]) -> None:
         if absent := [str(d) for d in arguments.runs if not d.exists()]:
             raise ValueError(f"there is no {', '.join(absent)}")
         setup, rows = load([d for d in arguments.runs if d.is_dir()], boards.read(arguments.boards))
-        text = f"{leaderboard(rows)}\nRetrieval mean in percent / perplexity, by budget:\n\n{overview(rows)}"
+        name = _score_name(rows).capitalize()
+        text = f"{leaderboard(rows)}\n{name} in percent / perplexity, by budget:\n\n{overview(rows)}"
         print(text)
         if arguments.output is not None:
             check_output(arguments.output / "leaderboard.md")
+            figure, picture = plot(rows), arguments.output / "leaderboard.png"
             with alone_in(arguments.output):
                 (arguments.output / boards.FILE).unlink(missing_ok=True)  # never beside what it is not about
                 write_bytes(arguments.output / "leaderboard.md", text.encode())
-                plot(rows, arguments.output / "leaderboard.png")
+                if figure is None:
+                    picture.unlink(missing_ok=True)
+                else:
+                    write_figure(picture, figure, dpi=150)
                 write_json(arguments.output / boards.FILE, {"setup": setup, "rows": rows})
             print(f"written to {arguments.output}")
 

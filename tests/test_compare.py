@@ -98,11 +98,23 @@ def test_a_leaderboard_that_is_cut_off_leaves_no_rows_of_an_earlier_one(pair, tm
     board = tmp_path / "board"
     for directory in ("here", "other"):
         compare.main([str(pair / directory), "--output", str(board)])
-        monkeypatch.setattr(compare, "plot", interrupt)
+        monkeypatch.setattr(compare, "write_figure", interrupt)
         with pytest.raises(SystemExit):
             compare.main([str(pair / "here"), "--output", str(board)])
         assert [p.name for p in board.glob("*.json")] == []
         monkeypatch.undo()
+
+
+def test_tasks_of_ones_own_have_a_mean_too():
+    costs = {"live_of_prompt": 0.5, "kv_bytes_of_full": 0.5, "kv_budget": 0.5}
+    rows = [
+        {"method": "h2o", "budget": "0.5", "task": task, **costs, **found}
+        for task, found in (("mine", {"score": 0.25}), ("yours", {"score": 0.75}), ("text", {"perplexity": 6.5}))
+    ]
+    methods, budgets, cells = compare.by_budget(rows)
+    assert (methods, budgets, cells) == (["h2o"], ["0.5"], {("h2o", "0.5"): {"score": 50.0, "perplexity": 6.5}})
+    assert compare.plot(rows) is not None
+    assert compare.plot([]) is None
 
 
 def test_names_beside_the_map_are_short_and_differ():

@@ -72,6 +72,7 @@ def test_ids_are_those_of_the_whole_text(template, context):
         ([{"role": "user", "content": ["a"]}], "a", "the content of every message must be a text"),
         ("a", "", "question='': must be a text of at least one character"),
         ("a", 3, "question=3: must be a text"),
+        ("a", "\ud800", "question has half of a character"),
         ("a", "\ue000", r"U\+E000 stands for a place in the text"),
         ([DOCUMENT], "a", "the tokenizer has no chat template"),
     ],

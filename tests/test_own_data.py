@@ -86,6 +86,7 @@ BAD = [
     ({**GOOD, "metric": "nothing"}, "no metric 'nothing'; there are exact_match"),
     ({**GOOD, "metric": "retrieval"}, "a reference must be like 'Paragraph 7'"),
     ({**GOOD, "context": "the \ud800"}, "half of a character"),
+    ({**GOOD, "question": "what \udfff ?"}, "question or answer_prefix has half of a character"),
     ({**GOOD, "question": "the code " * 1100}, "question and answer take 2204 tokens, but there is room for 2048"),
     ({**GOOD, "context": "the code " * 1100}, "the context has 2200 tokens"),
 ]
@@ -102,19 +103,19 @@ def test_bad_rows_are_recorded_and_named_and_the_rest_runs(tmp_path, capsys):
         options = [*command, "--protocol", protocol, "--output", str(here)]
         run.main(options)
         assert [(s["method"], s["index"]) for s in samples(here)] == [
-            (m, i) for m in ("full", "window") for i in (0, 15)
+            (m, i) for m in ("full", "window") for i in (0, 16)
         ]
         printed = capsys.readouterr().out
-        assert "14 rows could not be asked" in printed
+        assert "15 rows could not be asked" in printed
         found = [json.loads(line) for line in (here / "bad_rows.jsonl").read_text().splitlines()]
-        assert [row["line"] for row in found] == [*range(2, 16)]
+        assert [row["line"] for row in found] == [*range(2, 17)]
         for row, (_, reason) in zip(found, BAD, strict=True):
             assert re.search(reason, row["reason"]), row
     run.main(options)
     assert "is complete" in capsys.readouterr().out
     (here / "bad_rows.jsonl").write_text("#\n")
     run.main(options)
-    assert len((here / "bad_rows.jsonl").read_text().splitlines()) == 14
+    assert len((here / "bad_rows.jsonl").read_text().splitlines()) == 15
     written(tmp_path / "mine.jsonl", *rows[:3])
     with pytest.raises(SystemExit, match=r"holds a run with another config \(tasks\.mine\.builder"):
         run.main(options)

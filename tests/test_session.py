@@ -124,6 +124,7 @@ BAD = [
         "of 2040 tokens and 32 behind it are 2072, but the model has 2048",
     ),
     (lambda s: s().compress(""), "the context is empty"),
+    (lambda s: s().compress(CONTEXT).ask(" "), "question=' ': the tokenizer makes no token of it"),
     (lambda s: s(sampler=kvjax.Sample()).compress(CONTEXT).ask("aa"), "draws tokens, but there is no key"),
     (lambda s: s(stop=""), "stop='': must be strings"),
     (lambda s: s(max_turns=0), "max_turns=0: must be a whole number of at least 1"),

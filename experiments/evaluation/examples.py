@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import pathlib
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 from tqdm import tqdm
@@ -15,6 +15,7 @@ from experiments.evaluation.batches import Row, rows_of
 from experiments.evaluation.provenance import definition
 from experiments.tasks import BadRow, Builder, Example, Task
 from experiments.tasks.own_data import Rows, read
+from kvjax.drivers.text import check_whole_text
 
 EXAMPLES = 48
 """Examples of a task that has any number, where the setup does not say."""
@@ -93,7 +94,11 @@ def build(setup: Setup, builders: Mapping[str, Builder], tokenizer: Any, config:
     """
     if setup.chat and getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(f"--chat needs a chat template, which the tokenizer of {setup.model} has not; leave it out")
-    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
+
+    def encode(text: str) -> Sequence[int]:
+        check_whole_text("text", text)
+        return tokenizer(text, add_special_tokens=False).input_ids
+
     bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
     text = "" if setup.text is None else read_text(setup.text)
     most = config.max_position if config.learned_positions else None

@@ -61,6 +61,7 @@ def markdown(summary: dict[str, Any], title: str) -> str:
             "",
             *table(head, quality),
             "",
+            *_kept_whole(summary),
             *_against_full(summary),
             *_agreement(summary),
             "Slots and bytes are for one sequence; live tokens are means over layers and heads after the prompt.",
@@ -74,6 +75,23 @@ def markdown(summary: dict[str, Any], title: str) -> str:
             *_bad_rows(summary["bad_rows"]),
         ]
     )
+
+
+def _kept_whole(summary: dict[str, Any]) -> list[str]:
+    """Which budgets are none for some prompts, so that scores under them are the full cache's."""
+    counts: dict[tuple[str, str], list[int]] = {}
+    for r in summary["rows"]:
+        if r["method"] != "full" and has_budget(r["budget"]):
+            whole, of = counts.setdefault((r["method"], r["budget"]), [0, 0])
+            counts[r["method"], r["budget"]] = [whole + r["kept_whole"], of + r["examples"]]
+    named = [f"{m} at {b} ({whole} of {of})" for (m, b), (whole, of) in counts.items() if whole]
+    if not named:
+        return []
+    return [
+        f"Prompts of which every token was kept, as with the full cache: {', '.join(named)}. The budget is larger, or "
+        "less than what the policy must keep of so short a prompt (its window), or it evicts later.",
+        "",
+    ]
 
 
 def _against_full(summary: dict[str, Any]) -> list[str]:

@@ -102,6 +102,7 @@ def _cost_columns(group: Sequence[Sample], cost: dict[str, Any], full_bytes: int
     return {
         "live_tokens": float(np.mean([s["live"] for s in group])),
         "live_of_prompt": float(np.mean([s["live"] / s["prompt_tokens"] for s in group])),
+        "kept_whole": sum(s["live"] >= s["prompt_tokens"] for s in group),
         "most_live": max(s["most_live"] for s in group),
         "slots": cost["slots"],
         "kv_bytes": cost["kv_bytes"],

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from experiments.evaluation import metrics
 from experiments.tasks.base import BadRow, Example, Question, Task, Tokens, example
-from kvjax.drivers.text import encode
+from kvjax.drivers.text import check_whole_text, encode
 from models.sources import local_path
 
 Truncate = Literal["none", "left", "middle"]
@@ -74,6 +74,7 @@ class Rows:
             fields = _fields(row)
             text, rest = self._texts(fields, task.tokenizer)
             most = fields.get("max_new_tokens", self.max_new_tokens)
+            check_whole_text("question or answer_prefix", rest)
             ids = tuple(task.tokenizer(rest, add_special_tokens=False).input_ids)
             context = self._fitted(encode(task.tokenizer, text), len(ids) + most, task)
             question = Question(

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvjax.drivers.text import encode, is_chat, rendered
+from kvjax.drivers.text import check_whole_text, encode, is_chat, rendered
 
 _MARK = "\ue000"  # stands where the text goes on; of the private use area, which no text should hold
 _TAIL = 64  # characters before, which decide how a tokenizer cuts what follows
@@ -49,13 +49,17 @@ class Dialogue:
         """
         if not isinstance(question, str) or not question:
             raise ValueError(f"question={question!r}: must be a text of at least one character")
+        check_whole_text("question", question)
         if _MARK in question:
             raise ValueError(f"question={question!r}: U+E000 stands for a place in the text; leave it out")
         before, text = self._around(question)
         tail = before[-_TAIL:]
         ids = lambda x: list(self.tokenizer(x, add_special_tokens=False).input_ids)
         alone, joined = ids(tail), ids(tail + text)
-        return joined[len(alone) :] if joined[: len(alone)] == alone else ids(text)
+        found = joined[len(alone) :] if joined[: len(alone)] == alone else ids(text)
+        if not found:
+            raise ValueError(f"question={question!r}: the tokenizer makes no token of it; give a text with words")
+        return found
 
     def after(self, question: str, answer: str) -> "Dialogue":
         """The dialogue after one more turn."""

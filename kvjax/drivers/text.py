@@ -39,10 +39,7 @@ def encode(
         prompt = rendered(tokenizer, prompt, **template)
     elif template:
         raise ValueError(f"{sorted(template)} are for chat templates, but prompt is a text; give messages")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as e:
-        raise ValueError(f"prompt has half of a character, which no tokenizer takes: {e}") from e
+    check_whole_text("prompt", prompt)
     ids, first = list(tokenizer(prompt, add_special_tokens=False).input_ids), tokenizer.bos_token_id
     if first is None:
         if bos:
@@ -52,6 +49,14 @@ def encode(
     if bos is None:
         bos = written > 0 or _leading(tokenizer(prompt).input_ids, first) > 0
     return [first] * bos + ids[written:]
+
+
+def check_whole_text(name: str, text: str) -> None:
+    """Raises ValueError for a text with half of a character (a lone surrogate)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError(f"{name} has half of a character, which no tokenizer takes: {e}") from e
 
 
 def check_tokenizer(tokenizer: Any) -> None:

@@ -1,0 +1,29 @@
+from experiments.evaluation import report
+from experiments.evaluation.summary import TIMED, summarise
+
+
+def test_prompts_that_were_kept_whole_are_named():
+    """A budget that keeps everything is none, however it is called."""
+    made = {
+        "task": "mine",
+        "score": 1.0,
+        "prompt_tokens": 20,
+        "most_live": 20,
+        **dict.fromkeys(TIMED, 1.0),
+        "answers": [],
+    }
+    lines = [
+        {**made, "method": method, "budget": budget, "index": i, "live": live[i]}
+        for method, budget, live in (
+            ("full", "1.0", (20, 20)),
+            ("window", "0.5", (20, 10)),
+            ("think", "c-0.5", (20, 20)),
+        )
+        for i in range(2)
+    ]
+    cost = {"slots": 1, "kv_bytes": 1, "prefill_peak_bytes": None, "decode_peak_bytes": None}
+    summary = summarise(lines, dict.fromkeys(("full@1.0", "window@0.5", "think@c-0.5"), cost))
+    assert [r["kept_whole"] for r in summary["rows"]] == [2, 1, 2]
+    (said,) = (line for line in report.markdown(summary, "x").splitlines() if "every token was kept" in line)
+    assert "window at 0.5 (1 of 2). " in said
+    assert "full" not in said.partition(": ")[2].partition(".")[0]
