@@ -12,13 +12,10 @@ def test_prompts_that_were_kept_whole_are_named():
         **dict.fromkeys(TIMED, 1.0),
         "answers": [],
     }
+    runs = ("full", "1.0", (20, 20)), ("window", "0.5", (20, 10)), ("think", "c-0.5", (20, 20))
     lines = [
         {**made, "method": method, "budget": budget, "index": i, "live": live[i]}
-        for method, budget, live in (
-            ("full", "1.0", (20, 20)),
-            ("window", "0.5", (20, 10)),
-            ("think", "c-0.5", (20, 20)),
-        )
+        for method, budget, live in runs
         for i in range(2)
     ]
     cost = {"slots": 1, "kv_bytes": 1, "prefill_peak_bytes": None, "decode_peak_bytes": None}
