@@ -130,7 +130,9 @@ class Session:
         return self._turns * (self._most_asked + self._most_new)
 
     def compress(self, context: str | Sequence[Mapping[str, Any]], policy: Policy | None = None) -> "Session":
-        """Reads a context and evicts from it. What the session had read before is forgotten.
+        """Reads a context and evicts from it. What the session had read before is forgotten, once this one is read.
+
+        A context that is refused leaves the session as it was: it goes on with the earlier one.
 
         Args:
           context: a text; or the messages of a chat, which the tokenizer's template makes a text of. Where the last one
