@@ -300,7 +300,8 @@ def _of_array(array: Any) -> Hashable:
     known = not isinstance(array, jax.core.Tracer) and not getattr(array, "is_deleted", lambda: False)()
     if not known or not getattr(array, "is_fully_addressable", True) or getattr(array.dtype, "hasobject", False):
         return Itself(array)
-    data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+    with jax.ensure_compile_time_eval():  # a key that is known, also where others are traced
+        data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
     contents = hashlib.sha256(np.ascontiguousarray(data).tobytes()).hexdigest()[:32]
     return "array", type(array).__name__, str(array.dtype), array.shape, getattr(array, "weak_type", False), contents
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.drivers.requests import check_logits
 from kvjax.functions import Function, check_unchanged, definition, meaning
 from pallas_kernels.values import complete_repr
 from tests import helpers
@@ -177,11 +178,19 @@ def test_a_table_that_an_object_makes_once_changes_nothing():
     check_unchanged(held)
 
 
+def test_a_key_that_is_known_has_contents_where_others_are_traced():
+    held = Function(cell(SCALED, SCALE=jax.random.key(0))["f"])
+    jax.eval_shape(lambda x: check_unchanged(held), 0.0)
+
+
 def test_no_plan_is_made_with_a_function_that_has_changed(shallow):
     space = cell("f = lambda kv, stats, ctx: SIGN * kv.pos", SIGN=1)
     policy = kvjax.from_fn(space["f"], budget=4)
     plan = lambda: kvjax.make_plan(shallow[0].config, policy, prompt_len=8, max_new_tokens=2)
-    assert plan() == plan()
+    logits, state = np.zeros((1, 61)), kvjax.init_state(plan(), [8])
+    check_logits(shallow[0], logits, state)
     space["SIGN"] = -1
     with pytest.raises(ValueError, match="reads `SIGN`, which has changed"):
         plan()
+    with pytest.raises(ValueError, match="reads `SIGN`, which has changed"):
+        check_logits(shallow[0], logits, state)

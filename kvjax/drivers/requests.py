@@ -15,6 +15,7 @@ from kvjax.cache.pool import PooledKV
 from kvjax.cache.state import KVState, LayerKV
 from kvjax.drivers.attention import Attend
 from kvjax.drivers.sampling import Sampler
+from kvjax.functions import check_unchanged
 from kvjax.plan import CachePlan, ModelConfig, as_lengths
 from kvjax.scoring.stats import LayerStats
 from pallas_kernels.values import a, check_array, checked, each, optional, whole
@@ -205,8 +206,12 @@ def check_key(sampler: Sampler, key: Any) -> None:
 
 
 def check_logits(model: Model, logits: Any, state: Any) -> None:
-    """Raises ValueError for logits that are not one row of the model's vocabulary for every sequence of a state."""
+    """Raises ValueError for logits that are not one row of the model's vocabulary for every sequence of a state.
+
+    So does a state whose policy holds a function that has changed since.
+    """
     check_is(KVState, "state", state)
+    check_unchanged(state.plan.policy)
     check_array("logits", logits, "batch", "vocabulary", shape=(len(state.length), model.config.vocab_size))
 
 
