@@ -227,11 +227,11 @@ def partition_heads(
       storage: "pool", or "dense" for the slots of the layer's largest head in all of them.
 
     Raises:
-      ValueError: no mapping to policies, no labels, or a label without a policy; in `make_plan`, labels of another
-        number of layers or heads, policies that decide by what all heads hold, drop channels, hide slots, are relaxed
-        or store sets for query heads, and policies whose `positions` differ.
+      ValueError: no mapping to policies, no labels, text in place of a layer's labels, or a label without a policy; in
+        `make_plan`, labels of another number of layers or heads, policies that decide by what all heads hold, drop
+        channels, hide slots, are relaxed or store sets for query heads, and policies whose `positions` differ.
     """
-    rows = checked(each(_labels, least=1), "labels", labels)
+    rows = checked(each(_row, least=1), "labels", labels)
     if not all(rows):
         raise ValueError("labels has an empty row; give one label a kv head")
     one_of("storage", storage, "pool", "dense")
@@ -253,6 +253,13 @@ def _labelled(policies: Any, labels: Sequence[Hashable]) -> tuple[tuple[Hashable
 def _labels(labels: Any) -> tuple[Hashable, ...]:
     """The rule of labels: a string has one a letter."""
     return each(_label)(list(labels) if isinstance(labels, str) else labels)
+
+
+def _row(labels: Any) -> tuple[Hashable, ...]:
+    """The rule of a layer's labels: a string would have one a letter, which is seldom what it means."""
+    if isinstance(labels, str):
+        raise ValueError(f"{labels!r} is one text, not a layer's labels; give a list of one label a kv head")
+    return each(_label)(labels)
 
 
 def _label(label: Hashable) -> Hashable:

@@ -5,6 +5,9 @@ defaults, and the globals that it reads, among them other functions and what it 
 dataclasses and containers of these count by their contents. What has an equality of its own counts by that, and every
 other object, such as an instance of a plain class or an array that is being traced, as itself alone. Code that is
 installed, with kvjax, Python or a package, has no globals that change.
+
+Drivers look again at what the functions of a policy compute when they plan with it, and refuse one that has changed
+since the policy was made.
 """
 
 import dataclasses
@@ -71,8 +74,8 @@ class Itself:
 class Function:
     """A function that equals all that compute the same, so that a policy which holds it does too.
 
-    What it computes is looked at once, when this is made: as with `jax.jit`, later changes of what it has closed over,
-    and of globals that it reads, are not seen.
+    What it computes is looked at once, when this is made, and compiled programs know it by that. After later changes of
+    what it has closed over, or of globals that it reads, drivers refuse it (`check_unchanged`).
 
     Attributes:
       fn: the function, or another callable.
@@ -116,6 +119,46 @@ def by_code(value: Any) -> Function:
     if not callable(value):
         raise ValueError("give a function")
     return value if isinstance(value, Function) else Function(value)
+
+
+def check_unchanged(value: Any) -> None:
+    """Raises ValueError where a function that a policy holds computes otherwise than when the policy was made.
+
+    Programs that were compiled before would still compute what it was, and others what it is.
+
+    Args:
+      value: a policy, or anything that one is made of.
+    """
+    match value:
+        case Function():
+            now = meaning(value.fn)
+            if now != value.meaning:
+                names = " and ".join(f"`{n}`" for n in _changed(value.fn, value.meaning, now)) or "something"
+                raise ValueError(
+                    f"the function {value} reads {names}, which has changed since the policy was made; make the policy "
+                    "anew, with a function of its own for other values"
+                )
+        case tuple():
+            for part in value:
+                check_unchanged(part)
+        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for field in dataclasses.fields(value):
+                check_unchanged(getattr(value, field.name, None))
+
+
+def _changed(function: Any, before: Any, now: Any) -> list[str]:
+    """Names of what a function reads that differ in two of its meanings, as far as they are known."""
+    if not isinstance(function, types.FunctionType) or not before[:1] == now[:1] == ("function",):
+        return []
+    names = [n for n, c in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True) if _filled(c)]
+    (was, closed), (had, has) = ((found[3][0][1] for found in (before, now)), (dict(f[4][1]) for f in (before, now)))
+    cells = zip(names, was, closed, strict=True) if len(was) == len(closed) else ()
+    found = [name.strip("'") for _, name in sorted(had | has) if had.get(("str", name)) != has.get(("str", name))]
+    return [n for n, one, other in cells if one != other] + found
+
+
+def _filled(cell: types.CellType) -> bool:
+    return cell != types.CellType()
 
 
 def definition(value: Any) -> str:
@@ -188,14 +231,16 @@ def _of_parts(value: Any, again: Callable[[Any], Hashable]) -> Hashable:
         return "dataclass", again(type(value)), tuple(fields)
     if _is_installed(type(value)):
         return Itself(value)
-    return "object", Itself(value), again(type(value)), again(getattr(value, "__dict__", {}))
+    kept = lambda name: isinstance(inspect.getattr_static(type(value), name, None), functools.cached_property)
+    held = {n: x for n, x in getattr(value, "__dict__", {}).items() if not kept(n)}
+    return "object", Itself(value), again(type(value)), again(held)
 
 
 def _of_function(function: types.FunctionType, seen: dict[int, Any]) -> Hashable:
     code, name = _of_code(function.__code__), f"{function.__module__}.{function.__qualname__}"
     if _is_installed(function) and "<locals>" not in name:
         return Installed(name, code)
-    cells = [c.cell_contents for c in function.__closure__ or () if c != types.CellType()]
+    cells = [c.cell_contents for c in function.__closure__ or () if _filled(c)]
     held = cells, function.__defaults__, function.__kwdefaults__, function.__dict__
     inside = tuple(_meaning(x, seen) for x in held)
     if _is_installed(function):
@@ -255,7 +300,8 @@ def _of_array(array: Any) -> Hashable:
     known = not isinstance(array, jax.core.Tracer) and not getattr(array, "is_deleted", lambda: False)()
     if not known or not getattr(array, "is_fully_addressable", True) or getattr(array.dtype, "hasobject", False):
         return Itself(array)
-    data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+    with jax.ensure_compile_time_eval():  # a key that is known, also where others are traced
+        data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
     contents = hashlib.sha256(np.ascontiguousarray(data).tobytes()).hexdigest()[:32]
     return "array", type(array).__name__, str(array.dtype), array.shape, getattr(array, "weak_type", False), contents
 

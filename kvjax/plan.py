@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 from kvjax.cache.context import Site
 from kvjax.cache.pool import pool_slots
 from kvjax.cache.state import Positions
+from kvjax.functions import check_unchanged
 from kvjax.policy import LayerPolicy, LayerSpec, Layout, Policy, Reads, as_policy
 from kvjax.sizes.tables import LONGEST
 from pallas_kernels.pytree import pytree
@@ -266,7 +267,7 @@ def make_plan(
             f"prompt_len={prompt_len} and max_new_tokens={max_new_tokens} are more than {MOST_TOKENS} tokens together, "
             "which is the most that a plan counts; plan for fewer"
         )
-    as_policy(policy)
+    check_unchanged(as_policy(policy))
     _check_learned(config, prompt_len + max_new_tokens)
     known = sorted({prompt_len} if lengths is None else set(checked(each(whole(), least=1), "lengths", lengths)))
     if known[0] < 1 or known[-1] > prompt_len:

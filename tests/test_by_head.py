@@ -80,7 +80,7 @@ def test_blocks_and_heads_together(shallow):
 
 def test_one_layer_without_a_model():
     q, k, v = helpers.qkv(3, B=B, N=4, K=4, T=T)
-    policy = kvjax.partition_heads(dict(zip(HEADS, PAIRS["scores"], strict=True)), ["baab"])
+    policy = kvjax.partition_heads(dict(zip(HEADS, PAIRS["scores"], strict=True)), [[*"baab"]])
     together = kvjax.evict_layer(policy, q, k, v, lengths=LENGTHS)
     for label, member in zip(HEADS, PAIRS["scores"], strict=True):
         alone = kvjax.evict_layer(member, q, k, v, lengths=LENGTHS)
@@ -102,21 +102,22 @@ def test_a_layer_of_one_policy_is_under_it():
 def test_another_schedule_is_that_of_every_head():
     change = lambda policy: kvjax.when(kvjax.every(4), policy)
     a, b = methods.h2o(8), tova(6)
-    assert change(kvjax.partition_heads({"a": a, "b": b}, ["ab"])) == kvjax.partition_heads(
-        {"a": change(a), "b": change(b)}, ["ab"]
+    assert change(kvjax.partition_heads({"a": a, "b": b}, [[*"ab"]])) == kvjax.partition_heads(
+        {"a": change(a), "b": change(b)}, [[*"ab"]]
     )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: kvjax.partition_heads({"a": methods.full()}, ["ab"]), r"labels \['b'\] have no policy"),
+        (lambda: kvjax.partition_heads({"a": methods.full()}, [[*"ab"]]), r"labels \['b'\] have no policy"),
         (lambda: kvjax.partition_heads({"a": methods.full()}, []), "labels=.*: must have at least 1 elements"),
-        (lambda: kvjax.partition_heads({"a": methods.full()}, ["a", ""]), "labels has an empty row"),
-        (lambda: kvjax.partition_heads([methods.full()], ["a"]), "give a mapping from labels to policies"),
-        (lambda: kvjax.partition_heads({"a": methods.full()}, ["aa"], storage="heap"), "storage='heap' is not one of"),
-        (lambda: kvjax.partition_heads({"a": methods.full()}, ["aa", "aa"]), "labels of 2 layers, but the model has 1"),
-        (lambda: kvjax.partition_heads(dict(zip("ab", PAIRS["scores"], strict=True)), ["aab"]), "3 labels in layer 0"),
+        (lambda: kvjax.partition_heads({"a": methods.full()}, [["a"], []]), "labels has an empty row"),
+        (lambda: kvjax.partition_heads({"a": methods.full()}, ["aa"] * 2), "'aa' is one text, not a layer's labels"),
+        (lambda: kvjax.partition_heads([methods.full()], [["a"]]), "give a mapping from labels to policies"),
+        (lambda: kvjax.partition_heads({"a": methods.full()}, [[*"aa"]], storage="heap"), "storage='heap' is not one"),
+        (lambda: kvjax.partition_heads({"a": methods.full()}, [[*"aa"]] * 2), "labels of 2 layers, but the model has"),
+        (lambda: kvjax.partition_heads(dict(zip("ab", PAIRS["scores"], strict=True)), [[*"aab"]]), "3 labels in layer"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

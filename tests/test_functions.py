@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.functions import Function, definition, meaning
+from kvjax.drivers.requests import check_logits
+from kvjax.functions import Function, check_unchanged, definition, meaning
 from pallas_kernels.values import complete_repr
 from tests import helpers
 
@@ -147,3 +148,49 @@ def test_policies_print_without_addresses():
     assert "fn=<lambda>:" in repr(made)
     assert " at 0x" not in repr(made)
     assert definition(made).startswith(f"{complete_repr(made)} of code ")
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "read", "change"),
+    [
+        (SCALED, "SCALE", "`SCALE`", lambda space: space.update(SCALE=3)),
+        (CLOSED, "HELD", "`held`", lambda space: space["HELD"].append(3)),
+        (THROUGH, "STEP", "`inner`", lambda space: space.update(STEP=3)),
+        ("f = lambda x: x * made.SCALE", "made", "`made.SCALE`", lambda space: vars(space["made"]).update(SCALE=3)),
+        ("f = functools.partial(lambda x, y: x * y, y=HELD)", "HELD", "something", lambda space: space["HELD"].clear()),
+    ],
+)
+def test_a_function_that_has_changed_is_refused(source, name, read, change):
+    """A program that was compiled before would still compute what it was."""
+    space = cell(source, **{name: {"made": module(SCALE=2), "HELD": [2]}.get(name, 2)})
+    policy = kvjax.chain(kvjax.methods.h2o(8), kvjax.from_fn(space["f"], budget=4))
+    check_unchanged(policy)
+    change(space)
+    with pytest.raises(ValueError, match=f"reads {read}, which has changed since the policy was made; make the policy"):
+        check_unchanged(policy)
+
+
+def test_a_table_that_an_object_makes_once_changes_nothing():
+    made = "class Scaled:\n    @functools.cached_property\n    def by(self):\n        return 2\nf = lambda x: x * s.by"
+    space = cell(f"{made}\ns = Scaled()")
+    held = Function(space["f"])
+    assert held(3) == 6
+    check_unchanged(held)
+
+
+def test_a_key_that_is_known_has_contents_where_others_are_traced():
+    held = Function(cell(SCALED, SCALE=jax.random.key(0))["f"])
+    jax.eval_shape(lambda x: check_unchanged(held), 0.0)
+
+
+def test_no_plan_is_made_with_a_function_that_has_changed(shallow):
+    space = cell("f = lambda kv, stats, ctx: SIGN * kv.pos", SIGN=1)
+    policy = kvjax.from_fn(space["f"], budget=4)
+    plan = lambda: kvjax.make_plan(shallow[0].config, policy, prompt_len=8, max_new_tokens=2)
+    logits, state = np.zeros((1, 61)), kvjax.init_state(plan(), [8])
+    check_logits(shallow[0], logits, state)
+    space["SIGN"] = -1
+    with pytest.raises(ValueError, match="reads `SIGN`, which has changed"):
+        plan()
+    with pytest.raises(ValueError, match="reads `SIGN`, which has changed"):
+        check_logits(shallow[0], logits, state)

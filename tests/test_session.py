@@ -57,11 +57,13 @@ def by_hand(shallow, words):
 
 
 def test_answers_are_those_of_the_steps_by_hand(make, by_hand):
-    """Of the same questions again, and of several at once: none sees another."""
+    """Of the same questions again, and of several at once: none sees another. Nor does a refused context matter."""
     session = make().compress(CONTEXT)
     before = [np.asarray(x) for x in jax.tree.leaves(session.state.layers)]
     found = [session.ask(question) for question in (*ASKED, ASKED[0])]
     assert found[0] == found[2] == by_hand(CONTEXT, ASKED[0])
+    with pytest.raises(ValueError, match="the context is empty"):
+        session.compress("")
     assert session.ask(ASKED) == found[:2]
     assert session.ask(ASKED[:1]) == found[:1]
     pieces = list(session.stream(ASKED[0]))

@@ -15,6 +15,7 @@ from kvjax.cache.pool import PooledKV
 from kvjax.cache.state import KVState, LayerKV
 from kvjax.drivers.attention import Attend
 from kvjax.drivers.sampling import Sampler
+from kvjax.functions import check_unchanged
 from kvjax.plan import CachePlan, ModelConfig, as_lengths
 from kvjax.scoring.stats import LayerStats
 from pallas_kernels.values import a, check_array, checked, each, optional, whole
@@ -121,6 +122,27 @@ def _moved_right(
     return np_or_jnp.take_along_axis(np_or_jnp.asarray(tokens), order, axis=1), mask.sum(1, dtype=np.int32)
 
 
+def _check_left(tokens: np.ndarray, lengths: np.ndarray) -> None:
+    """Raises ValueError for prompts "B T" that are padded on the right, where their lengths say the left.
+
+    Padding may be any ids, even different ones. So they are refused only where every row that is shorter than T ends in
+    as many equal ids as it is shorter by, the same id in all, while columns that would be padding differ in one of
+    them. A row that is shorter by one has one such column, which differs from nothing: it alone is not told apart.
+    """
+    T = tokens.shape[1]
+    column, short = np.arange(T)[None], T - lengths[:, None]
+    last = tokens[column >= T - short]
+    differs = ((column < short) & (tokens != tokens[:, :1])).any(1)
+    if differs.any() and (last == last[0]).all():
+        row = int(differs.argmax())
+        n = int(lengths[row])
+        raise ValueError(
+            f"prompt {row} has lengths={n} of {T} tokens and ends in {T - n} times {last[0]}, as if it were padded on "
+            f"the right, but its last {n} tokens are read; pad on the left (models.pad_left), or give attention_mask= "
+            "in place of lengths="
+        )
+
+
 def check_prompts(
     model: Any, tokens: Any, lengths: Any = None, attention_mask: Any = None
 ) -> tuple[Int[Array, "B T"], np.ndarray | Int[Array, "B"]]:
@@ -131,7 +153,8 @@ def check_prompts(
     Args:
       model: the model.
       tokens: token ids "B T".
-      lengths: the prompts' own lengths, where they are padded on the left.
+      lengths: the prompts' own lengths, where they are padded on the left; on the right they are refused, as far as
+        that can be told (`_check_left`).
       attention_mask: which are tokens, in place of `lengths`; padding may stand anywhere.
     """
     check_model(model)
@@ -151,6 +174,8 @@ def check_prompts(
     lengths = as_lengths(lengths, B, T)
     if isinstance(lengths, np.ndarray) and not isinstance(tokens, jax.core.Tracer):
         check_vocabulary(model, np.asarray(tokens)[np.arange(T)[None] >= T - lengths[:, None]])
+        if attention_mask is None:
+            _check_left(np.asarray(tokens), lengths)
     return jnp.asarray(tokens, jnp.int32), lengths
 
 
@@ -181,8 +206,12 @@ def check_key(sampler: Sampler, key: Any) -> None:
 
 
 def check_logits(model: Model, logits: Any, state: Any) -> None:
-    """Raises ValueError for logits that are not one row of the model's vocabulary for every sequence of a state."""
+    """Raises ValueError for logits that are not one row of the model's vocabulary for every sequence of a state.
+
+    So does a state whose policy holds a function that has changed since.
+    """
     check_is(KVState, "state", state)
+    check_unchanged(state.plan.policy)
     check_array("logits", logits, "batch", "vocabulary", shape=(len(state.length), model.config.vocab_size))
 
 

@@ -22,6 +22,7 @@ from kvjax.drivers.sampling import Greedy, Sampler
 from kvjax.drivers.steps import decode_step, prefill
 from kvjax.drivers.streaming import Stream, stepping, stop_strings
 from kvjax.drivers.text import TextPieces, check_tokenizer
+from kvjax.functions import check_unchanged
 from kvjax.plan import CachePlan
 from kvjax.policy import Policy
 from pallas_kernels.values import checked, whole
@@ -130,7 +131,9 @@ class Session:
         return self._turns * (self._most_asked + self._most_new)
 
     def compress(self, context: str | Sequence[Mapping[str, Any]], policy: Policy | None = None) -> "Session":
-        """Reads a context and evicts from it. What the session had read before is forgotten.
+        """Reads a context and evicts from it. What the session had read before is forgotten, once this one is read.
+
+        A context that is refused leaves the session as it was: it goes on with the earlier one.
 
         Args:
           context: a text; or the messages of a chat, which the tokenizer's template makes a text of. Where the last one
@@ -167,9 +170,11 @@ class Session:
           A `Stream` of strings, or of lists of strings for several questions.
 
         Raises:
-          ValueError: no context, no key for a sampler that draws, an empty question, or more tokens than were planned.
+          ValueError: no context, no key for a sampler that draws, an empty question, more tokens than were planned, or
+            a policy whose function has changed since.
         """
         dialogue, model = self._opened(), self._model
+        check_unchanged(self._state.plan.policy)
         check_key(self._sampler, self._key if key is None else key)
         questions = [question] if isinstance(question, str) else question
         if not isinstance(questions, list | tuple) or not questions:
