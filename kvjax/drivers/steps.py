@@ -258,7 +258,7 @@ def decode_step(
         active = active if isinstance(active, jax.Array) else as_numpy("active", active)
         check_array("active", active, "batch", kind=np.bool_, shape=state.length.shape)
     token = as_ids(model, token, (len(state.length),), "one token a sequence", real=active)
-    check_room(state, 1 if active is None else active)
+    check_room(state, 1 if active is None else active.astype(np.int32))
     active = None if active is None else jnp.asarray(active)
     state = dataclasses.replace(state, layers=_with_room(state, active))
     valid = None if active is None else active.astype(jnp.int32)
