@@ -167,6 +167,7 @@ def tiny_run(tmp_path, name, steps, monkeypatch):
     return tmp_path / f"{name}-model"
 
 
+@pytest.mark.slow
 def test_training_resumes_where_it_stopped(tmp_path, monkeypatch, capsys):
     """Interrupted twice, once between checkpoints, it ends with the same bits."""
     whole = tiny_run(tmp_path, "whole", None, monkeypatch)
