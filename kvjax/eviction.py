@@ -473,7 +473,8 @@ def from_fn(
 
     Args:
       fn: `(kv, stats, ctx) -> score`, larger = keep. Policies compare by value, and functions by what they compute
-        (`kvjax.functions`): an equal one, written anew, compiles nothing anew.
+        (`kvjax.functions`): an equal one, written anew, compiles nothing anew. After a change of what it reads, such as
+        a global or a list, the policy is refused; make another.
       budget: as in `Evict`.
       observe: the statistics that `fn` reads, as `stats[Observe(...)]`.
       **fields: other fields of `Evict`.

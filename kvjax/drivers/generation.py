@@ -209,7 +209,8 @@ def generate(
       tokens: token ids "B T", padded on the left.
       policy: what to evict; everything is kept by default.
       max_new_tokens: tokens to generate.
-      lengths: the prompts' own lengths "B", T if None.
+      lengths: the prompts' own lengths "B", T if None. Prompts that end in T - length equal ids, while their first
+        T - length differ, are refused as padded on the right; of a single column this cannot be told.
       sampler: greedy by default. A repetition penalty counts the prompt's tokens, and no padding.
       eos_ids: tokens that end a sequence; the model's own (`model.config.eos_ids`) if None, `()` for none.
       pad_id: what follows the end.
