@@ -33,6 +33,7 @@ SAID = {
     "reading_kept_positions": ["StreamingLLM  heads that hold the wanted digits, by layer: [0.12 0.12 0.12 0.12]"],
 }
 PICTURES = {"budget_curve_by_vmap": 2, "reading_kept_positions": 2}
+CODE = re.compile(r":[0-9a-f]{8}\b")  # of a function, which another Python compiles otherwise
 NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e-?\d+)?")
 
 
@@ -56,7 +57,7 @@ def pictures(notebook):
 def test_a_run_prints_what_is_stored(path):
     """Words are equal, and numbers but for what another processor rounds otherwise."""
     now, stored = run_notebooks.execute(path), json.loads(path.read_text())
-    ours, theirs = printed(now), printed(stored)
+    ours, theirs = (CODE.sub("", printed(notebook)) for notebook in (now, stored))
     assert [text for text in SAID[path.stem] if text not in ours] == [], ours
     words = lambda text: NUMBER.sub("", text).split()
     assert words(ours) == words(theirs), "run experiments/run_notebooks.py, and look at what has changed"
