@@ -6,7 +6,7 @@ import itertools
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, runtime_checkable
 from typing import Protocol as Interface
 
 import numpy as np
@@ -181,6 +181,7 @@ class Task:
         return self.bos + tuple(t for _, ids in ordered for t in ids)
 
 
+@runtime_checkable
 class Builder(Interface):
     """What makes the examples of a task, each from its index alone; one with a `__len__` has so many."""
 
