@@ -318,7 +318,10 @@ def test_adaptive_heads_lower_the_bound_on_every_layer_and_prompt(embedded, rows
     encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
     task = Task(encode, (tokenizer.bos_token_id,), 256 + 64, 0)
     prompts = [TASKS["perplexity"](task, 500 + i) for i in range(6)]
-    tokens, continuation = np.array([e.context for e in prompts]), np.array([e.questions[0].continuation[:4] for e in prompts])
+    tokens, continuation = (
+        np.array([e.context for e in prompts]),
+        np.array([e.questions[0].continuation[:4] for e in prompts]),
+    )
     budgets = (0.0625, 0.1, 0.125, 0.18, 0.25)
     score = kvjax.scoring.scores.Window(rows)
     make = functools.partial(kvjax.Evict, score)

@@ -294,7 +294,8 @@ def test_calibration_and_held_out_prompts_are_apart(embedded):
     prompts = Prompts(calibration=5, held_out=7, length=256)
     splits = [future_rows.examples(prompts, embedded[2], s) for s in ("calibration", "held_out")]
     assert [len(s) for s in splits] == [25, 35]
-    assert not {(e.context, e.question) for e in splits[0]} & {(e.context, e.question) for e in splits[1]}
+    asked = [{(e.context, e.questions) for e in split} for split in splits]
+    assert not asked[0] & asked[1]
     assert len({e.task for e in splits[1][:10]}) > 2  # batches mix tasks
 
 
@@ -306,10 +307,11 @@ def test_future_rows_are_the_models_own(embedded):
     reading = Reader(model, params, methods.snapkv(0.25, window_size=8), prompts).read(found)
     assert reading.weight.tolist() == [1, 1, 0]
     for row, e in enumerate(found):
-        if e.continuation:
-            expected = list(e.continuation[:4])
+        (question,) = e.questions
+        if question.continuation:
+            expected = list(question.continuation[:4])
         else:
-            tokens = jnp.asarray([e.context + e.question], jnp.int32)
+            tokens = jnp.asarray([e.context + question.ids], jnp.int32)
             expected = kvjax.generate(model, params, tokens, max_new_tokens=4, eos_ids=()).tokens[0].tolist()
         assert reading.full.continuation[row].tolist() == expected
 
