@@ -61,6 +61,15 @@ def test_a_stream_is_the_generation(run):
         np.testing.assert_array_equal(np.sort(a.pos), np.sort(b.pos))
 
 
+@pytest.fixture
+def listening():
+    """Ctrl-C interrupts as in a terminal: a process that a script starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listening")
 def test_ctrl_c_loses_nothing(run, greedy, monkeypatch):
     """It comes when the step before has given its cache away; what was made stays, and can be gone on with."""
     steps = run(kvjax.stream, lengths=LENGTHS)
