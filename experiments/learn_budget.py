@@ -44,7 +44,7 @@ from experiments.learning import budget_report
 from experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples
 from experiments.run import check_apart, default_directory, parse
 from kvjax.analysis import best_in_hindsight, decisions, keep_one, lost_mass, regret
-from kvjax.learning.families import Family, with_table
+from kvjax.learning.families import Family, mean_shares, with_table
 from kvjax.learning.relax import annealed, output_kl, task_loss
 from kvjax.scoring.select import TopK
 from kvjax.scoring.stats import Measurement, ordered
@@ -85,9 +85,10 @@ def objective(name: str, model: Any, params: Any, reading: RankedReading, gates:
 
 def make_step(experiment: LearnedBudget, budget: Budget, model: Any, tx: Any) -> Callable[..., Any]:
     """One jitted update: (learned, optimiser state, batch, temperature) -> (..., loss, how far totals are off)."""
+    policy = experiment.method(budget)
 
     def loss(learned, reading, params, temperature):
-        view = reading.view(budget)
+        view = reading.view(policy)
         gates = experiment.family.gates(learned, view, temperature)
         off = jnp.abs(gates.sum((1, 2, 3)) / view.total - 1.0).max()
         return objective(experiment.objective, model, params, reading, gates).astype(float), off
@@ -157,56 +158,27 @@ def learn(
 @functools.partial(jax.jit, static_argnames="policy")
 def _head_budgets(policy: kvjax.Evict, reading: RankedReading) -> jax.Array:
     """What a policy gives every head beyond its protected tokens, "B L K"."""
-    chosen = decisions(_plan(policy, reading), reading.full)
+    chosen = decisions(reading.plan(policy), reading.full)
     return jnp.stack([s.budgets for s in chosen], axis=1) - reading.safe.sum(-1, dtype=jnp.int32)
-
-
-def _plan(policy: kvjax.Evict, reading: RankedReading) -> kvjax.CachePlan:
-    """A policy's plan for what was read."""
-    site = reading.full.layers[0].site
-    sizes = _Sizes.of(reading)
-    return kvjax.make_plan(sizes, policy, prompt_len=site.prompt_len, max_new_tokens=site.max_new_tokens)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """A model's sizes, from what it read."""
-
-    num_layers: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    windows: tuple[int | None, ...]
-    vocab_size: int = 0
-    dtype: str = "float32"
-    additive_rotation: bool = True
-
-    @classmethod
-    def of(cls, reading: RankedReading) -> "_Sizes":
-        sites = [layer.site for layer in reading.full.layers]
-        site, windows = sites[0], tuple(s.window for s in sites)
-        return cls(site.num_layers, site.num_query_heads, site.num_kv_heads, site.head_dim, windows)
-
-    def window(self, layer: int) -> int | None:
-        """See `kvjax.plan.ModelConfig`."""
-        return self.windows[layer]
 
 
 def average_table(policy: kvjax.Evict, readings: Sequence[RankedReading]) -> np.ndarray:
     """Shares "L K" that a policy gives heads on average over prompts, relative to the average of 1."""
-    shares = []
+    budgets, divided = [], []
     for reading in readings:
-        budgets = np.asarray(_head_budgets(policy, reading), np.float64)[np.asarray(reading.weight) > 0]
-        shares.append(budgets / budgets.mean((1, 2), keepdims=True))
-    return np.concatenate(shares).mean(0)
+        counts = np.asarray(reading.weight) > 0
+        budgets.append(np.asarray(_head_budgets(policy, reading), np.float64)[counts])
+        divided.append(np.asarray(reading.view(policy).divided)[counts])
+    return mean_shares(np.concatenate(budgets), np.concatenate(divided))
 
 
 def learned_policy(
-    family: Family, learned: Any, policy: kvjax.Evict, readings: Sequence[RankedReading], budget: Budget
+    family: Family, learned: Any, policy: kvjax.Evict, readings: Sequence[RankedReading]
 ) -> tuple[kvjax.Evict, np.ndarray]:
     """The hard policy, and the shares "L K" of its heads: its table, or its average choice on calibration prompts."""
     with jax.enable_x64(True):
-        hard = family.harden(learned, policy, readings[0].view(budget))
+        views = (reading.view(policy) for reading in readings)
+        hard = family.harden(learned, policy, next((v for v in views if v.divided.any()), readings[0].view(policy)))
     if isinstance(hard.heads, kvjax.HeadTable):
         return hard, np.array(hard.heads.weights)
     if hard.heads == policy.heads and hard.layers == policy.layers:
@@ -251,23 +223,23 @@ def attention_of(reading: RankedReading, keep: jax.Array) -> tuple[jax.Array, ja
 @functools.partial(jax.jit, static_argnames="policy")
 def losses_of(policy: kvjax.Evict, reading: RankedReading) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Eviction loss "B L" of a hard policy, live tokens "B" over all layers and heads, and what it keeps "B L K S"."""
-    keep = jnp.moveaxis(keep_one(_plan(policy, reading), reading.full), 0, 1)
+    keep = jnp.moveaxis(keep_one(reading.plan(policy), reading.full), 0, 1)
     return reading.traces.eviction_loss(keep.astype(jnp.float32)), keep.sum((1, 2, 3), dtype=jnp.int32), keep
 
 
-@functools.partial(jax.jit, static_argnames="budget")
-def theorem_4(reading: RankedReading, budget: Budget) -> tuple[jax.Array, jax.Array]:
-    """Ada-KV's bound under uniform and under adaptive budgets, "B L", up to the layer's constant 2 C.
+@functools.partial(jax.jit, static_argnames="policy")
+def theorem_4(reading: RankedReading, policy: kvjax.Evict) -> tuple[jax.Array, jax.Array]:
+    """Ada-KV's bound under a policy's uniform and under adaptive budgets, "B L", up to the layer's constant 2 C.
 
     Both keep the best by the mean attention of the future rows, which makes the bound smallest (Theorem 3); the layer's
     total is the same. The bound is the attention that is lost, summed over query heads (Theorem 2).
     """
-    B, L, N, _, S = reading.traces.attention.shape
-    view = reading.view(budget)
+    B, L, N = reading.traces.attention.shape[:3]
+    view = reading.view(policy)
     K = view.pos.shape[2]
     mass = reading.mass * (N // K)
     average = jnp.minimum(view.budget, reading.lengths.astype(view.budget.dtype)).astype(jnp.int32)
-    most = S if isinstance(budget, int) else math.floor(budget * S + 1e-9)
+    most = max(int(spec.target.max()) for spec in reading.plan(policy).specs)
     lost = []
     for i in range(L):
         live, pos = view.live[:, i], view.pos[:, i]
@@ -307,7 +279,7 @@ def measure(
 def _lines(
     chosen: dict[str, kvjax.Evict], budget: Budget, batch: Sequence[Any], reading: RankedReading
 ) -> list[dict[str, Any]]:
-    bounds = [np.asarray(x) for x in theorem_4(reading, budget)]
+    bounds = [np.asarray(x) for x in theorem_4(reading, chosen["uniform"])]
     found = {}
     for method, policy in chosen.items():
         loss, _, keep = losses_of(policy, reading)
@@ -321,7 +293,7 @@ def _lines(
         if totals[method] != totals["uniform"]:
             raise ValueError(
                 f"{method} keeps {totals[method]} tokens of prompts of which uniform keeps {totals['uniform']}; "
-                "policies are compared at equal totals"
+                "policies are compared at equal totals; raise the budget, or ask for longer prompts"
             )
         for i, e in enumerate(batch):
             line = {"method": method, "budget": label(budget), "task": e.task, "index": e.index}
@@ -402,7 +374,7 @@ def run(
             )
             if progress.step < experiment.steps:
                 return ""
-            hard, shares = learned_policy(experiment.family, learned, experiment.method(b), readings, b)
+            hard, shares = learned_policy(experiment.family, learned, experiment.method(b), readings)
             table = {
                 "budget": b,
                 "heads": shares.tolist(),

@@ -159,10 +159,10 @@ def _losses_of_mask(reading: RankedReading, keep: jax.Array) -> tuple[jax.Array,
     return reading.traces.eviction_loss(keep.astype(jnp.float32)).mean(-1), share
 
 
-@functools.partial(jax.jit, static_argnames="budget")
-def _hindsight(reading: RankedReading, budget: Budget) -> jax.Array:
-    """The window, and the best of the rest by the attention of the future rows."""
-    view = reading.view(budget)
+@functools.partial(jax.jit, static_argnames="policy")
+def _hindsight(reading: RankedReading, policy: kvjax.Evict) -> jax.Array:
+    """A policy's window, and the best of the rest by the attention of the future rows."""
+    view = reading.view(policy)
     score = jnp.where(view.safe, jnp.inf, reading.mass)
     B, L, K, S = score.shape
     counts = jnp.broadcast_to(view.budget.astype(jnp.int32)[:, None], (B, L * K))
@@ -187,7 +187,7 @@ def measure(
                     masks = {
                         "snapkv": losses_of(snapkv, reading)[2],
                         "learned": losses_of(policy_of(experiment, head, b), reading)[2],
-                        "future": _hindsight(reading, b),
+                        "future": _hindsight(reading, snapkv),
                     }
                     for method, keep in masks.items():
                         loss, share = (np.asarray(x) for x in _losses_of_mask(reading, keep))

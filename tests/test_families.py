@@ -387,6 +387,20 @@ def test_rounding_preserves_the_total(over, budget):
         assert np.abs(kept - wanted[None]).max() <= 2
 
 
+@pytest.mark.parametrize("over", ["heads", "layers", "both"])
+def test_only_prompts_that_are_divided_have_shares(over):
+    """One that keeps all its tokens, or only its protected ones, says nothing of how heads differ."""
+    with jax.enable_x64(True):
+        family = Simplex(over)
+        params = start(family, spread=2.0)
+        budgets = np.asarray(family.budgets(params, view(budget=(9.0, 8.0))))[0]
+        for other in (3.0, 17.0, 40.0):
+            np.testing.assert_allclose(
+                family.shares(params, view(budget=(9.0, other))), budgets / budgets.mean(), rtol=1e-12
+            )
+        assert (family.shares(params, view(budget=(22.0, 3.0))) == 1).all()
+
+
 def test_a_table_survives_json_and_goes_into_any_policy():
     weights = json.loads(json.dumps([[1.5, 0.5], [2.0, 1.0], [0.25, 0.75]]))
     for policy in (methods.h2o(8, recent=2), methods.roco(8, protect_last=2), methods.knorm(8)):

@@ -193,7 +193,7 @@ def test_every_parametrisation_falls_and_hardens(family, reading, embedded, tmp_
     learned, progress = learn_budget.learn(setting, 0.25, [reading], model, params, tmp_path)
     assert min(progress.losses[1:]) < progress.losses[0]
     assert progress.off < 1e-6
-    policy, shares = learn_budget.learned_policy(family, learned, setting.method(0.25), [reading], 0.25)
+    policy, shares = learn_budget.learned_policy(family, learned, setting.method(0.25), [reading])
     live = {
         n: np.asarray(learn_budget.losses_of(p, reading)[1]) for n, p in {"": policy, "u": setting.method(0.25)}.items()
     }
@@ -224,7 +224,7 @@ def test_cold_gates_are_the_hard_method(name, reading, embedded):
     family, policy = setting.family, setting.method(40)
     with jax.enable_x64(True):
         start = {"nacl": jnp.log(jnp.asarray([1.0, 4.0, 5.0])), "ahakv": jnp.log(jnp.asarray(24.0))}[name]
-        hard = family.harden(start, policy, reading.view(40))
+        hard = family.harden(start, policy, reading.view(policy))
     plan = kvjax.make_plan(model.config, hard, prompt_len=prompts.length, max_new_tokens=prompts.future)
     reader = Reader(model, params, policy, prompts, learn_budget._measured(setting, [plan]))
     found = reader.read(future_rows.examples(prompts, tokenizer, "calibration"))
@@ -234,7 +234,7 @@ def test_cold_gates_are_the_hard_method(name, reading, embedded):
         gates = jax.jit(family.gates)
         distances = []
         for temperature in (1.0, 1e-2, 1e-7):
-            gate = np.asarray(gates(start, found.view(40), temperature))
+            gate = np.asarray(gates(start, found.view(policy), temperature))
             np.testing.assert_allclose(gate.sum(-1), 40, rtol=1e-9)
             distances.append(np.abs(gate - keep).sum())
     assert ((gate > 0.5) == keep).all()
@@ -268,26 +268,29 @@ def test_what_the_oracle_keeps(reading):
     np.testing.assert_allclose(regret, lost[""] - lost["hindsight"], atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "budget",
-    [
-        pytest.param(0.0625, marks=pytest.mark.xfail(reason="gates of prompts that are kept whole", strict=False)),
-        0.25,
-        64,
-        127,
-        500,
-    ],
-)
+@pytest.mark.parametrize("budget", [0.0625, 0.25, 64, 127, 500])
 def test_gates_keep_as_many_tokens_as_hard_policies(budget, reading):
     """Where the budget is less than the window, where it fits, and where it is more than some or all prompts have."""
     assert 0.0625 * np.asarray(reading.lengths).min() < 8
     assert np.asarray(reading.lengths).min() < 127
-    live = np.asarray(learn_budget.losses_of(methods.snapkv(budget, window_size=8), reading)[1])
+    policy = methods.snapkv(budget, window_size=8)
+    live = np.asarray(learn_budget.losses_of(policy, reading)[1])
     with jax.enable_x64(True):
-        seen, family = reading.view(budget), Simplex()
+        seen, family = reading.view(policy), Simplex()
         gates = family.gates(0.3 * jax.random.normal(jax.random.key(0), (4, 4)), seen, 2.0)
         np.testing.assert_allclose(gates.sum((1, 2, 3)), live, rtol=1e-9)
         np.testing.assert_allclose(seen.total, live, rtol=1e-12)
+
+
+def test_prompts_that_are_kept_whole_have_no_shares(reading):
+    """Their tables are uniform, whatever the logits are and whatever Ada-KV chooses."""
+    policy = methods.snapkv(0.0625, window_size=8)
+    learned = jnp.arange(16.0).reshape(4, 4)
+    hard, shares = learn_budget.learned_policy(Simplex(), learned, policy, [reading])
+    assert hard == with_table(policy, np.ones((4, 4)))
+    ada = dataclasses.replace(policy, heads=kvjax.Adaptive(1.0, math.inf))
+    for found in (shares, learn_budget.average_table(ada, [reading])):
+        np.testing.assert_array_equal(found, np.ones((4, 4)))
 
 
 def test_averages_of_ada_kvs_choices(reading):

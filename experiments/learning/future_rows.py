@@ -1,5 +1,6 @@
 """Prompts with what follows them, read with the full cache: what is learned from and measured on."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from experiments.tasks.perplexity import SCORED
 from kvjax.analysis.grid import decisions
 from kvjax.analysis.reading import Measured, Reading, read_traced
 from kvjax.analysis.traces import Traces, VotingRows, trace
-from kvjax.cache.context import row_keys
+from kvjax.cache.context import Site, row_keys
 from kvjax.learning.families import View
 from kvjax.scoring.scores import ValuePrior
 from kvjax.scoring.select import TopKThenRandom
@@ -68,12 +69,17 @@ class RankedReading:
         """What was measured of the prompt."""
         return self.full.layers[layer].stats["kv_head"]
 
-    def view(self, budget: int | float) -> View:
-        """What families see, at a budget in tokens or as a share of the prompt."""
+    def plan(self, policy: kvjax.Evict) -> kvjax.CachePlan:
+        """A policy's plan for what was read."""
+        site = self.full.layers[0].site
+        sizes = _Sizes.of([layer.site for layer in self.full.layers])
+        return kvjax.make_plan(sizes, policy, prompt_len=site.prompt_len, max_new_tokens=site.max_new_tokens)
+
+    def view(self, policy: kvjax.Evict) -> View:
+        """What families see, at the budget that a policy's plan has for every prompt."""
         pos = jnp.stack([layer.prompt.pos for layer in self.full.layers], axis=1)
-        lengths = self.lengths.astype(float)
-        tokens = jnp.floor(budget * lengths + 1e-9) if isinstance(budget, float) else jnp.full_like(lengths, budget)
-        tokens = jnp.maximum(tokens, 1.0)
+        by_length = np.mean([spec.target for spec in self.plan(policy).specs], axis=0)
+        tokens = jnp.asarray(by_length, float)[self.lengths]
         newer = jnp.flip(jnp.flip(self.safe, -1).cumsum(-1, dtype=jnp.int32), -1) - self.safe.astype(jnp.int32)
         safe = self.safe & (newer < tokens[:, None, None, None])  # slots stand in the order of positions here
         votes = [m for m in self.stats(0).observed if isinstance(m, VotingRows)]
@@ -81,6 +87,29 @@ class RankedReading:
         voters = tuple(self.stats(i)[votes[0]] for i in layers) if votes else None
         prior = None if self.prior is None else self.prior.astype(float)
         return View(self.score, pos, self.live, safe, tokens, voters, prior, self.drawn)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """A model's sizes, from what it read."""
+
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    vocab_size: int = 0
+    dtype: str = "float32"
+    additive_rotation: bool = True
+
+    @classmethod
+    def of(cls, sites: Sequence[Site]) -> "_Sizes":
+        site, windows = sites[0], tuple(s.window for s in sites)
+        return cls(site.num_layers, site.num_query_heads, site.num_kv_heads, site.head_dim, windows)
+
+    def window(self, layer: int) -> int | None:
+        """See `kvjax.plan.ModelConfig`."""
+        return self.windows[layer]
 
 
 def examples(prompts: Prompts, tokenizer: Any, split: str) -> list[Example]:

@@ -76,6 +76,12 @@ class View:
         least, most = (x.sum(-1).astype(self.budget.dtype) for x in (self.safe & self.live, self.live))
         return jnp.clip(self.budget[:, None, None], least, most).sum((1, 2))
 
+    @property
+    def divided(self) -> Bool[Array, "B"]:
+        """Prompts whose heads compete: of which something stays beside the protected slots, and something goes."""
+        kept, there = self.selectable.sum((1, 2)), self.candidates.sum((1, 2, 3))
+        return (kept > 0) & (kept < there)
+
     def select(self, budgets: Float[Array, "B L K"], temperature: float | Float[Array, ""]) -> Float[Array, "B L K S"]:
         """Gates of the protected slots and the best `budgets` others."""
         rank = mass_rank(self.score.astype(budgets.dtype), self.pos, self.candidates)
@@ -187,9 +193,8 @@ class Simplex(Family):
         return view.select(self.budgets(params, view), temperature)
 
     def shares(self, params: Params, view: View) -> np.ndarray:
-        """Share "L K" of every head, relative to the average of 1, averaged over prompts."""
-        budgets = np.asarray(self.budgets(params, view), np.float64)
-        return (budgets / budgets.mean((1, 2), keepdims=True)).mean(0)
+        """See `mean_shares`."""
+        return mean_shares(np.asarray(self.budgets(params, view), np.float64), np.asarray(view.divided))
 
     def harden(self, params: Params, policy: Evict, view: View) -> Evict:
         """See `Family`: `LayerTable` and `HeadTable`."""
@@ -198,6 +203,20 @@ class Simplex(Family):
     def describe(self, params: Params) -> dict[str, Any]:
         """See `Family`."""
         return {"over": self.over, "logits": np.asarray(params).tolist()}
+
+
+def mean_shares(budgets: np.ndarray, divided: np.ndarray) -> np.ndarray:
+    """Share "L K" of every head, relative to the average of 1, averaged over prompts.
+
+    Args:
+      budgets: slots "B L K" of every head beside its protected ones.
+      divided: "B", the prompts that count (`View.divided`); others say nothing of how heads differ. Without any, all
+        heads have the same.
+    """
+    if not divided.any():
+        return np.ones(budgets.shape[1:])
+    budgets = budgets[divided]
+    return (budgets / budgets.mean((1, 2), keepdims=True)).mean(0)
 
 
 def with_table(policy: Evict, shares: np.ndarray) -> Evict:
