@@ -2,6 +2,16 @@ from experiments.evaluation import report
 from experiments.evaluation.summary import TIMED, summarise
 
 
+def test_bad_rows_are_counted():
+    bad = {"task": "mine", "index": 0, "line": 1, "reason": "no JSON"}
+    for count, said in (
+        (1, "1 row could not be asked, and is not among"),
+        (2, "2 rows could not be asked, and are not"),
+    ):
+        summary = summarise([], {}, [bad] * count)
+        assert f"\n{said}" in report.markdown(summary, "x")
+
+
 def test_prompts_that_were_kept_whole_are_named():
     """A budget that keeps everything is none, however it is called."""
     made = {

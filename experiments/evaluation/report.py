@@ -149,8 +149,8 @@ def _bad_rows(bad: Sequence[dict[str, Any]]) -> list[str]:
         return []
     shown = [f"- {row['task']}, line {row['line']}: {row['reason']}" for row in bad[:20]]
     more = [f"- and {len(bad) - len(shown)} more in bad_rows.jsonl"] if len(bad) > len(shown) else []
-    count = f"{len(bad)} row{'s' if len(bad) > 1 else ''} could not be asked, and are not among the examples:"
-    return [count, "", *shown, *more, ""]
+    rows, are = ("row", "is") if len(bad) == 1 else ("rows", "are")
+    return [f"{len(bad)} {rows} could not be asked, and {are} not among the examples:", "", *shown, *more, ""]
 
 
 def _timed(row: dict[str, Any], name: str, shown: Callable[[float], str]) -> str:
