@@ -1,10 +1,13 @@
 """Rows of one's own: what they become, what is wrong with those that cannot be asked, and runs on them."""
 
+import codecs
+import gzip
 import json
 import re
 import sys
 import types
 
+import huggingface_hub
 import pytest
 
 import models
@@ -32,7 +35,8 @@ def task_of(tokenizer, limit=None):
 def test_a_row_is_a_context_as_the_library_encodes_it_and_a_question_after_it(tmp_path, embedded):
     tokenizer = embedded[2]
     row = {**GOOD, "answers": "7 3", "answer_prefix": "the code for ada is", "id": 3, "metric": "exact_match"}
-    rows = read(written(tmp_path / "mine.jsonl", row, {**row, "context": tokenizer.bos_token + row["context"]}))
+    begins = {**row, "context": tokenizer.bos_token + row["context"], "id": 4}
+    rows = read(written(tmp_path / "mine.jsonl", row, begins))
     assert (rows.name, len(rows)) == ("mine", 2)
     e, begun = (rows(task_of(tokenizer), i) for i in range(2))
     assert e.context == tuple(models.encode(tokenizer, row["context"]))
@@ -89,12 +93,14 @@ BAD = [
     ({**GOOD, "question": "what \udfff ?"}, "question or answer_prefix has half of a character"),
     ({**GOOD, "question": "the code " * 1100}, "question and answer take 2204 tokens, but there is room for 2048"),
     ({**GOOD, "context": "the code " * 1100}, "the context has 2200 tokens"),
+    ({**GOOD, "id": 1}, "id=1 is that of line 1; give every row one of its own"),
+    ({**GOOD, "id": [1]}, r"id=\[1\] must be a text or a number"),
 ]
 
 
 def test_bad_rows_are_recorded_and_named_and_the_rest_runs(tmp_path, capsys):
     """Under both protocols; a second time nothing runs, and rows that change are another run."""
-    rows = [GOOD, *(row for row, _ in BAD), {**GOOD, "context": GOOD["context"] * 3}]
+    rows = [{**GOOD, "id": "1"}, *(row for row, _ in BAD), {**GOOD, "context": GOOD["context"] * 3, "id": "None"}]
     path = written(tmp_path / "mine.jsonl", *rows)
     command = ["--config", "window.py", "--model", one_layer(), "--data", path, "--budget", "0.5", "--baselines"]
     command += ["--batch-size", "2"]
@@ -103,19 +109,19 @@ def test_bad_rows_are_recorded_and_named_and_the_rest_runs(tmp_path, capsys):
         options = [*command, "--protocol", protocol, "--output", str(here)]
         run.main(options)
         assert [(s["method"], s["index"]) for s in samples(here)] == [
-            (m, i) for m in ("full", "window") for i in (0, 16)
+            (m, i) for m in ("full", "window") for i in (0, 18)
         ]
         printed = capsys.readouterr().out
-        assert "15 rows could not be asked" in printed
+        assert "17 rows could not be asked, and are not among the examples:" in printed
         found = [json.loads(line) for line in (here / "bad_rows.jsonl").read_text().splitlines()]
-        assert [row["line"] for row in found] == [*range(2, 17)]
+        assert [row["line"] for row in found] == [*range(2, 19)]
         for row, (_, reason) in zip(found, BAD, strict=True):
             assert re.search(reason, row["reason"]), row
     run.main(options)
     assert "is complete" in capsys.readouterr().out
     (here / "bad_rows.jsonl").write_text("#\n")
     run.main(options)
-    assert len((here / "bad_rows.jsonl").read_text().splitlines()) == 15
+    assert len((here / "bad_rows.jsonl").read_text().splitlines()) == 17
     written(tmp_path / "mine.jsonl", *rows[:3])
     with pytest.raises(SystemExit, match=r"holds a run with another config \(tasks\.mine\.builder"):
         run.main(options)
@@ -124,14 +130,70 @@ def test_bad_rows_are_recorded_and_named_and_the_rest_runs(tmp_path, capsys):
         run.main([*options, "--restart"])
 
 
+LINE = json.dumps(GOOD)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (gzip.compress(LINE.encode()), r"is compressed; unpack it first \(gzip -dc < .*mine\.jsonl > rows\.jsonl\)"),
+        (LINE.encode("utf-16"), "is UTF-16 or UTF-32; write it anew"),
+        (LINE.encode("utf-16-be"), "is UTF-16 or UTF-32; write it anew"),
+        (f"[{LINE}]".encode(), r"is one JSON value; write a line for each row \(jq -c '.\[\]'"),
+        (json.dumps([GOOD], indent=1).encode(), "is one JSON value"),
+    ],
+)
+def test_files_of_another_kind_are_named_with_the_fix(content, message, tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"--data .*mine.jsonl must be JSON lines in UTF-8, .*but {message}"):
+        read(str(file))
+
+
+def test_a_list_among_rows_is_a_bad_row(tmp_path):
+    """And the mark of UTF-8 at the front of a file is none of its first row."""
+    file = tmp_path / "mine.jsonl"
+    file.write_bytes(codecs.BOM_UTF8 + f"[1]\n{LINE}".encode())
+    assert read(str(file)).objects == ({}, GOOD)
+
+
 def test_data_of_the_hub_are_rows_too(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"needs the package datasets .*kvjax\[data\]"):
         read("owner/name:test")
     loaded = types.SimpleNamespace(
-        load_dataset=lambda name, split: [GOOD] if (name, split) == ("owner/name", "test") else 1 / 0
+        config=types.SimpleNamespace(HF_HUB_OFFLINE=False),
+        load_dataset=lambda name, split: [GOOD] if (name, split) == ("owner/name", "test") else 1 / 0,
     )
     monkeypatch.setitem(sys.modules, "datasets", loaded)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
     assert (read("owner/name:test").name, len(read("owner/name:test"))) == ("name", 1)
     with pytest.raises(ValueError, match="owner/name:x cannot be loaded: ZeroDivisionError"):
         read("owner/name:x")
+
+
+def test_without_the_hub_only_stored_data_are_loaded(monkeypatch):
+    """It is asked once, and `datasets` looks at what it has stored, without trying again and again."""
+    config, asked = types.SimpleNamespace(HF_HUB_OFFLINE=False), []
+
+    def load_dataset(name, split):
+        assert config.HF_HUB_OFFLINE
+        if name != "owner/stored":
+            raise ConnectionError("nothing stored")
+        return [GOOD] if split == "test" else 1 / 0
+
+    def dataset_info(_, name, timeout):
+        asked.append((name, timeout))
+        raise ConnectionError("no route")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(config=config, load_dataset=load_dataset))
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    assert len(read("owner/stored:test")) == 1
+    with pytest.raises(
+        ValueError, match=r"cannot be reached \(ConnectionError: no route\), and no copy of the data set is"
+    ):
+        read("owner/name:test")
+    with pytest.raises(ValueError, match="owner/stored:x cannot be loaded: ZeroDivisionError"):
+        read("owner/stored:x")
+    assert asked == [("owner/stored", 10), ("owner/name", 10), ("owner/stored", 10)]
+    assert not config.HF_HUB_OFFLINE

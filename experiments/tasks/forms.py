@@ -1,14 +1,11 @@
 """Tasks over rows of one's own in the forms of published data sets: `--tasks summarise:news.jsonl`."""
 
 import dataclasses
-import functools
-import json
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from experiments.tasks.base import BadRow, Builder, Example, Task
 from experiments.tasks.dialogue import dialogue
-from experiments.tasks.own_data import Rows, read
+from experiments.tasks.own_data import Rows, object_of, read
 from experiments.tasks.reconstruction import reconstruction
 from experiments.tasks.ruler_qa import qa_1, qa_2
 from experiments.tasks.summarise import summarise
@@ -35,16 +32,11 @@ class Form(Rows):
         """
         line, row = self.rows[index]
         try:
-            _object(row)
-            return FORMS[self.form](dataclasses.replace(task, rows=self._objects), index)
+            object_of(row)
+            return FORMS[self.form](dataclasses.replace(task, rows=self.objects), index)
         except ValueError as e:
             reason = str(e).removeprefix(f"{self.form}: ").removeprefix(f"row {index}: ")  # the line says which
             raise BadRow(line, reason) from e
-
-    @functools.cached_property
-    def _objects(self) -> tuple[Mapping[str, Any], ...]:
-        """All rows; those that are no objects are without fields."""
-        return tuple(map(_object_or_none, (row for _, row in self.rows)))
 
 
 def find(name: str) -> tuple[str, Form] | None:
@@ -58,26 +50,3 @@ def find(name: str) -> tuple[str, Form] | None:
         return None
     data = read(source)
     return f"{form}:{data.name}", Form(f"{form}:{data.name}", data.source, data.rows, form=form)
-
-
-def _object(row: Any) -> Mapping[str, Any]:
-    """A row as an object.
-
-    Raises:
-      ValueError: it is none.
-    """
-    if isinstance(row, bytes):
-        try:
-            row = json.loads(row)
-        except (ValueError, RecursionError) as e:
-            raise ValueError(f"no JSON: {e}") from e
-    if not isinstance(row, dict):
-        raise ValueError(f"a row is an object with fields, not {row!r:.40}")
-    return row
-
-
-def _object_or_none(row: Any) -> Mapping[str, Any]:
-    try:
-        return _object(row)
-    except ValueError:
-        return {}

@@ -1,9 +1,12 @@
 """Rows of one's own: contexts, questions and answers from JSON lines or from a data set of the hub."""
 
+import codecs
 import dataclasses
+import functools
 import hashlib
 import importlib
 import json
+import pathlib
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -31,9 +34,9 @@ class Rows:
     | `answers` | a right answer, or a list of them |
     | `answer_prefix` | how the answer begins, if the model is to go on from there |
     | `max_new_tokens` | the most tokens of an answer |
-    | `metric` | how it is judged, a name in `metrics.METRICS` or path.py:function; `contains` if not given |
+    | `metric` | a name in `metrics.METRICS` or path.py:function, whose code then runs; `contains` if not given |
     | `stop` | a string that ends an answer, or a list of them |
-    | `id` | what the row is called in results |
+    | `id` | what the row is called in results; no two rows have the same |
 
     Context, question and prefix follow each other with an empty line and a line break between them where there is no
     white space. Context and question are encoded apart, so that both protocols read the same tokens.
@@ -63,6 +66,20 @@ class Rows:
         text = (row if isinstance(row, bytes) else json.dumps(row, default=repr).encode() for _, row in self.rows)
         return hashlib.sha256(b"\n".join(text)).hexdigest()[:16]
 
+    @functools.cached_property
+    def objects(self) -> tuple[Mapping[str, Any], ...]:
+        """All rows; those that are no objects are without fields."""
+        return tuple(map(_object_or_none, (row for _, row in self.rows)))
+
+    @functools.cached_property
+    def _first_lines(self) -> dict[str, int]:
+        """Where each id is first."""
+        found: dict[str, int] = {}
+        for (line, _), row in zip(self.rows, self.objects, strict=True):
+            if row.get("id") is not None:
+                found.setdefault(str(row["id"]), line)
+        return found
+
     def __call__(self, task: Task, index: int) -> Example:
         """The example of a row.
 
@@ -72,6 +89,8 @@ class Rows:
         line, row = self.rows[index]
         try:
             fields = _fields(row)
+            if "id" in fields and (first := self._first_lines[str(fields["id"])]) != line:
+                raise ValueError(f"id={fields['id']!r:.60} is that of line {first}; give every row one of its own")
             text, rest = self._texts(fields, task.tokenizer)
             most = fields.get("max_new_tokens", self.max_new_tokens)
             check_whole_text("question or answer_prefix", rest)
@@ -147,8 +166,7 @@ def read(
     path = local_path(source)
     hub = _HUB.fullmatch(source)
     if path.is_file():
-        name, lines = path.stem, enumerate(path.read_bytes().split(b"\n"), 1)
-        rows = tuple((number, line) for number, line in lines if line.strip())
+        name, rows = path.stem, _of_file(path)
     elif hub:
         name, rows = hub[1].partition("/")[2], _of_hub(hub[1], hub[2])
     else:
@@ -162,22 +180,71 @@ def read(
     return Rows(name, source, rows[:most], max_new_tokens, truncate, chat)
 
 
+def _of_file(path: pathlib.Path) -> tuple[tuple[int, bytes], ...]:
+    """The lines of a file that are not blank, with their numbers.
+
+    Raises:
+      ValueError: a file of another kind, and what makes lines of it.
+    """
+    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    wanted = f"--data {path} must be JSON lines in UTF-8, a row a line, but "
+    if content.startswith(b"\x1f\x8b"):
+        raise ValueError(f"{wanted}is compressed; unpack it first (gzip -dc < {path} > rows.jsonl)")
+    if b"\0" in content[:4] or content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError(f"{wanted}is UTF-16 or UTF-32; write it anew (iconv -f UTF-16 -t UTF-8 {path} > rows.jsonl)")
+    rows = tuple((number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip())
+    if (len(rows) > 1 or content.lstrip().startswith(b"[")) and _is_json(content):
+        raise ValueError(f"{wanted}is one JSON value; write a line for each row (jq -c '.[]' {path} > rows.jsonl)")
+    return rows
+
+
+def _is_json(content: bytes) -> bool:
+    try:
+        json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _of_hub(name: str, split: str) -> tuple[tuple[int, Any], ...]:
     try:
         datasets = importlib.import_module("datasets")  # an extra
     except ImportError as e:
         raise ValueError(f"--data {name}:{split} needs the package datasets ({e}); pip install 'kvjax[data]'") from e
+    away = None if local_path(name).exists() else _unreachable(name)
+    offline = datasets.config.HF_HUB_OFFLINE
     try:
+        datasets.config.HF_HUB_OFFLINE = offline or away is not None  # what is stored, without half a minute of retries
         return tuple(enumerate(map(dict, datasets.load_dataset(name, split=split)), 1))
     except Exception as e:  # of the network, the data set's format, or its name
+        if away is not None and isinstance(e, OSError):  # as all that say that something is nowhere
+            raise ValueError(
+                f"--data {name}:{split} cannot be loaded: the hub cannot be reached ({away}), and no copy of the data "
+                "set is stored here; load it once where there is a network, or give a file of JSON lines"
+            ) from e
         raise ValueError(f"--data {name}:{split} cannot be loaded: {type(e).__name__}: {e}") from e
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline
 
 
-def _fields(row: Any) -> Mapping[str, Any]:
-    """A row whose fields are of their types.
+def _unreachable(name: str) -> str | None:
+    """Why the hub does not answer when it is asked for a data set; None if it does."""
+    import huggingface_hub  # slow to import, and only wanted here
+
+    try:
+        huggingface_hub.HfApi().dataset_info(name, timeout=10)
+    except (huggingface_hub.errors.HfHubHTTPError, ValueError):
+        return None  # an answer, or no name to ask for: `datasets` says what is wrong
+    except Exception as e:  # of the HTTP library, which one that is depends on the version
+        return f"{type(e).__name__}: {e}"
+    return None
+
+
+def object_of(row: Any) -> dict[str, Any]:
+    """What stands in a row, its bytes or an object, as an object.
 
     Raises:
-      ValueError: one that is not.
+      ValueError: it is none.
     """
     if isinstance(row, bytes):
         try:
@@ -186,6 +253,23 @@ def _fields(row: Any) -> Mapping[str, Any]:
             raise ValueError(f"no JSON: {e}") from e
     if not isinstance(row, dict):
         raise ValueError(f"a row is an object with fields, not {row!r:.40}")
+    return row
+
+
+def _object_or_none(row: Any) -> dict[str, Any]:
+    try:
+        return object_of(row)
+    except ValueError:
+        return {}
+
+
+def _fields(row: Any) -> Mapping[str, Any]:
+    """A row whose fields are of their types.
+
+    Raises:
+      ValueError: one that is not.
+    """
+    row = object_of(row)
     given = {name: value for name, value in row.items() if value is not None}
     if missing := [name for name in ("context", "question", "answers") if name not in given]:
         raise ValueError(f"the field {', '.join(missing)} is missing")
