@@ -141,21 +141,21 @@ def _summary(parts: dict[pathlib.Path, dict[str, Any]]) -> dict[str, Any]:
       ValueError: lines or costs that are missing or not this run's.
     """
     lines: dict[Key, dict[str, Any]] = {}
-    found: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
+    costs: dict[str, Any] = {}
+    bad: list[dict[str, Any]] = []
     for directory, config in parts.items():
         samples, _ = read_samples(directory, config)
-        costs, bad = read_costs(directory, config), read_bad(directory, config)
+        sizes, bad = read_costs(directory, config), read_bad(directory, config)
         keys = planned_keys(config, bad)
         lost = sum(k not in samples for k in keys)
-        if lost or any(f"{p['method']}@{p['budget']}" not in costs for p in config["policies"]):
+        if lost or any(f"{method}@{budget}" not in sizes for method, budget, *_ in keys):
             raise ValueError(
                 f"{directory} lacks {f'{lost} lines of samples.jsonl' if lost else 'costs.json'}; run it again, and it "
                 "is completed, or leave it out"
             )
         lines |= {k: samples[k] for k in keys}
-        found.append((costs, bad))
+        costs = {**sizes, **costs}
     whole = {**next(iter(parts.values())), "shard": None}
-    costs, bad = found[0]
     return report.summarise([lines[k] for k in planned_keys(whole, bad)], costs, bad)
 
 

@@ -219,7 +219,7 @@ def run(
         "shard": shard,
     }
     with Results(directory, config, command, restart=restart) as results:
-        labels = {f"{m}@{b}" for m, b, _ in policies}
+        labels = {f"{m}@{b}" for m, b, *_ in results.expected()}
         kept = set(report.load_kept(directory, results.config))
         if all(k in results.samples for k in results.expected()) and labels <= kept & set(results.costs):
             summary = report.summarise(results.lines(), results.costs, results.bad)
@@ -250,8 +250,8 @@ def _run_missing(
 
     @functools.cache
     def rows_in(tasks: tuple[str, ...]) -> list[Bucket]:
-        mine = lambda row: row.example.index % of == shard - 1 and row.example.task in tasks
-        return buckets(rows, setup.batch_size, most, mine=mine)
+        theirs = [row for row in rows if row.example.task in tasks]  # a policy need not read the others' lengths
+        return buckets(theirs, setup.batch_size, most, mine=lambda row: row.example.index % of == shard - 1)
 
     groups = {
         (p["method"], p["budget"]): rows_in((*p.get("tasks", results.config["tasks"]),))
@@ -261,6 +261,7 @@ def _run_missing(
     evaluators = {  # plans are made, and sizes checked, before anything runs
         (method, budget): (Evaluator(model, params, policy, groups[method, budget], **options), groups[method, budget])
         for method, budget, policy in policies
+        if any(bucket.batches for bucket in groups[method, budget])
     }
     run_missing(evaluators, results, kept)
 

@@ -125,6 +125,17 @@ def test_names_beside_the_map_are_short_and_differ():
     assert max(len(line) for name in short for line in name.splitlines()) <= 38
 
 
+def test_a_shard_may_have_no_examples(made, tmp_path, capsys):
+    """A job array may be larger than the run: what has nothing to do is complete."""
+    parts = [tmp_path / f"x-shard-{i}-of-5" for i in range(1, 6)]
+    run.main([*SHORT, "--output", str(tmp_path / "x")])
+    for i in (*range(1, 6), 5):
+        run.main([*SHORT, "--output", str(tmp_path / "x"), "--shard", f"{i}/5"])
+    assert "x-shard-5-of-5 is complete" in capsys.readouterr().out
+    assert not (parts[4] / "samples.jsonl").exists()
+    assert compare.load(parts)[1] == compare.load([tmp_path / "x"])[1]
+
+
 def test_shards_are_one_run(made, tmp_path, capsys):
     whole, parts = tmp_path / "whole" / "x", [tmp_path / f"x-shard-{i}-of-3" for i in (1, 2, 3)]
     run.main([*SHORT, "--output", str(whole)])

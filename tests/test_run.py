@@ -19,9 +19,10 @@ import kvjax
 from configs.experiment import Experiment, Setup
 from experiments import compare, run
 from experiments.evaluation import report
+from experiments.evaluation.evaluate import Evaluator
 from experiments.tasks import TASKS
 from kvjax import methods
-from tests.runs import ROOT, one_layer, samples, small, without_times
+from tests.runs import ROOT, Made, one_layer, samples, small, without_times
 
 
 def test_outputs(finished):
@@ -461,6 +462,33 @@ def test_tasks_may_have_budgets_of_their_own(made, tmp_path):
     means = {(r["method"], r["budget"]) for r in summary["retrieval_mean"]}
     assert means == {("full", "1.0"), ("window", "0.5"), *(("fastgen", f"T={t}") for t in (0.98, 0.95, 0.9))}
     run.main([*command, "--output", str(tmp_path / "x")])
+
+
+def test_a_policy_reads_only_the_prompts_of_its_tasks(made, tmp_path, monkeypatch, capsys):
+    """A budget of one file is not held against another's lengths, and one whose rows are all bad has nothing to do."""
+    row = {"context": "the code for ada is 7 3 . ", "question": "what ?", "answers": ["7 3"], "max_new_tokens": 4}
+    rows = {"short": [row], "long": [{**row, "context": row["context"] * 12}], "bad": [{}]}
+    files = [tmp_path / f"{name}.jsonl" for name in rows]
+    for file, content in zip(files, rows.values(), strict=True):
+        file.write_text("\n".join(map(json.dumps, content)))
+
+    class Planned(Made):
+        def __init__(self, *setting, **options):
+            super().__init__(*setting, **options)
+            Evaluator(*setting, **options)
+
+    monkeypatch.setattr(run, "Evaluator", Planned)
+    command = ["--config", "mas.py", "--recent", "0.5", "--budget", "0.75", "--baselines"]
+    command += ["--data", *map(str, files), "--task-budget", "short=39", "bad=0.25", "--output", str(tmp_path / "x")]
+    run.main(command)
+    full = [("full", "1.0", task) for task in ("short", "long")]
+    expected = {*full, ("mas", "0.75", "long"), ("mas", "39", "short")}
+    assert {(s["method"], s["budget"], s["task"]) for s in samples(tmp_path / "x")} == expected
+    run.main(command)
+    assert "is complete" in capsys.readouterr().out
+    command[command.index("short=39")] = "long=39"
+    with pytest.raises(SystemExit, match=r"gets a budget of 39 tokens for a prompt of \d+, but protect"):
+        run.main([*command, "--restart"])
 
 
 MAKE = """
