@@ -8,7 +8,7 @@ import pytest
 import kvjax
 from configs.experiment import Setup
 from experiments.evaluation import batches, running
-from experiments.evaluation.batches import Row, buckets, planned, rounded, rows_of
+from experiments.evaluation.batches import Row, buckets, planned, rows_of
 from experiments.evaluation.evaluate import Evaluator
 from experiments.evaluation.examples import build, find_builders
 from experiments.tasks import Example, Question
@@ -89,12 +89,6 @@ def test_answers_end_at_end_tokens_and_stop_strings(shallow):
     answer = lines(ending, params, EXAMPLES[1:2], "in_prompt", 1, kvjax.identity())["a", 1]["answers"][0]
     assert answer["output"] == whole["output"][: whole["output"].index(whole["output"][1])]
     assert answer["tokens"] == len(answer["output"]) + 1
-
-
-def test_widths_are_at_most_a_quarter_too_wide():
-    for n in range(1, 3000):
-        assert n <= rounded(n) <= 1.25 * n
-    assert len({rounded(n) for n in range(1025, 2049)}) == 4
 
 
 def row(length, steps, task="t", index=0):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from experiments.tasks import Example, Protocol, Tokens
+from kvjax.drivers.buckets import bucket
 
 LEAST: Final = 64
 """Tokens that are planned after a prompt at least."""
@@ -67,12 +68,6 @@ class Bucket:
     searches: tuple[int, ...] = ()
 
 
-def rounded(n: int) -> int:
-    """The next 1, 1.25, 1.5 or 1.75 times a power of two: at most 25 % more."""
-    step = 1 << max((n - 1).bit_length() - 3, 0)
-    return -(-n // step) * step
-
-
 def rows_of(example: Example, protocol: Protocol, seed: int = 0) -> list[Row]:
     """The prompts of an example; questions that follow one prompt share it, if they have as many beams."""
     asked: dict[tuple[Tokens, int], list[tuple[int, Tokens]]] = {}
@@ -94,7 +89,7 @@ def planned(rows: Iterable[Row], most: int | None = None) -> dict[str, int]:
     for row in rows:
         steps[row.example.task] = max(steps.get(row.example.task, 0), row.steps)
         longest[row.example.task] = max(longest.get(row.example.task, 0), len(row.prompt))
-    wanted = {task: rounded(max(n, LEAST)) for task, n in steps.items()}
+    wanted = {task: bucket(max(n, LEAST)) for task, n in steps.items()}
     return wanted if most is None else {t: max(steps[t], min(n, most - longest[t])) for t, n in wanted.items()}
 
 
@@ -115,7 +110,7 @@ def buckets(
     groups: dict[tuple[int, int], dict[int, list[Row]]] = {}
     for row in rows:
         room = after[row.example.task]
-        width = rounded(len(row.prompt)) if most is None else min(rounded(len(row.prompt)), most - room)
+        width = bucket(len(row.prompt)) if most is None else min(bucket(len(row.prompt)), most - room)
         groups.setdefault((room, row.num_beams), {}).setdefault(max(width, len(row.prompt)), []).append(row)
     found = []
     for (room, num_beams), by_width in groups.items():

@@ -26,7 +26,7 @@ _LOOKED_AT: Final = 16  # tokens that are generated before answers are searched 
 
 
 @functools.partial(jax.jit, static_argnames=("model", "plan", "block"))
-def _prefill(
+def read_prompts(
     model: Model,
     params: PyTree[Any],
     tokens: Int[Array, "B T"],
@@ -36,6 +36,7 @@ def _prefill(
     plan: kvjax.CachePlan,
     block: int | None,
 ) -> tuple[Float[Array, "B V"], kvjax.KVState]:
+    """`kvjax.prefill` as one program."""
     return kvjax.prefill(model, params, tokens, plan, lengths=lengths, key=keys, block=block)
 
 
@@ -196,7 +197,7 @@ class Evaluator:
         B, plan = self.batch_size, self.plans[bucket]
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), B))
-        lowered = _prefill.lower(
+        lowered = read_prompts.lower(
             self.model, self.params, ints(B, bucket.width), ints(B), keys, plan=plan, block=self.block
         )
         prefill = lowered.compile()

@@ -14,21 +14,8 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 import kvjax
 import models
+from experiments.evaluation.evaluate import read_prompts
 from kvjax.drivers.generation import Model, check_block
-
-
-@functools.partial(jax.jit, static_argnames=("model", "plan", "block"))
-def _prefill(
-    model: Model,
-    params: PyTree[Any],
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    keys: Key[Array, "B"],
-    *,
-    plan: kvjax.CachePlan,
-    block: int | None,
-) -> tuple[Float[Array, "B V"], kvjax.KVState]:
-    return kvjax.prefill(model, params, tokens, plan, lengths=lengths, key=keys, block=block)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "steps", "ends"))
@@ -112,7 +99,7 @@ class Engine:
             ids, ends_at = np.asarray(found.tokens)[:, 0], np.asarray(found.lengths)[:, 0]
             read, state = None, found.state
         else:
-            logits, state = _prefill(self.model, self.params, tokens, lengths, keys, plan=plan, block=block)
+            logits, state = read_prompts(self.model, self.params, tokens, lengths, keys, plan=plan, block=block)
             jax.block_until_ready(logits)
             read = time.perf_counter() - start
             made = _generate(self.model, self.params, logits, state, steps=steps, ends=not timed)
@@ -140,7 +127,7 @@ class Engine:
         tokens, lengths, keys = self._batch(heads, width, self.sizes.batch_size)
         plan = self._plan(policy, width, lengths, scored)
         tails = self._filled([p[-scored:] for p in prompts], self.sizes.batch_size)
-        logits, state = _prefill(self.model, self.params, tokens, lengths, keys, plan=plan, block=block)
+        logits, state = read_prompts(self.model, self.params, tokens, lengths, keys, plan=plan, block=block)
         live, size = np.asarray(state.num_live).mean((1, 2)), state.kv_bytes // len(state.length)
         logp = np.asarray(_score(self.model, self.params, logits, state, jnp.asarray(tails)), np.float64)
         return [
