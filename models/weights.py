@@ -207,6 +207,7 @@ def save(path: str | os.PathLike[str], model: LanguageModel, params: PyTree[Any]
     try:
         save_file(tensors, new / SINGLE, metadata={"format": "pt"})
         (new / CONFIG).write_text(config, encoding="utf-8")
+        shutil.copymode(new / CONFIG, new / SINGLE)  # safetensors lets nobody but the owner read
         if generation is not None:
             (new / GENERATION).write_text(generation, encoding="utf-8")
         for file in (*sorted(new.iterdir()), new):

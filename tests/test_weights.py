@@ -478,6 +478,7 @@ def test_every_family_is_saved_over_what_stood_there_and_read_back(checkpoint, t
     assert_same(restored, params)
     assert sorted(contents(path)) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert json.loads((path / "config.json").read_text())["architectures"] == [family]
+    assert len({(path / name).stat().st_mode for name in ("config.json", "model.safetensors")}) == 1  # who may read
 
 
 @pytest.mark.parametrize(
