@@ -15,7 +15,7 @@ import numpy as np
 import tyro
 
 from kvjax import Policy
-from models.embedded import EMBEDDED
+from models.embedded import included
 
 Budget = int | float
 TaskName = Literal["single_needle", "several_needles", "multi_query", "key_value", "perplexity"]
@@ -125,7 +125,7 @@ class Setup:
 
     Attributes:
       model: a checkpoint directory, a hub id ("owner/name" or "owner/name@revision") or a name of `models.PRESETS`;
-        "embedded" is the small model that comes with the project.
+        "embedded" or "varied" for a small model that comes with the project.
       tasks: which tasks to run: names, which `--tasks list` prints, or path.py:function of a builder of one's own;
         all five of `TASKS` if not given, and none beside `data`.
       data: rows of one's own: files of JSON lines with context, question and answers, or owner/name:split of the hub.
@@ -221,7 +221,7 @@ class Setup:
     @property
     def source(self) -> str | pathlib.Path:
         """Where the model is, as `models.load` takes it."""
-        return EMBEDDED if self.model == "embedded" else self.model
+        return included(self.model)
 
 
 Common = Annotated[Setup, tyro.conf.arg(name="")]  # its fields are command-line options without a prefix

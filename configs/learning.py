@@ -9,7 +9,7 @@ from configs.experiment import Budget, TaskName, check_budgets, check_distinct, 
 from kvjax import Evict
 from kvjax.learning.families import Family
 from kvjax.scoring.stats import Measurement
-from models.embedded import EMBEDDED
+from models.embedded import included
 
 Objective = Literal["eviction_loss", "output_kl", "task_loss"]
 
@@ -20,7 +20,7 @@ class Prompts:
 
     Attributes:
       model: a checkpoint directory, a hub id ("owner/name" or "owner/name@revision") or a name of `models.PRESETS`;
-        "embedded" is the small model that comes with the project.
+        "embedded" or "varied" for a small model that comes with the project.
       tasks: what prompts are taken from.
       calibration: prompts a task that are learned from.
       held_out: prompts a task that everything is measured on; no calibration prompt is among them.
@@ -53,7 +53,7 @@ class Prompts:
     @property
     def source(self) -> str | pathlib.Path:
         """Where the model is, as `models.load` takes it."""
-        return EMBEDDED if self.model == "embedded" else self.model
+        return included(self.model)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ from experiments.evaluation.results import (
     write_json,
 )
 from experiments.papers import FIGURES, prompts
-from models.embedded import EMBEDDED
+from models.embedded import included
 
 ALL = "all"
 _NAMES = "\n".join(f"  {name:20s} {figure.title}" for name, figure in FIGURES.items())
@@ -50,7 +50,7 @@ class Options:
     Attributes:
       name: which figure, or "all".
       model: a checkpoint directory, a hub id ("owner/name" or "owner/name@revision") or a name of `models.PRESETS`;
-        "embedded" is the small model that comes with the project.
+        "embedded" or "varied" for a small model that comes with the project.
       text: a text file to read prompts from; the project's own held-out text if None.
       output: directory for the results.
       prompts: how many prompts; what the figure is made for if None.
@@ -147,7 +147,7 @@ def run(options: Options, command: Sequence[str]) -> None:
       ValueError: a model or text that does not fit.
     """
     check_output(options.output / "figure.png")
-    source = EMBEDDED if options.model == "embedded" else options.model
+    source = included(options.model)
     model, params = models.load(source, dtype=options.dtype)
     tokenizer = models.load_tokenizer(source)
     environment_ = environment([*command])

@@ -45,7 +45,7 @@ from experiments.reproduction.numbers import numbers
 from experiments.reproduction.page import page
 from experiments.reproduction.rows import PROJECT
 from experiments.reproduction.run import Run
-from models.embedded import EMBEDDED
+from models.embedded import included
 from models.sources import locate
 from models.weights import read_config
 
@@ -120,7 +120,7 @@ def run(options: Options, own: argparse.Namespace, command: Sequence[str]) -> No
     entry = tables.find(options.entry)
     if not entry.runs:
         raise ValueError(f"{entry.name} has nothing to run: {entry.shows}, {ledger.status(entry, {})}")
-    source = EMBEDDED if options.model == "embedded" else options.model
+    source = included(options.model)
     about = {"model": options.model, **environment([*command])}
     about["command"] = _as_typed(command)
     if entry.kind == "drawn":

@@ -17,30 +17,24 @@ What made it learn, in the order of importance:
 """
 
 import dataclasses
-import json
+import functools
 import pathlib
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import orbax.checkpoint as ocp
 import tyro
 from jaxtyping import Array, Float, Int, PyTree
-from tqdm import tqdm
 
-from configs.experiment import check_whole
 from experiments import corpus
-from experiments.evaluation.checkpoints import read, save_progress
-from experiments.evaluation.results import check_options, check_output, check_values, locked, plain_errors
+from experiments.evaluation.results import check_options, check_values, plain_errors
+from experiments.training import loop
+from experiments.training.loop import ANSWER, FIRST, LANGUAGE
 from kvjax.drivers.attention import without_cache
-from models import LanguageModel, ModelConfig, Rope, num_params, save
+from models import LanguageModel, ModelConfig, Rope, save
 from models.embedded import EMBEDDED, write_tokenizer
-
-LANGUAGE, ANSWER, FIRST = 1, 2, 3  # classes of predicted tokens; 0 is unpredictable and costs nothing
 
 CONFIG = ModelConfig(
     vocab_size=len(corpus.VOCABULARY),
@@ -164,16 +158,11 @@ def batch(seed: int, step: int, stage: Stage) -> tuple[np.ndarray, np.ndarray, n
     )
 
 
-def _positions(rng: np.random.Generator, length: int, jumps: int = 6) -> np.ndarray:
-    """Positions with a few random jumps, up to the model's longest (PoSE, arXiv 2309.10400)."""
-    pos = np.arange(length)
-    spare = CONFIG.max_position - length
+def _positions(rng: np.random.Generator, length: int) -> np.ndarray:
+    """Positions, in long documents often with a few random jumps, up to the model's longest."""
     if length >= 256 and rng.random() < 0.7:
-        n = rng.integers(1, jumps + 1)
-        sizes = rng.dirichlet(np.ones(n)) * rng.integers(0, spare + 1)
-        for cut, size in zip(rng.integers(1, length, n), sizes, strict=True):
-            pos[cut:] += int(size)
-    return pos.astype(np.int32)
+        return loop.jumps(rng, length, CONFIG.max_position)
+    return np.arange(length, dtype=np.int32)
 
 
 # --- parameters ---
@@ -184,20 +173,8 @@ _EMBEDDING_STD = 0.1
 
 def initial_params(key: Array) -> PyTree[Any]:
     """Random parameters with the structured start."""
-    model = LanguageModel(CONFIG)
-    leaves, tree = jax.tree_util.tree_flatten_with_path(model.shapes)
-
-    def init(path: tuple[str, ...], shape: tuple[int, ...], key: Array) -> Array:
-        if path[-1] == "scale":
-            return jnp.full(shape, 0.3 if path[0] == "norm" else 1.0)
-        if path[-1] == "embed_tokens":
-            return _EMBEDDING_STD * jax.random.normal(key, shape)
-        half = 0.5 if path[-2] in ("o_proj", "down_proj") else 1.0
-        return half * shape[0] ** -0.5 * jax.random.normal(key, shape)
-
-    keys = jax.random.split(key, len(leaves))
-    values = [init(tuple(k.key for k in p), s.shape, key) for (p, s), key in zip(leaves, keys, strict=True)]
-    params = jax.tree.map(np.array, jax.tree.unflatten(tree, values))
+    params = loop.initialised(LanguageModel(CONFIG).shapes, key, embedding_std=_EMBEDDING_STD)
+    params = jax.tree.map(np.array, params)
     previous_token_start(params)
     induction_start(params)
     return jax.tree.map(jnp.asarray, params)
@@ -247,72 +224,14 @@ def induction_start(params: PyTree[Any], num_kv_heads: int = 2, match: float = 1
 # --- optimisation ---
 
 
-def optimizer() -> optax.GradientTransformation:
-    """Muon for matrices, Adam for embeddings and norms."""
-
-    def dimensions(params):
-        matrix = lambda path, x: (
-            optax.contrib.MuonDimensionNumbers() if x.ndim == 2 and path[0].key != "embed_tokens" else None
-        )
-        return jax.tree_util.tree_map_with_path(matrix, params)
-
-    warmup = lambda rate: optax.linear_schedule(0.0, rate, 40)
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.contrib.muon(
-            warmup(0.01),
-            adam_learning_rate=warmup(4e-3),
-            adam_b2=0.98,
-            weight_decay=0.01,
-            muon_weight_dimension_numbers=dimensions,
-        ),
-    )
-
-
 def loss_fn(
     params: PyTree[Any], tokens: Int[Array, "B _"], classes: Int[Array, "B _"], pos: Int[Array, "B T"]
 ) -> tuple[Float[Array, ""], Float[Array, "3"]]:
-    """Loss, and (loss on answers, loss on language, accuracy on first digits)."""
-    model = LanguageModel(CONFIG)
-    inputs, targets, kind = tokens[:, :-1], tokens[:, 1:], classes[:, 1:]
+    """See `loop.loss_of`."""
     no_cache = (None,) * CONFIG.num_layers
-    logits, _, _ = model(params, inputs, no_cache, attend=without_cache(pos), last_only=False)
-    ce = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    mean = lambda x, mask: (x * mask).sum() / jnp.maximum(mask.sum(), 1.0)
-    masks = [m.astype(jnp.float32) for m in (kind >= ANSWER, kind == LANGUAGE, kind == FIRST)]
-    right = (logits.argmax(-1) == targets).astype(jnp.float32)
-    answers, language, first = mean(ce, masks[0]), mean(ce, masks[1]), mean(right, masks[2])
-    return answers + 0.3 * language, jnp.stack([answers, language, first])
-
-
-def make_step(tx: optax.GradientTransformation) -> Callable[..., Any]:
-    """One jitted update."""
-
-    @jax.jit
-    def step(params, opt_state, tokens, classes, pos, rate):
-        (_, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, tokens, classes, pos)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        updates = jax.tree.map(lambda u: u * rate, updates)
-        return optax.apply_updates(params, updates), opt_state, metrics
-
-    return step
-
-
-@dataclasses.dataclass
-class Progress:
-    """Where training stands; saved with every checkpoint.
-
-    Attributes:
-      step: updates made.
-      stage: current stage of the curriculum.
-      step_in_stage: updates made in it.
-      recent: first-digit accuracies of the stage's last 20 steps.
-    """
-
-    step: int = 0
-    stage: int = 0
-    step_in_stage: int = 0
-    recent: list[float] = dataclasses.field(default_factory=list)
+    attend = without_cache(pos)
+    logits, _, _ = LanguageModel(CONFIG)(params, tokens[:, :-1], no_cache, attend=attend, last_only=False)
+    return loop.loss_of(logits, tokens[:, 1:], classes[:, 1:])
 
 
 def train(
@@ -331,64 +250,22 @@ def train(
       save_every: steps between checkpoints.
       max_steps: stop, with a checkpoint, after this many steps in all; for trying things out.
     """
-    check_whole(0, seed=seed, max_steps=max_steps or 0)
-    check_whole(1, save_every=save_every)
-    for name, directory in (("checkpoints", checkpoints), ("output", output)):
-        if directory.exists() and not directory.is_dir():
-            raise ValueError(f"{name}={directory} is a file, not a directory")
-    check_output(output / "config.json")
-    params = initial_params(jax.random.key(seed))
-    tx = optimizer()
-    opt_state, progress = tx.init(params), Progress()
-    identity = {"seed": seed, "config": repr(CONFIG), "curriculum": repr(CURRICULUM)}
-    step_fn = make_step(tx)
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    with locked(checkpoints), ocp.CheckpointManager(checkpoints.absolute(), options=options) as manager:
-        if manager.latest_step() is not None:
-            state, saved = read(manager, checkpoints, {"params": params, "opt_state": opt_state})
-            if saved["identity"] != json.loads(json.dumps(identity)):
-                raise ValueError(
-                    f"{checkpoints} holds a run with {saved['identity']}, not {identity}; "
-                    "choose another --checkpoints, or delete it to start anew"
-                )
-            params, opt_state = state["params"], state["opt_state"]
-            progress = Progress(**saved["progress"])
-            print(f"resumed at step {progress.step} from {checkpoints}")
-
-        def checkpoint():
-            state = {"params": params, "opt_state": opt_state}
-            save_progress(
-                manager, progress.step, state, {"identity": identity, "progress": dataclasses.asdict(progress)}
-            )
-
-        print(f"{num_params(params):,} parameters, at most {sum(s.steps for s in CURRICULUM)} steps")
-        while progress.stage < len(CURRICULUM):
-            stage = CURRICULUM[progress.stage]
-            label = f"stage {progress.stage + 1}/{len(CURRICULUM)}, length {stage.length}"
-            with tqdm(total=stage.steps, initial=progress.step_in_stage, desc=label, file=sys.stdout) as bar:
-                while progress.step_in_stage < stage.steps:
-                    if max_steps is not None and progress.step >= max_steps:
-                        checkpoint()
-                        return
-                    fraction = progress.step_in_stage / stage.steps
-                    rate = stage.rate[0] + (stage.rate[1] - stage.rate[0]) * fraction
-                    data = batch(seed, progress.step, stage)
-                    params, opt_state, metrics = step_fn(params, opt_state, *data, jnp.float32(rate))
-                    answers, language, first = np.asarray(metrics).tolist()
-                    progress.step += 1
-                    progress.step_in_stage += 1
-                    progress.recent = [*progress.recent, first][-20:]
-                    bar.update()
-                    bar.set_postfix_str(f"answers {answers:.3f}, language {language:.3f}, first digit {first:.2f}")
-                    if progress.step % save_every == 0:
-                        checkpoint()
-                    full = len(progress.recent) == 20
-                    if stage.until is not None and full and np.mean(progress.recent) > stage.until:
-                        break
-            progress = Progress(progress.step, progress.stage + 1)
-        if manager.latest_step() != progress.step:
-            checkpoint()
-    save(output, LanguageModel(CONFIG), params, dtype="float16")
+    loop.check(seed, checkpoints, output, save_every, max_steps)
+    params, tx = initial_params(jax.random.key(seed)), loop.optimizer(adam_rate=4e-3)
+    trained = loop.train(
+        params,
+        tx,
+        loop.make_step(loss_fn, tx),
+        functools.partial(batch, seed),
+        CURRICULUM,
+        {"seed": seed, "config": repr(CONFIG), "curriculum": repr(CURRICULUM)},
+        checkpoints=checkpoints,
+        save_every=save_every,
+        max_steps=max_steps,
+    )
+    if trained is None:
+        return
+    save(output, LanguageModel(CONFIG), trained, dtype="float16")
     special = {"pad_token": corpus.PAD, "bos_token": corpus.BOS, "eos_token": corpus.EOS, "unk_token": corpus.UNK}
     write_tokenizer(output, corpus.VOCABULARY, special=special)
     print(f"wrote {output}")

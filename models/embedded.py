@@ -1,10 +1,33 @@
-"""The model that comes with the project: small, trained by `experiments/train_tiny.py`, made to retrieve."""
+"""The models that come with the project: small, made to retrieve, trained by `experiments/train_tiny.py` and
+`experiments/train_varied.py`.
+"""
 
 import pathlib
 from collections.abc import Sequence
 from typing import Any, Final
 
 EMBEDDED: Final = pathlib.Path(__file__).parent / "tiny_retriever"
+VARIED: Final = pathlib.Path(__file__).parent / "varied_retriever"
+INCLUDED: Final = {"embedded": EMBEDDED, "varied": VARIED}
+
+
+def included(name: str) -> str | pathlib.Path:
+    """The directory of a model of `INCLUDED`; any other name as it is, for `models.load`."""
+    return INCLUDED.get(name, name)
+
+
+def save_tokenizer(path: pathlib.Path, tokenizer: Any, *, special: dict[str, str]) -> None:
+    """Writes a tokenizer of the library `tokenizers` in the format of transformers.
+
+    Args:
+      path: the checkpoint directory.
+      tokenizer: a `tokenizers.Tokenizer`.
+      special: which of its tokens are `pad_token`, `bos_token`, `eos_token` and `unk_token`.
+    """
+    from models.tokenizer import import_transformers
+
+    fast = import_transformers().PreTrainedTokenizerFast
+    fast(tokenizer_object=tokenizer, **special, padding_side="left").save_pretrained(path)
 
 
 def write_tokenizer(path: pathlib.Path, vocabulary: Sequence[str], *, special: dict[str, str]) -> None:
@@ -17,10 +40,7 @@ def write_tokenizer(path: pathlib.Path, vocabulary: Sequence[str], *, special: d
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    from models.tokenizer import import_transformers
-
     ids = {word: i for i, word in enumerate(vocabulary)}
     tokenizer: Any = Tokenizer(models.WordLevel(ids, unk_token=special["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = import_transformers().PreTrainedTokenizerFast
-    fast(tokenizer_object=tokenizer, **special, padding_side="left").save_pretrained(path)
+    save_tokenizer(path, tokenizer, special=special)

@@ -471,8 +471,8 @@ def test_a_command_writes_picture_arrays_and_origin(tmp_path, capsys):
     assert note["versions"]["jax"] == jax.__version__
     with np.load(tmp_path / "attention_entropy.npz") as arrays:
         assert {k: list(arrays[k].shape) for k in arrays.files} == note["arrays"]
-        model, params = models.load(figures.EMBEDDED)
-        tokens = prompts.from_project(models.load_tokenizer(figures.EMBEDDED), count=2, length=96)
+        model, params = models.load(figures.included("embedded"))
+        tokens = prompts.from_project(models.load_tokenizer(figures.included("embedded")), count=2, length=96)
         again = ahakv.attention_entropy(model, params, tokens)
         np.testing.assert_array_equal(arrays["entropy"], again.entropy)
 

@@ -30,7 +30,7 @@ from experiments.harness.options import policy_of, sampler_of
 from experiments.harness.scoring import rounded_up, score_after, score_whole
 from kvjax.drivers.buckets import bucket
 from kvjax.drivers.generation import NO_TOKEN, check_block
-from models.embedded import EMBEDDED
+from models.embedded import included
 from pallas_kernels.values import checked, one_of, optional, whole
 
 try:
@@ -73,8 +73,8 @@ class HarnessModel(TemplateLM):
     """What `--model kvjax` is; these are the options of `--model_args`.
 
     Args:
-      pretrained: a checkpoint directory, a hub id or a name of `models.PRESETS`; "embedded" for the small model that
-        comes with the project.
+      pretrained: a checkpoint directory, a hub id or a name of `models.PRESETS`; "embedded" or "varied" for a
+        small model that comes with the project.
       policy: what to evict, a config by name or path; in Python, a policy too.
       budget: live tokens a kv head and layer: a number of tokens (int) or a share of the prompt (float).
       block: read prompts in blocks of so many tokens; at once if None.
@@ -120,7 +120,7 @@ class HarnessModel(TemplateLM):
         self.seed = checked(whole(0, 2**31 - 1), "seed", seed)
         checked(optional(whole(2)), "max_length", max_length)
         self.budget, self.policy = budget, policy_of(policy, budget, parameters)
-        self.source = EMBEDDED if pretrained == "embedded" else pretrained
+        self.source = included(pretrained)
         self.tokenizer = models.load_tokenizer(self.source if tokenizer is None else tokenizer)
         self.model, self.params = models.load(self.source, dtype=dtype)
         self.max_length = self._most(max_length)

@@ -1,0 +1,1 @@
+"""How the models that come with the project are trained."""
