@@ -65,7 +65,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("entry", nargs="?", metavar="ENTRY", help="such as ada-kv/table2")
     parser.add_argument("--list", action="store_true", help="all entries, their status and what they need")
     parser.add_argument("--published", action="store_true", help="the entry's settings and numbers in the paper")
-    parser.add_argument("--model", default="embedded", help="a checkpoint directory, hub id or preset")
+    parser.add_argument(
+        "--model",
+        default="embedded",
+        help='a checkpoint directory, hub id or preset; "embedded" or "varied" for a small model of the project',
+    )
     parser.add_argument("--stands-for", metavar="NAME", help="which of the entry's models it stands for")
     parser.add_argument(
         "--data", metavar="PATH", help='a directory with a file for each data set, one file for all, or "project"'
