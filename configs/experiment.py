@@ -186,6 +186,11 @@ class Setup:
         check_whole(1, **{name: value for name, value in optional.items() if value is not None})
         if self.tasks is not None and not (self.data and not self.tasks):
             check_distinct("tasks", self.tasks)
+        if not self.task_names and self.length != Setup.length:
+            raise ValueError(
+                f"length={self.length} is for prompts that tasks make, and only data run; leave it out, or cut their "
+                "rows with max_length and truncate"
+            )
         for task, budgets in self.task_budgets.items():
             check_distinct(f"task_budget of {task}", budgets)
 

@@ -157,6 +157,13 @@ def test_a_list_among_rows_is_a_bad_row(tmp_path):
     assert read(str(file)).objects == ({}, GOOD)
 
 
+def test_a_length_is_for_prompts_that_tasks_make():
+    """So that runs over the same rows are not told apart by it."""
+    with pytest.raises(ValueError, match="length=512 is for prompts that tasks make, and only data run"):
+        Setup(data=("mine.jsonl",), length=512)
+    assert Setup(data=("mine.jsonl",), tasks=("needle",), length=512).length == 512
+
+
 def test_data_of_the_hub_are_rows_too(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"needs the package datasets .*kvjax\[data\]"):
