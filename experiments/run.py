@@ -257,6 +257,8 @@ def _run_missing(
         (p["method"], p["budget"]): rows_in((*p.get("tasks", results.config["tasks"]),))
         for p in results.config["policies"]
     }
+    if rows and not any(bucket.batches for group in groups.values() for bucket in group):
+        print(f"shard {shard}/{of} has none of the {len(rows)} rows")
     options = {"batch_size": setup.batch_size, "tokenizer": tokenizer, "block": setup.block}
     evaluators = {  # plans are made, and sizes checked, before anything runs
         (method, budget): (Evaluator(model, params, policy, groups[method, budget], **options), groups[method, budget])

@@ -131,7 +131,9 @@ def test_a_shard_may_have_no_examples(made, tmp_path, capsys):
     run.main([*SHORT, "--output", str(tmp_path / "x")])
     for i in (*range(1, 6), 5):
         run.main([*SHORT, "--output", str(tmp_path / "x"), "--shard", f"{i}/5"])
-    assert "x-shard-5-of-5 is complete" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "x-shard-5-of-5 is complete" in printed
+    assert "shard 5/5 has none of the" in printed
     assert not (parts[4] / "samples.jsonl").exists()
     assert compare.load(parts)[1] == compare.load([tmp_path / "x"])[1]
 

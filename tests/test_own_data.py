@@ -80,6 +80,7 @@ def test_a_chat_is_split_where_its_context_ends(tmp_path, embedded, monkeypatch)
 BAD = [
     ("{nope", "no JSON: "),
     ("3", "a row is an object with fields, not 3"),
+    ('{"question": "a", "question": "b"}', "the field 'question' stands there twice; leave one out"),
     ({"context": "a"}, "the field question, answers is missing"),
     ({**GOOD, "question": 3}, "question=3 must be a text"),
     ({**GOOD, "answers": []}, "references must be a list of at least one text"),
@@ -109,19 +110,19 @@ def test_bad_rows_are_recorded_and_named_and_the_rest_runs(tmp_path, capsys):
         options = [*command, "--protocol", protocol, "--output", str(here)]
         run.main(options)
         assert [(s["method"], s["index"]) for s in samples(here)] == [
-            (m, i) for m in ("full", "window") for i in (0, 18)
+            (m, i) for m in ("full", "window") for i in (0, 19)
         ]
         printed = capsys.readouterr().out
-        assert "17 rows could not be asked, and are not among the examples:" in printed
+        assert "18 rows could not be asked, and are not among the examples:" in printed
         found = [json.loads(line) for line in (here / "bad_rows.jsonl").read_text().splitlines()]
-        assert [row["line"] for row in found] == [*range(2, 19)]
+        assert [row["line"] for row in found] == [*range(2, 20)]
         for row, (_, reason) in zip(found, BAD, strict=True):
             assert re.search(reason, row["reason"]), row
     run.main(options)
     assert "is complete" in capsys.readouterr().out
     (here / "bad_rows.jsonl").write_text("#\n")
     run.main(options)
-    assert len((here / "bad_rows.jsonl").read_text().splitlines()) == 17
+    assert len((here / "bad_rows.jsonl").read_text().splitlines()) == 18
     written(tmp_path / "mine.jsonl", *rows[:3])
     with pytest.raises(SystemExit, match=r"holds a run with another config \(tasks\.mine\.builder"):
         run.main(options)

@@ -248,12 +248,19 @@ def object_of(row: Any) -> dict[str, Any]:
     """
     if isinstance(row, bytes):
         try:
-            row = json.loads(row)
+            row = json.loads(row, object_pairs_hook=_object)
         except (ValueError, RecursionError) as e:
             raise ValueError(f"no JSON: {e}") from e
     if not isinstance(row, dict):
         raise ValueError(f"a row is an object with fields, not {row!r:.40}")
     return row
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"the field {twice!r:.40} stands there twice; leave one out")
+    return dict(pairs)
 
 
 def _object_or_none(row: Any) -> dict[str, Any]:
