@@ -44,7 +44,14 @@ def execute(path: pathlib.Path) -> Any:
     resources = {"metadata": {"path": str(path.parent)}}
     options = {"timeout": 600, "record_timing": False, "coalesce_streams": True}
     client = nbclient.NotebookClient(notebook, kernel_name="python3", resources=resources, **options)
-    client.execute(env=environment)
+    manager = client.create_kernel_manager()
+    try:
+        client.execute(env=environment)
+    finally:
+        left: Any = manager.provisioner and getattr(manager.provisioner, "process", None)
+        if left is not None:  # a kernel that ended later than the library waits for it
+            left.kill()
+            left.wait()
     notebook.metadata = nbformat.from_dict(_METADATA)
     for cell in notebook.cells:
         cell.metadata = {}
