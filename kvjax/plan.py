@@ -14,10 +14,11 @@ from kvjax.cache.context import Site
 from kvjax.cache.pool import pool_slots
 from kvjax.cache.state import Positions
 from kvjax.functions import check_unchanged
+from kvjax.memory import Memory, Widths, predict
 from kvjax.policy import LayerPolicy, LayerSpec, Layout, Policy, Reads, as_policy
 from kvjax.sizes.tables import LONGEST
 from pallas_kernels.pytree import pytree
-from pallas_kernels.values import MOST_TOKENS, checked, each, whole
+from pallas_kernels.values import MOST_TOKENS, checked, each, float_dtype, optional, whole
 
 
 @runtime_checkable
@@ -87,6 +88,7 @@ class CachePlan:
       capacities: slots of each layer while decoding: of every kv head, or of all together in a pool.
       positions: how each layer rotates its keys.
       layouts: how each layer is stored.
+      widths: what of the model its memory depends on.
     """
 
     policy: Policy
@@ -94,6 +96,7 @@ class CachePlan:
     capacities: tuple[int, ...]
     positions: tuple[Positions, ...]
     layouts: tuple[Layout, ...]
+    widths: Widths
 
     @property
     def prompt_len(self) -> int:
@@ -201,6 +204,28 @@ class CachePlan:
             found.append(tuple(rule.sizes_of(site, known) for rule in theirs.rules))
         return Sizes(jnp.asarray(known, jnp.int32), tuple(found))
 
+    def memory(self, batch: int = 1, *, dtype: jax.typing.DTypeLike | None = None, block: int | None = None) -> Memory:
+        """Bytes that a run takes, before it is run: `print(plan.memory())` is a table.
+
+        Those of the state are exact. What reading the prompt takes beside it is an estimate: it counts one layer's full
+        keys and values, statistics, blocks of attention and activations, not parameters, and neither what XLA copies
+        nor what it overlaps.
+
+        Args:
+          batch: sequences.
+          dtype: of keys, values and activations; that of the model's config if None.
+          block: tokens of a block, where the prompt is read in blocks (`kvjax.prefill`).
+
+        Raises:
+          ValueError: no sequence, no dtype of floats, or a block without tokens.
+        """
+        batch = checked(whole(1), "batch", batch)
+        kind = checked(float_dtype, "dtype", self.widths.dtype if dtype is None else dtype)
+        block = checked(optional(whole(1)), "block", block)
+        block = None if block is None or block >= self.prompt_len else block
+        planned = self.layers, self.capacities, self.layouts, self.widths
+        return predict(*planned, batch=batch, dtype=kind, block=block)
+
     def target(self, prompt_length: int) -> float:
         """Live slots a head and layer may keep, on average, for a prompt of this length."""
         return float(np.mean([spec.target[prompt_length] for spec in self.specs]))
@@ -293,7 +318,14 @@ def make_plan(
         tuple(_capacity(spec, planned) for spec in specs),
         tuple(spec.positions for spec in specs),
         tuple(spec.storage for spec in specs),
+        _widths(config),
     )
+
+
+def _widths(config: ModelConfig) -> Widths:
+    """What of a model its memory depends on. Sizes that kvjax does without may be missing, and count as 0."""
+    embed_dim, mlp_dim = (getattr(config, name, 0) for name in ("embed_dim", "mlp_dim"))
+    return Widths(config.num_kv_heads, config.vocab_size, embed_dim, mlp_dim, str(config.dtype))
 
 
 def at_positions(config: ModelConfig, pos: Int[Array, "B T"]) -> dict[str, Any]:

@@ -148,6 +148,17 @@ def number(interval: str = "(-inf, inf)", why: str = "") -> Rule:
     return rule
 
 
+def float_dtype(dtype: Any) -> np.dtype:
+    """Dtypes of floats."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = jnp.dtype(bool)
+    if not jnp.issubdtype(found, jnp.floating):
+        raise ValueError("must be a dtype of floats, such as jax.numpy.bfloat16")
+    return found
+
+
 def flag(value: Any) -> bool:
     """True or False."""
     if not isinstance(value, bool | np.bool_):

@@ -11,9 +11,7 @@ call, in multiples of the parameters, pages of a mapped file among it. Needs Lin
 Then: processor time to compile models of 4 and 32 layers, and how many programs a sweep of budgets compiles.
 """
 
-import json
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +28,7 @@ import tyro
 import models
 from configs.experiment import check_finite, check_whole
 from experiments.bench.compiling import DEPTHS, compile_times, sweep_programs
+from experiments.bench.process import apart, held
 from experiments.evaluation.results import check_output, device_info, plain_errors, write_json
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -74,12 +73,12 @@ def load(library: str, path: str, dtype: str) -> dict[str, float]:
     """
     use = _kvjax if library == "kvjax" else _transformers
     load_, total = use(path, dtype)
-    before, start, spent = _held("VmRSS"), time.perf_counter(), time.process_time()
+    before, start, spent = held("VmRSS"), time.perf_counter(), time.process_time()
     params = load_()
     ready = time.perf_counter() - start
     size = total(params)
     read, spent = time.perf_counter() - start, time.process_time() - spent
-    return {"ready": ready, "read": read, "processor": spent, "peak": _held("VmHWM") - before, "size": size}
+    return {"ready": ready, "read": read, "processor": spent, "peak": held("VmHWM") - before, "size": size}
 
 
 def _kvjax(path: str, dtype: str) -> tuple[Callable[[], Any], Callable[[Any], int]]:
@@ -105,25 +104,13 @@ def _transformers(path: str, dtype: str) -> tuple[Callable[[], Any], Callable[[A
     return lambda: list(model_class.from_pretrained(path, dtype=dtype).parameters()), total
 
 
-def _held(what: str) -> int:
-    """Bytes that this process holds ("VmRSS"), or has held at its peak ("VmHWM"); rusage has its parent's among it."""
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
-
-
 def measure(library: str, path: pathlib.Path, dtype: str) -> dict[str, float]:
     """As `load`, in a process of its own.
 
     Raises:
       RuntimeError: it failed.
     """
-    code = (
-        f"import json; from experiments.bench.loading import load; print(json.dumps(load{(library, str(path), dtype)}))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{library} could not load {path}:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return apart("experiments.bench.loading", "load", library, str(path), dtype)
 
 
 def bench(

@@ -275,17 +275,6 @@ def check_decodes(state: KVState) -> None:
         raise ValueError("the state has no slots for a token, as no prompt was read into it; decode what prefill gives")
 
 
-def float_dtype(dtype: Any) -> np.dtype:
-    """The rule of dtypes of keys and values."""
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = jnp.dtype(bool)
-    if not jnp.issubdtype(found, jnp.floating):
-        raise ValueError("must be a dtype of floats, such as jax.numpy.bfloat16")
-    return found
-
-
 def check_sizes(plan: CachePlan, sizes: Any, lengths: Int[Array, "B"]) -> None:
     """Refuses what are not the sizes that `plan.sizes` gives for these sequences, whose lengths may be traced."""
     shapes = lambda x: jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), x)

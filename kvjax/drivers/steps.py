@@ -29,13 +29,12 @@ from kvjax.drivers.requests import (
     check_prompts,
     check_room,
     check_sizes,
-    float_dtype,
     real_tokens,
 )
 from kvjax.plan import CachePlan, Sizes, as_lengths, at_positions
 from kvjax.policy import context, empty_layer
 from kvjax.scoring.stats import AttentionStats
-from pallas_kernels.values import check_array, checked, one_of
+from pallas_kernels.values import check_array, checked, float_dtype, one_of
 
 
 def init_state(

@@ -1,0 +1,221 @@
+"""Bytes of a run, as `plan.memory()` predicts them, as XLA plans them, and as a process holds them at its peak.
+
+    python -m experiments.bench.memory
+    python -m experiments.bench.memory --only h2o "ada_snapkv, dense" --lengths 4096
+
+Every row is a process of its own: a Llama of random numbers (4 layers of 256, 8 query heads and 2 kv heads of 32)
+reads a prompt under a method with a budget of 512 tokens, and decodes. Numbers are beyond parameters and prompt. The
+measured peak is that of the resident set since before the second prefill, the first of which warmed up; freed buffers
+go back to the system at once (`MALLOC_MMAP_THRESHOLD_`). Rows are stored as they are found; the same command goes on
+where it was interrupted. Needs Linux.
+"""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+import kvjax
+import models
+from configs.experiment import check_whole
+from experiments.bench.process import apart, forget_peak, held
+from experiments.evaluation.results import (
+    check_options,
+    device_info,
+    locked,
+    plain_errors,
+    write_bytes,
+    write_json,
+)
+from kvjax import methods
+from kvjax.memory import shown
+
+_LAYERS, _NEW, _BUDGET = 4, 64, 512
+_CONFIG = models.ModelConfig(
+    vocab_size=512, embed_dim=256, mlp_dim=1024, num_layers=_LAYERS, num_query_heads=8, num_kv_heads=2, head_dim=32
+)
+
+
+def _mixed() -> kvjax.Policy:
+    members: dict[Hashable, kvjax.Policy] = {"first": methods.full(), "rest": methods.streaming_llm(_BUDGET)}
+    return kvjax.partition(members, ["first"] + ["rest"] * (_LAYERS - 1))
+
+
+def _by_head() -> kvjax.Policy:
+    members: dict[Hashable, kvjax.Policy] = {"retrieval": methods.full(), "streaming": methods.streaming_llm(_BUDGET)}
+    return kvjax.partition_heads(members, [["retrieval", "streaming"]] * _LAYERS)
+
+
+def _h2o(**fields: Any) -> kvjax.Policy:
+    policy: Any = methods.h2o(_BUDGET)
+    return dataclasses.replace(policy, **fields)
+
+
+def _fastgen(**fields: Any) -> kvjax.Policy:
+    return methods.fastgen(special_ids=range(3), punctuation_ids=range(3, 9), budget=_BUDGET, **fields)
+
+
+_PLAIN = (
+    *("window", "dilated_window", "random", "streaming_llm", "h2o", "key_attention", "mas", "aqas", "scissorhands"),
+    *("roco", "keyformer", "ahakv", "tova", "snapkv", "pyramidkv", "nacl", "criticalkv", "chunkkv", "knorm", "keydiff"),
+    *("lagkv", "expected_attention"),
+)
+METHODS: dict[str, tuple[str, Callable[[], kvjax.Policy]]] = {
+    "full": ("dense", methods.full),
+    **{name: ("dense", lambda name=name: getattr(methods, name)(_BUDGET)) for name in _PLAIN},
+    "fastgen": ("dense", _fastgen),
+    "think": ("thin keys", methods.think),
+    "snapkv, think": ("thin keys", lambda: kvjax.chain(methods.snapkv(_BUDGET), methods.think())),
+    "ada_snapkv": ("pool", lambda: methods.ada_snapkv(_BUDGET)),
+    "ada_snapkv, dense": ("dense", lambda: dataclasses.replace(methods.ada_snapkv(_BUDGET), storage="dense")),
+    "ada_pyramid": ("pool", lambda: methods.ada_pyramid(_BUDGET)),
+    "h2o, adaptive heads": ("pool", lambda: _h2o(heads=kvjax.Adaptive(), storage="pool")),
+    "fastgen, pool": ("pool", lambda: _fastgen(storage="pool")),
+    "h2o, query heads": ("query heads", lambda: _h2o(granularity="query_head")),
+    "h2o, rerotate": ("dense", lambda: _h2o(positions="rerotate")),
+    "full first layer, streaming_llm": ("by layer", _mixed),
+    "full and streaming_llm heads": ("by head", _by_head),
+}
+
+
+def measure(name: str, length: int) -> dict[str, Any]:
+    """One row, in this process.
+
+    Returns:
+      Bytes: of the state as predicted and in its arrays; at the peak of prefill as predicted, compiled and measured; of
+      a decode step's temporaries, compiled and measured, beyond the state that it overwrites.
+    """
+    storage, make = METHODS[name]
+    model = models.LanguageModel(_CONFIG)
+    params = jax.block_until_ready(jax.jit(model.init)(jax.random.key(0)))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, _CONFIG.vocab_size, (1, length)), jnp.int32)
+    plan = kvjax.make_plan(_CONFIG, make(), prompt_len=length, max_new_tokens=_NEW, lengths=[length])
+    predicted = plan.memory()
+    read = jax.jit(lambda params, tokens: kvjax.prefill(model, params, tokens, plan)).lower(params, tokens).compile()
+    step = jax.jit(lambda params, token, state: kvjax.decode_step(model, params, token, state), donate_argnums=2)
+    _, state = jax.block_until_ready(read(params, tokens))
+    arrays = sum(x.nbytes for x in jax.tree.leaves(state))
+    token = jnp.zeros((1,), jnp.int32)
+    step = step.lower(params, token, state).compile()
+    logits, state = step(params, token, state)  # warmed up too
+    jax.block_until_ready(logits)
+    del state
+
+    before = held("VmRSS")
+    forget_peak()
+    logits, state = jax.block_until_ready(read(params, tokens))
+    peak = held("VmHWM") - before
+    holding = held("VmRSS")
+    forget_peak()
+    for _ in range(8):
+        logits, state = step(params, token, state)
+        jax.block_until_ready(logits)
+    compiled, stepped = (_planned(program) for program in (read, step))
+    return {
+        "storage": storage,
+        "state": {"predicted": predicted.state, "arrays": arrays, "full": predicted.full},
+        "prefill": {
+            "predicted": predicted.peak,
+            "compiled": compiled.output_size_in_bytes + compiled.temp_size_in_bytes,
+            "outputs": compiled.output_size_in_bytes,
+            "measured": peak,
+        },
+        "step": {"compiled": stepped.temp_size_in_bytes, "measured": max(0, held("VmHWM") - holding)},
+    }
+
+
+def _planned(program: Any) -> Any:
+    """XLA's own count of a compiled program's bytes."""
+    return program.memory_analysis()
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """All rows as Markdown."""
+    lines = [
+        "| method | storage | tokens | state: predicted | in arrays | of full | peak of prefill: predicted | compiled "
+        "| measured | predicted / compiled | decode step: compiled | measured |",
+        "|---" * 12 + "|",
+    ]
+    for key, row in rows.items():
+        name, _, length = key.rpartition("@")
+        state, prefill, step = row["state"], row["prefill"], row["step"]
+        share, ratio = state["arrays"] / state["full"], prefill["predicted"] / prefill["compiled"]
+        cells = [name, row["storage"], f"{int(length):,}", shown(state["predicted"]), shown(state["arrays"])]
+        cells += [f"{share:.1%}", *(shown(prefill[how]) for how in ("predicted", "compiled", "measured"))]
+        cells += [f"{ratio:.2f}", shown(step["compiled"]), shown(step["measured"])]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _stored(path: pathlib.Path, setup: dict[str, Any]) -> dict[str, Any]:
+    """The rows of a file of this setup.
+
+    Raises:
+      ValueError: a file of another setup, or none that this script wrote.
+    """
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+        there, rows = found["setup"], dict(found["rows"])
+    except (ValueError, TypeError, KeyError) as e:
+        raise ValueError(f"{path} is not a file of this script ({type(e).__name__}: {e}); name another --output") from e
+    if there != setup:
+        raise ValueError(f"{path} has rows of {there}, but these are of {setup}; name another --output")
+    return rows
+
+
+def bench(
+    lengths: tuple[int, ...] = (4096, 16384),
+    only: tuple[str, ...] = (),
+    output: pathlib.Path = pathlib.Path("results/bench_memory"),
+) -> None:
+    """Measures what is not there yet, and prints a table of all rows.
+
+    Args:
+      lengths: tokens of the prompt.
+      only: names of methods; all if there are none.
+      output: a directory for `memory.json` and `memory.md`.
+    """
+    check_whole(1, lengths=lengths)
+    if unknown := [name for name in only if name not in METHODS]:
+        raise ValueError(f"--only {unknown[0]!r} is not one of {', '.join(METHODS)}")
+    config = {
+        f.name: getattr(_CONFIG, f.name) for f in dataclasses.fields(_CONFIG) if f.name not in ("rope", "eos_ids")
+    }
+    setup = {
+        "model": json.loads(json.dumps(config)),
+        "budget": _BUDGET,
+        "max_new_tokens": _NEW,
+        "device": device_info(),
+    }
+    with contextlib.closing(locked(output)):
+        rows = _stored(output / "memory.json", setup)
+        wanted = [f"{name}@{n}" for name in only or METHODS for n in lengths]
+        known = [
+            f"{name}@{n}" for name in METHODS for n in sorted({*lengths, *(int(k.rpartition("@")[2]) for k in rows)})
+        ]
+        for key in wanted:
+            if key in rows:
+                continue
+            name, _, length = key.rpartition("@")
+            print(f"{name}, {int(length):,} tokens", file=sys.stderr)
+            rows[key] = apart("experiments.bench.memory", "measure", name, int(length), MALLOC_MMAP_THRESHOLD_="131072")
+            rows = {k: rows[k] for k in known if k in rows}
+            write_json(output / "memory.json", {"setup": setup, "rows": rows})
+            write_bytes(output / "memory.md", table(rows).encode())
+    print(table({key: rows[key] for key in wanted}))
+
+
+if __name__ == "__main__":
+    with plain_errors():
+        check_options(sys.argv[1:])
+        tyro.cli(bench)
