@@ -24,6 +24,8 @@ from kvjax.drivers.attention import attend as attend
 from kvjax.drivers.beam import Beams as Beams
 from kvjax.drivers.beam import generate_beams as generate_beams
 from kvjax.drivers.beam import generate_beams_from as generate_beams_from
+from kvjax.drivers.endless import Reader as Reader
+from kvjax.drivers.endless import read as read
 from kvjax.drivers.generation import Generation as Generation
 from kvjax.drivers.generation import generate as generate
 from kvjax.drivers.generation import generate_from as generate_from

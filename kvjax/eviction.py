@@ -127,6 +127,7 @@ class Evict(Rule):
             gates=self.select.relaxed,
             hides=None if self.mask is None else "visible",
             timed=self._timed,
+            finite=self.select.finite,
         )
 
     def reserve(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"]:

@@ -69,6 +69,7 @@ class LayerSpec:
     hides: Literal["visible", "live"] | None = None
     prunes: bool = False
     timed: bool = True
+    finite: bool = False
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """What is measured in a phase."""
@@ -140,6 +141,7 @@ def merged(rules: "Sequence[Rule]", site: Site) -> LayerSpec:
         ),
         any(spec.prunes for spec in specs),
         any(spec.timed for spec in specs),
+        any(spec.finite for spec in specs),
     )
     pruning = sum(spec.prunes for spec in specs)
     if pruning > 1:

@@ -61,6 +61,23 @@ def test_a_stream_is_the_generation(run):
         np.testing.assert_array_equal(np.sort(a.pos), np.sort(b.pos))
 
 
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_a_stream_without_an_end_begins_as_others_do(run, chunk):
+    """Several steps a call, a row that ends within one, and nothing kept."""
+    options = {"lengths": LENGTHS, "sampler": SAMPLER, "key": jax.random.key(5), "eos_ids": ENDS, "pad_id": 60}
+    expected = run(kvjax.generate, **options)
+    assert 1 < int(expected.lengths.min()) < M
+    steps = run(kvjax.stream, **options | {"max_new_tokens": None, "chunk": chunk})
+    found = np.stack(list(itertools.islice(steps, M)), axis=1)
+    np.testing.assert_array_equal(found, expected.tokens[:, : found.shape[1]])
+    np.testing.assert_array_equal(np.minimum(steps.lengths, M), expected.lengths)
+    with pytest.raises(ValueError, match="keeps no tokens; keep what it yields, or give max_new_tokens="):
+        _ = steps.tokens
+    finite = run(kvjax.stream, **options | {"chunk": chunk})  # its last call is of fewer steps
+    assert np.stack(list(finite), axis=1).tolist() == expected.tokens[:, : finite.tokens.shape[1]].tolist()
+    np.testing.assert_array_equal(finite.state.length, expected.state.length)
+
+
 @pytest.fixture
 def listening():
     """Ctrl-C interrupts as in a terminal: a process that a script starts in the background ignores it."""
@@ -141,6 +158,8 @@ def test_a_text_is_a_batch_of_one(run, words):
         ({"tokens": "aa ab", "tokenizer": ..., "lengths": [2]}, "lengths= and attention_mask= are of token ids"),
         ({"tokens": np.full((1, 4), 61)}, "token id 61 is outside the vocabulary"),
         ({"max_new_tokens": 0}, "generate at least 1 token"),
+        ({"max_new_tokens": None, "policy": methods.full()}, "keeps what comes after the prompt"),
+        ({"tokenizer": ..., "stop": "aa", "chunk": 2}, "is looked for after each step, but chunk=2"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

@@ -1,28 +1,29 @@
 """Generation a step at a time: tokens, or their text, as they are made."""
 
 import collections
-import contextlib
 import functools
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Int, PyTree
 
 from kvjax.algebra import identity
 from kvjax.cache.context import row_keys
 from kvjax.cache.state import KVState
 from kvjax.drivers.buckets import plan_request, rounds
+from kvjax.drivers.endless import check_counted, plan_endless
 from kvjax.drivers.generation import NO_TOKEN, first_token, next_token
+from kvjax.drivers.interrupts import uninterrupted
 from kvjax.drivers.requests import Model, check_block, check_key, check_prompts, check_request
 from kvjax.drivers.sampling import Greedy, Sampler, seen_tokens
 from kvjax.drivers.steps import prefill
 from kvjax.drivers.text import TextPieces, check_tokenizer, encode, is_chat
 from kvjax.policy import Policy
+from pallas_kernels.values import MOST_TOKENS, checked, whole
 
 
 @functools.partial(jax.jit, static_argnames=("model", "plan", "sampler", "block"))
@@ -37,9 +38,34 @@ def _next(model, params, token, running, seen, state, *, sampler, pad_id):
     return next_token(model, params, token, running, seen, state, sampler=sampler, pad_id=pad_id)
 
 
-def stepping(model: Model, params: PyTree[Any], sampler: Sampler, pad_id: int) -> Callable[..., Any]:
-    """A compiled step of a `Stream`: `(token, running, seen, state)` to the next ones. It overwrites the state."""
-    return functools.partial(_next, model, params, sampler=sampler, pad_id=pad_id)
+@functools.partial(
+    jax.jit, static_argnames=("model", "sampler", "pad_id", "ends", "chunk"), donate_argnames=("seen", "state")
+)
+def _several(model, params, token, running, seen, state, count, *, sampler, pad_id, ends, chunk):
+    """`count` steps of at most `chunk`: the tokens "B chunk" that they draw, and what `_next` returns beside."""
+    eos = jnp.asarray(ends, jnp.int32)[None]
+
+    def step(i, carry):
+        drawn, token, running, seen, state = carry
+        token, seen, state = next_token(model, params, token, running, seen, state, sampler=sampler, pad_id=pad_id)
+        running = running & ~(token[:, None] == eos).any(-1)
+        return drawn.at[:, i].set(token), token, running, seen, state
+
+    drawn = jnp.full((len(token), chunk), pad_id, jnp.int32)
+    drawn, _, _, seen, state = lax.fori_loop(0, count, step, (drawn, token, running, seen, state))
+    return drawn, seen, state
+
+
+def stepping(
+    model: Model, params: PyTree[Any], sampler: Sampler, pad_id: int, *, ends: tuple[int, ...] = (), chunk: int = 1
+) -> Callable[..., Any]:
+    """A compiled call of a `Stream`: `(token, running, seen, state)` to the next ones. It overwrites the state.
+
+    With a `chunk`, it draws several tokens, as many as its last argument says, and returns "B chunk" of them.
+    """
+    if chunk == 1:
+        return functools.partial(_next, model, params, sampler=sampler, pad_id=pad_id)
+    return functools.partial(_several, model, params, sampler=sampler, pad_id=pad_id, ends=ends, chunk=chunk)
 
 
 def stop_strings(stop: Any) -> tuple[str, ...]:
@@ -58,21 +84,30 @@ class Stream(Iterator[Any]):
     """What `stream` returns: an iterator over steps that can be left, and gone on with, at any time.
 
     After a `break`, a `close()` or Ctrl-C, its attributes say what was made so far, and agree with one another: as in
-    `kvjax.Generation`, the state has read everything but the last token. Ctrl-C takes effect between steps.
+    `kvjax.Generation`, the state has read everything but the last token. Ctrl-C takes effect between compiled calls.
+
+    A stream without an end keeps none of its tokens and none of its text.
     """
 
-    def __init__(self, token, seen, state, *, step, ends, max_new_tokens, pieces):
+    def __init__(self, token, seen, state, *, step, ends, max_new_tokens, pieces, chunk=1):
         B = token.shape[0]
-        self._step, self._ends, self._most = step, ends, max_new_tokens
+        self._step, self._ends, self._chunk, self._endless = step, ends, chunk, max_new_tokens is None
+        self._most = MOST_TOKENS - int(state.prompt_length.max()) if max_new_tokens is None else max_new_tokens
         self._pieces: list[TextPieces] | None = pieces
         self._token, self._seen, self._state, self._lent = token, seen, state, False
         self._ids: list[np.ndarray] = []
         self._lengths, self._running = np.zeros(B, np.int32), np.ones(B, bool)
-        self._drawn, self._ready, self._closed = 1, collections.deque(), False
+        self._taken, self._unseen = 0, 1  # tokens of a sequence: those looked at, those that were drawn since
+        self._ready, self._closed = collections.deque(), False
 
     @property
     def tokens(self) -> Int[np.ndarray, "B M"]:
-        """Generated ids so far, `pad_id` after a sequence has ended; -1 where logits were not numbers."""
+        """Generated ids so far, `pad_id` after a sequence has ended; -1 where logits were not numbers.
+
+        Raises:
+          ValueError: a stream without an end.
+        """
+        self._check_kept("tokens")
         self._settle()
         return np.stack(self._ids, axis=1)
 
@@ -87,10 +122,11 @@ class Stream(Iterator[Any]):
         """The text yielded so far, where there is a tokenizer: of each sequence, or of the only one.
 
         Raises:
-          ValueError: no tokenizer was given.
+          ValueError: no tokenizer was given, or a stream without an end.
         """
         if self._pieces is None:
             raise ValueError("there is no text without tokenizer=")
+        self._check_kept("text")
         self._settle()
         return self._one([pieces.text for pieces in self._pieces])
 
@@ -109,35 +145,53 @@ class Stream(Iterator[Any]):
             self._settle()
             if self._ready:
                 return self._ready.popleft()
-            if self._drawn == self._most or not self._running.any():
+            if not self._running.any():
+                break
+            if self._taken == self._most:
+                if self._endless:
+                    check_counted(MOST_TOKENS + 1)
                 break
             self._draw()
         raise StopIteration
 
+    def _check_kept(self, what: str) -> None:
+        if self._endless:
+            raise ValueError(f"a stream without an end keeps no {what}; keep what it yields, or give max_new_tokens=")
+
     def _draw(self) -> None:
-        with _uninterrupted():  # as the old state is gone when the step has begun
+        count = min(self._chunk, self._most - self._taken)
+        with uninterrupted():  # as the old state is gone when the step has begun
             if self._lent:
                 self._state, self._lent = jax.tree.map(jnp.copy, self._state), False
-            self._token, self._seen, self._state = self._step(self._token, self._running, self._seen, self._state)
-            self._drawn += 1
+            token = self._token if self._token.ndim == 1 else self._token[:, -1]
+            now = (token, self._running, self._seen, self._state)
+            now = now if self._chunk == 1 else (*now, jnp.int32(count))
+            self._token, self._seen, self._state = self._step(*now)
+            self._unseen = count
 
     def _settle(self) -> None:
-        """Takes notice of the last token that was drawn, once."""
-        if len(self._ids) == self._drawn:
+        """Takes notice of the tokens that were drawn last, once."""
+        if not self._unseen:
             return
         ids = np.asarray(self._token)  # waits for the step
-        with _uninterrupted():
-            self._take(ids)
+        with uninterrupted():
+            for column in ids.reshape(len(ids), -1).T[: self._unseen]:
+                if self._taken and not self._running.any():
+                    break
+                self._take(column)
+            self._unseen = 0
 
     def _take(self, ids: Int[np.ndarray, "B"]) -> None:
         before, ended = self._running, np.isin(ids, self._ends)
-        self._ids.append(ids)
+        self._taken += 1
+        if not self._endless:
+            self._ids.append(ids)
         self._lengths += before
         self._running = before & ~ended
         if self._pieces is None:
             self._ready.append(ids)
             return
-        last, new = len(self._ids) == self._most, [""] * len(ids)
+        last, new = self._taken == self._most, [""] * len(ids)
         for row in np.nonzero(before)[0]:
             pieces = self._pieces[row]
             if not ended[row] and ids[row] != NO_TOKEN:
@@ -152,30 +206,13 @@ class Stream(Iterator[Any]):
         return rows[0] if len(rows) == 1 else rows
 
 
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the end of what is done inside; only the main thread gets it."""
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *what: came.append(what))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(*came[-1])
-
-
 def stream(
     model: Model,
     params: PyTree[Any],
     prompt: str | Sequence[Mapping[str, Any]] | Array | np.ndarray | Sequence[Sequence[int]],
     *,
     policy: Policy = identity(),
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     lengths: Array | np.ndarray | Sequence[int] | None = None,
     sampler: Sampler = Greedy(),
     eos_ids: int | Sequence[int] | None = None,
@@ -186,6 +223,7 @@ def stream(
     stop: str | Sequence[str] = (),
     buckets: bool = True,
     attention_mask: Array | np.ndarray | None = None,
+    chunk: int = 1,
 ) -> Stream:
     """Reads prompts, evicts, and yields what is generated step by step: the tokens are those of `kvjax.generate`.
 
@@ -193,12 +231,17 @@ def stream(
     overwrites the cache in place, unless somebody holds it (`Stream.state`).
 
     Args:
-      model, params, policy, max_new_tokens, lengths, sampler, eos_ids, pad_id, key, block, buckets, attention_mask: see
+      model, params, policy, lengths, sampler, eos_ids, pad_id, key, block, buckets, attention_mask: see
         `kvjax.generate`.
+      max_new_tokens: tokens to generate; None for a stream without an end, until all sequences have ended, under a
+        policy whose cache does not grow with them. Nothing is kept of it but the cache; it is planned for 2^30 - 1
+        tokens (`kvjax.read` says what that means), and for the prompt's exact width.
       prompt: left-padded token ids "B T"; or, where there is a tokenizer, a text or the messages of a chat, which
         `models.encode` makes ids of.
       tokenizer: one of transformers. With it, text is yielded instead of ids.
       stop: strings that end a sequence, wherever tokens cut them. They and what comes after are no part of the text.
+      chunk: steps of a compiled call. The tokens are the same; more of them come at once, and the state is ahead of
+        what was yielded by as many.
 
     Returns:
       A `Stream`. Without a tokenizer it yields the ids "B" of each step. With one it yields pieces of text, a string
@@ -206,7 +249,8 @@ def stream(
       the tokens without special and end tokens.
 
     Raises:
-      ValueError: what `kvjax.generate` refuses; text or stop strings without a tokenizer; traced arguments.
+      ValueError: what `kvjax.generate` refuses; text or stop strings without a tokenizer; stop strings in chunks, which
+        would be read on behind them; traced arguments; no end under a policy whose cache grows.
     """
     stops = stop_strings(stop)
     if tokenizer is None and (stops or isinstance(prompt, str) or is_chat(prompt)):
@@ -219,17 +263,26 @@ def stream(
         prompt = [encode(tokenizer, prompt)]
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompt, lengths, attention_mask, key))):
         raise ValueError("a stream runs step by step outside of jit, but an argument is traced; use kvjax.generate")
-    ends = check_request(model, max_new_tokens, sampler, eos_ids, pad_id)
+    chunk = checked(whole(1), "chunk", chunk)
+    if stops and chunk > 1:
+        raise ValueError(
+            f"stop={stops} is looked for after each step, but chunk={chunk} takes more at once; use chunk=1"
+        )
+    ends = check_request(model, 1 if max_new_tokens is None else max_new_tokens, sampler, eos_ids, pad_id)
     check_key(sampler, key)
     tokens, known = check_prompts(model, prompt, lengths, attention_mask)
     B, width = tokens.shape
-    plan, tokens = plan_request(model.config, policy, tokens, known, max_new_tokens, buckets=rounds(buckets))
+    if max_new_tokens is None:
+        plan = plan_endless(model.config, policy, prompt_len=width, lengths=np.asarray(known))
+    else:
+        plan, tokens = plan_request(model.config, policy, tokens, known, max_new_tokens, buckets=rounds(buckets))
     options = {"plan": plan, "sampler": sampler, "block": check_block(plan, block, width)}
     drawn = _start(model, params, tokens, jnp.asarray(known), row_keys(key, B), **options)
     return Stream(
         *drawn,
-        step=stepping(model, params, sampler, pad_id),
+        step=stepping(model, params, sampler, pad_id, ends=ends, chunk=chunk),
         ends=ends,
         max_new_tokens=max_new_tokens,
-        pieces=None if tokenizer is None else [TextPieces(tokenizer, stops) for _ in range(B)],
+        pieces=None if tokenizer is None else [TextPieces(tokenizer, stops, keep=bool(max_new_tokens)) for _ in known],
+        chunk=chunk,
     )

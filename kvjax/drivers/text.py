@@ -96,15 +96,15 @@ class TextPieces:
     of a character that is not complete, and the beginning of a stop string.
 
     Attributes:
-      text: all pieces so far.
+      text: all pieces so far, where they are kept.
       stopped: whether a stop string has come. The text ends before it.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
-        self.text, self.stopped = "", False
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, keep: bool = True):
+        self.text, self.stopped, self._keep = "", False, keep
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._ids: list[int] = []
-        self._from, self._done = 0, 0  # decoded are the tokens since the last piece's; how many are in pieces
+        self._done = 0  # of the ids, which are those since the last piece's: how many are in pieces
         self._held = ""
 
     def push(self, token: int, *, last: bool = False) -> str:
@@ -119,18 +119,19 @@ class TextPieces:
         return "" if self.stopped else self._release(True)
 
     def _release(self, last: bool) -> str:
-        before, after = self._decode(self._ids[self._from : self._done]), self._decode(self._ids[self._from :])
+        before, after = self._decode(self._ids[: self._done]), self._decode(self._ids)
         if last or not after.endswith(_INCOMPLETE):
             new = after[len(before) :]
             if new:  # a token without text may not become the first that is decoded: some decoders strip spaces there
-                self._from, self._done = self._done, len(self._ids)
+                del self._ids[: self._done]
+                self._done = len(self._ids)
             self._held += new
         ends = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         self.stopped = bool(ends)
         first = min(ends, default=None)  # the one that is complete first, however tokens cut the text
         kept = first[1] if first is not None else len(self._held) - (0 if last else self._open())
         piece, self._held = self._held[:kept], self._held[kept:]
-        self.text += piece
+        self.text += piece if self._keep else ""
         return piece
 
     def _open(self) -> int:

@@ -279,7 +279,7 @@ class FastGen(Rule):
         """See `Rule`; its target is an upper bound, since a head may need less."""
         needed = _ATTENTION, self.kinds
         timed = self.storage == "pool"  # full heads are given slots for every token to come
-        every = keeps_all(site, prompt=(*needed, self.profile), step=needed, reads="whole", timed=timed)
+        every = keeps_all(site, prompt=(*needed, self.profile), step=needed, reads="whole", timed=timed, finite=True)
         caps = self._caps(site)
         if caps is None:
             return every

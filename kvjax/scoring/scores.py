@@ -6,7 +6,6 @@ turns them into scores (`__call__`). Scores know nothing of budgets, protection,
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.cache.context import Context, Phase, Site
-from kvjax.cache.state import LayerKV, position_order
+from kvjax.cache.state import EMPTY, LayerKV, position_order
 from kvjax.functions import by_code
 from kvjax.scoring.protect import rows_since_insertion
 from kvjax.scoring.stats import (
@@ -220,8 +219,7 @@ class Accumulated(Running):
         new = self._sums.new(stats, ctx) * self.damping
         memory = _anew(memory, self.of, ctx).astype(new.dtype)
         if self.share_batch:
-            num_positions = ctx.site.prompt_len + ctx.site.max_new_tokens
-            new = _by_head(lambda x: _sum_over_batch(x, kv, num_positions), new)
+            new = _by_head(lambda x: _sum_over_batch(x, kv), new)
         return memory * self.decay + new
 
 
@@ -235,14 +233,24 @@ def _anew(memory: Float[Array, "B K S *G"], of: Observe, ctx: Context) -> Float[
     return jnp.zeros_like(memory) if ctx.phase == "prefill" and isinstance(of.rows, LastRows) else memory
 
 
-def _sum_over_batch(new: Float[Array, "B K S"], kv: LayerKV, num_positions: int) -> Float[Array, "B K S"]:
+def _sum_over_batch(new: Float[Array, "B K S"], kv: LayerKV) -> Float[Array, "B K S"]:
     """What the tokens at a position got in all sequences together."""
     B, K, S = new.shape
-    pos = jnp.where(kv.live, kv.pos, num_positions).swapaxes(0, 1).reshape(K, B * S)
-    head = jnp.arange(K)[:, None]
-    total = jnp.zeros((K, num_positions), new.dtype)
-    total = total.at[head, pos].add(new.swapaxes(0, 1).reshape(K, B * S), mode="drop")
-    return total.at[head, pos].get(mode="fill", fill_value=0).reshape(K, B, S).swapaxes(0, 1)
+    flat = lambda x: x.swapaxes(0, 1).reshape(K, B * S)
+    return _sum_by_position(flat(new), flat(kv.pos)).reshape(K, B, S).swapaxes(0, 1)
+
+
+def _sum_by_position(x: Float[Array, "R M"], pos: Int[Array, "R M"]) -> Float[Array, "R M"]:
+    """For every number the sum of those of its row that have its position; 0 where that is EMPTY.
+
+    Positions are sorted, as a table of them would grow with the text.
+    """
+    row, order = jnp.arange(len(pos))[:, None], jnp.argsort(pos, axis=-1)
+    place = jnp.take_along_axis(pos, order, axis=-1)
+    group = jnp.cumsum(place != jnp.roll(place, 1, axis=-1), axis=-1, dtype=jnp.int32)  # all 0 in a row of one position
+    total = jnp.zeros_like(x).at[row, group].add(jnp.take_along_axis(x, order, axis=-1))
+    found = jnp.put_along_axis(x, order, total.at[row, group].get(), axis=-1, inplace=False)
+    return jnp.where(pos == EMPTY, jnp.zeros((), x.dtype), found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,9 +352,7 @@ class LayerMean(OfScore):
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
-        kv, ctx = slots.kv, slots.ctx
-        score = self.score(slots)
-        return _mean_over_heads(score, kv, ctx.site.prompt_len + ctx.site.max_new_tokens)
+        return _mean_over_heads(self.score(slots), slots.kv)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -545,15 +551,12 @@ class LastRow(Score):
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
-        kv, stats, ctx = slots.kv, slots.stats, slots.ctx
-        row = stats[self._row]
-        if self.head_mode == "per_kv_head":
-            return row
-        return _mean_over_heads(row, kv, ctx.site.prompt_len + ctx.site.max_new_tokens)
+        row = slots.stats[self._row]
+        return row if self.head_mode == "per_kv_head" else _mean_over_heads(row, slots.kv)
 
 
-@functools.partial(jax.jit, static_argnames="num_positions")
-def _mean_over_heads(row: Float[Array, "B K S"], kv: LayerKV, num_positions: int) -> Float[Array, "B K S"]:
+@jax.jit
+def _mean_over_heads(row: Float[Array, "B K S"], kv: LayerKV) -> Float[Array, "B K S"]:
     """The mean over all kv heads of what a token received; a head that no longer holds it gave it nothing."""
     B, K, S = row.shape
 
@@ -561,10 +564,7 @@ def _mean_over_heads(row: Float[Array, "B K S"], kv: LayerKV, num_positions: int
         return jnp.broadcast_to(row.mean(1, keepdims=True), row.shape)
 
     def by_position(row):
-        pos = jnp.where(kv.live, kv.pos, num_positions).reshape(B, K * S)
-        batch = jnp.arange(B)[:, None]
-        total = jnp.zeros((B, num_positions), row.dtype).at[batch, pos].add(row.reshape(B, K * S), mode="drop")
-        return (total.at[batch, pos].get(mode="fill", fill_value=0) / K).reshape(B, K, S)
+        return (_sum_by_position(row.reshape(B, K * S), kv.pos.reshape(B, K * S)) / K).reshape(B, K, S)
 
     return lax.cond((kv.pos == kv.pos[:, :1]).all(), by_slot, by_position, row)
 

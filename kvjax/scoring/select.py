@@ -131,6 +131,11 @@ class Select(Value, abc.ABC):
         return ()
 
     @property
+    def finite(self) -> bool:
+        """Whether it has tables with an entry for every position that is planned for."""
+        return False
+
+    @property
     def by_head(self) -> bool:
         """Whether every head gets what its own budget allows; otherwise all heads keep the same tokens."""
         return True
@@ -438,6 +443,11 @@ class Chunks(Select):
     def slack(self) -> int:
         """See `Select`."""
         return self.size
+
+    @property
+    def finite(self) -> bool:
+        """See `Select`."""
+        return True
 
     @property
     def by_head(self) -> bool:
