@@ -26,7 +26,7 @@ import tyro
 import kvjax
 import models
 from configs.experiment import check_whole
-from experiments.bench.process import apart, forget_peak, held
+from experiments.bench.process import apart, forget_peak, held, stored_rows
 from experiments.evaluation.results import (
     check_options,
     device_info,
@@ -155,24 +155,6 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _stored(path: pathlib.Path, setup: dict[str, Any]) -> dict[str, Any]:
-    """The rows of a file of this setup.
-
-    Raises:
-      ValueError: a file of another setup, or none that this script wrote.
-    """
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_bytes())
-        there, rows = found["setup"], dict(found["rows"])
-    except (ValueError, TypeError, KeyError) as e:
-        raise ValueError(f"{path} is not a file of this script ({type(e).__name__}: {e}); name another --output") from e
-    if there != setup:
-        raise ValueError(f"{path} has rows of {there}, but these are of {setup}; name another --output")
-    return rows
-
-
 def bench(
     lengths: tuple[int, ...] = (4096, 16384),
     only: tuple[str, ...] = (),
@@ -198,7 +180,7 @@ def bench(
         "device": device_info(),
     }
     with contextlib.closing(locked(output)):
-        rows = _stored(output / "memory.json", setup)
+        rows = stored_rows(output / "memory.json", setup)
         wanted = [f"{name}@{n}" for name in only or METHODS for n in lengths]
         known = [
             f"{name}@{n}" for name in METHODS for n in sorted({*lengths, *(int(k.rpartition("@")[2]) for k in rows)})

@@ -1,4 +1,4 @@
-"""Measuring a process: what it holds, and what it has held since it was last asked. Needs Linux."""
+"""Measuring in processes of their own: what one holds, what it has held since, what was stored. Needs Linux."""
 
 import json
 import os
@@ -37,3 +37,21 @@ def apart(module: str, function: str, *arguments: Any, **environment: str) -> An
     if done.returncode:
         raise RuntimeError(f"{function}{arguments} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def stored_rows(path: pathlib.Path, setup: dict[str, Any]) -> dict[str, Any]:
+    """The rows of a file of this setup.
+
+    Raises:
+      ValueError: a file of another setup, or none that this script wrote.
+    """
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+        there, rows = found["setup"], dict(found["rows"])
+    except (ValueError, TypeError, KeyError) as e:
+        raise ValueError(f"{path} is not a file of this script ({type(e).__name__}: {e}); name another --output") from e
+    if there != setup:
+        raise ValueError(f"{path} has rows of {there}, but these are of {setup}; name another --output")
+    return rows
