@@ -1,0 +1,72 @@
+"""What the benchmarks of memory and streams share: tables, and rows that are stored as they come."""
+
+import json
+
+import pytest
+
+from experiments.bench import memory, stream
+from experiments.bench.process import apart, stored_rows
+
+ROW = {
+    "storage": "dense",
+    "state": {"predicted": 2048, "arrays": 2048, "full": 8192},
+    "prefill": {"predicted": 3 * 2**20, "compiled": 2 * 2**20, "outputs": 2048, "measured": 2**21},
+    "step": {"compiled": 512, "measured": 0},
+}
+
+
+def test_tables():
+    text = memory.table({"h2o, query heads@4096": ROW})
+    assert text.splitlines()[2].startswith(
+        "| h2o, query heads | dense | 4,096 | 2 KiB | 2 KiB | 25.0% | 3 MiB | 2 MiB |"
+    )
+    assert "| 1.50 | 512 B | 0 B |" in text
+    mark = lambda tokens, ratio: {"tokens": tokens, "median_us": 50.0, "min_us": 49.0, "ratio": ratio}
+    windows = [{"tokens": n, "median_us": 50.0, "min_us": 49.0, "held": 2**20} for n in (10240, 20480, 30720)]
+    rows = {
+        "h2o": {"windows": windows, "marks": [mark(10752, 1.0), mark(31232, 1.003)], "growth": 4096},
+        "tova": {"windows": windows, "marks": [mark(10752, 1.0)], "growth": -4096},
+    }
+    assert stream.table(rows).splitlines()[2:] == [
+        "| h2o | 50.0 | 50.0 | 1.003 | 4 KiB |",
+        "| tova | 50.0 |  |  | 0 B |",
+    ]
+    assert len(stream.figure(rows).axes) == 2
+
+
+def test_rows_of_another_setup_are_refused(tmp_path):
+    path = tmp_path / "rows.json"
+    assert stored_rows(path, {"budget": 1}) == {}
+    path.write_text(json.dumps({"setup": {"budget": 1}, "rows": {"a": 1}}))
+    assert stored_rows(path, {"budget": 1}) == {"a": 1}
+    with pytest.raises(
+        ValueError, match=r"has rows of \{'budget': 1\}, but these are of \{'budget': 2\}; name another"
+    ):
+        stored_rows(path, {"budget": 2})
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="is not a file of this script"):
+        stored_rows(path, {"budget": 1})
+
+
+def test_a_process_of_its_own():
+    assert apart("math", "gcd", 12, 18) == 6
+    with pytest.raises(RuntimeError, match=r"gcd\('a',\) failed"):
+        apart("math", "gcd", "a")
+
+
+@pytest.mark.parametrize("bench", [memory.bench, stream.bench])
+def test_an_unknown_method_is_refused(bench, tmp_path):
+    with pytest.raises(ValueError, match="--only 'h3o' is not one of"):
+        bench(only=("h3o",), output=tmp_path)
+
+
+@pytest.mark.slow
+def test_both_measure(tmp_path):
+    """The smallest runs: what is stored is not measured again."""
+    for _ in range(2):
+        memory.bench(lengths=(64,), only=("window",), output=tmp_path / "memory")
+        stream.bench(tokens=20_480, rounds=2, only=("random",), output=tmp_path / "stream")
+    row = json.loads((tmp_path / "memory" / "memory.json").read_bytes())["rows"]["window@64"]
+    assert row["state"]["predicted"] == row["state"]["arrays"]
+    row = json.loads((tmp_path / "stream" / "stream.json").read_bytes())["rows"]["random"]
+    assert [mark["tokens"] for mark in row["marks"]] == [10752, 20992]
