@@ -66,6 +66,7 @@ class ByHead(Rule):
             positions=next((m.positions for m, rules in zip(members, self.members, strict=True) if rules), "original"),
             storage=self.storage,
             reads=max((spec.reads for spec in members), key=("blocks", "whole", "rows").index),
+            finite=any(spec.finite for spec in members),
         )
 
     def init(self, site: Site, batch: int) -> tuple[Any, ...]:

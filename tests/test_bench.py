@@ -21,15 +21,21 @@ def test_tables():
         "| h2o, query heads | dense | 4,096 | 2 KiB | 2 KiB | 25.0% | 3 MiB | 2 MiB |"
     )
     assert "| 1.50 | 512 B | 0 B |" in text
-    mark = lambda tokens, ratio: {"tokens": tokens, "median_us": 50.0, "min_us": 49.0, "ratio": ratio}
+    mark = lambda tokens, ratio: {
+        "tokens": tokens,
+        "median_us": 50.0,
+        "min_us": 49.0,
+        "ratio": ratio,
+        "processor_ratio": 1.0,
+    }
     windows = [{"tokens": n, "median_us": 50.0, "min_us": 49.0, "held": 2**20} for n in (10240, 20480, 30720)]
     rows = {
         "h2o": {"windows": windows, "marks": [mark(10752, 1.0), mark(31232, 1.003)], "growth": 4096},
         "tova": {"windows": windows, "marks": [mark(10752, 1.0)], "growth": -4096},
     }
     assert stream.table(rows).splitlines()[2:] == [
-        "| h2o | 50.0 | 50.0 | 1.003 | 4 KiB |",
-        "| tova | 50.0 |  |  | 0 B |",
+        "| h2o | 50.0 | 50.0 | 1.003 | 1.000 | 4 KiB |",
+        "| tova | 50.0 |  |  |  | 0 B |",
     ]
     assert len(stream.figure(rows).axes) == 2
 

@@ -73,13 +73,17 @@ KEEPS = r"layer 0 needs 65,\d+ slots for 65,536 tokens, 131,\d+ for 131,072"
 CHUNKS = kvjax.when(kvjax.every(4), methods.chunkkv(8, chunk_size=4, base=methods.h2o(8)))
 
 
+FASTGEN = methods.fastgen(special_ids=(), punctuation_ids=(), budget=8)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"policy": methods.full()}, KEEPS),
         ({"policy": methods.snapkv(8, window_size=4)}, KEEPS),
         ({"policy": CHUNKS}, "has tables with an entry for every position"),
-        ({"policy": methods.fastgen(special_ids=(), punctuation_ids=(), budget=8)}, "has tables"),
+        ({"policy": FASTGEN}, "has tables"),
+        ({"policy": kvjax.partition_heads({"a": FASTGEN, "b": methods.h2o(6)}, [["a", "b"]])}, "has tables"),
         ({"tokens": []}, "there are no tokens to read"),
         ({"tokens": [[1, 2], [1]]}, "ids, or one id a sequence at every step"),
         ({"tokens": [0.5]}, r"got float64 of shape \(1,\)"),

@@ -60,9 +60,9 @@ def measure(name: str, tokens: int, rounds: int, path: str) -> dict[str, Any]:
     """One method, in this process. Windows are appended to the file as they come.
 
     Returns:
-      `windows`: tokens read, median and least microseconds a token, bytes held; `marks`: for each mark, tokens,
-      microseconds a token and the median ratio to the first, of chunks read in turn; `growth`: bytes that the process
-      held more at its peak than after the first window.
+      `windows`: tokens read, median and least microseconds a token, bytes held; `marks`: for each mark, of chunks read
+      in turn, tokens, microseconds a token, and the median ratios to the first, of time and of processor time, which
+      other work changes least; `growth`: bytes that the process held more at its peak than after the first windows.
     """
     model = models.LanguageModel(_CONFIG)
     params = jax.jit(model.init)(jax.random.key(0))
@@ -95,20 +95,21 @@ def measure(name: str, tokens: int, rounds: int, path: str) -> dict[str, Any]:
 def _in_turn(model: models.LanguageModel, params: Any, kept: list[tuple[int, Any, Any]], rounds: int) -> list[Any]:
     """Each mark's state reads the same chunk, one after the other, many times."""
     chunk = jnp.asarray([list(itertools.islice(_ids(1), _CHUNK))], jnp.int32)
-    spent: dict[int, list[float]] = {mark: [] for mark, _, _ in kept}
+    spent: dict[int, list[tuple[float, float]]] = {mark: [] for mark, _, _ in kept}
     for i in range(rounds):
         for mark, logits, state in kept[i % len(kept) :] + kept[: i % len(kept)]:
             start_from = jax.block_until_ready((jnp.copy(logits), jax.tree.map(jnp.copy, state)))
-            start = time.perf_counter()
+            wall, processor = time.perf_counter(), time.process_time()
             found = endless._several(model, params, chunk, jnp.int32(_CHUNK), *start_from, found="losses")
             jax.block_until_ready(found)
-            spent[mark].append(1e6 * (time.perf_counter() - start) / _CHUNK)
-    first = np.array(spent[kept[0][0]])
-    ratio = lambda each: float(np.median(np.array(each) / first))
-    return [
-        {"tokens": mark, "median_us": float(np.median(each)), "min_us": min(each), "ratio": ratio(each)}
-        for mark, each in spent.items()
-    ]
+            spent[mark].append((time.perf_counter() - wall, time.process_time() - processor))
+    times = {mark: 1e6 * np.array(each) / _CHUNK for mark, each in spent.items()}
+    marks = []
+    for mark, each in times.items():
+        ratio, of_processor = np.median(each / times[kept[0][0]], axis=0).tolist()
+        here = {"median_us": float(np.median(each[:, 0])), "min_us": float(each[:, 0].min())}
+        marks.append({"tokens": mark, **here, "ratio": ratio, "processor_ratio": of_processor})
+    return marks
 
 
 def table(rows: dict[str, Any]) -> str:
@@ -116,12 +117,14 @@ def table(rows: dict[str, Any]) -> str:
     marks: list[Any] = max((row["marks"] for row in rows.values()), key=lambda each: len(each))
     names = [f"{mark['tokens']:,} tokens" for mark in marks]
     heads = ["method", *(f"µs a token after {n}" for n in names), *(f"{n} / first" for n in names[1:])]
-    lines = [f"| {' | '.join([*heads, 'peak beyond the first windows'])} |", "|---" * (len(heads) + 1) + "|"]
+    heads += [*(f"{n} / first, processor time" for n in names[1:]), "peak beyond the first windows"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, row in rows.items():
-        times = [f"{mark['median_us']:.1f}" for mark in row["marks"]]
-        ratios = [f"{mark['ratio']:.3f}" for mark in row["marks"][1:]]
-        blank = [""] * (len(marks) - len(times))
-        lines.append(f"| {' | '.join([name, *times, *blank, *ratios, *blank, shown(max(0, row['growth']))])} |")
+        pad = lambda cells, most: [*cells, *[""] * (most - len(cells))]
+        cells = pad([f"{mark['median_us']:.1f}" for mark in row["marks"]], len(marks))
+        for which in ("ratio", "processor_ratio"):
+            cells += pad([f"{mark[which]:.3f}" for mark in row["marks"][1:]], len(marks) - 1)
+        lines.append(f"| {' | '.join([name, *cells, shown(max(0, row['growth']))])} |")
     return "\n".join(lines) + "\n"
 
 
