@@ -96,7 +96,7 @@ class CachePlan:
     capacities: tuple[int, ...]
     positions: tuple[Positions, ...]
     layouts: tuple[Layout, ...]
-    widths: Widths
+    widths: Widths = dataclasses.field(repr=False, compare=False)  # programs do not depend on it
 
     @property
     def prompt_len(self) -> int:
