@@ -14,7 +14,7 @@ from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import LayerKV, PerHead, Positions, evict
 from kvjax.policy import Granularity, LayerSpec, Layout, Rule
 from kvjax.scoring.protect import Protect, Scope, protected
-from kvjax.scoring.scores import FromFunction, Score
+from kvjax.scoring.scores import FromFunction, Recency, Score
 from kvjax.scoring.select import Limits, Select, Selection, TopK
 from kvjax.scoring.stats import LayerStats, Measurement, Slots, ordered
 from kvjax.sizes.allocation import HeadAllocation, LayerAllocation, UniformHeads, UniformLayers
@@ -127,7 +127,19 @@ class Evict(Rule):
             gates=self.select.relaxed,
             hides=None if self.mask is None else "visible",
             timed=self._timed,
+            first=self._first(site),
         )
+
+    def _first(self, site: Site) -> int | None:
+        """The most first tokens that are kept, where all that is ever kept is those and the last ones; else None.
+
+        So it is where the score is recency alone, equal scores (of positions beyond the precision of floats) go by age,
+        and nothing but its position protects a token. Sizes that cannot hold what is protected are refused.
+        """
+        by_age = type(self.score) is Recency and self.select == TopK("evict_older")
+        if not by_age or self.scope is not None or not isinstance(self.heads, UniformHeads):
+            return None
+        return int(self._sizes(site).sinks.max())
 
     def reserve(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"]:
         """See `Rule`."""
