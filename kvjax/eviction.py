@@ -325,16 +325,18 @@ class Evict(Rule):
         else:
             selectable = memory.shares.value
         budgets = selectable + outside[:, None]
+        at_once, spares = None, None
+        if ctx.phase == "decode" and self.when.prefill:
+            at_once = max(self.when.room(ctx.site.max_new_tokens), counts.most(self.when.drop), 1)
         if self.scope is not None:
-            safe = self.scope(slots.of(memory.scope), safe, counts, budgets)
+            of_scope = slots.of(memory.scope), safe, counts, budgets
+            spares = self.scope.spares(*of_scope) if drop is None and self.select.asks(at_once) else None
+            safe = self.scope(*of_scope) if spares is None else safe
         if drop is not None:
             stay = jnp.minimum(safe.sum(-1, dtype=jnp.int32), budgets)
             budgets = jnp.maximum(jnp.minimum(budgets, kv.num_live - drop), stay)
         budgets = budgets - coming
-        at_once = None
-        if ctx.phase == "decode" and self.when.prefill:
-            at_once = max(self.when.room(ctx.site.max_new_tokens), counts.most(self.when.drop), 1)
-        limits = Limits(budgets, at_once, counts, memory.select, self.score.summands(ctx))
+        limits = Limits(budgets, at_once, counts, memory.select, self.score.summands(ctx), spares)
         chosen = _checked_selection(self.select, self.select(finite, safe, slots, limits))
         return dataclasses.replace(chosen, score=jnp.where(kv.live, score, -jnp.inf)), selectable
 

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -53,6 +53,8 @@ class Limits:
       counts: resolves further counts in this layer.
       memory: what the selection carries (`Select.init`).
       summands: what divides a score into a mean (`Score.summands`).
+      spares: says of one slot in every head, marked True, whether it is protected beyond those that are `safe`; None
+        where `safe` has them all. Only selections that ask (`Select.asks`) are given it.
     """
 
     budgets: Int[Array, "B K"] | Float[Array, "B K"]
@@ -60,6 +62,7 @@ class Limits:
     counts: Counts
     memory: Any = ()
     summands: int | Int[Array, "B"] = 1
+    spares: Callable[[Bool[Array, "B K S"]], Bool[Array, "B K"]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +148,11 @@ class Select(Value, abc.ABC):
         """Whether the selection is a sequence of passes of top-k (`stages`), which can be relaxed."""
         return False
 
+    def asks(self, most: int | None) -> bool:
+        """Whether it asks of single slots if they are protected (`Limits.spares`), for up to `most` evictions a head."""
+        del most
+        return False
+
     def init(self, site: Site, batch: int) -> Any:
         """What the selection carries in a layer without slots, which comes back as `Limits.memory`."""
         del site, batch
@@ -204,11 +212,17 @@ class TopK(Select):
         """See `Select`."""
         kv = slots.kv
         ranked = jnp.where(safe, jnp.inf, score)
-        if limits.most is not None and limits.most <= _ONE_BY_ONE:
+        if limits.spares is not None:
+            keep = self.drop_one(ranked, kv.pos, limits.budgets, limits.spares)
+        elif limits.most is not None and limits.most <= _ONE_BY_ONE:
             keep = self.drop(ranked, kv.pos, limits.budgets, limits.most)
         else:
             keep = self.best(ranked, kv.pos, limits.budgets)
         return Selection(keep, score, limits.budgets)
+
+    def asks(self, most: int | None) -> bool:
+        """See `Select`: where one slot goes, of which hardly ever more than one is a candidate."""
+        return most == 1
 
     @property
     def staged(self) -> bool:
@@ -234,13 +248,44 @@ class TopK(Select):
         """All live slots but the worst of every head, found one by one, up to `most` times."""
         keep = pos != EMPTY
         excess = keep.sum(-1, dtype=jnp.int32) - budgets
-        age = pos if self.ties == "evict_older" else -pos
         for i in range(most):
-            alive = jnp.where(keep, score, jnp.inf)
-            worst = keep & (alive == alive.min(-1, keepdims=True))
-            first = jnp.where(worst, age, jnp.iinfo(age.dtype).max).min(-1, keepdims=True)
-            keep = keep & ~(worst & (age == first) & (i < excess)[..., None])
+            keep = keep & ~(self._worst(jnp.where(keep, score, jnp.inf), keep, pos) & (i < excess)[..., None])
         return keep
+
+    def _worst(
+        self, score: Float[Array, "B K S"], among: Bool[Array, "B K S"], pos: Int[Array, "B K S"]
+    ) -> Bool[Array, "B K S"]:
+        """The slot that goes first."""
+        age = pos if self.ties == "evict_older" else -pos
+        worst = among & (score == score.min(-1, keepdims=True))
+        first = jnp.where(worst, age, jnp.iinfo(age.dtype).max).min(-1, keepdims=True)
+        return worst & (age == first)
+
+    def drop_one(
+        self,
+        score: Float[Array, "B K S"],
+        pos: Int[Array, "B K S"],
+        budgets: Int[Array, "B K"],
+        spares: Callable[[Bool[Array, "B K S"]], Bool[Array, "B K"]],
+    ) -> Bool[Array, "B K S"]:
+        """All live slots but the worst that is not spared; of a head that spares all, the oldest goes.
+
+        Every round asks one slot of each head that has not found its own: as many rounds as the worst head needs, no
+        more than it has slots.
+        """
+        live = pos != EMPTY
+
+        def ask(carry):
+            score, found, looking = carry
+            asked = self._worst(jnp.where(live, score, jnp.inf), live, pos)
+            out = ~jnp.isfinite(jnp.where(asked, score, -jnp.inf).max(-1))  # nobody is left to ask
+            spared = spares(asked) & ~out
+            found = jnp.where(looking[..., None], asked, found)
+            return jnp.where(asked & spared[..., None], jnp.inf, score), found, looking & spared
+
+        looking = live.sum(-1, dtype=jnp.int32) > budgets
+        _, found, _ = lax.while_loop(lambda c: c[2].any(), ask, (score, jnp.zeros_like(live), looking))
+        return live & ~found
 
 
 @dataclasses.dataclass(frozen=True)
