@@ -211,7 +211,7 @@ class Evict(Rule):
         # The coming token counts against the budget and against the recent window.
         ahead = dataclasses.replace(ctx, length=ctx.length + 1)
         selection, _ = self._select(kv.memory, kv, LayerStats(), ahead, coming=1)
-        return evict(kv, selection.keep)
+        return evict(kv, selection.keep, most=selection.most)
 
     def _scheduled_select(self, memory, kv, stats, ctx) -> Selection:
         """The selection of a decode step, where one is due."""
@@ -227,7 +227,8 @@ class Evict(Rule):
         else:
             due = kv.num_live >= budgets + (self.when.over or 0)
             drop = counts(self.when.drop)[:, None]
-        chosen = lax.cond(due.any(), lambda: self._select(memory, kv, stats, ctx, drop=drop)[0], lambda: nothing)
+        select = lambda: dataclasses.replace(self._select(memory, kv, stats, ctx, drop=drop)[0], most=None)
+        chosen = lax.cond(due.any(), select, lambda: nothing)
         gate = None if chosen.gate is None else jnp.where(due[..., None], chosen.gate, kv.gate)
         return dataclasses.replace(chosen, keep=jnp.where(due[..., None], chosen.keep, kv.live), gate=gate)
 

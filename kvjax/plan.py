@@ -327,7 +327,7 @@ def _check_rotation(layer: int, positions: Positions, config: ModelConfig) -> No
 
 
 def _key_positions(spec: LayerSpec, config: ModelConfig) -> KeyPositions:
-    """How a layer rotates its keys: where kept tokens move up together, and keys may be turned further, not each alone."""
+    """How a layer rotates its keys: not each anew where kept tokens move up together and keys may be turned further."""
     together = spec.first is not None and spec.storage == "dense" and config.additive_rotation
     return "sliding" if together and spec.positions == "compact" else spec.positions
 

@@ -340,7 +340,7 @@ class LayerPolicy:
             if selection is not None:
                 kv, decision = selection.apply(kv), selection
         if decision is not None and len(self.rules) > 1:
-            decision = dataclasses.replace(decision, keep=kv.live, gate=kv.gate)
+            decision = dataclasses.replace(decision, keep=kv.live, gate=kv.gate, most=None)
         return tuple(memories), decision
 
     def step(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> LayerKV:
@@ -392,7 +392,7 @@ def obeying(memory: tuple[Any, ...], selection: Selection | None) -> Callable[[L
 def empty_layer(
     policy: LayerPolicy, batch: int, dtype: jax.typing.DTypeLike, positions: KeyPositions | None = None
 ) -> LayerKV:
-    """A layer's cache without slots, which stores keys as the policy says, or as a plan does (`CachePlan.positions`)."""
+    """A layer's cache without slots. Keys are stored as the policy says, or as a plan does (`CachePlan.positions`)."""
     site, spec = policy.site, policy.spec
     positions = spec.positions if positions is None else positions
     empty = jnp.zeros((batch, site.num_kv_heads, 0, site.head_dim), dtype)

@@ -1,4 +1,4 @@
-"""Keys of a sliding window stay as they were rotated: the same results as rotating all of them by rank at every step."""
+"""Keys of a sliding window stay as they were rotated: the results are those of rotating all by rank at every step."""
 
 import dataclasses
 

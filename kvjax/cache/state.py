@@ -123,17 +123,19 @@ class LayerKV:
         """Keys rotated at their present ranks, where they are stored rotated at earlier ones."""
         if self.rank is None or self.rotated is None or not self.num_slots:
             return self
-        return self._turned_if((self._moved != 0).any(), rotate)
+        moved = self._moved(self.rank, self.rotated)
+        return self._turned(rotate, moved, self.rotated, (moved != 0).any())
 
-    @property
-    def _moved(self) -> Int[Array, "B K S"]:
+    def _moved(self, rank: Int[Array, "B K S"], rotated: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
         """By how many ranks every live slot has moved since its key was rotated."""
-        return jnp.where(self.live, self.rank - self.rotated, 0)
+        return jnp.where(self.live, rank - rotated, 0)
 
-    def _turned_if(self, due: Bool[Array, ""], rotate: Rotate) -> "LayerKV":
-        """Keys that moved are turned by the difference, if that is due."""
-        k = lax.cond(due, lambda: rotate(self.k, self._moved).astype(self.k.dtype), lambda: self.k)
-        return dataclasses.replace(self, k=k, rotated=jnp.where(due, self.rank, self.rotated))
+    def _turned(
+        self, rotate: Rotate, moved: Int[Array, "B K S"], rotated: Int[Array, "B K S"], due: Bool[Array, ""]
+    ) -> "LayerKV":
+        """Keys turned by as many ranks as they have moved, if that is due."""
+        k = lax.cond(due, lambda: rotate(self.k, moved).astype(self.k.dtype), lambda: self.k)
+        return dataclasses.replace(self, k=k, rotated=rotated + jnp.where(due, moved, 0))
 
     def settled(self, rotate: Rotate, first: int) -> tuple["LayerKV", Int[Array, "B K 1"]]:
         """For "sliding": a layer all of whose keys lag behind their ranks alike, but the first tokens'; and how far.
@@ -150,13 +152,15 @@ class LayerKV:
         Returns:
           The layer, and by how many ranks every key from `first` on has moved since it was rotated, at most 0.
         """
-        moved, most = self._moved, jnp.iinfo(jnp.int32).max
+        if self.rank is None or self.rotated is None:
+            return self, jnp.zeros((*self.pos.shape[:2], 1), jnp.int32)
+        moved, most = self._moved(self.rank, self.rotated), jnp.iinfo(jnp.int32).max
         later = self.pos >= first
         astray = ~later & (moved != 0)
         low = jnp.where(later, moved, jnp.where(astray, -most, most)).min(-1, keepdims=True)
         high = jnp.where(later, moved, jnp.where(astray, 1, -most)).max(-1, keepdims=True)
         due = ((high > low) | ((low < -self.num_slots) & (low > -most))).any()
-        return self._turned_if(due, rotate), jnp.where(due | (low == most), 0, low)
+        return self._turned(rotate, moved, self.rotated, due), jnp.where(due | (low == most), 0, low)
 
     def first_slots(self, first: int) -> Int[Array, "B K first"]:
         """The slots of the first tokens, S for those that are not live."""
@@ -178,7 +182,8 @@ class LayerKV:
     def keys(self, rotate: Rotate) -> Float[Array, "B K S H"]:
         """Keys as queries meet them: rotated, and as wide as values; channels that were dropped are zeros."""
         if self.positions == "compact":
-            return rotate(self.k, jnp.zeros_like(self.pos) if self.rank is None else jnp.maximum(self.rank, 0))
+            rank = jnp.zeros_like(self.pos) if self.rank is None else jnp.maximum(self.rank, 0)
+            return rotated_below(rotate, self.k, rank, self.num_slots)
         return widened(self.k, self.v.shape[-1])
 
     def bias(self, slopes: Slopes) -> Float[Array, "B N S"]:
@@ -250,6 +255,14 @@ class KVState:
     def kv_bytes(self) -> int:
         """Bytes of keys and values in all layers, dead slots included (static)."""
         return sum(x.size * x.dtype.itemsize for layer in self.layers for x in (layer.k, layer.v))
+
+
+def rotated_below(
+    rotate: Rotate, x: Float[Array, "B N S H"], pos: Int[Array, "B #N S"], bound: int
+) -> Float[Array, "B N S H"]:
+    """`rotate(x, pos)` for positions below `bound`: by a table of them where the model has one (`Rope.tabled`)."""
+    tabled = getattr(rotate, "tabled", None)
+    return rotate(x, pos) if tabled is None else tabled(x, pos, bound)
 
 
 def linear_bias(
@@ -371,6 +384,7 @@ def insert(
     kv = dataclasses.replace(kv, v=kv.v.at[b, h, jnp.where(overflow, 0, S)].set(jnp.nan, mode="drop"))
     pos = jnp.broadcast_to(pos[:, None], (B, K, 1))
     new_rank = None if kv.rank is None else next_ranks(kv, pos)[:, :, 0]
+    place = new_rank if new_rank is None or lag is None else new_rank - lag[..., 0]
     return dataclasses.replace(
         kv,
         k=write(kv.k, k[:, :, 0]),
@@ -378,7 +392,7 @@ def insert(
         pos=write(kv.pos, pos[:, :, 0]),
         memory=map_slots(lambda m: write(m, jnp.zeros((B, K, *m.shape[3:]), m.dtype)), kv.memory),
         rank=None if kv.rank is None else write(kv.rank, new_rank),
-        rotated=None if kv.rotated is None else write(kv.rotated, new_rank if lag is None else new_rank - lag[..., 0]),
+        rotated=None if kv.rotated is None else write(kv.rotated, place),
         gate=None if kv.gate is None else write(kv.gate, jnp.ones((B, K), kv.gate.dtype)),
     )
 
@@ -410,8 +424,13 @@ def position_order(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
     return lax.cond(ordered, partition, lambda pos: jnp.argsort(pos, axis=-1).astype(jnp.int32), pos)
 
 
-def evict(kv: LayerKV, keep: Bool[Array, "B K S"]) -> LayerKV:
+def evict(kv: LayerKV, keep: Bool[Array, "B K S"], *, most: int | None = None) -> LayerKV:
     """Marks every slot outside `keep` dead. Nothing moves.
+
+    Args:
+      kv: the layer.
+      keep: which slots stay.
+      most: of a head, how many live slots `keep` leaves out at most, where that is known: with one, ranks take less.
 
     Raises:
       ValueError: what is no layer, or no mask of its slots.
@@ -423,7 +442,7 @@ def evict(kv: LayerKV, keep: Bool[Array, "B K S"]) -> LayerKV:
             f"keep must be a mask of the layer's slots, booleans of shape {kv.pos.shape}; got {found[0]} of shape "
             f"{found[1]}"
         )
-    return _evict(kv, keep)
+    return _evict(kv, keep, most == 1)
 
 
 def _check_layer(kv: Any) -> None:
@@ -431,19 +450,16 @@ def _check_layer(kv: Any) -> None:
         raise ValueError(f"kv is a {type(kv).__name__}, not a LayerKV, one layer of a state (state.layers[0])")
 
 
-@jax.jit
-def _evict(kv: LayerKV, keep: Bool[Array, "B K S"]) -> LayerKV:
+@functools.partial(jax.jit, static_argnums=2)
+def _evict(kv: LayerKV, keep: Bool[Array, "B K S"], one: bool) -> LayerKV:
     pos = jnp.where(keep, kv.pos, EMPTY)
     if kv.rank is None:
         return dataclasses.replace(kv, pos=pos)
     gone = kv.live & ~keep
     # One eviction a head is the case of decoding: everything behind it moves up by one. Otherwise rank anew.
     first_gone = jnp.where(gone, kv.rank, jnp.iinfo(jnp.int32).max).min(-1, keepdims=True)
-    rank = lax.cond(
-        (gone.sum(-1) <= 1).all(),
-        lambda: kv.rank - (kv.rank > first_gone).astype(jnp.int32),
-        lambda: ranks(pos),
-    )
+    moved_up = lambda: kv.rank - (kv.rank > first_gone).astype(jnp.int32)
+    rank = moved_up() if one else lax.cond((gone.sum(-1) <= 1).all(), moved_up, lambda: ranks(pos))
     return dataclasses.replace(kv, pos=pos, rank=jnp.where(pos == EMPTY, EMPTY, rank))
 
 

@@ -96,7 +96,7 @@ def attend(
     if k.shape[1] != K:  # a set of slots for every query head
         k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
     place, lag, first = None if kv.positions == "original" else kv.next_ranks(pos), None, 0
-    if place is not None and kv.positions == "sliding" and ctx.phase == "decode":
+    if place is not None and isinstance(kv, LayerKV) and kv.positions == "sliding" and ctx.phase == "decode":
         first = 0 if policy is None else policy.spec.first or 0
         kv, lag = kv.settled(rotate, first)
         place = place - lag
@@ -107,11 +107,11 @@ def attend(
     if (channels := kv.channels) is not None:  # keys have lost channels: queries need no others
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         q, k = (_thinned(x, channels) for x in (q, k))
-    if lag is None:
+    if isinstance(kv, LayerKV) and lag is not None:
+        kv = kv.insert(k, v, pos, lag)
+    else:
         kv = kv.turned(rotate)
         kv = append(kv.view(), k, v, pos) if ctx.phase == "prefill" else kv.insert(k, v, pos)
-    else:
-        kv = kv.insert(k, v, pos, lag)
     keys, view = kv.keys(rotate), kv.view()
     q = widened(q, keys.shape[-1])
 
@@ -119,9 +119,9 @@ def attend(
     requests = {o: o.columns(moment) for o in observe}
     columns = {o: c for o, c in requests.items() if c is not None}
     bias = None if slopes is None else kv.bias(slopes)
-    if lag is not None and q is not raw_q and first:
+    if place is not None and lag is not None and q is not raw_q and first:  # not for models that rotate nothing
         ahead = rotate(raw_q, of_heads(place + lag))
-        nearer = _nearer(kv, first, q, ahead, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+        nearer = _nearer(view, first, q, ahead, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
         bias = nearer if bias is None else bias + nearer
     if kv.gate is not None:  # a slot is read with its gate as weight
         tiny = float(jnp.finfo(jnp.float32).tiny)  # finite logits, as infinite ones have no gradient

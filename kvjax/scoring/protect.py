@@ -174,7 +174,7 @@ class TopStd(Scope):
     def _ranked(
         self, slots: Slots, safe: Bool[Array, "B K S"], counts: Counts, most: Int[Array, "B K"]
     ) -> tuple[Bool[Array, "B K S"], Float[Array, "B K S"], Int[Array, "B K"]]:
-        """Slots protected by position, deviations with infinity for those, and how many of the largest are protected."""
+        """Slots protected by position, deviations with infinity for those, and how many of the largest are kept."""
         memory, kv, ctx = slots.memory, slots.kv, slots.ctx
         safe = PromptSinks(self.prompt_sinks)(slots, safe, counts, most)
         std = self.deviation(memory, kv, ctx)

@@ -14,7 +14,7 @@ from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import EMPTY, LayerKV, evict, position_order
 from kvjax.scoring.stats import LayerStats, Measurement, Slots
 from kvjax.sizes.budget import Count, Counts, counted
-from pallas_kernels.pytree import pytree
+from pallas_kernels.pytree import pytree, static
 from pallas_kernels.values import Value, a, flag, number, one_of, optional, settle, tokens
 
 Ties = Literal["evict_older", "lower_index"]
@@ -31,16 +31,18 @@ class Selection:
       score: the score they were ranked by, -inf for slots that were dead already. Protected slots stay whatever theirs.
       budgets: live slots that every head may keep, as planned.
       gate: how much of every slot a relaxed policy keeps, in [0, 1]; it keeps some of everything.
+      most: how many live slots of a head are not kept at most, where that is known (static).
     """
 
     keep: Bool[Array, "B K S"]
     score: Float[Array, "B K S"]
     budgets: Int[Array, "B K"]
     gate: Float[Array, "B K S"] | None = None
+    most: int | None = static(default=None)
 
     def apply(self, kv: LayerKV) -> LayerKV:
         """The layer without the slots that go, or with the gates of a relaxed policy."""
-        return evict(kv, self.keep) if self.gate is None else dataclasses.replace(kv, gate=self.gate)
+        return evict(kv, self.keep, most=self.most) if self.gate is None else dataclasses.replace(kv, gate=self.gate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +151,7 @@ class Select(Value, abc.ABC):
         return False
 
     def asks(self, most: int | None) -> bool:
-        """Whether it asks of single slots if they are protected (`Limits.spares`), for up to `most` evictions a head."""
+        """Whether it asks if single slots are protected (`Limits.spares`), for up to `most` evictions a head."""
         del most
         return False
 
@@ -217,8 +219,8 @@ class TopK(Select):
         elif limits.most is not None and limits.most <= _ONE_BY_ONE:
             keep = self.drop(ranked, kv.pos, limits.budgets, limits.most)
         else:
-            keep = self.best(ranked, kv.pos, limits.budgets)
-        return Selection(keep, score, limits.budgets)
+            return Selection(self.best(ranked, kv.pos, limits.budgets), score, limits.budgets)
+        return Selection(keep, score, limits.budgets, most=limits.most)
 
     def asks(self, most: int | None) -> bool:
         """See `Select`: where one slot goes, of which hardly ever more than one is a candidate."""
