@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import LayerKV
-from kvjax.scoring.select import TopK
+from kvjax.scoring.select import Spares, TopK
 from kvjax.scoring.stats import AllRows, Measurement, Observe, Observer, RowsFrom, Slots
 from kvjax.sizes.budget import Count, Counts, counted
 from pallas_kernels.values import Value, flag, optional, settle, tokens
@@ -82,10 +81,10 @@ class Scope(Observer, abc.ABC):
         safe: Bool[Array, "B K S"],
         counts: Counts,
         most: Int[Array, "B K"],
-    ) -> Callable[[Bool[Array, "B K S"]], Bool[Array, "B K"]] | None:
-        """What says whether it protects one slot of every head, marked True, where this is cheaper than to find them.
+    ) -> Spares | None:
+        """What says whether it protects single slots, where this is cheaper than to find all; else None.
 
-        The slots are live, and not `safe`. None where it is not; arguments are as in `__call__`.
+        Arguments are as in `__call__`.
         """
         del slots, safe, counts, most
         return None
@@ -195,7 +194,7 @@ class TopStd(Scope):
             above = kv.live & ((std > here) | ((std == here) & (kv.pos > place)))  # as `TopK.best` ranks them
             return above.sum(-1, dtype=jnp.int32) < size
 
-        return spared
+        return Spares(spared, lambda: self(slots, safe, counts, most))
 
     def deviation(
         self, memory: tuple[Float[Array, "B K S"], Float[Array, "B K S"]], kv: LayerKV, ctx: Context

@@ -20,6 +20,7 @@ from pallas_kernels.values import Value, a, flag, number, one_of, optional, sett
 Ties = Literal["evict_older", "lower_index"]
 
 _ONE_BY_ONE = 4  # up to this many evictions a head, finding the worst repeatedly is cheapest
+_ROUNDS = 2  # so many slots are asked if they are protected, before all that are protected are found
 
 
 @pytree
@@ -46,6 +47,19 @@ class Selection:
 
 
 @dataclasses.dataclass(frozen=True)
+class Spares:
+    """What a scope protects, for those who may not need all of it.
+
+    Attributes:
+      asked: whether single slots are protected: a live one of every head that is not safe, marked True.
+      found: all that are protected.
+    """
+
+    asked: Callable[[Bool[Array, "B K S"]], Bool[Array, "B K"]]
+    found: Callable[[], Bool[Array, "B K S"]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Limits:
     """How much may be kept.
 
@@ -55,8 +69,8 @@ class Limits:
       counts: resolves further counts in this layer.
       memory: what the selection carries (`Select.init`).
       summands: what divides a score into a mean (`Score.summands`).
-      spares: says of one slot in every head, marked True, whether it is protected beyond those that are `safe`; None
-        where `safe` has them all. Only selections that ask (`Select.asks`) are given it.
+      spares: what is protected beyond the slots that are `safe`; None where `safe` has it. Only selections that ask
+        (`Select.asks`) are given it.
     """
 
     budgets: Int[Array, "B K"] | Float[Array, "B K"]
@@ -64,7 +78,7 @@ class Limits:
     counts: Counts
     memory: Any = ()
     summands: int | Int[Array, "B"] = 1
-    spares: Callable[[Bool[Array, "B K S"]], Bool[Array, "B K"]] | None = None
+    spares: "Spares | None" = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +104,11 @@ def largest(keys: Sequence[Array], counts: Int[Array, "B #K"]) -> Bool[Array, "B
     shape = keys[0].shape
     left = jnp.broadcast_to(counts, shape[:2]).astype(jnp.int32)
     chosen, among = jnp.zeros(shape, bool), jnp.broadcast_to((left > 0)[..., None], shape)
-    for key in keys:
+    for i, key in enumerate(keys):
         bits = _ordered_bits(key)
         width = 8 * bits.dtype.itemsize
+        # Where as many are equal as are wanted of them, the bar of the next key is the lowest: nothing is looked for.
+        steps = width if i == 0 else jnp.where((among.sum(-1, dtype=jnp.int32) > left).any(), width, 0)
 
         def raise_bar(i, bar, bits=bits, among=among, left=left, last=width - 1):
             higher = bar | (jnp.ones((), bar.dtype) << (last - i).astype(bar.dtype))
@@ -100,7 +116,7 @@ def largest(keys: Sequence[Array], counts: Int[Array, "B #K"]) -> Bool[Array, "B
             return jnp.where(reached >= left, higher, bar)
 
         bar = jnp.zeros(shape[:2], bits.dtype)
-        bar = lax.fori_loop(jnp.int32(0), jnp.int32(width), raise_bar, bar)[..., None]
+        bar = lax.fori_loop(jnp.int32(0), jnp.int32(steps), raise_bar, bar)[..., None]
         above = among & (bits > bar)
         chosen, among = chosen | above, among & (bits == bar)
         left = left - above.sum(-1, dtype=jnp.int32)
@@ -264,30 +280,28 @@ class TopK(Select):
         return worst & (age == first)
 
     def drop_one(
-        self,
-        score: Float[Array, "B K S"],
-        pos: Int[Array, "B K S"],
-        budgets: Int[Array, "B K"],
-        spares: Callable[[Bool[Array, "B K S"]], Bool[Array, "B K"]],
+        self, score: Float[Array, "B K S"], pos: Int[Array, "B K S"], budgets: Int[Array, "B K"], spares: "Spares"
     ) -> Bool[Array, "B K S"]:
         """All live slots but the worst that is not spared; of a head that spares all, the oldest goes.
 
-        Every round asks one slot of each head that has not found its own: as many rounds as the worst head needs, no
-        more than it has slots.
+        Every round asks one slot of each head that has not found its own. Where a few rounds find none, as those do
+        that look for small means among large deviations, all that is spared is found at once.
         """
         live = pos != EMPTY
 
         def ask(carry):
-            score, found, looking = carry
+            i, score, found, looking = carry
             asked = self._worst(jnp.where(live, score, jnp.inf), live, pos)
             out = ~jnp.isfinite(jnp.where(asked, score, -jnp.inf).max(-1))  # nobody is left to ask
-            spared = spares(asked) & ~out
+            spared = spares.asked(asked) & ~out
             found = jnp.where(looking[..., None], asked, found)
-            return jnp.where(asked & spared[..., None], jnp.inf, score), found, looking & spared
+            return i + 1, jnp.where(asked & spared[..., None], jnp.inf, score), found, looking & spared
 
-        looking = live.sum(-1, dtype=jnp.int32) > budgets
-        _, found, _ = lax.while_loop(lambda c: c[2].any(), ask, (score, jnp.zeros_like(live), looking))
-        return live & ~found
+        over = live.sum(-1, dtype=jnp.int32) > budgets
+        start = jnp.int32(0), score, jnp.zeros_like(live), over
+        _, _, found, looking = lax.while_loop(lambda c: c[3].any() & (c[0] < _ROUNDS), ask, start)
+        keep = lambda: self.drop(jnp.where(spares.found(), jnp.inf, score), pos, budgets, 1)
+        return lax.cond(looking.any(), keep, lambda: live & ~found)
 
 
 @dataclasses.dataclass(frozen=True)
