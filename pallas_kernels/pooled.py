@@ -3,11 +3,10 @@
 Slots in any order: all query heads meet all slots in two plain matrix products, and masks leave every head its own
 slots. That is K times the arithmetic of a dense cache, but gathers, sorts and sums by owner cost more on CPU.
 
-Slots in order of their owners, of many kv heads with several query heads each: a block of slots belongs to the owners
-of its first and its last slot, and meets the query heads of both in a batched matrix product. Only where a third head
-has all of its slots inside one block, slots are taken in any order; and so they are of few heads, where products of
-blocks cost more than those with all queries. `experiments/bench_pool.py` compares both with a dense cache of as many
-slots.
+Slots in order of their owners: a block of slots belongs to the owners of its first and its last slot, and meets the
+query heads of both in a batched matrix product. Where a third head has all of its slots inside one block, slots are
+taken in any order; and so they always are for few kv heads, where products of blocks cost more than those with all
+queries. `experiments/bench_pool.py` compares both with a dense cache of as many slots.
 """
 
 import dataclasses
@@ -29,7 +28,7 @@ from pallas_kernels.columns import (
 )
 
 MIN_BLOCK = 16  # products of smaller blocks cost more than K times the arithmetic does
-MIN_HEADS, MIN_GROUP = 4, 3  # and so do those of fewer kv heads, or with fewer query heads each
+MIN_HEADS = 4  # and so do those of fewer kv heads
 MAX_BLOCK = 512
 
 
@@ -56,8 +55,8 @@ def pooled_attention(
     logits = _Logits(scale, softcap, None if bias is None else bias.astype(accumulator(q.dtype)))
     owner = jnp.where(kv_pos >= 0, owner, -1) if not in_order else owner
     seen = pool_visible(owner, q_pos, kv_pos, window)
-    blocks_pay = in_order and K >= MIN_HEADS and N // K >= MIN_GROUP
-    size = min(block_size(kv_pos.shape[1]), _power_of_two(kv_pos.shape[1] // (2 * K))) if blocks_pay else 1
+    blocks = in_order and K >= MIN_HEADS
+    size = min(block_size(kv_pos.shape[1]), _power_of_two(kv_pos.shape[1] // (2 * K))) if blocks else 1
     by_slot = lambda: _slot_by_slot(rows, k, v, owner, seen, logits)
     if size < MIN_BLOCK:
         out, lse, x = by_slot()
