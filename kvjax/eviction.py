@@ -14,7 +14,7 @@ from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import LayerKV, PerHead, Positions, evict
 from kvjax.policy import Granularity, LayerSpec, Layout, Rule
 from kvjax.scoring.protect import Protect, Scope, protected
-from kvjax.scoring.scores import FromFunction, Score
+from kvjax.scoring.scores import FromFunction, Recency, Score
 from kvjax.scoring.select import Limits, Select, Selection, TopK
 from kvjax.scoring.stats import LayerStats, Measurement, Slots, ordered
 from kvjax.sizes.allocation import HeadAllocation, LayerAllocation, UniformHeads, UniformLayers
@@ -128,7 +128,19 @@ class Evict(Rule):
             hides=None if self.mask is None else "visible",
             timed=self._timed,
             finite=self.select.finite,
+            first=self._first(site),
         )
+
+    def _first(self, site: Site) -> int | None:
+        """The most first tokens that are kept, where all that is ever kept is those and the last ones; else None.
+
+        So it is where the score is recency alone, equal scores (of positions beyond the precision of floats) go by age,
+        and nothing but its position protects a token. Sizes that cannot hold what is protected are refused.
+        """
+        by_age = type(self.score) is Recency and self.select == TopK("evict_older")
+        if not by_age or self.scope is not None or not isinstance(self.heads, UniformHeads):
+            return None
+        return int(self._sizes(site).sinks.max())
 
     def reserve(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"]:
         """See `Rule`."""
@@ -200,7 +212,7 @@ class Evict(Rule):
         # The coming token counts against the budget and against the recent window.
         ahead = dataclasses.replace(ctx, length=ctx.length + 1)
         selection, _ = self._select(kv.memory, kv, LayerStats(), ahead, coming=1)
-        return evict(kv, selection.keep)
+        return evict(kv, selection.keep, most=selection.most)
 
     def _scheduled_select(self, memory, kv, stats, ctx) -> Selection:
         """The selection of a decode step, where one is due."""
@@ -216,7 +228,8 @@ class Evict(Rule):
         else:
             due = kv.num_live >= budgets + (self.when.over or 0)
             drop = counts(self.when.drop)[:, None]
-        chosen = lax.cond(due.any(), lambda: self._select(memory, kv, stats, ctx, drop=drop)[0], lambda: nothing)
+        select = lambda: dataclasses.replace(self._select(memory, kv, stats, ctx, drop=drop)[0], most=None)
+        chosen = lax.cond(due.any(), select, lambda: nothing)
         gate = None if chosen.gate is None else jnp.where(due[..., None], chosen.gate, kv.gate)
         return dataclasses.replace(chosen, keep=jnp.where(due[..., None], chosen.keep, kv.live), gate=gate)
 
@@ -314,16 +327,18 @@ class Evict(Rule):
         else:
             selectable = memory.shares.value
         budgets = selectable + outside[:, None]
+        at_once, spares = None, None
+        if ctx.phase == "decode" and self.when.prefill:
+            at_once = max(self.when.room(ctx.site.max_new_tokens), counts.most(self.when.drop), 1)
         if self.scope is not None:
-            safe = self.scope(slots.of(memory.scope), safe, counts, budgets)
+            of_scope = slots.of(memory.scope), safe, counts, budgets
+            spares = self.scope.spares(*of_scope) if drop is None and self.select.asks(at_once) else None
+            safe = self.scope(*of_scope) if spares is None else safe
         if drop is not None:
             stay = jnp.minimum(safe.sum(-1, dtype=jnp.int32), budgets)
             budgets = jnp.maximum(jnp.minimum(budgets, kv.num_live - drop), stay)
         budgets = budgets - coming
-        at_once = None
-        if ctx.phase == "decode" and self.when.prefill:
-            at_once = max(self.when.room(ctx.site.max_new_tokens), counts.most(self.when.drop), 1)
-        limits = Limits(budgets, at_once, counts, memory.select, self.score.summands(ctx))
+        limits = Limits(budgets, at_once, counts, memory.select, self.score.summands(ctx), spares)
         chosen = _checked_selection(self.select, self.select(finite, safe, slots, limits))
         return dataclasses.replace(chosen, score=jnp.where(kv.live, score, -jnp.inf)), selectable
 

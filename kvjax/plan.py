@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from kvjax.cache.context import Site
 from kvjax.cache.pool import pool_slots
-from kvjax.cache.state import Positions
+from kvjax.cache.state import KeyPositions, Positions
 from kvjax.functions import check_unchanged
 from kvjax.memory import Memory, Widths, predict
 from kvjax.policy import LayerPolicy, LayerSpec, Layout, Policy, Reads, as_policy
@@ -86,7 +86,8 @@ class CachePlan:
       policy: the policy.
       sites: the layers.
       capacities: slots of each layer while decoding: of every kv head, or of all together in a pool.
-      positions: how each layer rotates its keys.
+      positions: how each layer rotates its keys: as the policy says, or "sliding" for "compact" where that is the same
+        and needs less arithmetic.
       layouts: how each layer is stored.
       widths: what of the model its memory depends on.
     """
@@ -94,7 +95,7 @@ class CachePlan:
     policy: Policy
     sites: tuple[Site, ...]
     capacities: tuple[int, ...]
-    positions: tuple[Positions, ...]
+    positions: tuple[KeyPositions, ...]
     layouts: tuple[Layout, ...]
     widths: Widths = dataclasses.field(repr=False, compare=False)  # programs do not depend on it
 
@@ -316,7 +317,7 @@ def make_plan(
         policy,
         tuple(sites),
         tuple(_capacity(spec, planned) for spec in specs),
-        tuple(spec.positions for spec in specs),
+        tuple(_key_positions(spec, config) for spec in specs),
         tuple(spec.storage for spec in specs),
         _widths(config),
     )
@@ -355,6 +356,12 @@ def _check_rotation(layer: int, positions: Positions, config: ModelConfig) -> No
             f"layer {layer} wants positions='rerotate', but this model's rotary scaling depends on the length or "
             "scales the keys, so that turning a stored key further is not exact; use 'compact' or 'original'"
         )
+
+
+def _key_positions(spec: LayerSpec, config: ModelConfig) -> KeyPositions:
+    """How a layer rotates its keys: not each anew where kept tokens move up together and keys may be turned further."""
+    together = spec.first is not None and spec.storage == "dense" and config.additive_rotation
+    return "sliding" if together and spec.positions == "compact" else spec.positions
 
 
 def _capacity(spec: LayerSpec, lengths: np.ndarray) -> int:

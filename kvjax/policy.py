@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax._moved import elsewhere
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.pool import PooledKV
-from kvjax.cache.state import KVState, LayerKV, Positions
+from kvjax.cache.state import KeyPositions, KVState, LayerKV, Positions
 from kvjax.scoring.select import Selection
 from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement, ordered
 from kvjax.sizes.schedule import Schedule
@@ -54,6 +54,8 @@ class LayerSpec:
       prunes: key channels are dropped or zeroed after the prompt, other ones in every head.
       timed: what is kept may depend on how many tokens the run is planned for (`Site.max_new_tokens`), as temperatures
         do that end at the last one. Runs under other rules may be planned for a few more than they are asked for.
+      first: how many first tokens are kept at most, where what is kept, always, is those and the last ones of a
+        sequence, nothing between; None elsewhere.
     """
 
     target: np.ndarray
@@ -70,6 +72,7 @@ class LayerSpec:
     prunes: bool = False
     timed: bool = True
     finite: bool = False
+    first: int | None = None
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """What is measured in a phase."""
@@ -142,6 +145,7 @@ def merged(rules: "Sequence[Rule]", site: Site) -> LayerSpec:
         any(spec.prunes for spec in specs),
         any(spec.timed for spec in specs),
         any(spec.finite for spec in specs),
+        first=specs[0].first if len(specs) == 1 else None,
     )
     pruning = sum(spec.prunes for spec in specs)
     if pruning > 1:
@@ -338,7 +342,7 @@ class LayerPolicy:
             if selection is not None:
                 kv, decision = selection.apply(kv), selection
         if decision is not None and len(self.rules) > 1:
-            decision = dataclasses.replace(decision, keep=kv.live, gate=kv.gate)
+            decision = dataclasses.replace(decision, keep=kv.live, gate=kv.gate, most=None)
         return tuple(memories), decision
 
     def step(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> LayerKV:
@@ -387,9 +391,12 @@ def obeying(memory: tuple[Any, ...], selection: Selection | None) -> Callable[[L
     return obey
 
 
-def empty_layer(policy: LayerPolicy, batch: int, dtype: jax.typing.DTypeLike) -> LayerKV:
-    """A layer's cache without slots."""
+def empty_layer(
+    policy: LayerPolicy, batch: int, dtype: jax.typing.DTypeLike, positions: KeyPositions | None = None
+) -> LayerKV:
+    """A layer's cache without slots. Keys are stored as the policy says, or as a plan does (`CachePlan.positions`)."""
     site, spec = policy.site, policy.spec
+    positions = spec.positions if positions is None else positions
     empty = jnp.zeros((batch, site.num_kv_heads, 0, site.head_dim), dtype)
     pos = jnp.zeros((batch, site.num_kv_heads, 0), jnp.int32)
     return LayerKV(
@@ -397,10 +404,10 @@ def empty_layer(policy: LayerPolicy, batch: int, dtype: jax.typing.DTypeLike) ->
         empty,
         pos,
         policy.init(batch),
-        rank=None if spec.positions == "original" else pos,
-        rotated=pos if spec.positions == "rerotate" else None,
+        rank=None if positions == "original" else pos,
+        rotated=pos if positions in ("rerotate", "sliding") else None,
         gate=jnp.zeros(pos.shape, float) if spec.gates else None,
-        positions=spec.positions,
+        positions=positions,
     )
 
 

@@ -218,7 +218,26 @@ class Rope:
 
         Angles are computed in float32 whatever the dtype of `x`: bfloat16 cannot tell position 256 from 257.
         """
-        H = self.turning(x.shape[-1])
+        return self._turned(x, *self._factors(pos, x.shape[-1]))
+
+    def tabled(self, x: Float[Array, "B N T H"], pos: Int[Array, "B #N T"], bound: int) -> Float[Array, "B N T H"]:
+        """The same for positions from 0 to below `bound`, fewer than there are of them: each is computed once.
+
+        Cosines cost far more than all else of a rotation. Scalings whose angles depend on the length have no table.
+        """
+        if self.kind in ("dynamic", "longrope"):
+            return self(x, pos)
+        every = jnp.arange(bound, dtype=jnp.int32)[None, None]
+        factors = (
+            table[0, 0].at[pos].get(mode="fill", fill_value=jnp.nan) for table in self._factors(every, x.shape[-1])
+        )
+        return self._turned(x, *factors)
+
+    def _factors(
+        self, pos: Int[Array, "B #N T"], head_dim: int
+    ) -> tuple[Float[Array, "B #N T pairs"], Float[Array, "B #N T pairs"]]:
+        """What pairs of channels are turned by: cosines and sines."""
+        H = self.turning(head_dim)
         freq = jnp.asarray(self.frequencies(H), jnp.float32)[None]
         # The length is that of the pass, for every sequence on its own.
         length = jnp.maximum(pos.max((1, 2)) + 1, self.original_max)[:, None]
@@ -230,7 +249,12 @@ class Rope:
             stretched = np.array(self.short_factor) / np.array(self.long_factor)
             freq = jnp.where(length > self.original_max, freq * jnp.asarray(stretched, jnp.float32)[None], freq)
         angle = pos[..., None].astype(jnp.float32) * freq[:, None, None]
-        cos, sin = jnp.cos(angle) * self.attention_factor, jnp.sin(angle) * self.attention_factor
+        return jnp.cos(angle) * self.attention_factor, jnp.sin(angle) * self.attention_factor
+
+    def _turned(
+        self, x: Float[Array, "B N T H"], cos: Float[Array, "B #N T pairs"], sin: Float[Array, "B #N T pairs"]
+    ) -> Float[Array, "B N T H"]:
+        H = self.turning(x.shape[-1])
         turning, rest = x[..., :H].astype(jnp.float32), x[..., H:]
         a, b = (turning[..., ::2], turning[..., 1::2]) if self.interleaved else jnp.split(turning, 2, axis=-1)
         a, b = a * cos - b * sin, b * cos + a * sin

@@ -4,8 +4,9 @@ Slots in any order: all query heads meet all slots in two plain matrix products,
 slots. That is K times the arithmetic of a dense cache, but gathers, sorts and sums by owner cost more on CPU.
 
 Slots in order of their owners: a block of slots belongs to the owners of its first and its last slot, and meets the
-query heads of both in a batched matrix product. Only where a third head has all of its slots inside one block, slots
-are taken in any order. `experiments/bench_pool.py` compares both with a dense cache of as many slots.
+query heads of both in a batched matrix product. Where a third head has all of its slots inside one block, slots are
+taken in any order; and so they always are for few kv heads, where products of blocks cost more than those with all
+queries. `experiments/bench_pool.py` compares both with a dense cache of as many slots.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from pallas_kernels.columns import (
 )
 
 MIN_BLOCK = 16  # products of smaller blocks cost more than K times the arithmetic does
+MIN_HEADS = 4  # and so do those of fewer kv heads
 MAX_BLOCK = 512
 
 
@@ -53,7 +55,8 @@ def pooled_attention(
     logits = _Logits(scale, softcap, None if bias is None else bias.astype(accumulator(q.dtype)))
     owner = jnp.where(kv_pos >= 0, owner, -1) if not in_order else owner
     seen = pool_visible(owner, q_pos, kv_pos, window)
-    size = min(block_size(kv_pos.shape[1]), _power_of_two(kv_pos.shape[1] // (2 * K))) if in_order else 1
+    blocks = in_order and K >= MIN_HEADS
+    size = min(block_size(kv_pos.shape[1]), _power_of_two(kv_pos.shape[1] // (2 * K))) if blocks else 1
     by_slot = lambda: _slot_by_slot(rows, k, v, owner, seen, logits)
     if size < MIN_BLOCK:
         out, lse, x = by_slot()
@@ -108,7 +111,11 @@ def _slot_by_slot(
     """The output, the logsumexp and the logits of every slot with the queries of its owner."""
     B, K, G, H = q.shape
     dtype = accumulator(q.dtype)
-    x = jnp.einsum("bnh,bph->bnp", q.reshape(B, K * G, H), k, preferred_element_type=dtype)
+    rows = q.reshape(B, K * G, H)
+    if k.dtype.itemsize >= 4:  # slots first: for the other order XLA would copy all keys, transposed, on CPU
+        x = lax.optimization_barrier(jnp.einsum("bph,bnh->bpn", k, rows, preferred_element_type=dtype)).swapaxes(1, 2)
+    else:
+        x = jnp.einsum("bnh,bph->bnp", rows, k, preferred_element_type=dtype)
     x = logits(x.reshape(B, K, G, -1))
     e, mass, lse = _exponentials(x, seen, owner)
     out = jnp.einsum("bnp,bph->bnh", e.reshape(B, K * G, -1).astype(v.dtype), v, preferred_element_type=dtype)

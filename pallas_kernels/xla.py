@@ -114,7 +114,12 @@ def _logits(config: _Config, q, k, q_pos, kv_pos, bias, causal=True):
     """Masked logits of a block of rows "B K G R S", the mask "B K R S", and the capped logits before bias and mask."""
     B, K, G, R, H = q.shape
     dtype = accumulator(q.dtype)
-    x = jnp.einsum("bkrh,bksh->bkrs", q.reshape(B, K, G * R, H), k, preferred_element_type=dtype)
+    rows = q.reshape(B, K, G * R, H)
+    if R == 1 and k.dtype.itemsize >= 4:  # slots first: for the other order XLA would copy all keys, transposed, on CPU
+        x = lax.optimization_barrier(jnp.einsum("bksh,bkrh->bksr", k, rows, preferred_element_type=dtype))
+        x = x.swapaxes(2, 3)
+    else:
+        x = jnp.einsum("bkrh,bksh->bkrs", rows, k, preferred_element_type=dtype)
     x = x.reshape(B, K, G, R, -1) * jnp.asarray(config.scale, dtype)
     if config.softcap is not None:
         x = config.softcap * jnp.tanh(x / config.softcap)

@@ -79,6 +79,12 @@ def expected(q, k, v, owner, q_pos, kv_pos, num_kv_heads, columns, bias=None, **
     return out, lse, measured
 
 
+@pytest.fixture(autouse=True)
+def _blocks_of_few_heads(monkeypatch):
+    """Products of blocks wherever they are possible, however small."""
+    monkeypatch.setattr(pooled, "MIN_HEADS", 1)
+
+
 def in_order(lengths, *, K, G=2, H=8, dead=0.3, seed=0):
     """A pool whose heads have consecutive slots, dead ones among them, and other numbers of them in every sequence."""
     P = sum(lengths[0])
@@ -196,6 +202,16 @@ def test_slots_in_order_of_owners(implementation, lengths, monkeypatch):
     half = (*(x.astype(jnp.bfloat16) for x in arrays[:3]), *arrays[3:])
     compare(half, K, (Columns(),), implementation, TOLERANCE["bfloat16"], in_order=True)
     assert bool(sizes) == (implementation == "xla" and lengths != LENGTHS["no blocks"])
+
+
+@pytest.mark.parametrize(("K", "blocks"), [(4, True), (3, False)])
+def test_few_heads_meet_all_slots(K, blocks, monkeypatch):
+    monkeypatch.undo()
+    sizes, of = set(), pooled._Blocks.of
+    monkeypatch.setattr(pooled._Blocks, "of", lambda owner, size: sizes.add(size) or of(owner, size))
+    arrays = in_order([[256 // K] * (K - 1) + [256 - 256 // K * (K - 1)]], K=K)
+    jax.eval_shape(functools.partial(pooled_attention, num_kv_heads=K, in_order=True), *arrays)
+    assert bool(sizes) == blocks
 
 
 def test_blocks_never_share_a_scale():

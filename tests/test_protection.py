@@ -9,8 +9,10 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.scoring.select import Chunks
-from kvjax.sizes.budget import Ratio, Tokens
+from kvjax.scoring.protect import PromptSinks, TopStd
+from kvjax.scoring.select import Chunks, TopK
+from kvjax.scoring.stats import LayerStats, Slots
+from kvjax.sizes.budget import Counts, Ratio, Tokens
 from tests import helpers
 
 T = 40
@@ -146,3 +148,25 @@ def test_a_prompt_that_is_too_short_for_its_share_needs_slots_for_all_its_tokens
 def test_nothing_smaller_is_taken_instead(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("ties", ["evict_older", "lower_index"])
+@pytest.mark.parametrize("size", [0, 3, 7, 12])
+def test_asking_of_single_slots_evicts_what_finding_all_protected_ones_does(size, ties):
+    """Also among equal deviations and equal scores, where a head is within its budget, and where all is protected."""
+    rng = np.random.default_rng(size)
+    B, K, S, budget = 3, 4, 12, 9
+    pos = np.argsort(rng.random((B, K, S)), axis=-1)
+    pos = jnp.asarray(np.where(rng.random(pos.shape) < np.linspace(0, 0.4, K)[:, None], -1, pos), jnp.int32)
+    draw = lambda: jnp.asarray(rng.integers(0, 3, pos.shape) / 4, jnp.float32)
+    kv = kvjax.LayerKV(jnp.zeros((*pos.shape, 2)), jnp.zeros((*pos.shape, 2)), pos)
+    site = helpers.site(T=S, K=K, N=K)
+    ctx = helpers.context(site, length=[S] * B, prompt_length=[6] * B, phase="decode")
+    safe = (pos >= S - 2) | jnp.asarray([False, False, True])[:, None, None]
+    score, slots = jnp.where(safe, jnp.inf, draw()), Slots(kv, LayerStats(), ctx, kv.live & ~safe, (draw(), draw()))
+    select, scope = TopK(ties), TopStd(size)
+    counts, budgets = Counts(np.full((S + 1,), budget), ctx.prompt_length), jnp.full((B, K), budget)
+    protected = scope(slots, safe, counts, budgets)
+    found = select.drop_one(score, pos, budgets, scope.spares(slots, safe, counts, budgets))
+    np.testing.assert_array_equal(found, select.drop(jnp.where(protected, jnp.inf, score), pos, budgets, 1))
+    assert PromptSinks(2).spares(slots, safe, counts, budgets) is None

@@ -111,7 +111,7 @@ def measurements(plans: Sequence[CachePlan]) -> tuple[Measured, ...]:
 
 def _layer_kv(layer: LayerReading, plan: CachePlan, i: int) -> LayerKV:
     """The prompt's full cache with a policy's memory as it is when the prompt has been appended."""
-    kv = layer.cache(plan.specs[i].heads, plan.positions[i])
+    kv = layer.cache(plan.specs[i].heads, plan.specs[i].positions)
     T = kv.num_slots
     grow = lambda m: jnp.pad(m, [(0, 0), (0, 0), (0, T)] + [(0, 0)] * (m.ndim - 3))
     return dataclasses.replace(kv, memory=map_slots(grow, plan.layers[i].init(kv.pos.shape[0])))

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key, UInt32
 
+from pallas_kernels.columns import hash_uniform
 from pallas_kernels.pytree import pytree, static
 
 Phase = Literal["prefill", "decode"]
 
 _GENERATOR = "threefry2x32"
+_UNIFORM = 0x0D1E  # keeps uniform draws apart from the noise of statistics, which hashes numbers of as many kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +140,17 @@ class Context:
     @property
     def seed(self) -> UInt32[Array, "B"]:
         """A number a sequence and layer, the same at every step: the seed of hashed noise."""
-        key = jax.vmap(lambda k: jax.random.bits(jax.random.fold_in(k, self.layer), (), jnp.uint32))
-        return key(self.keys)
+        return self._seed()
+
+    def _seed(self, *salts: int) -> UInt32[Array, "B"]:
+        """A number a sequence and layer; another one for every salt."""
+
+        def bits(key: Key[Array, ""]) -> UInt32[Array, ""]:
+            for salt in (self.layer, *salts):
+                key = jax.random.fold_in(key, salt)
+            return jax.random.bits(key, (), jnp.uint32)
+
+        return jax.vmap(bits)(self.keys)
 
     @property
     def event(self) -> Int[Array, "B"]:
@@ -147,17 +158,12 @@ class Context:
         return self.length - self.prompt_length
 
     def uniform(self, pos: Int[Array, "B K S"], *, shared: bool = False) -> Float[Array, "B K S"]:
-        """A uniform draw in [0, 1) for every slot, fixed by (sequence key, layer, event, kv head, position).
+        """A uniform draw in (0, 1) for every slot, fixed by (sequence key, layer, event, kv head, position).
 
-        It depends neither on the order of evaluation, nor on padding, nor on which slot a token sits in. `shared` gives
-        all heads of the layer the same draw for a position.
+        It depends neither on the order of evaluation, nor on padding, nor on which slot a token sits in: a generator's
+        seed for the sequence and layer, and a hash for every slot. `shared` gives all heads of the layer the same draw
+        for a position.
         """
-
-        def draw(key: Key[Array, ""], event: Int[Array, ""], head: Int[Array, ""], pos: Int[Array, "S"]):
-            for salt in (self.layer, event, head):
-                key = jax.random.fold_in(key, salt)
-            return jax.vmap(lambda p: jax.random.uniform(jax.random.fold_in(key, p), (), jnp.float32))(pos)
-
-        heads = jnp.arange(pos.shape[1], dtype=jnp.int32) * jnp.int32(not shared)
-        by_head = jax.vmap(draw, (None, None, 0, 0))
-        return jax.vmap(by_head, (0, 0, None, 0))(self.keys, self.event, heads, pos)
+        heads = jnp.arange(pos.shape[1], dtype=jnp.int32)[None, :, None] * jnp.int32(not shared)
+        seed = self._seed(_UNIFORM)[:, None, None]
+        return hash_uniform(seed, self.event[:, None, None], heads, pos)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
-from kvjax.cache.state import EMPTY, LayerKV, Positions, Rotate, Slopes, map_slots
+from kvjax.cache.state import EMPTY, KeyPositions, LayerKV, Rotate, Slopes, map_slots, rotated_below
 from pallas_kernels import Attention, Columns, pooled_attention
 from pallas_kernels.columns import accumulator
 from pallas_kernels.pooled import MAX_BLOCK, MIN_BLOCK, block_size, by_owner
@@ -44,7 +44,7 @@ class PooledKV:
     memory: PyTree[Any] = ()
     rank: Int[Array, "B P"] | None = None
     rotated: Int[Array, "B P"] | None = None
-    positions: Positions = static(default="original")
+    positions: KeyPositions = static(default="original")
 
     @property
     def num_live(self) -> Int[Array, "B K"]:
@@ -149,7 +149,8 @@ class PooledKV:
         """Keys as queries meet them: rotated."""
         if self.positions != "compact":
             return self.k
-        return _rotated(rotate, self.k, jnp.zeros_like(self.pos) if self.rank is None else jnp.maximum(self.rank, 0))
+        rank = jnp.zeros_like(self.pos) if self.rank is None else jnp.maximum(self.rank, 0)
+        return rotated_below(rotate, self.k[:, None], rank[:, None], self.num_slots)[:, 0].astype(self.k.dtype)
 
     def bias(self, slopes: Slopes) -> Float[Array, "B G P"]:
         """What slopes add to the logits of every slot with the query heads of its owner; see `LayerKV`."""
@@ -190,7 +191,7 @@ class PooledKV:
 
 
 def _rotated(rotate: Rotate, k: Float[Array, "B P H"], at: Int[Array, "B P"]) -> Float[Array, "B P H"]:
-    """A pool's keys rotated at its slots' ranks, or by as much as these have changed."""
+    """A pool's keys rotated by as much as its slots' ranks have changed."""
     return rotate(k[:, None], at[:, None])[:, 0].astype(k.dtype)
 
 

@@ -31,6 +31,9 @@ _ROUNDING = 1e-5  # what sums of gates may be beyond 1
 
 Positions = Literal["original", "compact", "rerotate"]
 
+KeyPositions = Literal["original", "compact", "rerotate", "sliding"]
+"""How a layer stores keys. "sliding" is "compact" where a policy keeps the first tokens and the last ones alone."""
+
 Rotate = Callable[[Float[Array, "B N T H"], Int[Array, "B #N T"]], Float[Array, "B N T H"]]
 """Applies a model's rotary embedding at given positions."""
 
@@ -50,16 +53,18 @@ class LayerKV:
     """One layer's cache.
 
     Attributes:
-      k: keys, C = H channels unless some were dropped. Rotated at `pos`, or not rotated at all when `positions` is
-        "compact".
+      k: keys, C = H channels unless some were dropped. Rotated at `pos`, at `rotated` where that is given, or not
+        rotated at all when `positions` is "compact".
       v: values.
       pos: absolute position of the token in the slot, or EMPTY.
       memory: the policy's numbers: arrays "B K S ..." with one entry a slot, which start from zero whenever a slot is
         filled, and `PerHead` arrays.
       rank: None for "original". Otherwise the slot's rank by position among the live slots of its head: where its key
         is rotated at every use ("compact": StreamingLLM, arXiv 2309.17453), or once after every eviction ("rerotate").
+        "sliding" is "compact" of keys that are stored rotated: see `settled`.
       channels: the key channels that are stored, increasing, where keys have lost some (ThinK, arXiv 2407.21018).
-      rotated: for "rerotate", the rank at which the stored key is rotated; `attend` brings it up to date.
+      rotated: for "rerotate" and "sliding", the rank at which the stored key is rotated; `attend` brings it up to date,
+        for "sliding" when it must.
       gate: how much of every slot is kept, in [0, 1], where a policy is relaxed (`kvjax.relax`): attention reads a slot
         with its gate as weight. None where slots are live or dead and nothing between.
       positions: how keys are rotated.
@@ -73,7 +78,7 @@ class LayerKV:
     rotated: Int[Array, "B K S"] | None = None
     channels: Int[Array, "B K C"] | None = None
     gate: Float[Array, "B K S"] | None = None
-    positions: Positions = static(default="original")
+    positions: KeyPositions = static(default="original")
 
     @property
     def live(self) -> Bool[Array, "B K S"]:
@@ -115,21 +120,70 @@ class LayerKV:
         return next_ranks(self, jnp.broadcast_to(pos[:, None], (*self.pos.shape[:2], pos.shape[1])))
 
     def turned(self, rotate: Rotate) -> "LayerKV":
-        """Keys rotated at their present ranks, for "rerotate": those that moved up are turned by the difference."""
+        """Keys rotated at their present ranks, where they are stored rotated at earlier ones."""
         if self.rank is None or self.rotated is None or not self.num_slots:
             return self
-        moved = jnp.where(self.live, self.rank - self.rotated, 0)
-        k = lax.cond((moved != 0).any(), lambda: rotate(self.k, moved).astype(self.k.dtype), lambda: self.k)
-        return dataclasses.replace(self, k=k, rotated=self.rank)
+        moved = self._moved(self.rank, self.rotated)
+        return self._turned(rotate, moved, self.rotated, (moved != 0).any())
 
-    def insert(self, k: Float[Array, "B K 1 C"], v: Float[Array, "B K 1 H"], pos: Int[Array, "B 1"]) -> "LayerKV":
+    def _moved(self, rank: Int[Array, "B K S"], rotated: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
+        """By how many ranks every live slot has moved since its key was rotated."""
+        return jnp.where(self.live, rank - rotated, 0)
+
+    def _turned(
+        self, rotate: Rotate, moved: Int[Array, "B K S"], rotated: Int[Array, "B K S"], due: Bool[Array, ""]
+    ) -> "LayerKV":
+        """Keys turned by as many ranks as they have moved, if that is due."""
+        k = lax.cond(due, lambda: rotate(self.k, moved).astype(self.k.dtype), lambda: self.k)
+        return dataclasses.replace(self, k=k, rotated=rotated + jnp.where(due, moved, 0))
+
+    def settled(self, rotate: Rotate, first: int) -> tuple["LayerKV", Int[Array, "B K 1"]]:
+        """For "sliding": a layer all of whose keys lag behind their ranks alike, but the first tokens'; and how far.
+
+        A logit depends on the difference of two ranks, so that keys which moved up together are met where they were by
+        a query that is turned back as far. Keys are turned where anything else happened, as when a user evicts, and
+        when they lag behind by as many ranks as there are slots. So angles stay as small as those of ranks, whatever
+        the length of the text, and a key is turned again twice at most before it leaves.
+
+        Args:
+          rotate: see `attend`.
+          first: tokens at the beginning of the text that may stay where they are.
+
+        Returns:
+          The layer, and by how many ranks every key from `first` on has moved since it was rotated, at most 0.
+        """
+        if self.rank is None or self.rotated is None:
+            return self, jnp.zeros((*self.pos.shape[:2], 1), jnp.int32)
+        moved, most = self._moved(self.rank, self.rotated), jnp.iinfo(jnp.int32).max
+        later = self.pos >= first
+        astray = ~later & (moved != 0)
+        low = jnp.where(later, moved, jnp.where(astray, -most, most)).min(-1, keepdims=True)
+        high = jnp.where(later, moved, jnp.where(astray, 1, -most)).max(-1, keepdims=True)
+        due = ((high > low) | ((low < -self.num_slots) & (low > -most))).any()
+        return self._turned(rotate, moved, self.rotated, due), jnp.where(due | (low == most), 0, low)
+
+    def first_slots(self, first: int) -> Int[Array, "B K first"]:
+        """The slots of the first tokens, S for those that are not live."""
+        B, K, S = self.pos.shape
+        b, h = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
+        place = jnp.where(self.live & (self.pos < first), self.pos, first)
+        return jnp.full((B, K, first), S, jnp.int32).at[b, h, place].set(_indices(self.pos), mode="drop")
+
+    def insert(
+        self,
+        k: Float[Array, "B K 1 C"],
+        v: Float[Array, "B K 1 H"],
+        pos: Int[Array, "B 1"],
+        lag: Int[Array, "B K 1"] | None = None,
+    ) -> "LayerKV":
         """See `insert`."""
-        return insert(self, k, v, pos)
+        return insert(self, k, v, pos, lag)
 
     def keys(self, rotate: Rotate) -> Float[Array, "B K S H"]:
         """Keys as queries meet them: rotated, and as wide as values; channels that were dropped are zeros."""
         if self.positions == "compact":
-            return rotate(self.k, jnp.zeros_like(self.pos) if self.rank is None else jnp.maximum(self.rank, 0))
+            rank = jnp.zeros_like(self.pos) if self.rank is None else jnp.maximum(self.rank, 0)
+            return rotated_below(rotate, self.k, rank, self.num_slots)
         return widened(self.k, self.v.shape[-1])
 
     def bias(self, slopes: Slopes) -> Float[Array, "B N S"]:
@@ -201,6 +255,14 @@ class KVState:
     def kv_bytes(self) -> int:
         """Bytes of keys and values in all layers, dead slots included (static)."""
         return sum(x.size * x.dtype.itemsize for layer in self.layers for x in (layer.k, layer.v))
+
+
+def rotated_below(
+    rotate: Rotate, x: Float[Array, "B N S H"], pos: Int[Array, "B #N S"], bound: int
+) -> Float[Array, "B N S H"]:
+    """`rotate(x, pos)` for positions below `bound`: by a table of them where the model has one (`Rope.tabled`)."""
+    tabled = getattr(rotate, "tabled", None)
+    return rotate(x, pos) if tabled is None else tabled(x, pos, bound)
 
 
 def linear_bias(
@@ -300,8 +362,16 @@ def append(kv: LayerKV, k: Float[Array, "B K T C"], v: Float[Array, "B K T H"], 
     )
 
 
-def insert(kv: LayerKV, k: Float[Array, "B K 1 C"], v: Float[Array, "B K 1 H"], pos: Int[Array, "B 1"]) -> LayerKV:
+def insert(
+    kv: LayerKV,
+    k: Float[Array, "B K 1 C"],
+    v: Float[Array, "B K 1 H"],
+    pos: Int[Array, "B 1"],
+    lag: Int[Array, "B K 1"] | None = None,
+) -> LayerKV:
     """Writes one token into a dead slot of every head, in place under `jit` with donated or scanned state.
+
+    Its key is rotated at its rank, less the `lag` of a window that it joins (`LayerKV.settled`).
 
     A token whose position is EMPTY changes nothing that is live. A head without a dead slot has been driven past its
     plan: instead of overwriting a token silently, one of the head's values becomes NaN, and with it the logits.
@@ -314,6 +384,7 @@ def insert(kv: LayerKV, k: Float[Array, "B K 1 C"], v: Float[Array, "B K 1 H"], 
     kv = dataclasses.replace(kv, v=kv.v.at[b, h, jnp.where(overflow, 0, S)].set(jnp.nan, mode="drop"))
     pos = jnp.broadcast_to(pos[:, None], (B, K, 1))
     new_rank = None if kv.rank is None else next_ranks(kv, pos)[:, :, 0]
+    place = new_rank if new_rank is None or lag is None else new_rank - lag[..., 0]
     return dataclasses.replace(
         kv,
         k=write(kv.k, k[:, :, 0]),
@@ -321,7 +392,7 @@ def insert(kv: LayerKV, k: Float[Array, "B K 1 C"], v: Float[Array, "B K 1 H"], 
         pos=write(kv.pos, pos[:, :, 0]),
         memory=map_slots(lambda m: write(m, jnp.zeros((B, K, *m.shape[3:]), m.dtype)), kv.memory),
         rank=None if kv.rank is None else write(kv.rank, new_rank),
-        rotated=None if kv.rotated is None else write(kv.rotated, new_rank),
+        rotated=None if kv.rotated is None else write(kv.rotated, place),
         gate=None if kv.gate is None else write(kv.gate, jnp.ones((B, K), kv.gate.dtype)),
     )
 
@@ -353,8 +424,13 @@ def position_order(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
     return lax.cond(ordered, partition, lambda pos: jnp.argsort(pos, axis=-1).astype(jnp.int32), pos)
 
 
-def evict(kv: LayerKV, keep: Bool[Array, "B K S"]) -> LayerKV:
+def evict(kv: LayerKV, keep: Bool[Array, "B K S"], *, most: int | None = None) -> LayerKV:
     """Marks every slot outside `keep` dead. Nothing moves.
+
+    Args:
+      kv: the layer.
+      keep: which slots stay.
+      most: of a head, how many live slots `keep` leaves out at most, where that is known: with one, ranks take less.
 
     Raises:
       ValueError: what is no layer, or no mask of its slots.
@@ -366,7 +442,7 @@ def evict(kv: LayerKV, keep: Bool[Array, "B K S"]) -> LayerKV:
             f"keep must be a mask of the layer's slots, booleans of shape {kv.pos.shape}; got {found[0]} of shape "
             f"{found[1]}"
         )
-    return _evict(kv, keep)
+    return _evict(kv, keep, most == 1)
 
 
 def _check_layer(kv: Any) -> None:
@@ -374,19 +450,16 @@ def _check_layer(kv: Any) -> None:
         raise ValueError(f"kv is a {type(kv).__name__}, not a LayerKV, one layer of a state (state.layers[0])")
 
 
-@jax.jit
-def _evict(kv: LayerKV, keep: Bool[Array, "B K S"]) -> LayerKV:
+@functools.partial(jax.jit, static_argnums=2)
+def _evict(kv: LayerKV, keep: Bool[Array, "B K S"], one: bool) -> LayerKV:
     pos = jnp.where(keep, kv.pos, EMPTY)
     if kv.rank is None:
         return dataclasses.replace(kv, pos=pos)
     gone = kv.live & ~keep
     # One eviction a head is the case of decoding: everything behind it moves up by one. Otherwise rank anew.
     first_gone = jnp.where(gone, kv.rank, jnp.iinfo(jnp.int32).max).min(-1, keepdims=True)
-    rank = lax.cond(
-        (gone.sum(-1) <= 1).all(),
-        lambda: kv.rank - (kv.rank > first_gone).astype(jnp.int32),
-        lambda: ranks(pos),
-    )
+    moved_up = lambda: kv.rank - (kv.rank > first_gone).astype(jnp.int32)
+    rank = moved_up() if one else lax.cond((gone.sum(-1) <= 1).all(), moved_up, lambda: ranks(pos))
     return dataclasses.replace(kv, pos=pos, rank=jnp.where(pos == EMPTY, EMPTY, rank))
 
 

@@ -13,6 +13,7 @@ from kvjax.cache.state import LayerKV, Rotate, Slopes, append, linear_bias, wide
 from kvjax.policy import LayerPolicy
 from kvjax.scoring.stats import LayerStats, Measurement, Moment
 from pallas_kernels import attention
+from pallas_kernels.columns import accumulator
 
 
 @runtime_checkable
@@ -94,15 +95,23 @@ def attend(
     K, raw_q = kv.num_kv_heads, q
     if k.shape[1] != K:  # a set of slots for every query head
         k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
-    rank = None if kv.positions == "original" else kv.next_ranks(pos)
-    q = rotate(q, pos[:, None] if rank is None else jnp.repeat(rank, q.shape[1] // K, axis=1))
+    place, lag, first = None if kv.positions == "original" else kv.next_ranks(pos), None, 0
+    if place is not None and isinstance(kv, LayerKV) and kv.positions == "sliding" and ctx.phase == "decode":
+        first = 0 if policy is None else policy.spec.first or 0
+        kv, lag = kv.settled(rotate, first)
+        place = place - lag
+    of_heads = lambda place: jnp.repeat(place, q.shape[1] // K, axis=1)
+    q = rotate(q, pos[:, None] if place is None else of_heads(place))
     if kv.positions != "compact":
-        k = rotate(k, pos[:, None] if rank is None else rank)
+        k = rotate(k, pos[:, None] if place is None else place)
     if (channels := kv.channels) is not None:  # keys have lost channels: queries need no others
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         q, k = (_thinned(x, channels) for x in (q, k))
-    kv = kv.turned(rotate)
-    kv = append(kv.view(), k, v, pos) if ctx.phase == "prefill" else kv.insert(k, v, pos)
+    if isinstance(kv, LayerKV) and lag is not None:
+        kv = kv.insert(k, v, pos, lag)
+    else:
+        kv = kv.turned(rotate)
+        kv = append(kv.view(), k, v, pos) if ctx.phase == "prefill" else kv.insert(k, v, pos)
     keys, view = kv.keys(rotate), kv.view()
     q = widened(q, keys.shape[-1])
 
@@ -110,6 +119,10 @@ def attend(
     requests = {o: o.columns(moment) for o in observe}
     columns = {o: c for o, c in requests.items() if c is not None}
     bias = None if slopes is None else kv.bias(slopes)
+    if place is not None and lag is not None and q is not raw_q and first:  # not for models that rotate nothing
+        ahead = rotate(raw_q, of_heads(place + lag))
+        nearer = _nearer(view, first, q, ahead, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+        bias = nearer if bias is None else bias + nearer
     if kv.gate is not None:  # a slot is read with its gate as weight
         tiny = float(jnp.finfo(jnp.float32).tiny)  # finite logits, as infinite ones have no gradient
         weight = jnp.repeat(jnp.log(jnp.maximum(kv.gate, tiny)), q.shape[1] // K, axis=1)
@@ -123,6 +136,33 @@ def attend(
     moment = dataclasses.replace(moment, measured=measured)
     values = tuple(measured[o] if o in measured else o.measure(moment) for o in observe)
     return result.out, kv, LayerStats(values, tuple(observe))
+
+
+def _nearer(
+    kv: LayerKV,
+    first: int,
+    q: Float[Array, "B N 1 H"],
+    ahead: Float[Array, "B N 1 H"],
+    scale: float,
+    softcap: float | None,
+) -> Float[Array, "B N S"]:
+    """What logits of the first tokens, which have not moved, have beyond their products with `q`.
+
+    Args:
+      kv: the layer.
+      first: how many these tokens are.
+      q: queries turned back as far as the keys of all others lag behind.
+      ahead: queries at their own rank.
+      scale, softcap: as in `pallas_kernels.attention`.
+    """
+    (B, K, S), (N, H), dtype = kv.pos.shape, (q.shape[1], q.shape[3]), accumulator(q.dtype)
+    b, h, slots = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], kv.first_slots(first)
+    keys = kv.k.at[b, h, slots].get(mode="fill", fill_value=0)
+    rows = jnp.stack([x.reshape(B, K, N // K, H) for x in (q, ahead)])
+    x = jnp.einsum("xbkgh,bkfh->xbkfg", rows, keys, preferred_element_type=dtype) * jnp.asarray(scale, dtype)
+    x = x if softcap is None else softcap * jnp.tanh(x / softcap)
+    beyond = jnp.zeros((B, K, S, N // K), dtype).at[b, h, slots].set(x[1] - x[0], mode="drop", unique_indices=True)
+    return beyond.swapaxes(2, 3).reshape(B, N, S)
 
 
 def _check_slopes(slopes: Slopes | None, num_query_heads: int) -> None:

@@ -66,7 +66,8 @@ def init_state(
         lengths = jnp.asarray(known)
     dtype = checked(float_dtype, "dtype", dtype)
     B = lengths.shape[0]
-    layers = tuple(empty_layer(layer, B, dtype) for layer in plan.layers)
+    each = zip(plan.layers, plan.positions, strict=True)
+    layers = tuple(empty_layer(layer, B, dtype, positions) for layer, positions in each)
     keys = jnp.copy(row_keys(key, B))  # a state may be donated, and the caller's keys must outlive it
     lengths = jnp.copy(lengths).astype(jnp.int32)
     given = None

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import LayerKV
-from kvjax.scoring.select import TopK
+from kvjax.scoring.select import Spares, TopK
 from kvjax.scoring.stats import AllRows, Measurement, Observe, Observer, RowsFrom, Slots
 from kvjax.sizes.budget import Count, Counts, counted
 from pallas_kernels.values import Value, flag, optional, settle, tokens
@@ -74,6 +74,20 @@ class Scope(Observer, abc.ABC):
         most: Int[Array, "B K"],
     ) -> Bool[Array, "B K S"]:
         """The slots that may not be evicted: `safe` (protected by position) and others, `most` together."""
+
+    def spares(
+        self,
+        slots: Slots,
+        safe: Bool[Array, "B K S"],
+        counts: Counts,
+        most: Int[Array, "B K"],
+    ) -> Spares | None:
+        """What says whether it protects single slots, where this is cheaper than to find all; else None.
+
+        Arguments are as in `__call__`.
+        """
+        del slots, safe, counts, most
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,12 +167,34 @@ class TopStd(Scope):
 
     def __call__(self, slots, safe, counts, most):
         """See `Scope`."""
+        safe, std, size = self._ranked(slots, safe, counts, most)
+        return safe | TopK().best(std, slots.kv.pos, size)
+
+    def _ranked(
+        self, slots: Slots, safe: Bool[Array, "B K S"], counts: Counts, most: Int[Array, "B K"]
+    ) -> tuple[Bool[Array, "B K S"], Float[Array, "B K S"], Int[Array, "B K"]]:
+        """Slots protected by position, deviations with infinity for those, and how many of the largest are kept."""
         memory, kv, ctx = slots.memory, slots.kv, slots.ctx
         safe = PromptSinks(self.prompt_sinks)(slots, safe, counts, most)
         std = self.deviation(memory, kv, ctx)
         size = self.size if ctx.phase == "prefill" or self.decode_size is None else self.decode_size
         size = jnp.minimum(counts(size)[:, None], most.astype(jnp.int32))  # heads may have less than the layer's mean
-        return safe | TopK().best(jnp.where(safe, jnp.inf, std), kv.pos, size)
+        return safe, jnp.where(safe, jnp.inf, std), size
+
+    def spares(self, slots, safe, counts, most):
+        """See `Scope`: the slots that vary more are counted, instead of finding the `size` that vary most."""
+        if slots.ctx.phase == "prefill":
+            return None
+        _, std, size = self._ranked(slots, safe, counts, most)
+        kv = slots.kv
+
+        def spared(asked: Bool[Array, "B K S"]) -> Bool[Array, "B K"]:
+            here = jnp.where(asked, std, -jnp.inf).max(-1, keepdims=True)
+            place = jnp.where(asked, kv.pos, -1).max(-1, keepdims=True)
+            above = kv.live & ((std > here) | ((std == here) & (kv.pos > place)))  # as `TopK.best` ranks them
+            return above.sum(-1, dtype=jnp.int32) < size
+
+        return Spares(spared, lambda: self(slots, safe, counts, most))
 
     def deviation(
         self, memory: tuple[Float[Array, "B K S"], Float[Array, "B K S"]], kv: LayerKV, ctx: Context

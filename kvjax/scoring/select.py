@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -14,12 +14,13 @@ from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import EMPTY, LayerKV, evict, position_order
 from kvjax.scoring.stats import LayerStats, Measurement, Slots
 from kvjax.sizes.budget import Count, Counts, counted
-from pallas_kernels.pytree import pytree
+from pallas_kernels.pytree import pytree, static
 from pallas_kernels.values import Value, a, flag, number, one_of, optional, settle, tokens
 
 Ties = Literal["evict_older", "lower_index"]
 
 _ONE_BY_ONE = 4  # up to this many evictions a head, finding the worst repeatedly is cheapest
+_ROUNDS = 2  # so many slots are asked if they are protected, before all that are protected are found
 
 
 @pytree
@@ -31,16 +32,31 @@ class Selection:
       score: the score they were ranked by, -inf for slots that were dead already. Protected slots stay whatever theirs.
       budgets: live slots that every head may keep, as planned.
       gate: how much of every slot a relaxed policy keeps, in [0, 1]; it keeps some of everything.
+      most: how many live slots of a head are not kept at most, where that is known (static).
     """
 
     keep: Bool[Array, "B K S"]
     score: Float[Array, "B K S"]
     budgets: Int[Array, "B K"]
     gate: Float[Array, "B K S"] | None = None
+    most: int | None = static(default=None)
 
     def apply(self, kv: LayerKV) -> LayerKV:
         """The layer without the slots that go, or with the gates of a relaxed policy."""
-        return evict(kv, self.keep) if self.gate is None else dataclasses.replace(kv, gate=self.gate)
+        return evict(kv, self.keep, most=self.most) if self.gate is None else dataclasses.replace(kv, gate=self.gate)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spares:
+    """What a scope protects, for those who may not need all of it.
+
+    Attributes:
+      asked: whether single slots are protected: a live one of every head that is not safe, marked True.
+      found: all that are protected.
+    """
+
+    asked: Callable[[Bool[Array, "B K S"]], Bool[Array, "B K"]]
+    found: Callable[[], Bool[Array, "B K S"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +69,8 @@ class Limits:
       counts: resolves further counts in this layer.
       memory: what the selection carries (`Select.init`).
       summands: what divides a score into a mean (`Score.summands`).
+      spares: what is protected beyond the slots that are `safe`; None where `safe` has it. Only selections that ask
+        (`Select.asks`) are given it.
     """
 
     budgets: Int[Array, "B K"] | Float[Array, "B K"]
@@ -60,6 +78,7 @@ class Limits:
     counts: Counts
     memory: Any = ()
     summands: int | Int[Array, "B"] = 1
+    spares: "Spares | None" = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +104,11 @@ def largest(keys: Sequence[Array], counts: Int[Array, "B #K"]) -> Bool[Array, "B
     shape = keys[0].shape
     left = jnp.broadcast_to(counts, shape[:2]).astype(jnp.int32)
     chosen, among = jnp.zeros(shape, bool), jnp.broadcast_to((left > 0)[..., None], shape)
-    for key in keys:
+    for i, key in enumerate(keys):
         bits = _ordered_bits(key)
         width = 8 * bits.dtype.itemsize
+        # Where as many are equal as are wanted of them, the bar of the next key is the lowest: nothing is looked for.
+        steps = width if i == 0 else jnp.where((among.sum(-1, dtype=jnp.int32) > left).any(), width, 0)
 
         def raise_bar(i, bar, bits=bits, among=among, left=left, last=width - 1):
             higher = bar | (jnp.ones((), bar.dtype) << (last - i).astype(bar.dtype))
@@ -95,7 +116,7 @@ def largest(keys: Sequence[Array], counts: Int[Array, "B #K"]) -> Bool[Array, "B
             return jnp.where(reached >= left, higher, bar)
 
         bar = jnp.zeros(shape[:2], bits.dtype)
-        bar = lax.fori_loop(jnp.int32(0), jnp.int32(width), raise_bar, bar)[..., None]
+        bar = lax.fori_loop(jnp.int32(0), jnp.int32(steps), raise_bar, bar)[..., None]
         above = among & (bits > bar)
         chosen, among = chosen | above, among & (bits == bar)
         left = left - above.sum(-1, dtype=jnp.int32)
@@ -148,6 +169,11 @@ class Select(Value, abc.ABC):
     @property
     def staged(self) -> bool:
         """Whether the selection is a sequence of passes of top-k (`stages`), which can be relaxed."""
+        return False
+
+    def asks(self, most: int | None) -> bool:
+        """Whether it asks if single slots are protected (`Limits.spares`), for up to `most` evictions a head."""
+        del most
         return False
 
     def init(self, site: Site, batch: int) -> Any:
@@ -209,11 +235,17 @@ class TopK(Select):
         """See `Select`."""
         kv = slots.kv
         ranked = jnp.where(safe, jnp.inf, score)
-        if limits.most is not None and limits.most <= _ONE_BY_ONE:
+        if limits.spares is not None:
+            keep = self.drop_one(ranked, kv.pos, limits.budgets, limits.spares)
+        elif limits.most is not None and limits.most <= _ONE_BY_ONE:
             keep = self.drop(ranked, kv.pos, limits.budgets, limits.most)
         else:
-            keep = self.best(ranked, kv.pos, limits.budgets)
-        return Selection(keep, score, limits.budgets)
+            return Selection(self.best(ranked, kv.pos, limits.budgets), score, limits.budgets)
+        return Selection(keep, score, limits.budgets, most=limits.most)
+
+    def asks(self, most: int | None) -> bool:
+        """See `Select`: where one slot goes, of which hardly ever more than one is a candidate."""
+        return most == 1
 
     @property
     def staged(self) -> bool:
@@ -239,13 +271,42 @@ class TopK(Select):
         """All live slots but the worst of every head, found one by one, up to `most` times."""
         keep = pos != EMPTY
         excess = keep.sum(-1, dtype=jnp.int32) - budgets
-        age = pos if self.ties == "evict_older" else -pos
         for i in range(most):
-            alive = jnp.where(keep, score, jnp.inf)
-            worst = keep & (alive == alive.min(-1, keepdims=True))
-            first = jnp.where(worst, age, jnp.iinfo(age.dtype).max).min(-1, keepdims=True)
-            keep = keep & ~(worst & (age == first) & (i < excess)[..., None])
+            keep = keep & ~(self._worst(jnp.where(keep, score, jnp.inf), keep, pos) & (i < excess)[..., None])
         return keep
+
+    def _worst(
+        self, score: Float[Array, "B K S"], among: Bool[Array, "B K S"], pos: Int[Array, "B K S"]
+    ) -> Bool[Array, "B K S"]:
+        """The slot that goes first."""
+        age = pos if self.ties == "evict_older" else -pos
+        worst = among & (score == score.min(-1, keepdims=True))
+        first = jnp.where(worst, age, jnp.iinfo(age.dtype).max).min(-1, keepdims=True)
+        return worst & (age == first)
+
+    def drop_one(
+        self, score: Float[Array, "B K S"], pos: Int[Array, "B K S"], budgets: Int[Array, "B K"], spares: "Spares"
+    ) -> Bool[Array, "B K S"]:
+        """All live slots but the worst that is not spared; of a head that spares all, the oldest goes.
+
+        Every round asks one slot of each head that has not found its own. Where a few rounds find none, as those do
+        that look for small means among large deviations, all that is spared is found at once.
+        """
+        live = pos != EMPTY
+
+        def ask(carry):
+            i, score, found, looking = carry
+            asked = self._worst(jnp.where(live, score, jnp.inf), live, pos)
+            out = ~jnp.isfinite(jnp.where(asked, score, -jnp.inf).max(-1))  # nobody is left to ask
+            spared = spares.asked(asked) & ~out
+            found = jnp.where(looking[..., None], asked, found)
+            return i + 1, jnp.where(asked & spared[..., None], jnp.inf, score), found, looking & spared
+
+        over = live.sum(-1, dtype=jnp.int32) > budgets
+        start = jnp.int32(0), score, jnp.zeros_like(live), over
+        _, _, found, looking = lax.while_loop(lambda c: c[3].any() & (c[0] < _ROUNDS), ask, start)
+        keep = lambda: self.drop(jnp.where(spares.found(), jnp.inf, score), pos, budgets, 1)
+        return lax.cond(looking.any(), keep, lambda: live & ~found)
 
 
 @dataclasses.dataclass(frozen=True)
