@@ -241,6 +241,45 @@ def test_any_block_size(block):
         np.testing.assert_allclose(x, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("tile", "shape", "options"),
+    [
+        ((8, 16, 2), {"T": 53, "cached": 9}, {"window": 11, "softcap": 3.0}),
+        ((16, 24, 1), {"T": 40, "cached": 30, "dead": 0.0, "pads": 0}, {"bias": True}),
+        ((16, 24, 4), {"T": 40, "cached": 0, "dtype": "bfloat16"}, {}),
+    ],
+    ids=str,
+)
+def test_tiles_of_rows_that_no_statistic_reads(tile, shape, options):
+    """Columns of the last rows take whole rows; the others, by tiles, are no different, padding and gradients included."""
+    arrays = inputs(**shape)
+    tolerance = TOLERANCE[shape.get("dtype", "float32")]
+    if "bias" in options:
+        options = {"bias": some_bias(arrays[4], 4)}
+    columns = Columns(rows=5), Columns(rows=3, element="p2", group_at="before"), Columns(rows=2, summed=False)
+    run = functools.partial(xla.attention, scale=0.3, block=(8, 2), tile=tile, **options)
+    found = run(*arrays, columns=columns)
+    out, lse, measured = numpy_reference.attention(*arrays, columns=columns, scale=0.3, **options)
+    np.testing.assert_allclose(np.asarray(found.out, np.float64), out, atol=tolerance)
+    np.testing.assert_allclose(found.lse, lse, atol=tolerance)
+    for x, expected in zip(found.columns, measured, strict=True):
+        np.testing.assert_allclose(x, expected, atol=10 * tolerance)
+    alone = run(*arrays)
+    np.testing.assert_allclose(np.asarray(alone.out, np.float64), out, atol=tolerance)
+    np.testing.assert_allclose(alone.lse, lse, atol=tolerance)
+
+
+def test_gradients_through_tiles():
+    q, k, v, q_pos, kv_pos = inputs(T=48, H=4)
+
+    def grads(tile):
+        f = lambda *x: (xla.attention(*x, q_pos, kv_pos, scale=0.5, window=20, block=(8, 4), tile=tile).out ** 2).sum()
+        return jax.grad(f, argnums=(0, 1, 2))(q, k, v)
+
+    for a, b in zip(grads((16, 16, 1)), grads(None), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 @hypothesis.settings(max_examples=12, deadline=None)
 @hypothesis.given(
     K=st.integers(1, 3), G=st.integers(1, 3), T=st.integers(1, 40), cached=st.integers(0, 20), seed=st.integers(0, 99)
