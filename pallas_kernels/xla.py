@@ -26,6 +26,7 @@ from pallas_kernels.columns import (
     Softmax,
     accumulator,
     apply_element,
+    draw_exponential,
     draw_noise,
     reduce_group,
     rescaled,
@@ -158,7 +159,7 @@ def _measure(spec: Columns, e, inverse_mass, weight, theta):
 
 
 def _forward(config: Config, structure, q, k, v, q_pos, kv_pos, bias, arrays):
-    """Output, logsumexp and every statistic: in one pass where the output's own softmax is asked for."""
+    """Output, logsumexp and every statistic: in one pass where the output's logits are all that it needs."""
     columns = jax.tree.unflatten(structure, arrays)
     out, lse, measured = _fused(config, [c for c in columns if c.fused], q, k, v, q_pos, kv_pos, bias)
     measured = iter(measured)
@@ -187,8 +188,39 @@ def _heads(config: Config, q):
     return kv_head * G + jnp.arange(G, dtype=jnp.int32).reshape(1, 1, G, 1, 1)
 
 
+def _own(config: Config, own: Softmax, x, rows, kv_pos, head, b, i, e=None):
+    """Exponentials of a block of masked logits in a softmax of a statistic's own, and the inverse of their sums.
+
+    With `e`, the exponentials of the same logits in the output's softmax, a Gumbel's cost one division a number, unless
+    the block has a multiplier other than 1.
+    """
+    bb, dtype = config.together, x.dtype
+    seed = None if own.seed is None else sequences(own.seed, b, bb)[:, None, None, None, None]
+    where = rows[:, None, None, :, None], kv_pos[:, :, None, None, :]
+    multiplier = None
+    if own.multiplier is not None:
+        padded = jnp.pad(own.multiplier, ((0, 0), (0, 0), (0, config.pad)))
+        multiplier = read_block(padded, b, bb, i, config.block, 2)[:, :, None, :, None].astype(dtype)
+
+    def scaled():
+        y = x if own.noise is None else x + jnp.asarray(draw_noise(own, seed, head, *where), dtype)
+        y = y if multiplier is None else rescaled(y, multiplier)
+        return jnp.exp(y - jnp.maximum(y.max(-1, keepdims=True), jnp.finfo(dtype).min))
+
+    shared = e is not None and own.noise == "gumbel"
+    divided = lambda: (e / draw_exponential(own, seed, head, *where)).astype(dtype)
+    if shared and multiplier is None:
+        f = divided()
+    elif shared and config.num_rows > 1:
+        f = lax.cond((multiplier == 1).all(), divided, scaled)
+    else:
+        f = scaled()
+    mass = f.sum(-1)
+    return f, 1.0 / jnp.where(mass > 0, mass, 1.0)
+
+
 def _separate(config: Config, spec: Columns, q, k, q_pos, kv_pos, bias):
-    """One statistic in a pass of its own: another softmax than the output's, or rows that are not summed."""
+    """One statistic in a pass of its own: other keys than the output's, or rows that are not summed."""
     B, K, G, T, _ = q.shape
     bb, bq = config.together, config.block
     dtype = accumulator(q.dtype)
@@ -215,18 +247,8 @@ def _separate(config: Config, spec: Columns, q, k, q_pos, kv_pos, bias):
                 x = x if bias_ is None else x + bias_[:, :, :, None]
                 if own.before is not None:
                     seen &= kv_pos_[:, :, None] < sequences(own.before, b, bb)[:, None, None, None]
-                if own.noise is not None:
-                    seed = None if own.seed is None else sequences(own.seed, b, bb)[:, None, None, None, None]
-                    noise = draw_noise(own, seed, sequences(head, b, bb), rows[:, None, None, :, None], kv_pos_[:, :, None, None, :])
-                    x = x + jnp.asarray(noise, x.dtype)
-                if own.multiplier is not None:
-                    padded = jnp.pad(own.multiplier, ((0, 0), (0, 0), (0, config.pad)))
-                    multiplier = read_block(padded, b, bb, i, bq, 2)[:, :, None, :, None].astype(dtype)
-                    x = x * multiplier if bias_ is None else rescaled(x, multiplier)
                 x = jnp.where(seen[:, :, None], x, -jnp.inf)
-                e = jnp.exp(x - jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(dtype).min))
-                mass = e.sum(-1)
-                inverse_mass = 1.0 / jnp.where(mass > 0, mass, 1.0)
+                e, inverse_mass = _own(config, own, x, rows, kv_pos_, sequences(head, b, bb), b, i)
                 theta = thresholds(spec, rows, seen.sum(-1), dtype)
                 if not spec.count_self:
                     itself = rows[:, None, None, :, None] == kv_pos_[:, :, None, None, :]
@@ -251,7 +273,7 @@ def _fused(config: Config, columns, q, k, v, q_pos, kv_pos, bias):
     dtype = accumulator(q.dtype)
     bb, bq = config.together, config.block
     shape = lambda c: (B, K, G, config.num_slots) if c.per_query_head else (B, K, config.num_slots)
-    lse = zeros_after((B, K, G, T), dtype, k)
+    lse, head = zeros_after((B, K, G, T), dtype, k), _heads(config, q)
     first = 0
     if config.tile is not None:
         whole = math.lcm(bq, config.tile.rows)
@@ -282,7 +304,10 @@ def _fused(config: Config, columns, q, k, v, q_pos, kv_pos, bias):
                     spec = columns[j]
                     w = _weight(config, spec, b, i, rows, dtype)
                     theta = thresholds(spec, rows, seen.sum(-1), dtype)
-                    sums[j] = add_prefix(sums[j], _measure(spec, e, inverse_mass, w, theta), b, bb)
+                    found = e, inverse_mass
+                    if spec.softmax is not None:
+                        found = _own(config, spec.softmax, x, rows, kv_pos_, sequences(head, b, bb), b, i, e)
+                    sums[j] = add_prefix(sums[j], _measure(spec, *found, w, theta), b, bb)
                 out = write_block(out, o, b, bb, i, bq, 3)
                 return out, write_block(lse, top[..., 0] + jnp.log(mass), b, bb, i, bq, 3), sums
 
