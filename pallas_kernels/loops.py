@@ -10,6 +10,7 @@ from jax import lax
 from pallas_kernels.columns import Columns, accumulator
 
 MAX_SEGMENTS = 8
+LONG = 2048  # from so many rows on, twice as many segments are worth their compilation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Config:
     def segments(self, columns: Sequence[Columns], first: int = 0) -> list[tuple[int, int, tuple[int, ...]]]:
         """(first block, last block, columns measured there) for every segment from block `first` on."""
         n = self.num_rows // self.block
-        cuts = {round(i * n / MAX_SEGMENTS) for i in range(MAX_SEGMENTS + 1)}
+        most = MAX_SEGMENTS if self.num_rows < LONG else 2 * MAX_SEGMENTS
+        cuts = {round(i * n / most) for i in range(most + 1)}
         starts = [self._start(c) for c in columns]
         bounds = sorted({b for b in cuts | set(starts) if b > first} | {first})
         return [(lo, hi, tuple(i for i, s in enumerate(starts) if s <= lo)) for lo, hi in itertools.pairwise(bounds)]
