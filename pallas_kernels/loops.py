@@ -102,6 +102,7 @@ def read_block(x, b, together, i, block, axis):
 
 
 def write_block(x, new, b, together, i, block, axis):
+    """`x` with its `i`-th block along `axis` of some sequences replaced."""
     start = [jnp.int32(0)] * x.ndim
     start[0], start[axis] = jnp.int32(b * together), jnp.int32(i * block)
     return lax.dynamic_update_slice(x, new, start)

@@ -1,4 +1,4 @@
-"""Attention by an online softmax over tiles of rows and keys, for rows that no statistic reads (`pallas_kernels.xla`)."""
+"""Attention by an online softmax over tiles, where no statistic reads a row (`pallas_kernels.xla`)."""
 
 import dataclasses
 import functools

@@ -1,10 +1,13 @@
-"""Attention and its column statistics in one pass over blocks of query rows, for XLA on CPU and TPU.
+"""Attention and its column statistics in loops over blocks of query rows, for XLA on CPU and TPU.
 
-Three facts shape this file; `experiments/bench_prefill.py` measures them.
+These facts shape this file; `experiments/bench_prefill.py` measures them.
 
-* A block of rows holds its whole softmax, so column sums cost a matrix-vector product on numbers that are already in
-  cache: a few percent of attention, where a second pass over the matrix would cost half of it again.
-* Rows are cut into a few segments with static key prefixes, so that the upper triangle is never computed.
+* Rows that no statistic reads are an online softmax over tiles (`pallas_kernels.tiles`).
+* A block of rows that one reads holds its whole softmax, so column sums cost a matrix-vector product on numbers that
+  are already in cache, where a second pass over the matrix would cost half of it again. Other softmaxes of the same
+  logits, as Keyformer's, are taken from the same block.
+* Every kv head of a sequence takes its turn where there is more than one block: its logits and keys stay in cache.
+* Rows are cut into segments with static key prefixes, so that the upper triangle is never computed.
 * Blocks are written in place over the queries they were read from. A loop that stacks its outputs starts from a
   buffer of zeros, and XLA makes those buffers for all layers of a model before the first one runs.
 """
@@ -212,7 +215,7 @@ def _own(config: Config, own: Softmax, x, rows, kv_pos, head, b, i, e=None):
     if shared and multiplier is None:
         f = divided()
     elif shared and config.num_rows > 1:
-        f = lax.cond((multiplier == 1).all(), divided, scaled)
+        f = lax.cond(jnp.all(multiplier == 1), divided, scaled)
     else:
         f = scaled()
     mass = f.sum(-1)
