@@ -1,4 +1,4 @@
-"""What the passes of `pallas_kernels.xla` share: one call's static facts, masked logits, and loops that write in place."""
+"""What the passes of `pallas_kernels.xla` share: static facts, masked logits, loops that write in place."""
 
 import dataclasses
 import itertools

@@ -55,8 +55,8 @@ MUTATIONS = {
     ),
     "XLA: rows count twice": (
         "xla.py",
-        "sums[j] = _add_prefix(sums[j], ",
-        "sums[j] = _add_prefix(sums[j], 2.0 * ",
+        "sums[j] = add_prefix(sums[j], ",
+        "sums[j] = add_prefix(sums[j], 2.0 * ",
         "test_kernels.py::test_against_numpy",
     ),
     "XLA: a segment reads too few keys": (
