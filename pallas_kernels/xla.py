@@ -210,14 +210,11 @@ def _own(config: Config, own: Softmax, x, rows, kv_pos, head, b, i, e=None):
         y = y if multiplier is None else rescaled(y, multiplier)
         return jnp.exp(y - jnp.maximum(y.max(-1, keepdims=True), jnp.finfo(dtype).min))
 
-    shared = e is not None and own.noise == "gumbel"
-    divided = lambda: (e / draw_exponential(own, seed, head, *where)).astype(dtype)
-    if shared and multiplier is None:
-        f = divided()
-    elif shared and config.num_rows > 1:
-        f = lax.cond(jnp.all(multiplier == 1), divided, scaled)
-    else:
+    if e is None or seed is None or own.noise != "gumbel" or (multiplier is not None and config.num_rows == 1):
         f = scaled()
+    else:
+        divided = lambda: (e / draw_exponential(own, seed, head, *where)).astype(dtype)
+        f = divided() if multiplier is None else lax.cond(jnp.all(multiplier == 1), divided, scaled)
     mass = f.sum(-1)
     return f, 1.0 / jnp.where(mass > 0, mass, 1.0)
 
