@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from kvjax.cache.context import LayerRead
 from kvjax.drivers.attention import Attend
 from kvjax.scoring.stats import LayerStats
+from pallas_kernels.loops import zeros_after
 
 _LONGEST_PERIOD = 8  # layers after which kinds may repeat
 
@@ -59,8 +60,8 @@ def _repeated(
     params = [[blocks[i + period * t].variables["params"] for t in range(times)] for i in run]
     caches = [jax.tree.map(lambda *each: jnp.stack(each), *layers[i : i + period * times : period]) for i in run]
 
-    def step(x: Array, at: tuple[Array, list[Any]]) -> tuple[Array, list[tuple[Any, LayerStats]]]:
-        (t, before), found = at, []
+    def step(x: Array, t: Array, before: list[Any]) -> tuple[Array, list[tuple[Any, LayerStats]]]:
+        found = []
         for i, one, each, cache in zip(run, apply, params, before, strict=True):
             here = lax.switch(t, [lambda p=p: p for p in each])
             x, cache, measured = one(here, x, cache, layer=i, attend=attend.at(jnp.int32(i) + period * t))
@@ -69,9 +70,17 @@ def _repeated(
             raise _Unlike
         return x, found
 
-    before_all = jax.typeof(x)
-    x, found = lax.scan(step, x, (jnp.arange(times, dtype=jnp.int32), caches))
-    return x, [jax.tree.map(lambda y, t=t: y[t], each) for t in range(times) for each in found]
+    def stored(carry: tuple[Array, Any], at: tuple[Array, list[Any]]) -> tuple[tuple[Array, Any], None]:
+        (x, kept), (t, _) = carry, at
+        x, found = step(x, *at)
+        return (x, jax.tree.map(lambda all_, y: lax.dynamic_update_index_in_dim(all_, y, t, 0), kept, found)), None
+
+    before_all, first = jax.typeof(x), jax.tree.map(lambda y: y[0], caches)
+    shapes = jax.eval_shape(step, x, jnp.int32(0), first)[1]
+    # Stacked by hand: a scan's own stack starts from zeros, and XLA would make those of all scans before the first one.
+    start = jax.tree.map(lambda y: zeros_after((times, *y.shape), y.dtype, x), shapes)
+    (x, kept), _ = lax.scan(stored, (x, start), (jnp.arange(times, dtype=jnp.int32), caches))
+    return x, [jax.tree.map(lambda y, t=t: y[t], each) for t in range(times) for each in kept]
 
 
 def _pure(block: nn.Module) -> Callable[..., Any]:

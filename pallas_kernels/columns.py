@@ -3,11 +3,13 @@
 Letters: B batch, N query heads, K kv heads, G = N // K, T query rows, S slots (keys), H head_dim.
 """
 
+import functools
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels.pytree import pytree, static
@@ -58,18 +60,56 @@ GUMBEL_STD = 1.2825498301618641
 ROUNDING = 128  # what exponentials and normalisers of moderate logits make of equal numbers, with room
 
 
-def hash_uniform(seed: UInt32[Array, "..."], *indices: Int[Array, "..."]) -> Float[Array, "..."]:
-    """A uniform number in (0, 1) that depends on nothing but its arguments, which broadcast.
+# log(1 + f) / f for 1 + f within [sqrt(0.5), sqrt(2)], from the constant on: least squares of the relative error at
+# Chebyshev nodes, 2e-7 at most.
+_LOG1P = (
+    0.999999971,
+    -0.500003763,
+    0.333345492,
+    -0.249687802,
+    0.19915002,
+    -0.172816523,
+    0.161141674,
+    -0.0986878589,
+)
 
-    Every index is absorbed by two rounds of multiplication and shift (a 32-bit finaliser with low bias).
-    """
+
+def _term(index: Int[Array, "..."]) -> UInt32[Array, "..."]:
+    """What `hash_uniform` absorbs of an index."""
+    return jnp.asarray(index).astype(jnp.uint32) * np.uint32(0x9E3779B9) + np.uint32(0x85EBCA6B)
+
+
+def _mixed(h: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """Two rounds of multiplication and shift (a 32-bit finaliser with low bias)."""
+    h = (h ^ (h >> 16)) * np.uint32(0x7FEB352D)
+    h = (h ^ (h >> 15)) * np.uint32(0x846CA68B)
+    return h ^ (h >> 16)
+
+
+def _uniform(h: UInt32[Array, "..."]) -> Float[Array, "..."]:
+    """A number in (0, 1): an odd multiple of 2^-24."""
+    return ((h >> 9).astype(jnp.float32) + 0.5) * (2.0**-23)
+
+
+def _absorbed(seed: Array, *indices: Array) -> UInt32[Array, "..."]:
     h = jnp.asarray(seed, jnp.uint32)  # shifts of signed numbers are others
     for index in indices:
-        h = h ^ (jnp.asarray(index).astype(jnp.uint32) * np.uint32(0x9E3779B9) + np.uint32(0x85EBCA6B))
-        h = (h ^ (h >> 16)) * np.uint32(0x7FEB352D)
-        h = (h ^ (h >> 15)) * np.uint32(0x846CA68B)
-        h = h ^ (h >> 16)
-    return ((h >> 9).astype(jnp.float32) + 0.5) * (2.0**-23)
+        h = _mixed(h ^ _term(index))
+    return h
+
+
+def hash_uniform(seed: UInt32[Array, "..."], *indices: Int[Array, "..."]) -> Float[Array, "..."]:
+    """A uniform number in (0, 1) that depends on nothing but its arguments, which broadcast."""
+    return _uniform(_absorbed(seed, *indices))
+
+
+def minus_log(u: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`-log(u)` of normal float32 numbers, to 4e-7 of it: a polynomial on their bits, in half of `jnp.log`'s time."""
+    bits = lax.bitcast_convert_type(u, jnp.int32)
+    exponent = (bits - np.int32(0x3F3504F3)) >> 23  # of two, such that what is left lies around 1
+    f = lax.bitcast_convert_type(bits - (exponent << 23), jnp.float32) - 1.0
+    series = functools.reduce(lambda total, c: total * f + np.float32(c), _LOG1P[-2::-1], np.float32(_LOG1P[-1]))
+    return exponent.astype(jnp.float32) * np.float32(-np.log(2.0)) - series * f
 
 
 def rescaled(logits: Float[Array, "..."], multiplier: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -89,6 +129,18 @@ def draw_noise(
     if spec.noise == "gumbel":
         return -jnp.log(-jnp.log(u))
     return EULER_GAMMA + GUMBEL_STD * jax.scipy.special.ndtri(u)
+
+
+def draw_exponential(spec: Softmax, seed: Array, head: Array, q_pos: Array, kv_pos: Array) -> Float[Array, "..."]:
+    """`E = exp(-g)` for the Gumbel noise `g` of `draw_noise`, from the same draws: exponential, of mean 1.
+
+    `exp(x + g)` is `exp(x) / E`. As `E` lies between 5e-8 and 17, such numerators need no maximum of their own: after
+    the maximum of `x` has been taken off they stay below 2e7, and the largest of a row's `x` leaves at least 0.05.
+    """
+    row = jnp.zeros_like(q_pos) if spec.per == "key" else q_pos
+    # Done once a row and once a key: left to the compiler, it would be done for both together.
+    rows, keys = lax.optimization_barrier((_absorbed(seed, head, row), _term(kv_pos)))
+    return minus_log(_uniform(_mixed(rows ^ keys)))
 
 
 @pytree
@@ -143,7 +195,8 @@ class Columns:
     @property
     def fused(self) -> bool:
         """Whether the pass that computes the attention output sees all this statistic needs."""
-        return self.softmax is None and self.summed and self.count_self
+        own = self.softmax
+        return self.summed and self.count_self and (own is None or (own.causal and own.before is None))
 
     def describe(self) -> str:
         """The settings that are not arrays, for messages."""

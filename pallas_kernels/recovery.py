@@ -12,7 +12,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.columns import Recovery, accumulator
-from pallas_kernels.xla import MAX_SEGMENTS, block_size
+from pallas_kernels.loops import MAX_SEGMENTS
+from pallas_kernels.xla import block_size
 
 
 def recovered_attention(

@@ -1,17 +1,20 @@
-"""Attention and its column statistics in one pass over blocks of query rows, for XLA on CPU and TPU.
+"""Attention and its column statistics in loops over blocks of query rows, for XLA on CPU and TPU.
 
-Three facts shape this file; `experiments/bench_prefill.py` measures them.
+These facts shape this file; `experiments/bench_prefill.py` measures them.
 
-* A block of rows holds its whole softmax, so column sums cost a matrix-vector product on numbers that are already in
-  cache: a few percent of attention, where a second pass over the matrix would cost half of it again.
-* Rows are cut into a few segments with static key prefixes, so that the upper triangle is never computed.
+* Rows that no statistic reads are an online softmax over tiles (`pallas_kernels.tiles`).
+* A block of rows that one reads holds its whole softmax, so column sums cost a matrix-vector product on numbers that
+  are already in cache, where a second pass over the matrix would cost half of it again. Other softmaxes of the same
+  logits, as Keyformer's, are taken from the same block.
+* Every kv head of a sequence takes its turn where there is more than one block: its logits and keys stay in cache.
+* Rows are cut into segments with static key prefixes, so that the upper triangle is never computed.
 * Blocks are written in place over the queries they were read from. A loop that stacks its outputs starts from a
   buffer of zeros, and XLA makes those buffers for all layers of a model before the first one runs.
 """
 
 import dataclasses
 import functools
-import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,56 +29,44 @@ from pallas_kernels.columns import (
     Softmax,
     accumulator,
     apply_element,
+    draw_exponential,
     draw_noise,
     reduce_group,
     rescaled,
     thresholds,
 )
+from pallas_kernels.loops import (
+    Config,
+    Tile,
+    add_prefix,
+    first_keys,
+    logits,
+    loop,
+    read_block,
+    sequences,
+    write_block,
+    zeros_after,
+)
+from pallas_kernels.tiles import attend_tiles, tile_size
 
 BLOCK_BYTES = 8 * 2**20  # the logits of one block; larger blocks fall out of cache, smaller ones starve the matmul
+HEAD_BYTES = 2 * 2**20  # the same where a block is of one set of slots
 MIN_BLOCK, MAX_BLOCK = 32, 128
-MAX_SEGMENTS = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class _Config:
-    """Everything static about one call."""
-
-    scale: float
-    window: int | None
-    softcap: float | None
-    block: int
-    together: int  # sequences in a block
-    num_slots: int
-    num_rows: int  # padded to a multiple of `block`
-    pad: int  # how many of them are padding, at the end
-    offset: int  # row i may see slots up to offset + i
-
-    def prefix(self, stop: int) -> int:
-        """How many slots the rows before block `stop` may see."""
-        return min(self.num_slots, self.offset + stop * self.block)
-
-    def segments(self, columns: Sequence[Columns]) -> list[tuple[int, int, tuple[int, ...]]]:
-        """(first block, last block, columns measured there) for every segment."""
-        n = self.num_rows // self.block
-        cuts = {round(i * n / MAX_SEGMENTS) for i in range(MAX_SEGMENTS + 1)}
-        last = self.num_rows - self.pad
-        starts = [0 if c.rows is None else max(0, (last - c.rows) // self.block) for c in columns]
-        bounds = sorted(cuts | set(starts))
-        return [(lo, hi, tuple(i for i, s in enumerate(starts) if s <= lo)) for lo, hi in itertools.pairwise(bounds)]
-
-
-def block_size(batch: int, num_query_heads: int, num_rows: int, num_slots: int) -> tuple[int, int]:
-    """(rows, sequences) in a block, such that its logits fit `BLOCK_BYTES`.
+def block_size(
+    batch: int, num_query_heads: int, num_rows: int, num_slots: int, limit: int = BLOCK_BYTES
+) -> tuple[int, int]:
+    """(rows, sequences) in a block, such that its logits fit `limit` bytes.
 
     Rows are a power of two between 32 and 128, or all there are; sequences divide the batch.
     """
     row_bytes = 4 * num_query_heads * num_slots
     block = MAX_BLOCK
-    while block > MIN_BLOCK and row_bytes * block > BLOCK_BYTES:
+    while block > MIN_BLOCK and row_bytes * block > limit:
         block //= 2
     block = min(block, num_rows)
-    fits = lambda n: n == 1 or n * row_bytes * block <= BLOCK_BYTES
+    fits = lambda n: n == 1 or n * row_bytes * block <= limit
     return block, max(n for n in range(1, batch + 1) if batch % n == 0 and fits(n))
 
 
@@ -92,43 +83,53 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     block: tuple[int, int] | None = None,
+    tile: tuple[int, int, int] | None = None,
 ) -> Attention:
-    """See `pallas_kernels.attention`. `block` overrides `block_size`."""
+    """See `pallas_kernels.attention`.
+
+    `block` overrides `block_size`, for sets of slots in place of sequences, and (rows, keys, sets of slots) of `tile`
+    override `tile_size`.
+    """
     B, N, T, H = q.shape
     K, S = k.shape[1:3]
-    rows, together = block_size(B, N, T, S) if block is None else block
+    G = N // K
+    limit = BLOCK_BYTES if T < MIN_BLOCK else HEAD_BYTES
+    rows, together = block_size(B * K, G, T, S, limit) if block is None else block
+    cut = tile_size(B * K, G, T, S) if tile is None else Tile(*tile)
     pad = -T % rows
-    config = _Config(scale, window, softcap, rows, together, S, T + pad, pad, S - T)
     if pad:
         q = jnp.pad(q, ((0, 0), (0, 0), (0, pad), (0, 0)))
         q_pos = jnp.pad(q_pos, ((0, 0), (0, pad)), constant_values=-1)
-    grouped = q.reshape(B, K, N // K, T + pad, H)
-    arrays, structure = jax.tree.flatten(tuple(columns))
     if bias is not None:
-        bias = bias.reshape(B, K, N // K, S).astype(accumulator(q.dtype))
-    out, lse, measured = _compiled(config, structure, grouped, k, v, q_pos, kv_pos, bias, arrays)
+        bias = bias.reshape(B, K, G, S).astype(accumulator(q.dtype))
+    arrays: Any = q.reshape(B, K, G, T + pad, H), k, v, q_pos, kv_pos, bias
+    columns = tuple(columns)
+    if cut is None and together == B * K:  # nothing to cut: both axes stay, as a mesh may have divided them
+        together = B
+    else:
+        arrays, columns = _by_set(arrays, columns)
+    config = Config(scale, window, softcap, rows, together, K, S, T + pad, pad, S - T, cut)
+    of_columns, structure = jax.tree.flatten(columns)
+    out, lse, measured = _compiled(config, structure, *arrays, of_columns)
+    measured = tuple(x.reshape(B, -1, *x.shape[2:]) for x in measured)
     return Attention(out.reshape(B, N, T + pad, H)[:, :, :T], lse.reshape(B, N, T + pad)[:, :, :T], measured)
 
 
-def _logits(config: _Config, q, k, q_pos, kv_pos, bias, causal=True):
-    """Masked logits of a block of rows "B K G R S", the mask "B K R S", and the capped logits before bias and mask."""
-    B, K, G, R, H = q.shape
-    dtype = accumulator(q.dtype)
-    rows = q.reshape(B, K, G * R, H)
-    if R == 1 and k.dtype.itemsize >= 4:  # slots first: for the other order XLA would copy all keys, transposed, on CPU
-        x = lax.optimization_barrier(jnp.einsum("bksh,bkrh->bksr", k, rows, preferred_element_type=dtype))
-        x = x.swapaxes(2, 3)
-    else:
-        x = jnp.einsum("bkrh,bksh->bkrs", rows, k, preferred_element_type=dtype)
-    x = x.reshape(B, K, G, R, -1) * jnp.asarray(config.scale, dtype)
-    if config.softcap is not None:
-        x = config.softcap * jnp.tanh(x / config.softcap)
-    rows, keys = q_pos[:, None, :, None], kv_pos[:, :, None, :]
-    seen = (keys >= 0) & (keys <= rows if causal else rows >= 0)
-    if config.window is not None:
-        seen &= rows - keys < config.window
-    biased = x if bias is None else x + bias[:, :, :, None]
-    return jnp.where(seen[:, :, None], biased, -jnp.inf), seen, x
+def _by_set(arrays, columns):
+    """The arrays of `_attention` and columns with the sets of slots, one a kv head, as sequences of one kv head."""
+    q, k, v, q_pos, kv_pos, bias = arrays
+    K = k.shape[1]
+    alone = lambda x: None if x is None else x.reshape(-1, 1, *x.shape[2:])
+    each = lambda x: None if x is None else jnp.repeat(x, K, axis=0)
+
+    def own(s):
+        return dataclasses.replace(s, multiplier=alone(s.multiplier), seed=each(s.seed), before=each(s.before))
+
+    columns = tuple(
+        dataclasses.replace(c, weight=each(c.weight), softmax=None if c.softmax is None else own(c.softmax))
+        for c in columns
+    )
+    return (alone(q), alone(k), alone(v), each(q_pos), alone(kv_pos), alone(bias)), columns
 
 
 def _measure(spec: Columns, e, inverse_mass, weight, theta):
@@ -160,50 +161,8 @@ def _measure(spec: Columns, e, inverse_mass, weight, theta):
     return jnp.einsum("bkgr,bkgrs->bkgs", jnp.broadcast_to(weight[:, None, None], f.shape[:4]), f)
 
 
-def _loop(start, stop, body, carry):
-    """`fori_loop`, or the body itself for a single step: decoding has no loop to pay for."""
-    return body(start, carry) if stop - start == 1 else lax.fori_loop(start, stop, body, carry)
-
-
-def _sequences(x, b, together):
-    """Sequences `b * together ...` of `x`."""
-    return lax.dynamic_slice_in_dim(x, b * together, together, 0)
-
-
-def _read(x, b, together, i, block, axis):
-    """The `i`-th block along `axis` of some sequences."""
-    return lax.dynamic_slice_in_dim(_sequences(x, b, together), i * block, block, axis)
-
-
-def _write(x, new, b, together, i, block, axis):
-    start = [jnp.int32(0)] * x.ndim
-    start[0], start[axis] = jnp.int32(b * together), jnp.int32(i * block)
-    return lax.dynamic_update_slice(x, new, start)
-
-
-def _zeros(shape, dtype, after):
-    """Zeros that cannot exist before `after` does.
-
-    Plain zeros depend on nothing, so XLA would make those of every layer of a model before the first layer runs.
-    """
-    return jnp.broadcast_to((after[(0,) * after.ndim] > jnp.inf).astype(dtype), shape)
-
-
-def _add_prefix(x, new, b, together):
-    """Adds to the first slots of some sequences, in place."""
-    start = [jnp.int32(0)] * x.ndim
-    start[0] = jnp.int32(b * together)
-    old = lax.dynamic_slice(x, start, new.shape)
-    return lax.dynamic_update_slice(x, old + new, start)
-
-
-def _keys(x, b, together, width):
-    """The first slots of some sequences, of an array whose last axis they are, or of none."""
-    return None if x is None else _sequences(x, b, together)[..., :width]
-
-
-def _forward(config: _Config, structure, q, k, v, q_pos, kv_pos, bias, arrays):
-    """Output, logsumexp and every statistic: in one pass where the output's own softmax is asked for."""
+def _forward(config: Config, structure, q, k, v, q_pos, kv_pos, bias, arrays):
+    """Output, logsumexp and every statistic: in one pass where the output's logits are all that it needs."""
     columns = jax.tree.unflatten(structure, arrays)
     out, lse, measured = _fused(config, [c for c in columns if c.fused], q, k, v, q_pos, kv_pos, bias)
     measured = iter(measured)
@@ -211,22 +170,57 @@ def _forward(config: _Config, structure, q, k, v, q_pos, kv_pos, bias, arrays):
     return out, lse, tuple(next(measured) if c.fused else alone(c) for c in columns)
 
 
-def _weight(config: _Config, spec: Columns, b, i, rows, dtype):
+def _weight(config: Config, spec: Columns, b, i, rows, dtype):
     """The weights "B R" of a block of rows; padding and rows that do not count get 0."""
     bb, bq = config.together, config.block
     if spec.weight is None:
         w = jnp.ones(rows.shape, dtype)
     else:
         padded = jnp.pad(spec.weight, ((0, 0), (0, config.pad)))
-        w = _read(padded, b, bb, i, bq, 1).astype(dtype)
+        w = read_block(padded, b, bb, i, bq, 1).astype(dtype)
     if spec.rows is not None:
         counts = i * bq + jnp.arange(bq) >= config.num_rows - config.pad - spec.rows
         w = jnp.where(counts[None], w, 0.0)
     return w
 
 
-def _separate(config: _Config, spec: Columns, q, k, q_pos, kv_pos, bias):
-    """One statistic in a pass of its own: another softmax than the output's, or rows that are not summed."""
+def _heads(config: Config, q):
+    """The query heads "B K G 1 1" by their numbers within a sequence."""
+    B, K, G = q.shape[:3]
+    kv_head = (jnp.arange(B * K, dtype=jnp.int32) % config.num_kv_heads).reshape(B, K, 1, 1, 1)
+    return kv_head * G + jnp.arange(G, dtype=jnp.int32).reshape(1, 1, G, 1, 1)
+
+
+def _own(config: Config, own: Softmax, x, rows, kv_pos, head, b, i, e=None):
+    """Exponentials of a block of masked logits in a softmax of a statistic's own, and the inverse of their sums.
+
+    With `e`, the exponentials of the same logits in the output's softmax, a Gumbel's cost one division a number, unless
+    the block has a multiplier other than 1.
+    """
+    bb, dtype = config.together, x.dtype
+    seed = None if own.seed is None else sequences(own.seed, b, bb)[:, None, None, None, None]
+    where = rows[:, None, None, :, None], kv_pos[:, :, None, None, :]
+    multiplier = None
+    if own.multiplier is not None:
+        padded = jnp.pad(own.multiplier, ((0, 0), (0, 0), (0, config.pad)))
+        multiplier = read_block(padded, b, bb, i, config.block, 2)[:, :, None, :, None].astype(dtype)
+
+    def scaled():
+        y = x if own.noise is None else x + jnp.asarray(draw_noise(own, seed, head, *where), dtype)
+        y = y if multiplier is None else rescaled(y, multiplier)
+        return jnp.exp(y - jnp.maximum(y.max(-1, keepdims=True), jnp.finfo(dtype).min))
+
+    if e is None or seed is None or own.noise != "gumbel" or (multiplier is not None and config.num_rows == 1):
+        f = scaled()
+    else:
+        divided = lambda: (e / draw_exponential(own, seed, head, *where)).astype(dtype)
+        f = divided() if multiplier is None else lax.cond(jnp.all(multiplier == 1), divided, scaled)
+    mass = f.sum(-1)
+    return f, 1.0 / jnp.where(mass > 0, mass, 1.0)
+
+
+def _separate(config: Config, spec: Columns, q, k, q_pos, kv_pos, bias):
+    """One statistic in a pass of its own: other keys than the output's, or rows that are not summed."""
     B, K, G, T, _ = q.shape
     bb, bq = config.together, config.block
     dtype = accumulator(q.dtype)
@@ -235,8 +229,8 @@ def _separate(config: _Config, spec: Columns, q, k, q_pos, kv_pos, bias):
     num_rows = T - config.pad
     first = 0 if spec.rows is None else max(0, num_rows - spec.rows)
     rows_axis = () if spec.summed else (T - first // bq * bq,)
-    total = _zeros((*heads, *rows_axis, config.num_slots), dtype, k)
-    head = jnp.arange(K * G, dtype=jnp.int32).reshape(1, K, G, 1, 1)
+    total = zeros_after((*heads, *rows_axis, config.num_slots), dtype, k)
+    head = _heads(config, q)
 
     for lo, hi, active in config.segments((spec,)):
         if not active:
@@ -244,64 +238,61 @@ def _separate(config: _Config, spec: Columns, q, k, q_pos, kv_pos, bias):
         width = config.prefix(hi) if own.causal else config.num_slots
 
         def each(b, total, lo=lo, hi=hi, width=width):
-            k_, kv_pos_ = (_sequences(x, b, bb)[:, :, :width] for x in (k, kv_pos))
-            bias_ = _keys(bias, b, bb, width)
+            k_, kv_pos_ = (sequences(x, b, bb)[:, :, :width] for x in (k, kv_pos))
+            bias_ = first_keys(bias, b, bb, width)
 
             def block(i, total):
-                rows = _read(q_pos, b, bb, i, bq, 1)
-                _, seen, x = _logits(config, _read(q, b, bb, i, bq, 3), k_, rows, kv_pos_, None, own.causal)
+                rows = read_block(q_pos, b, bb, i, bq, 1)
+                _, seen, x = logits(config, read_block(q, b, bb, i, bq, 3), k_, rows, kv_pos_, None, own.causal)
                 x = x if bias_ is None else x + bias_[:, :, :, None]
                 if own.before is not None:
-                    seen &= kv_pos_[:, :, None] < _sequences(own.before, b, bb)[:, None, None, None]
-                if own.noise is not None:
-                    seed = None if own.seed is None else _sequences(own.seed, b, bb)[:, None, None, None, None]
-                    noise = draw_noise(own, seed, head, rows[:, None, None, :, None], kv_pos_[:, :, None, None, :])
-                    x = x + jnp.asarray(noise, x.dtype)
-                if own.multiplier is not None:
-                    padded = jnp.pad(own.multiplier, ((0, 0), (0, 0), (0, config.pad)))
-                    multiplier = _read(padded, b, bb, i, bq, 2)[:, :, None, :, None].astype(dtype)
-                    x = x * multiplier if bias_ is None else rescaled(x, multiplier)
+                    seen &= kv_pos_[:, :, None] < sequences(own.before, b, bb)[:, None, None, None]
                 x = jnp.where(seen[:, :, None], x, -jnp.inf)
-                e = jnp.exp(x - jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(dtype).min))
-                mass = e.sum(-1)
-                inverse_mass = 1.0 / jnp.where(mass > 0, mass, 1.0)
+                e, inverse_mass = _own(config, own, x, rows, kv_pos_, sequences(head, b, bb), b, i)
                 theta = thresholds(spec, rows, seen.sum(-1), dtype)
                 if not spec.count_self:
                     itself = rows[:, None, None, :, None] == kv_pos_[:, :, None, None, :]
                     e = jnp.where(itself, 0.0, e)
                 f = _measure(spec, e, inverse_mass, _weight(config, spec, b, i, rows, dtype), theta)
                 if spec.summed:
-                    return _add_prefix(total, f, b, bb)
+                    return add_prefix(total, f, b, bb)
                 start = [jnp.int32(0)] * total.ndim
                 start[0], start[-2] = jnp.int32(b * bb), jnp.int32((i - first // bq) * bq)
                 return lax.dynamic_update_slice(total, f, start)
 
-            return _loop(lo, hi, block, total)
+            return loop(lo, hi, block, total)
 
-        total = _loop(0, B // bb, each, total)
+        total = loop(0, B // bb, each, total)
     if not spec.summed:
         total = total[..., first % bq : first % bq + num_rows - first, :]
     return spec.finish(total)
 
 
-def _fused(config: _Config, columns, q, k, v, q_pos, kv_pos, bias):
+def _fused(config: Config, columns, q, k, v, q_pos, kv_pos, bias):
     B, K, G, T, _ = q.shape
     dtype = accumulator(q.dtype)
     bb, bq = config.together, config.block
     shape = lambda c: (B, K, G, config.num_slots) if c.per_query_head else (B, K, config.num_slots)
-    carry = (q, _zeros((B, K, G, T), dtype, k), [_zeros(shape(c), dtype, k) for c in columns])
+    lse, head = zeros_after((B, K, G, T), dtype, k), _heads(config, q)
+    first = 0
+    if config.tile is not None:
+        whole = math.lcm(bq, config.tile.rows)
+        tiled = config.first_block(columns) * bq // whole * whole
+        first = tiled // bq
+        q, lse = attend_tiles(config, tiled, q, lse, k, v, q_pos, kv_pos, bias)
+    carry = (q, lse, [zeros_after(shape(c), dtype, k) for c in columns])
 
-    for lo, hi, active in config.segments(columns):
+    for lo, hi, active in config.segments(columns, first):
         width = config.prefix(hi)
 
         def each(b, carry, lo=lo, hi=hi, active=active, width=width):
-            k_, v_, kv_pos_ = (_sequences(x, b, bb)[:, :, :width] for x in (k, v, kv_pos))
-            bias_ = _keys(bias, b, bb, width)
+            k_, v_, kv_pos_ = (sequences(x, b, bb)[:, :, :width] for x in (k, v, kv_pos))
+            bias_ = first_keys(bias, b, bb, width)
 
             def block(i, carry):
                 out, lse, sums = carry
-                rows = _read(q_pos, b, bb, i, bq, 1)
-                x, seen, _ = _logits(config, _read(out, b, bb, i, bq, 3), k_, rows, kv_pos_, bias_)
+                rows = read_block(q_pos, b, bb, i, bq, 1)
+                x, seen, _ = logits(config, read_block(out, b, bb, i, bq, 3), k_, rows, kv_pos_, bias_)
                 top = jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(dtype).min)  # finite where a row sees nothing
                 e = jnp.exp(x - top)
                 mass = e.sum(-1)
@@ -313,19 +304,22 @@ def _fused(config: _Config, columns, q, k, v, q_pos, kv_pos, bias):
                     spec = columns[j]
                     w = _weight(config, spec, b, i, rows, dtype)
                     theta = thresholds(spec, rows, seen.sum(-1), dtype)
-                    sums[j] = _add_prefix(sums[j], _measure(spec, e, inverse_mass, w, theta), b, bb)
-                out = _write(out, o, b, bb, i, bq, 3)
-                return out, _write(lse, top[..., 0] + jnp.log(mass), b, bb, i, bq, 3), sums
+                    found = e, inverse_mass
+                    if spec.softmax is not None:
+                        found = _own(config, spec.softmax, x, rows, kv_pos_, sequences(head, b, bb), b, i, e)
+                    sums[j] = add_prefix(sums[j], _measure(spec, *found, w, theta), b, bb)
+                out = write_block(out, o, b, bb, i, bq, 3)
+                return out, write_block(lse, top[..., 0] + jnp.log(mass), b, bb, i, bq, 3), sums
 
-            return _loop(lo, hi, block, carry)
+            return loop(lo, hi, block, carry)
 
-        carry = _loop(0, B // bb, each, carry)
+        carry = loop(0, B // bb, each, carry)
     out, lse, sums = carry
     return out, lse, tuple(c.finish(s) for c, s in zip(columns, sums, strict=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(config: _Config, structure, q, k, v, q_pos, kv_pos, bias, arrays):
+def _attention(config: Config, structure, q, k, v, q_pos, kv_pos, bias, arrays):
     return _forward(config, structure, q, k, v, q_pos, kv_pos, bias, arrays)
 
 
@@ -359,32 +353,32 @@ def _attention_bwd(config, structure, residuals, cotangents):
 
         def each(b, carry, lo=lo, hi=hi, width=width):
             dq, dk, dv, dbias = carry
-            k_, v_, kv_pos_ = (_sequences(x, b, bb)[:, :, :width] for x in (k, v, kv_pos))
-            bias_ = _keys(bias, b, bb, width)
+            k_, v_, kv_pos_ = (sequences(x, b, bb)[:, :, :width] for x in (k, v, kv_pos))
+            bias_ = first_keys(bias, b, bb, width)
 
             def block(i, carry):
                 dq, dk, dv, dbias = carry
-                qi = _read(dq, b, bb, i, bq, 3)
-                x, _, capped = _logits(config, qi, k_, _read(q_pos, b, bb, i, bq, 1), kv_pos_, bias_)
-                p = jnp.exp(x - _read(finite_lse, b, bb, i, bq, 3)[..., None])
-                do = _read(d_out, b, bb, i, bq, 3)
+                qi = read_block(dq, b, bb, i, bq, 3)
+                x, _, capped = logits(config, qi, k_, read_block(q_pos, b, bb, i, bq, 1), kv_pos_, bias_)
+                p = jnp.exp(x - read_block(finite_lse, b, bb, i, bq, 3)[..., None])
+                do = read_block(d_out, b, bb, i, bq, 3)
                 dv = dv + jnp.einsum("bkgrs,bkgrh->bksh", p, do)
                 dp = jnp.einsum("bkgrh,bksh->bkgrs", do, v_.astype(dtype))
-                dx = p * (dp - _read(delta, b, bb, i, bq, 3)[..., None])
+                dx = p * (dp - read_block(delta, b, bb, i, bq, 3)[..., None])
                 dbias = None if dbias is None else dbias + dx.sum(3)
                 if config.softcap is not None:
                     dx = dx * (1.0 - (capped / config.softcap) ** 2)
                 dx = dx * jnp.asarray(config.scale, dtype)
                 dk = dk + jnp.einsum("bkgrs,bkgrh->bksh", dx, qi.astype(dtype))
                 dqi = jnp.einsum("bkgrs,bksh->bkgrh", dx, k_.astype(dtype)).astype(dq.dtype)
-                return _write(dq, dqi, b, bb, i, bq, 3), dk, dv, dbias
+                return write_block(dq, dqi, b, bb, i, bq, 3), dk, dv, dbias
 
             start = (dq, *(None if x is None else jnp.zeros(x.shape, dtype) for x in (k_, v_, bias_)))
-            dq, dk_, dv_, dbias_ = _loop(lo, hi, block, start)
-            dbias = None if dbias is None else _add_prefix(dbias, dbias_, b, bb)
-            return dq, _add_prefix(dk, dk_, b, bb), _add_prefix(dv, dv_, b, bb), dbias
+            dq, dk_, dv_, dbias_ = loop(lo, hi, block, start)
+            dbias = None if dbias is None else add_prefix(dbias, dbias_, b, bb)
+            return dq, add_prefix(dk, dk_, b, bb), add_prefix(dv, dv_, b, bb), dbias
 
-        carry = _loop(0, k.shape[0] // bb, each, carry)
+        carry = loop(0, k.shape[0] // bb, each, carry)
     dq, dk, dv, dbias = carry
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, dbias, None
 

@@ -13,6 +13,7 @@ import pytest
 import scipy.stats
 
 from pallas_kernels import Columns, Softmax, attention, hash_uniform, xla
+from pallas_kernels.columns import draw_exponential, draw_noise, minus_log
 from tests.references import attention as numpy_reference
 
 IMPLEMENTATIONS = ("xla", "reference")
@@ -193,6 +194,7 @@ def test_own_softmax(implementation, shape):
         *(Columns(softmax=own) for own in OWN),
         *(Columns(softmax=dataclasses.replace(own, multiplier=multiplier), rows=7) for own in OWN),
         Columns(softmax=OWN[4], element="p2", group_at="before"),
+        Columns(softmax=dataclasses.replace(OWN[4], multiplier=jnp.ones_like(multiplier)), group="max"),
         Columns(softmax=OWN[1], element="above", group=None),
         Columns(count_self=False),
         Columns(count_self=False, element="p2", group_at="before", rows=9),
@@ -227,6 +229,18 @@ def test_the_hash_is_uniform_and_uncorrelated():
     assert numpy_reference.hash_uniform(7, 3, 9) == pytest.approx(u[3, 9], abs=1e-7)
 
 
+@pytest.mark.parametrize("per", ["call", "key"])
+def test_exponential_draws_are_those_of_the_gumbel_noise(per):
+    spec = Softmax(seed=SEED, noise="gumbel", per=per)
+    seed, head, rows, keys = SEED[0], jnp.int32(3), jnp.arange(300)[:, None], jnp.arange(300)[None]
+    e = np.asarray(draw_exponential(spec, seed, head, rows, keys), np.float64)
+    np.testing.assert_allclose(-np.log(e), draw_noise(spec, seed, head, rows, keys), atol=2e-5)
+    assert scipy.stats.kstest((e if per == "call" else e[0]).ravel(), "expon").pvalue > 1e-3
+    ends = np.arange(1, 2**24, 2**12 - 1, dtype=np.float64)
+    u = np.concatenate([ends, 2**24 - ends]) * 2.0**-24
+    np.testing.assert_allclose(minus_log(jnp.asarray(u, jnp.float32)), -np.log(u), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "block", [(1, 2), (7, 1), (200, 2), *(pytest.param(b, marks=pytest.mark.slow) for b in ((32, 2), (64, 1)))]
 )
@@ -239,6 +253,45 @@ def test_any_block_size(block):
     np.testing.assert_allclose(found.lse, lse, atol=2e-5)
     for x, expected in zip(found.columns, measured, strict=True):
         np.testing.assert_allclose(x, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tile", "shape", "options"),
+    [
+        ((8, 16, 2), {"T": 53, "cached": 9}, {"window": 11, "softcap": 3.0}),
+        ((16, 24, 1), {"T": 40, "cached": 30, "dead": 0.0, "pads": 0}, {"bias": True}),
+        ((16, 24, 4), {"T": 40, "cached": 0, "dtype": "bfloat16"}, {}),
+    ],
+    ids=str,
+)
+def test_tiles_of_rows_that_no_statistic_reads(tile, shape, options):
+    """Columns of the last rows take whole rows; the others go by tiles, where padding, biases and windows hold too."""
+    arrays = inputs(**shape)
+    tolerance = TOLERANCE[shape.get("dtype", "float32")]
+    if "bias" in options:
+        options = {"bias": some_bias(arrays[4], 4)}
+    columns = Columns(rows=5), Columns(rows=3, element="p2", group_at="before"), Columns(rows=2, summed=False)
+    run = functools.partial(xla.attention, scale=0.3, block=(8, 2), tile=tile, **options)
+    found = run(*arrays, columns=columns)
+    out, lse, measured = numpy_reference.attention(*arrays, columns=columns, scale=0.3, **options)
+    np.testing.assert_allclose(np.asarray(found.out, np.float64), out, atol=tolerance)
+    np.testing.assert_allclose(found.lse, lse, atol=tolerance)
+    for x, expected in zip(found.columns, measured, strict=True):
+        np.testing.assert_allclose(x, expected, atol=10 * tolerance)
+    alone = run(*arrays)
+    np.testing.assert_allclose(np.asarray(alone.out, np.float64), out, atol=tolerance)
+    np.testing.assert_allclose(alone.lse, lse, atol=tolerance)
+
+
+def test_gradients_through_tiles():
+    q, k, v, q_pos, kv_pos = inputs(T=48, H=4)
+
+    def grads(tile):
+        f = lambda *x: (xla.attention(*x, q_pos, kv_pos, scale=0.5, window=20, block=(8, 4), tile=tile).out ** 2).sum()
+        return jax.grad(f, argnums=(0, 1, 2))(q, k, v)
+
+    for a, b in zip(grads((16, 16, 1)), grads(None), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 @hypothesis.settings(max_examples=12, deadline=None)

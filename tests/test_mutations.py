@@ -55,15 +55,21 @@ MUTATIONS = {
     ),
     "XLA: rows count twice": (
         "xla.py",
-        "sums[j] = _add_prefix(sums[j], ",
-        "sums[j] = _add_prefix(sums[j], 2.0 * ",
+        "sums[j] = add_prefix(sums[j], ",
+        "sums[j] = add_prefix(sums[j], 2.0 * ",
         "test_kernels.py::test_against_numpy",
     ),
     "XLA: a segment reads too few keys": (
-        "xla.py",
+        "loops.py",
         "self.offset + stop * self.block)",
         "self.offset + stop * self.block - 1)",
         "test_kernels.py::test_against_numpy",
+    ),
+    "XLA: a tile is left unmasked for its first row alone": (
+        "tiles.py",
+        "newest[:, j] <= here.min()",
+        "newest[:, j] <= here.max()",
+        "test_kernels.py::test_tiles_of_rows_that_no_statistic_reads",
     ),
     "Mosaic: a row does not see itself": (
         "blocks.py",

@@ -1,0 +1,104 @@
+"""Attention by an online softmax over tiles, where no statistic reads a row (`pallas_kernels.xla`)."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.columns import accumulator
+from pallas_kernels.loops import Config, Tile, first_keys, loop, products, read_block, sequences, visible, write_block
+
+TILE_ROWS = 1024  # rows of all query heads of a tile: with the keys a MiB of logits, which stays in a core's cache
+MAX_ROWS, TILE_KEYS = 256, 256
+LEAST_ROWS = 512  # of fewer, whole rows stay in cache as well
+
+
+def tile_size(sets: int, group: int, num_rows: int, num_slots: int) -> Tile | None:
+    """The tiles of a call, None where whole rows are as fast.
+
+    That is for few rows, and on a GPU, whose own kernels leave little to XLA: loops over tiles that fit a core's cache
+    would launch thousands of small programs there.
+
+    Args:
+      sets: sets of slots, one for each kv head of each sequence.
+      group: query heads of a kv head.
+      num_rows, num_slots: rows of a query head, and slots of a set.
+    """
+    del sets
+    if num_rows < LEAST_ROWS or num_slots < 2 * TILE_KEYS or jax.default_backend() == "gpu":
+        return None
+    rows = MAX_ROWS
+    while rows > 32 and rows * group > TILE_ROWS:
+        rows //= 2
+    return Tile(rows, TILE_KEYS, 1)
+
+
+def attend_tiles(config: Config, stop: int, q, lse, k, v, q_pos, kv_pos, bias):
+    """Output, written over the queries, and logsumexp of the rows before `stop`, a multiple of a tile's rows.
+
+    Positions decide, as everywhere. A tile is masked unless every row of it sees every key. Which keys a tile of rows
+    visits follows from what is known of any call: row `i` sees no slot after `offset + i`. Under a window, keys before
+    the first tile that holds a position in reach are skipped, wherever it stands.
+    """
+    tile = config.tile
+    if tile is None or not stop:
+        return q, lse
+    bb, R, W, S = tile.together, tile.rows, min(tile.keys, config.num_slots), config.num_slots
+    dtype = accumulator(q.dtype)
+    G, H = q.shape[2], q.shape[-1]
+    num_tiles = -(-S // W)
+    latest = jnp.iinfo(q_pos.dtype).max
+
+    def sets(b, carry):
+        k_, v_, kv_pos_ = (sequences(x, b, bb) for x in (k, v, kv_pos))
+        bias_ = first_keys(bias, b, bb, S)
+        tiled = lambda pos, fill: jnp.pad(pos, ((0, 0), (0, 0), (0, num_tiles * W - S)), constant_values=fill)
+        newest = tiled(kv_pos_, -1).reshape(bb, num_tiles, W).max(-1)
+        oldest = tiled(kv_pos_, latest).reshape(bb, num_tiles, W).min(-1)
+
+        def rows(i, carry):
+            out, lse = carry
+            here = read_block(q_pos, b, bb, i, R, 1)
+            first, last = jnp.where(here >= 0, here, latest).min(), here.max()
+            qi, scaled = read_block(out, b, bb, i, R, 3), config
+            if qi.dtype == dtype:  # a product a query in place of one a logit; narrow queries would be rounded
+                qi, scaled = qi * jnp.asarray(config.scale, dtype), dataclasses.replace(config, scale=1.0)
+
+            def keys(j, state):
+                start = jnp.minimum(j * W, S - W)
+                cut = lambda x, axis: lax.dynamic_slice_in_dim(x, start, W, axis)
+
+                def update(masked, pos, top, mass, o):
+                    x = products(scaled, qi, cut(k_, 2))
+                    if bias_ is not None:
+                        x = x + cut(bias_, 3)[:, :, :, None]
+                    if masked:
+                        x = jnp.where(visible(config, here, pos)[:, :, None], x, -jnp.inf)
+                    higher = jnp.maximum(top, x.max(-1))
+                    e = jnp.exp(x - higher[..., None])
+                    shrink = jnp.exp(top - higher)
+                    new = jnp.einsum("bkgrs,bksh->bkgrh", e.astype(v.dtype), cut(v_, 2), preferred_element_type=dtype)
+                    return higher, mass * shrink + e.sum(-1), o * shrink[..., None] + new
+
+                pos = jnp.where(start + jnp.arange(W) >= j * W, cut(kv_pos_, 2), -1)  # the last tile reads none twice
+                all_seen = (oldest[:, j] >= 0) & (newest[:, j] <= here.min()) & (start == j * W)
+                if config.window is not None:
+                    all_seen &= last - oldest[:, j] < config.window
+                see = functools.partial(update, False), functools.partial(update, True)
+                return lax.cond(all_seen.all(), *see, pos, *state)
+
+            begin = jnp.int32(0)
+            if config.window is not None:
+                begin = jnp.argmax((newest > first - config.window).any(0)).astype(jnp.int32)
+            end = (jnp.minimum(S, config.offset + (i + 1) * R) + W - 1) // W
+            shape = (bb, q.shape[1], G, R)
+            start = jnp.full(shape, jnp.finfo(dtype).min), jnp.zeros(shape, dtype), jnp.zeros((*shape, H), dtype)
+            top, mass, o = lax.fori_loop(begin, end, keys, start)  # `top` is finite where a row sees nothing
+            o = (o / jnp.where(mass > 0, mass, 1.0)[..., None]).astype(out.dtype)
+            return write_block(out, o, b, bb, i, R, 3), write_block(lse, top + jnp.log(mass), b, bb, i, R, 3)
+
+        return loop(0, stop // R, rows, carry)
+
+    return loop(0, q.shape[0] // bb, sets, (q, lse))
