@@ -30,6 +30,7 @@ import tyro
 import models
 from configs.experiment import check_finite, check_whole
 from experiments.bench.compiling import DEPTHS, compile_times, sweep_programs
+from experiments.bench.peer_protocol import held
 from experiments.evaluation.results import check_output, device_info, plain_errors, write_json
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -74,12 +75,12 @@ def load(library: str, path: str, dtype: str) -> dict[str, float]:
     """
     use = _kvjax if library == "kvjax" else _transformers
     load_, total = use(path, dtype)
-    before, start, spent = _held("VmRSS"), time.perf_counter(), time.process_time()
+    before, start, spent = held("VmRSS"), time.perf_counter(), time.process_time()
     params = load_()
     ready = time.perf_counter() - start
     size = total(params)
     read, spent = time.perf_counter() - start, time.process_time() - spent
-    return {"ready": ready, "read": read, "processor": spent, "peak": _held("VmHWM") - before, "size": size}
+    return {"ready": ready, "read": read, "processor": spent, "peak": held("VmHWM") - before, "size": size}
 
 
 def _kvjax(path: str, dtype: str) -> tuple[Callable[[], Any], Callable[[Any], int]]:
@@ -103,12 +104,6 @@ def _transformers(path: str, dtype: str) -> tuple[Callable[[], Any], Callable[[A
         return sum(x.numel() * x.element_size() for x in params)
 
     return lambda: list(model_class.from_pretrained(path, dtype=dtype).parameters()), total
-
-
-def _held(what: str) -> int:
-    """Bytes that this process holds ("VmRSS"), or has held at its peak ("VmHWM"); rusage has its parent's among it."""
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
 
 
 def measure(library: str, path: pathlib.Path, dtype: str) -> dict[str, float]:
