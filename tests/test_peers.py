@@ -26,6 +26,8 @@ def prepare(job):
         print("out of memory", file=sys.stderr)
         os._exit(9)
     def run():
+        if job["what"] == "breaks":
+            raise RuntimeError("too few tokens")
         time.sleep(job["length"] / 1000)
         return len(b"x" * (job["batch"] << 20)) // 2
     return Prepared(run, {"compile_seconds": 0.25})
@@ -74,22 +76,26 @@ def test_rows_that_share_jobs_are_measured_together():
 
 
 def test_jobs_run_in_turns_and_a_worker_that_ends_takes_one_job_with_it(sides):
-    ours, theirs = [job(length=n) for n in (1, 2)], [job("peer", what) for what in ("dies", "fails", "SnapKVPress")]
-    rows = [row(ours[0], *theirs), row(ours[1], theirs[2])]
+    ours, theirs = (
+        [job(length=n) for n in (1, 2)],
+        [job("peer", what) for what in ("dies", "fails", "breaks", "SnapKVPress")],
+    )
+    rows = [row(ours[0], *theirs), row(ours[1], theirs[3])]
     asked = []
     ask, sides.ask = sides.ask, lambda do, job: (asked.append((do, job)), ask(do, job))[1]
     found, failed = peer_measure.measure(rows, sides, 2, 1, lambda _: None)
     runs = [job for do, job in asked if do == "run"]
-    assert runs == [ours[0], theirs[2], ours[1]] * 2 + [*ours, theirs[2]]
+    assert runs == [ours[0], theirs[3], ours[1]] * 2 + [*ours, theirs[3]]
     assert failed[theirs[0]] == "the worker ended with code 9: out of memory"
     assert failed[theirs[1]] == "RuntimeError: no such method"
-    assert set(found) == {*ours, theirs[2]}
+    assert failed[theirs[2]] == "RuntimeError: too few tokens"
+    assert set(found) == {*ours, theirs[3]}
     assert [len(found[ours[0]].rounds), len(found[ours[0]].alone)] == [2, 1]
     assert min(found[ours[1]].rounds) >= 0.002
     assert found[ours[0]].facts["compile_seconds"] == 0.25
     entry = peer_measure.outcome(rows[0], found, failed)
     assert entry["beside"]["label"] == "SnapKVPress"
-    assert set(entry["missing"]) == {"dies", "fails"}
+    assert set(entry["missing"]) == {"dies", "fails", "breaks"}
     with pytest.raises(JobError, match="no such method"):
         peer_measure.outcome(row(ours[0], theirs[1]), found, failed)
 
@@ -197,9 +203,9 @@ def test_rows_are_listed_with_their_goals(capsys):
         ({"threads": (1,), "environment": pathlib.Path(__file__).parent}, "holds something else than an environment"),
     ],
 )
-def test_what_cannot_be_measured_is_said_before_anything_runs(options, message):
+def test_what_cannot_be_measured_is_said_before_anything_runs(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        peers.bench(**options)
+        peers.bench(**{"output": tmp_path, **options})
 
 
 def test_packages_that_cannot_be_had_are_an_error_that_says_what_helps(tmp_path, monkeypatch):

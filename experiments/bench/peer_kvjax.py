@@ -132,7 +132,9 @@ def _kept(read: Any, params: Any, tokens: jax.Array) -> int:
 
 
 def _about() -> dict[str, Any]:
-    return {"device": device_info()}
+    device = device_info()
+    del device["cpus"]  # as many as it was started on
+    return {"device": device}
 
 
 if __name__ == "__main__":

@@ -54,12 +54,14 @@ def measure(
         left = [job for job in jobs if job not in failed]
         try:
             return _measure(left, sides, rounds, rounds_alone, rows[0].measure, failed, say), failed
-        except _Died as e:
+        except _Lost as e:
             failed[e.job] = str(e)
             sides.close()
 
 
-class _Died(Exception):
+class _Lost(Exception):
+    """A job that cannot be measured on, and took its worker with it or may have left it in disorder."""
+
     def __init__(self, job: Job, reason: str):
         super().__init__(reason)
         self.job = job
@@ -85,15 +87,19 @@ def _measure(
     def ask(do: str, job: Job) -> dict[str, Any]:
         try:
             return sides.ask(do, job)
-        except WorkerDied as e:
-            raise _Died(job, str(e)) from e
+        except JobError as e:
+            raise _Lost(job, str(e)) from e
 
     for job in jobs:
         say(f"{job.side}: {job.label}")
         try:
-            found[job] = Measured(ask("prepare", job) | ask("weigh", job))
+            facts = sides.ask("prepare", job)
+        except WorkerDied as e:
+            raise _Lost(job, str(e)) from e
         except JobError as e:
             failed[job] = str(e)
+        else:
+            found[job] = Measured(facts | ask("weigh", job))
     order = [(job, found[job]) for job in in_turns(list(found))]
     seconds = what == "seconds"
     for i in range(rounds):
@@ -124,19 +130,22 @@ def outcome(row: Row, found: dict[Job, Measured], failed: dict[Job, str]) -> dic
     the ratio within a round, with quartiles; `alone` is that of the best times alone. A goal is met if both meet it.
 
     Raises:
-      JobError: kvjax's job, or all beside it, could not be measured.
+      JobError: kvjax's job, or all beside it, could not be measured, or what they add is nothing.
     """
     needed = [row.ours, *(row.less or ())]
     missing = {job.label: failed.get(job, "it was not reached") for job in row.jobs if job not in found}
     rivals = [job for job in row.beside if job in found]
     if not rivals or any(job not in found for job in needed):
-        raise JobError("; ".join(f"{label}: {reason}" for label, reason in missing.items()))
+        reasons = {reason: [label for label in missing if missing[label] == reason] for reason in missing.values()}
+        raise JobError("; ".join(f"{', '.join(labels)}: {reason}" for reason, labels in reasons.items()))
     beside = min(rivals, key=lambda job: min(found[job].alone or found[job].rounds) / _units(job))
     series = [np.array(found[job].rounds) / _units(job) for job in (row.ours, beside)]
     if row.less is not None:
         less = [np.array(found[job].rounds) / _units(job) for job in row.less]
         series = [np.maximum(x - y, 0) for x, y in zip(series, less, strict=True)]
     ours, theirs = series
+    if not (ours if row.ratio == "speed" else theirs).all():
+        raise JobError(f"{beside.label} beside {row.ours.label}: there is nothing to divide by")
     ratios = theirs / ours if row.ratio == "speed" else ours / theirs
     q1, median, q3 = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
     alone = None

@@ -18,6 +18,8 @@ def markdown(table: dict[str, Any]) -> str:
     """The table as text: the rows, what each side's programs take, and what could not be measured."""
     rows = ordered(table)
     lines = [
+        "# kvjax beside transformers and kvpress",
+        "",
         _about(table),
         "",
         "| row | threads | kvjax | beside | ratio [quartiles] | alone | goal | met |",

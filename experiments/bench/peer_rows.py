@@ -124,7 +124,7 @@ class Job:
     Attributes:
       side: whose worker.
       kind: "prefill" reads a prompt; "decode" decodes `steps` tokens after one; "stream" does so after `after` tokens
-        were decoded; "first" is a whole process, from its start to its last token.
+        were decoded; "first" is a whole process.
       what: of kvjax the policy's name, of the peers the press's; "full" is neither.
       how: of kvjax "evict", or "measure" for a prefill that measures what the policy asks for and keeps everything; of
         the peers how attention is computed ("sdpa", "eager"), with "static" their cache of fixed size; of a first run

@@ -86,7 +86,7 @@ class Worker:
 
 
 class FirstRuns:
-    """Answers requests for a user's first run: each is a process of its own, timed from its start to its last token.
+    """Answers requests for a user's first run: each is a process of its own, timed from its start to its end.
 
     One that is not timed comes first, so that files lie in the machine's memory and a warm compilation cache is warm.
 
@@ -180,8 +180,15 @@ class Sides:
         return self._first[job.side].ask(do, job) if job.kind == "first" else self._worker(job.side).ask(do, job)
 
     def about(self, side: Side) -> dict[str, Any]:
-        """What a side says of itself."""
-        return self._worker(side).ask("about")
+        """What a side says of itself.
+
+        Raises:
+          ValueError: its worker does not start.
+        """
+        try:
+            return self._worker(side).ask("about")
+        except JobError as e:
+            raise ValueError(f"{' '.join(self._commands[side])} does not start: {e}") from e
 
     @contextlib.contextmanager
     def alone(self, side: Side) -> Iterator[None]:

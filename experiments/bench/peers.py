@@ -198,9 +198,13 @@ def bench(
         raise ValueError(f"--cores {unknown} are not among those that this process may use, {usable}")
     if max(threads) > len(chosen):
         raise ValueError(f"threads={max(threads)}, but there are {len(chosen)} cores; lower --threads")
-    python = check_interpreter(peers_python) if peers_python else make_environment(environment or default_directory())
     lost: dict[str, str] = {}
-    with contextlib.closing(Table(output, sizes)) as table, _checkpoint() as checkpoint, _told(output):
+    with contextlib.ExitStack() as stack:
+        table = stack.enter_context(contextlib.closing(Table(output, sizes)))
+        directory = environment or default_directory()
+        python = check_interpreter(peers_python) if peers_python else make_environment(directory)
+        checkpoint = stack.enter_context(_checkpoint())
+        stack.enter_context(_told(output))
         for count in threads:
             programs = checkpoint.parent / f"programs-{count}"
             programs.mkdir(exist_ok=True)
