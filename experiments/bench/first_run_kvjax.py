@@ -1,0 +1,16 @@
+"""What a user's first run is, with kvjax.
+
+python -m experiments.bench.first_run_kvjax CHECKPOINT LENGTH TOKENS
+"""
+
+import sys
+
+import numpy as np
+
+import kvjax
+import models
+
+checkpoint, length, new = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+model, params = models.load(checkpoint)
+tokens = np.random.default_rng(0).integers(4, model.config.vocab_size, (1, length))
+print(np.asarray(kvjax.generate(model, params, tokens, max_new_tokens=new).tokens).shape)

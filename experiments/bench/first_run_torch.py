@@ -1,0 +1,17 @@
+"""What a user's first run is, with transformers.
+
+    python -m experiments.bench.first_run_torch CHECKPOINT LENGTH TOKENS
+
+It runs in the peers' environment, which has no kvjax.
+"""
+
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM
+
+checkpoint, length, new = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+tokens = torch.randint(4, model.config.vocab_size, (1, length))
+generated = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, do_sample=False)
+print(tuple(generated[:, length:].shape))
