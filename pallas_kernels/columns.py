@@ -35,11 +35,13 @@ class Softmax:
       per: "call" draws for every (row, key), "key" once for every key.
       causal: False lets rows see later keys too, up to the newest row.
       before: only keys at positions below this count, in numerator and normaliser.
+      heads: the numbers of the query heads, by which noise is drawn; 0 to N - 1 if None.
     """
 
     multiplier: Float[Array, "B K T"] | None = None
     seed: UInt32[Array, "B"] | None = None
     before: Int[Array, "B"] | None = None
+    heads: Int[Array, "N"] | None = None
     noise: Noise | None = static(default=None)
     per: Literal["call", "key"] = static(default="call")
     causal: bool = static(default=True)
@@ -70,6 +72,11 @@ def hash_uniform(seed: UInt32[Array, "..."], *indices: Int[Array, "..."]) -> Flo
         h = (h ^ (h >> 15)) * np.uint32(0x846CA68B)
         h = h ^ (h >> 16)
     return ((h >> 9).astype(jnp.float32) + 0.5) * (2.0**-23)
+
+
+def head_numbers(spec: Softmax, num_query_heads: int) -> Int[Array, "N"]:
+    """The number of every query head."""
+    return jnp.arange(num_query_heads, dtype=jnp.int32) if spec.heads is None else spec.heads
 
 
 def rescaled(logits: Float[Array, "..."], multiplier: Float[Array, "..."]) -> Float[Array, "..."]:

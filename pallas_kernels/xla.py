@@ -27,6 +27,7 @@ from pallas_kernels.columns import (
     accumulator,
     apply_element,
     draw_noise,
+    head_numbers,
     reduce_group,
     rescaled,
     thresholds,
@@ -231,7 +232,7 @@ def _separate(config: _Config, spec: Columns, q, k, q_pos, kv_pos, bias):
     first = 0 if spec.rows is None else max(0, num_rows - spec.rows)
     rows_axis = () if spec.summed else (T - first // bq * bq,)
     total = _zeros((*heads, *rows_axis, config.num_slots), dtype, k)
-    head = jnp.arange(K * G, dtype=jnp.int32).reshape(1, K, G, 1, 1)
+    head = head_numbers(own, K * G).reshape(1, K, G, 1, 1)
 
     for lo, hi, active in config.segments((spec,)):
         if not active:

@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
 
-from pallas_kernels import Attention, Columns, attention
+from kvjax.cache import mesh
+from pallas_kernels import Attention, Columns
 from pallas_kernels.columns import accumulator
 from pallas_kernels.pytree import described, is_known, pytree, static
 from pallas_kernels.values import MOST_TOKENS, checked, whole
@@ -119,8 +120,12 @@ class LayerKV:
         if self.rank is None or self.rotated is None or not self.num_slots:
             return self
         moved = jnp.where(self.live, self.rank - self.rotated, 0)
-        k = lax.cond((moved != 0).any(), lambda: rotate(self.k, moved).astype(self.k.dtype), lambda: self.k)
-        return dataclasses.replace(self, k=k, rotated=self.rank)
+
+        def turn(here: tuple[Array, Array]) -> Array:
+            k, moved = here
+            return lax.cond((moved != 0).any(), lambda: rotate(k, moved).astype(k.dtype), lambda: k)
+
+        return dataclasses.replace(self, k=mesh.by_head(turn, (self.k, moved)), rotated=self.rank)
 
     def insert(self, k: Float[Array, "B K 1 C"], v: Float[Array, "B K 1 H"], pos: Int[Array, "B 1"]) -> "LayerKV":
         """See `insert`."""
@@ -148,7 +153,7 @@ class LayerKV:
     ) -> Attention:
         """Attention over the slots, or over those of them that are `visible`; `options` as in `pallas_kernels`."""
         read = self.pos if visible is None else jnp.where(visible, self.pos, EMPTY)
-        return attention(q, keys, self.v, q_pos, read, columns=tuple(columns), **options)
+        return mesh.attention(q, keys, self.v, q_pos, read, columns=columns, **options)
 
 
 @pytree
@@ -306,6 +311,11 @@ def insert(kv: LayerKV, k: Float[Array, "B K 1 C"], v: Float[Array, "B K 1 H"], 
     A token whose position is EMPTY changes nothing that is live. A head without a dead slot has been driven past its
     plan: instead of overwriting a token silently, one of the head's values becomes NaN, and with it the logits.
     """
+    return mesh.by_head(_insert, (kv, k, v), pos)
+
+
+def _insert(own: tuple[LayerKV, Array, Array], pos: Int[Array, "B 1"]) -> LayerKV:
+    kv, k, v = own
     B, K, S = kv.pos.shape
     slot = jnp.where(kv.live, S, _indices(kv.pos)).min(-1)  # first dead slot, S if there is none
     overflow = (slot == S) & (pos != EMPTY)
@@ -339,6 +349,10 @@ def position_order(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
     Positions that already increase from slot to slot, as after prefill, only need the dead slots moved out; on CPU that
     is ten times cheaper than the sort that the general case takes.
     """
+    return mesh.by_head(_position_order, pos)
+
+
+def _position_order(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
     live = pos != EMPTY
     slots = _indices(pos)
 
@@ -376,6 +390,10 @@ def _check_layer(kv: Any) -> None:
 
 @jax.jit
 def _evict(kv: LayerKV, keep: Bool[Array, "B K S"]) -> LayerKV:
+    return mesh.by_head(lambda own: _without(*own), (kv, keep))
+
+
+def _without(kv: LayerKV, keep: Bool[Array, "B K S"]) -> LayerKV:
     pos = jnp.where(keep, kv.pos, EMPTY)
     if kv.rank is None:
         return dataclasses.replace(kv, pos=pos)
@@ -392,9 +410,13 @@ def _evict(kv: LayerKV, keep: Bool[Array, "B K S"]) -> LayerKV:
 
 def ranks(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
     """Rank by position among the live slots of a head; dead slots get some number below zero."""
-    order = position_order(pos)
-    num_dead = (pos == EMPTY).sum(-1, keepdims=True, dtype=jnp.int32)
-    return jnp.put_along_axis(jnp.zeros_like(pos), order, _indices(pos) - num_dead, axis=-1, inplace=False)
+
+    def ranked(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
+        order = position_order(pos)
+        num_dead = (pos == EMPTY).sum(-1, keepdims=True, dtype=jnp.int32)
+        return jnp.put_along_axis(jnp.zeros_like(pos), order, _indices(pos) - num_dead, axis=-1, inplace=False)
+
+    return mesh.by_head(ranked, pos)
 
 
 def compact(kv: LayerKV, capacity: int) -> LayerKV:
@@ -412,6 +434,10 @@ def compact(kv: LayerKV, capacity: int) -> LayerKV:
 
 @functools.partial(jax.jit, static_argnames="capacity")
 def _compact(kv: LayerKV, capacity: int) -> LayerKV:
+    return mesh.by_head(functools.partial(_moved_together, capacity=capacity), kv)
+
+
+def _moved_together(kv: LayerKV, capacity: int) -> LayerKV:
     kept = min(capacity, kv.num_slots)
     order = position_order(kv.pos)[..., kv.num_slots - kept :]
 
