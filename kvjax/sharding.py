@@ -142,16 +142,17 @@ def shard_rows(rows: PyTree[Any], mesh: Mesh) -> PyTree[Any]:
     for x in jax.tree.leaves(rows):
         if np.ndim(x) and len(x) % mesh.shape[DATA]:
             raise ValueError(f"{mesh.shape[DATA]} devices of the axis {DATA!r} do not divide {len(x)} rows")
-    return jax.tree.map(lambda x: _placed(x, NamedSharding(mesh, _rows(x))), rows)
+    return jax.tree.map(lambda x: _placed(x, rows_of(x, mesh)), rows)
 
 
-def _rows(x: Any) -> PartitionSpec:
-    return PartitionSpec(DATA) if np.ndim(x) else PartitionSpec()
+def rows_of(x: Any, mesh: Mesh | None) -> NamedSharding | None:
+    """Where the rows of an array lie, and where numbers do; None without a mesh."""
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec(DATA) if np.ndim(x) else PartitionSpec())
 
 
-def _placed(x: Any, sharding: NamedSharding) -> Any:
+def _placed(x: Any, sharding: NamedSharding | None) -> Any:
     """An array where it should be; traced ones stay to the compiler."""
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, jax.core.Tracer) or sharding is None:
         return x
     here = getattr(x, "sharding", None)
     if here is not None and here.is_equivalent_to(sharding, x.ndim):

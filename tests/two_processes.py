@@ -1,4 +1,4 @@
-"""One of two processes with two devices each, which share a batch and its heads: `python -m tests.two_processes I PORT`.
+"""One of two processes of two devices each, which share a batch and heads: `python -m tests.two_processes I PORT`.
 
 It fails where tokens, or what its devices hold of the cache, are not what one device generates.
 """

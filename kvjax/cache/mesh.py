@@ -57,13 +57,6 @@ def prompt_rows(x: Array, *before: str | None) -> Array:
     return laid_out(x, *before, SEQUENCE)
 
 
-def whole_prompt(x: Float[Array, "B K T H"]) -> Float[Array, "B K T H"]:
-    """Keys or values of a prompt, made where its tokens are, then given to all devices that share it."""
-    return (
-        laid_out(laid_out(x, None, HEADS, SEQUENCE), None, HEADS) if devices(SEQUENCE) > 1 else laid_out(x, None, HEADS)
-    )
-
-
 def by_head(function: Callable[..., _X], own: PyTree[Any], *others: Any) -> _X:
     """What a function makes of the heads of every device.
 
@@ -136,7 +129,7 @@ def attention(
         if rows is None:
             return found.out, found.lse, found.columns
         measured = zip(columns, found.columns, strict=True)
-        return found.out, found.lse, tuple(_of_all_rows(c, x, T, k.shape[1]) for c, x in measured)
+        return found.out, found.lse, tuple(_of_all_rows(c, x, T, q.shape[2], k.shape[1]) for c, x in measured)
 
     columns = tuple(columns)
     in_columns = jax.tree_util.tree_map_with_path(spec, columns)
@@ -177,8 +170,8 @@ def _own_rows(spec: Columns, num_rows: int, batch: int, here: int) -> Columns:
     return dataclasses.replace(spec, rows=rows, weight=weight, group=group)
 
 
-def _of_all_rows(spec: Columns, found: Array, num_rows: int, num_kv_heads: int) -> Array:
-    """A statistic of all rows, from what every device found of its own."""
+def _of_all_rows(spec: Columns, found: Array, num_rows: int, here: int, num_kv_heads: int) -> Array:
+    """A statistic of all `num_rows`, from what every device found of its `here`."""
     if spec.summed:
         found = lax.psum(found, SEQUENCE)
         return (
@@ -186,9 +179,8 @@ def _of_all_rows(spec: Columns, found: Array, num_rows: int, num_kv_heads: int) 
             if _kept_apart(spec)
             else found
         )
-    parts, rows = devices(SEQUENCE), num_rows if spec.rows is None else spec.rows
-    here = num_rows // parts
+    rows = num_rows if spec.rows is None else spec.rows
     if rows > here:
         return lax.all_gather(found, SEQUENCE, axis=found.ndim - 2, tiled=True)[..., -rows:, :]
-    last = lax.axis_index(SEQUENCE) == parts - 1
+    last = lax.axis_index(SEQUENCE) == num_rows // here - 1
     return lax.psum(jnp.where(last, found, jnp.zeros((), found.dtype)), SEQUENCE)

@@ -93,7 +93,7 @@ class LayerSteps:
         return mesh.everywhere(call, self, cache, q, k, v, out_proj)
 
     def _attend(self, cache: Any, q: Array, k: Array, v: Array, out_proj: Any, *, layer: int, **options: Any) -> Any:
-        q, k, v = mesh.prompt_rows(q, None, mesh.HEADS), mesh.whole_prompt(k), mesh.whole_prompt(v)
+        q, k, v = (mesh.prompt_rows(x, None, mesh.HEADS) for x in (q, k, v))
         policy, ctx = self._here(layer)
         observe = self.state.plan.specs[layer].observe(self.phase)
         hiding = policy if q.shape[2] == 1 else None
