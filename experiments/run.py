@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import tyro
+from jax.sharding import Mesh
 
 import configs
 import kvjax
@@ -65,6 +66,12 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
             help="in place of a config: make(budget) returns a policy for each --budget",
         )
         parser.add_argument("--shard", type=_shard, metavar="I/N", help="run every N-th example, from the I-th on")
+        parser.add_argument(
+            "--mesh",
+            type=_mesh,
+            metavar="data=4,heads=2",
+            help="devices that share the rows of a batch (data), the kv heads (heads), a prompt's tokens (sequence)",
+        )
         parser.add_argument(
             "--list-tasks", action="store_true", help="print the tasks and what they ask, as --tasks list"
         )
@@ -134,6 +141,13 @@ def _shard(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def _mesh(text: str) -> dict[str, int]:
+    sizes = dict(re.findall(r"(?:^|,)(data|heads|sequence)=(\d{1,6})(?=,|$)", text))
+    if ",".join(f"{name}={size}" for name, size in sizes.items()) != text or "0" in sizes.values():
+        raise argparse.ArgumentTypeError(f"{text!r} is no mesh such as data=4,heads=2 or sequence=8")
+    return {name: int(size) for name, size in sizes.items()}
+
+
 def _lists_tasks(overrides: Sequence[str]) -> bool:
     return any(a == "--tasks" and b == "list" for a, b in itertools.pairwise(overrides)) or "--tasks=list" in overrides
 
@@ -192,6 +206,7 @@ def run(
     *,
     restart: bool = False,
     shard: tuple[int, int] | None = None,
+    mesh: Mesh | None = None,
 ) -> str:
     """Runs what is missing in `directory`, and writes the report.
 
@@ -201,6 +216,7 @@ def run(
       command: the command line, for the manifest.
       restart: begin anew; an earlier run there is moved aside.
       shard: which of how many parts of the examples, from 1.
+      mesh: devices that share the work; results are the same.
 
     Returns:
       The report's text.
@@ -230,7 +246,7 @@ def run(
                 return text
         if not restart:
             kept |= {*reuse_full(results, kept)}
-        _run_missing(setup, builders, policies, results, kept)
+        _run_missing(setup, builders, policies, results, kept, mesh)
         return report.write(directory, results.lines(), results.costs, results.bad)
 
 
@@ -240,6 +256,7 @@ def _run_missing(
     policies: Sequence[tuple[str, str, kvjax.Policy]],
     results: Results,
     kept: Collection[str],
+    mesh: Mesh | None,
 ) -> None:
     """Runs the examples that `results` lacks, and those whose kept positions or costs it lacks."""
     model, params = models.load(setup.source, dtype=setup.dtype)
@@ -260,7 +277,9 @@ def _run_missing(
     }
     if rows and not any(bucket.batches for group in groups.values() for bucket in group):
         print(f"shard {shard}/{of} has none of the {len(rows)} rows")
-    options = {"batch_size": setup.batch_size, "tokenizer": tokenizer, "block": setup.block}
+    if mesh is not None:
+        params = kvjax.shard_params(model, params, mesh)
+    options = {"batch_size": setup.batch_size, "tokenizer": tokenizer, "block": setup.block, "mesh": mesh}
     evaluators = {  # plans are made, and sizes checked, before anything runs
         (method, budget): (Evaluator(model, params, policy, groups[method, budget], **options), groups[method, budget])
         for method, budget, policy in policies
@@ -277,7 +296,9 @@ def main(argv: Sequence[str]) -> None:
         if own.shard is not None:
             directory = directory.with_name(f"{directory.name}-shard-{own.shard[0]}-of-{own.shard[1]}")
         check_apart(directory, own, experiment.setup.source)
-        print(run(experiment, directory, [sys.executable, *sys.argv], restart=own.restart, shard=own.shard))
+        mesh = None if own.mesh is None else kvjax.make_mesh(**own.mesh)
+        options = {"restart": own.restart, "shard": own.shard, "mesh": mesh}
+        print(run(experiment, directory, [sys.executable, *sys.argv], **options))
         print(f"written to {directory}")
 
 

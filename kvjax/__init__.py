@@ -58,6 +58,8 @@ from kvjax.scoring.stats import LastRows as LastRows
 from kvjax.scoring.stats import LayerStats as LayerStats
 from kvjax.scoring.stats import Observe as Observe
 from kvjax.scoring.stats import Slots as Slots
+from kvjax.sharding import make_mesh as make_mesh
+from kvjax.sharding import shard_params as shard_params
 from kvjax.sizes.allocation import Adaptive as Adaptive
 from kvjax.sizes.allocation import FloorPyramid as FloorPyramid
 from kvjax.sizes.allocation import HeadTable as HeadTable

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import LayerKV, PerHead, Positions, evict
-from kvjax.policy import Granularity, LayerSpec, Layout, Rule
+from kvjax.policy import Granularity, LayerSpec, Layout, Rule, on_devices
 from kvjax.scoring.protect import Protect, Scope, protected
 from kvjax.scoring.scores import FromFunction, Recency, Score
 from kvjax.scoring.select import Limits, Select, Selection, TopK
@@ -161,6 +161,11 @@ class Evict(Rule):
         return self.score.by_head and self.select.by_head and isinstance(self.heads, UniformHeads)
 
     @property
+    def apart(self) -> bool:
+        """See `Rule`."""
+        return self.by_head and self.score.apart
+
+    @property
     def _remembers_heads(self) -> bool:
         return self.when.decodes and not isinstance(self.heads, UniformHeads)
 
@@ -211,7 +216,8 @@ class Evict(Rule):
             return kv
         # The coming token counts against the budget and against the recent window.
         ahead = dataclasses.replace(ctx, length=ctx.length + 1)
-        selection, _ = self._select(kv.memory, kv, LayerStats(), ahead, coming=1)
+        select = lambda kv, ctx: self._select(kv.memory, kv, LayerStats(), ctx, coming=1)[0]
+        selection = on_devices((self,), select, kv, ahead)
         return evict(kv, selection.keep, most=selection.most)
 
     def _scheduled_select(self, memory, kv, stats, ctx) -> Selection:

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax._moved import elsewhere
+from kvjax.cache import mesh
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.pool import PooledKV
 from kvjax.cache.state import KeyPositions, KVState, LayerKV, Positions
@@ -223,6 +224,11 @@ class Rule(Policy):
         """Whether every kv head decides by what it holds alone, so that heads may have rules of their own."""
         return False
 
+    @property
+    def apart(self) -> bool:
+        """Whether devices that share a layer's heads may decide each for its own; otherwise all see all heads."""
+        return False
+
     @abc.abstractmethod
     def spec(self, site: Site) -> LayerSpec:
         """Everything static about the rule in a layer."""
@@ -335,6 +341,10 @@ class LayerPolicy:
 
     def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[tuple[Any, ...], Selection | None]:
         """The memory after a step, and what to keep, or None if nothing is evicted now."""
+        decide = lambda own, ctx: LayerPolicy(self.rules, ctx.site)._decide(own[0], own[1], ctx)
+        return on_devices(self.rules, decide, (kv, stats), dataclasses.replace(ctx, site=self.site))
+
+    def _decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[tuple[Any, ...], Selection | None]:
         memories, decision = [], None
         for rule, memory, here in self._each(kv, ctx):
             memory, selection = rule.decide(dataclasses.replace(kv, memory=memory), stats, here)
@@ -379,6 +389,28 @@ class LayerPolicy:
             return None
         whole = lambda rule: jnp.full(kv.pos.shape[:2], int(rule.spec(self.site).capacity.max()), jnp.int32)
         return functools.reduce(jnp.minimum, (whole(rule) if bound is None else bound for rule, bound in bounds))
+
+
+def on_devices(rules: Sequence[Rule], function: Callable[[Any, Context], Any], own: Any, ctx: Context) -> Any:
+    """A function of what rules decide by, where several devices may share a layer's heads.
+
+    Each calls it with its own, at a site that has no others, if the rules allow (`Rule.apart`); else with all of them.
+
+    Args:
+      rules: that decide.
+      function: of `own` and the moment, which returns arrays "B K ...".
+      own: arrays "B K ..." or "B N ...".
+      ctx: the moment.
+    """
+    devices, site = mesh.devices(mesh.HEADS), ctx.site
+    if devices == 1 or site.num_kv_heads % devices or not all(rule.apart for rule in rules):
+        return mesh.everywhere(function, own, ctx)
+    part = site.part(devices)
+
+    def local(own: Any, ctx: Context) -> Any:
+        return function(own, dataclasses.replace(ctx, site=part, heads=mesh.own_heads(part.num_kv_heads)))
+
+    return mesh.by_head(local, own, ctx)
 
 
 def obeying(memory: tuple[Any, ...], selection: Selection | None) -> Callable[[LayerKV], LayerKV]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -75,6 +76,16 @@ class LanguageModel:
         variables = self._module.init(key, token, caches, attend=attend, last_only=True, **where)
         return variables["params"]
 
+    def split_axes(self, params: PyTree[Any]) -> list[int | None]:
+        """For every leaf of the parameters the axis of heads or of feed-forward channels, which devices may share.
+
+        A projection to them is split by its outputs, one from them by its inputs, so that what lies between is made
+        and used where it is (arXiv 1909.08053). None is for the others: norms, embeddings, and projections to queries,
+        keys and values in one, whose outputs are in no order that could be split.
+        """
+        del self
+        return [_split_axis(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+
     @property
     def shapes(self) -> PyTree[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the parameters, without making any."""
@@ -85,6 +96,17 @@ class LanguageModel:
 def _abstract(model: LanguageModel, wide: bool) -> PyTree[jax.ShapeDtypeStruct]:
     del wide  # whether there is float64
     return jax.eval_shape(lambda: model.init(jax.random.key(0)))
+
+
+_OUTPUTS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc", "fc_in", "fc1", "dense_h_to_4h", "w1", "w3"}
+_INPUTS = {"o_proj", "out_proj", "down_proj", "c_proj", "dense", "fc_out", "fc2", "dense_4h_to_h", "w2"}
+
+
+def _split_axis(path: Sequence[Any]) -> int | None:
+    names = {entry.key for entry in path}
+    if names & _OUTPUTS:
+        return -1  # of a bias too
+    return -2 if names & _INPUTS and "bias" not in names else None
 
 
 @functools.lru_cache(maxsize=64)

@@ -37,11 +37,13 @@ class Softmax:
       per: "call" draws for every (row, key), "key" once for every key.
       causal: False lets rows see later keys too, up to the newest row.
       before: only keys at positions below this count, in numerator and normaliser.
+      heads: the numbers of the query heads, by which noise is drawn; 0 to N - 1 if None.
     """
 
     multiplier: Float[Array, "B K T"] | None = None
     seed: UInt32[Array, "B"] | None = None
     before: Int[Array, "B"] | None = None
+    heads: Int[Array, "N"] | None = None
     noise: Noise | None = static(default=None)
     per: Literal["call", "key"] = static(default="call")
     causal: bool = static(default=True)
@@ -110,6 +112,11 @@ def minus_log(u: Float[Array, "..."]) -> Float[Array, "..."]:
     f = lax.bitcast_convert_type(bits - (exponent << 23), jnp.float32) - 1.0
     series = functools.reduce(lambda total, c: total * f + np.float32(c), _LOG1P[-2::-1], np.float32(_LOG1P[-1]))
     return exponent.astype(jnp.float32) * np.float32(-np.log(2.0)) - series * f
+
+
+def head_numbers(spec: Softmax, num_query_heads: int) -> Int[Array, "N"]:
+    """The number of every query head."""
+    return jnp.arange(num_query_heads, dtype=jnp.int32) if spec.heads is None else spec.heads
 
 
 def rescaled(logits: Float[Array, "..."], multiplier: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -82,6 +82,8 @@ def column(
     if spec.element == "above" and not isinstance(spec.threshold, str) and spec.threshold < 0:
         raise NotImplementedError("a negative threshold counts masked probabilities too")
     own = spec.softmax
+    if own is not None and own.heads is not None:
+        raise NotImplementedError("kernels draw the noise of all heads of a layer, by their own numbers")
     logits = logits.of(own)
     multiplier = None if own is None else own.multiplier
     seed = None if own is None else own.seed

@@ -15,6 +15,7 @@ from pallas_kernels.columns import (
     accumulator,
     apply_element,
     draw_noise,
+    head_numbers,
     reduce_group,
     rescaled,
     thresholds,
@@ -81,7 +82,7 @@ def column(spec: Columns, p, logits, seen, q_pos, kv_pos, window):
             seen = seen & (kv_pos[:, :, None] < own.before[:, None, None, None])
         if own.noise is not None:
             seed = None if own.seed is None else own.seed[:, None, None, None, None]
-            head = jnp.arange(K * G, dtype=jnp.int32).reshape(1, K, G, 1, 1)
+            head = head_numbers(own, K * G).reshape(1, K, G, 1, 1)
             noise = draw_noise(own, seed, head, q_pos[:, None, None, :, None], kv_pos[:, :, None, None, :])
             logits = logits + jnp.asarray(noise, logits.dtype)
         if own.multiplier is not None:

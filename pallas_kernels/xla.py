@@ -31,6 +31,7 @@ from pallas_kernels.columns import (
     apply_element,
     draw_exponential,
     draw_noise,
+    head_numbers,
     reduce_group,
     rescaled,
     thresholds,
@@ -184,11 +185,11 @@ def _weight(config: Config, spec: Columns, b, i, rows, dtype):
     return w
 
 
-def _heads(config: Config, q):
-    """The query heads "B K G 1 1" by their numbers within a sequence."""
+def _heads(config: Config, own: Softmax, q):
+    """The query heads "B K G 1 1" by their numbers within a layer."""
     B, K, G = q.shape[:3]
-    kv_head = (jnp.arange(B * K, dtype=jnp.int32) % config.num_kv_heads).reshape(B, K, 1, 1, 1)
-    return kv_head * G + jnp.arange(G, dtype=jnp.int32).reshape(1, 1, G, 1, 1)
+    numbers = head_numbers(own, config.num_kv_heads * G).reshape(-1, G)
+    return jnp.tile(numbers, (B * K // config.num_kv_heads, 1)).reshape(B, K, G, 1, 1)
 
 
 def _own(config: Config, own: Softmax, x, rows, kv_pos, head, b, i, e=None):
@@ -230,7 +231,7 @@ def _separate(config: Config, spec: Columns, q, k, q_pos, kv_pos, bias):
     first = 0 if spec.rows is None else max(0, num_rows - spec.rows)
     rows_axis = () if spec.summed else (T - first // bq * bq,)
     total = zeros_after((*heads, *rows_axis, config.num_slots), dtype, k)
-    head = _heads(config, q)
+    head = _heads(config, own, q)
 
     for lo, hi, active in config.segments((spec,)):
         if not active:
@@ -273,7 +274,8 @@ def _fused(config: Config, columns, q, k, v, q_pos, kv_pos, bias):
     dtype = accumulator(q.dtype)
     bb, bq = config.together, config.block
     shape = lambda c: (B, K, G, config.num_slots) if c.per_query_head else (B, K, config.num_slots)
-    lse, head = zeros_after((B, K, G, T), dtype, k), _heads(config, q)
+    lse = zeros_after((B, K, G, T), dtype, k)
+    heads = [None if c.softmax is None else _heads(config, c.softmax, q) for c in columns]
     first = 0
     if config.tile is not None:
         whole = math.lcm(bq, config.tile.rows)
@@ -306,7 +308,7 @@ def _fused(config: Config, columns, q, k, v, q_pos, kv_pos, bias):
                     theta = thresholds(spec, rows, seen.sum(-1), dtype)
                     found = e, inverse_mass
                     if spec.softmax is not None:
-                        found = _own(config, spec.softmax, x, rows, kv_pos_, sequences(head, b, bb), b, i, e)
+                        found = _own(config, spec.softmax, x, rows, kv_pos_, sequences(heads[j], b, bb), b, i, e)
                     sums[j] = add_prefix(sums[j], _measure(spec, *found, w, theta), b, bb)
                 out = write_block(out, o, b, bb, i, bq, 3)
                 return out, write_block(lse, top[..., 0] + jnp.log(mass), b, bb, i, bq, 3), sums

@@ -12,20 +12,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 import kvjax
 from experiments.evaluation.batches import Bucket, Row
 from experiments.evaluation.searching import Search, check_beams
 from experiments.tasks import Example
+from kvjax.cache.mesh import agreed
 from kvjax.drivers.generation import Model, check_block, check_request
+from kvjax.sharding import check_split, on_rows, rows_of, shard_params
 from models import pad_left
 from pallas_kernels.pytree import pytree
 
 _LOOKED_AT: Final = 16  # tokens that are generated before answers are searched for stop strings
 
 
-@functools.partial(jax.jit, static_argnames=("model", "plan", "block"))
+@functools.partial(jax.jit, static_argnames=("model", "plan", "block", "mesh"))
 def read_prompts(
     model: Model,
     params: PyTree[Any],
@@ -35,9 +38,10 @@ def read_prompts(
     *,
     plan: kvjax.CachePlan,
     block: int | None,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B V"], kvjax.KVState]:
     """`kvjax.prefill` as one program."""
-    return kvjax.prefill(model, params, tokens, plan, lengths=lengths, key=keys, block=block)
+    return kvjax.prefill(model, params, tokens, plan, lengths=lengths, key=keys, block=block, mesh=mesh)
 
 
 @pytree
@@ -78,7 +82,7 @@ def _ends(model: Model) -> tuple[int, ...]:
     return check_request(model, 1, kvjax.Greedy(), None, 0)
 
 
-@functools.partial(jax.jit, static_argnames=("model",), donate_argnames=("reading",))
+@functools.partial(jax.jit, static_argnames=("model", "mesh"), donate_argnames=("reading",))
 def _continue(
     model: Model,
     params: PyTree[Any],
@@ -87,6 +91,7 @@ def _continue(
     num_given: Int[Array, "B"],
     num_steps: Int[Array, "B"],
     until: Int[Array, ""],
+    mesh: Mesh | None = None,
 ) -> Reading:
     """Reads `num_given` given tokens, then generates greedily up to an end token or `num_steps` tokens in all.
 
@@ -94,8 +99,8 @@ def _continue(
     """
     ends = jnp.asarray(_ends(model), jnp.int32)[None]
 
-    def step(r: Reading) -> Reading:
-        i = r.step
+    def step(params: PyTree[Any], rows: tuple[Array, Array, Array], r: Reading) -> Reading:
+        i, (given, num_given, num_steps) = r.step, rows
         token = jnp.where(i < num_given, given[:, i], jnp.argmax(r.logits, axis=-1).astype(jnp.int32))
         logp = jnp.take_along_axis(jax.nn.log_softmax(r.logits), token[:, None], axis=-1)[:, 0]
         logits, state = kvjax.decode_step(model, params, token, r.state)
@@ -111,7 +116,13 @@ def _continue(
             state,
         )
 
-    return lax.while_loop(lambda r: (r.step < until) & r.running.any(), step, reading)
+    def run(shared: Any, rows: Any) -> Reading:
+        (params, until), (reading, *given) = shared, rows
+        goes_on = lambda r: (r.step < until) & r.running.any()
+        r = lax.while_loop(goes_on, functools.partial(step, params, tuple(given)), reading)
+        return dataclasses.replace(r, step=agreed(r.step))
+
+    return on_rows(mesh, run, (params, until), (reading, given, num_given, num_steps))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +133,7 @@ class Cost:
       slots: slots allocated for one sequence, over all layers and kv heads.
       kv_bytes: bytes of keys and values for one sequence.
       prefill_peak_bytes, decode_peak_bytes: arguments, results and temporaries of the compiled programs, for one batch;
-        parameters included. None where the backend does not say.
+        parameters included; of one device. None where the backend does not say.
     """
 
     slots: int
@@ -168,13 +179,17 @@ class Evaluator:
         batch_size: int,
         tokenizer: Any,
         block: int | None = None,
+        mesh: Mesh | None = None,
     ):
         """Plans the run of every bucket; `compile` comes before `run`.
 
         Raises:
-          ValueError: sizes that the policy cannot work with.
+          ValueError: sizes that the policy cannot work with, or that the devices of a mesh do not divide.
         """
         self.model, self.params, self.batch_size = model, params, batch_size
+        if mesh is not None:
+            self.params = shard_params(model, params, mesh)
+        self.mesh = mesh
         self.tokenizer, self.block = tokenizer, block
         self._ends = _ends(model)
         self._compiled: dict[Bucket, tuple[Any, Any]] = {}
@@ -190,27 +205,35 @@ class Evaluator:
         }
         for bucket, plan in self.plans.items():
             check_block(plan, block)
+            if mesh is not None:
+                check_split(mesh, plan, model.config, batch_size, block)
+                if bucket.num_beams > 1:
+                    raise ValueError(
+                        f"num_beams={bucket.num_beams} are searched on 1 device, not {mesh.size}; use no mesh"
+                    )
             check_beams(model, bucket.num_beams, bucket.searches)
 
     def compile(self, bucket: Bucket) -> Cost:
         """Compiles both programs of a bucket ahead of time, so that no timing contains it."""
-        B, plan = self.batch_size, self.plans[bucket]
-        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), B))
+        B, plan, mesh = self.batch_size, self.plans[bucket], self.mesh
+        placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows_of(x, mesh))
+        ints = lambda *shape: placed(jax.ShapeDtypeStruct(shape, jnp.int32))
+        keys = placed(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), B)))
         lowered = read_prompts.lower(
-            self.model, self.params, ints(B, bucket.width), ints(B), keys, plan=plan, block=self.block
+            self.model, self.params, ints(B, bucket.width), ints(B), keys, plan=plan, block=self.block, mesh=mesh
         )
         prefill = lowered.compile()
-        as_struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-        logits, state = jax.tree.map(as_struct, lowered.out_info)
+        as_struct = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=None if mesh is None else where)
+        logits, state = jax.tree.map(as_struct, lowered.out_info, prefill.output_shardings)
         if bucket.num_beams > 1:
             sizes = {"planned": bucket.planned, "num_beams": bucket.num_beams, "lengths": bucket.searches}
             goes_on = Search(self.model, self.params, logits, state, **sizes)
             decode = goes_on.programs
         else:
             begun = jax.eval_shape(functools.partial(_begun, planned=bucket.planned), logits, state, ints(B))
+            begun = dataclasses.replace(jax.tree.map(placed, begun), logits=logits, state=state)
             goes_on = _continue.lower(
-                self.model, self.params, begun, ints(B, bucket.planned), ints(B), ints(B), ints()
+                self.model, self.params, begun, ints(B, bucket.planned), ints(B), ints(B), ints(), mesh=mesh
             ).compile()
             decode = [goes_on]
         self._compiled[bucket] = prefill, goes_on

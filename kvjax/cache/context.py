@@ -44,6 +44,14 @@ class Site:
         """The layer's column of a table "M L"."""
         return table[:, self.layer]
 
+    def part(self, devices: int) -> "Site":
+        """The same layer with the heads of one of several devices."""
+        return dataclasses.replace(self, **self._heads(devices))
+
+    def _heads(self, devices: int) -> dict[str, int]:
+        names = "num_query_heads", "num_kv_heads"
+        return {name: getattr(self, name) // devices for name in names}
+
     def shared(self) -> "Site":
         """The site of all layers for which a policy has the same rules and sizes."""
         return _SharedSite(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
@@ -69,6 +77,10 @@ class _SharedSite(Site):
 
     def column(self, table: np.ndarray) -> np.ndarray:
         return table[:, object.__getattribute__(self, "layer")]
+
+    def part(self, devices: int) -> Site:
+        here = {f.name: object.__getattribute__(self, f.name) for f in dataclasses.fields(self)}
+        return _SharedSite(**{**here, **self._heads(devices)})
 
 
 def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
@@ -120,6 +132,7 @@ class Context:
       index: the layer, traced, where one program serves several; None for the site's.
       sizes: what the rules of a layer have instead of planned numbers, one a rule (`Rule.sizes_of`); for one rule,
         its own. None for the planned ones.
+      heads: the kv heads that are here, where several devices share those of a layer; None for all.
     """
 
     length: Int[Array, "B"]
@@ -130,6 +143,7 @@ class Context:
     tokens: Int[Array, "B T"] | None = None
     index: Int[Array, ""] | None = None
     sizes: Any = None
+    heads: Int[Array, "K"] | None = None
 
     @property
     def layer(self) -> Int[Array, ""]:
@@ -171,6 +185,7 @@ class Context:
         seed for the sequence and layer, and a hash for every slot. `shared` gives all heads of the layer the same draw
         for a position.
         """
-        heads = jnp.arange(pos.shape[1], dtype=jnp.int32)[None, :, None] * jnp.int32(not shared)
+        heads = jnp.arange(pos.shape[1], dtype=jnp.int32) if self.heads is None else self.heads
+        heads = heads[None, :, None] * jnp.int32(not shared)
         seed = self._seed(_UNIFORM)[:, None, None]
         return hash_uniform(seed, self.event[:, None, None], heads, pos)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
+from kvjax.cache import mesh
 from kvjax.cache.state import EMPTY, KeyPositions, LayerKV, Rotate, Slopes, map_slots, rotated_below
 from pallas_kernels import Attention, Columns, pooled_attention
 from pallas_kernels.columns import accumulator
@@ -210,7 +211,7 @@ def to_pool(kv: LayerKV, capacity: int, most: Int[Array, "B K"] | None = None) -
 
     Slots lie head by head in the order they had, each head's followed by its room. If the heads together hold more than
     `capacity` live tokens, the plan was made for other prompts: values become NaN instead of tokens being lost
-    silently.
+    silently. On a mesh, every device that shares the heads has the whole pool.
 
     Args:
       kv: the layer.
@@ -218,6 +219,10 @@ def to_pool(kv: LayerKV, capacity: int, most: Int[Array, "B K"] | None = None) -
       most: the most tokens that each head will hold. What the pool has beyond their sum is divided equally, and so is
         everything beyond the live tokens if None, or if the pool has not as much as their sum.
     """
+    return mesh.everywhere(functools.partial(_pooled, capacity=capacity), kv, most)
+
+
+def _pooled(kv: LayerKV, most: Int[Array, "B K"] | None, capacity: int) -> PooledKV:
     B, K, S, _ = kv.k.shape
     live = kv.num_live
     room = jnp.zeros_like(live) if most is None else jnp.maximum(most - live, 0)

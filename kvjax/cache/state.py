@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
 
-from pallas_kernels import Attention, Columns, attention
+from kvjax.cache import mesh
+from pallas_kernels import Attention, Columns
 from pallas_kernels.columns import accumulator
 from pallas_kernels.pytree import described, is_known, pytree, static
 from pallas_kernels.values import MOST_TOKENS, checked, whole
@@ -123,8 +124,13 @@ class LayerKV:
         """Keys rotated at their present ranks, where they are stored rotated at earlier ones."""
         if self.rank is None or self.rotated is None or not self.num_slots:
             return self
-        moved = self._moved(self.rank, self.rotated)
-        return self._turned(rotate, moved, self.rotated, (moved != 0).any())
+
+        def turn(own: tuple[LayerKV, Array, Array]) -> LayerKV:
+            here, rank, rotated = own
+            moved = here._moved(rank, rotated)
+            return here._turned(rotate, moved, rotated, (moved != 0).any())
+
+        return mesh.by_head(turn, (self, self.rank, self.rotated))
 
     def _moved(self, rank: Int[Array, "B K S"], rotated: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
         """By how many ranks every live slot has moved since its key was rotated."""
@@ -202,7 +208,7 @@ class LayerKV:
     ) -> Attention:
         """Attention over the slots, or over those of them that are `visible`; `options` as in `pallas_kernels`."""
         read = self.pos if visible is None else jnp.where(visible, self.pos, EMPTY)
-        return attention(q, keys, self.v, q_pos, read, columns=tuple(columns), **options)
+        return mesh.attention(q, keys, self.v, q_pos, read, columns=columns, **options)
 
 
 @pytree
@@ -376,6 +382,11 @@ def insert(
     A token whose position is EMPTY changes nothing that is live. A head without a dead slot has been driven past its
     plan: instead of overwriting a token silently, one of the head's values becomes NaN, and with it the logits.
     """
+    return mesh.by_head(_insert, (kv, k, v, lag), pos)
+
+
+def _insert(own: tuple[LayerKV, Array, Array, Array | None], pos: Int[Array, "B 1"]) -> LayerKV:
+    kv, k, v, lag = own
     B, K, S = kv.pos.shape
     slot = jnp.where(kv.live, S, _indices(kv.pos)).min(-1)  # first dead slot, S if there is none
     overflow = (slot == S) & (pos != EMPTY)
@@ -410,6 +421,10 @@ def position_order(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
     Positions that already increase from slot to slot, as after prefill, only need the dead slots moved out; on CPU that
     is ten times cheaper than the sort that the general case takes.
     """
+    return mesh.by_head(_position_order, pos)
+
+
+def _position_order(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
     live = pos != EMPTY
     slots = _indices(pos)
 
@@ -452,6 +467,10 @@ def _check_layer(kv: Any) -> None:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _evict(kv: LayerKV, keep: Bool[Array, "B K S"], one: bool) -> LayerKV:
+    return mesh.by_head(lambda own: _without(own[0], own[1], one), (kv, keep))
+
+
+def _without(kv: LayerKV, keep: Bool[Array, "B K S"], one: bool) -> LayerKV:
     pos = jnp.where(keep, kv.pos, EMPTY)
     if kv.rank is None:
         return dataclasses.replace(kv, pos=pos)
@@ -465,9 +484,13 @@ def _evict(kv: LayerKV, keep: Bool[Array, "B K S"], one: bool) -> LayerKV:
 
 def ranks(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
     """Rank by position among the live slots of a head; dead slots get some number below zero."""
-    order = position_order(pos)
-    num_dead = (pos == EMPTY).sum(-1, keepdims=True, dtype=jnp.int32)
-    return jnp.put_along_axis(jnp.zeros_like(pos), order, _indices(pos) - num_dead, axis=-1, inplace=False)
+
+    def ranked(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
+        order = position_order(pos)
+        num_dead = (pos == EMPTY).sum(-1, keepdims=True, dtype=jnp.int32)
+        return jnp.put_along_axis(jnp.zeros_like(pos), order, _indices(pos) - num_dead, axis=-1, inplace=False)
+
+    return mesh.by_head(ranked, pos)
 
 
 def compact(kv: LayerKV, capacity: int) -> LayerKV:
@@ -485,6 +508,10 @@ def compact(kv: LayerKV, capacity: int) -> LayerKV:
 
 @functools.partial(jax.jit, static_argnames="capacity")
 def _compact(kv: LayerKV, capacity: int) -> LayerKV:
+    return mesh.by_head(functools.partial(_moved_together, capacity=capacity), kv)
+
+
+def _moved_together(kv: LayerKV, capacity: int) -> LayerKV:
     kept = min(capacity, kv.num_slots)
     order = position_order(kv.pos)[..., kv.num_slots - kept :]
 

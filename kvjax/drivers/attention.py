@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache import mesh
 from kvjax.cache.context import Context
 from kvjax.cache.pool import PooledKV
 from kvjax.cache.state import LayerKV, Rotate, Slopes, append, linear_bias, widened
@@ -98,7 +99,7 @@ def attend(
     place, lag, first = None if kv.positions == "original" else kv.next_ranks(pos), None, 0
     if place is not None and isinstance(kv, LayerKV) and kv.positions == "sliding" and ctx.phase == "decode":
         first = 0 if policy is None else policy.spec.first or 0
-        kv, lag = kv.settled(rotate, first)
+        kv, lag = mesh.by_head(lambda kv: kv.settled(rotate, first), kv)
         place = place - lag
     of_heads = lambda place: jnp.repeat(place, q.shape[1] // K, axis=1)
     q = rotate(q, pos[:, None] if place is None else of_heads(place))
@@ -121,7 +122,8 @@ def attend(
     bias = None if slopes is None else kv.bias(slopes)
     if place is not None and lag is not None and q is not raw_q and first:  # not for models that rotate nothing
         ahead = rotate(raw_q, of_heads(place + lag))
-        nearer = _nearer(view, first, q, ahead, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+        last = first, q.shape[-1] ** -0.5 if scale is None else scale, softcap
+        nearer = mesh.by_head(lambda own: _nearer(own[0], own[1], own[2], *last), (view, q, ahead))
         bias = nearer if bias is None else bias + nearer
     if kv.gate is not None:  # a slot is read with its gate as weight
         tiny = float(jnp.finfo(jnp.float32).tiny)  # finite logits, as infinite ones have no gradient
@@ -140,9 +142,9 @@ def attend(
 
 def _nearer(
     kv: LayerKV,
-    first: int,
     q: Float[Array, "B N 1 H"],
     ahead: Float[Array, "B N 1 H"],
+    first: int,
     scale: float,
     softcap: float | None,
 ) -> Float[Array, "B N S"]:
@@ -150,9 +152,9 @@ def _nearer(
 
     Args:
       kv: the layer.
-      first: how many these tokens are.
       q: queries turned back as far as the keys of all others lag behind.
       ahead: queries at their own rank.
+      first: how many these tokens are.
       scale, softcap: as in `pallas_kernels.attention`.
     """
     (B, K, S), (N, H), dtype = kv.pos.shape, (q.shape[1], q.shape[3]), accumulator(q.dtype)

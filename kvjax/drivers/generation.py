@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.algebra import identity
-from kvjax.cache.context import checked_key
+from kvjax.cache.context import checked_key, row_keys
+from kvjax.cache.mesh import agreed
 from kvjax.cache.state import KVState
 from kvjax.drivers.buckets import plan_request, rounds
 from kvjax.drivers.requests import Model as Model
@@ -34,6 +36,7 @@ from kvjax.drivers.steps import forward as forward
 from kvjax.drivers.steps import init_state as init_state
 from kvjax.drivers.steps import prefill as prefill
 from kvjax.policy import Policy
+from kvjax.sharding import as_mesh, check_split, mesh_of, on_rows, shard_params, shard_rows
 from pallas_kernels.pytree import pytree
 
 NO_TOKEN: Final = -1  # what stands for a token where logits are not numbers
@@ -175,12 +178,20 @@ def _seen(model: Model, state: KVState, tokens: Any) -> Bool[Array, "B V"]:
     return seen_tokens(tokens, state.length, model.config.vocab_size)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "plan", "sampler", "ends", "pad_id", "block"))
-def _generate(model, params, tokens, lengths, key, sizes, steps, *, plan, sampler, ends, pad_id, block) -> Generation:
-    logits, state = prefill(model, params, tokens, plan, lengths=lengths, key=key, block=block, sizes=sizes)
-    seen = seen_tokens(tokens, lengths, model.config.vocab_size) if sampler.reads_seen else None
-    options = {"sampler": sampler, "ends": ends, "pad_id": pad_id}
-    return _continued(model, params, logits, state, seen, steps, plan.max_new_tokens, **options)
+@functools.partial(jax.jit, static_argnames=("model", "plan", "sampler", "ends", "pad_id", "block", "mesh"))
+def _generate(
+    model, params, tokens, lengths, key, sizes, steps, *, plan, sampler, ends, pad_id, block, mesh=None
+) -> Generation:
+    def run(shared, rows):
+        (params, steps), (tokens, lengths, key, sizes) = shared, rows
+        logits, state = prefill(model, params, tokens, plan, lengths=lengths, key=key, block=block, sizes=sizes)
+        seen = seen_tokens(tokens, lengths, model.config.vocab_size) if sampler.reads_seen else None
+        options = {"sampler": sampler, "ends": ends, "pad_id": pad_id}
+        found = _continued(model, params, logits, state, seen, steps, plan.max_new_tokens, **options)
+        # Devices whose rows have all ended do not wait for the others.
+        return dataclasses.replace(found, state=dataclasses.replace(found.state, step=agreed(found.state.step)))
+
+    return on_rows(mesh, run, (params, steps), (tokens, lengths, key, sizes))
 
 
 def generate(
@@ -199,6 +210,7 @@ def generate(
     within: Policy | None = None,
     buckets: bool = True,
     attention_mask: Array | np.ndarray | None = None,
+    mesh: Mesh | None = None,
 ) -> Generation:
     """Reads left-padded prompts, evicts, and generates, in one compiled program.
 
@@ -225,16 +237,20 @@ def generate(
         the cache has up to a quarter more (or 15). False is for the exact sizes, which traced arguments always have.
       attention_mask: in place of `lengths`, 1 for tokens and 0 for padding "B T", as transformers' tokenizers return
         it. Padding may stand on either side, or between: tokens are moved to the right.
+      mesh: devices that share the batch, the heads and the prompts' tokens (`kvjax.make_mesh`); if None, those of the
+        mesh that `tokens` lie on (`kvjax.sharding.shard_rows`). Place parameters once (`kvjax.shard_params`).
 
     Returns:
-      `Generation(tokens, lengths, state)`.
+      `Generation(tokens, lengths, state)`. On a mesh they are split by rows, the state by kv heads too.
 
     Raises:
       ValueError: a sampler that draws without a key, empty prompts, token ids outside the vocabulary, lengths outside
-        the prompt, sizes that the policy cannot work with; always before anything runs.
+        the prompt, sizes that the policy cannot work with, a mesh whose devices do not divide what they share; always
+        before anything runs.
     """
     eos_ids = check_request(model, max_new_tokens, sampler, eos_ids, pad_id)
     check_key(sampler, key)
+    mesh = mesh_of(tokens) if mesh is None else as_mesh(mesh)
     tokens, lengths = check_prompts(model, tokens, lengths, attention_mask)
     known = lengths if isinstance(lengths, np.ndarray) else None
     planned = policy if within is None else within
@@ -243,18 +259,23 @@ def generate(
     block = check_block(plan, block, width)
     if within is not None and known is None:
         raise ValueError("lengths are traced, but a policy within another needs them known; make a plan and its sizes")
+    sizes = None if within is None or known is None else plan.sizes(policy, known)
+    keys = None if key is None else checked_key(key, tokens.shape[0])
+    rows = tokens, jnp.asarray(lengths), keys, sizes
+    if mesh is not None:
+        check_split(mesh, plan, model.config, tokens.shape[0], block)
+        rows = *rows[:2], row_keys(key, tokens.shape[0]), sizes
+        params, rows = shard_params(model, params, mesh), shard_rows(rows, mesh)
     found = _generate(
         model,
         params,
-        tokens,
-        jnp.asarray(lengths),
-        None if key is None else checked_key(key, tokens.shape[0]),
-        None if within is None or known is None else plan.sizes(policy, known),
+        *rows,
         np.int32(max_new_tokens) if buckets else None,
         plan=plan,
         sampler=sampler,
         ends=eos_ids,
         pad_id=pad_id,
         block=block,
+        mesh=mesh,
     )
     return dataclasses.replace(found, tokens=found.tokens[:, :max_new_tokens])

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache import mesh
 from kvjax.cache.context import Context, Phase
 from kvjax.cache.pool import PooledKV, to_pool
 from kvjax.cache.state import KVState, LayerKV, compact
@@ -82,13 +83,22 @@ class LayerSteps:
         v: Float[Array, "B K T H"],
         *,
         layer: int,
+        out_proj: Float[Array, "N H D"] | None = None,
         **options: Any,
     ) -> tuple[Float[Array, "B N T H"], Any, LayerStats]:
         """See `kvjax.drivers.attention.Attend`."""
+        if not isinstance(cache, PooledKV):
+            return self._attend(cache, q, k, v, out_proj, layer=layer, **options)
+        call = lambda self, *arrays: self._attend(*arrays, layer=layer, **options)
+        return mesh.everywhere(call, self, cache, q, k, v, out_proj)
+
+    def _attend(self, cache: Any, q: Array, k: Array, v: Array, out_proj: Any, *, layer: int, **options: Any) -> Any:
+        q, k, v = (mesh.prompt_rows(x, None, mesh.HEADS) for x in (q, k, v))
         policy, ctx = self._here(layer)
         observe = self.state.plan.specs[layer].observe(self.phase)
         hiding = policy if q.shape[2] == 1 else None
-        out, kv, stats = attend(cache, q, k, v, self.pos, ctx=ctx, observe=observe, policy=hiding, **options)
+        options = {"observe": observe, "policy": hiding, "out_proj": out_proj, **options}
+        out, kv, stats = attend(cache, q, k, v, self.pos, ctx=ctx, **options)
         if self.evict and not self.state.plan.policy.shared:
             kv = self.stored(kv.apply(lambda view: policy.step(view, stats, ctx)), layer)
         return out, kv, stats

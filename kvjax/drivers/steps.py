@@ -5,6 +5,7 @@ of them are pure functions, to be used as they are or inside `jax.jit` with `mod
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -12,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.cache.context import Phase, row_keys
+from kvjax.cache.mesh import everywhere, prompt_rows
 from kvjax.cache.pool import PooledKV
 from kvjax.cache.state import EMPTY, KVState, LayerKV, evict
 from kvjax.drivers.layers import LayerSteps
@@ -34,6 +37,7 @@ from kvjax.drivers.requests import (
 from kvjax.plan import CachePlan, Sizes, as_lengths, at_positions
 from kvjax.policy import context, empty_layer
 from kvjax.scoring.stats import AttentionStats
+from kvjax.sharding import as_mesh, check_split, on_rows, shard_params, shard_rows
 from pallas_kernels.values import check_array, checked, float_dtype, one_of
 
 
@@ -125,6 +129,7 @@ def forward(
     column = jnp.arange(T, dtype=jnp.int32)[None] - (T - valid)[:, None]
     pos = jnp.where(column >= 0, state.length[:, None] + column, EMPTY)
     tokens = jnp.where(column >= 0, tokens, 0)  # padding may be any id, even one outside the vocabulary
+    tokens = prompt_rows(tokens, None)
     state = dataclasses.replace(state, length=state.length + valid, step=state.step + jnp.int32(phase == "decode"))
 
     # In prefill every layer is evicted from before the next one runs, so that layers of one kind can take turns in one
@@ -156,6 +161,7 @@ def prefill(
     block: int | None = None,
     sizes: Sizes | None = None,
     attention_mask: Array | np.ndarray | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B V"], KVState]:
     """Reads left-padded prompts, evicting layer by layer.
 
@@ -177,6 +183,7 @@ def prefill(
       sizes: numbers of tokens in place of the planned ones, for these lengths (`CachePlan.sizes`).
       attention_mask: in place of `lengths`, 1 for tokens and 0 for padding "B T", as transformers' tokenizers return
         it. Padding may stand on either side, or between: tokens are moved to the right.
+      mesh: see `kvjax.generate`.
 
     Returns:
       Logits of the next token, and the compacted state.
@@ -184,7 +191,8 @@ def prefill(
     Raises:
       ValueError: a plan for another model, a prompt of another width, token ids outside the vocabulary, lengths that
         the plan has no room for, a block without tokens, blocks for a policy that looks at the whole prompt (FastGen),
-        or others than of one token for a policy that lets every row decide (H2O's stepwise mask).
+        or others than of one token for a policy that lets every row decide (H2O's stepwise mask); a mesh whose devices
+        do not divide what they share.
     """
     tokens, lengths = check_prompts(model, tokens, lengths, attention_mask)
     check_is(CachePlan, "plan", plan)
@@ -195,6 +203,11 @@ def prefill(
     if isinstance(lengths, np.ndarray):
         plan.check_lengths(lengths)
     lengths = jnp.asarray(lengths)
+    if mesh is not None:
+        mesh = as_mesh(mesh)
+        check_split(mesh, plan, model.config, len(tokens), block)
+        rows = shard_rows((tokens, lengths, row_keys(key, len(tokens)), sizes), mesh)
+        return _prefill_on(model, shard_params(model, params, mesh), *rows, plan=plan, block=block, mesh=mesh)
     state = init_state(plan, lengths, key=key, dtype=model.config.dtype, sizes=sizes)
     if block is None:
         logits, state, _ = forward(model, params, tokens, state, valid=lengths, evict=True)
@@ -217,6 +230,15 @@ def prefill(
     return logits[:, -1], state
 
 
+@functools.partial(jax.jit, static_argnames=("model", "plan", "block", "mesh"))
+def _prefill_on(model, params, tokens, lengths, key, sizes, *, plan, block, mesh):
+    def run(params, rows):
+        tokens, lengths, key, sizes = rows
+        return prefill(model, params, tokens, plan, lengths=lengths, key=key, block=block, sizes=sizes)
+
+    return on_rows(mesh, run, params, (tokens, lengths, key, sizes))
+
+
 def empty_after_prompt(state: KVState, *, ends: bool = True) -> KVState:
     """A state without tokens in the shapes that it has after the prompt."""
     nothing = jnp.zeros((len(state.length), 0), jnp.int32)
@@ -231,6 +253,7 @@ def decode_step(
     state: KVState,
     *,
     active: Array | np.ndarray | Sequence[bool] | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B V"], KVState]:
     """One token of every sequence: append, attend, update scores, evict if due. Nothing is gathered or moved.
 
@@ -239,6 +262,7 @@ def decode_step(
       token: the token "B" to read.
       state: the cache before. Donate it under `jit` to write in place.
       active: a sequence that is not active reads nothing and keeps its cache. All are if None.
+      mesh: that of `prefill`.
 
     Returns:
       Logits of the next token, and the state after. Under `jax.jit`, logits are NaN where a sequence was driven past
@@ -260,12 +284,22 @@ def decode_step(
     token = as_ids(model, token, (len(state.length),), "one token a sequence", real=active)
     check_room(state, 1 if active is None else active.astype(np.int32))
     active = None if active is None else jnp.asarray(active)
+    if mesh is not None:
+        mesh = as_mesh(mesh)
+        rows = shard_rows((token, active), mesh)
+        return _decode_on(model, shard_params(model, params, mesh), state, *rows, mesh=mesh)
     state = dataclasses.replace(state, layers=_with_room(state, active))
     valid = None if active is None else active.astype(jnp.int32)
     logits, after, _ = forward(model, params, token[:, None], state, valid=valid, phase="decode", evict=True)
     if active is not None:
         after = dataclasses.replace(after, layers=tuple(map(_only(active), after.layers, state.layers)))
     return logits[:, -1], after
+
+
+@functools.partial(jax.jit, static_argnames=("model", "mesh"))
+def _decode_on(model, params, state, token, active, *, mesh):
+    step = lambda params, rows: decode_step(model, params, rows[1], rows[0], active=rows[2])
+    return on_rows(mesh, step, params, (state, token, active))
 
 
 def _only(active: Bool[Array, "B"]) -> Callable[[Any, Any], Any]:
@@ -289,7 +323,9 @@ def _with_room(state: KVState, active: Bool[Array, "B"] | None) -> tuple[LayerKV
     only = _only(active) if active is not None else lambda after, before: after
 
     def with_room(i: int, kv: LayerKV | PooledKV) -> LayerKV | PooledKV:
-        after = kv.apply(lambda view: plan.layers[i].make_room(view, context(state, i, "decode")))
+        policy, ctx = plan.layers[i], context(state, i, "decode")
+        makes = lambda kv, ctx: kv.apply(lambda view: policy.make_room(view, ctx))
+        after = makes(kv, ctx) if isinstance(kv, LayerKV) else everywhere(makes, kv, ctx)
         return after if after is kv else only(after, kv)
 
     if not plan.policy.shared:

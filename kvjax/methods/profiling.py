@@ -247,6 +247,11 @@ class FastGen(Rule):
         return self.storage == "dense"
 
     @property
+    def apart(self) -> bool:
+        """See `Rule`."""
+        return self.by_head
+
+    @property
     def kinds(self) -> TokenKinds:
         """What tells tokens apart."""
         return TokenKinds(self.special_ids, self.punctuation_ids)

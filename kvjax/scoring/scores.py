@@ -84,6 +84,11 @@ class Score(Observer, abc.ABC):
         """Whether a head's scores depend on what it holds alone."""
         return True
 
+    @property
+    def apart(self) -> bool:
+        """Whether that is known, so that devices may score the heads that they have."""
+        return self.by_head
+
 
 @dataclasses.dataclass(frozen=True)
 class Recency(Score):
@@ -154,6 +159,11 @@ class OfScore(Score):
     def by_head(self) -> bool:
         """See `Score`."""
         return self.score.by_head
+
+    @property
+    def apart(self) -> bool:
+        """See `Score`."""
+        return self.by_head and self.score.apart
 
     def summands(self, ctx: Context) -> int | Int[Array, "B"]:
         """See `Score`."""
@@ -673,6 +683,11 @@ class FromFunction(Score):
     def timed(self) -> bool:
         """True: a function cannot say that it does not look at `ctx.site.max_new_tokens`."""
         return True
+
+    @property
+    def apart(self) -> bool:
+        """False: a function cannot say that it does not look at other heads."""
+        return False
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`.
