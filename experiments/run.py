@@ -143,7 +143,7 @@ def _shard(text: str) -> tuple[int, int]:
 
 def _mesh(text: str) -> dict[str, int]:
     sizes = dict(re.findall(r"(?:^|,)(data|heads|sequence)=(\d{1,6})(?=,|$)", text))
-    if ",".join(f"{name}={size}" for name, size in sizes.items()) != text or "0" in sizes.values():
+    if not text or ",".join(f"{name}={size}" for name, size in sizes.items()) != text or "0" in sizes.values():
         raise argparse.ArgumentTypeError(f"{text!r} is no mesh such as data=4,heads=2 or sequence=8")
     return {name: int(size) for name, size in sizes.items()}
 
