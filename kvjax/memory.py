@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from kvjax.cache.context import Context
 from kvjax.cache.pool import PooledKV, to_pool
-from kvjax.cache.state import LayerKV, append, compact
+from kvjax.cache.state import KeyPositions, LayerKV, append, compact
 from kvjax.policy import LayerPolicy, Layout, empty_layer
 from kvjax.scoring.stats import Moment
 from pallas_kernels import attention
@@ -151,6 +151,7 @@ def shown(size: int) -> str:
 def predict(
     layers: Sequence[LayerPolicy],
     capacities: Sequence[int],
+    positions: Sequence[KeyPositions],
     layouts: Sequence[Layout],
     widths: Widths,
     *,
@@ -161,12 +162,12 @@ def predict(
     """See `kvjax.CachePlan.memory`, whose arguments are checked there."""
     dtype, site = jnp.dtype(dtype), layers[0].site
     num_slots = site.prompt_len + site.max_new_tokens
-    stored = lambda policy, capacity, layout: _after_prompt(policy, capacity, layout, batch, dtype)
-    each = zip(layers, capacities, layouts, strict=True)
+    stored = lambda policy, capacity, place, layout: _after_prompt(policy, capacity, place, layout, batch, dtype)
+    each = zip(layers, capacities, positions, layouts, strict=True)
     kept = [jax.eval_shape(functools.partial(stored, *here)) for here in each]
     sequences = _bytes(jax.eval_shape(lambda: _counters(batch)))
     full = batch * widths.num_kv_heads * num_slots * (2 * site.head_dim * dtype.itemsize + 4)
-    prefill = [_reading(*here, widths, batch, dtype, block) for here in zip(layers, capacities, strict=True)]
+    prefill = [_reading(*here, widths, batch, dtype, block) for here in zip(layers, capacities, positions, strict=True)]
     return Memory(
         f"{batch} x ({site.prompt_len:,} + {site.max_new_tokens:,}) tokens, {dtype.name}",
         tuple(map(_layer, kept)),
@@ -200,42 +201,60 @@ def _moment(policy: LayerPolicy, batch: int) -> Context:
 
 
 def _after_prompt(
-    policy: LayerPolicy, capacity: int, layout: Layout, batch: int, dtype: jax.typing.DTypeLike
+    policy: LayerPolicy,
+    capacity: int,
+    positions: KeyPositions,
+    layout: Layout,
+    batch: int,
+    dtype: jax.typing.DTypeLike,
 ) -> LayerKV | PooledKV:
     """A layer as it is stored after the prompt."""
-    empty = empty_layer(policy, batch, dtype)
+    empty = empty_layer(policy, batch, dtype, positions)
     stored = to_pool(empty, capacity) if layout == "pool" else compact(empty, capacity)
     return policy.finish(stored, _moment(policy, batch))
 
 
 def _reading(
-    policy: LayerPolicy, capacity: int, widths: Widths, batch: int, dtype: jax.typing.DTypeLike, block: int | None
+    policy: LayerPolicy,
+    capacity: int,
+    positions: KeyPositions,
+    widths: Widths,
+    batch: int,
+    dtype: jax.typing.DTypeLike,
+    block: int | None,
 ) -> PrefillMemory:
     """What it takes to read the prompt, or a block of it, in one layer."""
     site, dtype = policy.site, jnp.dtype(dtype)
     rows = site.prompt_len if block is None else block
     before = 0 if block is None else capacity
-    kv, statistics = jax.eval_shape(lambda: _measured(policy, rows, before, batch, dtype, widths.embed_dim))
+    kv, statistics = jax.eval_shape(lambda: _measured(policy, rows, before, positions, batch, dtype, widths.embed_dim))
     heads, slots = site.num_query_heads, before + rows
-    block_rows, together = block_size(batch, heads, rows, slots)
+    group = heads // site.num_kv_heads
+    block_rows, together = block_size(batch * site.num_kv_heads, group, rows, slots)
     wider = max(2 * widths.mlp_dim, 2 * heads * site.head_dim)
     return PrefillMemory(
         cache=_bytes(kv),
         statistics=_bytes(statistics),
-        blocks=2 * 4 * block_rows * together * heads * slots,
+        blocks=2 * 4 * block_rows * together * group * slots,
         activations=batch * rows * (3 * widths.embed_dim + wider) * dtype.itemsize,
         logits=4 * batch * widths.vocab_size,
     )
 
 
 def _measured(
-    policy: LayerPolicy, rows: int, before: int, batch: int, dtype: jax.typing.DTypeLike, embed_dim: int
+    policy: LayerPolicy,
+    rows: int,
+    before: int,
+    positions: KeyPositions,
+    batch: int,
+    dtype: jax.typing.DTypeLike,
+    embed_dim: int,
 ) -> tuple[LayerKV, tuple[Any, ...]]:
     """A layer with so many new tokens behind what it held, and what is measured of their attention."""
     site, ctx = policy.site, _moment(policy, batch)
     pos = jnp.zeros((batch, rows), jnp.int32)
     q: Float[Array, "B N T H"] = jnp.zeros((batch, site.num_query_heads, rows, site.head_dim), dtype)
-    kv = empty_layer(policy, batch, dtype)
+    kv = empty_layer(policy, batch, dtype, positions)
     kv = compact(kv, before) if before else kv
     new = jnp.zeros((batch, kv.num_kv_heads, rows, site.head_dim), dtype)
     kv = append(kv, new, new, pos)

@@ -224,7 +224,7 @@ class CachePlan:
         kind = checked(float_dtype, "dtype", self.widths.dtype if dtype is None else dtype)
         block = checked(optional(whole(1)), "block", block)
         block = None if block is None or block >= self.prompt_len else block
-        planned = self.layers, self.capacities, self.layouts, self.widths
+        planned = self.layers, self.capacities, self.positions, self.layouts, self.widths
         return predict(*planned, batch=batch, dtype=kind, block=block)
 
     def target(self, prompt_length: int) -> float:
