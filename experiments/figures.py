@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 import models
 from configs.experiment import check_whole
+from experiments.evaluation.compiled import keep_compiled
 from experiments.evaluation.results import (
     alone_in,
     check_options,
@@ -169,6 +170,7 @@ def run(options: Options, command: Sequence[str]) -> None:
 def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
     with plain_errors():
+        argv = keep_compiled(argv)
         check_values(argv)
         check_options(argv)
         options = tyro.cli(Options, args=argv, prog="experiments/figures.py", description=_description())

@@ -38,6 +38,7 @@ import models
 from configs.experiment import Budget, label
 from configs.learning import LearnedBudget
 from experiments.evaluation.checkpoints import check_learns, opened, restored, save_progress
+from experiments.evaluation.compiled import keep_compiled
 from experiments.evaluation.provenance import definition
 from experiments.evaluation.results import Results, plain_errors, write_json
 from experiments.learning import budget_report
@@ -411,7 +412,7 @@ def load_table(path: pathlib.Path) -> np.ndarray:
 def main(argv: Sequence[str]) -> None:
     """Parses, runs, prints the report."""
     with plain_errors():
-        experiment, own, overrides = parse(argv, SCRIPT)
+        experiment, own, overrides = parse(keep_compiled(argv), SCRIPT)
         directory = own.output or default_directory(own, overrides, SCRIPT)
         check_apart(directory, own, experiment.prompts.source)
         print(run(experiment, directory, [sys.executable, *sys.argv], restart=own.restart))

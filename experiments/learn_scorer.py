@@ -36,6 +36,7 @@ import models
 from configs.experiment import Budget, label
 from configs.learning import LearnedScorer
 from experiments.evaluation.checkpoints import check_learns, opened, restored, save_progress
+from experiments.evaluation.compiled import keep_compiled
 from experiments.evaluation.report import stands, table
 from experiments.evaluation.results import Results, plain_errors, read_config, write_bytes, write_json
 from experiments.learn_budget import SAVE_EVERY, losses_of
@@ -328,7 +329,7 @@ def run(
 def main(argv: Sequence[str]) -> None:
     """Parses, runs, prints the report."""
     with plain_errors():
-        experiment, own, overrides = parse(argv, SCRIPT)
+        experiment, own, overrides = parse(keep_compiled(argv), SCRIPT)
         directory = own.output or default_directory(own, overrides, SCRIPT)
         check_apart(directory, own, experiment.prompts.source)
         print(run(experiment, directory, [sys.executable, *sys.argv], restart=own.restart))

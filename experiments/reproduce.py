@@ -23,6 +23,7 @@ from tqdm import tqdm
 import models
 from configs.experiment import check_whole, label
 from experiments import figures
+from experiments.evaluation.compiled import keep_compiled
 from experiments.evaluation.results import (
     Results,
     check_options,
@@ -246,7 +247,7 @@ def _draw(entry: Entry, options: Options, own: argparse.Namespace, about: dict[s
 def main(argv: Sequence[str]) -> None:
     """Parses, runs, prints the report."""
     with plain_errors():
-        own = parse(argv)
+        own = parse(keep_compiled(argv))
         if own.list:
             print(ledger.listing(ledger.read()))
             return

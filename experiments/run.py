@@ -31,12 +31,13 @@ from configs.learning import LearnedBudget, LearnedScorer
 from experiments import tasks
 from experiments.evaluation import report
 from experiments.evaluation.batches import Bucket, buckets
+from experiments.evaluation.compiled import keep_compiled
 from experiments.evaluation.evaluate import Evaluator
 from experiments.evaluation.examples import build, described, find_builders
 from experiments.evaluation.policies import all_policies, check_is, tasks_of, with_baselines
 from experiments.evaluation.provenance import definition
 from experiments.evaluation.results import Results, check_options, directory_path, plain_errors
-from experiments.evaluation.reuse import keep_compiled, reuse_full
+from experiments.evaluation.reuse import reuse_full
 from experiments.evaluation.running import run_missing
 from experiments.tasks import Builder
 
@@ -271,12 +272,11 @@ def _run_missing(
 def main(argv: Sequence[str]) -> None:
     """Parses, runs, prints the report."""
     with plain_errors():
-        experiment, own, overrides = parse(argv)
+        experiment, own, overrides = parse(keep_compiled(argv))
         directory = own.output or default_directory(own, overrides)
         if own.shard is not None:
             directory = directory.with_name(f"{directory.name}-shard-{own.shard[0]}-of-{own.shard[1]}")
         check_apart(directory, own, experiment.setup.source)
-        keep_compiled()
         print(run(experiment, directory, [sys.executable, *sys.argv], restart=own.restart, shard=own.shard))
         print(f"written to {directory}")
 

@@ -29,6 +29,7 @@ import tyro
 from jaxtyping import Array, Float, Int, PyTree
 
 from experiments import corpus
+from experiments.evaluation.compiled import keep_compiled
 from experiments.evaluation.results import check_options, check_values, plain_errors
 from experiments.training import loop
 from experiments.training.loop import ANSWER, FIRST, LANGUAGE
@@ -273,6 +274,7 @@ def train(
 
 if __name__ == "__main__":
     with plain_errors():
-        check_values(sys.argv[1:])
-        check_options(sys.argv[1:])
-        tyro.cli(train)
+        argv = keep_compiled(sys.argv[1:])
+        check_values(argv)
+        check_options(argv)
+        tyro.cli(train, args=argv)

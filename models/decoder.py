@@ -78,7 +78,13 @@ class LanguageModel:
     @property
     def shapes(self) -> PyTree[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the parameters, without making any."""
-        return jax.eval_shape(self.init, jax.random.key(0))
+        return jax.tree.map(lambda x: x, _abstract(self, jax.config.jax_enable_x64))  # pyrefly: ignore[missing-attribute]
+
+
+@functools.lru_cache(maxsize=64)
+def _abstract(model: LanguageModel, wide: bool) -> PyTree[jax.ShapeDtypeStruct]:
+    del wide  # whether there is float64
+    return jax.eval_shape(lambda: model.init(jax.random.key(0)))
 
 
 @functools.lru_cache(maxsize=64)

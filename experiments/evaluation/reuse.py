@@ -1,12 +1,9 @@
-"""What earlier runs leave for later ones: compiled programs, and the full cache's results."""
+"""What an earlier run leaves for later ones: the full cache's results."""
 
 import json
-import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any, Final
-
-import jax
 
 from experiments.evaluation import report
 from experiments.evaluation.policies import FULL
@@ -27,17 +24,6 @@ _OTHERS: Final = (
     "task_budget",
     "compress",
 )  # what of a setup the full cache does not depend on
-
-
-def keep_compiled() -> None:
-    """Keeps compiled programs in the user's cache directory, so that a later process does not compile them again.
-
-    Where jax was told a directory (`JAX_COMPILATION_CACHE_DIR`), or to keep none (`JAX_ENABLE_COMPILATION_CACHE=0`), it
-    does as it was told.
-    """
-    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
-        caches = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(caches / "kvjax" / "compiled"))
 
 
 def reuse_full(results: Results, kept: set[str]) -> Iterator[str]:

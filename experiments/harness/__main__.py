@@ -6,12 +6,15 @@ lm-eval's own command, `lm_eval`, knows no models of other packages.
 """
 
 import importlib
+import sys
 
+from experiments.evaluation.compiled import keep_compiled
 from experiments.evaluation.results import Interrupted, plain_errors
 from experiments.harness import lm_eval_module
 
 if __name__ == "__main__":
     with plain_errors():
+        sys.argv[1:] = keep_compiled(sys.argv[1:])
         command = lm_eval_module("__main__")
         importlib.import_module("experiments.harness.language_model")  # registers the model
         try:

@@ -70,15 +70,24 @@ class _SharedSite(Site):
 
 
 def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
-    """One PRNG key a row, from one for the batch or one a row, typed or in the old raw form; `key(0)` if None.
-
-    They are keys of JAX's default generator, which draws for every row of a `jax.vmap` what it draws for it alone. Keys
-    of others, whose draws depend on the rows beside ("rbg", "unsafe_rbg"), become those: "rbg"'s that of the same seed.
+    """One PRNG key a row, from one for the batch or one a row (`checked_key`); from `jax.random.key(0)` if None.
 
     Raises:
       ValueError: no key, or another number of keys than rows.
     """
-    key = jax.random.key(0) if key is None else key
+    key = jax.random.key(0) if key is None else checked_key(key, batch)
+    return key if key.ndim else jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch))
+
+
+def checked_key(key: Any, batch: int) -> Key[Array, "..."]:
+    """One key for the batch or one a row, typed or in the old raw form, as typed ones of JAX's default generator.
+
+    That one draws for every row of a `jax.vmap` what it draws for it alone. Keys of others, whose draws depend on the
+    rows beside ("rbg", "unsafe_rbg"), become those: "rbg"'s that of the same seed.
+
+    Raises:
+      ValueError: no key, or another number of keys than rows.
+    """
     key = jnp.asarray(key) if isinstance(key, np.ndarray) else key
     kinds = (jax.dtypes.prng_key, jnp.uint32)
     if not isinstance(key, jax.Array) or not any(jnp.issubdtype(key.dtype, kind) for kind in kinds):
@@ -90,9 +99,7 @@ def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
         key = jax.random.wrap_key_data(key)
     if str(jax.random.key_impl(key)) != _GENERATOR:
         key = jax.random.wrap_key_data(jax.random.key_data(key)[..., :2], impl=_GENERATOR)
-    if key.ndim == 0:
-        return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch))
-    if key.shape != (batch,):
+    if key.shape not in ((), (batch,)):
         raise ValueError(f"key has shape {key.shape}, but there are {batch} sequences; give one key, or one a sequence")
     return key
 

@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from kvjax.algebra import identity
-from kvjax.cache.context import row_keys
+from kvjax.cache.context import checked_key
 from kvjax.cache.state import KVState, take_rows
 from kvjax.drivers.buckets import plan_request, rounds
 from kvjax.drivers.generation import NO_TOKEN
@@ -376,7 +376,7 @@ def generate_beams(
         params,
         tokens,
         lengths,
-        row_keys(key, tokens.shape[0]),
+        None if key is None else checked_key(key, tokens.shape[0]),
         rules(plan.max_new_tokens),
         plan=plan,
         num_beams=num_beams,

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.algebra import identity
-from kvjax.cache.context import row_keys
+from kvjax.cache.context import checked_key
 from kvjax.cache.state import KVState
 from kvjax.drivers.buckets import plan_request, rounds
 from kvjax.drivers.requests import Model as Model
@@ -248,9 +248,9 @@ def generate(
         params,
         tokens,
         jnp.asarray(lengths),
-        row_keys(key, tokens.shape[0]),
+        None if key is None else checked_key(key, tokens.shape[0]),
         None if within is None or known is None else plan.sizes(policy, known),
-        jnp.int32(max_new_tokens) if buckets else None,
+        np.int32(max_new_tokens) if buckets else None,
         plan=plan,
         sampler=sampler,
         ends=eos_ids,
