@@ -37,12 +37,15 @@ def test_an_option_says_to_keep_none(untold):
 
 def test_what_jax_was_told_stays():
     before = settings()
-    assert before[0] and keep_compiled([]) == [] and settings() == before
+    assert before[0]
+    assert keep_compiled([]) == []
+    assert settings() == before
 
 
 def test_a_directory_that_cannot_be_made_does_not_end_a_run(untold, capsys):
     (untold / "kvjax").write_text("a file")
-    assert keep_compiled([]) == [] and settings()[0] is None
+    assert keep_compiled([]) == []
+    assert settings()[0] is None
     assert f"programs are not kept: {untold / 'kvjax' / 'compiled'}: Not a directory" in capsys.readouterr().err
 
 
