@@ -19,7 +19,7 @@ from kvjax.cache.state import KeyPositions, LayerKV, append, compact
 from kvjax.policy import LayerPolicy, Layout, empty_layer
 from kvjax.scoring.stats import Moment
 from pallas_kernels import attention
-from pallas_kernels.xla import block_size
+from pallas_kernels.xla import head_block_size
 
 _UNITS = "B", "KiB", "MiB", "GiB"
 
@@ -230,7 +230,7 @@ def _reading(
     kv, statistics = jax.eval_shape(lambda: _measured(policy, rows, before, positions, batch, dtype, widths.embed_dim))
     heads, slots = site.num_query_heads, before + rows
     group = heads // site.num_kv_heads
-    block_rows, together = block_size(batch * site.num_kv_heads, group, rows, slots)
+    block_rows, together = head_block_size(batch * site.num_kv_heads, group, rows, slots)
     wider = max(2 * widths.mlp_dim, 2 * heads * site.head_dim)
     return PrefillMemory(
         cache=_bytes(kv),

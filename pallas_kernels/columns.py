@@ -43,10 +43,10 @@ class Softmax:
     multiplier: Float[Array, "B K T"] | None = None
     seed: UInt32[Array, "B"] | None = None
     before: Int[Array, "B"] | None = None
-    heads: Int[Array, "N"] | None = None
     noise: Noise | None = static(default=None)
     per: Literal["call", "key"] = static(default="call")
     causal: bool = static(default=True)
+    heads: Int[Array, "N"] | None = None
 
     def __post_init__(self):
         one_of("noise", self.noise, *_NOISES, None)

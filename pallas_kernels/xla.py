@@ -55,20 +55,25 @@ HEAD_BYTES = 2 * 2**20  # the same where a block is of one set of slots
 MIN_BLOCK, MAX_BLOCK = 32, 128
 
 
-def block_size(num_sets: int, group: int, num_rows: int, num_slots: int) -> tuple[int, int]:
-    """(rows, sets of slots) in a block, such that its logits fit `HEAD_BYTES`, or `BLOCK_BYTES` where rows are few.
+def block_size(
+    batch: int, num_query_heads: int, num_rows: int, num_slots: int, limit: int = BLOCK_BYTES
+) -> tuple[int, int]:
+    """(rows, sequences) in a block, such that its logits fit `limit` bytes.
 
-    Rows are a power of two between 32 and 128, or all there are; a set is a kv head's of one sequence, which `group`
-    query heads read; sets divide all there are.
+    Rows are a power of two between 32 and 128, or all there are; sequences divide the batch.
     """
-    limit = BLOCK_BYTES if num_rows < MIN_BLOCK else HEAD_BYTES
-    row_bytes = 4 * group * num_slots
+    row_bytes = 4 * num_query_heads * num_slots
     block = MAX_BLOCK
     while block > MIN_BLOCK and row_bytes * block > limit:
         block //= 2
     block = min(block, num_rows)
     fits = lambda n: n == 1 or n * row_bytes * block <= limit
-    return block, max(n for n in range(1, num_sets + 1) if num_sets % n == 0 and fits(n))
+    return block, max(n for n in range(1, batch + 1) if batch % n == 0 and fits(n))
+
+
+def head_block_size(num_sets: int, group: int, num_rows: int, num_slots: int) -> tuple[int, int]:
+    """(rows, sets of slots) in a block of `attention`; a set is one kv head of a sequence, with its query heads."""
+    return block_size(num_sets, group, num_rows, num_slots, BLOCK_BYTES if num_rows < MIN_BLOCK else HEAD_BYTES)
 
 
 def attention(
@@ -88,12 +93,12 @@ def attention(
 ) -> Attention:
     """See `pallas_kernels.attention`.
 
-    `block` overrides `block_size`, and (rows, keys, sets of slots) of `tile` override `tile_size`.
+    `block` overrides `head_block_size`, and (rows, keys, sets of slots) of `tile` override `tile_size`.
     """
     B, N, T, H = q.shape
     K, S = k.shape[1:3]
     G = N // K
-    rows, together = block_size(B * K, G, T, S) if block is None else block
+    rows, together = head_block_size(B * K, G, T, S) if block is None else block
     cut = tile_size(B * K, G, T, S) if tile is None else Tile(*tile)
     pad = -T % rows
     if pad:
@@ -212,7 +217,7 @@ def _own(config: Config, own: Softmax, x, rows, kv_pos, head, b, i, e=None):
     if e is None or seed is None or own.noise != "gumbel" or (multiplier is not None and config.num_rows == 1):
         f = scaled()
     else:
-        divided = lambda: (e / draw_exponential(own, seed, head, *where)).astype(dtype)
+        divided = lambda: e / draw_exponential(own, seed, head, *where).astype(dtype)
         f = divided() if multiplier is None else lax.cond(jnp.all(multiplier == 1), divided, scaled)
     mass = f.sum(-1)
     return f, 1.0 / jnp.where(mass > 0, mass, 1.0)

@@ -265,6 +265,8 @@ def test_every_field_of_a_spec_survives_a_merge():
         "hides": "live",
         "prunes": True,
         "timed": False,
+        "finite": True,
+        "first": 4,
     }
     spec = LayerSpec(table, table, table, measured, measured, **others)
     choices = [f for f in dataclasses.fields(LayerSpec) if f.default is not dataclasses.MISSING]
