@@ -40,6 +40,7 @@ def execute(path: pathlib.Path) -> Any:
         "PYTHONPATH": os.pathsep.join(p for p in found if p),
         "JAX_COMPILATION_CACHE_DIR": str(_ROOT / ".jax_cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+        "PYTHONWARNINGS": "ignore:IProgress not found",  # a library's advice to install widgets, with a path
     }
     resources = {"metadata": {"path": str(path.parent)}}
     options = {"timeout": 600, "record_timing": False, "coalesce_streams": True}

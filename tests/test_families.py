@@ -571,6 +571,7 @@ def test_what_is_no_mask_of_a_reading_is_refused(tiny):
         (live[..., 1:], "original", r"keep has the shape \(2, 2, 19\), but layer 0 has slots \(2, 2, 20\) of kv heads"),
         (live.astype(jnp.float32), "compact", "positions='compact' needs masks"),
         (live.astype(jnp.float32) * 1.5, "original", r"gates lie between 0.0 and 1.5"),
+        (live, "moved", "positions='moved' is not one of .*'original', 'compact', 'rerotate', 'sliding'"),
     ):
         with pytest.raises(ValueError, match=message):
             found.outputs(0, keep, positions)

@@ -6,7 +6,7 @@ every policy, budget and seed; what differs between them is which of the prompt'
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,14 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from kvjax.analysis.hindsight import of_kv_heads
 from kvjax.analysis.losses import by_query_head
 from kvjax.cache.context import Context, Site, row_keys
-from kvjax.cache.state import EMPTY, LayerKV, Positions, Rotate, Slopes, check_shares, ranks
+from kvjax.cache.state import EMPTY, KeyPositions, LayerKV, Positions, Rotate, Slopes, check_shares, ranks
 from kvjax.drivers.attention import attend
 from kvjax.drivers.requests import Model, check_prompts
 from kvjax.plan import at_positions
 from kvjax.policy import Granularity
 from kvjax.scoring.stats import LayerStats, Measurement, Observe, ordered
 from pallas_kernels.pytree import pytree, static
-from pallas_kernels.values import checked, whole
+from pallas_kernels.values import checked, one_of, whole
 
 Kept = Bool[Array, "B heads T"] | Float[Array, "B heads T"]
 """What is left of a layer's prompt: a mask, or gates between 0 and 1."""
@@ -87,7 +87,7 @@ class LayerReading:
             return LayerKV(k, v, pos)
         return LayerKV(k, v, pos, rank=pos, rotated=pos if positions == "rerotate" else None, positions=positions)
 
-    def evicted(self, keep: Kept, positions: Positions = "original") -> LayerKV:
+    def evicted(self, keep: Kept, positions: KeyPositions = "original") -> LayerKV:
         """The prompt's cache with every slot outside `keep` dead, one mask for every kv head or every query head.
 
         With `positions` other than "original" the keys that are left move up to their ranks. Gates between 0 and 1 in
@@ -95,8 +95,9 @@ class LayerReading:
 
         Raises:
           ValueError: neither booleans nor shares in [0, 1], of other slots than the prompt's, or gates of keys that
-            move, or keys that cannot move.
+            move, or keys that cannot move, or no known `positions`.
         """
+        one_of("positions", positions, *get_args(KeyPositions))
         if self.fixed and positions != "original":
             raise ValueError(
                 f"positions={positions!r} would move keys, but this model adds learned positions to its embeddings; "
@@ -163,7 +164,7 @@ class Reading:
         """Positions of the continuation's tokens."""
         return self.lengths[:, None] + jnp.arange(self.continuation.shape[1], dtype=jnp.int32)[None]
 
-    def outputs(self, layer: int, keep: Kept, positions: Positions = "original") -> Float[Array, "B N F H"]:
+    def outputs(self, layer: int, keep: Kept, positions: KeyPositions = "original") -> Float[Array, "B N F H"]:
         """A layer's attention outputs over the continuation after an eviction, for the queries of the full cache."""
         of = self.layers[layer]
         ctx = dataclasses.replace(self.prompt_context(layer), length=self.lengths + of.q.shape[2])
@@ -175,7 +176,7 @@ class Reading:
         model: Model,
         params: PyTree[Any],
         keep: Sequence[Kept] | Bool[Array, "L B heads T"] | Float[Array, "L B heads T"],
-        positions: Positions = "original",
+        positions: KeyPositions = "original",
     ) -> Float[Array, "B F V"]:
         """The model's logits over the continuation after an eviction of every layer, which later layers feel.
 
@@ -185,7 +186,7 @@ class Reading:
         Args:
           model, params: the model that was read.
           keep: what is left of every layer, layers first.
-          positions: how the keys that are left are rotated.
+          positions: how the keys that are left are rotated: a policy's, or a plan's (`CachePlan.positions`).
 
         Raises:
           ValueError: masks of other layers or slots than the reading has.
