@@ -131,11 +131,10 @@ def draw_noise(
     """The noise of `spec` for broadcast heads and positions. Heads are query heads."""
     if spec.noise is None or seed is None:  # a seed is there exactly where noise is drawn
         return EULER_GAMMA if spec.noise == "constant" else 0.0
-    row = jnp.zeros_like(q_pos) if spec.per == "key" else q_pos
-    u = hash_uniform(seed, head, row, kv_pos)
     if spec.noise == "gumbel":
-        return -jnp.log(-jnp.log(u))
-    return EULER_GAMMA + GUMBEL_STD * jax.scipy.special.ndtri(u)
+        return minus_log(draw_exponential(spec, seed, head, q_pos, kv_pos))
+    row = jnp.zeros_like(q_pos) if spec.per == "key" else q_pos
+    return EULER_GAMMA + GUMBEL_STD * jax.scipy.special.ndtri(hash_uniform(seed, head, row, kv_pos))
 
 
 def draw_exponential(spec: Softmax, seed: Array, head: Array, q_pos: Array, kv_pos: Array) -> Float[Array, "..."]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -10,29 +11,41 @@ from jax import lax
 from pallas_kernels.columns import accumulator
 from pallas_kernels.loops import Config, Tile, first_keys, loop, products, read_block, sequences, visible, write_block
 
-TILE_ROWS = 1024  # rows of all query heads of a tile: with the keys a MiB of logits, which stays in a core's cache
-MAX_ROWS, TILE_KEYS = 256, 256
+TILE_ROWS, TILE_KEYS = 1024, 256  # rows of all query heads, and keys: a MiB of logits, which stays in a core's cache
+MAX_ROWS = 256  # of one query head
 LEAST_ROWS = 512  # of fewer, whole rows stay in cache as well
 
 
-def tile_size(sets: int, group: int, num_rows: int, num_slots: int) -> Tile | None:
+def tile_size(group: int, num_rows: int, num_slots: int, cores: int | None = None) -> Tile | None:
     """The tiles of a call, None where whole rows are as fast.
 
     That is for few rows, and on a GPU, whose own kernels leave little to XLA: loops over tiles that fit a core's cache
-    would launch thousands of small programs there.
+    would launch thousands of small programs there. Several cores share every operation of a tile and wait for each
+    other after it, so their tiles are four times as large; but rows that fill no tile take a slower way, and the
+    smaller tiles stay where the larger ones would leave more of them.
 
     Args:
-      sets: sets of slots, one for each kv head of each sequence.
       group: query heads of a kv head.
-      num_rows, num_slots: rows of a query head, and slots of a set.
+      num_rows: rows of a query head that no statistic reads.
+      num_slots: slots of a set, which is one kv head of a sequence.
+      cores: those that XLA uses; `num_cores` if None.
     """
-    del sets
     if num_rows < LEAST_ROWS or num_slots < 2 * TILE_KEYS or jax.default_backend() == "gpu":
         return None
     rows = MAX_ROWS
     while rows > 32 and rows * group > TILE_ROWS:
         rows //= 2
+    cores = num_cores() if cores is None else cores
+    if cores > 1 and num_slots >= 4 * TILE_KEYS and num_rows % (2 * rows) < rows:
+        return Tile(2 * rows, 2 * TILE_KEYS, 1)
     return Tile(rows, TILE_KEYS, 1)
+
+
+def num_cores() -> int:
+    """How many cores XLA uses: as many as NPROC says, or those that this process may run on."""
+    if os.environ.get("NPROC", "").isdecimal():
+        return int(os.environ["NPROC"])
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def attend_tiles(config: Config, stop: int, q, lse, k, v, q_pos, kv_pos, bias):

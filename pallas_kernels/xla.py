@@ -48,23 +48,29 @@ from pallas_kernels.loops import (
     write_block,
     zeros_after,
 )
-from pallas_kernels.tiles import attend_tiles, tile_size
+from pallas_kernels.tiles import attend_tiles, num_cores, tile_size
 
 BLOCK_BYTES = 8 * 2**20  # the logits of one block; larger blocks fall out of cache, smaller ones starve the matmul
 HEAD_BYTES = 2 * 2**20  # the same where a block is of one set of slots
 MIN_BLOCK, MAX_BLOCK = 32, 128
+LEAST_BLOCK = 8  # of one core and one set of slots; several cores that share a block wait for each other after it
 
 
 def block_size(
-    batch: int, num_query_heads: int, num_rows: int, num_slots: int, limit: int = BLOCK_BYTES
+    batch: int,
+    num_query_heads: int,
+    num_rows: int,
+    num_slots: int,
+    limit: int = BLOCK_BYTES,
+    least: int = MIN_BLOCK,
 ) -> tuple[int, int]:
     """(rows, sequences) in a block, such that its logits fit `limit` bytes.
 
-    Rows are a power of two between 32 and 128, or all there are; sequences divide the batch.
+    Rows are a power of two between `least` and 128, or all there are; sequences divide the batch.
     """
     row_bytes = 4 * num_query_heads * num_slots
     block = MAX_BLOCK
-    while block > MIN_BLOCK and row_bytes * block > limit:
+    while block > least and row_bytes * block > limit:
         block //= 2
     block = min(block, num_rows)
     fits = lambda n: n == 1 or n * row_bytes * block <= limit
@@ -73,7 +79,9 @@ def block_size(
 
 def head_block_size(num_sets: int, group: int, num_rows: int, num_slots: int) -> tuple[int, int]:
     """(rows, sets of slots) in a block of `attention`; a set is one kv head of a sequence, with its query heads."""
-    return block_size(num_sets, group, num_rows, num_slots, BLOCK_BYTES if num_rows < MIN_BLOCK else HEAD_BYTES)
+    if num_rows < MIN_BLOCK:
+        return block_size(num_sets, group, num_rows, num_slots)
+    return block_size(num_sets, group, num_rows, num_slots, HEAD_BYTES, LEAST_BLOCK if num_cores() == 1 else MIN_BLOCK)
 
 
 def attention(
@@ -99,7 +107,6 @@ def attention(
     K, S = k.shape[1:3]
     G = N // K
     rows, together = head_block_size(B * K, G, T, S) if block is None else block
-    cut = tile_size(B * K, G, T, S) if tile is None else Tile(*tile)
     pad = -T % rows
     if pad:
         q = jnp.pad(q, ((0, 0), (0, 0), (0, pad), (0, 0)))
@@ -108,11 +115,14 @@ def attention(
         bias = bias.reshape(B, K, G, S).astype(accumulator(q.dtype))
     arrays: Any = q.reshape(B, K, G, T + pad, H), k, v, q_pos, kv_pos, bias
     columns = tuple(columns)
+    config = Config(scale, window, softcap, rows, together, K, S, T + pad, pad, S - T)
+    unread = config.first_block([c for c in columns if c.fused]) * rows
+    cut = tile_size(G, unread, S) if tile is None else Tile(*tile)
     if cut is None and together == B * K:  # nothing to cut: both axes stay, as a mesh may have divided them
         together = B
     else:
         arrays, columns = _by_set(arrays, columns)
-    config = Config(scale, window, softcap, rows, together, K, S, T + pad, pad, S - T, cut)
+    config = dataclasses.replace(config, together=together, tile=cut)
     of_columns, structure = jax.tree.flatten(columns)
     out, lse, measured = _compiled(config, structure, *arrays, of_columns)
     measured = tuple(x.reshape(B, -1, *x.shape[2:]) for x in measured)

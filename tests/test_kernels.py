@@ -14,6 +14,8 @@ import scipy.stats
 
 from pallas_kernels import Columns, Softmax, attention, hash_uniform, xla
 from pallas_kernels.columns import draw_exponential, draw_noise, minus_log
+from pallas_kernels.loops import Tile
+from pallas_kernels.tiles import tile_size
 from tests.references import attention as numpy_reference
 
 IMPLEMENTATIONS = ("xla", "reference")
@@ -281,6 +283,14 @@ def test_tiles_of_rows_that_no_statistic_reads(tile, shape, options):
     alone = run(*arrays)
     np.testing.assert_allclose(np.asarray(alone.out, np.float64), out, atol=tolerance)
     np.testing.assert_allclose(alone.lse, lse, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "cores", "rows"), [(4096, 1, 256), (4096, 2, 512), (3968, 2, 256), (3840, 2, 256)]
+)
+def test_several_cores_share_larger_tiles(num_rows, cores, rows):
+    """But for rows that would be left over."""
+    assert tile_size(4, num_rows, 4096, cores) == Tile(rows, rows, 1)
 
 
 def test_gradients_through_tiles():

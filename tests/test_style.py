@@ -1,6 +1,7 @@
 """The house rules that a machine can check."""
 
 import ast
+import json
 import pathlib
 import re
 import subprocess
@@ -40,6 +41,11 @@ def test_source(file):
     assert not notes, "what is left to do belongs in an issue"
     bare = [n for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type is None]
     assert not bare, "name the exceptions that are expected"
+
+
+def test_every_mutant_has_its_place():
+    for mutant in map(json.loads, (ROOT / "tests" / "mutants" / "mutants.jsonl").read_text().splitlines()):
+        assert (ROOT / mutant["file"]).read_text().count(mutant["right"]) == 1, mutant
 
 
 READMES = [ROOT / "README.md", *(ROOT / package / "README.md" for package in PACKAGES if package != "configs")]
