@@ -51,10 +51,10 @@ def test_every_mutant_has_its_place():
 READMES = [ROOT / "README.md", *(ROOT / package / "README.md" for package in PACKAGES if package != "configs")]
 
 
-def test_the_python_of_the_readmes_runs():
-    for file in READMES:
-        for block in re.findall(r"```python\n(.*?)```", file.read_text(), re.DOTALL):
-            exec(compile(block, file, "exec"), {})
+@pytest.mark.parametrize("file", READMES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_python_of_a_readme_runs(file):
+    for block in re.findall(r"```python\n(.*?)```", file.read_text(), re.DOTALL):
+        exec(compile(block, file, "exec"), {})
 
 
 @pytest.mark.parametrize("file", READMES, ids=lambda p: str(p.relative_to(ROOT)))
