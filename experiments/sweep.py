@@ -125,9 +125,12 @@ def jobs(runs: Sequence[Sequence[str]], output: pathlib.Path | None, keep: bool 
       keep: whether programs that they compile are kept.
 
     Raises:
-      ValueError: what run.py refuses of the options, two runs that are one.
+      ValueError: what run.py refuses of the options, two runs that are one, an `output` that is a file.
       SystemExit: options that do not exist or do not fit, after saying which do.
     """
+    existing = None if output is None else next(p for p in (output, *output.absolute().parents) if p.exists())
+    if existing is not None and not existing.is_dir():
+        raise ValueError(f"--output {output}: {existing} is a file; name a directory, which may be a new one")
     found: dict[pathlib.Path, Job] = {}
     for arguments in runs:
         if wrong := [x for x in arguments if x.partition("=")[0] in _OF_THE_SWEEP]:

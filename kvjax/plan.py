@@ -220,7 +220,7 @@ class CachePlan:
         Raises:
           ValueError: no sequence, no dtype of floats, or a block without tokens.
         """
-        batch = checked(whole(1), "batch", batch)
+        batch = checked(whole(1, 2**31 - 1), "batch", batch)
         kind = checked(float_dtype, "dtype", self.widths.dtype if dtype is None else dtype)
         block = checked(optional(whole(1)), "block", block)
         block = None if block is None or block >= self.prompt_len else block

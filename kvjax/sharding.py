@@ -42,10 +42,14 @@ def make_mesh(data: int = 1, heads: int = 1, sequence: int = 1, *, devices: Sequ
         processes (`jax.distributed`) make one mesh in each of them.
 
     Raises:
-      ValueError: more devices than there are.
+      ValueError: more devices than there are, or `devices` that are none, or one of them twice.
     """
     sizes = {"data": data, "heads": heads, "sequence": sequence}
     shape = [checked(whole(1), name, size) for name, size in sizes.items()]
+    if devices is not None:
+        known = isinstance(devices, Sequence | np.ndarray) and all(isinstance(d, jax.Device) for d in devices)
+        if not known or len(set(devices)) < len(devices):
+            raise ValueError(f"devices are some of jax.devices(), each once; got {devices!r}")
     found, wanted = jax.devices() if devices is None else list(devices), math.prod(shape)
     if wanted > len(found):
         raise ValueError(

@@ -81,7 +81,8 @@ def head_block_size(num_sets: int, group: int, num_rows: int, num_slots: int) ->
     """(rows, sets of slots) in a block of `attention`; a set is one kv head of a sequence, with its query heads."""
     if num_rows < MIN_BLOCK:
         return block_size(num_sets, group, num_rows, num_slots)
-    return block_size(num_sets, group, num_rows, num_slots, HEAD_BYTES, LEAST_BLOCK if num_cores() == 1 else MIN_BLOCK)
+    alone = num_cores() == 1 and jax.default_backend() == "cpu"
+    return block_size(num_sets, group, num_rows, num_slots, HEAD_BYTES, LEAST_BLOCK if alone else MIN_BLOCK)
 
 
 def attention(

@@ -69,7 +69,7 @@ def test_nothing_grows_and_nothing_is_lost(shallow):
     assert list(reader) == []
 
 
-KEEPS = r"layer 0 needs 65,\d+ slots for 65,536 tokens, 131,\d+ for 131,072"
+KEEPS = r"layer 0 needs 536,87\d,\d+ slots for 536,870,\d+ tokens, 1,073,741,\d+ for 1,073,741,567"
 CHUNKS = kvjax.when(kvjax.every(4), methods.chunkkv(8, chunk_size=4, base=methods.h2o(8)))
 
 
@@ -88,6 +88,7 @@ FASTGEN = methods.fastgen(special_ids=(), punctuation_ids=(), budget=8)
         ({"tokens": [[1, 2], [1]]}, "ids, or one id a sequence at every step"),
         ({"tokens": [0.5]}, r"got float64 of shape \(1,\)"),
         ({"tokens": "a text"}, "tokens is a str, not token ids"),
+        ({"tokens": np.array(5)}, "tokens is a ndarray, not token ids"),
         ({"chunk": 0}, "chunk=0: must be a whole number of at least 1"),
         ({"found": "ranks"}, "found='ranks' is not one of"),
     ],
@@ -97,6 +98,12 @@ def test_what_cannot_be_read_is_refused(shallow, options, message):
     options = {"tokens": itertools.repeat(1), "policy": methods.h2o(6)} | options
     with pytest.raises(ValueError, match=message):
         kvjax.read(*shallow, options.pop("tokens"), **options)
+
+
+def test_a_cache_that_stops_growing_late_is_endless(shallow):
+    policy = kvjax.when(kvjax.every(70_000), methods.h2o(6))
+    plan = endless.plan_endless(shallow[0].config, policy, prompt_len=16)
+    assert {*plan.capacities} == {70_006}
 
 
 def test_numbers_of_one_position_are_summed():

@@ -61,6 +61,7 @@ def test_the_full_cache_is_what_others_are_compared_to(shallow):
     ("options", "message"),
     [
         ({"batch": 0}, "batch=0: must be a whole number of at least 1"),
+        ({"batch": 10**12}, "batch=1000000000000: must be a whole number .* at most 2,147,483,647"),
         ({"dtype": jnp.int8}, "dtype=.*: must be a dtype of floats"),
         ({"block": 0}, "block=0: must be a whole number of at least 1"),
     ],

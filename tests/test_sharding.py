@@ -5,8 +5,10 @@ import socket
 import subprocess
 import sys
 
+import jax
 import pytest
 
+import kvjax
 from experiments import run
 from tests.runs import ROOT
 
@@ -41,3 +43,10 @@ def test_what_is_no_mesh_is_refused(mesh, capsys):
     with pytest.raises(SystemExit):
         run.main(["--config", "h2o.py", "--mesh", mesh])
     assert "is no mesh such as data=4,heads=2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("devices", [4, [0, 1], ["cpu:0"], jax.devices()[:1] * 2], ids=str)
+@pytest.mark.usefixtures("unchecked")
+def test_a_mesh_is_of_devices_each_once(devices):
+    with pytest.raises(ValueError, match=r"devices are some of jax.devices\(\), each once; got"):
+        kvjax.make_mesh(devices=devices)

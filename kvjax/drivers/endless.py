@@ -38,19 +38,20 @@ def plan_endless(
         refuses.
     """
     make = lambda steps: make_plan(config, policy, prompt_len=prompt_len, max_new_tokens=steps, lengths=lengths)
-    soon, later = make(2**16), make(2**17)
-    for layer, (few, many) in enumerate(zip(soon.capacities, later.capacities, strict=True)):
-        if few != many:
-            raise ValueError(
-                f"{as_policy(policy)} keeps what comes after the prompt: layer {layer} needs {few:,} slots for "
-                f"{2**16:,} tokens, {many:,} for {2**17:,}; without an end, use a policy that evicts while decoding, "
-                "such as kvjax.methods.h2o(512), or give a number of tokens"
-            )
-    if any(spec.finite for spec in soon.specs):
+    if any(spec.finite for spec in make(1).specs):
         raise ValueError(
             f"{policy} has tables with an entry for every position, which cannot be endless; give a number of tokens"
         )
-    return make(MOST_TOKENS - prompt_len)
+    most = MOST_TOKENS - prompt_len
+    half, plan = make(most // 2), make(most)
+    for layer, (few, many) in enumerate(zip(half.capacities, plan.capacities, strict=True)):
+        if few != many:
+            raise ValueError(
+                f"{as_policy(policy)} keeps what comes after the prompt: layer {layer} needs {few:,} slots for "
+                f"{most // 2:,} tokens, {many:,} for {most:,}; without an end, use a policy that evicts while "
+                "decoding, such as kvjax.methods.h2o(512), or give a number of tokens"
+            )
+    return plan
 
 
 def check_counted(num_tokens: int) -> None:
@@ -196,7 +197,7 @@ def read(
     check_model(model)
     prompt_len, chunk = (checked(whole(1), n, x) for n, x in (("prompt_len", prompt_len), ("chunk", chunk)))
     one_of("found", found, "losses", "logits")
-    if isinstance(tokens, str) or not isinstance(tokens, Iterable):
+    if isinstance(tokens, str) or not isinstance(tokens, Iterable) or getattr(tokens, "ndim", 1) == 0:
         raise ValueError(f"tokens is a {type(tokens).__name__}, not token ids that come one after the other; encode it")
     options = {"policy": policy, "prompt_len": prompt_len, "chunk": chunk, "key": key, "found": found}
     return Reader(model, params, tokens, **options)
