@@ -70,25 +70,26 @@ class LayerMemory:
 class PrefillMemory:
     """Bytes that reading the prompt takes beside parameters and state, about.
 
+    Attention and the feed-forward network of a layer follow one another, so that the larger counts.
+
     Attributes:
       cache: all keys and values of one layer, with their positions and what the policy carries for them.
-      statistics: what is measured of the layer's attention.
-      blocks: logits and probabilities of a block of attention's rows, as XLA computes them.
-      activations: the residual stream thrice (as it is, normalised, a layer's output), and what is wider of the two
-        that follow one another: queries before and after rotation, or two arrays as wide as the feed-forward network.
+      attention: the residual stream as it is and normalised, queries before and after rotation, what is measured, and
+        logits and probabilities of a block of rows, as XLA computes them.
+      feed_forward: the residual stream as it is and normalised, and three arrays as wide as the network: a gate, what
+        it lets through, and their product.
       logits: those of the last token.
     """
 
     cache: int
-    statistics: int
-    blocks: int
-    activations: int
+    attention: int
+    feed_forward: int
     logits: int
 
     @property
     def total(self) -> int:
-        """Their sum."""
-        return sum(dataclasses.astuple(self))
+        """What is there at once, at most."""
+        return self.cache + max(self.attention, self.feed_forward) + self.logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Memory:
         rows.append(("lengths and keys of draws", "", shown(self.sequences)))
         rows.append(("state", "", f"{shown(self.state)}, {self.state / self.full:.1%} of {shown(self.full)} in full"))
         parts = dataclasses.asdict(self.prefill)
-        rows += [(f"prefill: {name}", shown(size), "") for name, size in parts.items() if size]
+        rows += [(f"prefill: {name.replace('_', '-')}", shown(size), "") for name, size in parts.items()]
         rows.append(("peak while reading, about", "", shown(self.peak)))
         first, second = (max(len(row[i]) for row in rows) for i in (0, 1))
         return "\n".join(f"{a:{first}}  {b:>{second}}  {c}".rstrip() for a, b, c in rows)
@@ -231,12 +232,12 @@ def _reading(
     heads, slots = site.num_query_heads, before + rows
     group = heads // site.num_kv_heads
     block_rows, together = head_block_size(batch * site.num_kv_heads, group, rows, slots)
-    wider = max(2 * widths.mlp_dim, 2 * heads * site.head_dim)
+    logits = 2 * 4 * block_rows * together * group * slots
+    width = lambda n: batch * rows * (2 * widths.embed_dim + n) * dtype.itemsize
     return PrefillMemory(
         cache=_bytes(kv),
-        statistics=_bytes(statistics),
-        blocks=2 * 4 * block_rows * together * group * slots,
-        activations=batch * rows * (3 * widths.embed_dim + wider) * dtype.itemsize,
+        attention=width(2 * heads * site.head_dim) + _bytes(statistics) + logits,
+        feed_forward=width(3 * widths.mlp_dim),
         logits=4 * batch * widths.vocab_size,
     )
 
