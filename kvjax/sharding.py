@@ -48,7 +48,7 @@ def make_mesh(data: int = 1, heads: int = 1, sequence: int = 1, *, devices: Sequ
     shape = [checked(whole(1), name, size) for name, size in sizes.items()]
     if devices is not None:
         known = isinstance(devices, Sequence | np.ndarray) and all(isinstance(d, jax.Device) for d in devices)
-        if not known or len(set(devices)) < len(devices):
+        if not known or len(set(devices)) < max(1, len(devices)):
             raise ValueError(f"devices are some of jax.devices(), each once; got {devices!r}")
     found, wanted = jax.devices() if devices is None else list(devices), math.prod(shape)
     if wanted > len(found):

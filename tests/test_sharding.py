@@ -45,7 +45,7 @@ def test_what_is_no_mesh_is_refused(mesh, capsys):
     assert "is no mesh such as data=4,heads=2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("devices", [4, [0, 1], ["cpu:0"], jax.devices()[:1] * 2], ids=str)
+@pytest.mark.parametrize("devices", [4, [], [0, 1], ["cpu:0"], jax.devices()[:1] * 2], ids=str)
 @pytest.mark.usefixtures("unchecked")
 def test_a_mesh_is_of_devices_each_once(devices):
     with pytest.raises(ValueError, match=r"devices are some of jax.devices\(\), each once; got"):
