@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 _HERE = pathlib.Path(__file__).parent
-_NOT_CONFIGS = {"__init__", "experiment", "learning", "loading"}
+_NOT_CONFIGS = {"__init__", "experiment", "learning", "loading", "probed"}
 _SCRIPTS: Final = {"learned_budget": "learn_budget.py", "learned_scorer": "learn_scorer.py"}
 
 

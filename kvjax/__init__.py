@@ -5,6 +5,10 @@ from typing import TYPE_CHECKING
 
 from kvjax import methods as methods
 from kvjax._moved import MOVED, moved
+from kvjax.across_layers import Preference as Preference
+from kvjax.across_layers import ScoreEntropy as ScoreEntropy
+from kvjax.across_layers import TopScores as TopScores
+from kvjax.across_layers import across_layers as across_layers
 from kvjax.algebra import chain as chain
 from kvjax.algebra import identity as identity
 from kvjax.algebra import partition as partition

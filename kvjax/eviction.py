@@ -153,6 +153,7 @@ class Evict(Rule):
 
     def check(self, site: Site, prompt_length: int) -> None:
         """See `Rule`."""
+        self.score.check(site)
         _check_sizes(self, self._sizes(site), site, prompt_length)
 
     @property
@@ -290,11 +291,18 @@ class Evict(Rule):
         """What every head gets: its protected tokens, and the one for which a step makes room before it comes."""
         return jnp.minimum(sinks + jnp.maximum(recent, int(self.when.before_append)), budget)
 
-    def _numbers(self, ctx: Context) -> "Numbers":
+    def numbers(self, ctx: Context) -> "Numbers":
+        """How many tokens, at this moment in this layer."""
         return Numbers(*self._now(ctx), int(self.tables(ctx.site)[0].max()), self._counts(ctx))
 
     def select_prompt(
-        self, memory: "EvictMemory", kv: LayerKV, stats: LayerStats, ctx: Context, numbers: "Numbers"
+        self,
+        memory: "EvictMemory",
+        kv: LayerKV,
+        stats: LayerStats,
+        ctx: Context,
+        numbers: "Numbers",
+        shares: Int[Array, "B K"] | None = None,
     ) -> Selection:
         """What `decide` selects after the prompt, for numbers of tokens that are given instead of planned.
 
@@ -302,8 +310,34 @@ class Evict(Rule):
           memory: the policy's memory after the prompt's rows.
           kv, stats, ctx: as for `decide`.
           numbers: how many tokens.
+          shares: tokens of every head beside those that it gets anyway, where the budget is divided already.
         """
-        return self._select(dataclasses.replace(memory, shares=None), kv, stats, ctx, numbers=numbers)[0]
+        given = None if shares is None else PerHead(shares)
+        return self._select(dataclasses.replace(memory, shares=given), kv, stats, ctx, numbers=numbers)[0]
+
+    def ranked(
+        self, memory: "EvictMemory", kv: LayerKV, stats: LayerStats, ctx: Context, numbers: "Numbers"
+    ) -> tuple[Slots, Float[Array, "B K S"], Int[Array, "B"]]:
+        """What competes for a budget: the slots, their scores without infinities, and what every head gets beside it.
+
+        Args:
+          memory: the policy's memory after the rows just computed.
+          kv, stats, ctx: as for `decide`.
+          numbers: how many tokens.
+        """
+        return self._ranked(memory, kv, stats, ctx, numbers, 0)[:3]
+
+    def _ranked(self, memory, kv, stats, ctx, numbers, coming):
+        """`ranked` for a step that makes room for `coming` tokens, and the scores as they are."""
+        safe = protected(kv.pos, ctx.length, numbers.sinks, numbers.recent)
+        slots = Slots(kv, stats, ctx, kv.live & ~safe)
+        score = self.score(slots.of(memory.score)).astype(jnp.float32)
+        # Infinities are left to protection and death; what is not a number is worth least.
+        finite = jnp.nan_to_num(score, nan=-LARGE, posinf=LARGE, neginf=-LARGE)
+        if ctx.site.window is not None:  # what no row to come can read goes first
+            readable = kv.pos > (ctx.length - coming - ctx.site.window)[:, None, None]
+            finite = jnp.where(readable, finite, -LARGE)
+        return slots, finite, self._outside(numbers.budget, numbers.sinks, numbers.recent), score
 
     def _select(
         self, memory, kv, stats, ctx, *, drop=None, coming=0, numbers: "Numbers | None" = None
@@ -316,20 +350,13 @@ class Evict(Rule):
           coming: tokens for which room is made.
           numbers: how many tokens, where not as planned.
         """
-        numbers = self._numbers(ctx) if numbers is None else numbers
-        budget, sinks, recent, counts = numbers.budget, numbers.sinks, numbers.recent, numbers.counts
-        safe = protected(kv.pos, ctx.length, sinks, recent)
-        candidates = kv.live & ~safe
-        slots = Slots(kv, stats, ctx, candidates)
-        score = self.score(slots.of(memory.score)).astype(jnp.float32)
-        # Infinities are left to protection and death; what is not a number is worth least.
-        finite = jnp.nan_to_num(score, nan=-LARGE, posinf=LARGE, neginf=-LARGE)
-        if ctx.site.window is not None:  # what no row to come can read goes first
-            readable = kv.pos > (ctx.length - coming - ctx.site.window)[:, None, None]
-            finite = jnp.where(readable, finite, -LARGE)
-        outside = self._outside(budget, sinks, recent)
+        numbers = self.numbers(ctx) if numbers is None else numbers
+        counts = numbers.counts
+        slots, finite, outside, score = self._ranked(memory, kv, stats, ctx, numbers, coming)
+        candidates, safe = slots.candidates, kv.live & ~slots.candidates
         if memory.shares is None:
-            selectable = self.heads.heads(finite, candidates, budget - outside, numbers.most, ctx.site, outside)
+            average = numbers.budget - outside
+            selectable = self.heads.heads(finite, candidates, average, numbers.most, ctx.site, outside)
         else:
             selectable = memory.shares.value
         budgets = selectable + outside[:, None]

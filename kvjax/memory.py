@@ -73,7 +73,8 @@ class PrefillMemory:
     Attention and the feed-forward network of a layer follow one another, so that the larger counts.
 
     Attributes:
-      cache: all keys and values of one layer, with their positions and what the policy carries for them.
+      cache: all keys and values of one layer, with their positions and what the policy carries for them; of all layers
+        with what is measured in them, where one decision is made for all when the model has run.
       attention: the residual stream as it is and normalised, queries before and after rotation, what is measured, and
         logits and probabilities of a block of rows, as XLA computes them.
       feed_forward: the residual stream as it is and normalised, and three arrays as wide as the network: a gate, what
@@ -159,6 +160,7 @@ def predict(
     batch: int,
     dtype: jax.typing.DTypeLike,
     block: int | None,
+    together: bool,
 ) -> Memory:
     """See `kvjax.CachePlan.memory`, whose arguments are checked there."""
     dtype, site = jnp.dtype(dtype), layers[0].site
@@ -169,11 +171,14 @@ def predict(
     sequences = _bytes(jax.eval_shape(lambda: _counters(batch)))
     full = batch * widths.num_kv_heads * num_slots * (2 * site.head_dim * dtype.itemsize + 4)
     prefill = [_reading(*here, widths, batch, dtype, block) for here in zip(layers, capacities, positions, strict=True)]
+    largest = max(prefill, key=lambda found: found[0].total)[0]
+    if together:
+        largest = dataclasses.replace(largest, cache=sum(found.cache + measured for found, measured in prefill))
     return Memory(
         f"{batch} x ({site.prompt_len:,} + {site.max_new_tokens:,}) tokens, {dtype.name}",
         tuple(map(_layer, kept)),
         sequences,
-        max(prefill, key=lambda found: found.total),
+        largest,
         len(layers) * full + sequences,
     )
 
@@ -223,8 +228,8 @@ def _reading(
     batch: int,
     dtype: jax.typing.DTypeLike,
     block: int | None,
-) -> PrefillMemory:
-    """What it takes to read the prompt, or a block of it, in one layer."""
+) -> tuple[PrefillMemory, int]:
+    """What it takes to read the prompt, or a block of it, in one layer; and the bytes of what is measured there."""
     site, dtype = policy.site, jnp.dtype(dtype)
     rows = site.prompt_len if block is None else block
     before = 0 if block is None else capacity
@@ -234,12 +239,13 @@ def _reading(
     block_rows, together = head_block_size(batch * site.num_kv_heads, group, rows, slots)
     logits = 2 * 4 * block_rows * together * group * slots
     width = lambda n: batch * rows * (2 * widths.embed_dim + n) * dtype.itemsize
-    return PrefillMemory(
+    reading = PrefillMemory(
         cache=_bytes(kv),
         attention=width(2 * heads * site.head_dim) + _bytes(statistics) + logits,
         feed_forward=width(3 * widths.mlp_dim),
         logits=4 * batch * widths.vocab_size,
     )
+    return reading, _bytes(statistics)
 
 
 def _measured(

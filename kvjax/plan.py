@@ -225,7 +225,7 @@ class CachePlan:
         block = checked(optional(whole(1)), "block", block)
         block = None if block is None or block >= self.prompt_len else block
         planned = self.layers, self.capacities, self.positions, self.layouts, self.widths
-        return predict(*planned, batch=batch, dtype=kind, block=block)
+        return predict(*planned, batch=batch, dtype=kind, block=block, together=self.policy.shared)
 
     def target(self, prompt_length: int) -> float:
         """Live slots a head and layer may keep, on average, for a prompt of this length."""

@@ -91,6 +91,8 @@ def permute_slots(kv, stats, order):
     kv = dataclasses.replace(kv, k=take(kv.k), v=take(kv.v), pos=take(kv.pos), memory=map_slots(take, kv.memory))
 
     def take_last(x):
+        if isinstance(x, jax.Array) and x.ndim == 4 and x.shape[:3] == order.shape:
+            return take(x)  # a vector a slot
         if not isinstance(x, jax.Array) or x.ndim < 3 or x.shape[-1] != order.shape[-1]:
             return x  # not a number a slot
         index = jnp.repeat(order, x.shape[1] // order.shape[1], axis=1)

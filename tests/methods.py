@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kvjax
@@ -207,6 +208,33 @@ def _snapkv(budget, **kwargs):
     return methods.snapkv(budget, window_size=4, kernel_size=3, **kwargs)
 
 
+FILTERS = np.random.default_rng(0).standard_normal((3, 2, 8)).astype(np.float32)
+
+
+def _compactor(budget):
+    return methods.compactor(budget, chunk_size=5, sketch=4, sinks=1, recent=2)
+
+
+def _r_kv(budget):
+    return methods.r_kv(budget, window_size=2, kernel_size=3, buffer=3, importance=0.5)
+
+
+def _lava(budget):
+    return methods.lava(budget, window_size=4, kernel_size=3, alpha=0.4)
+
+
+def _headkv(budget):
+    return methods.headkv(budget, [[3, 1], [0, 0], [1, 1]], beta=1.5, window_size=4, kernel_size=3)
+
+
+def _finch_chunks(budget):
+    return methods.finch(budget, window_size=4, chunk_length=6)
+
+
+def _simlayerkv(budget):
+    return methods.simlayerkv(0.4, sinks=2, recent=4, rows=2, budget=budget)
+
+
 CASES = (
     Case("full", lambda b: methods.full(), exact=False, decodes=False),
     Case("window", methods.window, recent=lambda b: b),
@@ -273,6 +301,39 @@ CASES = (
     Case("expected_attention", lambda b: methods.expected_attention(b, horizon=8), sinks=4, decodes=False),
     Case("criticalkv", _criticalkv, recent=lambda b: 4, decodes=False),
     Case("chunkkv", _chunkkv, recent=lambda b: 0, exact=False, total=False, decodes=False, slack=4),
+    Case("curdkv", lambda b: methods.curdkv(b, partition=5, sinks=1), sinks=1, decodes=False),
+    Case("q_filters", lambda b: methods.q_filters(b, FILTERS), by_layer=True, by_head=True, decodes=False),
+    Case("r_kv", _r_kv, recent=lambda b: 2, slack=2),
+    Case("compactor", _compactor, recent=lambda b: 2, sinks=1, random=True, decodes=False),
+    Case(
+        "defensivekv",
+        lambda b: methods.defensivekv(b, window_size=4, kernel_size=3),
+        recent=lambda b: 4,
+        exact=False,
+        decodes=False,
+    ),
+    Case(
+        "layer_defensivekv",
+        lambda b: methods.layer_defensivekv(b, window_size=4, kernel_size=3),
+        by_layer=True,
+        recent=lambda b: 4,
+        exact=False,
+        decodes=False,
+    ),
+    Case(
+        "cake",
+        lambda b: methods.cake(b, window_size=4, kernel_size=3),
+        by_layer=True,
+        recent=lambda b: 4,
+        decodes=False,
+    ),
+    Case("lava", _lava, by_layer=True, recent=lambda b: 4, exact=False, decodes=False),
+    Case("headkv", _headkv, by_layer=True, by_head=True, recent=lambda b: 4, exact=False, decodes=False),
+    Case("finch", lambda b: methods.finch(b, window_size=4), recent=lambda b: 4, decodes=False),
+    Case("finch_chunks", _finch_chunks, recent=lambda b: 4, exact=False, fills=False, decodes=False),
+    Case(
+        "simlayerkv", _simlayerkv, recent=lambda b: 4, sinks=2, exact=False, fills=False, decodes=False, lossless=False
+    ),
     Case("think", lambda b: methods.think(0.5, query_rows=4), exact=False, decodes=False, lossless=False),
     Case("snapkv_then_think", _snapkv_then_think, recent=lambda b: 4, decodes=False, lossless=False),
     Case("count_above", _count_above, recent=lambda b: 2),
@@ -293,7 +354,8 @@ CASES = (
 CORE = {
     *("full", "window", "streaming_llm", "random", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "h2o_every_4"),
     *("tova_when_over_3", "h2o_pooled", "snapkv_then_h2o", "scissorhands", "roco", "nacl_decoding", "ahakv"),
-    *("keyformer", "fastgen", "chunkkv", "think", "h2o_rerotated", "criticalkv"),
+    *("keyformer", "fastgen", "chunkkv", "think", "h2o_rerotated", "criticalkv", "r_kv", "compactor"),
+    *("layer_defensivekv", "finch_chunks"),
 }
 SAMPLE = {
     *("streaming_llm", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "h2o_pooled", "keyformer"),

@@ -20,7 +20,7 @@ from kvjax.scoring.key_scores import ExpectedAttention, KeyDifference, KeyNorm, 
 from kvjax.scoring.measurements import FutureQueries, ProjectedValueNorm
 from kvjax.scoring.protect import Protect, TopStd, rows_since_insertion
 from kvjax.scoring.scores import Accumulated, Mean
-from kvjax.scoring.select import Chunks, Limits, TopK, TopKThenRandom, TwoStage
+from kvjax.scoring.select import Chunks, Limits, PerChunk, TopK, TopKThenRandom, TwoStage
 from kvjax.scoring.stats import EntropyScaled, LastRows, LayerStats, Noisy, Observe, Slots
 from kvjax.sizes.allocation import Adaptive, UniformHeads
 from kvjax.sizes.budget import Counts, Ratio, Share, Tokens
@@ -706,3 +706,54 @@ def test_entropy_scaling_leaves_short_rows_alone():
     ctx = helpers.context(site, length=[6])
     moment = moment_of(kv, [[3, 4, 5]], ctx)
     assert (np.asarray(observe.columns(moment).softmax.multiplier) == 1).all()
+
+
+def test_finch_weighs_rows_by_what_came_before_them():
+    """Rows of 3 and 4 tokens before them: 3 * (0.5, 0.2, 0.3) + 4 * (0.1, 0.4, 0.2) = (1.9, 2.2, 1.7)."""
+    p = [
+        [1.0, 0, 0, 0, 0],
+        [0.5, 0.5, 0, 0, 0],
+        [0.2, 0.3, 0.5, 0, 0],
+        [0.5, 0.2, 0.3, 0, 0],
+        [0.1, 0.4, 0.2, 0.1, 0.2],
+    ]
+    selection = select(methods.finch(4, window_size=2), p)
+    np.testing.assert_allclose(selection.score[0, 0, :3], [1.9, 2.2, 1.7], rtol=1e-5)
+    assert helpers.kept(selection) == [0, 1, 3, 4]
+    plain = select(methods.finch(4, window_size=2, normalize=False), p)
+    np.testing.assert_allclose(plain.score[0, 0, :3], [0.6, 0.6, 0.5], rtol=1e-5)
+
+
+def test_every_chunk_keeps_its_own_share():
+    """Chunks of 4, 4 and 2 tokens keep 2, 2 and 1 of half a prompt; the last one's is protected."""
+    score = jnp.asarray([0.4, 0.3, 0.2, 0.1, 0.9, 0.8, 0.7, 0.6, 0.0, 0.0])
+    policy = kvjax.from_fn(
+        lambda kv, stats, ctx: jnp.broadcast_to(score, kv.pos.shape),
+        budget=0.5,
+        select=PerChunk(4, 0.5),
+        protect=Protect(recent=1),
+    )
+    q, k, v = helpers.qkv(0, B=1, T=10)
+    assert helpers.kept(kvjax.evict_layer(policy, q, k, v)) == [0, 1, 4, 5, 9]
+
+
+@pytest.mark.parametrize(("threshold", "kept"), [(0.6, [0, 4, 5]), (0.7, [0, 1, 2, 3, 4, 5]), (1.0, list(range(6)))])
+def test_a_lazy_layer_keeps_its_ends(threshold, kept):
+    """The last row gives the first token and the last two 0.65 of its attention."""
+    p = np.tril(np.ones((6, 6))) / np.arange(1, 7)[:, None]
+    p[-1] = [0.3, 0.15, 0.1, 0.1, 0.15, 0.2]
+    assert helpers.kept(select(methods.simlayerkv(threshold, sinks=1, recent=2), p)) == kept
+
+
+def test_a_layer_that_is_not_lazy_keeps_what_its_budget_holds():
+    p = np.tril(np.ones((6, 6))) / np.arange(1, 7)[:, None]
+    p[-1] = [0.3, 0.15, 0.1, 0.1, 0.15, 0.2]
+    assert helpers.kept(select(methods.simlayerkv(0.7, sinks=1, recent=2, budget=4), p)) == [0, 1, 4, 5]
+
+
+def test_headkv_divides_what_heads_have_given_up():
+    """8 tokens a head beside a window of 2; each keeps 4, and 16 are divided 3 : 1 : 0 : 0."""
+    q, k, v = helpers.qkv(0, B=1)
+    policy = methods.headkv(10, [[3.0, 1.0], [0.0, 0.0]], beta=2.0, window_size=2)
+    budgets = [kvjax.evict_layer(policy, q, k, v, layer=i, num_layers=2).budgets[0].tolist() for i in range(2)]
+    assert budgets == [[18, 10], [6, 6]]

@@ -127,7 +127,16 @@ NONSENSE = (
     np.array(2),
     {},
 )
-NEEDED = {"fastgen": IDS, "easykv": {"importance": "roco", "budget": 20, "mode": "encoding"}, "full": {}, "think": {}}
+FILTERS = {"budget": 64, "filters": np.ones((2, 2, 8), np.float32)}
+NEEDED = {
+    "q_filters": FILTERS,
+    "simlayerkv": {"threshold": 0.9},
+    "headkv": {"budget": 64, "importance": [[1.0]]},
+    "fastgen": IDS,
+    "easykv": {"importance": "roco", "budget": 20, "mode": "encoding"},
+    "full": {},
+    "think": {},
+}
 METHODS = [n for n, f in sorted(vars(methods).items()) if inspect.isfunction(f)]
 
 

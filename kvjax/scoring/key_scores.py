@@ -1,19 +1,29 @@
 """Scores that look at keys and values alone, or at a model of the queries to come."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from kvjax.cache.context import Phase
+from kvjax.cache.context import Phase, Site
 from kvjax.cache.state import EMPTY, LayerKV, position_order
-from kvjax.scoring.measurements import FutureQueries, KeyBias
+from kvjax.scoring.learned import FrozenArrays
+from kvjax.scoring.measurements import ChunkAttention, FutureQueries, KeyBias, UnrotatedKeys
 from kvjax.scoring.scores import Score
 from kvjax.scoring.stats import Measurement, Slots
 from pallas_kernels import Columns, attention
-from pallas_kernels.values import a, flag, number, settle, tokens
+from pallas_kernels.values import a, check_array, flag, number, one_of, optional, settle, tokens
+
+
+def oldest_first(kv: LayerKV) -> Int[Array, "B K S"]:
+    """The slots of every head from the oldest live token to the newest, dead ones last."""
+    S = kv.num_slots
+    rank = jnp.arange(S, dtype=jnp.int32)[None, None]
+    return jnp.take_along_axis(position_order(kv.pos), (rank + S - kv.num_live[..., None]) % S, axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,11 +153,7 @@ class LagRelative(Score):
         kv = slots.kv
         S = kv.num_slots
         lag, sinks = min(self.lag, S + 1), min(self.sinks, S)  # larger ones mean no more
-        num_dead = S - kv.num_live[..., None]
-        order = position_order(kv.pos)
-        rank = jnp.arange(S, dtype=jnp.int32)[None, None]
-        first_live = (rank + num_dead) % S
-        order = jnp.take_along_axis(order, first_live, axis=-1)  # oldest first, dead slots last
+        order, rank = oldest_first(kv), jnp.arange(S, dtype=jnp.int32)[None, None]
         live = kv.num_live[..., None]
         num = max((S - sinks) // lag, 0)  # partitions, if every slot were live
         ramp = jnp.where(rank < sinks, 1.0, rank.astype(jnp.float32) / jnp.maximum(live, 1).astype(jnp.float32))
@@ -173,3 +179,228 @@ class LagRelative(Score):
         deviation = jnp.std(relative, axis=-1, ddof=1)
         e = jnp.exp(deviation - deviation.max(-1, keepdims=True))
         return e / e.sum(-1, keepdims=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class SquaredNorms(Score):
+    r"""Squared norms of keys and values, each as a share of its partition's (CurDKV, arXiv 2509.15038).
+
+    $\lVert k_j\rVert^2 / \sum_P \lVert k\rVert^2$ and the same of values, $P$ the partition of $j$: an estimate of
+    statistical leverage. Rotation does not change it. Partitions are cut among live tokens, oldest first; the last may
+    be short.
+
+    Attributes:
+      of: the "product" of both shares, their "mean", or those of the "key" or of the "value" alone.
+      partition: tokens of a partition; None for one partition that holds all.
+    """
+
+    of: Literal["product", "mean", "key", "value"] = "product"
+    partition: int | None = 16
+
+    def __post_init__(self):
+        one_of("SquaredNorms.of", self.of, "product", "mean", "key", "value")
+        settle(self, partition=optional(tokens(1, "a partition has at least one token")))
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        """See `Score`."""
+        kv = slots.kv
+        order = oldest_first(kv)
+        key, value = (lambda: self._shares(kv.k, kv, order)), (lambda: self._shares(kv.v, kv, order))
+        if self.of in ("key", "value"):
+            return key() if self.of == "key" else value()
+        return key() * value() if self.of == "product" else (key() + value()) / 2
+
+    def _shares(self, x: Float[Array, "B K S H"], kv: LayerKV, order: Int[Array, "B K S"]) -> Float[Array, "B K S"]:
+        squares = jnp.where(kv.live, jnp.square(x.astype(jnp.float32)).sum(-1), 0.0)
+        S = squares.shape[-1]
+        size = S if self.partition is None else min(self.partition, S)
+        ranked = jnp.take_along_axis(squares, order, axis=-1)
+        parts = jnp.pad(ranked, ((0, 0), (0, 0), (0, -S % size))).reshape(*ranked.shape[:2], -1, size)
+        total = parts.sum(-1, keepdims=True)
+        shares = (parts / jnp.where(total > 0, total, 1.0)).reshape(*ranked.shape[:2], -1)[..., :S]
+        return jnp.put_along_axis(squares, order, shares, axis=-1, inplace=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Filters(Score):
+    r"""Keys along a direction that is fixed for every head: $-f \cdot k_j$ (Q-Filters, arXiv 2503.02812, Eq. 2).
+
+    Attributes:
+      filters: "L K H" directions of all layers and kv heads, to which keys are compared as they are stored. Any array,
+        kept as one that compares by content.
+    """
+
+    filters: np.ndarray | FrozenArrays
+
+    def __post_init__(self):
+        if not isinstance(self.filters, FrozenArrays):
+            check_array("filters", self.filters, "layers", "kv heads", "head_dim", kind=np.floating)
+            object.__setattr__(self, "filters", FrozenArrays({"filters": np.asarray(self.filters, np.float32)}))
+
+    @property
+    def rotated_keys(self) -> bool:
+        """See `Score`."""
+        return True
+
+    def check(self, site: Site) -> None:
+        """See `Score`."""
+        there, here = self.filters["filters"].shape, (site.num_layers, site.num_kv_heads, site.head_dim)
+        if there != here:
+            raise ValueError(
+                f"filters have the shape {there}, but this model has {here} (layers, kv heads, head_dim); make filters "
+                "of this model"
+            )
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        """See `Score`."""
+        kv, ctx = slots.kv, slots.ctx
+        own = jnp.asarray(self.filters["filters"])[ctx.layer]
+        own = own if ctx.heads is None else own[ctx.heads]
+        return -jnp.einsum("kh,bksh->bks", own, kv.k.astype(jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Redundancy(Score):
+    r"""How much a key resembles the others of its head: a softmax over tokens (R-KV, arXiv 2505.24133, section 3.2).
+
+    $\mathrm{softmax}_j\big(\frac1n \sum_{i \ne j} c_{ij}\big)$ with $c_{ij}$ the cosine of keys $i$ and $j$, but 0
+    where $j$ is the newest of those that resemble $i$ by more than the threshold: of a group of equals, the newest is
+    not held against itself. Where nothing resembles $i$ the released code leaves out the oldest key instead of none.
+
+    Attributes:
+      threshold: cosines above it are a resemblance.
+    """
+
+    threshold: float = 0.5
+
+    def __post_init__(self):
+        settle(self, threshold=number("[-1, 1]", "a cosine lies in [-1, 1]"))
+
+    @property
+    def rotated_keys(self) -> bool:
+        """See `Score`."""
+        return True
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        """See `Score`."""
+        kv = slots.kv
+        S, live = kv.num_slots, kv.live
+        k = kv.k.astype(jnp.float32)
+        unit = k / (jnp.linalg.norm(k, axis=-1, keepdims=True) + 1e-8)
+        unit = jnp.where(live[..., None], unit, 0.0)
+        to_all = jnp.einsum("bksh,bkh->bks", unit, unit.sum(2)) - jnp.square(unit).sum(-1)
+
+        def newest_alike(start: Int[Array, ""]) -> tuple[Int[Array, "B K R"], Float[Array, "B K R"]]:
+            """Of some rows, the slot of the newest key that resembles each, and its cosine; 0 if there is none."""
+            rows = start + jnp.arange(size, dtype=jnp.int32)
+            inside = rows < S
+            rows = jnp.minimum(rows, S - 1)
+            cosine = jnp.einsum("bkrh,bksh->bkrs", unit[:, :, rows], unit)
+            other = ((rows[:, None] != jnp.arange(S, dtype=jnp.int32)[None]) & inside[:, None])[None, None]
+            alike = (cosine > self.threshold) & other & live[:, :, None] & live[:, :, rows, None]
+            newest = jnp.where(alike, kv.pos[:, :, None], EMPTY).argmax(-1).astype(jnp.int32)
+            value = jnp.take_along_axis(cosine, newest[..., None], axis=-1)[..., 0]
+            return newest, jnp.where(alike.any(-1), value, 0.0)
+
+        size = min(S, _ROWS)
+        newest, cosine = lax.map(newest_alike, jnp.arange(0, S, size, dtype=jnp.int32))
+        b, h = jnp.arange(len(k))[:, None, None], jnp.arange(k.shape[1])[None, :, None]
+        flat = lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1)
+        spared = jnp.zeros_like(to_all).at[b, h, flat(newest)].add(flat(cosine))
+        mean = (to_all - spared) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
+        return jax.nn.softmax(mean, axis=-1, where=live)
+
+
+_ROWS = 256  # rows of cosines that exist at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Leverage(Score):
+    r"""Statistical leverage of the keys before rotation (Compactor, arXiv 2507.08143, section 3).
+
+    $x_j (X^\top X + \rho I)^{-1} x_j^\top$ with $X$ the candidates' keys less their mean, multiplied by a Gaussian
+    sketch of variance $1 / m$ that is drawn anew for every sequence, layer and head.
+
+    Attributes:
+      sketch: its columns $m$. One as wide as the keys or wider changes nothing but the ridge's share, so that none is
+        drawn; None never draws.
+      ridge: $\rho$.
+    """
+
+    sketch: int | None = 48
+    ridge: float = 1e-2
+
+    def __post_init__(self):
+        settle(
+            self,
+            sketch=optional(tokens(1, "a sketch has at least one column")),
+            ridge=number("(0, inf)", "a ridge is positive and finite"),
+        )
+
+    @property
+    def decodes(self) -> bool:
+        """See `Score`."""
+        return False
+
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
+        """See `Score`."""
+        return (UnrotatedKeys(),) if phase == "prefill" else ()
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        """See `Score`."""
+        among = slots.candidates[..., None]
+        x = jnp.where(among, slots.stats[UnrotatedKeys()].astype(jnp.float32), 0.0)
+        count = jnp.maximum(slots.candidates.sum(-1, dtype=jnp.int32), 1).astype(jnp.float32)[..., None, None]
+        x = jnp.where(among, x - x.sum(2, keepdims=True) / count, 0.0)
+        if self.sketch is not None and self.sketch < x.shape[-1]:
+            x = jnp.einsum("bksh,bkhm->bksm", x, self._drawn(slots))
+        gram = jnp.einsum("bksm,bksn->bkmn", x, x) + self.ridge * jnp.eye(x.shape[-1], dtype=x.dtype)[None, None]
+        factor = jax.scipy.linalg.cho_factor(gram, lower=True)
+        solved = jax.scipy.linalg.cho_solve(factor, x.swapaxes(2, 3))
+        return jnp.maximum(jnp.einsum("bksm,bkms->bks", x, solved), 0.0)
+
+    def _drawn(self, slots: Slots) -> Float[Array, "B K H m"]:
+        ctx, (K, H) = slots.ctx, (slots.kv.k.shape[1], slots.kv.k.shape[3])
+        heads = jnp.arange(K, dtype=jnp.int32) if ctx.heads is None else ctx.heads
+        shape = H, self.sketch
+
+        def one(key: Array, head: Int[Array, ""]) -> Float[Array, "H m"]:
+            key = jax.random.fold_in(jax.random.fold_in(key, ctx.layer), head)
+            return jax.random.normal(key, shape, jnp.float32) * shape[1] ** -0.5
+
+        return jax.vmap(lambda key: jax.vmap(lambda head: one(key, head))(heads))(ctx.keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkVotes(Score):
+    """What a token receives within its chunk of the prompt (`kvjax.scoring.measurements.ChunkAttention`).
+
+    Attributes:
+      of: the chunks.
+    """
+
+    of: ChunkAttention = ChunkAttention()
+
+    def __post_init__(self):
+        settle(self, of=a(ChunkAttention))
+
+    @property
+    def decodes(self) -> bool:
+        """See `Score`."""
+        return False
+
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
+        """See `Score`."""
+        return (self.of,) if phase == "prefill" else ()
+
+    def init(self, site: Site, batch: int) -> Float[Array, "B K 0"]:
+        """See `Score`."""
+        return jnp.zeros((batch, site.num_kv_heads, 0), jnp.float32)
+
+    def update(self, slots: Slots) -> Float[Array, "B K S"]:
+        """See `Score`."""
+        return slots.memory + slots.stats[self.of] if slots.ctx.phase == "prefill" else slots.memory
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        """See `Score`."""
+        return slots.memory

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache.state import EMPTY
 from kvjax.scoring.stats import Measurement, Moment
-from pallas_kernels.values import settle, tokens, whole
+from pallas_kernels.values import flag, settle, tokens, whole
 
 _MOST_AHEAD = 2**20  # positions, which take seconds
 
@@ -91,6 +91,84 @@ class QuerySquares(Measurement):
         mean = jnp.einsum("bt,bnth->bnh", counts, q * q) / total
         K = moment.kv.pos.shape[1]
         return mean.reshape(B, K, N // K, H).mean(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnrotatedKeys(Measurement):
+    """Every slot's key as it was before rotation: "B K S H".
+
+    Rotated keys are turned back, which is exact for rotary embeddings that only turn; where they also scale (YaRN), the
+    scale stays.
+    """
+
+    def measure(self, moment: Moment) -> Float[Array, "B K S H"]:
+        """See `Measurement`."""
+        kv = moment.kv
+        if kv.positions == "compact":
+            return kv.k
+        place = kv.pos if kv.rotated is None else kv.rotated
+        return moment.rotate(kv.k, -jnp.maximum(place, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkAttention(Measurement):
+    r"""What every key receives within its chunk of the prompt, from rows before and after it: "B K S" (Compactor).
+
+    The tokens just read are cut into chunks; every row has a softmax over all keys of its chunk, and a key's numbers
+    are summed over the rows and averaged over the query heads of its kv head. As in the released code, logits are raw
+    products unless `scaled`. There the rows that fill the last chunk count too, each giving all of it the same; here
+    they do not. Slots of tokens that were read before have 0.
+
+    Attributes:
+      size: tokens of a chunk.
+      first, last: so many tokens at either end of the prompt belong to no chunk, and have 0.
+      scaled: multiply logits by the model's factor, $1/\sqrt d$.
+    """
+
+    size: int = 256
+    first: int = 0
+    last: int = 0
+    scaled: bool = False
+
+    def __post_init__(self):
+        settle(self, size=tokens(1, "a chunk has at least one token"), first=tokens(), last=tokens(), scaled=flag)
+
+    def measure(self, moment: Moment) -> Float[Array, "B K S"]:
+        """See `Measurement`."""
+        q, pos, kv = moment.q, moment.pos, moment.kv
+        B, N, T, H = q.shape
+        K, S = kv.pos.shape[1:]
+        length = moment.ctx.prompt_length[:, None]
+        inside = (pos >= self.first) & (pos < length - self.last)
+        start = jnp.where(inside.any(-1), inside.argmax(-1), 0).astype(jnp.int32)
+        size = min(self.size, T)
+        num = -(-T // size)
+        source = jnp.arange(num * size, dtype=jnp.int32)[None] + start[:, None]  # the first that counts comes first
+        counts = (source < T) & jnp.take_along_axis(inside, jnp.minimum(source, T - 1), axis=1)
+        source = jnp.minimum(source, T - 1)
+        chunked = lambda x: jnp.take_along_axis(x, source[:, None, :, None], axis=2).reshape(B, -1, num, size, H)
+        rows, keys = chunked(q).reshape(B, K, N // K, num, size, H), chunked(kv.keys(moment.rotate)[:, :, S - T :])
+        scale = (H**-0.5 if moment.scale is None else moment.scale) if self.scaled else 1.0
+
+        def received(chunk: tuple[Array, Array, Array]) -> Float[Array, "B K C"]:
+            q, k, counts = chunk
+            x = jnp.einsum("bkgch,bkdh->bkgcd", q, k, preferred_element_type=jnp.float32) * scale
+            x = jnp.where(counts[:, None, None, None], x, -jnp.inf)
+            p = jnp.exp(x - _largest(x))
+            p = p / jnp.maximum(p.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+            return jnp.where(counts[:, None, None, :, None], p, 0.0).sum(3).mean(2)
+
+        per_chunk = jnp.moveaxis(rows, 3, 0), jnp.moveaxis(keys, 2, 0), jnp.moveaxis(counts.reshape(B, num, size), 1, 0)
+        found = jnp.moveaxis(lax.map(received, per_chunk), 0, 2).reshape(B, K, num * size)
+        b, h = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
+        column = jnp.where(counts, S - T + source, S)[:, None]
+        return jnp.zeros((B, K, S), jnp.float32).at[b, h, column].set(found, mode="drop")
+
+
+def _largest(x: Float[Array, "*n S"]) -> Float[Array, "*n 1"]:
+    """The largest of every row, 0 for rows of nothing."""
+    largest = x.max(-1, keepdims=True)
+    return jnp.where(jnp.isfinite(largest), largest, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)

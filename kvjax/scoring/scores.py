@@ -69,6 +69,10 @@ class Score(Observer, abc.ABC):
         del ctx
         return 1
 
+    def check(self, site: Site) -> None:
+        """Raises ValueError if it cannot rank the tokens of this layer."""
+        del site
+
     @property
     def decodes(self) -> bool:
         """Whether the score means something while decoding."""
@@ -168,6 +172,10 @@ class OfScore(Score):
     def summands(self, ctx: Context) -> int | Int[Array, "B"]:
         """See `Score`."""
         return self.score.summands(ctx)
+
+    def check(self, site: Site) -> None:
+        """See `Score`."""
+        self.score.check(site)
 
     @property
     def decodes(self) -> bool:
@@ -362,7 +370,7 @@ class LayerMean(OfScore):
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
-        return _mean_over_heads(self.score(slots), slots.kv)
+        return mean_over_heads(self.score(slots), slots.kv)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -452,12 +460,7 @@ class History(Score):
         """Row `i` of the text owns bit `i % rows`; the new rows overwrite theirs in every slot."""
         memory, stats, ctx = slots.memory, slots.stats, slots.ctx
         above = stats[self.observe(ctx.phase)[0]] > 0  # "B K R S", the last R rows
-        R, num_rows = above.shape[2], self._rows(ctx.site)
-        bit = jnp.arange(num_rows, dtype=jnp.int32)[None]
-        ago = (ctx.length[:, None] - 1 - bit) % num_rows  # "B W": how long ago the row that owns a bit was read
-        fresh = (ago < R) & (ago < ctx.length[:, None])
-        rows = jnp.take_along_axis(above, jnp.maximum(R - 1 - ago, 0)[:, None, :, None], axis=2)
-        rows = (rows & fresh[:, None, :, None]).swapaxes(2, 3)
+        rows, fresh = last_rows(above, self._rows(ctx.site), ctx)
         return (memory & ~self._pack(fresh)[:, None, None]) | self._pack(rows)
 
     def _pack(self, bits: Bool[Array, "*n w"]) -> UInt32[Array, "*n words"]:
@@ -532,6 +535,74 @@ class Window(Score):
 
 
 @dataclasses.dataclass(frozen=True)
+class RecentRows(Score):
+    """The mean attention of the last rows, prompt and decode alike, each over what the cache then held (R-KV).
+
+    Every slot carries what each of the last rows gave it. A row that was read before a token came gave it nothing.
+
+    Attributes:
+      rows: how many rows.
+      group: how the query heads of a kv head are combined, row by row.
+    """
+
+    rows: int = 8
+    group: Literal["mean", "max", "sum"] = "mean"
+
+    def __post_init__(self):
+        settle(self, rows=tokens(1, "at least one row must be observed"))
+        one_of("RecentRows.group", self.group, *GROUPS)
+
+    def summands(self, ctx: Context) -> int:
+        """See `Score`."""
+        return _heads(self.group, ctx)
+
+    def _rows(self, site: Site) -> int:
+        """The rows that have a place: no more than there can be."""
+        return min(self.rows, site.prompt_len + site.max_new_tokens)
+
+    def observe(self, phase: Phase) -> tuple[Observe]:
+        """See `Observer`."""
+        del phase
+        return (Observe(LastRows(self.rows), group=self.group, summed=False),)
+
+    def init(self, site: Site, batch: int) -> Float[Array, "B K 0 W"]:
+        """See `Score`."""
+        return jnp.zeros((batch, site.num_kv_heads, 0, self._rows(site)), jnp.float32)
+
+    def update(self, slots: Slots) -> Any:
+        """Row `i` of the text owns place `i % rows`; the new rows overwrite theirs in every slot."""
+        memory, ctx = slots.memory, slots.ctx
+        new = slots.stats[self.observe(ctx.phase)[0]].astype(jnp.float32)  # "B K R S", the last R rows
+        rows, fresh = last_rows(new, self._rows(ctx.site), ctx)
+        return jnp.where(fresh[:, None, None], rows, memory)
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        """See `Score`."""
+        read = jnp.minimum(slots.ctx.length, self.rows).astype(jnp.float32)
+        return slots.memory.sum(-1) / read[:, None, None]
+
+
+def last_rows(new: Array, num_rows: int, ctx: Context) -> tuple[Array, Bool[Array, "B W"]]:
+    """The rows just computed in the places that they own: row `i` of the text place `i % num_rows`.
+
+    Args:
+      new: "B K R S", of the last R rows of every sequence.
+      num_rows: how many places there are, W.
+      ctx: the moment.
+
+    Returns:
+      "B K S W", and which places have a new owner; 0 in the others.
+    """
+    R = new.shape[2]
+    place = jnp.arange(num_rows, dtype=jnp.int32)[None]
+    ago = (ctx.length[:, None] - 1 - place) % num_rows  # how long ago the row that owns a place was read
+    fresh = (ago < R) & (ago < ctx.length[:, None])
+    rows = jnp.take_along_axis(new, jnp.maximum(R - 1 - ago, 0)[:, None, :, None], axis=2)
+    rows = jnp.where(fresh[:, None, :, None], rows, jnp.zeros((), new.dtype))
+    return rows.swapaxes(2, 3), fresh
+
+
+@dataclasses.dataclass(frozen=True)
 class LastRow(Score):
     """Attention received from the newest row alone (TOVA, arXiv 2401.06104). Nothing is accumulated.
 
@@ -562,11 +633,11 @@ class LastRow(Score):
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """See `Score`."""
         row = slots.stats[self._row]
-        return row if self.head_mode == "per_kv_head" else _mean_over_heads(row, slots.kv)
+        return row if self.head_mode == "per_kv_head" else mean_over_heads(row, slots.kv)
 
 
 @jax.jit
-def _mean_over_heads(row: Float[Array, "B K S"], kv: LayerKV) -> Float[Array, "B K S"]:
+def mean_over_heads(row: Float[Array, "B K S"], kv: LayerKV) -> Float[Array, "B K S"]:
     """The mean over all kv heads of what a token received; a head that no longer holds it gave it nothing."""
     B, K, S = row.shape
 

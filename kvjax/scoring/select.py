@@ -552,3 +552,79 @@ class Chunks(Select):
         kept = jnp.broadcast_to(kept[:, None], tokens.shape)
         keep = kv.live & (safe | jnp.take_along_axis(kept, jnp.minimum(chunk, num - 1), axis=-1))
         return Selection(keep, score, limits.budgets)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerChunk(Select):
+    """Every chunk of the text keeps its own best: as large a share of it as the budget is of the whole (FINCH).
+
+    Chunks are cut at multiples of `size` positions; what a chunk's share holds is rounded down. Protected tokens stay,
+    and count against the share of their chunk.
+
+    Attributes:
+      size: tokens of a chunk.
+      share: of every chunk that is kept; the budget over the live tokens if None.
+      ties: see `TopK`.
+    """
+
+    size: int
+    share: float | None = None
+    ties: Ties = "evict_older"
+
+    def __post_init__(self):
+        settle(self, size=tokens(1, "a chunk has at least one token"), share=optional(number("(0, 1]")))
+        one_of("PerChunk.ties", self.ties, *get_args(Ties))
+
+    def __call__(self, score, safe, slots, limits):
+        """See `Select`."""
+        kv = slots.kv
+        S, live = kv.num_slots, kv.live
+        chunk = jnp.where(live, kv.pos // self.size, jnp.iinfo(jnp.int32).max)
+        age = kv.pos if self.ties == "evict_older" else -kv.pos
+        order = jnp.lexsort((-age, -jnp.where(safe, jnp.inf, score), chunk), axis=-1)
+        by_order = jnp.take_along_axis(chunk, order, axis=-1)
+        place = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), by_order.shape)
+        begins = jnp.concatenate([jnp.ones_like(live[..., :1]), by_order[..., 1:] != by_order[..., :-1]], axis=-1)
+        start = lax.cummax(jnp.where(begins, place, 0), axis=by_order.ndim - 1)
+        ends = jnp.concatenate([begins[..., 1:], jnp.ones_like(live[..., :1])], axis=-1)
+        last = lax.cummin(jnp.where(ends, place, S), axis=by_order.ndim - 1, reverse=True)
+        length = (last - start + 1).astype(jnp.float32)
+        wanted = limits.budgets.astype(jnp.float32) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)
+        if self.share is not None:  # the same in exact numbers, where the budget is this share of what is there
+            whole = self.share * kv.num_live.astype(jnp.float32)
+            wanted = jnp.where(jnp.abs(limits.budgets.astype(jnp.float32) - whole) < 1, self.share, wanted)
+        count = jnp.floor(length * wanted[..., None] + 1e-5).astype(jnp.int32)
+        chosen = jnp.put_along_axis(jnp.zeros_like(live), order, place - start < count, axis=-1, inplace=False)
+        everything = (kv.num_live <= limits.budgets)[..., None]
+        return Selection(live & (chosen | safe | everything), score, limits.budgets)
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyOrAll(Select):
+    """A lazy layer keeps what is protected, another one its best (SimLayerKV, arXiv 2410.13846, section 3.2).
+
+    A layer is lazy where the mean attention of the voting rows to protected tokens, over rows and heads, is above the
+    threshold. Whether it is one depends on the prompt, and slots do not: what a lazy layer lets go stays allocated.
+
+    Attributes:
+      threshold: attention to protected tokens above which a layer is lazy; 1 is never exceeded.
+    """
+
+    threshold: float
+
+    def __post_init__(self):
+        settle(self, threshold=number("[0, 1]", "a share of the attention lies in [0, 1]"))
+
+    @property
+    def by_head(self) -> bool:
+        """See `Select`."""
+        return False
+
+    def __call__(self, score, safe, slots, limits):
+        """See `Select`."""
+        kv = slots.kv
+        summands = jnp.asarray(limits.summands, jnp.float32).reshape(-1, 1)
+        mass = (jnp.where(safe & kv.live, score, 0.0).sum(-1) / summands).mean(1)
+        best = TopK().best(jnp.where(safe, jnp.inf, score), kv.pos, limits.budgets)
+        lazy = (mass > self.threshold)[:, None, None]
+        return Selection(jnp.where(lazy, safe & kv.live, best), score, limits.budgets)

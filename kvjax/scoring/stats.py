@@ -104,6 +104,21 @@ class LastRows(RowSet):
 
 
 @dataclasses.dataclass(frozen=True)
+class LastRowsByLength(LastRows):
+    """The last `n` tokens, each counted as many times as there are tokens before it.
+
+    A row's mean attention falls with the number of keys that share it; so weighted, rows of all lengths count alike
+    (FINCH, TACL 12, 2024, section 3.3).
+    """
+
+    def select(self, num_rows, pos, ctx):
+        """See `RowSet`."""
+        rows, weight = super().select(num_rows, pos, ctx)
+        before = jnp.maximum(pos, 0).astype(jnp.float32)
+        return rows, before if weight is None else before * weight
+
+
+@dataclasses.dataclass(frozen=True)
 class RowsFrom(RowSet):
     """Every row at position `first` or later."""
 

@@ -155,6 +155,22 @@ class Less(Count):
 
 
 @dataclasses.dataclass(frozen=True)
+class Times(Count):
+    """A multiple of another count, at least as large, rounded down."""
+
+    count: Count
+    factor: float
+
+    def __post_init__(self):
+        settle(self, count=counted, factor=number("[1, inf)", "a multiple is at least the count itself"))
+
+    def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
+        """The count for every prompt length."""
+        times = np.floor(self.count.table(prompt_length, budget) * self.factor + 1e-9)
+        return np.minimum(times, MOST_TOKENS).astype(np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
 class AtMost(Count):
     """The smallest of several counts."""
 

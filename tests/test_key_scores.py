@@ -1,0 +1,224 @@
+"""Scores of keys and values, and of what chunks give them, beside loops in numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import methods
+from kvjax.drivers.attention import without_cache
+from kvjax.learning.probes import fit_filters
+from kvjax.scoring.blends import Blend, Standardized, ValueWeighted
+from kvjax.scoring.key_scores import ChunkVotes, Filters, Leverage, Redundancy, SquaredNorms
+from kvjax.scoring.measurements import ChunkAttention
+from kvjax.scoring.scores import Recency, RecentRows
+from tests import helpers
+
+B, K, N, T, H = 2, 2, 4, 24, 8
+
+
+def scores(score, q, k, v, protect=kvjax.Protect(), **how):
+    """Of a prompt's tokens "B K T"."""
+    return np.asarray(kvjax.evict_layer(kvjax.Evict(score, 12, protect=protect), q, k, v, **how).score)
+
+
+def test_squared_norms_by_hand():
+    """Partitions of two tokens: squared norms 1 and 3 are shares of 1/4 and 3/4; one of a single token is 1."""
+    k = jnp.sqrt(jnp.asarray([1.0, 3.0, 2.0, 2.0, 5.0]))[None, None, :, None]
+    v = jnp.sqrt(jnp.asarray([1.0, 1.0, 0.0, 4.0, 9.0]))[None, None, :, None]
+    policy = lambda of: kvjax.Evict(SquaredNorms(of, 2), 3)
+    found = lambda of: np.asarray(kvjax.evict_layer(policy(of), k, k, v).score[0, 0])
+    np.testing.assert_allclose(found("key"), [0.25, 0.75, 0.5, 0.5, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(found("value"), [0.5, 0.5, 0.0, 1.0, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(found("product"), [0.125, 0.375, 0.0, 0.5, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(found("mean"), [0.375, 0.625, 0.25, 0.75, 1.0], rtol=1e-6)
+    whole = kvjax.evict_layer(kvjax.Evict(SquaredNorms("key", None), 3), k, k, v).score[0, 0]
+    np.testing.assert_allclose(whole, np.array([1, 3, 2, 2, 5]) / 13, rtol=1e-6)
+    assert helpers.kept(kvjax.evict_layer(methods.curdkv(3, partition=2, sinks=1), k, k, v)) == [0, 3, 4]
+
+
+def test_filters_look_along_one_direction_a_head():
+    q, k, v = helpers.qkv(0)
+    filters = np.random.default_rng(0).standard_normal((3, K, H)).astype(np.float32)
+    found = scores(Filters(filters), q, k, v, layer=1, num_layers=3)
+    np.testing.assert_allclose(found, -np.einsum("kh,bkth->bkt", filters[1], np.asarray(k)), rtol=1e-4, atol=1e-5)
+
+
+def test_filters_of_another_model_are_refused():
+    q, k, v = helpers.qkv(0)
+    with pytest.raises(ValueError, match=r"filters have the shape \(2, 2, 8\), but this model has \(3, 2, 8\)"):
+        kvjax.evict_layer(methods.q_filters(12, np.ones((2, K, H), np.float32)), q, k, v, num_layers=3)
+    with pytest.raises(ValueError, match="filters must be an array of floats"):
+        methods.q_filters(12, np.ones((K, H), np.float32))
+
+
+def test_fitted_filters_point_away_from_where_queries_spread(tiny):
+    model, params = tiny
+    tokens = helpers.token_ids(2, T)
+    filters = fit_filters(model, params, tokens, lengths=[T, 17])["filters"]
+    config = model.config
+    assert filters.shape == (config.num_layers, config.num_kv_heads, config.head_dim)
+
+    seen = []
+
+    def keep(cache, q, k, v, *, layer, rotate, **rest):
+        del rest
+        seen.append((np.asarray(rotate(q, pos[:, None]), np.float64), np.asarray(pos)))
+        return attend(cache, q, k, v, layer=layer, rotate=rotate)
+
+    pos = jnp.maximum(jnp.arange(T)[None] - (T - jnp.asarray([T, 17]))[:, None], -1)
+    attend = without_cache(pos)
+    model(params, jnp.where(pos >= 0, tokens, 0), (None,) * config.num_layers, attend=keep, last_only=True)
+    for layer, (q, pos) in enumerate(seen):
+        for head in range(config.num_kv_heads):
+            group = config.num_query_heads // config.num_kv_heads
+            directions = []
+            for g in range(head * group, (head + 1) * group):
+                rows = q[:, g][pos >= 0]
+                u = np.linalg.svd(rows)[2][0]
+                directions.append(-u if (rows @ u).sum() > 0 else u)
+            np.testing.assert_allclose(filters[layer, head], np.mean(directions, 0), atol=1e-4)
+
+
+def redundancy(k, threshold):
+    """One head's, in plain loops: softmax of column means, without what the newest resembling key owes."""
+    n = len(k)
+    unit = k / np.linalg.norm(k, axis=-1, keepdims=True)
+    cosine = unit @ unit.T
+    np.fill_diagonal(cosine, 0.0)
+    for i in range(n):
+        alike = [j for j in range(n) if j != i and cosine[i, j] > threshold]
+        if alike:
+            cosine[i, alike[-1]] = 0.0
+    e = np.exp(cosine.mean(0) - cosine.mean(0).max())
+    return e / e.sum()
+
+
+@pytest.mark.parametrize("lengths", [[T, T], [T, 17]])
+def test_redundancy_beside_loops(lengths):
+    q, k, v = helpers.qkv(2)
+    found = scores(Redundancy(0.3), q, k, v, lengths=lengths)
+    for row, n in enumerate(lengths):
+        for head in range(K):
+            own = np.asarray(k[row, head, T - n :], np.float64)
+            np.testing.assert_allclose(found[row, head, T - n :], redundancy(own, 0.3), rtol=1e-4)
+
+
+def test_of_equal_keys_the_newest_is_not_redundant():
+    """Three equal keys among orthogonal ones: the oldest resembles two that count, the next one, the newest none."""
+    k = jnp.eye(6)[jnp.array([0, 1, 0, 2, 0, 3])][None, None]
+    found = scores(Redundancy(), k, k, k)[0, 0]
+    assert found[0] > found[2] > found[4] == found[1] == found[3]
+    policy = methods.r_kv(5, importance=0.0, window_size=1)
+    assert helpers.kept(kvjax.evict_layer(policy, k, k, k)) == [1, 2, 3, 4, 5]
+
+
+def test_recent_rows_are_those_of_now():
+    """While decoding, each row replaces the oldest; a row from before a token gave it nothing."""
+    q, k, v = helpers.qkv(3, T=12)
+    score = RecentRows(3)
+    policy = kvjax.Evict(score, 12, when=kvjax.when_over(1))
+    moments = helpers.replay(policy, q, k, v, 8)
+    p = np.asarray(
+        jax.nn.softmax(
+            jnp.where(
+                jnp.tril(jnp.ones((12, 12), bool)),
+                jnp.einsum("bnth,bnsh->bnts", q, jnp.repeat(k, N // K, 1)) / H**0.5,
+                -jnp.inf,
+            ),
+            -1,
+        )
+    )
+    expected = p.reshape(B, K, N // K, 12, 12).mean(2)[:, :, -3:]
+    memory = np.asarray(moments.kv.memory[0].score)
+    order = np.argsort(np.asarray(moments.kv.pos), axis=-1)[..., -12:]
+    found = np.take_along_axis(memory, order[..., None], axis=2)
+    np.testing.assert_allclose(found.sum(-1), expected.sum(2), rtol=1e-4, atol=1e-6)
+
+
+def test_leverage_is_that_of_a_regression():
+    q, k, v = helpers.qkv(4)
+    found = scores(Leverage(None, 1e-6), q, k, v, rotate=lambda x, pos: x)
+    x = np.asarray(k, np.float64) - np.asarray(k, np.float64).mean(2, keepdims=True)
+    expected = np.einsum("bkth,bkhj,bktj->bkt", x, np.linalg.inv(np.einsum("bkth,bktj->bkhj", x, x)), x)
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
+    np.testing.assert_allclose(found.sum(-1), H, rtol=1e-4)  # the rank of the keys
+
+
+def test_leverage_sees_keys_before_rotation():
+    q, k, v = helpers.qkv(4)
+    turn = lambda x, pos: jnp.concatenate(
+        [
+            x[..., :1] * jnp.cos(pos[..., None]) - x[..., 1:2] * jnp.sin(pos[..., None]),
+            x[..., :1] * jnp.sin(pos[..., None]) + x[..., 1:2] * jnp.cos(pos[..., None]),
+            x[..., 2:],
+        ],
+        -1,
+    )
+    apart = scores(Leverage(None), q, k, v, rotate=lambda x, pos: x)
+    np.testing.assert_allclose(scores(Leverage(None), q, k, v, rotate=turn), apart, rtol=1e-4)
+
+
+def test_a_sketch_estimates_leverage():
+    """Drawn anew for every head; one as wide as the keys draws nothing."""
+    q, k, v = helpers.qkv(5, T=200)
+    identity = lambda x, pos: x
+    exact, wide, sketch = (scores(Leverage(m), q, k, v, rotate=identity) for m in (None, H, H - 1))
+    np.testing.assert_array_equal(exact, wide)
+    assert (np.abs(exact - sketch) > 1e-3).any()
+    for row in range(B):
+        for head in range(K):
+            assert np.corrcoef(exact[row, head], sketch[row, head])[0, 1] > 0.7
+    swapped = scores(Leverage(H - 1), q[:, ::-1], k[:, ::-1], v[:, ::-1], rotate=identity)
+    assert np.abs(swapped[:, ::-1] - sketch).max() > 1e-3
+
+
+@pytest.mark.parametrize(("size", "first", "last", "scaled"), [(5, 3, 2, False), (100, 0, 0, True)])
+def test_chunk_attention_beside_loops(size, first, last, scaled):
+    q, k, v = helpers.qkv(6)
+    lengths = [T, 17]
+    of = ChunkAttention(size, first, last, scaled)
+    found = scores(ChunkVotes(of), q, k, v, lengths=lengths)
+    for row, n in enumerate(lengths):
+        for head in range(K):
+            expected = np.zeros(n)
+            for g in range(head * N // K, (head + 1) * N // K):
+                for start in range(first, n - last, size):
+                    cut = slice(T - n + start, T - n + min(start + size, n - last))
+                    x = np.asarray(q[row, g, cut], np.float64) @ np.asarray(k[row, head, cut], np.float64).T
+                    x = x * H**-0.5 if scaled else x
+                    e = np.exp(x - x.max(-1, keepdims=True))
+                    p = e / e.sum(-1, keepdims=True)
+                    expected[cut.start - T + n : cut.stop - T + n] += p.sum(0) / (N // K)
+            np.testing.assert_allclose(found[row, head, T - n :], expected, rtol=1e-3, atol=1e-5)
+
+
+def test_compactor_is_its_two_parts():
+    """Each less its mean and over its deviation over both heads, between the protected ends."""
+    q, k, v = helpers.qkv(7)
+    identity = lambda x, pos: x
+    policy = methods.compactor(0.5, chunk_size=5, sketch=None, sinks=3, recent=2)
+    found = np.asarray(kvjax.evict_layer(policy, q, k, v, rotate=identity).score)[:, :, 3:-2]
+    protect = kvjax.Protect(3, 2)
+    leverage = scores(Leverage(None), q, k, v, protect, rotate=identity)[:, :, 3:-2]
+    votes = scores(ChunkVotes(ChunkAttention(5, 3, 2)), q, k, v)[:, :, 3:-2]
+    votes = votes * np.linalg.norm(np.asarray(v)[:, :, 3:-2], axis=-1)
+    padded = np.pad(votes, ((0, 0), (0, 0), (1, 1)))
+    pooled = (padded[..., :-2] + padded[..., 1:-1] + padded[..., 2:]) / 3
+    z = lambda x: (x - x.mean((1, 2), keepdims=True)) / x.std((1, 2), ddof=1, keepdims=True)
+    np.testing.assert_allclose(found, 0.5 * z(leverage) + z(pooled), rtol=2e-3, atol=2e-3)
+
+
+def test_blends_of_two_scores():
+    q, k, v = helpers.qkv(8)
+    both = Blend((Recency(), Recency()), (2.0, -0.5))
+    np.testing.assert_allclose(scores(both, q, k, v), 1.5 * np.broadcast_to(np.arange(T), (B, K, T)), rtol=1e-6)
+    by_head = scores(Standardized(Recency(), "head"), q, k, v)
+    np.testing.assert_allclose(by_head.std(-1, ddof=1), 1.0, rtol=1e-5)
+    largest = np.abs(np.asarray(v)).sum(-1).max(-1, keepdims=True)
+    np.testing.assert_allclose(
+        scores(ValueWeighted(Recency(), "largest_l1"), q, k, v), np.arange(T) * largest, rtol=1e-5
+    )
+    with pytest.raises(ValueError, match="1 scores and 2 weights"):
+        Blend((Recency(),), (1.0, 2.0))
