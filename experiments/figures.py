@@ -3,10 +3,12 @@
     python experiments/figures.py attention_entropy
     python experiments/figures.py all
     python experiments/figures.py head_concentration --model Qwen/Qwen3-0.6B --text book.txt --length 2048
+    python experiments/figures.py frontier
     python experiments/figures.py --help
 
 Writes the picture (`NAME.png`), its arrays (`NAME.npz`) and where they come from (`NAME.json`) to `results/figures/`.
-Each figure is a function in `experiments.papers` that returns the arrays, and one that plots them.
+Each figure is a function in `experiments.papers` that returns the arrays, and one that plots them. `frontier`, every
+method at equal bytes, is a series of runs with options and results of its own (`experiments/frontier.py`).
 """
 
 import contextlib
@@ -25,6 +27,7 @@ from tqdm import tqdm
 
 import models
 from configs.experiment import check_whole
+from experiments import frontier
 from experiments.evaluation.compiled import keep_compiled
 from experiments.evaluation.results import (
     alone_in,
@@ -71,7 +74,7 @@ class Options:
 
     def __post_init__(self):
         if self.name not in (*FIGURES, ALL):
-            raise ValueError(f"there is no figure {self.name!r}; there are {', '.join(FIGURES)}, and {ALL}")
+            raise ValueError(f"there is no figure {self.name!r}; there are {', '.join(FIGURES)}, {ALL} and frontier")
         given = {n: v for n in ("prompts", "length") if (v := getattr(self, n)) is not None}
         check_whole(1, **given)
         check_whole(0, seed=self.seed)
@@ -169,6 +172,9 @@ def run(options: Options, command: Sequence[str]) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
+    if argv[:1] == ["frontier"]:
+        frontier.main(argv[1:])
+        return
     with plain_errors():
         argv = keep_compiled(argv)
         check_values(argv)
@@ -178,7 +184,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _description() -> str:
-    return f"{(__doc__ or '').splitlines()[0]}\n\nfigures:\n{_NAMES}"
+    return f"{(__doc__ or '').splitlines()[0]}\n\nfigures:\n{_NAMES}\n  {'frontier':20s} {frontier.TITLE}"
 
 
 if __name__ == "__main__":

@@ -58,6 +58,14 @@ def policy_of(experiment: LearnedScorer, head: scorer.TrainedHead, budget: Budge
     return kvjax.Evict(score, budget, protect=kvjax.Protect(recent=experiment.window_size))
 
 
+def untrained(experiment: LearnedScorer, sizes: Any) -> scorer.TrainedHead:
+    """A head of random weights for a model of these sizes."""
+    module = scorer.ScoreHead(sizes.num_layers, sizes.num_kv_heads, experiment.hidden)
+    random = scorer.init(module, jax.random.key(0), 2 * sizes.head_dim + NUM_STATISTICS)
+    weights = FrozenArrays(jax.tree.map(np.asarray, random))
+    return scorer.TrainedHead(sizes.num_layers, sizes.num_kv_heads, experiment.hidden, weights)
+
+
 @functools.partial(jax.jit, static_argnames="score")
 def features_of(score: Learned, reading: RankedReading) -> jax.Array:
     """What the head sees of every slot, "B L K S F"."""
@@ -300,16 +308,11 @@ def run(
                 return text
         model, params = models.load(prompts.source, dtype=prompts.dtype)
         tokenizer = models.load_tokenizer(prompts.source)
-        sizes = model.config
-        module = scorer.ScoreHead(sizes.num_layers, sizes.num_kv_heads, experiment.hidden)
-        random = scorer.init(module, jax.random.key(0), 2 * sizes.head_dim + NUM_STATISTICS)
-        untrained = scorer.TrainedHead(
-            sizes.num_layers, sizes.num_kv_heads, experiment.hidden, FrozenArrays(jax.tree.map(np.asarray, random))
-        )
-        score = Learned(untrained, experiment.window_size, experiment.kernel_size)
-        policies = [policy_of(experiment, untrained, b) for b in experiment.budgets]
+        blank = untrained(experiment, model.config)
+        score = Learned(blank, experiment.window_size, experiment.kernel_size)
+        policies = [policy_of(experiment, blank, b) for b in experiment.budgets]
         for policy in policies:
-            kvjax.make_plan(sizes, policy, prompt_len=prompts.length, max_new_tokens=prompts.future)
+            kvjax.make_plan(model.config, policy, prompt_len=prompts.length, max_new_tokens=prompts.future)
         reader = Reader(model, params, policies[0], prompts)
         readings = []
         found = examples(prompts, tokenizer, "calibration")

@@ -20,10 +20,10 @@ import tyro
 
 import models
 from configs.experiment import check_whole
-from experiments.tasks import retrieval
 from experiments.evaluation.compiled import keep_compiled
 from experiments.evaluation.examples import read_text
 from experiments.evaluation.results import check_options, check_values, plain_errors, write_bytes
+from experiments.tasks import retrieval
 from experiments.tasks.base import Task
 from experiments.tasks.text import filler
 from kvjax.learning.probes import fit_filters, head_importance

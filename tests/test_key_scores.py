@@ -9,7 +9,7 @@ import kvjax
 from kvjax import methods
 from kvjax.drivers.attention import without_cache
 from kvjax.learning.probes import fit_filters
-from kvjax.scoring.blends import Blend, Standardized, ValueWeighted
+from kvjax.scoring.blends import Blend, RemovalError, Standardized, ValueWeighted
 from kvjax.scoring.key_scores import ChunkVotes, Filters, Leverage, Redundancy, SquaredNorms
 from kvjax.scoring.measurements import ChunkAttention
 from kvjax.scoring.scores import Recency, RecentRows
@@ -222,3 +222,22 @@ def test_blends_of_two_scores():
     )
     with pytest.raises(ValueError, match="1 scores and 2 weights"):
         Blend((Recency(),), (1.0, 2.0))
+
+
+def test_removal_error_is_what_one_token_costs():
+    """Of a row that gives the tokens p: the distance of its output without token j to that with all."""
+    q, k, v = helpers.qkv(9, B=1, N=2, K=2)
+    out_proj = jax.random.normal(jax.random.key(1), (2, H, 16))
+    attention = jax.random.uniform(jax.random.key(2), (1, 2, T))
+    given = kvjax.from_fn(lambda kv, stats, ctx: attention, budget=12).score
+    logs = kvjax.from_fn(lambda kv, stats, ctx: jnp.log(attention), budget=12).score
+    found = scores(RemovalError(given), q, k, v, out_proj=out_proj)
+    for head in range(2):
+        p = np.asarray(attention[0, head], np.float64)
+        p, values = p / p.sum(), np.asarray(v[0, head], np.float64) @ np.asarray(out_proj[head], np.float64)
+        for j in range(T):
+            rest = np.delete(p, j) / (1 - p[j])
+            cost = np.linalg.norm(p @ values - rest @ np.delete(values, j, axis=0))
+            np.testing.assert_allclose(found[0, head, j], cost, rtol=1e-3)
+    again = scores(RemovalError(logs, "logarithm"), q, k, v, out_proj=out_proj)
+    np.testing.assert_allclose(again, found, rtol=1e-4)

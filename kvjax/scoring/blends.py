@@ -4,10 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.cache.context import Phase, Site
+from kvjax.cache.context import Context, Phase, Site
+from kvjax.scoring.measurements import ProjectionGram
 from kvjax.scoring.scores import OfScore, Score
 from kvjax.scoring.stats import Measurement, Slots, ordered
 from pallas_kernels.values import a, each, number, one_of, settle
@@ -133,3 +135,44 @@ class ValueWeighted(OfScore):
         if self.norm == "largest_l1":
             norm = jnp.where(slots.candidates, norm, 0.0).max(-1, keepdims=True)
         return self.score(slots).astype(jnp.float32) * norm
+
+
+@dataclasses.dataclass(frozen=True)
+class RemovalError(OfScore):
+    r"""How far a head's output moves if one token goes: what evicting it alone would cost.
+
+    $\frac{p_j}{1 - p_j} \lVert (v_j - \sum_i p_i v_i) W_O\rVert_2$, exact for a row that gives the tokens $p$ (as in
+    CAOTE, arXiv 2504.14051, whose norm is without $W_O$). For $W_O W_O^\top$ the mean over a group stands.
+
+    Attributes:
+      score: predicts $p$ among the candidates.
+      of: the score is "attention", of which $p$ is the share, or its "logarithm", of which $p$ is the softmax.
+    """
+
+    of: Literal["attention", "logarithm"] = "attention"
+
+    def __post_init__(self):
+        super().__post_init__()
+        one_of("RemovalError.of", self.of, "attention", "logarithm")
+
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
+        """See `Observer`."""
+        return ordered((*self.score.observe(phase), ProjectionGram()))
+
+    def summands(self, ctx: Context) -> int:
+        """See `Score`."""
+        del ctx
+        return 1
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        """See `Score`."""
+        score, among = self.score(slots).astype(jnp.float32), slots.candidates
+        if self.of == "logarithm":
+            p = jax.nn.softmax(score, axis=-1, where=among)
+        else:
+            total = jnp.where(among, score, 0.0).sum(-1, keepdims=True)
+            p = jnp.where(among, score, 0.0) / jnp.where(total > 0, total, 1.0)
+        v = slots.kv.v.astype(jnp.float32)
+        apart = v - jnp.einsum("bks,bksh->bkh", p, v)[:, :, None]
+        squares = jnp.einsum("bksh,bkhj,bksj->bks", apart, slots.stats[ProjectionGram()], apart)
+        return p / jnp.maximum(1 - p, 1e-6) * jnp.sqrt(jnp.maximum(squares, 0.0))

@@ -191,3 +191,19 @@ class ProjectedValueNorm(Measurement):
             return lax.map(by_head, (v.swapaxes(0, 1), w.astype(v.dtype))).swapaxes(0, 1)
 
         return jax.lax.map(one, weights).mean(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProjectionGram(Measurement):
+    r"""$W_O W_O^\top$ of every kv head, the mean over its group, which gives $\lVert x W_O\rVert_2$: "B K H H"."""
+
+    def measure(self, moment: Moment) -> Float[Array, "B K H H"]:
+        """See `Measurement`."""
+        if moment.out_proj is None:
+            raise ValueError(
+                "norms of projected values need the layer's output projection; pass out_proj= of shape (N, H, D)"
+            )
+        (B, K), (N, H, D) = moment.kv.pos.shape[:2], moment.out_proj.shape
+        by_group = moment.out_proj.astype(jnp.float32).reshape(K, N // K, H, D)
+        gram = jnp.einsum("kghd,kgjd->khj", by_group, by_group) / (N // K)
+        return jnp.broadcast_to(gram[None], (B, K, H, H))

@@ -1,0 +1,297 @@
+"""Every method at equal bytes: what the caches of a budget cost, not how many tokens they hold.
+
+    python experiments/figures.py frontier
+    python experiments/figures.py frontier --model varied --methods snapkv h2o --bytes 0.25 --examples 8
+
+A method's budget is the largest whose keys and values, with room for the answer, take no more than a share of the full
+cache's bytes. Questions are asked in the prompt, and after compression, when they were not known. Each method and
+protocol is a run of the main job in `results/frontier/runs/`, so that an interrupted frontier goes on. Written beside
+them: `frontier.png`, and `frontier.md` with intervals and the differences that are significant.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tyro
+from matplotlib.figure import Figure
+
+import configs
+import kvjax
+import models
+from configs.experiment import Experiment, Setup, check_distinct, check_whole
+from experiments import run as job
+from experiments.evaluation import report, statistics
+from experiments.evaluation.batches import Bucket, buckets
+from experiments.evaluation.compiled import keep_compiled
+from experiments.evaluation.examples import build, find_builders
+from experiments.evaluation.results import (
+    check_options,
+    check_output,
+    check_values,
+    plain_errors,
+    read_config,
+    read_samples,
+    write_bytes,
+    write_figure,
+)
+from experiments.papers.base import canvas, message, style
+from kvjax.policy import Policy
+
+RETRIEVAL = ("single_needle", "several_needles", "multi_query", "key_value")
+PROTOCOLS = ("in_prompt", "after_compression")
+WITHOUT_BUDGET = ("full", "fastgen", "think", "simlayerkv")
+TITLE = "every method at equal bytes, with intervals and significant differences"
+TITLES = {"in_prompt": "question in the prompt", "after_compression": "question after compression"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Frontier:
+    """What to run.
+
+    Attributes:
+      model: "embedded" or "varied" for a model that comes with the project, or a checkpoint.
+      methods: configs; all if not given.
+      bytes: shares of the full cache's bytes.
+      examples: of each of the four retrieval tasks.
+      length: tokens of a prompt.
+      seed: of examples and draws.
+      output: where runs and results go.
+    """
+
+    model: str = "embedded"
+    methods: tuple[str, ...] = ()
+    bytes: tuple[float, ...] = (0.25, 0.125)
+    examples: int = 24
+    length: int = 1024
+    seed: int = 0
+    output: pathlib.Path = pathlib.Path("results/frontier")
+
+    def __post_init__(self):
+        check_whole(1, examples=self.examples, length=self.length)
+        check_distinct("methods", self.methods)
+        if unknown := [name for name in self.methods if name not in configs.available()]:
+            raise ValueError(f"there is no config {unknown[0]!r}; there are {', '.join(configs.available())}")
+        if not self.bytes or not all(0 < share < 1 for share in self.bytes):
+            raise ValueError(f"bytes {self.bytes} must be shares of the full cache between 0 and 1")
+
+    def setup(self, protocol: str) -> Setup:
+        """Of the runs under one protocol."""
+        return Setup(
+            model=self.model,
+            tasks=RETRIEVAL,
+            examples=self.examples,
+            length=self.length,
+            protocol=protocol,
+            baselines=(),
+            seed=self.seed,
+        )
+
+
+def share_of_bytes(config: Any, policy: Policy, run: Bucket) -> float:
+    """Keys and values that a policy's cache takes in a run, as a share of the full cache's."""
+    size = {"prompt_len": run.width, "max_new_tokens": run.planned, "lengths": run.lengths}
+    bytes_of = lambda p: kvjax.make_plan(config, p, **size).memory().kv
+    return bytes_of(policy) / bytes_of(kvjax.methods.full())
+
+
+def budget_for(make: Callable[[int], Policy], config: Any, share: float, run: Bucket) -> tuple[int, float] | None:
+    """The largest budget in tokens whose cache takes no more than a share of the bytes, and what it takes.
+
+    None where the smallest that the method can work with takes more.
+    """
+
+    def taken(budget: int) -> float | None:
+        try:
+            return share_of_bytes(config, make(budget), run)
+        except ValueError:  # too small for what the method protects
+            return None
+
+    low, high = 1, run.width
+    best: tuple[int, float] | None = None
+    while low <= high:
+        budget = (low + high) // 2
+        found = taken(budget)
+        if found is None or found <= share:
+            low = budget + 1
+            best = best if found is None else (budget, found)
+        else:
+            high = budget - 1
+    return best
+
+
+def experiments_of(frontier: Frontier, protocol: str) -> dict[str, Experiment]:
+    """One experiment a method, its policies labelled by the share of bytes that was asked for."""
+    setup = frontier.setup(protocol)
+    config, tokenizer = models.load(setup.source)[0].config, models.load_tokenizer(setup.source)
+    rows, _ = build(setup, find_builders(setup), tokenizer, config)
+    largest = buckets(rows, setup.batch_size, config.max_position if config.learned_positions else None)[0]
+    found = {}
+    for name in frontier.methods or configs.available():
+        get_config = configs.find(name)[1]
+        if name in WITHOUT_BUDGET:
+            found[name] = dataclasses.replace(get_config(setup=setup), setup=setup)
+            continue
+        make = lambda budget, get=get_config: get(budget=(budget,), setup=setup).policies[0][1]
+        each = [(share, budget_for(make, config, share, largest)) for share in frontier.bytes]
+        policies = tuple((f"bytes-{share:g}", make(budget[0])) for share, budget in each if budget is not None)
+        if policies:
+            found[name] = Experiment(name, policies, setup)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One method with one budget under one protocol.
+
+    Attributes:
+      method, label: as in its run.
+      scores: one a row, in the order of rows that all runs share.
+      mean, low, high: retrieval and its interval.
+      share: bytes of keys and values, of the full cache's.
+      live: tokens that a head holds after the prompt, as a share of it.
+    """
+
+    method: str
+    label: str
+    scores: tuple[float, ...]
+    mean: float
+    low: float
+    high: float
+    share: float
+    live: float
+
+    @property
+    def name(self) -> str:
+        """As tables have it."""
+        return (
+            self.method if self.label.startswith("bytes-") or self.method == "full" else f"{self.method} {self.label}"
+        )
+
+
+def points(directory: pathlib.Path) -> list[Point]:
+    """What a finished run has found; the full cache's is the first."""
+    config = read_config(directory)
+    samples, _ = read_samples(directory, config)
+    summary = json.loads((directory / "summary.json").read_bytes())
+    found = []
+    for row in summary["retrieval_mean"]:
+        own = [s for s in samples.values() if (s["method"], s["budget"]) == (row["method"], row["budget"])]
+        own = sorted((s["task"], s["index"], s["score"]) for s in own if s["task"] in RETRIEVAL)
+        scores = tuple(score for *_, score in own)
+        measured = (row[name] for name in ("score", "low", "high", "kv_bytes_of_full", "live_of_prompt"))
+        found.append(Point(row["method"], row["budget"], scores, *measured))
+    return found
+
+
+def collected(runs: Sequence[pathlib.Path]) -> list[Point]:
+    """The points of all runs under one protocol, the full cache once."""
+    found: dict[tuple[str, str], Point] = {}
+    for directory in runs:
+        for point in points(directory):
+            found.setdefault((point.method, point.label), point)
+    return [*found.values()]
+
+
+def on_frontier(found: Sequence[Point]) -> list[Point]:
+    """The points that none beats with as few bytes, by bytes."""
+    ordered = sorted(found, key=lambda p: (p.share, -p.mean))
+    best, kept = -1.0, []
+    for point in ordered:
+        if point.mean > best:
+            best = point.mean
+            kept.append(point)
+    return kept
+
+
+def at(found: Sequence[Point], share: float) -> list[Point]:
+    """The points of a share of bytes, best first; those without a budget where they take no more than it."""
+    asked = [p for p in found if p.label == f"bytes-{share:g}"]
+    others = [p for p in found if not p.label.startswith("bytes-") and p.method != "full" and p.share <= share]
+    return sorted([*asked, *others], key=lambda p: -p.mean)
+
+
+def table(found: Sequence[Point], share: float) -> list[str]:
+    """Markdown: every method at a share of bytes, and how it differs from the best on the same questions."""
+    here = at(found, share)
+    if not here:
+        return [f"No method runs at {share:.1%} of the bytes."]
+    best, others = here[0], here[1:]
+    compared = statistics.adjusted([statistics.compare(p.scores, best.scores) for p in others])
+    verdicts = [("the best", ""), *((c.verdict, f"{100 * c.difference:+.1f}, p = {c.p:.2g}") for c in compared)]
+    rows = [
+        (p.name, f"{100 * p.mean:.1f} [{100 * p.low:.1f}, {100 * p.high:.1f}]", f"{p.share:.1%}", f"{p.live:.1%}",
+         difference, verdict)
+        for p, (verdict, difference) in zip(here, verdicts, strict=True)
+    ]  # fmt: skip
+    head = ("method", "retrieval, %", "bytes of full", "live of prompt", f"points beside {best.name}", "verdict")
+    return report.table(head, rows)
+
+
+def plot(by_protocol: dict[str, list[Point]]) -> Figure:
+    """Retrieval against bytes, a panel a protocol; the methods on the frontier stand out."""
+    figure, (grid,) = canvas(len(by_protocol), width=6.2, height=4.6, sharey=True)
+    for axes, (protocol, found) in zip(grid, by_protocol.items(), strict=True):
+        edge = on_frontier(found)
+        names = list(dict.fromkeys(p.method for p in edge if p.method != "full"))
+        for method in dict.fromkeys(p.method for p in found):
+            own = sorted((p for p in found if p.method == method), key=lambda p: p.share)
+            x, y = [100 * p.share for p in own], [100 * p.mean for p in own]
+            if method not in names:
+                axes.plot(x, y, color="0.8", linewidth=0.9, marker=".", markersize=3, zorder=1)
+                continue
+            spread = [[100 * (p.mean - p.low) for p in own], [100 * (p.high - p.mean) for p in own]]
+            axes.errorbar(x, y, spread, label=method, capsize=2, zorder=3, **style(names.index(method)))
+        axes.step([100 * p.share for p in edge], [100 * p.mean for p in edge], where="post", color="0.3", linewidth=0.8)
+        axes.set(xlabel="keys and values, % of the full cache's bytes", title=TITLES[protocol], ylim=(-3, 103))
+        axes.legend(fontsize="x-small", loc="lower right", title="on the frontier")
+    grid[0].set_ylabel("retrieval, %")
+    return message(figure, _title(by_protocol), "every other method in grey; 95 % intervals")
+
+
+def _title(by_protocol: dict[str, list[Point]]) -> str:
+    counts = {name: len({p.method for p in on_frontier(found)} - {"full"}) for name, found in by_protocol.items()}
+    total = len({p.method for found in by_protocol.values() for p in found} - {"full"})
+    each = ", ".join(f"{n} with the {TITLES[name]}" for name, n in counts.items())
+    return f"Of {total} methods, at equal bytes none beats {each}"
+
+
+def run(frontier: Frontier, command: list[str]) -> None:
+    """Runs what is missing, and draws."""
+    check_output(frontier.output / "frontier.png")
+    by_protocol = {}
+    for protocol in PROTOCOLS:
+        directories = []
+        for name, experiment in experiments_of(frontier, protocol).items():
+            directories.append(frontier.output / "runs" / f"{name}-{protocol}")
+            job.run(experiment, directories[-1], command)
+        by_protocol[protocol] = collected(directories)
+    text = [f"# {_title(by_protocol)}", "", *_about(frontier)]
+    for protocol, found in by_protocol.items():
+        for share in frontier.bytes:
+            text += ["", f"## {TITLES[protocol][0].upper()}{TITLES[protocol][1:]}, {share:.1%} of the bytes", ""]
+            text += table(found, share)
+    write_figure(frontier.output / "frontier.png", plot(by_protocol))
+    write_bytes(frontier.output / "frontier.md", "\n".join([*text, ""]).encode())
+    print(f"written to {frontier.output}")
+
+
+def _about(frontier: Frontier) -> list[str]:
+    return [
+        f"Model {frontier.model}, prompts of up to {frontier.length:,} tokens, {4 * frontier.examples} answers a "
+        "method. Bytes are those of the longest prompts' caches. Intervals are of 95 %; p-values are of "
+        "paired tests on the same questions, adjusted for all methods of a table (Holm).",
+    ]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parses and runs."""
+    with plain_errors():
+        argv = keep_compiled(argv)
+        check_values(argv)
+        check_options(argv)
+        frontier = tyro.cli(Frontier, args=argv, prog="experiments/figures.py frontier", description=__doc__)
+        run(frontier, [sys.executable, *sys.argv])

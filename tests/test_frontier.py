@@ -1,0 +1,79 @@
+"""Every method at equal bytes: budgets that cost as much, points that none beats, and what is written."""
+
+import pytest
+
+from experiments import figures, frontier
+from experiments.evaluation.batches import Bucket
+from experiments.frontier import Frontier, Point
+from kvjax import methods
+from models import ModelConfig
+
+CONFIG = ModelConfig(
+    vocab_size=61, embed_dim=32, mlp_dim=32, num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=8
+)
+RUN = Bucket(96, 32, (96,), ())
+
+
+def point(method, share, mean, label="bytes-0.25", scores=(0.0, 1.0)):
+    return Point(method, label, scores, mean, 0.0, 1.0, share, share)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [(methods.h2o, 32), (lambda b: methods.snapkv(b, window_size=8), None), (lambda b: methods.knorm(b), None)],
+)
+def test_budgets_that_cost_as_much(make, expected):
+    """A quarter of 128 slots is 32: as many tokens for H2O, whose cache does not grow; none where 32 are to come."""
+    found = frontier.budget_for(make, CONFIG, 0.25, RUN)
+    assert (found if found is None else found[0]) == expected
+    if expected is not None:
+        assert 0.24 < frontier.share_of_bytes(CONFIG, make(expected), RUN) <= 0.25
+        assert frontier.share_of_bytes(CONFIG, make(expected + 1), RUN) > 0.25
+    half, share = frontier.budget_for(lambda b: methods.snapkv(b, window_size=8), CONFIG, 0.5, RUN)
+    assert half == 64 - 32
+    assert share == 0.5
+
+
+def test_points_that_none_beats_with_as_few_bytes():
+    found = [point("a", 0.25, 0.5), point("b", 0.25, 0.6), point("c", 0.3, 0.55), point("full", 1.0, 1.0)]
+    assert [p.method for p in frontier.on_frontier(found)] == ["b", "full"]
+
+
+def test_a_table_has_the_best_first_and_what_costs_less():
+    found = [
+        point("a", 0.25, 0.5),
+        point("b", 0.25, 0.6),
+        point("think", 0.2, 0.7, label="channels-0.5"),
+        point("fastgen", 0.6, 0.9, label="T=0.98"),
+        point("full", 1.0, 1.0, label="1.0"),
+    ]
+    lines = frontier.table(found, 0.25)
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["think channels-0.5", "b", "a"]
+    assert "points beside think channels-0.5" in lines[0]
+    assert frontier.table(found, 0.1) == ["No method runs at 10.0% of the bytes."]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"methods": ("snapvk",)}, "there is no config 'snapvk'"),
+        ({"bytes": (0.25, 1.5)}, "must be shares of the full cache between 0 and 1"),
+        ({"examples": 0}, "examples"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        Frontier(**given)
+
+
+@pytest.mark.slow
+def test_a_frontier_is_written_and_goes_on(tmp_path, capsys):
+    command = ["frontier", "--methods", "window", "random", "--bytes", "0.5", "--examples", "1", "--length", "320"]
+    figures.main([*command, "--output", str(tmp_path)])
+    text = (tmp_path / "frontier.md").read_text()
+    assert "## Question after compression, 50.0% of the bytes" in text
+    assert text.count("| window |") == text.count("| random |") == 2
+    assert (tmp_path / "frontier.png").stat().st_size > 10_000
+    capsys.readouterr()
+    figures.main([*command, "--output", str(tmp_path)])
+    assert capsys.readouterr().out.count("is complete") == 4
