@@ -43,7 +43,8 @@ from experiments.bench import peer_tensors
 from experiments.bench.peer_tensors import KV_HEADS, QUERY_HEADS, THETA
 
 kvpress = importlib.import_module("kvpress")
-SIZES = ((48, 8, 0.5), (97, 16, 0.3), (130, 8, 0.75))
+SIZES = ((97, 8, 0.3), (130, 8, 0.3), (48, 8, 0.75), (130, 8, 0.75))
+_FEW = ((48, 8, 0.5), (97, 8, 0.5))  # presses without a ratio, and those that change what they keep
 NOISE, TRIES = 1e-5, 40
 
 
@@ -53,7 +54,7 @@ class Recipe:
 
     Attributes:
       press: the press, in Python, with `r` for the compression ratio.
-      sizes: (tokens, head_dim, r) of every case.
+      sizes: (tokens, head_dim, r) of every case; the usual ones if none are given.
       layers: of the model.
       more: tokens that follow the prompt.
       how: what happens to them: they are appended one by one ("steps"), or their rows look at the prompt once, as a
@@ -63,7 +64,7 @@ class Recipe:
     """
 
     press: str
-    sizes: tuple[tuple[int, int, float], ...] = SIZES
+    sizes: tuple[tuple[int, int, float], ...] = ()
     layers: int = 1
     more: int = 0
     how: str = "steps"
@@ -72,8 +73,9 @@ class Recipe:
 
     def cases(self) -> Iterator[dict[str, Any]]:
         """Cases without what is kept."""
-        for tokens, head_dim, r in self.sizes:
-            case = {"r": r} if "r" in _names(self.press) else {}
+        has_ratio = "r" in _names(self.press)
+        for tokens, head_dim, r in self.sizes or (SIZES if has_ratio and self.notes is None else _FEW):
+            case = {"r": r} if has_ratio else {}
             case |= {"tokens": tokens} | ({"more": self.more} if self.more else {})
             yield case | {"head_dim": head_dim, "layers": self.layers}
 
@@ -82,6 +84,70 @@ def _names(expression: str) -> set[str]:
     return set(compile(expression, "press", "eval").co_names)
 
 
+_LONG = ((97, 8, 0.3), (130, 8, 0.3))  # what is kept holds a window of 64
+_CUT = ((48, 8, 0.75), (97, 8, 0.75))  # windows of 32 do not fit into what is kept
+_SNAPKV = "SnapKVPress(r, window_size=8)"
+COUNTERPARTS = (
+    Recipe("SnapKVPress(r)", _LONG),
+    Recipe(_SNAPKV),
+    Recipe("SnapKVPress(r, window_size=16, kernel_size=3)", eager=True),
+    Recipe("SnapKVPress(r, window_size=32, kernel_size=5)", _CUT),
+    Recipe("PyramidKVPress(r, window_size=8)", (*_LONG, (97, 8, 0.45), (130, 8, 0.45)), layers=4),
+    Recipe(
+        "PyramidKVPress(r, window_size=4, beta=3)",
+        ((48, 8, 0.55), (130, 8, 0.55), (97, 16, 0.87), (130, 16, 0.87)),
+        layers=5,
+    ),
+    Recipe("PyramidKVPress(r)", _LONG, layers=3),
+    Recipe("PyramidKVPress(r, window_size=32)", _CUT, layers=3),
+    *(
+        Recipe(f"AdaKVPress({x})")
+        for x in (
+            _SNAPKV,
+            f"{_SNAPKV}, alpha_safeguard=0.5",
+            f"{_SNAPKV}, alpha_safeguard=0.0",
+            "KeyDiffPress(r)",
+            "ExpectedAttentionPress(r, epsilon=0.01)",
+        )
+    ),
+    Recipe("AdaKVPress(SnapKVPress(r, window_size=32))", _CUT),
+    Recipe(f"CriticalKVPress({_SNAPKV})"),
+    Recipe(f"CriticalKVPress({_SNAPKV}, epsilon=0.1, first_stage_ratio=0.25)"),
+    Recipe("CriticalKVPress(ExpectedAttentionPress(r, use_vnorm=False))"),
+    Recipe(f"CriticalAdaKVPress({_SNAPKV})"),
+    Recipe(f"CriticalAdaKVPress({_SNAPKV}, alpha_safeguard=0.5, epsilon=0.01, first_stage_ratio=0.3)"),
+    Recipe("TOVAPress(r)"),
+    Recipe("ObservedAttentionPress(r)", eager=True),
+    Recipe("KeyDiffPress(r)"),
+    Recipe("KnormPress(r)"),
+    Recipe("LagKVPress(r, lag_size=16)"),
+    Recipe("LagKVPress(r, n_sink=2, lag_size=20, cross_scoring=True)"),
+    Recipe("LagKVPress(r)"),
+    Recipe("StreamingLLMPress(r)"),
+    Recipe("StreamingLLMPress(r, n_sink=0)"),
+    Recipe("KeyRerotationPress(StreamingLLMPress(r))", notes="keys"),
+    Recipe(f"KeyRerotationPress({_SNAPKV})", notes="keys"),
+    Recipe("ExpectedAttentionPress(r)"),
+    Recipe("ExpectedAttentionPress(r, n_future_positions=32, n_sink=2, use_covariance=False, use_vnorm=False)"),
+    Recipe("ExpectedAttentionPress(r, use_vnorm=False)"),
+    Recipe("ExpectedAttentionPress(r, epsilon=0.02)"),
+    Recipe(f"ChunkKVPress({_SNAPKV})"),
+    Recipe("ChunkKVPress(KeyDiffPress(r), chunk_length=7)"),
+    Recipe("ChunkPress(KnormPress(r), chunk_length=32)"),
+    Recipe("ThinKPress(0.5, window_size=8)", notes="channels"),
+    Recipe("ThinKPress(0.3)", notes="channels"),
+    Recipe(f"ComposedPress([{_SNAPKV}, ThinKPress(0.5, window_size=8)])", notes="channels"),
+    Recipe("ComposedPress([KnormPress(r), KeyDiffPress(r)])"),
+    Recipe("RandomPress(r)"),
+    Recipe("PerLayerCompressionPress(KnormPress(), [0.5, 0.25, 0.8])", layers=3),
+    Recipe("BlockPress(KeyDiffPress(r), block_size=8)", ((48, 8, 0.5), (112, 8, 0.5), (64, 8, 0.75), (128, 8, 0.75))),
+    *(
+        Recipe(f"DecodingPress({x}, compression_interval=4, target_size=32)", more=9)
+        for x in ("KnormPress()", "KeyDiffPress()", "TOVAPress()", "StreamingLLMPress()")
+    ),
+    Recipe("CompressionRatioDecodingPress(KnormPress(), 4, target_compression_ratio=0.6)", more=9),
+    Recipe("PrefillDecodingPress(KeyDiffPress(r), DecodingPress(KnormPress(), 4, 20))", more=9),
+)
 PLANNED = (
     *(Recipe(f"CURPress(r{x})") for x in ("", ', leverage_type="key"', ', leverage_type="value"')),
     Recipe('CURPress(r, leverage_type="kv_avg", num_sinks=0)'),
@@ -119,7 +185,7 @@ PLANNED = (
     Recipe("EntropyGatedChunkKVPress(KeyDiffPress(r), chunk_length=5, low_entropy_chunk_length=2)"),
     Recipe("EntropyGatedChunkKVPress(KnormPress(r), chunk_length=16, low_entropy_chunk_length=1)"),
     *(
-        Recipe(f"CAMPress({x})", ((48, 8, 0.0), (97, 16, 0.0)), more=9, notes="values")
+        Recipe(f"CAMPress({x})", more=9, notes="values")
         for x in (
             "KnormPress(), compression_interval=4, target_size=24, merge_budget=3",
             "KeyDiffPress(), compression_interval=4, target_size=24",
@@ -154,7 +220,7 @@ PLANNED = (
     Recipe("MergingPress(KeyDiffPress(r), similarity_threshold=0.5, merge_fraction=0.75)", notes="values"),
     Recipe('given(ExpectedAttentionStatsPress(r), mu=drawn("L", "N", "H"), cov=spread("L", "N", "H", "H"))', layers=2),
 )
-RECIPES = PLANNED
+RECIPES = (*COUNTERPARTS, *PLANNED)
 
 
 class Layers:
@@ -287,13 +353,14 @@ def _numbers(case: dict[str, Any]) -> Iterator[None]:
         return torch.from_numpy(peer_tensors.random_numbers(case, calls[kind] - 1, tuple(shape), kind))
 
     library: Any = torch
-    old = library.randn, library.bernoulli
+    old = library.randn, library.rand, library.bernoulli
     library.randn = lambda *shape, **_: next_call("normal", shape)
+    library.rand = lambda *shape, **_: next_call("uniform", shape)
     library.bernoulli = lambda p: (next_call("uniform", p.shape) < p).to(p.dtype)
     try:
         yield
     finally:
-        library.randn, library.bernoulli = old
+        library.randn, library.rand, library.bernoulli = old
 
 
 def make_press(expression: str, case: dict[str, Any]) -> Any:
@@ -341,12 +408,10 @@ def run(recipe: Recipe, case: dict[str, Any], noise: int | None = None) -> dict[
     kept = layers.kept("keys" if recipe.notes == "values" else "values")
     total = case["tokens"] + (case.get("more", 0) if recipe.how == "steps" else 0)
     signs = lambda among, total: "".join("01"[i in among] for i in range(total))
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"kept": [[signs(head, total) for head in heads] for heads in kept]}
     if recipe.notes == "channels":
         stay = [(layer.keys[0] != 0).any(1) for layer in layers.cache.layers]
         found["channels"] = [[signs(set(head.nonzero()[:, 0].tolist()), case["head_dim"]) for head in x] for x in stay]
-    else:
-        found["kept"] = [[signs(head, total) for head in heads] for heads in kept]
     if recipe.notes in ("keys", "values"):
         found[recipe.notes] = [
             [

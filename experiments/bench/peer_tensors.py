@@ -67,13 +67,13 @@ def spread(case: dict[str, Any], *shape: int | str) -> np.ndarray:
 
 
 def random_numbers(case: dict[str, Any], call: int, shape: tuple[int, ...], kind: str) -> np.ndarray:
-    """What `torch.randn` ("normal") and `torch.bernoulli` ("uniform") take in place of their generator.
+    """What torch's `randn` ("normal"), `rand` and `bernoulli` ("uniform") give in place of their generator's numbers.
 
     Args:
       case: an entry of the file.
       call: how many such calls were made before in this case.
       shape: of what is drawn.
-      kind: "normal", or "uniform": then a draw is 1 where its probability is above the number.
+      kind: "normal", or "uniform"; a Bernoulli draw is 1 where its probability is above the number.
     """
     rng = np.random.default_rng([case["seed"], _OF_TORCH, call])
     numbers = rng.standard_normal(shape) if kind == "normal" else rng.uniform(size=shape)
