@@ -10,7 +10,7 @@ case's seed, so that the file holds the kept sets alone.
 A case whose kept sets change when tensors change by a hundred-thousandth is not recorded; another seed is tried. What
 is decided by equal scores alone stays.
 
-The file: `presses` has, for every press, written as Python with `r` for the compression ratio, a list of cases:
+The file: `about` has versions, and the names of all presses; `presses` has, for every press, written as Python with `r` for the compression ratio, a list of cases:
 
 | key | what |
 |---|---|
@@ -449,7 +449,10 @@ def _sets(found: dict[str, Any]) -> dict[str, Any]:
 def main(path: pathlib.Path) -> None:
     """Records all cases."""
     logging.disable(logging.WARNING)
-    about = {package: metadata.version(package) for package in ("kvpress", "torch", "transformers")}
+    about: dict[str, Any] = {package: metadata.version(package) for package in ("kvpress", "torch", "transformers")}
+    classes = {name: getattr(kvpress, name) for name in kvpress.__all__}
+    presses_of = lambda x: isinstance(x, type) and issubclass(x, kvpress.BasePress)
+    about["classes"] = sorted(name for name, x in classes.items() if presses_of(x))
     presses = {}
     for recipe in RECIPES:
         presses[recipe.press] = record(recipe)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 QUERY_HEADS, KV_HEADS, THETA = 4, 2, 10000.0
-_DRAWN, _OF_TORCH = 1000, 1001
+_DRAWN, _OF_TORCH, _OUT_PROJ = 1000, 1001, 1002
 
 
 def embed_dim(head_dim: int) -> int:
@@ -20,7 +20,8 @@ def embed_dim(head_dim: int) -> int:
 def layer_tensors(case: dict[str, Any], layer: int) -> dict[str, np.ndarray]:
     """(q "N T H", k "K T H", v "K T H", out_proj "N H D") of one layer, before rotation, in 32 bits.
 
-    Keys and queries have a mean of their own in every head, as those of trained models do.
+    Keys and queries have a mean of their own in every head, as those of trained models do. The projection is the same
+    for all prompts of a seed.
 
     Args:
       case: an entry of the file; `tokens` of its prompt, and `more` that follow.
@@ -32,7 +33,9 @@ def layer_tensors(case: dict[str, Any], layer: int) -> dict[str, np.ndarray]:
     q = 1.5 * normal(QUERY_HEADS, T, H) + normal(QUERY_HEADS, 1, H)
     k = normal(KV_HEADS, T, H) + normal(KV_HEADS, 1, H)
     v = normal(KV_HEADS, T, H)
-    return {"q": q, "k": k, "v": v, "out_proj": normal(QUERY_HEADS, H, embed_dim(H))}
+    weights = np.random.default_rng([case["seed"], layer, _OUT_PROJ])
+    out_proj = weights.standard_normal((QUERY_HEADS, H, embed_dim(H))).astype(np.float32)
+    return {"q": q, "k": k, "v": v, "out_proj": out_proj}
 
 
 def hidden_states(tensors: dict[str, np.ndarray]) -> np.ndarray:
