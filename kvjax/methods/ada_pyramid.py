@@ -30,6 +30,7 @@ def ada_pyramid(
     pool_before_rows: bool = False,
     softmax_over: Literal["all", "outside_window"] = "all",
     granularity: Granularity = "kv_head",
+    cut_window: bool = False,
     preset: Preset | None = None,
 ) -> Evict:
     """PyramidKV where the heads of a layer compete for its budget.
@@ -41,7 +42,8 @@ def ada_pyramid(
       budget: live tokens a kv head and layer on average, window included.
       alpha, max_ratio, storage, normalize, safeguard, rounding, skip_layers: see `ada_snapkv`.
       beta, preset: see `pyramidkv`.
-      window_size, kernel_size, pooling, group, pool_before_rows, softmax_over, granularity: see `snapkv`.
+      window_size, kernel_size, pooling, group, pool_before_rows, softmax_over, granularity, cut_window: see
+        `snapkv`.
 
     Raises:
       ValueError: what `Adaptive` or `pyramidkv` refuse.
@@ -56,6 +58,7 @@ def ada_pyramid(
         pool_before_rows=pool_before_rows,
         softmax_over=softmax_over,
         granularity=granularity,
+        cut_window=cut_window,
         preset=preset,
     )
     heads = Adaptive(alpha, max_ratio, normalize, safeguard, rounding, skip_layers)

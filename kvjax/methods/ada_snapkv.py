@@ -29,6 +29,7 @@ def ada_snapkv(
     pool_before_rows: bool = False,
     softmax_over: Literal["all", "outside_window"] = "all",
     granularity: Granularity = "kv_head",
+    cut_window: bool = False,
 ) -> Evict:
     """SnapKV where the heads of a layer compete for its budget.
 
@@ -50,7 +51,8 @@ def ada_snapkv(
     Args:
       budget: live tokens a kv head and layer on average, window included.
       alpha: weight of the adaptive share; `1 - floor_alpha` of the released code (D-20).
-      window_size, kernel_size, pooling, group, pool_before_rows, softmax_over, granularity: see `snapkv`.
+      window_size, kernel_size, pooling, group, pool_before_rows, softmax_over, granularity, cut_window: see
+        `snapkv`.
       max_ratio: no head gets more than this many times the average.
       storage: "pool" allocates the layer what its heads need together; "dense" gives every head the slots that the
         largest could need, which `max_ratio` bounds.
@@ -69,6 +71,7 @@ def ada_snapkv(
         pool_before_rows=pool_before_rows,
         softmax_over=softmax_over,
         granularity=granularity,
+        cut_window=cut_window,
     )
     heads = Adaptive(alpha, max_ratio, normalize, safeguard, rounding, skip_layers)
     return dataclasses.replace(policy, heads=heads, storage=storage)

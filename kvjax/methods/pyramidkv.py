@@ -26,6 +26,7 @@ def pyramidkv(
     pool_before_rows: bool = False,
     softmax_over: Literal["all", "outside_window"] = "all",
     granularity: Granularity = "kv_head",
+    cut_window: bool = False,
     preset: Preset | None = None,
 ) -> Evict:
     """SnapKV with budgets that fall linearly from the first layer to the last.
@@ -47,7 +48,8 @@ def pyramidkv(
       budget: live tokens a kv head and layer on average, window included.
       beta: steepness of the pyramid; 1 is SnapKV, up to the rounding of presets.
       window_size: observation window (the paper's alpha, 8).
-      kernel_size, pooling, group, pool_before_rows, softmax_over, granularity: see `snapkv`.
+      kernel_size, pooling, group, pool_before_rows, softmax_over, granularity, cut_window: see
+        `snapkv`.
       preset: whose division of the budget, None for the exact one.
 
     Raises:
@@ -69,5 +71,6 @@ def pyramidkv(
         pool_before_rows=pool_before_rows,
         softmax_over=softmax_over,
         granularity=granularity,
+        cut_window=cut_window,
     )
     return dataclasses.replace(policy, layers=layers[preset])

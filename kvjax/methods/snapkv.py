@@ -8,7 +8,7 @@ from kvjax.policy import Granularity
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.scores import Pooled, Window
 from kvjax.scoring.stats import OutsideWindow
-from kvjax.sizes.budget import Count
+from kvjax.sizes.budget import AtMost, Count, Share, Tokens
 from pallas_kernels.values import checked, flag, one_of, tokens
 
 
@@ -24,6 +24,7 @@ def snapkv(
     pool_before_rows: bool = False,
     softmax_over: Literal["all", "outside_window"] = "all",
     granularity: Granularity = "kv_head",
+    cut_window: bool = False,
 ) -> Evict:
     r"""Keeps what the end of the prompt looked at, with its surroundings.
 
@@ -35,6 +36,11 @@ def snapkv(
     the cache is G times larger; here a kv head's set is chosen by the mean of its group, before pooling (D-39). The
     paper states the budget as a fraction of the prompt, the code as a capacity: `budget` takes both (D-44). Code that
     states the removed share r keeps `int(n * (1 - r))` tokens, float error included: `Ratio(1 - r, "int")` (D-45).
+
+    A budget that does not hold the window is refused, or, where it is a share of a prompt that is too short, leaves the
+    prompt whole. kvpress evicts from such windows: their tokens have one score, above all others, so that no other
+    token stays, and which of them do is left to the top-k of the library and device. `cut_window=True` keeps as many,
+    the newest ones.
 
     | settings of | window_size | kernel_size | pooling | budget |
     |---|---|---|---|---|
@@ -54,13 +60,16 @@ def snapkv(
       pool_before_rows: max-pool every row before rows are added, as Ada-KV's text has it (D-23).
       softmax_over: "outside_window" takes the softmax over the keys before the window only (D-24).
       granularity: "query_head" keeps a set for every query head (D-39).
+      cut_window: where the budget does not hold the window, keep the newest of it.
     """
     one_of("softmax_over", softmax_over, "all", "outside_window")
     window_size = checked(tokens(1, "at least one row must be observed"), "window_size", window_size)
     pool_before_rows = checked(flag, "pool_before_rows", pool_before_rows)
+    cut_window = checked(flag, "cut_window", cut_window)
     if pool_before_rows and pooling != "max":
         raise ValueError(f"pool_before_rows pools by maximum, but pooling={pooling!r}; use pooling='max'")
     softmax = None if softmax_over == "all" else OutsideWindow(window_size)
     votes = Window(window_size, group, softmax, kernel_size if pool_before_rows else 1)
     score = votes if pool_before_rows else Pooled(votes, pooling, kernel_size, avg_pad)
-    return Evict(score, budget, protect=Protect(recent=window_size), granularity=granularity)
+    recent = AtMost((Tokens(window_size), Share(1.0))) if cut_window else window_size
+    return Evict(score, budget, protect=Protect(recent=recent), granularity=granularity)

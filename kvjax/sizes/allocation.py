@@ -87,6 +87,23 @@ class LayerAllocation(Value, abc.ABC):
           ValueError: an allocation for another number of layers.
         """
 
+    def divide(
+        self,
+        exact: np.ndarray,
+        average: np.ndarray,
+        limit: np.ndarray,
+        num_layers: int,
+        protected: np.ndarray | int = 0,
+    ) -> np.ndarray:
+        """As `layers`, for allocations that look at budgets before they are rounded.
+
+        Args:
+          exact: "M" the budgets, protected tokens included, with the fractions that shares of a prompt have.
+          average, limit, num_layers, protected: see `layers`.
+        """
+        del exact
+        return self.layers(average, limit, num_layers, protected)
+
 
 @dataclasses.dataclass(frozen=True)
 class UniformLayers(LayerAllocation):
@@ -172,10 +189,11 @@ class InclusivePyramid(LayerAllocation):
 
     With `B` the whole budget, the last layer has `B / beta` live tokens and the first `2 B - B / beta`, or, where that
     is more than the prompt without its protected tokens, so many, and the last the rest of `2 B`. Each layer is rounded
-    half to even for itself. Every layer has `B` unless `prompt >= first >= last >= protected`.
+    half to even for itself. Every layer has `B`, rounded so, unless `prompt >= first >= last >= protected`.
 
-    kvpress carries the fraction of `prompt * (1 - ratio)` into the progression. `B` is a whole number here; where that
-    product is none, a layer may have up to two tokens fewer.
+    Where the budget is a share of the prompt, `B` keeps its fraction, as in kvpress: layers may then have more
+    together than the whole number of tokens that the budget is elsewhere. kvpress gives a model of one layer `first`;
+    here it has `B`.
 
     Attributes:
       beta: steepness; 1 is uniform.
@@ -190,13 +208,27 @@ class InclusivePyramid(LayerAllocation):
         self, average: np.ndarray, limit: np.ndarray, num_layers: int, protected: np.ndarray | int = 0
     ) -> np.ndarray:
         """See `LayerAllocation`."""
-        budget = (average + protected).astype(np.float64)
-        first = np.minimum(2 * budget - budget / self.beta, limit)
-        last = 2 * budget - first
+        return self.divide((average + protected).astype(np.float64), average, limit, num_layers, protected)
+
+    def divide(
+        self,
+        exact: np.ndarray,
+        average: np.ndarray,
+        limit: np.ndarray,
+        num_layers: int,
+        protected: np.ndarray | int = 0,
+    ) -> np.ndarray:
+        """See `LayerAllocation`."""
+        del average
+        budget = (protected + exact) - protected  # its last digits too are those of kvpress
+        last = budget / self.beta
+        first = 2 * budget - last
+        first, last = np.minimum(first, limit), np.where(first >= limit, 2 * budget - limit, last)
         slope = (first - last) / max(num_layers - 1, 1)
-        layers = np.round(first[:, None] - slope[:, None] * np.arange(num_layers)).astype(np.int64)
+        layers = first[:, None] - slope[:, None] * np.arange(num_layers)
         falls = (first >= last) & (last >= protected) & (num_layers > 1)
-        return np.where(falls[:, None], layers - np.reshape(protected, (-1, 1)), average[:, None])
+        whole = np.round(np.where(falls[:, None], layers, exact[:, None])).astype(np.int64)
+        return whole - np.reshape(protected, (-1, 1))
 
 
 def _check_beta(pyramid: "Pyramid | FloorPyramid | InclusivePyramid") -> None:

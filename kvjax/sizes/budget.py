@@ -43,6 +43,10 @@ class Count(Value, abc.ABC):
     def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
         """Whole tokens "M" for prompts of lengths "M" whose layers have budgets "M"."""
 
+    def exact(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
+        """As `table`, before a share is rounded; whole numbers for counts that are no share of the prompt."""
+        return self.table(prompt_length, budget).astype(np.float64)
+
 
 @dataclasses.dataclass(frozen=True)
 class Tokens(Count):
@@ -86,6 +90,11 @@ class Ratio(Count):
         """The count for every prompt length."""
         del budget
         return whole_tokens(self.share, prompt_length, self.rounding)
+
+    def exact(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
+        """See `Count`."""
+        del budget
+        return prompt_length * self.share
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,20 +111,21 @@ def tables(wanted: Wanted, num_layers: int, prompt_len: int, max_new_tokens: int
       max_new_tokens: tokens to come.
     """
     n = np.append(np.arange(prompt_len + 1), LONGEST)
-    average = np.clip(wanted.budget.table(n, n), 1, MOST_TOKENS)
+    average, exact = (np.clip(x, 1, MOST_TOKENS) for x in (wanted.budget.table(n, n), wanted.budget.exact(n, n)))
     sinks, recent = wanted.sinks.table(n, average), wanted.recent.table(n, average)
     by_position = sinks + np.maximum(recent, wanted.coming)
 
-    def divided(average: np.ndarray) -> np.ndarray:
+    def divided(average: np.ndarray, exact: np.ndarray) -> np.ndarray:
         outside = np.minimum(by_position, average)
         limit = np.maximum(n - outside, average - outside)
-        return wanted.layers.layers(average - outside, limit, num_layers, outside) + outside[:, None]
+        return wanted.layers.divide(exact, average - outside, limit, num_layers, outside) + outside[:, None]
 
-    per_layer = divided(average)
+    per_layer = divided(average, exact)
     least = np.max([wanted.least(n, by_position, budget) for budget in per_layer.T], axis=0)
     short = per_layer.min(1) < least
     if short.any() and not short[-1]:
-        per_layer = divided(np.where(short, np.maximum(n, least), average))
+        whole = np.maximum(n, least)
+        per_layer = divided(np.where(short, whole, average), np.where(short, whole, exact))
     # A layer that may keep all there ever is needs no larger number, and arithmetic on heads stays within 32 bits.
     per_layer = np.minimum(per_layer[:-1], prompt_len + max_new_tokens)
     return Tables(per_layer, sinks[:-1], recent[:-1], wanted.coming)
