@@ -277,7 +277,7 @@ def read_traced(
 
     noisy_among: dict[Any, tuple[int, ...]] = {}  # which of some measurements draw noise
 
-    def over_prompt(cache, q, k, v, *, layer, rotate, out_proj=None, **options):
+    def over_prompt(cache, q, k, v, *, layer, rotate, out_proj=None, hidden=None, **options):
         del cache
 
         def observed(keys, granularity, observe):
@@ -287,7 +287,7 @@ def read_traced(
             ctx = Context(lengths, lengths, keys, site=site, phase="prefill", tokens=tokens)
             k_, v_ = (x if heads == K else by_query_head(x, N) for x in (k, v))
             empty = LayerKV(k_[:, :, :0], v_[:, :, :0], jnp.zeros((B, heads, 0), jnp.int32))
-            seen = {"observe": observe, "out_proj": out_proj}
+            seen = {"observe": observe, "out_proj": out_proj, "hidden": hidden}
             return attend(empty, q, k_, v_, pos, ctx=ctx, rotate=rotate, **seen, **options)
 
         def values(granularity, observe, chosen):

@@ -21,6 +21,7 @@ from kvjax.cache.mesh import everywhere, prompt_rows
 from kvjax.cache.pool import PooledKV
 from kvjax.cache.state import EMPTY, KVState, LayerKV, evict
 from kvjax.drivers.layers import LayerSteps
+from kvjax.drivers.replay import decided_by_replay
 from kvjax.drivers.requests import (
     Model,
     as_ids,
@@ -119,6 +120,11 @@ def forward(
     plan: CachePlan = state.plan
     plan.check_model(model.config)
     one_of("phase", phase, *get_args(Phase))
+    if phase == "prefill" and evict and plan.replays:
+        raise ValueError(
+            f"{plan.policy} reads prompts again before anything of them is evicted, but forward(evict=True) reads them "
+            "once; use kvjax.prefill"
+        )
     if phase == "decode":
         check_decodes(state)
     B, T = len(state.length), None if phase == "prefill" else 1
@@ -145,8 +151,7 @@ def forward(
         logits = jnp.where(past[:, None, None], jnp.nan, logits)
     state, stats = dataclasses.replace(state, layers=layers), AttentionStats(stats, phase=phase)
     if evict and plan.policy.shared:
-        state = plan.policy(state, stats)
-        state = dataclasses.replace(state, layers=tuple(steps.stored(kv, i) for i, kv in enumerate(state.layers)))
+        state = steps.decided(state, stats)
     return logits, state, stats
 
 
@@ -164,6 +169,9 @@ def prefill(
     mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B V"], KVState]:
     """Reads left-padded prompts, evicting layer by layer.
+
+    A policy that wants its prompt read again (`kvjax.methods.kvzip`) decides when all layers have read it: until then
+    the keys and values of the whole prompt exist in all of them.
 
     Ratios, positions, windows and votes are those of a sequence's own tokens, so a row of a padded batch gets exactly
     what it would get alone. Most released code is for batches of one, ignores padding, or sums over the batch (D-40).
@@ -209,6 +217,9 @@ def prefill(
         rows = shard_rows((tokens, lengths, row_keys(key, len(tokens)), sizes), mesh)
         return _prefill_on(model, shard_params(model, params, mesh), *rows, plan=plan, block=block, mesh=mesh)
     state = init_state(plan, lengths, key=key, dtype=model.config.dtype, sizes=sizes)
+    if plan.replays:
+        logits, state, stats = forward(model, params, tokens, state, valid=lengths)
+        return logits[:, -1], decided_by_replay(model, params, tokens, state, stats)
     if block is None:
         logits, state, _ = forward(model, params, tokens, state, valid=lengths, evict=True)
         return logits[:, -1], state
