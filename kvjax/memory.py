@@ -73,7 +73,8 @@ class PrefillMemory:
     Attention and the feed-forward network of a layer follow one another, so that the larger counts.
 
     Attributes:
-      cache: all keys and values of one layer, with their positions and what the policy carries for them.
+      cache: all keys and values of one layer, with their positions and what the policy carries for them; of all
+        layers, where the prompt is read again before they are evicted from.
       attention: the residual stream as it is and normalised, queries before and after rotation, what is measured, and
         logits and probabilities of a block of rows, as XLA computes them.
       feed_forward: the residual stream as it is and normalised, and three arrays as wide as the network: a gate, what
@@ -169,11 +170,14 @@ def predict(
     sequences = _bytes(jax.eval_shape(lambda: _counters(batch)))
     full = batch * widths.num_kv_heads * num_slots * (2 * site.head_dim * dtype.itemsize + 4)
     prefill = [_reading(*here, widths, batch, dtype, block) for here in zip(layers, capacities, positions, strict=True)]
+    largest = max(prefill, key=lambda found: found.total)
+    if any(policy.spec.replays for policy in layers):  # they are read again before any of them is evicted from
+        largest = dataclasses.replace(largest, cache=sum(found.cache for found in prefill))
     return Memory(
         f"{batch} x ({site.prompt_len:,} + {site.max_new_tokens:,}) tokens, {dtype.name}",
         tuple(map(_layer, kept)),
         sequences,
-        max(prefill, key=lambda found: found.total),
+        largest,
         len(layers) * full + sequences,
     )
 

@@ -145,8 +145,8 @@ def attended(
     if not module.is_initializing():
         kernel = module.variables["params"][out]["kernel"]
         out_proj = kernel.reshape(c.num_query_heads, c.head_dim, c.embed_dim)
-    how = {"rotate": c.rotation(layer), "out_proj": out_proj, "hidden": x, "window": c.window(layer), **options}
-    y, cache, stats = attend(cache, q, k, v, layer=layer, **how)
+    options |= {"rotate": c.rotation(layer), "window": c.window(layer)}
+    y, cache, stats = attend(cache, q, k, v, layer=layer, out_proj=out_proj, hidden=x, **options)
     B, _, T, _ = y.shape
     y = y.transpose(0, 2, 1, 3).reshape(B, T, c.num_query_heads * c.head_dim)
     return dense(c, c.embed_dim, bias, out)(y), cache, stats

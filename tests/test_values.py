@@ -22,7 +22,7 @@ from kvjax.sizes.budget import Above, AtMost, Ratio, Share, Sum, Tokens
 from pallas_kernels import Columns, Softmax, attention, hash_uniform, pooled_attention, recovered_attention
 from pallas_kernels.values import Value, complete_repr
 from tests import helpers
-from tests.methods import CASES
+from tests.methods import CASES, OF_ONE_LAYER
 
 NAN = float("nan")
 
@@ -303,7 +303,7 @@ MIXES = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c.name in MIXES else pytest.mark.slow) for c in CASES], ids=repr
+    "case", [pytest.param(c, marks=() if c.name in MIXES else pytest.mark.slow) for c in OF_ONE_LAYER], ids=repr
 )
 def test_strict_promotion_of_64_bits(case):
     """Tests run under strict promotion; float64 meets the 32 bits of memories, noise and counts."""

@@ -245,6 +245,8 @@ def read(
     measure = tuple(map(tuple, measure)) or ((),) * model.config.num_layers
     if len(measure) != model.config.num_layers:
         raise ValueError(f"measure is for {len(measure)} layers, but the model has {model.config.num_layers}")
+    if again := [m for asked in measure for _, m in asked if m.again is not None]:
+        raise ValueError(f"{again[0]} measures rows that read the prompt again, but a reading has none; use prefill")
     return _read_once(model, params, tokens, continuation, jnp.asarray(lengths), keys, seeds=seeds, measure=measure)
 
 

@@ -37,7 +37,7 @@ def replay(
     the state's last token. After a prompt of which everything was kept (`kvjax.identity()`), logits are those of a
     model that reads the prompt and the tokens together. The tokens count for nothing that the state was planned for.
 
-    A row of a padded batch reads what it would read alone. All of it may stand inside of `jax.jit`, with `model` static.
+    A row of a padded batch reads what it would read alone.
 
     Args:
       model, params: the model.

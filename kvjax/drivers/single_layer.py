@@ -89,6 +89,11 @@ def evict_layer(
             f"every row of {policy} decides what the next one reads, but evict_layer reads {T} tokens at once; drive a "
             "model with prefill(..., block=1)"
         )
+    if policy.at(site).spec.replays:
+        raise ValueError(
+            f"{policy} decides by rows that read the prompt again, but one layer has no model to read it; give the "
+            "model to kvjax.prefill or kvjax.generate"
+        )
     if policy.at(site).spec.heads == "query_head":
         k, v = jnp.repeat(k, N // K, axis=1), jnp.repeat(v, N // K, axis=1)
         K, site = N, Site(layer, num_layers, N, N, H, T, 0)

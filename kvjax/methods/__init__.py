@@ -17,7 +17,6 @@ from kvjax.methods.keydiff import keydiff as keydiff
 from kvjax.methods.keyformer import keyformer as keyformer
 from kvjax.methods.knorm import knorm as knorm
 from kvjax.methods.kvzip import kvzip as kvzip
-from kvjax.methods.kvzip import kvzip_instructions as kvzip_instructions
 from kvjax.methods.lagkv import lagkv as lagkv
 from kvjax.methods.mas import mas as mas
 from kvjax.methods.nacl import nacl as nacl

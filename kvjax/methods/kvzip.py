@@ -1,6 +1,5 @@
 """KVzip (Kim et al., arXiv 2505.23416)."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from kvjax.drivers.text import check_tokenizer, rendered
@@ -11,7 +10,7 @@ from kvjax.scoring.replay import Replay
 from kvjax.scoring.replayed import Replayed, ReplayedAttention
 from kvjax.sizes.allocation import Adaptive, HeadAllocation
 from kvjax.sizes.budget import Count, Tokens, as_count
-from pallas_kernels.values import checked, flag, tokens
+from pallas_kernels.values import checked, tokens
 
 _FIRST = "\n\nRepeat the previous context exactly."
 _LATER = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -21,10 +20,11 @@ _MARK = "\ue000"  # stands for the context; of the private use area, which no te
 def kvzip(
     budget: int | float | Count,
     *,
-    repeat: Sequence[int] = (),
-    repeat_next: Sequence[int] = (),
-    suffix: Sequence[int] = (),
-    prefix: int = 0,
+    tokenizer: Any = None,
+    repeat: tuple[int, ...] | None = None,
+    repeat_next: tuple[int, ...] | None = None,
+    suffix: tuple[int, ...] | None = None,
+    prefix: int | None = None,
     chunk: int = 2048,
     overlap: int = 8,
     sinks: int = 4,
@@ -47,11 +47,13 @@ def kvzip(
     keeps.
 
     Reading the prompt again takes two to three times what reading it takes, and until all layers have, the whole
-    prompt's keys and values exist in all of them. Instructions are token ids of the model's tokenizer; `instructions`
-    makes those that the released code uses. Without any, chunks alone are read again.
+    prompt's keys and values exist in all of them.
 
     Args:
       budget: live tokens a kv head and layer, on average, sinks included.
+      tokenizer: the model's, one of transformers. It makes the ids of the released code's instructions, and what a chat
+        template has around a user's message, where ids are not given. Without it and without ids, chunks alone are
+        read again.
       repeat: ids in front of the first chunk.
       repeat_next: ids in front of later chunks, which the last `overlap` tokens of the chunk before follow.
       suffix: ids between all that and the chunk.
@@ -65,37 +67,30 @@ def kvzip(
       storage: "pool", or "dense" for the slots of the largest head in all.
     """
     count, sinks = as_count(budget, "budget"), checked(tokens(), "sinks", sinks)
-    replay = Replay(tuple(repeat), tuple(repeat_next), tuple(suffix), chunk, overlap, prefix)
+    made = ((), (), (), 0) if tokenizer is None else _instructions(tokenizer)
+    told = zip((repeat, repeat_next, suffix, prefix), made, strict=True)
+    repeat, repeat_next, suffix, prefix = (default if given is None else given for given, default in told)
+    replay = Replay(repeat, repeat_next, suffix, chunk, overlap, prefix)
     score = Replayed(ReplayedAttention(replay, sinks, plus))
     stay = min(sinks, count.n) if isinstance(count, Tokens) else sinks
     return Evict(score, budget, protect=Protect(sinks=stay), heads=heads, storage=storage)
 
 
-def kvzip_instructions(tokenizer: Any, *, chat: bool | None = None, **template: Any) -> dict[str, Any]:
-    """The options of `kvzip` that the released code uses: its instructions as ids, and what surrounds a context.
-
-    Args:
-      tokenizer: one of transformers.
-      chat: whether prompts are messages of a user, as the tokenizer's chat template writes them. None for that where
-        the tokenizer has a template. Without one, an instruction ends with a line feed.
-      **template: what the chat template is given besides the message, such as enable_thinking=False.
-
-    Returns:
-      `repeat`, `repeat_next`, `suffix` and `prefix`, to be given on: `kvzip(0.3, **kvzip_instructions(tokenizer))`.
+def _instructions(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    """The released code's instructions as ids: for the first chunk, for later ones, the suffix; and the prefix.
 
     Raises:
-      ValueError: what is no tokenizer of transformers, or a chat without a template that writes its message once.
+      ValueError: what is no tokenizer of transformers, or a chat template that does not write a message once.
     """
     check_tokenizer(tokenizer)
-    chat = getattr(tokenizer, "chat_template", None) is not None if chat is None else checked(flag, "chat", chat)
     around = ["", "\n"]
-    if chat:
-        around = rendered(tokenizer, [{"role": "user", "content": _MARK}], **template).split(_MARK)
+    if getattr(tokenizer, "chat_template", None) is not None:
+        around = rendered(tokenizer, [{"role": "user", "content": _MARK}], enable_thinking=False).split(_MARK)
     if len(around) != 2:
         raise ValueError(
             f"the tokenizer's chat template writes a message {len(around) - 1} times, but a context has one place; "
-            "give the ids yourself, or chat=False"
+            "give repeat=, repeat_next=, suffix= and prefix= in place of tokenizer="
         )
     ids = lambda text: tuple(tokenizer(text, add_special_tokens=False).input_ids)
     before, after = map(ids, around)
-    return {"repeat": ids(_FIRST), "repeat_next": ids(_LATER), "suffix": after, "prefix": len(before)}
+    return ids(_FIRST), ids(_LATER), after, len(before)

@@ -65,8 +65,8 @@ class ReplayedAttention(Measurement):
     where they lie before the chunk, and the rows before it with itself. The layer's scale, sliding window, soft cap and
     ALiBi hold as in its attention, whose own softmax, over the whole prompt, stays what it is.
 
-    With `weighed` (KVzip+): $s_j = \max_{i, g} p_{ij} \lVert v_j W_O^g \rVert_2 / \lVert h_i \rVert_2$, the hidden state
-    $h_i$ being what the row's query is a projection of.
+    With `weighed` (KVzip+, arXiv 2601.07891): $s_j = \max_{i, g} p_{ij} \lVert v_j W_O^g \rVert_2 / \lVert h_i
+    \rVert_2$, the hidden state $h_i$ being what the row's query is a projection of.
 
     Attributes:
       replay: how the prompt is repeated.
@@ -146,7 +146,7 @@ def _largest(heads: _Heads, rows: _Rows, sinks: int, size: int, width: int) -> F
     bias = None if heads.bias is None else read(heads.bias).reshape(B, K, N // K, 1, -1)
     block = min(R, max(1, _LOGITS // (B * N * pos.shape[2])))
 
-    def of_block(largest: Float[Array, "B K G C"], at: tuple[Array, Array, Array]) -> tuple[Array, None]:
+    def of_block(largest: Float[Array, "B K G C"], at: tuple[Array, ...]) -> tuple[Array, None]:
         q, where, factor = at
         x = jnp.einsum("bkgrh,bksh->bkgrs", q.reshape(B, K, N // K, block, H), keys, preferred_element_type=dtype)
         x = x * jnp.asarray(rows.scale, dtype)
