@@ -14,7 +14,7 @@ import kvjax
 import models
 from kvjax import methods
 from kvjax.drivers.attention import without_cache
-from kvjax.drivers.replay import _repeated as repeated
+from kvjax.drivers.replay import read_again
 from kvjax.scoring import replayed
 from kvjax.scoring.replay import Replay
 from kvjax.scoring.replayed import ReplayedAttention
@@ -234,8 +234,8 @@ def test_kept_tokens_and_scores_are_those_of_kvpress(case, embedded):
         assert again[0, -int(valid[0]) :].tolist() == wanted
     _, state = kvjax.prefill(model, params, ids, plan)
     assert [helpers.live_positions(kv)[0] for kv in state.layers] == case["kept"]
-    _, state, _ = kvjax.forward(model, params, ids, kvjax.init_state(plan, [n]))
-    for found, wanted in zip(repeated(model, params, ids, state, plan.replays[0]), case["scores"], strict=True):
+    _, state, stats = kvjax.forward(model, params, ids, kvjax.init_state(plan, [n]))
+    for found, wanted in zip(read_again(model, params, ids, state, stats).layers, case["scores"], strict=True):
         np.testing.assert_allclose(found[policy.score.of][0, :, 4:], wanted, rtol=6e-3)  # to three digits
 
 

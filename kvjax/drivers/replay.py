@@ -136,7 +136,18 @@ def _read_behind(
 def decided_by_replay(
     model: Model, params: PyTree[Any], tokens: Int[Array, "B T"], state: KVState, stats: AttentionStats
 ) -> KVState:
-    """The state after a policy that wants its prompt read again, chunk by chunk.
+    """The state after a policy that wants its prompt read again; arguments are those of `read_again`."""
+    stats = read_again(model, params, tokens, state, stats)
+    column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] - (tokens.shape[1] - state.length)[:, None]
+    alone = dataclasses.replace(state, layers=())
+    steps = LayerSteps(alone, jnp.where(column >= 0, tokens, 0), jnp.maximum(column, EMPTY), evict=True)
+    return steps.decided(state, stats)
+
+
+def read_again(
+    model: Model, params: PyTree[Any], tokens: Int[Array, "B T"], state: KVState, stats: AttentionStats
+) -> AttentionStats:
+    """What was measured of a prompt, with what rows that repeat it say, chunk by chunk, where the state's policy asks.
 
     Args:
       model, params: the model.
@@ -146,14 +157,11 @@ def decided_by_replay(
     """
     plan: CachePlan = state.plan
     found = [dict(zip(layer.observed, layer.values, strict=True)) for layer in stats.layers]
-    for each_replay in plan.replays:
-        for layer, more in zip(found, _repeated(model, params, tokens, state, each_replay), strict=True):
+    for how in plan.replays:
+        for layer, more in zip(found, _repeated(model, params, tokens, state, how), strict=True):
             layer.update(more)
-    measured = (LayerStats(tuple(layer.values()), tuple(layer)) for layer in found)
-    column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] - (tokens.shape[1] - state.length)[:, None]
-    alone = dataclasses.replace(state, layers=())
-    steps = LayerSteps(alone, jnp.where(column >= 0, tokens, 0), jnp.maximum(column, EMPTY), evict=True)
-    return steps.decided(state, AttentionStats(tuple(measured), phase="prefill"))
+    layers = tuple(LayerStats(tuple(layer.values()), tuple(layer)) for layer in found)
+    return AttentionStats(layers, phase="prefill")
 
 
 def _repeated(

@@ -51,7 +51,8 @@ def evict_layer(
       head. Padding is never kept.
 
     Raises:
-      ValueError: tensors that do not fit together, or a policy that cannot work with this prompt, or not read at once.
+      ValueError: tensors that do not fit together, or a policy that cannot work with this prompt, or not read at once,
+        or read again.
     """
     as_policy(policy)
     num_layers = checked(whole(1), "num_layers", num_layers)

@@ -113,7 +113,8 @@ def forward(
 
     Raises:
       ValueError: a state that was planned for a model of other sizes, tokens of other sequences or outside the
-        vocabulary, several tokens a sequence in a decode step, more valid tokens than there are.
+        vocabulary, several tokens a sequence in a decode step, more valid tokens than there are; eviction by a policy
+        that wants its prompt read again, which `prefill` does.
     """
     check_model(model)
     check_is(KVState, "state", state)
@@ -198,7 +199,8 @@ def prefill(
 
     Raises:
       ValueError: a plan for another model, a prompt of another width, token ids outside the vocabulary, lengths that
-        the plan has no room for, a block without tokens, blocks for a policy that looks at the whole prompt (FastGen),
+        the plan has no room for, a block without tokens, blocks for a policy that looks at the whole prompt (FastGen,
+        KVzip),
         or others than of one token for a policy that lets every row decide (H2O's stepwise mask); a mesh whose devices
         do not divide what they share.
     """
