@@ -200,9 +200,8 @@ def prefill(
     Raises:
       ValueError: a plan for another model, a prompt of another width, token ids outside the vocabulary, lengths that
         the plan has no room for, a block without tokens, blocks for a policy that looks at the whole prompt (FastGen,
-        KVzip),
-        or others than of one token for a policy that lets every row decide (H2O's stepwise mask); a mesh whose devices
-        do not divide what they share.
+        KVzip), or others than of one token for a policy that lets every row decide (H2O's stepwise mask); a mesh whose
+        devices do not divide what they share.
     """
     tokens, lengths = check_prompts(model, tokens, lengths, attention_mask)
     check_is(CachePlan, "plan", plan)

@@ -67,17 +67,17 @@ def kvzip(
       storage: "pool", or "dense" for the slots of the largest head in all.
     """
     count, sinks = as_count(budget, "budget"), checked(tokens(), "sinks", sinks)
-    made = ((), (), (), 0) if tokenizer is None else _instructions(tokenizer)
-    told = zip((repeat, repeat_next, suffix, prefix), made, strict=True)
-    repeat, repeat_next, suffix, prefix = (default if given is None else given for given, default in told)
-    replay = Replay(repeat, repeat_next, suffix, chunk, overlap, prefix)
+    given = {"repeat": repeat, "repeat_next": repeat_next, "suffix": suffix, "skip": prefix}
+    made = {} if tokenizer is None else _instructions(tokenizer)
+    told: dict[str, Any] = made | {name: x for name, x in given.items() if x is not None}
+    replay = Replay(chunk=chunk, overlap=overlap, **told)
     score = Replayed(ReplayedAttention(replay, sinks, plus))
     stay = min(sinks, count.n) if isinstance(count, Tokens) else sinks
     return Evict(score, budget, protect=Protect(sinks=stay), heads=heads, storage=storage)
 
 
-def _instructions(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-    """The released code's instructions as ids: for the first chunk, for later ones, the suffix; and the prefix.
+def _instructions(tokenizer: Any) -> dict[str, Any]:
+    """The released code's instructions as ids, and how many tokens stand before a context, as fields of `Replay`.
 
     Raises:
       ValueError: what is no tokenizer of transformers, or a chat template that does not write a message once.
@@ -93,4 +93,4 @@ def _instructions(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...], tup
         )
     ids = lambda text: tuple(tokenizer(text, add_special_tokens=False).input_ids)
     before, after = map(ids, around)
-    return ids(_FIRST), ids(_LATER), after, len(before)
+    return {"repeat": ids(_FIRST), "repeat_next": ids(_LATER), "suffix": after, "skip": len(before)}
