@@ -265,7 +265,8 @@ def _measured(
     kv = append(kv, new, new, pos)
     ctx = dataclasses.replace(ctx, tokens=pos)
     out_proj = jnp.zeros((site.num_query_heads, site.head_dim, max(embed_dim, 1)), dtype)
-    moment = Moment(q, q, kv, pos, ctx, lambda x, at: x, out_proj)
+    hidden = jnp.zeros((batch, rows, max(embed_dim, 1)), dtype)
+    moment = Moment(q, q, kv, pos, ctx, lambda x, at: x, out_proj, hidden)
     observed = policy.spec.observe("prefill")
     asked = [o.columns(moment) for o in observed]
     columns = tuple(c for c in asked if c is not None)

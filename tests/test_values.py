@@ -17,6 +17,8 @@ from kvjax.cache.context import row_keys
 from kvjax.learning import families, relax
 from kvjax.methods import profiling as fastgen
 from kvjax.scoring import key_scores, measurements, scores, select
+from kvjax.scoring.learned import FrozenArrays
+from kvjax.scoring.predicted import HiddenHeads
 from kvjax.sizes import allocation
 from kvjax.sizes.budget import Above, AtMost, Ratio, Share, Sum, Tokens
 from pallas_kernels import Columns, Softmax, attention, hash_uniform, pooled_attention, recovered_attention
@@ -128,6 +130,8 @@ NONSENSE = (
     {},
 )
 NEEDED = {"fastgen": IDS, "easykv": {"importance": "roco", "budget": 20, "mode": "encoding"}, "full": {}, "think": {}}
+HEADS = HiddenHeads(FrozenArrays({"out": np.zeros((3, 8, 2), np.float32), "out_bias": np.zeros((3, 2), np.float32)}))
+NEEDED["kvzap"] = {"budget": 64, "function": HEADS}
 METHODS = [n for n, f in sorted(vars(methods).items()) if inspect.isfunction(f)]
 
 

@@ -36,15 +36,15 @@ def kvzip(
 
     The prompt is read whole. Then, chunk by chunk and without adding to the cache, the model reads the instruction to
     repeat it and the chunk itself. The score of a token is the most that any of these rows gives it in any query head
-    of its group, under a softmax over the chunk, the sinks before it and the rows so far (section 3.2 and Algorithm 1):
+    of its group, under a softmax over the chunk, the sinks before it and the rows so far (section 3; `kvzip_press.py`):
     $s_j = \max_{i, g} p_{ij}$. With `plus` (KVzip+, arXiv 2601.07891) it is
     $\max_{i, g} p_{ij} \lVert v_j W_O^g \rVert_2 / \lVert h_i \rVert_2$, where $h_i$ is what the attention module reads
     of the row: the residual stream after its normalisation, as in kvpress.
 
     Heads compete for the budget of their layer, which is the same in all layers (`layerwise=True` in kvpress). In a
     layer with a sliding window rows see the chunk as far as the window reaches; kvpress scores without it. Prompts of a
-    batch are cut by their own lengths. What is kept of an unpadded prompt in a model without windows is what kvpress
-    keeps.
+    batch are cut by their own lengths. Of one prompt, scores are those of kvpress where layers have no window, and so is
+    what is kept where budgets round to the same number.
 
     Reading the prompt again takes two to three times what reading it takes, and until all layers have, the whole
     prompt's keys and values exist in all of them.
