@@ -33,6 +33,7 @@ from kvjax.drivers.endless import read as read
 from kvjax.drivers.generation import Generation as Generation
 from kvjax.drivers.generation import generate as generate
 from kvjax.drivers.generation import generate_from as generate_from
+from kvjax.drivers.replay import replay as replay
 from kvjax.drivers.sampling import Categorical as Categorical
 from kvjax.drivers.sampling import Greedy as Greedy
 from kvjax.drivers.sampling import Sample as Sample

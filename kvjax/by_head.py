@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvjax.cache.context import Context, Phase, Site
+from kvjax.cache.context import Context, Site
 from kvjax.cache.state import LayerKV, evict
 from kvjax.policy import LayerPolicy, LayerSpec, Layout, Rule, keeps_all
 from kvjax.scoring.select import Selection
@@ -56,7 +56,7 @@ class ByHead(Rule):
         members = [layer.spec if layer.rules else keeps_all(site) for layer in self._layers(site)]
         _check_members(self.members, members)
         specs = [members[member] for member in self.heads]
-        prompt, step = (ordered(m for spec in members for m in spec.observe(p)) for p in get_args(Phase))
+        prompt, step = (ordered(m for spec in members for m in getattr(spec, name)) for name in ("prompt", "step"))
         return LayerSpec(
             np.mean([spec.target for spec in specs], axis=0),
             np.max([spec.capacity for spec in specs], axis=0),

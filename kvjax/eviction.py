@@ -124,6 +124,7 @@ class Evict(Rule):
             heads=self.granularity,
             positions=self.positions,
             storage=self.storage,
+            reads="whole" if any(m.again is not None for m in self._needed("prefill")) else "blocks",
             gates=self.select.relaxed,
             hides=None if self.mask is None else "visible",
             timed=self._timed,

@@ -73,8 +73,9 @@ class PrefillMemory:
     Attention and the feed-forward network of a layer follow one another, so that the larger counts.
 
     Attributes:
-      cache: all keys and values of one layer, with their positions and what the policy carries for them; of all layers
-        with what is measured in them, where one decision is made for all when the model has run.
+      cache: all keys and values of one layer, with their positions and what the policy carries for them; of all
+        layers where the prompt is read again before they are evicted from, and of all layers with what is measured in
+        them where one decision is made for all when the model has run.
       attention: the residual stream as it is and normalised, queries before and after rotation, what is measured, and
         logits and probabilities of a block of rows, as XLA computes them.
       feed_forward: the residual stream as it is and normalised, and three arrays as wide as the network: a gate, what
@@ -174,6 +175,8 @@ def predict(
     largest = max(prefill, key=lambda found: found[0].total)[0]
     if together:
         largest = dataclasses.replace(largest, cache=sum(found.cache + measured for found, measured in prefill))
+    elif any(policy.spec.replays for policy in layers):  # they are read again before any of them is evicted from
+        largest = dataclasses.replace(largest, cache=sum(found.cache for found, _ in prefill))
     return Memory(
         f"{batch} x ({site.prompt_len:,} + {site.max_new_tokens:,}) tokens, {dtype.name}",
         tuple(map(_layer, kept)),
@@ -267,7 +270,8 @@ def _measured(
     kv = append(kv, new, new, pos)
     ctx = dataclasses.replace(ctx, tokens=pos)
     out_proj = jnp.zeros((site.num_query_heads, site.head_dim, max(embed_dim, 1)), dtype)
-    moment = Moment(q, q, kv, pos, ctx, lambda x, at: x, out_proj)
+    hidden = jnp.zeros((batch, rows, max(embed_dim, 1)), dtype)
+    moment = Moment(q, q, kv, pos, ctx, lambda x, at: x, out_proj, hidden)
     observed = policy.spec.observe("prefill")
     asked = [o.columns(moment) for o in observed]
     columns = tuple(c for c in asked if c is not None)

@@ -16,6 +16,7 @@ from kvjax.cache.state import KeyPositions, Positions
 from kvjax.functions import check_unchanged
 from kvjax.memory import Memory, Widths, predict
 from kvjax.policy import LayerPolicy, LayerSpec, Layout, Policy, Reads, as_policy
+from kvjax.scoring.replay import Replay
 from kvjax.sizes.tables import LONGEST
 from pallas_kernels.pytree import pytree
 from pallas_kernels.values import MOST_TOKENS, checked, each, float_dtype, optional, whole
@@ -123,6 +124,11 @@ class CachePlan:
     def reads(self) -> Reads:
         """How prompts may be read (`LayerSpec.reads`): what the pickiest layer allows."""
         return max((spec.reads for spec in self.specs), key=("blocks", "whole", "rows").index)
+
+    @functools.cached_property
+    def replays(self) -> tuple[Replay, ...]:
+        """How prompts are read again before anything of them is evicted, for the layers that ask for it."""
+        return tuple(dict.fromkeys(replay for spec in self.specs for replay in spec.replays))
 
     @property
     def num_slots(self) -> int:
@@ -313,7 +319,7 @@ def make_plan(
         sites.append(site)
         specs.append(spec)
     planned = np.arange(prompt_len + 1) if lengths is None else np.array(sorted({*known, prompt_len}))
-    return CachePlan(
+    plan = CachePlan(
         policy,
         tuple(sites),
         tuple(_capacity(spec, planned) for spec in specs),
@@ -321,6 +327,9 @@ def make_plan(
         tuple(spec.storage for spec in specs),
         _widths(config),
     )
+    for replay in plan.replays:
+        _check_replay(config, replay, prompt_len)
+    return plan
 
 
 def _widths(config: ModelConfig) -> Widths:
@@ -341,6 +350,22 @@ def _check_learned(config: ModelConfig, tokens: int) -> None:
         raise ValueError(
             f"prompt_len and max_new_tokens are {tokens} tokens together, but this model has learned {most} positions; "
             "plan for fewer"
+        )
+
+
+def _check_replay(config: ModelConfig, replay: Replay, prompt_len: int) -> None:
+    """Raises ValueError for instructions of other tokens than the model's, or in places that it does not have."""
+    if wrong := [i for i in replay.ids if i >= config.vocab_size]:
+        raise ValueError(
+            f"the instruction has the token id {wrong[0]}, but the model's vocabulary {config.vocab_size} (0 to "
+            f"{config.vocab_size - 1}); encode it with this model's tokenizer"
+        )
+    most, end = getattr(config, "max_position", 0), prompt_len + replay.rows(prompt_len)
+    if getattr(config, "learned_positions", False) and end > most:
+        raise ValueError(
+            f"a prompt of {prompt_len} tokens and {replay.rows(prompt_len)} that repeat a chunk of it are {end} tokens "
+            f"together, but this model has learned {most} positions; use a smaller chunk= (now {replay.chunk}) or "
+            "shorter prompts"
         )
 
 

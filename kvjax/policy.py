@@ -25,6 +25,7 @@ from kvjax.cache import mesh
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.pool import PooledKV
 from kvjax.cache.state import KeyPositions, KVState, LayerKV, Positions
+from kvjax.scoring.replay import Replay
 from kvjax.scoring.select import Selection
 from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement, ordered
 from kvjax.sizes.schedule import Schedule
@@ -43,7 +44,8 @@ class LayerSpec:
       target: live slots that a head may keep, on average over heads.
       capacity: the most live slots of one head while decoding.
       slots: the most live slots of all heads together while decoding.
-      prompt, step: what is measured of the prompt's rows, and of a decode step's; nothing is paid for an empty tuple.
+      prompt, step: what is measured of the prompt's rows, or of rows that repeat it (`Measurement.again`), and of a
+        decode step's; nothing is paid for an empty tuple.
       heads: the layer has a set of slots for every kv head, or for every query head.
       positions: how its keys are rotated.
       storage: how it is stored after the prompt: "dense", or a "pool" of slots that heads share (`kvjax.cache.pool`).
@@ -76,8 +78,13 @@ class LayerSpec:
     first: int | None = None
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
-        """What is measured in a phase."""
-        return self.prompt if phase == "prefill" else self.step
+        """What is measured in a phase, of the rows that it reads."""
+        return tuple(m for m in self.prompt if m.again is None) if phase == "prefill" else self.step
+
+    @property
+    def replays(self) -> tuple[Replay, ...]:
+        """How the prompt is read again before anything of it is evicted."""
+        return tuple(dict.fromkeys(m.again for m in self.prompt if m.again is not None))
 
 
 def keeps_all(site: Site, **fields: Any) -> LayerSpec:

@@ -56,7 +56,7 @@ class Attention(nn.Module):
         y = dense(c, (N + 2 * K) * H, c.bias, "query_key_value")(x)
         y = y.reshape(B, T, K, N // K + 2, H).transpose(0, 2, 3, 1, 4)
         q, k, v = y[:, :, :-2].reshape(B, N, T, H), y[:, :, -2], y[:, :, -1]
-        return attended(self, q, k, v, cache, attend=attend, layer=layer, out="dense", bias=c.bias)
+        return attended(self, x, q, k, v, cache, attend=attend, layer=layer, out="dense", bias=c.bias)
 
 
 class Block(nn.Module):

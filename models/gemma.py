@@ -81,7 +81,7 @@ class Attention(nn.Module):
         q, k, v = heads("q_proj", c.num_query_heads), heads("k_proj", c.num_kv_heads), heads("v_proj", c.num_kv_heads)
         scale = None if c.query_scalar is None else c.query_scalar**-0.5
         how = {"scale": scale, "softcap": c.attention_cap, "attend": attend, "layer": layer}
-        return attended(self, q, k, v, cache, out="o_proj", bias=c.attention_bias, **how)
+        return attended(self, x, q, k, v, cache, out="o_proj", bias=c.attention_bias, **how)
 
 
 class Block(nn.Module):

@@ -47,7 +47,7 @@ class Attention(nn.Module):
         y = split(dense(c, 3 * c.embed_dim, True, "c_attn")(x), 3 * c.num_query_heads)
         q, k, v = jnp.split(y, 3, axis=1)
         scale = (c.head_dim**-0.5 if c.scaled else 1.0) / (layer + 1 if c.scaled_by_layer else 1)
-        return attended(self, q, k, v, cache, attend=attend, layer=layer, out="c_proj", bias=True, scale=scale)
+        return attended(self, x, q, k, v, cache, attend=attend, layer=layer, out="c_proj", bias=True, scale=scale)
 
 
 class Block(nn.Module):

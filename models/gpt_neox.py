@@ -42,7 +42,7 @@ class Attention(nn.Module):
         c = self.config
         y = dense(c, 3 * c.num_query_heads * c.head_dim, c.attention_bias, "query_key_value")(x)
         q, k, v = y.reshape(*x.shape[:2], c.num_query_heads, 3, c.head_dim).transpose(3, 0, 2, 1, 4)
-        return attended(self, q, k, v, cache, attend=attend, layer=layer, out="dense", bias=c.attention_bias)
+        return attended(self, x, q, k, v, cache, attend=attend, layer=layer, out="dense", bias=c.attention_bias)
 
 
 class Block(nn.Module):

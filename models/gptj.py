@@ -35,7 +35,7 @@ class Attention(nn.Module):
         c = self.config
         names = ("q_proj", "k_proj", "v_proj")
         q, k, v = (split(dense(c, c.embed_dim, False, n)(x), c.num_query_heads) for n in names)
-        return attended(self, q, k, v, cache, attend=attend, layer=layer, out="out_proj", bias=False)
+        return attended(self, x, q, k, v, cache, attend=attend, layer=layer, out="out_proj", bias=False)
 
 
 class Block(nn.Module):

@@ -49,7 +49,7 @@ class Attention(nn.Module):
             return RMSNorm(c, name=f"{name[0]}_norm")(y) if c.qk_norm and name != "v_proj" else y
 
         q, k, v = heads("q_proj", c.num_query_heads), heads("k_proj", c.num_kv_heads), heads("v_proj", c.num_kv_heads)
-        return attended(self, q, k, v, cache, attend=attend, layer=layer, out="o_proj", bias=c.out_bias)
+        return attended(self, x, q, k, v, cache, attend=attend, layer=layer, out="o_proj", bias=c.out_bias)
 
 
 def gated(config: ModelConfig, layer: int) -> nn.Module:

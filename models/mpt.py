@@ -81,7 +81,7 @@ class Attention(nn.Module):
         y = split(dense(c, 3 * c.embed_dim, False, "Wqkv")(x), 3 * c.num_query_heads)
         q, k, v = jnp.split(y if c.clip is None else jnp.clip(y, -c.clip, c.clip), 3, axis=1)
         how = {"scale": c.scale, "slopes": c.slopes, "attend": attend, "layer": layer}
-        return attended(self, q, k, v, cache, out="out_proj", bias=False, **how)
+        return attended(self, x, q, k, v, cache, out="out_proj", bias=False, **how)
 
 
 class Block(nn.Module):

@@ -49,7 +49,7 @@ class Attention(nn.Module):
         c = self.config
         names = ("q_proj", "k_proj", "v_proj")
         q, k, v = (split(dense(c, c.embed_dim, c.bias, n)(x), c.num_query_heads) for n in names)
-        return attended(self, q, k, v, cache, attend=attend, layer=layer, out="out_proj", bias=c.bias)
+        return attended(self, x, q, k, v, cache, attend=attend, layer=layer, out="out_proj", bias=c.bias)
 
 
 class Block(nn.Module):

@@ -117,6 +117,7 @@ def split(x: Float[Array, "B T _"], num_heads: int) -> Float[Array, "B _ T H"]:
 
 def attended(
     module: nn.Module,
+    x: Float[Array, "B T D"],
     q: Float[Array, "B N T H"],
     k: Float[Array, "B K T H"],
     v: Float[Array, "B K T H"],
@@ -132,6 +133,7 @@ def attended(
 
     Args:
       module: the attention in whose compact method this is called; its `config` has the sizes.
+      x: what the module reads, for policies that look at hidden states.
       q, k, v: heads before rotation.
       cache, attend, layer: as the module was given them.
       out: the name of the output projection.
@@ -143,9 +145,8 @@ def attended(
     if not module.is_initializing():
         kernel = module.variables["params"][out]["kernel"]
         out_proj = kernel.reshape(c.num_query_heads, c.head_dim, c.embed_dim)
-    y, cache, stats = attend(
-        cache, q, k, v, layer=layer, rotate=c.rotation(layer), out_proj=out_proj, window=c.window(layer), **options
-    )
+    options |= {"rotate": c.rotation(layer), "window": c.window(layer)}
+    y, cache, stats = attend(cache, q, k, v, layer=layer, out_proj=out_proj, hidden=x, **options)
     B, _, T, _ = y.shape
     y = y.transpose(0, 2, 1, 3).reshape(B, T, c.num_query_heads * c.head_dim)
     return dense(c, c.embed_dim, bias, out)(y), cache, stats

@@ -36,7 +36,7 @@ class Attention(nn.Module):
         N, K = c.num_query_heads, c.num_kv_heads
         y = split(dense(c, (N + 2 * K) * c.head_dim, False, "qkv_proj")(x), N + 2 * K)
         q, k, v = jnp.split(y, (N, N + K), axis=1)
-        return attended(self, q, k, v, cache, attend=attend, layer=layer, out="o_proj", bias=False)
+        return attended(self, x, q, k, v, cache, attend=attend, layer=layer, out="o_proj", bias=False)
 
 
 class FusedMLP(nn.Module):

@@ -60,7 +60,7 @@ class Attention(nn.Module):
             return HeadNorms(c, name=f"{name[0]}_layernorm")(y) if c.qk_norm and name != "v_proj" else y
 
         q, k, v = heads("q_proj", c.num_query_heads), heads("k_proj", c.num_kv_heads), heads("v_proj", c.num_kv_heads)
-        return attended(self, q, k, v, cache, attend=attend, layer=layer, out="o_proj", bias=False)
+        return attended(self, x, q, k, v, cache, attend=attend, layer=layer, out="o_proj", bias=False)
 
 
 class Block(nn.Module):

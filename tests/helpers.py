@@ -62,11 +62,14 @@ def random_stats(policy, kv, ctx, seed=0, T=None):
     """What a policy would see if random queries stood at the last T slots."""
     B, K, S = kv.pos.shape
     T = S if T is None else T
-    observed = policy.at(ctx.site).spec.observe(ctx.phase)
+    spec = policy.at(ctx.site).spec
+    observed = spec.prompt if ctx.phase == "prefill" else spec.step
+    ctx = dataclasses.replace(ctx, again=(jnp.zeros_like(ctx.length), ctx.length))
     q, _, _ = qkv(seed + 17, B=B, N=ctx.site.num_query_heads, K=K, T=T, H=kv.v.shape[-1])
     out_proj = jax.random.normal(jax.random.key(seed), (ctx.site.num_query_heads, kv.v.shape[-1], 12))
     pos = kv.pos[:, 0, S - T :]
-    moment = Moment(q, q, kv, pos, ctx, lambda x, pos: x, out_proj)
+    hidden = jax.random.normal(jax.random.key(seed + 1), (B, T, 12))
+    moment = Moment(q, q, kv, pos, ctx, lambda x, pos: x, out_proj, hidden)
     requests = {o: o.columns(moment) for o in observed}
     columns = {o: c for o, c in requests.items() if c is not None}
     result = attention(q, kv.k, kv.v, pos, kv.pos, columns=tuple(columns.values()), implementation="reference")

@@ -31,6 +31,7 @@ class Case:
       fills: uses the budget that it has; otherwise the budget is a cap, and heads may hold less.
       together: such a cap is one of all heads together.
       lossless: a budget that holds everything leaves attention as it is.
+      replays: it decides by rows that read the prompt again, so that one layer's tensors do not show what it does.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Case:
     fills: bool = True
     together: bool = False
     lossless: bool = True
+    replays: bool = False
 
     def __repr__(self):
         return self.name
@@ -235,6 +237,10 @@ def _simlayerkv(budget):
     return methods.simlayerkv(0.4, sinks=2, recent=4, rows=2, budget=budget)
 
 
+def _kvzip(budget, **kwargs):
+    return methods.kvzip(budget, repeat=(1, 2), repeat_next=(3,), suffix=(4,), chunk=9, overlap=2, sinks=2, **kwargs)
+
+
 CASES = (
     Case("full", lambda b: methods.full(), exact=False, decodes=False),
     Case("window", methods.window, recent=lambda b: b),
@@ -347,7 +353,10 @@ CASES = (
         together=True,
     ),
     Case("fastgen_lossless", _fastgen_lossless),
+    Case("kvzip", _kvzip, sinks=2, exact=False, decodes=False, replays=True),
+    Case("kvzip_plus", lambda b: _kvzip(b, plus=True), sinks=2, exact=False, decodes=False, replays=True),
 )
+OF_ONE_LAYER = [case for case in CASES if not case.replays]
 
 # Every row costs seconds. With `-m slow` every row crosses every law; the default run has the rows of distinct
 # mechanisms, fewer of them where a model is compiled for each.
@@ -355,7 +364,7 @@ CORE = {
     *("full", "window", "streaming_llm", "random", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "h2o_every_4"),
     *("tova_when_over_3", "h2o_pooled", "snapkv_then_h2o", "scissorhands", "roco", "nacl_decoding", "ahakv"),
     *("keyformer", "fastgen", "chunkkv", "think", "h2o_rerotated", "criticalkv", "r_kv", "compactor"),
-    *("layer_defensivekv", "finch_chunks"),
+    *("layer_defensivekv", "finch_chunks", "kvzip"),
 }
 SAMPLE = {
     *("streaming_llm", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "h2o_pooled", "keyformer"),

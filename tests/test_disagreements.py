@@ -408,6 +408,7 @@ def test_defaults():
         "lagkv": {"lag": 128, "sinks": 4, "cross_scoring": False},
         "expected_attention": {"horizon": 512, "sinks": 4, "eps": 0.0},
         "criticalkv": {"first_stage": 0.5, "eps": 1e-4},
+        "kvzip": {"chunk": 2048, "overlap": 8, "sinks": 4, "plus": False, "prefix": None},
         "chunkkv": {"chunk_size": 20},
         "think": {"query_rows": 32},
     }

@@ -12,7 +12,7 @@ import kvjax
 from kvjax.cache.state import EMPTY, evict
 from kvjax.drivers import generation
 from tests import helpers
-from tests.methods import CASES, CORE, every_method, few_methods, sampled_methods
+from tests.methods import CASES, CORE, OF_ONE_LAYER, every_method, few_methods, sampled_methods
 
 B, K, N, T, H = 2, 2, 4, 24, 8
 BUDGET = 10
@@ -22,7 +22,7 @@ OUT_PROJ = jnp.ones((N, H, H))
 
 def stochastic_free():
     mark = lambda c: () if c.name in CORE else pytest.mark.slow
-    rows = [pytest.param(c, marks=mark(c)) for c in CASES if not (c.random or c.by_head)]
+    rows = [pytest.param(c, marks=mark(c)) for c in OF_ONE_LAYER if not (c.random or c.by_head)]
     return pytest.mark.parametrize("case", rows, ids=repr)
 
 
@@ -182,6 +182,8 @@ def test_permuting_kv_heads_permutes_the_result(case):
 @every_method
 @pytest.mark.parametrize("budget", [BUDGET, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_a_padded_row_gets_what_it_gets_alone(case, budget):
+    if case.replays:
+        pytest.skip("one layer cannot read its prompt again; tests of replays have this with a model")
     q, k, v = helpers.qkv(4, B=B, N=N, K=K, T=T, H=H)
     policy = case.make(budget)
     lengths = np.array([T, 16])

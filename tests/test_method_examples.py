@@ -757,3 +757,31 @@ def test_headkv_divides_what_heads_have_given_up():
     policy = methods.headkv(10, [[3.0, 1.0], [0.0, 0.0]], beta=2.0, window_size=2)
     budgets = [kvjax.evict_layer(policy, q, k, v, layer=i, num_layers=2).budgets[0].tolist() for i in range(2)]
     assert budgets == [[18, 10], [6, 6]]
+
+
+def test_kvzip_by_hand():
+    """Two rows behind a prompt of four: the larger probability, as it is or weighed; of a later chunk beside a sink."""
+    weights = np.array([[1, 2, 4, 1, 2, 0], [3, 1, 1, 1, 2, 2]])  # e to the logits
+    q = jnp.asarray(np.log(np.maximum(weights, 1e-30)), jnp.float32)[None, None]
+    k, rows = jnp.eye(6)[None, None], jnp.asarray([[4, 5]], jnp.int32)
+    v = jnp.asarray([1.0, 1, 1, 5, 1, 1])[None, None, :, None] * jnp.eye(6)[:1][None, None]
+    given = {"out_proj": jnp.eye(6)[None], "hidden": jnp.asarray([[[2.0], [1.0]]]), "scale": 1.0}
+    kv, site = kvjax.LayerKV(k, v, jnp.arange(6, dtype=jnp.int32)[None, None]), helpers.site(T=4, K=1, N=1, H=6)
+
+    def score(policy, first=0, last=4):
+        ctx = helpers.context(site, length=[6], prompt_length=[4])
+        ctx = dataclasses.replace(ctx, again=(jnp.array([first]), jnp.array([last])))
+        moment = kvjax.scoring.stats.Moment(q, q, kv, rows, ctx, lambda x, _: x, **given)
+        return np.asarray(policy.score.of.measure(moment))[0, 0, :4]
+
+    def kept(policy):
+        prompt = kvjax.LayerKV(k[:, :, :4], v[:, :, :4], kv.pos[..., :4], policy.at(site).init(1))
+        stats = LayerStats((jnp.asarray(score(policy))[None, None],), (policy.score.of,))
+        return helpers.live_positions(policy.layer(prompt, stats, helpers.context(site, length=[4])))[0][0]
+
+    plain, plus = methods.kvzip(2, sinks=0, chunk=4), methods.kvzip(2, sinks=0, chunk=4, plus=True)
+    np.testing.assert_allclose(score(plain), [0.3, 0.2, 0.4, 0.1], atol=1e-6)
+    np.testing.assert_allclose(score(plus), [0.3, 0.1, 0.2, 0.5], atol=1e-6)
+    assert (kept(plain), kept(plus)) == ([0, 2], [0, 3])
+    later = methods.kvzip(2, sinks=1, chunk=2)
+    np.testing.assert_allclose(score(later, 2, 4), [0, 0, 4 / 8, 1 / 8], atol=1e-6)

@@ -17,7 +17,7 @@ from kvjax.drivers.steps import _with_room
 from models.gpt2 import GPT2Config
 from models.mpt import MPTConfig
 from tests import helpers
-from tests.methods import CASES
+from tests.methods import CASES, OF_ONE_LAYER
 
 B, HEADS, T, NEW, BUDGET = 2, 2, 24, 7, 10
 LENGTHS = np.array([T, 17])
@@ -134,7 +134,7 @@ def test_evicted_tokens_are_hidden_ones(kind, case):
 # Slopes are the same as a channel that carries a key's position, for methods that do not look at channels.
 OF_KEYS = {"knorm", "keydiff", "lagkv", "expected_attention", "think", "snapkv_then_think"}
 OF_THREE_LAYERS = {"layer_table", "head_table"}
-OF_ATTENTION = [c for c in CASES if c.name not in OF_KEYS | OF_THREE_LAYERS]
+OF_ATTENTION = [c for c in OF_ONE_LAYER if c.name not in OF_KEYS | OF_THREE_LAYERS]
 WITHOUT_ATTENTION = {"full", "window", "random", "random_run", "from_fn", "dilated_mask", "dilated_anchored"}
 SLOPES = (0.5, 0.25, 0.1, 0.05)
 

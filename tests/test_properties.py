@@ -17,7 +17,7 @@ from kvjax.eviction import Evict
 from kvjax.scoring.select import TopK
 from kvjax.sizes.budget import as_count
 from tests import helpers
-from tests.methods import CASES, FEW
+from tests.methods import FEW, OF_ONE_LAYER
 
 B, K, H, T, STEPS, LAYERS = 2, 2, 8, 16, 5, 3
 CONTENTS = ("random", "equal keys", "equal tokens", "sharp")
@@ -162,7 +162,7 @@ def prompt_property(case, data, groups, widths):
 
 
 def _cases(quick):
-    return pytest.mark.parametrize("case", [c for c in CASES if not quick or c.name in quick], ids=repr)
+    return pytest.mark.parametrize("case", [c for c in OF_ONE_LAYER if not quick or c.name in quick], ids=repr)
 
 
 @_cases(FEW | {"chunkkv", "criticalkv", "h2o_pooled"})

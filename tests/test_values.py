@@ -17,12 +17,14 @@ from kvjax.cache.context import row_keys
 from kvjax.learning import families, relax
 from kvjax.methods import profiling as fastgen
 from kvjax.scoring import key_scores, measurements, scores, select
+from kvjax.scoring.learned import FrozenArrays
+from kvjax.scoring.predicted import HiddenHeads
 from kvjax.sizes import allocation
 from kvjax.sizes.budget import Above, AtMost, Ratio, Share, Sum, Tokens
 from pallas_kernels import Columns, Softmax, attention, hash_uniform, pooled_attention, recovered_attention
 from pallas_kernels.values import Value, complete_repr
 from tests import helpers
-from tests.methods import CASES
+from tests.methods import CASES, OF_ONE_LAYER
 
 NAN = float("nan")
 
@@ -127,6 +129,7 @@ NONSENSE = (
     np.array(2),
     {},
 )
+HEADS = HiddenHeads(FrozenArrays({"out": np.zeros((3, 8, 2), np.float32), "out_bias": np.zeros((3, 2), np.float32)}))
 FILTERS = {"budget": 64, "filters": np.ones((2, 2, 8), np.float32)}
 NEEDED = {
     "q_filters": FILTERS,
@@ -136,6 +139,7 @@ NEEDED = {
     "easykv": {"importance": "roco", "budget": 20, "mode": "encoding"},
     "full": {},
     "think": {},
+    "kvzap": {"budget": 64, "function": HEADS},
 }
 METHODS = [n for n, f in sorted(vars(methods).items()) if inspect.isfunction(f)]
 
@@ -312,7 +316,7 @@ MIXES = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c.name in MIXES else pytest.mark.slow) for c in CASES], ids=repr
+    "case", [pytest.param(c, marks=() if c.name in MIXES else pytest.mark.slow) for c in OF_ONE_LAYER], ids=repr
 )
 def test_strict_promotion_of_64_bits(case):
     """Tests run under strict promotion; float64 meets the 32 bits of memories, noise and counts."""

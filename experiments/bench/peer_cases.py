@@ -10,7 +10,8 @@ case's seed, so that the file holds the kept sets alone.
 A case whose kept sets change when tensors change by a hundred-thousandth is not recorded; another seed is tried. What
 is decided by equal scores alone stays.
 
-The file: `about` has versions, and the names of all presses; `presses` has, for every press, written as Python with `r` for the compression ratio, a list of cases:
+The file: `about` has versions, and the names of all presses; `presses` has, for every press, written as Python with `r`
+for the compression ratio, a list of cases:
 
 | key | what |
 |---|---|

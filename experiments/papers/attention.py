@@ -67,7 +67,8 @@ def capture(model: Model, params: PyTree[Any], tokens: Int[Array, "B T"]) -> tup
     plain = without_cache(pos)
     layers = []
 
-    def attend(cache, q, k, v, *, layer, rotate, out_proj=None, scale=None, **how):
+    def attend(cache, q, k, v, *, layer, rotate, out_proj=None, hidden=None, scale=None, **how):
+        del hidden
         if out_proj is None:
             raise ValueError(f"layer {layer} of the model passes no out_proj to attend; figures need it")
         turned = rotate(q, pos[:, None]), rotate(k, pos[:, None])

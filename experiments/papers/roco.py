@@ -113,8 +113,8 @@ def _read_and_evict(
         pos = jnp.full((X, 1), t)
         overlaps = []
 
-        def attend(cache, q, k, v, *, layer, rotate, out_proj=None, slopes=None, **options):
-            del layer, out_proj
+        def attend(cache, q, k, v, *, layer, rotate, out_proj=None, hidden=None, slopes=None, **options):
+            del layer, out_proj, hidden
             keys, values, live, total = cache
             write = lambda x, new: lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), t, 2)
             keys, values = write(keys, rotate(k, pos[:, None])), write(values, v)

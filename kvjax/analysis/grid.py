@@ -71,6 +71,7 @@ def _check_keeps_tokens(name: str, plan: CachePlan) -> None:
                 "hides tokens from single rows": spec.hides is not None,
                 "changes how keys are stored": type(rule).finish is not Rule.finish,
                 "keeps a part of every token": spec.gates,
+                "decides by rows that read the prompt again": bool(spec.replays),
             }
             for what in (what for what, true in does.items() if true):
                 raise ValueError(f"{name!r} {what}, which is no choice of tokens; no keep mask has its losses")

@@ -245,6 +245,8 @@ def read(
     measure = tuple(map(tuple, measure)) or ((),) * model.config.num_layers
     if len(measure) != model.config.num_layers:
         raise ValueError(f"measure is for {len(measure)} layers, but the model has {model.config.num_layers}")
+    if again := [m for asked in measure for _, m in asked if m.again is not None]:
+        raise ValueError(f"{again[0]} measures rows that read the prompt again, but a reading has none; use prefill")
     return _read_once(model, params, tokens, continuation, jnp.asarray(lengths), keys, seeds=seeds, measure=measure)
 
 
@@ -277,7 +279,7 @@ def read_traced(
 
     noisy_among: dict[Any, tuple[int, ...]] = {}  # which of some measurements draw noise
 
-    def over_prompt(cache, q, k, v, *, layer, rotate, out_proj=None, **options):
+    def over_prompt(cache, q, k, v, *, layer, rotate, out_proj=None, hidden=None, **options):
         del cache
 
         def observed(keys, granularity, observe):
@@ -287,7 +289,7 @@ def read_traced(
             ctx = Context(lengths, lengths, keys, site=site, phase="prefill", tokens=tokens)
             k_, v_ = (x if heads == K else by_query_head(x, N) for x in (k, v))
             empty = LayerKV(k_[:, :, :0], v_[:, :, :0], jnp.zeros((B, heads, 0), jnp.int32))
-            seen = {"observe": observe, "out_proj": out_proj}
+            seen = {"observe": observe, "out_proj": out_proj, "hidden": hidden}
             return attend(empty, q, k_, v_, pos, ctx=ctx, rotate=rotate, **seen, **options)
 
         def values(granularity, observe, chosen):

@@ -133,6 +133,8 @@ class Context:
       sizes: what the rules of a layer have instead of planned numbers, one a rule (`Rule.sizes_of`); for one rule,
         its own. None for the planned ones.
       heads: the kv heads that are here, where several devices share those of a layer; None for all.
+      again: where the tokens are some of the prompt's, read again (`kvjax.scoring.replay.Replay`): the positions of
+        the chunk, from the first up to before the second; None elsewhere.
     """
 
     length: Int[Array, "B"]
@@ -144,6 +146,7 @@ class Context:
     index: Int[Array, ""] | None = None
     sizes: Any = None
     heads: Int[Array, "K"] | None = None
+    again: tuple[Int[Array, "B"], Int[Array, "B"]] | None = None
 
     @property
     def layer(self) -> Int[Array, ""]:

@@ -31,6 +31,7 @@ class Attend(Protocol):
         layer: int,
         rotate: Rotate,
         out_proj: Float[Array, "N H D"] | None = None,
+        hidden: Float[Array, "B T D"] | None = None,
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
@@ -45,6 +46,7 @@ class Attend(Protocol):
           layer: index of the layer.
           rotate: applies the rotary embedding at given positions.
           out_proj: the layer's output projection, for policies that look at what values contribute.
+          hidden: what queries, keys and values are projections of, for policies that look at hidden states.
           scale, window, softcap: as in `pallas_kernels.attention`.
           slopes: those of ALiBi, one for each query head, for models that tell keys' positions by them.
         """
@@ -62,6 +64,7 @@ def attend(
     rotate: Rotate,
     observe: Sequence[Measurement] = (),
     out_proj: Float[Array, "N H D"] | None = None,
+    hidden: Float[Array, "B T D"] | None = None,
     policy: LayerPolicy | None = None,
     scale: float | None = None,
     window: int | None = None,
@@ -79,6 +82,7 @@ def attend(
       rotate: applies the rotary embedding at given positions.
       observe: what to measure.
       out_proj: the layer's output projection, for measurements that need it.
+      hidden: what queries, keys and values are projections of, for measurements that need it.
       policy: the layer's, which may hide live slots from a single new row.
       scale, window, softcap: as in `pallas_kernels.attention`.
       slopes: of ALiBi, one for each query head: the logit of a key falls by it with every place between the key and
@@ -116,7 +120,7 @@ def attend(
     keys, view = kv.keys(rotate), kv.view()
     q = widened(q, keys.shape[-1])
 
-    moment = Moment(q, raw_q, view, pos, ctx, rotate, out_proj, scale, window, softcap, slopes)
+    moment = Moment(q, raw_q, view, pos, ctx, rotate, out_proj, hidden, scale, window, softcap, slopes)
     requests = {o: o.columns(moment) for o in observe}
     columns = {o: c for o, c in requests.items() if c is not None}
     bias = None if slopes is None else kv.bias(slopes)
@@ -181,8 +185,10 @@ def _thinned(x: Float[Array, "B N T H"], channels: Int[Array, "B K C"]) -> Float
 def without_cache(pos: Int[Array, "B T"]) -> Attend:
     """Plain causal attention among T tokens, for training and for scoring text without a cache. Differentiable."""
 
-    def plain(cache, q, k, v, *, layer, rotate, out_proj=None, scale=None, window=None, softcap=None, slopes=None):
-        del layer, out_proj
+    def plain(
+        cache, q, k, v, *, layer, rotate, out_proj=None, hidden=None, scale=None, window=None, softcap=None, slopes=None
+    ):
+        del layer, out_proj, hidden
         _check_slopes(slopes, q.shape[1])
         B, K, T, _ = k.shape
         keys_pos = jnp.broadcast_to(pos[:, None], (B, K, T))

@@ -16,7 +16,7 @@ from kvjax.cache.state import KVState, LayerKV, compact
 from kvjax.drivers.attention import attend
 from kvjax.plan import CachePlan
 from kvjax.policy import LayerPolicy, context
-from kvjax.scoring.stats import LayerStats
+from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement
 from pallas_kernels.pytree import pytree, static
 
 
@@ -84,24 +84,47 @@ class LayerSteps:
         *,
         layer: int,
         out_proj: Float[Array, "N H D"] | None = None,
+        hidden: Float[Array, "B T D"] | None = None,
         **options: Any,
     ) -> tuple[Float[Array, "B N T H"], Any, LayerStats]:
         """See `kvjax.drivers.attention.Attend`."""
+        if not any(m.sees_hidden for m in self._observed(layer)):
+            hidden = None
         if not isinstance(cache, PooledKV):
-            return self._attend(cache, q, k, v, out_proj, layer=layer, **options)
+            return self._attend(cache, q, k, v, out_proj, hidden, layer=layer, **options)
         call = lambda self, *arrays: self._attend(*arrays, layer=layer, **options)
-        return mesh.everywhere(call, self, cache, q, k, v, out_proj)
+        return mesh.everywhere(call, self, cache, q, k, v, out_proj, hidden)
 
-    def _attend(self, cache: Any, q: Array, k: Array, v: Array, out_proj: Any, *, layer: int, **options: Any) -> Any:
+    def _attend(
+        self, cache: Any, q: Array, k: Array, v: Array, out_proj: Any, hidden: Any, *, layer: int, **options: Any
+    ) -> Any:
         q, k, v = (mesh.prompt_rows(x, None, mesh.HEADS) for x in (q, k, v))
         policy, ctx = self._here(layer)
-        observe = self.state.plan.specs[layer].observe(self.phase)
         hiding = policy if q.shape[2] == 1 else None
-        options = {"observe": observe, "policy": hiding, "out_proj": out_proj, **options}
-        out, kv, stats = attend(cache, q, k, v, self.pos, ctx=ctx, **options)
+        options = {"policy": hiding, "out_proj": out_proj, "hidden": hidden, **options}
+        out, kv, stats = attend(cache, q, k, v, self.pos, ctx=ctx, observe=self._observed(layer), **options)
         if self.evict and not self.state.plan.policy.shared:
-            kv = self.stored(kv.apply(lambda view: policy.step(view, stats, ctx)), layer)
+            kv = self._decided(kv, stats, layer)
         return out, kv, stats
+
+    def _observed(self, layer: int) -> tuple[Measurement, ...]:
+        return self.state.plan.specs[layer].observe(self.phase)
+
+    def _decided(self, kv: LayerKV | PooledKV, stats: LayerStats, layer: int) -> LayerKV | PooledKV:
+        """A layer as its policy leaves it."""
+        policy, ctx = self._here(layer)
+        return self.stored(kv.apply(lambda view: policy.step(view, stats, ctx)), layer)
+
+    def decided(self, state: KVState, stats: AttentionStats) -> KVState:
+        """A state of which the policy decides what stays, when the model has run."""
+        plan: CachePlan = self.state.plan
+        if plan.policy.shared:
+            state = plan.policy(state, stats)
+            layers = tuple(self.stored(kv, i) for i, kv in enumerate(state.layers))
+        else:
+            each = zip(state.layers, stats.layers, strict=True)
+            layers = tuple(self._decided(kv, measured, i) for i, (kv, measured) in enumerate(each))
+        return dataclasses.replace(state, layers=layers)
 
     def stored(self, kv: LayerKV | PooledKV, layer: int) -> LayerKV | PooledKV:
         """A layer as it is kept after this pass."""

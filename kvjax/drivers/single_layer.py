@@ -28,6 +28,7 @@ def evict_layer(
     rotate: Rotate | None = None,
     slopes: Slopes | None = None,
     out_proj: Float[Array, "N H D"] | None = None,
+    hidden: Float[Array, "B T D"] | None = None,
     tokens: Int[Array, "B T"] | None = None,
     layer: int = 0,
     num_layers: int = 1,
@@ -43,6 +44,7 @@ def evict_layer(
       rotate: the rotary embedding, for policies that look at queries before it; then `q` and `k` are given before it.
       slopes: those of ALiBi, one for each query head, if the model has them.
       out_proj: the output projection, for policies that look at what values contribute.
+      hidden: what queries, keys and values are projections of, for policies that look at hidden states.
       tokens: token ids, for policies that look at them.
       layer, num_layers: which layer this is, for policies that treat layers differently.
 
@@ -51,7 +53,8 @@ def evict_layer(
       head. Padding is never kept.
 
     Raises:
-      ValueError: tensors that do not fit together, or a policy that cannot work with this prompt, or not read at once.
+      ValueError: tensors that do not fit together, or a policy that cannot work with this prompt, or not read at once,
+        or read again.
     """
     as_policy(policy)
     num_layers = checked(whole(1), "num_layers", num_layers)
@@ -72,6 +75,10 @@ def evict_layer(
         check_array("out_proj", out_proj, "query heads", "head_dim", "embed_dim")
         if out_proj.shape[:2] != (N, H):
             raise ValueError(f"out_proj has the shape {out_proj.shape}, but there are {N} query heads of width {H}")
+    if hidden is not None:
+        check_array("hidden", hidden, "batch", "tokens", "embed_dim")
+        if hidden.shape[:2] != (B, T):
+            raise ValueError(f"hidden has the shape {hidden.shape}, but the prompts are {B} of width {T}")
     if tokens is not None:
         ids = jnp.asarray(tokens)
         if ids.shape != (B, T) or not jnp.issubdtype(ids.dtype, jnp.integer):
@@ -88,6 +95,11 @@ def evict_layer(
         raise ValueError(
             f"every row of {policy} decides what the next one reads, but evict_layer reads {T} tokens at once; drive a "
             "model with prefill(..., block=1)"
+        )
+    if policy.at(site).spec.replays:
+        raise ValueError(
+            f"{policy} decides by rows that read the prompt again, but one layer has no model to read it; give the "
+            "model to kvjax.prefill or kvjax.generate"
         )
     if policy.at(site).spec.heads == "query_head":
         k, v = jnp.repeat(k, N // K, axis=1), jnp.repeat(v, N // K, axis=1)
@@ -107,7 +119,7 @@ def evict_layer(
     observe = here.spec.observe("prefill")
     ctx = Context(lengths, lengths, keys, site=site, phase="prefill", tokens=tokens)
     rotate = (lambda x, pos: x) if rotate is None else rotate
-    how = {"rotate": rotate, "out_proj": out_proj, "scale": scale, "slopes": slopes}
+    how = {"rotate": rotate, "out_proj": out_proj, "hidden": hidden, "scale": scale, "slopes": slopes}
     _, kv, stats = attend(kv, q, k, v, pos, ctx=ctx, observe=observe, **how)
     _, selection = here.decide(kv, stats, ctx)
     if selection is None:

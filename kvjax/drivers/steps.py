@@ -21,6 +21,7 @@ from kvjax.cache.mesh import everywhere, prompt_rows
 from kvjax.cache.pool import PooledKV
 from kvjax.cache.state import EMPTY, KVState, LayerKV, evict
 from kvjax.drivers.layers import LayerSteps
+from kvjax.drivers.replay import decided_by_replay
 from kvjax.drivers.requests import (
     Model,
     as_ids,
@@ -112,13 +113,19 @@ def forward(
 
     Raises:
       ValueError: a state that was planned for a model of other sizes, tokens of other sequences or outside the
-        vocabulary, several tokens a sequence in a decode step, more valid tokens than there are.
+        vocabulary, several tokens a sequence in a decode step, more valid tokens than there are; eviction by a policy
+        that wants its prompt read again, which `prefill` does.
     """
     check_model(model)
     check_is(KVState, "state", state)
     plan: CachePlan = state.plan
     plan.check_model(model.config)
     one_of("phase", phase, *get_args(Phase))
+    if phase == "prefill" and evict and plan.replays:
+        raise ValueError(
+            f"{plan.policy} reads prompts again before anything of them is evicted, but forward(evict=True) reads them "
+            "once; use kvjax.prefill"
+        )
     if phase == "decode":
         check_decodes(state)
     B, T = len(state.length), None if phase == "prefill" else 1
@@ -145,8 +152,7 @@ def forward(
         logits = jnp.where(past[:, None, None], jnp.nan, logits)
     state, stats = dataclasses.replace(state, layers=layers), AttentionStats(stats, phase=phase)
     if evict and plan.policy.shared:
-        state = plan.policy(state, stats)
-        state = dataclasses.replace(state, layers=tuple(steps.stored(kv, i) for i, kv in enumerate(state.layers)))
+        state = steps.decided(state, stats)
     return logits, state, stats
 
 
@@ -164,6 +170,9 @@ def prefill(
     mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B V"], KVState]:
     """Reads left-padded prompts, evicting layer by layer.
+
+    A policy that wants its prompt read again (`kvjax.methods.kvzip`) decides when all layers have read it: until then
+    the keys and values of the whole prompt exist in all of them.
 
     Ratios, positions, windows and votes are those of a sequence's own tokens, so a row of a padded batch gets exactly
     what it would get alone. Most released code is for batches of one, ignores padding, or sums over the batch (D-40).
@@ -190,9 +199,9 @@ def prefill(
 
     Raises:
       ValueError: a plan for another model, a prompt of another width, token ids outside the vocabulary, lengths that
-        the plan has no room for, a block without tokens, blocks for a policy that looks at the whole prompt (FastGen),
-        or others than of one token for a policy that lets every row decide (H2O's stepwise mask); a mesh whose devices
-        do not divide what they share.
+        the plan has no room for, a block without tokens, blocks for a policy that looks at the whole prompt (FastGen,
+        KVzip), or others than of one token for a policy that lets every row decide (H2O's stepwise mask); a mesh whose
+        devices do not divide what they share.
     """
     tokens, lengths = check_prompts(model, tokens, lengths, attention_mask)
     check_is(CachePlan, "plan", plan)
@@ -209,6 +218,9 @@ def prefill(
         rows = shard_rows((tokens, lengths, row_keys(key, len(tokens)), sizes), mesh)
         return _prefill_on(model, shard_params(model, params, mesh), *rows, plan=plan, block=block, mesh=mesh)
     state = init_state(plan, lengths, key=key, dtype=model.config.dtype, sizes=sizes)
+    if plan.replays:
+        logits, state, stats = forward(model, params, tokens, state, valid=lengths)
+        return logits[:, -1], decided_by_replay(model, params, tokens, state, stats)
     if block is None:
         logits, state, _ = forward(model, params, tokens, state, valid=lengths, evict=True)
         return logits[:, -1], state

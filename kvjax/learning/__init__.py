@@ -1,1 +1,1 @@
-"""Budgets as an optimisation problem: relaxed policies, and families of budgets with gradients."""
+"""What can be learned: budgets, by relaxed policies and families with gradients; functions that predict scores."""

@@ -23,6 +23,8 @@ from kvjax.methods.key_attention import key_attention as key_attention
 from kvjax.methods.keydiff import keydiff as keydiff
 from kvjax.methods.keyformer import keyformer as keyformer
 from kvjax.methods.knorm import knorm as knorm
+from kvjax.methods.kvzap import kvzap as kvzap
+from kvjax.methods.kvzip import kvzip as kvzip
 from kvjax.methods.lagkv import lagkv as lagkv
 from kvjax.methods.lava import lava as lava
 from kvjax.methods.mas import mas as mas

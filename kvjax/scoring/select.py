@@ -310,6 +310,30 @@ class TopK(Select):
 
 
 @dataclasses.dataclass(frozen=True)
+class AboveThreshold(Select):
+    """Keeps what scores at least a threshold, beside what is protected; the best of it where it exceeds the budget.
+
+    How much is kept is an outcome, as in dynamic memory sparsification (arXiv 2506.05345); the budget is the most.
+
+    Attributes:
+      threshold: in units of the score.
+      ties: see `TopK`.
+    """
+
+    threshold: float
+    ties: Ties = "evict_older"
+
+    def __post_init__(self):
+        settle(self, threshold=number())
+        one_of("AboveThreshold.ties", self.ties, *get_args(Ties))
+
+    def __call__(self, score, safe, slots, limits):
+        """See `Select`."""
+        best = TopK(self.ties)(score, safe, slots, limits)
+        return Selection(best.keep & (safe | (score >= self.threshold)), score, limits.budgets)
+
+
+@dataclasses.dataclass(frozen=True)
 class TopKThenRandom(Select):
     r"""Keeps the best, and draws the rest of the budget without replacement (NaCl, arXiv 2408.03675, section 3.3).
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import LayerKV, Rotate, Slopes
+from kvjax.scoring.replay import Replay
 from kvjax.sizes.budget import Count, Tokens, as_count, counted_rows, lookup
 from pallas_kernels import Columns, Softmax
 from pallas_kernels.pytree import pytree, static
@@ -28,6 +29,8 @@ class Moment:
       ctx: where and when.
       rotate: the layer's rotary embedding.
       out_proj: the layer's output projection "N H D", where the model gives it.
+      hidden: what the new tokens' queries, keys and values are projections of, where the model gives it: the residual
+        stream, normalised where the model normalises it before attention.
       scale, window, softcap: how the layer attends, as in `pallas_kernels.attention`.
       slopes: those of ALiBi, None without it.
       measured: the column statistics that were asked for beside a measurement which is none.
@@ -40,6 +43,7 @@ class Moment:
     ctx: Context
     rotate: Rotate
     out_proj: Float[Array, "N H D"] | None = None
+    hidden: Float[Array, "B T D"] | None = None
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
@@ -313,6 +317,19 @@ class Measurement(Value):
     def timed(self) -> bool:
         """Whether it depends on how many tokens the run is planned for (`Site.max_new_tokens`)."""
         return False
+
+    @property
+    def sees_hidden(self) -> bool:
+        """Whether it looks at hidden states (`Moment.hidden`), which drivers keep for those alone that do."""
+        return False
+
+    @property
+    def again(self) -> Replay | None:
+        """How a prompt is read again for it, where it measures rows that are no part of the prompt; else None.
+
+        Such a measurement is one number a slot "B K S", not negative, of which the largest over all chunks is taken.
+        """
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
