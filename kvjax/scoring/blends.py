@@ -138,6 +138,20 @@ class ValueWeighted(OfScore):
 
 
 @dataclasses.dataclass(frozen=True)
+class Softmax(OfScore):
+    """The softmax over the candidates of a head of another score, so that heads can be compared by it."""
+
+    def summands(self, ctx: Context) -> int:
+        """See `Score`."""
+        del ctx
+        return 1
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        """See `Score`."""
+        return jax.nn.softmax(self.score(slots).astype(jnp.float32), axis=-1, where=slots.candidates)
+
+
+@dataclasses.dataclass(frozen=True)
 class RemovalError(OfScore):
     r"""How far a head's output moves if one token goes: what evicting it alone would cost.
 

@@ -1,0 +1,228 @@
+"""Which policy loses least, by the exact eviction loss at equal bytes, on prompts that none has seen.
+
+    python experiments/contest.py --output results/contest
+    python experiments/contest.py --model varied --seed 0 --budget 0.25
+
+Every policy keeps as many tokens of each prompt, in a cache that is allocated for exactly those; the loss is by how
+much the outputs of a model's layers for the 16 rows to come change (`kvjax.analysis`). Published methods stand beside
+compositions of our own, of which the learned ones are trained on the calibration prompts of each model and seed.
+Results are stored prompt by prompt, and the same command goes on.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tyro
+from tqdm import tqdm
+
+import kvjax
+import models
+from configs.learned_scorer import get_config
+from configs.learning import LearnedScorer, Prompts
+from configs.probed import probed
+from experiments.evaluation.compiled import keep_compiled
+from experiments.evaluation.report import table
+from experiments.evaluation.results import alone_in, check_options, check_values, plain_errors, write_bytes
+from experiments.learn_budget import losses_of
+from experiments.learn_scorer import learn, policy_of, untrained
+from experiments.learning.budget_report import interval
+from experiments.learning.future_rows import Reader, examples
+from kvjax import methods
+from kvjax.policy import Policy
+from kvjax.scoring.blends import RemovalError, Softmax
+from kvjax.scoring.learned import Learned
+from kvjax.scoring.scores import Pooled, Window
+from models import scorer
+
+Make = Callable[[float], Policy]
+HEADS = kvjax.Adaptive(alpha=0.5, max_ratio=float("inf"))
+FREE = kvjax.Adaptive(alpha=1.0, max_ratio=float("inf"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Contest:
+    """What to run.
+
+    Attributes:
+      model: models whose prompts count, each with what is learned of it.
+      seed: of prompts and of what is learned.
+      budget: shares of the prompt.
+      held_out: prompts a task and seed.
+      output: where results go.
+    """
+
+    model: tuple[str, ...] = ("embedded", "varied")
+    seed: tuple[int, ...] = (0, 1, 2)
+    budget: tuple[float, ...] = (0.125,)
+    held_out: int = 16
+    output: pathlib.Path = pathlib.Path("results/contest")
+
+
+def published(setup: Any, window: int, kernel: int) -> dict[str, Make]:
+    """The methods of papers that evict a prompt, with the window that all voting ones share."""
+    snap = lambda b, **options: methods.snapkv(b, window_size=window, kernel_size=kernel, **options)
+    ada = lambda b, **options: methods.ada_snapkv(b, window_size=window, kernel_size=kernel, **options)
+    once = lambda policy: kvjax.when(kvjax.after_prefill(), policy)
+    filters, importance = probed(setup, "", "filters"), probed(setup, "", "heads")
+    return {
+        "snapkv": snap,
+        "snapkv, mean of 5": lambda b: methods.snapkv(b, window_size=window, kernel_size=5, pooling="avg"),
+        "ada_snapkv": ada,
+        "pyramidkv": lambda b: methods.pyramidkv(b, window_size=window, kernel_size=kernel),
+        "criticalkv": lambda b: methods.criticalkv(b, base=snap(b)),
+        "criticalkv, ada_snapkv": lambda b: methods.criticalkv(b, base=ada(b)),
+        "chunkkv": lambda b: methods.chunkkv(b, base=snap(b)),
+        "headkv": lambda b: methods.headkv(b, importance, window_size=window, kernel_size=kernel),
+        "defensivekv": lambda b: methods.defensivekv(b, window_size=window),
+        "layer_defensivekv": lambda b: methods.layer_defensivekv(b, window_size=window),
+        "cake": lambda b: methods.cake(b, window_size=window),
+        "lava": lambda b: methods.lava(b, window_size=window, kernel_size=kernel),
+        "finch": lambda b: methods.finch(b, window_size=window, positions="original"),
+        "h2o": lambda b: once(methods.h2o(b)),
+        "tova": lambda b: once(methods.tova(b)),
+        "ahakv": lambda b: once(methods.ahakv(b)),
+        "expected_attention": methods.expected_attention,
+        "keydiff": methods.keydiff,
+        "knorm": methods.knorm,
+        "lagkv": lambda b: methods.lagkv(b, lag=32),
+        "curdkv": methods.curdkv,
+        "compactor": methods.compactor,
+        "q_filters": lambda b: methods.q_filters(b, filters),
+        "streaming_llm": lambda b: once(dataclasses.replace(methods.streaming_llm(b), positions="original")),
+    }
+
+
+def ours(experiment: LearnedScorer, head: scorer.TrainedHead) -> dict[str, Make]:
+    """Compositions that no paper has: removal errors of observed and of learned attention, and heads that compete."""
+    window, kernel = experiment.window_size, experiment.kernel_size
+    protect = kvjax.Protect(recent=window)
+    learned = Learned(head, window, kernel)
+    predicted = RemovalError(learned, "logarithm")
+    observed = RemovalError(Pooled(Window(window), "max", kernel))
+    make = lambda score, **options: lambda b: kvjax.Evict(score, b, protect=protect, **options)
+    pool = {"storage": "pool"}
+    return {
+        "removal error of votes": make(observed),
+        "removal error of votes, heads compete": make(observed, heads=HEADS, **pool),
+        "learned": lambda b: policy_of(experiment, head, b),
+        "learned, heads compete": make(Softmax(learned), heads=HEADS, **pool),
+        "learned, heads compete freely": make(Softmax(learned), heads=FREE, **pool),
+        "removal error of learned": make(predicted),
+        "removal error of learned, heads compete": make(predicted, heads=HEADS, **pool),
+        "removal error of learned, heads compete freely": make(predicted, heads=FREE, **pool),
+        "removal error of learned, layers compete": lambda b: kvjax.across_layers(
+            make(predicted, heads=FREE, **pool)(b), kvjax.TopScores(), max_ratio=4.0
+        ),
+    }
+
+
+def run_one(contest: Contest, model_name: str, seed: int) -> None:
+    """One model under one seed: learn, read what is held out, and append a line a policy and prompt."""
+    prompts = Prompts(model=model_name, seed=seed, held_out=contest.held_out)
+    experiment = dataclasses.replace(get_config(prompts=prompts), budgets=contest.budget)
+    directory = contest.output / f"{model_name}-{seed}"
+    file = directory / "losses.jsonl"
+    done = {tuple(json.loads(line)[n] for n in ("task", "index")) for line in _lines(file)}
+    model, params = models.load(prompts.source, dtype=prompts.dtype)
+    tokenizer = models.load_tokenizer(prompts.source)
+    found = [e for e in examples(prompts, tokenizer, "held_out") if (e.task, e.index) not in done]
+    if not found:
+        return
+    head = _head(experiment, model, params, tokenizer, directory)
+    every = {
+        **published(prompts, experiment.window_size, experiment.kernel_size),
+        **{f"ours: {name}": make for name, make in ours(experiment, head).items()},
+    }
+    policies = {(name, b): make(b) for name, make in every.items() for b in contest.budget}
+    plan = lambda p: kvjax.make_plan(model.config, p, prompt_len=prompts.length, max_new_tokens=prompts.future)
+    asked = tuple(dict.fromkeys(m for p in policies.values() for spec in plan(p).specs for m in spec.prompt))
+    snapkv = methods.snapkv(contest.budget[0], window_size=experiment.window_size)
+    reader = Reader(model, params, snapkv, prompts, extra=asked)
+    with tqdm(total=len(found), desc=f"{model_name}, seed {seed}", unit="prompt", file=sys.stdout) as bar:
+        for batch, reading in reader.batches(found):
+            lines: list[list[dict[str, Any]]] = [[] for _ in batch]
+            for (name, b), policy in policies.items():
+                loss, live, _ = losses_of(policy, reading)
+                for i, example in enumerate(batch):
+                    row = {"task": example.task, "index": example.index, "method": name, "budget": b}
+                    lines[i].append({**row, "loss": float(np.mean(loss[i])), "live": int(live[i])})
+            text = "".join(json.dumps(line) + "\n" for of_prompt in lines for line in of_prompt)
+            write_bytes(file, (b"" if not file.exists() else file.read_bytes()) + text.encode())
+            bar.update(len(batch))
+
+
+def _lines(file: pathlib.Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def _head(
+    experiment: LearnedScorer, model: Any, params: Any, tokenizer: Any, directory: pathlib.Path
+) -> scorer.TrainedHead:
+    """The head of a model and seed, trained where there is none."""
+    file = directory / "head.npz"
+    if file.exists():
+        return scorer.TrainedHead.load(file)
+    blank = untrained(experiment, model.config)
+    score = Learned(blank, experiment.window_size, experiment.kernel_size)
+    policy = policy_of(experiment, blank, experiment.budgets[0])
+    reader = Reader(model, params, policy, experiment.prompts)
+    calibration = examples(experiment.prompts, tokenizer, "calibration")
+    readings = [reading for _, reading in tqdm(reader.batches(calibration), desc="calibration", file=sys.stdout)]
+    head, _ = learn(experiment, score, readings, directory / "checkpoints")
+    head.save(file)
+    return head
+
+
+def summary(contest: Contest) -> str:
+    """Mean loss of every method by model, and how much less it is than the best published one's."""
+    text = ["# Exact eviction loss at equal bytes", ""]
+    text += [
+        "In percent, over all seeds, with 95 % intervals over prompts; beside it, on the same prompts, the loss of"
+    ]
+    text += ["the published method that loses least less the method's: above 0 is better.", ""]
+    for b in contest.budget:
+        for model in contest.model:
+            found: dict[str, list[float]] = {}
+            lives: dict[str, int] = {}
+            for seed in contest.seed:
+                for line in map(json.loads, _lines(contest.output / f"{model}-{seed}" / "losses.jsonl")):
+                    if line["budget"] == b:
+                        found.setdefault(line["method"], []).append(100 * line["loss"])
+                        lives[line["method"]] = lives.get(line["method"], 0) + line["live"]
+            if not found:
+                continue
+            best = min((n for n in found if not n.startswith("ours")), key=lambda n: np.mean(found[n]))
+            rows = []
+            for name in sorted(found, key=lambda n: np.mean(found[n])):
+                mean, less = interval(found[name]), interval(np.subtract(found[best], found[name]))
+                shown = lambda x: "{:.2f} [{:.2f}, {:.2f}]".format(*x)
+                tokens = lives[name] / lives["snapkv"]
+                rows.append([name, shown(mean), "the best published" if name == best else shown(less), f"{tokens:.1%}"])
+            text += [f"## {model}, {b:.1%} of the prompt, {len(found[best])} prompts", ""]
+            text += [*table(["method", "loss", f"less than {best}", "tokens, of SnapKV's"], rows), ""]
+    return "\n".join(text)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parses, runs, prints the tables."""
+    with plain_errors():
+        argv = keep_compiled(argv)
+        check_values(argv)
+        check_options(argv)
+        contest = tyro.cli(Contest, args=argv, prog="experiments/contest.py", description=__doc__)
+        with alone_in(contest.output):
+            for model in contest.model:
+                for seed in contest.seed:
+                    run_one(contest, model, seed)
+            text = summary(contest)
+            write_bytes(contest.output / "contest.md", text.encode())
+        print(text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
