@@ -72,7 +72,8 @@ class Frontier:
 
     def __post_init__(self):
         check_whole(1, examples=self.examples, length=self.length)
-        check_distinct("methods", self.methods)
+        if self.methods:
+            check_distinct("methods", self.methods)
         if unknown := [name for name in self.methods if name not in configs.available()]:
             raise ValueError(f"there is no config {unknown[0]!r}; there are {', '.join(configs.available())}")
         if not self.bytes or not all(0 < share < 1 for share in self.bytes):

@@ -34,6 +34,10 @@ def test_budgets_that_cost_as_much(make, expected):
     assert share == 0.5
 
 
+def test_all_methods_by_default():
+    assert Frontier().methods == ()
+
+
 def test_points_that_none_beats_with_as_few_bytes():
     found = [point("a", 0.25, 0.5), point("b", 0.25, 0.6), point("c", 0.3, 0.55), point("full", 1.0, 1.0)]
     assert [p.method for p in frontier.on_frontier(found)] == ["b", "full"]
