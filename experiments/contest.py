@@ -199,7 +199,8 @@ def summary(contest: Contest) -> str:
             best = min((n for n in found if not n.startswith("ours")), key=lambda n: np.mean(found[n]))
             rows = []
             for name in sorted(found, key=lambda n: np.mean(found[n])):
-                mean, less = interval(found[name]), interval(np.subtract(found[best], found[name]))
+                pairs = zip(found[best], found[name], strict=True)
+                mean, less = interval(found[name]), interval([x - y for x, y in pairs])
                 shown = lambda x: "{:.2f} [{:.2f}, {:.2f}]".format(*x)
                 tokens = lives[name] / lives["snapkv"]
                 rows.append([name, shown(mean), "the best published" if name == best else shown(less), f"{tokens:.1%}"])

@@ -39,13 +39,14 @@ from experiments.evaluation.results import (
     write_figure,
 )
 from experiments.papers.base import canvas, message, style
+from experiments.tasks.base import Protocol
 from kvjax.policy import Policy
 
 RETRIEVAL = ("single_needle", "several_needles", "multi_query", "key_value")
-PROTOCOLS = ("in_prompt", "after_compression")
+PROTOCOLS: tuple[Protocol, ...] = ("in_prompt", "after_compression")
 WITHOUT_BUDGET = ("full", "fastgen", "think", "simlayerkv")
 TITLE = "every method at equal bytes, with intervals and significant differences"
-TITLES = {"in_prompt": "question in the prompt", "after_compression": "question after compression"}
+TITLES: dict[Protocol, str] = {"in_prompt": "question in the prompt", "after_compression": "question after compression"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Frontier:
         if not self.bytes or not all(0 < share < 1 for share in self.bytes):
             raise ValueError(f"bytes {self.bytes} must be shares of the full cache between 0 and 1")
 
-    def setup(self, protocol: str) -> Setup:
+    def setup(self, protocol: Protocol) -> Setup:
         """Of the runs under one protocol."""
         return Setup(
             model=self.model,
@@ -124,7 +125,7 @@ def budget_for(make: Callable[[int], Policy], config: Any, share: float, run: Bu
     return best
 
 
-def experiments_of(frontier: Frontier, protocol: str) -> dict[str, Experiment]:
+def experiments_of(frontier: Frontier, protocol: Protocol) -> dict[str, Experiment]:
     """One experiment a method, its policies labelled by the share of bytes that was asked for."""
     setup = frontier.setup(protocol)
     config, tokenizer = models.load(setup.source)[0].config, models.load_tokenizer(setup.source)
@@ -232,7 +233,7 @@ def table(found: Sequence[Point], share: float) -> list[str]:
     return report.table(head, rows)
 
 
-def plot(by_protocol: dict[str, list[Point]]) -> Figure:
+def plot(by_protocol: dict[Protocol, list[Point]]) -> Figure:
     """Retrieval against bytes, a panel a protocol; the methods on the frontier stand out."""
     figure, (grid,) = canvas(len(by_protocol), width=6.2, height=4.6, sharey=True)
     for axes, (protocol, found) in zip(grid, by_protocol.items(), strict=True):
@@ -253,7 +254,7 @@ def plot(by_protocol: dict[str, list[Point]]) -> Figure:
     return message(figure, _title(by_protocol), "every other method in grey; 95 % intervals")
 
 
-def _title(by_protocol: dict[str, list[Point]]) -> str:
+def _title(by_protocol: dict[Protocol, list[Point]]) -> str:
     counts = {name: len({p.method for p in on_frontier(found)} - {"full"}) for name, found in by_protocol.items()}
     total = len({p.method for found in by_protocol.values() for p in found} - {"full"})
     each = ", ".join(f"{n} with the {TITLES[name]}" for name, n in counts.items())
@@ -263,7 +264,7 @@ def _title(by_protocol: dict[str, list[Point]]) -> str:
 def run(frontier: Frontier, command: list[str]) -> None:
     """Runs what is missing, and draws."""
     check_output(frontier.output / "frontier.png")
-    by_protocol = {}
+    by_protocol: dict[Protocol, list[Point]] = {}
     for protocol in PROTOCOLS:
         directories = []
         for name, experiment in experiments_of(frontier, protocol).items():

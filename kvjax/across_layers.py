@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -92,7 +93,7 @@ class TopScores(Division):
             within = self._best((score, age), K * layer.most)
             compete.append(jnp.where(within, score, -jnp.inf))
             ages.append(age)
-        total = sum(K * layer.average for layer in layers)
+        total = functools.reduce(jnp.add, [K * layer.average for layer in layers])
         chosen = self._best((jnp.concatenate(compete, -1), jnp.concatenate(ages, -1)), total)
         chosen = chosen & (jnp.concatenate(compete, -1) > -jnp.inf)
         ends = np.cumsum([x.shape[-1] for x in compete])[:-1]
@@ -264,7 +265,7 @@ class AcrossLayers(Policy):
             max_ratio=number("[1, inf)", "a layer needs slots for the average (1), and static shapes some bound"),
         )
 
-    def rules(self, site: Site) -> tuple[Rule, ...]:
+    def rules(self, site: Site) -> "tuple[Competing]":
         """The policy's one rule, which competes."""
         rules = self.policy.rules(site)
         if len(rules) != 1 or not isinstance(rules[0], Evict):
@@ -301,7 +302,7 @@ class AcrossLayers(Policy):
         return decided
 
 
-def across_layers(policy: Policy, by: Division, *, max_ratio: float = 2.0) -> Policy:
+def across_layers(policy: Policy, by: Division, *, max_ratio: float = 2.0) -> AcrossLayers:
     """Layers compete for the model's budget, once all of them have been read.
 
     Released code divides it layer by layer, and evicts from earlier layers again as later ones ask for their share;

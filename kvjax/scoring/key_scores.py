@@ -353,22 +353,23 @@ class Leverage(Score):
         count = jnp.maximum(slots.candidates.sum(-1, dtype=jnp.int32), 1).astype(jnp.float32)[..., None, None]
         x = jnp.where(among, x - x.sum(2, keepdims=True) / count, 0.0)
         if self.sketch is not None and self.sketch < x.shape[-1]:
-            x = jnp.einsum("bksh,bkhm->bksm", x, self._drawn(slots))
+            x = jnp.einsum("bksh,bkhm->bksm", x, _sketch(slots, self.sketch))
         gram = jnp.einsum("bksm,bksn->bkmn", x, x) + self.ridge * jnp.eye(x.shape[-1], dtype=x.dtype)[None, None]
         factor = jax.scipy.linalg.cho_factor(gram, lower=True)
         solved = jax.scipy.linalg.cho_solve(factor, x.swapaxes(2, 3))
         return jnp.maximum(jnp.einsum("bksm,bkms->bks", x, solved), 0.0)
 
-    def _drawn(self, slots: Slots) -> Float[Array, "B K H m"]:
-        ctx, (K, H) = slots.ctx, (slots.kv.k.shape[1], slots.kv.k.shape[3])
-        heads = jnp.arange(K, dtype=jnp.int32) if ctx.heads is None else ctx.heads
-        shape = H, self.sketch
 
-        def one(key: Array, head: Int[Array, ""]) -> Float[Array, "H m"]:
-            key = jax.random.fold_in(jax.random.fold_in(key, ctx.layer), head)
-            return jax.random.normal(key, shape, jnp.float32) * shape[1] ** -0.5
+def _sketch(slots: Slots, columns: int) -> Float[Array, "B K H m"]:
+    """Gaussian columns of variance 1 / m, other ones for every sequence, layer and head."""
+    ctx, (K, H) = slots.ctx, (slots.kv.k.shape[1], slots.kv.k.shape[3])
+    heads = jnp.arange(K, dtype=jnp.int32) if ctx.heads is None else ctx.heads
 
-        return jax.vmap(lambda key: jax.vmap(lambda head: one(key, head))(heads))(ctx.keys)
+    def one(key: Array, head: Int[Array, ""]) -> Float[Array, "H m"]:
+        key = jax.random.fold_in(jax.random.fold_in(key, ctx.layer), head)
+        return jax.random.normal(key, (H, columns), jnp.float32) * columns**-0.5
+
+    return jax.vmap(lambda key: jax.vmap(lambda head: one(key, head))(heads))(ctx.keys)
 
 
 @dataclasses.dataclass(frozen=True)
