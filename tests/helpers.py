@@ -124,7 +124,7 @@ class Moments:
     kv: kvjax.LayerKV
 
 
-def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None, ids=None, **how):
+def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None, ids=None, rotate=lambda x, _: x, **how):
     """A layer that reads a prompt of `n` tokens, in blocks or at once, and then one token after the other.
 
     `how` it attends: its scale, its slopes.
@@ -157,7 +157,7 @@ def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None, ids=None, 
             cut(v),
             pos,
             ctx=ctx,
-            rotate=lambda x, _: x,
+            rotate=rotate,
             observe=here.spec.observe(phase),
             policy=policy_,
             out_proj=out_proj,

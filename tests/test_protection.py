@@ -136,6 +136,17 @@ def test_a_prompt_that_is_too_short_for_its_share_needs_slots_for_all_its_tokens
     np.testing.assert_array_equal(decoded(params)[:, 0, 0], [10, 20, 5])
 
 
+def test_a_budget_that_does_not_hold_the_window_keeps_the_newest_of_it(qkv):
+    """In every layer and head, though a pyramid would give layers, and scores would give heads, different budgets."""
+    window = {"window_size": 8, "kernel_size": 3}
+    newest = [list(range(T - 6, T))] * 2
+    for make in (methods.snapkv, methods.ada_snapkv, methods.pyramidkv, methods.ada_pyramid):
+        assert kept(make(6, **window, cut_window=True), qkv) == newest
+        assert kept(make(0.15, **window, cut_window=True), qkv) == newest
+        assert kept(make(0.15, **window), qkv) == [list(range(T))] * 2
+        assert kept(make(12, **window, cut_window=True), qkv) == kept(make(12, **window), qkv)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -11,7 +11,12 @@ from pallas_kernels.values import a, checked, optional
 
 
 def criticalkv(
-    budget: int | float | Count, *, base: Evict | None = None, first_stage: float = 0.5, eps: float = 1e-4
+    budget: int | float | Count,
+    *,
+    base: Evict | None = None,
+    first_stage: float = 0.5,
+    eps: float = 1e-4,
+    least: int | float | Count = 0,
 ) -> Evict:
     r"""Another policy's scores, corrected for what values contribute to the layer's output.
 
@@ -26,7 +31,9 @@ def criticalkv(
       first_stage: share of the budget that the first stage fills.
       eps: added to the mean attention of the voting rows (and heads, under `group="sum"`) in the second stage. Scores
         that are no sum of a window, such as H2O's, get it as they stand.
+      least: tokens that the first stage fills at least. In kvpress's CriticalAdaKV those are what the safeguard leaves
+        every head, `Share(0.2, "int")` of the budget.
     """
     checked(optional(a(Evict)), "base", base)
     base = snapkv(budget) if base is None else dataclasses.replace(base, budget=budget)
-    return dataclasses.replace(base, select=TwoStage(ProjectedValueNorm(), first_stage, eps))
+    return dataclasses.replace(base, select=TwoStage(ProjectedValueNorm(), first_stage, eps, least=least))

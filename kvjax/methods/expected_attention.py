@@ -15,6 +15,7 @@ def expected_attention(
     sinks: int = 4,
     covariance: bool = True,
     eps: float = 0.0,
+    value_norms: bool = True,
 ) -> Evict:
     """Keeps the tokens that queries to come are expected to attend to, weighted by their values' norms.
 
@@ -26,9 +27,10 @@ def expected_attention(
       sinks: first tokens that stay.
       covariance: whether the queries' covariance counts.
       eps: added to the weight (0.01 in the leaderboard of its authors, with adaptive head budgets).
+      value_norms: weigh tokens by their values' norms; without, as CriticalKV wants its base.
     """
     count, sinks = as_count(budget, "budget"), checked(tokens(), "sinks", sinks)
     if isinstance(count, Tokens):
         sinks = min(sinks, count.n)
-    score = ExpectedAttention(FutureQueries(horizon, sinks), covariance, eps)
+    score = ExpectedAttention(FutureQueries(horizon, sinks), covariance, eps, value_norms)
     return Evict(score, budget, protect=Protect(sinks=sinks))

@@ -72,15 +72,17 @@ class ExpectedAttention(Score):
       queries: the model of queries.
       covariance: whether its second term counts.
       eps: added to the weight before it is multiplied by the norm.
+      value_norms: whether the weight is multiplied by the value's norm.
     """
 
     queries: FutureQueries = FutureQueries()
     covariance: bool = True
     eps: float = 0.0
+    value_norms: bool = True
 
     def __post_init__(self):
         eps = number("[0, inf)", "what is added to weights is finite, not negative")
-        settle(self, queries=a(FutureQueries), covariance=flag, eps=eps)
+        settle(self, queries=a(FutureQueries), covariance=flag, eps=eps, value_norms=flag)
 
     @property
     def rotated_keys(self) -> bool:
@@ -112,7 +114,7 @@ class ExpectedAttention(Score):
         row, behind = jnp.zeros((B, 1), jnp.int32), jnp.where(candidates, 0, EMPTY)
         options: dict[str, Any] = {"bias": bias, "scale": ctx.site.head_dim**-0.5}
         (p,) = attention(mean[:, :, None], k, k, row, behind, columns=(Columns(),), **options).columns
-        return (p + self.eps) * jnp.linalg.norm(kv.v.astype(jnp.float32), axis=-1)
+        return (p + self.eps) * jnp.linalg.norm(kv.v.astype(jnp.float32), axis=-1) if self.value_norms else p
 
 
 @dataclasses.dataclass(frozen=True)

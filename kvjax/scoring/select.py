@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import EMPTY, LayerKV, evict, position_order
 from kvjax.scoring.stats import LayerStats, Measurement, Slots
-from kvjax.sizes.budget import Count, Counts, counted
+from kvjax.sizes.budget import Count, Counts, Tokens, counted
 from pallas_kernels.pytree import pytree, static
 from pallas_kernels.values import Value, a, flag, number, one_of, optional, settle, tokens
 
@@ -453,12 +453,14 @@ class TwoStage(Select):
       eps: added to scores in the second stage. Its scale is that of the mean over rows and heads, which is what the
         published code adds it to; a score that is a sum of votes (`Score.summands`) gets as many times more.
       ties: see `TopK`.
+      least: tokens that the first stage fills at least, as far as a head's budget goes.
     """
 
     weight: Measurement
     first: float = 0.5
     eps: float = 1e-4
     ties: Ties = "evict_older"
+    least: int | float | Count = 0
 
     def __post_init__(self):
         settle(
@@ -466,6 +468,7 @@ class TwoStage(Select):
             weight=a(Measurement),
             first=number("[0, 1]", "the first stage fills a share of the budget in [0, 1]"),
             eps=number("[0, inf)", "what is added to scores is finite, not negative"),
+            least=counted,
         )
         one_of("TwoStage.ties", self.ties, *get_args(Ties))
 
@@ -474,13 +477,17 @@ class TwoStage(Select):
         del phase
         return (self.weight,)
 
+    @property
+    def counts(self) -> tuple[int | float | Count, ...]:
+        """See `Select`."""
+        return () if self.least == Tokens(0) else (self.least,)
+
     def __call__(self, score, safe, slots, limits):
         """See `Select`."""
         kv, stats = slots.kv, slots.stats
         best = TopK(self.ties).best
         ranked = jnp.where(safe, jnp.inf, score)
-        size = jnp.floor(limits.budgets.astype(jnp.float32) * self.first + 1e-6).astype(jnp.int32)
-        first = best(ranked, kv.pos, size)
+        first = best(ranked, kv.pos, self._size(limits))
         second = jnp.where(first | safe, jnp.inf, self._weighted(score, stats, limits))
         return Selection(best(second, kv.pos, limits.budgets), score, limits.budgets)
 
@@ -488,19 +495,27 @@ class TwoStage(Select):
         eps = self.eps * jnp.asarray(limits.summands, jnp.float32).reshape(-1, 1, 1)
         return (score + eps) * stats[self.weight].astype(jnp.float32)
 
+    def _size(self, limits: Limits) -> Array:
+        """What the first stage fills; rounded down where budgets are whole numbers."""
+        budgets = limits.budgets
+        whole = jnp.issubdtype(budgets.dtype, jnp.integer)
+        size = (budgets.astype(jnp.float32) if whole else budgets) * self.first
+        size = jnp.floor(size + 1e-6).astype(jnp.int32) if whole else size
+        if not self.counts:
+            return size
+        least = limits.counts(self.least)[:, None].astype(size.dtype)
+        return jnp.minimum(jnp.maximum(size, least), budgets)
+
     @property
     def staged(self) -> bool:
         """See `Select`."""
         return True
 
     def stages(self, score, safe, slots, limits):
-        """See `Select`. The first pass's size is rounded down where budgets are whole numbers."""
+        """See `Select`."""
         stats = slots.stats
-        whole = jnp.issubdtype(limits.budgets.dtype, jnp.integer)
-        size = (limits.budgets.astype(jnp.float32) if whole else limits.budgets) * self.first
-        size = jnp.floor(size + 1e-6).astype(jnp.int32) if whole else size
         rest = _beside(safe, limits.budgets)
-        first = jnp.minimum(_beside(safe, size), rest)
+        first = jnp.minimum(_beside(safe, self._size(limits)), rest)
         return Stage(score, first), Stage(self._weighted(score, stats, limits), rest - first)
 
 
