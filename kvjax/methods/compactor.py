@@ -19,6 +19,7 @@ def compactor(
     sinks: int = 8,
     recent: int = 4,
     scaled: bool = False,
+    filled: bool = False,
 ) -> Evict:
     r"""Keeps keys that stand out among the others, and tokens that their neighbourhood looks at. No question is needed.
 
@@ -36,10 +37,11 @@ def compactor(
       sketch: columns of the sketch of keys, None for none.
       sinks, recent: protected tokens at either end, which nothing is measured of.
       scaled: multiply the logits within chunks by $1/\sqrt d$.
+      filled: fill up the last chunk, as the released code does (`ChunkAttention`).
     """
     count, blend = as_count(budget, "budget"), checked(optional(number()), "blend", blend)
     if blend is None:
         blend = 1.0 - count.share if isinstance(count, Ratio) else 0.35
-    votes = ChunkVotes(ChunkAttention(chunk_size, sinks, recent, scaled))
+    votes = ChunkVotes(ChunkAttention(chunk_size, sinks, recent, scaled, filled))
     parts = Standardized(Leverage(sketch)), Standardized(Pooled(ValueWeighted(votes, "l2"), "avg", 3))
     return Evict(Blend(parts, (blend, 1.0)), budget, protect=Protect(sinks=sinks, recent=recent))

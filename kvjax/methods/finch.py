@@ -42,7 +42,6 @@ def finch(
     chunk_length = checked(optional(tokens(1)), "chunk_length", chunk_length)
     rows = LastRowsByLength(window_size) if checked(flag, "normalize", normalize) else LastRows(window_size)
     count = as_count(budget, "budget")
-    share = count.share if isinstance(count, Ratio) else None
-    select = TopK() if chunk_length is None else PerChunk(chunk_length, share)
+    select = TopK() if chunk_length is None else PerChunk(chunk_length, count if isinstance(count, Ratio) else None)
     score = Accumulated(Observe(rows, group=group))
     return Evict(score, budget, protect=Protect(recent=window_size), select=select, positions=positions)

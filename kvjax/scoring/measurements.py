@@ -116,22 +116,25 @@ class ChunkAttention(Measurement):
 
     The tokens just read are cut into chunks; every row has a softmax over all keys of its chunk, and a key's numbers
     are summed over the rows and averaged over the query heads of its kv head. As in the released code, logits are raw
-    products unless `scaled`. There the rows that fill the last chunk count too, each giving all of it the same; here
-    they do not. Slots of tokens that were read before have 0.
+    products unless `scaled`. Slots of tokens that were read before have 0.
 
     Attributes:
       size: tokens of a chunk.
       first, last: so many tokens at either end of the prompt belong to no chunk, and have 0.
       scaled: multiply logits by the model's factor, $1/\sqrt d$.
+      filled: the last chunk is filled up, as in the released code: with keys of logit 0, and with rows that give
+        everything in it the same.
     """
 
     size: int = 256
     first: int = 0
     last: int = 0
     scaled: bool = False
+    filled: bool = False
 
     def __post_init__(self):
-        settle(self, size=tokens(1, "a chunk has at least one token"), first=tokens(), last=tokens(), scaled=flag)
+        settle(self, size=tokens(1, "a chunk has at least one token"), first=tokens(), last=tokens())
+        settle(self, scaled=flag, filled=flag)
 
     def measure(self, moment: Moment) -> Float[Array, "B K S"]:
         """See `Measurement`."""
@@ -154,9 +157,16 @@ class ChunkAttention(Measurement):
             q, k, counts = chunk
             x = jnp.einsum("bkgch,bkdh->bkgcd", q, k, preferred_element_type=jnp.float32) * scale
             x = jnp.where(counts[:, None, None, None], x, -jnp.inf)
-            p = jnp.exp(x - _largest(x))
-            p = p / jnp.maximum(p.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-            return jnp.where(counts[:, None, None, :, None], p, 0.0).sum(3).mean(2)
+            largest, absent = _largest(x), jnp.zeros((B,), jnp.float32)
+            if self.filled:
+                absent = (self.size - counts.sum(-1, dtype=jnp.int32)).astype(jnp.float32)
+                largest = jnp.maximum(largest, 0.0)
+            absent = absent[:, None, None, None, None]
+            p = jnp.exp(x - largest)
+            total = p.sum(-1, keepdims=True) + absent * jnp.exp(-largest)
+            p = p / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+            mass = jnp.where(counts[:, None, None, :, None], p, 0.0).sum(3).mean(2)
+            return mass + absent[:, :, 0, 0] / self.size
 
         per_chunk = jnp.moveaxis(rows, 3, 0), jnp.moveaxis(keys, 2, 0), jnp.moveaxis(counts.reshape(B, num, size), 1, 0)
         found = jnp.moveaxis(lax.map(received, per_chunk), 0, 2).reshape(B, K, num * size)

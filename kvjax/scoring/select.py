@@ -7,15 +7,16 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import EMPTY, LayerKV, evict, position_order
 from kvjax.scoring.stats import LayerStats, Measurement, Slots
-from kvjax.sizes.budget import Count, Counts, Tokens, counted
+from kvjax.sizes.budget import Count, Counts, Tokens, counted, counted_rows
 from pallas_kernels.pytree import pytree, static
-from pallas_kernels.values import Value, a, flag, number, one_of, optional, settle, tokens
+from pallas_kernels.values import Value, a, each, flag, number, one_of, optional, settle, tokens
 
 Ties = Literal["evict_older", "lower_index"]
 
@@ -602,16 +603,16 @@ class PerChunk(Select):
 
     Attributes:
       size: tokens of a chunk.
-      share: of every chunk that is kept; the budget over the live tokens if None.
+      share: tokens of a chunk that stay, a count of its own length; the budget over the live tokens if None.
       ties: see `TopK`.
     """
 
     size: int
-    share: float | None = None
+    share: float | Count | None = None
     ties: Ties = "evict_older"
 
     def __post_init__(self):
-        settle(self, size=tokens(1, "a chunk has at least one token"), share=optional(number("(0, 1]")))
+        settle(self, size=tokens(1, "a chunk has at least one token"), share=optional(counted_rows))
         one_of("PerChunk.ties", self.ties, *get_args(Ties))
 
     def __call__(self, score, safe, slots, limits):
@@ -627,12 +628,13 @@ class PerChunk(Select):
         start = lax.cummax(jnp.where(begins, place, 0), axis=by_order.ndim - 1)
         ends = jnp.concatenate([begins[..., 1:], jnp.ones_like(live[..., :1])], axis=-1)
         last = lax.cummin(jnp.where(ends, place, S), axis=by_order.ndim - 1, reverse=True)
-        length = (last - start + 1).astype(jnp.float32)
-        wanted = limits.budgets.astype(jnp.float32) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)
-        if self.share is not None:  # the same in exact numbers, where the budget is this share of what is there
-            whole = self.share * kv.num_live.astype(jnp.float32)
-            wanted = jnp.where(jnp.abs(limits.budgets.astype(jnp.float32) - whole) < 1, self.share, wanted)
-        count = jnp.floor(length * wanted[..., None] + 1e-5).astype(jnp.int32)
+        length = last - start + 1
+        share = limits.budgets.astype(jnp.float32) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)
+        count = jnp.floor(length.astype(jnp.float32) * share[..., None] + 1e-5).astype(jnp.int32)
+        if isinstance(self.share, Count):  # the same in exact numbers, while nothing of the prompt is gone
+            lengths = np.arange(min(self.size, slots.ctx.site.prompt_len) + 1)
+            exact = jnp.asarray(self.share.table(lengths, lengths), jnp.int32)[jnp.minimum(length, lengths[-1])]
+            count = jnp.where((kv.num_live == slots.ctx.prompt_length[:, None])[..., None], exact, count)
         chosen = jnp.put_along_axis(jnp.zeros_like(live), order, place - start < count, axis=-1, inplace=False)
         everything = (kv.num_live <= limits.budgets)[..., None]
         return Selection(live & (chosen | safe | everything), score, limits.budgets)
@@ -647,12 +649,19 @@ class LazyOrAll(Select):
 
     Attributes:
       threshold: attention to protected tokens above which a layer is lazy; 1 is never exceeded.
+      counted: in place of what is protected, attention counts to the first tokens and to the last before the voting
+        rows: (first, last, voting rows), as in kvpress.
     """
 
     threshold: float
+    counted: tuple[int, int, int] | None = None
 
     def __post_init__(self):
-        settle(self, threshold=number("[0, 1]", "a share of the attention lies in [0, 1]"))
+        settle(
+            self,
+            threshold=number("[0, 1]", "a share of the attention lies in [0, 1]"),
+            counted=optional(each(tokens(), 3)),
+        )
 
     @property
     def by_head(self) -> bool:
@@ -663,7 +672,12 @@ class LazyOrAll(Select):
         """See `Select`."""
         kv = slots.kv
         summands = jnp.asarray(limits.summands, jnp.float32).reshape(-1, 1)
-        mass = (jnp.where(safe & kv.live, score, 0.0).sum(-1) / summands).mean(1)
+        counted = safe
+        if self.counted is not None:
+            first, last, rows = self.counted
+            end = slots.ctx.length[:, None, None] - rows
+            counted = (kv.pos < first) | ((kv.pos >= end - last) & (kv.pos < end))
+        mass = (jnp.where(counted & kv.live, score, 0.0).sum(-1) / summands).mean(1)
         best = TopK().best(jnp.where(safe, jnp.inf, score), kv.pos, limits.budgets)
         lazy = (mass > self.threshold)[:, None, None]
         return Selection(jnp.where(lazy, safe & kv.live, best), score, limits.budgets)
