@@ -76,26 +76,27 @@ def make_policy(expression, case):
 
 
 def padded(cases, layer):
-    """(q, k, v, out_proj) of a layer, prompts padded on the left."""
+    """(q, k, v) of a layer, prompts padded on the left; the projection and the hidden states."""
     of_cases = [peer_tensors.layer_tensors(case, layer) for case in cases]
     left = lambda x, case: np.pad(x, ((0, 0), (WIDTH - case["tokens"], 0), (0, 0)))
     q, k, v = (jnp.asarray([left(x[n], c) for x, c in zip(of_cases, cases, strict=True)]) for n in "qkv")
-    return q, k, v, jnp.asarray(of_cases[0]["out_proj"])
+    hidden = [left(peer_tensors.hidden_states(x)[None], c)[0] for x, c in zip(of_cases, cases, strict=True)]
+    return (q, k, v), {"out_proj": jnp.asarray(of_cases[0]["out_proj"]), "hidden": jnp.asarray(hidden)}
 
 
 def read_prompts(policy, cases, layer):
     """(kept "B K T", scores) of padded prompts in one layer."""
-    q, k, v, out_proj = padded(cases, layer)
+    (q, k, v), how = padded(cases, layer)
     lengths = np.array([case["tokens"] for case in cases])
     where = {"layer": layer, "num_layers": cases[0]["layers"]}
-    how = {"rotate": ROPE, "out_proj": out_proj, "lengths": lengths, "key": jax.random.key(0)}
+    how |= {"rotate": ROPE, "lengths": lengths, "key": jax.random.key(0)}
     selection = kvjax.evict_layer(policy, q, k, v, **how, **where)
     return np.asarray(selection.keep), np.asarray(selection.score)
 
 
 def replay(policy, cases, block):
     """The layer after prompts that are read in blocks, and after what follows them one by one."""
-    q, k, v, _ = padded(cases, 0)
+    (q, k, v), _ = padded(cases, 0)
     lengths = [case["tokens"] for case in cases]
     return helpers.replay(policy, q, k, v, WIDTH, lengths=lengths, block=block, rotate=ROPE)
 

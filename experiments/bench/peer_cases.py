@@ -16,7 +16,7 @@ for the compression ratio, a list of cases:
 | key | what |
 |---|---|
 | `r` | the compression ratio; absent where the press has none |
-| `tokens`, `more` | of the prompt, and those that follow: one by one (`steps`), or all at once where they look back |
+| `tokens`, `more` | of the prompt, and those that follow one by one, or ask all at once (KVCompose) |
 | `head_dim`, `layers`, `seed` | of the tensors |
 | `kept` | for every layer and kv head a string, "1" for tokens that stay and "0" for others, oldest first |
 | `channels` | the same of key channels |
@@ -58,8 +58,7 @@ class Recipe:
       sizes: (tokens, head_dim, r) of every case; the usual ones if none are given.
       layers: of the model.
       more: tokens that follow the prompt.
-      how: what happens to them: they are appended one by one ("steps"), or their rows look at the prompt once, as a
-        prompt that asks ("KVCompose") or one that repeats ("KVzip") does.
+      asks: they look at the prompt once, as a question does, instead of being appended one by one.
       eager: whether attention weights are given to the press.
       notes: what else is noted: "values", "keys" or "channels".
     """
@@ -68,7 +67,7 @@ class Recipe:
     sizes: tuple[tuple[int, int, float], ...] = ()
     layers: int = 1
     more: int = 0
-    how: str = "steps"
+    asks: bool = False
     eager: bool = False
     notes: str | None = None
 
@@ -134,7 +133,6 @@ COUNTERPARTS = (
     Recipe("ExpectedAttentionPress(r, epsilon=0.02)"),
     Recipe(f"ChunkKVPress({_SNAPKV})"),
     Recipe("ChunkKVPress(KeyDiffPress(r), chunk_length=7)"),
-    Recipe("ChunkPress(KnormPress(r), chunk_length=32)"),
     Recipe("ThinKPress(0.5, window_size=8)", notes="channels"),
     Recipe("ThinKPress(0.3)", notes="channels"),
     Recipe(f"ComposedPress([{_SNAPKV}, ThinKPress(0.5, window_size=8)])", notes="channels"),
@@ -148,34 +146,55 @@ COUNTERPARTS = (
     ),
     # One eviction: a second one takes slots for positions, whose order top-k has changed.
     Recipe("DecodingPress(StreamingLLMPress(), compression_interval=4, target_size=32)", more=5),
-    Recipe("CompressionRatioDecodingPress(KnormPress(), 4, target_compression_ratio=0.6)", more=9),
     Recipe("PrefillDecodingPress(KeyDiffPress(r), DecodingPress(KnormPress(), 4, 20))", more=9),
 )
-PLANNED = (
+_CHUNKS = ((96, 8, 0.3), (128, 8, 0.3), (48, 8, 0.75), (128, 8, 0.75))
+_FINCH = "given(FinchPress(r{}), window_size=8)"
+COUNTERPARTS_OF_2025 = (
     *(Recipe(f"CURPress(r{x})") for x in ("", ', leverage_type="key"', ', leverage_type="value"')),
     Recipe('CURPress(r, leverage_type="kv_avg", num_sinks=0)'),
     Recipe("CURPress(r, use_local_approximation=False)"),
     Recipe("CURPress(r, local_window_size=5, num_sinks=2)"),
-    Recipe("CURPress(r, use_random_leverage=True)"),
     Recipe("LeverageScorePress(r)"),
     Recipe("LeverageScorePress(r, sketch_dimension=6)"),
-    Recipe("NonCausalAttnPress(r)"),
-    Recipe("NonCausalAttnPress(r, chunk_size=16)"),
-    Recipe("CompactorPress(r)"),
-    Recipe("CompactorPress(r, sketch_dimension=6, chunk_size=16, sink_size_start=4, sink_size_end=0)"),
-    Recipe("CompactorPress(r, blending=0.0)"),
-    Recipe("CompactorPress(r, blending=0.35)"),
-    Recipe('given(QFilterPress(r), q_filters=drawn("L", "K", "H"))', layers=2),
+    # Chunks divide the prompt: of a short one, kvpress pads the keys, and does not mask what it has padded.
+    Recipe("NonCausalAttnPress(r, chunk_size=16)", _CHUNKS),
     *(
-        Recipe(f"given(FinchPress(r{x}), window_size=8)", notes=None if "rerotate_keys=False" in x else "keys")
+        Recipe(f"CompactorPress(r, chunk_size=12{x})", ((108, 8, 0.3), (120, 8, 0.3), (60, 8, 0.5), (120, 8, 0.5)))
+        for x in ("", ", blending=0.0", ", blending=0.35", ", sketch_dimension=6")
+    ),
+    Recipe('given(QFilterPress(r), q_filters=drawn("L", "K", "H"))', layers=2),
+    Recipe(_FINCH.format(""), notes="keys"),
+    Recipe(_FINCH.format(", rerotate_keys=False")),
+    Recipe(_FINCH.format(", normalize_scores=False, rerotate_keys=False")),
+    # The last chunk's share holds the window.
+    Recipe(_FINCH.format(", chunk_length=40"), ((80, 8, 0.5), (120, 8, 0.5)), notes="keys"),
+    Recipe(
+        _FINCH.format(", chunk_length=33, normalize_scores=False, rerotate_keys=False"),
+        (*_LONG, (97, 8, 0.5), (130, 8, 0.5)),
+    ),
+    Recipe("ChunkPress(KnormPress(r), chunk_length=32)", _CHUNKS),
+    Recipe("DMSPress(KnormPress(), threshold=-3.5, sliding_window_size=16)"),
+    Recipe("DMSPress(KnormPress(), threshold=-3.5, sliding_window_size=16, decoding=True)", more=8),
+    Recipe("DMSPress(KeyDiffPress(), threshold=-0.2, sliding_window_size=8)"),
+    Recipe("DMSPress(SnapKVPress(window_size=8), threshold=0.02, sliding_window_size=4)"),
+    Recipe('given(KVzapPress(r), kvzap_model=linear("L", "K", "D"))', layers=2),
+    Recipe('DMSPress(given(KVzapPress(), kvzap_model=linear("L", "K", "D")), 0.0, 16)', layers=2),
+    Recipe('given(DuoAttentionPress(0.5), streaming_mask=drawn("L", "K") > 0, sink_size=4, recent_size=16)', layers=3),
+    *(
+        Recipe(f"CAMPress({x})", more=9, notes="values")
         for x in (
-            "",
-            ", rerotate_keys=False",
-            ", normalize_scores=False, rerotate_keys=False",
-            ", chunk_length=40",
-            ", chunk_length=33, normalize_scores=False, rerotate_keys=False",
+            "KnormPress(), compression_interval=4, target_size=24, merge_budget=3",
+            "KeyDiffPress(), compression_interval=4, target_size=24",
+            "KnormPress(), compression_interval=1, target_size=40, merge_budget=8",
         )
     ),
+    Recipe("MergingPress(KnormPress(r))", notes="values"),
+    Recipe("MergingPress(KeyDiffPress(r), similarity_threshold=0.5, merge_fraction=0.75)", notes="values"),
+)
+ALONE = (  # for whoever adds a counterpart
+    Recipe("CURPress(r, use_random_leverage=True)"),
+    Recipe("CompressionRatioDecodingPress(KnormPress(), 4, target_compression_ratio=0.6)", more=9),
     *(
         Recipe(f"SimLayerKVPress({x})", layers=4)
         for x in (
@@ -188,15 +207,7 @@ PLANNED = (
     Recipe("EntropyGatedChunkKVPress(KeyDiffPress(r), chunk_length=5, low_entropy_chunk_length=2)"),
     Recipe("EntropyGatedChunkKVPress(KnormPress(r), chunk_length=16, low_entropy_chunk_length=1)"),
     *(
-        Recipe(f"CAMPress({x})", more=9, notes="values")
-        for x in (
-            "KnormPress(), compression_interval=4, target_size=24, merge_budget=3",
-            "KeyDiffPress(), compression_interval=4, target_size=24",
-            "KnormPress(), compression_interval=1, target_size=40, merge_budget=8",
-        )
-    ),
-    *(
-        Recipe(f"KVComposePress({x})", layers=3, more=12, how="KVCompose")
+        Recipe(f"KVComposePress({x})", layers=3, more=12, asks=True)
         for x in (
             "compression_ratio=r",
             "compression_ratio=r, structured=False",
@@ -205,25 +216,12 @@ PLANNED = (
             "compression_ratio=r, structured=False, add_v_norm=True, add_mean_across_heads=False",
         )
     ),
-    Recipe("DMSPress(KnormPress(), threshold=-3.5, sliding_window_size=16)"),
-    Recipe("DMSPress(KnormPress(), threshold=-3.5, sliding_window_size=16, decoding=True)", more=8),
-    Recipe("DMSPress(KeyDiffPress(), threshold=-0.2, sliding_window_size=8)"),
-    Recipe("DMSPress(SnapKVPress(window_size=8), threshold=0.02, sliding_window_size=4)"),
-    Recipe('given(KVzapPress(r), kvzap_model=linear("L", "K", "D"))', layers=2),
-    Recipe('DMSPress(given(KVzapPress(), kvzap_model=linear("L", "K", "D")), 0.0, 16, True)', layers=2, more=8),
-    *(
-        Recipe(f"KVzipPress({x})", layers=3, more=28, how="KVzip")
-        for x in ("r, chunk_size=24", "r, layerwise=True", "r, kvzip_plus_normalization=True, n_sink=0")
-    ),
-    Recipe('given(DuoAttentionPress(0.5), streaming_mask=drawn("L", "K") > 0, sink_size=4, recent_size=16)', layers=3),
     Recipe('given(LUKVPress(KnormPress(), r), _budget_curves=uniform(99, "L", "K"))', layers=2),
     Recipe("CapPress(r)"),
     Recipe("CapPress(r, tau=1.0, n_future_positions=32, n_sink=0)"),
-    Recipe("MergingPress(KnormPress(r))", notes="values"),
-    Recipe("MergingPress(KeyDiffPress(r), similarity_threshold=0.5, merge_fraction=0.75)", notes="values"),
     Recipe('given(ExpectedAttentionStatsPress(r), mu=drawn("L", "N", "H"), cov=spread("L", "N", "H", "H"))', layers=2),
 )
-RECIPES = (*COUNTERPARTS, *PLANNED)
+RECIPES = (*COUNTERPARTS, *COUNTERPARTS_OF_2025, *ALONE)
 
 
 class Layers:
@@ -292,23 +290,6 @@ class Layers:
         for at in range(self._prompt, self._hidden[0].shape[1]):
             for i in range(len(self.attention)):
                 self._attend(i, self.cache, at, at + 1)
-
-    def repeat(self, press: Any) -> None:
-        """What KVzip does behind a prompt: blocks of it are repeated, of which every row is noted, then it is evicted.
-
-        The rows that follow the prompt stand for each of the blocks' repetitions in turn.
-        """
-        T, L = self._prompt, len(self.attention)
-        press.context_length = T
-        press.score_val = torch.zeros(L, 1, KV_HEADS, T)
-        hooks = [attention.register_forward_hook(press.forward_hook, with_kwargs=True) for attention in self.attention]
-        for start in range(0, T, press.chunk_size):
-            press.start_idx, press.end_idx = start, min(start + press.chunk_size, T)
-            for i in range(L):
-                self._attend(i, self.cache, T, self._hidden[i].shape[1])
-        for hook in hooks:
-            hook.remove()
-        press.compress_post(self.model)
 
     def compose(self, press: Any) -> None:
         """What KVCompose does: the rows that follow the prompt look at it, and its layers are evicted together.
@@ -398,18 +379,18 @@ def _of_case(draw: Callable[..., np.ndarray], case: dict[str, Any]) -> Callable[
 def run(recipe: Recipe, case: dict[str, Any], noise: int | None = None) -> dict[str, Any]:
     """What is kept in a case."""
     layers = Layers(case, noise)
-    layers.model.set_attn_implementation("eager" if recipe.eager or recipe.how == "KVCompose" else "sdpa")
+    layers.model.set_attn_implementation("eager" if recipe.eager or recipe.asks else "sdpa")
     with _numbers(case), torch.inference_mode():
         press = make_press(recipe.press, case)
-        if recipe.how == "steps":
+        if recipe.asks:
+            layers.prompt()
+            layers.compose(press)
+        else:
             with press(layers.model):
                 layers.prompt()
                 layers.steps()
-        else:
-            layers.prompt()
-            (layers.repeat if recipe.how == "KVzip" else layers.compose)(press)
     kept = layers.kept("keys" if recipe.notes == "values" else "values")
-    total = case["tokens"] + (case.get("more", 0) if recipe.how == "steps" else 0)
+    total = case["tokens"] + (0 if recipe.asks else case.get("more", 0))
     signs = lambda among, total: "".join("01"[i in among] for i in range(total))
     found: dict[str, Any] = {"kept": [[signs(head, total) for head in heads] for heads in kept]}
     if recipe.notes == "channels":
