@@ -174,11 +174,14 @@ def test_a_sketch_estimates_leverage():
     assert np.abs(swapped[:, ::-1] - sketch).max() > 1e-3
 
 
-@pytest.mark.parametrize(("size", "first", "last", "scaled"), [(5, 3, 2, False), (100, 0, 0, True)])
-def test_chunk_attention_beside_loops(size, first, last, scaled):
+@pytest.mark.parametrize(
+    ("size", "first", "last", "scaled", "filled"),
+    [(5, 3, 2, False, False), (100, 0, 0, True, False), (5, 3, 2, False, True)],
+)
+def test_chunk_attention_beside_loops(size, first, last, scaled, filled):
     q, k, v = helpers.qkv(6)
     lengths = [T, 17]
-    of = ChunkAttention(size, first, last, scaled)
+    of = ChunkAttention(size, first, last, scaled, filled)
     found = scores(ChunkVotes(of), q, k, v, lengths=lengths)
     for row, n in enumerate(lengths):
         for head in range(K):
@@ -188,9 +191,12 @@ def test_chunk_attention_beside_loops(size, first, last, scaled):
                     cut = slice(T - n + start, T - n + min(start + size, n - last))
                     x = np.asarray(q[row, g, cut], np.float64) @ np.asarray(k[row, head, cut], np.float64).T
                     x = x * H**-0.5 if scaled else x
+                    here = len(x)
+                    if filled:  # keys and rows of zeros
+                        x = np.pad(x, (0, size - here))
                     e = np.exp(x - x.max(-1, keepdims=True))
                     p = e / e.sum(-1, keepdims=True)
-                    expected[cut.start - T + n : cut.stop - T + n] += p.sum(0) / (N // K)
+                    expected[cut.start - T + n : cut.stop - T + n] += p.sum(0)[:here] / (N // K)
             np.testing.assert_allclose(found[row, head, T - n :], expected, rtol=1e-3, atol=1e-5)
 
 
