@@ -35,7 +35,8 @@ def replay(
 
     Every token attends to the live slots of the state and to the tokens before it, as if all of them were read behind
     the state's last token. After a prompt of which everything was kept (`kvjax.identity()`), logits are those of a
-    model that reads the prompt and the tokens together. The tokens count for nothing that the state was planned for.
+    model that reads the prompt and the tokens together, but for rotary scalings that depend on the length ("dynamic"
+    and "longrope"): stored keys stay as they are. The tokens count for nothing that the state was planned for.
 
     A row of a padded batch reads what it would read alone.
 

@@ -43,8 +43,8 @@ def kvzip(
 
     Heads compete for the budget of their layer, which is the same in all layers (`layerwise=True` in kvpress). In a
     layer with a sliding window rows see the chunk as far as the window reaches; kvpress scores without it. Prompts of a
-    batch are cut by their own lengths. Of one prompt, scores are those of kvpress where layers have no window, and so is
-    what is kept where budgets round to the same number.
+    batch are cut by their own lengths. Of one prompt, scores are those of kvpress where layers have no window, and what
+    is kept is the same where budgets round to the same number.
 
     Reading the prompt again takes two to three times what reading it takes, and until all layers have, the whole
     prompt's keys and values exist in all of them.

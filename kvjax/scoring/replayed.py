@@ -135,11 +135,11 @@ def _largest(heads: _Heads, rows: _Rows, sinks: int, size: int, width: int) -> F
     slots = _slots_at(heads.pos, wanted, width)
     pos = jnp.where(slots < S, jnp.broadcast_to(wanted[:, None], slots.shape), EMPTY)
 
-    def read(x: Array, fill: float = 0.0) -> Array:
+    def read(x: Array) -> Array:
         """The slots that rows read: sinks, chunk, and those of the rows themselves."""
         index = jnp.repeat(slots, x.shape[1] // K, axis=1)
         index = index.reshape(*index.shape, *(1,) * (x.ndim - 3))
-        chosen = jnp.take_along_axis(x, index, axis=2, mode="fill", fill_value=fill)
+        chosen = jnp.take_along_axis(x, index, axis=2, mode="fill", fill_value=0)
         return jnp.concatenate([chosen, x[:, :, S - R :]], axis=2)
 
     keys, pos = read(heads.k), jnp.concatenate([pos, heads.pos[:, :, S - R :]], axis=2)
