@@ -188,6 +188,7 @@ def largest(measurement, moment):
 def test_the_largest_probability_is_that_of_loops(how, weighed, monkeypatch):
     """Of rows in several blocks, slots in any order, chunks and padding of each row's own."""
     monkeypatch.setattr(replayed, "_LOGITS", 3 * 2 * 4 * 15)  # three rows a block
+    monkeypatch.setattr(replayed, "_ROWS", 1)
     measurement = ReplayedAttention(Replay(chunk=6), sinks=2, weighed=weighed)
     q, k, v = helpers.qkv(3, T=T + 7)
     order = np.random.default_rng(0).permuted(np.tile(np.arange(T), (2, 2, 1)), axis=-1)

@@ -46,8 +46,8 @@ def kvzip(
     batch are cut by their own lengths. Of one prompt, scores are those of kvpress where layers have no window, and what
     is kept is the same where budgets round to the same number.
 
-    Reading the prompt again takes two to three times what reading it takes, and until all layers have, the whole
-    prompt's keys and values exist in all of them.
+    Reading the prompt again takes two to five times what reading it takes, more where a chunk is a larger part of it;
+    and until that is done, the whole prompt's keys and values exist in all layers.
 
     Args:
       budget: live tokens a kv head and layer, on average, sinks included.

@@ -16,7 +16,8 @@ from pallas_kernels.columns import accumulator
 from pallas_kernels.pytree import pytree, static
 from pallas_kernels.values import a, flag, settle, tokens
 
-_LOGITS = 2**24  # of a block of rows, 64 MiB in float32
+_LOGITS = 2**20  # of a block of rows, 4 MiB in float32
+_ROWS = 32  # of a block at least, as few take longer
 
 
 @pytree
@@ -144,7 +145,7 @@ def _largest(heads: _Heads, rows: _Rows, sinks: int, size: int, width: int) -> F
 
     keys, pos = read(heads.k), jnp.concatenate([pos, heads.pos[:, :, S - R :]], axis=2)
     bias = None if heads.bias is None else read(heads.bias).reshape(B, K, N // K, 1, -1)
-    block = min(R, max(1, _LOGITS // (B * N * pos.shape[2])))
+    block = min(R, max(_ROWS, _LOGITS // (B * N * pos.shape[2])))
 
     def of_block(largest: Float[Array, "B K G C"], at: tuple[Array, ...]) -> tuple[Array, None]:
         q, where, factor = at
