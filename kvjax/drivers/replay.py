@@ -177,7 +177,7 @@ def _repeated(
     (B, T), lengths = tokens.shape, state.prompt_length
 
     def read(largest: list[list[Array]], index: Int[Array, ""]) -> tuple[list[list[Array]], None]:
-        again, valid = replay.read(tokens, lengths, index)
+        again, valid = mesh.everywhere(replay.read, tokens, lengths, index)
         chunk = replay.span(T, lengths, index)
         _, stats = _read_behind(model, params, again, state, valid, observe, chunk=chunk)
         new = [[value[..., :T] for value in layer.values] for layer in stats.layers]
