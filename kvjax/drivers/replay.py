@@ -35,7 +35,8 @@ def replay(
 
     Every token attends to the live slots of the state and to the tokens before it, as if all of them were read behind
     the state's last token. After a prompt of which everything was kept (`kvjax.identity()`), logits are those of a
-    model that reads the prompt and the tokens together. The tokens count for nothing that the state was planned for.
+    model that reads the prompt and the tokens together, but for rotary scalings that depend on the length ("dynamic"
+    and "longrope"): stored keys stay as they are. The tokens count for nothing that the state was planned for.
 
     A row of a padded batch reads what it would read alone.
 
@@ -176,7 +177,7 @@ def _repeated(
     (B, T), lengths = tokens.shape, state.prompt_length
 
     def read(largest: list[list[Array]], index: Int[Array, ""]) -> tuple[list[list[Array]], None]:
-        again, valid = replay.read(tokens, lengths, index)
+        again, valid = mesh.everywhere(replay.read, tokens, lengths, index)
         chunk = replay.span(T, lengths, index)
         _, stats = _read_behind(model, params, again, state, valid, observe, chunk=chunk)
         new = [[value[..., :T] for value in layer.values] for layer in stats.layers]

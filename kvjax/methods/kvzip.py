@@ -47,8 +47,8 @@ def kvzip(
     is what is kept where budgets round to the same number. Where all layers compete, as in the paper:
     `kvjax.across_layers(methods.kvzip(...), kvjax.TopScores())`.
 
-    Reading the prompt again takes two to three times what reading it takes, and until all layers have, the whole
-    prompt's keys and values exist in all of them.
+    Reading the prompt again takes two to five times what reading it takes, more where a chunk is a larger part of it;
+    and until that is done, the whole prompt's keys and values exist in all layers.
 
     Args:
       budget: live tokens a kv head and layer, on average, sinks included.

@@ -16,7 +16,8 @@ from pallas_kernels.columns import accumulator
 from pallas_kernels.pytree import pytree, static
 from pallas_kernels.values import a, flag, settle, tokens
 
-_LOGITS = 2**24  # of a block of rows, 64 MiB in float32
+_LOGITS = 2**20  # of a block of rows, 4 MiB in float32
+_ROWS = 32  # of a block at least, as few take longer
 
 
 @pytree
@@ -135,16 +136,16 @@ def _largest(heads: _Heads, rows: _Rows, sinks: int, size: int, width: int) -> F
     slots = _slots_at(heads.pos, wanted, width)
     pos = jnp.where(slots < S, jnp.broadcast_to(wanted[:, None], slots.shape), EMPTY)
 
-    def read(x: Array, fill: float = 0.0) -> Array:
+    def read(x: Array) -> Array:
         """The slots that rows read: sinks, chunk, and those of the rows themselves."""
         index = jnp.repeat(slots, x.shape[1] // K, axis=1)
         index = index.reshape(*index.shape, *(1,) * (x.ndim - 3))
-        chosen = jnp.take_along_axis(x, index, axis=2, mode="fill", fill_value=fill)
+        chosen = jnp.take_along_axis(x, index, axis=2, mode="fill", fill_value=0)
         return jnp.concatenate([chosen, x[:, :, S - R :]], axis=2)
 
     keys, pos = read(heads.k), jnp.concatenate([pos, heads.pos[:, :, S - R :]], axis=2)
     bias = None if heads.bias is None else read(heads.bias).reshape(B, K, N // K, 1, -1)
-    block = min(R, max(1, _LOGITS // (B * N * pos.shape[2])))
+    block = min(R, max(_ROWS, _LOGITS // (B * N * pos.shape[2])))
 
     def of_block(largest: Float[Array, "B K G C"], at: tuple[Array, ...]) -> tuple[Array, None]:
         q, where, factor = at
