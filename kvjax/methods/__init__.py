@@ -21,6 +21,7 @@ from kvjax.methods.mas import mas as mas
 from kvjax.methods.nacl import nacl as nacl
 from kvjax.methods.nacl import nacl_llama3 as nacl_llama3
 from kvjax.methods.pyramidkv import pyramidkv as pyramidkv
+from kvjax.methods.quest import quest as quest
 from kvjax.methods.random import random as random
 from kvjax.methods.roco import roco as roco
 from kvjax.methods.scissorhands import scissorhands as scissorhands
