@@ -37,7 +37,12 @@ METHODS = {
     "roco": methods.roco,
     "ahakv": methods.ahakv,
     "keyformer": methods.keyformer,
+    "quest": methods.quest,
+    "quest everywhere": functools.partial(methods.quest, dense_layers=0),
 }
+RANDOM = models.ModelConfig(
+    vocab_size=512, embed_dim=256, mlp_dim=1024, num_layers=4, num_query_heads=8, num_kv_heads=2, head_dim=32
+)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "steps"))
@@ -62,6 +67,7 @@ def bench(
     batch: int = 1,
     budget: float = 0.25,
     rounds: int = 7,
+    random: bool = False,
     only: tuple[str, ...] = (),
     output: pathlib.Path | None = None,
 ) -> None:
@@ -73,6 +79,7 @@ def bench(
       batch: sequences at once.
       budget: a share of the prompt.
       rounds: timed runs of each method, interleaved.
+      random: a random model with 4 layers of 256 channels, 8 query and 2 kv heads of 32 in place of the embedded one.
       only: these methods beside the full cache and SnapKV; all if empty.
       output: a JSON file for the figures.
     """
@@ -81,7 +88,11 @@ def bench(
     if unknown := set(only) - set(METHODS):
         raise ValueError(f"no methods {sorted(unknown)}; there are {', '.join(METHODS)}")
     check_output(output)
-    model, params = models.load(EMBEDDED)
+    if random:
+        model = models.LanguageModel(RANDOM)
+        params = jax.jit(model.init)(jax.random.key(0))
+    else:
+        model, params = models.load(EMBEDDED)
     tokens = jnp.asarray(np.random.default_rng(0).integers(4, model.config.vocab_size, (batch, length)), jnp.int32)
     prefill = jax.jit(kvjax.prefill, static_argnums=(0, 3))
     states, slots = {}, {}
@@ -120,7 +131,8 @@ def bench(
         line = f"{r['method']:16s} {r['tokens_per_second']:10.0f} {r['of_full']:8.2f}"
         print(f"{line} {r['of_snapkv']:9.2f} {r['slots']:9,}")
     if output is not None:
-        result = {"length": length, "steps": steps, "batch": batch, "budget": budget, "rounds": rounds, "rows": rows}
+        sizes = {"length": length, "steps": steps, "batch": batch, "budget": budget, "rounds": rounds}
+        result = {**sizes, "random": random, "rows": rows}
         write_json(output, result | {"device": device_info()})
 
 

@@ -125,6 +125,11 @@ class SharedLayers(Policy):
                 f"one decision for all layers sums attention statistics over them, but {apart[0]} is none; "
                 "share a policy whose score is made of Observe(...)"
             )
+        if own := [rule for rule in self.rules(site) if type(rule).appended is not Rule.appended]:
+            raise ValueError(
+                f"one decision for all layers gives them one memory, but {own[0]} carries what it knows of the keys of "
+                f"layer {site.layer}; use it without shared_layers"
+            )
         if here.target[prompt_length] != there.target[prompt_length]:
             raise ValueError(
                 f"one decision for all layers needs the same budget in all of them, but layer {site.layer} has "

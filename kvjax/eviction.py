@@ -11,12 +11,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Context, Phase, Site
-from kvjax.cache.state import LayerKV, PerHead, Positions, evict
+from kvjax.cache.state import Chosen, LayerKV, PerHead, Positions, evict
 from kvjax.policy import Granularity, LayerSpec, Layout, Rule, on_devices
 from kvjax.scoring.protect import Protect, Scope, protected
 from kvjax.scoring.scores import FromFunction, Recency, Score
 from kvjax.scoring.select import Limits, Select, Selection, TopK
-from kvjax.scoring.stats import LayerStats, Measurement, Slots, ordered
+from kvjax.scoring.stats import LayerStats, Measurement, Moment, Slots, ordered
 from kvjax.sizes.allocation import HeadAllocation, LayerAllocation, UniformHeads, UniformLayers
 from kvjax.sizes.budget import Count, Counts, GivenCounts, RuleSizes, Tokens, as_budget, as_count, lookup, narrow
 from kvjax.sizes.schedule import Schedule
@@ -28,11 +28,11 @@ LARGE = 1e38  # what infinite scores become: protection and death stay beyond th
 
 
 class Mask(Value, abc.ABC):
-    """A frozen dataclass that hides live slots from a decode row."""
+    """A frozen dataclass that hides live slots from a decode row. A rule that carries numbers for it is a `Rule`."""
 
     @abc.abstractmethod
-    def __call__(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"]:
-        """What the newest token may read of a cache that holds it."""
+    def __call__(self, moment: Moment) -> Bool[Array, "B K S"] | Chosen:
+        """What the newest token may read of a cache that holds it, by its queries or without them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,9 +208,9 @@ class Evict(Rule):
         scope = memory.scope if self.scope is None else self.scope.update(slots.of(memory.scope))
         return dataclasses.replace(memory, score=self.score.update(slots.of(memory.score)), scope=scope)
 
-    def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"] | None:
+    def visible(self, moment: Moment) -> Bool[Array, "B K S"] | Chosen | None:
         """See `Rule`."""
-        return None if self.mask is None or ctx.phase == "prefill" else self.mask(kv, ctx)
+        return None if self.mask is None or moment.ctx.phase == "prefill" else self.mask(moment)
 
     def make_room(self, kv: LayerKV, ctx: Context) -> LayerKV:
         """See `Rule`."""

@@ -5,7 +5,8 @@ slots: they mark them dead, so the members of a chain see statistics that still 
 
 In every layer a policy is a tuple of rules that are applied in turn; compositions have nothing else of their own. What
 is static about a rule in a layer is one value, its `LayerSpec`, and specs of several rules are merged field by field.
-What is traced are the moments of a `Rule`: `make_room`, `visible`, `decide`, `finish`. `kvjax.algebra` composes them.
+What is traced are the moments of a `Rule`: `make_room`, `appended`, `visible`, `decide`, `finish`. `kvjax.algebra`
+composes them.
 """
 
 import abc
@@ -24,10 +25,10 @@ from kvjax._moved import elsewhere
 from kvjax.cache import mesh
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.pool import PooledKV
-from kvjax.cache.state import KeyPositions, KVState, LayerKV, Positions
+from kvjax.cache.state import Chosen, KeyPositions, KVState, LayerKV, Positions
 from kvjax.scoring.replay import Replay
 from kvjax.scoring.select import Selection
-from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement, ordered
+from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement, Moment, ordered
 from kvjax.sizes.schedule import Schedule
 from pallas_kernels.values import Value
 
@@ -258,9 +259,20 @@ class Rule(Policy):
         del ctx
         return kv
 
-    def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"] | None:
-        """Live slots that the new row may read, None for all: for rules that mask instead of evicting."""
-        del kv, ctx
+    def appended(self, kv: LayerKV, ctx: Context) -> Any:
+        """The rule's memory when a decode step has appended its token, before attention reads the layer."""
+        del ctx
+        return kv.memory
+
+    def visible(self, moment: Moment) -> Bool[Array, "B K S"] | Chosen | None:
+        """Live slots that the new row may read, None for all: for rules that hide tokens instead of evicting them.
+
+        A mask costs attention what all slots cost. Slots that are named are gathered, so that a row reads those alone.
+
+        Args:
+          moment: the row and its queries, and the layer that holds its token. Nothing is measured yet.
+        """
+        del moment
         return None
 
     def finish(self, kv: LayerKV | PooledKV, ctx: Context) -> LayerKV | PooledKV:
@@ -378,15 +390,28 @@ class LayerPolicy:
         """The layer before a decode step appends its token."""
         return self._in_turn(kv, ctx, lambda rule, kv, here: rule.make_room(kv, here))
 
+    def appended(self, kv: LayerKV, ctx: Context) -> LayerKV:
+        """The layer that holds a decode step's token, before attention reads it."""
+        memories = [
+            rule.appended(dataclasses.replace(kv, memory=memory), here) for rule, memory, here in self._each(kv, ctx)
+        ]
+        same = all(after is before for after, before in zip(memories, kv.memory, strict=True))
+        return kv if same else dataclasses.replace(kv, memory=tuple(memories))
+
     def finish(self, kv: LayerKV | PooledKV, ctx: Context) -> LayerKV | PooledKV:
         """The layer as it is stored after the prompt."""
         return self._in_turn(kv, ctx, lambda rule, kv, here: rule.finish(kv, here))
 
-    def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"] | None:
-        """Live slots that the new row may read, None for all."""
-        see = lambda rule, memory, here: rule.visible(dataclasses.replace(kv, memory=memory), here)
-        shown = [v for each in self._each(kv, ctx) if (v := see(*each)) is not None]
-        return functools.reduce(jnp.logical_and, shown) if shown else None
+    def visible(self, moment: Moment) -> Bool[Array, "B K S"] | Chosen | None:
+        """Live slots that the new row may read, None for all: those that every rule shows."""
+        kv = moment.kv
+        seen = lambda memory, here: dataclasses.replace(moment, kv=dataclasses.replace(kv, memory=memory), ctx=here)
+        each = [rule.visible(seen(memory, here)) for rule, memory, here in self._each(kv, moment.ctx)]
+        named = [shown for shown in each if isinstance(shown, Chosen)]
+        masks = [shown for shown in each if shown is not None and not isinstance(shown, Chosen)]
+        masks += [shown.mask(kv.num_slots) for shown in named[1:]]
+        mask = functools.reduce(jnp.logical_and, masks) if masks else None
+        return mask if not named else named[0] if mask is None else named[0].among(mask)
 
     def reserve(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"] | None:
         """The most live slots that each head will hold while decoding; None if no rule knows."""

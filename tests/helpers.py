@@ -8,7 +8,7 @@ import numpy as np
 
 import kvjax
 from kvjax.cache.context import Context, Site, row_keys
-from kvjax.cache.state import EMPTY, map_slots
+from kvjax.cache.state import EMPTY, Chosen, map_slots
 from kvjax.policy import empty_layer
 from kvjax.scoring.stats import LayerStats, Moment
 from kvjax.sizes.budget import as_count
@@ -127,7 +127,7 @@ class Moments:
 def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None, ids=None, rotate=lambda x, _: x, **how):
     """A layer that reads a prompt of `n` tokens, in blocks or at once, and then one token after the other.
 
-    `how` it attends: its scale, its slopes.
+    `how` it attends: its scale, its slopes, its window.
     """
     B, N, M, H = q.shape
     K = N if policy.at(site(N=N, K=k.shape[1])).spec.heads == "query_head" else k.shape[1]
@@ -164,7 +164,8 @@ def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None, ids=None, 
             **how,
         )
         if policy_ is not None:
-            shown = here.visible(kv, ctx)
+            shown = here.visible(Moment(cut(q), cut(q), kv, pos, ctx, lambda x, _: x, **how))
+            shown = shown.mask(kv.num_slots) if isinstance(shown, Chosen) else shown
             shown = kv if shown is None else kvjax.evict(dataclasses.replace(kv, rank=None), shown)
             read.append(live_positions(shown))
         kv = here.step(kv, stats, ctx)

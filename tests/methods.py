@@ -192,6 +192,10 @@ def _head_table(budget):
     )
 
 
+def _quest(budget):
+    return methods.quest(budget, page_size=2, dense_layers=1)
+
+
 def _fastgen(budget, **kwargs):
     ratios = {"frequent_ratio": 0.2, "local_ratio": 0.2, **kwargs}  # leaves room for full heads to differ from the rest
     return methods.fastgen(special_ids=range(3), punctuation_ids=range(3, 9), budget=budget, **ratios)
@@ -355,6 +359,7 @@ CASES = (
     Case("fastgen_lossless", _fastgen_lossless),
     Case("kvzip", _kvzip, sinks=2, exact=False, decodes=False, replays=True),
     Case("kvzip_plus", lambda b: _kvzip(b, plus=True), sinks=2, exact=False, decodes=False, replays=True),
+    Case("quest", _quest, by_layer=True, exact=False, decodes=False),
 )
 OF_ONE_LAYER = [case for case in CASES if not case.replays]
 
@@ -364,13 +369,13 @@ CORE = {
     *("full", "window", "streaming_llm", "random", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "h2o_every_4"),
     *("tova_when_over_3", "h2o_pooled", "snapkv_then_h2o", "scissorhands", "roco", "nacl_decoding", "ahakv"),
     *("keyformer", "fastgen", "chunkkv", "think", "h2o_rerotated", "criticalkv", "r_kv", "compactor"),
-    *("layer_defensivekv", "finch_chunks", "kvzip"),
+    *("layer_defensivekv", "finch_chunks", "kvzip", "quest"),
 }
 SAMPLE = {
     *("streaming_llm", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "h2o_pooled", "keyformer"),
     *("nacl_decoding", "fastgen"),
 }
-FEW = {"streaming_llm", "h2o", "ada_snapkv", "keyformer"}
+FEW = {"streaming_llm", "h2o", "ada_snapkv", "keyformer", "quest"}
 PAIR = {"h2o", "ada_snapkv"}
 
 

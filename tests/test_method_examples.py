@@ -63,9 +63,9 @@ def test_e04_the_mask_with_one_slot_too_many(examples):
     sums = jnp.asarray([[[*e["inputs"]["column_sums"], 0.0]]], jnp.float32)
     kv = cache(range(n + 1), (sums, jnp.zeros_like(sums)))
     ctx = decoding(n + 1, prompt=n)
-    shown = lambda recent: np.nonzero(np.asarray(NextStepMask(e["params"]["heavy"], recent).visible(kv, ctx)[0, 0]))[
-        0
-    ].tolist()
+    moment = moment_of(kv, [[n]], ctx)
+    mask = lambda recent: NextStepMask(e["params"]["heavy"], recent).visible(moment)
+    shown = lambda recent: np.flatnonzero(np.asarray(mask(recent)[0, 0])).tolist()
     visible = shown(e["params"]["recent"])
     assert visible == e["expected"]["visible_to_next_step"]
     assert e["expected"]["always_lost"] not in visible
@@ -82,8 +82,27 @@ def test_the_mask_hides_nothing_before_there_is_more_than_the_budget(persistent)
         stats = LayerStats((jnp.zeros((1, 1, n)),), (Observe(),))
         memory, _ = policy.decide(dataclasses.replace(kv, memory=memory), stats, ctx)
         memory = tuple(jnp.pad(x, ((0, 0), (0, 0), (0, 1))) for x in memory)
-        shown = policy.visible(dataclasses.replace(cache(range(n + 1)), memory=memory), decoding(n + 1, prompt=6))
+        shown = policy.visible(moment_of(cache(range(n + 1), memory), [[n]], decoding(n + 1, prompt=6)))
         assert np.flatnonzero(~shown[0, 0]).tolist() == ([3, 4] if n == 6 else [])
+
+
+@pytest.mark.parametrize(("group", "read"), [("max", [2, 3, 4]), ("mean", [0, 1, 4])])
+def test_quest_reads_the_pages_of_the_largest_bounds(group, read):
+    """Keys (1, -1), (-2, 0) | (0, 3), (1, 1) | (2, -3), of which the last is the row's own.
+
+    For (1, -2) the bounds are 1 + 2, 1 - 2 and 2 + 6; for (-1, 1.5) they are 2 + 0, 0 + 4.5 and -2 - 4.5.
+    """
+    policy = methods.quest(4, page_size=2, dense_layers=0, group=group)
+    k = jnp.asarray([[[[1.0, -1], [-2, 0], [0, 3], [1, 1], [2, -3]]]])
+    q = jnp.asarray([[[[1.0, -2]], [[-1, 1.5]]]])
+    site = helpers.site(T=4, N=2, K=1, H=2)
+    kv, ctx = cache(range(5), policy.init(site, 1), k=k, v=k), decoding(5, prompt=4, site=site)
+    kv = dataclasses.replace(kv, memory=policy.appended(kv, ctx))
+    bounds = policy.pages.bounds(kv.memory, q[:, None, :, 0])
+    np.testing.assert_array_equal(bounds[0, 0, :, :3], [[3, -1, 8], [2, 4.5, -6.5]])
+    shown = policy.visible(dataclasses.replace(moment_of(kv, [[4]], ctx), q=q))
+    assert np.flatnonzero(shown.mask(5)[0, 0]).tolist() == read
+    assert shown.slots.shape == (1, 1, 4)
 
 
 def test_e05_stepwise_mask(examples):
@@ -98,7 +117,7 @@ def test_e05_stepwise_mask(examples):
             new = jnp.zeros((1, 1, 1, 8))
             kv = kvjax.cache.state.append(kv, new, new, jnp.asarray([[t]], jnp.int32))
         ctx = helpers.context(helpers.site(T=len(p), K=1, N=1), length=[t + 1], prompt_length=[len(p)])
-        shown = policy.at(ctx.site).visible(kv, ctx)
+        shown = policy.at(ctx.site).visible(moment_of(kv, [[t]], ctx))
         assert policy.spec(ctx.site).hides == "live"
         rows.append(np.pad(np.asarray(shown[0, 0], int), (0, len(p) - t - 1)).tolist())
         row = LayerStats((jnp.asarray(p[t, : t + 1], jnp.float32)[None, None],), policy.spec(ctx.site).prompt)

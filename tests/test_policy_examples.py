@@ -11,7 +11,7 @@ import kvjax
 from kvjax import methods
 from kvjax.eviction import EvictMemory
 from kvjax.scoring.select import TopK
-from kvjax.scoring.stats import LayerStats
+from kvjax.scoring.stats import LayerStats, Moment
 from kvjax.sizes.budget import Ratio, Share, whole_tokens
 from pallas_kernels import Columns, attention
 from tests import helpers
@@ -44,7 +44,9 @@ def test_e01_position_only(examples):
         pos = jnp.arange(length - physical, length, dtype=jnp.int32)[None, None]
         kv = kvjax.LayerKV(jnp.zeros((1, 1, physical, 8)), jnp.zeros((1, 1, physical, 8)), pos)
         ctx = helpers.context(helpers.site(K=1, N=1), length=[length], prompt_length=[n], phase="decode")
-        assert pos[0, 0][mask.visible(kv, ctx)[0, 0]].tolist() == e["expected"][name]
+        q = jnp.zeros((1, 1, 1, 8))
+        moment = Moment(q, q, kv, jnp.asarray([[length - 1]]), ctx, lambda x, _: x)
+        assert pos[0, 0][mask.visible(moment)[0, 0]].tolist() == e["expected"][name]
 
     uniforms = jnp.asarray(e["inputs"]["uniforms"])
     draw = lambda kv, stats, ctx: jnp.broadcast_to(uniforms, kv.pos.shape)

@@ -9,7 +9,8 @@ import pytest
 
 import kvjax
 from kvjax.cache.pool import to_pool
-from kvjax.cache.state import PerHead, append, compact, evict, insert, map_slots, position_order, ranks
+from kvjax.cache.state import Chosen, PerHead, append, compact, evict, insert, map_slots, position_order, ranks
+from pallas_kernels import Columns
 from pallas_kernels.pytree import described
 from tests import helpers
 
@@ -182,6 +183,26 @@ def test_what_is_hidden_is_not_read(storage):
     out = lambda kv, **visible: np.asarray(kv.attend(q, kv.keys(lambda x, _: x), at, (), **visible).out)
     np.testing.assert_allclose(out(kv, visible=shown), out(alone), rtol=1e-5)
     assert not np.allclose(out(kv), out(alone), rtol=1e-2)
+    named = Chosen(jnp.where(shown, jnp.arange(shown.shape[-1]), -1)[..., ::-1])
+    np.testing.assert_array_equal(named.mask(shown.shape[-1]), shown)
+    np.testing.assert_allclose(out(kv, visible=named), out(alone), rtol=1e-5)
+
+
+def test_slots_that_are_named_are_read_as_if_the_others_were_hidden():
+    """With a bias, and whatever is measured: what is not read gets nothing."""
+    kv = layer(random_positions(np.random.default_rng(2)))
+    shown = kv.live & (kv.pos % 3 != 0)
+    order = jnp.argsort(~shown, axis=-1)
+    named = Chosen(jnp.where(jnp.take_along_axis(shown, order, axis=-1), order, -1)[..., :12])
+    assert int(shown.sum(-1).max()) <= 12
+    q, at = jnp.linspace(-0.3, 0.2, B * 2 * K * H).reshape(B, 2 * K, 1, H), jnp.full((B, 1), 40)
+    asked = (Columns(), Columns(None, "above", group_at="before"), Columns(1, group=None, summed=False))
+    bias = jnp.linspace(-1.0, 1.0, B * 2 * K * 20).reshape(B, 2 * K, 20)
+    read = lambda visible: kv.attend(q, kv.k, at, asked, visible=visible, bias=bias)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), read(named), read(shown))
+    even = kv.pos % 2 == 0
+    both = named.among(even).mask(20)
+    np.testing.assert_array_equal(both, shown & even)
 
 
 def test_a_state_prints_sizes_instead_of_numbers(shallow):

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from kvjax.cache import mesh
-from kvjax.cache.state import EMPTY, KeyPositions, LayerKV, Rotate, Slopes, map_slots, rotated_below
+from kvjax.cache.state import EMPTY, Chosen, KeyPositions, LayerKV, Rotate, Slopes, map_slots, rotated_below
 from pallas_kernels import Attention, Columns, pooled_attention
 from pallas_kernels.columns import accumulator
 from pallas_kernels.pooled import MAX_BLOCK, MIN_BLOCK, block_size, by_owner
@@ -171,10 +171,14 @@ class PooledKV:
         q_pos: Int[Array, "B 1"],
         columns: Sequence[Columns],
         *,
-        visible: Bool[Array, "B K P"] | None = None,
+        visible: Bool[Array, "B K P"] | Chosen | None = None,
         **options: Any,
     ) -> Attention:
-        """See `LayerKV`; statistics are those of the view, 0 in the slots of other heads."""
+        """See `LayerKV`; statistics are those of the view, 0 in the slots of other heads.
+
+        Slots that are not named are hidden, but the whole pool is read.
+        """
+        visible = visible.mask(self.num_slots) if isinstance(visible, Chosen) else visible
         read = self.pos if visible is None else jnp.where(visible.any(1), self.pos, EMPTY)
         K, columns = self.num_kv_heads, tuple(columns)
         found = pooled_attention(

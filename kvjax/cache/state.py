@@ -50,6 +50,62 @@ class PerHead:
 
 
 @pytree
+class Chosen:
+    """The slots that a decode row reads, by number, so that attention touches no others.
+
+    Attributes:
+      slots: R slots of every head in any order, each once; -1 in places that name none.
+    """
+
+    slots: Int[Array, "B K R"]
+
+    def mask(self, num_slots: int) -> Bool[Array, "B K S"]:
+        """True at the chosen of `num_slots` slots."""
+        return mesh.by_head(_chosen, self.slots, num_slots)
+
+    def among(self, shown: Bool[Array, "B K S"]) -> "Chosen":
+        """Those of the chosen slots that a mask shows."""
+        return Chosen(mesh.by_head(_shown, (self.slots, shown)))
+
+
+def _chosen(slots: Int[Array, "B K R"], num_slots: int) -> Bool[Array, "B K S"]:
+    return _spread((jnp.ones(slots.shape, bool), slots), num_slots)
+
+
+def _shown(own: tuple[Int[Array, "B K R"], Bool[Array, "B K S"]]) -> Int[Array, "B K R"]:
+    slots, shown = own
+    return jnp.where(_along(shown, slots), slots, -1)
+
+
+def _along(x: Shaped[Array, "B K S *rest"], slots: Int[Array, "B K R"]) -> Shaped[Array, "B K R *rest"]:
+    """What stands in slots, of the first one where they name none."""
+    at = jnp.maximum(slots, 0).reshape(*slots.shape, *(1,) * (x.ndim - 3))
+    return jnp.take_along_axis(x, at, axis=2, mode="promise_in_bounds")
+
+
+def _gathered(
+    own: tuple[Int[Array, "B K R"], Array, Array, Int[Array, "B K S"], Float[Array, "B N S"] | None],
+) -> tuple[Array, Array, Int[Array, "B K R"], Float[Array, "B N R"] | None]:
+    """Keys, values, positions and bias of chosen slots; no token stands in places that name none."""
+    slots, keys, values, pos, bias = own
+    pos = jnp.where(slots < 0, EMPTY, _along(pos, slots))
+    if bias is not None:
+        bias = _along(bias, jnp.repeat(slots, bias.shape[1] // slots.shape[1], axis=1))
+    return _along(keys, slots), _along(values, slots), pos, bias
+
+
+def _spread(
+    own: tuple[Shaped[Array, "B _ *row R"], Int[Array, "B K R"]], num_slots: int
+) -> Shaped[Array, "B _ *row S"]:
+    """Numbers of chosen slots at the places of all slots, 0 at the others."""
+    x, slots = own
+    at = jnp.repeat(jnp.where(slots < 0, num_slots, slots), x.shape[1] // slots.shape[1], axis=1)
+    at = jnp.broadcast_to(at.reshape(*at.shape[:2], *(1,) * (x.ndim - 3), at.shape[-1]), x.shape)
+    nothing = jnp.zeros((*x.shape[:-1], num_slots), x.dtype)
+    return jnp.put_along_axis(nothing, at, x, axis=-1, inplace=False, mode="drop")
+
+
+@pytree
 class LayerKV:
     """One layer's cache.
 
@@ -203,10 +259,20 @@ class LayerKV:
         q_pos: Int[Array, "B T"],
         columns: Sequence[Columns],
         *,
-        visible: Bool[Array, "B K S"] | None = None,
+        visible: Bool[Array, "B K S"] | Chosen | None = None,
         **options: Any,
     ) -> Attention:
-        """Attention over the slots, or over those of them that are `visible`; `options` as in `pallas_kernels`."""
+        """Attention over the slots, or over those of them that are `visible`; `options` as in `pallas_kernels`.
+
+        Slots that are named are gathered, and no others are read; statistics of the others are 0.
+        """
+        if isinstance(visible, Chosen):
+            options = dict(options)
+            own = visible.slots, keys, self.v, self.pos, options.pop("bias", None)
+            k, v, pos, bias = mesh.by_head(_gathered, own)
+            found = mesh.attention(q, k, v, q_pos, pos, columns=columns, bias=bias, **options)
+            everywhere = (mesh.by_head(_spread, (x, visible.slots), self.num_slots) for x in found.columns)
+            return dataclasses.replace(found, columns=tuple(everywhere))
         read = self.pos if visible is None else jnp.where(visible, self.pos, EMPTY)
         return mesh.attention(q, keys, self.v, q_pos, read, columns=columns, **options)
 

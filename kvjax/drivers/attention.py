@@ -117,6 +117,8 @@ def attend(
     else:
         kv = kv.turned(rotate)
         kv = append(kv.view(), k, v, pos) if ctx.phase == "prefill" else kv.insert(k, v, pos)
+    if policy is not None and ctx.phase == "decode":
+        kv = kv.apply(lambda view: policy.appended(view, ctx))
     keys, view = kv.keys(rotate), kv.view()
     q = widened(q, keys.shape[-1])
 
@@ -134,7 +136,7 @@ def attend(
         weight = jnp.repeat(jnp.log(jnp.maximum(kv.gate, tiny)), q.shape[1] // K, axis=1)
         bias = weight if bias is None else weight.astype(bias.dtype) + bias
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
-    visible = None if policy is None else policy.visible(view, ctx)
+    visible = None if policy is None else policy.visible(moment)
     apart = policy is not None and visible is not None and policy.spec.hides == "live"
     result = kv.attend(q, keys, pos, () if apart else tuple(columns.values()), visible=visible, **options)
     found = kv.attend(q, keys, pos, tuple(columns.values()), **options) if apart else result

@@ -32,6 +32,7 @@ from kvjax.methods.nacl import nacl as nacl
 from kvjax.methods.nacl import nacl_llama3 as nacl_llama3
 from kvjax.methods.pyramidkv import pyramidkv as pyramidkv
 from kvjax.methods.q_filters import q_filters as q_filters
+from kvjax.methods.quest import quest as quest
 from kvjax.methods.r_kv import r_kv as r_kv
 from kvjax.methods.random import random as random
 from kvjax.methods.roco import roco as roco

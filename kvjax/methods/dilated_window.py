@@ -6,12 +6,10 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.cache.context import Context
-from kvjax.cache.state import LayerKV
 from kvjax.eviction import Evict, Mask
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.scores import Recency, Score
-from kvjax.scoring.stats import Slots
+from kvjax.scoring.stats import Moment, Slots
 from kvjax.sizes.budget import Count
 from kvjax.sizes.schedule import every_step
 from pallas_kernels.values import one_of, settle, tokens
@@ -28,9 +26,10 @@ class EveryOther(Mask):
     def __post_init__(self):
         settle(self, dilation=_DISTANCE)
 
-    def __call__(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"]:
+    def __call__(self, moment: Moment) -> Bool[Array, "B K S"]:
         """See `Mask`."""
-        distance = (ctx.length - 1)[:, None, None] - kv.pos
+        kv = moment.kv
+        distance = (moment.ctx.length - 1)[:, None, None] - kv.pos
         return kv.live & (distance % (self.dilation + 1) == 0)
 
 

@@ -12,7 +12,7 @@ from kvjax.cache.state import EMPTY, LayerKV
 from kvjax.policy import LayerSpec, Rule, keeps_all
 from kvjax.scoring.scores import one_a_slot
 from kvjax.scoring.select import Selection, TopK
-from kvjax.scoring.stats import LayerStats, Observe, Sums
+from kvjax.scoring.stats import LayerStats, Moment, Observe, Sums
 from kvjax.sizes.budget import Count, Counts, counted
 from kvjax.sizes.schedule import Schedule
 from pallas_kernels.values import flag, settle
@@ -92,12 +92,16 @@ class NextStepMask(_Hiding):
         score = score.astype(new.dtype) + new
         if self.persistent:
             ahead = dataclasses.replace(ctx, length=ctx.length + 1)
-            shown = self.visible(dataclasses.replace(kv, memory=(score, hidden)), ahead)
+            shown = self._shown(dataclasses.replace(kv, memory=(score, hidden)), ahead)
             hidden = jnp.where(shown, 0.0, 1.0)
         return (score, hidden), None
 
-    def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"]:
+    def visible(self, moment: Moment) -> Bool[Array, "B K S"]:
         """See `Rule`."""
+        return self._shown(moment.kv, moment.ctx)
+
+    def _shown(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"]:
+        """What the newest token may read."""
         score, hidden = kv.memory
         heavy, recent = self._count(self.heavy, ctx), self._count(self.recent, ctx)[..., None]
         length = ctx.length[:, None, None]
@@ -140,7 +144,8 @@ class StepwiseMask(_Hiding):
         total = kv.memory.astype(new.dtype) + new
         return jnp.where(heavy if total.ndim == 3 else heavy[..., None], total, 0.0), None
 
-    def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"]:
+    def visible(self, moment: Moment) -> Bool[Array, "B K S"]:
         """See `Rule`."""
+        kv, ctx = moment.kv, moment.ctx
         band = kv.pos >= (ctx.length - 1)[:, None, None] - self._count(self.recent, ctx)[..., None]
         return kv.live & (self._heavy(kv.memory, kv, ctx) | band)
