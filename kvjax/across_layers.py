@@ -12,12 +12,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import mesh
 from kvjax.cache.context import Context, Phase, Site
-from kvjax.cache.state import KVState, LayerKV
+from kvjax.cache.state import Chosen, KVState, LayerKV
 from kvjax.eviction import Evict, EvictMemory, Numbers
 from kvjax.policy import LayerSpec, Policy, Rule, as_policy, check_moment, context, obeying
 from kvjax.scoring.row_votes import LastVotes, mean_and_variance
 from kvjax.scoring.select import Selection, largest
-from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement, Slots, ordered
+from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement, Moment, Slots, ordered
 from kvjax.sizes.allocation import Adaptive, UniformLayers, apportion
 from kvjax.sizes.budget import Times, as_count
 from pallas_kernels.values import Value, a, number, settle, tokens
@@ -238,9 +238,9 @@ class Competing(Rule):
         """See `Rule`."""
         return self.evict.reserve(kv, ctx)
 
-    def visible(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"] | None:
+    def visible(self, moment: Moment) -> Bool[Array, "B K S"] | Chosen | None:
         """See `Rule`."""
-        return self.evict.visible(kv, ctx)
+        return self.evict.visible(moment)
 
     def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
         """See `Rule`: what a layer does that competes with none."""
