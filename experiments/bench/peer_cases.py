@@ -157,8 +157,9 @@ COUNTERPARTS_OF_2025 = (
     Recipe("CURPress(r, local_window_size=5, num_sinks=2)"),
     Recipe("LeverageScorePress(r)"),
     Recipe("LeverageScorePress(r, sketch_dimension=6)"),
-    # Chunks divide the prompt: of a short one, kvpress pads the keys, and does not mask what it has padded.
+    Recipe("NonCausalAttnPress(r)"),
     Recipe("NonCausalAttnPress(r, chunk_size=16)", _CHUNKS),
+    Recipe("CompactorPress(r)", (*_LONG, (48, 8, 0.5), (130, 8, 0.5))),
     *(
         Recipe(f"CompactorPress(r, chunk_size=12{x})", ((108, 8, 0.3), (120, 8, 0.3), (60, 8, 0.5), (120, 8, 0.5)))
         for x in ("", ", blending=0.0", ", blending=0.35", ", sketch_dimension=6")
@@ -174,6 +175,7 @@ COUNTERPARTS_OF_2025 = (
         (*_LONG, (97, 8, 0.5), (130, 8, 0.5)),
     ),
     Recipe("ChunkPress(KnormPress(r), chunk_length=32)", _CHUNKS),
+    Recipe("ChunkPress(KnormPress(r), chunk_length=24)", ((120, 8, 0.3), (130, 8, 0.3), (48, 8, 0.75), (130, 8, 0.75))),
     Recipe("DMSPress(KnormPress(), threshold=-3.5, sliding_window_size=16)"),
     Recipe("DMSPress(KnormPress(), threshold=-3.5, sliding_window_size=16, decoding=True)", more=8),
     Recipe("DMSPress(KeyDiffPress(), threshold=-0.2, sliding_window_size=8)"),
