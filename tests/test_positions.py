@@ -24,7 +24,7 @@ LENGTHS = np.array([T, 17])
 SIZES = {"vocab_size": 61, "embed_dim": 16, "mlp_dim": 24, "num_query_heads": HEADS, "num_kv_heads": HEADS}
 CONFIGS = {
     "alibi": MPTConfig(**SIZES, num_layers=3, head_dim=8, activation="gelu", tie_embeddings=True, steepest=2.0),
-    "learned": GPT2Config(**SIZES, num_layers=3, head_dim=8, activation="gelu", max_position=T + NEW),
+    "learned": GPT2Config(**SIZES, num_layers=3, head_dim=8, activation="gelu", max_position=2 * T),
 }
 QUICK = {"h2o", "keyformer", "ada_snapkv", "h2o_pooled"}
 WHOLE = {"full", "think"}  # of these methods, every row reads every token

@@ -73,6 +73,11 @@ def test_answers_are_those_of_the_steps_by_hand(make, by_hand):
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_context_may_be_read_again_before_it_is_compressed(make, by_hand):
+    policy = methods.kvzip(6, repeat=(1, 2), chunk=4, sinks=1)
+    assert make(policy=policy).compress(CONTEXT).ask(ASKED[0]) == by_hand(CONTEXT, ASKED[0], policy=policy)
+
+
 def test_questions_and_contexts_of_about_the_same_size_compile_nothing(make):
     session, sizes = make(), []
     for context, question in ((CONTEXT, ASKED[0]), ("ab " * 14, "aa ab ac ad")):
