@@ -98,6 +98,7 @@ class SharedLayers(Policy):
     """One decision for all layers; made by `shared_layers`."""
 
     shared: ClassVar[bool] = True
+    alike: ClassVar[bool] = True
 
     policy: Policy
 

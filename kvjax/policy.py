@@ -183,6 +183,7 @@ class Policy(Value, abc.ABC):
     """In every layer, some rules that are applied in turn. Most methods are one rule, an `Evict`."""
 
     shared: ClassVar[bool] = False  # one decision for all layers, made when the model has run
+    alike: ClassVar[bool] = False  # by it all layers hold the same tokens, those of the first one
 
     @abc.abstractmethod
     def rules(self, site: Site) -> "tuple[Rule, ...]":

@@ -340,7 +340,7 @@ def _with_room(state: KVState, active: Bool[Array, "B"] | None) -> tuple[LayerKV
         after = makes(kv, ctx) if isinstance(kv, LayerKV) else everywhere(makes, kv, ctx)
         return after if after is kv else only(after, kv)
 
-    if not plan.policy.shared:
+    if not plan.policy.alike:
         return tuple(with_room(i, kv) for i, kv in enumerate(state.layers))
     first = with_room(0, state.layers[0])
     if first is state.layers[0]:
