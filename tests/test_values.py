@@ -395,9 +395,11 @@ def _values(kind):
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_a_policy_prints_as_what_makes_it(case):
-    """Short, without what it has by default, and evaluates back; the complete repr names every field."""
+    """Short, without what it has by default, and evaluates back, arrays and functions aside; the complete repr names
+    every field.
+    """
     policy = case.make(8)
-    if case.name != "from_fn":
+    if case.name not in ("from_fn", "q_filters"):
         assert eval(repr(policy), {"inf": np.inf, **dict(_values(Value))}) == policy
     for part in policy.policies if isinstance(policy, Chain) else (policy,):
         for field in dataclasses.fields(part):

@@ -9,6 +9,7 @@ from kvjax.scoring.protect import Protect
 from kvjax.scoring.scores import Pooled, RecentRows
 from kvjax.sizes.budget import Count
 from kvjax.sizes.schedule import when_over
+from pallas_kernels.values import checked, number
 
 
 def r_kv(
@@ -40,6 +41,9 @@ def r_kv(
       buffer: tokens by which a cache grows before it is cut.
       group: how the query heads of a kv head are combined.
     """
+    importance = checked(
+        number("[0, 1]", "a weight of attention, the rest being redundancy's"), "importance", importance
+    )
     score = Blend(
         (Pooled(RecentRows(window_size, group), "max", kernel_size), Redundancy(threshold)),
         (importance, importance - 1.0),
