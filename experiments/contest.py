@@ -27,7 +27,14 @@ from configs.learning import LearnedScorer, Prompts
 from configs.probed import probed
 from experiments.evaluation.compiled import keep_compiled
 from experiments.evaluation.report import table
-from experiments.evaluation.results import alone_in, check_options, check_values, plain_errors, write_bytes
+from experiments.evaluation.results import (
+    alone_in,
+    check_options,
+    check_values,
+    device_info,
+    plain_errors,
+    write_bytes,
+)
 from experiments.learn_budget import losses_of
 from experiments.learn_scorer import learn, policy_of, untrained
 from experiments.learning.budget_report import interval
@@ -126,6 +133,7 @@ def run_one(contest: Contest, model_name: str, seed: int) -> None:
     prompts = Prompts(model=model_name, seed=seed, held_out=contest.held_out)
     experiment = dataclasses.replace(get_config(prompts=prompts), budgets=contest.budget)
     directory = contest.output / f"{model_name}-{seed}"
+    directory.mkdir(parents=True, exist_ok=True)
     file = directory / "losses.jsonl"
     done = {tuple(json.loads(line)[n] for n in ("task", "index")) for line in _lines(file)}
     model, params = models.load(prompts.source, dtype=prompts.dtype)
@@ -178,7 +186,26 @@ def _head(
     return head
 
 
-def summary(contest: Contest) -> str:
+def losses(contest: Contest) -> dict[str, Any]:
+    """What is stored: setup, device, and for every model, seed and budget the prompts and each policy's losses."""
+    found: dict[str, Any] = {}
+    for model in contest.model:
+        for seed in contest.seed:
+            for line in map(json.loads, _lines(contest.output / f"{model}-{seed}" / "losses.jsonl")):
+                if line["budget"] not in contest.budget:
+                    continue
+                own = found.setdefault(
+                    f"{model}, seed {seed}, {line['budget']:g}", {"prompts": [], "loss": {}, "live": {}}
+                )
+                if line["method"] == "snapkv":
+                    own["prompts"].append([line["task"], line["index"]])
+                own["loss"].setdefault(line["method"], []).append(round(line["loss"], 5))
+                own["live"][line["method"]] = own["live"].get(line["method"], 0) + line["live"]
+    setup = {name: value for name, value in dataclasses.asdict(contest).items() if name != "output"}
+    return {"setup": setup, "device": device_info(), "runs": found}
+
+
+def summary(contest: Contest, stored: dict[str, Any]) -> str:
     """Mean loss of every method by model, and how much less it is than the best published one's."""
     text = ["# Exact eviction loss at equal bytes", ""]
     text += [
@@ -187,23 +214,22 @@ def summary(contest: Contest) -> str:
     text += ["the published method that loses least less the method's: above 0 is better.", ""]
     for b in contest.budget:
         for model in contest.model:
-            found: dict[str, list[float]] = {}
-            lives: dict[str, int] = {}
-            for seed in contest.seed:
-                for line in map(json.loads, _lines(contest.output / f"{model}-{seed}" / "losses.jsonl")):
-                    if line["budget"] == b:
-                        found.setdefault(line["method"], []).append(100 * line["loss"])
-                        lives[line["method"]] = lives.get(line["method"], 0) + line["live"]
-            if not found:
-                continue
+            runs = [
+                run
+                for name, run in stored["runs"].items()
+                if name.startswith(f"{model}, ") and name.endswith(f", {b:g}")
+            ]
+            methods_ = list(runs[0]["loss"])
+            found = {name: [100 * x for run in runs for x in run["loss"][name]] for name in methods_}
+            live = {name: sum(run["live"][name] for run in runs) for name in methods_}
             best = min((n for n in found if not n.startswith("ours")), key=lambda n: np.mean(found[n]))
             rows = []
             for name in sorted(found, key=lambda n: np.mean(found[n])):
                 pairs = zip(found[best], found[name], strict=True)
                 mean, less = interval(found[name]), interval([x - y for x, y in pairs])
                 shown = lambda x: "{:.2f} [{:.2f}, {:.2f}]".format(*x)
-                tokens = lives[name] / lives["snapkv"]
-                rows.append([name, shown(mean), "the best published" if name == best else shown(less), f"{tokens:.1%}"])
+                beside = "the best published" if name == best else shown(less)
+                rows.append([name, shown(mean), beside, f"{live[name] / live['snapkv']:.1%}"])
             text += [f"## {model}, {b:.1%} of the prompt, {len(found[best])} prompts", ""]
             text += [*table(["method", "loss", f"less than {best}", "tokens, of SnapKV's"], rows), ""]
     return "\n".join(text)
@@ -220,7 +246,9 @@ def main(argv: Sequence[str]) -> None:
             for model in contest.model:
                 for seed in contest.seed:
                     run_one(contest, model, seed)
-            text = summary(contest)
+            stored = losses(contest)
+            text = summary(contest, stored)
+            write_bytes(contest.output / "contest.json", json.dumps(stored, separators=(",", ":")).encode())
             write_bytes(contest.output / "contest.md", text.encode())
         print(text)
 
