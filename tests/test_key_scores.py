@@ -1,5 +1,7 @@
 """Scores of keys and values, and of what chunks give them, beside loops in numpy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from kvjax.learning.probes import fit_filters
 from kvjax.scoring.blends import Blend, RemovalError, Standardized, ValueWeighted
 from kvjax.scoring.key_scores import ChunkVotes, Filters, Leverage, Redundancy, SquaredNorms
 from kvjax.scoring.measurements import ChunkAttention
-from kvjax.scoring.scores import Recency, RecentRows
+from kvjax.scoring.scores import OfScore, Recency, RecentRows
 from tests import helpers
 
 B, K, N, T, H = 2, 2, 4, 24, 8
@@ -247,3 +249,16 @@ def test_removal_error_is_what_one_token_costs():
             np.testing.assert_allclose(found[0, head, j], cost, rtol=1e-3)
     again = scores(RemovalError(logs, "logarithm"), q, k, v, out_proj=out_proj)
     np.testing.assert_allclose(again, found, rtol=1e-4)
+
+
+def test_scores_of_ones_own_see_all_heads():
+    """Devices split heads only where a score says that it looks at each alone; one that says nothing may not."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Own(OfScore):
+        def __call__(self, slots):
+            return self.score(slots)
+
+    assert Blend((Recency(), RecentRows()), (1.0, 1.0)).apart
+    assert not Own(Recency()).apart
+    assert not Blend((Recency(), Own(Recency())), (1.0, 1.0)).apart

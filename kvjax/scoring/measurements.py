@@ -5,8 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from kvjax.cache import mesh
 from kvjax.cache.state import EMPTY
 from kvjax.scoring.stats import Measurement, Moment
 from pallas_kernels.values import flag, settle, tokens, whole
@@ -138,10 +139,26 @@ class ChunkAttention(Measurement):
 
     def measure(self, moment: Moment) -> Float[Array, "B K S"]:
         """See `Measurement`."""
-        q, pos, kv = moment.q, moment.pos, moment.kv
-        B, N, T, H = q.shape
-        K, S = kv.pos.shape[1:]
-        length = moment.ctx.prompt_length[:, None]
+        T = moment.q.shape[2]
+        new = moment.kv.keys(moment.rotate)[:, :, moment.kv.num_slots - T :]
+        scale = (moment.q.shape[-1] ** -0.5 if moment.scale is None else moment.scale) if self.scaled else 1.0
+        # Every device of a mesh has all chunks: whose rows stand where follows from the lengths.
+        found = mesh.everywhere(
+            lambda q, k, pos, length: self._received(q, k, pos, length, scale),
+            *(moment.q, new, moment.pos, moment.ctx.prompt_length[:, None]),
+        )
+        return jnp.pad(found, ((0, 0), (0, 0), (moment.kv.num_slots - T, 0)))
+
+    def _received(
+        self,
+        q: Float[Array, "B N T H"],
+        k: Float[Array, "B K T H"],
+        pos: Int[Array, "B T"],
+        length: Int[Array, "B 1"],
+        scale: float,
+    ) -> Float[Array, "B K T"]:
+        """Of the tokens just read."""
+        (B, N, T, H), K = q.shape, k.shape[1]
         inside = (pos >= self.first) & (pos < length - self.last)
         start = jnp.where(inside.any(-1), inside.argmax(-1), 0).astype(jnp.int32)
         size = min(self.size, T)
@@ -150,8 +167,7 @@ class ChunkAttention(Measurement):
         counts = (source < T) & jnp.take_along_axis(inside, jnp.minimum(source, T - 1), axis=1)
         source = jnp.minimum(source, T - 1)
         chunked = lambda x: jnp.take_along_axis(x, source[:, None, :, None], axis=2).reshape(B, -1, num, size, H)
-        rows, keys = chunked(q).reshape(B, K, N // K, num, size, H), chunked(kv.keys(moment.rotate)[:, :, S - T :])
-        scale = (H**-0.5 if moment.scale is None else moment.scale) if self.scaled else 1.0
+        rows, keys = chunked(q).reshape(B, K, N // K, num, size, H), chunked(k)
 
         def received(chunk: tuple[Array, Array, Array]) -> Float[Array, "B K C"]:
             q, k, counts = chunk
@@ -171,8 +187,8 @@ class ChunkAttention(Measurement):
         per_chunk = jnp.moveaxis(rows, 3, 0), jnp.moveaxis(keys, 2, 0), jnp.moveaxis(counts.reshape(B, num, size), 1, 0)
         found = jnp.moveaxis(lax.map(received, per_chunk), 0, 2).reshape(B, K, num * size)
         b, h = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
-        column = jnp.where(counts, S - T + source, S)[:, None]
-        return jnp.zeros((B, K, S), jnp.float32).at[b, h, column].set(found, mode="drop")
+        column = jnp.where(counts, source, T)[:, None]
+        return jnp.zeros((B, K, T), jnp.float32).at[b, h, column].set(found, mode="drop")
 
 
 def _largest(x: Float[Array, "*n S"]) -> Float[Array, "*n 1"]:

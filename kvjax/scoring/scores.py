@@ -90,8 +90,11 @@ class Score(Observer, abc.ABC):
 
     @property
     def apart(self) -> bool:
-        """Whether that is known, so that devices may score the heads that they have."""
-        return self.by_head
+        """Whether that is known, so that devices may score the heads that they have.
+
+        It is of the scores of this library. One of your own that looks at each head alone says so by overriding it.
+        """
+        return self.by_head and type(self).__module__.startswith("kvjax.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +170,7 @@ class OfScore(Score):
     @property
     def apart(self) -> bool:
         """See `Score`."""
-        return self.by_head and self.score.apart
+        return super().apart and self.score.apart
 
     def summands(self, ctx: Context) -> int | Int[Array, "B"]:
         """See `Score`."""

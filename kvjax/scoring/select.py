@@ -599,7 +599,7 @@ class PerChunk(Select):
     """Every chunk of the text keeps its own best: as large a share of it as the budget is of the whole (FINCH).
 
     Chunks are cut at multiples of `size` positions; what a chunk's share holds is rounded down. Protected tokens stay,
-    and count against the share of their chunk.
+    and count against the share of their chunk; where they are more, the worst of all chunks make room.
 
     Attributes:
       size: tokens of a chunk.
@@ -637,7 +637,10 @@ class PerChunk(Select):
             count = jnp.where((kv.num_live == slots.ctx.prompt_length[:, None])[..., None], exact, count)
         chosen = jnp.put_along_axis(jnp.zeros_like(live), order, place - start < count, axis=-1, inplace=False)
         everything = (kv.num_live <= limits.budgets)[..., None]
-        return Selection(live & (chosen | safe | everything), score, limits.budgets)
+        stays = live & (chosen | safe | everything)
+        # Where a chunk's share does not hold what is protected of it, others have less.
+        keep = TopK(self.ties).best(jnp.where(safe, jnp.inf, score), jnp.where(stays, kv.pos, EMPTY), limits.budgets)
+        return Selection(keep, score, limits.budgets)
 
 
 @dataclasses.dataclass(frozen=True)
