@@ -204,7 +204,7 @@ RELAXED = [c for c in CASES if softened(c, 1.0) is not None]
 HARD_ONLY = {
     "streaming_llm", "h2o_pooled", "tova_when_over_3", "h2o_rerotated", "random_run", "scissorhands",
     "keyformer_per_key", "chunkkv", "think", "snapkv_then_think", "fastgen", "fastgen_elementwise", "fastgen_lossless",
-    "fastgen_pooled", "quest",
+    "fastgen_pooled", "quest", "duo_attention",
 }  # fmt: skip
 
 

@@ -128,6 +128,7 @@ NONSENSE = (
     {},
 )
 NEEDED = {"fastgen": IDS, "easykv": {"importance": "roco", "budget": 20, "mode": "encoding"}, "full": {}, "think": {}}
+NEEDED["duo_attention"] = {"gates": [[0.5, 0.6]]}
 METHODS = [n for n, f in sorted(vars(methods).items()) if inspect.isfunction(f)]
 
 

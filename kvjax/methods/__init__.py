@@ -7,6 +7,7 @@ from kvjax.methods.aqas import aqas as aqas
 from kvjax.methods.chunkkv import chunkkv as chunkkv
 from kvjax.methods.criticalkv import criticalkv as criticalkv
 from kvjax.methods.dilated_window import dilated_window as dilated_window
+from kvjax.methods.duo_attention import duo_attention as duo_attention
 from kvjax.methods.easykv import easykv as easykv
 from kvjax.methods.expected_attention import expected_attention as expected_attention
 from kvjax.methods.fastgen import fastgen as fastgen

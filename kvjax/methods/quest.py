@@ -88,7 +88,7 @@ class ReadPages(Rule):
         if self._most(ctx.site) is None:
             return kv.memory
         own = kv.memory, dataclasses.replace(kv, memory=())
-        return mesh.by_head(lambda own, newest: self.pages.joined(*own, newest), own, ctx.length - 1)
+        return mesh.by_head(lambda own, newest: self.pages.joined(own[0], own[1], newest), own, ctx.length - 1)
 
     def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
         """See `Rule`: nothing is evicted."""
