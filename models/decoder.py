@@ -60,6 +60,42 @@ class LanguageModel:
         logits, caches, stats = self._module.apply({"params": params}, tokens, layers, **how)
         return logits.astype(jnp.float32), caches, stats
 
+    def last_hidden(
+        self,
+        params: PyTree[Any],
+        tokens: Int[Array, "B T"],
+        *,
+        attend: Attend,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """What logits are made of: the residual stream after all layers and the last norm, without a cache.
+
+        Args:
+          params: the parameters.
+          tokens: token ids.
+          attend: what attends in every layer (`kvjax.drivers.attention.without_cache`).
+          positions: see `__call__`.
+
+        Raises:
+          ValueError: what `__call__` refuses, or a model that has no norm after its layers.
+        """
+        check_params(self, params)
+        caches = (None,) * self.config.num_layers
+        where = {} if positions is None else {"positions": positions}
+        _, found = self._module.apply(
+            {"params": params},
+            tokens,
+            caches,
+            attend=attend,
+            last_only=False,
+            capture_intermediates=lambda module, method: module.path in _LAST_NORMS and method == "__call__",
+            mutable="intermediates",
+            **where,
+        )
+        if not (norms := found.get("intermediates", {})):
+            raise ValueError(f"{type(self.config).__name__} has no norm after its layers whose output could be given")
+        return jax.tree.leaves(norms)[0]
+
     def init(self, key: Array) -> PyTree[Any]:
         """Random parameters.
 
@@ -90,6 +126,9 @@ class LanguageModel:
     def shapes(self) -> PyTree[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the parameters, without making any."""
         return jax.tree.map(lambda x: x, _abstract(self, jax.config.jax_enable_x64))  # pyrefly: ignore[missing-attribute]
+
+
+_LAST_NORMS = {("norm",), ("ln_f",), ("final_layer_norm",), ("norm_f",)}
 
 
 @functools.lru_cache(maxsize=64)

@@ -196,6 +196,11 @@ def _quest(budget):
     return methods.quest(budget, page_size=2, dense_layers=1)
 
 
+def _duo_attention(budget):
+    count = budget if isinstance(budget, int) else 10  # streaming heads hold a number of tokens, never a share
+    return methods.duo_attention([[0.9, 0.2], [0.1, 0.8], [0.3, 0.6]], sinks=2, recent=max(count - 2, 1))
+
+
 def _fastgen(budget, **kwargs):
     ratios = {"frequent_ratio": 0.2, "local_ratio": 0.2, **kwargs}  # leaves room for full heads to differ from the rest
     return methods.fastgen(special_ids=range(3), punctuation_ids=range(3, 9), budget=budget, **ratios)
@@ -360,6 +365,17 @@ CASES = (
     Case("kvzip", _kvzip, sinks=2, exact=False, decodes=False, replays=True),
     Case("kvzip_plus", lambda b: _kvzip(b, plus=True), sinks=2, exact=False, decodes=False, replays=True),
     Case("quest", _quest, by_layer=True, exact=False, decodes=False),
+    Case(
+        "duo_attention",
+        _duo_attention,
+        recent=lambda b: min(b - 2, 8),
+        sinks=2,
+        by_layer=True,
+        by_head=True,
+        exact=False,
+        together=True,
+        fills=False,
+    ),
 )
 OF_ONE_LAYER = [case for case in CASES if not case.replays]
 

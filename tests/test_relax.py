@@ -205,7 +205,7 @@ HARD_ONLY = {
     "streaming_llm", "h2o_pooled", "tova_when_over_3", "h2o_rerotated", "random_run", "scissorhands",
     "keyformer_per_key", "chunkkv", "think", "snapkv_then_think", "fastgen", "fastgen_elementwise", "fastgen_lossless",
     "fastgen_pooled", "kvzip", "kvzip_plus", "quest", "r_kv", "finch", "finch_chunks", "simlayerkv", "cake", "lava",
-    "layer_defensivekv",
+    "layer_defensivekv", "duo_attention",
 }  # fmt: skip
 
 

@@ -139,6 +139,7 @@ NEEDED = {
     "easykv": {"importance": "roco", "budget": 20, "mode": "encoding"},
     "full": {},
     "think": {},
+    "duo_attention": {"gates": [[0.5, 0.6]]},
     "kvzap": {"budget": 64, "function": HEADS},
 }
 METHODS = [n for n, f in sorted(vars(methods).items()) if inspect.isfunction(f)]

@@ -12,6 +12,7 @@ from kvjax.methods.curdkv import curdkv as curdkv
 from kvjax.methods.defensivekv import defensivekv as defensivekv
 from kvjax.methods.defensivekv import layer_defensivekv as layer_defensivekv
 from kvjax.methods.dilated_window import dilated_window as dilated_window
+from kvjax.methods.duo_attention import duo_attention as duo_attention
 from kvjax.methods.easykv import easykv as easykv
 from kvjax.methods.expected_attention import expected_attention as expected_attention
 from kvjax.methods.fastgen import fastgen as fastgen

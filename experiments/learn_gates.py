@@ -1,0 +1,229 @@
+"""Learns DuoAttention's gates of the embedded model, and measures retrieval at equal bytes beside SnapKV.
+
+    python experiments/learn_gates.py --output results/duo_gates.json
+
+Texts hold facts and questions about them (`experiments/train_tiny.py`), and the states that predict answers count. For
+each share of streaming heads there is a row of held-out prompts under the heads of the smallest gates, under as many
+heads drawn at random, and under SnapKV with as many slots, which is as many bytes.
+"""
+
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from jaxtyping import Array, Float
+from tqdm import tqdm
+
+import kvjax
+import models
+from configs.experiment import check_finite, check_whole
+from experiments.evaluation.checkpoints import check_learns
+from experiments.evaluation.compiled import keep_compiled
+from experiments.evaluation.provenance import environment
+from experiments.evaluation.results import check_options, check_output, check_values, plain_errors, write_json
+from experiments.tasks import RETRIEVAL, TASKS, Example, Task
+from experiments.train_tiny import Stage, document
+from experiments.training.loop import ANSWER, FIRST
+from kvjax import methods
+from kvjax.drivers.attention import Attend
+from kvjax.learning.gates import distance, penalty
+from models.embedded import EMBEDDED
+
+HELD_OUT = 1_000_000  # indices of examples that nothing is learned from
+
+
+@dataclasses.dataclass(frozen=True)
+class Learning:
+    """How gates are learned.
+
+    Attributes:
+      steps: updates.
+      rate: Adam's learning rate at the start; it falls to a tenth of itself along a cosine.
+      weight: of the gates' L1 norm.
+      sinks, recent: what streaming heads read.
+      length, batch: of the texts.
+      seed: of the texts.
+    """
+
+    steps: int = 100
+    rate: float = 0.05
+    weight: float = 0.05
+    sinks: int = 16
+    recent: int = 48
+    length: int = 512
+    batch: int = 4
+    seed: int = 0
+
+    def __post_init__(self):
+        sizes = {"steps": self.steps, "recent": self.recent, "length": self.length, "batch": self.batch}
+        check_whole(1, **sizes)
+        check_whole(0, sinks=self.sinks, seed=self.seed)
+        check_finite(0, rate=self.rate)
+        check_finite(weight=self.weight)
+
+
+def texts(how: Learning, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and which states count, of one step: a function of seed and step alone."""
+    rng = np.random.default_rng([how.seed, step])
+    stage = Stage(how.steps, how.length, how.batch, filler=(0.2, 0.95))
+    found = [document(rng, stage) for _ in range(how.batch)]
+    tokens, classes = (np.stack(x) for x in zip(*found, strict=True))
+    return tokens[:, :-1].astype(np.int32), np.isin(classes[:, 1:], (ANSWER, FIRST))
+
+
+def make_step(hidden: Callable[[Any, Array, Attend], Array], how: Learning, tx: Any) -> Callable[..., Any]:
+    """One jitted update: (gates, optimiser state, params, ids, which count) -> (..., distance).
+
+    Args:
+      hidden: the last hidden states, of parameters, token ids and attention.
+      how: sizes and the weight of the gates' norm.
+      tx: the optimiser.
+    """
+
+    def loss(gates, params, ids, counts):
+        pos = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None], ids.shape)
+        of = lambda attend: hidden(params, ids, attend)
+        moved = distance(of, gates, pos, counts, sinks=how.sinks, recent=how.recent)
+        return moved + penalty(gates, how.weight), moved
+
+    @jax.jit
+    def step(gates, opt_state, params, ids, counts):
+        (_, moved), grads = jax.value_and_grad(loss, has_aux=True)(gates, params, ids, counts)
+        updates, opt_state = tx.update(grads, opt_state, gates)
+        return jnp.clip(gates + updates, 0.0, 1.0), opt_state, moved
+
+    return step
+
+
+def learn(
+    hidden: Callable[[Any, Array, Attend], Array],
+    params: Any,
+    shape: tuple[int, int],
+    how: Learning,
+    batches: Callable[[int], tuple[np.ndarray, np.ndarray]],
+) -> tuple[Float[np.ndarray, "L K"], list[float]]:
+    """Gates, all 1 at the start, and the distance at every step.
+
+    Args:
+      hidden: see `make_step`.
+      params: the parameters, which stay.
+      shape: layers and kv heads.
+      how: steps and sizes.
+      batches: the texts of a step.
+    """
+    tx = optax.adam(optax.cosine_decay_schedule(how.rate, how.steps, alpha=0.1))
+    gates = jnp.ones(shape)
+    step, opt_state, moved = make_step(hidden, how, tx), tx.init(gates), []
+    for i in tqdm(range(how.steps), desc="learn", file=sys.stdout):
+        gates, opt_state, value = step(gates, opt_state, params, *map(jnp.asarray, batches(i)))
+        moved.append(float(value))
+        check_learns(moved[-1], i, how.rate)
+    return np.asarray(gates), moved
+
+
+# --- retrieval ---
+
+
+def examples(tokenizer: Any, length: int, count: int) -> list[Example]:
+    """Held-out prompts of the retrieval tasks."""
+    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
+    task = Task(encode, (tokenizer.bos_token_id,), length, 0)
+    return [TASKS[name](task, HELD_OUT + i) for name in RETRIEVAL for i in range(count)]
+
+
+def retrieved(
+    model: Any, params: Any, tokenizer: Any, policy: kvjax.Policy, found: Sequence[Example], batch: int
+) -> float:
+    """The mean score of greedy answers, from 0 to 1."""
+    most = max(e.questions[0].max_new_tokens for e in found)
+    scores = []
+    for start in range(0, len(found), batch):
+        rows = found[start : start + batch]
+        tokens, lengths = models.pad_left([e.context + e.questions[0].ids for e in rows])
+        answers = kvjax.generate(
+            model, params, tokens, lengths=lengths, policy=policy, max_new_tokens=most, eos_ids=()
+        ).tokens
+        texts = tokenizer.batch_decode(np.asarray(answers).tolist())
+        scores += [e.questions[0].score(text) for e, text in zip(rows, texts, strict=True)]
+    return float(np.mean(scores))
+
+
+def measure(
+    model: Any, params: Any, tokenizer: Any, gates: np.ndarray, how: Learning, shares: Sequence[float], **sizes: int
+) -> list[dict[str, Any]]:
+    """Retrieval of every policy.
+
+    Args:
+      model, params, tokenizer: the model.
+      gates: what was learned.
+      how: sinks and recent tokens.
+      shares: of streaming heads.
+      **sizes: `length` of prompts, `count` of each task, `batch` of prompts together.
+    """
+    found = examples(tokenizer, sizes["length"], sizes["count"])
+    most = max(e.questions[0].max_new_tokens for e in found)
+    score = lambda policy: retrieved(model, params, tokenizer, policy, found, sizes["batch"])
+    slots = lambda policy: (
+        kvjax.make_plan(
+            model.config, policy, prompt_len=sizes["length"], max_new_tokens=most, lengths=[sizes["length"]]
+        ).num_slots
+    )
+    drawn = np.random.default_rng(how.seed).permutation(gates.size).reshape(gates.shape) / gates.size
+    duo = lambda table, share: methods.duo_attention(table, streaming_heads=share, sinks=how.sinks, recent=how.recent)
+    rows = [{"policy": "full", "slots": slots(methods.full()), "score": score(methods.full())}]
+    for share in shares:
+        learned = duo(gates, share)
+        budget = slots(learned) // gates.size - most
+        policies = {"learned": learned, "random": duo(drawn, share), "snapkv": methods.snapkv(budget, window_size=16)}
+        for name, policy in policies.items():
+            row = {"policy": name, "streaming_heads": share, "slots": slots(policy), "score": score(policy)}
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
+def run(
+    how: Learning = Learning(),
+    shares: tuple[float, ...] = (0.25, 0.5, 0.75, 0.875),
+    length: int = 1024,
+    count: int = 24,
+    batch: int = 16,
+    output: pathlib.Path = pathlib.Path("results/duo_gates.json"),
+) -> None:
+    """Learns, measures, and writes both.
+
+    Args:
+      how: how gates are learned.
+      shares: of streaming heads, each measured for itself.
+      length: of the prompts that retrieval is measured on.
+      count: of them, for each of the four tasks.
+      batch: prompts that are answered together.
+      output: the JSON file of gates and scores.
+    """
+    check_whole(1, length=length, count=count, batch=batch)
+    check_output(output)
+    model, params = models.load(EMBEDDED)
+    tokenizer = models.load_tokenizer(EMBEDDED)
+    shape = model.config.num_layers, model.config.num_kv_heads
+    hidden = lambda params, ids, attend: model.last_hidden(params, ids, attend=attend)
+    gates, moved = learn(hidden, params, shape, how, lambda step: texts(how, step))
+    print(np.round(gates, 3))
+    rows = measure(model, params, tokenizer, gates, how, shares, length=length, count=count, batch=batch)
+    content = {"gates": gates.tolist(), "learning": dataclasses.asdict(how), "distance": moved, "retrieval": rows}
+    write_json(output, {"environment": environment([sys.executable, *sys.argv]), **content})
+    print(f"written to {output}")
+
+
+if __name__ == "__main__":
+    with plain_errors():
+        argv = keep_compiled(sys.argv[1:])
+        check_values(argv)
+        check_options(argv)
+        tyro.cli(run, args=argv)
