@@ -23,9 +23,12 @@ def live(state):
     return [sorted(head[head >= 0].tolist()) for layer in pos for head in layer.reshape(-1, layer.shape[-1])]
 
 
-APART = {"ahakv": "they differ in score"} | dict.fromkeys(
-    ("fastgen", "fastgen_elementwise", "fastgen_pooled", "fastgen_lossless"), "they differ in FastGen"
-)
+APART = {
+    **dict.fromkeys(("ahakv", "defensivekv"), "they differ in score"),
+    **dict.fromkeys(("fastgen", "fastgen_elementwise", "fastgen_pooled", "fastgen_lossless"), "they differ in FastGen"),
+    **dict.fromkeys(("cake", "lava", "layer_defensivekv"), "they differ in Competing"),
+    "quest": "they differ in ReadPages",
+}
 
 
 @few_methods
