@@ -28,6 +28,7 @@ APART = {
     **dict.fromkeys(("fastgen", "fastgen_elementwise", "fastgen_pooled", "fastgen_lossless"), "they differ in FastGen"),
     **dict.fromkeys(("cake", "lava", "layer_defensivekv"), "they differ in Competing"),
     "quest": "they differ in ReadPages",
+    "duo_attention": "they differ in ByHead",
 }
 
 

@@ -40,8 +40,10 @@ def gated(gates: Float[Array, "L K"], pos: Int[Array, "B T"], *, sinks: int, rec
     sinks = checked(tokens(), "sinks", sinks)
     recent = checked(tokens(1, "a row reads its own token at least"), "recent", recent)
 
-    def attend(cache, q, k, v, *, layer, rotate, out_proj=None, scale=None, window=None, softcap=None, slopes=None):
-        del out_proj
+    def attend(
+        cache, q, k, v, *, layer, rotate, out_proj=None, hidden=None, scale=None, window=None, softcap=None, slopes=None
+    ):
+        del out_proj, hidden
         (B, N, T, H), K, dtype = q.shape, k.shape[1], accumulator(q.dtype)
         q, k = rotate(q, pos[:, None]), rotate(k, pos[:, None])
         grouped = q.reshape(B, K, N // K, T, H).astype(dtype)
