@@ -1,6 +1,6 @@
 """Learns DuoAttention's gates of the embedded model, and measures retrieval at equal bytes beside SnapKV.
 
-    python experiments/learn_gates.py --output results/duo_gates.json
+    python experiments/learn_gates.py
 
 Texts hold facts and questions about them (`experiments/train_tiny.py`), and the states that predict answers count. For
 each share of streaming heads there is a row of held-out prompts under the heads of the smallest gates, under as many
@@ -217,7 +217,7 @@ def run(
     print(np.round(gates, 3))
     rows = measure(model, params, tokenizer, gates, how, shares, length=length, count=count, batch=batch)
     content = {"gates": gates.tolist(), "learning": dataclasses.asdict(how), "distance": moved, "retrieval": rows}
-    write_json(output, {"environment": environment([sys.executable, *sys.argv]), **content})
+    write_json(output, {"environment": environment(["python", *sys.argv]), **content})
     print(f"written to {output}")
 
 
