@@ -10,6 +10,7 @@ them: `frontier.png`, and `frontier.md` with intervals and the differences that 
 """
 
 import dataclasses
+import inspect
 import json
 import pathlib
 import sys
@@ -44,7 +45,6 @@ from kvjax.policy import Policy
 
 RETRIEVAL = ("single_needle", "several_needles", "multi_query", "key_value")
 PROTOCOLS: tuple[Protocol, ...] = ("in_prompt", "after_compression")
-WITHOUT_BUDGET = ("full", "fastgen", "think", "simlayerkv")
 TITLE = "every method at equal bytes, with intervals and significant differences"
 TITLES: dict[Protocol, str] = {"in_prompt": "question in the prompt", "after_compression": "question after compression"}
 
@@ -134,7 +134,7 @@ def experiments_of(frontier: Frontier, protocol: Protocol) -> dict[str, Experime
     found = {}
     for name in frontier.methods or configs.available():
         get_config = configs.find(name)[1]
-        if name in WITHOUT_BUDGET:
+        if "budget" not in inspect.signature(get_config).parameters:
             found[name] = dataclasses.replace(get_config(setup=setup), setup=setup)
             continue
         make = lambda budget, get=get_config: get(budget=(budget,), setup=setup).policies[0][1]
