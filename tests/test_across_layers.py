@@ -165,6 +165,7 @@ def test_what_cannot_compete_is_refused(make, message):
         kvjax.make_plan(CONFIG, make(), prompt_len=T, max_new_tokens=4)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("given", [{"max_ratio": 0.5}, {"max_ratio": float("nan")}, {"by": "entropy"}])
 def test_what_is_no_division_is_refused(given):
     with pytest.raises(ValueError, match=next(iter(given))):

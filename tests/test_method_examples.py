@@ -100,7 +100,7 @@ def test_quest_reads_the_pages_of_the_largest_bounds(group, read):
     kv = dataclasses.replace(kv, memory=policy.appended(kv, ctx))
     bounds = policy.pages.bounds(kv.memory, q[:, None, :, 0])
     np.testing.assert_array_equal(bounds[0, 0, :, :3], [[3, -1, 8], [2, 4.5, -6.5]])
-    shown = policy.visible(dataclasses.replace(moment_of(kv, [[4]], ctx), q=q))
+    shown = policy.visible(dataclasses.replace(moment_of(kv, [[4]], ctx), q=q, raw_q=q))
     assert np.flatnonzero(shown.mask(5)[0, 0]).tolist() == read
     assert shown.slots.shape == (1, 1, 4)
 
@@ -784,7 +784,7 @@ def test_kvzip_by_hand():
     q = jnp.asarray(np.log(np.maximum(weights, 1e-30)), jnp.float32)[None, None]
     k, rows = jnp.eye(6)[None, None], jnp.asarray([[4, 5]], jnp.int32)
     v = jnp.asarray([1.0, 1, 1, 5, 1, 1])[None, None, :, None] * jnp.eye(6)[:1][None, None]
-    given = {"out_proj": jnp.eye(6)[None], "hidden": jnp.asarray([[[2.0], [1.0]]]), "scale": 1.0}
+    given = {"out_proj": jnp.eye(6)[None], "hidden": jnp.asarray([[[2.0], [1.0]]]) * jnp.eye(6)[None, :1], "scale": 1.0}
     kv, site = kvjax.LayerKV(k, v, jnp.arange(6, dtype=jnp.int32)[None, None]), helpers.site(T=4, K=1, N=1, H=6)
 
     def score(policy, first=0, last=4):

@@ -1,6 +1,7 @@
 """What is found once for a model from text that it reads: directions of queries, and heads that retrieve."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -51,7 +52,7 @@ def fit_filters(
     params: PyTree[Any],
     tokens: Array | np.ndarray,
     *,
-    lengths: Array | np.ndarray | None = None,
+    lengths: Array | np.ndarray | Sequence[int] | None = None,
 ) -> FrozenArrays:
     """The filters of a model for `kvjax.methods.q_filters`, from text that it reads (arXiv 2503.02812, section 3.2).
 
@@ -97,7 +98,7 @@ def head_importance(
     wanted: Bool[np.ndarray, "B T"],
     answers: Int[np.ndarray, "B"],
     *,
-    lengths: Array | np.ndarray | None = None,
+    lengths: Array | np.ndarray | Sequence[int] | None = None,
 ) -> Float[np.ndarray, "L K"]:
     """How much every kv head looks at what an answer is read from (HeadKV, arXiv 2410.19258, section 3.2).
 

@@ -58,7 +58,7 @@ def duo_attention(
         )
     values = np.array(rows)
     if threshold is None:
-        count = int(whole_tokens(0.5 if share is None else share, np.array(values.size)))
+        count = int(whole_tokens(0.5 if share is None else share, np.array([values.size]))[0])
         streams = np.zeros(values.size, bool)
         streams[np.argsort(values, axis=None, kind="stable")[:count]] = True
         streams = streams.reshape(values.shape)
