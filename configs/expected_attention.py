@@ -1,6 +1,7 @@
 """ExpectedAttention."""
 
 from configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, sweep
+from configs.probed import probed_arrays
 from kvjax import methods
 
 
@@ -10,6 +11,7 @@ def get_config(
     sinks: int = 4,
     covariance: bool = True,
     eps: float = 0.0,
+    queries: str = "",
     setup: Common = Setup(),
 ) -> Experiment:
     """The tokens that queries to come are expected to attend to.
@@ -20,13 +22,10 @@ def get_config(
       sinks: protected first tokens.
       covariance: whether the queries' covariance counts.
       eps: added to the expected weight.
+      queries: what `experiments/probe.py queries` wrote for the model; those of each prompt count if empty.
       setup: model, tasks and sizes.
     """
-    return Experiment(
-        "expected_attention",
-        sweep(
-            lambda b: methods.expected_attention(b, horizon=horizon, sinks=sinks, covariance=covariance, eps=eps),
-            budget,
-        ),
-        setup,
-    )
+    known = probed_arrays(setup, queries, "queries") if queries else None
+    options = {"horizon": horizon, "sinks": sinks, "covariance": covariance, "eps": eps, "queries": known}
+    make = lambda b: methods.expected_attention(b, **options)
+    return Experiment("expected_attention", sweep(make, budget), setup)

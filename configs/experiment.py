@@ -23,6 +23,7 @@ TASKS: tuple[str, ...] = typing.get_args(TaskName)
 
 BUDGETS: tuple[Budget, ...] = (0.5, 0.25, 0.125, 0.0625)
 BASELINES = ("random", "streaming_llm", "h2o", "ada_snapkv")
+BASELINE_BUDGET: Budget = 0.125
 COMPACT = ("streaming_llm",)  # those that give stored keys other positions
 
 
@@ -144,7 +145,8 @@ class Setup:
       num_beams: hypotheses of the beam search that finds every answer; 1 for greedy generation.
       baselines: other configs to run beside this one; if not given, random, streaming_llm, h2o and ada_snapkv, without
         streaming_llm for a model with learned positions, whose stored keys cannot have others.
-      baseline_budget: the budget that they get.
+      baseline_budget: the budget that they get; if not given, 12.5 % of the prompt, or the first of the method's own
+        where that is none of them.
       task_budget: "task=budget": tasks whose rows run under another budget than the others, in place of the sweep's and
         of `baseline_budget`; a task that is named several times runs under each of its budgets. Rows have the label of
         the budget that they ran under.
@@ -169,7 +171,7 @@ class Setup:
     compress: Literal["prefill", "decode", "both"] = "both"
     num_beams: int = 1
     baselines: tuple[str, ...] | None = None
-    baseline_budget: Budget = 0.125
+    baseline_budget: Budget | None = None
     task_budget: tuple[str, ...] = ()
     block: int | None = None
     batch_size: int = 16
@@ -259,6 +261,14 @@ class Experiment:
                 raise ValueError(
                     f"{reprlib.repr(name)} names files; shorten it from {len(name.encode())} to {_LONGEST} bytes"
                 )
+
+    @property
+    def baseline_budget(self) -> Budget:
+        """The budget of the baselines: the setup's, or where it has none one that the method runs at, too."""
+        if self.setup.baseline_budget is not None:
+            return self.setup.baseline_budget
+        own = [b for b, _ in self.policies if not isinstance(b, str)]
+        return own[0] if own and BASELINE_BUDGET not in own else BASELINE_BUDGET
 
 
 def sweep(make: Callable[[Budget], Policy], budgets: Sequence[Budget]) -> tuple[tuple[Budget, Policy], ...]:

@@ -1,10 +1,13 @@
 """What `experiments/probe.py` has found of a model."""
 
 import pathlib
+import zipfile
+from typing import Any
 
 import numpy as np
 
 from configs.experiment import Common
+from kvjax.scoring.learned import FrozenArrays
 
 
 def probed(setup: Common, given: str, name: str) -> np.ndarray:
@@ -16,12 +19,39 @@ def probed(setup: Common, given: str, name: str) -> np.ndarray:
       name: what `experiments/probe.py` calls it.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is none, or it is no array.
     """
-    file = pathlib.Path(given) if given else pathlib.Path(setup.source) / f"{name}.npy"
+    file, found = _loaded(setup, given, name, "npy")
+    if not isinstance(found, np.ndarray):
+        raise ValueError(f"{file} has {len(found)} arrays, but {name} are one; give what probe.py {name} wrote")
+    return found
+
+
+def probed_arrays(setup: Common, given: str, name: str) -> FrozenArrays:
+    """Several arrays of a model by their names, likewise.
+
+    Args:
+      setup, given, name: see `probed`.
+
+    Raises:
+      ValueError: there are none, or it is one array without a name.
+    """
+    file, found = _loaded(setup, given, name, "npz")
+    if isinstance(found, np.ndarray):
+        raise ValueError(f"{file} has one array of the shape {found.shape}; give what probe.py {name} wrote")
+    return FrozenArrays(found)
+
+
+def _loaded(setup: Common, given: str, name: str, kind: str) -> tuple[pathlib.Path, Any]:
+    """The file, and its array or its arrays by name."""
+    file = pathlib.Path(given) if given else pathlib.Path(setup.source) / f"{name}.{kind}"
     if not file.is_file():
         raise ValueError(
             f"there is no {file}; make one: python experiments/probe.py {name} --model {setup.model} --output "
-            f"{name}.npy, and give it as an option"
+            f"{name}.{kind}, and give it as an option"
         )
-    return np.load(file, allow_pickle=False)
+    try:
+        found = np.load(file, allow_pickle=False)
+        return file, found if isinstance(found, np.ndarray) else {key: found[key] for key in found}
+    except (ValueError, EOFError, zipfile.BadZipFile) as e:
+        raise ValueError(f"{file} is no file of numpy's arrays: {e}") from e

@@ -2,11 +2,15 @@
 
     python experiments/probe.py filters --model DIR --output filters.npy
     python experiments/probe.py heads --model DIR --output heads.npy
+    python experiments/probe.py kvzap --model DIR --output kvzap.npz
+    python experiments/probe.py queries --model DIR --output queries.npz
 
 "filters" are the directions of its queries, which Q-Filters compares keys to (`run.py --config q_filters.py --filters
 filters.npy`); "heads" how much every head looks at what an answer is read from, which HeadKV divides budgets by
-(`--config headkv.py --importance heads.npy`). Those of the models that come with the project stand beside their
-weights.
+(`--config headkv.py --importance heads.npy`); "kvzap" is a function of its hidden states that says what KVzip+ would
+score, fitted to the same questions (`--config kvzap.py --function kvzap.npz`); "queries" the mean and covariance of its
+queries, by which Expected Attention can model those to come (`--config expected_attention.py --queries queries.npz`).
+What the models that come with the project need for their configs stands beside their weights.
 """
 
 import dataclasses
@@ -15,6 +19,7 @@ import pathlib
 import sys
 from typing import Annotated, Any, Literal
 
+import jax
 import numpy as np
 import tyro
 
@@ -26,9 +31,13 @@ from experiments.evaluation.results import check_options, check_values, plain_er
 from experiments.tasks import retrieval
 from experiments.tasks.base import Task
 from experiments.tasks.text import filler
-from kvjax.learning.probes import fit_filters, head_importance
+from kvjax.learning import kvzap
+from kvjax.learning.probes import fit_filters, fit_queries, head_importance
+from kvjax.methods.kvzip import repeating
+from kvjax.scoring.predicted import HiddenHeads
 from models.embedded import included
 
+TEXTS = 4  # that are read, and read again, at once
 ASKED = ("single_needle", "several_needles", "key_value")
 
 
@@ -37,26 +46,32 @@ class Probe:
     """What to find, and of which model.
 
     Attributes:
-      name: "filters" or "heads".
-      output: the file to write, an array of numpy.
+      name: "filters", "heads", "kvzap" or "queries".
+      output: the file to write: an array of numpy (.npy), or for kvzap and queries several (.npz).
       model: "embedded", "varied", or a checkpoint.
       text: a file of text to read; the project's sentences if None.
       examples: pieces of text, or questions.
       length: tokens of a piece, or of a question with its context.
       seed: where pieces begin, and what is asked.
+      units: of the hidden layer of kvzap's function; None for a linear one.
+      steps: of fitting it.
     """
 
-    name: Annotated[Literal["filters", "heads"], tyro.conf.Positional]
+    name: Annotated[Literal["filters", "heads", "kvzap", "queries"], tyro.conf.Positional]
     output: pathlib.Path
     model: str = "embedded"
     text: str | None = None
     examples: int = 32
     length: int = 512
     seed: int = 0
+    units: int | None = None
+    steps: int = 2000
 
     def __post_init__(self):
-        check_whole(1, examples=self.examples, length=self.length)
+        check_whole(1, examples=self.examples, length=self.length, steps=self.steps)
         check_whole(0, seed=self.seed)
+        if self.units is not None:
+            check_whole(1, units=self.units)
 
 
 def pieces(tokenizer: Any, probe: Probe) -> np.ndarray:
@@ -101,19 +116,37 @@ def questions(tokenizer: Any, probe: Probe) -> tuple[np.ndarray, np.ndarray, np.
     return np.asarray(tokens), mask, np.asarray(answers), np.asarray(lengths)
 
 
+def fitted(model: Any, params: Any, tokenizer: Any, probe: Probe) -> HiddenHeads:
+    """KVzap's function, fitted to what KVzip+ scores of facts, questions and answers; says how well it does so."""
+    tokens, _, _, lengths = questions(tokenizer, probe)
+    replay = repeating(tokenizer)
+    some = [slice(at, at + TEXTS) for at in range(0, len(tokens), TEXTS)]
+    found = [kvzap.examples(model, params, tokens[i], replay=replay, lengths=lengths[i]) for i in some]
+    hidden, wanted = (np.concatenate(each, axis=1) for each in zip(*found, strict=True))
+    function, losses = kvzap.fit(hidden, wanted, units=probe.units, steps=probe.steps, key=jax.random.key(probe.seed))
+    error = losses[-max(len(losses) // 20, 1) :].mean()
+    share = 1 - error / wanted.var(1).mean()
+    print(f"of the variance of {wanted.shape[1]:,} tokens' logarithms, the function says {share:.0%}")
+    return function
+
+
 def run(probe: Probe) -> None:
     """Reads the text, and writes what is found."""
     model, params = models.load(included(probe.model))
     tokenizer = models.load_tokenizer(included(probe.model))
-    if probe.name == "filters":
-        found = fit_filters(model, params, pieces(tokenizer, probe))["filters"]
+    file = io.BytesIO()
+    if probe.name == "kvzap":
+        np.savez(file, allow_pickle=False, **fitted(model, params, tokenizer, probe).weights)
+    elif probe.name == "queries":
+        np.savez(file, allow_pickle=False, **fit_queries(model, params, pieces(tokenizer, probe)))
+    elif probe.name == "filters":
+        np.save(file, fit_filters(model, params, pieces(tokenizer, probe))["filters"])
     else:
         tokens, wanted, answers, lengths = questions(tokenizer, probe)
-        found = head_importance(model, params, tokens, wanted, answers, lengths=lengths)
-    file = io.BytesIO()
-    np.save(file, found)
+        np.save(file, head_importance(model, params, tokens, wanted, answers, lengths=lengths))
     write_bytes(probe.output, file.getvalue())
-    print(f"{probe.name} of {found.shape[0]} layers and {found.shape[1]} kv heads written to {probe.output}")
+    size = model.config
+    print(f"{probe.name} of {size.num_layers} layers and {size.num_kv_heads} kv heads written to {probe.output}")
 
 
 if __name__ == "__main__":

@@ -117,7 +117,8 @@ def _config_of(own: argparse.Namespace, script: str) -> tuple[str, Callable[...,
     if own.config is not None:
         raise ValueError("--config and --policy each say what to run; give one of them")
     make = loading.function(own.policy)
-    name = own.policy.rpartition(":")[2]
+    file, _, made_by = own.policy.rpartition(":")
+    name = f"{pathlib.Path(file).stem}.{made_by}"
 
     def get_config(budget: tuple[Budget, ...] = BUDGETS, setup: Common = Setup()) -> Experiment:
         """A policy of one's own.

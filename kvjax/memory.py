@@ -17,6 +17,7 @@ from kvjax.cache.context import Context
 from kvjax.cache.pool import PooledKV, to_pool
 from kvjax.cache.state import KeyPositions, LayerKV, append, compact
 from kvjax.policy import LayerPolicy, Layout, empty_layer
+from kvjax.scoring.replay import Replay
 from kvjax.scoring.stats import Moment
 from pallas_kernels import attention
 from pallas_kernels.xla import head_block_size
@@ -74,8 +75,9 @@ class PrefillMemory:
 
     Attributes:
       cache: all keys and values of one layer, with their positions and what the policy carries for them; of all
-        layers where the prompt is read again before they are evicted from, and of all layers with what is measured in
-        them where one decision is made for all when the model has run.
+        layers with what is measured in them where one decision is made for all when the model has run. Where the
+        prompt is read again before anything is evicted, those of all layers and what was found of them, and one
+        layer's once more, in front of the rows that read.
       attention: the residual stream as it is and normalised, queries before and after rotation, what is measured, and
         logits and probabilities of a block of rows, as XLA computes them.
       feed_forward: the residual stream as it is and normalised, and three arrays as wide as the network: a gate, what
@@ -175,8 +177,17 @@ def predict(
     largest = max(prefill, key=lambda found: found[0].total)[0]
     if together:
         largest = dataclasses.replace(largest, cache=sum(found.cache + measured for found, measured in prefill))
-    elif any(policy.spec.replays for policy in layers):  # they are read again before any of them is evicted from
-        largest = dataclasses.replace(largest, cache=sum(found.cache for found, _ in prefill))
+    again = [
+        _reading_again(policy, place, replay, widths, batch, dtype)
+        for policy, place in zip(layers, positions, strict=True)
+        for replay in policy.spec.replays
+    ]
+    if again:  # before any of them is evicted from
+        read = sum(found.cache for found, _ in prefill)
+        first = dataclasses.replace(largest, cache=max(read, largest.cache))
+        found = sum(measured for _, measured in again)
+        later = [dataclasses.replace(here, cache=read + found + here.cache) for here, _ in again]
+        largest = max(first, *later, key=lambda reading: reading.total)
     return Memory(
         f"{batch} x ({site.prompt_len:,} + {site.max_new_tokens:,}) tokens, {dtype.name}",
         tuple(map(_layer, kept)),
@@ -237,18 +248,53 @@ def _reading(
     rows = site.prompt_len if block is None else block
     before = 0 if block is None else capacity
     kv, statistics = jax.eval_shape(lambda: _measured(policy, rows, before, positions, batch, dtype, widths.embed_dim))
-    heads, slots = site.num_query_heads, before + rows
+    return _attending(policy, rows, before + rows, kv, statistics, widths, batch, dtype), _bytes(statistics)
+
+
+def _reading_again(
+    policy: LayerPolicy,
+    positions: KeyPositions,
+    replay: Replay,
+    widths: Widths,
+    batch: int,
+    dtype: jax.typing.DTypeLike,
+) -> tuple[PrefillMemory, int]:
+    """What rows take that repeat a chunk of the prompt in one layer; and the bytes of what is found of all chunks."""
+    T = policy.site.prompt_len
+    rows = replay.rows(T)
+    kv, statistics = jax.eval_shape(
+        lambda: _measured(policy, rows, T, positions, batch, dtype, widths.embed_dim, again=replay)
+    )
+    asked = [m for m in policy.spec.prompt if m.again == replay]
+    scratch = max(m.scratch(policy.site, batch, rows) for m in asked)
+    reading = _attending(policy, rows, T + rows, kv, statistics, widths, batch, dtype, scratch=scratch)
+    return reading, 4 * batch * kv.num_kv_heads * T * len(asked)
+
+
+def _attending(
+    policy: LayerPolicy,
+    rows: int,
+    slots: int,
+    kv: LayerKV,
+    statistics: tuple[Any, ...],
+    widths: Widths,
+    batch: int,
+    dtype: jax.typing.DTypeLike,
+    scratch: int = 0,
+) -> PrefillMemory:
+    """What so many rows take that read so many slots of a layer and are measured, which needs `scratch` for a while."""
+    site, dtype = policy.site, jnp.dtype(dtype)
+    heads = site.num_query_heads
     group = heads // site.num_kv_heads
     block_rows, together = head_block_size(batch * site.num_kv_heads, group, rows, slots)
     logits = 2 * 4 * block_rows * together * group * slots
     width = lambda n: batch * rows * (2 * widths.embed_dim + n) * dtype.itemsize
-    reading = PrefillMemory(
+    return PrefillMemory(
         cache=_bytes(kv),
-        attention=width(2 * heads * site.head_dim) + _bytes(statistics) + logits,
+        attention=width(2 * heads * site.head_dim) + _bytes(statistics) + max(logits, scratch),
         feed_forward=width(3 * widths.mlp_dim),
         logits=4 * batch * widths.vocab_size,
     )
-    return reading, _bytes(statistics)
 
 
 def _measured(
@@ -259,8 +305,12 @@ def _measured(
     batch: int,
     dtype: jax.typing.DTypeLike,
     embed_dim: int,
+    again: Replay | None = None,
 ) -> tuple[LayerKV, tuple[Any, ...]]:
-    """A layer with so many new tokens behind what it held, and what is measured of their attention."""
+    """A layer with so many new tokens behind what it held, and what is measured of their attention.
+
+    With `again`, they repeat a chunk of the prompt.
+    """
     site, ctx = policy.site, _moment(policy, batch)
     pos = jnp.zeros((batch, rows), jnp.int32)
     q: Float[Array, "B N T H"] = jnp.zeros((batch, site.num_query_heads, rows, site.head_dim), dtype)
@@ -268,11 +318,13 @@ def _measured(
     kv = compact(kv, before) if before else kv
     new = jnp.zeros((batch, kv.num_kv_heads, rows, site.head_dim), dtype)
     kv = append(kv, new, new, pos)
-    ctx = dataclasses.replace(ctx, tokens=pos)
+    chunk = None if again is None else again.span(site.prompt_len, ctx.length, jnp.int32(0))
+    ctx = dataclasses.replace(ctx, tokens=pos, again=chunk)
     out_proj = jnp.zeros((site.num_query_heads, site.head_dim, max(embed_dim, 1)), dtype)
     hidden = jnp.zeros((batch, rows, max(embed_dim, 1)), dtype)
     moment = Moment(q, q, kv, pos, ctx, lambda x, at: x, out_proj, hidden)
-    observed = policy.spec.observe("prefill")
+    prompt = policy.spec.prompt
+    observed = policy.spec.observe("prefill") if again is None else tuple(m for m in prompt if m.again == again)
     asked = [o.columns(moment) for o in observed]
     columns = tuple(c for c in asked if c is not None)
     found = iter(attention(q, kv.k, kv.v, pos, kv.pos, columns=columns).columns)

@@ -316,6 +316,7 @@ CASES = (
     Case("expected_attention", lambda b: methods.expected_attention(b, horizon=8), sinks=4, decodes=False),
     Case("criticalkv", _criticalkv, recent=lambda b: 4, decodes=False),
     Case("chunkkv", _chunkkv, recent=lambda b: 0, exact=False, total=False, decodes=False, slack=4),
+    Case("capkv", lambda b: methods.capkv(b, horizon=8, sinks=2), sinks=2, decodes=False),
     Case("curdkv", lambda b: methods.curdkv(b, partition=5, sinks=1), sinks=1, decodes=False),
     Case("q_filters", lambda b: methods.q_filters(b, FILTERS), by_layer=True, by_head=True, decodes=False),
     Case("r_kv", _r_kv, recent=lambda b: 2, slack=2),

@@ -18,7 +18,7 @@ from kvjax.learning.families import PyramidBeta
 WANTED = """full random window dilated_window streaming_llm key_attention h2o scissorhands tova mas roco nacl snapkv
 pyramidkv ada_snapkv ada_pyramid ahakv keyformer fastgen knorm keydiff expected_attention lagkv criticalkv chunkkv
 think aqas curdkv q_filters r_kv compactor defensivekv layer_defensivekv cake lava finch simlayerkv headkv
-kvzip quest duo_attention""".split()
+kvzip kvzap quest duo_attention capkv""".split()
 
 
 def test_all_methods_have_a_config():

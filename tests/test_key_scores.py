@@ -10,10 +10,10 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.drivers.attention import without_cache
-from kvjax.learning.probes import fit_filters
+from kvjax.learning.probes import fit_filters, fit_queries
 from kvjax.scoring.blends import Blend, RemovalError, Standardized, ValueWeighted
-from kvjax.scoring.key_scores import ChunkVotes, Filters, Leverage, Redundancy, SquaredNorms
-from kvjax.scoring.measurements import ChunkAttention
+from kvjax.scoring.key_scores import Capacity, ChunkVotes, Filters, Leverage, Redundancy, SquaredNorms
+from kvjax.scoring.measurements import ChunkAttention, FutureQueries
 from kvjax.scoring.scores import OfScore, Recency, RecentRows
 from tests import helpers
 
@@ -57,22 +57,11 @@ def test_filters_of_another_model_are_refused():
 
 def test_fitted_filters_point_away_from_where_queries_spread(tiny):
     model, params = tiny
-    tokens = helpers.token_ids(2, T)
-    filters = fit_filters(model, params, tokens, lengths=[T, 17])["filters"]
-    config = model.config
+    tokens, lengths, config = helpers.token_ids(2, T), [T, 17], model.config
+    filters = fit_filters(model, params, tokens, lengths=lengths)["filters"]
     assert filters.shape == (config.num_layers, config.num_kv_heads, config.head_dim)
-
-    seen = []
-
-    def keep(cache, q, k, v, *, layer, rotate, **rest):
-        del rest
-        seen.append((np.asarray(rotate(q, pos[:, None]), np.float64), np.asarray(pos)))
-        return attend(cache, q, k, v, layer=layer, rotate=rotate)
-
-    pos = jnp.maximum(jnp.arange(T)[None] - (T - jnp.asarray([T, 17]))[:, None], -1)
-    attend = without_cache(pos)
-    model(params, jnp.where(pos >= 0, tokens, 0), (None,) * config.num_layers, attend=keep, last_only=True)
-    for layer, (q, pos) in enumerate(seen):
+    pos, layers = queries_of(model, params, tokens, lengths)
+    for layer, (_, q) in enumerate(layers):
         for head in range(config.num_kv_heads):
             group = config.num_query_heads // config.num_kv_heads
             directions = []
@@ -81,6 +70,84 @@ def test_fitted_filters_point_away_from_where_queries_spread(tiny):
                 u = np.linalg.svd(rows)[2][0]
                 directions.append(-u if (rows @ u).sum() > 0 else u)
             np.testing.assert_allclose(filters[layer, head], np.mean(directions, 0), atol=1e-4)
+
+
+def queries_of(model, params, tokens, lengths):
+    """Positions of padded prompts, and for every layer the queries before and after rotation."""
+    pos, seen = jnp.maximum(jnp.arange(T)[None] - (T - jnp.asarray(lengths))[:, None], -1), []
+    attend = without_cache(pos)
+
+    def keep(cache, q, k, v, *, layer, rotate, **rest):
+        del rest
+        seen.append([np.asarray(x, np.float64) for x in (q, rotate(q, pos[:, None]))])
+        return attend(cache, q, k, v, layer=layer, rotate=rotate)
+
+    model(params, jnp.where(pos >= 0, tokens, 0), (None,) * model.config.num_layers, attend=keep, last_only=True)
+    return np.asarray(pos), seen
+
+
+def test_fitted_moments_are_those_of_queries_before_rotation(tiny):
+    model, params = tiny
+    tokens, lengths = helpers.token_ids(2, T), [T, 17]
+    found = fit_queries(model, params, tokens, lengths=lengths, sinks=3)
+    pos, layers = queries_of(model, params, tokens, lengths)
+    for layer, (q, _) in enumerate(layers):
+        for head in range(model.config.num_query_heads):
+            rows = q[:, head][pos >= 3]
+            np.testing.assert_allclose(found["mean"][layer, head], rows.mean(0), atol=1e-4)
+            np.testing.assert_allclose(found["covariance"][layer, head], np.cov(rows.T, bias=True), atol=1e-4)
+    with pytest.raises(ValueError, match="texts of up to 17 tokens have none behind the first 17; give longer ones"):
+        fit_queries(model, params, tokens[:, -17:], sinks=17)
+
+
+@pytest.mark.parametrize(
+    ("known", "message"),
+    [
+        (np.ones(3), "known queries are ndarray; give a mapping of 'mean' and 'covariance'"),
+        ({"mean": np.ones((1, N, H))}, r"known queries are \['mean'\]; give a mapping"),
+        ({"mean": np.ones((1, N, H)), "covariance": np.ones((1, N, H))}, "covariance must be an array of floats"),
+        (
+            {"mean": np.ones((2, N, H)), "covariance": np.ones((2, N, H, H))},
+            r"known queries are of \(2, 4, 8\) .*, but this model has \(1, 4, 8\); find them for this model",
+        ),
+    ],
+)
+def test_moments_of_other_queries_are_refused(known, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.evict_layer(methods.expected_attention(12, queries=known), *helpers.qkv(0))
+
+
+def test_capacity_by_hand():
+    """Queries look along all keys alike: weights of 1. Squares of values beside the identity's 1 add up to 16."""
+    k, v = jnp.ones((1, 1, 4, 1)), jnp.asarray([2.0, 1.0, 3.0, -1.0])[None, None, :, None]
+    how = {"rotate": lambda x, pos: x}
+    policy = methods.capkv(3, sinks=0, eps=0.0)
+    np.testing.assert_allclose(
+        kvjax.evict_layer(policy, k, k, v, **how).score[0, 0], np.array([4, 1, 9, 1]) / 16, rtol=1e-6
+    )
+    assert helpers.kept(kvjax.evict_layer(policy, k, k, v, **how)) == [0, 2, 3]
+    assert helpers.kept(kvjax.evict_layer(methods.capkv(3, sinks=2), k, k, v, **how)) == [0, 1, 2]
+
+
+def test_capacity_beside_loops():
+    """Of a padded row too, among the tokens behind the sinks."""
+    q, k, v = helpers.qkv(10)
+    lengths, sinks = [T, 17], 2
+    score = Capacity(FutureQueries(3, sinks), tau=2.0, eps=1e-3)
+    how = {"rotate": lambda x, pos: x, "lengths": lengths}
+    found = scores(score, q, k, v, kvjax.Protect(sinks), **how)
+    for row, n in enumerate(lengths):
+        here = slice(T - n + sinks, T)
+        for head in range(K):
+            values, expected = np.asarray(v[row, head, here], np.float64), 0.0
+            for g in (2 * head, 2 * head + 1):
+                anchor = np.asarray(q[row, g, here], np.float64).mean(0)
+                keys = np.asarray(k[row, head, here], np.float64)
+                cosine = keys @ anchor / (np.linalg.norm(keys, axis=-1) * np.linalg.norm(anchor))
+                weight = np.exp(2.0 * (cosine - cosine.max()))
+                gram = np.eye(H) + sum((w + 1e-3) * np.outer(x, x) for w, x in zip(weight, values, strict=True))
+                expected = expected + weight * np.einsum("th,hj,tj->t", values, np.linalg.inv(gram), values) / 2
+            np.testing.assert_allclose(found[row, head, here], expected, rtol=1e-3)
 
 
 def redundancy(k, threshold):

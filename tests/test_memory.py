@@ -47,6 +47,19 @@ def test_what_is_stored_or_read_otherwise_is_predicted_too(shallow):
         assert here.memory(B, block=8).state == sum(layers) + rest
 
 
+def test_a_prompt_that_is_read_again_needs_all_layers_and_one_once_more(tiny):
+    """More rows that repeat it at once need more, down to what reading it needs in any case."""
+    config = tiny[0].config
+
+    def predicted(chunk):
+        policy = methods.kvzip(BUDGET, repeat=(1,), repeat_next=(2,), chunk=chunk, overlap=2, sinks=1)
+        return kvjax.make_plan(config, policy, prompt_len=256, max_new_tokens=NEW).memory(B).prefill
+
+    read = kvjax.make_plan(config, methods.full(), prompt_len=256, max_new_tokens=NEW).memory(B).prefill
+    assert predicted(256).cache >= (config.num_layers + 1) * read.cache
+    assert read.total < predicted(16).total < predicted(256).total
+
+
 def test_the_full_cache_is_what_others_are_compared_to(shallow):
     model, _ = shallow
     plan = kvjax.make_plan(model.config, methods.full(), prompt_len=T, max_new_tokens=NEW)

@@ -173,4 +173,4 @@ def test_a_sweep_runs_crashes_and_goes_on(tmp_path, monkeypatch, capsys):
     assert (good / "samples.jsonl").stat().st_mtime_ns == before
     assert f"{good} is complete" in (tmp_path / "runs" / "logs" / f"{good.name}.log").read_text()
     _, rows = compare.load([good, bad])
-    assert {row["method"] for row in rows} == {"full", "make", "broken"}
+    assert {row["method"] for row in rows} == {"full", "mine.make", "mine.broken"}

@@ -19,15 +19,16 @@ FULL: Final = "full", "1.0"
 
 
 def with_baselines(experiment: Experiment) -> Experiment:
-    """The experiment with its baselines: the default ones that its model can run, where none are given.
+    """The experiment with its baselines, by default those that its model can run, and their budget.
 
     Raises:
       ValueError: a model that `models.load` would not find.
     """
-    setup = experiment.setup
+    setup = dataclasses.replace(experiment.setup, baseline_budget=experiment.baseline_budget)
+    experiment = dataclasses.replace(experiment, setup=setup)
     if setup.baselines is not None:
         return experiment
-    chosen = tuple(b for b in BASELINES if setup.compress == "both" or _can(b, setup))
+    chosen = tuple(b for b in BASELINES if setup.compress == "both" or _can(b, experiment))
     if chosen != BASELINES:
         left = ", ".join(b for b in BASELINES if b not in chosen)
         print(f"baselines: {', '.join(chosen)}; without {left}, which --compress {setup.compress} is not for")
@@ -42,9 +43,10 @@ def with_baselines(experiment: Experiment) -> Experiment:
     return dataclasses.replace(experiment, setup=dataclasses.replace(setup, baselines=chosen))
 
 
-def _can(baseline: str, setup: Setup) -> bool:
+def _can(baseline: str, experiment: Experiment) -> bool:
     """Whether a baseline can evict when the setup says."""
-    theirs = configs.find(baseline)[1](budget=(setup.baseline_budget,), setup=setup)
+    setup = experiment.setup
+    theirs = configs.find(baseline)[1](budget=(experiment.baseline_budget,), setup=setup)
     try:
         return all(compressed(baseline, policy, setup) is not None for _, policy in theirs.policies)
     except ValueError:
@@ -70,7 +72,7 @@ def all_policies(experiment: Experiment) -> list[tuple[str, str, kvjax.Policy]]:
         name, get_config = configs.find(baseline)
         if name not in (experiment.name, "full"):
             parameters = inspect.signature(get_config).parameters
-            given = {"budget": (setup.baseline_budget, *_further(setup)), "setup": setup}
+            given = {"budget": (experiment.baseline_budget, *_further(experiment)), "setup": setup}
             theirs = get_config(**{k: v for k, v in given.items() if k in parameters})
             check_is(theirs, Experiment, baseline)
             found += [(name, label(b), compressed(name, p, setup)) for b, p in theirs.policies]
@@ -83,10 +85,10 @@ def all_policies(experiment: Experiment) -> list[tuple[str, str, kvjax.Policy]]:
     return found
 
 
-def _further(setup: Setup) -> list[Budget]:
+def _further(experiment: Experiment) -> list[Budget]:
     """The budgets of single tasks that are not the baselines', each once."""
-    every = {label(b): b for budgets in setup.task_budgets.values() for b in budgets}
-    return [b for name, b in every.items() if name != label(setup.baseline_budget)]
+    every = {label(b): b for budgets in experiment.setup.task_budgets.values() for b in budgets}
+    return [b for name, b in every.items() if name != label(experiment.baseline_budget)]
 
 
 def tasks_of(experiment: Experiment, names: Sequence[str]) -> dict[tuple[str, str], tuple[str, ...]]:
@@ -109,7 +111,7 @@ def tasks_of(experiment: Experiment, names: Sequence[str]) -> dict[tuple[str, st
     swept = {experiment.name: [label(b) for b, _ in experiment.policies]}
     for name, get_config in map(configs.find, setup.baselines or ()):
         if "budget" in inspect.signature(get_config).parameters:
-            swept.setdefault(name, [label(setup.baseline_budget)])
+            swept.setdefault(name, [label(experiment.baseline_budget)])
 
     def runs_under(task: str, method: str, budget: str) -> bool:
         budgets = {*swept.get(method, ()), *(b for each in single.values() for b in each)}

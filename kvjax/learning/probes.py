@@ -17,20 +17,27 @@ from kvjax.eviction import from_fn
 from kvjax.plan import CachePlan, make_plan
 from kvjax.scoring.learned import FrozenArrays
 from kvjax.scoring.stats import LastRows, LayerStats, Measurement, Moment, Observe
-from pallas_kernels.values import check_array
+from pallas_kernels.values import check_array, checked, whole
 
 
 @dataclasses.dataclass(frozen=True)
 class QueryMoments(Measurement):
-    """Sums over the new tokens' queries as they meet the keys, and of their outer products.
+    """Sums over the new tokens' queries, and of their outer products.
 
     Their number, one for every sequence, stands beside them: (sum "B N H", sum of products "B N H H", number "B").
+
+    Attributes:
+      rotated: whether queries are taken as they meet the keys, or before rotation.
+      skip: those at the first positions do not count.
     """
+
+    rotated: bool = True
+    skip: int = 0
 
     def measure(self, moment: Moment) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"], Float[Array, "B"]]:
         """See `Measurement`."""
-        q = moment.q.astype(jnp.float32)
-        counts = (moment.pos != EMPTY).astype(jnp.float32)
+        q = (moment.q if self.rotated else moment.raw_q).astype(jnp.float32)
+        counts = ((moment.pos != EMPTY) & (moment.pos >= self.skip)).astype(jnp.float32)
         products = jnp.einsum("bt,bnth,bntj->bnhj", counts, q, q)
         return jnp.einsum("bt,bnth->bnh", counts, q), products, counts.sum(-1)
 
@@ -72,23 +79,69 @@ def fit_filters(
       ValueError: tokens outside the vocabulary, or lengths outside 1 to T.
     """
     tokens, lengths = check_prompts(model, tokens, lengths, None)
-    plan = _looks(model, QueryMoments(), tokens.shape[1])
-
-    @jax.jit
-    def moments(params: PyTree[Any], tokens: Array, lengths: Array) -> list[Any]:
-        state = init_state(plan, lengths, dtype=model.config.dtype)
-        _, _, stats = forward(model, params, tokens, state, valid=lengths)
-        return [jax.tree.map(lambda x: x.sum(0), layer[QueryMoments()]) for layer in stats.layers]
-
-    found = jax.device_get(moments(params, jnp.asarray(tokens), jnp.asarray(lengths)))
     K = model.config.num_kv_heads
     filters = []
-    for total, products, number in found:
+    for total, products, number in _moments(model, params, tokens, lengths, QueryMoments()):
         _, vectors = np.linalg.eigh(products.astype(np.float64) / number)
         direction = vectors[..., -1]
         away = np.where((direction * total).sum(-1, keepdims=True) > 0, -direction, direction)
         filters.append(away.reshape(K, -1, away.shape[-1]).mean(1))
     return FrozenArrays({"filters": np.asarray(filters, np.float32)})
+
+
+def _moments(
+    model: Model,
+    params: PyTree[Any],
+    tokens: Array | np.ndarray,
+    lengths: Array | np.ndarray | Sequence[int],
+    measurement: QueryMoments,
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """What is measured in every layer, summed over all texts."""
+    plan = _looks(model, measurement, tokens.shape[1])
+
+    @jax.jit
+    def read(params: PyTree[Any], tokens: Array, lengths: Array) -> list[Any]:
+        state = init_state(plan, lengths, dtype=model.config.dtype)
+        _, _, stats = forward(model, params, tokens, state, valid=lengths)
+        return [jax.tree.map(lambda x: x.sum(0), layer[measurement]) for layer in stats.layers]
+
+    return jax.device_get(read(params, jnp.asarray(tokens), jnp.asarray(lengths)))
+
+
+def fit_queries(
+    model: Model,
+    params: PyTree[Any],
+    tokens: Array | np.ndarray,
+    *,
+    lengths: Array | np.ndarray | Sequence[int] | None = None,
+    sinks: int = 4,
+) -> FrozenArrays:
+    """The mean and the covariance of a model's queries before rotation, for `kvjax.methods.expected_attention`.
+
+    kvpress's are of 100 texts of 1,000 tokens (`ExpectedAttentionStatsPress`).
+
+    Args:
+      model, params: the model.
+      tokens: left-padded text "B T".
+      lengths: the texts' own lengths, T if None.
+      sinks: queries at the first positions, which do not count.
+
+    Returns:
+      "mean" (L, N, H) and "covariance" (L, N, H, H).
+
+    Raises:
+      ValueError: tokens outside the vocabulary, lengths outside 1 to T, or no text behind the sinks.
+    """
+    tokens, lengths = check_prompts(model, tokens, lengths, None)
+    sinks = checked(whole(0), "sinks", sinks)
+    if max(lengths) <= sinks:
+        raise ValueError(f"texts of up to {max(lengths)} tokens have none behind the first {sinks}; give longer ones")
+    means, covariances = [], []
+    for total, products, number in _moments(model, params, tokens, lengths, QueryMoments(rotated=False, skip=sinks)):
+        mean = total.astype(np.float64) / number
+        means.append(mean)
+        covariances.append(products.astype(np.float64) / number - mean[..., :, None] * mean[..., None, :])
+    return FrozenArrays({"mean": np.asarray(means, np.float32), "covariance": np.asarray(covariances, np.float32)})
 
 
 def head_importance(

@@ -5,6 +5,7 @@ from kvjax.methods.ada_snapkv import ada_snapkv as ada_snapkv
 from kvjax.methods.ahakv import ahakv as ahakv
 from kvjax.methods.aqas import aqas as aqas
 from kvjax.methods.cake import cake as cake
+from kvjax.methods.capkv import capkv as capkv
 from kvjax.methods.chunkkv import chunkkv as chunkkv
 from kvjax.methods.compactor import compactor as compactor
 from kvjax.methods.criticalkv import criticalkv as criticalkv

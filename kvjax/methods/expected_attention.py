@@ -1,7 +1,12 @@
 """ExpectedAttention (Devoto et al., arXiv 2510.00636)."""
 
+from collections.abc import Mapping
+
+import numpy as np
+
 from kvjax.eviction import Evict
 from kvjax.scoring.key_scores import ExpectedAttention
+from kvjax.scoring.learned import FrozenArrays
 from kvjax.scoring.measurements import FutureQueries
 from kvjax.scoring.protect import Protect
 from kvjax.sizes.budget import Count, Tokens, as_count
@@ -16,6 +21,7 @@ def expected_attention(
     covariance: bool = True,
     eps: float = 0.0,
     value_norms: bool = True,
+    queries: Mapping[str, np.ndarray] | FrozenArrays | None = None,
 ) -> Evict:
     """Keeps the tokens that queries to come are expected to attend to, weighted by their values' norms.
 
@@ -28,9 +34,11 @@ def expected_attention(
       covariance: whether the queries' covariance counts.
       eps: added to the weight (0.01 in the leaderboard of its authors, with adaptive head budgets).
       value_norms: weigh tokens by their values' norms; without, as CriticalKV wants its base.
+      queries: moments of the model's queries, which `kvjax.learning.probes.fit_queries` finds, in place of those of the
+        prompt: "mean" (L, N, H) and "covariance" (L, N, H, H), before rotation.
     """
     count, sinks = as_count(budget, "budget"), checked(tokens(), "sinks", sinks)
     if isinstance(count, Tokens):
         sinks = min(sinks, count.n)
-    score = ExpectedAttention(FutureQueries(horizon, sinks), covariance, eps, value_norms)
+    score = ExpectedAttention(FutureQueries(horizon, sinks, queries), covariance, eps, value_norms)
     return Evict(score, budget, protect=Protect(sinks=sinks))

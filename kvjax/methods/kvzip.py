@@ -1,5 +1,6 @@
 """KVzip (Kim et al., arXiv 2505.23416)."""
 
+import dataclasses
 from typing import Any
 
 from kvjax.drivers.text import check_tokenizer, rendered
@@ -69,16 +70,19 @@ def kvzip(
     """
     count, sinks = as_count(budget, "budget"), checked(tokens(), "sinks", sinks)
     given = {"repeat": repeat, "repeat_next": repeat_next, "suffix": suffix, "skip": prefix}
-    made = {} if tokenizer is None else _instructions(tokenizer)
-    told: dict[str, Any] = made | {name: x for name, x in given.items() if x is not None}
-    replay = Replay(chunk=chunk, overlap=overlap, **told)
+    made = Replay() if tokenizer is None else repeating(tokenizer)
+    told: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
+    replay = dataclasses.replace(made, chunk=chunk, overlap=overlap, **told)
     score = Replayed(ReplayedAttention(replay, sinks, plus))
     stay = min(sinks, count.n) if isinstance(count, Tokens) else sinks
     return Evict(score, budget, protect=Protect(sinks=stay), heads=heads, storage=storage)
 
 
-def _instructions(tokenizer: Any) -> dict[str, Any]:
-    """The released code's instructions as ids, and how many tokens stand before a context, as fields of `Replay`.
+def repeating(tokenizer: Any) -> Replay:
+    """Reading again under the released code's instructions, as ids, within what a chat template has around a message.
+
+    Args:
+      tokenizer: the model's, one of transformers.
 
     Raises:
       ValueError: what is no tokenizer of transformers, or a chat template that does not write a message once.
@@ -94,4 +98,4 @@ def _instructions(tokenizer: Any) -> dict[str, Any]:
         )
     ids = lambda text: tuple(tokenizer(text, add_special_tokens=False).input_ids)
     before, after = map(ids, around)
-    return {"repeat": ids(_FIRST), "repeat_next": ids(_LATER), "suffix": after, "skip": len(before)}
+    return Replay(ids(_FIRST), ids(_LATER), after, skip=len(before))

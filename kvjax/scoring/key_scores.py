@@ -94,6 +94,10 @@ class ExpectedAttention(Score):
         """See `Score`."""
         return False
 
+    def check(self, site: Site) -> None:
+        """See `Score`."""
+        self.queries.check(site)
+
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Score`."""
         return (self.queries, KeyBias()) if phase == "prefill" else ()
@@ -115,6 +119,65 @@ class ExpectedAttention(Score):
         options: dict[str, Any] = {"bias": bias, "scale": ctx.site.head_dim**-0.5}
         (p,) = attention(mean[:, :, None], k, k, row, behind, columns=(Columns(),), **options).columns
         return (p + self.eps) * jnp.linalg.norm(kv.v.astype(jnp.float32), axis=-1) if self.value_norms else p
+
+
+@dataclasses.dataclass(frozen=True)
+class Capacity(Score):
+    r"""How much of what a head's values can express would go with a token (CAPKV, arXiv 2604.25975).
+
+    $w_j \, v_j^\top A^{-1} v_j$ with $A = I + \sum_i (w_i + \epsilon) v_i v_i^\top$ over the tokens that may be evicted
+    and $w_j = \exp(\tau (c_j - \max_i c_i))$, $c_j$ the cosine of the key and the mean of a query head's queries to
+    come; averaged over the query heads of a group. As in kvpress (`CapPress`), keys and queries have unit length, which
+    they do not have in the paper.
+
+    Attributes:
+      queries: the model of queries, of which the mean counts.
+      tau: $\tau$, how much sooner alignment counts.
+      eps: $\epsilon$.
+    """
+
+    queries: FutureQueries = FutureQueries()
+    tau: float = 5.0
+    eps: float = 1e-6
+
+    def __post_init__(self):
+        tau = number("[0, inf)", "a weight of cosines is finite, not negative")
+        eps = number("[0, inf)", "what is added to weights is finite, not negative")
+        settle(self, queries=a(FutureQueries), tau=tau, eps=eps)
+
+    @property
+    def rotated_keys(self) -> bool:
+        """See `Score`."""
+        return True
+
+    @property
+    def decodes(self) -> bool:
+        """See `Score`."""
+        return False
+
+    def check(self, site: Site) -> None:
+        """See `Score`."""
+        self.queries.check(site)
+
+    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
+        """See `Score`."""
+        return (self.queries,) if phase == "prefill" else ()
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        """See `Score`."""
+        kv, among = slots.kv, slots.candidates
+        mean, _ = slots.stats[self.queries]
+        k, v = kv.k.astype(jnp.float32), jnp.where(among[..., None], kv.v.astype(jnp.float32), 0.0)
+        unit = lambda x: x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+        anchors = unit(mean).reshape(*kv.pos.shape[:2], -1, mean.shape[-1])
+        cosine = jnp.where(among[:, :, None], jnp.einsum("bkgh,bksh->bkgs", anchors, unit(k)), -jnp.inf)
+        most = jnp.maximum(cosine.max(-1, keepdims=True), -1.0)  # nothing but -inf where no token may be evicted
+        weight = jnp.where(among[:, :, None], jnp.exp(self.tau * (cosine - most)), 0.0)
+        gram = jnp.einsum("bkgs,bksh,bksj->bkghj", weight + self.eps, v, v)
+        factor = jax.scipy.linalg.cho_factor(gram + jnp.eye(v.shape[-1], dtype=v.dtype)[None, None, None], lower=True)
+        values = jnp.broadcast_to(v.swapaxes(2, 3)[:, :, None], (*gram.shape[:-1], v.shape[2]))
+        leverage = (values * jax.scipy.linalg.cho_solve(factor, values)).sum(-2)
+        return (weight * leverage).mean(2)
 
 
 @dataclasses.dataclass(frozen=True)

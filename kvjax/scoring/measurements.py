@@ -1,18 +1,58 @@
 """What policies look at besides attention probabilities: queries, and what values contribute to the output."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import mesh
+from kvjax.cache.context import Site
 from kvjax.cache.state import EMPTY
+from kvjax.scoring.learned import FrozenArrays
 from kvjax.scoring.stats import Measurement, Moment
-from pallas_kernels.values import flag, settle, tokens, whole
+from pallas_kernels.values import check_array, flag, settle, tokens, whole
 
 _MOST_AHEAD = 2**20  # positions, which take seconds
+_MOMENTS = "mean", "covariance"
+
+
+def query_moments(
+    q: Float[Array, "B N T H"], pos: Int[Array, "B T"], skip: int
+) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
+    """The mean and the (biased) covariance of queries.
+
+    Args:
+      q: the queries.
+      pos: their positions, EMPTY for padding.
+      skip: those at the first positions do not count, unless there are no others.
+    """
+    q = q.astype(jnp.float32)
+    counts = pos >= skip
+    counts = jnp.where(counts.any(-1, keepdims=True), counts, pos != EMPTY).astype(jnp.float32)
+    total = jnp.maximum(counts.sum(-1), 1.0)[:, None, None]
+    mean = jnp.einsum("bt,bnth->bnh", counts, q) / total
+    centred = q - mean[:, :, None]
+    return mean, jnp.einsum("bt,bnth,bntj->bnhj", counts, centred, centred) / total[..., None]
+
+
+def _moments(given: object) -> FrozenArrays:
+    """Arrays of all layers' queries.
+
+    Raises:
+      ValueError: what is none, or arrays that do not belong together.
+    """
+    if not isinstance(given, Mapping) or sorted(given) != sorted(_MOMENTS):
+        names = sorted(given) if isinstance(given, Mapping) else type(given).__name__
+        raise ValueError(f"known queries are {names}; give a mapping of {' and '.join(map(repr, _MOMENTS))}")
+    check_array("mean", given["mean"], "layers", "query heads", "head_dim", kind=np.floating)
+    shape = (*np.shape(given["mean"]), np.shape(given["mean"])[-1])
+    axes = "layers", "query heads", "head_dim", "head_dim"
+    check_array("covariance", given["covariance"], *axes, kind=np.floating, shape=shape)
+    return FrozenArrays({name: np.asarray(given[name], np.float32) for name in _MOMENTS})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,27 +65,43 @@ class FutureQueries(Measurement):
     Attributes:
       horizon: how many positions ahead.
       skip: queries at the first positions do not count; sinks have queries of their own kind.
+      known: "mean" (L, N, H) and "covariance" (L, N, H, H) of a model's queries before rotation, in place of those of
+        the new tokens; `kvjax.learning.probes.fit_queries` finds them. Any mapping of arrays.
     """
 
     horizon: int = 512
     skip: int = 4
+    known: Mapping[str, np.ndarray] | FrozenArrays | None = None
 
     def __post_init__(self):
         ahead = f"at least one position lies ahead, and no more than {_MOST_AHEAD:,} are averaged one by one"
         settle(self, horizon=whole(1, _MOST_AHEAD, ahead), skip=tokens())
+        if self.known is not None:
+            object.__setattr__(self, "known", _moments(self.known))
+
+    def check(self, site: Site) -> None:
+        """Raises ValueError for moments of another model's queries."""
+        if self.known is None:
+            return
+        there, here = self.known["mean"].shape, (site.num_layers, site.num_query_heads, site.head_dim)
+        if there != here:
+            raise ValueError(
+                f"known queries are of {there} (layers, query heads, head_dim), but this model has {here}; find them "
+                "for this model"
+            )
 
     def measure(self, moment: Moment) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
         """See `Measurement`."""
-        q = moment.raw_q.astype(jnp.float32)
-        B, _, _, H = q.shape
-        counts = moment.pos >= self.skip
-        counts = jnp.where(counts.any(-1, keepdims=True), counts, moment.pos != EMPTY).astype(jnp.float32)
-        total = jnp.maximum(counts.sum(-1), 1.0)[:, None, None]
-        mean = jnp.einsum("bt,bnth->bnh", counts, q) / total
-        centred = q - mean[:, :, None]
-        cov = jnp.einsum("bt,bnth,bntj->bnhj", counts, centred, centred) / total[..., None]
+        B, N, _, H = moment.raw_q.shape
+        if self.known is None:
+            mean, cov = query_moments(moment.raw_q, moment.pos, self.skip)
+        else:
+            own = [jnp.asarray(self.known[name])[moment.ctx.layer] for name in _MOMENTS]
+            if (heads := moment.ctx.heads) is not None:  # those that this device has
+                own = [x.reshape(-1, N // len(heads), *x.shape[1:])[heads].reshape(N, *x.shape[1:]) for x in own]
+            mean, cov = (jnp.broadcast_to(x[None], (B, *x.shape)) for x in own)
 
-        basis = jnp.broadcast_to(jnp.eye(H, dtype=q.dtype)[None, None], (B, 1, H, H))  # one row a basis vector
+        basis = jnp.broadcast_to(jnp.eye(H, dtype=mean.dtype)[None, None], (B, 1, H, H))  # one row a basis vector
 
         def add(ahead, total):
             pos = jnp.broadcast_to((moment.ctx.length + ahead)[:, None, None], (B, 1, H))

@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import mesh
-from kvjax.cache.context import Phase
+from kvjax.cache.context import Phase, Site
 from kvjax.cache.state import EMPTY
 from kvjax.scoring.replay import Replay
 from kvjax.scoring.scores import Score
@@ -92,6 +92,13 @@ class ReplayedAttention(Measurement):
         """See `Measurement`."""
         return self.weighed
 
+    def scratch(self, site: Site, batch: int, rows: int) -> int:
+        """See `Measurement`: logits, what they are made of, and two arrays of their size that they become."""
+        read = min(self.sinks, site.prompt_len) + self.replay.size(site.prompt_len) + rows
+        heads = batch * site.num_query_heads
+        queries, keys = heads * rows * site.head_dim, batch * site.num_kv_heads * read * site.head_dim
+        return 4 * (3 * heads * _block(heads, rows, read) * read + queries + keys)
+
     def measure(self, moment: Moment) -> Float[Array, "B K S"]:
         """See `Measurement`.
 
@@ -145,7 +152,7 @@ def _largest(heads: _Heads, rows: _Rows, sinks: int, size: int, width: int) -> F
 
     keys, pos = read(heads.k), jnp.concatenate([pos, heads.pos[:, :, S - R :]], axis=2)
     bias = None if heads.bias is None else read(heads.bias).reshape(B, K, N // K, 1, -1)
-    block = min(R, max(_ROWS, _LOGITS // (B * N * pos.shape[2])))
+    block = _block(B * N, R, pos.shape[2])
 
     def of_block(largest: Float[Array, "B K G C"], at: tuple[Array, ...]) -> tuple[Array, None]:
         q, where, factor = at
@@ -173,6 +180,11 @@ def _largest(heads: _Heads, rows: _Rows, sinks: int, size: int, width: int) -> F
         found = found * _projected_norm(values.astype(dtype), heads.weights.astype(dtype))
     b, h = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
     return jnp.zeros((B, K, S), dtype).at[b, h, chunk].set(found.max(2), mode="drop")
+
+
+def _block(heads: int, rows: int, slots: int) -> int:
+    """How many rows of so many heads are read at once."""
+    return min(rows, max(_ROWS, _LOGITS // (heads * slots)))
 
 
 def _in_blocks(x: Array, axis: int, block: int, fill: int) -> Array:
