@@ -100,6 +100,15 @@ def test_a_crash_costs_one_run(tmp_path):
     assert "ZeroDivisionError" in jobs[2].log.read_text()
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C ends what tests start, as it does not where a shell has started the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_reaches_what_runs_and_starts_nothing(tmp_path):
     waits = "import time\ntry:\n  print('here')\n  time.sleep(60)\nexcept KeyboardInterrupt: print('stored')"
     jobs = python(tmp_path, "pass", waits, "print('never')")
