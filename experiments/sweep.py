@@ -132,6 +132,7 @@ def jobs(runs: Sequence[Sequence[str]], output: pathlib.Path | None, keep: bool 
     if existing is not None and not existing.is_dir():
         raise ValueError(f"--output {output}: {existing} is a file; name a directory, which may be a new one")
     found: dict[pathlib.Path, Job] = {}
+    same = set[Any]()
     for arguments in runs:
         if wrong := [x for x in arguments if x.partition("=")[0] in _OF_THE_SWEEP]:
             raise ValueError(f"{wrong[0]} is no option of the runs of a sweep; run one by experiments/run.py")
@@ -143,8 +144,10 @@ def jobs(runs: Sequence[Sequence[str]], output: pathlib.Path | None, keep: bool 
         directory = run.default_directory(own, overrides)
         directory = directory if output is None else output / directory.name
         run.check_apart(directory, own, experiment.setup.source)
-        if directory in found:
+        what = experiment, repr(own.mesh)
+        if directory in found or what in same:
             raise ValueError(f"two runs are {shlex.join(arguments)}; give every value once")
+        same.add(what)
         script = pathlib.Path(run.__file__).absolute()
         command = sys.executable, str(script), *arguments, "--output", str(directory), *([] if keep else [OPTION])
         found[directory] = Job(directory.name, command, directory.parent / "logs" / f"{directory.name}.log")

@@ -1,5 +1,7 @@
 """Gates of kv heads: what they mix, their gradients, what is learned, and the policy that is made of them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,13 +85,14 @@ def test_last_hidden_states_are_what_logits_are_made_of(tiny):
         (random_model("learned", 1), {"positions": pos}),
     ):
         attend, none = without_cache(pos), (None,) * model.config.num_layers
-        logits = model(params, ids, none, attend=attend, last_only=False, **where)[0]
+        run = functools.partial(model, attend=attend, last_only=False, **where)
+        logits = jax.jit(lambda p, run=run, none=none: run(p, ids, none)[0])(params)
         head = (
             params["lm_head"]["kernel"]
             if "lm_head" in params
             else next(params[name].T for name in ("embed_tokens", "wte") if name in params)
         )
-        found = model.last_hidden(params, ids, attend=attend, **where)
+        found = jax.jit(functools.partial(model.last_hidden, attend=attend, **where))(params, ids)
         np.testing.assert_allclose(found @ head, logits, rtol=1e-4, atol=1e-4)
 
 
@@ -147,7 +150,7 @@ def test_the_policy_reads_what_closed_and_open_gates_read(tiny):
 
     found, state = read(params)
     attend = gated(jnp.asarray(gates, jnp.float32), pos, sinks=SINKS, recent=RECENT)
-    wanted = model(params, ids, (None,) * 3, attend=attend, last_only=False)[0]
+    wanted = jax.jit(lambda p: model(p, ids, (None,) * 3, attend=attend, last_only=False)[0])(params)
     np.testing.assert_allclose(found, wanted, atol=2e-4)
     assert [kv.num_slots for kv in state.layers] == [T + 6, 6, T + 6]
 

@@ -569,6 +569,7 @@ BAD_CALLS = [
     (kvjax.forward, {"phase": "decode"}, r"shape \(2, 1\), one row of tokens a sequence; got int64 of shape \(2, 8\)"),
     (kvjax.forward, {"valid": [9, 8]}, r"valid=\[9, 8\]: must be 2 whole numbers, one a sequence, from 0 to 8"),
     (kvjax.forward, {"tokens": np.full((2, 8), -3)}, "token id -3 is outside the vocabulary of 61"),
+    (kvjax.forward, {"tokens": np.zeros((2, 0))}, r"one row of tokens a sequence; got none, in the shape \(2, 0\)"),
     (kvjax.forward, {"state": PLAN}, "state is a CachePlan"),
     (kvjax.decode_step, {"state": UNREAD}, "the state has no slots for a token, as no prompt was read into it"),
     (kvjax.init_state, {"plan": None}, "plan is a NoneType"),

@@ -44,6 +44,10 @@ def test_a_dry_run_prints_what_run_would_be_called_with(capsys):
         ("--budget 0.1", "needs --config or --policy; configs are .*snapkv"),
         ("--config nothing.py", "no config 'nothing.py'"),
         ("--config snapkv.py --budget 0.1 0.1", "two runs are --config snapkv.py --budget 0.1; give every value once"),
+        (
+            "--config snapkv.py --budget 0.1 0.10",
+            "two runs are --config snapkv.py --budget 0.10; give every value once",
+        ),
         ("--config snapkv.py --chat", "--chat has no value to run; .* goes after --"),
         ("--config snapkv.py --shard 1/2", "--shard is no option of the runs"),
         ("--config snapkv.py -- --restart", "--restart is no option of the runs"),

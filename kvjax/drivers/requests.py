@@ -96,9 +96,8 @@ def as_ids(
     )
     if not fits or not jnp.issubdtype(known.dtype, jnp.integer):
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
-        raise ValueError(
-            f"tokens must be integers of shape ({wanted}), {meaning}; got {known.dtype} of shape {known.shape}"
-        )
+        got = f"{known.dtype} of shape {known.shape}" if known.size else f"none, in the shape {known.shape}"
+        raise ValueError(f"tokens must be integers of shape ({wanted}), {meaning}; got {got}")
     if not isinstance(known, jax.core.Tracer) and not isinstance(real, jax.core.Tracer):
         ids = np.asarray(known)
         check_vocabulary(model, ids if real is None else ids[np.asarray(real)])
