@@ -14,7 +14,8 @@ import numpy as np
 import kvjax
 from experiments.bench import peer_tensors
 from kvjax import methods
-from kvjax.policy import context
+from kvjax.cache.context import Context, Site, row_keys
+from kvjax.policy import context, empty_layer
 from kvjax.scoring.stats import AttentionStats
 from models import ModelConfig
 from models.rope import Rope
@@ -131,6 +132,47 @@ def read_layers(policy, cases):
 
 def tokens_of(text):
     return [i for i, sign in enumerate(text) if sign == "1"]
+
+
+def replay(policy, cases, block):
+    """The layer after prompts that are read in blocks, and after what follows them one by one."""
+    (q, k, v), _ = padded(cases, 0)
+    lengths = [case["tokens"] for case in cases]
+    return helpers.replay(policy, q, k, v, WIDTH, lengths=lengths, block=block, rotate=ROPE)
+
+
+def generate(policy, cases, block=None):
+    """Live positions, "B K" lists, after prompts that are read at once or in blocks and what follows them one by one.
+
+    Every shape is one program, which costs less than `replay` where there are many steps, or loops in them.
+    """
+    (q, k, v), _ = padded(cases, 0)
+    B, N, M, H = q.shape
+    where = Site(0, 1, N, k.shape[1], H, WIDTH, M - WIDTH)
+    here, keys = policy.at(where), row_keys(None, B)
+    lengths = jnp.asarray([case["tokens"] for case in cases], jnp.int32)
+
+    @jax.jit
+    def read(kv, tensors, pos, ctx):
+        one = ctx.phase == "decode"
+        kv = here.make_room(kv, dataclasses.replace(ctx, length=ctx.length - 1)) if one else kv
+        how = {"rotate": ROPE, "observe": here.spec.observe(ctx.phase), "policy": here if one else None}
+        _, kv, stats = kvjax.attend(kv, *tensors, pos, ctx=ctx, **how)
+        return here.step(kv, stats, ctx)
+
+    def tokens(kv, first, last, phase):
+        pos = jnp.maximum(jnp.arange(first, last, dtype=jnp.int32)[None] - (WIDTH - lengths)[:, None], -1)
+        ctx = Context(pos[:, -1] + 1, lengths, keys, site=where, phase=phase)
+        return read(kv, [x[:, :, first:last] for x in (q, k, v)], pos, ctx), ctx
+
+    kv, block = empty_layer(here, B, jnp.float32), WIDTH if block is None else block
+    for first in range(WIDTH % -block, WIDTH, block):
+        kv, ctx = tokens(kv, max(first, 0), first + block, "prefill")
+        kv = kvjax.compact(kv, int(here.spec.capacity.max()))
+    kv = here.finish(kv, ctx)
+    for at in range(WIDTH, M):
+        kv, _ = tokens(kv, at, at + 1, "decode")
+    return helpers.live_positions(kv)
 
 
 def check_prompts(policy, cases, check):

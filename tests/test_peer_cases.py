@@ -19,13 +19,6 @@ RECORDED = json.loads((pathlib.Path(__file__).parent / "golden" / "peers.json").
 ROWS = recorded.rows("kvpress")
 
 
-def replay(policy, cases, block):
-    """The layer after prompts that are read in blocks, and after what follows them one by one."""
-    (q, k, v), _ = recorded.padded(cases, 0)
-    lengths = [case["tokens"] for case in cases]
-    return helpers.replay(policy, q, k, v, recorded.WIDTH, lengths=lengths, block=block, rotate=recorded.ROPE)
-
-
 @pytest.mark.parametrize("row", ROWS, ids=repr)
 def test_the_same_tokens(row):
     for cases in recorded.batches(RECORDED["presses"][row.name]):
@@ -33,7 +26,7 @@ def test_the_same_tokens(row):
         if not {"more", "keys", "values", "channels"} & set(cases[0]) and row.block is None:
             recorded.check_prompts(policy, cases, row.check)
             continue
-        seen = replay(policy, cases, row.block)
+        seen = recorded.replay(policy, cases, row.block)
         for i, case in enumerate(cases):
             for head, ours in enumerate(seen.live[-1][i]):
                 recorded.compare(ours, case["kept"][0][head], row.check)

@@ -16,7 +16,8 @@ list of cases:
 | key | what |
 |---|---|
 | `c` or `r` | the capacity in tokens, or the share that is removed, as the setting has them |
-| `tokens`, `head_dim`, `layers`, `seed` | of the tensors |
+| `tokens`, `more` | of the prompt, and those that follow one by one |
+| `head_dim`, `layers`, `seed` | of the tensors |
 | `kept` | for every layer and head a string, "1" for tokens that stay and "0" for others, oldest first |
 """
 
@@ -57,6 +58,7 @@ REPOSITORIES = {
     "HeadKV": ("FYYFU/HeadKV", "3ec96530a9fd2063d8c3254be38534934ef90d9c"),
     "KVCache-Factory": ("Zefan-Cai/KVCache-Factory", "5fb995d72366fff6d00620cd33fad99b38725907"),
     "AdaKV": ("FFY0/AdaKV", "1baceda55924419c444815f377b1a44e9a604402"),
+    "EasyKV": ("DRSY/EasyKV", "a1d71cae3b562d9a709dda3741bd63e46a09ad31"),
 }
 """Where each clone is from, and at which commit.
 
@@ -87,6 +89,7 @@ class Recipe:
     sizes: tuple[tuple[int, int, float], ...]
     run: "Callable[[Clone, str, Layers, dict[str, Any]], list[Heads]]"
     layers: int = 1
+    more: int = 0
     heads: str = ""
 
     @property
@@ -97,9 +100,8 @@ class Recipe:
     def cases(self) -> Iterator[dict[str, Any]]:
         """Cases without what is kept."""
         for tokens, head_dim, size in self.sizes:
-            yield {"c" if isinstance(size, int) else "r": size, "tokens": tokens, "head_dim": head_dim} | {
-                "layers": self.layers
-            }
+            case = {"c" if isinstance(size, int) else "r": size, "tokens": tokens}
+            yield case | ({"more": self.more} if self.more else {}) | {"head_dim": head_dim, "layers": self.layers}
 
 
 class Clone:
@@ -282,6 +284,52 @@ def lava(clone: Clone, setting: str, layers: Layers, case: dict[str, Any]) -> li
     return kept
 
 
+class Reader:
+    """A model of one layer that reads a case's tokens one after another, whatever ids it is given.
+
+    Args:
+      layers: the layer.
+
+    Attributes:
+      held: the keys "K S H" that were left when it read what came last.
+    """
+
+    def __init__(self, layers: Layers):
+        heads = {"num_attention_heads": QUERY_HEADS, "num_key_value_heads": KV_HEADS}
+        self.config = types.SimpleNamespace(num_hidden_layers=1, architectures=["Llama"], **heads)
+        words = {"convert_ids_to_tokens": lambda ids: ids, "decode": lambda ids, **_: str(ids)}
+        self.tokenizer, self.device = types.SimpleNamespace(eos_token_id=-1, **words), "cpu"
+        self.held = torch.empty(0)
+        self._q, self._k, self._v = layers.projected(0)
+        self._read = 0
+
+    def __call__(self, input_ids: torch.Tensor, past_key_values: Any = None, **_: Any) -> Any:
+        """Appends the next tokens to what was left of those before them."""
+        T = input_ids.shape[1]
+        first = min(self._read, self._k.shape[2] - T)  # the last one again if there are no more
+        self._read = last = first + T
+        q, *new = (x[:, :, first:last] for x in (self._q, self._k, self._v))
+        old = past_key_values[0] if past_key_values is not None else [x[:, :, :0] for x in new]
+        self.held = old[0][0]
+        k, v = (torch.cat(pair, dim=2) for pair in zip(old, new, strict=True))
+        logits = q @ repeated(k).mT / math.sqrt(k.shape[-1])
+        attention = (logits + torch.full_like(logits, float("-inf")).triu(k.shape[2] - T + 1)).softmax(-1)
+        words = torch.zeros(1, T, 2)
+        return types.SimpleNamespace(past_key_values=[(k, v)], attentions=(attention,), logits=words)
+
+
+def easykv(clone: Clone, setting: str, layers: Layers, case: dict[str, Any]) -> list[Heads]:
+    """Of EasyKV, which generates with a model and then asks it for one token more."""
+    same = lambda *_, **__: None
+    names = ("entropy", "logits_adapter", "h2o_head_score", "process_for_mqa_gqa", "generate")
+    cuts = ("truncate_kv_cache", "truncate_kv_cache_silo", "truncate_kv_cache_liso")
+    patches = dict.fromkeys(("modify_method_of_instance", "partial", "llama_forward"), same)
+    clone.define("easykv/easykv.py", *names, *cuts, **patches)
+    model, ids = Reader(layers), torch.zeros(1, case["tokens"], dtype=torch.long)
+    clone.make(f"generate(model, ids, {setting})", case, model=model, ids=ids, new=case.get("more", 0) + 1)
+    return [model.held.unbind()]
+
+
 _SOME = ((97, 8, 24), (130, 8, 24))
 _C = (*_SOME, (97, 8, 60), (130, 8, 60))
 _WHOLE = ((48, 8, 0.5), (128, 8, 0.5), (80, 8, 0.75), (120, 8, 0.75))  # what stays is a whole number of tokens
@@ -292,6 +340,8 @@ _OF_LAYER = "layer_idx=layer, num_hidden_layers=L"
 _CAKE = "CakeprefillKVCache(cache_size=c, window_size=8, num_heads=4, num_layers=L{})"
 _ADAPTIVE = f"AdaptiveSnapKVCluster({_ADA}, floor_alpha={{}}, skip={{}}, normalize={{}}, {{}}, num_key_value_groups=2)"
 _GQA = "gqa_support=True, num_key_value_groups=2"
+_GENERATE = "dict(max_new_tokens=new, {}), kv_mode={}"
+_SHORT, _BLOCKS = ((48, 8, 32), (97, 8, 32)), ((98, 8, 40), (130, 8, 40))
 _SHARES = 'uniform("L", "N") / uniform("L", "N").sum()'
 RECIPES = (
     Recipe("R-KV", "R1KV(budget=c)", _C, functools.partial(r_kv, expand=True), heads="one query head a kv head"),
@@ -346,6 +396,14 @@ RECIPES = (
     Recipe("AdaKV", _ADAPTIVE.format(0.2, 0, False, "layer_idx=layer, gqa_support=True"), _C, ada_kv),
     Recipe("AdaKV", _ADAPTIVE.format(0.5, 1, True, "layer_idx=layer"), _SOME, ada_kv, layers=4),
     Recipe("AdaKV", _ADAPTIVE.format(0.2, 0, False, f"{_OF_LAYER}, pyram_mode=True"), _C, ada_kv, layers=4),
+    *(
+        Recipe("EasyKV", _GENERATE.format(f'budget=c, kv_policy="{x}"', '"decoding"'), _SHORT, easykv, more=40)
+        for x in ("roco", "h2o_head", "tova", "recency")
+    ),
+    *(
+        Recipe("EasyKV", _GENERATE.format(f"budget=c, kv_policy={x}", '"encoding", stride=32'), _BLOCKS, easykv)
+        for x in ('"roco", recent_ratio=0.3', '"h2o_head"', '"tova"', '"recency"')
+    ),
 )
 
 
@@ -358,7 +416,7 @@ def run(recipe: Recipe, directory: pathlib.Path, case: dict[str, Any], noise: in
     for i, heads in enumerate(kept):
         keys = layers.everything[i][0]
         known = [slots_of(x, keys[n * KV_HEADS // len(heads)], f"keys of head {n}") for n, x in enumerate(heads)]
-        found.append([signs(slots, case["tokens"]) for slots in known])
+        found.append([signs(slots, case["tokens"] + case.get("more", 0)) for slots in known])
     return {"kept": found}
 
 

@@ -66,12 +66,12 @@ class Layers:
         return self.model.model.rotary_emb(self.hidden[0], torch.arange(first, last)[None])
 
     def projected(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries "1 N T H" and keys "1 K T H" of the prompt, rotated, and its values."""
-        hidden, attention = self.hidden[layer][:, : self.prompt_length], self.attention[layer]
+        """Queries "1 N T H" and keys "1 K T H" of all tokens, rotated, and their values."""
+        hidden, attention = self.hidden[layer], self.attention[layer]
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         heads = lambda x: x.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
         q, k, v = (heads(projection(hidden)) for projection in projections)
-        return *apply_rotary_pos_emb(q, k, *self.rotations(0, self.prompt_length)), v
+        return *apply_rotary_pos_emb(q, k, *self.rotations(0, hidden.shape[1])), v
 
     def attend(self, layer: int, cache: Any, first: int, last: int, at: int | None = None) -> Any:
         """Reads tokens `first` to `last`, the first of them at a position."""
