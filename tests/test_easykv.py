@@ -10,6 +10,8 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.methods.easykv import BlockSizes, block_sizes
+from kvjax.scoring.scores import Accumulated, Mean
+from kvjax.scoring.stats import Observe, RowsFrom
 from tests import helpers
 from tests.helpers import live_positions
 
@@ -75,6 +77,13 @@ def test_decoding_keeps_the_prompt_outside_the_budget():
     assert tables(methods.easykv("roco", 0.5, mode="decoding"), 100) == (150, 100, 10, 116, None)
     assert methods.easykv("tova", 50, mode="decoding").score.head_mode == "per_kv_head"
     assert methods.easykv("tova", 50, mode="encoding").score.head_mode == "layer_mean"
+
+
+def test_rows_of_the_first_tokens_count_for_no_importance_that_sums():
+    make = lambda importance, **how: methods.easykv(importance, 24, mode="encoding", stride=4, prefix=26, **how).score
+    assert make("h2o") == Accumulated(Observe(RowsFrom(26)))
+    assert make("mas") == make("roco") == Mean(ignore_prefix=26)
+    assert make("h2o", keep_attention=True) == Accumulated()
 
 
 def test_auto():

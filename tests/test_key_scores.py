@@ -15,6 +15,7 @@ from kvjax.scoring.blends import Blend, RemovalError, Standardized, ValueWeighte
 from kvjax.scoring.key_scores import Capacity, ChunkVotes, Filters, Leverage, Redundancy, SquaredNorms
 from kvjax.scoring.measurements import ChunkAttention, FutureQueries
 from kvjax.scoring.scores import OfScore, Recency, RecentRows
+from kvjax.scoring.stats import OutsideWindow
 from tests import helpers
 
 B, K, N, T, H = 2, 2, 4, 24, 8
@@ -183,23 +184,15 @@ def test_of_equal_keys_the_newest_is_not_redundant():
     assert helpers.kept(kvjax.evict_layer(policy, k, k, k)) == [1, 2, 3, 4, 5]
 
 
-def test_recent_rows_are_those_of_now():
+@pytest.mark.parametrize(("softmax", "newest"), [(None, 0), (OutsideWindow(3), -3)])
+def test_recent_rows_are_those_of_now(softmax, newest):
     """While decoding, each row replaces the oldest; a row from before a token gave it nothing."""
     q, k, v = helpers.qkv(3, T=12)
-    score = RecentRows(3)
-    policy = kvjax.Evict(score, 12, when=kvjax.when_over(1))
+    policy = kvjax.Evict(RecentRows(3, softmax=softmax), 12, when=kvjax.when_over(1))
     moments = helpers.replay(policy, q, k, v, 8)
-    p = np.asarray(
-        jax.nn.softmax(
-            jnp.where(
-                jnp.tril(jnp.ones((12, 12), bool)),
-                jnp.einsum("bnth,bnsh->bnts", q, jnp.repeat(k, N // K, 1)) / H**0.5,
-                -jnp.inf,
-            ),
-            -1,
-        )
-    )
-    expected = p.reshape(B, K, N // K, 12, 12).mean(2)[:, :, -3:]
+    logits = jnp.einsum("bnth,bnsh->bnts", q, jnp.repeat(k, N // K, 1)) / H**0.5
+    p = jax.nn.softmax(logits, -1, where=jnp.tril(jnp.ones((12, 12), bool), newest))
+    expected = np.asarray(p).reshape(B, K, N // K, 12, 12).mean(2)[:, :, -3:]
     memory = np.asarray(moments.kv.memory[0].score)
     order = np.argsort(np.asarray(moments.kv.pos), axis=-1)[..., -12:]
     found = np.take_along_axis(memory, order[..., None], axis=2)

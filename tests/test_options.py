@@ -24,6 +24,7 @@ REFUSED = [
     (methods.dilated_window, {"dilation": -1}, r"dilation=-1.: a dilation is whole and not negative"),
     (methods.pyramidkv, {"preset": "paper"}, r"preset='paper' is not one of \(None, 'pyramid_factory'"),
     (methods.snapkv, {"softmax_over": "window"}, r"softmax_over='window' is not one of \('all', 'outside_window'\)"),
+    (methods.r_kv, {"softmax_over": "window"}, r"softmax_over='window' is not one of \('all', 'outside_window'\)"),
     (methods.snapkv, {"pool_before_rows": True, "pooling": "avg"}, "use pooling='max'"),
     (methods.nacl, {"min_len": -5}, "min_len=-5: must be a whole number of at least 0"),
     (methods.nacl, {"random_temperature": float("nan")}, "temperature=nan.: must be positive"),

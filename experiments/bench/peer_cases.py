@@ -26,8 +26,8 @@ for the compression ratio, a list of cases:
 import collections
 import contextlib
 import dataclasses
+import functools
 import importlib
-import json
 import logging
 import pathlib
 import sys
@@ -38,15 +38,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from experiments.bench import peer_tensors
-from experiments.bench.peer_tensors import KV_HEADS, QUERY_HEADS, THETA
+from experiments.bench import peer_layers, peer_tensors
+from experiments.bench.peer_layers import record, signs, slots_of, write
+from experiments.bench.peer_tensors import KV_HEADS
 
 kvpress = importlib.import_module("kvpress")
 SIZES = ((97, 8, 0.3), (130, 8, 0.3), (48, 8, 0.75), (130, 8, 0.75))
 _FEW = ((48, 8, 0.5), (97, 8, 0.5))  # presses without a ratio, and those that change what they keep
-NOISE, TRIES = 1e-5, 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,72 +225,8 @@ ALONE = (  # for whoever adds a counterpart
 RECIPES = (*COUNTERPARTS, *COUNTERPARTS_OF_2025, *ALONE)
 
 
-class Layers:
-    """The attention layers that a case is read by.
-
-    Args:
-      case: the case.
-      noise: relative changes of its tensors, drawn with this as their seed; none if None.
-    """
-
-    def __init__(self, case: dict[str, Any], noise: int | None = None):
-        H, L, D = case["head_dim"], case["layers"], peer_tensors.embed_dim(case["head_dim"])
-        self._prompt = case["tokens"]
-        sizes = {"hidden_size": D, "intermediate_size": 8, "vocab_size": 8, "num_hidden_layers": L, "head_dim": H}
-        heads = {"num_attention_heads": QUERY_HEADS, "num_key_value_heads": KV_HEADS, "rope_theta": THETA}
-        config = LlamaConfig.from_dict({**sizes, **heads, "max_position_embeddings": 1024})
-        self.model = LlamaForCausalLM(config).eval()
-        self.attention = [layer.self_attn for layer in self.model.model.layers]
-        self.cache: Any = DynamicCache()
-        self._hidden: list[torch.Tensor] = []
-        rng = None if noise is None else np.random.default_rng(noise)
-        for i, attention in enumerate(self.attention):
-            attention.rotary_emb = self.model.model.rotary_emb
-            tensors = peer_tensors.layer_tensors(case, i)
-            if rng is not None:
-                shake = lambda x: (x * (1 + NOISE * rng.standard_normal(x.shape))).astype(np.float32)
-                tensors = {name: shake(x) for name, x in tensors.items()}
-            self._hidden.append(torch.from_numpy(peer_tensors.hidden_states(tensors))[None])
-            rows = torch.eye(D).split([QUERY_HEADS * H, KV_HEADS * H, KV_HEADS * H])
-            with torch.no_grad():
-                for projection, some in zip("qkv", rows, strict=True):
-                    getattr(attention, f"{projection}_proj").weight.copy_(some)
-                attention.o_proj.weight.copy_(torch.from_numpy(tensors["out_proj"].reshape(-1, D).T))
-        self._everything = self._all_states()
-
-    def _all_states(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The rotated keys and the values of all tokens, in every layer."""
-        cache: Any = DynamicCache()
-        for i in range(len(self.attention)):
-            self._attend(i, cache, 0, self._hidden[i].shape[1])
-        return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
-
-    def _attend(self, layer: int, cache: Any, first: int, last: int, at: int | None = None) -> Any:
-        """Reads tokens `first` to `last`, the first of them at a position."""
-        hidden = self._hidden[layer][:, first:last]
-        T, at = last - first, first if at is None else at
-        held = cache.get_seq_length(layer) if len(cache.layers) > layer else 0
-        positions = torch.arange(at, at + T)
-        mask = torch.full((T, held + T), float("-inf")).triu(held + 1)[None, None] if T > 1 else None
-        return self.attention[layer](
-            hidden_states=hidden,
-            position_embeddings=self.model.model.rotary_emb(hidden, positions[None]),
-            attention_mask=mask,
-            past_key_values=cache,
-            cache_position=positions,
-            position_ids=positions[None],
-        )
-
-    def prompt(self) -> None:
-        """Every layer reads the prompt."""
-        for i in range(len(self.attention)):
-            self._attend(i, self.cache, 0, self._prompt)
-
-    def steps(self) -> None:
-        """Every layer reads one token after another."""
-        for at in range(self._prompt, self._hidden[0].shape[1]):
-            for i in range(len(self.attention)):
-                self._attend(i, self.cache, at, at + 1)
+class Layers(peer_layers.Layers):
+    """The attention layers that a case is read by, and what presses do with them."""
 
     def compose(self, press: Any) -> None:
         """What KVCompose does: the rows that follow the prompt look at it, and its layers are evicted together.
@@ -300,28 +235,22 @@ class Layers:
         here they are taken out of the cache before.
         """
         press._register_model(self.model)
-        press.register_context_ids(torch.zeros(1, self._prompt))
+        press.register_context_ids(torch.zeros(1, self.prompt_length))
         press._register_cache(self.cache)
         for i, attention in enumerate(self.attention):
-            weights = self._attend(i, self.cache, self._prompt, self._hidden[i].shape[1])[1]
+            weights = self.attend(i, self.cache, self.prompt_length, self.hidden[i].shape[1])[1]
             press.forward_hook(attention, [], {}, [None, weights])
-        self.cache.crop(self._prompt)
+        self.cache.crop(self.prompt_length)
         press.prepare_important_masks()
         press.compress_cache(self.model)
 
     def kept(self, by: str) -> list[list[dict[int, int]]]:
         """For every layer and kv head, the slot of every token that is left; tokens are known by keys or values."""
         found = []
-        for layer, all_states, attention in zip(self.cache.layers, self._everything, self.attention, strict=True):
+        for layer, everything, attention in zip(self.cache.layers, self.everything, self.attention, strict=True):
             states = (layer.keys if by == "keys" else layer.values)[0]
-            tokens = all_states[0 if by == "keys" else 1]
-            heads = []
-            for k in range(KV_HEADS):
-                far = (states[k][:, None] - tokens[k][None]).abs().amax(-1)
-                token = far.argmin(-1)
-                if not (far.amin(-1) < 1e-6).all() or len(set(token.tolist())) != len(token):
-                    raise ValueError(f"{by} of head {k} are not those of tokens")
-                heads.append({t: slot for slot, t in enumerate(token.tolist())})
+            tokens = everything[0 if by == "keys" else 1]
+            heads = [slots_of(states[k], tokens[k], f"{by} of head {k}") for k in range(KV_HEADS)]
             if getattr(attention, "masked_key_indices", None) is not None:
                 for _, k, slot in zip(*(x.tolist() for x in attention.masked_key_indices), strict=True):
                     heads[k] = {t: s for t, s in heads[k].items() if s != slot}
@@ -393,7 +322,6 @@ def run(recipe: Recipe, case: dict[str, Any], noise: int | None = None) -> dict[
                 layers.steps()
     kept = layers.kept("keys" if recipe.notes == "values" else "values")
     total = case["tokens"] + (0 if recipe.asks else case.get("more", 0))
-    signs = lambda among, total: "".join("01"[i in among] for i in range(total))
     found: dict[str, Any] = {"kept": [[signs(head, total) for head in heads] for heads in kept]}
     if recipe.notes == "channels":
         stay = [(layer.keys[0] != 0).any(1) for layer in layers.cache.layers]
@@ -409,29 +337,6 @@ def run(recipe: Recipe, case: dict[str, Any], noise: int | None = None) -> dict[
     return found
 
 
-def record(recipe: Recipe) -> list[dict[str, Any]]:
-    """The cases of a recipe, with what is kept.
-
-    Raises:
-      ValueError: what is kept hangs on the last digits, whatever the seed.
-    """
-    recorded = []
-    for case in recipe.cases():
-        for seed in range(TRIES):
-            seeded = case | {"seed": seed}
-            found = run(recipe, seeded)
-            if all(_sets(run(recipe, seeded, noise)) == _sets(found) for noise in (1, 2)):
-                recorded.append(seeded | found)
-                break
-        else:
-            raise ValueError(f"{recipe.press}: {TRIES} seeds hang on the last digits; record another case")
-    return recorded
-
-
-def _sets(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: found[name] for name in found if name in ("kept", "channels")}
-
-
 def main(path: pathlib.Path) -> None:
     """Records all cases."""
     logging.disable(logging.WARNING)
@@ -441,11 +346,8 @@ def main(path: pathlib.Path) -> None:
     about["classes"] = sorted(name for name, x in classes.items() if presses_of(x))
     presses = {}
     for recipe in RECIPES:
-        presses[recipe.press] = record(recipe)
-        print(f"{recipe.press}: seeds {[case['seed'] for case in presses[recipe.press]]}", flush=True)
-    text = lambda cases: ",\n".join(json.dumps(case, separators=(",", ":")) for case in cases)
-    groups = ",\n".join(f"{json.dumps(press)}: [\n{text(cases)}\n]" for press, cases in presses.items())
-    path.write_text(f'{{"about": {json.dumps(about)},\n"presses": {{\n{groups}\n}}}}\n')
+        presses[recipe.press] = record(recipe.press, recipe.cases(), functools.partial(run, recipe))
+    write(path, about, "presses", presses)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What both sides of the recorded cases of kvpress are given: drawn by numpy from a case's seed.
+"""What both sides of the recorded cases of other libraries are given: drawn by numpy from a case's seed.
 
 A case has `layers` layers of `QUERY_HEADS` query and `KV_HEADS` kv heads. Hidden states are queries, keys and values
 before rotation, one beside the other, so that the projections of the layer that reads them only cut them apart.

@@ -23,7 +23,9 @@ def cake(
     $S = \mathrm{avgpool}_5(\mu + \gamma \sigma^2)$ of what the window's rows give a token. A layer gets tokens in
     proportion to $H^{1/\tau_1} V^{1/\tau_2}$ (`kvjax.across_layers.Preference`), beside the window that each keeps. The
     released code cuts earlier layers again whenever a later one asks for its share; what is kept in the end is the
-    same, as far as `max_ratio` allows.
+    same, as far as `max_ratio` allows and up to a token a head, as it rounds shares down and gives what is left to the
+    first layers (`kvjax/methods/peers.md`). It leaves prompts whole that are longer than the budget by no more than a
+    window, and goes on evicting while decoding, by each new row's attention; here generated tokens are all kept.
 
     Args:
       budget: live tokens a kv head and layer on average, the window included.

@@ -24,7 +24,9 @@ def defensivekv(
     (`kvjax.scoring.row_votes.Defensive` has the formulas). The heads of a layer compete for its budget without a floor.
 
     As in the released code, values are compared between kv heads, token by token, and what counts as attention to the
-    window in its 90 % is that to the tokens before it, as many as the window has.
+    window in its 90 % is that to the tokens before it, as many as the window has. No head puts more tokens first than
+    the budget leaves beside the window; the released code takes the budget's share of the prompt without its window
+    for the budget there, so that fewer may come first, and keeps the same tokens else (`kvjax/methods/peers.md`).
 
     Args:
       budget: live tokens a kv head and layer on average, the window included.

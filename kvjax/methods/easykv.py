@@ -9,6 +9,7 @@ from kvjax.eviction import Evict
 from kvjax.scoring.protect import PromptSinks, Protect, Scope, TopStd
 from kvjax.scoring.scores import Accumulated, LastRow, Mean, Recency, Score, Uniform
 from kvjax.scoring.select import RandomRun, TopK
+from kvjax.scoring.stats import Observe, RowsFrom
 from kvjax.sizes.budget import Count, Fixed, Less, Ratio, Share, Sum, Tokens, as_count, counted
 from kvjax.sizes.schedule import Schedule, after_prefill, every_step
 from pallas_kernels.values import checked, flag, number, one_of, optional, settle, tokens
@@ -135,7 +136,8 @@ def easykv(
         of `stride` end with the prompt (`block_sizes`, D-14).
       prompt_length: for "auto".
       recent_ratio: share of B' kept recent (H2O, TOVA) or out of the feasible set (RoCo) while encoding.
-      prefix: tokens of the dense prefix (`block_sizes`), whose rows the code ignores.
+      prefix: tokens whose rows RoCo, MAS and H2O ignore. The code ignores those of the dense prefix and of the block
+        that fills the cache, `block_sizes(...).final` together.
       keep_attention: count them all the same (D-46).
 
     Raises:
@@ -159,6 +161,8 @@ def easykv(
     ignore = 0 if keep_attention else prefix
     if isinstance(score, Mean):
         score = dataclasses.replace(score, ignore_prefix=ignore)
+    elif isinstance(score, Accumulated) and ignore:
+        score = Accumulated(Observe(RowsFrom(ignore)))
     if mode == "decoding":
         return _decoding(importance, score, count)
 

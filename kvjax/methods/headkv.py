@@ -26,8 +26,9 @@ def headkv(
 
     Beside the window, every head has $b - b / \beta$ tokens of its own, and what all heads have given up, $L K b /
     \beta$, is divided in proportion to their importance, which is found once for a model
-    (`kvjax.learning.probes.head_importance`). The released code rounds every head's share for itself and lets heads
-    have more tokens than there are; here the model's total is exact, and what a head cannot use goes to the others.
+    (`kvjax.learning.probes.head_importance`). The released code has sets for query heads, rounds every head's share for
+    itself and lets heads have more tokens than there are; here the model's total is exact, and what a head cannot use
+    goes to the others. Of every query head it keeps the same tokens up to that (`kvjax/methods/peers.md`).
 
     Args:
       budget: live tokens a kv head and layer on average, the window included.

@@ -25,12 +25,15 @@ def lava(
     window's rows. The heads of a layer compete for its budget; layers get tokens in proportion to the entropy of their
     scores (`kvjax.across_layers.ScoreEntropy`), beside the window that each keeps.
 
+    The released code rounds every layer's share down, and keeps the same tokens else (`kvjax/methods/peers.md`).
+
     Args:
       budget: live tokens a kv head and layer on average, the window included.
       window_size: observation window.
       kernel_size: pooling width, odd.
       alpha: weight of the competition against a uniform share of every head; the released code's `floor_alpha` is
-        `1 - alpha`, 0.5 in its example.
+        `1 - alpha`, 0.5 in its example. There that part is of the average budget with its window, whatever the layer
+        got, so that more is kept than the budget; here of the layer's share.
       max_ratio: no layer gets more than this many times the average.
       storage: "pool" allocates a layer what its heads need together, "dense" every head what one could need.
     """

@@ -7,9 +7,10 @@ from kvjax.scoring.blends import Blend
 from kvjax.scoring.key_scores import Redundancy
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.scores import Pooled, RecentRows
+from kvjax.scoring.stats import OutsideWindow
 from kvjax.sizes.budget import Count
 from kvjax.sizes.schedule import when_over
-from pallas_kernels.values import checked, number
+from pallas_kernels.values import checked, number, one_of, tokens
 
 
 def r_kv(
@@ -21,6 +22,7 @@ def r_kv(
     threshold: float = 0.5,
     buffer: int = 128,
     group: Literal["mean", "max", "sum"] = "mean",
+    softmax_over: Literal["all", "outside_window"] = "all",
 ) -> Evict:
     r"""For long reasoning: keeps what the last rows look at, and of what repeats itself the newest.
 
@@ -29,8 +31,10 @@ def r_kv(
     to about 1. A cache grows by `buffer` tokens, then is cut back to its budget; the prompt is cut first.
 
     The README of the released code has $\lambda = 0.1$, its code 0.07. It keeps the last queries and asks them anew
-    when it evicts, with a softmax over the keys before the window and the largest logit of a group; here every row
-    counts as it was read, over what the cache held then, and query heads are combined by `group`.
+    when it evicts, with a softmax over the keys before the window of the largest logit of a group; here every row
+    counts as it was read, over what the cache held then, and query heads are combined by `group`. Of a prompt,
+    `importance=0.07, softmax_over="outside_window"` keeps the tokens that it keeps where kv heads have one query head
+    each (`kvjax/methods/peers.md`).
 
     Args:
       budget: live tokens a kv head and layer, the window included, after an eviction.
@@ -40,12 +44,13 @@ def r_kv(
       threshold: cosines above it are a resemblance.
       buffer: tokens by which a cache grows before it is cut.
       group: how the query heads of a kv head are combined.
+      softmax_over: "outside_window" takes each row's softmax over the keys before the last `window_size` tokens.
     """
+    one_of("softmax_over", softmax_over, "all", "outside_window")
     importance = checked(
         number("[0, 1]", "a weight of attention, the rest being redundancy's"), "importance", importance
     )
-    score = Blend(
-        (Pooled(RecentRows(window_size, group), "max", kernel_size), Redundancy(threshold)),
-        (importance, importance - 1.0),
-    )
+    window_size = checked(tokens(1, "at least one row must be observed"), "window_size", window_size)
+    rows = RecentRows(window_size, group, None if softmax_over == "all" else OutsideWindow(window_size))
+    score = Blend((Pooled(rows, "max", kernel_size), Redundancy(threshold)), (importance, importance - 1.0))
     return Evict(score, budget, protect=Protect(recent=window_size), when=when_over(buffer))

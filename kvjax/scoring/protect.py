@@ -118,7 +118,7 @@ class TopStd(Scope):
     Attributes:
       size: tokens that may not be evicted: tokens, a share of the prompt (float), or `Share` of the budget.
       ignore_prefix: query rows of the first so many prompt tokens count for nothing (EasyKV's
-        `keep_attention=False` ignores its dense prefix, D-46).
+        `keep_attention=False` ignores those up to the first block that it evicts from, D-46).
       decode_size: `size` while decoding, where it is another one.
       prompt_sinks: first tokens that are protected while the prompt is read, and no longer.
       count_self: whether a token's own row counts (D-10). Without it the newest token has no deviation, that is 0.

@@ -546,14 +546,17 @@ class RecentRows(Score):
     Attributes:
       rows: how many rows.
       group: how the query heads of a kv head are combined, row by row.
+      softmax: another softmax than the model's.
     """
 
     rows: int = 8
     group: Literal["mean", "max", "sum"] = "mean"
+    softmax: RowSoftmax | None = None
 
     def __post_init__(self):
         settle(self, rows=tokens(1, "at least one row must be observed"))
         one_of("RecentRows.group", self.group, *GROUPS)
+        self.observe("prefill")  # raises what the rows would raise
 
     def summands(self, ctx: Context) -> int:
         """See `Score`."""
@@ -566,7 +569,7 @@ class RecentRows(Score):
     def observe(self, phase: Phase) -> tuple[Observe]:
         """See `Observer`."""
         del phase
-        return (Observe(LastRows(self.rows), group=self.group, summed=False),)
+        return (Observe(LastRows(self.rows), group=self.group, softmax=self.softmax, summed=False),)
 
     def init(self, site: Site, batch: int) -> Float[Array, "B K 0 W"]:
         """See `Score`."""

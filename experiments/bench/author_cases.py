@@ -1,0 +1,437 @@
+"""Records what the code of methods' authors keeps: the cases of tests/golden/authors.json.
+
+    PYTHON -m experiments.bench.author_cases CLONES tests/golden/authors.json
+
+CLONES is a directory with clones of `REPOSITORIES` under these names; PYTHON has numpy, torch and transformers, no GPU
+and no kvjax. Their files import CUDA extensions and transformers of their time, so that of each file the classes and
+functions that choose tokens are executed alone, with what they use of torch and transformers. Where one of them is made
+to be called by a whole model, it gets as much of a model as it looks at.
+
+Tensors are those of `experiments.bench.peer_tensors`, from a case's seed. A case whose kept sets change when tensors
+change by a hundred-thousandth is not recorded; another seed is tried.
+
+The file: `about` has versions and commits; `authors` has, for every setting, named as in `kvjax/methods/peers.md`, a
+list of cases:
+
+| key | what |
+|---|---|
+| `c` or `r` | the capacity in tokens, or the share that is removed, as the setting has them |
+| `tokens`, `more` | of the prompt, and those that follow one by one |
+| `head_dim`, `layers`, `seed` | of the tensors |
+| `kept` | for every layer and head a string, "1" for tokens that stay and "0" for others, oldest first |
+"""
+
+import __future__
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import inspect
+import io
+import json
+import math
+import os
+import pathlib
+import sys
+import types
+import typing
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.models.llama import modeling_llama
+
+from experiments.bench import peer_tensors
+from experiments.bench.peer_layers import Layers, record, signs, slots_of, write
+from experiments.bench.peer_tensors import KV_HEADS, QUERY_HEADS
+
+GROUPS = QUERY_HEADS // KV_HEADS
+REPOSITORIES = {
+    "R-KV": ("Zefan-Cai/R-KV", "cc5a9b9b95964ae75cb12473ba6a9091bae2d4ac"),
+    "Lava": ("MGDDestiny/Lava", "199d70ca54b0fc39935ccc171c0bae6f8aa53e0a"),
+    "DefensiveKV": ("FFY0/DefensiveKV", "c278cd0e2e82b9889513ba19d20ee72652f23ad0"),
+    "cakekv": ("qtris123/cakekv", "e6adc5e237ed78874923b355399c1ffe0a789db1"),
+    "HeadKV": ("FYYFU/HeadKV", "3ec96530a9fd2063d8c3254be38534934ef90d9c"),
+    "KVCache-Factory": ("Zefan-Cai/KVCache-Factory", "5fb995d72366fff6d00620cd33fad99b38725907"),
+    "AdaKV": ("FFY0/AdaKV", "1baceda55924419c444815f377b1a44e9a604402"),
+    "EasyKV": ("DRSY/EasyKV", "a1d71cae3b562d9a709dda3741bd63e46a09ad31"),
+}
+"""Where each clone is from, and at which commit.
+
+Of DefensiveKV, `kvpress/presses/efficient_ada_scorer_press_old.py` is that of commit cf9bc41dd6. `cakekv` is a copy of
+antgroup/cakekv.
+"""
+
+Heads = Sequence[torch.Tensor]
+"""The keys "S H" that every head of a layer keeps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Cases of one setting.
+
+    Attributes:
+      clone: the repository.
+      setting: what is made of its classes, in Python: `c` and `r` stand for the capacity and for the share that is
+        removed, `layer` and `L` for the layer and their number.
+      heads: how query and kv heads belong together, where that is not grouped queries.
+      sizes: (tokens, head_dim, c or r) of every case.
+      run: what the heads of every layer keep: of the clone's classes, the setting, the layers and the case.
+      layers: of the model.
+    """
+
+    clone: str
+    setting: str
+    sizes: tuple[tuple[int, int, float], ...]
+    run: "Callable[[Clone, str, Layers, dict[str, Any]], list[Heads]]"
+    layers: int = 1
+    more: int = 0
+    heads: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of the setting, as in the table."""
+        return ", ".join(filter(None, (self.clone, self.setting, self.heads)))
+
+    def cases(self) -> Iterator[dict[str, Any]]:
+        """Cases without what is kept."""
+        for tokens, head_dim, size in self.sizes:
+            case = {"c" if isinstance(size, int) else "r": size, "tokens": tokens}
+            yield case | ({"more": self.more} if self.more else {}) | {"head_dim": head_dim, "layers": self.layers}
+
+
+class Clone:
+    """A clone, of which some definitions are executed.
+
+    Args:
+      directory: where it is.
+    """
+
+    def __init__(self, directory: pathlib.Path):
+        self._directory = directory
+        anything = {name: getattr(typing, name) for name in ("Any", "Dict", "List", "Optional", "Tuple", "Union")}
+        modules = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "np": np}
+        library = {"math": math, "os": os, "json": json, "warnings": warnings, "dataclass": dataclasses.dataclass}
+        llama = {name: getattr(modeling_llama, name) for name in ("repeat_kv", "rotate_half", "apply_rotary_pos_emb")}
+        bases = {name: type(name, (), {}) for name in ("Cache", "BasePress", "StaticCache", "DynamicCache")}
+        quiet = types.SimpleNamespace(warning_once=lambda text: None)
+        self.names: dict[str, Any] = {**anything, **modules, **library, **llama, **bases, "logger": quiet}
+
+    def define(self, file: str, *names: str, **given: Any) -> None:
+        """Executes classes and functions of a file, which find what was defined before, and what is `given`.
+
+        Raises:
+          ValueError: a file that is not there, or lacks one of them.
+        """
+        path = self._directory / file
+        if not path.is_file():
+            raise ValueError(f"{path} is not there; clone {REPOSITORIES[self._directory.name][0]} into it")
+        found = [x for x in ast.parse(path.read_text()).body if getattr(x, "name", None) in names]
+        if len(found) < len(names):
+            raise ValueError(f"{path} has {len(found)} of {len(names)} definitions {names}; check out the commit named")
+        self.names |= {"__file__": str(path), **given}
+        code = compile(ast.Module(found, []), str(path), "exec", __future__.annotations.compiler_flag, True)
+        exec(code, self.names)
+
+    def make(self, setting: str, case: dict[str, Any], **more: Any) -> Any:
+        """What a setting says, in a case."""
+        draws = {name: functools.partial(getattr(peer_tensors, name), case) for name in ("drawn", "uniform")}
+        return eval(
+            setting, {**self.names, "L": case["layers"], "c": case.get("c"), "r": case.get("r"), **draws, **more}
+        )
+
+
+def repeated(x: torch.Tensor) -> torch.Tensor:
+    """A kv head's tensor for every query head."""
+    return x.repeat_interleave(GROUPS, dim=1)
+
+
+def split(keys: torch.Tensor, cluster: Any) -> Heads:
+    """Keys of a cluster's heads, which may be one behind the other."""
+    return keys.split(cluster.head_lens.tolist()) if keys.ndim == 2 else keys[0].unbind()
+
+
+def clusters(clone: Clone, setting: str, layers: Layers, case: dict[str, Any], *, expand: bool = True) -> list[Heads]:
+    """Of clusters that are called layer by layer, with keys that are expanded to query heads, or expand them."""
+    kept = []
+    for i in range(case["layers"]):
+        cluster = clone.make(setting, case, layer=i)
+        q, k, v = layers.projected(i)
+        k, v = (repeated(k), repeated(v)) if expand else (k, v)
+        more = (None, GROUPS) if "attention_mask" in inspect.signature(cluster.update_kv).parameters else ()
+        kept.append(split(cluster.update_kv(k.clone(), q, v.clone(), *more)[0], cluster))
+    return kept
+
+
+def factory(clone: Clone, setting: str, layers: Layers, case: dict[str, Any]) -> list[Heads]:
+    """Of KVCache-Factory."""
+    names = ("SnapKV", "PyramidKV", "CAMKV", "H2OKV", "StreamingLLMKV", "L2Norm", "AdaKV", "HeadKV")
+    clone.define("pyramidkv/pyramidkv_utils.py", *(f"{name}Cluster" for name in names))
+    return clusters(clone, setting, layers, case)
+
+
+def ada_kv(clone: Clone, setting: str, layers: Layers, case: dict[str, Any]) -> list[Heads]:
+    """Of Ada-KV, whose clusters expand keys themselves, or do not."""
+    file = "adaptive_snapkv/monkeypatch/snapkv_utils.py"
+    clone.define(file, "repeat_kv", "SnapKVCluster", "AdaptiveSnapKVCluster")
+    return clusters(clone, setting, layers, case, expand=False)
+
+
+def headkv(clone: Clone, setting: str, layers: Layers, case: dict[str, Any]) -> list[Heads]:
+    """Of HeadKV, given importances in place of its file's: two scores for each head, of which it takes the mean."""
+    drawn = peer_tensors.uniform(case, "L", "N")
+    scores = {f"{i}-{n}": [float(x), float(x)] for i, row in enumerate(drawn) for n, x in enumerate(row)}
+    clone.define("headkv/snapkv_utils.py", "ReasonSnapKVCluster", open=lambda *_: io.StringIO(json.dumps(scores)))
+    return clusters(clone, setting, layers, case)
+
+
+def r_kv(clone: Clone, setting: str, layers: Layers, case: dict[str, Any], *, expand: bool = False) -> list[Heads]:
+    """Of R-KV, which has the last queries at hand; `expand` gives every query head keys of its own."""
+    clone.define("rkv/utils.py", "compute_attention_scores", "cal_similarity")
+    clone.define("rkv/compression/r1_kv.py", "R1KV")
+    compressor = clone.make(setting, case)
+    q, k, v = layers.projected(0)
+    k, v = (repeated(k), repeated(v)) if expand else (k, v)
+    return [compressor.update_kv(k, q[:, :, -compressor.window_size :], v)[0][0].unbind()]
+
+
+def defensive(clone: Clone, setting: str, layers: Layers, case: dict[str, Any]) -> list[Heads]:
+    """Of DefensiveKV's presses, which get keys and values of all heads one behind the other."""
+    clone.define("kvpress/ada_cache.py", "MetaData", "DynamicCacheSplitHeadFlatten")
+    for kind, base in (("", "EfficientAdaScorerPress"), ("layer_", "EfficientAdaGlobalScorerPress")):
+        scorer = "global_scorer_press" if kind else "scorer_press_old"
+        clone.define(f"kvpress/presses/efficient_ada_{scorer}.py", base)
+        own = f"Efficient{kind.title().rstrip('_')}DefensiveKVPress"
+        clone.define(f"kvpress/presses/efficient_{kind}defensivekv_press.py", own)
+    press, cache = clone.make(setting, case), clone.names["DynamicCacheSplitHeadFlatten"]()
+    how = {"past_key_value": cache, "position_embeddings": layers.rotations(0, case["tokens"])}
+    for i, attention in enumerate(layers.attention):
+        _, k, v = layers.projected(i)
+        keys, values = cache.update(k, v, i)
+        cache.key_cache[i], cache.value_cache[i] = press.compress(
+            attention, layers.hidden[i], keys, values, None, dict(how)
+        )
+    return [x.split(about.head_lens.tolist()) for x, about in zip(cache.key_cache, cache.metadata_list, strict=True)]
+
+
+def cake(clone: Clone, setting: str, layers: Layers, case: dict[str, Any]) -> list[Heads]:
+    """Of CAKE's attention, layer by layer, which evicts from all layers that were read."""
+    clone.define("cake/utils.py", "calculate_entropy", "adjust_budgets")
+    clone.define("cake/cake_cache.py", "CakeCache", "CakeprefillKVCache")
+    attend = lambda q, k, v, *_, **__: q
+    clone.define("cake/model/modify_llama.py", "llama_attn_forward_cake", _flash_attention_forward=attend)
+    L, evict, cache = case["layers"], clone.make(setting, case), clone.names["CakeCache"]()
+    each = {"decoding_evict": [None] * L, "prefill": [True] * L, "prefill_cake_evict": [evict] * L}
+    sizes = {"window_size": [evict.window_size] * L, "key_size": [evict.cache_size - evict.window_size] * L}
+    config = types.SimpleNamespace(**each, **sizes, tau1=1.6, tau2=0.6, gamma=200.0)
+    heads = {"num_heads": QUERY_HEADS, "num_key_value_heads": KV_HEADS, "num_key_value_groups": GROUPS}
+    rest = {"training": False, "attention_dropout": 0.0, "_flash_attn_uses_top_left_mask": False, "is_causal": True}
+    how = {"past_key_value": cache, "position_embeddings": layers.rotations(0, case["tokens"])}
+    for i, attention in enumerate(layers.attention):
+        own = {name: getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim")}
+        this = types.SimpleNamespace(**own, **heads, **rest, config=config, layer_idx=i)
+        clone.names["llama_attn_forward_cake"](this, layers.hidden[i], **how)
+    return [keys[0].unbind() for keys in cache.key_cache]
+
+
+def lava(clone: Clone, setting: str, layers: Layers, case: dict[str, Any]) -> list[Heads]:
+    """Of LAVa's model, whose layers only score what they read; after each it evicts from all layers that were read."""
+    patch = "adaptive_snapkv/monkeypatch"
+    clone.define(f"{patch}/snapkv_utils.py", "repeat_kv", "LavaKVCluster")
+    clone.define(f"{patch}/adaptive_mistral_hijack_lava.py", "adaptive_MistralModel_forward_lava")
+    kept: list[Heads] = []
+    base: Any = clone.names["Cache"]
+
+    class Cache(base):
+        """Notes the keys that it is given when all layers were read."""
+
+        key_cache = ()
+
+        def get_usable_length(self, new: int) -> int:
+            """It is empty."""
+            del new
+            return 0
+
+        def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+            """Of one layer, all heads one behind the other."""
+            del values
+            kept.append(keys.split(found[layer].self_attn.kv_cluster.head_lens.tolist()))
+
+    class Layer:
+        """A layer that scores its prompt."""
+
+        def __init__(self, i: int):
+            self.self_attn = types.SimpleNamespace(kv_cluster=clone.make(setting, case, layer=i), layer_idx=i)
+
+        def __call__(self, hidden: torch.Tensor, past_key_value: Any, **_: Any) -> tuple[torch.Tensor, Any]:
+            q, k, v = layers.projected(self.self_attn.layer_idx)
+            cluster = self.self_attn.kv_cluster
+            cluster.store(k, q, v, *cluster.calcul_attn_score(k, q, v))
+            return hidden, past_key_value
+
+    found = [Layer(i) for i in range(case["layers"])]
+    first = found[0].self_attn.kv_cluster
+    sizes = {"base_capacity": first.base_capacity, "window_size": first.window_size, "num_hidden_layers": len(found)}
+    outputs = {"output_attentions": False, "output_hidden_states": False, "use_return_dict": False, "use_cache": True}
+    config = types.SimpleNamespace(**sizes, **outputs)
+    alone = {"gradient_checkpointing": False, "training": False, "_attn_implementation": "flash_attention_2"}
+    model = types.SimpleNamespace(config=config, layers=found, norm=lambda x: x, **alone)
+    clone.names["adaptive_MistralModel_forward_lava"](model, inputs_embeds=layers.hidden[0], past_key_values=Cache())
+    return kept
+
+
+class Reader:
+    """A model of one layer that reads a case's tokens one after another, whatever ids it is given.
+
+    Args:
+      layers: the layer.
+
+    Attributes:
+      held: the keys "K S H" that were left when it read what came last.
+    """
+
+    def __init__(self, layers: Layers):
+        heads = {"num_attention_heads": QUERY_HEADS, "num_key_value_heads": KV_HEADS}
+        self.config = types.SimpleNamespace(num_hidden_layers=1, architectures=["Llama"], **heads)
+        words = {"convert_ids_to_tokens": lambda ids: ids, "decode": lambda ids, **_: str(ids)}
+        self.tokenizer, self.device = types.SimpleNamespace(eos_token_id=-1, **words), "cpu"
+        self.held = torch.empty(0)
+        self._q, self._k, self._v = layers.projected(0)
+        self._read = 0
+
+    def __call__(self, input_ids: torch.Tensor, past_key_values: Any = None, **_: Any) -> Any:
+        """Appends the next tokens to what was left of those before them."""
+        T = input_ids.shape[1]
+        first = min(self._read, self._k.shape[2] - T)  # the last one again if there are no more
+        self._read = last = first + T
+        q, *new = (x[:, :, first:last] for x in (self._q, self._k, self._v))
+        old = past_key_values[0] if past_key_values is not None else [x[:, :, :0] for x in new]
+        self.held = old[0][0]
+        k, v = (torch.cat(pair, dim=2) for pair in zip(old, new, strict=True))
+        logits = q @ repeated(k).mT / math.sqrt(k.shape[-1])
+        attention = (logits + torch.full_like(logits, float("-inf")).triu(k.shape[2] - T + 1)).softmax(-1)
+        words = torch.zeros(1, T, 2)
+        return types.SimpleNamespace(past_key_values=[(k, v)], attentions=(attention,), logits=words)
+
+
+def easykv(clone: Clone, setting: str, layers: Layers, case: dict[str, Any]) -> list[Heads]:
+    """Of EasyKV, which generates with a model and then asks it for one token more."""
+    same = lambda *_, **__: None
+    names = ("entropy", "logits_adapter", "h2o_head_score", "process_for_mqa_gqa", "generate")
+    cuts = ("truncate_kv_cache", "truncate_kv_cache_silo", "truncate_kv_cache_liso")
+    patches = dict.fromkeys(("modify_method_of_instance", "partial", "llama_forward"), same)
+    clone.define("easykv/easykv.py", *names, *cuts, **patches)
+    model, ids = Reader(layers), torch.zeros(1, case["tokens"], dtype=torch.long)
+    clone.make(f"generate(model, ids, {setting})", case, model=model, ids=ids, new=case.get("more", 0) + 1)
+    return [model.held.unbind()]
+
+
+_SOME = ((97, 8, 24), (130, 8, 24))
+_C = (*_SOME, (97, 8, 60), (130, 8, 60))
+_WHOLE = ((48, 8, 0.5), (128, 8, 0.5), (80, 8, 0.75), (120, 8, 0.75))  # what stays is a whole number of tokens
+_POOL = 'kernel_size=7, pooling="maxpool"'
+_RUNNER = f"window_size=8, max_capacity_prompt=c, {_POOL}"
+_ADA = f"window_size=8, base_capacity=c, {_POOL}"
+_OF_LAYER = "layer_idx=layer, num_hidden_layers=L"
+_CAKE = "CakeprefillKVCache(cache_size=c, window_size=8, num_heads=4, num_layers=L{})"
+_ADAPTIVE = f"AdaptiveSnapKVCluster({_ADA}, floor_alpha={{}}, skip={{}}, normalize={{}}, {{}}, num_key_value_groups=2)"
+_GQA = "gqa_support=True, num_key_value_groups=2"
+_GENERATE = "dict(max_new_tokens=new, {}), kv_mode={}"
+_SHORT, _BLOCKS = ((48, 8, 32), (97, 8, 32)), ((98, 8, 40), (130, 8, 40))
+_SHARES = 'uniform("L", "N") / uniform("L", "N").sum()'
+RECIPES = (
+    Recipe("R-KV", "R1KV(budget=c)", _C, functools.partial(r_kv, expand=True), heads="one query head a kv head"),
+    Recipe("R-KV", "R1KV(budget=c)", _SOME, r_kv),
+    Recipe("Lava", f"LavaKVCluster({_ADA}, floor_alpha=0.0, skip=0, {_OF_LAYER}, {_GQA})", _SOME, lava, layers=4),
+    Recipe("DefensiveKV", "EfficientDefensiveKVPress(r, window_size=8)", _WHOLE, defensive),
+    Recipe("DefensiveKV", "EfficientLayerDefensiveKVPress(r, window_size=8)", _WHOLE[:2], defensive, layers=4),
+    Recipe("cakekv", _CAKE.format(""), _SOME, cake, layers=4),
+    Recipe("cakekv", _CAKE.format(", use_cascading=True"), _SOME, cake, layers=4),
+    Recipe(
+        "HeadKV",
+        f'ReasonSnapKVCluster({_ADA}, head_choice="reason", beta=2, temp=1, {_OF_LAYER}, num_attention_heads=4, '
+        'model="llama")',
+        _SOME,
+        headkv,
+        layers=4,
+    ),
+    Recipe("KVCache-Factory", f"SnapKVCluster({_RUNNER})", _C, factory),
+    Recipe("KVCache-Factory", "SnapKVCluster(max_capacity_prompt=c)", ((97, 8, 72), (130, 8, 72)), factory),
+    Recipe(
+        "KVCache-Factory", f"PyramidKVCluster({_RUNNER}, layer_idx=layer, num_hidden_layers=L)", _C, factory, layers=4
+    ),
+    Recipe("KVCache-Factory", "H2OKVCluster(window_size=8, max_capacity_prompt=c)", _C, factory),
+    Recipe("KVCache-Factory", "StreamingLLMKVCluster(window_size=c - 4, max_capacity_prompt=c)", _SOME, factory),
+    Recipe(
+        "KVCache-Factory",
+        "L2NormCluster(max_capacity_prompt=c, layer_idx=layer, skip_layers=[0, 1])",
+        _SOME,
+        factory,
+        layers=4,
+    ),
+    Recipe("KVCache-Factory", "CAMKVCluster(window_size=8, max_capacity_prompt=c)", _C, factory),
+    Recipe("KVCache-Factory", f"AdaKVCluster({_RUNNER}, floor=0.2, normalize=True)", _C, factory),
+    Recipe(
+        "KVCache-Factory",
+        f"HeadKVCluster({_RUNNER}, layer_idx=layer, "
+        f"head_capacity=np.round({_SHARES} * (c // 2) * L * 4 + c - c // 2).astype(int))",
+        _SOME,
+        factory,
+        layers=4,
+    ),
+    Recipe("AdaKV", f"SnapKVCluster({_RUNNER}, num_key_value_groups=2)", _SOME, ada_kv),
+    Recipe("AdaKV", f"SnapKVCluster({_RUNNER}, {_GQA})", _SOME, ada_kv),
+    Recipe(
+        "AdaKV",
+        f"SnapKVCluster({_RUNNER}, {_OF_LAYER}, pyram_mode=True, num_key_value_groups=2)",
+        _C,
+        ada_kv,
+        layers=4,
+    ),
+    Recipe("AdaKV", _ADAPTIVE.format(0.2, 0, False, "layer_idx=layer"), _C, ada_kv),
+    Recipe("AdaKV", _ADAPTIVE.format(0.2, 0, False, "layer_idx=layer, gqa_support=True"), _C, ada_kv),
+    Recipe("AdaKV", _ADAPTIVE.format(0.5, 1, True, "layer_idx=layer"), _SOME, ada_kv, layers=4),
+    Recipe("AdaKV", _ADAPTIVE.format(0.2, 0, False, f"{_OF_LAYER}, pyram_mode=True"), _C, ada_kv, layers=4),
+    *(
+        Recipe("EasyKV", _GENERATE.format(f'budget=c, kv_policy="{x}"', '"decoding"'), _SHORT, easykv, more=40)
+        for x in ("roco", "h2o_head", "tova", "recency")
+    ),
+    *(
+        Recipe("EasyKV", _GENERATE.format(f"budget=c, kv_policy={x}", '"encoding", stride=32'), _BLOCKS, easykv)
+        for x in ('"roco", recent_ratio=0.3', '"h2o_head"', '"tova"', '"recency"')
+    ),
+)
+
+
+def run(recipe: Recipe, directory: pathlib.Path, case: dict[str, Any], noise: int | None = None) -> dict[str, Any]:
+    """What is kept in a case."""
+    layers = Layers(case, noise)
+    with torch.inference_mode(), contextlib.redirect_stdout(io.StringIO()):
+        kept = recipe.run(Clone(directory), recipe.setting, layers, case)
+    found = []
+    for i, heads in enumerate(kept):
+        keys = layers.everything[i][0]
+        known = [slots_of(x, keys[n * KV_HEADS // len(heads)], f"keys of head {n}") for n, x in enumerate(heads)]
+        found.append([signs(slots, case["tokens"] + case.get("more", 0)) for slots in known])
+    return {"kept": found}
+
+
+def main(clones: pathlib.Path, path: pathlib.Path) -> None:
+    """Records all cases."""
+    about: dict[str, Any] = {package: metadata.version(package) for package in ("torch", "transformers")}
+    about["repositories"] = {name: f"{owner} {commit}" for name, (owner, commit) in REPOSITORIES.items()}
+    authors = {}
+    for recipe in RECIPES:
+        authors[recipe.name] = record(
+            recipe.name, recipe.cases(), functools.partial(run, recipe, clones / recipe.clone)
+        )
+    write(path, about, "authors", authors)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*map(pathlib.Path, sys.argv[1:3]))
