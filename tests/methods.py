@@ -381,7 +381,7 @@ CASES = (
 OF_ONE_LAYER = [case for case in CASES if not case.replays]
 
 # Every row costs seconds. With `-m slow` every row crosses every law; the default run has the rows of distinct
-# mechanisms, fewer of them where a model is compiled for each.
+# mechanisms, fewer of them where a model is compiled for each, and so has CI of what is slow for any row.
 CORE = {
     *("full", "window", "streaming_llm", "random", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "h2o_every_4"),
     *("tova_when_over_3", "h2o_pooled", "snapkv_then_h2o", "scissorhands", "roco", "nacl_decoding", "ahakv"),
@@ -396,11 +396,11 @@ FEW = {"streaming_llm", "h2o", "ada_snapkv", "keyformer", "quest"}
 PAIR = {"h2o", "ada_snapkv"}
 
 
-def _rows(quick):
+def _rows(quick, other=pytest.mark.slow):
     assert {case.name for case in CASES} >= quick
-    rows = [pytest.param(c, marks=() if c.name in quick else pytest.mark.slow) for c in CASES]
+    rows = [pytest.param(c, marks=() if c.name in quick else other) for c in CASES]
     return pytest.mark.parametrize("case", rows, ids=repr)
 
 
-every_method = _rows(CORE)
+every_method, all_methods = _rows(CORE), _rows(CORE, pytest.mark.exhaustive)
 sampled_methods, few_methods, two_methods = _rows(SAMPLE), _rows(FEW), _rows(PAIR)

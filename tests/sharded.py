@@ -101,7 +101,7 @@ def rows_on_a_mesh(case, config, axes):
 
 @in_axes
 @pytest.mark.slow
-@pytest.mark.parametrize("case", table.CASES, ids=repr)
+@table.all_methods
 def test_every_method_is_what_it_is_on_one_device(case, axes, small):
     rows_on_a_mesh(case, small[0].config, axes)
 
