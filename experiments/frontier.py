@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import tyro
 from matplotlib.figure import Figure
 
@@ -270,6 +271,7 @@ def run(frontier: Frontier, command: list[str]) -> None:
         for name, experiment in experiments_of(frontier, protocol).items():
             directories.append(frontier.output / "runs" / f"{name}-{protocol}")
             job.run(experiment, directories[-1], command)
+            jax.clear_caches()  # programs of all runs would be more than a process can map
         by_protocol[protocol] = collected(directories)
     text = [f"# {_title(by_protocol)}", "", *_about(frontier)]
     for protocol, found in by_protocol.items():
