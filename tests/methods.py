@@ -388,12 +388,9 @@ CORE = {
     *("keyformer", "fastgen", "chunkkv", "think", "h2o_rerotated", "criticalkv", "r_kv", "compactor"),
     *("layer_defensivekv", "finch_chunks", "kvzip", "quest"),
 }
-SAMPLE = {
-    *("streaming_llm", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "h2o_pooled", "keyformer"),
-    *("nacl_decoding", "fastgen"),
-}
-FEW = {"streaming_llm", "h2o", "ada_snapkv", "keyformer", "quest"}
-PAIR = {"h2o", "ada_snapkv"}
+SAMPLE = {"streaming_llm", "h2o", "ada_snapkv", "h2o_pooled", "keyformer", "fastgen"}
+FEW = {"h2o", "ada_snapkv", "quest"}
+ONE = {"ada_snapkv"}
 
 
 def _rows(quick, other=pytest.mark.slow):
@@ -403,4 +400,4 @@ def _rows(quick, other=pytest.mark.slow):
 
 
 every_method, all_methods = _rows(CORE), _rows(CORE, pytest.mark.exhaustive)
-sampled_methods, few_methods, two_methods = _rows(SAMPLE), _rows(FEW), _rows(PAIR)
+sampled_methods, few_methods, one_method = _rows(SAMPLE), _rows(FEW), _rows(ONE)

@@ -13,7 +13,7 @@ import models
 from kvjax import methods
 from kvjax.cache.pool import PooledKV
 from kvjax.cache.state import PerHead
-from tests.methods import two_methods
+from tests.methods import one_method
 
 BUDGET = 8
 M, T, V = 8, 12, 41
@@ -89,8 +89,8 @@ def pair(tmp_path_factory):
     return theirs, *models.load(path)
 
 
-QUICK = [(0, 3, 3, False), (1, 3, 3, False), (1, 4, 2, True), (2, 3, 1, "never")]
-SEARCHES = [*QUICK[:1], *((*sizes, s) for sizes in [(1, 3, 3), (1, 4, 2), (2, 3, 1)] for s in STOPS)]
+QUICK = [(1, 4, 2, True), (2, 3, 1, "never")]
+SEARCHES = [(0, 3, 3, False), *((*sizes, s) for sizes in [(1, 3, 3), (1, 4, 2), (2, 3, 1)] for s in STOPS)]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def _skip_tables(case):
         pytest.skip("its table has three layers, the model here two")
 
 
-@two_methods
+@one_method
 def test_evicted_caches_equal_a_search_row_by_row(small, prompts, case):
     """Tokens, scores and the returned hypotheses' caches, without end tokens and with."""
     _skip_tables(case)
@@ -223,7 +223,7 @@ def ends(small, prompts):
     return tuple({int(t) for t in np.ravel(full.tokens[:, 3:6])})
 
 
-@two_methods
+@one_method
 def test_one_beam_is_greedy(small, prompts, ends, case):
     _skip_tables(case)
     model, params = small

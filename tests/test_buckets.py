@@ -12,7 +12,7 @@ from kvjax.drivers import generation, streaming
 from kvjax.drivers.buckets import bucket, plan_request
 from kvjax.drivers.requests import check_block
 from tests import helpers
-from tests.methods import two_methods
+from tests.methods import one_method
 
 TOKENS, LENGTHS = np.random.default_rng(0).integers(0, 61, (2, 20)), np.array([20, 9])
 
@@ -26,7 +26,7 @@ def test_a_bucket_holds_what_is_put_into_it_and_little_more():
     assert [bucket(int(n)) for n in found] == found.tolist()
 
 
-@two_methods
+@one_method
 def test_rounding_changes_no_result(small, case):
     """Tokens, what the caches keep, and what is drawn, in a padded batch whose rows end by themselves."""
     how = {"lengths": LENGTHS, "policy": case.make(8), "key": jax.random.key(2), "max_new_tokens": 7, "eos_ids": (3,)}

@@ -138,6 +138,7 @@ def recovery_bytes(T):
     return jax.jit(run).lower(*shapes, *ints, masks, band).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_recovery_takes_memory_that_grows_linearly():
     short, long = recovery_bytes(4096), recovery_bytes(16384)
     assert long < 4.5 * short

@@ -52,7 +52,11 @@ def test_cached_decoding_equals_one_pass(tiny):
     assert state.length.tolist() == [30, 30]
 
 
-@pytest.mark.parametrize("policy", [methods.h2o(6), methods.streaming_llm(6, sinks=1)], ids=["h2o", "streaming_llm"])
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(methods.h2o(6), marks=pytest.mark.slow), methods.streaming_llm(6, sinks=1)],
+    ids=["h2o", "streaming_llm"],
+)
 def test_a_short_row_is_fed_as_it_is_alone(shallow, prompts, policy):
     """Logits and what stays of the cache; padding has no logits, and the last token's stand in the last column."""
     model, params = shallow

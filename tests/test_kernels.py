@@ -244,7 +244,7 @@ def test_exponential_draws_are_those_of_the_gumbel_noise(per):
 
 
 @pytest.mark.parametrize(
-    "block", [(1, 2), (7, 1), (200, 2), *(pytest.param(b, marks=pytest.mark.slow) for b in ((32, 2), (64, 1)))]
+    "block", [(1, 2), (7, 1), *(pytest.param(b, marks=pytest.mark.slow) for b in ((200, 2), (32, 2), (64, 1)))]
 )
 def test_any_block_size(block):
     q, k, v, q_pos, kv_pos = inputs(T=97, cached=5)
@@ -305,7 +305,7 @@ def test_gradients_through_tiles():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-@hypothesis.settings(max_examples=12, deadline=None)
+@hypothesis.settings(max_examples=6, deadline=None)
 @hypothesis.given(
     K=st.integers(1, 3), G=st.integers(1, 3), T=st.integers(1, 40), cached=st.integers(0, 20), seed=st.integers(0, 99)
 )
