@@ -24,6 +24,8 @@ def covered(found, truth):
 def test_wilson_and_perplexity():
     assert statistics.wilson([1.0] * 10)[1:] == pytest.approx((0.7225, 1.0), abs=1e-3)
     assert statistics.wilson([0.0] * 10)[1:] == pytest.approx((0.0, 0.2775), abs=1e-3)
+    for n in range(1, 60):  # whatever the number, an end that is the mean is exactly that
+        assert (statistics.wilson([0.0] * n).low, statistics.wilson([1.0] * n).high) == (0.0, 1.0)
     p, low, high = statistics.wilson([1.0, 0.0] * 50)
     assert (p, low, high) == pytest.approx((0.5, 0.4038, 0.5962), abs=1e-3)
     ppl, low, high = statistics.perplexity([1.0, 1.2, 0.8, 1.0])

@@ -36,7 +36,8 @@ def wilson(scores: Sequence[float], confidence: float = 0.95) -> Interval:
     z = _z(confidence)
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return Interval(p, max(0.0, centre - half), min(1.0, centre + half))
+    # An end that is the mean itself, at 0 and 1, is rounded otherwise.
+    return Interval(p, min(p, max(0.0, centre - half)), max(p, min(1.0, centre + half)))
 
 
 def perplexity(nll: Sequence[float], confidence: float = 0.95) -> Interval:
