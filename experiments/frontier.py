@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
@@ -199,17 +200,6 @@ def collected(runs: Sequence[pathlib.Path]) -> list[Point]:
     return [*found.values()]
 
 
-def on_frontier(found: Sequence[Point]) -> list[Point]:
-    """The points that none beats with as few bytes, by bytes."""
-    ordered = sorted(found, key=lambda p: (p.share, -p.mean))
-    best, kept = -1.0, []
-    for point in ordered:
-        if point.mean > best:
-            best = point.mean
-            kept.append(point)
-    return kept
-
-
 def at(found: Sequence[Point], share: float) -> list[Point]:
     """The points of a share of bytes, best first; those without a budget where they take no more than it."""
     asked = [p for p in found if p.label == f"bytes-{share:g}"]
@@ -217,49 +207,76 @@ def at(found: Sequence[Point], share: float) -> list[Point]:
     return sorted([*asked, *others], key=lambda p: -p.mean)
 
 
-def table(found: Sequence[Point], share: float) -> list[str]:
-    """Markdown: every method at a share of bytes, and how it differs from the best on the same questions."""
+Ranked = list[tuple[Point, statistics.Comparison | None]]
+"""Methods at a share of bytes, best first, and how each differs from the best on the same questions."""
+
+
+def ranked(found: Sequence[Point], share: float) -> Ranked:
+    """The points of a share of bytes beside the best of them, p-values adjusted for all of them."""
     here = at(found, share)
     if not here:
-        return [f"No method runs at {share:.1%} of the bytes."]
+        return []
     best, others = here[0], here[1:]
     compared = statistics.adjusted([statistics.compare(p.scores, best.scores) for p in others])
-    verdicts = [("the best", ""), *((c.verdict, f"{100 * c.difference:+.1f}, p = {c.p:.2g}") for c in compared)]
-    rows = [
-        (p.name, f"{100 * p.mean:.1f} [{100 * p.low:.1f}, {100 * p.high:.1f}]", f"{p.share:.1%}", f"{p.live:.1%}",
-         difference, verdict)
-        for p, (verdict, difference) in zip(here, verdicts, strict=True)
-    ]  # fmt: skip
-    head = ("method", "retrieval, %", "bytes of full", "live of prompt", f"points beside {best.name}", "verdict")
-    return report.table(head, rows)
+    return [(best, None), *zip(others, compared, strict=True)]
 
 
-def plot(by_protocol: dict[Protocol, list[Point]]) -> Figure:
-    """Retrieval against bytes, a panel a protocol; the methods on the frontier stand out."""
-    figure, (grid,) = canvas(len(by_protocol), width=6.2, height=4.6, sharey=True)
+def table(found: Ranked, share: float) -> list[str]:
+    """Markdown of all methods at a share of bytes."""
+    if not found:
+        return [f"No method runs at {share:.1%} of the bytes."]
+    verdict = lambda c: ("", "the best") if c is None else (f"{100 * c.difference:+.1f}, p = {c.p:.2g}", c.verdict)
+    rows = [(*_cells(point), *verdict(comparison)) for point, comparison in found]
+    return report.table((*_CELLS, f"points beside {found[0][0].name}", "verdict"), rows)
+
+
+_CELLS = "method", "retrieval, %", "bytes of full", "live of prompt"
+
+
+def _cells(p: Point) -> tuple[str, ...]:
+    percents = f"{100 * p.mean:.1f} [{100 * p.low:.1f}, {100 * p.high:.1f}]", f"{p.share:.1%}", f"{p.live:.1%}"
+    return p.name, *percents
+
+
+def beyond(found: Sequence[Point], shares: Sequence[float]) -> list[Point]:
+    """The full cache, and what has no budget and takes more than the largest share; by bytes."""
+    more = [p for p in found if not p.label.startswith("bytes-") and p.share > max(shares)]
+    return sorted(more, key=lambda p: p.share)
+
+
+def plot(by_protocol: dict[Protocol, dict[float, Ranked]]) -> Figure:
+    """Retrieval of every method, a panel a protocol, a colour a share of bytes; what the best beats is hollow."""
+    means: dict[str, list[float]] = {}
+    for found in by_protocol.values():
+        for point in (point for here in found.values() for point, _ in here):
+            means.setdefault(point.name, []).append(point.mean)
+    place = {name: i for i, name in enumerate(sorted(means, key=lambda name: float(np.mean(means[name]))))}
+    height = max(3.0, 0.24 * len(place) + 1.0)
+    figure, (grid,) = canvas(len(by_protocol), width=5.0, height=height, sharey=True)
     for axes, (protocol, found) in zip(grid, by_protocol.items(), strict=True):
-        edge = on_frontier(found)
-        names = list(dict.fromkeys(p.method for p in edge if p.method != "full"))
-        for method in dict.fromkeys(p.method for p in found):
-            own = sorted((p for p in found if p.method == method), key=lambda p: p.share)
-            x, y = [100 * p.share for p in own], [100 * p.mean for p in own]
-            if method not in names:
-                axes.plot(x, y, color="0.8", linewidth=0.9, marker=".", markersize=3, zorder=1)
-                continue
-            spread = [[100 * (p.mean - p.low) for p in own], [100 * (p.high - p.mean) for p in own]]
-            axes.errorbar(x, y, spread, label=method, capsize=2, zorder=3, **style(names.index(method)))
-        axes.step([100 * p.share for p in edge], [100 * p.mean for p in edge], where="post", color="0.3", linewidth=0.8)
-        axes.set(xlabel="keys and values, % of the full cache's bytes", title=TITLES[protocol], ylim=(-3, 103))
-        axes.legend(fontsize="x-small", loc="lower right", title="on the frontier")
-    grid[0].set_ylabel("retrieval, %")
-    return message(figure, _title(by_protocol), "every other method in grey; 95 % intervals")
+        for i, (share, here) in enumerate(found.items()):
+            aside = 0.18 * (1 - 2 * i / max(len(found) - 1, 1)) if len(found) > 1 else 0.0
+            for point, comparison in here:
+                ends = [[100 * (point.mean - point.low)], [100 * (point.high - point.mean)]]
+                worse = comparison is not None and comparison.verdict == "worse"
+                look = {**style(i), "linestyle": "none", "markerfacecolor": "white" if worse else style(i)["color"]}
+                label = f"{share:.1%} of the bytes" if comparison is None else None
+                axes.errorbar([100 * point.mean], [place[point.name] + aside], xerr=ends, label=label, **look)
+        axes.set(xlabel="retrieval, %", title=TITLES[protocol], xlim=(-3, 103), ylim=(-0.7, len(place) - 0.3))
+        axes.set_yticks(list(place.values()), list(place), fontsize="small")
+        axes.legend(fontsize="x-small", loc="lower right")
+    return message(
+        figure, _title(by_protocol), "hollow: worse than the best at these bytes, by a paired test; 95 % intervals"
+    )
 
 
-def _title(by_protocol: dict[Protocol, list[Point]]) -> str:
-    counts = {name: len({p.method for p in on_frontier(found)} - {"full"}) for name, found in by_protocol.items()}
-    total = len({p.method for found in by_protocol.values() for p in found} - {"full"})
-    each = ", ".join(f"{n} with the {TITLES[name]}" for name, n in counts.items())
-    return f"Of {total} methods, at equal bytes none beats {each}"
+def _title(by_protocol: dict[Protocol, dict[float, Ranked]]) -> str:
+    smallest = min(share for found in by_protocol.values() for share in found)
+    here = {name: found[smallest] for name, found in by_protocol.items()}
+    level = {name: sum(c is None or c.verdict != "worse" for _, c in found) for name, found in here.items()}
+    total = len({point.name for found in here.values() for point, _ in found})
+    each = " and ".join(f"{n} with the {TITLES[name]}" for name, n in level.items())
+    return f"Of {total} methods at {smallest:.1%} of the bytes, {each} are not worse than the best"
 
 
 def run(frontier: Frontier, command: list[str]) -> None:
@@ -273,12 +290,16 @@ def run(frontier: Frontier, command: list[str]) -> None:
             job.run(experiment, directories[-1], command)
             jax.clear_caches()  # programs of all runs would be more than a process can map
         by_protocol[protocol] = collected(directories)
-    text = [f"# {_title(by_protocol)}", "", *_about(frontier)]
+    shares = sorted(frontier.bytes, reverse=True)
+    each = {name: {share: ranked(found, share) for share in shares} for name, found in by_protocol.items()}
+    text = [f"# {_title(each)}", "", *_about(frontier)]
     for protocol, found in by_protocol.items():
-        for share in frontier.bytes:
-            text += ["", f"## {TITLES[protocol][0].upper()}{TITLES[protocol][1:]}, {share:.1%} of the bytes", ""]
-            text += table(found, share)
-    write_figure(frontier.output / "frontier.png", plot(by_protocol))
+        title = f"{TITLES[protocol][0].upper()}{TITLES[protocol][1:]}"
+        for share in shares:
+            text += ["", f"## {title}, {share:.1%} of the bytes", "", *table(each[protocol][share], share)]
+        text += ["", f"## {title}, the full cache and what has no budget", ""]
+        text += report.table(_CELLS, [_cells(point) for point in beyond(found, shares)])
+    write_figure(frontier.output / "frontier.png", plot(each))
     write_bytes(frontier.output / "frontier.md", "\n".join([*text, ""]).encode())
     print(f"written to {frontier.output}")
 

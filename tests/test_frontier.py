@@ -38,11 +38,6 @@ def test_all_methods_by_default():
     assert Frontier().methods == ()
 
 
-def test_points_that_none_beats_with_as_few_bytes():
-    found = [point("a", 0.25, 0.5), point("b", 0.25, 0.6), point("c", 0.3, 0.55), point("full", 1.0, 1.0)]
-    assert [p.method for p in frontier.on_frontier(found)] == ["b", "full"]
-
-
 def test_a_table_has_the_best_first_and_what_costs_less():
     found = [
         point("a", 0.25, 0.5),
@@ -51,10 +46,23 @@ def test_a_table_has_the_best_first_and_what_costs_less():
         point("fastgen", 0.6, 0.9, label="T=0.98"),
         point("full", 1.0, 1.0, label="1.0"),
     ]
-    lines = frontier.table(found, 0.25)
+    lines = frontier.table(frontier.ranked(found, 0.25), 0.25)
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["think channels-0.5", "b", "a"]
     assert "points beside think channels-0.5" in lines[0]
-    assert frontier.table(found, 0.1) == ["No method runs at 10.0% of the bytes."]
+    assert frontier.table(frontier.ranked(found, 0.1), 0.1) == ["No method runs at 10.0% of the bytes."]
+    assert [p.method for p in frontier.beyond(found, (0.1, 0.25))] == ["fastgen", "full"]
+
+
+def test_what_the_best_beats_is_hollow():
+    found = [point("a", 0.25, 1.0, scores=(1.0,) * 12), point("b", 0.25, 0.0, scores=(0.0,) * 12)]
+    found += [point("c", 0.25, 0.9, scores=(1.0,) * 11 + (0.0,))]
+    here = {"in_prompt": {0.25: frontier.ranked(found, 0.25)}}
+    figure = frontier.plot(here)
+    assert figure.get_suptitle().startswith("Of 3 methods at 25.0% of the bytes, 2 with the question in the prompt are")
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["b", "c", "a"]
+    filled = {int(c[0].get_ydata()[0]): c[0].get_markerfacecolor() != "white" for c in axes.containers}
+    assert filled == {0: False, 1: True, 2: True}
 
 
 @pytest.mark.parametrize(
