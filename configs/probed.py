@@ -2,6 +2,8 @@
 
 import pathlib
 import zipfile
+import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,20 +12,22 @@ from configs.experiment import Common
 from kvjax.scoring.learned import FrozenArrays
 
 
-def probed(setup: Common, given: str, name: str) -> np.ndarray:
+def probed(setup: Common, given: str, name: str, how: str = "") -> np.ndarray:
     """An array of a model: of the file that is given, or the one beside the model's weights.
 
     Args:
       setup: names the model.
       given: a file, or nothing.
       name: what `experiments/probe.py` calls it.
+      how: what to do where there is none, if not `experiments/probe.py`.
 
     Raises:
-      ValueError: there is none, or it is no array.
+      ValueError: there is none, or it is no array of finite numbers.
     """
-    file, found = _loaded(setup, given, name, "npy")
+    file, found = _loaded(setup, given, name, "npy", how)
     if not isinstance(found, np.ndarray):
-        raise ValueError(f"{file} has {len(found)} arrays, but {name} are one; give what probe.py {name} wrote")
+        raise ValueError(f"{file} has {len(found)} arrays, but {name} are one; give what was found of {name}")
+    _check_finite(file, {name: found})
     return found
 
 
@@ -36,22 +40,27 @@ def probed_arrays(setup: Common, given: str, name: str) -> FrozenArrays:
     Raises:
       ValueError: there are none, or it is one array without a name.
     """
-    file, found = _loaded(setup, given, name, "npz")
+    file, found = _loaded(setup, given, name, "npz", "")
     if isinstance(found, np.ndarray):
         raise ValueError(f"{file} has one array of the shape {found.shape}; give what probe.py {name} wrote")
+    _check_finite(file, found)
     return FrozenArrays(found)
 
 
-def _loaded(setup: Common, given: str, name: str, kind: str) -> tuple[pathlib.Path, Any]:
+def _check_finite(file: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
+    for name, x in arrays.items():
+        if x.dtype.kind != "f" or not np.isfinite(x).all():
+            raise ValueError(f"{file} has {name!r} of {x.dtype} that are no finite floats; find them anew")
+
+
+def _loaded(setup: Common, given: str, name: str, kind: str, how: str) -> tuple[pathlib.Path, Any]:
     """The file, and its array or its arrays by name."""
     file = pathlib.Path(given) if given else pathlib.Path(setup.source) / f"{name}.{kind}"
     if not file.is_file():
-        raise ValueError(
-            f"there is no {file}; make one: python experiments/probe.py {name} --model {setup.model} --output "
-            f"{name}.{kind}, and give it as an option"
-        )
+        probe = f"python experiments/probe.py {name} --model {setup.model} --output {name}.{kind}"
+        raise ValueError(f"there is no {file}; {how or f'make one: {probe}, and give it as an option'}")
     try:
         found = np.load(file, allow_pickle=False)
         return file, found if isinstance(found, np.ndarray) else {key: found[key] for key in found}
-    except (ValueError, EOFError, zipfile.BadZipFile) as e:
+    except (ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as e:
         raise ValueError(f"{file} is no file of numpy's arrays: {e}") from e

@@ -57,7 +57,7 @@ class Frontier:
 
     Attributes:
       model: "embedded" or "varied" for a model that comes with the project, or a checkpoint.
-      methods: configs; all if not given.
+      methods: configs; if not given, all that can be made for the model.
       bytes: shares of the full cache's bytes.
       examples: of each of the four retrieval tasks.
       length: tokens of a prompt.
@@ -136,8 +136,15 @@ def experiments_of(frontier: Frontier, protocol: Protocol) -> dict[str, Experime
     found = {}
     for name in frontier.methods or configs.available():
         get_config = configs.find(name)[1]
+        try:
+            experiment = get_config(setup=setup)
+        except ValueError as e:  # what has to be found of the model before
+            if frontier.methods:
+                raise
+            print(f"without {name}: {e}")
+            continue
         if "budget" not in inspect.signature(get_config).parameters:
-            found[name] = dataclasses.replace(get_config(setup=setup), setup=setup)
+            found[name] = dataclasses.replace(experiment, setup=setup)
             continue
         make = lambda budget, get=get_config: get(budget=(budget,), setup=setup).policies[0][1]
         each = [(share, budget_for(make, config, share, largest)) for share in frontier.bytes]

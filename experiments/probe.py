@@ -27,7 +27,7 @@ import models
 from configs.experiment import check_whole
 from experiments.evaluation.compiled import keep_compiled
 from experiments.evaluation.examples import read_text
-from experiments.evaluation.results import check_options, check_values, plain_errors, write_bytes
+from experiments.evaluation.results import check_options, check_output, check_values, plain_errors, write_bytes
 from experiments.tasks import retrieval
 from experiments.tasks.base import Task
 from experiments.tasks.text import filler
@@ -132,6 +132,7 @@ def fitted(model: Any, params: Any, tokenizer: Any, probe: Probe) -> HiddenHeads
 
 def run(probe: Probe) -> None:
     """Reads the text, and writes what is found."""
+    check_output(probe.output)
     model, params = models.load(included(probe.model))
     tokenizer = models.load_tokenizer(included(probe.model))
     file = io.BytesIO()

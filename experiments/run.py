@@ -117,6 +117,10 @@ def _config_of(own: argparse.Namespace, script: str) -> tuple[str, Callable[...,
     if own.config is not None:
         raise ValueError("--config and --policy each say what to run; give one of them")
     make = loading.function(own.policy)
+    try:
+        inspect.signature(make).bind(BUDGETS[0])
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"{own.policy} is not called as make(budget): {e}") from e
     file, _, made_by = own.policy.rpartition(":")
     name = f"{pathlib.Path(file).stem}.{made_by}"
 

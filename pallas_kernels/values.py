@@ -214,6 +214,16 @@ def check_array(name: str, x: Any, *axes: str, kind: type = np.floating, shape: 
         raise ValueError(f"{name} has the shape {x.shape}, but {shape} fits the others, with axes ({', '.join(axes)})")
 
 
+def check_finite(name: str, x: Any) -> None:
+    """Refuses an array of floats, outside of traces, that has NaNs or infinities.
+
+    Raises:
+      ValueError: how many numbers are none.
+    """
+    if odd := int((~np.isfinite(np.asarray(x, np.float64))).sum()):
+        raise ValueError(f"{name} has {odd} of {np.size(x)} numbers that are not finite; find them anew")
+
+
 def optional(rule: Rule) -> Rule:
     """None, and what the rule allows."""
     return lambda value: None if value is None else rule(value)

@@ -58,6 +58,9 @@ def context(site, *, length, prompt_length=None, phase="prefill", key=0, tokens=
     return Context(length, prompt, keys, site=site, phase=phase, tokens=tokens)
 
 
+EMBED_DIM = 32  # of the models that tests read with
+
+
 def random_stats(policy, kv, ctx, seed=0, T=None):
     """What a policy would see if random queries stood at the last T slots."""
     B, K, S = kv.pos.shape
@@ -66,9 +69,9 @@ def random_stats(policy, kv, ctx, seed=0, T=None):
     observed = spec.prompt if ctx.phase == "prefill" else spec.step
     ctx = dataclasses.replace(ctx, again=(jnp.zeros_like(ctx.length), ctx.length))
     q, _, _ = qkv(seed + 17, B=B, N=ctx.site.num_query_heads, K=K, T=T, H=kv.v.shape[-1])
-    out_proj = jax.random.normal(jax.random.key(seed), (ctx.site.num_query_heads, kv.v.shape[-1], 12))
+    out_proj = jax.random.normal(jax.random.key(seed), (ctx.site.num_query_heads, kv.v.shape[-1], EMBED_DIM))
     pos = kv.pos[:, 0, S - T :]
-    hidden = jax.random.normal(jax.random.key(seed + 1), (B, T, 12))
+    hidden = jax.random.normal(jax.random.key(seed + 1), (B, T, EMBED_DIM))
     moment = Moment(q, q, kv, pos, ctx, lambda x, pos: x, out_proj, hidden)
     requests = {o: o.columns(moment) for o in observed}
     columns = {o: c for o, c in requests.items() if c is not None}

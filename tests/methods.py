@@ -9,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import methods
+from kvjax.scoring.predicted import HiddenHeads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Case:
       fills: uses the budget that it has; otherwise the budget is a cap, and heads may hold less.
       together: such a cap is one of all heads together.
       lossless: a budget that holds everything leaves attention as it is.
-      replays: it decides by rows that read the prompt again, so that one layer's tensors do not show what it does.
+      replays: it decides by rows that read the prompt again, or by hidden states, so that one layer's tensors do not
+        show what it does.
     """
 
     name: str
@@ -220,6 +222,12 @@ def _snapkv(budget, **kwargs):
 
 
 FILTERS = np.random.default_rng(0).standard_normal((3, 2, 8)).astype(np.float32)
+HIDDEN = HiddenHeads(
+    {
+        "out": np.random.default_rng(1).standard_normal((3, 32, 2)).astype(np.float32),
+        "out_bias": np.zeros((3, 2), np.float32),
+    }
+)
 
 
 def _compactor(budget):
@@ -244,6 +252,10 @@ def _finch_chunks(budget):
 
 def _simlayerkv(budget):
     return methods.simlayerkv(0.4, sinks=2, recent=4, rows=2, budget=budget)
+
+
+def _kvzap(budget, **kwargs):
+    return methods.kvzap(budget, HIDDEN, recent=3, **kwargs)
 
 
 def _kvzip(budget, **kwargs):
@@ -365,6 +377,18 @@ CASES = (
     Case("fastgen_lossless", _fastgen_lossless),
     Case("kvzip", _kvzip, sinks=2, exact=False, decodes=False, replays=True),
     Case("kvzip_plus", lambda b: _kvzip(b, plus=True), sinks=2, exact=False, decodes=False, replays=True),
+    Case("kvzap", _kvzap, recent=lambda b: 3, by_layer=True, by_head=True, replays=True),
+    Case(
+        "kvzap_threshold",
+        lambda b: _kvzap(b, threshold=0.0),
+        recent=lambda b: 3,
+        by_layer=True,
+        by_head=True,
+        exact=False,
+        fills=False,
+        lossless=False,
+        replays=True,
+    ),
     Case("quest", _quest, by_layer=True, exact=False, decodes=False),
     Case(
         "duo_attention",

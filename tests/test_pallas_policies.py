@@ -39,7 +39,7 @@ def asked(case):
     return tuple(dict.fromkeys(known))
 
 
-OF_ANY_WIDTH = [case for case in CASES if case.name != "q_filters"]  # which asks nothing of attention
+OF_ANY_WIDTH = [case for case in CASES if not case.name.startswith(("q_filters", "kvzap"))]  # they ask for no attention
 DISTINCT = list({asked(case): case for case in sorted(OF_ANY_WIDTH, key=lambda case: not case.by_layer)}.values())
 
 

@@ -400,7 +400,7 @@ def test_a_policy_prints_as_what_makes_it(case):
     every field.
     """
     policy = case.make(8)
-    if case.name not in ("from_fn", "q_filters"):
+    if case.name != "from_fn" and "FrozenArrays" not in repr(policy):
         assert eval(repr(policy), {"inf": np.inf, **dict(_values(Value))}) == policy
     for part in policy.policies if isinstance(policy, Chain) else (policy,):
         for field in dataclasses.fields(part):

@@ -9,7 +9,7 @@ from kvjax.methods.full import full
 from kvjax.methods.streaming_llm import streaming_llm
 from kvjax.policy import Layout, Policy
 from kvjax.sizes.budget import whole_tokens
-from pallas_kernels.values import checked, each, number, optional, tokens
+from pallas_kernels.values import check_array, checked, each, number, optional, tokens
 
 
 def duo_attention(
@@ -47,6 +47,8 @@ def duo_attention(
         gates of another number of layers or heads.
     """
     unit = number("[0, 1]")
+    if isinstance(gates, np.ndarray):
+        check_array("gates", gates * 1.0 if gates.dtype.kind in "iu" else gates, "layers", "kv heads")
     rows = checked(each(each(unit, least=1), least=1), "gates", gates)
     if len(widths := sorted({len(row) for row in rows})) > 1:
         raise ValueError(f"gates have rows of {widths} heads; give every layer one gate a kv head")

@@ -10,7 +10,7 @@ from kvjax.methods.snapkv import snapkv
 from kvjax.policy import Layout
 from kvjax.sizes.allocation import HeadTable, LayerTable
 from kvjax.sizes.budget import Count
-from pallas_kernels.values import checked, each, number
+from pallas_kernels.values import check_array, checked, each, number
 
 
 def headkv(
@@ -42,6 +42,10 @@ def headkv(
     """
     beta = checked(number("[1, inf)", "heads cannot give up more than they have (1)"), "beta", beta)
     share = number("[0, inf)", "an importance is finite, not negative")
+    if isinstance(importance, np.ndarray):
+        check_array(
+            "importance", importance * 1.0 if importance.dtype.kind in "iu" else importance, "layers", "kv heads"
+        )
     rows = checked(each(each(share, least=1), least=1), "importance", importance)
     if len({len(row) for row in rows}) > 1 or not sum(map(sum, rows)) > 0:
         raise ValueError(

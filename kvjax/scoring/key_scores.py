@@ -16,7 +16,7 @@ from kvjax.scoring.measurements import ChunkAttention, FutureQueries, KeyBias, U
 from kvjax.scoring.scores import Score
 from kvjax.scoring.stats import Measurement, Slots
 from pallas_kernels import Columns, attention
-from pallas_kernels.values import a, check_array, flag, number, one_of, optional, settle, tokens
+from pallas_kernels.values import a, check_array, check_finite, flag, number, one_of, optional, settle, tokens
 
 
 def oldest_first(kv: LayerKV) -> Int[Array, "B K S"]:
@@ -174,9 +174,10 @@ class Capacity(Score):
         most = jnp.maximum(cosine.max(-1, keepdims=True), -1.0)  # nothing but -inf where no token may be evicted
         weight = jnp.where(among[:, :, None], jnp.exp(self.tau * (cosine - most)), 0.0)
         gram = jnp.einsum("bkgs,bksh,bksj->bkghj", weight + self.eps, v, v)
-        factor = jax.scipy.linalg.cho_factor(gram + jnp.eye(v.shape[-1], dtype=v.dtype)[None, None, None], lower=True)
-        values = jnp.broadcast_to(v.swapaxes(2, 3)[:, :, None], (*gram.shape[:-1], v.shape[2]))
-        leverage = (values * jax.scipy.linalg.cho_solve(factor, values)).sum(-2)
+        # By eigenvalues: beside those of large values, a Cholesky factor would lose the identity.
+        size, axes = jnp.linalg.eigh(gram)
+        along = jnp.einsum("bksh,bkghj->bkgsj", v, axes)
+        leverage = (jnp.square(along) / (1 + jnp.maximum(size, 0.0))[:, :, :, None]).sum(-1)
         return (weight * leverage).mean(2)
 
 
@@ -300,6 +301,7 @@ class Filters(Score):
     def __post_init__(self):
         if not isinstance(self.filters, FrozenArrays):
             check_array("filters", self.filters, "layers", "kv heads", "head_dim", kind=np.floating)
+            check_finite("filters", self.filters)
             object.__setattr__(self, "filters", FrozenArrays({"filters": np.asarray(self.filters, np.float32)}))
 
     @property

@@ -14,7 +14,7 @@ from kvjax.cache.context import Site
 from kvjax.cache.state import EMPTY
 from kvjax.scoring.learned import FrozenArrays
 from kvjax.scoring.stats import Measurement, Moment
-from pallas_kernels.values import check_array, flag, settle, tokens, whole
+from pallas_kernels.values import check_array, check_finite, flag, settle, tokens, whole
 
 _MOST_AHEAD = 2**20  # positions, which take seconds
 _MOMENTS = "mean", "covariance"
@@ -52,6 +52,8 @@ def _moments(given: object) -> FrozenArrays:
     shape = (*np.shape(given["mean"]), np.shape(given["mean"])[-1])
     axes = "layers", "query heads", "head_dim", "head_dim"
     check_array("covariance", given["covariance"], *axes, kind=np.floating, shape=shape)
+    for name in _MOMENTS:
+        check_finite(name, given[name])
     return FrozenArrays({name: np.asarray(given[name], np.float32) for name in _MOMENTS})
 
 
