@@ -282,8 +282,8 @@ def _title(by_protocol: dict[Protocol, dict[float, Ranked]]) -> str:
     here = {name: found[smallest] for name, found in by_protocol.items()}
     level = {name: sum(c is None or c.verdict != "worse" for _, c in found) for name, found in here.items()}
     total = len({point.name for found in here.values() for point, _ in found})
-    each = " and ".join(f"{n} with the {TITLES[name]}" for name, n in level.items())
-    return f"Of {total} methods at {smallest:.1%} of the bytes, {each} are not worse than the best"
+    each = ", ".join(f"{n} with the {TITLES[name]}" for name, n in level.items())
+    return f"Of {total} methods at {smallest:.1%} of the bytes, not significantly worse than the best:\n{each}"
 
 
 def run(frontier: Frontier, command: list[str]) -> None:
@@ -299,7 +299,7 @@ def run(frontier: Frontier, command: list[str]) -> None:
         by_protocol[protocol] = collected(directories)
     shares = sorted(frontier.bytes, reverse=True)
     each = {name: {share: ranked(found, share) for share in shares} for name, found in by_protocol.items()}
-    text = [f"# {_title(each)}", "", *_about(frontier)]
+    text = [f"# {_title(each)}".replace("\n", " "), "", *_about(frontier)]
     for protocol, found in by_protocol.items():
         title = f"{TITLES[protocol][0].upper()}{TITLES[protocol][1:]}"
         for share in shares:

@@ -105,3 +105,56 @@ def test_files_elsewhere_import_those_beside_them_whenever_their_code_runs(tmp_p
     assert configs.find("configs/h2o.py")[0] == "h2o"  # from anywhere
     with pytest.raises(ValueError, match=r"'mine.py' names no function; write path.py:name"):
         loading.function("mine.py")
+
+
+@pytest.mark.parametrize(
+    ("config", "option", "write", "message"),
+    [
+        (
+            "headkv",
+            "importance",
+            None,
+            "there is no .*file; make one: python experiments/probe.py heads --model embedded",
+        ),
+        ("kvzap", "function", lambda f: f.write(b"PK"), "file is no file of numpy's arrays"),
+        ("headkv", "importance", lambda f: np.save(f, np.array("x")), "'heads' of <U1 that are no finite floats"),
+        (
+            "headkv",
+            "importance",
+            lambda f: np.save(f, np.ones((4, 4, 8))),
+            "importance must be an array of floats with axes",
+        ),
+        ("q_filters", "filters", lambda f: np.savez(f, a=np.ones(3)), "has 1 arrays, but filters are one"),
+        ("kvzap", "function", lambda f: np.save(f, np.ones(3)), r"has one array of the shape \(3,\)"),
+        ("kvzap", "function", lambda f: np.savez(f, out=np.ones((4, 128, 4))), "has the weights"),
+        (
+            "expected_attention",
+            "queries",
+            lambda f: np.savez(f, mean=np.full(3, np.nan)),
+            "'mean' of float64 that are no",
+        ),
+    ],
+)
+def test_what_was_found_of_a_model_is_read_or_refused_by_its_file(tmp_path, config, option, write, message):
+    file = tmp_path / "file"
+    if write is not None:
+        with file.open("wb") as f:
+            write(f)
+    with pytest.raises(ValueError, match=message):
+        configs.find(config)[1](**{option: str(file)})
+
+
+@pytest.mark.parametrize(
+    ("given", "text", "message"),
+    [
+        ("gates.json", "{}", "gates.json has no 'gates'; give what experiments/learn_gates.py wrote"),
+        ("gates.json", "{", "gates.json is no file of JSON that can be read"),
+        ("", "", "there is no models/gates.npy; gates are learned for a model with kvjax.learning.gates"),
+    ],
+)
+def test_gates_are_of_the_model_or_given(tmp_path, given, text, message):
+    path = tmp_path / given
+    if given:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        configs.find("duo_attention")[1](gates=str(path) if given else "", setup=Setup(model="models"))

@@ -7,6 +7,7 @@ from experiments.evaluation.batches import Bucket
 from experiments.frontier import Frontier, Point
 from kvjax import methods
 from models import ModelConfig
+from models.embedded import EMBEDDED
 
 CONFIG = ModelConfig(
     vocab_size=61, embed_dim=32, mlp_dim=32, num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=8
@@ -38,6 +39,19 @@ def test_all_methods_by_default():
     assert Frontier().methods == ()
 
 
+def test_what_a_model_lacks_is_left_out_and_said(tmp_path, monkeypatch, capsys):
+    """By default; a method that is named is refused instead."""
+    for file in EMBEDDED.iterdir():
+        if file.suffix not in (".npy", ".npz"):
+            (tmp_path / file.name).symlink_to(file)
+    monkeypatch.setattr(frontier.configs, "available", lambda: ["headkv", "window"])
+    size = {"model": str(tmp_path), "bytes": (0.5,), "examples": 1, "length": 320}
+    with pytest.raises(ValueError, match=r"there is no .*heads\.npy; make one"):
+        frontier.experiments_of(Frontier(methods=("headkv",), **size), "in_prompt")
+    assert set(frontier.experiments_of(Frontier(**size), "in_prompt")) == {"window"}
+    assert capsys.readouterr().out.startswith("without headkv: there is no ")
+
+
 def test_a_table_has_the_best_first_and_what_costs_less():
     found = [
         point("a", 0.25, 0.5),
@@ -58,7 +72,7 @@ def test_what_the_best_beats_is_hollow():
     found += [point("c", 0.25, 0.9, scores=(1.0,) * 11 + (0.0,))]
     here = {"in_prompt": {0.25: frontier.ranked(found, 0.25)}}
     figure = frontier.plot(here)
-    assert figure.get_suptitle().startswith("Of 3 methods at 25.0% of the bytes, 2 with the question in the prompt are")
+    assert figure.get_suptitle().endswith("not significantly worse than the best:\n2 with the question in the prompt")
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["b", "c", "a"]
     filled = {int(c[0].get_ydata()[0]): c[0].get_markerfacecolor() != "white" for c in axes.containers}

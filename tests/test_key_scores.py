@@ -54,6 +54,8 @@ def test_filters_of_another_model_are_refused():
         kvjax.evict_layer(methods.q_filters(12, np.ones((2, K, H), np.float32)), q, k, v, num_layers=3)
     with pytest.raises(ValueError, match="filters must be an array of floats"):
         methods.q_filters(12, np.ones((K, H), np.float32))
+    with pytest.raises(ValueError, match="filters has 32 of 32 numbers that are not finite"):
+        methods.q_filters(12, np.full((2, K, H), np.inf))
 
 
 def test_fitted_filters_point_away_from_where_queries_spread(tiny):
@@ -108,6 +110,10 @@ def test_fitted_moments_are_those_of_queries_before_rotation(tiny):
         ({"mean": np.ones((1, N, H))}, r"known queries are \['mean'\]; give a mapping"),
         ({"mean": np.ones((1, N, H)), "covariance": np.ones((1, N, H))}, "covariance must be an array of floats"),
         (
+            {"mean": np.full((1, N, H), np.nan), "covariance": np.ones((1, N, H, H))},
+            "mean has 32 of 32 numbers that are not finite; find them anew",
+        ),
+        (
             {"mean": np.ones((2, N, H)), "covariance": np.ones((2, N, H, H))},
             r"known queries are of \(2, 4, 8\) .*, but this model has \(1, 4, 8\); find them for this model",
         ),
@@ -128,6 +134,15 @@ def test_capacity_by_hand():
     )
     assert helpers.kept(kvjax.evict_layer(policy, k, k, v, **how)) == [0, 2, 3]
     assert helpers.kept(kvjax.evict_layer(methods.capkv(3, sinks=2), k, k, v, **how)) == [0, 1, 2]
+
+
+def test_capacity_of_large_values_is_that_of_directions():
+    """Values along two directions: however large, no identity is lost, and no score is none."""
+    q, k, _ = helpers.qkv(11)
+    along = np.random.default_rng(0).standard_normal((2, H))
+    v = jnp.asarray(np.random.default_rng(1).standard_normal((B, K, T, 2)) @ along, jnp.float32)
+    found = [scores(Capacity(), q, k, v * size, rotate=lambda x, pos: x) for size in (1e2, 1e4)]
+    np.testing.assert_allclose(found[1], found[0], rtol=2e-2, atol=1e-4)
 
 
 def test_capacity_beside_loops():

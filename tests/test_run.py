@@ -525,6 +525,9 @@ def test_a_policy_and_a_task_of_ones_own_over_seeds_and_text(tmp_path, monkeypat
     outputs = lambda i: [a["output"] for a in found["full", "task", i]["answers"]]
     assert outputs(0) == outputs(2)  # this task draws nothing
     assert found["full", "perplexity", 0]["tokens"] == 64
+    (tmp_path / "two.py").write_text("def two(budget, window): ...")
+    with pytest.raises(ValueError, match=r"two\.py:two is not called as make\(budget\): missing .*'window'"):
+        run.parse(["--policy", "two.py:two"])
     for argv in (["--list-tasks"], ["--config", "snapkv.py", "--tasks", "list"]):
         with pytest.raises(SystemExit) as e:
             run.main(argv)

@@ -322,9 +322,9 @@ MIXES = {
 def test_strict_promotion_of_64_bits(case):
     """Tests run under strict promotion; float64 meets the 32 bits of memories, noise and counts."""
     with jax.enable_x64(True):
-        q, k, v = (jnp.asarray(np.random.default_rng(0).standard_normal((1, h, 12, 4))) for h in (4, 2, 2))
+        q, k, v = (jnp.asarray(np.random.default_rng(0).standard_normal((1, h, 12, 8))) for h in (4, 2, 2))
         found = evict_layer(
-            case.make(8), q, k, v, out_proj=jnp.ones((4, 4, 5)), tokens=jnp.arange(12)[None] % 11, num_layers=3
+            case.make(8), q, k, v, out_proj=jnp.ones((4, 8, 5)), tokens=jnp.arange(12)[None] % 11, num_layers=3
         )
         assert q.dtype == jnp.float64
         assert found.keep.any(-1).all()
