@@ -315,13 +315,6 @@ def test_all_chunks_are_read_by_one_program(shallow):
     assert products(90) == products(27)
 
 
-def test_the_prompts_of_all_layers_count_as_memory(tiny):
-    model, _ = tiny
-    memory = lambda policy: kvjax.make_plan(model.config, policy, prompt_len=T, max_new_tokens=1).memory()
-    again, once = memory(kvzip(8)).prefill, memory(methods.ada_snapkv(8, window_size=4)).prefill
-    assert again.cache == 3 * once.cache
-
-
 def test_policies_that_read_again_say_where_they_cannot(shallow):
     model, params = shallow
     ids = tokens(T)

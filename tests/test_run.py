@@ -135,7 +135,7 @@ def test_batches_do_not_change_results(finished, tmp_path):
     pick = lambda d: {
         (s["method"], s["budget"], s["task"], s["index"]): (s["answers"][0]["output"], s["live"], s["most_live"])
         for s in samples(d)
-        if s["task"] in ("single_needle", "multi_query") and s["budget"] in ("1.0", "0.5")
+        if s["task"] in ("single_needle", "multi_query") and s["budget"] in ("1.0", "0.5") and s["method"] != "random"
     }
     assert pick(tmp_path / "x") == pick(finished)
 
@@ -329,7 +329,7 @@ def test_an_experiments_names_tell_its_policies_apart():
         Experiment("x" * 101, ((8, window),))
     with pytest.raises(ValueError, match=r"full at budget 1\.0 is there twice"):
         run.all_policies(Experiment("full", ((1.0, window),), Setup(baselines=())))
-    with pytest.raises(ValueError, match=r"h2o at budget 0\.125 is there twice"):
+    with pytest.raises(ValueError, match="h2o at budget 8 is there twice"):
         run.all_policies(Experiment("mine", ((8, window),), Setup(baselines=("h2o", "./h2o"))))
 
 
