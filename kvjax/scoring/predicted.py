@@ -41,10 +41,11 @@ class HiddenHeads(Value):
 
     Attributes:
       weights: of all layers: "out" (L, D, K) and "out_bias" (L, K) of a linear function; or "in" (L, D, M), "in_bias"
-        (L, M), "out" (L, M, K) and "out_bias" (L, K) of one with a hidden layer.
+        (L, M), "out" (L, M, K) and "out_bias" (L, K) of one with a hidden layer. Any mapping of arrays, kept as one
+        that compares by content.
     """
 
-    weights: FrozenArrays
+    weights: Mapping[str, np.ndarray] | FrozenArrays
 
     def __post_init__(self):
         if not isinstance(self.weights, Mapping) or sorted(self.weights) not in (sorted(_LINEAR), sorted(_NETWORK)):
