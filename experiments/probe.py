@@ -10,7 +10,7 @@ filters.npy`); "heads" how much every head looks at what an answer is read from,
 (`--config headkv.py --importance heads.npy`); "kvzap" is a function of its hidden states that says what KVzip+ would
 score, fitted to the same questions (`--config kvzap.py --function kvzap.npz`); "queries" the mean and covariance of its
 queries, by which Expected Attention can model those to come (`--config expected_attention.py --queries queries.npz`).
-What the models that come with the project need for their configs stands beside their weights.
+What these configs need of the models that come with the project stands beside their weights.
 """
 
 import dataclasses
@@ -137,9 +137,11 @@ def run(probe: Probe) -> None:
     tokenizer = models.load_tokenizer(included(probe.model))
     file = io.BytesIO()
     if probe.name == "kvzap":
-        np.savez(file, allow_pickle=False, **fitted(model, params, tokenizer, probe).weights)
+        weights: dict[str, Any] = {**fitted(model, params, tokenizer, probe).weights}
+        np.savez(file, **weights)
     elif probe.name == "queries":
-        np.savez(file, allow_pickle=False, **fit_queries(model, params, pieces(tokenizer, probe)))
+        moments: dict[str, Any] = {**fit_queries(model, params, pieces(tokenizer, probe))}
+        np.savez(file, **moments)
     elif probe.name == "filters":
         np.save(file, fit_filters(model, params, pieces(tokenizer, probe))["filters"])
     else:
