@@ -61,28 +61,10 @@ class KeyDifference(Score):
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpectedAttention(Score):
-    r"""Attention that queries to come are expected to pay, times the value's norm (arXiv 2510.00636).
-
-    With Gaussian queries of mean $\mu$ and covariance $\Sigma$ the expected weight of a key is proportional to
-    $\exp(k\cdot\mu/\sqrt d + k^\top \Sigma k / 2d)$, normalised over the tokens that may be evicted. What the model
-    adds to a key's logits (ALiBi) stands in the exponent too.
-
-    Attributes:
-      queries: the model of queries.
-      covariance: whether its second term counts.
-      eps: added to the weight before it is multiplied by the norm.
-      value_norms: whether the weight is multiplied by the value's norm.
-    """
+class _OfFutureQueries(Score):
+    """Keys as a model of queries to come meets them, once the prompt has been read."""
 
     queries: FutureQueries = FutureQueries()
-    covariance: bool = True
-    eps: float = 0.0
-    value_norms: bool = True
-
-    def __post_init__(self):
-        eps = number("[0, inf)", "what is added to weights is finite, not negative")
-        settle(self, queries=a(FutureQueries), covariance=flag, eps=eps, value_norms=flag)
 
     @property
     def rotated_keys(self) -> bool:
@@ -97,6 +79,30 @@ class ExpectedAttention(Score):
     def check(self, site: Site) -> None:
         """See `Score`."""
         self.queries.check(site)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedAttention(_OfFutureQueries):
+    r"""Attention that queries to come are expected to pay, times the value's norm (arXiv 2510.00636).
+
+    With Gaussian queries of mean $\mu$ and covariance $\Sigma$ the expected weight of a key is proportional to
+    $\exp(k\cdot\mu/\sqrt d + k^\top \Sigma k / 2d)$, normalised over the tokens that may be evicted. What the model
+    adds to a key's logits (ALiBi) stands in the exponent too.
+
+    Attributes:
+      queries: the model of queries.
+      covariance: whether its second term counts.
+      eps: added to the weight before it is multiplied by the norm.
+      value_norms: whether the weight is multiplied by the value's norm.
+    """
+
+    covariance: bool = True
+    eps: float = 0.0
+    value_norms: bool = True
+
+    def __post_init__(self):
+        eps = number("[0, inf)", "what is added to weights is finite, not negative")
+        settle(self, queries=a(FutureQueries), covariance=flag, eps=eps, value_norms=flag)
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Score`."""
@@ -122,7 +128,7 @@ class ExpectedAttention(Score):
 
 
 @dataclasses.dataclass(frozen=True)
-class Capacity(Score):
+class Capacity(_OfFutureQueries):
     r"""How much of what a head's values can express would go with a token (CAPKV, arXiv 2604.25975).
 
     $w_j \, v_j^\top A^{-1} v_j$ with $A = I + \sum_i (w_i + \epsilon) v_i v_i^\top$ over the tokens that may be evicted
@@ -136,7 +142,6 @@ class Capacity(Score):
       eps: $\epsilon$.
     """
 
-    queries: FutureQueries = FutureQueries()
     tau: float = 5.0
     eps: float = 1e-6
 
@@ -144,20 +149,6 @@ class Capacity(Score):
         tau = number("[0, inf)", "a weight of cosines is finite, not negative")
         eps = number("[0, inf)", "what is added to weights is finite, not negative")
         settle(self, queries=a(FutureQueries), tau=tau, eps=eps)
-
-    @property
-    def rotated_keys(self) -> bool:
-        """See `Score`."""
-        return True
-
-    @property
-    def decodes(self) -> bool:
-        """See `Score`."""
-        return False
-
-    def check(self, site: Site) -> None:
-        """See `Score`."""
-        self.queries.check(site)
 
     def observe(self, phase: Phase) -> tuple[Measurement, ...]:
         """See `Score`."""
