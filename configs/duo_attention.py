@@ -5,9 +5,9 @@ import pathlib
 
 import numpy as np
 
-from configs.experiment import Common, Experiment, Setup
-from configs.probed import probed
 from kvjax import methods
+from kvjax.configs.experiment import Common, Experiment, Setup
+from kvjax.configs.probed import probed
 
 
 def get_config(

@@ -1,8 +1,8 @@
 """ExpectedAttention."""
 
-from configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, sweep
-from configs.probed import probed_arrays
 from kvjax import methods
+from kvjax.configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, sweep
+from kvjax.configs.probed import probed_arrays
 
 
 def get_config(

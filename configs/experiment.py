@@ -15,7 +15,7 @@ import numpy as np
 import tyro
 
 from kvjax import Policy
-from models.embedded import included
+from kvjax.models.embedded import included
 
 Budget = int | float
 TaskName = Literal["single_needle", "several_needles", "multi_query", "key_value", "perplexity"]
@@ -227,7 +227,7 @@ class Setup:
 
     @property
     def source(self) -> str | pathlib.Path:
-        """Where the model is, as `models.load` takes it."""
+        """Where the model is, as `kvjax.models.load` takes it."""
         return included(self.model)
 
 

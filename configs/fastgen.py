@@ -2,9 +2,8 @@
 
 from typing import Literal
 
-import models
-from configs.experiment import Budget, Common, Experiment, Setup
-from kvjax import methods
+from kvjax import methods, models
+from kvjax.configs.experiment import Budget, Common, Experiment, Setup
 
 
 def get_config(

@@ -1,7 +1,7 @@
 """The full cache."""
 
-from configs.experiment import Common, Experiment, Setup
 from kvjax import methods
+from kvjax.configs.experiment import Common, Experiment, Setup
 
 
 def get_config(setup: Common = Setup()) -> Experiment:

@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, sweep
 from kvjax import methods
+from kvjax.configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, sweep
 
 
 def get_config(

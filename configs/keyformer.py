@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, sweep
 from kvjax import Share, chain, methods, shared_layers
+from kvjax.configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, sweep
 
 
 def get_config(

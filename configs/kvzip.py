@@ -2,9 +2,8 @@
 
 from typing import Literal
 
-import models
-from configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, sweep
-from kvjax import methods
+from kvjax import methods, models
+from kvjax.configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, sweep
 
 
 def get_config(

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from configs.experiment import Budget
-from configs.learning import LearnedBudget, Objective, Prompts
 from kvjax import Share, methods
 from kvjax.analysis.traces import VotingRows
+from kvjax.configs.experiment import Budget
+from kvjax.configs.learning import LearnedBudget, Objective, Prompts
 from kvjax.learning.families import EntropyK, Family, NaclShares, PyramidBeta, Safeguard, Simplex, WindowShare
 
 

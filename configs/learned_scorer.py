@@ -4,8 +4,8 @@ from typing import Annotated
 
 import tyro
 
-from configs.experiment import Budget
-from configs.learning import LearnedScorer, Prompts
+from kvjax.configs.experiment import Budget
+from kvjax.configs.learning import LearnedScorer, Prompts
 
 
 def get_config(

@@ -5,11 +5,19 @@ import pathlib
 from collections.abc import Callable
 from typing import Literal
 
-from configs.experiment import Budget, TaskName, check_budgets, check_distinct, check_fields, check_finite, check_whole
 from kvjax import Evict
+from kvjax.configs.experiment import (
+    Budget,
+    TaskName,
+    check_budgets,
+    check_distinct,
+    check_fields,
+    check_finite,
+    check_whole,
+)
 from kvjax.learning.families import Family
+from kvjax.models.embedded import included
 from kvjax.scoring.stats import Measurement
-from models.embedded import included
 
 Objective = Literal["eviction_loss", "output_kl", "task_loss"]
 
@@ -52,7 +60,7 @@ class Prompts:
 
     @property
     def source(self) -> str | pathlib.Path:
-        """Where the model is, as `models.load` takes it."""
+        """Where the model is, as `kvjax.models.load` takes it."""
         return included(self.model)
 
 

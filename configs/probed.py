@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from configs.experiment import Common
+from kvjax.configs.experiment import Common
 from kvjax.scoring.learned import FrozenArrays
 
 

@@ -1,8 +1,8 @@
 """Q-Filters."""
 
-from configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, sweep
-from configs.probed import probed
 from kvjax import methods
+from kvjax.configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, sweep
+from kvjax.configs.probed import probed
 
 
 def get_config(

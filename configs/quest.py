@@ -1,7 +1,7 @@
 """Quest."""
 
-from configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, check_budgets, label
 from kvjax import methods
+from kvjax.configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, check_budgets, label
 
 
 def get_config(

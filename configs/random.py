@@ -1,7 +1,7 @@
 """Uniformly random eviction."""
 
-from configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, sweep
 from kvjax import methods
+from kvjax.configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, sweep
 
 
 def get_config(

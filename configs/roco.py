@@ -1,7 +1,7 @@
 """RoCo."""
 
-from configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, sweep
 from kvjax import Share, methods
+from kvjax.configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, sweep
 
 
 def get_config(

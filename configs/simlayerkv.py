@@ -1,7 +1,7 @@
 """SimLayerKV."""
 
-from configs.experiment import Common, Experiment, Setup
 from kvjax import methods
+from kvjax.configs.experiment import Common, Experiment, Setup
 
 
 def get_config(

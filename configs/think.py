@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from configs.experiment import Common, Experiment, Setup
 from kvjax import methods
+from kvjax.configs.experiment import Common, Experiment, Setup
 
 
 def get_config(

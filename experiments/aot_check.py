@@ -133,8 +133,8 @@ def dense(dtype: str, d: int, s: Sizes) -> tuple[Any, ...]:
 
 def forwards(arch: str) -> Iterator[Case]:
     """Attention forward: every dtype, head dimension and tile; with bias; Mosaic where it serves."""
-    from pallas_kernels import blocks as bl
-    from pallas_kernels import flash, gpu
+    from kvjax.pallas_kernels import blocks as bl
+    from kvjax.pallas_kernels import flash, gpu
 
     backends = ("triton", "mosaic_gpu") if arch == "sm_90" else ("triton",)
     for backend, (dtype, d), T, (label, options) in itertools.product(backends, ALL, (4096, 32, 16), OPTIONS.items()):
@@ -156,8 +156,8 @@ def statistics(arch: str) -> Iterator[Case]:
     """Column statistics, given the logsumexp: everything that changes a kernel, on every tile and head dimension."""
     import jax.numpy as jnp
 
-    from pallas_kernels import Columns, Softmax, gpu
-    from pallas_kernels import blocks as bl
+    from kvjax.pallas_kernels import Columns, Softmax, gpu
+    from kvjax.pallas_kernels import blocks as bl
 
     columns = {
         "sum p": Columns(),
@@ -209,8 +209,8 @@ def statistics(arch: str) -> Iterator[Case]:
 
 def counted(backends: tuple[str, ...]) -> Iterator[Case]:
     """Column statistics of some rows, told by weights, and without the rows' own tokens."""
-    from pallas_kernels import Columns, gpu
-    from pallas_kernels import blocks as bl
+    from kvjax.pallas_kernels import Columns, gpu
+    from kvjax.pallas_kernels import blocks as bl
 
     kinds = {
         "sum p, weights, without itself": (Columns(count_self=False), True),
@@ -244,8 +244,8 @@ def counted(backends: tuple[str, ...]) -> Iterator[Case]:
 
 def combined(backends: tuple[str, ...]) -> Iterator[Case]:
     """Column statistics with everything at once: of some rows, of a softmax of their own, with a bias."""
-    from pallas_kernels import Columns, Softmax, gpu
-    from pallas_kernels import blocks as bl
+    from kvjax.pallas_kernels import Columns, Softmax, gpu
+    from kvjax.pallas_kernels import blocks as bl
 
     def run(q, k, lse, a, b, weight, m, seed, bias, *, c, s, weighted, biased, how):
         own = Softmax(
@@ -292,7 +292,7 @@ def decoding(arch: str) -> Iterator[Case]:
     """One row a head: against a cache and a pool of 32k slots and of few, with and without its row."""
     import jax
 
-    from pallas_kernels import Columns, attention, pooled_attention
+    from kvjax.pallas_kernels import Columns, attention, pooled_attention
 
     if arch == "sm_90":
         yield from mosaic_decoding()
@@ -321,8 +321,8 @@ def decoding(arch: str) -> Iterator[Case]:
 
 def mosaic_decoding() -> Iterator[Case]:
     """One row a head by Mosaic: slots that fill whole blocks, and slots that do not."""
-    from pallas_kernels import blocks as bl
-    from pallas_kernels import gpu
+    from kvjax.pallas_kernels import blocks as bl
+    from kvjax.pallas_kernels import gpu
 
     groups = ((32, 8), (32, 32), (64, 8), (28, 4))
     for (N, K), dtype, d, S, (label, options) in itertools.product(

@@ -17,12 +17,11 @@ import numpy as np
 import tyro
 
 import kvjax
-import models
-from configs.experiment import check_whole
-from experiments.evaluation.evaluate import peak_bytes
-from experiments.evaluation.results import check_output, device_info, plain_errors, write_json
-from kvjax import methods
-from models.embedded import EMBEDDED
+from kvjax import methods, models
+from kvjax.configs.experiment import check_whole
+from kvjax.experiments.evaluation.evaluate import peak_bytes
+from kvjax.experiments.evaluation.results import check_output, device_info, plain_errors, write_json
+from kvjax.models.embedded import EMBEDDED
 
 
 def measure(

@@ -33,13 +33,12 @@ import tyro
 from tqdm import tqdm
 
 import kvjax
-import models
-from configs.experiment import check_whole
-from experiments.evaluation.results import check_output, environment, plain_errors, write_json
-from experiments.tasks import TASKS, Task
-from experiments.tasks.perplexity import SCORED
-from kvjax import analysis, methods
-from models.embedded import EMBEDDED
+from kvjax import analysis, methods, models
+from kvjax.configs.experiment import check_whole
+from kvjax.experiments.evaluation.results import check_output, environment, plain_errors, write_json
+from kvjax.experiments.tasks import TASKS, Task
+from kvjax.experiments.tasks.perplexity import SCORED
+from kvjax.models.embedded import EMBEDDED
 
 POLICIES = {
     "window": methods.window,

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from configs.experiment import check_whole
-from experiments.evaluation.results import check_output, device_info, plain_errors, write_json
-from pallas_kernels import Columns, attention, pooled_attention
+from kvjax.configs.experiment import check_whole
+from kvjax.experiments.evaluation.results import check_output, device_info, plain_errors, write_json
+from kvjax.pallas_kernels import Columns, attention, pooled_attention
 
 
 def bench(

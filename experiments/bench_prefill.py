@@ -17,11 +17,10 @@ import numpy as np
 import tyro
 
 import kvjax
-import models
-from configs.experiment import check_finite, check_whole
-from experiments.evaluation.results import check_output, device_info, plain_errors, write_json
-from kvjax import methods
-from models.embedded import EMBEDDED
+from kvjax import methods, models
+from kvjax.configs.experiment import check_finite, check_whole
+from kvjax.experiments.evaluation.results import check_output, device_info, plain_errors, write_json
+from kvjax.models.embedded import EMBEDDED
 
 
 def compile_prefill(

@@ -27,14 +27,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 import kvjax
-import models
-from configs.experiment import check_whole
-from experiments.evaluation.evaluate import peak_bytes
-from experiments.evaluation.results import check_output, device_info, plain_errors, write_json
-from kvjax import methods
+from kvjax import methods, models
 from kvjax.cache import mesh as on_mesh
+from kvjax.configs.experiment import check_whole
+from kvjax.experiments.evaluation.evaluate import peak_bytes
+from kvjax.experiments.evaluation.results import check_output, device_info, plain_errors, write_json
+from kvjax.pallas_kernels import Columns, attention
 from kvjax.sharding import on_rows
-from pallas_kernels import Columns, attention
 
 CONFIG = models.ModelConfig(
     vocab_size=512, embed_dim=256, mlp_dim=1024, num_layers=4, num_query_heads=8, num_kv_heads=2, head_dim=32

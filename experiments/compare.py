@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments.evaluation import boards, report
-from experiments.evaluation.boards import Board
-from experiments.evaluation.results import (
+from kvjax.experiments.evaluation import boards, report
+from kvjax.experiments.evaluation.boards import Board
+from kvjax.experiments.evaluation.results import (
     Key,
     alone_in,
     check_output,

@@ -21,13 +21,13 @@ import tyro
 from tqdm import tqdm
 
 import kvjax
-import models
-from configs.learned_scorer import get_config
-from configs.learning import LearnedScorer, Prompts
-from configs.probed import probed
-from experiments.evaluation.compiled import keep_compiled
-from experiments.evaluation.report import table
-from experiments.evaluation.results import (
+from kvjax import methods, models
+from kvjax.configs.learned_scorer import get_config
+from kvjax.configs.learning import LearnedScorer, Prompts
+from kvjax.configs.probed import probed
+from kvjax.experiments.evaluation.compiled import keep_compiled
+from kvjax.experiments.evaluation.report import table
+from kvjax.experiments.evaluation.results import (
     alone_in,
     check_options,
     check_values,
@@ -35,16 +35,15 @@ from experiments.evaluation.results import (
     plain_errors,
     write_bytes,
 )
-from experiments.learn_budget import losses_of
-from experiments.learn_scorer import learn, policy_of, untrained
-from experiments.learning.budget_report import interval
-from experiments.learning.future_rows import Reader, examples
-from kvjax import methods
+from kvjax.experiments.learn_budget import losses_of
+from kvjax.experiments.learn_scorer import learn, policy_of, untrained
+from kvjax.experiments.learning.budget_report import interval
+from kvjax.experiments.learning.future_rows import Reader, examples
+from kvjax.models import scorer
 from kvjax.policy import Policy
 from kvjax.scoring.blends import RemovalError, Softmax
 from kvjax.scoring.learned import Learned
 from kvjax.scoring.scores import Pooled, Window
-from models import scorer
 
 Make = Callable[[float], Policy]
 HEADS = kvjax.Adaptive(alpha=0.5, max_ratio=float("inf"))

@@ -25,11 +25,11 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-import models
-from configs.experiment import check_whole
-from experiments import frontier
-from experiments.evaluation.compiled import keep_compiled
-from experiments.evaluation.results import (
+from kvjax import models
+from kvjax.configs.experiment import check_whole
+from kvjax.experiments import frontier
+from kvjax.experiments.evaluation.compiled import keep_compiled
+from kvjax.experiments.evaluation.results import (
     alone_in,
     check_options,
     check_output,
@@ -40,8 +40,8 @@ from experiments.evaluation.results import (
     write_figure,
     write_json,
 )
-from experiments.papers import FIGURES, prompts
-from models.embedded import included
+from kvjax.experiments.papers import FIGURES, prompts
+from kvjax.models.embedded import included
 
 ALL = "all"
 _NAMES = "\n".join(f"  {name:20s} {figure.title}" for name, figure in FIGURES.items())

@@ -22,16 +22,15 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
-import configs
 import kvjax
-import models
-from configs.experiment import Experiment, Setup, check_distinct, check_whole
-from experiments import run as job
-from experiments.evaluation import report, statistics
-from experiments.evaluation.batches import Bucket, buckets
-from experiments.evaluation.compiled import keep_compiled
-from experiments.evaluation.examples import build, find_builders
-from experiments.evaluation.results import (
+from kvjax import configs, models
+from kvjax.configs.experiment import Experiment, Setup, check_distinct, check_whole
+from kvjax.experiments import run as job
+from kvjax.experiments.evaluation import report, statistics
+from kvjax.experiments.evaluation.batches import Bucket, buckets
+from kvjax.experiments.evaluation.compiled import keep_compiled
+from kvjax.experiments.evaluation.examples import build, find_builders
+from kvjax.experiments.evaluation.results import (
     check_options,
     check_output,
     check_values,
@@ -41,8 +40,8 @@ from experiments.evaluation.results import (
     write_bytes,
     write_figure,
 )
-from experiments.papers.base import canvas, message, style
-from experiments.tasks.base import Protocol
+from kvjax.experiments.papers.base import canvas, message, style
+from kvjax.experiments.tasks.base import Protocol
 from kvjax.policy import Policy
 
 RETRIEVAL = ("single_needle", "several_needles", "multi_query", "key_value")

@@ -31,10 +31,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.evaluation.results import device_info
-from experiments.gpu import watchdog
-from experiments.gpu.gpu_report import POISONED, Report, Timed, served_by, timed
-from pallas_kernels import (
+from kvjax.experiments.evaluation.results import device_info
+from kvjax.experiments.gpu import watchdog
+from kvjax.experiments.gpu.gpu_report import POISONED, Report, Timed, served_by, timed
+from kvjax.pallas_kernels import (
     Columns,
     Softmax,
     attention,
@@ -46,8 +46,8 @@ from pallas_kernels import (
     mosaic_flash,
     pooled_attention,
 )
-from pallas_kernels import blocks as bl
-from pallas_kernels.api import Implementation
+from kvjax.pallas_kernels import blocks as bl
+from kvjax.pallas_kernels.api import Implementation
 
 TOLERANCE = {"float32": (2e-5, 2e-4), "bfloat16": (1e-2, 2e-3), "float16": (2e-3, 1e-3)}  # of output, of statistics
 STATISTICS = {

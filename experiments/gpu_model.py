@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 
 import kvjax
-import models
-from experiments.gpu.gpu_report import recorded
-from kvjax import methods
-from pallas_kernels import use
+from kvjax import methods, models
+from kvjax.experiments.gpu.gpu_report import recorded
+from kvjax.pallas_kernels import use
 
 
 def measure_model(method: str, layers: int, smoke: bool) -> dict[str, Any]:

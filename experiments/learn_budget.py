@@ -34,17 +34,17 @@ import optax
 from tqdm import tqdm
 
 import kvjax
-import models
-from configs.experiment import Budget, label
-from configs.learning import LearnedBudget
-from experiments.evaluation.checkpoints import check_learns, opened, restored, save_progress
-from experiments.evaluation.compiled import keep_compiled
-from experiments.evaluation.provenance import definition
-from experiments.evaluation.results import Results, plain_errors, write_json
-from experiments.learning import budget_report
-from experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples
-from experiments.run import check_apart, default_directory, parse
+from kvjax import models
 from kvjax.analysis import best_in_hindsight, decisions, keep_one, lost_mass, regret
+from kvjax.configs.experiment import Budget, label
+from kvjax.configs.learning import LearnedBudget
+from kvjax.experiments.evaluation.checkpoints import check_learns, opened, restored, save_progress
+from kvjax.experiments.evaluation.compiled import keep_compiled
+from kvjax.experiments.evaluation.provenance import definition
+from kvjax.experiments.evaluation.results import Results, plain_errors, write_json
+from kvjax.experiments.learning import budget_report
+from kvjax.experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples
+from kvjax.experiments.run import check_apart, default_directory, parse
 from kvjax.learning.families import Family, mean_shares, with_table
 from kvjax.learning.relax import annealed, output_kl, task_loss
 from kvjax.scoring.select import TopK

@@ -22,19 +22,18 @@ from jaxtyping import Array, Float
 from tqdm import tqdm
 
 import kvjax
-import models
-from configs.experiment import check_finite, check_whole
-from experiments.evaluation.checkpoints import check_learns
-from experiments.evaluation.compiled import keep_compiled
-from experiments.evaluation.provenance import environment
-from experiments.evaluation.results import check_options, check_output, check_values, plain_errors, write_json
-from experiments.tasks import RETRIEVAL, TASKS, Example, Task
-from experiments.train_tiny import Stage, document
-from experiments.training.loop import ANSWER, FIRST
-from kvjax import methods
+from kvjax import methods, models
+from kvjax.configs.experiment import check_finite, check_whole
 from kvjax.drivers.attention import Attend
+from kvjax.experiments.evaluation.checkpoints import check_learns
+from kvjax.experiments.evaluation.compiled import keep_compiled
+from kvjax.experiments.evaluation.provenance import environment
+from kvjax.experiments.evaluation.results import check_options, check_output, check_values, plain_errors, write_json
+from kvjax.experiments.tasks import RETRIEVAL, TASKS, Example, Task
+from kvjax.experiments.train_tiny import Stage, document
+from kvjax.experiments.training.loop import ANSWER, FIRST
 from kvjax.learning.gates import distance, penalty
-from models.embedded import EMBEDDED
+from kvjax.models.embedded import EMBEDDED
 
 HELD_OUT = 1_000_000  # indices of examples that nothing is learned from
 

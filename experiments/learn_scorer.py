@@ -32,21 +32,20 @@ import optax
 from tqdm import tqdm
 
 import kvjax
-import models
-from configs.experiment import Budget, label
-from configs.learning import LearnedScorer
-from experiments.evaluation.checkpoints import check_learns, opened, restored, save_progress
-from experiments.evaluation.compiled import keep_compiled
-from experiments.evaluation.report import stands, table
-from experiments.evaluation.results import Results, plain_errors, read_config, write_bytes, write_json
-from experiments.learn_budget import SAVE_EVERY, losses_of
-from experiments.learning.budget_report import interval
-from experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples
-from experiments.run import check_apart, default_directory, parse
-from kvjax import methods
+from kvjax import methods, models
+from kvjax.configs.experiment import Budget, label
+from kvjax.configs.learning import LearnedScorer
+from kvjax.experiments.evaluation.checkpoints import check_learns, opened, restored, save_progress
+from kvjax.experiments.evaluation.compiled import keep_compiled
+from kvjax.experiments.evaluation.report import stands, table
+from kvjax.experiments.evaluation.results import Results, plain_errors, read_config, write_bytes, write_json
+from kvjax.experiments.learn_budget import SAVE_EVERY, losses_of
+from kvjax.experiments.learning.budget_report import interval
+from kvjax.experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples
+from kvjax.experiments.run import check_apart, default_directory, parse
+from kvjax.models import scorer
 from kvjax.scoring.learned import NUM_STATISTICS, FrozenArrays, Learned
 from kvjax.scoring.select import TopK
-from models import scorer
 
 SCRIPT = "learn_scorer.py"
 _NAMES = {"snapkv": "SnapKV", "learned": "learned score", "future": "future attention itself"}

@@ -23,19 +23,19 @@ import jax
 import numpy as np
 import tyro
 
-import models
-from configs.experiment import check_whole
-from experiments.evaluation.compiled import keep_compiled
-from experiments.evaluation.examples import read_text
-from experiments.evaluation.results import check_options, check_output, check_values, plain_errors, write_bytes
-from experiments.tasks import retrieval
-from experiments.tasks.base import Task
-from experiments.tasks.text import filler
+from kvjax import models
+from kvjax.configs.experiment import check_whole
+from kvjax.experiments.evaluation.compiled import keep_compiled
+from kvjax.experiments.evaluation.examples import read_text
+from kvjax.experiments.evaluation.results import check_options, check_output, check_values, plain_errors, write_bytes
+from kvjax.experiments.tasks import retrieval
+from kvjax.experiments.tasks.base import Task
+from kvjax.experiments.tasks.text import filler
 from kvjax.learning import kvzap
 from kvjax.learning.probes import fit_filters, fit_queries, head_importance
 from kvjax.methods.kvzip import repeating
+from kvjax.models.embedded import included
 from kvjax.scoring.predicted import HiddenHeads
-from models.embedded import included
 
 TEXTS = 4  # that are read, and read again, at once
 ASKED = ("single_needle", "several_needles", "key_value")

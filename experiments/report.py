@@ -15,7 +15,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from experiments.evaluation.results import (
+from kvjax.experiments.evaluation.results import (
     alone_in,
     check_options,
     check_output,
@@ -23,9 +23,9 @@ from experiments.evaluation.results import (
     plain_errors,
     write_bytes,
 )
-from experiments.page import markdown, render, sources
-from experiments.page.boards import with_boards
-from experiments.page.cells import cells
+from kvjax.experiments.page import markdown, render, sources
+from kvjax.experiments.page.boards import with_boards
+from kvjax.experiments.page.cells import cells
 
 _PAGE, _TEXT = "report.html", "report.md"
 

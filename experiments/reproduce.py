@@ -20,11 +20,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-import models
-from configs.experiment import check_whole, label
-from experiments import figures
-from experiments.evaluation.compiled import keep_compiled
-from experiments.evaluation.results import (
+from kvjax import models
+from kvjax.configs.experiment import check_whole, label
+from kvjax.experiments import figures
+from kvjax.experiments.evaluation.compiled import keep_compiled
+from kvjax.experiments.evaluation.results import (
     Results,
     check_options,
     check_values,
@@ -34,21 +34,21 @@ from experiments.evaluation.results import (
     write_bytes,
     write_json,
 )
-from experiments.papers import tables
-from experiments.papers.tables import Entry
-from experiments.papers.tables.base import Budget, number
-from experiments.papers.tables.catalogue import DATA
-from experiments.reproduction import choice as choices
-from experiments.reproduction import ledger, report
-from experiments.reproduction.choice import Choice, Options
-from experiments.reproduction.engine import Engine, Sizes
-from experiments.reproduction.numbers import numbers
-from experiments.reproduction.page import page
-from experiments.reproduction.rows import PROJECT
-from experiments.reproduction.run import Run
-from models.embedded import included
-from models.sources import locate
-from models.weights import read_config
+from kvjax.experiments.papers import tables
+from kvjax.experiments.papers.tables import Entry
+from kvjax.experiments.papers.tables.base import Budget, number
+from kvjax.experiments.papers.tables.catalogue import DATA
+from kvjax.experiments.reproduction import choice as choices
+from kvjax.experiments.reproduction import ledger, report
+from kvjax.experiments.reproduction.choice import Choice, Options
+from kvjax.experiments.reproduction.engine import Engine, Sizes
+from kvjax.experiments.reproduction.numbers import numbers
+from kvjax.experiments.reproduction.page import page
+from kvjax.experiments.reproduction.rows import PROJECT
+from kvjax.experiments.reproduction.run import Run
+from kvjax.models.embedded import included
+from kvjax.models.sources import locate
+from kvjax.models.weights import read_config
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -23,24 +23,23 @@ from typing import Any
 import tyro
 from jax.sharding import Mesh
 
-import configs
 import kvjax
-import models
-from configs import loading
-from configs.experiment import BUDGETS, LARGEST, Budget, Common, Experiment, Setup, label, sweep
-from configs.learning import LearnedBudget, LearnedScorer
-from experiments import tasks
-from experiments.evaluation import report
-from experiments.evaluation.batches import Bucket, buckets
-from experiments.evaluation.compiled import keep_compiled
-from experiments.evaluation.evaluate import Evaluator
-from experiments.evaluation.examples import build, described, find_builders
-from experiments.evaluation.policies import all_policies, check_is, tasks_of, with_baselines
-from experiments.evaluation.provenance import definition
-from experiments.evaluation.results import Results, check_options, directory_path, plain_errors
-from experiments.evaluation.reuse import reuse_full
-from experiments.evaluation.running import run_missing
-from experiments.tasks import Builder
+from kvjax import configs, models
+from kvjax.configs import loading
+from kvjax.configs.experiment import BUDGETS, LARGEST, Budget, Common, Experiment, Setup, label, sweep
+from kvjax.configs.learning import LearnedBudget, LearnedScorer
+from kvjax.experiments import tasks
+from kvjax.experiments.evaluation import report
+from kvjax.experiments.evaluation.batches import Bucket, buckets
+from kvjax.experiments.evaluation.compiled import keep_compiled
+from kvjax.experiments.evaluation.evaluate import Evaluator
+from kvjax.experiments.evaluation.examples import build, described, find_builders
+from kvjax.experiments.evaluation.policies import all_policies, check_is, tasks_of, with_baselines
+from kvjax.experiments.evaluation.provenance import definition
+from kvjax.experiments.evaluation.results import Results, check_options, directory_path, plain_errors
+from kvjax.experiments.evaluation.reuse import reuse_full
+from kvjax.experiments.evaluation.running import run_missing
+from kvjax.experiments.tasks import Builder
 
 _NAMES = "--model", "--baselines", "--tasks", "--data", "--text"  # options whose values are none of numbers
 _RETURNED = {"run.py": Experiment, "learn_budget.py": LearnedBudget, "learn_scorer.py": LearnedScorer}

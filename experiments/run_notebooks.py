@@ -18,10 +18,11 @@ from typing import Any
 import nbclient
 import nbformat
 
-from experiments.evaluation.results import plain_errors, write_bytes
+import kvjax
+from kvjax.experiments.evaluation.results import plain_errors, write_bytes
 
 HERE = pathlib.Path(__file__).parent / "notebooks"
-_ROOT = HERE.parents[1]
+_ROOT = pathlib.Path(kvjax.__file__).parents[1]
 _METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},

@@ -23,11 +23,11 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-import configs
-from experiments import run
-from experiments.evaluation.compiled import OPTION, keep_compiled
-from experiments.evaluation.results import Interrupted, check_options, directory_path, plain_errors
-from experiments.evaluation.scheduling import Ended, Job, cpu_threads, devices, local, on_ray, places, submitted
+from kvjax import configs
+from kvjax.experiments import run
+from kvjax.experiments.evaluation.compiled import OPTION, keep_compiled
+from kvjax.experiments.evaluation.results import Interrupted, check_options, directory_path, plain_errors
+from kvjax.experiments.evaluation.scheduling import Ended, Job, cpu_threads, devices, local, on_ray, places, submitted
 
 _OF_THE_SWEEP = "--output", "--restart", "--shard", "--list-tasks", "--help", "-h"
 

@@ -3,7 +3,7 @@
     python experiments/train_tiny.py
 
 reproduces it from nothing (seeded, about 25 minutes on 2 cores), writes orbax checkpoints as it goes, resumes from the
-last one when started again, and ends by writing a Hugging Face directory that `models.load` reads.
+last one when started again, and ends by writing a Hugging Face directory that `kvjax.models.load` reads.
 
 What made it learn, in the order of importance:
 
@@ -28,14 +28,14 @@ import numpy as np
 import tyro
 from jaxtyping import Array, Float, Int, PyTree
 
-from experiments import corpus
-from experiments.evaluation.compiled import keep_compiled
-from experiments.evaluation.results import check_options, check_values, plain_errors
-from experiments.training import loop
-from experiments.training.loop import ANSWER, FIRST, LANGUAGE
 from kvjax.drivers.attention import without_cache
-from models import LanguageModel, ModelConfig, Rope, save
-from models.embedded import EMBEDDED, write_tokenizer
+from kvjax.experiments import corpus
+from kvjax.experiments.evaluation.compiled import keep_compiled
+from kvjax.experiments.evaluation.results import check_options, check_values, plain_errors
+from kvjax.experiments.training import loop
+from kvjax.experiments.training.loop import ANSWER, FIRST, LANGUAGE
+from kvjax.models import LanguageModel, ModelConfig, Rope, save
+from kvjax.models.embedded import EMBEDDED, write_tokenizer
 
 CONFIG = ModelConfig(
     vocab_size=len(corpus.VOCABULARY),

@@ -4,7 +4,7 @@
 
 reproduces it (seeded, 76 minutes on 2 cores that had other work too) from a text of a megabyte, here of Shakespeare's
 plays (1,115,394 characters). It writes orbax checkpoints as it goes, resumes from the last one when started again,
-and ends by writing a Hugging Face directory that `models.load` reads.
+and ends by writing a Hugging Face directory that `kvjax.models.load` reads.
 
 No head is written into its parameters: all of them start at random. What made it learn in this time:
 
@@ -32,15 +32,15 @@ import tokenizers
 import tyro
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from experiments import corpus
-from experiments.evaluation.compiled import keep_compiled
-from experiments.evaluation.examples import read_text
-from experiments.evaluation.results import check_options, check_values, plain_errors
-from experiments.training import loop
-from experiments.training.documents import Documents, Sizes
+from kvjax.experiments import corpus
+from kvjax.experiments.evaluation.compiled import keep_compiled
+from kvjax.experiments.evaluation.examples import read_text
+from kvjax.experiments.evaluation.results import check_options, check_values, plain_errors
+from kvjax.experiments.training import loop
+from kvjax.experiments.training.documents import Documents, Sizes
+from kvjax.models import LanguageModel, ModelConfig, Rope, save
+from kvjax.models.embedded import VARIED, save_tokenizer
 from kvjax.scoring.stats import LayerStats
-from models import LanguageModel, ModelConfig, Rope, save
-from models.embedded import VARIED, save_tokenizer
 
 SPECIAL = {"pad_token": corpus.PAD, "bos_token": corpus.BOS, "eos_token": corpus.EOS, "unk_token": corpus.UNK}
 BOS, EOS = (list(SPECIAL.values()).index(token) for token in (corpus.BOS, corpus.EOS))

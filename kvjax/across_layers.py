@@ -14,13 +14,13 @@ from kvjax.cache import mesh
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import Chosen, KVState, LayerKV
 from kvjax.eviction import Evict, EvictMemory, Numbers
+from kvjax.pallas_kernels.values import Value, a, number, settle, tokens
 from kvjax.policy import LayerSpec, Policy, Rule, as_policy, check_moment, context, obeying
 from kvjax.scoring.row_votes import LastVotes, mean_and_variance
 from kvjax.scoring.select import Selection, largest
 from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement, Moment, Slots, ordered
 from kvjax.sizes.allocation import Adaptive, UniformLayers, apportion
 from kvjax.sizes.budget import Times, as_count
-from pallas_kernels.values import Value, a, number, settle, tokens
 
 
 @dataclasses.dataclass(frozen=True)

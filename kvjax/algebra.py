@@ -16,10 +16,10 @@ import numpy as np
 from kvjax.by_head import ByHead
 from kvjax.cache.context import Site
 from kvjax.cache.state import KVState
+from kvjax.pallas_kernels.values import checked, each, one_of
 from kvjax.policy import LayerPolicy, Layout, Policy, Rule, as_policy, check_moment, context, obeying
 from kvjax.scoring.stats import AttentionStats, LayerStats, Observe
 from kvjax.sizes.schedule import Schedule
-from pallas_kernels.values import checked, each, one_of
 
 
 @dataclasses.dataclass(frozen=True)

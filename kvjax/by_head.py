@@ -10,12 +10,12 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.cache.context import Context, Site
 from kvjax.cache.state import LayerKV, evict
+from kvjax.pallas_kernels.values import one_of
 from kvjax.policy import LayerPolicy, LayerSpec, Layout, Rule, keeps_all
 from kvjax.scoring.select import Selection
 from kvjax.scoring.stats import LayerStats, ordered
 from kvjax.sizes.budget import lookup
 from kvjax.sizes.schedule import Schedule
-from pallas_kernels.values import one_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import Chosen, LayerKV, PerHead, Positions, evict
+from kvjax.pallas_kernels.pytree import pytree
+from kvjax.pallas_kernels.values import MOST_TOKENS, Value, a, checked, each, one_of, optional, settle
 from kvjax.policy import Granularity, LayerSpec, Layout, Rule, on_devices
 from kvjax.scoring.protect import Protect, Scope, protected
 from kvjax.scoring.scores import FromFunction, Recency, Score
@@ -21,8 +23,6 @@ from kvjax.sizes.allocation import HeadAllocation, LayerAllocation, UniformHeads
 from kvjax.sizes.budget import Count, Counts, GivenCounts, RuleSizes, Tokens, as_budget, as_count, lookup, narrow
 from kvjax.sizes.schedule import Schedule
 from kvjax.sizes.tables import Tables, Wanted, tables
-from pallas_kernels.pytree import pytree
-from pallas_kernels.values import MOST_TOKENS, Value, a, checked, each, one_of, optional, settle
 
 LARGE = 1e38  # what infinite scores become: protection and death stay beyond them
 

@@ -27,10 +27,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.values import complete_repr
+from kvjax.pallas_kernels.values import complete_repr
 
-_PACKAGES = ("kvjax", "pallas_kernels", "models", "configs", "experiments")
-_INSTALLED = (*(pathlib.Path(__file__).parents[1] / p for p in _PACKAGES), pathlib.Path(os.__file__).parent)
+_INSTALLED = (pathlib.Path(__file__).parent, pathlib.Path(os.__file__).parent)
 _JITTED = type(jax.jit(lambda: None))
 
 
@@ -111,7 +110,7 @@ class Function:
 
 
 def by_code(value: Any) -> Function:
-    """The rule of fields that hold functions (`pallas_kernels.values.settle`).
+    """The rule of fields that hold functions (`kvjax.pallas_kernels.values.settle`).
 
     Raises:
       ValueError: what cannot be called.

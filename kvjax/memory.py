@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, Int, Key
 from kvjax.cache.context import Context
 from kvjax.cache.pool import PooledKV, to_pool
 from kvjax.cache.state import KeyPositions, LayerKV, append, compact
+from kvjax.pallas_kernels import attention
+from kvjax.pallas_kernels.xla import head_block_size
 from kvjax.policy import LayerPolicy, Layout, empty_layer
 from kvjax.scoring.replay import Replay
 from kvjax.scoring.stats import Moment
-from pallas_kernels import attention
-from pallas_kernels.xla import head_block_size
 
 _UNITS = "B", "KiB", "MiB", "GiB"
 

@@ -15,11 +15,11 @@ from kvjax.cache.pool import pool_slots
 from kvjax.cache.state import KeyPositions, Positions
 from kvjax.functions import check_unchanged
 from kvjax.memory import Memory, Widths, predict
+from kvjax.pallas_kernels.pytree import pytree
+from kvjax.pallas_kernels.values import MOST_TOKENS, checked, each, float_dtype, optional, whole
 from kvjax.policy import LayerPolicy, LayerSpec, Layout, Policy, Reads, as_policy
 from kvjax.scoring.replay import Replay
 from kvjax.sizes.tables import LONGEST
-from pallas_kernels.pytree import pytree
-from pallas_kernels.values import MOST_TOKENS, checked, each, float_dtype, optional, whole
 
 
 @runtime_checkable

@@ -21,16 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvjax._moved import elsewhere
 from kvjax.cache import mesh
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.pool import PooledKV
 from kvjax.cache.state import Chosen, KeyPositions, KVState, LayerKV, Positions
+from kvjax.pallas_kernels.values import Value
 from kvjax.scoring.replay import Replay
 from kvjax.scoring.select import Selection
 from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement, Moment, ordered
 from kvjax.sizes.schedule import Schedule
-from pallas_kernels.values import Value
 
 Granularity = Literal["kv_head", "query_head"]
 Layout = Literal["dense", "pool"]
@@ -505,8 +504,3 @@ def context(state: KVState, layer: int, phase: Phase) -> Context:
     site = state.plan.sites[layer]
     sizes = None if state.sizes is None else state.sizes[layer]
     return Context(state.length, state.prompt_length, state.keys, site=site, phase=phase, sizes=sizes)
-
-
-# What composes policies was in this module.
-_COMPOSES = "Chain Identity Partition SharedLayers chain identity partition shared_layers when"
-__getattr__ = elsewhere(__name__, "algebra", _COMPOSES.split())

@@ -25,8 +25,8 @@ from jaxtyping import PyTree
 from kvjax.cache.mesh import AXES, DATA, HEADS, SEQUENCE, laid_out
 from kvjax.cache.pool import PooledKV
 from kvjax.cache.state import LayerKV
+from kvjax.pallas_kernels.values import checked, whole
 from kvjax.plan import CachePlan
-from pallas_kernels.values import checked, whole
 
 _X = TypeVar("_X")
 

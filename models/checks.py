@@ -1,8 +1,8 @@
-"""What a number of a config must be: rules of `pallas_kernels.values` for values with names."""
+"""What a number of a config must be: rules of `kvjax.pallas_kernels.values` for values with names."""
 
 from typing import Any, Final
 
-from pallas_kernels import values
+from kvjax.pallas_kernels import values
 
 MOST: Final = 2**31 - 1  # what an int32 can count
 

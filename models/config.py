@@ -7,9 +7,9 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.state import Rotate
-from models.checks import flag, positive, whole
-from models.rope import Rope
-from pallas_kernels.values import checked, number, one_of, optional
+from kvjax.models.checks import flag, positive, whole
+from kvjax.models.rope import Rope
+from kvjax.pallas_kernels.values import checked, number, one_of, optional
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 SIZES = ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_query_heads", "num_kv_heads", "head_dim")

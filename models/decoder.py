@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.drivers.attention import Attend
+from kvjax.models.config import DecoderConfig
+from kvjax.models.families import family_of
 from kvjax.scoring.stats import LayerStats
-from models.config import DecoderConfig
-from models.families import family_of
 
 
 @dataclasses.dataclass(frozen=True)

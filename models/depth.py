@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 
 from kvjax.cache.context import LayerRead
 from kvjax.drivers.attention import Attend
+from kvjax.pallas_kernels.loops import zeros_after
 from kvjax.scoring.stats import LayerStats
-from pallas_kernels.loops import zeros_after
 
 _LONGEST_PERIOD = 8  # layers after which kinds may repeat
 

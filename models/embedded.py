@@ -12,7 +12,7 @@ INCLUDED: Final = {"embedded": EMBEDDED, "varied": VARIED}
 
 
 def included(name: str) -> str | pathlib.Path:
-    """The directory of a model of `INCLUDED`; any other name as it is, for `models.load`."""
+    """The directory of a model of `INCLUDED`; any other name as it is, for `kvjax.models.load`."""
     return INCLUDED.get(name, name)
 
 
@@ -24,7 +24,7 @@ def save_tokenizer(path: pathlib.Path, tokenizer: Any, *, special: dict[str, str
       tokenizer: a `tokenizers.Tokenizer`.
       special: which of its tokens are `pad_token`, `bos_token`, `eos_token` and `unk_token`.
     """
-    from models.tokenizer import import_transformers
+    from kvjax.models.tokenizer import import_transformers
 
     fast = import_transformers().PreTrainedTokenizerFast
     fast(tokenizer_object=tokenizer, **special, padding_side="left").save_pretrained(path)

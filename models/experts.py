@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from models.checks import whole
-from models.llama import ModelConfig
-from models.parts import ACTIVATIONS, dense
+from kvjax.models.checks import whole
+from kvjax.models.llama import ModelConfig
+from kvjax.models.parts import ACTIVATIONS, dense
 
 _LARGEST_BLOCK = 128  # tokens that an expert's matrices are read for at once
 

@@ -12,13 +12,13 @@ import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
 from kvjax.drivers.attention import Attend
+from kvjax.models.checks import whole
+from kvjax.models.config import DecoderConfig, check_only, read_flag, read_sizes, renamed, write_sizes
+from kvjax.models.depth import decoded
+from kvjax.models.family import Family
+from kvjax.models.parts import MLP, LayerNorm, attended, dense, embedded, embedding
+from kvjax.models.rope import Rope
 from kvjax.scoring.stats import LayerStats
-from models.checks import whole
-from models.config import DecoderConfig, check_only, read_flag, read_sizes, renamed, write_sizes
-from models.depth import decoded
-from models.family import Family
-from models.parts import MLP, LayerNorm, attended, dense, embedded, embedding
-from models.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)

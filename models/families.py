@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from models import falcon, gemma, gpt2, gpt_neox, gptj, llama, mixtral, mpt, opt, phi3, qwen3_moe, stablelm
-from models.config import DecoderConfig
-from models.family import Family
+from kvjax.models import falcon, gemma, gpt2, gpt_neox, gptj, llama, mixtral, mpt, opt, phi3, qwen3_moe, stablelm
+from kvjax.models.config import DecoderConfig
+from kvjax.models.family import Family
 
 _FILES = (llama, gemma, phi3, mixtral, qwen3_moe, gpt2, gpt_neox, gptj, opt, mpt, stablelm, falcon)
 FAMILIES = tuple(file.FAMILY for file in _FILES)

@@ -6,7 +6,7 @@ from typing import Any
 
 import flax.linen as nn
 
-from models.config import DecoderConfig
+from kvjax.models.config import DecoderConfig
 
 
 @dataclasses.dataclass(frozen=True)

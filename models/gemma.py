@@ -15,9 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.state import Rotate
 from kvjax.drivers.attention import Attend
-from kvjax.scoring.stats import LayerStats
-from models.checks import positive, whole
-from models.config import (
+from kvjax.models.checks import positive, whole
+from kvjax.models.config import (
     DecoderConfig,
     read_cap,
     read_flag,
@@ -27,10 +26,11 @@ from models.config import (
     write_sizes,
     write_windows,
 )
-from models.depth import decoded
-from models.family import Family
-from models.parts import GatedMLP, RMSNorm, attended, dense, embedded, embedding, split
-from models.rope import Rope
+from kvjax.models.depth import decoded
+from kvjax.models.family import Family
+from kvjax.models.parts import GatedMLP, RMSNorm, attended, dense, embedded, embedding, split
+from kvjax.models.rope import Rope
+from kvjax.scoring.stats import LayerStats
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvjax.drivers.sampling import Greedy, RepetitionPenalty, Sample, Sampler
-from models.checks import flag, positive
-from models.config import DecoderConfig, each
+from kvjax.models.checks import flag, positive
+from kvjax.models.config import DecoderConfig, each
 
 _TOP_K = 50  # of transformers, where a file is silent
 _NEUTRAL: Final[dict[str, Any]] = {  # what no sampler here does, and the values with which transformers does nothing

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.drivers.attention import Attend
+from kvjax.models.config import LearnedPositions, read_flag, read_gpt_sizes, write_gpt_sizes
+from kvjax.models.depth import decoded
+from kvjax.models.family import Family
+from kvjax.models.parts import MLP, LayerNorm, attended, dense, embedded, embedding, split
 from kvjax.scoring.stats import LayerStats
-from models.config import LearnedPositions, read_flag, read_gpt_sizes, write_gpt_sizes
-from models.depth import decoded
-from models.family import Family
-from models.parts import MLP, LayerNorm, attended, dense, embedded, embedding, split
 
 
 @dataclasses.dataclass(frozen=True)

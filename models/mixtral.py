@@ -6,12 +6,12 @@ from typing import Any
 
 import flax.linen as nn
 
-from models.checks import whole
-from models.config import read_sizes, read_windows, write_sizes, write_windows
-from models.experts import Experts, ExpertsConfig
-from models.family import Family
-from models.llama import Llama
-from models.rope import Rope
+from kvjax.models.checks import whole
+from kvjax.models.config import read_sizes, read_windows, write_sizes, write_windows
+from kvjax.models.experts import Experts, ExpertsConfig
+from kvjax.models.family import Family
+from kvjax.models.llama import Llama
+from kvjax.models.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)

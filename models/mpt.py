@@ -14,12 +14,12 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.state import Rotate, Slopes
 from kvjax.drivers.attention import Attend
+from kvjax.models.checks import positive, whole
+from kvjax.models.config import DecoderConfig, check_only, read_cap, read_sizes, renamed, unturned, write_sizes
+from kvjax.models.depth import decoded
+from kvjax.models.family import Family
+from kvjax.models.parts import MLP, LayerNorm, attended, dense, embedded, embedding, split
 from kvjax.scoring.stats import LayerStats
-from models.checks import positive, whole
-from models.config import DecoderConfig, check_only, read_cap, read_sizes, renamed, unturned, write_sizes
-from models.depth import decoded
-from models.family import Family
-from models.parts import MLP, LayerNorm, attended, dense, embedded, embedding, split
 
 
 @dataclasses.dataclass(frozen=True)

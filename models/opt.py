@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.drivers.attention import Attend
+from kvjax.models.checks import whole
+from kvjax.models.config import LearnedPositions, read_flag, read_sizes, renamed, write_sizes
+from kvjax.models.depth import decoded
+from kvjax.models.family import Family
+from kvjax.models.parts import ACTIVATIONS, LayerNorm, attended, dense, embedded, embedding, split
 from kvjax.scoring.stats import LayerStats
-from models.checks import whole
-from models.config import LearnedPositions, read_flag, read_sizes, renamed, write_sizes
-from models.depth import decoded
-from models.family import Family
-from models.parts import ACTIVATIONS, LayerNorm, attended, dense, embedded, embedding, split
 
 _FIRST = 2  # the row of position 0
 

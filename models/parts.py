@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.drivers.attention import Attend
+from kvjax.models.config import DecoderConfig
 from kvjax.scoring.stats import LayerStats
-from models.config import DecoderConfig
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.drivers.attention import Attend
+from kvjax.models.config import DecoderConfig, read_sizes, read_windows, write_sizes, write_windows
+from kvjax.models.depth import decoded
+from kvjax.models.family import Family
+from kvjax.models.parts import ACTIVATIONS, RMSNorm, attended, dense, embedded, embedding, split
+from kvjax.models.rope import Rope
 from kvjax.scoring.stats import LayerStats
-from models.config import DecoderConfig, read_sizes, read_windows, write_sizes, write_windows
-from models.depth import decoded
-from models.family import Family
-from models.parts import ACTIVATIONS, RMSNorm, attended, dense, embedded, embedding, split
-from models.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,13 +6,13 @@ from typing import Any
 
 import flax.linen as nn
 
-from models.checks import whole
-from models.config import each, read_flag, read_sizes, read_windows, write_sizes, write_windows
-from models.experts import Experts, ExpertsConfig
-from models.family import Family
-from models.llama import Llama
-from models.parts import GatedMLP
-from models.rope import Rope
+from kvjax.models.checks import whole
+from kvjax.models.config import each, read_flag, read_sizes, read_windows, write_sizes, write_windows
+from kvjax.models.experts import Experts, ExpertsConfig
+from kvjax.models.family import Family
+from kvjax.models.llama import Llama
+from kvjax.models.parts import GatedMLP
+from kvjax.models.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)

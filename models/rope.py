@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from models.checks import flag, positive, whole
-from pallas_kernels.values import one_of
+from kvjax.models.checks import flag, positive, whole
+from kvjax.pallas_kernels.values import one_of
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 

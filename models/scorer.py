@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from kvjax.models.checks import whole
 from kvjax.scoring.learned import FrozenArrays
-from models.checks import whole
 
 
 class ScoreHead(nn.Module):

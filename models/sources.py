@@ -5,7 +5,7 @@ import pathlib
 import re
 from typing import Final
 
-from models.presets import PRESETS, preset
+from kvjax.models.presets import PRESETS, preset
 
 CONFIG: Final = "config.json"
 GENERATION: Final = "generation_config.json"

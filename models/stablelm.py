@@ -8,12 +8,12 @@ import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
 from kvjax.drivers.attention import Attend
+from kvjax.models.config import DecoderConfig, read_flag, read_sizes, write_sizes
+from kvjax.models.depth import decoded
+from kvjax.models.family import Family
+from kvjax.models.parts import GatedMLP, LayerNorm, attended, dense, embedded, embedding, split
+from kvjax.models.rope import Rope
 from kvjax.scoring.stats import LayerStats
-from models.config import DecoderConfig, read_flag, read_sizes, write_sizes
-from models.depth import decoded
-from models.family import Family
-from models.parts import GatedMLP, LayerNorm, attended, dense, embedded, embedding, split
-from models.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)

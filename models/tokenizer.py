@@ -12,9 +12,9 @@ from jaxtyping import Int
 
 from kvjax.drivers.text import encode as encode
 from kvjax.methods.token_classes import token_classes as token_classes
-from models.checks import MOST, whole
-from models.sources import locate
-from models.stored import check_whole
+from kvjax.models.checks import MOST, whole
+from kvjax.models.sources import locate
+from kvjax.models.stored import check_whole
 
 _WITHOUT_TORCH = "Models won't be available"  # of transformers, that is, where PyTorch is not installed
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -36,7 +36,7 @@ def load_tokenizer(source: str | os.PathLike[str], *, revision: str | None = Non
     """The tokenizer of a directory, a hub id or a preset, as transformers loads it. No weights are downloaded.
 
     Args:
-      source, revision, token: as for `models.load`.
+      source, revision, token: as for `kvjax.models.load`.
 
     Raises:
       ValueError: no tokenizer files, or damaged ones.

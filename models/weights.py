@@ -22,12 +22,12 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from kvjax.drivers.sampling import Sampler
-from models.config import DTYPES, DecoderConfig
-from models.decoder import LanguageModel, check_params
-from models.families import family_of, from_hugging_face, to_hugging_face
-from models.generation_config import read_sampler, with_end_ids
-from models.sources import CONFIG, GENERATION, TOKENIZER, local_path, locate, repository
-from models.stored import (
+from kvjax.models.config import DTYPES, DecoderConfig
+from kvjax.models.decoder import LanguageModel, check_params
+from kvjax.models.families import family_of, from_hugging_face, to_hugging_face
+from kvjax.models.generation_config import read_sampler, with_end_ids
+from kvjax.models.sources import CONFIG, GENERATION, TOKENIZER, local_path, locate, repository
+from kvjax.models.stored import (
     INDEX,
     SHARD,
     SINGLE,
@@ -40,7 +40,7 @@ from models.stored import (
     stored_tensors,
     weight_files,
 )
-from pallas_kernels.values import one_of
+from kvjax.pallas_kernels.values import one_of
 
 Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 

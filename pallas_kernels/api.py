@@ -18,9 +18,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import pooled, recovery, reference, xla
-from pallas_kernels.columns import Attention, Columns, Recovery
-from pallas_kernels.values import a, check_array, checked, each, flag, number, optional, tokens, whole
+from kvjax.pallas_kernels import pooled, recovery, reference, xla
+from kvjax.pallas_kernels.columns import Attention, Columns, Recovery
+from kvjax.pallas_kernels.values import a, check_array, checked, each, flag, number, optional, tokens, whole
 
 Implementation = Literal["xla", "triton", "mosaic_gpu", "interpret", "reference"]
 Result = TypeVar("Result")
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 _ROWS = "batch", "query heads", "rows", "head_dim"
 _SLOTS = "batch", "kv heads", "slots", "head_dim"
 
-_log = logging.getLogger("pallas_kernels")
+_log = logging.getLogger("kvjax.pallas_kernels")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,7 +348,7 @@ def first_served(operation: str, tries: Sequence[tuple[str, Callable[[], Result]
 
 def _forward(order, columns, q, k, v, q_pos, kv_pos, bias, *, scale, window, softcap):
     """Output, logsumexp and statistics, each from the first implementation that serves it."""
-    from pallas_kernels import gpu  # Pallas takes a second to import, and only kernels need it
+    from kvjax.pallas_kernels import gpu  # Pallas takes a second to import, and only kernels need it
 
     logits = gpu.bl.Logits(scale, window, softcap)
     arrays = q, k, v, q_pos, kv_pos
@@ -378,7 +378,7 @@ def _forward(order, columns, q, k, v, q_pos, kv_pos, bias, *, scale, window, sof
 def _pool_forward(
     order, columns, q, k, v, owner, q_pos, kv_pos, bias, *, num_kv_heads, in_order, scale, window, softcap
 ):
-    from pallas_kernels import gpu  # see above
+    from kvjax.pallas_kernels import gpu  # see above
 
     def forward(name):
         arrays = q, k, v, owner, q_pos, kv_pos, bias

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.columns import Softmax, hash_uniform, rescaled
+from kvjax.pallas_kernels.columns import Softmax, hash_uniform, rescaled
 
 LOG2E = math.log2(math.e)
 DEAD = 2**31 - 1  # the position of a key that no row may read: larger than every row's, so that one comparison masks

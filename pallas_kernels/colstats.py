@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels import blocks as bl
+from kvjax.pallas_kernels import blocks as bl
 
 Heads = Literal["each", "sum", "sum_before", "max_before"]
 

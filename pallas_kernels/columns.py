@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels.pytree import pytree, static
-from pallas_kernels.values import a, flag, number, one_of, optional, settle, whole
+from kvjax.pallas_kernels.pytree import pytree, static
+from kvjax.pallas_kernels.values import a, flag, number, one_of, optional, settle, whole
 
 Element = Literal["p", "p2", "above"]
 Group = Literal["mean", "max", "sum"]

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import blocks as bl
+from kvjax.pallas_kernels import blocks as bl
 
 TARGET_PROGRAMS = 512  # about four for each multiprocessor of an H100
 

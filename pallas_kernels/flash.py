@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels import blocks as bl
+from kvjax.pallas_kernels import blocks as bl
 
 
 def block_sizes(dtype: jax.typing.DTypeLike, head_dim: int, num_rows: int) -> bl.BlockSizes:

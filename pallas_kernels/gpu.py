@@ -10,9 +10,18 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import blocks as bl
-from pallas_kernels import colstats, decode, flash, mosaic_colstats, mosaic_decode, mosaic_flash, pooled, reference
-from pallas_kernels.columns import Columns, thresholds
+from kvjax.pallas_kernels import blocks as bl
+from kvjax.pallas_kernels import (
+    colstats,
+    decode,
+    flash,
+    mosaic_colstats,
+    mosaic_decode,
+    mosaic_flash,
+    pooled,
+    reference,
+)
+from kvjax.pallas_kernels.columns import Columns, thresholds
 
 Forward = tuple[Float[Array, "B N T H"] | None, Float[Array, "B N T"], Array | None]
 

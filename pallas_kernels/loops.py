@@ -1,4 +1,4 @@
-"""What the passes of `pallas_kernels.xla` share: static facts, masked logits, loops that write in place."""
+"""What the passes of `kvjax.pallas_kernels.xla` share: static facts, masked logits, loops that write in place."""
 
 import dataclasses
 import itertools
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.columns import Columns, accumulator
+from kvjax.pallas_kernels.columns import Columns, accumulator
 
 MAX_SEGMENTS = 8
 LONG = 2048  # from so many rows on, twice as many segments are worth their compilation

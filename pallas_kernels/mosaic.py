@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels import blocks as bl
+from kvjax.pallas_kernels import blocks as bl
 
 BLOCK = 64
 STAGES = 2  # tiles in flight: 64 x 128 in bf16 are 16 KiB each

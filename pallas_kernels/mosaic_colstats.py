@@ -12,9 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import blocks as bl
-from pallas_kernels import mosaic as mo
-from pallas_kernels.colstats import Pass
+from kvjax.pallas_kernels import blocks as bl
+from kvjax.pallas_kernels import mosaic as mo
+from kvjax.pallas_kernels.colstats import Pass
 
 
 def check_served(spec: bl.Logits, what: Pass, *xs: Array) -> None:

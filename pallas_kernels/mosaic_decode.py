@@ -9,10 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import blocks as bl
-from pallas_kernels import mosaic as mo
-from pallas_kernels import mosaic_flash
-from pallas_kernels.columns import accumulator
+from kvjax.pallas_kernels import blocks as bl
+from kvjax.pallas_kernels import mosaic as mo
+from kvjax.pallas_kernels import mosaic_flash
+from kvjax.pallas_kernels.columns import accumulator
 
 TARGET_PROGRAMS = 264  # two for each multiprocessor of an H100: as many as its shared memory holds
 TILE_ROWS = 8  # of a tile as TMA lays it out; other caches would have to be copied

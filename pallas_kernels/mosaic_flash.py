@@ -11,8 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import blocks as bl
-from pallas_kernels import mosaic as mo
+from kvjax.pallas_kernels import blocks as bl
+from kvjax.pallas_kernels import mosaic as mo
 
 
 def flash_attention(

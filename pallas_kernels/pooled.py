@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from pallas_kernels.columns import (
+from kvjax.pallas_kernels.columns import (
     Attention,
     Columns,
     accumulator,
@@ -48,7 +48,7 @@ def pooled_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Attention:
-    """See `pallas_kernels.pooled_attention`. Differentiable, statistics included."""
+    """See `kvjax.pallas_kernels.pooled_attention`. Differentiable, statistics included."""
     B, N, _, H = q.shape
     K = num_kv_heads
     rows = q.reshape(B, K, N // K, H)

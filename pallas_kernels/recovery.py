@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.columns import Recovery, accumulator
-from pallas_kernels.loops import MAX_SEGMENTS
-from pallas_kernels.xla import block_size
+from kvjax.pallas_kernels.columns import Recovery, accumulator
+from kvjax.pallas_kernels.loops import MAX_SEGMENTS
+from kvjax.pallas_kernels.xla import block_size
 
 
 def recovered_attention(
@@ -30,7 +30,7 @@ def recovered_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Recovery:
-    """See `pallas_kernels.recovered_attention`. Memory grows with the slots of one block of rows."""
+    """See `kvjax.pallas_kernels.recovered_attention`. Memory grows with the slots of one block of rows."""
     B, N, T, H = q.shape
     K, S = k.shape[1:3]
     M, G = masks.shape[0], N // K

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.columns import (
+from kvjax.pallas_kernels.columns import (
     Attention,
     Columns,
     Recovery,

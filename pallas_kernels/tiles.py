@@ -1,4 +1,4 @@
-"""Attention by an online softmax over tiles, where no statistic reads a row (`pallas_kernels.xla`)."""
+"""Attention by an online softmax over tiles, where no statistic reads a row (`kvjax.pallas_kernels.xla`)."""
 
 import dataclasses
 import functools
@@ -8,8 +8,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.columns import accumulator
-from pallas_kernels.loops import Config, Tile, first_keys, loop, products, read_block, sequences, visible, write_block
+from kvjax.pallas_kernels.columns import accumulator
+from kvjax.pallas_kernels.loops import (
+    Config,
+    Tile,
+    first_keys,
+    loop,
+    products,
+    read_block,
+    sequences,
+    visible,
+    write_block,
+)
 
 TILE_ROWS, TILE_KEYS = 1024, 256  # rows of all query heads, and keys: a MiB of logits, which stays in a core's cache
 MAX_ROWS = 256  # of one query head

@@ -2,7 +2,7 @@
 
 These facts shape this file; `experiments/bench_prefill.py` measures them.
 
-* Rows that no statistic reads are an online softmax over tiles (`pallas_kernels.tiles`).
+* Rows that no statistic reads are an online softmax over tiles (`kvjax.pallas_kernels.tiles`).
 * A block of rows that one reads holds its whole softmax, so column sums cost a matrix-vector product on numbers that
   are already in cache, where a second pass over the matrix would cost half of it again. Other softmaxes of the same
   logits, as Keyformer's, are taken from the same block.
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.columns import (
+from kvjax.pallas_kernels.columns import (
     Attention,
     Columns,
     Softmax,
@@ -36,7 +36,7 @@ from pallas_kernels.columns import (
     rescaled,
     thresholds,
 )
-from pallas_kernels.loops import (
+from kvjax.pallas_kernels.loops import (
     Config,
     Tile,
     add_prefix,
@@ -48,7 +48,7 @@ from pallas_kernels.loops import (
     write_block,
     zeros_after,
 )
-from pallas_kernels.tiles import attend_tiles, num_cores, tile_size
+from kvjax.pallas_kernels.tiles import attend_tiles, num_cores, tile_size
 
 BLOCK_BYTES = 8 * 2**20  # the logits of one block; larger blocks fall out of cache, smaller ones starve the matmul
 HEAD_BYTES = 2 * 2**20  # the same where a block is of one set of slots
@@ -100,7 +100,7 @@ def attention(
     block: tuple[int, int] | None = None,
     tile: tuple[int, int, int] | None = None,
 ) -> Attention:
-    """See `pallas_kernels.attention`.
+    """See `kvjax.pallas_kernels.attention`.
 
     `block` overrides `head_block_size`, and (rows, keys, sets of slots) of `tile` override `tile_size`.
     """

@@ -15,7 +15,7 @@ import jaxtyping
 import pytest
 from jax._src.interpreters import mlir
 
-import models
+from kvjax import models
 
 # Most of the suite's time is compilation of programs that run for milliseconds.
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
@@ -92,7 +92,7 @@ def small(case, tiny, shallow):
 @pytest.fixture(scope="session")
 def embedded():
     """The model that comes with the project, and its tokenizer."""
-    from models.embedded import EMBEDDED
+    from kvjax.models.embedded import EMBEDDED
 
     return *models.load(EMBEDDED), models.load_tokenizer(EMBEDDED)
 

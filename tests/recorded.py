@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.bench import peer_tensors
 from kvjax import methods
 from kvjax.cache.context import Context, Site, row_keys
+from kvjax.experiments.bench import peer_tensors
+from kvjax.models import ModelConfig
+from kvjax.models.rope import Rope
 from kvjax.policy import context, empty_layer
 from kvjax.scoring.stats import AttentionStats
-from models import ModelConfig
-from models.rope import Rope
 from tests import helpers
 
 TABLE = pathlib.Path(kvjax.__file__).parent / "methods" / "peers.md"

@@ -10,11 +10,11 @@ import tempfile
 
 import numpy as np
 
-import models
-from experiments import run
-from experiments.evaluation import report
-from experiments.evaluation.evaluate import Cost, Outcome
-from models.embedded import EMBEDDED
+from kvjax import models
+from kvjax.experiments import run
+from kvjax.experiments.evaluation import report
+from kvjax.experiments.evaluation.evaluate import Cost, Outcome
+from kvjax.models.embedded import EMBEDDED
 
 ROOT = pathlib.Path(__file__).parents[1]
 

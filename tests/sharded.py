@@ -15,15 +15,14 @@ import numpy as np
 import pytest
 
 import kvjax
-import models
-from experiments.evaluation import results
-from kvjax import methods
+from kvjax import methods, models
 from kvjax.cache import mesh
 from kvjax.cache.pool import PooledKV
+from kvjax.experiments.evaluation import results
+from kvjax.models import gemma, gpt2, gpt_neox, mixtral, mpt, phi3
+from kvjax.models.embedded import EMBEDDED
+from kvjax.pallas_kernels import Columns, Softmax
 from kvjax.sharding import on_rows, shard_rows
-from models import gemma, gpt2, gpt_neox, mixtral, mpt, phi3
-from models.embedded import EMBEDDED
-from pallas_kernels import Columns, Softmax
 from tests import methods as table
 from tests import runs
 

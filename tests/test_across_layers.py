@@ -11,9 +11,9 @@ import kvjax
 from kvjax import methods
 from kvjax.across_layers import Preference, ScoreEntropy, TopScores
 from kvjax.cache.state import KVState
+from kvjax.models import ModelConfig
 from kvjax.policy import context
 from kvjax.scoring.stats import AttentionStats
-from models import ModelConfig
 from tests import helpers
 
 B, K, N, T, H, L, W = 2, 2, 4, 24, 8, 3, 4

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.evaluation.agreement import agreement, means, rescored
+from kvjax.experiments.evaluation.agreement import agreement, means, rescored
 
 
 def line(method, index, *outputs, budget="0.5", references=("six seven",)):

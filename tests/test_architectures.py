@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 import kvjax
-import models
-from experiments import run
-from kvjax import methods
-from models.embedded import EMBEDDED
-from models.families import FAMILIES
+from kvjax import methods, models
+from kvjax.experiments import run
+from kvjax.models.embedded import EMBEDDED
+from kvjax.models.families import FAMILIES
 from tests.runs import samples
 from tests.test_drawn_models import DRAWN
 from tests.test_parity import CASES, SIZES, T, saved, tokens, torch

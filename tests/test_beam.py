@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-import models
-from kvjax import methods
+from kvjax import methods, models
 from kvjax.cache.pool import PooledKV
 from kvjax.cache.state import PerHead
 from tests.methods import one_method

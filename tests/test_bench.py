@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from experiments.bench import memory, stream
-from experiments.bench.process import apart, stored_rows
+from kvjax.experiments.bench import memory, stream
+from kvjax.experiments.bench.process import apart, stored_rows
 
 ROW = {
     "storage": "dense",

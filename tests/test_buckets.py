@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import kvjax
-import models.gpt2
 from kvjax import methods
 from kvjax.drivers import generation, streaming
 from kvjax.drivers.buckets import bucket, plan_request
 from kvjax.drivers.requests import check_block
+from kvjax.models import gpt2
 from tests import helpers
 from tests.methods import one_method
 
@@ -75,7 +75,7 @@ def test_sizes_are_exact_where_they_are_asked_for_or_there_is_no_room(shallow):
     sizes = lambda plan: (plan.prompt_len, plan.max_new_tokens)
     read = lambda tokens: kvjax.generate(model, params, tokens, max_new_tokens=3)
     assert sizes(jax.eval_shape(read, TOKENS).state.plan) == (20, 3)
-    limited = models.gpt2.GPT2Config(61, 32, 48, 1, 4, 2, 8, max_position=24)
+    limited = gpt2.GPT2Config(61, 32, 48, 1, 4, 2, 8, max_position=24)
     for config, policy, buckets in ((model.config, methods.full(), False), (limited, methods.full(), True)):
         plan, tokens = plan_request(config, policy, TOKENS, LENGTHS, 3, buckets=buckets)
         assert (*sizes(plan), tokens.shape) == (20, 3, (2, 20))

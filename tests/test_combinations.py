@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-import models
-from kvjax import methods
+from kvjax import methods, models
 from kvjax.analysis.losses import least_bound
 from kvjax.policy import LayerSpec, merged
 from kvjax.scoring.select import Select, Selection, largest

@@ -6,12 +6,12 @@ import shutil
 
 import pytest
 
-import models
-from configs.experiment import Setup
-from experiments import compare, run
-from experiments.evaluation import boards
-from experiments.evaluation.examples import described, find_builders
-from experiments.evaluation.results import Results
+from kvjax import models
+from kvjax.configs.experiment import Setup
+from kvjax.experiments import compare, run
+from kvjax.experiments.evaluation import boards
+from kvjax.experiments.evaluation.examples import described, find_builders
+from kvjax.experiments.evaluation.results import Results
 from tests.runs import ROOT, SHORT, interrupt, samples, small
 
 

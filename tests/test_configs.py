@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import configs
 import kvjax
-from configs import loading
-from configs.experiment import Experiment, Setup
-from configs.learning import LearnedBudget, LearnedScorer, Prompts
-from kvjax import methods
+from kvjax import configs, methods
+from kvjax.configs import loading
+from kvjax.configs.experiment import Experiment, Setup
+from kvjax.configs.learning import LearnedBudget, LearnedScorer, Prompts
 from kvjax.learning.families import PyramidBeta
 
 WANTED = """full random window dilated_window streaming_llm key_attention h2o scissorhands tova mas roco nacl snapkv

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from configs.learned_scorer import get_config
-from configs.learning import Prompts
-from experiments import contest
-from experiments.contest import Contest
-from experiments.learn_scorer import untrained
+from kvjax.configs.learned_scorer import get_config
+from kvjax.configs.learning import Prompts
+from kvjax.experiments import contest
+from kvjax.experiments.contest import Contest
+from kvjax.experiments.learn_scorer import untrained
 
 STORED = pathlib.Path(__file__).parents[1] / "experiments" / "bench_results" / "contest"
 

@@ -11,10 +11,10 @@ import pytest
 from scipy import stats
 
 import kvjax
-from experiments.tasks import TASKS, Task
 from kvjax import analysis, methods
 from kvjax.analysis import grid
 from kvjax.drivers.attention import without_cache
+from kvjax.experiments.tasks import TASKS, Task
 from tests import helpers
 from tests.test_analysis import plain_layer_loss
 

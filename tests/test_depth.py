@@ -11,10 +11,10 @@ import kvjax
 from kvjax import Evict, after_prefill, methods
 from kvjax.cache.context import Site
 from kvjax.drivers.layers import LayerSteps
+from kvjax.models.depth import runs
+from kvjax.models.gpt2 import GPT2Config
 from kvjax.scoring.scores import Recency, Score
 from kvjax.scoring.stats import AllRows, LastRows, Observe
-from models.depth import runs
-from models.gpt2 import GPT2Config
 from tests.methods import few_methods
 
 T, LENGTHS = 24, (24, 17)

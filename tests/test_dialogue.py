@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 import transformers
 
-import models
+from kvjax import models
 from kvjax.drivers.dialogue import Dialogue
 
 TURNS = "{% for m in messages %}<{{ m.role }}> {{ m.content | trim }} </{{ m.role }}> {% endfor %}"

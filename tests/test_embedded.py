@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import kvjax
-import models
-from experiments import corpus, train_tiny
-from experiments.evaluation import results
-from experiments.evaluation.batches import buckets, rows_of
-from experiments.evaluation.evaluate import Evaluator
-from experiments.tasks import RETRIEVAL, TASKS, Task
-from models.embedded import EMBEDDED, INCLUDED
+from kvjax import models
+from kvjax.experiments import corpus, train_tiny
+from kvjax.experiments.evaluation import results
+from kvjax.experiments.evaluation.batches import buckets, rows_of
+from kvjax.experiments.evaluation.evaluate import Evaluator
+from kvjax.experiments.tasks import RETRIEVAL, TASKS, Task
+from kvjax.models.embedded import EMBEDDED, INCLUDED
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_facts_at_random_places_reach_the_whole_of_a_prompt_of_full_length(task,
 
 
 def test_scores():
-    from experiments.tasks import Question
+    from kvjax.experiments.tasks import Question
 
     e = Question((1,), references=("1 2 3 4", "milo is 5 6 7 8"))
     assert e.score("1 2 3 4 . the code for milo is 5 6 7 8 .") == 1.0

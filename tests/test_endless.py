@@ -10,8 +10,8 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.drivers import endless
+from kvjax.pallas_kernels.values import MOST_TOKENS
 from kvjax.scoring.scores import _sum_by_position
-from pallas_kernels.values import MOST_TOKENS
 
 PROMPT, CHUNK = 9, 4
 IDS = np.random.default_rng(4).integers(0, 61, (PROMPT + 3 * CHUNK + 1, 2))  # a last chunk of one token

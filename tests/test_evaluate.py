@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from configs.experiment import Setup
-from experiments.evaluation import batches, running
-from experiments.evaluation.batches import Row, buckets, planned, rows_of
-from experiments.evaluation.evaluate import Evaluator
-from experiments.evaluation.examples import build, find_builders
-from experiments.tasks import Example, Question
+from kvjax.configs.experiment import Setup
+from kvjax.experiments.evaluation import batches, running
+from kvjax.experiments.evaluation.batches import Row, buckets, planned, rows_of
+from kvjax.experiments.evaluation.evaluate import Evaluator
+from kvjax.experiments.evaluation.examples import build, find_builders
+from kvjax.experiments.tasks import Example, Question
 
 
 class Letters:

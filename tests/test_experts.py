@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.experts import Experts, ExpertsConfig, block_size, blocks
-from models.parts import ACTIVATIONS
+from kvjax.models.experts import Experts, ExpertsConfig, block_size, blocks
+from kvjax.models.parts import ACTIVATIONS
 
 SIZES = {"vocab_size": 61, "embed_dim": 8, "mlp_dim": 8, "num_layers": 1, "num_query_heads": 1, "num_kv_heads": 1}
 E, K = 5, 2

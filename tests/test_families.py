@@ -13,16 +13,15 @@ import pytest
 from scipy import special
 
 import kvjax
-import models
-from configs.learning import Prompts
-from experiments import learn_budget
-from experiments.learning.future_rows import RankedReading, Reader
-from kvjax import analysis, methods
+from kvjax import analysis, methods, models
 from kvjax.analysis import traces
 from kvjax.analysis.traces import Voters, VotingRows
+from kvjax.configs.learning import Prompts
+from kvjax.experiments import learn_budget
+from kvjax.experiments.learning.future_rows import RankedReading, Reader
 from kvjax.learning import families
 from kvjax.learning.families import EntropyK, NaclShares, PyramidBeta, Safeguard, Simplex, View
-from models.mpt import MPTConfig
+from kvjax.models.mpt import MPTConfig
 from tests import helpers
 from tests.test_relax import central, relative
 

@@ -11,14 +11,12 @@ import tokenizers
 import transformers
 
 import kvjax
-import models
-import pallas_kernels
-from kvjax import methods
+from kvjax import methods, models, pallas_kernels
 from kvjax.cache.pool import to_pool
 from kvjax.methods.profiling import STRATEGIES, FastGen
+from kvjax.models.embedded import EMBEDDED
+from kvjax.pallas_kernels import recovered_attention
 from kvjax.scoring.select import largest
-from models.embedded import EMBEDDED
-from pallas_kernels import recovered_attention
 from tests import helpers
 
 SPECIAL, MARK, PLAIN = 1, 2, 0
@@ -149,7 +147,7 @@ def test_recovery_takes_memory_that_grows_linearly():
 def test_no_kernel_computes_recovery_and_the_log_says_so(caplog):
     inputs = recovery_inputs(8)
     shape = lambda how: jax.eval_shape(lambda: recover(*inputs, implementation=how))
-    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+    with caplog.at_level(logging.INFO, logger="kvjax.pallas_kernels"):
         for implementation in ("xla", "reference", None):
             shape(implementation)
         assert not caplog.records
@@ -166,7 +164,7 @@ def test_the_profile_is_computed_as_the_run_says(caplog):
     q, k, v = helpers.qkv(0, T=9)
     policy = FastGen((SPECIAL,), (MARK,), 0.2, 0.2)
     tokens = jnp.full((2, 9), PLAIN)
-    with caplog.at_level(logging.INFO, logger="pallas_kernels"), pallas_kernels.use("interpret"):
+    with caplog.at_level(logging.INFO, logger="kvjax.pallas_kernels"), pallas_kernels.use("interpret"):
         jax.eval_shape(lambda: read(policy, q, k, v, tokens)[1])
     said = [r.getMessage() for r in caplog.records]
     assert [s for s in said if s.startswith("what sets of keys recover")] == said

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import kvjax
-import models
-from experiments import (
+from kvjax import analysis, methods, models
+from kvjax.experiments import (
     bench_blocks,
     bench_curves,
     bench_decode,
@@ -27,11 +27,10 @@ from experiments import (
     figures,
     train_tiny,
 )
-from experiments.papers import FIGURES, adakv, ahakv, positions, prompts, roco, sparsity
-from experiments.papers.attention import Layer, capture, fold_rows
-from experiments.papers.base import interval
-from kvjax import analysis, methods
-from pallas_kernels.columns import ROUNDING
+from kvjax.experiments.papers import FIGURES, adakv, ahakv, positions, prompts, roco, sparsity
+from kvjax.experiments.papers.attention import Layer, capture, fold_rows
+from kvjax.experiments.papers.base import interval
+from kvjax.pallas_kernels.columns import ROUNDING
 from tests import helpers, test_positions
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -615,7 +614,7 @@ def test_missing_model_is_an_error_that_says_so():
 
 def test_the_command_is_not_shadowed_by_the_pictures():
     """`experiments/figures/` holds the README's pictures; it is no package."""
-    assert importlib.import_module("experiments.figures").__file__ == str(ROOT / "experiments" / "figures.py")
+    assert importlib.import_module("kvjax.experiments.figures").__file__ == str(ROOT / "experiments" / "figures.py")
 
 
 @pytest.mark.slow

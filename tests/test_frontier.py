@@ -2,12 +2,12 @@
 
 import pytest
 
-from experiments import figures, frontier
-from experiments.evaluation.batches import Bucket
-from experiments.frontier import Frontier, Point
 from kvjax import methods
-from models import ModelConfig
-from models.embedded import EMBEDDED
+from kvjax.experiments import figures, frontier
+from kvjax.experiments.evaluation.batches import Bucket
+from kvjax.experiments.frontier import Frontier, Point
+from kvjax.models import ModelConfig
+from kvjax.models.embedded import EMBEDDED
 
 CONFIG = ModelConfig(
     vocab_size=61, embed_dim=32, mlp_dim=32, num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=8

@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from kvjax.drivers.requests import check_logits
 from kvjax.functions import Function, check_unchanged, definition, meaning
-from pallas_kernels.values import complete_repr
+from kvjax.pallas_kernels.values import complete_repr
 from tests import helpers
 
 

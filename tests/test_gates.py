@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments import learn_gates
-from experiments.learn_gates import Learning
 from kvjax import methods
 from kvjax.drivers.attention import without_cache
+from kvjax.experiments import learn_gates
+from kvjax.experiments.learn_gates import Learning
 from kvjax.learning.gates import distance, gated, penalty
 from tests import helpers
 from tests.test_positions import random_model

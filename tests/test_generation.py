@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-import models
-from kvjax import methods
+from kvjax import methods, models
 from kvjax.drivers.requests import check_block, check_request
 from tests import helpers
 

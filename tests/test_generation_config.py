@@ -6,9 +6,9 @@ import json
 import pytest
 
 import kvjax
-import models
+from kvjax import models
 from kvjax.drivers.sampling import RepetitionPenalty
-from models.weights import read_config
+from kvjax.models.weights import read_config
 
 DRAWN = {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
 SAMPLERS = [

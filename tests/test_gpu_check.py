@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import gpu_check
-from experiments.gpu import watchdog
-from experiments.gpu.gpu_report import POISONED, UNTIL, Report, served_by
-from pallas_kernels import Columns, attention
+from kvjax.experiments import gpu_check
+from kvjax.experiments.gpu import watchdog
+from kvjax.experiments.gpu.gpu_report import POISONED, UNTIL, Report, served_by
+from kvjax.pallas_kernels import Columns, attention
 
 pytestmark = pytest.mark.slow  # minutes of interpretation
 
@@ -220,7 +220,7 @@ def test_what_is_watched_ends_with_its_watcher(tmp_path):
     sleeper = f"import os, time, pathlib; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); "
     command = [sys.executable, "-c", sleeper + "time.sleep(1000)"]
     file = tmp_path / "rows.json"
-    code = "import pathlib; from experiments.gpu import watchdog; watchdog.end_with_children(); "
+    code = "import pathlib; from kvjax.experiments.gpu import watchdog; watchdog.end_with_children(); "
     code += f"watchdog.watched({command!r}, pathlib.Path({str(file)!r}), 1000.0)"
     watcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
@@ -256,7 +256,7 @@ def test_without_a_gpu_it_says_so(tmp_path):
 
 
 def test_aot_check_names_what_is_missing():
-    from experiments import aot_check
+    from kvjax.experiments import aot_check
 
     lacking = aot_check.missing()
     if not lacking:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import kvjax
-import models
-from experiments.harness import longbench
-from experiments.harness.options import sampler_of
-from experiments.harness.scoring import rounded_up
+from kvjax import models
+from kvjax.experiments.harness import longbench
+from kvjax.experiments.harness.options import sampler_of
+from kvjax.experiments.harness.scoring import rounded_up
 from tests.stories import write_stories
 
 
@@ -31,7 +31,7 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch, tmp_path):
 def harness():
     """The module of the model, which is registered when it is imported."""
     pytest.importorskip("lm_eval", reason="the extra eval is not installed")
-    from experiments.harness import language_model
+    from kvjax.experiments.harness import language_model
 
     return language_model
 

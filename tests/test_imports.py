@@ -5,7 +5,7 @@ import pathlib
 import subprocess
 import sys
 
-import models
+from kvjax import models
 
 HEAVY = (
     "matplotlib",
@@ -17,11 +17,11 @@ HEAVY = (
     "transformers",
     "torch",
 )
-SCRIPTS = "experiments.run, experiments.compare, experiments.learn_budget"
+SCRIPTS = "kvjax.experiments.run, kvjax.experiments.compare, kvjax.experiments.learn_budget"
 
 
 def test_scripts_import_nothing_heavy():
-    code = f"import sys, kvjax, models, {SCRIPTS}; print([m for m in {HEAVY} if m in sys.modules])"
+    code = f"import sys, kvjax.models, {SCRIPTS}; print([m for m in {HEAVY} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
@@ -30,6 +30,6 @@ def test_names_of_models_are_those_that_type_checkers_see():
     tree = ast.parse(pathlib.Path(models.__file__).read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.asname: node.module for node in block.body for alias in node.names}
-    assert {name: f"models.{module}" for name, module in models._MODULES.items()} == seen
+    assert {name: f"kvjax.models.{module}" for name, module in models._MODULES.items()} == seen
     assert all(callable(getattr(models, name)) or name == "PRESETS" for name in seen)
     assert set(seen) <= set(dir(models))

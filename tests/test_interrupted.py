@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from experiments import run
-from experiments.evaluation.summary import TIMES
+from kvjax.experiments import run
+from kvjax.experiments.evaluation.summary import TIMES
 from tests.runs import ROOT, one_layer, samples, without_times
 
 TASKS = "single_needle", "needle", "vt", "multi_turn", "evicted_perplexity"

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from pallas_kernels import Columns, Softmax, attention, hash_uniform, xla
-from pallas_kernels.columns import draw_exponential, draw_noise, minus_log
-from pallas_kernels.loops import Tile
-from pallas_kernels.tiles import tile_size
+from kvjax.pallas_kernels import Columns, Softmax, attention, hash_uniform, xla
+from kvjax.pallas_kernels.columns import draw_exponential, draw_noise, minus_log
+from kvjax.pallas_kernels.loops import Tile
+from kvjax.pallas_kernels.tiles import tile_size
 from tests.references import attention as numpy_reference
 
 IMPLEMENTATIONS = ("xla", "reference")

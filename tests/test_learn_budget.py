@@ -16,17 +16,16 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-import configs
 import kvjax
-from configs.learning import Prompts
-from experiments import learn_budget, learn_scorer, run
-from experiments.evaluation import checkpoints
-from experiments.learning import budget_report, future_rows
-from experiments.learning.future_rows import Reader
-from kvjax import methods
+from kvjax import configs, methods
+from kvjax.configs.learning import Prompts
+from kvjax.experiments import learn_budget, learn_scorer, run
+from kvjax.experiments.evaluation import checkpoints
+from kvjax.experiments.learning import budget_report, future_rows
+from kvjax.experiments.learning.future_rows import Reader
 from kvjax.learning.families import PyramidBeta, Safeguard, Simplex, with_table
+from kvjax.models.scorer import TrainedHead
 from kvjax.scoring.learned import FrozenArrays, Learned
-from models.scorer import TrainedHead
 from tests import helpers
 
 pytestmark = pytest.mark.slow  # minutes of compilation

@@ -18,12 +18,12 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
-import models
-from experiments import run
-from experiments.bench import loading
+from kvjax import models
 from kvjax.drivers.checkpoint import save_params
-from models import stored
-from models.embedded import EMBEDDED
+from kvjax.experiments import run
+from kvjax.experiments.bench import loading
+from kvjax.models import stored
+from kvjax.models.embedded import EMBEDDED
 from tests.test_weights import assert_same
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -402,8 +402,8 @@ def test_a_load_holds_the_parameters_once(tmp_path, dtype):
 WITHOUT_TORCH = """
 import logging, sys
 sys.modules["torch"] = None
-import models
-from models.embedded import EMBEDDED
+from kvjax import models
+from kvjax.models.embedded import EMBEDDED
 models.load_tokenizer(EMBEDDED)
 logging.getLogger("transformers").warning("another warning")
 """

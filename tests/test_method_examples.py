@@ -16,6 +16,7 @@ from kvjax.eviction import EvictMemory
 from kvjax.methods.easykv import block_sizes
 from kvjax.methods.nacl import Table4
 from kvjax.methods.simulations import NextStepMask
+from kvjax.pallas_kernels import Columns, Softmax, attention
 from kvjax.scoring.key_scores import ExpectedAttention, KeyDifference, KeyNorm, LagRelative
 from kvjax.scoring.measurements import FutureQueries, ProjectedValueNorm
 from kvjax.scoring.protect import Protect, TopStd, rows_since_insertion
@@ -24,7 +25,6 @@ from kvjax.scoring.select import Chunks, Limits, PerChunk, TopK, TopKThenRandom,
 from kvjax.scoring.stats import EntropyScaled, LastRows, LayerStats, Noisy, Observe, Slots
 from kvjax.sizes.allocation import Adaptive, UniformHeads
 from kvjax.sizes.budget import Counts, Ratio, Share, Tokens
-from pallas_kernels import Columns, Softmax, attention
 from tests import helpers
 
 
@@ -444,7 +444,7 @@ def test_e24_e25_keyformer_scores(examples, monkeypatch):
         rows, keys = jnp.maximum(q_pos, 0), jnp.maximum(kv_pos, 0)
         return zeta[keys] + jnp.zeros_like(rows, jnp.float32) if spec.per == "key" else table[rows, keys]
 
-    monkeypatch.setattr("pallas_kernels.reference.draw_noise", given)
+    monkeypatch.setattr("kvjax.pallas_kernels.reference.draw_noise", given)
     seed = jnp.zeros((1,), jnp.uint32)
     columns = [
         Columns(softmax=Softmax(seed=seed, noise="gumbel", per="key")),
@@ -501,7 +501,7 @@ def test_e25_noise_has_the_moments_of_a_gumbel(examples):
     q_pos = jnp.arange(300, dtype=jnp.int32)[:, None]
     for noise in ("gumbel", "gaussian"):
         spec = Softmax(seed=jnp.zeros((1,), jnp.uint32), noise=noise)
-        from pallas_kernels.columns import draw_noise
+        from kvjax.pallas_kernels.columns import draw_noise
 
         x = np.asarray(draw_noise(spec, jnp.uint32(5), jnp.int32(0), q_pos, kv_pos))
         assert x.mean() == pytest.approx(e["gumbel_mean"], abs=0.02)
@@ -682,7 +682,7 @@ def test_e33_expected_attention(examples):
 
 def test_future_queries_are_the_average_of_rotated_moments():
     """Against rotating every moment at every future position in float64."""
-    import models
+    from kvjax import models
 
     rope = models.Rope()
     B, N, T, H, horizon = 2, 2, 11, 4, 7

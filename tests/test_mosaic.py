@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import (
+from kvjax.pallas_kernels import (
     Columns,
     Softmax,
     attention,
@@ -18,7 +18,7 @@ from pallas_kernels import (
     mosaic_decode,
     mosaic_flash,
 )
-from pallas_kernels import blocks as bl
+from kvjax.pallas_kernels import blocks as bl
 from tests.references import attention as numpy_reference
 from tests.test_kernels import SEED, inputs
 from tests.test_pallas import without_triton
@@ -159,13 +159,13 @@ def test_it_carries_hopper_alone():
     """Without the Triton backend: attention and its statistics by these kernels, the rest by XLA, with reasons."""
     without_triton("""
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-from pallas_kernels import mosaic_colstats, mosaic_flash
+from kvjax.pallas_kernels import mosaic_colstats, mosaic_flash
 for module, name in ((mosaic_flash, "flash_attention"), (mosaic_colstats, "attention_colstats")):
     def run(*args, kernel=getattr(module, name), **options):
         return kernel(*args, **options, interpret=InterpretGPUParams())
     setattr(module, name, run)
 arrays = inputs(T=70, cached=30, H=64, dtype="bfloat16")
-logging.getLogger("pallas_kernels").setLevel(logging.DEBUG)
+logging.getLogger("kvjax.pallas_kernels").setLevel(logging.DEBUG)
 columns = Columns(), Columns(element="p2", group_at="before")
 run = lambda how: attention(*arrays, columns=columns, implementation=how)
 found, expected = run("mosaic_gpu"), run("reference")

@@ -8,7 +8,7 @@ import sys
 import jax
 import pytest
 
-from pallas_kernels import mosaic
+from kvjax.pallas_kernels import mosaic
 
 pytestmark = pytest.mark.slow  # minutes of interpretation
 

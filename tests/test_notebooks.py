@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from experiments import run_notebooks
+from kvjax.experiments import run_notebooks
 
 NOTEBOOKS = sorted(run_notebooks.HERE.glob("*.ipynb"))
 README = pathlib.Path(run_notebooks.HERE.parent, "README.md").read_text()

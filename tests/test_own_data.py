@@ -10,12 +10,12 @@ import types
 import huggingface_hub
 import pytest
 
-import models
-from configs.experiment import Setup
-from experiments import run
-from experiments.evaluation.examples import build, find_builders
-from experiments.tasks import BadRow, Task
-from experiments.tasks.own_data import read
+from kvjax import models
+from kvjax.configs.experiment import Setup
+from kvjax.experiments import run
+from kvjax.experiments.evaluation.examples import build, find_builders
+from kvjax.experiments.tasks import BadRow, Task
+from kvjax.experiments.tasks.own_data import read
 from tests.runs import one_layer, samples
 
 GOOD = {"context": "the code for ada is 7 3 . the code for milo is 5 1 .", "question": "what is the code for ada ?"}

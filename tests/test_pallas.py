@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_kernels
-from pallas_kernels import Columns, Softmax, api, attention, colstats, decode, flash, pooled_attention
-from pallas_kernels import blocks as bl
+from kvjax import pallas_kernels
+from kvjax.pallas_kernels import Columns, Softmax, api, attention, colstats, decode, flash, pooled_attention
+from kvjax.pallas_kernels import blocks as bl
 from tests import test_kernels, test_pooled
 from tests.references import attention as numpy_reference
 from tests.test_kernels import COLUMNS, OWN, TOLERANCE, compare, inputs
@@ -359,7 +359,7 @@ def test_statistics_have_no_silent_gradient():
 def test_what_no_kernel_serves_is_computed_elsewhere_and_said(caplog):
     noisy = Softmax(seed=test_kernels.SEED, noise="gaussian")
     columns = (Columns(summed=False, rows=3), Columns(softmax=noisy), Columns())
-    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+    with caplog.at_level(logging.INFO, logger="kvjax.pallas_kernels"):
         compare(inputs(T=20), columns, "interpret", TOLERANCE["float32"])
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == 2
@@ -371,7 +371,7 @@ def test_what_no_kernel_serves_is_computed_elsewhere_and_said(caplog):
 def test_64_bits_are_not_interpreted_and_it_is_said(caplog, T):
     arrays = inputs(T=T, cached=5, pads=0)
     expected = attention(*arrays, columns=FEW, implementation="xla")
-    with jax.enable_x64(True), caplog.at_level(logging.INFO, logger="pallas_kernels"):
+    with jax.enable_x64(True), caplog.at_level(logging.INFO, logger="kvjax.pallas_kernels"):
         found = jax.jit(lambda *x: attention(*x, columns=FEW, implementation="interpret"))(*arrays)
     assert "kernels are not interpreted under jax_enable_x64" in caplog.records[0].getMessage()
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -391,14 +391,14 @@ sys.meta_path.insert(0, Missing())
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pallas_kernels
-from pallas_kernels import Columns, attention, gpu, pooled_attention, pytree
+from kvjax import pallas_kernels
+from kvjax.pallas_kernels import Columns, attention, gpu, pooled_attention, pytree
 from tests.test_kernels import inputs
 said = []
 handler = logging.Handler()
 handler.emit = lambda record: said.append((record.by, record.getMessage()))
-logging.getLogger("pallas_kernels").addHandler(handler)
-logging.getLogger("pallas_kernels").setLevel(logging.INFO)
+logging.getLogger("kvjax.pallas_kernels").addHandler(handler)
+logging.getLogger("kvjax.pallas_kernels").setLevel(logging.INFO)
 same = lambda x, y, tolerance: [
     np.testing.assert_allclose(np.asarray(a, float), np.asarray(b, float), atol=tolerance)
     for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)

@@ -11,7 +11,7 @@ from jax._src.interpreters import mlir  # private: nothing public parses the ker
 from jax._src.lib import triton
 from jax._src.lib.mlir import ir
 
-from pallas_kernels import Columns, Softmax, api, attention, pooled_attention
+from kvjax.pallas_kernels import Columns, Softmax, api, attention, pooled_attention
 from tests.test_kernels import inputs
 
 pytestmark = pytest.mark.slow  # minutes of interpretation
@@ -236,7 +236,7 @@ def test_the_check_sees_what_it_looks_for():
     """Kernels with reduced precision, and with atomics, show them."""
     from jax.experimental import pallas as pl
 
-    from pallas_kernels import blocks as bl
+    from kvjax.pallas_kernels import blocks as bl
 
     def found(body):
         def kernel(x, y, o):

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import kvjax
-import models
-import pallas_kernels
+from kvjax import models, pallas_kernels
 from tests import helpers
 from tests.methods import CASES
 
@@ -98,7 +97,7 @@ def test_the_same_tokens_are_kept(wide, case, caplog):
     model, params = wide
     policy = case.make(BUDGET)
     logits, state = decoded(model, params, policy)
-    with caplog.at_level(logging.INFO, logger="pallas_kernels"), pallas_kernels.use("interpret"):
+    with caplog.at_level(logging.INFO, logger="kvjax.pallas_kernels"), pallas_kernels.use("interpret"):
         other_logits, other = decoded(model, params, policy)
     for a, b in zip(state.layers, other.layers, strict=True):
         assert helpers.live_positions(a) == helpers.live_positions(b)

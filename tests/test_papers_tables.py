@@ -6,11 +6,11 @@ import re
 import numpy as np
 import pytest
 
-import models
-from experiments.papers import FIGURES, tables
-from experiments.papers.tables import ENTRIES
-from experiments.papers.tables.base import MEAN, Row, number, read
-from experiments.papers.tables.catalogue import DATA, MODELS
+from kvjax import models
+from kvjax.experiments.papers import FIGURES, tables
+from kvjax.experiments.papers.tables import ENTRIES
+from kvjax.experiments.papers.tables.base import MEAN, Row, number, read
+from kvjax.experiments.papers.tables.catalogue import DATA, MODELS
 from tests.conftest import SHARED_DATA
 
 PAPERS = SHARED_DATA.parent / "papers"

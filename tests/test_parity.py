@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import kvjax
-import models
-from kvjax import methods
-from models.families import from_hugging_face
+from kvjax import methods, models
+from kvjax.models.families import from_hugging_face
 
 torch = pytest.importorskip("torch", reason="parity needs torch, which the test extra installs on Python 3.11")
 transformers = pytest.importorskip("transformers")
@@ -320,7 +319,7 @@ def test_a_damaged_tokenizer_is_named(tmp_path):
 
 
 def test_our_checkpoints_are_theirs(tmp_path, tiny):
-    """`models.save` writes what transformers reads."""
+    """`kvjax.models.save` writes what transformers reads."""
     model, params = tiny
     models.save(tmp_path, model, params)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()

@@ -9,15 +9,15 @@ import sys
 import numpy as np
 import pytest
 
-from experiments.bench import peer_environment, peer_measure, peer_rows, peers
-from experiments.bench.peer_measure import Measured
-from experiments.bench.peer_rows import GOALS, TOY, Job, Row
-from experiments.bench.peer_workers import JobError, Sides
+from kvjax.experiments.bench import peer_environment, peer_measure, peer_rows, peers
+from kvjax.experiments.bench.peer_measure import Measured
+from kvjax.experiments.bench.peer_rows import GOALS, TOY, Job, Row
+from kvjax.experiments.bench.peer_workers import JobError, Sides
 
 # A worker whose jobs are as quick as their `steps` say, in milliseconds, and fail or end the process by their name.
 WORKER = """
 import os, sys, time
-from experiments.bench.peer_protocol import Prepared, serve
+from kvjax.experiments.bench.peer_protocol import Prepared, serve
 def prepare(job):
     print("what a library says")
     if job["what"] == "fails":

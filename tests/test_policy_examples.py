@@ -10,10 +10,10 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.eviction import EvictMemory
+from kvjax.pallas_kernels import Columns, attention
 from kvjax.scoring.select import TopK
 from kvjax.scoring.stats import LayerStats, Moment
 from kvjax.sizes.budget import Ratio, Share, whole_tokens
-from pallas_kernels import Columns, attention
 from tests import helpers
 
 

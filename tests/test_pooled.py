@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Columns, Softmax, attention, pooled, pooled_attention
+from kvjax.pallas_kernels import Columns, Softmax, attention, pooled, pooled_attention
 from tests.references import attention as numpy_reference
 
 IMPLEMENTATIONS = ("xla", "reference")

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 import kvjax
-import models
-from kvjax import methods
+from kvjax import methods, models
 from kvjax.analysis.traces import trace
 from kvjax.cache.state import EMPTY
 from kvjax.drivers.steps import _with_room
-from models.gpt2 import GPT2Config
-from models.mpt import MPTConfig
+from kvjax.models.gpt2 import GPT2Config
+from kvjax.models.mpt import MPTConfig
 from tests import helpers
 from tests.methods import CASES, OF_ONE_LAYER
 

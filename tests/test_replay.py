@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 
 import kvjax
-import models
-from kvjax import methods
+from kvjax import methods, models
 from kvjax.drivers.attention import without_cache
 from kvjax.drivers.replay import read_again
+from kvjax.models import gpt2
 from kvjax.scoring import replayed
 from kvjax.scoring.replay import Replay
 from kvjax.scoring.replayed import ReplayedAttention
 from kvjax.scoring.stats import Measurement, Moment
-from models import gpt2
 from tests import helpers
 
 T, R, LENGTHS, READ = 24, 5, (24, 17), (5, 3)

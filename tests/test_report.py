@@ -8,8 +8,8 @@ import urllib.parse
 
 import pytest
 
-from experiments import report
-from experiments.evaluation.results import Results
+from kvjax.experiments import report
+from kvjax.experiments.evaluation.results import Results
 
 TASKS = ("single_needle", "key_value", "perplexity")
 

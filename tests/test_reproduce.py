@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import kvjax
-import models
-from experiments import reproduce
-from experiments.papers.tables import ENTRIES
-from experiments.reproduction import choice, harness, ledger, numbers, report, rows
-from experiments.reproduction.choice import Options
-from experiments.reproduction.engine import Engine, Sizes
-from experiments.reproduction.page import page
-from models.embedded import EMBEDDED
+from kvjax import models
+from kvjax.experiments import reproduce
+from kvjax.experiments.papers.tables import ENTRIES
+from kvjax.experiments.reproduction import choice, harness, ledger, numbers, report, rows
+from kvjax.experiments.reproduction.choice import Options
+from kvjax.experiments.reproduction.engine import Engine, Sizes
+from kvjax.experiments.reproduction.page import page
+from kvjax.models.embedded import EMBEDDED
 from tests.runs import one_layer
 
 MISTRAL = types.SimpleNamespace(num_layers=32, embed_dim=4096, num_kv_heads=8, max_position=32768, vocab_size=32000)
@@ -134,7 +134,7 @@ def test_tasks_of_lm_eval_are_told_apart_by_their_shots_and_one_that_fails_stops
         return [1.0, 0.0, 1.0, float(shots == 5)]
 
     monkeypatch.setattr(choice, "has_lm_eval", lambda: True)
-    monkeypatch.setattr("experiments.reproduction.run.harness.accuracies", accuracies)
+    monkeypatch.setattr("kvjax.experiments.reproduction.run.harness.accuracies", accuracies)
     found, _ = run("keyformer/table2", "--methods", "keyformer")
     by_column = {n["column"]: n for n in found["numbers"] if n["method"] == "keyformer"}
     assert (by_column["COPA 0-shot"]["ours"], by_column["COPA 5-shot"]["ours"]) == (50.0, 75.0)

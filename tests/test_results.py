@@ -12,11 +12,11 @@ import sys
 import jax
 import pytest
 
-import configs
-from experiments import compare, run
-from experiments.evaluation import results, reuse
-from experiments.evaluation.results import Results
-from models.embedded import EMBEDDED
+from kvjax import configs
+from kvjax.experiments import compare, run
+from kvjax.experiments.evaluation import results, reuse
+from kvjax.experiments.evaluation.results import Results
+from kvjax.models.embedded import EMBEDDED
 from tests.runs import SHORT, Made, contents, interrupt, samples
 
 
@@ -202,7 +202,7 @@ def test_results_leave_the_model_and_the_config_what_and_where_they_are(made, tm
 MINE = """
 import dataclasses
 import kvjax
-from configs.experiment import Common, Experiment, Setup, sweep
+from kvjax.configs.experiment import Common, Experiment, Setup, sweep
 from kvjax.scoring.scores import Score
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +242,7 @@ def test_results_of_code_that_a_repr_does_not_show_do_not_mix(made, tmp_path, ki
 READS = """
 import helper
 import kvjax
-from configs.experiment import Common, Experiment, Setup, sweep
+from kvjax.configs.experiment import Common, Experiment, Setup, sweep
 
 SCALE = helper.SCALE
 

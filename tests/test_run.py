@@ -14,14 +14,13 @@ import time
 import numpy as np
 import pytest
 
-import configs
 import kvjax
-from configs.experiment import Experiment, Setup
-from experiments import compare, run
-from experiments.evaluation import report
-from experiments.evaluation.evaluate import Evaluator
-from experiments.tasks import TASKS
-from kvjax import methods
+from kvjax import configs, methods
+from kvjax.configs.experiment import Experiment, Setup
+from kvjax.experiments import compare, run
+from kvjax.experiments.evaluation import report
+from kvjax.experiments.evaluation.evaluate import Evaluator
+from kvjax.experiments.tasks import TASKS
 from tests.runs import ROOT, Made, one_layer, samples, small, without_times
 
 
@@ -299,7 +298,7 @@ def test_errors_end_with_one_line(argv, message, tmp_path, monkeypatch):
         ("def get_config(): raise ValueError('no')\n", "mine.py, line 1: no"),
         ("def get_config(x: 'Nope' = 3): pass\n", "mine.py: the types of get_config's options .*'Nope' is not defined"),
         (
-            "from configs.experiment import Setup\nget_config = lambda: Setup('x', 3)\n",
+            "from kvjax.configs.experiment import Setup\nget_config = lambda: Setup('x', 3)\n",
             r"mine.py, line 2: tasks=3 is not of",
         ),
         ("import no_such_module\n", "mine.py, line 1: ModuleNotFoundError: No module named 'no_such_module'"),
@@ -375,7 +374,7 @@ def test_a_config_of_ones_own(tmp_path, monkeypatch):
         "from __future__ import annotations\n"
         "import dataclasses\n"
         "import kvjax\n"
-        "from configs.experiment import Common, Experiment, Setup, sweep\n\n\n"
+        "from kvjax.configs.experiment import Common, Experiment, Setup, sweep\n\n\n"
         "@dataclasses.dataclass\n"
         "class Mine:\n"
         "    x: int = 3\n\n\n"
@@ -499,7 +498,7 @@ def make(budget):
     return kvjax.methods.snapkv(budget, window_size=WINDOW)
 
 def task(task, index):
-    from experiments.tasks import Example, Question
+    from kvjax.experiments.tasks import Example, Question
     said = task.ids("the code for ada is 7 3 .".split())
     asked = [Question(task.ids(["what"]), references=("7",), max_new_tokens=n) for n in (2, 3)]
     return Example("", -1, task.bos + said * (index + 1), tuple(asked))

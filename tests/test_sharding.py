@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import kvjax
-from experiments import run
+from kvjax.experiments import run
 from tests.runs import ROOT
 
 

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 import kvjax
-import models
-from kvjax import methods
+from kvjax import methods, models
 from kvjax.cache.state import evict, ranks
+from kvjax.models.gemma import GemmaConfig
+from kvjax.models.rope import Rope
 from kvjax.scoring.select import TopK
-from models.gemma import GemmaConfig
-from models.rope import Rope
 
 STEPS = 40
 SIZES = {"vocab_size": 61, "embed_dim": 16, "mlp_dim": 24, "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 8}

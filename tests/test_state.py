@@ -10,8 +10,8 @@ import pytest
 import kvjax
 from kvjax.cache.pool import to_pool
 from kvjax.cache.state import Chosen, PerHead, append, compact, evict, insert, map_slots, position_order, ranks
-from pallas_kernels import Columns
-from pallas_kernels.pytree import described
+from kvjax.pallas_kernels import Columns
+from kvjax.pallas_kernels.pytree import described
 from tests import helpers
 
 B, K, H = 2, 3, 4

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.evaluation import statistics
-from experiments.evaluation.statistics import Comparison, adjusted, compare, compare_perplexity, interval
+from kvjax.experiments.evaluation import statistics
+from kvjax.experiments.evaluation.statistics import Comparison, adjusted, compare, compare_perplexity, interval
 
 RUNS = 200  # the standard error of a coverage of 95 % is 1.5 %
 

@@ -1,5 +1,5 @@
-from experiments.evaluation import report
-from experiments.evaluation.summary import TIMED, summarise
+from kvjax.experiments.evaluation import report
+from kvjax.experiments.evaluation.summary import TIMED, summarise
 
 
 def test_bad_rows_are_counted():

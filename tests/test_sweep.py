@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from experiments import compare, sweep
-from experiments.evaluation.compiled import OPTION
-from experiments.evaluation.scheduling import Job, devices, local, on_ray, places, submitted
+from kvjax.experiments import compare, sweep
+from kvjax.experiments.evaluation.compiled import OPTION
+from kvjax.experiments.evaluation.scheduling import Job, devices, local, on_ray, places, submitted
 from tests.runs import one_layer
 
 SHARED = ["--", "--examples", "4", "--tasks", "key_value", "needle"]

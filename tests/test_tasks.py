@@ -10,14 +10,14 @@ import uuid
 import numpy as np
 import pytest
 
-from experiments import corpus, tasks
-from experiments.tasks import Task, ruler_words
-from experiments.tasks.dialogue import dialogue
-from experiments.tasks.multi_turn import multi_turn, multi_turn_key_value
-from experiments.tasks.needle import CITIES, DEPTHS, LENGTHS, SANDWICH, needle, needle_number
-from experiments.tasks.reconstruction import reconstruction
-from experiments.tasks.ruler import COMMON, cwe, fwe, vt
-from experiments.tasks.ruler_needles import (
+from kvjax.experiments import corpus, tasks
+from kvjax.experiments.tasks import Task, ruler_words
+from kvjax.experiments.tasks.dialogue import dialogue
+from kvjax.experiments.tasks.multi_turn import multi_turn, multi_turn_key_value
+from kvjax.experiments.tasks.needle import CITIES, DEPTHS, LENGTHS, SANDWICH, needle, needle_number
+from kvjax.experiments.tasks.reconstruction import reconstruction
+from kvjax.experiments.tasks.ruler import COMMON, cwe, fwe, vt
+from kvjax.experiments.tasks.ruler_needles import (
     niah_multikey_1,
     niah_multikey_2,
     niah_multikey_3,
@@ -27,10 +27,10 @@ from experiments.tasks.ruler_needles import (
     niah_single_2,
     niah_single_3,
 )
-from experiments.tasks.ruler_qa import qa_1, qa_2
-from experiments.tasks.summarise import summarise
-from experiments.tasks.text import cut_middle, grid, most_that_fit, sentences
-from experiments.tasks.text_perplexity import evicted_perplexity, sliding_perplexity, streaming_perplexity
+from kvjax.experiments.tasks.ruler_qa import qa_1, qa_2
+from kvjax.experiments.tasks.summarise import summarise
+from kvjax.experiments.tasks.text import cut_middle, grid, most_that_fit, sentences
+from kvjax.experiments.tasks.text_perplexity import evicted_perplexity, sliding_perplexity, streaming_perplexity
 
 LENGTH = 1500
 RULER = (

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 import transformers
 
-import models
+from kvjax import models
 from kvjax.drivers.text import TextPieces
 
 WORDS = ["<unk>", "<s>", "</s>", "[user]", "[bot]", "the", "goat", "crossed", "lake"]

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import tokenizers
 
-import models
-from experiments import train_varied
-from experiments.training import loop
-from experiments.training.documents import Documents, Sizes
-from experiments.training.loop import ANSWER, FIRST, LANGUAGE
+from kvjax import models
 from kvjax.drivers.attention import without_cache
-from models import LanguageModel, ModelConfig
-from models.embedded import VARIED
+from kvjax.experiments import train_varied
+from kvjax.experiments.training import loop
+from kvjax.experiments.training.documents import Documents, Sizes
+from kvjax.experiments.training.loop import ANSWER, FIRST, LANGUAGE
+from kvjax.models import LanguageModel, ModelConfig
+from kvjax.models.embedded import VARIED
 
 TEXT = "\n\n".join(f"The {n} speaks of gold and of winter, part {i}." for i in range(60) for n in ("king", "fool"))
 

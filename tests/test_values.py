@@ -16,13 +16,13 @@ from kvjax.algebra import Chain
 from kvjax.cache.context import row_keys
 from kvjax.learning import families, relax
 from kvjax.methods import profiling as fastgen
+from kvjax.pallas_kernels import Columns, Softmax, attention, hash_uniform, pooled_attention, recovered_attention
+from kvjax.pallas_kernels.values import Value, complete_repr
 from kvjax.scoring import key_scores, measurements, scores, select
 from kvjax.scoring.learned import FrozenArrays
 from kvjax.scoring.predicted import HiddenHeads
 from kvjax.sizes import allocation
 from kvjax.sizes.budget import Above, AtMost, Ratio, Share, Sum, Tokens
-from pallas_kernels import Columns, Softmax, attention, hash_uniform, pooled_attention, recovered_attention
-from pallas_kernels.values import Value, complete_repr
 from tests import helpers
 from tests.methods import CASES, OF_ONE_LAYER
 

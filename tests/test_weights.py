@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 import kvjax
-import models
-from models import families, weights
+from kvjax import models
+from kvjax.models import families, weights
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 5}
 

@@ -11,8 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import kvjax
-import models
-from kvjax import methods
+from kvjax import methods, models
 
 index, port = map(int, sys.argv[1:])
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=index)

@@ -45,9 +45,9 @@ import numpy as np
 import torch
 from transformers.models.llama import modeling_llama
 
-from experiments.bench import peer_tensors
-from experiments.bench.peer_layers import Layers, record, signs, slots_of, write
-from experiments.bench.peer_tensors import KV_HEADS, QUERY_HEADS
+from . import peer_tensors
+from .peer_layers import Layers, record, signs, slots_of, write
+from .peer_tensors import KV_HEADS, QUERY_HEADS
 
 GROUPS = QUERY_HEADS // KV_HEADS
 REPOSITORIES = {

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-import models
-from kvjax import methods
+from kvjax import methods, models
 from kvjax.drivers import generation
 
 DEPTHS = 4, 32

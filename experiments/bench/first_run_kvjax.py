@@ -1,6 +1,6 @@
 """What a user's first run is, with kvjax.
 
-python -m experiments.bench.first_run_kvjax CHECKPOINT LENGTH TOKENS
+python -m kvjax.experiments.bench.first_run_kvjax CHECKPOINT LENGTH TOKENS
 """
 
 import sys
@@ -8,7 +8,7 @@ import sys
 import numpy as np
 
 import kvjax
-import models
+from kvjax import models
 
 checkpoint, length, new = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 model, params = models.load(checkpoint)

@@ -1,6 +1,6 @@
 """What it takes to come from a checkpoint to a model that runs: time and memory, beside transformers.
 
-    python -m experiments.bench.loading --gigabytes 2
+    python -m kvjax.experiments.bench.loading --gigabytes 2
 
 A Llama of random numbers is written once for each dtype. Each library loads it in processes of its own, in turns. Time
 is the least of the rounds, from the call until the parameters can be used, and until each has been read once: after
@@ -25,11 +25,11 @@ import numpy as np
 import transformers
 import tyro
 
-import models
-from configs.experiment import check_finite, check_whole
-from experiments.bench.compiling import DEPTHS, compile_times, sweep_programs
-from experiments.bench.process import apart, held
-from experiments.evaluation.results import check_output, device_info, plain_errors, write_json
+from kvjax import models
+from kvjax.configs.experiment import check_finite, check_whole
+from kvjax.experiments.bench.compiling import DEPTHS, compile_times, sweep_programs
+from kvjax.experiments.bench.process import apart, held
+from kvjax.experiments.evaluation.results import check_output, device_info, plain_errors, write_json
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -110,7 +110,7 @@ def measure(library: str, path: pathlib.Path, dtype: str) -> dict[str, float]:
     Raises:
       RuntimeError: it failed.
     """
-    return apart("experiments.bench.loading", "load", library, str(path), dtype)
+    return apart("kvjax.experiments.bench.loading", "load", library, str(path), dtype)
 
 
 def bench(

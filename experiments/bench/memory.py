@@ -1,7 +1,7 @@
 """Bytes of a run, as `plan.memory()` predicts them, as XLA plans them, and as a process holds them at its peak.
 
-    python -m experiments.bench.memory
-    python -m experiments.bench.memory --only h2o "ada_snapkv, dense" --lengths 4096
+    python -m kvjax.experiments.bench.memory
+    python -m kvjax.experiments.bench.memory --only h2o "ada_snapkv, dense" --lengths 4096
 
 Every row is a process of its own: a Llama of random numbers (4 layers of 256, 8 query heads and 2 kv heads of 32)
 reads a prompt under a method with a budget of 512 tokens, and decodes. Numbers are beyond parameters and prompt. The
@@ -24,10 +24,10 @@ import numpy as np
 import tyro
 
 import kvjax
-import models
-from configs.experiment import check_whole
-from experiments.bench.process import apart, forget_peak, held, stored_rows
-from experiments.evaluation.results import (
+from kvjax import methods, models
+from kvjax.configs.experiment import check_whole
+from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
+from kvjax.experiments.evaluation.results import (
     check_options,
     device_info,
     locked,
@@ -35,7 +35,6 @@ from experiments.evaluation.results import (
     write_bytes,
     write_json,
 )
-from kvjax import methods
 from kvjax.memory import shown
 
 _LAYERS, _NEW, _BUDGET = 4, 64, 512
@@ -190,7 +189,9 @@ def bench(
                 continue
             name, _, length = key.rpartition("@")
             print(f"{name}, {int(length):,} tokens", file=sys.stderr)
-            rows[key] = apart("experiments.bench.memory", "measure", name, int(length), MALLOC_MMAP_THRESHOLD_="131072")
+            rows[key] = apart(
+                "kvjax.experiments.bench.memory", "measure", name, int(length), MALLOC_MMAP_THRESHOLD_="131072"
+            )
             rows = {k: rows[k] for k in known if k in rows}
             write_json(output / "memory.json", {"setup": setup, "rows": rows})
             write_bytes(output / "memory.md", table(rows).encode())

@@ -39,9 +39,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.bench import peer_layers, peer_tensors
-from experiments.bench.peer_layers import record, signs, slots_of, write
-from experiments.bench.peer_tensors import KV_HEADS
+from . import peer_layers, peer_tensors
+from .peer_layers import record, signs, slots_of, write
+from .peer_tensors import KV_HEADS
 
 kvpress = importlib.import_module("kvpress")
 SIZES = ((97, 8, 0.3), (130, 8, 0.3), (48, 8, 0.75), (130, 8, 0.75))

@@ -11,9 +11,9 @@ import sys
 import tomllib
 from collections.abc import Sequence
 
-from experiments.evaluation.results import write_json
+from kvjax.experiments.evaluation.results import write_json
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 _PRESSES = "kvpress==0.5.5"
 _STAMP = "kvjax_peers.json"
 

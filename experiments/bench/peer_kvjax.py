@@ -1,8 +1,8 @@
 """kvjax's worker of `experiments/bench/peers.py`.
 
-    python -m experiments.bench.peer_kvjax CHECKPOINT
+    python -m kvjax.experiments.bench.peer_kvjax CHECKPOINT
 
-It answers requests from standard input (`experiments.bench.peer_protocol`).
+It answers requests from standard input (`kvjax.experiments.bench.peer_protocol`).
 """
 
 import dataclasses
@@ -17,11 +17,10 @@ import numpy as np
 from jax import lax
 
 import kvjax
-import models
-from experiments.bench.peer_protocol import Prepared, serve
-from experiments.evaluation.evaluate import peak_bytes
-from experiments.evaluation.results import device_info
-from kvjax import methods
+from kvjax import methods, models
+from kvjax.experiments.bench.peer_protocol import Prepared, serve
+from kvjax.experiments.evaluation.evaluate import peak_bytes
+from kvjax.experiments.evaluation.results import device_info
 
 
 def make_policy(name: str, budget: float) -> kvjax.Policy:
@@ -57,7 +56,7 @@ class Jobs:
         self._model, self._params = models.load(checkpoint)
 
     def __call__(self, job: dict[str, Any]) -> Prepared:
-        """A job, the fields of `experiments.bench.peer_rows.Job`, compiled and run once.
+        """A job, the fields of `kvjax.experiments.bench.peer_rows.Job`, compiled and run once.
 
         Raises:
           ValueError: a kind that this worker does not know.

@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from experiments.bench import peer_tensors
-from experiments.bench.peer_tensors import KV_HEADS, QUERY_HEADS, THETA
+from . import peer_tensors
+from .peer_tensors import KV_HEADS, QUERY_HEADS, THETA
 
 NOISE, TRIES = 1e-5, 40
 

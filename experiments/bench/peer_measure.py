@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.bench.peer_rows import Job, Row
-from experiments.bench.peer_workers import SIDES, JobError, Sides, WorkerDied
+from kvjax.experiments.bench.peer_rows import Job, Row
+from kvjax.experiments.bench.peer_workers import SIDES, JobError, Sides, WorkerDied
 
 
 @dataclasses.dataclass

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from experiments.bench.process import forget_peak, held
+from .process import forget_peak, held
 
 
 class Prepared(NamedTuple):

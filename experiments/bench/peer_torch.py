@@ -3,7 +3,7 @@
     python -m experiments.bench.peer_torch CHECKPOINT THREADS
 
 It runs in the peers' environment, which has no kvjax, and answers requests from standard input
-(`experiments.bench.peer_protocol`). kvpress is imported where a press is asked for.
+(`kvjax.experiments.bench.peer_protocol`). kvpress is imported where a press is asked for.
 
 Decoding is the loop of kvpress's own pipeline: one forward pass and one argmax a token, without `generate`, whose
 preparations of each step would be timed with it.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
-from experiments.bench.peer_protocol import Prepared, serve
+from .peer_protocol import Prepared, serve
 
 _PACKAGES = "torch", "transformers", "kvpress", "numpy"
 
@@ -47,7 +47,7 @@ class Jobs:
         self._model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
     def __call__(self, job: dict[str, Any]) -> Prepared:
-        """A job, the fields of `experiments.bench.peer_rows.Job`, run once.
+        """A job, the fields of `kvjax.experiments.bench.peer_rows.Job`, run once.
 
         Raises:
           ValueError: a kind that this worker does not know.

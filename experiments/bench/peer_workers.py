@@ -13,10 +13,15 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from experiments.bench.peer_environment import ROOT
-from experiments.bench.peer_rows import Job, Side
+from kvjax.experiments.bench.peer_environment import ROOT
+from kvjax.experiments.bench.peer_rows import Job, Side
 
 SIDES: tuple[Side, ...] = ("kvjax", "peer")
+# The peers' environment has no kvjax, whose folder `experiments` it finds where it is started.
+_FIRST_RUNS: dict[Side, str] = {
+    "kvjax": "kvjax.experiments.bench.first_run_kvjax",
+    "peer": "experiments.bench.first_run_torch",
+}
 
 
 class JobError(Exception):
@@ -44,7 +49,7 @@ class Worker:
             self._process = subprocess.Popen(command, env=environment, process_group=0, text=True, cwd=ROOT, **pipes)
 
     def ask(self, do: str, job: Job | None = None) -> dict[str, Any]:
-        """The answer to a request (`experiments.bench.peer_protocol.serve`).
+        """The answer to a request (`kvjax.experiments.bench.peer_protocol.serve`).
 
         Raises:
           JobError: the job failed.
@@ -148,7 +153,7 @@ class Sides:
         threads = str(len(cores))
         modules = {"kvjax": [sys.executable, "-m"], "peer": [str(python), "-m"]}
         self._commands = commands or {
-            "kvjax": [*modules["kvjax"], "experiments.bench.peer_kvjax", str(checkpoint)],
+            "kvjax": [*modules["kvjax"], "kvjax.experiments.bench.peer_kvjax", str(checkpoint)],
             "peer": [*modules["peer"], "experiments.bench.peer_torch", str(checkpoint), threads],
         }
         self._cores = cores
@@ -156,12 +161,12 @@ class Sides:
         self._environments = _environments(len(cores))
         self._first = {
             side: FirstRuns(
-                [*modules[side], f"experiments.bench.first_run_{name}", str(checkpoint)],
+                [*modules[side], module, str(checkpoint)],
                 cores,
                 self._environments[side],
                 folder,
             )
-            for side, name in (("kvjax", "kvjax"), ("peer", "torch"))
+            for side, module in _FIRST_RUNS.items()
         }
 
     def __enter__(self) -> "Sides":

@@ -1,7 +1,7 @@
 """kvjax beside transformers and kvpress: prefill, decoding, memory, streams and a first run, each with its goal.
 
-    python -m experiments.bench.peers
-    python -m experiments.bench.peers --only prefill/8k decode --threads 1
+    python -m kvjax.experiments.bench.peers
+    python -m kvjax.experiments.bench.peers --only prefill/8k decode --threads 1
 
 Both run the same random checkpoint in processes of their own, on the same cores, and are asked in turns: in every round
 each job runs once on either side; then each side runs alone while the other is stopped. The peers have an environment
@@ -24,14 +24,14 @@ from typing import Any
 import jax
 import tyro
 
-import models
-from configs.experiment import check_whole
-from experiments.bench.peer_environment import ROOT, check_interpreter, default_directory, make_environment
-from experiments.bench.peer_measure import measure, outcome, together
-from experiments.bench.peer_report import draw, markdown, number
-from experiments.bench.peer_rows import FULL, QUICK, TOY, Row, Sizes, choose, make_rows
-from experiments.bench.peer_workers import SIDES, JobError, Sides
-from experiments.evaluation.results import (
+from kvjax import models
+from kvjax.configs.experiment import check_whole
+from kvjax.experiments.bench.peer_environment import ROOT, check_interpreter, default_directory, make_environment
+from kvjax.experiments.bench.peer_measure import measure, outcome, together
+from kvjax.experiments.bench.peer_report import draw, markdown, number
+from kvjax.experiments.bench.peer_rows import FULL, QUICK, TOY, Row, Sizes, choose, make_rows
+from kvjax.experiments.bench.peer_workers import SIDES, JobError, Sides
+from kvjax.experiments.evaluation.results import (
     check_options,
     check_values,
     locked,
@@ -40,7 +40,7 @@ from experiments.evaluation.results import (
     write_figure,
     write_json,
 )
-from experiments.evaluation.results import environment as surroundings
+from kvjax.experiments.evaluation.results import environment as surroundings
 
 MODEL = {
     "vocab_size": 512,

@@ -1,7 +1,7 @@
 """Reading without end: time a token and memory after 10,000, 100,000 and 1,000,000 tokens.
 
-    python -m experiments.bench.stream
-    python -m experiments.bench.stream --only h2o tova --tokens 100000
+    python -m kvjax.experiments.bench.stream
+    python -m kvjax.experiments.bench.stream --only h2o tova --tokens 100000
 
 Every method reads random tokens in a process of its own, 256 in a call (`kvjax.read`), with a Llama of random numbers
 (2 layers of 64, 4 query heads and 2 kv heads of 16) under a budget of 512 tokens. Windows of 10,240 tokens have their
@@ -27,10 +27,11 @@ import tyro
 from matplotlib.figure import Figure
 
 import kvjax
-import models
-from configs.experiment import check_whole
-from experiments.bench.process import apart, forget_peak, held, stored_rows
-from experiments.evaluation.results import (
+from kvjax import methods, models
+from kvjax.configs.experiment import check_whole
+from kvjax.drivers import endless
+from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
+from kvjax.experiments.evaluation.results import (
     check_options,
     device_info,
     locked,
@@ -39,8 +40,6 @@ from experiments.evaluation.results import (
     write_figure,
     write_json,
 )
-from kvjax import methods
-from kvjax.drivers import endless
 from kvjax.memory import shown
 
 METHODS = ("streaming_llm", "h2o", "tova", "roco", "keyformer", "random")
@@ -170,7 +169,7 @@ def bench(
                 continue
             print(f"{name}, {tokens:,} tokens", file=sys.stderr)
             windows = str(output / f"{name}.jsonl")
-            rows[name] = apart("experiments.bench.stream", "measure", name, tokens, rounds, windows)
+            rows[name] = apart("kvjax.experiments.bench.stream", "measure", name, tokens, rounds, windows)
             rows = {k: rows[k] for k in METHODS if k in rows}
             write_json(path, {"setup": setup, "rows": rows})
             write_bytes(output / "stream.md", table(rows).encode())

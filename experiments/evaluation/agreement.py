@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from experiments.evaluation import metrics
-from experiments.evaluation.statistics import interval
+from kvjax.experiments.evaluation import metrics
+from kvjax.experiments.evaluation.statistics import interval
 
 Line = Mapping[str, Any]
 

@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from experiments.tasks import Example, Protocol, Tokens
 from kvjax.drivers.buckets import bucket
+from kvjax.experiments.tasks import Example, Protocol, Tokens
 
 LEAST: Final = 64
 """Tokens that are planned after a prompt at least."""

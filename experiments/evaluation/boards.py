@@ -10,10 +10,10 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from configs.experiment import Setup
-from experiments.evaluation.provenance import definition
-from experiments.evaluation.results import resumptions
-from experiments.tasks import TASKS
+from kvjax.configs.experiment import Setup
+from kvjax.experiments.evaluation.provenance import definition
+from kvjax.experiments.evaluation.results import resumptions
+from kvjax.experiments.tasks import TASKS
 
 FILE = "leaderboard.json"
 # What a setup holds that no number depends on, or that tasks and policies are told apart by.

@@ -16,14 +16,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 import kvjax
-from experiments.evaluation.batches import Bucket, Row
-from experiments.evaluation.searching import Search, check_beams
-from experiments.tasks import Example
 from kvjax.cache.mesh import agreed
 from kvjax.drivers.generation import Model, check_block, check_request
+from kvjax.experiments.evaluation.batches import Bucket, Row
+from kvjax.experiments.evaluation.searching import Search, check_beams
+from kvjax.experiments.tasks import Example
+from kvjax.models import pad_left
+from kvjax.pallas_kernels.pytree import pytree
 from kvjax.sharding import check_split, on_rows, rows_of, shard_params
-from models import pad_left
-from pallas_kernels.pytree import pytree
 
 _LOOKED_AT: Final = 16  # tokens that are generated before answers are searched for stop strings
 

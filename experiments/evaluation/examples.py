@@ -8,14 +8,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from configs.experiment import Setup
-from experiments import tasks
-from experiments.evaluation import metrics
-from experiments.evaluation.batches import Row, rows_of
-from experiments.evaluation.provenance import definition
-from experiments.tasks import BadRow, Builder, Example, Task
-from experiments.tasks.own_data import Rows, read
+from kvjax.configs.experiment import Setup
 from kvjax.drivers.text import check_whole_text
+from kvjax.experiments import tasks
+from kvjax.experiments.evaluation import metrics
+from kvjax.experiments.evaluation.batches import Row, rows_of
+from kvjax.experiments.evaluation.provenance import definition
+from kvjax.experiments.tasks import BadRow, Builder, Example, Task
+from kvjax.experiments.tasks.own_data import Rows, read
 
 EXAMPLES = 48
 """Examples of a task that has any number, where the setup does not say."""

@@ -39,7 +39,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from configs import loading
+from kvjax.configs import loading
 
 Function = Callable[[str, Sequence[str]], float]
 

@@ -5,14 +5,14 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, Final
 
-import configs
 import kvjax
-from configs.experiment import BASELINES, COMPACT, Budget, Experiment, Setup, label
+from kvjax import configs
 from kvjax.algebra import each_rule
+from kvjax.configs.experiment import BASELINES, COMPACT, Budget, Experiment, Setup, label
 from kvjax.eviction import Evict
 from kvjax.methods.think import PruneChannels
+from kvjax.models.sources import locate
 from kvjax.policy import Policy, Rule
-from models.sources import locate
 
 FULL: Final = "full", "1.0"
 """The method and budget label of the full cache."""
@@ -22,7 +22,7 @@ def with_baselines(experiment: Experiment) -> Experiment:
     """The experiment with its baselines, by default those that its model can run, and their budget.
 
     Raises:
-      ValueError: a model that `models.load` would not find.
+      ValueError: a model that `kvjax.models.load` would not find.
     """
     setup = dataclasses.replace(experiment.setup, baseline_budget=experiment.baseline_budget)
     experiment = dataclasses.replace(experiment, setup=setup)
@@ -32,7 +32,7 @@ def with_baselines(experiment: Experiment) -> Experiment:
     if chosen != BASELINES:
         left = ", ".join(b for b in BASELINES if b not in chosen)
         print(f"baselines: {', '.join(chosen)}; without {left}, which --compress {setup.compress} is not for")
-    from models.weights import read_config  # imports Flax, which takes longer than --help should
+    from kvjax.models.weights import read_config  # imports Flax, which takes longer than --help should
 
     if read_config(locate(setup.source, weights=False)).learned_positions:
         chosen = tuple(b for b in chosen if b not in COMPACT)

@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 
+import kvjax
 from kvjax.functions import definition as definition
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint", "transformers", "kvjax")
-_OURS = ("kvjax", "pallas_kernels", "models", "configs", "experiments")
-_ROOT = pathlib.Path(__file__).parents[2]
+_SOURCES = pathlib.Path(kvjax.__file__).parent
 _SWITCHES = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
 
 
@@ -49,8 +49,9 @@ def environment(command: list[str]) -> dict[str, Any]:
 
 def _code() -> str:
     """A digest of the project's own sources."""
-    files = sorted(f for p in _OURS for f in (_ROOT / p).rglob("*.py"))
-    return _digest(*(x for f in files for x in (str(f.relative_to(_ROOT)).encode(), f.read_bytes())))
+    folders = os.walk(_SOURCES, followlinks=True)  # in a checkout some of them lie beside the package
+    files = sorted(pathlib.Path(folder, f) for folder, _, found in folders for f in found if f.endswith(".py"))
+    return _digest(*(x for f in files for x in (str(f.relative_to(_SOURCES)).encode(), f.read_bytes())))
 
 
 def _digest(*parts: bytes) -> str:
@@ -68,8 +69,10 @@ def _version(package: str) -> str | None:
 
 
 def _git(*args: str) -> str | None:
+    if not (_SOURCES.parent / "pyproject.toml").is_file():
+        return None  # installed: a repository around it would be another one
     try:
-        done = subprocess.run(["git", *args], cwd=_ROOT, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(["git", *args], cwd=_SOURCES, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None  # not a checkout, or no git: the manifest says null
     return done.stdout.strip()

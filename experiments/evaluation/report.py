@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments.evaluation.agreement import ALIKE
-from experiments.evaluation.results import read_config, seal, write_bytes, write_figure, write_json
-from experiments.evaluation.summary import TIMES as TIMES
-from experiments.evaluation.summary import summarise as summarise
-from experiments.tasks import NEEDLES
 from kvjax.analysis import Interval
+from kvjax.experiments.evaluation.agreement import ALIKE
+from kvjax.experiments.evaluation.results import read_config, seal, write_bytes, write_figure, write_json
+from kvjax.experiments.evaluation.summary import TIMES as TIMES
+from kvjax.experiments.evaluation.summary import summarise as summarise
+from kvjax.experiments.tasks import NEEDLES
 
 # --- tables ---
 

@@ -16,8 +16,8 @@ from typing import IO, Any
 
 import jax
 
-from experiments.evaluation.provenance import device_info as device_info
-from experiments.evaluation.provenance import environment as environment
+from kvjax.experiments.evaluation.provenance import device_info as device_info
+from kvjax.experiments.evaluation.provenance import environment as environment
 
 Key = tuple[str, str, str, int]
 

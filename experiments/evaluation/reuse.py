@@ -5,9 +5,9 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any, Final
 
-from experiments.evaluation import report
-from experiments.evaluation.policies import FULL
-from experiments.evaluation.results import (
+from kvjax.experiments.evaluation import report
+from kvjax.experiments.evaluation.policies import FULL
+from kvjax.experiments.evaluation.results import (
     Results,
     environment,
     planned_keys,

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from experiments.evaluation import report
-from experiments.evaluation.batches import Bucket, Row
-from experiments.evaluation.evaluate import Evaluator, Outcome
-from experiments.evaluation.results import Results
-from experiments.tasks import Example
+from kvjax.experiments.evaluation import report
+from kvjax.experiments.evaluation.batches import Bucket, Row
+from kvjax.experiments.evaluation.evaluate import Evaluator, Outcome
+from kvjax.experiments.evaluation.results import Results
+from kvjax.experiments.tasks import Example
 
 
 def run_missing(

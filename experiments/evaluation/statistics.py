@@ -17,7 +17,7 @@ import scipy  # its parts are imported when they are first used
 
 from kvjax import analysis
 from kvjax.analysis import Interval
-from pallas_kernels.values import checked, number
+from kvjax.pallas_kernels.values import checked, number
 
 FEW: Final = 20
 """Below so many independent rows the bootstrap covers too rarely: 74 % for 95 % with 3 rows, 89 % with 12."""

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.evaluation import statistics
-from experiments.evaluation.agreement import ALIKE, agreement, means
-from experiments.tasks import RETRIEVAL
+from kvjax.experiments.evaluation import statistics
+from kvjax.experiments.evaluation.agreement import ALIKE, agreement, means
+from kvjax.experiments.tasks import RETRIEVAL
 
 Sample = dict[str, Any]
 Run = tuple[str, str]

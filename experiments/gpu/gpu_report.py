@@ -166,7 +166,7 @@ def recorded() -> Iterator[list[str]]:
             if by is not None and by not in found:
                 found.append(by)
 
-    log, handler = logging.getLogger("pallas_kernels"), Recorder()
+    log, handler = logging.getLogger("kvjax.pallas_kernels"), Recorder()
     level, propagate = log.level, log.propagate
     log.addHandler(handler)
     log.setLevel(logging.DEBUG)

@@ -1,6 +1,6 @@
 """The command line of lm-eval, where `--model kvjax` exists.
 
-python -m experiments.harness --model kvjax --model_args pretrained=DIR,policy=snapkv,budget=0.2 --tasks longbench
+python -m kvjax.experiments.harness --model kvjax --model_args pretrained=DIR,policy=snapkv,budget=0.2 --tasks longbench
 
 lm-eval's own command, `lm_eval`, knows no models of other packages.
 """
@@ -8,15 +8,15 @@ lm-eval's own command, `lm_eval`, knows no models of other packages.
 import importlib
 import sys
 
-from experiments.evaluation.compiled import keep_compiled
-from experiments.evaluation.results import Interrupted, plain_errors
-from experiments.harness import lm_eval_module
+from kvjax.experiments.evaluation.compiled import keep_compiled
+from kvjax.experiments.evaluation.results import Interrupted, plain_errors
+from kvjax.experiments.harness import lm_eval_module
 
 if __name__ == "__main__":
     with plain_errors():
         sys.argv[1:] = keep_compiled(sys.argv[1:])
         command = lm_eval_module("__main__")
-        importlib.import_module("experiments.harness.language_model")  # registers the model
+        importlib.import_module("kvjax.experiments.harness.language_model")  # registers the model
         try:
             command.cli_evaluate()
         except KeyboardInterrupt as e:

@@ -23,15 +23,15 @@ from jaxtyping import Array, Key
 from tqdm import tqdm
 
 import kvjax
-import models
-from configs.experiment import Budget
-from experiments.evaluation.provenance import definition
-from experiments.harness.options import policy_of, sampler_of
-from experiments.harness.scoring import rounded_up, score_after, score_whole
+from kvjax import models
+from kvjax.configs.experiment import Budget
 from kvjax.drivers.buckets import bucket
 from kvjax.drivers.generation import NO_TOKEN, check_block
-from models.embedded import included
-from pallas_kernels.values import checked, one_of, optional, whole
+from kvjax.experiments.evaluation.provenance import definition
+from kvjax.experiments.harness.options import policy_of, sampler_of
+from kvjax.experiments.harness.scoring import rounded_up, score_after, score_whole
+from kvjax.models.embedded import included
+from kvjax.pallas_kernels.values import checked, one_of, optional, whole
 
 try:
     from lm_eval.api.instance import Instance

@@ -1,7 +1,7 @@
 """LongBench from local files, as tasks of lm-eval: its prompts, metrics and options of generation, and no download.
 
-python -m experiments.harness.longbench --data DIR --output TASKS
-python -m experiments.harness --model kvjax --include_path TASKS --tasks longbench ...
+python -m kvjax.experiments.harness.longbench --data DIR --output TASKS
+python -m kvjax.experiments.harness --model kvjax --include_path TASKS --tasks longbench ...
 
 `--data` holds a file for each set: LongBench's own `<set>.jsonl` (`input`, `context`, `answers`, `all_classes`), or
 `<set>.json` with rows of `origin_prompt`, a prompt as it was read by a model, and `gold`, the answers (for sets with
@@ -16,8 +16,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from experiments.evaluation.results import check_options, directory_path, plain_errors, write_bytes, write_json
-from experiments.harness import lm_eval_module
+from kvjax.experiments.evaluation.results import check_options, directory_path, plain_errors, write_bytes, write_json
+from kvjax.experiments.harness import lm_eval_module
 
 
 def available() -> dict[str, pathlib.Path]:
@@ -109,14 +109,14 @@ def write_tasks(data: pathlib.Path, output: pathlib.Path) -> list[str]:
 def main(argv: Sequence[str]) -> None:
     """Writes the tasks, and says how to run them."""
     with plain_errors():
-        parser = argparse.ArgumentParser(prog="python -m experiments.harness.longbench", allow_abbrev=False)
+        parser = argparse.ArgumentParser(prog="python -m kvjax.experiments.harness.longbench", allow_abbrev=False)
         parser.add_argument("--data", type=directory_path, required=True, metavar="DIR", help="LongBench's files")
         parser.add_argument("--output", type=directory_path, required=True, metavar="TASKS", help="where tasks go")
         check_options(argv)
         own = parser.parse_args(argv)
         tasks = write_tasks(own.data, own.output)
         print(f"{len(tasks)} tasks: {', '.join(tasks)}")
-        print(f"python -m experiments.harness --model kvjax --include_path {own.output} --tasks longbench")
+        print(f"python -m kvjax.experiments.harness --model kvjax --include_path {own.output} --tasks longbench")
 
 
 if __name__ == "__main__":

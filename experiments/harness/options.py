@@ -5,9 +5,9 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-import configs
 import kvjax
-from configs.experiment import Budget, label
+from kvjax import configs
+from kvjax.configs.experiment import Budget, label
 from kvjax.drivers.sampling import Greedy, RepetitionPenalty, Sample
 
 

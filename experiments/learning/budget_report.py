@@ -8,11 +8,11 @@ from typing import Any, Final
 import numpy as np
 
 import kvjax
-from experiments.evaluation import report
-from experiments.evaluation.report import table
-from experiments.evaluation.results import read_config, write_bytes, write_figure, write_json
 from kvjax import analysis
 from kvjax.analysis.hindsight import Across
+from kvjax.experiments.evaluation import report
+from kvjax.experiments.evaluation.report import table
+from kvjax.experiments.evaluation.results import read_config, write_bytes, write_figure, write_json
 
 HINDSIGHT: Final[dict[str, Across]] = {"hindsight_heads": "head", "hindsight": "model"}
 """The oracles: the best masks for the attention to come, of as many tokens in every head, or in the whole model."""

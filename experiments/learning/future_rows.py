@@ -11,19 +11,19 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
-from configs.learning import Prompts
-from experiments.tasks import TASKS, Example, Task
-from experiments.tasks.perplexity import SCORED
 from kvjax.analysis.grid import decisions
 from kvjax.analysis.reading import Measured, Reading, read_traced
 from kvjax.analysis.traces import Traces, VotingRows, trace
 from kvjax.cache.context import Site, row_keys
+from kvjax.configs.learning import Prompts
+from kvjax.experiments.tasks import TASKS, Example, Task
+from kvjax.experiments.tasks.perplexity import SCORED
 from kvjax.learning.families import View
+from kvjax.models import pad_left
+from kvjax.pallas_kernels.pytree import pytree
 from kvjax.scoring.scores import ValuePrior
 from kvjax.scoring.select import TopKThenRandom
 from kvjax.scoring.stats import LayerStats, Measurement, ordered
-from models import pad_left
-from pallas_kernels.pytree import pytree
 
 HELD_OUT = 1_000_000  # indices of held-out examples start here; calibration examples are all below
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from experiments.evaluation import boards
-from experiments.evaluation.boards import Board, Row
-from experiments.page.cells import AVERAGE, Cell, in_order, is_full
-from experiments.page.lines import Found, Run, Setting
-from experiments.tasks import RETRIEVAL
 from kvjax.analysis import Interval
+from kvjax.experiments.evaluation import boards
+from kvjax.experiments.evaluation.boards import Board, Row
+from kvjax.experiments.page.cells import AVERAGE, Cell, in_order, is_full
+from kvjax.experiments.page.lines import Found, Run, Setting
+from kvjax.experiments.tasks import RETRIEVAL
 
 
 def with_boards(made: Sequence[Cell], found: Found, directories: Sequence[pathlib.Path]) -> list[Cell]:

@@ -9,10 +9,10 @@ from typing import Literal
 import numpy as np
 from tqdm import tqdm
 
-from experiments.evaluation import report, statistics
-from experiments.evaluation.statistics import Comparison
-from experiments.page.lines import Found, Given, Line, Place, Run, Setting
 from kvjax.analysis import Interval
+from kvjax.experiments.evaluation import report, statistics
+from kvjax.experiments.evaluation.statistics import Comparison
+from kvjax.experiments.page.lines import Found, Given, Line, Place, Run, Setting
 
 AVERAGE = "average"
 Kind = Literal["score", "nll", "given"]

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from experiments.evaluation import report
-from experiments.page import shown
-from experiments.page.cells import Cell, is_full
+from kvjax.experiments.evaluation import report
+from kvjax.experiments.page import shown
+from kvjax.experiments.page.cells import Cell, is_full
 from kvjax.plot.style import COLOURS, LINES, MARKERS
 
 WIDTH, HEIGHT = 440, 300

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import matplotlib
 import numpy as np
 
-from experiments.page.cells import AVERAGE, Cell
-from experiments.page.lines import Line
+from kvjax.experiments.page.cells import AVERAGE, Cell
+from kvjax.experiments.page.lines import Line
 
 MOST = 32
 """Tasks whose lengths or depths have more values than this are not drawn."""

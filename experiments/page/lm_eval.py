@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.page.lines import Found, Given, Line, Place, Run, Setting, in_blocks, model_name
+from kvjax.experiments.page.lines import Found, Given, Line, Place, Run, Setting, in_blocks, model_name
 
 # What a model of this project says of itself that may differ between numbers that stand beside each other.
 _POLICY = ("policy", "block")

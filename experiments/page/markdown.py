@@ -2,11 +2,11 @@
 
 import pathlib
 
-from experiments.evaluation.report import table
-from experiments.page import shown
-from experiments.page.cells import Cell, is_full
-from experiments.page.lines import Setting
-from experiments.page.render import Board, best, link
+from kvjax.experiments.evaluation.report import table
+from kvjax.experiments.page import shown
+from kvjax.experiments.page.cells import Cell, is_full
+from kvjax.experiments.page.lines import Setting
+from kvjax.experiments.page.render import Board, best, link
 
 MARK = "<!-- made by kvjax experiments/report.py -->"
 

@@ -11,11 +11,11 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from configs.experiment import label
-from experiments.evaluation import report
-from experiments.page import curves, heat, shown
-from experiments.page.cells import AVERAGE, Cell, is_full
-from experiments.page.lines import Found, Line, Run, Setting, ranges
+from kvjax.configs.experiment import label
+from kvjax.experiments.evaluation import report
+from kvjax.experiments.page import curves, heat, shown
+from kvjax.experiments.page.cells import AVERAGE, Cell, is_full
+from kvjax.experiments.page.lines import Found, Line, Run, Setting, ranges
 from kvjax.plot.style import COLOURS
 
 MARK = "kvjax experiments/report.py"

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Sequence
 
-from experiments.evaluation import report
-from experiments.evaluation.statistics import Comparison
-from experiments.page.cells import Cell
-from experiments.page.lines import Setting
+from kvjax.experiments.evaluation import report
+from kvjax.experiments.evaluation.statistics import Comparison
+from kvjax.experiments.page.cells import Cell
+from kvjax.experiments.page.lines import Setting
 
 VERDICTS = {"better": "▲ better", "worse": "▼ worse", "undecided": "undecided"}
 

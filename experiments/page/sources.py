@@ -5,10 +5,10 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from experiments.evaluation import boards
-from experiments.evaluation.results import planned_keys, read_bad, read_config, read_costs, read_samples
-from experiments.page.lines import Found, Line, Place, Run, Setting, in_blocks, model_name
-from experiments.page.lm_eval import read_lm_eval, result_files, without_repeats
+from kvjax.experiments.evaluation import boards
+from kvjax.experiments.evaluation.results import planned_keys, read_bad, read_config, read_costs, read_samples
+from kvjax.experiments.page.lines import Found, Line, Place, Run, Setting, in_blocks, model_name
+from kvjax.experiments.page.lm_eval import read_lm_eval, result_files, without_repeats
 
 _ASIDE = "model", "protocol", "tasks", "text"  # which have places of their own
 

@@ -1,15 +1,15 @@
 """The figures of the five papers on any model and text. Each is a function that returns arrays, and one that plots."""
 
-from experiments.papers.adakv import head_concentration, loss_bound, plot_head_concentration, plot_loss_bound
-from experiments.papers.ahakv import attention_entropy, plot_attention_entropy
-from experiments.papers.base import PaperFigure as PaperFigure
-from experiments.papers.positions import (
+from kvjax.experiments.papers.adakv import head_concentration, loss_bound, plot_head_concentration, plot_loss_bound
+from kvjax.experiments.papers.ahakv import attention_entropy, plot_attention_entropy
+from kvjax.experiments.papers.base import PaperFigure as PaperFigure
+from kvjax.experiments.papers.positions import (
     eviction_scores,
     plot_eviction_scores,
     plot_retained_positions,
     retained_positions,
 )
-from experiments.papers.roco import (
+from kvjax.experiments.papers.roco import (
     attention_by_age,
     importance_jaccard,
     plot_attention_by_age,
@@ -17,7 +17,7 @@ from experiments.papers.roco import (
     plot_scope_size,
     scope_size,
 )
-from experiments.papers.sparsity import (
+from kvjax.experiments.papers.sparsity import (
     attention_heatmaps,
     attention_mass,
     attention_sparsity,

@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from matplotlib.figure import Figure
 
-from experiments.papers.attention import Layer, capture, fold_rows, group_mean
-from experiments.papers.base import canvas, interval, message, percent, shown_layers
 from kvjax.analysis import eviction_bound, eviction_loss
 from kvjax.drivers.generation import Model
+from kvjax.experiments.papers.attention import Layer, capture, fold_rows, group_mean
+from kvjax.experiments.papers.base import canvas, interval, message, percent, shown_layers
 from kvjax.plot.style import COLOURS
 from kvjax.scoring.select import TopK, largest
 

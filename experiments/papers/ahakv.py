@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 from matplotlib.figure import Figure
 
-from experiments.papers.attention import Layer, capture, fold_rows
-from experiments.papers.base import canvas, draw_layers, message, smooth
 from kvjax.drivers.generation import Model
+from kvjax.experiments.papers.attention import Layer, capture, fold_rows
+from kvjax.experiments.papers.base import canvas, draw_layers, message, smooth
 
 
 @dataclasses.dataclass(frozen=True)

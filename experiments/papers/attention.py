@@ -15,9 +15,9 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.cache.state import Slopes, linear_bias
 from kvjax.drivers.attention import without_cache
 from kvjax.drivers.generation import Model
+from kvjax.pallas_kernels import Columns, Softmax, attention
+from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.plan import at_positions
-from pallas_kernels import Columns, Softmax, attention
-from pallas_kernels.pytree import pytree, static
 
 Carry = TypeVar("Carry")
 BLOCK = 32

@@ -12,9 +12,9 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 import kvjax
-from experiments.papers.base import canvas, message, percent, style
 from kvjax import methods
 from kvjax.drivers.generation import Model
+from kvjax.experiments.papers.base import canvas, message, percent, style
 from kvjax.plot.style import COLOURS
 from kvjax.policy import context
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from experiments.tasks import TASKS, Task
+from kvjax.experiments.tasks import TASKS, Task
 
 
 def from_file(tokenizer: Any, path: pathlib.Path, *, count: int, length: int) -> Int[np.ndarray, "B T"]:

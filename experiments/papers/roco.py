@@ -12,17 +12,17 @@ from jaxtyping import Array, Float, Int, PyTree
 from matplotlib.figure import Figure
 
 import kvjax
-from experiments.papers.attention import Layer, capture, fold_rows, group_mean
-from experiments.papers.base import canvas, draw_layers, interval, message, percent, style
 from kvjax import analysis
 from kvjax.cache.state import EMPTY, linear_bias
 from kvjax.drivers.generation import Model
+from kvjax.experiments.papers.attention import Layer, capture, fold_rows, group_mean
+from kvjax.experiments.papers.base import canvas, draw_layers, interval, message, percent, style
+from kvjax.pallas_kernels import Columns, attention
 from kvjax.plan import at_positions
 from kvjax.plot.style import COLOURS
 from kvjax.scoring.protect import TopStd
 from kvjax.scoring.scores import Mean
 from kvjax.scoring.select import TopK
-from pallas_kernels import Columns, attention
 
 MEASURES = ("AAS (H2O)", "AQAS", "LTAS (TOVA)", "MAS (RoCo)")
 _AQAS, _LTAS, _MAS = 1, 2, 3

@@ -6,12 +6,12 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from experiments.evaluation import metrics
-from experiments.papers.tables import Column, Entry
-from experiments.papers.tables.base import MEAN, Budget
-from experiments.papers.tables.catalogue import DATA, MODELS
-from experiments.reproduction import rows
-from experiments.reproduction.rows import PROJECT, Source
+from kvjax.experiments.evaluation import metrics
+from kvjax.experiments.papers.tables import Column, Entry
+from kvjax.experiments.papers.tables.base import MEAN, Budget
+from kvjax.experiments.papers.tables.catalogue import DATA, MODELS
+from kvjax.experiments.reproduction import rows
+from kvjax.experiments.reproduction.rows import PROJECT, Source
 
 SCORED = 64  # the last tokens of a text, whose likelihood is measured
 MEASURED = (

@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 import kvjax
-import models
-from experiments.evaluation.evaluate import read_prompts
+from kvjax import models
 from kvjax.drivers.generation import Model, check_block
+from kvjax.experiments.evaluation.evaluate import read_prompts
 
 
 @functools.partial(jax.jit, static_argnames=("model", "steps", "ends"))

@@ -3,12 +3,12 @@
 import importlib
 from typing import Any
 
-from experiments.evaluation.provenance import definition
-from experiments.harness import lm_eval_module
-from experiments.papers.tables.base import Budget
-from experiments.papers.tables.catalogue import DATA
-from experiments.reproduction.choice import Options, own_tasks
 from kvjax import Policy
+from kvjax.experiments.evaluation.provenance import definition
+from kvjax.experiments.harness import lm_eval_module
+from kvjax.experiments.papers.tables.base import Budget
+from kvjax.experiments.papers.tables.catalogue import DATA
+from kvjax.experiments.reproduction.choice import Options, own_tasks
 
 
 def accuracies(
@@ -28,7 +28,7 @@ def accuracies(
       ValueError: lm-eval is not installed, has no such task, or cannot load its data.
     """
     evaluator, tasks = lm_eval_module("evaluator"), lm_eval_module("tasks")
-    language_model: Any = importlib.import_module("experiments.harness.language_model")
+    language_model: Any = importlib.import_module("kvjax.experiments.harness.language_model")
     folder = own_tasks(options.data)
     manager = tasks.TaskManager(include_path=folder and str(folder), include_defaults=folder is None)
     model = language_model.HarnessModel(

@@ -5,9 +5,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, Final
 
-from experiments.evaluation.results import write_bytes, write_json
-from experiments.papers.tables import ENTRIES, Entry
-from experiments.papers.tables.catalogue import MODELS
+from kvjax.experiments.evaluation.results import write_bytes, write_json
+from kvjax.experiments.papers.tables import ENTRIES, Entry
+from kvjax.experiments.papers.tables.catalogue import MODELS
 
 FOLDER: Final = pathlib.Path(__file__).parents[1] / "papers"
 _NONE = {"settings": "nothing to run (settings)", "drawing": "nothing to run (an illustration)"}

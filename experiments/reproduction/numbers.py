@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from configs.experiment import label
-from experiments.evaluation import statistics
-from experiments.papers.tables import Column
-from experiments.papers.tables.base import MEAN, Budget
-from experiments.reproduction.choice import Choice
-from experiments.reproduction.rows import metric_of, task_of
 from kvjax import analysis
 from kvjax.analysis import Interval
+from kvjax.configs.experiment import label
+from kvjax.experiments.evaluation import statistics
+from kvjax.experiments.papers.tables import Column
+from kvjax.experiments.papers.tables.base import MEAN, Budget
+from kvjax.experiments.reproduction.choice import Choice
+from kvjax.experiments.reproduction.rows import metric_of, task_of
 
 _PERCENT = 100.0
 _UNITS = {"perplexity": 1.0, "log_perplexity": 1.0, "tokens_per_second": 1.0, "kv_gb": 1.0, "prefill_speedup": 1.0}

@@ -2,10 +2,10 @@
 
 import math
 
-from configs.experiment import label
-from experiments.papers.tables import Entry
-from experiments.papers.tables.catalogue import MODELS
-from experiments.reproduction.ledger import needs
+from kvjax.configs.experiment import label
+from kvjax.experiments.papers.tables import Entry
+from kvjax.experiments.papers.tables.catalogue import MODELS
+from kvjax.experiments.reproduction.ledger import needs
 
 
 def page(entry: Entry) -> str:

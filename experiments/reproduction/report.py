@@ -5,11 +5,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from configs.experiment import label
-from experiments.papers.tables import Entry
-from experiments.papers.tables.catalogue import MODELS
-from experiments.reproduction.choice import Choice
-from experiments.reproduction.numbers import Number
+from kvjax.configs.experiment import label
+from kvjax.experiments.papers.tables import Entry
+from kvjax.experiments.papers.tables.catalogue import MODELS
+from kvjax.experiments.reproduction.choice import Choice
+from kvjax.experiments.reproduction.numbers import Number
 
 
 def status(reduced: Sequence[str]) -> str:

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from experiments import corpus
-from experiments.papers.tables.catalogue import DATA
-from experiments.papers.tables.longbench import FIRST_LINE, METRIC
+from kvjax.experiments import corpus
+from kvjax.experiments.papers.tables.catalogue import DATA
+from kvjax.experiments.papers.tables.longbench import FIRST_LINE, METRIC
 
 PROJECT: Final = "project"  # in place of a path: text of the project's own
 _SUFFIXES: Final = (".jsonl", ".json", ".txt")

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from configs.experiment import label
-from experiments.evaluation import metrics
-from experiments.evaluation.provenance import definition
-from experiments.evaluation.results import Results
-from experiments.papers.tables.base import Budget
-from experiments.papers.tables.catalogue import DATA, MODELS
-from experiments.reproduction import harness, rows
-from experiments.reproduction.choice import MEASURED, SCORED, Choice, Options, examples_short, same_shape
-from experiments.reproduction.engine import Engine
-from experiments.reproduction.rows import PromptRow
-from models.presets import PLACE, PRESETS
+from kvjax.configs.experiment import label
+from kvjax.experiments.evaluation import metrics
+from kvjax.experiments.evaluation.provenance import definition
+from kvjax.experiments.evaluation.results import Results
+from kvjax.experiments.papers.tables.base import Budget
+from kvjax.experiments.papers.tables.catalogue import DATA, MODELS
+from kvjax.experiments.reproduction import harness, rows
+from kvjax.experiments.reproduction.choice import MEASURED, SCORED, Choice, Options, examples_short, same_shape
+from kvjax.experiments.reproduction.engine import Engine
+from kvjax.experiments.reproduction.rows import PromptRow
+from kvjax.models.presets import PLACE, PRESETS
 
 _TIMED = ("tokens_per_second", "prefill_speedup")
 _REPEATS = 5  # timed runs of a batch, unless so many examples are asked for

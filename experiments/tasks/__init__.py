@@ -8,23 +8,23 @@ Every task is text: a context, a question about it, and the values that a right 
 
 import inspect
 
-from configs import loading
-from experiments.tasks import forms
-from experiments.tasks.base import BadRow as BadRow
-from experiments.tasks.base import Builder as Builder
-from experiments.tasks.base import Example as Example
-from experiments.tasks.base import Protocol as Protocol
-from experiments.tasks.base import Question as Question
-from experiments.tasks.base import Task as Task
-from experiments.tasks.base import Tokens as Tokens
-from experiments.tasks.dialogue import dialogue
-from experiments.tasks.multi_turn import multi_turn, multi_turn_key_value
-from experiments.tasks.needle import needle, needle_number
-from experiments.tasks.perplexity import perplexity
-from experiments.tasks.reconstruction import reconstruction
-from experiments.tasks.retrieval import key_value, multi_query, several_needles, single_needle
-from experiments.tasks.ruler import cwe, fwe, vt
-from experiments.tasks.ruler_needles import (
+from kvjax.configs import loading
+from kvjax.experiments.tasks import forms
+from kvjax.experiments.tasks.base import BadRow as BadRow
+from kvjax.experiments.tasks.base import Builder as Builder
+from kvjax.experiments.tasks.base import Example as Example
+from kvjax.experiments.tasks.base import Protocol as Protocol
+from kvjax.experiments.tasks.base import Question as Question
+from kvjax.experiments.tasks.base import Task as Task
+from kvjax.experiments.tasks.base import Tokens as Tokens
+from kvjax.experiments.tasks.dialogue import dialogue
+from kvjax.experiments.tasks.multi_turn import multi_turn, multi_turn_key_value
+from kvjax.experiments.tasks.needle import needle, needle_number
+from kvjax.experiments.tasks.perplexity import perplexity
+from kvjax.experiments.tasks.reconstruction import reconstruction
+from kvjax.experiments.tasks.retrieval import key_value, multi_query, several_needles, single_needle
+from kvjax.experiments.tasks.ruler import cwe, fwe, vt
+from kvjax.experiments.tasks.ruler_needles import (
     niah_multikey_1,
     niah_multikey_2,
     niah_multikey_3,
@@ -34,9 +34,9 @@ from experiments.tasks.ruler_needles import (
     niah_single_2,
     niah_single_3,
 )
-from experiments.tasks.ruler_qa import qa_1, qa_2
-from experiments.tasks.summarise import summarise
-from experiments.tasks.text_perplexity import evicted_perplexity, sliding_perplexity, streaming_perplexity
+from kvjax.experiments.tasks.ruler_qa import qa_1, qa_2
+from kvjax.experiments.tasks.summarise import summarise
+from kvjax.experiments.tasks.text_perplexity import evicted_perplexity, sliding_perplexity, streaming_perplexity
 
 RETRIEVAL = ("single_needle", "several_needles", "multi_query", "key_value")
 NEEDLES = ("single_needle", "needle", "needle_number")

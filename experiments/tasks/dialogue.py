@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.tasks.base import Example, Question, Task, Tokens, example
-from experiments.tasks.rows import field, row_of
-from experiments.tasks.text import check_room
+from kvjax.experiments.tasks.base import Example, Question, Task, Tokens, example
+from kvjax.experiments.tasks.rows import field, row_of
+from kvjax.experiments.tasks.text import check_room
 
 TURN = 64  # new tokens
 _SPEAKERS = ("A", "B")

@@ -8,9 +8,9 @@ all of them need; "in_prompt", every question is a prompt of its own.
 import json
 import uuid
 
-from experiments import corpus
-from experiments.tasks.base import Example, Question, Task, Tokens, example
-from experiments.tasks.text import check_room, most_that_fit
+from kvjax.experiments import corpus
+from kvjax.experiments.tasks.base import Example, Question, Task, Tokens, example
+from kvjax.experiments.tasks.text import check_room, most_that_fit
 
 TURNS = 5
 _KEY_VALUE_TASK = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"

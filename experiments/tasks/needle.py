@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from experiments.tasks.base import Example, Question, Task, Tokens, example
-from experiments.tasks.text import check_enough, check_room, grid, haystack, most_that_fit
+from kvjax.experiments.tasks.base import Example, Question, Task, Tokens, example
+from kvjax.experiments.tasks.text import check_enough, check_room, grid, haystack, most_that_fit
 
 LENGTHS = (1.0, 0.75, 0.5, 0.25)
 DEPTHS = tuple(i / 10 for i in range(11))

@@ -12,10 +12,10 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
-from experiments.evaluation import metrics
-from experiments.tasks.base import BadRow, Example, Question, Task, Tokens, example
 from kvjax.drivers.text import check_whole_text, encode
-from models.sources import local_path
+from kvjax.experiments.evaluation import metrics
+from kvjax.experiments.tasks.base import BadRow, Example, Question, Task, Tokens, example
+from kvjax.models.sources import local_path
 
 Truncate = Literal["none", "left", "middle"]
 

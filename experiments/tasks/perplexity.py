@@ -1,7 +1,7 @@
 """How well a compressed cache predicts the text that follows."""
 
-from experiments import corpus
-from experiments.tasks.base import Example, Question, Task, example
+from kvjax.experiments import corpus
+from kvjax.experiments.tasks.base import Example, Question, Task, example
 
 SCORED = 64
 

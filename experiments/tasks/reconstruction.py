@@ -1,9 +1,9 @@
 """Context reconstruction (RoCo, arXiv:2402.06262): what was read is to be written down again from the evicted cache."""
 
-from experiments.tasks.base import Example, Question, Task, example
-from experiments.tasks.rows import row_of, text_of
-from experiments.tasks.summarise import DOCUMENT
-from experiments.tasks.text import check_enough, check_room, haystack, most_that_fit, sentences
+from kvjax.experiments.tasks.base import Example, Question, Task, example
+from kvjax.experiments.tasks.rows import row_of, text_of
+from kvjax.experiments.tasks.summarise import DOCUMENT
+from kvjax.experiments.tasks.text import check_enough, check_room, haystack, most_that_fit, sentences
 
 _BEFORE = "Text:\n"
 _QUESTION = "\n\nRepeat the text above, word for word.\n\nText:\n"

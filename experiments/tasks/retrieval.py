@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from experiments import corpus
-from experiments.tasks.base import Example, Question, Task, example
+from kvjax.experiments import corpus
+from kvjax.experiments.tasks.base import Example, Question, Task, example
 
 DEPTHS = 8
 DEPTH_STEP = 3  # from one example's depth to the next one's: coprime to DEPTHS, so that few examples lie far apart

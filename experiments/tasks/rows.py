@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.tasks.base import Task
+from kvjax.experiments.tasks.base import Task
 
 
 def row_of(name: str, task: Task, index: int) -> Mapping[str, Any]:

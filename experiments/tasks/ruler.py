@@ -11,10 +11,10 @@ import string
 import numpy as np
 import scipy  # its parts are imported when they are first used
 
-from experiments.tasks.base import Example, Question, Task, Tokens, example
-from experiments.tasks.ruler_needles import NOISE
-from experiments.tasks.ruler_words import words
-from experiments.tasks.text import check_enough, check_room, most_that_fit
+from kvjax.experiments.tasks.base import Example, Question, Task, Tokens, example
+from kvjax.experiments.tasks.ruler_needles import NOISE
+from kvjax.experiments.tasks.ruler_words import words
+from kvjax.experiments.tasks.text import check_enough, check_room, most_that_fit
 
 FULL = 4096  # tokens from which on RULER's settings hold
 

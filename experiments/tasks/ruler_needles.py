@@ -16,9 +16,9 @@ from typing import Literal
 
 import numpy as np
 
-from experiments.tasks.base import Example, Question, Task, example
-from experiments.tasks.ruler_words import words
-from experiments.tasks.text import check_enough, check_room, filler, most_that_fit, sentences
+from kvjax.experiments.tasks.base import Example, Question, Task, example
+from kvjax.experiments.tasks.ruler_words import words
+from kvjax.experiments.tasks.text import check_enough, check_room, filler, most_that_fit, sentences
 
 ANSWER = 128  # new tokens
 _INTRODUCTION = (

@@ -10,9 +10,9 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.tasks.base import Example, Question, Task, Tokens, example
-from experiments.tasks.rows import answers_of, field, text_of
-from experiments.tasks.text import check_enough, check_room, most_that_fit
+from kvjax.experiments.tasks.base import Example, Question, Task, Tokens, example
+from kvjax.experiments.tasks.rows import answers_of, field, text_of
+from kvjax.experiments.tasks.text import check_enough, check_room, most_that_fit
 
 ANSWER = 32  # new tokens
 _TASK = "Answer the question based on the given documents. Only give me the answer and do not output any other words."

@@ -1,8 +1,8 @@
 """Summaries of one's own rows, in the forms of CNN/DailyMail, XSum, GovReport and SAMSum."""
 
-from experiments.tasks.base import Example, Question, Task, example
-from experiments.tasks.rows import answers_of, row_of, text_of
-from experiments.tasks.text import check_room, cut_middle
+from kvjax.experiments.tasks.base import Example, Question, Task, example
+from kvjax.experiments.tasks.rows import answers_of, row_of, text_of
+from kvjax.experiments.tasks.text import check_room, cut_middle
 
 DOCUMENT = ("article", "document", "report", "dialogue", "context")
 SUMMARY = ("highlights", "summary", "answers")

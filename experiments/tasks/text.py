@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from experiments import corpus
-from experiments.tasks.base import Task, Tokens
+from kvjax.experiments import corpus
+from kvjax.experiments.tasks.base import Task, Tokens
 
 # After a sentence's last mark, with quotes and brackets that close, or at an empty line.
 _SENTENCE_END = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["'”’)\]]))\s+|(?<=[。！？])\s*|\n\s*\n\s*""")  # noqa: RUF001

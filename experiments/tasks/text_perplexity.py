@@ -11,8 +11,8 @@ the results' perplexity is that of the mean over all scored tokens. "in_prompt" 
 here. `perplexity` is the short form over the project's own language.
 """
 
-from experiments.tasks.base import Example, Question, Task, Tokens, example
-from experiments.tasks.text import filler
+from kvjax.experiments.tasks.base import Example, Question, Task, Tokens, example
+from kvjax.experiments.tasks.text import filler
 
 SCORED = 256
 

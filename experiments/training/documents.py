@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Int
 
-from experiments import corpus
-from experiments.training.loop import ANSWER, FIRST, LANGUAGE
+from kvjax.experiments import corpus
+from kvjax.experiments.training.loop import ANSWER, FIRST, LANGUAGE
 
 Ids = tuple[int, ...]
 

@@ -15,10 +15,10 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array, Float, Int, PyTree
 from tqdm import tqdm
 
-from configs.experiment import check_whole
-from experiments.evaluation.checkpoints import read, save_progress
-from experiments.evaluation.results import check_output, locked
-from models import num_params
+from kvjax.configs.experiment import check_whole
+from kvjax.experiments.evaluation.checkpoints import read, save_progress
+from kvjax.experiments.evaluation.results import check_output, locked
+from kvjax.models import num_params
 
 LANGUAGE, ANSWER, FIRST = 1, 2, 3  # classes of predicted tokens; 0 is unpredictable and costs nothing
 RECENT = 20  # steps whose mean decides whether a stage has been learned

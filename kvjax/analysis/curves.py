@@ -19,10 +19,10 @@ from kvjax.analysis.reading import Reading, read_traced
 from kvjax.cache.context import row_keys
 from kvjax.cache.state import Positions
 from kvjax.drivers.requests import Model, check_prompts
+from kvjax.pallas_kernels.pytree import pytree, static
+from kvjax.pallas_kernels.values import check_array, checked, one_of, whole
 from kvjax.plan import CachePlan
 from kvjax.sizes.budget import Count, as_budget, lookup
-from pallas_kernels.pytree import pytree, static
-from pallas_kernels.values import check_array, checked, one_of, whole
 
 HINDSIGHT: Final = {"head": "hindsight (heads)", "layer": "hindsight (layers)", "model": "hindsight (model)"}
 """Names of the oracles among the policies of a curve."""

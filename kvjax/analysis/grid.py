@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvjax._moved import elsewhere
 from kvjax.analysis.reading import LayerReading, Measured, Reading, depends
 from kvjax.cache.state import KVState, LayerKV, Positions, map_slots
 from kvjax.eviction import Evict, Numbers
@@ -249,6 +248,3 @@ def keep_all(plans: Sequence[CachePlan], reading: Reading) -> Bool[Array, "M see
     if depends(keep, drawn_by):
         return jax.vmap(keep, out_axes=1)(drawn_by)
     return keep(jax.tree.map(lambda x: x[0], drawn_by))[:, None]
-
-
-__getattr__ = elsewhere(__name__, "analysis.grid", {"Family": "Method"})

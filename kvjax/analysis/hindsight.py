@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import Columns, attention
-from pallas_kernels.values import check_array, one_of
+from kvjax.pallas_kernels import Columns, attention
+from kvjax.pallas_kernels.values import check_array, one_of
 
 Across = Literal["head", "layer", "model"]
 """Who competes for the tokens that are kept: each head keeps as many as before, each layer, or the model."""
@@ -36,7 +36,7 @@ def future_attention(
     Args:
       q: queries, rotated.
       k: keys of all slots, those of the rows themselves last.
-      q_pos, kv_pos, bias, scale, window, softcap: as in `pallas_kernels.attention`.
+      q_pos, kv_pos, bias, scale, window, softcap: as in `kvjax.pallas_kernels.attention`.
     """
     rows = Columns(group=None)
     options = {"bias": bias, "scale": scale, "window": window, "softcap": softcap}

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy  # its parts are imported when they are first used
 
-from pallas_kernels.values import checked, number
+from kvjax.pallas_kernels.values import checked, number
 
 
 class Interval(NamedTuple):

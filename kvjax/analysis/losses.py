@@ -9,12 +9,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.state import EMPTY
+from kvjax.pallas_kernels import attention
+from kvjax.pallas_kernels.columns import accumulator
+from kvjax.pallas_kernels.pytree import pytree
+from kvjax.pallas_kernels.values import check_array, one_of
 from kvjax.plan import as_lengths
 from kvjax.scoring.select import TopK
-from pallas_kernels import attention
-from pallas_kernels.columns import accumulator
-from pallas_kernels.pytree import pytree
-from pallas_kernels.values import check_array, one_of
 
 Order = Literal[1, 2]
 
@@ -151,7 +151,7 @@ def layer_loss(
       keep: the tokens that every kv head keeps, or every query head. A head that kept nothing gives zeros.
       out_proj: the output projection.
       lengths: valid tokens of every sequence, padded on the left; S if None.
-      bias, scale, window, softcap: as in `pallas_kernels.attention`.
+      bias, scale, window, softcap: as in `kvjax.pallas_kernels.attention`.
 
     Raises:
       ValueError: shapes that do not fit together, a mask that is none, lengths outside 1 to S.

@@ -19,11 +19,11 @@ from kvjax.cache.context import Context, Site, row_keys
 from kvjax.cache.state import EMPTY, KeyPositions, LayerKV, Positions, Rotate, Slopes, check_shares, ranks
 from kvjax.drivers.attention import attend
 from kvjax.drivers.requests import Model, check_prompts
+from kvjax.pallas_kernels.pytree import pytree, static
+from kvjax.pallas_kernels.values import checked, one_of, whole
 from kvjax.plan import at_positions
 from kvjax.policy import Granularity
 from kvjax.scoring.stats import LayerStats, Measurement, Observe, ordered
-from pallas_kernels.pytree import pytree, static
-from pallas_kernels.values import checked, one_of, whole
 
 Kept = Bool[Array, "B heads T"] | Float[Array, "B heads T"]
 """What is left of a layer's prompt: a mask, or gates between 0 and 1."""

@@ -15,10 +15,10 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.analysis.reading import Reading
 from kvjax.drivers.attention import attend
+from kvjax.pallas_kernels import Columns, Softmax, attention
+from kvjax.pallas_kernels.pytree import pytree, static
+from kvjax.pallas_kernels.values import settle, tokens
 from kvjax.scoring.stats import LastRows, Measurement, Moment, Observe
-from pallas_kernels import Columns, Softmax, attention
-from pallas_kernels.pytree import pytree, static
-from pallas_kernels.values import settle, tokens
 
 
 @pytree
@@ -30,7 +30,7 @@ class Voters:
       k: keys of every slot.
       q_pos: absolute position of every row, negative for padding.
       kv_pos: absolute position of every slot, negative for a dead slot.
-      bias, scale, window, softcap: as in `pallas_kernels.attention`.
+      bias, scale, window, softcap: as in `kvjax.pallas_kernels.attention`.
     """
 
     q: Float[Array, "B N R H"]

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key, UInt32
 
-from pallas_kernels.columns import hash_uniform
-from pallas_kernels.pytree import pytree, static
+from kvjax.pallas_kernels.columns import hash_uniform
+from kvjax.pallas_kernels.pytree import pytree, static
 
 Phase = Literal["prefill", "decode"]
 

@@ -18,8 +18,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-import pallas_kernels
-from pallas_kernels import Attention, Columns
+from kvjax import pallas_kernels
+from kvjax.pallas_kernels import Attention, Columns
 
 DATA: Final = "data"
 HEADS: Final = "heads"
@@ -108,7 +108,7 @@ def attention(
     bias: Float[Array, "B N S"] | None = None,
     **options: Any,
 ) -> Attention:
-    """`pallas_kernels.attention` of the heads and the query rows of every device, over keys that all have.
+    """`kvjax.pallas_kernels.attention` of the heads and the query rows of every device, over keys that all have.
 
     A sum over rows is added up over devices, before query heads are combined where their order matters.
     """

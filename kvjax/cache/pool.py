@@ -21,10 +21,10 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from kvjax.cache import mesh
 from kvjax.cache.state import EMPTY, Chosen, KeyPositions, LayerKV, Rotate, Slopes, map_slots, rotated_below
-from pallas_kernels import Attention, Columns, pooled_attention
-from pallas_kernels.columns import accumulator
-from pallas_kernels.pooled import MAX_BLOCK, MIN_BLOCK, block_size, by_owner
-from pallas_kernels.pytree import pytree, static
+from kvjax.pallas_kernels import Attention, Columns, pooled_attention
+from kvjax.pallas_kernels.columns import accumulator
+from kvjax.pallas_kernels.pooled import MAX_BLOCK, MIN_BLOCK, block_size, by_owner
+from kvjax.pallas_kernels.pytree import pytree, static
 
 
 @pytree
@@ -203,7 +203,7 @@ def _rotated(rotate: Rotate, k: Float[Array, "B P H"], at: Int[Array, "B P"]) ->
 def pool_slots(total: int) -> int:
     """Slots of a pool for `total` tokens: a multiple of a power of two where that costs less than one slot in 64.
 
-    Attention splits such pools into blocks (`pallas_kernels.pooled`).
+    Attention splits such pools into blocks (`kvjax.pallas_kernels.pooled`).
     """
     block = min(MAX_BLOCK, 1 << max(0, (total // 64).bit_length() - 1))
     return total if block < MIN_BLOCK else -(-total // block) * block

@@ -21,10 +21,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
 
 from kvjax.cache import mesh
-from pallas_kernels import Attention, Columns
-from pallas_kernels.columns import accumulator
-from pallas_kernels.pytree import described, is_known, pytree, static
-from pallas_kernels.values import MOST_TOKENS, checked, whole
+from kvjax.pallas_kernels import Attention, Columns
+from kvjax.pallas_kernels.columns import accumulator
+from kvjax.pallas_kernels.pytree import described, is_known, pytree, static
+from kvjax.pallas_kernels.values import MOST_TOKENS, checked, whole
 
 EMPTY: Final = -1
 

@@ -11,10 +11,10 @@ from kvjax.cache import mesh
 from kvjax.cache.context import Context
 from kvjax.cache.pool import PooledKV
 from kvjax.cache.state import LayerKV, Rotate, Slopes, append, linear_bias, widened
+from kvjax.pallas_kernels import attention
+from kvjax.pallas_kernels.columns import accumulator
 from kvjax.policy import LayerPolicy
 from kvjax.scoring.stats import LayerStats, Measurement, Moment
-from pallas_kernels import attention
-from pallas_kernels.columns import accumulator
 
 
 @runtime_checkable
@@ -47,7 +47,7 @@ class Attend(Protocol):
           rotate: applies the rotary embedding at given positions.
           out_proj: the layer's output projection, for policies that look at what values contribute.
           hidden: what queries, keys and values are projections of, for policies that look at hidden states.
-          scale, window, softcap: as in `pallas_kernels.attention`.
+          scale, window, softcap: as in `kvjax.pallas_kernels.attention`.
           slopes: those of ALiBi, one for each query head, for models that tell keys' positions by them.
         """
         ...
@@ -84,7 +84,7 @@ def attend(
       out_proj: the layer's output projection, for measurements that need it.
       hidden: what queries, keys and values are projections of, for measurements that need it.
       policy: the layer's, which may hide live slots from a single new row.
-      scale, window, softcap: as in `pallas_kernels.attention`.
+      scale, window, softcap: as in `kvjax.pallas_kernels.attention`.
       slopes: of ALiBi, one for each query head: the logit of a key falls by it with every place between the key and
         the row. Places are what keys are rotated at in models that rotate them: original positions, or the ranks of
         live keys, those of now ("compact") or of the last eviction ("rerotate"), which are the same here.
@@ -161,7 +161,7 @@ def _nearer(
       q: queries turned back as far as the keys of all others lag behind.
       ahead: queries at their own rank.
       first: how many these tokens are.
-      scale, softcap: as in `pallas_kernels.attention`.
+      scale, softcap: as in `kvjax.pallas_kernels.attention`.
     """
     (B, K, S), (N, H), dtype = kv.pos.shape, (q.shape[1], q.shape[3]), accumulator(q.dtype)
     b, h, slots = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], kv.first_slots(first)

@@ -29,9 +29,9 @@ from kvjax.drivers.generation import NO_TOKEN
 from kvjax.drivers.requests import Model, check_block, check_logits, check_prompts, check_request, check_room
 from kvjax.drivers.sampling import Greedy
 from kvjax.drivers.steps import decode_step, prefill
+from kvjax.pallas_kernels.pytree import pytree
+from kvjax.pallas_kernels.values import checked, number, whole
 from kvjax.policy import Policy
-from pallas_kernels.pytree import pytree
-from pallas_kernels.values import checked, number, whole
 
 
 @pytree

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kvjax.pallas_kernels.values import checked, flag
 from kvjax.plan import CachePlan, ModelConfig, make_plan
 from kvjax.policy import Policy
-from pallas_kernels.values import checked, flag
 
 _LEAST = 16
 

@@ -16,9 +16,9 @@ from kvjax.cache.state import KVState
 from kvjax.drivers.interrupts import uninterrupted
 from kvjax.drivers.requests import Model, check_model, check_vocabulary
 from kvjax.drivers.steps import decode_step, prefill
+from kvjax.pallas_kernels.values import MOST_TOKENS, checked, one_of, whole
 from kvjax.plan import CachePlan, ModelConfig, make_plan
 from kvjax.policy import Policy, as_policy
-from pallas_kernels.values import MOST_TOKENS, checked, one_of, whole
 
 Found = Literal["losses", "logits"]
 

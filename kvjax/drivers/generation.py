@@ -35,9 +35,9 @@ from kvjax.drivers.steps import feed as feed
 from kvjax.drivers.steps import forward as forward
 from kvjax.drivers.steps import init_state as init_state
 from kvjax.drivers.steps import prefill as prefill
+from kvjax.pallas_kernels.pytree import pytree
 from kvjax.policy import Policy
 from kvjax.sharding import as_mesh, check_split, mesh_of, on_rows, shard_params, shard_rows
-from pallas_kernels.pytree import pytree
 
 NO_TOKEN: Final = -1  # what stands for a token where logits are not numbers
 _SAMPLING = 0x5A3D  # keeps the sampler's draws apart from those of policies, which fold in layers first

@@ -14,10 +14,10 @@ from kvjax.cache.context import Context, Phase
 from kvjax.cache.pool import PooledKV, to_pool
 from kvjax.cache.state import KVState, LayerKV, compact
 from kvjax.drivers.attention import attend
+from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.plan import CachePlan
 from kvjax.policy import LayerPolicy, context
 from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement
-from pallas_kernels.pytree import pytree, static
 
 
 @pytree

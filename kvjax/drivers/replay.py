@@ -15,11 +15,11 @@ from kvjax.cache.state import EMPTY, KVState
 from kvjax.drivers.attention import attend
 from kvjax.drivers.layers import LayerSteps
 from kvjax.drivers.requests import Model, as_ids, as_numpy, check_is, check_model, real_tokens
+from kvjax.pallas_kernels.values import a, checked, each
 from kvjax.plan import CachePlan, as_lengths, at_positions
 from kvjax.policy import context
 from kvjax.scoring.replay import Replay
 from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement, ordered
-from pallas_kernels.values import a, checked, each
 
 
 def replay(

@@ -16,9 +16,9 @@ from kvjax.cache.state import KVState, LayerKV
 from kvjax.drivers.attention import Attend
 from kvjax.drivers.sampling import Sampler
 from kvjax.functions import check_unchanged
+from kvjax.pallas_kernels.values import a, check_array, checked, each, optional, whole
 from kvjax.plan import CachePlan, ModelConfig, as_lengths
 from kvjax.scoring.stats import LayerStats
-from pallas_kernels.values import a, check_array, checked, each, optional, whole
 
 
 @runtime_checkable

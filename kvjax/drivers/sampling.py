@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from pallas_kernels.values import Value, a, checked, each, number, optional, settle, whole
+from kvjax.pallas_kernels.values import Value, a, checked, each, number, optional, settle, whole
 
 _TEMPERATURE = number("(0, inf)", "must be positive and finite; use Greedy() for the limit 0")
 _TOP_K = whole(1, why="at least one token must remain; use None for all")

@@ -23,9 +23,9 @@ from kvjax.drivers.steps import decode_step, prefill
 from kvjax.drivers.streaming import Stream, stepping, stop_strings
 from kvjax.drivers.text import TextPieces, check_tokenizer
 from kvjax.functions import check_unchanged
+from kvjax.pallas_kernels.values import checked, whole
 from kvjax.plan import CachePlan
 from kvjax.policy import Policy
-from pallas_kernels.values import checked, whole
 
 
 @functools.partial(jax.jit, static_argnames=("model", "plan", "block"))
@@ -65,7 +65,7 @@ class Session:
 
     Args:
       model, params: the model.
-      tokenizer: one of transformers, such as `models.load_tokenizer` returns.
+      tokenizer: one of transformers, such as `kvjax.models.load_tokenizer` returns.
       policy: what to evict; everything is kept by default.
       max_new_tokens: tokens of an answer.
       max_question_tokens: tokens of a question, with what a chat template writes around it.

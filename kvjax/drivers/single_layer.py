@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.context import Context, Site, row_keys
 from kvjax.cache.state import Rotate, Slopes
 from kvjax.drivers.attention import attend
+from kvjax.pallas_kernels.values import check_array, checked, each, number, optional, whole
 from kvjax.plan import as_lengths
 from kvjax.policy import Policy, as_policy, empty_layer
 from kvjax.scoring.select import Selection
-from pallas_kernels.values import check_array, checked, each, number, optional, whole
 
 
 def evict_layer(

@@ -35,11 +35,11 @@ from kvjax.drivers.requests import (
     check_sizes,
     real_tokens,
 )
+from kvjax.pallas_kernels.values import check_array, checked, float_dtype, one_of
 from kvjax.plan import CachePlan, Sizes, as_lengths, at_positions
 from kvjax.policy import context, empty_layer
 from kvjax.scoring.stats import AttentionStats
 from kvjax.sharding import as_mesh, check_split, on_rows, shard_params, shard_rows
-from pallas_kernels.values import check_array, checked, float_dtype, one_of
 
 
 def init_state(

@@ -22,8 +22,8 @@ from kvjax.drivers.requests import Model, check_block, check_key, check_prompts,
 from kvjax.drivers.sampling import Greedy, Sampler, seen_tokens
 from kvjax.drivers.steps import prefill
 from kvjax.drivers.text import TextPieces, check_tokenizer, encode, is_chat
+from kvjax.pallas_kernels.values import MOST_TOKENS, checked, whole
 from kvjax.policy import Policy
-from pallas_kernels.values import MOST_TOKENS, checked, whole
 
 
 @functools.partial(jax.jit, static_argnames=("model", "plan", "sampler", "block"))
@@ -237,7 +237,7 @@ def stream(
         policy whose cache does not grow with them. Nothing is kept of it but the cache; it is planned for 2^30 - 1
         tokens (`kvjax.read` says what that means), and for the prompt's exact width.
       prompt: left-padded token ids "B T"; or, where there is a tokenizer, a text or the messages of a chat, which
-        `models.encode` makes ids of.
+        `kvjax.models.encode` makes ids of.
       tokenizer: one of transformers. With it, text is yielded instead of ids.
       stop: strings that end a sequence, wherever tokens cut them. They and what comes after are no part of the text.
       chunk: steps of a compiled call. The tokens are the same; more of them come at once, and the state is ahead of

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from pallas_kernels.values import checked, flag, optional
+from kvjax.pallas_kernels.values import checked, flag, optional
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what stands for the first bytes of a character, and for bytes of none
 
@@ -20,14 +20,14 @@ def encode(
     tokenizer puts one before every text: it leaves that out, as `bos=False` does.
 
     Args:
-      tokenizer: one of transformers, as `models.load_tokenizer` returns.
+      tokenizer: one of transformers, as `kvjax.models.load_tokenizer` returns.
       prompt: a text, or the messages of a chat, `{"role": ..., "content": ...}`, which the tokenizer's chat template
         makes a text of.
       bos: True for one BOS in any case, False for none.
       **template: what the chat template is given besides the messages. `add_generation_prompt` is True unless given.
 
     Returns:
-      Ids of one sequence. `models.pad_left` makes a batch of several.
+      Ids of one sequence. `kvjax.models.pad_left` makes a batch of several.
 
     Raises:
       ValueError: neither text nor messages, a tokenizer without a chat template or without BOS where it is wanted,

@@ -24,14 +24,14 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.analysis.traces import Voters
 from kvjax.eviction import Evict
 from kvjax.learning.relax import mass_rank, soft_stages, soft_top_k
+from kvjax.pallas_kernels.pytree import pytree
+from kvjax.pallas_kernels.values import each, number, one_of, settle
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.scores import Accumulated, ValuePrior
 from kvjax.scoring.select import Stage, TopKThenRandom
 from kvjax.scoring.stats import EntropyScaled, Observe
 from kvjax.sizes.allocation import Adaptive, HeadTable, LayerTable, Pyramid
 from kvjax.sizes.budget import Share, Tokens
-from pallas_kernels.pytree import pytree
-from pallas_kernels.values import each, number, one_of, settle
 
 Params = Any
 

@@ -18,9 +18,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.state import linear_bias
 from kvjax.drivers.attention import Attend, without_cache
+from kvjax.pallas_kernels.columns import accumulator
+from kvjax.pallas_kernels.values import checked, number, tokens
 from kvjax.scoring.stats import LayerStats
-from pallas_kernels.columns import accumulator
-from pallas_kernels.values import checked, number, tokens
 
 
 def gated(gates: Float[Array, "L K"], pos: Int[Array, "B T"], *, sinks: int, recent: int) -> Attend:

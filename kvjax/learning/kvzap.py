@@ -23,13 +23,13 @@ from kvjax.drivers.replay import read_again
 from kvjax.drivers.requests import Model, check_prompts
 from kvjax.drivers.steps import forward, init_state
 from kvjax.eviction import Evict
+from kvjax.pallas_kernels.values import check_array, checked, number, optional, whole
 from kvjax.plan import CachePlan, make_plan
 from kvjax.scoring.learned import FrozenArrays
 from kvjax.scoring.predicted import HiddenHeads, HiddenStates, apply_heads
 from kvjax.scoring.replay import Replay
 from kvjax.scoring.replayed import Replayed, ReplayedAttention
 from kvjax.scoring.stats import Measurement
-from pallas_kernels.values import check_array, checked, number, optional, whole
 
 _LEAST = 1e-8  # what scores below count as, as their logarithm would not end
 

@@ -14,10 +14,10 @@ from kvjax.cache.state import EMPTY, LayerKV
 from kvjax.drivers.requests import Model, check_prompts
 from kvjax.drivers.steps import forward, init_state
 from kvjax.eviction import from_fn
+from kvjax.pallas_kernels.values import check_array, checked, whole
 from kvjax.plan import CachePlan, make_plan
 from kvjax.scoring.learned import FrozenArrays
 from kvjax.scoring.stats import LastRows, LayerStats, Measurement, Moment, Observe
-from pallas_kernels.values import check_array, checked, whole
 
 
 @dataclasses.dataclass(frozen=True)

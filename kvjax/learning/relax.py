@@ -32,12 +32,12 @@ from kvjax.cache.context import Phase, Site
 from kvjax.cache.state import KVState, PerHead
 from kvjax.cache.state import with_gates as with_gates
 from kvjax.eviction import LARGE, Evict
+from kvjax.pallas_kernels.pytree import pytree
+from kvjax.pallas_kernels.values import a, checked, each, number, one_of, settle
 from kvjax.policy import Policy, Rule
 from kvjax.scoring.select import Limits, Select, Selection, Stage, TopK
 from kvjax.scoring.stats import Measurement, Slots
 from kvjax.sizes.budget import Count
-from pallas_kernels.pytree import pytree
-from pallas_kernels.values import a, checked, each, number, one_of, settle
 
 Scale = Literal["rank", "score"]
 

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Literal
 
-from kvjax._moved import renamed
 from kvjax.eviction import Evict
 from kvjax.methods.pyramidkv import Preset, pyramidkv
 from kvjax.policy import Granularity, Layout
@@ -11,7 +10,6 @@ from kvjax.sizes.allocation import Adaptive
 from kvjax.sizes.budget import Count
 
 
-@renamed(normalise="softmax_over")
 def ada_pyramid(
     budget: int | float | Count,
     *,

@@ -3,12 +3,12 @@
 from typing import Literal
 
 from kvjax.eviction import Evict
+from kvjax.pallas_kernels.values import checked, flag, one_of
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.scores import Accumulated, Score, ValuePrior
 from kvjax.scoring.stats import AllRows, EntropyScaled, LastRows, Observe
 from kvjax.sizes.budget import Count, Less, as_count, of_budget
 from kvjax.sizes.schedule import every_step
-from pallas_kernels.values import checked, flag, one_of
 
 
 def ahakv(

@@ -1,11 +1,11 @@
 """CAPKV (arXiv 2604.25975)."""
 
 from kvjax.eviction import Evict
+from kvjax.pallas_kernels.values import checked, tokens
 from kvjax.scoring.key_scores import Capacity
 from kvjax.scoring.measurements import FutureQueries
 from kvjax.scoring.protect import Protect
 from kvjax.sizes.budget import Count, Tokens, as_count
-from pallas_kernels.values import checked, tokens
 
 
 def capkv(

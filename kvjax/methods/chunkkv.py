@@ -4,9 +4,9 @@ import dataclasses
 
 from kvjax.eviction import Evict
 from kvjax.methods.snapkv import snapkv
+from kvjax.pallas_kernels.values import a, checked, optional
 from kvjax.scoring.select import Chunks
 from kvjax.sizes.budget import Count, Ratio, as_count
-from pallas_kernels.values import a, checked, optional
 
 
 def chunkkv(budget: int | float | Count, *, base: Evict | None = None, chunk_size: int = 20) -> Evict:

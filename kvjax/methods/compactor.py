@@ -1,13 +1,13 @@
 """Compactor (Chari and Van Durme, arXiv 2507.08143)."""
 
 from kvjax.eviction import Evict
+from kvjax.pallas_kernels.values import checked, number, optional
 from kvjax.scoring.blends import Blend, Standardized, ValueWeighted
 from kvjax.scoring.key_scores import ChunkVotes, Leverage
 from kvjax.scoring.measurements import ChunkAttention
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.scores import Pooled
 from kvjax.sizes.budget import Count, Ratio, as_count
-from pallas_kernels.values import checked, number, optional
 
 
 def compactor(

@@ -4,10 +4,10 @@ import dataclasses
 
 from kvjax.eviction import Evict
 from kvjax.methods.snapkv import snapkv
+from kvjax.pallas_kernels.values import a, checked, optional
 from kvjax.scoring.measurements import ProjectedValueNorm
 from kvjax.scoring.select import TwoStage
 from kvjax.sizes.budget import Count
-from pallas_kernels.values import a, checked, optional
 
 
 def criticalkv(

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.eviction import Evict, Mask
+from kvjax.pallas_kernels.values import one_of, settle, tokens
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.scores import Recency, Score
 from kvjax.scoring.stats import Moment, Slots
 from kvjax.sizes.budget import Count
 from kvjax.sizes.schedule import every_step
-from pallas_kernels.values import one_of, settle, tokens
 
 _DISTANCE = tokens(0, "a dilation is whole and not negative; 0 is a plain window")
 

@@ -7,9 +7,9 @@ import numpy as np
 from kvjax.algebra import partition_heads
 from kvjax.methods.full import full
 from kvjax.methods.streaming_llm import streaming_llm
+from kvjax.pallas_kernels.values import check_array, checked, each, number, optional, tokens
 from kvjax.policy import Layout, Policy
 from kvjax.sizes.budget import whole_tokens
-from pallas_kernels.values import check_array, checked, each, number, optional, tokens
 
 
 def duo_attention(

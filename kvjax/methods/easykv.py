@@ -6,13 +6,13 @@ from typing import Literal
 import numpy as np
 
 from kvjax.eviction import Evict
+from kvjax.pallas_kernels.values import checked, flag, number, one_of, optional, settle, tokens
 from kvjax.scoring.protect import PromptSinks, Protect, Scope, TopStd
 from kvjax.scoring.scores import Accumulated, LastRow, Mean, Recency, Score, Uniform
 from kvjax.scoring.select import RandomRun, TopK
 from kvjax.scoring.stats import Observe, RowsFrom
 from kvjax.sizes.budget import Count, Fixed, Less, Ratio, Share, Sum, Tokens, as_count, counted
 from kvjax.sizes.schedule import Schedule, after_prefill, every_step
-from pallas_kernels.values import checked, flag, number, one_of, optional, settle, tokens
 
 Importance = Literal["roco", "mas", "h2o", "tova", "recency", "random"]
 Mode = Literal["encoding", "decoding", "encoding_decoding"]

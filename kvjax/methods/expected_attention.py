@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvjax.eviction import Evict
+from kvjax.pallas_kernels.values import checked, tokens
 from kvjax.scoring.key_scores import ExpectedAttention
 from kvjax.scoring.learned import FrozenArrays
 from kvjax.scoring.measurements import FutureQueries
 from kvjax.scoring.protect import Protect
 from kvjax.sizes.budget import Count, Tokens, as_count
-from pallas_kernels.values import checked, tokens
 
 
 def expected_attention(

@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 from kvjax.methods.profiling import TOKEN_IDS, FastGen
 from kvjax.methods.token_classes import token_classes
+from kvjax.pallas_kernels.values import checked
 from kvjax.policy import Layout
 from kvjax.sizes.budget import Count
-from pallas_kernels.values import checked
 
 
 def fastgen(

@@ -4,12 +4,12 @@ from typing import Literal
 
 from kvjax.cache.state import Positions
 from kvjax.eviction import Evict
+from kvjax.pallas_kernels.values import checked, flag, optional, tokens
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.scores import Accumulated
 from kvjax.scoring.select import PerChunk, TopK
 from kvjax.scoring.stats import LastRows, LastRowsByLength, Observe
 from kvjax.sizes.budget import Count, Ratio, as_count
-from pallas_kernels.values import checked, flag, optional, tokens
 
 
 def finch(

@@ -7,10 +7,10 @@ import numpy as np
 
 from kvjax.eviction import Evict
 from kvjax.methods.snapkv import snapkv
+from kvjax.pallas_kernels.values import check_array, checked, each, number
 from kvjax.policy import Layout
 from kvjax.sizes.allocation import HeadTable, LayerTable
 from kvjax.sizes.budget import Count
-from pallas_kernels.values import check_array, checked, each, number
 
 
 def headkv(

@@ -6,13 +6,13 @@ from typing import Literal
 from kvjax.cache.state import Positions
 from kvjax.eviction import Evict
 from kvjax.methods.simulations import NextStepMask
+from kvjax.pallas_kernels.values import one_of
 from kvjax.policy import Policy
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.scores import Accumulated
 from kvjax.scoring.stats import AllRows, Noisy, Observe
 from kvjax.sizes.budget import Count, Fixed, Less, Share, as_budget, as_count
 from kvjax.sizes.schedule import every_step
-from pallas_kernels.values import one_of
 
 
 def keyformer(

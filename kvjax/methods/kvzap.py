@@ -1,12 +1,12 @@
 """KVzap (Jegou and Jeblick, arXiv 2601.07891)."""
 
 from kvjax.eviction import Evict
+from kvjax.pallas_kernels.values import checked, tokens
 from kvjax.scoring.predicted import HiddenHeads, Predicted
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.select import AboveThreshold, TopK
 from kvjax.sizes.budget import Count, Tokens, as_count
 from kvjax.sizes.schedule import every_step
-from pallas_kernels.values import checked, tokens
 
 
 def kvzap(

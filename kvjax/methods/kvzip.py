@@ -5,13 +5,13 @@ from typing import Any
 
 from kvjax.drivers.text import check_tokenizer, rendered
 from kvjax.eviction import Evict
+from kvjax.pallas_kernels.values import checked, tokens
 from kvjax.policy import Layout
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.replay import Replay
 from kvjax.scoring.replayed import Replayed, ReplayedAttention
 from kvjax.sizes.allocation import Adaptive, HeadAllocation
 from kvjax.sizes.budget import Count, Tokens, as_count
-from pallas_kernels.values import checked, tokens
 
 _FIRST = "\n\nRepeat the previous context exactly."
 _LATER = "\n\nRepeat the part of the previous context exactly, starting with"

@@ -9,6 +9,7 @@ import numpy as np
 from kvjax.algebra import shared_layers
 from kvjax.cache.context import Phase
 from kvjax.eviction import Evict
+from kvjax.pallas_kernels.values import a, checked, flag, number, one_of, optional, settle, tokens
 from kvjax.policy import Policy
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.scores import LayerMean, Proxies, Score
@@ -16,7 +17,6 @@ from kvjax.scoring.select import TopKThenRandom
 from kvjax.scoring.stats import FirstAndLastRows, LastRows, Measurement, Observe, SeesAll, Slots
 from kvjax.sizes.budget import Above, Count, Less, Ratio, Tokens, as_budget, as_count, counted, of_budget
 from kvjax.sizes.schedule import after_prefill, every
-from pallas_kernels.values import a, checked, flag, number, one_of, optional, settle, tokens
 
 # Table 4, percent of the prompt: budget, protected proxies, scoring-only proxies, kept at random.
 _TABLE_4 = np.array([[10.0, 1.0, 3.0, 7.0], [20.0, 2.0, 18.0, 12.0], [30.0, 1.5, 20.0, 18.0]])

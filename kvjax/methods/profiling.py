@@ -13,14 +13,14 @@ from jaxtyping import Array, Float, Int, Int8
 
 from kvjax.cache.context import Context, Site
 from kvjax.cache.state import EMPTY, LayerKV, PerHead
+from kvjax.pallas_kernels import recovered_attention
+from kvjax.pallas_kernels.pytree import pytree
+from kvjax.pallas_kernels.values import a, each, number, one_of, settle, whole
 from kvjax.policy import LayerSpec, Layout, Rule, keeps_all
 from kvjax.scoring.select import Selection, largest
 from kvjax.scoring.stats import LayerStats, Measurement, Moment, Observe
 from kvjax.sizes.budget import ROUNDINGS, Count, Rounding, as_budget, lookup, whole_tokens
 from kvjax.sizes.schedule import Schedule
-from pallas_kernels import recovered_attention
-from pallas_kernels.pytree import pytree
-from pallas_kernels.values import a, each, number, one_of, settle, whole
 
 STRATEGIES: Final = ("special", "punctuation", "frequent", "local", "full")
 """The strategies of heads by number; each keeps what those before it keep, and more."""

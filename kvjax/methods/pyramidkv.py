@@ -3,18 +3,16 @@
 import dataclasses
 from typing import Literal
 
-from kvjax._moved import renamed
 from kvjax.eviction import Evict
 from kvjax.methods.snapkv import snapkv
+from kvjax.pallas_kernels.values import one_of
 from kvjax.policy import Granularity
 from kvjax.sizes.allocation import FloorPyramid, InclusivePyramid, LayerAllocation, Pyramid
 from kvjax.sizes.budget import Count
-from pallas_kernels.values import one_of
 
 Preset = Literal["pyramid_factory", "pyramid_adakv", "pyramid_kvpress"]
 
 
-@renamed(normalise="softmax_over")
 def pyramidkv(
     budget: int | float | Count,
     *,

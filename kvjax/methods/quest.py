@@ -11,12 +11,12 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import mesh
 from kvjax.cache.context import Context, Site
 from kvjax.cache.state import Chosen, LayerKV
+from kvjax.pallas_kernels.values import a, one_of, settle, tokens
 from kvjax.policy import Granularity, LayerSpec, Rule, keeps_all
 from kvjax.scoring.pages import Pages, PageTable
 from kvjax.scoring.select import Selection
 from kvjax.scoring.stats import LayerStats, Moment
 from kvjax.sizes.budget import Count, Tokens, as_budget, lookup
-from pallas_kernels.values import a, one_of, settle, tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from kvjax.eviction import Evict
+from kvjax.pallas_kernels.values import checked, number, one_of, tokens
 from kvjax.scoring.blends import Blend
 from kvjax.scoring.key_scores import Redundancy
 from kvjax.scoring.protect import Protect
@@ -10,7 +11,6 @@ from kvjax.scoring.scores import Pooled, RecentRows
 from kvjax.scoring.stats import OutsideWindow
 from kvjax.sizes.budget import Count
 from kvjax.sizes.schedule import when_over
-from pallas_kernels.values import checked, number, one_of, tokens
 
 
 def r_kv(

@@ -3,12 +3,12 @@
 from typing import Literal
 
 from kvjax.eviction import Evict
+from kvjax.pallas_kernels.values import one_of
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.scores import Uniform
 from kvjax.scoring.select import RandomRun, TopK
 from kvjax.sizes.budget import Count
 from kvjax.sizes.schedule import every_step
-from pallas_kernels.values import one_of
 
 
 def random(

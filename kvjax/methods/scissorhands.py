@@ -3,13 +3,13 @@
 from typing import Literal
 
 from kvjax.eviction import Evict
+from kvjax.pallas_kernels.values import one_of
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.scores import Accumulated, History
 from kvjax.scoring.stats import AllRows, Observe
 from kvjax.sizes.allocation import LayerAllocation, UniformLayers
 from kvjax.sizes.budget import Count, Share
 from kvjax.sizes.schedule import when_over
-from pallas_kernels.values import one_of
 
 
 def scissorhands(

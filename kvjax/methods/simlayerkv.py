@@ -3,11 +3,11 @@
 from typing import Literal
 
 from kvjax.eviction import Evict
+from kvjax.pallas_kernels.values import checked, one_of, tokens
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.scores import Window
 from kvjax.scoring.select import LazyOrAll
 from kvjax.sizes.budget import Count
-from pallas_kernels.values import checked, one_of, tokens
 
 
 def simlayerkv(

@@ -9,13 +9,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Context, Site
 from kvjax.cache.state import EMPTY, LayerKV
+from kvjax.pallas_kernels.values import flag, settle
 from kvjax.policy import LayerSpec, Rule, keeps_all
 from kvjax.scoring.scores import one_a_slot
 from kvjax.scoring.select import Selection, TopK
 from kvjax.scoring.stats import LayerStats, Moment, Observe, Sums
 from kvjax.sizes.budget import Count, Counts, counted
 from kvjax.sizes.schedule import Schedule
-from pallas_kernels.values import flag, settle
 
 
 @dataclasses.dataclass(frozen=True)

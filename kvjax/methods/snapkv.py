@@ -2,17 +2,15 @@
 
 from typing import Literal
 
-from kvjax._moved import renamed
 from kvjax.eviction import Evict
+from kvjax.pallas_kernels.values import checked, flag, one_of, tokens
 from kvjax.policy import Granularity
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.scores import Pooled, Window
 from kvjax.scoring.stats import OutsideWindow
 from kvjax.sizes.budget import AtMost, Count, Share, Tokens
-from pallas_kernels.values import checked, flag, one_of, tokens
 
 
-@renamed(normalise="softmax_over")
 def snapkv(
     budget: int | float | Count,
     *,

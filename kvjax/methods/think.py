@@ -9,12 +9,12 @@ from jax import lax
 from kvjax.cache.context import Context, Site
 from kvjax.cache.pool import PooledKV
 from kvjax.cache.state import LayerKV, PerHead
+from kvjax.pallas_kernels.values import number, one_of, settle, tokens
 from kvjax.policy import LayerSpec, Rule, keeps_all
 from kvjax.scoring.measurements import QuerySquares
 from kvjax.scoring.select import Selection
 from kvjax.scoring.stats import LayerStats
 from kvjax.sizes.schedule import Schedule
-from pallas_kernels.values import number, one_of, settle, tokens
 
 
 @dataclasses.dataclass(frozen=True)

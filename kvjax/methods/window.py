@@ -3,11 +3,11 @@
 from typing import Literal
 
 from kvjax.eviction import Evict
+from kvjax.pallas_kernels.values import one_of
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.scores import Recency
 from kvjax.sizes.budget import Count, Ratio, Sum, as_count
 from kvjax.sizes.schedule import every_step
-from pallas_kernels.values import one_of
 
 
 def window(budget: int | float | Count, *, sinks: int = 0, scope: Literal["all", "generated"] = "all") -> Evict:

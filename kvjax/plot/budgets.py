@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvjax.analysis import Curves, Interval
+from kvjax.pallas_kernels.values import checked, flag, optional
 from kvjax.plot.style import COLOURS, columns_for, figure_of, panels, style, wrapped
-from pallas_kernels.values import checked, flag, optional
 
 Points = Mapping[int | float, Interval | float]
 """A number, or a mean with its interval, at every budget: live tokens (int), or shares of the prompt (float)."""

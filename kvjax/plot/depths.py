@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvjax.pallas_kernels.values import checked, optional, whole
 from kvjax.plot.style import columns_for, figure_of, panels, wrapped
-from pallas_kernels.values import checked, optional, whole
 
 Sample = Mapping[str, Any]
 """A needle: its "depth" in [0, 1], the prompt's "length" in tokens, and the "score" in [0, 1]; what else is there is

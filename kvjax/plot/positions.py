@@ -13,9 +13,9 @@ from matplotlib.patches import Patch
 from matplotlib.transforms import offset_copy
 
 from kvjax.cache.state import EMPTY, KVState
+from kvjax.pallas_kernels.values import check_array, checked, each, one_of, optional, whole
 from kvjax.plot.style import COLOURS, figure_of, panels, wrapped
 from kvjax.scoring.select import Selection
-from pallas_kernels.values import check_array, checked, each, one_of, optional, whole
 
 Held = Bool[Array, "K T"] | Bool[np.ndarray, "K T"] | Int[Array, "K S"] | Int[np.ndarray, "K S"]
 """One layer of one sequence: a mask of the prompt's tokens, or the positions that are held, `kvjax.EMPTY` elsewhere."""

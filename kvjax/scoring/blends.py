@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache.context import Context, Phase, Site
+from kvjax.pallas_kernels.values import a, each, number, one_of, settle
 from kvjax.scoring.measurements import ProjectionGram
 from kvjax.scoring.scores import OfScore, Score
 from kvjax.scoring.stats import Measurement, Slots, ordered
-from pallas_kernels.values import a, each, number, one_of, settle
 
 
 @dataclasses.dataclass(frozen=True)

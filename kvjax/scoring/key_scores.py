@@ -11,12 +11,12 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.context import Phase, Site
 from kvjax.cache.state import EMPTY, LayerKV, position_order
+from kvjax.pallas_kernels import Columns, attention
+from kvjax.pallas_kernels.values import a, check_array, check_finite, flag, number, one_of, optional, settle, tokens
 from kvjax.scoring.learned import FrozenArrays
 from kvjax.scoring.measurements import ChunkAttention, FutureQueries, KeyBias, UnrotatedKeys
 from kvjax.scoring.scores import Score
 from kvjax.scoring.stats import Measurement, Slots
-from pallas_kernels import Columns, attention
-from pallas_kernels.values import a, check_array, check_finite, flag, number, one_of, optional, settle, tokens
 
 
 def oldest_first(kv: LayerKV) -> Int[Array, "B K S"]:

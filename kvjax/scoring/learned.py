@@ -11,16 +11,16 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.cache.context import Context, Phase
 from kvjax.cache.state import LayerKV
+from kvjax.pallas_kernels.values import settle, tokens
 from kvjax.scoring.scores import Score, kernel_width, pool_in_order
 from kvjax.scoring.stats import AllRows, LastRows, LayerStats, Measurement, Observe, Slots
-from pallas_kernels.values import settle, tokens
 
 NUM_STATISTICS = 6
 
 
 @runtime_checkable
 class ScoreFunction(Protocol):
-    """A trained function, hashable and compared by its weights; `models.scorer.TrainedHead` is one."""
+    """A trained function, hashable and compared by its weights; `kvjax.models.scorer.TrainedHead` is one."""
 
     def __call__(self, features: Float[Array, "B K S F"], layer: int) -> Float[Array, "B K S"]:
         """One number a slot, larger = keep.

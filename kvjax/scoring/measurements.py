@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import mesh
 from kvjax.cache.context import Site
 from kvjax.cache.state import EMPTY
+from kvjax.pallas_kernels.values import check_array, check_finite, flag, settle, tokens, whole
 from kvjax.scoring.learned import FrozenArrays
 from kvjax.scoring.stats import Measurement, Moment
-from pallas_kernels.values import check_array, check_finite, flag, settle, tokens, whole
 
 _MOST_AHEAD = 2**20  # positions, which take seconds
 _MOMENTS = "mean", "covariance"

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.cache.context import Site
 from kvjax.cache.state import LayerKV, PerHead, widened
-from pallas_kernels.pytree import pytree
-from pallas_kernels.values import Value, settle, tokens
+from kvjax.pallas_kernels.pytree import pytree
+from kvjax.pallas_kernels.values import Value, settle, tokens
 
 
 @pytree

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.context import Phase, Site
 from kvjax.cache.state import EMPTY
+from kvjax.pallas_kernels.values import Value, a, settle
 from kvjax.scoring.learned import FrozenArrays
 from kvjax.scoring.scores import Score
 from kvjax.scoring.stats import Measurement, Moment, Slots
-from pallas_kernels.values import Value, a, settle
 
 _LINEAR, _NETWORK = ("out", "out_bias"), ("in", "in_bias", "out", "out_bias")
 

@@ -9,10 +9,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import LayerKV
+from kvjax.pallas_kernels.values import Value, flag, optional, settle, tokens
 from kvjax.scoring.select import Spares, TopK
 from kvjax.scoring.stats import AllRows, Measurement, Observe, Observer, RowsFrom, Slots
 from kvjax.sizes.budget import Count, Counts, counted
-from pallas_kernels.values import Value, flag, optional, settle, tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from pallas_kernels.values import Value, each, settle, tokens, whole
+from kvjax.pallas_kernels.values import Value, each, settle, tokens, whole
 
 _ids = each(whole(0, 2**31 - 1, "token ids are whole numbers of at least 0"))
 

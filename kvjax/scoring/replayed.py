@@ -9,12 +9,12 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import mesh
 from kvjax.cache.context import Phase, Site
 from kvjax.cache.state import EMPTY
+from kvjax.pallas_kernels.columns import accumulator
+from kvjax.pallas_kernels.pytree import pytree, static
+from kvjax.pallas_kernels.values import a, flag, settle, tokens
 from kvjax.scoring.replay import Replay
 from kvjax.scoring.scores import Score
 from kvjax.scoring.stats import Measurement, Moment, Slots
-from pallas_kernels.columns import accumulator
-from pallas_kernels.pytree import pytree, static
-from pallas_kernels.values import a, flag, settle, tokens
 
 _LOGITS = 2**20  # of a block of rows, 4 MiB in float32
 _ROWS = 32  # of a block at least, as few take longer

@@ -9,11 +9,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Context, Phase
 from kvjax.cache.state import LayerKV
+from kvjax.pallas_kernels.values import number, one_of, settle, tokens
 from kvjax.scoring.measurements import ProjectedValueNorm
 from kvjax.scoring.scores import Score, kernel_width, mean_over_heads, pool_in_order
 from kvjax.scoring.stats import LastRows, LayerStats, Measurement, Observe, Slots
 from kvjax.sizes.budget import Count, as_count, counted, lookup
-from pallas_kernels.values import number, one_of, settle, tokens
 
 
 @dataclasses.dataclass(frozen=True)

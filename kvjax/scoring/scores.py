@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import EMPTY, LayerKV, position_order
 from kvjax.functions import by_code
+from kvjax.pallas_kernels.values import MOST_TOKENS, a, each, flag, number, one_of, settle, tokens, whole
 from kvjax.scoring.protect import rows_since_insertion
 from kvjax.scoring.stats import (
     AllRows,
@@ -30,7 +31,6 @@ from kvjax.scoring.stats import (
     Slots,
     Sums,
 )
-from pallas_kernels.values import MOST_TOKENS, a, each, flag, number, one_of, settle, tokens, whole
 
 GROUPS = ("mean", "max", "sum")
 """How one number a kv head is made of its group's query heads."""

@@ -13,10 +13,10 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import EMPTY, LayerKV, evict, position_order
+from kvjax.pallas_kernels.pytree import pytree, static
+from kvjax.pallas_kernels.values import Value, a, each, flag, number, one_of, optional, settle, tokens
 from kvjax.scoring.stats import LayerStats, Measurement, Slots
 from kvjax.sizes.budget import Count, Counts, Tokens, counted, counted_rows
-from pallas_kernels.pytree import pytree, static
-from pallas_kernels.values import Value, a, each, flag, number, one_of, optional, settle, tokens
 
 Ties = Literal["evict_older", "lower_index"]
 

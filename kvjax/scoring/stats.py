@@ -11,11 +11,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import LayerKV, Rotate, Slopes
+from kvjax.pallas_kernels import Columns, Softmax
+from kvjax.pallas_kernels.pytree import pytree, static
+from kvjax.pallas_kernels.values import Value, a, each, flag, number, one_of, optional, settle, tokens
 from kvjax.scoring.replay import Replay
 from kvjax.sizes.budget import Count, Tokens, as_count, counted_rows, lookup
-from pallas_kernels import Columns, Softmax
-from pallas_kernels.pytree import pytree, static
-from pallas_kernels.values import Value, a, each, flag, number, one_of, optional, settle, tokens
 
 
 @dataclasses.dataclass(frozen=True)

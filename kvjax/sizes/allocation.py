@@ -14,8 +14,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Site
+from kvjax.pallas_kernels.values import Value, checked, each, flag, number, one_of, settle, whole
 from kvjax.sizes.budget import lookup, whole_tokens
-from pallas_kernels.values import Value, checked, each, flag, number, one_of, settle, whole
 
 
 def apportion(shares: Any, limit: Any, xp: ModuleType = np) -> Any:

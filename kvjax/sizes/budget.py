@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from pallas_kernels.pytree import pytree
-from pallas_kernels.values import MOST_TOKENS, Value, checked, each, number, one_of, settle, tokens
+from kvjax.pallas_kernels.pytree import pytree
+from kvjax.pallas_kernels.values import MOST_TOKENS, Value, checked, each, number, one_of, settle, tokens
 
 Rounding = Literal["floor", "int", "ceil"]
 ROUNDINGS: tuple[Rounding, ...] = ("floor", "int", "ceil")

@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from kvjax.pallas_kernels.values import Value, checked, flag, optional, settle, tokens
 from kvjax.sizes.budget import Count, Tokens, counted
-from pallas_kernels.values import Value, checked, flag, optional, settle, tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,9 @@ import functools
 import numpy as np
 
 from kvjax.cache.context import Site
+from kvjax.pallas_kernels.values import MOST_TOKENS
 from kvjax.sizes.allocation import HeadAllocation, LayerAllocation
 from kvjax.sizes.budget import Count, as_count
-from pallas_kernels.values import MOST_TOKENS
 
 LONGEST = 2**24  # tokens of a prompt: sizes are tables with an entry for every length up to the prompt's
 

@@ -7,7 +7,7 @@ import scipy.special
 
 
 def attention(q, k, v, q_pos, kv_pos, *, columns=(), scale, window=None, softcap=None, bias=None):
-    """(out, lse, columns) as `pallas_kernels.attention` defines them."""
+    """(out, lse, columns) as `kvjax.pallas_kernels.attention` defines them."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     q_pos, kv_pos = np.asarray(q_pos), np.asarray(kv_pos)
     B, N, T, _ = q.shape
@@ -55,7 +55,7 @@ def _visible(row, keys, window, causal=True):
 
 @functools.cache
 def hash_uniform(seed, *indices):
-    """`pallas_kernels.columns.hash_uniform` of single numbers, in Python's integers."""
+    """`kvjax.pallas_kernels.columns.hash_uniform` of single numbers, in Python's integers."""
     h = int(seed)
     for i in indices:
         h ^= (int(i) * 0x9E3779B9 + 0x85EBCA6B) % 2**32

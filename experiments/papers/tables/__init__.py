@@ -3,12 +3,12 @@
 import difflib
 from typing import Final
 
-from experiments.papers.tables import adakv, ahakv, keyformer, nacl, roco
-from experiments.papers.tables.base import Cell as Cell
-from experiments.papers.tables.base import Column as Column
-from experiments.papers.tables.base import Entry as Entry
-from experiments.papers.tables.base import Method as Method
-from experiments.papers.tables.base import Row as Row
+from kvjax.experiments.papers.tables import adakv, ahakv, keyformer, nacl, roco
+from kvjax.experiments.papers.tables.base import Cell as Cell
+from kvjax.experiments.papers.tables.base import Column as Column
+from kvjax.experiments.papers.tables.base import Entry as Entry
+from kvjax.experiments.papers.tables.base import Method as Method
+from kvjax.experiments.papers.tables.base import Row as Row
 
 ENTRIES: Final[dict[str, Entry]] = {
     entry.name: entry for paper in (adakv, ahakv, keyformer, nacl, roco) for entry in paper.ENTRIES

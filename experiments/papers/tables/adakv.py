@@ -2,9 +2,9 @@
 
 from typing import Any, Final
 
-from experiments.papers.tables.base import Claim, Column, Entry, Method, Row, read
-from experiments.papers.tables.longbench import ENGLISH
 from kvjax import methods
+from kvjax.experiments.papers.tables.base import Claim, Column, Entry, Method, Row, read
+from kvjax.experiments.papers.tables.longbench import ENGLISH
 
 # The paper ran a set for every query head: keys and values were copied to query heads before eviction.
 _WINDOW: Final[dict[str, Any]] = {"window_size": 32, "kernel_size": 7, "pooling": "max", "granularity": "query_head"}

@@ -2,9 +2,9 @@
 
 from typing import Final
 
-from experiments.papers.tables.base import Claim, Column, Entry, Method, grid, read
-from experiments.papers.tables.longbench import GROUPS
 from kvjax import methods
+from kvjax.experiments.papers.tables.base import Claim, Column, Entry, Method, grid, read
+from kvjax.experiments.papers.tables.longbench import GROUPS
 
 METHODS: Final = {
     "full": Method("Full Cache", lambda _: methods.full()),

@@ -117,7 +117,7 @@ class Entry:
       reference: what outputs are compared with: the data's "answers", or the output of the "full cache".
       template: whether prompts stand in their model's template (`models.PRESETS`).
       beams: hypotheses of the beam search that generates, 1 for greedy generation.
-      figures: names of `experiments.papers.FIGURES` that draw the entry or a part of it.
+      figures: names of `kvjax.experiments.papers.FIGURES` that draw the entry or a part of it.
       claims: numbers that stand in the running text.
       off: (model, method, budget, why) of rows whose printed mean is not that of the numbers that are printed.
       notes: what a reader should know before comparing.

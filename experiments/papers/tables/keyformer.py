@@ -4,8 +4,8 @@ import functools
 from typing import Any, Final
 
 import kvjax
-from experiments.papers.tables.base import Budget, Claim, Column, Entry, Method, Row, grid, read
 from kvjax import Policy, Share, methods
+from kvjax.experiments.papers.tables.base import Budget, Claim, Column, Entry, Method, Row, grid, read
 
 
 def _keyformer(budget: Budget, *, recent: float = 0.3, **options: Any) -> Policy:

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from experiments.papers.tables.base import Column
+from kvjax.experiments.papers.tables.base import Column
 
 _METRICS: Final = {
     "f1": ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa"),

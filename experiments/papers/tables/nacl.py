@@ -3,8 +3,8 @@
 import functools
 from typing import Any, Final
 
-from experiments.papers.tables.base import Budget, Claim, Column, Entry, Method, grid, read
 from kvjax import Policy, Share, methods
+from kvjax.experiments.papers.tables.base import Budget, Claim, Column, Entry, Method, grid, read
 
 METHODS: Final = {
     "full": Method("Full cache", lambda _: methods.full()),

@@ -8,8 +8,8 @@ import functools
 from typing import Any, Final
 
 import kvjax
-from experiments.papers.tables.base import Budget, Claim, Column, Entry, Method, grid, read
 from kvjax import Policy, Share, methods
+from kvjax.experiments.papers.tables.base import Budget, Claim, Column, Entry, Method, grid, read
 from kvjax.sizes.schedule import after_prefill
 
 
