@@ -8,7 +8,7 @@ would get alone.
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +20,8 @@ from kvjax.pallas_kernels.values import checked, each, one_of
 from kvjax.policy import LayerPolicy, Layout, Policy, Rule, as_policy, check_moment, context, obeying
 from kvjax.scoring.stats import AttentionStats, LayerStats, Observe
 from kvjax.sizes.schedule import Schedule
+
+L = TypeVar("L", bound=Hashable)  # labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +203,7 @@ def chain(*policies: Policy) -> Policy:
     return flat[0] if len(flat) == 1 else Chain(tuple(flat))
 
 
-def partition(policies: Mapping[Hashable, Policy], labels: Sequence[Hashable]) -> Policy:
+def partition(policies: Mapping[L, Policy], labels: Sequence[L]) -> Policy:
     """Different policies for different layers.
 
     Args:
@@ -218,7 +220,7 @@ def partition(policies: Mapping[Hashable, Policy], labels: Sequence[Hashable]) -
 
 
 def partition_heads(
-    policies: Mapping[Hashable, Policy], labels: Sequence[Sequence[Hashable]] | np.ndarray, *, storage: Layout = "pool"
+    policies: Mapping[L, Policy], labels: Sequence[Sequence[L]] | np.ndarray, *, storage: Layout = "pool"
 ) -> Policy:
     """Different policies for different kv heads, such as DuoAttention's retrieval and streaming heads.
 

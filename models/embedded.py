@@ -2,6 +2,7 @@
 `experiments/train_varied.py`.
 """
 
+import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any, Final
@@ -17,7 +18,7 @@ def included(name: str) -> str | pathlib.Path:
 
 
 def save_tokenizer(path: pathlib.Path, tokenizer: Any, *, special: dict[str, str]) -> None:
-    """Writes a tokenizer of the library `tokenizers` in the format of transformers.
+    """Writes a tokenizer of the library `tokenizers` in the format that transformers 4 and 5 read.
 
     Args:
       path: the checkpoint directory.
@@ -28,6 +29,9 @@ def save_tokenizer(path: pathlib.Path, tokenizer: Any, *, special: dict[str, str
 
     fast = import_transformers().PreTrainedTokenizerFast
     fast(tokenizer_object=tokenizer, **special, padding_side="left").save_pretrained(path)
+    file = path / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}  # version 5 has a new name
+    file.write_text(json.dumps({k: x for k, x in config.items() if k != "backend"}, indent=2) + "\n")
 
 
 def write_tokenizer(path: pathlib.Path, vocabulary: Sequence[str], *, special: dict[str, str]) -> None:

@@ -213,7 +213,8 @@ def _write(config: GemmaConfig) -> dict[str, Any]:
     if config.generation == 2:
         return {**raw, **config.rope.to_hugging_face(), "attn_logit_softcapping": config.attention_cap}
     ropes = {"full_attention": config.rope, "sliding_attention": config.local_rope or config.rope}
-    return {**raw, "rope_parameters": {kind: _section(rope) for kind, rope in ropes.items()}}
+    older = {**config.rope.to_hugging_face(), "rope_local_base_freq": ropes["sliding_attention"].theta}
+    return {**raw, **older, "rope_parameters": {kind: _section(rope) for kind, rope in ropes.items()}}
 
 
 def _section(rope: Rope) -> dict[str, Any]:

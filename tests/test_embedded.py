@@ -15,7 +15,7 @@ from kvjax.experiments.evaluation import results
 from kvjax.experiments.evaluation.batches import buckets, rows_of
 from kvjax.experiments.evaluation.evaluate import Evaluator
 from kvjax.experiments.tasks import RETRIEVAL, TASKS, Task
-from kvjax.models.embedded import EMBEDDED, INCLUDED
+from kvjax.models.embedded import EMBEDDED, INCLUDED, save_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,17 @@ def test_the_checkpoint_is_what_training_describes(embedded):
     assert tokenizer.decode(tokenizer("the code for ada is 7 3", add_special_tokens=False).input_ids) == (
         "the code for ada is 7 3"
     )
+
+
+@pytest.mark.parametrize("path", INCLUDED.values(), ids=INCLUDED)
+def test_a_tokenizer_is_stored_as_it_is_written_now(path, tmp_path):
+    """Under a class's name that transformers 4 has, too."""
+    tokenizer = models.load_tokenizer(path)
+    special = {k: getattr(tokenizer, k) for k in ("pad_token", "bos_token", "eos_token", "unk_token")}
+    save_tokenizer(tmp_path, tokenizer.backend_tokenizer, special=special)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert json.loads((tmp_path / name).read_text()) == json.loads((path / name).read_text())
+    assert json.loads((path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 @pytest.mark.parametrize("name", [*RETRIEVAL, "perplexity"])

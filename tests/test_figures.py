@@ -614,7 +614,8 @@ def test_missing_model_is_an_error_that_says_so():
 
 def test_the_command_is_not_shadowed_by_the_pictures():
     """`experiments/figures/` holds the README's pictures; it is no package."""
-    assert importlib.import_module("kvjax.experiments.figures").__file__ == str(ROOT / "experiments" / "figures.py")
+    file = importlib.import_module("kvjax.experiments.figures").__file__
+    assert pathlib.Path(file).resolve() == ROOT / "experiments" / "figures.py"
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """H2O: heavy-hitter oracle (Zhang et al., arXiv 2306.14048)."""
 
-from typing import Literal
+from typing import Literal, overload
 
 from kvjax.eviction import Evict
 from kvjax.methods.simulations import NextStepMask, StepwiseMask
@@ -13,6 +13,24 @@ from kvjax.sizes.budget import Count, Fixed, Less, Share, as_budget, as_count
 from kvjax.sizes.schedule import every_step
 
 
+@overload
+def h2o(
+    budget: int | float | Count,
+    *,
+    recent: int | float | Count = ...,
+    group: Literal["mean", "max", "sum"] = ...,
+    prefill: Literal["oneshot"] = ...,
+    compat: None = ...,
+) -> Evict: ...
+@overload
+def h2o(
+    budget: int | float | Count,
+    *,
+    recent: int | float | Count = ...,
+    group: Literal["mean", "max", "sum"] = ...,
+    prefill: Literal["oneshot", "stepwise_mask"] = ...,
+    compat: Literal["h2o_hh_mask"] | None = ...,
+) -> Policy: ...
 def h2o(
     budget: int | float | Count,
     *,

@@ -1,7 +1,7 @@
 """Keyformer (Adnan et al., arXiv 2403.09054)."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, overload
 
 from kvjax.cache.state import Positions
 from kvjax.eviction import Evict
@@ -15,6 +15,36 @@ from kvjax.sizes.budget import Count, Fixed, Less, Share, as_budget, as_count
 from kvjax.sizes.schedule import every_step
 
 
+@overload
+def keyformer(
+    budget: int | float | Count,
+    *,
+    recent: int | float | Count = ...,
+    noise: Literal["gumbel", "gaussian", "constant", "none"] = ...,
+    per: Literal["call", "key"] = ...,
+    tau: tuple[float, float] = ...,
+    tau_delta: float | None = ...,
+    damping: float = ...,
+    share_batch: bool = ...,
+    positions: Positions = ...,
+    group: Literal["mean", "max", "sum"] = ...,
+    compat: None = ...,
+) -> Evict: ...
+@overload
+def keyformer(
+    budget: int | float | Count,
+    *,
+    recent: int | float | Count = ...,
+    noise: Literal["gumbel", "gaussian", "constant", "none"] = ...,
+    per: Literal["call", "key"] = ...,
+    tau: tuple[float, float] = ...,
+    tau_delta: float | None = ...,
+    damping: float = ...,
+    share_batch: bool = ...,
+    positions: Positions = ...,
+    group: Literal["mean", "max", "sum"] = ...,
+    compat: Literal["keyformer_mask"] | None = ...,
+) -> Policy: ...
 def keyformer(
     budget: int | float | Count,
     *,
