@@ -454,6 +454,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 def write(output: pathlib.Path, rows: list[dict[str, Any]], keep: bool) -> None:
     """The report as compressed JSON, and a page of it; `keep` leaves older rows that were not compiled again."""
+    from kvjax.models.written import write_bytes
+
     file, version = output.with_suffix(".json.gz"), importlib.metadata.version("jax")
     found = {(row["arch"], row["kernel"]): row for row in rows}
     if keep and file.exists():
@@ -467,9 +469,7 @@ def write(output: pathlib.Path, rows: list[dict[str, Any]], keep: bool) -> None:
     text = f'{{"jax": "{version}", "rows": [\n{lines}\n]}}\n'
     page = f"# Kernels compiled ahead of time, jax {version}\n\n{summary([*found.values()])}"
     for path, content in ((file, gzip.compress(text.encode(), mtime=0)), (output.with_suffix(".md"), page.encode())):
-        beside = path.with_name(path.name + ".new")
-        beside.write_bytes(content)
-        beside.replace(path)
+        write_bytes(path, content)
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from kvjax.models.checks import whole
+from kvjax.models.written import write_bytes
 from kvjax.scoring.learned import FrozenArrays
 
 
@@ -83,17 +84,9 @@ class TrainedHead:
         """Writes an .npz file, in one step: what stood there stays whole until the new one is."""
         sizes = {n: getattr(self, n) for n in _SIZES}
         arrays: dict[str, Any] = {**self.weights, "sizes": json.dumps(sizes)}
-        path = pathlib.Path(path)
-        beside = path.with_name(f"{path.name}.tmp")
-        try:
-            with beside.open("wb") as file:
-                np.savez_compressed(file, **arrays)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
+        content = io.BytesIO()
+        np.savez_compressed(content, **arrays)
+        write_bytes(pathlib.Path(path), content.getvalue())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "TrainedHead":

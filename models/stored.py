@@ -12,6 +12,7 @@ import mmap
 import os
 import pathlib
 import re
+import reprlib
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from typing import Any, Final
@@ -80,7 +81,7 @@ def weight_files(path: pathlib.Path) -> list[pathlib.Path]:
     """The safetensors files of a checkpoint; none if there are none. A single file hides an index, as in transformers.
 
     Raises:
-      ValueError: an index that is damaged or lists files which do not exist, or shards without one.
+      ValueError: an index that is damaged or lists files that do not exist or lie elsewhere, or shards without one.
     """
     if (path / SINGLE).is_file():
         return [path / SINGLE]
@@ -94,9 +95,12 @@ def weight_files(path: pathlib.Path) -> list[pathlib.Path]:
     if not files or not all(isinstance(f, str) for f in files):
         raise ValueError(f"{path / INDEX} has no weight_map of tensors to files; download it again")
     files = sorted(set(files))
-    absent = [f for f in files if not (path / f).is_file()]
-    if absent:
-        raise ValueError(f"{path / INDEX} lists {absent}, which do not exist; download them")
+    if absent := [f for f in files if not os.path.isfile(path / f)]:
+        raise ValueError(f"{path / INDEX} lists {reprlib.repr(absent)}, which do not exist; download them")
+    here = path.resolve()
+    roots = (here, here.parent.parent / "blobs") if here.parent.name == "snapshots" else (here,)  # as the hub links
+    if outside := [f for f in files if not any(map((path / f).resolve().is_relative_to, roots))]:
+        raise ValueError(f"{path / INDEX} lists {reprlib.repr(outside)}, outside of its directory; copy them into it")
     return [path / f for f in files]
 
 

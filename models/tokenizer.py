@@ -33,13 +33,13 @@ def _is_of_use(record: logging.LogRecord) -> bool:
 
 
 def load_tokenizer(source: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None) -> Any:
-    """The tokenizer of a directory, a hub id or a preset, as transformers loads it. No weights are downloaded.
+    """The tokenizer of a directory, a hub id or a preset, as transformers loads it; no weights, and no code of theirs.
 
     Args:
       source, revision, token: as for `kvjax.models.load`.
 
     Raises:
-      ValueError: no tokenizer files, or damaged ones.
+      ValueError: no tokenizer files, damaged ones, or a tokenizer that is code.
     """
     path = locate(source, revision=revision, token=token, weights=False)
     files = [path / f for f in _FILES if (path / f).is_file()]
@@ -51,8 +51,13 @@ def load_tokenizer(source: str | os.PathLike[str], *, revision: str | None = Non
         check_whole(file)
     transformers = import_transformers()
     try:
-        return transformers.AutoTokenizer.from_pretrained(path)
+        return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as e:
+        if "trust_remote_code" in str(e):
+            raise ValueError(
+                f"{path}: its tokenizer is code of its own, which kvjax never runs; where you trust it, save what it "
+                "makes as a tokenizer.json that transformers reads without it"
+            ) from e
         names = [f.name for f in files]
         raise ValueError(f"{path}: no tokenizer can be made of {names} ({e}); download them again") from e
 

@@ -399,6 +399,31 @@ def test_a_load_holds_the_parameters_once(tmp_path, dtype):
     assert 0.99 < found["peak"] / found["size"] < 1.15
 
 
+def test_links_that_an_index_names_lead_out_of_the_directory_in_the_hubs_cache_alone(checkpoint, tmp_path, tiny):
+    index, blob = checkpoint / "model.safetensors.index.json", tmp_path / "repo" / "blobs" / "abc"
+    blob.parent.mkdir(parents=True)
+    (checkpoint / "model.safetensors").rename(blob)
+    (checkpoint / "w.safetensors").symlink_to(blob)
+    index.write_text(json.dumps({"weight_map": {"x": "w.safetensors"}}))
+    with pytest.raises(ValueError, match=r"index.json lists \['w.safetensors'\], outside of its directory; copy them"):
+        models.load(checkpoint)
+    snapshot = tmp_path / "repo" / "snapshots" / "v1"
+    shutil.copytree(checkpoint, snapshot, symlinks=True)
+    assert models.load(snapshot)[0].config == tiny[0].config
+
+
+def test_a_tokenizers_own_code_does_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    path = shutil.copytree(EMBEDDED, tmp_path / "x")
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    (path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    with pytest.raises(ValueError, match="x: its tokenizer is code of its own, which kvjax never runs"):
+        models.load_tokenizer(path)
+    assert not (tmp_path / "ran").exists()
+
+
 WITHOUT_TORCH = """
 import logging, sys
 sys.modules["torch"] = None

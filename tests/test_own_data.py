@@ -171,7 +171,9 @@ def test_data_of_the_hub_are_rows_too(monkeypatch):
         read("owner/name:test")
     loaded = types.SimpleNamespace(
         config=types.SimpleNamespace(HF_HUB_OFFLINE=False),
-        load_dataset=lambda name, split: [GOOD] if (name, split) == ("owner/name", "test") else 1 / 0,
+        load_dataset=lambda name, split, trust_remote_code: (
+            [GOOD] if (name, split, trust_remote_code) == ("owner/name", "test", False) else 1 / 0
+        ),
     )
     monkeypatch.setitem(sys.modules, "datasets", loaded)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
@@ -184,7 +186,7 @@ def test_without_the_hub_only_stored_data_are_loaded(monkeypatch):
     """It is asked once, and `datasets` looks at what it has stored, without trying again and again."""
     config, asked = types.SimpleNamespace(HF_HUB_OFFLINE=False), []
 
-    def load_dataset(name, split):
+    def load_dataset(name, split, **_):
         assert config.HF_HUB_OFFLINE
         if name != "owner/stored":
             raise ConnectionError("nothing stored")

@@ -367,6 +367,19 @@ def test_a_full_disk_is_named_with_the_file(made, tmp_path, monkeypatch, file):
             results.append([{"method": "m", "budget": "1", "task": "t", "index": 0}])
 
 
+def test_what_is_written_beside_a_file_goes_through_no_link_and_does_not_stay(made, tmp_path):
+    here, victim = tmp_path / "x", tmp_path / "victim"
+    here.mkdir()
+    victim.write_text("mine")
+    planted = {f"{name}.tmp" for name in ("manifest.json", "costs.json", "summary.md", "summary.json")}
+    for name in planted:
+        (here / name).symlink_to(victim)
+    (here / ".costs.json.0123456789abcdef.tmp").write_text("what a kill left")
+    run.main([*SHORT, "--output", str(here)])
+    assert victim.read_text() == "mine"
+    assert {p.name for p in here.rglob("*.tmp")} == planted
+
+
 def test_the_full_cache_of_an_equal_run_beside_is_taken_over(made, tmp_path, capsys, monkeypatch):
     first, second = tmp_path / "first", tmp_path / "second"
     other = ["--config", "h2o.py", *SHORT[2:]]

@@ -3,13 +3,14 @@ from kvjax.experiments.evaluation.summary import TIMED, summarise
 
 
 def test_bad_rows_are_counted():
-    bad = {"task": "mine", "index": 0, "line": 1, "reason": "no JSON"}
+    bad = {"task": "mine", "index": 0, "line": 1, "reason": "no <b>JSON"}
     for count, said in (
         (1, "1 row could not be asked, and is not among"),
         (2, "2 rows could not be asked, and are not"),
     ):
         summary = summarise([], {}, [bad] * count)
         assert f"\n{said}" in report.markdown(summary, "x")
+        assert r"- mine, line 1: no \<b>JSON" in report.markdown(summary, "x")
 
 
 def test_prompts_that_were_kept_whole_are_named():
@@ -34,3 +35,13 @@ def test_prompts_that_were_kept_whole_are_named():
     (said,) = (line for line in report.markdown(summary, "x").splitlines() if "every token was kept" in line)
     assert "window at 0.5 (1 of 2). " in said
     assert "full" not in said.partition(": ")[2].partition(".")[0]
+
+
+def test_names_begin_no_html_and_no_cell():
+    made = {"task": "mine", "index": 0, "score": 1.0, "prompt_tokens": 2, "most_live": 2, "live": 2, "answers": []}
+    line = {**made, **dict.fromkeys(TIMED, 1.0), "method": r"<img src=x>|\\<b>", "budget": "0.5"}
+    cost = {"slots": 1, "kv_bytes": 1, "prefill_peak_bytes": None, "decode_peak_bytes": None}
+    text = report.markdown(summarise([line], {f"{line['method']}@0.5": cost}), "<i>")
+    assert text.startswith("# \\<i>\n")
+    assert text.count(r"| \<img src=x>\|\\\<b> | 0.5 |") == 2
+    assert r"\<img src=x>\|\\\<b> at 0.5 (1 of 1)" in text

@@ -359,6 +359,14 @@ DAMAGE = {
     "index_list": ({"model.safetensors": None, INDEX: b"[]"}, "index.json has no weight_map"),
     "index_without_map": ({"model.safetensors": None, INDEX: b"{}"}, "index.json has no weight_map"),
     "index_of_numbers": ({"model.safetensors": None, INDEX: b'{"weight_map": {"x": 1}}'}, "has no weight_map"),
+    "index_of_a_path_out": (
+        {"model.safetensors": None, "../x.safetensors": b"", INDEX: b'{"weight_map": {"x": "../x.safetensors"}}'},
+        r"index.json lists \['../x.safetensors'\], outside of its directory; copy them into it",
+    ),
+    "index_of_a_long_name": (
+        {"model.safetensors": None, INDEX: b'{"weight_map": {"x": "%s"}}' % (b"x" * 5000)},
+        r"index.json lists \['x+\.\.\.x+'\], which do not exist; download them$",
+    ),
     "no_index": (
         {"model.safetensors": None, "model-00001-of-00002.safetensors": b""},
         "has no model.safetensors .* download model.safetensors.index.json",

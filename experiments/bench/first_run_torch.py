@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 checkpoint, length, new = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, trust_remote_code=False)
 tokens = torch.randint(4, model.config.vocab_size, (1, length))
 generated = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, do_sample=False)
 print(tuple(generated[:, length:].shape))

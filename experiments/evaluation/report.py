@@ -4,6 +4,7 @@ import io
 import json
 import math
 import pathlib
+import re
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -54,7 +55,7 @@ def markdown(summary: dict[str, Any], title: str) -> str:
     ]  # fmt: skip
     return "\n".join(
         [
-            f"# {title}",
+            f"# {plain(title)}",
             "",
             "Scores in percent with 95 % intervals (`experiments/evaluation/statistics.py`). Perplexity as itself, and",
             "in parentheses how likely the text is compared to the full cache.",
@@ -84,7 +85,7 @@ def _kept_whole(summary: dict[str, Any]) -> list[str]:
         if r["method"] != "full" and has_budget(r["budget"]):
             whole, of = counts.setdefault((r["method"], r["budget"]), [0, 0])
             counts[r["method"], r["budget"]] = [whole + r["kept_whole"], of + r["examples"]]
-    named = [f"{m} at {b} ({whole} of {of})" for (m, b), (whole, of) in counts.items() if whole]
+    named = [f"{plain(m)} at {plain(b)} ({whole} of {of})" for (m, b), (whole, of) in counts.items() if whole]
     if not named:
         return []
     return [
@@ -147,7 +148,7 @@ def _bad_rows(bad: Sequence[dict[str, Any]]) -> list[str]:
     """How many rows of data could not be asked, and the first of them."""
     if not bad:
         return []
-    shown = [f"- {row['task']}, line {row['line']}: {row['reason']}" for row in bad[:20]]
+    shown = [f"- {plain(row['task'])}, line {row['line']}: {plain(row['reason'])}" for row in bad[:20]]
     more = [f"- and {len(bad) - len(shown)} more in bad_rows.jsonl"] if len(bad) > len(shown) else []
     rows, are = ("row", "is") if len(bad) == 1 else ("rows", "are")
     return [f"{len(bad)} {rows} could not be asked, and {are} not among the examples:", "", *shown, *more, ""]
@@ -176,11 +177,13 @@ def score_cell(row: dict[str, Any] | None) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a Markdown table."""
-    return [
-        "| " + " | ".join(head) + " |",
-        "|" + "---|" * len(head),
-        *("| " + " | ".join(row) + " |" for row in rows),
-    ]
+    first, *lines = (f"| {' | '.join(map(plain, row))} |" for row in (head, *rows))
+    return [first, "|" + "---|" * len(head), *lines]
+
+
+def plain(text: str) -> str:
+    """Text in one line of Markdown that begins no HTML and no cell of a table; what is escaped already stays."""
+    return re.sub(r"(\\.)|([<|])|\s*[\r\n]\s*", lambda m: m[1] or (f"\\{m[2]}" if m[2] else " "), text)
 
 
 # --- plots ---

@@ -18,6 +18,8 @@ import jax
 
 from kvjax.experiments.evaluation.provenance import device_info as device_info
 from kvjax.experiments.evaluation.provenance import environment as environment
+from kvjax.models.written import BESIDE, naming
+from kvjax.models.written import write_bytes as write_bytes
 
 Key = tuple[str, str, str, int]
 
@@ -138,6 +140,9 @@ class Results:
         self.bad = read_bad(self.directory, self.config)
         if old != self.config:  # nothing there, or a start that came to nothing
             write_json(manifest, {"config": self.config, **now})
+        for cut_off in (f for d in (self.directory, self.directory / "kept") for f in d.glob(".*.tmp")):
+            if BESIDE.fullmatch(cut_off.name):  # by a kill
+                cut_off.unlink()
         lines = self.directory / "samples.jsonl"
         if lines.is_file() and whole < lines.stat().st_size:
             print(f"the last line of {lines} was cut short; its example runs again", file=sys.stderr)
@@ -384,32 +389,6 @@ def _differences(old: Any, new: Any, name: str = "") -> list[str]:
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return [d for i, (a, b) in enumerate(zip(old, new, strict=True)) for d in _differences(a, b, f"{name}[{i}]")]
     return [] if old == new else [f"{name}: {old!r} there, {new!r} now"]
-
-
-@contextlib.contextmanager
-def naming(path: pathlib.Path) -> Iterator[None]:
-    """Adds the path to errors that come without one, as that of a full disk does."""
-    try:
-        yield
-    except OSError as e:
-        if e.filename is not None or e.errno is None:
-            raise
-        raise OSError(e.errno, os.strerror(e.errno), str(path)) from e
-
-
-def write_bytes(path: pathlib.Path, content: bytes) -> None:
-    """Replaces a file in one step, so that a killed run or a full disk leaves the old one or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with naming(path):
-        try:
-            with temporary.open("wb") as f:
-                f.write(content)
-                f.flush()
-                os.fsync(f.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
 
 
 @contextlib.contextmanager

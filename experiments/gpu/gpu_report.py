@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,8 @@ from typing import Any
 
 import jax
 import numpy as np
+
+from kvjax.models.written import write_bytes
 
 # Until which share of the time each section may run, in their order: a slow one must not use up what others need.
 UNTIL = {
@@ -106,9 +107,7 @@ class Report:
     def save(self) -> None:
         """Writes everything that is known; a process that is killed meanwhile leaves the old file."""
         data = {name: getattr(self, name) for name in _SAVED} | {"seconds": time.monotonic() - self.start}
-        new = self.file.with_suffix(".new")
-        new.write_text(json.dumps(data, indent=1) + "\n")
-        os.replace(new, self.file)
+        write_bytes(self.file, (json.dumps(data, indent=1) + "\n").encode())
 
     def timing(self, name: str, run: Timed, **values: Any) -> None:
         """A row of the section "timings"; a kernel that fails to run is a failure."""

@@ -35,9 +35,8 @@ def markdown(board: Board, directory: pathlib.Path, command: str) -> str:
     if board.found.reproductions:
         lines += ["## Papers' tables", ""]
         for d, content in board.found.reproductions:
-            lines.append(
-                f"- {_text(content['entry'])}, {content.get('status')}: [report]({link(d / 'report.md', directory)})"
-            )
+            said = _text(f"{content['entry']}, {content.get('status')}")
+            lines.append(f"- {said}: [report]({link(d / 'report.md', directory)})")
         lines.append("")
     lines += ["## Runs", ""]
     for run in board.found.runs:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvjax.configs.experiment import label
+from kvjax.experiments.evaluation.report import plain
 from kvjax.experiments.papers.tables import Entry
 from kvjax.experiments.papers.tables.catalogue import MODELS
 from kvjax.experiments.reproduction.choice import Choice
@@ -48,7 +49,7 @@ def markdown(choice: Choice, found: Sequence[Number], reduced: Sequence[str], fa
         lines += ["", entry.notes]
     for title, items in (("Missing", choice.missing), ("Could not be run", faults)):
         if items:
-            lines += ["", f"{title}:", "", *(f"- {item}" for item in items)]
+            lines += ["", f"{title}:", "", *(f"- {plain(item)}" for item in items)]
     return "\n".join([*lines, "", *_wide(entry, found), "", *_long(found), ""])
 
 

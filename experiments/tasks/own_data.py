@@ -215,7 +215,7 @@ def _of_hub(name: str, split: str) -> tuple[tuple[int, Any], ...]:
     offline = datasets.config.HF_HUB_OFFLINE
     try:
         datasets.config.HF_HUB_OFFLINE = offline or away is not None  # what is stored, without half a minute of retries
-        return tuple(enumerate(map(dict, datasets.load_dataset(name, split=split)), 1))
+        return tuple(enumerate(map(dict, datasets.load_dataset(name, split=split, trust_remote_code=False)), 1))
     except Exception as e:  # of the network, the data set's format, or its name
         if away is not None and isinstance(e, OSError):  # as all that say that something is nowhere
             raise ValueError(
