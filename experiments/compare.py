@@ -11,11 +11,15 @@ numbers of leaderboards that this wrote before; rows say which code they are of.
 """
 
 import argparse
+import importlib
 import json
 import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import numpy as np
 

@@ -10,11 +10,15 @@ Results are stored prompt by prompt, and the same command goes on.
 """
 
 import dataclasses
+import importlib
 import json
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import numpy as np
 import tyro

@@ -13,6 +13,7 @@ method at equal bytes, is a series of runs with options and results of its own (
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import pathlib
 import sys
@@ -20,6 +21,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import numpy as np
 import tyro

@@ -19,6 +19,7 @@ goes into any policy:
 
 import dataclasses
 import functools
+import importlib
 import json
 import math
 import pathlib
@@ -26,6 +27,9 @@ import reprlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +42,7 @@ from kvjax import models
 from kvjax.analysis import best_in_hindsight, decisions, keep_one, lost_mass, regret
 from kvjax.configs.experiment import Budget, label
 from kvjax.configs.learning import LearnedBudget
+from kvjax.experiments import stopping
 from kvjax.experiments.evaluation.checkpoints import check_learns, opened, restored, save_progress
 from kvjax.experiments.evaluation.compiled import keep_compiled
 from kvjax.experiments.evaluation.provenance import definition
@@ -127,7 +132,7 @@ def learn(
     what = (experiment.method(budget), experiment.family, experiment.objective, experiment.steps, experiment.rate)
     identity = definition((*what, experiment.temperature, experiment.prompts))
     tx = optax.adam(optax.cosine_decay_schedule(experiment.rate, experiment.steps, alpha=0.1))
-    with jax.enable_x64(True), opened(directory) as manager:
+    with jax.enable_x64(True), opened(directory) as manager, stopping.finishing("this step, and its checkpoint"):
         learned = experiment.family.init(sizes.num_layers, sizes.num_kv_heads)
         opt_state, progress = tx.init(learned), Progress()
         if manager.latest_step() is not None:
@@ -146,9 +151,11 @@ def learn(
                 progress = Progress(progress.step + 1, [*progress.losses, float(value)], max(progress.off, float(off)))
                 bar.update()
                 bar.set_postfix_str(f"{experiment.objective} {np.mean(progress.losses[-len(readings) :]):.4f}")
-                if progress.step % SAVE_EVERY == 0 or progress.step in (experiment.steps, max_steps):
+                last = progress.step in (experiment.steps, max_steps) or stopping.asked()
+                if progress.step % SAVE_EVERY == 0 or last:
                     state = {"learned": learned, "opt_state": opt_state}
                     save_progress(manager, progress.step, state, {**dataclasses.asdict(progress), "identity": identity})
+                    stopping.check()
         manager.wait_until_finished()
     return learned, progress
 

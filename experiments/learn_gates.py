@@ -8,10 +8,14 @@ heads drawn at random, and under SnapKV with as many slots, which is as many byt
 """
 
 import dataclasses
+import importlib
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import jax
 import jax.numpy as jnp

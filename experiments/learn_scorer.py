@@ -18,12 +18,16 @@ Results go to `results/<name>/` (or `--output`): `manifest.json`, `checkpoints/`
 import dataclasses
 import functools
 import hashlib
+import importlib
 import json
 import pathlib
 import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +39,7 @@ import kvjax
 from kvjax import methods, models
 from kvjax.configs.experiment import Budget, label
 from kvjax.configs.learning import LearnedScorer
+from kvjax.experiments import stopping
 from kvjax.experiments.evaluation.checkpoints import check_learns, opened, restored, save_progress
 from kvjax.experiments.evaluation.compiled import keep_compiled
 from kvjax.experiments.evaluation.report import stands, table
@@ -139,7 +144,7 @@ def learn(
         return optax.apply_updates(params, updates), opt_state, value
 
     opt_state, losses = tx.init(params), []
-    with opened(directory) as manager:
+    with opened(directory) as manager, stopping.finishing("this step, and its checkpoint"):
         if manager.latest_step() is not None:
             state, saved = restored(manager, directory, {"params": params, "opt_state": opt_state}, repr(experiment))
             params, opt_state, losses = state["params"], state["opt_state"], saved["divergence"]
@@ -153,9 +158,10 @@ def learn(
                 losses = [*losses, float(value)]
                 bar.update()
                 bar.set_postfix_str(f"divergence {np.mean(losses[-len(readings) :]):.4f}")
-                if len(losses) % SAVE_EVERY == 0 or len(losses) == last:
+                if len(losses) % SAVE_EVERY == 0 or len(losses) == last or stopping.asked():
                     state = {"params": params, "opt_state": opt_state}
                     save_progress(manager, len(losses), state, {"divergence": losses, "identity": repr(experiment)})
+                    stopping.check()
         manager.wait_until_finished()
     return scorer.TrainedHead(L, K, experiment.hidden, FrozenArrays(jax.tree.map(np.asarray, params))), losses
 

@@ -14,10 +14,14 @@ What these configs need of the models that come with the project stands beside t
 """
 
 import dataclasses
+import importlib
 import io
 import pathlib
 import sys
 from typing import Annotated, Any, Literal
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import jax
 import numpy as np

@@ -10,10 +10,14 @@ runs by relative paths: keep them where they are beside each other.
 """
 
 import argparse
+import importlib
 import pathlib
 import shlex
 import sys
 from collections.abc import Sequence
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 from kvjax.experiments.evaluation.results import (
     alone_in,

@@ -12,17 +12,21 @@ Says first what is missing, what is not the paper's about the run, and about how
 
 import argparse
 import dataclasses
+import importlib
 import pathlib
 import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
+
 from tqdm import tqdm
 
 from kvjax import models
 from kvjax.configs.experiment import check_whole, label
-from kvjax.experiments import figures
+from kvjax.experiments import figures, stopping
 from kvjax.experiments.evaluation.compiled import keep_compiled
 from kvjax.experiments.evaluation.results import (
     Results,
@@ -153,7 +157,8 @@ def run(options: Options, own: argparse.Namespace, command: Sequence[str]) -> No
         with tqdm(total=len(missing), unit="batch", file=sys.stdout, disable=not missing) as bar:
             for each in missing:
                 bar.set_description(f"{each.method} {label(each.budget)} {each.task}")
-                job.do(each, results)
+                with stopping.finishing("this batch"):
+                    job.do(each, results)
                 bar.update()
         _write(job, results, directory, about)
     if own.record:

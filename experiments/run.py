@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import functools
 import hashlib
+import importlib
 import inspect
 import itertools
 import pathlib
@@ -19,6 +20,9 @@ import re
 import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import tyro
 from jax.sharding import Mesh

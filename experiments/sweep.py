@@ -14,19 +14,22 @@ name in `--output`: so runs that are there are not repeated, and those that were
 import argparse
 import ast
 import contextlib
+import importlib
 import itertools
 import pathlib
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
+
 from kvjax import configs
-from kvjax.experiments import run
+from kvjax.experiments import run, stopping
 from kvjax.experiments.evaluation.compiled import OPTION, keep_compiled
-from kvjax.experiments.evaluation.results import Interrupted, check_options, directory_path, plain_errors
+from kvjax.experiments.evaluation.results import check_options, directory_path, plain_errors
 from kvjax.experiments.evaluation.scheduling import Ended, Job, cpu_threads, devices, local, on_ray, places, submitted
 
 _OF_THE_SWEEP = "--output", "--restart", "--shard", "--list-tasks", "--help", "-h"
@@ -158,17 +161,12 @@ def run_all(planned: Sequence[Job], ended: Generator[Ended, None, None]) -> list
     """Says of every run how it ended; those that failed, and why."""
     failed: list[tuple[Job, str]] = []
     start = time.monotonic()
-    try:
-        with contextlib.closing(ended):
-            for i, (job, why) in enumerate(ended, start=1):
-                failed += [(job, why)] if why else []
-                said = f"failed: {why}; {job.log}" if why else "done"
-                print(f"[{i}/{len(planned)}] {time.monotonic() - start:.0f} s: {job.name}: {said}", flush=True)
-    except KeyboardInterrupt as e:
-        raise Interrupted(
-            "interrupted; what is done is stored, and the same command goes on from there; "
-            f"logs are in {planned[0].log.parent}"
-        ) from e
+    stored = f"what is done is stored, and the same command goes on from there; logs are in {planned[0].log.parent}"
+    with stopping.noted(lambda: stored), contextlib.closing(ended):
+        for i, (job, why) in enumerate(ended, start=1):
+            failed += [(job, why)] if why else []
+            said = f"failed: {why}; {job.log}" if why else "done"
+            print(f"[{i}/{len(planned)}] {time.monotonic() - start:.0f} s: {job.name}: {said}", flush=True)
     return failed
 
 
@@ -190,9 +188,6 @@ def main(argv: Sequence[str]) -> None:
         if own.dry_run:
             print("\n".join(shlex.join(job.command) for job in planned))
             return
-        for number in (signal.SIGTERM, signal.SIGHUP):  # end those that run too
-            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-                signal.signal(number, signal.default_int_handler)
         failed = run_all(planned, _scheduled(planned, own))
         for job, why in failed:
             print(f"failed ({why}): {job.name}, see {job.log}", file=sys.stderr)

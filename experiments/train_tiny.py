@@ -18,9 +18,13 @@ What made it learn, in the order of importance:
 
 import dataclasses
 import functools
+import importlib
 import pathlib
 import sys
 from typing import Any
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import jax
 import jax.numpy as jnp

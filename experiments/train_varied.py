@@ -21,9 +21,13 @@ No head is written into its parameters: all of them start at random. What made i
 import dataclasses
 import functools
 import hashlib
+import importlib
 import pathlib
 import sys
 from typing import Any
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import jax
 import jax.numpy as jnp

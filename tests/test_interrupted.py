@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -35,6 +36,56 @@ def arguments(data, protocol, directory):
         "4",
     ]
     return [*found, "--protocol", protocol, "--seed", "0", "1", "--output", str(directory / "x")]
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C ends what tests start, as it does not where a shell has started the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def begun(script, *options):
+    """A process of a script, once it takes SIGTERM."""
+    command = [sys.executable, f"experiments/{script}.py", *options]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    caught = lambda text: int(text.split("SigCgt:")[1].split()[0], 16) >> signal.SIGTERM - 1 & 1
+    while not caught(pathlib.Path(f"/proc/{process.pid}/status").read_text()):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("script", ["run", "sweep", "report", "learn_gates", "train_tiny"])
+def test_a_signal_before_anything_is_begun_ends_a_script_at_once_with_one_line(script):
+    """While it imports, where jax would drop what Python raises."""
+    for number, seconds in ((signal.SIGTERM, 0.0), (signal.SIGINT, 0.6)):
+        process = begun(script, "--help")
+        time.sleep(seconds)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=10)
+        assert process.returncode == 128 + number
+        assert error == f"\n{number.name}: interrupted; no result was being written\n"
+
+
+def test_a_signal_stops_a_run_after_the_examples_that_run_and_says_how_it_goes_on(tmp_path):
+    here, number = tmp_path / "x", signal.SIGTERM
+    options = [*("--config", "window.py", "--model", one_layer(), "--tasks", "key_value", "--baselines"), "--length"]
+    options += [*("256", "--examples", "300", "--batch-size", "1", "--budget", "0.5", "--output"), str(here)]
+    process = begun("run", *options)
+    while not (here / "samples.jsonl").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert f"\n{number.name}: stopping after the examples that run; a second signal ends it at once\n" in error
+    said = f"{here} holds what was finished ({len(samples(here))} lines of samples.jsonl), and the same command goes on"
+    assert said in error
+    assert "Traceback" not in error
+    assert len(samples(here)) < 600
 
 
 def start(options):

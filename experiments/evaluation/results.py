@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import jax
 
+from kvjax.experiments import stopping
 from kvjax.experiments.evaluation.provenance import device_info as device_info
 from kvjax.experiments.evaluation.provenance import environment as environment
 from kvjax.models.written import BESIDE, naming
@@ -46,13 +47,9 @@ def planned_keys(config: dict[str, Any], bad: Iterable[dict[str, Any]] = ()) -> 
     ]
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with a line that says what is stored."""
-
-
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """Ends a script with one line, and an exit code, where an option, the machine or Ctrl-C stops it."""
+    """Ends a script with one line, and an exit code, where an option, the machine or a signal stops it."""
     try:
         yield
     except (ValueError, OSError, MemoryError) as e:
@@ -63,7 +60,7 @@ def plain_errors() -> Iterator[None]:
         raise SystemExit(f"error: the device has too little memory; lower the batch size or the length ({e})") from e
     except KeyboardInterrupt as e:
         print(f"\n{str(e) or 'interrupted; no result was being written'}", file=sys.stderr)
-        raise SystemExit(130) from e
+        raise SystemExit(stopping.exit_code()) from e
 
 
 class Results:
@@ -99,15 +96,19 @@ class Results:
             raise
 
     def __enter__(self) -> "Results":
+        self._noted = stopping.noted(self._stored)
+        self._noted.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.close()
-        if kind is KeyboardInterrupt:
-            raise Interrupted(
-                f"interrupted; {self.directory} holds what was finished ({len(self.samples)} lines of samples.jsonl), "
-                "and the same command goes on from there, without --restart"
-            ) from error
+        self._noted.__exit__(*error)
+
+    def _stored(self) -> str:
+        return (
+            f"{self.directory} holds what was finished ({len(self.samples)} lines of samples.jsonl), and the same "
+            "command goes on from there, without --restart"
+        )
 
     def _move_aside(self) -> None:
         directory = self.directory.resolve()

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
+from kvjax.experiments import stopping
 from kvjax.experiments.evaluation import report
 from kvjax.experiments.evaluation.batches import Bucket, Row
 from kvjax.experiments.evaluation.evaluate import Evaluator, Outcome
@@ -43,10 +45,11 @@ def run_missing(
                         results.set_cost(method, budget, dataclasses.asdict(cost))
                 bar.set_description(f"{method} {budget}")
                 work = functools.partial(evaluator.run, bucket, shown=unseen)
-                for outcomes, positions in ahead(work, missing):
-                    if positions is not None:
-                        report.save_kept(results.directory, results.config, run.label, positions)
-                    bar.update(run.take(outcomes))
+                with stopping.finishing("the examples that run"):
+                    for outcomes, positions in ahead(work, missing):
+                        if positions is not None:
+                            report.save_kept(results.directory, results.config, run.label, positions)
+                        bar.update(run.take(outcomes))
             evaluator.release()
 
 
@@ -93,11 +96,14 @@ _Y = TypeVar("_Y")
 
 
 def ahead(function: Callable[[_X], _Y], items: Iterable[_X]) -> Iterator[_Y]:
-    """What a function makes of each item, in a thread that is one item ahead of whoever takes the results."""
+    """What a function makes of each item, in a thread that is one item ahead of whoever takes the results.
+
+    After a signal no item is begun.
+    """
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         running: list[concurrent.futures.Future[_Y]] = []
         try:
-            for item in items:
+            for item in itertools.takewhile(lambda _: not stopping.asked(), items):
                 running.append(thread.submit(function, item))
                 if len(running) > 1:
                     yield running.pop(0).result()

@@ -12,8 +12,10 @@ import threading
 import time
 import types
 from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Final
+
+from kvjax.experiments import stopping
 
 Ended = tuple["Job", str]  # a job, and why it failed; nothing if it did not
 
@@ -119,13 +121,17 @@ def cpu_threads() -> int:
 def local(jobs: Sequence[Job], environments: Sequence[Mapping[str, str]]) -> Generator[Ended, None, None]:
     """Runs jobs on this machine, as many at a time as there are environments, one in each.
 
-    Ctrl-C is passed on to those that run, which store what is done, and starts no others.
+    A signal is passed on to those that run, which store what is done, and starts no others; a second kills them.
 
     Yields:
       Jobs as they end.
     """
     free, running = [*environments], dict[subprocess.Popen, Mapping[str, str]]()
     lock, stopped = threading.Lock(), threading.Event()
+
+    def kill() -> None:
+        for process in [*running]:
+            process.kill()
 
     def run(job: Job) -> str:
         with lock:
@@ -138,7 +144,7 @@ def local(jobs: Sequence[Job], environments: Sequence[Mapping[str, str]]) -> Gen
             free.append(running.pop(process))
         return _failure(code)
 
-    with ThreadPoolExecutor(len(environments)) as pool:
+    with stopping.finishing("the examples that run", kill), ThreadPoolExecutor(len(environments)) as pool:
         futures = {pool.submit(run, job): job for job in jobs}
         try:
             yield from _as_they_end(futures)
@@ -178,9 +184,12 @@ def submitted(
         sent = [executor.submit(execute, job.command, str(job.log.absolute()), os.getcwd()) for job in jobs]
     names = dict(zip(sent, jobs, strict=True))
     try:
-        for done in submitit.helpers.as_completed(sent, poll_frequency=1):
-            error = done.exception()
-            yield names[done], _failure(done.result()) if error is None else f"{type(error).__name__}: {error}"
+        while names:
+            stopping.check()
+            for done in [each for each in names if each.done()]:
+                error, job = done.exception(), names.pop(done)
+                yield job, _failure(done.result()) if error is None else f"{type(error).__name__}: {error}"
+            time.sleep(1)
     except BaseException:
         for job in sent:
             if not job.done():
@@ -213,11 +222,13 @@ def on_ray(jobs: Sequence[Job], resources: Mapping[str, Any]) -> Generator[Ended
         waiting = [*sent]
         try:
             while waiting:
-                (done, *_), waiting = ray.wait(waiting)
-                try:
-                    yield sent[done], _failure(ray.get(done))
-                except ray.exceptions.RayError as e:
-                    yield sent[done], f"{type(e).__name__}: {e}"
+                ended, waiting = ray.wait(waiting, timeout=1)
+                stopping.check()
+                for done in ended:
+                    try:
+                        yield sent[done], _failure(ray.get(done))
+                    except ray.exceptions.RayError as e:
+                        yield sent[done], f"{type(e).__name__}: {e}"
         except BaseException:
             for reference in waiting:
                 ray.cancel(reference)
@@ -234,11 +245,15 @@ def _path() -> dict[str, str]:
 
 
 def _as_they_end(futures: Mapping[Future, Job]) -> Generator[Ended, None, None]:
-    for future in as_completed(futures):
-        try:
-            yield futures[future], future.result()
-        except OSError as e:
-            yield futures[future], str(e)
+    waiting = {*futures}
+    while waiting:
+        ended, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
+        stopping.check()
+        for future in ended:
+            try:
+                yield futures[future], future.result()
+            except OSError as e:
+                yield futures[future], str(e)
 
 
 def _failure(code: int) -> str:

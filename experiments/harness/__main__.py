@@ -8,16 +8,16 @@ lm-eval's own command, `lm_eval`, knows no models of other packages.
 import importlib
 import sys
 
+from kvjax.experiments import stopping
 from kvjax.experiments.evaluation.compiled import keep_compiled
-from kvjax.experiments.evaluation.results import Interrupted, plain_errors
+from kvjax.experiments.evaluation.results import plain_errors
 from kvjax.experiments.harness import lm_eval_module
 
 if __name__ == "__main__":
+    stopping.begin()
     with plain_errors():
         sys.argv[1:] = keep_compiled(sys.argv[1:])
         command = lm_eval_module("__main__")
         importlib.import_module("kvjax.experiments.harness.language_model")  # registers the model
-        try:
+        with stopping.noted(lambda: "with --use_cache FILE the same command goes on where it stopped"):
             command.cli_evaluate()
-        except KeyboardInterrupt as e:
-            raise Interrupted("interrupted; with --use_cache FILE the same command goes on where it stopped") from e

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from tqdm import tqdm
 
 from kvjax.configs.experiment import check_whole
+from kvjax.experiments import stopping
 from kvjax.experiments.evaluation.checkpoints import read, save_progress
 from kvjax.experiments.evaluation.results import check_output, locked
 from kvjax.models import num_params
@@ -166,7 +167,13 @@ def train(
     """
     opt_state, progress = tx.init(params), Progress()
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    with locked(checkpoints), ocp.CheckpointManager(checkpoints.absolute(), options=options) as manager:
+    stored = lambda: f"{checkpoints} holds step {manager.latest_step()}, and the same command goes on from there"
+    with (
+        locked(checkpoints),
+        ocp.CheckpointManager(checkpoints.absolute(), options=options) as manager,
+        stopping.noted(stored),
+        stopping.finishing("this step, and its checkpoint"),
+    ):
         if manager.latest_step() is not None:
             state, saved = read(manager, checkpoints, {"params": params, "opt_state": opt_state})
             if saved["identity"] != json.loads(json.dumps(identity)):
@@ -203,8 +210,9 @@ def train(
                     progress.recent = [*progress.recent, first][-RECENT:]
                     bar.update()
                     bar.set_postfix_str(f"answers {answers:.3f}, language {language:.3f}, first token {first:.2f}")
-                    if progress.step % save_every == 0:
+                    if progress.step % save_every == 0 or stopping.asked():
                         checkpoint()
+                        stopping.check()
                     full = len(progress.recent) == RECENT
                     if stage.until is not None and full and np.mean(progress.recent) > stage.until:
                         break
