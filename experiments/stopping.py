@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 _SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 _lock = threading.RLock()
 _came: list[int] = []
-_at_work: list[tuple[str, Callable[[], object]]] = []
+_at_work: list[str] = []
 _notes: list[Callable[[], str]] = [lambda: "no result was being written"]
+_endings: list[Callable[[], object]] = []
 
 
 class Interrupted(KeyboardInterrupt):
@@ -46,10 +47,10 @@ def _take(number: int) -> None:
         name, first = signal.Signals(number).name, not _came
         _came.append(number)
         if first and _at_work:
-            _say(f"{name}: stopping after {_at_work[-1][0]}; a second signal ends it at once")
+            _say(f"{name}: stopping after {_at_work[-1]}; a second signal ends it at once")
             return
-        for _, abandon in _at_work:
-            abandon()
+        for end in [*_endings]:
+            end()
         _say(f"{name}: interrupted; {_notes[-1]()}")
         os._exit(128 + number)
 
@@ -80,25 +81,34 @@ def check() -> None:
 
 
 @contextlib.contextmanager
-def finishing(what: str, abandon: Callable[[], object] = lambda: None) -> Iterator[None]:
+def finishing(what: str) -> Iterator[None]:
     """Work that a first signal lets end: whoever does it asks `asked` or calls `check` where it can stop.
 
     Args:
       what: is finished, as the line says that tells of the signal.
-      abandon: is done before a second signal ends the process.
 
     Raises:
       KeyboardInterrupt: a signal came, and the work is done.
     """
     with _lock:
         check()
-        _at_work.append((what, abandon))
+        _at_work.append(what)
     try:
         yield
     finally:
         with _lock:
             _at_work.pop()
     check()
+
+
+@contextlib.contextmanager
+def ending(end: Callable[[], object]) -> Iterator[None]:
+    """Where a signal ends the process at once inside, `end` is called before."""
+    _endings.append(end)
+    try:
+        yield
+    finally:
+        _endings.remove(end)
 
 
 @contextlib.contextmanager

@@ -165,19 +165,25 @@ def test_a_length_is_for_prompts_that_tasks_make():
     assert Setup(data=("mine.jsonl",), tasks=("needle",), length=512).length == 512
 
 
-def test_data_of_the_hub_are_rows_too(monkeypatch):
+def test_data_of_the_hub_are_rows_too(monkeypatch, embedded):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"needs the package datasets .*kvjax\[data\]"):
         read("owner/name:test")
     loaded = types.SimpleNamespace(
         config=types.SimpleNamespace(HF_HUB_OFFLINE=False),
         load_dataset=lambda name, split, trust_remote_code: (
-            [GOOD] if (name, split, trust_remote_code) == ("owner/name", "test", False) else 1 / 0
+            [GOOD, {**GOOD, "metric": "x.py:f"}]
+            if (name, split, trust_remote_code) == ("owner/name", "test", False)
+            else 1 / 0
         ),
     )
     monkeypatch.setitem(sys.modules, "datasets", loaded)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
-    assert (read("owner/name:test").name, len(read("owner/name:test"))) == ("name", 1)
+    rows = read("owner/name:test")
+    assert (rows.name, len(rows)) == ("name", 2)
+    assert rows(task_of(embedded[2]), 0).questions[0].metric == "contains"
+    with pytest.raises(BadRow, match=r"row 2: metric='x.py:f' is code, which a data set may not name"):
+        rows(task_of(embedded[2]), 1)
     with pytest.raises(ValueError, match="owner/name:x cannot be loaded: ZeroDivisionError"):
         read("owner/name:x")
 

@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import shutil
+import subprocess
 import sys
 
 import jax
@@ -14,6 +15,7 @@ import pytest
 
 from kvjax import configs
 from kvjax.experiments import compare, run
+from kvjax.experiments import report as page
 from kvjax.experiments.evaluation import results, reuse
 from kvjax.experiments.evaluation.results import Results
 from kvjax.models.embedded import EMBEDDED
@@ -83,6 +85,30 @@ def test_a_lock_of_another_program_keeps_what_is_in_it(tmp_path):
     (tmp_path / ".lock").write_text("12")
     Results(tmp_path, {"a": 1}, []).close()
     assert (tmp_path / ".lock").read_text() == "12"
+
+
+def test_where_the_file_system_has_no_locks_a_file_says_whose_a_directory_is(made, tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    here, command = tmp_path / "x", [*SHORT, "--output", str(tmp_path / "x")]
+    owner, ended = here / ".lock.owner", subprocess.Popen(["true"])
+    ended.wait()
+    with Results(here, {"a": 1}, []):
+        mine = json.loads(owner.read_text())
+        with pytest.raises(SystemExit, match=rf"another .* to .*x: {os.getpid()} on .*, as .*/.lock.owner says, since"):
+            run.main(command)
+    assert not owner.exists()
+    owner.write_text(json.dumps({**mine, "host": "elsewhere", "process": ended.pid}))  # of which nothing is known
+    with pytest.raises(SystemExit, match=rf"to .*x: {ended.pid} on elsewhere, .*, or delete that file if the process"):
+        run.main(command)
+    for left in ({"process": ended.pid}, {"started": "1"}):  # a process that ended, whose number another may have got
+        owner.write_text(json.dumps({**mine, **left}))
+        run.main([*command, "--restart"])
+        assert not [*tmp_path.rglob(owner.name)]
+    page.main([str(here), "--output", str(tmp_path / "page")])
+    assert {p.name for p in (tmp_path / "page").iterdir()} == {"report.html", "report.md"}
 
 
 def lines_of(change):

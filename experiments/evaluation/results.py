@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
@@ -12,11 +11,14 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from typing import IO, Any
+from typing import Any
 
 import jax
 
 from kvjax.experiments import stopping
+from kvjax.experiments.evaluation.locks import alone_in as alone_in
+from kvjax.experiments.evaluation.locks import holds_lock
+from kvjax.experiments.evaluation.locks import locked as locked
 from kvjax.experiments.evaluation.provenance import device_info as device_info
 from kvjax.experiments.evaluation.provenance import environment as environment
 from kvjax.models.written import BESIDE, naming
@@ -169,7 +171,7 @@ class Results:
         Raises:
           ValueError: a directory that was moved away, or whose lock was deleted.
         """
-        if not _holds_lock(self._lock, self.directory):
+        if not holds_lock(self._lock, self.directory):
             raise ValueError(
                 f"{self.directory} was moved, or its .lock deleted, while this process was writing there; the lines "
                 "written so far are where they were written, and the same command goes on from there"
@@ -245,36 +247,6 @@ _PRODUCTS = (
 
 def _holds(directory: pathlib.Path, names: Iterable[str]) -> list[str]:
     return [name for name in names if (directory / name).exists()]
-
-
-def locked(directory: pathlib.Path) -> IO[str]:
-    """The directory, made if absent, as this process's own until the file is closed.
-
-    Raises:
-      ValueError: a file of this name, or a directory that another process writes to.
-    """
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is a file, not a directory; choose another --output")
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / ".lock"
-    lock = path.open("a")  # a file of this name that another program made keeps what is in it
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        ours = _holds_lock(lock, directory)  # unless it was moved between the opening and the lock
-    except BlockingIOError:
-        ours = False
-    if not ours:
-        lock.close()
-        raise ValueError(f"another process is writing to {directory}; wait for it, or choose another directory")
-    return lock
-
-
-def _holds_lock(lock: IO[str], directory: pathlib.Path) -> bool:
-    """Whether an open file is the directory's `.lock`."""
-    try:
-        return os.path.samestat(os.fstat(lock.fileno()), (directory / ".lock").stat())
-    except FileNotFoundError:
-        return False
 
 
 def seal(config: dict[str, Any], content: Any) -> str:
@@ -390,18 +362,6 @@ def _differences(old: Any, new: Any, name: str = "") -> list[str]:
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return [d for i, (a, b) in enumerate(zip(old, new, strict=True)) for d in _differences(a, b, f"{name}[{i}]")]
     return [] if old == new else [f"{name}: {old!r} there, {new!r} now"]
-
-
-@contextlib.contextmanager
-def alone_in(directory: pathlib.Path) -> Iterator[None]:
-    """Waits until no other process writes files that belong together to a directory, which is made if absent."""
-    directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def write_json(path: pathlib.Path, content: Any) -> None:

@@ -144,7 +144,11 @@ def local(jobs: Sequence[Job], environments: Sequence[Mapping[str, str]]) -> Gen
             free.append(running.pop(process))
         return _failure(code)
 
-    with stopping.finishing("the examples that run", kill), ThreadPoolExecutor(len(environments)) as pool:
+    with (
+        stopping.ending(kill),
+        stopping.finishing("the examples that run"),
+        ThreadPoolExecutor(len(environments)) as pool,
+    ):
         futures = {pool.submit(run, job): job for job in jobs}
         try:
             yield from _as_they_end(futures)

@@ -34,7 +34,7 @@ class Rows:
     | `answers` | a right answer, or a list of them |
     | `answer_prefix` | how the answer begins, if the model is to go on from there |
     | `max_new_tokens` | the most tokens of an answer |
-    | `metric` | a name in `metrics.METRICS` or path.py:function, whose code then runs; `contains` if not given |
+    | `metric` | a name in `metrics.METRICS` or, in a file, path.py:function, whose code then runs; else `contains` |
     | `stop` | a string that ends an answer, or a list of them |
     | `id` | what the row is called in results; no two rows have the same |
 
@@ -103,6 +103,11 @@ class Rows:
                 max_new_tokens=most,
                 stop=_texts("stop", fields.get("stop", [])),
             )
+            if not isinstance(row, bytes) and ".py:" in question.metric:
+                raise ValueError(
+                    f"metric={question.metric!r:.60} is code, which a data set may not name; where you trust it, save "
+                    "the rows as JSON lines"
+                )
             metrics.find(question.metric)("", question.references)  # tells references that it cannot take
         except ValueError as e:
             raise BadRow(line, str(e)) from e
