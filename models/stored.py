@@ -12,7 +12,6 @@ import mmap
 import os
 import pathlib
 import re
-import reprlib
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from typing import Any, Final
@@ -95,12 +94,13 @@ def weight_files(path: pathlib.Path) -> list[pathlib.Path]:
     if not files or not all(isinstance(f, str) for f in files):
         raise ValueError(f"{path / INDEX} has no weight_map of tensors to files; download it again")
     files = sorted(set(files))
+    shown = lambda names: [n if len(n) <= 100 else f"{n[:99]}…" for n in names]
     if absent := [f for f in files if not os.path.isfile(path / f)]:
-        raise ValueError(f"{path / INDEX} lists {reprlib.repr(absent)}, which do not exist; download them")
+        raise ValueError(f"{path / INDEX} lists {shown(absent)}, which do not exist; download them")
     here = path.resolve()
     roots = (here, here.parent.parent / "blobs") if here.parent.name == "snapshots" else (here,)  # as the hub links
     if outside := [f for f in files if not any(map((path / f).resolve().is_relative_to, roots))]:
-        raise ValueError(f"{path / INDEX} lists {reprlib.repr(outside)}, outside of its directory; copy them into it")
+        raise ValueError(f"{path / INDEX} lists {shown(outside)}, outside of its directory; copy them into it")
     return [path / f for f in files]
 
 
