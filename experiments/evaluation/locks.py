@@ -113,7 +113,9 @@ def _owner(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _started(process: int) -> str:
-    """When a process began, which tells it from later ones of its number."""
+    """When a process began, which tells it from later ones of its number; nothing where the system does not say."""
+    if not pathlib.Path("/proc/self/stat").is_file():
+        return ""
     return pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
 
 
