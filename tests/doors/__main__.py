@@ -85,7 +85,11 @@ class Door:
         Raises:
           RuntimeError: it failed.
         """
-        cached = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"), "MPLBACKEND": "agg"}
+        cached = {
+            "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+            "MPLBACKEND": "agg",
+        }
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | cached
         command = (str(self._venv / "bin" / command[0]), *command[1:])
         done = subprocess.run(
