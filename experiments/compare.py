@@ -302,7 +302,11 @@ def plot(rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def _score_name(rows: Sequence[dict[str, Any]]) -> str:
-    return "retrieval mean" if any(r["task"] == "retrieval_mean" for r in rows) else "mean score"
+    """What the scores of `by_budget` are, with their metrics where those are several."""
+    if any(r["task"] == "retrieval_mean" for r in rows):
+        return "retrieval mean"
+    metrics = sorted({m for r in rows for m in r.get("metrics", ())})
+    return f"mean score (of different metrics: {', '.join(metrics)})" if len(metrics) > 1 else "mean score"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -319,7 +323,8 @@ def main(argv: Sequence[str]) -> None:
         if absent := [str(d) for d in arguments.runs if not d.exists()]:
             raise ValueError(f"there is no {', '.join(absent)}")
         setup, rows = load([d for d in arguments.runs if d.is_dir()], boards.read(arguments.boards))
-        name = _score_name(rows).capitalize()
+        name = _score_name(rows)
+        name = name[:1].upper() + name[1:]
         text = f"{leaderboard(rows)}\n{name} in percent / perplexity, by budget:\n\n{overview(rows)}"
         print(text)
         if arguments.output is not None:

@@ -3,6 +3,7 @@
 import pytest
 
 from kvjax.experiments.evaluation.agreement import agreement, means, rescored
+from kvjax.experiments.evaluation.statistics import interval
 
 
 def line(method, index, *outputs, budget="0.5", references=("six seven",)):
@@ -26,6 +27,13 @@ def test_outputs_beside_the_full_caches():
     assert row["examples"] == 2
     assert row["same"][0] == 0.25
     assert row["same"][1] <= 0.25 <= row["same"][2]
+
+
+def test_rows_of_one_context_count_as_one():
+    rows = [{**line(m, i, "one"), "same_context": "x"} for m in ("full", "h2o") for i in range(20)]
+    (row,) = means(agreement(rows))
+    assert row["examples"] == 20
+    assert row["same"] == pytest.approx(interval([1.0]))
 
 
 def test_equal_outputs_agree_by_every_measure():

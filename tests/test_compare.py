@@ -113,8 +113,11 @@ def test_tasks_of_ones_own_have_a_mean_too():
     ]
     methods, budgets, cells = compare.by_budget(rows)
     assert (methods, budgets, cells) == (["h2o"], ["0.5"], {("h2o", "0.5"): {"score": 50.0, "perplexity": 6.5}})
-    assert compare.plot(rows) is not None
     assert compare.plot([]) is None
+    label = lambda rows: compare.plot(rows).axes[-2].get_ylabel() + compare.plot(rows).axes[-2].get_xlabel()
+    assert label(rows) == "mean score, %"
+    rows = [row | {"metrics": [metric]} for row, metric in zip(rows, ("contains", "f1", "f1"), strict=True)]
+    assert label(rows) == "mean score (of different metrics: contains, f1), %"
 
 
 def test_names_beside_the_map_are_short_and_differ():

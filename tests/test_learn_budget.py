@@ -20,7 +20,7 @@ import kvjax
 from kvjax import configs, methods
 from kvjax.configs.learning import Prompts
 from kvjax.experiments import learn_budget, learn_scorer, run
-from kvjax.experiments.evaluation import checkpoints
+from kvjax.experiments.evaluation import checkpoints, statistics
 from kvjax.experiments.learning import budget_report, future_rows
 from kvjax.experiments.learning.future_rows import Reader
 from kvjax.learning.families import PyramidBeta, Safeguard, Simplex, with_table
@@ -328,7 +328,7 @@ def test_future_rows_are_the_models_own(embedded):
 
 
 def test_intervals():
-    mean, low, high = budget_report.interval([1.0, 2.0, 3.0, 4.0])
+    mean, low, high = statistics.mean([1.0, 2.0, 3.0, 4.0])
     assert mean == 2.5
     assert (low, high) == pytest.approx((2.5 - 3.182446 * 1.290994 / 2, 2.5 + 3.182446 * 1.290994 / 2), rel=1e-5)
 

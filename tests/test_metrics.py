@@ -29,7 +29,8 @@ FACTS = [
     ("longbench_rouge_l_zh", "我喜欢苹果", ["我喜欢香蕉"], 2 / 3),
     ("bleu", "a b c d e", ["a b c d f"], (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** (1 / 4)),
     ("meteor", "the car", ["the auto"], 1 - 0.5 * (1 / 2) ** 3),  # two words, one of them a synonym, in one chunk
-    ("edit_similarity", "# sets x\n\n```python\nx = 1\ny = 2", ["x = 2"], 4 / 5),
+    ("edit_similarity", "\n\n# sets x\n```python\nx = 1\ny = 2", ["x = 2"], 4 / 5),
+    ("edit_similarity", "# sets x\n\nx = 2", ["x = 2"], 0.0),  # LongBench takes the blank line after a comment
     ("edit_similarity", "# nothing else", ["x = 2"], 0.0),
     ("count", "There are 12 of 30, so 12.", ["12"], 2 / 3),
     ("retrieval", "Paragraph 7, not 17 or 70", ["Paragraph 7"], 1 / 3),

@@ -3,6 +3,7 @@
 import html.parser
 import json
 import pathlib
+import random
 import re
 import urllib.parse
 
@@ -10,11 +11,26 @@ import pytest
 
 from kvjax.experiments import report
 from kvjax.experiments.evaluation.results import Results
+from kvjax.experiments.evaluation.summary import TIMED, summarise
+from tests.runs import samples
 
 TASKS = ("single_needle", "key_value", "perplexity")
 
 
-def make_run(directory, method="snapkv", protocol="in_prompt", rows=8, output="12", lines=None, **setup):
+def right_but_the_first(method, task, index):
+    return float(method == "full" or index > 0)
+
+
+def make_run(
+    directory,
+    method="snapkv",
+    protocol="in_prompt",
+    rows=8,
+    output="12",
+    lines=None,
+    score_of=right_but_the_first,
+    **setup,
+):
     """A finished run of the full cache and a method at two budgets, whose every answer but the first is right."""
     names = [("full", "1.0"), (method, "0.5"), (method, "0.25")]
     config = {
@@ -36,8 +52,8 @@ def make_run(directory, method="snapkv", protocol="in_prompt", rows=8, output="1
                     if task == "perplexity":
                         made.append({**key, **sizes, "nll": 1 + i / 10 + (m != "full"), "answers": []})
                         continue
-                    score = float(m == "full" or i > 0)
-                    answer = {"score": score, "output": output, "references": ["12"], "tokens": 2}
+                    score, metric = score_of(m, task, i), {"key_value": "f1"}.get(task, "contains")
+                    answer = {"score": score, "metric": metric, "output": output, "references": ["12"], "tokens": 2}
                     meta = {"depth": (i % 2) / 2, "length": 64.0 * (1 + i // 4)}
                     made.append({**key, **meta, **sizes, "score": score, "answers": [answer]})
             results.append(made[:lines])
@@ -211,6 +227,38 @@ def test_numbers_stand_beside_the_full_cache_on_the_same_rows(made):
     assert "41.25</a>" in page.source
     assert "(43.5)" in page.source
     assert "| snapkv | 25 % | 87.5 [" in text
+
+
+def test_the_page_has_the_intervals_of_the_run_whatever_the_order_of_rows(tmp_path):
+    """`run.py` and `report.py` say one thing of the same rows."""
+    thirds = lambda method, task, index: (index * (7 if task == "key_value" else 5) + len(method)) % 4 / 3
+    make_run(tmp_path / "run", rows=24, score_of=thirds)
+    lines = samples(tmp_path / "run")
+    for line in lines:
+        line |= {"most_live": 1, **dict.fromkeys(TIMED, 1.0)}
+    cost = dict.fromkeys(("slots", "kv_bytes", "prefill_peak_bytes", "decode_peak_bytes"), 1)
+    costs = dict.fromkeys(("full@1.0", "snapkv@0.5", "snapkv@0.25"), cost)
+    random.Random(0).shuffle(lines)
+    run = summarise(lines, costs)
+    cells = report.build([tmp_path / "run"], tmp_path / "page", "").cells
+    page = {(c.task.replace("average", "retrieval_mean"), c.method, c.budget): c for c in cells}
+    rows = [*run["rows"], *run["retrieval_mean"]]
+    assert len(rows) == len(page) == 4 * 3
+    for row in rows:
+        cell = page[row["task"], row["method"], row["budget"]]
+        assert tuple(cell.value[1:]) == (row["low"], row["high"]), row
+        if row["method"] != "full":
+            found, expected = cell.against, row["against_full"]
+            assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_an_average_of_different_metrics_says_so(made):
+    board, page, text = made
+    said = "which are scored by different metrics: contains, f1"
+    assert f"The average is over single needle, key value, {said}.\n" in text
+    assert page.source.count("They are scored by different metrics: contains, f1.") == sum(
+        len(c.metrics) > 1 for c in board.cells
+    )
 
 
 def test_plots_and_maps_show_every_number_that_has_a_place(made):

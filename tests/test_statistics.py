@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from kvjax import analysis
 from kvjax.experiments.evaluation import statistics
 from kvjax.experiments.evaluation.statistics import Comparison, adjusted, compare, compare_perplexity, interval
 
@@ -120,6 +121,54 @@ def test_rows_of_a_cluster_count_as_they_are_and_their_order_does_not():
     assert interval(many, range(30)) == interval(many)
 
 
+def test_the_order_of_rows_enters_no_number():
+    rng = np.random.default_rng(1)
+    for n, kind in itertools.product((7, 24, 48, 96), ("thirds", "smooth")):
+        x = rng.integers(0, 4, n) / 3 if kind == "thirds" else rng.uniform(size=n)
+        y, c, t = np.clip(x + rng.normal(0, 0.2, n), 0, 1), np.arange(n) // 2, np.arange(n) % 3 // 2
+        for call in (
+            lambda x, y, c, t: (interval(x), interval(x, c), interval(x, tasks=t)),
+            lambda x, y, c, t: (compare(x, y), compare(x, y, c), compare(x, y, tasks=t)),
+            lambda x, y, c, t: (compare_perplexity(x, y), compare_perplexity(x, y, c), statistics.perplexity(x, c)),
+            lambda x, y, c, t: (statistics.mean(x), analysis.interval(x), statistics.median(x), statistics.wilson(x)),
+        ):
+            orders = [np.arange(n), *(rng.permutation(n) for _ in range(11))]
+            assert len({str(call(*(a[o] for a in (x, y, c, t)))) for o in orders}) == 1, (n, kind)
+
+
+@pytest.mark.parametrize("confidence", [0.9, 0.95])
+def test_an_interval_holds_0_exactly_where_its_test_does_not_rule_it_out(confidence):
+    """Where few rows differ, where all do by as much, and of proportions."""
+    rng = np.random.default_rng(0)
+    some = lambda n, m: rng.permutation([*rng.choice([1 / 3, 2 / 3, -1 / 3], m), *[0] * (n - m)])
+    drawn = [some(n, m) for n in (5, 24, 48) for m in range(min(n, 12)) for _ in range(4)]
+    drawn += [rng.exponential(0.1, n).clip(0, 1) for n in (4, 6, 9, 30)] + [np.full(n, 0.3) for n in (2, 6, 40)]
+    drawn += [np.repeat([1.0, 0.0, -1.0], (won, 30, lost)) for won in range(12) for lost in range(4)]
+    seen = set()
+    for d in drawn:
+        c = compare(np.maximum(d, 0), np.maximum(-d, 0), confidence=confidence)
+        assert c.low <= c.difference <= c.high
+        assert (c.low <= 0 <= c.high) == (c.verdict == "undecided"), (d, c)
+        seen.add((c.test, c.verdict))
+    assert len(seen) >= 4
+
+
+def test_rows_that_differ_seldom_are_covered():
+    rng = np.random.default_rng(0)
+    drawn = rng.choice([-1 / 3, 0, 1 / 3], (RUNS, 25), p=[0.02, 0.94, 0.04])
+    assert np.mean([covered(compare(np.maximum(d, 0), np.maximum(-d, 0)), 0.02 / 3) for d in drawn]) >= 0.93
+
+
+def test_tasks_weigh_the_same():
+    scores, tasks = [1.0, 0.5, 0.0, 0.25], ["a", "b", "b", "b"]
+    assert interval(scores, tasks=tasks).mean == pytest.approx((1.0 + 0.25) / 2)
+    assert compare(scores, [0.5] * 4, tasks=tasks).difference == pytest.approx((1.0 + 0.25) / 2 - 0.5)
+    assert interval([1.0] * 30 + [0.5] * 6, tasks=["a"] * 30 + ["b"] * 6).high <= 1.0
+    assert interval(scores, tasks="aabb") == interval(scores)  # equal numbers of rows weigh the same anyway
+    shared = statistics.perplexity([1.0, 1.0, 2.0, 2.0, 3.0, 3.0], [0, 0, 1, 1, 2, 2])
+    assert shared == pytest.approx(statistics.perplexity([1.0, 2.0, 3.0]))
+
+
 def test_holm():
     found = adjusted([Comparison(0.1, 0.0, 0.2, p, 10, "sign-flip") for p in (0.01, 0.04, 0.03, 0.005)])
     assert [c.p for c in found] == pytest.approx([0.03, 0.06, 0.06, 0.02])
@@ -145,6 +194,8 @@ def test_medians_are_covered_as_often_as_they_say(n):
         (lambda: interval([0.5, float("nan")]), r"scores\[1\] is nan"),
         (lambda: interval([0.5, 70.0]), r"from 0.5 to 70, but scores lie in \[0, 1\]"),
         (lambda: interval([0.5, 0.6], ["a"]), "1 clusters for 2 rows"),
+        (lambda: interval([0.5, 0.6], tasks=["a"]), "1 tasks for 2 rows"),
+        (lambda: statistics.perplexity([]), r"values has shape \(0,\)"),
         (lambda: interval([0.5, 0.6], confidence=95), r"confidence=95: must be a number in \(0, 1\)"),
         (lambda: compare([0.5, 0.6], [0.5]), "2 scores beside 1 of the baseline"),
         (lambda: compare_perplexity([1.0], [float("inf")]), r"baseline\[0\] is inf"),

@@ -17,6 +17,7 @@ from kvjax.experiments.evaluation import metrics
 from kvjax.experiments.evaluation.statistics import interval
 
 Line = Mapping[str, Any]
+_KEY: Final = ("method", "budget", "task", "index", "same_context")
 
 ALIKE: Final = ("same", "prefix", "edit_similarity")
 """What `agreement` measures without any metric."""
@@ -102,10 +103,16 @@ def means(lines: Iterable[Line]) -> list[dict[str, Any]]:
         groups.setdefault((line["method"], line["budget"], line["task"]), []).append(line)
     rows = []
     for (method, budget, task), group in groups.items():
-        measures = [k for k in group[0] if k not in ("method", "budget", "task", "index")]
-        found = {k: tuple(interval([line[k] for line in group])) for k in measures}
+        measures = [k for k in group[0] if k not in _KEY]
+        found = {k: tuple(interval([line[k] for line in group], _contexts(group))) for k in measures}
         rows.append({"method": method, "budget": budget, "task": task, "examples": len(group), **found})
     return rows
+
+
+def _contexts(group: Sequence[Line]) -> list[Any] | None:
+    """The context of every row, where some share theirs."""
+    found = [line.get("same_context", line["index"]) for line in group]
+    return None if len({*found}) == len(found) else found
 
 
 def _answers(line: Line) -> list[Line]:
@@ -122,7 +129,7 @@ def _row(line: Line) -> tuple[Any, ...]:
 
 def _line(line: Line, judged: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """The key of a line, and the mean over its answers of each measure."""
-    key = {k: line[k] for k in ("method", "budget", "task", "index")}
+    key = {k: line[k] for k in _KEY if k in line}
     return key | {k: float(np.mean([j[k] for j in judged])) for k in judged[0]}
 
 

@@ -394,7 +394,8 @@ class Evaluator:
         cut = min((at for stop in question.stop if (at := text.find(stop)) >= 0), default=len(text))
         output = text[:cut]
         references = list(question.references)
-        return {"score": question.score(output), "output": output, "references": references, "tokens": len(answer)}
+        judged = {"score": question.score(output), "metric": question.metric}
+        return {**judged, "output": output, "references": references, "tokens": len(answer)}
 
 
 def _key(row: Row) -> Key[Array, ""]:

@@ -242,9 +242,11 @@ def _meteor(output: str, references: Sequence[str]) -> float:
 
 
 def _edit_similarity(output: str, reference: str) -> float:
-    """Of the first line that is neither blank nor a comment nor a fence, to whole percent as LongBench rounds it."""
-    code = (line for line in output.split("\n") if line.strip() and not re.search("`|#|//", line))
-    line = next(code, "")
+    """Of the first line that is neither a comment nor a fence, to whole percent as LongBench rounds it.
+
+    As there, blank lines before all others are skipped and a later one is a line: after a comment it scores 0.
+    """
+    line = next((line for line in output.lstrip("\n").split("\n") if not re.search("`|#|//", line)), "")
     return round(100 * difflib.SequenceMatcher(None, line, reference).ratio()) / 100
 
 

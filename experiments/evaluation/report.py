@@ -117,7 +117,8 @@ def _against_full(summary: dict[str, Any]) -> list[str]:
 
     return [
         "Beside the full cache on the same rows: points of the score, or log-likelihood of a token. Above 0 is better.",
-        "p-values are adjusted for all methods and budgets on a task (Holm); a verdict needs 0.05 at most.",
+        "p-values are adjusted for all methods and budgets on a task (Holm); a verdict needs 0.05 at most. Intervals",
+        "are of each comparison alone, before that.",
         "",
         *table(["method", "budget", "task", "difference", "p", "verdict"], [cells(r) for r in rows]),
         "",

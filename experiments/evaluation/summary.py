@@ -1,6 +1,6 @@
 """What the lines of a run come to: scores with intervals, beside the full cache on the same rows, and costs."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ TIMES = (*TIMED, *(f"{name}_{end}" for name in TIMED for end in ("low", "high"))
 def summarise(samples: Sequence[Sample], costs: dict[str, Any], bad: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     """A row for every method, budget and task, one for the mean of the retrieval tasks, and the rows that are none.
 
+    In that mean each task weighs the same. `metrics` of a row are those that its scores are by.
     `against_full` of a row is the paired comparison with the full cache, its p-value adjusted for all methods and
     budgets that are compared on the task; `agreement` is how far outputs are the full cache's.
     """
@@ -57,13 +58,19 @@ def summarise(samples: Sequence[Sample], costs: dict[str, Any], bad: Sequence[di
 def _measured(group: Sequence[Sample], full: Sequence[Sample] | None) -> dict[str, Any]:
     """The mean score, or the perplexity, with its interval."""
     if all("score" in s for s in group):
-        interval = statistics.interval([s["score"] for s in group], _clusters(group))
-        return dict(zip(("score", "low", "high"), interval, strict=True))
-    found = dict(zip(("perplexity", "low", "high"), statistics.perplexity([s["nll"] for s in group]), strict=True))
+        interval = statistics.interval([s["score"] for s in group], _clusters(group), tasks=[s["task"] for s in group])
+        return dict(zip(("score", "low", "high"), interval, strict=True)) | {"metrics": metrics_of(group)}
+    interval = statistics.perplexity([s["nll"] for s in group], _clusters(group))
+    found = dict(zip(("perplexity", "low", "high"), interval, strict=True))
     if full is not None:
         worse = np.mean([s["nll"] - f["nll"] for s, f in zip(group, full, strict=True)])
         found["score"] = float(np.exp(-worse))  # 1 where the text is as likely as under the full cache
     return found
+
+
+def metrics_of(samples: Iterable[Sample]) -> list[str]:
+    """The metrics that scored the answers, sorted; lines that were made before they named theirs add none."""
+    return sorted({a["metric"] for s in samples for a in s.get("answers", ()) if isinstance(a, dict) and "metric" in a})
 
 
 def _clusters(group: Sequence[Sample]) -> list[Hashable] | None:
@@ -87,15 +94,16 @@ def _compare(rows: Sequence[dict[str, Any]], groups: dict[Run, list[Sample]]) ->
         full = _baseline(groups, group)
         if row["method"] == "full" or full is None:
             continue
-        key, compare = _comparison(row)
-        compared.append((row, compare([s[key] for s in group], [s[key] for s in full], _clusters(group))))
+        key = "nll" if "perplexity" in row else "score"
+        ours, theirs, clusters = [s[key] for s in group], [s[key] for s in full], _clusters(group)
+        if key == "nll":
+            compared.append((row, statistics.compare_perplexity(ours, theirs, clusters)))
+        else:
+            tasks = [s["task"] for s in group]
+            compared.append((row, statistics.compare(ours, theirs, clusters, tasks=tasks)))
     for (row, _), c in zip(compared, statistics.adjusted([c for _, c in compared]), strict=True):
         names = ("difference", "low", "high", "p", "test", "compared", "verdict")
         row["against_full"] = {name: getattr(c, name) for name in names}
-
-
-def _comparison(row: dict[str, Any]) -> tuple[str, Callable[..., statistics.Comparison]]:
-    return ("nll", statistics.compare_perplexity) if "perplexity" in row else ("score", statistics.compare)
 
 
 def _cost_columns(group: Sequence[Sample], cost: dict[str, Any], full_bytes: int | None) -> dict[str, Any]:

@@ -52,6 +52,11 @@ class Cell:
     parts: tuple[str, ...] = ()
 
     @property
+    def metrics(self) -> tuple[str, ...]:
+        """Those that its rows are scored by, as far as the runs say."""
+        return tuple(sorted({metric for line in self.lines for metric in line.metrics}))
+
+    @property
     def name(self) -> tuple[str, str]:
         """Method and budget."""
         return self.method, self.budget
@@ -122,7 +127,7 @@ def _of_task(groups: dict[Place, tuple[Line, ...]], done: Callable[[], object]) 
     for place, rows in groups.items():
         kind = rows[0].kind
         values, clusters = [line.value for line in rows], _clusters(rows)
-        interval = statistics.perplexity(values) if kind == "nll" else statistics.interval(values, clusters)
+        interval = (statistics.perplexity if kind == "nll" else statistics.interval)(values, clusters)
         against = None
         if not is_full(place.method) and all(line.key in baseline for line in rows):
             compare = statistics.compare_perplexity if kind == "nll" else statistics.compare
@@ -176,19 +181,12 @@ def _of_averages(groups: dict[Place, tuple[Line, ...]], done: Callable[[], objec
     for (method, _), of in runs.items():
         place, parts = of[tasks[0]][0], [of[t][1] for t in tasks]
         rows = tuple(itertools.chain(*parts))
-        # Every task weighs the same; weights of at most 1 keep scores in [0, 1].
-        least = min(map(len, parts))
-        weights = [least / len(part) for part in parts for _ in part]
-        scale = len(rows) / (least * len(parts))
         clusters, keys = _clusters(rows), [(line.place.task, line.key) for line in rows]
-        weighted = lambda values, weights=weights: [w * v for w, v in zip(weights, values, strict=True)]
-        values = weighted([line.value for line in rows])
-        interval = Interval(*(min(scale * float(end), 1.0) for end in statistics.interval(values, clusters)))
+        values, of_task = [line.value for line in rows], [task for task, _ in keys]
+        interval = statistics.interval(values, clusters, tasks=of_task)
         against = None
         if not is_full(method) and all(key in baseline for key in keys):
-            against = statistics.compare(values, weighted([baseline[key] for key in keys]), clusters)
-            ends = {name: scale * getattr(against, name) for name in ("difference", "low", "high")}
-            against = dataclasses.replace(against, **ends)
+            against = statistics.compare(values, [baseline[key] for key in keys], clusters, tasks=of_task)
         cell = _cell(dataclasses.replace(place, task=AVERAGE), "score", interval, rows, against)
         made.append(dataclasses.replace(cell, parts=tuple(tasks)))
         done()

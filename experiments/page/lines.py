@@ -79,6 +79,7 @@ class Line:
       kind: whether its value is a score in [0, 1] or a mean negative log-likelihood.
       value: it.
       sample: the line as it was written.
+      metrics: what its score is by; empty where the line does not say.
     """
 
     place: Place
@@ -89,6 +90,7 @@ class Line:
     kind: Literal["score", "nll"]
     value: float
     sample: dict[str, Any] = dataclasses.field(compare=False)
+    metrics: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,7 +50,7 @@ def read_lm_eval(file: pathlib.Path, found: Found) -> None:
             with_rows.add(f"{metric},{filtered}")
             for number, sample, value in rows:
                 key = (sample.get("doc_id"), sample.get("prompt_hash"))
-                found.lines.append(Line(place(label, first), run, number, key, key, "score", value, sample))
+                found.lines.append(Line(place(label, first), run, number, key, key, "score", value, sample, (metric,)))
             first = False
         if not with_rows:
             for name, value in _numbers(values):

@@ -31,7 +31,8 @@ def markdown(board: Board, directory: pathlib.Path, command: str) -> str:
     ]
     for setting in board.settings:
         name = ", ".join(filter(None, [setting.model, shown.protocol(setting.protocol), details[setting]]))
-        lines += [f"## {_text(name)}", "", *_blocks(board, setting), "", *_compared(board, setting)]
+        lines += [f"## {_text(name)}", "", *_blocks(board, setting), "", *_averaged(board, setting)]
+        lines += _compared(board, setting)
     if board.found.reproductions:
         lines += ["## Papers' tables", ""]
         for d, content in board.found.reproductions:
@@ -73,6 +74,16 @@ def _blocks(board: Board, setting: Setting) -> list[str]:
     return table(["method", "budget", *(_text(shown.task(t)) for t in columns), "live tokens", "KV of full"], rows)
 
 
+def _averaged(board: Board, setting: Setting) -> list[str]:
+    """What averages are over, and by which metrics."""
+    found = next((c for c in board.cells if c.setting == setting and c.parts), None)
+    if found is None:
+        return []
+    over = _text(", ".join(map(shown.task, found.parts)))
+    by = f", which are scored by different metrics: {_text(', '.join(found.metrics))}" if len(found.metrics) > 1 else ""
+    return [f"The average is over {over}{by}.", ""]
+
+
 def _cell(cell: Cell | None, bold: set[Cell]) -> str:
     if cell is None:
         return ""
@@ -99,7 +110,7 @@ def _compared(board: Board, setting: Setting) -> list[str]:
         return []
     return [
         "Against the full cache on the same rows: points of the score, or the ratio of perplexities. p-values are "
-        "adjusted for all methods and budgets on a benchmark (Holm).",
+        "adjusted for all methods and budgets on a benchmark (Holm); intervals are of each comparison alone.",
         "",
         *table(["method", "budget", "benchmark", "difference", "p", "verdict", "rows"], rows),
         "",

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from kvjax.experiments.evaluation import boards
 from kvjax.experiments.evaluation.results import planned_keys, read_bad, read_config, read_costs, read_samples
+from kvjax.experiments.evaluation.summary import metrics_of
 from kvjax.experiments.page.lines import Found, Line, Place, Run, Setting, in_blocks, model_name
 from kvjax.experiments.page.lm_eval import read_lm_eval, result_files, without_repeats
 
@@ -108,7 +109,8 @@ def _read_run(directory: pathlib.Path, found: Found) -> None:
         kind: Literal["score", "nll"] = "score" if "score" in sample else "nll"
         place = Place(setting, task, variants[task], method, budget, policy)
         context = sample.get("same_context", index)
-        found.lines.append(Line(place, run, number, index, context, kind, float(sample[kind]), sample))
+        value, metrics = float(sample[kind]), tuple(metrics_of([sample]))
+        found.lines.append(Line(place, run, number, index, context, kind, value, sample, metrics))
 
 
 def _refused(bad: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:

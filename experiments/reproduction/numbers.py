@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from kvjax import analysis
 from kvjax.analysis import Interval
 from kvjax.configs.experiment import label
 from kvjax.experiments.evaluation import statistics
@@ -134,7 +133,7 @@ def _one(metric: str, data: str, samples: Sequence[dict[str, Any]], cells: Any) 
 
 def _plain(values: Sequence[float]) -> Interval:
     """A mean and its Student-t interval; no interval of a single value."""
-    mean, low, high = (float(x) for x in analysis.interval(values))
+    mean, low, high = statistics.mean(values)
     return Interval(mean, low, high) if len(values) > 1 else Interval(mean, math.nan, math.nan)
 
 

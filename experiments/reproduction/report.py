@@ -8,9 +8,11 @@ from typing import Any
 from kvjax.configs.experiment import label
 from kvjax.experiments.evaluation.report import plain
 from kvjax.experiments.papers.tables import Entry
+from kvjax.experiments.papers.tables.base import MEAN
 from kvjax.experiments.papers.tables.catalogue import MODELS
 from kvjax.experiments.reproduction.choice import Choice
 from kvjax.experiments.reproduction.numbers import Number
+from kvjax.experiments.reproduction.rows import metric_of
 
 
 def status(reduced: Sequence[str]) -> str:
@@ -50,7 +52,18 @@ def markdown(choice: Choice, found: Sequence[Number], reduced: Sequence[str], fa
     for title, items in (("Missing", choice.missing), ("Could not be run", faults)):
         if items:
             lines += ["", f"{title}:", "", *(f"- {plain(item)}" for item in items)]
-    return "\n".join([*lines, "", *_wide(entry, found), "", *_long(found), ""])
+    return "\n".join([*lines, "", *_wide(entry, found), *_averaged(choice, found), "", *_long(found), ""])
+
+
+def _averaged(choice: Choice, found: Sequence[Number]) -> list[str]:
+    """Which means over columns are of different metrics."""
+    lines = []
+    for column in choice.entry.columns:
+        of = [c for c in choice.columns if c.title in column.of]
+        metrics = sorted({metric_of(data, c.metric) for c in of for data in c.data})
+        if column.metric == MEAN and len(metrics) > 1 and any(n.column == column.title for n in found):
+            lines += ["", f"{column.title} is a mean of different metrics: {', '.join(metrics)}."]
+    return lines
 
 
 def _wide(entry: Entry, found: Sequence[Number]) -> list[str]:

@@ -18,7 +18,7 @@ class Interval(NamedTuple):
 
 
 def interval(values: np.ndarray | Sequence[float], confidence: float = 0.95) -> Interval:
-    """Mean and Student-t interval over the last axis; infinitely wide for a single value.
+    """Mean and Student-t interval over the last axis, in whatever order; infinitely wide for a single value.
 
     Args:
       values: "... B", one value a prompt.
@@ -27,7 +27,7 @@ def interval(values: np.ndarray | Sequence[float], confidence: float = 0.95) -> 
     Raises:
       ValueError: a confidence that is no probability inside (0, 1).
     """
-    confidence, values = checked(number("(0, 1)"), "confidence", confidence), np.asarray(values)
+    confidence, values = checked(number("(0, 1)"), "confidence", confidence), np.sort(values, -1)
     n, mean = values.shape[-1], values.mean(-1)
     if n < 2:
         return Interval(mean, np.full_like(mean, -np.inf), np.full_like(mean, np.inf))
