@@ -36,7 +36,7 @@ def budget_curve(
 
     Args:
       curves: what `analysis.curves` returns, or for every policy, by name, what it reaches at its budgets:
-        `{"snapkv": {0.25: Interval(95.1, 91.1, 97.4), 0.5: 97.6}}`.
+        `{"snapkv": {0.25: Interval(95.1, 92.7, 96.9), 0.5: 97.6}}`.
       loss: which loss of `Curves`.
       ylabel: what is measured.
       full: the full cache's number, a dashed line, and its interval, a band.

@@ -1,0 +1,318 @@
+"""Numbers of the READMEs are those of the committed results that their commands made.
+
+What the learning scripts found stands in `test_learn_budget.py`, the ledger of papers in `test_reproduce.py`.
+"""
+
+import collections
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from kvjax.experiments import compare
+from kvjax.experiments.bench import memory
+from kvjax.experiments.evaluation import report
+from kvjax.experiments.evaluation.results import planned_keys, read_config
+from kvjax.experiments.evaluation.summary import summarise
+from tests.runs import ROOT
+
+STORED = ROOT / "experiments" / "bench_results"
+
+
+def read(*path):
+    return json.loads(STORED.joinpath(*path).read_bytes())
+
+
+def percent(row, digits=1, names=("score", "low", "high")):
+    return "{} [{}, {}]".format(*(f"{100 * row[name]:.{digits}f}" for name in names))
+
+
+def line(*cells):
+    return f"| {' | '.join(cells)} |"
+
+
+def main_job():
+    """From the run's own lines."""
+    with gzip.open(STORED / "main_job" / "samples.jsonl.gz", "rt") as file:
+        lines = {(s["method"], s["budget"], s["task"], s["index"]): s for s in map(json.loads, file)}
+    planned = planned_keys(read_config(STORED / "main_job"))
+    assert len(planned) == len(lines) == 9 * 5 * 48
+    found = summarise([lines[key] for key in planned], read("main_job", "costs.json"))
+    assert report.markdown(found, "snapkv") == (STORED / "main_job" / "summary.md").read_text()
+    perplexity = {(r["method"], r["budget"]): r for r in found["rows"] if r["task"] == "perplexity"}
+    assert len(found["retrieval_mean"]) == 9
+    names = {"full": "full cache", "snapkv": "SnapKV", "ada_snapkv": "Ada-SnapKV", "streaming_llm": "StreamingLLM"}
+    for row in found["retrieval_mean"]:
+        method, whole = row["method"], row["method"] == "full"
+        likely, share = perplexity[method, row["budget"]]["perplexity"], 100 * row["kv_bytes_of_full"]
+        yield line(
+            {**names, "h2o": "H2O"}.get(method, method), f"{100 * float(row['budget']):g} %", percent(row),
+            f"{likely:.2f}", "100 %" if whole else f"{share:.1f} %",
+        )  # fmt: skip
+
+
+def pooling():
+    """What decides beside all methods: runs of one method each."""
+    runs = read("main_job", "parts_of_policies.json")
+    of = {name: percent(run["retrieval_mean"][1]) for name, run in runs.items()}  # after the full cache
+    board = {(r["method"], r["budget"]): r for r in leaderboard_rows() if r["task"] == "retrieval_mean"}
+    share = lambda method, budget: f"{100 * board[method, budget]['score']:.1f}"
+    slow, key = share("scissorhands", "0.5"), share("key_attention", "0.5")
+    yield f"it retrieves {of['scissorhands_one_by_one']} instead of {slow} %, about what key attention does ({key} %)"
+    yield f"it falls from {share('snapkv', '0.25')} to {of['snapkv_unpooled']} %"
+    yield f"reaches the same {of['nacl_voters']} %, up from {share('nacl', '0.25')}"
+
+
+def leaderboard_rows():
+    return json.loads((ROOT / "experiments" / "leaderboard" / "leaderboard.json").read_bytes())["rows"]
+
+
+def leaderboard():
+    yield compare.overview(leaderboard_rows()).strip()
+    assert max(r["high"] - r["low"] for r in leaderboard_rows() if r["task"] == "retrieval_mean") < 0.2
+
+
+def tables(path):
+    """(title, cells of a row) of a page's tables."""
+    title = ""
+    for text in path.read_text().splitlines():
+        title = text if text.startswith("#") else title
+        if text.startswith("| "):
+            yield title, [cell.strip() for cell in text.strip("| ").split(" | ")]
+
+
+def frontier():
+    """The best of each protocol and share, and all that are not significantly worse, in their order."""
+    names = {"r_kv": "R-KV", "kvzip": "KVzip", "headkv": "HeadKV", "kvzap": "KVzap", "compactor": "Compactor"}
+    names |= {"criticalkv": "CriticalKV", "ada_pyramid": "Ada-Pyramid", "ada_snapkv": "Ada-SnapKV", "snapkv": "SnapKV"}
+    names |= {"chunkkv": "ChunkKV", "lava": "LAVa", "keydiff": "KeyDiff"}
+    every = collections.defaultdict(list)
+    for title, cells in tables(STORED / "frontier" / "frontier.md"):
+        every[title].append(cells)
+    for share, bold in (("25.0", "25"), ("12.5", "12.5")):
+        before, after = (
+            [r for r in every[f"## Question {how}, {share}% of the bytes"] if r[-1] in ("the best", "undecided")]
+            for how in ("in the prompt", "after compression")
+        )
+        level = [names[r[0]] for r in before[1:]]
+        scored = [f"{names[r[0]]} {r[1].partition(' ')[0]}" for r in after[1:]]
+        yield line(
+            f"{bold} %", f"{names[before[0][0]]} {before[0][1]}; {', '.join(level)}",
+            f"{names[after[0][0]]} {after[0][1]}; {', '.join(scored)}",
+        )  # fmt: skip
+    cells = {(title, r[0]): r for title, rows in every.items() for r in rows}
+    where = "## Question {}, 25.0% of the bytes".format
+    early, late = (float(cells[where(how), "snapkv"][1].split()[0]) for how in ("in the prompt", "after compression"))
+    yield f"SnapKV falls from {early:.0f} to {late:.0f} % at a quarter of the bytes"
+    duo = [r for (title, name), r in cells.items() if name == "duo_attention streaming-0.75"]
+    scores = [r[1].partition(" ")[0].removesuffix(".0") for r in duo]
+    yield f"{float(duo[0][2][:-1]):.0f} % of the bytes, and retrieves {scores[0]} and {scores[1]} %"
+
+
+def contest():
+    found = collections.defaultdict(dict)
+    for title, cells in tables(STORED / "contest" / "contest.md"):
+        found[title.removeprefix("## ").partition(",")[0]][cells[0]] = cells
+    both = [found["embedded"], found["varied"]]
+    yield line("best published", f"CAKE {both[0]['cake'][1]}", f"Layer-DefensiveKV {both[1]['layer_defensivekv'][1]}")
+    yield line("SnapKV", *(of["snapkv"][1] for of in both))
+    for name, title in (("", "learned score"), (", heads compete", "learned score, heads compete")):
+        yield line(title, *(of[f"ours: learned{name}"][1] for of in both))
+        yield line("less than the best published", *(of[f"ours: learned{name}"][2] for of in both))
+    ours = [sum(name.startswith("ours") for name in of) for of in both]
+    assert [(len(of) - 1 - n, n) for of, n in zip(both, ours, strict=True)] == [(24, 9)] * 2
+
+
+def gates():
+    found = read("duo_gates.json")
+    above = np.array(found["gates"]) > 0.9
+    assert above.sum(1).tolist() == [0, 2, 0, 0]
+    assert np.max(found["gates"][0]) < 0.001
+    full, *rest = found["retrieval"]
+    by_share = collections.defaultdict(dict)
+    for row in rest:
+        by_share[row["streaming_heads"]][row["policy"]] = row
+    for share, of in by_share.items():
+        shown = [f"{100 * of[p]['score']:.1f}".replace("100.0", "100") for p in ("learned", "random", "snapkv")]
+        yield line(f"{100 * share:g} %", f"{100 * of['learned']['slots'] / full['slots']:.0f} %", *shown)
+
+
+def learned_budget():
+    """What the table of learned budgets is followed by."""
+    found = read("learned_budget", "summary.json")
+    wins = [100 * r["learned_wins"] for r in found["rows"] if "learned_wins" in r]
+    yield f"on {min(wins):.0f} to {max(wins):.0f} % of the prompts"
+    ratio = [100 * (1 - row["ratio"]) for row in found["theorem_4"]]
+    yield f"by {min(ratio):.0f} % (budget 6.25 %) to {max(ratio):.0f} % (25 %)"
+    lost = [100 * r["loss"] for r in found["rows"] if r["method"] == "hindsight_heads"]
+    yield f"lose {max(lost):.1f} % to {min(lost):.1f} %"
+    shares = [np.mean(read("learned_budget", "tables", f"{b}.json")["heads"], 1) for b in (0.0625, 0.125, 0.1875, 0.25)]
+    first, last = ([f"{end([s[i] for s in shares]):.1f}" for end in (min, max)] for i in (0, -1))
+    yield f"on average {' to '.join(first)} of the mean and those of the last {' to '.join(last)}"
+
+
+def curves():
+    names = "the same function with the same measures", "`prefill` with the policy and `feed`, divergence and agreement"
+    for kind, name in zip(read("curves.json")["kinds"], (names[0], f"{names[1]} alone"), strict=True):
+        seconds = [kind[f"{which}first_cpu_seconds"] for which in ("", "one_call_")]
+        yield line(
+            name, f"{kind['seconds']:.1f} s", f"{kind['one_call_seconds']:.2f} s", f"{kind['ratio']:.1f}x",
+            f"{seconds[0]:.0f} s against {seconds[1]:.0f} s, {kind['first_ratio']:.1f}x",
+        )  # fmt: skip
+    differ = [f"{kind['largest_difference']:.0e}".replace("e-0", "e-") for kind in read("curves.json")["kinds"]]
+    yield f"Losses are equal to {differ[0]} ({differ[1]} for the second, another program)"
+
+
+def about_curves():
+    yield f"is about {read('curves.json')['kinds'][1]['ratio']:.0f} times as fast as 64 separate runs"
+
+
+def blocks():
+    short, long, at_once = json.loads((ROOT / "experiments" / "figures" / "bench_blocks.json").read_bytes())["rows"]
+    size = lambda row: f"{row['peak_bytes'] / 2**20:.1f} MiB"
+    yield f"takes {size(long)} at its peak, 16,384 tokens take {size(short)} (at once: {size(at_once)})"
+
+
+def bytes_of_plans():
+    rows = read("memory", "memory.json")["rows"]
+    wanted = ("full@4096", "full@16384", "streaming_llm@4096", "streaming_llm@16384", "h2o@4096", "h2o@16384")
+    wanted += ("scissorhands@4096", "expected_attention@16384", "ada_snapkv@16384", "think@16384")
+    wanted += ("h2o, query heads@16384", "h2o, rerotate@4096", "full first layer, streaming_llm@16384")
+    for text in memory.table({name: rows[name] for name in wanted}).splitlines()[2:]:
+        cells = text.strip("| ").split(" | ")
+        yield line(*cells[:5], *cells[6:9])
+    yield f"Some of its {len(rows)} rows"
+    sizes = [row["prefill"] for row in rows.values()]
+    planned, held = ([x[how] / x["compiled"] for x in sizes] for how in ("predicted", "measured"))
+    yield f"an estimate: {min(planned):.2f} to {max(planned):.2f} of what XLA plans"
+    yield f"What a process holds is {min(held):.2f} to {max(held):.2f} of what XLA plans"
+
+
+def stream():
+    for name, row in read("stream", "stream.json")["rows"].items():
+        first, *later = row["marks"]
+        yield line(name, f"{first['median_us']:.1f}", *(f"{mark['ratio']:.3f}" for mark in later))
+    growth = [row["growth"] / 2**20 for row in read("stream", "stream.json")["rows"].values()]
+    yield f"990,000 tokens leave {min(growth):.1f} to {max(growth):.1f} MiB more"
+    windows = [w["median_us"] for w in read("stream", "stream.json")["rows"]["roco"]["windows"]]
+    taken = sum(70 <= round(x) <= 89 for x in windows)
+    assert len(windows) - taken == 3
+    yield "windows take between 70 and 89 µs a token in no order (three take longer"
+
+
+def ratio(x):
+    return f"1/{1 / x:.0f}" if x < 0.1 else f"{x:.2f}" if x < 9.995 else f"{x:.1f}"
+
+
+PEERS = {
+    "prefill of 2,048 tokens": ["prefill/2k"],
+    "prefill of 4,096 tokens": ["prefill/4k"],
+    "prefill of 8,192 tokens": ["prefill/8k"],
+    "prefill of 16,384 tokens": ["prefill/16k"],
+    "prefill with H2O's statistics, of that without": ["statistics/h2o"],
+    "prefill with Keyformer's, of that without": ["statistics/keyformer"],
+    "decoding, full cache, batch 1, after 2,048 / 4,096 tokens": ["full/1x2k", "full/1x4k"],
+    "decoding, full cache, batch 4, after 2,048 / 4,096 tokens": ["full/4x2k", "full/4x4k"],
+    "tokens a second at batch 4, of those at batch 1, 2,048 / 4,096 tokens": ["batch/2k", "batch/4k"],
+    "decoding at 25 %: snapkv": ["decode/snapkv"],
+    **{m: [f"decode/{m}"] for m in "pyramidkv knorm keydiff nacl h2o tova random keyformer roco".split()},
+    "ada_snapkv in its pool": ["decode/ada_snapkv"],
+    "ada_snapkv in its pool, against kvpress's AdaKV": ["counterpart/ada_snapkv"],
+    "streaming_llm": ["decode/streaming_llm"],
+    "evicting at every step, of appending alone: tova": ["step/tova"],
+    "peak of prefill beyond what stays, 32 layers of that of 16": ["depth/h2o"],
+    "time a token after 100,000 tokens, of that after 10,000 (H2O)": ["stream/h2o"],
+    "first run: nothing compiled before": ["first/cold"],
+    "first run: programs kept from an earlier process": ["first/warm"],
+}
+STEPS = {m: [f"step/{m}"] for m in ("h2o", "random", "keyformer", "roco")}
+ADDED = "what H2O adds to the peak of prefill, of what ObservedAttention adds, 4,096 / 8,192 tokens"
+
+
+def peers():
+    rows = read("peers", "peers.json")["rows"]
+
+    def cell(names, threads, join=" / "):
+        found = [rows[f"{name} {threads}"] for name in names if f"{name} {threads}" in rows]
+        shown = [
+            ratio(r["ratio"]["median"]) + (f" ({ratio(a)})" if (a := r["ratio"].get("alone")) else "") for r in found
+        ]
+        missed = [r["goal"] is not None and not r["met"] for r in found]
+        assert len({*missed}) <= 1, names  # of two numbers in a cell, both miss their goals or neither
+        return f"**{join.join(shown)}**" if any(missed) else join.join(shown)
+
+    for label, names in (*PEERS.items(), *STEPS.items(), (ADDED, ["memory/4k", "memory/8k"])):
+        goals = [goal for name in names if (goal := rows[f"{name} 1"]["goal"])]
+        small = any(goal["ratio"] < 0.1 for goal in goals)
+        most = any(goal["bound"] == "at most" for goal in goals) and not small
+        bounds = dict.fromkeys(ratio(g["ratio"]) if small else f"{g['ratio']:g}" for g in goals)
+        goal = ("at most " if most else "") + ", ".join(bounds)
+        yield line(label, goal, cell(names, 1, ", " if small else " / "), cell(names, 2)).replace("|  |", "| |")
+
+
+def peers_in_short():
+    rows = {name: row["ratio"]["median"] for name, row in read("peers", "peers.json")["rows"].items()}
+    of = lambda *names: [ratio(rows[f"{name} 1"]) for name in names]
+    short = lambda *names: [f"{rows[f'{name} 1']:.1f}" for name in names]
+    yield f"tokens | {' / '.join(of(*(f'prefill/{n}k' for n in (2, 4, 8, 16))))} |"
+    yield "{} and {}; {} and {}".format(*of("full/1x2k", "full/1x4k", "full/4x2k", "full/4x4k"))
+    fast = [rows[f"decode/{m} 1"] for m in "snapkv pyramidkv knorm keydiff nacl h2o tova random".split()]
+    yield f"TOVA, random | {min(fast):.1f} to {max(fast):.1f} |"
+    made = short(
+        *(f"decode/{m}" for m in ("streaming_llm", "keyformer", "roco", "ada_snapkv")), "counterpart/ada_snapkv"
+    )
+    yield "(against kvpress's AdaKV) | {}; {}; {}; {} ({}) |".format(*made)
+    yield "of what kvpress's adds | {} / {} |".format(*of("memory/4k", "memory/8k"))
+    yield "programs kept from an earlier process | {}; {} |".format(*of("first/cold", "first/warm"))
+
+
+def loading():
+    found = read("loading.json")
+    parts = ("until the call returns, s", "until each number has been read once, s", "processor time until then, s")
+    for dtype, both in found["loading"].items():
+        ours, theirs = both["kvjax"], both["transformers"]
+        for first, (text, key) in enumerate(zip(parts, ("ready", "read", "processor"), strict=True)):
+            head = f"{dtype}, {ours['size'] / 1e9:.2f} GB" if not first else ""
+            times = ours[key] / theirs[key]
+            shown = f"{times:.0f}" if times >= 9.95 else f"{times:.1f}"
+            yield line(head, text, f"{ours[key]:.2f}", f"{theirs[key]:.2f}", shown).replace("|  |", "| |")
+        peaks = [each["peak"] / each["size"] for each in (ours, theirs)]
+        yield f"| peak memory, of the parameters | {peaks[0]:.2f} | {peaks[1]:.2f} | {peaks[0] / peaks[1]:.1f} |"
+    for method, of in found["compiling"].items():
+        for part, at in of.items():
+            yield line(f"{method}, {part}", f"{at['4']:.1f}", f"{at['32']:.1f}", f"{at['32'] / at['4']:.1f}")
+    each, within = found["programs"].values()
+    yield f"compiles {each} programs, one for each budget, and {within} within the largest"
+
+
+def kernels():
+    _, *rows = [cells for _, cells in tables(ROOT / "experiments" / "gpu_results" / "aot.md") if len(cells) == 5]
+    summary = {cells[0]: cells for cells in rows}
+    count = {arch: int(summary[arch][1]) for arch in ("sm_80", "sm_90", "sm_100")}
+    stored = json.loads(gzip.decompress((ROOT / "experiments" / "gpu_results" / "aot.json.gz").read_bytes()))
+    assert len(stored["rows"]) == sum(count.values())
+    assert summary["sm_80"][4] == summary["sm_90"][4] == "0"
+    yield f"a row for each of {sum(count.values()):,} compilations"
+    spill = count["sm_100"] - int(summary["sm_100"][2])
+    yield f"on A100 ({count['sm_80']:,} combinations of kernel, options and sizes)"
+    yield f"and H100 ({count['sm_90']:,}) none spills"
+    yield f"on B200 {'two' if spill == 2 else spill} of {count['sm_100']} spill {summary['sm_100'][4]} bytes"
+
+
+@pytest.mark.parametrize(
+    ("readme", "said"),
+    [
+        *((page, said) for page, many in (
+            ("experiments", (main_job, pooling, leaderboard, frontier, contest, gates, learned_budget, curves, blocks,
+                             bytes_of_plans, stream, peers)),
+            (".", (peers_in_short,)), ("kvjax", (about_curves,)), ("models", (loading,)),
+            ("pallas_kernels", (kernels,)),
+        ) for said in many)
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)  # fmt: skip
+def test_the_numbers_are_those_of_the_committed_results(readme, said):
+    text = (ROOT / readme / "README.md").read_text()
+    missing = [part for part in said() if part not in text]
+    assert not missing, "\n".join(["the README lacks", *missing])
