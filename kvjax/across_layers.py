@@ -124,7 +124,9 @@ class Weighted(Division):
         most = jnp.stack([layer.most for layer in layers], axis=-1)
         shares = weights * average.sum(-1, keepdims=True).astype(jnp.float32)
         limit = jnp.maximum(jnp.minimum(exist, most), average)
-        divided = apportion(shares, limit, jnp)
+        outside = jnp.stack([layer.outside for layer in layers], axis=-1)
+        least = ((outside == 0) & (average > 0)).astype(jnp.int32)  # no layer is left without a token
+        divided = apportion(shares, limit, jnp, least)
         heads = lambda layer, share: layer.rule.heads.heads(
             layer.score, layer.slots.candidates, share, layer.bound, layer.slots.ctx.site, layer.outside
         )

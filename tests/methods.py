@@ -143,7 +143,7 @@ def _h2o_rerotated(budget):
 
 
 def _ada_pyramid(budget):
-    return methods.ada_pyramid(budget, alpha=0.4, beta=4, window_size=4, kernel_size=3)
+    return methods.ada_pyramid(budget, beta=4, window_size=4, kernel_size=3)
 
 
 def _snapkv_rows_pooled(budget):
@@ -159,12 +159,11 @@ def _pyramidkv(budget):
 
 
 def _ada_snapkv(budget):
-    # With alpha = 0.5 two heads tie whenever their budgets are odd, and ties go to the lower index.
-    return methods.ada_snapkv(budget, alpha=0.4, window_size=4, kernel_size=3)
+    return methods.ada_snapkv(budget, window_size=4, kernel_size=3)
 
 
 def _ada_snapkv_dense(budget):
-    return dataclasses.replace(_ada_snapkv(budget), storage="dense", heads=kvjax.Adaptive(0.4, 4.0))
+    return dataclasses.replace(_ada_snapkv(budget), storage="dense", heads=kvjax.Adaptive(max_ratio=4.0))
 
 
 def _h2o_pooled(budget):
@@ -276,9 +275,7 @@ CASES = (
     Case("ada_snapkv", _ada_snapkv, recent=lambda b: 4, exact=False, decodes=False),
     Case("ada_snapkv_dense", _ada_snapkv_dense, recent=lambda b: 4, exact=False, decodes=False),
     Case("h2o_pooled", _h2o_pooled, recent=lambda b: 4, exact=False),
-    Case(
-        "ada_normalized", lambda b: _ada(b, alpha=0.4, normalize=True), recent=lambda b: 4, exact=False, decodes=False
-    ),
+    Case("ada_normalized", lambda b: _ada(b, normalize=True), recent=lambda b: 4, exact=False, decodes=False),
     Case(
         "ada_floor_then_global",
         lambda b: _ada(b, alpha=0.7, safeguard="floor_then_global"),
@@ -288,7 +285,7 @@ CASES = (
     ),
     Case(
         "ada_skip_layers",
-        lambda b: _ada(b, alpha=0.4, skip_layers=1),
+        lambda b: _ada(b, skip_layers=1),
         by_layer=True,
         recent=lambda b: 4,
         exact=False,

@@ -62,7 +62,7 @@ def plain_normalized(score, candidates, average):
 
 def plain_floor_then_global(score, candidates, average, protected, alpha):
     """Protected tokens stand above all others, take part in each head's safe set, and in the layer's total."""
-    floor = math.floor((average + protected) * alpha + 1e-9)
+    floor = max(int((average + protected) * alpha), int(alpha > 0))
     kept = np.zeros(len(score), int)
     rest = []
     for k in range(len(score)):
@@ -124,9 +124,41 @@ def test_floor_then_global(seed, K, S, average, protected, alpha):
     assert shares.tolist() == plain_floor_then_global(score, np.ones((K, S), bool), average, protected, alpha).tolist()
     assert shares.sum() == K * average
     assert shares.max() <= cap
-    safe = max(math.floor(alpha * (average + protected) + 1e-9) - protected, 0)
+    safe = max(max(int((average + protected) * alpha), int(alpha > 0)) - protected, 0)
     assert shares.min() >= safe
     assert cap <= max(K * average - (K - 1) * safe, 0)
+
+
+@pytest.mark.parametrize(("alpha", "budget", "safe"), [(0.7, 90, 62), (0.29, 100, 28), (0.58, 50, 28), (0.2, 3, 1)])
+def test_the_safe_tokens_are_the_truncated_product(alpha, budget, safe):
+    """As in kvpress: 0.7 * 90 is a little less than 63. One token at least is safe."""
+    k = jnp.broadcast_to(jnp.asarray([1.0, 2.0])[None, :, None, None], (1, 2, 200, 4))  # head 0 wins what is not safe
+    policy = dataclasses.replace(methods.knorm(budget), heads=Adaptive(alpha, math.inf, safeguard="floor_then_global"))
+    assert kvjax.evict_layer(policy, k, k, k).keep.sum(-1).tolist() == [[2 * budget - safe, safe]]
+
+
+@pytest.mark.parametrize(
+    "division",
+    [
+        {"heads": Adaptive(0.2, math.inf, safeguard="floor_then_global")},
+        {"heads": Adaptive(0.9, math.inf)},
+        {"heads": Adaptive(0.9, math.inf, rounding="half_even")},
+        {"heads": HeadTable([[100, 1, 1, 1]] * 4)},
+        {"layers": Pyramid()},
+        {"layers": FloorPyramid()},
+        {"layers": InclusivePyramid()},
+        {"layers": LayerTable([100, 1, 1, 1])},
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("budget", [1, 2, 0.2])
+def test_no_division_leaves_a_head_without_a_token(division, budget):
+    """Nothing is protected, and all but one head, or layer, has next to no share."""
+    k = jnp.broadcast_to(jnp.asarray([1.0, 2.0, 3.0, 4.0])[None, :, None, None], (1, 4, 12, 4))
+    policy = dataclasses.replace(methods.knorm(budget), **division)
+    kept = np.array([kvjax.evict_layer(policy, k, k, k, layer=i, num_layers=4).keep.sum(-1) for i in range(4)])
+    assert kept.min() >= 1
+    assert kept.sum() >= 4 * 4 * max(int(budget if isinstance(budget, int) else 12 * budget), 1)
 
 
 @grid
@@ -191,6 +223,16 @@ def test_budgets_that_hold_nothing_but_the_window(average):
         assert shares.max() <= cap
 
 
+def test_equal_remainders_go_to_the_head_with_the_best_score():
+    """3 and 1 of 4, blended with 2: 2.5 and 1.5, however heads are numbered."""
+    score = np.array([[5.0, 4.0, 3.0, 0.0], [9.0, 0.0, 0.0, 0.0]])
+    assert allocate(Adaptive(0.5, math.inf), score, 2)[0].tolist() == [2, 2]
+    assert allocate(Adaptive(0.5, math.inf), score[::-1], 2)[0].tolist() == [2, 2]
+    score[0, 0] = 10.0
+    assert allocate(Adaptive(0.5, math.inf), score, 2)[0].tolist() == [3, 1]
+    assert allocate(Adaptive(0.5, math.inf), score[::-1], 2)[0].tolist() == [1, 3]
+
+
 def test_ties_between_heads_go_to_the_lower_index():
     equal = np.full((3, 5), 0.2)
     for heads in (Adaptive(1.0, math.inf), Adaptive(1.0, math.inf, normalize=True)):
@@ -242,10 +284,11 @@ def test_rows_and_padding_are_independent(heads):
 # --- tables ---
 
 
-def plain_largest_remainder(shares, limit):
-    """Largest remainders where no share exceeds the limit."""
+def plain_largest_remainder(shares, limit, first=None):
+    """Largest remainders where no share exceeds the limit; of equal ones, those that are first, then by index."""
+    first = [0] * len(shares) if first is None else first
     whole = [math.floor(s + 1e-9) for s in shares]
-    order = sorted(range(len(shares)), key=lambda i: (-(shares[i] - whole[i]), i))
+    order = sorted(range(len(shares)), key=lambda i: (-(shares[i] - whole[i]), -first[i], i))
     for i in order[: round(sum(shares)) - sum(whole)]:
         whole[i] += 1
     assert max(whole) <= limit
@@ -430,9 +473,9 @@ def test_ada_snapkv_options_on_attention():
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     everything = lambda s: np.ones(s.shape, bool)
-    whole = lambda own, b: plain_largest_remainder(list(0.5 * own + 0.5 * b), 99)
+    whole = lambda s, b: plain_largest_remainder(list(0.5 * plain_own(s, everything(s), 3 * b) + 0.5 * b), 99, s.max(1))
     plain = {
-        "normalize": lambda s, b: whole(plain_own(plain_normalized(s, everything(s), b), everything(s), 3 * b), b),
+        "normalize": lambda s, b: whole(plain_normalized(s, everything(s), b), b),
         "floor": lambda s, b: plain_floor_then_global(s, everything(s), b, 4, 0.5),
         "half_even": lambda s, b: [round(0.5 * int(x) + b // 2) for x in plain_own(s, everything(s), 3 * b)],
         "skip": lambda s, b: [b] * 3,

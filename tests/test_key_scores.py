@@ -27,17 +27,20 @@ def scores(score, q, k, v, protect=kvjax.Protect(), **how):
 
 
 def test_squared_norms_by_hand():
-    """Partitions of two tokens: squared norms 1 and 3 are shares of 1/4 and 3/4; one of a single token is 1."""
+    """Partitions of two tokens: squared norms 1 and 3 are shares of 1/4 and 3/4; one of a single token is 1.
+
+    All are divided by their sum over the tokens. Without partitions, squared norms are added as they are.
+    """
     k = jnp.sqrt(jnp.asarray([1.0, 3.0, 2.0, 2.0, 5.0]))[None, None, :, None]
     v = jnp.sqrt(jnp.asarray([1.0, 1.0, 0.0, 4.0, 9.0]))[None, None, :, None]
     policy = lambda of: kvjax.Evict(SquaredNorms(of, 2), 3)
     found = lambda of: np.asarray(kvjax.evict_layer(policy(of), k, k, v).score[0, 0])
-    np.testing.assert_allclose(found("key"), [0.25, 0.75, 0.5, 0.5, 1.0], rtol=1e-6)
-    np.testing.assert_allclose(found("value"), [0.5, 0.5, 0.0, 1.0, 1.0], rtol=1e-6)
-    np.testing.assert_allclose(found("product"), [0.125, 0.375, 0.0, 0.5, 1.0], rtol=1e-6)
-    np.testing.assert_allclose(found("mean"), [0.375, 0.625, 0.25, 0.75, 1.0], rtol=1e-6)
-    whole = kvjax.evict_layer(kvjax.Evict(SquaredNorms("key", None), 3), k, k, v).score[0, 0]
-    np.testing.assert_allclose(whole, np.array([1, 3, 2, 2, 5]) / 13, rtol=1e-6)
+    np.testing.assert_allclose(found("key"), np.array([0.25, 0.75, 0.5, 0.5, 1.0]) / 3, rtol=1e-6)
+    np.testing.assert_allclose(found("value"), np.array([0.5, 0.5, 0.0, 1.0, 1.0]) / 3, rtol=1e-6)
+    np.testing.assert_allclose(found("product"), np.array([0.125, 0.375, 0.0, 0.5, 1.0]) / 2, rtol=1e-6)
+    np.testing.assert_allclose(found("mean"), np.array([0.375, 0.625, 0.25, 0.75, 1.0]) / 3, rtol=1e-6)
+    whole = kvjax.evict_layer(kvjax.Evict(SquaredNorms("mean", None), 3), k, k, v).score[0, 0]
+    np.testing.assert_allclose(whole, np.array([2, 4, 2, 6, 14]) / 28, rtol=1e-6)
     assert helpers.kept(kvjax.evict_layer(methods.curdkv(3, partition=2, sinks=1), k, k, v)) == [0, 3, 4]
 
 

@@ -756,6 +756,23 @@ def test_every_chunk_keeps_its_own_share():
     assert helpers.kept(kvjax.evict_layer(policy, q, k, v)) == [0, 1, 4, 5, 9]
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        dataclasses.replace(methods.knorm(0.1), select=PerChunk(5, 0.1)),
+        dataclasses.replace(methods.knorm(6), select=PerChunk(5)),
+        methods.finch(0.1, window_size=1, chunk_length=8),
+    ],
+    ids=["share", "tokens", "finch"],
+)
+def test_chunks_whose_share_is_less_than_a_token_keep_one_as_far_as_the_budget_goes(policy):
+    """60 tokens of which 6 may stay: 12 chunks of 5, or 8 of 8."""
+    q, k, v = helpers.qkv(0, B=1, T=60)
+    pos = np.arange(60) // policy.select.size
+    for keep in np.asarray(kvjax.evict_layer(policy, q, k, v).keep[0]):
+        assert keep.sum() == len(set(pos[keep])) == 6
+
+
 @pytest.mark.parametrize(("threshold", "kept"), [(0.6, [0, 4, 5]), (0.7, [0, 1, 2, 3, 4, 5]), (1.0, list(range(6)))])
 def test_a_lazy_layer_keeps_its_ends(threshold, kept):
     """The last row gives the first token and the last two 0.65 of its attention."""

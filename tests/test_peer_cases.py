@@ -48,6 +48,14 @@ def stored_as_recorded(kv, cases):
         ]
 
 
+def test_cam_is_not_every_nth_step_below_its_target():
+    """From 47 tokens to 64 with 61 at most: there 62 lose one, and two follow; here the 16th step leaves 61."""
+    cases = RECORDED["presses"]["CAMPress(KnormPress(), compression_interval=4, target_size=61)"]
+    assert [len(recorded.tokens_of(head)) for head in cases[0]["kept"][0]] == [63, 63]
+    policy = kvjax.when(dataclasses.replace(kvjax.every(4), prefill=False), methods.knorm(61))
+    assert [len(head) for head in recorded.generate(policy, cases)[0]] == [62, 62]
+
+
 def test_every_press_has_a_row():
     written = {name for press, _, _ in recorded.table("kvpress") for name in re.findall(r"\b\w+Press\b", press)}
     assert written == set(RECORDED["about"]["classes"])

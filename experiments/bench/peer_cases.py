@@ -83,6 +83,7 @@ def _names(expression: str) -> set[str]:
     return set(compile(expression, "press", "eval").co_names)
 
 
+_SHORT = ((48, 8, 0.97), (97, 8, 0.99), (130, 8, 0.99))  # one token a head is kept
 _LONG = ((97, 8, 0.3), (130, 8, 0.3))  # what is kept holds a window of 64
 _CUT = ((48, 8, 0.75), (97, 8, 0.75))  # windows of 32 do not fit into what is kept
 _SNAPKV = "SnapKVPress(r, window_size=8)"
@@ -105,14 +106,16 @@ COUNTERPARTS = (
             _SNAPKV,
             f"{_SNAPKV}, alpha_safeguard=0.5",
             f"{_SNAPKV}, alpha_safeguard=0.0",
-            "KeyDiffPress(r)",
             "ExpectedAttentionPress(r, epsilon=0.01)",
+            "CURPress(r)",
         )
     ),
+    Recipe("AdaKVPress(KeyDiffPress(r))", (*SIZES, *_SHORT)),
     Recipe("AdaKVPress(SnapKVPress(r, window_size=32))", _CUT),
     Recipe(f"CriticalKVPress({_SNAPKV})"),
     Recipe(f"CriticalKVPress({_SNAPKV}, epsilon=0.1, first_stage_ratio=0.25)"),
     Recipe("CriticalKVPress(ExpectedAttentionPress(r, use_vnorm=False))"),
+    Recipe("CriticalKVPress(KeyDiffPress(r), epsilon=0.5)", (*SIZES, *_SHORT)),
     Recipe(f"CriticalAdaKVPress({_SNAPKV})"),
     Recipe(f"CriticalAdaKVPress({_SNAPKV}, alpha_safeguard=0.5, epsilon=0.01, first_stage_ratio=0.3)"),
     Recipe("TOVAPress(r)"),
@@ -152,6 +155,7 @@ _FINCH = "given(FinchPress(r{}), window_size=8)"
 COUNTERPARTS_OF_2025 = (
     *(Recipe(f"CURPress(r{x})") for x in ("", ', leverage_type="key"', ', leverage_type="value"')),
     Recipe('CURPress(r, leverage_type="kv_avg", num_sinks=0)'),
+    Recipe('CURPress(r, leverage_type="kv_avg", use_local_approximation=False)'),
     Recipe("CURPress(r, use_local_approximation=False)"),
     Recipe("CURPress(r, local_window_size=5, num_sinks=2)"),
     Recipe("LeverageScorePress(r)"),
@@ -174,6 +178,7 @@ COUNTERPARTS_OF_2025 = (
         (*_LONG, (97, 8, 0.5), (130, 8, 0.5)),
     ),
     Recipe("ChunkPress(KnormPress(r), chunk_length=32)", _CHUNKS),
+    Recipe("ChunkPress(KnormPress(r), chunk_length=50)", ((100, 8, 0.8), (130, 8, 0.8))),
     Recipe("ChunkPress(KnormPress(r), chunk_length=24)", ((120, 8, 0.3), (130, 8, 0.3), (48, 8, 0.75), (130, 8, 0.75))),
     Recipe("DMSPress(KnormPress(), threshold=-3.5, sliding_window_size=16)"),
     Recipe("DMSPress(KnormPress(), threshold=-3.5, sliding_window_size=16, decoding=True)", more=8),
@@ -190,6 +195,7 @@ COUNTERPARTS_OF_2025 = (
             "KnormPress(), compression_interval=1, target_size=40, merge_budget=8",
         )
     ),
+    Recipe("CAMPress(KnormPress(), compression_interval=4, target_size=61)", ((47, 8, 0.5),), more=17, notes="values"),
     Recipe("MergingPress(KnormPress(r))", notes="values"),
     Recipe("MergingPress(KeyDiffPress(r), similarity_threshold=0.5, merge_fraction=0.75)", notes="values"),
 )

@@ -13,8 +13,9 @@ def chunkkv(budget: int | float | Count, *, base: Evict | None = None, chunk_siz
     """Keeps whole chunks of text, the same ones in all kv heads, by another policy's scores.
 
     Scores are summed over heads and averaged over a chunk. The kept count is near the budget: as many whole chunks as
-    its share of the prompt, at least one. Every sequence of a batch gets its own chunks; the released code applies the
-    first row's to all.
+    its share of the prompt, at least one. What the base protects, as SnapKV its window, stays beside them; kvpress
+    keeps whole chunks only, and ranks the tokens of a prompt that is shorter than a chunk one by one. Every sequence of
+    a batch gets its own chunks; the released code applies the first row's to all.
 
     Args:
       budget: live tokens a kv head and layer; a share of the prompt is the share of chunks.

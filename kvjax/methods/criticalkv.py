@@ -26,9 +26,9 @@ def criticalkv(
     `heads=Adaptive()` in the base, head budgets are allocated first.
 
     Args:
-      budget: live tokens a kv head and layer.
+      budget: live tokens a kv head and layer. A prompt whose share cannot hold what the base protects is kept whole.
       base: the policy whose scores, protection and schedule are used, SnapKV if None; its budget is replaced.
-      first_stage: share of the budget that the first stage fills.
+      first_stage: share of the budget that the first stage fills, one token at least unless it is 0.
       eps: added to the mean attention of the voting rows (and heads, under `group="sum"`) in the second stage. Scores
         that are no sum of a window, such as H2O's, get it as they stand.
       least: tokens that the first stage fills at least. In kvpress's CriticalAdaKV those are what the safeguard leaves

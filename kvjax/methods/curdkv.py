@@ -18,14 +18,14 @@ def curdkv(
     r"""Keeps the tokens that a CUR decomposition of the cache would: those with high leverage in keys and values.
 
     $S_j = \frac{\lVert k_j\rVert^2}{\sum_P \lVert k\rVert^2} \cdot \frac{\lVert v_j\rVert^2}{\sum_P \lVert v\rVert^2}$
-    with $P$ the partition of 16 tokens that holds $j$, as kvpress has it (`CURPress`). Attention is not looked at. Its
-    random projection of keys and values before their norms are taken (`use_random_leverage`), which estimates the same
-    norms, is left out.
+    with $P$ the partition of 16 tokens that holds $j$, over the sum of all tokens, as kvpress has it (`CURPress`).
+    Attention is not looked at. Its random projection of keys and values before their norms are taken
+    (`use_random_leverage`), which estimates the same norms, is left out.
 
     Args:
-      budget: live tokens a kv head and layer, sinks included.
+      budget: live tokens a kv head and layer, sinks included. A prompt whose share cannot hold the sinks is kept whole.
       of: the product of both shares, their mean, or those of keys or values alone.
-      partition: tokens of a partition; None for one that holds all.
+      partition: tokens of a partition; None for none: squared norms as they are, not shares.
       sinks: protected first tokens.
     """
     return Evict(SquaredNorms(of, partition), budget, protect=Protect(sinks=sinks))

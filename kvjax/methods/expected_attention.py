@@ -28,7 +28,7 @@ def expected_attention(
     See `key_scores.ExpectedAttention`. The sinks' queries do not count in the model of queries, and sinks stay.
 
     Args:
-      budget: live tokens a kv head and layer, sinks included.
+      budget: live tokens a kv head and layer, sinks included. A prompt whose share cannot hold the sinks is kept whole.
       horizon: positions ahead whose rotations are averaged.
       sinks: first tokens that stay.
       covariance: whether the queries' covariance counts.

@@ -34,7 +34,8 @@ def finch(
       budget: live tokens a kv head and layer, the question included.
       window_size: tokens of the question.
       normalize: weigh rows by their length.
-      chunk_length: every chunk of so many tokens keeps its own share; None for one choice among all.
+      chunk_length: every chunk of so many tokens keeps its own share, one token at least as far as the budget goes;
+        None for one choice among all.
       positions: see `Evict`; "rerotate" as in the paper.
       group: how the query heads of a kv head are combined.
     """

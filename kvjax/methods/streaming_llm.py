@@ -19,7 +19,7 @@ def streaming_llm(budget: int | float | Count, *, sinks: int = 4, positions: Pos
     put the sinks inside the capacity. Here the sinks are inside `budget`.
 
     Args:
-      budget: live tokens a kv head and layer, sinks included.
+      budget: live tokens a kv head and layer, sinks included. A prompt whose share cannot hold the sinks is kept whole.
       sinks: first tokens that always stay.
       positions: "compact", or "original" for absolute positions.
     """

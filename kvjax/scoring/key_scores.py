@@ -244,11 +244,12 @@ class SquaredNorms(Score):
 
     $\lVert k_j\rVert^2 / \sum_P \lVert k\rVert^2$ and the same of values, $P$ the partition of $j$: an estimate of
     statistical leverage. Rotation does not change it. Partitions are cut among live tokens, oldest first; the last may
-    be short.
+    be short. Without partitions squares are not made shares, so that the larger of keys and values weigh more in their
+    mean, as in kvpress. What comes of it is divided by its sum over the head's tokens.
 
     Attributes:
       of: the "product" of both shares, their "mean", or those of the "key" or of the "value" alone.
-      partition: tokens of a partition; None for one partition that holds all.
+      partition: tokens of a partition; None for no partitions.
     """
 
     of: Literal["product", "mean", "key", "value"] = "product"
@@ -264,13 +265,18 @@ class SquaredNorms(Score):
         order = oldest_first(kv)
         key, value = (lambda: self._shares(kv.k, kv, order)), (lambda: self._shares(kv.v, kv, order))
         if self.of in ("key", "value"):
-            return key() if self.of == "key" else value()
-        return key() * value() if self.of == "product" else (key() + value()) / 2
+            score = key() if self.of == "key" else value()
+        else:
+            score = key() * value() if self.of == "product" else (key() + value()) / 2
+        total = score.sum(-1, keepdims=True)
+        return score / jnp.where(total > 0, total, 1.0)
 
     def _shares(self, x: Float[Array, "B K S H"], kv: LayerKV, order: Int[Array, "B K S"]) -> Float[Array, "B K S"]:
         squares = jnp.where(kv.live, jnp.square(x.astype(jnp.float32)).sum(-1), 0.0)
+        if self.partition is None:
+            return squares
         S = squares.shape[-1]
-        size = S if self.partition is None else min(self.partition, S)
+        size = min(self.partition, S)
         ranked = jnp.take_along_axis(squares, order, axis=-1)
         parts = jnp.pad(ranked, ((0, 0), (0, 0), (0, -S % size))).reshape(*ranked.shape[:2], -1, size)
         total = parts.sum(-1, keepdims=True)

@@ -450,7 +450,7 @@ class TwoStage(Select):
 
     Attributes:
       weight: what scores are multiplied by in the second stage.
-      first: share of the budget that the first stage fills.
+      first: share of the budget that the first stage fills, rounded down, to one token at least unless it is 0.
       eps: added to scores in the second stage. Its scale is that of the mean over rows and heads, which is what the
         published code adds it to; a score that is a sum of votes (`Score.summands`) gets as many times more.
       ties: see `TopK`.
@@ -497,14 +497,14 @@ class TwoStage(Select):
         return (score + eps) * stats[self.weight].astype(jnp.float32)
 
     def _size(self, limits: Limits) -> Array:
-        """What the first stage fills; rounded down where budgets are whole numbers."""
+        """What the first stage fills; rounded down where budgets are whole numbers, to one token at least."""
         budgets = limits.budgets
         whole = jnp.issubdtype(budgets.dtype, jnp.integer)
         size = (budgets.astype(jnp.float32) if whole else budgets) * self.first
         size = jnp.floor(size + 1e-6).astype(jnp.int32) if whole else size
-        if not self.counts:
-            return size
-        least = limits.counts(self.least)[:, None].astype(size.dtype)
+        least = jnp.asarray(self.first > 0, size.dtype)
+        if self.counts:
+            least = jnp.maximum(limits.counts(self.least)[:, None].astype(size.dtype), least)
         return jnp.minimum(jnp.maximum(size, least), budgets)
 
     @property
@@ -598,8 +598,9 @@ class Chunks(Select):
 class PerChunk(Select):
     """Every chunk of the text keeps its own best: as large a share of it as the budget is of the whole (FINCH).
 
-    Chunks are cut at multiples of `size` positions; what a chunk's share holds is rounded down. Protected tokens stay,
-    and count against the share of their chunk; where they are more, the worst of all chunks make room.
+    Chunks are cut at multiples of `size` positions; what a chunk's share holds is rounded down, to one token at least.
+    Protected tokens stay, and count against the share of their chunk. Where chunks together keep more than the budget,
+    the worst of all make room.
 
     Attributes:
       size: tokens of a chunk.
@@ -635,10 +636,11 @@ class PerChunk(Select):
             lengths = np.arange(min(self.size, slots.ctx.site.prompt_len) + 1)
             exact = jnp.asarray(self.share.table(lengths, lengths), jnp.int32)[jnp.minimum(length, lengths[-1])]
             count = jnp.where((kv.num_live == slots.ctx.prompt_length[:, None])[..., None], exact, count)
+        count = jnp.maximum(count, 1)
         chosen = jnp.put_along_axis(jnp.zeros_like(live), order, place - start < count, axis=-1, inplace=False)
         everything = (kv.num_live <= limits.budgets)[..., None]
         stays = live & (chosen | safe | everything)
-        # Where a chunk's share does not hold what is protected of it, others have less.
+        # Where chunks' shares hold less than one token, or than what is protected of them, others have less.
         keep = TopK(self.ties).best(jnp.where(safe, jnp.inf, score), jnp.where(stays, kv.pos, EMPTY), limits.budgets)
         return Selection(keep, score, limits.budgets)
 

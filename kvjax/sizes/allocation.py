@@ -18,22 +18,30 @@ from kvjax.pallas_kernels.values import Value, checked, each, flag, number, one_
 from kvjax.sizes.budget import lookup, whole_tokens
 
 
-def apportion(shares: Any, limit: Any, xp: ModuleType = np) -> Any:
-    """Whole numbers near real `shares` along the last axis, with the same total and none above `limit`.
+def apportion(shares: Any, limit: Any, xp: ModuleType = np, least: Any = 0, first: Any = 0) -> Any:
+    """Whole numbers near real `shares` along the last axis, with the same total, none above `limit` or below `least`.
 
-    What exceeds a limit goes to the others in proportion; then largest remainders are rounded up, ties to the lower
-    index. A total beyond the sum of the limits is cut to it.
+    What a share lacks of `least` is taken from what others have beyond theirs, what exceeds a limit goes to the others,
+    both in proportion; then largest remainders are rounded up, of equal ones those that are `first`. A total beyond the
+    sum of the limits is cut to it.
 
     Args:
       shares: "... M" non-negative floats whose sum is a whole number.
       limit: "... M" whole numbers, or broadcastable to it.
       xp: numpy on the host, jax.numpy under jit.
+      least: "... M" whole numbers, no larger than `limit`, whose sum is no larger than that of `shares`; or likewise.
+      first: "... M" numbers, or likewise: among equal remainders the larger comes first, then the lower index.
 
     Returns:
       "... M" integers of 32 bits.
     """
     limit = xp.broadcast_to(limit, shares.shape).astype(shares.dtype)
     total = xp.minimum(xp.round(shares.sum(-1, keepdims=True)), limit.sum(-1, keepdims=True))
+    least = xp.broadcast_to(least, shares.shape).astype(shares.dtype)
+    beyond = xp.maximum(shares - least, 0)
+    mass = beyond.sum(-1, keepdims=True)
+    raised = least + beyond * ((total - least.sum(-1, keepdims=True)) / xp.where(mass > 0, mass, xp.ones_like(mass)))
+    shares = xp.where((shares < least).any(-1, keepdims=True), raised, shares)
 
     def spread(shares):
         surplus = xp.maximum(shares - limit, 0).sum(-1, keepdims=True)
@@ -55,7 +63,7 @@ def apportion(shares: Any, limit: Any, xp: ModuleType = np) -> Any:
 
     floors = xp.floor(shares)
     remainder = xp.where(floors < limit, shares - floors, -xp.ones_like(shares))
-    order = xp.argsort(-remainder, axis=-1, stable=True)
+    order = xp.lexsort((-xp.broadcast_to(first, shares.shape), -remainder), axis=-1)
     rank = xp.argsort(order, axis=-1, stable=True)
     missing = (total - floors.sum(-1, keepdims=True)).astype(rank.dtype)
     return floors.astype(np.int32) + (rank < missing).astype(np.int32)
@@ -64,8 +72,13 @@ def apportion(shares: Any, limit: Any, xp: ModuleType = np) -> Any:
 _apportion_traced = jax.jit(functools.partial(apportion, xp=jnp))
 
 
+def _held(protected: np.ndarray | int) -> np.ndarray:
+    """The least "M 1" that a layer has beside its protected tokens: without any, one token, not to be empty."""
+    return (np.reshape(protected, (-1, 1)) == 0).astype(np.int64)
+
+
 class LayerAllocation(Value, abc.ABC):
-    """A frozen dataclass that divides an average budget over layers."""
+    """A frozen dataclass that divides an average budget over layers. None of them is left without a token."""
 
     @abc.abstractmethod
     def layers(
@@ -138,13 +151,12 @@ class Pyramid(LayerAllocation):
         self, average: np.ndarray, limit: np.ndarray, num_layers: int, protected: np.ndarray | int = 0
     ) -> np.ndarray:
         """See `LayerAllocation`."""
-        del protected
         b = average[:, None].astype(np.float64)
         fraction = np.arange(num_layers) / max(num_layers - 1, 1)
         last = b / self.beta
         first = 2 * b - last
         shares = first - (first - last) * fraction if num_layers > 1 else b
-        return apportion(shares, limit[:, None])
+        return apportion(shares, limit[:, None], least=_held(protected))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +190,7 @@ class FloorPyramid(LayerAllocation):
         first = np.minimum(2 * average - np.floor(average / self.beta).astype(np.int64), limit)
         last = 2 * average - first
         step = (first - last) // (num_layers - 1)
-        layers = first[:, None] - step[:, None] * np.arange(num_layers)
+        layers = np.maximum(first[:, None] - step[:, None] * np.arange(num_layers), _held(protected))
         short = limit + protected < 2 * average
         return np.where((short & self.uniform_branch)[:, None], average[:, None], layers)
 
@@ -228,7 +240,7 @@ class InclusivePyramid(LayerAllocation):
         layers = first[:, None] - slope[:, None] * np.arange(num_layers)
         falls = (first >= last) & (last >= protected) & (num_layers > 1)
         whole = np.round(np.where(falls[:, None], layers, exact[:, None])).astype(np.int64)
-        return whole - np.reshape(protected, (-1, 1))
+        return np.maximum(whole - np.reshape(protected, (-1, 1)), _held(protected))
 
 
 def _check_beta(pyramid: "Pyramid | FloorPyramid | InclusivePyramid") -> None:
@@ -252,7 +264,8 @@ class LayerTable(LayerAllocation):
     """Fixed shares of the layers, such as learned or measured ones.
 
     Layer `l` gets `weights[l] / sum(weights)` of what a uniform budget would give the model. No layer gets more than
-    exists; the excess goes to the others in proportion, and largest remainders make the total exact.
+    exists; the excess goes to the others in proportion, and largest remainders make the total exact. A layer of which
+    nothing is protected has one token at least, unless its weight is 0.
 
     Attributes:
       weights: one number a layer; only their ratios matter. Any sequence or array, kept as a tuple, so that
@@ -268,17 +281,21 @@ class LayerTable(LayerAllocation):
         self, average: np.ndarray, limit: np.ndarray, num_layers: int, protected: np.ndarray | int = 0
     ) -> np.ndarray:
         """See `LayerAllocation`."""
-        del protected
         if len(self.weights) != num_layers:
             raise ValueError(
                 f"LayerTable has {len(self.weights)} weights, but the model has {num_layers} layers; give one a layer"
             )
         shares = np.asarray(self.weights) * (num_layers / sum(self.weights))
-        return apportion(average[:, None] * shares, limit[:, None])
+        least = np.where(shares > 0, _held(protected), 0)
+        return apportion(average[:, None] * shares, limit[:, None], least=least)
 
 
 class HeadAllocation(Value, abc.ABC):
-    """A frozen dataclass that divides a layer's budget over its kv heads."""
+    """A frozen dataclass that divides a layer's budget over its kv heads.
+
+    Equal remainders are rounded up in the order of the heads' best scores, so that no division depends on how heads are
+    numbered, but where scores are equal too.
+    """
 
     @abc.abstractmethod
     def cap(self, average: np.ndarray, limit: np.ndarray, site: Site, protected: np.ndarray | int = 0) -> np.ndarray:
@@ -348,7 +365,8 @@ class Adaptive(HeadAllocation):
     """Heads compete for the layer's budget (Ada-KV, arXiv 2407.11550, Algorithm 1).
 
     The largest `K * average` scores of the layer are found across heads; a head's share is how many of them are its
-    own, blended with the uniform share: `alpha * own + (1 - alpha) * average`.
+    own, blended with the uniform share: `alpha * own + (1 - alpha) * average`. A head of which nothing is protected has
+    one token at least, unless heads compete without a safeguard (alpha = 1, or 0 of "floor_then_global").
 
     Attributes:
       alpha: weight of the adaptive part, the paper's alpha. The released code's `floor_alpha` weights the uniform part:
@@ -358,8 +376,8 @@ class Adaptive(HeadAllocation):
       normalize: every head's scores are first multiplied by the share of their sum that its `average` best hold, as
         KVCache-Factory does by default (D-26). Scores must not be negative.
       safeguard: "blend" as above. "floor_then_global" as in kvpress (D-22): the best `int(alpha * budget)` tokens of
-        every head are safe, its protected ones among them, and the rest of the budget goes to the best of the layer;
-        here alpha = 1 is uniform and 0 is the competition alone, kvpress's default is 0.2.
+        every head, one at least, are safe, its protected ones among them, and the rest of the budget goes to the best
+        of the layer; here alpha = 1 is uniform and 0 is the competition alone, kvpress's default is 0.2.
       rounding: "largest_remainder" keeps the layer's total exact. "half_even" rounds every head for itself, the uniform
         part down before that, as the released code does (D-21): the layer's total then *drifts* by up to K tokens
         either way, and what `max_ratio` cuts is lost. `cap` covers what one head can get; a layer may exceed its
@@ -385,12 +403,16 @@ class Adaptive(HeadAllocation):
         one_of("Adaptive.safeguard", self.safeguard, "blend", "floor_then_global")
         one_of("Adaptive.rounding", self.rounding, "largest_remainder", "half_even")
 
+    def _safe(self, budget: np.ndarray) -> np.ndarray:
+        """The tokens of every head that are safe before heads compete for the rest."""
+        return np.maximum(whole_tokens(self.alpha, budget, "int"), int(self.alpha > 0))
+
     def _skips(self, site: Site) -> bool:
         return self.skip_layers > 0 and site.layer < self.skip_layers  # layers can share a program if none are asked
 
     def total(self, average: np.ndarray, num_kv_heads: int) -> np.ndarray:
-        """See `HeadAllocation`. Rounding every head for itself gives each up to half a token more."""
-        drift = -(-num_kv_heads // 2) if self.rounding == "half_even" else 0
+        """See `HeadAllocation`. Rounding every head for itself gives each up to a token more."""
+        drift = num_kv_heads if self.rounding == "half_even" else 0
         return average * num_kv_heads + drift
 
     def cap(self, average: np.ndarray, limit: np.ndarray, site: Site, protected: np.ndarray | int = 0) -> np.ndarray:
@@ -401,7 +423,7 @@ class Adaptive(HeadAllocation):
         if self.safeguard == "blend":
             all_in_one = _ceil(average * (1 - self.alpha + self.alpha * K))
         else:
-            safe = np.maximum(whole_tokens(self.alpha, average + protected) - protected, 0)
+            safe = np.maximum(self._safe(average + protected) - protected, 0)
             all_in_one = K * average - (K - 1) * safe
         cap = np.minimum(all_in_one, _ceil(average * min(self.max_ratio, K)))
         return np.minimum(cap, np.maximum(limit, average))
@@ -424,19 +446,22 @@ class Adaptive(HeadAllocation):
             score = _normalized(score, candidates, average, most)
         score = jnp.where(candidates, score, -jnp.inf)
         if self.safeguard == "floor_then_global":
-            safe = lookup(whole_tokens(self.alpha, numbers), average + protected)
-            score = _raise_best(score, jnp.maximum(safe - protected, 0), int(whole_tokens(self.alpha, numbers)[-1]))
+            safe = lookup(self._safe(numbers), average + protected)
+            score = _raise_best(score, jnp.maximum(safe - protected, 0), int(self._safe(numbers)[-1]))
         own = _won(score, average, most).astype(jnp.float32)
 
         mean = average[:, None].astype(jnp.float32)
         most_of_one = lookup(_ceil(numbers * min(self.max_ratio, K)), average)[:, None].astype(jnp.float32)
         shares = own if self.safeguard == "floor_then_global" else self.alpha * own + (1.0 - self.alpha) * mean
-        exact = _whole(shares, candidates, mean, most_of_one)
+        held = jnp.full((K,), self.alpha < 1 if self.safeguard == "blend" else self.alpha > 0)
+        least = _least(held, candidates, average, protected)
+        exact = _whole(shares, score, candidates, mean, most_of_one, least)
         if self.rounding == "largest_remainder" or self.safeguard == "floor_then_global":
             return exact
         uniform = lookup(whole_tokens(1 - self.alpha, numbers), average)[:, None].astype(jnp.float32)
         count = candidates.sum(-1).astype(jnp.float32)
-        rounded = jnp.minimum(jnp.round(self.alpha * own + uniform), jnp.minimum(count, most_of_one))
+        rounded = jnp.maximum(jnp.round(self.alpha * own + uniform), least)
+        rounded = jnp.minimum(rounded, jnp.minimum(count, most_of_one))
         return jnp.where(_fits(count, mean), exact, rounded.astype(jnp.int32))
 
 
@@ -445,9 +470,9 @@ class HeadTable(HeadAllocation):
     """Fixed shares of the kv heads of every layer, such as learned or measured ones.
 
     Head `k` of layer `l` gets `weights[l][k] / sum(weights[l])` of the layer's budget. No head gets more than exists;
-    the excess goes to the others in proportion, and largest remainders make the total exact. Shares of the layers are
-    another allocation: `Evict(..., layers=LayerTable([sum(row) for row in w]), heads=HeadTable(w))` follows a table of
-    the whole model.
+    the excess goes to the others in proportion, and largest remainders make the total exact. A head of which nothing is
+    protected has one token at least, unless its weight is 0. Shares of the layers are another allocation: `Evict(...,
+    layers=LayerTable([sum(row) for row in w]), heads=HeadTable(w))` follows a table of the whole model.
 
     Attributes:
       weights: for every layer, one number a kv head; only ratios within a layer matter. Any sequences or array, kept as
@@ -492,11 +517,11 @@ class HeadTable(HeadAllocation):
         protected: Int[Array, "B"] | int = 0,
     ) -> Int[Array, "B K"]:
         """See `HeadAllocation`."""
-        del score, protected
         ratios = self._ratios(site)
+        least = _least(jnp.asarray(ratios > 0), candidates, average, protected)
         mean = average[:, None].astype(jnp.float32)
         most_of_one = lookup(_ceil(np.arange(most + 1) * ratios.max()), average)[:, None].astype(jnp.float32)
-        return _whole(mean * jnp.asarray(ratios, jnp.float32)[None], candidates, mean, most_of_one)
+        return _whole(mean * jnp.asarray(ratios, jnp.float32)[None], score, candidates, mean, most_of_one, least)
 
 
 def _ceil(x: np.ndarray) -> np.ndarray:
@@ -538,15 +563,27 @@ def _fits(count: Float[Array, "B K"], mean: Float[Array, "B 1"]) -> Bool[Array, 
     return count.mean(-1, keepdims=True) <= mean
 
 
+def _least(
+    held: Bool[Array, "K"], candidates: Bool[Array, "B K S"], average: Int[Array, "B"], protected: Int[Array, "B"] | int
+) -> Float[Array, "B K"]:
+    """One token of heads that are not to be empty, where nothing is protected and there are so many."""
+    some = held[None] & candidates.any(-1) & ((average > 0) & (protected == 0))[:, None]
+    return some.astype(jnp.float32)
+
+
 def _whole(
     shares: Float[Array, "B K"],
+    score: Float[Array, "B K S"],
     candidates: Bool[Array, "B K S"],
     mean: Float[Array, "B 1"],
     most_of_one: Float[Array, "B 1"],
+    least: Float[Array, "B K"],
 ) -> Int[Array, "B K"]:
     """Whole shares whose mean is `mean`, none above `most_of_one` or, beyond the mean, above what exists."""
     # Where the budget holds every candidate, nothing is taken from any head, and what is left over is shared.
     count = candidates.sum(-1).astype(jnp.float32)
     shares = jnp.where(_fits(count, mean), count, shares)
     shares = shares + (mean - shares.mean(-1, keepdims=True))
-    return _apportion_traced(shares, jnp.minimum(jnp.maximum(count, mean), most_of_one))
+    best = jnp.where(candidates, score, -jnp.inf).max(-1)
+    limit = jnp.minimum(jnp.maximum(count, mean), most_of_one)
+    return _apportion_traced(shares, limit, least=least, first=best)
