@@ -412,6 +412,18 @@ def test_a_table_survives_json_and_goes_into_any_policy():
         assert (kept[:, 1, 0] > kept[:, 1, 1]).all()
 
 
+def test_a_table_is_of_what_budgets_leave_beside_protected_tokens():
+    """Tokens of every layer and head as `with_budgets` takes them are refused until they are shares."""
+    budgets, protected = np.array([[12, 4], [9, 5], [11, 7]]), 3  # 8 on average
+    policy = methods.snapkv(8, window_size=protected)
+    with pytest.raises(ValueError, match=r"shares have a mean of 8, not 1, .*; divide them by their mean"):
+        families.with_table(policy, budgets)
+    left = budgets - protected
+    tabled = families.with_table(policy, left / left.mean())
+    q, k, v = helpers.qkv(6, B=1, T=24)
+    assert whole_budgets(tabled, q, k, v)[0].tolist() == budgets.tolist()
+
+
 def test_hard_parameters():
     with jax.enable_x64(True):
         seen = view()

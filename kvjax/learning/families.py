@@ -220,11 +220,15 @@ def mean_shares(budgets: np.ndarray, divided: np.ndarray) -> np.ndarray:
 
 
 def with_table(policy: Evict, shares: np.ndarray) -> Evict:
-    """A policy whose heads get these shares "L K" of the model's budget; only their ratios matter.
+    """A policy whose heads get these shares "L K" of what protected tokens leave of the model's budget.
+
+    They are relative to the average, 1 (`mean_shares`). Budgets as `kvjax.learning.relax.with_budgets` takes them are
+    tokens, protected ones included: `left / left.mean()` with `left = budgets - protected` are the shares that divide
+    the same budget so.
 
     Raises:
-      ValueError: shares that are no table of layers and heads, or a policy whose budget they cannot divide, such as the
-        full cache or a chain.
+      ValueError: shares that are no table of layers and heads, whose mean is not 1, or a policy whose budget they
+        cannot divide, such as the full cache or a chain.
     """
     if not isinstance(policy, Evict):
         raise ValueError(
@@ -236,7 +240,13 @@ def with_table(policy: Evict, shares: np.ndarray) -> Evict:
         raise ValueError(f"shares={shares!r} are no numbers; give a row a layer, one a head") from None
     if shares.ndim != 2:
         raise ValueError(f"shares have the shape {shares.shape}, which is not 2 axes; give a row a layer, one a head")
-    return dataclasses.replace(policy, layers=LayerTable(shares.sum(1)), heads=HeadTable(shares))
+    table = HeadTable(shares)
+    if abs(shares.mean() - 1) > 1e-3:
+        raise ValueError(
+            f"shares have a mean of {shares.mean():.6g}, not 1, what the average head gets beside protected tokens; "
+            "divide them by their mean, and take protected tokens off budgets before that"
+        )
+    return dataclasses.replace(policy, layers=LayerTable(shares.sum(1)), heads=table)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -357,6 +357,8 @@ def _map_soft(state: KVState, change: Any) -> KVState:
 def with_budgets(state: KVState, budgets: Float[Array, "*B L K"]) -> KVState:
     """A state of a relaxed policy that keeps so many tokens of every layer and head, protected ones included.
 
+    `kvjax.learning.families.with_table` makes a hard policy of them, from shares of what protected tokens leave.
+
     Args:
       state: from `kvjax.init_state`, or later.
       budgets: real numbers, for all sequences or for each. Traced ones have gradients. Where one decision is made for
