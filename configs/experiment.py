@@ -244,12 +244,15 @@ class Experiment:
         plots place those by the live tokens that were measured.
       setup: everything else.
       task_policies: the same for the budgets of `Setup.task_budget`.
+      options: those of the config that are not the defaults of the method in `kvjax.methods`, such as "window_size=16";
+        `configs.find` fills it in for the configs that come with the project.
     """
 
     name: str
     policies: tuple[tuple[Budget | str, Policy], ...]
     setup: Setup = Setup()
     task_policies: tuple[tuple[Budget, Policy], ...] = ()
+    options: str = ""
 
     def __post_init__(self):
         check_fields(self)

@@ -38,7 +38,7 @@ from kvjax.experiments.evaluation.batches import Bucket, buckets
 from kvjax.experiments.evaluation.compiled import keep_compiled
 from kvjax.experiments.evaluation.evaluate import Evaluator
 from kvjax.experiments.evaluation.examples import build, described, find_builders
-from kvjax.experiments.evaluation.policies import all_policies, check_is, tasks_of, with_baselines
+from kvjax.experiments.evaluation.policies import all_policies, check_is, options_of, tasks_of, with_baselines
 from kvjax.experiments.evaluation.provenance import definition
 from kvjax.experiments.evaluation.results import Results, check_options, directory_path, plain_errors
 from kvjax.experiments.evaluation.reuse import reuse_full
@@ -233,10 +233,14 @@ def run(
     setup, builders = experiment.setup, find_builders(experiment.setup)
     tasks_under = tasks_of(experiment, [*builders])
     policies = [run for run in all_policies(experiment) if run[:2] in tasks_under]
+    options = options_of(experiment)
     only = lambda m, b: {"tasks": tasks_under[m, b]} if setup.task_budget else {}
+    other = lambda m: {"options": options[m]} if m in options else {}
     config = {
         "name": experiment.name,
-        "policies": [{"method": m, "budget": b, "policy": definition(p), **only(m, b)} for m, b, p in policies],
+        "policies": [
+            {"method": m, "budget": b, "policy": definition(p), **other(m), **only(m, b)} for m, b, p in policies
+        ],
         "setup": dataclasses.asdict(setup),
         **described(setup, builders),
         "checkpoint": models.fingerprint(setup.source),
@@ -248,7 +252,7 @@ def run(
         kept = set(report.load_kept(directory, results.config))
         if all(k in results.samples for k in results.expected()) and labels <= kept & set(results.costs):
             summary = report.summarise(results.lines(), results.costs, results.bad)
-            text = report.markdown(summary, experiment.name)
+            text = report.markdown(summary, experiment.name, options)
             if report.stands(directory, summary, text):
                 print(f"{directory} is complete; --restart runs it again")
                 return text

@@ -1,5 +1,7 @@
 """Every config: its policies fit the embedded model, and decode past a full budget within the plan."""
 
+import pathlib
+import re
 import sys
 
 import jax
@@ -14,6 +16,7 @@ from kvjax.configs.experiment import Experiment, Setup
 from kvjax.configs.learning import LearnedBudget, LearnedScorer, Prompts
 from kvjax.learning.families import PyramidBeta
 
+README = pathlib.Path(configs.__file__).parents[1] / "experiments" / "README.md"
 WANTED = """full random window dilated_window streaming_llm key_attention h2o scissorhands tova mas roco nacl snapkv
 pyramidkv ada_snapkv ada_pyramid ahakv keyformer fastgen knorm keydiff expected_attention lagkv criticalkv chunkkv
 think aqas curdkv q_filters r_kv compactor defensivekv layer_defensivekv cake lava finch simlayerkv headkv
@@ -36,6 +39,30 @@ def test_config(name, embedded):
     for _, policy in experiment.policies:
         plan = kvjax.make_plan(model.config, policy, prompt_len=1024, max_new_tokens=64, lengths=[400, 1024])
         assert plan.num_slots > 0
+
+
+NEEDING_MORE = ("duo_attention", "fastgen", "headkv", "kvzap", "kvzip", "q_filters")
+
+
+@pytest.mark.parametrize("name", [n for n in WANTED if n not in (*NEEDING_MORE, "full")])
+def test_a_config_names_the_options_that_its_method_would_need(name):
+    """The method, called with them, is the policy; what labels of sweeps say aside."""
+    experiment = configs.find(name)[1]()
+    options = eval(f"dict({experiment.options})")
+    if name in ("chunkkv", "criticalkv"):
+        options["base"] = methods.snapkv(0.5, window_size=options.pop("window_size"))
+    swept = {"think": "channels", "simlayerkv": "threshold", "fastgen": "recovery_ratio"}
+    given = {swept[name]: float(experiment.policies[0][0].partition("=")[2] or 0.25)} if name in swept else {}
+    budget = () if name in swept else (0.5,)
+    assert experiment.policies[0][1] == getattr(methods, name)(*budget, **given, **options)
+
+
+def test_the_readme_has_every_config_whose_options_are_not_the_defaults():
+    found = {name: configs.find(name)[1]().options for name in WANTED}
+    (line,) = [x for x in README.read_text().splitlines() if "are not the defaults of `kvjax.methods`" in x]
+    written = dict(re.findall(r"`(\w+)\(([^`]*)\)`", line))
+    assert written == {name: options for name, options in found.items() if options}
+    assert configs.find("snapkv")[1](window_size=32).options == ""
 
 
 @pytest.mark.parametrize(

@@ -68,20 +68,34 @@ def all_policies(experiment: Experiment) -> list[tuple[str, str, kvjax.Policy]]:
     further = [(b, p) for b, p in experiment.task_policies if label(b) not in swept]
     own = [(experiment.name, label(b), p) for b, p in (*experiment.policies, *further)]
     found = [full, *((m, b, compressed(m, p, setup)) for m, b, p in own if (m, b, p) != full)]
-    for baseline in setup.baselines or ():
-        name, get_config = configs.find(baseline)
-        if name not in (experiment.name, "full"):
-            parameters = inspect.signature(get_config).parameters
-            given = {"budget": (experiment.baseline_budget, *_further(experiment)), "setup": setup}
-            theirs = get_config(**{k: v for k, v in given.items() if k in parameters})
-            check_is(theirs, Experiment, baseline)
-            found += [(name, label(b), compressed(name, p, setup)) for b, p in theirs.policies]
+    for name, theirs in _baselines(experiment):
+        found += [(name, label(b), compressed(name, p, setup)) for b, p in theirs.policies]
     for i, (method, budget, _) in enumerate(found):
         if (method, budget) in ((m, b) for m, b, _ in found[:i]):
             raise ValueError(
                 f"{method} at budget {budget} is there twice, and both would become one row; give each budget, "
                 "baseline and name once"
             )
+    return found
+
+
+def options_of(experiment: Experiment) -> dict[str, str]:
+    """The options of every method that are not its defaults in `kvjax.methods`; methods without such are left out."""
+    every = [(experiment.name, experiment), *_baselines(experiment)]
+    return {name: each.options for name, each in every if each.options}
+
+
+def _baselines(experiment: Experiment) -> list[tuple[str, Experiment]]:
+    """The names and experiments of the baselines that are another method."""
+    found = []
+    for baseline in experiment.setup.baselines or ():
+        name, get_config = configs.find(baseline)
+        if name not in (experiment.name, "full"):
+            parameters = inspect.signature(get_config).parameters
+            given = {"budget": (experiment.baseline_budget, *_further(experiment)), "setup": experiment.setup}
+            theirs = get_config(**{k: v for k, v in given.items() if k in parameters})
+            check_is(theirs, Experiment, baseline)
+            found.append((name, theirs))
     return found
 
 

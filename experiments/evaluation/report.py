@@ -7,7 +7,7 @@ import pathlib
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,14 @@ from kvjax.experiments.tasks import NEEDLES
 # --- tables ---
 
 
-def markdown(summary: dict[str, Any], title: str) -> str:
-    """The summary as tables: what was answered, how far that is from the full cache, what it cost; and bad rows."""
+def markdown(summary: dict[str, Any], title: str, options: Mapping[str, str] = {}) -> str:
+    """The summary as tables: what was answered, how far that is from the full cache, what it cost; and bad rows.
+
+    Args:
+      summary: what `summarise` has found.
+      title: the heading.
+      options: of methods whose options are not all the defaults of `kvjax.methods`.
+    """
     tasks = list(dict.fromkeys(r["task"] for r in summary["rows"]))
     by_key = {(r["method"], r["budget"], r["task"]): r for r in summary["rows"] + summary["retrieval_mean"]}
     runs = list(dict.fromkeys((r["method"], r["budget"]) for r in summary["rows"]))
@@ -62,6 +68,7 @@ def markdown(summary: dict[str, Any], title: str) -> str:
             "",
             *table(head, quality),
             "",
+            *_options(options),
             *_kept_whole(summary),
             *_against_full(summary),
             *_agreement(summary),
@@ -76,6 +83,12 @@ def markdown(summary: dict[str, Any], title: str) -> str:
             *_bad_rows(summary["bad_rows"]),
         ]
     )
+
+
+def _options(options: Mapping[str, str]) -> list[str]:
+    """What the methods of the table would be called with."""
+    named = ", ".join(f"`{method}({given})`" for method, given in options.items())
+    return [f"Options that are not the defaults of `kvjax.methods`: {named}.", ""] if named else []
 
 
 def _kept_whole(summary: dict[str, Any]) -> list[str]:
@@ -303,7 +316,7 @@ def write(
     """Writes `summary.json`, `summary.md` and the plots. Returns the table."""
     config = read_config(directory)
     summary = summarise(samples, costs, bad)
-    text = markdown(summary, config["name"])
+    text = markdown(summary, config["name"], {p["method"]: p["options"] for p in config["policies"] if "options" in p})
     write_bytes(directory / "summary.md", text.encode())
     length = config["setup"]["length"]
     if summary["retrieval_mean"]:
