@@ -120,6 +120,14 @@ def test_weights_by_hand():
     np.testing.assert_allclose(ScoreEntropy().weight(alone), 0.0, atol=1e-6)
 
 
+def test_no_layer_is_left_without_a_token():
+    """The first layer's scores have no entropy, so that it asks for nothing; nothing is protected."""
+    peaked = lambda kv, stats, ctx: jnp.where((ctx.layer > 0) | (kv.pos == 5), 1.0, 0.0)
+    policy = kvjax.across_layers(kvjax.from_fn(peaked, budget=2), ScoreEntropy())
+    state = policy(*after_prompt(policy))
+    assert [kv.num_live[0].tolist() for kv in state.layers] == [[1, 1], [3, 3], [2, 2]]
+
+
 def test_one_layer_alone_has_the_average():
     q, k, v = helpers.qkv(1)
     cake = methods.cake(10, window_size=W, kernel_size=3)
