@@ -88,9 +88,10 @@ class PartitionHeads(Policy):
 def _layerwise(policy: Policy, site: Site) -> tuple[Rule, ...]:
     """The rules of a member of a composition, which decides layer by layer."""
     if policy.shared:
+        fix = "share the composition instead, if it is the same in all of them: shared_layers(chain(...))"
         raise ValueError(
             f"a chain or partition decides layer by layer, but its member in layer {site.layer} makes one decision for "
-            f"all {site.num_layers} layers; share the composition instead: shared_layers(chain(...))"
+            f"all {site.num_layers} layers; {fix if isinstance(policy, SharedLayers) else f'use {policy} alone'}"
         )
     return policy.rules(site)
 
@@ -179,6 +180,11 @@ def each_rule(change: Callable[[Rule], Policy], policy: Policy) -> Policy:
             )
         case SharedLayers():
             return SharedLayers(again(policy.policy))
+    if as_policy(policy).shared:
+        raise ValueError(
+            f"layers compete once for the budget of {policy}, when the prompt has been read: it has no other schedule "
+            "and no temperature; change a policy whose layers decide by themselves"
+        )
     raise ValueError(
         f"{policy} is neither a rule nor made by chain, partition, partition_heads or shared_layers; change its members"
     )

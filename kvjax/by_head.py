@@ -140,6 +140,11 @@ def _check_members(members: tuple[tuple[Rule, ...], ...], specs: list[LayerSpec]
                 "for all heads; give the whole layer that policy"
             )
         for rule in rules:
+            if isinstance(rule, ByHead):
+                raise ValueError(
+                    "partition_heads has a member that gives kv heads policies of their own already; give one "
+                    "partition_heads with the labels of all heads"
+                )
             if not rule.by_head:
                 raise ValueError(
                     f"partition_heads gives kv heads policies of their own, but {rule} decides by what all heads of a "

@@ -16,7 +16,7 @@ from kvjax.cache.state import KeyPositions, Positions
 from kvjax.functions import check_unchanged
 from kvjax.memory import Memory, Widths, predict
 from kvjax.pallas_kernels.pytree import pytree
-from kvjax.pallas_kernels.values import MOST_TOKENS, checked, each, float_dtype, optional, whole
+from kvjax.pallas_kernels.values import MOST_TOKENS, as_numpy, checked, each, float_dtype, optional, whole
 from kvjax.policy import LayerPolicy, LayerSpec, Layout, Policy, Reads, as_policy
 from kvjax.scoring.replay import Replay
 from kvjax.sizes.tables import LONGEST
@@ -138,7 +138,7 @@ class CachePlan:
 
     def check_lengths(self, lengths: Sequence[int] | np.ndarray) -> None:
         """Raises ValueError if the policy cannot work with prompts of these lengths, or they need more slots."""
-        for n in sorted({int(n) for n in lengths}):
+        for n in sorted(set(checked(each(whole(1)), "lengths", as_numpy("lengths", lengths)))):
             if n > self.prompt_len:
                 raise ValueError(f"a prompt of {n} tokens does not fit the plan's width {self.prompt_len}")
             for site, spec, capacity in zip(self.sites, self.specs, self.capacities, strict=True):
@@ -183,7 +183,8 @@ class CachePlan:
           ValueError: another policy, naming what differs, or one that keeps more or needs more slots.
         """
         as_policy(policy)
-        known = np.asarray(as_lengths(np.asarray(lengths), np.size(lengths), self.prompt_len))
+        lengths = as_numpy("lengths", lengths)
+        known = np.asarray(as_lengths(lengths, lengths.size, self.prompt_len))
         found = []
         for here, capacity in zip(self.layers, self.capacities, strict=True):
             site, theirs = here.site, policy.at(here.site)
@@ -246,10 +247,7 @@ def as_lengths(lengths: Any, batch: int, width: int) -> np.ndarray | Int[Array, 
     """
     if isinstance(lengths, jax.core.Tracer):
         return lengths.astype(np.int32)
-    try:
-        known = np.full((batch,), width, np.int32) if lengths is None else np.asarray(lengths)
-    except ValueError as error:
-        raise ValueError(f"lengths must be {batch} integers, one a prompt; {error}") from None
+    known = np.full((batch,), width, np.int32) if lengths is None else as_numpy("lengths", lengths)
     if known.shape != (batch,) or known.dtype.kind not in "iu":
         raise ValueError(f"lengths must be {batch} integers, one a prompt; got {known.dtype} of shape {known.shape}")
     if known.min() < 1 or known.max() > width:

@@ -25,7 +25,7 @@ from jaxtyping import PyTree
 from kvjax.cache.mesh import AXES, DATA, HEADS, SEQUENCE, laid_out
 from kvjax.cache.pool import PooledKV
 from kvjax.cache.state import LayerKV
-from kvjax.pallas_kernels.values import checked, whole
+from kvjax.pallas_kernels.values import check_arrays, checked, whole
 from kvjax.plan import CachePlan
 
 _X = TypeVar("_X")
@@ -120,15 +120,18 @@ def shard_params(model: Any, params: PyTree[Any], mesh: Mesh) -> PyTree[Any]:
       mesh: the mesh.
 
     Raises:
-      ValueError: no mesh, or one with other axes.
+      ValueError: no mesh, or one with other axes; no model, or parameters that are no arrays.
     """
     mesh = as_mesh(mesh)
+    if isinstance(model, type) or not callable(model):
+        raise ValueError(f"model is a {type(model).__name__}, not a model; give shard_params(model, params, mesh)")
+    check_arrays("params", params)
     axes = model.split_axes(params) if hasattr(model, "split_axes") else [None] * len(jax.tree.leaves(params))
     leaves, structure = jax.tree.flatten(params)
 
     def placed(x: Any, axis: int | None) -> Any:
-        divides = axis is not None and x.shape[axis] % mesh.shape[HEADS] == 0
-        spec = PartitionSpec(*(HEADS if divides and i == axis % x.ndim else None for i in range(x.ndim)))
+        divides = axis is not None and -np.ndim(x) <= axis < np.ndim(x) and x.shape[axis] % mesh.shape[HEADS] == 0
+        spec = PartitionSpec(*(HEADS if divides and i == axis % x.ndim else None for i in range(np.ndim(x))))
         return _placed(x, NamedSharding(mesh, spec))
 
     return jax.tree.unflatten(structure, [placed(x, axis) for x, axis in zip(leaves, axes, strict=True)])

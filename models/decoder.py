@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.drivers.attention import Attend
 from kvjax.models.config import DecoderConfig
 from kvjax.models.families import family_of
+from kvjax.pallas_kernels.values import check_arrays
 from kvjax.scoring.stats import LayerStats
 
 
@@ -142,7 +143,7 @@ _INPUTS = {"o_proj", "out_proj", "down_proj", "c_proj", "dense", "fc_out", "fc2"
 
 
 def _split_axis(path: Sequence[Any]) -> int | None:
-    names = {entry.key for entry in path}
+    names = {getattr(entry, "key", None) for entry in path}
     if names & _OUTPUTS:
         return -1  # of a bias too
     return -2 if names & _INPUTS and "bias" not in names else None
@@ -163,6 +164,7 @@ def check_params(model: LanguageModel, params: PyTree[Any]) -> None:
     Raises:
       ValueError: how many there are, and what the first is and should be.
     """
+    check_arrays("params", params)
     here, wanted = _named(params), _shapes(model)
     wrong = [n for n in sorted({*here, *wanted}) if here.get(n) != wanted.get(n)]
     if wrong:

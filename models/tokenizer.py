@@ -76,7 +76,7 @@ def pad_left(
       ValueError: no sequences, an empty one, one longer than `width`, or token ids that are not whole numbers from 0.
     """
     pad_id = whole("pad_id", pad_id, least=0)
-    if not isinstance(sequences, Iterable):
+    if not isinstance(sequences, Iterable) or getattr(sequences, "ndim", 1) == 0:
         raise ValueError(f"sequences={sequences!r} is not a sequence of sequences of token ids")
     rows = [_ids(i, s) for i, s in enumerate(sequences)]
     if not rows:
@@ -99,7 +99,7 @@ def _ids(index: int, sequence: Sequence[int]) -> Int[np.ndarray, "T"]:
     """One sequence as an array, if token ids are what it holds."""
     try:
         ids = np.asarray(sequence)
-    except ValueError:  # rows of several lengths
+    except (ValueError, TypeError, RuntimeError):  # rows of several lengths, and what numpy cannot read
         ids = np.zeros(())
     if ids.ndim != 1 or (ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > MOST)):
         raise ValueError(

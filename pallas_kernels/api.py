@@ -451,9 +451,8 @@ def _checked_sizes(q: Any, k: Any, q_pos: Any, kv_pos: Any) -> tuple[int, int, i
 
 
 def _check_bias(bias: Any, B: int, N: int, S: int) -> None:
-    if bias is not None and (not hasattr(bias, "shape") or bias.shape != (B, N, S)):
-        shape = getattr(bias, "shape", type(bias).__name__)
-        raise ValueError(f"a bias of shape {shape} does not fit keys of every query head, {(B, N, S)}")
+    if bias is not None:
+        check_array("bias", bias, "batch", "query heads", "slots", shape=(B, N, S))
 
 
 def _options(head_dim: int, scale: Any, window: Any, softcap: Any) -> dict[str, Any]:
@@ -468,14 +467,12 @@ def _options(head_dim: int, scale: Any, window: Any, softcap: Any) -> dict[str, 
 
 def _checked_columns(columns: Sequence[Columns], B: int, K: int, T: int) -> tuple[Columns, ...]:
     found = checked(each(a(Columns)), "columns", columns)
-    shape = lambda x: getattr(x, "shape", type(x).__name__)
     for c in found:
-        if c.weight is not None and shape(c.weight) != (B, T):
-            raise ValueError(f"a column weight has shape {shape(c.weight)}, but the query rows have shape {(B, T)}")
-        if c.softmax is not None and c.softmax.multiplier is not None and shape(c.softmax.multiplier) != (B, K, T):
-            raise ValueError(
-                f"a softmax multiplier has shape {shape(c.softmax.multiplier)}, but the rows have shape {(B, K, T)}"
-            )
+        if c.weight is not None:
+            check_array("a column's weight", c.weight, "batch", "rows", shape=(B, T))
+        if c.softmax is not None and c.softmax.multiplier is not None:
+            axes = "batch", "kv heads", "rows"
+            check_array("a softmax's multiplier", c.softmax.multiplier, *axes, shape=(B, K, T))
         for name in ("seed", "before"):
             if c.softmax is not None and (x := getattr(c.softmax, name)) is not None:
                 check_array(f"a softmax's {name}", x, "batch", kind=np.integer, shape=(B,))

@@ -279,7 +279,10 @@ pool, owner = np.zeros((2, 6, 4), np.float32), np.zeros((2, 6), np.int32)
         (lambda: attention(q, k, v, row.astype(float), slots), "q_pos must be an array of integers"),
         (lambda: attention(q, k, v, row, slots[:, :1]), r"kv_pos has the shape \(2, 1, 6\)"),
         (lambda: attention(q, k, v, row, slots, columns=Columns()), "columns=.*: must be a sequence"),
-        (lambda: attention(q, k, v, row, slots, columns=(Columns(weight=[1.0]),)), "column weight has shape list"),
+        (
+            lambda: attention(q, k, v, row, slots, columns=(Columns(weight=[1.0]),)),
+            "a column's weight must be an array of floats .* not list",
+        ),
         (
             lambda: attention(q, k, v, row, slots, columns=(Columns(softmax=seeded([1])),)),
             "softmax's seed must be an ar",
@@ -291,7 +294,7 @@ pool, owner = np.zeros((2, 6, 4), np.float32), np.zeros((2, 6), np.int32)
         ),
         (lambda: attention(q, k, v, row, slots, softcap=0), "softcap=0: must be positive; use None for none"),
         (lambda: attention(q, k, v, row, slots, window=2.5), "window=2.5: must be a whole number of at least 1"),
-        (lambda: attention(q, k, v, row, slots, bias=3), "a bias of shape int does not fit"),
+        (lambda: attention(q, k, v, row, slots, bias=3), "bias must be an array of floats .* not int"),
         (lambda: attention(q, k, v, row, slots, implementation=["xla"]), "is not one of"),
         (lambda: pooled_attention(q[:, :, :1], pool, pool[:, :5], owner, row[:, :1], row, num_kv_heads=2), "v has the"),
         (
@@ -308,6 +311,153 @@ pool, owner = np.zeros((2, 6, 4), np.float32), np.zeros((2, 6), np.int32)
 def test_arrays_that_do_not_fit_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+ones = lambda *shape, dtype=np.float32: np.ones(shape, dtype)
+masses, masks = ones(2, 1, 2, 6), ones(2, 1, 2, 6, dtype=bool)
+shares, heads, ones_of_heads = ones(2, 4, 6) / 6, ones(4, 4, 5), ones(2, 2, 6, dtype=bool)
+single = lambda **options: (Columns(**options),)
+ARRAYS = {
+    "evict_layer q": lambda t, s: kvjax.evict_layer(H2O, t(q), k, v),
+    "evict_layer v": lambda t, s: kvjax.evict_layer(H2O, q, k, t(v)),
+    "evict_layer out_proj": lambda t, s: kvjax.evict_layer(H2O, q, k, v, out_proj=t(heads)),
+    "evict_layer hidden": lambda t, s: kvjax.evict_layer(H2O, q, k, v, hidden=t(ones(2, 6, 5))),
+    "evict_layer slopes": lambda t, s: kvjax.evict_layer(H2O, q, k, v, slopes=t(ones(4))),
+    "generate tokens": lambda t, s: kvjax.generate(*s[:2], t(row, bfloat16=True), max_new_tokens=2),
+    "generate lengths": lambda t, s: kvjax.generate(*s[:2], row, max_new_tokens=2, lengths=t(row[:, 0], bfloat16=True)),
+    "generate eos_ids": lambda t, s: kvjax.generate(*s[:2], row, max_new_tokens=2, eos_ids=t(row[0])),
+    "generate params": lambda t, s: kvjax.generate(s[0], t(s[1]), row, max_new_tokens=2),
+    "generate_beams params": lambda t, s: kvjax.generate_beams(s[0], t(s[1]), row, max_new_tokens=2),
+    "stream params": lambda t, s: kvjax.stream(s[0], t(s[1]), row, max_new_tokens=2),
+    "read params": lambda t, s: kvjax.read(s[0], t(s[1]), [1, 2, 3], policy=H2O),
+    "prefill params": lambda t, s: kvjax.prefill(s[0], t(s[1]), row, s[2].plan),
+    "decode_step params": lambda t, s: kvjax.decode_step(s[0], t(s[1]), [1, 2], s[2]),
+    "feed tokens": lambda t, s: kvjax.feed(*s[:2], t(row, bfloat16=True), s[2]),
+    "generate_from logits": lambda t, s: kvjax.generate_from(*s[:2], t(s[3]), s[2], max_new_tokens=2),
+    "take_rows rows": lambda t, s: kvjax.take_rows(s[2], t(row[0], bfloat16=True)),
+    "shard_params params": lambda t, s: kvjax.shard_params(s[0], t(s[1]), kvjax.make_mesh()),
+    "make_plan lengths": lambda t, s: kvjax.make_plan(
+        s[0].config, H2O, prompt_len=6, max_new_tokens=1, lengths=t(row[0])
+    ),
+    "partition labels": lambda t, s: kvjax.partition({1: H2O}, t(row[0])),
+    "LayerTable weights": lambda t, s: kvjax.LayerTable(t(ones(2))),
+    "HeadTable weights": lambda t, s: kvjax.HeadTable(t(ones(2, 2))),
+    "q_filters filters": lambda t, s: methods.q_filters(8, t(ones(2, 2, 8))),
+    "attention q": lambda t, s: attention(t(q), k, v, row, slots),
+    "attention kv_pos": lambda t, s: attention(q, k, v, row, t(slots)),
+    "attention bias": lambda t, s: attention(q, k, v, row, slots, bias=t(ones(2, 4, 6))),
+    "attention weight": lambda t, s: attention(q, k, v, row, slots, columns=single(weight=t(ones(2, 6)))),
+    "attention multiplier": lambda t, s: attention(
+        q, k, v, row, slots, columns=single(softmax=Softmax(multiplier=t(ones(2, 2, 6))))
+    ),
+    "pooled_attention k": lambda t, s: pooled_attention(
+        q[:, :, :1], t(pool), pool, owner, row[:, :1], row, num_kv_heads=2
+    ),
+    "recovered_attention masks": lambda t, s: recovered_attention(q, k, row, slots, t(ones_of_heads[None])),
+    "layer_loss q": lambda t, s: analysis.layer_loss(t(q), k, v, ones_of_heads),
+    "layer_loss keep": lambda t, s: analysis.layer_loss(q, k, v, t(ones_of_heads)),
+    "distances": lambda t, s: analysis.distances(q, t(q)),
+    "largest_value": lambda t, s: analysis.largest_value(v, t(heads)),
+    "loss_bound": lambda t, s: analysis.loss_bound(q[..., 0], t(ones(2))),
+    "lost_share": lambda t, s: analysis.lost_share(t(q[..., 0]), q[..., 0]),
+    "output_kl": lambda t, s: analysis.output_kl(q, t(q)),
+    "eviction_loss": lambda t, s: analysis.eviction_loss(t(shares), v, heads, ones_of_heads),
+    "eviction_bound": lambda t, s: analysis.eviction_bound(shares, t(v), heads, ones_of_heads),
+    "least_bound": lambda t, s: analysis.least_bound(shares, v, heads, t(row[:, :2])),
+    "future_attention": lambda t, s: analysis.future_attention(q, t(k), row, slots),
+    "of_kv_heads": lambda t, s: analysis.of_kv_heads(t(shares), 2),
+    "lost_mass": lambda t, s: analysis.lost_mass(t(masses), masks),
+    "hindsight_rank": lambda t, s: analysis.hindsight_rank(masses, t(masks)),
+    "best_in_hindsight": lambda t, s: analysis.best_in_hindsight(t(masses), masks, masks),
+    "regret": lambda t, s: analysis.regret(masses, masks, t(masks)),
+    "soft_top_k": lambda t, s: relax.soft_top_k(t(ones(4)), 2.0, temperature=1.0),
+    "task_loss": lambda t, s: relax.task_loss(t(ones(2, 4)), [1, 2]),
+}
+
+
+@pytest.fixture(scope="module")
+def begun(shallow):
+    """A model, its parameters, a state that was planned for 4 tokens more, and the logits of the next token."""
+    plan = kvjax.make_plan(shallow[0].config, H2O, prompt_len=6, max_new_tokens=4)
+    logits, state = kvjax.prefill(*shallow, row, plan)
+    return *shallow, state, logits
+
+
+def test_a_tensor_of_torch_is_told_to_be_numpy(begun):
+    """At every door that takes an array, wherever it cannot be read as one."""
+    torch = pytest.importorskip("torch")
+
+    def tensors(tree, *, bfloat16=False):
+        one = lambda x: torch.tensor(np.asarray(x), dtype=torch.bfloat16 if bfloat16 else None)
+        return jax.tree.map(one, tree)
+
+    for door, call in ARRAYS.items():
+        with pytest.raises(ValueError, match=r"(?s)Tensor, not an array of numpy or JAX; give x.numpy\(\)"):
+            print(door, call(tensors, begun))
+
+
+KEY, KEYS = jax.random.key(0), jax.random.split(jax.random.key(0), 2)
+HEADS_APART = kvjax.partition_heads({"a": H2O, "b": methods.full()}, [["a", "b"]])
+planned = lambda config, policy: kvjax.make_plan(config, policy, prompt_len=80, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda m, p, s, x: kvjax.take_rows([0], s), "state is a list, not a KVState"),
+        (lambda m, p, s, x: kvjax.take_rows(s, KEYS), "rows is a PRNG key, not numbers"),
+        (lambda m, p, s, x: kvjax.shard_params(m, 3, kvjax.make_mesh()), "params is a int, which cannot be read"),
+        (lambda m, p, s, x: kvjax.shard_params(p, m, kvjax.make_mesh()), "model is a dict, not a model"),
+        (lambda m, p, s, x: kvjax.generate(m, p, row, max_new_tokens=1, lengths=KEYS), "lengths is a PRNG key, not"),
+        (lambda m, p, s, x: kvjax.generate(m, {"a": np.array([None])}, row, max_new_tokens=1), "holds object, not num"),
+        (lambda m, p, s, x: kvjax.generate(m, p, row, max_new_tokens=1, key=np.array([None])), "is not a PRNG key"),
+        (lambda m, p, s, x: planned(m.config, H2O).check_lengths(KEYS), "lengths is a PRNG key, not numbers"),
+        (lambda m, p, s, x: kvjax.partition({"a": H2O}, KEYS), "(?s)labels=.*it is a PRNG key, not numbers"),
+        (lambda m, p, s, x: kvjax.LayerTable(KEYS), "LayerTable: it is a PRNG key, not numbers"),
+        (lambda m, p, s, x: kvjax.LayerTable(b"ab"), "LayerTable: must be a sequence"),
+        (lambda m, p, s, x: kvjax.soften(H2O, KEY), "temperature is a PRNG key, not numbers"),
+        (lambda m, p, s, x: relax.annealed(1.0, 0.5, KEY), "fraction is a PRNG key, not numbers"),
+        (lambda m, p, s, x: relax.with_temperature(3, 0.5), "state is a int, not a KVState"),
+        (lambda m, p, s, x: relax.with_budgets(s, "banana"), "budgets must be numbers; got <U6"),
+        (lambda m, p, s, x: kvjax.generate_from(m, p, x, s, max_new_tokens=10**30), "and at most 1,073,741,823"),
+        (lambda m, p, s, x: kvjax.generate_from(m, p, x, s, max_new_tokens=1, tokens="banana"), "tokens must be integ"),
+        (lambda m, p, s, x: kvjax.generate_beams(m, p, row, max_new_tokens=2**31), "and at most 1,073,741,823"),
+        (lambda m, p, s, x: kvjax.read(m, p, [1, 2], policy=H2O, chunk=2**31), "chunk=2147483648: .* at most 1,048,57"),
+        (lambda m, p, s, x: kvjax.stream(m, p, row, max_new_tokens=2, chunk=2**31), "chunk=2147483648: .* at most 1,0"),
+        (lambda m, p, s, x: kvjax.stream(m, p, row, max_new_tokens=2, stop=KEY), "(?s)stop=.*must be strings"),
+        (lambda m, p, s, x: kvjax.init_state(s.plan, [6, 6], sizes="banana"), "sizes are not those of 2 sequences"),
+        (lambda m, p, s, x: kvjax.init_state(s.plan, [6, 6], dtype=None), "dtype=None: must be a dtype of floats"),
+        (lambda m, p, s, x: kvjax.forward(m, p, row, s, evict="no"), "evict='no': must be True or False"),
+        (lambda m, p, s, x: kvjax.evict_layer(H2O, q, k, v, tokens="banana"), "tokens have the shape"),
+        (lambda m, p, s, x: kvjax.evict_layer(H2O, q, k, v, num_layers=10**30), "num_layers=10{30}: .* at most 65,536"),
+        (lambda m, p, s, x: methods.scissorhands(8, decay=KEY), "(?s)decay=.*must be a number"),
+        (lambda m, p, s, x: analysis.value_bounds(3), "reading is a int, not a Reading"),
+        (
+            lambda m, p, s, x: analysis.distances(q, q[:, :1]),
+            "after has the shape .*: 1 on the axis N, where before has",
+        ),
+        (
+            lambda m, p, s, x: planned(m.config, kvjax.chain(methods.cake(64), methods.mas(9))),
+            "use AcrossLayers.* alone",
+        ),
+        (lambda m, p, s, x: kvjax.when(kvjax.every(2), methods.cake(64)), "layers compete once for the budget of"),
+        (lambda m, p, s, x: kvjax.soften(methods.cake(64), 0.5), "it has no other schedule and no temperature"),
+        (
+            lambda m, p, s, x: planned(m.config, kvjax.partition_heads({"a": HEADS_APART, "b": H2O}, [["a", "b"]])),
+            "a member that gives kv heads policies of their own already",
+        ),
+    ],
+)
+def test_wrong_kinds_are_told_apart(begun, make, message):
+    """Before anything is allocated, compiled or ignored."""
+    with pytest.raises(ValueError, match=message):
+        make(*begun)
+
+
+def test_a_token_may_be_traced_where_the_state_is_known(begun):
+    model, params, state, _ = begun
+    step = lambda token: kvjax.decode_step(model, params, token, state)[0]
+    np.testing.assert_allclose(jax.jit(step)(jnp.array([1, 2])), step([1, 2]), rtol=1e-5)
 
 
 MIXES = {

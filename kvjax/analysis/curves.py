@@ -20,7 +20,7 @@ from kvjax.cache.context import row_keys
 from kvjax.cache.state import Positions
 from kvjax.drivers.requests import Model, check_prompts
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.pallas_kernels.values import check_array, checked, one_of, whole
+from kvjax.pallas_kernels.values import as_annotated, checked, one_of, whole
 from kvjax.plan import CachePlan
 from kvjax.sizes.budget import Count, as_budget, lookup
 
@@ -66,6 +66,7 @@ class Losses:
 _WITHOUT_LAYERS = ("regret_layers", "kl", "agreement")
 
 
+@as_annotated
 def value_bounds(reading: Reading) -> Float[Array, "L B"]:
     """Theorem 2's C of every layer, over all that a row of the continuation can read."""
     return jnp.stack(
@@ -78,6 +79,7 @@ def value_bounds(reading: Reading) -> Float[Array, "L B"]:
     )
 
 
+@as_annotated
 def mask_losses(
     model: Model,
     params: PyTree[Any],
@@ -99,7 +101,6 @@ def mask_losses(
     Raises:
       ValueError: what is no mask, or one of other layers, prompts, heads or tokens than were read.
     """
-    check_array("keep", keep, "layers", "prompts", "heads", "tokens", kind=np.bool_)
     first = reading.layers[0]
     (B, K, T), N = first.prompt.pos.shape, first.q.shape[1]
     fits = [(len(reading.layers), B, heads, T) for heads in dict.fromkeys((K, N))]
@@ -246,7 +247,7 @@ def curves(
       ValueError: before anything runs: what `read`, `make_plan` or a method refuse, and policies that do more than
         keep tokens.
     """
-    tokens, lengths = check_prompts(model, tokens, lengths)
+    tokens, lengths = check_prompts(model, tokens, lengths, params=params)
     continuation, _ = check_prompts(model, continuation)
     (B, T), F = tokens.shape, continuation.shape[1]
     if continuation.shape[0] != B:

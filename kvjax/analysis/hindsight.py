@@ -7,19 +7,20 @@ of Theorem 2's bound of the mean loss, a multiple of it. The exact loss of outpu
 evicted tokens take away can cancel, so a mask that loses more attention may move an output less.
 """
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.pallas_kernels import Columns, attention
-from kvjax.pallas_kernels.values import check_array, one_of
+from kvjax.pallas_kernels.values import as_annotated, check_array, one_of
 
 Across = Literal["head", "layer", "model"]
 """Who competes for the tokens that are kept: each head keeps as many as before, each layer, or the model."""
 
 
+@as_annotated
 def future_attention(
     q: Float[Array, "B N R H"],
     k: Float[Array, "B K S H"],
@@ -44,12 +45,14 @@ def future_attention(
     return total / jnp.maximum((q_pos >= 0).sum(-1), 1).astype(total.dtype)[:, None, None]
 
 
+@as_annotated
 def of_kv_heads(mass: Float[Array, "B N S"], num_kv_heads: int) -> Float[Array, "B K S"]:
     """The mean over the query heads of every kv head."""
     B, N, S = mass.shape
     return mass.reshape(B, num_kv_heads, N // num_kv_heads, S).mean(2)
 
 
+@as_annotated
 def lost_mass(mass: Float[Array, "*B S"], keep: Bool[Array, "*B S"]) -> Float[Array, "*B"]:
     """Attention paid to tokens that are not kept, for every head.
 
@@ -60,10 +63,6 @@ def lost_mass(mass: Float[Array, "*B S"], keep: Bool[Array, "*B S"]) -> Float[Ar
     return jnp.where(keep, 0.0, mass).sum(-1)
 
 
-def _check_mask(name: str, mask: Any, mass: Float[Array, "B L K S"]) -> None:
-    check_array(name, mask, "batch", "layers", "heads", "tokens", kind=np.bool_, shape=mass.shape)
-
-
 def _competing(x: Array, across: Across) -> Array:
     """Those that compete, on the last axis."""
     one_of("across", across, *get_args(Across))
@@ -71,6 +70,7 @@ def _competing(x: Array, across: Across) -> Array:
     return x.reshape({"head": (B, L * K, S), "layer": (B, L, K * S), "model": (B, 1, L * K * S)}[across])
 
 
+@as_annotated
 def hindsight_rank(
     mass: Float[Array, "B L K S"], live: Bool[Array, "B L K S"], across: Across = "head"
 ) -> Int[Array, "B L K S"]:
@@ -81,13 +81,13 @@ def hindsight_rank(
     Raises:
       ValueError: live tokens that are no mask, or of other tokens.
     """
-    _check_mask("live", live, mass)
     key = _competing(jnp.where(live, -mass, jnp.inf), across)
     order = jnp.argsort(key, axis=-1, stable=True)
     place = jnp.broadcast_to(jnp.arange(key.shape[-1], dtype=jnp.int32), key.shape)
     return jnp.put_along_axis(place, order, place, axis=-1, inplace=False).reshape(mass.shape)
 
 
+@as_annotated
 def best_in_hindsight(
     mass: Float[Array, "B L K S"], live: Bool[Array, "B L K S"], keep: Bool[Array, "B L K S"], across: Across = "head"
 ) -> Bool[Array, "B L K S"]:
@@ -102,12 +102,12 @@ def best_in_hindsight(
     Raises:
       ValueError: masks that are none, or of other tokens.
     """
-    _check_mask("keep", keep, mass)
     rank = hindsight_rank(mass, live, across)
     count = _competing(keep & live, across).sum(-1, keepdims=True, dtype=jnp.int32)
     return live & (_competing(rank, across) < count).reshape(live.shape)
 
 
+@as_annotated
 def regret(
     mass: Float[Array, "B L K S"], live: Bool[Array, "B L K S"], keep: Bool[Array, "B L K S"], across: Across = "head"
 ) -> Float[Array, "B groups"]:

@@ -1,6 +1,7 @@
 """What an eviction costs one layer: how far its outputs move, and how far they can (Ada-KV, arXiv 2407.11550)."""
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from kvjax.cache.state import EMPTY
 from kvjax.pallas_kernels import attention
 from kvjax.pallas_kernels.columns import accumulator
 from kvjax.pallas_kernels.pytree import pytree
-from kvjax.pallas_kernels.values import check_array, one_of
+from kvjax.pallas_kernels.values import as_annotated, one_of
 from kvjax.plan import as_lengths
 from kvjax.scoring.select import TopK
 
@@ -52,11 +53,6 @@ def by_query_head(x: Array, num_query_heads: int) -> Array:
     return jnp.repeat(x, num_query_heads // x.shape[1], axis=1)
 
 
-def _check_mask(keep: Any) -> None:
-    """Refuses numbers in place of booleans: not every operation takes them for the same mask."""
-    check_array("keep", keep, "batch", "heads", "tokens", kind=np.bool_)
-
-
 def _norm(x: Array, order: Order) -> Array:
     """Norm of the last axis, whose gradient at zero is zero."""
     one_of("order", order, 1, 2)
@@ -66,6 +62,7 @@ def _norm(x: Array, order: Order) -> Array:
     return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
 
 
+@as_annotated
 def distances(
     before: Float[Array, "B N R H"], after: Float[Array, "B N R H"], out_proj: Float[Array, "N H D"] | None = None
 ) -> Norms:
@@ -85,6 +82,7 @@ def distances(
     return Norms(_norm(moved, 1), _norm(moved, 2))
 
 
+@as_annotated
 def largest_value(
     v: Float[Array, "B K S H"],
     out_proj: Float[Array, "N H D"] | None = None,
@@ -112,6 +110,7 @@ def largest_value(
     return lax.map(of_token, tokens, batch_size=min(S, _TOKENS_AT_ONCE)).max(0)
 
 
+@as_annotated
 def loss_bound(lost: Float[Array, "B N R"], largest: Float[Array, "B"]) -> Float[Array, "B R"]:
     r"""Theorem 2: $2 C \sum_i (1 - s_i)$, an upper bound of how far outputs move.
 
@@ -126,6 +125,7 @@ def loss_bound(lost: Float[Array, "B N R"], largest: Float[Array, "B"]) -> Float
     return 2.0 * largest[:, None] * lost.sum(1)
 
 
+@as_annotated
 def layer_loss(
     q: Float[Array, "B N R H"],
     k: Float[Array, "B K S H"],
@@ -133,7 +133,7 @@ def layer_loss(
     keep: Bool[Array, "B heads S"],
     *,
     out_proj: Float[Array, "N H D"] | None = None,
-    lengths: Int[Array, "B"] | None = None,
+    lengths: Array | np.ndarray | Sequence[int] | None = None,
     bias: Float[Array, "B N S"] | None = None,
     scale: float | None = None,
     window: int | None = None,
@@ -158,7 +158,6 @@ def layer_loss(
     """
     B, N, R, _ = q.shape
     K, S = k.shape[1:3]
-    _check_mask(keep)
     if keep.shape[1] not in (K, N):
         raise ValueError(f"keep has {keep.shape[1]} heads, but there are {K} kv heads and {N} query heads")
     if keep.shape[2] != S:
@@ -184,12 +183,14 @@ def layer_loss(
     )
 
 
+@as_annotated
 def lost_share(full_lse: Float[Array, "B N R"], kept_lse: Float[Array, "B N R"]) -> Float[Array, "B N R"]:
     """The share of a row's attention that went to evicted tokens, from the row's logsumexps before and after."""
     reads = full_lse > -jnp.inf  # padding rows read nothing, and lose nothing
     return jnp.where(reads, jnp.maximum(-jnp.expm1(kept_lse - jnp.where(reads, full_lse, 0.0)), 0.0), 0.0)
 
 
+@as_annotated
 def output_kl(full: Float[Array, "*batch V"], compressed: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
     """Kullback-Leibler divergence of next-token distributions, in nats: what the compressed cache lost of the full's.
 
@@ -204,6 +205,7 @@ def output_kl(full: Float[Array, "*batch V"], compressed: Float[Array, "*batch V
 # One row, given its attention: the paper's own setting.
 
 
+@as_annotated
 def eviction_loss(
     p: Float[Array, "B N S"],
     v: Float[Array, "B K S H"],
@@ -229,7 +231,6 @@ def eviction_loss(
     Raises:
       ValueError: a mask that is none.
     """
-    _check_mask(keep)
     N = p.shape[1]
     keep = by_query_head(keep, N)
     kept, lost = (jnp.where(mask, p, 0.0).sum(-1, keepdims=True) for mask in (keep, ~keep))
@@ -237,6 +238,7 @@ def eviction_loss(
     return _norm(jnp.einsum("bns,bnsh,nhd->bd", moved, by_query_head(v, N), out_proj), order)
 
 
+@as_annotated
 def eviction_bound(
     p: Float[Array, "B N S"],
     v: Float[Array, "B K S H"],
@@ -255,11 +257,11 @@ def eviction_bound(
     Raises:
       ValueError: a mask that is none.
     """
-    _check_mask(keep)
     lost = jnp.where(by_query_head(keep, p.shape[1]), 0.0, p).sum(-1)
     return loss_bound(lost[..., None], largest_value(v, out_proj, order=order))[:, 0]
 
 
+@as_annotated
 def least_bound(
     p: Float[Array, "B N S"],
     v: Float[Array, "B K S H"],
@@ -281,7 +283,6 @@ def least_bound(
     """
     B, N, S = p.shape
     K = v.shape[1]
-    check_array("budgets", budgets, "batch", "kv heads", kind=np.integer, shape=(B, K))
     pos = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[None, None], (B, K, S))
     keep = TopK().best(p.reshape(B, K, N // K, S).sum(2), pos, budgets)
     return eviction_bound(p, v, out_proj, keep, order=order)

@@ -236,7 +236,7 @@ def read(
     Raises:
       ValueError: prompts and continuations that do not fit together or the model, an empty continuation, no seeds.
     """
-    tokens, lengths = check_prompts(model, tokens, lengths)
+    tokens, lengths = check_prompts(model, tokens, lengths, params=params)
     continuation, _ = check_prompts(model, continuation)
     if continuation.shape[0] != tokens.shape[0]:
         raise ValueError(f"{tokens.shape[0]} prompts, but {continuation.shape[0]} continuations; give one for each")

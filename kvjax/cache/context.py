@@ -102,7 +102,7 @@ def checked_key(key: Any, batch: int) -> Key[Array, "..."]:
     Raises:
       ValueError: no key, or another number of keys than rows.
     """
-    key = jnp.asarray(key) if isinstance(key, np.ndarray) else key
+    key = jnp.asarray(key) if isinstance(key, np.ndarray) and key.dtype == np.uint32 else key
     kinds = (jax.dtypes.prng_key, jnp.uint32)
     if not isinstance(key, jax.Array) or not any(jnp.issubdtype(key.dtype, kind) for kind in kinds):
         raise ValueError(f"key={key!r} is not a PRNG key; give jax.random.key(a whole number), or None")

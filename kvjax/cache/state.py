@@ -24,7 +24,7 @@ from kvjax.cache import mesh
 from kvjax.pallas_kernels import Attention, Columns
 from kvjax.pallas_kernels.columns import accumulator
 from kvjax.pallas_kernels.pytree import described, is_known, pytree, static
-from kvjax.pallas_kernels.values import MOST_TOKENS, checked, whole
+from kvjax.pallas_kernels.values import MOST_TOKENS, as_annotated, as_numbers, as_numpy, checked, whole
 
 EMPTY: Final = -1
 
@@ -369,15 +369,16 @@ def map_slots(fn, *memories: PyTree[Any]) -> PyTree[Any]:
     return jax.tree.map(lambda x, *rest: x if per_head(x) else fn(x, *rest), *memories, is_leaf=per_head)
 
 
+@as_annotated
 def take_rows(state: KVState, rows: Array | np.ndarray | Sequence[int]) -> KVState:
     """The sequences `rows` "R" of a state, in that order; one may be taken several times, and each copy keeps its key.
 
     Raises:
-      ValueError: no whole numbers, or sequences that the state does not have.
+      ValueError: no state, no whole numbers, or sequences that the state does not have.
     """
     B = len(state.length)
     if not isinstance(rows, jax.core.Tracer):
-        known = np.asarray(rows)
+        known = as_numpy("rows", rows)
         if known.ndim != 1 or known.dtype.kind not in "iu" or not known.size or known.min() < 0 or known.max() >= B:
             raise ValueError(f"rows={known.tolist()}: must be whole numbers, at least one, from 0 to {B - 1}")
         rows = jnp.asarray(known)
@@ -394,7 +395,8 @@ def check_shares(gates: Array) -> None:
             raise ValueError(f"gates lie between {low} and {high}, but a slot is kept by a share in [0, 1]")
 
 
-def with_gates(state: KVState, gates: Float[Array, "B L K S"]) -> KVState:
+@as_annotated
+def with_gates(state: KVState, gates: Float[Array, "B L K S"] | Sequence[Any]) -> KVState:
     """A state whose slots have these gates, whatever its policy: what a study computed from scores of its own.
 
     Raises:
@@ -403,7 +405,7 @@ def with_gates(state: KVState, gates: Float[Array, "B L K S"]) -> KVState:
     """
     if not all(isinstance(kv, LayerKV) for kv in state.layers):
         raise ValueError("slots of a pool have no gates; make the state's plan with storage='dense'")
-    gates = jnp.asarray(gates)
+    gates = jnp.asarray(as_numbers("gates", gates))
     has = [(kv.pos.shape[0], len(state.layers), *kv.pos.shape[1:]) for kv in state.layers]
     if any(gates.shape != shape for shape in has):
         raise ValueError(f"gates have the shape {gates.shape}, but the state's slots {has[0]}; give one a slot")

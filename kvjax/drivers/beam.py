@@ -218,7 +218,8 @@ def generate_beams_from(
     eos = check_search(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences)
     check_logits(model, logits, state)
     check_room(state, max_new_tokens - 1)
-    rules = _rules(num_beams, max_new_tokens, length_penalty, early_stopping)
+    length_penalty = _checked_penalty(length_penalty, max_new_tokens)
+    rules = _rules(num_beams, max_new_tokens, length_penalty, early_stopping, max_new_tokens)
     return _search(
         model,
         params,
@@ -365,9 +366,8 @@ def generate_beams(
         beams, a penalty out of range; always before anything runs.
     """
     eos = check_search(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences)
-    tokens, lengths = check_prompts(model, tokens, lengths, attention_mask)
-    rules = functools.partial(_rules, num_beams, max_new_tokens, length_penalty, early_stopping)
-    rules()  # what is refused is refused before a plan is made
+    tokens, lengths = check_prompts(model, tokens, lengths, attention_mask, params=params)
+    length_penalty = _checked_penalty(length_penalty, max_new_tokens)
     width, buckets = tokens.shape[1], rounds(buckets, tokens, lengths, params, key)
     plan, tokens = plan_request(model.config, policy, tokens, lengths, max_new_tokens, buckets=buckets)
     check_block(plan, None, width)
@@ -377,7 +377,7 @@ def generate_beams(
         tokens,
         lengths,
         None if key is None else checked_key(key, tokens.shape[0]),
-        rules(plan.max_new_tokens),
+        _rules(num_beams, max_new_tokens, length_penalty, early_stopping, plan.max_new_tokens),
         plan=plan,
         num_beams=num_beams,
         max_new_tokens=plan.max_new_tokens,
@@ -417,18 +417,21 @@ def check_search(
     return eos
 
 
-def _rules(
-    num_beams: int, max_new_tokens: int, length_penalty: float, early_stopping: bool | str, most: int | None = None
-) -> _Rules:
-    """The comparisons of one search, in tables for `most` tokens; a ValueError for a penalty beyond float32."""
+def _checked_penalty(length_penalty: float, max_new_tokens: int) -> float:
+    """The penalty; a ValueError for one that is no number, or leads beyond float32."""
     length_penalty = checked(number(), "length_penalty", length_penalty)
-    longest = float(max_new_tokens) if early_stopping == "never" and length_penalty > 0 else None
     if abs(length_penalty) * math.log(max_new_tokens) > 80:
         raise ValueError(
             f"length_penalty={length_penalty}: {max_new_tokens} tokens ** {length_penalty} is no number of float32; "
             "choose a penalty nearer to 0"
         )
-    n = np.clip(np.arange((max_new_tokens if most is None else most) + 1, dtype=np.float64), 1, max_new_tokens)
+    return length_penalty
+
+
+def _rules(num_beams: int, max_new_tokens: int, length_penalty: float, early_stopping: bool | str, most: int) -> _Rules:
+    """The comparisons of one search, in tables for `most` tokens."""
+    longest = float(max_new_tokens) if early_stopping == "never" and length_penalty > 0 else None
+    n = np.clip(np.arange(most + 1, dtype=np.float64), 1, max_new_tokens)
     penalty = n**length_penalty
     hope = penalty if longest is None else np.full_like(penalty, longest**length_penalty)
     greedy = early_stopping is True or num_beams == 1

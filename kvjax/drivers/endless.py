@@ -14,11 +14,12 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.cache.context import row_keys
 from kvjax.cache.state import KVState
 from kvjax.drivers.interrupts import uninterrupted
-from kvjax.drivers.requests import Model, check_model, check_vocabulary
+from kvjax.drivers.requests import Model, check_chunk, check_model, check_vocabulary
 from kvjax.drivers.steps import decode_step, prefill
-from kvjax.pallas_kernels.values import MOST_TOKENS, checked, one_of, whole
+from kvjax.pallas_kernels.values import MOST_TOKENS, as_numpy, checked, one_of, whole
 from kvjax.plan import CachePlan, ModelConfig, make_plan
 from kvjax.policy import Policy, as_policy
+from kvjax.sizes.tables import LONGEST
 
 Found = Literal["losses", "logits"]
 
@@ -122,10 +123,7 @@ class Reader(Iterator[np.ndarray]):
         """The next tokens, as many as there are up to `most`. They stay pending until they have been read."""
         for token in itertools.islice(self._tokens, most - len(self._pending)):
             self._pending.append(token)
-        try:
-            found = np.asarray(self._pending)
-        except ValueError as error:
-            raise ValueError(f"tokens must be ids, or one id a sequence at every step; {error}") from None
+        found = as_numpy("tokens", self._pending, "; give ids, or one id a sequence at every step")
         found = found[:, None] if found.ndim == 1 else found
         if found.size and (found.ndim != 2 or found.dtype.kind not in "iu"):
             raise ValueError(
@@ -194,8 +192,8 @@ def read(
       ValueError: a policy whose cache grows; no tokens; ids outside the vocabulary, or of another number of sequences
         than before, when they come.
     """
-    check_model(model)
-    prompt_len, chunk = (checked(whole(1), n, x) for n, x in (("prompt_len", prompt_len), ("chunk", chunk)))
+    check_model(model, params)
+    prompt_len, chunk = min(checked(whole(1), "prompt_len", prompt_len), LONGEST + 1), check_chunk(chunk)
     one_of("found", found, "losses", "logits")
     if isinstance(tokens, str) or not isinstance(tokens, Iterable) or getattr(tokens, "ndim", 1) == 0:
         raise ValueError(f"tokens is a {type(tokens).__name__}, not token ids that come one after the other; encode it")

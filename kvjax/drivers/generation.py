@@ -124,7 +124,8 @@ def generate_from(
     eos_ids = check_request(model, max_new_tokens, sampler, eos_ids, pad_id)
     check_logits(model, logits, state)
     check_room(state, max_new_tokens - 1)
-    seen = _seen(model, state, tokens) if sampler.reads_seen else None
+    seen = _seen(model, state, tokens) if sampler.reads_seen or tokens is not None else None
+    seen = seen if sampler.reads_seen else None
     options = {"sampler": sampler, "ends": eos_ids, "pad_id": pad_id}
     return _continued(model, params, jnp.asarray(logits), state, seen, None, max_new_tokens, **options)
 
@@ -251,7 +252,7 @@ def generate(
     eos_ids = check_request(model, max_new_tokens, sampler, eos_ids, pad_id)
     check_key(sampler, key)
     mesh = mesh_of(tokens) if mesh is None else as_mesh(mesh)
-    tokens, lengths = check_prompts(model, tokens, lengths, attention_mask)
+    tokens, lengths = check_prompts(model, tokens, lengths, attention_mask, params=params)
     known = lengths if isinstance(lengths, np.ndarray) else None
     planned = policy if within is None else within
     width, buckets = tokens.shape[1], rounds(buckets, tokens, lengths, params, key)

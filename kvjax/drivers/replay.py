@@ -14,8 +14,8 @@ from kvjax.cache import mesh
 from kvjax.cache.state import EMPTY, KVState
 from kvjax.drivers.attention import attend
 from kvjax.drivers.layers import LayerSteps
-from kvjax.drivers.requests import Model, as_ids, as_numpy, check_is, check_model, real_tokens
-from kvjax.pallas_kernels.values import a, checked, each
+from kvjax.drivers.requests import Model, as_ids, check_is, check_model, real_tokens
+from kvjax.pallas_kernels.values import a, as_given, checked, each
 from kvjax.plan import CachePlan, as_lengths, at_positions
 from kvjax.policy import context
 from kvjax.scoring.replay import Replay
@@ -71,7 +71,7 @@ def replay(
             f"{plan.policy} hides slots of layer {hiding[0]} from each row that is decoded, but several rows are read "
             "at once; use kvjax.feed, which reads them one by one"
         )
-    B, tokens = len(state.length), tokens if isinstance(tokens, jax.Array) else as_numpy("tokens", tokens)
+    B, tokens = len(state.length), as_given("tokens", tokens)
     real = None
     if lengths is not None and tokens.ndim == 2:
         lengths = as_lengths(lengths, B, tokens.shape[1])

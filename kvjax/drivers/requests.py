@@ -16,8 +16,19 @@ from kvjax.cache.state import KVState, LayerKV
 from kvjax.drivers.attention import Attend
 from kvjax.drivers.sampling import Sampler
 from kvjax.functions import check_unchanged
-from kvjax.pallas_kernels.values import a, check_array, checked, each, optional, whole
-from kvjax.plan import CachePlan, ModelConfig, as_lengths
+from kvjax.pallas_kernels.values import (
+    MOST_TOKENS,
+    a,
+    as_given,
+    as_numpy,
+    check_array,
+    check_arrays,
+    checked,
+    each,
+    optional,
+    whole,
+)
+from kvjax.plan import CachePlan, ModelConfig, Sizes, as_lengths
 from kvjax.scoring.stats import LayerStats
 
 
@@ -46,23 +57,18 @@ class Model(Protocol):
         ...
 
 
-def check_model(model: Any) -> None:
-    """Raises ValueError for what is no model, such as its parameters."""
+def check_model(model: Any, params: Any = ()) -> None:
+    """Raises ValueError for what is no model, such as its parameters, and for parameters that are no arrays."""
     if not isinstance(model, Model):
         raise ValueError(
             f"model is a {type(model).__name__}, not a model; models.load(...) returns one, and its parameters"
         )
+    check_arrays("params", params)
 
 
-def as_numpy(name: str, x: Any) -> np.ndarray:
-    """An array, or a ValueError for rows of different lengths."""
-    try:
-        return np.asarray(x)
-    except ValueError as error:
-        raise ValueError(
-            f"{name} are no array: {error}; pad prompts of different lengths on the left (models.pad_left) and give "
-            "lengths="
-        ) from None
+def _ids_given(name: str, x: Any) -> np.ndarray | Array:
+    """What a user gave for every token or prompt, as an array."""
+    return as_given(name, x, "; pad prompts of different lengths on the left (models.pad_left) and give lengths=")
 
 
 def check_vocabulary(model: Model, ids: np.ndarray) -> None:
@@ -90,7 +96,7 @@ def as_ids(
     Raises:
       ValueError: no integers, another shape, ids outside the vocabulary.
     """
-    known = tokens if isinstance(tokens, jax.Array) else as_numpy("tokens", tokens)
+    known = _ids_given("tokens", tokens)
     fits = known.ndim == len(shape) and all(
         n == m or (m is None and n > 0) for n, m in zip(known.shape, shape, strict=True)
     )
@@ -108,7 +114,7 @@ def _moved_right(
     tokens: np.ndarray | Int[Array, "B T"], mask: Any
 ) -> tuple[np.ndarray | Int[Array, "B T"], np.ndarray | Int[Array, "B"]]:
     """Tokens behind their padding, and how many of them each row has."""
-    mask = mask if isinstance(mask, jax.Array) else as_numpy("attention_mask", mask)
+    mask = _ids_given("attention_mask", mask)
     known = not isinstance(mask, jax.core.Tracer)
     if mask.shape != tokens.shape or (known and not np.isin(np.asarray(mask), (0, 1)).all()):
         raise ValueError(
@@ -143,7 +149,7 @@ def _check_left(tokens: np.ndarray, lengths: np.ndarray) -> None:
 
 
 def check_prompts(
-    model: Any, tokens: Any, lengths: Any = None, attention_mask: Any = None
+    model: Any, tokens: Any, lengths: Any = None, attention_mask: Any = None, *, params: Any = ()
 ) -> tuple[Int[Array, "B T"], np.ndarray | Int[Array, "B"]]:
     """Prompts as arrays, padded on the left, and their lengths, or a ValueError that says what is wrong with them.
 
@@ -155,9 +161,10 @@ def check_prompts(
       lengths: the prompts' own lengths, where they are padded on the left; on the right they are refused, as far as
         that can be told (`_check_left`).
       attention_mask: which are tokens, in place of `lengths`; padding may stand anywhere.
+      params: the model's parameters, where a compiled program is given them.
     """
-    check_model(model)
-    tokens = tokens if isinstance(tokens, jax.Array) else as_numpy("tokens", tokens)
+    check_model(model, params)
+    tokens = _ids_given("tokens", tokens)
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
             f"tokens must be integers of shape (batch, width), got {tokens.dtype} of shape {tokens.shape}; "
@@ -186,13 +193,19 @@ def check_request(
     Of the model's own end tokens, those that its vocabulary has no logits for are left out, as it never draws them.
     """
     check_model(model)
-    checked(whole(1, why="generate at least 1 token, a whole number"), "max_new_tokens", max_new_tokens)
+    why = f"generate at least 1 token, a whole number, and at most {MOST_TOKENS:,}"
+    checked(whole(1, MOST_TOKENS, why), "max_new_tokens", max_new_tokens)
     checked(a(Sampler), "sampler", sampler)
     checked(whole(-(2**31), 2**31 - 1), "pad_id", pad_id)
     if eos_ids is None:
         return tuple(i for i in getattr(model.config, "eos_ids", ()) if i < model.config.vocab_size)
     ids = whole(0, model.config.vocab_size - 1, f"end tokens lie in the vocabulary of {model.config.vocab_size}")
     return checked(each(ids) if hasattr(eos_ids, "__iter__") else lambda i: (ids(i),), "eos_ids", eos_ids)
+
+
+def check_chunk(chunk: int) -> int:
+    """How many steps a compiled call takes, for whose results there is memory whether as many tokens come or not."""
+    return checked(whole(1, 2**20), "chunk", chunk)
 
 
 def check_key(sampler: Sampler, key: Any) -> None:
@@ -222,7 +235,7 @@ def check_room(state: KVState, num_tokens: int | np.ndarray | Int[Array, "B"]) -
     """
     if any(isinstance(x, jax.core.Tracer) for x in (state.length, state.prompt_length, num_tokens)):
         return
-    steps = int((np.asarray(state.length - state.prompt_length) + num_tokens).max())
+    steps = int((np.asarray(state.length) - np.asarray(state.prompt_length) + num_tokens).max())
     planned = state.plan.max_new_tokens
     if steps > planned:
         raise ValueError(
@@ -277,7 +290,9 @@ def check_decodes(state: KVState) -> None:
 def check_sizes(plan: CachePlan, sizes: Any, lengths: Int[Array, "B"]) -> None:
     """Refuses what are not the sizes that `plan.sizes` gives for these sequences, whose lengths may be traced."""
     shapes = lambda x: jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), x)
-    if shapes(sizes) != shapes(plan.sizes(plan.policy, [plan.prompt_len] * len(lengths))):
+    if not isinstance(sizes, Sizes) or shapes(sizes) != shapes(
+        plan.sizes(plan.policy, [plan.prompt_len] * len(lengths))
+    ):
         raise ValueError(
             f"sizes are not those of {len(lengths)} sequences under this plan; give plan.sizes(policy, lengths) for "
             "their lengths"

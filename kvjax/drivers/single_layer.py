@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.context import Context, Site, row_keys
 from kvjax.cache.state import Rotate, Slopes
 from kvjax.drivers.attention import attend
-from kvjax.pallas_kernels.values import check_array, checked, each, number, optional, whole
+from kvjax.pallas_kernels.values import as_given, check_array, checked, each, number, optional, whole
 from kvjax.plan import as_lengths
 from kvjax.policy import Policy, as_policy, empty_layer
 from kvjax.scoring.select import Selection
@@ -57,7 +57,7 @@ def evict_layer(
         or read again.
     """
     as_policy(policy)
-    num_layers = checked(whole(1), "num_layers", num_layers)
+    num_layers = checked(whole(1, 2**16), "num_layers", num_layers)
     layer = checked(whole(0, num_layers - 1, f"is not one of {num_layers} layers"), "layer", layer)
     for name, x, heads in (("q", q, "query heads"), ("k", k, "kv heads"), ("v", v, "kv heads")):
         check_array(name, x, "batch", heads, "tokens", "head_dim")
@@ -80,12 +80,12 @@ def evict_layer(
         if hidden.shape[:2] != (B, T):
             raise ValueError(f"hidden has the shape {hidden.shape}, but the prompts are {B} of width {T}")
     if tokens is not None:
-        ids = jnp.asarray(tokens)
+        ids = as_given("tokens", tokens)
         if ids.shape != (B, T) or not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(
                 f"tokens have the shape {ids.shape}, but the prompts are {B} of width {T}; give one id a token"
             )
-        tokens = ids
+        tokens = jnp.asarray(ids)
     if rotate is not None and not callable(rotate):
         raise ValueError(f"rotate={rotate!r}: give a function of vectors and positions")
     scale = checked(optional(number()), "scale", scale)

@@ -25,7 +25,6 @@ from kvjax.drivers.replay import decided_by_replay
 from kvjax.drivers.requests import (
     Model,
     as_ids,
-    as_numpy,
     check_block,
     check_decodes,
     check_is,
@@ -35,7 +34,7 @@ from kvjax.drivers.requests import (
     check_sizes,
     real_tokens,
 )
-from kvjax.pallas_kernels.values import check_array, checked, float_dtype, one_of
+from kvjax.pallas_kernels.values import as_given, check_array, checked, flag, float_dtype, one_of
 from kvjax.plan import CachePlan, Sizes, as_lengths, at_positions
 from kvjax.policy import context, empty_layer
 from kvjax.scoring.stats import AttentionStats
@@ -65,7 +64,7 @@ def init_state(
     """
     check_is(CachePlan, "plan", plan)
     if not isinstance(lengths, jax.core.Tracer):
-        given = as_numpy("lengths", lengths)
+        given = np.asarray(as_given("lengths", lengths))
         known = np.asarray(as_lengths(given, max(given.size, 1), plan.prompt_len))
         plan.check_lengths(known)
         lengths = jnp.asarray(known)
@@ -121,6 +120,8 @@ def forward(
     plan: CachePlan = state.plan
     plan.check_model(model.config)
     one_of("phase", phase, *get_args(Phase))
+    flags = ("evict", evict), ("ends", ends), ("last_only", last_only)
+    evict, ends, last_only = (checked(flag, name, value) for name, value in flags)
     if phase == "prefill" and evict and plan.replays:
         raise ValueError(
             f"{plan.policy} reads prompts again before anything of them is evicted, but forward(evict=True) reads them "
@@ -291,7 +292,7 @@ def decode_step(
     plan.check_model(model.config)
     check_decodes(state)
     if active is not None:
-        active = active if isinstance(active, jax.Array) else as_numpy("active", active)
+        active = as_given("active", active)
         check_array("active", active, "batch", kind=np.bool_, shape=state.length.shape)
     token = as_ids(model, token, (len(state.length),), "one token a sequence", real=active)
     check_room(state, 1 if active is None else active.astype(np.int32))
@@ -377,7 +378,7 @@ def feed(
     """
     check_model(model)
     check_is(KVState, "state", state)
-    B, tokens = len(state.length), tokens if isinstance(tokens, jax.Array) else as_numpy("tokens", tokens)
+    B, tokens = len(state.length), as_given("tokens", tokens)
     if lengths is None or tokens.ndim != 2:
         lengths, real = None, None
     else:

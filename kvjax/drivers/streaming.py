@@ -18,11 +18,11 @@ from kvjax.drivers.buckets import plan_request, rounds
 from kvjax.drivers.endless import check_counted, plan_endless
 from kvjax.drivers.generation import NO_TOKEN, first_token, next_token
 from kvjax.drivers.interrupts import uninterrupted
-from kvjax.drivers.requests import Model, check_block, check_key, check_prompts, check_request
+from kvjax.drivers.requests import Model, check_block, check_chunk, check_key, check_prompts, check_request
 from kvjax.drivers.sampling import Greedy, Sampler, seen_tokens
 from kvjax.drivers.steps import prefill
 from kvjax.drivers.text import TextPieces, check_tokenizer, encode, is_chat
-from kvjax.pallas_kernels.values import MOST_TOKENS, checked, whole
+from kvjax.pallas_kernels.values import MOST_TOKENS
 from kvjax.policy import Policy
 
 
@@ -74,7 +74,8 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
     Raises:
       ValueError: no strings, or empty ones.
     """
-    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
+    several = isinstance(stop, Iterable) and not isinstance(stop, str) and getattr(stop, "ndim", 1)
+    stops = tuple(stop) if several else (stop,)
     if not all(isinstance(s, str) and s for s in stops):
         raise ValueError(f"stop={stop!r}: must be strings of at least one character")
     return stops
@@ -261,16 +262,16 @@ def stream(
         if lengths is not None or attention_mask is not None:
             raise ValueError("lengths= and attention_mask= are of token ids, but prompt is a text; leave them out")
         prompt = [encode(tokenizer, prompt)]
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompt, lengths, attention_mask, key))):
-        raise ValueError("a stream runs step by step outside of jit, but an argument is traced; use kvjax.generate")
-    chunk = checked(whole(1), "chunk", chunk)
+    chunk = check_chunk(chunk)
     if stops and chunk > 1:
         raise ValueError(
             f"stop={stops} is looked for after each step, but chunk={chunk} takes more at once; use chunk=1"
         )
     ends = check_request(model, 1 if max_new_tokens is None else max_new_tokens, sampler, eos_ids, pad_id)
     check_key(sampler, key)
-    tokens, known = check_prompts(model, prompt, lengths, attention_mask)
+    tokens, known = check_prompts(model, prompt, lengths, attention_mask, params=params)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, tokens, known, key))):
+        raise ValueError("a stream runs step by step outside of jit, but an argument is traced; use kvjax.generate")
     B, width = tokens.shape
     if max_new_tokens is None:
         plan = plan_endless(model.config, policy, prompt_len=width, lengths=np.asarray(known))

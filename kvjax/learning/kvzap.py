@@ -67,7 +67,7 @@ def examples(
     Raises:
       ValueError: texts that make no sense for the model, or no token to score.
     """
-    tokens, lengths = check_prompts(model, tokens, lengths)
+    tokens, lengths = check_prompts(model, tokens, lengths, params=params)
     measured = ReplayedAttention(replay, sinks, weighed=True)
     plan = make_plan(model.config, Evict(_Watched(measured), 1.0), prompt_len=tokens.shape[1], max_new_tokens=0)
     hidden, scores = _measured(model, params, tokens, jnp.asarray(lengths), plan=plan)

@@ -78,7 +78,7 @@ def fit_filters(
     Raises:
       ValueError: tokens outside the vocabulary, or lengths outside 1 to T.
     """
-    tokens, lengths = check_prompts(model, tokens, lengths, None)
+    tokens, lengths = check_prompts(model, tokens, lengths, params=params)
     K = model.config.num_kv_heads
     filters = []
     for total, products, number in _moments(model, params, tokens, lengths, QueryMoments()):
@@ -132,7 +132,7 @@ def fit_queries(
     Raises:
       ValueError: tokens outside the vocabulary, lengths outside 1 to T, or no text behind the sinks.
     """
-    tokens, lengths = check_prompts(model, tokens, lengths, None)
+    tokens, lengths = check_prompts(model, tokens, lengths, params=params)
     sinks = checked(whole(0), "sinks", sinks)
     if max(lengths) <= sinks:
         raise ValueError(f"texts of up to {max(lengths)} tokens have none behind the first {sinks}; give longer ones")
@@ -173,7 +173,7 @@ def head_importance(
       ValueError: prompts that cannot be read, wanted tokens or answers of other prompts, an answer that is empty or as
         long as its prompt, or a prompt in which nothing is wanted.
     """
-    tokens, lengths = check_prompts(model, tokens, lengths, None)
+    tokens, lengths = check_prompts(model, tokens, lengths, params=params)
     B, T = tokens.shape
     check_array("wanted", wanted, "batch", "tokens", kind=np.bool_, shape=(B, T))
     check_array("answers", answers, "batch", kind=np.integer, shape=(B,))

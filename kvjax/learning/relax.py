@@ -18,6 +18,7 @@ the gates become the hard policy's mask. At every temperature a head's gates add
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -33,7 +34,7 @@ from kvjax.cache.state import KVState, PerHead
 from kvjax.cache.state import with_gates as with_gates
 from kvjax.eviction import LARGE, Evict
 from kvjax.pallas_kernels.pytree import pytree
-from kvjax.pallas_kernels.values import a, checked, each, number, one_of, settle
+from kvjax.pallas_kernels.values import a, as_annotated, as_numbers, as_numpy, checked, each, number, one_of, settle
 from kvjax.policy import Policy, Rule
 from kvjax.scoring.select import Limits, Select, Selection, Stage, TopK
 from kvjax.scoring.stats import Measurement, Slots
@@ -46,6 +47,7 @@ _FAR = 1e4  # deviations from the mean: a gate is open or closed there at any te
 # --- the soft top-k ---
 
 
+@as_annotated
 def soft_top_k(
     score: Float[Array, "*batch S"],
     budget: float | Float[Array, "*batch"],
@@ -75,14 +77,14 @@ def soft_top_k(
     _check_positive(temperature)
     weight = jnp.ones_like(score) if weight is None else weight
     whole = lambda x: jnp.broadcast_to(jnp.asarray(x, score.dtype), score.shape[:-1])
-    return _compiled(score, whole(budget), whole(temperature), weight)
+    return _compiled(score, whole(as_numbers("budget", budget)), whole(temperature), weight)
 
 
 def _check_positive(temperature: Any) -> None:
     """Raises ValueError for a number that is no temperature; a traced one cannot be looked at."""
     if isinstance(temperature, jax.core.Tracer):
         return
-    known = np.asarray(temperature)
+    known = as_numpy("temperature", temperature)
     real = jnp.issubdtype(known.dtype, jnp.integer) or jnp.issubdtype(known.dtype, jnp.floating)
     if not real or not np.all((known > 0) & np.isfinite(known)):
         raise ValueError(f"temperature={temperature} must be positive and finite; the hard policy is the limit at 0")
@@ -192,6 +194,7 @@ def soft_stages(
     return gate
 
 
+@as_annotated
 def mass_rank(
     score: Float[Array, "*heads S"], pos: Int[Array, "*heads S"], weight: Float[Array, "*heads S"]
 ) -> Float[Array, "*heads S"]:
@@ -208,6 +211,7 @@ def mass_rank(
     return jnp.take_along_axis(behind, jnp.argsort(order, axis=-1), axis=-1)
 
 
+@as_annotated
 def standardised(score: Float[Array, "*batch S"], weight: Float[Array, "*batch S"]) -> Float[Array, "*batch S"]:
     """Scores with mean 0 and deviation 1 over the slots that have weight; infinite ones are far beyond the others."""
     infinite = jnp.abs(score) >= LARGE
@@ -354,7 +358,8 @@ def _map_soft(state: KVState, change: Any) -> KVState:
     return dataclasses.replace(state, layers=tuple(layer(i, kv) for i, kv in enumerate(state.layers)))
 
 
-def with_budgets(state: KVState, budgets: Float[Array, "*B L K"]) -> KVState:
+@as_annotated
+def with_budgets(state: KVState, budgets: Float[Array, "*B L K"] | Sequence[Sequence[float]]) -> KVState:
     """A state of a relaxed policy that keeps so many tokens of every layer and head, protected ones included.
 
     `kvjax.learning.families.with_table` makes a hard policy of them, from shares of what protected tokens leave.
@@ -368,7 +373,7 @@ def with_budgets(state: KVState, budgets: Float[Array, "*B L K"]) -> KVState:
       ValueError: a state without a relaxed layer, budgets of other layers or heads than it has, or budgets that are
         infinite or no numbers, where they are known.
     """
-    budgets = jnp.asarray(budgets)
+    budgets = jnp.asarray(as_numbers("budgets", budgets))
     heads = {kv.pos.shape[1] for kv in state.layers if kv.gate is not None}
     wrong = budgets.ndim not in (2, 3) or budgets.shape[-2] != len(state.layers)
     wrong = wrong or (heads and budgets.shape[-1] not in heads)
@@ -384,6 +389,7 @@ def with_budgets(state: KVState, budgets: Float[Array, "*B L K"]) -> KVState:
     return _map_soft(state, lambda memory, i: dataclasses.replace(memory, budgets=PerHead(budgets[:, i])))
 
 
+@as_annotated
 def with_temperature(state: KVState, temperature: float | Float[Array, ""]) -> KVState:
     """A state of a relaxed policy at another temperature, which may be traced: annealing compiles nothing new.
 
@@ -413,14 +419,17 @@ def annealed(start: float, end: float, fraction: float | Float[Array, ""]) -> An
     if not isinstance(fraction, jax.Array | np.ndarray):
         fraction = checked(inside, "fraction", fraction)
     elif not isinstance(fraction, jax.core.Tracer):
-        checked(each(inside), "fraction", np.ravel(fraction))
+        checked(each(inside), "fraction", as_numpy("fraction", fraction).ravel())
     return start * (end / start) ** fraction
 
 
 # --- objectives at the model's output ---
 
 
-def task_loss(logits: Float[Array, "*batch V"], targets: Int[Array, "*batch"]) -> Float[Array, "*batch"]:
+@as_annotated
+def task_loss(
+    logits: Float[Array, "*batch V"], targets: Int[Array, "*batch"] | Sequence[int]
+) -> Float[Array, "*batch"]:
     """Cross-entropy of the right next tokens, in nats; NaN where a traced target is outside the vocabulary.
 
     Raises:
@@ -428,7 +437,9 @@ def task_loss(logits: Float[Array, "*batch V"], targets: Int[Array, "*batch"]) -
     """
     vocab = logits.shape[-1]
     if not isinstance(targets, jax.core.Tracer):
-        known = np.asarray(targets)
+        known = as_numpy("targets", targets)
+        if known.dtype.kind not in "iu":
+            raise ValueError(f"targets are {known.dtype}; give token ids, whole numbers")
         if known.size and (known.min() < 0 or known.max() >= vocab):
             raise ValueError(
                 f"targets lie between {known.min()} and {known.max()}, but in a vocabulary of {vocab} ids are from 0 "

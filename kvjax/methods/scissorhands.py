@@ -3,7 +3,7 @@
 from typing import Literal
 
 from kvjax.eviction import Evict
-from kvjax.pallas_kernels.values import one_of
+from kvjax.pallas_kernels.values import checked, number, one_of
 from kvjax.scoring.protect import Protect
 from kvjax.scoring.scores import Accumulated, History
 from kvjax.scoring.stats import AllRows, Observe
@@ -45,6 +45,7 @@ def scissorhands(
       decay: what the sum is multiplied by at every step (D-50). It has no window.
     """
     one_of("element", element, "above", "p")
+    decay = checked(number(), "decay", decay)
     if element == "above" and decay != 1.0:
         raise ValueError(f"decay={decay} belongs to element='p'; a history of counts has none")
     score = History(history, theta) if element == "above" else Accumulated(Observe(AllRows()), decay=decay)

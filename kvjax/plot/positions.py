@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.transforms import offset_copy
 
 from kvjax.cache.state import EMPTY, KVState
-from kvjax.pallas_kernels.values import check_array, checked, each, one_of, optional, whole
+from kvjax.pallas_kernels.values import as_numpy, check_array, checked, each, one_of, optional, whole
 from kvjax.plot.style import COLOURS, figure_of, panels, wrapped
 from kvjax.scoring.select import Selection
 
@@ -171,7 +171,7 @@ def _layers_of(name: str, kept: Any, row: int) -> list[Any]:
         return [np.asarray(layer.head_pos[row]) for layer in kept.layers]
     if isinstance(kept, Selection):
         return [_row(kept, row)[1]]
-    if not hasattr(kept, "__iter__"):
+    if not hasattr(kept, "__iter__") or getattr(kept, "ndim", 1) == 0:
         raise ValueError(
             f"what {name or 'the policy'} keeps is a {type(kept).__name__}; give a state, selections, or an array for "
             "each layer"
@@ -191,7 +191,7 @@ def _row(selection: Selection, row: int) -> tuple[Float[np.ndarray, "K T"], Bool
 
 def _mask(name: str, layer: Any) -> Bool[np.ndarray, "K T"]:
     """The tokens that each head holds."""
-    held = np.asarray(layer)
+    held = as_numpy(f"what {name or 'a layer'} keeps", layer)
     if held.dtype == np.bool_:
         check_array(f"the mask of {name or 'a layer'}", held, "heads", "tokens", kind=np.bool_)
         return held

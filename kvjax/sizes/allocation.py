@@ -251,9 +251,9 @@ def _as_weights(name: str, weights: Sequence[float] | np.ndarray) -> tuple[float
     """Weights as a tuple of floats, which compares by value and hashes."""
     why = "weights are finite, none is negative, and one at least is positive"
     try:
-        found = each(number("[0, inf)"))(weights)
-    except ValueError:
-        found = ()
+        found = each(number("[0, inf)", why))(weights)
+    except ValueError as error:
+        found, why = (), str(error)
     if sum(found) <= 0:
         raise ValueError(f"{name}: {why}; got {weights!r}")
     return found
