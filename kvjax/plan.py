@@ -247,7 +247,8 @@ def as_lengths(lengths: Any, batch: int, width: int) -> np.ndarray | Int[Array, 
     """
     if isinstance(lengths, jax.core.Tracer):
         return lengths.astype(np.int32)
-    known = np.full((batch,), width, np.int32) if lengths is None else as_numpy("lengths", lengths)
+    advice = f"; lengths must be {batch} integers, one a prompt"
+    known = np.full((batch,), width, np.int32) if lengths is None else as_numpy("lengths", lengths, advice)
     if known.shape != (batch,) or known.dtype.kind not in "iu":
         raise ValueError(f"lengths must be {batch} integers, one a prompt; got {known.dtype} of shape {known.shape}")
     if known.min() < 1 or known.max() > width:

@@ -334,6 +334,7 @@ ARRAYS = {
     "decode_step params": lambda t, s: kvjax.decode_step(s[0], t(s[1]), [1, 2], s[2]),
     "feed tokens": lambda t, s: kvjax.feed(*s[:2], t(row, bfloat16=True), s[2]),
     "generate_from logits": lambda t, s: kvjax.generate_from(*s[:2], t(s[3]), s[2], max_new_tokens=2),
+    "evict keep": lambda t, s: kvjax.evict(s[2].layers[0], t(np.ones(s[2].layers[0].pos.shape, bool))),
     "take_rows rows": lambda t, s: kvjax.take_rows(s[2], t(row[0], bfloat16=True)),
     "shard_params params": lambda t, s: kvjax.shard_params(s[0], t(s[1]), kvjax.make_mesh()),
     "make_plan lengths": lambda t, s: kvjax.make_plan(
@@ -431,6 +432,14 @@ planned = lambda config, policy: kvjax.make_plan(config, policy, prompt_len=80, 
         (lambda m, p, s, x: kvjax.evict_layer(H2O, q, k, v, tokens="banana"), "tokens have the shape"),
         (lambda m, p, s, x: kvjax.evict_layer(H2O, q, k, v, num_layers=10**30), "num_layers=10{30}: .* at most 65,536"),
         (lambda m, p, s, x: methods.scissorhands(8, decay=KEY), "(?s)decay=.*must be a number"),
+        (
+            lambda m, p, s, x: kvjax.evict_layer(H2O, q, k, v, tokens=row.astype(np.int64) + 2**40),
+            "ids are numbers of 32 bits",
+        ),
+        (lambda m, p, s, x: analysis.read(m, p, row, row, seeds=10**9), "seeds=1000000000: .* at most 65,536"),
+        (lambda m, p, s, x: analysis.interval("banana"), "values must be numbers; got <U6"),
+        (lambda m, p, s, x: analysis.interval([]), r"values have the shape \(0,\)"),
+        (lambda m, p, s, x: jax.jit(lambda p: next(kvjax.read(m, p, [1, 2], policy=H2O)))(p), "reads chunk by chunk"),
         (lambda m, p, s, x: analysis.value_bounds(3), "reading is a int, not a Reading"),
         (
             lambda m, p, s, x: analysis.distances(q, q[:, :1]),

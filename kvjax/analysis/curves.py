@@ -252,7 +252,7 @@ def curves(
     (B, T), F = tokens.shape, continuation.shape[1]
     if continuation.shape[0] != B:
         raise ValueError(f"{B} prompts, but {continuation.shape[0]} continuations; give one for each")
-    seeds, at_once = checked(whole(1), "seeds", seeds), checked(whole(1), "at_once", at_once)
+    seeds, at_once = checked(whole(1, 2**16), "seeds", seeds), checked(whole(1), "at_once", at_once)
     for across in oracles:
         one_of("oracles", across, *HINDSIGHT)
     if taken := sorted({HINDSIGHT[across] for across in oracles} & set(policies)):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy  # its parts are imported when they are first used
 
-from kvjax.pallas_kernels.values import checked, number
+from kvjax.pallas_kernels.values import as_numbers, checked, number
 
 
 class Interval(NamedTuple):
@@ -25,9 +25,12 @@ def interval(values: np.ndarray | Sequence[float], confidence: float = 0.95) -> 
       confidence: how likely an interval made so holds the true mean.
 
     Raises:
-      ValueError: a confidence that is no probability inside (0, 1).
+      ValueError: a confidence that is no probability inside (0, 1), no values.
     """
-    confidence, values = checked(number("(0, 1)"), "confidence", confidence), np.sort(values, -1)
+    confidence, values = checked(number("(0, 1)"), "confidence", confidence), np.asarray(as_numbers("values", values))
+    if not values.ndim or not values.size:
+        raise ValueError(f"values have the shape {values.shape}; give one number a prompt, on the last axis")
+    values = np.sort(values, -1)
     n, mean = values.shape[-1], values.mean(-1)
     if n < 2:
         return Interval(mean, np.full_like(mean, -np.inf), np.full_like(mean, np.inf))

@@ -240,7 +240,7 @@ def read(
     continuation, _ = check_prompts(model, continuation)
     if continuation.shape[0] != tokens.shape[0]:
         raise ValueError(f"{tokens.shape[0]} prompts, but {continuation.shape[0]} continuations; give one for each")
-    seeds = checked(whole(1, why="at least 1 draw is needed"), "seeds", seeds)
+    seeds = checked(whole(1, 2**16), "seeds", seeds)
     keys = row_keys(key, tokens.shape[0])
     measure = tuple(map(tuple, measure)) or ((),) * model.config.num_layers
     if len(measure) != model.config.num_layers:

@@ -24,7 +24,16 @@ from kvjax.cache import mesh
 from kvjax.pallas_kernels import Attention, Columns
 from kvjax.pallas_kernels.columns import accumulator
 from kvjax.pallas_kernels.pytree import described, is_known, pytree, static
-from kvjax.pallas_kernels.values import MOST_TOKENS, as_annotated, as_numbers, as_numpy, checked, whole
+from kvjax.pallas_kernels.values import (
+    MOST_TOKENS,
+    as_annotated,
+    as_numbers,
+    as_numpy,
+    check_array,
+    checked,
+    is_array,
+    whole,
+)
 
 EMPTY: Final = -1
 
@@ -519,6 +528,8 @@ def evict(kv: LayerKV, keep: Bool[Array, "B K S"], *, most: int | None = None) -
       ValueError: what is no layer, or no mask of its slots.
     """
     _check_layer(kv)
+    if hasattr(keep, "dtype") and not is_array(keep):
+        check_array("keep", keep, "batch", "kv heads", "slots", kind=np.bool_)
     found = getattr(keep, "dtype", type(keep).__name__), getattr(keep, "shape", ())
     if found != (bool, kv.pos.shape):
         raise ValueError(

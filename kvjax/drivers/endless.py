@@ -102,6 +102,8 @@ class Reader(Iterator[np.ndarray]):
         B, T = prompt.shape
         plan = plan_endless(model.config, policy, prompt_len=T, lengths=[T])
         self._logits, self._state = _begin(model, params, jnp.asarray(prompt), row_keys(key, B), plan=plan)
+        if isinstance(self._logits, jax.core.Tracer):
+            raise ValueError("a reader reads chunk by chunk outside of jit, but is made inside; use kvjax.feed")
         self._pending, self.num_tokens = [], T
 
     @property

@@ -85,6 +85,8 @@ def evict_layer(
             raise ValueError(
                 f"tokens have the shape {ids.shape}, but the prompts are {B} of width {T}; give one id a token"
             )
+        if isinstance(ids, np.ndarray) and not -(2**31) <= ids.min() <= ids.max() < 2**31:
+            raise ValueError(f"tokens lie between {ids.min()} and {ids.max()}, but ids are numbers of 32 bits")
         tokens = jnp.asarray(ids)
     if rotate is not None and not callable(rotate):
         raise ValueError(f"rotate={rotate!r}: give a function of vectors and positions")
