@@ -12,7 +12,7 @@ from kvjax.cache.context import Context, Site
 from kvjax.cache.state import LayerKV, evict
 from kvjax.pallas_kernels.values import one_of
 from kvjax.policy import LayerPolicy, LayerSpec, Layout, Rule, keeps_all
-from kvjax.scoring.select import Selection
+from kvjax.scoring.select import Selection, check_plain
 from kvjax.scoring.stats import LayerStats, ordered
 from kvjax.sizes.budget import lookup
 from kvjax.sizes.schedule import Schedule
@@ -87,6 +87,7 @@ class ByHead(Rule):
             memory, selection = layer.decide(view, stats, here)
             memories.append(memory)
             if selection is not None:
+                check_plain(selection, "partition_heads takes from every head its slots alone; use it for whole layers")
                 mine, before = self._mine(i), whole if decided is None else decided
                 decided = Selection(
                     jnp.where(mine, selection.keep, before.keep),

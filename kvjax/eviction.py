@@ -11,13 +11,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Context, Phase, Site
-from kvjax.cache.state import Chosen, LayerKV, PerHead, Positions, evict
+from kvjax.cache.state import Chosen, LayerKV, PerHead, Positions
 from kvjax.pallas_kernels.pytree import pytree
 from kvjax.pallas_kernels.values import MOST_TOKENS, Value, a, checked, each, one_of, optional, settle
 from kvjax.policy import Granularity, LayerSpec, Layout, Rule, on_devices
 from kvjax.scoring.protect import Protect, Scope, protected
 from kvjax.scoring.scores import FromFunction, Recency, Score
-from kvjax.scoring.select import Limits, Select, Selection, TopK
+from kvjax.scoring.select import Limits, Select, Selection, TopK, check_plain
 from kvjax.scoring.stats import LayerStats, Measurement, Moment, Slots, ordered
 from kvjax.sizes.allocation import HeadAllocation, LayerAllocation, UniformHeads, UniformLayers
 from kvjax.sizes.budget import Count, Counts, GivenCounts, RuleSizes, Tokens, as_budget, as_count, lookup, narrow
@@ -48,8 +48,9 @@ class Evict(Rule):
         is kept whole in all layers, and its budget is its length, or what must stay if that is more. A number of tokens
         that holds less than what must stay is refused, and so is a share that could not hold it of any prompt.
       layers: how the budget is divided over layers. Protected tokens come first; what is left of the budget is divided.
-      heads: how a layer's budget is divided over its kv heads, again after protection. While decoding, heads keep the
-        shares that the prompt gave them.
+      heads: how a layer's budget is divided over its kv heads, again after protection: at the first eviction, whenever
+        it comes. Until then nothing is taken from any head; after it, heads keep their shares. In a pool, a member of
+        a chain whose earlier members left less of a prompt than its budget keeps the shares that it had then.
       when: the schedule.
       select: how scores and budgets become a `Selection`.
       scope: tokens protected by what they did, such as RoCo's top standard deviations; they count against the budget.
@@ -116,6 +117,7 @@ class Evict(Rule):
             slack=self.select.slack,
             prefill=self.when.prefill,
             pooled=self.storage == "pool",
+            decodes=self._remembers_heads,
         )
         return LayerSpec(
             *slots,
@@ -149,7 +151,10 @@ class Evict(Rule):
         kept, room = kv.num_live, self.when.room(site.max_new_tokens)
         if self.when.decodes:
             each = self._each(kv.memory, ctx)
-            kept = jnp.maximum(each + self.select.slack, 0 if self.when.prefill else kept)
+            if kv.memory.shares is not None:
+                later = self._later(ctx) + self._outside(*self._now(ctx))[:, None]
+                each = jnp.where(kv.memory.shares.value < 0, jnp.maximum(each, later), each)
+            kept = jnp.maximum(each + self.select.slack, kept)
         return jnp.minimum(kept + room, (ctx.prompt_length + site.max_new_tokens)[:, None])
 
     def check(self, site: Site, prompt_length: int) -> None:
@@ -178,7 +183,7 @@ class Evict(Rule):
 
     def init(self, site: Site, batch: int) -> "EvictMemory":
         """See `Rule`."""
-        shares = PerHead(jnp.zeros((batch, site.num_kv_heads), jnp.int32)) if self._remembers_heads else None
+        shares = PerHead(jnp.full((batch, site.num_kv_heads), -1, jnp.int32)) if self._remembers_heads else None
         scope = () if self.scope is None else self.scope.init(site, batch)
         return EvictMemory(self.score.init(site, batch), scope, shares, self.select.init(site, batch))
 
@@ -193,14 +198,31 @@ class Evict(Rule):
         memory: EvictMemory = kv.memory
         memory = self.updated(memory, kv, stats, ctx)
         if ctx.phase == "prefill":
-            if not self.when.prefill and not self._remembers_heads:
+            if not self.when.prefill:
                 return memory, None
-            fresh = dataclasses.replace(memory, shares=None)
-            selection, selectable = self._select(fresh, kv, stats, ctx)
-            if self._remembers_heads:
-                memory = dataclasses.replace(memory, shares=PerHead(selectable))
-            return memory, selection if self.when.prefill else None
-        return memory, None if self.when.before_append else self._scheduled_select(memory, kv, stats, ctx)
+            selection, found = self._select(dataclasses.replace(memory, shares=None), kv, stats, ctx)
+            if memory.shares is not None:
+                memory = dataclasses.replace(
+                    memory, shares=PerHead(self._at_prompt(memory.shares.value, found, kv, ctx))
+                )
+            return memory, selection
+        if self.when.before_append:
+            return memory, None
+        selection, shares = self._scheduled_select(memory, kv, stats, ctx)
+        return _sharing(memory, shares), selection
+
+    def _at_prompt(self, before: Array, found: Array, kv: LayerKV, ctx: Context) -> Int[Array, "B K"]:
+        """Shares that the prompt decides, below 0 where that is left to the first eviction after it."""
+        numbers = self.numbers(ctx)
+        outside = self._outside(numbers.budget, numbers.sinks, numbers.recent)
+        lasting = self.heads.lasting(found, numbers.budget - outside, numbers.most, ctx.site)
+        fits = (kv.num_live <= found + outside[:, None]).all(-1, keepdims=True)
+        decided = ~fits & (lasting == found).all(-1, keepdims=True)
+        if self.storage == "pool":  # it has slots for other shares after a prompt that is short for them alone
+            later = (self._later(ctx) + outside[:, None]).max(-1)
+            tight = (ctx.length == ctx.prompt_length) & (jnp.maximum(ctx.prompt_length, numbers.budget) >= later)
+            decided = decided | (tight[:, None] & (before < 0))
+        return jnp.where(decided, found, before)
 
     def updated(self, memory: "EvictMemory", kv: LayerKV, stats: LayerStats, ctx: Context) -> "EvictMemory":
         """The memory after the rows just computed, before anything is chosen."""
@@ -218,14 +240,16 @@ class Evict(Rule):
             return kv
         # The coming token counts against the budget and against the recent window.
         ahead = dataclasses.replace(ctx, length=ctx.length + 1)
-        select = lambda kv, ctx: self._select(kv.memory, kv, LayerStats(), ctx, coming=1)[0]
-        selection = on_devices((self,), select, kv, ahead)
-        return evict(kv, selection.keep, most=selection.most)
+        select = lambda kv, ctx: self._select(kv.memory, kv, LayerStats(), ctx, coming=1)
+        selection, shares = on_devices((self,), select, kv, ahead)
+        if self.storage == "pool":
+            check_plain(selection, "a pool changes no keys and values while decoding; use storage='dense'")
+        return dataclasses.replace(selection.apply(kv), memory=_sharing(kv.memory, shares))
 
-    def _scheduled_select(self, memory, kv, stats, ctx) -> Selection:
-        """The selection of a decode step, where one is due."""
+    def _scheduled_select(self, memory, kv, stats, ctx) -> tuple[Selection, Int[Array, "B K"]]:
+        """The selection of a decode step, where one is due, and the shares of heads after it."""
         if self.when.every == 1:
-            return self._select(memory, kv, stats, ctx)[0]
+            return self._select(memory, kv, stats, ctx)
         counts = self._counts(ctx)
         budgets = jnp.broadcast_to(self._each(memory, ctx), kv.pos.shape[:2])
         score = jnp.where(kv.live, jnp.zeros((), jnp.float32), -jnp.inf)
@@ -236,10 +260,20 @@ class Evict(Rule):
         else:
             due = kv.num_live >= budgets + (self.when.over or 0)
             drop = counts(self.when.drop)[:, None]
-        select = lambda: dataclasses.replace(self._select(memory, kv, stats, ctx, drop=drop)[0], most=None)
-        chosen = lax.cond(due.any(), select, lambda: nothing)
+        before = budgets if memory.shares is None else memory.shares.value
+
+        def select() -> tuple[Selection, Array]:
+            chosen, shares = self._select(memory, kv, stats, ctx, drop=drop)
+            check_plain(chosen, f"{self.when} evicts at some steps, of some rows, alone; use every_step()")
+            return dataclasses.replace(chosen, most=None), shares
+
+        chosen, shares = lax.cond(due.any(), select, lambda: (nothing, before))
+        rows = due.any(-1, keepdims=True)
+        if memory.shares is not None:  # shares that are new are met by all heads
+            due = due | (rows & (before < 0) & (shares >= 0))
         gate = None if chosen.gate is None else jnp.where(due[..., None], chosen.gate, kv.gate)
-        return dataclasses.replace(chosen, keep=jnp.where(due[..., None], chosen.keep, kv.live), gate=gate)
+        chosen = dataclasses.replace(chosen, keep=jnp.where(due[..., None], chosen.keep, kv.live), gate=gate)
+        return chosen, jnp.where(rows, shares, before)
 
     def _counts(self, ctx: Context) -> Counts:
         table = ctx.site.column(self._sizes(ctx.site).budget)
@@ -286,7 +320,14 @@ class Evict(Rule):
         budget, sinks, recent = self._now(ctx)
         if memory.shares is None:
             return budget[:, None]
-        return memory.shares.value + self._outside(budget, sinks, recent)[:, None]
+        shares = memory.shares.value
+        return jnp.where(shares < 0, budget[:, None], shares + self._outside(budget, sinks, recent)[:, None])
+
+    def _later(self, ctx: Context) -> Int[Array, "B #K"]:
+        """The most that every head can be given while decoding beside what it gets anyway."""
+        room, prefill = self.when.room(ctx.site.max_new_tokens), self.when.prefill
+        table = self._sizes(ctx.site).later(ctx.site, self.heads, room=room, prefill=prefill)
+        return jnp.asarray(narrow(table)).at[ctx.prompt_length].get(mode="clip")
 
     def _outside(self, budget: Array, sinks: Array, recent: Array) -> Int[Array, "B"]:
         """What every head gets: its protected tokens, and the one for which a step makes room before it comes."""
@@ -343,7 +384,10 @@ class Evict(Rule):
     def _select(
         self, memory, kv, stats, ctx, *, drop=None, coming=0, numbers: "Numbers | None" = None
     ) -> tuple[Selection, Int[Array, "B K"]]:
-        """The selection, and the tokens that every head was given beyond its protected ones.
+        """The selection, and the tokens that every head is given beyond its protected ones.
+
+        Where heads have shares already, it gives them those; where they remember them but have none yet (below 0), it
+        divides the budget once something has to go, and the result is below 0 as long as nothing has.
 
         Args:
           memory, kv, stats, ctx: the moment.
@@ -354,27 +398,54 @@ class Evict(Rule):
         numbers = self.numbers(ctx) if numbers is None else numbers
         counts = numbers.counts
         slots, finite, outside, score = self._ranked(memory, kv, stats, ctx, numbers, coming)
-        candidates, safe = slots.candidates, kv.live & ~slots.candidates
-        if memory.shares is None:
-            average = numbers.budget - outside
-            selectable = self.heads.heads(finite, candidates, average, numbers.most, ctx.site, outside)
-        else:
-            selectable = memory.shares.value
-        budgets = selectable + outside[:, None]
-        at_once, spares = None, None
+        candidates, average = slots.candidates, numbers.budget - outside
+        at_once = None
         if ctx.phase == "decode" and self.when.prefill:
             at_once = max(self.when.room(ctx.site.max_new_tokens), counts.most(self.when.drop), 1)
-        if self.scope is not None:
-            of_scope = slots.of(memory.scope), safe, counts, budgets
-            spares = self.scope.spares(*of_scope) if drop is None and self.select.asks(at_once) else None
-            safe = self.scope(*of_scope) if spares is None else safe
-        if drop is not None:
-            stay = jnp.minimum(safe.sum(-1, dtype=jnp.int32), budgets)
-            budgets = jnp.maximum(jnp.minimum(budgets, kv.num_live - drop), stay)
-        budgets = budgets - coming
-        limits = Limits(budgets, at_once, counts, memory.select, self.score.summands(ctx), spares)
-        chosen = _checked_selection(self.select, self.select(finite, safe, slots, limits))
-        return dataclasses.replace(chosen, score=jnp.where(kv.live, score, -jnp.inf)), selectable
+
+        def divided() -> Int[Array, "B K"]:
+            return self.heads.heads(finite, candidates, average, numbers.most, ctx.site, outside)
+
+        def chosen(selectable: Int[Array, "B K"], at_once: int | None) -> Selection:
+            budgets = selectable + outside[:, None]
+            safe, spares = kv.live & ~candidates, None
+            if self.scope is not None:
+                of_scope = slots.of(memory.scope), safe, counts, budgets
+                spares = self.scope.spares(*of_scope) if drop is None and self.select.asks(at_once) else None
+                safe = self.scope(*of_scope) if spares is None else safe
+            if drop is not None:
+                stay = jnp.minimum(safe.sum(-1, dtype=jnp.int32), budgets)
+                budgets = jnp.maximum(jnp.minimum(budgets, kv.num_live - drop), stay)
+            budgets = budgets - coming
+            limits = Limits(budgets, at_once, counts, memory.select, self.score.summands(ctx), spares)
+            selection = _checked_selection(self.select, self.select(finite, safe, slots, limits))
+            return dataclasses.replace(selection, score=jnp.where(kv.live, score, -jnp.inf))
+
+        if memory.shares is None:
+            selectable = divided()
+            return chosen(selectable, at_once), selectable
+        shares = memory.shares.value
+        if ctx.phase == "prefill":
+            return chosen(shares, at_once), shares
+        over = lambda x: (kv.num_live > x + outside[:, None] - coming).any(-1, keepdims=True)
+        equal = jnp.where(shares < 0, average[:, None], shares)
+        first = (shares < 0).any(-1, keepdims=True) & over(equal)
+
+        def divide() -> tuple[Selection, Int[Array, "B K"]]:
+            most = self._later(ctx)
+            found = jnp.minimum(divided(), most)
+            goes, lasting = over(found), self.heads.lasting(found, average, numbers.most, ctx.site)
+            decided = jnp.where(first & goes, lasting, shares)
+            selection = chosen(jnp.where(first, jnp.where(goes, lasting, found), equal), None)
+            return dataclasses.replace(selection, most=None), decided
+
+        keep = lambda: (dataclasses.replace(chosen(equal, at_once), most=None), shares)
+        return lax.cond(first.any(), divide, keep)
+
+
+def _sharing(memory: "EvictMemory", shares: Int[Array, "B K"]) -> "EvictMemory":
+    """The memory with what heads have for shares, if they remember that."""
+    return memory if memory.shares is None else dataclasses.replace(memory, shares=PerHead(shares))
 
 
 def _checked_selection(select: Select, chosen: object) -> Selection:
@@ -485,7 +556,8 @@ class EvictMemory:
 
     Attributes:
       score, scope: what these two carry.
-      shares: tokens that the prompt gave every head beyond its protected ones, where heads differ.
+      shares: tokens that the first eviction gave every head beyond its protected ones, where heads differ; below 0
+        before it.
       select: what the selection carries.
     """
 

@@ -27,7 +27,7 @@ from kvjax.cache.pool import PooledKV
 from kvjax.cache.state import Chosen, KeyPositions, KVState, LayerKV, Positions
 from kvjax.pallas_kernels.values import Value
 from kvjax.scoring.replay import Replay
-from kvjax.scoring.select import Selection
+from kvjax.scoring.select import InTurn, Selection, check_plain
 from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement, Moment, ordered
 from kvjax.sizes.schedule import Schedule
 
@@ -364,14 +364,19 @@ class LayerPolicy:
         return on_devices(self.rules, decide, (kv, stats), dataclasses.replace(ctx, site=self.site))
 
     def _decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[tuple[Any, ...], Selection | None]:
-        memories, decision = [], None
+        memories, decision, every = [], None, []
         for rule, memory, here in self._each(kv, ctx):
             memory, selection = rule.decide(dataclasses.replace(kv, memory=memory), stats, here)
             memories.append(memory)
             if selection is not None:
                 kv, decision = selection.apply(kv), selection
+                every.append(selection)
+                if ctx.phase == "decode" and self.spec.storage == "pool":
+                    check_plain(selection, "a pool changes no keys and values while decoding; use storage='dense'")
         if decision is not None and len(self.rules) > 1:
-            decision = dataclasses.replace(decision, keep=kv.live, gate=kv.gate, most=None)
+            together = kv.live, decision.score, decision.budgets, kv.gate
+            plain = all(type(selection) is Selection for selection in every)
+            decision = Selection(*together) if plain else InTurn(*together, each=tuple(every))
         return tuple(memories), decision
 
     def step(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> LayerKV:
@@ -379,12 +384,16 @@ class LayerPolicy:
         return obeying(*self.decide(kv, stats, ctx))(kv)
 
     def _in_turn(self, kv: Any, ctx: Context, change: Callable[[Rule, Any, Context], Any]) -> Any:
-        after = kv
+        after, memories = kv, []
         for rule, memory, here in self._each(kv, ctx):
             given = dataclasses.replace(after, memory=memory)
             found = change(rule, given, here)
+            memories.append(found.memory)
             after = after if found is given else found
-        return kv if after is kv else dataclasses.replace(after, memory=kv.memory)
+        if after is kv:
+            return kv
+        same = all(found is before for found, before in zip(memories, kv.memory, strict=True))
+        return dataclasses.replace(after, memory=kv.memory if same else tuple(memories))
 
     def make_room(self, kv: LayerKV, ctx: Context) -> LayerKV:
         """The layer before a decode step appends its token."""

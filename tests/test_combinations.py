@@ -11,8 +11,10 @@ import pytest
 import kvjax
 from kvjax import methods, models
 from kvjax.analysis.losses import least_bound
+from kvjax.cache.state import evict
+from kvjax.pallas_kernels.pytree import pytree
 from kvjax.policy import LayerSpec, merged
-from kvjax.scoring.select import Select, Selection, largest
+from kvjax.scoring.select import Select, Selection, TopK, largest
 from tests import helpers
 
 change = dataclasses.replace
@@ -95,6 +97,31 @@ def test_a_scope_leaves_room_for_what_is_protected_by_position(shallow, heads):
         heads_kept = kept(state)
         assert sum(map(len, heads_kept)) == 24
         assert all({0, 1, 2, n - 2, n - 1} <= set(head) for head in heads_kept)
+
+
+def _first_head(kv, stats, ctx):
+    del stats, ctx
+    return kv.pos.astype(jnp.float32) + jnp.asarray([100.0, 0.0])[None, :, None]
+
+
+@pytest.mark.parametrize("storage", ["dense", "pool"])
+@pytest.mark.parametrize(
+    ("heads", "when", "shares"),
+    [
+        (kvjax.HeadTable(((1.0, 3.0),)), kvjax.every(4), [6, 18]),
+        (kvjax.HeadTable(((1.0, 3.0),)), kvjax.before_append(), [7, 17]),
+        (kvjax.Adaptive(1.0), kvjax.every(4), [13, 11]),
+    ],
+    ids=["table", "table_before_append", "ada"],
+)
+def test_heads_get_their_shares_at_the_first_eviction(shallow, heads, when, shares, storage):
+    """Whenever it comes: here of a prompt of 13 tokens, or at one of the 24 steps after a prompt that fits."""
+    policy = kvjax.from_fn(_first_head, budget=12, when=when, heads=heads, storage=storage)
+    for prompt_len in (5, 13):
+        before, logits, after = read(shallow, policy, prompt_len, new=24)
+        assert np.isfinite(logits).all()
+        assert np.asarray(before.num_live).sum() == min(2 * prompt_len, 24 - (when == kvjax.before_append()))
+        assert np.asarray(after.num_live).ravel().tolist() == shares
 
 
 def test_layers_that_share_a_decision_hold_what_the_first_one_does(tiny):
@@ -182,6 +209,36 @@ def test_a_selection_of_ones_own(shallow):
     for what, message in (("gates", "gates and a keep of bool"), ("numbers", "no gates and a keep of int32")):
         with pytest.raises(ValueError, match=f"has relaxed=False, but its selection has {message}"):
             read(shallow, change(policy, select=Even(what)), 12)
+
+
+@pytree
+class Doubled(Selection):
+    """A selection that changes values beside, as one that merges tokens does."""
+
+    def apply(self, kv):
+        return change(evict(kv, self.keep), v=kv.v + kv.v)
+
+
+@dataclasses.dataclass(frozen=True)
+class Double(TopK):
+    def __call__(self, score, safe, slots, limits):
+        return Doubled(super().__call__(score, safe, slots, limits).keep, score, limits.budgets)
+
+
+def test_a_chain_keeps_what_a_members_selection_has_changed(shallow):
+    """Of every member, in turn; what a layer cannot hold of it is refused."""
+    double = kvjax.Evict(kvjax.scoring.scores.Recency(), 8, select=Double())
+    values = lambda policy: np.asarray(read(shallow, policy, 12).layers[0].v[0, 0, :4])
+    plain = values(methods.window(4))
+    np.testing.assert_array_equal(values(kvjax.chain(double, methods.window(4))), 2 * plain)
+    np.testing.assert_array_equal(values(kvjax.chain(double, change(double, budget=4))), 4 * plain)
+    for policy in (
+        kvjax.partition_heads({"a": double, "b": methods.full()}, [["a", "b"]]),
+        change(double, storage="pool", when=kvjax.every_step()),
+        change(double, when=kvjax.every(3)),
+    ):
+        with pytest.raises(ValueError, match="a Doubled, which changes more of a layer than which slots are live"):
+            read(shallow, policy, 12, new=4)
 
 
 def test_a_dense_member_bounds_a_pool(shallow):

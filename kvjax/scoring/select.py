@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -45,6 +46,35 @@ class Selection:
     def apply(self, kv: LayerKV) -> LayerKV:
         """The layer without the slots that go, or with the gates of a relaxed policy."""
         return evict(kv, self.keep, most=self.most) if self.gate is None else dataclasses.replace(kv, gate=self.gate)
+
+
+@pytree
+class InTurn(Selection):
+    """What selections decide that are applied one after the other, some of which change more than slots or gates.
+
+    Attributes:
+      each: the selections; the other fields say what all of them together do.
+    """
+
+    each: tuple[Selection, ...] = ()
+
+    def apply(self, kv: LayerKV) -> LayerKV:
+        """See `Selection`."""
+        return functools.reduce(lambda kv, selection: selection.apply(kv), self.each, kv)
+
+
+def check_plain(selection: Selection, where: str) -> None:
+    """Raises ValueError for a selection of a class of one's own, whose changes are lost where only slots are looked at.
+
+    Args:
+      selection: the selection.
+      where: why that is all, and what to do.
+    """
+    if type(selection) is not Selection:
+        raise ValueError(
+            f"the selection is a {type(selection).__name__}, which changes more of a layer than which slots are live, "
+            f"but {where}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

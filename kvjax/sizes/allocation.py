@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Site
 from kvjax.pallas_kernels.values import Value, checked, each, flag, number, one_of, settle, whole
-from kvjax.sizes.budget import lookup, whole_tokens
+from kvjax.sizes.budget import lookup, narrow, whole_tokens
 
 
 def apportion(shares: Any, limit: Any, xp: ModuleType = np, least: Any = 0, first: Any = 0) -> Any:
@@ -336,6 +336,25 @@ class HeadAllocation(Value, abc.ABC):
           protected: tokens that every head keeps on top.
         """
 
+    def lasting(self, shares: Int[Array, "B K"], average: Int[Array, "B"], most: int, site: Site) -> Int[Array, "B K"]:
+        """What heads keep while decoding of the `shares` that the first eviction gave them: all, but for tables.
+
+        Args:
+          shares: selectable tokens of every head, no more than it could hold at that moment.
+          average, most, site: as in `heads`.
+        """
+        del average, most, site
+        return shares
+
+    def later(self, average: np.ndarray, limit: np.ndarray, site: Site, protected: np.ndarray | int = 0) -> np.ndarray:
+        """The most selectable tokens "M #K" that every head can keep while decoding (host, static).
+
+        Args:
+          average, site, protected: as in `cap`.
+          limit: "M" the most that a head can hold at the first eviction.
+        """
+        return self.cap(average, limit, site, protected)[:, None]
+
 
 @dataclasses.dataclass(frozen=True)
 class UniformHeads(HeadAllocation):
@@ -469,10 +488,11 @@ class Adaptive(HeadAllocation):
 class HeadTable(HeadAllocation):
     """Fixed shares of the kv heads of every layer, such as learned or measured ones.
 
-    Head `k` of layer `l` gets `weights[l][k] / sum(weights[l])` of the layer's budget. No head gets more than exists;
-    the excess goes to the others in proportion, and largest remainders make the total exact. A head of which nothing is
-    protected has one token at least, unless its weight is 0. Shares of the layers are another allocation: `Evict(...,
-    layers=LayerTable([sum(row) for row in w]), heads=HeadTable(w))` follows a table of the whole model.
+    Head `k` of layer `l` gets `weights[l][k] / sum(weights[l])` of the layer's budget. No head gets more than exists of
+    a prompt; the excess goes to the others in proportion, until heads have grown. Largest remainders make the total
+    exact. A head of which nothing is protected has one token at least, unless its weight is 0. Shares of the layers are
+    another allocation: `Evict(..., layers=LayerTable([sum(row) for row in w]), heads=HeadTable(w))` follows a table of
+    the whole model.
 
     Attributes:
       weights: for every layer, one number a kv head; only ratios within a layer matter. Any sequences or array, kept as
@@ -522,6 +542,19 @@ class HeadTable(HeadAllocation):
         mean = average[:, None].astype(jnp.float32)
         most_of_one = lookup(_ceil(np.arange(most + 1) * ratios.max()), average)[:, None].astype(jnp.float32)
         return _whole(mean * jnp.asarray(ratios, jnp.float32)[None], score, candidates, mean, most_of_one, least)
+
+    def later(self, average: np.ndarray, limit: np.ndarray, site: Site, protected: np.ndarray | int = 0) -> np.ndarray:
+        """See `HeadAllocation`: whatever a head held."""
+        del limit, protected
+        return _ceil(average[:, None] * self._ratios(site))
+
+    def lasting(self, shares: Int[Array, "B K"], average: Int[Array, "B"], most: int, site: Site) -> Int[Array, "B K"]:
+        """See `HeadAllocation`: those of the table."""
+        del shares
+        mean = average[:, None].astype(jnp.float32)
+        exact = mean * jnp.asarray(self._ratios(site), jnp.float32)[None]
+        limit = jnp.asarray(narrow(self.later(np.arange(most + 1), np.zeros(0), site)))[average]
+        return _apportion_traced(exact + (mean - exact.mean(-1, keepdims=True)), limit)
 
 
 def _ceil(x: np.ndarray) -> np.ndarray:

@@ -71,8 +71,15 @@ class Tables:
         budget = self.budget[prompt_length : prompt_length + 1, layer]
         return int(as_count(count, name).table(np.array([prompt_length]), budget)[0])
 
+    def later(self, site: Site, heads: HeadAllocation, *, room: int, prefill: bool) -> np.ndarray:
+        """The most "M #K" that every head can be given while decoding beside what it gets anyway; see `slots`."""
+        n = np.arange(site.prompt_len + 1)
+        target, outside = site.column(self.budget), self.outside
+        held = np.where((n <= target) | (not prefill), np.maximum(n, target) + room, n)
+        return heads.later(target - outside, np.maximum(held - outside, 0), site, outside)
+
     def slots(
-        self, site: Site, heads: HeadAllocation, *, room: int, slack: int, prefill: bool, pooled: bool
+        self, site: Site, heads: HeadAllocation, *, room: int, slack: int, prefill: bool, pooled: bool, decodes: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What a layer holds: (live tokens a head on average, most slots of a head, most slots of all heads).
 
@@ -83,16 +90,23 @@ class Tables:
           slack: tokens that a selection may leave beyond the budget.
           prefill: whether something is evicted after the prompt.
           pooled: whether heads share slots.
+          decodes: whether heads that differ evict while decoding.
         """
         n = np.arange(site.prompt_len + 1)
         target, outside = site.column(self.budget), self.outside
         cap = heads.cap(target - outside, np.maximum(n - outside, 0), site, outside) + outside + slack
+        later = self.later(site, heads, room=room, prefill=prefill) + (outside + slack)[:, None] if decodes else None
+        held = cap if later is None else np.maximum(cap[:, None], later)
+        cap = cap if later is None else held.max(1)
         if not prefill:
             cap = np.maximum(cap, site.prompt_len)
         capacity = np.minimum(site.prompt_len + site.max_new_tokens, cap + room)
         slots = site.num_kv_heads * capacity
         if pooled and prefill:
             together = heads.total(target, site.num_kv_heads) + site.num_kv_heads * (room + slack)
+            if later is not None:  # heads hold as much as others until shares are decided, and then what they got
+                every = np.broadcast_to(held + room, (len(n), site.num_kv_heads)).sum(1)
+                together = np.where(np.maximum(n, target) + slack < later.max(1), every, together)
             slots = np.minimum(slots, together)
         return target, capacity, slots
 
