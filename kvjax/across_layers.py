@@ -15,7 +15,7 @@ from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import Chosen, KVState, LayerKV
 from kvjax.eviction import Evict, EvictMemory, Numbers
 from kvjax.pallas_kernels.values import Value, a, number, settle, tokens
-from kvjax.policy import LayerSpec, Policy, Rule, as_policy, check_moment, context, obeying
+from kvjax.policy import LayerSpec, Policy, Rule, check_moment, context, decides_by_layer, obeying
 from kvjax.scoring.row_votes import LastVotes, mean_and_variance
 from kvjax.scoring.select import Selection, largest
 from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement, Moment, Slots, ordered
@@ -282,7 +282,7 @@ class AcrossLayers(Policy):
         check_moment(self, state, attn_stats)
         if attn_stats.phase == "decode":
             return state
-        contexts = tuple(context(state, i, "prefill") for i in range(len(state.layers)))
+        contexts = tuple(context(state, i, "prefill", attn_stats.tokens) for i in range(len(state.layers)))
         views = tuple(kv.view() for kv in state.layers)
         decided = mesh.everywhere(self._decide, views, attn_stats.layers, contexts)
         kept = zip(state.layers, decided, strict=True)
@@ -318,7 +318,8 @@ def across_layers(policy: Policy, by: Division, *, max_ratio: float = 2.0) -> Ac
       max_ratio: no layer gets more than this many times the average.
 
     Raises:
-      ValueError: what is no policy or no division; in `make_plan`, a policy of several rules, one that evicts while
+      ValueError: what is no policy or no division, or a policy of `shared_layers`, all of whose layers keep the same
+        tokens, or of `across_layers`; in `make_plan`, a policy of several rules, one that evicts while
         decoding, or one that divides its budget over layers already.
     """
-    return AcrossLayers(as_policy(policy), by, max_ratio)
+    return AcrossLayers(decides_by_layer(policy, "across_layers"), by, max_ratio)

@@ -17,7 +17,17 @@ from kvjax.by_head import ByHead
 from kvjax.cache.context import Site
 from kvjax.cache.state import KVState
 from kvjax.pallas_kernels.values import checked, each, one_of
-from kvjax.policy import LayerPolicy, Layout, Policy, Rule, as_policy, check_moment, context, obeying
+from kvjax.policy import (
+    LayerPolicy,
+    Layout,
+    Policy,
+    Rule,
+    as_policy,
+    check_moment,
+    context,
+    decides_by_layer,
+    obeying,
+)
 from kvjax.scoring.stats import AttentionStats, LayerStats, Observe
 from kvjax.sizes.schedule import Schedule
 
@@ -149,7 +159,7 @@ class SharedLayers(Policy):
         total = LayerStats(
             tuple(functools.reduce(jnp.add, v) for v in zip(*values, strict=True)), attn_stats.layers[0].observed
         )
-        ctx = context(state, 0, attn_stats.phase)
+        ctx = context(state, 0, attn_stats.phase, attn_stats.tokens)
         obey = obeying(*self.at(ctx.site).decide(state.layers[0].view(), total, ctx))
         return dataclasses.replace(state, layers=tuple(kv.apply(obey) for kv in state.layers))
 
@@ -303,8 +313,8 @@ def shared_layers(policy: Policy) -> Policy:
     at keys sees those of the first layer.
 
     Raises:
-      ValueError: what is no policy; in `make_plan`, a policy that measures something that cannot be summed over layers,
+      ValueError: what is no policy, or one of `across_layers`, whose layers keep different numbers of tokens, or of
+        `shared_layers`; in `make_plan`, a policy that measures something that cannot be summed over layers,
         or layers of different budgets.
     """
-    as_policy(policy)
-    return SharedLayers(policy)
+    return SharedLayers(decides_by_layer(policy, "shared_layers"))

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -14,11 +15,11 @@ from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import Chosen, LayerKV, PerHead, Positions
 from kvjax.pallas_kernels.pytree import pytree
 from kvjax.pallas_kernels.values import MOST_TOKENS, Value, a, checked, each, one_of, optional, settle
-from kvjax.policy import Granularity, LayerSpec, Layout, Rule, on_devices
+from kvjax.policy import Granularity, LayerSpec, Layout, Rule, check_init, on_devices
 from kvjax.scoring.protect import Protect, Scope, protected
 from kvjax.scoring.scores import FromFunction, Recency, Score
 from kvjax.scoring.select import Limits, Select, Selection, TopK, check_plain
-from kvjax.scoring.stats import LayerStats, Measurement, Moment, Slots, ordered
+from kvjax.scoring.stats import LayerStats, Measurement, Moment, Slots, check_memory, ordered
 from kvjax.sizes.allocation import HeadAllocation, LayerAllocation, UniformHeads, UniformLayers
 from kvjax.sizes.budget import Count, Counts, GivenCounts, RuleSizes, Tokens, as_budget, as_count, lookup, narrow
 from kvjax.sizes.schedule import Schedule
@@ -160,6 +161,9 @@ class Evict(Rule):
     def check(self, site: Site, prompt_length: int) -> None:
         """See `Rule`."""
         self.score.check(site)
+        for part in (self.score, self.scope, self.select):
+            if part is not None:
+                check_init(part, dataclasses.replace(site, layer=0))
         _check_sizes(self, self._sizes(site), site, prompt_length)
 
     @property
@@ -228,7 +232,15 @@ class Evict(Rule):
         """The memory after the rows just computed, before anything is chosen."""
         slots = Slots(kv, stats, ctx, kv.live)
         scope = memory.scope if self.scope is None else self.scope.update(slots.of(memory.scope))
-        return dataclasses.replace(memory, score=self.score.update(slots.of(memory.score)), scope=scope)
+        score = self.score.update(slots.of(memory.score))
+        for part, before, after in ((self.score, memory.score, score), (self.scope, memory.scope, scope)):
+            check_memory(part, after, kv.pos.shape, "update")
+            if jax.tree.structure(before) != jax.tree.structure(after):
+                raise ValueError(
+                    f"{part} returns from update {jax.tree.structure(after)}, but init has given "
+                    f"{jax.tree.structure(before)}; give both the same parts"
+                )
+        return dataclasses.replace(memory, score=score, scope=scope)
 
     def visible(self, moment: Moment) -> Bool[Array, "B K S"] | Chosen | None:
         """See `Rule`."""

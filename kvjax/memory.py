@@ -319,7 +319,7 @@ def _measured(
     new = jnp.zeros((batch, kv.num_kv_heads, rows, site.head_dim), dtype)
     kv = append(kv, new, new, pos)
     chunk = None if again is None else again.span(site.prompt_len, ctx.length, jnp.int32(0))
-    ctx = dataclasses.replace(ctx, tokens=pos, again=chunk)
+    ctx = dataclasses.replace(ctx, ids=pos, again=chunk)
     out_proj = jnp.zeros((site.num_query_heads, site.head_dim, max(embed_dim, 1)), dtype)
     hidden = jnp.zeros((batch, rows, max(embed_dim, 1)), dtype)
     moment = Moment(q, q, kv, pos, ctx, lambda x, at: x, out_proj, hidden)

@@ -28,7 +28,7 @@ from kvjax.cache.state import Chosen, KeyPositions, KVState, LayerKV, Positions
 from kvjax.pallas_kernels.values import Value
 from kvjax.scoring.replay import Replay
 from kvjax.scoring.select import InTurn, Selection, check_plain
-from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement, Moment, ordered
+from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement, Moment, check_memory, ordered
 from kvjax.sizes.schedule import Schedule
 
 Granularity = Literal["kv_head", "query_head"]
@@ -208,8 +208,9 @@ class Policy(Value, abc.ABC):
           ValueError: no state and its statistics, or a state whose plan is not this policy's.
         """
         check_moment(self, state, attn_stats)
+        here = attn_stats.phase, attn_stats.tokens
         layers = (
-            kv.apply(lambda view, s=stats, i=i: self.layer(view, s, context(state, i, attn_stats.phase)))
+            kv.apply(lambda view, s=stats, i=i: self.layer(view, s, context(state, i, *here)))
             for i, (kv, stats) in enumerate(zip(state.layers, attn_stats.layers, strict=True))
         )
         return dataclasses.replace(state, layers=tuple(layers))
@@ -295,7 +296,8 @@ class Rule(Policy):
 
     def check(self, site: Site, prompt_length: int) -> None:
         """See `Policy`."""
-        del site, prompt_length
+        del prompt_length
+        check_init(self, dataclasses.replace(site, layer=0))
 
     def differs(self, other: "Rule") -> tuple[str, ...]:
         """What of this rule and another is not the same, the numbers of `sizes_of` aside; nothing if they are alike."""
@@ -495,6 +497,26 @@ def as_policy(policy: Any) -> Policy:
     return policy
 
 
+@functools.lru_cache(maxsize=1024)
+def check_init(owner: Any, site: Site) -> None:
+    """Raises ValueError where what `owner.init` remembers of a layer without slots is not of slots or heads."""
+    check_memory(owner, jax.eval_shape(lambda: owner.init(site, 2)), (2, site.num_kv_heads, 0), "init")
+
+
+def decides_by_layer(policy: Any, composition: str) -> Policy:
+    """The policy itself, which a composition of all layers makes one decision of.
+
+    Raises:
+      ValueError: no policy, or one that makes one decision for all layers already.
+    """
+    if as_policy(policy).shared:
+        raise ValueError(
+            f"{composition} makes one decision for all layers, but {policy} makes one of its own for them, which would "
+            "be lost; use one of the two"
+        )
+    return policy
+
+
 def check_moment(policy: Policy, state: Any, attn_stats: Any) -> None:
     """Raises ValueError for a state that a policy cannot be applied to, as one that decodes under another's plan."""
     if not isinstance(state, KVState) or not isinstance(attn_stats, AttentionStats):
@@ -508,8 +530,8 @@ def check_moment(policy: Policy, state: Any, attn_stats: Any) -> None:
         raise ValueError(f"the state was planned for {planned}, not for {policy}; make a plan with this policy")
 
 
-def context(state: KVState, layer: int, phase: Phase) -> Context:
-    """The moment that `state` is at, for one layer."""
+def context(state: KVState, layer: int, phase: Phase, tokens: Int[Array, "B T"] | None = None) -> Context:
+    """The moment that `state` is at, for one layer, when `tokens` have been appended."""
     site = state.plan.sites[layer]
     sizes = None if state.sizes is None else state.sizes[layer]
-    return Context(state.length, state.prompt_length, state.keys, site=site, phase=phase, sizes=sizes)
+    return Context(state.length, state.prompt_length, state.keys, site=site, phase=phase, ids=tokens, sizes=sizes)

@@ -55,7 +55,7 @@ def context(site, *, length, prompt_length=None, phase="prefill", key=0, tokens=
     keys = jax.random.split(jax.random.key(key), length.shape[0])
     if tokens is None:
         tokens = token_ids(len(length), site.prompt_len if phase == "prefill" else 1, key)
-    return Context(length, prompt, keys, site=site, phase=phase, tokens=tokens)
+    return Context(length, prompt, keys, site=site, phase=phase, ids=tokens)
 
 
 EMBED_DIM = 32  # of the models that tests read with
@@ -147,7 +147,7 @@ def replay(policy, q, k, v, n, *, key=None, block=None, lengths=None, ids=None, 
         pos = jnp.maximum(column, EMPTY)
         seen = pos[:, -1] + 1
         new_ids = None if ids is None else ids[:, first:last]
-        ctx = Context(seen, lengths, keys, site=where, phase=phase, tokens=new_ids)
+        ctx = Context(seen, lengths, keys, site=where, phase=phase, ids=new_ids)
         if phase == "decode":
             kv = here.make_room(kv, dataclasses.replace(ctx, length=seen - 1))
         cut = lambda x: x[:, :, first:last]

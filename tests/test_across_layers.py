@@ -173,6 +173,15 @@ def test_what_cannot_compete_is_refused(make, message):
         kvjax.make_plan(CONFIG, make(), prompt_len=T, max_new_tokens=4)
 
 
+def test_one_decision_for_all_layers_is_not_made_of_another():
+    by, alone = Preference(W), methods.snapkv(10, window_size=W)
+    shares = kvjax.shared_layers, lambda policy: kvjax.across_layers(policy, by)
+    for outer in shares:
+        for inner in shares:
+            with pytest.raises(ValueError, match="makes one of its own for them, which would be lost; use one of the"):
+                outer(inner(alone))
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("given", [{"max_ratio": 0.5}, {"max_ratio": float("nan")}, {"by": "entropy"}])
 def test_what_is_no_division_is_refused(given):

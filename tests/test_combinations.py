@@ -14,6 +14,7 @@ from kvjax.analysis.losses import least_bound
 from kvjax.cache.state import evict
 from kvjax.pallas_kernels.pytree import pytree
 from kvjax.policy import LayerSpec, merged
+from kvjax.scoring.scores import Score
 from kvjax.scoring.select import Select, Selection, TopK, largest
 from tests import helpers
 
@@ -186,6 +187,60 @@ def test_infinite_scores_relax(scale):
             np.testing.assert_allclose(selection.gate[..., :4], 0.0, atol=1e-6)
             np.testing.assert_allclose(selection.gate[..., 9], 1.0, rtol=1e-6)
     np.testing.assert_allclose(selection.gate, kvjax.evict_layer(hard, *qkv).keep, atol=1e-4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ids(Score):
+    """Remembers the id of every token, or what it should not."""
+
+    empty: tuple[int, ...] = (0,)
+    later: tuple[int, ...] = ()
+
+    def init(self, site, batch):
+        return jnp.zeros((batch, site.num_kv_heads)[: len(self.empty) + 1] + self.empty, jnp.int32)
+
+    def update(self, slots):
+        kv, ids = slots.kv, slots.ctx.tokens
+        column = kv.pos - (slots.ctx.length[:, None, None] - ids.shape[1])
+        new = kv.live & (column >= 0)
+        found = ids[jnp.arange(len(ids))[:, None, None], jnp.maximum(column, 0)]
+        return jnp.where(new, found, slots.memory)[(..., *self.later)]
+
+    def __call__(self, slots):
+        return -slots.memory.astype(jnp.float32)
+
+
+def test_a_score_sees_the_ids_of_what_was_just_read(tiny):
+    """Of the prompt, of blocks of it, of every step; under a decision for all layers, too."""
+    tokens = np.random.default_rng(0).integers(0, 61, 20)
+    steps = kvjax.Evict(Ids(), 8, when=kvjax.every_step())
+    for policy, block in ((steps, None), (steps, 5), (kvjax.shared_layers(steps), None)):
+        for state in read(tiny, policy, 16, new=4, block=block)[::2]:
+            for kv in state.layers:
+                pos, ids = np.asarray(kv.pos), np.asarray(kv.memory[0].score)
+                np.testing.assert_array_equal(ids[pos >= 0], tokens[pos[pos >= 0]])
+    q, k, v = helpers.qkv(0, B=1, T=16)
+    by_layer = kvjax.Evict(Ids(), 8)
+    with pytest.raises(ValueError, match=r"ids of the tokens just read are wanted .*: give evict_layer tokens="):
+        kvjax.evict_layer(by_layer, q, k, v)
+    kept_ids = tokens[helpers.kept(kvjax.evict_layer(by_layer, q, k, v, tokens=tokens[None, :16]))]
+    assert sorted(kept_ids) == sorted(tokens[:16])[:8]
+
+
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        (
+            Ids(empty=()),
+            r"Ids\(.*remembers an array of shape \(2,\) \(init\), .* begin with \(2, 2, 0\).* head is a kvjax.cache.state.PerHead",
+        ),
+        (Ids(empty=(3,)), r"an array of shape \(2, 2, 3\) \(init\)"),
+        (Ids(later=(0,)), r"an array of shape \(1, 2\) \(update\), which should begin with \(1, 2, 24\)"),
+    ],
+)
+def test_memory_that_is_of_no_slot_is_refused(score, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.evict_layer(kvjax.Evict(score, 8), *helpers.qkv(3, T=24, B=1), tokens=np.zeros((1, 24), np.int32))
 
 
 @dataclasses.dataclass(frozen=True)

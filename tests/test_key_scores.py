@@ -44,6 +44,16 @@ def test_squared_norms_by_hand():
     assert helpers.kept(kvjax.evict_layer(methods.curdkv(3, partition=2, sinks=1), k, k, v)) == [0, 3, 4]
 
 
+@pytest.mark.parametrize("make", [methods.expected_attention, methods.capkv])
+def test_padding_that_is_no_number_changes_nothing(make):
+    """Of all methods: `test_a_padded_row_gets_what_it_gets_alone`."""
+    policy, qkv = make(8, horizon=8), helpers.qkv(0, B=1, T=T)
+    alone = kvjax.evict_layer(policy, *(x[:, :, 5:] for x in qkv))
+    padded = kvjax.evict_layer(policy, *(x.at[:, :, :5].set(jnp.nan) for x in qkv), lengths=[T - 5])
+    assert [i - 5 for i in helpers.kept(padded)] == helpers.kept(alone)
+    np.testing.assert_allclose(padded.score[..., 5:], alone.score, rtol=1e-4)
+
+
 def test_filters_look_along_one_direction_a_head():
     q, k, v = helpers.qkv(0)
     filters = np.random.default_rng(0).standard_normal((3, K, H)).astype(np.float32)

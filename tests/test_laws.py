@@ -190,7 +190,9 @@ def test_a_padded_row_gets_what_it_gets_alone(case, budget):
     keys = jax.random.split(jax.random.key(9), B)
     tokens = helpers.token_ids(B, T)
     evict_layer = functools.partial(kvjax.evict_layer, policy, layer=1, num_layers=3, out_proj=OUT_PROJ)
-    together = evict_layer(q, k, v, lengths=jnp.asarray(lengths), key=keys, tokens=tokens)
+    padding = np.arange(T) < T - lengths[:, None]  # may hold anything
+    filled = (jnp.where(padding[:, None, :, None], jnp.nan, x) for x in (q, k, v))
+    together = evict_layer(*filled, lengths=jnp.asarray(lengths), key=keys, tokens=jnp.where(padding, -7, tokens))
     for row, n in enumerate(lengths):
         cut = lambda x, row=row, n=n: x[row : row + 1, :, T - n :]
         ids = tokens[row : row + 1, T - n :]

@@ -286,7 +286,7 @@ def read_traced(
             """Attention output, cache and statistics as a policy with these keys meets them."""
             heads = K if granularity == "kv_head" else N
             site = dataclasses.replace(sites[layer], num_kv_heads=heads)
-            ctx = Context(lengths, lengths, keys, site=site, phase="prefill", tokens=tokens)
+            ctx = Context(lengths, lengths, keys, site=site, phase="prefill", ids=tokens)
             k_, v_ = (x if heads == K else by_query_head(x, N) for x in (k, v))
             empty = LayerKV(k_[:, :, :0], v_[:, :, :0], jnp.zeros((B, heads, 0), jnp.int32))
             seen = {"observe": observe, "out_proj": out_proj, "hidden": hidden}

@@ -128,7 +128,7 @@ class Context:
       keys: one PRNG key a sequence.
       site: which layer of which plan.
       phase: "prefill" (T prompt tokens were appended) or "decode" (one token was).
-      tokens: ids of the tokens just appended, where the driver knows them.
+      ids: of the tokens just appended, where the driver knows them; `tokens` is how they are read.
       index: the layer, traced, where one program serves several; None for the site's.
       sizes: what the rules of a layer have instead of planned numbers, one a rule (`Rule.sizes_of`); for one rule,
         its own. None for the planned ones.
@@ -142,11 +142,27 @@ class Context:
     keys: Key[Array, "B"]
     site: Site = static()
     phase: Phase = static()
-    tokens: Int[Array, "B T"] | None = None
+    ids: Int[Array, "B T"] | None = None
     index: Int[Array, ""] | None = None
     sizes: Any = None
     heads: Int[Array, "K"] | None = None
     again: tuple[Int[Array, "B"], Int[Array, "B"]] | None = None
+
+    @property
+    def tokens(self) -> Int[Array, "B T"]:
+        """Ids of the tokens just appended: of the prompt, of a block of it, or of a decode step's one; 0 for padding.
+
+        The last column is that of position `length - 1`.
+
+        Raises:
+          ValueError: they are not known.
+        """
+        if self.ids is None:
+            raise ValueError(
+                "the ids of the tokens just read are wanted (ctx.tokens), but are not known here: give evict_layer "
+                "tokens=; where room is made before a step's token comes (before_append()), there are none yet"
+            )
+        return self.ids
 
     @property
     def layer(self) -> Int[Array, ""]:

@@ -73,7 +73,7 @@ class LayerSteps:
             policy = dataclasses.replace(policy, site=policy.site.shared())
             sizes = self.state.sizes and jax.tree.map(lambda *x: jnp.stack(x)[self.index], *self.state.sizes)
             ctx = dataclasses.replace(ctx, site=policy.site, index=self.index, sizes=sizes)
-        return policy, dataclasses.replace(ctx, tokens=self.tokens)
+        return policy, dataclasses.replace(ctx, ids=self.tokens)
 
     def __call__(
         self,

@@ -125,7 +125,7 @@ def _read_behind(
     def attend_(cache, q, k, v, *, layer, **options):
         q, k, v = (mesh.prompt_rows(x, None, mesh.HEADS) for x in (q, k, v))
         ctx = context(state, layer, "prefill")
-        ctx = dataclasses.replace(ctx, length=state.length + valid, tokens=tokens, again=chunk)
+        ctx = dataclasses.replace(ctx, length=state.length + valid, ids=tokens, again=chunk)
         out, _, stats = attend(cache, q, k, v, pos, ctx=ctx, observe=observe[layer], **options)
         return out, cache, stats
 
@@ -162,7 +162,7 @@ def read_again(
         for layer, more in zip(found, _repeated(model, params, tokens, state, how), strict=True):
             layer.update(more)
     layers = tuple(LayerStats(tuple(layer.values()), tuple(layer)) for layer in found)
-    return AttentionStats(layers, phase="prefill")
+    return dataclasses.replace(stats, layers=layers)
 
 
 def _repeated(

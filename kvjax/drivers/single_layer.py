@@ -45,7 +45,7 @@ def evict_layer(
       slopes: those of ALiBi, one for each query head, if the model has them.
       out_proj: the output projection, for policies that look at what values contribute.
       hidden: what queries, keys and values are projections of, for policies that look at hidden states.
-      tokens: token ids, for policies that look at them.
+      tokens: token ids, for policies that look at them (`ctx.tokens`).
       layer, num_layers: which layer this is, for policies that treat layers differently.
 
     Returns:
@@ -77,6 +77,7 @@ def evict_layer(
             raise ValueError(f"out_proj has the shape {out_proj.shape}, but there are {N} query heads of width {H}")
     if hidden is not None:
         check_array("hidden", hidden, "batch", "tokens", "embed_dim")
+        hidden = jnp.asarray(hidden)
         if hidden.shape[:2] != (B, T):
             raise ValueError(f"hidden has the shape {hidden.shape}, but the prompts are {B} of width {T}")
     if tokens is not None:
@@ -115,11 +116,16 @@ def evict_layer(
 
     column = jnp.arange(T, dtype=jnp.int32)[None] - (T - lengths)[:, None]
     pos = jnp.maximum(column, -1)
+    # Padding may hold anything, even what is no number; zeros are no part of any sum.
+    real = pos >= 0
+    q, k, v = (jnp.where(real[:, None, :, None], x, jnp.zeros((), x.dtype)) for x in (q, k, v))
+    hidden = None if hidden is None else jnp.where(real[..., None], hidden, jnp.zeros((), hidden.dtype))
+    tokens = None if tokens is None else jnp.where(real, tokens, jnp.zeros((), tokens.dtype))
     here = policy.at(site)
     # Whether keys are rotated at positions or at ranks, a prompt that is read at once has the same attention.
     kv = dataclasses.replace(empty_layer(here, B, k.dtype), rank=None, rotated=None, positions="original")
     observe = here.spec.observe("prefill")
-    ctx = Context(lengths, lengths, keys, site=site, phase="prefill", tokens=tokens)
+    ctx = Context(lengths, lengths, keys, site=site, phase="prefill", ids=tokens)
     rotate = (lambda x, pos: x) if rotate is None else rotate
     how = {"rotate": rotate, "out_proj": out_proj, "hidden": hidden, "scale": scale, "slopes": slopes}
     _, kv, stats = attend(kv, q, k, v, pos, ctx=ctx, observe=observe, **how)

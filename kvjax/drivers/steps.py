@@ -151,7 +151,7 @@ def forward(
     if phase == "decode":
         past = state.length - state.prompt_length > plan.max_new_tokens
         logits = jnp.where(past[:, None, None], jnp.nan, logits)
-    state, stats = dataclasses.replace(state, layers=layers), AttentionStats(stats, phase=phase)
+    state, stats = dataclasses.replace(state, layers=layers), AttentionStats(stats, phase=phase, tokens=tokens)
     if evict and plan.policy.shared:
         state = steps.decided(state, stats)
     return logits, state, stats

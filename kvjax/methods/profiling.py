@@ -55,7 +55,7 @@ class TokenKinds(Measurement):
 
     def measure(self, moment: Moment) -> Int8[Array, "B K S"]:
         """See `Measurement`."""
-        tokens = moment.ctx.tokens
+        tokens = moment.ctx.ids
         if tokens is None:
             raise ValueError(
                 "FastGen tells special tokens and punctuation by their ids, but no token ids are known here; "

@@ -502,7 +502,7 @@ class Window(Score):
 
     def summands(self, ctx: Context) -> Int[Array, "B"]:
         """See `Score`; fewer rows vote where fewer were read."""
-        read = ctx.site.prompt_len if ctx.tokens is None else ctx.tokens.shape[1]
+        read = ctx.site.prompt_len if ctx.ids is None else ctx.ids.shape[1]
         return jnp.minimum(ctx.length, min(self.rows, read)) * _heads(self.group, ctx)
 
     @property

@@ -5,12 +5,13 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Context, Phase, Site
-from kvjax.cache.state import LayerKV, Rotate, Slopes
+from kvjax.cache.state import LayerKV, PerHead, Rotate, Slopes
 from kvjax.pallas_kernels import Columns, Softmax
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.pallas_kernels.values import Value, a, each, flag, number, one_of, optional, settle, tokens
@@ -426,6 +427,25 @@ class Sums(Value):
         return sums.max(-1) if self._apart else sums
 
 
+def check_memory(owner: Any, memory: Any, slots: tuple[int, ...], of: str) -> None:
+    """Raises ValueError for numbers that belong neither to slots nor to heads.
+
+    Args:
+      owner: who carries them.
+      memory: arrays, or what has their shapes.
+      slots: the shape "B K S" of the layer's slots.
+      of: which function they come from.
+    """
+    for x in jax.tree.leaves(memory, is_leaf=lambda x: isinstance(x, PerHead)):
+        wanted, found = slots[: 2 if isinstance(x, PerHead) else 3], np.shape(getattr(x, "value", x))
+        if found[: len(wanted)] != wanted:
+            axes = "(batch, kv heads, ...)" if isinstance(x, PerHead) else "(batch, kv heads, slots, ...)"
+            raise ValueError(
+                f"{owner} remembers an array of shape {found} ({of}), which should begin with {wanted} {axes}: it has "
+                'an entry a slot, "B K S ...", 0 slots in init; a number of a head is a kvjax.cache.state.PerHead'
+            )
+
+
 class Observer(Value):
     """What looks on at every step: it lists what must be measured, and owns the numbers it carries."""
 
@@ -490,10 +510,11 @@ class Slots:
 
 @pytree
 class AttentionStats:
-    """The statistics of all layers, and the phase they were measured in."""
+    """The statistics of all layers, the phase they were measured in, and the ids of the rows' tokens."""
 
     layers: tuple[LayerStats, ...]
     phase: Phase = static()
+    tokens: Int[Array, "B T"] | None = None
 
 
 def ordered(observes: Iterable[Measurement]) -> tuple[Measurement, ...]:
