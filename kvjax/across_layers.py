@@ -236,6 +236,10 @@ class Competing(Rule):
                 f"layers compete for one budget, but {self.evict.layers} divides it already; use UniformLayers()"
             )
 
+    def check_scored(self, memory: EvictMemory, site: Site) -> None:
+        """See `Rule`."""
+        self.evict.check_scored(memory, site)
+
     def reserve(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"]:
         """See `Rule`."""
         return self.evict.reserve(kv, ctx)
@@ -299,8 +303,9 @@ class AcrossLayers(Policy):
         divided = self.by([competitor for _, competitor in found])
         decided = []
         for (memory, here), shares in zip(found, divided, strict=True):
-            moment = here.slots.kv, here.slots.stats, here.slots.ctx, here.numbers
-            decided.append(((memory,), here.rule.select_prompt(memory, *moment, shares)))
+            kv, ctx = here.slots.kv, here.slots.ctx
+            selection = here.rule.select_prompt(memory, kv, here.slots.stats, ctx, here.numbers, shares)
+            decided.append(((here.rule.noted(memory, kv, ctx, selection),), selection))
         return decided
 
 

@@ -120,6 +120,11 @@ class ByHead(Rule):
             for rule in rules:
                 rule.check(site, prompt_length)
 
+    def check_scored(self, memory: tuple[Any, ...], site: Site) -> None:
+        """See `Rule`."""
+        for layer, own in zip(self._layers(site), memory, strict=True):
+            layer.check_scored(own)
+
     def under(self, schedule: Schedule) -> "ByHead":
         """See `Rule`."""
         members = tuple(tuple(rule.under(schedule) for rule in rules) for rules in self.members)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import Chosen, LayerKV, PerHead, Positions
-from kvjax.pallas_kernels.pytree import pytree
+from kvjax.pallas_kernels.pytree import is_known, pytree
 from kvjax.pallas_kernels.values import MOST_TOKENS, Value, a, checked, each, one_of, optional, settle
 from kvjax.policy import Granularity, LayerSpec, Layout, Rule, check_init, on_devices
 from kvjax.scoring.protect import Protect, Scope, protected
@@ -189,7 +189,8 @@ class Evict(Rule):
         """See `Rule`."""
         shares = PerHead(jnp.full((batch, site.num_kv_heads), -1, jnp.int32)) if self._remembers_heads else None
         scope = () if self.scope is None else self.scope.init(site, batch)
-        return EvictMemory(self.score.init(site, batch), scope, shares, self.select.init(site, batch))
+        unscored = PerHead(jnp.zeros((batch, site.num_kv_heads), bool))
+        return EvictMemory(self.score.init(site, batch), scope, shares, self.select.init(site, batch), unscored)
 
     def under(self, schedule: Schedule) -> "Evict":
         """See `Rule`."""
@@ -209,11 +210,32 @@ class Evict(Rule):
                 memory = dataclasses.replace(
                     memory, shares=PerHead(self._at_prompt(memory.shares.value, found, kv, ctx))
                 )
-            return memory, selection
+            return self.noted(memory, kv, ctx, selection), selection
         if self.when.before_append:
             return memory, None
         selection, shares = self._scheduled_select(memory, kv, stats, ctx)
         return _sharing(memory, shares), selection
+
+    def noted(self, memory: "EvictMemory", kv: LayerKV, ctx: Context, selection: Selection) -> "EvictMemory":
+        """The memory with the heads of which a prompt's tokens went though no score that competes is a number."""
+        if memory.unscored is None:
+            return memory
+        compete = kv.live & ~self.safe(kv, ctx)
+        goes = (kv.live & ~selection.keep).any(-1)
+        found = goes & ~(compete & ~jnp.isnan(selection.score)).any(-1)
+        return dataclasses.replace(memory, unscored=PerHead(memory.unscored.value | found))
+
+    def check_scored(self, memory: "EvictMemory", site: Site) -> None:
+        """See `Rule`."""
+        found = memory.unscored and memory.unscored.value
+        if not isinstance(found, jax.Array) or not is_known(found) or not found.is_fully_addressable:
+            return
+        if (heads := np.asarray(found)).any():
+            raise ValueError(
+                f"{self.score} gives no token a score that is a number (NaN in layer {site.layer}, in {heads.sum()} of "
+                f"{heads.size} kv heads of the batch), so that what stays of the prompt is no choice of it; mend the "
+                "score, or what it reads"
+            )
 
     def _at_prompt(self, before: Array, found: Array, kv: LayerKV, ctx: Context) -> Int[Array, "B K"]:
         """Shares that the prompt decides, below 0 where that is left to the first eviction after it."""
@@ -571,12 +593,14 @@ class EvictMemory:
       shares: tokens that the first eviction gave every head beyond its protected ones, where heads differ; below 0
         before it.
       select: what the selection carries.
+      unscored: the heads of which a prompt's tokens went though none had a score that is a number; None if unknown.
     """
 
     score: Any
     scope: Any
     shares: PerHead | None
     select: Any = ()
+    unscored: PerHead | None = None
 
 
 @dataclasses.dataclass(frozen=True)

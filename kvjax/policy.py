@@ -299,6 +299,10 @@ class Rule(Policy):
         del prompt_length
         check_init(self, dataclasses.replace(site, layer=0))
 
+    def check_scored(self, memory: Any, site: Site) -> None:
+        """Raises ValueError where a prompt's tokens went by scores none of which is a number, if `memory` is known."""
+        del memory, site
+
     def differs(self, other: "Rule") -> tuple[str, ...]:
         """What of this rule and another is not the same, the numbers of `sizes_of` aside; nothing if they are alike."""
         return () if self == other else (type(self).__name__,)
@@ -423,6 +427,11 @@ class LayerPolicy:
         masks += [shown.mask(kv.num_slots) for shown in named[1:]]
         mask = functools.reduce(jnp.logical_and, masks) if masks else None
         return mask if not named else named[0] if mask is None else named[0].among(mask)
+
+    def check_scored(self, memory: tuple[Any, ...]) -> None:
+        """Raises ValueError where a rule says so (`Rule.check_scored`)."""
+        for rule, own in zip(self.rules, memory, strict=True):
+            rule.check_scored(own, self.site)
 
     def reserve(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"] | None:
         """The most live slots that each head will hold while decoding; None if no rule knows."""

@@ -176,6 +176,30 @@ def test_what_has_no_number_goes_first():
     assert np.nonzero(np.asarray(keep[0, 0]))[0].tolist() == sorted([*others, 19, 22])
 
 
+def _nothing(kv, stats, ctx):
+    """No number in the last head."""
+    del stats, ctx
+    return jnp.where(jnp.arange(kv.pos.shape[1])[None, :, None] == 1, jnp.nan, kv.pos.astype(jnp.float32))
+
+
+def test_a_score_that_is_no_number_is_named(tiny):
+    """Wherever its result is known; a prompt that stays whole needs none."""
+    (model, params), tokens = tiny, jnp.arange(16)[None]
+    policy = kvjax.from_fn(_nothing, budget=8)
+    competing = kvjax.across_layers(policy, kvjax.ScoreEntropy())
+    plan = kvjax.make_plan(model.config, policy, prompt_len=16, max_new_tokens=1)
+    for call in (
+        lambda: kvjax.evict_layer(policy, *helpers.qkv(3, T=16, B=1)),
+        lambda: kvjax.generate(model, params, tokens, policy=kvjax.chain(methods.window(12), policy), max_new_tokens=1),
+        lambda: kvjax.generate(model, params, tokens, policy=competing, max_new_tokens=1),
+        lambda: kvjax.prefill(model, params, tokens, plan),
+    ):
+        with pytest.raises(ValueError, match=r"fn=_nothing.* is a number \(NaN in layer 0, in 1 of 2 kv heads of the"):
+            call()
+    jax.jit(lambda params: kvjax.prefill(model, params, tokens, plan))(params)
+    kvjax.evict_layer(policy, *helpers.qkv(3, T=8, B=1))
+
+
 @pytest.mark.parametrize("scale", ["rank", "score"])
 def test_infinite_scores_relax(scale):
     """They are first or last at every temperature, and the others take their gates among themselves."""
@@ -232,7 +256,7 @@ def test_a_score_sees_the_ids_of_what_was_just_read(tiny):
     [
         (
             Ids(empty=()),
-            r"Ids\(.*remembers an array of shape \(2,\) \(init\), .* begin with \(2, 2, 0\).* head is a kvjax.cache.state.PerHead",
+            r"Ids\(.*remembers an array of shape \(2,\) \(init\), .* begin with \(2, 2, 0\).* head is a .*PerHead",
         ),
         (Ids(empty=(3,)), r"an array of shape \(2, 2, 3\) \(init\)"),
         (Ids(later=(0,)), r"an array of shape \(1, 2\) \(update\), which should begin with \(1, 2, 24\)"),

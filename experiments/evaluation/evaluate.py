@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 import kvjax
 from kvjax.cache.mesh import agreed
-from kvjax.drivers.generation import Model, check_block, check_request
+from kvjax.drivers.generation import Model, as_scored, check_block, check_request
 from kvjax.experiments.evaluation.batches import Bucket, Row
 from kvjax.experiments.evaluation.searching import Search, check_beams
 from kvjax.experiments.tasks import Example
@@ -264,6 +264,7 @@ class Evaluator:
         logits, state = prefill(self.params, tokens, lengths, keys)
         jax.block_until_ready(logits)
         prefill_seconds = time.perf_counter() - start
+        as_scored(state)
         live = np.asarray(state.num_live.mean((1, 2), dtype=jnp.float32))
         positions = None
         if (at := next((i for i, row in enumerate(batch) if row.example is shown), None)) is not None:

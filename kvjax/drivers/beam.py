@@ -26,7 +26,7 @@ from kvjax.cache.context import checked_key
 from kvjax.cache.state import KVState, take_rows
 from kvjax.drivers.buckets import plan_request, rounds
 from kvjax.drivers.generation import NO_TOKEN
-from kvjax.drivers.requests import Model, check_block, check_logits, check_prompts, check_request, check_room
+from kvjax.drivers.requests import Model, as_scored, check_block, check_logits, check_prompts, check_request, check_room
 from kvjax.drivers.sampling import Greedy
 from kvjax.drivers.steps import decode_step, prefill
 from kvjax.pallas_kernels.pytree import pytree
@@ -385,6 +385,7 @@ def generate_beams(
         pad_id=pad_id,
         num_return_sequences=num_return_sequences,
     )
+    as_scored(found.state)
     return dataclasses.replace(found, tokens=found.tokens[:, :, :max_new_tokens])
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.cache.context import row_keys
 from kvjax.cache.state import KVState
 from kvjax.drivers.interrupts import uninterrupted
-from kvjax.drivers.requests import Model, check_chunk, check_model, check_vocabulary
+from kvjax.drivers.requests import Model, as_scored, check_chunk, check_model, check_vocabulary
 from kvjax.drivers.steps import decode_step, prefill
 from kvjax.pallas_kernels.values import MOST_TOKENS, as_numpy, checked, one_of, whole
 from kvjax.plan import CachePlan, ModelConfig, make_plan
@@ -104,6 +104,7 @@ class Reader(Iterator[np.ndarray]):
         self._logits, self._state = _begin(model, params, jnp.asarray(prompt), row_keys(key, B), plan=plan)
         if isinstance(self._logits, jax.core.Tracer):
             raise ValueError("a reader reads chunk by chunk outside of jit, but is made inside; use kvjax.feed")
+        as_scored(self._state)
         self._pending, self.num_tokens = [], T
 
     @property

@@ -19,6 +19,7 @@ from kvjax.cache.state import KVState
 from kvjax.drivers.buckets import plan_request, rounds
 from kvjax.drivers.requests import Model as Model
 from kvjax.drivers.requests import as_ids as as_ids
+from kvjax.drivers.requests import as_scored as as_scored
 from kvjax.drivers.requests import check_block as check_block
 from kvjax.drivers.requests import check_key as check_key
 from kvjax.drivers.requests import check_logits as check_logits
@@ -247,7 +248,7 @@ def generate(
     Raises:
       ValueError: a sampler that draws without a key, empty prompts, token ids outside the vocabulary, lengths outside
         the prompt, sizes that the policy cannot work with, a mesh whose devices do not divide what they share; always
-        before anything runs.
+        before anything runs. After it, a score that is no number for any token of a prompt that was evicted from.
     """
     eos_ids = check_request(model, max_new_tokens, sampler, eos_ids, pad_id)
     check_key(sampler, key)
@@ -279,4 +280,5 @@ def generate(
         block=block,
         mesh=mesh,
     )
+    as_scored(found.state)
     return dataclasses.replace(found, tokens=found.tokens[:, :max_new_tokens])

@@ -32,6 +32,17 @@ from kvjax.plan import CachePlan, ModelConfig, Sizes, as_lengths
 from kvjax.scoring.stats import LayerStats
 
 
+def as_scored(state: KVState) -> KVState:
+    """The state itself, once it is there: called when a prompt has been read, not while decoding. Traced ones pass.
+
+    Raises:
+      ValueError: tokens of the prompt went by scores none of which is a number.
+    """
+    for layer, kv in zip(state.plan.layers, state.layers, strict=True):
+        layer.check_scored(kv.memory)
+    return state
+
+
 @runtime_checkable
 class Model(Protocol):
     """A language model as the drivers see it: hashable, compared by value."""

@@ -17,7 +17,15 @@ from kvjax.cache.state import KVState, take_rows
 from kvjax.drivers.buckets import bucket, plan_request, rounds
 from kvjax.drivers.dialogue import Dialogue
 from kvjax.drivers.generation import first_token
-from kvjax.drivers.requests import Model, check_block, check_key, check_prompts, check_request, check_vocabulary
+from kvjax.drivers.requests import (
+    Model,
+    as_scored,
+    check_block,
+    check_key,
+    check_prompts,
+    check_request,
+    check_vocabulary,
+)
 from kvjax.drivers.sampling import Greedy, Sampler
 from kvjax.drivers.steps import decode_step, prefill
 from kvjax.drivers.streaming import Stream, stepping, stop_strings
@@ -155,7 +163,7 @@ class Session:
             self._check_positions(len(ids))
         block = check_block(plan, self._block, len(ids))
         lengths = jnp.asarray(lengths)
-        state = _compress(self._model, self._params, tokens, lengths, self._keys, plan=plan, block=block)
+        state = as_scored(_compress(self._model, self._params, tokens, lengths, self._keys, plan=plan, block=block))
         self._state, self._dialogue, self._read, self._pending = state, dialogue, ids, []
         return self
 

@@ -54,7 +54,7 @@ def evict_layer(
 
     Raises:
       ValueError: tensors that do not fit together, or a policy that cannot work with this prompt, or not read at once,
-        or read again.
+        or read again; a score that is no number for any token, though some go.
     """
     as_policy(policy)
     num_layers = checked(whole(1, 2**16), "num_layers", num_layers)
@@ -129,7 +129,8 @@ def evict_layer(
     rotate = (lambda x, pos: x) if rotate is None else rotate
     how = {"rotate": rotate, "out_proj": out_proj, "hidden": hidden, "scale": scale, "slopes": slopes}
     _, kv, stats = attend(kv, q, k, v, pos, ctx=ctx, observe=observe, **how)
-    _, selection = here.decide(kv, stats, ctx)
+    memory, selection = here.decide(kv, stats, ctx)
+    here.check_scored(memory)
     if selection is None:
         score = jnp.where(kv.live, 0.0, -jnp.inf)
         return Selection(kv.live, score, jnp.broadcast_to(lengths[:, None], (B, K)))

@@ -25,6 +25,7 @@ from kvjax.drivers.replay import decided_by_replay
 from kvjax.drivers.requests import (
     Model,
     as_ids,
+    as_scored,
     check_block,
     check_decodes,
     check_is,
@@ -202,7 +203,8 @@ def prefill(
       ValueError: a plan for another model, a prompt of another width, token ids outside the vocabulary, lengths that
         the plan has no room for, a block without tokens, blocks for a policy that looks at the whole prompt (FastGen,
         KVzip), or others than of one token for a policy that lets every row decide (H2O's stepwise mask); a mesh whose
-        devices do not divide what they share.
+        devices do not divide what they share; a score of which no number comes. Inside `jax.jit` such a score is not
+        seen: all tokens are worth the same, and the newest stay (`kvjax.evict_layer` tells).
     """
     tokens, lengths = check_prompts(model, tokens, lengths, attention_mask)
     check_is(CachePlan, "plan", plan)
@@ -217,14 +219,16 @@ def prefill(
         mesh = as_mesh(mesh)
         check_split(mesh, plan, model.config, len(tokens), block)
         rows = shard_rows((tokens, lengths, row_keys(key, len(tokens)), sizes), mesh)
-        return _prefill_on(model, shard_params(model, params, mesh), *rows, plan=plan, block=block, mesh=mesh)
+        params = shard_params(model, params, mesh)
+        logits, state = _prefill_on(model, params, *rows, plan=plan, block=block, mesh=mesh)
+        return logits, as_scored(state)
     state = init_state(plan, lengths, key=key, dtype=model.config.dtype, sizes=sizes)
     if plan.replays:
         logits, state, stats = forward(model, params, tokens, state, valid=lengths)
-        return logits[:, -1], decided_by_replay(model, params, tokens, state, stats)
+        return logits[:, -1], as_scored(decided_by_replay(model, params, tokens, state, stats))
     if block is None:
         logits, state, _ = forward(model, params, tokens, state, valid=lengths, evict=True)
-        return logits[:, -1], state
+        return logits[:, -1], as_scored(state)
 
     tokens = jnp.pad(tokens, ((0, 0), (-T % block, 0)))
     num = tokens.shape[1] // block
@@ -240,7 +244,7 @@ def prefill(
         steps = jnp.arange(num - 1, dtype=jnp.int32)
         state, _ = lax.scan(lambda state, i: (read(state, i)[1], None), state, steps)
     logits, state = read(state, jnp.int32(num - 1), ends=True)
-    return logits[:, -1], state
+    return logits[:, -1], as_scored(state)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "plan", "block", "mesh"))

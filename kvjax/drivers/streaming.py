@@ -18,7 +18,7 @@ from kvjax.drivers.buckets import plan_request, rounds
 from kvjax.drivers.endless import check_counted, plan_endless
 from kvjax.drivers.generation import NO_TOKEN, first_token, next_token
 from kvjax.drivers.interrupts import uninterrupted
-from kvjax.drivers.requests import Model, check_block, check_chunk, check_key, check_prompts, check_request
+from kvjax.drivers.requests import Model, as_scored, check_block, check_chunk, check_key, check_prompts, check_request
 from kvjax.drivers.sampling import Greedy, Sampler, seen_tokens
 from kvjax.drivers.steps import prefill
 from kvjax.drivers.text import TextPieces, check_tokenizer, encode, is_chat
@@ -279,6 +279,7 @@ def stream(
         plan, tokens = plan_request(model.config, policy, tokens, known, max_new_tokens, buckets=rounds(buckets))
     options = {"plan": plan, "sampler": sampler, "block": check_block(plan, block, width)}
     drawn = _start(model, params, tokens, jnp.asarray(known), row_keys(key, B), **options)
+    as_scored(drawn[-1])
     return Stream(
         *drawn,
         step=stepping(model, params, sampler, pad_id, ends=ends, chunk=chunk),
