@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -51,6 +52,16 @@ def lines(model, params, examples, protocol, batch_size, policy):
     timed = ("prefill_seconds", "decode_tokens_per_second")
     made = {k: evaluator.line(by_key[k], v) for k, v in found.items()}
     return {k: {n: x for n, x in v.items() if n not in timed} for k, v in made.items()}
+
+
+def _nothing(kv, stats, ctx):
+    del stats, ctx
+    return jnp.full(kv.pos.shape, jnp.nan)
+
+
+def test_a_score_that_is_no_number_ends_a_run(shallow):
+    with pytest.raises(ValueError, match=r"fn=_nothing.* gives no token a score that is a number"):
+        lines(*shallow, EXAMPLES[1:2], "after_compression", 1, kvjax.from_fn(_nothing, budget=4))
 
 
 @pytest.mark.parametrize("protocol", [pytest.param("in_prompt", marks=pytest.mark.slow), "after_compression"])
