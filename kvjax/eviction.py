@@ -241,7 +241,7 @@ class Evict(Rule):
         """Shares that the prompt decides, below 0 where that is left to the first eviction after it."""
         numbers = self.numbers(ctx)
         outside = self._outside(numbers.budget, numbers.sinks, numbers.recent)
-        lasting = self.heads.lasting(found, numbers.budget - outside, numbers.most, ctx.site)
+        lasting = self.heads.lasting(found, numbers.budget - outside, numbers.most, ctx.site, outside)
         fits = (kv.num_live <= found + outside[:, None]).all(-1, keepdims=True)
         decided = ~fits & (lasting == found).all(-1, keepdims=True)
         if self.storage == "pool":  # it has slots for other shares after a prompt that is short for them alone
@@ -468,7 +468,8 @@ class Evict(Rule):
         def divide() -> tuple[Selection, Int[Array, "B K"]]:
             most = self._later(ctx)
             found = jnp.minimum(divided(), most)
-            goes, lasting = over(found), self.heads.lasting(found, average, numbers.most, ctx.site)
+            goes = over(found)
+            lasting = self.heads.lasting(found, average, numbers.most, ctx.site, outside)
             decided = jnp.where(first & goes, lasting, shares)
             selection = chosen(jnp.where(first, jnp.where(goes, lasting, found), equal), None)
             return dataclasses.replace(selection, most=None), decided

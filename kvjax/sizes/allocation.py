@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.context import Site
 from kvjax.pallas_kernels.values import Value, checked, each, flag, number, one_of, settle, whole
-from kvjax.sizes.budget import lookup, narrow, whole_tokens
+from kvjax.sizes.budget import lookup, whole_tokens
 
 
 def apportion(shares: Any, limit: Any, xp: ModuleType = np, least: Any = 0, first: Any = 0) -> Any:
@@ -336,14 +336,21 @@ class HeadAllocation(Value, abc.ABC):
           protected: tokens that every head keeps on top.
         """
 
-    def lasting(self, shares: Int[Array, "B K"], average: Int[Array, "B"], most: int, site: Site) -> Int[Array, "B K"]:
+    def lasting(
+        self,
+        shares: Int[Array, "B K"],
+        average: Int[Array, "B"],
+        most: int,
+        site: Site,
+        protected: Int[Array, "B"] | int = 0,
+    ) -> Int[Array, "B K"]:
         """What heads keep while decoding of the `shares` that the first eviction gave them: all, but for tables.
 
         Args:
           shares: selectable tokens of every head, no more than it could hold at that moment.
-          average, most, site: as in `heads`.
+          average, most, site, protected: as in `heads`.
         """
-        del average, most, site
+        del average, most, site, protected
         return shares
 
     def later(self, average: np.ndarray, limit: np.ndarray, site: Site, protected: np.ndarray | int = 0) -> np.ndarray:
@@ -472,8 +479,8 @@ class Adaptive(HeadAllocation):
         mean = average[:, None].astype(jnp.float32)
         most_of_one = lookup(_ceil(numbers * min(self.max_ratio, K)), average)[:, None].astype(jnp.float32)
         shares = own if self.safeguard == "floor_then_global" else self.alpha * own + (1.0 - self.alpha) * mean
-        held = jnp.full((K,), self.alpha < 1 if self.safeguard == "blend" else self.alpha > 0)
-        least = _least(held, candidates, average, protected)
+        held = self.alpha < 1 if self.safeguard == "blend" else self.alpha > 0
+        least = _least(held & candidates.any(-1), average, protected)
         exact = _whole(shares, score, candidates, mean, most_of_one, least)
         if self.rounding == "largest_remainder" or self.safeguard == "floor_then_global":
             return exact
@@ -538,7 +545,7 @@ class HeadTable(HeadAllocation):
     ) -> Int[Array, "B K"]:
         """See `HeadAllocation`."""
         ratios = self._ratios(site)
-        least = _least(jnp.asarray(ratios > 0), candidates, average, protected)
+        least = _least((ratios > 0)[None] & candidates.any(-1), average, protected)
         mean = average[:, None].astype(jnp.float32)
         most_of_one = lookup(_ceil(np.arange(most + 1) * ratios.max()), average)[:, None].astype(jnp.float32)
         return _whole(mean * jnp.asarray(ratios, jnp.float32)[None], score, candidates, mean, most_of_one, least)
@@ -548,13 +555,22 @@ class HeadTable(HeadAllocation):
         del limit, protected
         return _ceil(average[:, None] * self._ratios(site))
 
-    def lasting(self, shares: Int[Array, "B K"], average: Int[Array, "B"], most: int, site: Site) -> Int[Array, "B K"]:
+    def lasting(
+        self,
+        shares: Int[Array, "B K"],
+        average: Int[Array, "B"],
+        most: int,
+        site: Site,
+        protected: Int[Array, "B"] | int = 0,
+    ) -> Int[Array, "B K"]:
         """See `HeadAllocation`: those of the table."""
         del shares
+        ratios = self._ratios(site)
         mean = average[:, None].astype(jnp.float32)
-        exact = mean * jnp.asarray(self._ratios(site), jnp.float32)[None]
-        limit = jnp.asarray(narrow(self.later(np.arange(most + 1), np.zeros(0), site)))[average]
-        return _apportion_traced(exact + (mean - exact.mean(-1, keepdims=True)), limit)
+        exact = mean * jnp.asarray(ratios, jnp.float32)[None]
+        limit = jnp.asarray(self.later(np.arange(most + 1), np.zeros(0), site), jnp.float32)[average]
+        least = jnp.minimum(_least(jnp.asarray(ratios > 0)[None], average, protected), limit)
+        return _apportion_traced(exact + (mean - exact.mean(-1, keepdims=True)), limit, least=least)
 
 
 def _ceil(x: np.ndarray) -> np.ndarray:
@@ -597,11 +613,10 @@ def _fits(count: Float[Array, "B K"], mean: Float[Array, "B 1"]) -> Bool[Array, 
 
 
 def _least(
-    held: Bool[Array, "K"], candidates: Bool[Array, "B K S"], average: Int[Array, "B"], protected: Int[Array, "B"] | int
+    held: Bool[Array, "#B K"], average: Int[Array, "B"], protected: Int[Array, "B"] | int
 ) -> Float[Array, "B K"]:
-    """One token of heads that are not to be empty, where nothing is protected and there are so many."""
-    some = held[None] & candidates.any(-1) & ((average > 0) & (protected == 0))[:, None]
-    return some.astype(jnp.float32)
+    """One token of heads that are not to be empty, where nothing is protected."""
+    return (held & ((average > 0) & (protected == 0))[:, None]).astype(jnp.float32)
 
 
 def _whole(
