@@ -1,6 +1,7 @@
 """Rotary position embeddings and their length scalings."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.state import Rotate
 from kvjax.models.checks import flag, positive, whole
 from kvjax.pallas_kernels.values import one_of
 
@@ -213,12 +215,19 @@ class Rope:
         slow = np.clip((np.arange(head_dim // 2) - low) / ((high - low) or 1e-3), 0.0, 1.0)
         return slow / self.factor + (1 - slow)
 
-    def __call__(self, x: Float[Array, "B N T H"], pos: Int[Array, "B #N T"]) -> Float[Array, "B N T H"]:
+    def __call__(
+        self, x: Float[Array, "B N T H"], pos: Int[Array, "B #N T"], *, least: Int[Array, "B"] | None = None
+    ) -> Float[Array, "B N T H"]:
         """Rotates `x` at positions `pos`. Negative positions (padding) give finite values that nobody reads.
 
-        Angles are computed in float32 whatever the dtype of `x`: bfloat16 cannot tell position 256 from 257.
+        Angles are computed in float32 whatever the dtype of `x`: bfloat16 cannot tell position 256 from 257. Scalings
+        that depend on the length take it from the last position, or from `least`, if that is more.
         """
-        return self._turned(x, *self._factors(pos, x.shape[-1]))
+        return self._turned(x, *self._factors(pos, x.shape[-1], least))
+
+    def of_text(self, least: Int[Array, "B"]) -> Rotate:
+        """The rotation in texts of at least so many tokens, of which the positions may be a part."""
+        return functools.partial(self, least=least) if self.kind in ("dynamic", "longrope") else self
 
     def tabled(self, x: Float[Array, "B N T H"], pos: Int[Array, "B #N T"], bound: int) -> Float[Array, "B N T H"]:
         """The same for positions from 0 to below `bound`, fewer than there are of them: each is computed once.
@@ -234,13 +243,14 @@ class Rope:
         return self._turned(x, *factors)
 
     def _factors(
-        self, pos: Int[Array, "B #N T"], head_dim: int
+        self, pos: Int[Array, "B #N T"], head_dim: int, least: Int[Array, "B"] | None = None
     ) -> tuple[Float[Array, "B #N T pairs"], Float[Array, "B #N T pairs"]]:
         """What pairs of channels are turned by: cosines and sines."""
         H = self.turning(head_dim)
         freq = jnp.asarray(self.frequencies(H), jnp.float32)[None]
-        # The length is that of the pass, for every sequence on its own.
+        # The length is every sequence's own.
         length = jnp.maximum(pos.max((1, 2)) + 1, self.original_max)[:, None]
+        length = length if least is None else jnp.maximum(length, least[:, None])
         if self.kind == "dynamic":
             growth = self.factor * length.astype(jnp.float32) / self.original_max - (self.factor - 1.0)
             exponent = jnp.asarray(np.arange(0, H, 2) / H * (H / (H - 2)), jnp.float32)[None]

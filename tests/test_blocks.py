@@ -1,12 +1,14 @@
 """Reading a prompt in blocks, evicting after each."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax import methods
+from kvjax import methods, models
 from kvjax.scoring.protect import rows_since_insertion
 from kvjax.scoring.scores import Accumulated, Mean
 from kvjax.scoring.stats import LastRows, LayerStats, Observe, Slots
@@ -55,6 +57,24 @@ def test_a_padded_row_read_in_blocks_equals_the_row_alone(small, prompts, case, 
         assert helpers.live_positions(a)[1] == helpers.live_positions(b)[0]
         target = policy.at(helpers.site(T=T, layer=layer)).spec.target[n]
         assert int(a.num_live[1].sum()) <= min(target, n) * 2 + case.slack
+
+
+ROPES = {
+    "longrope": models.Rope("longrope", short_factor=(1.0,) * 4, long_factor=(1.0, 2.0, 3.0, 4.0), original_max=16),
+    "dynamic": models.Rope("dynamic", factor=3.0, original_max=16),
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("positions", ["original", "compact"])
+def test_rotations_take_the_length_of_the_prompt_in_every_block(tiny, prompts, kind, positions):
+    """Nothing is evicted; one row ends beyond the original context, the other inside it."""
+    model, params = tiny
+    stretched = models.LanguageModel(dataclasses.replace(model.config, rope=ROPES[kind])), params
+    policy = dataclasses.replace(methods.h2o(40), positions=positions)
+    whole, _ = read(stretched, policy, prompts, [T, 14], block=None)
+    blocks, _ = read(stretched, policy, prompts, [T, 14], block=5)
+    np.testing.assert_allclose(blocks, whole, atol=1e-4)
 
 
 def test_recency_does_not_depend_on_blocks(shallow, prompts):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import methods
+from kvjax import methods, models
 from kvjax.drivers.attention import without_cache
 from kvjax.learning.probes import fit_filters, fit_queries
 from kvjax.scoring.blends import Blend, RemovalError, Standardized, ValueWeighted
@@ -248,6 +248,8 @@ def test_leverage_sees_keys_before_rotation():
     )
     apart = scores(Leverage(None), q, k, v, rotate=lambda x, pos: x)
     np.testing.assert_allclose(scores(Leverage(None), q, k, v, rotate=turn), apart, rtol=1e-4)
+    by_length = models.Rope("dynamic", factor=3.0, original_max=T // 2)
+    np.testing.assert_allclose(scores(Leverage(None), q, k, v, rotate=by_length), apart, rtol=1e-4)
 
 
 def test_a_sketch_estimates_leverage():

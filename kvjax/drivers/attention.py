@@ -97,6 +97,7 @@ def attend(
     """
     _check_slopes(slopes, q.shape[1])
     kv = kv.view() if ctx.phase == "prefill" else kv
+    rotate = _in_prompt(rotate, ctx)
     K, raw_q = kv.num_kv_heads, q
     if k.shape[1] != K:  # a set of slots for every query head
         k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
@@ -144,6 +145,12 @@ def attend(
     moment = dataclasses.replace(moment, measured=measured)
     values = tuple(measured[o] if o in measured else o.measure(moment) for o in observe)
     return result.out, kv, LayerStats(values, tuple(observe))
+
+
+def _in_prompt(rotate: Rotate, ctx: Context) -> Rotate:
+    """The rotation of the whole prompt, of which these tokens may be a block; behind it, that of what was read."""
+    of_text = getattr(rotate, "of_text", None)
+    return rotate if of_text is None else of_text(jnp.where(ctx.length > ctx.prompt_length, 0, ctx.prompt_length))
 
 
 def _nearer(

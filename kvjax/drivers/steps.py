@@ -182,7 +182,7 @@ def prefill(
     With `block`, evict-and-encode (RoCo, arXiv 2402.06262, section 3.3): the prompt is read in blocks, and every block
     is followed by an eviction down to the budget, so that memory is that of the plan's capacity and one block whatever
     the prompt's length. Blocks end where the prompt ends, the first may be short. One block that holds the whole prompt
-    is the same as none.
+    is the same as none. Rotary scalings that depend on the length take the prompt's in every block.
 
     Args:
       model, params: the model.
