@@ -93,6 +93,16 @@ class DecoderConfig:
         return False
 
     @property
+    def reach(self) -> int:
+        """Tokens of the longest text that the model's positions were made for."""
+        return max(self.max_position, self.rope.reach)
+
+    @property
+    def border(self) -> int | None:
+        """Tokens of a text from which on its keys are rotated by other factors ("longrope"), None for no such step."""
+        return self.rope.original_max if self.rope.kind == "longrope" else None
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of every layer."""
         return self.sliding_window or (None,) * self.num_layers

@@ -175,6 +175,11 @@ class Rope:
         """Whether turning twice is turning once by the sum: not where angles or scale depend on the length."""
         return self.kind not in ("dynamic", "longrope") and self.attention_factor == 1.0
 
+    @property
+    def reach(self) -> int:
+        """The tokens that a scaling of the original context makes room for, 0 without one that says so."""
+        return 0 if self.kind in ("default", "linear") else int(self.factor * self.original_max)
+
     def turning(self, head_dim: int) -> int:
         """How many of a head's channels turn."""
         return head_dim if self.channels is None else self.channels

@@ -115,7 +115,8 @@ def test_what_is_summed_over_blocks_is_what_is_summed_over_rows(shallow, prompts
 
 
 def test_memory_does_not_grow_with_the_prompt(shallow):
-    model, params = shallow
+    model = models.LanguageModel(dataclasses.replace(shallow[0].config, max_position=2**14))
+    params = shallow[1]
 
     def compiled(length):
         plan = kvjax.make_plan(model.config, methods.roco(16), prompt_len=length, max_new_tokens=4, lengths=[length])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -327,6 +328,50 @@ def test_a_plan_is_for_one_model(shallow, change, message):
     for name in READ:
         with pytest.raises(ValueError, match=message):
             READ[name](other, params, jnp.int32(1), plan, state)
+
+
+PAST = {
+    "generate": lambda model, params, tokens, **how: kvjax.generate(model, params, tokens, max_new_tokens=5, **how),
+    "beams": lambda model, params, tokens, policy, **_: kvjax.generate_beams(
+        model, params, tokens, max_new_tokens=5, num_beams=2, policy=policy
+    ),
+    "stream": lambda model, params, tokens, **how: list(kvjax.stream(model, params, tokens, max_new_tokens=5, **how)),
+    "endless stream": lambda model, params, tokens, **how: list(
+        itertools.islice(kvjax.stream(model, params, tokens, max_new_tokens=None, eos_ids=(), **how), 5)
+    ),
+    "prefill": lambda model, params, tokens, policy, block=None: kvjax.prefill(
+        model,
+        params,
+        tokens,
+        kvjax.make_plan(model.config, policy, prompt_len=tokens.shape[1], max_new_tokens=5),
+        block=block,
+    ),
+    "read": lambda model, params, tokens, policy, block=None: list(
+        kvjax.read(model, params, [*tokens[0], 1, 2, 3, 4, 5], policy=policy, prompt_len=len(tokens[0]), chunk=5)
+    ),
+}
+
+
+@pytest.mark.parametrize("door", PAST)
+def test_texts_beyond_the_models_positions_are_warned_of(shallow, door):
+    """With both numbers, once; not where all that meets stands within them."""
+    model, params = models.LanguageModel(dataclasses.replace(shallow[0].config, max_position=16)), shallow[1]
+    tokens = np.ones((1, 12), np.int32)
+    with pytest.warns(match="a prompt of 12 tokens and 5 behind it are 17, but the model was made for 16 pos") as found:
+        PAST[door](model, params, tokens, policy=methods.h2o(6))
+    assert len(found) == 1
+    PAST[door](model, params, tokens[:, :11], policy=methods.h2o(6))
+    PAST[door](model, params, tokens, policy=methods.streaming_llm(6), block=4)
+
+
+def test_a_text_that_crosses_the_original_context_is_warned_of(shallow):
+    """Where factors of the rotation change, as at Phi-3's 4096 tokens."""
+    rope = models.Rope("longrope", short_factor=(1.0,) * 4, long_factor=(2.0,) * 4, original_max=16)
+    model, params = models.LanguageModel(dataclasses.replace(shallow[0].config, rope=rope)), shallow[1]
+    with pytest.warns(match="from 12 to 17 tokens crosses the model's original context of 16, beyond which"):
+        kvjax.generate(model, params, np.ones((1, 12), np.int32), max_new_tokens=5)
+    for inside in (11, 17):
+        kvjax.generate(model, params, np.ones((1, inside), np.int32), max_new_tokens=5)
 
 
 @pytest.mark.parametrize(

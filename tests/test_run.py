@@ -550,6 +550,18 @@ def test_runs_from_another_directory(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_rows_beyond_the_models_positions_are_warned_of(tmp_path):
+    """Before anything is compiled; pytest makes an error of it."""
+    shutil.copytree(one_layer(), tmp_path / "short")
+    file = tmp_path / "short" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 128}))
+    argv = ["--config", "window.py", *small(model=[str(tmp_path / "short")]), "--max-length", "512", "--baselines"]
+    with pytest.raises(
+        UserWarning, match=r"tokens and \d+ behind it are \d+, but the model was made for 128 positions"
+    ):
+        run.main([*argv, "--tasks", "key_value", "--output", str(tmp_path / "out")])
+
+
 def test_prompts_read_in_blocks(finished, tmp_path):
     """Less memory than at once, the full cache's results where nothing is evicted, and a setting in the manifest."""
     arguments = ["--config", "snapkv.py", *small(budget=["0.25"]), "--baselines", "--tasks", *TWO_TASKS]

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 import kvjax
 from kvjax.cache.mesh import agreed
-from kvjax.drivers.generation import Model, as_scored, check_block, check_request
+from kvjax.drivers.generation import Model, as_scored, check_block, check_positions, check_request
 from kvjax.experiments.evaluation.batches import Bucket, Row
 from kvjax.experiments.evaluation.searching import Search, check_beams
 from kvjax.experiments.tasks import Example
@@ -212,6 +212,10 @@ class Evaluator:
                         f"num_beams={bucket.num_beams} are searched on 1 device, not {mesh.size}; use no mesh"
                     )
             check_beams(model, bucket.num_beams, bucket.searches)
+        rows = [(len(row.prompt), row.steps, bucket) for bucket in buckets for b in bucket.batches for row in b]
+        if rows:
+            prompt, steps, bucket = max(rows, key=lambda row: row[0] + row[1])
+            check_positions(model.config, self.plans[bucket], prompt, steps, block=block)
 
     def compile(self, bucket: Bucket) -> Cost:
         """Compiles both programs of a bucket ahead of time, so that no timing contains it."""

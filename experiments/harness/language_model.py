@@ -26,7 +26,7 @@ import kvjax
 from kvjax import models
 from kvjax.configs.experiment import Budget
 from kvjax.drivers.buckets import bucket
-from kvjax.drivers.generation import NO_TOKEN, check_block
+from kvjax.drivers.generation import NO_TOKEN, check_block, check_positions
 from kvjax.experiments.evaluation.provenance import definition
 from kvjax.experiments.harness.options import policy_of, sampler_of
 from kvjax.experiments.harness.scoring import rounded_up, score_after, score_whole
@@ -126,6 +126,7 @@ class HarnessModel(TemplateLM):
         self.max_length = self._most(max_length)
         longest = kvjax.make_plan(self.model.config, self.policy, prompt_len=self.max_length - 1, max_new_tokens=1)
         self.block = check_block(longest, block)
+        check_positions(self.model.config, longest, self.max_length - 1, 1, block=self.block)
         self.config = {
             "checkpoint": models.fingerprint(self.source),
             "tokenizer": str(tokenizer),

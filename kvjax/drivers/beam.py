@@ -26,7 +26,16 @@ from kvjax.cache.context import checked_key
 from kvjax.cache.state import KVState, take_rows
 from kvjax.drivers.buckets import plan_request, rounds
 from kvjax.drivers.generation import NO_TOKEN
-from kvjax.drivers.requests import Model, as_scored, check_block, check_logits, check_prompts, check_request, check_room
+from kvjax.drivers.requests import (
+    Model,
+    as_scored,
+    check_block,
+    check_logits,
+    check_positions,
+    check_prompts,
+    check_request,
+    check_room,
+)
 from kvjax.drivers.sampling import Greedy
 from kvjax.drivers.steps import decode_step, prefill
 from kvjax.pallas_kernels.pytree import pytree
@@ -371,6 +380,8 @@ def generate_beams(
     width, buckets = tokens.shape[1], rounds(buckets, tokens, lengths, params, key)
     plan, tokens = plan_request(model.config, policy, tokens, lengths, max_new_tokens, buckets=buckets)
     check_block(plan, None, width)
+    longest = int(lengths.max()) if isinstance(lengths, np.ndarray) else width
+    check_positions(model.config, plan, longest, int(max_new_tokens))
     found = _generate_beams(
         model,
         params,

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.cache.context import row_keys
 from kvjax.cache.state import KVState
 from kvjax.drivers.interrupts import uninterrupted
-from kvjax.drivers.requests import Model, as_scored, check_chunk, check_model, check_vocabulary
+from kvjax.drivers.requests import Model, as_scored, check_chunk, check_model, check_positions, check_vocabulary
 from kvjax.drivers.steps import decode_step, prefill
 from kvjax.pallas_kernels.values import MOST_TOKENS, as_numpy, checked, one_of, whole
 from kvjax.plan import CachePlan, ModelConfig, make_plan
@@ -101,11 +101,12 @@ class Reader(Iterator[np.ndarray]):
             raise ValueError("there are no tokens to read; give at least one, such as BOS")
         B, T = prompt.shape
         plan = plan_endless(model.config, policy, prompt_len=T, lengths=[T])
+        check_positions(model.config, plan, T, 0)
         self._logits, self._state = _begin(model, params, jnp.asarray(prompt), row_keys(key, B), plan=plan)
         if isinstance(self._logits, jax.core.Tracer):
             raise ValueError("a reader reads chunk by chunk outside of jit, but is made inside; use kvjax.feed")
         as_scored(self._state)
-        self._pending, self.num_tokens = [], T
+        self._pending, self.num_tokens, self._prompt = [], T, T
 
     @property
     def logits(self) -> Float[Array, "B V"]:
@@ -143,6 +144,8 @@ class Reader(Iterator[np.ndarray]):
         if there != B:
             raise ValueError(f"{B} tokens came at once, but {there} sequences are read; give one id for each")
         check_counted(self.num_tokens + n)
+        prompt, read = self._prompt, self.num_tokens - self._prompt
+        check_positions(self._model.config, self._state.plan, prompt, read + n, seen=read)
         padded = jnp.asarray(np.pad(tokens, ((0, 0), (0, self._chunk - n))))
         with uninterrupted():  # as the old state is gone when the chunk has begun
             if self._lent:

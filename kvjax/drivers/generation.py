@@ -24,6 +24,7 @@ from kvjax.drivers.requests import check_block as check_block
 from kvjax.drivers.requests import check_key as check_key
 from kvjax.drivers.requests import check_logits as check_logits
 from kvjax.drivers.requests import check_model as check_model
+from kvjax.drivers.requests import check_positions as check_positions
 from kvjax.drivers.requests import check_prompts as check_prompts
 from kvjax.drivers.requests import check_request as check_request
 from kvjax.drivers.requests import check_room as check_room
@@ -216,7 +217,7 @@ def generate(
 ) -> Generation:
     """Reads left-padded prompts, evicts, and generates, in one compiled program.
 
-    An equal policy, rebuilt, compiles nothing new.
+    An equal policy, rebuilt, compiles nothing new. Texts beyond the model's positions are warned of.
 
     Args:
       model, params: the model.
@@ -259,6 +260,7 @@ def generate(
     width, buckets = tokens.shape[1], rounds(buckets, tokens, lengths, params, key)
     plan, tokens = plan_request(model.config, planned, tokens, lengths, max_new_tokens, buckets=buckets)
     block = check_block(plan, block, width)
+    check_positions(model.config, plan, width if known is None else int(known.max()), int(max_new_tokens), block=block)
     if within is not None and known is None:
         raise ValueError("lengths are traced, but a policy within another needs them known; make a plan and its sizes")
     sizes = None if within is None or known is None else plan.sizes(policy, known)

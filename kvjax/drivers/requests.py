@@ -3,6 +3,7 @@
 Checks run on the host, before anything is traced. Traced values pass with their shapes and types checked alone.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -283,6 +284,52 @@ def check_block(plan: CachePlan, block: int | None, width: int | None = None) ->
     if width is None:
         return block
     return 1 if plan.reads == "rows" else None if block == T else block
+
+
+def check_positions(
+    config: ModelConfig, plan: CachePlan, prompt: int, more: int, *, block: int | None = None, seen: int | None = None
+) -> None:
+    """Warns of a text that leaves the positions that a model was made for, with both numbers.
+
+    Rotations and ALiBi's biases go on beyond them. A table of learned positions does not: `make_plan` refuses it.
+
+    Args:
+      config: the model's sizes.
+      plan: for the text, or for a longer one.
+      prompt: tokens of the longest prompt.
+      more: tokens that may come behind it.
+      block: tokens of a block, None where the prompt is read at once.
+      seen: how many of those behind the prompt an earlier call was about, where there was one.
+    """
+    start, total = prompt + (seen or 0), prompt + more
+    reach, border = getattr(config, "reach", total), getattr(config, "border", None)
+    beyond = lambda n: n > reach and _distance(config, plan, prompt, n, block) > reach
+    if beyond(total) and (seen is None or not beyond(start)):
+        warnings.warn(
+            f"a prompt of {prompt} tokens and {more} behind it are {total}, but the model was made for {reach} "
+            "positions, beyond which its predictions are not to be relied on; read and generate fewer tokens, or let a "
+            "policy with positions='compact' read in blocks (block=)",
+            stacklevel=3,
+        )
+    if border is not None and start <= border < total and "original" in plan.positions:
+        warnings.warn(
+            f"a text that grows from {start} to {total} tokens crosses the model's original context of {border}, "
+            "beyond which it has other rotary factors; keys that are stored keep theirs, so that distances to them are "
+            "wrong: stay on one side, or read the text anew beyond it, as transformers does for Phi-3",
+            stacklevel=3,
+        )
+
+
+def _distance(config: ModelConfig, plan: CachePlan, prompt: int, total: int, block: int | None) -> int:
+    """How many tokens lie between the first and the last that meet in any layer, both included, at most."""
+
+    def of(layer: int) -> int:
+        slots, window = plan.capacities[layer], config.window(layer)
+        slots = slots // plan.sites[layer].num_kv_heads if plan.layouts[layer] == "pool" else slots
+        ranks = max(prompt, slots) if block is None else slots + block
+        return min(total if plan.positions[layer] == "original" else ranks, total, total if window is None else window)
+
+    return max(map(of, range(len(plan.sites))))
 
 
 def check_is(kind: type, name: str, value: Any) -> None:

@@ -22,6 +22,7 @@ from kvjax.drivers.requests import (
     as_scored,
     check_block,
     check_key,
+    check_positions,
     check_prompts,
     check_request,
     check_vocabulary,
@@ -152,16 +153,16 @@ class Session:
           The session.
 
         Raises:
-          ValueError: an empty context, one that is too long for the model, or too short or too long for the policy.
+          ValueError: an empty context, more tokens with what may follow than a model has learned positions for (others
+            are warned of), or too short or too long a context for the policy.
         """
         dialogue, policy = Dialogue(self._tokenizer, context), self._policy if policy is None else policy
         ids = dialogue.opening()
         tokens, lengths = check_prompts(self._model, np.array([ids], np.int64))
         options = {"buckets": self._buckets}
         plan, tokens = plan_request(self._model.config, policy, tokens, lengths, self.planned, **options)
-        if self._block is None or "original" in plan.positions:
-            self._check_positions(len(ids))
         block = check_block(plan, self._block, len(ids))
+        check_positions(self._model.config, plan, len(ids), self.planned, block=block)
         lengths = jnp.asarray(lengths)
         state = as_scored(_compress(self._model, self._params, tokens, lengths, self._keys, plan=plan, block=block))
         self._state, self._dialogue, self._read, self._pending = state, dialogue, ids, []
@@ -274,14 +275,4 @@ class Session:
                 f"a question of {asked} tokens and an answer of {self._most_new} end {needed} tokens behind the context"
                 f", but there is room for {plan.max_new_tokens}; make the session with max_question_tokens={asked} or "
                 f"more, and as many max_turns as are kept (now {self._most_asked} and {self._turns})"
-            )
-
-    def _check_positions(self, context: int) -> None:
-        """Raises ValueError for a context whose positions the model does not have."""
-        most = getattr(self._model.config, "max_position", None)
-        if most is not None and context + self.planned > most:
-            raise ValueError(
-                f"a context of {context} tokens and {self.planned} behind it are {context + self.planned}, but the "
-                f"model has {most} positions; shorten the context, or plan for fewer tokens (max_question_tokens, "
-                "max_new_tokens, max_turns)"
             )

@@ -30,12 +30,13 @@ from kvjax.drivers.requests import (
     check_decodes,
     check_is,
     check_model,
+    check_positions,
     check_prompts,
     check_room,
     check_sizes,
     real_tokens,
 )
-from kvjax.pallas_kernels.values import as_given, check_array, checked, flag, float_dtype, one_of
+from kvjax.pallas_kernels.values import MOST_TOKENS, as_given, check_array, checked, flag, float_dtype, one_of
 from kvjax.plan import CachePlan, Sizes, as_lengths, at_positions
 from kvjax.policy import context, empty_layer
 from kvjax.scoring.stats import AttentionStats
@@ -214,6 +215,8 @@ def prefill(
     block = check_block(plan, block)
     if isinstance(lengths, np.ndarray):
         plan.check_lengths(lengths)
+        if plan.prompt_len + plan.max_new_tokens < MOST_TOKENS:  # who reads without end says it when it comes to it
+            check_positions(model.config, plan, int(lengths.max()), plan.max_new_tokens, block=block)
     lengths = jnp.asarray(lengths)
     if mesh is not None:
         mesh = as_mesh(mesh)

@@ -18,7 +18,16 @@ from kvjax.drivers.buckets import plan_request, rounds
 from kvjax.drivers.endless import check_counted, plan_endless
 from kvjax.drivers.generation import NO_TOKEN, first_token, next_token
 from kvjax.drivers.interrupts import uninterrupted
-from kvjax.drivers.requests import Model, as_scored, check_block, check_chunk, check_key, check_prompts, check_request
+from kvjax.drivers.requests import (
+    Model,
+    as_scored,
+    check_block,
+    check_chunk,
+    check_key,
+    check_positions,
+    check_prompts,
+    check_request,
+)
 from kvjax.drivers.sampling import Greedy, Sampler, seen_tokens
 from kvjax.drivers.steps import prefill
 from kvjax.drivers.text import TextPieces, check_tokenizer, encode, is_chat
@@ -90,11 +99,12 @@ class Stream(Iterator[Any]):
     A stream without an end keeps none of its tokens and none of its text.
     """
 
-    def __init__(self, token, seen, state, *, step, ends, max_new_tokens, pieces, chunk=1):
+    def __init__(self, token, seen, state, *, step, ends, max_new_tokens, pieces, chunk=1, config=None):
         B = token.shape[0]
         self._step, self._ends, self._chunk, self._endless = step, ends, chunk, max_new_tokens is None
         self._most = MOST_TOKENS - int(state.prompt_length.max()) if max_new_tokens is None else max_new_tokens
         self._pieces: list[TextPieces] | None = pieces
+        self._config, self._prompt = config, int(state.prompt_length.max())
         self._token, self._seen, self._state, self._lent = token, seen, state, False
         self._ids: list[np.ndarray] = []
         self._lengths, self._running = np.zeros(B, np.int32), np.ones(B, bool)
@@ -161,6 +171,8 @@ class Stream(Iterator[Any]):
 
     def _draw(self) -> None:
         count = min(self._chunk, self._most - self._taken)
+        if self._config is not None:
+            check_positions(self._config, self._state.plan, self._prompt, self._taken + count, seen=self._taken)
         with uninterrupted():  # as the old state is gone when the step has begun
             if self._lent:
                 self._state, self._lent = jax.tree.map(jnp.copy, self._state), False
@@ -277,7 +289,9 @@ def stream(
         plan = plan_endless(model.config, policy, prompt_len=width, lengths=np.asarray(known))
     else:
         plan, tokens = plan_request(model.config, policy, tokens, known, max_new_tokens, buckets=rounds(buckets))
-    options = {"plan": plan, "sampler": sampler, "block": check_block(plan, block, width)}
+    block = check_block(plan, block, width)
+    check_positions(model.config, plan, int(np.max(known)), int(max_new_tokens or 1), block=block)
+    options = {"plan": plan, "sampler": sampler, "block": block}
     drawn = _start(model, params, tokens, jnp.asarray(known), row_keys(key, B), **options)
     as_scored(drawn[-1])
     return Stream(
@@ -287,4 +301,5 @@ def stream(
         max_new_tokens=max_new_tokens,
         pieces=None if tokenizer is None else [TextPieces(tokenizer, stops, keep=bool(max_new_tokens)) for _ in known],
         chunk=chunk,
+        config=None if max_new_tokens else model.config,
     )
