@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.drivers.attention import Attend
+from kvjax.drivers.requests import check_params
 from kvjax.models.config import DecoderConfig
 from kvjax.models.families import family_of
-from kvjax.pallas_kernels.values import check_arrays
 from kvjax.scoring.stats import LayerStats
 
 
@@ -147,29 +147,3 @@ def _split_axis(path: Sequence[Any]) -> int | None:
     if names & _OUTPUTS:
         return -1  # of a bias too
     return -2 if names & _INPUTS and "bias" not in names else None
-
-
-@functools.lru_cache(maxsize=64)
-def _shapes(model: LanguageModel) -> dict[str, tuple[int, ...]]:
-    return _named(model.shapes)
-
-
-def _named(params: PyTree[Any]) -> dict[str, tuple[int, ...]]:
-    return {jax.tree_util.keystr(path): jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
-
-
-def check_params(model: LanguageModel, params: PyTree[Any]) -> None:
-    """Refuses parameters of other names or shapes than the model's, some of which flax would pass over.
-
-    Raises:
-      ValueError: how many there are, and what the first is and should be.
-    """
-    check_arrays("params", params)
-    here, wanted = _named(params), _shapes(model)
-    wrong = [n for n in sorted({*here, *wanted}) if here.get(n) != wanted.get(n)]
-    if wrong:
-        name = wrong[0]
-        raise ValueError(
-            f"{len(wrong)} of {len(wanted)} parameters do not fit the model: {name} is {here.get(name, 'absent')}, but "
-            f"the model wants {wanted.get(name, 'none')}; give the parameters that were loaded or made with this model"
-        )

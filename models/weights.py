@@ -21,9 +21,10 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from kvjax.drivers.requests import check_params
 from kvjax.drivers.sampling import Sampler
 from kvjax.models.config import DTYPES, DecoderConfig
-from kvjax.models.decoder import LanguageModel, check_params
+from kvjax.models.decoder import LanguageModel
 from kvjax.models.families import family_of, from_hugging_face, to_hugging_face
 from kvjax.models.generation_config import read_sampler, with_end_ids
 from kvjax.models.sources import CONFIG, GENERATION, TOKENIZER, local_path, locate, repository
@@ -245,8 +246,6 @@ def _named(model: LanguageModel, params: PyTree[Any], dtype: str) -> dict[str, n
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
         path, x = tuple(k.key for k in keys), np.asarray(leaf)
         name = family.stored_name(path)
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{name} has dtype {x.dtype}, expected a float type")
         with np.errstate(over="ignore"):
             y = x.astype(jnp.dtype(dtype))
         if np.isinf(y).sum() > np.isinf(x).sum():

@@ -403,12 +403,27 @@ def test_a_plan_is_for_one_rotation_and_one_kind_of_heads(shallow, policy, here,
         (lambda p: {**p, "layers_3": p["layers_2"]}, r"\['layers_3'\].*, but the model wants none"),
         (lambda p: {**p, "embed_tokens": p["embed_tokens"][:60]}, r"is \(60, 32\), but the model wants \(61, 32\)"),
         (lambda p: {"params": p}, "give the parameters that were loaded"),
+        (
+            lambda p: {**p, "lm_head": {"kernel": p["lm_head"]["kernel"] > 0}},
+            r"\['lm_head'\]\['kernel'\] is bool; give",
+        ),
+        (lambda p: 2, "params are one array or number, not the parameters"),
     ],
 )
 def test_parameters_are_for_one_model(tiny, change, message):
     model, params = tiny
     with pytest.raises(ValueError, match=message):
         kvjax.generate(model, change(params), np.ones((1, 4), np.int32), max_new_tokens=2)
+
+
+def test_sequences_that_a_state_does_not_have_give_no_logits_under_jit(shallow):
+    """Outside of it they are refused."""
+    model, params = shallow
+    _, state = read_prompt(shallow, methods.h2o(4), np.ones((2, 6), np.int32), max_new_tokens=2)
+    step = lambda params, state, rows: kvjax.decode_step(model, params, rows * 0, kvjax.take_rows(state, rows))[0]
+    logits = jax.jit(step)(params, state, jnp.asarray([1, 2, -1, 0]))
+    assert jnp.isnan(logits).all(-1).tolist() == [False, True, True, False]
+    assert not jnp.isnan(logits[jnp.asarray([0, 3])]).any()
 
 
 @pytest.mark.parametrize("read", [read_prompt, None], ids=["prefill", "generate"])

@@ -29,8 +29,9 @@ def words():
 
 @pytest.fixture(scope="module")
 def make(shallow, words):
-    return lambda **options: kvjax.Session(
-        *shallow,
+    return lambda params=shallow[1], **options: kvjax.Session(
+        shallow[0],
+        params,
         words,
         **({"policy": POLICY, "max_new_tokens": M, "max_question_tokens": 10, "max_turns": 2} | options),
     )
@@ -132,6 +133,9 @@ BAD = [
     (lambda s: s(sampler=kvjax.Sample()).compress(CONTEXT).ask("aa"), "draws tokens, but there is no key"),
     (lambda s: s(stop=""), "stop='': must be strings"),
     (lambda s: s(max_turns=0), "max_turns=0: must be a whole number of at least 1"),
+    (lambda s: s(policy=1), "1 is not a policy"),
+    (lambda s: s(block=0), "block=0: must be a whole number of at least 1"),
+    (lambda s: s(params=2), "params are one array or number, not the parameters"),
     (lambda s: kvjax.Session(None, {}, None, max_new_tokens=1), "tokenizer is a NoneType"),
 ]
 

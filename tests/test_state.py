@@ -59,6 +59,8 @@ def test_ranks_count_live_slots_before():
         (lambda kv: evict(kv, kv.pos), r"booleans of shape \(2, 3, 20\); got int32 of shape \(2, 3, 20\)"),
         (lambda kv: evict(kv, kv.live[:1]), r"got bool of shape \(1, 3, 20\)"),
         (lambda kv: evict(kv, [True]), "got list of shape"),
+        (lambda kv: evict(kv, kv.live, most="x"), "most='x': must be a whole number of at least 0"),
+        (lambda kv: evict(kv, kv.live & False, most=1), r"leaves out \d+ live slots of a head, but most=1"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

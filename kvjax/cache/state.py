@@ -32,6 +32,7 @@ from kvjax.pallas_kernels.values import (
     check_array,
     checked,
     is_array,
+    optional,
     whole,
 )
 
@@ -382,6 +383,8 @@ def map_slots(fn, *memories: PyTree[Any]) -> PyTree[Any]:
 def take_rows(state: KVState, rows: Array | np.ndarray | Sequence[int]) -> KVState:
     """The sequences `rows` "R" of a state, in that order; one may be taken several times, and each copy keeps its key.
 
+    Under `jax.jit`, values are NaN, and so are logits, of a sequence that the state does not have.
+
     Raises:
       ValueError: no state, no whole numbers, or sequences that the state does not have.
     """
@@ -393,7 +396,12 @@ def take_rows(state: KVState, rows: Array | np.ndarray | Sequence[int]) -> KVSta
         rows = jnp.asarray(known)
     take = lambda x: x[rows]
     names = ("layers", "length", "prompt_length", "keys", "sizes")
-    return dataclasses.replace(state, **jax.tree.map(take, {name: getattr(state, name) for name in names}))
+    taken = dataclasses.replace(state, **jax.tree.map(take, {name: getattr(state, name) for name in names}))
+    if not isinstance(rows, jax.core.Tracer):
+        return taken
+    there = lambda x: ((rows >= 0) & (rows < B)).reshape(-1, *(1,) * (x.ndim - 1))
+    marked = (dataclasses.replace(kv, v=jnp.where(there(kv.v), kv.v, jnp.nan)) for kv in taken.layers)
+    return dataclasses.replace(taken, layers=tuple(marked))
 
 
 def check_shares(gates: Array) -> None:
@@ -525,17 +533,25 @@ def evict(kv: LayerKV, keep: Bool[Array, "B K S"], *, most: int | None = None) -
       most: of a head, how many live slots `keep` leaves out at most, where that is known: with one, ranks take less.
 
     Raises:
-      ValueError: what is no layer, or no mask of its slots.
+      ValueError: what is no layer, or no mask of its slots; no number, or one that `keep` is known to exceed.
     """
     _check_layer(kv)
     if hasattr(keep, "dtype") and not is_array(keep):
         check_array("keep", keep, "batch", "kv heads", "slots", kind=np.bool_)
+    most = checked(optional(whole(0)), "most", most)
     found = getattr(keep, "dtype", type(keep).__name__), getattr(keep, "shape", ())
     if found != (bool, kv.pos.shape):
         raise ValueError(
             f"keep must be a mask of the layer's slots, booleans of shape {kv.pos.shape}; got {found[0]} of shape "
             f"{found[1]}"
         )
+    if (
+        most is not None
+        and is_known(kv.pos)
+        and is_known(keep)
+        and (gone := int((kv.live & ~keep).sum(-1).max())) > most
+    ):
+        raise ValueError(f"keep leaves out {gone} live slots of a head, but most={most}; give a larger one, or none")
     return _evict(kv, keep, most == 1)
 
 

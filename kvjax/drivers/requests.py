@@ -3,6 +3,7 @@
 Checks run on the host, before anything is traced. Traced values pass with their shapes and types checked alone.
 """
 
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -76,6 +77,42 @@ def check_model(model: Any, params: Any = ()) -> None:
             f"model is a {type(model).__name__}, not a model; models.load(...) returns one, and its parameters"
         )
     check_arrays("params", params)
+
+
+@functools.lru_cache(maxsize=64)
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    return {name: jnp.shape(x) for name, x in _named(model.shapes).items()}
+
+
+def _named(params: PyTree[Any]) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
+
+
+def check_params(model: Any, params: PyTree[Any]) -> None:
+    """Refuses parameters of other names or shapes than the model's, where it has `shapes`, or that are no floats.
+
+    Raises:
+      ValueError: how many there are, and what the first is and should be.
+    """
+    check_arrays("params", params)
+    if not hasattr(model, "shapes"):
+        return
+    given, wanted = _named(params), _shapes(model)
+    if "" in given:
+        raise ValueError("params are one array or number, not the parameters that models.load(...) returns")
+    here = {name: jnp.shape(x) for name, x in given.items()}
+    if wrong := [n for n in sorted({*here, *wanted}) if here.get(n) != wanted.get(n)]:
+        name = wrong[0]
+        raise ValueError(
+            f"{len(wrong)} of {len(wanted)} parameters do not fit the model: {name} is {here.get(name, 'absent')}, but "
+            f"the model wants {wanted.get(name, 'none')}; give the parameters that were loaded or made with this model"
+        )
+    kinds = {name: jnp.result_type(x) for name, x in given.items()}
+    if odd := [name for name, kind in kinds.items() if not jnp.issubdtype(kind, jnp.floating)]:
+        raise ValueError(
+            f"{len(odd)} of {len(wanted)} parameters are no floats: {odd[0]} is {kinds[odd[0]]}; give them as they "
+            "were loaded, or cast them to a dtype such as bfloat16"
+        )
 
 
 def _ids_given(name: str, x: Any) -> np.ndarray | Array:

@@ -22,6 +22,7 @@ from kvjax.drivers.requests import (
     as_scored,
     check_block,
     check_key,
+    check_params,
     check_positions,
     check_prompts,
     check_request,
@@ -32,9 +33,9 @@ from kvjax.drivers.steps import decode_step, prefill
 from kvjax.drivers.streaming import Stream, stepping, stop_strings
 from kvjax.drivers.text import TextPieces, check_tokenizer
 from kvjax.functions import check_unchanged
-from kvjax.pallas_kernels.values import checked, whole
+from kvjax.pallas_kernels.values import checked, optional, whole
 from kvjax.plan import CachePlan
-from kvjax.policy import Policy
+from kvjax.policy import Policy, as_policy
 
 
 @functools.partial(jax.jit, static_argnames=("model", "plan", "block"))
@@ -88,7 +89,7 @@ class Session:
       buckets: see `kvjax.generate`.
 
     Raises:
-      ValueError: what is no model or tokenizer, and numbers that make no sense.
+      ValueError: what is no model, tokenizer or policy, parameters of another model, and numbers that make no sense.
     """
 
     def __init__(
@@ -109,12 +110,15 @@ class Session:
         buckets: bool = True,
     ):
         check_tokenizer(tokenizer)
+        as_policy(policy)
         self._ends = check_request(model, max_new_tokens, sampler, eos_ids, 0)
+        check_params(model, params)
         self._model, self._params, self._tokenizer, self._policy = model, params, tokenizer, policy
         self._most_new = checked(whole(1), "max_new_tokens", max_new_tokens)
         self._most_asked = checked(whole(1), "max_question_tokens", max_question_tokens)
         self._turns = checked(whole(1), "max_turns", max_turns)
-        self._sampler, self._stop, self._block = sampler, stop_strings(stop), block
+        self._sampler, self._stop = sampler, stop_strings(stop)
+        self._block = checked(optional(whole(1)), "block", block)
         self._buckets = rounds(buckets)
         self._key, self._keys = key, row_keys(key, 1)
         self._dialogue: Dialogue | None = None
