@@ -347,7 +347,9 @@ PAST = {
         block=block,
     ),
     "read": lambda model, params, tokens, policy, block=None: list(
-        kvjax.read(model, params, [*tokens[0], 1, 2, 3, 4, 5], policy=policy, prompt_len=len(tokens[0]), chunk=5)
+        kvjax.read(
+            model, params, [*tokens[0].tolist(), 1, 2, 3, 4, 5], policy=policy, prompt_len=len(tokens[0]), chunk=5
+        )
     ),
 }
 
