@@ -545,7 +545,7 @@ class HeadTable(HeadAllocation):
     ) -> Int[Array, "B K"]:
         """See `HeadAllocation`."""
         ratios = self._ratios(site)
-        least = _least((ratios > 0)[None] & candidates.any(-1), average, protected)
+        least = _least(jnp.asarray(ratios > 0)[None] & candidates.any(-1), average, protected)
         mean = average[:, None].astype(jnp.float32)
         most_of_one = lookup(_ceil(np.arange(most + 1) * ratios.max()), average)[:, None].astype(jnp.float32)
         return _whole(mean * jnp.asarray(ratios, jnp.float32)[None], score, candidates, mean, most_of_one, least)
