@@ -262,14 +262,16 @@ def as_numbers(name: str, x: Any) -> np.ndarray | jax.Array:
 
 
 def check_arrays(name: str, tree: Any) -> None:
-    """Refuses a tree, such as parameters, that holds something else than arrays and numbers.
+    """Refuses a tree, such as parameters, that holds something else than arrays and numbers, or is one of them.
 
     Raises:
       ValueError: what the first of it is, and where.
     """
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         of_numbers = is_array(x) and (isinstance(x, jax.Array) or x.dtype.kind not in "OSUMm")
-        if not of_numbers and not (path and isinstance(x, numbers.Number)):
+        if not path and (of_numbers or isinstance(x, numbers.Number)):
+            raise ValueError(f"{name} are one array or number, not the {name} of a model that models.load(...) returns")
+        if not of_numbers and not isinstance(x, numbers.Number):
             raise ValueError(_why_no_array(f"{name}{jax.tree_util.keystr(path)}", x))
 
 

@@ -135,7 +135,7 @@ BAD = [
     (lambda s: s(max_turns=0), "max_turns=0: must be a whole number of at least 1"),
     (lambda s: s(policy=1), "1 is not a policy"),
     (lambda s: s(block=0), "block=0: must be a whole number of at least 1"),
-    (lambda s: s(params=2), "params are one array or number, not the parameters"),
+    (lambda s: s(params=2), "params are one array or number"),
     (lambda s: kvjax.Session(None, {}, None, max_new_tokens=1), "tokenizer is a NoneType"),
 ]
 

@@ -407,7 +407,7 @@ planned = lambda config, policy: kvjax.make_plan(config, policy, prompt_len=80, 
     [
         (lambda m, p, s, x: kvjax.take_rows([0], s), "state is a list, not a KVState"),
         (lambda m, p, s, x: kvjax.take_rows(s, KEYS), "rows is a PRNG key, not numbers"),
-        (lambda m, p, s, x: kvjax.shard_params(m, 3, kvjax.make_mesh()), "params is a int, which cannot be read"),
+        (lambda m, p, s, x: kvjax.shard_params(m, 3, kvjax.make_mesh()), "params are one array or number"),
         (lambda m, p, s, x: kvjax.shard_params(p, m, kvjax.make_mesh()), "model is a dict, not a model"),
         (lambda m, p, s, x: kvjax.generate(m, p, row, max_new_tokens=1, lengths=KEYS), "lengths is a PRNG key, not"),
         (lambda m, p, s, x: kvjax.generate(m, {"a": np.array([None])}, row, max_new_tokens=1), "holds object, not num"),

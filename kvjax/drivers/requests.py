@@ -98,8 +98,6 @@ def check_params(model: Any, params: PyTree[Any]) -> None:
     if not hasattr(model, "shapes"):
         return
     given, wanted = _named(params), _shapes(model)
-    if "" in given:
-        raise ValueError("params are one array or number, not the parameters that models.load(...) returns")
     here = {name: jnp.shape(x) for name, x in given.items()}
     if wrong := [n for n in sorted({*here, *wanted}) if here.get(n) != wanted.get(n)]:
         name = wrong[0]
