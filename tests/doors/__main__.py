@@ -85,12 +85,14 @@ class Door:
         Raises:
           RuntimeError: it failed.
         """
-        cached = {
+        own = {
+            "VIRTUAL_ENV": str(self._venv),
+            "PATH": f"{self._venv / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
             "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
             "MPLBACKEND": "agg",
         }
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | cached
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | own
         command = (str(self._venv / "bin" / command[0]), *command[1:])
         done = subprocess.run(
             command, cwd=cwd or self.home, env=environment, capture_output=True, text=True, check=False
