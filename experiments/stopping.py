@@ -6,7 +6,9 @@ Of the standard library alone, since scripts begin with it, before imports that 
 """
 
 import contextlib
+import itertools
 import os
+import pathlib
 import signal
 import sys
 import threading
@@ -18,14 +20,28 @@ _came: list[int] = []
 _at_work: list[str] = []
 _notes: list[Callable[[], str]] = [lambda: "no result was being written"]
 _endings: list[Callable[[], object]] = []
+_began = False
 
 
 class Interrupted(KeyboardInterrupt):
     """An interruption, with a line that says what is stored."""
 
 
+def begin_module() -> None:
+    """`begin`, where `python -m` runs a script of this folder that begins so; kvjax is imported before the script."""
+    modules = [after for option, after in itertools.pairwise(sys.orig_argv) if option == "-m"]
+    package, _, name = (modules or [""])[0].rpartition(".")
+    script = pathlib.Path(__file__).with_name(f"{name}.py")
+    if package == "kvjax.experiments" and script.is_file() and ".begin()" in script.read_text(encoding="utf-8"):
+        begin()
+
+
 def begin() -> None:
-    """Takes the signals of this process over, but for those that are ignored, as under nohup."""
+    """Takes the signals of this process over, but for those that are ignored, as under nohup; once."""
+    global _began
+    if _began:
+        return
+    _began = True
     sys.modules.setdefault("kvjax.experiments.stopping", sys.modules[__name__])  # a script imports it as its neighbour
     read, write = os.pipe()
     os.set_blocking(write, False)

@@ -1,7 +1,11 @@
 """KV-cache eviction as small pure values under one algebra."""
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
+
+if sys.argv[:1] == ["-m"]:  # `python -m kvjax.experiments.run` takes signals over before imports that take seconds
+    importlib.import_module("kvjax.experiments.stopping").begin_module()
 
 from kvjax import methods
 from kvjax.across_layers import Preference, ScoreEntropy, TopScores, across_layers
@@ -40,9 +44,6 @@ from kvjax.sizes.allocation import (
 )
 from kvjax.sizes.budget import Ratio, Share, Tokens
 from kvjax.sizes.schedule import Schedule, after_prefill, before_append, every, every_step, when_over
-
-if TYPE_CHECKING:
-    from kvjax import models, plot
 
 __version__ = "0.1.0"
 __all__ = [
@@ -129,8 +130,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """`kvjax.models` and `kvjax.plot`, imported when they are first used: flax and matplotlib take long."""
-    if name in ("models", "plot"):
-        return importlib.import_module(f"kvjax.{name}")
-    raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
+if TYPE_CHECKING:
+    from kvjax import models, plot
+else:
+
+    def __getattr__(name: str) -> object:
+        """`kvjax.models` and `kvjax.plot`, imported when they are first used: flax and matplotlib take long."""
+        if name in ("models", "plot"):
+            return importlib.import_module(f"kvjax.{name}")
+        raise AttributeError(f"module 'kvjax' has no attribute {name!r}")

@@ -236,9 +236,9 @@ class Competing(Rule):
                 f"layers compete for one budget, but {self.evict.layers} divides it already; use UniformLayers()"
             )
 
-    def check_scored(self, memory: EvictMemory, site: Site) -> None:
+    def check_scored(self, memory: EvictMemory, site: Site, heads: np.ndarray | None = None) -> None:
         """See `Rule`."""
-        self.evict.check_scored(memory, site)
+        self.evict.check_scored(memory, site, heads)
 
     def reserve(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"]:
         """See `Rule`."""

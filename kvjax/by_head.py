@@ -120,10 +120,11 @@ class ByHead(Rule):
             for rule in rules:
                 rule.check(site, prompt_length)
 
-    def check_scored(self, memory: tuple[Any, ...], site: Site) -> None:
-        """See `Rule`."""
-        for layer, own in zip(self._layers(site), memory, strict=True):
-            layer.check_scored(own)
+    def check_scored(self, memory: tuple[Any, ...], site: Site, heads: np.ndarray | None = None) -> None:
+        """See `Rule`: of every member, its own heads."""
+        for i, (layer, own) in enumerate(zip(self._layers(site), memory, strict=True)):
+            mine = np.array(self.heads) == i
+            layer.check_scored(own, mine if heads is None else mine & heads)
 
     def under(self, schedule: Schedule) -> "ByHead":
         """See `Rule`."""

@@ -217,23 +217,23 @@ class Evict(Rule):
         return _sharing(memory, shares), selection
 
     def noted(self, memory: "EvictMemory", kv: LayerKV, ctx: Context, selection: Selection) -> "EvictMemory":
-        """The memory with the heads of which a prompt's tokens went though no score that competes is a number."""
+        """The memory with the heads of which a prompt's tokens went by scores none of which is a number."""
         if memory.unscored is None:
             return memory
         compete = kv.live & ~self.safe(kv, ctx)
-        goes = (kv.live & ~selection.keep).any(-1)
-        found = goes & ~(compete & ~jnp.isnan(selection.score)).any(-1)
+        chosen = (kv.live & ~selection.keep).any(-1) & (compete & selection.keep).any(-1)
+        found = chosen & ~(compete & ~jnp.isnan(selection.score)).any(-1)
         return dataclasses.replace(memory, unscored=PerHead(memory.unscored.value | found))
 
-    def check_scored(self, memory: "EvictMemory", site: Site) -> None:
+    def check_scored(self, memory: "EvictMemory", site: Site, heads: np.ndarray | None = None) -> None:
         """See `Rule`."""
         found = memory.unscored and memory.unscored.value
         if not isinstance(found, jax.Array) or not is_known(found) or not found.is_fully_addressable:
             return
-        if (heads := np.asarray(found)).any():
+        if (lost := np.asarray(found) & (True if heads is None else heads)).any():
             raise ValueError(
-                f"{self.score} gives no token a score that is a number (NaN in layer {site.layer}, in {heads.sum()} of "
-                f"{heads.size} kv heads of the batch), so that what stays of the prompt is no choice of it; mend the "
+                f"{self.score} gives no token a score that is a number (NaN in layer {site.layer}, in {lost.sum()} of "
+                f"{lost.size} kv heads of the batch), so that what stays of the prompt is no choice of it; mend the "
                 "score, or what it reads"
             )
 

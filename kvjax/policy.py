@@ -299,9 +299,14 @@ class Rule(Policy):
         del prompt_length
         check_init(self, dataclasses.replace(site, layer=0))
 
-    def check_scored(self, memory: Any, site: Site) -> None:
-        """Raises ValueError where a prompt's tokens went by scores none of which is a number, if `memory` is known."""
-        del memory, site
+    def check_scored(self, memory: Any, site: Site, heads: np.ndarray | None = None) -> None:
+        """Raises ValueError where a prompt's tokens went by scores none of which is a number, if `memory` is known.
+
+        Args:
+          memory, site: the rule's own, and the layer.
+          heads: "K" the kv heads that it decides for; all of them if None.
+        """
+        del memory, site, heads
 
     def differs(self, other: "Rule") -> tuple[str, ...]:
         """What of this rule and another is not the same, the numbers of `sizes_of` aside; nothing if they are alike."""
@@ -428,10 +433,10 @@ class LayerPolicy:
         mask = functools.reduce(jnp.logical_and, masks) if masks else None
         return mask if not named else named[0] if mask is None else named[0].among(mask)
 
-    def check_scored(self, memory: tuple[Any, ...]) -> None:
+    def check_scored(self, memory: tuple[Any, ...], heads: np.ndarray | None = None) -> None:
         """Raises ValueError where a rule says so (`Rule.check_scored`)."""
         for rule, own in zip(self.rules, memory, strict=True):
-            rule.check_scored(own, self.site)
+            rule.check_scored(own, self.site, heads)
 
     def reserve(self, kv: LayerKV, ctx: Context) -> Int[Array, "B K"] | None:
         """The most live slots that each head will hold while decoding; None if no rule knows."""

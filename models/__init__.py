@@ -36,13 +36,15 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
-def __getattr__(name: str) -> object:
-    """A name of one of the modules here."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'kvjax.models' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"kvjax.models.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """A name of one of the modules here."""
+        if name not in _MODULES:
+            raise AttributeError(f"module 'kvjax.models' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"kvjax.models.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

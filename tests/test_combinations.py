@@ -200,6 +200,15 @@ def test_a_score_that_is_no_number_is_named(tiny):
     kvjax.evict_layer(policy, *helpers.qkv(3, T=8, B=1))
 
 
+def test_a_score_that_decides_nothing_need_be_no_number():
+    """That of a head that is under another policy, or whose budget is all protected."""
+    for policy in (
+        kvjax.partition_heads({"a": kvjax.from_fn(_nothing, budget=8), "b": methods.window(8)}, [["a", "b"]]),
+        kvjax.from_fn(_nothing, budget=8, protect=kvjax.Protect(sinks=2, recent=6)),
+    ):
+        assert (kvjax.evict_layer(policy, *helpers.qkv(3, T=16, B=1)).keep.sum(-1) == 8).all()
+
+
 @pytest.mark.parametrize("scale", ["rank", "score"])
 def test_infinite_scores_relax(scale):
     """They are first or last at every temperature, and the others take their gates among themselves."""

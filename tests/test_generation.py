@@ -372,6 +372,8 @@ def test_a_text_that_crosses_the_original_context_is_warned_of(shallow):
     model, params = models.LanguageModel(dataclasses.replace(shallow[0].config, rope=rope)), shallow[1]
     with pytest.warns(match="from 12 to 17 tokens crosses the model's original context of 16, beyond which"):
         kvjax.generate(model, params, np.ones((1, 12), np.int32), max_new_tokens=5)
+    with pytest.warns(match="from 14 to 17 tokens"):  # one row of a batch
+        kvjax.generate(model, params, np.ones((2, 20), np.int32), lengths=[20, 14], max_new_tokens=3)
     for inside in (11, 17):
         kvjax.generate(model, params, np.ones((1, inside), np.int32), max_new_tokens=5)
 

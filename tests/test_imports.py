@@ -28,7 +28,7 @@ def test_scripts_import_nothing_heavy():
 
 def test_names_of_models_are_those_that_type_checkers_see():
     tree = ast.parse(pathlib.Path(models.__file__).read_text())
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.asname: node.module for node in block.body for alias in node.names}
     assert {name: f"kvjax.models.{module}" for name, module in models._MODULES.items()} == seen
     assert all(callable(getattr(models, name)) or name == "PRESETS" for name in seen)

@@ -48,7 +48,8 @@ def interruptible():
 
 def begun(script, *options):
     """A process of a script, once it takes SIGTERM."""
-    command = [sys.executable, f"experiments/{script}.py", *options]
+    how = ["-m", f"kvjax.experiments.{script[3:]}"] if script.startswith("-m ") else [f"experiments/{script}.py"]
+    command = [sys.executable, *how, *options]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     caught = lambda text: int(text.split("SigCgt:")[1].split()[0], 16) >> signal.SIGTERM - 1 & 1
     while not caught(pathlib.Path(f"/proc/{process.pid}/status").read_text()):
@@ -58,7 +59,7 @@ def begun(script, *options):
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("script", ["run", "sweep", "report", "learn_gates", "train_tiny"])
+@pytest.mark.parametrize("script", ["run", "-m run", "sweep", "report", "learn_gates", "train_tiny"])
 def test_a_signal_before_anything_is_begun_ends_a_script_at_once_with_one_line(script):
     """While it imports, where jax would drop what Python raises."""
     for number, seconds in ((signal.SIGTERM, 0.0), (signal.SIGINT, 0.6)):

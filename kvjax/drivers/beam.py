@@ -380,8 +380,7 @@ def generate_beams(
     width, buckets = tokens.shape[1], rounds(buckets, tokens, lengths, params, key)
     plan, tokens = plan_request(model.config, policy, tokens, lengths, max_new_tokens, buckets=buckets)
     check_block(plan, None, width)
-    longest = int(lengths.max()) if isinstance(lengths, np.ndarray) else width
-    check_positions(model.config, plan, longest, int(max_new_tokens))
+    check_positions(model.config, plan, lengths if isinstance(lengths, np.ndarray) else width, int(max_new_tokens))
     found = _generate_beams(
         model,
         params,

@@ -260,7 +260,7 @@ def generate(
     width, buckets = tokens.shape[1], rounds(buckets, tokens, lengths, params, key)
     plan, tokens = plan_request(model.config, planned, tokens, lengths, max_new_tokens, buckets=buckets)
     block = check_block(plan, block, width)
-    check_positions(model.config, plan, width if known is None else int(known.max()), int(max_new_tokens), block=block)
+    check_positions(model.config, plan, width if known is None else known, int(max_new_tokens), block=block)
     if within is not None and known is None:
         raise ValueError("lengths are traced, but a policy within another needs them known; make a plan and its sizes")
     sizes = None if within is None or known is None else plan.sizes(policy, known)

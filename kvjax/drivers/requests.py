@@ -322,7 +322,13 @@ def check_block(plan: CachePlan, block: int | None, width: int | None = None) ->
 
 
 def check_positions(
-    config: ModelConfig, plan: CachePlan, prompt: int, more: int, *, block: int | None = None, seen: int | None = None
+    config: ModelConfig,
+    plan: CachePlan,
+    prompt: int | np.ndarray,
+    more: int,
+    *,
+    block: int | None = None,
+    seen: int | None = None,
 ) -> None:
     """Warns of a text that leaves the positions that a model was made for, with both numbers.
 
@@ -331,11 +337,13 @@ def check_positions(
     Args:
       config: the model's sizes.
       plan: for the text, or for a longer one.
-      prompt: tokens of the longest prompt.
+      prompt: tokens of the longest prompt, or of every prompt.
       more: tokens that may come behind it.
       block: tokens of a block, None where the prompt is read at once.
       seen: how many of those behind the prompt an earlier call was about, where there was one.
     """
+    prompts = np.atleast_1d(prompt)
+    prompt = int(prompts.max())
     start, total = prompt + (seen or 0), prompt + more
     reach, border = getattr(config, "reach", total), getattr(config, "border", None)
     beyond = lambda n: n > reach and _distance(config, plan, prompt, n, block) > reach
@@ -346,9 +354,12 @@ def check_positions(
             "policy with positions='compact' read in blocks (block=)",
             stacklevel=3,
         )
-    if border is not None and start <= border < total and "original" in plan.positions:
+    if border is None or "original" not in plan.positions:
+        return
+    if len(crossing := prompts[(prompts + (seen or 0) <= border) & (border < prompts + more)]):
         warnings.warn(
-            f"a text that grows from {start} to {total} tokens crosses the model's original context of {border}, "
+            f"a text that grows from {crossing[0] + (seen or 0)} to {crossing[0] + more} tokens crosses the model's "
+            f"original context of {border}, "
             "beyond which it has other rotary factors; keys that are stored keep theirs, so that distances to them are "
             "wrong: stay on one side, or read the text anew beyond it, as transformers does for Phi-3",
             stacklevel=3,

@@ -216,7 +216,7 @@ def prefill(
     if isinstance(lengths, np.ndarray):
         plan.check_lengths(lengths)
         if plan.prompt_len + plan.max_new_tokens < MOST_TOKENS:  # who reads without end says it when it comes to it
-            check_positions(model.config, plan, int(lengths.max()), plan.max_new_tokens, block=block)
+            check_positions(model.config, plan, np.asarray(lengths), plan.max_new_tokens, block=block)
     lengths = jnp.asarray(lengths)
     if mesh is not None:
         mesh = as_mesh(mesh)

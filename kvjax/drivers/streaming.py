@@ -290,7 +290,7 @@ def stream(
     else:
         plan, tokens = plan_request(model.config, policy, tokens, known, max_new_tokens, buckets=rounds(buckets))
     block = check_block(plan, block, width)
-    check_positions(model.config, plan, int(np.max(known)), int(max_new_tokens or 1), block=block)
+    check_positions(model.config, plan, np.asarray(known), int(max_new_tokens or 1), block=block)
     options = {"plan": plan, "sampler": sampler, "block": block}
     drawn = _start(model, params, tokens, jnp.asarray(known), row_keys(key, B), **options)
     as_scored(drawn[-1])

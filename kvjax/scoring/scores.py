@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from kvjax.cache.context import Context, Phase, Site
 from kvjax.cache.state import EMPTY, LayerKV, position_order
 from kvjax.functions import by_code
-from kvjax.pallas_kernels.values import MOST_TOKENS, a, each, flag, number, one_of, settle, tokens, whole
+from kvjax.pallas_kernels.values import MOST_TOKENS, a, each, flag, is_array, number, one_of, settle, tokens, whole
 from kvjax.scoring.protect import rows_since_insertion
 from kvjax.scoring.stats import (
     AllRows,
@@ -776,7 +776,7 @@ class FromFunction(Score):
         score = self.fn(kv, stats, ctx)
         here = f"an array of {getattr(score, 'dtype', '?')} of shape {getattr(score, 'shape', '?')}"
         given = here if hasattr(score, "shape") else repr(score)
-        real = hasattr(score, "dtype") and jnp.issubdtype(score.dtype, jnp.number) and score.dtype.kind != "c"
+        real = is_array(score) and jnp.issubdtype(score.dtype, jnp.number) and score.dtype.kind != "c"
         if not real or score.shape != kv.pos.shape:
             raise ValueError(f"{self.fn} returned {given}; return real numbers of shape {kv.pos.shape}, one a slot")
         return jnp.asarray(score)

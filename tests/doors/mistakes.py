@@ -14,6 +14,8 @@ methods.snapkv(64, window=16)  # wrong: the option is window_size
 methods.snapkv(64, window_size="16")  # wrong: text for a number
 methods.h2o(64, group="average")  # wrong: no such way
 methods.snap_kv(64)  # wrong: no such method
+print(kvjax.EMPTIES)  # wrong: no such name
+models.num_parameters(params)  # wrong: no such function
 kvjax.chain(methods.snapkv(64), 64)  # wrong: a number for a policy
 kvjax.when(16, methods.h2o(64))  # wrong: a number for a schedule
 kvjax.Adaptive(alpha="0.5")  # wrong: text for a number
