@@ -205,7 +205,8 @@ class Policy(Value, abc.ABC):
         """Applies the policy to every layer of a state, with the statistics of the rows just computed.
 
         Raises:
-          ValueError: no state and its statistics, or a state whose plan is not this policy's.
+          ValueError: no state and its statistics, or a state whose plan is not this policy's; outside of jit, tokens of
+            a prompt that go by scores none of which is a number.
         """
         check_moment(self, state, attn_stats)
         here = attn_stats.phase, attn_stats.tokens
@@ -213,7 +214,19 @@ class Policy(Value, abc.ABC):
             kv.apply(lambda view, s=stats, i=i: self.layer(view, s, context(state, i, *here)))
             for i, (kv, stats) in enumerate(zip(state.layers, attn_stats.layers, strict=True))
         )
-        return dataclasses.replace(state, layers=tuple(layers))
+        after = dataclasses.replace(state, layers=tuple(layers))
+        return as_scored(after) if attn_stats.phase == "prefill" else after
+
+
+def as_scored(state: KVState) -> KVState:
+    """The state itself, once it is there: called when a prompt has been read, not while decoding. Traced ones pass.
+
+    Raises:
+      ValueError: tokens of the prompt went by scores none of which is a number.
+    """
+    for layer, kv in zip(state.plan.layers, state.layers, strict=True):
+        layer.check_scored(kv.memory)
+    return state
 
 
 class Rule(Policy):

@@ -126,6 +126,8 @@ def shard_params(model: Any, params: PyTree[Any], mesh: Mesh) -> PyTree[Any]:
     if isinstance(model, type) or not callable(model):
         raise ValueError(f"model is a {type(model).__name__}, not a model; give shard_params(model, params, mesh)")
     check_arrays("params", params)
+    if not jax.tree.leaves(params):
+        raise ValueError(f"params={params!r} hold no array; give the parameters that models.load(...) returns")
     axes = model.split_axes(params) if hasattr(model, "split_axes") else [None] * len(jax.tree.leaves(params))
     leaves, structure = jax.tree.flatten(params)
 

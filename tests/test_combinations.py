@@ -188,11 +188,14 @@ def test_a_score_that_is_no_number_is_named(tiny):
     policy = kvjax.from_fn(_nothing, budget=8)
     competing = kvjax.across_layers(policy, kvjax.ScoreEntropy())
     plan = kvjax.make_plan(model.config, policy, prompt_len=16, max_new_tokens=1)
+    state = kvjax.init_state(plan, jnp.full((1,), 16))
     for call in (
         lambda: kvjax.evict_layer(policy, *helpers.qkv(3, T=16, B=1)),
         lambda: kvjax.generate(model, params, tokens, policy=kvjax.chain(methods.window(12), policy), max_new_tokens=1),
         lambda: kvjax.generate(model, params, tokens, policy=competing, max_new_tokens=1),
         lambda: kvjax.prefill(model, params, tokens, plan),
+        lambda: kvjax.forward(model, params, tokens, state, evict=True),
+        lambda: policy(*kvjax.forward(model, params, tokens, state)[1:]),
     ):
         with pytest.raises(ValueError, match=r"fn=_nothing.* is a number \(NaN in layer 0, in 1 of 2 kv heads of the"):
             call()

@@ -31,18 +31,8 @@ from kvjax.pallas_kernels.values import (
     whole,
 )
 from kvjax.plan import CachePlan, ModelConfig, Sizes, as_lengths
+from kvjax.policy import as_scored as as_scored
 from kvjax.scoring.stats import LayerStats
-
-
-def as_scored(state: KVState) -> KVState:
-    """The state itself, once it is there: called when a prompt has been read, not while decoding. Traced ones pass.
-
-    Raises:
-      ValueError: tokens of the prompt went by scores none of which is a number.
-    """
-    for layer, kv in zip(state.plan.layers, state.layers, strict=True):
-        layer.check_scored(kv.memory)
-    return state
 
 
 @runtime_checkable

@@ -115,7 +115,8 @@ def forward(
     Raises:
       ValueError: a state that was planned for a model of other sizes, tokens of other sequences or outside the
         vocabulary, several tokens a sequence in a decode step, more valid tokens than there are; eviction by a policy
-        that wants its prompt read again, which `prefill` does.
+        that wants its prompt read again, which `prefill` does, or, outside of jit, of a prompt by scores none of which
+        is a number.
     """
     check_model(model)
     check_is(KVState, "state", state)
@@ -156,7 +157,7 @@ def forward(
     state, stats = dataclasses.replace(state, layers=layers), AttentionStats(stats, phase=phase, tokens=tokens)
     if evict and plan.policy.shared:
         state = steps.decided(state, stats)
-    return logits, state, stats
+    return logits, as_scored(state) if evict and phase == "prefill" else state, stats
 
 
 def prefill(
