@@ -352,7 +352,7 @@ EVICTING = {
 }
 
 
-@pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.parametrize("policy", ["snapkv", pytest.param("h2o", marks=pytest.mark.exhaustive)])
 @slow_but("gemma2")
 def test_evicted_tokens_are_hidden_ones(pair, policy):
     """Logits after eviction are theirs under masks that hide the evicted tokens, in every layer and head.
