@@ -366,6 +366,19 @@ def test_texts_beyond_the_models_positions_are_warned_of(shallow, door):
     PAST[door](model, params, tokens, policy=methods.streaming_llm(6), block=4)
 
 
+def test_readings_beyond_the_models_positions_are_warned_of(shallow):
+    """What reads behind a state, and readings of the full cache."""
+    model, params = models.LanguageModel(dataclasses.replace(shallow[0].config, max_position=16)), shallow[1]
+    tokens, behind = np.ones((1, 12), np.int32), np.ones((1, 5), np.int32)
+    _, state = read_prompt((model, params), methods.full(), tokens, max_new_tokens=1)
+    for door in (
+        lambda: kvjax.replay(model, params, behind, state),
+        lambda: kvjax.analysis.read(model, params, tokens, behind),
+    ):
+        with pytest.warns(match="a prompt of 12 tokens and 5 behind it are 17, but the model was made for 16 pos"):
+            door()
+
+
 def test_a_text_that_crosses_the_original_context_is_warned_of(shallow):
     """Where factors of the rotation change, as at Phi-3's 4096 tokens."""
     rope = models.Rope("longrope", short_factor=(1.0,) * 4, long_factor=(2.0,) * 4, original_max=16)

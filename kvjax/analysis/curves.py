@@ -15,7 +15,7 @@ from kvjax.analysis.grid import Kind, Method, keep_all, kind_of, make_grid, meas
 from kvjax.analysis.hindsight import Across, best_in_hindsight, hindsight_rank, lost_mass, regret
 from kvjax.analysis.intervals import Interval, interval
 from kvjax.analysis.losses import distances, largest_value, output_kl
-from kvjax.analysis.reading import Reading, read_traced
+from kvjax.analysis.reading import Reading, check_whole_text, read_traced
 from kvjax.cache.context import row_keys
 from kvjax.cache.state import Positions
 from kvjax.drivers.requests import Model, check_prompts
@@ -258,6 +258,7 @@ def curves(
     if taken := sorted({HINDSIGHT[across] for across in oracles} & set(policies)):
         raise ValueError(f"{taken[0]!r} is the name of an oracle; call the policy something else")
     known = lengths if isinstance(lengths, np.ndarray) else None
+    check_whole_text(model.config, T, F, lengths)
     grid = make_grid(model.config, policies, budgets, prompt_len=T, max_new_tokens=F, lengths=known)
     counts = tuple(as_budget(b) for b in budgets)
     losses = _curves(

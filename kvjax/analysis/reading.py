@@ -13,15 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
+from kvjax.algebra import identity
 from kvjax.analysis.hindsight import of_kv_heads
 from kvjax.analysis.losses import by_query_head
 from kvjax.cache.context import Context, Site, row_keys
 from kvjax.cache.state import EMPTY, KeyPositions, LayerKV, Positions, Rotate, Slopes, check_shares, ranks
 from kvjax.drivers.attention import attend
-from kvjax.drivers.requests import Model, check_prompts
+from kvjax.drivers.requests import Model, check_positions, check_prompts
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.pallas_kernels.values import checked, one_of, whole
-from kvjax.plan import at_positions
+from kvjax.plan import ModelConfig, at_positions, make_plan
 from kvjax.policy import Granularity
 from kvjax.scoring.stats import LayerStats, Measurement, Observe, ordered
 
@@ -247,7 +248,14 @@ def read(
         raise ValueError(f"measure is for {len(measure)} layers, but the model has {model.config.num_layers}")
     if again := [m for asked in measure for _, m in asked if m.again is not None]:
         raise ValueError(f"{again[0]} measures rows that read the prompt again, but a reading has none; use prefill")
+    check_whole_text(model.config, tokens.shape[1], continuation.shape[1], lengths)
     return _read_once(model, params, tokens, continuation, jnp.asarray(lengths), keys, seeds=seeds, measure=measure)
+
+
+def check_whole_text(config: ModelConfig, width: int, more: int, lengths: Any) -> None:
+    """Warns of prompts and continuations that a full cache holds beyond the model's positions (`check_positions`)."""
+    plan = make_plan(config, identity(), prompt_len=width, max_new_tokens=more)
+    check_positions(config, plan, lengths if isinstance(lengths, np.ndarray) else width, more)
 
 
 def seed_keys(keys: Key[Array, "B"], seeds: int) -> Key[Array, "seeds B"]:

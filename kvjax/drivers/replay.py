@@ -14,7 +14,7 @@ from kvjax.cache import mesh
 from kvjax.cache.state import EMPTY, KVState
 from kvjax.drivers.attention import attend
 from kvjax.drivers.layers import LayerSteps
-from kvjax.drivers.requests import Model, as_ids, check_is, check_model, real_tokens
+from kvjax.drivers.requests import Model, as_ids, check_is, check_model, check_positions, real_tokens
 from kvjax.pallas_kernels.values import a, as_given, checked, each
 from kvjax.plan import CachePlan, as_lengths, at_positions
 from kvjax.policy import context
@@ -80,6 +80,8 @@ def replay(
     R = tokens.shape[1]
     valid = jnp.full((B,), R, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
     _check_places(model, state, valid)
+    if not isinstance(state.length, jax.core.Tracer):
+        check_positions(model.config, plan, np.asarray(state.length), R)
     observe = (ordered(measure),) * len(plan.sites)
     logits, stats = _read_behind(model, params, tokens, state, valid, observe, last_only=False)
     padding = jnp.arange(R, dtype=jnp.int32)[None] < (R - valid)[:, None]
