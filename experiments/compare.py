@@ -85,10 +85,12 @@ def load(
     for parts in _whole(configs):
         d, summary = parts[0], _summary({part: configs[part] for part in parts})
         code = ", ".join(dict.fromkeys(boards.code_of(_manifest(part)) for part in parts))
+        options = {p["method"]: {"options": p["options"]} for p in configs[d]["policies"] if "options" in p}
         for row in [*summary["rows"], *summary["retrieval_mean"]]:
             method = f"{row['method']} ({names[d]})" if row["method"] in ambiguous else row["method"]
             kept = {k: x for k, x in row.items() if k not in (*report.TIMES, "against_full")}
             kept |= {"method": method, "kv_budget": report.budget_fraction(row, first["length"]), "code": code}
+            kept |= options.get(row["method"], {})
             rows.setdefault((method, row["budget"], row["task"]), kept)
     found = list(rows.values())
     for board in others:
@@ -166,7 +168,7 @@ def _summary(parts: dict[pathlib.Path, dict[str, Any]]) -> dict[str, Any]:
 def leaderboard(rows: Sequence[dict[str, Any]]) -> str:
     """A table with a row for every method and budget: the largest budget first, then the best retrieval score.
 
-    Which code rows are of stands there if they are of several.
+    Which code rows are of stands there if they are of several, and below it which options of methods are no defaults.
     """
     means = [r for r in rows if r["task"] == "retrieval_mean"]
     shown = means or list({(r["method"], r["budget"]): r for r in rows}.values())  # runs without retrieval tasks
@@ -194,7 +196,8 @@ def leaderboard(rows: Sequence[dict[str, Any]]) -> str:
         ]
         for r in ordered
     ]
-    return "\n".join(report.table(head, lines)) + "\n"
+    options = report.options_line((r["method"], r["options"]) for r in rows if "options" in r)
+    return "\n".join([*report.table(head, lines), "", *options])
 
 
 def by_budget(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], dict[tuple[str, str], dict[str, float]]]:

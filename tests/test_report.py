@@ -35,7 +35,10 @@ def make_run(
     names = [("full", "1.0"), (method, "0.5"), (method, "0.25")]
     config = {
         "name": method,
-        "policies": [{"method": m, "budget": b, "policy": f"{m} {b}"} for m, b in names],
+        "policies": [
+            {"method": m, "budget": b, "policy": f"{m} {b}", **({} if m == "full" else {"options": "window_size=16"})}
+            for m, b in names
+        ],
         "setup": {"model": "embedded", "protocol": protocol, "length": 128, "examples": rows, "block": None, **setup},
         "tasks": {task: {"examples": rows, "builder": task} for task in TASKS},
         "text": None,
@@ -227,6 +230,10 @@ def test_numbers_stand_beside_the_full_cache_on_the_same_rows(made):
     assert "41.25</a>" in page.source
     assert "(43.5)" in page.source
     assert "| snapkv | 25 % | 87.5 [" in text
+    assert "not the defaults of `kvjax.methods`: `snapkv(window_size=16)`, `h2o" in text
+    assert (
+        "not the defaults of <code>kvjax.methods</code>: <code>snapkv(window_size=16)</code>, <code>h2o" in page.source
+    )
 
 
 def test_the_page_has_the_intervals_of_the_run_whatever_the_order_of_rows(tmp_path):

@@ -7,7 +7,7 @@ import pathlib
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,7 @@ def markdown(summary: dict[str, Any], title: str, options: Mapping[str, str] = {
             "",
             *table(head, quality),
             "",
-            *_options(options),
+            *options_line(options.items()),
             *_kept_whole(summary),
             *_against_full(summary),
             *_agreement(summary),
@@ -85,9 +85,9 @@ def markdown(summary: dict[str, Any], title: str, options: Mapping[str, str] = {
     )
 
 
-def _options(options: Mapping[str, str]) -> list[str]:
-    """What the methods of the table would be called with."""
-    named = ", ".join(f"`{method}({given})`" for method, given in options.items())
+def options_line(options: Iterable[tuple[str, str]]) -> list[str]:
+    """What the methods of a table, (name, options), would be called with, and an empty line; nothing without any."""
+    named = ", ".join(f"`{method}({given})`" for method, given in dict.fromkeys(options))
     return [f"Options that are not the defaults of `kvjax.methods`: {named}.", ""] if named else []
 
 

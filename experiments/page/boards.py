@@ -31,9 +31,11 @@ def with_boards(made: Sequence[Cell], found: Found, directories: Sequence[pathli
         here = [c for c in cells if c.setting == setting]
         averaged = next((c.parts for c in here if c.task == AVERAGE), ())
         code = ", ".join(dict.fromkeys(r["code"] for r in board.rows))
-        run = Run(board.name, board.path, None, (("code", code),))
+        rows = board.beside([_row(c) for c in here if c.task != AVERAGE])
+        options = {r["method"]: str(r["options"]) for r in rows if "options" in r}
+        run = Run(board.name, board.path, None, (("code", code),), options=options)
         found.runs.append(run)
-        for row in board.beside([_row(c) for c in here if c.task != AVERAGE]):
+        for row in rows:
             if row["task"] != "retrieval_mean":
                 cells.append(_cell(row, setting, run))
             elif {*averaged} == {*RETRIEVAL}:

@@ -34,6 +34,7 @@ class Run:
       sizes: bytes of the KV cache by (method, budget).
       setup: what it has in common with runs that it can be compared with, as `boards.setup_of` returns it; empty for
         what other scripts made.
+      options: by method, those that are not the defaults of `kvjax.methods`, as far as the manifest says so.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Run:
     made: tuple[tuple[str, str], ...]
     sizes: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict, compare=False)
     setup: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+    options: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 import pathlib
 
-from kvjax.experiments.evaluation.report import table
+from kvjax.experiments.evaluation.report import options_line, table
 from kvjax.experiments.page import shown
 from kvjax.experiments.page.cells import Cell, is_full
 from kvjax.experiments.page.lines import Setting
-from kvjax.experiments.page.render import Board, best, link
+from kvjax.experiments.page.render import Board, best, link, options
 
 MARK = "<!-- made by kvjax experiments/report.py -->"
 
@@ -28,6 +28,7 @@ def markdown(board: Board, directory: pathlib.Path, command: str) -> str:
         "Scores in percent, perplexity as itself, with 95 % intervals. The best of a budget is bold, whatever its "
         "interval. report.html has the rows of every number.",
         "",
+        *options_line(options(board)),
     ]
     for setting in board.settings:
         name = ", ".join(filter(None, [setting.model, shown.protocol(setting.protocol), details[setting]]))

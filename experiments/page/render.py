@@ -87,6 +87,13 @@ class Board:
         return [t for t in self.tasks if t in own and t != AVERAGE] + [t for t in (AVERAGE,) if t in own]
 
 
+def options(board: Board) -> list[tuple[str, str]]:
+    """(method, options) of the methods whose options are not all the defaults of `kvjax.methods`."""
+    called = lambda c: str(c.lines[0].sample.get("method")) if c.lines else c.method  # by its run
+    found = ((c.method, run.options.get(called(c))) for c in board.cells for run in c.runs)
+    return list(dict.fromkeys((method, given) for method, given in found if given))
+
+
 def _rank(of: dict[str, Cell]) -> tuple[bool, float, float]:
     """The full cache, then the largest budget, then the best number."""
     first = of.get(AVERAGE) or next(iter(of.values()))
@@ -184,6 +191,7 @@ def _view(board: Board, directory: pathlib.Path, command: str, samples: int) -> 
         "is_full": is_full,
         "average": AVERAGE,
         "lines": [*board.lines()],
+        "options": options(board),
         "best": best,
         "curves": [(s, t, plot) for s, t, plot in drawn if plot is not None],
         "markers": curves.markers(),

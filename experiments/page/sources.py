@@ -93,6 +93,7 @@ def _read_run(directory: pathlib.Path, found: Found) -> None:
         (*made(manifest), *_refused(bad)),
         sizes,
         boards.setup_of(config),
+        {p["method"]: str(p["options"]) for p in policies if "options" in p},
     )
     details = {k: v for k, v in boards.shared(run.setup).items() if k not in _ASIDE}
     setting = Setting(
