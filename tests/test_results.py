@@ -100,15 +100,28 @@ def test_where_the_file_system_has_no_locks_a_file_says_whose_a_directory_is(mad
         with pytest.raises(SystemExit, match=rf"another .* to .*x: {os.getpid()} on .*, as .*/.lock.owner says, since"):
             run.main(command)
     assert not owner.exists()
-    owner.write_text(json.dumps({**mine, "host": "elsewhere", "process": ended.pid}))  # of which nothing is known
-    with pytest.raises(SystemExit, match=rf"to .*x: {ended.pid} on elsewhere, .*, or delete that file if the process"):
-        run.main(command)
+    for unknown in ({"host": "elsewhere"}, {"namespace": "pid:[1]"}):
+        owner.write_text(json.dumps({**mine, **unknown, "process": ended.pid}))
+        with pytest.raises(SystemExit, match=rf"to .*x: {ended.pid} on .*, or delete that file if the process"):
+            run.main(command)
     for left in ({"process": ended.pid}, {"started": "1"}):  # a process that ended, whose number another may have got
         owner.write_text(json.dumps({**mine, **left}))
         run.main([*command, "--restart"])
         assert not [*tmp_path.rglob(owner.name)]
     page.main([str(here), "--output", str(tmp_path / "page")])
     assert {p.name for p in (tmp_path / "page").iterdir()} == {"report.html", "report.md"}
+
+    def another_takes_over(*_):
+        owner.unlink()
+        owner.write_text(json.dumps(mine))
+        raise ProcessLookupError
+
+    owner.write_text(json.dumps({**mine, "process": ended.pid}))
+    monkeypatch.setattr(os, "kill", another_takes_over)
+    with pytest.raises(SystemExit, match=rf"to .*x: {os.getpid()} on "):
+        run.main(command)
+    assert json.loads(owner.read_text()) == mine
+    assert [*here.glob(f"{owner.name}*")] == [owner]
 
 
 def lines_of(change):

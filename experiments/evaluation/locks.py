@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import platform
+import secrets
 import sys
 import time
 from collections.abc import Iterator
@@ -50,7 +51,8 @@ def holds_lock(lock: "IO[str] | _Owned", directory: pathlib.Path) -> bool:
 class _Owned:
     """A lock where the file system has none: a file that one process alone can make, which names it and its host.
 
-    One that a process of this host left behind when it was killed is replaced. Of other hosts nothing is known.
+    One that a process of this host left behind when it was killed is replaced. Of other hosts, and of containers that
+    number processes themselves, nothing is known.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -61,8 +63,8 @@ class _Owned:
         """
         self.name = str(path)
         owner = _owner(path)
-        if owner.get("host") == platform.node() and not _lives(owner):
-            path.unlink(missing_ok=True)
+        if _here().items() <= owner.items() and not _lives(owner):
+            _remove(path, owner)
         with contextlib.ExitStack() as stack:
             self._folder = os.open(path.parent, os.O_RDONLY)  # which stays the same where it is moved
             stack.callback(os.close, self._folder)
@@ -77,7 +79,7 @@ class _Owned:
                 ) from e
             stack.callback(self._delete)
             stack.enter_context(stopping.ending(self.close))
-            me = {"host": platform.node(), "process": os.getpid(), "started": _started(os.getpid())}
+            me = {**_here(), "process": os.getpid(), "started": _started(os.getpid())}
             self._file.write(json.dumps(me))
             self._file.flush()
             self._stack = stack.pop_all()
@@ -101,6 +103,31 @@ class _Owned:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self.fileno()), os.stat(name, dir_fd=self._folder)):
                 os.unlink(name, dir_fd=self._folder)
+
+
+def _here() -> dict[str, str]:
+    """What a process's number is of: the host, and where the system has such, the namespace of its processes."""
+    try:
+        return {"host": platform.node(), "namespace": os.readlink("/proc/self/ns/pid")}
+    except OSError:
+        return {"host": platform.node(), "namespace": ""}
+
+
+def _remove(path: pathlib.Path, owner: dict[str, Any]) -> None:
+    """Removes the file of an owner that has ended, and none that another process has made since it was read."""
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        path.rename(aside)  # of all processes that try, one alone has it now
+    except FileNotFoundError:
+        return
+    if _owner(aside) != owner:
+        try:
+            os.link(aside, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without hard links
+            aside.rename(path)
+    aside.unlink(missing_ok=True)
 
 
 def _owner(path: pathlib.Path) -> dict[str, Any]:
