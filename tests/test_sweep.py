@@ -92,14 +92,18 @@ def python(directory, *codes):
 def test_a_crash_costs_one_run(tmp_path):
     jobs = python(tmp_path, "import os; print(os.environ['ONE'])", "raise SystemExit(3)", "1 / 0", "pass")
     jobs.append(Job("job4", ("/no/such/program",), tmp_path / "4.log"))
+    jobs += [Job("job5", jobs[3].command, tmp_path / "5.log")]
+    jobs[5].log.symlink_to(tmp_path / "elsewhere")
     found = {job.name: why for job, why in local(jobs, [{"ONE": "a"}, {"ONE": "a"}])}
-    assert {name: why for name, why in found.items() if name != "job4"} == {
+    assert {name: why for name, why in found.items() if name not in ("job4", "job5")} == {
         "job0": "",
         "job1": "exit code 3",
         "job2": "exit code 1",
         "job3": "",
     }
     assert "No such file" in found["job4"]
+    assert found["job5"] == f"{jobs[5].log} is a link, and a log is not written through one; delete it"
+    assert not (tmp_path / "elsewhere").exists()
     assert jobs[0].log.read_text().splitlines()[-1] == "a"
     assert "ZeroDivisionError" in jobs[2].log.read_text()
 

@@ -1,6 +1,7 @@
 """Commands, each a process of its own, on local devices, on SLURM through submitit, or on Ray."""
 
 import dataclasses
+import errno
 import importlib
 import os
 import pathlib
@@ -61,7 +62,7 @@ def execute(command: Sequence[str], log: str, directory: str, environment: Mappi
 def _started(command: Sequence[str], log: str, directory: str, environment: Mapping[str, str]) -> subprocess.Popen:
     """The process of a command, in a session of its own: Ctrl-C reaches it through whoever started it, and once."""
     pathlib.Path(log).parent.mkdir(parents=True, exist_ok=True)
-    with pathlib.Path(log).open("a") as output:
+    with open(log, "a", opener=_no_link) as output:
         print(time.strftime("# %Y-%m-%d %H:%M:%S"), shlex.join(command), file=output, flush=True)
         everything = {**os.environ, **environment, "PYTHONUNBUFFERED": "1"}
         return subprocess.Popen(
@@ -73,6 +74,20 @@ def _started(command: Sequence[str], log: str, directory: str, environment: Mapp
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+def _no_link(path: str, flags: int) -> int:
+    """Opens a file, but none that a link leads to.
+
+    Raises:
+      OSError: the path is a link.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as e:
+        if e.errno != errno.ELOOP:
+            raise
+        raise OSError(f"{path} is a link, and a log is not written through one; delete it") from e
 
 
 def devices(environment: Mapping[str, str] = os.environ) -> list[str]:
