@@ -179,15 +179,15 @@ def leaderboard(rows: Sequence[dict[str, Any]]) -> str:
         "method",
         "budget",
         *(["retrieval mean"] if means else []),
-        *(t.replace("_", " ") for t in tasks),
+        *(report.escaped(t.replace("_", " ")) for t in tasks),
         "live of prompt",
         "KV of full",
         *(["code"] if (several := len({r["code"] for r in rows}) > 1) else []),
     ]
     lines = [
         [
-            r["method"],
-            r["budget"],
+            report.escaped(r["method"]),
+            report.escaped(r["budget"]),
             *([report.score_cell(r)] if means else []),
             *(report.score_cell(by_key.get((r["method"], r["budget"], t))) for t in tasks),
             f"{100 * r['live_of_prompt']:.1f} %",
@@ -249,7 +249,7 @@ def overview(rows: Sequence[dict[str, Any]]) -> str:
         shown = [] if c is None else [f"{c[k]:.{n}f}" for k, n in (("score", 1), ("perplexity", 2)) if k in c]
         return " / ".join(shown)
 
-    lines = [[m, *(cell(cells.get((m, b))) for b in budgets)] for m in methods]
+    lines = [[report.escaped(m), *(cell(cells.get((m, b))) for b in budgets)] for m in methods]
     return "\n".join(report.table(["method", *budgets], lines)) + "\n"
 
 

@@ -37,11 +37,12 @@ def test_prompts_that_were_kept_whole_are_named():
     assert "full" not in said.partition(": ")[2].partition(".")[0]
 
 
-def test_names_begin_no_html_and_no_cell():
+def test_names_are_no_markup():
     made = {"task": "mine", "index": 0, "score": 1.0, "prompt_tokens": 2, "most_live": 2, "live": 2, "answers": []}
-    line = {**made, **dict.fromkeys(TIMED, 1.0), "method": r"<img src=x>|\\<b>", "budget": "0.5"}
+    line = {**made, **dict.fromkeys(TIMED, 1.0), "method": r"<img src=x>|\\<b> [a](b) *c* d_e _f_", "budget": "0.5"}
     cost = {"slots": 1, "kv_bytes": 1, "prefill_peak_bytes": None, "decode_peak_bytes": None}
     text = report.markdown(summarise([line], {f"{line['method']}@0.5": cost}), "<i>")
-    assert text.startswith("# \\<i>\n")
-    assert text.count(r"| \<img src=x>\|\\\<b> | 0.5 |") == 2
-    assert r"\<img src=x>\|\\\<b> at 0.5 (1 of 1)" in text
+    assert text.startswith("# \\<i\\>\n")
+    shown = r"\<img src=x\>\|\\\\\<b\> \[a\](b) \*c\* d_e \_f\_"
+    assert text.count(f"| {shown} | 0.5 |") == 2
+    assert f"{shown} at 0.5 (1 of 1)" in text

@@ -36,13 +36,13 @@ def markdown(summary: dict[str, Any], title: str, options: Mapping[str, str] = {
     runs = list(dict.fromkeys((r["method"], r["budget"]) for r in summary["rows"]))
     shown = [*(["retrieval_mean"] if summary["retrieval_mean"] else []), *tasks]
 
-    head = ["method", "budget", *(t.replace("_", " ") for t in shown)]
-    quality = [[m, b, *(score_cell(by_key.get((m, b, t))) for t in shown)] for m, b in runs]
+    head = ["method", "budget", *(escaped(t.replace("_", " ")) for t in shown)]
+    quality = [[escaped(m), escaped(b), *(score_cell(by_key.get((m, b, t))) for t in shown)] for m, b in runs]
     per_task = [
         [
-            r["method"],
-            r["budget"],
-            r["task"].replace("_", " "),
+            escaped(r["method"]),
+            escaped(r["budget"]),
+            escaped(r["task"].replace("_", " ")),
             score_cell(r),
             f"{r['live_tokens']:.1f}",
             f"{r['slots']:,}",
@@ -61,7 +61,7 @@ def markdown(summary: dict[str, Any], title: str, options: Mapping[str, str] = {
     ]  # fmt: skip
     return "\n".join(
         [
-            f"# {plain(title)}",
+            f"# {escaped(title)}",
             "",
             "Scores in percent with 95 % intervals (`experiments/evaluation/statistics.py`). Perplexity as itself, and",
             "in parentheses how likely the text is compared to the full cache.",
@@ -98,7 +98,7 @@ def _kept_whole(summary: dict[str, Any]) -> list[str]:
         if r["method"] != "full" and has_budget(r["budget"]):
             whole, of = counts.setdefault((r["method"], r["budget"]), [0, 0])
             counts[r["method"], r["budget"]] = [whole + r["kept_whole"], of + r["examples"]]
-    named = [f"{plain(m)} at {plain(b)} ({whole} of {of})" for (m, b), (whole, of) in counts.items() if whole]
+    named = [f"{escaped(m)} at {escaped(b)} ({whole} of {of})" for (m, b), (whole, of) in counts.items() if whole]
     if not named:
         return []
     return [
@@ -120,9 +120,9 @@ def _against_full(summary: dict[str, Any]) -> list[str]:
         shown = [f"{scale * found[name]:+.{3 if unit else 1}f}" for name in ("difference", "low", "high")]
         difference = f"{shown[0]} [{shown[1]}, {shown[2]}]{unit}"
         return [
-            r["method"],
-            r["budget"],
-            r["task"].replace("_", " "),
+            escaped(r["method"]),
+            escaped(r["budget"]),
+            escaped(r["task"].replace("_", " ")),
             difference,
             f"{found['p']:.3g}",
             found["verdict"],
@@ -147,7 +147,7 @@ def _agreement(summary: dict[str, Any]) -> list[str]:
     def cells(r: dict[str, Any]) -> list[str]:
         shown = ([f"{100 * x:.1f}" for x in r["agreement"][name]] for name in ALIKE)
         intervals = [f"{mean} [{low}, {high}]" for mean, low, high in shown]
-        return [r["method"], r["budget"], r["task"].replace("_", " "), *intervals]
+        return [escaped(r["method"]), escaped(r["budget"]), escaped(r["task"].replace("_", " ")), *intervals]
 
     return [
         "How far outputs are the full cache's on the same rows, in percent: equal ones, its words up to",
@@ -162,7 +162,7 @@ def _bad_rows(bad: Sequence[dict[str, Any]]) -> list[str]:
     """How many rows of data could not be asked, and the first of them."""
     if not bad:
         return []
-    shown = [f"- {plain(row['task'])}, line {row['line']}: {plain(row['reason'])}" for row in bad[:20]]
+    shown = [f"- {escaped(row['task'])}, line {row['line']}: {plain(row['reason'])}" for row in bad[:20]]
     more = [f"- and {len(bad) - len(shown)} more in bad_rows.jsonl"] if len(bad) > len(shown) else []
     rows, are = ("row", "is") if len(bad) == 1 else ("rows", "are")
     return [f"{len(bad)} {rows} could not be asked, and {are} not among the examples:", "", *shown, *more, ""]
@@ -198,6 +198,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def plain(text: str) -> str:
     """Text in one line of Markdown that begins no HTML and no cell of a table; what is escaped already stays."""
     return re.sub(r"(\\.)|([<|])|\s*[\r\n]\s*", lambda m: m[1] or (f"\\{m[2]}" if m[2] else " "), text)
+
+
+def escaped(text: str) -> str:
+    """Text that is no markup, in one line; underscores within words are none, and stay."""
+    return " ".join(re.sub(r"[\\`*{}\[\]<>|#]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text).split())
 
 
 # --- plots ---

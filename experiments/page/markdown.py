@@ -2,7 +2,7 @@
 
 import pathlib
 
-from kvjax.experiments.evaluation.report import options_line, table
+from kvjax.experiments.evaluation.report import escaped, options_line, table
 from kvjax.experiments.page import shown
 from kvjax.experiments.page.cells import Cell, is_full
 from kvjax.experiments.page.lines import Setting
@@ -32,24 +32,24 @@ def markdown(board: Board, directory: pathlib.Path, command: str) -> str:
     ]
     for setting in board.settings:
         name = ", ".join(filter(None, [setting.model, shown.protocol(setting.protocol), details[setting]]))
-        lines += [f"## {_text(name)}", "", *_blocks(board, setting), "", *_averaged(board, setting)]
+        lines += [f"## {escaped(name)}", "", *_blocks(board, setting), "", *_averaged(board, setting)]
         lines += _compared(board, setting)
     if board.found.reproductions:
         lines += ["## Papers' tables", ""]
         for d, content in board.found.reproductions:
-            said = _text(f"{content['entry']}, {content.get('status')}")
+            said = escaped(f"{content['entry']}, {content.get('status')}")
             lines.append(f"- {said}: [report]({link(d / 'report.md', directory)})")
         lines.append("")
     lines += ["## Runs", ""]
     for run in board.found.runs:
-        files = [f"[{_text(f.name)}]({link(f, directory)})" for f in (run.manifest, run.lines) if f is not None]
-        lines.append(f"- {_text(run.name)}: {', '.join(files)}")
+        files = [f"[{escaped(f.name)}]({link(f, directory)})" for f in (run.manifest, run.lines) if f is not None]
+        lines.append(f"- {escaped(run.name)}: {', '.join(files)}")
     if board.found.skipped:
         lines += [
             "",
             "Not among these:",
             "",
-            *(f"- {_text(str(path))}: {_text(why)}" for path, why in board.found.skipped),
+            *(f"- {escaped(str(path))}: {escaped(why)}" for path, why in board.found.skipped),
         ]
     return "\n".join([*lines, "", f"Made by `{command}`.", ""])
 
@@ -65,14 +65,14 @@ def _blocks(board: Board, setting: Setting) -> list[str]:
             any_of = next(iter(of.values()))
             rows.append(
                 [
-                    _text(method),
+                    escaped(method),
                     shown.budget(budget) if budget else "",
                     *cells,
                     shown.share(any_of.live),
                     shown.share(any_of.kv),
                 ]
             )
-    return table(["method", "budget", *(_text(shown.task(t)) for t in columns), "live tokens", "KV of full"], rows)
+    return table(["method", "budget", *(escaped(shown.task(t)) for t in columns), "live tokens", "KV of full"], rows)
 
 
 def _averaged(board: Board, setting: Setting) -> list[str]:
@@ -80,8 +80,12 @@ def _averaged(board: Board, setting: Setting) -> list[str]:
     found = next((c for c in board.cells if c.setting == setting and c.parts), None)
     if found is None:
         return []
-    over = _text(", ".join(map(shown.task, found.parts)))
-    by = f", which are scored by different metrics: {_text(', '.join(found.metrics))}" if len(found.metrics) > 1 else ""
+    over = escaped(", ".join(map(shown.task, found.parts)))
+    by = (
+        f", which are scored by different metrics: {escaped(', '.join(found.metrics))}"
+        if len(found.metrics) > 1
+        else ""
+    )
     return [f"The average is over {over}{by}.", ""]
 
 
@@ -96,9 +100,9 @@ def _compared(board: Board, setting: Setting) -> list[str]:
     """Every method beside the full cache on the same rows."""
     rows = [
         [
-            _text(c.method),
+            escaped(c.method),
             shown.budget(c.budget),
-            _text(shown.task(c.task)),
+            escaped(shown.task(c.task)),
             shown.difference(c),
             shown.probability(c.against),
             c.against.verdict,
@@ -116,9 +120,3 @@ def _compared(board: Board, setting: Setting) -> list[str]:
         *table(["method", "budget", "benchmark", "difference", "p", "verdict", "rows"], rows),
         "",
     ]
-
-
-def _text(text: str) -> str:
-    """Text that is no markup, in one line."""
-    escaped = "".join(f"\\{x}" if x in "\\`*_{}[]<>|#" else x for x in text)
-    return " ".join(escaped.split())
