@@ -65,6 +65,7 @@ ROPES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:a text that grows")  # the row inside it crosses it behind the prompt
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize("positions", ["original", "compact"])
 def test_rotations_take_the_length_of_the_prompt_in_every_block(tiny, prompts, kind, positions):
