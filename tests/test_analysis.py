@@ -172,10 +172,9 @@ def test_loss_is_within_the_bound_and_top_k_has_the_least_bound(seed):
 @hypothesis.given(seed=st.integers(0, 2**32 - 1), sharpness=st.floats(0.1, 8))
 def test_many_rows_stay_within_their_bounds(seed, sharpness):
     found = random_layer_loss(seed % 2**31, jnp.float32(sharpness))
-    # Where nothing is lost, both are rounding, and outputs sum those of 4 heads (seed 653, sharpness 7.5: 1.6e-5).
-    for loss, bound, rounding in ((found.heads, found.heads_bound, 1e-5), (found.output, found.output_bound, 4e-5)):
+    for loss, bound in ((found.heads, found.heads_bound), (found.output, found.output_bound)):
         for order in ("l1", "l2"):
-            within = np.asarray(getattr(loss, order)) <= np.asarray(getattr(bound, order)) * (1 + 1e-5) + rounding
+            within = np.asarray(getattr(loss, order)) <= np.asarray(getattr(bound, order)) * (1 + 1e-5) + 1e-5
             assert within.all()
             assert within.size == 64 * 7
 
