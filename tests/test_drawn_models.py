@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from tests.test_parity import NEW, T, assert_close, saved, tokens, torch
+from tests.test_parity import CACHE, NEW, T, assert_close, saved, tokens, torch
 
 ACTS = st.sampled_from(("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"))
 FLAG = st.booleans()
@@ -312,5 +312,5 @@ def test_drawn_models(architecture, data):
             assert_close(prompt[row, T - n :], out.logits[0])
             for i in range(NEW):
                 token = torch.tensor(ids[row : row + 1, T + i : T + i + 1])
-                out = fresh(token, past_key_values=out.past_key_values, use_cache=True)
+                out = fresh(token, use_cache=True, **{CACHE: out[CACHE]})
                 assert_close(rest[row, i], out.logits[0, -1])

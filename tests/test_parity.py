@@ -1,6 +1,7 @@
 """Logits against transformers, on tiny random models that it saved."""
 
 import copy
+import inspect
 import json
 
 import jax.numpy as jnp
@@ -27,6 +28,8 @@ SIZES = {
 
 
 VERSION = int(transformers.__version__.partition(".")[0])
+FORWARD = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+CACHE = "cache" if "cache" in FORWARD else "past_key_values"  # its name from 5.24 on, and before
 
 
 def rope(kind, **kwargs):
@@ -184,7 +187,7 @@ def test_prompt_and_cached_decoding(pair):
         out = theirs(torch.tensor(ids[:, :T]), use_cache=True)
         assert_close(first, out.logits[:, -1])
         for i in range(NEW):
-            out = theirs(torch.tensor(ids[:, T + i : T + i + 1]), past_key_values=out.past_key_values, use_cache=True)
+            out = theirs(torch.tensor(ids[:, T + i : T + i + 1]), use_cache=True, **{CACHE: out[CACHE]})
             assert_close(rest[:, i], out.logits[:, -1])
 
 
@@ -380,7 +383,7 @@ def test_evicted_tokens_are_hidden_ones(pair, policy):
     cache = transformers.DynamicCache()
     with torch.no_grad():
         hidden[:] = [torch.zeros(())] * L
-        theirs(torch.tensor(ids[:, :T]), past_key_values=cache)
+        theirs(torch.tensor(ids[:, :T]), **{CACHE: cache})
         for i in range(NEW):
             for layer, kv in enumerate(state.layers):
                 read = (np.asarray(kv.view().pos)[..., None] == np.arange(T + i + 1)).any(2)
@@ -389,4 +392,4 @@ def test_evicted_tokens_are_hidden_ones(pair, policy):
                 hidden[layer] = torch.tensor(np.where(read, 0.0, np.finfo(np.float32).min), dtype=torch.float32)
                 hidden[layer] = hidden[layer].repeat_interleave(N // read.shape[1], 1)[:, :, None]
             ours, state = kvjax.decode_step(model, params, jnp.asarray(ids[:, T + i], jnp.int32), state)
-            assert_close(ours, theirs(torch.tensor(ids[:, T + i : T + i + 1]), past_key_values=cache).logits[:, -1])
+            assert_close(ours, theirs(torch.tensor(ids[:, T + i : T + i + 1]), **{CACHE: cache}).logits[:, -1])
