@@ -44,6 +44,7 @@ from kvjax.experiments.evaluation.results import Results, check_options, directo
 from kvjax.experiments.evaluation.reuse import reuse_full
 from kvjax.experiments.evaluation.running import run_missing
 from kvjax.experiments.tasks import Builder
+from kvjax.models.packaged import TERMS, accept_license
 
 _NAMES = "--model", "--baselines", "--tasks", "--data", "--text"  # options whose values are none of numbers
 _RETURNED = {"run.py": Experiment, "learn_budget.py": LearnedBudget, "learn_scorer.py": LearnedScorer}
@@ -62,6 +63,7 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
         "--output", type=directory_path, metavar="DIR", help="where results go; results/<name> by default"
     )
     parser.add_argument("--restart", action="store_true", help="begin anew; an earlier run there is moved aside")
+    parser.add_argument("--accept-license", choices=TERMS, help="of a model: its terms, which you have read and accept")
     if script == "run.py":
         parser.add_argument(
             "--policy",
@@ -87,6 +89,8 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
         print("\n--config FILE --help lists the parameters of a config.")
         raise SystemExit(0 if {"-h", "--help"} & set(argv) else 2)
     check_options(argv)
+    if own.accept_license:
+        accept_license(own.accept_license)
     _check_numbers(overrides)
     name, get_config = _config_of(own, script)
     program = f"experiments/{script} --config {own.config} [--output DIR] [--restart]"

@@ -5,6 +5,7 @@ import pathlib
 import re
 from typing import Final
 
+from kvjax.models.packaged import PACKAGED, fetched
 from kvjax.models.presets import PRESETS, preset
 
 CONFIG: Final = "config.json"
@@ -38,7 +39,8 @@ def locate(
     """The local directory of a checkpoint, downloading what a hub id or a preset stands for.
 
     Args:
-      source: a directory, which comes first; a hub id "owner/name" or "owner/name@revision"; a name of `PRESETS`.
+      source: a directory, which comes first; a GGUF file, or a name of `PACKAGED`, which stands for one; a hub id
+        "owner/name" or "owner/name@revision"; a name of `PRESETS`.
       revision: a branch, tag or commit of the hub.
       token: for repositories of the hub that ask for one; the one that is logged in if None.
       weights: whether they are wanted too, or the config and the tokenizer alone.
@@ -49,10 +51,16 @@ def locate(
     path = local_path(source)
     if revision is not None and (not isinstance(revision, str) or not revision):
         raise ValueError(f"revision={revision!r} is not the name of a branch, a tag or a commit")
-    if path.is_dir():
+    gguf = str(source).lower() in PACKAGED and not path.exists()
+    if path.is_dir() or path.suffix == ".gguf" or gguf:
         if revision is not None:
-            raise ValueError(f"{source} is a directory, which has no revision {revision!r}; leave revision out")
-        return path
+            kind = "a directory" if path.is_dir() else "of one version"
+            raise ValueError(f"{source} is {kind}, which has no revision {revision!r}; leave revision out")
+        if path.is_dir():
+            return path
+        from kvjax.models.gguf import converted  # Flax is slow to import, and only wanted here
+
+        return converted(fetched(str(source).lower()) if gguf else path)
     name, revision = repository(source, revision)
     from huggingface_hub import snapshot_download  # slow to import, and only wanted here
 

@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import secrets
+import shutil
 from collections.abc import Iterator
 from typing import Final
 
@@ -39,3 +40,38 @@ def write_bytes(path: pathlib.Path, content: bytes) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+@contextlib.contextmanager
+def folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Fills a new folder that appears in one step, so that nobody reads it half-written.
+
+    What the block fills is a folder of another name beside it, which is renamed once all is on the disk. Of several
+    processes that make the same folder at once, the first one's stays.
+
+    Raises:
+      ValueError: a place that cannot be written to, or is full.
+    """
+    temporary = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}.tmp")
+    try:
+        with naming(temporary):
+            temporary.mkdir(parents=True)
+            yield temporary
+            for file in (*temporary.iterdir(), temporary):
+                descriptor = os.open(file, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+            try:
+                temporary.rename(path)
+            except OSError:
+                if not path.is_dir():
+                    raise
+    except OSError as e:
+        raise ValueError(
+            f"{path} cannot be written ({e.strerror or e}); make room or rights there, or name another cache folder in "
+            "the variable KVJAX_CACHE"
+        ) from e
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
