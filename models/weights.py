@@ -41,6 +41,7 @@ from kvjax.models.stored import (
     stored_tensors,
     weight_files,
 )
+from kvjax.models.written import sync
 from kvjax.pallas_kernels.values import one_of
 
 Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
@@ -212,7 +213,7 @@ def save(path: str | os.PathLike[str], model: LanguageModel, params: PyTree[Any]
         if generation is not None:
             (new / GENERATION).write_text(generation, encoding="utf-8")
         for file in (*sorted(new.iterdir()), new):
-            _sync(file)
+            sync(file)
     except BaseException as e:
         shutil.rmtree(new, ignore_errors=True)
         if isinstance(e, OSError | SafetensorError):
@@ -222,7 +223,7 @@ def save(path: str | os.PathLike[str], model: LanguageModel, params: PyTree[Any]
         (path / CONFIG).unlink()  # new weights never stand beside another model's config
     for name in (SINGLE, CONFIG, *([] if generation is None else [GENERATION])):
         os.replace(new / name, path / name)
-    _sync(path)
+    sync(path)
     new.rmdir()
     for file in [p for p in path.iterdir() if p.name == INDEX or SHARD.fullmatch(p.name)]:
         file.unlink()
@@ -279,14 +280,6 @@ def _stored_dtype(path: pathlib.Path, kinds: Mapping[str, str]) -> str:
     dtype = next(iter(names), "float32")
     _check_held(dtype)
     return dtype
-
-
-def _sync(file: pathlib.Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _orbax(path: pathlib.Path, source: str | os.PathLike[str], revision: str | None) -> pathlib.Path:

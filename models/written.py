@@ -1,6 +1,7 @@
 """Files that are replaced in one step."""
 
 import contextlib
+import errno
 import os
 import pathlib
 import re
@@ -44,34 +45,32 @@ def write_bytes(path: pathlib.Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Fills a new folder that appears in one step, so that nobody reads it half-written.
+    """A new folder that appears in one step once the block has filled it: nobody reads it half-written.
 
-    What the block fills is a folder of another name beside it, which is renamed once all is on the disk. Of several
-    processes that make the same folder at once, the first one's stays.
+    Where several processes make the same folder, that of the first stays.
 
     Raises:
-      ValueError: a place that cannot be written to, or is full.
+      ValueError: a place that is full, or where nothing can be written.
     """
-    temporary = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}.tmp")
+    new = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}.tmp")
     try:
-        with naming(temporary):
-            temporary.mkdir(parents=True)
-            yield temporary
-            for file in (*temporary.iterdir(), temporary):
-                descriptor = os.open(file, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-            try:
-                temporary.rename(path)
-            except OSError:
-                if not path.is_dir():
-                    raise
+        new.mkdir(parents=True)
+        yield new
+        for file in (*new.iterdir(), new):
+            sync(file)
+        new.rename(path)
     except OSError as e:
-        raise ValueError(
-            f"{path} cannot be written ({e.strerror or e}); make room or rights there, or name another cache folder in "
-            "the variable KVJAX_CACHE"
-        ) from e
+        if e.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            fix = "make room or get the right to write there, or set KVJAX_CACHE to another cache folder"
+            raise ValueError(f"{path} cannot be written ({e.strerror or e}); {fix}") from e
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def sync(file: pathlib.Path) -> None:
+    """Waits until a file or a folder is on the disk."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
