@@ -6,6 +6,7 @@ Revisions are the branch "main" throughout, since no paper names a commit; write
 
 import dataclasses
 import difflib
+from collections.abc import Iterable
 from typing import Final
 
 PLACE: Final = "{prompt}"
@@ -78,15 +79,15 @@ PRESETS: Final[dict[str, Preset]] = {
 }
 
 
-def preset(name: str) -> Preset:
-    """The preset of a name, in any case.
+def preset(name: str, others: Iterable[str] = ()) -> Preset:
+    """The preset of a name, in any case; `others` are names that are suggested too.
 
     Raises:
       ValueError: an unknown name, with those that come near.
     """
     found = PRESETS.get(name.lower()) if isinstance(name, str) else None
     if found is None:
-        near = difflib.get_close_matches(str(name).lower(), PRESETS, n=4, cutoff=0.5)
+        near = difflib.get_close_matches(str(name).lower(), [*PRESETS, *others], n=4, cutoff=0.5)
         shown = f"near ones are {near}" if near else f"there are {sorted(PRESETS)}"
         raise ValueError(
             f"{name} is neither a directory nor a hub id like 'owner/name', and no preset has that name; {shown}"

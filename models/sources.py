@@ -105,7 +105,7 @@ def repository(source: str | os.PathLike[str], revision: str | None = None) -> t
         raise ValueError(f"{source} names another revision than revision={revision!r}; give one of them")
     revision = named or revision
     if "/" not in name:
-        found = preset(name)
+        found = preset(name, PACKAGED)
         return found.repository, revision or found.revision
     if not _HUB.fullmatch(name):
         raise ValueError(
