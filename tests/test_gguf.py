@@ -187,9 +187,9 @@ BAD = {
     "big-endian": ({"endian": gguf.GGUFEndian.BIG}, None, "big-endian; convert it first with `gguf-convert-endian"),
     "parts": ({"more": {"split.count": 3}}, None, "is one of 3 parts; give all their names NAME-00001-of-00003"),
     "architecture": (
-        {"more": {"general.architecture": "rwkv7"}},
-        None,
-        r"architecture 'rwkv7' .* are \('llama', 'qwen2",
+        {},
+        lambda f: f.write_bytes(f.read_bytes().replace(b"\0llama", b"\0jamba", 1)),
+        r"architecture 'jamba' is not supported; supported are \('llama', 'qwen2'",
     ),
     "keys": ({"more": {"llama.block_count": None}}, None, r"\['llama.block_count'\] is missing; convert"),
     "layers": ({"more": {"llama.block_count": 5}}, None, r"tensors \['blk.4.attn_k.weight .* are missing"),
