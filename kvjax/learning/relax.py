@@ -264,6 +264,12 @@ class Soft(Select):
         one_of("Soft.scale", self.scale, "rank", "score")
         if not self.select.staged:
             raise ValueError(f"{self.select} is no sequence of top-k passes, so it cannot be relaxed; use TopK()")
+        last = lambda name: next(c for c in type(self.select).__mro__ if name in vars(c))
+        if not issubclass(last("stages"), last("__call__")):
+            raise ValueError(
+                f"{type(self.select).__name__} selects by a __call__ of its own, which gates know nothing of: they "
+                f"follow the stages of {last('stages').__name__}; give it stages, too"
+            )
 
     @property
     def relaxed(self) -> bool:
