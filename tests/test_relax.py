@@ -450,6 +450,20 @@ class Merged(TopK):
         raise NotImplementedError
 
 
+class Remembers(TopK):
+    """A selection with a memory."""
+
+    def init(self, site, batch):
+        return jnp.zeros((batch, site.num_kv_heads, 0))
+
+
+class Reversed(TopK):
+    """A selection that ranks otherwise than its stages."""
+
+    def best(self, score, *args, **kwargs):
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -457,6 +471,8 @@ class Merged(TopK):
             lambda: kvjax.soften(dataclasses.replace(methods.h2o(8), select=Merged()), 1.0),
             "Merged selects by a __call__ of its own, which gates know nothing of: they follow the stages of TopK",
         ),
+        (lambda: kvjax.soften(dataclasses.replace(methods.h2o(8), select=Reversed()), 1.0), "by a best of its own"),
+        (lambda: kvjax.soften(dataclasses.replace(methods.h2o(8), select=Remembers()), 1.0), "remembers what init gi"),
         (lambda: kvjax.soften(methods.snapkv(64), 0.0), "temperature=0.0 must be positive"),
         (lambda: kvjax.soften(methods.chunkkv(64), 1.0), r"Chunks\(.* is no sequence of top-k passes"),
         (lambda: kvjax.soften(methods.nacl(64, random_pool="all"), 1.0), "is no sequence of top-k passes"),
