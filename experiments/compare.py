@@ -10,16 +10,17 @@ out are comparisons with the full cache, too, whose p-values are adjusted for th
 numbers of leaderboards that this wrote before; rows say which code they are of.
 """
 
-import argparse
 import importlib
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
+
+import argparse
 import json
 import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import numpy as np
 

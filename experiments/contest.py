@@ -9,16 +9,17 @@ compositions of our own, of which the learned ones are trained on the calibratio
 Results are stored prompt by prompt, and the same command goes on.
 """
 
-import dataclasses
 import importlib
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
+
+import dataclasses
 import json
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import numpy as np
 import tyro

@@ -11,9 +11,13 @@ Each figure is a function in `experiments.papers` that returns the arrays, and o
 method at equal bytes, is a series of runs with options and results of its own (`experiments/frontier.py`).
 """
 
+import importlib
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
+
 import contextlib
 import dataclasses
-import importlib
 import io
 import pathlib
 import sys
@@ -21,9 +25,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import numpy as np
 import tyro

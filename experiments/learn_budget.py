@@ -17,9 +17,13 @@ goes into any policy:
     dataclasses.replace(policy, layers=kvjax.LayerTable([sum(row) for row in weights]), heads=kvjax.HeadTable(weights))
 """
 
+import importlib
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
+
 import dataclasses
 import functools
-import importlib
 import json
 import math
 import pathlib
@@ -27,9 +31,6 @@ import reprlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import jax
 import jax.numpy as jnp

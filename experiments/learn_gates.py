@@ -7,15 +7,16 @@ each share of streaming heads there is a row of held-out prompts under the heads
 heads drawn at random, and under SnapKV with as many slots, which is as many bytes.
 """
 
-import dataclasses
 import importlib
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
+
+import dataclasses
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import jax
 import jax.numpy as jnp

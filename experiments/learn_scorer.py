@@ -15,19 +15,20 @@ Results go to `results/<name>/` (or `--output`): `manifest.json`, `checkpoints/`
     kvjax.Evict(kvjax.scoring.learned.Learned(function), budget=64, protect=kvjax.Protect(recent=16))
 """
 
+import importlib
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
+
 import dataclasses
 import functools
 import hashlib
-import importlib
 import json
 import pathlib
 import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import jax
 import jax.numpy as jnp

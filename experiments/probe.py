@@ -13,15 +13,16 @@ queries, by which Expected Attention can model those to come (`--config expected
 What these configs need of the models that come with the project stands beside their weights.
 """
 
-import dataclasses
 import importlib
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
+
+import dataclasses
 import io
 import pathlib
 import sys
 from typing import Annotated, Any, Literal
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import jax
 import numpy as np

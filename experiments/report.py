@@ -9,15 +9,16 @@ Reads runs of `experiments/run.py`, of lm-eval (`--output_path`, with `--log_sam
 runs by relative paths: keep them where they are beside each other.
 """
 
-import argparse
 import importlib
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
+
+import argparse
 import pathlib
 import shlex
 import sys
 from collections.abc import Sequence
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 from kvjax.experiments.evaluation.results import (
     alone_in,

@@ -10,17 +10,18 @@ Says first what is missing, what is not the paper's about the run, and about how
 `report.json` and every output (`samples.jsonl`) to `results/reproduce/`; an interrupted run resumes.
 """
 
+import importlib
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
+
 import argparse
 import dataclasses
-import importlib
 import pathlib
 import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 from tqdm import tqdm
 

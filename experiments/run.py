@@ -8,11 +8,15 @@ Results go to `results/<name>/` (or `--output`): `manifest.json`, `samples.jsonl
 `costs.json`, `summary.json`, `summary.md` and plots. An interrupted run resumes; a finished one is not repeated.
 """
 
+import importlib
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
+
 import argparse
 import dataclasses
 import functools
 import hashlib
-import importlib
 import inspect
 import itertools
 import pathlib
@@ -20,9 +24,6 @@ import re
 import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import tyro
 from jax.sharding import Mesh

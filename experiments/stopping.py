@@ -6,9 +6,8 @@ Of the standard library alone, since scripts begin with it, before imports that 
 """
 
 import contextlib
-import itertools
 import os
-import pathlib
+import re
 import signal
 import sys
 import threading
@@ -28,12 +27,15 @@ class Interrupted(KeyboardInterrupt):
 
 
 def begin_module() -> None:
-    """`begin`, where `python -m` runs a script of this folder that begins so; kvjax is imported before the script."""
-    modules = [after for option, after in itertools.pairwise(sys.orig_argv) if option == "-m"]
-    package, _, name = (modules or [""])[0].rpartition(".")
-    script = pathlib.Path(__file__).with_name(f"{name}.py")
-    if package == "kvjax.experiments" and script.is_file() and ".begin()" in script.read_text(encoding="utf-8"):
-        begin()
+    """`begin`, where `python -m` runs a module of kvjax.experiments, before which kvjax is imported."""
+    arguments = iter(sys.orig_argv[1:])
+    for argument in arguments:  # options of one letter may stand together, and the last may hold its value
+        if argument == "--check-hash-based-pycs":
+            next(arguments, None)
+        elif found := re.match(r"-[a-zA-Z]*?([mWX])(.*)", argument):
+            value = found[2] or next(arguments, "")
+            if found[1] == "m":
+                return begin() if value.startswith("kvjax.experiments.") else None
 
 
 def begin() -> None:

@@ -11,10 +11,14 @@ name in `--output`: so runs that are there are not repeated, and those that were
 `report.py` read the directories as those of any run.
 """
 
+import importlib
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
+
 import argparse
 import ast
 import contextlib
-import importlib
 import itertools
 import pathlib
 import shlex
@@ -22,9 +26,6 @@ import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 from kvjax import configs
 from kvjax.experiments import run, stopping

@@ -16,15 +16,16 @@ What made it learn, in the order of importance:
 * Position jumps, so that short documents show long distances.
 """
 
-import dataclasses
-import functools
 import importlib
-import pathlib
-import sys
-from typing import Any
 
 if __name__ == "__main__":  # before imports that take seconds
     importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
+
+import dataclasses
+import functools
+import pathlib
+import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -18,16 +18,17 @@ No head is written into its parameters: all of them start at random. What made i
   tokens far back, so that an answer can be read from more than one place.
 """
 
-import dataclasses
-import functools
-import hashlib
 import importlib
-import pathlib
-import sys
-from typing import Any
 
 if __name__ == "__main__":  # before imports that take seconds
     importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
+
+import dataclasses
+import functools
+import hashlib
+import pathlib
+import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -301,12 +301,19 @@ class AcrossLayers(Policy):
             memory = rule.evict.updated(kv.memory[0], kv, measured, ctx)
             found.append((memory, rule.competitor(memory, kv, measured, ctx)))
         divided = self.by([competitor for _, competitor in found])
-        decided = []
-        for (memory, here), shares in zip(found, divided, strict=True):
-            kv, ctx = here.slots.kv, here.slots.ctx
-            selection = here.rule.select_prompt(memory, kv, here.slots.stats, ctx, here.numbers, shares)
-            decided.append(((here.rule.noted(memory, kv, ctx, selection),), selection))
-        return decided
+        chosen = [
+            here.rule.select_prompt(memory, here.slots.kv, here.slots.stats, here.slots.ctx, here.numbers, shares)
+            for (memory, here), shares in zip(found, divided, strict=True)
+        ]
+        stay = (
+            (here.rule.compete(here.slots.kv, here.slots.ctx) & selection.keep).any((1, 2))
+            for (_, here), selection in zip(found, chosen, strict=True)
+        )
+        decides = functools.reduce(jnp.logical_or, stay)[:, None]
+        return [
+            ((here.rule.noted(memory, here.slots.kv, here.slots.ctx, selection, decides),), selection)
+            for (memory, here), selection in zip(found, chosen, strict=True)
+        ]
 
 
 def across_layers(policy: Policy, by: Division, *, max_ratio: float = 2.0) -> AcrossLayers:

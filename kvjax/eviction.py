@@ -216,13 +216,33 @@ class Evict(Rule):
         selection, shares = self._scheduled_select(memory, kv, stats, ctx)
         return _sharing(memory, shares), selection
 
-    def noted(self, memory: "EvictMemory", kv: LayerKV, ctx: Context, selection: Selection) -> "EvictMemory":
-        """The memory with the heads of which a prompt's tokens went by scores none of which is a number."""
+    def compete(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"]:
+        """The slots whose score decides whether they stay."""
+        return kv.live & ~self.safe(kv, ctx)
+
+    def noted(
+        self,
+        memory: "EvictMemory",
+        kv: LayerKV,
+        ctx: Context,
+        selection: Selection,
+        decides: Bool[Array, "B 1"] | None = None,
+    ) -> "EvictMemory":
+        """The memory with the heads of which a prompt's tokens went by scores none of which is a number.
+
+        Args:
+          memory, kv, ctx: the rule's own, the layer before the selection, and the moment.
+          selection: what stays.
+          decides: whether scores decide anything, where layers compete: not if no budget is left for what competes.
+        """
         if memory.unscored is None:
             return memory
-        compete = kv.live & ~self.safe(kv, ctx)
-        chosen = (kv.live & ~selection.keep).any(-1) & (compete & selection.keep).any(-1)
-        found = chosen & ~(compete & ~jnp.isnan(selection.score)).any(-1)
+        compete = self.compete(kv, ctx)
+        if decides is None:
+            decides = (compete & selection.keep).any(-1)
+            if not isinstance(self.heads, UniformHeads):  # a head may have lost all of its budget to the others
+                decides = decides.any(-1, keepdims=True)
+        found = decides & (kv.live & ~selection.keep).any(-1) & ~(compete & ~jnp.isnan(selection.score)).any(-1)
         return dataclasses.replace(memory, unscored=PerHead(memory.unscored.value | found))
 
     def check_scored(self, memory: "EvictMemory", site: Site, heads: np.ndarray | None = None) -> None:

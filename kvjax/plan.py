@@ -91,6 +91,7 @@ class CachePlan:
         and needs less arithmetic.
       layouts: how each layer is stored.
       widths: what of the model its memory depends on.
+      rounded: whether it may be for more new tokens than were asked for, as requests of about a size share programs.
     """
 
     policy: Policy
@@ -99,6 +100,7 @@ class CachePlan:
     positions: tuple[KeyPositions, ...]
     layouts: tuple[Layout, ...]
     widths: Widths = dataclasses.field(repr=False, compare=False)  # programs do not depend on it
+    rounded: bool = dataclasses.field(default=False, repr=False)
 
     @property
     def prompt_len(self) -> int:

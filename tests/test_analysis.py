@@ -171,10 +171,12 @@ def test_loss_is_within_the_bound_and_top_k_has_the_least_bound(seed):
 @hypothesis.settings(max_examples=20, deadline=None)
 @hypothesis.given(seed=st.integers(0, 2**32 - 1), sharpness=st.floats(0.1, 8))
 def test_many_rows_stay_within_their_bounds(seed, sharpness):
-    found = random_layer_loss(seed % 2**31, jnp.float32(sharpness))
+    """In float64: where next to nothing is lost, the difference of outputs is rounding."""
+    with jax.enable_x64(True):
+        found = random_layer_loss(seed % 2**31, jnp.float64(sharpness))
     for loss, bound in ((found.heads, found.heads_bound), (found.output, found.output_bound)):
         for order in ("l1", "l2"):
-            within = np.asarray(getattr(loss, order)) <= np.asarray(getattr(bound, order)) * (1 + 1e-5) + 1e-5
+            within = np.asarray(getattr(loss, order)) <= np.asarray(getattr(bound, order)) * (1 + 1e-12) + 1e-12
             assert within.all()
             assert within.size == 64 * 7
 

@@ -186,11 +186,12 @@ def test_a_score_that_is_no_number_is_named(tiny):
     """Wherever its result is known; a prompt that stays whole needs none."""
     (model, params), tokens = tiny, jnp.arange(16)[None]
     policy = kvjax.from_fn(_nothing, budget=8)
-    competing = kvjax.across_layers(policy, kvjax.ScoreEntropy())
+    competing, free = kvjax.across_layers(policy, kvjax.ScoreEntropy()), kvjax.Adaptive(1.0)
     plan = kvjax.make_plan(model.config, policy, prompt_len=16, max_new_tokens=1)
     state = kvjax.init_state(plan, jnp.full((1,), 16))
     for call in (
         lambda: kvjax.evict_layer(policy, *helpers.qkv(3, T=16, B=1)),
+        lambda: kvjax.evict_layer(dataclasses.replace(policy, heads=free), *helpers.qkv(3, T=16, B=1)),
         lambda: kvjax.generate(model, params, tokens, policy=kvjax.chain(methods.window(12), policy), max_new_tokens=1),
         lambda: kvjax.generate(model, params, tokens, policy=competing, max_new_tokens=1),
         lambda: kvjax.prefill(model, params, tokens, plan),
@@ -201,6 +202,23 @@ def test_a_score_that_is_no_number_is_named(tiny):
             call()
     jax.jit(lambda params: kvjax.prefill(model, params, tokens, plan))(params)
     kvjax.evict_layer(policy, *helpers.qkv(3, T=8, B=1))
+
+
+def _not_in_layer_1(kv, stats, ctx):
+    del stats
+    return jnp.where(ctx.site.layer == 1, jnp.nan, kv.pos.astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("by", "heads"),
+    [(kvjax.ScoreEntropy(), kvjax.UniformHeads()), (kvjax.TopScores(), kvjax.Adaptive(1.0, float("inf")))],
+)
+def test_a_layer_that_loses_to_others_by_no_number_is_named(tiny, by, heads):
+    (model, params), tokens = tiny, jnp.arange(16)[None]
+    policy = kvjax.from_fn(_not_in_layer_1, budget=8, protect=kvjax.Protect(recent=2), heads=heads)
+    policy = kvjax.across_layers(policy, by)
+    with pytest.raises(ValueError, match=r"fn=_not_in_layer_1.* \(NaN in layer 1, in 2 of 2 kv heads of the"):
+        kvjax.generate(model, params, tokens, policy=policy, max_new_tokens=1)
 
 
 def test_a_score_that_decides_nothing_need_be_no_number():

@@ -377,6 +377,38 @@ def test_readings_beyond_the_models_positions_are_warned_of(shallow):
     ):
         with pytest.warns(match="a prompt of 12 tokens and 5 behind it are 17, but the model was made for 16 pos"):
             door()
+    kvjax.replay(model, params, behind, state, lengths=[4])  # the fifth is padding
+
+
+@pytest.mark.parametrize("kind", ["positions", "border"])
+def test_what_goes_on_from_a_generation_is_warned_of_when_it_gets_there(shallow, kind):
+    """Its plan has room for more tokens than were asked for, and warned of."""
+    rope = models.Rope("longrope", short_factor=(1.0,) * 4, long_factor=(2.0,) * 4, original_max=16)
+    changed = {"max_position": 16} if kind == "positions" else {"rope": rope}
+    model, params = models.LanguageModel(dataclasses.replace(shallow[0].config, **changed)), shallow[1]
+    state = kvjax.generate(model, params, np.ones((1, 12), np.int32), max_new_tokens=4).state  # of 15 tokens
+    logits, two = jnp.zeros((1, model.config.vocab_size)), np.ones((1, 2), np.int32)
+    _, next_state = kvjax.decode_step(model, params, [1], state)
+    for door in (
+        lambda: kvjax.generate_from(model, params, logits, state, max_new_tokens=3),
+        lambda: kvjax.generate_beams_from(model, params, logits, state, num_beams=2, max_new_tokens=3),
+        lambda: kvjax.feed(model, params, two, state),
+        lambda: kvjax.decode_step(model, params, [1], next_state),
+    ):
+        with pytest.warns(match="it are 17, but the model was made for 16|to 17 tokens crosses .* of 16") as found:
+            door()
+        assert len(found) == 1
+
+
+def test_a_row_of_an_endless_stream_crosses_the_original_context(shallow):
+    rope = models.Rope("longrope", short_factor=(1.0,) * 4, long_factor=(2.0,) * 4, original_max=16)
+    model, params = models.LanguageModel(dataclasses.replace(shallow[0].config, rope=rope)), shallow[1]
+    prompts = np.ones((2, 20), np.int32)
+    stream = kvjax.stream(
+        model, params, prompts, lengths=[20, 15], policy=methods.h2o(6), max_new_tokens=None, eos_ids=()
+    )
+    with pytest.warns(match="grows from 16 to 17 tokens crosses the model's original context of 16"):
+        list(itertools.islice(stream, 4))
 
 
 def test_a_text_that_crosses_the_original_context_is_warned_of(shallow):

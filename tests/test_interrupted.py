@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from kvjax.experiments import run
+from kvjax.experiments import run, stopping
 from kvjax.experiments.evaluation.summary import TIMES
 from tests.runs import ROOT, one_layer, samples, without_times
 
@@ -56,6 +56,16 @@ def begun(script, *options):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
     return process
+
+
+@pytest.mark.parametrize("options", [["-um", "kvjax.experiments.harness"], ["-mkvjax.experiments.bench.peers"]])
+def test_modules_of_packages_are_known_however_python_is_told(options, monkeypatch):
+    begun = []
+    monkeypatch.setattr(stopping, "begin", lambda: begun.append(True))
+    for given in (options, ["-W", "mkvjax.experiments.run", "-c", "import kvjax"]):
+        monkeypatch.setattr(sys, "orig_argv", ["python", *given])
+        stopping.begin_module()
+    assert begun == [True]
 
 
 @pytest.mark.usefixtures("interruptible")

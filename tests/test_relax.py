@@ -13,7 +13,7 @@ import kvjax
 from kvjax import methods
 from kvjax.drivers.generation import empty_after_prompt
 from kvjax.learning import relax
-from kvjax.scoring.select import Stage
+from kvjax.scoring.select import Stage, TopK
 from tests import helpers
 from tests.methods import CASES, CORE
 
@@ -443,9 +443,36 @@ def test_algebra():
     assert kvjax.when(kvjax.after_prefill(), soft(h2o)) == soft(kvjax.when(kvjax.after_prefill(), h2o))
 
 
+class Merged(TopK):
+    """A selection that would change more than which slots are live."""
+
+    def __call__(self, score, safe, slots, limits):
+        raise NotImplementedError
+
+
+class Remembers(TopK):
+    """A selection with a memory."""
+
+    def init(self, site, batch):
+        return jnp.zeros((batch, site.num_kv_heads, 0))
+
+
+class Reversed(TopK):
+    """A selection that ranks otherwise than its stages."""
+
+    def best(self, score, *args, **kwargs):
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (
+            lambda: kvjax.soften(dataclasses.replace(methods.h2o(8), select=Merged()), 1.0),
+            "Merged selects by a __call__ of its own, which gates know nothing of: they follow the stages of TopK",
+        ),
+        (lambda: kvjax.soften(dataclasses.replace(methods.h2o(8), select=Reversed()), 1.0), "by a best of its own"),
+        (lambda: kvjax.soften(dataclasses.replace(methods.h2o(8), select=Remembers()), 1.0), "remembers what init gi"),
         (lambda: kvjax.soften(methods.snapkv(64), 0.0), "temperature=0.0 must be positive"),
         (lambda: kvjax.soften(methods.chunkkv(64), 1.0), r"Chunks\(.* is no sequence of top-k passes"),
         (lambda: kvjax.soften(methods.nacl(64, random_pool="all"), 1.0), "is no sequence of top-k passes"),

@@ -230,7 +230,7 @@ def test_numbers_stand_beside_the_full_cache_on_the_same_rows(made):
     assert "41.25</a>" in page.source
     assert "(43.5)" in page.source
     assert "| snapkv | 25 % | 87.5 [" in text
-    assert "not the defaults of `kvjax.methods`: `snapkv(window_size=16)`, `h2o" in text
+    assert "not the defaults of `kvjax.methods`: snapkv(window_size=16), h2o" in text
     assert (
         "not the defaults of <code>kvjax.methods</code>: <code>snapkv(window_size=16)</code>, <code>h2o" in page.source
     )

@@ -64,7 +64,7 @@ def test_outputs(finished):
     for plot in ("score_against_budget", "perplexity_against_budget", "depth_against_length", "kept_positions"):
         assert (finished / f"{plot}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert "| snapkv | 0.25 |" in (finished / "summary.md").read_text()
-    assert "not the defaults of `kvjax.methods`: `snapkv(window_size=16)`." in (finished / "summary.md").read_text()
+    assert "not the defaults of `kvjax.methods`: snapkv(window_size=16)." in (finished / "summary.md").read_text()
 
 
 def test_a_finished_run_is_not_repeated(finished, capsys):

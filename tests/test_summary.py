@@ -43,6 +43,7 @@ def test_names_are_no_markup():
     cost = {"slots": 1, "kv_bytes": 1, "prefill_peak_bytes": None, "decode_peak_bytes": None}
     text = report.markdown(summarise([line], {f"{line['method']}@0.5": cost}), "<i>")
     assert text.startswith("# \\<i\\>\n")
+    assert r" x\`\<b\>(a=1)." in report.options_line([("x`<b>", "a=1")])[0]
     shown = r"\<img src=x\>\|\\\\\<b\> \[a\](b) \*c\* d_e \_f\_"
     assert text.count(f"| {shown} | 0.5 |") == 2
     assert f"{shown} at 0.5 (1 of 1)" in text

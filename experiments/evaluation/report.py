@@ -87,7 +87,7 @@ def markdown(summary: dict[str, Any], title: str, options: Mapping[str, str] = {
 
 def options_line(options: Iterable[tuple[str, str]]) -> list[str]:
     """What the methods of a table, (name, options), would be called with, and an empty line; nothing without any."""
-    named = ", ".join(f"`{method}({given})`" for method, given in dict.fromkeys(options))
+    named = ", ".join(escaped(f"{method}({given})") for method, given in dict.fromkeys(options))
     return [f"Options that are not the defaults of `kvjax.methods`: {named}.", ""] if named else []
 
 

@@ -85,11 +85,22 @@ def own_heads(num_heads: int) -> Int[Array, "K"]:
 
 
 def everywhere(function: Callable[..., _X], *arguments: Any) -> _X:
-    """What a function makes of all heads, on every device that shares them."""
+    """What a function makes of all heads, on every device that shares them. What it passes on stays where it lies."""
     if devices(HEADS) == devices(SEQUENCE) == 1:
         return function(*arguments)
+    given, tree = jax.tree.flatten(arguments)
+    results: list[Any] = []  # what the function returned, with the numbers of arguments in place of what it passed on
+
+    def changed(*leaves: Any) -> list[Any]:
+        numbers = {id(leaf): i for i, leaf in enumerate(leaves)}
+        found, structure = jax.tree.flatten(function(*tree.unflatten(leaves)))
+        results[:] = [numbers.get(id(x)) for x in found], structure
+        return [x for x in found if id(x) not in numbers]
+
     axes = {"axis_names": {HEADS, SEQUENCE}, "check_vma": False}
-    return jax.shard_map(function, in_specs=PartitionSpec(), out_specs=PartitionSpec(), **axes)(*arguments)
+    new = iter(jax.shard_map(changed, in_specs=PartitionSpec(), out_specs=PartitionSpec(), **axes)(*given))
+    passed, structure = results
+    return structure.unflatten(next(new) if i is None else given[i] for i in passed)
 
 
 def agreed(count: Int[Array, ""]) -> Int[Array, ""]:

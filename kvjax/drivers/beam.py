@@ -226,7 +226,7 @@ def generate_beams_from(
     """
     eos = check_search(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences)
     check_logits(model, logits, state)
-    check_room(state, max_new_tokens - 1)
+    check_room(model.config, state, max_new_tokens - 1)
     length_penalty = _checked_penalty(length_penalty, max_new_tokens)
     rules = _rules(num_beams, max_new_tokens, length_penalty, early_stopping, max_new_tokens)
     return _search(

@@ -64,7 +64,11 @@ def plan_request(
     """
     known = lengths if isinstance(lengths, np.ndarray) else None
     width, max_new_tokens = tokens.shape[1], int(max_new_tokens)
-    make = lambda width, steps: make_plan(config, policy, prompt_len=width, max_new_tokens=steps, lengths=known)
+
+    def make(width: int, steps: int) -> CachePlan:
+        plan = make_plan(config, policy, prompt_len=width, max_new_tokens=steps, lengths=known)
+        return dataclasses.replace(plan, rounded=buckets)
+
     if not buckets or known is None or (bucket(width), bucket(max_new_tokens)) == (width, max_new_tokens):
         return make(width, max_new_tokens), tokens
     try:

@@ -125,7 +125,7 @@ def generate_from(
     """
     eos_ids = check_request(model, max_new_tokens, sampler, eos_ids, pad_id)
     check_logits(model, logits, state)
-    check_room(state, max_new_tokens - 1)
+    check_room(model.config, state, max_new_tokens - 1)
     seen = _seen(model, state, tokens) if sampler.reads_seen or tokens is not None else None
     seen = seen if sampler.reads_seen else None
     options = {"sampler": sampler, "ends": eos_ids, "pad_id": pad_id}

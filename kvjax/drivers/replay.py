@@ -81,7 +81,8 @@ def replay(
     valid = jnp.full((B,), R, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
     _check_places(model, state, valid)
     if not isinstance(state.length, jax.core.Tracer):
-        check_positions(model.config, plan, np.asarray(state.length), R)
+        more = R if isinstance(valid, jax.core.Tracer) else np.asarray(valid)
+        check_positions(model.config, plan, np.asarray(state.length), more)
     observe = (ordered(measure),) * len(plan.sites)
     logits, stats = _read_behind(model, params, tokens, state, valid, observe, last_only=False)
     padding = jnp.arange(R, dtype=jnp.int32)[None] < (R - valid)[:, None]

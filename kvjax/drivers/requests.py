@@ -264,11 +264,12 @@ def check_logits(model: Model, logits: Any, state: Any) -> None:
     check_array("logits", logits, "batch", "vocabulary", shape=(len(state.length), model.config.vocab_size))
 
 
-def check_room(state: KVState, num_tokens: int | np.ndarray | Int[Array, "B"]) -> None:
+def check_room(config: ModelConfig, state: KVState, num_tokens: int | np.ndarray | Int[Array, "B"]) -> None:
     """Raises ValueError if a state was not planned for so many tokens more, of all rows or of each.
 
     Known numbers are checked, and traced ones pass. Temperatures, histories and tables of positions are made for the
-    tokens planned, even where slots are left.
+    tokens planned, even where slots are left. A plan for more tokens than were asked for was not warned of as a whole:
+    where these tokens leave the model's positions, they are (`check_positions`).
     """
     if any(isinstance(x, jax.core.Tracer) for x in (state.length, state.prompt_length, num_tokens)):
         return
@@ -279,6 +280,8 @@ def check_room(state: KVState, num_tokens: int | np.ndarray | Int[Array, "B"]) -
             f"{steps} tokens come after the prompt, but the plan was made for {planned}; make it with "
             f"max_new_tokens={steps}, which takes no more memory where a policy evicts at every step"
         )
+    if state.plan.rounded:
+        check_positions(config, state.plan, np.asarray(state.length), np.asarray(num_tokens), seen=0)
 
 
 def check_block(plan: CachePlan, block: int | None, width: int | None = None) -> int | None:
@@ -315,7 +318,7 @@ def check_positions(
     config: ModelConfig,
     plan: CachePlan,
     prompt: int | np.ndarray,
-    more: int,
+    more: int | np.ndarray,
     *,
     block: int | None = None,
     seen: int | None = None,
@@ -328,16 +331,19 @@ def check_positions(
       config: the model's sizes.
       plan: for the text, or for a longer one.
       prompt: tokens of the longest prompt, or of every prompt.
-      more: tokens that may come behind it.
+      more: tokens that may come behind it, or behind every one.
       block: tokens of a block, None where the prompt is read at once.
       seen: how many of those behind the prompt an earlier call was about, where there was one.
     """
-    prompts = np.atleast_1d(prompt)
-    prompt = int(prompts.max())
-    start, total = prompt + (seen or 0), prompt + more
-    reach, border = getattr(config, "reach", total), getattr(config, "border", None)
-    beyond = lambda n: n > reach and _distance(config, plan, prompt, n, block) > reach
-    if beyond(total) and (seen is None or not beyond(start)):
+    rows = list(zip(*(x.tolist() for x in np.broadcast_arrays(np.atleast_1d(prompt), more)), strict=True))
+    reach, border = getattr(config, "reach", None), getattr(config, "border", None)
+
+    def beyond(prompt: int, total: int) -> bool:
+        return reach is not None and total > reach and _distance(config, plan, prompt, total, block) > reach
+
+    far = [(sum(row), *row) for row in {*rows} if beyond(row[0], sum(row))]
+    if far := [row for row in far if seen is None or not beyond(row[1], row[1] + seen)]:
+        total, prompt, more = max(far)
         warnings.warn(
             f"a prompt of {prompt} tokens and {more} behind it are {total}, but the model was made for {reach} "
             "positions, beyond which its predictions are not to be relied on; read and generate fewer tokens, or let a "
@@ -346,9 +352,9 @@ def check_positions(
         )
     if border is None or "original" not in plan.positions:
         return
-    if len(crossing := prompts[(prompts + (seen or 0) <= border) & (border < prompts + more)]):
+    if crossing := [(n + (seen or 0), n + more) for n, more in rows if n + (seen or 0) <= border < n + more]:
         warnings.warn(
-            f"a text that grows from {crossing[0] + (seen or 0)} to {crossing[0] + more} tokens crosses the model's "
+            f"a text that grows from {crossing[0][0]} to {crossing[0][1]} tokens crosses the model's "
             f"original context of {border}, "
             "beyond which it has other rotary factors; keys that are stored keep theirs, so that distances to them are "
             "wrong: stay on one side, or read the text anew beyond it, as transformers does for Phi-3",

@@ -303,7 +303,7 @@ def decode_step(
         active = as_given("active", active)
         check_array("active", active, "batch", kind=np.bool_, shape=state.length.shape)
     token = as_ids(model, token, (len(state.length),), "one token a sequence", real=active)
-    check_room(state, 1 if active is None else active.astype(np.int32))
+    check_room(model.config, state, 1 if active is None else active.astype(np.int32))
     active = None if active is None else jnp.asarray(active)
     if mesh is not None:
         mesh = as_mesh(mesh)
@@ -394,7 +394,7 @@ def feed(
         real = real_tokens(lengths, tokens)
     tokens = as_ids(model, tokens, (B, None), "one row of tokens a sequence", real=real)
     T = tokens.shape[1]
-    check_room(state, T if lengths is None else lengths)
+    check_room(model.config, state, T if lengths is None else lengths)
     first = jnp.zeros((B,), jnp.int32) if lengths is None else T - jnp.asarray(lengths)
     reads = jnp.arange(T, dtype=jnp.int32)[:, None] >= first[None]
 

@@ -104,7 +104,7 @@ class Stream(Iterator[Any]):
         self._step, self._ends, self._chunk, self._endless = step, ends, chunk, max_new_tokens is None
         self._most = MOST_TOKENS - int(state.prompt_length.max()) if max_new_tokens is None else max_new_tokens
         self._pieces: list[TextPieces] | None = pieces
-        self._config, self._prompt = config, int(state.prompt_length.max())
+        self._config, self._prompt = config, np.asarray(state.prompt_length)
         self._token, self._seen, self._state, self._lent = token, seen, state, False
         self._ids: list[np.ndarray] = []
         self._lengths, self._running = np.zeros(B, np.int32), np.ones(B, bool)

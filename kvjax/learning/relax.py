@@ -264,6 +264,18 @@ class Soft(Select):
         one_of("Soft.scale", self.scale, "rank", "score")
         if not self.select.staged:
             raise ValueError(f"{self.select} is no sequence of top-k passes, so it cannot be relaxed; use TopK()")
+        kind = type(self.select)
+        last = lambda name: next(c for c in kind.__mro__ if name in vars(c))
+        own = [
+            name for name in ("__call__", "best") if hasattr(kind, name) and not issubclass(last("stages"), last(name))
+        ]
+        if own:
+            raise ValueError(
+                f"{kind.__name__} selects by a {own[0]} of its own, which gates know nothing of: they follow the "
+                f"stages of {last('stages').__name__}; give it stages, too"
+            )
+        if kind.init is not Select.init:
+            raise ValueError(f"{kind.__name__} remembers what init gives, but a relaxed selection has no place for it")
 
     @property
     def relaxed(self) -> bool:

@@ -778,5 +778,7 @@ class FromFunction(Score):
         given = here if hasattr(score, "shape") else repr(score)
         real = is_array(score) and jnp.issubdtype(score.dtype, jnp.number) and score.dtype.kind != "c"
         if not real or score.shape != kv.pos.shape:
-            raise ValueError(f"{self.fn} returned {given}; return real numbers of shape {kv.pos.shape}, one a slot")
+            raise ValueError(
+                f"{self.fn} returned {given}; return real numbers of shape {kv.pos.shape}, one a slot, by jax.numpy"
+            )
         return jnp.asarray(score)
