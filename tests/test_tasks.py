@@ -305,6 +305,8 @@ def test_wonderwords_has_the_words():
     if importlib.util.find_spec("wonderwords") is None:
         with pytest.raises(ValueError, match=r"wonderwords .*pip install"):
             ruler_words.words("noun")
+        with pytest.raises(ValueError, match=r"wonderwords .*pip install"):  # before a model is loaded
+            tasks.find("niah_single_2")
     else:
         assert [len(ruler_words.words(kind)) > 900 for kind in ("noun", "adjective", "verb")] == [True] * 3
 

@@ -104,7 +104,8 @@ class Door:
     def install(self, wheel: pathlib.Path) -> str:
         """The environment, with the wheel."""
         subprocess.run([self._python, "-m", "venv", str(self._venv)], check=True)
-        self.call("pip", "install", "-q", str(wheel), *TOOLS, *(requirements(True) if self.lowest else []))
+        lowest = [*requirements(True), *requirements(True, "gguf")] if self.lowest else []
+        self.call("pip", "install", "-q", f"{wheel}[gguf]", *TOOLS, *lowest)
         return self.call("python", "-c", VERSIONS).strip()
 
     def imports(self) -> str:

@@ -1,0 +1,97 @@
+"""Two published models, loaded by name from the package index: beside transformers, and what methods keep in one."""
+
+import json
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import methods, models
+from kvjax.models import packaged
+from tests import kept
+from tests.test_parity import assert_close, check_hidden_are_evicted, torch, transformers
+
+TEXT = (kept.ROOT / "LICENSE").read_text()
+README = (kept.ROOT / "README.md").read_text()
+RECORDED = json.loads((kept.GOLDEN / "kept_smollm2.json").read_text())
+SAMPLE = {"snapkv", "h2o", "tova", "ada_snapkv", "roco", "nacl", "keydiff"}
+
+
+@pytest.fixture(scope="module", params=packaged.PACKAGED)
+def both(request):
+    """(transformers' reading of the same file, model, params, ids of a text)."""
+    pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate")
+    file, (model, params) = kept.fetched_or_skip(request.param), models.load(request.param)
+    tokenizer = models.load_tokenizer(request.param)
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = read(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    return theirs, model, params, np.array(tokenizer(TEXT).input_ids[:700])
+
+
+@pytest.mark.slow
+def test_logits_of_a_text(both):
+    """Longer than the windows of the one that has such."""
+    theirs, model, params, ids = both
+    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=len(ids), max_new_tokens=0)
+    state = kvjax.init_state(plan, jnp.full((1,), len(ids)))
+    ours, _, _ = kvjax.forward(model, params, jnp.asarray(ids[None]), state, last_only=False)
+    with torch.no_grad():
+        assert_close(ours, theirs(torch.tensor(ids[None])).logits, 1e-4)
+
+
+@pytest.mark.slow
+def test_greedy_tokens_of_a_padded_batch(both):
+    """Each of them alone in transformers."""
+    theirs, model, params, ids = both
+    lengths = np.array([64, 40])
+    prompts = np.stack([ids[:64], np.pad(ids[100:140], (24, 0))])
+    ours = kvjax.generate(model, params, prompts, lengths=lengths, max_new_tokens=32, eos_ids=())
+    for row, n, found in zip(prompts, lengths, ours.tokens, strict=True):
+        alone = torch.tensor(row[None, 64 - n :])
+        options = {"attention_mask": torch.ones_like(alone), "max_new_tokens": 32, "do_sample": False}
+        np.testing.assert_array_equal(
+            found, theirs.generate(alone, eos_token_id=None, pad_token_id=0, **options)[0, n:]
+        )
+
+
+@pytest.mark.slow
+def test_evicted_tokens_are_hidden_ones(both):
+    theirs, model, params, ids = both
+    check_hidden_are_evicted(theirs, model, params, methods.h2o(24), ids[None, :54], 1e-4)
+
+
+@pytest.mark.slow
+def test_the_readme_shows_what_its_program_prints(capsys):
+    kept.fetched_or_skip(kept.SMOLLM2)
+    (block,) = (found for found in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "lighthouse.txt" in found)
+    exec(block, {})
+    printed = capsys.readouterr().out.splitlines()
+    shown = [
+        re.findall(rf"^\| {re.escape(q)} \| (.*) \| (.*) \|$", README, re.M)[0]
+        for q in re.findall(r'"(\w[^"]*\?)"', block)
+    ]
+    assert printed == [full for full, _ in shown] + [compressed for _, compressed in shown]
+
+
+def test_every_method_is_recorded():
+    assert {*RECORDED} == {f"{case} {budget}" for case in kept.names() for budget in (0.25, 64)}
+    assert (kept.GOLDEN / "kept_smollm2.json").stat().st_size <= 60_000
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    kept.fetched_or_skip(kept.SMOLLM2)
+    return kept.smollm2()
+
+
+MARKS = {True: pytest.mark.slow, False: (pytest.mark.slow, pytest.mark.exhaustive)}
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=MARKS[name in SAMPLE]) for name in kept.names()])
+def test_what_is_kept_is_what_was_recorded(smollm2, case):
+    """By layer, after the prompt and after steps, under both budgets."""
+    model, params, ids, lengths, steps, budgets = smollm2
+    found = kept.kept(model, params, ids, lengths, steps, map(kept.cases(model.config)[case], budgets))
+    assert found == [RECORDED[f"{case} {budget}"] for budget in budgets]
