@@ -17,6 +17,7 @@ import tqdm
 import kvjax
 from kvjax import methods, models
 from kvjax.models import packaged
+from kvjax.models.embedded import EMBEDDED
 from kvjax.scoring.predicted import HiddenHeads
 from tests import conftest  # whose settings decide how numbers round
 from tests import methods as table
@@ -118,7 +119,14 @@ def smollm2():
     return model, params, np.array([ids]), [512], 8, (0.25, 64)
 
 
-RECORDED = {"smollm2": smollm2}
+def embedded():
+    """The same of the embedded model: a padded batch of 24 and 17 drawn tokens, and 16 that follow."""
+    model, params = models.load(EMBEDDED)
+    ids = np.random.default_rng(0).integers(3, model.config.vocab_size, (2, 40))
+    return model, params, ids, [24, 17], 16, (10, 0.5)
+
+
+RECORDED = {"smollm2": smollm2, "embedded": embedded}
 
 
 def record(name):
