@@ -287,6 +287,7 @@ class AcrossLayers(Policy):
         if attn_stats.phase == "decode":
             return state
         contexts = tuple(context(state, i, "prefill", attn_stats.tokens) for i in range(len(state.layers)))
+        contexts = tuple(dataclasses.replace(ctx, sizes=None) for ctx in contexts)  # which are the plan's, if any
         views = tuple(kv.view() for kv in state.layers)
         decided = mesh.everywhere(self._decide, views, attn_stats.layers, contexts)
         kept = zip(state.layers, decided, strict=True)

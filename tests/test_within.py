@@ -37,11 +37,12 @@ def test_a_budget_within_another_is_the_budget(tiny, case):
     """For every method but those that the budget reaches in another way too, which say so."""
     model, params = tiny
     small, large = case.make(10), case.make(14)
+    read = lambda **how: kvjax.generate(model, params, TOKENS, lengths=LENGTHS, max_new_tokens=NEW, **how)
     if case.name in APART:
+        assert live(read(policy=small, within=small).state) == live(read(policy=small).state)
         with pytest.raises(ValueError, match=APART[case.name]):
             kvjax.make_plan(model.config, large, prompt_len=T, max_new_tokens=NEW).sizes(small, LENGTHS)
         return
-    read = lambda **how: kvjax.generate(model, params, TOKENS, lengths=LENGTHS, max_new_tokens=NEW, **how)
     found, expected = read(policy=small, within=large), read(policy=small)
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     assert live(found.state) == live(expected.state)

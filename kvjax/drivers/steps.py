@@ -97,6 +97,8 @@ def forward(
 ) -> tuple[Float[Array, "B _ V"], KVState, AttentionStats]:
     """One pass of the model over T new tokens of every sequence.
 
+    Texts beyond the model's positions are not warned of here, but by `prefill` and what goes on from it.
+
     Args:
       model, params: the model.
       tokens: left-padded token ids.
