@@ -67,7 +67,7 @@ def cases(config):
             b, repeat=(1, 2), repeat_next=(3,), suffix=(4,), chunk=200, overlap=2, sinks=2
         ),
         "kvzip_plus": lambda b: methods.kvzip(b, repeat=(1, 2), chunk=200, overlap=2, sinks=2, plus=True),
-        "duo_attention": lambda b: methods.duo_attention(shares, sinks=2, recent=max(few(b) - 2, 1)),
+        "duo_attention": lambda b: methods.duo_attention(shares - 0.1, sinks=2, recent=max(few(b) - 2, 1)),
     }
     return {case.name: sized.get(case.name, case.make) for case in table.CASES}
 

@@ -16,7 +16,7 @@ from tests.test_parity import assert_close, check_hidden_are_evicted, torch, tra
 TEXT = (kept.ROOT / "LICENSE").read_text()
 README = (kept.ROOT / "README.md").read_text()
 RECORDED = json.loads((kept.GOLDEN / "kept_smollm2.json").read_text())
-SAMPLE = {"snapkv", "h2o", "tova", "ada_snapkv", "roco", "nacl", "keydiff"}
+SAMPLE = {"snapkv", "h2o", "tova", "ada_snapkv", "nacl"}
 
 
 @pytest.fixture(scope="module", params=packaged.PACKAGED)
@@ -62,17 +62,15 @@ def test_evicted_tokens_are_hidden_ones(both):
     check_hidden_are_evicted(theirs, model, params, methods.h2o(24), ids[None, :54], 1e-4)
 
 
-@pytest.mark.slow
-def test_the_readme_shows_what_its_program_prints(capsys):
-    kept.fetched_or_skip(kept.SMOLLM2)
-    (block,) = (found for found in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "lighthouse.txt" in found)
-    exec(block, {})
-    printed = capsys.readouterr().out.splitlines()
-    shown = [
-        re.findall(rf"^\| {re.escape(q)} \| (.*) \| (.*) \|$", README, re.M)[0]
-        for q in re.findall(r'"(\w[^"]*\?)"', block)
-    ]
-    assert printed == [full for full, _ in shown] + [compressed for _, compressed in shown]
+def test_the_readme_shows_what_the_notebook_prints():
+    """Which is run anew by the tests of notebooks."""
+    notebook = json.loads((kept.ROOT / "experiments" / "notebooks" / "a_real_model.ipynb").read_text())
+    printed = [line for cell in notebook["cells"] for o in cell.get("outputs", ()) for line in o.get("text", ())]
+    shown = re.findall(r"^\| ([A-Z].*\?) \| (.*) \| (.*) \|$", README, re.MULTILINE)
+    assert len(shown) == 3
+    for question, full, compressed in shown:
+        answers = [line.strip().removeprefix(question).strip() for line in printed if line.strip().startswith(question)]
+        assert answers[:2] == [full, compressed]
 
 
 def test_every_method_is_recorded():
