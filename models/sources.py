@@ -52,7 +52,7 @@ def locate(
     if revision is not None and (not isinstance(revision, str) or not revision):
         raise ValueError(f"revision={revision!r} is not the name of a branch, a tag or a commit")
     gguf = str(source).lower() in PACKAGED and not path.exists()
-    if path.is_dir() or path.suffix == ".gguf" or gguf:
+    if path.is_dir() or path.suffix.lower() == ".gguf" or gguf:
         if revision is not None:
             kind = "a directory" if path.is_dir() else "of one version"
             raise ValueError(f"{source} is {kind}, which has no revision {revision!r}; leave revision out")

@@ -199,6 +199,21 @@ BAD = {
     "tokenizer": ({"more": tokenizer_keys(["a"], "bert")}, None, "tokenizer 'bert' is not supported; supported are"),
     "size": ({"more": tokenizer_keys([*"abcdef"])}, None, "has 6 tokens of 6 types, but the embedding 389 rows"),
     "pre": ({"more": tokenizer_keys([f"{i}" for i in range(389)], pre="?")}, None, r"pre '\?' .* are \['dbrx'"),
+    "merges": ({"more": tokenizer_keys([f"{i}" for i in range(389)])}, None, "tokenizer.ggml.merges is missing"),
+    "pairs": (
+        {"more": tokenizer_keys([f"{i}" for i in range(389)], merges=["x y"])},
+        None,
+        "tokenizer.ggml.merges do not fit its tokens .*Token `x` out of vocabulary",
+    ),
+    "scores": (
+        {"more": tokenizer_keys([f"{i}" for i in range(389)], "llama", scores=[1.0])},
+        None,
+        "389 tokens have 1 scores",
+    ),
+    "template": ({"more": {"tokenizer.chat_template": 3}}, None, "tokenizer.chat_template=3 is no text"),
+    "end": ({"more": {"tokenizer.ggml.eos_token_id": 5000}}, None, "'eos_token_id': .*5000.* lie beyond the 389 rows"),
+    "rows": ({"more": {"llama.vocab_size": 390}}, None, r"llama.vocab_size=390'\] is not supported"),
+    "adapter": ({"more": {"general.type": "adapter"}}, None, "it is a adapter, not a model"),
     "tensor": ({"tables": {"blk.0.extra.weight": np.ones(3)}}, None, r"and \['blk.0.extra.weight \(3,\)'\] not known"),
     "kind": ({"kind": Kind.F64}, None, r"stored as \['F64'\], which is not supported; supported are \('F32'"),
 }
