@@ -1,0 +1,168 @@
+"""One budget for all layers, divided when all of them have been read and scored."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.core.budgets import Times, apportion
+from kvjax.core.contract import Policy, Slots, unique, value
+from kvjax.core.evict import Evict, apply_decision
+from kvjax.core.observe import by_row, votes
+from kvjax.core.scores.rows import mean_and_variance
+from kvjax.pallas_kernels.pytree import pytree
+
+
+@pytree
+class Competitor:
+    """A layer among those that compete: its slots, their scores, the average "B" beside what heads have anyway, the
+    most "B" that a head may get of it.
+    """
+
+    slots: Slots
+    score: Any
+    average: Any
+    most: Any
+
+
+@value
+class ScoreEntropy:
+    """A layer asks for as much as its scores are spread evenly (LAVa)."""
+
+    def observe(self):
+        return ()
+
+    def __call__(self, layer: Competitor):
+        among = layer.slots.candidates
+        score = jnp.where(among, layer.score, 0.0)
+        total = score.sum((1, 2), keepdims=True)
+        p = score / jnp.where(total > 0, total, 1.0)
+        entropy = -jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1.0)), 0.0).sum((1, 2))
+        return entropy / jnp.log(jnp.maximum(among.sum((1, 2)), 2).astype(jnp.float32))
+
+
+@value
+class Preference:
+    """A layer asks by the entropy and the variance of its last rows' attention (CAKE)."""
+
+    rows: int = 32
+    entropy: float = 1.6
+    variance: float = 0.6
+
+    def observe(self):
+        return (votes(self.rows),)
+
+    def __call__(self, layer):
+        rows, exist = by_row(votes(self.rows), layer.slots)
+        rows = jnp.where(layer.slots.candidates[:, :, None, None], rows, 0.0)
+        spread = -jnp.where(rows > 0, rows * jnp.log(rows + 1e-10), 0.0).sum((1, 2, 3, 4))
+        shift = mean_and_variance(rows, exist)[1].sum((1, 2, 3))
+        log = lambda x: jnp.log(jnp.maximum(x, jnp.finfo(jnp.float32).tiny))
+        return jnp.exp(log(spread) / self.entropy + log(shift) / self.variance)
+
+
+def by_weight(weight, heads, layers):
+    """Tokens "B K" of every layer: shares in proportion to a weight, divided over heads as the policy says."""
+    weights = jnp.stack([weight(layer) for layer in layers], -1)
+    total = weights.sum(-1, keepdims=True)
+    weights = jnp.where(total > 0, weights / jnp.where(total > 0, total, 1.0), 1 / len(layers))
+    average = jnp.stack([layer.average for layer in layers], -1)
+    K = layers[0].score.shape[1]
+    exist = -(-jnp.stack([layer.slots.candidates.sum((1, 2)) for layer in layers], -1) // K)
+    limit = jnp.maximum(jnp.minimum(exist, jnp.stack([layer.most for layer in layers], -1)), average)
+    divided = apportion(weights * average.sum(-1, keepdims=True).astype(jnp.float32), limit, jnp)
+    share = lambda layer, n: n[:, None] if heads is None else heads(layer.score, n, layer.slots.of("heads"))
+    return [share(layer, divided[:, i]) for i, layer in enumerate(layers)]
+
+
+def by_top_scores(layers):
+    """Tokens "B K" of every layer: one top-k of the scores of all layers and heads."""
+    B, K = layers[0].score.shape[:2]
+    flat, sizes, ages = [], [], []
+    for layer in layers:
+        score = jnp.where(layer.slots.candidates, layer.score, -jnp.inf).reshape(B, -1)
+        age = layer.slots.kv.pos.reshape(B, -1)
+        inside = _first(score, age, K * layer.most)
+        flat, ages, sizes = [*flat, jnp.where(inside, score, -jnp.inf)], [*ages, age], [*sizes, score.shape[1]]
+    every = jnp.concatenate(flat, -1)
+    chosen = _first(every, jnp.concatenate(ages, -1), sum(K * layer.average for layer in layers)) & (every > -jnp.inf)
+    return [x.reshape(B, K, -1).sum(-1) for x in jnp.split(chosen, np.cumsum(sizes)[:-1], -1)]
+
+
+def _first(score, age, n):
+    """The `n` "B" largest of a row, of equals the newest, then the one that comes first."""
+    index = jnp.broadcast_to(-jnp.arange(score.shape[1]), score.shape)
+    rank = jnp.argsort(jnp.lexsort((-index, -age, -score), axis=-1), axis=-1)
+    return rank < n[:, None]
+
+
+class AcrossLayers(Policy):
+    """An `Evict` whose layers compete; none gets more than `max_ratio` times the average."""
+
+    policy: Evict
+    by: Any
+    max_ratio: float = 2.0
+    joint = True
+
+    def __post_init__(self):
+        if not isinstance(self.policy, Evict) or self.policy.when.decodes or not self.policy.when.prefill:
+            raise ValueError("layers compete once, after the prompt: give an Evict that does not evict while decoding")
+
+    @property
+    def layout(self):
+        """See `Policy`."""
+        return self.policy.layout
+
+    @property
+    def writes(self):
+        """See `Policy`."""
+        return self.policy.writes
+
+    @property
+    def _largest(self):
+        return dataclasses.replace(self.policy, budget=Times(self.policy.budget, self.max_ratio))
+
+    def observe(self, phase):
+        """See `Policy`."""
+        more = self.by.observe() if phase == "prefill" and self.by is not by_top_scores else ()
+        return unique((*self.policy.observe(phase), *more))
+
+    def sizes(self, info, lengths):
+        """See `Policy`."""
+        own, largest = self.policy.sizes(info, lengths), self._largest.sizes(info, lengths)
+        return dataclasses.replace(largest, hparams=(own.hparams, largest.hparams))
+
+    def memory(self, info):
+        """See `Policy`."""
+        return self.policy.memory(info)
+
+    def init_params(self, info, key):
+        """See `Policy`."""
+        return self.policy.init_params(info, key)
+
+    def reserve(self, kv, ctx):
+        """See `Policy`."""
+        return self.policy.reserve(kv, self._own(ctx))
+
+    def update_layers(self, layers, stats, ctxs):
+        """See `Policy`: layers are scored, the budget is divided, each evicts down to what it got."""
+        if ctxs[0].phase == "decode":
+            return layers
+        evict, found = self.policy, []
+        layers = [evict.updated(kv, s, self._own(ctx)) for kv, s, ctx in zip(layers, stats, ctxs, strict=True)]
+        for kv, s, ctx in zip(layers, stats, ctxs, strict=True):
+            slots, score, outside = evict.ranked(kv, s, self._own(ctx))
+            own, largest = ctx.hparams
+            found.append(Competitor(slots, score, own.budget - outside, largest.budget - outside))
+        divided = by_top_scores(found) if self.by is by_top_scores else by_weight(self.by, evict.heads, found)
+        each = zip(layers, stats, ctxs, divided, strict=True)
+        return tuple(apply_decision(kv, evict.choose(kv, s, self._own(ctx), shares)[0]) for kv, s, ctx, shares in each)
+
+    def _own(self, ctx):
+        return dataclasses.replace(ctx, hparams=ctx.hparams[0])
+
+
+def across_layers(policy: Evict, by: Any, *, max_ratio: float = 2.0) -> Policy:
+    """Layers compete for the model's budget: by a weight of their own (`ScoreEntropy`), or `by_top_scores`."""
+    return AcrossLayers(policy, by, max_ratio)

@@ -1,0 +1,326 @@
+"""Policies made of policies: in turn, by layer, by kv head, under another schedule, one decision for all layers."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.core.contract import LAST, Count, Layout, Policy, Reads, Sizes, unique
+from kvjax.core.evict import Evict
+from kvjax.core.scores.attention import Function
+
+
+def _refuse_joint(policies, where: str):
+    if wrong := [p for p in policies if p.joint]:
+        raise ValueError(
+            f"{type(wrong[0]).__name__} decides for all layers at once, so it cannot be a member of {where}"
+        )
+
+
+class _Members(Policy):
+    """A policy that hands each of its members its own hparams, params and memory."""
+
+    members: tuple[Policy, ...]
+
+    def __post_init__(self):
+        _refuse_joint(self.members, type(self).__name__)
+        if len({p.layout.positions for p in self.members} - {"original"}) > 1:
+            raise ValueError("the members of a composition store tokens at different positions")
+
+    @property
+    def layout(self):
+        """See `Policy`."""
+        each = [p.layout for p in self.members]
+        positions = next((x.positions for x in each if x.positions != "original"), "original")
+        return Layout(
+            positions, max(x.sinks for x in each), any(x.pool for x in each), any(x.by_query_head for x in each)
+        )
+
+    @property
+    def writes(self):
+        """See `Policy`."""
+        return unique(n for p in self.members for n in p.writes)
+
+    def observe(self, phase):
+        """See `Policy`."""
+        return unique(o for p in self.members for o in p.observe(phase))
+
+    def memory(self, info):
+        """See `Policy`."""
+        return tuple(p.memory(info) for p in self.members)
+
+    def init_params(self, info, key):
+        """See `Policy`."""
+        found = tuple(
+            p.init_params(info, k) for p, k in zip(self.members, jax.random.split(key, len(self.members)), strict=True)
+        )
+        return found if jax.tree.leaves(found) else ()
+
+    def _own(self, i, kv, ctx):
+        """The layer and the moment as member `i` sees them."""
+        params = ctx.params[i] if ctx.params else ()
+        return kv.replace(memory=kv.memory[i]), dataclasses.replace(ctx, hparams=ctx.hparams[i], params=params)
+
+    def _each_reads(self, kv, inputs, ctx):
+        return [p.reads(own, inputs, mine) for i, p in enumerate(self.members) for own, mine in [self._own(i, kv, ctx)]]
+
+
+class Chain(_Members):
+    """Policies in turn at every step: a later one sees what the earlier ones kept."""
+
+    members: tuple[Policy, ...]
+
+    def __post_init__(self):
+        super().__post_init__()
+        if any(p.layout.positions == "shifted" for p in self.members):
+            raise ValueError('first tokens can be shifted where nothing else evicts; use positions="rank" in a chain')
+
+    def at(self, layer, num_layers):
+        """See `Policy`."""
+        return chain(*(p.at(layer, num_layers) for p in self.members))
+
+    def sizes(self, info, lengths):
+        """See `Policy`."""
+        each = [p.sizes(info, lengths) for p in self.members]
+        return Sizes(
+            np.minimum.reduce([x.per_head for x in each]),
+            np.minimum.reduce([x.total for x in each]),
+            tuple(x.hparams for x in each),
+        )
+
+    def _in_turn(self, kv, ctx, change):
+        for i, p in enumerate(self.members):
+            own, mine = self._own(i, kv, ctx)
+            found = change(p, own, mine)
+            if found is not own:
+                kv = found.replace(memory=(*kv.memory[:i], found.memory, *kv.memory[i + 1 :]))
+        return kv
+
+    def enter(self, kv, inputs, ctx):
+        """See `Policy`."""
+        return self._in_turn(kv, ctx, lambda p, kv, ctx: p.enter(kv, inputs, ctx))
+
+    def update(self, kv, stats, ctx):
+        """See `Policy`."""
+        return self._in_turn(kv, ctx, lambda p, kv, ctx: p.update(kv, stats, ctx))
+
+    def reads(self, kv, inputs, ctx):
+        """See `Policy`: what all members read; weights are multiplied."""
+        each = [x for x in self._each_reads(kv, inputs, ctx) if x is not None]
+        given = lambda name: [y for x in each if (y := getattr(x, name)) is not None]
+        masks, untils = given("visible"), given("until")
+        weights = [(x.log_weight, x.delay) for x in each if x.log_weight is not None]
+        if len(masks) > 1 and any(x.dtype != bool for x in masks):
+            raise ValueError("two members of a chain name slots to read; let them give masks")
+        if any(x[1] is not weights[0][1] and x[1] != weights[0][1] for x in weights if not hasattr(x[1], "shape")):
+            raise ValueError("two members of a chain weigh slots after different delays")
+        reduce = lambda f, x: functools.reduce(f, x) if x else None
+        weight = reduce(jnp.add, [x for x, _ in weights])
+        found = Reads(
+            reduce(jnp.logical_and, masks) if len(masks) > 1 else masks[0] if masks else None,
+            reduce(jnp.minimum, untils),
+            weight,
+            weights[0][1] if weights else 0,
+        )
+        return found if each else None
+
+    def reserve(self, kv, ctx):
+        """See `Policy`."""
+        return functools.reduce(jnp.minimum, [p.reserve(*self._own(i, kv, ctx)) for i, p in enumerate(self.members)])
+
+
+class ByHead(_Members):
+    """Every kv head of a layer under its own member, as if all heads were."""
+
+    members: tuple[Policy, ...]
+    heads: tuple[int, ...]
+    pool: bool = False
+
+    @property
+    def layout(self):
+        """See `Policy`."""
+        return dataclasses.replace(super().layout, pool=self.pool)
+
+    def sizes(self, info, lengths):
+        """See `Policy`."""
+        each = [p.sizes(info, lengths) for p in self.members]
+        return Sizes(
+            np.maximum.reduce([x.per_head for x in each]),
+            sum(each[i].per_head for i in self.heads),
+            tuple(x.hparams for x in each),
+        )
+
+    def _pick(self, each):
+        """Of arrays "B K ..." of the members, for every head its own member's."""
+        mine = lambda i, x: (jnp.asarray(self.heads) == i).reshape(1, -1, *(1,) * (x.ndim - 2))
+        return functools.reduce(lambda x, i: jnp.where(mine(i, x), each[i], x), range(1, len(each)), each[0])
+
+    def _each(self, kv, ctx, change):
+        own = [self._own(i, kv, ctx) for i in range(len(self.members))]
+        found = [change(p, *x) for p, x in zip(self.members, own, strict=True)]
+        if all(x is y for x, (y, _) in zip(found, own, strict=True)):
+            return kv
+        picked = {n: self._pick([getattr(x, n) for x in found]) for n in ("pos", *self.writes)}
+        return kv.replace(memory=tuple(x.memory for x in found), **picked)
+
+    def enter(self, kv, inputs, ctx):
+        """See `Policy`."""
+        return self._each(kv, ctx, lambda p, kv, ctx: p.enter(kv, inputs, ctx))
+
+    def update(self, kv, stats, ctx):
+        """See `Policy`."""
+        return self._each(kv, ctx, lambda p, kv, ctx: p.update(kv, stats, ctx))
+
+    def reads(self, kv, inputs, ctx):
+        """See `Policy`."""
+        each = self._each_reads(kv, inputs, ctx)
+        if all(x is None for x in each):
+            return None
+        each, wide = (
+            [x or Reads() for x in each],
+            lambda x, fill: jnp.broadcast_to(jnp.asarray(fill if x is None else x), kv.pos.shape),
+        )
+        if any(x.visible is not None and x.visible.dtype != bool for x in each):
+            raise ValueError("a member for some heads names slots to read; let it give a mask")
+        pick = lambda name, fill: (
+            self._pick([wide(getattr(x, name), fill) for x in each])
+            if any(getattr(x, name) is not None for x in each)
+            else None
+        )
+        weight = pick("log_weight", 0.0)
+        return Reads(pick("visible", True), pick("until", LAST), weight, 0 if weight is None else pick("delay", 0))
+
+    def reserve(self, kv, ctx):
+        """See `Policy`."""
+        return self._pick([p.reserve(*self._own(i, kv, ctx)) for i, p in enumerate(self.members)])
+
+
+class PerLayer(Policy):
+    """A policy for every layer. A layer asks only its own, so nothing but `at` is needed."""
+
+    policies: tuple[Policy, ...]
+
+    def __post_init__(self):
+        _refuse_joint(self.policies, "a partition of layers")
+
+    def at(self, layer, num_layers):
+        """See `Policy`."""
+        return self.policies[layer].at(layer, num_layers)
+
+
+class SharedLayers(Policy):
+    """One decision for all layers, by the sum of their statistics: the first layer decides."""
+
+    policy: Policy
+    joint = True
+
+    def __post_init__(self):
+        _refuse_joint((self.policy,), "shared layers")
+        if wrong := [x for x in _schedules(self.policy) if x.before]:
+            raise ValueError(f"one decision follows a step, but {wrong[0]} decides before it")
+        if self.policy.writes:
+            raise ValueError(
+                "one decision is applied by all layers, but what slots hold afterwards is each layer's own"
+            )
+
+    @property
+    def layout(self):
+        """See `Policy`."""
+        return self.policy.layout
+
+    def observe(self, phase):
+        """See `Policy`."""
+        return self.policy.observe(phase)
+
+    def sizes(self, info, lengths):
+        """See `Policy`."""
+        return self.policy.sizes(info, lengths)
+
+    def memory(self, info):
+        """See `Policy`."""
+        return self.policy.memory(info)
+
+    def init_params(self, info, key):
+        """See `Policy`."""
+        return self.policy.init_params(info, key)
+
+    def enter(self, kv, inputs, ctx):
+        """See `Policy`."""
+        return self.policy.enter(kv, inputs, ctx)
+
+    def reads(self, kv, inputs, ctx):
+        """See `Policy`."""
+        return self.policy.reads(kv, inputs, ctx)
+
+    def reserve(self, kv, ctx):
+        """See `Policy`."""
+        return self.policy.reserve(kv, ctx)
+
+    def update_layers(self, layers, stats, ctxs):
+        """See `Policy`."""
+        total = {o: sum(x[o] for x in stats) for o in stats[0]}
+        first = self.policy.update(layers[0], total, ctxs[0])
+        return tuple(kv.keep(first.live).replace(memory=first.memory, channels=first.channels) for kv in layers)
+
+
+def chain(*policies: Policy) -> Policy:
+    """Policies in turn; none is the full cache."""
+    flat = [q for p in policies for q in (p.members if isinstance(p, Chain) else () if type(p) is Policy else (p,))]
+    return Policy() if not flat else flat[0] if len(flat) == 1 else Chain(tuple(flat))
+
+
+def partition(policies: dict, labels) -> Policy:
+    """Different policies for different layers: `labels` has one a layer."""
+    return PerLayer(tuple(policies[label] for label in labels))
+
+
+def partition_heads(policies: dict, labels, *, pool: bool = True) -> Policy:
+    """Different policies for different kv heads: `labels` has a row a layer, with one a head."""
+
+    def of_layer(row):
+        names = list(dict.fromkeys(row))
+        if len(names) == 1:
+            return policies[names[0]]
+        return ByHead(tuple(policies[n] for n in names), tuple(map(names.index, row)), pool)
+
+    return PerLayer(tuple(map(of_layer, labels)))
+
+
+def when(schedule, policy: Policy) -> Policy:
+    """The same policy, all of it, under another schedule: every policy inside that has a field `when` gets it."""
+
+    def changed(x):
+        if isinstance(x, tuple):
+            return tuple(map(changed, x))
+        if not isinstance(x, Policy):
+            return x
+        each = {f.name: changed(getattr(x, f.name)) for f in dataclasses.fields(x)}
+        return dataclasses.replace(x, **each | ({"when": schedule} if "when" in each else {}))
+
+    found = changed(policy)
+    if found == policy and schedule not in _schedules(policy):
+        raise ValueError(f"{policy} has no schedule")
+    return found
+
+
+def _schedules(x):
+    if isinstance(x, tuple):
+        return [y for z in x for y in _schedules(z)]
+    if not isinstance(x, Policy):
+        return []
+    return [
+        y for f in dataclasses.fields(x) for y in ([x.when] if f.name == "when" else _schedules(getattr(x, f.name)))
+    ]
+
+
+def shared_layers(policy: Policy) -> Policy:
+    """One score, summed over layers, and one decision that every layer applies."""
+    return SharedLayers(policy)
+
+
+def from_fn(fn: Any, budget: Count, *, observe: tuple = (), **fields) -> Evict:
+    """A policy from a function of (layer, what is observed, moment): one number a slot, the larger stays."""
+    return Evict(Function(fn, observe), budget, **fields)
