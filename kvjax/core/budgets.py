@@ -210,7 +210,7 @@ class Schedule:
     prefill: bool = True
     every: int | None = None
     over: int | None = None
-    drop: Count = count(0)
+    drop: Count = count(default=0)
     before: bool = False
 
     @property

@@ -4,9 +4,8 @@ Letters: B batch, T rows, S slots, N query heads, K kv heads, G = N / K, H head_
 """
 
 import dataclasses
-import functools
 import types
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +18,19 @@ EMPTY = -1  # the position of a dead slot
 LAST = jnp.iinfo(jnp.int32).max
 MOST = 2**30
 Phase = Literal["prefill", "decode", "replay"]
-value = functools.partial(dataclasses.dataclass, frozen=True)
+T = TypeVar("T")
 
 # ---------------------------------------------------------------------------------------------- values and counts
 
 Count = Any  # an int is a number of tokens, a float a share of the prompt, otherwise a function of (prompt, budget)
 
 
-def count(default: Any = dataclasses.MISSING) -> Any:
+def count(*, default: Any = dataclasses.MISSING) -> Any:
     """A field that is a `Count`: data, not program. It arrives resolved, "B", as `hparams.<field>`."""
     return dataclasses.field(default=default, metadata={"blank": True, "count": True})
 
 
-def data(default: Any = dataclasses.MISSING) -> Any:
+def data(*, default: Any = dataclasses.MISSING) -> Any:
     """Another field that is data: what `sizes` or `hparams` make of it arrives, the field itself is blank."""
     return dataclasses.field(default=default, metadata={"blank": True})
 
@@ -56,12 +55,20 @@ def resolve(n: Count, prompt: np.ndarray, budget: np.ndarray | None = None) -> n
     return found
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(count, data, dataclasses.field))
+def value(cls: type[T]) -> type[T]:
+    """Makes a class a frozen dataclass."""
+    return dataclasses.dataclass(frozen=True)(cls)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(count, data, dataclasses.field))
 class Value:
     """A frozen dataclass, and so is every subclass: equal values share compiled programs."""
 
-    def __init_subclass__(cls, **options):
+    def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
-        own, fields = vars(cls), {n for b in cls.__mro__[1:] for n in getattr(b, "__dataclass_fields__", ())}
+        bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
+        own, fields = vars(cls), {f.name for base in bases for f in dataclasses.fields(base)}
         if "__init__" in own:
             raise TypeError(
                 f"{cls.__name__}: declare fields instead of __init__; values with hidden attributes would compare equal"
@@ -291,9 +298,20 @@ class Decision:
 class Policy(Value):
     """What is kept of a cache. A method that is not overridden asks for nothing: `Policy()` is the full cache."""
 
-    layout = Layout()
-    joint = False  # whether `update_layers` decides for all layers at once, when all of them have been read
-    writes = ()  # what it may change of a slot beside its position: "k", "v", "log_weight"
+    @property
+    def layout(self) -> Layout:
+        """How its layers are stored."""
+        return Layout()
+
+    @property
+    def joint(self) -> bool:
+        """Whether `update_layers` decides for all layers at once, after all of them were read."""
+        return False
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """What it may change of a slot beside its position: "k", "v", "log_weight"."""
+        return ()
 
     def at(self, layer: int, num_layers: int) -> "Policy":
         """The policy of one layer."""
@@ -349,7 +367,10 @@ class Part(Value):
     Fields that are parts, or tuples of parts, are taken care of: `slots.of(name)` is for them what `slots` is here.
     """
 
-    writes = ()
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """What it may change of a slot beside its position: "k", "v", "log_weight"."""
+        return ()
 
     def observe(self, phase: Phase) -> tuple:
         """See `Policy`."""
@@ -385,7 +406,7 @@ def unique(observations) -> tuple:
 def _named(x: Any) -> dict:
     """The parts of a value, or tuples of them, by field."""
     found = {}
-    for name in x.__dataclass_fields__:
+    for name in (f.name for f in dataclasses.fields(x)):
         y = getattr(x, name)
         if isinstance(y, Part) or (isinstance(y, tuple) and y and isinstance(y[0], Part)):
             found[name] = y

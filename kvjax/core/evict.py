@@ -48,9 +48,9 @@ class Evict(Policy):
 
     score: Score
     budget: Count = count()
-    sinks: Count = count(0)
-    recent: Count = count(0)
-    layers: Any = data(Even())
+    sinks: Count = count(default=0)
+    recent: Count = count(default=0)
+    layers: Any = data(default=Even())
     heads: Part | None = None
     when: Schedule = Schedule()
     select: Select = TopK()

@@ -41,7 +41,10 @@ class Select(Part):
     Slots that are `slots.protected` always stay; `slots.at_most_one` says that no head can exceed its budget by more.
     """
 
-    slack = 0  # how many more than its budget a head may be left with
+    @property
+    def slack(self) -> int:
+        """How many tokens more than its budget a head may be left with."""
+        return 0
 
     def __call__(self, score, budgets, slots):
         raise NotImplementedError
@@ -107,7 +110,7 @@ class Chunks(Select):
     share: float | None = None
 
     @property
-    def slack(self):
+    def slack(self) -> int:
         return self.size
 
     def __call__(self, score, budgets, slots):

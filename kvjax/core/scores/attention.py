@@ -137,7 +137,7 @@ class Mean(Score):
 class SparedByDeviation(Mean):
     """Mean attention, where the `size` tokens whose attention varies most are spared (RoCo)."""
 
-    size: Count = count(0)
+    size: Count = count(default=0)
 
     @property
     def _square(self):
