@@ -17,8 +17,8 @@ from kvjax.core.compose import shared_layers as shared_layers
 from kvjax.core.compose import when as when
 from kvjax.core.contract import Policy as Policy
 from kvjax.core.drivers.door import forward as forward
-from kvjax.core.drivers.generate import generate as generate
-from kvjax.core.drivers.steps import decode as decode
+from kvjax.core.drivers.generation import generate as generate
+from kvjax.core.drivers.steps import decode_step as decode_step
 from kvjax.core.drivers.steps import prefill as prefill
 from kvjax.core.drivers.steps import start as start
 from kvjax.core.evict import Evict as Evict

@@ -184,7 +184,7 @@ class ByHead(_Members):
         each = [p.sizes(info, lengths) for p in self.members]
         return Sizes(
             np.maximum.reduce([x.per_head for x in each]),
-            sum(each[i].per_head for i in self.heads),
+            np.sum([each[i].per_head for i in self.heads], axis=0),
             tuple(x.hparams for x in each),
         )
 
@@ -230,7 +230,8 @@ class ByHead(_Members):
             else None
         )
         weight = pick("log_weight", 0.0)
-        return Reads(pick("visible", True), pick("until", LAST), weight, 0 if weight is None else pick("delay", 0))
+        delay = 0 if weight is None else self._pick([wide(x.delay, 0) for x in each])
+        return Reads(pick("visible", True), pick("until", LAST), weight, delay)
 
     def reserve(self, kv: Any, ctx: Context) -> Int[Array, "B K"]:
         """How far every head's own member lets it grow."""

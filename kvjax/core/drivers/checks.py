@@ -1,0 +1,224 @@
+"""What users give to the drivers, checked once, before anything is traced: a ValueError says what to do instead.
+
+Traced values pass with their shapes and types checked alone.
+"""
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key, PyTree
+
+from kvjax.core.contract import MOST, Policy
+from kvjax.core.drivers.sampling import Sampler
+from kvjax.core.drivers.state import State
+from kvjax.core.plan import Plan
+
+
+class Prompts(NamedTuple):
+    """Prompts that have been checked: ids padded on the left, and how many of each row are its own."""
+
+    tokens: Int[np.ndarray, "B T"] | Int[Array, "B T"]
+    lengths: Int[np.ndarray, "B"] | Int[Array, "B"]
+
+
+def traced(*values: Any) -> bool:
+    """Whether any of the values is traced, so that its numbers are not known."""
+    return any(isinstance(x, jax.core.Tracer) for x in values)
+
+
+def as_array(name: str, x: Any, kind: Any, shape: Sequence[int | None], meaning: str) -> Any:
+    """An array of numpy, or a traced one, of a kind such as `np.integer` and a shape, None for any size above 0."""
+    if hasattr(x, "dtype") and not isinstance(x, jax.Array | np.ndarray | np.generic):
+        raise ValueError(f"{name} is a {type(x).__module__}.{type(x).__name__}; give an array, such as x.numpy()")
+    try:
+        x = x if traced(x) else np.asarray(x)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name} must be {meaning}, and no array comes of it: {error}") from None
+    fits = x.ndim == len(shape) and all(n == m or (m is None and n) for n, m in zip(x.shape, shape, strict=True))
+    if not fits or not jnp.issubdtype(x.dtype, kind):
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(f"{name} must be {meaning}, of shape ({wanted}); got {x.dtype} of shape {x.shape}")
+    return x
+
+
+def whole(name: str, n: Any, least: int = 1, most: int = MOST - 1, why: str = "") -> int:
+    """A whole number from `least` to `most`."""
+    if isinstance(n, bool) or not isinstance(n, int | np.integer) or not least <= n <= most:
+        raise ValueError(f"{name}={n!r} must be a whole number from {least} to {most:,}{why and '; '}{why}")
+    return int(n)
+
+
+def check_is(name: str, x: Any, kind: type, made_by: str) -> None:
+    """Refuses a value of another class."""
+    if not isinstance(x, kind):
+        raise ValueError(f"{name} is a {type(x).__name__}, not a {kind.__name__}, such as {made_by} gives")
+
+
+@functools.lru_cache(maxsize=64)
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    return {jax.tree_util.keystr(path): jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(model.shapes)}
+
+
+def check_model(model: Any, params: PyTree[Any]) -> None:
+    """Refuses what is no model, and parameters that are not arrays of floats of the model's names and shapes."""
+    if not hasattr(model, "config") or not callable(model):
+        raise ValueError(f"model is a {type(model).__name__}; give the model that models.load(...) returns")
+    given = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    for name, x in given.items():
+        if not isinstance(x, jax.Array | np.ndarray) or not jnp.issubdtype(x.dtype, jnp.floating):
+            what = f"{x.dtype}" if isinstance(x, jax.Array | np.ndarray) else f"a {type(x).__module__} object"
+            raise ValueError(f"params{name} is {what}, not an array of floats; give what models.load(...) returned")
+    wanted = _shapes(model) if hasattr(model, "shapes") else {n: x.shape for n, x in given.items()}
+    if wrong := [n for n in sorted({*given, *wanted}) if n not in given or wanted.get(n) != given[n].shape]:
+        here, there = given[wrong[0]].shape if wrong[0] in given else "missing", wanted.get(wrong[0], "none")
+        raise ValueError(
+            f"{len(wrong)} of {len(wanted)} parameters do not fit the model: params{wrong[0]} is {here}, but the "
+            f"model has {there} there; give the parameters that were loaded with this model"
+        )
+
+
+def check_ids(model: Any, ids: Any) -> None:
+    """Refuses known token ids outside the vocabulary."""
+    vocab = model.config.vocab_size
+    if not traced(ids) and np.size(ids) and not 0 <= np.min(ids) <= np.max(ids) < vocab:
+        wrong = np.min(ids) if np.min(ids) < 0 else np.max(ids)
+        raise ValueError(
+            f"token id {wrong} is outside the vocabulary of {vocab} (0 to {vocab - 1}); was the text encoded with this "
+            "model's tokenizer?"
+        )
+
+
+def check_rows(model: Any, name: str, tokens: Any, lengths: Any, batch: int | None = None) -> Prompts:
+    """Rows of token ids padded on the left, of which the last `lengths` are read; all if None."""
+    advice = "integers, one row a sequence; pad shorter rows on the left (models.pad_left) and give lengths="
+    tokens = as_array(name, tokens, np.integer, (batch, None), advice)
+    B, T = tokens.shape
+    lengths = np.full(B, T) if lengths is None else as_array("lengths", lengths, np.integer, (B,), "integers")
+    if traced(lengths):
+        return Prompts(tokens, lengths.astype(jnp.int32))
+    if lengths.min() < 1 or lengths.max() > T:
+        raise ValueError(f"lengths go from {lengths.min()} to {lengths.max()}, but a row has 1 to {T} tokens")
+    if not traced(tokens):
+        check_ids(model, tokens[np.arange(T)[None] >= T - lengths[:, None]])
+    return Prompts(tokens if traced(tokens) else tokens.astype(np.int32), lengths.astype(np.int32))
+
+
+def check_prompts(model: Any, tokens: Any, lengths: Any = None, attention_mask: Any = None) -> Prompts:
+    """Prompts padded on the left, as `lengths` or a mask say."""
+    if 0 in np.shape(tokens):
+        raise ValueError(f"the prompts are empty (shape {np.shape(tokens)}); give at least one token, such as BOS")
+    if attention_mask is None:
+        prompts = check_rows(model, "tokens", tokens, lengths)
+        if lengths is not None and not traced(*prompts):
+            _check_left(np.asarray(prompts.tokens), np.asarray(prompts.lengths))
+        return prompts
+    if lengths is not None:
+        raise ValueError("lengths= and attention_mask= say the same twice; give one of them")
+    tokens = as_array("tokens", tokens, np.integer, (None, None), "integers, one row a sequence")
+    mask = as_array("attention_mask", attention_mask, np.generic, tokens.shape, "1 for tokens and 0 for padding")
+    if not traced(mask) and not np.isin(mask, (0, 1)).all():
+        raise ValueError(f"attention_mask must be 1 for tokens and 0 for padding; it has {np.max(mask)}")
+    xp: Any = jnp if traced(mask, tokens) else np
+    mask = mask != 0
+    moved = xp.take_along_axis(tokens, xp.argsort(mask, axis=1, stable=True), axis=1)
+    return check_rows(model, "tokens", moved, mask.sum(1, dtype=np.int32))
+
+
+def _check_left(tokens: np.ndarray, lengths: np.ndarray) -> None:
+    """Refuses prompts that look padded on the right: all short rows end in equal ids, and some begin with others."""
+    T, short = tokens.shape[1], tokens.shape[1] - lengths[:, None]
+    column = np.arange(T)[None]
+    last, differs = tokens[column >= T - short], ((column < short) & (tokens != tokens[:, :1])).any(1)
+    if differs.any() and (last == last[0]).all():
+        row = int(differs.argmax())
+        n = int(lengths[row])
+        raise ValueError(
+            f"prompt {row} has lengths={n} of {T} tokens and ends in {T - n} times {last[0]}, as if it were padded on "
+            f"the right, but its last {n} tokens are read; pad on the left (models.pad_left), or give attention_mask="
+        )
+
+
+def check_request(model: Any, policy: Any, sampler: Any, eos_ids: Any, pad_id: Any, key: Any) -> tuple[int, ...]:
+    """The end tokens of a request for new tokens, whose other options make sense."""
+    check_is("policy", policy, Policy, "kvjax.methods")
+    check_is("sampler", sampler, Sampler, "kvjax.Sample(...) or kvjax.Greedy()")
+    whole("pad_id", pad_id, -(2**31), 2**31 - 1)
+    if sampler.draws and key is None:
+        raise ValueError(f"{sampler} draws tokens, but there is no key; give key=jax.random.key(a whole number)")
+    vocab = model.config.vocab_size
+    if eos_ids is None:
+        return tuple(i for i in getattr(model.config, "eos_ids", ()) if i < vocab)
+    ids = tuple(np.asarray(eos_ids).reshape(-1).tolist())
+    return tuple(whole("eos_ids", i, 0, vocab - 1, "end tokens lie in the model's vocabulary") for i in ids)
+
+
+def check_keys(key: Any, batch: int) -> Key[Array, "B"]:
+    """One PRNG key a sequence, from one for the batch, one a sequence, or None."""
+    key = jax.random.key(0) if key is None else key
+    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if np.shape(key)[-1:] != (2,) or getattr(key, "dtype", None) != np.uint32:
+            raise ValueError(f"key={key!r} is not a PRNG key; give jax.random.key(a whole number), or None")
+        key = jax.random.wrap_key_data(jnp.asarray(key))
+    if str(jax.random.key_impl(key)) != "threefry2x32":  # draws of other generators depend on the rows of a vmap
+        key = jax.random.wrap_key_data(jax.random.key_data(key)[..., :2], impl="threefry2x32")
+    if key.shape not in ((), (batch,)):
+        raise ValueError(f"key has shape {key.shape}, but there are {batch} sequences; give one key, or one a sequence")
+    return key if key.ndim else jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch))
+
+
+def check_state(model: Any, state: Any, *, logits: Float[Array, "B V"] | None = None) -> None:
+    """Refuses what is no state of this model that can decode, and logits that are not one row a sequence of it."""
+    check_is("state", state, State, "kvjax.prefill")
+    if not state.ready:
+        raise ValueError("the state holds no prompt that was read to its end; decode what kvjax.prefill returns")
+    config, info = model.config, state.plan.infos[0]
+    there = {"num_layers": info.num_layers, "num_query_heads": info.num_query_heads, "head_dim": info.head_dim}
+    if wrong := [n for n, x in there.items() if x != getattr(config, n)]:
+        here = getattr(config, wrong[0])
+        raise ValueError(f"the state is of a model with {wrong[0]}={there[wrong[0]]}, but this one has {here}")
+    if logits is not None:
+        as_array("logits", logits, np.floating, (len(state.length), config.vocab_size), "floats, one row a sequence")
+
+
+def check_room(state: State, new: Any) -> None:
+    """Refuses more tokens than a state was planned for: of all sequences, or one number a sequence."""
+    if traced(state.length, state.prompt_length, state.max_new_tokens, new):
+        return
+    over = np.asarray(state.length) - np.asarray(state.prompt_length) + new - np.asarray(state.max_new_tokens)
+    if over.max() > 0:
+        planned = int(np.asarray(state.max_new_tokens)[over.argmax()])
+        raise ValueError(
+            f"{planned + over.max()} tokens come after the prompt, but the state was planned for {planned}; read the "
+            f"prompt with max_new_tokens={planned + over.max()}"
+        )
+
+
+def check_positions(config: Any, plan: Plan, lengths: np.ndarray, more: int, block: int | None = None) -> None:
+    """Warns once of a text beyond the positions that a model was made for; refuses one beyond learned positions."""
+    prompt, most = int(np.max(lengths)), getattr(config, "max_position", MOST)
+    total = prompt + more
+    if getattr(config, "learned_positions", False) and total > most:
+        raise ValueError(f"prompt and new tokens are {total}, but the model has learned {most} positions; use fewer")
+    reach, border = getattr(config, "reach", MOST), getattr(config, "border", None)
+
+    def apart(policy: Policy, slots: int, info: Any) -> int:
+        ranks = max(prompt, slots) if block is None else slots + block
+        return min(total if policy.layout.positions == "original" else ranks, total, info.window or total)
+
+    if max(map(apart, plan.layers, plan.capacities, plan.infos)) > reach:
+        warnings.warn(
+            f"a prompt of {prompt} tokens and {more} behind it are {total}, but the model was made for {reach} "
+            "positions, beyond which its predictions are not to be relied on; use fewer tokens",
+            stacklevel=4,
+        )
+    elif border is not None and (np.asarray(lengths) <= border).any() and total > border:
+        warnings.warn(
+            f"a text that grows from {prompt} to {total} tokens crosses the model's original context of {border}, "
+            "beyond which its keys are rotated by other factors; stay on one side",
+            stacklevel=4,
+        )
