@@ -6,119 +6,74 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvjax.core.contract import EMPTY, LAST, PerHead, PerSlot, Reads, value
+from kvjax.core.contract import EMPTY, LAST, LayerInfo, LayerView, Layout, PerHead, PerSlot, Reads, Rotate
+from kvjax.core.storage.protocol import Keeps, Storage
 from kvjax.pallas_kernels import attention, reference
-from kvjax.pallas_kernels.columns import Attention
+from kvjax.pallas_kernels.columns import Attention, Columns
 from kvjax.pallas_kernels.pytree import pytree, static
 
 
-@value
-class Keeps:
-    """What is static about what a layer stores: how (see `Layout`), what its policy writes, which memory is of heads."""
-
-    positions: str = "original"
-    sinks: int = 0
-    writes: tuple = ()
-    per_head: tuple = ()
-
-    def of_slots(self, change, memory):
-        """Memory whose numbers of slots are changed, and nothing else."""
-        leaves, tree = jax.tree.flatten(memory)
-        return tree.unflatten(x if own else change(x) for x, own in zip(leaves, self.per_head, strict=bool(leaves)))
-
-
-def allocated(specs, batch: int, heads: int, slots: int = 0):
-    """(arrays, which of them belong to heads) for a tree of `PerSlot` and `PerHead`."""
-    spec = lambda x: isinstance(x, PerSlot | PerHead)
-    leaves, tree = jax.tree.flatten(specs, is_leaf=spec)
-    if wrong := [x for x in leaves if not spec(x)]:
-        raise TypeError(f"memory is a tree of PerSlot and PerHead, not of {type(wrong[0]).__name__}")
-    own = lambda x: jnp.full((batch, heads, *x.shape), x.fill, x.dtype)
-    one = lambda x: own(x) if isinstance(x, PerHead) else jnp.zeros((batch, heads, slots, *x.shape), x.dtype)
-    return tree.unflatten(map(one, leaves)), tuple(isinstance(x, PerHead) for x in leaves)
-
-
 @pytree
-class Layer:
-    """One layer's cache. A slot is live if `pos >= 0`; the order of slots never matters.
+class Layer(Storage):
+    """One layer's cache. A slot is live if `pos >= 0`; the order of slots has no meaning.
 
     Attributes:
-      k, v: "B K S H". Keys are rotated at `pos`, or stored unrotated where a token's place is its rank.
-      pos: "B K S", position of each slot's token in the text.
-      memory: what the policy remembers: arrays "B K S ...", or of heads "B K ...".
-      log_weight: "B K S", the logarithm of what each slot counts in attention; None for one each.
-      channels: "B K C", the key channels that are left, or will be after compaction; None for all.
+      k: keys, C = H channels unless some were dropped. Rotated to `pos`, or not at all where positions are ranks.
+      v: values.
+      pos: the position in the text of each slot's token, `EMPTY` for a dead slot.
+      memory: what the policy remembers: arrays "B K S ...", or "B K ..." where they belong to heads.
+      log_weight: the logarithm of what each slot counts in attention, None for one each.
+      channels: the key channels that are left, or will be after compaction; None for all.
+      how: what is static.
     """
 
-    k: Any
-    v: Any
-    pos: Any
+    k: Float[Array, "B K S C"]
+    v: Float[Array, "B K S H"]
+    pos: Int[Array, "B K S"]
     memory: Any = ()
-    log_weight: Any = None
-    channels: Any = None
+    log_weight: Float[Array, "B K S"] | None = None
+    channels: Int[Array, "B K _"] | None = None
     how: Keeps = static(default=Keeps())
 
     @property
-    def live(self):
-        """Slots that hold a token: "B K S"."""
+    def live(self) -> Bool[Array, "B K S"]:
+        """Which slots hold a token."""
         return self.pos != EMPTY
 
     @property
-    def num_live(self):
-        """Tokens of every head: "B K"."""
+    def num_live(self) -> Int[Array, "B K"]:
         return self.live.sum(-1, dtype=jnp.int32)
 
     @property
-    def room(self):
-        """Dead slots of every head: "B K"."""
+    def room(self) -> Int[Array, "B K"]:
         return self.pos.shape[2] - self.num_live
 
     @property
-    def head_pos(self):
-        """The positions that every head holds; a pool has the same property."""
+    def head_pos(self) -> Int[Array, "B K S"]:
         return self.pos
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all that is stored."""
-        return sum(x.nbytes for x in jax.tree.leaves(self))
-
-    def replace(self, **fields) -> "Layer":
-        """The same layer with other fields."""
-        return dataclasses.replace(self, **fields)
-
-    def keep(self, mask) -> "Layer":
-        """Marks all other slots dead; nothing moves."""
+    def keep(self, mask: Bool[Array, "B K S"]) -> "Layer":
+        """The layer without the slots outside `mask`; nothing moves."""
         return self.replace(pos=jnp.where(mask, self.pos, EMPTY))
 
     def view(self) -> "Layer":
-        """The layer as policies see it."""
         return self
 
-    def put(self, view: "Layer") -> "Layer":
-        """What a policy made of the view."""
-        return view
+    def put(self, view: LayerView) -> "Layer":
+        found: Any = view
+        return found
 
-    def take(self, rows) -> "Layer":
-        """The sequences `rows`."""
-        return jax.tree.map(lambda x: x[rows], self)
-
-    def where(self, active, old: "Layer") -> "Layer":
-        """This layer for sequences that are active "B", what `old` says of others; their dead slots may hold anything."""
-        return where(self, active, old)
-
-    def places(self, pos):
-        """Where rows at positions "B T", just appended, stand: "B K T", or "B 1 T"."""
+    def places(self, pos: Int[Array, "B T"]) -> Int[Array, "B _ T"]:
         if self.how.positions != "rank":
             return pos[:, None]
         before = self.num_live - (pos != EMPTY).sum(-1, keepdims=True)
-        return jnp.where(
-            pos[:, None] == EMPTY, EMPTY, before[..., None] + jnp.cumsum(pos != EMPTY, axis=-1)[:, None] - 1
-        )
+        rank = before[..., None] + jnp.cumsum(pos != EMPTY, axis=-1)[:, None] - 1
+        return jnp.where(pos[:, None] == EMPTY, EMPTY, rank)
 
-    def keys(self, rotate):
-        """Keys as queries meet them: rotated."""
+    def keys(self, rotate: Rotate) -> Float[Array, "B K S H"]:
+        """Keys as queries meet them: rotated, with zeros for channels that were dropped."""
         if self.how.positions == "shifted" and (n := self.how.sinks):
             gap = self.pos.max(-1, keepdims=True) + 1 - self.num_live[..., None]
             nearer = rotate(self.k[:, :, :n], jnp.broadcast_to(gap, self.pos[:, :, :n].shape))
@@ -128,39 +83,38 @@ class Layer:
         rank = jnp.argsort(jnp.argsort(jnp.where(self.live, self.pos, LAST), axis=-1), axis=-1)
         return rotate(self.k, jnp.where(self.live, rank, 0))
 
-    def append(self, k, v, pos, *, grow: bool) -> "Layer":
-        """New rows "B K T H" at positions "B T", as new slots or in dead ones; a row at EMPTY is padding."""
-        if self.k.shape[-1] < k.shape[-1]:
+    def append(
+        self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], pos: Int[Array, "B T"], *, grow: bool
+    ) -> "Layer":
+        if self.k.shape[-1] < k.shape[-1] and self.channels is not None:
             k = jnp.take_along_axis(k, self.channels[:, :, None], -1)
-        if grow:
-            join = lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=2)
-            blank = lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, k.shape[2])] + [(0, 0)] * (x.ndim - 3))
-            pos = jnp.broadcast_to(pos[:, None], k.shape[:3])
-            return self._after(lambda old, new, row: join(old, new), blank, k, v, pos)
-        B, K, S = self.pos.shape
-        at, rows = dead_slots(~self.live, pos), pos.shape[1]
-        at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], at
+        return self._grown(k, v, pos) if grow else self._filled(k, v, pos)
+
+    def _grown(self, k: Array, v: Array, pos: Array) -> "Layer":
+        """With new rows in new slots, behind the others."""
+        join = lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=2)
+        blank = lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, k.shape[2])] + [(0, 0)] * (x.ndim - 3))
+        pos = jnp.broadcast_to(pos[:, None], k.shape[:3])
+        fields = self._blanked(blank)
+        return self.replace(k=join(self.k, k), v=join(self.v, v), pos=join(self.pos, pos), **fields)
+
+    def _filled(self, k: Array, v: Array, pos: Array) -> "Layer":
+        """With new rows in dead slots. A single row, that of a decode step, is written without an axis for rows."""
+        (B, K, _), rows = self.pos.shape, pos.shape[1]
+        slot = dead_slots(~self.live, pos)
+        at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slot
         at = at if rows > 1 else tuple(x[..., 0] for x in at)
         write = lambda x, new: x.at[at].set(jnp.asarray(new).astype(x.dtype), mode="drop", unique_indices=rows == 1)
         pos = jnp.broadcast_to(pos[:, None], (B, K, rows)) if rows > 1 else jnp.broadcast_to(pos, (B, K))
-        first = lambda x: x if rows > 1 else x[:, :, 0]
-        return self._after(
-            lambda old, new, row: write(old, first(new) if row else new), lambda x: write(x, 0), k, v, pos
-        )
+        fields, row = self._blanked(lambda x: write(x, 0)), lambda x: x if rows > 1 else x[:, :, 0]
+        return self.replace(k=write(self.k, row(k)), v=write(self.v, row(v)), pos=write(self.pos, pos), **fields)
 
-    def _after(self, join, blank, k, v, pos):
+    def _blanked(self, blank: Any) -> dict[str, Any]:
+        """Log weights and memory, with 0 in the slots of new rows."""
         weight = None if self.log_weight is None else blank(self.log_weight)
-        memory = self.how.of_slots(blank, self.memory)
-        return self.replace(
-            k=join(self.k, k, True),
-            v=join(self.v, v, True),
-            pos=join(self.pos, pos, False),
-            memory=memory,
-            log_weight=weight,
-        )
+        return {"log_weight": weight, "memory": self.how.of_slots(blank, self.memory)}
 
-    def bias(self, group: int, slopes=None):
-        """What is added to logits, "B N S", or None; `slopes` are ALiBi's."""
+    def bias(self, group: int, slopes: Any = None) -> Float[Array, "B N S"] | None:
         bias = None if self.log_weight is None else jnp.repeat(self.log_weight, group, axis=1)
         if slopes is None:
             return bias
@@ -170,55 +124,97 @@ class Layer:
 
     def attend(
         self,
-        q,
-        pos,
-        statistics=(),
+        q: Float[Array, "B N T H"],
+        pos: Int[Array, "B T"],
+        statistics: tuple[Columns, ...] = (),
         reads: Reads | None = None,
         *,
-        rotate,
-        scale=None,
-        softcap=None,
-        window=None,
-        slopes=None,
-    ):
-        """Attention of rows "B N T H" at positions "B T" to what they read, and statistics."""
-        reads, G, H = reads or Reads(), q.shape[1] // self.pos.shape[1], q.shape[-1]
-        if self.k.shape[-1] < H:
-            scale = H**-0.5 if scale is None else scale
-            q = jnp.take_along_axis(q, jnp.repeat(self.channels[:, :, None], G, 1), -1)
-            q = jnp.pad(q, [(0, 0)] * 3 + [(0, H - q.shape[-1])])
-        keys, v, read, bias, visible = self.keys(rotate), self.v, self.pos, self.bias(G, slopes), reads.visible
-        how = {"scale": scale, "window": window, "softcap": softcap}
-        if visible is not None and visible.dtype == bool:
+        rotate: Rotate,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+        slopes: Any = None,
+    ) -> Attention:
+        reads, G = reads or Reads(), q.shape[1] // self.pos.shape[1]
+        if self.k.shape[-1] < q.shape[-1]:
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            q = self._fewer_channels(q, G)
+        keys, read, bias, visible = self.keys(rotate), self.pos, self.bias(G, slopes), reads.visible
+        how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        index = visible if visible is not None and visible.dtype != bool else None
+        if visible is not None and index is None:
             read = jnp.where(visible, read, EMPTY)
         if reads.until is not None or reads.log_weight is not None:
-            if visible is not None and visible.dtype != bool:
-                raise ValueError("numbers of slots cannot be combined with until or log_weight; give a mask")
+            if index is not None:
+                raise ValueError("indices of slots cannot be combined with until or log_weight; give a mask")
             if q.shape[2] > 1:
-                return _written_out(q, keys, v, pos, read, bias, reads, statistics, **how)
-            row = pos[:, :, None]
-            read = read if reads.until is None else jnp.where(row < reads.until, read, EMPTY)
-            if reads.log_weight is not None:
-                more = jnp.repeat(jnp.where(row - read >= reads.delay, reads.log_weight, 0.0), G, axis=1)
-                bias = more if bias is None else bias + more
-        if visible is None or visible.dtype == bool:
-            return attention(q, keys, v, pos, read, columns=statistics, bias=bias, **how)
-        index = jnp.maximum(visible, 0)
-        read = jnp.where(visible >= 0, take(read, index), EMPTY)
-        bias = None if bias is None else take(bias, jnp.repeat(index, G, 1))
-        found = attention(q, take(keys, index), take(v, index), pos, read, columns=statistics, bias=bias, **how)
-        return dataclasses.replace(found, columns=tuple(_laid(x, visible, self.pos.shape[2]) for x in found.columns))
+                return _written_out(q, keys, self.v, pos, read, bias, reads, statistics, **how)
+            read, bias = _of_row(pos[:, :, None], read, bias, reads, G)
+        if index is None:
+            return attention(q, keys, self.v, pos, read, columns=statistics, bias=bias, **how)
+        slot = jnp.maximum(index, 0)
+        read = jnp.where(index >= 0, take(read, slot), EMPTY)
+        bias = None if bias is None else take(bias, jnp.repeat(slot, G, 1))
+        found = attention(q, take(keys, slot), take(self.v, slot), pos, read, columns=statistics, bias=bias, **how)
+        columns = tuple(_spread(x, index, self.pos.shape[2]) for x in found.columns)
+        return dataclasses.replace(found, columns=columns)
+
+    def _fewer_channels(self, q: Float[Array, "B N T H"], group: int) -> Float[Array, "B N T H"]:
+        """Queries with the channels that keys have first, and zeros behind."""
+        assert self.channels is not None  # keys have fewer channels than queries
+        fewer = jnp.take_along_axis(q, jnp.repeat(self.channels[:, :, None], group, 1), -1)
+        return jnp.pad(fewer, [(0, 0)] * 3 + [(0, q.shape[-1] - fewer.shape[-1])])
+
+    def compact(self, capacity: int, reserve: Int[Array, "B K"] | None = None) -> Storage:
+        if reserve is not None:
+            from kvjax.core.storage.pool import to_pool  # which is built on this module
+
+            return to_pool(self, capacity, reserve)
+        k = self.k
+        if self.channels is not None and k.shape[-1] == self.v.shape[-1]:
+            k = jnp.take_along_axis(k, self.channels[:, :, None], -1)
+        index = in_order(self.pos)[..., :capacity]
+        move = lambda x, fill=0: take(x, index, fill, capacity)
+        weight = None if self.log_weight is None else move(self.log_weight)
+        fields = {"k": move(k), "v": move(self.v), "pos": move(self.pos, EMPTY)}
+        return self.replace(**fields, memory=self.how.of_slots(move, self.memory), log_weight=weight)
 
 
-def _laid(x, index, S: int):
-    """Statistics "B K ... R" of some slots, in all "B K ... S"."""
-    index = jnp.repeat(jnp.where(index >= 0, index, S), x.shape[1] // index.shape[1], axis=1)
+# ------------------------------------------------------------------------------------------------- attention
+
+
+def _of_row(row: Array, read: Array, bias: Array | None, reads: Reads, group: int) -> tuple[Array, Array | None]:
+    """(positions of the slots that one row "B 1 1" reads, what is added to their logits)."""
+    read = read if reads.until is None else jnp.where(row < reads.until, read, EMPTY)
+    if reads.log_weight is None:
+        return read, bias
+    more = jnp.repeat(jnp.where(row - read >= reads.delay, reads.log_weight, 0.0), group, axis=1)
+    return read, more if bias is None else bias + more
+
+
+def _spread(x: Array, index: Int[Array, "B K R"], num_slots: int) -> Array:
+    """Statistics "B _ ... R" of the slots `index` laid on all slots, 0 elsewhere: "B _ ... S"."""
+    index = jnp.repeat(jnp.where(index >= 0, index, num_slots), x.shape[1] // index.shape[1], axis=1)
     index = jnp.broadcast_to(index.reshape(*index.shape[:2], *(1,) * (x.ndim - 3), -1), x.shape)
-    return jnp.put_along_axis(jnp.zeros((*x.shape[:-1], S + 1), x.dtype), index, x, -1, inplace=False)[..., :S]
+    zeros = jnp.zeros((*x.shape[:-1], num_slots + 1), x.dtype)
+    return jnp.put_along_axis(zeros, index, x, -1, inplace=False)[..., :num_slots]
 
 
-def _written_out(q, k, v, q_pos, kv_pos, bias, reads: Reads, statistics, *, scale, window, softcap):
-    """Attention whose rows read different slots, by the specification: the whole matrix, no kernel."""
+def _written_out(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    q_pos: Int[Array, "B T"],
+    kv_pos: Int[Array, "B K S"],
+    bias: Float[Array, "B N S"] | None,
+    reads: Reads,
+    statistics: tuple[Columns, ...],
+    *,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Attention:
+    """Attention whose rows read different slots: the whole T x S matrix, as the kernels' specification has it."""
     (B, N, T, H), K = q.shape, k.shape[1]
     x = jnp.einsum("bkgth,bksh->bkgts", q.reshape(B, K, N // K, T, H), k) * (H**-0.5 if scale is None else scale)
     x = x if softcap is None else softcap * jnp.tanh(x / softcap)
@@ -234,8 +230,25 @@ def _written_out(q, k, v, q_pos, kv_pos, bias, reads: Reads, statistics, *, scal
     return Attention(out, lse.reshape(B, N, T), measured)
 
 
-def dead_slots(free, pos):
-    """A slot for every row at positions "B T" among those that are free "B K S", S for none: "B K T"."""
+# ------------------------------------------------------------------------------------------------- slots
+
+
+def in_order(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
+    """Indices of slots by increasing position, dead ones last."""
+    return jnp.argsort(jnp.where(pos == EMPTY, LAST, pos), axis=-1, stable=True)
+
+
+def take(
+    x: Shaped[Array, "B K S *rest"], index: Int[Array, "B K W"], fill: float = 0, width: int | None = None
+) -> Shaped[Array, "B K _ *rest"]:
+    """The slots `index` of an array, followed by slots that hold `fill` up to `width`."""
+    x = jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 3)), axis=2)
+    more = 0 if width is None else max(width - x.shape[2], 0)
+    return jnp.pad(x, [(0, 0), (0, 0), (0, more)] + [(0, 0)] * (x.ndim - 3), constant_values=fill)
+
+
+def dead_slots(free: Bool[Array, "B K S"], pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
+    """A different free slot for each row that is no padding; S where there is none."""
     S = free.shape[2]
     if pos.shape[1] == 1:
         return jnp.where(free, lax.broadcasted_iota(jnp.int32, free.shape, 2), S).min(-1, keepdims=True)
@@ -245,56 +258,46 @@ def dead_slots(free, pos):
     return jnp.where(fits, jnp.take_along_axis(order, jnp.clip(nth, 0, S - 1), -1), S)
 
 
-def where(new, active, old):
-    """See `Layer.where`: what may differ in live slots is picked, and memory."""
-    pick = lambda x, y: jnp.where(active.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
-    names = {"pos", "memory"} | set(new.how.writes)
-    return new.replace(**{n: jax.tree.map(pick, getattr(new, n), getattr(old, n)) for n in sorted(names)})
+def allocated(specs: Any, batch: int, heads: int, slots: int = 0) -> tuple[Any, tuple[bool, ...]]:
+    """(arrays, which of them belong to heads) for a tree of `PerSlot` and `PerHead`.
+
+    Raises:
+      TypeError: the tree has other leaves.
+    """
+    spec = lambda x: isinstance(x, PerSlot | PerHead)
+    leaves, tree = jax.tree.flatten(specs, is_leaf=spec)
+    if wrong := [x for x in leaves if not spec(x)]:
+        raise TypeError(
+            f"memory is a tree of PerSlot and PerHead, but has a {type(wrong[0]).__name__}: list shapes only"
+        )
+    own = lambda x: jnp.full((batch, heads, *x.shape), x.fill, x.dtype)
+    one = lambda x: own(x) if isinstance(x, PerHead) else jnp.zeros((batch, heads, slots, *x.shape), x.dtype)
+    return tree.unflatten(map(one, leaves)), tuple(isinstance(x, PerHead) for x in leaves)
 
 
-def empty(info, batch: int, dtype, memory=(), layout=None, writes=(), slots: int = 0) -> Layer:
-    """A layer without tokens, for a policy's memory, layout and writes."""
+def empty(
+    info: LayerInfo,
+    batch: int,
+    dtype: Any,
+    memory: Any = (),
+    layout: Layout | None = None,
+    writes: tuple[str, ...] = (),
+    slots: int = 0,
+) -> Layer:
+    """A layer without tokens.
+
+    Args:
+      info: the layer's shape.
+      batch: sequences.
+      dtype: of keys and values.
+      memory: what the policy remembers, a tree of `PerSlot` and `PerHead`.
+      layout: how the layer is stored.
+      writes: what the policy may change of a slot.
+      slots: dead slots of each head to begin with.
+    """
     zeros = jnp.zeros((batch, info.num_kv_heads, slots, info.head_dim), dtype)
     arrays, per_head = allocated(memory, batch, info.num_kv_heads, slots)
-    keeps = {} if layout is None else {"positions": layout.positions, "sinks": layout.sinks}
+    layout = layout or Layout()
     weight = jnp.zeros(zeros.shape[:3], jnp.float32) if "log_weight" in writes else None
-    return Layer(
-        zeros,
-        zeros,
-        jnp.full(zeros.shape[:3], EMPTY, jnp.int32),
-        arrays,
-        weight,
-        how=Keeps(writes=tuple(writes), per_head=per_head, **keeps),
-    )
-
-
-def in_order(pos):
-    """Slots by increasing position, dead ones last: "B K S"."""
-    return jnp.argsort(jnp.where(pos == EMPTY, LAST, pos), axis=-1, stable=True)
-
-
-def take(x, index, fill=0, width=None):
-    """Slots "B K W" of an array "B K S ...", followed by blank ones up to `width`."""
-    x = jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 3)), axis=2)
-    more = 0 if width is None else max(width - x.shape[2], 0)
-    return jnp.pad(x, [(0, 0), (0, 0), (0, more)] + [(0, 0)] * (x.ndim - 3), constant_values=fill)
-
-
-def compact(kv: Layer, capacity: int, reserve=None):
-    """Live slots in order of position, in `capacity` slots: this is what frees memory. With `reserve`, see `to_pool`."""
-    if reserve is not None:
-        from kvjax.core.storage.pool import to_pool
-
-        return to_pool(kv, capacity, reserve)
-    k = kv.k
-    if kv.channels is not None and k.shape[-1] == kv.v.shape[-1]:
-        k = jnp.take_along_axis(k, kv.channels[:, :, None], -1)
-    index = in_order(kv.pos)[..., :capacity]
-    move = lambda x, fill=0: take(x, index, fill, capacity)
-    weight = None if kv.log_weight is None else move(kv.log_weight)
-    return kv.replace(
-        k=move(k), v=move(kv.v), pos=move(kv.pos, EMPTY), memory=kv.how.of_slots(move, kv.memory), log_weight=weight
-    )
-
-
-Layer.compact = compact
+    how = Keeps(layout.positions, layout.sinks, tuple(writes), per_head)
+    return Layer(zeros, zeros, jnp.full(zeros.shape[:3], EMPTY, jnp.int32), arrays, weight, how=how)
