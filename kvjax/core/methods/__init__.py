@@ -1,4 +1,4 @@
-"""The methods of the papers, each a composition."""
+"""The methods of the papers, each a composition. What their released code does otherwise is in `variants`."""
 
 from kvjax.core.methods.attention import ahakv as ahakv
 from kvjax.core.methods.attention import aqas as aqas
@@ -23,13 +23,13 @@ from kvjax.core.methods.keys import knorm as knorm
 from kvjax.core.methods.keys import kvzap as kvzap
 from kvjax.core.methods.keys import lagkv as lagkv
 from kvjax.core.methods.keys import q_filters as q_filters
+from kvjax.core.methods.nacl import nacl as nacl
 from kvjax.core.methods.position import full as full
 from kvjax.core.methods.position import random as random
 from kvjax.core.methods.position import streaming_llm as streaming_llm
 from kvjax.core.methods.position import window as window
-from kvjax.core.methods.profile import NextStepMask as NextStepMask
-from kvjax.core.methods.profile import StepwiseMask as StepwiseMask
 from kvjax.core.methods.profile import fastgen as fastgen
+from kvjax.core.methods.token_classes import token_classes as token_classes
 from kvjax.core.methods.votes import ada_pyramid as ada_pyramid
 from kvjax.core.methods.votes import ada_snapkv as ada_snapkv
 from kvjax.core.methods.votes import attention_matching as attention_matching
@@ -43,7 +43,6 @@ from kvjax.core.methods.votes import kvzip as kvzip
 from kvjax.core.methods.votes import lava as lava
 from kvjax.core.methods.votes import layer_defensivekv as layer_defensivekv
 from kvjax.core.methods.votes import merging as merging
-from kvjax.core.methods.votes import nacl as nacl
 from kvjax.core.methods.votes import pyramidkv as pyramidkv
 from kvjax.core.methods.votes import simlayerkv as simlayerkv
 from kvjax.core.methods.votes import snapkv as snapkv

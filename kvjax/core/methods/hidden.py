@@ -2,9 +2,24 @@
 
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float
 
 from kvjax.core.budgets import STEP
-from kvjax.core.contract import Count, PerHead, Policy, Reads, count, value
+from kvjax.core.contract import (
+    AttentionInputs,
+    Context,
+    Count,
+    LayerInfo,
+    LayerView,
+    Observation,
+    PerHead,
+    Phase,
+    Policy,
+    Reads,
+    Stats,
+    count,
+    value,
+)
 from kvjax.core.evict import Evict
 from kvjax.core.observe import QuerySquares
 from kvjax.core.scores.attention import Recency
@@ -12,55 +27,97 @@ from kvjax.core.scores.attention import Recency
 
 @value
 class EveryOther:
-    """Shows the newest token and those at distances that `step` divides."""
+    """Shows a row its own token, and those at distances that `step` divides."""
 
     step: int
 
-    def __call__(self, kv, inputs, ctx):
+    def __call__(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Bool[Array, "B K S"]:
+        """What the newest row reads."""
         return kv.live & (((ctx.length - 1)[:, None, None] - kv.pos) % self.step == 0)
 
 
-def dilated_window(budget, *, dilation=1, anchored=False):
-    """The newest token and every other one before it (Keyformer, figure 2c)."""
+def dilated_window(budget: Count, *, dilation: int = 1, anchored: bool = False) -> Evict:
+    """Reads the newest token and those at distances D + 1, 2 (D + 1), ... (Keyformer, arXiv 2403.09054, figure 2c).
+
+    Args:
+      budget: live tokens a kv head and layer.
+      dilation: D; 0 is a plain window.
+      anchored: evicts instead of hiding: tokens stay whose positions D + 1 divides. Otherwise all tokens of a plain
+        window stay, as every row reads others than the one before it.
+    """
+    if dilation < 0:
+        raise ValueError(f"dilation={dilation} is negative; give 0 for a plain window, or more")
     if anchored:
         return Evict(Recency(dilation + 1), budget, 0, 1, when=STEP)
     return Evict(Recency(), budget, when=STEP, mask=EveryOther(dilation + 1))
 
 
 class DropChannels(Policy):
-    """Drops a share of every head's key channels; every token stays (ThinK)."""
+    """Drops a share of every head's key channels once the prompt has been read; every token stays.
+
+    Attributes:
+      share: of the channels that goes.
+      rows: the prompt's last rows whose queries count.
+    """
 
     share: float
     rows: int = 32
 
-    def observe(self, phase):
+    def __post_init__(self) -> None:
+        if not 0 <= self.share < 1:
+            raise ValueError(f"{self.share} of the channels would go; give a share from 0 to less than 1")
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return (QuerySquares(self.rows),) if phase == "prefill" else ()
 
-    def update(self, kv, stats, ctx):
-        if ctx.phase == "decode":
-            return kv
+    def channels(self, kv: LayerView, stats: Stats) -> Array:
+        """The channels "B K C" that stay, in order."""
         k, H = jnp.where(kv.live[..., None], jnp.square(kv.k.astype(jnp.float32)), 0.0), kv.k.shape[-1]
         weight = stats[QuerySquares(self.rows)] * (k.sum(2) / jnp.maximum(kv.num_live, 1)[..., None])
-        return kv.replace(channels=jnp.sort(lax.top_k(weight, H - int(H * self.share))[1], axis=-1))
+        return jnp.sort(lax.top_k(weight, H - int(H * self.share))[1], axis=-1)
+
+    def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
+        return kv if ctx.phase == "decode" else kv.replace(channels=self.channels(kv, stats))
 
 
-def think(channels=0.5, *, rows=32):
-    """The key channels that matter to the last queries (Xu et al., arXiv 2407.21018)."""
+def think(channels: float = 0.5, *, rows: int = 32) -> DropChannels:
+    r"""Drops the key channels that matter least to the last queries (ThinK, Xu et al., arXiv 2407.21018).
+
+    A channel's score is $\mathrm{mean}_i(q_{ic}^2) \, \mathrm{mean}_j(k_{jc}^2)$ (section 3.2). Chain it behind a
+    policy that evicts tokens.
+
+    Args:
+      channels: share of the key channels that goes.
+      rows: the prompt's last rows whose queries count.
+    """
     return DropChannels(channels, rows)
 
 
 class ReadPages(Policy):
-    """Keeps everything; a decode row reads of every head the pages whose bounds for its queries are largest."""
+    """Keeps everything; a decode row reads of every head pages whose bounds for its queries are largest.
+
+    The page of the row's own token is always among them.
+
+    Attributes:
+      budget: tokens that a row reads of a kv head, in whole pages; one page at least.
+      size: tokens of a page.
+    """
 
     budget: Count = count()
     size: int = 16
 
-    def memory(self, info):
+    def __post_init__(self) -> None:
+        if isinstance(self.budget, int) and self.budget < self.size:
+            raise ValueError(
+                f"a budget of {self.budget} tokens holds no page of {self.size}; raise it, or shrink pages"
+            )
+
+    def memory(self, info: LayerInfo) -> tuple[PerHead, PerHead]:
         shape = -(-(info.prompt_len + info.max_new_tokens) // self.size), info.head_dim
         return PerHead(shape, fill=-jnp.inf), PerHead(shape, fill=jnp.inf)
 
-    def update(self, kv, stats, ctx):
-        """Bounds of every page's keys. A step adds its token's page, which the next row reads whatever its bounds."""
+    def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
+        """The bounds of every page's keys. A step adds its own token's, whose page the next row reads anyway."""
         (high, low), (B, K, S) = kv.memory, kv.pos.shape
         slot = jnp.broadcast_to(jnp.arange(S), kv.pos.shape)
         if ctx.phase == "decode":
@@ -70,30 +127,57 @@ class ReadPages(Policy):
         at, k = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], page), k.astype(jnp.float32)
         return kv.replace(memory=(high.at[at].max(k, mode="drop"), low.at[at].min(k, mode="drop")))
 
-    def reads(self, kv, inputs, ctx):
-        """The live slots of the best pages, as a mask."""
-        (high, low), page, q = kv.memory, jnp.maximum(kv.pos, 0) // self.size, inputs.q
-        if q.shape[2] > 1:
+    def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads | None:
+        if inputs.q.shape[2] > 1:
             return None
-        rows, num = q.reshape(*kv.pos.shape[:2], -1, 1, q.shape[-1]), high.shape[2]
-        bound = jnp.where(rows > 0, rows * high[:, :, None], rows * low[:, :, None]).sum(-1).max(2)
-        newest = jnp.arange(num) == (ctx.length[:, None, None] - 1) // self.size
-        bound = jnp.where(newest, jnp.inf, jnp.where(jnp.isfinite(high[..., 0]), bound, -jnp.inf))
+        read = self.best(self.bounds(kv, inputs), kv, ctx)
+        return Reads(kv.live & jnp.take_along_axis(read, jnp.maximum(kv.pos, 0) // self.size, -1))
+
+    def bounds(self, kv: LayerView, inputs: AttentionInputs) -> Float[Array, "B K P"]:
+        """The most that a query of each kv head can find in every page."""
+        (high, low), q = kv.memory, inputs.q
+        rows = q.reshape(*kv.pos.shape[:2], -1, 1, q.shape[-1])
+        return jnp.where(rows > 0, rows * high[:, :, None], rows * low[:, :, None]).sum(-1).max(2)
+
+    def best(self, bound: Float[Array, "B K P"], kv: LayerView, ctx: Context) -> Bool[Array, "B K P"]:
+        """The pages that are read."""
+        high, newest = kv.memory[0], (ctx.length[:, None, None] - 1) // self.size
+        bound = jnp.where(jnp.isfinite(high[..., 0]), bound, -jnp.inf)
+        bound = jnp.where(jnp.arange(bound.shape[2]) == newest, jnp.inf, bound)
         rank = jnp.argsort(jnp.argsort(-bound, axis=-1, stable=True), axis=-1)
-        read = (rank < jnp.maximum(ctx.hparams.budget // self.size, 1)[:, None, None]) & (bound > -jnp.inf)
-        return Reads(kv.live & jnp.take_along_axis(read, page, -1))
+        return (rank < jnp.maximum(ctx.hparams.budget // self.size, 1)[:, None, None]) & (bound > -jnp.inf)
 
 
-class Quest(Policy):
-    """`ReadPages` in all layers but the first."""
+class FirstLayers(Policy):
+    """One policy for the first layers, another for the rest.
 
-    pages: ReadPages
-    dense: int = 2
+    Attributes:
+      first: the policy of the first layers.
+      rest: the policy of the rest.
+      num: how many layers are the first.
+    """
 
-    def at(self, layer, num_layers):
-        return Policy() if layer < self.dense else self.pages
+    first: Policy
+    rest: Policy
+    num: int
+
+    def __post_init__(self) -> None:
+        if self.first.joint or self.rest.joint:
+            raise ValueError("a policy that decides for all layers at once cannot be a member of some of them")
+
+    def at(self, layer: int, num_layers: int) -> Policy:
+        return (self.first if layer < self.num else self.rest).at(layer, num_layers)
 
 
-def quest(budget, *, size=16, dense=2):
-    """Selection, which evicts nothing (Tang et al., arXiv 2406.10774)."""
-    return Quest(ReadPages(budget, size), dense)
+def quest(budget: Count, *, size: int = 16, dense: int = 2) -> FirstLayers:
+    r"""Reads the tokens of some pages at every step, and evicts nothing (Quest, Tang et al., arXiv 2406.10774).
+
+    A page is read if its bound $\sum_d \max(q_d M_d, q_d m_d)$ is among the largest, $M$ and $m$ being the largest and
+    smallest keys of the page in every channel (section 3.3). A row's own page is always read.
+
+    Args:
+      budget: tokens that a row reads of a kv head, in whole pages.
+      size: tokens of a page.
+      dense: the first layers, whose rows read everything.
+    """
+    return FirstLayers(Policy(), ReadPages(budget, size), dense)
