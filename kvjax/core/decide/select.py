@@ -1,19 +1,27 @@
-"""Which slots stay, given a score for each and a budget for every head."""
+"""Which slots stay, given a score for each and a budget for every head.
+
+Scores have no gradient here, and each is read once: XLA may compute a float twice and round it differently, so that a
+number taken from a score and compared with the same score may lose a token.
+"""
 
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.core.contract import LAST, Count, Part, count, resolve
+from kvjax.core.contract import LAST, Count, Observation, Phase, Select, Slots, count, resolve
 from kvjax.core.observe import segment_sum
 
 
-def best(score, pos, budgets):
-    """The `budgets` "B K" best live slots of every head; of equals, the newer.
+def best(score: Float[Array, "B K S"], pos: Int[Array, "B K S"], budgets: Int[Array, "B K"]) -> Bool[Array, "B K S"]:
+    """The `budgets` best live slots of every head; of equal scores, the newer.
 
-    A choice has no gradient. Scores are read once: XLA may compute a float twice, and round it differently, where it is compared with itself.
+    Args:
+      score: the larger, the better.
+      pos: positions of the slots; those below 0 are not chosen.
+      budgets: how many are chosen.
     """
     S, slot = pos.shape[-1], lax.broadcasted_iota(jnp.int32, pos.shape, 2)
     score = lax.stop_gradient(score)
@@ -22,11 +30,16 @@ def best(score, pos, budgets):
     return jnp.put_along_axis(pos < 0, order, chosen, axis=-1, inplace=False) & (pos >= 0)
 
 
-def all_but_worst(score, pos, budgets):
-    """All live slots, but the worst of every head that exceeds its budget; of equals, the oldest goes."""
+def all_but_worst(
+    score: Float[Array, "B K S"], pos: Int[Array, "B K S"], budgets: Int[Array, "B K"]
+) -> Bool[Array, "B K S"]:
+    """All live slots but the worst of every head that exceeds its budget; of equal scores, the older goes.
+
+    The same as `best` where no head exceeds its budget by more than one token, without sorting.
+    """
     live, score = pos >= 0, lax.stop_gradient(score)
 
-    def lower(x, y):
+    def lower(x: Any, y: Any) -> Any:
         first = (x[0] < y[0]) | (x[0] == y[0]) & (x[1] < y[1])
         return tuple(jnp.where(first, a, b) for a, b in zip(x, y, strict=True))
 
@@ -35,47 +48,40 @@ def all_but_worst(score, pos, budgets):
     return live & ~((pos == worst[..., None]) & (live.sum(-1) > budgets)[..., None])
 
 
-class Select(Part):
-    """Turns a score into what stays: `(score, budgets "B K", slots) -> keep`, all "B K S".
-
-    Slots that are `slots.protected` always stay; `slots.at_most_one` says that no head can exceed its budget by more.
-    """
-
-    @property
-    def slack(self) -> int:
-        """How many tokens more than its budget a head may be left with."""
-        return 0
-
-    def __call__(self, score, budgets, slots):
-        raise NotImplementedError
-
-
 class TopK(Select):
-    """The highest scores."""
+    """The slots with the highest scores."""
 
-    def __call__(self, score, budgets, slots):
-        return (all_but_worst if slots.at_most_one else best)(
-            jnp.where(slots.protected, jnp.inf, score), slots.kv.pos, budgets
-        )
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
+        choose = all_but_worst if slots.at_most_one else best
+        return choose(jnp.where(slots.protected, jnp.inf, score), slots.kv.pos, budgets)
 
 
 class AtLeast(Select):
-    """Of the highest scores those of at least a threshold (KVzap)."""
+    """The slots with the highest scores, without those below a threshold (KVzap, arXiv 2601.07891).
+
+    Attributes:
+      threshold: the lowest score that stays, in the units of the score.
+    """
 
     threshold: float
 
-    def __call__(self, score, budgets, slots):
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         safe = slots.protected
         return best(jnp.where(safe, jnp.inf, score), slots.kv.pos, budgets) & (safe | (score >= self.threshold))
 
 
 class ThenRandom(Select):
-    """The best, and for the rest of the budget a draw without replacement by the softmax of scores (NaCl)."""
+    """The best slots, then a draw without replacement by the softmax of scores (NaCl, arXiv 2408.03675, section 3.3).
+
+    Attributes:
+      random: how many tokens of the budget are drawn.
+      shared: whether all heads draw the same numbers.
+    """
 
     random: Count = count()
     shared: bool = False
 
-    def __call__(self, score, budgets, slots):
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         kv, safe = slots.kv, slots.protected
         free = jnp.maximum(budgets - safe.sum(-1), 0)
         random = jnp.where(kv.num_live > budgets, jnp.minimum(slots.hparams.random[:, None], free), 0)
@@ -86,16 +92,26 @@ class ThenRandom(Select):
 
 
 class TwoStage(Select):
-    """The best by score, then the best of the rest by score times a weight that is asked for (CriticalKV)."""
+    """The best slots by score, then the best of the rest by score times a weight (CriticalKV, arXiv 2502.03805).
 
-    weight: Any
+    Attributes:
+      weight: the observation "B K S" that gives the weights.
+      first: the share of the budget that is filled by score alone.
+      eps: what is added to scores before they are weighed.
+    """
+
+    weight: Observation
     first: float = 0.5
     eps: float = 1e-4
 
-    def observe(self, phase):
+    def __post_init__(self):
+        if not 0 <= self.first <= 1:
+            raise ValueError(f"first={self.first} is a share of the budget; give a number between 0 and 1")
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return (self.weight,)
 
-    def __call__(self, score, budgets, slots):
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         safe = slots.protected
         half = jnp.floor(budgets * self.first + 1e-6).astype(jnp.int32)
         first = best(jnp.where(safe, jnp.inf, score), slots.kv.pos, half)
@@ -104,47 +120,79 @@ class TwoStage(Select):
 
 
 class Chunks(Select):
-    """Whole chunks of neighbouring tokens, the same in all kv heads (ChunkKV)."""
+    """Whole chunks of neighbouring tokens, the same in all kv heads (ChunkKV, arXiv 2502.00299).
+
+    Chunks with protected tokens come first, then those with the highest mean score. The number of chunks is static, so
+    this does not evict while decoding.
+
+    Attributes:
+      size: tokens of a chunk.
+      share: the share of the chunks that stays; None for the budget's share of the tokens. The two differ where the
+        budget was rounded to whole tokens.
+    """
 
     size: int = 20
     share: float | None = None
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(f"a chunk has {self.size} tokens; give 1 or more")
 
     @property
     def slack(self) -> int:
         return self.size
 
-    def __call__(self, score, budgets, slots):
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         kv, ctx, safe = slots.kv, slots.ctx, slots.protected
-        (B, K, S), num = score.shape, -(-ctx.width // self.size)  # a prompt's text has no more
+        num = -(-ctx.width // self.size)  # no prompt has more chunks
         chunk = jnp.where(kv.live, kv.pos // self.size, num)
         by_chunk = lambda x: segment_sum(x, chunk, num)
         tokens, held = by_chunk(kv.live.astype(jnp.int32)), by_chunk((kv.live & safe).astype(jnp.int32))
         total = jnp.maximum(tokens.sum(1), 1).astype(jnp.float32)
         mean = jnp.where(tokens.sum(1) > 0, by_chunk(jnp.where(kv.live, score, 0.0)).sum(1) / total, -jnp.inf)
         rank = jnp.argsort(jnp.lexsort((-mean, -held.sum(1) / total)), axis=-1)
-        exist, live, budget = (tokens.sum(1) > 0).sum(-1), kv.num_live.max(-1), budgets.min(-1)
+        kept = rank < self._wanted(tokens, held, rank, budgets.min(-1), slots)[:, None]
+        kept = jnp.broadcast_to((kept & (tokens.sum(1) > 0))[:, None], tokens.shape)
+        return kv.live & (safe | jnp.take_along_axis(kept, jnp.minimum(chunk, num - 1), -1))
+
+    def _wanted(
+        self,
+        tokens: Int[Array, "B K C"],
+        held: Int[Array, "B K C"],
+        rank: Int[Array, "B C"],
+        budget: Int[Array, "B"],
+        slots: Slots,
+    ) -> Int[Array, "B"]:
+        """How many chunks stay: their share, as long as no head exceeds its budget by a whole chunk."""
+        ctx, exist, live = slots.ctx, (tokens.sum(1) > 0).sum(-1), slots.kv.num_live.max(-1)
         wanted = budget.astype(jnp.float32) / jnp.maximum(live, 1)
         if self.share is not None:
             asked = self.share * ctx.prompt_length.astype(jnp.float32)
             wanted = jnp.where((live == ctx.prompt_length) & (jnp.abs(budget - asked) < 1), self.share, wanted)
         wanted = jnp.maximum(jnp.floor(exist * wanted + 1e-5).astype(jnp.int32), 1)
-        ordered = jnp.put_along_axis(
-            jnp.zeros_like(tokens), jnp.broadcast_to(rank[:, None], tokens.shape), tokens - held, -1, inplace=False
-        )
+        order = jnp.broadcast_to(rank[:, None], tokens.shape)
+        ordered = jnp.put_along_axis(jnp.zeros_like(tokens), order, tokens - held, -1, inplace=False)
         grown = jnp.cumsum(ordered, -1) + held.sum(-1, keepdims=True)
         fits = (grown <= (budget + self.size - 1)[:, None, None]).all(1).sum(-1)
-        wanted = jnp.where(live <= budget, exist, jnp.minimum(wanted, fits))
-        kept = jnp.broadcast_to(((rank < wanted[:, None]) & (tokens.sum(1) > 0))[:, None], tokens.shape)
-        return kv.live & (safe | jnp.take_along_axis(kept, jnp.minimum(chunk, num - 1), -1))
+        return jnp.where(live <= budget, exist, jnp.minimum(wanted, fits))
 
 
 class PerChunk(Select):
-    """Every chunk of the text keeps its own best, the same share of each (FINCH)."""
+    """The best slots of every chunk of the text, the same share of each (FINCH, Corallo and Papotti, TACL 12).
+
+    Attributes:
+      size: tokens of a chunk.
+      share: the share of each chunk that stays; None for the budget's share of the tokens.
+    """
 
     size: int
     share: float | None = None
 
-    def __call__(self, score, budgets, slots):
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(f"a chunk has {self.size} tokens; give 1 or more")
+
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         kv, S, safe = slots.kv, score.shape[-1], slots.protected
         chunk = jnp.where(kv.live, kv.pos // self.size, LAST)
         order = jnp.lexsort((-kv.pos, -jnp.where(safe, jnp.inf, score), chunk), axis=-1)
@@ -162,11 +210,17 @@ class PerChunk(Select):
 
 
 class LazyOrAll(Select):
-    """A layer that looks at its safe slots alone keeps those alone (SimLayerKV)."""
+    """Only the protected slots where a layer reads little else, all of its budget elsewhere (SimLayerKV).
+
+    Zhang et al., arXiv 2410.13846.
+
+    Attributes:
+      threshold: a layer is lazy if protected slots have more than this share of the attention, the mean over heads.
+    """
 
     threshold: float
 
-    def __call__(self, score, budgets, slots):
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         safe = slots.protected
         mass = jnp.where(safe & slots.kv.live, score, 0.0).sum(-1).mean(1)
         kept = best(jnp.where(safe, jnp.inf, score), slots.kv.pos, budgets)
