@@ -6,24 +6,17 @@ Traced values pass with their shapes and types checked alone.
 import functools
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from kvjax.core.contract import MOST, Policy
 from kvjax.core.drivers.sampling import Sampler
-from kvjax.core.drivers.state import State
+from kvjax.core.drivers.state import Prompts, State
 from kvjax.core.plan import Plan
-
-
-class Prompts(NamedTuple):
-    """Prompts that have been checked: ids padded on the left, and how many of each row are its own."""
-
-    tokens: Int[np.ndarray, "B T"] | Int[Array, "B T"]
-    lengths: Int[np.ndarray, "B"] | Int[Array, "B"]
 
 
 def traced(*values: Any) -> bool:
@@ -42,7 +35,8 @@ def as_array(name: str, x: Any, kind: Any, shape: Sequence[int | None], meaning:
     fits = x.ndim == len(shape) and all(n == m or (m is None and n) for n, m in zip(x.shape, shape, strict=True))
     if not fits or not jnp.issubdtype(x.dtype, kind):
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
-        raise ValueError(f"{name} must be {meaning}, of shape ({wanted}); got {x.dtype} of shape {x.shape}")
+        got = f"{x.dtype} of shape {x.shape}" if x.size else f"nothing (shape {x.shape}), but at least one is needed"
+        raise ValueError(f"{name} must be {meaning}, of shape ({wanted}); got {got}")
     return x
 
 
@@ -69,16 +63,16 @@ def check_model(model: Any, params: PyTree[Any]) -> None:
     if not hasattr(model, "config") or not callable(model):
         raise ValueError(f"model is a {type(model).__name__}; give the model that models.load(...) returns")
     given = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
-    for name, x in given.items():
-        if not isinstance(x, jax.Array | np.ndarray) or not jnp.issubdtype(x.dtype, jnp.floating):
-            what = f"{x.dtype}" if isinstance(x, jax.Array | np.ndarray) else f"a {type(x).__module__} object"
-            raise ValueError(f"params{name} is {what}, not an array of floats; give what models.load(...) returned")
-    wanted = _shapes(model) if hasattr(model, "shapes") else {n: x.shape for n, x in given.items()}
-    if wrong := [n for n in sorted({*given, *wanted}) if n not in given or wanted.get(n) != given[n].shape]:
-        here, there = given[wrong[0]].shape if wrong[0] in given else "missing", wanted.get(wrong[0], "none")
+    floats = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
+    if odd := [n for n, x in given.items() if not floats(x)]:
+        kind = getattr(given[odd[0]], "dtype", type(given[odd[0]]).__name__)
+        raise ValueError(f"params{odd[0]} is {kind}, not an array of floats; give what models.load(...) returned")
+    here = {n: x.shape for n, x in given.items()}
+    wanted = _shapes(model) if hasattr(model, "shapes") else here
+    if wrong := [n for n in sorted({*here, *wanted}) if here.get(n) != wanted.get(n)]:
         raise ValueError(
-            f"{len(wrong)} of {len(wanted)} parameters do not fit the model: params{wrong[0]} is {here}, but the "
-            f"model has {there} there; give the parameters that were loaded with this model"
+            f"{len(wrong)} parameters do not fit the model, such as params{wrong[0]}: {here.get(wrong[0], 'missing')}, "
+            f"but the model has {wanted.get(wrong[0], 'none')}; give those that were loaded with this model"
         )
 
 
@@ -93,27 +87,30 @@ def check_ids(model: Any, ids: Any) -> None:
         )
 
 
-def check_rows(model: Any, name: str, tokens: Any, lengths: Any, batch: int | None = None) -> Prompts:
+def check_lengths(lengths: Any, batch: int, width: int) -> Any:
+    """Numbers of tokens of padded rows, `width` if None."""
+    if lengths is None:
+        return np.full(batch, width, np.int32)
+    lengths = as_array("lengths", lengths, np.integer, (batch,), "integers")
+    if not traced(lengths) and not 1 <= lengths.min() <= lengths.max() <= width:
+        raise ValueError(f"lengths go from {lengths.min()} to {lengths.max()}, but a row has 1 to {width} tokens")
+    return lengths.astype(np.int32)
+
+
+def check_rows(model: Any, tokens: Any, lengths: Any, batch: int | None = None) -> Prompts:
     """Rows of token ids padded on the left, of which the last `lengths` are read; all if None."""
     advice = "integers, one row a sequence; pad shorter rows on the left (models.pad_left) and give lengths="
-    tokens = as_array(name, tokens, np.integer, (batch, None), advice)
-    B, T = tokens.shape
-    lengths = np.full(B, T) if lengths is None else as_array("lengths", lengths, np.integer, (B,), "integers")
-    if traced(lengths):
-        return Prompts(tokens, lengths.astype(jnp.int32))
-    if lengths.min() < 1 or lengths.max() > T:
-        raise ValueError(f"lengths go from {lengths.min()} to {lengths.max()}, but a row has 1 to {T} tokens")
-    if not traced(tokens):
+    tokens = as_array("tokens", tokens, np.integer, (batch, None), advice)
+    lengths, T = check_lengths(lengths, *tokens.shape), tokens.shape[1]
+    if not traced(tokens, lengths):
         check_ids(model, tokens[np.arange(T)[None] >= T - lengths[:, None]])
-    return Prompts(tokens if traced(tokens) else tokens.astype(np.int32), lengths.astype(np.int32))
+    return Prompts(tokens.astype(np.int32), lengths)
 
 
 def check_prompts(model: Any, tokens: Any, lengths: Any = None, attention_mask: Any = None) -> Prompts:
     """Prompts padded on the left, as `lengths` or a mask say."""
-    if 0 in np.shape(tokens):
-        raise ValueError(f"the prompts are empty (shape {np.shape(tokens)}); give at least one token, such as BOS")
     if attention_mask is None:
-        prompts = check_rows(model, "tokens", tokens, lengths)
+        prompts = check_rows(model, tokens, lengths)
         if lengths is not None and not traced(*prompts):
             _check_left(np.asarray(prompts.tokens), np.asarray(prompts.lengths))
         return prompts
@@ -124,9 +121,8 @@ def check_prompts(model: Any, tokens: Any, lengths: Any = None, attention_mask: 
     if not traced(mask) and not np.isin(mask, (0, 1)).all():
         raise ValueError(f"attention_mask must be 1 for tokens and 0 for padding; it has {np.max(mask)}")
     xp: Any = jnp if traced(mask, tokens) else np
-    mask = mask != 0
-    moved = xp.take_along_axis(tokens, xp.argsort(mask, axis=1, stable=True), axis=1)
-    return check_rows(model, "tokens", moved, mask.sum(1, dtype=np.int32))
+    moved = xp.take_along_axis(tokens, xp.argsort(mask != 0, axis=1, stable=True), axis=1)
+    return check_rows(model, moved, (mask != 0).sum(1, dtype=np.int32))
 
 
 def _check_left(tokens: np.ndarray, lengths: np.ndarray) -> None:
@@ -136,10 +132,9 @@ def _check_left(tokens: np.ndarray, lengths: np.ndarray) -> None:
     last, differs = tokens[column >= T - short], ((column < short) & (tokens != tokens[:, :1])).any(1)
     if differs.any() and (last == last[0]).all():
         row = int(differs.argmax())
-        n = int(lengths[row])
         raise ValueError(
-            f"prompt {row} has lengths={n} of {T} tokens and ends in {T - n} times {last[0]}, as if it were padded on "
-            f"the right, but its last {n} tokens are read; pad on the left (models.pad_left), or give attention_mask="
+            f"prompt {row} has lengths={lengths[row]} of {T} tokens and ends in {T - lengths[row]} times {last[0]}, as "
+            "if it were padded on the right; pad on the left (models.pad_left), or give attention_mask="
         )
 
 
@@ -157,30 +152,15 @@ def check_request(model: Any, policy: Any, sampler: Any, eos_ids: Any, pad_id: A
     return tuple(whole("eos_ids", i, 0, vocab - 1, "end tokens lie in the model's vocabulary") for i in ids)
 
 
-def check_keys(key: Any, batch: int) -> Key[Array, "B"]:
-    """One PRNG key a sequence, from one for the batch, one a sequence, or None."""
-    key = jax.random.key(0) if key is None else key
-    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        if np.shape(key)[-1:] != (2,) or getattr(key, "dtype", None) != np.uint32:
-            raise ValueError(f"key={key!r} is not a PRNG key; give jax.random.key(a whole number), or None")
-        key = jax.random.wrap_key_data(jnp.asarray(key))
-    if str(jax.random.key_impl(key)) != "threefry2x32":  # draws of other generators depend on the rows of a vmap
-        key = jax.random.wrap_key_data(jax.random.key_data(key)[..., :2], impl="threefry2x32")
-    if key.shape not in ((), (batch,)):
-        raise ValueError(f"key has shape {key.shape}, but there are {batch} sequences; give one key, or one a sequence")
-    return key if key.ndim else jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch))
-
-
 def check_state(model: Any, state: Any, *, logits: Float[Array, "B V"] | None = None) -> None:
     """Refuses what is no state of this model that can decode, and logits that are not one row a sequence of it."""
     check_is("state", state, State, "kvjax.prefill")
     if not state.ready:
         raise ValueError("the state holds no prompt that was read to its end; decode what kvjax.prefill returns")
     config, info = model.config, state.plan.infos[0]
-    there = {"num_layers": info.num_layers, "num_query_heads": info.num_query_heads, "head_dim": info.head_dim}
-    if wrong := [n for n, x in there.items() if x != getattr(config, n)]:
-        here = getattr(config, wrong[0])
-        raise ValueError(f"the state is of a model with {wrong[0]}={there[wrong[0]]}, but this one has {here}")
+    for n in ("num_layers", "num_query_heads", "head_dim"):
+        if getattr(info, n) != getattr(config, n):
+            raise ValueError(f"the state's model has {n}={getattr(info, n)}, but this one has {getattr(config, n)}")
     if logits is not None:
         as_array("logits", logits, np.floating, (len(state.length), config.vocab_size), "floats, one row a sequence")
 
@@ -198,27 +178,31 @@ def check_room(state: State, new: Any) -> None:
         )
 
 
-def check_positions(config: Any, plan: Plan, lengths: np.ndarray, more: int, block: int | None = None) -> None:
-    """Warns once of a text beyond the positions that a model was made for; refuses one beyond learned positions."""
+def check_positions(
+    config: Any, plan: Plan, lengths: np.ndarray, more: int, block: int | None = None, *, seen: int | None = None
+) -> None:
+    """Warns of a text beyond the positions that a model was made for, and refuses one beyond learned positions.
+
+    A caller that asks again says how many of the `more` tokens it asked about before: `seen` are warned of no more.
+    """
     prompt, most = int(np.max(lengths)), getattr(config, "max_position", MOST)
-    total = prompt + more
+    total, before = prompt + more, prompt + (seen or 0)
     if getattr(config, "learned_positions", False) and total > most:
         raise ValueError(f"prompt and new tokens are {total}, but the model has learned {most} positions; use fewer")
     reach, border = getattr(config, "reach", MOST), getattr(config, "border", None)
 
-    def apart(policy: Policy, slots: int, info: Any) -> int:
-        ranks = max(prompt, slots) if block is None else slots + block
-        return min(total if policy.layout.positions == "original" else ranks, total, info.window or total)
+    def beyond(total: int) -> bool:
+        def apart(policy: Policy, slots: int, info: Any) -> int:
+            slots = slots // info.num_kv_heads if policy.layout.pool else slots
+            ranks = max(prompt, slots) if block is None else slots + block
+            return min(total if policy.layout.positions == "original" else ranks, total, info.window or total)
 
-    if max(map(apart, plan.layers, plan.capacities, plan.infos)) > reach:
-        warnings.warn(
-            f"a prompt of {prompt} tokens and {more} behind it are {total}, but the model was made for {reach} "
-            "positions, beyond which its predictions are not to be relied on; use fewer tokens",
-            stacklevel=4,
-        )
-    elif border is not None and (np.asarray(lengths) <= border).any() and total > border:
-        warnings.warn(
-            f"a text that grows from {prompt} to {total} tokens crosses the model's original context of {border}, "
-            "beyond which its keys are rotated by other factors; stay on one side",
-            stacklevel=4,
-        )
+        return max(map(apart, plan.layers, plan.capacities, plan.infos)) > reach
+
+    said = None
+    if beyond(total) and (seen is None or not beyond(before)):
+        said = f"the model was made for {reach} positions, beyond which its predictions are not to be relied on"
+    elif border is not None and any(n + (seen or 0) <= border < n + more for n in np.atleast_1d(lengths)):
+        said = f"keys beyond the model's original context of {border} are rotated by other factors; stay on one side"
+    if said is not None:
+        warnings.warn(f"a prompt of {prompt} tokens and {more} behind it are {total}, but {said}", stacklevel=4)

@@ -13,7 +13,6 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.core.contract import Policy
 from kvjax.core.drivers.checks import (
-    Prompts,
     check_model,
     check_prompts,
     check_request,
@@ -25,7 +24,7 @@ from kvjax.core.drivers.checks import (
 )
 from kvjax.core.drivers.loop import Decoding, begin, decoded, decoded_in_place, log_prob
 from kvjax.core.drivers.sampling import Greedy, Sampler, seen_tokens
-from kvjax.core.drivers.state import State
+from kvjax.core.drivers.state import Prompts, State
 from kvjax.core.drivers.steps import read_prompts
 from kvjax.core.plan import Plan
 from kvjax.pallas_kernels.pytree import pytree
@@ -90,7 +89,7 @@ def generate(
     prompts, steps = check_prompts(model, tokens, lengths, attention_mask), whole("max_new_tokens", max_new_tokens)
     how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "buckets": buckets}
     logits, state = read_prompts(model, params, prompts, policy, steps, **how)
-    seen = _seen(model, prompts) if sampler.reads_seen else None
+    seen = seen_of(model, prompts) if sampler.reads_seen else None
     at = begin(logits, state, seen, sampler=sampler, ends=ends)
     return _generated(model, params, at, steps, state.plan.infos[0].max_new_tokens, sampler, ends, pad_id, True)
 
@@ -126,12 +125,13 @@ def generate_from(
     check_room(state, whole("max_new_tokens", max_new_tokens) - 1)
     if sampler.reads_seen and tokens is None:
         raise ValueError("the sampler has a repetition penalty; give tokens=, what the state has read, padded left")
-    read = check_rows(model, "tokens", tokens, state.length, len(state.length)) if sampler.reads_seen else None
-    at = begin(logits, state, None if read is None else _seen(model, read), sampler=sampler, ends=ends)
+    read = check_rows(model, tokens, state.length, len(state.length)) if sampler.reads_seen else None
+    at = begin(logits, state, None if read is None else seen_of(model, read), sampler=sampler, ends=ends)
     return _generated(model, params, at, max_new_tokens, max_new_tokens, sampler, ends, pad_id, False)
 
 
-def _seen(model: Any, prompts: Prompts) -> Bool[Array, "B V"]:
+def seen_of(model: Any, prompts: Prompts) -> Bool[Array, "B V"]:
+    """Which tokens of the vocabulary each prompt has, for samplers that ask."""
     return seen_tokens(jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths), model.config.vocab_size)
 
 
@@ -217,7 +217,7 @@ def score(
 def _given(model: Any, tokens: Any, state: State, lengths: Any) -> tuple[Decoding, Any, Bool[Array, "T B"] | None]:
     """Where decoding stands before given tokens, those that follow the first of them, and which are read."""
     check_state(model, state)
-    rows = check_rows(model, "tokens", tokens, lengths, len(state.length))
+    rows = check_rows(model, tokens, lengths, len(state.length))
     B, T = rows.tokens.shape
     check_room(state, rows.lengths)
     ids = jnp.asarray(rows.tokens, jnp.int32).T

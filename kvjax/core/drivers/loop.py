@@ -111,6 +111,7 @@ def decode_tokens(
     sampler: Sampler = Greedy(),
     ends: tuple[int, ...] = (),
     pad_id: int = 0,
+    sleeps: bool = False,
     live: bool = False,
     logits: bool = False,
 ) -> tuple[Steps, Decoding]:
@@ -126,12 +127,13 @@ def decode_tokens(
       sampler: how tokens are drawn.
       ends: tokens after which a sequence ends.
       pad_id: what stands for the tokens of sequences that have ended.
+      sleeps: whether sequences may have ended already, other than by `ends`.
       live, logits: whether these are returned; `logits` only without `count`.
 
     Returns:
       What the steps gave, and where decoding stands afterwards.
     """
-    sleeps = bool(ends) or (given is not None and given[1] is not None)
+    sleeps = sleeps or bool(ends) or (given is not None and given[1] is not None)
 
     def one(at: Decoding, follows: Any) -> tuple[Decoding, Steps]:
         found, state = decode(model, params, at.token, at.state, at.running if sleeps else None, guards=False)
@@ -164,7 +166,7 @@ def decode_tokens(
     return steps, at
 
 
-_STATIC = ("model", "chunk", "sampler", "ends", "pad_id", "live", "logits")
+_STATIC = ("model", "chunk", "sampler", "ends", "pad_id", "sleeps", "live", "logits")
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)

@@ -3,11 +3,11 @@
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.core.contract import AttentionInputs, Context, LayerInfo, Policy, compiled
-from kvjax.core.drivers.checks import as_array, check_is, check_keys, traced, whole
+from kvjax.core.drivers.checks import check_is, check_lengths, whole
+from kvjax.core.drivers.state import row_keys
 from kvjax.core.storage import Layer, empty
 from kvjax.pallas_kernels import Columns
 
@@ -58,9 +58,7 @@ def evict_layer(
     for name, x, shape in (("out_proj", out_proj, (N, H)), ("hidden", hidden, (B, T)), ("tokens", tokens, (B, T))):
         if x is not None and jnp.shape(x)[:2] != shape:
             raise ValueError(f"{name} has the shape {jnp.shape(x)}, but its first axes should be {shape}")
-    lengths = np.full(B, T) if lengths is None else as_array("lengths", lengths, np.integer, (B,), "integers")
-    if not traced(lengths) and not 1 <= lengths.min() <= lengths.max() <= T:
-        raise ValueError(f"lengths go from {lengths.min()} to {lengths.max()}, but a row has 1 to {T} tokens")
+    lengths = check_lengths(lengths, B, T)
     policy = policy.at(layer, num_layers)
     if policy.observe("replay"):
         raise ValueError(f"{type(policy).__name__} reads the prompt again, which needs a model; use kvjax.prefill")
@@ -68,7 +66,7 @@ def evict_layer(
         k, v, K = jnp.repeat(k, N // K, axis=1), jnp.repeat(v, N // K, axis=1), N
     info, steps = LayerInfo(layer, num_layers, N, K, H, T, 0), jnp.zeros((B,), jnp.int32)
     hparams, lengths = policy.sizes(info, lengths).hparams, jnp.asarray(lengths, jnp.int32)
-    keys, here = check_keys(key, B), jnp.int32(layer)
+    keys, here = row_keys(key, B), jnp.int32(layer)
     ids = None if tokens is None else jnp.asarray(tokens, jnp.int32)
     ctx = Context(lengths, lengths, keys, here, steps, hparams, policy_params, ids, width=T, capacity=T)
     pos = jnp.maximum(jnp.arange(T)[None] - (T - lengths)[:, None], -1)

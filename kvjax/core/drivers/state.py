@@ -4,7 +4,7 @@ Letters: B batch, T new tokens, L layers, V vocabulary.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,13 @@ from kvjax.core.storage import empty
 from kvjax.pallas_kernels.pytree import pytree, static
 
 Storage = Any  # a layer's cache: `storage.Layer` or `storage.Pool`
+
+
+class Prompts(NamedTuple):
+    """Prompts that have been checked: ids padded on the left, and how many of each row are its own."""
+
+    tokens: Int[np.ndarray, "B T"] | Int[Array, "B T"]
+    lengths: Int[np.ndarray, "B"] | Int[Array, "B"]
 
 
 @pytree
@@ -112,6 +119,20 @@ class State:
         plan, data = self.plan, (self.hparams[layer], self.params[layer] if self.params else ())
         shapes = tuple(x.shape for x in jax.tree.leaves(data))
         return plan.layers[layer], plan.capacities[layer], dataclasses.replace(plan.infos[layer], layer=0), shapes
+
+
+def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
+    """One PRNG key a sequence, from one for the batch, one a sequence, or None."""
+    key = jax.random.key(0) if key is None else key
+    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if np.shape(key)[-1:] != (2,) or getattr(key, "dtype", None) != np.uint32:
+            raise ValueError(f"key={key!r} is not a PRNG key; give jax.random.key(a whole number), or None")
+        key = jax.random.wrap_key_data(jnp.asarray(key))
+    if str(jax.random.key_impl(key)) != "threefry2x32":  # draws of other generators depend on the rows of a vmap
+        key = jax.random.wrap_key_data(jax.random.key_data(key)[..., :2], impl="threefry2x32")
+    if key.shape not in ((), (batch,)):
+        raise ValueError(f"key has shape {key.shape}, but there are {batch} sequences; give one key, or one a sequence")
+    return key if key.ndim else jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch))
 
 
 def empty_state(

@@ -19,11 +19,9 @@ from kvjax.core.contract import EMPTY, Policy
 from kvjax.core.drivers.attend import step
 from kvjax.core.drivers.buckets import padded, plan_request
 from kvjax.core.drivers.checks import (
-    Prompts,
     as_array,
     check_ids,
     check_is,
-    check_keys,
     check_model,
     check_positions,
     check_prompts,
@@ -33,7 +31,7 @@ from kvjax.core.drivers.checks import (
     whole,
 )
 from kvjax.core.drivers.replay import reread, rereads
-from kvjax.core.drivers.state import AttnStats, State, empty_state
+from kvjax.core.drivers.state import AttnStats, Prompts, State, empty_state, row_keys
 from kvjax.core.plan import Plan
 
 
@@ -69,7 +67,7 @@ def start(
         raise ValueError("lengths are traced; give width=, the columns that the prompts will have")
     width, steps = int(np.max(lengths)) if width is None else width, whole("max_new_tokens", max_new_tokens, 0)
     plan, hparams = plan_request(model.config, policy, lengths, width, steps, plan=plan)
-    keys = check_keys(key, len(lengths))
+    keys = row_keys(key, len(lengths))
     return empty_state(model.config, policy, plan, hparams, lengths, steps, keys=keys, policy_params=policy_params)
 
 
@@ -132,15 +130,19 @@ def read_prompts(
     plan: Plan | None = None,
     policy_params: Any = None,
     buckets: bool = False,
+    warns: bool = True,
 ) -> tuple[Float[Array, "B V"], State]:
-    """What `prefill` does with prompts that have been checked; `buckets` rounds sizes up (`plan_request`)."""
+    """What `prefill` does with prompts that have been checked.
+
+    `buckets` rounds sizes up (`plan_request`); without `warns`, texts beyond the model's positions get no warning.
+    """
     config, lengths, (B, T) = model.config, prompts.lengths, prompts.tokens.shape
     block = None if block is None or whole("block", block) >= T else block
     known = not traced(*prompts)
     plan, hparams = plan_request(config, policy, lengths, T, max_new_tokens, plan=plan, buckets=buckets and known)
-    if not traced(lengths):
+    if warns and not traced(lengths):
         check_positions(config, plan, np.asarray(lengths), max_new_tokens, block)
-    how = {"keys": check_keys(key, B), "slots": block is not None, "policy_params": policy_params}
+    how = {"keys": row_keys(key, B), "slots": block is not None, "policy_params": policy_params}
     state = empty_state(config, policy, plan, hparams, lengths, max_new_tokens, **how)
     again = rereads(state)
     if again is not None and (block is not None or not known):
