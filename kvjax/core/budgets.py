@@ -279,12 +279,12 @@ class HeadShares(Heads):
         return whole(mean * ratios, slots, mean, ratios.max(-1, keepdims=True))
 
 
-def _ceil(x: Float[np.ndarray, "M"]) -> Prompts:
+def _ceil(x: np.ndarray) -> Prompts:
     return np.ceil(x - 1e-9).astype(np.int64)
 
 
 def whole(
-    shares: Float[Array, "B K"], slots: Slots, mean: Float[Array, "B 1"], ratio: float | Float[Array, "B 1"]
+    shares: Float[Array, "B K"], slots: Slots, mean: Float[Array, "B 1"], ratio: int | float | Float[Array, "B 1"]
 ) -> Int[Array, "B K"]:
     """Shares of heads in whole tokens, whose mean is `mean`.
 

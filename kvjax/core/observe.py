@@ -204,7 +204,7 @@ def _hidden(inputs: AttentionInputs) -> Float[Array, "B T D"]:
 
 
 def on_new_slots(
-    x: Shaped[Array, "B T"] | Shaped[Array, "B K T"], at: AttentionInputs | Slots, fill: float = 0
+    x: Shaped[Array, "B T"] | Shaped[Array, "B K T"], at: AttentionInputs | Slots, fill: int | float = 0
 ) -> Shaped[Array, "B K S"]:
     """Numbers of the new rows laid on their slots.
 

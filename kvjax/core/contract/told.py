@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ class PerHead:
 
     shape: tuple[int, ...] = ()
     dtype: Any = jnp.float32
-    fill: float = 0
+    fill: int | float = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +96,7 @@ class Sizes:
     hparams: Any = ()
 
 
+@runtime_checkable
 class LayerView(Protocol):
     """A layer's cache as policies see it, however it is stored. A slot is live if `pos >= 0`; slots have no order.
 
@@ -128,11 +129,11 @@ class LayerView(Protocol):
     @property
     def num_live(self) -> Int[Array, "B K"]: ...
 
-    def replace(self, **fields: Any) -> Self:
+    def replace(self, **fields: Any) -> "LayerView":
         """The same layer with other fields."""
         ...
 
-    def keep(self, mask: Bool[Array, "B K S"]) -> Self:
+    def keep(self, mask: Bool[Array, "B K S"]) -> "LayerView":
         """The layer without the slots outside `mask`; nothing moves."""
         ...
 

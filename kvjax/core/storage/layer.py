@@ -239,7 +239,7 @@ def in_order(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
 
 
 def take(
-    x: Shaped[Array, "B K S *rest"], index: Int[Array, "B K W"], fill: float = 0, width: int | None = None
+    x: Shaped[Array, "B K S *rest"], index: Int[Array, "B K W"], fill: int | float = 0, width: int | None = None
 ) -> Shaped[Array, "B K _ *rest"]:
     """The slots `index` of an array, followed by slots that hold `fill` up to `width`."""
     x = jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 3)), axis=2)

@@ -3,14 +3,16 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.core.contract import LayerView, Reads, Rotate, value
 from kvjax.pallas_kernels.columns import Attention, Columns
+
+S = TypeVar("S", bound="Storage")
 
 
 @value
@@ -67,13 +69,13 @@ class Storage(abc.ABC):
         """The `Layer` that policies see."""
 
     @abc.abstractmethod
-    def put(self, view: LayerView) -> Self:
+    def put(self, view: LayerView) -> "Storage":
         """The storage after a policy changed the view's positions, memory, channels and what it writes."""
 
     @abc.abstractmethod
     def append(
         self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], pos: Int[Array, "B T"], *, grow: bool
-    ) -> Self:
+    ) -> "Storage":
         """Stores new rows, in new slots (`grow`) or in dead ones. A row at `EMPTY` is padding."""
 
     @abc.abstractmethod
@@ -125,16 +127,16 @@ class Storage(abc.ABC):
             tokens.
         """
 
-    def replace(self, **fields: Any) -> Self:
+    def replace(self: S, **fields: Any) -> S:
         """The same storage with other fields."""
         this: Any = self
         return dataclasses.replace(this, **fields)
 
-    def take(self, rows: Shaped[Array, "_"] | Any) -> Self:
+    def take(self: S, rows: Any) -> S:
         """The sequences `rows`, in that order."""
         return jax.tree.map(lambda x: x[rows], self)
 
-    def where(self, active: Bool[Array, "B"], old: Self) -> Self:
+    def where(self: S, active: Bool[Array, "B"], old: S) -> S:
         """This storage for active sequences and `old` for others, whose dead slots may hold anything."""
         pick = lambda x, y: jnp.where(active.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
         names = {"pos", "memory"} | set(self.how.writes)
