@@ -108,11 +108,20 @@ def reread(
         ids = jnp.asarray(np.stack([np.pad(x, (R - len(x), 0)) for x in rows]))
         new = _repeat(model, params, ids, jnp.asarray([len(x) for x in rows]), jnp.int32(first), state, how, size)
         found = [jnp.maximum(x, y) for x, y in zip(found, new, strict=True)]
-    layers = tuple((*x, y) for x, y in zip(stats.layers, found, strict=True))
-    state, lost = _decide(state, dataclasses.replace(stats, layers=layers, names=tuple((*x, how) for x in stats.names)))
+    state, lost = _decide(state, _with(stats, how, found))
     if bool(lost.any()):
         raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
     return state
+
+
+def after_replay(state: State, stats: AttnStats, how: Reread) -> State:
+    """The state after an update as in `reread`, but by attention of 0: for shapes."""
+    return _decide(state, _with(stats, how, [jnp.zeros(kv.pos.shape) for kv in state.layers]))[0]
+
+
+def _with(stats: AttnStats, how: Reread, found: list[Array]) -> AttnStats:
+    layers = tuple((*x, y) for x, y in zip(stats.layers, found, strict=True))
+    return dataclasses.replace(stats, layers=layers, names=tuple((*x, how) for x in stats.names))
 
 
 @jax.jit

@@ -48,6 +48,7 @@ class Stream(Iterator[Any]):
     A stream without an end keeps none of its tokens and none of its text.
     """
 
+    # `begun` says whether the next token of `at` was drawn; otherwise it belongs to what was given, and is not yielded.
     def __init__(
         self,
         model: Any,
@@ -58,6 +59,7 @@ class Stream(Iterator[Any]):
         ends: tuple[int, ...],
         pieces: list[TextPieces] | None,
         chunk: int = 1,
+        begun: bool = True,
         **how: Any,
     ):
         B = at.token.shape[0]
@@ -66,7 +68,7 @@ class Stream(Iterator[Any]):
         self._prompt = np.asarray(at.state.prompt_length)
         self._most = MOST - 1 - int(self._prompt.max()) if max_new_tokens is None else max_new_tokens
         self._new: Any = at.token[None]  # drawn, and not looked at yet
-        self._count, self._taken, self._lent = 1, 0, False
+        self._count, self._taken, self._lent = int(begun), 0, False
         self._ids: list[np.ndarray] = []
         self._lengths, self._running = np.zeros(B, np.int32), np.ones(B, bool)
         self._ready: collections.deque[Any] = collections.deque()
