@@ -5,22 +5,62 @@ of a layer's rows. scores: how tokens are ranked. decide: which stay, and what t
 compose, across: policies made of policies. plan: sizes. drivers: a model that decodes. methods: the papers.
 """
 
-from kvjax.core.across import across_layers as across_layers
-from kvjax.core.budgets import Adaptive as Adaptive
-from kvjax.core.budgets import Pyramid as Pyramid
-from kvjax.core.budgets import Share as Share
-from kvjax.core.compose import chain as chain
-from kvjax.core.compose import from_fn as from_fn
-from kvjax.core.compose import partition as partition
-from kvjax.core.compose import partition_heads as partition_heads
-from kvjax.core.compose import shared_layers as shared_layers
-from kvjax.core.compose import when as when
-from kvjax.core.contract import Policy as Policy
-from kvjax.core.drivers.door import forward as forward
-from kvjax.core.drivers.generation import generate as generate
-from kvjax.core.drivers.steps import decode_step as decode_step
-from kvjax.core.drivers.steps import prefill as prefill
-from kvjax.core.drivers.steps import start as start
-from kvjax.core.evict import Evict as Evict
-from kvjax.core.plan import init_policy_params as init_policy_params
-from kvjax.core.plan import make_plan as make_plan
+from kvjax.core.across import across_layers
+from kvjax.core.budgets import Adaptive, Pyramid, Share
+from kvjax.core.compose import chain, from_fn, partition, partition_heads, shared_layers, when
+from kvjax.core.contract import Policy
+from kvjax.core.drivers import sampling
+from kvjax.core.drivers.beam import Beams, generate_beams, generate_beams_from
+from kvjax.core.drivers.checkpoint import load_state, save_state
+from kvjax.core.drivers.door import forward
+from kvjax.core.drivers.generation import Generation, feed, generate, generate_from, score
+from kvjax.core.drivers.sampling import Categorical, Greedy, Sample
+from kvjax.core.drivers.session import Session
+from kvjax.core.drivers.single import evict_layer
+from kvjax.core.drivers.state import AttnStats, State
+from kvjax.core.drivers.steps import decode_step, prefill, start
+from kvjax.core.drivers.stream import Stream, stream
+from kvjax.core.evict import Evict
+from kvjax.core.plan import Plan, init_policy_params, make_plan
+
+__all__ = [
+    "Adaptive",
+    "AttnStats",
+    "Beams",
+    "Categorical",
+    "Evict",
+    "Generation",
+    "Greedy",
+    "Plan",
+    "Policy",
+    "Pyramid",
+    "Sample",
+    "Session",
+    "Share",
+    "State",
+    "Stream",
+    "across_layers",
+    "chain",
+    "decode_step",
+    "evict_layer",
+    "feed",
+    "forward",
+    "from_fn",
+    "generate",
+    "generate_beams",
+    "generate_beams_from",
+    "generate_from",
+    "init_policy_params",
+    "load_state",
+    "make_plan",
+    "partition",
+    "partition_heads",
+    "prefill",
+    "sampling",
+    "save_state",
+    "score",
+    "shared_layers",
+    "start",
+    "stream",
+    "when",
+]

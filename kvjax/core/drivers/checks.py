@@ -1,7 +1,4 @@
-"""What users give to the drivers, checked once, before anything is traced: a ValueError says what to do instead.
-
-Traced values pass with their shapes and types checked alone.
-"""
+"""What users give to the drivers, checked once, before anything is traced. Of traced values only shapes are known."""
 
 import functools
 import warnings
@@ -81,10 +78,7 @@ def check_ids(model: Any, ids: Any) -> None:
     vocab = model.config.vocab_size
     if not traced(ids) and np.size(ids) and not 0 <= np.min(ids) <= np.max(ids) < vocab:
         wrong = np.min(ids) if np.min(ids) < 0 else np.max(ids)
-        raise ValueError(
-            f"token id {wrong} is outside the vocabulary of {vocab} (0 to {vocab - 1}); was the text encoded with this "
-            "model's tokenizer?"
-        )
+        raise ValueError(f"token id {wrong} is outside the vocabulary, 0 to {vocab - 1}; encode with its tokenizer")
 
 
 def check_lengths(lengths: Any, batch: int, width: int) -> Any:
@@ -181,10 +175,7 @@ def check_room(state: State, new: Any) -> None:
 def check_positions(
     config: Any, plan: Plan, lengths: np.ndarray, more: int, block: int | None = None, *, seen: int | None = None
 ) -> None:
-    """Warns of a text beyond the positions that a model was made for, and refuses one beyond learned positions.
-
-    A caller that asks again says how many of the `more` tokens it asked about before: `seen` are warned of no more.
-    """
+    """Warns of a text beyond the positions of a model, unless `seen` of its tokens were; refuses it beyond learned ones."""
     prompt, most = int(np.max(lengths)), getattr(config, "max_position", MOST)
     total, before = prompt + more, prompt + (seen or 0)
     if getattr(config, "learned_positions", False) and total > most:
@@ -199,10 +190,10 @@ def check_positions(
 
         return max(map(apart, plan.layers, plan.capacities, plan.infos)) > reach
 
-    said = None
+    said = ""
     if beyond(total) and (seen is None or not beyond(before)):
         said = f"the model was made for {reach} positions, beyond which its predictions are not to be relied on"
     elif border is not None and any(n + (seen or 0) <= border < n + more for n in np.atleast_1d(lengths)):
         said = f"keys beyond the model's original context of {border} are rotated by other factors; stay on one side"
-    if said is not None:
+    if said:
         warnings.warn(f"a prompt of {prompt} tokens and {more} behind it are {total}, but {said}", stacklevel=4)
