@@ -39,11 +39,11 @@ def resolve(n: Count, prompt: Prompts, budget: Prompts | None = None) -> Prompts
       budget: what the layer's budget is for each, in tokens; None where the count is that budget.
 
     Raises:
-      TypeError: `n` is none of the three kinds of count.
-      ValueError: a negative number, a share outside [0, 1], or a function whose answer has another shape.
+      ValueError: `n` is none of the three kinds of count, a negative number or a share outside [0, 1], or a function
+        whose answer has another shape.
     """
     if isinstance(n, bool | np.bool_) or n is None:
-        raise TypeError(f"{n!r} is not a count: give a number of tokens, a share of the prompt, or a function")
+        raise ValueError(f"{n!r} is not a count: give a number of tokens, a share of the prompt, or a function")
     if isinstance(n, int | np.integer):
         if n < 0:
             raise ValueError(f"a count of {n} tokens is negative; give 0 or more")
@@ -53,7 +53,7 @@ def resolve(n: Count, prompt: Prompts, budget: Prompts | None = None) -> Prompts
             raise ValueError(f"{n} is not a share of the prompt, between 0 and 1; a number of tokens is an int")
         return np.floor(float(n) * prompt + 1e-9).astype(np.int64)
     if not callable(n):
-        raise TypeError(f"{n!r} is not a count: give a number of tokens, a share of the prompt, or a function")
+        raise ValueError(f"{n!r} is not a count: give a number of tokens, a share of the prompt, or a function")
     found = np.asarray(n(prompt, budget))
     if found.shape != np.shape(prompt):
         raise ValueError(f"{n!r} gave counts of shape {found.shape} for {np.shape(prompt)} prompts; give one for each")
