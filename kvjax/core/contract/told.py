@@ -106,6 +106,7 @@ class LayerView(Protocol):
       memory: what the policy remembers: the tree that `memory` listed.
       log_weight: the logarithm of what each slot counts in attention, None for one each.
       channels: the key channels that compaction keeps, None for all.
+      how: what is static: positions, and what the policy writes.
       live: which slots hold a token.
       num_live: tokens of every head.
     """
