@@ -14,6 +14,7 @@ from kvjax.core.drivers.beam import Beams, generate_beams, generate_beams_from
 from kvjax.core.drivers.checkpoint import load_state, save_state
 from kvjax.core.drivers.door import forward
 from kvjax.core.drivers.generation import Generation, feed, generate, generate_from, score
+from kvjax.core.drivers.reader import Reader, read
 from kvjax.core.drivers.sampling import Categorical, Greedy, Sample
 from kvjax.core.drivers.session import Session
 from kvjax.core.drivers.single import evict_layer
@@ -34,6 +35,7 @@ __all__ = [
     "Plan",
     "Policy",
     "Pyramid",
+    "Reader",
     "Sample",
     "Session",
     "Share",
@@ -56,6 +58,7 @@ __all__ = [
     "partition",
     "partition_heads",
     "prefill",
+    "read",
     "sampling",
     "save_state",
     "score",

@@ -175,7 +175,7 @@ def check_room(state: State, new: Any) -> None:
 def check_positions(
     config: Any, plan: Plan, lengths: np.ndarray, more: int, block: int | None = None, *, seen: int | None = None
 ) -> None:
-    """Warns of a text beyond the positions of a model, unless `seen` of its tokens were; refuses it beyond learned ones."""
+    """Warns of a text beyond the model's positions, not again for `seen` tokens; refuses one beyond learned ones."""
     prompt, most = int(np.max(lengths)), getattr(config, "max_position", MOST)
     total, before = prompt + more, prompt + (seen or 0)
     if getattr(config, "learned_positions", False) and total > most:

@@ -24,7 +24,7 @@ from kvjax.core.plan import Plan, infos_of, planned
 from kvjax.drivers.interrupts import uninterrupted
 from kvjax.drivers.text import TextPieces, check_tokenizer, encode, is_chat
 
-_HORIZON = 2**20  # a stream without an end is planned for so many tokens, and for twice as many
+HORIZON = 2**20  # a stream without an end is planned for so many tokens, and for twice as many
 
 
 def stop_strings(stop: Any) -> tuple[str, ...]:
@@ -235,7 +235,7 @@ def stream(
         if lengths is not None or attention_mask is not None:
             raise ValueError("lengths= and attention_mask= are of token ids, but prompt is a text; leave them out")
         prompt = [encode(tokenizer, prompt)]
-    if stops and whole("chunk", chunk, 1, _HORIZON) > 1:
+    if stops and whole("chunk", chunk, 1, HORIZON) > 1:
         raise ValueError(f"stop={stops} is looked for after each step, but chunk={chunk} takes more; use chunk=1")
     check_model(model, params)
     ends = check_request(model, policy, sampler, eos_ids, pad_id, key)
@@ -243,7 +243,7 @@ def stream(
     if traced(*jax.tree.leaves((params, tuple(prompts), key))):
         raise ValueError("a stream runs step by step outside of jit, but an argument is traced; use kvjax.generate")
     if max_new_tokens is None:
-        steps, plan = _HORIZON, endless_plan(model.config, policy, prompts)
+        steps, plan = HORIZON, endless_plan(model.config, policy, prompts)
     else:
         steps = whole("max_new_tokens", max_new_tokens)
     how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "buckets": buckets}
@@ -271,11 +271,11 @@ def endless_plan(config: Any, policy: Policy, prompts: Prompts) -> Plan:
       ValueError: a policy whose cache grows while decoding.
     """
     width = prompts.tokens.shape[1]
-    few, many = (planned(policy, infos_of(config, policy, width, n), prompts.lengths)[0] for n in (_HORIZON, 2**21))
+    few, many = (planned(policy, infos_of(config, policy, width, n), prompts.lengths)[0] for n in (HORIZON, 2**21))
     for layer, (n, more) in enumerate(zip(few.capacities, many.capacities, strict=True)):
         if n != more:
             raise ValueError(
-                f"{policy} keeps what comes after the prompt: layer {layer} needs {n:,} slots for {_HORIZON:,} tokens "
+                f"{policy} keeps what comes after the prompt: layer {layer} needs {n:,} slots for {HORIZON:,} tokens "
                 f"and {more:,} for twice as many; without an end, use a policy that evicts while decoding, such as "
                 "kvjax.methods.h2o(512), or give a number of tokens"
             )
