@@ -21,7 +21,7 @@ class Attend:
     Attributes:
       state: the state without its layers.
       tokens: the ids that are read.
-      pos: their positions, -1 for padding.
+      pos: their positions "B T", -1 for padding; None where layers are only stored.
       index: the layer's number, where it is traced.
       phase: whether a prompt is read or a token decoded.
       evict: whether the policy decides in this pass.
@@ -36,7 +36,7 @@ class Attend:
 
     state: State
     tokens: Int[Array, "B T"] | None
-    pos: Int[Array, "B T"] | None
+    pos: Any
     index: Int[Array, ""] | None = None
     phase: Phase = static(default="prefill")
     evict: bool = static(default=True)
@@ -91,7 +91,7 @@ class Attend:
           out_proj, hidden: the output projection and the layer's input, for policies that look at them.
           scale, window, softcap, slopes: the model's attention; `slopes` are ALiBi's.
         """
-        policy, pos = self.state.plan.layers[layer], self._pos
+        policy, pos = self.state.plan.layers[layer], self.pos
         ctx = dataclasses.replace(self.state.context(layer, self.phase, self.tokens, self.index), window=window)
         K = self.state.plan.infos[layer].num_kv_heads
         k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
@@ -122,11 +122,6 @@ class Attend:
             lost = more if lost is None else lost if more is None else lost | more
         y = out.out if lost is None else jnp.where(lost[:, None, None, None], jnp.nan, out.out)
         return y, kv, tuple(found.values()) if joint or self.gives else ()
-
-    @property
-    def _pos(self) -> Array:
-        assert self.pos is not None  # it is None only where `stored` is all that is wanted
-        return self.pos
 
     def stored(self, kv: Storage, layer: int, ctx: Context) -> tuple[Storage, Bool[Array, "B"] | None]:
         """A layer as it is kept after a prompt, and for which sequences live tokens found no slot."""

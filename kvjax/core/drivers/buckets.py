@@ -47,10 +47,7 @@ def plan_request(
     Raises:
       ValueError: a plan that is too small, and sizes that the policy cannot work with.
     """
-
-    def make(width: int, steps: int) -> tuple[Plan, tuple[Any, ...]]:
-        return planned(policy, infos_of(config, policy, width, steps), lengths, plan)
-
+    make = lambda width, steps: planned(policy, infos_of(config, policy, width, steps), lengths, plan)
     if plan is not None:
         there = plan.infos[0].prompt_len, plan.infos[0].max_new_tokens
         if width > there[0] or max_new_tokens > there[1]:

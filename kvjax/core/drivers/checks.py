@@ -26,7 +26,7 @@ def as_array(name: str, x: Any, kind: Any, shape: Sequence[int | None], meaning:
     if hasattr(x, "dtype") and not isinstance(x, jax.Array | np.ndarray | np.generic):
         raise ValueError(f"{name} is a {type(x).__module__}.{type(x).__name__}; give an array, such as x.numpy()")
     try:
-        x = x if traced(x) else np.asarray(x)
+        x = x if traced(x) or (isinstance(x, jax.Array) and kind is np.floating) else np.asarray(x)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name} must be {meaning}, and no array comes of it: {error}") from None
     fits = x.ndim == len(shape) and all(n == m or (m is None and n) for n, m in zip(x.shape, shape, strict=True))
@@ -182,16 +182,15 @@ def check_positions(
         raise ValueError(f"prompt and new tokens are {total}, but the model has learned {most} positions; use fewer")
     reach, border = getattr(config, "reach", MOST), getattr(config, "border", None)
 
-    def beyond(total: int) -> bool:
-        def apart(policy: Policy, slots: int, info: Any) -> int:
-            slots = slots // info.num_kv_heads if policy.layout.pool else slots
-            ranks = max(prompt, slots) if block is None else slots + block
-            return min(total if policy.layout.positions == "original" else ranks, total, info.window or total)
-
-        return max(map(apart, plan.layers, plan.capacities, plan.infos)) > reach
+    def apart(total: int) -> int:
+        each = zip(plan.layers, plan.capacities, plan.infos, strict=True)
+        slots = [(p, c // info.num_kv_heads if p.layout.pool else c, info.window or total) for p, c, info in each]
+        ranks = [max(prompt, c) if block is None else c + block for _, c, _ in slots]
+        ranks = [total if p.layout.positions == "original" else r for (p, _, _), r in zip(slots, ranks, strict=True)]
+        return max(min(r, total, window) for r, (_, _, window) in zip(ranks, slots, strict=True))
 
     said = ""
-    if beyond(total) and (seen is None or not beyond(before)):
+    if apart(total) > reach and (seen is None or apart(before) <= reach):
         said = f"the model was made for {reach} positions, beyond which its predictions are not to be relied on"
     elif border is not None and any(n + (seen or 0) <= border < n + more for n in np.atleast_1d(lengths)):
         said = f"keys beyond the model's original context of {border} are rotated by other factors; stay on one side"

@@ -162,8 +162,11 @@ def empty_state(
     Raises:
       ValueError: learned parameters that are missing, or are not one tree a layer.
     """
+    width, steps = plan.infos[0].prompt_len, plan.infos[0].max_new_tokens
     if policy_params is None:
-        shapes = jax.eval_shape(lambda: init_policy_params(config, policy, jax.random.key(0), **_sizes(plan)))
+        shapes = jax.eval_shape(
+            lambda: init_policy_params(config, policy, jax.random.key(0), width=width, max_new_tokens=steps)
+        )
         if jax.tree.leaves(shapes):
             raise ValueError(
                 "the policy has learned parameters: give policy_params=, those of init_policy_params to begin with"
@@ -176,7 +179,3 @@ def empty_state(
     lengths = jnp.asarray(lengths, jnp.int32)
     most = jnp.full((B,), max_new_tokens, jnp.int32)
     return State(layers, jnp.zeros_like(lengths), lengths, keys, most, hparams, given, plan)
-
-
-def _sizes(plan: Plan) -> dict[str, int]:
-    return {"width": plan.infos[0].prompt_len, "max_new_tokens": plan.infos[0].max_new_tokens}
