@@ -68,7 +68,6 @@ def roco(
     *,
     scope: Count = Share(0.5),
     recent: Count = Combined("least", (10, Share(0.25))),
-    sinks: Count = 0,
     count_self: bool = True,
 ) -> Evict:
     r"""Evicts the smallest mean attention among tokens whose attention varies little (RoCo, arXiv 2402.06262).
@@ -80,11 +79,10 @@ def roco(
       budget: live tokens a kv head and layer.
       scope: tokens of the largest deviation that stay; half of the budget in the paper.
       recent: last tokens that stay, and count in the scope: 10 in the code, here a quarter of the budget at most.
-      sinks: first tokens that stay, and count in the scope.
       count_self: whether a token's own row counts.
     """
     score = SparedByDeviation(count_self, size=scope)
-    return Evict(score, budget, sinks, recent, when=STEP)
+    return Evict(score, budget, 0, recent, when=STEP)
 
 
 def tova(budget: Count, *, by_head: bool = False) -> Evict:

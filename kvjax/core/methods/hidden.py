@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.core.budgets import STEP
 from kvjax.core.contract import (
@@ -130,20 +130,36 @@ class ReadPages(Policy):
     def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads | None:
         if inputs.q.shape[2] > 1:
             return None
-        read = self.best(self.bounds(kv, inputs), kv, ctx)
-        return Reads(kv.live & jnp.take_along_axis(read, jnp.maximum(kv.pos, 0) // self.size, -1))
+        read = self._best(self._bounds(kv, inputs), kv, inputs, ctx)
+        return Reads(kv.live & jnp.take_along_axis(read, self._page(kv), -1))
 
-    def bounds(self, kv: LayerView, inputs: AttentionInputs) -> Float[Array, "B K P"]:
+    def _page(self, kv: LayerView) -> Int[Array, "B K S"]:
+        return jnp.maximum(kv.pos, 0) // self.size
+
+    def _bounds(self, kv: LayerView, inputs: AttentionInputs) -> Float[Array, "B K P"]:
         """The most that a query of each kv head can find in every page."""
-        (high, low), q = kv.memory, inputs.q
-        rows = q.reshape(*kv.pos.shape[:2], -1, 1, q.shape[-1])
-        return jnp.where(rows > 0, rows * high[:, :, None], rows * low[:, :, None]).sum(-1).max(2)
+        (high, low), q, (B, K, S) = kv.memory, inputs.q, kv.pos.shape
+        rows = q.reshape(B, K, -1, 1, q.shape[-1])
+        bounds = jnp.where(rows > 0, rows * high[:, :, None], rows * low[:, :, None]).sum(-1)
+        if inputs.bias is not None:  # the largest of a page's own, in logits
+            bias = jnp.broadcast_to(inputs.bias, (B, q.shape[1], S)).reshape(B, K, -1, S).swapaxes(2, 3)
+            at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], self._page(kv)
+            most = jnp.full((B, K, high.shape[2], bias.shape[-1]), -jnp.inf)
+            most = most.at[at].max(jnp.where(kv.live[..., None], bias, -jnp.inf)).swapaxes(2, 3)
+            bounds = bounds * (q.shape[-1] ** -0.5 if inputs.scale is None else inputs.scale)
+            bounds = bounds if inputs.softcap is None else inputs.softcap * jnp.tanh(bounds / inputs.softcap)
+            bounds = jnp.where(jnp.isfinite(most), bounds + most, -jnp.inf)
+        return bounds.max(2)
 
-    def best(self, bound: Float[Array, "B K P"], kv: LayerView, ctx: Context) -> Bool[Array, "B K P"]:
+    def _best(
+        self, bound: Float[Array, "B K P"], kv: LayerView, inputs: AttentionInputs, ctx: Context
+    ) -> Bool[Array, "B K P"]:
         """The pages that are read."""
-        high, newest = kv.memory[0], (ctx.length[:, None, None] - 1) // self.size
-        bound = jnp.where(jnp.isfinite(high[..., 0]), bound, -jnp.inf)
-        bound = jnp.where(jnp.arange(bound.shape[2]) == newest, jnp.inf, bound)
+        page, newest = jnp.arange(bound.shape[2]), ctx.length[:, None, None] - 1
+        exists = jnp.isfinite(kv.memory[0][..., 0])
+        if inputs.window is not None:  # of other pages the row sees nothing
+            exists &= newest - jnp.minimum((page + 1) * self.size - 1, newest) < inputs.window
+        bound = jnp.where(page == newest // self.size, jnp.inf, jnp.where(exists, bound, -jnp.inf))
         rank = jnp.argsort(jnp.argsort(-bound, axis=-1, stable=True), axis=-1)
         return (rank < jnp.maximum(ctx.hparams.budget // self.size, 1)[:, None, None]) & (bound > -jnp.inf)
 

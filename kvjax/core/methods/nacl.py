@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array
 
 from kvjax.core.budgets import Schedule, known
-from kvjax.core.contract import AttentionInputs, Count, resolve, value
+from kvjax.core.contract import AttentionInputs, Count, Prompts, resolve, value
 from kvjax.core.decide.select import ThenRandom
 from kvjax.core.evict import Evict
 from kvjax.core.observe import Rows
@@ -30,7 +30,7 @@ class Table4:
     which: Literal["recent", "proxies", "random"]
     budget: Count
 
-    def __call__(self, prompt: np.ndarray, budget: np.ndarray) -> np.ndarray:
+    def __call__(self, prompt: Prompts, budget: Prompts | None) -> Prompts:
         """Tokens "M" for prompts "M"."""
         n = np.maximum(prompt, 1)
         if isinstance(self.budget, float):

@@ -1,6 +1,6 @@
 """Scores and selections that released code has and papers do not."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,13 @@ from kvjax.core.contract import (
     PerSlot,
     Phase,
     Score,
+    Select,
     Slots,
     Stats,
     count,
     value,
 )
-from kvjax.core.decide.select import LazyOrAll, ThenRandom, TopK, TwoStage, best
-from kvjax.core.decide.select import Select as Select
+from kvjax.core.decide.select import LazyOrAll, PerChunk, ThenRandom, TopK, TwoStage, best
 from kvjax.core.methods.hidden import DropChannels, ReadPages
 from kvjax.core.observe import FutureQueries, Rows
 from kvjax.core.scores.attention import Accumulated
@@ -222,6 +222,12 @@ class Drawn(ThenRandom):
         u = jnp.clip(slots.ctx.uniform(kv.pos, self.shared), 1e-7, 1 - 1e-7)
         drawn = logs / self.temperature - jnp.log(-jnp.log(u))
         return first | best(drawn, jnp.where(pool, kv.pos, EMPTY), random)
+
+
+class PerChunkOf(PerChunk):
+    """Every chunk keeps its own best, as many as a count makes of its length (kvpress's ChunkPress)."""
+
+    share: Any = None
 
 
 class TwoStageAtLeast(TwoStage):

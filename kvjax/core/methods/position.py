@@ -41,12 +41,11 @@ def streaming_llm(
     return Evict(Recency(), budget, sinks, when=Schedule(every=1, before=True), layout=layout)
 
 
-def random(budget: Count, *, recent: Count = 1, sinks: Count = 0, shared: bool = False) -> Evict:
-    """Evicts uniformly at random: a baseline. Draws are new at every eviction.
+def random(budget: Count, *, recent: Count = 1) -> Evict:
+    """Evicts uniformly at random, every kv head for itself: a baseline. Draws are new at every eviction.
 
     Args:
       budget: live tokens a kv head and layer.
-      recent, sinks: last and first tokens that stay.
-      shared: the kv heads of a layer share their draws; otherwise each draws for itself.
+      recent: last tokens that stay.
     """
-    return Evict(Uniform(shared), budget, sinks, recent, when=STEP)
+    return Evict(Uniform(), budget, 0, recent, when=STEP)

@@ -19,6 +19,7 @@ from kvjax.core.contract import (
     PerSlot,
     Phase,
     Policy,
+    Prompts,
     Sizes,
     Stats,
     value,
@@ -97,7 +98,7 @@ class FastGen(Policy):
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return Rows(), Kinds(self.special, self.punctuation), *((Whole(),) if phase == "prefill" else ())
 
-    def sizes(self, info: LayerInfo, lengths: np.ndarray) -> Sizes:
+    def sizes(self, info: LayerInfo, lengths: Prompts) -> Sizes:
         def whole(share: float, n: np.ndarray) -> np.ndarray:
             return np.floor(share * n + 1e-9) if self.rounding == "floor" else np.ceil(share * n - 1e-9)
 

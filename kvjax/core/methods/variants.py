@@ -29,7 +29,7 @@ from kvjax.core.methods.profile import FastGen
 from kvjax.core.methods.simulations import NextStepMask, StepwiseMask
 from kvjax.core.methods.votes import ada_snapkv, defensivekv, headkv, lava, pyramidkv, snapkv
 from kvjax.core.observe import Rows
-from kvjax.core.scores.attention import Faded, LastRows, Votes
+from kvjax.core.scores.attention import Faded, LastRows, Uniform, Votes
 from kvjax.core.scores.blends import Blend, LayerMean, Pooled
 from kvjax.core.scores.keys import Expected, Redundancy, Table
 from kvjax.core.scores.rows import Defensive, PooledVotes
@@ -95,8 +95,13 @@ def scissorhands_factory(budget: Count, *, sinks: int = 4, recent: int = 10, dec
 
 
 def random_run(budget: Count, *, recent: Count = 1, sinks: Count = 0) -> Evict:
-    """EasyKV's random eviction: one run of tokens, the same in all heads and layers (D-05)."""
-    return dataclasses.replace(random(budget, recent=recent, sinks=sinks), select=RandomRun())
+    """Random eviction of EasyKV's blocks: one run of tokens, the same in all heads and layers (D-05)."""
+    return dataclasses.replace(random(budget, recent=recent), sinks=sinks, select=RandomRun())
+
+
+def random_shared(budget: Count, *, recent: Count = 1, sinks: Count = 0) -> Evict:
+    """Random eviction where the kv heads of a layer share their draws (D-05)."""
+    return dataclasses.replace(random(budget, recent=recent), sinks=sinks, score=Uniform(shared=True))
 
 
 def window_of_generated(budget: Count) -> Evict:
@@ -124,7 +129,8 @@ def tova_easykv(budget: Count, *, sinks: Count = 4, recent: Count = 6) -> Evict:
 
 def roco_easykv(budget: Count, *, sinks: Count = 4, recent: Count = 10, prefix: int = 0, **options: Any) -> Evict:
     """RoCo of EasyKV: 4 sinks and the last 10 tokens stay (D-12), and rows of the first tokens do not count (D-46)."""
-    return with_score(roco(budget, sinks=sinks, recent=recent, **options), first=prefix)
+    policy = with_score(roco(budget, recent=recent, **options), first=prefix)
+    return dataclasses.replace(policy, sinks=sinks)
 
 
 def mas_of_later_rows(budget: Count, **options: Any) -> Evict:

@@ -9,7 +9,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, UInt32
 
-from kvjax.core.contract import Count, LayerInfo, LayerView, Observation, PerSlot, Phase, Score, Slots, count, resolve
+from kvjax.core.contract import (
+    Count,
+    LayerInfo,
+    LayerView,
+    Observation,
+    PerSlot,
+    Phase,
+    Prompts,
+    Score,
+    Slots,
+    count,
+    resolve,
+)
 from kvjax.core.decide.select import best
 from kvjax.core.observe import Rows
 from kvjax.core.scores.blends import check_pooling, pool_in_order
@@ -253,7 +265,7 @@ class SparedByDeviation(Mean):
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return self._attention, self._squares
 
-    def least(self, lengths: Any, budget: Any) -> Any:
+    def least(self, lengths: Prompts, budget: Prompts) -> Prompts:
         return resolve(self.size, lengths, budget)
 
     def memory(self, info: LayerInfo) -> tuple[PerSlot, PerSlot]:

@@ -17,6 +17,7 @@ from kvjax.core.contract import (
     Observation,
     PerSlot,
     Phase,
+    Prompts,
     Score,
     Slots,
     data,
@@ -68,7 +69,7 @@ class KeyDirections(Score):
 
     table: Table = data()
 
-    def hparams(self, info: LayerInfo, lengths: np.ndarray, budget: np.ndarray) -> Float[Array, "M K H"]:
+    def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> Float[Array, "M K H"]:
         there, here = self.table.array.shape, (info.num_layers, info.num_kv_heads, info.head_dim)
         if there != here:
             raise ValueError(f"filters have the shape {there}, but the model has {here} (layers, kv heads, head_dim)")

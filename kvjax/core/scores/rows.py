@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.core.contract import Count, LayerInfo, Observation, Phase, Score, Slots, count, resolve
+from kvjax.core.contract import Count, LayerInfo, Observation, Phase, Prompts, Score, Slots, count, resolve
 from kvjax.core.observe import ProjectedValueNorm, Rows, by_row, votes
 from kvjax.core.scores.blends import check_pooling, layer_mean, pool_in_order
 
@@ -104,7 +104,7 @@ class Defensive(Score):
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return (votes(self.rows), ProjectedValueNorm()) if phase == "prefill" else ()
 
-    def hparams(self, info: LayerInfo, lengths: np.ndarray, budget: np.ndarray) -> Int[Array, "M"]:
+    def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> Int[Array, "M"]:
         most = np.maximum(resolve(self.most, lengths, budget) - self.rows, 0)
         return jnp.asarray(np.minimum(most, lengths), jnp.int32)
 
