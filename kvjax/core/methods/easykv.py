@@ -159,7 +159,7 @@ def easykv_encoding_decoding(
 
 
 def easykv(importance: Importance, budget: int, *, prompt_length: int, stride: int = 1) -> Policy:
-    """Is `easykv_decoding` with what a budget leaves beyond the prompt, else `easykv_encoding_decoding` (mode "auto").
+    """Evicts as `easykv_decoding` if the budget exceeds the prompt, else as `easykv_encoding_decoding` (mode "auto").
 
     Args:
       importance: what ranks tokens.

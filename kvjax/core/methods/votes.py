@@ -34,7 +34,7 @@ def snapkv(budget: Count, *, window: int = 32, kernel: int = 7, pooling: Literal
 
 
 def pyramidkv(budget: Count, *, beta: float = 20.0, window: int = 8, kernel: int = 7) -> Evict:
-    r"""Is SnapKV with budgets that fall from the first layer to the last (PyramidKV, Cai et al., arXiv 2406.02069).
+    r"""Gives SnapKV budgets that fall from the first layer to the last (PyramidKV, Cai et al., arXiv 2406.02069).
 
     Beside its window the last layer has $b / \beta$ tokens, the first $2 b - b / \beta$, with $b$ the average.
 
@@ -48,7 +48,7 @@ def pyramidkv(budget: Count, *, beta: float = 20.0, window: int = 8, kernel: int
 
 
 def ada_snapkv(budget: Count, *, alpha: float = 0.5, window: int = 32, kernel: int = 7, pool: bool = True) -> Evict:
-    r"""Is SnapKV whose heads compete for their layer's budget (Ada-KV, Feng et al., arXiv 2407.11550).
+    r"""Lets the heads of SnapKV compete for their layer's budget (Ada-KV, Feng et al., arXiv 2407.11550).
 
     Of a layer's best scores a head holds $B_i$; it gets $\alpha B_i + (1 - \alpha) b$ tokens (Algorithm 1).
 
@@ -66,7 +66,7 @@ def ada_snapkv(budget: Count, *, alpha: float = 0.5, window: int = 32, kernel: i
 def ada_pyramid(
     budget: Count, *, alpha: float = 0.5, beta: float = 20.0, window: int = 8, kernel: int = 7, pool: bool = True
 ) -> Evict:
-    """Is PyramidKV whose heads compete for their layer's budget (Ada-KV, Feng et al., arXiv 2407.11550).
+    """Lets the heads of PyramidKV compete for their layer's budget (Ada-KV, Feng et al., arXiv 2407.11550).
 
     Args:
       budget: live tokens a kv head and layer on average, the window included.
@@ -83,7 +83,7 @@ def ada_pyramid(
 def headkv(
     budget: Count, importance: Any, *, beta: float = 1.2, window: int = 32, kernel: int = 7, pool: bool = True
 ) -> Evict:
-    r"""Is SnapKV where heads that retrieve and reason get more (HeadKV, Fu et al., arXiv 2410.19258).
+    r"""Gives more of SnapKV's budget to heads that retrieve and reason (HeadKV, Fu et al., arXiv 2410.19258).
 
     Beside its window every head has $b - b / \beta$ tokens; the rest of the model's budget goes by importance.
 
@@ -241,12 +241,13 @@ def layer_defensivekv(
     max_ratio: float = 2.0,
     pool: bool = True,
 ) -> AcrossLayers:
-    """Is DefensiveKV where all layers compete for the model's budget: one top-k of its scores (arXiv 2510.13334).
+    """Lets all layers of DefensiveKV compete for the model's budget, by one top-k of scores (arXiv 2510.13334).
 
     Args:
       budget: live tokens a kv head and layer on average, the window included.
-      window, kernel, mass, pool: as of `defensivekv`.
+      window, kernel, mass: as of `defensivekv`.
       max_ratio: no layer gets more than this many times the average.
+      pool: heads have slots in one pool, as many as each needs; otherwise each has those of the largest.
     """
     policy = defensivekv(budget, window=window, kernel=kernel, mass=mass, pool=pool)
     return AcrossLayers(policy, by_top_scores, max_ratio)
