@@ -43,7 +43,7 @@ class Decoding:
 
 @pytree
 class Steps:
-    """What some steps gave, in the order of the steps.
+    """What one step gave, or some, in their order.
 
     Attributes:
       tokens: the tokens that followed, `pad_id` where a sequence had ended.
@@ -52,10 +52,10 @@ class Steps:
       logits: those after each step; None unless asked for.
     """
 
-    tokens: Int[Array, "n B"]
-    log_probs: Float[Array, "n B"]
-    live: Int[Array, "n B L"] | None = None
-    logits: Float[Array, "n B V"] | None = None
+    tokens: Int[Array, "*n B"]
+    log_probs: Float[Array, "*n B"]
+    live: Int[Array, "*n B L"] | None = None
+    logits: Float[Array, "*n B V"] | None = None
 
 
 def log_prob(logits: Float[Array, "B V"], token: Int[Array, "B"]) -> Float[Array, "B"]:

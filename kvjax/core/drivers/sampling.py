@@ -86,7 +86,7 @@ class RepetitionPenalty(Filter):
     penalty: float
 
     def __post_init__(self):
-        _check("penalty", self.penalty, 0, math.inf, "must be positive and finite; 1 is no penalty")
+        _check("penalty", self.penalty, 0.0, math.inf, "must be positive and finite; 1 is no penalty")
 
     @property
     def reads_seen(self) -> bool:
@@ -115,7 +115,7 @@ class Temperature(Filter):
     temperature: float
 
     def __post_init__(self):
-        _check("temperature", self.temperature, 0, math.inf, "must be positive and finite; use Greedy() for 0")
+        _check("temperature", self.temperature, 0.0, math.inf, "must be positive and finite; use Greedy() for 0")
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
         """The logits divided."""
@@ -154,7 +154,7 @@ class TopP(Filter):
     p: float
 
     def __post_init__(self):
-        _check("p", self.p, 0, 1, "a probability mass is above 0 and at most 1")
+        _check("p", self.p, 0.0, 1.0, "a probability mass is above 0 and at most 1")
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
         """The logits, -inf for tokens outside the set."""
@@ -178,7 +178,7 @@ class MinP(Filter):
     p: float
 
     def __post_init__(self):
-        _check("p", self.p, -1e-30, 1, "a share of the largest probability is from 0 to 1")
+        _check("p", self.p, -1e-30, 1.0, "a share of the largest probability is from 0 to 1")
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
         """The logits, -inf for less likely tokens."""
