@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.core.contract import (
     MOST,
@@ -124,21 +124,25 @@ def known(n: Count, ctx: Context) -> Int[Array, "B"]:
     return jnp.asarray(table)[ctx.prompt_length]
 
 
-def apportion(shares: Any, limit: Any, xp: Any = np) -> Any:
+def apportion(shares: Any, limit: Any, xp: Any = np, *, least: Any = 0, first: Any = 0) -> Any:
     """Whole numbers near real shares, with the same total.
 
-    What lies beyond a limit is spread over the others in proportion; then the largest remainders are rounded up.
+    What lacks to the least is taken from what others have beyond theirs, and what lies beyond a limit is spread over
+    the others, both in proportion; then the largest remainders are rounded up.
 
     Args:
       shares: real numbers "*n L", divided along the last axis.
       limit: the most that each can get, of a shape that broadcasts to theirs. The total is cut to that of the limits.
       xp: `numpy` on the host, `jax.numpy` in traced code.
+      least: the least that each gets, likewise; together no more than the shares.
+      first: which of equal remainders are rounded up first, likewise: those with the larger number.
 
     Returns:
       int32 "*n L".
     """
-    limit = xp.broadcast_to(limit, shares.shape).astype(shares.dtype)
+    limit, least = (xp.broadcast_to(x, shares.shape).astype(shares.dtype) for x in (limit, least))
     total = xp.minimum(xp.round(shares.sum(-1, keepdims=True)), limit.sum(-1, keepdims=True))
+    shares = xp.where((shares < least).any(-1, keepdims=True), _raised(shares, least, total, xp), shares)
 
     def spread(_: Any, shares: Any) -> Any:
         over, shares = xp.maximum(shares - limit, 0).sum(-1, keepdims=True), xp.minimum(shares, limit)
@@ -155,8 +159,17 @@ def apportion(shares: Any, limit: Any, xp: Any = np) -> Any:
     shares = xp.minimum(shares, limit)
     floor = xp.floor(shares)
     left = xp.where(floor < limit, shares - floor, -1)
-    rank = xp.argsort(xp.argsort(-left, axis=-1, stable=True), axis=-1, stable=True)
+    left = left if xp is np else xp.round(left * 1024)  # equals may differ by what floats of 32 bits lose
+    order = xp.lexsort((-xp.broadcast_to(first, shares.shape), -left), axis=-1)
+    rank = xp.argsort(order, axis=-1, stable=True)
     return (floor + (rank < total - floor.sum(-1, keepdims=True))).astype(np.int32)
+
+
+def _raised(shares: Any, least: Any, total: Any, xp: Any) -> Any:
+    """Shares of the same total of which none is below the least."""
+    beyond = xp.maximum(shares - least, 0)
+    mass = beyond.sum(-1, keepdims=True)
+    return least + beyond * ((total - least.sum(-1, keepdims=True)) / xp.where(mass > 0, mass, 1))
 
 
 # ------------------------------------------------------------------------------------------------- over layers
@@ -166,13 +179,14 @@ def apportion(shares: Any, limit: Any, xp: Any = np) -> Any:
 class Even:
     """Every layer gets the average."""
 
-    def __call__(self, average: Prompts, limit: Prompts, num_layers: int) -> Int[np.ndarray, "M L"]:
+    def __call__(self, average: Prompts, limit: Prompts, num_layers: int, outside: Prompts) -> Int[np.ndarray, "M L"]:
         """Tokens of each layer.
 
         Args:
           average: tokens of a layer on average.
           limit: tokens that there are to keep.
           num_layers: layers of the model.
+          outside: tokens that every layer keeps beside these.
         """
         return np.repeat(average[:, None], num_layers, 1)
 
@@ -191,12 +205,12 @@ class Pyramid:
         if self.beta < 1:
             raise ValueError(f"beta={self.beta}: the last layer gets 1 / beta of the average, so give 1 or more")
 
-    def __call__(self, average: Prompts, limit: Prompts, num_layers: int) -> Int[np.ndarray, "M L"]:
+    def __call__(self, average: Prompts, limit: Prompts, num_layers: int, outside: Prompts) -> Int[np.ndarray, "M L"]:
         last = average[:, None] / self.beta
         first = 2 * average[:, None] - last
         place = np.arange(num_layers) / max(num_layers - 1, 1)
         shares = first - (first - last) * place if num_layers > 1 else average[:, None] * 1.0
-        return apportion(shares, limit[:, None])
+        return apportion(shares, limit[:, None], least=_one_if_bare(outside))
 
 
 @value
@@ -209,10 +223,17 @@ class LayerShares:
 
     weights: tuple[float, ...]
 
-    def __call__(self, average: Prompts, limit: Prompts, num_layers: int) -> Int[np.ndarray, "M L"]:
+    def __call__(self, average: Prompts, limit: Prompts, num_layers: int, outside: Prompts) -> Int[np.ndarray, "M L"]:
         if len(self.weights) != num_layers:
             raise ValueError(f"LayerShares has {len(self.weights)} weights for {num_layers} layers; give one a layer")
-        return apportion(average[:, None] * np.asarray(self.weights) * (num_layers / sum(self.weights)), limit[:, None])
+        ratios = np.asarray(self.weights) * (num_layers / sum(self.weights))
+        least = np.where(ratios > 0, _one_if_bare(outside), 0)
+        return apportion(average[:, None] * ratios, limit[:, None], least=least)
+
+
+def _one_if_bare(outside: Prompts) -> Int[np.ndarray, "M 1"]:
+    """The least that a layer gets: a token, if it keeps none in any case."""
+    return (outside == 0)[:, None].astype(np.int64)
 
 
 # ------------------------------------------------------------------------------------------------- over heads
@@ -222,7 +243,8 @@ class Adaptive(Heads):
     """Heads compete for the layer's budget by their scores (Ada-KV, arXiv 2407.11550, Algorithm 1).
 
     Attributes:
-      alpha: the share of the budget that is competed for; each head gets its part of the rest.
+      alpha: the share of the budget that is competed for; each head gets its part of the rest, and unless all of it is
+        competed for, at least one token.
       max_ratio: no head gets more than this many times the average.
     """
 
@@ -241,19 +263,17 @@ class Adaptive(Heads):
         return np.minimum(most, np.maximum(limit, average))
 
     def __call__(self, score: Float[Array, "B K S"], average: Int[Array, "B"], slots: Slots) -> Int[Array, "B K"]:
-        B, K, S = score.shape
-        flat = jnp.where(slots.candidates, score, -jnp.inf).reshape(B, K * S)
-        rank = jnp.argsort(jnp.argsort(-flat, axis=-1, stable=True), axis=-1)
-        own = ((rank < K * average[:, None]) & (flat > -jnp.inf)).reshape(B, K, S).sum(-1).astype(jnp.float32)
-        mean = average[:, None].astype(jnp.float32)
-        return whole(self.alpha * own + (1 - self.alpha) * mean, slots, mean, min(self.max_ratio, K))
+        mean, ratio = average[:, None].astype(jnp.float32), min(self.max_ratio, score.shape[1])
+        shares = self.alpha * won(score, average, slots) + (1 - self.alpha) * mean
+        return whole(shares, score, slots, mean, ratio, least=bare(average, slots) & (self.alpha < 1))
 
 
 class HeadShares(Heads):
     """Fixed shares of the kv heads, learned or measured.
 
     Attributes:
-      weights: a row a layer with one weight a head; a head's share is its weight over the row's sum.
+      weights: a row a layer with one weight a head; a head's share is its weight over the row's sum, and unless that is
+        0, at least one token.
     """
 
     weights: tuple[tuple[float, ...], ...] = data()
@@ -269,35 +289,72 @@ class HeadShares(Heads):
         return row * (len(row) / row.sum())
 
     def most(self, average: Prompts, limit: Prompts, info: LayerInfo) -> Prompts:
-        return np.minimum(_ceil(average * self._ratios(info).max()), np.maximum(limit, average))
+        return _ceil(average * self._ratios(info).max())
 
     def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> Float[Array, "M K"]:
         return jnp.asarray(np.repeat(self._ratios(info)[None], len(lengths), 0), jnp.float32)
 
     def __call__(self, score: Float[Array, "B K S"], average: Int[Array, "B"], slots: Slots) -> Int[Array, "B K"]:
         ratios, mean = slots.hparams, average[:, None].astype(jnp.float32)
-        return whole(mean * ratios, slots, mean, ratios.max(-1, keepdims=True))
+        least = bare(average, slots) & (ratios > 0)
+        return whole(mean * ratios, score, slots, mean, ratios.max(-1, keepdims=True), least=least)
+
+    def lasting(self, shares: Int[Array, "B K"], average: Int[Array, "B"], slots: Slots) -> Int[Array, "B K"]:
+        ratios, mean = slots.hparams, average[:, None].astype(jnp.float32)
+        limit = _most(mean * ratios)
+        least = jnp.minimum((average > 0)[:, None] & ~slots.protected.any(-1) & (ratios > 0), limit)
+        return apportion(mean * ratios, limit, jnp, least=least)
 
 
 def _ceil(x: np.ndarray) -> Prompts:
     return np.ceil(x - 1e-9).astype(np.int64)
 
 
+def _most(x: Float[Array, "B _"]) -> Float[Array, "B _"]:
+    """Rounded up, but for what floats of 32 bits make of a whole number."""
+    return jnp.ceil(x * (1 - 1e-6) - 1e-4)
+
+
+def won(score: Float[Array, "B K S"], average: Int[Array, "B"], slots: Slots) -> Float[Array, "B K"]:
+    """How many of the layer's best candidates, `average` a head, each head has."""
+    B, K, S = score.shape
+    flat = jnp.where(slots.candidates, score, -jnp.inf).reshape(B, K * S)
+    rank = jnp.argsort(jnp.argsort(-flat, axis=-1, stable=True), axis=-1)
+    return ((rank < K * average[:, None]) & (flat > -jnp.inf)).reshape(B, K, S).sum(-1).astype(jnp.float32)
+
+
+def bare(average: Int[Array, "B"], slots: Slots) -> Bool[Array, "B K"]:
+    """Heads that would be left without a token if they got none."""
+    return (average > 0)[:, None] & slots.candidates.any(-1) & ~slots.protected.any(-1)
+
+
 def whole(
-    shares: Float[Array, "B K"], slots: Slots, mean: Float[Array, "B 1"], ratio: int | float | Float[Array, "B 1"]
+    shares: Float[Array, "B K"],
+    score: Float[Array, "B K S"],
+    slots: Slots,
+    mean: Float[Array, "B 1"],
+    ratio: int | float | Float[Array, "B 1"],
+    *,
+    least: Bool[Array, "B K"],
 ) -> Int[Array, "B K"]:
     """Shares of heads in whole tokens, whose mean is `mean`.
 
+    Equal remainders are rounded up in the order of the heads' best scores, so that heads may be numbered in any order.
+
     Args:
       shares: what heads should get.
+      score: of all slots.
       slots: where `candidates` says how many tokens each head can keep.
       mean: tokens of a head on average.
       ratio: no head gets more than this many times the mean, nor more than it can keep if that is beyond the mean.
+      least: heads that get at least one token.
     """
     exist = slots.candidates.sum(-1).astype(jnp.float32)
     shares = jnp.where(exist.mean(-1, keepdims=True) <= mean, exist, shares)
     shares = shares + (mean - shares.mean(-1, keepdims=True))
-    return apportion(shares, jnp.minimum(jnp.maximum(exist, mean), jnp.ceil(mean * ratio - 1e-4)), jnp)
+    limit = jnp.minimum(jnp.maximum(exist, mean), _most(mean * ratio))
+    first = jnp.where(slots.candidates, score, -jnp.inf).max(-1)
+    return apportion(shares, limit, jnp, least=least, first=first)
 
 
 # ------------------------------------------------------------------------------------------------- when

@@ -16,6 +16,7 @@ from kvjax.core.contract.asked import unique as unique
 from kvjax.core.contract.asked import updated_parts as updated_parts
 from kvjax.core.contract.told import EMPTY as EMPTY
 from kvjax.core.contract.told import LAST as LAST
+from kvjax.core.contract.told import UNSCORED as UNSCORED
 from kvjax.core.contract.told import AttentionInputs as AttentionInputs
 from kvjax.core.contract.told import Context as Context
 from kvjax.core.contract.told import Decision as Decision

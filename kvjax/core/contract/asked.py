@@ -182,6 +182,10 @@ class Heads(Part):
         """Tokens of each head, which add up to `average` a head."""
         raise NotImplementedError
 
+    def lasting(self, shares: Int[Array, "B K"], average: Int[Array, "B"], slots: Slots) -> Int[Array, "B K"]:
+        """What heads keep at all later evictions of the `shares` that the first one gave them."""
+        return shares
+
 
 class Rewrite(Part):
     """What kept slots hold after an eviction: keys, values, weights."""

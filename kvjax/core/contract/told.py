@@ -14,6 +14,7 @@ from kvjax.pallas_kernels.pytree import pytree, static
 
 EMPTY = -1  # the position of a dead slot
 LAST = jnp.iinfo(jnp.int32).max  # later than any position
+UNSCORED = LAST - 1  # the position of a prompt's tokens that stay where others went by scores none of which is a number
 Phase = Literal["prefill", "decode", "replay"]
 Rotate = Callable[[Array, Array], Array]  # the rotary embedding: (x "B K T H", positions "B K T") -> x
 
@@ -319,6 +320,8 @@ class Decision:
       score: what they were ranked by.
       budgets: tokens that each head may keep.
       k, v, log_weight: what slots hold afterwards; None where they hold what they held.
+      unscored: heads of which tokens go, though no score is a number. What stays of them is at position `UNSCORED`,
+        and drivers refuse it: no choice was made.
     """
 
     keep: Bool[Array, "B K S"]
@@ -327,3 +330,4 @@ class Decision:
     k: Float[Array, "B K S _"] | None = None
     v: Float[Array, "B K S H"] | None = None
     log_weight: Float[Array, "B K S"] | None = None
+    unscored: Bool[Array, "B K"] | None = None

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.core.budgets import Adaptive
+from kvjax.core.budgets import Adaptive, bare, whole, won
 from kvjax.core.contract import Count, Heads, LayerInfo, Prompts, Slots, Tree, resolve, value
 from kvjax.core.decide.select import best
 
@@ -63,21 +63,19 @@ class FloorPyramid:
     Attributes:
       beta: steepness.
       uniform: all layers get `b` where the prompt is shorter than `2 b` (KVCache-Factory; AdaKV lacks this, D-42).
-      window: tokens that every layer keeps beside.
     """
 
     beta: float = 20.0
     uniform: bool = True
-    window: int = 8
 
-    def __call__(self, average: Prompts, limit: Prompts, num_layers: int) -> Int[np.ndarray, "M L"]:
-        """Tokens of every layer, beside the window."""
+    def __call__(self, average: Prompts, limit: Prompts, num_layers: int, outside: Prompts) -> Int[np.ndarray, "M L"]:
+        """Tokens of every layer, beside those outside."""
         if num_layers == 1:
             return average[:, None]
         first = np.minimum(2 * average - np.floor(average / self.beta).astype(np.int64), limit)
         step = (first - (2 * average - first)) // (num_layers - 1)
-        layers = np.maximum(first[:, None] - step[:, None] * np.arange(num_layers), int(self.window == 0))
-        short = self.uniform & (limit + self.window < 2 * average)
+        layers = np.maximum(first[:, None] - step[:, None] * np.arange(num_layers), (outside == 0)[:, None])
+        short = self.uniform & (limit + outside < 2 * average)
         return np.where(short[:, None], average[:, None], layers)
 
 
@@ -90,28 +88,25 @@ class InclusivePyramid:
 
     Attributes:
       beta: steepness.
-      window: tokens that every layer keeps, in its share.
       share: the budget as a share of the prompt, whose fraction counts; None for one in tokens.
     """
 
     beta: float = 20.0
-    window: int = 64
     share: float | None = None
 
-    def __call__(self, average: Prompts, limit: Prompts, num_layers: int) -> Int[np.ndarray, "M L"]:
+    def __call__(self, average: Prompts, limit: Prompts, num_layers: int, outside: Prompts) -> Int[np.ndarray, "M L"]:
         """Tokens of every layer, beside the window."""
-        # Where budgets do not hold their windows, these are cut: the prompt is what there is beside them, and they.
-        window = self.window
-        exact = (average + window).astype(np.float64) if self.share is None else self.share * (limit + window)
-        exact = np.where((average >= limit) & (average > 0), (average + window).astype(np.float64), exact)
-        budget = (window + exact) - window  # its last digits too are those of kvpress
+        given = (average + outside).astype(np.float64)
+        exact = given if self.share is None else self.share * (limit + outside)
+        exact = np.where((average >= limit) & (average > 0), given, exact)
+        budget = (outside + exact) - outside  # its last digits too are those of kvpress
         last = budget / self.beta
         first = 2 * budget - last
         first, last = np.minimum(first, limit), np.where(first >= limit, 2 * budget - limit, last)
         slope = (first - last) / max(num_layers - 1, 1)
-        falls = (first >= last) & (last >= window) & (num_layers > 1)
+        falls = (first >= last) & (last >= outside) & (num_layers > 1)
         layers = np.where(falls[:, None], first[:, None] - slope[:, None] * np.arange(num_layers), exact[:, None])
-        return np.maximum(np.round(layers).astype(np.int64) - window, 0)
+        return np.maximum(np.round(layers).astype(np.int64) - outside[:, None], (outside == 0)[:, None])
 
 
 # ------------------------------------------------------------------------------------------------ over heads
@@ -124,10 +119,13 @@ class HalfEven(Adaptive):
     """
 
     def __call__(self, score: Float[Array, "B K S"], average: Int[Array, "B"], slots: Slots) -> Int[Array, "B K"]:
-        own = Adaptive(1.0, self.max_ratio)(score, average, slots).astype(jnp.float32)
+        own = won(score, average, slots)
         mean, exist = average[:, None].astype(jnp.float32), slots.candidates.sum(-1).astype(jnp.float32)
         rounded = jnp.round(self.alpha * own + jnp.floor((1 - self.alpha) * mean + 1e-6))
-        return jnp.where(exist.mean(-1, keepdims=True) <= mean, own, jnp.minimum(rounded, exist)).astype(jnp.int32)
+        rounded = jnp.maximum(rounded, bare(average, slots) & (self.alpha < 1))
+        most = jnp.minimum(exist, jnp.ceil(mean * min(self.max_ratio, score.shape[1]) - 1e-4))
+        every = super().__call__(score, average, slots)
+        return jnp.where(exist.mean(-1, keepdims=True) <= mean, every, jnp.minimum(rounded, most).astype(jnp.int32))
 
 
 class Normalized(Heads):
@@ -148,6 +146,9 @@ class Normalized(Heads):
         mass, total = jnp.where(among, score, 0.0).sum(-1, keepdims=True), score.sum(-1, keepdims=True)
         scaled = score * jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), 1.0)
         return self.heads(scaled, average, slots.of("heads"))
+
+    def lasting(self, shares: Int[Array, "B K"], average: Int[Array, "B"], slots: Slots) -> Int[Array, "B K"]:
+        return self.heads.lasting(shares, average, slots.of("heads"))
 
 
 class FloorThenGlobal(Heads):
@@ -173,4 +174,6 @@ class FloorThenGlobal(Heads):
         safe = jnp.broadcast_to(jnp.maximum(slots.hparams.safe - outside, 0)[:, None], score.shape[:2])
         score = jnp.where(slots.candidates, score, -jnp.inf)
         first = best(score, jnp.where(slots.candidates, slots.kv.pos, -1), safe)
-        return Adaptive(1.0)(jnp.where(first, jnp.inf, score), average, slots)
+        score, mean = jnp.where(first, jnp.inf, score), average[:, None].astype(jnp.float32)
+        least = bare(average, slots) & (self.alpha > 0)
+        return whole(won(score, average, slots), score, slots, mean, score.shape[1], least=least)

@@ -251,20 +251,20 @@ def snapkv_factory(budget: Count = 512, *, window: int = 8, kernel: int = 7) -> 
 def pyramidkv_factory(budget: Count, *, beta: float = 20.0, window: int = 8, kernel: int = 7) -> Evict:
     """PyramidKV of KVCache-Factory: whole steps, whose total exceeds the budget (D-41, D-42)."""
     policy = pyramidkv(budget, window=window, kernel=kernel)
-    return dataclasses.replace(policy, layers=FloorPyramid(beta, window=window))
+    return dataclasses.replace(policy, layers=FloorPyramid(beta))
 
 
 def pyramidkv_adakv(budget: Count, *, beta: float = 20.0, window: int = 8, kernel: int = 7) -> Evict:
     """PyramidKV of AdaKV: whole steps, without a uniform branch for short prompts (D-42)."""
     policy = pyramidkv(budget, window=window, kernel=kernel)
-    return dataclasses.replace(policy, layers=FloorPyramid(beta, uniform=False, window=window))
+    return dataclasses.replace(policy, layers=FloorPyramid(beta, uniform=False))
 
 
 def pyramidkv_kvpress(budget: int | float, *, beta: float = 20.0, window: int = 64, kernel: int = 5) -> Evict:
     """PyramidKV of kvpress: windows are a part of every layer's share (D-43)."""
     share = budget if isinstance(budget, float) else None
     policy = cut_window(snapkv(budget, window=window, kernel=kernel, pooling="avg"), window)
-    return dataclasses.replace(policy, layers=InclusivePyramid(beta, window, share))
+    return dataclasses.replace(policy, layers=InclusivePyramid(beta, share))
 
 
 def cut_window(policy: Evict, window: int) -> Evict:
@@ -328,7 +328,7 @@ def ada_pyramid_adakv(
 ) -> Evict:
     """Ada-Pyramid of its code, of the first prompt that its class reads (D-25, D-42)."""
     policy = ada_released(budget, floor=floor, window=window, kernel=kernel, pool=pool)
-    return dataclasses.replace(policy, layers=FloorPyramid(beta, uniform=False, window=window))
+    return dataclasses.replace(policy, layers=FloorPyramid(beta, uniform=False))
 
 
 # ------------------------------------------------------------------------------------------------ AhaKV
