@@ -96,7 +96,7 @@ class TwoStage(Select):
 
     Attributes:
       weight: the observation "B K S" that gives the weights.
-      first: the share of the budget that is filled by score alone.
+      first: the share of the budget that is filled by score alone, one token at least unless it is 0.
       eps: what is added to scores before they are weighed.
     """
 
@@ -113,10 +113,14 @@ class TwoStage(Select):
 
     def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         safe = slots.protected
-        half = jnp.floor(budgets * self.first + 1e-6).astype(jnp.int32)
-        first = best(jnp.where(safe, jnp.inf, score), slots.kv.pos, half)
+        first = best(jnp.where(safe, jnp.inf, score), slots.kv.pos, self._filled(budgets, slots))
         weighed = (score + self.eps) * slots.stats[self.weight]
         return best(jnp.where(first | safe, jnp.inf, weighed), slots.kv.pos, budgets)
+
+    def _filled(self, budgets: Int[Array, "B K"], slots: Slots) -> Int[Array, "B K"]:
+        """How many tokens the first stage fills."""
+        size = jnp.floor(budgets * self.first + 1e-6).astype(jnp.int32)
+        return jnp.minimum(jnp.maximum(size, int(self.first > 0)), budgets)
 
 
 class Chunks(Select):
@@ -180,33 +184,44 @@ class Chunks(Select):
 class PerChunk(Select):
     """The best slots of every chunk of the text, the same share of each (FINCH, Corallo and Papotti, TACL 12).
 
+    Every chunk keeps one token at least. Where that is more than the budget, the worst of all chunks go.
+
     Attributes:
       size: tokens of a chunk.
-      share: the share of each chunk that stays; None for the budget's share of the tokens.
+      share: how many tokens of a chunk stay, a count of its length; None for the budget's share of the tokens.
     """
 
     size: int
-    share: float | None = None
+    share: Count | None = None
 
     def __post_init__(self):
         if self.size < 1:
             raise ValueError(f"a chunk has {self.size} tokens; give 1 or more")
 
     def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
-        kv, S, safe = slots.kv, score.shape[-1], slots.protected
+        kv, safe = slots.kv, slots.protected
         chunk = jnp.where(kv.live, kv.pos // self.size, LAST)
         order = jnp.lexsort((-kv.pos, -jnp.where(safe, jnp.inf, score), chunk), axis=-1)
-        mine, place = jnp.take_along_axis(chunk, order, -1), jnp.arange(S)
-        start = (mine[..., None, :] < mine[..., :, None]).sum(-1)
-        length = (mine[..., None, :] == mine[..., :, None]).sum(-1)
+        place, length = _runs(jnp.take_along_axis(chunk, order, -1))
         wanted = jnp.floor(length * (budgets / jnp.maximum(kv.num_live, 1))[..., None] + 1e-5).astype(jnp.int32)
         if self.share is not None:
             table = jnp.asarray(resolve(self.share, np.arange(self.size + 1)), jnp.int32)
             whole = (kv.num_live == slots.ctx.prompt_length[:, None])[..., None]
             wanted = jnp.where(whole, table[jnp.minimum(length, self.size)], wanted)
-        chosen = jnp.put_along_axis(jnp.zeros_like(kv.live), order, place - start < wanted, -1, inplace=False)
-        stays = chosen | safe | (kv.num_live <= budgets)[..., None]
+        mine = place < jnp.maximum(wanted, 1)
+        chosen = jnp.put_along_axis(jnp.zeros_like(kv.live), order, mine, -1, inplace=False)
+        stays = kv.live & (chosen | safe | (kv.num_live <= budgets)[..., None])
         return best(jnp.where(safe, jnp.inf, score), jnp.where(stays, kv.pos, -1), budgets)
+
+
+def _runs(x: Int[Array, "B K S"]) -> tuple[Int[Array, "B K S"], Int[Array, "B K S"]]:
+    """For every entry of rows in which equals are neighbours: its place among its equals, and how many they are."""
+    place, edge = lax.broadcasted_iota(jnp.int32, x.shape, 2), jnp.ones_like(x[..., :1], bool)
+    begins = jnp.concatenate([edge, x[..., 1:] != x[..., :-1]], axis=-1)
+    ends = jnp.concatenate([begins[..., 1:], edge], axis=-1)
+    first = lax.cummax(jnp.where(begins, place, 0), axis=2)
+    last = lax.cummin(jnp.where(ends, place, x.shape[-1]), axis=2, reverse=True)
+    return place - first, last - first + 1
 
 
 class LazyOrAll(Select):

@@ -7,11 +7,11 @@ from typing import Any, Literal
 from kvjax.core.budgets import Schedule, Share
 from kvjax.core.compose import when
 from kvjax.core.contract import Count, Layout
-from kvjax.core.decide.select import AtLeast, Chunks
+from kvjax.core.decide.select import AtLeast, Chunks, PerChunk, TwoStage
 from kvjax.core.evict import Evict
 from kvjax.core.methods.counts import Truncated
 from kvjax.core.methods.keys import capkv, compactor, curdkv, expected_attention, keydiff, knorm, kvzap, lagkv
-from kvjax.core.methods.parts import LazyBefore, PaddedChunkAttention, PerChunkOf, TwoStageAtLeast, ZeroChannels
+from kvjax.core.methods.parts import LazyBefore, PaddedChunkAttention, TwoStageAtLeast, ZeroChannels
 from kvjax.core.methods.position import random, streaming_llm
 from kvjax.core.methods.variants import (
     PROMPT,
@@ -188,7 +188,7 @@ def kvpress_adakv(base: Evict, *, alpha: float = 0.2, pool: bool = True) -> Evic
 
 def kvpress_criticalkv(base: Evict, *, first: float = 0.5, eps: float = 1e-4) -> Evict:
     """CriticalKVPress around a press."""
-    return dataclasses.replace(base, select=TwoStageAtLeast(ProjectedValueNorm(), first, eps))
+    return dataclasses.replace(base, select=TwoStage(ProjectedValueNorm(), first, eps))
 
 
 def kvpress_critical_adakv(
@@ -208,7 +208,7 @@ def kvpress_chunkkv(base: Evict, *, size: int = 20) -> Evict:
 
 def kvpress_chunk(base: Evict, *, size: int) -> Evict:
     """ChunkPress around a press that scores every token by itself."""
-    return dataclasses.replace(base, select=PerChunkOf(size, base.budget))
+    return dataclasses.replace(base, select=PerChunk(size, base.budget))
 
 
 def kvpress_key_rerotation(base: Evict) -> Evict:

@@ -1,6 +1,6 @@
 """Scores and selections that released code has and papers do not."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from kvjax.core.contract import (
     count,
     value,
 )
-from kvjax.core.decide.select import LazyOrAll, PerChunk, ThenRandom, TopK, TwoStage, best
+from kvjax.core.decide.select import LazyOrAll, ThenRandom, TopK, TwoStage, best
 from kvjax.core.methods.hidden import DropChannels, ReadPages
 from kvjax.core.observe import FutureQueries, Rows
 from kvjax.core.scores.attention import Accumulated
@@ -224,12 +224,6 @@ class Drawn(ThenRandom):
         return first | best(drawn, jnp.where(pool, kv.pos, EMPTY), random)
 
 
-class PerChunkOf(PerChunk):
-    """Every chunk keeps its own best, as many as a count makes of its length (kvpress's ChunkPress)."""
-
-    share: Any = None
-
-
 class TwoStageAtLeast(TwoStage):
     """Two stages, of which the first fills some tokens at least (CriticalAdaKV of kvpress).
 
@@ -239,12 +233,8 @@ class TwoStageAtLeast(TwoStage):
 
     fill: Count = count(default=0)
 
-    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
-        safe, least = slots.protected, jnp.maximum(slots.hparams.fill[:, None], int(self.first > 0))
-        size = jnp.maximum(jnp.floor(budgets * self.first + 1e-6).astype(jnp.int32), least)
-        first = best(jnp.where(safe, jnp.inf, score), slots.kv.pos, jnp.minimum(size, budgets))
-        weighed = (score + self.eps) * slots.stats[self.weight]
-        return best(jnp.where(first | safe, jnp.inf, weighed), slots.kv.pos, budgets)
+    def _filled(self, budgets: Int[Array, "B K"], slots: Slots) -> Int[Array, "B K"]:
+        return jnp.minimum(jnp.maximum(super()._filled(budgets, slots), slots.hparams.fill[:, None]), budgets)
 
 
 class LazyBefore(LazyOrAll):
