@@ -1,0 +1,112 @@
+"""Counts of tokens, and values: frozen dataclasses, by which compiled programs are shared."""
+
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar, dataclass_transform
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+MOST = 2**30  # more tokens than any run has; larger counts are cut to it
+Prompts = Int[np.ndarray, "M"]  # a number for every prompt: its length, or a count of tokens
+T = TypeVar("T")
+
+# An int is a number of tokens, a float a share of the prompt, a function gets (prompts "M", budgets "M") on the host.
+Count = int | float | Callable[[Any, Any], Any]
+
+
+def count(*, default: Any = dataclasses.MISSING) -> Any:
+    """A field that holds a `Count`. It is data: policies that differ in it share programs.
+
+    Traced code reads it resolved to tokens, "B", as `hparams.<field>`; there the field itself is None.
+    """
+    return dataclasses.field(default=default, metadata={"blank": True, "count": True})
+
+
+def data(*, default: Any = dataclasses.MISSING) -> Any:
+    """A field that is data but no `Count`. `sizes` or `hparams` turn it into arrays; traced code finds None in it."""
+    return dataclasses.field(default=default, metadata={"blank": True})
+
+
+def resolve(n: Count, prompt: Prompts, budget: Prompts | None = None) -> Prompts:
+    """A count in tokens for every prompt.
+
+    Args:
+      n: the count.
+      prompt: lengths of the prompts.
+      budget: what the layer's budget is for each, in tokens; None where the count is that budget.
+
+    Raises:
+      ValueError: `n` is none of the three kinds of count, a negative number or a share outside [0, 1], or a function
+        whose answer has another shape.
+    """
+    if isinstance(n, bool | np.bool_) or n is None:
+        raise ValueError(f"{n!r} is not a count: give a number of tokens, a share of the prompt, or a function")
+    if isinstance(n, int | np.integer):
+        if n < 0:
+            raise ValueError(f"a count of {n} tokens is negative; give 0 or more")
+        return np.full_like(prompt, min(int(n), MOST), dtype=np.int64)
+    if isinstance(n, float | np.floating):
+        if not 0 <= n <= 1:
+            raise ValueError(f"{n} is not a share of the prompt, between 0 and 1; a number of tokens is an int")
+        return np.floor(float(n) * prompt + 1e-9).astype(np.int64)
+    if not callable(n):
+        raise ValueError(f"{n!r} is not a count: give a number of tokens, a share of the prompt, or a function")
+    found = np.asarray(n(prompt, budget))
+    if found.shape != np.shape(prompt):
+        raise ValueError(f"{n!r} gave counts of shape {found.shape} for {np.shape(prompt)} prompts; give one for each")
+    return found
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(count, data, dataclasses.field))
+def value(cls: type[T]) -> type[T]:
+    """Makes a class a frozen dataclass. Programs are shared by equal values."""
+    return dataclasses.dataclass(frozen=True)(cls)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(count, data, dataclasses.field))
+class Value:
+    """A frozen dataclass, and so is every subclass, without a decorator. Programs are shared by equal values.
+
+    Raises:
+      TypeError: a subclass has its own `__init__`, or assigns to a field without annotating it. Two values that differ
+        in what is not a field would compare equal, and one would run the other's program.
+    """
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
+        own, fields = vars(cls), {f.name for base in bases for f in dataclasses.fields(base)}
+        if "__init__" in own:
+            raise TypeError(
+                f"{cls.__name__}: declare fields instead of __init__; values with hidden attributes would compare equal"
+            )
+        if bare := sorted(n for n in own if n in fields and n not in own.get("__annotations__", {})):
+            raise TypeError(f"{cls.__name__}.{bare[0]} hides a field of that name: annotate it")
+        value(cls)
+
+
+def compiled(x: Any) -> Any:
+    """A value with None in the fields that are data: what programs are compiled for and shared by."""
+    if isinstance(x, tuple):
+        return tuple(map(compiled, x))
+    if not dataclasses.is_dataclass(x) or isinstance(x, type):
+        return x
+    y = object.__new__(type(x))
+    for f in dataclasses.fields(x):
+        object.__setattr__(y, f.name, None if f.metadata.get("blank") else compiled(getattr(x, f.name)))
+    return y
+
+
+class Tree(types.SimpleNamespace):
+    """A pytree whose children have names: `tree.score`."""
+
+
+def _flatten(x: Tree) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    names = tuple(sorted(vars(x)))
+    return tuple(map(vars(x).__getitem__, names)), names
+
+
+jax.tree_util.register_pytree_node(Tree, _flatten, lambda names, each: Tree(**dict(zip(names, each, strict=True))))

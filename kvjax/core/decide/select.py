@@ -1,0 +1,242 @@
+"""Which slots stay, given a score for each and a budget for every head.
+
+Scores have no gradient here, and each is read once: XLA may compute a float twice and round it differently, so that a
+number taken from a score and compared with the same score may lose a token.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.core.contract import LAST, Count, Observation, Phase, Select, Slots, count, resolve
+from kvjax.core.observe import segment_sum
+
+
+def best(score: Float[Array, "B K S"], pos: Int[Array, "B K S"], budgets: Int[Array, "B K"]) -> Bool[Array, "B K S"]:
+    """The `budgets` best live slots of every head; of equal scores, the newer.
+
+    Args:
+      score: the larger, the better.
+      pos: positions of the slots; those below 0 are not chosen.
+      budgets: how many are chosen.
+    """
+    S, slot = pos.shape[-1], lax.broadcasted_iota(jnp.int32, pos.shape, 2)
+    score = lax.stop_gradient(score)
+    *_, order = lax.sort((jnp.where(pos >= 0, score, -jnp.inf), pos, slot), num_keys=2)
+    chosen = jnp.arange(S) >= S - budgets[..., None]
+    return jnp.put_along_axis(pos < 0, order, chosen, axis=-1, inplace=False) & (pos >= 0)
+
+
+def all_but_worst(
+    score: Float[Array, "B K S"], pos: Int[Array, "B K S"], budgets: Int[Array, "B K"]
+) -> Bool[Array, "B K S"]:
+    """All live slots but the worst of every head that exceeds its budget; of equal scores, the older goes.
+
+    The same as `best` where no head exceeds its budget by more than one token, without sorting.
+    """
+    live, score = pos >= 0, lax.stop_gradient(score)
+
+    def lower(x: Any, y: Any) -> Any:
+        first = (x[0] < y[0]) | (x[0] == y[0]) & (x[1] < y[1])
+        return tuple(jnp.where(first, a, b) for a, b in zip(x, y, strict=True))
+
+    keys = jnp.where(live, score, jnp.inf), jnp.where(live, pos, LAST)
+    _, worst = lax.reduce(keys, (jnp.float32(jnp.inf), jnp.int32(LAST)), lower, (2,))
+    return live & ~((pos == worst[..., None]) & (live.sum(-1) > budgets)[..., None])
+
+
+class TopK(Select):
+    """The slots with the highest scores."""
+
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
+        choose = all_but_worst if slots.at_most_one else best
+        return choose(jnp.where(slots.protected, jnp.inf, score), slots.kv.pos, budgets)
+
+
+class AtLeast(Select):
+    """The slots with the highest scores, without those below a threshold (KVzap, arXiv 2601.07891).
+
+    Attributes:
+      threshold: the lowest score that stays, in the units of the score.
+    """
+
+    threshold: float
+
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
+        safe = slots.protected
+        return best(jnp.where(safe, jnp.inf, score), slots.kv.pos, budgets) & (safe | (score >= self.threshold))
+
+
+class ThenRandom(Select):
+    """The best slots, then a draw without replacement by the softmax of scores (NaCl, arXiv 2408.03675, section 3.3).
+
+    Attributes:
+      random: how many tokens of the budget are drawn.
+      shared: whether all heads draw the same numbers.
+    """
+
+    random: Count = count()
+    shared: bool = False
+
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
+        kv, safe = slots.kv, slots.protected
+        free = jnp.maximum(budgets - safe.sum(-1), 0)
+        random = jnp.where(kv.num_live > budgets, jnp.minimum(slots.hparams.random[:, None], free), 0)
+        first = best(jnp.where(safe, jnp.inf, score), kv.pos, budgets - random)
+        rest = kv.live & ~safe & ~first
+        u = jnp.clip(slots.ctx.uniform(kv.pos, self.shared), 1e-7, 1 - 1e-7)
+        return first | best(score - jnp.log(-jnp.log(u)), jnp.where(rest, kv.pos, -1), random)
+
+
+class TwoStage(Select):
+    """The best slots by score, then the best of the rest by score times a weight (CriticalKV, arXiv 2502.03805).
+
+    Attributes:
+      weight: the observation "B K S" that gives the weights.
+      first: the share of the budget that is filled by score alone, one token at least unless it is 0.
+      eps: what is added to scores before they are weighed.
+    """
+
+    weight: Observation
+    first: float = 0.5
+    eps: float = 1e-4
+
+    def __post_init__(self):
+        if not 0 <= self.first <= 1:
+            raise ValueError(f"first={self.first} is a share of the budget; give a number between 0 and 1")
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return (self.weight,)
+
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
+        safe = slots.protected
+        first = best(jnp.where(safe, jnp.inf, score), slots.kv.pos, self._filled(budgets, slots))
+        weighed = (score + self.eps) * slots.stats[self.weight]
+        return best(jnp.where(first | safe, jnp.inf, weighed), slots.kv.pos, budgets)
+
+    def _filled(self, budgets: Int[Array, "B K"], slots: Slots) -> Int[Array, "B K"]:
+        """How many tokens the first stage fills."""
+        size = jnp.floor(budgets * self.first + 1e-6).astype(jnp.int32)
+        return jnp.minimum(jnp.maximum(size, int(self.first > 0)), budgets)
+
+
+class Chunks(Select):
+    """Whole chunks of neighbouring tokens, the same in all kv heads (ChunkKV, arXiv 2502.00299).
+
+    Chunks with protected tokens come first, then those with the highest mean score. The number of chunks is static, so
+    this does not evict while decoding.
+
+    Attributes:
+      size: tokens of a chunk.
+      share: the share of the chunks that stays; None for the budget's share of the tokens. The two differ where the
+        budget was rounded to whole tokens.
+    """
+
+    size: int = 20
+    share: float | None = None
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(f"a chunk has {self.size} tokens; give 1 or more")
+
+    @property
+    def slack(self) -> int:
+        return self.size
+
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
+        kv, ctx, safe = slots.kv, slots.ctx, slots.protected
+        num = -(-ctx.width // self.size)  # no prompt has more chunks
+        chunk = jnp.where(kv.live, kv.pos // self.size, num)
+        by_chunk = lambda x: segment_sum(x, chunk, num)
+        tokens, held = by_chunk(kv.live.astype(jnp.int32)), by_chunk((kv.live & safe).astype(jnp.int32))
+        total = jnp.maximum(tokens.sum(1), 1).astype(jnp.float32)
+        mean = jnp.where(tokens.sum(1) > 0, by_chunk(jnp.where(kv.live, score, 0.0)).sum(1) / total, -jnp.inf)
+        rank = jnp.argsort(jnp.lexsort((-mean, -held.sum(1) / total)), axis=-1)
+        kept = rank < self._wanted(tokens, held, rank, budgets.min(-1), slots)[:, None]
+        kept = jnp.broadcast_to((kept & (tokens.sum(1) > 0))[:, None], tokens.shape)
+        return kv.live & (safe | jnp.take_along_axis(kept, jnp.minimum(chunk, num - 1), -1))
+
+    def _wanted(
+        self,
+        tokens: Int[Array, "B K C"],
+        held: Int[Array, "B K C"],
+        rank: Int[Array, "B C"],
+        budget: Int[Array, "B"],
+        slots: Slots,
+    ) -> Int[Array, "B"]:
+        """How many chunks stay: their share, as long as no head exceeds its budget by a whole chunk."""
+        ctx, exist, live = slots.ctx, (tokens.sum(1) > 0).sum(-1), slots.kv.num_live.max(-1)
+        wanted = budget.astype(jnp.float32) / jnp.maximum(live, 1)
+        if self.share is not None:
+            asked = self.share * ctx.prompt_length.astype(jnp.float32)
+            wanted = jnp.where((live == ctx.prompt_length) & (jnp.abs(budget - asked) < 1), self.share, wanted)
+        wanted = jnp.maximum(jnp.floor(exist * wanted + 1e-5).astype(jnp.int32), 1)
+        order = jnp.broadcast_to(rank[:, None], tokens.shape)
+        ordered = jnp.put_along_axis(jnp.zeros_like(tokens), order, tokens - held, -1, inplace=False)
+        grown = jnp.cumsum(ordered, -1) + held.sum(-1, keepdims=True)
+        fits = (grown <= (budget + self.size - 1)[:, None, None]).all(1).sum(-1)
+        return jnp.where(live <= budget, exist, jnp.minimum(wanted, fits))
+
+
+class PerChunk(Select):
+    """The best slots of every chunk of the text, the same share of each (FINCH, Corallo and Papotti, TACL 12).
+
+    Every chunk keeps one token at least. Where that is more than the budget, the worst of all chunks go.
+
+    Attributes:
+      size: tokens of a chunk.
+      share: how many tokens of a chunk stay, a count of its length; None for the budget's share of the tokens.
+    """
+
+    size: int
+    share: Count | None = None
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(f"a chunk has {self.size} tokens; give 1 or more")
+
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
+        kv, safe = slots.kv, slots.protected
+        chunk = jnp.where(kv.live, kv.pos // self.size, LAST)
+        order = jnp.lexsort((-kv.pos, -jnp.where(safe, jnp.inf, score), chunk), axis=-1)
+        place, length = _runs(jnp.take_along_axis(chunk, order, -1))
+        wanted = jnp.floor(length * (budgets / jnp.maximum(kv.num_live, 1))[..., None] + 1e-5).astype(jnp.int32)
+        if self.share is not None:
+            table = jnp.asarray(resolve(self.share, np.arange(self.size + 1)), jnp.int32)
+            whole = (kv.num_live == slots.ctx.prompt_length[:, None])[..., None]
+            wanted = jnp.where(whole, table[jnp.minimum(length, self.size)], wanted)
+        mine = place < jnp.maximum(wanted, 1)
+        chosen = jnp.put_along_axis(jnp.zeros_like(kv.live), order, mine, -1, inplace=False)
+        stays = kv.live & (chosen | safe | (kv.num_live <= budgets)[..., None])
+        return best(jnp.where(safe, jnp.inf, score), jnp.where(stays, kv.pos, -1), budgets)
+
+
+def _runs(x: Int[Array, "B K S"]) -> tuple[Int[Array, "B K S"], Int[Array, "B K S"]]:
+    """For every entry of rows in which equals are neighbours: its place among its equals, and how many they are."""
+    place, edge = lax.broadcasted_iota(jnp.int32, x.shape, 2), jnp.ones_like(x[..., :1], bool)
+    begins = jnp.concatenate([edge, x[..., 1:] != x[..., :-1]], axis=-1)
+    ends = jnp.concatenate([begins[..., 1:], edge], axis=-1)
+    first = lax.cummax(jnp.where(begins, place, 0), axis=2)
+    last = lax.cummin(jnp.where(ends, place, x.shape[-1]), axis=2, reverse=True)
+    return place - first, last - first + 1
+
+
+class LazyOrAll(Select):
+    """Only the protected slots where a layer reads little else, all of its budget elsewhere (SimLayerKV).
+
+    Zhang et al., arXiv 2410.13846.
+
+    Attributes:
+      threshold: a layer is lazy if protected slots have more than this share of the attention, the mean over heads.
+    """
+
+    threshold: float
+
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
+        safe = slots.protected
+        mass = jnp.where(safe & slots.kv.live, score, 0.0).sum(-1).mean(1)
+        kept = best(jnp.where(safe, jnp.inf, score), slots.kv.pos, budgets)
+        return jnp.where((mass > self.threshold)[:, None, None], safe & slots.kv.live, kept)

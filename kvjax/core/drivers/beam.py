@@ -1,0 +1,421 @@
+"""Beam search in which every beam owns an evicted cache, and a beam's children start from copies of it.
+
+Letters: B batch, W beams, P parents (1 before the first token, W after), C candidates, R returned, M new tokens,
+V vocab.
+
+The search is that of transformers 5 (`GenerationMixin._beam_search` without sampling and logits processors): at every
+step the best continuations of a sequence's running beams are ranked by the sum of their log probabilities. Those of the
+best W that end go to a pool of W hypotheses, ranked by that sum divided by `length ** length_penalty`; the best W that
+do not end run on. A sequence closes, and its pool with it, once `early_stopping` says so.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from kvjax.core.contract import Policy
+from kvjax.core.drivers.checks import check_model, check_prompts, check_request, check_room, check_state, whole
+from kvjax.core.drivers.loop import NO_TOKEN
+from kvjax.core.drivers.sampling import Greedy
+from kvjax.core.drivers.state import State
+from kvjax.core.drivers.steps import decode, read_prompts
+from kvjax.core.plan import Plan
+from kvjax.pallas_kernels.pytree import pytree
+
+
+@pytree
+class Beams:
+    """What `generate_beams` returns: for every prompt its R best hypotheses, the best first.
+
+    Attributes:
+      tokens: generated ids, `pad_id` after a hypothesis has ended.
+        -1, which is no token, where logits were not numbers.
+      lengths: generated tokens of every hypothesis, the end token included.
+      scores: sum of the log probabilities of a hypothesis's tokens, divided by `length ** length_penalty`.
+      state: the caches of the returned hypotheses, row `b * R + r` for hypothesis r of prompt b. As after
+        `kvjax.generate`, everything but the last token has been read.
+    """
+
+    tokens: Int[Array, "B R M"]
+    lengths: Int[Array, "B R"]
+    scores: Float[Array, "B R"]
+    state: State
+
+
+@pytree
+class _Rules:
+    """How hypotheses are compared, as data, so that another penalty compiles nothing new.
+
+    Attributes:
+      penalty: what the sum of log probabilities of a hypothesis of n tokens is divided by.
+      hope: what that of the best running beam of n tokens is divided by, to see whether it may still enter the pool.
+      greedy: whether a sequence closes as soon as its pool is full.
+      longest: tokens of the longest hypothesis.
+    """
+
+    penalty: Float[Array, "lengths"]
+    hope: Float[Array, "lengths"]
+    greedy: Bool[Array, ""]
+    longest: Int[Array, ""]
+
+
+@pytree
+class _Running:
+    """Hypotheses that have not ended, the best first.
+
+    Attributes:
+      tokens: `pad_id` from the next token on.
+      scores: sums of log probabilities.
+      state: row `b * P + p` for beam p of sequence b.
+    """
+
+    tokens: Int[Array, "B P M"]
+    scores: Float[Array, "B P"]
+    state: State
+
+
+@pytree
+class _Candidates:
+    """The best continuations by one token, the best first.
+
+    Attributes:
+      scores: sums of log probabilities.
+      parents: the running beam that each continues.
+      tokens: the token that it adds.
+    """
+
+    scores: Float[Array, "B C"]
+    parents: Int[Array, "B C"]
+    tokens: Int[Array, "B C"]
+
+
+@pytree
+class _Pool:
+    """The best hypotheses that have ended, the best first. Only the R that will be returned keep more than a score.
+
+    Attributes:
+      scores: divided by the penalty; -inf where there is no hypothesis yet.
+      tokens, lengths: as in `Beams`.
+      state: row `b * R + r`.
+      open: whether the sequence may still add to its pool.
+    """
+
+    scores: Float[Array, "B W"]
+    tokens: Int[Array, "B R M"]
+    lengths: Int[Array, "B R"]
+    state: State
+    open: Bool[Array, "B"]
+
+
+def _rows(index: Int[Array, "B I"], rows_per_sequence: int) -> Int[Array, "B*I"]:
+    """Rows of a state from indices within every sequence's rows."""
+    first = jnp.arange(index.shape[0], dtype=jnp.int32) * rows_per_sequence
+    return (first[:, None] + index).reshape(-1)
+
+
+def _pick(x: Int[Array, "B I *rest"], index: Int[Array, "B J"]) -> Int[Array, "B J *rest"]:
+    return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1)
+
+
+def _candidates(
+    logits: Float[Array, "BP V"], scores: Float[Array, "B P"], num_beams: int, num_ends: int
+) -> _Candidates:
+    """Enough of the best continuations to have `num_beams` among them that do not end.
+
+    A beam's own continuations are ranked by its logits and only then by sums of log probabilities, in which close
+    logits may tie: so a single beam takes the tokens that greedy generation takes.
+    """
+    B, P = scores.shape
+    per_beam = min(logits.shape[-1], num_beams + num_ends)
+    best, tokens = lax.top_k(logits, per_beam)
+    tokens = jnp.where(jnp.isnan(best), NO_TOKEN, tokens)
+    total = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1, keepdims=True)
+    scores = scores[:, :, None] + (best.astype(jnp.float32) - total).reshape(B, P, per_beam)
+    scores, index = lax.top_k(scores.reshape(B, P * per_beam), num_beams + num_ends * P)
+    return _Candidates(scores, index // per_beam, _pick(tokens.reshape(B, P * per_beam), index))
+
+
+def _continued(
+    tokens: Int[Array, "B P M"], found: _Candidates, chosen: Int[Array, "B J"], step: Int[Array, ""]
+) -> Int[Array, "B J M"]:
+    """The token lists of some candidates."""
+    return _pick(tokens, _pick(found.parents, chosen)).at[:, :, step].set(_pick(found.tokens, chosen))
+
+
+def _run_on(
+    running: _Running, found: _Candidates, ends: Bool[Array, "B C"], step: Int[Array, ""], num_beams: int
+) -> _Running:
+    """The best candidates that do not end, each with a copy of its parent's cache."""
+    P = running.scores.shape[1]
+    scores, chosen = lax.top_k(jnp.where(ends, -jnp.inf, found.scores), num_beams)
+    state = running.state[_rows(_pick(found.parents, chosen), P)]
+    return _Running(_continued(running.tokens, found, chosen, step), scores, state)
+
+
+def _collect(
+    pool: _Pool, running: _Running, found: _Candidates, ends: Bool[Array, "B C"], step: Int[Array, ""], rules: _Rules
+) -> _Pool:
+    """The pool after those of the best W candidates that end have applied."""
+    W, R, P = pool.scores.shape[1], pool.lengths.shape[1], running.scores.shape[1]
+    new = jnp.where(ends & pool.open[:, None], found.scores / rules.penalty[step + 1], -jnp.inf)[:, :W]
+    scores, index = lax.top_k(jnp.concatenate([pool.scores, new], axis=1), W)
+    index = index[:, :R]
+    added = index >= W
+    old, new = jnp.minimum(index, R - 1), jnp.maximum(index - W, 0)
+
+    def with_added():
+        mix = lambda x, y: jnp.where(added.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
+        taken = running.state[_rows(_pick(found.parents, new), P)]
+        kept = pool.state[_rows(old, R)]
+        layers, length = jax.tree.map(mix, (taken.layers, taken.length), (kept.layers, kept.length))
+        return dataclasses.replace(kept, layers=layers, length=length)
+
+    return _Pool(
+        scores,
+        jnp.where(added[:, :, None], _continued(running.tokens, found, new, step), _pick(pool.tokens, old)),
+        jnp.where(added, step + 1, _pick(pool.lengths, old)),
+        lax.cond(added.any(), with_added, lambda: pool.state),
+        pool.open,
+    )
+
+
+def _close(pool: _Pool, running: _Running, step: Int[Array, ""], rules: _Rules) -> _Pool:
+    """Closes the sequences whose pool is not to change any more."""
+    worst = pool.scores[:, -1]
+    may_improve = running.scores[:, 0] / rules.hope[step + 1] > worst
+    full = worst != -jnp.inf
+    return dataclasses.replace(pool, open=pool.open & may_improve & ~(full & rules.greedy))
+
+
+def generate_beams_from(
+    model: Any,
+    params: PyTree[Any],
+    logits: Float[Array, "B V"],
+    state: State,
+    *,
+    num_beams: int = 4,
+    max_new_tokens: int,
+    eos_ids: int | Sequence[int] | None = None,
+    pad_id: int = 0,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+    num_return_sequences: int = 1,
+) -> Beams:
+    """Beam search from the logits and the state that `prefill`, `feed` or `generate_from` returned.
+
+    As in `generate_from`, the state must be planned for `max_new_tokens - 1` more tokens. The arguments, the result and
+    the errors are those of `generate_beams`.
+    """
+    check_state(model, state, logits=logits)
+    search = _checked(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences)
+    check_room(state, max_new_tokens - 1)
+    _check_penalty(length_penalty, max_new_tokens)
+    rules = _rules(num_beams, max_new_tokens, length_penalty, early_stopping, max_new_tokens)
+    return _search(model, params, logits, state, rules, most=max_new_tokens, **search)
+
+
+def _read(model: Any, params: PyTree[Any], running: _Running, step: Int[Array, ""]) -> tuple[Array, _Running]:
+    """Logits after every beam's last token, and the beams with that token in their caches."""
+    last = lax.dynamic_index_in_dim(running.tokens, step - 1, axis=2, keepdims=False)
+    logits, state = decode(model, params, last.reshape(-1), running.state, guards=False)
+    return logits, dataclasses.replace(running, state=state)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "num_beams", "most", "ends", "pad_id", "num_returned"))
+def _search(
+    model: Any,
+    params: PyTree[Any],
+    logits: Float[Array, "B V"],
+    state: State,
+    rules: _Rules,
+    *,
+    num_beams: int,
+    most: int,
+    ends: tuple[int, ...],
+    pad_id: int,
+    num_returned: int,
+) -> Beams:
+    """The search, in a program for hypotheses of at most `most` tokens."""
+    B = logits.shape[0]
+    prompt = _Running(jnp.full((B, 1, most), pad_id, jnp.int32), jnp.zeros((B, 1), jnp.float32), state)
+    if ends:
+        return _search_for_ends(model, params, logits, prompt, rules, num_beams, ends, num_returned)
+    return _search_to_length(model, params, logits, prompt, rules, num_beams, num_returned)
+
+
+def _search_to_length(
+    model: Any, params: Any, logits: Array, prompt: _Running, rules: _Rules, num_beams: int, num_returned: int
+) -> Beams:
+    """The search without end tokens: nothing ends before the last step, when the running beams are the result."""
+    W, R = num_beams, num_returned
+    B = len(prompt.tokens)
+
+    def extend(step, logits, running):
+        found = _candidates(logits, running.scores, W, 0)
+        return _run_on(running, found, jnp.zeros(found.tokens.shape, bool), step, W)
+
+    def body(step, running):
+        return extend(step, *_read(model, params, running, step))
+
+    running = lax.fori_loop(jnp.int32(1), rules.longest, body, extend(jnp.int32(0), logits, prompt))
+    best = jnp.broadcast_to(jnp.arange(R, dtype=jnp.int32)[None], (B, R))
+    state = running.state[_rows(best, W)]
+    lengths, scores = jnp.broadcast_to(rules.longest, (B, R)), running.scores[:, :R] / rules.penalty[rules.longest]
+    return Beams(running.tokens[:, :R], lengths, scores, state)
+
+
+def _search_for_ends(
+    model: Any,
+    params: Any,
+    logits: Array,
+    prompt: _Running,
+    rules: _Rules,
+    num_beams: int,
+    eos_ids: tuple[int, ...],
+    num_returned: int,
+) -> Beams:
+    """The search with end tokens. The loop ends with the last sequence that is open."""
+    W, R, B = num_beams, num_returned, len(prompt.tokens)
+    eos = jnp.asarray(eos_ids, jnp.int32)[None, None]
+
+    def extend(step, logits, running, pool):
+        found = _candidates(logits, running.scores, W, len(eos_ids))
+        ends = (found.tokens[:, :, None] == eos).any(-1)
+        pool = _collect(pool, running, found, ends | (step + 1 == rules.longest), step, rules)
+        running = _run_on(running, found, ends, step, W)
+        return step + 1, running, _close(pool, running, step, rules)
+
+    def body(carry):
+        step, running, pool = carry
+        return extend(step, *_read(model, params, running, step), pool)
+
+    pool = _Pool(
+        jnp.full((B, W), -jnp.inf, jnp.float32),
+        jnp.repeat(prompt.tokens, R, axis=1),
+        jnp.zeros((B, R), jnp.int32),
+        prompt.state[_rows(jnp.zeros((B, R), jnp.int32), 1)],
+        jnp.ones((B,), bool),
+    )
+    carry = extend(jnp.int32(0), logits, prompt, pool)
+    _, _, pool = lax.while_loop(lambda c: (c[0] < rules.longest) & c[2].open.any(), body, carry)
+    return Beams(pool.tokens, pool.lengths, pool.scores[:, :R], pool.state)
+
+
+def generate_beams(
+    model: Any,
+    params: PyTree[Any],
+    tokens: Any,
+    *,
+    policy: Policy = Policy(),
+    num_beams: int = 4,
+    max_new_tokens: int,
+    lengths: Any = None,
+    attention_mask: Any = None,
+    eos_ids: int | Sequence[int] | None = None,
+    pad_id: int = 0,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+    num_return_sequences: int = 1,
+    key: Any = None,
+    plan: Plan | None = None,
+    policy_params: Any = None,
+    buckets: bool = True,
+) -> Beams:
+    """Reads prompts, evicts, and searches for the most likely continuations.
+
+    A prompt is read and evicted once, and its cache then copied for every beam; each decode step gathers the caches of
+    the beams that run on. While decoding, B * W caches are held, twice during the gather, and with `eos_ids` those of
+    the B * R best hypotheses that have ended.
+
+    All beams of a sequence keep the sequence's PRNG key. So a policy that draws at random evicts as a function of the
+    key and of a hypothesis's own text, whatever slots and siblings it had on its way: its cache and its score are those
+    of reading the same text alone with the same key.
+
+    Args:
+      model, params, tokens, policy, lengths, attention_mask, plan, policy_params, buckets: see `kvjax.generate`.
+      num_beams: W. One beam is greedy generation, as in transformers, and ends at the first end token whatever
+        `early_stopping` says.
+      max_new_tokens: tokens of the longest hypothesis.
+      eos_ids: tokens that end a hypothesis; the model's own if None, `()` for none.
+      pad_id: what follows the end.
+      length_penalty: scores are sums of log probabilities divided by `length ** length_penalty`, the end token counted;
+        above 0 longer hypotheses gain, below 0 shorter ones.
+      early_stopping: when a sequence's W hypotheses are final. True: as soon as there are W. False: when the best
+        running beam, scored at its present length, is no better than the worst of them. "never": when it could not
+        become better at any length, where a positive `length_penalty` scores it at `max_new_tokens`.
+      num_return_sequences: R, hypotheses to return for every prompt, W at most.
+      key: one key, or one a row. A row of a batch draws what it would draw alone with the same key.
+
+    Returns:
+      `Beams(tokens, lengths, scores, state)`. A score of -inf says that there was no other hypothesis of any
+      probability.
+
+    Raises:
+      ValueError: what `kvjax.generate` refuses; no beams, more beams than first tokens, more hypotheses to return than
+        beams, a penalty out of range; always before anything runs.
+    """
+    check_model(model, params)
+    search = _checked(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences, policy)
+    prompts = check_prompts(model, tokens, lengths, attention_mask)
+    _check_penalty(length_penalty, max_new_tokens)
+    how = {"key": key, "plan": plan, "policy_params": policy_params, "buckets": buckets}
+    logits, state = read_prompts(model, params, prompts, policy, max_new_tokens, **how)
+    most = state.plan.infos[0].max_new_tokens
+    rules = _rules(num_beams, max_new_tokens, length_penalty, early_stopping, most)
+    found = _search(model, params, logits, state, rules, most=most, **search)
+    return dataclasses.replace(found, tokens=found.tokens[:, :, :max_new_tokens])
+
+
+def _checked(
+    model: Any,
+    num_beams: int,
+    max_new_tokens: int,
+    eos_ids: int | Sequence[int] | None,
+    pad_id: int,
+    early_stopping: bool | str,
+    num_return_sequences: int,
+    policy: Policy = Policy(),
+) -> dict[str, Any]:
+    """The static options of `_search`, or a ValueError that says what of a search makes no sense."""
+    eos = tuple(sorted(set(check_request(model, policy, Greedy(), eos_ids, pad_id, None))))
+    whole("max_new_tokens", max_new_tokens)
+    vocab = model.config.vocab_size
+    whole("num_beams", num_beams, 1, vocab, "search with at least 1 beam, which is greedy generation")
+    whole("num_return_sequences", num_return_sequences, 1, num_beams, f"there are num_beams={num_beams}")
+    if num_beams > vocab - len(eos):
+        raise ValueError(
+            f"num_beams={num_beams} beams start with different tokens, but the vocabulary has {vocab - len(eos)} that "
+            f"do not end a sequence ({vocab} less {len(eos)} of eos_ids); use fewer beams"
+        )
+    if not isinstance(early_stopping, bool) and early_stopping != "never":
+        raise ValueError(f"early_stopping={early_stopping!r} is not one of (False, True, 'never')")
+    return {"num_beams": num_beams, "ends": eos, "pad_id": int(pad_id), "num_returned": num_return_sequences}
+
+
+def _check_penalty(length_penalty: float, max_new_tokens: int) -> None:
+    """Refuses a penalty that is no number, or leads beyond float32."""
+    number = isinstance(length_penalty, int | float | np.number) and math.isfinite(length_penalty)
+    if not number or abs(length_penalty) * math.log(max_new_tokens) > 80:
+        raise ValueError(
+            f"length_penalty={length_penalty!r}: {max_new_tokens} tokens to that power are no number of float32; "
+            "choose a penalty nearer to 0"
+        )
+
+
+def _rules(num_beams: int, max_new_tokens: int, length_penalty: float, early_stopping: bool | str, most: int) -> _Rules:
+    """The comparisons of one search, in tables for `most` tokens."""
+    longest = float(max_new_tokens) if early_stopping == "never" and length_penalty > 0 else None
+    n = np.clip(np.arange(most + 1, dtype=np.float64), 1, max_new_tokens)
+    penalty = n**length_penalty
+    hope = penalty if longest is None else np.full_like(penalty, longest**length_penalty)
+    greedy = early_stopping is True or num_beams == 1
+    tables = jnp.asarray(penalty, jnp.float32), jnp.asarray(hope, jnp.float32)
+    return _Rules(*tables, jnp.asarray(greedy), jnp.int32(max_new_tokens))

@@ -1,0 +1,71 @@
+"""Few sizes for many: requests of about the same size share compiled programs."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.core.contract import Policy
+from kvjax.core.drivers.checks import traced
+from kvjax.core.plan import Plan, infos_of, planned
+
+_LEAST = 16
+
+
+def bucket(n: int) -> int:
+    """The least size that holds n tokens: multiples of 16, and beyond 128 four sizes to a power of two.
+
+    So a size is less than 16 tokens larger than n, or at most a quarter.
+    """
+    step = max(_LEAST, 1 << max((n - 1).bit_length() - 3, 0))
+    return -(-n // step) * step
+
+
+def plan_request(
+    config: Any,
+    policy: Policy,
+    lengths: Int[np.ndarray, "B"] | Int[Array, "B"],
+    width: int,
+    max_new_tokens: int,
+    *,
+    plan: Plan | None = None,
+    buckets: bool = False,
+) -> tuple[Plan, tuple[Any, ...]]:
+    """The sizes that a request is compiled for, and the policy's numbers for it.
+
+    Args:
+      config: the model's sizes.
+      policy: the policy.
+      lengths: tokens of each prompt.
+      width: columns of the prompts.
+      max_new_tokens: tokens that may follow.
+      plan: sizes to use, those of a larger request or budget.
+      buckets: whether width and new tokens are rounded up (`bucket`). What is kept is the same; a cache that grows with
+        either has more slots. A policy that cannot work with the rounded sizes gets the exact ones.
+
+    Raises:
+      ValueError: a plan that is too small, and sizes that the policy cannot work with.
+    """
+    make = lambda width, steps: planned(policy, infos_of(config, policy, width, steps), lengths, plan)
+    if plan is not None:
+        there = plan.infos[0].prompt_len, plan.infos[0].max_new_tokens
+        if width > there[0] or max_new_tokens > there[1]:
+            raise ValueError(
+                f"a prompt of {width} columns and {max_new_tokens} new tokens are more than the plan's {there[0]} and "
+                f"{there[1]}; make the plan for these"
+            )
+        return make(*there)
+    rounded = bucket(width), bucket(max_new_tokens)
+    if not buckets or traced(lengths) or rounded == (width, max_new_tokens):
+        return make(width, max_new_tokens)
+    try:
+        return make(*rounded)
+    except ValueError:
+        return make(width, max_new_tokens)
+
+
+def padded(tokens: np.ndarray | Array, width: int) -> Any:
+    """Tokens with so much padding on their left that they are `width` wide."""
+    xp: Any = jnp if traced(tokens) else np
+    return xp.pad(tokens, ((0, 0), (width - tokens.shape[1], 0)))

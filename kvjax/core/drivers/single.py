@@ -1,0 +1,82 @@
+"""One policy on one layer's raw tensors, without a model."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.core.contract import AttentionInputs, Context, LayerInfo, Policy, compiled
+from kvjax.core.drivers.checks import check_is, check_lengths, whole
+from kvjax.core.drivers.state import row_keys
+from kvjax.core.storage import Layer, empty
+from kvjax.pallas_kernels import Columns
+
+
+def evict_layer(
+    policy: Policy,
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    *,
+    lengths: Any = None,
+    out_proj: Float[Array, "N H D"] | None = None,
+    hidden: Float[Array, "B T D"] | None = None,
+    tokens: Any = None,
+    layer: int = 0,
+    num_layers: int = 1,
+    key: Any = None,
+    policy_params: Any = (),
+) -> Layer:
+    """What a policy keeps of a prompt in one layer: the layer with no slot moved, whose `live` says what stays.
+
+    Args:
+      policy: the policy.
+      q, k, v: the layer's tensors as attention sees them (rotated, if the model rotates), padded on the left.
+      lengths: tokens of each sequence; T if None.
+      out_proj: the output projection, for policies that look at what values contribute.
+      hidden: the layer's input, for policies that look at hidden states.
+      tokens: token ids "B T", for policies that look at them.
+      layer, num_layers: which layer of how many it is.
+      key: one PRNG key for the batch, or one a sequence.
+      policy_params: the layer's learned parameters, if the policy has any.
+
+    Raises:
+      ValueError: tensors that do not fit together, a policy that cannot work with this prompt or that reads it again.
+    """
+    check_is("policy", policy, Policy, "kvjax.methods")
+    whole("num_layers", num_layers), whole("layer", layer, 0, num_layers - 1)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if jnp.ndim(x) != 4 or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            raise ValueError(f"{name} must be floats with axes (batch, heads, tokens, head_dim); got {jnp.shape(x)}")
+    q, k, v = map(jnp.asarray, (q, k, v))
+    (B, N, T, H), K = q.shape, k.shape[1]
+    if k.shape != (B, K, T, H) or v.shape[:3] != k.shape[:3] or N % K:
+        raise ValueError(
+            f"q {q.shape}, k {k.shape} and v {v.shape} must agree in batch, tokens and head_dim, k and v in heads, and "
+            f"query heads be a multiple of kv heads; here these are {N} and {K}"
+        )
+    for name, x, shape in (("out_proj", out_proj, (N, H)), ("hidden", hidden, (B, T)), ("tokens", tokens, (B, T))):
+        if x is not None and jnp.shape(x)[:2] != shape:
+            raise ValueError(f"{name} has the shape {jnp.shape(x)}, but its first axes should be {shape}")
+    lengths = check_lengths(lengths, B, T)
+    policy = policy.at(layer, num_layers)
+    if policy.observe("replay"):
+        raise ValueError(f"{type(policy).__name__} reads the prompt again, which needs a model; use kvjax.prefill")
+    if policy.layout.by_query_head:
+        k, v, K = jnp.repeat(k, N // K, axis=1), jnp.repeat(v, N // K, axis=1), N
+    info, steps = LayerInfo(layer, num_layers, N, K, H, T, 0), jnp.zeros((B,), jnp.int32)
+    hparams, lengths = policy.sizes(info, lengths).hparams, jnp.asarray(lengths, jnp.int32)
+    keys, here = row_keys(key, B), jnp.int32(layer)
+    ids = None if tokens is None else jnp.asarray(tokens, jnp.int32)
+    ctx = Context(lengths, lengths, keys, here, steps, hparams, policy_params, ids, width=T, capacity=T)
+    pos = jnp.maximum(jnp.arange(T)[None] - (T - lengths)[:, None], -1)
+    kv = empty(info, B, k.dtype, policy.memory(info), policy.layout, policy.writes).append(k, v, pos, grow=True)
+    rotate = lambda x, pos: x
+    inputs = lambda kv: AttentionInputs(q, q, kv.replace(memory=()), pos, ctx, rotate, out_proj, hidden)
+    kv = policy.enter(kv, inputs(kv), ctx)
+    found = {o: o(inputs(kv)) for o in policy.observe("prefill")}
+    columns = {o: x for o, x in found.items() if isinstance(x, Columns)}
+    measured = kv.attend(q, pos, tuple(columns.values()), policy.reads(kv, inputs(kv), ctx), rotate=rotate)
+    found |= dict(zip(columns, measured.columns, strict=True))
+    program = compiled(policy)
+    return program.update_layers((kv,), (found,), (ctx,))[0] if policy.joint else program.update(kv, found, ctx)

@@ -1,0 +1,259 @@
+"""The steps that join a model and a policy: read prompts, whole or in blocks, and decode a token.
+
+`prefill`, `decode_step` and `start` are for users, and check what they are given; `read_prompts`, `read` and `decode`
+are what other drivers use. All may stand inside `jax.jit`.
+
+Letters: B batch, T tokens of a prompt, V vocabulary.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from kvjax.core.contract import EMPTY, Policy
+from kvjax.core.drivers.attend import step
+from kvjax.core.drivers.buckets import padded, plan_request
+from kvjax.core.drivers.checks import (
+    as_array,
+    check_ids,
+    check_is,
+    check_model,
+    check_positions,
+    check_prompts,
+    check_room,
+    check_state,
+    traced,
+    whole,
+)
+from kvjax.core.drivers.replay import reread, rereads
+from kvjax.core.drivers.state import AttnStats, Prompts, State, empty_state, row_keys
+from kvjax.core.plan import Plan
+
+
+def start(
+    model: Any,
+    *,
+    policy: Policy,
+    lengths: Any,
+    max_new_tokens: int,
+    width: int | None = None,
+    key: Any = None,
+    plan: Plan | None = None,
+    policy_params: Any = None,
+) -> State:
+    """An empty state for prompts of the given lengths, into which `forward` reads them.
+
+    Args:
+      model: the model.
+      policy: the policy.
+      lengths: tokens of each prompt "B".
+      max_new_tokens: tokens that may follow.
+      width: columns that the prompts will have; the longest prompt's tokens if None.
+      key: one PRNG key for the batch, or one a sequence.
+      plan: sizes of a larger budget or request, whose slots and programs are used (`make_plan`).
+      policy_params: the policy's learned parameters (`init_policy_params`), if it has any.
+
+    Raises:
+      ValueError: sizes that the policy or the plan cannot work with, learned parameters that are missing.
+    """
+    check_is("policy", policy, Policy, "kvjax.methods")
+    lengths = as_array("lengths", lengths, np.integer, (None,), "integers, one a prompt")
+    if width is None and traced(lengths):
+        raise ValueError("lengths are traced; give width=, the columns that the prompts will have")
+    width, steps = int(np.max(lengths)) if width is None else width, whole("max_new_tokens", max_new_tokens, 0)
+    plan, hparams = plan_request(model.config, policy, lengths, width, steps, plan=plan)
+    keys = row_keys(key, len(lengths))
+    return empty_state(model.config, policy, plan, hparams, lengths, steps, keys=keys, policy_params=policy_params)
+
+
+def prefill(
+    model: Any,
+    params: PyTree[Any],
+    tokens: Any,
+    *,
+    policy: Policy = Policy(),
+    max_new_tokens: int,
+    lengths: Any = None,
+    attention_mask: Any = None,
+    key: Any = None,
+    block: int | None = None,
+    plan: Plan | None = None,
+    policy_params: Any = None,
+) -> tuple[Float[Array, "B V"], State]:
+    """Reads prompts and evicts from them, layer by layer.
+
+    A row of a padded batch keeps what it would keep alone.
+
+    Args:
+      model, params: the model.
+      tokens: token ids "B T", padded on the left.
+      policy: what to evict; everything is kept by default.
+      max_new_tokens: tokens that may be read behind the prompt.
+      lengths: the prompts' own lengths "B"; T if None.
+      attention_mask: in place of `lengths`, 1 for tokens and 0 for padding "B T", which may stand anywhere.
+      key: one PRNG key for the batch, or one a sequence; policies that draw at random use it.
+      block: reads so many tokens at a time, each block followed by an eviction, so that memory is that of the budget
+        and a block, whatever the prompt's length (RoCo, arXiv 2402.06262, section 3.3). None reads all at once.
+      plan: sizes of a larger budget or request, whose slots and programs are used (`make_plan`).
+      policy_params: the policy's learned parameters (`init_policy_params`), if it has any.
+
+    Returns:
+      Logits of the next token, and the state.
+
+    Raises:
+      ValueError: empty prompts, token ids outside the vocabulary, lengths outside the prompt, padding on the right,
+        parameters of another model, sizes that the policy or the plan cannot work with, blocks for a policy that reads
+        its prompt again; always before anything runs. After it, logits that are not numbers.
+    """
+    check_is("policy", policy, Policy, "kvjax.methods")
+    check_model(model, params)
+    prompts = check_prompts(model, tokens, lengths, attention_mask)
+    steps = whole("max_new_tokens", max_new_tokens, 0)
+    how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params}
+    return read_prompts(model, params, prompts, policy, steps, **how)
+
+
+def read_prompts(
+    model: Any,
+    params: PyTree[Any],
+    prompts: Prompts,
+    policy: Policy,
+    max_new_tokens: int,
+    *,
+    key: Any = None,
+    block: int | None = None,
+    plan: Plan | None = None,
+    policy_params: Any = None,
+    buckets: bool = False,
+    warns: bool = True,
+) -> tuple[Float[Array, "B V"], State]:
+    """What `prefill` does with prompts that have been checked.
+
+    `buckets` rounds sizes up (`plan_request`); without `warns`, texts beyond the model's positions get no warning.
+    """
+    config, lengths, (B, T) = model.config, prompts.lengths, prompts.tokens.shape
+    block = None if block is None or whole("block", block) >= T else block
+    known = not traced(*prompts)
+    plan, hparams = plan_request(config, policy, lengths, T, max_new_tokens, plan=plan, buckets=buckets and known)
+    if warns and not traced(lengths):
+        check_positions(config, plan, np.asarray(lengths), max_new_tokens, block)
+    how = {"keys": row_keys(key, B), "slots": block is not None, "policy_params": policy_params}
+    state = empty_state(config, policy, plan, hparams, lengths, max_new_tokens, **how)
+    again = rereads(state)
+    if again is not None and (block is not None or not known):
+        raise ValueError(
+            "the policy reads prompts again before anything is evicted, which needs known prompts, read at once; "
+            f"use block=None (now {block}), outside of jit"
+        )
+    if block is not None:
+        num = -(-T // block)
+        tokens, xp = padded(prompts.tokens, num * block), (np if known else jnp)
+        for left in range(num - 1, 0, -1):
+            here = tokens[:, (num - 1 - left) * block : (num - left) * block]
+            valid = xp.clip(lengths - left * block, 0, block)
+            _, state, _ = read(model, params, here, state, valid, ends=False)
+        logits, state, _ = read(model, params, tokens[:, -block:], state, xp.minimum(lengths, block))
+        return checked_logits(logits), state
+    tokens = padded(prompts.tokens, plan.infos[0].prompt_len)
+    logits, state, stats = read(model, params, tokens, state, lengths, evict=again is None, gives=again is not None)
+    if again is not None and stats is not None:
+        state = reread(model, params, tokens, np.asarray(lengths), state, stats, again)
+    return checked_logits(logits), state
+
+
+def checked_logits(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    """The logits; a ValueError where they say that a token found no slot, which inside of jit they alone can say."""
+    if not traced(logits) and bool(jnp.isnan(logits).any()):
+        raise ValueError(
+            "logits are not numbers: the model's are not, or the policy keeps more tokens than its `sizes` asked for"
+        )
+    return logits
+
+
+@functools.partial(jax.jit, static_argnames=("model", "evict", "ends", "gives", "observe"))
+def read(
+    model: Any,
+    params: PyTree[Any],
+    tokens: Int[Array, "B T"],
+    state: State,
+    valid: Int[Array, "B"],
+    *,
+    evict: bool = True,
+    ends: bool = True,
+    gives: bool = False,
+    observe: tuple[tuple[Any, ...], ...] = (),
+) -> tuple[Float[Array, "B V"], State, AttnStats | None]:
+    """Reads some columns of a prompt: logits after the last, the state, and what was observed, if `gives`.
+
+    Args:
+      model, params: the model.
+      tokens: the columns.
+      state: the state before.
+      valid: how many of the last columns are tokens of each sequence.
+      evict, ends, gives, observe: see `Attend`.
+    """
+    tokens, pos, state = placed(tokens, state, valid)
+    how = {"evict": evict, "ends": ends, "grow": True, "gives": gives, "observe": observe}
+    return step(model, params, tokens, state, pos, "prefill", **how)
+
+
+def placed(tokens: Any, state: State, valid: Any) -> tuple[Int[Array, "B T"], Int[Array, "B T"], State]:
+    """Tokens with 0 for padding, their positions, and the state with the length that it has after them."""
+    T = tokens.shape[1]
+    column = jnp.arange(T)[None] - (T - valid)[:, None]
+    pos = jnp.where(column >= 0, state.length[:, None] + column, EMPTY)
+    state = dataclasses.replace(state, length=state.length + valid)
+    return jnp.where(column >= 0, tokens, 0), pos, state
+
+
+def decode_step(
+    model: Any, params: PyTree[Any], token: Any, state: State, *, active: Any = None
+) -> tuple[Float[Array, "B V"], State]:
+    """Reads one token of every sequence, and evicts if it is time to.
+
+    Args:
+      model, params: the model.
+      token: the token ids "B".
+      state: what `prefill` or an earlier step returned. Donate it under `jax.jit` to write in place.
+      active: which sequences read their token "B"; the others keep their cache. All do if None.
+
+    Returns:
+      Logits of the next token, and the state after. Inside `jax.jit`, logits of a sequence are NaN where its token
+      found no slot; beware that the largest of them is token 0 for `argmax`.
+
+    Raises:
+      ValueError: another number of tokens than sequences, ids outside the vocabulary, a state of another model, without
+        a prompt, or that has read all the tokens that it was planned for.
+    """
+    check_state(model, state)
+    B = len(state.length)
+    token = as_array("token", token, np.integer, (B,), "integers, one a sequence")
+    if active is not None:
+        active = as_array("active", active, np.bool_, (B,), "True or False, one a sequence")
+    check_ids(model, token if active is None or traced(token, active) else token[active])
+    check_room(state, 1 if active is None else active.astype(np.int32))
+    return decode(model, params, jnp.asarray(token, jnp.int32), state, active)
+
+
+def decode(
+    model: Any,
+    params: PyTree[Any],
+    token: Int[Array, "B"],
+    state: State,
+    active: Bool[Array, "B"] | None = None,
+    *,
+    guards: bool = True,
+) -> tuple[Float[Array, "B V"], State]:
+    """What `decode_step` does with what has been checked. `guards` are those of `Attend`."""
+    valid = jnp.ones_like(state.length) if active is None else jnp.asarray(active).astype(jnp.int32)
+    tokens, pos, moved = placed(token[:, None], state, valid)
+    logits, after, _ = step(model, params, tokens, moved, pos, "decode", guards=guards)
+    if active is None:
+        return logits, after
+    layers = tuple(new.where(active, old) for new, old in zip(after.layers, state.layers, strict=True))
+    return logits, dataclasses.replace(after, layers=layers)

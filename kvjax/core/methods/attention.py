@@ -1,0 +1,184 @@
+"""Methods that accumulate attention, of prompt and generated text alike."""
+
+from typing import Literal
+
+from kvjax.core.budgets import STEP, Combined, Of, Schedule, Share
+from kvjax.core.contract import Count, Layout
+from kvjax.core.evict import Evict
+from kvjax.core.observe import Rows
+from kvjax.core.scores.attention import Accumulated, History, LastRows, Mean, SparedByDeviation, ValuePrior, Votes
+from kvjax.core.scores.blends import Blend, LayerMean, Pooled
+from kvjax.core.scores.keys import Redundancy
+from kvjax.core.scores.softmax import EntropyScaled, Noisy
+
+
+def h2o(budget: Count, *, recent: Count = Share(0.5), group: Literal["mean", "max", "sum"] = "mean") -> Evict:
+    r"""Keeps the most attended tokens, and recent ones (H2O, Zhang et al., arXiv 2306.14048).
+
+    $S_j = \sum_i p_{ij}$ over all rows. The prompt is evicted once, from its complete sums. Then every step adds its
+    row and evicts one token.
+
+    Args:
+      budget: live tokens a kv head and layer, recent ones included.
+      recent: last tokens that stay; half of the budget in the paper.
+      group: how the query heads of a kv head become one; the paper has one each.
+    """
+    return Evict(Accumulated(Rows(group=group)), budget, 0, recent, when=STEP)
+
+
+def key_attention(budget: Count) -> Evict:
+    r"""Keeps the most attended tokens alone: H2O without recent ones, a baseline (Keyformer, arXiv 2403.09054, 2.3).
+
+    $S_j = \sum_i p_{ij}$ over all rows.
+
+    Args:
+      budget: live tokens a kv head and layer.
+    """
+    return h2o(budget, recent=0)
+
+
+def mas(budget: Count, *, recent: Count = 0, sinks: Count = 0, count_self: bool = True, first: int = 0) -> Evict:
+    r"""Evicts the token of the smallest mean attention (MAS of RoCo, Ren and Zhu, arXiv 2402.06262, section 4.1).
+
+    $S_j = \mathrm{acc}_j / \mathrm{cnt}_j$ over the rows that could see token $j$.
+
+    Args:
+      budget: live tokens a kv head and layer.
+      recent, sinks: last and first tokens that stay.
+      count_self: whether a token's own row counts; the paper speaks of later tokens, its code counts it.
+      first: rows before this position do not count.
+    """
+    return Evict(Mean(count_self, first), budget, sinks, recent, when=STEP)
+
+
+def aqas(budget: Count, *, recent: Count = Share(0.5)) -> Evict:
+    r"""Evicts the token that the fewest rows gave more than average (a baseline of RoCo, arXiv 2402.06262, section 3).
+
+    $S_j$ is the number of rows $i$ with $p_{ij} > 1 / |\mathrm{visible}(i)|$.
+
+    Args:
+      budget: live tokens a kv head and layer, recent ones included.
+      recent: last tokens that stay.
+    """
+    return Evict(Accumulated(Rows(element="above")), budget, 0, recent, when=STEP)
+
+
+def roco(
+    budget: Count,
+    *,
+    scope: Count = Share(0.5),
+    recent: Count = Combined("least", (10, Share(0.25))),
+    count_self: bool = True,
+) -> Evict:
+    r"""Evicts the smallest mean attention among tokens whose attention varies little (RoCo, arXiv 2402.06262).
+
+    $\mu_j = \mathrm{acc}_j / \mathrm{cnt}_j$ ranks. The `scope` tokens of the largest deviation $\sigma_j = \sqrt{\max(
+    \mathrm{acc}^{(2)}_j / \mathrm{cnt}_j - \mu_j^2, 0)}$ stay (section 4.2).
+
+    Args:
+      budget: live tokens a kv head and layer.
+      scope: tokens of the largest deviation that stay; half of the budget in the paper.
+      recent: last tokens that stay, and count in the scope: 10 in the code, here a quarter of the budget at most.
+      count_self: whether a token's own row counts.
+    """
+    score = SparedByDeviation(count_self, size=scope)
+    return Evict(score, budget, 0, recent, when=STEP)
+
+
+def tova(budget: Count, *, by_head: bool = False) -> Evict:
+    r"""Evicts the token that the newest row attends to least (TOVA, Oren et al., arXiv 2401.06104).
+
+    $S_j = p_{nj}$ of the newest row $n$, averaged over all heads of the layer, which keep the same tokens.
+
+    Args:
+      budget: live tokens a kv head and layer.
+      by_head: every kv head decides by its own query heads.
+    """
+    row = Votes(1, prompt_only=False)
+    return Evict(row if by_head else LayerMean(row), budget, when=STEP)
+
+
+def keyformer(
+    budget: Count,
+    *,
+    recent: Count = Share(0.3),
+    tau: tuple[float, float] = (1.0, 2.0),
+    noise: Literal["gumbel", "gaussian", "constant", "none"] = "gumbel",
+    per: Literal["call", "key"] = "call",
+    positions: Literal["original", "rank"] = "original",
+) -> Evict:
+    r"""Keeps what a noisy softmax with a growing temperature attends to (Keyformer, Adnan et al., arXiv 2403.09054).
+
+    $S_j = \sum_i \mathrm{softmax}((x_{ij} + \zeta) / \tau_t)$ over all rows (Eq. 8 to 10); attention itself keeps the
+    model's softmax.
+
+    Args:
+      budget: live tokens a kv head and layer, recent ones included; 0.6 of the prompt in the paper.
+      recent: last tokens that stay.
+      tau: temperatures of the prompt and of the last new token.
+      noise: $\zeta$; all but "gumbel" are ablations. A constant changes no softmax.
+      per: "call" draws noise for every row and key, as the code; "key" once for every key, as Algorithm 1.
+      positions: "rank" gives tokens new positions (section 3.4).
+    """
+    score = Accumulated(Rows(softmax=Noisy(tau, noise, per)))
+    return Evict(score, budget, 0, recent, when=STEP, layout=Layout(positions))
+
+
+def ahakv(budget: Count, *, recent: Count = 32, kernel: int = 7) -> Evict:
+    r"""Keeps what recent rows attend to by a softmax of constant entropy, weighted by values (AhaKV, arXiv 2506.03762).
+
+    $\hat F_j = \bar\gamma_j \sum_i \mathrm{SG}(QK^\top)_{ij}$ over the prompt's last `recent` rows. SG multiplies raw
+    products by $\sqrt{2 \ln(i / B) / d}$ with $B$ the budget (Eq. 12); $\bar\gamma$ are pooled squared norms of values
+    (Eq. 13). Every step adds its row to $\hat F$ and evicts one token.
+
+    Args:
+      budget: live tokens a kv head and layer, recent ones included.
+      recent: last tokens, whose rows vote and which stay.
+      kernel: width of the pooling.
+    """
+    last = recent if isinstance(recent, int) else Of(recent, budget)
+    score = ValuePrior(Rows(last, softmax=EntropyScaled(budget)), kernel=kernel)
+    return Evict(score, budget, 0, recent, when=STEP)
+
+
+def scissorhands(budget: Count, *, history: int = 400, recent: Count = 10, drop: Count = Share(0.5)) -> Evict:
+    r"""Evicts many tokens at once: those that few of the last rows gave more than average (arXiv 2305.17118).
+
+    $S_j$ is the number of the last `history` rows $i$ with $p_{ij} > 1 / |\mathrm{visible}(i)|$ (Liu et al., Algorithm
+    2). A cache is cut when a new token exceeds its budget.
+
+    Args:
+      budget: the most live tokens a kv head and layer, recent ones included.
+      history: rows that count.
+      recent: last tokens that stay.
+      drop: tokens that go at once; half of the budget in the paper.
+    """
+    return Evict(History(history), budget, 0, recent, when=Schedule(over=1, drop=drop))
+
+
+def r_kv(
+    budget: Count,
+    *,
+    importance: float = 0.1,
+    window: int = 8,
+    kernel: int = 7,
+    threshold: float = 0.5,
+    buffer: int = 128,
+) -> Evict:
+    r"""Keeps what the last rows attend to, and of what repeats itself the newest (R-KV, Cai et al., arXiv 2505.24133).
+
+    $Z_j = \lambda \, \mathrm{maxpool}(\bar p)_j - (1 - \lambda) R_j$ with $\bar p$ the mean attention of the last rows
+    and $R$ the redundancy of keys, both shares. A cache grows by `buffer` tokens before it is cut.
+
+    Args:
+      budget: live tokens a kv head and layer after an eviction, the window included.
+      importance: $\lambda$.
+      window: last tokens, whose rows vote and which stay.
+      kernel: width of the pooling.
+      threshold: keys resemble each other where their cosine is above it.
+      buffer: tokens by which a cache grows.
+    """
+    if not 0 <= importance <= 1:
+        raise ValueError(f"importance={importance} is no weight; give a number from 0 to 1")
+    parts = Pooled(LastRows(window), "max", kernel), Redundancy(threshold)
+    return Evict(Blend(parts, (importance, importance - 1.0)), budget, 0, window, when=Schedule(over=buffer))

@@ -1,0 +1,172 @@
+"""EasyKV: the policies of its code, for every importance that it knows (D-05, D-09, D-11 to D-14, D-46, D-48)."""
+
+import dataclasses
+from typing import Literal
+
+from kvjax.core.budgets import STEP, Combined, Schedule
+from kvjax.core.compose import chain
+from kvjax.core.contract import Count, Policy, Score, value
+from kvjax.core.decide.select import TopK
+from kvjax.core.evict import Evict
+from kvjax.core.methods.counts import BlockBudget, Truncated
+from kvjax.core.methods.parts import RandomRun
+from kvjax.core.observe import Rows
+from kvjax.core.scores.attention import Accumulated, Mean, Recency, SparedByDeviation, Uniform, Votes
+from kvjax.core.scores.blends import LayerMean
+
+Importance = Literal["roco", "mas", "h2o", "tova", "recency", "random"]
+
+_SINKS = 4  # stay while a prompt is read in blocks
+_LAST = 10  # stay always, by "roco" and "mas"
+
+
+@value
+class BlockSizes:
+    """How EasyKV's loop over blocks rounds a budget (D-14).
+
+    Attributes:
+      nominal: tokens that were asked for.
+      padded: these and one stride.
+      final: tokens in the cache after the prompt.
+      dense_prefix: tokens that are read before the first block.
+    """
+
+    nominal: int
+    padded: int
+    final: int
+    dense_prefix: int
+
+
+def block_sizes(length: int, budget: int | float, stride: int, mode: Literal["encoding", "ppl"]) -> BlockSizes:
+    """The sizes of a prompt that is read in blocks.
+
+    Args:
+      length: tokens of the prompt.
+      budget: tokens, or a share of the prompt.
+      stride: tokens of a block.
+      mode: while "encoding" the dense prefix is a stride shorter than the final cache.
+
+    Raises:
+      ValueError: the prompt fits the budget and a block, so that the loop evicts nothing.
+    """
+    nominal = budget if isinstance(budget, int) else int(length * budget)
+    if nominal < 1 or stride < 1:
+        raise ValueError(f"a budget of {nominal} tokens and blocks of {stride}; give at least 1 token for each")
+    padded = nominal + stride
+    final = padded - (padded - length) % stride
+    if final > length:
+        raise ValueError(
+            f"a prompt of {length} tokens fits the budget of {nominal} and a block of {stride}; read it whole"
+        )
+    dense = final - stride if mode == "encoding" and final > stride else final % stride or stride
+    return BlockSizes(nominal, padded, final, dense)
+
+
+def _score(importance: Importance, first: int, scope: Count) -> Score:
+    if importance == "roco":
+        return SparedByDeviation(first=first, size=scope)
+    scores: dict[str, Score] = {
+        "mas": Mean(first=first),
+        "h2o": Accumulated(Rows(first=first)),
+        "tova": LayerMean(Votes(1, prompt_only=False)),
+        "recency": Recency(),
+        "random": Uniform(),
+    }
+    if importance not in scores:
+        raise ValueError(
+            f"importance={importance!r} does not exist; give one of 'roco', {', '.join(map(repr, scores))}"
+        )
+    return scores[importance]
+
+
+def _all_but(evictable: Count, live: Count, least: int) -> Count:
+    """The scope that leaves `evictable` of the `live` tokens, and never fewer than `least`."""
+    return Combined("less", (live, Combined("sum", (least, Combined("less", (evictable, least))))))
+
+
+def easykv_encoding(
+    importance: Importance,
+    budget: int | float,
+    *,
+    stride: int = 1,
+    exact: bool = True,
+    recent_ratio: float = 0.1,
+    prefix: int = 0,
+) -> Evict:
+    """Evicts while a prompt is read in blocks (`block=stride`), and never afterwards. 4 sinks stay.
+
+    RoCo's scope is all but `max(B' - int(recent_ratio B') - 4, stride)` tokens, with B' = budget + stride (D-11).
+
+    Args:
+      importance: what ranks tokens.
+      budget: tokens, or a share of the prompt.
+      stride: tokens of a block.
+      exact: ends with the budget; otherwise with up to `stride` more, as the code does (D-14).
+      recent_ratio: share of B' that stays as recent (H2O, TOVA), or is outside of RoCo's candidates.
+      prefix: tokens whose rows do not count (D-46): `block_sizes(...).final` in the code.
+    """
+    padded = Combined("sum", (budget, stride))
+    final = budget if exact else BlockBudget(budget, stride)
+    recent: Count = {"roco": _LAST, "mas": _LAST, "h2o": Truncated(recent_ratio, padded)}.get(importance, 0)
+    recent = Truncated(recent_ratio, padded) if importance == "tova" else recent
+    taken = Combined("sum", (Truncated(recent_ratio, padded), _SINKS))
+    scope = _all_but(Combined("less", (padded, taken)), Combined("sum", (final, stride)), stride)
+    score = _score(importance, prefix, scope)
+    return Evict(score, final, _SINKS, recent, select=RandomRun() if importance == "random" else TopK())
+
+
+def easykv_decoding(importance: Importance, budget: int | float) -> Evict:
+    """Keeps the prompt, outside of the budget, and evicts generated tokens (D-13).
+
+    RoCo's scope is `int(0.3 B) + 1` tokens beside the prompt (D-11); TOVA decides for every kv head (D-09).
+
+    Args:
+      importance: what ranks tokens.
+      budget: generated tokens that stay: a number, or a share of the prompt.
+    """
+    prompt, own = 1.0, Truncated(0.3, budget)
+    recent: Count = {"roco": _LAST, "mas": _LAST, "h2o": own}.get(importance, 0)
+    score = _score(importance, 0, Combined("sum", (prompt, own, 1)))
+    score = Votes(1, prompt_only=False) if importance == "tova" else score
+    return Evict(score, Combined("sum", (prompt, budget)), prompt, recent, when=STEP)
+
+
+def easykv_encoding_decoding(
+    importance: Importance,
+    budget: int | float,
+    *,
+    stride: int = 1,
+    exact: bool = True,
+    recent_ratio: float = 0.1,
+    prefix: int = 0,
+) -> Policy:
+    """Evicts while a prompt is read in blocks, 4 sinks staying, then at every step, none staying (D-48).
+
+    While decoding RoCo's scope is all but `B' - int(0.3 B')` tokens (D-11).
+
+    Args:
+      importance, budget, stride, exact, recent_ratio, prefix: as of `easykv_encoding`.
+    """
+    first = easykv_encoding(importance, budget, stride=stride, exact=exact, recent_ratio=recent_ratio, prefix=prefix)
+    first = dataclasses.replace(first, select=TopK())
+    padded = Combined("sum", (budget, stride))
+    live = Combined("sum", (first.budget, 1))
+    scope = _all_but(Combined("less", (padded, Truncated(0.3, padded))), live, 1)
+    then = Evict(
+        _score(importance, prefix, scope), first.budget, 0, first.recent, when=Schedule(prefill=False, every=1)
+    )
+    return chain(first, then)
+
+
+def easykv(importance: Importance, budget: int, *, prompt_length: int, stride: int = 1) -> Policy:
+    """Evicts as `easykv_decoding` if the budget exceeds the prompt, else as `easykv_encoding_decoding` (mode "auto").
+
+    Args:
+      importance: what ranks tokens.
+      budget: tokens.
+      prompt_length: tokens of the prompt.
+      stride: tokens of a block.
+    """
+    if budget > prompt_length:
+        return easykv_decoding(importance, budget - prompt_length)
+    return easykv_encoding_decoding(importance, budget, stride=stride)

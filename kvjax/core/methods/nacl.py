@@ -1,0 +1,95 @@
+"""NaCl: proxies at the end of the prompt vote, and a random sample of the rest stays."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from kvjax.core.budgets import Schedule, known
+from kvjax.core.contract import AttentionInputs, Count, Prompts, resolve, value
+from kvjax.core.decide.select import ThenRandom
+from kvjax.core.evict import Evict
+from kvjax.core.observe import Rows
+from kvjax.core.scores.attention import Accumulated
+
+# Percent of the prompt: budget, protected proxies, proxies that only score, tokens kept at random (Table 4).
+_TABLE_4 = np.array([[10.0, 1.0, 3.0, 7.0], [20.0, 2.0, 18.0, 12.0], [30.0, 1.5, 20.0, 18.0]])
+
+
+@value
+class Table4:
+    """NaCl's Table 4: shares of the prompt, linear between its rows, and in proportion outside of 10 to 30 %.
+
+    Attributes:
+      which: "recent" (proxies that stay), "proxies" (all rows that vote) or "random" (tokens kept by the draw).
+      budget: the budget whose share is looked up.
+    """
+
+    which: Literal["recent", "proxies", "random"]
+    budget: Count
+
+    def __call__(self, prompt: Prompts, budget: Prompts | None) -> Prompts:
+        """Tokens "M" for prompts "M"."""
+        n = np.maximum(prompt, 1)
+        if isinstance(self.budget, float):
+            asked = np.full(n.shape, 100.0 * self.budget)
+        else:
+            asked = 100.0 * resolve(self.budget, prompt, prompt) / n
+        inside = np.clip(asked, 10.0, 30.0)
+        protected, scoring, random = (
+            np.interp(inside, _TABLE_4[:, 0], _TABLE_4[:, column]) * asked / inside for column in (1, 2, 3)
+        )
+        percent = {"recent": protected, "proxies": protected + scoring, "random": random}[self.which]
+        return np.maximum(np.floor(percent * n / 100.0 + 1e-9).astype(np.int64), int(self.which == "proxies"))
+
+
+@value
+class RowsAtEnds(Rows):
+    """Attention that every slot received from the first and the last rows of a prompt (NaCl, section 3.2).
+
+    Attributes:
+      begin: how many first rows count; `last` says how many last ones do.
+    """
+
+    begin: Count = 0
+
+    def __call__(self, inputs: AttentionInputs) -> Any:
+        """The columns that the kernels sum."""
+        if inputs.ctx.phase == "decode":
+            return super().__call__(inputs)
+        ctx, pos = inputs.ctx, inputs.pos
+        first, last = (known(0 if n is None else n, ctx)[:, None] for n in (self.begin, self.last))
+        weight: Array = ((pos < first) | (pos >= ctx.prompt_length[:, None] - last)).astype(jnp.float32)
+        return dataclasses.replace(super().__call__(inputs), rows=None, weight=weight)
+
+
+def nacl(
+    budget: Count,
+    *,
+    recent: Count | None = None,
+    proxies: Count | None = None,
+    random: Count | None = None,
+    begin: Count = 0,
+    decode_every: int | None = None,
+) -> Evict:
+    r"""Keeps what the proxies at the end attend to, and a random sample of the rest (NaCl, arXiv 2408.03675).
+
+    $S_j = \sum_{i \in P} p_{ij}$ over the proxy rows. Of the budget, some proxies stay, `random` tokens are drawn
+    without replacement from softmax(S) in every layer and head, and the rest are the best by $S$ (Chen et al.).
+
+    Args:
+      budget: live tokens a kv head and layer.
+      recent: proxies that stay; None for the share of Table 4, as for the next two.
+      proxies: all proxy rows, at the end of the prompt.
+      random: tokens that the draw keeps; 0 is the ablation without it.
+      begin: proxy rows at the beginning of the prompt, too (section 3.2).
+      decode_every: evicts at every so many steps, by the newest row; None keeps all generated tokens.
+    """
+    recent = Table4("recent", budget) if recent is None else recent
+    proxies = Table4("proxies", budget) if proxies is None else proxies
+    random = Table4("random", budget) if random is None else random
+    rows = Rows(proxies) if begin == 0 and isinstance(begin, int) else RowsAtEnds(proxies, begin=begin)
+    when = Schedule(every=decode_every)
+    return Evict(Accumulated(rows, restart=True), budget, 0, recent, when=when, select=ThenRandom(random))

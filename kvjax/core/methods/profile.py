@@ -1,0 +1,172 @@
+"""FastGen: every head is profiled on the prompt, and keeps the cheapest set of tokens that serves it."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Int8
+
+from kvjax.core.contract import (
+    EMPTY,
+    AttentionInputs,
+    Context,
+    LayerInfo,
+    LayerView,
+    Observation,
+    PerHead,
+    PerSlot,
+    Phase,
+    Policy,
+    Prompts,
+    Sizes,
+    Stats,
+    value,
+)
+from kvjax.core.decide.select import best
+from kvjax.core.observe import Rows, on_new_slots
+from kvjax.pallas_kernels import recovered_attention
+
+STRATEGIES = ("special", "punctuation", "frequent", "local", "full")
+"""Sets of tokens that a head may keep, by number; each holds those before it, and more."""
+
+SPECIAL, PUNCTUATION, FREQUENT, LOCAL, FULL = range(len(STRATEGIES))
+UNKNOWN, PLAIN, MARK, DECLARED = range(4)  # kinds of token; a slot that was just filled starts at 0
+
+
+@value
+class Kinds:
+    """Observes which of the new tokens are special or punctuation, by their ids: "B K S", 0 where none is new.
+
+    Attributes:
+      special, punctuation: ids; what is in both is special.
+    """
+
+    special: tuple[int, ...]
+    punctuation: tuple[int, ...]
+
+    def __call__(self, inputs: AttentionInputs) -> Int8[Array, "B K S"]:
+        ids = inputs.ctx.tokens
+        if ids is None:
+            raise ValueError(
+                "FastGen tells special tokens and punctuation by their ids, but none are known here; drive a model "
+                "with prefill, forward or generate"
+            )
+        kind = jnp.where(jnp.isin(ids, jnp.asarray(self.punctuation, jnp.int32)), MARK, PLAIN)
+        kind = jnp.where(jnp.isin(ids, jnp.asarray(self.special, jnp.int32)), DECLARED, kind)
+        kind = jnp.where(inputs.pos == EMPTY, UNKNOWN, kind)
+        return on_new_slots(kind, inputs, UNKNOWN).astype(jnp.int8)
+
+
+@value
+class Whole:
+    """Observes the inputs themselves, for policies that compute with queries."""
+
+    def __call__(self, inputs: AttentionInputs) -> AttentionInputs:
+        return inputs
+
+
+class FastGen(Policy):
+    """Keeps in every kv head the smallest set of `STRATEGIES` that recovers enough of its attention to the prompt.
+
+    A head's set is chosen after the prompt and maintained at every step; what was evicted stays gone.
+
+    Attributes:
+      special, punctuation: ids of the two kinds of tokens.
+      frequent: the most attended tokens, as a share of all so far.
+      local: the newest tokens, as a share of the prompt.
+      recovery: what a set must recover of the attention.
+      by: "mass": the probability on the set, averaged over the prompt's rows. "entries": the share of visible entries
+        that change by less than 1e-4 when rows are renormalised.
+      rounding: of both shares.
+    """
+
+    special: tuple[int, ...]
+    punctuation: tuple[int, ...]
+    frequent: float = 0.3
+    local: float = 0.3
+    recovery: float = 0.95
+    by: Literal["mass", "entries"] = "mass"
+    rounding: Literal["floor", "ceil"] = "floor"
+
+    def __post_init__(self) -> None:
+        for name in ("frequent", "local", "recovery"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} is no share; give a number from 0 to 1")
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return Rows(), Kinds(self.special, self.punctuation), *((Whole(),) if phase == "prefill" else ())
+
+    def sizes(self, info: LayerInfo, lengths: Prompts) -> Sizes:
+        def whole(share: float, n: np.ndarray) -> np.ndarray:
+            return np.floor(share * n + 1e-9) if self.rounding == "floor" else np.ceil(share * n - 1e-9)
+
+        every = whole(self.frequent, np.arange(info.prompt_len + info.max_new_tokens + 1))
+        counts = np.repeat(every[None], len(lengths), 0), whole(self.local, lengths)
+        data = tuple(jnp.asarray(x, jnp.int32) for x in counts)
+        return dataclasses.replace(super().sizes(info, lengths), hparams=data)
+
+    def memory(self, info: LayerInfo) -> tuple[PerSlot, PerSlot, PerHead]:
+        return PerSlot(dtype=jnp.int8), PerSlot(), PerHead(dtype=jnp.int32)
+
+    def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
+        kinds, mass, strategy = kv.memory
+        kinds = jnp.where(kinds == UNKNOWN, stats[Kinds(self.special, self.punctuation)], kinds)
+        mass = mass + stats[Rows()]
+        level = self._levels(kv, kinds, mass, ctx)
+        if ctx.phase == "prefill":
+            strategy = self._chosen(kv, level, stats[Whole()], ctx)
+        return kv.replace(memory=(kinds, mass, strategy)).keep(level <= strategy[..., None])
+
+    def _levels(self, kv: LayerView, kinds: Array, mass: Array, ctx: Context) -> Int[Array, "B K S"]:
+        """The first of `STRATEGIES` that holds each slot; beyond the last for dead ones."""
+        frequent = jnp.take_along_axis(ctx.hparams[0], ctx.length[:, None], 1)
+        often = best(mass, kv.pos, jnp.broadcast_to(frequent, kv.pos.shape[:2]))
+        late = kv.pos >= (ctx.length - ctx.hparams[1])[:, None, None]
+        level = jnp.full(kv.pos.shape, FULL)
+        sets = (LOCAL, late), (FREQUENT, often), (PUNCTUATION, kinds == MARK), (SPECIAL, kinds == DECLARED)
+        for strategy, members in sets:
+            level = jnp.where(members, strategy, level)
+        return jnp.where(kv.live, level, FULL + 1)
+
+    def _chosen(self, kv: LayerView, level: Array, inputs: AttentionInputs, ctx: Context) -> Int[Array, "B K"]:
+        """The smallest set of every head that recovers enough of the prompt's attention."""
+        sets = jnp.stack([level <= s for s in (SPECIAL, PUNCTUATION, FREQUENT, FREQUENT)])
+        found = recovered_attention(
+            inputs.q,
+            kv.k,
+            inputs.pos,
+            kv.pos,
+            sets,
+            within=(None, None, None, ctx.hparams[1]),
+            tolerance=None if self.by == "mass" else 1e-4,
+            scale=inputs.scale,
+            window=inputs.window,
+            softcap=inputs.softcap,
+            bias=inputs.bias,
+        )
+        enough = jnp.asarray(found.mass if self.by == "mass" else found.elementwise) >= self.recovery
+        return jnp.where(enough.any(-1), enough.argmax(-1), FULL).astype(jnp.int32)
+
+
+def fastgen(
+    special: Iterable[int],
+    punctuation: Iterable[int],
+    *,
+    frequent: float = 0.3,
+    local: float = 0.3,
+    recovery: float = 0.95,
+) -> FastGen:
+    """Keeps in every head the cheapest set of tokens that serves it (FastGen, Ge et al., arXiv 2310.01801).
+
+    The sets are nested (Algorithm 1): special tokens; punctuation; frequent ones; local ones; all. How many tokens stay
+    is an outcome. `fastgen(*token_classes(tokenizer))` finds the ids.
+
+    Args:
+      special, punctuation: ids of the two kinds of tokens.
+      frequent: the most attended tokens, as a share of all so far.
+      local: the newest tokens, as a share of the prompt.
+      recovery: the attention that a set must recover; the paper has 0.91 to 0.98.
+    """
+    return FastGen(tuple(sorted(set(special))), tuple(sorted(set(punctuation))), frequent, local, recovery)

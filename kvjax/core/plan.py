@@ -1,0 +1,122 @@
+"""All sizes of a run, known before anything is traced."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int, Key
+
+from kvjax.core.contract import LayerInfo, Policy, Sizes, compiled, value
+
+
+@value
+class Plan:
+    """What programs are compiled for. Equal plans share programs, whatever their budgets.
+
+    Attributes:
+      policy: the policy without data, if it decides for all layers at once; else the full cache.
+      layers: the policy of every layer, without data.
+      infos: the shape of every layer.
+      capacities: slots of a head in every layer, or of all its heads in a pool.
+    """
+
+    policy: Policy
+    layers: tuple[Policy, ...]
+    infos: tuple[LayerInfo, ...]
+    capacities: tuple[int, ...]
+
+
+def infos_of(config: Any, policy: Policy, width: int, max_new_tokens: int) -> tuple[LayerInfo, ...]:
+    """What is known of every layer of a model that runs under a policy.
+
+    Args:
+      config: the model's configuration.
+      policy: the policy.
+      width: columns of the padded prompts.
+      max_new_tokens: decode steps that the run is planned for.
+    """
+    L, N, K, H = config.num_layers, config.num_query_heads, config.num_kv_heads, config.head_dim
+    heads = lambda i: N if policy.at(i, L).layout.by_query_head else K
+    window = getattr(config, "window", lambda i: None)
+    D = getattr(config, "embed_dim", 0)
+    return tuple(LayerInfo(i, L, N, heads(i), H, width, max_new_tokens, D, window(i)) for i in range(L))
+
+
+def make_plan(
+    config: Any, policy: Policy, lengths: Int[np.ndarray, "B"] | Any, width: int, max_new_tokens: int
+) -> Plan:
+    """The plan of a policy. A run that is given it as `plan=` has its slots and shares its programs.
+
+    Args:
+      config: the model's configuration.
+      policy: the policy.
+      lengths: tokens of each prompt.
+      width: columns of the padded prompts.
+      max_new_tokens: decode steps that the run is planned for.
+    """
+    return planned(policy, infos_of(config, policy, width, max_new_tokens), lengths)[0]
+
+
+def planned(
+    policy: Policy, infos: tuple[LayerInfo, ...], lengths: Int[Array, "B"] | Any, plan: Plan | None = None
+) -> tuple[Plan, tuple[Any, ...]]:
+    """The plan of a run, and its `hparams`, a tree of arrays "B ..." for every layer.
+
+    Args:
+      policy: the policy.
+      infos: the shape of every layer.
+      lengths: tokens of each prompt. Where they are traced, there are slots for the longest prompt that can be.
+      plan: that of a run with as many slots or more, to use instead.
+
+    Raises:
+      ValueError: the given plan has too few slots, or is that of another policy.
+    """
+    traced, L = isinstance(lengths, jax.core.Tracer), len(infos)
+    prompts = np.arange(1, infos[0].prompt_len + 1) if traced else np.asarray(lengths)
+    each = [policy.at(i, L) for i in range(L)]
+    sizes = [p.sizes(info, prompts) for p, info in zip(each, infos, strict=True)]
+    hparams = tuple(x.hparams for x in sizes)
+    if traced:  # the data of all lengths, of which each sequence takes its own
+        hparams = jax.tree.map(lambda x: x[lengths - 1], hparams)
+    slots = [_slots(p, x) for p, x in zip(each, sizes, strict=True)]
+    need = tuple(int(n.max()) for n in slots)
+    found = Plan(compiled(policy) if policy.joint else Policy(), tuple(map(compiled, each)), infos, need)
+    if plan is None:
+        return found, hparams
+    # Of traced lengths there may be no prompt as long as the longest.
+    _check_fits(plan, found, tuple(int(n.min()) for n in slots) if traced else need)
+    return plan, hparams
+
+
+def _slots(policy: Policy, sizes: Sizes) -> Int[np.ndarray, "M"]:
+    return np.asarray(sizes.total if policy.layout.pool else sizes.per_head)
+
+
+def _check_fits(plan: Plan, found: Plan, need: tuple[int, ...]) -> None:
+    """Raises ValueError if a plan has fewer slots than needed, or differs from the one found in more than slots."""
+    if (plan.layers, plan.policy, plan.infos) != (found.layers, found.policy, found.infos):
+        raise ValueError(
+            "the plan is that of another policy or another run: fields other than budgets, the prompts' width or "
+            "max_new_tokens differ; make the plan from the same policy with a larger budget"
+        )
+    if short := [i for i in range(len(need)) if need[i] > plan.capacities[i]]:
+        raise ValueError(
+            f"layer {short[0]} needs {need[short[0]]} slots, but the plan has {plan.capacities[short[0]]}; make the "
+            "plan from the largest budget that will run under it"
+        )
+
+
+def init_policy_params(
+    config: Any, policy: Policy, key: Key[Array, ""], *, width: int = 0, max_new_tokens: int = 0
+) -> tuple[Any, ...]:
+    """Learned parameters of a policy to begin with, a tree for every layer: what `policy_params=` takes.
+
+    Args:
+      config: the model's configuration.
+      policy: the policy.
+      key: a PRNG key.
+      width: columns of the padded prompts, if the parameters' shapes depend on it.
+      max_new_tokens: decode steps of the run, if they depend on it.
+    """
+    infos = infos_of(config, policy, width, max_new_tokens)
+    return tuple(policy.at(i, len(infos)).init_params(info, jax.random.fold_in(key, i)) for i, info in enumerate(infos))
