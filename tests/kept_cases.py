@@ -87,7 +87,6 @@ def _attended(statistic):
 
 
 OLD_ATTENDED, NEW_ATTENDED = _attended(kvjax.Observe()), _attended(observe.Rows())
-COMPACT = Layout(positions="rank")
 
 METHODS = {
     "full": (lambda b, s: old.full(), lambda b, s: new.full()),
@@ -735,12 +734,12 @@ COMPOSITIONS = {
         lambda b, s: replace(new.h2o(b, recent=2), heads=core.Adaptive(1.0, 1.2)),
     ),
     "h2o_pooled": (
-        lambda b, s: replace(old.h2o(b, recent=4), heads=kvjax.Adaptive(0.5, 4.0), storage="pool", positions="compact"),
-        lambda b, s: replace(new.h2o(b, recent=4), heads=core.Adaptive(0.5, 4.0), layout=replace(COMPACT, pool=True)),
+        lambda b, s: replace(old.h2o(b, recent=4), heads=kvjax.Adaptive(0.5, 4.0), storage="pool"),
+        lambda b, s: replace(new.h2o(b, recent=4), heads=core.Adaptive(0.5, 4.0), layout=Layout(pool=True)),
     ),
     "h2o_rerotated": (
         lambda b, s: replace(old.h2o(b), positions="rerotate"),
-        lambda b, s: replace(new.h2o(b), layout=COMPACT),
+        lambda b, s: replace(new.h2o(b), layout=Layout(positions="rank")),
     ),
     "h2o_pyramid": (
         lambda b, s: replace(old.h2o(b, recent=2), layers=kvjax.Pyramid(beta=4)),
