@@ -57,7 +57,7 @@ class Sizes:
         """Scores of hidden states, as the old and as the new library wants them."""
         out, bias = self.normal(4, self.L, self.D, self.K), self.normal(5, self.L, self.K)
         outs, biases = jnp.asarray(out), jnp.asarray(bias)
-        return HiddenHeads({"out": out, "out_bias": bias}), lambda x, layer: x @ outs[layer] + biases[layer]
+        return HiddenHeads({"out": out, "out_bias": bias}), lambda x, layer: x @ outs[layer] + biases[layer][None, None]
 
     def labels(self, first: str, then: str) -> list[str]:
         """Of layers in turn."""
@@ -845,7 +845,7 @@ EASYKV = {
     for importance in ("roco", "mas", "h2o", "tova", "recency", "random")
     for name, row in _easykv(importance).items()
 }
-CASES = METHODS | VARIANTS | KVPRESS | EASYKV | COMPOSITIONS
+CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = METHODS | VARIANTS | KVPRESS | EASYKV | COMPOSITIONS
 
 # Those whose layers differ. Where one decision is made for all of them, the first one's numbers decide draws.
 SHARED = {"nacl_global", "shared_layers", "shared_layers_snapkv"}
