@@ -57,7 +57,7 @@ class Sizes:
         """Scores of hidden states, as the old and as the new library wants them."""
         out, bias = self.normal(4, self.L, self.D, self.K), self.normal(5, self.L, self.K)
         outs, biases = jnp.asarray(out), jnp.asarray(bias)
-        return HiddenHeads({"out": out, "out_bias": bias}), lambda x, layer: x @ outs[layer] + biases[layer]
+        return HiddenHeads({"out": out, "out_bias": bias}), lambda x, layer: x @ outs[layer] + biases[layer][None, None]
 
     def labels(self, first: str, then: str) -> list[str]:
         """Of layers in turn."""
@@ -87,7 +87,6 @@ def _attended(statistic):
 
 
 OLD_ATTENDED, NEW_ATTENDED = _attended(kvjax.Observe()), _attended(observe.Rows())
-COMPACT = Layout(positions="rank")
 
 METHODS = {
     "full": (lambda b, s: old.full(), lambda b, s: new.full()),
@@ -735,12 +734,12 @@ COMPOSITIONS = {
         lambda b, s: replace(new.h2o(b, recent=2), heads=core.Adaptive(1.0, 1.2)),
     ),
     "h2o_pooled": (
-        lambda b, s: replace(old.h2o(b, recent=4), heads=kvjax.Adaptive(0.5, 4.0), storage="pool", positions="compact"),
-        lambda b, s: replace(new.h2o(b, recent=4), heads=core.Adaptive(0.5, 4.0), layout=replace(COMPACT, pool=True)),
+        lambda b, s: replace(old.h2o(b, recent=4), heads=kvjax.Adaptive(0.5, 4.0), storage="pool"),
+        lambda b, s: replace(new.h2o(b, recent=4), heads=core.Adaptive(0.5, 4.0), layout=Layout(pool=True)),
     ),
     "h2o_rerotated": (
         lambda b, s: replace(old.h2o(b), positions="rerotate"),
-        lambda b, s: replace(new.h2o(b), layout=COMPACT),
+        lambda b, s: replace(new.h2o(b), layout=Layout(positions="rank")),
     ),
     "h2o_pyramid": (
         lambda b, s: replace(old.h2o(b, recent=2), layers=kvjax.Pyramid(beta=4)),
@@ -846,7 +845,7 @@ EASYKV = {
     for importance in ("roco", "mas", "h2o", "tova", "recency", "random")
     for name, row in _easykv(importance).items()
 }
-CASES = METHODS | VARIANTS | KVPRESS | EASYKV | COMPOSITIONS
+CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = METHODS | VARIANTS | KVPRESS | EASYKV | COMPOSITIONS
 
 # Those whose layers differ. Where one decision is made for all of them, the first one's numbers decide draws.
 SHARED = {"nacl_global", "shared_layers", "shared_layers_snapkv"}

@@ -23,7 +23,15 @@ QUICK = {  # rows of distinct mechanisms
 DIFFERS = {}  # name -> why
 ON_A_MODEL = ("h2o", "ada_snapkv", "streaming_llm", "keyformer", "snapkv_then_tova", "quest")
 SHOWN_BY_DECODING = (  # or by layers that compete: what a prompt's one layer does not tell from other rows
-    *("h2o_next_step_mask", "h2o_every_4", "h2o_rerotated", "h2o_pooled", "tova_when_over_3", "keydiff_every_step"),
+    *(
+        "h2o_next_step_mask",
+        "h2o_every_4",
+        "h2o_adaptive",
+        "h2o_pooled",
+        "h2o_rerotated",
+        "tova_when_over_3",
+        "keydiff_every_step",
+    ),
     *("scissorhands_by_position", "scissorhands_factory", "keyformer_released", "keyformer_damped", "keyformer_mask"),
     *("ahakv_cache", "ahakv_prior_each_step", "r_kv", "random_shared", "nacl_interval", "window_of_generated", "think"),
     *("fastgen", "quest_by_query_head", "kvpress_decoding", "kvpress_cam", "kvpress_think", "dilated_window"),

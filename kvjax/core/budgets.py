@@ -144,13 +144,7 @@ def apportion(shares: Any, limit: Any, xp: Any = np, *, least: Any = 0, first: A
     total = xp.minimum(xp.round(shares.sum(-1, keepdims=True)), limit.sum(-1, keepdims=True))
     shares = xp.where((shares < least).any(-1, keepdims=True), _raised(shares, least, total, xp), shares)
 
-    def spread(_: Any, shares: Any) -> Any:
-        over, shares = xp.maximum(shares - limit, 0).sum(-1, keepdims=True), xp.minimum(shares, limit)
-        weight = xp.where(shares < limit, shares, 0)
-        weight = xp.where(weight.sum(-1, keepdims=True) > 0, weight, limit - shares)
-        mass = weight.sum(-1, keepdims=True)
-        return shares + over * weight / xp.where(mass > 0, mass, 1)
-
+    spread = lambda _, x: _spread(x, limit, xp)
     if xp is np:
         for _ in range(shares.shape[-1]):
             shares = spread(0, shares)
@@ -170,6 +164,15 @@ def _raised(shares: Any, least: Any, total: Any, xp: Any) -> Any:
     beyond = xp.maximum(shares - least, 0)
     mass = beyond.sum(-1, keepdims=True)
     return least + beyond * ((total - least.sum(-1, keepdims=True)) / xp.where(mass > 0, mass, 1))
+
+
+def _spread(shares: Any, limit: Any, xp: Any) -> Any:
+    """Shares of which what lies beyond the limit was given to the others."""
+    over, shares = xp.maximum(shares - limit, 0).sum(-1, keepdims=True), xp.minimum(shares, limit)
+    weight = xp.where(shares < limit, shares, 0)
+    weight = xp.where(weight.sum(-1, keepdims=True) > 0, weight, limit - shares)
+    mass = weight.sum(-1, keepdims=True)
+    return shares + over * weight / xp.where(mass > 0, mass, 1)
 
 
 # ------------------------------------------------------------------------------------------------- over layers

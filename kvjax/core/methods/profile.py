@@ -6,14 +6,16 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Int8
+from jaxtyping import Array, Bool, Int, Int8
 
 from kvjax.core.contract import (
     EMPTY,
     AttentionInputs,
     Context,
+    Count,
     LayerInfo,
     LayerView,
+    Layout,
     Observation,
     PerHead,
     PerSlot,
@@ -22,6 +24,8 @@ from kvjax.core.contract import (
     Prompts,
     Sizes,
     Stats,
+    data,
+    resolve,
     value,
 )
 from kvjax.core.decide.select import best
@@ -80,6 +84,12 @@ class FastGen(Policy):
       by: "mass": the probability on the set, averaged over the prompt's rows. "entries": the share of visible entries
         that change by less than 1e-4 when rows are renormalised.
       rounding: of both shares.
+      budget: the most tokens that a head keeps, in a pool on average; None bounds nothing. A head over it drops what is
+        last in the list: of what "full" alone keeps the least attended, then the oldest local tokens, then the least
+        frequent.
+      pool: the heads of a layer share `budget` slots a head, divided once after the prompt: each gets what its set
+        takes, the largest cut to one level where that is too much; then heads that keep everything get what they will
+        add; what is left goes to all alike.
     """
 
     special: tuple[int, ...]
@@ -89,11 +99,19 @@ class FastGen(Policy):
     recovery: float = 0.95
     by: Literal["mass", "entries"] = "mass"
     rounding: Literal["floor", "ceil"] = "floor"
+    budget: Count | None = data(default=None)
+    pool: bool = False
 
     def __post_init__(self) -> None:
+        if self.pool and self.budget is None:
+            raise ValueError("a pool has a number of slots, but what heads need is known only later; give a budget")
         for name in ("frequent", "local", "recovery"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} is no share; give a number from 0 to 1")
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(pool=self.pool)
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return Rows(), Kinds(self.special, self.punctuation), *((Whole(),) if phase == "prefill" else ())
@@ -102,22 +120,57 @@ class FastGen(Policy):
         def whole(share: float, n: np.ndarray) -> np.ndarray:
             return np.floor(share * n + 1e-9) if self.rounding == "floor" else np.ceil(share * n - 1e-9)
 
-        every = whole(self.frequent, np.arange(info.prompt_len + info.max_new_tokens + 1))
-        counts = np.repeat(every[None], len(lengths), 0), whole(self.local, lengths)
-        data = tuple(jnp.asarray(x, jnp.int32) for x in counts)
-        return dataclasses.replace(super().sizes(info, lengths), hparams=data)
+        often = whole(self.frequent, np.arange(info.prompt_len + info.max_new_tokens + 1))
+        counts = np.repeat(often[None], len(lengths), 0), whole(self.local, lengths)
+        numbers = tuple(jnp.asarray(x, jnp.int32) for x in counts)
+        if self.budget is None:
+            return dataclasses.replace(super().sizes(info, lengths), hparams=numbers)
+        every, coming, K = info.prompt_len + info.max_new_tokens, min(1, info.max_new_tokens), info.num_kv_heads
+        cap = np.clip(resolve(self.budget, lengths), 1, every)
+        most = np.minimum(every, cap * (K if self.pool else 1) + coming)
+        return Sizes(most, K * np.minimum(every, cap + coming), (*numbers, jnp.asarray(cap, jnp.int32)))
 
-    def memory(self, info: LayerInfo) -> tuple[PerSlot, PerSlot, PerHead]:
-        return PerSlot(dtype=jnp.int8), PerSlot(), PerHead(dtype=jnp.int32)
+    def memory(self, info: LayerInfo) -> tuple[PerSlot | PerHead, ...]:
+        strategy = PerHead(dtype=jnp.int32)  # and in a pool the most that each head keeps
+        return PerSlot(dtype=jnp.int8), PerSlot(), *([strategy] * (1 + self.pool))
+
+    def reserve(self, kv: LayerView, ctx: Context) -> Int[Array, "B K"]:
+        most = super().reserve(kv, ctx)
+        return jnp.minimum(kv.memory[-1] + jnp.minimum(ctx.max_new_tokens, 1)[:, None], most) if self.pool else most
 
     def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
-        kinds, mass, strategy = kv.memory
+        kinds, mass, strategy, *caps = kv.memory
         kinds = jnp.where(kinds == UNKNOWN, stats[Kinds(self.special, self.punctuation)], kinds)
         mass = mass + stats[Rows()]
         level = self._levels(kv, kinds, mass, ctx)
         if ctx.phase == "prefill":
             strategy = self._chosen(kv, level, stats[Whole()], ctx)
-        return kv.replace(memory=(kinds, mass, strategy)).keep(level <= strategy[..., None])
+        keep = level <= strategy[..., None]
+        for cap in ctx.hparams[2:]:  # there is none without a budget
+            if self.pool and ctx.phase == "prefill":
+                caps = [self._divided(keep.sum(-1), strategy, cap, ctx)]
+            keep &= self._first(kv, level, mass, caps[0] if caps else jnp.broadcast_to(cap[:, None], strategy.shape))
+        return kv.replace(memory=(kinds, mass, strategy, *caps)).keep(keep)
+
+    def _first(self, kv: LayerView, level: Array, mass: Array, cap: Int[Array, "B K"]) -> Bool[Array, "B K S"]:
+        """The first `cap` slots of every head in the order of `STRATEGIES`."""
+        rank = jnp.where(level == LOCAL, kv.pos.astype(jnp.float32), mass)
+        order = jnp.lexsort((-kv.pos, -rank, level), axis=-1)
+        chosen = jnp.arange(kv.pos.shape[-1]) < cap[..., None]
+        return jnp.put_along_axis(kv.live, order, chosen, axis=-1, inplace=False)
+
+    def _divided(
+        self, needed: Int[Array, "B K"], strategy: Int[Array, "B K"], cap: Int[Array, "B"], ctx: Context
+    ) -> Int[Array, "B K"]:
+        """How the slots of a pool are divided over heads."""
+        K = needed.shape[1]
+        left, given = cap[:, None] * K, jnp.zeros_like(needed)
+        for wanted in (needed, jnp.where(strategy == FULL, ctx.max_new_tokens[:, None], 0)):
+            smaller = jnp.pad(jnp.cumsum(jnp.sort(wanted, axis=-1), axis=-1)[:, :-1], [(0, 0), (1, 0)])
+            level = ((left - smaller) // (K - jnp.arange(K))[None]).max(-1, keepdims=True)
+            part = jnp.minimum(wanted, jnp.maximum(level, 0))
+            left, given = left - part.sum(-1, keepdims=True), given + part
+        return (given + left // K).astype(jnp.int32)
 
     def _levels(self, kv: LayerView, kinds: Array, mass: Array, ctx: Context) -> Int[Array, "B K S"]:
         """The first of `STRATEGIES` that holds each slot; beyond the last for dead ones."""
