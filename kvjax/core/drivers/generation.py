@@ -5,7 +5,7 @@ Letters: B batch, T given tokens, M new tokens, V vocabulary.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -182,8 +182,8 @@ def feed(
     """
     at, given, reads = _given(model, tokens, state, lengths)
     found, after = decoded(model, params, at, given, None, chunk=len(given[0]), logits=True)
-    assert found.logits is not None
-    logits = found.logits if reads is None else jnp.where(reads[..., None], found.logits, jnp.nan)
+    logits = cast(Array, found.logits)  # which were asked for
+    logits = logits if reads is None else jnp.where(reads[..., None], logits, jnp.nan)
     return logits.swapaxes(0, 1), after.state
 
 

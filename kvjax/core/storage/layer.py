@@ -1,7 +1,7 @@
 """A layer's slots, as many for every head."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -161,8 +161,8 @@ class Layer(Storage):
 
     def _fewer_channels(self, q: Float[Array, "B N T H"], group: int) -> Float[Array, "B N T H"]:
         """Queries with the channels that keys have first, and zeros behind."""
-        assert self.channels is not None  # keys have fewer channels than queries
-        fewer = jnp.take_along_axis(q, jnp.repeat(self.channels[:, :, None], group, 1), -1)
+        channels = cast(Array, self.channels)  # as keys have fewer than queries
+        fewer = jnp.take_along_axis(q, jnp.repeat(channels[:, :, None], group, 1), -1)
         return jnp.pad(fewer, [(0, 0)] * 3 + [(0, q.shape[-1] - fewer.shape[-1])])
 
     def compact(self, capacity: int, reserve: Int[Array, "B K"] | None = None) -> Storage:
