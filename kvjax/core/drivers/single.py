@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.core.contract import AttentionInputs, Context, LayerInfo, Policy, compiled
 from kvjax.core.drivers.checks import check_is, check_lengths, whole
+from kvjax.core.drivers.replay import Reread
 from kvjax.core.drivers.state import row_keys
+from kvjax.core.evict import check_scored
 from kvjax.core.storage import Layer, empty
 from kvjax.pallas_kernels import Columns
 
@@ -41,7 +44,8 @@ def evict_layer(
       policy_params: the layer's learned parameters, if the policy has any.
 
     Raises:
-      ValueError: tensors that do not fit together, a policy that cannot work with this prompt or that reads it again.
+      ValueError: tensors that do not fit together, a policy that cannot work with this prompt or that reads it again; a
+        score that is no number for any token that competes, of a head of which some go.
     """
     check_is("policy", policy, Policy, "kvjax.methods")
     whole("num_layers", num_layers), whole("layer", layer, 0, num_layers - 1)
@@ -60,7 +64,7 @@ def evict_layer(
             raise ValueError(f"{name} has the shape {jnp.shape(x)}, but its first axes should be {shape}")
     lengths = check_lengths(lengths, B, T)
     policy = policy.at(layer, num_layers)
-    if policy.observe("replay"):
+    if any(isinstance(o, Reread) for o in policy.observe("replay")):
         raise ValueError(f"{type(policy).__name__} reads the prompt again, which needs a model; use kvjax.prefill")
     if policy.layout.by_query_head:
         k, v, K = jnp.repeat(k, N // K, axis=1), jnp.repeat(v, N // K, axis=1), N
@@ -70,6 +74,9 @@ def evict_layer(
     ids = None if tokens is None else jnp.asarray(tokens, jnp.int32)
     ctx = Context(lengths, lengths, keys, here, steps, hparams, policy_params, ids, width=T, capacity=T)
     pos = jnp.maximum(jnp.arange(T)[None] - (T - lengths)[:, None], -1)
+    real = pos >= 0  # padding may hold anything, even what is no number
+    q, k, v = (jnp.where(real[:, None, :, None], x, jnp.zeros((), x.dtype)) for x in (q, k, v))
+    hidden = None if hidden is None else jnp.where(real[..., None], hidden, jnp.zeros((), hidden.dtype))
     kv = empty(info, B, k.dtype, policy.memory(info), policy.layout, policy.writes).append(k, v, pos, grow=True)
     rotate = lambda x, pos: x
     inputs = lambda kv: AttentionInputs(q, q, kv.replace(memory=()), pos, ctx, rotate, out_proj, hidden)
@@ -79,4 +86,7 @@ def evict_layer(
     measured = kv.attend(q, pos, tuple(columns.values()), policy.reads(kv, inputs(kv), ctx), rotate=rotate)
     found |= dict(zip(columns, measured.columns, strict=True))
     program = compiled(policy)
-    return program.update_layers((kv,), (found,), (ctx,))[0] if policy.joint else program.update(kv, found, ctx)
+    kv = program.update_layers((kv,), (found,), (ctx,))[0] if policy.joint else program.update(kv, found, ctx)
+    if not isinstance(kv.pos, jax.core.Tracer):
+        check_scored(policy, layer, kv)
+    return kv
