@@ -140,7 +140,7 @@ def number(interval: str = "(-inf, inf)", why: str = "") -> Rule:
 
     def rule(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise ValueError(f"must be a number of Python or numpy in {interval}{why and ': '}{why}")
+            raise ValueError(f"must be a number in {interval}{why and ': '}{why}")
         try:
             x = float(value) + 0.0  # -0.0 becomes 0.0
         except OverflowError:
