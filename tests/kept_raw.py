@@ -1,7 +1,6 @@
 """What every policy keeps of drawn tensors, as digests: `python -m tests.kept_raw` records the old library's."""
 
 import functools
-import hashlib
 import json
 import pathlib
 
@@ -11,6 +10,7 @@ import tqdm
 
 import kvjax
 from tests import conftest  # whose settings decide how numbers round
+from tests.kept import digest
 from tests.kept_cases import BY_LAYER, CASES, SHARED, Sizes
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "kept_raw.json"
@@ -34,14 +34,6 @@ def tensors():
 def layers(case):
     """The layers that are compared: the middle one of 3, where a pyramid is even, or both ends."""
     return (0, SIZES.L - 1) if case in BY_LAYER else (0,) if case in SHARED else (1,)
-
-
-def digest(positions):
-    """Four hexadecimal digits of the positions "B K S" that heads hold, in whatever slots."""
-    hold = hashlib.sha256()
-    for head in np.asarray(positions).reshape(-1, positions.shape[-1]):
-        hold.update(np.concatenate([[-1], np.unique(head[head >= 0])]).astype(np.int32).tobytes())
-    return hold.hexdigest()[:4]
 
 
 def kept(evict, case, policy):

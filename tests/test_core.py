@@ -9,6 +9,7 @@ import pytest
 import kvjax
 from kvjax.core.drivers import generation, single
 from tests import kept_raw
+from tests.kept import digest
 from tests.kept_cases import CASES, Sizes
 
 RECORDED = json.loads(kept_raw.GOLDEN.read_text())
@@ -20,7 +21,6 @@ QUICK = {  # rows of distinct mechanisms
     *("snapkv_text", "ada_released_normalized", "ada_skip", "kvpress_pyramidkv", "kvpress_chunk", "head_table"),
     *("easykv_encoding_roco", "from_fn_observing", "many_then_few", "partition_heads", "shared_layers"),
 }
-DIFFERS = {}  # name -> why
 ON_A_MODEL = ("h2o", "ada_snapkv", "streaming_llm", "keyformer", "snapkv_then_tova", "quest")
 SHOWN_BY_DECODING = (  # or by layers that compete: what a prompt's one layer does not tell from other rows
     *(
@@ -51,7 +51,6 @@ def _rows(names, quick):
     rows = []
     for name in names:
         marks = [] if name in quick else [pytest.mark.slow, pytest.mark.exhaustive]
-        marks += [pytest.mark.xfail(strict=True, reason=DIFFERS[name])] if name in DIFFERS else []
         rows.append(pytest.param(name, marks=marks))
     return rows
 
@@ -59,7 +58,7 @@ def _rows(names, quick):
 def test_every_row_is_recorded():
     assert list(RECORDED) == list(CASES)
     assert all(RECORDED.values())
-    assert set(CASES) >= {*QUICK, *DIFFERS}
+    assert set(CASES) >= QUICK
 
 
 def _live(policy, *arrays, **more):
@@ -91,4 +90,4 @@ def test_keeps_and_generates_what_the_old_library_does(case, embedded):
     )
     np.testing.assert_array_equal(now.tokens, was.tokens)
     for i, (before, after) in enumerate(zip(was.state.layers, now.state.layers, strict=True)):
-        assert kept_raw.digest(after.head_pos) == kept_raw.digest(before.head_pos), f"layer {i}"
+        assert digest(after.head_pos) == digest(before.head_pos), f"layer {i}"

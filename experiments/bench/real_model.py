@@ -30,7 +30,7 @@ class Kvjax:
 
         from kvjax import models
 
-        self._jax = jax
+        self._jax, self._prefills = jax, {}
         self.model, self.params = models.load(path, dtype=dtype)
 
     def read(self, ids: Any, method: str) -> Any:
@@ -40,8 +40,7 @@ class Kvjax:
         policy = kvjax.methods.full() if method == "full" else getattr(kvjax.methods, method)(0.25)
         plan = kvjax.make_plan(self.model.config, policy, prompt_len=ids.shape[1], max_new_tokens=STEPS)
         prefill = lambda params, ids: kvjax.prefill(self.model, params, ids, plan)
-        self._prefill = getattr(self, "_prefill", {})
-        found = self._prefill.setdefault((ids.shape, method), self._jax.jit(prefill))(self.params, ids)
+        found = self._prefills.setdefault((ids.shape, method), self._jax.jit(prefill))(self.params, ids)
         return self._jax.block_until_ready(found)
 
     def decode(self, read: Any) -> None:
@@ -129,6 +128,8 @@ def main() -> None:
     from kvjax.models import sources
 
     path, rows = str(sources.locate(options.model)), []
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "torch", "transformers")}
+    about = {"model": options.model, "rounds": options.rounds, "cores": os.cpu_count(), "versions": versions}
     for dtype in options.dtypes:
         asked = [("first answer", options.lengths[0], "full")]
         asked += [("prefill", n, "full") for n in options.lengths]
@@ -153,13 +154,11 @@ def main() -> None:
                 row = {"dtype": dtype, "what": what, "tokens": tokens, "method": method}
                 rows.append(row | {side: [float(np.median(x)), float(min(x))] for side, x in warm.items()})
                 print(json.dumps(rows[-1]), flush=True)
+                write_json(options.output, {"about": about, "rows": rows})  # what is measured stays
         finally:
             for process in running.values():
                 process.kill()
                 process.wait()
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "torch", "transformers")}
-    about = {"model": options.model, "rounds": options.rounds, "cores": os.cpu_count(), "versions": versions}
-    write_json(options.output, {"about": about, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""KV-cache eviction policies in JAX. Each module is built on those named before it.
+"""KV-cache eviction policies in JAX, rebuilt on one contract; the rest of kvjax does not use them yet.
+
+Each module is built on those named before it.
 
 contract: what a policy is asked and told. storage: what is stored. budgets: how many tokens. observe: what can be seen
 of a layer's rows. scores: how tokens are ranked. decide: which stay, and what they hold. evict: what most methods are.

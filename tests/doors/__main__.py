@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 
 ROOT = pathlib.Path(__file__).parents[2]
 HERE = pathlib.Path(__file__).parent
-READMES = ["README.md", *(f"{p}/README.md" for p in ("kvjax", "models", "experiments", "pallas_kernels"))]
+READMES = ["README.md", *(f"{p}/README.md" for p in ("kvjax", "kvjax/core", "models", "experiments", "pallas_kernels"))]
 TOOLS = ["mypy", "pyright"]
 TESTS = ["tests/test_text.py", "tests/test_weights.py", "tests/test_loading.py", "tests/test_parity.py"]
 OWN = """
