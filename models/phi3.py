@@ -107,17 +107,21 @@ def _long(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(config: Phi3Config) -> dict[str, Any]:
-    original = {"original_max_position_embeddings": config.rope.original_max} if config.rope.kind == "longrope" else {}
-    return {
+    raw = {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",
         **write_sizes(config),
         **config.rope.to_hugging_face(),
-        **original,
         "partial_rotary_factor": config.rope.turning(config.head_dim) / config.head_dim,
         "sliding_window": write_windows(config)["sliding_window"],
         "pad_token_id": None,  # theirs is 32000, whatever the vocabulary
     }
+    if config.rope.kind != "longrope":
+        return raw
+    raw["original_max_position_embeddings"] = config.rope.original_max
+    factors = {k: raw["rope_scaling"][k] for k in ("short_factor", "long_factor")}
+    published = {**raw, "rope_scaling": {"type": "longrope", **factors}}  # transformers 4 takes these three keys alone
+    return published if _read(published, "Phi3ForCausalLM")["rope"] == config.rope else raw
 
 
 FAMILY = Family({"Phi3ForCausalLM": "phi3"}, Phi3Config, Phi3, _read, _write)

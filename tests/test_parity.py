@@ -46,7 +46,8 @@ def rope(kind, **kwargs):
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 LONG = {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 2.0, 3.0, 4.0], "factor": 4.0}
 HALF_LINEAR = rope("linear", factor=2.0, partial_rotary_factor=0.5)
-FALCON = {"ffn_hidden_size": 40, "attn_implementation": "eager"}  # which theirs cannot choose later
+EAGER = {"attn_implementation": "eager"}  # for models that cannot choose it later
+FALCON = {"ffn_hidden_size": 40, **EAGER}
 CASES = {
     "llama": ("LlamaForCausalLM", {}),
     "llama_tied_biased": ("LlamaForCausalLM", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -82,7 +83,7 @@ CASES = {
     "gpt2": (
         "GPT2LMHeadModel",
         # Version 4 scales by layers in its plain attention alone.
-        {"n_inner": 40, "scale_attn_by_inverse_layer_idx": True, "attn_implementation": "eager"},
+        {"n_inner": 40, "scale_attn_by_inverse_layer_idx": True, **EAGER},
     ),
     "gpt2_untied": ("GPT2LMHeadModel", {"tie_word_embeddings": False, "n_inner": 40}),
     "opt": ("OPTForCausalLM", {"ffn_dim": 40}),
@@ -100,7 +101,7 @@ CASES = {
         "GPTNeoXForCausalLM",
         {"use_parallel_residual": False, "attention_bias": False, **HALF_LINEAR},
     ),
-    "stablelm": ("StableLmForCausalLM", {"use_qkv_bias": True, "use_parallel_residual": True}),
+    "stablelm": ("StableLmForCausalLM", {"use_qkv_bias": True, "use_parallel_residual": True, **EAGER}),
     "stablelm_norms": ("StableLmForCausalLM", {"hidden_size": 64, "qk_layernorm": True, **HALF_LINEAR}),
     "falcon": ("FalconForCausalLM", FALCON),
     "falcon_two_norms": (
@@ -118,7 +119,13 @@ CASES = {
     "gemma": ("GemmaForCausalLM", {"head_dim": 16, "num_key_value_heads": 1}),
     "gemma2": (
         "Gemma2ForCausalLM",
-        {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0},
+        {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+            **EAGER,  # version 4 caps logits there alone
+        },
     ),
     "gemma3": ("Gemma3ForCausalLM", {"head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2}),
 }
@@ -146,6 +153,8 @@ def pair(both):
 def both(request, tmp_path_factory):
     """One architecture."""
     architecture, options = CASES[request.param]
+    if request.param == "stablelm_norms" and VERSION < 5:
+        pytest.skip("transformers 4 cannot make a StableLM that normalises heads")
     return saved(architecture, {**SIZES, **options}, tmp_path_factory.mktemp(request.param))
 
 
@@ -324,7 +333,8 @@ def test_saved_families_are_theirs(pair, tmp_path):
     """What was loaded and saved again gives transformers the logits of the original."""
     theirs, model, params = pair
     models.save(tmp_path, model, params)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    how = {"attn_implementation": theirs.config._attn_implementation}
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **how).eval()
     ids = torch.tensor(tokens())
     with torch.no_grad():
         assert_close(again(ids).logits, theirs(ids).logits)
@@ -379,7 +389,9 @@ def check_hidden_are_evicted(theirs, model, params, policy, ids, within=1e-5):
     for layer, place in enumerate(places):
 
         def hide(module, args, kwargs, layer=layer):
-            mask, here = kwargs["attention_mask"], hidden[layer]
+            here = hidden[layer]
+            mask = kwargs["attention_mask"]
+            mask = mask[..., : here.shape[-1]] if here.ndim else mask  # some have one column more in version 4
             mask = mask | (here < 0) if mask.dtype == torch.bool else torch.minimum(mask, here)
             return args, {**kwargs, "attention_mask": mask}
 
