@@ -107,7 +107,7 @@ def _long(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(config: Phi3Config) -> dict[str, Any]:
-    raw = {
+    raw: dict[str, Any] = {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",
         **write_sizes(config),
