@@ -99,7 +99,7 @@ def repository(source: str | os.PathLike[str], revision: str | None = None) -> t
     """
     path, (name, at, named) = local_path(source), str(source).partition("@")
     if path.exists() or not name or name[0] in "./~" or (at and not named):
-        hint = "; it is a file: give the directory that holds it" if path.is_file() else ""
+        hint = "; it is a file: give the directory that holds it, or a GGUF file as NAME.gguf" if path.is_file() else ""
         raise ValueError(f"{source} is neither a directory nor a hub id like 'owner/name'{hint}")
     if at and revision not in (None, named):
         raise ValueError(f"{source} names another revision than revision={revision!r}; give one of them")
