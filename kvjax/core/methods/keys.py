@@ -150,9 +150,7 @@ def q_filters(budget: Count, filters: Any) -> Evict:
     return Evict(KeyDirections(Table(filters)), budget)
 
 
-def kvzap(
-    budget: Count, function: Callable[..., Any], *, threshold: float | None = None, recent: int = 128, sinks: int = 0
-) -> Evict:
+def kvzap(budget: Count, function: Callable[..., Any], *, threshold: float | None = None, recent: int = 128) -> Evict:
     r"""Keeps what a small function of hidden states says that KVzip would keep (KVzap, arXiv 2601.07891).
 
     $S_j = f(h_j)$, the logarithm of a score of KVzip+, at every step (Jegou and Jeblick).
@@ -161,9 +159,7 @@ def kvzap(
       budget: the most live tokens a kv head and layer.
       function: `(hidden "B T D", layer) -> "B T K"`, fitted to the model.
       threshold: tokens that score below it go as soon as they are not recent; None for a budget alone.
-      recent, sinks: last and first tokens that stay.
+      recent: last tokens that stay.
     """
-    sinks = _at_most(sinks, budget)
-    recent = min(recent, budget - sinks) if isinstance(budget, int) else recent
     select = TopK() if threshold is None else AtLeast(threshold)
-    return Evict(predicted(function), budget, sinks, recent, when=STEP, select=select)
+    return Evict(predicted(function), budget, 0, _at_most(recent, budget), when=STEP, select=select)
