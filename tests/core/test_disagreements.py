@@ -338,7 +338,7 @@ def test_d11_the_scopes_of_the_released_code():
     size = lambda policy: int(resolve(policy.score.size, n, budget)[0])
     assert size(methods.roco(100)) == 50
     assert size(easykv.easykv_decoding("roco", 100)) - n[0] == int(0.3 * 100) + 1
-    first, then = easykv.easykv_encoding_decoding("roco", 100, stride=8).policies
+    first, then = easykv.easykv_encoding_decoding("roco", 100, stride=8).members
     assert 101 - size(then) == 108 - int(0.3 * 108)
     assert 108 - size(first) == max(108 - int(0.1 * 108) - 4, 8)
 

@@ -56,7 +56,7 @@ def after_window(votes, budget, window):
 def test_d15_the_random_stage_draws_from_what_is_left(distribution):
     params = {"recent": 2, "proxies": 4, "random": 3, "temperature": 0.5, "by": distribution}
     score = layer.group(P[:, -4:].sum(1))
-    keys = jax.random.split(jax.random.key(0), 1)
+    keys = jax.random.split(jax.random.key(1), 1)
     pos = jnp.broadcast_to(jnp.arange(PROMPT, dtype=jnp.int32), (1, K, PROMPT))
     u = np.asarray(moment(keys).uniform(pos), np.float64)[0]
     log_p = {"softmax": score, "normalised": np.log(np.maximum(score, 1e-30)), "uniform": 0 * score}[distribution]
