@@ -369,3 +369,11 @@ def test_a_lazy_layer_keeps_its_ends(threshold, kept):
     assert keep(policy, p) == kept
     if threshold == 0.7:
         assert keep(dataclasses.replace(policy, budget=4), p) == [0, 1, 4, 5]
+
+
+def test_layers_that_compete_keep_short_prompts_whole():
+    """Half of 11 tokens does not hold a window of 6, nor does twice that hold all 11."""
+    q, k, v = helpers.qkv(0, B=1, T=11)
+    policy = methods.layer_defensivekv(0.5, window=6)
+    layers, _ = tensors.evicted(policy, [{"q": q, "k": k, "v": v, "out_proj": jnp.ones((4, 8, 8))}] * 2)
+    assert [kv.num_live[0].tolist() for kv in layers] == [[11, 11]] * 2
