@@ -32,7 +32,7 @@ class EveryOther:
     step: int
 
     def __call__(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Bool[Array, "B K S"]:
-        """What the newest row reads."""
+        """The slots that the newest row reads."""
         return kv.live & (((ctx.length - 1)[:, None, None] - kv.pos) % self.step == 0)
 
 

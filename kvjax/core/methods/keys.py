@@ -96,7 +96,7 @@ def expected_attention(budget: Count, *, horizon: int = 512, sinks: int = 4, eps
 
 
 def capkv(budget: Count, *, tau: float = 5.0, horizon: int = 512, sinks: int = 4) -> Evict:
-    r"""Keeps the tokens whose values the others cannot stand for (CAPKV, arXiv 2604.25975).
+    r"""Keeps the tokens whose values other tokens' values do not span (CAPKV, arXiv 2604.25975).
 
     $S_j = w_j \, v_j^\top A^{-1} v_j$ with $A = I + \sum_i w_i v_i v_i^\top$ and $w_j$ by the cosine of the key and the
     mean query to come.
@@ -127,9 +127,9 @@ def compactor(
 
     Args:
       budget: live tokens a kv head and layer, sinks and recent tokens included.
-      blend: $\beta$; None for the share of the prompt that goes, or 0.35 where the budget is no share.
+      blend: $\beta$; None for the evicted share of the prompt, or 0.35 where the budget is a number of tokens.
       chunk: tokens of a chunk.
-      sketch: columns of the sketch of keys, None for none.
+      sketch: columns of the random sketch of keys; None uses the keys themselves.
       sinks, recent: first and last tokens that stay, and of which nothing is measured.
     """
     if blend is None:
@@ -151,7 +151,7 @@ def q_filters(budget: Count, filters: Any) -> Evict:
 
 
 def kvzap(budget: Count, function: Callable[..., Any], *, threshold: float | None = None, recent: int = 128) -> Evict:
-    r"""Keeps what a small function of hidden states says that KVzip would keep (KVzap, arXiv 2601.07891).
+    r"""Keeps what KVzip would keep, as predicted from hidden states by a small function (KVzap, arXiv 2601.07891).
 
     $S_j = f(h_j)$, the logarithm of a score of KVzip+, at every step (Jegou and Jeblick).
 

@@ -1,4 +1,4 @@
-"""What presses of kvpress 0.5.5 keep. `r` is the share that is removed, their `compression_ratio`."""
+"""The presses of kvpress 0.5.5 as compositions. `r` is the share that is removed, their `compression_ratio`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def kvpress_finch(
     Args:
       r: the compression ratio.
       window: tokens of the question.
-      chunk: tokens of a chunk; None for none.
+      chunk: tokens of a chunk; None reads the prompt as one.
       normalize: rows are weighed by their length.
       rerotate: tokens stand at their rank.
     """
@@ -214,7 +214,7 @@ def kvpress_critical_adakv(base: Evict, *, alpha: float = 0.2, first: float = 0.
 
 
 def kvpress_chunkkv(base: Evict, *, size: int = 20) -> Evict:
-    """ChunkKVPress around a press; what the press protects stays beside whole chunks."""
+    """ChunkKVPress around a press; tokens that the press protects stay, too."""
     share = base.budget.share if isinstance(base.budget, Truncated) else None
     return dataclasses.replace(base, select=Chunks(size, share))
 

@@ -1,4 +1,4 @@
-"""What released code does otherwise than its paper (D-01 to D-50), each a composition named after its source."""
+"""Released code that differs from its paper (D-01 to D-50): compositions, each named after its source."""
 
 import dataclasses
 import math
@@ -64,7 +64,7 @@ def with_score(policy: Evict, **fields: Any) -> Evict:
 
 
 def _rows(policy: Evict) -> Any:
-    """What the score of a policy sums."""
+    """The rows that the score of a policy sums."""
     score: Any = policy.score
     return score.of
 
