@@ -285,7 +285,7 @@ def attention_matching(budget: Count, *, rows: int = 256, sinks: int = 4) -> Evi
 
 
 def merging(base: Evict, *, threshold: float = 0.0, fraction: float = 1.0) -> Evict:
-    """Merges the values that a policy evicts into those that it keeps (kvpress, after D2O, Wan et al., arXiv 2406.13035).
+    """Merges the values that a policy evicts into those that it keeps (kvpress, after D2O, arXiv 2406.13035).
 
     Args:
       base: the policy that evicts.
