@@ -77,6 +77,11 @@ def _same(name, **options):
     return lambda b, s: getattr(old, name)(b, **was), lambda b, s: getattr(new, name)(b, **options)
 
 
+def _drawn(**options):
+    """Keyformer with other noise."""
+    return lambda b, s: old.keyformer(b, **options), lambda b, s: variants.keyformer_drawn(b, **options)
+
+
 def _first_channel(kv, stats, ctx):
     return -jnp.abs(kv.k[..., 0])
 
@@ -92,41 +97,44 @@ METHODS = {
     "full": (lambda b, s: old.full(), lambda b, s: new.full()),
     "key_attention": _same("key_attention"),
     "h2o": _same("h2o"),
-    "h2o_max": _same("h2o", group="max"),
-    "mas": _same("mas", recent=2),
+    "h2o_max": (lambda b, s: old.h2o(b, group="max"), lambda b, s: variants.grouped(new.h2o(b), "max")),
+    "mas": (lambda b, s: old.mas(b, recent=2), lambda b, s: replace(new.mas(b), recent=2)),
     "mas_sinks": (
         lambda b, s: old.mas(b, count_self=False, sinks=1, ignore_prefix=3),
-        lambda b, s: new.mas(b, count_self=False, sinks=1, first=3),
+        lambda b, s: replace(variants.since(variants.of_later_rows(new.mas(b)), 3), sinks=1),
     ),
     "aqas": _same("aqas"),
     "roco": _same("roco"),
     "roco_scope": (
         lambda b, s: old.roco(b, count_self=False, sinks=2, protect_last=1, scope=5),
-        lambda b, s: replace(new.roco(b, count_self=False, recent=1, scope=5), sinks=2),
+        lambda b, s: replace(variants.of_later_rows(new.roco(b, scope=5)), sinks=2, recent=1),
     ),
     "tova": _same("tova"),
-    "tova_by_head": (lambda b, s: old.tova(b, head_mode="per_kv_head"), lambda b, s: new.tova(b, by_head=True)),
+    "tova_by_head": (lambda b, s: old.tova(b, head_mode="per_kv_head"), lambda b, s: variants.tova_by_head(b)),
     "keyformer": _same("keyformer"),
-    "keyformer_per_key": _same("keyformer", per="key", noise="gaussian", tau=(1.5, 2.0)),
-    "keyformer_no_noise": _same("keyformer", noise="none"),
-    "keyformer_constant": _same("keyformer", noise="constant"),
+    "keyformer_per_key": _drawn(per="key", noise="gaussian", tau=(1.5, 2.0)),
+    "keyformer_no_noise": _drawn(noise="none"),
+    "keyformer_constant": _drawn(noise="constant"),
     "keyformer_rank": (
         lambda b, s: old.keyformer(b, recent=3, positions="rerotate"),
-        lambda b, s: new.keyformer(b, recent=3, positions="rank"),
+        lambda b, s: replace(new.keyformer(b, recent=3), layout=Layout(positions="rank")),
     ),
     "ahakv": _same("ahakv", recent=3),
     "scissorhands": _same("scissorhands", history=6, recent=3),
     "scissorhands_long": _same("scissorhands", recent=3),
     "r_kv": _same("r_kv", window=3, kernel=3, buffer=2),
     "window": _same("window"),
-    "window_sinks": _same("window", sinks=2),
+    "window_sinks": (lambda b, s: old.window(b, sinks=2), lambda b, s: replace(new.window(b), sinks=2)),
     "streaming_llm": _same("streaming_llm", sinks=2),
-    "streaming_llm_original": _same("streaming_llm", sinks=2, positions="original"),
+    "streaming_llm_original": (
+        lambda b, s: old.streaming_llm(b, sinks=2, positions="original"),
+        lambda b, s: replace(new.streaming_llm(b, sinks=2), layout=Layout()),
+    ),
     "random": _same("random"),
     "dilated_window": _same("dilated_window"),
     "dilated_window_anchored": (
         lambda b, s: old.dilated_window(b, mode="anchored", dilation=2),
-        lambda b, s: new.dilated_window(b, anchored=True, dilation=2),
+        lambda b, s: variants.dilated_window_anchored(b, dilation=2),
     ),
     "knorm": _same("knorm"),
     "keydiff": _same("keydiff"),
@@ -158,7 +166,7 @@ METHODS = {
     "ada_snapkv": _same("ada_snapkv", window=4, kernel=3, alpha=0.7),
     "ada_snapkv_dense": (
         lambda b, s: old.ada_snapkv(b, window_size=4, kernel_size=3, alpha=0.7, storage="dense"),
-        lambda b, s: new.ada_snapkv(b, window=4, kernel=3, alpha=0.7, pool=False),
+        lambda b, s: replace(new.ada_snapkv(b, window=4, kernel=3, alpha=0.7), layout=Layout()),
     ),
     "ada_pyramid": _same("ada_pyramid", alpha=0.7, beta=4, window=3, kernel=3),
     "headkv": (
@@ -179,11 +187,11 @@ METHODS = {
     ),
     "simlayerkv": (
         lambda b, s: old.simlayerkv(0.45, sinks=2, recent=4, budget=b),
-        lambda b, s: new.simlayerkv(0.45, sinks=2, recent=4, budget=b),
+        lambda b, s: replace(new.simlayerkv(0.45, sinks=2, recent=4), budget=b),
     ),
     "simlayerkv_lazy": (
         lambda b, s: old.simlayerkv(0.1, sinks=2, recent=4, budget=b),
-        lambda b, s: new.simlayerkv(0.1, sinks=2, recent=4, budget=b),
+        lambda b, s: replace(new.simlayerkv(0.1, sinks=2, recent=4), budget=b),
     ),
     "cake": _same("cake", window=3, kernel=3),
     "lava": _same("lava", window=3, kernel=3),
@@ -196,7 +204,7 @@ METHODS = {
     ),
     "nacl_begin": (
         lambda b, s: old.nacl(b, protect=2, proxies=3, random=2, first_proxies=4),
-        lambda b, s: new.nacl(b, recent=2, proxies=3, random=2, begin=4),
+        lambda b, s: variants.nacl_both_ends(b, recent=2, proxies=3, random=2, begin=4),
     ),
     "finch": _same("finch", window=4),
     "finch_chunks": (
@@ -214,7 +222,7 @@ METHODS = {
     ),
     "duo_attention_threshold": (
         lambda b, s: old.duo_attention(s.shares(s.K), threshold=0.6, sinks=2, recent=5, storage="dense"),
-        lambda b, s: new.duo_attention(s.shares(s.K), threshold=0.6, sinks=2, recent=5, pool=False),
+        lambda b, s: new.duo_attention(s.shares(s.K), streaming=(s.shares(s.K) < 0.6).mean(), sinks=2, recent=5),
     ),
     "fastgen": (
         lambda b, s: old.fastgen(special_ids=range(3), punctuation_ids=range(3, 90), recovery_ratio=0.65),
@@ -243,11 +251,11 @@ VARIANTS = {
     ),
     "random_run": (
         lambda b, s: old.random(b, random_mode="run", sinks=2),
-        lambda b, s: variants.random_run(b, sinks=2),
+        lambda b, s: replace(variants.random_run(b), sinks=2),
     ),
     "random_shared": (
         lambda b, s: old.random(b, shared_heads=True, sinks=1, protect_recent=2),
-        lambda b, s: variants.random_shared(b, sinks=1, recent=2),
+        lambda b, s: replace(variants.random_shared(b), sinks=1, recent=2),
     ),
     "window_of_generated": (
         lambda b, s: old.window(b, scope="generated"),
@@ -271,15 +279,15 @@ VARIANTS = {
     ),
     "mas_of_later_rows": (
         lambda b, s: old.mas(b, count_self=False),
-        lambda b, s: variants.mas_of_later_rows(b),
+        lambda b, s: variants.of_later_rows(new.mas(b)),
     ),
     "nacl_from_all": (
         lambda b, s: old.nacl(b, protect=2, proxies=3, random=3, random_pool="all"),
-        lambda b, s: variants.nacl_from_all(b, recent=2, proxies=3, random=3),
+        lambda b, s: variants.nacl_drawn(b, among="all", recent=2, proxies=3, random=3),
     ),
     "nacl_uniform": (
         lambda b, s: old.nacl(b, protect=2, proxies=3, random=3, random_distribution="uniform"),
-        lambda b, s: variants.nacl_drawn(b, recent=2, proxies=3, random=3),
+        lambda b, s: variants.nacl_drawn(b, by="uniform", recent=2, proxies=3, random=3),
     ),
     "nacl_normalised": (
         lambda b, s: old.nacl(
@@ -289,7 +297,7 @@ VARIANTS = {
     ),
     "nacl_interval": (
         lambda b, s: old.nacl(b, protect=2, proxies=3, random=0, decode_every=3, decode_rows="interval"),
-        lambda b, s: variants.nacl_interval(b, decode_every=3, recent=2, proxies=3, random=0),
+        lambda b, s: variants.nacl_decoding(b, every=3, proxies_are="all", recent=2, proxies=3, random=0),
     ),
     "nacl_non_causal": (
         lambda b, s: old.nacl(b, protect=1, proxies=5, random=0, proxy_causal=False),
@@ -301,7 +309,7 @@ VARIANTS = {
     ),
     "nacl_grouped": (
         lambda b, s: old.nacl(b, protect=1, proxies=5, random=2, group="max"),
-        lambda b, s: variants.nacl_grouped(b, "max", recent=1, proxies=5, random=2),
+        lambda b, s: variants.grouped(new.nacl(b, recent=1, proxies=5, random=2), "max"),
     ),
     "nacl_by_layer": (
         lambda b, s: old.nacl(b, protect=1, proxies=5, random=2, head_mode="layer"),
@@ -329,7 +337,7 @@ VARIANTS = {
     ),
     "snapkv_grouped": (
         lambda b, s: old.snapkv(b, window_size=3, kernel_size=3, group="max"),
-        lambda b, s: variants.snapkv_grouped(b, "max", window=3, kernel=3),
+        lambda b, s: variants.grouped(new.snapkv(b, window=3, kernel=3), "max"),
     ),
     "snapkv_valid_average": (
         lambda b, s: old.snapkv(b, window_size=3, kernel_size=5, pooling="avg", avg_pad="valid_count"),
@@ -349,7 +357,7 @@ VARIANTS = {
     ),
     "pyramidkv_kvpress": (
         lambda b, s: old.pyramidkv(b, window_size=2, kernel_size=3, pooling="avg", beta=3, preset="pyramid_kvpress"),
-        lambda b, s: variants.pyramidkv_kvpress(b, beta=3, window=2, kernel=3),
+        lambda b, s: kvpress.pyramidkv_kvpress(b, beta=3, window=2, kernel=3),
     ),
     "ada_text": (
         lambda b, s: old.ada_snapkv(
@@ -383,11 +391,11 @@ VARIANTS = {
     ),
     "ada_floor_then_global": (
         lambda b, s: old.ada_snapkv(b, alpha=0.7, window_size=3, kernel_size=3, safeguard="floor_then_global"),
-        lambda b, s: variants.ada_floor_then_global(new.snapkv(b, window=3, kernel=3), alpha=0.7),
+        lambda b, s: kvpress.kvpress_adakv(new.snapkv(b, window=3, kernel=3), alpha=0.7),
     ),
     "ada_global": (
         lambda b, s: old.ada_snapkv(b, alpha=0.0, window_size=3, kernel_size=3, safeguard="floor_then_global"),
-        lambda b, s: variants.ada_floor_then_global(new.snapkv(b, window=3, kernel=3), alpha=0.0),
+        lambda b, s: kvpress.kvpress_adakv(new.snapkv(b, window=3, kernel=3), alpha=0.0),
     ),
     "ada_skip": (
         lambda b, s: old.ada_snapkv(b, window_size=3, kernel_size=3, skip_layers=1),
@@ -421,27 +429,27 @@ VARIANTS = {
     ),
     "ahakv_without_gain": (
         lambda b, s: old.ahakv(b, recent=3, step_gain_softmax=False),
-        lambda b, s: variants.ahakv_without_gain(b, recent=3),
+        lambda b, s: variants.ahakv_without("gain", b, recent=3),
     ),
     "ahakv_all_rows": (
         lambda b, s: old.ahakv(b, recent=3, recent_accumulation=False),
-        lambda b, s: variants.ahakv_all_rows(b, recent=3),
+        lambda b, s: variants.ahakv_without("recent", b, recent=3),
     ),
     "ahakv_pooled_score": (
         lambda b, s: old.ahakv(b, recent=3, pool_target="score", pool_kernel=5),
-        lambda b, s: variants.ahakv_pooled(b, "score", recent=3, kernel=5),
+        lambda b, s: variants.ahakv_prior(b, target="score", recent=3, kernel=5),
     ),
     "ahakv_pooled_both": (
         lambda b, s: old.ahakv(b, recent=3, pool_target="both"),
-        lambda b, s: variants.ahakv_pooled(b, "both", recent=3),
+        lambda b, s: variants.ahakv_prior(b, target="both", recent=3),
     ),
     "ahakv_prior_each_step": (
         lambda b, s: old.ahakv(b, recent=3, prior_each_step=True),
-        lambda b, s: variants.ahakv_prior_each_step(b, recent=3),
+        lambda b, s: variants.ahakv_prior(b, each_step=True, recent=3),
     ),
     "ahakv_without_prior": (
         lambda b, s: old.ahakv(b, recent=3, value_prior=False),
-        lambda b, s: variants.ahakv_without_prior(b, recent=3),
+        lambda b, s: variants.ahakv_without("prior", b, recent=3),
     ),
     "keyformer_released": (
         lambda b, s: old.keyformer(b, tau_delta=0.01),
@@ -490,7 +498,7 @@ VARIANTS = {
         lambda b, s: old.expected_attention(
             b, horizon=8, sinks=2, queries={"mean": s.normal(2, s.L, s.N, s.H), "covariance": s.covariance}
         ),
-        lambda b, s: variants.expected_attention_stats(b, s.normal(2, s.L, s.N, s.H), s.covariance, horizon=8, sinks=2),
+        lambda b, s: kvpress.expected_attention_stats(b, s.normal(2, s.L, s.N, s.H), s.covariance, horizon=8, sinks=2),
     ),
     "fastgen_port": (
         lambda b, s: old.fastgen(
@@ -553,15 +561,15 @@ KVPRESS = {
     ),
     "kvpress_adakv_keydiff": (
         lambda b, s: _competing(old.keydiff(_int(b))),
-        lambda b, s: kvpress.kvpress_adakv(kvpress.kvpress_keydiff(1 - b), pool=False),
+        lambda b, s: kvpress.kvpress_adakv(kvpress.kvpress_keydiff(1 - b)),
     ),
     "kvpress_adakv_curdkv": (
         lambda b, s: _competing(old.curdkv(_int(b))),
-        lambda b, s: kvpress.kvpress_adakv(kvpress.kvpress_curdkv(1 - b), pool=False),
+        lambda b, s: kvpress.kvpress_adakv(kvpress.kvpress_curdkv(1 - b)),
     ),
     "kvpress_adakv_expected_attention": (
         lambda b, s: _competing(old.expected_attention(_int(b), eps=0.01, horizon=9)),
-        lambda b, s: kvpress.kvpress_adakv(kvpress.kvpress_expected_attention(1 - b, eps=0.01, horizon=9), pool=False),
+        lambda b, s: kvpress.kvpress_adakv(kvpress.kvpress_expected_attention(1 - b, eps=0.01, horizon=9)),
     ),
     "kvpress_criticalkv": (
         lambda b, s: old.criticalkv(_int(b), base=_press(b)),
@@ -788,13 +796,13 @@ COMPOSITIONS = {
     ),
     "partition": (
         lambda b, s: kvjax.partition({"h": old.h2o(b), "w": old.window(b, sinks=2)}, s.labels("h", "w")),
-        lambda b, s: core.partition({"h": new.h2o(b), "w": new.window(b, sinks=2)}, s.labels("h", "w")),
+        lambda b, s: core.partition({"h": new.h2o(b), "w": replace(new.window(b), sinks=2)}, s.labels("h", "w")),
     ),
     "partition_heads": (
         lambda b, s: kvjax.partition_heads(
             {"h": old.h2o(b), "t": old.tova(b, head_mode="per_kv_head")}, s.head_labels("h", "t")
         ),
-        lambda b, s: core.partition_heads({"h": new.h2o(b), "t": new.tova(b, by_head=True)}, s.head_labels("h", "t")),
+        lambda b, s: core.partition_heads({"h": new.h2o(b), "t": variants.tova_by_head(b)}, s.head_labels("h", "t")),
     ),
     "partition_heads_dense": (
         lambda b, s: kvjax.partition_heads(

@@ -164,9 +164,10 @@ class AcrossLayers(Policy):
         return unique((*self.policy.observe(phase), *more))
 
     def sizes(self, info: LayerInfo, lengths: Int[np.ndarray, "M"]) -> Sizes:
-        """Room for `max_ratio` times the average budget, in every layer."""
+        """Room for `max_ratio` times the average budget, in every layer, and for prompts that are kept whole."""
         own, largest = self.policy.sizes(info, lengths), self._largest.sizes(info, lengths)
-        return dataclasses.replace(largest, hparams=(own.hparams, largest.hparams))
+        per_head, total = np.maximum(own.per_head, largest.per_head), np.maximum(own.total, largest.total)
+        return Sizes(per_head, total, (own.hparams, largest.hparams))
 
     def memory(self, info: LayerInfo) -> Any:
         """The memory of that policy."""
@@ -191,7 +192,8 @@ class AcrossLayers(Policy):
         for kv, s, ctx in zip(layers, stats, ctxs, strict=True):
             slots, score, outside = evict.ranked(kv, s, self._own(ctx))
             own, largest = ctx.hparams
-            found.append(Competitor(slots, score, own.budget - outside, largest.budget - outside))
+            most = jnp.maximum(own.budget, largest.budget)
+            found.append(Competitor(slots, score, own.budget - outside, most - outside))
         divided = by_top_scores(found) if self.by is by_top_scores else by_weight(self.by, evict.heads, found)
         each = zip(layers, stats, ctxs, divided, strict=True)
         return tuple(apply_decision(kv, evict.choose(kv, s, self._own(ctx), shares)[0]) for kv, s, ctx, shares in each)

@@ -1,4 +1,4 @@
-"""What kept slots hold after an eviction: new values and weights."""
+"""New values and weights for the slots that an eviction keeps."""
 
 import dataclasses
 from typing import Literal
@@ -28,7 +28,7 @@ Answers = tuple[Float[Array, "B K R H"], Float[Array, "B K R"], Float[Array, "B 
 
 @value
 class Reference:
-    """What the full cache answers to the prompt's last rows, all tokens visible: `Answers`, 0 in rows of padding.
+    """Observes the full cache's outputs for the prompt's last rows, all tokens visible: `Answers`, 0 for padding.
 
     Attributes:
       rows: how many last rows. R counts those of all query heads of a group: G times as many.
@@ -44,7 +44,7 @@ class Reference:
 
 
 def answers(q: Float[Array, "B K R H"], kv: LayerView, real: Bool[Array, "B 1 R"] | bool = True) -> Answers:
-    """What a layer answers to scaled queries, 0 in rows that are not `real`."""
+    """A layer's outputs for scaled queries, 0 in rows that are not `real`."""
     x = jnp.where(kv.live[:, :, None], jnp.einsum("bkrh,bksh->bkrs", q, kv.k.astype(jnp.float32)), -jnp.inf)
     most = x.max(-1)
     e = jnp.exp(x - most[..., None])

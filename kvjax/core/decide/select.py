@@ -215,7 +215,7 @@ class PerChunk(Select):
 
 
 def _runs(x: Int[Array, "B K S"]) -> tuple[Int[Array, "B K S"], Int[Array, "B K S"]]:
-    """For every entry of rows in which equals are neighbours: its place among its equals, and how many they are."""
+    """For every entry of sorted rows: its place among equal entries, and how many these are."""
     place, edge = lax.broadcasted_iota(jnp.int32, x.shape, 2), jnp.ones_like(x[..., :1], bool)
     begins = jnp.concatenate([edge, x[..., 1:] != x[..., :-1]], axis=-1)
     ends = jnp.concatenate([begins[..., 1:], edge], axis=-1)
@@ -225,7 +225,7 @@ def _runs(x: Int[Array, "B K S"]) -> tuple[Int[Array, "B K S"], Int[Array, "B K 
 
 
 class LazyOrAll(Select):
-    """Only the protected slots where a layer reads little else, all of its budget elsewhere (SimLayerKV).
+    """The protected slots alone in lazy layers, the whole budget in the others (SimLayerKV).
 
     Zhang et al., arXiv 2410.13846.
 

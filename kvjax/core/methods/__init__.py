@@ -1,4 +1,4 @@
-"""The methods of the papers, each a composition. What their released code does otherwise is in `variants`."""
+"""The methods of the papers, each a composition. Differences of their released code are in `variants`."""
 
 from kvjax.core.methods.attention import ahakv as ahakv
 from kvjax.core.methods.attention import aqas as aqas

@@ -1,9 +1,7 @@
 """Methods that accumulate attention, of prompt and generated text alike."""
 
-from typing import Literal
-
 from kvjax.core.budgets import STEP, Combined, Of, Schedule, Share
-from kvjax.core.contract import Count, Layout
+from kvjax.core.contract import Count
 from kvjax.core.evict import Evict
 from kvjax.core.observe import Rows
 from kvjax.core.scores.attention import Accumulated, History, LastRows, Mean, SparedByDeviation, ValuePrior, Votes
@@ -12,7 +10,7 @@ from kvjax.core.scores.keys import Redundancy
 from kvjax.core.scores.softmax import EntropyScaled, Noisy
 
 
-def h2o(budget: Count, *, recent: Count = Share(0.5), group: Literal["mean", "max", "sum"] = "mean") -> Evict:
+def h2o(budget: Count, *, recent: Count = Share(0.5)) -> Evict:
     r"""Keeps the most attended tokens, and recent ones (H2O, Zhang et al., arXiv 2306.14048).
 
     $S_j = \sum_i p_{ij}$ over all rows. The prompt is evicted once, from its complete sums. Then every step adds its
@@ -21,9 +19,8 @@ def h2o(budget: Count, *, recent: Count = Share(0.5), group: Literal["mean", "ma
     Args:
       budget: live tokens a kv head and layer, recent ones included.
       recent: last tokens that stay; half of the budget in the paper.
-      group: how the query heads of a kv head become one; the paper has one each.
     """
-    return Evict(Accumulated(Rows(group=group)), budget, 0, recent, when=STEP)
+    return Evict(Accumulated(), budget, 0, recent, when=STEP)
 
 
 def key_attention(budget: Count) -> Evict:
@@ -37,18 +34,15 @@ def key_attention(budget: Count) -> Evict:
     return h2o(budget, recent=0)
 
 
-def mas(budget: Count, *, recent: Count = 0, sinks: Count = 0, count_self: bool = True, first: int = 0) -> Evict:
+def mas(budget: Count) -> Evict:
     r"""Evicts the token of the smallest mean attention (MAS of RoCo, Ren and Zhu, arXiv 2402.06262, section 4.1).
 
-    $S_j = \mathrm{acc}_j / \mathrm{cnt}_j$ over the rows that could see token $j$.
+    $S_j = \mathrm{acc}_j / \mathrm{cnt}_j$ over the rows that could see token $j$, its own included, as in the code.
 
     Args:
       budget: live tokens a kv head and layer.
-      recent, sinks: last and first tokens that stay.
-      count_self: whether a token's own row counts; the paper speaks of later tokens, its code counts it.
-      first: rows before this position do not count.
     """
-    return Evict(Mean(count_self, first), budget, sinks, recent, when=STEP)
+    return Evict(Mean(), budget, when=STEP)
 
 
 def aqas(budget: Count, *, recent: Count = Share(0.5)) -> Evict:
@@ -63,65 +57,44 @@ def aqas(budget: Count, *, recent: Count = Share(0.5)) -> Evict:
     return Evict(Accumulated(Rows(element="above")), budget, 0, recent, when=STEP)
 
 
-def roco(
-    budget: Count,
-    *,
-    scope: Count = Share(0.5),
-    recent: Count = Combined("least", (10, Share(0.25))),
-    count_self: bool = True,
-) -> Evict:
+def roco(budget: Count, *, scope: Count = Share(0.5)) -> Evict:
     r"""Evicts the smallest mean attention among tokens whose attention varies little (RoCo, arXiv 2402.06262).
 
     $\mu_j = \mathrm{acc}_j / \mathrm{cnt}_j$ ranks. The `scope` tokens of the largest deviation $\sigma_j = \sqrt{\max(
-    \mathrm{acc}^{(2)}_j / \mathrm{cnt}_j - \mu_j^2, 0)}$ stay (section 4.2).
+    \mathrm{acc}^{(2)}_j / \mathrm{cnt}_j - \mu_j^2, 0)}$ stay (section 4.2). So do the last 10, as in the code, or a
+    quarter of a small budget; they count in the scope.
 
     Args:
       budget: live tokens a kv head and layer.
       scope: tokens of the largest deviation that stay; half of the budget in the paper.
-      recent: last tokens that stay, and count in the scope: 10 in the code, here a quarter of the budget at most.
-      count_self: whether a token's own row counts.
     """
-    score = SparedByDeviation(count_self, size=scope)
-    return Evict(score, budget, 0, recent, when=STEP)
+    recent = Combined("least", (10, Share(0.25)))
+    return Evict(SparedByDeviation(size=scope), budget, 0, recent, when=STEP)
 
 
-def tova(budget: Count, *, by_head: bool = False) -> Evict:
+def tova(budget: Count) -> Evict:
     r"""Evicts the token that the newest row attends to least (TOVA, Oren et al., arXiv 2401.06104).
 
     $S_j = p_{nj}$ of the newest row $n$, averaged over all heads of the layer, which keep the same tokens.
 
     Args:
       budget: live tokens a kv head and layer.
-      by_head: every kv head decides by its own query heads.
     """
-    row = Votes(1, prompt_only=False)
-    return Evict(row if by_head else LayerMean(row), budget, when=STEP)
+    return Evict(LayerMean(Votes(1, prompt_only=False)), budget, when=STEP)
 
 
-def keyformer(
-    budget: Count,
-    *,
-    recent: Count = Share(0.3),
-    tau: tuple[float, float] = (1.0, 2.0),
-    noise: Literal["gumbel", "gaussian", "constant", "none"] = "gumbel",
-    per: Literal["call", "key"] = "call",
-    positions: Literal["original", "rank"] = "original",
-) -> Evict:
+def keyformer(budget: Count, *, recent: Count = Share(0.3), tau: tuple[float, float] = (1.0, 2.0)) -> Evict:
     r"""Keeps what a noisy softmax with a growing temperature attends to (Keyformer, Adnan et al., arXiv 2403.09054).
 
-    $S_j = \sum_i \mathrm{softmax}((x_{ij} + \zeta) / \tau_t)$ over all rows (Eq. 8 to 10); attention itself keeps the
-    model's softmax.
+    $S_j = \sum_i \mathrm{softmax}((x_{ij} + \zeta) / \tau_t)$ over all rows (Eq. 8 to 10) with Gumbel noise
+    $\zeta$ for every row and key; attention itself keeps the model's softmax.
 
     Args:
       budget: live tokens a kv head and layer, recent ones included; 0.6 of the prompt in the paper.
       recent: last tokens that stay.
       tau: temperatures of the prompt and of the last new token.
-      noise: $\zeta$; all but "gumbel" are ablations. A constant changes no softmax.
-      per: "call" draws noise for every row and key, as the code; "key" once for every key, as Algorithm 1.
-      positions: "rank" gives tokens new positions (section 3.4).
     """
-    score = Accumulated(Rows(softmax=Noisy(tau, noise, per)))
-    return Evict(score, budget, 0, recent, when=STEP, layout=Layout(positions))
+    return Evict(Accumulated(Rows(softmax=Noisy(tau))), budget, 0, recent, when=STEP)
 
 
 def ahakv(budget: Count, *, recent: Count = 32, kernel: int = 7) -> Evict:

@@ -13,7 +13,7 @@ from kvjax.core.decide.select import best
 
 @value
 class Truncated:
-    """A share in whole tokens as `int(n * share)` has it, what binary fractions do to the product included (D-45).
+    """A share in whole tokens, `int(n * share)`, with the errors that binary fractions bring into the product (D-45).
 
     Attributes:
       share: the share.
@@ -31,7 +31,7 @@ class Truncated:
 
 @value
 class BlockBudget:
-    """The tokens that EasyKV's loop over blocks leaves: those that make blocks of `stride` end with the prompt (D-14).
+    """The tokens that EasyKV's loop over blocks leaves, so that its blocks of `stride` end with the prompt (D-14).
 
     A prompt that is not evicted from keeps the budget.
 
@@ -69,7 +69,7 @@ class FloorPyramid:
     uniform: bool = True
 
     def __call__(self, average: Prompts, limit: Prompts, num_layers: int, outside: Prompts) -> Int[np.ndarray, "M L"]:
-        """Tokens of every layer, beside those outside."""
+        """Tokens of every layer, the `outside` ones not counted."""
         if num_layers == 1:
             return average[:, None]
         first = np.minimum(2 * average - np.floor(average / self.beta).astype(np.int64), limit)
@@ -95,7 +95,7 @@ class InclusivePyramid:
     share: float | None = None
 
     def __call__(self, average: Prompts, limit: Prompts, num_layers: int, outside: Prompts) -> Int[np.ndarray, "M L"]:
-        """Tokens of every layer, beside the window."""
+        """Tokens of every layer, the window not counted."""
         given = (average + outside).astype(np.float64)
         exact = given if self.share is None else self.share * (limit + outside)
         exact = np.where((average >= limit) & (average > 0), given, exact)
@@ -129,10 +129,10 @@ class HalfEven(Adaptive):
 
 
 class Normalized(Heads):
-    """Another division, of scores times the share of a head's sum that its average best hold (KVCache-Factory, D-26).
+    """Divides by scores that are multiplied by the share of attention in a head's best tokens (KVCache-Factory, D-26).
 
     Attributes:
-      heads: the other division.
+      heads: the division that gets these scores.
     """
 
     heads: Heads

@@ -118,7 +118,7 @@ def easykv_encoding(
 def easykv_decoding(importance: Importance, budget: int | float) -> Evict:
     """Keeps the prompt, outside of the budget, and evicts generated tokens (D-13).
 
-    RoCo's scope is `int(0.3 B) + 1` tokens beside the prompt (D-11); TOVA decides for every kv head (D-09).
+    RoCo's scope is the prompt and `int(0.3 B) + 1` tokens (D-11); TOVA decides for every kv head (D-09).
 
     Args:
       importance: what ranks tokens.

@@ -32,23 +32,21 @@ class EveryOther:
     step: int
 
     def __call__(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Bool[Array, "B K S"]:
-        """What the newest row reads."""
+        """The slots that the newest row reads."""
         return kv.live & (((ctx.length - 1)[:, None, None] - kv.pos) % self.step == 0)
 
 
-def dilated_window(budget: Count, *, dilation: int = 1, anchored: bool = False) -> Evict:
+def dilated_window(budget: Count, *, dilation: int = 1) -> Evict:
     """Reads the newest token and those at distances D + 1, 2 (D + 1), ... (Keyformer, arXiv 2403.09054, figure 2c).
+
+    All tokens of a plain window stay, as every row reads others than the one before it.
 
     Args:
       budget: live tokens a kv head and layer.
       dilation: D; 0 is a plain window.
-      anchored: evicts instead of hiding: tokens stay whose positions D + 1 divides. Otherwise all tokens of a plain
-        window stay, as every row reads others than the one before it.
     """
     if dilation < 0:
         raise ValueError(f"dilation={dilation} is negative; give 0 for a plain window, or more")
-    if anchored:
-        return Evict(Recency(dilation + 1), budget, 0, 1, when=STEP)
     return Evict(Recency(), budget, when=STEP, mask=EveryOther(dilation + 1))
 
 

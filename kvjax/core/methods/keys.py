@@ -96,7 +96,7 @@ def expected_attention(budget: Count, *, horizon: int = 512, sinks: int = 4, eps
 
 
 def capkv(budget: Count, *, tau: float = 5.0, horizon: int = 512, sinks: int = 4) -> Evict:
-    r"""Keeps the tokens whose values the others cannot stand for (CAPKV, arXiv 2604.25975).
+    r"""Keeps the tokens whose values other tokens' values do not span (CAPKV, arXiv 2604.25975).
 
     $S_j = w_j \, v_j^\top A^{-1} v_j$ with $A = I + \sum_i w_i v_i v_i^\top$ and $w_j$ by the cosine of the key and the
     mean query to come.
@@ -127,9 +127,9 @@ def compactor(
 
     Args:
       budget: live tokens a kv head and layer, sinks and recent tokens included.
-      blend: $\beta$; None for the share of the prompt that goes, or 0.35 where the budget is no share.
+      blend: $\beta$; None for the evicted share of the prompt, or 0.35 where the budget is a number of tokens.
       chunk: tokens of a chunk.
-      sketch: columns of the sketch of keys, None for none.
+      sketch: columns of the random sketch of keys; None uses the keys themselves.
       sinks, recent: first and last tokens that stay, and of which nothing is measured.
     """
     if blend is None:
@@ -150,10 +150,8 @@ def q_filters(budget: Count, filters: Any) -> Evict:
     return Evict(KeyDirections(Table(filters)), budget)
 
 
-def kvzap(
-    budget: Count, function: Callable[..., Any], *, threshold: float | None = None, recent: int = 128, sinks: int = 0
-) -> Evict:
-    r"""Keeps what a small function of hidden states says that KVzip would keep (KVzap, arXiv 2601.07891).
+def kvzap(budget: Count, function: Callable[..., Any], *, threshold: float | None = None, recent: int = 128) -> Evict:
+    r"""Keeps what KVzip would keep, as predicted from hidden states by a small function (KVzap, arXiv 2601.07891).
 
     $S_j = f(h_j)$, the logarithm of a score of KVzip+, at every step (Jegou and Jeblick).
 
@@ -161,9 +159,7 @@ def kvzap(
       budget: the most live tokens a kv head and layer.
       function: `(hidden "B T D", layer) -> "B T K"`, fitted to the model.
       threshold: tokens that score below it go as soon as they are not recent; None for a budget alone.
-      recent, sinks: last and first tokens that stay.
+      recent: last tokens that stay.
     """
-    sinks = _at_most(sinks, budget)
-    recent = min(recent, budget - sinks) if isinstance(budget, int) else recent
     select = TopK() if threshold is None else AtLeast(threshold)
-    return Evict(predicted(function), budget, sinks, recent, when=STEP, select=select)
+    return Evict(predicted(function), budget, 0, _at_most(recent, budget), when=STEP, select=select)

@@ -1,30 +1,24 @@
-"""What presses of kvpress 0.5.5 keep. `r` is the share that is removed, their `compression_ratio`."""
+"""The presses of kvpress 0.5.5 as compositions. `r` is the share that is removed, their `compression_ratio`."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from kvjax.core.budgets import Schedule, Share
+from kvjax.core.budgets import Combined, Schedule, Share
 from kvjax.core.compose import when
 from kvjax.core.contract import Count, Layout
 from kvjax.core.decide.select import AtLeast, Chunks, PerChunk, TwoStage
 from kvjax.core.evict import Evict
-from kvjax.core.methods.counts import Truncated
+from kvjax.core.methods.counts import FloorThenGlobal, InclusivePyramid, Truncated
 from kvjax.core.methods.keys import capkv, compactor, curdkv, expected_attention, keydiff, knorm, kvzap, lagkv
-from kvjax.core.methods.parts import LazyBefore, PaddedChunkAttention, TwoStageAtLeast, ZeroChannels
+from kvjax.core.methods.parts import KnownQueries, LazyBefore, PaddedChunkAttention, TwoStageAtLeast, ZeroChannels
 from kvjax.core.methods.position import random, streaming_llm
-from kvjax.core.methods.variants import (
-    PROMPT,
-    ada_floor_then_global,
-    cut_window,
-    pyramidkv_kvpress,
-    with_score,
-)
-from kvjax.core.methods.votes import criticalkv, finch, kvzip, simlayerkv, snapkv
+from kvjax.core.methods.variants import PROMPT, with_score
+from kvjax.core.methods.votes import finch, kvzip, simlayerkv, snapkv
 from kvjax.core.observe import ProjectedValueNorm, Rows
 from kvjax.core.scores.attention import Accumulated, Mean, Votes
 from kvjax.core.scores.blends import LayerMean, Pooled, Standardized, ValueWeighted
-from kvjax.core.scores.keys import Given, Leverage
+from kvjax.core.scores.keys import Expected, Given, Leverage, Table
 
 
 def kept(r: float) -> Truncated:
@@ -34,12 +28,24 @@ def kept(r: float) -> Truncated:
     return Truncated(1 - r)
 
 
+def cut_window(policy: Evict, window: int) -> Evict:
+    """The policy whose budgets cut windows that they do not hold down to the newest tokens, as kvpress does."""
+    return dataclasses.replace(policy, recent=Combined("least", (window, Share(1.0))))
+
+
 # ------------------------------------------------------------------------------------------------ attention
 
 
 def kvpress_snapkv(r: float, *, window: int = 64, kernel: int = 5) -> Evict:
     """SnapKVPress. A budget that does not hold the window keeps the newest of it."""
     return cut_window(snapkv(kept(r), window=window, kernel=kernel, pooling="avg"), window)
+
+
+def pyramidkv_kvpress(budget: int | float, *, beta: float = 20.0, window: int = 64, kernel: int = 5) -> Evict:
+    """PyramidKV of kvpress: windows are a part of every layer's share (D-43)."""
+    share = budget if isinstance(budget, float) else None
+    policy = cut_window(snapkv(budget, window=window, kernel=kernel, pooling="avg"), window)
+    return dataclasses.replace(policy, layers=InclusivePyramid(beta, share))
 
 
 def kvpress_pyramidkv(r: float, *, window: int = 64, kernel: int = 5, beta: float = 20.0) -> Evict:
@@ -65,7 +71,7 @@ def kvpress_finch(
     Args:
       r: the compression ratio.
       window: tokens of the question.
-      chunk: tokens of a chunk; None for none.
+      chunk: tokens of a chunk; None reads the prompt as one.
       normalize: rows are weighed by their length.
       rerotate: tokens stand at their rank.
     """
@@ -131,6 +137,15 @@ def kvpress_expected_attention(
     return with_score(policy, covariance=covariance, value_norms=value_norms)
 
 
+def expected_attention_stats(
+    budget: Count, mean: Any, covariance: Any, *, horizon: int = 512, sinks: int = 4, **options: Any
+) -> Evict:
+    """ExpectedAttentionStatsPress by the moments "L N H" and "L N H H" of a model's queries before rotation."""
+    queries = KnownQueries(horizon, sinks, Table(mean), Table(covariance))
+    policy = expected_attention(budget, horizon=horizon, sinks=sinks)
+    return dataclasses.replace(policy, score=Expected(queries, **options))
+
+
 def kvpress_capkv(r: float, *, tau: float = 5.0, horizon: int = 512, sinks: int = 4) -> Evict:
     """CapPress."""
     return capkv(kept(r), tau=tau, horizon=horizon, sinks=sinks)
@@ -170,20 +185,20 @@ def kvpress_kvzap(r: float, function: Callable[..., Any]) -> Evict:
 
 def kvpress_streaming_llm(r: float, *, sinks: int = 4) -> Evict:
     """StreamingLLMPress."""
-    return dataclasses.replace(streaming_llm(kept(r), sinks=sinks, positions="original"), when=PROMPT)
+    return dataclasses.replace(streaming_llm(kept(r), sinks=sinks), when=PROMPT, layout=Layout())
 
 
 def kvpress_random(r: float) -> Evict:
     """RandomPress; draws are other ones."""
-    return dataclasses.replace(random(kept(r), recent=0), when=PROMPT)
+    return dataclasses.replace(random(kept(r)), recent=0, when=PROMPT)
 
 
 # ------------------------------------------------------------------------------------------------ around presses
 
 
-def kvpress_adakv(base: Evict, *, alpha: float = 0.2, pool: bool = True) -> Evict:
-    """AdaKVPress around a press; `alpha` is its `alpha_safeguard`."""
-    return ada_floor_then_global(base, alpha=alpha, pool=pool)
+def kvpress_adakv(base: Evict, *, alpha: float = 0.2) -> Evict:
+    """AdaKVPress around a press (D-22): a share `alpha` of every head's budget is safe; the rest goes to the best."""
+    return dataclasses.replace(base, heads=FloorThenGlobal(alpha), layout=dataclasses.replace(base.layout, pool=True))
 
 
 def kvpress_criticalkv(base: Evict, *, first: float = 0.5, eps: float = 1e-4) -> Evict:
@@ -191,17 +206,15 @@ def kvpress_criticalkv(base: Evict, *, first: float = 0.5, eps: float = 1e-4) ->
     return dataclasses.replace(base, select=TwoStage(ProjectedValueNorm(), first, eps))
 
 
-def kvpress_critical_adakv(
-    base: Evict, *, alpha: float = 0.2, first: float = 0.5, eps: float = 1e-4, pool: bool = True
-) -> Evict:
+def kvpress_critical_adakv(base: Evict, *, alpha: float = 0.2, first: float = 0.5, eps: float = 1e-4) -> Evict:
     """CriticalAdaKVPress around a press: what the safeguard leaves a head is not ranked anew."""
     safe = Truncated(alpha, Share(1.0))
-    policy = ada_floor_then_global(criticalkv(base), alpha=alpha, pool=pool)
+    policy = kvpress_adakv(base, alpha=alpha)
     return dataclasses.replace(policy, select=TwoStageAtLeast(ProjectedValueNorm(), first, eps, safe))
 
 
 def kvpress_chunkkv(base: Evict, *, size: int = 20) -> Evict:
-    """ChunkKVPress around a press; what the press protects stays beside whole chunks."""
+    """ChunkKVPress around a press; tokens that the press protects stay, too."""
     share = base.budget.share if isinstance(base.budget, Truncated) else None
     return dataclasses.replace(base, select=Chunks(size, share))
 

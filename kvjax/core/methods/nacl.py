@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.core.budgets import Schedule, known
+from kvjax.core.budgets import known
 from kvjax.core.contract import AttentionInputs, Count, Prompts, resolve, value
 from kvjax.core.decide.select import ThenRandom
 from kvjax.core.evict import Evict
@@ -71,8 +71,6 @@ def nacl(
     recent: Count | None = None,
     proxies: Count | None = None,
     random: Count | None = None,
-    begin: Count = 0,
-    decode_every: int | None = None,
 ) -> Evict:
     r"""Keeps what the proxies at the end attend to, and a random sample of the rest (NaCl, arXiv 2408.03675).
 
@@ -84,12 +82,8 @@ def nacl(
       recent: proxies that stay; None for the share of Table 4, as for the next two.
       proxies: all proxy rows, at the end of the prompt.
       random: tokens that the draw keeps; 0 is the ablation without it.
-      begin: proxy rows at the beginning of the prompt, too (section 3.2).
-      decode_every: evicts at every so many steps, by the newest row; None keeps all generated tokens.
     """
     recent = Table4("recent", budget) if recent is None else recent
     proxies = Table4("proxies", budget) if proxies is None else proxies
     random = Table4("random", budget) if random is None else random
-    rows = Rows(proxies) if begin == 0 and isinstance(begin, int) else RowsAtEnds(proxies, begin=begin)
-    when = Schedule(every=decode_every)
-    return Evict(Accumulated(rows, restart=True), budget, 0, recent, when=when, select=ThenRandom(random))
+    return Evict(Accumulated(Rows(proxies), restart=True), budget, 0, recent, select=ThenRandom(random))

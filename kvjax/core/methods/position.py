@@ -1,7 +1,5 @@
 """Methods that look at positions alone."""
 
-from typing import Literal
-
 from kvjax.core.budgets import STEP, Schedule
 from kvjax.core.contract import Count, Layout, Policy
 from kvjax.core.evict import Evict
@@ -13,19 +11,16 @@ def full() -> Policy:
     return Policy()
 
 
-def window(budget: Count, *, sinks: Count = 0) -> Evict:
-    """Keeps the most recent tokens, and the first `sinks`.
+def window(budget: Count) -> Evict:
+    """Keeps the most recent tokens: a baseline.
 
     Args:
       budget: live tokens a kv head and layer.
-      sinks: first tokens that stay.
     """
-    return Evict(Recency(), budget, sinks, when=STEP)
+    return Evict(Recency(), budget, when=STEP)
 
 
-def streaming_llm(
-    budget: Count, *, sinks: int = 4, positions: Literal["shifted", "rank", "original"] = "shifted"
-) -> Evict:
+def streaming_llm(budget: Count, *, sinks: int = 4) -> Evict:
     """Keeps attention sinks and the most recent tokens (StreamingLLM, Xiao et al., arXiv 2309.17453).
 
     A new token's place is made before it is stored, so that a cache never holds more than its budget. Tokens stand at
@@ -34,18 +29,16 @@ def streaming_llm(
     Args:
       budget: live tokens a kv head and layer, sinks included.
       sinks: first tokens that stay.
-      positions: "shifted" or "rank" places tokens by rank: "shifted" is the fast way where nothing else evicts, "rank"
-        works in a chain too. "original" leaves tokens where they stood in the text.
     """
-    layout = Layout(positions, sinks if positions == "shifted" else 0)
-    return Evict(Recency(), budget, sinks, when=Schedule(every=1, before=True), layout=layout)
+    return Evict(Recency(), budget, sinks, when=Schedule(every=1, before=True), layout=Layout("shifted", sinks))
 
 
-def random(budget: Count, *, recent: Count = 1) -> Evict:
-    """Evicts uniformly at random, every kv head for itself: a baseline. Draws are new at every eviction.
+def random(budget: Count) -> Evict:
+    """Evicts uniformly at random, every kv head for itself; the newest token stays. A baseline.
+
+    Draws are new at every eviction.
 
     Args:
       budget: live tokens a kv head and layer.
-      recent: last tokens that stay.
     """
-    return Evict(Uniform(), budget, 0, recent, when=STEP)
+    return Evict(Uniform(), budget, 0, 1, when=STEP)

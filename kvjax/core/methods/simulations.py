@@ -60,7 +60,7 @@ class NextStepMask(Policy):
     def _shown(
         self, kv: LayerView, score: Array, hidden: Array, length: Int[Array, "B"], ctx: Context
     ) -> Bool[Array, "B K S"]:
-        """What the row of the last of `length` tokens reads."""
+        """The slots that the row at position `length - 1` reads."""
         heavy, recent = ctx.hparams.heavy[:, None], ctx.hparams.recent[:, None, None]
         length = length[:, None, None]
         old = jnp.where(kv.live & (kv.pos < length - 1 - recent) & ~hidden, kv.pos, EMPTY)

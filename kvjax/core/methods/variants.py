@@ -1,4 +1,4 @@
-"""What released code does otherwise than its paper (D-01 to D-50), each a composition named after its source."""
+"""Released code that differs from its paper (D-01 to D-50): compositions, each named after its source."""
 
 import dataclasses
 import math
@@ -7,18 +7,17 @@ from typing import Any, Literal
 from kvjax.core.across import AcrossLayers
 from kvjax.core.budgets import STEP, Above, Adaptive, Combined, Of, Schedule, Share
 from kvjax.core.compose import shared_layers
-from kvjax.core.contract import Count, Layout, Policy
+from kvjax.core.contract import Count, Layout, Policy, Score
 from kvjax.core.evict import Evict
-from kvjax.core.methods.attention import ahakv, h2o, keyformer, mas, r_kv, roco, scissorhands, tova
-from kvjax.core.methods.counts import FloorPyramid, FloorThenGlobal, HalfEven, InclusivePyramid, Normalized, Truncated
-from kvjax.core.methods.hidden import FirstLayers
-from kvjax.core.methods.keys import expected_attention, knorm
-from kvjax.core.methods.nacl import nacl
+from kvjax.core.methods.attention import ahakv, h2o, keyformer, r_kv, roco, scissorhands, tova
+from kvjax.core.methods.counts import FloorPyramid, HalfEven, Normalized, Truncated
+from kvjax.core.methods.hidden import FirstLayers, dilated_window
+from kvjax.core.methods.keys import knorm
+from kvjax.core.methods.nacl import RowsAtEnds, nacl
 from kvjax.core.methods.parts import (
     ByIndex,
     Drawn,
     DriftingTopK,
-    KnownQueries,
     OverBatch,
     PagesOfQueryHeads,
     Proxies,
@@ -29,9 +28,9 @@ from kvjax.core.methods.profile import FastGen
 from kvjax.core.methods.simulations import NextStepMask, StepwiseMask
 from kvjax.core.methods.votes import ada_snapkv, defensivekv, headkv, lava, pyramidkv, snapkv
 from kvjax.core.observe import Rows
-from kvjax.core.scores.attention import Faded, LastRows, Uniform, Votes
+from kvjax.core.scores.attention import Faded, LastRows, Recency, Uniform, Votes
 from kvjax.core.scores.blends import Blend, LayerMean, Pooled
-from kvjax.core.scores.keys import Expected, Redundancy, Table
+from kvjax.core.scores.keys import Redundancy
 from kvjax.core.scores.rows import Defensive, PooledVotes
 from kvjax.core.scores.softmax import EntropyScaled, Noisy, OutsideWindow, SeesAll
 
@@ -44,13 +43,28 @@ def by_query_head(policy: Evict) -> Evict:
     return dataclasses.replace(policy, layout=dataclasses.replace(policy.layout, by_query_head=True))
 
 
+def grouped(policy: Evict, group: Literal["mean", "max", "sum"]) -> Evict:
+    """The policy whose query heads of a kv head become one in another way (D-19, D-39)."""
+    return dataclasses.replace(policy, score=_grouped(policy.score, group))
+
+
+def _grouped(x: Any, group: str) -> Any:
+    if isinstance(x, tuple):
+        return tuple(_grouped(y, group) for y in x)
+    if not isinstance(x, Score | Rows):
+        return x
+    fields: dict[str, Any] = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
+    fields = {name: group if name == "group" else _grouped(y, group) for name, y in fields.items()}
+    return type(x)(**fields)
+
+
 def with_score(policy: Evict, **fields: Any) -> Evict:
     """The policy with other fields of its score."""
     return dataclasses.replace(policy, score=dataclasses.replace(policy.score, **fields))
 
 
 def _rows(policy: Evict) -> Any:
-    """What the score of a policy sums."""
+    """The rows that the score of a policy sums."""
     score: Any = policy.score
     return score.of
 
@@ -94,14 +108,14 @@ def scissorhands_factory(budget: Count, *, sinks: int = 4, recent: int = 10, dec
 # ------------------------------------------------------------------------------------------------ positions
 
 
-def random_run(budget: Count, *, recent: Count = 1, sinks: Count = 0) -> Evict:
+def random_run(budget: Count) -> Evict:
     """Random eviction of EasyKV's blocks: one run of tokens, the same in all heads and layers (D-05)."""
-    return dataclasses.replace(random(budget, recent=recent), sinks=sinks, select=RandomRun())
+    return dataclasses.replace(random(budget), select=RandomRun())
 
 
-def random_shared(budget: Count, *, recent: Count = 1, sinks: Count = 0) -> Evict:
+def random_shared(budget: Count) -> Evict:
     """Random eviction where the kv heads of a layer share their draws (D-05)."""
-    return dataclasses.replace(random(budget, recent=recent), sinks=sinks, score=Uniform(shared=True))
+    return dataclasses.replace(random(budget), score=Uniform(shared=True))
 
 
 def window_of_generated(budget: Count) -> Evict:
@@ -111,7 +125,14 @@ def window_of_generated(budget: Count) -> Evict:
 
 def streaming_llm_factory(budget: Count, *, sinks: int = 4) -> Evict:
     """StreamingLLM of KVCache-Factory: the prompt alone is evicted, and tokens stand where they stood."""
-    return dataclasses.replace(streaming_llm(budget, sinks=sinks, positions="original"), when=PROMPT)
+    return dataclasses.replace(streaming_llm(budget, sinks=sinks), when=PROMPT, layout=Layout())
+
+
+def dilated_window_anchored(budget: Count, *, dilation: int = 1) -> Evict:
+    """A dilated window that evicts instead of hiding: tokens stay whose positions `dilation + 1` divides (D-07)."""
+    return dataclasses.replace(
+        dilated_window(budget, dilation=dilation), score=Recency(dilation + 1), recent=1, mask=None
+    )
 
 
 def knorm_factory(budget: Count, *, skip: int = 2) -> FirstLayers:
@@ -122,20 +143,29 @@ def knorm_factory(budget: Count, *, skip: int = 2) -> FirstLayers:
 # ------------------------------------------------------------------------------------------------ TOVA, RoCo
 
 
+def tova_by_head(budget: Count) -> Evict:
+    """TOVA where every kv head decides by its own query heads (D-09)."""
+    return dataclasses.replace(tova(budget), score=Votes(1, prompt_only=False))
+
+
 def tova_easykv(budget: Count, *, sinks: Count = 4, recent: Count = 6) -> Evict:
     """TOVA of EasyKV: every kv head decides, and the first and last tokens stay (D-09)."""
-    return dataclasses.replace(tova(budget, by_head=True), sinks=sinks, recent=recent)
+    return dataclasses.replace(tova_by_head(budget), sinks=sinks, recent=recent)
 
 
 def roco_easykv(budget: Count, *, sinks: Count = 4, recent: Count = 10, prefix: int = 0, **options: Any) -> Evict:
     """RoCo of EasyKV: 4 sinks and the last 10 tokens stay (D-12), and rows of the first tokens do not count (D-46)."""
-    policy = with_score(roco(budget, recent=recent, **options), first=prefix)
-    return dataclasses.replace(policy, sinks=sinks)
+    return dataclasses.replace(since(roco(budget, **options), prefix), sinks=sinks, recent=recent)
 
 
-def mas_of_later_rows(budget: Count, **options: Any) -> Evict:
-    """MAS as the paper words it: rows of later tokens alone count (D-10)."""
-    return mas(budget, count_self=False, **options)
+def of_later_rows(policy: Evict) -> Evict:
+    """MAS or RoCo as the paper words them: rows of later tokens alone count (D-10)."""
+    return with_score(policy, count_self=False)
+
+
+def since(policy: Evict, first: int) -> Evict:
+    """MAS or RoCo where rows before the position `first` do not count, as in EasyKV's blocks (D-46)."""
+    return with_score(policy, first=first)
 
 
 # ------------------------------------------------------------------------------------------------ NaCl
@@ -147,26 +177,38 @@ def _drawing(policy: Evict, **fields: Any) -> Evict:
     return dataclasses.replace(policy, select=Drawn(select.random, select.shared, **fields))
 
 
-def nacl_from_all(budget: Count, **options: Any) -> Evict:
-    """NaCl as its formula draws: from all tokens, also those that the proxies chose (D-15)."""
-    return _drawing(nacl(budget, **options), among="all")
-
-
 def nacl_drawn(
     budget: Count,
     *,
-    by: Literal["softmax", "normalised", "uniform"] = "uniform",
+    by: Literal["softmax", "normalised", "uniform"] = "softmax",
+    among: Literal["rest", "all"] = "rest",
     temperature: float = 1.0,
     **options: Any,
 ) -> Evict:
-    """NaCl with another draw; "uniform" is the ablation without probability sampling (Table 3)."""
-    return _drawing(nacl(budget, **options), by=by, temperature=temperature)
+    """NaCl with another draw: from "all" tokens, also those that the proxies chose (D-15); or "uniform" (Table 3)."""
+    return _drawing(nacl(budget, **options), by=by, among=among, temperature=temperature)
 
 
-def nacl_interval(budget: Count, *, decode_every: int, **options: Any) -> Evict:
-    """NaCl while decoding, with all rows since the last eviction as proxies (D-16)."""
-    policy = nacl(budget, decode_every=decode_every, **options)
-    return dataclasses.replace(policy, score=Proxies(_rows(policy), interval=decode_every))
+def nacl_decoding(
+    budget: Count, *, every: int, proxies_are: Literal["newest", "all"] = "newest", **options: Any
+) -> Evict:
+    """NaCl that evicts at every so many steps, too (D-16).
+
+    Args:
+      budget, **options: as of `nacl`.
+      every: so many steps.
+      proxies_are: the "newest" row, or "all" since the last eviction.
+    """
+    policy = dataclasses.replace(nacl(budget, **options), when=Schedule(every=every))
+    return (
+        policy if proxies_are == "newest" else dataclasses.replace(policy, score=Proxies(_rows(policy), interval=every))
+    )
+
+
+def nacl_both_ends(budget: Count, *, begin: Count, **options: Any) -> Evict:
+    """NaCl with `begin` proxies at the beginning of the prompt, too (section 3.2)."""
+    policy = nacl(budget, **options)
+    return with_score(policy, of=RowsAtEnds(_rows(policy).last, begin=begin))
 
 
 def nacl_llama3(budget: float = 0.2, *, min_len: int = 2048, **options: Any) -> Evict:
@@ -186,14 +228,7 @@ def nacl_non_causal(budget: Count, **options: Any) -> Evict:
 def nacl_headbug(budget: Count, **options: Any) -> Evict:
     """NaCl of its code, where query head g judges kv head g (D-19)."""
     policy = nacl(budget, **options)
-    if policy.when.decodes:
-        raise ValueError("nacl_headbug ranks prompt tokens only; leave decode_every=None")
     return dataclasses.replace(policy, score=ByIndex(dataclasses.replace(_rows(policy), group=None)))
-
-
-def nacl_grouped(budget: Count, group: Literal["mean", "max", "sum"], **options: Any) -> Evict:
-    """NaCl where the query heads of a kv head become one in another way (D-19)."""
-    return _with_rows(nacl(budget, **options), group=group)
 
 
 def nacl_by_layer(budget: Count, **options: Any) -> Evict:
@@ -228,11 +263,6 @@ def snapkv_outside_window(budget: Count, *, window: int = 32, kernel: int = 7) -
     return Evict(Pooled(Votes(window, softmax=OutsideWindow(window)), "max", kernel), budget, 0, window)
 
 
-def snapkv_grouped(budget: Count, group: Literal["mean", "max", "sum"], *, window: int = 32, kernel: int = 7) -> Evict:
-    """SnapKV where the query heads of a kv head become one in another way (D-39)."""
-    return Evict(Pooled(Votes(window, group), "max", kernel), budget, 0, window)
-
-
 def snapkv_valid_average(budget: Count, *, window: int = 32, kernel: int = 7) -> Evict:
     """SnapKV whose averages do not count zeros beyond the ends of the text (D-49)."""
     return with_score(snapkv(budget, window=window, kernel=kernel, pooling="avg"), pad="valid")
@@ -260,18 +290,6 @@ def pyramidkv_adakv(budget: Count, *, beta: float = 20.0, window: int = 8, kerne
     return dataclasses.replace(policy, layers=FloorPyramid(beta, uniform=False))
 
 
-def pyramidkv_kvpress(budget: int | float, *, beta: float = 20.0, window: int = 64, kernel: int = 5) -> Evict:
-    """PyramidKV of kvpress: windows are a part of every layer's share (D-43)."""
-    share = budget if isinstance(budget, float) else None
-    policy = cut_window(snapkv(budget, window=window, kernel=kernel, pooling="avg"), window)
-    return dataclasses.replace(policy, layers=InclusivePyramid(beta, share))
-
-
-def cut_window(policy: Evict, window: int) -> Evict:
-    """The policy whose budgets cut windows that they do not hold down to the newest tokens, as kvpress does."""
-    return dataclasses.replace(policy, recent=Combined("least", (window, Share(1.0))))
-
-
 # ------------------------------------------------------------------------------------------------ Ada-KV
 
 
@@ -280,10 +298,10 @@ def skipping(policy: Evict, skip: int) -> FirstLayers:
     return FirstLayers(dataclasses.replace(policy, heads=None), policy, skip)
 
 
-def ada_text(budget: Count, *, alpha: float = 0.5, window: int = 32, kernel: int = 7, pool: bool = True) -> Evict:
+def ada_text(budget: Count, *, alpha: float = 0.5, window: int = 32, kernel: int = 7) -> Evict:
     """Ada-SnapKV as its text has it: rows are pooled before they are added, without the window (D-23, D-24)."""
     policy = snapkv_text(budget, window=window, kernel=kernel)
-    return dataclasses.replace(policy, heads=Adaptive(alpha), layout=Layout(pool=pool))
+    return dataclasses.replace(policy, heads=Adaptive(alpha), layout=Layout(pool=True))
 
 
 def ada_released(
@@ -293,23 +311,22 @@ def ada_released(
     window: int = 32,
     kernel: int = 7,
     normalize: bool = False,
-    pool: bool = True,
 ) -> Evict:
     """Ada-SnapKV of its code: `floor` weighs equal parts (D-20), and every head is rounded for itself (D-21).
 
     Args:
-      budget, window, kernel, pool: as of `ada_snapkv`.
+      budget, window, kernel: as of `ada_snapkv`.
       floor: the code's `floor_alpha`.
       normalize: scores are scaled by what a head's best hold (D-26).
     """
     heads = HalfEven(1.0 - floor, math.inf)
-    policy = ada_snapkv(budget, window=window, kernel=kernel, pool=pool)
+    policy = ada_snapkv(budget, window=window, kernel=kernel)
     return dataclasses.replace(policy, heads=Normalized(heads) if normalize else heads, select=DriftingTopK())
 
 
-def ada_factory(budget: Count, *, floor: float = 0.2, window: int = 8, kernel: int = 7, pool: bool = True) -> Evict:
+def ada_factory(budget: Count, *, floor: float = 0.2, window: int = 8, kernel: int = 7) -> Evict:
     """Ada-SnapKV of KVCache-Factory, for every query head, which normalises by default (D-26)."""
-    return by_query_head(ada_released(budget, floor=floor, window=window, kernel=kernel, normalize=True, pool=pool))
+    return by_query_head(ada_released(budget, floor=floor, window=window, kernel=kernel, normalize=True))
 
 
 def ada_normalized(budget: Count, *, alpha: float = 0.5, **options: Any) -> Evict:
@@ -317,17 +334,11 @@ def ada_normalized(budget: Count, *, alpha: float = 0.5, **options: Any) -> Evic
     return dataclasses.replace(ada_snapkv(budget, **options), heads=Normalized(Adaptive(alpha)))
 
 
-def ada_floor_then_global(policy: Evict, *, alpha: float = 0.2, pool: bool = True) -> Evict:
-    """A policy whose heads compete as in kvpress: every head's best are safe, the rest goes to all (D-22)."""
-    layout = dataclasses.replace(policy.layout, pool=pool)
-    return dataclasses.replace(policy, heads=FloorThenGlobal(alpha), layout=layout)
-
-
 def ada_pyramid_adakv(
-    budget: Count, *, floor: float = 0.2, beta: float = 20.0, window: int = 8, kernel: int = 7, pool: bool = True
+    budget: Count, *, floor: float = 0.2, beta: float = 20.0, window: int = 8, kernel: int = 7
 ) -> Evict:
     """Ada-Pyramid of its code, of the first prompt that its class reads (D-25, D-42)."""
-    policy = ada_released(budget, floor=floor, window=window, kernel=kernel, pool=pool)
+    policy = ada_released(budget, floor=floor, window=window, kernel=kernel)
     return dataclasses.replace(policy, layers=FloorPyramid(beta, uniform=False))
 
 
@@ -351,30 +362,27 @@ def ahakv_gain(budget: Count, *, k: Count | None = None, recent: Count = 32, ker
     return _with_rows(policy, softmax=EntropyScaled(budget if k is None else k, **gain))
 
 
-def ahakv_without_gain(budget: Count, **options: Any) -> Evict:
-    """AhaKV with the model's softmax (its ablation SGS)."""
-    return _with_rows(ahakv(budget, **options), softmax=None)
+def ahakv_prior(budget: Count, *, recent: Count = 32, kernel: int = 7, **prior: Any) -> Evict:
+    """AhaKV with another prior: `target="score"`, as in Figure 3, or "both" (D-30); `each_step=True`.
+
+    Args:
+      budget, recent, kernel: as of `ahakv`.
+      **prior: fields of `ValuePrior`.
+    """
+    return with_score(ahakv(budget, recent=recent, kernel=kernel), **prior)
 
 
-def ahakv_all_rows(budget: Count, **options: Any) -> Evict:
-    """AhaKV where all rows vote (its ablation RA)."""
-    return _with_rows(ahakv(budget, **options), last=None)
+def ahakv_without(part: Literal["gain", "recent", "prior"], budget: Count, **options: Any) -> Evict:
+    """AhaKV without a part of it, its ablations: SGS, RA, and VPE, which is Algorithm 1 as it is printed (D-31).
 
-
-def ahakv_pooled(budget: Count, target: Literal["score", "both"], **options: Any) -> Evict:
-    """AhaKV that pools scores, as Figure 3 has it (D-30)."""
-    return with_score(ahakv(budget, **options), target=target)
-
-
-def ahakv_prior_each_step(budget: Count, **options: Any) -> Evict:
-    """AhaKV whose prior multiplies what generated rows add, too."""
-    return with_score(ahakv(budget, **options), each_step=True)
-
-
-def ahakv_without_prior(budget: Count, **options: Any) -> Evict:
-    """AhaKV that selects without the prior of values, as Algorithm 1 is printed (D-31; its ablation VPE)."""
+    Args:
+      part: "gain": the model's softmax; "recent": all rows vote; "prior": values do not count.
+      budget, **options: as of `ahakv`.
+    """
     policy = ahakv(budget, **options)
-    return dataclasses.replace(policy, score=Faded(_rows(policy)))
+    if part == "prior":
+        return dataclasses.replace(policy, score=Faded(_rows(policy)))
+    return _with_rows(policy, softmax=None) if part == "gain" else _with_rows(policy, last=None)
 
 
 # ------------------------------------------------------------------------------------------------ Keyformer
@@ -390,6 +398,24 @@ def keyformer_share_batch(budget: Count, **options: Any) -> Evict:
     """Keyformer of its code, which has one score for all sequences of a batch (D-36)."""
     policy = keyformer(budget, **options)
     return dataclasses.replace(policy, score=OverBatch(_rows(policy)))
+
+
+def keyformer_drawn(
+    budget: Count,
+    *,
+    noise: Literal["gumbel", "gaussian", "constant", "none"] = "gumbel",
+    per: Literal["call", "key"] = "call",
+    **options: Any,
+) -> Evict:
+    """Keyformer with other noise: once for every key, as in Algorithm 1 (D-33), or an ablation's (D-38).
+
+    Args:
+      budget, **options: as of `keyformer`.
+      noise: what is drawn; a constant changes no softmax.
+      per: "call" draws for every row and key, as the code; "key" once for every key.
+    """
+    policy = keyformer(budget, **options)
+    return _with_rows(policy, softmax=dataclasses.replace(_rows(policy).softmax, noise=noise, per=per))
 
 
 def keyformer_mask(budget: Count, *, recent: Count = Share(0.3), softmax: Noisy = Noisy()) -> NextStepMask:
@@ -420,10 +446,9 @@ def r_kv_released(
     kernel: int = 7,
     threshold: float = 0.5,
     buffer: int = 128,
-    group: Literal["mean", "max", "sum"] = "max",
 ) -> Evict:
-    """R-KV of its code: another weight, and a softmax over the keys before the window."""
-    rows = LastRows(window, group, OutsideWindow(window))
+    """R-KV of its code: another weight, a group's largest vote, and a softmax over the keys before the window."""
+    rows = LastRows(window, "max", OutsideWindow(window))
     score = Blend((Pooled(rows, "max", kernel), Redundancy(threshold)), (importance, importance - 1.0))
     return dataclasses.replace(r_kv(budget, window=window, buffer=buffer), score=score)
 
@@ -462,12 +487,3 @@ def cam_factory(budget: Count, *, window: int = 8) -> Evict:
 def quest_by_query_head(budget: Count, *, size: int = 16, dense: int = 2) -> FirstLayers:
     """Quest of its evaluation: every query head reads pages of its own."""
     return FirstLayers(Policy(), PagesOfQueryHeads(budget, size), dense)
-
-
-def expected_attention_stats(
-    budget: Count, mean: Any, covariance: Any, *, horizon: int = 512, sinks: int = 4, **options: Any
-) -> Evict:
-    """ExpectedAttention by the moments of a model's queries, "L N H" and "L N H H" before rotation (kvpress)."""
-    queries = KnownQueries(horizon, sinks, Table(mean), Table(covariance))
-    policy = expected_attention(budget, horizon=horizon, sinks=sinks)
-    return dataclasses.replace(policy, score=Expected(queries, **options))

@@ -47,7 +47,7 @@ def pyramidkv(budget: Count, *, beta: float = 20.0, window: int = 8, kernel: int
     return dataclasses.replace(snapkv(budget, window=window, kernel=kernel), layers=Pyramid(beta))
 
 
-def ada_snapkv(budget: Count, *, alpha: float = 0.5, window: int = 32, kernel: int = 7, pool: bool = True) -> Evict:
+def ada_snapkv(budget: Count, *, alpha: float = 0.5, window: int = 32, kernel: int = 7) -> Evict:
     r"""Lets the heads of SnapKV compete for their layer's budget (Ada-KV, Feng et al., arXiv 2407.11550).
 
     Of a layer's best scores a head holds $B_i$; it gets $\alpha B_i + (1 - \alpha) b$ tokens (Algorithm 1).
@@ -57,15 +57,12 @@ def ada_snapkv(budget: Count, *, alpha: float = 0.5, window: int = 32, kernel: i
       alpha: weight of the competition.
       window: last rows, which vote and stay.
       kernel: width of the pooling.
-      pool: heads have slots in one pool, as many as each needs; otherwise each has those of the largest.
     """
     policy = snapkv(budget, window=window, kernel=kernel)
-    return dataclasses.replace(policy, heads=Adaptive(alpha), layout=Layout(pool=pool))
+    return dataclasses.replace(policy, heads=Adaptive(alpha), layout=Layout(pool=True))
 
 
-def ada_pyramid(
-    budget: Count, *, alpha: float = 0.5, beta: float = 20.0, window: int = 8, kernel: int = 7, pool: bool = True
-) -> Evict:
+def ada_pyramid(budget: Count, *, alpha: float = 0.5, beta: float = 20.0, window: int = 8, kernel: int = 7) -> Evict:
     """Lets the heads of PyramidKV compete for their layer's budget (Ada-KV, Feng et al., arXiv 2407.11550).
 
     Args:
@@ -74,15 +71,12 @@ def ada_pyramid(
       beta: steepness of the pyramid.
       window: last rows, which vote and stay.
       kernel: width of the pooling.
-      pool: heads have slots in one pool, as many as each needs; otherwise each has those of the largest.
     """
-    policy = ada_snapkv(budget, alpha=alpha, window=window, kernel=kernel, pool=pool)
+    policy = ada_snapkv(budget, alpha=alpha, window=window, kernel=kernel)
     return dataclasses.replace(policy, layers=Pyramid(beta))
 
 
-def headkv(
-    budget: Count, importance: Any, *, beta: float = 1.2, window: int = 32, kernel: int = 7, pool: bool = True
-) -> Evict:
+def headkv(budget: Count, importance: Any, *, beta: float = 1.2, window: int = 32, kernel: int = 7) -> Evict:
     r"""Gives more of SnapKV's budget to heads that retrieve and reason (HeadKV, Fu et al., arXiv 2410.19258).
 
     Beside its window every head has $b - b / \beta$ tokens; the rest of the model's budget goes by importance.
@@ -93,7 +87,6 @@ def headkv(
       beta: 1 divides everything by importance, large values are SnapKV.
       window: last rows, which vote and stay.
       kernel: width of the pooling.
-      pool: heads have slots in one pool, as many as each needs; otherwise each has those of the largest.
     """
     given = np.asarray(importance, np.float64)
     if given.ndim != 2 or not (given >= 0).all() or not given.sum() > 0:
@@ -106,7 +99,7 @@ def headkv(
     weights = given / np.mean(given) / beta + 1 - 1 / beta
     table = tuple(map(tuple, weights.tolist()))
     parts: dict[str, Any] = {"layers": LayerShares(tuple(weights.sum(1).tolist())), "heads": HeadShares(table)}
-    return dataclasses.replace(snapkv(budget, window=window, kernel=kernel), **parts, layout=Layout(pool=pool))
+    return dataclasses.replace(snapkv(budget, window=window, kernel=kernel), **parts, layout=Layout(pool=True))
 
 
 def criticalkv(base: Evict, *, first: float = 0.5, eps: float = 1e-4) -> Evict:
@@ -157,7 +150,7 @@ def finch(budget: Count, *, window: int = 32, chunk: int | None = None) -> Evict
     return Evict(score, budget, 0, window, select=select, layout=Layout(positions="rank"))
 
 
-def simlayerkv(threshold: float, *, sinks: int = 4, recent: int = 1024, rows: int = 1, budget: Count = 1.0) -> Evict:
+def simlayerkv(threshold: float, *, sinks: int = 4, recent: int = 1024, rows: int = 1) -> Evict:
     """Keeps the first and last tokens alone in lazy layers, which look at nothing else (SimLayerKV, arXiv 2410.13846).
 
     A layer is lazy if the prompt's last `rows` rows give those tokens more than `threshold` of their attention, on
@@ -167,9 +160,8 @@ def simlayerkv(threshold: float, *, sinks: int = 4, recent: int = 1024, rows: in
       threshold: 0.9 for Llama 3, 0.65 for Llama 2, 0.8 for Mistral, 0.85 for Qwen.
       sinks, recent: first and last tokens.
       rows: last rows of the prompt, which decide.
-      budget: the most live tokens of a kv head in the other layers.
     """
-    return Evict(Votes(rows), budget, sinks, recent, select=LazyOrAll(threshold))
+    return Evict(Votes(rows), 1.0, sinks, recent, select=LazyOrAll(threshold))
 
 
 def cake(
@@ -197,7 +189,7 @@ def cake(
     return AcrossLayers(policy, Preference(window, entropy, shift))
 
 
-def lava(budget: Count, *, window: int = 32, kernel: int = 7, pool: bool = True) -> AcrossLayers:
+def lava(budget: Count, *, window: int = 32, kernel: int = 7) -> AcrossLayers:
     r"""Compares heads and layers by votes times the head's largest value (LAVa, Shen et al., arXiv 2509.09754).
 
     $S_j = \max_g \mathrm{maxpool}(\bar p)_j \cdot \max_i \lVert v_i\rVert_1$ with $\bar p$ the mean attention of the
@@ -207,14 +199,13 @@ def lava(budget: Count, *, window: int = 32, kernel: int = 7, pool: bool = True)
       budget: live tokens a kv head and layer on average, the window included.
       window: last rows, which vote and stay.
       kernel: width of the pooling.
-      pool: heads have slots in one pool, as many as each needs; otherwise each has those of the largest.
     """
     score = ValueWeighted(Pooled(Votes(window, "max"), "max", kernel), "largest")
-    policy = Evict(score, budget, 0, window, heads=Adaptive(1.0), layout=Layout(pool=pool))
+    policy = Evict(score, budget, 0, window, heads=Adaptive(1.0), layout=Layout(pool=True))
     return AcrossLayers(policy, ScoreEntropy())
 
 
-def defensivekv(budget: Count, *, window: int = 32, kernel: int = 5, mass: float = 0.9, pool: bool = True) -> Evict:
+def defensivekv(budget: Count, *, window: int = 32, kernel: int = 5, mass: float = 0.9) -> Evict:
     """Keeps what any row of the window attends to, as importance may not last (DefensiveKV, arXiv 2510.13334).
 
     A token's score is the most that any row and query head gives it, at least its head's mean, times the share of its
@@ -226,10 +217,9 @@ def defensivekv(budget: Count, *, window: int = 32, kernel: int = 5, mass: float
       window: last rows, which vote and stay.
       kernel: every row is averaged over so many neighbours.
       mass: see above.
-      pool: heads have slots in one pool, as many as each needs; otherwise each has those of the largest.
     """
     score = Defensive(budget, window, kernel, mass)
-    return Evict(score, budget, 0, window, heads=Adaptive(1.0), layout=Layout(pool=pool))
+    return Evict(score, budget, 0, window, heads=Adaptive(1.0), layout=Layout(pool=True))
 
 
 def layer_defensivekv(
@@ -238,19 +228,17 @@ def layer_defensivekv(
     window: int = 32,
     kernel: int = 5,
     mass: float = 0.9,
-    max_ratio: float = 2.0,
-    pool: bool = True,
 ) -> AcrossLayers:
     """Lets all layers of DefensiveKV compete for the model's budget, by one top-k of scores (arXiv 2510.13334).
+
+    No layer gets more than twice the average.
 
     Args:
       budget: live tokens a kv head and layer on average, the window included.
       window, kernel, mass: as of `defensivekv`.
-      max_ratio: no layer gets more than this many times the average.
-      pool: heads have slots in one pool, as many as each needs; otherwise each has those of the largest.
     """
-    policy = defensivekv(budget, window=window, kernel=kernel, mass=mass, pool=pool)
-    return AcrossLayers(policy, by_top_scores, max_ratio)
+    policy = defensivekv(budget, window=window, kernel=kernel, mass=mass)
+    return AcrossLayers(policy, by_top_scores)
 
 
 def kvzip(
@@ -282,9 +270,7 @@ def kvzip(
     return Evict(Repeated(how), budget, safe, heads=Adaptive(1.0), layout=Layout(pool=pool))
 
 
-def attention_matching(
-    budget: Count, *, rows: int = 256, sinks: int = 4, weights: bool = True, values: bool = True
-) -> Evict:
+def attention_matching(budget: Count, *, rows: int = 256, sinks: int = 4) -> Evict:
     """Keeps the most attended keys, with weights and values that answer as the full cache did (arXiv 2602.16284).
 
     Least squares over the prompt's last rows find the weight that every kept key has in the softmax, then its value.
@@ -293,15 +279,13 @@ def attention_matching(
       budget: live tokens a kv head and layer, sinks included.
       rows: last rows of the prompt, whose answers are matched.
       sinks: first tokens that stay.
-      weights, values: what is found; the others stay as they are.
     """
     reference = Reference(rows)
-    score, rewrite = ReferenceAttention(reference), Match(reference, weights, values)
-    return Evict(score, budget, sinks, rewrite=rewrite)
+    return Evict(ReferenceAttention(reference), budget, sinks, rewrite=Match(reference))
 
 
 def merging(base: Evict, *, threshold: float = 0.0, fraction: float = 1.0) -> Evict:
-    """Merges the values that a policy evicts into those that it keeps (kvpress, after CaM, arXiv 2406.13035).
+    """Merges the values that a policy evicts into those that it keeps (kvpress, after D2O, arXiv 2406.13035).
 
     Args:
       base: the policy that evicts.

@@ -123,7 +123,7 @@ class Accumulated(Score):
 
     @property
     def _apart(self) -> bool:
-        """Whether sums are kept for every query head, as the largest of a group's sums is no sum."""
+        """Whether every query head has its own sums: the largest of a group's sums cannot be added up row by row."""
         return self.of.group == "max" and self.of.element == "p"
 
     def _ask(self, phase: Phase) -> Rows:
@@ -137,7 +137,7 @@ class Accumulated(Score):
         return PerSlot((info.num_query_heads // info.num_kv_heads,) if self._apart else ())
 
     def _new(self, slots: Slots) -> Float[Array, "B K S *G"]:
-        """What the rows just read add."""
+        """The attention that the rows just read add."""
         new = slots.stats[self._ask(slots.ctx.phase)]
         if not self._apart:
             return new
@@ -327,7 +327,7 @@ def _places(rows: int, info: LayerInfo) -> int:
 
 
 def last_rows(new: Array, num: int, length: Array) -> tuple[Array, Bool[Array, "B W"]]:
-    """The rows just read, each in the place that it owns: row `i` of the text has place `i % num`.
+    """The rows just read, in a ring buffer: row `i` of the text has place `i % num`.
 
     Args:
       new: "B K R S", what the last R rows gave every slot.

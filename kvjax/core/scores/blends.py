@@ -21,7 +21,7 @@ class OfScore(Score):
     score: Score
 
     def of(self, slots: Slots) -> Float[Array, "B K S"]:
-        """What the other score says."""
+        """The other score's numbers."""
         return self.score(slots.of("score"))
 
 
@@ -172,7 +172,7 @@ class Blend(Score):
 
 
 class Shares(OfScore):
-    """The share that a token has of what the candidates of its head have, by which heads can be compared.
+    """A token's share of the sum over the candidates of its head, so that heads can be compared.
 
     Attributes:
       of_what: the score is an "amount", or the "logarithm" of one: then the shares are a softmax.

@@ -210,7 +210,7 @@ class Expected(Score):
 
 
 class Capacity(Score):
-    r"""How much of what a head's values can express would go with a token (CAPKV, arXiv 2604.25975).
+    r"""How much of the span of a head's values is lost with a token (CAPKV, arXiv 2604.25975).
 
     $w_j \, v_j^\top A^{-1} v_j$ with $A = I + \sum_i (w_i + \epsilon) v_i v_i^\top$ over the tokens that may be
     evicted. $w_j = \exp(\tau (c_j - \max_i c_i))$, where $c_j$ is the cosine of the key and the mean query to come of a
@@ -237,7 +237,7 @@ class Capacity(Score):
         cosine = jnp.where(among, jnp.einsum("bkgh,bksh->bkgs", anchors, unit(kv.k.astype(jnp.float32))), -jnp.inf)
         most = jnp.maximum(cosine.max(-1, keepdims=True), -1.0)  # -inf where no token may be evicted
         weight = jnp.where(among, jnp.exp(self.tau * (cosine - most)), 0.0)
-        # By eigenvalues: beside those of large values, a Cholesky factor would lose the identity.
+        # By eigenvalues: a Cholesky factor would lose the identity where values are large.
         size, axes = jnp.linalg.eigh(jnp.einsum("bkgs,bksh,bksj->bkghj", weight + self.eps, v, v))
         along = jnp.square(jnp.einsum("bksh,bkghj->bkgsj", v, axes))
         return (weight * (along / (1 + jnp.maximum(size, 0.0))[:, :, :, None]).sum(-1)).mean(2)
@@ -264,7 +264,7 @@ class Redundancy(Score):
         size = min(S, 256)  # rows of cosines that exist at once
 
         def newest_alike(start: Int[Array, ""]) -> tuple[Array, Array]:
-            """Of some rows, the slot "B K R" of the newest key that resembles each, and its cosine; 0 for none."""
+            """The slot "B K R" of the newest key that resembles each row, and its cosine; 0 where no key does."""
             rows = start + jnp.arange(size)
             row = jnp.minimum(rows, S - 1)
             cosine = jnp.einsum("bkrh,bksh->bkrs", k[:, :, row], k)
@@ -290,7 +290,7 @@ class Leverage(Score):
     variance $1 / m$ that every sequence, layer and head draws for itself.
 
     Attributes:
-      sketch: the columns $m$ of the sketch; None, or as many as keys have channels, draws none.
+      sketch: the columns $m$ of the sketch; None, or as many as keys have channels, uses the keys themselves.
       ridge: $\rho$.
     """
 

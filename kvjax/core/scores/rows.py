@@ -63,7 +63,7 @@ class PooledVotes(Score):
 
 
 class Unsteady(Score):
-    r"""What the last rows give a token: the mean, plus a multiple of the variance, $\mu + \gamma \sigma^2$ (CAKE).
+    r"""The mean attention of the last rows plus a multiple of its variance, $\mu + \gamma \sigma^2$ (CAKE).
 
     Attributes:
       rows: how many of the prompt's last rows vote.
@@ -87,7 +87,7 @@ class Defensive(Score):
     The fewest tokens of a head that hold `mass` of its attention come before all others (arXiv 2510.13334).
 
     Attributes:
-      most: a budget with its window: no more tokens than it leaves beside the window come first.
+      most: a budget, window included: no more tokens than it leaves for others than the window come first.
       rows: how many of the prompt's last rows vote.
       kernel: every row is averaged over so many neighbours; odd.
       mass: see above.
