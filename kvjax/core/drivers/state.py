@@ -13,10 +13,8 @@ from jaxtyping import Array, Int, Key
 
 from kvjax.core.contract import Context, Phase, Policy
 from kvjax.core.plan import Plan, init_policy_params
-from kvjax.core.storage import empty
+from kvjax.core.storage import Storage, empty
 from kvjax.pallas_kernels.pytree import pytree, static
-
-Storage = Any  # a layer's cache: `storage.Layer` or `storage.Pool`
 
 
 class Prompts(NamedTuple):
