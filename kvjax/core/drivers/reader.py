@@ -15,11 +15,11 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.core.contract import MOST, Policy
 from kvjax.core.drivers.checks import as_array, check_ids, check_is, check_model, check_positions, traced, whole
+from kvjax.core.drivers.interrupts import uninterrupted
 from kvjax.core.drivers.loop import Decoding, decoded_in_place, log_prob
 from kvjax.core.drivers.state import Prompts, State
 from kvjax.core.drivers.steps import decode, read_prompts
 from kvjax.core.drivers.stream import HORIZON, endless_plan
-from kvjax.drivers.interrupts import uninterrupted
 
 _decode = jax.jit(decode, static_argnums=0)
 

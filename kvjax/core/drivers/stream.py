@@ -16,13 +16,13 @@ from jaxtyping import Array, Int, PyTree
 from kvjax.core.contract import MOST, Policy
 from kvjax.core.drivers.checks import check_model, check_positions, check_prompts, check_request, traced, whole
 from kvjax.core.drivers.generation import seen_of
+from kvjax.core.drivers.interrupts import uninterrupted
 from kvjax.core.drivers.loop import NO_TOKEN, Decoding, begin, decoded_in_place
 from kvjax.core.drivers.sampling import Greedy, Sampler
 from kvjax.core.drivers.state import Prompts, State
 from kvjax.core.drivers.steps import read_prompts
+from kvjax.core.drivers.text import TextPieces, check_tokenizer, encode, is_chat
 from kvjax.core.plan import Plan, infos_of, planned
-from kvjax.drivers.interrupts import uninterrupted
-from kvjax.drivers.text import TextPieces, check_tokenizer, encode, is_chat
 
 HORIZON = 2**20  # a stream without an end is planned for so many tokens, and for twice as many
 
@@ -46,6 +46,9 @@ class Stream(Iterator[Any]):
     `kvjax.Generation`, the state has read everything but the last token. Ctrl-C takes effect between compiled calls.
 
     A stream without an end keeps none of its tokens and none of its text.
+
+    Attributes:
+      asked: where a session stood when it asked, and its questions; None elsewhere.
     """
 
     # `begun` says whether the next token of `at` was drawn; otherwise it belongs to what was given, and is not yielded.
@@ -60,6 +63,7 @@ class Stream(Iterator[Any]):
         pieces: list[TextPieces] | None,
         chunk: int = 1,
         begun: bool = True,
+        asked: Any = None,
         **how: Any,
     ):
         B = at.token.shape[0]
@@ -72,7 +76,7 @@ class Stream(Iterator[Any]):
         self._ids: list[np.ndarray] = []
         self._lengths, self._running = np.zeros(B, np.int32), np.ones(B, bool)
         self._ready: collections.deque[Any] = collections.deque()
-        self._closed = False
+        self._closed, self.asked = False, asked
 
     @property
     def tokens(self) -> Int[np.ndarray, "B M"]:
@@ -83,7 +87,7 @@ class Stream(Iterator[Any]):
         """
         self._check_kept("tokens")
         self._settle()
-        return np.stack(self._ids, axis=1)
+        return np.array(self._ids, np.int32).reshape(-1, len(self._lengths)).T
 
     @property
     def lengths(self) -> Int[np.ndarray, "B"]:
