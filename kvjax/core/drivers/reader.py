@@ -158,7 +158,7 @@ def read(
     check_model(model, params)
     check_is("policy", policy, Policy, "kvjax.methods")
     width, chunk = whole("prompt_len", prompt_len, 1, HORIZON), whole("chunk", chunk, 1, HORIZON)
-    if isinstance(tokens, str) or not isinstance(tokens, Iterable):
+    if isinstance(tokens, str) or not isinstance(tokens, Iterable) or getattr(tokens, "ndim", 1) == 0:
         raise ValueError(f"tokens is a {type(tokens).__name__}, not token ids that come one after the other; encode it")
     if traced(*jax.tree.leaves((params, key))):
         raise ValueError("a reader reads chunk by chunk outside of jit, but an argument is traced; use kvjax.feed")

@@ -239,7 +239,7 @@ def stream(
         if lengths is not None or attention_mask is not None:
             raise ValueError("lengths= and attention_mask= are of token ids, but prompt is a text; leave them out")
         prompt = [encode(tokenizer, prompt)]
-    if stops and whole("chunk", chunk, 1, HORIZON) > 1:
+    if whole("chunk", chunk, 1, HORIZON) > 1 and stops:
         raise ValueError(f"stop={stops} is looked for after each step, but chunk={chunk} takes more; use chunk=1")
     check_model(model, params)
     ends = check_request(model, policy, sampler, eos_ids, pad_id, key)
