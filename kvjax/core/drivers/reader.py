@@ -19,7 +19,7 @@ from kvjax.core.drivers.interrupts import uninterrupted
 from kvjax.core.drivers.loop import Decoding, decoded_in_place, log_prob
 from kvjax.core.drivers.state import Prompts, State
 from kvjax.core.drivers.steps import decode, read_prompts
-from kvjax.core.drivers.stream import HORIZON, endless_plan
+from kvjax.core.drivers.stream import HORIZON, endless, endless_plan
 
 _decode = jax.jit(decode, static_argnums=0)
 
@@ -49,7 +49,7 @@ class Reader(Iterator[np.ndarray]):
         plan = endless_plan(model.config, policy, prompts)
         check_positions(model.config, plan, lengths, 0)
         logits, state = read_prompts(model, params, prompts, policy, HORIZON, key=key, plan=plan, warns=False)
-        self._logits, self._state, self._at = logits, state, None
+        self._logits, self._state, self._at = logits, endless(state), None
         self._waiting, self.num_tokens, self._prompt = [], T, lengths
 
     @property

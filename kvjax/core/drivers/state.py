@@ -78,8 +78,10 @@ class State:
           ValueError: a row that there is not. Of traced rows, JAX takes the last one for those beyond it.
         """
         B = len(self.length)
-        if not isinstance(rows, jax.core.Tracer | slice) and not np.isin(rows, np.arange(-B, B)).all():
-            raise ValueError(f"rows={np.asarray(rows).tolist()} are taken of {B} sequences; give 0 to {B - 1}")
+        if not isinstance(rows, jax.core.Tracer | slice):
+            rows = np.asarray(rows)
+            if not np.isin(rows, np.arange(-B, B)).all():
+                raise ValueError(f"rows={rows.tolist()} are taken of {B} sequences; give 0 to {B - 1}")
         taken = jax.tree.map(lambda x: x[rows], dataclasses.replace(self, params=(), layers=()))
         return dataclasses.replace(taken, params=self.params, layers=tuple(kv.take(rows) for kv in self.layers))
 

@@ -253,6 +253,7 @@ def stream(
     how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "buckets": buckets}
     how["warns"] = max_new_tokens is not None
     logits, state = read_prompts(model, params, prompts, policy, steps, **how)
+    state = endless(state) if max_new_tokens is None else state
     at = begin(logits, state, seen_of(model, prompts) if sampler.reads_seen else None, sampler=sampler, ends=ends)
     pieces = None if tokenizer is None else [TextPieces(tokenizer, stops, keep=bool(max_new_tokens)) for _ in at.token]
     return Stream(
@@ -266,6 +267,11 @@ def stream(
         sampler=sampler,
         pad_id=pad_id,
     )
+
+
+def endless(state: State) -> State:
+    """A state that may go on for as many tokens as positions count."""
+    return dataclasses.replace(state, max_new_tokens=jnp.full_like(state.max_new_tokens, MOST - 1))
 
 
 def endless_plan(config: Any, policy: Policy, prompts: Prompts) -> Plan:
