@@ -252,6 +252,8 @@ class PerLayer(Policy):
 
     def at(self, layer: int, num_layers: int) -> Policy:
         """The policy given for that layer."""
+        if len(self.policies) != num_layers:
+            raise ValueError(f"there are {len(self.policies)} labels for {num_layers} layers; give one a layer")
         return self.policies[layer].at(layer, num_layers)
 
 

@@ -34,11 +34,26 @@ def infos_of(config: Any, policy: Policy, width: int, max_new_tokens: int) -> tu
       policy: the policy.
       width: columns of the padded prompts.
       max_new_tokens: decode steps that the run is planned for.
+
+    Raises:
+      ValueError: tokens that are to stand at their ranks, where the model's positions cannot be changed.
     """
     L, N, K, H = config.num_layers, config.num_query_heads, config.num_kv_heads, config.head_dim
     heads = lambda i: N if policy.at(i, L).layout.by_query_head else K
     window = getattr(config, "window", lambda i: None)
     D = getattr(config, "embed_dim", 0)
+    for i in range(L):
+        where = policy.at(i, L).layout.positions
+        if where != "original" and getattr(config, "learned_positions", False):
+            raise ValueError(
+                f'layer {i} wants tokens at positions="{where}", but the model adds learned positions to its '
+                'embeddings, so that a stored key stays where it is; use "original"'
+            )
+        if where == "shifted" and not getattr(config, "additive_rotation", True):
+            raise ValueError(
+                f'layer {i} wants tokens at positions="shifted", but the model\'s rotary scaling depends on the '
+                'length, so that stored keys cannot be turned further; use "rank"'
+            )
     return tuple(LayerInfo(i, L, N, heads(i), H, width, max_new_tokens, D, window(i)) for i in range(L))
 
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.core.contract import EMPTY, AttentionInputs, Context, Phase, unique
-from kvjax.core.drivers.state import AttnStats, State, Storage
+from kvjax.core.drivers.state import AttnStats, State
+from kvjax.core.storage import Storage
 from kvjax.pallas_kernels import Columns
 from kvjax.pallas_kernels.pytree import pytree, static
 
@@ -132,7 +133,7 @@ class Attend:
         lost = (kv.num_live.sum(-1) if pool else kv.num_live.max(-1)) > capacity
         if not self.ends:
             return kv.replace(channels=None).compact(capacity), lost
-        return kv.compact(capacity, policy.reserve(kv, ctx) if pool else None), lost
+        return kv.compact(capacity, policy.reserve(kv.view(), ctx) if pool else None), lost
 
 
 def _changed(kv: Storage, change: Callable[[Any], Any]) -> Storage:

@@ -22,7 +22,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.core.contract import Policy
-from kvjax.core.drivers.checks import check_model, check_prompts, check_request, check_room, check_state, whole
+from kvjax.core.drivers.checks import (
+    check_logits,
+    check_model,
+    check_prompts,
+    check_request,
+    check_room,
+    check_state,
+    whole,
+)
 from kvjax.core.drivers.loop import NO_TOKEN
 from kvjax.core.drivers.sampling import Greedy
 from kvjax.core.drivers.state import State
@@ -214,7 +222,8 @@ def generate_beams_from(
     As in `generate_from`, the state must be planned for `max_new_tokens - 1` more tokens. The arguments, the result and
     the errors are those of `generate_beams`.
     """
-    check_state(model, state, logits=logits)
+    check_state(model, state)
+    check_logits(model, state, logits)
     search = _checked(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences)
     check_room(state, max_new_tokens - 1)
     _check_penalty(length_penalty, max_new_tokens)

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.core.contract import Policy
-from kvjax.core.drivers.checks import traced
+from kvjax.core.drivers.checks import check_is, traced
 from kvjax.core.plan import Plan, infos_of, planned
 
 _LEAST = 16
@@ -47,6 +47,8 @@ def plan_request(
     Raises:
       ValueError: a plan that is too small, and sizes that the policy cannot work with.
     """
+    if plan is not None:
+        check_is("plan", plan, Plan, "kvjax.make_plan")
     make = lambda width, steps: planned(policy, infos_of(config, policy, width, steps), lengths, plan)
     if plan is not None:
         there = plan.infos[0].prompt_len, plan.infos[0].max_new_tokens

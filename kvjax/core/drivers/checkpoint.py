@@ -1,13 +1,17 @@
-"""Storing compressed prompts, one file each. What is loaded goes on bit for bit.
+"""Storing compressed prompts and parameters, a file each. What is loaded is bit for bit what was saved.
 
-A file holds arrays and a few words about them (safetensors), no code: the policy is given again when it is loaded.
+A file holds arrays and words about them (safetensors), and no code: a policy is given again when it is loaded.
 """
 
+import dataclasses
+import functools
 import hashlib
 import json
 import os
 import pathlib
 import re
+import secrets
+import types
 from typing import Any
 
 import jax
@@ -24,37 +28,91 @@ from kvjax.core.drivers.state import State, empty_state
 from kvjax.core.drivers.steps import read
 from kvjax.core.plan import infos_of, init_policy_params, planned
 
+_Path = str | os.PathLike[str]
 
-def save_state(path: str | os.PathLike[str], state: State, *, policy: Policy, notes: Any = None) -> None:
-    """Writes a state, such as a compressed prompt, to a new file.
+
+def save_params(path: _Path, params: PyTree[Any]) -> None:
+    """Writes parameters to a file, which replaces an earlier one.
+
+    Raises:
+      ValueError: a leaf that is no array, or a path at which there is something else than a file of kvjax.
+      OSError: the file could not be written.
+    """
+    named = {jax.tree_util.keystr(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(params)}
+    if odd := [n for n, x in named.items() if not hasattr(x, "dtype")]:
+        raise ValueError(f"every parameter is an array, but {odd[0]} is a {type(named[odd[0]]).__name__}")
+    _write(path, "params", named, {"shapes": {n: _kind(x) for n, x in named.items()}})
+
+
+def load_params(path: _Path, like: PyTree[Any]) -> PyTree[Any]:
+    """Reads what `save_params` wrote.
+
+    Args:
+      path: the file.
+      like: arrays or `jax.ShapeDtypeStruct` of the wanted structure (`model.shapes`), each in the place that its
+        `sharding` says, if it has one.
+
+    Raises:
+      ValueError: no such file, a damaged one, or parameters of another structure, shape or dtype.
+    """
+    _, arrays = _read(path, "params")
+    leaves, tree = jax.tree_util.tree_flatten_with_path(like)
+    wanted = {jax.tree_util.keystr(keys): x for keys, x in leaves}
+    there, here = ({n: _kind(x) for n, x in each.items()} for each in (arrays, wanted))
+    if wrong := [n for n in sorted({*there, *here}) if there.get(n) != here.get(n)]:
+        raise ValueError(
+            f"{path} holds other parameters: {len(wrong)} differ, such as {wrong[0]}, which is "
+            f"{there.get(wrong[0], 'absent')} there, but {here.get(wrong[0], 'not')} wanted"
+        )
+    return tree.unflatten(jax.device_put(arrays[n], getattr(x, "sharding", None)) for n, x in wanted.items())
+
+
+def stored_shapes(path: _Path) -> dict[str, str]:
+    """What `save_params` wrote: dtypes and shapes such as "float32[3, 4]", by the path of a parameter.
+
+    Raises:
+      ValueError: no such file, or a damaged one.
+    """
+    return {str(name): str(kind) for name, kind in about(path, "params")["shapes"].items()}
+
+
+def save_state(path: _Path, state: State, *, policy: Policy) -> None:
+    """Writes a state, such as a compressed prompt, to a file, which replaces an earlier one.
 
     Args:
       path: the file.
       state: what `prefill` or a later call returned.
       policy: the policy that it was read under.
-      notes: anything of JSON that is to be kept beside it.
 
     Raises:
-      ValueError: the file exists, or `state` is no state.
-      OSError: it could not be written.
+      ValueError: what is no state, or holds no prompt; a policy that it was not read under, or that holds something
+        which nothing tells from others in another process; a path at which there is something else.
+      OSError: the file could not be written.
     """
+    write_state(path, state, policy, None)
+
+
+def write_state(path: _Path, state: State, policy: Policy, notes: Any) -> None:
+    """What `save_state` does, with anything of JSON that is to be kept beside the state."""
     check_is("state", state, State, "kvjax.prefill")
-    if pathlib.Path(path).exists():
-        raise ValueError(f"{path} exists; choose a new file, or delete it")
-    info = state.plan.infos[0]
-    arrays = {f"{i:05}": _plain(x) for i, x in enumerate(jax.tree.leaves(state))}
-    about = {
-        "policy": _described(policy),
-        "lengths": np.asarray(state.prompt_length).tolist(),
-        "sizes": [info.prompt_len, info.max_new_tokens],
-        "digest": _digest(arrays),
+    check_is("policy", policy, Policy, "kvjax.methods")
+    if not state.ready:
+        raise ValueError("the state holds no prompt that was read to its end; save what kvjax.prefill returns")
+    infos, lengths = state.plan.infos, np.asarray(state.prompt_length)
+    if planned(policy, infos, lengths)[0].layers != state.plan.layers:
+        raise ValueError(f"the state was not read under {policy}, but under another policy; give that")
+    words = {
+        "policy": described(policy),
+        "lengths": lengths.tolist(),
+        "sizes": [infos[0].prompt_len, infos[0].max_new_tokens],
+        "capacities": state.plan.capacities,
         "notes": notes,
     }
-    save_file(arrays, os.fspath(path), metadata={"kvjax": json.dumps(about)})
+    _write(path, "state", {f"{i:05}": _plain(x) for i, x in enumerate(jax.tree.leaves(state))}, words)
 
 
-def load_state(path: str | os.PathLike[str], model: Any, params: PyTree[Any], *, policy: Policy) -> tuple[State, Any]:
-    """Reads what `save_state` wrote: the state and the notes.
+def load_state(path: _Path, model: Any, params: PyTree[Any], *, policy: Policy) -> State:
+    """Reads what `save_state` wrote.
 
     Args:
       path: the file.
@@ -65,17 +123,22 @@ def load_state(path: str | os.PathLike[str], model: Any, params: PyTree[Any], *,
       ValueError: no such file, a damaged one, or a state of another policy or model.
     """
     check_model(model, params)
-    about, arrays = _stored(path)
-    if about["policy"] != _described(policy):
+    check_is("policy", policy, Policy, "kvjax.methods")
+    words, arrays = _read(path, "state")
+    if words["policy"] != (here := described(policy)):
+        raise ValueError(f"{path} was made under {words['policy']}, not under {here}; give the same policy")
+    if (there := len(words["capacities"])) != model.config.num_layers:
         raise ValueError(
-            f"{path} was made under {about['policy']}, not under {_described(policy)}; give the same policy"
+            f"{path} holds a state of {there} layers, but the model has {model.config.num_layers}; give the model that "
+            "read the prompt"
         )
-    lengths, (width, steps), config = np.asarray(about["lengths"], np.int32), about["sizes"], model.config
+    lengths, (width, steps), config = np.asarray(words["lengths"], np.int32), words["sizes"], model.config
     plan, hparams = planned(policy, infos_of(config, policy, width, steps), lengths)
-    learned = init_policy_params(config, policy, jax.random.key(0), width=width, max_new_tokens=steps)
+    plan = dataclasses.replace(plan, capacities=tuple(words["capacities"]))
 
     def shape(params: PyTree[Any]) -> State:
         keys = jax.random.split(jax.random.key(0), len(lengths))
+        learned = init_policy_params(config, policy, keys[0], width=width, max_new_tokens=steps)
         given = learned if jax.tree.leaves(learned) else None
         state = empty_state(config, policy, plan, hparams, lengths, steps, keys=keys, policy_params=given)
         tokens, again = jnp.zeros((len(lengths), width), jnp.int32), rereads(state)
@@ -93,35 +156,129 @@ def load_state(path: str | os.PathLike[str], model: Any, params: PyTree[Any], *,
             f"fit the {len(leaves)} of this model; give the model that read the prompt"
         )
     wrap = lambda x, like: jax.random.wrap_key_data(x) if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else x
-    return tree.unflatten(map(wrap, found, leaves)), about["notes"]
+    return tree.unflatten(map(wrap, found, leaves))
 
 
-def _described(policy: Policy) -> str:
-    """A policy in words that are the same in every process."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(policy))
+def described(x: Any) -> str:
+    """A policy, or anything that one is made of, in words that are the same in every process.
+
+    Functions are told apart by their code and the values that they hold, classes by their names.
+
+    Raises:
+      ValueError: an object that nothing tells from others of its class.
+    """
+    several = lambda open, each, close: f"{open}{', '.join(each)}{close}"
+    if isinstance(x, jax.Array | np.ndarray):
+        return f"{_kind(x)} of digest {_digest(x)}"
+    if isinstance(x, tuple | list):
+        return several("(", map(described, x), ")")
+    if isinstance(x, set | frozenset):
+        return several("{", sorted(map(described, x)), "}")
+    if isinstance(x, dict):
+        return several("{", (f"{described(k)}: {described(v)}" for k, v in x.items()), "}")
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        each = (f"{f.name}={described(getattr(x, f.name))}" for f in dataclasses.fields(x))
+        return several(f"{type(x).__qualname__}(", each, ")")
+    if isinstance(x, functools.partial):
+        return f"partial{described((x.func, x.args, x.keywords))}"
+    if isinstance(x, types.MethodType):
+        return f"method{described((x.__func__, x.__self__))}"
+    if isinstance(x, types.FunctionType):
+        held = x.__defaults__, x.__kwdefaults__, tuple(cell.cell_contents for cell in x.__closure__ or ())
+        return f"{x.__qualname__} of {described(x.__code__)}{described(held)}"
+    if isinstance(x, types.CodeType):
+        return f"code {_digest(np.frombuffer(x.co_code, np.uint8))}{described((x.co_names, x.co_consts))}"
+    if isinstance(x, type | types.ModuleType | types.BuiltinFunctionType):
+        return x.__name__
+    if hasattr(x, "__wrapped__"):
+        return described(x.__wrapped__)
+    if re.search(" at 0x[0-9a-f]+", found := repr(x)):
+        raise ValueError(f"{found} is like any other {type(x).__name__} in another process; make it a frozen dataclass")
+    return found
+
+
+def about(path: _Path, kind: str) -> dict[str, Any]:
+    """What a file says about its arrays.
+
+    Args:
+      path: the file.
+      kind: what it should hold, "state" or "params".
+
+    Raises:
+      ValueError: no such file, a damaged one, or one that holds something else.
+    """
+    file = _as_path(path)
+    if not file.is_file():
+        raise ValueError(f"there is no file {path}")
+    try:
+        with safe_open(os.fspath(file), framework="flax") as opened:
+            words = json.loads((opened.metadata() or {})["kvjax"])
+            there = words["kind"]
+    except (SafetensorError, ValueError, KeyError, TypeError) as e:
+        raise ValueError(_damaged(path, e)) from e
+    if there != kind:
+        raise ValueError(f"{path} holds {there}, not {kind}")
+    return words
+
+
+def _read(path: _Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a file says about its arrays, and the arrays."""
+    words = about(path, kind)
+    try:
+        with safe_open(os.fspath(path), framework="flax") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+    except (SafetensorError, ValueError) as e:
+        raise ValueError(_damaged(path, e)) from e
+    if words.pop("digest", None) != _digest(json.dumps(words), *(arrays[n] for n in sorted(arrays))):
+        raise ValueError(_damaged(path, "it is not what was written"))
+    return words, arrays
+
+
+def _write(path: _Path, kind: str, arrays: dict[str, Any], words: dict[str, Any]) -> None:
+    """Replaces a file of kvjax in one step: whatever happens meanwhile, there is the old one or the new one."""
+    file = _as_path(path)
+    if file.exists():
+        try:
+            about(file, kind)
+        except ValueError as e:
+            raise ValueError(f"{path} exists, and is no {kind} that kvjax wrote; choose another path") from e
+    words = {"kind": kind, **words}
+    words["digest"] = _digest(json.dumps(words), *(arrays[n] for n in sorted(arrays)))
+    new = file.with_name(f".{file.name[:50]}.{secrets.token_hex(8)}.tmp")
+    try:
+        new.open("xb").close()
+        try:
+            save_file(arrays, os.fspath(new), metadata={"kvjax": json.dumps(words)})
+            with new.open("rb") as written:
+                os.fsync(written.fileno())
+            new.replace(file)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+    except (OSError, SafetensorError) as e:
+        raise OSError(f"{path} could not be written: {e}") from e
+
+
+def _as_path(path: Any) -> pathlib.Path:
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise ValueError(f"{path!r} is not the path of a file")
+    return pathlib.Path(path)
+
+
+def _damaged(path: _Path, reason: Any) -> str:
+    return f"{path} is damaged, or no file of kvjax ({reason}); copy it again, or save it anew"
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}"
 
 
 def _plain(x: Any) -> Any:
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.asarray(x)
 
 
-def _digest(arrays: dict[str, Any]) -> str:
+def _digest(*parts: Any) -> str:
     found = hashlib.sha256()
-    for name in sorted(arrays):
-        found.update(np.ascontiguousarray(arrays[name]).tobytes())
+    for x in parts:
+        found.update(x.encode() if isinstance(x, str) else np.ascontiguousarray(x).tobytes())
     return found.hexdigest()[:16]
-
-
-def _stored(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a file says about its arrays, and the arrays."""
-    if not pathlib.Path(path).is_file():
-        raise ValueError(f"there is no file {path}")
-    try:
-        with safe_open(os.fspath(path), framework="flax") as file:
-            about = json.loads((file.metadata() or {}).get("kvjax", "null"))
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{path} is damaged, or no file of kvjax ({error}); copy it again, or save it anew") from error
-    if about is None or about["digest"] != _digest(arrays):
-        raise ValueError(f"{path} is damaged, or no file of kvjax; copy it again, or save it anew")
-    return about, arrays

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import PyTree
 
 from kvjax.core.contract import MOST, Policy
 from kvjax.core.drivers.sampling import Sampler
@@ -146,17 +146,28 @@ def check_request(model: Any, policy: Any, sampler: Any, eos_ids: Any, pad_id: A
     return tuple(whole("eos_ids", i, 0, vocab - 1, "end tokens lie in the model's vocabulary") for i in ids)
 
 
-def check_state(model: Any, state: Any, *, logits: Float[Array, "B V"] | None = None) -> None:
-    """Refuses what is no state of this model that can decode, and logits that are not one row a sequence of it."""
+def check_state(model: Any, state: Any) -> None:
+    """Refuses what is no state of this model that can decode."""
     check_is("state", state, State, "kvjax.prefill")
     if not state.ready:
         raise ValueError("the state holds no prompt that was read to its end; decode what kvjax.prefill returns")
-    config, info = model.config, state.plan.infos[0]
-    for n in ("num_layers", "num_query_heads", "head_dim"):
-        if getattr(info, n) != getattr(config, n):
-            raise ValueError(f"the state's model has {n}={getattr(info, n)}, but this one has {getattr(config, n)}")
-    if logits is not None:
-        as_array("logits", logits, np.floating, (len(state.length), config.vocab_size), "floats, one row a sequence")
+    config, infos, policies = model.config, state.plan.infos, state.plan.layers
+    window = getattr(config, "window", lambda i: None)
+    sizes = [(f"num_layers={len(infos)}", config.num_layers, len(infos))]
+    for i, (info, policy) in enumerate(zip(infos[: config.num_layers], policies, strict=False)):
+        heads = config.num_query_heads if policy.layout.by_query_head else config.num_kv_heads
+        here = {"num_query_heads": config.num_query_heads, "num_kv_heads": heads, "head_dim": config.head_dim}
+        here["window"] = window(i)
+        sizes += [(f"{n}={getattr(info, n)} in layer {i}", x, getattr(info, n)) for n, x in here.items()]
+    if wrong := [(there, x) for there, x, stored in sizes if x != stored]:
+        raise ValueError(
+            f"the state's model has {wrong[0][0]}, but this one has {wrong[0][1]}; give the model that read the prompt"
+        )
+
+
+def check_logits(model: Any, state: State, logits: Any) -> None:
+    """Refuses logits that are not one row a sequence of the state."""
+    as_array("logits", logits, np.floating, (len(state.length), model.config.vocab_size), "floats, one row a sequence")
 
 
 def check_room(state: State, new: Any) -> None:

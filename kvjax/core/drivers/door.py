@@ -16,10 +16,10 @@ from kvjax.core.contract import LayerInfo, Policy, unique
 from kvjax.core.drivers.attend import Attend, decided, step
 from kvjax.core.drivers.checks import as_array, check_ids, check_is, check_model, check_room, traced
 from kvjax.core.drivers.replay import Reread
-from kvjax.core.drivers.state import AttnStats, State, Storage
+from kvjax.core.drivers.state import AttnStats, State
 from kvjax.core.drivers.steps import checked_logits, placed
 from kvjax.core.plan import planned
-from kvjax.core.storage import empty
+from kvjax.core.storage import Storage, empty
 
 
 def forward(
@@ -130,7 +130,8 @@ def _applied(state: State, stats: AttnStats, *, grow: bool, steady: bool) -> tup
 
 def _under(policy: Policy, info: LayerInfo, kv: Storage) -> Storage:
     """A whole prompt's layer that was read under a policy without memory, as another policy wants it stored."""
-    if jax.tree.leaves(kv.memory) or kv.log_weight is not None:
+    view = kv.view()
+    if jax.tree.leaves(view.memory) or view.log_weight is not None:
         raise ValueError("this prompt was read under a policy that remembers things; read it under Policy()")
     layout = policy.layout
     if layout.by_query_head and info.num_kv_heads != info.num_query_heads:

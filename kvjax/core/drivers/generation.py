@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.core.contract import Policy
 from kvjax.core.drivers.checks import (
+    check_logits,
     check_model,
     check_prompts,
     check_request,
@@ -120,7 +121,8 @@ def generate_from(
       ValueError: more tokens than the state was planned for, logits that are not the state's, no `tokens` where the
         sampler asks for them.
     """
-    check_state(model, state, logits=logits)
+    check_state(model, state)
+    check_logits(model, state, logits)
     ends = check_request(model, Policy(), sampler, eos_ids, pad_id, state.keys)
     check_room(state, whole("max_new_tokens", max_new_tokens) - 1)
     if sampler.reads_seen and tokens is None:
@@ -202,7 +204,8 @@ def score(
     Raises:
       ValueError: what `feed` refuses, and logits that are not the state's.
     """
-    check_state(model, state, logits=logits)
+    check_state(model, state)
+    check_logits(model, state, logits)
     at, given, reads = _given(model, tokens, state, lengths)
     found, after = decoded(model, params, at, given, None, chunk=len(given[0]))
     T = len(given[0])

@@ -15,11 +15,11 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.core.contract import MOST, Policy
 from kvjax.core.drivers.checks import as_array, check_ids, check_is, check_model, check_positions, traced, whole
+from kvjax.core.drivers.interrupts import uninterrupted
 from kvjax.core.drivers.loop import Decoding, decoded_in_place, log_prob
 from kvjax.core.drivers.state import Prompts, State
 from kvjax.core.drivers.steps import decode, read_prompts
-from kvjax.core.drivers.stream import HORIZON, endless_plan
-from kvjax.drivers.interrupts import uninterrupted
+from kvjax.core.drivers.stream import HORIZON, endless, endless_plan
 
 _decode = jax.jit(decode, static_argnums=0)
 
@@ -49,7 +49,7 @@ class Reader(Iterator[np.ndarray]):
         plan = endless_plan(model.config, policy, prompts)
         check_positions(model.config, plan, lengths, 0)
         logits, state = read_prompts(model, params, prompts, policy, HORIZON, key=key, plan=plan, warns=False)
-        self._logits, self._state, self._at = logits, state, None
+        self._logits, self._state, self._at = logits, endless(state), None
         self._waiting, self.num_tokens, self._prompt = [], T, lengths
 
     @property
@@ -158,7 +158,7 @@ def read(
     check_model(model, params)
     check_is("policy", policy, Policy, "kvjax.methods")
     width, chunk = whole("prompt_len", prompt_len, 1, HORIZON), whole("chunk", chunk, 1, HORIZON)
-    if isinstance(tokens, str) or not isinstance(tokens, Iterable):
+    if isinstance(tokens, str) or not isinstance(tokens, Iterable) or getattr(tokens, "ndim", 1) == 0:
         raise ValueError(f"tokens is a {type(tokens).__name__}, not token ids that come one after the other; encode it")
     if traced(*jax.tree.leaves((params, key))):
         raise ValueError("a reader reads chunk by chunk outside of jit, but an argument is traced; use kvjax.feed")

@@ -15,8 +15,9 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.core.contract import EMPTY, Phase, Slots, unique, value
 from kvjax.core.drivers.attend import Attend, decided
-from kvjax.core.drivers.state import AttnStats, State, Storage
+from kvjax.core.drivers.state import AttnStats, State
 from kvjax.core.scores.attention import Score
+from kvjax.core.storage import Storage
 
 
 @value

@@ -17,32 +17,17 @@ from jaxtyping import PyTree
 
 from kvjax.core.contract import Policy
 from kvjax.core.drivers.buckets import bucket
-from kvjax.core.drivers.checkpoint import load_state, save_state
+from kvjax.core.drivers.checkpoint import about, described, load_state, write_state
 from kvjax.core.drivers.checks import check_is, check_model, check_prompts, check_request, whole
+from kvjax.core.drivers.dialogue import Dialogue
 from kvjax.core.drivers.loop import Decoding, decoded_in_place
 from kvjax.core.drivers.sampling import Greedy, Sampler
 from kvjax.core.drivers.state import State, row_keys
 from kvjax.core.drivers.steps import read_prompts
 from kvjax.core.drivers.stream import Stream, stop_strings
-from kvjax.drivers.dialogue import Dialogue
-from kvjax.drivers.text import TextPieces, check_tokenizer
+from kvjax.core.drivers.text import TextPieces, check_tokenizer, is_chat
 
 _Context = str | Sequence[Mapping[str, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Read:
-    """What a session has read of one context.
-
-    Attributes:
-      dialogue: the text, and the turns behind it.
-      ids: the tokens that the cache has read.
-      pending: those of the last answer that it has not read yet.
-    """
-
-    dialogue: Dialogue
-    ids: tuple[int, ...]
-    pending: tuple[int, ...] = ()
 
 
 class Session:
@@ -102,18 +87,22 @@ class Session:
         check_tokenizer(tokenizer)
         check_model(model, params)
         self._ends = check_request(model, policy, sampler, eos_ids, 0, "not needed yet")
-        self._model, self._params, self._tokenizer, self._policy = model, params, tokenizer, policy
+        self._model, self._params, self._tokenizer = model, params, tokenizer
+        self._policy = self._read_under = policy
         self._most_new = whole("max_new_tokens", max_new_tokens)
         self._most_asked = whole("max_question_tokens", max_question_tokens)
         self._turns = whole("max_turns", max_turns)
         self._sampler, self._stop, self._key = sampler, stop_strings(stop), key
+        block = None if block is None else whole("block", block)
         self._how = {"block": block, "policy_params": policy_params, "buckets": buckets}
-        self._read: tuple[_Read, ...] = ()
+        self._dialogues: tuple[Dialogue, ...] = ()
         self._state: Any = None
 
     def __repr__(self) -> str:
-        read = f"{[len(x.ids) for x in self._read]} tokens read" if self._read else "nothing read yet"
-        return f"Session(policy={self._policy!r}, {read})"
+        if not self._dialogues:
+            return f"Session(policy={self._policy!r}, nothing read yet)"
+        read = " and ".join(str(len(d.ids)) for d in self._dialogues)
+        return f"Session(policy={self._read_under!r}, {read} tokens read)"
 
     @property
     def state(self) -> State:
@@ -130,15 +119,15 @@ class Session:
         """Tokens that may come behind a context."""
         return self._turns * (self._most_asked + self._most_new)
 
-    def compress(self, context: _Context | Sequence[str], policy: Policy | None = None) -> "Session":
+    def compress(self, context: _Context | Sequence[_Context], policy: Policy | None = None) -> "Session":
         """Reads a context, or several, and evicts from them. What the session had read before is forgotten.
 
         A context that is refused leaves the session as it was.
 
         Args:
-          context: a text; the messages of a chat, which the tokenizer's template makes a text of; or a list of texts,
+          context: a text; the messages of a chat, which the tokenizer's template makes a text of; or a list of these,
             each of which gets its own answers. Where the last message is the user's, questions go on with it.
-          policy: in place of the session's.
+          policy: in place of the session's, this time.
 
         Returns:
           The session.
@@ -146,17 +135,15 @@ class Session:
         Raises:
           ValueError: an empty context, or one that is too long for the model's positions or too short for the policy.
         """
-        several = isinstance(context, list | tuple) and bool(context) and all(isinstance(c, str) for c in context)
+        several = isinstance(context, list | tuple) and bool(context) and not is_chat(context)
         contexts: Any = context if several else [context]
-        dialogues = [Dialogue(self._tokenizer, c) for c in contexts]
         policy = self._policy if policy is None else policy
         check_is("policy", policy, Policy, "kvjax.methods")
-        read = tuple(_Read(d, tuple(d.opening())) for d in dialogues)
-        tokens, lengths = _padded([x.ids for x in read])
-        prompts = check_prompts(self._model, tokens, lengths, None)
+        dialogues = tuple(Dialogue.opened(self._tokenizer, c) for c in contexts)
+        prompts = check_prompts(self._model, *_padded([d.ids for d in dialogues]))
         how = {"key": self._key, **self._how}
         _, self._state = read_prompts(self._model, self._params, prompts, policy, self.planned, **how)
-        self._read, self._policy = read, policy
+        self._dialogues, self._read_under = dialogues, policy
         return self
 
     def stream(self, question: str | Sequence[str], *, key: Any = None) -> Stream:
@@ -174,11 +161,11 @@ class Session:
           ValueError: no context, no key for a sampler that draws, an empty question, another number of questions than
             of contexts, more tokens than were planned.
         """
-        read, model = self._opened(), self._model
+        dialogues, model = self._opened(), self._model
         key = self._key if key is None else key
         check_request(model, self._policy, self._sampler, self._ends, 0, key)
         rows, questions = self._rows(question)
-        asked = [[*read[r].pending, *read[r].dialogue.question(q)] for r, q in zip(rows, questions, strict=True)]
+        asked = [dialogues[r].question(q) for r, q in zip(rows, questions, strict=True)]
         longest, B = max(map(len, asked)), len(asked)
         self._check_room(longest)
         state = self._state[np.array(rows)]
@@ -187,14 +174,13 @@ class Session:
         check_prompts(model, tokens, lengths)
         seen = np.zeros((B, model.config.vocab_size), bool)
         for b, r in enumerate(rows):
-            seen[b, [*read[r].ids, *asked[b]]] = True
+            seen[b, [*dialogues[r].ids, *asked[b]]] = True
         reads = np.arange(longest)[:, None] >= longest - lengths[None]
         state = dataclasses.replace(state, keys=keys)
-        first = jnp.asarray(tokens[:, 0], jnp.int32), jnp.zeros((B,), jnp.float32), jnp.asarray(reads[0])
-        at = Decoding(*first, state)
+        at = Decoding(jnp.asarray(tokens[:, 0], jnp.int32), jnp.zeros((B,), jnp.float32), jnp.asarray(reads[0]), state)
         if longest > 1:  # all but the last token of the question, which the stream reads
             more = (bucket(longest - 1) if self._how["buckets"] else longest - 1) - (longest - 1)
-            given = (np.pad(tokens.T[1:], ((0, more), (0, 0))), np.pad(reads[1:], ((0, more), (0, 0))))
+            given = tuple(np.pad(x[1:], ((0, more), (0, 0))) for x in (tokens.T.astype(np.int32), reads))
             chunk, count = longest - 1 + more, jnp.int32(longest - 1)
             _, at = decoded_in_place(model, self._params, at, given, count, chunk=chunk)
         return Stream(
@@ -205,6 +191,7 @@ class Session:
             max_new_tokens=self._most_new,
             pieces=[TextPieces(self._tokenizer, self._stop) for _ in asked],
             begun=False,
+            asked=(dialogues, questions),
             sampler=self._sampler,
         )
 
@@ -222,107 +209,135 @@ class Session:
           ValueError: what `stream` and `keep` refuse.
         """
         if keep:
-            self._check_kept(question)
+            self._check_kept(self._rows(question)[1])
         pieces = self.stream(question, key=key)
         for _ in pieces:
             pass
         if keep:
-            self.keep(question, pieces)
+            self.keep(pieces)
         alone = isinstance(question, str) or len(pieces.lengths) > 1
         return pieces.text if alone else [pieces.text]
 
-    def keep(self, question: str | Sequence[str], pieces: Stream) -> None:
+    def keep(self, pieces: Stream) -> None:
         """Goes on from an answer that was streamed, as far as it was made; of several contexts, from all answers.
 
         Tokens of a stop string stay in the text, since they were read; an end token does not.
 
         Args:
-          question: the question, or one for each of several contexts.
-          pieces: what `stream` returned for it.
+          pieces: what `stream` returned since the session last read or kept something.
 
         Raises:
-          ValueError: answers to several questions about one context, or of another session; logits that are no numbers.
+          ValueError: answers to several questions about one context, or to what the session, or one that it is a fork
+            of, has not asked since; logits that are no numbers.
         """
-        self._check_kept(question)
-        rows, questions = self._rows(question)
-        kept, lengths = [], pieces.lengths
-        fits = len(lengths) == len(rows)
-        for r, q in zip(rows, questions, strict=True):
-            old = self._read[r]
-            asked = [*old.pending, *old.dialogue.question(q)]
-            answer = pieces.tokens[r, : lengths[r]].tolist() if fits else []
-            read = len(old.ids) + len(asked) + len(answer) - 1
-            if not answer or min(answer) < 0 or int(pieces.state.length[r]) != read:
-                raise ValueError(f"pieces is no answer to {q!r} in this session; give what stream({q!r}) returned")
-            told = answer[:-1] if answer[-1] in self._ends else answer
-            text = self._tokenizer.decode(told, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            ids, pending = (*old.ids, *asked, *answer[:-1]), tuple(told[len(answer) - 1 :])
-            kept.append(_Read(old.dialogue.after(q, text), ids, pending))
-        self._state, self._read = pieces.state, tuple(kept)
+        dialogues, questions = pieces.asked or ((), ())
+        if dialogues is not self._opened():
+            raise ValueError("pieces is no answer from where this session stands; give what its stream(...) returned")
+        self._check_kept(questions)
+        answers = [row[:n].tolist() for row, n in zip(pieces.tokens, pieces.lengths, strict=True)]
+        if not all(answers) or min(map(min, answers)) < 0:
+            raise ValueError("an answer has no token yet, or logits that are no numbers; nothing can go on from it")
+        each = zip(dialogues, questions, answers, strict=True)
+        self._state, self._dialogues = pieces.state, tuple(d.after(q, tuple(a), self._ends) for d, q, a in each)
 
     def fork(self) -> "Session":
         """A session that goes on from here by itself; the cache is shared until one of the two keeps something."""
         return copy.copy(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes what was read and kept to a new file.
+        """Writes what was read and kept to a file, which replaces an earlier one.
+
+        The model, the tokenizer, the policy and the sampler are not in it, but what tells them from others.
 
         Raises:
-          ValueError: no context was read, or the file exists.
+          ValueError: no context was read; a path at which there is something else than a state of kvjax.
+          OSError: the file could not be written.
         """
-        read = [[x.dialogue.context, x.dialogue.turns, x.ids, x.pending] for x in self._opened()]
-        notes = {"read": read, "model": _model_digest(self._model, self._params), "planned": self.planned}
-        notes["tokenizer"] = _tokenizer_digest(self._tokenizer)
-        save_state(path, self._state, policy=self._policy, notes=notes)
+        typed = isinstance(self._key, jax.Array) and jnp.issubdtype(self._key.dtype, jax.dtypes.prng_key)
+        key = jax.random.key_data(self._key) if typed else self._key
+        notes = {
+            "dialogues": [[d.context, d.turns, d.ids, d.unread] for d in self._opened()],
+            "options": {
+                "max_new_tokens": self._most_new,
+                "max_question_tokens": self._most_asked,
+                "max_turns": self._turns,
+                "eos_ids": self._ends,
+                "stop": self._stop,
+                "block": self._how["block"],
+                "buckets": self._how["buckets"],
+            },
+            "key": None if key is None else np.asarray(key)[..., :2].tolist(),
+            "made_with": self._made_with(),
+        }
+        write_state(path, self._state, self._read_under, notes)
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], model: Any, params: PyTree[Any], tokenizer: Any, **options: Any
+        cls,
+        path: str | os.PathLike[str],
+        model: Any,
+        params: PyTree[Any],
+        tokenizer: Any,
+        *,
+        policy: Policy = Policy(),
+        sampler: Sampler = Greedy(),
     ) -> "Session":
         """The session that was saved, with equal answers.
 
         Args:
           path: what `save` wrote.
-          model, params, tokenizer: those that the contexts were read with.
-          **options: those of the session that was saved.
+          model, params, tokenizer, policy, sampler: those of the session that was saved; equal ones will do.
 
         Raises:
-          ValueError: no such file, a damaged one, another model, tokenizer or policy, or other numbers of tokens.
+          ValueError: no such file, a damaged one, or one of another model, tokenizer, policy or sampler.
         """
-        session = cls(model, params, tokenizer, **options)
-        state, notes = load_state(path, model, params, policy=session._policy)
-        here = {"model": _model_digest(model, params), "tokenizer": _tokenizer_digest(tokenizer)}
-        if wrong := [name for name, digest in here.items() if notes[name] != digest]:
-            raise ValueError(f"{path} was made with another {wrong[0]}; give the one that read the contexts")
-        if notes["planned"] != session.planned:
-            raise ValueError(
-                f"{path} has room for {notes['planned']} tokens behind a context, but the options ask for "
-                f"{session.planned}; give max_turns, max_question_tokens and max_new_tokens as they were"
-            )
-        dialogue = lambda context, turns: Dialogue(tokenizer, context, tuple(map(tuple, turns)))
-        read = [_Read(dialogue(context, turns), tuple(ids), tuple(p)) for context, turns, ids, p in notes["read"]]
-        session._state, session._read = state, tuple(read)
+        notes = about(path, "state")["notes"]
+        if not isinstance(notes, dict) or "dialogues" not in notes:
+            raise ValueError(f"{path} is a state without texts; use kvjax.load_state")
+        key = notes["key"] and jax.random.wrap_key_data(jnp.asarray(notes["key"], jnp.uint32), impl="threefry2x32")
+        session = cls(model, params, tokenizer, policy=policy, sampler=sampler, key=key, **notes["options"])
+        here, there = session._made_with(), notes["made_with"]
+        dialogues = [
+            Dialogue(tokenizer, c, tuple(map(tuple, t)), tuple(i), tuple(u)) for c, t, i, u in notes["dialogues"]
+        ]
+        again = [Dialogue.opened(tokenizer, d.context).ids for d in dialogues]
+        if any(d.ids[: len(ids)] != ids for d, ids in zip(dialogues, again, strict=True)):
+            here["tokenizer"] = "other ids"
+        if wrong := [name for name in there if here[name] != there[name]]:
+            raise ValueError(f"{path} was made with another {wrong[0]}; give the one that the contexts were read with")
+        session._state, session._dialogues = load_state(path, model, params, policy=policy), tuple(dialogues)
+        session._how["policy_params"] = session._state.params or None
         return session
 
-    def _opened(self) -> tuple[_Read, ...]:
-        if not self._read:
-            raise ValueError("the session has read nothing to ask about; call compress(context) first")
-        return self._read
+    def _made_with(self) -> dict[str, str]:
+        """What tells the model, the tokenizer and the sampler from others."""
+        chat = getattr(self._tokenizer, "chat_template", None)
+        words = sorted(self._tokenizer.get_vocab().items()), self._tokenizer.bos_token_id, chat
+        numbers = jax.tree_util.tree_leaves_with_path(_sums(self._params))
+        named = [(jax.tree_util.keystr(keys), np.asarray(x).tolist()) for keys, x in numbers]
+        model = repr(self._model.config), named
+        digest = lambda x: hashlib.sha256(repr(x).encode()).hexdigest()[:16]
+        return {"model": digest(model), "tokenizer": digest(words), "sampler": described(self._sampler)}
 
-    def _rows(self, question: Any) -> tuple[list[int], list[str]]:
+    def _opened(self) -> tuple[Dialogue, ...]:
+        if not self._dialogues:
+            raise ValueError("the session has read nothing to ask about; call compress(context) first")
+        return self._dialogues
+
+    def _rows(self, question: Any) -> tuple[list[int], list[Any]]:
         """Of which context each question is asked, and the questions."""
         C, alone = len(self._opened()), isinstance(question, str)
         if not alone and (not isinstance(question, list | tuple) or not question):
             raise ValueError(f"question={question!r}: must be a text, or a list of at least one")
-        listed = [str(q) for q in ([question] if alone else question)]
         if C == 1:
+            listed = [question] if alone else list(question)
             return [0] * len(listed), listed
         if not alone and len(question) != C:
             raise ValueError(f"{len(question)} questions are asked of {C} contexts; ask one of all, or one of each")
-        return list(range(C)), listed * C if alone else listed
+        return list(range(C)), [question] * C if alone else list(question)
 
-    def _check_kept(self, question: Any) -> None:
-        if len(self._opened()) == 1 and not isinstance(question, str):
+    def _check_kept(self, questions: Sequence[Any]) -> None:
+        if len(questions) != len(self._dialogues):
             raise ValueError("a context goes on from one answer, but several questions are asked; ask one")
 
     def _check_room(self, asked: int) -> None:
@@ -344,16 +359,13 @@ def _padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     return np.array([[0] * (width - len(ids)) + list(ids) for ids in rows], np.int64), lengths
 
 
-def _model_digest(model: Any, params: PyTree[Any]) -> str:
-    """Tells a model from others, by its sizes and the first numbers of every parameter."""
-    found = hashlib.sha256(repr(model.config).encode())
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
-        found.update(f"{jax.tree_util.keystr(path)} {x.dtype} {x.shape}".encode())
-        found.update(np.asarray(x[(0,) * (x.ndim - 1)][:64]).tobytes())
-    return found.hexdigest()[:16]
+@jax.jit
+def _sums(params: PyTree[Any]) -> PyTree[Any]:
+    """Sums over the bits of each parameter, and over those of its first 64 numbers, which tell models apart."""
 
+    def sums(x: jax.Array) -> Any:
+        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").reshape(-1)
+        first = bits[:64].astype(jnp.uint32)
+        return bits.sum(dtype=jnp.uint32), (first * jnp.arange(1, len(first) + 1, dtype=jnp.uint32)).sum()
 
-def _tokenizer_digest(tokenizer: Any) -> str:
-    """Tells a tokenizer from others, by its vocabulary and its chat template."""
-    told = sorted(tokenizer.get_vocab().items()), tokenizer.bos_token_id, getattr(tokenizer, "chat_template", None)
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+    return jax.tree.map(sums, params)

@@ -13,10 +13,8 @@ from jaxtyping import Array, Int, Key
 
 from kvjax.core.contract import Context, Phase, Policy
 from kvjax.core.plan import Plan, init_policy_params
-from kvjax.core.storage import empty
+from kvjax.core.storage import Storage, empty
 from kvjax.pallas_kernels.pytree import pytree, static
-
-Storage = Any  # a layer's cache: `storage.Layer` or `storage.Pool`
 
 
 class Prompts(NamedTuple):
@@ -74,7 +72,16 @@ class State:
     ready: bool = static(default=False)
 
     def __getitem__(self, rows: Any) -> "State":
-        """The sequences `rows`, in that order; one may be taken several times (beams, several questions)."""
+        """The sequences `rows`, in that order; one may be taken several times (beams, several questions).
+
+        Raises:
+          ValueError: a row that there is not. Of traced rows, JAX takes the last one for those beyond it.
+        """
+        B = len(self.length)
+        if not isinstance(rows, jax.core.Tracer | slice):
+            rows = np.asarray(rows)
+            if not np.isin(rows, np.arange(-B, B)).all():
+                raise ValueError(f"rows={rows.tolist()} are taken of {B} sequences; give 0 to {B - 1}")
         taken = jax.tree.map(lambda x: x[rows], dataclasses.replace(self, params=(), layers=()))
         return dataclasses.replace(taken, params=self.params, layers=tuple(kv.take(rows) for kv in self.layers))
 

@@ -249,10 +249,15 @@ def decode(
     *,
     guards: bool = True,
 ) -> tuple[Float[Array, "B V"], State]:
-    """What `decode_step` does with what has been checked. `guards` are those of `Attend`."""
+    """What `decode_step` does with what has been checked. `guards` are those of `Attend`.
+
+    Logits are NaN behind the last token that a sequence was planned for, which under `jax.jit` they alone can say.
+    """
     valid = jnp.ones_like(state.length) if active is None else jnp.asarray(active).astype(jnp.int32)
     tokens, pos, moved = placed(token[:, None], state, valid)
     logits, after, _ = step(model, params, tokens, moved, pos, "decode", guards=guards)
+    past = moved.length - moved.prompt_length > moved.max_new_tokens
+    logits = jnp.where(past[:, None], jnp.nan, logits)
     if active is None:
         return logits, after
     layers = tuple(new.where(active, old) for new, old in zip(after.layers, state.layers, strict=True))

@@ -16,13 +16,13 @@ from jaxtyping import Array, Int, PyTree
 from kvjax.core.contract import MOST, Policy
 from kvjax.core.drivers.checks import check_model, check_positions, check_prompts, check_request, traced, whole
 from kvjax.core.drivers.generation import seen_of
+from kvjax.core.drivers.interrupts import uninterrupted
 from kvjax.core.drivers.loop import NO_TOKEN, Decoding, begin, decoded_in_place
 from kvjax.core.drivers.sampling import Greedy, Sampler
 from kvjax.core.drivers.state import Prompts, State
 from kvjax.core.drivers.steps import read_prompts
+from kvjax.core.drivers.text import TextPieces, check_tokenizer, encode, is_chat
 from kvjax.core.plan import Plan, infos_of, planned
-from kvjax.drivers.interrupts import uninterrupted
-from kvjax.drivers.text import TextPieces, check_tokenizer, encode, is_chat
 
 HORIZON = 2**20  # a stream without an end is planned for so many tokens, and for twice as many
 
@@ -46,6 +46,9 @@ class Stream(Iterator[Any]):
     `kvjax.Generation`, the state has read everything but the last token. Ctrl-C takes effect between compiled calls.
 
     A stream without an end keeps none of its tokens and none of its text.
+
+    Attributes:
+      asked: where a session stood when it asked, and its questions; None elsewhere.
     """
 
     # `begun` says whether the next token of `at` was drawn; otherwise it belongs to what was given, and is not yielded.
@@ -60,6 +63,7 @@ class Stream(Iterator[Any]):
         pieces: list[TextPieces] | None,
         chunk: int = 1,
         begun: bool = True,
+        asked: Any = None,
         **how: Any,
     ):
         B = at.token.shape[0]
@@ -72,7 +76,7 @@ class Stream(Iterator[Any]):
         self._ids: list[np.ndarray] = []
         self._lengths, self._running = np.zeros(B, np.int32), np.ones(B, bool)
         self._ready: collections.deque[Any] = collections.deque()
-        self._closed = False
+        self._closed, self.asked = False, asked
 
     @property
     def tokens(self) -> Int[np.ndarray, "B M"]:
@@ -83,7 +87,7 @@ class Stream(Iterator[Any]):
         """
         self._check_kept("tokens")
         self._settle()
-        return np.stack(self._ids, axis=1)
+        return np.array(self._ids, np.int32).reshape(-1, len(self._lengths)).T
 
     @property
     def lengths(self) -> Int[np.ndarray, "B"]:
@@ -235,7 +239,7 @@ def stream(
         if lengths is not None or attention_mask is not None:
             raise ValueError("lengths= and attention_mask= are of token ids, but prompt is a text; leave them out")
         prompt = [encode(tokenizer, prompt)]
-    if stops and whole("chunk", chunk, 1, HORIZON) > 1:
+    if whole("chunk", chunk, 1, HORIZON) > 1 and stops:
         raise ValueError(f"stop={stops} is looked for after each step, but chunk={chunk} takes more; use chunk=1")
     check_model(model, params)
     ends = check_request(model, policy, sampler, eos_ids, pad_id, key)
@@ -249,6 +253,7 @@ def stream(
     how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "buckets": buckets}
     how["warns"] = max_new_tokens is not None
     logits, state = read_prompts(model, params, prompts, policy, steps, **how)
+    state = endless(state) if max_new_tokens is None else state
     at = begin(logits, state, seen_of(model, prompts) if sampler.reads_seen else None, sampler=sampler, ends=ends)
     pieces = None if tokenizer is None else [TextPieces(tokenizer, stops, keep=bool(max_new_tokens)) for _ in at.token]
     return Stream(
@@ -262,6 +267,11 @@ def stream(
         sampler=sampler,
         pad_id=pad_id,
     )
+
+
+def endless(state: State) -> State:
+    """A state that may go on for as many tokens as positions count."""
+    return dataclasses.replace(state, max_new_tokens=jnp.full_like(state.max_new_tokens, MOST - 1))
 
 
 def endless_plan(config: Any, policy: Policy, prompts: Prompts) -> Plan:

@@ -36,8 +36,18 @@ class Keeps:
         return tree.unflatten(x if own else change(x) for x, own in zip(leaves, self.per_head, strict=bool(leaves)))
 
 
+@value
 class Storage(abc.ABC):
-    """One layer's cache. Its fields are `k`, `v`, `pos`, `memory`, `log_weight` and `channels`, as in `Layer`."""
+    """One layer's cache. It also has the fields `memory`, `log_weight` and `channels`, as in `Layer`.
+
+    Attributes:
+      k, v: keys and values.
+      pos: the position in the text of each slot's token, `EMPTY` for a dead slot.
+    """
+
+    k: Float[Array, "B *slots _"]
+    v: Float[Array, "B *slots H"]
+    pos: Int[Array, "B *slots"]
 
     @property
     @abc.abstractmethod
