@@ -118,7 +118,7 @@ class QuerySquares:
 
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B K H"]:
         q, exist = inputs.q[:, :, -self.rows :], inputs.pos[:, -self.rows :] != EMPTY
-        total = jnp.maximum(exist.sum(-1), 1)[:, None, None]
+        total = jnp.maximum(exist.sum(-1), 1).astype(jnp.float32)[:, None, None]
         mean = jnp.einsum("bt,bnth->bnh", exist.astype(jnp.float32), jnp.square(q.astype(jnp.float32))) / total
         return mean.reshape(len(q), inputs.kv.pos.shape[1], -1, q.shape[-1]).mean(2)
 
