@@ -186,7 +186,16 @@ class ByHead(_Members):
         return dataclasses.replace(joined, pool=self.pool, positions=positions, sinks=0)
 
     def sizes(self, info: LayerInfo, lengths: Int[np.ndarray, "M"]) -> Sizes:
-        """Room for the largest member in every head, and for each head's own member in a pool."""
+        """Room for the largest member in every head, and for each head's own member in a pool.
+
+        Raises:
+          ValueError: another number of heads than the layer has.
+        """
+        if len(self.heads) != info.num_kv_heads:
+            raise ValueError(
+                f"partition_heads has {len(self.heads)} labels in layer {info.layer}, which has {info.num_kv_heads} kv "
+                "heads; give one label a head"
+            )
         each = [p.sizes(info, lengths) for p in self.members]
         return Sizes(
             np.maximum.reduce([x.per_head for x in each]),

@@ -14,7 +14,7 @@ import kvjax
 from kvjax import core, methods, models
 from kvjax.core import contract
 from kvjax.core import methods as new
-from kvjax.core.drivers.replay import Reread
+from kvjax.core.observe import Reread
 from kvjax.models import mpt
 from tests import helpers
 

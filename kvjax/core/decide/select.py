@@ -172,7 +172,9 @@ class Chunks(Select):
         wanted = budget / jnp.maximum(live, 1)
         if self.share is not None:
             asked = self.share * ctx.prompt_length.astype(jnp.float32)
-            wanted = jnp.where((live == ctx.prompt_length) & (jnp.abs(budget.astype(jnp.float32) - asked) < 1), self.share, wanted)
+            wanted = jnp.where(
+                (live == ctx.prompt_length) & (jnp.abs(budget.astype(jnp.float32) - asked) < 1), self.share, wanted
+            )
         wanted = jnp.maximum(jnp.floor(exist.astype(jnp.float32) * wanted + 1e-5).astype(jnp.int32), 1)
         order = jnp.broadcast_to(rank[:, None], tokens.shape)
         ordered = jnp.put_along_axis(jnp.zeros_like(tokens), order, tokens - held, -1, inplace=False)

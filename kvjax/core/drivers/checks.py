@@ -14,6 +14,7 @@ from kvjax.core.contract import MOST, Policy
 from kvjax.core.drivers.sampling import Sampler
 from kvjax.core.drivers.state import Prompts, State
 from kvjax.core.evict import check_scored
+from kvjax.core.observe import Reread
 from kvjax.core.plan import Plan
 
 
@@ -179,7 +180,8 @@ def check_block(plan: Plan, block: int | None, width: int) -> int | None:
     """
     block = None if block is None else min(whole("block", block), width)
     for policy in plan.layers:
-        wants = "whole" if policy.observe("replay") else policy.layout.prompt
+        again = any(isinstance(o, Reread) for o in policy.observe("replay"))
+        wants = "whole" if again else policy.layout.prompt
         if wants == "whole" and block is not None and block < width:
             raise ValueError(
                 f"{type(policy).__name__} looks at the whole prompt at once, but block={block} reads {width} tokens in "

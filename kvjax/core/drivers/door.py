@@ -24,9 +24,10 @@ from kvjax.core.drivers.checks import (
     check_room,
     traced,
 )
-from kvjax.core.drivers.replay import Reread, rereads
+from kvjax.core.drivers.replay import rereads
 from kvjax.core.drivers.state import AttnStats, State, Storage
 from kvjax.core.drivers.steps import checked_logits, placed
+from kvjax.core.observe import Reread
 from kvjax.core.plan import planned
 from kvjax.core.storage import empty
 

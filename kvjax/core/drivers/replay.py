@@ -14,100 +14,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.core.contract import EMPTY, Phase, Slots, unique, value
+from kvjax.core.contract import EMPTY, unique
 from kvjax.core.drivers.attend import Attend, decided
 from kvjax.core.drivers.checks import check_ids, check_layers_scored
 from kvjax.core.drivers.state import AttnStats, State, Storage
-from kvjax.core.scores.attention import Score
+from kvjax.core.observe import Reread
 from kvjax.pallas_kernels.columns import accumulator
 
 _LOGITS = 2**20  # of a block of rows, 4 MiB in float32
 _ROWS = 32  # of a block at least, as few take longer
-
-
-@value
-class Reread:
-    r"""How a prompt is repeated: an instruction, some tokens before a chunk, a suffix, the chunk.
-
-    Observed in the phase "replay", it gives the most that any of these rows, in any query head of its group, gives to a
-    token of their chunk, "B K S": $\max_{i, g} p_{ij}$, the softmax $p_i$ of a row being one over the chunk, the sinks
-    before it and the rows so far.
-
-    Attributes:
-      repeat: ids of the instruction before the first chunk.
-      repeat_next: ids of the instruction before later ones.
-      suffix: ids between all that and the chunk, such as what a chat template has between a question and its answer.
-      prefix: first tokens of the prompt that are in no chunk, such as what a chat template has before the context.
-      chunk: tokens of a chunk.
-      overlap: tokens before a later chunk that are repeated with it.
-      sinks: first tokens of the prompt that rows see beside the chunk.
-      plus: weighs probabilities: $\max_{i, g} p_{ij} \lVert v_j W_O^g \rVert_2 / \lVert h_i \rVert_2$, where $h_i$ is
-        the hidden state that the row's query is a projection of (KVzip+, arXiv 2601.07891).
-
-    Raises:
-      ValueError: a chunk without tokens, a negative number.
-    """
-
-    repeat: tuple[int, ...] = ()
-    repeat_next: tuple[int, ...] = ()
-    suffix: tuple[int, ...] = ()
-    prefix: int = 0
-    chunk: int = 2048
-    overlap: int = 8
-    sinks: int = 4
-    plus: bool = False
-
-    def __post_init__(self):
-        for name, least in (("prefix", 0), ("chunk", 1), ("overlap", 0), ("sinks", 0)):
-            if (n := getattr(self, name)) < least:
-                raise ValueError(f"{name}={n}: give {least} or more tokens")
-
-    def size(self, width: int) -> int:
-        """Tokens of the largest chunk of a prompt of so many columns."""
-        return max(min(self.chunk, width - self.prefix), 1)
-
-    def firsts(self, width: int) -> range:
-        """The positions at which chunks begin."""
-        return range(self.prefix, width, self.size(width))
-
-    def most(self, width: int) -> int:
-        """The most rows that are read at once."""
-        overlap = min(self.overlap, self.size(width))
-        later = len(self.repeat_next) + overlap if len(self.firsts(width)) > 1 else 0
-        return max(len(self.repeat), later) + len(self.suffix) + self.size(width)
-
-    def rows(self, ids: Int[np.ndarray, "T"], first: int, width: int) -> Int[np.ndarray, "R"]:
-        """The ids that repeat the chunk from `first` on of a prompt; none behind the prompt's end.
-
-        Args:
-          ids: the prompt.
-          first: where the chunk begins.
-          width: columns of the padded prompts.
-        """
-        size = self.size(width)
-        if not len(chunk := ids[first : first + size]):
-            return np.zeros(0, np.int32)
-        overlap = ids[first - min(self.overlap, size) : first]
-        told = self.repeat if first == self.prefix else (*self.repeat_next, *overlap)
-        return np.array([*told, *self.suffix, *chunk], np.int32)
-
-
-class Repeated(Score):
-    """The most attention that a token gets while the prompt is repeated.
-
-    Attributes:
-      how: how it is repeated.
-    """
-
-    how: Reread
-
-    def observe(self, phase: Phase) -> tuple[Any, ...]:
-        """The attention while the prompt is repeated."""
-        return (self.how,) if phase == "replay" else ()
-
-    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
-        """That attention."""
-        return slots.stats[self.how]
 
 
 def rereads(state: State) -> tuple[Reread, ...]:

@@ -8,9 +8,9 @@ from jaxtyping import Array, Float
 
 from kvjax.core.contract import AttentionInputs, Context, LayerInfo, Policy, compiled
 from kvjax.core.drivers.checks import check_is, check_lengths, whole
-from kvjax.core.drivers.replay import Reread
 from kvjax.core.drivers.state import row_keys
 from kvjax.core.evict import check_scored
+from kvjax.core.observe import Reread
 from kvjax.core.storage import Layer, empty
 from kvjax.pallas_kernels import Columns
 

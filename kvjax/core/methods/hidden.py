@@ -73,7 +73,9 @@ class DropChannels(Policy):
     def channels(self, kv: LayerView, stats: Stats) -> Array:
         """The channels "B K C" that stay, in order."""
         k, H = jnp.where(kv.live[..., None], jnp.square(kv.k.astype(jnp.float32)), 0.0), kv.k.shape[-1]
-        weight = stats[QuerySquares(self.rows)] * (k.sum(2) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None])
+        weight = stats[QuerySquares(self.rows)] * (
+            k.sum(2) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
+        )
         return jnp.sort(lax.top_k(weight, H - int(H * self.share))[1], axis=-1)
 
     def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
@@ -139,7 +141,7 @@ class ReadPages(Policy):
     def _bounds(self, kv: LayerView, inputs: AttentionInputs) -> Float[Array, "B K P"]:
         """The most that a query of each kv head can find in every page."""
         (high, low), q, (B, K, S) = kv.memory, inputs.q, kv.pos.shape
-        rows = q.reshape(B, K, -1, 1, q.shape[-1])
+        rows = q.reshape(B, K, -1, 1, q.shape[-1]).astype(jnp.float32)
         bounds = jnp.where(rows > 0, rows * high[:, :, None], rows * low[:, :, None]).sum(-1)
         if inputs.bias is not None:  # the largest of a page's own, in logits
             bias = jnp.broadcast_to(inputs.bias, (B, q.shape[1], S)).reshape(B, K, -1, S).swapaxes(2, 3)

@@ -153,7 +153,8 @@ class PaddedChunkAttention:
         counts = ((source < T) & jnp.take_along_axis(inside, index, 1)).reshape(B, num, size)
 
         def part(x: Array) -> Array:
-            return jnp.take_along_axis(x, index[:, None, :, None], 2).reshape(B, K, -1, num, size, H)
+            x = jnp.take_along_axis(x.astype(jnp.float32), index[:, None, :, None], 2)
+            return x.reshape(B, K, -1, num, size, H)
 
         x = jnp.einsum("bkgnch,bkundh->bkgncd", part(inputs.q), part(keys)) * (H**-0.5 if self.scaled else 1.0)
         x = jnp.where(counts[:, None, None, :, None], x, -jnp.inf)

@@ -10,10 +10,9 @@ from kvjax.core.budgets import Adaptive, HeadShares, LayerShares, Pyramid
 from kvjax.core.contract import Count, Layout
 from kvjax.core.decide.rewrite import Match, Merge, Reference, ReferenceAttention
 from kvjax.core.decide.select import Chunks, LazyOrAll, PerChunk, TopK, TwoStage
-from kvjax.core.drivers.replay import Repeated, Reread
 from kvjax.core.evict import Evict
-from kvjax.core.observe import ProjectedValueNorm, Rows
-from kvjax.core.scores.attention import Accumulated, Votes
+from kvjax.core.observe import ProjectedValueNorm, Reread, Rows
+from kvjax.core.scores.attention import Accumulated, Repeated, Votes
 from kvjax.core.scores.blends import Pooled, ValueWeighted
 from kvjax.core.scores.rows import Defensive, Unsteady
 

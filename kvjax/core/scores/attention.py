@@ -23,7 +23,7 @@ from kvjax.core.contract import (
     resolve,
 )
 from kvjax.core.decide.select import best
-from kvjax.core.observe import Rows
+from kvjax.core.observe import Reread, Rows
 from kvjax.core.scores.blends import check_pooling, pool_in_order
 
 
@@ -381,3 +381,19 @@ def _packed(bits: Bool[Array, "*n W"]) -> UInt32[Array, "*n words"]:
     bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, -bits.shape[-1] % 32)])
     words = bits.reshape(*bits.shape[:-1], -1, 32).astype(jnp.uint32)
     return (words << lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)).sum(-1, dtype=jnp.uint32)
+
+
+class Repeated(Score):
+    """The most attention that a token gets while the prompt is repeated.
+
+    Attributes:
+      how: how it is repeated.
+    """
+
+    how: Reread
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return (self.how,) if phase == "replay" else ()
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        return slots.stats[self.how]
