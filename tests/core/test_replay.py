@@ -15,7 +15,7 @@ from kvjax import core, methods, models
 from kvjax.core import contract
 from kvjax.core import methods as new
 from kvjax.core.observe import Reread
-from kvjax.models import mpt
+from kvjax.models import gpt2, mpt
 from tests import helpers
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "kvzip.json").read_text())
@@ -111,11 +111,8 @@ def test_it_is_refused_where_it_cannot_be(shallow):
         core.evict_layer(kvzip(8), *helpers.qkv())
     with pytest.raises(ValueError, match="chunk=0: give 1 or more tokens"):
         kvzip(8, chunk=0)
-    config = models.gpt2.GPT2Config(
-        vocab_size=61, embed_dim=16, mlp_dim=24, num_query_heads=2, num_kv_heads=2, head_dim=8, num_layers=1,
-        max_position=32,
-    )  # fmt: skip
-    learned = models.LanguageModel(config)
-    with pytest.raises(ValueError, match="24 tokens and 13 that repeat a chunk of it are 37, but .* 32 positions"):
-        core.prefill(learned, jax.tree.map(lambda x: jnp.zeros(x.shape), learned.shapes), IDS, policy=kvzip(8),
-                     max_new_tokens=1)  # fmt: skip
+    sizes = {"vocab_size": 61, "embed_dim": 16, "mlp_dim": 24, "num_layers": 1, "head_dim": 8}
+    learned = models.LanguageModel(gpt2.GPT2Config(**sizes, num_query_heads=2, num_kv_heads=2, max_position=32))
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape), learned.shapes)
+    with pytest.raises(ValueError, match=r"24 tokens and 13 that repeat a chunk of it are 37, but .* 32 positions"):
+        core.prefill(learned, nothing, IDS, policy=kvzip(8), max_new_tokens=1)

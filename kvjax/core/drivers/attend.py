@@ -128,7 +128,7 @@ class Attend:
         return y, kv, tuple(found.values()) if joint or self.gives else ()
 
     def stored(self, kv: Storage, layer: int, ctx: Context) -> tuple[Storage, Bool[Array, "B"] | None]:
-        """A layer as it is kept after a prompt, and which sequences lost live tokens, or some by scores of no number."""
+        """A layer as it is kept after a prompt, and which sequences lost live tokens, or kept some by no choice."""
         lost = unscored(kv).any(-1) if self.phase == "prefill" else None
         if not self.grow:
             return kv, lost
@@ -189,7 +189,7 @@ def step(
 
 
 def decided(state: State, stats: AttnStats, attend: Attend) -> tuple[State, Bool[Array, "B"] | None]:
-    """The state after its policy's update, and which sequences lost live tokens, or some by scores of no number.
+    """The state after its policy's update, and which sequences lost live tokens, or kept some by no choice.
 
     Args:
       state: the state, whose layers have read some tokens.

@@ -83,8 +83,8 @@ def forward(
         check_block(state.plan, None, T)
     elif T > 1 and (picky := [p for p in state.plan.layers if p.layout.prompt != "any"]):
         raise ValueError(
-            f"{type(picky[0]).__name__} looks at a whole prompt, and at 1 token at a time behind it, but these are {T}; "
-            "read them one by one"
+            f"{type(picky[0]).__name__} looks at a whole prompt, and at 1 token at a time behind it, but these are "
+            f"{T}; read them one by one"
         )
     if grow and evict and rereads(state):
         raise ValueError("the policy reads prompts again, but forward(evict=True) reads them once; use kvjax.prefill")
@@ -159,7 +159,7 @@ def _under(policy: Policy, info: LayerInfo, kv: Storage) -> Storage:
     new = empty(info, len(kv.pos), kv.k.dtype, policy.memory(info), layout, policy.writes, kv.pos.shape[2])
     if (new.how.positions == "rank") != (kv.how.positions == "rank"):
         raise ValueError(
-            'this prompt was read at other positions than the policy stores; only "original" and "shifted" mix, without '
-            "a pool"
+            'this prompt was read at other positions than the policy stores; only "original" and "shifted" mix, '
+            "without a pool"
         )
     return new.replace(k=kv.k, v=kv.v, pos=kv.pos)

@@ -38,8 +38,8 @@ def check_rereads(model: Any, state: State, hows: tuple[Reread, ...]) -> None:
         most, rows = getattr(config, "max_position", 0), how.most(width)
         if getattr(config, "learned_positions", False) and width + rows > most:
             raise ValueError(
-                f"a prompt of {width} tokens and {rows} that repeat a chunk of it are {width + rows}, but the model has "
-                f"learned {most} positions; use fewer, or smaller chunks"
+                f"a prompt of {width} tokens and {rows} that repeat a chunk of it are {width + rows}, but the model "
+                f"has learned {most} positions; use fewer, or smaller chunks"
             )
 
 

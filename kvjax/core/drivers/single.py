@@ -68,8 +68,8 @@ def evict_layer(
         raise ValueError(f"{type(policy).__name__} reads the prompt again, which needs a model; use kvjax.prefill")
     if policy.layout.prompt == "rows" and T > 1:
         raise ValueError(
-            f"every row of {type(policy).__name__} decides what the next one reads, but evict_layer reads {T} tokens at "
-            "once; drive a model with prefill(..., block=1)"
+            f"every row of {type(policy).__name__} decides what the next one reads, but evict_layer reads {T} tokens "
+            "at once; drive a model with prefill(..., block=1)"
         )
     if policy.layout.by_query_head:
         k, v, K = jnp.repeat(k, N // K, axis=1), jnp.repeat(v, N // K, axis=1), N

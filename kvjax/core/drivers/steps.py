@@ -150,8 +150,8 @@ def read_prompts(
     again = rereads(state)
     if again and not known:
         raise ValueError(
-            "the policy reads prompts again before anything is evicted, which needs known prompts; read them outside of "
-            "jit"
+            "the policy reads prompts again before anything is evicted, which needs known prompts; read them outside "
+            "of jit"
         )
     check_rereads(model, state, again)
     if block is not None:
