@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
@@ -38,13 +37,6 @@ SHOWN_BY_DECODING = (  # or by layers that compete: what a prompt's one layer do
     *("easykv_decoding_roco", "easykv_both_roco", "cake", "lava", "layer_defensivekv", "across_layers_preference"),
     *("across_layers_entropy", "across_layers_top_scores", "shared_layers", "nacl_global", "partition_heads"),
 )
-
-
-@pytest.fixture(autouse=True)
-def _as_users_run_it():
-    """The core does not yet spell out every conversion, as conftest's strict JAX wants it."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def _rows(names, quick):

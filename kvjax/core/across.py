@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.core.budgets import Times, apportion
-from kvjax.core.contract import Context, LayerInfo, Layout, Phase, Policy, Sizes, Slots, unique, value
+from kvjax.core.contract import MOST, Context, LayerInfo, Layout, Phase, Policy, Sizes, Slots, unique, value
 from kvjax.core.evict import Evict, apply_decision
 from kvjax.core.observe import by_row, votes
 from kvjax.core.scores.rows import mean_and_variance
@@ -27,12 +27,14 @@ class Competitor:
       score: their scores.
       average: tokens of a head on average, those that always stay left out.
       most: the most of these that a head may get.
+      least: the fewest that it must get, on average over heads.
     """
 
     slots: Slots
     score: Float[Array, "B K S"]
     average: Int[Array, "B"]
     most: Int[Array, "B"]
+    least: Int[Array, "B"]
 
 
 @value
@@ -99,7 +101,8 @@ def by_weight(
     K = layers[0].score.shape[1]
     exist = -(-jnp.stack([layer.slots.candidates.sum((1, 2)) for layer in layers], -1) // K)
     limit = jnp.maximum(jnp.minimum(exist, jnp.stack([layer.most for layer in layers], -1)), average)
-    divided = apportion(weights * average.sum(-1, keepdims=True).astype(jnp.float32), limit, jnp)
+    least = jnp.stack([layer.least for layer in layers], -1)
+    divided = apportion(weights * average.sum(-1, keepdims=True).astype(jnp.float32), limit, jnp, least=least)
     share = lambda layer, n: n[:, None] if heads is None else heads(layer.score, n, layer.slots.of("heads"))
     return [share(layer, divided[:, i]) for i, layer in enumerate(layers)]
 
@@ -167,7 +170,8 @@ class AcrossLayers(Policy):
         """Room for `max_ratio` times the average budget, in every layer, and for prompts that are kept whole."""
         own, largest = self.policy.sizes(info, lengths), self._largest.sizes(info, lengths)
         per_head, total = np.maximum(own.per_head, largest.per_head), np.maximum(own.total, largest.total)
-        return Sizes(per_head, total, (own.hparams, largest.hparams))
+        least = jnp.asarray(np.minimum(self.policy.least(info, lengths), MOST), jnp.int32)
+        return Sizes(per_head, total, (own.hparams, largest.hparams, least))
 
     def memory(self, info: LayerInfo) -> Any:
         """The memory of that policy."""
@@ -191,9 +195,10 @@ class AcrossLayers(Policy):
         layers = tuple(evict.updated(kv, s, self._own(ctx)) for kv, s, ctx in zip(layers, stats, ctxs, strict=True))
         for kv, s, ctx in zip(layers, stats, ctxs, strict=True):
             slots, score, outside = evict.ranked(kv, s, self._own(ctx))
-            own, largest = ctx.hparams
-            most = jnp.maximum(own.budget, largest.budget)
-            found.append(Competitor(slots, score, own.budget - outside, most - outside))
+            own, largest, least = ctx.hparams
+            average, most = own.budget - outside, jnp.maximum(own.budget, largest.budget) - outside
+            least = jnp.maximum(least - outside, (outside == 0).astype(jnp.int32))  # no layer is left without a token
+            found.append(Competitor(slots, score, average, most, jnp.minimum(least, average)))
         divided = by_top_scores(found) if self.by is by_top_scores else by_weight(self.by, evict.heads, found)
         each = zip(layers, stats, ctxs, divided, strict=True)
         return tuple(apply_decision(kv, evict.choose(kv, s, self._own(ctx), shares)[0]) for kv, s, ctx, shares in each)

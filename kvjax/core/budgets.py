@@ -156,7 +156,8 @@ def apportion(shares: Any, limit: Any, xp: Any = np, *, least: Any = 0, first: A
     left = left if xp is np else xp.round(left * 1024)  # equals may differ by what floats of 32 bits lose
     order = xp.lexsort((-xp.broadcast_to(first, shares.shape), -left), axis=-1)
     rank = xp.argsort(order, axis=-1, stable=True)
-    return (floor + (rank < total - floor.sum(-1, keepdims=True))).astype(np.int32)
+    up = rank.astype(floor.dtype) < total - floor.sum(-1, keepdims=True)
+    return floor.astype(np.int32) + up.astype(np.int32)
 
 
 def _raised(shares: Any, least: Any, total: Any, xp: Any) -> Any:
@@ -305,7 +306,8 @@ class HeadShares(Heads):
     def lasting(self, shares: Int[Array, "B K"], average: Int[Array, "B"], slots: Slots) -> Int[Array, "B K"]:
         ratios, mean = slots.hparams, average[:, None].astype(jnp.float32)
         limit = _most(mean * ratios)
-        least = jnp.minimum((average > 0)[:, None] & ~slots.protected.any(-1) & (ratios > 0), limit)
+        bare = (average > 0)[:, None] & ~slots.protected.any(-1) & (ratios > 0)
+        least = jnp.minimum(bare.astype(jnp.float32), limit)
         return apportion(mean * ratios, limit, jnp, least=least)
 
 

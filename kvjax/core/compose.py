@@ -57,7 +57,11 @@ class _Members(Policy):
         each = [p.layout for p in self.members]
         placed = next((x for x in each if x.positions != "original"), each[0])
         return Layout(
-            placed.positions, max(x.sinks for x in each), any(x.pool for x in each), any(x.by_query_head for x in each)
+            placed.positions,
+            max(x.sinks for x in each),
+            any(x.pool for x in each),
+            any(x.by_query_head for x in each),
+            max((x.prompt for x in each), key=("any", "whole", "rows").index),
         )
 
     @property
@@ -177,10 +181,21 @@ class ByHead(_Members):
     @property
     def layout(self) -> Layout:
         """The layouts of the members joined, in a pool if asked for."""
-        return dataclasses.replace(super().layout, pool=self.pool)
+        joined = super().layout  # in which first tokens cannot be shifted, as heads keep other tokens too
+        positions = "rank" if joined.positions == "shifted" else joined.positions
+        return dataclasses.replace(joined, pool=self.pool, positions=positions, sinks=0)
 
     def sizes(self, info: LayerInfo, lengths: Int[np.ndarray, "M"]) -> Sizes:
-        """Room for the largest member in every head, and for each head's own member in a pool."""
+        """Room for the largest member in every head, and for each head's own member in a pool.
+
+        Raises:
+          ValueError: another number of heads than the layer has.
+        """
+        if len(self.heads) != info.num_kv_heads:
+            raise ValueError(
+                f"partition_heads has {len(self.heads)} labels in layer {info.layer}, which has {info.num_kv_heads} kv "
+                "heads; give one label a head"
+            )
         each = [p.sizes(info, lengths) for p in self.members]
         return Sizes(
             np.maximum.reduce([x.per_head for x in each]),
@@ -315,7 +330,8 @@ class SharedLayers(Policy):
         """All layers after the first one has decided by the sum of their statistics."""
         total = {o: sum(x[o] for x in stats) for o in stats[0]}
         first = self.policy.update(layers[0], total, ctxs[0])
-        return tuple(kv.keep(first.live).replace(memory=first.memory, channels=first.channels) for kv in layers)
+        same = {"pos": first.pos, "memory": first.memory, "channels": first.channels}  # live slots and their mark
+        return tuple(kv.replace(**same) for kv in layers)
 
 
 def chain(*policies: Policy) -> Policy:

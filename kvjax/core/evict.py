@@ -121,7 +121,7 @@ class Evict(Policy):
 
     def sizes(self, info: LayerInfo, lengths: Prompts) -> Sizes:
         budget, sinks, recent = self._counts(info, lengths)
-        outside = np.minimum(sinks + np.maximum(recent, self.when.before), budget)
+        outside = np.minimum(sinks + np.maximum(recent, int(self.when.before)), budget)
         free, room, slack = budget - outside, self.when.room(info.max_new_tokens), self.select.slack
         waits = (lengths <= budget) | (not self.when.prefill)  # the first eviction comes while decoding
         held = np.where(waits & self._keeps_shares, np.maximum(lengths, budget) + room, lengths)
@@ -142,7 +142,7 @@ class Evict(Policy):
         n = np.append(lengths, LONGEST).astype(np.int64)
         average = np.clip(resolve(self.budget, n), 1, MOST)
         sinks, recent = resolve(self.sinks, n, average), resolve(self.recent, n, average)
-        safe = sinks + np.maximum(recent, self.when.before)
+        safe = sinks + np.maximum(recent, int(self.when.before))
 
         def divided(average: Prompts) -> Int[np.ndarray, "M L"]:
             outside = np.minimum(safe, average)
@@ -150,8 +150,7 @@ class Evict(Policy):
             return self.layers(average - outside, limit, info.num_layers, outside) + outside[:, None]
 
         budget = divided(average)
-        wanted = lambda b: (self.score.least(n, b), self.select.least(n, b), resolve(self.when.drop, n, b))
-        least = np.max([np.maximum.reduce([safe, *wanted(b)]) for b in budget.T], 0)
+        least = np.max([np.maximum(safe, self._least(n, b)) for b in budget.T], 0)
         short = budget.min(1) < least
         if short.any() and not short[-1]:  # a share holds `least` tokens of a long prompt: keep short ones whole
             budget = divided(np.where(short, np.maximum(n, least), average))
@@ -162,6 +161,14 @@ class Evict(Policy):
                 f"give a budget of {sinks[i] + recent[i]} or more, or keep fewer of them"
             )
         return np.minimum(budget[:-1, info.layer], info.prompt_len + info.max_new_tokens), sinks[:-1], recent[:-1]
+
+    def least(self, info: LayerInfo, lengths: Prompts) -> Prompts:
+        """The smallest budget that it can work with in a layer, in tokens."""
+        return self._least(lengths, self._counts(info, lengths)[0])
+
+    def _least(self, lengths: Prompts, budget: Prompts) -> Prompts:
+        parts = self.score.least(lengths, budget), self.select.least(lengths, budget)
+        return np.maximum.reduce([*parts, resolve(self.when.drop, lengths, budget)])
 
     def memory(self, info: LayerInfo) -> Any:
         shares = {"shares": PerHead(dtype=jnp.int32, fill=-1)} if self._keeps_shares else {}
@@ -203,7 +210,7 @@ class Evict(Policy):
         unscored = ~(slots.candidates & ~jnp.isnan(score)).any(-1)
         score = jnp.nan_to_num(score, nan=-LARGE, posinf=LARGE, neginf=-LARGE)
         if ctx.window is not None:  # tokens outside the window are evicted first
-            score = jnp.where(kv.pos > (ctx.length - entering - ctx.window)[:, None, None], score, -LARGE)
+            score = jnp.where(kv.pos > (ctx.length - int(entering) - ctx.window)[:, None, None], score, -LARGE)
         return slots, lax.stop_gradient(score), unscored
 
     def _slots(
@@ -215,7 +222,7 @@ class Evict(Policy):
     def _outside(self, ctx: Context) -> Int[Array, "B"]:
         """Tokens that each head keeps in any case."""
         hparams = ctx.hparams
-        return jnp.minimum(hparams.sinks + jnp.maximum(hparams.recent, self.when.before), hparams.budget)
+        return jnp.minimum(hparams.sinks + jnp.maximum(hparams.recent, int(self.when.before)), hparams.budget)
 
     def choose(
         self,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -118,7 +119,7 @@ class QuerySquares:
 
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B K H"]:
         q, exist = inputs.q[:, :, -self.rows :], inputs.pos[:, -self.rows :] != EMPTY
-        total = jnp.maximum(exist.sum(-1), 1)[:, None, None]
+        total = jnp.maximum(exist.sum(-1), 1).astype(jnp.float32)[:, None, None]
         mean = jnp.einsum("bt,bnth->bnh", exist.astype(jnp.float32), jnp.square(q.astype(jnp.float32))) / total
         return mean.reshape(len(q), inputs.kv.pos.shape[1], -1, q.shape[-1]).mean(2)
 
@@ -246,7 +247,8 @@ class ChunkAttention:
         keys = inputs.kv.keys(inputs.rotate)[:, :, -T:]
         source, index, counts = self._chunks(inputs.pos, inputs.ctx)
         num, size = counts.shape[1:]
-        part = lambda x: jnp.take_along_axis(x, index[:, None, :, None], 2).reshape(B, K, -1, num, size, H)
+        chunks = lambda x: jnp.take_along_axis(x.astype(jnp.float32), index[:, None, :, None], 2)
+        part = lambda x: chunks(x).reshape(B, K, -1, num, size, H)
         x = jnp.einsum("bkgnch,bkundh->bkgncd", part(inputs.q), part(keys))
         among = counts[:, None, None, :, None]
         x = jax.nn.softmax(jnp.where(among, x, -jnp.inf), axis=-1, where=among)
@@ -268,3 +270,70 @@ class ChunkAttention:
         source = jnp.arange(num * size)[None] + start[:, None]
         index = jnp.minimum(source, T - 1)
         return source, index, ((source < T) & jnp.take_along_axis(inside, index, 1)).reshape(B, num, size)
+
+
+@value
+class Reread:
+    r"""How a prompt is repeated: an instruction, some tokens before a chunk, a suffix, the chunk.
+
+    Observed in the phase "replay", it gives the most that any of these rows, in any query head of its group, gives to a
+    token of their chunk, "B K S": $\max_{i, g} p_{ij}$, the softmax $p_i$ of a row being one over the chunk, the sinks
+    before it and the rows so far.
+
+    Attributes:
+      repeat: ids of the instruction before the first chunk.
+      repeat_next: ids of the instruction before later ones.
+      suffix: ids between all that and the chunk, such as what a chat template has between a question and its answer.
+      prefix: first tokens of the prompt that are in no chunk, such as what a chat template has before the context.
+      chunk: tokens of a chunk.
+      overlap: tokens before a later chunk that are repeated with it.
+      sinks: first tokens of the prompt that rows see beside the chunk.
+      plus: weighs probabilities: $\max_{i, g} p_{ij} \lVert v_j W_O^g \rVert_2 / \lVert h_i \rVert_2$, where $h_i$ is
+        the hidden state that the row's query is a projection of (KVzip+, arXiv 2601.07891).
+
+    Raises:
+      ValueError: a chunk without tokens, a negative number.
+    """
+
+    repeat: tuple[int, ...] = ()
+    repeat_next: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    prefix: int = 0
+    chunk: int = 2048
+    overlap: int = 8
+    sinks: int = 4
+    plus: bool = False
+
+    def __post_init__(self):
+        for name, least in (("prefix", 0), ("chunk", 1), ("overlap", 0), ("sinks", 0)):
+            if (n := getattr(self, name)) < least:
+                raise ValueError(f"{name}={n}: give {least} or more tokens")
+
+    def size(self, width: int) -> int:
+        """Tokens of the largest chunk of a prompt of so many columns."""
+        return max(min(self.chunk, width - self.prefix), 1)
+
+    def firsts(self, width: int) -> range:
+        """The positions at which chunks begin."""
+        return range(self.prefix, width, self.size(width))
+
+    def most(self, width: int) -> int:
+        """The most rows that are read at once."""
+        overlap = min(self.overlap, self.size(width))
+        later = len(self.repeat_next) + overlap if len(self.firsts(width)) > 1 else 0
+        return max(len(self.repeat), later) + len(self.suffix) + self.size(width)
+
+    def rows(self, ids: Int[np.ndarray, "T"], first: int, width: int) -> Int[np.ndarray, "R"]:
+        """The ids that repeat the chunk from `first` on of a prompt; none behind the prompt's end.
+
+        Args:
+          ids: the prompt.
+          first: where the chunk begins.
+          width: columns of the padded prompts.
+        """
+        size = self.size(width)
+        if not len(chunk := ids[first : first + size]):
+            return np.zeros(0, np.int32)
+        overlap = ids[first - min(self.overlap, size) : first]
+        told = self.repeat if first == self.prefix else (*self.repeat_next, *overlap)
+        return np.array([*told, *self.suffix, *chunk], np.int32)

@@ -47,7 +47,7 @@ class LayerInfo:
 
 @value
 class Layout:
-    """How a policy wants its layer stored.
+    """How a policy wants its layer stored, and its prompt read.
 
     Attributes:
       positions: where keys are rotated to. "original": the token's position in the text. "rank": the token's rank among
@@ -57,12 +57,15 @@ class Layout:
       pool: all heads of the layer share one pool of slots, so that a head with a small budget takes little memory
         (Ada-KV).
       by_query_head: keys and values are stored for every query head, so that each keeps its own tokens.
+      prompt: how it may be read. "any": at once, or in blocks. "whole": at once, since what is seen of a block says
+        nothing of the whole (FastGen). "rows": token by token, since every row decides what the next one reads.
     """
 
     positions: Literal["original", "rank", "shifted"] = "original"
     sinks: int = 0
     pool: bool = False
     by_query_head: bool = False
+    prompt: Literal["any", "whole", "rows"] = "any"
 
 
 @value

@@ -162,7 +162,7 @@ class Merge(Rewrite):
         merges = kv.live & ~keep & (most >= self.threshold)
         if self.fraction < 1:  # those at or above the quantile 1 - fraction, counted: see `select`
             evicted = kv.live & ~keep
-            num = 1 + jnp.floor(self.fraction * (evicted.sum(-1) - 1) + 1e-5).astype(jnp.int32)
+            num = 1 + jnp.floor(self.fraction * (evicted.sum(-1) - 1).astype(jnp.float32) + 1e-5).astype(jnp.int32)
             merges &= best(jnp.where(merges, most, -jnp.inf), jnp.where(evicted, kv.pos, EMPTY), num)
         v = kv.v.astype(jnp.float32)
         norm = jnp.linalg.norm(v, axis=-1)

@@ -26,7 +26,7 @@ def best(score: Float[Array, "B K S"], pos: Int[Array, "B K S"], budgets: Int[Ar
     S, slot = pos.shape[-1], lax.broadcasted_iota(jnp.int32, pos.shape, 2)
     score = lax.stop_gradient(score)
     *_, order = lax.sort((jnp.where(pos >= 0, score, -jnp.inf), pos, slot), num_keys=2)
-    chosen = jnp.arange(S) >= S - budgets[..., None]
+    chosen = slot >= S - budgets[..., None]
     return jnp.put_along_axis(pos < 0, order, chosen, axis=-1, inplace=False) & (pos >= 0)
 
 
@@ -119,7 +119,7 @@ class TwoStage(Select):
 
     def _filled(self, budgets: Int[Array, "B K"], slots: Slots) -> Int[Array, "B K"]:
         """How many tokens the first stage fills."""
-        size = jnp.floor(budgets * self.first + 1e-6).astype(jnp.int32)
+        size = jnp.floor(budgets.astype(jnp.float32) * self.first + 1e-6).astype(jnp.int32)
         return jnp.minimum(jnp.maximum(size, int(self.first > 0)), budgets)
 
 
@@ -154,7 +154,7 @@ class Chunks(Select):
         tokens, held = by_chunk(kv.live.astype(jnp.int32)), by_chunk((kv.live & safe).astype(jnp.int32))
         total = jnp.maximum(tokens.sum(1), 1).astype(jnp.float32)
         mean = jnp.where(tokens.sum(1) > 0, by_chunk(jnp.where(kv.live, score, 0.0)).sum(1) / total, -jnp.inf)
-        rank = jnp.argsort(jnp.lexsort((-mean, -held.sum(1) / total)), axis=-1)
+        rank = jnp.argsort(jnp.lexsort((-mean, -held.sum(1).astype(jnp.float32) / total)), axis=-1)
         kept = rank < self._wanted(tokens, held, rank, budgets.min(-1), slots)[:, None]
         kept = jnp.broadcast_to((kept & (tokens.sum(1) > 0))[:, None], tokens.shape)
         return kv.live & (safe | jnp.take_along_axis(kept, jnp.minimum(chunk, num - 1), -1))
@@ -169,11 +169,13 @@ class Chunks(Select):
     ) -> Int[Array, "B"]:
         """How many chunks stay: their share, as long as no head exceeds its budget by a whole chunk."""
         ctx, exist, live = slots.ctx, (tokens.sum(1) > 0).sum(-1), slots.kv.num_live.max(-1)
-        wanted = budget.astype(jnp.float32) / jnp.maximum(live, 1)
+        wanted = budget / jnp.maximum(live, 1)
         if self.share is not None:
             asked = self.share * ctx.prompt_length.astype(jnp.float32)
-            wanted = jnp.where((live == ctx.prompt_length) & (jnp.abs(budget - asked) < 1), self.share, wanted)
-        wanted = jnp.maximum(jnp.floor(exist * wanted + 1e-5).astype(jnp.int32), 1)
+            wanted = jnp.where(
+                (live == ctx.prompt_length) & (jnp.abs(budget.astype(jnp.float32) - asked) < 1), self.share, wanted
+            )
+        wanted = jnp.maximum(jnp.floor(exist.astype(jnp.float32) * wanted + 1e-5).astype(jnp.int32), 1)
         order = jnp.broadcast_to(rank[:, None], tokens.shape)
         ordered = jnp.put_along_axis(jnp.zeros_like(tokens), order, tokens - held, -1, inplace=False)
         grown = jnp.cumsum(ordered, -1) + held.sum(-1, keepdims=True)
@@ -203,7 +205,8 @@ class PerChunk(Select):
         chunk = jnp.where(kv.live, kv.pos // self.size, LAST)
         order = jnp.lexsort((-kv.pos, -jnp.where(safe, jnp.inf, score), chunk), axis=-1)
         place, length = _runs(jnp.take_along_axis(chunk, order, -1))
-        wanted = jnp.floor(length * (budgets / jnp.maximum(kv.num_live, 1))[..., None] + 1e-5).astype(jnp.int32)
+        share = (budgets / jnp.maximum(kv.num_live, 1))[..., None]
+        wanted = jnp.floor(length.astype(jnp.float32) * share + 1e-5).astype(jnp.int32)
         if self.share is not None:
             table = jnp.asarray(resolve(self.share, np.arange(self.size + 1)), jnp.int32)
             whole = (kv.num_live == slots.ctx.prompt_length[:, None])[..., None]

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.core.contract import EMPTY, AttentionInputs, Context, Phase, unique
 from kvjax.core.drivers.state import AttnStats, State
+from kvjax.core.evict import unscored
 from kvjax.core.storage import Storage
 from kvjax.pallas_kernels import Columns
 from kvjax.pallas_kernels.pytree import pytree, static
@@ -32,7 +33,8 @@ class Attend:
       observe: what else is observed, one tuple a layer; () for nothing.
       shares: whether layers of one kind may share a program (`models.depth`).
       steady: whether layers were within this policy's budget before.
-      guards: whether logits become NaN where a token finds no slot. Loops that have counted them before leave it out.
+      guards: whether logits become NaN where a token finds no slot, or what was kept of the prompt was no choice
+        (`evict.unscored`). Loops that have counted them before leave it out.
     """
 
     state: State
@@ -98,7 +100,9 @@ class Attend:
         k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
         G, by_rank, raw_q = q.shape[1] // K, kv.how.positions == "rank", q
         k = k if by_rank else rotate(k, pos[:, None])
-        lost = (kv.room < (pos != EMPTY).sum(-1, keepdims=True)).any(-1) if self.guards and not self.grow else None
+        lost = None
+        if self.guards and not self.grow:
+            lost = (kv.room < (pos != EMPTY).sum(-1, keepdims=True)).any(-1) | unscored(kv).any(-1)
         kv = kv.append(k, v, pos, grow=self.grow)
         seen = dataclasses.replace(ctx, hparams=(), params=())
         how = {"scale": scale, "window": window, "softcap": softcap}
@@ -125,12 +129,14 @@ class Attend:
         return y, kv, tuple(found.values()) if joint or self.gives else ()
 
     def stored(self, kv: Storage, layer: int, ctx: Context) -> tuple[Storage, Bool[Array, "B"] | None]:
-        """A layer as it is kept after a prompt, and for which sequences live tokens found no slot."""
+        """A layer as it is kept after a prompt, and which sequences lost live tokens, or kept some by no choice."""
+        lost = unscored(kv).any(-1) if self.phase == "prefill" else None
         if not self.grow:
-            return kv, None
+            return kv, lost
         policy, capacity = self.state.plan.layers[layer], self.state.plan.capacities[layer]
         pool = policy.layout.pool and self.ends
-        lost = (kv.num_live.sum(-1) if pool else kv.num_live.max(-1)) > capacity
+        full = (kv.num_live.sum(-1) if pool else kv.num_live.max(-1)) > capacity
+        lost = full if lost is None else lost | full
         if not self.ends:
             return kv.replace(channels=None).compact(capacity), lost
         return kv.compact(capacity, policy.reserve(kv.view(), ctx) if pool else None), lost
@@ -184,7 +190,7 @@ def step(
 
 
 def decided(state: State, stats: AttnStats, attend: Attend) -> tuple[State, Bool[Array, "B"] | None]:
-    """The state after its policy's update, and for which sequences live tokens found no slot.
+    """The state after its policy's update, and which sequences lost live tokens, or kept some by no choice.
 
     Args:
       state: the state, whose layers have read some tokens.

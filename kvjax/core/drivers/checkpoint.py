@@ -142,8 +142,8 @@ def load_state(path: _Path, model: Any, params: PyTree[Any], *, policy: Policy) 
         given = learned if jax.tree.leaves(learned) else None
         state = empty_state(config, policy, plan, hparams, lengths, steps, keys=keys, policy_params=given)
         tokens, again = jnp.zeros((len(lengths), width), jnp.int32), rereads(state)
-        _, state, stats = read(model, params, tokens, state, lengths, evict=again is None, gives=again is not None)
-        return state if again is None or stats is None else after_replay(state, stats, again)
+        _, state, stats = read(model, params, tokens, state, lengths, evict=not again, gives=bool(again))
+        return state if not again or stats is None else after_replay(state, stats, again)
 
     leaves, tree = jax.tree.flatten(jax.eval_shape(shape, params))
     found = [arrays.get(f"{i:05}") for i in range(len(leaves))]

@@ -13,6 +13,8 @@ from jaxtyping import PyTree
 from kvjax.core.contract import MOST, Policy
 from kvjax.core.drivers.sampling import Sampler
 from kvjax.core.drivers.state import Prompts, State
+from kvjax.core.evict import check_scored
+from kvjax.core.observe import Reread
 from kvjax.core.plan import Plan
 
 
@@ -168,6 +170,40 @@ def check_state(model: Any, state: Any) -> None:
 def check_logits(model: Any, state: State, logits: Any) -> None:
     """Refuses logits that are not one row a sequence of the state."""
     as_array("logits", logits, np.floating, (len(state.length), model.config.vocab_size), "floats, one row a sequence")
+
+
+def check_layers_scored(state: State) -> None:
+    """Refuses a known state of whose prompt tokens went, though no score was a number."""
+    for i, (policy, kv) in enumerate(zip(state.plan.layers, state.layers, strict=True)):
+        check_scored(policy, i, kv)
+
+
+def check_block(plan: Plan, block: int | None, width: int) -> int | None:
+    """The tokens of a block, None where a prompt of so many columns is read at once.
+
+    Args:
+      plan: for the prompt.
+      block: what was asked for.
+      width: columns of the prompt.
+
+    Raises:
+      ValueError: no size of a block, or one in which the plan's policy cannot read its prompts (`Layout.prompt`).
+    """
+    block = None if block is None else min(whole("block", block), width)
+    for policy in plan.layers:
+        again = any(isinstance(o, Reread) for o in policy.observe("replay"))
+        wants = "whole" if again else policy.layout.prompt
+        if wants == "whole" and block is not None and block < width:
+            raise ValueError(
+                f"{type(policy).__name__} looks at the whole prompt at once, but block={block} reads {width} tokens in "
+                "parts; use block=None"
+            )
+        if wants == "rows" and width > 1 and block != 1:
+            raise ValueError(
+                f"every row of {type(policy).__name__} decides what the next one reads, but block={block} reads "
+                f"{width} tokens otherwise than one by one; use block=1, which prefill and generate take"
+            )
+    return None if block == width else block
 
 
 def check_room(state: State, new: Any) -> None:

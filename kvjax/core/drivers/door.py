@@ -14,10 +14,20 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from kvjax.core.contract import LayerInfo, Policy, unique
 from kvjax.core.drivers.attend import Attend, decided, step
-from kvjax.core.drivers.checks import as_array, check_ids, check_is, check_model, check_room, traced
-from kvjax.core.drivers.replay import Reread
+from kvjax.core.drivers.checks import (
+    as_array,
+    check_block,
+    check_ids,
+    check_is,
+    check_layers_scored,
+    check_model,
+    check_room,
+    traced,
+)
+from kvjax.core.drivers.replay import rereads
 from kvjax.core.drivers.state import AttnStats, State
 from kvjax.core.drivers.steps import checked_logits, placed
+from kvjax.core.observe import Reread
 from kvjax.core.plan import planned
 from kvjax.core.storage import Storage, empty
 
@@ -50,7 +60,8 @@ def forward(
 
     Raises:
       ValueError: ids outside the vocabulary, another number of sequences, a state that holds a whole prompt to which no
-        policy was applied, more tokens than it has free slots or was planned for.
+        policy was applied, more tokens than it has free slots or was planned for, or than its policy can read at once.
+        Outside of jit, logits or scores that are not numbers.
     """
     check_model(model, params)
     check_is("state", state, State, "kvjax.start")
@@ -68,11 +79,20 @@ def forward(
     if not grow:
         check_room(state, valid)
     phase = "decode" if T == 1 and not grow else "prefill"
+    if grow:
+        check_block(state.plan, None, T)
+    elif T > 1 and (picky := [p for p in state.plan.layers if p.layout.prompt != "any"]):
+        raise ValueError(
+            f"{type(picky[0]).__name__} looks at a whole prompt, and at 1 token at a time behind it, but these are "
+            f"{T}; read them one by one"
+        )
+    if grow and evict and rereads(state):
+        raise ValueError("the policy reads prompts again, but forward(evict=True) reads them once; use kvjax.prefill")
     more = tuple(unique(o for p in observe for o in p.at(i, L).observe(phase)) for i in range(L)) if observe else ()
     how = {"phase": phase, "evict": evict, "grow": grow, "observe": more}
     found = _forward(model, params, jnp.asarray(tokens), state, jnp.asarray(valid, jnp.int32), **how)
     if T > 1:
-        checked_logits(found[0])
+        checked_logits(*found[:2])
     return found
 
 
@@ -100,7 +120,7 @@ def applied(policy: Policy, state: State, stats: AttnStats) -> State:
 
     Raises:
       ValueError: something that the policy wants to see was not observed; a prompt that was read in a way that the
-        policy cannot go on from; more tokens than it asked slots for.
+        policy cannot go on from; more tokens than it asked slots for, scores that are not numbers.
     """
     check_is("state", state, State, "kvjax.forward")
     check_is("stats", stats, AttnStats, "kvjax.forward")
@@ -119,6 +139,7 @@ def applied(policy: Policy, state: State, stats: AttnStats) -> State:
     state = dataclasses.replace(state, layers=layers, hparams=hparams, plan=plan)
     state, lost = _applied(state, stats, grow=prompt, steady=steady)
     if lost is not None and not traced(lost) and bool(lost.any()):
+        check_layers_scored(state)
         raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
     return state
 
@@ -136,9 +157,10 @@ def _under(policy: Policy, info: LayerInfo, kv: Storage) -> Storage:
     layout = policy.layout
     if layout.by_query_head and info.num_kv_heads != info.num_query_heads:
         raise ValueError("this prompt's tokens are stored for kv heads, but the policy wants them for query heads")
-    if (layout.positions == "rank") != (kv.how.positions == "rank"):
-        raise ValueError(
-            'this prompt was read at other positions than the policy stores; only "original" and "shifted" mix'
-        )
     new = empty(info, len(kv.pos), kv.k.dtype, policy.memory(info), layout, policy.writes, kv.pos.shape[2])
+    if (new.how.positions == "rank") != (kv.how.positions == "rank"):
+        raise ValueError(
+            'this prompt was read at other positions than the policy stores; only "original" and "shifted" mix, '
+            "without a pool"
+        )
     return new.replace(k=kv.k, v=kv.v, pos=kv.pos)

@@ -214,7 +214,7 @@ def score(
     begun = log_prob(logits, jnp.take_along_axis(every, first[None], axis=0)[0])
     column = jnp.arange(T)[:, None]
     later = jnp.concatenate([jnp.zeros_like(begun)[None], found.log_probs[:-1]])
-    return jnp.where(column < first, 0.0, jnp.where(column == first, begun, later)).T, after.state
+    return jnp.where(column < first[None], 0.0, jnp.where(column == first[None], begun[None], later)).T, after.state
 
 
 def _given(model: Any, tokens: Any, state: State, lengths: Any) -> tuple[Decoding, Any, Bool[Array, "T B"] | None]:

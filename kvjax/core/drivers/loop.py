@@ -97,7 +97,7 @@ def begin(
 
 
 def _ended(token: Int[Array, "B"], ends: tuple[int, ...]) -> Bool[Array, "B"]:
-    return (token[:, None] == jnp.asarray(ends, jnp.int32)).any(-1)
+    return (token[:, None] == jnp.asarray(ends, jnp.int32)[None]).any(-1)
 
 
 def decode_tokens(

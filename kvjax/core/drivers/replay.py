@@ -1,6 +1,6 @@
 """Reading a prompt again, chunk by chunk, before anything of it is evicted (KVzip).
 
-Letters: B batch, T columns of the prompt, R rows that repeat a chunk, S slots.
+Letters: B batch, T columns of the prompt, R rows that repeat a chunk, W keys that they see, S slots.
 """
 
 import dataclasses
@@ -11,72 +11,37 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.core.contract import EMPTY, Phase, Slots, unique, value
+from kvjax.core.contract import EMPTY, unique
 from kvjax.core.drivers.attend import Attend, decided
+from kvjax.core.drivers.checks import check_ids, check_layers_scored
 from kvjax.core.drivers.state import AttnStats, State
-from kvjax.core.scores.attention import Score
+from kvjax.core.observe import Reread
 from kvjax.core.storage import Storage
+from kvjax.pallas_kernels.columns import accumulator
+
+_LOGITS = 2**20  # of a block of rows, 4 MiB in float32
+_ROWS = 32  # of a block at least, as few take longer
 
 
-@value
-class Reread:
-    """How a prompt is repeated: an instruction, some tokens before a chunk, the chunk.
-
-    Observed in the phase "replay", it gives the most attention that every token gets meanwhile, "B K S".
-
-    Attributes:
-      repeat: ids of the instruction before the first chunk.
-      repeat_next: ids of the instruction before later ones.
-      chunk: tokens of a chunk.
-      overlap: tokens before a later chunk that are repeated with it.
-      sinks: first tokens of the prompt that rows see beside the chunk.
-    """
-
-    repeat: tuple[int, ...] = ()
-    repeat_next: tuple[int, ...] = ()
-    chunk: int = 2048
-    overlap: int = 8
-    sinks: int = 4
-
-    def rows(self, ids: Int[np.ndarray, "T"], first: int, size: int) -> Int[np.ndarray, "R"]:
-        """The ids that repeat a prompt's chunk of `size` tokens from `first` on; none behind the prompt's end."""
-        chunk = ids[first : first + size]
-        before = np.array(
-            self.repeat if not first else (*self.repeat_next, *ids[max(first - min(self.overlap, size), 0) : first])
-        )
-        return np.concatenate([before, chunk]).astype(np.int32) if len(chunk) else np.zeros(0, np.int32)
+def rereads(state: State) -> tuple[Reread, ...]:
+    """The ways in which the state's policy wants the prompt to be repeated."""
+    return unique(o for p in state.plan.layers for o in p.observe("replay") if isinstance(o, Reread))
 
 
-class Repeated(Score):
-    """The most attention that a token gets while the prompt is repeated.
-
-    Attributes:
-      how: how it is repeated.
-    """
-
-    how: Reread
-
-    def observe(self, phase: Phase) -> tuple[Any, ...]:
-        """The attention while the prompt is repeated."""
-        return (self.how,) if phase == "replay" else ()
-
-    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
-        """That attention."""
-        return slots.stats[self.how]
-
-
-def rereads(state: State) -> Reread | None:
-    """How the state's policy wants the prompt to be repeated, if it does.
-
-    Raises:
-      ValueError: layers that want it repeated in different ways.
-    """
-    found = unique(o for p in state.plan.layers for o in p.observe("replay") if isinstance(o, Reread))
-    if len(found) > 1:
-        raise ValueError(f"layers want the prompt repeated in different ways, such as {found[0]} and {found[1]}")
-    return found[0] if found else None
+def check_rereads(model: Any, state: State, hows: tuple[Reread, ...]) -> None:
+    """Refuses instructions outside the vocabulary, and repetitions that end beyond learned positions."""
+    width, config = state.plan.infos[0].prompt_len, model.config
+    for how in hows:
+        check_ids(model, (*how.repeat, *how.repeat_next, *how.suffix))
+        most, rows = getattr(config, "max_position", 0), how.most(width)
+        if getattr(config, "learned_positions", False) and width + rows > most:
+            raise ValueError(
+                f"a prompt of {width} tokens and {rows} that repeat a chunk of it are {width + rows}, but the model "
+                f"has learned {most} positions; use fewer, or smaller chunks"
+            )
 
 
 def reread(
@@ -86,7 +51,7 @@ def reread(
     lengths: Int[np.ndarray, "B"],
     state: State,
     stats: AttnStats,
-    how: Reread,
+    hows: tuple[Reread, ...],
 ) -> State:
     """The state after its policy's update, which also sees what attention tokens get while the prompt is repeated.
 
@@ -95,29 +60,33 @@ def reread(
       tokens, lengths: the prompts, padded on the left, and their own lengths.
       state: the state that holds the whole prompts.
       stats: what was observed while they were read.
-      how: how they are repeated.
+      hows: how they are repeated.
 
     Raises:
-      ValueError: a policy that keeps more tokens than it asked slots for.
+      ValueError: a policy that keeps more tokens than it asked slots for, scores that are not numbers.
     """
     T = tokens.shape[1]
-    size = max(min(how.chunk, T), 1)
-    found = [jnp.zeros(kv.pos.shape) for kv in state.layers]
-    for first in range(0, T, size):
-        rows = [how.rows(tokens[b, T - n :], first, size) for b, n in enumerate(lengths)]
-        R = max(map(len, rows))
-        ids = jnp.asarray(np.stack([np.pad(x, (R - len(x), 0)) for x in rows]))
-        new = _repeat(model, params, ids, jnp.asarray([len(x) for x in rows]), jnp.int32(first), state, how, size)
-        found = [jnp.maximum(x, y) for x, y in zip(found, new, strict=True)]
-    state, lost = _decide(state, _with(stats, how, found))
+    for how in hows:
+        found, R = [jnp.zeros(kv.pos.shape) for kv in state.layers], how.most(T)
+        for first in how.firsts(T):
+            rows = [how.rows(tokens[b, T - n :], first, T) for b, n in enumerate(lengths)]
+            ids = jnp.asarray(np.stack([np.pad(x, (R - len(x), 0)) for x in rows]))
+            valid = jnp.asarray(np.array(list(map(len, rows)), np.int32))
+            new = _repeat(model, params, ids, valid, jnp.int32(first), state, how)
+            found = [x if y is None else jnp.maximum(x, y) for x, y in zip(found, new, strict=True)]
+        stats = _with(stats, how, found)
+    state, lost = _decide(state, stats)
     if bool(lost.any()):
+        check_layers_scored(state)
         raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
     return state
 
 
-def after_replay(state: State, stats: AttnStats, how: Reread) -> State:
+def after_replay(state: State, stats: AttnStats, hows: tuple[Reread, ...]) -> State:
     """The state after an update as in `reread`, but by attention of 0: for shapes."""
-    return _decide(state, _with(stats, how, [jnp.zeros(kv.pos.shape) for kv in state.layers]))[0]
+    for how in hows:
+        stats = _with(stats, how, [jnp.zeros(kv.pos.shape) for kv in state.layers])
+    return _decide(state, stats)[0]
 
 
 def _with(stats: AttnStats, how: Reread, found: list[Array]) -> AttnStats:
@@ -130,7 +99,7 @@ def _decide(state: State, stats: AttnStats) -> Any:
     return decided(state, stats, Attend(dataclasses.replace(state, layers=()), None, None))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6, 7))
+@functools.partial(jax.jit, static_argnames=("model", "how"))
 def _repeat(
     model: Any,
     params: PyTree[Any],
@@ -139,41 +108,132 @@ def _repeat(
     first: Int[Array, ""],
     state: State,
     how: Reread,
-    size: int,
-) -> tuple[Float[Array, "B K S"], ...]:
-    """For every layer, the most attention that the tokens of a chunk get while it is repeated."""
-    R = ids.shape[1]
+) -> tuple[Float[Array, "B K S"] | None, ...]:
+    """For every layer, the most that the tokens of a chunk get while it is repeated; None where nobody asks."""
+    R, plan = ids.shape[1], state.plan
     column = jnp.arange(R)[None] - (R - valid)[:, None]
     pos = jnp.where(column >= 0, state.length[:, None] + column, EMPTY)
 
     def attend(
         kv: Storage,
         q: Float[Array, "B N R H"],
-        k: Float[Array, "B K R H"],
-        v: Float[Array, "B K R H"],
+        k: Float[Array, "B _ R H"],
+        v: Float[Array, "B _ R H"],
         *,
+        layer: int,
         rotate: Callable[..., Array],
+        out_proj: Float[Array, "N H D"] | None = None,
+        hidden: Float[Array, "B R D"] | None = None,
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
         slopes: Any = None,
-        **_: Any,
-    ) -> tuple[Float[Array, "B N R H"], Storage, Float[Array, "B K S"]]:
-        q, k = rotate(q, pos[:, None]), rotate(k, pos[:, None])
+    ) -> tuple[Float[Array, "B N R H"], Storage, Float[Array, "B K S"] | None]:
+        K = kv.pos.shape[1]
+        k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
+        k = k if kv.how.positions == "rank" else rotate(k, pos[:, None])
+        q = rotate(q, pos[:, None])  # nothing is evicted, so that ranks are positions
         both = kv.replace(memory=()).append(k, v, pos, grow=True)
         out = both.attend(q, pos, rotate=rotate, scale=scale, window=window, softcap=softcap, slopes=slopes).out
-        (B, K, S), H = kv.pos.shape, q.shape[-1]
-        logits = jnp.einsum("bkgrh,bksh->bkgrs", q.reshape(B, K, -1, R, H), both.k) * (
-            H**-0.5 if scale is None else scale
-        )
-        logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
-        at, own = both.pos, jnp.arange(S + R) >= S
-        of_chunk = (at >= first) & (at < first + size)
-        inside = (of_chunk | (at < jnp.minimum(how.sinks, first))) & ~own | own
-        sees = (inside & (at != EMPTY))[:, :, None] & (at[:, :, None] <= pos[:, None, :, None])
-        p = jax.nn.softmax(jnp.where(sees[:, :, None], logits, -jnp.inf), axis=-1, where=sees[:, :, None])
-        p = jnp.where((pos != EMPTY)[:, None, None, :, None], p, 0.0)[..., :S].max((2, 3))
-        return out, kv, jnp.where(of_chunk[..., :S], p, 0.0)
+        if how not in plan.layers[layer].observe("replay"):
+            return out, kv, None
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        keys, bias = both.keys(rotate), both.bias(q.shape[1] // K, slopes)
+        rows = _Rows(q, keys, both.v, bias, pos, scale, window, softcap)
+        chunk = _Chunk(first, state.length, how.size(plan.infos[layer].prompt_len), how.sinks)
+        if not how.plus:
+            return out, kv, _most(rows, chunk)
+        if out_proj is None or hidden is None:
+            raise ValueError("Reread(plus=True) needs the output projection and hidden states, which the model lacks")
+        norm = jnp.linalg.norm(hidden.astype(jnp.float32), axis=-1)
+        return out, kv, _most(rows, chunk, 1.0 / jnp.where(norm > 0, norm, 1.0), out_proj)
 
     where = {"positions": pos} if getattr(model.config, "learned_positions", False) else {}
     return model(params, ids, state.layers, attend=attend, last_only=True, **where)[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Rows that repeat a chunk, and the keys and values of the prompt's S slots and, behind these, of the R rows."""
+
+    q: Float[Array, "B N R H"]
+    k: Float[Array, "B K X H"]
+    v: Float[Array, "B K X H"]
+    bias: Float[Array, "B N X"] | None
+    pos: Int[Array, "B R"]
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """A chunk of at most `size` tokens from position `first` on, of prompts of `length` tokens."""
+
+    first: Int[Array, ""]
+    length: Int[Array, "B"]
+    size: int
+    sinks: int
+
+
+def _most(
+    rows: _Rows,
+    chunk: _Chunk,
+    factor: Float[Array, "B R"] | None = None,
+    out_proj: Float[Array, "N H D"] | None = None,
+) -> Float[Array, "B K S"]:
+    """The most that any row gives to the tokens of a chunk, 0 elsewhere: block of rows by block.
+
+    Args:
+      rows: the rows.
+      chunk: what they repeat.
+      factor: what each row's probabilities are multiplied by, None for 1.
+      out_proj: weighs each token by the norm of its projected value, None for 1.
+    """
+    (B, N, R, H), K, S = rows.q.shape, rows.k.shape[1], rows.k.shape[2] - rows.q.shape[2]
+    G, dtype, early = N // K, accumulator(rows.q.dtype), jnp.arange(min(chunk.sinks, S))[None]
+    inside = jnp.arange(chunk.size)[None] + chunk.first
+    early = jnp.broadcast_to(jnp.where(early < chunk.first, early, EMPTY), (B, early.shape[1]))
+    inside = jnp.where(inside < chunk.length[:, None], inside, EMPTY)
+    pos = jnp.concatenate([early, inside], axis=1)
+    slot = jnp.maximum(pos + (S - chunk.length)[:, None], 0)  # a whole prompt lies in the last slots, in its order
+
+    def seen(x: Float[Array, "B M X *H"]) -> Float[Array, "B M W *H"]:
+        """Of sinks, chunk and the rows themselves."""
+        index = slot[:, None].reshape(B, 1, -1, *(1,) * (x.ndim - 3))
+        return jnp.concatenate([jnp.take_along_axis(x, index, axis=2), x[:, :, S:]], axis=2)
+
+    keys, key_pos = seen(rows.k), jnp.concatenate([pos, rows.pos], axis=1)
+    bias = None if rows.bias is None else seen(rows.bias).reshape(B, K, G, 1, -1).astype(dtype)
+    size = min(R, max(_ROWS, _LOGITS // (B * N * key_pos.shape[1])))
+
+    def of_block(most: Float[Array, "B K G C"], block: tuple[Array, ...]) -> tuple[Array, None]:
+        q, row, factor = block
+        x = jnp.einsum("bkgrh,bksh->bkgrs", q.reshape(B, K, G, size, H), keys, preferred_element_type=dtype)
+        x = x * jnp.asarray(rows.scale, dtype)
+        x = x if rows.softcap is None else rows.softcap * jnp.tanh(x / rows.softcap)
+        x = x if bias is None else x + bias
+        row, key = row[:, None, None, :, None], key_pos[:, None, None, None]
+        sees = (key <= row) & (key != EMPTY)
+        sees = sees if rows.window is None else sees & (key > row - rows.window)
+        x = jnp.where(sees, x, -jnp.inf)
+        e = jnp.exp(x - jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(dtype).min))
+        mass = e.sum(-1, keepdims=True)
+        p = e[..., early.shape[1] : early.shape[1] + chunk.size] / jnp.where(mass > 0, mass, 1.0)
+        return jnp.maximum(most, (p * factor[:, None, None, :, None].astype(dtype)).max(3)), None
+
+    def blocks(x: Array, axis: int, fill: int = 0) -> Array:
+        x = jnp.pad(x, [(0, -R % size * (i == axis)) for i in range(x.ndim)], constant_values=fill)
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
+
+    factor = jnp.ones((B, R), jnp.float32) if factor is None else factor
+    start = jnp.zeros((B, K, G, chunk.size), dtype)
+    most, _ = lax.scan(of_block, start, (blocks(rows.q, 2), blocks(rows.pos, 1, EMPTY), blocks(factor, 1)))
+    slot = slot[:, early.shape[1] :]
+    if out_proj is not None:
+        v = jnp.take_along_axis(rows.v, slot[:, None, :, None], axis=2).astype(dtype)
+        by_group = out_proj.astype(dtype).reshape(K, G, H, -1)
+        gram = jnp.einsum("kghd,kgjd->kghj", by_group, by_group)
+        most = most * jnp.sqrt(jnp.maximum(jnp.einsum("bkch,kghj,bkcj->bkgc", v, gram, v), 0.0))
+    slot = jnp.where(inside == EMPTY, S, slot)
+    return jnp.zeros((B, K, S), dtype).at[jnp.arange(B)[:, None], :, slot].set(most.max(2).swapaxes(1, 2), mode="drop")

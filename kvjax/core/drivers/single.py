@@ -8,9 +8,9 @@ from jaxtyping import Array, Float
 
 from kvjax.core.contract import AttentionInputs, Context, LayerInfo, Policy, compiled
 from kvjax.core.drivers.checks import check_is, check_lengths, whole
-from kvjax.core.drivers.replay import Reread
 from kvjax.core.drivers.state import row_keys
 from kvjax.core.evict import check_scored
+from kvjax.core.observe import Reread
 from kvjax.core.storage import Layer, empty
 from kvjax.pallas_kernels import Columns
 
@@ -66,6 +66,11 @@ def evict_layer(
     policy = policy.at(layer, num_layers)
     if any(isinstance(o, Reread) for o in policy.observe("replay")):
         raise ValueError(f"{type(policy).__name__} reads the prompt again, which needs a model; use kvjax.prefill")
+    if policy.layout.prompt == "rows" and T > 1:
+        raise ValueError(
+            f"every row of {type(policy).__name__} decides what the next one reads, but evict_layer reads {T} tokens "
+            "at once; drive a model with prefill(..., block=1)"
+        )
     if policy.layout.by_query_head:
         k, v, K = jnp.repeat(k, N // K, axis=1), jnp.repeat(v, N // K, axis=1), N
     info, steps = LayerInfo(layer, num_layers, N, K, H, T, 0), jnp.zeros((B,), jnp.int32)

@@ -20,8 +20,10 @@ from kvjax.core.drivers.attend import step
 from kvjax.core.drivers.buckets import padded, plan_request
 from kvjax.core.drivers.checks import (
     as_array,
+    check_block,
     check_ids,
     check_is,
+    check_layers_scored,
     check_model,
     check_positions,
     check_prompts,
@@ -30,7 +32,7 @@ from kvjax.core.drivers.checks import (
     traced,
     whole,
 )
-from kvjax.core.drivers.replay import reread, rereads
+from kvjax.core.drivers.replay import check_rereads, reread, rereads
 from kvjax.core.drivers.state import AttnStats, Prompts, State, empty_state, row_keys
 from kvjax.core.plan import Plan
 
@@ -107,8 +109,9 @@ def prefill(
 
     Raises:
       ValueError: empty prompts, token ids outside the vocabulary, lengths outside the prompt, padding on the right,
-        parameters of another model, sizes that the policy or the plan cannot work with, blocks for a policy that reads
-        its prompt again; always before anything runs. After it, logits that are not numbers.
+        parameters of another model, sizes that the policy or the plan cannot work with, blocks for a policy that
+        looks at the whole prompt (FastGen, KVzip), or others than of one token for one that lets every row decide
+        (H2O's stepwise mask); always before anything runs. After it, logits or scores that are not numbers.
     """
     check_is("policy", policy, Policy, "kvjax.methods")
     check_model(model, params)
@@ -137,19 +140,20 @@ def read_prompts(
     `buckets` rounds sizes up (`plan_request`); without `warns`, texts beyond the model's positions get no warning.
     """
     config, lengths, (B, T) = model.config, prompts.lengths, prompts.tokens.shape
-    block = None if block is None or whole("block", block) >= T else block
     known = not traced(*prompts)
     plan, hparams = plan_request(config, policy, lengths, T, max_new_tokens, plan=plan, buckets=buckets and known)
+    block = check_block(plan, block, T)
     if warns and not traced(lengths):
         check_positions(config, plan, np.asarray(lengths), max_new_tokens, block)
     how = {"keys": row_keys(key, B), "slots": block is not None, "policy_params": policy_params}
     state = empty_state(config, policy, plan, hparams, lengths, max_new_tokens, **how)
     again = rereads(state)
-    if again is not None and (block is not None or not known):
+    if again and not known:
         raise ValueError(
-            "the policy reads prompts again before anything is evicted, which needs known prompts, read at once; "
-            f"use block=None (now {block}), outside of jit"
+            "the policy reads prompts again before anything is evicted, which needs known prompts; read them outside "
+            "of jit"
         )
+    check_rereads(model, state, again)
     if block is not None:
         num = -(-T // block)
         tokens, xp = padded(prompts.tokens, num * block), (np if known else jnp)
@@ -158,17 +162,21 @@ def read_prompts(
             valid = xp.clip(lengths - left * block, 0, block)
             _, state, _ = read(model, params, here, state, valid, ends=False)
         logits, state, _ = read(model, params, tokens[:, -block:], state, xp.minimum(lengths, block))
-        return checked_logits(logits), state
+        return checked_logits(logits, state), state
     tokens = padded(prompts.tokens, plan.infos[0].prompt_len)
-    logits, state, stats = read(model, params, tokens, state, lengths, evict=again is None, gives=again is not None)
-    if again is not None and stats is not None:
+    logits, state, stats = read(model, params, tokens, state, lengths, evict=not again, gives=bool(again))
+    if again and stats is not None:
         state = reread(model, params, tokens, np.asarray(lengths), state, stats, again)
-    return checked_logits(logits), state
+    return checked_logits(logits, state), state
 
 
-def checked_logits(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """The logits; a ValueError where they say that a token found no slot, which inside of jit they alone can say."""
+def checked_logits(logits: Float[Array, "B V"], state: State) -> Float[Array, "B V"]:
+    """The logits, of which a ValueError comes where they are no numbers.
+
+    Inside of jit they alone can say that a token found no slot, or that tokens went by scores that are no numbers.
+    """
     if not traced(logits) and bool(jnp.isnan(logits).any()):
+        check_layers_scored(state)
         raise ValueError(
             "logits are not numbers: the model's are not, or the policy keeps more tokens than its `sizes` asked for"
         )

@@ -122,7 +122,7 @@ class HalfEven(Adaptive):
         own = won(score, average, slots)
         mean, exist = average[:, None].astype(jnp.float32), slots.candidates.sum(-1).astype(jnp.float32)
         rounded = jnp.round(self.alpha * own + jnp.floor((1 - self.alpha) * mean + 1e-6))
-        rounded = jnp.maximum(rounded, bare(average, slots) & (self.alpha < 1))
+        rounded = jnp.maximum(rounded, (bare(average, slots) & (self.alpha < 1)).astype(jnp.float32))
         most = jnp.minimum(exist, jnp.ceil(mean * min(self.max_ratio, score.shape[1]) - 1e-4))
         every = super().__call__(score, average, slots)
         return jnp.where(exist.mean(-1, keepdims=True) <= mean, every, jnp.minimum(rounded, most).astype(jnp.int32))

@@ -71,7 +71,9 @@ class DropChannels(Policy):
     def channels(self, kv: LayerView, stats: Stats) -> Array:
         """The channels "B K C" that stay, in order."""
         k, H = jnp.where(kv.live[..., None], jnp.square(kv.k.astype(jnp.float32)), 0.0), kv.k.shape[-1]
-        weight = stats[QuerySquares(self.rows)] * (k.sum(2) / jnp.maximum(kv.num_live, 1)[..., None])
+        weight = stats[QuerySquares(self.rows)] * (
+            k.sum(2) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
+        )
         return jnp.sort(lax.top_k(weight, H - int(H * self.share))[1], axis=-1)
 
     def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
@@ -137,7 +139,7 @@ class ReadPages(Policy):
     def _bounds(self, kv: LayerView, inputs: AttentionInputs) -> Float[Array, "B K P"]:
         """The most that a query of each kv head can find in every page."""
         (high, low), q, (B, K, S) = kv.memory, inputs.q, kv.pos.shape
-        rows = q.reshape(B, K, -1, 1, q.shape[-1])
+        rows = q.reshape(B, K, -1, 1, q.shape[-1]).astype(jnp.float32)
         bounds = jnp.where(rows > 0, rows * high[:, :, None], rows * low[:, :, None]).sum(-1)
         if inputs.bias is not None:  # the largest of a page's own, in logits
             bias = jnp.broadcast_to(inputs.bias, (B, q.shape[1], S)).reshape(B, K, -1, S).swapaxes(2, 3)
@@ -153,7 +155,7 @@ class ReadPages(Policy):
         self, bound: Float[Array, "B K P"], kv: LayerView, inputs: AttentionInputs, ctx: Context
     ) -> Bool[Array, "B K P"]:
         """The pages that are read."""
-        page, newest = jnp.arange(bound.shape[2]), ctx.length[:, None, None] - 1
+        page, newest = jnp.arange(bound.shape[2])[None, None], ctx.length[:, None, None] - 1
         exists = jnp.isfinite(kv.memory[0][..., 0])
         if inputs.window is not None:  # of other pages the row sees nothing
             exists &= newest - jnp.minimum((page + 1) * self.size - 1, newest) < inputs.window

@@ -153,11 +153,12 @@ class PaddedChunkAttention:
         counts = ((source < T) & jnp.take_along_axis(inside, index, 1)).reshape(B, num, size)
 
         def part(x: Array) -> Array:
-            return jnp.take_along_axis(x, index[:, None, :, None], 2).reshape(B, K, -1, num, size, H)
+            x = jnp.take_along_axis(x.astype(jnp.float32), index[:, None, :, None], 2)
+            return x.reshape(B, K, -1, num, size, H)
 
         x = jnp.einsum("bkgnch,bkundh->bkgncd", part(inputs.q), part(keys)) * (H**-0.5 if self.scaled else 1.0)
         x = jnp.where(counts[:, None, None, :, None], x, -jnp.inf)
-        absent = jnp.where(self.padded, self.size - counts.sum(-1), 0)[:, None, None, :, None, None]
+        absent = jnp.where(self.padded, self.size - counts.sum(-1), 0).astype(jnp.float32)[:, None, None, :, None, None]
         largest = jnp.where(counts.any(-1)[:, None, None, :, None, None], x.max(-1, keepdims=True), 0.0)
         largest = jnp.maximum(largest, 0.0) if self.padded else largest
         e = jnp.exp(x - largest)

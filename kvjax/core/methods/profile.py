@@ -111,7 +111,7 @@ class FastGen(Policy):
 
     @property
     def layout(self) -> Layout:
-        return Layout(pool=self.pool)
+        return Layout(pool=self.pool, prompt="whole")
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return Rows(), Kinds(self.special, self.punctuation), *((Whole(),) if phase == "prefill" else ())

@@ -10,6 +10,7 @@ from kvjax.core.contract import (
     Count,
     LayerInfo,
     LayerView,
+    Layout,
     Observation,
     PerSlot,
     Phase,
@@ -39,6 +40,10 @@ class NextStepMask(Policy):
     recent: Count = count()
     of: Rows = Rows()
     persistent: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(prompt="whole")
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return (self.of,)
@@ -82,6 +87,10 @@ class StepwiseMask(Policy):
 
     heavy: Count = count()
     recent: Count = count()
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(prompt="rows")
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return (Unmasked(Rows()),)

@@ -10,10 +10,9 @@ from kvjax.core.budgets import Adaptive, HeadShares, LayerShares, Pyramid
 from kvjax.core.contract import Count, Layout
 from kvjax.core.decide.rewrite import Match, Merge, Reference, ReferenceAttention
 from kvjax.core.decide.select import Chunks, LazyOrAll, PerChunk, TopK, TwoStage
-from kvjax.core.drivers.replay import Repeated, Reread
 from kvjax.core.evict import Evict
-from kvjax.core.observe import ProjectedValueNorm, Rows
-from kvjax.core.scores.attention import Accumulated, Votes
+from kvjax.core.observe import ProjectedValueNorm, Reread, Rows
+from kvjax.core.scores.attention import Accumulated, Repeated, Votes
 from kvjax.core.scores.blends import Pooled, ValueWeighted
 from kvjax.core.scores.rows import Defensive, Unsteady
 
@@ -246,26 +245,33 @@ def kvzip(
     *,
     repeat: tuple[int, ...] = (),
     repeat_next: tuple[int, ...] = (),
+    suffix: tuple[int, ...] = (),
+    prefix: int = 0,
     chunk: int = 2048,
     overlap: int = 8,
     sinks: int = 4,
+    plus: bool = False,
     pool: bool = True,
 ) -> Evict:
     r"""Keeps what the model attends to while it repeats the prompt (KVzip, Kim et al., arXiv 2505.23416).
 
     $S_j = \max_{i, g} p_{ij}$ over the rows that repeat the chunk of token $j$, under a softmax over the chunk, the
-    sinks and the rows so far (section 3). Heads compete for their layer's budget.
+    sinks and the rows so far (section 3). Heads compete for their layer's budget. With `plus` (KVzip+, arXiv
+    2601.07891) it is $\max_{i, g} p_{ij} \lVert v_j W_O^g \rVert_2 / \lVert h_i \rVert_2$.
 
     Args:
       budget: live tokens a kv head and layer on average, sinks included.
       repeat: ids of the instruction before the first chunk.
       repeat_next: ids of the instruction before the others.
+      suffix: ids between all that and the chunk.
+      prefix: first tokens that are in no chunk, as those of a chat template; all but sinks are the first to go.
       chunk: tokens of a chunk.
       overlap: tokens of the chunk before that stand before a later one.
       sinks: first tokens that stay, and which the rows of later chunks see.
+      plus: whether probabilities are weighed by what values contribute.
       pool: heads have slots in one pool, as many as each needs; otherwise each has those of the largest.
     """
-    how = Reread(repeat, repeat_next, chunk, overlap, sinks)
+    how = Reread(repeat, repeat_next, suffix, prefix, chunk, overlap, sinks, plus)
     safe = min(sinks, budget) if isinstance(budget, int) else sinks
     return Evict(Repeated(how), budget, safe, heads=Adaptive(1.0), layout=Layout(pool=pool))
 

@@ -23,7 +23,7 @@ from kvjax.core.contract import (
     resolve,
 )
 from kvjax.core.decide.select import best
-from kvjax.core.observe import Rows
+from kvjax.core.observe import Reread, Rows
 from kvjax.core.scores.blends import check_pooling, pool_in_order
 
 
@@ -105,7 +105,8 @@ class Votes(Score):
         return (self._votes,) if phase == "prefill" or not self.prompt_only else ()
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
-        return slots.stats[self._votes] / jnp.minimum(slots.ctx.length, self.rows)[:, None, None]
+        read = jnp.minimum(slots.ctx.length, self.rows).astype(jnp.float32)
+        return slots.stats[self._votes] / read[:, None, None]
 
 
 class Accumulated(Score):
@@ -215,7 +216,7 @@ def rows_since(slots: Slots, first: int = 0, count_self: bool = True) -> Float[A
       count_self: whether a token's own row counts.
     """
     length = slots.ctx.length[:, None, None]
-    seen = jnp.minimum(length - slots.kv.pos - (not count_self), length - first if first else 2**30)
+    seen = jnp.minimum(length - slots.kv.pos - int(not count_self), length - first if first else 2**30)
     return jnp.where(slots.kv.live, jnp.maximum(seen, 1), 1).astype(jnp.float32)
 
 
@@ -379,4 +380,20 @@ def _packed(bits: Bool[Array, "*n W"]) -> UInt32[Array, "*n words"]:
     """Bits as words of 32."""
     bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, -bits.shape[-1] % 32)])
     words = bits.reshape(*bits.shape[:-1], -1, 32).astype(jnp.uint32)
-    return (words << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
+    return (words << lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)).sum(-1, dtype=jnp.uint32)
+
+
+class Repeated(Score):
+    """The most attention that a token gets while the prompt is repeated.
+
+    Attributes:
+      how: how it is repeated.
+    """
+
+    how: Reread
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return (self.how,) if phase == "replay" else ()
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        return slots.stats[self.how]

@@ -46,7 +46,7 @@ class KeyDifference(Score):
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         kv = slots.kv
         k = jnp.where(kv.live[..., None], unit(kv.k.astype(jnp.float32)), 0.0)
-        anchor = unit(k.sum(2) / jnp.maximum(kv.num_live, 1)[..., None])
+        anchor = unit(k.sum(2) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None])
         return -jnp.einsum("bksh,bkh->bks", k, anchor)
 
 
@@ -279,7 +279,7 @@ class Redundancy(Score):
         newest, cosine = (jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1) for x in (newest, cosine))
         to_all = jnp.einsum("bksh,bkh->bks", k, k.sum(2)) - jnp.square(k).sum(-1)
         spared = jnp.zeros_like(to_all).at[(*at, newest)].add(cosine)
-        mean = (to_all - spared) / jnp.maximum(kv.num_live, 1)[..., None]
+        mean = (to_all - spared) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
         return jax.nn.softmax(mean, axis=-1, where=kv.live)
 
 
@@ -302,7 +302,7 @@ class Leverage(Score):
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         among, x, ctx = slots.candidates[..., None], slots.stats[UnrotatedKeys()].astype(jnp.float32), slots.ctx
-        count = jnp.maximum(among.sum(2, keepdims=True), 1)
+        count = jnp.maximum(among.sum(2, keepdims=True), 1).astype(jnp.float32)
         x = jnp.where(among, x - jnp.where(among, x, 0.0).sum(2, keepdims=True) / count, 0.0)
         K, H, columns = x.shape[1], x.shape[3], self.sketch
         if columns is not None and columns < H:
@@ -313,7 +313,7 @@ class Leverage(Score):
 
             sketches = jax.vmap(lambda key: jax.vmap(lambda head: drawn(key, head))(jnp.arange(K)))(ctx.keys)
             x = jnp.einsum("bksh,bkhm->bksm", x, sketches)
-        gram = jnp.einsum("bksm,bksn->bkmn", x, x) + self.ridge * jnp.eye(x.shape[-1])
+        gram = jnp.einsum("bksm,bksn->bkmn", x, x) + self.ridge * jnp.eye(x.shape[-1])[None, None]
         return jnp.maximum(jnp.einsum("bksm,bkms->bks", x, jnp.linalg.solve(gram, x.swapaxes(2, 3))), 0.0)
 
 

@@ -123,7 +123,7 @@ class Defensive(Score):
         pooled = jnp.where(among[:, :, None, None], pooled, 0.0)
         now = pooled.sum(-1, keepdims=True)
         worst = (pooled * rows.sum(-1, keepdims=True) / jnp.where(now > 0, now, 1.0)).max((2, 3))
-        n = jnp.maximum(among.sum(-1, keepdims=True), 1)
+        n = jnp.maximum(among.sum(-1, keepdims=True), 1).astype(jnp.float32)
         return jnp.maximum(worst, jnp.where(among, worst, 0.0).sum(-1, keepdims=True) / n)
 
     def _value_share(self, slots: Slots) -> Float[Array, "B K S"]:

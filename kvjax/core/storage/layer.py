@@ -65,23 +65,24 @@ class Layer(Storage):
         found: Any = view
         return found
 
-    def places(self, pos: Int[Array, "B T"]) -> Int[Array, "B _ T"]:
-        if self.how.positions != "rank":
-            return pos[:, None]
-        before = self.num_live - (pos != EMPTY).sum(-1, keepdims=True)
-        rank = before[..., None] + jnp.cumsum(pos != EMPTY, axis=-1)[:, None] - 1
-        return jnp.where(pos[:, None] == EMPTY, EMPTY, rank)
-
     def keys(self, rotate: Rotate) -> Float[Array, "B K S H"]:
         """Keys as queries meet them: rotated, with zeros for channels that were dropped."""
         if self.how.positions == "shifted" and (n := self.how.sinks):
-            gap = self.pos.max(-1, keepdims=True) + 1 - self.num_live[..., None]
-            nearer = rotate(self.k[:, :, :n], jnp.broadcast_to(gap, self.pos[:, :, :n].shape))
+            nearer = rotate(self.k[:, :, :n], jnp.broadcast_to(self._gap, self.pos[:, :, :n].shape))
             return jnp.concatenate([nearer.astype(self.k.dtype), self.k[:, :, n:]], axis=2)
         if self.how.positions != "rank":
             return jnp.pad(self.k, [(0, 0)] * 3 + [(0, self.v.shape[-1] - self.k.shape[-1])])
-        rank = jnp.argsort(jnp.argsort(jnp.where(self.live, self.pos, LAST), axis=-1), axis=-1)
-        return rotate(self.k, jnp.where(self.live, rank, 0))
+        return rotate(self.k, jnp.where(self.live, self._rank, 0))
+
+    @property
+    def _gap(self) -> Int[Array, "B K 1"]:
+        """How many of a head's tokens were evicted: by so much first tokens are shifted."""
+        return self.pos.max(-1, keepdims=True) + 1 - self.num_live[..., None]
+
+    @property
+    def _rank(self) -> Int[Array, "B K S"]:
+        """The rank of each live slot's token among those of its head."""
+        return jnp.argsort(jnp.argsort(jnp.where(self.live, self.pos, LAST), axis=-1), axis=-1)
 
     def append(
         self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], pos: Int[Array, "B T"], *, grow: bool
@@ -118,8 +119,13 @@ class Layer(Storage):
         bias = None if self.log_weight is None else jnp.repeat(self.log_weight, group, axis=1)
         if slopes is None:
             return bias
-        behind = self.pos - self.pos.max(-1, keepdims=True)
-        slope = jnp.asarray(slopes, jnp.float32)[None, :, None] * jnp.repeat(behind, group, 1)
+        at, how = self.pos, self.how
+        if how.positions == "shifted":
+            at = at.at[:, :, : how.sinks].add(self._gap)
+        elif how.positions == "rank":
+            at = jnp.where(self.live, self._rank, EMPTY)
+        behind = at - at.max(-1, keepdims=True)
+        slope = jnp.asarray(slopes, jnp.float32)[None, :, None] * jnp.repeat(behind, group, 1).astype(jnp.float32)
         return slope if bias is None else bias + slope
 
     def attend(
@@ -299,5 +305,6 @@ def empty(
     arrays, per_head = allocated(memory, batch, info.num_kv_heads, slots)
     layout = layout or Layout()
     weight = jnp.zeros(zeros.shape[:3], jnp.float32) if "log_weight" in writes else None
-    how = Keeps(layout.positions, layout.sinks, tuple(writes), per_head)
+    where = ("rank", 0) if layout.pool and layout.positions == "shifted" else (layout.positions, layout.sinks)
+    how = Keeps(*where, tuple(writes), per_head)
     return Layer(zeros, zeros, jnp.full(zeros.shape[:3], EMPTY, jnp.int32), arrays, weight, how=how)

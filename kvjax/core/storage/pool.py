@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvjax.core.contract import EMPTY, LayerView, Reads, Rotate
+from kvjax.core.contract import EMPTY, LAST, LayerView, Reads, Rotate
 from kvjax.core.storage.layer import Layer, dead_slots, in_order
 from kvjax.core.storage.protocol import Keeps, Storage
 from kvjax.pallas_kernels import pooled_attention
@@ -19,7 +19,7 @@ class Pool(Storage):
     """One layer's pool of P slots. Head h owns the slots from `ends[h - 1]` up to `ends[h]`.
 
     Attributes:
-      k, v: keys, rotated to `pos`, and values.
+      k, v: keys, rotated to `pos` or, where positions are ranks, not at all; and values.
       pos: the position in the text of each slot's token, `EMPTY` for a dead slot.
       ends: where the slots of each head end.
       memory: what the policy remembers: arrays "B P ...", or "B K ..." where they belong to heads.
@@ -66,7 +66,8 @@ class Pool(Storage):
         """The layer that policies see, with P slots in each head; keys and values are copied only if they are read."""
         mine = self._mine()
         copy = lambda x: jnp.broadcast_to(x[:, None], (len(x), mine.shape[1], *x.shape[1:]))
-        spread = lambda x: jnp.where(mine.reshape(mine.shape + (1,) * (x.ndim - 2)), x[:, None], 0)
+        zero = lambda x: jnp.zeros((), x.dtype)
+        spread = lambda x: jnp.where(mine.reshape(mine.shape + (1,) * (x.ndim - 2)), x[:, None], zero(x))
         weight = None if self.log_weight is None else spread(self.log_weight)
         k, v, memory = copy(self.k), copy(self.v), self.how.of_slots(spread, self.memory)
         return Layer(k, v, self.head_pos, memory, weight, how=self.how)
@@ -101,8 +102,15 @@ class Pool(Storage):
         k, v = write(self.k, row(k)), write(self.v, row(v))
         return self.replace(k=k, v=v, pos=pos, memory=self.how.of_slots(blank, self.memory), log_weight=weight)
 
-    def places(self, pos: Int[Array, "B T"]) -> Int[Array, "B 1 T"]:
-        return pos[:, None]
+    def keys(self, rotate: Rotate) -> Float[Array, "B P H"]:
+        """Keys as queries meet them: rotated."""
+        if self.how.positions != "rank":
+            return self.k
+        owner, start = self.owner, jnp.pad(self.ends[:, :-1], ((0, 0), (1, 0)))
+        order = jnp.lexsort((jnp.where(self.pos == EMPTY, LAST, self.pos), owner), axis=-1)  # heads stay in their slots
+        rank = jnp.argsort(order, axis=-1) - jnp.take_along_axis(start, owner, axis=1)
+        turned = rotate(self.k[:, None], jnp.where(self.pos == EMPTY, 0, rank)[:, None])
+        return turned[:, 0].astype(self.k.dtype)
 
     def bias(self, group: int, slopes: Any = None) -> Float[Array, "B G P"] | None:
         """The log weight of each slot for the G query heads of its owner, without `slopes`: `attend` adds those."""
@@ -136,7 +144,7 @@ class Pool(Storage):
         read, bias = self._of_row(pos, reads, mine, q.shape[1] // K)
         found = pooled_attention(
             q,
-            self.k,
+            self.keys(rotate),
             self.v,
             self.owner,
             pos,
@@ -180,24 +188,24 @@ def to_pool(kv: Layer, capacity: int, most: Int[Array, "B K"]) -> Pool:
       most: tokens to which each head will grow. Its slots are reserved if they all fit; the rest is divided evenly.
 
     Raises:
-      ValueError: the layer has dropped key channels, or stores keys by rank.
+      ValueError: the layer has dropped key channels.
     """
-    if kv.channels is not None or kv.how.positions != "original":
-        raise ValueError(
-            f"a pool stores all key channels at their original positions, but this layer has positions "
-            f"{kv.how.positions!r} and drops {'some' if kv.channels is not None else 'no'} channels; use pool=False"
-        )
+    if kv.channels is not None:
+        there, here = kv.v.shape[-1], kv.channels.shape[-1]
+        raise ValueError(f"a pool stores all {there} key channels, but this layer keeps {here}; use pool=False")
     (B, K, S), live = kv.pos.shape, kv.num_live
     ends, order = _ends(live, capacity, most), in_order(kv.pos)
     start = jnp.pad(ends[:, :-1], ((0, 0), (1, 0)))
-    place = jnp.where(jnp.arange(S) < live[..., None], start[..., None] + jnp.arange(S), capacity)
+    nth = jnp.arange(S)[None, None]
+    place = jnp.where(nth < live[..., None], start[..., None] + nth, capacity)
     slot = (jnp.arange(K)[None, :, None] * S + order).reshape(B, -1)
     source = jnp.full((B, capacity), K * S).at[jnp.arange(B)[:, None], place.reshape(B, -1)].set(slot, mode="drop")
 
     def move(x: Array, fill: int = 0) -> Array:
         x = x.reshape(B, K * S, *x.shape[3:])
         index = source.reshape(source.shape + (1,) * (x.ndim - 2))
-        return jnp.where(index < K * S, jnp.take_along_axis(x, jnp.minimum(index, K * S - 1), 1), fill).astype(x.dtype)
+        found = jnp.take_along_axis(x, jnp.minimum(index, K * S - 1), 1)
+        return jnp.where(index < K * S, found, jnp.asarray(fill, x.dtype))
 
     weight = None if kv.log_weight is None else move(kv.log_weight)
     k, v, pos, ends = move(kv.k), move(kv.v), move(kv.pos, EMPTY), ends.astype(jnp.int32)
@@ -211,5 +219,5 @@ def _ends(live: Int[Array, "B K"], capacity: int, most: Int[Array, "B K"]) -> In
     room = jnp.maximum(most - live, 0)
     room = jnp.where(room.sum(-1, keepdims=True) <= free, room, 0)
     rest = free - room.sum(-1, keepdims=True)
-    room = room + rest // K + (jnp.arange(K)[None] < rest % K)
+    room = room + rest // K + (jnp.arange(K)[None] < rest % K).astype(jnp.int32)
     return jnp.cumsum(live + room, -1)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.core.contract import LayerView, Reads, Rotate, value
+from kvjax.core.contract import EMPTY, LayerView, Reads, Rotate, value
 from kvjax.pallas_kernels.columns import Attention, Columns
 
 S = TypeVar("S", bound="Storage")
@@ -88,9 +88,13 @@ class Storage(abc.ABC):
     ) -> "Storage":
         """Stores new rows, in new slots (`grow`) or in dead ones. A row at `EMPTY` is padding."""
 
-    @abc.abstractmethod
     def places(self, pos: Int[Array, "B T"]) -> Int[Array, "B _ T"]:
         """Where the queries of rows that were just stored are rotated to; the second axis is K or 1."""
+        if self.how.positions != "rank":
+            return pos[:, None]
+        before = self.num_live - (pos != EMPTY).sum(-1, keepdims=True)
+        rank = before[..., None] + jnp.cumsum(pos != EMPTY, axis=-1)[:, None] - 1
+        return jnp.where(pos[:, None] == EMPTY, EMPTY, rank)
 
     @abc.abstractmethod
     def bias(self, group: int, slopes: Any = None) -> Float[Array, "B _ _"] | None:

@@ -1,0 +1,118 @@
+"""Prompts that are read again, chunk by chunk (KVzip)."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import core, methods, models
+from kvjax.core import contract
+from kvjax.core import methods as new
+from kvjax.core.observe import Reread
+from kvjax.models import gpt2, mpt
+from tests import helpers
+
+GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "kvzip.json").read_text())
+T, LENGTHS = 24, np.array([24, 17], np.int32)
+IDS = np.asarray(helpers.token_ids(2, T))
+ASKED = {"repeat": (1, 2), "repeat_next": (3,), "suffix": (4,), "chunk": 9, "overlap": 2, "sinks": 2}
+kvzip = functools.partial(new.kvzip, **ASKED)
+
+
+def positions(layer):
+    """What every head holds of every sequence."""
+    return [[sorted(head[head >= 0].tolist()) for head in row] for row in np.asarray(layer.head_pos)]
+
+
+def test_chunks_are_those_of_a_rows_own_tokens():
+    """By hand: an instruction, the end of the chunk before, the suffix, the chunk."""
+    how = Reread((91, 92), (93,), (94,), prefix=1, chunk=3, overlap=2)
+    rows = lambda ids: [how.rows(np.array(ids), first, 8).tolist() for first in how.firsts(8)]
+    later = [[93, 12, 13, 94, 14, 15, 16], [93, 15, 16, 94, 17]]
+    assert rows(range(10, 18)) == [[91, 92, 94, 11, 12, 13], *later]
+    assert rows(range(20, 24)) == [[91, 92, 94, 21, 22, 23], [], []]
+    assert (how.most(8), how.most(4), len(how.firsts(1)), Reread((1,)).most(8)) == (7, 6, 0, 9)
+
+
+@pytest.mark.parametrize("case", [c for c in GOLDEN["cases"] if c["layerwise"]], ids=["kvzip", "plus"])
+def test_kept_tokens_are_those_of_kvpress(case, embedded):
+    model, params, _ = embedded
+    told = {name: tuple(GOLDEN[name]) for name in ("repeat", "repeat_next", "suffix")}
+    policy = new.kvzip(0.5, **told, chunk=GOLDEN["chunk"], plus=case["plus"])
+    how, ids = policy.score.how, np.array(GOLDEN["ids"], np.int32)
+    assert [how.rows(ids, first, len(ids)).tolist() for first in how.firsts(len(ids))] == GOLDEN["read"]
+    _, state = core.prefill(model, params, ids[None], policy=policy, max_new_tokens=1)
+    assert [positions(kv)[0] for kv in state.layers] == case["kept"]
+
+
+ALIBI = mpt.MPTConfig(
+    vocab_size=61, embed_dim=32, mlp_dim=48, num_layers=1, num_query_heads=4, num_kv_heads=4, head_dim=8
+)
+BY_QUERY_HEAD = contract.Layout(by_query_head=True)
+CASES = {
+    "window, prefix": ({"prefix": 3}, {}, {}),
+    "plus, by query head": (
+        {"plus": True},
+        {"granularity": "query_head", "heads": kvjax.UniformHeads(), "storage": "dense"},
+        {"heads": None, "layout": BY_QUERY_HEAD},
+    ),
+    "ALiBi": ({"plus": True}, {}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_keeps_what_the_old_library_keeps(case, shallow):
+    options, was, now = CASES[case]
+    model, params = shallow
+    if case == "window, prefix":
+        model = models.LanguageModel(dataclasses.replace(model.config, sliding_window=(5,)))
+    if case == "ALiBi":
+        model = models.LanguageModel(ALIBI)
+        params = jax.tree.map(lambda x: x * 4, jax.jit(model.init)(jax.random.key(7)))
+    before = dataclasses.replace(methods.kvzip(8, **ASKED, **options), **was)
+    plan = kvjax.make_plan(model.config, before, prompt_len=T, max_new_tokens=1, lengths=LENGTHS)
+    _, old = jax.jit(lambda p: kvjax.prefill(model, p, jnp.asarray(IDS), plan, lengths=LENGTHS))(params)
+    after = dataclasses.replace(kvzip(8, **options), **now)
+    _, state = core.prefill(model, params, IDS, policy=after, max_new_tokens=1, lengths=LENGTHS)
+    assert positions(state.layers[0]) == positions(old.layers[0])
+
+
+def test_layers_may_be_read_again_in_ways_of_their_own(tiny):
+    """In a chain all see the same reading; by layer, each has the instructions of its own policy."""
+    other = kvzip(8, repeat=(9,), chunk=30)
+    chained = core.chain(kvzip(12), new.tova(8))
+    mixed = core.partition({"c": chained, "o": other, "all": core.Policy()}, ["o", "all", "c"])
+    read = lambda policy: core.prefill(*tiny, IDS, policy=policy, max_new_tokens=1, lengths=LENGTHS)[1].layers
+    held, alone = [positions(kv) for kv in read(mixed)], [positions(kv) for kv in read(other)]
+    assert held[0] == alone[0]
+    assert held[1][0] == [list(range(T))] * 2
+    assert [len(head) for row in held[2] for head in row] == [8] * 4
+
+
+def test_it_is_refused_where_it_cannot_be(shallow):
+    model, params = shallow
+    read = functools.partial(core.prefill, model, params, IDS, max_new_tokens=1)
+    with pytest.raises(ValueError, match="looks at the whole prompt at once, but block=5 reads 24 tokens in parts"):
+        read(policy=kvzip(8), block=5)
+    with pytest.raises(ValueError, match="token id 61 is outside the vocabulary, 0 to 60"):
+        read(policy=kvzip(8, suffix=(61,)))
+    with pytest.raises(ValueError, match="outside of jit"):
+        jax.eval_shape(lambda ids: read(policy=kvzip(8), lengths=ids[:, 0]), jnp.asarray(IDS))
+    state = core.start(model, policy=kvzip(8), lengths=LENGTHS, max_new_tokens=1)
+    with pytest.raises(ValueError, match=r"forward\(evict=True\) reads them once; use kvjax.prefill"):
+        core.forward(model, params, IDS, state, evict=True)
+    with pytest.raises(ValueError, match="reads the prompt again, which needs a model"):
+        core.evict_layer(kvzip(8), *helpers.qkv())
+    with pytest.raises(ValueError, match="chunk=0: give 1 or more tokens"):
+        kvzip(8, chunk=0)
+    sizes = {"vocab_size": 61, "embed_dim": 16, "mlp_dim": 24, "num_layers": 1, "head_dim": 8}
+    learned = models.LanguageModel(gpt2.GPT2Config(**sizes, num_query_heads=2, num_kv_heads=2, max_position=32))
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape), learned.shapes)
+    with pytest.raises(ValueError, match=r"24 tokens and 13 that repeat a chunk of it are 37, but .* 32 positions"):
+        core.prefill(learned, nothing, IDS, policy=kvzip(8), max_new_tokens=1)
