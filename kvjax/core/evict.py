@@ -243,11 +243,12 @@ class Evict(Policy):
             least = jnp.minimum(slots.protected.sum(-1), budgets)
             budgets = jnp.maximum(jnp.minimum(budgets, kv.num_live - drop), least)
         keep = self.select(score, budgets, slots.of("select"))
-        goes, chosen = (kv.live & (keep < 1)).any(-1), (slots.candidates & (keep > 0)).any(-1)
-        unscored = unscored & goes & chosen if ctx.phase == "prefill" else None
-        weight = None
+        whole, some, weight = keep, keep, None
         if keep.dtype != bool:  # gates: how much of each slot stays
-            keep, weight = kv.live, jnp.log(jnp.maximum(keep, jnp.finfo(keep.dtype).tiny))
+            whole, some, weight = keep >= 1, keep > 0, jnp.log(jnp.maximum(keep, jnp.finfo(keep.dtype).tiny))
+            keep = kv.live
+        goes, chosen = (kv.live & ~whole).any(-1), (slots.candidates & some).any(-1)
+        unscored = unscored & goes & chosen if ctx.phase == "prefill" else None
         decision = Decision(keep, score, budgets, log_weight=weight, unscored=unscored)
         return (decision if self.rewrite is None else self.rewrite(decision, slots.of("rewrite"))), later
 

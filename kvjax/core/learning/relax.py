@@ -85,7 +85,7 @@ class Soft(Select):
 
     def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Float[Array, "B K S"]:
         kv, soft, safe = slots.kv, slots.hparams, slots.protected
-        have = jnp.where(kv.live, jnp.exp(kv.log_weight), 0.0)
+        have = jnp.where(kv.live, jnp.exp(jnp.zeros(kv.pos.shape) if kv.log_weight is None else kv.log_weight), 0.0)
         real = lambda x: x.astype(have.dtype)
         total = real(budgets if soft.budgets is None else soft.budgets)
         width = real(soft.temperature)[:, None]
