@@ -330,8 +330,8 @@ class SharedLayers(Policy):
         """All layers after the first one has decided by the sum of their statistics."""
         total = {o: sum(x[o] for x in stats) for o in stats[0]}
         first = self.policy.update(layers[0], total, ctxs[0])
-        shared = {name: getattr(first, name) for name in ("memory", "channels", *self.writes)}
-        return tuple(kv.keep(first.live).replace(**shared) for kv in layers)
+        same = {name: getattr(first, name) for name in ("pos", "memory", "channels", *self.writes)}
+        return tuple(kv.replace(**same) for kv in layers)
 
 
 def chain(*policies: Policy) -> Policy:
