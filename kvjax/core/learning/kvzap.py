@@ -77,7 +77,9 @@ def examples(
         )
     hidden = observed(model, params, prompts, HiddenStates())
     _, state = read_prompts(model, params, prompts, Remember(replay), 0)
-    scores = [np.asarray(kv.memory)[:, :, : place.shape[1]] for kv in state.layers]  # tokens in order, from slot 0 on
+    scores = [
+        np.asarray(kv.view().memory)[:, :, : place.shape[1]] for kv in state.layers
+    ]  # tokens in order, from slot 0 on
     row = np.arange(len(place))[:, None]
     scores = [x.swapaxes(1, 2)[row, np.maximum(place, 0)] for x in scores]
     each = lambda x: np.stack([np.asarray(y, np.float32)[counts] for y in x])
