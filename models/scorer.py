@@ -68,7 +68,8 @@ class TrainedHead:
           ValueError: features or a layer that the head was not trained for.
         """
         trained = self.weights["mean"].shape
-        if features.shape[1] != self.num_kv_heads or features.shape[-1] != trained[-1] or layer >= self.num_layers:
+        beyond = isinstance(layer, int) and layer >= self.num_layers  # a traced one was known when its run was planned
+        if features.shape[1] != self.num_kv_heads or features.shape[-1] != trained[-1] or beyond:
             raise ValueError(
                 f"this head was trained for {trained[0]} layers of {trained[1]} kv heads with {trained[2]} features, "
                 f"but layer {layer} has {features.shape[1]} heads with {features.shape[-1]}; train one for this model"

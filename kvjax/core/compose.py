@@ -24,7 +24,7 @@ from kvjax.core.contract import (
     Sizes,
     unique,
 )
-from kvjax.core.evict import Evict
+from kvjax.core.evict import Evict, evicts
 from kvjax.core.scores.attention import Function
 
 _Stats = dict[Any, Any]
@@ -106,6 +106,15 @@ class Chain(_Members):
         super().__post_init__()
         if any(p.layout.positions == "shifted" for p in self.members):
             raise ValueError('first tokens can be shifted where nothing else evicts; use positions="rank" in a chain')
+        gates = [any("log_weight" in x.select.writes for x in evicts(p)) for p in self.members]
+        first = gates.index(True) if True in gates else len(gates)
+        hard = [x for i, p in enumerate(self.members) if not gates[i] for x in evicts(p) if i > first or x.when.decodes]
+        if first < len(gates) and hard:
+            raise ValueError(
+                f"a relaxed member of a chain keeps some of every slot, each of which {type(hard[0].score).__name__} "
+                "counts as a token; relax all, soften(chain(...), temperature), or let what is hard evict the prompt "
+                "first, and nothing later"
+            )
 
     def at(self, layer: int, num_layers: int) -> Policy:
         """The chain of the members' policies for that layer."""
@@ -286,15 +295,21 @@ class SharedLayers(Policy):
         _refuse_joint((self.policy,), "shared layers")
         if wrong := [x for x in _schedules(self.policy) if x.before]:
             raise ValueError(f"one decision follows a step, but {wrong[0]} decides before it")
-        if self.policy.writes:
+        if own := sorted({*self.policy.writes} - {"log_weight"}):
             raise ValueError(
-                "one decision is applied by all layers, but what slots hold afterwards is each layer's own"
+                f"one decision is applied by all layers, but the {own[0]} of slots is each layer's own; the policy "
+                "can only evict and weigh"
             )
 
     @property
     def layout(self) -> Layout:
         """The layout of the shared policy."""
         return self.policy.layout
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """What the shared policy may change of a slot."""
+        return self.policy.writes
 
     def observe(self, phase: Phase) -> tuple[Any, ...]:
         """What the shared policy wants to see of every layer."""
@@ -330,7 +345,7 @@ class SharedLayers(Policy):
         """All layers after the first one has decided by the sum of their statistics."""
         total = {o: sum(x[o] for x in stats) for o in stats[0]}
         first = self.policy.update(layers[0], total, ctxs[0])
-        same = {"pos": first.pos, "memory": first.memory, "channels": first.channels}  # live slots and their mark
+        same = {name: getattr(first, name) for name in ("pos", "memory", "channels", *self.writes)}
         return tuple(kv.replace(**same) for kv in layers)
 
 

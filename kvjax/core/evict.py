@@ -103,7 +103,7 @@ class Evict(Policy):
 
     @property
     def writes(self) -> tuple[str, ...]:
-        return () if self.rewrite is None else tuple(self.rewrite.writes)
+        return unique((*self.select.writes, *(() if self.rewrite is None else self.rewrite.writes)))
 
     @property
     def _keeps_shares(self) -> bool:
@@ -250,9 +250,13 @@ class Evict(Policy):
             least = jnp.minimum(slots.protected.sum(-1), budgets)
             budgets = jnp.maximum(jnp.minimum(budgets, kv.num_live - drop), least)
         keep = self.select(score, budgets, slots.of("select"))
-        goes, chosen = (kv.live & ~keep).any(-1), (slots.candidates & keep).any(-1)
+        whole, some, weight = keep, keep, None
+        if keep.dtype != bool:  # gates: how much of each slot stays
+            whole, some, weight = keep >= 1, keep > 0, jnp.log(jnp.maximum(keep, jnp.finfo(keep.dtype).tiny))
+            keep = kv.live
+        goes, chosen = (kv.live & ~whole).any(-1), (slots.candidates & some).any(-1)
         unscored = unscored & goes & chosen if ctx.phase == "prefill" else None
-        decision = Decision(keep, score, budgets, unscored=unscored)
+        decision = Decision(keep, score, budgets, log_weight=weight, unscored=unscored)
         return (decision if self.rewrite is None else self.rewrite(decision, slots.of("rewrite"))), later
 
     def _divided(self, score: Float[Array, "B K S"], slots: Slots) -> tuple[Int[Array, "B _"], Int[Array, "B _"]]:
@@ -387,17 +391,17 @@ def check_scored(policy: Policy, layer: int, kv: Any) -> None:
       ValueError: it is such a layer.
     """
     if (lost := np.asarray(unscored(kv))).any():
-        names = ", ".join(dict.fromkeys(type(p.score).__name__ for p in _evicts(policy))) or type(policy).__name__
+        names = ", ".join(dict.fromkeys(type(p.score).__name__ for p in evicts(policy))) or type(policy).__name__
         raise ValueError(
             f"{names} gives no token a score that is a number (NaN in layer {layer}, in {lost.sum()} of {lost.size} kv "
             "heads of the batch), so that what stays of the prompt is no choice of it; mend the score, or what it reads"
         )
 
 
-def _evicts(x: Any) -> list[Evict]:
-    """The `Evict` policies inside of a policy."""
+def evicts(x: Any) -> list[Evict]:
+    """The `Evict` policies inside of a policy, or of a tuple of policies."""
     if isinstance(x, tuple):
-        return [p for y in x for p in _evicts(y)]
+        return [p for y in x for p in evicts(y)]
     if isinstance(x, Evict) or not isinstance(x, Policy):
         return [x] if isinstance(x, Evict) else []
-    return _evicts(tuple(getattr(x, f.name) for f in dataclasses.fields(x)))
+    return evicts(tuple(getattr(x, f.name) for f in dataclasses.fields(x)))

@@ -160,8 +160,13 @@ class Select(Part):
         """How many tokens more than its budget a head may keep."""
         return 0
 
-    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
-        """The slots that stay. Those of `slots.protected` always do."""
+    def __call__(
+        self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots
+    ) -> Bool[Array, "B K S"] | Float[Array, "B K S"]:
+        """The slots that stay. Those of `slots.protected` always do.
+
+        Numbers from 0 to 1 say how much of each slot stays; they become its weight, and `writes` lists "log_weight".
+        """
         raise NotImplementedError
 
 

@@ -87,8 +87,12 @@ class ThenRandom(Select):
         random = jnp.where(kv.num_live > budgets, jnp.minimum(slots.hparams.random[:, None], free), 0)
         first = best(jnp.where(safe, jnp.inf, score), kv.pos, budgets - random)
         rest = kv.live & ~safe & ~first
-        u = jnp.clip(slots.ctx.uniform(kv.pos, self.shared), 1e-7, 1 - 1e-7)
-        return first | best(score - jnp.log(-jnp.log(u)), jnp.where(rest, kv.pos, -1), random)
+        return first | best(self.drawn(score, slots), jnp.where(rest, kv.pos, -1), random)
+
+    def drawn(self, score: Float[Array, "B K S"], slots: Slots) -> Float[Array, "B K S"]:
+        """Scores with Gumbel noise: the best of them are a draw by their softmax."""
+        u = jnp.clip(slots.ctx.uniform(slots.kv.pos, self.shared), 1e-7, 1 - 1e-7)
+        return score - jnp.log(-jnp.log(u))
 
 
 class TwoStage(Select):
@@ -114,8 +118,11 @@ class TwoStage(Select):
     def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         safe = slots.protected
         first = best(jnp.where(safe, jnp.inf, score), slots.kv.pos, self._filled(budgets, slots))
-        weighed = (score + self.eps) * slots.stats[self.weight]
-        return best(jnp.where(first | safe, jnp.inf, weighed), slots.kv.pos, budgets)
+        return best(jnp.where(first | safe, jnp.inf, self.weighed(score, slots)), slots.kv.pos, budgets)
+
+    def weighed(self, score: Float[Array, "B K S"], slots: Slots) -> Float[Array, "B K S"]:
+        """The scores of the second stage."""
+        return (score + self.eps) * slots.stats[self.weight]
 
     def _filled(self, budgets: Int[Array, "B K"], slots: Slots) -> Int[Array, "B K"]:
         """How many tokens the first stage fills."""

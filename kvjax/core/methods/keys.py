@@ -19,9 +19,9 @@ from kvjax.core.scores.keys import (
     Leverage,
     SquaredNorms,
     Table,
-    predicted,
     within_chunks,
 )
+from kvjax.core.scores.learned import predicted
 
 
 def _at_most(n: int, budget: Count) -> int:

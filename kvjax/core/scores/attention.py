@@ -193,15 +193,19 @@ class ValuePrior(Accumulated):
     def update(self, slots: Slots) -> Float[Array, "B K S *G"]:
         new, kv = self._new(slots), slots.kv
         if slots.ctx.phase == "prefill" or self.each_step:
-            norm = jnp.where(kv.live, jnp.square(kv.v.astype(jnp.float32)).sum(-1), 0.0)
-            norm = norm if self.target == "score" else self._pooled(norm, kv)
-            prior = norm / jnp.maximum(norm.max(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+            prior = self.prior(kv)
 
             def weighed(x: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
                 return x * prior if self.target == "value_norm" else self._pooled(x * prior, kv)
 
             new = weighed(new) if new.ndim == 3 else jax.vmap(weighed, -1, -1)(new)
         return new if self._begins(slots) else slots.memory + new
+
+    def prior(self, kv: LayerView) -> Float[Array, "B K S"]:
+        """The weight of every token's attention, at most 1."""
+        norm = jnp.where(kv.live, jnp.square(kv.v.astype(jnp.float32)).sum(-1), 0.0)
+        norm = norm if self.target == "score" else self._pooled(norm, kv)
+        return norm / jnp.maximum(norm.max(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
 
     def _pooled(self, x: Float[Array, "B K S"], kv: LayerView) -> Float[Array, "B K S"]:
         return jnp.where(kv.live, pool_in_order(x, kv.pos, kv.live, "avg", self.kernel), 0.0)

@@ -1,6 +1,5 @@
 """Scores that look at keys, values and hidden states, or at a model of the queries to come."""
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -23,7 +22,7 @@ from kvjax.core.contract import (
     data,
     value,
 )
-from kvjax.core.observe import ChunkAttention, FutureQueries, Hidden, UnrotatedKeys
+from kvjax.core.observe import ChunkAttention, FutureQueries, UnrotatedKeys
 from kvjax.core.storage import in_order
 from kvjax.pallas_kernels import Columns, attention
 
@@ -351,8 +350,3 @@ def within_chunks(size: int, sinks: int, recent: int) -> Given:
       sinks, recent: tokens at either end of the prompt that are in no chunk.
     """
     return Given(ChunkAttention(size, sinks, recent), prompt_only=True)
-
-
-def predicted(function: Callable[[Float[Array, "B T D"], Int[Array, ""]], Float[Array, "B T K"]]) -> Given:
-    """Scores what `function(hidden, layer)` says of a token (KVzap)."""
-    return Given(Hidden(function))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax.core.contract import EMPTY, LAST, LayerInfo, LayerView, Layout, PerHead, PerSlot, Reads, Rotate
 from kvjax.core.storage.protocol import Keeps, Storage
 from kvjax.pallas_kernels import attention, reference
-from kvjax.pallas_kernels.columns import Attention, Columns
+from kvjax.pallas_kernels.columns import Attention, Columns, accumulator
 from kvjax.pallas_kernels.pytree import pytree, static
 
 
@@ -304,7 +304,7 @@ def empty(
     zeros = jnp.zeros((batch, info.num_kv_heads, slots, info.head_dim), dtype)
     arrays, per_head = allocated(memory, batch, info.num_kv_heads, slots)
     layout = layout or Layout()
-    weight = jnp.zeros(zeros.shape[:3], jnp.float32) if "log_weight" in writes else None
+    weight = jnp.zeros(zeros.shape[:3], accumulator(dtype)) if "log_weight" in writes else None
     where = ("rank", 0) if layout.pool and layout.positions == "shifted" else (layout.positions, layout.sinks)
     how = Keeps(*where, tuple(writes), per_head)
     return Layer(zeros, zeros, jnp.full(zeros.shape[:3], EMPTY, jnp.int32), arrays, weight, how=how)

@@ -97,6 +97,10 @@ class Storage(abc.ABC):
         return jnp.where(pos[:, None] == EMPTY, EMPTY, rank)
 
     @abc.abstractmethod
+    def keys(self, rotate: Rotate) -> Float[Array, "B *heads S H"]:
+        """Keys as queries meet them: rotated, with zeros for channels that were dropped."""
+
+    @abc.abstractmethod
     def bias(self, group: int, slopes: Any = None) -> Float[Array, "B _ _"] | None:
         """What is added to the logits of each slot: log weights and ALiBi's slopes "N".
 

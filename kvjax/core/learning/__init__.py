@@ -1,0 +1,1 @@
+"""Learning: budgets, by relaxed policies and families with gradients; functions that predict scores."""
