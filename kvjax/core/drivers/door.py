@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
-from kvjax.core.contract import LayerInfo, Policy, unique
+from kvjax.core.contract import AttentionInputs, LayerInfo, Phase, Policy, unique
 from kvjax.core.drivers.attend import Attend, decided, step
 from kvjax.core.drivers.checks import as_array, check_ids, check_is, check_model, check_room, traced
 from kvjax.core.drivers.replay import Reread
 from kvjax.core.drivers.state import AttnStats, State, Storage
 from kvjax.core.drivers.steps import checked_logits, placed
-from kvjax.core.plan import planned
+from kvjax.core.plan import Plan, planned
 from kvjax.core.storage import empty
 
 
@@ -104,23 +104,69 @@ def applied(policy: Policy, state: State, stats: AttnStats) -> State:
     """
     check_is("state", state, State, "kvjax.forward")
     check_is("stats", stats, AttnStats, "kvjax.forward")
-    unknown, prompt = traced(state.prompt_length), not state.ready
-    lengths = state.prompt_length if unknown else np.asarray(state.prompt_length)
-    plan, hparams = planned(policy, state.plan.infos, lengths, None if prompt else state.plan)
+    prompt, before = not state.ready, state.hparams
+    state = under(policy, state, stats)
+    known = not traced(state.prompt_length)
+    same = lambda: all(np.array_equal(*x) for x in zip(*map(jax.tree.leaves, (state.hparams, before)), strict=True))
+    state, lost = _applied(state, stats, grow=prompt, steady=prompt or (known and same()))
+    if lost is not None and not traced(lost) and bool(lost.any()):
+        raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
+    return state
+
+
+def under(policy: Policy, state: State, stats: AttnStats, plan: Plan | None = None) -> State:
+    """A state as a policy meets it, which has read the same tokens under another one: its memory is still empty.
+
+    Args:
+      policy: the policy.
+      state: what `forward` returned. One that decodes keeps its plan.
+      stats: what was observed.
+      plan: sizes of a larger budget, whose programs are used.
+
+    Raises:
+      ValueError: something that the policy wants to see was not observed; a prompt that was read in a way that the
+        policy cannot go on from.
+    """
+    prompt = not state.ready
+    lengths = state.prompt_length if traced(state.prompt_length) else np.asarray(state.prompt_length)
+    plan, hparams = planned(policy, state.plan.infos, lengths, plan if prompt else state.plan)
     layers = state.layers
     if prompt and plan.layers != state.plan.layers:
         layers = tuple(map(_under, plan.layers, plan.infos, state.layers))
     for i, p in enumerate(plan.layers):
-        again = [o for o in p.observe("replay") if isinstance(o, Reread)] if prompt else []
-        if missing := [o for o in (*p.observe(stats.phase), *again) if o not in stats.names[i]]:
+        if prompt and any(isinstance(o, Reread) and o not in stats.names[i] for o in p.observe("replay")):
+            raise ValueError(f"{type(p).__name__} reads the prompt again before it evicts, as kvjax.prefill does")
+        if missing := [o for o in p.observe(stats.phase) if o not in stats.names[i]]:
             raise ValueError(f"{missing[0]} was not observed: give the policy to forward(..., observe=)")
-    same = lambda: all(np.array_equal(*x) for x in zip(*map(jax.tree.leaves, (hparams, state.hparams)), strict=True))
-    steady = prompt or (not unknown and same())
-    state = dataclasses.replace(state, layers=layers, hparams=hparams, plan=plan)
-    state, lost = _applied(state, stats, grow=prompt, steady=steady)
-    if lost is not None and not traced(lost) and bool(lost.any()):
-        raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
-    return state
+    found = dataclasses.replace(state, layers=layers, hparams=hparams, plan=plan)
+    if prompt and plan.layers != state.plan.layers:
+        check_reads_all(found, "prefill", "so it reads the prompt with kvjax.prefill, not from what another one has read")
+    return found
+
+
+def check_reads_all(state: State, phase: Phase, so: str) -> None:
+    """Refuses a state's policy that hides live slots from rows, or weighs them.
+
+    Args:
+      state: the state under the policy, whose layers hold the rows.
+      phase: of which rows: "prefill" for the whole prompt, "decode" for a token behind it.
+      so: what follows from it.
+
+    Raises:
+      ValueError: in some layer the policy's `reads` are not None.
+    """
+    for i, (policy, info, kv) in enumerate(zip(state.plan.layers, state.plan.infos, state.layers, strict=True)):
+        T, ctx = kv.pos.shape[2] if phase == "prefill" else 1, state.context(i, phase)
+
+        def reads(policy: Any = policy, info: Any = info, kv: Any = kv, T: int = T, ctx: Any = ctx) -> Any:
+            q = jnp.zeros((len(kv.pos), info.num_query_heads, T, info.head_dim), kv.k.dtype)
+            hidden = jnp.zeros((len(q), T, info.embed_dim), q.dtype)
+            pos = jnp.broadcast_to(state.length[:, None] - 1, (len(q), T))
+            told = AttentionInputs(q, q, kv.view().replace(memory=()), pos, ctx, lambda x, _: x, None, hidden)
+            return policy.reads(kv.view(), told, ctx)
+
+        if jax.eval_shape(reads) is not None:
+            raise ValueError(f"{type(policy).__name__} decides which of the live tokens a row reads, {so}")
 
 
 @functools.partial(jax.jit, static_argnames=("grow", "steady"))
