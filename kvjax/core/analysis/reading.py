@@ -24,6 +24,7 @@ from kvjax.core.contract import EMPTY, AttentionInputs, Context, Decision, Layer
 from kvjax.core.drivers.attend import Attend, updated
 from kvjax.core.drivers.checks import check_model, check_positions, check_prompts, check_rows, traced
 from kvjax.core.drivers.door import forward, under
+from kvjax.core.drivers.replay import Reread
 from kvjax.core.drivers.state import AttnStats, Prompts, State, row_keys
 from kvjax.core.drivers.steps import start
 from kvjax.core.evict import LARGE, Evict, check_scored
@@ -311,7 +312,7 @@ def _followed(model: Any, params: Any, reading: Reading) -> tuple[tuple[Later, .
     return tuple(later), logits
 
 
-def whole(
+def read_whole(
     model: Any,
     params: PyTree[Any],
     prompts: Prompts,
@@ -363,20 +364,23 @@ def read(
       layout: how every layer is stored; as the policies need it if None.
 
     Raises:
-      ValueError: prompts and continuations that do not fit together or the model; policies that need the prompt stored
-        in different ways.
+      ValueError: prompts and continuations that do not fit together or the model; policies that read the prompt again,
+        or need it stored in different ways.
     """
     check_model(model, params)
     prompts = check_prompts(model, tokens, lengths)
     after, L = check_rows(model, continuation, None).tokens, model.config.num_layers
     if len(after) != len(prompts.tokens):
         raise ValueError(f"{len(prompts.tokens)} prompts, but {len(after)} continuations; give one for each")
+    rereads = lambda p: any(isinstance(o, Reread) for i in range(L) for o in p.at(i, L).observe("replay"))
+    if again := [p for p in policies if rereads(p)]:
+        raise ValueError(f"{type(again[0]).__name__} reads the prompt again before it evicts; use kvjax.prefill for it")
     kinds = {stored_as(p, L): p for p in policies} if layout is None else {(layout,) * L: None}
     if len(kinds) > 1:
         one, other = list(kinds.values())[:2]
         raise ValueError(f"{one} and {other} need the prompt stored in different ways; read it once for each")
     layouts = next(iter(kinds), (Layout(),) * L)
-    state, stats = whole(model, params, prompts, after.shape[1], policies=policies, layouts=layouts, key=key)
+    state, stats = read_whole(model, params, prompts, after.shape[1], policies=policies, layouts=layouts, key=key)
     bare = Reading(state, stats, (), jnp.zeros((len(after), 0, 0)), jnp.asarray(after))
     later, logits = _followed(model, params, bare)
     return dataclasses.replace(bare, later=later, logits=logits)
