@@ -18,7 +18,7 @@ from kvjax.core.analysis.losses import distances, largest_value, output_kl
 from kvjax.core.analysis.reading import Left, Reading, read, read_whole, seed_key, stored_as
 from kvjax.core.contract import Count, Layout, Policy, resolve
 from kvjax.core.drivers.checks import check_is, check_model, check_prompts, whole
-from kvjax.core.drivers.door import check_reads_all, under
+from kvjax.core.drivers.door import check_reads_all, stored_under, under
 from kvjax.core.plan import Plan, make_plan
 from kvjax.core.storage import Layer
 from kvjax.pallas_kernels.pytree import pytree, static
@@ -131,6 +131,7 @@ def mask_losses(
     )
 
 
+_bounds = jax.jit(value_bounds)
 _losses = jax.jit(mask_losses, static_argnames="model")
 
 
@@ -252,9 +253,8 @@ def curves(
         how = {"policies": every, "lengths": lengths, "key": key}
         reading = read(model, params, tokens, continuation, **how)
         for name in members:
-            so = f"so that no eviction after the prompt has the losses of {name!r}"
-            check_reads_all(under(grid[name][0], reading.state, reading.stats), "decode", so)
-        largest = value_bounds(reading)
+            _check_only_evicts(name, grid[name][0], reading)
+        largest = _bounds(reading)
         measure = lambda keep, r=reading, c=largest: jax.tree.map(np.asarray, _losses(model, params, r, keep, largest=c))
         found: dict[str, list[list[Any]]] = {name: [[] for _ in budgets] for name in members}
         first: dict[tuple[str, int], list[np.ndarray]] = {}
@@ -292,6 +292,12 @@ def _grid(policies: Mapping[str, Method], budgets: Sequence[Count]) -> dict[str,
         method = policies[wrong[0]]
         raise ValueError(f"{wrong[0]!r} is {method!r}; give a method that takes a budget, such as kvjax.methods.snapkv")
     return {name: [method(budget) for budget in budgets] for name, method in policies.items()}
+
+
+def _check_only_evicts(name: str, policy: Policy, reading: Reading) -> None:
+    """Refuses a policy that does something to later rows that the layers after the prompt do not say."""
+    so = f"so that no eviction after the prompt has the losses of {name!r}"
+    jax.eval_shape(lambda s: check_reads_all(stored_under(s), "decode", so), under(policy, reading.state, reading.stats))
 
 
 def _largest(

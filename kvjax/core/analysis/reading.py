@@ -23,7 +23,7 @@ from kvjax.core.compose import ByHead, Chain, SharedLayers
 from kvjax.core.contract import EMPTY, AttentionInputs, Context, Decision, LayerView, Layout, Policy, Rotate, Stats
 from kvjax.core.drivers.attend import Attend, updated
 from kvjax.core.drivers.checks import check_model, check_positions, check_prompts, check_rows, traced
-from kvjax.core.drivers.door import forward, under
+from kvjax.core.drivers.door import forward, stored_under, under
 from kvjax.core.drivers.replay import Reread
 from kvjax.core.drivers.state import AttnStats, Prompts, State, row_keys
 from kvjax.core.drivers.steps import start
@@ -252,11 +252,12 @@ def _over(model: Any, params: Any, reading: Reading, layers: tuple[Layer, ...], 
 
 @jax.jit
 def _after(state: State, stats: AttnStats) -> tuple[Layer, ...]:
-    return tuple(map(_bare, updated(state, stats)[0]))
+    return tuple(map(_bare, updated(stored_under(state), stats)[0]))
 
 
 @jax.jit
 def _decisions(state: State, stats: AttnStats) -> tuple[Decision, ...]:
+    state = stored_under(state)
     layers, ctxs = updated(state, stats)
     found = []
     for i, (policy, before, after, ctx) in enumerate(zip(state.plan.layers, state.layers, layers, ctxs, strict=True)):
