@@ -15,12 +15,11 @@ from jaxtyping import Array, Bool, Float, PyTree
 from kvjax.core.analysis.hindsight import Across, best_in_hindsight, hindsight_rank, lost_mass, regret
 from kvjax.core.analysis.intervals import Interval, interval
 from kvjax.core.analysis.losses import distances, largest_value, output_kl
-from kvjax.core.analysis.reading import Left, Reading, read, read_whole, seed_key, stored_as
+from kvjax.core.analysis.reading import Left, Reading, Stored, read, read_whole, seed_key, stored_as
 from kvjax.core.contract import Count, Layout, Policy, resolve
 from kvjax.core.drivers.checks import check_is, check_model, check_prompts, whole
 from kvjax.core.drivers.door import check_reads_all, stored_under, under
 from kvjax.core.plan import Plan, make_plan
-from kvjax.core.storage import Layer
 from kvjax.pallas_kernels.pytree import pytree, static
 
 HINDSIGHT: Final[dict[Across, str]] = {
@@ -255,12 +254,14 @@ def curves(
         for name in members:
             _check_only_evicts(name, grid[name][0], reading)
         largest = _bounds(reading)
-        measure = lambda keep, r=reading, c=largest: jax.tree.map(np.asarray, _losses(model, params, r, keep, largest=c))
+        measure = lambda keep, r=reading, c=largest: jax.tree.map(
+            np.asarray, _losses(model, params, r, keep, largest=c)
+        )
         found: dict[str, list[list[Any]]] = {name: [[] for _ in budgets] for name in members}
         first: dict[tuple[str, int], list[np.ndarray]] = {}
         for seed in range(seeds):
             if seed:
-                again = {"policies": every, "layouts": layouts, "key": seed_key(key, B, seed)}
+                again = {"policies": every, "stored": Stored(layouts), "key": seed_key(key, B, seed)}
                 state, stats = read_whole(model, params, prompts, reading.continuation.shape[1], **again)
                 reading = dataclasses.replace(reading, state=state, stats=stats)
             for name in members:
@@ -297,12 +298,12 @@ def _grid(policies: Mapping[str, Method], budgets: Sequence[Count]) -> dict[str,
 def _check_only_evicts(name: str, policy: Policy, reading: Reading) -> None:
     """Refuses a policy that does something to later rows that the layers after the prompt do not say."""
     so = f"so that no eviction after the prompt has the losses of {name!r}"
-    jax.eval_shape(lambda s: check_reads_all(stored_under(s), "decode", so), under(policy, reading.state, reading.stats))
+    jax.eval_shape(
+        lambda s: check_reads_all(stored_under(s), "decode", so), under(policy, reading.state, reading.stats)
+    )
 
 
-def _largest(
-    config: Any, policies: Sequence[Policy], lengths: np.ndarray, width: int, more: int
-) -> list[Plan]:
+def _largest(config: Any, policies: Sequence[Policy], lengths: np.ndarray, width: int, more: int) -> list[Plan]:
     """The plan of every policy, with the slots of the one that needs most of them, so that they share a program."""
     plans = [make_plan(config, policy, lengths, width, more) for policy in policies]
     most = tuple(map(max, zip(*(plan.capacities for plan in plans), strict=True)))

@@ -26,7 +26,7 @@ def check_mask(name: str, mask: Any, shape: tuple[int, ...]) -> None:
     Raises:
       ValueError: the array's dtype is not bool, or its shape is another.
     """
-    if jnp.result_type(mask) != bool or jnp.shape(mask) != shape:
+    if not jnp.issubdtype(jnp.result_type(mask), jnp.bool_) or jnp.shape(mask) != shape:
         raise ValueError(
             f"{name} must be booleans of shape {shape}; got {jnp.result_type(mask)} of shape {jnp.shape(mask)}"
         )

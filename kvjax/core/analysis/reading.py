@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from kvjax.core.across import AcrossLayers
 from kvjax.core.analysis.hindsight import of_kv_heads
 from kvjax.core.compose import ByHead, Chain, SharedLayers
-from kvjax.core.contract import EMPTY, AttentionInputs, Context, Decision, LayerView, Layout, Policy, Rotate, Stats
+from kvjax.core.contract import Context, Decision, LayerView, Layout, Observation, Phase, Policy, Rotate, Stats
 from kvjax.core.drivers.attend import Attend, updated
 from kvjax.core.drivers.checks import check_model, check_positions, check_prompts, check_rows, traced
 from kvjax.core.drivers.door import forward, stored_under, under
@@ -44,24 +44,27 @@ class Stored(Policy):
 
     Attributes:
       layouts: one a layer.
+      more: what is observed of the prompt.
     """
 
     layouts: tuple[Layout, ...]
+    more: tuple[Observation, ...] = ()
 
     @property
     def layout(self) -> Layout:
         return self.layouts[0]
 
     def at(self, layer: int, num_layers: int) -> "Stored":
-        return Stored(self.layouts[layer : layer + 1])
+        return Stored(self.layouts[layer : layer + 1], self.more)
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return self.more if phase == "prefill" else ()
 
 
 def stored_as(policy: Policy, num_layers: int) -> tuple[Layout, ...]:
     """How the prompt must be stored in every layer so that the policy can be applied to it."""
     each = [policy.at(i, num_layers).layout for i in range(num_layers)]
-    return tuple(
-        Layout("rank" if x.positions == "rank" else "original", by_query_head=x.by_query_head) for x in each
-    )
+    return tuple(Layout("rank" if x.positions == "rank" else "original", by_query_head=x.by_query_head) for x in each)
 
 
 @pytree
@@ -194,7 +197,9 @@ class Reading:
         if not jnp.issubdtype(keep.dtype, jnp.floating):
             raise ValueError(f"keep has the dtype {keep.dtype}; give booleans, or gates between 0 and 1")
         if not traced(keep) and not 0 <= keep.min() <= keep.max() <= 1:
-            raise ValueError(f"gates lie between {keep.min()} and {keep.max()}, but a slot is kept by a share in [0, 1]")
+            raise ValueError(
+                f"gates lie between {keep.min()} and {keep.max()}, but a slot is kept by a share in [0, 1]"
+            )
         if kv.how.positions != "original":
             raise ValueError("gates keep some of every slot, so no key moves: read the prompt at original positions")
         tiny = jnp.finfo(jnp.float32).tiny  # finite weights, as infinite ones have no gradient
@@ -204,8 +209,7 @@ class Reading:
         """What attends for the rows that follow, which stay in the cache, whatever layers they find."""
         plan, L = self.state.plan, len(layers)
         infos = tuple(
-            dataclasses.replace(info, num_kv_heads=kv.pos.shape[1])
-            for info, kv in zip(plan.infos, layers, strict=True)
+            dataclasses.replace(info, num_kv_heads=kv.pos.shape[1]) for info, kv in zip(plan.infos, layers, strict=True)
         )
         bare = Plan(Policy(), (Policy(),) * L, infos, plan.capacities)
         length = self.lengths + self.continuation.shape[1]
@@ -214,7 +218,7 @@ class Reading:
         return Attend(state, self.continuation, self.rows, **how)
 
     def outputs(self, layer: int, kv: Layer) -> Float[Array, "B N F H"]:
-        """A layer's attention outputs for the rows that follow, where they find `kv`, for the queries of the full cache."""
+        """The attention outputs of the rows that follow, by the full cache's queries, where a layer is `kv`."""
         of, layers = self.later[layer], [*self.state.layers[:layer], kv, *self.state.layers[layer + 1 :]]
         return self.attend(layers)(_in_order(kv), of.q, of.k, of.v, layer=layer, rotate=of.rotate, **dict(of.how))[0]
 
@@ -240,8 +244,8 @@ def _bare(kv: Layer) -> Layer:
     return kv.replace(memory=(), how=dataclasses.replace(kv.how, per_head=()))
 
 
-def _in_order(kv: Layer) -> Layer:
-    """A layer as a row finds it that reads it: first tokens first, and without the channels that were dropped."""
+def _in_order(kv: Any) -> Layer:
+    """A layer as the rows that follow find it: first tokens first, and without the channels that were dropped."""
     return kv.compact(kv.pos.shape[2]) if kv.how.positions == "shifted" or kv.channels is not None else kv
 
 
@@ -320,7 +324,7 @@ def read_whole(
     max_new_tokens: int,
     *,
     policies: Sequence[Policy],
-    layouts: tuple[Layout, ...],
+    stored: Stored,
     key: Any = None,
 ) -> tuple[State, AttnStats]:
     """The state that holds whole prompts, and what some policies want to see of them.
@@ -330,11 +334,11 @@ def read_whole(
       prompts: the prompts, which have been checked.
       max_new_tokens: rows that may follow.
       policies: the policies.
-      layouts: how every layer is stored.
+      stored: how every layer is stored, and what else is observed.
       key: one PRNG key for the batch, or one a sequence.
     """
     how: dict[str, Any] = {"lengths": prompts.lengths, "max_new_tokens": max_new_tokens, "key": key}
-    state = start(model, policy=Stored(layouts), width=prompts.tokens.shape[1], **how)
+    state = start(model, policy=stored, width=prompts.tokens.shape[1], **how)
     if not traced(prompts.lengths):
         check_positions(model.config, state.plan, np.asarray(prompts.lengths), max_new_tokens)
     observe = tuple(dict.fromkeys(policies))
@@ -348,6 +352,7 @@ def read(
     continuation: Any,
     *,
     policies: Sequence[Policy] = (),
+    observe: Sequence[Observation] = (),
     lengths: Any = None,
     key: Any = None,
     layout: Layout | None = None,
@@ -360,6 +365,7 @@ def read(
       continuation: token ids that follow them "B F", without padding.
       policies: the policies that will be applied to the reading, each at any one of its budgets if those observe the
         same. One `forward` observes for all of them.
+      observe: what else is observed of the prompt in every layer: `reading.stats.of(layer)[observation]`.
       lengths: the prompts' own lengths "B", T if None.
       key: one PRNG key for the batch, or one a sequence.
       layout: how every layer is stored; as the policies need it if None.
@@ -380,8 +386,8 @@ def read(
     if len(kinds) > 1:
         one, other = list(kinds.values())[:2]
         raise ValueError(f"{one} and {other} need the prompt stored in different ways; read it once for each")
-    layouts = next(iter(kinds), (Layout(),) * L)
-    state, stats = read_whole(model, params, prompts, after.shape[1], policies=policies, layouts=layouts, key=key)
+    stored = Stored(next(iter(kinds), (Layout(),) * L), tuple(observe))
+    state, stats = read_whole(model, params, prompts, after.shape[1], policies=policies, stored=stored, key=key)
     bare = Reading(state, stats, (), jnp.zeros((len(after), 0, 0)), jnp.asarray(after))
     later, logits = _followed(model, params, bare)
     return dataclasses.replace(bare, later=later, logits=logits)
