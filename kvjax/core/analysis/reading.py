@@ -152,8 +152,8 @@ class Reading:
     def decisions(self, policy: Policy, *, policy_params: Any = ()) -> tuple[Decision, ...]:
         """What a policy decides about the prompt in every layer, and what it ranked the slots by.
 
-        Slots that do not compete, dead or protected, have a score of minus infinity. Scores of a chain are those of its
-        last member, and layers that share a decision or a budget each have their own.
+        Dead slots have a score of minus infinity; that of protected ones decides nothing. Scores of a chain are those
+        of its last member, and layers that share a decision or a budget each have their own.
 
         Args:
           policy, policy_params: as for `after`.
@@ -297,9 +297,9 @@ def _ranked(policy: Policy, kv: LayerView, stats: Stats, ctx: Context) -> Decisi
 
 
 def _of_evict(policy: Evict, kv: LayerView, stats: Stats, ctx: Context) -> Decision:
-    slots, score, _ = policy.ranked(kv, stats, ctx)
-    score = jnp.where(jnp.abs(score) < LARGE, score, jnp.sign(score) * jnp.inf)
-    return dataclasses.replace(policy.choose(kv, stats, ctx)[0], score=jnp.where(slots.candidates, score, -jnp.inf))
+    found = policy.choose(kv, stats, ctx)[0]
+    score = jnp.where(jnp.abs(found.score) < LARGE, found.score, jnp.sign(found.score) * jnp.inf)
+    return dataclasses.replace(found, score=jnp.where(kv.live, score, -jnp.inf))
 
 
 @functools.partial(jax.jit, static_argnames="model")

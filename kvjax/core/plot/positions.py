@@ -101,8 +101,8 @@ def scores(
 ) -> Figure:
     """The scores that one policy ranks the tokens of one prompt by, a panel for every layer; what stays is blue.
 
-    Blue below grey belongs to a head with a larger budget or smaller scores. What stays without a finite score, as what
-    a policy protects does, is a triangle at the panel's edge.
+    Blue below grey is protected whatever its score, or belongs to a head with a larger budget or smaller scores. What
+    stays without a finite score is a triangle at the panel's edge.
 
     Args:
       chosen: the decisions of all layers (`Reading.decisions`), or one.
