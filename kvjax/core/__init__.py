@@ -5,6 +5,7 @@ Each module is built on those named before it.
 contract: what a policy is asked and told. storage: what is stored. budgets: how many tokens. observe: what can be seen
 of a layer's rows. scores: how tokens are ranked. decide: which stay, and what they hold. evict: what most methods are.
 compose, across: policies made of policies. plan: sizes. drivers: a model that decodes. methods: the papers.
+analysis: losses of an eviction, from one prefill. plot: pictures.
 """
 
 from kvjax.core.across import across_layers

@@ -84,13 +84,13 @@ class _Members(Policy):
         )
         return found if jax.tree.leaves(found) else ()
 
-    def _own(self, i: int, kv: Any, ctx: Context) -> tuple[Any, Context]:
+    def own(self, i: int, kv: Any, ctx: Context) -> tuple[Any, Context]:
         """The layer and the moment as member `i` sees them."""
         params = ctx.params[i] if ctx.params else ()
         return kv.replace(memory=kv.memory[i]), dataclasses.replace(ctx, hparams=ctx.hparams[i], params=params)
 
     def _each_reads(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> list[Reads | None]:
-        return [p.reads(own, inputs, mine) for i, p in enumerate(self.members) for own, mine in [self._own(i, kv, ctx)]]
+        return [p.reads(own, inputs, mine) for i, p in enumerate(self.members) for own, mine in [self.own(i, kv, ctx)]]
 
 
 class Chain(_Members):
@@ -131,7 +131,7 @@ class Chain(_Members):
 
     def _in_turn(self, kv: Any, ctx: Context, change: Callable[[Policy, Any, Context], Any]) -> Any:
         for i, p in enumerate(self.members):
-            own, mine = self._own(i, kv, ctx)
+            own, mine = self.own(i, kv, ctx)
             found = change(p, own, mine)
             if found is not own:
                 kv = found.replace(memory=(*kv.memory[:i], found.memory, *kv.memory[i + 1 :]))
@@ -171,7 +171,7 @@ class Chain(_Members):
 
     def reserve(self, kv: Any, ctx: Context) -> Int[Array, "B K"]:
         """The least that any member lets a head grow to."""
-        return functools.reduce(jnp.minimum, [p.reserve(*self._own(i, kv, ctx)) for i, p in enumerate(self.members)])
+        return functools.reduce(jnp.minimum, [p.reserve(*self.own(i, kv, ctx)) for i, p in enumerate(self.members)])
 
 
 class ByHead(_Members):
@@ -212,17 +212,17 @@ class ByHead(_Members):
             tuple(x.hparams for x in each),
         )
 
-    def _pick(self, each: Sequence[Array]) -> Array:
+    def pick(self, each: Sequence[Array]) -> Array:
         """Of arrays "B K ..." of the members, for every head its own member's."""
         mine = lambda i, x: (jnp.asarray(self.heads) == i).reshape(1, -1, *(1,) * (x.ndim - 2))
         return functools.reduce(lambda x, i: jnp.where(mine(i, x), each[i], x), range(1, len(each)), each[0])
 
     def _each(self, kv: Any, ctx: Context, change: Callable[[Policy, Any, Context], Any]) -> Any:
-        own = [self._own(i, kv, ctx) for i in range(len(self.members))]
+        own = [self.own(i, kv, ctx) for i in range(len(self.members))]
         found = [change(p, *x) for p, x in zip(self.members, own, strict=True)]
         if all(x is y for x, (y, _) in zip(found, own, strict=True)):
             return kv
-        picked = {n: self._pick([getattr(x, n) for x in found]) for n in ("pos", *self.writes)}
+        picked = {n: self.pick([getattr(x, n) for x in found]) for n in ("pos", *self.writes)}
         return kv.replace(memory=tuple(x.memory for x in found), **picked)
 
     def enter(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Any:
@@ -249,17 +249,17 @@ class ByHead(_Members):
         if any(x.visible is not None and x.visible.dtype != bool for x in each):
             raise ValueError("a member for some heads names slots to read; let it give a mask")
         pick = lambda name, fill: (
-            self._pick([wide(getattr(x, name), fill) for x in each])
+            self.pick([wide(getattr(x, name), fill) for x in each])
             if any(getattr(x, name) is not None for x in each)
             else None
         )
         weight = pick("log_weight", 0.0)
-        delay = 0 if weight is None else self._pick([wide(x.delay, 0) for x in each])
+        delay = 0 if weight is None else self.pick([wide(x.delay, 0) for x in each])
         return Reads(pick("visible", True), pick("until", LAST), weight, delay)
 
     def reserve(self, kv: Any, ctx: Context) -> Int[Array, "B K"]:
         """How far every head's own member lets it grow."""
-        return self._pick([p.reserve(*self._own(i, kv, ctx)) for i, p in enumerate(self.members)])
+        return self.pick([p.reserve(*self.own(i, kv, ctx)) for i, p in enumerate(self.members)])
 
 
 class PerLayer(Policy):

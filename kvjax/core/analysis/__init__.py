@@ -1,1 +1,34 @@
-"""Eviction measured: the exact cost of a mask, its bounds, and losses of the model's output."""
+"""Eviction measured: the exact cost of a mask, its bounds, the best in hindsight, and losses of the model's output."""
+
+from kvjax.core.analysis.curves import Curves as Curves
+from kvjax.core.analysis.curves import Losses as Losses
+from kvjax.core.analysis.curves import curves as curves
+from kvjax.core.analysis.curves import mask_losses as mask_losses
+from kvjax.core.analysis.curves import value_bounds as value_bounds
+from kvjax.core.analysis.hindsight import best_in_hindsight as best_in_hindsight
+from kvjax.core.analysis.hindsight import future_attention as future_attention
+from kvjax.core.analysis.hindsight import hindsight_rank as hindsight_rank
+from kvjax.core.analysis.hindsight import lost_mass as lost_mass
+from kvjax.core.analysis.hindsight import of_kv_heads as of_kv_heads
+from kvjax.core.analysis.hindsight import regret as regret
+from kvjax.core.analysis.intervals import Interval as Interval
+from kvjax.core.analysis.intervals import interval as interval
+from kvjax.core.analysis.losses import LayerLoss as LayerLoss
+from kvjax.core.analysis.losses import Norms as Norms
+from kvjax.core.analysis.losses import distances as distances
+from kvjax.core.analysis.losses import eviction_bound as eviction_bound
+from kvjax.core.analysis.losses import eviction_loss as eviction_loss
+from kvjax.core.analysis.losses import largest_value as largest_value
+from kvjax.core.analysis.losses import layer_loss as layer_loss
+from kvjax.core.analysis.losses import least_bound as least_bound
+from kvjax.core.analysis.losses import loss_bound as loss_bound
+from kvjax.core.analysis.losses import lost_share as lost_share
+from kvjax.core.analysis.losses import output_kl as output_kl
+from kvjax.core.analysis.losses import task_loss as task_loss
+from kvjax.core.analysis.reading import Reading as Reading
+from kvjax.core.analysis.reading import Stored as Stored
+from kvjax.core.analysis.reading import read as read
+from kvjax.core.analysis.traces import Traces as Traces
+from kvjax.core.analysis.traces import Voters as Voters
+from kvjax.core.analysis.traces import VotingRows as VotingRows
+from kvjax.core.analysis.traces import trace as trace

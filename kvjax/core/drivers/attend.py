@@ -189,6 +189,25 @@ def step(
     return logits, state, stats
 
 
+def updated(state: State, stats: AttnStats, *, steady: bool = True) -> tuple[tuple[Storage, ...], tuple[Context, ...]]:
+    """The layers after their policy's update, no slot moved, and what the policy was told of each.
+
+    Args:
+      state: the state, whose layers have read some tokens.
+      stats: what was observed of these.
+      steady: whether layers were within this policy's budget before.
+    """
+    plan, L = state.plan, len(state.layers)
+    ctxs = tuple(dataclasses.replace(state.context(i, stats.phase, stats.tokens), steady=steady) for i in range(L))
+    views, named = tuple(kv.view() for kv in state.layers), tuple(stats.of(i) for i in range(L))
+    if plan.policy.joint:
+        found = plan.policy.update_layers(views, named, ctxs)
+    else:
+        each = zip(plan.layers, views, named, ctxs, strict=True)
+        found = tuple(policy.update(view, seen, ctx) for policy, view, seen, ctx in each)
+    return tuple(kv if x is y else kv.put(x) for kv, x, y in zip(state.layers, found, views, strict=True)), ctxs
+
+
 def decided(state: State, stats: AttnStats, attend: Attend) -> tuple[State, Bool[Array, "B"] | None]:
     """The state after its policy's update, and which sequences lost live tokens, or kept some by no choice.
 
@@ -197,17 +216,7 @@ def decided(state: State, stats: AttnStats, attend: Attend) -> tuple[State, Bool
       stats: what was observed of these.
       attend: how layers are stored afterwards.
     """
-    plan, L = state.plan, len(state.layers)
-    ctxs = tuple(
-        dataclasses.replace(state.context(i, stats.phase, stats.tokens), steady=attend.steady) for i in range(L)
-    )
-    views, named = tuple(kv.view() for kv in state.layers), tuple(stats.of(i) for i in range(L))
-    if plan.policy.joint:
-        found = plan.policy.update_layers(views, named, ctxs)
-    else:
-        each = zip(plan.layers, views, named, ctxs, strict=True)
-        found = tuple(policy.update(view, seen, ctx) for policy, view, seen, ctx in each)
-    layers = [kv if x is y else kv.put(x) for kv, x, y in zip(state.layers, found, views, strict=True)]
+    layers, ctxs = updated(state, stats, steady=attend.steady)
     kept = [attend.stored(kv, i, ctx) for i, (kv, ctx) in enumerate(zip(layers, ctxs, strict=True))]
     lost = [x for _, x in kept if x is not None]
     state = dataclasses.replace(state, layers=tuple(kv for kv, _ in kept), ready=attend.ends)

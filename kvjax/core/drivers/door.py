@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
-from kvjax.core.contract import LayerInfo, Policy, unique
+from kvjax.core.contract import AttentionInputs, LayerInfo, Phase, Policy, unique
 from kvjax.core.drivers.attend import Attend, decided, step
 from kvjax.core.drivers.checks import (
     as_array,
@@ -28,7 +28,7 @@ from kvjax.core.drivers.replay import rereads
 from kvjax.core.drivers.state import AttnStats, State
 from kvjax.core.drivers.steps import checked_logits, placed
 from kvjax.core.observe import Reread
-from kvjax.core.plan import planned
+from kvjax.core.plan import Plan, planned
 from kvjax.core.storage import Storage, empty
 
 
@@ -124,29 +124,77 @@ def applied(policy: Policy, state: State, stats: AttnStats) -> State:
     """
     check_is("state", state, State, "kvjax.forward")
     check_is("stats", stats, AttnStats, "kvjax.forward")
-    unknown, prompt = traced(state.prompt_length), not state.ready
-    lengths = state.prompt_length if unknown else np.asarray(state.prompt_length)
-    plan, hparams = planned(policy, state.plan.infos, lengths, None if prompt else state.plan)
-    layers = state.layers
-    if prompt and plan.layers != state.plan.layers:
-        layers = tuple(map(_under, plan.layers, plan.infos, state.layers))
-    for i, p in enumerate(plan.layers):
-        again = [o for o in p.observe("replay") if isinstance(o, Reread)] if prompt else []
-        if missing := [o for o in (*p.observe(stats.phase), *again) if o not in stats.names[i]]:
-            raise ValueError(f"{missing[0]} was not observed: give the policy to forward(..., observe=)")
-    same = lambda: all(np.array_equal(*x) for x in zip(*map(jax.tree.leaves, (hparams, state.hparams)), strict=True))
-    steady = prompt or (not unknown and same())
-    state = dataclasses.replace(state, layers=layers, hparams=hparams, plan=plan)
-    state, lost = _applied(state, stats, grow=prompt, steady=steady)
+    after, prompt = under(policy, state, stats), not state.ready
+    other, known = prompt and after.plan.layers != state.plan.layers, not traced(state.prompt_length)
+    each = zip(*map(jax.tree.leaves, (after.hparams, state.hparams)), strict=True)
+    steady = prompt or (known and all(np.array_equal(*x) for x in each))
+    after, lost = _applied(after, stats, grow=prompt, steady=steady, other=other)
     if lost is not None and not traced(lost) and bool(lost.any()):
-        check_layers_scored(state)
+        check_layers_scored(after)
         raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
+    return after
+
+
+def under(policy: Policy, state: State, stats: AttnStats, plan: Plan | None = None) -> State:
+    """A state with the plan and the data of a policy. The layers of a prompt are still as they were read.
+
+    Args:
+      policy: the policy.
+      state: what `forward` returned. One that decodes keeps its plan.
+      stats: what was observed.
+      plan: sizes of a larger budget, whose programs are used.
+
+    Raises:
+      ValueError: something that the policy wants to see was not observed.
+    """
+    prompt = not state.ready
+    lengths = state.prompt_length if traced(state.prompt_length) else np.asarray(state.prompt_length)
+    plan, hparams = planned(policy, state.plan.infos, lengths, plan if prompt else state.plan)
+    for i, p in enumerate(plan.layers):
+        if prompt and any(isinstance(o, Reread) and o not in stats.names[i] for o in p.observe("replay")):
+            raise ValueError(f"{type(p).__name__} reads the prompt again before it evicts, as kvjax.prefill does")
+        if missing := [o for o in p.observe(stats.phase) if o not in stats.names[i]]:
+            raise ValueError(f"{missing[0]} was not observed: give the policy to forward(..., observe=)")
+    return dataclasses.replace(state, hparams=hparams, plan=plan)
+
+
+@functools.partial(jax.jit, static_argnames=("grow", "steady", "other"))
+def _applied(
+    state: State, stats: AttnStats, *, grow: bool, steady: bool, other: bool
+) -> tuple[State, Bool[Array, "B"] | None]:
+    state = stored_under(state) if other else state
+    return decided(state, stats, Attend(dataclasses.replace(state, layers=()), None, None, grow=grow, steady=steady))
+
+
+def stored_under(state: State) -> State:
+    """A state whose layers, which hold a whole prompt that was read under another policy, are stored for its own.
+
+    Raises:
+      ValueError: the policy cannot go on from a prompt that was read in this way.
+    """
+    state = dataclasses.replace(state, layers=tuple(map(_under, state.plan.layers, state.plan.infos, state.layers)))
+    check_reads_all(state, "prefill", "so kvjax.prefill must read the prompt under it")
     return state
 
 
-@functools.partial(jax.jit, static_argnames=("grow", "steady"))
-def _applied(state: State, stats: AttnStats, *, grow: bool, steady: bool) -> tuple[State, Bool[Array, "B"] | None]:
-    return decided(state, stats, Attend(dataclasses.replace(state, layers=()), None, None, grow=grow, steady=steady))
+def check_reads_all(state: State, phase: Phase, so: str) -> None:
+    """Refuses a state's policy that hides live slots from rows, or weighs them. For traced code: nothing is computed.
+
+    Args:
+      state: the state under the policy, whose layers hold the rows.
+      phase: of which rows: "prefill" for the whole prompt, "decode" for a token behind it.
+      so: what follows from it.
+
+    Raises:
+      ValueError: in some layer the policy's `reads` are not None.
+    """
+    for i, (policy, info, kv) in enumerate(zip(state.plan.layers, state.plan.infos, state.layers, strict=True)):
+        B, T = len(kv.pos), kv.pos.shape[2] if phase == "prefill" else 1
+        q, hidden = jnp.zeros((B, info.num_query_heads, T, info.head_dim)), jnp.zeros((B, T, info.embed_dim))
+        pos, ctx = jnp.broadcast_to(state.length[:, None] - 1, (B, T)), state.context(i, phase)
+        told = AttentionInputs(q, q, kv.view().replace(memory=()), pos, ctx, lambda x, _: x, None, hidden)
+        if policy.reads(kv.view(), told, ctx) is not None:
+            raise ValueError(f"{type(policy).__name__} decides which of the live tokens a row reads, {so}")
 
 
 def _under(policy: Policy, info: LayerInfo, kv: Storage) -> Storage:

@@ -1,0 +1,399 @@
+"""One reading of prompts and of what follows them, with the full cache: all that losses of any policy need.
+
+Eviction after the prompt changes no key, value or statistic of the prompt itself, in any layer. So one prefill serves
+every policy, budget and seed; what differs is which of the prompt's slots later rows find, and what these hold.
+
+Letters: B prompts, L layers, N query heads, K kv heads, T columns of the prompts, F rows that follow, H head_dim, D
+width of the model, V vocabulary.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from kvjax.core.across import AcrossLayers
+from kvjax.core.analysis.hindsight import of_kv_heads
+from kvjax.core.compose import ByHead, Chain, SharedLayers
+from kvjax.core.contract import Context, Decision, LayerView, Layout, Observation, Phase, Policy, Rotate, Stats
+from kvjax.core.drivers.attend import Attend, updated
+from kvjax.core.drivers.checks import check_model, check_positions, check_prompts, check_rows, traced
+from kvjax.core.drivers.door import forward, stored_under, under
+from kvjax.core.drivers.replay import Reread
+from kvjax.core.drivers.state import AttnStats, Prompts, State, row_keys
+from kvjax.core.drivers.steps import start
+from kvjax.core.evict import LARGE, Evict, check_scored
+from kvjax.core.observe import Rows
+from kvjax.core.plan import Plan
+from kvjax.core.storage import Layer, Storage
+from kvjax.pallas_kernels.pytree import pytree, static
+
+Left = Sequence[Layer] | Bool[Array, "L B heads T"] | Float[Array, "L B heads T"] | Sequence[Any]
+"""What is left of the prompt in every layer: a mask, gates between 0 and 1, or the layer after a policy."""
+
+_MASS = Rows(group=None)
+
+
+class Stored(Policy):
+    """The full cache, stored in given ways.
+
+    Attributes:
+      layouts: one a layer.
+      more: what is observed of the prompt.
+    """
+
+    layouts: tuple[Layout, ...]
+    more: tuple[Observation, ...] = ()
+
+    @property
+    def layout(self) -> Layout:
+        return self.layouts[0]
+
+    def at(self, layer: int, num_layers: int) -> "Stored":
+        return Stored(self.layouts[layer : layer + 1], self.more)
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return self.more if phase == "prefill" else ()
+
+
+def stored_as(policy: Policy, num_layers: int) -> tuple[Layout, ...]:
+    """How the prompt must be stored in every layer so that the policy can be applied to it."""
+    each = [policy.at(i, num_layers).layout for i in range(num_layers)]
+    return tuple(Layout("rank" if x.positions == "rank" else "original", by_query_head=x.by_query_head) for x in each)
+
+
+@pytree
+class Later:
+    """A layer as the rows that follow the prompt met it, with the full cache.
+
+    Attributes:
+      q, k, v: queries, keys and values of these rows, before rotation.
+      out: their attention outputs.
+      mass: the share of attention that they pay to every token of the prompt, averaged over rows.
+      out_proj: the output projection.
+      rotate: the rotary embedding.
+      how: what else attention is given, by name.
+    """
+
+    q: Float[Array, "B N F H"]
+    k: Float[Array, "B _ F H"]
+    v: Float[Array, "B _ F H"]
+    out: Float[Array, "B N F H"]
+    mass: Float[Array, "B N T"]
+    out_proj: Float[Array, "N H D"]
+    rotate: Rotate = static()
+    how: tuple[tuple[str, Any], ...] = static(default=())
+
+
+@pytree
+class Reading:
+    """What `read` returns: the whole model over prompts and what follows them, with the full cache.
+
+    Attributes:
+      state: the state that holds the whole prompts.
+      stats: what was observed of them.
+      later: the rows that follow, in every layer.
+      logits: after each of these rows.
+      continuation: their tokens.
+    """
+
+    state: State
+    stats: AttnStats
+    later: tuple[Later, ...]
+    logits: Float[Array, "B F V"]
+    continuation: Int[Array, "B F"]
+
+    @property
+    def lengths(self) -> Int[Array, "B"]:
+        """Tokens of every prompt."""
+        return self.state.length
+
+    @property
+    def rows(self) -> Int[Array, "B F"]:
+        """Positions of the rows that follow."""
+        return self.lengths[:, None] + jnp.arange(self.continuation.shape[1], dtype=jnp.int32)[None]
+
+    def mass(self, heads: int) -> Float[Array, "B L heads T"]:
+        """The share of attention that the rows pay to every token of the prompt, in all layers.
+
+        Args:
+          heads: kv heads, of which each has the mean of its group, or query heads.
+        """
+        return jnp.stack([of_kv_heads(layer.mass, heads) for layer in self.later], axis=1)
+
+    def live(self, heads: int) -> Bool[Array, "B L heads T"]:
+        """The prompt's tokens in all layers, False for padding."""
+        each = [kv.view().live[:, :1] for kv in self.state.layers]
+        return jnp.repeat(jnp.stack(each, axis=1), heads, axis=2)
+
+    def after(self, policy: Policy, *, plan: Plan | None = None, policy_params: Any = ()) -> tuple[Layer, ...]:
+        """The layers after a policy evicted from the prompt; no slot moved, `live` says what stays.
+
+        Args:
+          policy: one of those that the reading was made for (`read`), at any budget.
+          plan: sizes of a larger budget, whose program is used.
+          policy_params: the policy's learned parameters, one tree a layer.
+
+        Raises:
+          ValueError: what `policy(state, stats)` refuses.
+        """
+        state = under(policy, self.state, self.stats, plan)
+        layers = _after(dataclasses.replace(state, params=tuple(policy_params)), self.stats)
+        for i, kv in enumerate(layers):
+            if not traced(kv.pos):
+                check_scored(policy.at(i, len(layers)), i, kv)
+        return layers
+
+    def decisions(self, policy: Policy, *, policy_params: Any = ()) -> tuple[Decision, ...]:
+        """What a policy decides about the prompt in every layer, and what it ranked the slots by.
+
+        Dead slots have a score of minus infinity; that of protected ones decides nothing. Scores of a chain are those
+        of its last member, and layers that share a decision or a budget each have their own.
+
+        Args:
+          policy, policy_params: as for `after`.
+
+        Raises:
+          ValueError: a policy that ranks nothing after the prompt, and what `policy(state, stats)` refuses.
+        """
+        state = under(policy, self.state, self.stats)
+        return _decisions(dataclasses.replace(state, params=tuple(policy_params)), self.stats)
+
+    def left(self, keep: Left) -> tuple[Layer, ...]:
+        """The layers with what a mask or gates leave of each: a slot outside of the mask is dead.
+
+        Gates between 0 and 1 keep some of every slot where it is, and have gradients.
+
+        Args:
+          keep: one for every layer, of kv heads or of query heads; layers are returned as they are.
+
+        Raises:
+          ValueError: another number of layers, neither booleans nor shares in [0, 1], or other slots than the prompt's.
+        """
+        if len(keep) != len(self.later):
+            raise ValueError(
+                f"keep is for {len(keep)} layers, but the reading has {len(self.later)}; give one mask a layer, the "
+                "axis of layers first"
+            )
+        return tuple(x if isinstance(x, Layer) else self._left(i, x) for i, x in enumerate(keep))
+
+    def _left(self, layer: int, keep: Any) -> Layer:
+        keep, kv, N = jnp.asarray(keep), _bare(self.state.layers[layer]), self.later[layer].q.shape[1]
+        B, K, T = kv.pos.shape
+        if keep.shape not in ((B, K, T), (B, N, T)):
+            raise ValueError(
+                f"keep has the shape {keep.shape}, but layer {layer} has slots {(B, K, T)} of kv heads and "
+                f"{(B, N, T)} of query heads; give one value a slot"
+            )
+        if keep.shape[1] != K:
+            kv = kv.replace(**{n: jnp.repeat(getattr(kv, n), N // K, axis=1) for n in ("k", "v", "pos")})
+        if keep.dtype == bool:
+            return kv.keep(keep)
+        if not jnp.issubdtype(keep.dtype, jnp.floating):
+            raise ValueError(f"keep has the dtype {keep.dtype}; give booleans, or gates between 0 and 1")
+        if not traced(keep) and not 0 <= keep.min() <= keep.max() <= 1:
+            raise ValueError(
+                f"gates lie between {keep.min()} and {keep.max()}, but a slot is kept by a share in [0, 1]"
+            )
+        if kv.how.positions != "original":
+            raise ValueError("gates keep some of every slot, so no key moves: read the prompt at original positions")
+        tiny = jnp.finfo(jnp.float32).tiny  # finite weights, as infinite ones have no gradient
+        return kv.replace(log_weight=jnp.log(jnp.maximum(keep.astype(jnp.float32), tiny)))
+
+    def attend(self, layers: Sequence[Storage], observe: tuple[Any, ...] = ()) -> Attend:
+        """What attends for the rows that follow, which stay in the cache, whatever layers they find."""
+        plan, L = self.state.plan, len(layers)
+        infos = tuple(
+            dataclasses.replace(info, num_kv_heads=kv.pos.shape[1]) for info, kv in zip(plan.infos, layers, strict=True)
+        )
+        bare = Plan(Policy(), (Policy(),) * L, infos, plan.capacities)
+        length = self.lengths + self.continuation.shape[1]
+        state = dataclasses.replace(self.state, layers=(), length=length, hparams=((),) * L, params=(), plan=bare)
+        how: dict[str, Any] = {"evict": False, "gives": True, "observe": (observe,) * L}
+        return Attend(state, self.continuation, self.rows, **how)
+
+    def outputs(self, layer: int, kv: Layer) -> Float[Array, "B N F H"]:
+        """The attention outputs of the rows that follow, by the full cache's queries, where a layer is `kv`."""
+        of, layers = self.later[layer], [*self.state.layers[:layer], kv, *self.state.layers[layer + 1 :]]
+        return self.attend(layers)(_in_order(kv), of.q, of.k, of.v, layer=layer, rotate=of.rotate, **dict(of.how))[0]
+
+    def logits_after(self, model: Any, params: PyTree[Any], keep: Left) -> Float[Array, "B F V"]:
+        """The model's logits over the rows that follow after an eviction of every layer, which later layers feel.
+
+        Everything that the rows add to the cache stays. These are the logits of `policy(state, stats)` and then
+        `kvjax.feed`, in one pass.
+
+        Args:
+          model, params: the model that was read.
+          keep: what is left of every layer, as for `left`.
+
+        Raises:
+          ValueError: what `left` refuses.
+        """
+        layers = self.left(keep)
+        return _over(model, params, self, tuple(map(_in_order, layers)), self.attend(layers))[0]
+
+
+def _bare(kv: Any) -> Layer:
+    """A layer without memory, so that those of all policies have one structure."""
+    return kv.replace(memory=(), how=dataclasses.replace(kv.how, per_head=()))
+
+
+def _in_order(kv: Any) -> Layer:
+    """A layer as the rows that follow find it: first tokens first, and without the channels that were dropped."""
+    return kv.compact(kv.pos.shape[2]) if kv.how.positions == "shifted" or kv.channels is not None else kv
+
+
+def _over(model: Any, params: Any, reading: Reading, layers: tuple[Layer, ...], attend: Any) -> tuple[Any, Any, Any]:
+    where = {"positions": reading.rows} if getattr(model.config, "learned_positions", False) else {}
+    return model(params, reading.continuation, layers, attend=attend, last_only=False, **where)
+
+
+@jax.jit
+def _after(state: State, stats: AttnStats) -> tuple[Layer, ...]:
+    return tuple(map(_bare, updated(stored_under(state), stats)[0]))
+
+
+@jax.jit
+def _decisions(state: State, stats: AttnStats) -> tuple[Decision, ...]:
+    state = stored_under(state)
+    layers, ctxs = updated(state, stats)
+    found = []
+    for i, (policy, before, after, ctx) in enumerate(zip(state.plan.layers, state.layers, layers, ctxs, strict=True)):
+        ranked = _ranked(policy, before.view(), stats.of(i), ctx)
+        if ranked is None:
+            raise ValueError(f"{type(policy).__name__} ranks nothing after the prompt, in layer {i}")
+        found.append(Decision(after.view().live, ranked.score, ranked.budgets))
+    return tuple(found)
+
+
+def _ranked(policy: Policy, kv: LayerView, stats: Stats, ctx: Context) -> Decision | None:
+    """What the last `Evict` inside of a layer's policy decides after the prompt; None if there is none."""
+    if isinstance(policy, AcrossLayers | SharedLayers):
+        own = ctx.hparams[0] if isinstance(policy, AcrossLayers) else ctx.hparams
+        return _ranked(policy.policy, kv, stats, dataclasses.replace(ctx, hparams=own))
+    if isinstance(policy, Evict):
+        return _of_evict(policy, policy.updated(kv, stats, ctx), stats, ctx) if policy.when.prefill else None
+    if isinstance(policy, ByHead):
+        own = [policy.own(i, kv, ctx) for i in range(len(policy.members))]
+        each = [_ranked(p, view, stats, here) for p, (view, here) in zip(policy.members, own, strict=True)]
+        if all(x is None for x in each):
+            return None
+        whole = Decision(kv.live, jnp.where(kv.live, 0.0, -jnp.inf), kv.num_live)
+        each = [whole if x is None else x for x in each]
+        return Decision(*(policy.pick([getattr(x, n) for x in each]) for n in ("keep", "score", "budgets")))
+    found = None
+    if isinstance(policy, Chain):
+        for i, member in enumerate(policy.members):
+            view, here = policy.own(i, kv, ctx)
+            found = _ranked(member, view, stats, here) or found
+            kv = member.update(view, stats, here).replace(memory=kv.memory)
+    return found
+
+
+def _of_evict(policy: Evict, kv: LayerView, stats: Stats, ctx: Context) -> Decision:
+    found = policy.choose(kv, stats, ctx)[0]
+    score = jnp.where(jnp.abs(found.score) < LARGE, found.score, jnp.sign(found.score) * jnp.inf)
+    return dataclasses.replace(found, score=jnp.where(kv.live, score, -jnp.inf))
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _followed(model: Any, params: Any, reading: Reading) -> tuple[tuple[Later, ...], Float[Array, "B F V"]]:
+    """The rows that follow, and the logits after them."""
+    layers = tuple(map(_bare, reading.state.layers))
+    attend, (F, T) = reading.attend(layers, (_MASS,)), (reading.continuation.shape[1], layers[0].pos.shape[2])
+
+    def captured(kv: Any, q: Any, k: Any, v: Any, *, layer: int, rotate: Any, out_proj: Any = None, **how: Any) -> Any:
+        out, kv, (mass,) = attend(kv, q, k, v, layer=layer, rotate=rotate, out_proj=out_proj, **how)
+        how.pop("hidden", None)
+        return out, kv, Later(q, k, v, out, mass[..., :T] / F, out_proj, rotate=rotate, how=tuple(how.items()))
+
+    logits, _, later = _over(model, params, reading, layers, captured)
+    return tuple(later), logits
+
+
+def read_whole(
+    model: Any,
+    params: PyTree[Any],
+    prompts: Prompts,
+    max_new_tokens: int,
+    *,
+    policies: Sequence[Policy],
+    stored: Stored,
+    key: Any = None,
+) -> tuple[State, AttnStats]:
+    """The state that holds whole prompts, and what some policies want to see of them.
+
+    Args:
+      model, params: the model.
+      prompts: the prompts, which have been checked.
+      max_new_tokens: rows that may follow.
+      policies: the policies.
+      stored: how every layer is stored, and what else is observed.
+      key: one PRNG key for the batch, or one a sequence.
+    """
+    how: dict[str, Any] = {"lengths": prompts.lengths, "max_new_tokens": max_new_tokens, "key": key}
+    state = start(model, policy=stored, width=prompts.tokens.shape[1], **how)
+    if not traced(prompts.lengths):
+        check_positions(model.config, state.plan, np.asarray(prompts.lengths), max_new_tokens)
+    observe = tuple(dict.fromkeys(policies))
+    return forward(model, params, prompts.tokens, state, valid=prompts.lengths, observe=observe)[1:]
+
+
+def read(
+    model: Any,
+    params: PyTree[Any],
+    tokens: Any,
+    continuation: Any,
+    *,
+    policies: Sequence[Policy] = (),
+    observe: Sequence[Observation] = (),
+    lengths: Any = None,
+    key: Any = None,
+    layout: Layout | None = None,
+) -> Reading:
+    """Reads prompts, then what follows them, with the full cache.
+
+    Args:
+      model, params: the model.
+      tokens: token ids of the prompts "B T", padded on the left.
+      continuation: token ids that follow them "B F", without padding.
+      policies: the policies that will be applied to the reading, each at any one of its budgets if those observe the
+        same. One `forward` observes for all of them.
+      observe: what else is observed of the prompt in every layer: `reading.stats.of(layer)[observation]`.
+      lengths: the prompts' own lengths "B", T if None.
+      key: one PRNG key for the batch, or one a sequence.
+      layout: how every layer is stored; as the policies need it if None.
+
+    Raises:
+      ValueError: prompts and continuations that do not fit together or the model; policies that read the prompt again,
+        or need it stored in different ways.
+    """
+    check_model(model, params)
+    prompts = check_prompts(model, tokens, lengths)
+    after, L = check_rows(model, continuation, None).tokens, model.config.num_layers
+    if len(after) != len(prompts.tokens):
+        raise ValueError(f"{len(prompts.tokens)} prompts, but {len(after)} continuations; give one for each")
+    rereads = lambda p: any(isinstance(o, Reread) for i in range(L) for o in p.at(i, L).observe("replay"))
+    if again := [p for p in policies if rereads(p)]:
+        raise ValueError(f"{type(again[0]).__name__} reads the prompt again before it evicts; use kvjax.prefill for it")
+    kinds = {stored_as(p, L): p for p in policies} if layout is None else {(layout,) * L: None}
+    if len(kinds) > 1:
+        one, other = list(kinds.values())[:2]
+        raise ValueError(f"{one} and {other} need the prompt stored in different ways; read it once for each")
+    stored = Stored(next(iter(kinds), (Layout(),) * L), tuple(observe))
+    state, stats = read_whole(model, params, prompts, after.shape[1], policies=policies, stored=stored, key=key)
+    bare = Reading(state, stats, (), jnp.zeros((len(after), 0, 0)), jnp.asarray(after))
+    later, logits = _followed(model, params, bare)
+    return dataclasses.replace(bare, later=later, logits=logits)
+
+
+def seed_key(key: Any, batch: int, seed: int) -> Array:
+    """The keys of every sequence for a seed; seed 0 keeps the sequence's own."""
+    keys = row_keys(key, batch)
+    return keys if seed == 0 else jax.vmap(lambda k: jax.random.fold_in(k, seed))(keys)
