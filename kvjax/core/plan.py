@@ -8,6 +8,8 @@ from jaxtyping import Array, Int, Key
 
 from kvjax.core.contract import LayerInfo, Policy, Sizes, compiled, value
 
+_STEP = 16  # what slots are rounded up to where layers differ
+
 
 @value
 class Plan:
@@ -17,7 +19,8 @@ class Plan:
       policy: the policy without data, if it decides for all layers at once; else the full cache.
       layers: the policy of every layer, without data.
       infos: the shape of every layer.
-      capacities: slots of a head in every layer, or of all its heads in a pool.
+      capacities: slots of a head in every layer, or of all its heads in a pool. Where layers differ in them, multiples
+        of 16, so that one program compacts several layers.
     """
 
     policy: Policy
@@ -75,12 +78,13 @@ def planned(
     prompts = np.arange(1, infos[0].prompt_len + 1) if traced else np.asarray(lengths)
     each = [policy.at(i, L) for i in range(L)]
     sizes = [p.sizes(info, prompts) for p, info in zip(each, infos, strict=True)]
-    hparams = tuple(x.hparams for x in sizes)
+    hparams = jax.device_put(tuple(x.hparams for x in sizes))
     if traced:  # the data of all lengths, of which each sequence takes its own
         hparams = jax.tree.map(lambda x: x[lengths - 1], hparams)
     slots = [_slots(p, x) for p, x in zip(each, sizes, strict=True)]
     need = tuple(int(n.max()) for n in slots)
-    found = Plan(compiled(policy) if policy.joint else Policy(), tuple(map(compiled, each)), infos, need)
+    capacities = tuple(-(-n // _STEP) * _STEP for n in need) if len(set(need)) > 1 else need
+    found = Plan(compiled(policy) if policy.joint else Policy(), tuple(map(compiled, each)), infos, capacities)
     if plan is None:
         return found, hparams
     # Of traced lengths there may be no prompt as long as the longest.

@@ -4,20 +4,19 @@ Letters: B batch, T tokens, L layers, V vocabulary.
 """
 
 import dataclasses
-import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from kvjax.core.contract import LayerInfo, Policy, unique
-from kvjax.core.drivers.attend import Attend, decided, step
+from kvjax.core.drivers.attend import decided, step
 from kvjax.core.drivers.checks import as_array, check_ids, check_is, check_model, check_room, traced
 from kvjax.core.drivers.replay import Reread
 from kvjax.core.drivers.state import AttnStats, State, Storage
-from kvjax.core.drivers.steps import checked_logits, placed
+from kvjax.core.drivers.steps import checked_logits
 from kvjax.core.plan import planned
 from kvjax.core.storage import empty
 
@@ -69,25 +68,14 @@ def forward(
         check_room(state, valid)
     phase = "decode" if T == 1 and not grow else "prefill"
     more = tuple(unique(o for p in observe for o in p.at(i, L).observe(phase)) for i in range(L)) if observe else ()
-    how = {"phase": phase, "evict": evict, "grow": grow, "observe": more}
-    found = _forward(model, params, jnp.asarray(tokens), state, jnp.asarray(valid, jnp.int32), **how)
-    if T > 1:
-        checked_logits(found[0])
-    return found
-
-
-@functools.partial(jax.jit, static_argnames=("model", "phase", "evict", "grow", "observe"))
-def _forward(
-    model: Any, params: Any, tokens: Any, state: State, valid: Any, *, phase: Any, evict: Any, grow: Any, observe: Any
-) -> Any:
-    old = state
-    tokens, pos, state = placed(tokens, state, valid)
-    how = {"evict": evict, "grow": grow, "gives": True, "observe": observe}
-    logits, state, stats = step(model, params, tokens, state, pos, phase, **how)
+    how = {"evict": evict, "grow": grow, "gives": True, "observe": more}
+    logits, after, stats = step(model, params, jnp.asarray(tokens), state, jnp.asarray(valid, jnp.int32), phase, **how)
     if not grow:  # sequences without a new token keep what they had
-        layers = tuple(new.where(valid > 0, before) for new, before in zip(state.layers, old.layers, strict=True))
-        state = dataclasses.replace(state, layers=layers)
-    return logits, state, stats
+        layers = tuple(new.where(valid > 0, old) for new, old in zip(after.layers, state.layers, strict=True))
+        after = dataclasses.replace(after, layers=layers)
+    if T > 1:
+        checked_logits(logits)
+    return logits, after, cast(AttnStats, stats)  # which `gives` asks for
 
 
 def applied(policy: Policy, state: State, stats: AttnStats) -> State:
@@ -117,15 +105,10 @@ def applied(policy: Policy, state: State, stats: AttnStats) -> State:
     same = lambda: all(np.array_equal(*x) for x in zip(*map(jax.tree.leaves, (hparams, state.hparams)), strict=True))
     steady = prompt or (not unknown and same())
     state = dataclasses.replace(state, layers=layers, hparams=hparams, plan=plan)
-    state, lost = _applied(state, stats, grow=prompt, steady=steady)
-    if lost is not None and not traced(lost) and bool(lost.any()):
+    state, lost = decided(state, stats, grow=prompt, steady=steady)
+    if lost and not traced(*lost) and bool(jnp.stack(lost).any()):
         raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
     return state
-
-
-@functools.partial(jax.jit, static_argnames=("grow", "steady"))
-def _applied(state: State, stats: AttnStats, *, grow: bool, steady: bool) -> tuple[State, Bool[Array, "B"] | None]:
-    return decided(state, stats, Attend(dataclasses.replace(state, layers=()), None, None, grow=grow, steady=steady))
 
 
 def _under(policy: Policy, info: LayerInfo, kv: Storage) -> Storage:

@@ -4,7 +4,6 @@ Letters: B batch, T columns of the prompt, R rows that repeat a chunk, S slots.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +13,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.core.contract import EMPTY, Phase, Slots, unique, value
-from kvjax.core.drivers.attend import Attend, decided
+from kvjax.core.drivers.attend import decided, embed, layer_step
 from kvjax.core.drivers.state import AttnStats, State, Storage
 from kvjax.core.scores.attention import Score
+from kvjax.pallas_kernels.pytree import pytree, static
 
 
 @value
@@ -101,22 +101,26 @@ def reread(
     """
     T = tokens.shape[1]
     size = max(min(how.chunk, T), 1)
+    outer, each = model.parts(params)
     found = [jnp.zeros(kv.pos.shape) for kv in state.layers]
     for first in range(0, T, size):
         rows = [how.rows(tokens[b, T - n :], first, size) for b, n in enumerate(lengths)]
-        R = max(map(len, rows))
-        ids = jnp.asarray(np.stack([np.pad(x, (R - len(x), 0)) for x in rows]))
-        new = _repeat(model, params, ids, jnp.asarray([len(x) for x in rows]), jnp.int32(first), state, how, size)
-        found = [jnp.maximum(x, y) for x, y in zip(found, new, strict=True)]
-    state, lost = _decide(state, _with(stats, how, found))
-    if bool(lost.any()):
+        valid = np.array([*map(len, rows)], np.int32)
+        ids = np.stack([np.pad(x, (valid.max() - len(x), 0)) for x in rows])
+        x, _, pos, _ = embed(model, outer, ids, state.length, valid)
+        attend = Repeat(pos, jnp.int32(first), how, size)
+        for i, kv in enumerate(state.layers):
+            x, _, new = layer_step(model, model.alike[i], each[i], x, kv, attend)
+            found[i] = jnp.maximum(found[i], new)
+    state, lost = decided(state, _with(stats, how, found))
+    if bool(jnp.stack(lost).any()):
         raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
     return state
 
 
 def after_replay(state: State, stats: AttnStats, how: Reread) -> State:
     """The state after an update as in `reread`, but by attention of 0: for shapes."""
-    return _decide(state, _with(stats, how, [jnp.zeros(kv.pos.shape) for kv in state.layers]))[0]
+    return decided(state, _with(stats, how, [jnp.zeros(kv.pos.shape) for kv in state.layers]))[0]
 
 
 def _with(stats: AttnStats, how: Reread, found: list[Array]) -> AttnStats:
@@ -124,28 +128,24 @@ def _with(stats: AttnStats, how: Reread, found: list[Array]) -> AttnStats:
     return dataclasses.replace(stats, layers=layers, names=tuple((*x, how) for x in stats.names))
 
 
-@jax.jit
-def _decide(state: State, stats: AttnStats) -> Any:
-    return decided(state, stats, Attend(dataclasses.replace(state, layers=()), None, None))
+@pytree
+class Repeat:
+    """What a layer calls with the rows that repeat a chunk: it stores none of them.
 
+    Attributes:
+      pos: their positions, `EMPTY` for padding.
+      first: position of the chunk's first token.
+      how: how the prompt is repeated.
+      size: tokens of the chunk.
+    """
 
-@functools.partial(jax.jit, static_argnums=(0, 6, 7))
-def _repeat(
-    model: Any,
-    params: PyTree[Any],
-    ids: Int[Array, "B R"],
-    valid: Int[Array, "B"],
-    first: Int[Array, ""],
-    state: State,
-    how: Reread,
-    size: int,
-) -> tuple[Float[Array, "B K S"], ...]:
-    """For every layer, the most attention that the tokens of a chunk get while it is repeated."""
-    R = ids.shape[1]
-    column = jnp.arange(R)[None] - (R - valid)[:, None]
-    pos = jnp.where(column >= 0, state.length[:, None] + column, EMPTY)
+    pos: Int[Array, "B R"]
+    first: Int[Array, ""]
+    how: Reread = static(default=Reread())
+    size: int = static(default=1)
 
-    def attend(
+    def __call__(
+        self,
         kv: Storage,
         q: Float[Array, "B N R H"],
         k: Float[Array, "B K R H"],
@@ -158,21 +158,19 @@ def _repeat(
         slopes: Any = None,
         **_: Any,
     ) -> tuple[Float[Array, "B N R H"], Storage, Float[Array, "B K S"]]:
+        """What attention gives, the cache as it was, and the most attention that each token of the chunk gets."""
+        pos, first, (B, K, S), R, H = self.pos, self.first, kv.pos.shape, q.shape[2], q.shape[3]
         q, k = rotate(q, pos[:, None]), rotate(k, pos[:, None])
         both = kv.replace(memory=()).append(k, v, pos, grow=True)
         out = both.attend(q, pos, rotate=rotate, scale=scale, window=window, softcap=softcap, slopes=slopes).out
-        (B, K, S), H = kv.pos.shape, q.shape[-1]
         logits = jnp.einsum("bkgrh,bksh->bkgrs", q.reshape(B, K, -1, R, H), both.k) * (
             H**-0.5 if scale is None else scale
         )
         logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
         at, own = both.pos, jnp.arange(S + R) >= S
-        of_chunk = (at >= first) & (at < first + size)
-        inside = (of_chunk | (at < jnp.minimum(how.sinks, first))) & ~own | own
+        of_chunk = (at >= first) & (at < first + self.size)
+        inside = (of_chunk | (at < jnp.minimum(self.how.sinks, first))) & ~own | own
         sees = (inside & (at != EMPTY))[:, :, None] & (at[:, :, None] <= pos[:, None, :, None])
         p = jax.nn.softmax(jnp.where(sees[:, :, None], logits, -jnp.inf), axis=-1, where=sees[:, :, None])
         p = jnp.where((pos != EMPTY)[:, None, None, :, None], p, 0.0)[..., :S].max((2, 3))
         return out, kv, jnp.where(of_chunk[..., :S], p, 0.0)
-
-    where = {"positions": pos} if getattr(model.config, "learned_positions", False) else {}
-    return model(params, ids, state.layers, attend=attend, last_only=True, **where)[2]

@@ -1,21 +1,19 @@
 """The steps that join a model and a policy: read prompts, whole or in blocks, and decode a token.
 
-`prefill`, `decode_step` and `start` are for users, and check what they are given; `read_prompts`, `read` and `decode`
-are what other drivers use. All may stand inside `jax.jit`.
+`prefill`, `decode_step` and `start` are for users, and check what they are given; `read_prompts` and `decode` are what
+other drivers use. All may stand inside `jax.jit`.
 
 Letters: B batch, T tokens of a prompt, V vocabulary.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.core.contract import EMPTY, Policy
+from kvjax.core.contract import Policy
 from kvjax.core.drivers.attend import step
 from kvjax.core.drivers.buckets import padded, plan_request
 from kvjax.core.drivers.checks import (
@@ -31,7 +29,7 @@ from kvjax.core.drivers.checks import (
     whole,
 )
 from kvjax.core.drivers.replay import reread, rereads
-from kvjax.core.drivers.state import AttnStats, Prompts, State, empty_state, row_keys
+from kvjax.core.drivers.state import Prompts, State, empty_state, row_keys
 from kvjax.core.plan import Plan
 
 
@@ -156,11 +154,13 @@ def read_prompts(
         for left in range(num - 1, 0, -1):
             here = tokens[:, (num - 1 - left) * block : (num - left) * block]
             valid = xp.clip(lengths - left * block, 0, block)
-            _, state, _ = read(model, params, here, state, valid, ends=False)
-        logits, state, _ = read(model, params, tokens[:, -block:], state, xp.minimum(lengths, block))
+            _, state, _ = step(model, params, here, state, valid, "prefill", grow=True, ends=False)
+        last = tokens[:, -block:], state, xp.minimum(lengths, block)
+        logits, state, _ = step(model, params, *last, "prefill", grow=True)
         return checked_logits(logits), state
     tokens = padded(prompts.tokens, plan.infos[0].prompt_len)
-    logits, state, stats = read(model, params, tokens, state, lengths, evict=again is None, gives=again is not None)
+    how = {"grow": True, "evict": again is None, "gives": again is not None}
+    logits, state, stats = step(model, params, tokens, state, lengths, "prefill", **how)
     if again is not None and stats is not None:
         state = reread(model, params, tokens, np.asarray(lengths), state, stats, again)
     return checked_logits(logits), state
@@ -173,42 +173,6 @@ def checked_logits(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
             "logits are not numbers: the model's are not, or the policy keeps more tokens than its `sizes` asked for"
         )
     return logits
-
-
-@functools.partial(jax.jit, static_argnames=("model", "evict", "ends", "gives", "observe"))
-def read(
-    model: Any,
-    params: PyTree[Any],
-    tokens: Int[Array, "B T"],
-    state: State,
-    valid: Int[Array, "B"],
-    *,
-    evict: bool = True,
-    ends: bool = True,
-    gives: bool = False,
-    observe: tuple[tuple[Any, ...], ...] = (),
-) -> tuple[Float[Array, "B V"], State, AttnStats | None]:
-    """Reads some columns of a prompt: logits after the last, the state, and what was observed, if `gives`.
-
-    Args:
-      model, params: the model.
-      tokens: the columns.
-      state: the state before.
-      valid: how many of the last columns are tokens of each sequence.
-      evict, ends, gives, observe: see `Attend`.
-    """
-    tokens, pos, state = placed(tokens, state, valid)
-    how = {"evict": evict, "ends": ends, "grow": True, "gives": gives, "observe": observe}
-    return step(model, params, tokens, state, pos, "prefill", **how)
-
-
-def placed(tokens: Any, state: State, valid: Any) -> tuple[Int[Array, "B T"], Int[Array, "B T"], State]:
-    """Tokens with 0 for padding, their positions, and the state with the length that it has after them."""
-    T = tokens.shape[1]
-    column = jnp.arange(T)[None] - (T - valid)[:, None]
-    pos = jnp.where(column >= 0, state.length[:, None] + column, EMPTY)
-    state = dataclasses.replace(state, length=state.length + valid)
-    return jnp.where(column >= 0, tokens, 0), pos, state
 
 
 def decode_step(
@@ -250,9 +214,7 @@ def decode(
     guards: bool = True,
 ) -> tuple[Float[Array, "B V"], State]:
     """What `decode_step` does with what has been checked. `guards` are those of `Attend`."""
-    valid = jnp.ones_like(state.length) if active is None else jnp.asarray(active).astype(jnp.int32)
-    tokens, pos, moved = placed(token[:, None], state, valid)
-    logits, after, _ = step(model, params, tokens, moved, pos, "decode", guards=guards)
+    logits, after, _ = step(model, params, token[:, None], state, active, "decode", guards=guards)
     if active is None:
         return logits, after
     layers = tuple(new.where(active, old) for new, old in zip(after.layers, state.layers, strict=True))
