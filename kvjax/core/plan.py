@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from kvjax.core.contract import LayerInfo, Policy, Sizes, compiled, value
+from kvjax.core.contract import LayerInfo, Policy, compiled, value
 
 _STEP = 16  # what slots are rounded up to where layers differ
 
@@ -81,7 +81,7 @@ def planned(
     hparams = jax.device_put(tuple(x.hparams for x in sizes))
     if traced:  # the data of all lengths, of which each sequence takes its own
         hparams = jax.tree.map(lambda x: x[lengths - 1], hparams)
-    slots = [_slots(p, x) for p, x in zip(each, sizes, strict=True)]
+    slots = [np.asarray(x.total if p.layout.pool else x.per_head) for p, x in zip(each, sizes, strict=True)]
     need = tuple(int(n.max()) for n in slots)
     capacities = tuple(-(-n // _STEP) * _STEP for n in need) if len(set(need)) > 1 else need
     found = Plan(compiled(policy) if policy.joint else Policy(), tuple(map(compiled, each)), infos, capacities)
@@ -90,10 +90,6 @@ def planned(
     # Of traced lengths there may be no prompt as long as the longest.
     _check_fits(plan, found, tuple(int(n.min()) for n in slots) if traced else need)
     return plan, hparams
-
-
-def _slots(policy: Policy, sizes: Sizes) -> Int[np.ndarray, "M"]:
-    return np.asarray(sizes.total if policy.layout.pool else sizes.per_head)
 
 
 def _check_fits(plan: Plan, found: Plan, need: tuple[int, ...]) -> None:
