@@ -121,7 +121,7 @@ class Evict(Policy):
 
     def sizes(self, info: LayerInfo, lengths: Prompts) -> Sizes:
         budget, sinks, recent = self._counts(info, lengths)
-        outside = np.minimum(sinks + np.maximum(recent, self.when.before), budget)
+        outside = np.minimum(sinks + np.maximum(recent, int(self.when.before)), budget)
         free, room, slack = budget - outside, self.when.room(info.max_new_tokens), self.select.slack
         waits = (lengths <= budget) | (not self.when.prefill)  # the first eviction comes while decoding
         held = np.where(waits & self._keeps_shares, np.maximum(lengths, budget) + room, lengths)
@@ -142,7 +142,7 @@ class Evict(Policy):
         n = np.append(lengths, LONGEST).astype(np.int64)
         average = np.clip(resolve(self.budget, n), 1, MOST)
         sinks, recent = resolve(self.sinks, n, average), resolve(self.recent, n, average)
-        safe = sinks + np.maximum(recent, self.when.before)
+        safe = sinks + np.maximum(recent, int(self.when.before))
 
         def divided(average: Prompts) -> Int[np.ndarray, "M L"]:
             outside = np.minimum(safe, average)
@@ -215,7 +215,7 @@ class Evict(Policy):
     def _outside(self, ctx: Context) -> Int[Array, "B"]:
         """Tokens that each head keeps in any case."""
         hparams = ctx.hparams
-        return jnp.minimum(hparams.sinks + jnp.maximum(hparams.recent, self.when.before), hparams.budget)
+        return jnp.minimum(hparams.sinks + jnp.maximum(hparams.recent, int(self.when.before)), hparams.budget)
 
     def choose(
         self,

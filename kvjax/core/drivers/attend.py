@@ -176,6 +176,7 @@ def step(
     gives: bool = False,
     observe: tuple[tuple[Observation, ...], ...] = (),
     guards: bool = True,
+    after_layer: Callable[[], Any] | None = None,
 ) -> tuple[Float[Array, "B V"], State, AttnStats | None]:
     """One pass over new tokens: logits after the last column, the state after, and what was observed, if asked for.
 
@@ -189,6 +190,7 @@ def step(
       ends: whether the prompt ends with these tokens; only then are layers stored as the policy wants them.
       observe: what else is observed, one tuple a layer; () for nothing.
       grow, gives, guards: as in `Attend`.
+      after_layer: called when a layer has been compiled and started, as a bar of progress is.
     """
     plan, joint = state.plan, state.plan.policy.joint
     outer, each = model.parts(params)
@@ -206,6 +208,8 @@ def step(
             lost.append(full)
         layers.append(kv)
         seen.append(found)
+        if after_layer is not None:
+            after_layer()
     state = dataclasses.replace(state, layers=tuple(layers), ready=state.ready or (at_once and ends))
     stats = AttnStats(tuple(seen), tokens, tuple(names), phase) if joint or gives else None
     if stats is not None and joint and evict:

@@ -7,11 +7,13 @@ Letters: B batch, T tokens of a prompt, V vocabulary.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
+from tqdm.auto import tqdm
 
 from kvjax.core.contract import Policy
 from kvjax.core.drivers.attend import step
@@ -82,6 +84,7 @@ def prefill(
     block: int | None = None,
     plan: Plan | None = None,
     policy_params: Any = None,
+    progress: bool = False,
 ) -> tuple[Float[Array, "B V"], State]:
     """Reads prompts and evicts from them, layer by layer.
 
@@ -99,6 +102,7 @@ def prefill(
         and a block, whatever the prompt's length (RoCo, arXiv 2402.06262, section 3.3). None reads all at once.
       plan: sizes of a larger budget or request, whose slots and programs are used (`make_plan`).
       policy_params: the policy's learned parameters (`init_policy_params`), if it has any.
+      progress: shows a bar of the layers that are compiled and read, a widget in notebooks.
 
     Returns:
       Logits of the next token, and the state.
@@ -112,7 +116,7 @@ def prefill(
     check_model(model, params)
     prompts = check_prompts(model, tokens, lengths, attention_mask)
     steps = whole("max_new_tokens", max_new_tokens, 0)
-    how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params}
+    how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "progress": progress}
     return read_prompts(model, params, prompts, policy, steps, **how)
 
 
@@ -129,6 +133,7 @@ def read_prompts(
     policy_params: Any = None,
     buckets: bool = False,
     warns: bool = True,
+    progress: bool = False,
 ) -> tuple[Float[Array, "B V"], State]:
     """What `prefill` does with prompts that have been checked.
 
@@ -148,22 +153,21 @@ def read_prompts(
             "the policy reads prompts again before anything is evicted, which needs known prompts, read at once; "
             f"use block=None (now {block}), outside of jit"
         )
-    if block is not None:
-        num = -(-T // block)
-        tokens, xp = padded(prompts.tokens, num * block), (np if known else jnp)
-        for left in range(num - 1, 0, -1):
-            here = tokens[:, (num - 1 - left) * block : (num - left) * block]
-            valid = xp.clip(lengths - left * block, 0, block)
-            _, state, _ = step(model, params, here, state, valid, "prefill", grow=True, ends=False)
-        last = tokens[:, -block:], state, xp.minimum(lengths, block)
-        logits, state, _ = step(model, params, *last, "prefill", grow=True)
+    num, L = 1 if block is None else -(-T // block), len(state.layers)
+    with tqdm(total=num * L, desc="prompt", unit="layer", disable=not progress) as bar:
+        read = functools.partial(step, model, params, phase="prefill", grow=True, after_layer=bar.update)
+        if block is not None:
+            tokens, xp = padded(prompts.tokens, num * block), (np if known else jnp)
+            for left in range(num - 1, 0, -1):
+                here = tokens[:, (num - 1 - left) * block : (num - left) * block]
+                _, state, _ = read(here, state, xp.clip(lengths - left * block, 0, block), ends=False)
+            logits, state, _ = read(tokens[:, -block:], state, xp.minimum(lengths, block))
+            return checked_logits(logits), state
+        tokens = padded(prompts.tokens, plan.infos[0].prompt_len)
+        logits, state, stats = read(tokens, state, lengths, evict=again is None, gives=again is not None)
+        if again is not None and stats is not None:
+            state = reread(model, params, tokens, np.asarray(lengths), state, stats, again)
         return checked_logits(logits), state
-    tokens = padded(prompts.tokens, plan.infos[0].prompt_len)
-    how = {"grow": True, "evict": again is None, "gives": again is not None}
-    logits, state, stats = step(model, params, tokens, state, lengths, "prefill", **how)
-    if again is not None and stats is not None:
-        state = reread(model, params, tokens, np.asarray(lengths), state, stats, again)
-    return checked_logits(logits), state
 
 
 def checked_logits(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
