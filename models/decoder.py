@@ -55,11 +55,42 @@ class LanguageModel:
         check_params(self, params)
         how: dict[str, Any] = {"attend": attend, "last_only": last_only}
         if self.config.learned_positions:
-            if positions is None:
-                raise ValueError("this model adds learned positions to its embeddings; give positions= of the tokens")
             how["positions"] = positions
         logits, caches, stats = self._module.apply({"params": params}, tokens, layers, **how)
         return logits.astype(jnp.float32), caches, stats
+
+    @functools.cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For every layer, the first one that differs from it in parameters alone: they share a program."""
+        kinds = [self.config.kind(i) for i in range(self.config.num_layers)]
+        return tuple(map(kinds.index, kinds))
+
+    def parts(self, params: PyTree[Any]) -> tuple[PyTree[Any], tuple[PyTree[Any], ...]]:
+        """The parameters that are of no layer, and those of every layer."""
+        names = [f"{self._module.layers}_{i}" for i in range(self.config.num_layers)]
+        return {n: x for n, x in params.items() if n not in names}, tuple(params[n] for n in names)
+
+    def embed(self, params: PyTree[Any], tokens: Int[Array, "B T"], pos: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """The residual stream before the first layer, of tokens at positions, -1 for padding."""
+        return self._module.apply({"params": params}, tokens, pos, method="embed")
+
+    def block(
+        self, layer: int, params: PyTree[Any], x: Float[Array, "B T D"], cache: Any, attend: Any
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
+        """The residual stream and the cache after a layer, and what else `attend` returned.
+
+        Args:
+          layer: its number, or that of a layer that differs in parameters alone (`alike`).
+          params: the layer's parameters.
+          x: the residual stream before.
+          cache: the layer's cache.
+          attend: called with it and the queries, keys and values of the tokens.
+        """
+        return self._module.block().apply({"params": params}, x, cache, layer=layer, attend=attend)
+
+    def head(self, params: PyTree[Any], x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Logits of the residual stream after the last layer."""
+        return self._module.apply({"params": params}, x, method="head").astype(jnp.float32)
 
     def last_hidden(
         self,

@@ -1,20 +1,79 @@
-"""The layers of a decoder in turn, of which those of one kind share a program."""
+"""What all decoders do: vectors of tokens, the layers in turn, logits. Layers of one kind share a program."""
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache.context import LayerRead
 from kvjax.drivers.attention import Attend
+from kvjax.models.parts import dense, embedded, embedding
 from kvjax.pallas_kernels.loops import zeros_after
 from kvjax.scoring.stats import LayerStats
 
 _LONGEST_PERIOD = 8  # layers after which kinds may repeat
+
+
+class Decoder(nn.Module):
+    """A whole decoder. Families name its parts as their checkpoints do, and say what a layer and the last norm are.
+
+    Attributes:
+      config: sizes and switches.
+      words, layers, output: names of the table of tokens, of the layers and of the output head.
+      output_bias: whether the output head has a bias.
+    """
+
+    config: Any
+    words: ClassVar[str] = "embed_tokens"
+    layers: ClassVar[str] = "layers"
+    output: ClassVar[str] = "lm_head"
+    output_bias: ClassVar[bool] = False
+
+    @nn.nowrap
+    def block(self, name: str | None = None) -> nn.Module:
+        """A layer, called with the residual stream "B T D", a cache, `layer` and `attend`."""
+        raise NotImplementedError
+
+    @nn.nowrap
+    def last_norm(self) -> nn.Module:
+        """The norm after the last layer."""
+        raise NotImplementedError
+
+    def setup(self):
+        """Makes the parts under the names of their parameters."""
+        c = self.config
+        self.table = embedding(self, self.words, c.vocab_size)
+        self.blocks = [self.block(name=f"{self.layers}_{i}") for i in range(c.num_layers)]
+        self.norm = self.last_norm()
+        if not c.tie_embeddings:
+            self.projection = dense(c, c.vocab_size, self.output_bias, self.output)
+
+    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"] | None) -> Float[Array, "B T D"]:
+        """The residual stream before the first layer; `positions` are for models that have learned some."""
+        del positions
+        return embedded(self.table, tokens)
+
+    def head(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Logits of the residual stream after the last layer."""
+        x = self.norm(x)
+        return x @ self.table.T if self.config.tie_embeddings else self.projection(x)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        caches: tuple[Any, ...],
+        *,
+        attend: Attend,
+        last_only: bool,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
+        """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
+        x, caches, stats = decoded(self.blocks, self.embed(tokens, positions), caches, attend)
+        return self.head(x[:, -1:] if last_only else x), caches, stats
 
 
 class _Unlike(Exception):

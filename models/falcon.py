@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvjax.drivers.attention import Attend
 from kvjax.models.checks import whole
 from kvjax.models.config import DecoderConfig, check_only, read_flag, read_sizes, renamed, write_sizes
-from kvjax.models.depth import decoded
+from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import MLP, LayerNorm, attended, dense, embedded, embedding
+from kvjax.models.parts import MLP, LayerNorm, attended, dense
 from kvjax.models.rope import Rope
 from kvjax.scoring.stats import LayerStats
 
@@ -79,22 +79,21 @@ class Block(nn.Module):
         return x + z + MLP(c, ("dense_h_to_4h", "dense_4h_to_h"), c.bias, name="mlp")(y), cache, stats
 
 
-class Falcon(nn.Module):
+class Falcon(Decoder):
     """The whole decoder."""
 
-    config: FalconConfig
+    words = "word_embeddings"
+    layers = "h"
 
-    @nn.compact
-    def __call__(
-        self, tokens: Int[Array, "B T"], layers: tuple[Any, ...], *, attend: Attend, last_only: bool
-    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
-        """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
-        c = self.config
-        table = embedding(self, "word_embeddings", c.vocab_size)
-        blocks = [Block(c, name=f"h_{i}") for i in range(c.num_layers)]
-        x, caches, stats = decoded(blocks, embedded(table, tokens), layers, attend)
-        x = LayerNorm(c, name="ln_f")(x[:, -1:] if last_only else x)
-        return x @ table.T if c.tie_embeddings else dense(c, c.vocab_size, False, "lm_head")(x), caches, stats
+    @nn.nowrap
+    def block(self, name: str | None = None) -> nn.Module:
+        """A `Block`."""
+        return Block(self.config, name=name)
+
+    @nn.nowrap
+    def last_norm(self) -> nn.Module:
+        """The norm after the last layer."""
+        return LayerNorm(self.config, name="ln_f")
 
 
 _KEYS = {"num_key_value_heads": "num_kv_heads", "hidden_act": "activation", "intermediate_size": "ffn_hidden_size"}

@@ -26,9 +26,9 @@ from kvjax.models.config import (
     write_sizes,
     write_windows,
 )
-from kvjax.models.depth import decoded
+from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import GatedMLP, RMSNorm, attended, dense, embedded, embedding, split
+from kvjax.models.parts import GatedMLP, RMSNorm, attended, dense, split
 from kvjax.models.rope import Rope
 from kvjax.scoring.stats import LayerStats
 
@@ -106,27 +106,31 @@ class Block(nn.Module):
         return x + norm("post_feedforward_layernorm")(y), cache, stats
 
 
-class Gemma(nn.Module):
+class Gemma(Decoder):
     """The whole decoder."""
 
-    config: GemmaConfig
+    @nn.nowrap
+    def block(self, name: str | None = None) -> nn.Module:
+        """A `Block`."""
+        return Block(self.config, name=name)
 
-    @nn.compact
-    def __call__(
-        self, tokens: Int[Array, "B T"], layers: tuple[Any, ...], *, attend: Attend, last_only: bool
-    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
-        """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
-        c = self.config
-        table = embedding(self, "embed_tokens", c.vocab_size)
-        blocks = [Block(c, name=f"layers_{i}") for i in range(c.num_layers)]
-        x = embedded(table, tokens) * jnp.asarray(c.embed_dim**0.5, table.dtype)
-        x, caches, stats = decoded(blocks, x, layers, attend)
-        x = RMSNorm(c, 1.0, name="norm")(x[:, -1:] if last_only else x)
-        logits = x @ table.T if c.tie_embeddings else dense(c, c.vocab_size, False, "lm_head")(x)
-        if c.final_cap is not None:
-            cap = jnp.asarray(c.final_cap, logits.dtype)
-            logits = jnp.tanh(logits / cap) * cap
-        return logits, caches, stats
+    @nn.nowrap
+    def last_norm(self) -> nn.Module:
+        """The norm after the last layer."""
+        return RMSNorm(self.config, 1.0, name="norm")
+
+    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"] | None) -> Float[Array, "B T D"]:
+        """Vectors of tokens, scaled."""
+        x = super().embed(tokens, positions)
+        return x * jnp.asarray(self.config.embed_dim**0.5, x.dtype)
+
+    def head(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Logits, capped where the config says so."""
+        logits = super().head(x)
+        if self.config.final_cap is None:
+            return logits
+        cap = jnp.asarray(self.config.final_cap, logits.dtype)
+        return jnp.tanh(logits / cap) * cap
 
 
 _ARCHITECTURES = {"GemmaForCausalLM": "gemma", "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text"}

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.drivers.attention import Attend
 from kvjax.models.config import LearnedPositions, read_flag, read_gpt_sizes, write_gpt_sizes
-from kvjax.models.depth import decoded
+from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
 from kvjax.models.parts import MLP, LayerNorm, attended, dense, embedded, embedding, split
 from kvjax.scoring.stats import LayerStats
@@ -66,29 +66,36 @@ class Block(nn.Module):
         return x + MLP(c, ("c_fc", "c_proj"), name="mlp")(LayerNorm(c, name="ln_2")(x)), cache, stats
 
 
-class GPT2(nn.Module):
+class GPT2(Decoder):
     """The whole decoder."""
 
-    config: GPT2Config
+    words = "wte"
+    layers = "h"
 
-    @nn.compact
-    def __call__(
-        self,
-        tokens: Int[Array, "B T"],
-        layers: tuple[Any, ...],
-        *,
-        positions: Int[Array, "B T"],
-        attend: Attend,
-        last_only: bool,
-    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
-        """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
-        c = self.config
-        table = embedding(self, "wte", c.vocab_size)
-        places = embedded(embedding(self, "wpe", c.max_position), jnp.maximum(positions, 0))  # padding has -1
-        blocks = [Block(c, name=f"h_{i}") for i in range(c.num_layers)]
-        x, caches, stats = decoded(blocks, embedded(table, tokens) + places, layers, attend)
-        x = LayerNorm(c, name="ln_f")(x[:, -1:] if last_only else x)
-        return x @ table.T if c.tie_embeddings else dense(c, c.vocab_size, False, "lm_head")(x), caches, stats
+    @nn.nowrap
+    def block(self, name: str | None = None) -> nn.Module:
+        """A `Block`."""
+        return Block(self.config, name=name)
+
+    @nn.nowrap
+    def last_norm(self) -> nn.Module:
+        """The norm after the last layer."""
+        return LayerNorm(self.config, name="ln_f")
+
+    def setup(self):
+        """Makes the parts under the names of their parameters."""
+        super().setup()
+        self.places = embedding(self, "wpe", self.config.max_position)
+
+    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"] | None) -> Float[Array, "B T D"]:
+        """Vectors of tokens and positions.
+
+        Raises:
+          ValueError: there are no positions.
+        """
+        if positions is None:
+            raise ValueError("this model adds learned positions to its embeddings; give positions= of the tokens")
+        return super().embed(tokens, None) + embedded(self.places, jnp.maximum(positions, 0))  # padding has -1
 
 
 def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvjax.drivers.attention import Attend
 from kvjax.models.config import DecoderConfig, read_flag, read_sizes, write_sizes
-from kvjax.models.depth import decoded
+from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import MLP, LayerNorm, attended, dense, embedded, embedding
+from kvjax.models.parts import MLP, LayerNorm, attended, dense
 from kvjax.models.rope import Rope
 from kvjax.scoring.stats import LayerStats
 
@@ -63,22 +63,21 @@ class Block(nn.Module):
         return x + y + MLP(c, ("dense_h_to_4h", "dense_4h_to_h"), name="mlp")(z), cache, stats
 
 
-class GPTNeoX(nn.Module):
+class GPTNeoX(Decoder):
     """The whole decoder."""
 
-    config: GPTNeoXConfig
+    words = "embed_in"
+    output = "embed_out"
 
-    @nn.compact
-    def __call__(
-        self, tokens: Int[Array, "B T"], layers: tuple[Any, ...], *, attend: Attend, last_only: bool
-    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
-        """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
-        c = self.config
-        table = embedding(self, "embed_in", c.vocab_size)
-        blocks = [Block(c, name=f"layers_{i}") for i in range(c.num_layers)]
-        x, caches, stats = decoded(blocks, embedded(table, tokens), layers, attend)
-        x = LayerNorm(c, name="final_layer_norm")(x[:, -1:] if last_only else x)
-        return x @ table.T if c.tie_embeddings else dense(c, c.vocab_size, False, "embed_out")(x), caches, stats
+    @nn.nowrap
+    def block(self, name: str | None = None) -> nn.Module:
+        """A `Block`."""
+        return Block(self.config, name=name)
+
+    @nn.nowrap
+    def last_norm(self) -> nn.Module:
+        """The norm after the last layer."""
+        return LayerNorm(self.config, name="final_layer_norm")
 
 
 def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:

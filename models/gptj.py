@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvjax.drivers.attention import Attend
 from kvjax.models.checks import whole
 from kvjax.models.config import DecoderConfig, read_gpt_sizes, write_gpt_sizes
-from kvjax.models.depth import decoded
+from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import MLP, LayerNorm, attended, dense, embedded, embedding, split
+from kvjax.models.parts import MLP, LayerNorm, attended, dense, split
 from kvjax.models.rope import Rope
 from kvjax.scoring.stats import LayerStats
 
@@ -54,22 +54,22 @@ class Block(nn.Module):
         return x + z + MLP(c, ("fc_in", "fc_out"), name="mlp")(y), cache, stats
 
 
-class GPTJ(nn.Module):
+class GPTJ(Decoder):
     """The whole decoder; its output head has a bias."""
 
-    config: GPTJConfig
+    words = "wte"
+    layers = "h"
+    output_bias = True
 
-    @nn.compact
-    def __call__(
-        self, tokens: Int[Array, "B T"], layers: tuple[Any, ...], *, attend: Attend, last_only: bool
-    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
-        """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
-        c = self.config
-        blocks = [Block(c, name=f"h_{i}") for i in range(c.num_layers)]
-        x = embedded(embedding(self, "wte", c.vocab_size), tokens)
-        x, caches, stats = decoded(blocks, x, layers, attend)
-        x = LayerNorm(c, name="ln_f")(x[:, -1:] if last_only else x)
-        return dense(c, c.vocab_size, True, "lm_head")(x), caches, stats
+    @nn.nowrap
+    def block(self, name: str | None = None) -> nn.Module:
+        """A `Block`."""
+        return Block(self.config, name=name)
+
+    @nn.nowrap
+    def last_norm(self) -> nn.Module:
+        """The norm after the last layer."""
+        return LayerNorm(self.config, name="ln_f")
 
 
 def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvjax.drivers.attention import Attend
 from kvjax.models.checks import whole
 from kvjax.models.config import DecoderConfig, read_flag, read_sizes, read_windows, write_sizes, write_windows
-from kvjax.models.depth import decoded
+from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import GatedMLP, RMSNorm, attended, dense, embedded, embedding, split
+from kvjax.models.parts import GatedMLP, RMSNorm, attended, dense, split
 from kvjax.models.rope import Rope
 from kvjax.scoring.stats import LayerStats
 
@@ -82,28 +82,24 @@ class Block(nn.Module):
         return x + self.network(c, layer)(y), cache, stats
 
 
-class Llama(nn.Module):
+class Llama(Decoder):
     """The whole decoder.
 
     Attributes:
-      config: sizes and switches.
       network: makes the feed-forward network of a layer.
     """
 
-    config: ModelConfig
     network: Callable[[Any, int], nn.Module] = gated
 
-    @nn.compact
-    def __call__(
-        self, tokens: Int[Array, "B T"], layers: tuple[Any, ...], *, attend: Attend, last_only: bool
-    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
-        """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
-        c = self.config
-        table = embedding(self, "embed_tokens", c.vocab_size)
-        blocks = [Block(c, self.network, name=f"layers_{i}") for i in range(c.num_layers)]
-        x, caches, stats = decoded(blocks, embedded(table, tokens), layers, attend)
-        x = RMSNorm(c, name="norm")(x[:, -1:] if last_only else x)
-        return x @ table.T if c.tie_embeddings else dense(c, c.vocab_size, False, "lm_head")(x), caches, stats
+    @nn.nowrap
+    def block(self, name: str | None = None) -> nn.Module:
+        """A `Block`."""
+        return Block(self.config, self.network, name=name)
+
+    @nn.nowrap
+    def last_norm(self) -> nn.Module:
+        """The norm after the last layer."""
+        return RMSNorm(self.config, name="norm")
 
 
 def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:

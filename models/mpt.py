@@ -10,15 +10,15 @@ from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvjax.cache.state import Rotate, Slopes
 from kvjax.drivers.attention import Attend
 from kvjax.models.checks import positive, whole
 from kvjax.models.config import DecoderConfig, check_only, read_cap, read_sizes, renamed, unturned, write_sizes
-from kvjax.models.depth import decoded
+from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import MLP, LayerNorm, attended, dense, embedded, embedding, split
+from kvjax.models.parts import MLP, LayerNorm, attended, dense, split
 from kvjax.scoring.stats import LayerStats
 
 
@@ -101,22 +101,21 @@ class Block(nn.Module):
         return x + MLP(c, ("up_proj", "down_proj"), bias=False, name="ffn")(second(x)), cache, stats
 
 
-class MPT(nn.Module):
+class MPT(Decoder):
     """The whole decoder."""
 
-    config: MPTConfig
+    words = "wte"
+    layers = "blocks"
 
-    @nn.compact
-    def __call__(
-        self, tokens: Int[Array, "B T"], layers: tuple[Any, ...], *, attend: Attend, last_only: bool
-    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
-        """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
-        c = self.config
-        table = embedding(self, "wte", c.vocab_size)
-        blocks = [Block(c, name=f"blocks_{i}") for i in range(c.num_layers)]
-        x, caches, stats = decoded(blocks, embedded(table, tokens), layers, attend)
-        x = LayerNorm(c, use_bias=False, name="norm_f")(x[:, -1:] if last_only else x)
-        return x @ table.T if c.tie_embeddings else dense(c, c.vocab_size, False, "lm_head")(x), caches, stats
+    @nn.nowrap
+    def block(self, name: str | None = None) -> nn.Module:
+        """A `Block`."""
+        return Block(self.config, name=name)
+
+    @nn.nowrap
+    def last_norm(self) -> nn.Module:
+        """The norm after the last layer."""
+        return LayerNorm(self.config, use_bias=False, name="norm_f")
 
 
 _KEYS = {

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.drivers.attention import Attend
 from kvjax.models.checks import whole
 from kvjax.models.config import LearnedPositions, read_flag, read_sizes, renamed, write_sizes
-from kvjax.models.depth import decoded
+from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
 from kvjax.models.parts import ACTIVATIONS, LayerNorm, attended, dense, embedded, embedding, split
 from kvjax.scoring.stats import LayerStats
@@ -77,38 +77,50 @@ class Block(nn.Module):
         return second(x + feed(x)), cache, stats
 
 
-class OPT(nn.Module):
-    """The whole decoder."""
+class OPT(Decoder):
+    """The whole decoder, of which vectors of tokens may have another width than the residual stream."""
 
-    config: OPTConfig
+    @nn.nowrap
+    def block(self, name: str | None = None) -> nn.Module:
+        """A `Block`."""
+        return Block(self.config, name=name)
 
-    @nn.compact
-    def __call__(
-        self,
-        tokens: Int[Array, "B T"],
-        layers: tuple[Any, ...],
-        *,
-        positions: Int[Array, "B T"],
-        attend: Attend,
-        last_only: bool,
-    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
-        """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
-        c = self.config
-        width = c.embed_dim if c.word_dim is None else c.word_dim
-        table = embedding(self, "embed_tokens", c.vocab_size, width)
-        x = embedded(table, tokens)
+    @property
+    def _width(self) -> int:
+        return self.config.embed_dim if self.config.word_dim is None else self.config.word_dim
+
+    def setup(self):
+        """Makes the parts under the names of their parameters."""
+        c, width = self.config, self._width
+        self.table = embedding(self, self.words, c.vocab_size, width)
+        self.places = embedding(self, "embed_positions", c.max_position + _FIRST)
         if width != c.embed_dim:
-            x = dense(c, c.embed_dim, False, "project_in")(x)
-        places = embedding(self, "embed_positions", c.max_position + _FIRST)
-        x = x + embedded(places, jnp.maximum(positions, 0) + _FIRST)  # padding has -1
-        blocks = [Block(c, name=f"layers_{i}") for i in range(c.num_layers)]
-        x, caches, stats = decoded(blocks, x, layers, attend)
-        x = x[:, -1:] if last_only else x
+            self.project_in = dense(c, c.embed_dim, False, "project_in")
+            self.project_out = dense(c, width, False, "project_out")
+        self.blocks = [self.block(name=f"{self.layers}_{i}") for i in range(c.num_layers)]
         if c.norm_first and c.final_norm:
-            x = LayerNorm(c, name="final_layer_norm")(x)
-        if width != c.embed_dim:
-            x = dense(c, width, False, "project_out")(x)
-        return x @ table.T if c.tie_embeddings else dense(c, c.vocab_size, False, "lm_head")(x), caches, stats
+            self.norm = LayerNorm(c, name="final_layer_norm")
+        if not c.tie_embeddings:
+            self.projection = dense(c, c.vocab_size, False, self.output)
+
+    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"] | None) -> Float[Array, "B T D"]:
+        """Vectors of tokens and positions.
+
+        Raises:
+          ValueError: there are no positions.
+        """
+        if positions is None:
+            raise ValueError("this model adds learned positions to its embeddings; give positions= of the tokens")
+        x = embedded(self.table, tokens)
+        x = x if self._width == self.config.embed_dim else self.project_in(x)
+        return x + embedded(self.places, jnp.maximum(positions, 0) + _FIRST)  # padding has -1
+
+    def head(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Logits of the residual stream after the last layer."""
+        c = self.config
+        x = self.norm(x) if c.norm_first and c.final_norm else x
+        x = x if self._width == c.embed_dim else self.project_out(x)
+        return x @ self.table.T if c.tie_embeddings else self.projection(x)
 
 
 _KEYS = {"intermediate_size": "ffn_dim", "hidden_act": "activation_function"}

@@ -6,13 +6,13 @@ from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvjax.drivers.attention import Attend
 from kvjax.models.config import DecoderConfig, read_sizes, read_windows, write_sizes, write_windows
-from kvjax.models.depth import decoded
+from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import ACTIVATIONS, RMSNorm, attended, dense, embedded, embedding, split
+from kvjax.models.parts import ACTIVATIONS, RMSNorm, attended, dense, split
 from kvjax.models.rope import Rope
 from kvjax.scoring.stats import LayerStats
 
@@ -69,22 +69,18 @@ class Block(nn.Module):
         return x + FusedMLP(c, name="mlp")(RMSNorm(c, name="post_attention_layernorm")(x)), cache, stats
 
 
-class Phi3(nn.Module):
+class Phi3(Decoder):
     """The whole decoder."""
 
-    config: Phi3Config
+    @nn.nowrap
+    def block(self, name: str | None = None) -> nn.Module:
+        """A `Block`."""
+        return Block(self.config, name=name)
 
-    @nn.compact
-    def __call__(
-        self, tokens: Int[Array, "B T"], layers: tuple[Any, ...], *, attend: Attend, last_only: bool
-    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
-        """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
-        c = self.config
-        table = embedding(self, "embed_tokens", c.vocab_size)
-        blocks = [Block(c, name=f"layers_{i}") for i in range(c.num_layers)]
-        x, caches, stats = decoded(blocks, embedded(table, tokens), layers, attend)
-        x = RMSNorm(c, name="norm")(x[:, -1:] if last_only else x)
-        return x @ table.T if c.tie_embeddings else dense(c, c.vocab_size, False, "lm_head")(x), caches, stats
+    @nn.nowrap
+    def last_norm(self) -> nn.Module:
+        """The norm after the last layer."""
+        return RMSNorm(self.config, name="norm")
 
 
 def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:

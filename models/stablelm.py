@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvjax.drivers.attention import Attend
 from kvjax.models.config import DecoderConfig, read_flag, read_sizes, write_sizes
-from kvjax.models.depth import decoded
+from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import GatedMLP, LayerNorm, attended, dense, embedded, embedding, split
+from kvjax.models.parts import GatedMLP, LayerNorm, attended, dense, split
 from kvjax.models.rope import Rope
 from kvjax.scoring.stats import LayerStats
 
@@ -81,22 +81,18 @@ class Block(nn.Module):
         return x + GatedMLP(c, name="mlp")(y), cache, stats
 
 
-class StableLM(nn.Module):
+class StableLM(Decoder):
     """The whole decoder."""
 
-    config: StableLMConfig
+    @nn.nowrap
+    def block(self, name: str | None = None) -> nn.Module:
+        """A `Block`."""
+        return Block(self.config, name=name)
 
-    @nn.compact
-    def __call__(
-        self, tokens: Int[Array, "B T"], layers: tuple[Any, ...], *, attend: Attend, last_only: bool
-    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
-        """Logits, caches and measurements of all layers; `last_only` skips all logits but the last column's."""
-        c = self.config
-        table = embedding(self, "embed_tokens", c.vocab_size)
-        blocks = [Block(c, name=f"layers_{i}") for i in range(c.num_layers)]
-        x, caches, stats = decoded(blocks, embedded(table, tokens), layers, attend)
-        x = LayerNorm(c, name="norm")(x[:, -1:] if last_only else x)
-        return x @ table.T if c.tie_embeddings else dense(c, c.vocab_size, False, "lm_head")(x), caches, stats
+    @nn.nowrap
+    def last_norm(self) -> nn.Module:
+        """The norm after the last layer."""
+        return LayerNorm(self.config, name="norm")
 
 
 # What transformers' config class assumes where a config.json is silent.

@@ -134,7 +134,7 @@ class Evict(Policy):
         total = info.num_kv_heads * each
         drop = resolve(self.when.drop, lengths, budget)
         counts = {"budget": budget, "sinks": sinks, "recent": recent, "drop": drop}
-        own = {name: jnp.asarray(np.minimum(n, MOST), jnp.int32) for name, n in counts.items()}
+        own = {name: np.minimum(n, MOST).astype(np.int32) for name, n in counts.items()}
         return Sizes(head, total, of_parts(self, lambda part: part.hparams(info, lengths, budget), **own))
 
     def _counts(self, info: LayerInfo, lengths: Prompts) -> tuple[Prompts, Prompts, Prompts]:

@@ -3,10 +3,13 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from kvjax.core.contract import LayerInfo, Policy, Sizes, compiled, value
+from kvjax.core.contract import LayerInfo, Policy, compiled, value
+
+_STEP = 16  # what slots are rounded up to where layers differ
 
 
 @value
@@ -17,7 +20,8 @@ class Plan:
       policy: the policy without data, if it decides for all layers at once; else the full cache.
       layers: the policy of every layer, without data.
       infos: the shape of every layer.
-      capacities: slots of a head in every layer, or of all its heads in a pool.
+      capacities: slots of a head in every layer, or of all its heads in a pool. Where layers differ in them, multiples
+        of 16, so that one program compacts several layers.
     """
 
     policy: Policy
@@ -92,19 +96,16 @@ def planned(
     sizes = [p.sizes(info, prompts) for p, info in zip(each, infos, strict=True)]
     hparams = tuple(x.hparams for x in sizes)
     if traced:  # the data of all lengths, of which each sequence takes its own
-        hparams = jax.tree.map(lambda x: x[lengths - 1], hparams)
-    slots = [_slots(p, x) for p, x in zip(each, sizes, strict=True)]
+        hparams = jax.tree.map(lambda x: jnp.asarray(x)[lengths - 1], hparams)
+    slots = [np.asarray(x.total if p.layout.pool else x.per_head) for p, x in zip(each, sizes, strict=True)]
     need = tuple(int(n.max()) for n in slots)
-    found = Plan(compiled(policy) if policy.joint else Policy(), tuple(map(compiled, each)), infos, need)
+    capacities = tuple(-(-n // _STEP) * _STEP for n in need) if len(set(need)) > 1 else need
+    found = Plan(compiled(policy) if policy.joint else Policy(), tuple(map(compiled, each)), infos, capacities)
     if plan is None:
         return found, hparams
     # Of traced lengths there may be no prompt as long as the longest.
     _check_fits(plan, found, tuple(int(n.min()) for n in slots) if traced else need)
     return plan, hparams
-
-
-def _slots(policy: Policy, sizes: Sizes) -> Int[np.ndarray, "M"]:
-    return np.asarray(sizes.total if policy.layout.pool else sizes.per_head)
 
 
 def _check_fits(plan: Plan, found: Plan, need: tuple[int, ...]) -> None:

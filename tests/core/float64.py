@@ -59,14 +59,34 @@ class Wide:
             "down": random(F, E, fan=F),
         }
 
-    def __call__(self, params, tokens, layers, *, attend, last_only):
-        x, caches, stats = params["embedding"][tokens], [], []
+    alike = (0,) * L
+
+    def parts(self, params):
+        """The embedding, and the matrices of every layer."""
+        return params["embedding"], tuple({n: params[n][i] for n in params if n != "embedding"} for i in range(L))
+
+    def embed(self, params, tokens, pos):
+        """Vectors of tokens."""
+        return params[tokens]
+
+    def block(self, layer, params, x, cache, attend):
+        """Attention, and two matrices."""
         rotate = lambda x, pos: turned(x, pos.astype(x.dtype), jnp)
+        q, k, v = (jnp.einsum("bte,neh->bnth", x, params[n]) for n in "qkv")
+        how = {"layer": layer, "rotate": rotate, "out_proj": params["out"], "hidden": x}
+        out, cache, seen = attend(cache, q, k, v, **how)
+        x = x + jnp.einsum("bnth,nhe->bte", out, params["out"])
+        return x + jnp.tanh(x @ params["up"]) @ params["down"], cache, seen
+
+    def head(self, params, x):
+        """Products with the vectors of tokens."""
+        return x @ params.T
+
+    def __call__(self, params, tokens, layers, *, attend, last_only):
+        """Logits, caches and what `attend` observed in each layer, by its number."""
+        outer, each = self.parts(params)
+        x, caches, stats = self.embed(outer, tokens, None), [], []
         for i, cache in enumerate(layers):
-            q, k, v = (jnp.einsum("bte,neh->bnth", x, params[n][i]) for n in "qkv")
-            how = {"layer": i, "rotate": rotate, "out_proj": params["out"][i], "hidden": x}
-            out, cache, seen = attend(cache, q, k, v, **how)
-            x = x + jnp.einsum("bnth,nhe->bte", out, params["out"][i])
-            x = x + jnp.tanh(x @ params["up"][i]) @ params["down"][i]
+            x, cache, seen = self.block(i, each[i], x, cache, attend)
             caches, stats = [*caches, cache], [*stats, seen]
-        return (x[:, -1:] if last_only else x) @ params["embedding"].T, tuple(caches), tuple(stats)
+        return self.head(outer, x[:, -1:] if last_only else x), tuple(caches), tuple(stats)

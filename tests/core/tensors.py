@@ -11,7 +11,7 @@ import numpy as np
 
 from kvjax import core
 from kvjax.core.contract import EMPTY, AttentionInputs, compiled
-from kvjax.core.drivers.steps import placed
+from kvjax.core.drivers.attend import embed, step
 from kvjax.models import ModelConfig
 
 
@@ -28,17 +28,32 @@ class Tensors:
     rotate: Callable[..., Any] = unturned
     scale: float | None = None
 
-    def __call__(self, params, tokens, layers, *, attend, last_only):
-        after, seen, sick = [], [], jnp.zeros((len(tokens), 1))
-        for i, (kv, x) in enumerate(zip(layers, params, strict=True)):
-            cut = lambda y: jnp.take_along_axis(y, tokens[:, None, :, None], 2)
-            how = {"out_proj": x.get("out_proj"), "rotate": self.rotate, "scale": self.scale}
-            if "hidden" in x:
-                how["hidden"] = cut(x["hidden"][:, None])[:, 0]
-            out, kv, found = attend(kv, cut(x["q"]), cut(x["k"]), cut(x["v"]), layer=i, **how)
-            after, seen = [*after, kv], [*seen, found]
-            sick += (out * 0.0).sum((1, 2, 3))[:, None]  # a token that found no slot
-        return sick[:, None], tuple(after), tuple(seen)
+    @property
+    def alike(self):
+        """All layers are."""
+        return (0,) * self.config.num_layers
+
+    def parts(self, params):
+        """No parameters that are of no layer, and those of every layer."""
+        return (), tuple(params)
+
+    def embed(self, params, tokens, pos):
+        """A residual stream that tells every layer the columns, and carries whether a token found no slot."""
+        return jnp.stack([tokens.astype(jnp.float32), jnp.zeros(tokens.shape)], axis=-1)
+
+    def block(self, layer, params, x, cache, attend):
+        """The given queries, keys and values of these columns."""
+        tokens = x[..., 0].astype(jnp.int32)
+        cut = lambda y: jnp.take_along_axis(y, tokens[:, None, :, None], 2)
+        how = {"out_proj": params.get("out_proj"), "rotate": self.rotate, "scale": self.scale}
+        if "hidden" in params:
+            how["hidden"] = cut(params["hidden"][:, None])[:, 0]
+        out, cache, found = attend(cache, *(cut(params[n]) for n in "qkv"), layer=layer, **how)
+        return x.at[..., 1].add((out * 0.0).sum((1, 2, 3))[:, None]), cache, found
+
+    def head(self, params, x):
+        """One number, NaN where a token found no slot."""
+        return x[..., 1:]
 
 
 def model_of(params, *, rotate=unturned, scale=None):
@@ -69,13 +84,11 @@ def evicted(policy, params, *, lengths=None, key=None, layer=None, **how):
     n = params[0]["q"].shape[2]
     lengths = np.full(len(params[0]["q"]), n) if lengths is None else np.asarray(lengths)
     state = core.start(model, policy=policy, lengths=lengths, max_new_tokens=0, width=n, key=key)
-    tokens, pos, state = placed(columns(params, n), state, lengths)
-    from kvjax.core.drivers import attend
-
-    _, state, stats = attend.step(model, params, tokens, state, pos, "prefill", evict=False, grow=True, gives=True)
+    how = {"evict": False, "grow": True, "gives": True}
+    _, state, stats = step(model, params, columns(params, n), state, jnp.asarray(lengths), "prefill", **how)
     layers, scores = [], []
     views = [kv.view() for kv in state.layers]
-    ctxs = [state.context(i, "prefill", tokens) for i in range(len(views))]
+    ctxs = [state.context(i, "prefill", stats.tokens) for i in range(len(views))]
     if policy.joint:
         found = compiled(policy).update_layers(tuple(views), tuple(map(stats.of, range(len(views)))), tuple(ctxs))
     for i, (view, ctx) in enumerate(zip(views, ctxs, strict=True)):
@@ -137,7 +150,8 @@ def replay(policy, params, n, *, lengths=None, block=None, key=None, reads=False
 def shown(model, params, token, state):
     """The positions that the row of a new token reads in the first layer."""
     here, x = state.plan.layers[0], params[0]
-    tokens, pos, state = placed(jnp.asarray(token)[:, None], state, jnp.ones_like(state.length))
+    _, tokens, pos, length = embed(model, (), jnp.asarray(token)[:, None], state.length, None)
+    state = dataclasses.replace(state, length=length)
     ctx, (q, k, v) = (
         state.context(0, "decode", tokens),
         (jnp.take_along_axis(x[name], tokens[:, None, :, None], 2) for name in "qkv"),

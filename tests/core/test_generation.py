@@ -10,7 +10,7 @@ import pytest
 
 from kvjax import models
 from kvjax.core import budgets, compose, contract, methods
-from kvjax.core.drivers import beam, generation, sampling, steps
+from kvjax.core.drivers import attend, beam, generation, sampling, steps
 from kvjax.core.drivers import reader as readers
 from kvjax.core.drivers import stream as streams
 from kvjax.core.drivers.checks import check_request
@@ -326,10 +326,10 @@ def test_requests_of_about_the_same_size_share_programs_and_results(shallow):
     np.testing.assert_array_equal(exact.lengths, rounded.lengths)
     assert [x.state.plan.infos[0].prompt_len for x in (exact, rounded)] == [T, 16]
     assert [live(exact.state, row) for row in range(3)] == [live(rounded.state, row) for row in range(3)]
-    before = steps.read._cache_size()
+    before = attend.layer_step._cache_size()
     generation.generate(*shallow, TOKENS[:, 1:], **how | {"lengths": None, "max_new_tokens": 9})
     generation.generate(*shallow, TOKENS[:, 2:], **how | {"lengths": None, "max_new_tokens": 16})
-    assert steps.read._cache_size() <= before + 1
+    assert attend.layer_step._cache_size() <= before + 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.core import methods
-from kvjax.core.drivers import loop, sampling, steps
+from kvjax.core.drivers import attend, loop, sampling
 from kvjax.core.drivers import stream as streaming
 from kvjax.core.drivers.generation import generate
 from kvjax.core.drivers.stream import stream
@@ -116,9 +116,9 @@ def test_a_state_that_somebody_holds_stays(run, greedy):
 
 def test_an_equal_stream_compiles_nothing(run):
     list(run(stream, lengths=LENGTHS))
-    before = steps.read._cache_size(), loop._in_place._cache_size()
+    before = attend.layer_step._cache_size(), loop._in_place._cache_size()
     list(run(stream, lengths=LENGTHS, policy=methods.h2o(6)))
-    assert (steps.read._cache_size(), loop._in_place._cache_size()) == before
+    assert (attend.layer_step._cache_size(), loop._in_place._cache_size()) == before
 
 
 def test_text_ends_before_stop_strings_and_end_tokens(run, greedy):

@@ -9,7 +9,7 @@ width of the model, V vocabulary.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from kvjax.core.across import AcrossLayers
 from kvjax.core.analysis.hindsight import of_kv_heads
 from kvjax.core.compose import ByHead, Chain, SharedLayers
 from kvjax.core.contract import Context, Decision, LayerView, Layout, Observation, Phase, Policy, Rotate, Stats
-from kvjax.core.drivers.attend import Attend, updated
+from kvjax.core.drivers.attend import Attend, embed, layer_step, updated
 from kvjax.core.drivers.checks import check_model, check_positions, check_prompts, check_rows, traced
 from kvjax.core.drivers.door import forward, stored_under, under
 from kvjax.core.drivers.replay import Reread
@@ -205,22 +205,18 @@ class Reading:
         tiny = jnp.finfo(jnp.float32).tiny  # finite weights, as infinite ones have no gradient
         return kv.replace(log_weight=jnp.log(jnp.maximum(keep.astype(jnp.float32), tiny)))
 
-    def attend(self, layers: Sequence[Storage], observe: tuple[Any, ...] = ()) -> Attend:
-        """What attends for the rows that follow, which stay in the cache, whatever layers they find."""
-        plan, L = self.state.plan, len(layers)
-        infos = tuple(
-            dataclasses.replace(info, num_kv_heads=kv.pos.shape[1]) for info, kv in zip(plan.infos, layers, strict=True)
-        )
-        bare = Plan(Policy(), (Policy(),) * L, infos, plan.capacities)
+    def attend(self, layer: int, kv: Storage, observe: tuple[Observation, ...] = ()) -> Attend:
+        """What attends in a layer for the rows that follow, which stay in the cache, whatever cache they find."""
         length = self.lengths + self.continuation.shape[1]
-        state = dataclasses.replace(self.state, layers=(), length=length, hparams=((),) * L, params=(), plan=bare)
-        how: dict[str, Any] = {"evict": False, "gives": True, "observe": (observe,) * L}
-        return Attend(state, self.continuation, self.rows, **how)
+        state = dataclasses.replace(self.state, length=length, hparams=((),) * len(self.state.layers), params=())
+        ctx = state.context(layer, "prefill", self.continuation)
+        how: dict[str, Any] = {"num_kv_heads": kv.pos.shape[1], "evict": False, "gives": True}
+        return Attend(ctx, self.rows, observe=observe, **how)
 
     def outputs(self, layer: int, kv: Layer) -> Float[Array, "B N F H"]:
         """The attention outputs of the rows that follow, by the full cache's queries, where a layer is `kv`."""
-        of, layers = self.later[layer], [*self.state.layers[:layer], kv, *self.state.layers[layer + 1 :]]
-        return self.attend(layers)(_in_order(kv), of.q, of.k, of.v, layer=layer, rotate=of.rotate, **dict(of.how))[0]
+        of, attend = self.later[layer], self.attend(layer, kv)
+        return attend(_in_order(kv), of.q, of.k, of.v, layer=layer, rotate=of.rotate, **dict(of.how))[0]
 
     def logits_after(self, model: Any, params: PyTree[Any], keep: Left) -> Float[Array, "B F V"]:
         """The model's logits over the rows that follow after an eviction of every layer, which later layers feel.
@@ -236,7 +232,8 @@ class Reading:
           ValueError: what `left` refuses.
         """
         layers = self.left(keep)
-        return _over(model, params, self, tuple(map(_in_order, layers)), self.attend(layers))[0]
+        attends = [self.attend(i, kv) for i, kv in enumerate(layers)]
+        return _over(model, params, self, tuple(map(_in_order, layers)), attends)[0]
 
 
 def _bare(kv: Any) -> Layer:
@@ -249,9 +246,21 @@ def _in_order(kv: Any) -> Layer:
     return kv.compact(kv.pos.shape[2]) if kv.how.positions == "shifted" or kv.channels is not None else kv
 
 
-def _over(model: Any, params: Any, reading: Reading, layers: tuple[Layer, ...], attend: Any) -> tuple[Any, Any, Any]:
-    where = {"positions": reading.rows} if getattr(model.config, "learned_positions", False) else {}
-    return model(params, reading.continuation, layers, attend=attend, last_only=False, **where)
+def _over(
+    model: Any, params: PyTree[Any], reading: Reading, layers: Sequence[Layer], attends: Sequence[Callable[..., Any]]
+) -> tuple[Float[Array, "B F V"], list[Any]]:
+    """The model over the rows that follow: logits after each of them, and what every layer's `attend` observed."""
+    (outer, each), found = model.parts(params), []
+    x, *_ = embed(model, outer, reading.continuation, reading.lengths, None)
+    for i, (kv, attend) in enumerate(zip(layers, attends, strict=True)):
+        x, _, new = layer_step(model, model.alike[i], each[i], x, kv, attend)
+        found.append(new)
+    return _logits(model, outer, x), found
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _logits(model: Any, params: PyTree[Any], x: Float[Array, "B F D"]) -> Float[Array, "B F V"]:
+    return model.head(params, x)
 
 
 @jax.jit
@@ -302,19 +311,17 @@ def _of_evict(policy: Evict, kv: LayerView, stats: Stats, ctx: Context) -> Decis
     return dataclasses.replace(found, score=jnp.where(kv.live, score, -jnp.inf))
 
 
-@functools.partial(jax.jit, static_argnames="model")
-def _followed(model: Any, params: Any, reading: Reading) -> tuple[tuple[Later, ...], Float[Array, "B F V"]]:
-    """The rows that follow, and the logits after them."""
-    layers = tuple(map(_bare, reading.state.layers))
-    attend, (F, T) = reading.attend(layers, (_MASS,)), (reading.continuation.shape[1], layers[0].pos.shape[2])
+@pytree
+class _Following:
+    """What a layer calls with the rows that follow a prompt: it observes them as `Later`."""
 
-    def captured(kv: Any, q: Any, k: Any, v: Any, *, layer: int, rotate: Any, out_proj: Any = None, **how: Any) -> Any:
-        out, kv, (mass,) = attend(kv, q, k, v, layer=layer, rotate=rotate, out_proj=out_proj, **how)
-        how.pop("hidden", None)
-        return out, kv, Later(q, k, v, out, mass[..., :T] / F, out_proj, rotate=rotate, how=tuple(how.items()))
+    attend: Attend
 
-    logits, _, later = _over(model, params, reading, layers, captured)
-    return tuple(later), logits
+    def __call__(self, kv: Any, q: Any, k: Any, v: Any, *, rotate: Any, out_proj: Any = None, **how: Any) -> Any:
+        out, after, (mass,) = self.attend(kv, q, k, v, rotate=rotate, out_proj=out_proj, **how)
+        T, F = kv.pos.shape[2], q.shape[2]
+        told = tuple((n, x) for n, x in how.items() if n not in ("hidden", "layer"))
+        return out, after, Later(q, k, v, out, mass[..., :T] / F, out_proj, rotate=rotate, how=told)
 
 
 def read_whole(
@@ -389,8 +396,11 @@ def read(
     stored = Stored(next(iter(kinds), (Layout(),) * L), tuple(observe))
     state, stats = read_whole(model, params, prompts, after.shape[1], policies=policies, stored=stored, key=key)
     bare = Reading(state, stats, (), jnp.zeros((len(after), 0, 0)), jnp.asarray(after))
-    later, logits = _followed(model, params, bare)
-    return dataclasses.replace(bare, later=later, logits=logits)
+    layers = [*map(_bare, state.layers)]
+    logits, later = _over(
+        model, params, bare, layers, [_Following(bare.attend(i, kv, (_MASS,))) for i, kv in enumerate(layers)]
+    )
+    return dataclasses.replace(bare, later=tuple(later), logits=logits)
 
 
 def seed_key(key: Any, batch: int, seed: int) -> Array:

@@ -129,7 +129,7 @@ def trace(reading: Reading) -> Traces:
     T, R = reading.state.layers[0].pos.shape[2], reading.continuation.shape[1]
     rows, own = [], []
     for i, (kv, later) in enumerate(zip(reading.state.layers, reading.later, strict=True)):
-        attend = reading.attend(reading.state.layers, (votes(R),))
+        attend = reading.attend(i, kv, (votes(R),))
         new = later.q, later.k, later.v
         (row,) = attend(kv.replace(memory=()), *new, layer=i, rotate=later.rotate, **dict(later.how))[2]
         rows.append(row)  # "B N R S+R"

@@ -224,7 +224,7 @@ def of_parts(x: Any, one: Callable[[Any], Any], **more: Any) -> Any:
 
 def resolved(x: Any, info: LayerInfo, lengths: Prompts, budget: Prompts | None = None, **more: Any) -> Any:
     """The `hparams` of a value by field: counts in tokens, "M" int32, and the `hparams` of its parts."""
-    whole = lambda n: jnp.asarray(np.minimum(n, MOST), jnp.int32)
+    whole = lambda n: np.minimum(n, MOST).astype(np.int32)
     counts = {
         f.name: whole(resolve(getattr(x, f.name), lengths, budget))
         for f in dataclasses.fields(x)

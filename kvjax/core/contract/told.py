@@ -178,7 +178,8 @@ class Context:
       tokens: ids of the rows just read.
       phase: what kind of rows were read (static).
       width: columns of the padded prompt (static).
-      capacity: slots that a head has after compaction (static).
+      capacity: slots that a head has after compaction, for policies that write; others are told 0, so that layers of
+        all capacities share programs (static).
       window: the layer's sliding window in tokens, None for none (static).
       steady: whether each head kept to its budget before the last row (static).
     """

@@ -1,14 +1,18 @@
-"""One pass of a model over new tokens: every layer stores them, attends, observes, and evicts."""
+"""One pass of a model over new tokens: every layer stores them, attends, observes, and evicts.
+
+Layers that differ in data alone share a compiled program, and so do compactions to as many slots.
+"""
 
 import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.core.contract import EMPTY, AttentionInputs, Context, Phase, unique
+from kvjax.core.contract import EMPTY, AttentionInputs, Context, Observation, Phase, Policy, unique
 from kvjax.core.drivers.state import AttnStats, State
 from kvjax.core.evict import unscored
 from kvjax.core.storage import Storage
@@ -18,55 +22,30 @@ from kvjax.pallas_kernels.pytree import pytree, static
 
 @pytree
 class Attend:
-    """What a model calls in every layer, with the layer's cache and its new queries, keys and values.
+    """What a layer of a model calls with its cache and its new queries, keys and values.
 
     Attributes:
-      state: the state without its layers.
-      tokens: the ids that are read.
-      pos: their positions "B T", -1 for padding; None where layers are only stored.
-      index: the layer's number, where it is traced.
-      phase: whether a prompt is read or a token decoded.
-      evict: whether the policy decides in this pass.
-      ends: whether the prompt ends with these tokens; only then are layers stored as the policy wants them.
+      ctx: when and where.
+      pos: positions of the new tokens, `EMPTY` for padding.
+      policy: that of the layer.
+      observe: what is observed.
+      num_kv_heads: heads of the cache.
+      evict: whether the policy decides.
       grow: whether new tokens get new slots, as while a prompt is read; otherwise they take dead ones.
       gives: whether what was observed is returned.
-      observe: what else is observed, one tuple a layer; () for nothing.
-      shares: whether layers of one kind may share a program (`models.depth`).
-      steady: whether layers were within this policy's budget before.
-      guards: whether logits become NaN where a token finds no slot, or what was kept of the prompt was no choice
+      guards: whether outputs become NaN where a token finds no slot, or what was kept of the prompt was no choice
         (`evict.unscored`). Loops that have counted them before leave it out.
     """
 
-    state: State
-    tokens: Int[Array, "B T"] | None
-    pos: Any
-    index: Int[Array, ""] | None = None
-    phase: Phase = static(default="prefill")
+    ctx: Context
+    pos: Int[Array, "B T"]
+    policy: Policy = static(default=Policy())
+    observe: tuple[Observation, ...] = static(default=())
+    num_kv_heads: int = static(default=1)
     evict: bool = static(default=True)
-    ends: bool = static(default=True)
     grow: bool = static(default=True)
     gives: bool = static(default=False)
-    observe: tuple[tuple[Any, ...], ...] = static(default=())
-    shares: bool = static(default=False)
-    steady: bool = static(default=True)
     guards: bool = static(default=True)
-
-    def kind(self, layer: int) -> tuple[Any, ...]:
-        """What layers that share a program must have in common."""
-        return self.state.kind(layer)
-
-    def together(self, layer: int) -> int:
-        """How many layers may share a program: what they keep is held twice until the last of them is done."""
-        return max(1, self.state.plan.infos[layer].prompt_len // self.state.plan.capacities[layer])
-
-    def at(self, index: Int[Array, ""]) -> "Attend":
-        """The same for the layer of a traced number."""
-        return dataclasses.replace(self, index=index)
-
-    def observed(self, layer: int) -> tuple[Any, ...]:
-        """What is observed in a layer: what its policy wants, and what was asked for besides."""
-        more = self.observe[layer] if self.observe else ()
-        return unique((*self.state.plan.layers[layer].observe(self.phase), *more))
 
     def __call__(
         self,
@@ -89,14 +68,14 @@ class Attend:
         Args:
           kv: the layer's cache.
           q, k, v: of the new tokens, before rotation.
-          layer: which layer it is.
+          layer: a layer of this kind; which one it is stands in `ctx`.
           rotate: turns vectors at positions.
           out_proj, hidden: the output projection and the layer's input, for policies that look at them.
           scale, window, softcap, slopes: the model's attention; `slopes` are ALiBi's.
         """
-        policy, pos = self.state.plan.layers[layer], self.pos
-        ctx = dataclasses.replace(self.state.context(layer, self.phase, self.tokens, self.index), window=window)
-        K = self.state.plan.infos[layer].num_kv_heads
+        del layer
+        policy, pos, K = self.policy, self.pos, self.num_kv_heads
+        ctx = dataclasses.replace(self.ctx, window=window)
         k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
         G, by_rank, raw_q = q.shape[1] // K, kv.how.positions == "rank", q
         k = k if by_rank else rotate(k, pos[:, None])
@@ -115,31 +94,17 @@ class Attend:
         at, before = inputs(kv), kv
         kv = _changed(kv, lambda view: policy.enter(view, at, ctx))
         at = at if kv is before else inputs(kv)
-        found = {o: o(at) for o in self.observed(layer)}
+        found = {o: o(at) for o in self.observe}
         columns = {o: x for o, x in found.items() if isinstance(x, Columns)}
         reads = policy.reads(kv.view(), at, ctx)
         out = kv.attend(at.q, pos, tuple(columns.values()), reads, rotate=rotate, slopes=slopes, **how)
         found |= dict(zip(columns, out.columns, strict=True))
-        joint = self.state.plan.policy.joint
-        if self.evict and not joint:
+        if self.evict:
             kv = _changed(kv, lambda view: policy.update(view, found, ctx))
-            kv, more = self.stored(kv, layer, ctx)
-            lost = more if lost is None else lost if more is None else lost | more
+            if not self.grow and ctx.phase == "prefill":
+                lost = unscored(kv).any(-1) if lost is None else lost | unscored(kv).any(-1)
         y = out.out if lost is None else jnp.where(lost[:, None, None, None], jnp.nan, out.out)
-        return y, kv, tuple(found.values()) if joint or self.gives else ()
-
-    def stored(self, kv: Storage, layer: int, ctx: Context) -> tuple[Storage, Bool[Array, "B"] | None]:
-        """A layer as it is kept after a prompt, and which sequences lost live tokens, or kept some by no choice."""
-        lost = unscored(kv).any(-1) if self.phase == "prefill" else None
-        if not self.grow:
-            return kv, lost
-        policy, capacity = self.state.plan.layers[layer], self.state.plan.capacities[layer]
-        pool = policy.layout.pool and self.ends
-        full = (kv.num_live.sum(-1) if pool else kv.num_live.max(-1)) > capacity
-        lost = full if lost is None else lost | full
-        if not self.ends:
-            return kv.replace(channels=None).compact(capacity), lost
-        return kv.compact(capacity, policy.reserve(kv.view(), ctx) if pool else None), lost
+        return y, kv, tuple(found.values()) if self.gives else ()
 
 
 def _changed(kv: Storage, change: Callable[[Any], Any]) -> Storage:
@@ -148,45 +113,116 @@ def _changed(kv: Storage, change: Callable[[Any], Any]) -> Storage:
     return kv if found is view else kv.put(found)
 
 
+@functools.partial(jax.jit, static_argnames=("model",))
+def embed(
+    model: Any, params: PyTree[Any], tokens: Int[Array, "B T"], length: Int[Array, "B"], valid: Int[Array, "B"] | None
+) -> tuple[Float[Array, "B T D"], Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B"]]:
+    """The residual stream of new tokens, the tokens with 0 for padding, their positions, and the length after them.
+
+    Args:
+      model, params: the model, and its parameters that are of no layer.
+      tokens: ids, padded on the left.
+      length: tokens that each sequence has read before.
+      valid: how many of the last columns are tokens of each sequence, None for all.
+    """
+    T = tokens.shape[1]
+    valid = jnp.full_like(length, T) if valid is None else valid.astype(length.dtype)
+    column = jnp.arange(T)[None] - (T - valid)[:, None]
+    tokens, pos = jnp.where(column >= 0, tokens, 0), jnp.where(column >= 0, length[:, None] + column, EMPTY)
+    return model.embed(params, tokens, pos), tokens, pos, length + valid
+
+
+@functools.partial(jax.jit, static_argnames=("model", "layer"))
+def layer_step(
+    model: Any, layer: int, params: PyTree[Any], x: Float[Array, "B T D"], kv: Storage, attend: Callable[..., Any]
+) -> tuple[Float[Array, "B T D"], Storage, Any]:
+    """A layer of a model: the residual stream and the cache after it, and what `attend` observed, a pytree as it is."""
+    return model.block(layer, params, x, kv, attend)
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def head(
+    model: Any, params: PyTree[Any], x: Float[Array, "B T D"], lost: tuple[Bool[Array, "B"], ...]
+) -> Float[Array, "B V"]:
+    """Logits after the last column, NaN for sequences that have lost tokens in a layer."""
+    logits = model.head(params, x[:, -1:])[:, -1]
+    return jnp.where(jnp.stack(lost).any(0)[:, None], jnp.nan, logits) if lost else logits
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "capacity", "ends"))
+def compacted(
+    kv: Storage, ctx: Context, *, policy: Policy, capacity: int, ends: bool
+) -> tuple[Storage, Bool[Array, "B"]]:
+    """A layer as it is kept after a prompt or a block of it, and which sequences lost live tokens or kept no choice.
+
+    Args:
+      kv: the layer after its policy's update.
+      ctx: when and where.
+      policy: the layer's policy.
+      capacity: slots of a head, or of the pool.
+      ends: whether the prompt ends here; only then is the layer stored as the policy wants it.
+    """
+    pool = policy.layout.pool and ends
+    lost = ((kv.num_live.sum(-1) if pool else kv.num_live.max(-1)) > capacity) | unscored(kv).any(-1)
+    if not ends:
+        return kv.replace(channels=None).compact(capacity), lost
+    return kv.compact(capacity, policy.reserve(kv.view(), ctx) if pool else None), lost
+
+
 def step(
     model: Any,
     params: PyTree[Any],
-    tokens: Int[Array, "B T"],
+    tokens: Any,
     state: State,
-    pos: Int[Array, "B T"],
+    valid: Any,
     phase: Phase,
     *,
     evict: bool = True,
     ends: bool = True,
     grow: bool = False,
     gives: bool = False,
-    observe: tuple[tuple[Any, ...], ...] = (),
+    observe: tuple[tuple[Observation, ...], ...] = (),
     guards: bool = True,
+    after_layer: Callable[[], Any] | None = None,
 ) -> tuple[Float[Array, "B V"], State, AttnStats | None]:
     """One pass over new tokens: logits after the last column, the state after, and what was observed, if asked for.
 
     Args:
       model, params: the model.
-      tokens: ids, padded on the left.
-      state: the state before, its lengths those after this pass.
-      pos: the tokens' positions, -1 for padding.
-      phase, evict, ends, grow, gives, observe, guards: see `Attend`.
+      tokens: ids "B T", padded on the left.
+      state: the state before.
+      valid: how many of the last columns are tokens of each sequence "B", None for all.
+      phase: whether a prompt is read or a token decoded.
+      evict: whether the policy decides in this pass.
+      ends: whether the prompt ends with these tokens; only then are layers stored as the policy wants them.
+      observe: what else is observed, one tuple a layer; () for nothing.
+      grow, gives, guards: as in `Attend`.
+      after_layer: called when a layer has been compiled and started, as a bar of progress is.
     """
-    joint = state.plan.policy.joint
-    shares = grow and evict and not joint and not gives and not state.layers[0].pos.shape[-1]
-    how = {"phase": phase, "evict": evict, "ends": ends, "grow": grow, "gives": gives, "observe": observe}
-    attend = Attend(dataclasses.replace(state, layers=()), tokens, pos, shares=shares, guards=guards, **how)
-    where = {"positions": pos} if getattr(model.config, "learned_positions", False) else {}
-    logits, layers, seen = model(params, tokens, state.layers, attend=attend, last_only=True, **where)
-    ready = state.ready or (evict and ends and not joint)
-    logits, state = logits[:, -1], dataclasses.replace(state, layers=layers, ready=ready)
-    if not (joint or gives):
-        return logits, state, None
-    stats = AttnStats(tuple(seen), tokens, tuple(attend.observed(i) for i in range(len(layers))), phase)
-    if joint and evict:
-        state, lost = decided(state, stats, attend)
-        logits = logits if lost is None else jnp.where(lost[:, None], jnp.nan, logits)
-    return logits, state, stats
+    plan, joint = state.plan, state.plan.policy.joint
+    outer, each = model.parts(params)
+    x, tokens, pos, length = embed(model, outer, tokens, state.length, valid)
+    state = dataclasses.replace(state, length=length)
+    at_once, layers, seen, names, lost = evict and not joint, [], [], [], []
+    for i, (policy, kv) in enumerate(zip(plan.layers, state.layers, strict=True)):
+        ctx, asked = state.context(i, phase, tokens), policy.observe(phase)
+        names.append(unique((*asked, *observe[i])) if observe else asked)
+        how = {"evict": at_once, "grow": grow, "gives": gives or joint, "guards": guards}
+        attend = Attend(ctx, pos, policy, names[i], plan.infos[i].num_kv_heads, **how)
+        x, kv, found = layer_step(model, model.alike[i], each[i], x, kv, attend)
+        if at_once and grow:
+            kv, full = compacted(kv, ctx, policy=policy, capacity=plan.capacities[i], ends=ends)
+            lost.append(full)
+        layers.append(kv)
+        seen.append(found)
+        if after_layer is not None:
+            after_layer()
+    state = dataclasses.replace(state, layers=tuple(layers), ready=state.ready or (at_once and ends))
+    stats = AttnStats(tuple(seen), tokens, tuple(names), phase) if joint or gives else None
+    if stats is not None and joint and evict:
+        state, full = decided(state, stats, grow=grow, ends=ends)
+        lost = full if phase == "prefill" else lost
+    return head(model, outer, x, tuple(lost)), state, stats
 
 
 def updated(state: State, stats: AttnStats, *, steady: bool = True) -> tuple[tuple[Storage, ...], tuple[Context, ...]]:
@@ -199,25 +235,37 @@ def updated(state: State, stats: AttnStats, *, steady: bool = True) -> tuple[tup
     """
     plan, L = state.plan, len(state.layers)
     ctxs = tuple(dataclasses.replace(state.context(i, stats.phase, stats.tokens), steady=steady) for i in range(L))
-    views, named = tuple(kv.view() for kv in state.layers), tuple(stats.of(i) for i in range(L))
-    if plan.policy.joint:
-        found = plan.policy.update_layers(views, named, ctxs)
-    else:
-        each = zip(plan.layers, views, named, ctxs, strict=True)
-        found = tuple(policy.update(view, seen, ctx) for policy, view, seen, ctx in each)
-    return tuple(kv if x is y else kv.put(x) for kv, x, y in zip(state.layers, found, views, strict=True)), ctxs
+    runs = [(plan.policy, range(L))] if plan.policy.joint else [(p, [i]) for i, p in enumerate(plan.layers)]
+    layers: list[Storage] = []
+    for policy, run in runs:
+        of = lambda x, run=run: tuple(x[i] for i in run)
+        layers += _updated(of(state.layers), of(stats.layers), of(ctxs), policy=policy, names=of(stats.names))
+    return tuple(layers), ctxs
 
 
-def decided(state: State, stats: AttnStats, attend: Attend) -> tuple[State, Bool[Array, "B"] | None]:
-    """The state after its policy's update, and which sequences lost live tokens, or kept some by no choice.
+@functools.partial(jax.jit, static_argnames=("policy", "names"))
+def _updated(layers: Any, seen: Any, ctxs: Any, *, policy: Policy, names: Any) -> tuple[Storage, ...]:
+    """Layers after a policy's update, from what was observed of each under these names."""
+    views = tuple(kv.view() for kv in layers)
+    stats = tuple(dict(zip(*x, strict=True)) for x in zip(names, seen, strict=True))
+    found = policy.update_layers(views, stats, ctxs)
+    return tuple(kv if x is y else kv.put(x) for kv, x, y in zip(layers, found, views, strict=True))
+
+
+def decided(
+    state: State, stats: AttnStats, *, grow: bool = True, ends: bool = True, steady: bool = True
+) -> tuple[State, list[Bool[Array, "B"]]]:
+    """The state after its policy's update, and which sequences lost live tokens, or kept some by no choice, by layer.
 
     Args:
       state: the state, whose layers have read some tokens.
       stats: what was observed of these.
-      attend: how layers are stored afterwards.
+      grow, ends: as for `step`.
+      steady: whether layers were within this policy's budget before.
     """
-    layers, ctxs = updated(state, stats, steady=attend.steady)
-    kept = [attend.stored(kv, i, ctx) for i, (kv, ctx) in enumerate(zip(layers, ctxs, strict=True))]
-    lost = [x for _, x in kept if x is not None]
-    state = dataclasses.replace(state, layers=tuple(kv for kv, _ in kept), ready=attend.ends)
-    return state, functools.reduce(jnp.logical_or, lost) if lost else None
+    layers, ctxs = updated(state, stats, steady=steady)
+    if not grow:
+        return dataclasses.replace(state, layers=layers, ready=ends), [unscored(kv).any(-1) for kv in layers]
+    each = zip(layers, ctxs, state.plan.layers, state.plan.capacities, strict=True)
+    kept = [compacted(kv, ctx, policy=policy, capacity=n, ends=ends) for kv, ctx, policy, n in each]
+    return dataclasses.replace(state, layers=tuple(kv for kv, _ in kept), ready=ends), [full for _, full in kept]

@@ -22,10 +22,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from kvjax.core.contract import Policy
+from kvjax.core.drivers.attend import step
 from kvjax.core.drivers.checks import check_is, check_model
 from kvjax.core.drivers.replay import after_replay, rereads
 from kvjax.core.drivers.state import State, empty_state
-from kvjax.core.drivers.steps import read
 from kvjax.core.plan import infos_of, init_policy_params, planned
 
 _Path = str | os.PathLike[str]
@@ -142,7 +142,8 @@ def load_state(path: _Path, model: Any, params: PyTree[Any], *, policy: Policy) 
         given = learned if jax.tree.leaves(learned) else None
         state = empty_state(config, policy, plan, hparams, lengths, steps, keys=keys, policy_params=given)
         tokens, again = jnp.zeros((len(lengths), width), jnp.int32), rereads(state)
-        _, state, stats = read(model, params, tokens, state, lengths, evict=not again, gives=bool(again))
+        how = {"grow": True, "evict": not again, "gives": bool(again)}
+        _, state, stats = step(model, params, tokens, state, lengths, "prefill", **how)
         return state if not again or stats is None else after_replay(state, stats, again)
 
     leaves, tree = jax.tree.flatten(jax.eval_shape(shape, params))

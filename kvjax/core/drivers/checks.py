@@ -59,7 +59,7 @@ def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 def check_model(model: Any, params: PyTree[Any]) -> None:
     """Refuses what is no model, and parameters that are not arrays of floats of the model's names and shapes."""
-    if not hasattr(model, "config") or not callable(model):
+    if not hasattr(model, "config") or not hasattr(model, "block"):
         raise ValueError(f"model is a {type(model).__name__}; give the model that models.load(...) returns")
     given = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
     floats = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)

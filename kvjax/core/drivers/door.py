@@ -4,16 +4,15 @@ Letters: B batch, T tokens, L layers, V vocabulary.
 """
 
 import dataclasses
-import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from kvjax.core.contract import AttentionInputs, LayerInfo, Phase, Policy, unique
-from kvjax.core.drivers.attend import Attend, decided, step
+from kvjax.core.drivers.attend import decided, step
 from kvjax.core.drivers.checks import (
     as_array,
     check_block,
@@ -26,7 +25,7 @@ from kvjax.core.drivers.checks import (
 )
 from kvjax.core.drivers.replay import rereads
 from kvjax.core.drivers.state import AttnStats, State
-from kvjax.core.drivers.steps import checked_logits, placed
+from kvjax.core.drivers.steps import checked_logits
 from kvjax.core.observe import Reread
 from kvjax.core.plan import Plan, planned
 from kvjax.core.storage import Storage, empty
@@ -89,25 +88,15 @@ def forward(
     if grow and evict and rereads(state):
         raise ValueError("the policy reads prompts again, but forward(evict=True) reads them once; use kvjax.prefill")
     more = tuple(unique(o for p in observe for o in p.at(i, L).observe(phase)) for i in range(L)) if observe else ()
-    how = {"phase": phase, "evict": evict, "grow": grow, "observe": more}
-    found = _forward(model, params, jnp.asarray(tokens), state, jnp.asarray(valid, jnp.int32), **how)
-    if T > 1:
-        checked_logits(*found[:2])
-    return found
-
-
-@functools.partial(jax.jit, static_argnames=("model", "phase", "evict", "grow", "observe"))
-def _forward(
-    model: Any, params: Any, tokens: Any, state: State, valid: Any, *, phase: Any, evict: Any, grow: Any, observe: Any
-) -> Any:
-    old = state
-    tokens, pos, state = placed(tokens, state, valid)
-    how = {"evict": evict, "grow": grow, "gives": True, "observe": observe}
-    logits, state, stats = step(model, params, tokens, state, pos, phase, **how)
+    how = {"evict": evict, "grow": grow, "gives": True, "observe": more}
+    tokens, valid = jnp.asarray(tokens), jnp.asarray(valid, jnp.int32)
+    logits, after, stats = step(model, params, tokens, state, valid, phase, **how)
     if not grow:  # sequences without a new token keep what they had
-        layers = tuple(new.where(valid > 0, before) for new, before in zip(state.layers, old.layers, strict=True))
-        state = dataclasses.replace(state, layers=layers)
-    return logits, state, stats
+        layers = tuple(new.where(valid > 0, old) for new, old in zip(after.layers, state.layers, strict=True))
+        after = dataclasses.replace(after, layers=layers)
+    if T > 1:
+        checked_logits(logits, after)
+    return logits, after.apart(), cast(AttnStats, stats)  # which `gives` asks for
 
 
 def applied(policy: Policy, state: State, stats: AttnStats) -> State:
@@ -125,14 +114,15 @@ def applied(policy: Policy, state: State, stats: AttnStats) -> State:
     check_is("state", state, State, "kvjax.forward")
     check_is("stats", stats, AttnStats, "kvjax.forward")
     after, prompt = under(policy, state, stats), not state.ready
-    other, known = prompt and after.plan.layers != state.plan.layers, not traced(state.prompt_length)
+    known = not traced(state.prompt_length)
     each = zip(*map(jax.tree.leaves, (after.hparams, state.hparams)), strict=True)
     steady = prompt or (known and all(np.array_equal(*x) for x in each))
-    after, lost = _applied(after, stats, grow=prompt, steady=steady, other=other)
-    if lost is not None and not traced(lost) and bool(lost.any()):
+    after = stored_under(after) if prompt and after.plan.layers != state.plan.layers else after
+    after, lost = decided(after, stats, grow=prompt, steady=steady)
+    if not traced(*lost) and bool(jnp.stack(lost).any()):
         check_layers_scored(after)
         raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
-    return after
+    return after.apart()
 
 
 def under(policy: Policy, state: State, stats: AttnStats, plan: Plan | None = None) -> State:
@@ -158,14 +148,6 @@ def under(policy: Policy, state: State, stats: AttnStats, plan: Plan | None = No
     return dataclasses.replace(state, hparams=hparams, plan=plan)
 
 
-@functools.partial(jax.jit, static_argnames=("grow", "steady", "other"))
-def _applied(
-    state: State, stats: AttnStats, *, grow: bool, steady: bool, other: bool
-) -> tuple[State, Bool[Array, "B"] | None]:
-    state = stored_under(state) if other else state
-    return decided(state, stats, Attend(dataclasses.replace(state, layers=()), None, None, grow=grow, steady=steady))
-
-
 def stored_under(state: State) -> State:
     """A state whose layers, which hold a whole prompt that was read under another policy, are stored for its own.
 
@@ -173,7 +155,8 @@ def stored_under(state: State) -> State:
       ValueError: the policy cannot go on from a prompt that was read in this way.
     """
     state = dataclasses.replace(state, layers=tuple(map(_under, state.plan.layers, state.plan.infos, state.layers)))
-    check_reads_all(state, "prefill", "so kvjax.prefill must read the prompt under it")
+    so = "so kvjax.prefill must read the prompt under it"
+    jax.eval_shape(lambda state: check_reads_all(state, "prefill", so), state)
     return state
 
 

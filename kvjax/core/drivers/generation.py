@@ -65,13 +65,15 @@ def generate(
     plan: Plan | None = None,
     policy_params: Any = None,
     buckets: bool = True,
+    progress: bool = False,
 ) -> Generation:
     """Reads prompts, evicts, and generates.
 
     An equal policy, rebuilt, compiles nothing new, and neither does another budget that needs as many slots.
 
     Args:
-      model, params, tokens, policy, lengths, attention_mask, block, plan, policy_params: see `kvjax.prefill`.
+      model, params, tokens, policy, lengths, attention_mask, block, plan, policy_params, progress: see
+        `kvjax.prefill`.
       max_new_tokens: tokens to generate.
       sampler: greedy by default. A repetition penalty counts the prompt's tokens, and no padding.
       eos_ids: tokens that end a sequence; the model's own (`model.config.eos_ids`) if None, `()` for none.
@@ -89,6 +91,7 @@ def generate(
     ends = check_request(model, policy, sampler, eos_ids, pad_id, key)
     prompts, steps = check_prompts(model, tokens, lengths, attention_mask), whole("max_new_tokens", max_new_tokens)
     how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "buckets": buckets}
+    how["progress"] = progress
     logits, state = read_prompts(model, params, prompts, policy, steps, **how)
     seen = seen_of(model, prompts) if sampler.reads_seen else None
     at = begin(logits, state, seen, sampler=sampler, ends=ends)

@@ -4,23 +4,22 @@ Letters: B batch, T columns of the prompt, R rows that repeat a chunk, W keys th
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.core.contract import EMPTY, unique
-from kvjax.core.drivers.attend import Attend, decided
+from kvjax.core.drivers.attend import decided, embed, layer_step
 from kvjax.core.drivers.checks import check_ids, check_layers_scored
 from kvjax.core.drivers.state import AttnStats, State
 from kvjax.core.observe import Reread
 from kvjax.core.storage import Storage
 from kvjax.pallas_kernels.columns import accumulator
+from kvjax.pallas_kernels.pytree import pytree, static
 
 _LOGITS = 2**20  # of a block of rows, 4 MiB in float32
 _ROWS = 32  # of a block at least, as few take longer
@@ -65,18 +64,21 @@ def reread(
     Raises:
       ValueError: a policy that keeps more tokens than it asked slots for, scores that are not numbers.
     """
-    T = tokens.shape[1]
+    T, plan, (outer, each) = tokens.shape[1], state.plan, model.parts(params)
     for how in hows:
         found, R = [jnp.zeros(kv.pos.shape) for kv in state.layers], how.most(T)
         for first in how.firsts(T):
             rows = [how.rows(tokens[b, T - n :], first, T) for b, n in enumerate(lengths)]
-            ids = jnp.asarray(np.stack([np.pad(x, (R - len(x), 0)) for x in rows]))
-            valid = jnp.asarray(np.array(list(map(len, rows)), np.int32))
-            new = _repeat(model, params, ids, valid, jnp.int32(first), state, how)
-            found = [x if y is None else jnp.maximum(x, y) for x, y in zip(found, new, strict=True)]
+            ids = np.stack([np.pad(x, (R - len(x), 0)) for x in rows])
+            x, _, pos, _ = embed(model, outer, ids, state.length, np.array([*map(len, rows)], np.int32))
+            for i, kv in enumerate(state.layers):
+                size = how.size(T) if how in plan.layers[i].observe("replay") else 0
+                attend = Repeat(pos, jnp.int32(first), state.length, how, size)
+                x, _, new = layer_step(model, model.alike[i], each[i], x, kv, attend)
+                found[i] = found[i] if new is None else jnp.maximum(found[i], new)
         stats = _with(stats, how, found)
-    state, lost = _decide(state, stats)
-    if bool(lost.any()):
+    state, lost = decided(state, stats)
+    if bool(jnp.stack(lost).any()):
         check_layers_scored(state)
         raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
     return state
@@ -86,7 +88,7 @@ def after_replay(state: State, stats: AttnStats, hows: tuple[Reread, ...]) -> St
     """The state after an update as in `reread`, but by attention of 0: for shapes."""
     for how in hows:
         stats = _with(stats, how, [jnp.zeros(kv.pos.shape) for kv in state.layers])
-    return _decide(state, stats)[0]
+    return decided(state, stats)[0]
 
 
 def _with(stats: AttnStats, how: Reread, found: list[Array]) -> AttnStats:
@@ -94,27 +96,26 @@ def _with(stats: AttnStats, how: Reread, found: list[Array]) -> AttnStats:
     return dataclasses.replace(stats, layers=layers, names=tuple((*x, how) for x in stats.names))
 
 
-@jax.jit
-def _decide(state: State, stats: AttnStats) -> Any:
-    return decided(state, stats, Attend(dataclasses.replace(state, layers=()), None, None))
+@pytree
+class Repeat:
+    """What a layer calls with the rows that repeat a chunk: it stores none of them.
 
+    Attributes:
+      pos: their positions, `EMPTY` for padding.
+      first: position of the chunk's first token.
+      length: tokens of each prompt.
+      how: how the prompt is repeated.
+      size: tokens of the largest chunk; 0 where nobody asks what they get.
+    """
 
-@functools.partial(jax.jit, static_argnames=("model", "how"))
-def _repeat(
-    model: Any,
-    params: PyTree[Any],
-    ids: Int[Array, "B R"],
-    valid: Int[Array, "B"],
-    first: Int[Array, ""],
-    state: State,
-    how: Reread,
-) -> tuple[Float[Array, "B K S"] | None, ...]:
-    """For every layer, the most that the tokens of a chunk get while it is repeated; None where nobody asks."""
-    R, plan = ids.shape[1], state.plan
-    column = jnp.arange(R)[None] - (R - valid)[:, None]
-    pos = jnp.where(column >= 0, state.length[:, None] + column, EMPTY)
+    pos: Int[Array, "B R"]
+    first: Int[Array, ""]
+    length: Int[Array, "B"]
+    how: Reread = static(default=Reread())
+    size: int = static(default=0)
 
-    def attend(
+    def __call__(
+        self,
         kv: Storage,
         q: Float[Array, "B N R H"],
         k: Float[Array, "B _ R H"],
@@ -129,27 +130,26 @@ def _repeat(
         softcap: float | None = None,
         slopes: Any = None,
     ) -> tuple[Float[Array, "B N R H"], Storage, Float[Array, "B K S"] | None]:
-        K = kv.pos.shape[1]
+        """What attention gives, the cache as it was, and the most that each token of the chunk gets, if asked for."""
+        del layer
+        K, pos = kv.pos.shape[1], self.pos
         k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
         k = k if kv.how.positions == "rank" else rotate(k, pos[:, None])
         q = rotate(q, pos[:, None])  # nothing is evicted, so that ranks are positions
         both = kv.replace(memory=()).append(k, v, pos, grow=True)
         out = both.attend(q, pos, rotate=rotate, scale=scale, window=window, softcap=softcap, slopes=slopes).out
-        if how not in plan.layers[layer].observe("replay"):
+        if not self.size:
             return out, kv, None
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         keys, bias = both.keys(rotate), both.bias(q.shape[1] // K, slopes)
         rows = _Rows(q, keys, both.v, bias, pos, scale, window, softcap)
-        chunk = _Chunk(first, state.length, how.size(plan.infos[layer].prompt_len), how.sinks)
-        if not how.plus:
+        chunk = _Chunk(self.first, self.length, self.size, self.how.sinks)
+        if not self.how.plus:
             return out, kv, _most(rows, chunk)
         if out_proj is None or hidden is None:
             raise ValueError("Reread(plus=True) needs the output projection and hidden states, which the model lacks")
         norm = jnp.linalg.norm(hidden.astype(jnp.float32), axis=-1)
         return out, kv, _most(rows, chunk, 1.0 / jnp.where(norm > 0, norm, 1.0), out_proj)
-
-    where = {"positions": pos} if getattr(model.config, "learned_positions", False) else {}
-    return model(params, ids, state.layers, attend=attend, last_only=True, **where)[2]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from kvjax.core.contract import Context, Phase, Policy
-from kvjax.core.plan import Plan, init_policy_params
+from kvjax.core.plan import Plan
 from kvjax.core.storage import Storage, empty
 from kvjax.pallas_kernels.pytree import pytree, static
 
@@ -85,47 +85,40 @@ class State:
         taken = jax.tree.map(lambda x: x[rows], dataclasses.replace(self, params=(), layers=()))
         return dataclasses.replace(taken, params=self.params, layers=tuple(kv.take(rows) for kv in self.layers))
 
+    def apart(self) -> "State":
+        """The state with copies of all that is not of its layers, so that it may be donated without what it came of."""
+        own = jax.device_put(dataclasses.replace(self, layers=()), may_alias=False)
+        return dataclasses.replace(own, layers=self.layers)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all layers."""
         return sum(kv.nbytes for kv in self.layers)
 
-    def context(self, layer: int, phase: Phase, tokens: Any = None, index: Any = None) -> Context:
+    def context(self, layer: int, phase: Phase, tokens: Any = None) -> Context:
         """What a policy is told of a moment in a layer.
 
         Args:
-          layer: its number, or that of a layer of the same kind.
+          layer: its number.
           phase: what is being read.
           tokens: the ids that are read.
-          index: the layer's number where it is traced, among layers of one kind.
         """
-        hparams, params = self.hparams[layer], self.params[layer] if self.params else ()
-        if index is not None:
-            alike = [i for i in range(len(self.hparams)) if self.kind(i) == self.kind(layer)]
-            at = jnp.searchsorted(jnp.asarray(alike), index)
-            each = [(self.hparams[i], self.params[i] if self.params else ()) for i in alike]
-            hparams, params = jax.tree.map(lambda *x: jnp.stack(x)[at], *each)
-        info, pool = self.plan.infos[layer], self.plan.layers[layer].layout.pool
+        info, policy = self.plan.infos[layer], self.plan.layers[layer]
+        slots = info.prompt_len + 1 if policy.layout.pool else self.plan.capacities[layer]
         return Context(
             self.length,
             self.prompt_length,
             self.keys,
-            jnp.int32(layer) if index is None else index,
+            jnp.int32(layer),
             self.max_new_tokens,
-            hparams,
-            params,
+            self.hparams[layer],
+            self.params[layer] if self.params else (),
             tokens,
             phase=phase,
             width=info.prompt_len,
-            capacity=info.prompt_len + 1 if pool else self.plan.capacities[layer],
+            capacity=slots if policy.writes else 0,
             window=info.window,
         )
-
-    def kind(self, layer: int) -> tuple[Any, ...]:
-        """All that is static about a layer: those of one kind can share a program, since the rest is data."""
-        plan, data = self.plan, (self.hparams[layer], self.params[layer] if self.params else ())
-        shapes = tuple(x.shape for x in jax.tree.leaves(data))
-        return plan.layers[layer], plan.capacities[layer], dataclasses.replace(plan.infos[layer], layer=0), shapes
 
 
 def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
@@ -169,12 +162,10 @@ def empty_state(
     Raises:
       ValueError: learned parameters that are missing, or are not one tree a layer.
     """
-    width, steps = plan.infos[0].prompt_len, plan.infos[0].max_new_tokens
     if policy_params is None:
-        shapes = jax.eval_shape(
-            lambda: init_policy_params(config, policy, jax.random.key(0), width=width, max_new_tokens=steps)
-        )
-        if jax.tree.leaves(shapes):
+        kinds = {p: policy.at(i, len(plan.layers)) for i, p in enumerate(plan.layers)}
+        learned = lambda key: [p.init_params(plan.infos[0], key) for p in kinds.values()]
+        if jax.tree.leaves(jax.eval_shape(learned, keys[0])):
             raise ValueError(
                 "the policy has learned parameters: give policy_params=, those of init_policy_params to begin with"
             )
@@ -185,4 +176,4 @@ def empty_state(
     layers = tuple(empty(i, B, config.dtype, p.memory(i), p.layout, p.writes, c if slots else 0) for p, i, c in each)
     lengths = jnp.asarray(lengths, jnp.int32)
     most = jnp.full((B,), max_new_tokens, jnp.int32)
-    return State(layers, jnp.zeros_like(lengths), lengths, keys, most, hparams, given, plan)
+    return State(layers, jnp.zeros_like(lengths), lengths, keys, most, hparams, given, plan).apart()

@@ -1,7 +1,7 @@
 """The steps that join a model and a policy: read prompts, whole or in blocks, and decode a token.
 
-`prefill`, `decode_step` and `start` are for users, and check what they are given; `read_prompts`, `read` and `decode`
-are what other drivers use. All may stand inside `jax.jit`.
+`prefill`, `decode_step` and `start` are for users, and check what they are given; `read_prompts` and `decode` are what
+other drivers use. All may stand inside `jax.jit`.
 
 Letters: B batch, T tokens of a prompt, V vocabulary.
 """
@@ -10,12 +10,12 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
+from tqdm.auto import tqdm
 
-from kvjax.core.contract import EMPTY, Policy
+from kvjax.core.contract import Policy
 from kvjax.core.drivers.attend import step
 from kvjax.core.drivers.buckets import padded, plan_request
 from kvjax.core.drivers.checks import (
@@ -33,7 +33,7 @@ from kvjax.core.drivers.checks import (
     whole,
 )
 from kvjax.core.drivers.replay import check_rereads, reread, rereads
-from kvjax.core.drivers.state import AttnStats, Prompts, State, empty_state, row_keys
+from kvjax.core.drivers.state import Prompts, State, empty_state, row_keys
 from kvjax.core.plan import Plan
 
 
@@ -86,6 +86,7 @@ def prefill(
     block: int | None = None,
     plan: Plan | None = None,
     policy_params: Any = None,
+    progress: bool = False,
 ) -> tuple[Float[Array, "B V"], State]:
     """Reads prompts and evicts from them, layer by layer.
 
@@ -103,6 +104,7 @@ def prefill(
         and a block, whatever the prompt's length (RoCo, arXiv 2402.06262, section 3.3). None reads all at once.
       plan: sizes of a larger budget or request, whose slots and programs are used (`make_plan`).
       policy_params: the policy's learned parameters (`init_policy_params`), if it has any.
+      progress: shows a bar of the layers that are compiled and read, a widget in notebooks.
 
     Returns:
       Logits of the next token, and the state.
@@ -117,7 +119,7 @@ def prefill(
     check_model(model, params)
     prompts = check_prompts(model, tokens, lengths, attention_mask)
     steps = whole("max_new_tokens", max_new_tokens, 0)
-    how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params}
+    how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "progress": progress}
     return read_prompts(model, params, prompts, policy, steps, **how)
 
 
@@ -134,6 +136,7 @@ def read_prompts(
     policy_params: Any = None,
     buckets: bool = False,
     warns: bool = True,
+    progress: bool = False,
 ) -> tuple[Float[Array, "B V"], State]:
     """What `prefill` does with prompts that have been checked.
 
@@ -154,20 +157,21 @@ def read_prompts(
             "of jit"
         )
     check_rereads(model, state, again)
-    if block is not None:
-        num = -(-T // block)
-        tokens, xp = padded(prompts.tokens, num * block), (np if known else jnp)
-        for left in range(num - 1, 0, -1):
-            here = tokens[:, (num - 1 - left) * block : (num - left) * block]
-            valid = xp.clip(lengths - left * block, 0, block)
-            _, state, _ = read(model, params, here, state, valid, ends=False)
-        logits, state, _ = read(model, params, tokens[:, -block:], state, xp.minimum(lengths, block))
+    num, L = 1 if block is None else -(-T // block), len(state.layers)
+    with tqdm(total=num * L, desc="prompt", unit="layer", disable=not progress) as bar:
+        read = functools.partial(step, model, params, phase="prefill", grow=True, after_layer=bar.update)
+        if block is not None:
+            tokens, xp = padded(prompts.tokens, num * block), (np if known else jnp)
+            for left in range(num - 1, 0, -1):
+                here = tokens[:, (num - 1 - left) * block : (num - left) * block]
+                _, state, _ = read(here, state, xp.clip(lengths - left * block, 0, block), ends=False)
+            logits, state, _ = read(tokens[:, -block:], state, xp.minimum(lengths, block))
+            return checked_logits(logits, state), state
+        tokens = padded(prompts.tokens, plan.infos[0].prompt_len)
+        logits, state, stats = read(tokens, state, lengths, evict=not again, gives=bool(again))
+        if again and stats is not None:
+            state = reread(model, params, tokens, np.asarray(lengths), state, stats, again)
         return checked_logits(logits, state), state
-    tokens = padded(prompts.tokens, plan.infos[0].prompt_len)
-    logits, state, stats = read(model, params, tokens, state, lengths, evict=not again, gives=bool(again))
-    if again and stats is not None:
-        state = reread(model, params, tokens, np.asarray(lengths), state, stats, again)
-    return checked_logits(logits, state), state
 
 
 def checked_logits(logits: Float[Array, "B V"], state: State) -> Float[Array, "B V"]:
@@ -181,42 +185,6 @@ def checked_logits(logits: Float[Array, "B V"], state: State) -> Float[Array, "B
             "logits are not numbers: the model's are not, or the policy keeps more tokens than its `sizes` asked for"
         )
     return logits
-
-
-@functools.partial(jax.jit, static_argnames=("model", "evict", "ends", "gives", "observe"))
-def read(
-    model: Any,
-    params: PyTree[Any],
-    tokens: Int[Array, "B T"],
-    state: State,
-    valid: Int[Array, "B"],
-    *,
-    evict: bool = True,
-    ends: bool = True,
-    gives: bool = False,
-    observe: tuple[tuple[Any, ...], ...] = (),
-) -> tuple[Float[Array, "B V"], State, AttnStats | None]:
-    """Reads some columns of a prompt: logits after the last, the state, and what was observed, if `gives`.
-
-    Args:
-      model, params: the model.
-      tokens: the columns.
-      state: the state before.
-      valid: how many of the last columns are tokens of each sequence.
-      evict, ends, gives, observe: see `Attend`.
-    """
-    tokens, pos, state = placed(tokens, state, valid)
-    how = {"evict": evict, "ends": ends, "grow": True, "gives": gives, "observe": observe}
-    return step(model, params, tokens, state, pos, "prefill", **how)
-
-
-def placed(tokens: Any, state: State, valid: Any) -> tuple[Int[Array, "B T"], Int[Array, "B T"], State]:
-    """Tokens with 0 for padding, their positions, and the state with the length that it has after them."""
-    T = tokens.shape[1]
-    column = jnp.arange(T)[None] - (T - valid)[:, None]
-    pos = jnp.where(column >= 0, state.length[:, None] + column, EMPTY)
-    state = dataclasses.replace(state, length=state.length + valid)
-    return jnp.where(column >= 0, tokens, 0), pos, state
 
 
 def decode_step(
@@ -261,10 +229,8 @@ def decode(
 
     Logits are NaN behind the last token that a sequence was planned for, which under `jax.jit` they alone can say.
     """
-    valid = jnp.ones_like(state.length) if active is None else jnp.asarray(active).astype(jnp.int32)
-    tokens, pos, moved = placed(token[:, None], state, valid)
-    logits, after, _ = step(model, params, tokens, moved, pos, "decode", guards=guards)
-    past = moved.length - moved.prompt_length > moved.max_new_tokens
+    logits, after, _ = step(model, params, token[:, None], state, active, "decode", guards=guards)
+    past = after.length - after.prompt_length > after.max_new_tokens
     logits = jnp.where(past[:, None], jnp.nan, logits)
     if active is None:
         return logits, after

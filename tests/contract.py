@@ -1,0 +1,80 @@
+"""How large the contract is, in numbers that tests hold (python -m tests.contract)."""
+
+import dataclasses
+import inspect
+import pathlib
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax import core, models
+from kvjax.core import methods
+from kvjax.core.contract import Part, Policy, Score
+from kvjax.models.embedded import EMBEDDED
+
+_ROOT = pathlib.Path(core.__file__).parent
+
+
+def members(kind: type, base: type | None = None) -> list[str]:
+    """What a class asks of those that write a subclass: its methods and properties that `base` has not."""
+    own = [n for n in dir(kind) if callable(getattr(kind, n)) or isinstance(getattr(kind, n), property)]
+    known = dir(base or object)
+    return [n for n in own if (not n.startswith("_") or n == "__call__") and (n not in known or n == "__call__")]
+
+
+def method_parameters() -> dict[str, int]:
+    """The parameters of every method."""
+    return {n: len(inspect.signature(f).parameters) for n, f in vars(methods).items() if inspect.isfunction(f)}
+
+
+def entered(call: Callable[[], Any]) -> set[CodeType]:
+    """The named functions of the library that a call enters; models and kernels are not counted."""
+    found: set[CodeType] = set()
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(_ROOT)) and not code.co_name.startswith("<"):
+            found.add(code)
+
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def generate() -> Callable[[], Any]:
+    """One `generate` call with SnapKV, of two prompts and five tokens."""
+    model, params = models.load(EMBEDDED)
+    tokens = np.random.default_rng(1).integers(3, model.config.vocab_size, (2, 88)).astype(np.int32)
+    how: dict[str, Any] = {"lengths": [88, 70], "max_new_tokens": 5, "eos_ids": ()}
+    policy = methods.snapkv(20, window=8)
+    return lambda: core.generate(model, params, tokens, policy=policy, **how)
+
+
+def sizes() -> dict[str, int]:
+    """How much there is to learn."""
+    return {
+        "members of Policy": len(members(Policy)),
+        "members of Score": len(members(Score, Part)),
+        "fields of Evict": len(dataclasses.fields(core.Evict)),
+        "parameters of methods": sum(method_parameters().values()),
+        "exported names": len(core.__all__),
+    }
+
+
+def calls() -> dict[str, int]:
+    """How much there is to step through, before programs are compiled and afterwards."""
+    call = generate()
+    jax.clear_caches()
+    return {"functions that generate enters": len(entered(call)), "functions that it enters again": len(entered(call))}
+
+
+if __name__ == "__main__":
+    for name, number in (sizes() | calls()).items():
+        print(f"{number:5}  {name}")
