@@ -33,7 +33,7 @@ def test_e22_ahakv_prompt(examples):
     k = numbers(e["inputs"]["k"])
     (n, d), params, wanted = k.shape[2:], e["params"], e["expected"]
     q = jnp.concatenate([jnp.zeros((n - 2, d)), jnp.asarray(e["inputs"]["q_last2"], jnp.float32)])[None, None]
-    v = jnp.sqrt(numbers(e["inputs"]["value_norm_sq"]))[..., None] * jnp.eye(d)[0]
+    v = jnp.sqrt(numbers(e["inputs"]["value_norm_sq"]))[..., None] * jnp.eye(d)[None, None, :1]
     how = {"recent": params["recent"], "kernel": params["avg_pool"]}
     bare = lambda policy: dataclasses.replace(policy, score=Accumulated(policy.score.of))
     score = lambda policy: read_tensors(policy, q, k, v)[1][0]
@@ -218,7 +218,7 @@ def test_e32_think(examples):
 def test_e33_expected_attention(examples):
     e = examples["E33"]
     k = numbers(e["inputs"]["k"])
-    v = numbers(e["inputs"]["v_norm"])[..., None] * jnp.asarray([1.0, 0.0])
+    v = numbers(e["inputs"]["v_norm"])[..., None] * jnp.asarray([[[[1.0, 0.0]]]])
     mean, cov = numbers(e["inputs"]["query_mean"]), numbers(e["inputs"]["query_cov"])
     score, wanted = Expected(FutureQueries()), e["expected"]
     moments, bias = score.observe("prefill")
