@@ -50,7 +50,7 @@ def search(small):
 
 
 def stored(state, row):
-    """What a sequence's layers hold: for every head its live positions in order, keys, values and memory by position."""
+    """What a sequence's layers hold: of every head the live positions in order, keys, values and memory."""
     found = []
     for kv in state.layers:
         view = kv.view()
@@ -250,7 +250,7 @@ def test_the_state_goes_on(small, search):
 
 
 def test_a_search_behind_fed_tokens(small, search):
-    """`generate_beams_from` on what other drivers returned equals the search behind the whole prompt, inside jit too."""
+    """`generate_beams_from` on what other drivers returned equals the search behind the whole prompt."""
     how = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 4, "eos_ids": (5, 6), "length_penalty": 0.5}
     expected = search(lengths=None, **how)
 
