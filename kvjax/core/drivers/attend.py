@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.core.contract import EMPTY, AttentionInputs, Context, Phase, unique
+from kvjax.core.contract import EMPTY, AttentionInputs, Context, Phase, Rotate, unique
 from kvjax.core.drivers.state import AttnStats, State
 from kvjax.core.evict import unscored
 from kvjax.core.storage import Storage
@@ -99,6 +99,7 @@ class Attend:
         K = self.state.plan.infos[layer].num_kv_heads
         k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
         G, by_rank, raw_q = q.shape[1] // K, kv.how.positions == "rank", q
+        rotate = _in_prompt(rotate, ctx)
         k = k if by_rank else rotate(k, pos[:, None])
         lost = None
         if self.guards and not self.grow:
@@ -140,6 +141,12 @@ class Attend:
         if not self.ends:
             return kv.replace(channels=None).compact(capacity), lost
         return kv.compact(capacity, policy.reserve(kv.view(), ctx) if pool else None), lost
+
+
+def _in_prompt(rotate: Rotate, ctx: Context) -> Rotate:
+    """The rotation of a prompt's rows, which may be a block of it: scalings by length take the whole prompt's."""
+    of_text = getattr(rotate, "of_text", None)
+    return rotate if of_text is None else of_text(jnp.where(ctx.length > ctx.prompt_length, 0, ctx.prompt_length))
 
 
 def _changed(kv: Storage, change: Callable[[Any], Any]) -> Storage:
