@@ -207,6 +207,11 @@ class Evict(Policy):
         protected = kv.live & ((kv.pos < first) | (kv.pos >= last) | newest)
         slots = self._slots(kv, stats, ctx, protected, at_most_one)
         score = self.score(slots.of("score")).astype(jnp.float32)
+        if score.shape != kv.pos.shape:
+            raise ValueError(
+                f"{type(self.score).__name__} gives scores of shape {score.shape}, but the layer has slots of shape "
+                f'{kv.pos.shape}; give one a slot, "B K S"'
+            )
         unscored = ~(slots.candidates & ~jnp.isnan(score)).any(-1)
         score = jnp.nan_to_num(score, nan=-LARGE, posinf=LARGE, neginf=-LARGE)
         if ctx.window is not None:  # tokens outside the window are evicted first

@@ -241,4 +241,10 @@ def updated_parts(x: Any, slots: Slots) -> Any:
             found[name] = tuple(part.update(slots.of(name, i)) for i, part in enumerate(y))
         else:
             found[name] = y.update(slots.of(name))
+        before, after = jax.tree.leaves(getattr(slots.memory, name, ())), jax.tree.leaves(found[name])
+        if [jnp.shape(a) for a in after] != [b.shape for b in before]:
+            raise ValueError(
+                f"{type(y).__name__} updates its memory to arrays of shapes {[jnp.shape(a) for a in after]}, but it "
+                f'listed {[b.shape for b in before]}: PerSlot for a number a slot, "B K S ...", PerHead for one a head'
+            )
     return Tree(**{**vars(slots.memory), **found}) if found else slots.memory

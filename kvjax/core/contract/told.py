@@ -175,7 +175,7 @@ class Context:
       max_new_tokens: decode steps that the run is planned for.
       hparams: what `sizes` gave for this layer, a row for every sequence.
       params: the layer's learned parameters, the same for all sequences.
-      tokens: ids of the rows just read.
+      ids: token ids of the rows just read, if they are known; `tokens` gives them.
       phase: what kind of rows were read (static).
       width: columns of the padded prompt (static).
       capacity: slots that a head has after compaction, for policies that write; others are told 0, so that layers of
@@ -191,12 +191,23 @@ class Context:
     max_new_tokens: Int[Array, "B"]
     hparams: Any = ()
     params: Any = ()
-    tokens: Int[Array, "B T"] | None = None
+    ids: Int[Array, "B T"] | None = None
     phase: Phase = static(default="prefill")
     width: int = static(default=0)
     capacity: int = static(default=0)
     window: int | None = static(default=None)
     steady: bool = static(default=True)
+
+    @property
+    def tokens(self) -> Int[Array, "B T"]:
+        """Token ids of the rows just read: the prompt, a block of it, or a decode step's one; 0 for padding.
+
+        Raises:
+          ValueError: they are not known.
+        """
+        if self.ids is None:
+            raise ValueError("the policy reads token ids, but none are known here; give evict_layer(tokens=)")
+        return self.ids
 
     @property
     def step(self) -> Int[Array, "B"]:

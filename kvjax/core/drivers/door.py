@@ -148,6 +148,7 @@ def under(policy: Policy, state: State, stats: AttnStats, plan: Plan | None = No
     return dataclasses.replace(state, hparams=hparams, plan=plan)
 
 
+@jax.jit
 def stored_under(state: State) -> State:
     """A state whose layers, which hold a whole prompt that was read under another policy, are stored for its own.
 

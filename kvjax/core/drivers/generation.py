@@ -9,10 +9,12 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.core.contract import Policy
 from kvjax.core.drivers.checks import (
+    as_array,
     check_logits,
     check_model,
     check_prompts,
@@ -128,11 +130,19 @@ def generate_from(
     check_logits(model, state, logits)
     ends = check_request(model, Policy(), sampler, eos_ids, pad_id, state.keys)
     check_room(state, whole("max_new_tokens", max_new_tokens) - 1)
-    if sampler.reads_seen and tokens is None:
-        raise ValueError("the sampler has a repetition penalty; give tokens=, what the state has read, padded left")
-    read = check_rows(model, tokens, state.length, len(state.length)) if sampler.reads_seen else None
-    at = begin(logits, state, None if read is None else seen_of(model, read), sampler=sampler, ends=ends)
+    seen = seen_of(model, _already_read(model, tokens, state)) if sampler.reads_seen else None
+    at = begin(logits, state, seen, sampler=sampler, ends=ends)
     return _generated(model, params, at, max_new_tokens, max_new_tokens, sampler, ends, pad_id, False)
+
+
+def _already_read(model: Any, tokens: Any, state: State) -> Prompts:
+    """What a state has read, for samplers that ask."""
+    if tokens is None:
+        raise ValueError("the sampler has a repetition penalty; give tokens=, what the state has read, padded left")
+    tokens = as_array("tokens", tokens, np.integer, (len(state.length), None), "integers, one row a sequence")
+    if not traced(state.length) and (most := int(np.max(state.length))) > tokens.shape[1]:
+        raise ValueError(f"the state has read {most} tokens, but tokens= holds {tokens.shape[1]} a sequence; give all")
+    return check_rows(model, tokens, state.length, len(state.length))
 
 
 def seen_of(model: Any, prompts: Prompts) -> Bool[Array, "B V"]:

@@ -69,7 +69,13 @@ class Chain(Filter):
 
 
 def chain(*filters: Filter) -> Filter:
-    """Filters in turn, from left to right; `chain()` changes nothing."""
+    """Filters in turn, from left to right; `chain()` changes nothing.
+
+    Raises:
+      ValueError: what is no filter.
+    """
+    if wrong := [f for f in filters if not isinstance(f, Filter)]:
+        raise ValueError(f"{wrong[0]!r} is no filter; give such as TopK(20), and the chain to Categorical(filter)")
     flat = [g for f in filters for g in (f.filters if isinstance(f, Chain) else (f,))]
     return flat[0] if len(flat) == 1 else Chain(tuple(flat))
 

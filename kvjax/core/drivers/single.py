@@ -4,10 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.core.contract import AttentionInputs, Context, LayerInfo, Policy, compiled
-from kvjax.core.drivers.checks import check_is, check_lengths, whole
+from kvjax.core.drivers.checks import as_array, check_is, check_lengths, whole
 from kvjax.core.drivers.state import row_keys
 from kvjax.core.evict import check_scored
 from kvjax.core.observe import Reread
@@ -49,19 +50,22 @@ def evict_layer(
     """
     check_is("policy", policy, Policy, "kvjax.methods")
     whole("num_layers", num_layers), whole("layer", layer, 0, num_layers - 1)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if jnp.ndim(x) != 4 or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-            raise ValueError(f"{name} must be floats with axes (batch, heads, tokens, head_dim); got {jnp.shape(x)}")
-    q, k, v = map(jnp.asarray, (q, k, v))
+    axes = "floats with axes (batch, heads, tokens, head_dim)"
+    q, k, v = (
+        jnp.asarray(as_array(n, x, np.floating, (None,) * 4, axes)) for n, x in zip("qkv", (q, k, v), strict=True)
+    )
     (B, N, T, H), K = q.shape, k.shape[1]
     if k.shape != (B, K, T, H) or v.shape[:3] != k.shape[:3] or N % K:
         raise ValueError(
             f"q {q.shape}, k {k.shape} and v {v.shape} must agree in batch, tokens and head_dim, k and v in heads, and "
             f"query heads be a multiple of kv heads; here these are {N} and {K}"
         )
-    for name, x, shape in (("out_proj", out_proj, (N, H)), ("hidden", hidden, (B, T)), ("tokens", tokens, (B, T))):
-        if x is not None and jnp.shape(x)[:2] != shape:
-            raise ValueError(f"{name} has the shape {jnp.shape(x)}, but its first axes should be {shape}")
+    if out_proj is not None:
+        out_proj = jnp.asarray(as_array("out_proj", out_proj, np.floating, (N, H, None), "floats, a matrix a head"))
+    if hidden is not None:
+        hidden = jnp.asarray(as_array("hidden", hidden, np.floating, (B, T, None), "floats, a vector a token"))
+    if tokens is not None:
+        tokens = jnp.asarray(as_array("tokens", tokens, np.integer, (B, T), "integers, one a token"), jnp.int32)
     lengths = check_lengths(lengths, B, T)
     policy = policy.at(layer, num_layers)
     if any(isinstance(o, Reread) for o in policy.observe("replay")):
@@ -76,8 +80,7 @@ def evict_layer(
     info, steps = LayerInfo(layer, num_layers, N, K, H, T, 0), jnp.zeros((B,), jnp.int32)
     hparams, lengths = policy.sizes(info, lengths).hparams, jnp.asarray(lengths, jnp.int32)
     keys, here = row_keys(key, B), jnp.int32(layer)
-    ids = None if tokens is None else jnp.asarray(tokens, jnp.int32)
-    ctx = Context(lengths, lengths, keys, here, steps, hparams, policy_params, ids, width=T, capacity=T)
+    ctx = Context(lengths, lengths, keys, here, steps, hparams, policy_params, tokens, width=T, capacity=T)
     pos = jnp.maximum(jnp.arange(T)[None] - (T - lengths)[:, None], -1)
     real = pos >= 0  # padding may hold anything, even what is no number
     q, k, v = (jnp.where(real[:, None, :, None], x, jnp.zeros((), x.dtype)) for x in (q, k, v))

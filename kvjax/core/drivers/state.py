@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from kvjax.core.contract import Context, Phase, Policy
+from kvjax.core.contract import LAST, Context, Phase, Policy
 from kvjax.core.plan import Plan
 from kvjax.core.storage import Storage, empty
 from kvjax.pallas_kernels.pytree import pytree, static
@@ -75,7 +75,7 @@ class State:
         """The sequences `rows`, in that order; one may be taken several times (beams, several questions).
 
         Raises:
-          ValueError: a row that there is not. Of traced rows, JAX takes the last one for those beyond it.
+          ValueError: a row that there is not. Where rows are traced, its logits become NaN.
         """
         B = len(self.length)
         if not isinstance(rows, jax.core.Tracer | slice):
@@ -83,6 +83,10 @@ class State:
             if not np.isin(rows, np.arange(-B, B)).all():
                 raise ValueError(f"rows={rows.tolist()} are taken of {B} sequences; give 0 to {B - 1}")
         taken = jax.tree.map(lambda x: x[rows], dataclasses.replace(self, params=(), layers=()))
+        if isinstance(rows, jax.core.Tracer):  # what may not read any token has no logits
+            taken = dataclasses.replace(
+                taken, max_new_tokens=jnp.where((rows >= -B) & (rows < B), taken.max_new_tokens, -LAST)
+            )
         return dataclasses.replace(taken, params=self.params, layers=tuple(kv.take(rows) for kv in self.layers))
 
     def apart(self) -> "State":

@@ -61,7 +61,8 @@ def start(
       policy_params: the policy's learned parameters (`init_policy_params`), if it has any.
 
     Raises:
-      ValueError: sizes that the policy or the plan cannot work with, learned parameters that are missing.
+      ValueError: sizes that the policy or the plan cannot work with, learned parameters that are missing, a text beyond
+        positions that the model has learned.
     """
     check_is("policy", policy, Policy, "kvjax.methods")
     lengths = as_array("lengths", lengths, np.integer, (None,), "integers, one a prompt")
@@ -69,6 +70,8 @@ def start(
         raise ValueError("lengths are traced; give width=, the columns that the prompts will have")
     width, steps = int(np.max(lengths)) if width is None else width, whole("max_new_tokens", max_new_tokens, 0)
     plan, hparams = plan_request(model.config, policy, lengths, width, steps, plan=plan)
+    if not traced(lengths):
+        check_positions(model.config, plan, lengths, steps)
     keys = row_keys(key, len(lengths))
     return empty_state(model.config, policy, plan, hparams, lengths, steps, keys=keys, policy_params=policy_params)
 

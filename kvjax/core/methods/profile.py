@@ -52,11 +52,6 @@ class Kinds:
 
     def __call__(self, inputs: AttentionInputs) -> Int8[Array, "B K S"]:
         ids = inputs.ctx.tokens
-        if ids is None:
-            raise ValueError(
-                "FastGen tells special tokens and punctuation by their ids, but none are known here; drive a model "
-                "with prefill, forward or generate"
-            )
         kind = jnp.where(jnp.isin(ids, jnp.asarray(self.punctuation, jnp.int32)), MARK, PLAIN)
         kind = jnp.where(jnp.isin(ids, jnp.asarray(self.special, jnp.int32)), DECLARED, kind)
         kind = jnp.where(inputs.pos == EMPTY, UNKNOWN, kind)
