@@ -151,7 +151,7 @@ class FastGen(Policy):
         return Sizes(most, K * np.minimum(every, cap + coming), (*numbers, jnp.asarray(cap, jnp.int32)))
 
     def memory(self, info: LayerInfo) -> tuple[PerSlot | PerHead, ...]:
-        strategy = PerHead(dtype=jnp.int32)  # and in a pool the most that each head keeps
+        strategy = PerHead(dtype=jnp.int32, fill=-1)  # and in a pool the most that each head keeps
         return PerSlot(dtype=jnp.int8), PerSlot(), *([strategy] * (1 + self.pool))
 
     def reserve(self, kv: LayerView, ctx: Context) -> Int[Array, "B K"]:
@@ -164,7 +164,7 @@ class FastGen(Policy):
         mass = mass + stats[Rows()]
         level = self._levels(kv, kinds, mass, ctx)
         if ctx.phase == "prefill":
-            strategy = self._chosen(kv, level, stats[WholeQueries()], ctx)
+            strategy = jnp.where(strategy < 0, self._chosen(kv, level, stats[WholeQueries()], ctx), strategy)
         keep = level <= strategy[..., None]
         for cap in ctx.hparams[2:]:  # there is none without a budget
             if self.pool and ctx.phase == "prefill":
