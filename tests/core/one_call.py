@@ -93,7 +93,7 @@ def of_rows(rows, kv, stats, ctx):
 
 def permuted(order, kv, stats):
     """The same layer and what was observed of it with slots in another order "B K S"."""
-    B, K, S = order.shape
+    _, K, S = order.shape
     take = lambda x: jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 3)), axis=2)
 
     def seen(x):

@@ -90,6 +90,12 @@ BY_HEAD = {
     *("partition_heads", "partition_heads_dense"),
 }
 
+# Rows that have no budget of tokens.
+NO_BUDGET = {
+    *("full", "think", "kvpress_think", "duo_attention", "duo_attention_threshold", "fastgen", "fastgen_port"),
+    *("kvpress_dms", "kvpress_dms_snapkv", "kvpress_simlayerkv", "kvpress_simlayerkv_all"),
+}
+
 # Rows whose sequences share draws with the first one of their batch.
 OF_A_BATCH = {"keyformer_share_batch"}
 

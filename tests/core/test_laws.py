@@ -43,6 +43,12 @@ def test_equal_policies_are_equal_values(case):
         assert repr(one) == repr(other)
 
 
+@pytest.mark.parametrize("case", [table.Case(name) for name in table.MAKE if name not in table.NO_BUDGET], ids=repr)
+def test_policies_of_other_budgets_are_other_values(case):
+    budgets = (20, 21) if case.budget == 10 else (0.5, 0.6)
+    assert case.make(budgets[0]) != case.make(budgets[1])
+
+
 @every_value
 def test_no_policy_is_the_unit_of_chain(case):
     policy = case.policy
@@ -134,6 +140,41 @@ def test_permuting_kv_heads_permutes_the_result(case):
     kept = np.asarray(one_call.decided(case.policy)[1].live)
     groups = lambda x: x.reshape(one_call.K, -1, T)
     np.testing.assert_array_equal(groups(kept[SWAPPED])[::-1], groups(kept[WHOLE]))
+
+
+@table.rows(table.FEW)
+def test_a_chain_is_its_members_in_turn(case):
+    """The second member decides among the tokens that the first one kept."""
+    second = methods.tova(7)
+    both = chained(case.policy, second)
+    if isinstance(both, str):
+        pytest.skip(both)
+    here, kv, stats, ctx = one_call.read(second)
+    left = kv.keep(one_call.decided(case.policy)[1].live[:3])
+    apart = one_call.updated(here, left, stats, ctx)
+    np.testing.assert_array_equal(one_call.decided(both)[1].live[:3], apart.live)
+
+
+@pytest.mark.parametrize(
+    ("policy", "n"),
+    [
+        (methods.snapkv(0.25, window=10), 10),
+        (methods.snapkv(0.25, window=10), 39),
+        (methods.streaming_llm(0.25, sinks=4), 17),
+        (methods.roco(0.25, scope=10), 11),
+        (methods.scissorhands(0.25, recent=2, drop=10), 39),
+        (methods.ada_pyramid(0.25, window=10), 39),
+    ],
+    ids=["window", "window_and_more", "sinks", "scope", "drop", "pyramid"],
+)
+def test_a_row_that_is_too_short_to_be_evicted_from_does_not_fail_its_batch(policy, n):
+    q, k, v = map(jnp.asarray, one_call.tensors()[0])
+    cut = lambda row, length: (x[row : row + 1, :, T - length :] for x in (q, k, v))
+    together = np.asarray(core.evict_layer(policy, q, k, v, lengths=[T, n]).live)
+    assert together[1, :, T - n :].all()
+    assert together[0].sum() == 10 * one_call.K
+    np.testing.assert_array_equal(core.evict_layer(policy, *cut(1, n)).live[0], together[1, :, T - n :])
+    np.testing.assert_array_equal(core.evict_layer(policy, *cut(0, T)).live[0], together[0])
 
 
 def alone(policy, row):
