@@ -343,7 +343,8 @@ class SharedLayers(Policy):
         self, layers: tuple[Any, ...], stats: tuple[_Stats, ...], ctxs: tuple[Context, ...]
     ) -> tuple[Any, ...]:
         """All layers after the first one has decided by the sum of their statistics."""
-        total = {o: sum(x[o] for x in stats) for o in stats[0]}
+        own = self.policy.observe(ctxs[0].phase)
+        total = {o: jax.tree.map(lambda *x: sum(x), *(seen[o] for seen in stats)) for o in own}
         first = self.policy.update(layers[0], total, ctxs[0])
         same = {name: getattr(first, name) for name in ("pos", "memory", "channels", *self.writes)}
         return tuple(kv.replace(**same) for kv in layers)

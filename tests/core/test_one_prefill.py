@@ -16,8 +16,7 @@ QUICK = (  # distinct mechanisms: memory, heads in a pool, places, noise, mergin
     *("snapkv_then_think", "quest_by_query_head"),
 )
 RECORDED = json.loads(kept_raw.GOLDEN.read_text())  # of every case, at the budgets that it takes
-INPUTS = ("fastgen", "fastgen_port")  # observe the inputs themselves, which no compiled `forward` can return
-REST = tuple(name for name in CASES if name not in (*QUICK, *INPUTS))
+REST = tuple(name for name in CASES if name not in QUICK)
 SLOW = [pytest.param(REST[i::12], marks=[pytest.mark.slow, pytest.mark.exhaustive], id=f"rest{i}") for i in range(12)]
 T, F, LENGTHS = 24, 4, np.array([24, 17], np.int32)
 TOKENS = np.random.default_rng(0).integers(1, 61, (2, T)).astype(np.int32)
@@ -28,10 +27,6 @@ def _as_users_run_it():
     """The core does not yet spell out every conversion, as conftest's strict JAX wants it."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
-
-
-FAILS = pytest.mark.xfail(raises=TypeError, strict=True, reason="FastGen observes AttentionInputs, which is no pytree")
-SLOW += [pytest.param((n,), marks=[pytest.mark.slow, pytest.mark.exhaustive, FAILS], id=n) for n in INPUTS]
 
 
 @pytest.mark.parametrize("names", [pytest.param(QUICK, id="quick"), *SLOW])

@@ -6,7 +6,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Int8
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 from kvjax.core.contract import (
     EMPTY,
@@ -31,6 +31,7 @@ from kvjax.core.contract import (
 from kvjax.core.decide.select import best
 from kvjax.core.observe import Rows, on_new_slots
 from kvjax.pallas_kernels import recovered_attention
+from kvjax.pallas_kernels.pytree import pytree, static
 
 STRATEGIES = ("special", "punctuation", "frequent", "local", "full")
 """Sets of tokens that a head may keep, by number; each holds those before it, and more."""
@@ -58,12 +59,31 @@ class Kinds:
         return on_new_slots(kind, inputs, UNKNOWN).astype(jnp.int8)
 
 
-@value
-class Whole:
-    """Observes the inputs themselves, for policies that compute with queries."""
+@pytree
+class Queries:
+    """Rows and how they attend, of which a policy computes attention itself.
 
-    def __call__(self, inputs: AttentionInputs) -> AttentionInputs:
-        return inputs
+    Attributes:
+      q: queries, rotated.
+      pos: positions of the rows, `EMPTY` for padding.
+      bias: what is added to the logits of each slot.
+      scale, window, softcap: as in `AttentionInputs` (static).
+    """
+
+    q: Float[Array, "B N T H"]
+    pos: Int[Array, "B T"]
+    bias: Float[Array, "B N S"] | None
+    scale: float | None = static(default=None)
+    window: int | None = static(default=None)
+    softcap: float | None = static(default=None)
+
+
+@value
+class WholeQueries:
+    """Observes the queries themselves, for policies that compute attention once they know of which slots."""
+
+    def __call__(self, inputs: AttentionInputs) -> Queries:
+        return Queries(inputs.q, inputs.pos, inputs.bias, inputs.scale, inputs.window, inputs.softcap)
 
 
 class FastGen(Policy):
@@ -109,7 +129,7 @@ class FastGen(Policy):
         return Layout(pool=self.pool, prompt="whole")
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
-        return Rows(), Kinds(self.special, self.punctuation), *((Whole(),) if phase == "prefill" else ())
+        return Rows(), Kinds(self.special, self.punctuation), *((WholeQueries(),) if phase == "prefill" else ())
 
     def sizes(self, info: LayerInfo, lengths: Prompts) -> Sizes:
         def whole(share: float, n: np.ndarray) -> np.ndarray:
@@ -126,7 +146,7 @@ class FastGen(Policy):
         return Sizes(most, K * np.minimum(every, cap + coming), (*numbers, jnp.asarray(cap, jnp.int32)))
 
     def memory(self, info: LayerInfo) -> tuple[PerSlot | PerHead, ...]:
-        strategy = PerHead(dtype=jnp.int32)  # and in a pool the most that each head keeps
+        strategy = PerHead(dtype=jnp.int32, fill=-1)  # and in a pool the most that each head keeps
         return PerSlot(dtype=jnp.int8), PerSlot(), *([strategy] * (1 + self.pool))
 
     def reserve(self, kv: LayerView, ctx: Context) -> Int[Array, "B K"]:
@@ -139,7 +159,7 @@ class FastGen(Policy):
         mass = mass + stats[Rows()]
         level = self._levels(kv, kinds, mass, ctx)
         if ctx.phase == "prefill":
-            strategy = self._chosen(kv, level, stats[Whole()], ctx)
+            strategy = jnp.where(strategy < 0, self._chosen(kv, level, stats[WholeQueries()], ctx), strategy)
         keep = level <= strategy[..., None]
         for cap in ctx.hparams[2:]:  # there is none without a budget
             if self.pool and ctx.phase == "prefill":
@@ -178,21 +198,21 @@ class FastGen(Policy):
             level = jnp.where(members, strategy, level)
         return jnp.where(kv.live, level, FULL + 1)
 
-    def _chosen(self, kv: LayerView, level: Array, inputs: AttentionInputs, ctx: Context) -> Int[Array, "B K"]:
+    def _chosen(self, kv: LayerView, level: Array, rows: Queries, ctx: Context) -> Int[Array, "B K"]:
         """The smallest set of every head that recovers enough of the prompt's attention."""
         sets = jnp.stack([level <= s for s in (SPECIAL, PUNCTUATION, FREQUENT, FREQUENT)])
         found = recovered_attention(
-            inputs.q,
+            rows.q,
             kv.k,
-            inputs.pos,
+            rows.pos,
             kv.pos,
             sets,
             within=(None, None, None, ctx.hparams[1]),
             tolerance=None if self.by == "mass" else 1e-4,
-            scale=inputs.scale,
-            window=inputs.window,
-            softcap=inputs.softcap,
-            bias=inputs.bias,
+            scale=rows.scale,
+            window=rows.window,
+            softcap=rows.softcap,
+            bias=rows.bias,
         )
         enough = jnp.asarray(found.mass if self.by == "mass" else found.elementwise) >= self.recovery
         return jnp.where(enough.any(-1), enough.argmax(-1), FULL).astype(jnp.int32)

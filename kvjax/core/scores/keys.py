@@ -1,5 +1,6 @@
 """Scores that look at keys, values and hidden states, or at a model of the queries to come."""
 
+import hashlib
 from typing import Any, Literal
 
 import jax
@@ -50,10 +51,19 @@ class KeyDifference(Score):
 
 
 class Table:
-    """An array that compares by identity, so that a policy that holds it can be hashed."""
+    """An array that compares by content, so that a policy can hold it. It cannot be written to."""
 
     def __init__(self, array: Any):
-        self.array = np.asarray(array)
+        self.array = np.array(array)
+        self.array.setflags(write=False)
+        kind = repr((self.array.shape, self.array.dtype.str)).encode()
+        self._digest = hashlib.sha256(kind + self.array.tobytes()).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Table) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
 
     def __repr__(self) -> str:
         return f"Table{self.array.shape}"
