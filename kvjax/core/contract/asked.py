@@ -57,7 +57,7 @@ class Policy(Value):
 
     def sizes(self, info: LayerInfo, lengths: Prompts) -> Sizes:
         """Slots and data for prompts of these lengths."""
-        most = lengths + info.max_new_tokens
+        most = np.full_like(lengths, info.prompt_len + info.max_new_tokens)  # so that prompts of any length share it
         return Sizes(most, info.num_kv_heads * most, resolved(self, info, lengths))
 
     def memory(self, info: LayerInfo) -> Any:
