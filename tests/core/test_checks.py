@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax import core
+from kvjax import core, models
 from kvjax.core import methods
 from kvjax.core.drivers.checks import check_prompts
 from kvjax.core.drivers.generation import generate
@@ -65,6 +65,16 @@ def test_a_mask_says_where_the_tokens_are(shallow, traced):
     tokens, lengths = (jax.jit(check) if traced else check)(ids, masks)
     assert lengths.tolist() == [2, 1, 3]
     assert [row[4 - n :] for row, n in zip(tokens.tolist(), lengths, strict=True)] == [[1, 2], [3], [4, 5, 6]]
+
+
+def test_pad_left():
+    tokens, lengths = models.pad_left([[1, 2, 3], [4]], pad_id=9)
+    assert tokens.tolist() == [[1, 2, 3], [9, 9, 4]]
+    assert lengths.tolist() == [3, 1]
+    with pytest.raises(ValueError, match="at least one token"):
+        models.pad_left([[1], []])
+    with pytest.raises(ValueError, match="has 3 tokens, but the batch is 2 wide"):
+        models.pad_left([[1, 2, 3]], width=2)
 
 
 def test_prompts_padded_on_the_right_are_those_padded_on_the_left(shallow):

@@ -278,15 +278,22 @@ def endless_plan(config: Any, policy: Policy, prompts: Prompts) -> Plan:
     """The sizes for prompts behind which tokens come without end.
 
     Raises:
-      ValueError: a policy whose cache grows while decoding.
+      ValueError: a policy whose cache grows while decoding, or whose data do (FastGen's, a number a position).
     """
     width = prompts.tokens.shape[1]
-    few, many = (planned(policy, infos_of(config, policy, width, n), prompts.lengths)[0] for n in (HORIZON, 2**21))
-    for layer, (n, more) in enumerate(zip(few.capacities, many.capacities, strict=True)):
-        if n != more:
+    (few, data), (many, more) = (
+        planned(policy, infos_of(config, policy, width, n), prompts.lengths) for n in (HORIZON, 2 * HORIZON)
+    )
+    for layer, (n, twice) in enumerate(zip(few.capacities, many.capacities, strict=True)):
+        if n != twice:
             raise ValueError(
                 f"{policy} keeps what comes after the prompt: layer {layer} needs {n:,} slots for {HORIZON:,} tokens "
-                f"and {more:,} for twice as many; without an end, use a policy that evicts while decoding, such as "
+                f"and {twice:,} for twice as many; without an end, use a policy that evicts while decoding, such as "
                 "kvjax.methods.h2o(512), or give a number of tokens"
             )
+    if jax.tree.map(jnp.shape, data) != jax.tree.map(jnp.shape, more):
+        raise ValueError(
+            f"{policy} has tables with an entry for every position, which end; without an end, use another policy, "
+            "such as kvjax.methods.h2o(512), or give a number of tokens"
+        )
     return few

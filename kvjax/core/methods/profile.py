@@ -171,7 +171,7 @@ class FastGen(Policy):
         """The first `cap` slots of every head in the order of `STRATEGIES`."""
         rank = jnp.where(level == LOCAL, kv.pos.astype(jnp.float32), mass)
         order = jnp.lexsort((-kv.pos, -rank, level), axis=-1)
-        chosen = jnp.arange(kv.pos.shape[-1]) < cap[..., None]
+        chosen = jnp.arange(kv.pos.shape[-1])[None, None] < cap[..., None]
         return jnp.put_along_axis(kv.live, order, chosen, axis=-1, inplace=False)
 
     def _divided(
