@@ -137,7 +137,8 @@ def read(
     Positions count up to 2^30 - 1 tokens a sequence. Before that, rotary embeddings at original positions lose
     precision: a pair of channels that turns by an angle w a token is off by about 6e-8 * w * position, 0.06 for the
     fastest at a million tokens. Keys that stand at their rank in the cache (`Layout("rank")`) have none of this; those
-    of `kvjax.methods.streaming_llm`, which are "shifted", have. Sums of attention are float32: what is added to a sum is lost where it is less than 6e-8 of it.
+    of `kvjax.methods.streaming_llm`, which are "shifted", have. Sums of attention are float32: what is added to a sum
+    is lost where it is less than 6e-8 of it.
 
     Args:
       model, params: the model.
