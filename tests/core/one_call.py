@@ -87,7 +87,7 @@ def _read(policy, info, hparams, lengths, rows):
 def of_rows(rows, kv, stats, ctx):
     """Other sequences of the same batch."""
     pick = lambda tree: jax.tree.map(lambda x: x[rows], tree)
-    own = {n: pick(getattr(ctx, n)) for n in ("length", "prompt_length", "keys", "max_new_tokens", "hparams", "tokens")}
+    own = {n: pick(getattr(ctx, n)) for n in ("length", "prompt_length", "keys", "max_new_tokens", "hparams", "ids")}
     return pick(kv), pick(stats), dataclasses.replace(ctx, **own)
 
 

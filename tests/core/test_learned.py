@@ -226,7 +226,7 @@ def test_the_policy_reads_what_closed_and_open_gates_read(wide):
     model, params = wide
     gates = np.array([[1.0, 0.0], [0.0, 1.0]])
     with jax.enable_x64(True):
-        policy = methods.duo_attention(gates, sinks=1, recent=3, pool=False)
+        policy = methods.duo_attention(gates, sinks=1, recent=3)
         pos = jnp.broadcast_to(jnp.arange(T), (2, T))
         wanted = states(model, params, TOKENS)(gated(jnp.asarray(gates), pos, sinks=1, recent=3))
         logits, state = prefill(model, params, TOKENS[:, :1], policy=policy, max_new_tokens=T - 1)
