@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.core.contract import EMPTY, AttentionInputs, Context, Observation, Phase, Policy, unique
+from kvjax.core.drivers.mesh import on_rows
 from kvjax.core.drivers.state import AttnStats, State
 from kvjax.core.evict import unscored
 from kvjax.core.storage import Storage
+from kvjax.core.storage.mesh import DATA, laid_out
 from kvjax.pallas_kernels import Columns
 from kvjax.pallas_kernels.pytree import pytree, static
 
@@ -104,7 +106,7 @@ class Attend:
             if not self.grow and ctx.phase == "prefill":
                 lost = unscored(kv).any(-1) if lost is None else lost | unscored(kv).any(-1)
         y = out.out if lost is None else jnp.where(lost[:, None, None, None], jnp.nan, out.out)
-        return y, kv, tuple(found.values()) if self.gives else ()
+        return y, kv.laid_out(), tuple(found.values()) if self.gives else ()
 
 
 def _changed(kv: Storage, change: Callable[[Any], Any]) -> Storage:
@@ -137,7 +139,8 @@ def layer_step(
     model: Any, layer: int, params: PyTree[Any], x: Float[Array, "B T D"], kv: Storage, attend: Callable[..., Any]
 ) -> tuple[Float[Array, "B T D"], Storage, Any]:
     """A layer of a model: the residual stream and the cache after it, and what `attend` observed, a pytree as it is."""
-    return model.block(layer, params, x, kv, attend)
+    x, after, found = model.block(layer, params, x, kv, attend)
+    return laid_out(x, kv.how.mesh, (DATA,)), after, found
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
@@ -165,8 +168,8 @@ def compacted(
     pool = policy.layout.pool and ends
     lost = ((kv.num_live.sum(-1) if pool else kv.num_live.max(-1)) > capacity) | unscored(kv).any(-1)
     if not ends:
-        return kv.replace(channels=None).compact(capacity), lost
-    return kv.compact(capacity, policy.reserve(kv.view(), ctx) if pool else None), lost
+        return kv.replace(channels=None).compact(capacity).laid_out(), lost
+    return kv.compact(capacity, policy.reserve(kv.view(), ctx) if pool else None).laid_out(), lost
 
 
 def step(
@@ -201,6 +204,7 @@ def step(
     """
     plan, joint = state.plan, state.plan.policy.joint
     outer, each = model.parts(params)
+    tokens, valid = on_rows((tokens, valid), state.mesh)
     x, tokens, pos, length = embed(model, outer, tokens, state.length, valid)
     state = dataclasses.replace(state, length=length)
     at_once, layers, seen, names, lost = evict and not joint, [], [], [], []
@@ -249,7 +253,8 @@ def _updated(layers: Any, seen: Any, ctxs: Any, *, policy: Policy, names: Any) -
     views = tuple(kv.view() for kv in layers)
     stats = tuple(dict(zip(*x, strict=True)) for x in zip(names, seen, strict=True))
     found = policy.update_layers(views, stats, ctxs)
-    return tuple(kv if x is y else kv.put(x) for kv, x, y in zip(layers, found, views, strict=True))
+    each = zip(layers, found, views, strict=True)
+    return tuple(kv if x is y else kv.put(x).laid_out() for kv, x, y in each)
 
 
 def decided(

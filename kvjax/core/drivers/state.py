@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Int, Key
 
 from kvjax.core.contract import Context, Phase, Policy
@@ -89,6 +90,11 @@ class State:
         """The state with copies of all that is not of its layers, so that it may be donated without what it came of."""
         own = jax.device_put(dataclasses.replace(self, layers=()), may_alias=False)
         return dataclasses.replace(own, layers=self.layers)
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices that share it; None for one."""
+        return self.layers[0].how.mesh
 
     @property
     def nbytes(self) -> int:
