@@ -1,7 +1,7 @@
 """A layer on a mesh of devices: which of them holds what, and what each works out alone.
 
-A layer knows its mesh (`Keeps.mesh`). Its arrays lie by rows of the batch ("data") and by kv heads ("heads"); those of a
-pool by rows alone, as its slots belong to whichever heads need them. Policies are written as for one device, and XLA's
+A layer knows its mesh (`Keeps.mesh`). Its arrays lie by rows of the batch ("data") and by kv heads ("heads"); those of
+a pool by rows alone, as its slots belong to whichever heads need them. Policies are written as for one device, and XLA's
 partitioner sends what they compare across heads. What treats every row and head alone is run by every device on its
 own, since kernels are not partitioned, and scatters not well. Without a mesh nothing here does anything.
 """
@@ -76,7 +76,8 @@ def attention(
         return pallas_kernels.attention(q, k, v, q_pos, kv_pos, columns=columns, bias=bias, **options)
     both = sharding(k, mesh).spec
     rows, heads = PartitionSpec(both[0]), PartitionSpec(both[1])
-    columns = columns if heads[0] is None or mesh.shape[HEADS] == 1 else tuple(_numbered(c, q.shape[1]) for c in columns)
+    if mesh.shape[HEADS] > 1:
+        columns = tuple(_numbered(c, q.shape[1]) for c in columns)
 
     def spec(path: Any, _: Any) -> PartitionSpec:
         return {"multiplier": both, "heads": heads}.get(path[-1].name, rows)
