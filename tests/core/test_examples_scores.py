@@ -114,8 +114,10 @@ def test_e27_fastgen(examples):
     for recovery, name in e["expected"]["chosen"].items():
         shares = {"frequent": e["params"]["r_f"], "local": e["params"]["r_l"], "recovery": float(recovery)}
         policy = methods.fastgen(ids("special"), ids("punct"), **shares)
-        layers, _ = tensors.evicted(policy, [{"q": q, "k": k, "v": v}], scale=scale)
-        chosen = STRATEGIES[int(layers[0].memory[2][0, 0])]
+        params = [{"q": q, "k": k, "v": v}]
+        model, tokens = tensors.model_of(params, scale=scale), tensors.columns(params, q.shape[2])
+        _, state = core.prefill(model, params, tokens, policy=policy, max_new_tokens=0)
+        chosen = STRATEGIES[int(state.layers[0].memory[2][0, 0])]
         assert chosen == {"punct": "punctuation"}.get(name.split("+")[-1], name.split("+")[-1])
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +30,17 @@ class Policy(Value):
     """A KV-cache eviction policy. Each member has a default that does nothing: `Policy()` is the full cache.
 
     `layout` to `init_params` run on the host before anything is traced; `enter` to `update_layers` are traced.
+
+    Attributes:
+      joint: whether `update_layers` decides for all layers at once, after all of them were read.
     """
+
+    joint: ClassVar[bool] = False
 
     @property
     def layout(self) -> Layout:
         """How the policy wants its layer stored."""
         return Layout()
-
-    @property
-    def joint(self) -> bool:
-        """Whether `update_layers` decides for all layers at once, after all of them were read."""
-        return False
 
     @property
     def writes(self) -> tuple[str, ...]:

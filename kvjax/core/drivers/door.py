@@ -96,7 +96,7 @@ def forward(
         after = dataclasses.replace(after, layers=layers)
     if T > 1:
         checked_logits(logits, after)
-    return logits, after.apart(), cast(AttnStats, stats)  # which `gives` asks for
+    return logits, _apart(after), cast(AttnStats, stats)  # which `gives` asks for
 
 
 def applied(policy: Policy, state: State, stats: AttnStats) -> State:
@@ -122,7 +122,13 @@ def applied(policy: Policy, state: State, stats: AttnStats) -> State:
     if not traced(*lost) and bool(jnp.stack(lost).any()):
         check_layers_scored(after)
         raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
-    return after.apart()
+    return _apart(after)
+
+
+def _apart(state: State) -> State:
+    """The state with copies of all that is not its layers, which may be donated without the one before."""
+    own = jax.device_put(dataclasses.replace(state, layers=()), may_alias=False)
+    return dataclasses.replace(own, layers=state.layers)
 
 
 def under(policy: Policy, state: State, stats: AttnStats, plan: Plan | None = None) -> State:

@@ -93,11 +93,7 @@ def begin(
     """The first token behind what a state has read, drawn from the logits that came with it."""
     token = drawn(sampler, logits, state, seen)
     seen = None if seen is None else with_token(seen, token, jnp.ones_like(token, bool))
-    return Decoding(token, log_prob(logits, token), ~_ended(token, ends), state, seen)
-
-
-def _ended(token: Int[Array, "B"], ends: tuple[int, ...]) -> Bool[Array, "B"]:
-    return (token[:, None] == jnp.asarray(ends, jnp.int32)[None]).any(-1)
+    return Decoding(token, log_prob(logits, token), ~jnp.isin(token, jnp.asarray(ends, jnp.int32)), state, seen)
 
 
 def decode_tokens(
@@ -143,7 +139,7 @@ def decode_tokens(
         probability = jnp.where(running, log_prob(found, token), 0.0)
         seen = None if at.seen is None else with_token(at.seen, token, running)
         steps = Steps(token, probability, live_tokens(state) if live else None, found if logits else None)
-        running = running & ~_ended(token, ends) if ends else running
+        running = running & ~jnp.isin(token, jnp.asarray(ends, jnp.int32)) if ends else running
         return Decoding(token, probability, running, state, seen), steps
 
     if count is None:

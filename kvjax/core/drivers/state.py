@@ -86,11 +86,6 @@ class State:
         taken = jax.tree.map(lambda x: x[rows], dataclasses.replace(self, params=(), layers=()))
         return dataclasses.replace(taken, params=self.params, layers=tuple(kv.take(rows) for kv in self.layers))
 
-    def apart(self) -> "State":
-        """The state with copies of all that is not of its layers, so that it may be donated without what it came of."""
-        own = jax.device_put(dataclasses.replace(self, layers=()), may_alias=False)
-        return dataclasses.replace(own, layers=self.layers)
-
     @property
     def mesh(self) -> Mesh | None:
         """The devices that share it; None for one."""
@@ -180,6 +175,6 @@ def empty_state(
         raise ValueError(f"policy_params has {len(given)} trees for {L} layers; give one a layer")
     each = zip(plan.layers, plan.infos, plan.capacities, strict=True)
     layers = tuple(empty(i, B, config.dtype, p.memory(i), p.layout, p.writes, c if slots else 0) for p, i, c in each)
-    lengths = jnp.asarray(lengths, jnp.int32)
-    most = jnp.full((B,), max_new_tokens, jnp.int32)
-    return State(layers, jnp.zeros_like(lengths), lengths, keys, most, hparams, given, plan).apart()
+    lengths, most = jnp.asarray(lengths, jnp.int32), jnp.full((B,), max_new_tokens, jnp.int32)
+    own = lengths, keys, most, hparams, given  # copies, so that the state may be donated without the caller's arrays
+    return State(layers, jnp.zeros_like(lengths), *jax.device_put(own, may_alias=False), plan=plan)

@@ -166,7 +166,8 @@ def read_prompts(
             "the policy reads prompts again before anything is evicted, which needs known prompts; read them outside "
             "of jit"
         )
-    check_rereads(model, state, again)
+    if again:
+        check_rereads(model, state, again)
     num, L = 1 if block is None else -(-T // block), len(state.layers)
     with tqdm(total=num * L, desc="prompt", unit="layer", disable=not progress) as bar:
         read = functools.partial(step, model, params, phase="prefill", grow=True, after_layer=bar.update)

@@ -1,6 +1,6 @@
 """Scores made of other scores: pooled, averaged over heads, weighted by values, standardized, added up."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -108,10 +108,8 @@ def pool_in_order(
     if kernel == 1:
         return x
     order, half = in_order(jnp.where(among, pos, EMPTY)), kernel // 2
-
-    def slide(y: Array, start: float, combine: Any) -> Array:
-        return lax.reduce_window(y, start, combine, (1, 1, kernel), (1, 1, 1), ((0, 0), (0, 0), (half, half)))
-
+    window = (1, 1, kernel), (1, 1, 1), ((0, 0), (0, 0), (half, half))
+    slide = lambda y, start, combine: lax.reduce_window(y, start, combine, *window)
     start, combine = (-jnp.inf, lax.max) if kind == "max" else (0.0, lax.add)
     pooled = slide(jnp.take_along_axis(jnp.where(among, x, start), order, -1), start, combine)
     if kind == "avg" and pad == "zero":

@@ -271,23 +271,6 @@ def dead_slots(free: Bool[Array, "B K S"], pos: Int[Array, "B T"]) -> Int[Array,
     return jnp.where(fits, jnp.take_along_axis(order, jnp.clip(nth, 0, S - 1), -1), S)
 
 
-def allocated(specs: Any, batch: int, heads: int, slots: int = 0) -> tuple[Any, tuple[bool, ...]]:
-    """(arrays, which of them belong to heads) for a tree of `PerSlot` and `PerHead`.
-
-    Raises:
-      TypeError: the tree has other leaves.
-    """
-    spec = lambda x: isinstance(x, PerSlot | PerHead)
-    leaves, tree = jax.tree.flatten(specs, is_leaf=spec)
-    if wrong := [x for x in leaves if not spec(x)]:
-        raise TypeError(
-            f"memory is a tree of PerSlot and PerHead, but has a {type(wrong[0]).__name__}: list shapes only"
-        )
-    own = lambda x: jnp.full((batch, heads, *x.shape), x.fill, x.dtype)
-    one = lambda x: own(x) if isinstance(x, PerHead) else jnp.zeros((batch, heads, slots, *x.shape), x.dtype)
-    return tree.unflatten(map(one, leaves)), tuple(isinstance(x, PerHead) for x in leaves)
-
-
 def empty(
     info: LayerInfo,
     batch: int,
@@ -307,9 +290,20 @@ def empty(
       layout: how the layer is stored.
       writes: what the policy may change of a slot.
       slots: dead slots of each head to begin with.
+
+    Raises:
+      TypeError: the memory has leaves that are neither `PerSlot` nor `PerHead`.
     """
-    zeros = jnp.zeros((batch, info.num_kv_heads, slots, info.head_dim), dtype)
-    arrays, per_head = allocated(memory, batch, info.num_kv_heads, slots)
+    spec, K = lambda x: isinstance(x, PerSlot | PerHead), info.num_kv_heads
+    leaves, tree = jax.tree.flatten(memory, is_leaf=spec)
+    if wrong := [x for x in leaves if not spec(x)]:
+        raise TypeError(
+            f"memory is a tree of PerSlot and PerHead, but has a {type(wrong[0]).__name__}: list shapes only"
+        )
+    own = lambda x: jnp.full((batch, K, *x.shape), x.fill, x.dtype)
+    one = lambda x: own(x) if isinstance(x, PerHead) else jnp.zeros((batch, K, slots, *x.shape), x.dtype)
+    arrays, per_head = tree.unflatten(map(one, leaves)), tuple(isinstance(x, PerHead) for x in leaves)
+    zeros = jnp.zeros((batch, K, slots, info.head_dim), dtype)
     layout = layout or Layout()
     weight = jnp.zeros(zeros.shape[:3], accumulator(dtype)) if "log_weight" in writes else None
     where = ("rank", 0) if layout.pool and layout.positions == "shifted" else (layout.positions, layout.sinks)
