@@ -1,9 +1,9 @@
 """A layer on a mesh of devices: which of them holds what, and what each works out alone.
 
 A layer knows its mesh (`Keeps.mesh`). Its arrays lie by rows of the batch ("data") and by kv heads ("heads"); those of
-a pool by rows alone, as its slots belong to whichever heads need them. Policies are written as for one device, and XLA's
-partitioner sends what they compare across heads. What treats every row and head alone is run by every device on its
-own, since kernels are not partitioned, and scatters not well. Without a mesh nothing here does anything.
+a pool by rows alone, as its slots belong to whichever heads need them. Policies are written as for one device, and
+XLA's partitioner sends what they compare across heads. What treats every row and head alone is run by every device on
+its own, since kernels are not partitioned, and scatters not well. Without a mesh nothing here does anything.
 """
 
 import dataclasses
