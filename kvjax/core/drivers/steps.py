@@ -121,7 +121,8 @@ def prefill(
       ValueError: empty prompts, token ids outside the vocabulary, lengths outside the prompt, padding on the right,
         parameters of another model, sizes that the policy or the plan cannot work with, blocks for a policy that
         looks at the whole prompt (FastGen, KVzip), or others than of one token for one that lets every row decide
-        (H2O's stepwise mask), a mesh that does not divide rows or heads; always before anything runs. After it, logits or scores that are not numbers.
+        (H2O's stepwise mask), a mesh that does not divide rows or heads; always before anything runs. After it, logits
+        or scores that are not numbers.
     """
     check_is("policy", policy, Policy, "kvjax.methods")
     check_model(model, params)
