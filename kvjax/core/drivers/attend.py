@@ -106,7 +106,7 @@ class Attend:
             if not self.grow and ctx.phase == "prefill":
                 lost = unscored(kv).any(-1) if lost is None else lost | unscored(kv).any(-1)
         y = out.out if lost is None else jnp.where(lost[:, None, None, None], jnp.nan, out.out)
-        return y, kv.laid_out(), tuple(found.values()) if self.gives else ()
+        return y, kv, tuple(found.values()) if self.gives else ()
 
 
 def _changed(kv: Storage, change: Callable[[Any], Any]) -> Storage:
@@ -140,7 +140,9 @@ def layer_step(
 ) -> tuple[Float[Array, "B T D"], Storage, Any]:
     """A layer of a model: the residual stream and the cache after it, and what `attend` observed, a pytree as it is."""
     x, after, found = model.block(layer, params, x, kv, attend)
-    return laid_out(x, kv.how.mesh, (DATA,)), after, found
+    if kv.how.mesh is not None:
+        x, after = laid_out(x, kv.how.mesh, (DATA,)), after.laid_out()
+    return x, after, found
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
@@ -168,8 +170,8 @@ def compacted(
     pool = policy.layout.pool and ends
     lost = ((kv.num_live.sum(-1) if pool else kv.num_live.max(-1)) > capacity) | unscored(kv).any(-1)
     if not ends:
-        return kv.replace(channels=None).compact(capacity).laid_out(), lost
-    return kv.compact(capacity, policy.reserve(kv.view(), ctx) if pool else None).laid_out(), lost
+        return kv.replace(channels=None).compact(capacity), lost
+    return kv.compact(capacity, policy.reserve(kv.view(), ctx) if pool else None), lost
 
 
 def step(
@@ -204,7 +206,8 @@ def step(
     """
     plan, joint = state.plan, state.plan.policy.joint
     outer, each = model.parts(params)
-    tokens, valid = on_rows((tokens, valid), state.mesh)
+    if (mesh := state.layers[0].how.mesh) is not None:
+        tokens, valid = on_rows((tokens, valid), mesh)
     x, tokens, pos, length = embed(model, outer, tokens, state.length, valid)
     state = dataclasses.replace(state, length=length)
     at_once, layers, seen, names, lost = evict and not joint, [], [], [], []

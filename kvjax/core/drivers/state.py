@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Int, Key
 
 from kvjax.core.contract import Context, Phase, Policy
@@ -85,11 +84,6 @@ class State:
                 raise ValueError(f"rows={rows.tolist()} are taken of {B} sequences; give 0 to {B - 1}")
         taken = jax.tree.map(lambda x: x[rows], dataclasses.replace(self, params=(), layers=()))
         return dataclasses.replace(taken, params=self.params, layers=tuple(kv.take(rows) for kv in self.layers))
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """The devices that share it; None for one."""
-        return self.layers[0].how.mesh
 
     @property
     def nbytes(self) -> int:

@@ -128,7 +128,8 @@ def prefill(
     check_model(model, params)
     prompts = check_prompts(model, tokens, lengths, attention_mask)
     steps = whole("max_new_tokens", max_new_tokens, 0)
-    params, mesh = on_mesh(model, params, mesh, len(prompts.tokens))
+    if mesh is not None:
+        params, mesh = on_mesh(model, params, mesh, len(prompts.tokens))
     how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "mesh": mesh, "progress": progress}
     return read_prompts(model, params, prompts, policy, steps, **how)
 
@@ -160,7 +161,8 @@ def read_prompts(
     if warns and not traced(lengths):
         check_positions(config, plan, np.asarray(lengths), max_new_tokens, block)
     how = {"keys": row_keys(key, B), "slots": block is not None, "policy_params": policy_params}
-    state = placed(empty_state(config, policy, plan, hparams, lengths, max_new_tokens, **how), mesh)
+    state = empty_state(config, policy, plan, hparams, lengths, max_new_tokens, **how)
+    state = state if mesh is None else placed(state, mesh)
     again = rereads(state)
     if again and not known:
         raise ValueError(

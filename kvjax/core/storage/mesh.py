@@ -60,8 +60,8 @@ def apart(mesh: Mesh | None, function: Callable[..., X], *arrays: Any, axes: tup
     return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(*arrays)
 
 
-def attention(
-    mesh: Mesh | None,
+def attention_on(
+    mesh: Mesh,
     q: Float[Array, "B N T H"],
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
@@ -72,8 +72,6 @@ def attention(
     **options: Any,
 ) -> Attention:
     """`kvjax.pallas_kernels.attention` of the rows and heads of every device."""
-    if mesh is None:
-        return pallas_kernels.attention(q, k, v, q_pos, kv_pos, columns=columns, bias=bias, **options)
     both = sharding(k, mesh).spec
     rows, heads = PartitionSpec(both[0]), PartitionSpec(both[1])
     if mesh.shape[HEADS] > 1:

@@ -208,7 +208,7 @@ def to_pool(kv: Layer, capacity: int, most: Int[Array, "B K"]) -> Pool:
 
     weight = None if kv.log_weight is None else move(kv.log_weight)
     k, v, pos, ends = move(kv.k), move(kv.v), move(kv.pos, EMPTY), ends.astype(jnp.int32)
-    return Pool(k, v, pos, ends, kv.how.of_slots(move, kv.memory), weight, kv.how)
+    return Pool(k, v, pos, ends, kv.how.of_slots(move, kv.memory), weight, kv.how).laid_out()
 
 
 def _ends(live: Int[Array, "B K"], capacity: int, most: Int[Array, "B K"]) -> Int[Array, "B K"]:
