@@ -17,6 +17,7 @@ from kvjax.core.drivers.beam import Beams, generate_beams, generate_beams_from
 from kvjax.core.drivers.checkpoint import load_state, save_state
 from kvjax.core.drivers.door import forward
 from kvjax.core.drivers.generation import Generation, feed, generate, generate_from, score
+from kvjax.core.drivers.mesh import make_mesh, shard_params
 from kvjax.core.drivers.reader import Reader, read
 from kvjax.core.drivers.sampling import Categorical, Greedy, Sample
 from kvjax.core.drivers.session import Session
@@ -57,6 +58,7 @@ __all__ = [
     "generate_from",
     "init_policy_params",
     "load_state",
+    "make_mesh",
     "make_plan",
     "partition",
     "partition_heads",
@@ -65,6 +67,7 @@ __all__ = [
     "sampling",
     "save_state",
     "score",
+    "shard_params",
     "shared_layers",
     "start",
     "stream",

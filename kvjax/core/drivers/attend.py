@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.core.contract import EMPTY, AttentionInputs, Context, Observation, Phase, Policy, Rotate, unique
+from kvjax.core.drivers.mesh import on_rows
 from kvjax.core.drivers.state import AttnStats, State
 from kvjax.core.evict import unscored
 from kvjax.core.storage import Storage
+from kvjax.core.storage.mesh import DATA, laid_out
 from kvjax.pallas_kernels import Columns
 from kvjax.pallas_kernels.pytree import pytree, static
 
@@ -144,7 +146,10 @@ def layer_step(
     model: Any, layer: int, params: PyTree[Any], x: Float[Array, "B T D"], kv: Storage, attend: Callable[..., Any]
 ) -> tuple[Float[Array, "B T D"], Storage, Any]:
     """A layer of a model: the residual stream and the cache after it, and what `attend` observed, a pytree as it is."""
-    return model.block(layer, params, x, kv, attend)
+    x, after, found = model.block(layer, params, x, kv, attend)
+    if kv.how.mesh is not None:
+        x, after = laid_out(x, kv.how.mesh, (DATA,)), after.laid_out()
+    return x, after, found
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
@@ -208,6 +213,8 @@ def step(
     """
     plan, joint = state.plan, state.plan.policy.joint
     outer, each = model.parts(params)
+    if (mesh := state.layers[0].how.mesh) is not None:
+        tokens, valid = on_rows((tokens, valid), mesh)
     x, tokens, pos, length = embed(model, outer, tokens, state.length, valid)
     state = dataclasses.replace(state, length=length)
     at_once, layers, seen, names, lost = evict and not joint, [], [], [], []
@@ -256,7 +263,8 @@ def _updated(layers: Any, seen: Any, ctxs: Any, *, policy: Policy, names: Any) -
     views = tuple(kv.view() for kv in layers)
     stats = tuple(dict(zip(*x, strict=True)) for x in zip(names, seen, strict=True))
     found = policy.update_layers(views, stats, ctxs)
-    return tuple(kv if x is y else kv.put(x) for kv, x, y in zip(layers, found, views, strict=True))
+    each = zip(layers, found, views, strict=True)
+    return tuple(kv if x is y else kv.put(x).laid_out() for kv, x, y in each)
 
 
 def decided(

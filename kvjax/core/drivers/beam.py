@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.core.contract import Policy
@@ -32,6 +33,7 @@ from kvjax.core.drivers.checks import (
     whole,
 )
 from kvjax.core.drivers.loop import NO_TOKEN
+from kvjax.core.drivers.mesh import on_mesh
 from kvjax.core.drivers.sampling import Greedy
 from kvjax.core.drivers.state import State
 from kvjax.core.drivers.steps import decode, read_prompts
@@ -336,6 +338,7 @@ def generate_beams(
     key: Any = None,
     plan: Plan | None = None,
     policy_params: Any = None,
+    mesh: Mesh | None = None,
     buckets: bool = True,
 ) -> Beams:
     """Reads prompts, evicts, and searches for the most likely continuations.
@@ -349,7 +352,7 @@ def generate_beams(
     of reading the same text alone with the same key.
 
     Args:
-      model, params, tokens, policy, lengths, attention_mask, plan, policy_params, buckets: see `kvjax.generate`.
+      model, params, tokens, policy, lengths, attention_mask, plan, policy_params, mesh, buckets: see `kvjax.generate`.
       num_beams: W. One beam is greedy generation, as in transformers, and ends at the first end token whatever
         `early_stopping` says.
       max_new_tokens: tokens of the longest hypothesis.
@@ -375,7 +378,9 @@ def generate_beams(
     search = _checked(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences, policy)
     prompts = check_prompts(model, tokens, lengths, attention_mask)
     _check_penalty(length_penalty, max_new_tokens)
-    how = {"key": key, "plan": plan, "policy_params": policy_params, "buckets": buckets}
+    if mesh is not None:
+        params, mesh = on_mesh(model, params, mesh, len(prompts.tokens))
+    how = {"key": key, "plan": plan, "policy_params": policy_params, "mesh": mesh, "buckets": buckets}
     logits, state = read_prompts(model, params, prompts, policy, max_new_tokens, **how)
     most = state.plan.infos[0].max_new_tokens
     rules = _rules(num_beams, max_new_tokens, length_penalty, early_stopping, most)

@@ -201,4 +201,4 @@ def _under(policy: Policy, info: LayerInfo, kv: Storage) -> Storage:
             'this prompt was read at other positions than the policy stores; only "original" and "shifted" mix, '
             "without a pool"
         )
-    return new.replace(k=kv.k, v=kv.v, pos=kv.pos)
+    return new.replace(k=kv.k, v=kv.v, pos=kv.pos, how=dataclasses.replace(new.how, mesh=kv.how.mesh))

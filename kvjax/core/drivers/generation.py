@@ -10,6 +10,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.core.contract import Policy
@@ -26,6 +27,7 @@ from kvjax.core.drivers.checks import (
     whole,
 )
 from kvjax.core.drivers.loop import Decoding, begin, decoded, decoded_in_place, log_prob
+from kvjax.core.drivers.mesh import on_mesh
 from kvjax.core.drivers.sampling import Greedy, Sampler, seen_tokens
 from kvjax.core.drivers.state import Prompts, State
 from kvjax.core.drivers.steps import read_prompts
@@ -66,6 +68,7 @@ def generate(
     block: int | None = None,
     plan: Plan | None = None,
     policy_params: Any = None,
+    mesh: Mesh | None = None,
     buckets: bool = True,
     progress: bool = False,
 ) -> Generation:
@@ -74,7 +77,7 @@ def generate(
     An equal policy, rebuilt, compiles nothing new, and neither does another budget that needs as many slots.
 
     Args:
-      model, params, tokens, policy, lengths, attention_mask, block, plan, policy_params, progress: see
+      model, params, tokens, policy, lengths, attention_mask, block, plan, policy_params, mesh, progress: see
         `kvjax.prefill`.
       max_new_tokens: tokens to generate.
       sampler: greedy by default. A repetition penalty counts the prompt's tokens, and no padding.
@@ -92,8 +95,10 @@ def generate(
     check_model(model, params)
     ends = check_request(model, policy, sampler, eos_ids, pad_id, key)
     prompts, steps = check_prompts(model, tokens, lengths, attention_mask), whole("max_new_tokens", max_new_tokens)
-    how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "buckets": buckets}
-    how["progress"] = progress
+    if mesh is not None:
+        params, mesh = on_mesh(model, params, mesh, len(prompts.tokens))
+    how: dict[str, Any] = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "mesh": mesh}
+    how |= {"buckets": buckets, "progress": progress}
     logits, state = read_prompts(model, params, prompts, policy, steps, **how)
     seen = seen_of(model, prompts) if sampler.reads_seen else None
     at = begin(logits, state, seen, sampler=sampler, ends=ends)

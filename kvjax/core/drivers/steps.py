@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from tqdm.auto import tqdm
 
@@ -32,6 +33,7 @@ from kvjax.core.drivers.checks import (
     traced,
     whole,
 )
+from kvjax.core.drivers.mesh import checked_mesh, on_mesh, placed
 from kvjax.core.drivers.replay import check_rereads, reread, rereads
 from kvjax.core.drivers.state import Prompts, State, empty_state, row_keys
 from kvjax.core.plan import Plan
@@ -47,6 +49,7 @@ def start(
     key: Any = None,
     plan: Plan | None = None,
     policy_params: Any = None,
+    mesh: Mesh | None = None,
 ) -> State:
     """An empty state for prompts of the given lengths, into which `forward` reads them.
 
@@ -59,21 +62,23 @@ def start(
       key: one PRNG key for the batch, or one a sequence.
       plan: sizes of a larger budget or request, whose slots and programs are used (`make_plan`).
       policy_params: the policy's learned parameters (`init_policy_params`), if it has any.
+      mesh: devices that share the prompts and the heads (`make_mesh`), with parameters from `shard_params`.
 
     Raises:
       ValueError: sizes that the policy or the plan cannot work with, learned parameters that are missing, a text beyond
-        positions that the model has learned.
+        positions that the model has learned, a mesh that does not divide the prompts or the heads.
     """
     check_is("policy", policy, Policy, "kvjax.methods")
     lengths = as_array("lengths", lengths, np.integer, (None,), "integers, one a prompt")
     if width is None and traced(lengths):
         raise ValueError("lengths are traced; give width=, the columns that the prompts will have")
     width, steps = int(np.max(lengths)) if width is None else width, whole("max_new_tokens", max_new_tokens, 0)
+    mesh = checked_mesh(mesh, model.config, len(lengths))
     plan, hparams = plan_request(model.config, policy, lengths, width, steps, plan=plan)
     if not traced(lengths):
         check_positions(model.config, plan, lengths, steps)
-    keys = row_keys(key, len(lengths))
-    return empty_state(model.config, policy, plan, hparams, lengths, steps, keys=keys, policy_params=policy_params)
+    how = {"keys": row_keys(key, len(lengths)), "policy_params": policy_params}
+    return placed(empty_state(model.config, policy, plan, hparams, lengths, steps, **how), mesh)
 
 
 def prefill(
@@ -89,6 +94,7 @@ def prefill(
     block: int | None = None,
     plan: Plan | None = None,
     policy_params: Any = None,
+    mesh: Mesh | None = None,
     progress: bool = False,
 ) -> tuple[Float[Array, "B V"], State]:
     """Reads prompts and evicts from them, layer by layer.
@@ -107,6 +113,7 @@ def prefill(
         and a block, whatever the prompt's length (RoCo, arXiv 2402.06262, section 3.3). None reads all at once.
       plan: sizes of a larger budget or request, whose slots and programs are used (`make_plan`).
       policy_params: the policy's learned parameters (`init_policy_params`), if it has any.
+      mesh: devices that share the rows and the heads (`make_mesh`). The state knows it from then on.
       progress: shows a bar of the layers that are compiled and read, a widget in notebooks.
 
     Returns:
@@ -116,13 +123,16 @@ def prefill(
       ValueError: empty prompts, token ids outside the vocabulary, lengths outside the prompt, padding on the right,
         parameters of another model, sizes that the policy or the plan cannot work with, blocks for a policy that
         looks at the whole prompt (FastGen, KVzip), or others than of one token for one that lets every row decide
-        (H2O's stepwise mask); always before anything runs. After it, logits or scores that are not numbers.
+        (H2O's stepwise mask), a mesh that does not divide rows or heads; always before anything runs. After it, logits
+        or scores that are not numbers.
     """
     check_is("policy", policy, Policy, "kvjax.methods")
     check_model(model, params)
     prompts = check_prompts(model, tokens, lengths, attention_mask)
     steps = whole("max_new_tokens", max_new_tokens, 0)
-    how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "progress": progress}
+    if mesh is not None:
+        params, mesh = on_mesh(model, params, mesh, len(prompts.tokens))
+    how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "mesh": mesh, "progress": progress}
     return read_prompts(model, params, prompts, policy, steps, **how)
 
 
@@ -137,6 +147,7 @@ def read_prompts(
     block: int | None = None,
     plan: Plan | None = None,
     policy_params: Any = None,
+    mesh: Mesh | None = None,
     buckets: bool = False,
     warns: bool = True,
     progress: bool = False,
@@ -153,6 +164,7 @@ def read_prompts(
         check_positions(config, plan, np.asarray(lengths), max_new_tokens, block)
     how = {"keys": row_keys(key, B), "slots": block is not None, "policy_params": policy_params}
     state = empty_state(config, policy, plan, hparams, lengths, max_new_tokens, **how)
+    state = state if mesh is None else placed(state, mesh)
     again = rereads(state)
     if again and not known:
         raise ValueError(

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.core.contract import EMPTY, AttentionInputs, Observation, Phase, Score, Slots, unique, value
 from kvjax.core.storage import in_order
+from kvjax.core.storage.mesh import DATA, apart
 
 
 class OfScore(Score):
@@ -32,7 +33,7 @@ class LayerMean(OfScore):
     """
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
-        return layer_mean(self.of(slots), slots.kv.pos)
+        return apart(slots.kv.how.mesh, layer_mean, self.of(slots), slots.kv.pos, axes=(DATA,))
 
 
 def layer_mean(x: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Float[Array, "B K S"]:

@@ -1,6 +1,7 @@
 """A layer's slots, as many for every head."""
 
 import dataclasses
+import functools
 from typing import Any, cast
 
 import jax
@@ -9,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.core.contract import EMPTY, LAST, LayerInfo, LayerView, Layout, PerHead, PerSlot, Reads, Rotate
+from kvjax.core.storage.mesh import apart, attention_on
 from kvjax.core.storage.protocol import Keeps, Storage
 from kvjax.pallas_kernels import attention, reference
 from kvjax.pallas_kernels.columns import Attention, Columns, accumulator
@@ -89,7 +91,12 @@ class Layer(Storage):
     ) -> "Layer":
         if self.k.shape[-1] < k.shape[-1] and self.channels is not None:
             k = jnp.take_along_axis(k, self.channels[:, :, None], -1)
-        return self._grown(k, v, pos) if grow else self._filled(k, v, pos)
+        if grow:
+            return self._grown(k, v, pos)
+        if self.how.mesh is None:
+            return self._filled(k, v, pos)
+        each = jnp.broadcast_to(pos[:, None], k.shape[:3])
+        return apart(self.how.mesh, lambda kv, k, v, pos: kv._filled(k, v, pos[:, 0]), self, k, v, each)
 
     def _grown(self, k: Array, v: Array, pos: Array) -> "Layer":
         """With new rows in new slots, behind the others."""
@@ -141,7 +148,8 @@ class Layer(Storage):
         window: int | None = None,
         slopes: Any = None,
     ) -> Attention:
-        reads, G = reads or Reads(), q.shape[1] // self.pos.shape[1]
+        reads, G, mesh = reads or Reads(), q.shape[1] // self.pos.shape[1], self.how.mesh
+        attend: Any = attention if mesh is None else functools.partial(attention_on, mesh)
         if self.k.shape[-1] < q.shape[-1]:
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             q = self._fewer_channels(q, G)
@@ -157,11 +165,11 @@ class Layer(Storage):
                 return _written_out(q, keys, self.v, pos, read, bias, reads, statistics, **how)
             read, bias = _of_row(pos[:, :, None], read, bias, reads, G)
         if index is None:
-            return attention(q, keys, self.v, pos, read, columns=statistics, bias=bias, **how)
+            return attend(q, keys, self.v, pos, read, columns=statistics, bias=bias, **how)
         slot = jnp.maximum(index, 0)
         read = jnp.where(index >= 0, take(read, slot), EMPTY)
         bias = None if bias is None else take(bias, jnp.repeat(slot, G, 1))
-        found = attention(q, take(keys, slot), take(self.v, slot), pos, read, columns=statistics, bias=bias, **how)
+        found = attend(q, take(keys, slot), take(self.v, slot), pos, read, columns=statistics, bias=bias, **how)
         columns = tuple(_spread(x, index, self.pos.shape[2]) for x in found.columns)
         return dataclasses.replace(found, columns=columns)
 
@@ -176,6 +184,9 @@ class Layer(Storage):
             from kvjax.core.storage.pool import to_pool  # which is built on this module
 
             return to_pool(self, capacity, reserve)
+        if self.how.mesh is not None:
+            how = dataclasses.replace(self.how, mesh=None)
+            return apart(self.how.mesh, lambda kv: kv.replace(how=how).compact(capacity).replace(how=kv.how), self)
         k = self.k
         if self.channels is not None and k.shape[-1] == self.v.shape[-1]:
             k = jnp.take_along_axis(k, self.channels[:, :, None], -1)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.core.contract import EMPTY, LAST, LayerView, Reads, Rotate
 from kvjax.core.storage.layer import Layer, dead_slots, in_order
+from kvjax.core.storage.mesh import DATA, apart
 from kvjax.core.storage.protocol import Keeps, Storage
 from kvjax.pallas_kernels import pooled_attention
 from kvjax.pallas_kernels.columns import Attention, Columns
@@ -34,6 +35,8 @@ class Pool(Storage):
     memory: Any = ()
     log_weight: Float[Array, "B P"] | None = None
     how: Keeps = static(default=Keeps())
+
+    axes = (DATA,)
 
     @property
     def channels(self) -> None:
@@ -91,6 +94,10 @@ class Pool(Storage):
         """
         if grow:
             raise ValueError("a pool does not grow; read the rest of the prompt before its last eviction")
+        return apart(self.how.mesh, Pool._filled, self, k, v, pos, axes=self.axes)
+
+    def _filled(self, k: Array, v: Array, pos: Array) -> "Pool":
+        """With new rows in dead slots."""
         rows = pos.shape[1]
         slot = dead_slots(self._mine() & (self.pos == EMPTY)[:, None], pos)
         at = (jnp.arange(len(k))[:, None, None], slot) if rows > 1 else (jnp.arange(len(k))[:, None], slot[..., 0])
@@ -142,21 +149,13 @@ class Pool(Storage):
             return self.view().attend(q, pos, statistics, reads, rotate=rotate, slopes=slopes, **how)
         mine = self._mine()
         read, bias = self._of_row(pos, reads, mine, q.shape[1] // K)
-        found = pooled_attention(
-            q,
-            self.keys(rotate),
-            self.v,
-            self.owner,
-            pos,
-            read,
-            statistics,
-            num_kv_heads=K,
-            in_order=True,
-            bias=bias,
-            scale=scale,
-            softcap=softcap,
-            window=window,
-        )
+
+        def attention(q, k, v, owner, pos, read, statistics, bias) -> Attention:
+            numbers = {"num_kv_heads": K, "in_order": True, "bias": bias}
+            return pooled_attention(q, k, v, owner, pos, read, statistics, **numbers, **how)
+
+        rows = q, self.keys(rotate), self.v, self.owner, pos, read, statistics, bias
+        found = apart(self.how.mesh, attention, *rows, axes=self.axes)
 
         def spread(spec: Columns, x: Array) -> Array:
             x = jnp.where(mine.reshape(len(mine), K, *(1,) * (x.ndim - 2), -1), x[:, None], 0.0)
@@ -209,7 +208,7 @@ def to_pool(kv: Layer, capacity: int, most: Int[Array, "B K"]) -> Pool:
 
     weight = None if kv.log_weight is None else move(kv.log_weight)
     k, v, pos, ends = move(kv.k), move(kv.v), move(kv.pos, EMPTY), ends.astype(jnp.int32)
-    return Pool(k, v, pos, ends, kv.how.of_slots(move, kv.memory), weight, kv.how)
+    return Pool(k, v, pos, ends, kv.how.of_slots(move, kv.memory), weight, kv.how).laid_out()
 
 
 def _ends(live: Int[Array, "B K"], capacity: int, most: Int[Array, "B K"]) -> Int[Array, "B K"]:

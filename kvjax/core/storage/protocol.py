@@ -3,13 +3,15 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.core.contract import EMPTY, LayerView, Reads, Rotate, value
+from kvjax.core.storage.mesh import AXES, laid_out
 from kvjax.pallas_kernels.columns import Attention, Columns
 
 S = TypeVar("S", bound="Storage")
@@ -23,12 +25,14 @@ class Keeps:
       positions, sinks: where keys are rotated to, as in `Layout`.
       writes: what the layer's policy may change of a slot.
       per_head: for each leaf of the memory, whether it belongs to heads and not to slots.
+      mesh: the devices that share the layer; None for one.
     """
 
     positions: str = "original"
     sinks: int = 0
     writes: tuple[str, ...] = ()
     per_head: tuple[bool, ...] = ()
+    mesh: Mesh | None = None
 
     def of_slots(self, change: Callable[[Array], Array], memory: Any) -> Any:
         """The memory with `change` applied to each array that belongs to slots."""
@@ -43,7 +47,10 @@ class Storage(abc.ABC):
     Attributes:
       k, v: keys and values.
       pos: the position in the text of each slot's token, `EMPTY` for a dead slot.
+      axes: those of a mesh that the first axes of all arrays lie on.
     """
+
+    axes: ClassVar[tuple[str, ...]] = AXES
 
     k: Float[Array, "B *slots _"]
     v: Float[Array, "B *slots H"]
@@ -149,6 +156,10 @@ class Storage(abc.ABC):
         """The same storage with other fields."""
         this: Any = self
         return dataclasses.replace(this, **fields)
+
+    def laid_out(self: S) -> S:
+        """The same storage, where its mesh has it."""
+        return laid_out(self, self.how.mesh, self.axes)
 
     def take(self: S, rows: Any) -> S:
         """The sequences `rows`, in that order."""
