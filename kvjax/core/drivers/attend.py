@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.core.contract import EMPTY, AttentionInputs, Context, Observation, Phase, Policy, Rotate, unique
+from kvjax.core.contract import EMPTY, AttentionInputs, Context, Observation, Phase, Policy, unique
 from kvjax.core.drivers.mesh import on_rows
 from kvjax.core.drivers.state import AttnStats, State
 from kvjax.core.evict import unscored
@@ -80,7 +80,8 @@ class Attend:
         ctx = dataclasses.replace(self.ctx, window=window)
         k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
         G, by_rank, raw_q = q.shape[1] // K, kv.how.positions == "rank", q
-        rotate = _in_prompt(rotate, ctx)
+        if (of_text := getattr(rotate, "of_text", None)) is not None:  # a block of a prompt turns as the whole prompt
+            rotate = of_text(jnp.where(ctx.length > ctx.prompt_length, 0, ctx.prompt_length))
         k = k if by_rank else rotate(k, pos[:, None])
         lost = None
         if self.guards and not self.grow:
@@ -108,12 +109,6 @@ class Attend:
                 lost = unscored(kv).any(-1) if lost is None else lost | unscored(kv).any(-1)
         y = out.out if lost is None else jnp.where(lost[:, None, None, None], jnp.nan, out.out)
         return y, kv, tuple(found.values()) if self.gives else ()
-
-
-def _in_prompt(rotate: Rotate, ctx: Context) -> Rotate:
-    """The rotation of a prompt's rows, which may be a block of it: scalings by length take the whole prompt's."""
-    of_text = getattr(rotate, "of_text", None)
-    return rotate if of_text is None else of_text(jnp.where(ctx.length > ctx.prompt_length, 0, ctx.prompt_length))
 
 
 def _changed(kv: Storage, change: Callable[[Any], Any]) -> Storage:
