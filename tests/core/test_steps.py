@@ -10,7 +10,7 @@ import pytest
 from kvjax import models
 from kvjax.core import budgets, compose, forward, methods, prefill, start
 from kvjax.core.contract import Layout
-from kvjax.core.drivers import generation, sampling, steps
+from kvjax.core.drivers import attend, generation, sampling, steps
 from kvjax.core.drivers.buckets import bucket, plan_request
 from kvjax.models.gemma import GemmaConfig
 from kvjax.models.gpt2 import GPT2Config
@@ -58,12 +58,12 @@ def test_blocks_that_keep_everything_are_the_whole_prompt(kind, positions):
 
 def test_recency_does_not_depend_on_blocks(shallow):
     """A window keeps the same tokens however the prompt is cut, in two programs whatever the number of blocks."""
-    before = steps.read._cache_size()
+    before = attend.layer_step._cache_size()
     for block in (1, 7, 24, 100):
         how = {"policy": methods.window(9), "max_new_tokens": 2, "block": block}
         _, state = steps.prefill(*shallow, IDS, **how)
         assert live_positions(state.layers[0]) == [[list(range(T - 9, T))] * 2] * 2
-    assert steps.read._cache_size() <= before + 2 + 2 + 1 + 0
+    assert attend.layer_step._cache_size() <= before + 2 + 2 + 1 + 0
 
 
 def test_what_is_summed_over_blocks_is_what_is_summed_over_rows(shallow):
