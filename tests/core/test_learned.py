@@ -315,3 +315,11 @@ def test_what_cannot_be_asked_is_refused(wide, given, message):
     model, params = wide
     with jax.enable_x64(True), pytest.raises(ValueError, match=message):
         head_importance(model, params, TOKENS, **({"wanted": WANTED, "answers": ANSWERS} | given), lengths=LENGTHS)
+
+
+def test_a_policy_is_printed_with_its_arrays_digest():
+    """Runs are told apart by what a policy prints: other filters of equal shape are another policy."""
+    filters = np.zeros((2, 2, 8), np.float32)
+    one, same, other = (repr(methods.q_filters(4, x)) for x in (filters, filters.copy(), filters + 1))
+    assert one == same
+    assert one != other

@@ -34,6 +34,7 @@ from kvjax.core.contract.told import Slots as Slots
 from kvjax.core.contract.told import Stats as Stats
 from kvjax.core.contract.values import MOST as MOST
 from kvjax.core.contract.values import Count as Count
+from kvjax.core.contract.values import FrozenArrays as FrozenArrays
 from kvjax.core.contract.values import Prompts as Prompts
 from kvjax.core.contract.values import Tree as Tree
 from kvjax.core.contract.values import Value as Value

@@ -1,8 +1,9 @@
 """Counts of tokens, and values: frozen dataclasses, by which compiled programs are shared."""
 
 import dataclasses
+import hashlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
@@ -110,3 +111,38 @@ def _flatten(x: Tree) -> tuple[tuple[Any, ...], tuple[str, ...]]:
 
 
 jax.tree_util.register_pytree_node(Tree, _flatten, lambda names, each: Tree(**dict(zip(names, each, strict=True))))
+
+
+class FrozenArrays(Mapping[str, np.ndarray]):
+    """Named arrays that compare by content and hash, so that a policy can hold them. They cannot be written to."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]):
+        digest = hashlib.sha256()
+        self._arrays = {}
+        for name in sorted(arrays):
+            x = np.array(arrays[name])
+            x.setflags(write=False)
+            self._arrays[name] = x
+            digest.update(repr((name, x.shape, x.dtype.str)).encode() + x.tobytes())
+        self._digest = digest.hexdigest()
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FrozenArrays) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def __reduce__(self):
+        return FrozenArrays, (self._arrays,)  # numpy forgets on the way that an array cannot be written to
+
+    def __repr__(self) -> str:
+        return f"FrozenArrays({sum(x.size for x in self._arrays.values())} numbers, {self._digest[:12]})"

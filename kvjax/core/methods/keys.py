@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvjax.core.budgets import STEP
-from kvjax.core.contract import Count
+from kvjax.core.contract import Count, FrozenArrays
 from kvjax.core.decide.select import AtLeast, TopK
 from kvjax.core.evict import Evict
 from kvjax.core.observe import FutureQueries
@@ -18,7 +18,6 @@ from kvjax.core.scores.keys import (
     LagRelative,
     Leverage,
     SquaredNorms,
-    Table,
     within_chunks,
 )
 from kvjax.core.scores.learned import predicted
@@ -147,7 +146,7 @@ def q_filters(budget: Count, filters: Any) -> Evict:
       budget: live tokens a kv head and layer.
       filters: directions "L K H", one for every layer and kv head.
     """
-    return Evict(KeyDirections(Table(filters)), budget)
+    return Evict(KeyDirections(FrozenArrays({"filters": filters})), budget)
 
 
 def kvzap(budget: Count, function: Callable[..., Any], *, threshold: float | None = None, recent: int = 128) -> Evict:

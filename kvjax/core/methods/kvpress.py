@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from kvjax.core.budgets import Combined, Schedule, Share
 from kvjax.core.compose import when
-from kvjax.core.contract import Count, Layout
+from kvjax.core.contract import Count, FrozenArrays, Layout
 from kvjax.core.decide.select import AtLeast, Chunks, PerChunk, TwoStage
 from kvjax.core.evict import Evict
 from kvjax.core.methods.counts import FloorThenGlobal, InclusivePyramid, Truncated
@@ -18,7 +18,7 @@ from kvjax.core.methods.votes import finch, kvzip, simlayerkv, snapkv
 from kvjax.core.observe import ProjectedValueNorm, Rows
 from kvjax.core.scores.attention import Accumulated, Mean, Votes
 from kvjax.core.scores.blends import LayerMean, Pooled, Standardized, ValueWeighted
-from kvjax.core.scores.keys import Expected, Given, Leverage, Table
+from kvjax.core.scores.keys import Expected, Given, Leverage
 
 
 def kept(r: float) -> Truncated:
@@ -141,7 +141,7 @@ def expected_attention_stats(
     budget: Count, mean: Any, covariance: Any, *, horizon: int = 512, sinks: int = 4, **options: Any
 ) -> Evict:
     """ExpectedAttentionStatsPress by the moments "L N H" and "L N H H" of a model's queries before rotation."""
-    queries = KnownQueries(horizon, sinks, Table(mean), Table(covariance))
+    queries = KnownQueries(horizon, sinks, moments=FrozenArrays({"mean": mean, "covariance": covariance}))
     policy = expected_attention(budget, horizon=horizon, sinks=sinks)
     return dataclasses.replace(policy, score=Expected(queries, **options))
 

@@ -1,5 +1,6 @@
 """Scores and selections that released code has and papers do not."""
 
+import dataclasses
 from typing import Literal
 
 import jax
@@ -12,6 +13,7 @@ from kvjax.core.contract import (
     AttentionInputs,
     Context,
     Count,
+    FrozenArrays,
     LayerInfo,
     LayerView,
     Layout,
@@ -30,7 +32,6 @@ from kvjax.core.methods.hidden import DropChannels, ReadPages
 from kvjax.core.observe import FutureQueries, Rows
 from kvjax.core.scores.attention import Accumulated
 from kvjax.core.scores.blends import sum_by_position
-from kvjax.core.scores.keys import Table
 from kvjax.core.storage import in_order
 
 # ------------------------------------------------------------------------------------------------ scores
@@ -100,17 +101,14 @@ class KnownQueries(FutureQueries):
     """Observes the queries to come by the moments of a model's queries, in place of the prompt's.
 
     Attributes:
-      mean, covariance: before rotation, "L N H" and "L N H H".
+      moments: before rotation, "mean" of shape "L N H" and "covariance" of shape "L N H H".
     """
 
-    mean: Table | None = None
-    covariance: Table | None = None
+    moments: FrozenArrays = dataclasses.field(kw_only=True)
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
-        if self.mean is None or self.covariance is None:
-            raise ValueError("known queries are a mean and a covariance; give both, (L, N, H) and (L, N, H, H)")
         B, H = len(inputs.q), inputs.q.shape[-1]
-        mean, cov = (jnp.asarray(x.array)[inputs.ctx.layer][None] for x in (self.mean, self.covariance))
+        mean, cov = (jnp.asarray(self.moments[n])[inputs.ctx.layer][None] for n in ("mean", "covariance"))
         basis = jnp.broadcast_to(jnp.eye(H)[None, None], (B, 1, H, H))
 
         def add(ahead: Int[Array, ""], turned: Array) -> Array:

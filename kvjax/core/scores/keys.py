@@ -1,17 +1,16 @@
 """Scores that look at keys, values and hidden states, or at a model of the queries to come."""
 
-import hashlib
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvjax.core.contract import (
     EMPTY,
     AttentionInputs,
+    FrozenArrays,
     LayerInfo,
     LayerView,
     Observation,
@@ -50,39 +49,21 @@ class KeyDifference(Score):
         return -jnp.einsum("bksh,bkh->bks", k, anchor)
 
 
-class Table:
-    """An array that compares by content, so that a policy can hold it. It cannot be written to."""
-
-    def __init__(self, array: Any):
-        self.array = np.array(array)
-        self.array.setflags(write=False)
-        kind = repr((self.array.shape, self.array.dtype.str)).encode()
-        self._digest = hashlib.sha256(kind + self.array.tobytes()).digest()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Table) and self._digest == other._digest
-
-    def __hash__(self) -> int:
-        return hash(self._digest)
-
-    def __repr__(self) -> str:
-        return f"Table{self.array.shape}"
-
-
 class KeyDirections(Score):
     r"""Minus the key's length along a direction of its layer and head, $-f \cdot k_j$ (Q-Filters, arXiv 2503.02812).
 
     Attributes:
-      table: directions "L K H".
+      table: directions "L K H", named "filters".
     """
 
-    table: Table = data()
+    table: FrozenArrays = data()
 
     def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> Float[Array, "M K H"]:
-        there, here = self.table.array.shape, (info.num_layers, info.num_kv_heads, info.head_dim)
+        filters = self.table["filters"]
+        there, here = filters.shape, (info.num_layers, info.num_kv_heads, info.head_dim)
         if there != here:
             raise ValueError(f"filters have the shape {there}, but the model has {here} (layers, kv heads, head_dim)")
-        return jnp.repeat(jnp.asarray(self.table.array[info.layer])[None], len(lengths), 0)
+        return jnp.repeat(jnp.asarray(filters[info.layer])[None], len(lengths), 0)
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         return -jnp.einsum("bkh,bksh->bks", slots.hparams, slots.kv.k.astype(jnp.float32))

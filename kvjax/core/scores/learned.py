@@ -1,6 +1,5 @@
 """Learned scores: functions of a token's key, value and statistics, or of its hidden state."""
 
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,47 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.core.contract import LayerInfo, Observation, Phase, Prompts, Score, Slots, Value
+from kvjax.core.contract import FrozenArrays, LayerInfo, Observation, Phase, Prompts, Score, Slots, Value
 from kvjax.core.observe import Hidden, Rows
 from kvjax.core.scores.blends import check_pooling, pool_in_order
 from kvjax.core.scores.keys import Given
 
 NUM_STATISTICS = 6  # numbers of a token that `Learned` shows its function beside the key and the value
-
-
-class FrozenArrays(Mapping[str, np.ndarray]):
-    """Named arrays that compare by content and hash, so that a policy can hold them. They cannot be written to."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray]):
-        digest = hashlib.sha256()
-        self._arrays = {}
-        for name in sorted(arrays):
-            x = np.array(arrays[name])
-            x.setflags(write=False)
-            self._arrays[name] = x
-            digest.update(repr((name, x.shape, x.dtype.str)).encode() + x.tobytes())
-        self._digest = digest.hexdigest()
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._arrays[name]
-
-    def __iter__(self):
-        return iter(self._arrays)
-
-    def __len__(self) -> int:
-        return len(self._arrays)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FrozenArrays) and self._digest == other._digest
-
-    def __hash__(self) -> int:
-        return hash(self._digest)
-
-    def __reduce__(self):
-        return FrozenArrays, (self._arrays,)  # numpy forgets on the way that an array cannot be written to
-
-    def __repr__(self) -> str:
-        return f"FrozenArrays({sum(x.size for x in self._arrays.values())} numbers, {self._digest[:12]})"
 
 
 # ----------------------------------------------------------------------------------------- of keys, values, statistics
