@@ -14,6 +14,7 @@ from kvjax.core.drivers import attend, beam, generation, sampling, steps
 from kvjax.core.drivers import reader as readers
 from kvjax.core.drivers import stream as streams
 from kvjax.core.drivers.checks import check_request
+from kvjax.core.drivers.loop import log_prob
 from kvjax.core.plan import make_plan
 
 T = 12
@@ -403,3 +404,9 @@ def test_drivers_refuse_what_does_not_fit(shallow, read, call, change, message):
     empty = steps.start(shallow[0], policy=H2O, lengths=[8, 8], max_new_tokens=2)
     with pytest.raises(ValueError, match="the state holds no prompt that was read to its end"):
         call(**given | {"state": empty})
+
+
+def test_a_nearly_certain_token_keeps_its_digits():
+    """However large the logits, its log-probability is exact to float32's spacing at 1."""
+    found = log_prob(jnp.array([[10_000.0, 9_990.0]]), jnp.array([0], jnp.int32))
+    np.testing.assert_allclose(found, -np.log1p(np.exp(-10.0)), rtol=0, atol=2**-23)

@@ -60,9 +60,8 @@ class Steps:
 
 def log_prob(logits: Float[Array, "B V"], token: Int[Array, "B"]) -> Float[Array, "B"]:
     """The log-probability of a token in every row."""
-    logits = logits.astype(jnp.float32)
-    own = jnp.take_along_axis(logits, jnp.maximum(token, 0)[:, None], axis=-1)[:, 0]
-    return own - jax.nn.logsumexp(logits, axis=-1)
+    every = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return jnp.take_along_axis(every, jnp.maximum(token, 0)[:, None], axis=-1)[:, 0]
 
 
 def live_tokens(state: State) -> Int[Array, "B L"]:
