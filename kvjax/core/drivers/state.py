@@ -90,6 +90,11 @@ class State:
         return dataclasses.replace(taken, params=self.params, layers=tuple(kv.take(rows) for kv in self.layers))
 
     @property
+    def num_live(self) -> Int[Array, "B L K"]:
+        """Tokens that each kv head holds."""
+        return jnp.stack([kv.view().num_live for kv in self.layers], axis=1)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all layers."""
         return sum(kv.nbytes for kv in self.layers)
