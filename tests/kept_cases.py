@@ -17,9 +17,10 @@ import numpy as np
 import kvjax
 from kvjax import core
 from kvjax import methods as old
-from kvjax.core import across, budgets, observe
+from kvjax.core import budgets, observe
 from kvjax.core import methods as new
 from kvjax.core.budgets import STEP, Schedule
+from kvjax.core.compose import across
 from kvjax.core.contract import Layout
 from kvjax.core.methods import easykv, kvpress, variants
 from kvjax.core.scores.attention import Accumulated

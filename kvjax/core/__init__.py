@@ -4,13 +4,13 @@ Each module is built on those named before it.
 
 contract: what a policy is asked and told. storage: what is stored. budgets: how many tokens. observe: what can be seen
 of a layer's rows. scores: how tokens are ranked. decide: which stay, and what they hold. evict: what most methods are.
-compose, across: policies made of policies. plan: sizes. drivers: a model that decodes. methods: the papers.
+compose: policies made of policies. plan: sizes. drivers: a model that decodes. methods: the papers.
 analysis: losses of an eviction, from one prefill. plot: pictures.
 """
 
-from kvjax.core.across import across_layers
 from kvjax.core.budgets import Adaptive, Pyramid, Share
 from kvjax.core.compose import chain, from_fn, partition, partition_heads, shared_layers, when
+from kvjax.core.compose.across import across_layers
 from kvjax.core.contract import Policy
 from kvjax.core.drivers import sampling
 from kvjax.core.drivers.beam import Beams, generate_beams, generate_beams_from

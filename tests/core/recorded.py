@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import core
-from kvjax.core import across, budgets, methods
+from kvjax.core import budgets, methods
+from kvjax.core.compose import across
 from kvjax.core.contract import Layout
 from kvjax.core.methods import counts, easykv, kvpress, variants
 from kvjax.core.scores.softmax import Noisy

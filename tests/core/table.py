@@ -14,8 +14,8 @@ import pytest
 
 from kvjax import core
 from kvjax.core import methods
-from kvjax.core.across import AcrossLayers
 from kvjax.core.compose import ByHead, Chain, SharedLayers
+from kvjax.core.compose.across import AcrossLayers
 from kvjax.core.contract import LayerInfo
 from kvjax.core.evict import Evict
 from kvjax.core.methods.profile import FastGen

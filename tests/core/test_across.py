@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.core.across import AcrossLayers, Competitor, ScoreEntropy, by_weight
+from kvjax.core.compose.across import AcrossLayers, Competitor, ScoreEntropy, by_weight
 from kvjax.core.contract import Context, LayerInfo, Slots
 from kvjax.core.methods import roco
 from kvjax.core.storage import empty

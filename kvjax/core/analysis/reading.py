@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.core.across import AcrossLayers
 from kvjax.core.analysis.hindsight import of_kv_heads
 from kvjax.core.compose import ByHead, Chain, SharedLayers
+from kvjax.core.compose.across import AcrossLayers
 from kvjax.core.contract import Context, Decision, LayerView, Layout, Observation, Phase, Policy, Rotate, Stats
 from kvjax.core.drivers.attend import Attend, embed, layer_step, updated
 from kvjax.core.drivers.checks import check_model, check_positions, check_prompts, check_rows, traced

@@ -4,9 +4,9 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from kvjax.core.across import AcrossLayers
 from kvjax.core.budgets import STEP, Above, Adaptive, Combined, Of, Schedule, Share
 from kvjax.core.compose import shared_layers
+from kvjax.core.compose.across import AcrossLayers
 from kvjax.core.contract import Count, Layout, Policy, Score
 from kvjax.core.evict import Evict
 from kvjax.core.methods.attention import ahakv, h2o, keyformer, r_kv, roco, scissorhands, tova

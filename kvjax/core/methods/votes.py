@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvjax.core.across import AcrossLayers, Preference, ScoreEntropy, by_top_scores
 from kvjax.core.budgets import Adaptive, HeadShares, LayerShares, Pyramid
+from kvjax.core.compose.across import AcrossLayers, Preference, ScoreEntropy, by_top_scores
 from kvjax.core.contract import Count, Layout
 from kvjax.core.decide.rewrite import Match, Merge, Reference, ReferenceAttention
 from kvjax.core.decide.select import Chunks, LazyOrAll, PerChunk, TopK, TwoStage
