@@ -16,9 +16,9 @@ from kvjax.core.contract import EMPTY, AttentionInputs, Context, Observation, Ph
 from kvjax.core.drivers.mesh import on_rows
 from kvjax.core.drivers.state import AttnStats, State
 from kvjax.core.evict import unscored
-from kvjax.core.storage import Storage
+from kvjax.core.storage import Storage, linear_bias
 from kvjax.core.storage.mesh import DATA, laid_out
-from kvjax.pallas_kernels import Columns
+from kvjax.pallas_kernels import Columns, attention
 from kvjax.pallas_kernels.pytree import pytree, static
 
 
@@ -115,6 +115,35 @@ def _changed(kv: Storage, change: Callable[[Any], Any]) -> Storage:
     view = kv.view()
     found = change(view)
     return kv if found is view else kv.put(found)
+
+
+def without_cache(pos: Int[Array, "B T"]) -> Callable[..., Any]:
+    """What a layer calls to attend among T tokens without a cache, as in training. Differentiable.
+
+    Args:
+      pos: positions, `EMPTY` for padding.
+    """
+
+    def attend(
+        cache: Any,
+        q: Float[Array, "B N T H"],
+        k: Float[Array, "B K T H"],
+        v: Float[Array, "B K T H"],
+        *,
+        layer: int,
+        rotate: Callable[..., Array],
+        out_proj: Any = None,
+        hidden: Any = None,
+        slopes: Any = None,
+        **how: Any,
+    ) -> tuple[Float[Array, "B N T H"], Any, tuple[()]]:
+        del layer, out_proj, hidden
+        places = jnp.broadcast_to(pos[:, None], k.shape[:3])
+        bias = None if slopes is None else linear_bias(slopes, places)
+        q, k = rotate(q, pos[:, None]), rotate(k, pos[:, None])
+        return attention(q, k, v, pos, places, bias=bias, **how).out, cache, ()
+
+    return attend
 
 
 @functools.partial(jax.jit, static_argnames=("model",))

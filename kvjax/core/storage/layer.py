@@ -131,8 +131,7 @@ class Layer(Storage):
             at = at.at[:, :, : how.sinks].add(self._gap)
         elif how.positions == "rank":
             at = jnp.where(self.live, self._rank, EMPTY)
-        behind = at - at.max(-1, keepdims=True)
-        slope = jnp.asarray(slopes, jnp.float32)[None, :, None] * jnp.repeat(behind, group, 1).astype(jnp.float32)
+        slope = linear_bias(slopes, at)
         return slope if bias is None else bias + slope
 
     def attend(
@@ -198,6 +197,21 @@ class Layer(Storage):
 
 
 # ------------------------------------------------------------------------------------------------- attention
+
+
+def linear_bias(slopes: Any, places: Int[Array, "B K S"]) -> Float[Array, "B N S"]:
+    """ALiBi's bias of keys: minus the slope of a query head times how many places a key lies behind the newest.
+
+    A row that is not the newest is nearer to all keys by the same number of places, which a softmax does not see. So
+    one number a key serves all rows, as in transformers.
+
+    Args:
+      slopes: one a query head.
+      places: where keys stand, negative for a dead slot.
+    """
+    slopes, behind = jnp.asarray(slopes, jnp.float32), places - places.max(-1, keepdims=True)
+    group = len(slopes) // places.shape[1]
+    return slopes[None, :, None] * jnp.repeat(behind, group, 1).astype(jnp.float32)
 
 
 def _of_row(row: Array, read: Array, bias: Array | None, reads: Reads, group: int) -> tuple[Array, Array | None]:
