@@ -205,7 +205,8 @@ class Evict(Policy):
         first, last = hparams.sinks[:, None, None], (ctx.length - hparams.recent)[:, None, None]
         newest = kv.pos == ctx.length[:, None, None] - 1 if entering else False
         protected = kv.live & ((kv.pos < first) | (kv.pos >= last) | newest)
-        slots = self._slots(kv, stats, ctx, protected, at_most_one)
+        candidates, params = kv.live & ~protected, ctx.params
+        slots = Slots(kv, stats, ctx, candidates, protected, kv.memory, hparams, params, at_most_one)
         score = self.score(slots.of("score")).astype(jnp.float32)
         if score.shape != kv.pos.shape:
             raise ValueError(
@@ -217,12 +218,6 @@ class Evict(Policy):
         if ctx.window is not None:  # tokens outside the window are evicted first
             score = jnp.where(kv.pos > (ctx.length - int(entering) - ctx.window)[:, None, None], score, -LARGE)
         return slots, lax.stop_gradient(score), unscored
-
-    def _slots(
-        self, kv: LayerView, stats: Stats, ctx: Context, protected: Bool[Array, "B K S"], at_most_one: bool = False
-    ) -> Slots:
-        memory, hparams, params = kv.memory, ctx.hparams, ctx.params
-        return Slots(kv, stats, ctx, kv.live & ~protected, protected, memory, hparams, params, at_most_one)
 
     def _outside(self, ctx: Context) -> Int[Array, "B"]:
         """Tokens that each head keeps in any case."""
@@ -282,7 +277,7 @@ class Evict(Policy):
 
     def updated(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
         """The layer after its parts' memory was updated by the rows just read."""
-        slots = self._slots(kv, stats, ctx, jnp.zeros_like(kv.live))
+        slots = Slots(kv, stats, ctx, kv.live, jnp.zeros_like(kv.live), kv.memory, ctx.hparams, ctx.params)
         return kv.replace(memory=updated_parts(self, slots))
 
     def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:

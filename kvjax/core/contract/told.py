@@ -318,12 +318,11 @@ class Slots:
 
     def of(self, name: str, i: int | None = None) -> "Slots":
         """The slots for the part in field `name` of this part; `i` is its index where the field is a tuple."""
-
-        def pick(tree: Any) -> Any:
-            found = getattr(tree, name, ())
-            return found if i is None or found == () else found[i]
-
-        return dataclasses.replace(self, memory=pick(self.memory), hparams=pick(self.hparams), params=pick(self.params))
+        own = {}
+        for kind in ("memory", "hparams", "params"):
+            found = getattr(getattr(self, kind), name, ())
+            own[kind] = found if i is None or found == () else found[i]
+        return dataclasses.replace(self, **own)
 
 
 @pytree

@@ -95,26 +95,23 @@ class Attend:
             view, bias = kv.view().replace(memory=()), kv.bias(G, slopes)
             return AttentionInputs(turned, raw_q, view, pos, seen, rotate, out_proj, hidden, bias=bias, **how)
 
-        at, before = inputs(kv), kv
-        kv = _changed(kv, lambda view: policy.enter(view, at, ctx))
-        at = at if kv is before else inputs(kv)
+        at = inputs(kv)
+        view = kv.view()
+        if (entered := policy.enter(view, at, ctx)) is not view:
+            kv = kv.put(entered)
+            at = inputs(kv)
         found = {o: o(at) for o in self.observe}
         columns = {o: x for o, x in found.items() if isinstance(x, Columns)}
         reads = policy.reads(kv.view(), at, ctx)
         out = kv.attend(at.q, pos, tuple(columns.values()), reads, rotate=rotate, slopes=slopes, **how)
         found |= dict(zip(columns, out.columns, strict=True))
         if self.evict:
-            kv = _changed(kv, lambda view: policy.update(view, found, ctx))
+            view = kv.view()
+            kv = kv if (updated := policy.update(view, found, ctx)) is view else kv.put(updated)
             if not self.grow and ctx.phase == "prefill":
                 lost = unscored(kv).any(-1) if lost is None else lost | unscored(kv).any(-1)
         y = out.out if lost is None else jnp.where(lost[:, None, None, None], jnp.nan, out.out)
         return y, kv, tuple(found.values()) if self.gives else ()
-
-
-def _changed(kv: Storage, change: Callable[[Any], Any]) -> Storage:
-    view = kv.view()
-    found = change(view)
-    return kv if found is view else kv.put(found)
 
 
 def without_cache(pos: Int[Array, "B T"]) -> Callable[..., Any]:

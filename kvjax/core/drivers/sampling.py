@@ -8,6 +8,7 @@ Letters: B batch, T tokens, V vocabulary.
 
 import math
 import numbers
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -200,15 +201,12 @@ class Sampler(Value):
       draws: whether its tokens depend on the keys; then a request without a key is refused.
     """
 
+    draws: ClassVar[bool] = True
+
     @property
     def reads_seen(self) -> bool:
         """False."""
         return False
-
-    @property
-    def draws(self) -> bool:
-        """True."""
-        return True
 
     def __call__(self, logits: _Logits, keys: Key[Array, "B"], seen: _Seen = None) -> Int[Array, "B"]:
         """One token id a sequence; `keys` are consumed, and `seen` is as in `Filter`."""
@@ -222,17 +220,13 @@ class Greedy(Sampler):
       filter: what is done to the logits before; nothing by default.
     """
 
+    draws: ClassVar[bool] = False
     filter: Filter = Chain()
 
     @property
     def reads_seen(self) -> bool:
         """Whether the filter does."""
         return self.filter.reads_seen
-
-    @property
-    def draws(self) -> bool:
-        """False."""
-        return False
 
     def __call__(self, logits: _Logits, keys: Key[Array, "B"], seen: _Seen = None) -> Int[Array, "B"]:
         """The largest of the filtered logits."""

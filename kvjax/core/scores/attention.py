@@ -97,16 +97,14 @@ class Votes(Score):
         if self.rows < 1:
             raise ValueError(f"{self.rows} rows vote; give a window of 1 row or more")
 
-    @property
-    def _votes(self) -> Rows:
-        return Rows(self.rows, group=self.group, softmax=self.softmax)
-
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
-        return (self._votes,) if phase == "prefill" or not self.prompt_only else ()
+        votes = Rows(self.rows, group=self.group, softmax=self.softmax)
+        return (votes,) if phase == "prefill" or not self.prompt_only else ()
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         read = jnp.minimum(slots.ctx.length, self.rows).astype(jnp.float32)
-        return slots.stats[self._votes] / read[:, None, None]
+        (votes,) = self.observe("prefill")
+        return slots.stats[votes] / read[:, None, None]
 
 
 class Accumulated(Score):

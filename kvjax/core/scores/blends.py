@@ -21,10 +21,6 @@ class OfScore(Score):
 
     score: Score
 
-    def of(self, slots: Slots) -> Float[Array, "B K S"]:
-        """The other score's numbers."""
-        return self.score(slots.of("score"))
-
 
 class LayerMean(OfScore):
     """The mean of a score over all kv heads, so that all of them keep the same tokens.
@@ -33,7 +29,7 @@ class LayerMean(OfScore):
     """
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
-        return apart(slots.kv.how.mesh, layer_mean, self.of(slots), slots.kv.pos, axes=(DATA,))
+        return apart(slots.kv.how.mesh, layer_mean, self.score(slots.of("score")), slots.kv.pos, axes=(DATA,))
 
 
 def layer_mean(x: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Float[Array, "B K S"]:
@@ -78,7 +74,9 @@ class Pooled(OfScore):
         check_pooling(self.kind, self.kernel)
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
-        return pool_in_order(self.of(slots), slots.kv.pos, slots.candidates, self.kind, self.kernel, self.pad)
+        return pool_in_order(
+            self.score(slots.of("score")), slots.kv.pos, slots.candidates, self.kind, self.kernel, self.pad
+        )
 
 
 def check_pooling(kind: str, kernel: int) -> None:
@@ -131,17 +129,17 @@ class ValueWeighted(OfScore):
     norm: Literal["l2", "largest"] = "l2"
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
-        v = slots.kv.v.astype(jnp.float32)
+        score, v = self.score(slots.of("score")), slots.kv.v.astype(jnp.float32)
         if self.norm == "l2":
-            return self.of(slots) * jnp.sqrt(jnp.square(v).sum(-1))
-        return self.of(slots) * jnp.where(slots.candidates, jnp.abs(v).sum(-1), 0.0).max(-1, keepdims=True)
+            return score * jnp.sqrt(jnp.square(v).sum(-1))
+        return score * jnp.where(slots.candidates, jnp.abs(v).sum(-1), 0.0).max(-1, keepdims=True)
 
 
 class Standardized(OfScore):
     """A score less its mean over the layer's candidates, over their standard deviation (of a sample)."""
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
-        score, among = self.of(slots).astype(jnp.float32), slots.candidates
+        score, among = self.score(slots.of("score")).astype(jnp.float32), slots.candidates
 
         def total(x: Array) -> Array:
             return jnp.where(among, x, 0.0).sum((1, 2), keepdims=True)
@@ -180,7 +178,7 @@ class Shares(OfScore):
     of_what: Literal["amount", "logarithm"] = "amount"
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
-        score, among = self.of(slots).astype(jnp.float32), slots.candidates
+        score, among = self.score(slots.of("score")).astype(jnp.float32), slots.candidates
         if self.of_what == "logarithm":
             return jax.nn.softmax(score, axis=-1, where=among)
         amount = jnp.where(among, score, 0.0)
