@@ -140,3 +140,15 @@ def test_a_stop_string_ends_the_text_wherever_it_is_cut(stop):
             assert pieces.text == (whole[: n - held] if end is None or n < end else whole[:kept])
         pieces.finish()
         assert (pieces.text, pieces.stopped) == ((whole, False) if end is None else (whole[:kept], True))
+
+
+def test_a_chat_template_stands_around_what_is_repeated():
+    words = by_words(WITHOUT_BOS)
+    words.add_tokens(["previous"])
+    how, after = text.repeating(words), [4]
+    assert (how.prefix, how.suffix, words.decode(how.repeat).count("previous")) == (1, tuple(after), 1)
+    words.chat_template = None
+    assert (text.repeating(words).prefix, text.repeating(words).suffix) == (0, ())
+    words.chat_template = "{{ messages[0].content }} {{ messages[0].content }}"
+    with pytest.raises(ValueError, match="writes a message 2 times, but a context has one place"):
+        text.repeating(words)
