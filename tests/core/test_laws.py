@@ -9,6 +9,7 @@ from kvjax import core
 from kvjax.core import methods
 from kvjax.core.contract import resolve
 from kvjax.core.evict import evicts
+from kvjax.core.storage import to_pool
 from tests.core import one_call, table
 from tests.core.one_call import LAYERS, LENGTHS, T, unturned
 
@@ -216,7 +217,8 @@ def test_what_is_compacted_holds_and_reads_what_is_masked(case):
     policy = case.policy.at(1, LAYERS)
     sizes = policy.sizes(one_call.info_of(policy, 1), LENGTHS)
     pool = policy.layout.pool
-    small = kv.compact(int((sizes.total if pool else sizes.per_head).max()), here.reserve(kv, ctx) if pool else None)
+    capacity = int((sizes.total if pool else sizes.per_head).max())
+    small = to_pool(kv, capacity, here.reserve(kv, ctx)) if pool else kv.compact(capacity)
     view = small.view()
     assert live(view) == live(kv)[:2]
     q = jnp.asarray(one_call.tensors()[0][0][:, :, :1])

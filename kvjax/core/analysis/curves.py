@@ -18,7 +18,7 @@ from kvjax.core.analysis.losses import distances, largest_value, output_kl
 from kvjax.core.analysis.reading import Left, Reading, Stored, read, read_whole, seed_key, stored_as
 from kvjax.core.contract import Count, Layout, Policy, resolve
 from kvjax.core.drivers.checks import check_is, check_model, check_prompts, whole
-from kvjax.core.drivers.door import check_reads_all, stored_under, under
+from kvjax.core.drivers.decide import check_reads_all, stored_under, under
 from kvjax.core.plan import Plan, make_plan
 from kvjax.pallas_kernels.pytree import pytree, static
 

@@ -21,9 +21,10 @@ from kvjax.core.analysis.hindsight import of_kv_heads
 from kvjax.core.compose import ByHead, Chain, SharedLayers
 from kvjax.core.compose.across import AcrossLayers
 from kvjax.core.contract import Context, Decision, LayerView, Layout, Observation, Phase, Policy, Rotate, Stats
-from kvjax.core.drivers.attend import Attend, embed, layer_step, updated
+from kvjax.core.drivers.attend import Attend, embed, layer_step
 from kvjax.core.drivers.checks import check_model, check_positions, check_prompts, check_rows, traced
-from kvjax.core.drivers.door import forward, stored_under, under
+from kvjax.core.drivers.decide import stored_under, under, updated
+from kvjax.core.drivers.door import forward
 from kvjax.core.drivers.replay import Reread
 from kvjax.core.drivers.state import AttnStats, Prompts, State, row_keys
 from kvjax.core.drivers.steps import start

@@ -95,9 +95,9 @@ class Policy(Value):
 
     def __call__(self, state: Any, stats: Any) -> Any:
         """The state after this policy's update, given what `forward` observed. A whole prompt is compacted, too."""
-        from kvjax.core.drivers.door import applied
-
-        return applied(self, state, stats)
+        if not hasattr(state, "applied"):
+            raise ValueError(f"state is a {type(state).__name__}, not a State, such as kvjax.forward gives")
+        return state.applied(self, stats)
 
 
 class Part(Value):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.core.contract import EMPTY, AttentionInputs, Context, Observation, Phase, Policy, unique
+from kvjax.core.drivers.decide import compacted, decided
 from kvjax.core.drivers.mesh import on_rows
 from kvjax.core.drivers.state import AttnStats, State
 from kvjax.core.evict import unscored
@@ -182,26 +183,6 @@ def head(
     return jnp.where(jnp.stack(lost).any(0)[:, None], jnp.nan, logits) if lost else logits
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "capacity", "ends"))
-def compacted(
-    kv: Storage, ctx: Context, *, policy: Policy, capacity: int, ends: bool
-) -> tuple[Storage, Bool[Array, "B"]]:
-    """A layer as it is kept after a prompt or a block of it, and which sequences lost live tokens or kept no choice.
-
-    Args:
-      kv: the layer after its policy's update.
-      ctx: when and where.
-      policy: the layer's policy.
-      capacity: slots of a head, or of the pool.
-      ends: whether the prompt ends here; only then is the layer stored as the policy wants it.
-    """
-    pool = policy.layout.pool and ends
-    lost = ((kv.num_live.sum(-1) if pool else kv.num_live.max(-1)) > capacity) | unscored(kv).any(-1)
-    if not ends:
-        return kv.replace(channels=None).compact(capacity), lost
-    return kv.compact(capacity, policy.reserve(kv.view(), ctx) if pool else None), lost
-
-
 def step(
     model: Any,
     params: PyTree[Any],
@@ -258,50 +239,3 @@ def step(
         state, full = decided(state, stats, grow=grow, ends=ends)
         lost = full if phase == "prefill" else lost
     return head(model, outer, x, tuple(lost)), state, stats
-
-
-def updated(state: State, stats: AttnStats, *, steady: bool = True) -> tuple[tuple[Storage, ...], tuple[Context, ...]]:
-    """The layers after their policy's update, no slot moved, and what the policy was told of each.
-
-    Args:
-      state: the state, whose layers have read some tokens.
-      stats: what was observed of these.
-      steady: whether layers were within this policy's budget before.
-    """
-    plan, L = state.plan, len(state.layers)
-    ctxs = tuple(dataclasses.replace(state.context(i, stats.phase, stats.tokens), steady=steady) for i in range(L))
-    runs = [(plan.policy, range(L))] if plan.policy.joint else [(p, [i]) for i, p in enumerate(plan.layers)]
-    layers: list[Storage] = []
-    for policy, run in runs:
-        of = lambda x, run=run: tuple(x[i] for i in run)
-        layers += _updated(of(state.layers), of(stats.layers), of(ctxs), policy=policy, names=of(stats.names))
-    return tuple(layers), ctxs
-
-
-@functools.partial(jax.jit, static_argnames=("policy", "names"))
-def _updated(layers: Any, seen: Any, ctxs: Any, *, policy: Policy, names: Any) -> tuple[Storage, ...]:
-    """Layers after a policy's update, from what was observed of each under these names."""
-    views = tuple(kv.view() for kv in layers)
-    stats = tuple(dict(zip(*x, strict=True)) for x in zip(names, seen, strict=True))
-    found = policy.update_layers(views, stats, ctxs)
-    each = zip(layers, found, views, strict=True)
-    return tuple(kv if x is y else kv.put(x).laid_out() for kv, x, y in each)
-
-
-def decided(
-    state: State, stats: AttnStats, *, grow: bool = True, ends: bool = True, steady: bool = True
-) -> tuple[State, list[Bool[Array, "B"]]]:
-    """The state after its policy's update, and which sequences lost live tokens, or kept some by no choice, by layer.
-
-    Args:
-      state: the state, whose layers have read some tokens.
-      stats: what was observed of these.
-      grow, ends: as for `step`.
-      steady: whether layers were within this policy's budget before.
-    """
-    layers, ctxs = updated(state, stats, steady=steady)
-    if not grow:
-        return dataclasses.replace(state, layers=layers, ready=ends), [unscored(kv).any(-1) for kv in layers]
-    each = zip(layers, ctxs, state.plan.layers, state.plan.capacities, strict=True)
-    kept = [compacted(kv, ctx, policy=policy, capacity=n, ends=ends) for kv, ctx, policy, n in each]
-    return dataclasses.replace(state, layers=tuple(kv for kv, _ in kept), ready=ends), [full for _, full in kept]

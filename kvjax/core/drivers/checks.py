@@ -13,7 +13,6 @@ from jaxtyping import PyTree
 from kvjax.core.contract import MOST, Policy
 from kvjax.core.drivers.sampling import Sampler
 from kvjax.core.drivers.state import Prompts, State
-from kvjax.core.evict import check_scored
 from kvjax.core.observe import Reread
 from kvjax.core.plan import Plan
 
@@ -170,12 +169,6 @@ def check_state(model: Any, state: Any) -> None:
 def check_logits(model: Any, state: State, logits: Any) -> None:
     """Refuses logits that are not one row a sequence of the state."""
     as_array("logits", logits, np.floating, (len(state.length), model.config.vocab_size), "floats, one row a sequence")
-
-
-def check_layers_scored(state: State) -> None:
-    """Refuses a known state of whose prompt tokens went, though no score was a number."""
-    for i, (policy, kv) in enumerate(zip(state.plan.layers, state.layers, strict=True)):
-        check_scored(policy, i, kv)
 
 
 def check_block(plan: Plan, block: int | None, width: int) -> int | None:

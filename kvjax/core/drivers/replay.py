@@ -13,8 +13,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.core.contract import EMPTY, unique
-from kvjax.core.drivers.attend import decided, embed, layer_step
-from kvjax.core.drivers.checks import check_ids, check_layers_scored
+from kvjax.core.drivers.attend import embed, layer_step
+from kvjax.core.drivers.checks import check_ids
+from kvjax.core.drivers.decide import check_layers_scored, decided
 from kvjax.core.drivers.state import AttnStats, State
 from kvjax.core.observe import Reread
 from kvjax.core.storage import Storage

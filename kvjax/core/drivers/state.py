@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from kvjax.core.contract import LAST, Context, Phase, Policy
+from kvjax.core.drivers import decide
 from kvjax.core.plan import Plan
 from kvjax.core.storage import Storage, empty
 from kvjax.pallas_kernels.pytree import pytree, static
@@ -88,6 +89,21 @@ class State:
                 taken, max_new_tokens=jnp.where((rows >= -B) & (rows < B), taken.max_new_tokens, -LAST)
             )
         return dataclasses.replace(taken, params=self.params, layers=tuple(kv.take(rows) for kv in self.layers))
+
+    def applied(self, policy: Policy, stats: AttnStats) -> "State":
+        """The state after a policy's update: what `policy(state, stats)` returns.
+
+        Args:
+          policy: any policy, that of the state or another one.
+          stats: what `forward` observed.
+
+        Raises:
+          ValueError: something that the policy wants to see was not observed; a prompt that was read in a way that the
+            policy cannot go on from; more tokens than it asked slots for, scores that are not numbers.
+        """
+        if not isinstance(stats, AttnStats):
+            raise ValueError(f"stats is a {type(stats).__name__}, not an AttnStats, such as kvjax.forward gives")
+        return decide.applied(policy, self, stats)
 
     @property
     def num_live(self) -> Int[Array, "B L K"]:

@@ -24,7 +24,6 @@ from kvjax.core.drivers.checks import (
     check_block,
     check_ids,
     check_is,
-    check_layers_scored,
     check_model,
     check_positions,
     check_prompts,
@@ -33,6 +32,7 @@ from kvjax.core.drivers.checks import (
     traced,
     whole,
 )
+from kvjax.core.drivers.decide import check_layers_scored
 from kvjax.core.drivers.mesh import checked_mesh, on_mesh, placed
 from kvjax.core.drivers.replay import check_rereads, reread, rereads
 from kvjax.core.drivers.state import Prompts, State, empty_state, row_keys

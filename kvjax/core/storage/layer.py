@@ -178,11 +178,7 @@ class Layer(Storage):
         fewer = jnp.take_along_axis(q, jnp.repeat(channels[:, :, None], group, 1), -1)
         return jnp.pad(fewer, [(0, 0)] * 3 + [(0, q.shape[-1] - fewer.shape[-1])])
 
-    def compact(self, capacity: int, reserve: Int[Array, "B K"] | None = None) -> Storage:
-        if reserve is not None:
-            from kvjax.core.storage.pool import to_pool  # which is built on this module
-
-            return to_pool(self, capacity, reserve)
+    def compact(self, capacity: int) -> Storage:
         if self.how.mesh is not None:
             how = dataclasses.replace(self.how, mesh=None)
             return apart(self.how.mesh, lambda kv: kv.replace(how=how).compact(capacity).replace(how=kv.how), self)

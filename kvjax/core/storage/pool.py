@@ -174,8 +174,8 @@ class Pool(Storage):
         more = jnp.where(row - self.pos >= own(reads.delay), own(reads.log_weight), 0.0)[:, None]
         return read, jnp.broadcast_to(more, (len(more), group, more.shape[2])) + (0.0 if bias is None else bias)
 
-    def compact(self, capacity: int, reserve: Int[Array, "B K"] | None = None) -> Storage:
-        return self.view().compact(capacity, reserve)
+    def compact(self, capacity: int) -> Storage:
+        return self.view().compact(capacity)
 
 
 def to_pool(kv: Layer, capacity: int, most: Int[Array, "B K"]) -> Pool:

@@ -143,14 +143,8 @@ class Storage(abc.ABC):
         """
 
     @abc.abstractmethod
-    def compact(self, capacity: int, reserve: Int[Array, "B K"] | None = None) -> "Storage":
-        """The live slots in `capacity` slots, ordered by position. This is what frees memory.
-
-        Args:
-          capacity: slots of each head, or of all heads in a pool.
-          reserve: None for as many slots in each head. Otherwise heads share a pool, in which each may grow to so many
-            tokens.
-        """
+    def compact(self, capacity: int) -> "Storage":
+        """The live slots in `capacity` slots of each head, ordered by position. This is what frees memory."""
 
     def replace(self: S, **fields: Any) -> S:
         """The same storage with other fields."""
