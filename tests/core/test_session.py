@@ -59,6 +59,11 @@ def test_answers_are_those_of_the_steps_by_hand(make, by_hand):
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_bar_shows_how_far_a_context_is_read(make, shallow, capsys):
+    make().compress(CONTEXT, progress=True)
+    assert f"{shallow[0].config.num_layers}/{shallow[0].config.num_layers}" in capsys.readouterr().err
+
+
 def test_each_of_several_contexts_answers_as_it_does_alone(make, by_hand):
     """One question of all, or one of each; and what is kept is kept of each."""
     both = make().compress([CONTEXT, OTHER])

@@ -119,7 +119,9 @@ class Session:
         """Tokens that may come behind a context."""
         return self._turns * (self._most_asked + self._most_new)
 
-    def compress(self, context: _Context | Sequence[_Context], policy: Policy | None = None) -> "Session":
+    def compress(
+        self, context: _Context | Sequence[_Context], policy: Policy | None = None, *, progress: bool = False
+    ) -> "Session":
         """Reads a context, or several, and evicts from them. What the session had read before is forgotten.
 
         A context that is refused leaves the session as it was.
@@ -128,6 +130,7 @@ class Session:
           context: a text; the messages of a chat, which the tokenizer's template makes a text of; or a list of these,
             each of which gets its own answers. Where the last message is the user's, questions go on with it.
           policy: in place of the session's, this time.
+          progress: shows a bar of the layers that are compiled and read, a widget in notebooks.
 
         Returns:
           The session.
@@ -141,7 +144,7 @@ class Session:
         check_is("policy", policy, Policy, "kvjax.methods")
         dialogues = tuple(Dialogue.opened(self._tokenizer, c) for c in contexts)
         prompts = check_prompts(self._model, *_padded([d.ids for d in dialogues]))
-        how = {"key": self._key, **self._how}
+        how = {"key": self._key, "progress": progress, **self._how}
         _, self._state = read_prompts(self._model, self._params, prompts, policy, self.planned, **how)
         self._dialogues, self._read_under = dialogues, policy
         return self
