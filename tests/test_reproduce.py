@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-import kvjax
-from kvjax import models
+from kvjax import core, models
+from kvjax.core import methods
 from kvjax.experiments import reproduce
 from kvjax.experiments.papers.tables import ENTRIES
 from kvjax.experiments.reproduction import choice, harness, ledger, numbers, report, rows
@@ -36,7 +36,7 @@ class MadeUp:
             raise KeyboardInterrupt
         MadeUp.fails_after = None if MadeUp.fails_after is None else MadeUp.fails_after - 1
         words = lambda p: " ".join(str(i % 10) for i in p[-steps:])
-        kept = "" if policy == kvjax.methods.full() else " and more"
+        kept = "" if policy == methods.full() else " and more"
         return [
             {"output": words(p) + kept, "prompt_tokens": len(p), "new_tokens": steps, "live": 1.0, "kv_bytes": 10**9,
              "prefill_seconds": 1.0 / (block or 1), "seconds": 2.0}
@@ -259,16 +259,15 @@ def test_the_engine_generates_and_scores_as_the_library_does():
     engine = Engine(model, params, models.load_tokenizer(EMBEDDED), Sizes(96, 2))
     found, _ = rows.read(rows.sources(("qasper",), "project")[0][0], 2, 0)
     prompts = [engine.encode(r.prompt)[-n:] for r, n in zip(found, (96, 70), strict=True)]
-    policy = kvjax.methods.snapkv(32, window_size=8)
+    policy = methods.snapkv(32, window=8)
     tokens, lengths = models.pad_left(prompts, width=96)
-    wanted = kvjax.generate(model, params, tokens, lengths=lengths, policy=policy, max_new_tokens=6, eos_ids=())
+    wanted = core.generate(model, params, tokens, lengths=lengths, policy=policy, max_new_tokens=6, eos_ids=())
     outputs = engine.generate(policy, None, prompts, 6, 96)
     texts = [engine.tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in np.asarray(wanted.tokens)]
     assert [s["output"] for s in outputs] == texts
-    scored = engine.score(kvjax.methods.full(), None, prompts, 2, 96)
+    scored = engine.score(methods.full(), None, prompts, 2, 96)
     prefixes, lengths = models.pad_left([prompts[0][:-2], prompts[0][:-1]], width=96)
-    plan = kvjax.make_plan(model.config, kvjax.methods.full(), prompt_len=96, max_new_tokens=1, lengths=[94, 95])
-    logits, _ = kvjax.prefill(model, params, prefixes, plan, lengths=lengths)
+    logits, _ = core.prefill(model, params, prefixes, lengths=lengths, max_new_tokens=1)
     logp = jax.nn.log_softmax(logits)[np.arange(2), np.array(prompts[0][-2:])]
     np.testing.assert_allclose(scored[0]["nll"], -logp.mean(), rtol=1e-4)
 

@@ -1,29 +1,21 @@
-"""Processes with several devices, which the other tests have not: eight of one process, and two of two."""
+"""Two processes of two devices each, which the other tests have not, and what `--mesh` refuses."""
 
 import os
 import socket
 import subprocess
 import sys
 
-import jax
 import pytest
 
-import kvjax
 from kvjax.experiments import run
 from tests.runs import ROOT
 
 
-def start(devices, *command):
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+def start(*command):
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, **how)
-
-
-def test_eight_devices():
-    process = start(8, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/sharded.py")
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, said
 
 
 @pytest.mark.slow
@@ -31,7 +23,7 @@ def test_two_processes_share_a_batch_and_heads():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    processes = [start(2, "-m", "tests.two_processes", str(i), port) for i in range(2)]
+    processes = [start("-m", "tests.two_processes", str(i), port) for i in range(2)]
     for process in processes:
         said, _ = process.communicate(timeout=600)
         assert process.returncode == 0, said
@@ -43,10 +35,3 @@ def test_what_is_no_mesh_is_refused(mesh, capsys):
     with pytest.raises(SystemExit):
         run.main(["--config", "h2o.py", "--mesh", mesh])
     assert "is no mesh such as data=4,heads=2" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("devices", [4, [], [0, 1], ["cpu:0"], jax.devices()[:1] * 2], ids=str)
-@pytest.mark.usefixtures("unchecked")
-def test_a_mesh_is_of_devices_each_once(devices):
-    with pytest.raises(ValueError, match=r"devices are some of jax.devices\(\), each once; got"):
-        kvjax.make_mesh(devices=devices)

@@ -1,7 +1,6 @@
 """What a policy makes of prompts: text, likelihoods of text, and how long that takes."""
 
 import dataclasses
-import functools
 import time
 import zlib
 from collections.abc import Sequence
@@ -10,29 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import PyTree
 
-import kvjax
-from kvjax import models
-from kvjax.drivers.generation import Model, check_block
-from kvjax.experiments.evaluation.evaluate import read_prompts
-
-
-@functools.partial(jax.jit, static_argnames=("model", "steps", "ends"))
-def _generate(
-    model: Model, params: PyTree[Any], logits: Float[Array, "B V"], state: kvjax.KVState, *, steps: int, ends: bool
-) -> kvjax.Generation:
-    return kvjax.generate_from(model, params, logits, state, max_new_tokens=steps, eos_ids=None if ends else ())
-
-
-@functools.partial(jax.jit, static_argnames=("model",))
-def _score(
-    model: Model, params: PyTree[Any], logits: Float[Array, "B V"], state: kvjax.KVState, tokens: Int[Array, "B M"]
-) -> Float[Array, "B M"]:
-    """Log-probabilities of tokens that follow a prompt, each read by a decode step."""
-    after, _ = kvjax.feed(model, params, tokens[:, :-1], state)
-    logits = jnp.concatenate([logits[:, None], after], axis=1)
-    return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1)[..., 0]
+from kvjax import core, models
+from kvjax.core.drivers.checks import check_block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,17 +50,16 @@ class Engine:
         longest = max(map(len, prompts))
         return max(longest, min(1 << (longest - 1).bit_length(), self.sizes.length))
 
-    def check(self, policy: kvjax.Policy, block: int | None, width: int, lengths: Sequence[int], steps: int) -> None:
+    def check(self, policy: core.Policy, block: int | None, width: int, lengths: Sequence[int], steps: int) -> None:
         """Tries whether the policy can read prompts of these lengths.
 
         Raises:
           ValueError: sizes that it cannot work with.
         """
-        plan = self._plan(policy, width, lengths, steps)
-        check_block(plan, block)
+        check_block(core.make_plan(self.model.config, policy, lengths, width, steps), block, width)
 
     def generate(
-        self, policy: kvjax.Policy, block: int | None, prompts: Sequence[Sequence[int]], steps: int, width: int,
+        self, policy: core.Policy, block: int | None, prompts: Sequence[Sequence[int]], steps: int, width: int,
         *, timed: bool = False,
     ) -> list[dict[str, Any]]:  # fmt: skip
         """What follows each of a batch of prompts, and its cost; a short batch is filled with copies of its first.
@@ -88,24 +67,22 @@ class Engine:
         A batch that is timed runs as it is, greedily and past end tokens.
         """
         B = len(prompts) if timed else self.sizes.batch_size
-        tokens, lengths, keys = self._batch(prompts, width, B)
-        plan = self._plan(policy, width, lengths, steps)
+        tokens, options = self._batch(prompts, width, B)
+        options |= {"policy": policy, "max_new_tokens": steps}
         start = time.perf_counter()
         if self.sizes.beams > 1 and not timed:
-            found: Any = kvjax.generate_beams(
-                self.model, self.params, tokens, lengths=lengths, policy=policy, key=keys,
-                num_beams=self.sizes.beams, max_new_tokens=steps,
-            )  # fmt: skip
+            found: Any = core.generate_beams(self.model, self.params, tokens, num_beams=self.sizes.beams, **options)
             ids, ends_at = np.asarray(found.tokens)[:, 0], np.asarray(found.lengths)[:, 0]
             read, state = None, found.state
         else:
-            logits, state = read_prompts(self.model, self.params, tokens, lengths, keys, plan=plan, block=block)
+            logits, state = core.prefill(self.model, self.params, tokens, block=block, **options)
             jax.block_until_ready(logits)
             read = time.perf_counter() - start
-            made = _generate(self.model, self.params, logits, state, steps=steps, ends=not timed)
+            ends = () if timed else None
+            made = core.generate_from(self.model, self.params, logits, state, max_new_tokens=steps, eos_ids=ends)
             ids, ends_at, state = np.asarray(made.tokens), np.asarray(made.lengths), made.state
         seconds = time.perf_counter() - start
-        live, size = np.asarray(state.num_live).mean((1, 2)), state.kv_bytes // len(state.length)
+        live, size = _sizes(state)
         return [
             {
                 "output": self.tokenizer.decode(ids[i, : ends_at[i]].tolist(), skip_special_tokens=True),
@@ -120,32 +97,34 @@ class Engine:
         ]
 
     def score(
-        self, policy: kvjax.Policy, block: int | None, prompts: Sequence[Sequence[int]], scored: int, width: int
+        self, policy: core.Policy, block: int | None, prompts: Sequence[Sequence[int]], scored: int, width: int
     ) -> list[dict[str, Any]]:
         """The mean negative log-likelihood of the last `scored` tokens of each text, read after the others."""
         heads = [p[:-scored] for p in prompts]
-        tokens, lengths, keys = self._batch(heads, width, self.sizes.batch_size)
-        plan = self._plan(policy, width, lengths, scored)
-        tails = self._filled([p[-scored:] for p in prompts], self.sizes.batch_size)
-        logits, state = read_prompts(self.model, self.params, tokens, lengths, keys, plan=plan, block=block)
-        live, size = np.asarray(state.num_live).mean((1, 2)), state.kv_bytes // len(state.length)
-        logp = np.asarray(_score(self.model, self.params, logits, state, jnp.asarray(tails)), np.float64)
+        tokens, options = self._batch(heads, width, self.sizes.batch_size)
+        tails = np.array(self._filled([p[-scored:] for p in prompts], self.sizes.batch_size))
+        options |= {"policy": policy, "max_new_tokens": scored, "block": block}
+        logits, state = core.prefill(self.model, self.params, tokens, **options)
+        live, size = _sizes(state)
+        logp = np.asarray(core.score(self.model, self.params, tails, logits, state)[0], np.float64)
         return [
             {"nll": float(-logp[i].mean()), "prompt_tokens": len(p), "live": float(live[i]), "kv_bytes": size}
             for i, p in enumerate(heads)
         ]
 
-    def _plan(self, policy: kvjax.Policy, width: int, lengths: Any, steps: int) -> kvjax.CachePlan:
-        return kvjax.make_plan(
-            self.model.config, policy, prompt_len=width, max_new_tokens=steps, lengths=sorted({int(n) for n in lengths})
-        )
-
     def _filled(self, rows: Sequence[Any], size: int) -> list[Any]:
         return [*rows, *[rows[0]] * (size - len(rows))]
 
-    def _batch(self, prompts: Sequence[Sequence[int]], width: int, size: int) -> tuple[Any, Any, Key[Array, "B"]]:
+    def _batch(self, prompts: Sequence[Sequence[int]], width: int, size: int) -> tuple[Any, dict[str, Any]]:
+        """Prompts as one array, with their lengths and keys."""
         rows = self._filled(prompts, size)
         tokens, lengths = models.pad_left(rows, width=width)
         draws = np.array([zlib.crc32(str(tuple(p)).encode()) for p in rows], np.uint32)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self.sizes.seed), jnp.asarray(draws))
-        return tokens, lengths, keys
+        return tokens, {"lengths": lengths, "key": keys}
+
+
+def _sizes(state: core.State) -> tuple[Any, int]:
+    """Live tokens of every sequence on average over layers and heads, and bytes of a sequence's keys and values."""
+    live = np.mean([np.asarray(kv.num_live).mean(1) for kv in state.layers], axis=0)
+    return live, sum(kv.k.nbytes + kv.v.nbytes for kv in state.layers) // len(state.length)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-import kvjax
 from kvjax.configs.experiment import label
+from kvjax.core import Policy
 from kvjax.experiments.evaluation import metrics
 from kvjax.experiments.evaluation.provenance import definition
 from kvjax.experiments.evaluation.results import Results
@@ -39,7 +39,7 @@ class Job:
 
     method: str
     budget: Budget
-    policy: kvjax.Policy
+    policy: Policy
     block: int | None
     data: str
     indices: tuple[int, ...]
@@ -260,7 +260,7 @@ class Run:
         steps, width = min(self.steps(name), 8), self.width(name)
         held = self._held_back(name)
         prompts = [p[: len(p) - held] for p in self.prompts[name][: self.engine.sizes.batch_size]]
-        call = lambda: self.engine.generate(kvjax.methods.full(), None, prompts, steps, width, timed=True)[0]
+        call = lambda: self.engine.generate(Policy(), None, prompts, steps, width, timed=True)[0]
         first, second = call(), call()
         B = len(prompts)
         read = (second["prefill_seconds"] or second["seconds"] / 2) * B / width

@@ -8,6 +8,9 @@ compose: policies made of policies. plan: sizes. drivers: a model that decodes. 
 analysis: losses of an eviction, from one prefill. plot: pictures.
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
 from kvjax.core.budgets import Adaptive, Pyramid, Share
 from kvjax.core.compose import chain, from_fn, partition, partition_heads, shared_layers, when
 from kvjax.core.compose.across import across_layers
@@ -62,6 +65,7 @@ __all__ = [
     "make_plan",
     "partition",
     "partition_heads",
+    "plot",
     "prefill",
     "read",
     "sampling",
@@ -73,3 +77,13 @@ __all__ = [
     "stream",
     "when",
 ]
+
+if TYPE_CHECKING:
+    from kvjax.core import plot
+else:
+
+    def __getattr__(name: str) -> object:
+        """`kvjax.plot`, imported when it is first used: matplotlib takes long."""
+        if name == "plot":
+            return importlib.import_module("kvjax.core.plot")
+        raise AttributeError(f"module 'kvjax' has no attribute {name!r}")

@@ -17,6 +17,8 @@ import pytest
 from kvjax import core, models
 from kvjax.core import methods
 from kvjax.core.storage import Pool
+from kvjax.experiments.evaluation import results
+from tests import runs
 
 if jax.device_count() < 8:
     pytest.exit(__doc__, returncode=4)
@@ -185,3 +187,19 @@ def test_what_an_axis_does_not_divide_is_refused(axes, error):
 def test_a_mesh_of_more_devices_than_there_are_is_refused():
     with pytest.raises(ValueError, match=r"data=8 x heads=2 are 16 devices, but there are 8; use fewer"):
         core.make_mesh(data=8, heads=2)
+
+
+@pytest.mark.slow
+def test_the_main_job_on_a_mesh_scores_what_it_scores_without(tmp_path):
+    options = ["--config", "h2o.py", *runs.small(budget=["0.25"], batch_size=["4"]), "--baselines", "random"]
+    for name, own in (("one", []), ("mesh", ["--mesh", "data=2,heads=2"])):
+        runs.run.main([*options, *own, "--output", str(tmp_path / name)])
+    one, other = (
+        sorted(runs.without_times(runs.samples(tmp_path / name)), key=results.sample_key) for name in ("one", "mesh")
+    )
+    assert len(one) == len(other) > 0
+    for here, there in zip(one, other, strict=True):
+        for line in (here, there):
+            line["nll"] = np.round(line.get("nll", 0), 3)
+            line["answers"] = [{k: v for k, v in answer.items() if k != "nll"} for answer in line["answers"]]
+        assert here == there

@@ -2,12 +2,13 @@
 
 from typing import Any, Final
 
-from kvjax import methods
+from kvjax.core import methods
+from kvjax.core.methods.variants import by_query_head
 from kvjax.experiments.papers.tables.base import Claim, Column, Entry, Method, Row, read
 from kvjax.experiments.papers.tables.longbench import ENGLISH
 
 # The paper ran a set for every query head: keys and values were copied to query heads before eviction.
-_WINDOW: Final[dict[str, Any]] = {"window_size": 32, "kernel_size": 7, "pooling": "max", "granularity": "query_head"}
+_WINDOW: Final[dict[str, Any]] = {"window": 32, "kernel": 7}
 
 METHODS: Final = {
     "full": Method("Full Cache", lambda _: methods.full()),
@@ -15,11 +16,15 @@ METHODS: Final = {
         "H2O", lambda b: methods.h2o(b), note="half heavy hitters, half recent, as H2O's paper has it; for kv heads"
     ),
     "streaming_llm": Method("StreamingLLM", lambda b: methods.streaming_llm(b, sinks=4)),
-    "snapkv": Method("SnapKV", lambda b: methods.snapkv(b, **_WINDOW)),
-    "pyramidkv": Method("Pyramid", lambda b: methods.pyramidkv(b, **_WINDOW), note="beta is not given: 20"),
-    "ada_snapkv": Method("Ada-SnapKV", lambda b: methods.ada_snapkv(b, alpha=0.5, **_WINDOW)),
+    "snapkv": Method("SnapKV", lambda b: by_query_head(methods.snapkv(b, **_WINDOW))),
+    "pyramidkv": Method(
+        "Pyramid", lambda b: by_query_head(methods.pyramidkv(b, **_WINDOW)), note="beta is not given: 20"
+    ),
+    "ada_snapkv": Method("Ada-SnapKV", lambda b: by_query_head(methods.ada_snapkv(b, alpha=0.5, **_WINDOW))),
     "ada_pyramid": Method(
-        "Ada-Pyramid", lambda b: methods.ada_pyramid(b, alpha=0.5, **_WINDOW), note="beta is not given: 20"
+        "Ada-Pyramid",
+        lambda b: by_query_head(methods.ada_pyramid(b, alpha=0.5, **_WINDOW)),
+        note="beta is not given: 20",
     ),
 }
 

@@ -2,7 +2,8 @@
 
 from typing import Final
 
-from kvjax import methods
+from kvjax.core import methods
+from kvjax.core.methods.variants import ahakv_without
 from kvjax.experiments.papers.tables.base import Claim, Column, Entry, Method, grid, read
 from kvjax.experiments.papers.tables.longbench import GROUPS
 
@@ -10,16 +11,16 @@ METHODS: Final = {
     "full": Method("Full Cache", lambda _: methods.full()),
     "streaming_llm": Method("Sink", lambda b: methods.streaming_llm(b, sinks=4)),
     "h2o": Method("H2O", lambda b: methods.h2o(b, recent=32)),
-    "snapkv": Method("SnapKV", lambda b: methods.snapkv(b, window_size=32), note="pooling is not given: max, kernel 7"),
+    "snapkv": Method("SnapKV", lambda b: methods.snapkv(b, window=32), note="pooling is not given: max, kernel 7"),
     "nacl": Method("NACL", lambda b: methods.nacl(b), note="shares are not given: those of NaCl's Table 4"),
     "tova": Method("TOVA", lambda b: methods.tova(b)),
     "ahakv": Method("AhaKV", lambda b: methods.ahakv(b, recent=32), note="the pooling kernel is not given: 7"),
 }
 
 _ABLATION: Final = {
-    "without_ra": Method("w/o RA", lambda b: methods.ahakv(b, recent=32, recent_accumulation=False)),
-    "without_sgs": Method("w/o SGS", lambda b: methods.ahakv(b, recent=32, step_gain_softmax=False)),
-    "without_vpe": Method("w/o VPE", lambda b: methods.ahakv(b, recent=32, value_prior=False)),
+    "without_ra": Method("w/o RA", lambda b: ahakv_without("recent", b, recent=32)),
+    "without_sgs": Method("w/o SGS", lambda b: ahakv_without("gain", b, recent=32)),
+    "without_vpe": Method("w/o VPE", lambda b: ahakv_without("prior", b, recent=32)),
     "ahakv": METHODS["ahakv"],
 }
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvjax import Policy
+from kvjax.core import Policy
 
 Budget = int | float
 Kind = Literal["scores", "speed", "drawn", "settings", "drawing"]

@@ -1,16 +1,29 @@
 """Keyformer's tables and figures (Adnan et al., MLSys 2024, arXiv 2403.09054, second version)."""
 
+import dataclasses
 import functools
 from typing import Any, Final
 
-import kvjax
-from kvjax import Policy, Share, methods
+from kvjax.core import Policy, Share, methods, shared_layers
+from kvjax.core.contract import Layout
+from kvjax.core.methods.variants import keyformer_drawn
+from kvjax.core.scores.attention import Faded
 from kvjax.experiments.papers.tables.base import Budget, Claim, Column, Entry, Method, Row, grid, read
 
 
-def _keyformer(budget: Budget, *, recent: float = 0.3, **options: Any) -> Policy:
+def _keyformer(budget: Budget, *, make: Any = methods.keyformer, recent: float = 0.3, **options: Any) -> Policy:
     """Keyformer with a recent window of a share of the budget; the text calls 20 to 30 % the best."""
-    return methods.keyformer(budget, recent=Share(recent), **options)
+    return make(budget, recent=Share(recent), **options)
+
+
+def _new_positions(budget: Budget) -> Policy:
+    """Keyformer whose tokens stand at their ranks in the cache."""
+    return dataclasses.replace(methods.keyformer(budget), layout=Layout(positions="rank"))
+
+
+def _damped(budget: Budget, *, damping: float) -> Policy:
+    """Keyformer without noise and with temperature 1, which is H2O, where what rows add is damped."""
+    return dataclasses.replace(methods.h2o(budget, recent=Share(0.2)), score=Faded(damping=damping))
 
 
 METHODS: Final = {
@@ -24,24 +37,25 @@ METHODS: Final = {
 
 _POSITIONS: Final = {
     **{m: METHODS[m] for m in ("full", "window", "h2o", "streaming_llm")},
-    "new_positions": Method("Keyformer (New Pos), Per-Layer", functools.partial(_keyformer, positions="compact")),
+    "new_positions": Method("Keyformer (New Pos), Per-Layer", _new_positions),
     "keyformer": Method("Keyformer (Org Pos), Per-Layer", _keyformer),
-    "shared": Method("Keyformer (Org Pos), Shared", lambda b: kvjax.shared_layers(_keyformer(b))),
+    "shared": Method("Keyformer (Org Pos), Shared", lambda b: shared_layers(_keyformer(b))),
 }
 
 _NOISES: Final = {
     "full": METHODS["full"],
     "gumbel": Method("Gumbel", _keyformer),
-    "gaussian": Method("Gaussian", functools.partial(_keyformer, noise="gaussian")),
-    "constant": Method("Constant", functools.partial(_keyformer, noise="constant"), note="changes no softmax (D-38)"),
-    "none": Method("None", functools.partial(_keyformer, noise="none", tau=(1.0, 1.0))),
+    "gaussian": Method("Gaussian", functools.partial(_keyformer, make=keyformer_drawn, noise="gaussian")),
+    "constant": Method(
+        "Constant",
+        functools.partial(_keyformer, make=keyformer_drawn, noise="constant"),
+        note="changes no softmax (D-38)",
+    ),
+    "none": Method("None", lambda b: methods.h2o(b, recent=Share(0.3))),
 }
 
 _DAMPED: Final = {
-    f"damping-{a}": Method(
-        f"damped by {a}", functools.partial(_keyformer, recent=0.2, noise="none", tau=(1.0, 1.0), damping=a)
-    )
-    for a in (0.8, 0.9, 0.95, 1.0)
+    f"damping-{a}": Method(f"damped by {a}", functools.partial(_damped, damping=a)) for a in (0.8, 0.9, 0.95, 1.0)
 }
 _RECENT: Final = {
     f"recent-{r}": Method(f"recent ratio {r} %", functools.partial(_keyformer, recent=r / 100))

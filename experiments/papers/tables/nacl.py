@@ -3,7 +3,8 @@
 import functools
 from typing import Any, Final
 
-from kvjax import Policy, Share, methods
+from kvjax.core import Policy, Share, methods
+from kvjax.core.methods.variants import nacl_by_layer, nacl_drawn
 from kvjax.experiments.papers.tables.base import Budget, Claim, Column, Entry, Method, grid, read
 
 METHODS: Final = {
@@ -19,23 +20,23 @@ _ABLATION: Final = {
     "nacl": METHODS["nacl"],
     "without_proxies": Method(
         "- Eviction w. Proxy Tokens",
-        lambda b: methods.nacl(b, protect=0, random=Share(1.0)),
+        lambda b: methods.nacl(b, recent=0, random=Share(1.0)),
         note="all of the budget is drawn at random",
     ),
     "without_random": Method("- Random Eviction", lambda b: methods.nacl(b, random=0)),
-    "uniform_sampling": Method("- Probability Sampling", lambda b: methods.nacl(b, random_distribution="uniform")),
+    "uniform_sampling": Method("- Probability Sampling", lambda b: nacl_drawn(b, by="uniform")),
     "without_global": Method(
         "- Global Eviction", lambda b: methods.nacl(b), block=1, note="evicts after every token that is read"
     ),
     "without_headwise": Method(
-        "- Head-wise Eviction", lambda b: methods.nacl(b, head_mode="layer"), note="one decision for a layer's heads"
+        "- Head-wise Eviction", lambda b: nacl_by_layer(b), note="one decision for a layer's heads"
     ),
 }
 
 
 def _nacl(budget: Budget, **options: Any) -> Policy:
     """NaCl with other shares, and no proxy that stays, so that any share can be drawn at random."""
-    return methods.nacl(budget, protect=0, **options)
+    return methods.nacl(budget, recent=0, **options)
 
 
 _SWEPT: Final = {

@@ -4,18 +4,22 @@ The text that was read has no captions. Tables are numbered by the sentence that
 Table 2, Table 4 and Table 3 for language modelling, summarisation, reconstruction and instructions).
 """
 
+import dataclasses
 import functools
 from typing import Any, Final
 
-import kvjax
-from kvjax import Policy, Share, methods
+from kvjax.core import Policy, Share, methods, when
+from kvjax.core.methods.variants import PROMPT
 from kvjax.experiments.papers.tables.base import Budget, Claim, Column, Entry, Method, grid, read
-from kvjax.sizes.schedule import after_prefill
 
 
 def _once(budget: Budget, *, make: Any, **options: Any) -> Policy:
     """A policy that evicts while the prompt is read, and keeps all that is generated."""
-    return kvjax.when(after_prefill(), make(budget, **options))
+    return when(PROMPT, make(budget, **options))
+
+
+def _mas_beside(budget: Budget, *, recent: Share) -> Policy:
+    return dataclasses.replace(methods.mas(budget), recent=recent)
 
 
 _POLICIES: Final = {
@@ -52,7 +56,7 @@ _SCOPES: Final = {
     **{
         f"window-{share}": Method(
             f"local window of {share}",
-            functools.partial(_once, make=methods.mas, recent=Share(share)),
+            functools.partial(_once, make=_mas_beside, recent=Share(share)),
             block=1,
         )
         for share in (0.1, 0.3, 0.5, 0.7, 0.9)
