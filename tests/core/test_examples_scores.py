@@ -253,6 +253,8 @@ def test_quest_reads_the_pages_of_the_largest_bounds():
     np.testing.assert_array_equal(kv.memory[1][0, 0], [[-2, -1], [0, 1], [2, -3]])
     inputs = AttentionInputs(q, q, kv, jnp.asarray([[4]]), ctx, tensors.unturned)
     assert np.flatnonzero(policy.reads(kv, inputs, ctx).visible[0, 0]).tolist() == [2, 3, 4]
+    with pytest.raises(ValueError, match="a page of 0 tokens holds none; give size=1 or more"):
+        ReadPages(4, 0)
 
 
 # --- counts, ties, padding, schedules ---

@@ -21,7 +21,7 @@ core.when(16, methods.h2o(64))  # wrong: a number for a schedule
 core.Adaptive(alpha="0.5")  # wrong: text for a number
 core.partition({"first": 64}, ["first"])  # wrong: a number for a policy
 core.evict_layer(methods.snapkv(64), x, x)  # wrong: no values
-print(core.evict_layer(methods.snapkv(64), x, x, x).kept)  # wrong: the field is keep
+print(core.evict_layer(methods.snapkv(64), x, x, x).kept)  # wrong: what is kept is live
 core.generate(model, params, tokens, max_new_tokens=4, policy=64)  # wrong: a number for a policy
 core.generate(model, params, tokens, max_tokens=4)  # wrong: the option is max_new_tokens
 print(core.generate(model, params, tokens, max_new_tokens=4).token)  # wrong: the field is tokens

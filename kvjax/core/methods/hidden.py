@@ -107,6 +107,8 @@ class ReadPages(Policy):
     size: int = 16
 
     def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"a page of {self.size} tokens holds none; give size=1 or more")
         if isinstance(self.budget, int) and self.budget < self.size:
             raise ValueError(
                 f"a budget of {self.budget} tokens holds no page of {self.size}; raise it, or shrink pages"
