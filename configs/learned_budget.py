@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from kvjax import Share, methods
-from kvjax.analysis.traces import VotingRows
 from kvjax.configs.experiment import Budget
 from kvjax.configs.learning import LearnedBudget, Objective, Prompts
-from kvjax.learning.families import EntropyK, Family, NaclShares, PyramidBeta, Safeguard, Simplex, WindowShare
+from kvjax.core import Share, methods
+from kvjax.core.analysis import VotingRows
+from kvjax.core.learning.families import EntropyK, Family, NaclShares, PyramidBeta, Safeguard, Simplex, WindowShare
 
 
 def get_config(
@@ -45,8 +45,8 @@ def get_config(
       ada_alpha: of the baseline Ada-KV.
       prompts: model, prompts and sizes.
     """
-    snapkv = functools.partial(methods.snapkv, window_size=window_size, kernel_size=kernel_size)
-    nacl = functools.partial(methods.nacl, proxies=window_size, protect=Share(0.1), random=Share(0.5))
+    snapkv = functools.partial(methods.snapkv, window=window_size, kernel=kernel_size)
+    nacl = functools.partial(methods.nacl, proxies=window_size, recent=Share(0.1), random=Share(0.5))
     ahakv = functools.partial(methods.ahakv, recent=window_size)
     method: Callable[..., Any] = {"nacl": nacl, "ahakv": ahakv}.get(parametrisation, snapkv)
     families: dict[str, Family] = {

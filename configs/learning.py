@@ -5,7 +5,6 @@ import pathlib
 from collections.abc import Callable
 from typing import Literal
 
-from kvjax import Evict
 from kvjax.configs.experiment import (
     Budget,
     TaskName,
@@ -15,9 +14,10 @@ from kvjax.configs.experiment import (
     check_finite,
     check_whole,
 )
-from kvjax.learning.families import Family
+from kvjax.core import Evict
+from kvjax.core.contract import Observation
+from kvjax.core.learning.families import Family
 from kvjax.models.embedded import included
-from kvjax.scoring.stats import Measurement
 
 Objective = Literal["eviction_loss", "output_kl", "task_loss"]
 
@@ -92,7 +92,7 @@ class LearnedBudget:
     temperature: tuple[float, float] = (16.0, 1.0)
     pyramid_beta: float = 20.0
     ada_alpha: float = 0.5
-    measured: tuple[Measurement, ...] = ()
+    measured: tuple[Observation, ...] = ()
     prompts: Prompts = Prompts()
 
     def __post_init__(self):

@@ -25,11 +25,17 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-import kvjax
-from kvjax import methods, models
+from kvjax import core, models
 from kvjax.configs.learned_scorer import get_config
 from kvjax.configs.learning import LearnedScorer, Prompts
 from kvjax.configs.probed import probed
+from kvjax.core import methods
+from kvjax.core.budgets import Schedule
+from kvjax.core.compose.across import by_top_scores
+from kvjax.core.contract import Layout
+from kvjax.core.scores.attention import Votes
+from kvjax.core.scores.blends import Pooled, RemovalError, Shares
+from kvjax.core.scores.learned import Learned
 from kvjax.experiments.evaluation import statistics
 from kvjax.experiments.evaluation.compiled import keep_compiled
 from kvjax.experiments.evaluation.report import table
@@ -45,14 +51,9 @@ from kvjax.experiments.learn_budget import losses_of
 from kvjax.experiments.learn_scorer import learn, policy_of, untrained
 from kvjax.experiments.learning.future_rows import Reader, examples
 from kvjax.models import scorer
-from kvjax.policy import Policy
-from kvjax.scoring.blends import RemovalError, Softmax
-from kvjax.scoring.learned import Learned
-from kvjax.scoring.scores import Pooled, Window
 
-Make = Callable[[float], Policy]
-HEADS = kvjax.Adaptive(alpha=0.5, max_ratio=float("inf"))
-FREE = kvjax.Adaptive(alpha=1.0, max_ratio=float("inf"))
+Make = Callable[[float], core.Policy]
+HEADS, FREE = core.Adaptive(0.5), core.Adaptive(1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,24 +77,25 @@ class Contest:
 
 def published(setup: Any, window: int, kernel: int) -> dict[str, Make]:
     """The methods of papers that evict a prompt, with the window that all voting ones share."""
-    snap = lambda b, **options: methods.snapkv(b, window_size=window, kernel_size=kernel, **options)
-    ada = lambda b, **options: methods.ada_snapkv(b, window_size=window, kernel_size=kernel, **options)
-    once = lambda policy: kvjax.when(kvjax.after_prefill(), policy)
+    how = {"window": window, "kernel": kernel}
+    snap = lambda b: methods.snapkv(b, **how)
+    ada = lambda b: methods.ada_snapkv(b, **how)
+    once = lambda policy: core.when(Schedule(), dataclasses.replace(policy, layout=Layout()))
     filters, importance = probed(setup, "", "filters"), probed(setup, "", "heads")
     return {
         "snapkv": snap,
-        "snapkv, mean of 5": lambda b: methods.snapkv(b, window_size=window, kernel_size=5, pooling="avg"),
+        "snapkv, mean of 5": lambda b: methods.snapkv(b, window=window, kernel=5, pooling="avg"),
         "ada_snapkv": ada,
-        "pyramidkv": lambda b: methods.pyramidkv(b, window_size=window, kernel_size=kernel),
-        "criticalkv": lambda b: methods.criticalkv(b, base=snap(b)),
-        "criticalkv, ada_snapkv": lambda b: methods.criticalkv(b, base=ada(b)),
-        "chunkkv": lambda b: methods.chunkkv(b, base=snap(b)),
-        "headkv": lambda b: methods.headkv(b, importance, window_size=window, kernel_size=kernel),
-        "defensivekv": lambda b: methods.defensivekv(b, window_size=window),
-        "layer_defensivekv": lambda b: methods.layer_defensivekv(b, window_size=window),
-        "cake": lambda b: methods.cake(b, window_size=window),
-        "lava": lambda b: methods.lava(b, window_size=window, kernel_size=kernel),
-        "finch": lambda b: methods.finch(b, window_size=window, positions="original"),
+        "pyramidkv": lambda b: methods.pyramidkv(b, **how),
+        "criticalkv": lambda b: methods.criticalkv(snap(b)),
+        "criticalkv, ada_snapkv": lambda b: methods.criticalkv(ada(b)),
+        "chunkkv": lambda b: methods.chunkkv(snap(b)),
+        "headkv": lambda b: methods.headkv(b, importance, **how),
+        "defensivekv": lambda b: methods.defensivekv(b, window=window),
+        "layer_defensivekv": lambda b: methods.layer_defensivekv(b, window=window),
+        "cake": lambda b: methods.cake(b, window=window),
+        "lava": lambda b: methods.lava(b, **how),
+        "finch": lambda b: once(methods.finch(b, window=window)),
         "h2o": lambda b: once(methods.h2o(b)),
         "tova": lambda b: once(methods.tova(b)),
         "ahakv": lambda b: once(methods.ahakv(b)),
@@ -104,30 +106,29 @@ def published(setup: Any, window: int, kernel: int) -> dict[str, Make]:
         "curdkv": methods.curdkv,
         "compactor": methods.compactor,
         "q_filters": lambda b: methods.q_filters(b, filters),
-        "streaming_llm": lambda b: once(dataclasses.replace(methods.streaming_llm(b), positions="original")),
+        "streaming_llm": lambda b: once(methods.streaming_llm(b)),
     }
 
 
 def ours(experiment: LearnedScorer, head: scorer.TrainedHead) -> dict[str, Make]:
     """Compositions that no paper has: removal errors of observed and of learned attention, and heads that compete."""
     window, kernel = experiment.window_size, experiment.kernel_size
-    protect = kvjax.Protect(recent=window)
     learned = Learned(head, window, kernel)
     predicted = RemovalError(learned, "logarithm")
-    observed = RemovalError(Pooled(Window(window), "max", kernel))
-    make = lambda score, **options: lambda b: kvjax.Evict(score, b, protect=protect, **options)
-    pool = {"storage": "pool"}
+    observed = RemovalError(Pooled(Votes(window), "max", kernel))
+    make = lambda score, **options: lambda b: core.Evict(score, b, recent=window, **options)
+    pool = {"layout": Layout(pool=True)}
     return {
         "removal error of votes": make(observed),
         "removal error of votes, heads compete": make(observed, heads=HEADS, **pool),
         "learned": lambda b: policy_of(experiment, head, b),
-        "learned, heads compete": make(Softmax(learned), heads=HEADS, **pool),
-        "learned, heads compete freely": make(Softmax(learned), heads=FREE, **pool),
+        "learned, heads compete": make(Shares(learned, "logarithm"), heads=HEADS, **pool),
+        "learned, heads compete freely": make(Shares(learned, "logarithm"), heads=FREE, **pool),
         "removal error of learned": make(predicted),
         "removal error of learned, heads compete": make(predicted, heads=HEADS, **pool),
         "removal error of learned, heads compete freely": make(predicted, heads=FREE, **pool),
-        "removal error of learned, layers compete": lambda b: kvjax.across_layers(
-            make(predicted, heads=FREE, **pool)(b), kvjax.TopScores(), max_ratio=4.0
+        "removal error of learned, layers compete": lambda b: core.across_layers(
+            make(predicted, heads=FREE, **pool)(b), by_top_scores, max_ratio=4.0
         ),
     }
 
@@ -151,10 +152,8 @@ def run_one(contest: Contest, model_name: str, seed: int) -> None:
         **{f"ours: {name}": make for name, make in ours(experiment, head).items()},
     }
     policies = {(name, b): make(b) for name, make in every.items() for b in contest.budget}
-    plan = lambda p: kvjax.make_plan(model.config, p, prompt_len=prompts.length, max_new_tokens=prompts.future)
-    asked = tuple(dict.fromkeys(m for p in policies.values() for spec in plan(p).specs for m in spec.prompt))
-    snapkv = methods.snapkv(contest.budget[0], window_size=experiment.window_size)
-    reader = Reader(model, params, snapkv, prompts, extra=asked)
+    snapkv = methods.snapkv(contest.budget[0], window=experiment.window_size)
+    reader = Reader(model, params, snapkv, prompts, tuple(policies.values()))
     with tqdm(total=len(found), desc=f"{model_name}, seed {seed}", unit="prompt", file=sys.stdout) as bar:
         for batch, reading in reader.batches(found):
             lines: list[list[dict[str, Any]]] = [[] for _ in batch]

@@ -14,7 +14,7 @@ Results go to `results/<name>/` (or `--output`): `manifest.json`, `checkpoints/`
 goes into any policy:
 
     weights = json.loads(path.read_text())["heads"]
-    dataclasses.replace(policy, layers=kvjax.LayerTable([sum(row) for row in weights]), heads=kvjax.HeadTable(weights))
+    policy = kvjax.learning.relax.with_table(policy, weights)
 """
 
 import importlib
@@ -25,7 +25,6 @@ if __name__ == "__main__":  # before imports that take seconds
 import dataclasses
 import functools
 import json
-import math
 import pathlib
 import reprlib
 import sys
@@ -38,11 +37,14 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-import kvjax
-from kvjax import models
-from kvjax.analysis import best_in_hindsight, decisions, keep_one, lost_mass, regret
+from kvjax import core, models
 from kvjax.configs.experiment import Budget, label
 from kvjax.configs.learning import LearnedBudget
+from kvjax.core.analysis import best_in_hindsight, lost_mass, output_kl, regret, task_loss
+from kvjax.core.budgets import HeadShares
+from kvjax.core.decide.select import best
+from kvjax.core.learning.families import Family, mean_shares
+from kvjax.core.learning.relax import annealed, with_table
 from kvjax.experiments import stopping
 from kvjax.experiments.evaluation.checkpoints import check_learns, opened, restored, save_progress
 from kvjax.experiments.evaluation.compiled import keep_compiled
@@ -51,10 +53,6 @@ from kvjax.experiments.evaluation.results import Results, plain_errors, write_js
 from kvjax.experiments.learning import budget_report
 from kvjax.experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples
 from kvjax.experiments.run import check_apart, default_directory, parse
-from kvjax.learning.families import Family, mean_shares, with_table
-from kvjax.learning.relax import annealed, output_kl, task_loss
-from kvjax.scoring.select import TopK
-from kvjax.scoring.stats import Measurement, ordered
 
 SCRIPT = "learn_budget.py"
 SAVE_EVERY = 50
@@ -165,13 +163,13 @@ def learn(
 
 
 @functools.partial(jax.jit, static_argnames="policy")
-def _head_budgets(policy: kvjax.Evict, reading: RankedReading) -> jax.Array:
+def _head_budgets(policy: core.Evict, reading: RankedReading) -> jax.Array:
     """What a policy gives every head beyond its protected tokens, "B L K"."""
-    chosen = decisions(reading.plan(policy), reading.full)
-    return jnp.stack([s.budgets for s in chosen], axis=1) - reading.safe.sum(-1, dtype=jnp.int32)
+    chosen = reading.full.decisions(policy)
+    return jnp.stack([d.budgets for d in chosen], axis=1) - reading.safe.sum(-1, dtype=jnp.int32)
 
 
-def average_table(policy: kvjax.Evict, readings: Sequence[RankedReading]) -> np.ndarray:
+def average_table(policy: core.Evict, readings: Sequence[RankedReading]) -> np.ndarray:
     """Shares "L K" that a policy gives heads on average over prompts, relative to the average of 1."""
     budgets, divided = [], []
     for reading in readings:
@@ -182,13 +180,13 @@ def average_table(policy: kvjax.Evict, readings: Sequence[RankedReading]) -> np.
 
 
 def learned_policy(
-    family: Family, learned: Any, policy: kvjax.Evict, readings: Sequence[RankedReading]
-) -> tuple[kvjax.Evict, np.ndarray]:
+    family: Family, learned: Any, policy: core.Evict, readings: Sequence[RankedReading]
+) -> tuple[core.Evict, np.ndarray]:
     """The hard policy, and the shares "L K" of its heads: its table, or its average choice on calibration prompts."""
     with jax.enable_x64(True):
         views = (reading.view(policy) for reading in readings)
         hard = family.harden(learned, policy, next((v for v in views if v.divided.any()), readings[0].view(policy)))
-    if isinstance(hard.heads, kvjax.HeadTable):
+    if isinstance(hard.heads, HeadShares):
         return hard, np.array(hard.heads.weights)
     if hard.heads == policy.heads and hard.layers == policy.layers:
         return hard, np.ones(readings[0].score.shape[1:3])
@@ -198,19 +196,13 @@ def learned_policy(
 # --- evaluation ---
 
 
-def _measured(experiment: LearnedBudget, plans: Sequence[kvjax.CachePlan]) -> tuple[Measurement, ...]:
-    """What one reading must measure, so that all of these policies can decide from it."""
-    observed = (m for plan in plans for spec in plan.specs for m in spec.prompt)
-    return ordered((*experiment.measured, *observed))
-
-
 def policies(
-    experiment: LearnedBudget, budget: Budget, hard: kvjax.Evict, readings: Sequence[RankedReading]
-) -> dict[str, kvjax.Evict]:
+    experiment: LearnedBudget, budget: Budget, hard: core.Evict, readings: Sequence[RankedReading]
+) -> dict[str, core.Evict]:
     """What is measured at one budget, all of the same total."""
     uniform = experiment.method(budget)
-    ada = dataclasses.replace(uniform, heads=kvjax.Adaptive(experiment.ada_alpha, math.inf))
-    pyramid = dataclasses.replace(uniform, layers=kvjax.Pyramid(experiment.pyramid_beta))
+    ada = dataclasses.replace(uniform, heads=core.Adaptive(experiment.ada_alpha))
+    pyramid = dataclasses.replace(uniform, layers=core.Pyramid(experiment.pyramid_beta))
     chosen = uniform, pyramid, with_table(uniform, average_table(ada, readings)), ada, hard
     return dict(zip(DIVISIONS, chosen, strict=True))
 
@@ -230,14 +222,14 @@ def attention_of(reading: RankedReading, keep: jax.Array) -> tuple[jax.Array, ja
 
 
 @functools.partial(jax.jit, static_argnames="policy")
-def losses_of(policy: kvjax.Evict, reading: RankedReading) -> tuple[jax.Array, jax.Array, jax.Array]:
+def losses_of(policy: core.Policy, reading: RankedReading) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Eviction loss "B L" of a hard policy, live tokens "B" over all layers and heads, and what it keeps "B L K S"."""
-    keep = jnp.moveaxis(keep_one(reading.plan(policy), reading.full), 0, 1)
+    keep = jnp.stack([kv.live for kv in reading.full.after(policy)], axis=1)
     return reading.traces.eviction_loss(keep.astype(jnp.float32)), keep.sum((1, 2, 3), dtype=jnp.int32), keep
 
 
 @functools.partial(jax.jit, static_argnames="policy")
-def theorem_4(reading: RankedReading, policy: kvjax.Evict) -> tuple[jax.Array, jax.Array]:
+def theorem_4(reading: RankedReading, policy: core.Evict) -> tuple[jax.Array, jax.Array]:
     """Ada-KV's bound under a policy's uniform and under adaptive budgets, "B L", up to the layer's constant 2 C.
 
     Both keep the best by the mean attention of the future rows, which makes the bound smallest (Theorem 3); the layer's
@@ -248,21 +240,20 @@ def theorem_4(reading: RankedReading, policy: kvjax.Evict) -> tuple[jax.Array, j
     K = view.pos.shape[2]
     mass = reading.mass * (N // K)
     average = jnp.minimum(view.budget, reading.lengths.astype(view.budget.dtype)).astype(jnp.int32)
-    most = max(int(spec.target.max()) for spec in reading.plan(policy).specs)
     lost = []
     for i in range(L):
         live, pos = view.live[:, i], view.pos[:, i]
         score = jnp.where(live, mass[:, i], -jnp.inf)
-        adaptive = kvjax.Adaptive(1.0, math.inf).heads(score, live, average, most, reading.full.layers[i].site)
+        adaptive = core.Adaptive(1.0)(score, average, dataclasses.replace(reading.slots(i), candidates=live))
         uniform = jnp.broadcast_to(average[:, None], (B, K))
-        masks = (TopK().best(score, pos, budgets) for budgets in (uniform, adaptive))
+        masks = (best(score, pos, budgets) for budgets in (uniform, adaptive))
         lost.append([jnp.where(live & ~keep, mass[:, i], 0.0).sum((1, 2)) for keep in masks])
     uniform, adaptive = (jnp.stack(x, axis=1) for x in zip(*lost, strict=True))
     return uniform, adaptive
 
 
 def measure(
-    chosen: dict[str, dict[str, kvjax.Evict]],
+    chosen: dict[str, dict[str, core.Evict]],
     budgets: Sequence[Budget],
     reader: Reader,
     results: Results,
@@ -286,7 +277,7 @@ def measure(
 
 
 def _lines(
-    chosen: dict[str, kvjax.Evict], budget: Budget, batch: Sequence[Any], reading: RankedReading
+    chosen: dict[str, core.Evict], budget: Budget, batch: Sequence[Any], reading: RankedReading
 ) -> list[dict[str, Any]]:
     bounds = [np.asarray(x) for x in theorem_4(reading, chosen["uniform"])]
     found = {}
@@ -365,11 +356,10 @@ def run(
             return (directory / "summary.md").read_text()
         model, params = models.load(prompts.source, dtype=prompts.dtype)
         tokenizer = models.load_tokenizer(prompts.source)
-        plan = functools.partial(
-            kvjax.make_plan, model.config, prompt_len=prompts.length, max_new_tokens=prompts.future
-        )
-        plans = [plan(experiment.method(b)) for b in experiment.budgets]
-        reader = Reader(model, params, experiment.method(experiment.budgets[0]), prompts, _measured(experiment, plans))
+        uniform = [experiment.method(b) for b in experiment.budgets]
+        for policy in uniform:
+            core.make_plan(model.config, policy, np.arange(1, prompts.length + 1), prompts.length, prompts.future)
+        reader = Reader(model, params, uniform[0], prompts, uniform, experiment.measured)
         found = examples(prompts, tokenizer, "calibration")
         with tqdm(total=len(found), desc="calibration", unit="prompt", file=sys.stdout) as bar:
             readings = []
@@ -396,14 +386,14 @@ def run(
             write_json(directory / "tables" / f"{label(b)}.json", table)
             chosen[label(b)] = policies(experiment, b, hard, readings)
         del readings
-        plans = [plan(policy) for group in chosen.values() for policy in group.values()]
-        reader = Reader(model, params, reader.policy, prompts, _measured(experiment, plans))
+        every = [policy for group in chosen.values() for policy in group.values()]
+        reader = Reader(model, params, uniform[0], prompts, every, experiment.measured)
         measure(chosen, experiment.budgets, reader, results, tokenizer)
         return budget_report.write(directory, in_order())
 
 
 def load_table(path: pathlib.Path) -> np.ndarray:
-    """The shares "L K" of a file in `tables/`; `kvjax.learning.families.with_table` puts them into any policy.
+    """The shares "L K" of a file in `tables/`; `kvjax.learning.relax.with_table` puts them into any policy.
 
     Raises:
       ValueError: a file that holds no table of positive shares.

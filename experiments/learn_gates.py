@@ -26,10 +26,10 @@ import tyro
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
-import kvjax
-from kvjax import methods, models
+from kvjax import core, models
 from kvjax.configs.experiment import check_finite, check_whole
-from kvjax.drivers.attention import Attend
+from kvjax.core import methods
+from kvjax.core.learning.gates import Attention, distance, penalty
 from kvjax.experiments.evaluation.checkpoints import check_learns
 from kvjax.experiments.evaluation.compiled import keep_compiled
 from kvjax.experiments.evaluation.provenance import environment
@@ -37,7 +37,6 @@ from kvjax.experiments.evaluation.results import check_options, check_output, ch
 from kvjax.experiments.tasks import RETRIEVAL, TASKS, Example, Task
 from kvjax.experiments.train_tiny import Stage, document
 from kvjax.experiments.training.loop import ANSWER, FIRST
-from kvjax.learning.gates import distance, penalty
 from kvjax.models.embedded import EMBEDDED
 
 HELD_OUT = 1_000_000  # indices of examples that nothing is learned from
@@ -82,7 +81,7 @@ def texts(how: Learning, step: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens[:, :-1].astype(np.int32), np.isin(classes[:, 1:], (ANSWER, FIRST))
 
 
-def make_step(hidden: Callable[[Any, Array, Attend], Array], how: Learning, tx: Any) -> Callable[..., Any]:
+def make_step(hidden: Callable[[Any, Array, Attention], Array], how: Learning, tx: Any) -> Callable[..., Any]:
     """One jitted update: (gates, optimiser state, params, ids, which count) -> (..., distance).
 
     Args:
@@ -107,7 +106,7 @@ def make_step(hidden: Callable[[Any, Array, Attend], Array], how: Learning, tx: 
 
 
 def learn(
-    hidden: Callable[[Any, Array, Attend], Array],
+    hidden: Callable[[Any, Array, Attention], Array],
     params: Any,
     shape: tuple[int, int],
     how: Learning,
@@ -143,7 +142,7 @@ def examples(tokenizer: Any, length: int, count: int) -> list[Example]:
 
 
 def retrieved(
-    model: Any, params: Any, tokenizer: Any, policy: kvjax.Policy, found: Sequence[Example], batch: int
+    model: Any, params: Any, tokenizer: Any, policy: core.Policy, found: Sequence[Example], batch: int
 ) -> float:
     """The mean score of greedy answers, from 0 to 1."""
     most = max(e.questions[0].max_new_tokens for e in found)
@@ -151,12 +150,18 @@ def retrieved(
     for start in range(0, len(found), batch):
         rows = found[start : start + batch]
         tokens, lengths = models.pad_left([e.context + e.questions[0].ids for e in rows])
-        answers = kvjax.generate(
-            model, params, tokens, lengths=lengths, policy=policy, max_new_tokens=most, eos_ids=()
-        ).tokens
+        how = {"lengths": lengths, "policy": policy, "max_new_tokens": most, "eos_ids": ()}
+        answers = core.generate(model, params, tokens, **how).tokens
         texts = tokenizer.batch_decode(np.asarray(answers).tolist())
         scores += [e.questions[0].score(text) for e, text in zip(rows, texts, strict=True)]
     return float(np.mean(scores))
+
+
+def needed(model: Any, policy: core.Policy, length: int, steps: int) -> int:
+    """Slots that all heads of all layers need, before a plan rounds them up."""
+    infos = core.make_plan(model.config, policy, np.array([length]), length, steps).infos
+    each = [policy.at(info.layer, info.num_layers).sizes(info, np.array([length])) for info in infos]
+    return sum(int(sizes.total.max()) for sizes in each)
 
 
 def measure(
@@ -174,18 +179,14 @@ def measure(
     found = examples(tokenizer, sizes["length"], sizes["count"])
     most = max(e.questions[0].max_new_tokens for e in found)
     score = lambda policy: retrieved(model, params, tokenizer, policy, found, sizes["batch"])
-    slots = lambda policy: (
-        kvjax.make_plan(
-            model.config, policy, prompt_len=sizes["length"], max_new_tokens=most, lengths=[sizes["length"]]
-        ).num_slots
-    )
+    slots = lambda policy: needed(model, policy, sizes["length"], most)
     drawn = np.random.default_rng(how.seed).permutation(gates.size).reshape(gates.shape) / gates.size
-    duo = lambda table, share: methods.duo_attention(table, streaming_heads=share, sinks=how.sinks, recent=how.recent)
+    duo = lambda table, share: methods.duo_attention(table, streaming=share, sinks=how.sinks, recent=how.recent)
     rows = [{"policy": "full", "slots": slots(methods.full()), "score": score(methods.full())}]
     for share in shares:
         learned = duo(gates, share)
         budget = slots(learned) // gates.size - most
-        policies = {"learned": learned, "random": duo(drawn, share), "snapkv": methods.snapkv(budget, window_size=16)}
+        policies = {"learned": learned, "random": duo(drawn, share), "snapkv": methods.snapkv(budget, window=16)}
         for name, policy in policies.items():
             row = {"policy": name, "streaming_heads": share, "slots": slots(policy), "score": score(policy)}
             rows.append(row)

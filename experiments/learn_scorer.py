@@ -12,7 +12,7 @@ Results go to `results/<name>/` (or `--output`): `manifest.json`, `checkpoints/`
 `head.npz`, `samples.jsonl`, `summary.json` and `summary.md`. The head is a score like any other:
 
     function = models.scorer.TrainedHead.load("results/learned_scorer/head.npz")
-    kvjax.Evict(kvjax.scoring.learned.Learned(function), budget=64, protect=kvjax.Protect(recent=16))
+    kvjax.Evict(kvjax.scores.learned.Learned(function), budget=64, recent=16)
 """
 
 import importlib
@@ -36,10 +36,13 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-import kvjax
-from kvjax import methods, models
+from kvjax import core, models
 from kvjax.configs.experiment import Budget, label
 from kvjax.configs.learning import LearnedScorer
+from kvjax.core import methods
+from kvjax.core.contract import FrozenArrays
+from kvjax.core.decide.select import best
+from kvjax.core.scores.learned import NUM_STATISTICS, Learned
 from kvjax.experiments import stopping
 from kvjax.experiments.evaluation import statistics
 from kvjax.experiments.evaluation.checkpoints import check_learns, opened, restored, save_progress
@@ -50,17 +53,15 @@ from kvjax.experiments.learn_budget import SAVE_EVERY, losses_of
 from kvjax.experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples
 from kvjax.experiments.run import check_apart, default_directory, parse
 from kvjax.models import scorer
-from kvjax.scoring.learned import NUM_STATISTICS, FrozenArrays, Learned
-from kvjax.scoring.select import TopK
 
 SCRIPT = "learn_scorer.py"
 _NAMES = {"snapkv": "SnapKV", "learned": "learned score", "future": "future attention itself"}
 
 
-def policy_of(experiment: LearnedScorer, head: scorer.TrainedHead, budget: Budget) -> kvjax.Evict:
+def policy_of(experiment: LearnedScorer, head: scorer.TrainedHead, budget: Budget) -> core.Evict:
     """SnapKV's window, and the best of the rest by the head."""
     score = Learned(head, experiment.window_size, experiment.kernel_size)
-    return kvjax.Evict(score, budget, protect=kvjax.Protect(recent=experiment.window_size))
+    return core.Evict(score, budget, recent=experiment.window_size)
 
 
 def untrained(experiment: LearnedScorer, sizes: Any) -> scorer.TrainedHead:
@@ -74,11 +75,7 @@ def untrained(experiment: LearnedScorer, sizes: Any) -> scorer.TrainedHead:
 @functools.partial(jax.jit, static_argnames="score")
 def features_of(score: Learned, reading: RankedReading) -> jax.Array:
     """What the head sees of every slot, "B L K S F"."""
-    found = []
-    for i, layer in enumerate(reading.full.layers):
-        candidates = layer.prompt.live & ~reading.safe[:, i]
-        found.append(score.features(layer.prompt, reading.stats(i), reading.full.prompt_context(i), candidates))
-    return jnp.stack(found, axis=1)
+    return jnp.stack([score.features(reading.slots(i)) for i in range(reading.score.shape[1])], axis=1)
 
 
 def _candidates(reading: RankedReading) -> jax.Array:
@@ -175,14 +172,14 @@ def _losses_of_mask(reading: RankedReading, keep: jax.Array) -> tuple[jax.Array,
 
 
 @functools.partial(jax.jit, static_argnames="policy")
-def _hindsight(reading: RankedReading, policy: kvjax.Evict) -> jax.Array:
+def _hindsight(reading: RankedReading, policy: core.Evict) -> jax.Array:
     """A policy's window, and the best of the rest by the attention of the future rows."""
     view = reading.view(policy)
     score = jnp.where(view.safe, jnp.inf, reading.mass)
     B, L, K, S = score.shape
     counts = jnp.broadcast_to(view.budget.astype(jnp.int32)[:, None], (B, L * K))
     flat = lambda x: x.reshape(B, L * K, S)
-    return TopK().best(flat(score), flat(view.pos), counts).reshape(score.shape)
+    return best(flat(score), flat(view.pos), counts).reshape(score.shape)
 
 
 def measure(
@@ -198,7 +195,7 @@ def measure(
             if any(k not in results.samples for k in keys):
                 reading = reader.read(batch)
                 for b in experiment.budgets:
-                    snapkv = methods.snapkv(b, window_size=experiment.window_size, kernel_size=experiment.kernel_size)
+                    snapkv = methods.snapkv(b, window=experiment.window_size, kernel=experiment.kernel_size)
                     masks = {
                         "snapkv": losses_of(snapkv, reading)[2],
                         "learned": losses_of(policy_of(experiment, head, b), reading)[2],
@@ -318,7 +315,7 @@ def run(
         score = Learned(blank, experiment.window_size, experiment.kernel_size)
         policies = [policy_of(experiment, blank, b) for b in experiment.budgets]
         for policy in policies:
-            kvjax.make_plan(model.config, policy, prompt_len=prompts.length, max_new_tokens=prompts.future)
+            core.make_plan(model.config, policy, np.arange(1, prompts.length + 1), prompts.length, prompts.future)
         reader = Reader(model, params, policies[0], prompts)
         readings = []
         found = examples(prompts, tokenizer, "calibration")

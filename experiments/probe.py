@@ -30,17 +30,17 @@ import tyro
 
 from kvjax import models
 from kvjax.configs.experiment import check_whole
+from kvjax.core.drivers.text import repeating
+from kvjax.core.learning import kvzap
+from kvjax.core.learning.probes import fit_filters, fit_queries, head_importance
+from kvjax.core.scores.learned import HiddenHeads
 from kvjax.experiments.evaluation.compiled import keep_compiled
 from kvjax.experiments.evaluation.examples import read_text
 from kvjax.experiments.evaluation.results import check_options, check_output, check_values, plain_errors, write_bytes
 from kvjax.experiments.tasks import retrieval
 from kvjax.experiments.tasks.base import Task
 from kvjax.experiments.tasks.text import filler
-from kvjax.learning import kvzap
-from kvjax.learning.probes import fit_filters, fit_queries, head_importance
-from kvjax.methods.kvzip import repeating
 from kvjax.models.embedded import included
-from kvjax.scoring.predicted import HiddenHeads
 
 TEXTS = 4  # that are read, and read again, at once
 ASKED = ("single_needle", "several_needles", "key_value")
@@ -124,7 +124,7 @@ def questions(tokenizer: Any, probe: Probe) -> tuple[np.ndarray, np.ndarray, np.
 def fitted(model: Any, params: Any, tokenizer: Any, probe: Probe) -> HiddenHeads:
     """KVzap's function, fitted to what KVzip+ scores of facts, questions and answers; says how well it does so."""
     tokens, _, _, lengths = questions(tokenizer, probe)
-    replay = repeating(tokenizer)
+    replay = dataclasses.replace(repeating(tokenizer), plus=True)
     some = [slice(at, at + TEXTS) for at in range(0, len(tokens), TEXTS)]
     found = [kvzap.examples(model, params, tokens[i], replay=replay, lengths=lengths[i]) for i in some]
     hidden, wanted = (np.concatenate(each, axis=1) for each in zip(*found, strict=True))

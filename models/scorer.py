@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from kvjax.core.contract import FrozenArrays
 from kvjax.models.checks import whole
 from kvjax.models.written import write_bytes
-from kvjax.scoring.learned import FrozenArrays
 
 
 class ScoreHead(nn.Module):
@@ -49,7 +49,7 @@ class ScoreHead(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class TrainedHead:
-    """A `ScoreHead` with its weights: a `kvjax.scoring.learned.ScoreFunction`, compared by value.
+    """A `ScoreHead` with its weights: the function of a `Learned` score, compared by value.
 
     Attributes:
       num_layers, num_kv_heads, hidden: of the head.
@@ -62,7 +62,7 @@ class TrainedHead:
     weights: FrozenArrays
 
     def __call__(self, features: Float[Array, "B K S F"], layer: int) -> Float[Array, "B K S"]:
-        """See `kvjax.scoring.learned.ScoreFunction`.
+        """The score of every slot.
 
         Raises:
           ValueError: features or a layer that the head was not trained for.

@@ -14,7 +14,7 @@ from kvjax import configs, methods
 from kvjax.configs import loading
 from kvjax.configs.experiment import Experiment, Setup
 from kvjax.configs.learning import LearnedBudget, LearnedScorer, Prompts
-from kvjax.learning.families import PyramidBeta
+from kvjax.core.learning.families import PyramidBeta
 
 README = pathlib.Path(configs.__file__).parents[1] / "experiments" / "README.md"
 WANTED = """full random window dilated_window streaming_llm key_attention h2o scissorhands tova mas roco nacl snapkv

@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 import pytest
 
-import kvjax
+from kvjax import core
 from kvjax.configs.learned_scorer import get_config
 from kvjax.configs.learning import Prompts
 from kvjax.experiments import contest
@@ -39,9 +39,15 @@ def test_every_policy_of_the_contest_can_be_planned(embedded):
     experiment = dataclasses.replace(get_config(prompts=Prompts()), budgets=(0.125,))
     every = contest.published(experiment.prompts, 16, 7) | contest.ours(experiment, untrained(experiment, model.config))
     for make in every.values():
-        plan = kvjax.make_plan(model.config, make(0.125), prompt_len=1024, max_new_tokens=16)
-        assert {spec.positions for spec in plan.specs} == {"original"}
-        np.testing.assert_allclose(plan.target(1024), 128, atol=1)
+        policy = make(0.125)
+        plan = core.make_plan(model.config, policy, np.array([1024]), 1024, 16)
+        budgets = []
+        for i, (layer, info) in enumerate(zip(plan.layers, plan.infos, strict=True)):
+            hparams = policy.at(i, len(plan.infos)).sizes(info, np.array([1024])).hparams
+            own = hparams[0] if isinstance(hparams, tuple) else hparams
+            budgets.append(int(own.budget[0]))
+            assert layer.layout.positions == "original"
+        np.testing.assert_allclose(np.mean(budgets), 128, atol=1)
 
 
 @pytest.mark.slow

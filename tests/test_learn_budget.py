@@ -1,13 +1,10 @@
 """Learning budgets and scores from the command line: small runs, resuming, what is written, errors."""
 
-import copy
 import dataclasses
 import gzip
 import json
 import lzma
-import math
 import pathlib
-import pickle
 import shutil
 
 import jax
@@ -16,17 +13,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-import kvjax
-from kvjax import configs, methods
+from kvjax import configs, core
 from kvjax.configs.learning import Prompts
+from kvjax.core import methods
+from kvjax.core.learning.families import PyramidBeta, Safeguard, Simplex
+from kvjax.core.learning.relax import soften, with_table
+from kvjax.core.scores.learned import Learned
 from kvjax.experiments import learn_budget, learn_scorer, run
 from kvjax.experiments.evaluation import checkpoints, statistics
 from kvjax.experiments.learning import budget_report, future_rows
 from kvjax.experiments.learning.future_rows import Reader
-from kvjax.learning.families import PyramidBeta, Safeguard, Simplex, with_table
 from kvjax.models.scorer import TrainedHead
-from kvjax.scoring.learned import FrozenArrays, Learned
-from tests import helpers
 
 pytestmark = pytest.mark.slow  # minutes of compilation
 
@@ -68,7 +65,7 @@ def reading(embedded):
     """One calibration batch."""
     model, params, tokenizer = embedded
     prompts = Prompts(tasks=("single_needle", "perplexity"), calibration=1, length=128, future=4, batch_size=2)
-    policy = methods.snapkv(0.25, window_size=8)
+    policy = methods.snapkv(0.25, window=8)
     reader = Reader(model, params, policy, prompts)
     return reader.read(future_rows.examples(prompts, tokenizer, "calibration"))
 
@@ -125,12 +122,12 @@ def test_the_table_goes_into_any_policy(finished, embedded):
     assert shares.mean() == pytest.approx(1.0, abs=1e-6)
     assert np.abs(shares - 1).max() > 0.05  # something was learned
     policy = with_table(methods.h2o(32), shares)
-    assert repr(with_table(methods.snapkv(0.25, window_size=8), shares)) == table["policy"]
-    plan = kvjax.make_plan(model.config, policy, prompt_len=64, max_new_tokens=1)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(4, 300, (1, 64)), jnp.int32)
-    _, state = kvjax.prefill(model, params, tokens, plan)
-    assert int(state.num_live.sum()) == 16 * 32
-    assert len(set(np.asarray(state.num_live).ravel().tolist())) > 1
+    assert repr(with_table(methods.snapkv(0.25, window=8), shares)) == table["policy"]
+    tokens = np.random.default_rng(0).integers(4, 300, (1, 64), np.int32)
+    _, state = core.prefill(model, params, tokens, policy=policy, max_new_tokens=1)
+    live = np.stack([kv.num_live for kv in state.layers])
+    assert live.sum() == 16 * 32
+    assert len({*live.ravel().tolist()}) > 1
 
 
 @pytest.mark.parametrize(
@@ -224,8 +221,7 @@ def test_cold_gates_are_the_hard_method(name, reading, embedded):
     with jax.enable_x64(True):
         start = {"nacl": jnp.log(jnp.asarray([1.0, 4.0, 5.0])), "ahakv": jnp.log(jnp.asarray(24.0))}[name]
         hard = family.harden(start, policy, reading.view(policy))
-    plan = kvjax.make_plan(model.config, hard, prompt_len=prompts.length, max_new_tokens=prompts.future)
-    reader = Reader(model, params, policy, prompts, learn_budget._measured(setting, [plan]))
+    reader = Reader(model, params, policy, prompts, (hard,), setting.measured)
     found = reader.read(future_rows.examples(prompts, tokenizer, "calibration"))
     keep = np.asarray(learn_budget.losses_of(hard, found)[2])
     assert (keep.sum(-1) == 40).all()
@@ -242,7 +238,7 @@ def test_cold_gates_are_the_hard_method(name, reading, embedded):
 
 
 def test_losses_of_a_policy_that_keeps_everything(reading):
-    loss, live, keep = learn_budget.losses_of(methods.snapkv(128, window_size=8), reading)
+    loss, live, keep = learn_budget.losses_of(methods.snapkv(128, window=8), reading)
     assert float(jnp.abs(loss).max()) < 1e-5
     assert live.tolist() == (16 * np.asarray(reading.lengths)).tolist()
     assert keep.sum() == live.sum()
@@ -250,7 +246,7 @@ def test_losses_of_a_policy_that_keeps_everything(reading):
 
 def test_what_the_oracle_keeps(reading):
     """Against numpy: the largest future attention, of as many tokens in every head, or in the whole model."""
-    keep = learn_budget.losses_of(methods.snapkv(0.25, window_size=8), reading)[2]
+    keep = learn_budget.losses_of(methods.snapkv(0.25, window=8), reading)[2]
     attention = np.asarray(reading.traces.attention, np.float64)
     mass = attention.mean(3).reshape(2, 4, 4, -1, 128).mean(3)
     masks = {"": np.asarray(keep)}
@@ -272,7 +268,7 @@ def test_gates_keep_as_many_tokens_as_hard_policies(budget, reading):
     """Where the budget is less than the window, where it fits, and where it is more than some or all prompts have."""
     assert 0.0625 * np.asarray(reading.lengths).min() < 8
     assert np.asarray(reading.lengths).min() < 127
-    policy = methods.snapkv(budget, window_size=8)
+    policy = methods.snapkv(budget, window=8)
     live = np.asarray(learn_budget.losses_of(policy, reading)[1])
     with jax.enable_x64(True):
         seen, family = reading.view(policy), Simplex()
@@ -283,18 +279,18 @@ def test_gates_keep_as_many_tokens_as_hard_policies(budget, reading):
 
 def test_prompts_that_are_kept_whole_have_no_shares(reading):
     """Their tables are uniform, whatever the logits are and whatever Ada-KV chooses."""
-    policy = methods.snapkv(0.0625, window_size=8)
+    policy = methods.snapkv(0.0625, window=8)
     learned = jnp.arange(16.0).reshape(4, 4)
     hard, shares = learn_budget.learned_policy(Simplex(), learned, policy, [reading])
     assert hard == with_table(policy, np.ones((4, 4)))
-    ada = dataclasses.replace(policy, heads=kvjax.Adaptive(1.0, math.inf))
+    ada = dataclasses.replace(policy, heads=core.Adaptive(1.0))
     for found in (shares, learn_budget.average_table(ada, [reading])):
         np.testing.assert_array_equal(found, np.ones((4, 4)))
 
 
 def test_averages_of_ada_kvs_choices(reading):
     """Against Ada-KV applied to the prompts themselves."""
-    ada = dataclasses.replace(methods.snapkv(0.25, window_size=8), heads=kvjax.Adaptive(1.0, math.inf))
+    ada = dataclasses.replace(methods.snapkv(0.25, window=8), heads=core.Adaptive(1.0))
     keep = np.asarray(learn_budget.losses_of(ada, reading)[2])
     beside = (keep & ~np.asarray(reading.safe)).sum(-1).astype(float)
     expected = (beside / beside.mean((1, 2), keepdims=True)).mean(0)
@@ -315,15 +311,15 @@ def test_future_rows_are_the_models_own(embedded):
     model, params, tokenizer = embedded
     prompts = Prompts(tasks=("key_value", "perplexity"), calibration=1, length=200, future=4, batch_size=3)
     found = future_rows.examples(prompts, tokenizer, "calibration")
-    reading = Reader(model, params, methods.snapkv(0.25, window_size=8), prompts).read(found)
+    reading = Reader(model, params, methods.snapkv(0.25, window=8), prompts).read(found)
     assert reading.weight.tolist() == [1, 1, 0]
     for row, e in enumerate(found):
         (question,) = e.questions
         if question.continuation:
             expected = list(question.continuation[:4])
         else:
-            tokens = jnp.asarray([e.context + question.ids], jnp.int32)
-            expected = kvjax.generate(model, params, tokens, max_new_tokens=4, eos_ids=()).tokens[0].tolist()
+            tokens = np.array([e.context + question.ids])
+            expected = core.generate(model, params, tokens, max_new_tokens=4, eos_ids=()).tokens[0].tolist()
         assert reading.full.continuation[row].tolist() == expected
 
 
@@ -361,40 +357,24 @@ def test_a_learned_score_is_a_score(scored, embedded):
         assert len({group[key]["live"] for group in by_method.values()}) == 1
     assert "| 0.25 | learned score |" in (scored / "summary.md").read_text()
 
-    make = lambda: kvjax.Evict(
-        Learned(TrainedHead.load(scored / "head.npz"), rows=8), 24, protect=kvjax.Protect(recent=8)
-    )
+    make = lambda: core.Evict(Learned(TrainedHead.load(scored / "head.npz"), rows=8), 24, recent=8)
     policy, other = make(), make()
     assert policy == other
     assert hash(policy) == hash(other)
     assert "FrozenArrays(" in repr(policy)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(4, 300, (2, 96)), jnp.int32)
-    result = kvjax.generate(model, params, tokens, policy=policy, max_new_tokens=3)
-    assert np.asarray(result.state.num_live).max() <= 24 + 3
-    adaptive = dataclasses.replace(
-        policy, layers=kvjax.LayerTable((4, 3, 2, 1)), heads=kvjax.HeadTable(np.ones((4, 4)))
-    )
-    assert kvjax.generate(model, params, tokens, policy=adaptive, max_new_tokens=2).tokens.shape == (2, 2)
-    q, k, v = helpers.qkv(N=8, K=4, T=32, H=32)
-    soft = kvjax.evict_layer(kvjax.soften(policy, 0.01), q, k, v, layer=1, num_layers=4)
-    np.testing.assert_allclose(soft.gate, kvjax.evict_layer(policy, q, k, v, layer=1, num_layers=4).keep, atol=1e-6)
-    q, k, v = helpers.qkv(N=4, K=2, T=32, H=8)
+    tokens = np.random.default_rng(0).integers(4, 300, (2, 96), np.int32)
+    result = core.generate(model, params, tokens, policy=policy, max_new_tokens=3)
+    assert max(int(kv.num_live.max()) for kv in result.state.layers) <= 24 + 3
+    table = with_table(policy, np.repeat([[1.6], [1.2], [0.8], [0.4]], 4, 1))
+    assert core.generate(model, params, tokens, policy=table, max_new_tokens=2).tokens.shape == (2, 2)
+    q, k, v = (np.random.default_rng(n).normal(size=(2, n, 32, 32)).astype(np.float32) for n in (8, 4, 4))
+    soft = core.evict_layer(soften(policy, 0.01), q, k, v, layer=1, num_layers=4)
+    hard = core.evict_layer(policy, q, k, v, layer=1, num_layers=4)
+    np.testing.assert_allclose(np.exp(soft.log_weight), hard.live, atol=1e-6)
     with pytest.raises(
         ValueError, match="trained for 4 layers of 4 kv heads with 70 features, but layer 0 has 2 heads"
     ):
-        kvjax.evict_layer(policy, q, k, v, num_layers=4)
-
-
-def test_frozen_arrays():
-    a = FrozenArrays({"x": np.arange(3.0), "y": np.ones((2, 2))})
-    assert a == FrozenArrays({"y": np.ones((2, 2)), "x": np.arange(3.0)})
-    assert a != FrozenArrays({"x": np.arange(3.0), "y": np.zeros((2, 2))})
-    assert a != FrozenArrays({"x": np.arange(3), "y": np.ones((2, 2))})
-    assert len({a, FrozenArrays(dict(a))}) == 1
-    for same in (a, copy.deepcopy(a), pickle.loads(pickle.dumps(a))):
-        assert same == a
-        with pytest.raises(ValueError, match="read-only"):
-            same["x"][0] = 1
+        core.evict_layer(policy, q[:, :4, :, :8], k[:, :2, :, :8], v[:, :2, :, :8], num_layers=4)
 
 
 def test_the_scorer_resumes(scored, tmp_path):
@@ -418,9 +398,9 @@ def test_the_scorer_resumes(scored, tmp_path):
         (["--config", "snapkv.py"], "no config 'snapkv.py'"),
         (["--config", "learned_scorer.py"], "is a config of experiments/learn_scorer.py, not of experiments/learn_bud"),
         (["--config", "learned_budget.py", "--budget"], "budget is empty"),
-        (["--config", "learned_budget.py", "--budget", "8"], "budget of 8 tokens cannot hold the 16"),
+        (["--config", "learned_budget.py", "--budget", "8"], "budget of 8 tokens cannot hold 0 sinks and 16 recent"),
         (["--config", "learned_budget.py", "--steps", "0"], "steps=0 must be at least 1"),
-        (["--config", "learned_budget.py", "--floor", "2"], r"Simplex\(floor=2\.0\)"),
+        (["--config", "learned_budget.py", "--floor", "2"], "floor=2.0 is no share of the average"),
         (["--config", "learned_budget.py", "--held-out", "1"], "held_out=1 must be at least 2"),
         (["--config", "learned_budget.py", "--tasks"], "tasks is empty"),
         (["--config", "learned_budget.py", "--future", "65"], "future=65 rows, but perplexity has 64"),
@@ -439,7 +419,7 @@ def test_the_scorer_resumes(scored, tmp_path):
         (["--config", "learned_budget.py", "--ada-alpha", "inf"], "ada_alpha=inf must be a finite number"),
         (["--config", "learned_budget.py", "--pyramid-beta", "inf"], "pyramid_beta=inf must be a finite number"),
         (["--config", "learned_budget.py", "--floor", "nan"], "--floor: nan is no number that"),
-        (["--config", "learned_budget.py", "--floor", "inf"], "Simplex"),
+        (["--config", "learned_budget.py", "--floor", "inf"], "floor=inf is no share"),
         (["--config", "learned_budget.py", "--kernel-size", "4"], "odd"),
     ],
 )

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from kvjax.core.contract import FrozenArrays
 from kvjax.models import scorer
-from kvjax.scoring.learned import FrozenArrays
 
 
 def test_a_trained_head_replaces_its_file_in_one_step(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Prompts with what follows them, read with the full cache: what is learned from and measured on."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,20 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-import kvjax
-from kvjax.analysis.grid import decisions
-from kvjax.analysis.reading import Measured, Reading, read_traced
-from kvjax.analysis.traces import Traces, VotingRows, trace
-from kvjax.cache.context import Site, row_keys
+from kvjax import core
 from kvjax.configs.learning import Prompts
+from kvjax.core.analysis import Reading, Traces, VotingRows, read, trace
+from kvjax.core.contract import Observation, Slots
+from kvjax.core.decide.select import ThenRandom
+from kvjax.core.drivers.decide import stored_under, under
+from kvjax.core.learning.families import View
+from kvjax.core.plan import planned
+from kvjax.core.scores.attention import ValuePrior
 from kvjax.experiments.tasks import TASKS, Example, Task
 from kvjax.experiments.tasks.perplexity import SCORED
-from kvjax.learning.families import View
 from kvjax.models import pad_left
 from kvjax.pallas_kernels.pytree import pytree
-from kvjax.scoring.scores import ValuePrior
-from kvjax.scoring.select import TopKThenRandom
-from kvjax.scoring.stats import LayerStats, Measurement, ordered
 
 HELD_OUT = 1_000_000  # indices of held-out examples start here; calibration examples are all below
 
@@ -45,7 +43,7 @@ class RankedReading:
     full: Reading
     traces: Traces
     score: Float[Array, "B L K S"]
-    safe: Any
+    safe: Bool[Array, "B L K S"]
     weight: Float[Array, "B"]
     prior: Float[Array, "B L K S"] | None = None
     drawn: Float[Array, "B L K S"] | None = None
@@ -58,58 +56,31 @@ class RankedReading:
     @property
     def live(self) -> Bool[Array, "B L K S"]:
         """Slots that hold a token."""
-        return self.full.live()
+        return self.full.live(self.score.shape[2])
 
     @property
     def lengths(self) -> Int[Array, "B"]:
         """Tokens of every prompt."""
         return self.full.lengths
 
-    def stats(self, layer: int) -> LayerStats:
-        """What was measured of the prompt."""
-        return self.full.layers[layer].stats["kv_head"]
+    def slots(self, layer: int) -> Slots:
+        """What a score sees of the prompt."""
+        state, safe = self.full.state, self.safe[:, layer]
+        kv, ctx = state.layers[layer].view(), state.context(layer, "prefill")
+        return Slots(kv, self.full.stats.of(layer), ctx, kv.live & ~safe, safe)
 
-    def plan(self, policy: kvjax.Evict) -> kvjax.CachePlan:
-        """A policy's plan for what was read."""
-        site = self.full.layers[0].site
-        sizes = _Sizes.of([layer.site for layer in self.full.layers])
-        return kvjax.make_plan(sizes, policy, prompt_len=site.prompt_len, max_new_tokens=site.max_new_tokens)
-
-    def view(self, policy: kvjax.Evict) -> View:
-        """What families see, at the budget that a policy's plan has for every prompt."""
-        pos = jnp.stack([layer.prompt.pos for layer in self.full.layers], axis=1)
-        by_length = np.mean([spec.target for spec in self.plan(policy).specs], axis=0)
-        tokens = jnp.asarray(by_length, float)[self.lengths]
+    def view(self, policy: core.Evict) -> View:
+        """What families see, at the budget that a policy has for every prompt, on average over layers."""
+        state = self.full.state
+        pos = jnp.stack([kv.pos for kv in state.layers], axis=1)
+        each = planned(policy, state.plan.infos, self.lengths)[1]
+        tokens = jnp.stack([jnp.asarray(hparams.budget) for hparams in each]).astype(float).mean(0)
         newer = jnp.flip(jnp.flip(self.safe, -1).cumsum(-1, dtype=jnp.int32), -1) - self.safe.astype(jnp.int32)
         safe = self.safe & (newer < tokens[:, None, None, None])  # slots stand in the order of positions here
-        votes = [m for m in self.stats(0).observed if isinstance(m, VotingRows)]
-        layers = range(len(self.full.layers))
-        voters = tuple(self.stats(i)[votes[0]] for i in layers) if votes else None
+        votes = [o for o in self.full.stats.names[0] if isinstance(o, VotingRows)]
+        voters = tuple(self.full.stats.of(i)[votes[0]] for i in range(len(each))) if votes else None
         prior = None if self.prior is None else self.prior.astype(float)
         return View(self.score, pos, self.live, safe, tokens, voters, prior, self.drawn)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """A model's sizes, from what it read."""
-
-    num_layers: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    windows: tuple[int | None, ...]
-    vocab_size: int = 0
-    dtype: str = "float32"
-    additive_rotation: bool = True
-
-    @classmethod
-    def of(cls, sites: Sequence[Site]) -> "_Sizes":
-        site, windows = sites[0], tuple(s.window for s in sites)
-        return cls(site.num_layers, site.num_query_heads, site.num_kv_heads, site.head_dim, windows)
-
-    def window(self, layer: int) -> int | None:
-        """See `kvjax.plan.ModelConfig`."""
-        return self.windows[layer]
 
 
 def examples(prompts: Prompts, tokenizer: Any, split: str) -> list[Example]:
@@ -128,29 +99,36 @@ class Reader:
     """A model and a policy, compiled for batches of one shape."""
 
     def __init__(
-        self, model: Any, params: Any, policy: kvjax.Evict, prompts: Prompts, extra: tuple[Measurement, ...] = ()
+        self,
+        model: Any,
+        params: Any,
+        policy: core.Evict,
+        prompts: Prompts,
+        policies: Sequence[core.Policy] = (),
+        observe: tuple[Observation, ...] = (),
     ):
         """Nothing is read yet.
 
         Args:
           model, params: the model.
-          policy: what ranks and protects, and what is measured of a prompt.
+          policy: what ranks and protects.
           prompts: sizes.
-          extra: what else is measured.
+          policies: all others that will be applied to what is read.
+          observe: what else is observed of a prompt.
 
         Raises:
           ValueError: more future rows than tasks have text for, a policy that moves keys or has a set of slots for
             every query head.
         """
-        if policy.positions != "original" or policy.granularity != "kv_head":
+        if policy.layout.positions != "original" or policy.layout.by_query_head:
             raise ValueError(
-                f"rows that follow are read with positions='original' and granularity='kv_head', but {policy} has "
-                f"{policy.positions!r} and {policy.granularity!r}; learn with these two"
+                f"rows that follow are read with keys at original positions and slots of kv heads, but the policy has "
+                f"{policy.layout}; learn with these two"
             )
         if "perplexity" in prompts.tasks and prompts.future > SCORED:
             raise ValueError(f"future={prompts.future} rows, but perplexity has {SCORED} tokens of text; ask for fewer")
-        self.model, self.params, self.policy, self.prompts = model, params, policy, prompts
-        self._read = jax.jit(functools.partial(_read, model, policy, extra))
+        self.params, self.prompts = params, prompts
+        self._read = jax.jit(functools.partial(_read, model, (policy, *policies), observe))
 
     def batches(self, found: Sequence[Example]) -> Iterator[tuple[list[Example], RankedReading]]:
         """Examples in batches, and what was read of them."""
@@ -174,31 +152,30 @@ class Reader:
         return self._read(self.params, *map(jnp.asarray, arrays))
 
 
-def _read(model, policy, extra, params, tokens, lengths, follows, num_given, weight) -> RankedReading:
+def _read(model, policies, observe, params, tokens, lengths, follows, num_given, weight) -> RankedReading:
     """The full cache goes on by itself where no text is given, and everything is read again with its rows observed."""
-    (B, T), R = tokens.shape, follows.shape[1]
-    plan = kvjax.make_plan(model.config, kvjax.identity(), prompt_len=T, max_new_tokens=R)
-    logits, state = kvjax.prefill(model, params, tokens, plan, lengths=lengths)
+    R = follows.shape[1]
+    logits, state = core.prefill(model, params, tokens, lengths=lengths, max_new_tokens=R)
 
     def step(carry, column):
         logits, state = carry
         i, given = column
         token = jnp.where(i < num_given, given, jnp.argmax(logits, axis=-1).astype(jnp.int32))
-        return kvjax.decode_step(model, params, token, state), token
+        return core.decode_step(model, params, token, state), token
 
     _, future = jax.lax.scan(step, (logits, state), (jnp.arange(R, dtype=jnp.int32), follows.T))
-    plan = kvjax.make_plan(model.config, policy, prompt_len=T, max_new_tokens=R)
-    asked: list[Measured] = [[("kv_head", m) for m in ordered((*spec.prompt, *extra))] for spec in plan.specs]
-    reading = read_traced(model, params, tokens, future.T, lengths, row_keys(None, B), seeds=1, measure=asked)
-    layers = [layer.prompt for layer in reading.layers]
-    moments = [reading.prompt_context(i) for i in range(len(layers))]
-    live = reading.live()
-    score = jnp.where(live, jnp.stack([s.score for s in decisions(plan, reading)], axis=1), 0.0)
-    safe = jnp.stack([policy.safe(kv, ctx) for kv, ctx in zip(layers, moments, strict=True)], axis=1)
-    prior = drawn = None
-    if isinstance(policy.score, ValuePrior):
-        prior = jnp.stack([policy.score.prior(kv) for kv in layers], axis=1)
-    if isinstance(policy.select, TopKThenRandom):
-        drawn = [policy.select.drawn(score[:, i], kv, moments[i], kv.live) for i, kv in enumerate(layers)]
-        drawn = jnp.where(live, jnp.stack(drawn, axis=1), 0.0)
-    return RankedReading(reading, trace(reading), score, safe, weight, prior, drawn)
+    full = read(model, params, tokens, future.T, policies=policies, observe=observe, lengths=lengths)
+    policy = policies[0]
+    state = stored_under(under(policy, full.state, full.stats))
+    scores, safe, drawn = [], [], []
+    for i, kv in enumerate(state.layers):
+        stats, ctx = full.stats.of(i), state.context(i, "prefill")
+        slots, score, _ = policy.ranked(policy.updated(kv.view(), stats, ctx), stats, ctx)
+        scores.append(jnp.where(kv.live, score, 0.0))
+        safe.append(slots.protected)
+        if isinstance(policy.select, ThenRandom):
+            drawn.append(jnp.where(kv.live, policy.select.drawn(score, slots.of("select")), 0.0))
+    each = lambda x: jnp.stack(x, axis=1)
+    prior = [policy.score.prior(kv) for kv in state.layers] if isinstance(policy.score, ValuePrior) else []
+    extra = (each(x) if x else None for x in (prior, drawn))
+    return RankedReading(full, trace(full), each(scores), each(safe), weight, *extra)
