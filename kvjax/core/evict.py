@@ -36,6 +36,7 @@ from kvjax.core.contract import (
     Slots,
     Stats,
     Tree,
+    children,
     count,
     data,
     of_parts,
@@ -67,8 +68,9 @@ class Evict(Policy):
       layout: how the layer is stored.
 
     Raises:
-      ValueError: a budget below 1, a negative count, a share outside [0, 1], a score that is no `Score`, or a schedule
-        that evicts before rows are read with parts that observe what rows read.
+      ValueError: a budget of nothing, a negative count, a share outside [0, 1], a score that is no `Score`; a schedule
+        that evicts before rows are read with parts that observe what rows read, or while decoding by a score that
+        observes prompts alone.
     """
 
     score: Score
@@ -91,8 +93,14 @@ class Evict(Policy):
         for n in (self.budget, self.sinks, self.recent):
             if not callable(n):
                 resolve(n, np.ones(1, np.int64))
-        if isinstance(self.budget, int) and self.budget < 1:
-            raise ValueError(f"a budget of {self.budget} tokens is none; attention needs at least 1")
+        if not callable(self.budget) and self.budget <= 0:
+            what = "of the prompt" if isinstance(self.budget, float) else "tokens"
+            raise ValueError(f"a budget of {self.budget} {what} is none; attention needs at least 1 token")
+        if self.when.decodes and (part := _of_prompts(self.score)):
+            raise ValueError(
+                f"{type(part).__name__} ranks by what it observes of prompts alone, but {self.when} evicts while "
+                "decoding; use Schedule(), or a score that observes decode rows, such as Accumulated"
+            )
         if self.when.before and self._observed("decode"):
             raise ValueError(
                 f"Schedule(before=True) evicts before rows are read, but {type(self.score).__name__} or another part "
@@ -255,6 +263,8 @@ class Evict(Policy):
             whole, some, weight = keep >= 1, keep > 0, jnp.log(jnp.maximum(keep, jnp.finfo(keep.dtype).tiny))
             keep = kv.live
         goes, chosen = (kv.live & ~whole).any(-1), (slots.candidates & some).any(-1)
+        if self.heads is not None or shares is not None:  # scores decide too how much a head gets
+            chosen = chosen | (ctx.hparams.budget > self._outside(ctx))[:, None]
         unscored = unscored & goes & chosen if ctx.phase == "prefill" else None
         decision = Decision(keep, score, budgets, log_weight=weight, unscored=unscored)
         return (decision if self.rewrite is None else self.rewrite(decision, slots.of("rewrite"))), later
@@ -364,7 +374,10 @@ def apply_decision(kv: LayerView, decision: Decision) -> LayerView:
             f"a decision gives {wrong[0]}, but its policy writes {kv.how.writes or 'nothing'}; "
             f"list {wrong[0]!r} in `writes` of the part that gives it"
         )
-    kv = kv.keep(decision.keep)
+    keep = decision.keep
+    if decision.unscored is not None:  # of such a head a token stays in any case, to bear the mark
+        keep = keep | (decision.unscored[..., None] & (kv.pos == kv.pos.max(-1, keepdims=True)))
+    kv = kv.keep(keep)
     if decision.unscored is not None:
         kv = kv.replace(pos=jnp.where(decision.unscored[..., None] & kv.live, UNSCORED, kv.pos))
     return kv.replace(**{n: x.astype(getattr(kv, n).dtype) for n, x in written.items()})
@@ -396,6 +409,14 @@ def check_scored(policy: Policy, layer: int, kv: Any) -> None:
             f"{names} gives no token a score that is a number (NaN in layer {layer}, in {lost.sum()} of {lost.size} kv "
             "heads of the batch), so that what stays of the prompt is no choice of it; mend the score, or what it reads"
         )
+
+
+def _of_prompts(part: Part) -> Part | None:
+    """The first part that remembers nothing and observes prompts alone, among a part and those inside it."""
+    asked = [part.observe(phase) for phase in ("prefill", "replay", "decode")]
+    if any(asked[:2]) and not asked[2] and type(part).update is Part.update:
+        return part
+    return next((found for x in children(part) if (found := _of_prompts(x))), None)
 
 
 def evicts(x: Any) -> list[Evict]:

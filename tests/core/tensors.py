@@ -10,9 +10,33 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import core
+from kvjax.core.compose.across import AcrossLayers
 from kvjax.core.contract import EMPTY, AttentionInputs, compiled
 from kvjax.core.drivers.attend import embed, step
 from kvjax.models import ModelConfig
+
+
+def qkv(seed=0, *, B=2, N=4, K=2, T=24, H=8, dtype=jnp.float32, sharpness=1.5):
+    """Random queries, keys and values of one layer."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = ((B, N, T, H), (B, K, T, H), (B, K, T, H))
+    q, k, v = (jax.random.normal(key, s, dtype) for key, s in zip(keys, shapes, strict=True))
+    return q * jnp.asarray(sharpness, dtype), k, v
+
+
+def from_probabilities(p, num_heads_per_kv=1):
+    """q, k, v and scale whose causal attention is the given matrix "T T", or "G T T" for one group of query heads."""
+    p = np.asarray(p, np.float64)
+    p = p[None] if p.ndim == 2 else p
+    T = p.shape[-1]
+    q = np.where(p > 0, np.log(np.where(p > 0, p, 1.0)), -1e4)
+    k = np.eye(T)[None]
+    return jnp.asarray(q[None], jnp.float32), jnp.asarray(k[None], jnp.float32), jnp.asarray(k[None], jnp.float32), 1.0
+
+
+def token_ids(B, T, seed=0):
+    """Random ids of the tiny model's vocabulary."""
+    return jnp.asarray(np.random.default_rng(seed).integers(0, 61, (B, T)), jnp.int32)
 
 
 def unturned(x, pos):
@@ -97,7 +121,7 @@ def evicted(policy, params, *, lengths=None, key=None, layer=None, **how):
         layers.append(found[i] if policy.joint else here.update(view, stats.of(i), ctx))
         scored = None
         if isinstance(here, core.Evict):
-            ctx = dataclasses.replace(ctx, hparams=ctx.hparams[0]) if policy.joint else ctx
+            ctx = dataclasses.replace(ctx, hparams=ctx.hparams[0]) if isinstance(policy, AcrossLayers) else ctx
             scored = np.asarray(here.ranked(here.updated(view, stats.of(i), ctx), stats.of(i), ctx)[1])
         scores.append(scored)
     return layers, scores

@@ -1,15 +1,20 @@
 """One pass of a model over new tokens: logits say where what is kept is no choice."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax import core
-from tests import helpers
+from kvjax.core import methods
+from kvjax.core.budgets import HeadShares
+from kvjax.core.compose import across
+from tests.core import tensors
 
 T, LENGTHS = 24, np.array([24, 17], np.int32)
-IDS = np.asarray(helpers.token_ids(2, T))
+IDS = np.asarray(tensors.token_ids(2, T))
 
 
 def _no_number(kv, stats, ctx):
@@ -61,3 +66,53 @@ def test_the_door_says_so_too(shallow):
 def test_layers_that_share_a_decision_share_the_mark(tiny):
     logits = read(tiny, core.shared_layers(UNSCORED), decodes=1)
     np.testing.assert_array_equal(np.isnan(logits).any(-1), [[True, False]] * 2)
+
+
+def _one_head(kv, stats, ctx):
+    """No number in the last head."""
+    return jnp.where(jnp.arange(kv.pos.shape[1])[None, :, None] == 1, jnp.nan, kv.pos.astype(jnp.float32))
+
+
+def _one_layer(kv, stats, ctx):
+    """No number in layer 1."""
+    return jnp.where(ctx.layer == 1, jnp.nan, kv.pos.astype(jnp.float32))
+
+
+HEAD, LAYER = core.from_fn(_one_head, 8), core.from_fn(_one_layer, 8, recent=2)
+IN_ONE_HEAD = r"Function gives no token .* \(NaN in layer 0, in 2 of 4 kv heads of the batch\)"
+IN_ONE_LAYER = r"Function gives no token .* \(NaN in layer 1, in 4 of 4 kv heads of the batch\)"
+
+
+@pytest.mark.parametrize("heads", [None, core.Adaptive(1.0), core.Adaptive(0.5), HeadShares(((1.0, 3.0),))])
+def test_a_head_without_numbers_is_named_however_its_budget_is_divided(heads):
+    """Even where it got no budget, which its scores decided. Whatever is kept whole needs no score."""
+    policy, arrays = dataclasses.replace(HEAD, heads=heads), tensors.qkv(3, T=16)
+    with pytest.raises(ValueError, match=IN_ONE_HEAD):
+        core.evict_layer(policy, *arrays)
+    assert core.evict_layer(policy, *(x[:, :, :8] for x in arrays)).live.all()
+
+
+@pytest.mark.parametrize("by", [across.ScoreEntropy(), across.by_top_scores])
+def test_a_layer_that_loses_to_others_by_no_number_is_named(by, tiny):
+    model, params = tiny
+    heads = core.Adaptive(1.0) if by is across.by_top_scores else None
+    policy = core.across_layers(dataclasses.replace(LAYER, heads=heads), by)
+    with pytest.raises(ValueError, match=IN_ONE_LAYER):
+        core.generate(model, params, IDS, policy=policy, max_new_tokens=1)
+
+
+def test_a_score_that_decides_nothing_need_be_no_number():
+    """That of a head that is under another policy, or whose budget is all protected."""
+    for policy in (
+        core.partition_heads({"a": HEAD, "b": methods.window(8)}, [["a", "b"]]),
+        dataclasses.replace(HEAD, sinks=2, recent=6),
+    ):
+        assert (core.evict_layer(policy, *tensors.qkv(3, T=16)).num_live == 8).all()
+
+
+def test_what_has_no_number_goes_first():
+    """Of three candidates one has none; among these the newest stay."""
+    third = lambda kv, stats, ctx: jnp.where(kv.pos % 3 == 1, jnp.nan, kv.pos.astype(jnp.float32))
+    kv = core.evict_layer(core.from_fn(third, 18), *tensors.qkv(3, T=24, B=1))
+    others = [i for i in range(24) if i % 3 != 1]
+    assert np.flatnonzero(kv.live[0, 0]).tolist() == sorted([*others, 19, 22])

@@ -194,7 +194,9 @@ def test_evicted_caches_equal_a_search_row_by_row(small, search, policy):
 def test_one_beam_is_greedy(small, search, policy):
     how = {"policy": policy, "key": jax.random.key(3), "pad_id": 40}
     run = functools.partial(generate, *small, TOKENS, lengths=LENGTHS, max_new_tokens=M, **how)
-    ends = tuple({int(t) for t in np.ravel(run(eos_ids=()).tokens[:, 3:5])})
+    free = run(eos_ids=()).tokens
+    np.testing.assert_array_equal(search(num_beams=1, eos_ids=(), **how).tokens[:, 0], free)
+    ends = tuple({int(t) for t in np.ravel(free[:, 3:5])})
     greedy, one = run(eos_ids=ends), search(num_beams=1, eos_ids=ends, **how)
     assert int(greedy.lengths.min()) < M
     np.testing.assert_array_equal(one.tokens[:, 0], greedy.tokens)

@@ -1,5 +1,7 @@
 """The laws of policies, over the one table of methods: values, and what one decision after a prompt does to a layer."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from kvjax import core
 from kvjax.core import methods
-from kvjax.core.contract import resolve
+from kvjax.core.contract import Layout, resolve
 from kvjax.core.evict import evicts
 from kvjax.core.storage import to_pool
 from tests.core import one_call, table
@@ -146,7 +148,8 @@ def test_permuting_kv_heads_permutes_the_result(case):
 @table.rows(table.FEW)
 def test_a_chain_is_its_members_in_turn(case):
     """The second member decides among the tokens that the first one kept."""
-    second = methods.tova(7)
+    by_query_head = case.policy.at(1, LAYERS).layout.by_query_head
+    second = dataclasses.replace(methods.tova(7), layout=Layout(by_query_head=by_query_head))
     both = chained(case.policy, second)
     if isinstance(both, str):
         pytest.skip(both)

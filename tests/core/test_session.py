@@ -83,6 +83,8 @@ def test_a_policy_of_one_context_is_not_the_next_ones(make, by_hand):
     session = make(policy=methods.full()).compress(CONTEXT, policy=POLICY)
     assert session.ask(ASKED[0]) == by_hand(CONTEXT, ASKED[0])
     assert session.compress(CONTEXT).ask(ASKED[0]) == by_hand(CONTEXT, ASKED[0], policy=methods.full())
+    kvzip = methods.kvzip(6, repeat=(1, 2), chunk=4, sinks=1)  # reads a context again before it is compressed
+    assert session.compress(CONTEXT, policy=kvzip).ask(ASKED[0]) == by_hand(CONTEXT, ASKED[0], policy=kvzip)
 
 
 def test_questions_and_contexts_of_about_the_same_size_compile_nothing(make):

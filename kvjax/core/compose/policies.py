@@ -194,6 +194,10 @@ class ByHead(_Members):
         positions = "rank" if joined.positions == "shifted" else joined.positions
         return dataclasses.replace(joined, pool=self.pool, positions=positions, sinks=0)
 
+    def at(self, layer: int, num_layers: int) -> Policy:
+        """The same of the members' policies for that layer."""
+        return dataclasses.replace(self, members=tuple(p.at(layer, num_layers) for p in self.members))
+
     def sizes(self, info: LayerInfo, lengths: Int[np.ndarray, "M"]) -> Sizes:
         """Room for the largest member in every head, and for each head's own member in a pool.
 
@@ -293,6 +297,11 @@ class SharedLayers(Policy):
 
     def __post_init__(self):
         _refuse_joint((self.policy,), "shared layers")
+        if any(isinstance(x, PerLayer) for x in _inside(self.policy)):
+            raise ValueError(
+                "one decision is made for all layers, but a partition gives layers policies of their own; give one "
+                "policy for all of them"
+            )
         if wrong := [x for x in _schedules(self.policy) if x.before]:
             raise ValueError(f"one decision follows a step, but {wrong[0]} decides before it")
         if own := sorted({*self.policy.writes} - {"log_weight"}):
@@ -430,13 +439,17 @@ def when(schedule: Schedule, policy: Policy) -> Policy:
     return found
 
 
-def _schedules(x: Any) -> list[Schedule]:
+def _inside(x: Any) -> list[Policy]:
+    """A policy and those that it is made of."""
     if isinstance(x, tuple):
-        return [y for z in x for y in _schedules(z)]
+        return [p for y in x for p in _inside(y)]
     if not isinstance(x, Policy):
         return []
-    each = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
-    return [s for name, y in each.items() for s in ([y] if name == "when" else _schedules(y))]
+    return [x, *(p for f in dataclasses.fields(x) for p in _inside(getattr(x, f.name)))]
+
+
+def _schedules(x: Any) -> list[Schedule]:
+    return [p.when for p in _inside(x) if hasattr(p, "when")]
 
 
 def shared_layers(policy: Policy) -> Policy:

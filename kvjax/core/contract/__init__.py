@@ -10,6 +10,7 @@ from kvjax.core.contract.asked import Policy as Policy
 from kvjax.core.contract.asked import Rewrite as Rewrite
 from kvjax.core.contract.asked import Score as Score
 from kvjax.core.contract.asked import Select as Select
+from kvjax.core.contract.asked import children as children
 from kvjax.core.contract.asked import of_parts as of_parts
 from kvjax.core.contract.asked import resolved as resolved
 from kvjax.core.contract.asked import unique as unique

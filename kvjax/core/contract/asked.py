@@ -114,7 +114,7 @@ class Part(Value):
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         """What the part needs to see of the rows of a phase."""
-        return unique(o for part in _children(self) for o in part.observe(phase))
+        return unique(o for part in children(self) for o in part.observe(phase))
 
     def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> Any:
         """The part's data, a tree of arrays "M ...": by default its fields that are counts, in tokens (host).
@@ -141,7 +141,7 @@ class Part(Value):
 
     def least(self, lengths: Prompts, budget: Prompts) -> Prompts:
         """The smallest budget that the part can work with, in tokens (host)."""
-        return np.max([np.zeros_like(lengths), *(part.least(lengths, budget) for part in _children(self))], 0)
+        return np.max([np.zeros_like(lengths), *(part.least(lengths, budget) for part in children(self))], 0)
 
 
 class Score(Part):
@@ -211,7 +211,8 @@ def _parts(x: Any) -> dict[str, Part | tuple[Part, ...]]:
     return {n: y for n, y in each.items() if isinstance(y[0] if isinstance(y, tuple) and y else y, Part)}
 
 
-def _children(x: Any) -> list[Part]:
+def children(x: Any) -> list[Part]:
+    """The parts in the fields of a value."""
     each = _parts(x).values()
     return [part for y in each for part in (y if isinstance(y, tuple) else (y,))]
 

@@ -133,8 +133,8 @@ class TwoStage(Select):
 class Chunks(Select):
     """Whole chunks of neighbouring tokens, the same in all kv heads (ChunkKV, arXiv 2502.00299).
 
-    Chunks with protected tokens come first, then those with the highest mean score. The number of chunks is static, so
-    this does not evict while decoding.
+    Chunks with protected tokens come first, then those with the highest mean score. They are chunks of the prompt: this
+    does not evict while decoding.
 
     Attributes:
       size: tokens of a chunk.
@@ -155,6 +155,8 @@ class Chunks(Select):
 
     def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         kv, ctx, safe = slots.kv, slots.ctx, slots.protected
+        if ctx.phase == "decode":
+            raise ValueError("chunks are of the prompt; use Schedule(), which does not evict while decoding")
         num = -(-ctx.width // self.size)  # no prompt has more chunks
         chunk = jnp.where(kv.live, kv.pos // self.size, num)
         by_chunk = lambda x: segment_sum(x, chunk, num)

@@ -65,6 +65,10 @@ class Function(Score):
     fn: Callable[..., Any]
     observed: tuple = ()
 
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise ValueError(f"fn={self.fn!r} is no function; give one of (kv, stats, ctx)")
+
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return self.observed
 
