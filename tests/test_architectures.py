@@ -3,19 +3,17 @@
 import json
 import shutil
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
-from kvjax import methods, models
+from kvjax import models
+from kvjax.core import generate
 from kvjax.experiments import run
 from kvjax.models.embedded import EMBEDDED
 from kvjax.models.families import FAMILIES
 from tests.runs import samples
 from tests.test_drawn_models import DRAWN
-from tests.test_parity import CASES, SIZES, T, saved, tokens, torch
+from tests.test_parity import CASES, SIZES, T, all_logits, saved, tokens, torch
 
 KINDS = ["full_attention", "sliding_attention"]
 OPTIONS = {"MinistralForCausalLM": {"head_dim": 8, "sliding_window": 7, "layer_types": KINDS}}
@@ -41,7 +39,7 @@ def test_greedy_generations_are_equal_token_for_token(architecture, tmp_path):
     sizes = {**SIZES, "max_position_embeddings": T + LONG, **OPTIONS[architecture], "tie_word_embeddings": False}
     theirs, model, params = saved(architecture, sizes, tmp_path, scale=4.0, noise=0.03)
     ids = tokens()[:, :T]
-    ours = kvjax.generate(model, params, ids, max_new_tokens=LONG, eos_ids=())
+    ours = generate(model, params, ids, max_new_tokens=LONG, eos_ids=())
     found = theirs.generate(
         torch.tensor(ids), attention_mask=torch.ones(2, T, dtype=torch.long), max_new_tokens=LONG, do_sample=False,
         eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
@@ -56,20 +54,13 @@ def test_greedy_generations_are_equal_token_for_token(architecture, tmp_path):
 @every_architecture
 def test_bfloat16_drifts_as_in_transformers(architecture, tmp_path):
     """The largest distance of logits from those in float32, of the largest logit there; `-s` prints both."""
-    theirs, model, _ = saved(architecture, {**SIZES, **OPTIONS[architecture]}, tmp_path, scale=2.0)
+    theirs = saved(architecture, {**SIZES, **OPTIONS[architecture]}, tmp_path, scale=2.0)[0]
     ids = np.random.default_rng(1).integers(1, 99, (16, 40))
-    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=40, max_new_tokens=0)
-
-    def ours(model, params):
-        state = kvjax.init_state(plan, jnp.full((16,), 40), dtype=model.config.dtype)
-        run = jax.jit(lambda p, x: kvjax.forward(model, p, x, state, last_only=False)[0])
-        return np.asarray(run(params, jnp.asarray(ids, jnp.int32)).astype(jnp.float32))
-
     with torch.no_grad():
         exact = theirs(torch.tensor(ids)).logits.numpy()
         coarse = type(theirs).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
         drift = lambda logits: float(np.abs(logits - exact).max() / np.abs(exact).max())
-        mine = drift(ours(*models.load(tmp_path, dtype="bfloat16")))
+        mine = drift(all_logits(*models.load(tmp_path, dtype="bfloat16"), ids))
         other = drift(coarse(torch.tensor(ids)).logits.float().numpy())
     print(f"| {architecture} | {mine:.1%} | {other:.1%} | {mine / other:.2f} |")
     assert mine <= 2 * other

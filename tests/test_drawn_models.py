@@ -6,13 +6,10 @@ import tempfile
 
 import hypothesis
 import hypothesis.strategies as st
-import jax
-import jax.numpy as jnp
 import pytest
 
-import kvjax
-from kvjax import methods
-from tests.test_parity import CACHE, NEW, T, assert_close, saved, tokens, torch
+from kvjax.core import feed, prefill
+from tests.test_parity import CACHE, NEW, T, all_logits, assert_close, saved, tokens, torch
 
 ACTS = st.sampled_from(("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"))
 FLAG = st.booleans()
@@ -295,21 +292,16 @@ def test_drawn_models(architecture, data):
     with tempfile.TemporaryDirectory() as path:
         # With weights three times as large, attention can be so sharp that each is 1e-5 from the result in float64.
         theirs, model, params = saved(architecture, options, pathlib.Path(path), scale=2.0)
-    ids, lengths = tokens(), jnp.asarray(LENGTHS)
-    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=T, max_new_tokens=NEW)
-
-    @jax.jit
-    def ours(params, ids):
-        state = kvjax.init_state(plan, lengths)
-        prompt, state, _ = kvjax.forward(model, params, ids[:, :T], state, valid=lengths, evict=True, last_only=False)
-        return prompt, kvjax.feed(model, params, ids[:, T:], state)[0]
-
-    prompt, rest = ours(params, jnp.asarray(ids, jnp.int32))
+    ids = tokens()
+    prompt = all_logits(model, params, ids[:, :T], LENGTHS)
+    first, state = prefill(model, params, ids[:, :T], lengths=LENGTHS, max_new_tokens=NEW)
+    rest, _ = feed(model, params, ids[:, T:], state)
     with torch.no_grad():
         for row, n in enumerate(LENGTHS):
             fresh = copy.deepcopy(theirs)  # dynamic scaling remembers earlier calls
             out = fresh(torch.tensor(ids[row : row + 1, T - n : T]), use_cache=True)
             assert_close(prompt[row, T - n :], out.logits[0])
+            assert_close(first[row], out.logits[0, -1])
             for i in range(NEW):
                 token = torch.tensor(ids[row : row + 1, T + i : T + i + 1])
                 out = fresh(token, use_cache=True, **{CACHE: out[CACHE]})

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
-from kvjax import methods, models
+from kvjax import models
+from kvjax.core import decode_step, feed, generate, methods, prefill
+from kvjax.core.drivers.attend import without_cache
 from kvjax.models.families import from_hugging_face
 
 torch = pytest.importorskip("torch", reason="parity needs torch, which the test extra installs on Python 3.11")
@@ -180,6 +181,17 @@ def assert_close(ours, theirs, within=1e-5):
     assert np.abs(np.asarray(ours) - theirs).max() <= within * np.abs(theirs).max()
 
 
+def all_logits(model, params, ids, lengths=None):
+    """Logits "B T V" of texts that are read at once; padding lies on the left."""
+    (outer, each), T = model.parts(params), ids.shape[1]
+    behind = 0 if lengths is None else T - jnp.asarray(lengths)[:, None]
+    pos = jnp.broadcast_to(jnp.maximum(jnp.arange(T, dtype=jnp.int32)[None] - behind, -1), ids.shape)
+    x = model.embed(outer, jnp.asarray(ids, jnp.int32), pos)
+    for i, of_layer in enumerate(each):
+        x, _, _ = model.block(i, of_layer, x, None, without_cache(pos))
+    return model.head(outer, x)
+
+
 def tokens():
     return np.random.default_rng(0).integers(1, 99, (2, T + NEW))
 
@@ -189,9 +201,8 @@ def test_prompt_and_cached_decoding(pair):
     """One pass for both; our decoding goes through the cache, as does theirs."""
     theirs, model, params = pair
     ids = tokens()
-    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=T, max_new_tokens=NEW)
-    first, state = kvjax.prefill(model, params, jnp.asarray(ids[:, :T]), plan)
-    rest, _ = kvjax.feed(model, params, jnp.asarray(ids[:, T:], jnp.int32), state)
+    first, state = prefill(model, params, ids[:, :T], max_new_tokens=NEW)
+    rest, _ = feed(model, params, ids[:, T:], state)
     with torch.no_grad():
         out = theirs(torch.tensor(ids[:, :T]), use_cache=True)
         assert_close(first, out.logits[:, -1])
@@ -204,11 +215,8 @@ def test_prompt_and_cached_decoding(pair):
 def test_all_prompt_logits(pair):
     theirs, model, params = pair
     ids = tokens()[:, :T]
-    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=T, max_new_tokens=0)
-    state = kvjax.init_state(plan, jnp.full((2,), T))
-    ours, _, _ = kvjax.forward(model, params, jnp.asarray(ids), state, last_only=False)
     with torch.no_grad():
-        assert_close(ours, theirs(torch.tensor(ids)).logits)
+        assert_close(all_logits(model, params, ids), theirs(torch.tensor(ids)).logits)
 
 
 @quick_for_llamas
@@ -216,8 +224,7 @@ def test_left_padded_batch(pair):
     theirs, model, params = pair
     ids, lengths = tokens()[:, :T], np.array([T, 12])
     mask = np.arange(T) >= T - lengths[:, None]
-    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=T, max_new_tokens=0)
-    ours, _ = kvjax.prefill(model, params, jnp.asarray(ids), plan, lengths=jnp.asarray(lengths))
+    ours, _ = prefill(model, params, ids, lengths=lengths, max_new_tokens=0)
     with torch.no_grad():
         for row, n in enumerate(lengths):
             assert_close(ours[row], theirs(torch.tensor(ids[row : row + 1, T - n :])).logits[0, -1])
@@ -231,7 +238,7 @@ def test_left_padded_batch(pair):
 def test_greedy_generation(pair):
     theirs, model, params = pair
     ids = tokens()[:, :T]
-    ours = kvjax.generate(model, params, ids, max_new_tokens=NEW, eos_ids=())
+    ours = generate(model, params, ids, max_new_tokens=NEW, eos_ids=())
     expected = theirs.generate(
         torch.tensor(ids), attention_mask=torch.ones(2, T, dtype=torch.long), max_new_tokens=NEW, do_sample=False,
         eos_token_id=None, pad_token_id=0,
@@ -261,8 +268,7 @@ def test_older_config_files(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     model, params = models.load(tmp_path)
     ids = tokens()[:, :T]
-    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=T, max_new_tokens=0)
-    ours, _ = kvjax.prefill(model, params, jnp.asarray(ids), plan)
+    ours, _ = prefill(model, params, ids, max_new_tokens=0)
     with torch.no_grad():
         assert_close(ours, theirs(torch.tensor(ids)).logits[:, -1])
 
@@ -322,8 +328,7 @@ def test_layers_of_mistral_have_windows_by_their_types(tmp_path):
     model, params = models.load(tmp_path)
     assert model.config.sliding_window == (None, 7, None)
     ids = tokens()[:, :T]
-    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=T, max_new_tokens=0)
-    ours, _ = kvjax.prefill(model, params, jnp.asarray(ids), plan)
+    ours, _ = prefill(model, params, ids, max_new_tokens=0)
     with torch.no_grad():
         assert_close(ours, theirs(torch.tensor(ids)).logits[:, -1])
 
@@ -352,15 +357,14 @@ def test_our_checkpoints_are_theirs(tmp_path, tiny):
     models.save(tmp_path, model, params)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     ids = np.random.default_rng(0).integers(0, 61, (1, 9))
-    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=9, max_new_tokens=0)
-    ours, _ = kvjax.prefill(model, params, jnp.asarray(ids), plan)
+    ours, _ = prefill(model, params, ids, max_new_tokens=0)
     with torch.no_grad():
         assert_close(ours, theirs(torch.tensor(ids)).logits[:, -1])
 
 
 ATTENTIONS = ("self_attn", "attention", "attn", "self_attention")
 EVICTING = {
-    "snapkv": methods.snapkv(9, window_size=3, kernel_size=1),
+    "snapkv": methods.snapkv(9, window=3, kernel=1),
     "h2o": methods.h2o(9),
 }
 
@@ -378,8 +382,7 @@ def test_evicted_tokens_are_hidden_ones(pair, policy):
 def check_hidden_are_evicted(theirs, model, params, policy, ids, within=1e-5):
     """Reads the first tokens of `ids`, evicts, and reads the last `NEW` one by one, beside theirs under masks."""
     T = ids.shape[1] - NEW
-    plan = kvjax.make_plan(model.config, policy, prompt_len=T, max_new_tokens=NEW)
-    _, state = kvjax.prefill(model, params, jnp.asarray(ids[:, :T]), plan)
+    _, state = prefill(model, params, ids[:, :T], policy=policy, max_new_tokens=NEW)
     N, L = model.config.num_query_heads, model.config.num_layers
 
     theirs.set_attn_implementation("eager")
@@ -407,6 +410,6 @@ def check_hidden_are_evicted(theirs, model, params, policy, ids, within=1e-5):
                 read[..., T + i] = True
                 hidden[layer] = torch.tensor(np.where(read, 0.0, np.finfo(np.float32).min), dtype=torch.float32)
                 hidden[layer] = hidden[layer].repeat_interleave(N // read.shape[1], 1)[:, :, None]
-            ours, state = kvjax.decode_step(model, params, jnp.asarray(ids[:, T + i], jnp.int32), state)
+            ours, state = decode_step(model, params, ids[:, T + i], state)
             step = theirs(torch.tensor(ids[:, T + i : T + i + 1]), **{CACHE: cache})
             assert_close(ours, step.logits[:, -1], within)

@@ -4,15 +4,14 @@ import json
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
-from kvjax import methods, models
+from kvjax import models
+from kvjax.core import generate, methods
 from kvjax.models import packaged
 from tests import kept
-from tests.test_parity import assert_close, check_hidden_are_evicted, torch, transformers
+from tests.test_parity import all_logits, assert_close, check_hidden_are_evicted, torch, transformers
 
 TEXT = (kept.ROOT / "LICENSE").read_text()
 README = (kept.ROOT / "README.md").read_text()
@@ -35,11 +34,8 @@ def both(request):
 def test_logits_of_a_text(both):
     """Longer than the windows of the one that has such."""
     theirs, model, params, ids = both
-    plan = kvjax.make_plan(model.config, methods.full(), prompt_len=len(ids), max_new_tokens=0)
-    state = kvjax.init_state(plan, jnp.full((1,), len(ids)))
-    ours, _, _ = kvjax.forward(model, params, jnp.asarray(ids[None]), state, last_only=False)
     with torch.no_grad():
-        assert_close(ours, theirs(torch.tensor(ids[None])).logits, 1e-4)
+        assert_close(all_logits(model, params, ids[None]), theirs(torch.tensor(ids[None])).logits, 1e-4)
 
 
 @pytest.mark.slow
@@ -48,7 +44,7 @@ def test_greedy_tokens_of_a_padded_batch(both):
     theirs, model, params, ids = both
     lengths = np.array([64, 40])
     prompts = np.stack([ids[:64], np.pad(ids[100:140], (24, 0))])
-    ours = kvjax.generate(model, params, prompts, lengths=lengths, max_new_tokens=32, eos_ids=())
+    ours = generate(model, params, prompts, lengths=lengths, max_new_tokens=32, eos_ids=())
     for row, n, found in zip(prompts, lengths, ours.tokens, strict=True):
         alone = torch.tensor(row[None, 64 - n :])
         options = {"attention_mask": torch.ones_like(alone), "max_new_tokens": 32, "do_sample": False}

@@ -14,8 +14,8 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-import kvjax
 from kvjax import models
+from kvjax.core import generate, methods, prefill
 from kvjax.models import families, weights
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 5}
@@ -81,9 +81,9 @@ def test_bfloat16(tmp_path, shallow):
     loaded, half = models.load(tmp_path, dtype="bfloat16")
     assert {x.dtype for x in jax.tree.leaves(half)} == {jnp.dtype("bfloat16")}
     tokens = np.arange(12, dtype=np.int32)[None]
-    plan = lambda m: kvjax.make_plan(m.config, kvjax.methods.h2o(6), prompt_len=12, max_new_tokens=2)
-    exact, _ = kvjax.prefill(model, params, jnp.asarray(tokens), plan(model))
-    rough, state = kvjax.prefill(loaded, half, jnp.asarray(tokens), plan(loaded))
+    how = {"policy": methods.h2o(6), "max_new_tokens": 2}
+    exact, _ = prefill(model, params, tokens, **how)
+    rough, state = prefill(loaded, half, tokens, **how)
     assert state.layers[0].k.dtype == jnp.bfloat16
     assert rough.dtype == jnp.float32
     np.testing.assert_allclose(rough, exact, atol=0.1 * float(jnp.abs(exact).max()))
@@ -222,25 +222,6 @@ def test_a_decoder_alone_is_stored_under_shorter_names(tmp_path, model_type, siz
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({n.removeprefix(missing): x for n, x in tensors.items()}, tmp_path / "model.safetensors")
     assert_same(models.load(tmp_path)[1], params)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_learned_positions_stay_and_end():
-    """A stored key of such a model has the position that its token had, and there are no more than were learned."""
-    config = families.from_hugging_face({**SMALL, "model_type": "gpt2", "n_positions": 16})
-    policy = kvjax.methods.streaming_llm(8)
-    assert policy.positions != "original"
-    with pytest.raises(ValueError, match=r"wants positions='\w+', but this model adds learned positions"):
-        kvjax.make_plan(config, policy, prompt_len=12, max_new_tokens=4)
-    with pytest.raises(ValueError, match=r"are 17 tokens together, but this model has learned 16 positions"):
-        kvjax.make_plan(config, kvjax.methods.full(), prompt_len=12, max_new_tokens=5)
-    model = models.LanguageModel(config)
-    with pytest.raises(ValueError, match=r"give positions= of the tokens"):
-        model(model.init(jax.random.key(0)), np.zeros((1, 1), np.int32), (None,) * 2, attend=None, last_only=True)
-    params = jax.jit(model.init)(jax.random.key(0))
-    found = kvjax.analysis.read(model, params, np.ones((1, 6), np.int32), np.ones((1, 2), np.int32))
-    with pytest.raises(ValueError, match=r"positions='compact' would move keys, but this model adds learned positions"):
-        found.outputs(0, found.live()[0], "compact")
 
 
 def test_parts_in_turn_have_no_norms_of_their_own():
@@ -719,5 +700,5 @@ def test_a_real_checkpoint_continues_exactly(shared_data):
     reference = json.loads((shared_data / "stories260k" / "reference.json").read_text())
     prompt = np.array([reference["prompt_ids"]])
     expected = reference["greedy_ids"][prompt.shape[1] :]
-    result = kvjax.generate(model, params, prompt, max_new_tokens=len(expected), eos_ids=())
+    result = generate(model, params, prompt, max_new_tokens=len(expected), eos_ids=())
     assert result.tokens[0].tolist() == expected

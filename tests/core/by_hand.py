@@ -7,7 +7,6 @@ from kvjax import core
 from kvjax.core.contract import AttentionInputs, Context, LayerInfo, Slots
 from kvjax.core.drivers.state import row_keys
 from kvjax.core.storage import Layer
-from tests import helpers
 from tests.core import tensors
 from tests.core.tensors import live_positions
 
@@ -18,7 +17,7 @@ def uniform_rows(n):
 
 def read(policy, p, **more):
     """(kept "K" lists, scores "K n") of a prompt whose attention is "n n", or "G n n" for a group of query heads."""
-    *arrays, scale = helpers.from_probabilities(p)
+    *arrays, scale = tensors.from_probabilities(p)
     even = [jnp.pad(x, [(0, 0)] * 3 + [(0, x.shape[-1] % 2)]) for x in arrays]  # as widths of heads are
     return read_tensors(policy, *even, scale=scale, **more)
 

@@ -7,7 +7,6 @@ import numpy as np
 
 from kvjax.core.contract import Context
 from kvjax.core.drivers.state import row_keys
-from tests import helpers
 from tests.core import tensors
 from tests.references.attention import hash_uniform
 from tests.references.policies import Layer, accumulating, replay
@@ -15,7 +14,7 @@ from tests.references.policies import Layer, accumulating, replay
 N, K, H, PROMPT, M = 4, 2, 8, 16, 22
 BUDGET = 7
 
-q, k, v = helpers.qkv(34, B=1, N=N, K=K, T=M, H=H, sharpness=2.0)
+q, k, v = tensors.qkv(34, B=1, N=N, K=K, T=M, H=H, sharpness=2.0)
 TENSORS = [{"q": q, "k": k, "v": v}]
 IN_PROMPT = [{name: x[:, :, :PROMPT] for name, x in TENSORS[0].items()}]
 layer = Layer(q[0], k[0])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.core import analysis
-from tests import helpers
+from tests.core import tensors
 
 MASS, LIVE, ONES = jnp.ones((1, 1, 2, 6)), jnp.ones((1, 1, 2, 6), bool), np.ones((1, 1, 2, 6))
 
@@ -48,7 +48,7 @@ def test_a_single_prompt_has_no_bounds():
 
 @pytest.mark.slow
 def test_future_attention_is_the_mean_of_rows():
-    q, k, v = helpers.qkv(2, T=10)
+    q, k, v = tensors.qkv(2, T=10)
     pos = jnp.broadcast_to(jnp.arange(10, dtype=jnp.int32)[None], (2, 10))
     found = analysis.future_attention(q[:, :, 6:], k, pos[:, 6:], jnp.broadcast_to(pos[:, None], (2, 2, 10)))
     for b, n in itertools.product(range(2), range(4)):

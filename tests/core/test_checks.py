@@ -11,9 +11,9 @@ from kvjax.core import methods
 from kvjax.core.drivers.checks import check_prompts
 from kvjax.core.drivers.generation import generate
 from kvjax.core.methods import variants
-from tests import helpers
+from tests.core import tensors
 
-IDS = np.asarray(helpers.token_ids(2, 24))
+IDS = np.asarray(tensors.token_ids(2, 24))
 FASTGEN, STEPWISE = methods.fastgen((1,), (2,)), variants.h2o_stepwise_mask(8)
 WHOLE = "FastGen looks at the whole prompt at once, but block=5 reads 24 tokens in parts; use block=None"
 ROWS = (
@@ -51,7 +51,7 @@ def test_what_is_read_by_other_doors_is_refused_too(shallow):
     with pytest.raises(ValueError, match="StepwiseMask decides what the next one reads, but block=None reads 24"):
         core.forward(model, params, IDS, start(STEPWISE))
     with pytest.raises(ValueError, match="evict_layer reads 24 tokens at once"):
-        core.evict_layer(STEPWISE, *helpers.qkv())
+        core.evict_layer(STEPWISE, *tensors.qkv())
 
 
 @pytest.mark.parametrize("traced", [False, True])

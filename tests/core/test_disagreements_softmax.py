@@ -16,7 +16,6 @@ from kvjax.core.methods import variants
 from kvjax.core.methods.parts import OverBatch
 from kvjax.core.methods.profile import FastGen
 from kvjax.core.scores.attention import Faded
-from tests import helpers
 from tests.core import tensors
 from tests.core.one_layer import (
     BUDGET,
@@ -215,7 +214,7 @@ def test_d35_one_score_for_all_layers(tiny):
 
 
 def test_d36_one_score_for_the_batch():
-    q2, k2, v2 = helpers.qkv(8, B=2, N=N, K=K, T=M, H=H, sharpness=2.0)
+    q2, k2, v2 = tensors.qkv(8, B=2, N=N, K=K, T=M, H=H, sharpness=2.0)
     rows = [Layer(q2[b], k2[b]) for b in range(2)]
     total, live, wanted = np.zeros((K, M)), [[set()] * K] * 2, []
     for i in range(M):
@@ -264,7 +263,7 @@ def test_d38_constant_noise_changes_nothing():
 @pytest.mark.parametrize("policy", [methods.h2o(0.5), methods.pyramidkv(0.5, window=2), methods.random(0.5)])
 def test_d40_a_padded_row_is_the_row_alone(policy):
     lengths = np.array([PROMPT, 11])
-    q2, k2, v2 = helpers.qkv(8, B=2, N=N, K=K, T=M, H=H, sharpness=2.0)
+    q2, k2, v2 = tensors.qkv(8, B=2, N=N, K=K, T=M, H=H, sharpness=2.0)
     params = {"q": q2, "k": k2, "v": v2}
     keys = jax.random.split(jax.random.key(3), 2)
     both = tensors.replay(policy, [params], PROMPT, lengths=lengths, key=keys).live

@@ -20,7 +20,6 @@ from kvjax.core.observe import Rows
 from kvjax.core.scores.attention import Accumulated, SparedByDeviation, Votes, rows_since
 from kvjax.core.storage import Layer, empty
 from kvjax.pallas_kernels import Columns, attention
-from tests import helpers
 from tests.core import tensors
 from tests.core.by_hand import cache, gone, inputs_of, keep, moment, numbers, read, read_tensors, slots_of, uniform_rows
 from tests.core.tensors import live_positions
@@ -129,7 +128,7 @@ def test_e07_scissorhands(examples):
     assert keep(methods.scissorhands(len(p) - 2, **options), p) == e["expected"]["kept"]
     # The same history one row at a time: a cache of 5 that gets its 6th token drops 2 at once.
     policy = methods.scissorhands(5, history=3, recent=2, drop=e["params"]["drop"])
-    q, k, v, scale = helpers.from_probabilities(p)
+    q, k, v, scale = tensors.from_probabilities(p)
     seen = tensors.replay(policy, [{"q": q, "k": k, "v": v}], 5, scale=scale)
     assert seen.live[1][0][0] == e["expected"]["kept"]
 
@@ -139,7 +138,7 @@ def test_e08_tova(examples):
     rows = np.stack([uniform_rows(6)] * 2)
     rows[:, -1] = e["inputs"]["last_row_per_head"]
     # One kv head for every query head; the layer's mean is taken over all of them.
-    q, k, v, scale = helpers.from_probabilities(rows)
+    q, k, v, scale = tensors.from_probabilities(rows)
     arrays, budget = (q, *(jnp.concatenate([x, x], axis=1) for x in (k, v))), e["params"]["budget"]
     policy = methods.tova(budget)
     kept, score = read_tensors(policy, *arrays, scale=scale)
@@ -170,7 +169,7 @@ def test_e10_roco(examples):
     assert [gone(make(2, 2), p)] == e["expected"]["evicted_r2_protect_last2"]
     assert [gone(make(4, 2), p)] == e["expected"]["evicted_r4_protect_last2"]
     assert gone(make(2, 2, budget - 1), p) == e["expected"]["evicted_two_r2_protect_last2"]
-    q, k, v, scale = helpers.from_probabilities(p)
+    q, k, v, scale = tensors.from_probabilities(p)
     pos, columns = jnp.arange(6, dtype=jnp.int32), [Columns(), Columns(element="p2")]
     sums, squares = attention(q, k, v, pos[None], pos[None, None], columns=columns, scale=scale).columns
     np.testing.assert_allclose(sums[0, 0], e["expected"]["acc"], atol=1e-6)
@@ -280,7 +279,7 @@ def test_e17_snapkv(examples):
     n, wanted = p.shape[-1], e["expected"]
     budget, window = e["params"]["capacity"], e["params"]["window"]
     sizes = {"window": window, "kernel": e["params"]["kernel"]}
-    q, k, v, scale = helpers.from_probabilities(p)
+    q, k, v, scale = tensors.from_probabilities(p)
     average = methods.snapkv(budget, pooling="avg", **sizes)
     snapkv, valid = methods.snapkv(budget, **sizes), variants.snapkv_valid_average(budget, **sizes)
 
@@ -342,7 +341,7 @@ def test_e19_e20_shares_of_heads(examples):
 
 def test_headkv_divides_what_heads_have_given_up():
     """8 tokens a head beside a window of 2; each keeps 4, and 16 are divided 3 : 1 : 0 : 0."""
-    q, k, v = helpers.qkv(0, B=1)
+    q, k, v = tensors.qkv(0, B=1)
     policy = methods.headkv(10, [[3.0, 1.0], [0.0, 0.0]], beta=2.0, window=2)
     layers, _ = tensors.evicted(policy, [{"q": q, "k": k, "v": v}] * 2)
     assert [kv.num_live[0].tolist() for kv in layers] == [[18, 10], [6, 6]]
@@ -373,7 +372,7 @@ def test_a_lazy_layer_keeps_its_ends(threshold, kept):
 
 def test_layers_that_compete_keep_short_prompts_whole():
     """Half of 11 tokens does not hold a window of 6, nor does twice that hold all 11."""
-    q, k, v = helpers.qkv(0, B=1, T=11)
+    q, k, v = tensors.qkv(0, B=1, T=11)
     policy = methods.layer_defensivekv(0.5, window=6)
     layers, _ = tensors.evicted(policy, [{"q": q, "k": k, "v": v, "out_proj": jnp.ones((4, 8, 8))}] * 2)
     assert [kv.num_live[0].tolist() for kv in layers] == [[11, 11]] * 2

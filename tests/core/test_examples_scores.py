@@ -20,7 +20,6 @@ from kvjax.core.scores.attention import Accumulated
 from kvjax.core.scores.keys import Expected, KeyBias, KeyDifference, KeyNorm, LagRelative, unit
 from kvjax.core.scores.softmax import EntropyScaled, Noisy
 from kvjax.pallas_kernels import attention
-from tests import helpers
 from tests.core import tensors
 from tests.core.by_hand import cache, inputs_of, keep, moment, numbers, read, read_tensors, slots_of
 from tests.core.tensors import live_positions
@@ -110,7 +109,7 @@ def test_e26_keyformer_budgets(examples):
 def test_e27_fastgen(examples):
     e = examples["E27"]
     ids = lambda kind: np.flatnonzero(e["inputs"][kind]).tolist()  # those of `Tensors` are columns
-    q, k, v, scale = helpers.from_probabilities(e["inputs"]["P"])
+    q, k, v, scale = tensors.from_probabilities(e["inputs"]["P"])
     for recovery, name in e["expected"]["chosen"].items():
         shares = {"frequent": e["params"]["r_f"], "local": e["params"]["r_l"], "recovery": float(recovery)}
         policy = methods.fastgen(ids("special"), ids("punct"), **shares)
@@ -177,7 +176,7 @@ def test_every_chunk_keeps_its_own_share():
     score = jnp.asarray([0.4, 0.3, 0.2, 0.1, 0.9, 0.8, 0.7, 0.6, 0.0, 0.0])
     policy = core.from_fn(lambda kv, stats, ctx: jnp.broadcast_to(score, kv.pos.shape), 0.5)
     policy = dataclasses.replace(policy, select=PerChunk(4, 0.5), recent=1)
-    q, k, v = helpers.qkv(0, B=1, T=10)
+    q, k, v = tensors.qkv(0, B=1, T=10)
     assert read_tensors(policy, q, k, v)[0][0] == [0, 1, 4, 5, 9]
 
 

@@ -12,11 +12,11 @@ from kvjax import methods as old
 from kvjax.core import methods as new
 from kvjax.core.contract import Layout
 from kvjax.models import mpt
-from tests import helpers
+from tests.core import tensors
 from tests.kept import digest
 
 LENGTHS = np.array([24, 17], np.int32)
-IDS = np.asarray(helpers.token_ids(2, 24))
+IDS = np.asarray(tensors.token_ids(2, 24))
 ALIBI = mpt.MPTConfig(
     vocab_size=61, embed_dim=32, mlp_dim=48, num_layers=1, num_query_heads=4, num_kv_heads=4, head_dim=8
 )

@@ -16,11 +16,11 @@ from kvjax.core import contract
 from kvjax.core import methods as new
 from kvjax.core.observe import Reread
 from kvjax.models import gpt2, mpt
-from tests import helpers
+from tests.core import tensors
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "kvzip.json").read_text())
 T, LENGTHS = 24, np.array([24, 17], np.int32)
-IDS = np.asarray(helpers.token_ids(2, T))
+IDS = np.asarray(tensors.token_ids(2, T))
 ASKED = {"repeat": (1, 2), "repeat_next": (3,), "suffix": (4,), "chunk": 9, "overlap": 2, "sinks": 2}
 kvzip = functools.partial(new.kvzip, **ASKED)
 
@@ -108,7 +108,7 @@ def test_it_is_refused_where_it_cannot_be(shallow):
     with pytest.raises(ValueError, match=r"forward\(evict=True\) reads them once; use kvjax.prefill"):
         core.forward(model, params, IDS, state, evict=True)
     with pytest.raises(ValueError, match="reads the prompt again, which needs a model"):
-        core.evict_layer(kvzip(8), *helpers.qkv())
+        core.evict_layer(kvzip(8), *tensors.qkv())
     with pytest.raises(ValueError, match="chunk=0: give 1 or more tokens"):
         kvzip(8, chunk=0)
     sizes = {"vocab_size": 61, "embed_dim": 16, "mlp_dim": 24, "num_layers": 1, "head_dim": 8}

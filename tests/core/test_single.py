@@ -7,10 +7,10 @@ import pytest
 from kvjax import core
 from kvjax.core import methods
 from kvjax.core.contract import PerHead, PerSlot, Score
-from tests import helpers
+from tests.core import tensors
 
 T = 12
-Q, K, V = helpers.qkv(T=T)
+Q, K, V = tensors.qkv(T=T)
 
 
 def of_token(kv, stats, ctx):
