@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.core.contract import FrozenArrays
 from kvjax.models.checks import whole
@@ -34,10 +34,11 @@ class ScoreHead(nn.Module):
     hidden: int
 
     @nn.compact
-    def __call__(self, features: Float[Array, "B K S F"], layer: int) -> Float[Array, "B K S"]:
+    def __call__(self, features: Float[Array, "B K S F"], layer: int | Int[Array, ""]) -> Float[Array, "B K S"]:
         """Logarithm of the attention to come, up to a constant of the head."""
         F = features.shape[-1]
-        own = lambda name, init, *shape: self.param(name, init, (self.num_layers, self.num_kv_heads, *shape))[layer]
+        every = self.num_layers, self.num_kv_heads
+        own = lambda name, init, *shape: jnp.asarray(self.param(name, init, (*every, *shape)))[layer]
         mean, std = own("mean", nn.initializers.zeros, F), own("std", nn.initializers.ones, F)
         x = (features - mean[None, :, None]) / std[None, :, None]
         first = own("hidden", nn.initializers.normal(F**-0.5), F, self.hidden)
@@ -61,7 +62,7 @@ class TrainedHead:
     hidden: int
     weights: FrozenArrays
 
-    def __call__(self, features: Float[Array, "B K S F"], layer: int) -> Float[Array, "B K S"]:
+    def __call__(self, features: Float[Array, "B K S F"], layer: int | Int[Array, ""]) -> Float[Array, "B K S"]:
         """The score of every slot.
 
         Raises:
@@ -123,7 +124,7 @@ _SIZES = ("num_layers", "num_kv_heads", "hidden")
 
 
 def apply(
-    module: ScoreHead, params: PyTree[Any], features: Float[Array, "B K S F"], layer: int
+    module: ScoreHead, params: PyTree[Any], features: Float[Array, "B K S F"], layer: int | Int[Array, ""]
 ) -> Float[Array, "B K S"]:
     """The head as a pure function of its parameters."""
     run: Any = module.apply

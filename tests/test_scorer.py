@@ -30,6 +30,14 @@ def test_a_trained_head_replaces_its_file_in_one_step(tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["head", "head.npz"]
 
 
+def test_a_head_takes_layers_that_are_traced():
+    """Its weights are numpy's."""
+    weights = FrozenArrays(jax.tree.map(np.asarray, scorer.init(scorer.ScoreHead(2, 3, 4), jax.random.key(0), 10)))
+    head, features = scorer.TrainedHead(2, 3, 4, weights), np.ones((1, 3, 5, 10), np.float32)
+    for layer in range(2):
+        np.testing.assert_allclose(jax.jit(head)(features, layer), head(features, layer), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
