@@ -15,8 +15,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-import kvjax
-from kvjax import analysis, methods, models
+from kvjax import core, models
+from kvjax.core import analysis, methods
+from kvjax.core.methods import variants
+from kvjax.core.observe import Rows
 from kvjax.experiments import (
     bench_blocks,
     bench_curves,
@@ -30,10 +32,18 @@ from kvjax.experiments import (
 from kvjax.experiments.papers import FIGURES, adakv, ahakv, positions, prompts, roco, sparsity
 from kvjax.experiments.papers.attention import Layer, capture, fold_rows
 from kvjax.experiments.papers.base import interval
+from kvjax.models.gpt2 import GPT2Config
+from kvjax.models.mpt import MPTConfig
 from kvjax.pallas_kernels.columns import ROUNDING
-from tests import helpers, test_positions
+from tests import helpers
+from tests.core.tensors import live_positions
 
 ROOT = pathlib.Path(__file__).parents[1]
+SIZES = {"vocab_size": 61, "embed_dim": 16, "mlp_dim": 24, "num_layers": 3, "num_query_heads": 2, "num_kv_heads": 2}
+CONFIGS = {
+    "alibi": MPTConfig(**SIZES, head_dim=8, activation="gelu", tie_embeddings=True, steepest=2.0),
+    "learned": GPT2Config(**SIZES, head_dim=8, activation="gelu", max_position=48),
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +52,13 @@ def read(tiny):
     return captured(*tiny)
 
 
-@pytest.fixture(scope="module", params=["rotary", *test_positions.CONFIGS])
+@pytest.fixture(scope="module", params=["rotary", *CONFIGS])
 def read_by_position(request, tiny):
     """The same of models that tell positions otherwise."""
-    return captured(*(tiny if request.param == "rotary" else test_positions.random_model(request.param, 3)))
+    if request.param == "rotary":
+        return captured(*tiny)
+    model = models.LanguageModel(CONFIGS[request.param])
+    return captured(model, jax.tree.map(lambda x: 2 * x, jax.jit(model.init)(jax.random.key(3))))
 
 
 def captured(model, params):
@@ -90,10 +103,10 @@ def grouped(p, num_kv_heads=2):
 def test_captured_layers_attend_as_the_model_does(read_by_position):
     """Column sums of the captured matrices are those that the model measures when it reads the prompt."""
     model, params, tokens, p, _ = read_by_position
-    plan = kvjax.make_plan(model.config, methods.h2o(8), prompt_len=24, max_new_tokens=0)
-    _, _, stats = kvjax.forward(model, params, jnp.asarray(tokens), kvjax.init_state(plan, jnp.full((2,), 24)))
-    for layer, here in zip(stats.layers, p, strict=True):
-        np.testing.assert_allclose(layer[kvjax.Observe()], grouped(here).sum(2), rtol=2e-5, atol=1e-5)
+    state = core.start(model, policy=methods.h2o(8), lengths=[24, 24], max_new_tokens=0)
+    _, _, stats = core.forward(model, params, tokens, state)
+    for i, here in enumerate(p):
+        np.testing.assert_allclose(stats.of(i)[Rows()], grouped(here).sum(2), rtol=2e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 5, "slopes": (0.5, 0.3, 0.2, 0.1)}, {"softcap": 1.5}], ids=str)
@@ -120,9 +133,14 @@ def test_a_model_without_output_projection_is_refused(tiny):
     class Silent:
         config = model.config
 
-        def __call__(self, params, tokens, layers, *, attend, last_only):
-            q = jnp.zeros((*tokens.shape[:1], 4, tokens.shape[1], 8))
-            attend(None, q, q[:, :2], q[:, :2], layer=0, rotate=lambda x, pos: x)
+        def parts(self, params):
+            return params, (params,)
+
+        def embed(self, params, tokens, pos):
+            return jnp.zeros((*tokens.shape[:1], 4, tokens.shape[1], 8))
+
+        def block(self, layer, params, x, cache, attend):
+            return attend(cache, x, x[:, :2], x[:, :2], layer=layer, rotate=lambda x, pos: x)
 
     with pytest.raises(ValueError, match="layer 0 of the model passes no out_proj"):
         capture(Silent(), params, jnp.zeros((1, 4), jnp.int32))
@@ -152,22 +170,21 @@ def test_importance_jaccard_is_that_of_the_policies(read_by_position, measure):
     policy = [
         methods.h2o(budget, recent=0),
         methods.aqas(budget, recent=0),
-        methods.tova(budget, head_mode="per_kv_head"),
+        variants.tova_by_head(budget),
         methods.mas(budget),
     ][measure]
     found = roco.importance_jaccard(model, params, tokens, shares=(0.3, 0.5))
     assert found.budgets.tolist() == [7, 12]
 
-    plan = kvjax.make_plan(model.config, policy, prompt_len=1, max_new_tokens=T)
-    step = jax.jit(lambda token, state: kvjax.decode_step(model, params, token, state))
-    _, state = kvjax.prefill(model, params, jnp.asarray(tokens[:, :1]), plan)
+    step = jax.jit(lambda token, state: core.decode_step(model, params, token, state))
+    _, state = core.prefill(model, params, tokens[:, :1], policy=policy, max_new_tokens=T)
     similarity = []
     for t in range(1, T):
         _, state = step(jnp.asarray(tokens[:, t]), state)
         if t + 1 <= budget:
             continue
         for i, layer in enumerate(state.layers):
-            for b, heads in enumerate(helpers.live_positions(layer)):
+            for b, heads in enumerate(live_positions(layer)):
                 for h, held in enumerate(heads):
                     rows = grouped(p[i])[b, h, : t + 1, : t + 1]
                     above = (rows > (1 + ROUNDING * 2.0**-23) / np.arange(1, t + 2)[:, None]).sum(0)
@@ -243,7 +260,7 @@ def test_scope_size_is_what_the_drivers_measure(read):
         np.testing.assert_allclose(found.agreement[kind, 0, 1], agreement)
     np.testing.assert_array_equal(found.divergence[0, :, 0], found.divergence[1, :, 0])  # nothing protected by either
     reading = analysis.read(model, params, tokens[:, :16], tokens[:, 16:])
-    mass = np.stack([np.asarray(x.mass, np.float64).reshape(-1, 2, 2, 16).mean(2) for x in reading.layers])
+    mass = np.stack([np.asarray(x.mass, np.float64).reshape(-1, 2, 2, 16).mean(2) for x in reading.later])
     keep = np.argsort(np.argsort(-mass, axis=-1), axis=-1) < 8
     evicted = jax.nn.log_softmax(reading.logits_after(model, params, jnp.asarray(keep)))
     divergence = (np.exp(full) * (full - evicted)).sum(-1).mean(-1)
@@ -254,14 +271,8 @@ def test_scope_size_is_what_the_drivers_measure(read):
 
 def log_p(model, params, tokens, policy):
     """Log-probabilities after each of the last 8 tokens, read one by one into an evicted cache."""
-    plan = kvjax.make_plan(model.config, policy, prompt_len=16, max_new_tokens=8)
-
-    @jax.jit
-    def run(tokens):
-        _, state = kvjax.prefill(model, params, tokens[:, :16], plan)
-        return jax.nn.log_softmax(kvjax.feed(model, params, tokens[:, 16:], state)[0])
-
-    return np.asarray(run(jnp.asarray(tokens)), np.float64)
+    _, state = core.prefill(model, params, tokens[:, :16], policy=policy, max_new_tokens=8)
+    return np.asarray(jax.nn.log_softmax(core.feed(model, params, tokens[:, 16:], state)[0]), np.float64)
 
 
 # --- positions ---
@@ -273,9 +284,8 @@ def test_retained_positions_are_those_of_prefill(read):
     found = positions.retained_positions(model, params, tokens, share=0.5, slices=4)
     assert found.budget == 12
     for name, policy in (("H2O", methods.h2o(12)), ("NaCl", methods.nacl(12))):
-        plan = kvjax.make_plan(model.config, policy, prompt_len=24, max_new_tokens=1)
-        _, state = kvjax.prefill(model, params, jnp.asarray(tokens), plan)
-        live = [helpers.live_positions(layer) for layer in state.layers]
+        _, state = core.prefill(model, params, tokens, policy=policy, max_new_tokens=1)
+        live = [live_positions(layer) for layer in state.layers]
         held = np.array([[[np.isin(np.arange(24), head) for head in row] for row in layer] for layer in live])
         i = found.methods.tolist().index(name)
         np.testing.assert_array_equal(found.kept[i], held[:, 0].reshape(-1, 24))

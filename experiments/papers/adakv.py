@@ -9,12 +9,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from matplotlib.figure import Figure
 
-from kvjax.analysis import eviction_bound, eviction_loss
-from kvjax.drivers.generation import Model
+from kvjax.core.analysis import eviction_bound, eviction_loss
+from kvjax.core.decide.select import best
+from kvjax.core.plot import COLOURS
 from kvjax.experiments.papers.attention import Layer, capture, fold_rows, group_mean
 from kvjax.experiments.papers.base import canvas, interval, message, percent, shown_layers
-from kvjax.plot.style import COLOURS
-from kvjax.scoring.select import TopK, largest
 
 # --- Figure 2 ---
 
@@ -33,7 +32,7 @@ class HeadConcentration:
 
 
 def head_concentration(
-    model: Model, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, window: int = 32
+    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, window: int = 32
 ) -> HeadConcentration:
     """Attention that each head retains against its budget (Ada-KV, Fig. 2 and 6).
 
@@ -118,7 +117,7 @@ class LossBound:
 
 
 def loss_bound(
-    model: Model,
+    model: Any,
     params: PyTree[Any],
     tokens: Int[np.ndarray, "B T"],
     *,
@@ -159,7 +158,7 @@ def _bounds(
     pos = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, None], weights.shape)
 
     def at(budget):
-        keeps = TopK().best(weights, pos, jnp.full((B, K), budget)), adaptive(weights, budget)
+        keeps = best(weights, pos, jnp.full((B, K), budget)), adaptive(weights, budget)
         both = lambda f: jnp.stack([f(p, v, out_proj, keep) for keep in keeps])
         return both(eviction_bound), both(eviction_loss)
 
@@ -174,8 +173,8 @@ def adaptive(weights: Float[Array, "B K T"], budget: Int[Array, ""]) -> Bool[Arr
     B, K, T = weights.shape
     first = jnp.arange(T, dtype=jnp.int32)[None, None] == weights.argmax(-1, keepdims=True).astype(jnp.int32)
     flat = jnp.where(first, jnp.inf, weights).reshape(B, 1, K * T)
-    index = jnp.broadcast_to(jnp.arange(K * T, dtype=jnp.int32)[None, None], flat.shape)
-    return largest((flat, -index), jnp.full((B, 1), K * budget)).reshape(B, K, T)
+    earlier = K * T - 1 - jax.lax.broadcasted_iota(jnp.int32, flat.shape, 2)  # of equal weights, the first are chosen
+    return best(flat, earlier, jnp.full((B, 1), K * budget)).reshape(B, K, T)
 
 
 def plot_loss_bound(d: LossBound) -> Figure:

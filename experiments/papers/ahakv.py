@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 from matplotlib.figure import Figure
 
-from kvjax.drivers.generation import Model
 from kvjax.experiments.papers.attention import Layer, capture, fold_rows
 from kvjax.experiments.papers.base import canvas, draw_layers, message, smooth
 
@@ -47,7 +46,7 @@ class AttentionEntropy:
 
 
 def attention_entropy(
-    model: Model,
+    model: Any,
     params: PyTree[Any],
     tokens: Int[np.ndarray, "B T"],
     *,

@@ -12,12 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.cache.state import Slopes, linear_bias
-from kvjax.drivers.attention import without_cache
-from kvjax.drivers.generation import Model
+from kvjax.core.drivers.attend import without_cache
+from kvjax.core.storage import linear_bias
 from kvjax.pallas_kernels import Columns, Softmax, attention
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.plan import at_positions
 
 Carry = TypeVar("Carry")
 BLOCK = 32
@@ -44,7 +42,7 @@ class Layer:
     scale: float = static()
     window: int | None = static(default=None)
     softcap: float | None = static(default=None)
-    slopes: Slopes | None = static(default=None)
+    slopes: tuple[float, ...] | None = static(default=None)
 
     @property
     def bias(self) -> Float[Array, "B N T"] | None:
@@ -56,7 +54,7 @@ class Layer:
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def capture(model: Model, params: PyTree[Any], tokens: Int[Array, "B T"]) -> tuple[Layer, ...]:
+def capture(model: Any, params: PyTree[Any], tokens: Int[Array, "B T"]) -> tuple[Layer, ...]:
     """Reads prompts of one length without a cache, and returns what every layer attended with.
 
     Raises:
@@ -65,18 +63,21 @@ def capture(model: Model, params: PyTree[Any], tokens: Int[Array, "B T"]) -> tup
     B, T = tokens.shape
     pos = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
     plain = without_cache(pos)
-    layers = []
 
     def attend(cache, q, k, v, *, layer, rotate, out_proj=None, hidden=None, scale=None, **how):
         del hidden
         if out_proj is None:
             raise ValueError(f"layer {layer} of the model passes no out_proj to attend; figures need it")
         turned = rotate(q, pos[:, None]), rotate(k, pos[:, None])
-        layers.append(Layer(*turned, v, out_proj, q.shape[-1] ** -0.5 if scale is None else scale, **how))
-        return plain(cache, q, k, v, layer=layer, rotate=rotate, scale=scale, **how)
+        found = Layer(*turned, v, out_proj, q.shape[-1] ** -0.5 if scale is None else scale, **how)
+        out, cache, _ = plain(cache, q, k, v, layer=layer, rotate=rotate, scale=scale, **how)
+        return out, cache, found
 
-    no_caches: Any = (None,) * model.config.num_layers
-    model(params, tokens, no_caches, attend=attend, last_only=True, **at_positions(model.config, pos))
+    (outer, each), layers = model.parts(params), []
+    x = model.embed(outer, tokens, pos)
+    for i, own in enumerate(each):
+        x, _, found = model.block(i, own, x, None, attend)
+        layers.append(found)
     return tuple(layers)
 
 

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvjax import analysis
-from kvjax.plot.style import COLOURS, LINES, MARKERS
+from kvjax.core import analysis
+from kvjax.core.plot.style import style as style
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,16 +63,6 @@ def message(figure: Figure, text: str, source: str) -> Figure:
 def layer_colours(num_layers: int) -> list[Any]:
     """Colours from the first layer (dark) to the last (light), apart for all kinds of colour vision."""
     return list(matplotlib.colormaps["viridis"](np.linspace(0.0, 0.88, num_layers)))
-
-
-def style(i: int) -> dict[str, Any]:
-    """Colour, marker and line style of the i-th series."""
-    return {
-        "color": COLOURS[i % len(COLOURS)],
-        "marker": MARKERS[i % len(MARKERS)],
-        "linestyle": LINES[i // len(COLOURS) % len(LINES)],
-        "markersize": 5,
-    }
 
 
 def draw_layers(axes: Axes, x: np.ndarray, y: Float[np.ndarray, "L X"], **options: Any) -> None:

@@ -1,49 +1,32 @@
 """Where in a prompt policies keep tokens, and by which scores (NaCl, arXiv 2408.03675; AhaKV, arXiv 2506.03762)."""
 
 import dataclasses
-import functools
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Bool, Float, Int, PyTree
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-import kvjax
-from kvjax import methods
-from kvjax.drivers.generation import Model
+from kvjax.core import Policy, analysis, methods
+from kvjax.core.methods import variants
+from kvjax.core.plot import COLOURS
 from kvjax.experiments.papers.base import canvas, message, percent, style
-from kvjax.plot.style import COLOURS
-from kvjax.policy import context
-
-
-@functools.partial(jax.jit, static_argnames=("model", "plan"))
-def _decide(
-    model: Model, params: PyTree[Any], tokens: Int[Array, "B T"], plan: kvjax.CachePlan
-) -> tuple[Bool[Array, "L B K T"], Float[Array, "L B K T"]]:
-    lengths = jnp.full((len(tokens),), tokens.shape[1])
-    state = kvjax.init_state(plan, lengths, dtype=model.config.dtype)
-    _, state, stats = kvjax.forward(model, params, tokens, state)
-    chosen = [
-        plan.layers[i].decide(kv, stats.layers[i], context(state, i, "prefill"))[1] for i, kv in enumerate(state.layers)
-    ]
-    keep, score = zip(*((s.keep, s.score) for s in chosen if s is not None), strict=True)
-    return jnp.stack(keep), jnp.stack(score)
 
 
 def decide(
-    model: Model, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], policy: kvjax.Policy
-) -> tuple[Bool[np.ndarray, "L B K T"], Float[np.ndarray, "L B K T"]]:
-    """What a policy keeps of prompts after reading them, and the scores that it ranks by.
+    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], policies: Mapping[str, Policy]
+) -> tuple[Bool[np.ndarray, "P L B K T"], Float[np.ndarray, "P L B K T"]]:
+    """What policies keep of prompts after reading them, and the scores that they rank by.
 
     Raises:
       ValueError: a policy that cannot work with prompts of this length.
     """
-    plan = kvjax.make_plan(model.config, policy, prompt_len=tokens.shape[1], max_new_tokens=0)
-    keep, score = _decide(model, params, jnp.asarray(tokens), plan)
-    return np.asarray(keep), np.asarray(score, np.float64)
+    reading = analysis.read(model, params, tokens, tokens[:, :1], policies=list(policies.values()))
+    each = [reading.decisions(policy) for policy in policies.values()]
+    keep, score = (np.stack([[getattr(x, name) for x in layers] for layers in each]) for name in ("keep", "score"))
+    return keep, score.astype(np.float64)
 
 
 def by_slice(x: np.ndarray, num: int) -> Float[np.ndarray, "*rest X"]:
@@ -83,7 +66,7 @@ class RetainedPositions:
 
 
 def retained_positions(
-    model: Model, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, share: float = 0.2, slices: int = 16
+    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, share: float = 0.2, slices: int = 16
 ) -> RetainedPositions:
     """Which tokens of a prompt each policy retains (NaCl, Fig. 2; AhaKV, Fig. 2, 5 and 6).
 
@@ -98,16 +81,16 @@ def retained_positions(
     """
     T = tokens.shape[1]
     budget = int(share * T + 1e-9)
-    policies: dict[str, kvjax.Policy] = {
+    policies: dict[str, Policy] = {
         "StreamingLLM": methods.streaming_llm(budget),
         "H2O": methods.h2o(budget),
         "TOVA": methods.tova(budget),
         "RoCo": methods.roco(budget),
-        "SnapKV": methods.snapkv(budget, window_size=min(32, max(budget // 2, 1))),
+        "SnapKV": methods.snapkv(budget, window=min(32, max(budget // 2, 1))),
         "NaCl": methods.nacl(budget),
         "AhaKV": methods.ahakv(budget, recent=min(32, max(budget // 2, 1))),
     }
-    keeps = [decide(model, params, tokens, p)[0] for p in policies.values()]
+    keeps, _ = decide(model, params, tokens, policies)
     kept = np.stack([k[:, 0].reshape(-1, T) for k in keeps])
     profile = np.stack([by_slice(k.mean((0, 2)), slices).T for k in keeps])
     chosen = T - budget // 2
@@ -184,7 +167,7 @@ class EvictionScores:
 
 
 def eviction_scores(
-    model: Model, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, share: float = 0.2, slices: int = 32
+    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, share: float = 0.2, slices: int = 32
 ) -> EvictionScores:
     """Eviction scores by position, and what the value prior does to them (AhaKV, Fig. 2; NaCl, Fig. 7 to 9).
 
@@ -197,19 +180,19 @@ def eviction_scores(
     T = tokens.shape[1]
     budget = int(share * T + 1e-9)
     recent = min(32, max(budget // 2, 1))
-    policies: dict[str, kvjax.Policy] = {
+    policies: dict[str, Policy] = {
         "H2O": methods.h2o(budget),
         "TOVA": methods.tova(budget),
         "NaCl": methods.nacl(budget),
         "AhaKV": methods.ahakv(budget, recent=recent),
     }
-    scores = {name: decide(model, params, tokens, p)[1] for name, p in policies.items()}
-    plain = decide(model, params, tokens, methods.ahakv(budget, recent=recent, value_prior=False))[1]
-    profile = [by_slice(s / s.mean(-1, keepdims=True), slices).mean((0, 2)).T for s in scores.values()]
-    thresholds = np.geomspace(1e-4, 1.0, 33)
-    relative = [s / s.max(-1, keepdims=True) for s in (plain, scores["AhaKV"])]
-    above = [np.stack([(s > t).mean((0, 2, 3)) for t in thresholds]) for s in relative]
     names = np.array(list(policies))
+    plain = variants.ahakv_without("prior", budget, recent=recent)
+    _, scores = decide(model, params, tokens, {**policies, "without a prior": plain})
+    profile = [by_slice(s / s.mean(-1, keepdims=True), slices).mean((0, 2)).T for s in scores[:-1]]
+    thresholds = np.geomspace(1e-4, 1.0, 33)
+    relative = [s / s.max(-1, keepdims=True) for s in (scores[-1], scores[-2])]
+    above = [np.stack([(s > t).mean((0, 2, 3)) for t in thresholds]) for s in relative]
     return EvictionScores(names, np.array(T), np.array(budget), np.stack(profile), thresholds, np.stack(above))
 
 

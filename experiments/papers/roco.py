@@ -8,21 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 from matplotlib.figure import Figure
 
-import kvjax
-from kvjax import analysis
-from kvjax.cache.state import EMPTY, linear_bias
-from kvjax.drivers.generation import Model
+from kvjax.core import Evict, analysis
+from kvjax.core.contract import EMPTY
+from kvjax.core.decide.select import all_but_worst, best
+from kvjax.core.plot import COLOURS
+from kvjax.core.scores.attention import SparedByDeviation
+from kvjax.core.storage import linear_bias
 from kvjax.experiments.papers.attention import Layer, capture, fold_rows, group_mean
 from kvjax.experiments.papers.base import canvas, draw_layers, interval, message, percent, style
 from kvjax.pallas_kernels import Columns, attention
-from kvjax.plan import at_positions
-from kvjax.plot.style import COLOURS
-from kvjax.scoring.protect import TopStd
-from kvjax.scoring.scores import Mean
-from kvjax.scoring.select import TopK
 
 MEASURES = ("AAS (H2O)", "AQAS", "LTAS (TOVA)", "MAS (RoCo)")
 _AQAS, _LTAS, _MAS = 1, 2, 3
@@ -52,7 +49,7 @@ class ImportanceJaccard:
 
 
 def importance_jaccard(
-    model: Model,
+    model: Any,
     params: PyTree[Any],
     tokens: Int[np.ndarray, "B T"],
     *,
@@ -93,7 +90,7 @@ def importance_jaccard(
 
 @functools.partial(jax.jit, static_argnames=("model", "budgets"))
 def _read_and_evict(
-    model: Model, params: PyTree[Any], tokens: Int[Array, "B T"], budgets: tuple[int, ...]
+    model: Any, params: PyTree[Any], tokens: Int[Array, "B T"], budgets: tuple[int, ...]
 ) -> Float[Array, "T L M R B"]:
     """Jaccard similarity after every token. One batch holds all measures and budgets, and the full cache as the first.
 
@@ -107,11 +104,10 @@ def _read_and_evict(
     limits = jnp.asarray((T, *budgets), jnp.int32)
     limit = jnp.broadcast_to(limits[None, :, None, None], (M, R, B, K)).reshape(X, K)
     kind = jnp.repeat(jnp.arange(M, dtype=jnp.int32), R * B)[:, None, None]
-    choose = TopK()
+    outer, each = model.parts(params)
 
     def read(caches, t):
         pos = jnp.full((X, 1), t)
-        overlaps = []
 
         def attend(cache, q, k, v, *, layer, rotate, out_proj=None, hidden=None, slopes=None, **options):
             del layer, out_proj, hidden
@@ -127,22 +123,23 @@ def _read_and_evict(
             total = jnp.where(kind == _LTAS, p, total + jnp.where(kind == _AQAS, above, p))
             rows = jnp.maximum(t + 1 - slots, 1).astype(jnp.float32)[None, None]
             score = jnp.where(kind == _MAS, total / rows, total)
-            live = choose.drop(score, held, limit, 1)
-            overlaps.append(compare(score, live, t))
-            return result.out, (keys, values, live, total), kvjax.LayerStats()
+            live = all_but_worst(score, held, limit)
+            return result.out, (keys, values, live, total), compare(score, live, t)
 
         token = jnp.broadcast_to(tokens[:, t][None], (M * R, B)).reshape(X, 1)
-        call: Any = model
-        _, caches, _ = call(params, token, caches, attend=attend, last_only=True, **at_positions(c, pos))
-        return caches, jnp.stack(overlaps)
+        x, after, overlaps = model.embed(outer, token, pos), [], []
+        for i, (own, cache) in enumerate(zip(each, caches, strict=True)):
+            x, cache, overlap = model.block(i, own, x, cache, attend)
+            after, overlaps = [*after, cache], [*overlaps, overlap]
+        return tuple(after), jnp.stack(overlaps)
 
     def compare(score, live, t):
-        best = score.reshape(M, R, B, K, T)[:, :1]
-        best = jnp.broadcast_to(best, (M, R - 1, B, K, T)).reshape(-1, K, T)
-        seen = jnp.broadcast_to(jnp.where(slots <= t, slots, EMPTY)[None, None], best.shape)
-        best = choose.best(best, seen, limit.reshape(M, R, B, K)[:, 1:].reshape(-1, K))
+        full = score.reshape(M, R, B, K, T)[:, :1]
+        full = jnp.broadcast_to(full, (M, R - 1, B, K, T)).reshape(-1, K, T)
+        seen = jnp.broadcast_to(jnp.where(slots <= t, slots, EMPTY)[None, None], full.shape)
+        wanted = best(full, seen, limit.reshape(M, R, B, K)[:, 1:].reshape(-1, K))
         live = live.reshape(M, R, B, K, T)[:, 1:].reshape(-1, K, T)
-        both, either = (best & live).sum(-1), (best | live).sum(-1)
+        both, either = (wanted & live).sum(-1), (wanted | live).sum(-1)
         return (both / either).mean(-1).reshape(M, R - 1, B)
 
     kv = jnp.zeros((X, K, T, c.head_dim), c.dtype)
@@ -190,7 +187,7 @@ class AttentionByAge:
 
 
 def attention_by_age(
-    model: Model, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, skip: int = SINKS
+    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, skip: int = SINKS
 ) -> AttentionByAge:
     """Mean and standard deviation of the attention a token receives, against its age (RoCo, Fig. 3).
 
@@ -295,7 +292,7 @@ class ScopeSize:
 
 
 def scope_size(
-    model: Model,
+    model: Any,
     params: PyTree[Any],
     tokens: Int[np.ndarray, "B T"],
     *,
@@ -324,69 +321,45 @@ def scope_size(
     n = tokens.shape[1] - continuation
     if n < 2:
         raise ValueError(f"{tokens.shape[1]} tokens less a continuation of {continuation} leave {n} to evict; use more")
-    budgets = tuple(int(share * n + 1e-9) for share in shares)
-    divergence, agreement = _under_scopes(model, params, jnp.asarray(tokens), n, budgets, sizes)
+    budgets = np.array([int(share * n + 1e-9) for share in shares])
+    grid = [(kind, b, int(size * b + 1e-9)) for kind in (False, True) for b in budgets.tolist() for size in sizes]
+    policies = [scoped(b, size, by_deviation=kind) for kind, b, size in grid]
+    reading = analysis.read(model, params, tokens[:, :n], tokens[:, n:], policies=policies)
+    kept = [jnp.stack([kv.live for kv in reading.after(policy)]) for policy in policies]
+    live = reading.live(model.config.num_kv_heads)
+    rank = analysis.hindsight_rank(reading.mass(live.shape[2]), live)
+    kept += [(live & (rank < b)).swapaxes(0, 1) for b in budgets.tolist()]
+    divergence, agreement = (np.asarray(x, np.float64) for x in _moved(model, params, reading, jnp.stack(kept)))
     shape = 2, len(budgets), len(sizes), len(tokens)
     return ScopeSize(
         np.array(["local window", "standard deviation"]),
-        np.array(budgets),
+        budgets,
         np.array(sizes),
         np.array(n),
-        np.asarray(divergence, np.float64).reshape(shape),
-        np.asarray(agreement, np.float64).reshape(shape),
-        np.asarray(_in_hindsight(model, params, analysis.read(model, params, tokens[:, :n], tokens[:, n:]), budgets)),
+        divergence[: len(grid)].reshape(shape),
+        agreement[: len(grid)].reshape(shape),
+        divergence[len(grid) :],
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def _in_hindsight(
-    model: Model, params: PyTree[Any], reading: analysis.Reading, budgets: tuple[int, ...]
-) -> Float[Array, "R B"]:
-    """Divergence over the continuation where each head keeps what the continuation attends to most."""
-    live = reading.live()
-    rank = analysis.hindsight_rank(reading.mass(live.shape[2]), live)
-    full = jax.nn.log_softmax(reading.logits)
-
-    def divergence(budget):
-        kept = (live & (rank < budget)).swapaxes(0, 1)
-        evicted = jax.nn.log_softmax(reading.logits_after(model, params, kept))
-        return (jnp.exp(full) * (full - evicted)).sum(-1).mean(-1)
-
-    return jax.lax.map(divergence, jnp.asarray(budgets))
-
-
-def scoped(budget: int, size: int, *, by_deviation: bool) -> kvjax.Evict:
+def scoped(budget: int, size: int, *, by_deviation: bool) -> Evict:
     """Eviction by mean attention that protects `size` tokens: the last, or those of largest deviation."""
-    recent, scope = (0, TopStd(size)) if by_deviation else (size, TopStd(0))
-    return kvjax.Evict(Mean(), budget, protect=kvjax.Protect(recent=recent), scope=scope)
+    recent, spared = (0, size) if by_deviation else (size, 0)
+    return Evict(SparedByDeviation(size=spared), budget, 0, recent)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
-def _under_scopes(
-    model: Model, params: PyTree[Any], tokens: Int[Array, "B T"], n: int, budgets: Any, sizes: Any
+@functools.partial(jax.jit, static_argnames="model")
+def _moved(
+    model: Any, params: PyTree[Any], reading: analysis.Reading, kept: Bool[Array, "V L B K T"]
 ) -> tuple[Float[Array, "V B"], Float[Array, "V B"]]:
-    """One prompt read, all scopes on its statistics, and one continuation read for each."""
-    grid = [(kind, b, int(size * b + 1e-9)) for kind in (False, True) for b in budgets for size in sizes]
-    policies = [scoped(b, size, by_deviation=kind) for kind, b, size in grid]
-    plan = kvjax.make_plan(model.config, policies[-1], prompt_len=n, max_new_tokens=0)
-    state = kvjax.init_state(plan, jnp.full((len(tokens),), n), dtype=model.config.dtype)
-    _, state, stats = kvjax.forward(model, params, tokens[:, :n], state)
-    kept = [[layer.pos for layer in policy(state, stats).layers] for policy in policies]
+    """Divergence and agreement over the continuation under each mask of the prompt."""
 
-    def predict(positions):
-        layers = (dataclasses.replace(kv, pos=pos) for kv, pos in zip(state.layers, positions, strict=True))
-        evicted = dataclasses.replace(state, layers=tuple(layers))
-        logits, _, _ = kvjax.forward(model, params, tokens[:, n:], evicted, last_only=False)
-        return jax.nn.log_softmax(logits)
+    def compare(mask):
+        logits = reading.logits_after(model, params, mask)
+        same = reading.logits.argmax(-1) == logits.argmax(-1)
+        return analysis.output_kl(reading.logits, logits).mean(-1), same.astype(jnp.float32).mean(-1)
 
-    full = predict([layer.pos for layer in state.layers])
-
-    def compare(positions):
-        evicted = predict(positions)
-        divergence = (jnp.exp(full) * (full - evicted)).sum(-1).mean(-1)
-        return divergence, (full.argmax(-1) == evicted.argmax(-1)).astype(jnp.float32).mean(-1)
-
-    return lax.map(compare, jax.tree.map(lambda *x: jnp.stack(x), *kept))
+    return lax.map(compare, kept)
 
 
 def plot_scope_size(d: ScopeSize) -> Figure:

@@ -11,10 +11,9 @@ from jaxtyping import Array, Float, Int, PyTree
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from kvjax.drivers.generation import Model
+from kvjax.core.plot import COLOURS
 from kvjax.experiments.papers.attention import Layer, capture, fold_rows
 from kvjax.experiments.papers.base import canvas, draw_layers, message, percent, shown_layers, smooth
-from kvjax.plot.style import COLOURS
 
 NOTHING = 0.001  # attention that heat maps leave white
 
@@ -39,7 +38,7 @@ class AttentionSparsity:
 
 
 def attention_sparsity(
-    model: Model,
+    model: Any,
     params: PyTree[Any],
     tokens: Int[np.ndarray, "B T"],
     *,
@@ -132,7 +131,7 @@ class AttentionMass:
 
 
 def attention_mass(
-    model: Model, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, num_rows: int = 64
+    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, num_rows: int = 64
 ) -> AttentionMass:
     """Cumulative attention mass against the share of tokens that hold it (Keyformer, Fig. 3b).
 
@@ -208,7 +207,7 @@ class AttentionHeatmaps:
 
 
 def attention_heatmaps(
-    model: Model,
+    model: Any,
     params: PyTree[Any],
     tokens: Int[np.ndarray, "B T"],
     *,
