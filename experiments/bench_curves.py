@@ -3,21 +3,18 @@
     python experiments/bench_curves.py
     python experiments/bench_curves.py --length 512 --rows 32 --prompts 8
 
-One call (`kvjax.analysis.curves`) measures all policies at all budgets. Two kinds of separate runs are timed, each
+One call (`kvjax.core.analysis.curves`) measures all policies at all budgets. Two kinds of separate runs are timed, each
 compiled before it is timed, and every one of them is run:
 
-* "same measures": `kvjax.analysis.curves` of one policy at one budget. It reads the same prompts and their continuation
-  with the full cache, decides, and measures every loss of that one mask, with the same code.
-* "generate": what a run without this analysis does. `kvjax.prefill` with the policy, then `kvjax.feed` of the
-  continuation, then divergence and agreement against logits of the full cache, which are given. It measures no layer.
+* "same measures": `kvjax.core.analysis.curves` of one policy at one budget. It reads the same prompts and their
+  continuation with the full cache, decides, and measures every loss of that one mask, with the same code.
+* "generate": what a run without this analysis does. `prefill` with the policy, then `feed` of the continuation, then
+  divergence and agreement against logits of the full cache, which are given. It measures no layer.
 
 Every separate run is timed several times once it is compiled, and its median counts; the one call is timed after every
 fourth of them. Compare the ratios, not the seconds. A second ratio is that of first runs, compilation included, in CPU
 seconds of the process, to which other work on the machine adds nothing. `--output` takes every single timing, and the
 commit that was timed.
-
-StreamingLLM keeps the original positions of its tokens here. With positions by cache rank, its own, its masks cannot be
-measured in one batch with those of the others, and its generation rotates every key anew.
 """
 
 import functools
@@ -27,14 +24,14 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
 from tqdm import tqdm
 
-import kvjax
-from kvjax import analysis, methods, models
+from kvjax import core, models
 from kvjax.configs.experiment import check_whole
+from kvjax.core import analysis, methods
+from kvjax.core.budgets import Schedule
 from kvjax.experiments.evaluation.results import check_output, environment, plain_errors, write_json
 from kvjax.experiments.tasks import TASKS, Task
 from kvjax.experiments.tasks.perplexity import SCORED
@@ -42,7 +39,7 @@ from kvjax.models.embedded import EMBEDDED
 
 POLICIES = {
     "window": methods.window,
-    "streaming_llm": functools.partial(methods.streaming_llm, positions="original"),
+    "streaming_llm": methods.streaming_llm,
     "random": methods.random,
     "h2o": methods.h2o,
     "tova": methods.tova,
@@ -53,19 +50,18 @@ POLICIES = {
 BUDGETS = (0.0625, 0.09375, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.75)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "plan"))
 def generate_run(
     model: models.LanguageModel,
     params: Any,
-    tokens: jax.Array,
-    continuation: jax.Array,
+    tokens: np.ndarray,
+    continuation: np.ndarray,
     full: jax.Array,
     *,
-    plan: kvjax.CachePlan,
+    policy: core.Policy,
 ) -> tuple[jax.Array, jax.Array]:
     """Divergence and agreement of every prompt, from a compacted cache that reads token by token."""
-    _, state = kvjax.prefill(model, params, tokens, plan)
-    logits, _ = kvjax.feed(model, params, continuation, state)
+    _, state = core.prefill(model, params, tokens, policy=policy, max_new_tokens=continuation.shape[1])
+    logits, _ = core.feed(model, params, continuation, state)
     return analysis.output_kl(full, logits).mean(-1), (full.argmax(-1) == logits.argmax(-1)).mean(-1)
 
 
@@ -101,26 +97,23 @@ def main(
     encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
     task = Task(encode, (tokenizer.bos_token_id,), length + SCORED, 0)
     examples = [TASKS["perplexity"](task, i) for i in range(prompts)]
-    tokens = jnp.asarray([e.context for e in examples], jnp.int32)
-    continuation = jnp.asarray([e.questions[0].continuation[:rows] for e in examples], jnp.int32)
+    tokens = np.array([e.context for e in examples], np.int32)
+    continuation = np.array([e.questions[0].continuation[:rows] for e in examples], np.int32)
     full = analysis.read(model, params, tokens, continuation).logits
     measure = functools.partial(analysis.curves, model, params, tokens, continuation, oracles=())
-    plan = functools.partial(kvjax.make_plan, model.config, prompt_len=length, max_new_tokens=rows)
 
     together = lambda: measure(POLICIES, BUDGETS)
     pairs = [(name, budget) for name in POLICIES for budget in BUDGETS]
     same = [functools.partial(measure, {name: POLICIES[name]}, [budget]) for name, budget in pairs]
-    once = lambda name, budget: kvjax.when(kvjax.after_prefill(), POLICIES[name](budget))
+    once = lambda name, budget: core.when(Schedule(), POLICIES[name](budget))
     generated = [
-        functools.partial(generate_run, model, params, tokens, continuation, full, plan=plan(once(*pair)))
-        for pair in pairs
+        functools.partial(generate_run, model, params, tokens, continuation, full, policy=once(*pair)) for pair in pairs
     ]
     kinds = {"same measures": same, "generate": generated}
 
     settings = {"length": length, "rows": rows, "prompts": prompts, "rounds": rounds}
     names = {"policies": list(POLICIES), "budgets": list(BUDGETS)}
-    notes = {"streaming_llm": "positions='original'; its own are positions by cache rank"}
-    about = {**environment(["python", *sys.argv]), **settings, **names, "notes": notes}
+    about = {**environment(["python", *sys.argv]), **settings, **names}
     print(f"{len(POLICIES)} policies x {len(BUDGETS)} budgets x {prompts} prompts of {length} tokens, {rows} rows")
     table = []
     for kind, runs in kinds.items():
