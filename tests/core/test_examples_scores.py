@@ -1,6 +1,7 @@
 """Numeric examples that can be checked by hand (`golden/policy_examples.json`): softmaxes, keys, counts, storage."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -336,3 +337,8 @@ def test_a_drop_is_exactly_so_many_tokens_but_never_leaves_more_than_the_budget(
     """A budget of 4, a prompt of 6: what is left of 4 + `over` tokens."""
     seen = occupancy(Schedule(over=over, drop=drop), over + 1, budget=4, n=6)
     assert seen[over - 1 :] == [[4 + over, left], [left + 1, left + 1 if left < 3 + over else left]]
+
+
+def test_a_drop_spares_what_is_protected():
+    make = functools.partial(methods.streaming_llm, sinks=3)
+    assert occupancy(Schedule(over=1, drop=4), 1, budget=4, n=6, make=make) == [[5, 3]]
