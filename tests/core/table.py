@@ -55,9 +55,9 @@ class Case:
         """For 3 layers of 4 query and 2 kv heads, each 8 wide."""
         return self.make(self.budget)
 
-    def make(self, budget: Any, *, layers: int = 3) -> core.Policy:
-        """The policy with a budget, for a model of so many layers."""
-        return MAKE[self.name](budget, Sizes(layers, 4, 2, 8, 12))
+    def make(self, budget: Any, *, layers: int = 3, width: int = 12) -> core.Policy:
+        """The policy with a budget, for a model of so many layers and of that width."""
+        return MAKE[self.name](budget, Sizes(layers, 4, 2, 8, width))
 
     def takes(self, budget: Any) -> bool:
         """Whether the row has a policy with that budget."""

@@ -110,7 +110,7 @@ def test_decoding_keeps_to_its_plan_and_what_is_evicted_stays_gone(case):
                         assert counts.sum() == min(budget, n + s) * len(counts)  # a full budget stays in use
 
 
-@decoded_methods
+@table.rows(table.DECODED, without=table.OF_A_BATCH)
 def test_a_padded_row_decodes_as_it_does_alone(case):
     policy = case.make(case.budget, layers=LAYERS)
     together, alone = history(policy), history(policy, row=1)
@@ -141,7 +141,8 @@ def test_a_budget_that_holds_everything_is_full_attention(case, shallow, tiny):
         first, state = core.prefill(model, weights, ids, policy=policy, lengths=LENGTHS, max_new_tokens=6)
         return jnp.concatenate([first[:, None], core.feed(model, weights, more, state)[0]], axis=1)
 
-    roomy = case.make(200, layers=model.config.num_layers) if case.takes(200) else case.make(1.0, layers=1)
+    sizes = {"layers": model.config.num_layers, "width": model.config.embed_dim}
+    roomy = case.make(200 if case.takes(200) else 1.0, **sizes)
     np.testing.assert_allclose(logits(roomy), logits(methods.full()), rtol=2e-4, atol=2e-4)
 
 
