@@ -1,4 +1,4 @@
-"""One file a method: `get_config(budget=..., ...) -> Experiment`. The signature is the command line."""
+"""What `experiments/run.py --config` runs: a method of the table in `methods`, or the `get_config` of a file."""
 
 from kvjax.configs.experiment import Experiment as Experiment
 from kvjax.configs.experiment import Setup as Setup

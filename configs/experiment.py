@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import tyro
 
-from kvjax import Policy
+from kvjax.core import Policy
 from kvjax.models.embedded import included
 
 Budget = int | float
@@ -244,8 +244,7 @@ class Experiment:
         plots place those by the live tokens that were measured.
       setup: everything else.
       task_policies: the same for the budgets of `Setup.task_budget`.
-      options: those of the config that are not the defaults of the method in `kvjax.methods`, such as "window_size=16";
-        `configs.find` fills it in for the configs that come with the project.
+      options: those of the config that are not the defaults of the method in `kvjax.methods`, such as "window=16".
     """
 
     name: str
@@ -274,7 +273,15 @@ class Experiment:
         return own[0] if own and BASELINE_BUDGET not in own else BASELINE_BUDGET
 
 
-def sweep(make: Callable[[Budget], Policy], budgets: Sequence[Budget]) -> tuple[tuple[Budget, Policy], ...]:
-    """One policy for every budget."""
-    check_budgets(budgets)
-    return tuple((b, make(b)) for b in budgets)
+def sweep(
+    make: Callable[[Any], Policy], values: Sequence[Any], name: str = "budget", form: str | None = None
+) -> tuple[tuple[Any, Policy], ...]:
+    """One policy for every value, labelled by it, or by a form such as "T={:g}".
+
+    Raises:
+      ValueError: no value, or one that is repeated.
+    """
+    if name == "budget":
+        check_budgets(values)
+    check_distinct(name, values)
+    return tuple((x if form is None else form.format(x), make(x)) for x in values)

@@ -1,10 +1,7 @@
 """Finding configs by name or path, and functions in Python files."""
 
 import contextlib
-import dataclasses
-import functools
 import importlib.util
-import inspect
 import pathlib
 import sys
 import traceback
@@ -13,25 +10,22 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from kvjax import methods
-from kvjax.configs.experiment import Experiment
+from kvjax.configs.methods import CONFIGS
 
 _HERE = pathlib.Path(__file__).parent
-_NOT_CONFIGS = {"__init__", "experiment", "learning", "loading", "probed"}
 _SCRIPTS: Final = {"learned_budget": "learn_budget.py", "learned_scorer": "learn_scorer.py"}
 
 
 def available(script: str = "run.py") -> list[str]:
     """The configs that come with the project for a script in experiments/."""
-    stems = (p.stem for p in _HERE.glob("*.py") if p.stem not in _NOT_CONFIGS)
-    return sorted(s for s in stems if _SCRIPTS.get(s, "run.py") == script)
+    return sorted(CONFIGS) if script == "run.py" else [name for name, asks in _SCRIPTS.items() if asks == script]
 
 
 def find(config: str, script: str = "run.py") -> tuple[str, Callable[..., Any]]:
     """The name and the `get_config` of a config.
 
     Args:
-      config: "snapkv.py", "snapkv" or "configs/snapkv.py" for a file here, or a path to another file.
+      config: "snapkv", "snapkv.py" or "configs/snapkv.py" for one of the project, or a path to a file of one's own.
       script: which script in experiments/ asks.
 
     Raises:
@@ -42,6 +36,8 @@ def find(config: str, script: str = "run.py") -> tuple[str, Callable[..., Any]]:
     path = pathlib.Path(config)
     stem = path.stem if path.suffix == ".py" else path.name
     here = path.parent == pathlib.Path(".") or (path.parent == pathlib.Path("configs") and not path.is_file())
+    if here and script == "run.py" and stem in CONFIGS:
+        return stem, CONFIGS[stem]
     if here and stem in available(script):
         path = _HERE / f"{stem}.py"
     elif here and stem in _SCRIPTS:
@@ -56,31 +52,7 @@ def find(config: str, script: str = "run.py") -> tuple[str, Callable[..., Any]]:
         typing.get_type_hints(get_config)
     except Exception as e:
         raise ValueError(f"{path}: the types of get_config's options cannot be read: {type(e).__name__}: {e}") from e
-    return path.stem, _telling(path.stem, get_config) if path.parent == _HERE else _at_home(path)(get_config)
-
-
-def _telling(name: str, get_config: Callable[..., Any]) -> Callable[..., Any]:
-    """A `get_config` of the project whose experiments say which options are not their method's defaults."""
-    method = getattr(methods, name, None)
-    if method is None:
-        return get_config
-    defaults = {n: p.default for n, p in inspect.signature(method).parameters.items()}
-    if "base" in defaults:  # SnapKV, whose options the config has too
-        defaults = {n: p.default for n, p in inspect.signature(methods.snapkv).parameters.items()} | defaults
-
-    @functools.wraps(get_config)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        experiment = get_config(*args, **kwargs)
-        given = inspect.signature(get_config).bind(*args, **kwargs)
-        given.apply_defaults()
-        # Several values are a sweep, whose labels say them; texts that are empty stand for the default.
-        single = {n: x for n, x in given.arguments.items() if n in defaults and not isinstance(x, tuple) and x != ""}
-        has = lambda n: defaults[n] is not inspect.Parameter.empty
-        differs = [f"{n}={x!r}" for n, x in single.items() if has(n) and x != defaults[n]]
-        same_kind = isinstance(experiment, Experiment)
-        return dataclasses.replace(experiment, options=", ".join(differs)) if same_kind else experiment
-
-    return make
+    return path.stem, get_config if path.parent == _HERE else _at_home(path)(get_config)
 
 
 def function(reference: str) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """Every config: its policies fit the embedded model, and decode past a full budget within the plan."""
 
+import inspect
 import pathlib
 import re
 import sys
@@ -9,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
-from kvjax import configs, methods
+from kvjax import configs, core
 from kvjax.configs import loading
 from kvjax.configs.experiment import Experiment, Setup
 from kvjax.configs.learning import LearnedBudget, LearnedScorer, Prompts
-from kvjax.core.learning.families import PyramidBeta
+from kvjax.core import Share, methods
 
 README = pathlib.Path(configs.__file__).parents[1] / "experiments" / "README.md"
 WANTED = """full random window dilated_window streaming_llm key_attention h2o scissorhands tova mas roco nacl snapkv
@@ -37,8 +37,8 @@ def test_config(name, embedded):
     assert experiment.name == name
     assert experiment == configs.find(name)[1]()
     for _, policy in experiment.policies:
-        plan = kvjax.make_plan(model.config, policy, prompt_len=1024, max_new_tokens=64, lengths=[400, 1024])
-        assert plan.num_slots > 0
+        plan = core.make_plan(model.config, policy, np.array([400, 1024]), 1024, 64)
+        assert min(plan.capacities) > 0
 
 
 NEEDING_MORE = ("duo_attention", "fastgen", "headkv", "kvzap", "kvzip", "q_filters")
@@ -50,11 +50,26 @@ def test_a_config_names_the_options_that_its_method_would_need(name):
     experiment = configs.find(name)[1]()
     options = eval(f"dict({experiment.options})")
     if name in ("chunkkv", "criticalkv"):
-        options["base"] = methods.snapkv(0.5, window_size=options.pop("window_size"))
-    swept = {"think": "channels", "simlayerkv": "threshold", "fastgen": "recovery_ratio"}
-    given = {swept[name]: float(experiment.policies[0][0].partition("=")[2] or 0.25)} if name in swept else {}
-    budget = () if name in swept else (0.5,)
-    assert experiment.policies[0][1] == getattr(methods, name)(*budget, **given, **options)
+        first = methods.snapkv(0.5, window=options.pop("window"))
+    else:
+        first = {"think": 0.25, "simlayerkv": 0.9}.get(name, 0.5)
+    assert experiment.policies[0][1] == getattr(methods, name)(first, **options)
+
+
+def test_options_are_the_parameters_of_the_method():
+    """Of budgets as shares, of files, of what only Python can give, of switches; and their help."""
+    make = lambda name, **options: configs.find(name)[1](**options).policies[0][1]
+    assert make("roco", scope_share=0.25) == methods.roco(0.5, scope=Share(0.25))
+    assert configs.find("aqas")[1](recent_share=0.25).options == "recent=Share(share=0.25)"
+    assert make("nacl", recent=4, proxies=0.1) == methods.nacl(0.5, recent=4, proxies=0.1)
+    assert make("keyformer", shared=True) == core.shared_layers(methods.keyformer(0.5))
+    assert make("compactor", blend=0.1, sketch=None) == methods.compactor(0.5, blend=0.1, sketch=None)
+    assert [*inspect.signature(configs.find("kvzip")[1]).parameters][:2] == ["budget", "chunk"]
+    assert "\n  recent: first and last tokens that stay" in configs.find("compactor")[1].__doc__
+    with pytest.raises(TypeError, match="snapkv has no option window_size; there are budget, window, kernel, pooling"):
+        make("snapkv", window_size=3)
+    with pytest.raises(ValueError, match="streaming is empty; give at least one"):
+        make("duo_attention", streaming=())
 
 
 def test_the_readme_has_every_config_whose_options_are_not_the_defaults():
@@ -62,7 +77,7 @@ def test_the_readme_has_every_config_whose_options_are_not_the_defaults():
     (line,) = [x for x in README.read_text().splitlines() if "are not the defaults of `kvjax.methods`" in x]
     written = dict(re.findall(r"`(\w+)\(([^`]*)\)`", line))
     assert written == {name: options for name, options in found.items() if options}
-    assert configs.find("snapkv")[1](window_size=32).options == ""
+    assert configs.find("snapkv")[1](window=32).options == ""
 
 
 @pytest.mark.parametrize(
@@ -81,9 +96,10 @@ def test_the_readme_has_every_config_whose_options_are_not_the_defaults():
 )
 @pytest.mark.usefixtures("unchecked")
 def test_what_a_config_returns_has_fields_of_their_types(kind, given):
+    family = configs.find("learned_budget", "learn_budget.py")[1]().family
     needed = {
         Experiment: {"name": "x", "policies": ((8, methods.window(8)),)},
-        LearnedBudget: {"name": "x", "method": methods.snapkv, "budgets": (0.25,), "family": PyramidBeta()},
+        LearnedBudget: {"name": "x", "method": methods.snapkv, "budgets": (0.25,), "family": family},
         LearnedScorer: {"name": "x", "budgets": (0.25,)},
     }
     (name,) = given
@@ -98,24 +114,22 @@ def test_decoding_256_tokens_past_a_full_budget(name, embedded):
     model, params, _ = embedded
     _, policy = configs.find(name)[1]().policies[-1]
     n, new = 512, 256
-    plan = kvjax.make_plan(model.config, policy, prompt_len=n, max_new_tokens=new, lengths=[n])
-    tokens = jnp.asarray(np.random.default_rng(0).integers(4, 389, (1, n)))
+    tokens = np.random.default_rng(0).integers(4, 389, (1, n))
+    logits, state = core.prefill(model, params, tokens, policy=policy, max_new_tokens=new)
 
     @jax.jit
-    def run(params, tokens):
-        logits, state = kvjax.prefill(model, params, tokens, plan)
-
+    def run(params, logits, state):
         def step(carry, _):
-            logits, state = kvjax.decode_step(model, params, carry[0].argmax(-1).astype(jnp.int32), carry[1])
-            return (logits, state), (state.num_live, jnp.isfinite(logits).all())
+            logits, state = core.decode_step(model, params, carry[0].argmax(-1).astype(jnp.int32), carry[1])
+            return (logits, state), (jnp.stack([kv.num_live for kv in state.layers], 1), jnp.isfinite(logits).all())
 
         return jax.lax.scan(step, (logits, state), length=new)[1]
 
-    live, finite = run(params, tokens)
+    live, finite = run(params, logits, state)
     assert finite.all()
     live = np.asarray(live)[:, 0]  # steps, layers, heads
-    for layer, (capacity, layout) in enumerate(zip(plan.capacities, plan.layouts, strict=True)):
-        held = live[:, layer].sum(-1) if layout == "pool" else live[:, layer].max(-1)
+    for layer, (capacity, own) in enumerate(zip(state.plan.capacities, state.plan.layers, strict=True)):
+        held = live[:, layer].sum(-1) if own.layout.pool else live[:, layer].max(-1)
         assert held.max() <= capacity
 
 
@@ -148,7 +162,7 @@ def test_files_elsewhere_import_those_beside_them_whenever_their_code_runs(tmp_p
             "headkv",
             "importance",
             lambda f: np.save(f, np.ones((4, 4, 8))),
-            "importance must be an array of floats with axes",
+            r"importance is of shape \(4, 4, 8\)",
         ),
         ("q_filters", "filters", lambda f: np.savez(f, a=np.ones(3)), "has 1 arrays, but filters are one"),
         ("kvzap", "function", lambda f: np.save(f, np.ones(3)), r"has one array of the shape \(3,\)"),
