@@ -22,9 +22,9 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
-import kvjax
-from kvjax import configs, models
+from kvjax import configs, core, models
 from kvjax.configs.experiment import Experiment, Setup, check_distinct, check_whole
+from kvjax.core import Policy
 from kvjax.experiments import run as job
 from kvjax.experiments.evaluation import report, statistics
 from kvjax.experiments.evaluation.batches import Bucket, buckets
@@ -42,7 +42,6 @@ from kvjax.experiments.evaluation.results import (
 )
 from kvjax.experiments.papers.base import canvas, message, style
 from kvjax.experiments.tasks.base import Protocol
-from kvjax.policy import Policy
 
 RETRIEVAL = ("single_needle", "several_needles", "multi_query", "key_value")
 PROTOCOLS: tuple[Protocol, ...] = ("in_prompt", "after_compression")
@@ -96,9 +95,8 @@ class Frontier:
 
 def share_of_bytes(config: Any, policy: Policy, run: Bucket) -> float:
     """Keys and values that a policy's cache takes in a run, as a share of the full cache's."""
-    size = {"prompt_len": run.width, "max_new_tokens": run.planned, "lengths": run.lengths}
-    bytes_of = lambda p: kvjax.make_plan(config, p, **size).memory().kv
-    return bytes_of(policy) / bytes_of(kvjax.methods.full())
+    slots = lambda p: core.make_plan(config, p, np.array(run.lengths), run.width, run.planned).num_slots
+    return slots(policy) / slots(core.Policy())
 
 
 def budget_for(make: Callable[[int], Policy], config: Any, share: float, run: Bucket) -> tuple[int, float] | None:

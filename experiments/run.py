@@ -1,7 +1,7 @@
 """The main job: what a policy costs and what it loses, against the full cache and other methods.
 
     python experiments/run.py --config snapkv.py
-    python experiments/run.py --config snapkv.py --budget 64 0.25 --window-size 8 --examples 16
+    python experiments/run.py --config snapkv.py --budget 64 0.25 --window 8 --examples 16
     python experiments/run.py --config snapkv.py --help
 
 Results go to `results/<name>/` (or `--output`): `manifest.json`, `samples.jsonl` (a line an example, as it finishes),
@@ -28,8 +28,7 @@ from typing import Any
 import tyro
 from jax.sharding import Mesh
 
-import kvjax
-from kvjax import configs, models
+from kvjax import configs, core, models
 from kvjax.configs import loading
 from kvjax.configs.experiment import BUDGETS, LARGEST, Budget, Common, Experiment, Setup, label, sweep
 from kvjax.configs.learning import LearnedBudget, LearnedScorer
@@ -76,7 +75,7 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
             "--mesh",
             type=_mesh,
             metavar="data=4,heads=2",
-            help="devices that share the rows of a batch (data), the kv heads (heads), a prompt's tokens (sequence)",
+            help="devices that share the rows of a batch (data) and the kv heads (heads)",
         )
         parser.add_argument(
             "--list-tasks", action="store_true", help="print the tasks and what they ask, as --tasks list"
@@ -140,7 +139,7 @@ def _config_of(own: argparse.Namespace, script: str) -> tuple[str, Callable[...,
           setup: model, tasks and sizes.
         """
         made = sweep(make, budget)
-        if wrong := [p for _, p in made if not isinstance(p, kvjax.Policy)]:
+        if wrong := [p for _, p in made if not isinstance(p, core.Policy)]:
             raise ValueError(f"{own.policy} returns {wrong[0]!r:.60}, which is no policy")
         return Experiment(name, made, setup)
 
@@ -155,9 +154,13 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def _mesh(text: str) -> dict[str, int]:
-    sizes = dict(re.findall(r"(?:^|,)(data|heads|sequence)=(\d{1,6})(?=,|$)", text))
+    if "sequence" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: devices share rows (data) or kv heads (heads), not a prompt's tokens"
+        )
+    sizes = dict(re.findall(r"(?:^|,)(data|heads)=(\d{1,6})(?=,|$)", text))
     if not text or ",".join(f"{name}={size}" for name, size in sizes.items()) != text or "0" in sizes.values():
-        raise argparse.ArgumentTypeError(f"{text!r} is no mesh such as data=4,heads=2 or sequence=8")
+        raise argparse.ArgumentTypeError(f"{text!r} is no mesh such as data=4,heads=2")
     return {name: int(size) for name, size in sizes.items()}
 
 
@@ -270,7 +273,7 @@ def run(
 def _run_missing(
     setup: Setup,
     builders: dict[str, Builder],
-    policies: Sequence[tuple[str, str, kvjax.Policy]],
+    policies: Sequence[tuple[str, str, core.Policy]],
     results: Results,
     kept: Collection[str],
     mesh: Mesh | None,
@@ -295,7 +298,7 @@ def _run_missing(
     if rows and not any(bucket.batches for group in groups.values() for bucket in group):
         print(f"shard {shard}/{of} has none of the {len(rows)} rows")
     if mesh is not None:
-        params = kvjax.shard_params(model, params, mesh)
+        params = core.shard_params(model, params, mesh)
     options = {"batch_size": setup.batch_size, "tokenizer": tokenizer, "block": setup.block, "mesh": mesh}
     evaluators = {  # plans are made, and sizes checked, before anything runs
         (method, budget): (Evaluator(model, params, policy, groups[method, budget], **options), groups[method, budget])
@@ -313,7 +316,7 @@ def main(argv: Sequence[str]) -> None:
         if own.shard is not None:
             directory = directory.with_name(f"{directory.name}-shard-{own.shard[0]}-of-{own.shard[1]}")
         check_apart(directory, own, experiment.setup.source)
-        mesh = None if own.mesh is None else kvjax.make_mesh(**own.mesh)
+        mesh = None if own.mesh is None else core.make_mesh(**own.mesh)
         options = {"restart": own.restart, "shard": own.shard, "mesh": mesh}
         print(run(experiment, directory, [sys.executable, *sys.argv], **options))
         print(f"written to {directory}")

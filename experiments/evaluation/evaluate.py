@@ -15,33 +15,38 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-import kvjax
-from kvjax.cache.mesh import agreed
-from kvjax.drivers.generation import Model, as_scored, check_block, check_positions, check_request
+from kvjax import core
+from kvjax.core.drivers.checks import check_block, check_positions, check_request
+from kvjax.core.drivers.mesh import checked_mesh
+from kvjax.core.drivers.steps import checked_logits
+from kvjax.core.storage.mesh import DATA, sharding
 from kvjax.experiments.evaluation.batches import Bucket, Row
 from kvjax.experiments.evaluation.searching import Search, check_beams
 from kvjax.experiments.tasks import Example
 from kvjax.models import pad_left
 from kvjax.pallas_kernels.pytree import pytree
-from kvjax.sharding import check_split, on_rows, rows_of, shard_params
 
 _LOOKED_AT: Final = 16  # tokens that are generated before answers are searched for stop strings
 
 
-@functools.partial(jax.jit, static_argnames=("model", "plan", "block", "mesh"))
 def read_prompts(
-    model: Model,
+    model: Any,
     params: PyTree[Any],
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
+    tokens: Any,
+    lengths: Any,
     keys: Key[Array, "B"],
     *,
-    plan: kvjax.CachePlan,
+    policy: core.Policy,
+    plan: core.Plan,
     block: int | None,
     mesh: Mesh | None = None,
-) -> tuple[Float[Array, "B V"], kvjax.KVState]:
-    """`kvjax.prefill` as one program."""
-    return kvjax.prefill(model, params, tokens, plan, lengths=lengths, key=keys, block=block, mesh=mesh)
+) -> tuple[Float[Array, "B V"], core.State]:
+    """`kvjax.prefill` with the sizes of a plan."""
+    how = {"policy": policy, "plan": plan, "lengths": lengths, "key": keys, "block": block, "mesh": mesh}
+    return core.prefill(model, params, tokens, max_new_tokens=plan.infos[0].max_new_tokens, **how)
+
+
+_program = jax.jit(read_prompts, static_argnames=("model", "policy", "plan", "block", "mesh"))
 
 
 @pytree
@@ -66,10 +71,10 @@ class Reading:
     logp: Float[Array, "B M"]
     live: Int[Array, "B M"]
     logits: Float[Array, "B V"]
-    state: kvjax.KVState
+    state: core.State
 
 
-def _begun(logits: Float[Array, "B V"], state: kvjax.KVState, steps: Int[Array, "B"], planned: int) -> Reading:
+def _begun(logits: Float[Array, "B V"], state: core.State, steps: Int[Array, "B"], planned: int) -> Reading:
     """A batch whose prompts have been read."""
     B = len(state.length)
     none = lambda kind: jnp.zeros((B, planned), kind)
@@ -77,21 +82,24 @@ def _begun(logits: Float[Array, "B V"], state: kvjax.KVState, steps: Int[Array, 
     return Reading(*start, none(jnp.int32), none(jnp.float32), none(jnp.int32), logits, state)
 
 
-def _ends(model: Model) -> tuple[int, ...]:
+def _ends(model: Any) -> tuple[int, ...]:
     """The model's end tokens."""
-    return check_request(model, 1, kvjax.Greedy(), None, 0)
+    return check_request(model, core.Policy(), core.Greedy(), None, 0, None)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "mesh"), donate_argnames=("reading",))
+def _live(state: core.State) -> Int[Array, "B L K"]:
+    """Live slots of every head."""
+    return jnp.stack([kv.num_live for kv in state.layers], axis=1)
+
+
 def _continue(
-    model: Model,
+    model: Any,
     params: PyTree[Any],
     reading: Reading,
     given: Int[Array, "B M"],
     num_given: Int[Array, "B"],
     num_steps: Int[Array, "B"],
     until: Int[Array, ""],
-    mesh: Mesh | None = None,
 ) -> Reading:
     """Reads `num_given` given tokens, then generates greedily up to an end token or `num_steps` tokens in all.
 
@@ -99,11 +107,11 @@ def _continue(
     """
     ends = jnp.asarray(_ends(model), jnp.int32)[None]
 
-    def step(params: PyTree[Any], rows: tuple[Array, Array, Array], r: Reading) -> Reading:
-        i, (given, num_given, num_steps) = r.step, rows
+    def step(r: Reading) -> Reading:
+        i = r.step
         token = jnp.where(i < num_given, given[:, i], jnp.argmax(r.logits, axis=-1).astype(jnp.int32))
         logp = jnp.take_along_axis(jax.nn.log_softmax(r.logits), token[:, None], axis=-1)[:, 0]
-        logits, state = kvjax.decode_step(model, params, token, r.state)
+        logits, state = core.decode_step(model, params, token, r.state)
         ended = (i >= num_given) & (token[:, None] == ends).any(-1)
         return Reading(
             i + 1,
@@ -111,18 +119,12 @@ def _continue(
             r.lengths + r.running.astype(jnp.int32),
             r.tokens.at[:, i].set(token),
             r.logp.at[:, i].set(logp),
-            r.live.at[:, i].set(state.num_live.max((1, 2))),
+            r.live.at[:, i].set(_live(state).max((1, 2))),
             logits,
             state,
         )
 
-    def run(shared: Any, rows: Any) -> Reading:
-        (params, until), (reading, *given) = shared, rows
-        goes_on = lambda r: (r.step < until) & r.running.any()
-        r = lax.while_loop(goes_on, functools.partial(step, params, tuple(given)), reading)
-        return dataclasses.replace(r, step=agreed(r.step))
-
-    return on_rows(mesh, run, (params, until), (reading, given, num_given, num_steps))
+    return lax.while_loop(lambda r: (r.step < until) & r.running.any(), step, reading)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +135,8 @@ class Cost:
       slots: slots allocated for one sequence, over all layers and kv heads.
       kv_bytes: bytes of keys and values for one sequence.
       prefill_peak_bytes, decode_peak_bytes: arguments, results and temporaries of the compiled programs, for one batch;
-        parameters included; of one device. None where the backend does not say.
+        parameters included; of one device. None where the backend does not say, and where prompts are read again,
+        which takes several programs.
     """
 
     slots: int
@@ -173,7 +176,7 @@ class Evaluator:
         self,
         model: Any,
         params: PyTree[Any],
-        policy: kvjax.Policy,
+        policy: core.Policy,
         buckets: Sequence[Bucket],
         *,
         batch_size: int,
@@ -186,49 +189,39 @@ class Evaluator:
         Raises:
           ValueError: sizes that the policy cannot work with, or that the devices of a mesh do not divide.
         """
-        self.model, self.params, self.batch_size = model, params, batch_size
-        if mesh is not None:
-            self.params = shard_params(model, params, mesh)
-        self.mesh = mesh
+        self.model, self.policy, self.batch_size = model, policy, batch_size
+        self.mesh = checked_mesh(mesh, model.config, batch_size)
+        self.params = params if self.mesh is None else core.shard_params(model, params, self.mesh)
         self.tokenizer, self.block = tokenizer, block
         self._ends = _ends(model)
         self._compiled: dict[Bucket, tuple[Any, Any]] = {}
-        self.plans = {
-            bucket: kvjax.make_plan(
-                model.config,
-                policy,
-                prompt_len=bucket.width,
-                max_new_tokens=bucket.planned,
-                lengths=bucket.lengths,
-            )
-            for bucket in buckets
-        }
+        self.plans = {b: core.make_plan(model.config, policy, np.array(b.lengths), b.width, b.planned) for b in buckets}
         for bucket, plan in self.plans.items():
-            check_block(plan, block)
-            if mesh is not None:
-                check_split(mesh, plan, model.config, batch_size, block)
-                if bucket.num_beams > 1:
-                    raise ValueError(
-                        f"num_beams={bucket.num_beams} are searched on 1 device, not {mesh.size}; use no mesh"
-                    )
+            check_block(plan, block, bucket.width)
             check_beams(model, bucket.num_beams, bucket.searches)
         rows = [(len(row.prompt), row.steps, bucket) for bucket in buckets for b in bucket.batches for row in b]
         if rows:
             prompt, steps, bucket = max(rows, key=lambda row: row[0] + row[1])
-            check_positions(model.config, self.plans[bucket], prompt, steps, block=block)
+            check_positions(model.config, self.plans[bucket], np.array([prompt]), steps, block)
 
     def compile(self, bucket: Bucket) -> Cost:
         """Compiles both programs of a bucket ahead of time, so that no timing contains it."""
         B, plan, mesh = self.batch_size, self.plans[bucket], self.mesh
-        placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows_of(x, mesh))
+        how = {"policy": self.policy, "plan": plan, "block": self.block, "mesh": mesh}
+        rows = lambda x: None if mesh is None else sharding(x, mesh, (DATA,))
+        placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows(x))
         ints = lambda *shape: placed(jax.ShapeDtypeStruct(shape, jnp.int32))
-        keys = placed(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), B)))
-        lowered = read_prompts.lower(
-            self.model, self.params, ints(B, bucket.width), ints(B), keys, plan=plan, block=self.block, mesh=mesh
-        )
-        prefill = lowered.compile()
+        keys = jax.random.split(jax.random.key(0), B)
+        if any(policy.observe("replay") for policy in plan.layers):  # prompts are known then, so that nothing is traced
+            prefill = functools.partial(read_prompts, self.model, **how)
+            found = prefill(self.params, np.zeros((B, bucket.width), np.int32), np.full(B, bucket.width), keys)
+            where, peak = jax.tree.map(lambda x: x.sharding, found), None
+        else:
+            lowered = _program.lower(self.model, self.params, ints(B, bucket.width), ints(B), placed(keys), **how)
+            prefill, found = lowered.compile(), lowered.out_info
+            where, peak = prefill.output_shardings, peak_bytes(prefill)
         as_struct = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=None if mesh is None else where)
-        logits, state = jax.tree.map(as_struct, lowered.out_info, prefill.output_shardings)
+        logits, state = jax.tree.map(as_struct, found, where)
         if bucket.num_beams > 1:
             sizes = {"planned": bucket.planned, "num_beams": bucket.num_beams, "lengths": bucket.searches}
             goes_on = Search(self.model, self.params, logits, state, **sizes)
@@ -236,15 +229,16 @@ class Evaluator:
         else:
             begun = jax.eval_shape(functools.partial(_begun, planned=bucket.planned), logits, state, ints(B))
             begun = dataclasses.replace(jax.tree.map(placed, begun), logits=logits, state=state)
-            goes_on = _continue.lower(
-                self.model, self.params, begun, ints(B, bucket.planned), ints(B), ints(B), ints(), mesh=mesh
-            ).compile()
+            stays = None if mesh is None else jax.tree.map(lambda x: x.sharding, begun)
+            run = jax.jit(_continue, static_argnames="model", donate_argnames="reading", out_shardings=stays)
+            given = ints(B, bucket.planned), ints(B), ints(B), ints()
+            goes_on = run.lower(self.model, self.params, begun, *given).compile()
             decode = [goes_on]
         self._compiled[bucket] = prefill, goes_on
         size = lambda x: x.size * x.dtype.itemsize
         kv_bytes = sum(size(x) for layer in state.layers for x in (layer.k, layer.v)) // B
-        peaks = [peak for program in decode if (peak := peak_bytes(program)) is not None]
-        return Cost(plan.num_slots, kv_bytes, peak_bytes(prefill), max(peaks, default=None))
+        peaks = [n for program in decode if (n := peak_bytes(program)) is not None]
+        return Cost(plan.num_slots, kv_bytes, peak, max(peaks, default=None))
 
     def release(self) -> None:
         """Forgets the compiled programs."""
@@ -268,8 +262,8 @@ class Evaluator:
         logits, state = prefill(self.params, tokens, lengths, keys)
         jax.block_until_ready(logits)
         prefill_seconds = time.perf_counter() - start
-        as_scored(state)
-        live = np.asarray(state.num_live.mean((1, 2), dtype=jnp.float32))
+        checked_logits(logits, state)
+        live = np.asarray(_live(state).mean((1, 2), dtype=jnp.float32))
         positions = None
         if (at := next((i for i, row in enumerate(batch) if row.example is shown), None)) is not None:
             positions = [np.asarray(layer.head_pos[at]) for layer in state.layers]
@@ -300,7 +294,7 @@ class Evaluator:
         ], positions
 
     def _answer(
-        self, goes_on: Any, logits: Array, state: kvjax.KVState, rows: Sequence[Row], n: int, planned: int
+        self, goes_on: Any, logits: Array, state: core.State, rows: Sequence[Row], n: int, planned: int
     ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray], Sequence[np.ndarray]]:
         """What follows a prompt up to the answer of the n-th question of every row; nothing, for rows that have fewer.
 

@@ -5,14 +5,12 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, Final
 
-import kvjax
-from kvjax import configs
-from kvjax.algebra import each_rule
+from kvjax import configs, core
 from kvjax.configs.experiment import BASELINES, COMPACT, Budget, Experiment, Setup, label
-from kvjax.eviction import Evict
-from kvjax.methods.think import PruneChannels
+from kvjax.core import Policy, methods
+from kvjax.core.budgets import Schedule
+from kvjax.core.methods.hidden import DropChannels
 from kvjax.models.sources import locate
-from kvjax.policy import Policy, Rule
 
 FULL: Final = "full", "1.0"
 """The method and budget label of the full cache."""
@@ -53,7 +51,7 @@ def _can(baseline: str, experiment: Experiment) -> bool:
         return False
 
 
-def all_policies(experiment: Experiment) -> list[tuple[str, str, kvjax.Policy]]:
+def all_policies(experiment: Experiment) -> list[tuple[str, str, Policy]]:
     """(method, budget label, policy): the full cache, the experiment's own, and its baselines.
 
     A baseline without budgets runs as its config has it. Budgets of single tasks come after a method's others;
@@ -63,7 +61,7 @@ def all_policies(experiment: Experiment) -> list[tuple[str, str, kvjax.Policy]]:
       ValueError: a method and budget that stand for two policies, which would become one row.
     """
     setup = experiment.setup
-    full = (*FULL, kvjax.methods.full())
+    full = (*FULL, methods.full())
     swept = [label(b) for b, _ in experiment.policies]
     further = [(b, p) for b, p in experiment.task_policies if label(b) not in swept]
     own = [(experiment.name, label(b), p) for b, p in (*experiment.policies, *further)]
@@ -144,20 +142,15 @@ def compressed(name: str, policy: Policy, setup: Setup) -> Policy:
       ValueError: a method that cannot, by its name.
     """
 
-    def changed(rule: Rule) -> Rule:
-        when = rule.when if isinstance(rule, Evict) else None
-        if setup.compress == "prefill":
-            if isinstance(rule, PruneChannels):
-                return rule  # which acts then alone
-            return rule.under(kvjax.after_prefill())
-        if when is not None and not when.decodes:
+    def decoding(when: Schedule) -> Schedule:
+        if not when.decodes:
             raise ValueError("it evicts after the prompt alone, never while decoding")
-        return rule.under(kvjax.every_step() if when is None else dataclasses.replace(when, prefill=False))
+        return dataclasses.replace(when, prefill=False)
 
-    if setup.compress == "both":
-        return policy
+    if setup.compress == "both" or (setup.compress == "prefill" and isinstance(policy, DropChannels)):
+        return policy  # channels are dropped after the prompt in any case
     try:
-        return each_rule(changed, policy)
+        return core.when(Schedule() if setup.compress == "prefill" else decoding, policy)
     except ValueError as e:
         raise ValueError(f"--compress {setup.compress} is not for {name}: {e}; leave it out") from e
 

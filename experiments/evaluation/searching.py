@@ -10,26 +10,25 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-import kvjax
-from kvjax.drivers.beam import check_search
-from kvjax.drivers.generation import Model
+from kvjax import core
+from kvjax.core.drivers.beam import checked_search
 
 
 @functools.partial(jax.jit, static_argnames=("model",), donate_argnames=("logits", "state"))
 def _read(
-    model: Model,
+    model: Any,
     params: PyTree[Any],
     logits: Float[Array, "B V"],
-    state: kvjax.KVState,
+    state: core.State,
     given: Int[Array, "B M"],
     num_given: Int[Array, "B"],
-) -> tuple[Float[Array, "B V"], kvjax.KVState]:
+) -> tuple[Float[Array, "B V"], core.State]:
     """Reads the first `num_given` given tokens of every row; rows with fewer wait for the others."""
 
-    def step(i: Int[Array, ""], found: tuple[Array, kvjax.KVState]) -> tuple[Array, kvjax.KVState]:
+    def step(i: Int[Array, ""], found: tuple[Array, core.State]) -> tuple[Array, core.State]:
         logits, state = found
         active = i < num_given
-        after, state = kvjax.decode_step(model, params, given[:, i], state, active=active)
+        after, state = core.decode_step(model, params, given[:, i], state, active=active)
         return jnp.where(active[:, None], after, logits), state
 
     return lax.fori_loop(0, num_given.max(), step, (logits, state))
@@ -37,17 +36,18 @@ def _read(
 
 @functools.partial(jax.jit, static_argnames=("model", "num_beams", "max_new_tokens"))
 def _search(
-    model: Model,
+    model: Any,
     params: PyTree[Any],
     logits: Float[Array, "B V"],
-    state: kvjax.KVState,
+    state: core.State,
     *,
     num_beams: int,
     max_new_tokens: int,
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"], Int[Array, "B"]]:
     """Each row's best hypothesis, its length, and the most live slots of any head before and after it."""
-    found = kvjax.generate_beams_from(model, params, logits, state, num_beams=num_beams, max_new_tokens=max_new_tokens)
-    live = jnp.maximum(state.num_live.max((1, 2)), found.state.num_live.max((1, 2)))
+    found = core.generate_beams_from(model, params, logits, state, num_beams=num_beams, max_new_tokens=max_new_tokens)
+    live_of = lambda state: jnp.stack([kv.num_live for kv in state.layers], axis=1).max((1, 2))
+    live = jnp.maximum(live_of(state), live_of(found.state))
     return found.tokens[:, 0], found.lengths[:, 0], live
 
 
@@ -56,7 +56,7 @@ class Search:
 
     def __init__(
         self,
-        model: Model,
+        model: Any,
         params: PyTree[Any],
         logits: Any,
         state: Any,
@@ -89,7 +89,7 @@ class Search:
         return [self._read, *self._searches.values()]
 
     def answer(
-        self, logits: Array, state: kvjax.KVState, given: np.ndarray, num_given: np.ndarray, lengths: np.ndarray
+        self, logits: Array, state: core.State, given: np.ndarray, num_given: np.ndarray, lengths: np.ndarray
     ) -> tuple[list[np.ndarray], np.ndarray]:
         """What follows the prompt of every row, given and found ids, and the most live slots "B" of any head.
 
@@ -111,11 +111,11 @@ class Search:
         return ids, most
 
 
-def check_beams(model: Model, num_beams: int, lengths: Sequence[int]) -> None:
+def check_beams(model: Any, num_beams: int, lengths: Sequence[int]) -> None:
     """Tries whether a model can be searched with so many beams.
 
     Raises:
       ValueError: more beams than first tokens.
     """
     for n in lengths:
-        check_search(model, num_beams, n, None, 0, False, 1)
+        checked_search(model, num_beams, n, None, 0, False, 1)

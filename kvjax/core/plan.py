@@ -29,6 +29,12 @@ class Plan:
     infos: tuple[LayerInfo, ...]
     capacities: tuple[int, ...]
 
+    @property
+    def num_slots(self) -> int:
+        """Slots of one sequence, over all layers and kv heads."""
+        each = zip(self.layers, self.infos, self.capacities, strict=True)
+        return sum(n if policy.layout.pool else n * info.num_kv_heads for policy, info, n in each)
+
 
 def infos_of(config: Any, policy: Policy, width: int, max_new_tokens: int) -> tuple[LayerInfo, ...]:
     """What is known of every layer of a model that runs under a policy.

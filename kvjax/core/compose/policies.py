@@ -414,11 +414,11 @@ def partition_heads(
     return PerLayer(tuple(map(of_layer, labels)))
 
 
-def when(schedule: Schedule, policy: Policy) -> Policy:
+def when(schedule: Schedule | Callable[[Schedule], Schedule], policy: Policy) -> Policy:
     """The same policy under another schedule: every policy inside it that has a field `when` gets this one.
 
     Args:
-      schedule: at which steps to evict.
+      schedule: at which steps to evict, or what becomes of the schedule that there is.
       policy: a policy that has a schedule, or is made of some that have.
 
     Raises:
@@ -431,12 +431,13 @@ def when(schedule: Schedule, policy: Policy) -> Policy:
         if not isinstance(x, Policy):
             return x
         each = {f.name: changed(getattr(x, f.name)) for f in dataclasses.fields(x)}
-        return dataclasses.replace(x, **each | ({"when": schedule} if "when" in each else {}))
+        if "when" in each:
+            each["when"] = schedule(each["when"]) if callable(schedule) else schedule
+        return dataclasses.replace(x, **each)
 
-    found = changed(policy)
-    if found == policy and schedule not in _schedules(policy):
-        raise ValueError(f"{policy} has no schedule")
-    return found
+    if not _schedules(policy):
+        raise ValueError(f"{type(policy).__name__} has no schedule")
+    return changed(policy)
 
 
 def _inside(x: Any) -> list[Policy]:

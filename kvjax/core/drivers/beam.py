@@ -226,7 +226,7 @@ def generate_beams_from(
     """
     check_state(model, state)
     check_logits(model, state, logits)
-    search = _checked(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences)
+    search = checked_search(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences)
     check_room(state, max_new_tokens - 1)
     _check_penalty(length_penalty, max_new_tokens)
     rules = _rules(num_beams, max_new_tokens, length_penalty, early_stopping, max_new_tokens)
@@ -375,7 +375,9 @@ def generate_beams(
         beams, a penalty out of range; always before anything runs.
     """
     check_model(model, params)
-    search = _checked(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences, policy)
+    search = checked_search(
+        model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences, policy
+    )
     prompts = check_prompts(model, tokens, lengths, attention_mask)
     _check_penalty(length_penalty, max_new_tokens)
     if mesh is not None:
@@ -388,7 +390,7 @@ def generate_beams(
     return dataclasses.replace(found, tokens=found.tokens[:, :, :max_new_tokens])
 
 
-def _checked(
+def checked_search(
     model: Any,
     num_beams: int,
     max_new_tokens: int,
