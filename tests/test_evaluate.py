@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
+from kvjax import core
 from kvjax.configs.experiment import Setup
+from kvjax.core import methods
 from kvjax.experiments.evaluation import batches, running
 from kvjax.experiments.evaluation.batches import Row, buckets, planned, rows_of
 from kvjax.experiments.evaluation.evaluate import Evaluator
@@ -60,13 +61,13 @@ def _nothing(kv, stats, ctx):
 
 
 def test_a_score_that_is_no_number_ends_a_run(shallow):
-    with pytest.raises(ValueError, match=r"fn=_nothing.* gives no token a score that is a number"):
-        lines(*shallow, EXAMPLES[1:2], "after_compression", 1, kvjax.from_fn(_nothing, budget=4))
+    with pytest.raises(ValueError, match=r"Function gives no token a score that is a number"):
+        lines(*shallow, EXAMPLES[1:2], "after_compression", 1, core.from_fn(_nothing, budget=4))
 
 
 @pytest.mark.parametrize("protocol", [pytest.param("in_prompt", marks=pytest.mark.slow), "after_compression"])
 def test_every_row_and_question_gives_what_it_gives_alone(shallow, protocol, monkeypatch):
-    policy = kvjax.methods.keyformer(0.5)  # its temperature depends on what is planned, its noise on the row's key
+    policy = methods.keyformer(0.5)  # its temperature depends on what is planned, its noise on the row's key
     together = lines(*shallow, EXAMPLES, protocol, 2, policy)
     monkeypatch.setattr(batches, "WORTH", 0)  # every width has a program
     alone = {}
@@ -88,16 +89,16 @@ def test_every_row_and_question_gives_what_it_gives_alone(shallow, protocol, mon
 
 def test_answers_end_at_end_tokens_and_stop_strings(shallow):
     model, params = shallow
-    whole = lines(model, params, EXAMPLES[1:2], "in_prompt", 1, kvjax.identity())["a", 1]["answers"][0]
+    whole = lines(model, params, EXAMPLES[1:2], "in_prompt", 1, core.Policy())["a", 1]["answers"][0]
     assert whole["tokens"] == 6
     stop = whole["output"][2:4]
     cut = dataclasses.replace(EXAMPLES[1], questions=(question(4, stop=(stop, "~"), max_new_tokens=40),))
-    answer = lines(model, params, [cut], "in_prompt", 1, kvjax.identity())["a", 1]["answers"][0]
+    answer = lines(model, params, [cut], "in_prompt", 1, core.Policy())["a", 1]["answers"][0]
     assert answer["output"] == whole["output"][: whole["output"].index(stop)]
     assert answer["tokens"] == len(answer["output"]) + 2
     end = ord(whole["output"][1]) - ord("0")
     ending = dataclasses.replace(model, config=dataclasses.replace(model.config, eos_ids=(end,)))
-    answer = lines(ending, params, EXAMPLES[1:2], "in_prompt", 1, kvjax.identity())["a", 1]["answers"][0]
+    answer = lines(ending, params, EXAMPLES[1:2], "in_prompt", 1, core.Policy())["a", 1]["answers"][0]
     assert answer["output"] == whole["output"][: whole["output"].index(whole["output"][1])]
     assert answer["tokens"] == len(answer["output"]) + 1
 
@@ -137,8 +138,8 @@ def test_the_device_is_one_batch_ahead_and_failures_come_where_they_happened():
 @pytest.mark.parametrize(
     ("protocol", "policy", "ends"),
     [
-        pytest.param("in_prompt", kvjax.methods.tova(0.5), (), marks=pytest.mark.slow),
-        ("after_compression", kvjax.identity(), (20, 33, 54)),
+        pytest.param("in_prompt", methods.tova(0.5), (), marks=pytest.mark.slow),
+        ("after_compression", core.Policy(), (20, 33, 54)),
     ],
 )
 def test_answers_that_are_searched_for_are_those_of_the_library(shallow, protocol, policy, ends):
@@ -154,7 +155,7 @@ def test_answers_that_are_searched_for_are_those_of_the_library(shallow, protoco
         for q, answer in zip(e.questions, found[e.task, e.index]["answers"], strict=True):
             tokens = np.asarray([e.context + q.ids])
             options = {"policy": policy, "num_beams": 3, "max_new_tokens": q.max_new_tokens}
-            alone = kvjax.generate_beams(model, params, tokens, **options)
+            alone = core.generate_beams(model, params, tokens, **options)
             wanted = np.asarray(alone.tokens)[0, 0, : int(alone.lengths[0, 0])]
             assert answer["output"] == Letters().decode(wanted[: -1 if wanted[-1] in ends else None])
             assert answer["tokens"] == len(wanted)
@@ -168,5 +169,5 @@ def test_beams_that_cannot_be_are_refused(shallow, embedded):
     with pytest.raises(ValueError, match="num_beams=2 search for an answer, but text is scored"):
         Question(continuation=(3,), num_beams=2)
     many = dataclasses.replace(EXAMPLES[1], questions=(question(4, num_beams=62),))
-    with pytest.raises(ValueError, match="num_beams=62 beams start with different tokens, but the vocabulary has 61"):
-        lines(*shallow, [many], "in_prompt", 1, kvjax.identity())
+    with pytest.raises(ValueError, match="num_beams=62 must be a whole number from 1 to 61"):
+        lines(*shallow, [many], "in_prompt", 1, core.Policy())

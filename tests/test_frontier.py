@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvjax import methods
+from kvjax.core import methods
 from kvjax.experiments import figures, frontier
 from kvjax.experiments.evaluation.batches import Bucket
 from kvjax.experiments.frontier import Frontier, Point
@@ -21,7 +21,7 @@ def point(method, share, mean, label="bytes-0.25", scores=(0.0, 1.0)):
 
 @pytest.mark.parametrize(
     ("make", "expected"),
-    [(methods.h2o, 31), (lambda b: methods.snapkv(b, window_size=8), None), (lambda b: methods.knorm(b), None)],
+    [(methods.h2o, 31), (lambda b: methods.snapkv(b, window=8), None), (lambda b: methods.knorm(b), None)],
 )
 def test_budgets_that_cost_as_much(make, expected):
     """A quarter of 128 slots is 32: for H2O 31 tokens and one to come; none where 32 are to come."""
@@ -30,7 +30,7 @@ def test_budgets_that_cost_as_much(make, expected):
     if expected is not None:
         assert 0.24 < frontier.share_of_bytes(CONFIG, make(expected), RUN) <= 0.25
         assert frontier.share_of_bytes(CONFIG, make(expected + 1), RUN) > 0.25
-    half, share = frontier.budget_for(lambda b: methods.snapkv(b, window_size=8), CONFIG, 0.5, RUN)
+    half, share = frontier.budget_for(lambda b: methods.snapkv(b, window=8), CONFIG, 0.5, RUN)
     assert half == 64 - 32
     assert share == 0.5
 

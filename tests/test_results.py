@@ -13,7 +13,6 @@ import sys
 import jax
 import pytest
 
-from kvjax import configs
 from kvjax.experiments import compare, run
 from kvjax.experiments import report as page
 from kvjax.experiments.evaluation import results, reuse
@@ -223,7 +222,7 @@ def test_what_cannot_be_shown_to_be_this_runs_is_refused(made, pair, tmp_path, f
 def test_results_leave_the_model_and_the_config_what_and_where_they_are(made, tmp_path):
     model, outer = tmp_path / "outer" / "model", tmp_path / "outer"
     shutil.copytree(EMBEDDED, model)
-    shutil.copy(pathlib.Path(configs.__file__).parent / "window.py", outer / "mine.py")
+    (outer / "mine.py").write_text("from kvjax import configs\n\nget_config = configs.find('window')[1]\n")
     before = contents(model)
     with pytest.raises(SystemExit, match=r"error: --output .*model is the model's own directory; choose another"):
         run.main([*SHORT, "--model", str(model), "--output", str(model)])
@@ -239,19 +238,17 @@ def test_results_leave_the_model_and_the_config_what_and_where_they_are(made, tm
 
 
 MINE = """
-import dataclasses
-import kvjax
+from kvjax import core
 from kvjax.configs.experiment import Common, Experiment, Setup, sweep
-from kvjax.scoring.scores import Score
+from kvjax.core.contract import Score
 
-@dataclasses.dataclass(frozen=True)
 class Newest(Score):
     def __call__(self, slots):
         return slots.kv.pos + 0.0
 
 def get_config(budget: tuple[float, ...] = (0.5,), power: int = 2, setup: Common = Setup()) -> Experiment:
-    make = {"lambda": lambda b: kvjax.from_fn(lambda kv, stats, ctx: -(kv.k**power).sum(-1), budget=b),
-            "class": lambda b: kvjax.Evict(Newest(), b)}
+    make = {"lambda": lambda b: core.from_fn(lambda kv, stats, ctx: -(kv.k**power).sum(-1), budget=b),
+            "class": lambda b: core.Evict(Newest(), b)}
     return Experiment("mine", sweep(make["KIND"], budget), setup)
 """
 
@@ -280,7 +277,7 @@ def test_results_of_code_that_a_repr_does_not_show_do_not_mix(made, tmp_path, ki
 
 READS = """
 import helper
-import kvjax
+from kvjax import core
 from kvjax.configs.experiment import Common, Experiment, Setup, sweep
 
 SCALE = helper.SCALE
@@ -301,7 +298,7 @@ def outside(kv, stats, ctx):
     return kv.pos * helper.SCALE
 
 def get_config(budget: tuple[float, ...] = (0.5,), setup: Common = Setup()) -> Experiment:
-    return Experiment("mine", sweep(lambda b: kvjax.from_fn(WHAT, budget=b), budget), setup)
+    return Experiment("mine", sweep(lambda b: core.from_fn(WHAT, budget=b), budget), setup)
 """
 
 

@@ -14,9 +14,10 @@ import time
 import numpy as np
 import pytest
 
-import kvjax
-from kvjax import configs, methods
+from kvjax import configs, core
 from kvjax.configs.experiment import Experiment, Setup
+from kvjax.core import methods
+from kvjax.core.budgets import Schedule
 from kvjax.experiments import compare, run
 from kvjax.experiments.evaluation import report
 from kvjax.experiments.evaluation.evaluate import Evaluator
@@ -64,7 +65,7 @@ def test_outputs(finished):
     for plot in ("score_against_budget", "perplexity_against_budget", "depth_against_length", "kept_positions"):
         assert (finished / f"{plot}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert "| snapkv | 0.25 |" in (finished / "summary.md").read_text()
-    assert "not the defaults of `kvjax.methods`: snapkv(window_size=16)." in (finished / "summary.md").read_text()
+    assert "not the defaults of `kvjax.methods`: snapkv(window=16)." in (finished / "summary.md").read_text()
 
 
 def test_a_finished_run_is_not_repeated(finished, capsys):
@@ -169,7 +170,7 @@ def test_a_method_without_budgets(tmp_path, capsys):
     """FastGen: labels are its recovery ratios, its place in plots is what it kept."""
     directory = tmp_path / "fastgen"
     options = ["--length", "256", "--examples", "4", "--batch-size", "2", "--tasks", "single_needle", "key_value"]
-    options += ["--model", one_layer(), "--recovery-ratio", "0.98", "0.9", "--baselines", "random"]
+    options += ["--model", one_layer(), "--recovery", "0.98", "0.9", "--baselines", "random"]
     run.main(["--config", "fastgen.py", *options, "--output", str(directory)])
     summary = json.loads((directory / "summary.json").read_text())
     means = {(r["method"], r["budget"]): r for r in summary["retrieval_mean"]}
@@ -185,7 +186,7 @@ def test_a_method_without_budgets(tmp_path, capsys):
     assert "| fastgen | T=0.9 |" in (directory / "summary.md").read_text()
 
     with pytest.raises(SystemExit, match="error: recovery_ratio is empty"):
-        run.main(["--config", "fastgen.py", "--recovery-ratio", "--output", str(tmp_path / "empty")])
+        run.main(["--config", "fastgen.py", "--recovery", "--output", str(tmp_path / "empty")])
     experiment, _, _ = run.parse(["--config", "snapkv.py", "--baselines", "fastgen"])
     assert [b for m, b, _ in run.all_policies(experiment) if m == "fastgen"] == ["T=0.98", "T=0.95", "T=0.9"]
 
@@ -216,8 +217,11 @@ def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, caps
     [
         (["--config", "nope.py"], r"no config 'nope.py'; configs/ has ada_pyramid, ada_snapkv, ahakv,"),
         (["--config", "configs/nope.py"], "no config"),
-        (["--config", "snapkv.py", "--budget", "16", "--window-size", "32"], "budget of 16 tokens cannot hold the 32"),
-        (["--config", "snapkv.py", "--budget", "0"], "budget=0 tokens"),
+        (
+            ["--config", "snapkv.py", "--budget", "16", "--window", "32"],
+            "budget of 16 tokens cannot hold 0 sinks and 32 recent",
+        ),
+        (["--config", "snapkv.py", "--budget", "0"], "a budget of 0 tokens is none"),
         (["--config", "snapkv.py", "--budget"], "budget is empty"),
         (["--config", "snapkv.py", "--baselines", "nope"], "no config 'nope'"),
         (["--config", "snapkv.py", "--model", "not/there/at/all"], "neither a directory nor a hub id"),
@@ -232,20 +236,21 @@ def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, caps
             for value, bound in (("0", "least 1"), ("-1", "least"), (str(10**20), "most 2147483647"))
             if (option, value) != ("--seed", "0")
         ),
-        *((["--config", "snapkv.py", "--budget", b], "share of the prompt lies in") for b in ("inf", "-0.5", "0.0")),
+        *((["--config", "snapkv.py", "--budget", b], f"{b} is not a share") for b in ("inf", "-0.5")),
+        (["--config", "snapkv.py", "--budget", "0.0"], "a budget of 0.0 of the prompt is none"),
         *((["--config", "snapkv.py", "--budget", b], "--budget: nan is no number") for b in ("nan", "-NaN")),
-        (["--config", "snapkv.py", "--window-size=99999999999"], "--window-size=9+: 9+ must be at most 2147483647"),
+        (["--config", "snapkv.py", "--window=99999999999"], "--window=9+: 9+ must be at most 2147483647"),
         (["--config", "expected_attention.py", "--eps", "nan"], "--eps: nan is no number"),
-        (["--config", "snapkv.py", "--budget", "-1"], "a number of tokens is whole and cannot be negative"),
+        (["--config", "snapkv.py", "--budget", "-1"], "a count of -1 tokens is negative"),
         (["--config", "snapkv.py", "--budget", "0.25", "0.250"], "budget has 0.25 twice"),
-        (["--config", "snapkv.py", "--baseline-budget", "1.5"], "share of the prompt lies in"),
+        (["--config", "snapkv.py", "--baseline-budget", "1.5"], "1.5 is not a share of the prompt"),
         (["--config", "snapkv.py", "--baselines", "h2o", "./h2o.py"], "h2o at budget 0.125 is there twice"),
-        (["--config", "fastgen.py", "--recovery-ratio", "0.9", "0.90"], "policies of fastgen has 'T=0.9' twice"),
+        (["--config", "fastgen.py", "--recovery", "0.9", "0.90"], "recovery has 0.9 twice"),
         (
             ["--config", "snapkv.py", "--budget", "64", "--budget=0.25"],
             "--budget is given twice; give it once, with all",
         ),
-        (["--config", "snapkv.py", "--window_size", "8", "--window-size", "9"], "--window-size is given twice"),
+        (["--config", "snapkv.py", "--num_beams", "2", "--num-beams", "3"], "--num-beams is given twice"),
         (["--config", "snapkv.py", "--config", "h2o.py"], "--config is given twice"),
         (["--config", "snapkv.py", "--model", "20261122103000"], "20261122103000 is neither a directory nor a hub id"),
         (["--config", "snapkv.py", "--tasks"], "tasks is empty"),
@@ -260,7 +265,7 @@ def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, caps
         ),
         (
             ["--config", "fastgen.py", "--compress", "prefill", "--baselines"],
-            "--compress prefill is not for fastgen: FastGen maintains",
+            "--compress prefill is not for fastgen: FastGen has no schedule",
         ),
         (["--config", "snapkv.py", "--task-budget", "needle=0.5"], "--task-budget names 'needle', which does not run"),
         (["--config", "snapkv.py", "--task-budget", "key_value"], r"task_budget has 'key_value'; write task=budget"),
@@ -268,7 +273,7 @@ def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, caps
             ["--config", "snapkv.py", "--task-budget", "key_value=2", "key_value=2"],
             "task_budget of key_value has 2 twice",
         ),
-        (["--config", "snapkv.py", "--task-budget", "key_value=1.5"], "share of the prompt lies in"),
+        (["--config", "snapkv.py", "--task-budget", "key_value=1.5"], "1.5 is not a share of the prompt"),
         (["--config", "fastgen.py", "--task-budget", "key_value=0.5"], "fastgen has no policy of that budget"),
         (["--policy", "mine.py:make"], "there is no Python file 'mine.py'"),
         (["--policy", "mine.py:make", "--config", "h2o.py"], "--config and --policy each say what to run"),
@@ -354,7 +359,7 @@ def test_unknown_options_list_the_known_ones(argv, capsys):
         run.main(["--config", "snapkv.py", *argv])
     assert e.value.code == 2
     err = capsys.readouterr().err
-    assert "parameters of snapkv: --output --restart --budget --window-size --kernel-size --pooling --group" in err
+    assert "parameters of snapkv: --output --restart --budget --window --kernel --pooling" in err
     assert "--baseline-budget" in err
 
 
@@ -362,7 +367,7 @@ def test_help(capsys):
     with pytest.raises(SystemExit) as e:
         run.main(["--config", "snapkv.py", "--help"])
     assert e.value.code == 0
-    assert "--window-size" in capsys.readouterr().out
+    assert "--window" in capsys.readouterr().out
     with pytest.raises(SystemExit) as e:
         run.main(["--help"])
     assert e.value.code == 0
@@ -374,15 +379,15 @@ def test_a_config_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "from __future__ import annotations\n"
         "import dataclasses\n"
-        "import kvjax\n"
+        "from kvjax import core\n"
         "from kvjax.configs.experiment import Common, Experiment, Setup, sweep\n\n\n"
         "@dataclasses.dataclass\n"
         "class Mine:\n"
         "    x: int = 3\n\n\n"
         "def get_config(budget: tuple[float, ...] = (0.25,), setup: Common = Setup()) -> Experiment:\n"
         '    """A mix of layers."""\n'
-        "    make = lambda b: kvjax.partition(\n"
-        "        {0: kvjax.identity(), 1: kvjax.methods.h2o(b)}, (0, 0, 1, 1)\n"
+        "    make = lambda b: core.partition(\n"
+        "        {0: core.Policy(), 1: core.methods.h2o(b)}, (0, 0, 1, 1)\n"
         "    )\n"
         '    return Experiment("mine", sweep(make, budget), setup)\n'
     )
@@ -407,9 +412,9 @@ def test_when_to_compress_is_a_matter_of_the_setup(capsys):
         m: p for m, _, p in run.all_policies(run.with_baselines(run.parse([*argv, "--budget", "0.5"])[0]))
     }
     h2o = policies("--config", "h2o.py", "--baselines")["h2o"]
-    for compress, when in (("prefill", kvjax.after_prefill()), ("decode", kvjax.Schedule(prefill=False, every=1))):
+    for compress, when in (("prefill", Schedule()), ("decode", Schedule(prefill=False, every=1))):
         found = policies("--config", "h2o.py", "--compress", compress)
-        assert found["h2o"] == kvjax.when(when, h2o)
+        assert found["h2o"] == core.when(when, h2o)
         assert found["full"] == methods.full()
     think = ["--config", "think.py", "--compress", "prefill", "--channels", "0.5", "--baselines"]
     assert run.all_policies(run.parse(think)[0])[1][2] == methods.think(0.5)
@@ -478,25 +483,25 @@ def test_a_policy_reads_only_the_prompts_of_its_tasks(made, tmp_path, monkeypatc
             Evaluator(*setting, **options)
 
     monkeypatch.setattr(run, "Evaluator", Planned)
-    command = ["--config", "mas.py", "--recent", "0.5", "--budget", "0.75", "--baselines"]
+    command = ["--config", "ahakv.py", "--recent", "0.5", "--budget", "0.75", "--baselines"]
     command += ["--data", *map(str, files), "--task-budget", "short=39", "bad=0.25", "--output", str(tmp_path / "x")]
     run.main(command)
     full = [("full", "1.0", task) for task in ("short", "long")]
-    expected = {*full, ("mas", "0.75", "long"), ("mas", "39", "short")}
+    expected = {*full, ("ahakv", "0.75", "long"), ("ahakv", "39", "short")}
     assert {(s["method"], s["budget"], s["task"]) for s in samples(tmp_path / "x")} == expected
     run.main(command)
     assert "is complete" in capsys.readouterr().out
     command[command.index("short=39")] = "long=39"
-    with pytest.raises(SystemExit, match=r"gets a budget of 39 tokens for a prompt of \d+, but protect"):
+    with pytest.raises(SystemExit, match=r"a budget of 39 tokens cannot hold 0 sinks and \d+"):
         run.main([*command, "--restart"])
 
 
 MAKE = """
 from helper_of_make import WINDOW
-import kvjax
+from kvjax.core import methods
 
 def make(budget):
-    return kvjax.methods.snapkv(budget, window_size=WINDOW)
+    return methods.snapkv(budget, window=WINDOW)
 
 def task(task, index):
     from kvjax.experiments.tasks import Example, Question

@@ -155,14 +155,13 @@ def test_other_schedulers_run_the_same_jobs(tmp_path, name):
 
 FILE = """
 import os
-import kvjax
-from kvjax import methods
+from kvjax.core import from_fn, methods
 
 def make(budget):
     return methods.window(budget)
 
 def broken(budget):
-    return kvjax.from_fn(lambda kv, stats, ctx: -(kv.k**2).sum(-1) * len(os.environ["MENDED"]), budget=budget)
+    return from_fn(lambda kv, stats, ctx: -(kv.k**2).sum(-1) * len(os.environ["MENDED"]), budget=budget)
 """
 
 

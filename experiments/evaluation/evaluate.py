@@ -19,6 +19,7 @@ from kvjax import core
 from kvjax.core.drivers.checks import check_block, check_positions, check_request
 from kvjax.core.drivers.mesh import checked_mesh
 from kvjax.core.drivers.steps import checked_logits
+from kvjax.core.observe import Reread
 from kvjax.core.storage.mesh import DATA, sharding
 from kvjax.experiments.evaluation.batches import Bucket, Row
 from kvjax.experiments.evaluation.searching import Search, check_beams
@@ -212,9 +213,10 @@ class Evaluator:
         placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows(x))
         ints = lambda *shape: placed(jax.ShapeDtypeStruct(shape, jnp.int32))
         keys = jax.random.split(jax.random.key(0), B)
-        if any(policy.observe("replay") for policy in plan.layers):  # prompts are known then, so that nothing is traced
+        again = {o for policy in plan.layers for o in policy.observe("replay") if isinstance(o, Reread)}
+        if again:  # nothing is traced, as prompts have to be known
             prefill = functools.partial(read_prompts, self.model, **how)
-            found = prefill(self.params, np.zeros((B, bucket.width), np.int32), np.full(B, bucket.width), keys)
+            found = prefill(self.params, np.zeros((B, bucket.width), np.int32), np.full(B, bucket.lengths[-1]), keys)
             where, peak = jax.tree.map(lambda x: x.sharding, found), None
         else:
             lowered = _program.lower(self.model, self.params, ints(B, bucket.width), ints(B), placed(keys), **how)
