@@ -1,8 +1,10 @@
 """Learned functions: scores of features and of hidden states, DuoAttention's gates, probes of a model."""
 
+import copy
 import functools
 import math
 import pathlib
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +13,13 @@ import pytest
 
 from kvjax import models
 from kvjax.core import Evict, evict_layer, make_plan, methods
-from kvjax.core.contract import Value
+from kvjax.core.contract import LayerInfo, Value
 from kvjax.core.drivers.state import Prompts
 from kvjax.core.drivers.steps import decode_step, prefill
 from kvjax.core.learning import kvzap
 from kvjax.core.learning.gates import distance, gated, penalty
 from kvjax.core.learning.probes import fit_filters, fit_queries, head_importance, observed
-from kvjax.core.observe import votes
+from kvjax.core.observe import Reread, votes
 from kvjax.core.scores.learned import FrozenArrays, HiddenHeads, Learned, apply_heads
 from kvjax.models.embedded import EMBEDDED
 from kvjax.models.scorer import TrainedHead
@@ -98,6 +100,18 @@ def test_kvzap_keeps_what_its_function_says(threshold):
         assert kept(kv, row, head) == sorted([*free[:5], n - 2, n - 1])
 
 
+def test_blocks_do_not_matter_where_a_threshold_decides(wide):
+    """In the first layer, whose hidden states depend on the token alone."""
+    model, params = wide
+    policy = methods.kvzap(60, function(layers=L, width=12), threshold=0.2, recent=4)
+    how = {"policy": policy, "lengths": LENGTHS, "max_new_tokens": 1}
+    with jax.enable_x64(True):
+        each = [prefill(model, params, TOKENS, block=block, **how)[1].layers[0] for block in (None, 5)]
+    for row, head in np.ndindex(2, K):
+        assert kept(each[0], row, head) == kept(each[1], row, head)
+    assert int(each[0].num_live.sum()) < K * LENGTHS.sum()  # something goes
+
+
 def test_the_hidden_layer_is_one_of_exact_gelus():
     rng = np.random.default_rng(0)
     shapes = {"in": (2, 6, 5), "in_bias": (2, 5), "out": (2, 5, 3), "out_bias": (2, 3)}
@@ -176,6 +190,38 @@ def test_a_function_is_fitted_to_what_it_can_say():
     assert best[16] < 0.2 * best[None]
 
 
+def test_examples_are_the_scores_of_kvzip_plus_behind_the_sinks(wide):
+    """Of rows of different lengths, the tokens of each in order: those of the best scores are what KVzip+ keeps."""
+    model, params = wide
+    replay = Reread((1,), (2,), chunk=5, sinks=2, plus=True)
+    with jax.enable_x64(True):
+        hidden, wanted = kvzap.examples(model, params, TOKENS, replay=replay, lengths=LENGTHS, sinks=2)
+        policy = methods.kvzip(5, repeat=(1,), repeat_next=(2,), chunk=5, sinks=2, plus=True, pool=False)
+        kv = prefill(model, params, TOKENS, policy=policy, lengths=LENGTHS, max_new_tokens=1)[1].layers[0]
+        with pytest.raises(ValueError, match="texts of up to 3 tokens have none behind the first 4; give longer ones"):
+            kvzap.examples(model, params, TOKENS[:, :3], replay=replay)
+    assert (hidden.shape, wanted.shape) == ((L, 10 + 7, 12), (L, 10 + 7, K))
+    np.testing.assert_allclose(hidden[0, :10], params["embedding"][TOKENS[0, 2:]], rtol=1e-6)
+    for row, scores in enumerate(np.split(wanted[0], [10])):
+        best = np.sort(scores.reshape(-1))[-K * 3]
+        for head in range(K):
+            assert kept(kv, row, head) == [0, 1, *(2 + np.nonzero(scores[:, head] >= best)[0])]
+
+
+@pytest.mark.slow
+def test_fitted_to_the_embedded_model_it_says_what_kvzip_plus_keeps(embedded):
+    """Of other texts than it was fitted to: far more of it than by chance."""
+    model, params, _ = embedded
+    texts, replay = np.random.default_rng(0).integers(4, 389, (24, 128), np.int32), Reread((3, 38), (3, 32), plus=True)
+    hidden, wanted = kvzap.examples(model, params, texts[:20], replay=replay)
+    found, losses = kvzap.fit(hidden, wanted, units=32, steps=1500)
+    assert losses[-100:].mean() < 0.7 * losses[:20].mean()
+    held, scores = kvzap.examples(model, params, texts[20:], replay=replay)
+    said = np.stack([found(jnp.asarray(held[i : i + 1]), i)[0] for i in range(len(held))])
+    best = [np.argsort(np.argsort(x, axis=1), axis=1) >= x.shape[1] * 3 // 4 for x in (said, scores)]
+    assert (best[0] & best[1]).sum() / best[1].sum() > 0.5  # a quarter by chance
+
+
 # ------------------------------------------------------------------------------------------------ DuoAttention's gates
 
 
@@ -235,6 +281,21 @@ def test_the_policy_reads_what_closed_and_open_gates_read(wide):
             logits, state = step(TOKENS[:, t], state)
             found.append(logits)
         np.testing.assert_allclose(np.stack(found, 1), wanted, atol=1e-6)
+
+
+def test_heads_of_the_smallest_gates_stream():
+    def streams(share):
+        policy = methods.duo_attention([[0.9, 0.2], [0.2, 0.7], [0.4, 0.2]], streaming=share, sinks=1, recent=3)
+        infos = [LayerInfo(i, 3, 4, 2, 8, 40, 4) for i in range(3)]
+        return [int(policy.at(i, 3).sizes(info, np.array([40])).total[0]) < 80 for i, info in enumerate(infos)]
+
+    assert streams(0.34) == [True, True, False]
+    assert streams(0.5) == [True, True, True]
+    assert streams(0.0) == [False] * 3
+    with pytest.raises(ValueError, match="give one between 0 and 1 for every layer and kv head"):
+        methods.duo_attention([[1.5]])
+    with pytest.raises(ValueError, match="streaming=2 is no share of the 1 heads"):
+        methods.duo_attention([[0.5]], streaming=2)
 
 
 def test_rows_of_streaming_heads_read_their_own_token():
@@ -323,3 +384,13 @@ def test_a_policy_is_printed_with_its_arrays_digest():
     one, same, other = (repr(methods.q_filters(4, x)) for x in (filters, filters.copy(), filters + 1))
     assert one == same
     assert one != other
+
+
+def test_frozen_arrays_are_values():
+    one = FrozenArrays({"x": np.arange(3.0), "y": np.ones((2, 2))})
+    assert one == FrozenArrays({"y": np.ones((2, 2)), "x": np.arange(3.0)})
+    assert one not in (FrozenArrays({"x": np.arange(3.0)}), FrozenArrays({"x": np.arange(3), "y": np.ones((2, 2))}))
+    for same in (one, copy.deepcopy(one), pickle.loads(pickle.dumps(one)), FrozenArrays(dict(one))):
+        assert {same} == {one}
+        with pytest.raises(ValueError, match="read-only"):
+            same["x"][0] = 1

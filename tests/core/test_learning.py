@@ -77,6 +77,14 @@ def test_gates_add_up_to_the_budget(x64):
                 np.testing.assert_allclose(gate.sum(-1), budget, rtol=1e-12 if x64 else 1e-6)
 
 
+def test_a_small_budget_is_exact_to_1e_6_in_float32():
+    score = jnp.asarray(np.random.default_rng(2).normal(size=(50, 400)), jnp.float32)
+    budget = jnp.linspace(1.0, 30.0, 50, dtype=jnp.float32)
+    for temperature in (1.0, 0.1, 0.01):
+        gate = np.asarray(soft_top_k(score, budget, temperature=temperature), np.float64)
+        np.testing.assert_allclose(gate.sum(-1), budget, rtol=0, atol=1e-6)
+
+
 def test_budgets_outside_the_weights():
     """All or nothing stays, without a gradient; budgets that are no numbers give gates that are none."""
     score, weight = jnp.asarray([[3.0, 1.0, 2.0]] * 4), jnp.asarray([[1.0, 1.0, 0.0]] * 3 + [[0.0] * 3])
@@ -273,6 +281,20 @@ def test_a_cold_policy_decodes_like_the_hard_one(policy, wide):
                 logits.append(found)
         np.testing.assert_allclose(logits[3:], logits[:3], atol=1e-6)
         np.testing.assert_allclose(gates(state.layers[1]).sum(-1), 8, rtol=1e-9)
+
+
+def test_a_shared_decision_has_one_budget_and_its_gradient(wide):
+    """That of the first layer."""
+    model, params = wide
+    policy = shared_layers(soften(methods.nacl(6, recent=1, proxies=3, random=2), 1.0))
+    with jax.enable_x64(True):
+        loss = lambda b: jnp.sin(said(model, params, after(model, params, policy, b))).sum()
+        budgets = np.array([[4.5, 5.25], [9.0, 9.0]])
+        grad = jax.jit(jax.grad(loss))(jnp.asarray(budgets))
+        assert relative(grad, central(jax.jit(loss), budgets)) < 1e-5
+        assert (np.asarray(grad != 0) == [[True, True], [False, False]]).all()
+        for kv in after(model, params, policy, budgets).layers:
+            np.testing.assert_allclose(gates(kv).sum(-1), np.broadcast_to(budgets[0], (2, 2)), rtol=1e-9)
 
 
 def test_blocks_carry_gates(wide):
