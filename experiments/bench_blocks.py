@@ -3,8 +3,8 @@
     python experiments/bench_blocks.py
     python experiments/bench_blocks.py --lengths 16384 131072 --budget 512 --block 512 --method roco
 
-Every length is compiled, its peak read from the compiled program, and then run. Seconds are only comparable within one
-run; the peak counts arguments (parameters and token ids included), results and temporaries.
+Every row is a process of its own that reads the prompt twice, and measures the second time. The peak is what it holds
+beyond what it held before, parameters not included. Seconds are only comparable within one run. Needs Linux.
 """
 
 import pathlib
@@ -12,36 +12,31 @@ import time
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
 
-import kvjax
-from kvjax import methods, models
+from kvjax import core, models
 from kvjax.configs.experiment import check_whole
-from kvjax.experiments.evaluation.evaluate import peak_bytes
+from kvjax.core import methods
+from kvjax.experiments.bench.process import apart, forget_peak, held, shown
 from kvjax.experiments.evaluation.results import check_output, device_info, plain_errors, write_json
 from kvjax.models.embedded import EMBEDDED
 
 
-def measure(
-    model: models.LanguageModel, params: Any, policy: kvjax.Policy, length: int, block: int | None
-) -> dict[str, Any]:
-    """Peak bytes and seconds of one prefill; no run where the prompt is not read in blocks."""
-    plan = kvjax.make_plan(model.config, policy, prompt_len=length, max_new_tokens=16, lengths=[length])
-    run = jax.jit(lambda params, tokens: kvjax.prefill(model, params, tokens, plan, block=block))
-    compiled = run.lower(params, jax.ShapeDtypeStruct((1, length), jnp.int32)).compile()
-    row: dict[str, Any] = {"length": length, "block": block, "peak_bytes": peak_bytes(compiled)}
-    if block is None:
-        return row
+def measure(method: str, budget: int, length: int, block: int | None) -> dict[str, Any]:
+    """Peak bytes and seconds of one prefill, in this process."""
+    model, params = models.load(EMBEDDED)
     tokens = np.random.default_rng(0).integers(4, model.config.vocab_size, (1, length), np.int32)
+    how = {"policy": getattr(methods, method)(budget), "max_new_tokens": 16, "block": block}
+    read = lambda: jax.block_until_ready(core.prefill(model, params, tokens, **how))
+    read()
+    before = held("VmRSS")
+    forget_peak()
     start = time.perf_counter()
-    logits, state = jax.block_until_ready(compiled(params, tokens))
-    row["seconds"] = time.perf_counter() - start
-    row["finite"] = bool(np.isfinite(logits).all())
-    row["live"] = int(state.num_live.max())
-    row["slots"] = state.num_slots
-    return row
+    _, state = read()
+    seconds, peak = time.perf_counter() - start, held("VmHWM") - before
+    live, slots = int(state.num_live.max()), max(state.plan.capacities)
+    return {"length": length, "block": block, "peak_bytes": peak, "seconds": seconds, "live": live, "slots": slots}
 
 
 def main(
@@ -59,19 +54,21 @@ def main(
       budget: live tokens a kv head and layer.
       block: tokens of a block.
       method: what evicts.
-      at_once: lengths to compile without blocks, for comparison.
+      at_once: lengths to read without blocks, for comparison.
       output: a JSON file for the figures.
     """
     check_whole(1, lengths=lengths, at_once=at_once, budget=budget, block=block)
     check_output(output)
-    model, params = models.load(EMBEDDED)
-    policy = getattr(methods, method)(budget)
-    rows = [measure(model, params, policy, n, block) for n in lengths]
-    rows += [measure(model, params, policy, n, None) for n in at_once]
-    for row in rows:
-        how = "at once" if row["block"] is None else f"in blocks of {row['block']}"
-        ran = f", {row['seconds']:.1f} s, at most {row['live']} live" if "seconds" in row else " (compiled only)"
-        print(f"{method} {budget}: {row['length']:>7,} tokens {how}: peak {row['peak_bytes'] / 2**20:.1f} MiB{ran}")
+    rows = []
+    for length, size in [*((n, block) for n in lengths), *((n, None) for n in at_once)]:
+        arguments = method, budget, length, size
+        row = apart("kvjax.experiments.bench_blocks", "measure", *arguments, MALLOC_MMAP_THRESHOLD_="131072")
+        rows.append(row)
+        how = "at once" if size is None else f"in blocks of {size}"
+        ran = f"{row['seconds']:.1f} s, at most {row['live']} live"
+        print(
+            f"{method} {budget}: {length:>7,} tokens {how}: peak {shown(max(0, row['peak_bytes']))}, {ran}", flush=True
+        )
     if output is not None:
         write_json(output, {"device": device_info(), "method": method, "rows": rows})
 

@@ -5,6 +5,7 @@
 Rounds are interleaved in one process; compare the ratios, not the seconds.
 """
 
+import dataclasses
 import functools
 import pathlib
 import time
@@ -16,9 +17,10 @@ import numpy as np
 import tyro
 from jax import lax
 
-import kvjax
-from kvjax import methods, models
+from kvjax import core, models
 from kvjax.configs.experiment import check_finite, check_whole
+from kvjax.core import methods
+from kvjax.core.contract import Layout
 from kvjax.experiments.evaluation.results import check_output, device_info, plain_errors, write_json
 from kvjax.models.embedded import EMBEDDED
 
@@ -32,12 +34,12 @@ METHODS = {
     "snapkv": methods.snapkv,
     "pyramidkv": methods.pyramidkv,
     "ada_snapkv": methods.ada_snapkv,
-    "ada_snapkv dense": lambda budget: methods.ada_snapkv(budget, storage="dense", max_ratio=4.0),
+    "ada_snapkv dense": lambda budget: dataclasses.replace(methods.ada_snapkv(budget), layout=Layout()),
     "roco": methods.roco,
     "ahakv": methods.ahakv,
     "keyformer": methods.keyformer,
     "quest": methods.quest,
-    "quest everywhere": functools.partial(methods.quest, dense_layers=0),
+    "quest everywhere": functools.partial(methods.quest, dense=0),
 }
 RANDOM = models.ModelConfig(
     vocab_size=512, embed_dim=256, mlp_dim=1024, num_layers=4, num_query_heads=8, num_kv_heads=2, head_dim=32
@@ -46,13 +48,13 @@ RANDOM = models.ModelConfig(
 
 @functools.partial(jax.jit, static_argnames=("model", "steps"))
 def decode(
-    model: models.LanguageModel, params: Any, token: jax.Array, state: kvjax.KVState, steps: int
+    model: models.LanguageModel, params: Any, token: jax.Array, state: core.State, steps: int
 ) -> tuple[jax.Array, jax.Array]:
     """Greedy decoding in one scan; returns the tokens and the live slots at the end."""
 
     def step(carry, _):
         token, state = carry
-        logits, state = kvjax.decode_step(model, params, token, state)
+        logits, state = core.decode_step(model, params, token, state)
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return (token, state), token
 
@@ -93,17 +95,13 @@ def bench(
     else:
         model, params = models.load(EMBEDDED)
     tokens = jnp.asarray(np.random.default_rng(0).integers(4, model.config.vocab_size, (batch, length)), jnp.int32)
-    prefill = jax.jit(kvjax.prefill, static_argnums=(0, 3))
     states, slots = {}, {}
     for name, make in METHODS.items():
         if only and name not in (*only, "full", "snapkv"):
             continue
-        plan = kvjax.make_plan(
-            model.config, make(budget), prompt_len=length, max_new_tokens=steps, lengths=[length] * batch
-        )
-        logits, state = prefill(model, params, tokens, plan)
+        logits, state = core.prefill(model, params, tokens, policy=make(budget), max_new_tokens=steps)
         states[name] = jnp.argmax(logits, axis=-1).astype(jnp.int32), state
-        slots[name] = plan.num_slots
+        slots[name] = sum(kv.pos[0].size for kv in state.layers)
     seconds: dict[str, list[float]] = {name: [] for name in states}
     for i in range(rounds + 1):
         for name, (token, state) in states.items():

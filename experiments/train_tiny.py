@@ -33,7 +33,7 @@ import numpy as np
 import tyro
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.drivers.attention import without_cache
+from kvjax.core.drivers.attend import without_cache
 from kvjax.experiments import corpus
 from kvjax.experiments.evaluation.compiled import keep_compiled
 from kvjax.experiments.evaluation.results import check_options, check_values, plain_errors

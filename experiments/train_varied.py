@@ -45,7 +45,6 @@ from kvjax.experiments.training import loop
 from kvjax.experiments.training.documents import Documents, Sizes
 from kvjax.models import LanguageModel, ModelConfig, Rope, save
 from kvjax.models.embedded import VARIED, save_tokenizer
-from kvjax.scoring.stats import LayerStats
 
 SPECIAL = {"pad_token": corpus.PAD, "bos_token": corpus.BOS, "eos_token": corpus.EOS, "unk_token": corpus.UNK}
 BOS, EOS = (list(SPECIAL.values()).index(token) for token in (corpus.BOS, corpus.EOS))
@@ -181,14 +180,14 @@ class Hiding:
         return causal & ~(far[:, :, None] & (back > LOCAL)) & ~(near[..., None] & (back == 1))
 
     def __call__(self, cache, q, k, v, *, layer, rotate, scale=None, **_):
-        """See `kvjax.drivers.attention.Attend`."""
+        """See `kvjax.core.drivers.attend.without_cache`."""
         (B, N, T, H), K = q.shape, k.shape[1]
         q, k = rotate(q, self._pos[:, None]), rotate(k, self._pos[:, None])
         bias = jnp.where(self.seen(layer, K), 0.0, -1e30)[:, :, None]
         q = q.reshape(B, K, N // K, T, H) * (H**-0.5 if scale is None else scale)
         logits = jnp.einsum("bkgth,bksh->bkgts", q, k) + bias
         out = jnp.einsum("bkgts,bksh->bkgth", jax.nn.softmax(logits, axis=-1), v)
-        return out.reshape(B, N, T, H), cache, LayerStats()
+        return out.reshape(B, N, T, H), cache, ()
 
 
 def loss_fn(
@@ -200,7 +199,8 @@ def loss_fn(
     hidden: tuple[Array, ...],
 ) -> tuple[Float[Array, ""], Float[Array, "3"]]:
     """See `loop.loss_of`."""
-    attend, no_cache = Hiding(pos, key, hidden), (None,) * CONFIG.num_layers
+    attend: Any = Hiding(pos, key, hidden)
+    no_cache = (None,) * CONFIG.num_layers
     logits, _, _ = LanguageModel(CONFIG)(params, tokens[:, :-1], no_cache, attend=attend, last_only=False)
     return loop.loss_of(logits, tokens[:, 1:], classes[:, 1:])
 

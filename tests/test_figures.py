@@ -602,7 +602,7 @@ def test_what_cannot_be_read_or_written_is_named(arguments, message, tmp_path, m
         (bench_prefill.bench, {"depths": (4, 0)}, "depths=.* must be at least 1"),
         (bench_pool.bench, {"slots": (10,), "kv_heads": (3,)}, "slots=10 do not divide among kv_heads=3"),
         (bench_curves.main, {"rows": 65}, "rows=65, but examples go on for 64 tokens"),
-        (bench_sharding.main, {"devices": 0}, "devices=0 must be at least 1"),
+        (bench_sharding.main, {"length": 0}, "length=0 must be at least 1"),
         (train_tiny.train, {"save_every": 0}, "save_every=0 must be at least 1"),
         (train_tiny.train, {"seed": 2**31}, "seed=2147483648 must be at most 2147483647"),
         (train_tiny.train, {"checkpoints": pathlib.Path(__file__)}, "is a file, not a directory"),

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from kvjax import models
-from kvjax.drivers.attention import without_cache
+from kvjax.core.drivers.attend import without_cache
 from kvjax.experiments import train_varied
 from kvjax.experiments.training import loop
 from kvjax.experiments.training.documents import Documents, Sizes

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import kvjax
-from kvjax import methods, models
-from kvjax.drivers import generation
+from kvjax import core, models
+from kvjax.core import methods
+from kvjax.core.drivers import attend, loop
 
 DEPTHS = 4, 32
 _PROMPT, _NEW = 4096, 32
@@ -41,11 +41,11 @@ def compile_times() -> dict[str, dict[str, dict[str, float]]]:
         config.update("jax_enable_compilation_cache", cached)
 
 
-def _compiled(model: models.LanguageModel, policy: kvjax.Policy) -> dict[str, float]:
+def _compiled(model: models.LanguageModel, policy: core.Policy) -> dict[str, float]:
     params, ints = model.shapes, lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-    plan = kvjax.make_plan(model.config, policy, prompt_len=_PROMPT, max_new_tokens=_NEW)
-    read = jax.jit(lambda params, tokens: kvjax.prefill(model, params, tokens, plan))
-    step = jax.jit(lambda params, token, state: kvjax.decode_step(model, params, token, state))
+    how = {"policy": policy, "lengths": np.array([_PROMPT]), "max_new_tokens": _NEW}
+    read = jax.jit(lambda params, tokens: core.prefill(model, params, tokens, **how))
+    step = jax.jit(lambda params, token, state: core.decode_step(model, params, token, state))
 
     def seconds(function: Any, *arguments: Any) -> tuple[float, Any]:
         start = time.process_time()
@@ -59,17 +59,18 @@ def _compiled(model: models.LanguageModel, policy: kvjax.Policy) -> dict[str, fl
 
 
 def sweep_programs(budgets: tuple[int, ...] = (16, 32, 48, 64), seeds: int = 10) -> dict[str, int]:
-    """Programs that `kvjax.generate` compiles for a sweep: with a plan for each budget, and within the largest."""
+    """Programs of layers and loops that a sweep compiles: with a plan for each budget, and within the largest."""
     model = _model(2)
     params = jax.jit(model.init)(jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 512, (1, 256)).astype(np.int32)
     found: dict[str, int] = {}
-    compiled: Any = generation._generate
-    for name, within in (("a plan for each budget", None), ("all within the largest", methods.h2o(max(budgets)))):
-        before = compiled._cache_size()
+    programs: list[Any] = [attend.layer_step, loop._in_place]
+    largest = core.make_plan(model.config, methods.h2o(max(budgets)), np.array([256]), 256, 2)
+    for name, plan in (("a plan for each budget", None), ("all within the largest", largest)):
+        jax.clear_caches()
         for budget in budgets:
             for seed in range(seeds):
-                how = {"within": within, "key": jax.random.key(seed), "max_new_tokens": 2}
-                kvjax.generate(model, params, tokens, policy=methods.h2o(budget), **how)
-        found[name] = compiled._cache_size() - before
+                how: dict[str, Any] = {"plan": plan, "key": jax.random.key(seed), "max_new_tokens": 2, "buckets": False}
+                core.generate(model, params, tokens, policy=methods.h2o(budget), **how)
+        found[name] = sum(program._cache_size() for program in programs)
     return found

@@ -1,4 +1,4 @@
-"""Bytes of a run, as `plan.memory()` predicts them, as XLA plans them, and as a process holds them at its peak.
+"""Bytes of a run, in its arrays, as XLA plans them, and as a process holds them at its peak.
 
     python -m kvjax.experiments.bench.memory
     python -m kvjax.experiments.bench.memory --only h2o "ada_snapkv, dense" --lengths 4096
@@ -23,10 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-import kvjax
-from kvjax import methods, models
+from kvjax import core, models
 from kvjax.configs.experiment import check_whole
-from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
+from kvjax.core import methods
+from kvjax.core.contract import Layout
+from kvjax.core.methods import variants
+from kvjax.experiments.bench.process import apart, forget_peak, held, shown, stored_rows
 from kvjax.experiments.evaluation.results import (
     check_options,
     device_info,
@@ -35,7 +37,6 @@ from kvjax.experiments.evaluation.results import (
     write_bytes,
     write_json,
 )
-from kvjax.memory import shown
 
 _LAYERS, _NEW, _BUDGET = 4, 64, 512
 _CONFIG = models.ModelConfig(
@@ -43,43 +44,44 @@ _CONFIG = models.ModelConfig(
 )
 
 
-def _mixed() -> kvjax.Policy:
-    members: dict[Hashable, kvjax.Policy] = {"first": methods.full(), "rest": methods.streaming_llm(_BUDGET)}
-    return kvjax.partition(members, ["first"] + ["rest"] * (_LAYERS - 1))
+def _mixed() -> core.Policy:
+    members: dict[Hashable, core.Policy] = {"first": methods.full(), "rest": methods.streaming_llm(_BUDGET)}
+    return core.partition(members, ["first"] + ["rest"] * (_LAYERS - 1))
 
 
-def _by_head() -> kvjax.Policy:
-    members: dict[Hashable, kvjax.Policy] = {"retrieval": methods.full(), "streaming": methods.streaming_llm(_BUDGET)}
-    return kvjax.partition_heads(members, [["retrieval", "streaming"]] * _LAYERS)
+def _by_head() -> core.Policy:
+    members: dict[Hashable, core.Policy] = {"retrieval": methods.full(), "streaming": methods.streaming_llm(_BUDGET)}
+    return core.partition_heads(members, [["retrieval", "streaming"]] * _LAYERS)
 
 
-def _h2o(**fields: Any) -> kvjax.Policy:
-    policy: Any = methods.h2o(_BUDGET)
-    return dataclasses.replace(policy, **fields)
+def _h2o(**fields: Any) -> core.Policy:
+    return dataclasses.replace(methods.h2o(_BUDGET), **fields)
 
 
-def _fastgen(**fields: Any) -> kvjax.Policy:
-    return methods.fastgen(special_ids=range(3), punctuation_ids=range(3, 9), budget=_BUDGET, **fields)
+def _fastgen(**fields: Any) -> core.Policy:
+    return dataclasses.replace(methods.fastgen(range(3), range(3, 9)), budget=_BUDGET, **fields)
 
 
 _PLAIN = (
     *("window", "dilated_window", "random", "streaming_llm", "h2o", "key_attention", "mas", "aqas", "scissorhands"),
-    *("roco", "keyformer", "ahakv", "tova", "snapkv", "pyramidkv", "nacl", "criticalkv", "chunkkv", "knorm", "keydiff"),
+    *("roco", "keyformer", "ahakv", "tova", "snapkv", "pyramidkv", "nacl", "knorm", "keydiff"),
     *("lagkv", "expected_attention"),
 )
-METHODS: dict[str, tuple[str, Callable[[], kvjax.Policy]]] = {
+METHODS: dict[str, tuple[str, Callable[[], core.Policy]]] = {
     "full": ("dense", methods.full),
     **{name: ("dense", lambda name=name: getattr(methods, name)(_BUDGET)) for name in _PLAIN},
+    "criticalkv": ("dense", lambda: methods.criticalkv(methods.snapkv(_BUDGET))),
+    "chunkkv": ("dense", lambda: methods.chunkkv(methods.snapkv(_BUDGET))),
     "fastgen": ("dense", _fastgen),
     "think": ("thin keys", methods.think),
-    "snapkv, think": ("thin keys", lambda: kvjax.chain(methods.snapkv(_BUDGET), methods.think())),
+    "snapkv, think": ("thin keys", lambda: core.chain(methods.snapkv(_BUDGET), methods.think())),
     "ada_snapkv": ("pool", lambda: methods.ada_snapkv(_BUDGET)),
-    "ada_snapkv, dense": ("dense", lambda: dataclasses.replace(methods.ada_snapkv(_BUDGET), storage="dense")),
+    "ada_snapkv, dense": ("dense", lambda: dataclasses.replace(methods.ada_snapkv(_BUDGET), layout=Layout())),
     "ada_pyramid": ("pool", lambda: methods.ada_pyramid(_BUDGET)),
-    "h2o, adaptive heads": ("pool", lambda: _h2o(heads=kvjax.Adaptive(), storage="pool")),
-    "fastgen, pool": ("pool", lambda: _fastgen(storage="pool")),
-    "h2o, query heads": ("query heads", lambda: _h2o(granularity="query_head")),
-    "h2o, rerotate": ("dense", lambda: _h2o(positions="rerotate")),
+    "h2o, adaptive heads": ("pool", lambda: _h2o(heads=core.Adaptive(), layout=Layout(pool=True))),
+    "fastgen, pool": ("pool", lambda: _fastgen(pool=True)),
+    "h2o, query heads": ("query heads", lambda: variants.by_query_head(methods.h2o(_BUDGET))),
+    "h2o, rank": ("dense", lambda: _h2o(layout=Layout("rank"))),
     "full first layer, streaming_llm": ("by layer", _mixed),
     "full and streaming_llm heads": ("by head", _by_head),
 }
@@ -89,19 +91,20 @@ def measure(name: str, length: int) -> dict[str, Any]:
     """One row, in this process.
 
     Returns:
-      Bytes: of the state as predicted and in its arrays; at the peak of prefill as predicted, compiled and measured; of
-      a decode step's temporaries, compiled and measured, beyond the state that it overwrites.
+      Bytes: of the state's arrays, and of those of the full cache; at the peak of prefill, compiled and measured; of a
+      decode step's temporaries, compiled and measured, beyond the state that it overwrites.
     """
     storage, make = METHODS[name]
     model = models.LanguageModel(_CONFIG)
     params = jax.block_until_ready(jax.jit(model.init)(jax.random.key(0)))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, _CONFIG.vocab_size, (1, length)), jnp.int32)
-    plan = kvjax.make_plan(_CONFIG, make(), prompt_len=length, max_new_tokens=_NEW, lengths=[length])
-    predicted = plan.memory()
-    read = jax.jit(lambda params, tokens: kvjax.prefill(model, params, tokens, plan)).lower(params, tokens).compile()
-    step = jax.jit(lambda params, token, state: kvjax.decode_step(model, params, token, state), donate_argnums=2)
+    how: dict[str, Any] = {"lengths": np.array([length]), "max_new_tokens": _NEW}
+    prefill = lambda params, tokens, policy: core.prefill(model, params, tokens, policy=policy, **how)
+    read = jax.jit(prefill, static_argnums=2).lower(params, tokens, make()).compile()
+    _, full = jax.eval_shape(lambda params, tokens: prefill(params, tokens, methods.full()), params, tokens)
+    step = jax.jit(lambda params, token, state: core.decode_step(model, params, token, state), donate_argnums=2)
     _, state = jax.block_until_ready(read(params, tokens))
-    arrays = sum(x.nbytes for x in jax.tree.leaves(state))
+    arrays = _bytes(state)
     token = jnp.zeros((1,), jnp.int32)
     step = step.lower(params, token, state).compile()
     logits, state = step(params, token, state)  # warmed up too
@@ -120,15 +123,19 @@ def measure(name: str, length: int) -> dict[str, Any]:
     compiled, stepped = (_planned(program) for program in (read, step))
     return {
         "storage": storage,
-        "state": {"predicted": predicted.state, "arrays": arrays, "full": predicted.full},
+        "state": {"arrays": arrays, "full": _bytes(full)},
         "prefill": {
-            "predicted": predicted.peak,
             "compiled": compiled.output_size_in_bytes + compiled.temp_size_in_bytes,
             "outputs": compiled.output_size_in_bytes,
             "measured": peak,
         },
         "step": {"compiled": stepped.temp_size_in_bytes, "measured": max(0, held("VmHWM") - holding)},
     }
+
+
+def _bytes(state: Any) -> int:
+    """Of all arrays, or of their shapes."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
 
 def _planned(program: Any) -> Any:
@@ -139,17 +146,16 @@ def _planned(program: Any) -> Any:
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """All rows as Markdown."""
     lines = [
-        "| method | storage | tokens | state: predicted | in arrays | of full | peak of prefill: predicted | compiled "
-        "| measured | predicted / compiled | decode step: compiled | measured |",
-        "|---" * 12 + "|",
+        "| method | storage | tokens | state | of full | peak of prefill: compiled | measured "
+        "| decode step: compiled | measured |",
+        "|---" * 9 + "|",
     ]
     for key, row in rows.items():
         name, _, length = key.rpartition("@")
         state, prefill, step = row["state"], row["prefill"], row["step"]
-        share, ratio = state["arrays"] / state["full"], prefill["predicted"] / prefill["compiled"]
-        cells = [name, row["storage"], f"{int(length):,}", shown(state["predicted"]), shown(state["arrays"])]
-        cells += [f"{share:.1%}", *(shown(prefill[how]) for how in ("predicted", "compiled", "measured"))]
-        cells += [f"{ratio:.2f}", shown(step["compiled"]), shown(step["measured"])]
+        cells = [name, row["storage"], f"{int(length):,}", shown(state["arrays"])]
+        cells += [f"{state['arrays'] / state['full']:.1%}"]
+        cells += [shown(part[how]) for part in (prefill, step) for how in ("compiled", "measured")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

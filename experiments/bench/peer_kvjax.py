@@ -16,29 +16,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import kvjax
-from kvjax import methods, models
+from kvjax import core, models
+from kvjax.core import methods
 from kvjax.experiments.bench.peer_protocol import Prepared, serve
 from kvjax.experiments.evaluation.evaluate import peak_bytes
 from kvjax.experiments.evaluation.results import device_info
 
 
-def make_policy(name: str, budget: float) -> kvjax.Policy:
+def make_policy(name: str, budget: float) -> core.Policy:
     """A method at a budget: a share of the prompt up to 1, else a number of tokens. "full" has none."""
     if name == "full":
         return methods.full()
-    return getattr(methods, name)(budget if budget <= 1 else round(budget))
+    count = budget if budget <= 1 else round(budget)
+    around = {"criticalkv": methods.criticalkv, "chunkkv": methods.chunkkv}  # SnapKV
+    return around[name](methods.snapkv(count)) if name in around else getattr(methods, name)(count)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "steps"))
 def advance(
-    model: models.LanguageModel, params: Any, token: jax.Array, state: kvjax.KVState, steps: int
-) -> tuple[jax.Array, kvjax.KVState]:
+    model: models.LanguageModel, params: Any, token: jax.Array, state: core.State, steps: int
+) -> tuple[jax.Array, core.State]:
     """Greedy decoding in one scan; returns the last token and the state after."""
 
     def step(carry, _):
         token, state = carry
-        logits, state = kvjax.decode_step(model, params, token, state)
+        logits, state = core.decode_step(model, params, token, state)
         return (jnp.argmax(logits, axis=-1).astype(jnp.int32), state), None
 
     carry, _ = lax.scan(step, (token, state), length=steps)
@@ -81,22 +83,21 @@ class Jobs:
 
 
 def _compiled_prefill(
-    model: models.LanguageModel, params: Any, tokens: jax.Array, policy: kvjax.Policy, job: dict[str, Any], *, room: int
+    model: models.LanguageModel, params: Any, tokens: jax.Array, policy: core.Policy, job: dict[str, Any], *, room: int
 ) -> tuple[Any, dict[str, float]]:
     """Prefill ahead of time, with room for so many tokens more, and what is known of the program."""
     B, T = tokens.shape
-    plan = kvjax.make_plan(model.config, policy, prompt_len=T, max_new_tokens=room, lengths=[T] * B)
+    how: dict[str, Any] = {"policy": policy, "lengths": np.full(B, T), "max_new_tokens": room}
 
     def measured(params, tokens):
-        state = kvjax.init_state(plan, jnp.full((B,), T, jnp.int32))
-        return kvjax.forward(model, params, tokens, state)
+        return core.forward(model, params, tokens, core.start(model, **how))
 
-    read = measured if job["how"] == "measure" else lambda params, tokens: kvjax.prefill(model, params, tokens, plan)
+    read = measured if job["how"] == "measure" else lambda params, tokens: core.prefill(model, params, tokens, **how)
     return _compile(jax.jit(read), params, tokens)
 
 
 def _decoding(
-    model: models.LanguageModel, params: Any, tokens: jax.Array, policy: kvjax.Policy, job: dict[str, Any]
+    model: models.LanguageModel, params: Any, tokens: jax.Array, policy: core.Policy, job: dict[str, Any]
 ) -> tuple[Any, dict[str, float]]:
     steps = job["steps"]
     before = -(-job["after"] // steps)
@@ -127,7 +128,7 @@ def _compile(function: Any, *arguments: Any) -> tuple[Any, dict[str, float]]:
 def _kept(read: Any, params: Any, tokens: jax.Array) -> int:
     """Runs a prefill; bytes of keys and values of its state."""
     _, state, *_ = jax.block_until_ready(read(params, tokens))
-    return int(state.kv_bytes)
+    return int(sum(kv.k.nbytes + kv.v.nbytes for kv in state.layers))
 
 
 def _about() -> dict[str, Any]:

@@ -26,11 +26,10 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
-import kvjax
-from kvjax import methods, models
+from kvjax import core, models
 from kvjax.configs.experiment import check_whole
-from kvjax.drivers import endless
-from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
+from kvjax.core import methods
+from kvjax.experiments.bench.process import apart, forget_peak, held, shown, stored_rows
 from kvjax.experiments.evaluation.results import (
     check_options,
     device_info,
@@ -40,7 +39,6 @@ from kvjax.experiments.evaluation.results import (
     write_figure,
     write_json,
 )
-from kvjax.memory import shown
 
 METHODS = ("streaming_llm", "h2o", "tova", "roco", "keyformer", "random")
 _BUDGET, _CHUNK, _WINDOW = 512, 256, 40  # tokens, tokens of a call, calls of a window
@@ -66,7 +64,7 @@ def measure(name: str, tokens: int, rounds: int, path: str) -> dict[str, Any]:
     model = models.LanguageModel(_CONFIG)
     params = jax.jit(model.init)(jax.random.key(0))
     policy = getattr(methods, name)(_BUDGET)
-    reader = kvjax.read(model, params, _ids(), policy=policy, prompt_len=_BUDGET, chunk=_CHUNK)
+    reader = core.read(model, params, _ids(), policy=policy, prompt_len=_BUDGET, chunk=_CHUNK)
     wanted = [10**i for i in range(4, 1 + len(str(tokens))) if 10**i < tokens]
     windows: list[dict[str, float]] = []
     kept: list[tuple[int, Any, Any]] = []
@@ -99,8 +97,7 @@ def _in_turn(model: models.LanguageModel, params: Any, kept: list[tuple[int, Any
         for mark, logits, state in kept[i % len(kept) :] + kept[: i % len(kept)]:
             start_from = jax.block_until_ready((jnp.copy(logits), jax.tree.map(jnp.copy, state)))
             wall, processor = time.perf_counter(), time.process_time()
-            found = endless._several(model, params, chunk, jnp.int32(_CHUNK), *start_from, found="losses")
-            jax.block_until_ready(found)
+            jax.block_until_ready(core.score(model, params, chunk, *start_from))
             spent[mark].append((time.perf_counter() - wall, time.process_time() - processor))
     times = {mark: 1e6 * np.array(each) / _CHUNK for mark, each in spent.items()}
     marks = []
