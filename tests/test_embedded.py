@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
 from kvjax import models
+from kvjax.core import methods
 from kvjax.experiments import corpus, train_tiny
 from kvjax.experiments.evaluation import results
 from kvjax.experiments.evaluation.batches import buckets, rows_of
@@ -124,10 +124,10 @@ def exact_match(name, policy, length, per_task):
     ids=["short", "full_length", "varied"],
 )
 def test_it_retrieves_with_the_full_cache_and_fails_without(name, length, per_task, least, average):
-    full = exact_match(name, kvjax.methods.full(), length, per_task)
+    full = exact_match(name, methods.full(), length, per_task)
     assert min(full.values()) >= least
     assert np.mean(list(full.values())) >= average
-    window = exact_match(name, kvjax.methods.window(0.1), length, per_task)
+    window = exact_match(name, methods.window(0.1), length, per_task)
     assert max(window.values()) <= 0.2
 
 

@@ -1,7 +1,7 @@
 """Policies on the GPU kernels, interpreted: they keep what they keep on XLA, in prefill and decode.
 
-Kernels know of a policy what its specs ask of attention and how its slots are stored, so one row of the table of
-methods stands for all that ask the same.
+Kernels know of a policy what it observes of attention, and how its slots are stored and read, so one row of the table
+of methods stands for all that ask the same.
 """
 
 import dataclasses
@@ -12,34 +12,37 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
-from kvjax import models, pallas_kernels
-from tests import helpers
-from tests.methods import CASES
+from kvjax import core, models, pallas_kernels
+from kvjax.core.contract import Policy
+from tests.core import table
+from tests.core.tensors import live_positions
 
 pytestmark = pytest.mark.slow  # minutes of interpretation
 
-B, T, NEW, BUDGET = 2, 24, 5, 10
-LENGTHS = (T, 17)
+B, T, NEW = 2, 24, 5
+LENGTHS = np.array([T, 17])
 # What the kernels leave to XLA, and say so.
 ELSEWHERE = ("rows that are not summed", "gaussian noise is not drawn", "no kernel renormalises rows")
-
-
 CONFIG = models.ModelConfig(
     vocab_size=61, embed_dim=64, mlp_dim=64, num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=64
 )
+SIZES = table.Sizes(3, 4, 2, 64, 64)
 
 
-def asked(case):
+def make(name):
+    return table.MAKE[name](table.Case(name).budget, SIZES)
+
+
+def asked(name):
     """All that kernels know of a policy in any layer."""
-    policy = case.make(BUDGET)
-    plan = kvjax.make_plan(CONFIG, policy, prompt_len=T, max_new_tokens=NEW, lengths=LENGTHS)
-    known = ((s.prompt, s.step, s.heads, s.positions, s.storage, s.reads, s.hides, s.prunes) for s in plan.specs)
+    layers = core.make_plan(CONFIG, make(name), LENGTHS, T, NEW).layers
+    reads = lambda p: type(p).reads is not Policy.reads
+    known = ((p.observe("prefill"), p.observe("decode"), p.layout, p.writes, reads(p)) for p in layers)
     return tuple(dict.fromkeys(known))
 
 
-OF_ANY_WIDTH = [case for case in CASES if not case.name.startswith(("q_filters", "kvzap"))]  # they ask for no attention
-DISTINCT = list({asked(case): case for case in sorted(OF_ANY_WIDTH, key=lambda case: not case.by_layer)}.values())
+NAMES = [name for name in table.MAKE if name not in table.OF_A_BATCH]
+DISTINCT = {asked(name): name for name in reversed(NAMES)}
 
 
 def kinds(x, name=""):
@@ -57,50 +60,47 @@ def kinds(x, name=""):
 def few():
     """Rows that among them have every kind that any has: the ones that bring most that is new, first."""
     of = {
-        case: set().union(*(kinds(x, str(i)) for spec in asked(case) for i, x in enumerate(spec))) for case in DISTINCT
+        name: set().union(*(kinds(x, str(i)) for layer in layers for i, x in enumerate(layer)))
+        for layers, name in DISTINCT.items()
     }
     lacking, found = set().union(*of.values()), []
     while lacking:
-        found.append(max(of, key=lambda case: len(of[case] & lacking)))
+        found.append(max(of, key=lambda name: len(of[name] & lacking)))
         lacking -= of[found[-1]]
     return found
 
 
 FEW = few()
-ROWS = [pytest.param(case, marks=() if case in FEW else pytest.mark.exhaustive) for case in DISTINCT]
+ROWS = [pytest.param(name, marks=() if name in FEW else pytest.mark.exhaustive) for name in DISTINCT.values()]
 
 
 @pytest.fixture(scope="module")
-def wide(case):
-    """A model whose heads are as wide as the kernels ask for, with as many layers as tell what the method does."""
-    model = models.LanguageModel(CONFIG if case.by_layer else dataclasses.replace(CONFIG, num_layers=1))
+def wide():
+    """A model whose heads are as wide as the kernels ask for."""
+    model = models.LanguageModel(CONFIG)
     return model, jax.tree.map(lambda x: x * jnp.asarray(2.0, x.dtype), jax.jit(model.init)(jax.random.key(7)))
 
 
 def decoded(model, params, policy):
     """Logits of every step, and the layers after the last one."""
     rng = np.random.default_rng(2)
-    tokens, more = jnp.asarray(rng.integers(0, 61, (B, T))), jnp.asarray(rng.integers(0, 61, (B, NEW)))
-    plan = kvjax.make_plan(model.config, policy, prompt_len=T, max_new_tokens=NEW, lengths=LENGTHS)
-
-    @jax.jit
-    def run(params, tokens, more):
-        first, state = kvjax.prefill(model, params, tokens, plan, lengths=jnp.asarray(LENGTHS))
-        logits, state = kvjax.feed(model, params, more, state)
-        return jnp.concatenate([first[:, None], logits], axis=1), state
-
-    return run(params, tokens, more)
+    tokens, more = rng.integers(0, 61, (B, T)), rng.integers(0, 61, (B, NEW))
+    own = core.init_policy_params(model.config, policy, jax.random.key(0), width=T, max_new_tokens=NEW)
+    how = {"policy": policy, "lengths": LENGTHS, "max_new_tokens": NEW, "policy_params": own}
+    first, state = core.prefill(model, params, tokens, **how)
+    logits, state = core.feed(model, params, more, state)
+    return np.concatenate([first[:, None], logits], axis=1), state
 
 
-@pytest.mark.parametrize("case", ROWS, ids=repr, scope="module")
-def test_the_same_tokens_are_kept(wide, case, caplog):
+@pytest.mark.parametrize("name", ROWS)
+def test_the_same_tokens_are_kept(wide, name, caplog):
     model, params = wide
-    policy = case.make(BUDGET)
+    policy = make(name)
     logits, state = decoded(model, params, policy)
     with caplog.at_level(logging.INFO, logger="kvjax.pallas_kernels"), pallas_kernels.use("interpret"):
         other_logits, other = decoded(model, params, policy)
     for a, b in zip(state.layers, other.layers, strict=True):
-        assert helpers.live_positions(a) == helpers.live_positions(b)
+        assert live_positions(a) == live_positions(b)
     np.testing.assert_allclose(other_logits, logits, atol=2e-4 * float(np.abs(logits).max()))
     for record in caplog.records:
         assert any(reason in record.getMessage() for reason in ELSEWHERE), record.getMessage()

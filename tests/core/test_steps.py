@@ -83,6 +83,21 @@ def test_recency_does_not_depend_on_blocks(shallow):
     assert attend.layer_step._cache_size() <= before + 2 + 2 + 1 + 0
 
 
+def test_memory_does_not_grow_with_the_prompt(shallow, monkeypatch):
+    """Behind every block the cache is as large, however many have been read."""
+    read, held = attend.step, []
+
+    def recorded(*args, **how):
+        found = read(*args, **how)
+        held.append(found[1].nbytes)
+        return found
+
+    monkeypatch.setattr(steps, "step", recorded)
+    for n in (10, T):
+        steps.prefill(*shallow, IDS[:, :n], policy=methods.roco(6), max_new_tokens=2, block=6)
+    assert held == held[:1] * (2 + 4)
+
+
 def test_what_is_summed_over_blocks_is_what_is_summed_over_rows(shallow):
     policy = methods.h2o(40)
 
