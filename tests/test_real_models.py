@@ -10,12 +10,13 @@ import pytest
 from kvjax import models
 from kvjax.core import generate, methods
 from kvjax.models import packaged
-from tests import kept
+from tests.core import kept
 from tests.test_parity import all_logits, assert_close, check_hidden_are_evicted, torch, transformers
 
 TEXT = (kept.ROOT / "LICENSE").read_text()
 README = (kept.ROOT / "README.md").read_text()
-RECORDED = json.loads((kept.GOLDEN / "kept_smollm2.json").read_text())
+RECORDED = kept.recorded("smollm2")
+NAMES = dict.fromkeys(key.partition(" ")[0] for key in RECORDED)
 SAMPLE = {"snapkv", "h2o", "tova", "ada_snapkv", "nacl"}
 
 
@@ -70,11 +71,6 @@ def test_the_readme_shows_what_the_notebook_prints():
         assert answers[:2] == [full, compressed]
 
 
-def test_every_method_is_recorded():
-    assert {*RECORDED} == {f"{case} {budget}" for case in kept.names() for budget in (0.25, 64)}
-    assert (kept.GOLDEN / "kept_smollm2.json").stat().st_size <= 60_000
-
-
 @pytest.fixture(scope="module")
 def smollm2():
     kept.fetched_or_skip(kept.SMOLLM2)
@@ -84,10 +80,11 @@ def smollm2():
 MARKS = {True: pytest.mark.slow, False: (pytest.mark.slow, pytest.mark.exhaustive)}
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=MARKS[name in SAMPLE]) for name in kept.names()])
+@pytest.mark.parametrize("case", [pytest.param(name, marks=MARKS[name in SAMPLE]) for name in NAMES])
 def test_what_is_kept_is_what_was_recorded(smollm2, case):
     """By layer, after the prompt and after steps, under both budgets."""
     jax.clear_caches()  # programs of 30 layers map more memory than a process may
-    model, params, ids, lengths, steps, budgets = smollm2
-    found = kept.kept(model, params, ids, lengths, steps, map(kept.cases(model.config)[case], budgets))
-    assert found == [RECORDED[f"{case} {budget}"] for budget in budgets]
+    *read, counts, policies = smollm2
+    assert {*policies} == {*NAMES}
+    for budget in counts:
+        assert kept.of_model(*read, policies[case](budget)) == RECORDED[f"{case} {budget}"]

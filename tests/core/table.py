@@ -1,4 +1,4 @@
-"""The one table of methods that all laws cross: every row of `tests.kept_cases`, and what laws must know of it.
+"""The one table of methods that all laws cross: every row of `cases.py`, and what laws must know of it.
 
 What a row keeps in any case, and how much, is read from its policy's own fields; that these are the method's is known
 from the recorded tokens. Here stands what fields do not say.
@@ -6,7 +6,6 @@ from the recorded tokens. Here stands what fields do not say.
 
 import dataclasses
 import functools
-import json
 from typing import Any
 
 import numpy as np
@@ -19,21 +18,17 @@ from kvjax.core.compose.across import AcrossLayers
 from kvjax.core.contract import LayerInfo
 from kvjax.core.evict import Evict
 from kvjax.core.methods.profile import FastGen
-from tests import kept_raw
-from tests.kept_cases import CASES, Sizes
+from tests.core import kept
+from tests.core.cases import CASES, Sizes
 
-RECORDED = json.loads(kept_raw.GOLDEN.read_text())  # of every row, at the budgets that it takes
+RECORDED = kept.recorded("raw")  # of every row, at the budgets that it takes
 MADE = {  # compositions that only laws need
     "snapkv_merging": lambda b, s: methods.merging(methods.snapkv(b, window=4, kernel=3)),
     "attention_matching": lambda b, s: methods.attention_matching(b, rows=8, sinks=2),
-    "fastgen_bounded": lambda b, s: FastGen(
-        (0, 1, 2), tuple(range(3, 9)), frequent=0.2, local=0.2, recovery=0.65, budget=b
-    ),
-    "fastgen_pooled": lambda b, s: FastGen(
-        (0, 1, 2), tuple(range(3, 9)), frequent=0.2, local=0.2, recovery=0.65, budget=b, pool=True
-    ),
+    "fastgen_bounded": lambda b, s: kept.fastgen(b),
+    "fastgen_pooled": lambda b, s: kept.fastgen(b, pool=True),
 }
-MAKE = {name: new for name, (_, new) in CASES.items()} | MADE
+MAKE = CASES | MADE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,21 +1,19 @@
 """One prefill, every policy: applied to a prompt that was read without it, each keeps what its own prefill keeps."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
 
 from kvjax.core import decode_step, forward, prefill, start
 from kvjax.core.analysis.reading import Stored, stored_as
-from tests import kept_raw
-from tests.kept_cases import CASES, Sizes
+from tests.core import kept
+from tests.core.cases import CASES, Sizes
 
 QUICK = (  # distinct mechanisms: memory, heads in a pool, places, noise, merging, layers that compete, heads apart
     *("h2o", "ada_half", "streaming_llm", "keyformer", "kvpress_cam", "across_layers_entropy", "partition_heads"),
     *("snapkv_then_think", "quest_by_query_head"),
 )
-RECORDED = json.loads(kept_raw.GOLDEN.read_text())  # of every case, at the budgets that it takes
+RECORDED = kept.recorded("raw")  # of every case, at the budgets that it takes
 REST = tuple(name for name in CASES if name not in QUICK)
 SLOW = [pytest.param(REST[i::12], marks=[pytest.mark.slow, pytest.mark.exhaustive], id=f"rest{i}") for i in range(12)]
 T, F, LENGTHS = 24, 4, np.array([24, 17], np.int32)
@@ -34,7 +32,7 @@ def test_equal_to_a_prefill_of_its_own(names, tiny):
     model, params = tiny
     c, key = model.config, jax.random.key(5)
     sizes = Sizes(c.num_layers, c.num_query_heads, c.num_kv_heads, c.head_dim, c.embed_dim)
-    policies = {name: CASES[name][1](10 if "10" in RECORDED[name] else 0.5, sizes) for name in names}
+    policies = {name: CASES[name](10 if "10" in RECORDED[name] else 0.5, sizes) for name in names}
     how = {"lengths": LENGTHS, "max_new_tokens": F, "key": key}
     kinds = {}
     for name, policy in policies.items():
