@@ -27,7 +27,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-ARCHS = ("sm_80", "sm_90", "sm_100")
 INSTALL = (
     "pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm nvidia-nvjitlink "
     "nvidia-cuda-runtime nvidia-cuda-nvrtc nvidia-cuda-cupti"
@@ -45,11 +44,6 @@ class Device:
     multiprocessors: int
     shared_memory: int
     tensor_core: tuple[str, ...]
-
-    @property
-    def minor(self) -> int:
-        """Of the compute capability: these are all N.0."""
-        return 0
 
 
 DEVICES = {
@@ -212,14 +206,12 @@ def counted(backends: tuple[str, ...]) -> Iterator[Case]:
     from kvjax.pallas_kernels import Columns, gpu
     from kvjax.pallas_kernels import blocks as bl
 
+    squares = Columns(element="p2", group_at="before", count_self=False)
     kinds = {
         "sum p, weights, without itself": (Columns(count_self=False), True),
         "sum p^2 of group means, weights": (Columns(element="p2", group_at="before"), True),
-        "sum p^2 of group means, without itself": (Columns(element="p2", group_at="before", count_self=False), False),
-        "sum p^2 of group means, weights, without itself": (
-            Columns(element="p2", group_at="before", count_self=False),
-            True,
-        ),
+        "sum p^2 of group means, without itself": (squares, False),
+        "sum p^2 of group means, weights, without itself": (squares, True),
     }
     types = [("bfloat16", d, T) for d, T in itertools.product(HEAD_DIMS, (4096, 16))]
     types += [("float16", 128, 4096), ("float16", 256, 4096), ("float32", 64, 4096), ("float32", 128, 4096)]
@@ -425,9 +417,8 @@ def line(row: dict[str, Any]) -> str:
         + " ".join(f"{k} x{v}" for k, v in sorted(p["instructions"].items()))
         for p in row.get("parts", [])
     )
-    return (
-        f"{'ok  ' if row['ok'] else 'FAIL'} {row['arch']:6s} {row['kernel']:76s} {parts or row.get('error', 'no PTX')}"
-    )
+    ok = "ok  " if row["ok"] else "FAIL"
+    return f"{ok} {row['arch']:6s} {row['kernel']:76s} {parts or row.get('error', 'no PTX')}"
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
@@ -475,7 +466,7 @@ def write(output: pathlib.Path, rows: list[dict[str, Any]], keep: bool) -> None:
 def main() -> int:
     """Runs every architecture in a process of its own and writes the report after each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--arch", choices=ARCHS, nargs="*", default=ARCHS)
+    parser.add_argument("--arch", choices=DEVICES, nargs="*", default=[*DEVICES])
     parser.add_argument("--output", type=pathlib.Path, help="path of the report, without a suffix")
     parser.add_argument("--smoke", action="store_true", help="two kernels of each kind")
     parser.add_argument("--only", default="", help="a pattern in names of kernels; a report keeps its other rows")

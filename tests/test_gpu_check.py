@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax.experiments import gpu_check
-from kvjax.experiments.gpu import watchdog
+from kvjax.experiments.gpu import correct, watchdog
 from kvjax.experiments.gpu.gpu_report import POISONED, UNTIL, Report, served_by
 from kvjax.pallas_kernels import Columns, attention
 
@@ -71,17 +71,17 @@ def test_sections_keep_to_their_share_of_the_time(tmp_path):
 
 
 def test_a_kernel_that_stops_leaves_the_other_cases(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_check, "served_by", lambda *_: ["mosaic_gpu", "triton"])
+    monkeypatch.setattr(correct, "served_by", lambda *_: ["mosaic_gpu", "triton"])
 
     def broken(*_, implementation, **__):
         if implementation == "mosaic_gpu":
             raise RuntimeError("no such layout")
         return jnp.zeros(3)
 
-    monkeypatch.setattr(gpu_check, "attention", broken)
-    monkeypatch.setattr(gpu_check, "pooled_attention", broken)
+    monkeypatch.setattr(correct, "attention", broken)
+    monkeypatch.setattr(correct, "pooled_attention", broken)
     report = Report(tmp_path, 1000.0, True, ["repeatability"])
-    gpu_check.repeatability(report, ("mosaic_gpu", "triton"))
+    correct.repeatability(report, ("mosaic_gpu", "triton"))
     assert [r["ok"] for r in report.rows] == [False] * 3 + [True] * 3
     assert "no such layout" in json.loads(report.file.read_text())["rows"][0]["error"]
 

@@ -1,0 +1,210 @@
+"""What `gpu_check.py` asks of every kernel first: is it right, against float64, and repeatable?"""
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.experiments.gpu.gpu_report import Report, served_by
+from kvjax.pallas_kernels import Columns, Softmax, attention, pooled_attention
+from kvjax.pallas_kernels.api import Implementation
+
+TOLERANCE = {"float32": (2e-5, 2e-4), "bfloat16": (1e-2, 2e-3), "float16": (2e-3, 1e-3)}  # of output, of statistics
+STATISTICS = {
+    "sum p": Columns(),
+    "sum p, last 9 rows": Columns(rows=9, group="max"),
+    "sum p^2 of group means": Columns(element="p2", group_at="before"),
+    "count above 1/visible": Columns(element="above", group=None),
+    "sum p without itself": Columns(count_self=False),
+}
+COLUMNS = tuple(STATISTICS.values())
+Shape = tuple[int, int, int, int, int, int]  # B, N, K, T, cached slots, H
+Case = tuple[Shape, str, dict[str, Any]]
+OPTIONS: tuple[dict[str, Any], ...] = ({"softcap": 5.0}, {"window": 50}, {"softcap": 5.0, "window": 50})
+
+
+def inputs(B: int, N: int, K: int, T: int, cached: int, H: int, dtype: str, rng: Any) -> tuple[jax.Array, ...]:
+    """Fresh queries behind a cache in random order with dead slots; the last sequence is padded on the left."""
+    S = cached + T
+    q, k, v = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((B, N, T, H), (B, K, S, H), (B, K, S, H)))
+    pads = np.zeros(B, int)
+    pads[-1] = T // 3
+    column = np.arange(T)[None] - pads[:, None]
+    q_pos = np.where(column >= 0, column + cached, -1)
+    old = np.stack([[rng.permutation(cached) for _ in range(K)] for _ in range(B)]).reshape(B, K, cached)
+    old = np.where(rng.random(old.shape) < 0.3, -1, old)
+    kv_pos = np.concatenate([old, np.broadcast_to(q_pos[:, None], (B, K, T))], axis=-1)
+    return q, k, v, jnp.asarray(q_pos, jnp.int32), jnp.asarray(kv_pos, jnp.int32)
+
+
+def in_float64(f: Callable[..., Any], *args: Any) -> list[np.ndarray]:
+    """`f` on the host, in float64: the specification."""
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        host = [np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else np.asarray(x) for x in args]
+        return [np.asarray(x) for x in jax.tree.leaves(f(*map(jnp.asarray, host)))]
+
+
+def compare(
+    report: Report,
+    name: str,
+    found: Any,
+    expected: Sequence[np.ndarray],
+    dtype: str,
+    columns: Sequence[Columns],
+    by: str,
+) -> None:
+    """A row for the worst relative error; counts may differ next to their threshold, NaN never passes."""
+    errors, ok = [], True
+    for i, (x, y) in enumerate(zip(jax.tree.leaves(found), expected, strict=True)):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        finite = np.isfinite(y)
+        same = np.array_equal(np.isfinite(x), finite)
+        scale = max(float(np.abs(y[finite]).max(initial=0)), 1e-6)
+        error = float(np.abs(x[finite] - y[finite]).max(initial=0)) / scale if same else float("nan")
+        if i >= 2 and columns[i - 2].element == "above":
+            error = float((~np.isclose(x, y, rtol=1e-4, atol=1e-4)).mean())
+            ok &= error < 0.02
+        else:
+            ok &= error < TOLERANCE[dtype][min(i, 1)]
+        errors.append(error)
+    report.row("correctness", name, ok=bool(ok), served_by=by, errors=[float(f"{e:.1e}") for e in errors])
+
+
+def gumbel(seed: jax.Array) -> Columns:
+    """Of a softmax with noise, which is drawn inside the kernels."""
+    return Columns(softmax=Softmax(seed=seed, noise="gumbel"))
+
+
+def rescaled_and_weighted(multiplier: jax.Array, weight: jax.Array) -> tuple[Columns, ...]:
+    """Statistics of softmaxes of their own, causal and not, and of rows that count more or less."""
+    return (
+        Columns(softmax=Softmax(multiplier=multiplier), weight=weight, count_self=False),
+        Columns(softmax=Softmax(multiplier=multiplier, causal=False), group=None),
+        Columns(element="above", group=None, weight=weight),
+    )
+
+
+def single_row(B: int, N: int, K: int, S: int, H: int, dtype: str, rng: Any) -> tuple[Any, Any]:
+    """A query row against a cache, and against a pool of as many slots of which some have no owner."""
+    one = q, k, v, q_pos, kv_pos = inputs(B, N, K, 1, S, H, dtype, rng)
+    owner = jnp.asarray(rng.integers(-1, K, k.shape[:1] + k.shape[2:3]), jnp.int32)
+    return one, (q, k[:, 0], v[:, 0], owner, q_pos, kv_pos[:, 0])
+
+
+def correctness(report: Report, implementations: Sequence[Implementation]) -> None:
+    """Every kernel on fresh data against float64."""
+    rng = np.random.default_rng(time.time_ns())
+    small: list[Shape] = [(2, 4, 2, 37, 6, 64)]
+    large: list[Shape] = [(2, 8, 2, 300, 0, 128), (2, 8, 2, 200, 130, 64), (1, 6, 1, 96, 237, 80)]
+    large += [(1, 4, 4, 130, 0, 256), (1, 8, 2, 500, 0, 96)]
+    shapes: list[Shape] = small if report.smoke else large
+    dtypes: tuple[str, ...] = ("float32",) if report.smoke else ("bfloat16", "float16", "float32")
+    options: list[Case] = [(shapes[0], dtypes[0], o) for o in OPTIONS[2 if report.smoke else 0 :]]
+    first: list[Case] = list(itertools.product(shapes[:2], dtypes, ({},)))
+    rest: list[Case] = list(itertools.product(shapes[2:], dtypes, ({},)))
+    for shape, dtype, how_logits in (*first, *options, *rest):
+        label = " ".join(f"{letter}={n}" for letter, n in zip("BNKTCH", shape, strict=True)) + f" {dtype}"
+        label += "".join(f" {name}={value}" for name, value in how_logits.items())
+        if not report.reaches("correctness", label, again=True):
+            continue
+        B, N, K, T, cached, H = shape
+        arrays = inputs(*shape, dtype, rng)
+        one, pool = single_row(B, N, K, max(cached, 335), H, dtype, rng)
+        noisy = *arrays, jnp.arange(B, dtype=jnp.uint32) + 7
+        factors = (rng.uniform(*bounds, s) for bounds, s in (((0.5, 2.0), (B, K, T)), ((-1.0, 1.0), (B, T))))
+        weighted = *arrays, *(jnp.asarray(x, jnp.float32) for x in factors)
+
+        def with_noise(how: Implementation, *x: jax.Array, o: Any = how_logits) -> Any:
+            return attention(*x[:-1], columns=(*COLUMNS, gumbel(x[-1])), implementation=how, **o)
+
+        def with_weights(how: Implementation, *x: jax.Array, o: Any = how_logits) -> Any:
+            return attention(*x[:-2], columns=rescaled_and_weighted(*x[-2:]), implementation=how, **o)
+
+        def plain(how: Implementation, *x: jax.Array, o: Any = how_logits) -> Any:
+            return attention(*x, columns=COLUMNS, implementation=how, **o)
+
+        def pooled(how: Implementation, *x: jax.Array, K: int = K, o: Any = how_logits) -> Any:
+            return pooled_attention(*x, columns=COLUMNS, num_kv_heads=K, implementation=how, **o)
+
+        cases: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Sequence[Columns]]] = {
+            "attention": (with_noise, noisy, (*COLUMNS, gumbel(noisy[-1]))),
+            "rescaled and weighted": (with_weights, weighted, rescaled_and_weighted(*weighted[-2:])),
+            "decode": (plain, one, COLUMNS),
+            "pool decode": (pooled, pool, COLUMNS),
+        }
+        for name, (f, args, columns) in cases.items():
+            expected = None
+            for how in implementations:
+                if not report.reaches("correctness", f"{how} {name} {label}"):
+                    continue
+                with report.guarded("correctness", f"{how} {name} {label}"):
+                    by = served_by(functools.partial(f, how), *args)
+                    if how not in by:
+                        report.elsewhere("correctness", f"{how} {name} {label}", f"served by {'+'.join(by)}")
+                        continue
+                    expected = in_float64(functools.partial(f, "reference"), *args) if expected is None else expected
+                    found = jax.jit(functools.partial(f, how))(*args)
+                    compare(report, f"{how} {name} {label}", found, expected, dtype, columns, "+".join(by))
+    for (B, N, K, T, cached, H), dtype, length in itertools.product(shapes[:2], dtypes, ("block", "row", "pool")):
+        label = f"bias, {length} H={H} {dtype}"
+        if implementations[0] == "mosaic_gpu" or not report.reaches("correctness", label):
+            continue
+        if length == "pool":
+            arrays = single_row(B, N, K, 335, H, dtype, rng)[1]
+            operation, bias = functools.partial(pooled_attention, num_kv_heads=K), alibi(arrays[5][:, None], N // K)
+        else:
+            arrays = inputs(B, N, K, *((T, cached) if length == "block" else (1, 335)), H, dtype, rng)
+            operation, bias = attention, alibi(arrays[4], N)
+        args = *arrays, jnp.arange(B, dtype=jnp.uint32) + 7, bias
+        columns = *COLUMNS, gumbel(args[-2])
+
+        def biased(how: Implementation, *x: jax.Array, operation: Callable[..., Any] = operation) -> Any:
+            return operation(*x[:-2], columns=(*COLUMNS, gumbel(x[-2])), bias=x[-1], implementation=how)
+
+        how = implementations[0]
+        with report.guarded("correctness", f"{how} {label}"):
+            by = "+".join(served_by(functools.partial(biased, how), *args))
+            found = jax.jit(functools.partial(biased, how))(*args)
+            expected = in_float64(functools.partial(biased, "reference"), *args)
+            compare(report, f"{how} {label}", found, expected, dtype, columns, by)
+
+
+def alibi(kv_pos: jax.Array, N: int) -> jax.Array:
+    """A slope for every query head times the position of a key; every seventh position dead by -inf."""
+    pos = np.repeat(np.asarray(kv_pos), N // kv_pos.shape[1], axis=1)
+    slopes = 2.0 ** -np.arange(1, N + 1)
+    return jnp.asarray(np.where(pos % 7 == 3, -np.inf, slopes[None, :, None] * pos), jnp.float32)
+
+
+def repeatability(report: Report, implementations: Sequence[Implementation]) -> None:
+    """Bitwise the same, again and again: an error that moves is a race."""
+    rng = np.random.default_rng(time.time_ns())
+    dtype, T, S, K = ("float32", 40, 90, 2) if report.smoke else ("bfloat16", 2048, 8191, 2)
+    one, pool = single_row(1, 8, K, S, 64, dtype, rng)
+    runs = {
+        "attention and statistics": (attention, inputs(1, 8, K, T, 0, 64, dtype, rng)),
+        "decode and statistics": (attention, one),
+        "pool decode and statistics": (functools.partial(pooled_attention, num_kv_heads=K), pool),
+    }
+    for how, (name, (f, arrays)) in itertools.product(implementations, runs.items()):
+        if not report.reaches("repeatability", f"{how} {name}"):
+            continue
+        with report.guarded("repeatability", f"{how} {name}"):
+            run = functools.partial(f, columns=COLUMNS, implementation=how)
+            by = served_by(run, *arrays)
+            if how not in by:
+                report.elsewhere("repeatability", f"{how} {name}", f"served by {'+'.join(by)}")
+                continue
+            compiled = jax.jit(run)
+            first = [np.asarray(x) for x in jax.tree.leaves(compiled(*arrays))]
+            same = all(
+                np.array_equal(x, np.asarray(y), equal_nan=True)
+                for _ in range(2 if report.smoke else 20)
+                for x, y in zip(first, jax.tree.leaves(compiled(*arrays)), strict=True)
+            )
+            report.row("repeatability", f"{how} {name}", ok=same, served_by="+".join(by))
