@@ -108,3 +108,40 @@ def test_lengths_are_those_of_prompts_padded_on_the_left(shallow, ids, lengths, 
         assert check_prompts(shallow[0], ids, attention_mask=given)[1].tolist() == lengths
     else:
         assert (check_prompts(shallow[0], ids, lengths)[0] == ids).all()
+
+
+BAD_DOORS = [
+    ({"valid": [9, 8]}, "valid goes from 8 to 9, but a row has 0 to 8 tokens"),
+    ({"valid": [8]}, r"valid must be integers, of shape \(2\)"),
+    ({"tokens": np.full((2, 8), -3)}, "token id -3 is outside the vocabulary, 0 to 60"),
+    ({"tokens": np.zeros((2, 8))}, "tokens must be integers, one row a sequence"),
+    ({"tokens": np.zeros((3, 8), int)}, r"of shape \(2, any\)|3 sequences"),
+    ({"state": None}, "state is a NoneType, not a State"),
+    ({"model": {}}, "model is a dict; give the model"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_DOORS)
+@pytest.mark.usefixtures("unchecked")
+def test_forward_refuses_what_does_not_fit(shallow, change, message):
+    state = core.start(shallow[0], policy=methods.h2o(6), lengths=[8, 8], max_new_tokens=2)
+    given = {"model": shallow[0], "params": shallow[1], "tokens": np.ones((2, 8), int), "state": state}
+    with pytest.raises(ValueError, match=message):
+        core.forward(**given | change)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_policy_is_applied_to_what_it_has_seen(shallow):
+    """Once, to a state and to statistics; a whole prompt is not read on without it."""
+    model, params = shallow
+    tokens, h2o = np.ones((2, 8), int), methods.h2o(6)
+    state = core.start(model, policy=h2o, lengths=[8, 8], max_new_tokens=2)
+    _, state, stats = core.forward(model, params, tokens, state)
+    with pytest.raises(ValueError, match="stats is a NoneType"):
+        h2o(state, None)
+    with pytest.raises(ValueError, match="state is a AttnStats"):
+        h2o(stats, stats)
+    with pytest.raises(ValueError, match=r"was not observed: give the policy to forward\(..., observe=\)"):
+        methods.roco(6)(state, stats)
+    with pytest.raises(ValueError, match="apply a policy to it, policy"):
+        core.forward(model, params, tokens, state)

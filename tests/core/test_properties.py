@@ -18,7 +18,7 @@ from kvjax.core.contract import LayerInfo
 from kvjax.core.decide.select import TopK
 from kvjax.core.evict import Evict
 from tests.core import table, tensors
-from tests.kept_cases import Sizes
+from tests.core.cases import Sizes
 
 B, K, H, T, STEPS, LAYERS = 2, 2, 8, 16, 5, 3
 CONTENTS = ("random", "equal keys", "equal tokens", "sharp")
