@@ -68,7 +68,7 @@ class Case:
 FEWER = {
     *("chunkkv", "finch_chunks", "kvzap_threshold", "simlayerkv", "simlayerkv_lazy", "nacl_from_all", "ada_released"),
     *("ada_released_normalized", "ada_factory", "ada_pyramid_adakv", "kvpress_chunk", "kvpress_dms"),
-    *("kvpress_dms_snapkv", "kvpress_simlayerkv"),
+    *("kvpress_dms_snapkv", "kvpress_simlayerkv", "kvpress_simlayerkv_all"),
 }
 
 # Rows that decide anew when asked again: scores that depend on which tokens live, where heads compete, or above a
@@ -173,5 +173,5 @@ def owed(policy: core.Policy, info: LayerInfo, n: int, exact: bool = True) -> Ow
     count, slack = min(budget, n), policy.select.slack
     if policy.heads is not None:
         most = min(of(sizes.per_head), n)
-        return Owed([safe] * K, heads * 0, heads * most, (count * K * exact, count * K))
+        return Owed([safe] * K, heads * 0, heads * most, (count * K * exact, (count + slack) * K))
     return Owed([safe] * K, heads * count * exact, heads * (count + slack), (count * K * exact, (count + slack) * K))

@@ -305,6 +305,7 @@ def test_a_function_of_everything_can_be_jitted(shallow):
     np.testing.assert_array_equal(found, expected.tokens)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_sampling_is_per_row_and_numbers_of_numpy_and_lists_are_as_good(shallow):
     keys, sampler = jax.random.split(jax.random.key(4), 3), sampling.Sample(temperature=0.8, top_k=20, top_p=0.9)
     run = lambda t, n, k, most=8: (

@@ -56,7 +56,7 @@ def kept(policy, arrays, lengths, layer, seed):
     q, k, v = arrays
     ids = np.random.default_rng(seed).integers(0, 61, (B, T))[:, T - q.shape[2] :]
     how = {"key": jax.random.split(jax.random.key(seed), B), "tokens": ids, "layer": layer, "num_layers": LAYERS}
-    draw = jax.random.normal(jax.random.key(seed), (B, q.shape[2], H))
+    draw = jax.random.normal(jax.random.key(seed), (B, T, H))[:, T - q.shape[2] :]
     more = {"out_proj": jnp.ones((q.shape[1], H, H)), "hidden": draw}
     return np.asarray(core.evict_layer(policy, q, k, v, lengths=np.array(lengths), **how, **more).live)
 

@@ -146,7 +146,11 @@ def without_cache(pos: Int[Array, "B T"]) -> Callable[..., Any]:
 
 @functools.partial(jax.jit, static_argnames=("model",))
 def embed(
-    model: Any, params: PyTree[Any], tokens: Int[Array, "B T"], length: Int[Array, "B"], valid: Int[Array, "B"] | None
+    model: Any,
+    params: PyTree[Any],
+    tokens: Int[Array, "B T"],
+    length: Int[Array, "B"],
+    valid: Int[Array, "B"] | Bool[Array, "B"] | None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B"]]:
     """The residual stream of new tokens, the tokens with 0 for padding, their positions, and the length after them.
 
