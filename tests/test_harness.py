@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
-from kvjax import models
+from kvjax import core, models
 from kvjax.experiments.harness import longbench
 from kvjax.experiments.harness.options import sampler_of
 from kvjax.experiments.harness.scoring import rounded_up
@@ -52,13 +51,13 @@ def requests(kind, *arguments):
     [
         ({"policy": "snapk"}, "no config 'snapk'; configs/ has ada_pyramid, "),
         (
-            {"policy": "snapkv", "budget": 0.5, "window": 4},
-            "policy=snapkv has no window; its parameters are budget, wind",
+            {"policy": "snapkv", "budget": 0.5, "window_size": 4},
+            "policy=snapkv has no window_size; its parameters are budget, wind",
         ),
         ({"policy": "snapkv"}, "policy=snapkv needs budget=, a number of tokens such as 64 or a share such as 0.2"),
         (
-            {"policy": "snapkv", "budget": 8, "window_size": 16},
-            "a budget of 8 tokens cannot hold the 16 that protect keeps",
+            {"policy": "snapkv", "budget": 8, "window": 16},
+            "a budget of 8 tokens cannot hold 0 sinks and 16 recent tokens",
         ),
         ({"policy": "think"}, r"stands for 3 policies \(channels-0.25, .*\); give one value of channels"),
         ({"truncation": "right"}, "truncation='right' is not one of"),
@@ -71,8 +70,8 @@ def test_options_that_do_not_fit_are_named(harness, options, message):
 
 
 def test_options_of_generation_are_those_of_transformers():
-    assert sampler_of({"do_sample": False, "temperature": 0.0, "num_beams": 1}) == kvjax.Greedy()
-    assert sampler_of({"do_sample": True, "temperature": 0.5, "top_k": 0}) == kvjax.Sample(temperature=0.5)
+    assert sampler_of({"do_sample": False, "temperature": 0.0, "num_beams": 1}) == core.Greedy()
+    assert sampler_of({"do_sample": True, "temperature": 0.5, "top_k": 0}) == core.Sample(temperature=0.5)
     with pytest.raises(ValueError, match="generation has no num_beams here; there are until, max_gen_toks, do_sample"):
         sampler_of({"do_sample": False, "num_beams": 4})
 
@@ -103,10 +102,9 @@ def test_likelihoods_of_the_full_cache_are_the_models_own(scored, stories):
         ids = models.encode(tokenizer, context + continuation)
         m = len(ids) - len(models.encode(tokenizer, context.rstrip(" ")))
         ids = np.array(ids[-65:])  # one more than are read
-        plan = kvjax.make_plan(model.config, kvjax.identity(), prompt_len=len(ids) - 1, max_new_tokens=0)
-        logits, *_ = kvjax.forward(
-            model, params, ids[None, :-1], kvjax.init_state(plan, [len(ids) - 1]), last_only=False
-        )
+        prompt, rest = ids[None, :1], ids[None, 1:-1]
+        first, state = core.prefill(model, params, prompt, max_new_tokens=rest.shape[1])
+        logits = jnp.concatenate([first[:, None], core.feed(model, params, rest, state)[0]], axis=1)
         rows = jax.nn.log_softmax(logits[0])[-m:]
         np.testing.assert_allclose(logp, rows[jnp.arange(m), ids[-m:]].sum(), rtol=1e-5)
         assert greedy == bool((rows.argmax(-1) == ids[-m:]).all())

@@ -22,11 +22,11 @@ import numpy as np
 from jaxtyping import Array, Key
 from tqdm import tqdm
 
-import kvjax
-from kvjax import models
+from kvjax import core, models
 from kvjax.configs.experiment import Budget
-from kvjax.drivers.buckets import bucket
-from kvjax.drivers.generation import NO_TOKEN, check_block, check_positions
+from kvjax.core.drivers.buckets import bucket
+from kvjax.core.drivers.checks import check_block, check_positions
+from kvjax.core.drivers.loop import NO_TOKEN
 from kvjax.experiments.evaluation.provenance import definition
 from kvjax.experiments.harness.options import policy_of, sampler_of
 from kvjax.experiments.harness.scoring import rounded_up, score_after, score_whole
@@ -45,7 +45,7 @@ except ImportError as e:
 Truncation = Literal["left", "middle"]
 
 _LOG = logging.getLogger(__name__)
-_FULL = kvjax.methods.full()
+_FULL = core.Policy()
 _IDENTITY = "what these responses are of"  # the key of a response cache; others are digests
 
 
@@ -97,7 +97,7 @@ class HarnessModel(TemplateLM):
         self,
         pretrained: str = "embedded",
         *,
-        policy: str | kvjax.Policy = "full",
+        policy: str | core.Policy = "full",
         budget: Budget | None = None,
         block: int | None = None,
         dtype: str = "auto",
@@ -124,9 +124,10 @@ class HarnessModel(TemplateLM):
         self.tokenizer = models.load_tokenizer(self.source if tokenizer is None else tokenizer)
         self.model, self.params = models.load(self.source, dtype=dtype)
         self.max_length = self._most(max_length)
-        longest = kvjax.make_plan(self.model.config, self.policy, prompt_len=self.max_length - 1, max_new_tokens=1)
-        self.block = check_block(longest, block)
-        check_positions(self.model.config, longest, self.max_length - 1, 1, block=self.block)
+        most = np.array([self.max_length - 1])
+        longest = core.make_plan(self.model.config, self.policy, most, self.max_length - 1, 1)
+        self.block = check_block(longest, block, self.max_length - 1)
+        check_positions(self.model.config, longest, most, 1, self.block)
         self.config = {
             "checkpoint": models.fingerprint(self.source),
             "tokenizer": str(tokenizer),
@@ -309,18 +310,16 @@ class HarnessModel(TemplateLM):
             read = [(*job.ids, *job.continuation) for job in jobs]
             tokens, lengths = models.pad_left([ids[:-1] for ids in read], width=width)
             following, _ = models.pad_left([ids[1:] for ids in read], width=width)
-            plan = kvjax.make_plan(self.model.config, _FULL, prompt_len=width, max_new_tokens=0)
-            logp, greedy = score_whole(self.model, self.params, tokens, lengths, following, plan=plan)
+            logp, greedy = score_whole(self.model, self.params, tokens, lengths, following)
             parts = [slice(width - m, width) for m in sizes]
         else:
             tokens, lengths = models.pad_left([job.ids for job in jobs], width=width)
             continuations = np.zeros((len(jobs), scored), np.int32)
             for row, job in zip(continuations, jobs, strict=True):
                 row[: len(job.continuation)] = job.continuation
-            options: dict[str, Any] = {"prompt_len": width, "max_new_tokens": scored - 1, "lengths": lengths}
-            plan = kvjax.make_plan(self.model.config, *policy, **options)
+            options: dict[str, Any] = {"policy": policy[0], "block": self.block}
             logp, greedy = score_after(
-                self.model, self.params, tokens, lengths, self._keys(jobs), continuations, plan=plan, block=self.block
+                self.model, self.params, tokens, lengths, self._keys(jobs), continuations, **options
             )
             parts = [slice(m) for m in sizes]
         logp, greedy = np.asarray(logp, np.float64), np.asarray(greedy)
@@ -362,10 +361,10 @@ class HarnessModel(TemplateLM):
         options: dict[str, Any] = {"policy": policy, "max_new_tokens": steps, "lengths": lengths, "sampler": sampler}
         options |= {"key": self._keys(jobs), "block": self.block, "eos_ids": self._ends}
         if stops := [text for text in stop if text]:
-            made: Any = kvjax.stream(self.model, self.params, tokens, tokenizer=self.tokenizer, stop=stops, **options)
+            made: Any = core.stream(self.model, self.params, tokens, tokenizer=self.tokenizer, stop=stops, **options)
             collections.deque(made, maxlen=0)  # until every sequence has stopped
         else:
-            made = kvjax.generate(self.model, self.params, tokens, **options)
+            made = core.generate(self.model, self.params, tokens, **options)
         ids, ends = np.asarray(made.tokens), np.asarray(made.lengths)
         if (ids == NO_TOKEN).any():
             raise ValueError(f"the logits are not numbers, for one of {len(batch)} prompts of at most {width} tokens")
@@ -385,12 +384,11 @@ class HarnessModel(TemplateLM):
         head = room // 2 if self.truncation == "middle" else 0
         return (*ids[:head], *ids[len(ids) - room + head :])
 
-    def _policy_for(self, tokens: int, width: int, after: int) -> kvjax.Policy:
+    def _policy_for(self, tokens: int, width: int, after: int) -> core.Policy:
         """The model's policy, or the full cache for a prompt that is too short for it."""
         if (tokens, after) not in self._refusals:
             try:
-                options = {"prompt_len": width, "max_new_tokens": after, "lengths": (tokens,)}
-                kvjax.make_plan(self.model.config, self.policy, **options)
+                core.make_plan(self.model.config, self.policy, (tokens,), width, after)
                 self._refusals[tokens, after] = None
             except ValueError as e:
                 self._refusals[tokens, after] = str(e)

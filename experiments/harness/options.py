@@ -5,13 +5,13 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-import kvjax
 from kvjax import configs
 from kvjax.configs.experiment import Budget, label
-from kvjax.drivers.sampling import Greedy, RepetitionPenalty, Sample
+from kvjax.core import Policy
+from kvjax.core.drivers.sampling import Greedy, RepetitionPenalty, Sample, Sampler
 
 
-def policy_of(name: str | kvjax.Policy, budget: Budget | None, parameters: Mapping[str, Any]) -> kvjax.Policy:
+def policy_of(name: str | Policy, budget: Budget | None, parameters: Mapping[str, Any]) -> Policy:
     """The policy that a config makes.
 
     Args:
@@ -25,7 +25,7 @@ def policy_of(name: str | kvjax.Policy, budget: Budget | None, parameters: Mappi
       ValueError: no such config, a parameter that it does not have or a value that it refuses, no budget where it needs
         one, or several policies.
     """
-    if isinstance(name, kvjax.Policy):
+    if isinstance(name, Policy):
         return name
     _, get_config = configs.find(str(name))
     own = [p for p in inspect.signature(get_config).parameters if p != "setup"]
@@ -57,7 +57,7 @@ def _as_typed(value: Any, wanted: Any) -> Any:
     return (value,) if typing.get_args(wanted)[1:] == (...,) else value
 
 
-def sampler_of(options: Mapping[str, Any]) -> kvjax.sampling.Sampler:
+def sampler_of(options: Mapping[str, Any]) -> Sampler:
     """What draws tokens, from the options of generation that transformers has too.
 
     Raises:

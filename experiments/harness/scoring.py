@@ -8,23 +8,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-import kvjax
-from kvjax.drivers.generation import Model
+from kvjax import core
+from kvjax.core.contract import EMPTY
+from kvjax.core.drivers.attend import without_cache
 
 
 def rounded_up(tokens: int) -> int:
     """The next of the numbers of steps 1, 2, 3, 4, 6, 8, 12, ...: powers of two and what lies halfway.
 
-    Choices are often of one token, for which the widths of prompts (`kvjax.drivers.buckets`) are too wide.
+    Choices are often of one token, for which the widths of prompts (`kvjax.core.drivers.buckets`) are too wide.
     """
     power = 1 << (tokens - 1).bit_length()
     halfway = power * 3 // 4
     return halfway if tokens <= halfway else power
 
 
+@jax.jit
 def judged(logits: Float[Array, "*B V"], token: Int[Array, "*B"]) -> tuple[Float[Array, "*B"], Bool[Array, "*B"]]:
     """The log-probability of a token, and whether it is the likeliest."""
     logits = logits.astype(jnp.float32)
@@ -32,16 +35,15 @@ def judged(logits: Float[Array, "*B V"], token: Int[Array, "*B"]) -> tuple[Float
     return here, jnp.argmax(logits, axis=-1) == token
 
 
-@functools.partial(jax.jit, static_argnames=("model", "plan", "block"))
 def score_after(
-    model: Model,
+    model: Any,
     params: PyTree[Any],
-    contexts: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
+    contexts: Int[np.ndarray, "B T"],
+    lengths: Int[np.ndarray, "B"],
     keys: Key[Array, "B"],
-    continuations: Int[Array, "B M"],
+    continuations: Int[np.ndarray, "B M"],
     *,
-    plan: kvjax.CachePlan,
+    policy: core.Policy,
     block: int | None,
 ) -> tuple[Float[Array, "B M"], Bool[Array, "B M"]]:
     """Reads left-padded contexts, evicts, and reads the continuations one decode step at a time.
@@ -51,34 +53,42 @@ def score_after(
     Returns:
       What `judged` says of every token of the continuations.
     """
-    logits, state = kvjax.prefill(model, params, contexts, plan, lengths=lengths, key=keys, block=block)
+    options: dict[str, Any] = {"policy": policy, "max_new_tokens": continuations.shape[1] - 1}
+    logits, state = core.prefill(model, params, contexts, lengths=lengths, key=keys, block=block, **options)
+    return _continued(model, params, logits, state, jnp.asarray(continuations))
 
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def _continued(
+    model: Any, params: PyTree[Any], logits: Float[Array, "B V"], state: core.State, tokens: Int[Array, "B M"]
+) -> tuple[Float[Array, "B M"], Bool[Array, "B M"]]:
     def step(carry, token):
         logits, state = carry
-        found = judged(logits, token)
-        return kvjax.decode_step(model, params, token, state), found
+        return core.decode_step(model, params, token, state), judged(logits, token)
 
-    (logits, _), before = lax.scan(step, (logits, state), continuations.T[:-1])
-    last = judged(logits, continuations[:, -1])
+    (logits, _), before = lax.scan(step, (logits, state), tokens.T[:-1])
+    last = judged(logits, tokens[:, -1])
     together = lambda some, one: jnp.concatenate([some, one[None]]).T
     return together(before[0], last[0]), together(before[1], last[1])
 
 
-@functools.partial(jax.jit, static_argnames=("model", "plan"))
+@functools.partial(jax.jit, static_argnames=("model",))
 def score_whole(
-    model: Model,
+    model: Any,
     params: PyTree[Any],
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     following: Int[Array, "B T"],
-    *,
-    plan: kvjax.CachePlan,
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """Reads left-padded tokens with the full cache, at once.
+    """Reads left-padded tokens at once, evicting nothing.
 
     Returns:
       What `judged` says of the token that follows each of them.
     """
-    state = kvjax.init_state(plan, lengths, dtype=model.config.dtype)
-    logits, _, _ = kvjax.forward(model, params, tokens, state, valid=lengths, last_only=False)
-    return judged(logits, following)
+    T = tokens.shape[1]
+    pos = jnp.maximum(jnp.arange(T) - (T - lengths)[:, None], EMPTY)
+    outer, layers = model.parts(params)
+    x, attend = model.embed(outer, tokens, pos), without_cache(pos)
+    for i, layer in zip(model.alike, layers, strict=True):
+        x, *_ = model.block(i, layer, x, None, attend)
+    return judged(model.head(outer, x), following)
