@@ -32,6 +32,7 @@ from kvjax.core.evict import LARGE, Evict, check_scored
 from kvjax.core.observe import Rows
 from kvjax.core.plan import Plan
 from kvjax.core.storage import Layer, Storage
+from kvjax.pallas_kernels.columns import accumulator
 from kvjax.pallas_kernels.pytree import pytree, static
 
 Left = Sequence[Layer] | Bool[Array, "L B heads T"] | Float[Array, "L B heads T"] | Sequence[Any]
@@ -203,8 +204,9 @@ class Reading:
             )
         if kv.how.positions != "original":
             raise ValueError("gates keep some of every slot, so no key moves: read the prompt at original positions")
-        tiny = jnp.finfo(jnp.float32).tiny  # finite weights, as infinite ones have no gradient
-        return kv.replace(log_weight=jnp.log(jnp.maximum(keep.astype(jnp.float32), tiny)))
+        dtype = accumulator(kv.k.dtype)
+        tiny = jnp.finfo(dtype).tiny  # finite weights, as infinite ones have no gradient
+        return kv.replace(log_weight=jnp.log(jnp.maximum(keep.astype(dtype), tiny)))
 
     def attend(self, layer: int, kv: Storage, observe: tuple[Observation, ...] = ()) -> Attend:
         """What attends in a layer for the rows that follow, which stay in the cache, whatever cache they find."""
