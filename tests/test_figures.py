@@ -35,8 +35,7 @@ from kvjax.experiments.papers.base import interval
 from kvjax.models.gpt2 import GPT2Config
 from kvjax.models.mpt import MPTConfig
 from kvjax.pallas_kernels.columns import ROUNDING
-from tests import helpers
-from tests.core.tensors import live_positions
+from tests.core.tensors import live_positions, qkv, token_ids
 
 ROOT = pathlib.Path(__file__).parents[1]
 SIZES = {"vocab_size": 61, "embed_dim": 16, "mlp_dim": 24, "num_layers": 3, "num_query_heads": 2, "num_kv_heads": 2}
@@ -62,7 +61,7 @@ def read_by_position(request, tiny):
 
 
 def captured(model, params):
-    tokens = np.asarray(helpers.token_ids(2, 24, seed=3))
+    tokens = np.asarray(token_ids(2, 24, seed=3))
     layers = capture(model, params, jnp.asarray(tokens))
     return model, params, tokens, [matrix(layer) for layer in layers], layers
 
@@ -113,7 +112,7 @@ def test_captured_layers_attend_as_the_model_does(read_by_position):
 @pytest.mark.parametrize("rows", [None, [0, 3, 4, 17, 22]], ids=["all rows", "some rows"])
 def test_fold_rows(options, rows):
     """The last block is filled up; what the filling gives must not show."""
-    q, k, v = helpers.qkv(5, T=23)
+    q, k, v = qkv(5, T=23)
     layer = Layer(q, k, v, jnp.zeros((4, 8, 3)), 0.3, **options)
     multiplier = np.linspace(0.5, 2, 23)
     at = np.arange(23) if rows is None else np.array(rows)

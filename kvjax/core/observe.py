@@ -3,6 +3,7 @@
 They return arrays, or `Columns`: a statistic of the attention matrix that the kernels sum without holding the matrix.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -15,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.core.budgets import known
 from kvjax.core.contract import EMPTY, AttentionInputs, Context, Count, Slots, value
-from kvjax.pallas_kernels import Columns, Softmax
+from kvjax.core.storage.mesh import attention_on
+from kvjax.pallas_kernels import Columns, Softmax, attention
 
 
 @value
@@ -103,8 +105,10 @@ class Unmasked:
     of: Rows
 
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B _ S"]:
-        how: Any = {"rotate": inputs.rotate, "scale": inputs.scale, "window": inputs.window, "softcap": inputs.softcap}
-        return inputs.kv.attend(inputs.q, inputs.pos, (self.of(inputs),), **how).columns[0]
+        kv, how = inputs.kv, {"scale": inputs.scale, "window": inputs.window, "softcap": inputs.softcap}
+        attend: Any = attention if kv.how.mesh is None else functools.partial(attention_on, kv.how.mesh)
+        rows = inputs.q, kv.keys(inputs.rotate), kv.v, inputs.pos, kv.pos
+        return attend(*rows, columns=(self.of(inputs),), bias=inputs.bias, **how).columns[0]
 
 
 @value

@@ -51,6 +51,7 @@ class Tensors:
     config: ModelConfig
     rotate: Callable[..., Any] = unturned
     scale: float | None = None
+    slopes: tuple[float, ...] | None = None
 
     @property
     def alike(self):
@@ -69,7 +70,7 @@ class Tensors:
         """The given queries, keys and values of these columns."""
         tokens = x[..., 0].astype(jnp.int32)
         cut = lambda y: jnp.take_along_axis(y, tokens[:, None, :, None], 2)
-        how = {"out_proj": params.get("out_proj"), "rotate": self.rotate, "scale": self.scale}
+        how = {"out_proj": params.get("out_proj"), "rotate": self.rotate, "scale": self.scale, "slopes": self.slopes}
         if "hidden" in params:
             how["hidden"] = cut(params["hidden"][:, None])[:, 0]
         out, cache, found = attend(cache, *(cut(params[n]) for n in "qkv"), layer=layer, **how)
@@ -80,13 +81,13 @@ class Tensors:
         return x[..., 1:]
 
 
-def model_of(params, *, rotate=unturned, scale=None):
+def model_of(params, *, rotate=unturned, scale=None, slopes=None):
     """The model for these tensors."""
     (_, N, M, H), (_, K, _, _) = params[0]["q"].shape, params[0]["k"].shape
     D = params[0]["out_proj"].shape[-1] if "out_proj" in params[0] else 8
     heads = {"num_query_heads": N, "num_kv_heads": K, "head_dim": H}
     config = ModelConfig(vocab_size=M, embed_dim=D, mlp_dim=8, num_layers=len(params), **heads)
-    return Tensors(config, rotate, scale)
+    return Tensors(config, rotate, scale, slopes)
 
 
 def columns(params, n):
@@ -180,7 +181,7 @@ def shown(model, params, token, state):
         state.context(0, "decode", tokens),
         (jnp.take_along_axis(x[name], tokens[:, None, :, None], 2) for name in "qkv"),
     )
-    K = state.layers[0].pos.shape[1]
+    K = state.plan.infos[0].num_kv_heads
     k, v = (jnp.repeat(y, K // y.shape[1], axis=1) for y in (k, v))
     kv = state.layers[0].append(model.rotate(k, pos[:, None]), v, pos, grow=False)
     inputs = AttentionInputs(q, q, kv.view().replace(memory=()), pos, ctx, model.rotate)
