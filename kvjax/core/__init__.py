@@ -20,6 +20,7 @@ from kvjax.core.drivers.beam import Beams, generate_beams, generate_beams_from
 from kvjax.core.drivers.checkpoint import load_state, save_state
 from kvjax.core.drivers.door import forward
 from kvjax.core.drivers.generation import Generation, feed, generate, generate_from, score
+from kvjax.core.drivers.memory import Memory, plan_memory
 from kvjax.core.drivers.mesh import make_mesh, shard_params
 from kvjax.core.drivers.reader import Reader, read
 from kvjax.core.drivers.sampling import Categorical, Greedy, Sample
@@ -39,6 +40,7 @@ __all__ = [
     "Evict",
     "Generation",
     "Greedy",
+    "Memory",
     "Plan",
     "Policy",
     "Pyramid",
@@ -65,6 +67,7 @@ __all__ = [
     "make_plan",
     "partition",
     "partition_heads",
+    "plan_memory",
     "plot",
     "prefill",
     "read",

@@ -177,6 +177,11 @@ class _Chunk:
     sinks: int
 
 
+def block_rows(rows: int, heads: int, keys: int) -> int:
+    """How many of the rows that repeat a chunk are computed at once, for `heads` query heads of all sequences."""
+    return min(rows, max(_ROWS, _LOGITS // (heads * keys)))
+
+
 def _most(
     rows: _Rows,
     chunk: _Chunk,
@@ -206,7 +211,7 @@ def _most(
 
     keys, key_pos = seen(rows.k), jnp.concatenate([pos, rows.pos], axis=1)
     bias = None if rows.bias is None else seen(rows.bias).reshape(B, K, G, 1, -1).astype(dtype)
-    size = min(R, max(_ROWS, _LOGITS // (B * N * key_pos.shape[1])))
+    size = block_rows(R, B * N, key_pos.shape[1])
 
     def of_block(most: Float[Array, "B K G C"], block: tuple[Array, ...]) -> tuple[Array, None]:
         q, row, factor = block
