@@ -86,7 +86,7 @@ def score_whole(
       What `judged` says of the token that follows each of them.
     """
     T = tokens.shape[1]
-    pos = jnp.maximum(jnp.arange(T) - (T - lengths)[:, None], EMPTY)
+    pos = jnp.maximum(jnp.arange(T)[None] - (T - lengths)[:, None], EMPTY)
     outer, layers = model.parts(params)
     x, attend = model.embed(outer, tokens, pos), without_cache(pos)
     for i, layer in zip(model.alike, layers, strict=True):
