@@ -20,6 +20,7 @@ from kvjax.core.contract import (
     count,
     value,
 )
+from kvjax.core.decide.select import best
 from kvjax.core.evict import Evict
 from kvjax.core.observe import QuerySquares
 from kvjax.core.scores.attention import Recency
@@ -162,8 +163,8 @@ class ReadPages(Policy):
         if inputs.window is not None:  # of other pages the row sees nothing
             exists &= newest - jnp.minimum((page + 1) * self.size - 1, newest) < inputs.window
         bound = jnp.where(page == newest // self.size, jnp.inf, jnp.where(exists, bound, -jnp.inf))
-        rank = jnp.argsort(jnp.argsort(-bound, axis=-1, stable=True), axis=-1)
-        return (rank < jnp.maximum(ctx.hparams.budget // self.size, 1)[:, None, None]) & (bound > -jnp.inf)
+        count = jnp.maximum(ctx.hparams.budget // self.size, 1)[:, None]
+        return best(bound, jnp.broadcast_to(bound.shape[2] - 1 - page, bound.shape), count) & (bound > -jnp.inf)
 
 
 class FirstLayers(Policy):
