@@ -18,7 +18,8 @@ import tyro
 from kvjax import core, models
 from kvjax.configs.experiment import check_whole
 from kvjax.core import methods
-from kvjax.experiments.bench.process import apart, forget_peak, held, shown
+from kvjax.core.drivers.memory import shown
+from kvjax.experiments.bench.process import apart, forget_peak, held
 from kvjax.experiments.evaluation.results import check_output, device_info, plain_errors, write_json
 from kvjax.models.embedded import EMBEDDED
 

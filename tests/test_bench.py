@@ -5,22 +5,20 @@ import json
 import pytest
 
 from kvjax.experiments.bench import memory, stream
-from kvjax.experiments.bench.process import apart, shown, stored_rows
+from kvjax.experiments.bench.process import apart, stored_rows
 
 ROW = {
     "storage": "dense",
-    "state": {"arrays": 2048, "full": 8192},
-    "prefill": {"compiled": 2 * 2**20, "outputs": 2048, "measured": 2**21},
+    "state": {"predicted": 2048, "arrays": 2048, "full": 8192},
+    "prefill": {"predicted": 3 * 2**20, "compiled": 2 * 2**20, "outputs": 2048, "measured": 2**21},
     "step": {"compiled": 512, "measured": 0},
 }
 
 
 def test_tables():
     text = memory.table({"h2o, query heads@4096": ROW})
-    row = "| h2o, query heads | dense | 4,096 | 2 KiB | 25.0% | 2 MiB | 2 MiB | 512 B | 0 B |"
+    row = "| h2o, query heads | dense | 4,096 | 2 KiB | 2 KiB | 25.0% | 3 MiB | 2 MiB | 2 MiB | 1.50 | 512 B | 0 B |"
     assert text.splitlines()[2] == row
-    sizes = [shown(n) for n in (0, 1023, 1024, 10 * 2**20, 3 * 2**40)]
-    assert sizes == ["0 B", "1023 B", "1 KiB", "10 MiB", "3072 GiB"]
     mark = lambda tokens, ratio: {
         "tokens": tokens,
         "median_us": 50.0,
@@ -73,6 +71,6 @@ def test_both_measure(tmp_path):
         memory.bench(lengths=(64,), only=("window",), output=tmp_path / "memory")
         stream.bench(tokens=20_480, rounds=2, only=("random",), output=tmp_path / "stream")
     row = json.loads((tmp_path / "memory" / "memory.json").read_bytes())["rows"]["window@64"]
-    assert 0 < row["state"]["arrays"] < row["prefill"]["outputs"]
+    assert row["state"]["predicted"] == row["state"]["arrays"]
     row = json.loads((tmp_path / "stream" / "stream.json").read_bytes())["rows"]["random"]
     assert [mark["tokens"] for mark in row["marks"]] == [10752, 20992]

@@ -1,4 +1,4 @@
-"""Bytes of a run, in its arrays, as XLA plans them, and as a process holds them at its peak.
+"""Bytes of a run, as `plan_memory` predicts them, as XLA plans them, and as a process holds them at its peak.
 
     python -m kvjax.experiments.bench.memory
     python -m kvjax.experiments.bench.memory --only h2o "ada_snapkv, dense" --lengths 4096
@@ -27,8 +27,9 @@ from kvjax import core, models
 from kvjax.configs.experiment import check_whole
 from kvjax.core import methods
 from kvjax.core.contract import Layout
+from kvjax.core.drivers.memory import shown
 from kvjax.core.methods import variants
-from kvjax.experiments.bench.process import apart, forget_peak, held, shown, stored_rows
+from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
 from kvjax.experiments.evaluation.results import (
     check_options,
     device_info,
@@ -91,20 +92,21 @@ def measure(name: str, length: int) -> dict[str, Any]:
     """One row, in this process.
 
     Returns:
-      Bytes: of the state's arrays, and of those of the full cache; at the peak of prefill, compiled and measured; of a
-      decode step's temporaries, compiled and measured, beyond the state that it overwrites.
+      Bytes: of the state as predicted and in its arrays; at the peak of prefill as predicted, compiled and measured; of
+      a decode step's temporaries, compiled and measured, beyond the state that it overwrites.
     """
     storage, make = METHODS[name]
     model = models.LanguageModel(_CONFIG)
     params = jax.block_until_ready(jax.jit(model.init)(jax.random.key(0)))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, _CONFIG.vocab_size, (1, length)), jnp.int32)
-    how: dict[str, Any] = {"lengths": np.array([length]), "max_new_tokens": _NEW}
-    prefill = lambda params, tokens, policy: core.prefill(model, params, tokens, policy=policy, **how)
-    read = jax.jit(prefill, static_argnums=2).lower(params, tokens, make()).compile()
-    _, full = jax.eval_shape(lambda params, tokens: prefill(params, tokens, methods.full()), params, tokens)
+    policy = make()
+    predicted = core.plan_memory(_CONFIG, policy, prompt_len=length, max_new_tokens=_NEW)
+    how: dict[str, Any] = {"lengths": np.array([length]), "policy": policy, "max_new_tokens": _NEW}
+    prefill = lambda params, tokens: core.prefill(model, params, tokens, **how)
+    read = jax.jit(prefill).lower(params, tokens).compile()
     step = jax.jit(lambda params, token, state: core.decode_step(model, params, token, state), donate_argnums=2)
     _, state = jax.block_until_ready(read(params, tokens))
-    arrays = _bytes(state)
+    arrays = sum(x.nbytes for x in jax.tree.leaves(state))
     token = jnp.zeros((1,), jnp.int32)
     step = step.lower(params, token, state).compile()
     logits, state = step(params, token, state)  # warmed up too
@@ -123,19 +125,15 @@ def measure(name: str, length: int) -> dict[str, Any]:
     compiled, stepped = (_planned(program) for program in (read, step))
     return {
         "storage": storage,
-        "state": {"arrays": arrays, "full": _bytes(full)},
+        "state": {"predicted": predicted.state, "arrays": arrays, "full": predicted.full},
         "prefill": {
+            "predicted": predicted.peak,
             "compiled": compiled.output_size_in_bytes + compiled.temp_size_in_bytes,
             "outputs": compiled.output_size_in_bytes,
             "measured": peak,
         },
         "step": {"compiled": stepped.temp_size_in_bytes, "measured": max(0, held("VmHWM") - holding)},
     }
-
-
-def _bytes(state: Any) -> int:
-    """Of all arrays, or of their shapes."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
 
 def _planned(program: Any) -> Any:
@@ -146,16 +144,17 @@ def _planned(program: Any) -> Any:
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """All rows as Markdown."""
     lines = [
-        "| method | storage | tokens | state | of full | peak of prefill: compiled | measured "
-        "| decode step: compiled | measured |",
-        "|---" * 9 + "|",
+        "| method | storage | tokens | state: predicted | in arrays | of full | peak of prefill: predicted | compiled "
+        "| measured | predicted / compiled | decode step: compiled | measured |",
+        "|---" * 12 + "|",
     ]
     for key, row in rows.items():
         name, _, length = key.rpartition("@")
         state, prefill, step = row["state"], row["prefill"], row["step"]
-        cells = [name, row["storage"], f"{int(length):,}", shown(state["arrays"])]
-        cells += [f"{state['arrays'] / state['full']:.1%}"]
-        cells += [shown(part[how]) for part in (prefill, step) for how in ("compiled", "measured")]
+        share, ratio = state["arrays"] / state["full"], prefill["predicted"] / prefill["compiled"]
+        cells = [name, row["storage"], f"{int(length):,}", shown(state["predicted"]), shown(state["arrays"])]
+        cells += [f"{share:.1%}", *(shown(prefill[how]) for how in ("predicted", "compiled", "measured"))]
+        cells += [f"{ratio:.2f}", shown(step["compiled"]), shown(step["measured"])]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

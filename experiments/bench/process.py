@@ -8,13 +8,6 @@ import sys
 from typing import Any
 
 
-def shown(size: int) -> str:
-    """A number of bytes in the unit that suits it, up to GiB."""
-    power = min((max(size, 1).bit_length() - 1) // 10, 3)
-    x, unit = size / 1024**power, ("B", "KiB", "MiB", "GiB")[power]
-    return f"{x:.0f} {unit}" if power == 0 or x >= 99.95 else f"{x:.3g} {unit}"
-
-
 def held(what: str) -> int:
     """Bytes that this process holds ("VmRSS"), or has held at its peak ("VmHWM"); rusage has its parent's among it."""
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()

@@ -29,7 +29,8 @@ from matplotlib.figure import Figure
 from kvjax import core, models
 from kvjax.configs.experiment import check_whole
 from kvjax.core import methods
-from kvjax.experiments.bench.process import apart, forget_peak, held, shown, stored_rows
+from kvjax.core.drivers.memory import shown
+from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
 from kvjax.experiments.evaluation.results import (
     check_options,
     device_info,

@@ -51,4 +51,5 @@ def test_a_run_prints_as_a_table(tiny):
     memory = core.plan_memory(tiny[0].config, methods.h2o(8), **SIZES)
     assert f"{memory.run}\nkeys and values" in str(memory)
     assert f"state                         {shown(memory.state)}, " in str(memory)
-    assert [shown(size) for size in (5, 2048, 99 << 20)] == ["5 B", "2 KiB", "99 MiB"]
+    sizes = [shown(n) for n in (0, 1023, 1024, 99 << 20, 3 << 40)]
+    assert sizes == ["0 B", "1023 B", "1 KiB", "99 MiB", "3072 GiB"]
