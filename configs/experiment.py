@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import tyro
 
-from kvjax.core import Policy
+from kvjax import Policy
 from kvjax.models.embedded import included
 
 Budget = int | float

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from kvjax import Share, methods
+from kvjax.analysis import VotingRows
 from kvjax.configs.experiment import Budget
 from kvjax.configs.learning import LearnedBudget, Objective, Prompts
-from kvjax.core import Share, methods
-from kvjax.core.analysis import VotingRows
-from kvjax.core.learning.families import EntropyK, Family, NaclShares, PyramidBeta, Safeguard, Simplex, WindowShare
+from kvjax.learning.families import EntropyK, Family, NaclShares, PyramidBeta, Safeguard, Simplex, WindowShare
 
 
 def get_config(

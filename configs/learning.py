@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Literal
 
+from kvjax import Evict
 from kvjax.configs.experiment import (
     Budget,
     TaskName,
@@ -14,9 +15,8 @@ from kvjax.configs.experiment import (
     check_finite,
     check_whole,
 )
-from kvjax.core import Evict
-from kvjax.core.contract import Observation
-from kvjax.core.learning.families import Family
+from kvjax.contract import Observation
+from kvjax.learning.families import Family
 from kvjax.models.embedded import included
 
 Objective = Literal["eviction_loss", "output_kl", "task_loss"]

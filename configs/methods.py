@@ -6,15 +6,15 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from kvjax import core, models
+import kvjax
+from kvjax import Policy, Share, methods, models
 from kvjax.configs.experiment import Experiment, Setup
 from kvjax.configs.of import File, of
 from kvjax.configs.probed import probed, probed_arrays
-from kvjax.core import Policy, Share, methods
-from kvjax.core.contract import Count
-from kvjax.core.drivers.text import repeating
-from kvjax.core.methods.kvpress import expected_attention_stats
-from kvjax.core.scores.learned import HiddenHeads
+from kvjax.contract import Count
+from kvjax.drivers.text import repeating
+from kvjax.methods.kvpress import expected_attention_stats
+from kvjax.scores.learned import HiddenHeads
 
 # --- methods around others, and some with an option more ---
 
@@ -71,7 +71,7 @@ def keyformer(
       shared: one score and one decision for all layers.
     """
     policy = methods.keyformer(budget, recent=recent, tau=tau)
-    return core.shared_layers(policy) if shared else policy
+    return kvjax.shared_layers(policy) if shared else policy
 
 
 def kvzap(

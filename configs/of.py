@@ -8,9 +8,9 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from kvjax import Policy, Share
 from kvjax.configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, sweep
-from kvjax.core import Policy, Share
-from kvjax.core.contract import Count
+from kvjax.contract import Count
 
 _PLAIN = (int, float, bool, str, type(None))
 _SETUP = "model, tasks and sizes."

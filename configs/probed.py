@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.configs.experiment import Common
-from kvjax.core.contract import FrozenArrays
+from kvjax.contract import FrozenArrays
 
 
 def probed(setup: Common, given: str, name: str, how: str = "") -> np.ndarray:

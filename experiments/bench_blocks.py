@@ -15,10 +15,10 @@ import jax
 import numpy as np
 import tyro
 
-from kvjax import core, models
+import kvjax
+from kvjax import methods, models
 from kvjax.configs.experiment import check_whole
-from kvjax.core import methods
-from kvjax.core.drivers.memory import shown
+from kvjax.drivers.memory import shown
 from kvjax.experiments.bench.process import apart, forget_peak, held
 from kvjax.experiments.evaluation.results import check_output, device_info, plain_errors, write_json
 from kvjax.models.embedded import EMBEDDED
@@ -29,7 +29,7 @@ def measure(method: str, budget: int, length: int, block: int | None) -> dict[st
     model, params = models.load(EMBEDDED)
     tokens = np.random.default_rng(0).integers(4, model.config.vocab_size, (1, length), np.int32)
     how = {"policy": getattr(methods, method)(budget), "max_new_tokens": 16, "block": block}
-    read = lambda: jax.block_until_ready(core.prefill(model, params, tokens, **how))
+    read = lambda: jax.block_until_ready(kvjax.prefill(model, params, tokens, **how))
     read()
     before = held("VmRSS")
     forget_peak()

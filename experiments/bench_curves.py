@@ -3,10 +3,10 @@
     python experiments/bench_curves.py
     python experiments/bench_curves.py --length 512 --rows 32 --prompts 8
 
-One call (`kvjax.core.analysis.curves`) measures all policies at all budgets. Two kinds of separate runs are timed, each
+One call (`kvjax.analysis.curves`) measures all policies at all budgets. Two kinds of separate runs are timed, each
 compiled before it is timed, and every one of them is run:
 
-* "same measures": `kvjax.core.analysis.curves` of one policy at one budget. It reads the same prompts and their
+* "same measures": `kvjax.analysis.curves` of one policy at one budget. It reads the same prompts and their
   continuation with the full cache, decides, and measures every loss of that one mask, with the same code.
 * "generate": what a run without this analysis does. `prefill` with the policy, then `feed` of the continuation, then
   divergence and agreement against logits of the full cache, which are given. It measures no layer.
@@ -28,10 +28,10 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from kvjax import core, models
+import kvjax
+from kvjax import analysis, methods, models
+from kvjax.budgets import Schedule
 from kvjax.configs.experiment import check_whole
-from kvjax.core import analysis, methods
-from kvjax.core.budgets import Schedule
 from kvjax.experiments.evaluation.results import check_output, environment, plain_errors, write_json
 from kvjax.experiments.tasks import TASKS, Task
 from kvjax.experiments.tasks.perplexity import SCORED
@@ -57,11 +57,11 @@ def generate_run(
     continuation: np.ndarray,
     full: jax.Array,
     *,
-    policy: core.Policy,
+    policy: kvjax.Policy,
 ) -> tuple[jax.Array, jax.Array]:
     """Divergence and agreement of every prompt, from a compacted cache that reads token by token."""
-    _, state = core.prefill(model, params, tokens, policy=policy, max_new_tokens=continuation.shape[1])
-    logits, _ = core.feed(model, params, continuation, state)
+    _, state = kvjax.prefill(model, params, tokens, policy=policy, max_new_tokens=continuation.shape[1])
+    logits, _ = kvjax.feed(model, params, continuation, state)
     return analysis.output_kl(full, logits).mean(-1), (full.argmax(-1) == logits.argmax(-1)).mean(-1)
 
 
@@ -105,7 +105,7 @@ def main(
     together = lambda: measure(POLICIES, BUDGETS)
     pairs = [(name, budget) for name in POLICIES for budget in BUDGETS]
     same = [functools.partial(measure, {name: POLICIES[name]}, [budget]) for name, budget in pairs]
-    once = lambda name, budget: core.when(Schedule(), POLICIES[name](budget))
+    once = lambda name, budget: kvjax.when(Schedule(), POLICIES[name](budget))
     generated = [
         functools.partial(generate_run, model, params, tokens, continuation, full, policy=once(*pair)) for pair in pairs
     ]

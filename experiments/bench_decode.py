@@ -17,10 +17,10 @@ import numpy as np
 import tyro
 from jax import lax
 
-from kvjax import core, models
+import kvjax
+from kvjax import methods, models
 from kvjax.configs.experiment import check_finite, check_whole
-from kvjax.core import methods
-from kvjax.core.contract import Layout
+from kvjax.contract import Layout
 from kvjax.experiments.evaluation.results import check_output, device_info, plain_errors, write_json
 from kvjax.models.embedded import EMBEDDED
 
@@ -48,13 +48,13 @@ RANDOM = models.ModelConfig(
 
 @functools.partial(jax.jit, static_argnames=("model", "steps"))
 def decode(
-    model: models.LanguageModel, params: Any, token: jax.Array, state: core.State, steps: int
+    model: models.LanguageModel, params: Any, token: jax.Array, state: kvjax.State, steps: int
 ) -> tuple[jax.Array, jax.Array]:
     """Greedy decoding in one scan; returns the tokens and the live slots at the end."""
 
     def step(carry, _):
         token, state = carry
-        logits, state = core.decode_step(model, params, token, state)
+        logits, state = kvjax.decode_step(model, params, token, state)
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return (token, state), token
 
@@ -99,7 +99,7 @@ def bench(
     for name, make in METHODS.items():
         if only and name not in (*only, "full", "snapkv"):
             continue
-        logits, state = core.prefill(model, params, tokens, policy=make(budget), max_new_tokens=steps)
+        logits, state = kvjax.prefill(model, params, tokens, policy=make(budget), max_new_tokens=steps)
         states[name] = jnp.argmax(logits, axis=-1).astype(jnp.int32), state
         slots[name] = sum(kv.pos[0].size for kv in state.layers)
     seconds: dict[str, list[float]] = {name: [] for name in states}

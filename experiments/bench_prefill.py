@@ -16,21 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from kvjax import core, models
+import kvjax
+from kvjax import methods, models
 from kvjax.configs.experiment import check_finite, check_whole
-from kvjax.core import methods
 from kvjax.experiments.evaluation.results import check_output, device_info, plain_errors, write_json
 from kvjax.models.embedded import EMBEDDED
 
 
 def compile_prefill(
-    model: models.LanguageModel, params: Any, policy: core.Policy, length: int, *, evict: bool = True
+    model: models.LanguageModel, params: Any, policy: kvjax.Policy, length: int, *, evict: bool = True
 ) -> Any:
     """Prefill of one prompt, ahead of time. Without `evict`, statistics are measured and the cache stays full."""
 
     def run(params, tokens):
-        state = core.start(model, policy=policy, lengths=np.array([length]), max_new_tokens=32)
-        logits, state, stats = core.forward(model, params, tokens, state, evict=evict)
+        state = kvjax.start(model, policy=policy, lengths=np.array([length]), max_new_tokens=32)
+        logits, state, stats = kvjax.forward(model, params, tokens, state, evict=evict)
         return logits, [(layer.k, layer.v, layer.pos) for layer in state.layers], [] if evict else stats
 
     return jax.jit(run).lower(params, jax.ShapeDtypeStruct((1, length), jnp.int32)).compile()

@@ -17,9 +17,9 @@ import numpy as np
 import tyro
 from jax.sharding import PartitionSpec as P
 
-from kvjax import core, models
+import kvjax
+from kvjax import methods, models
 from kvjax.configs.experiment import check_whole
-from kvjax.core import methods
 from kvjax.experiments.evaluation.evaluate import peak_bytes
 from kvjax.experiments.evaluation.results import check_output, device_info, plain_errors, write_json
 
@@ -45,11 +45,13 @@ def received(text: str, devices: int) -> int:
 
 def measure(length: int, batch: int, axes: dict[str, Any]) -> dict[str, Any]:
     """Bytes of one device that reads prompts and evicts, on a mesh with these axes."""
-    model, mesh = models.LanguageModel(CONFIG), core.make_mesh(**axes)
-    params = core.shard_params(model, jax.jit(model.init)(jax.random.key(0)), mesh)
+    model, mesh = models.LanguageModel(CONFIG), kvjax.make_mesh(**axes)
+    params = kvjax.shard_params(model, jax.jit(model.init)(jax.random.key(0)), mesh)
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=jax.NamedSharding(mesh, P("data")))
     how = {"policy": methods.h2o(256), "lengths": np.full(batch, length), "max_new_tokens": 16, "mesh": mesh}
-    program = jax.jit(lambda params, tokens: core.prefill(model, params, tokens, **how)).lower(params, tokens).compile()
+    program = (
+        jax.jit(lambda params, tokens: kvjax.prefill(model, params, tokens, **how)).lower(params, tokens).compile()
+    )
     sent = received(program.as_text() or "", math.prod(axes.values()))
     return {"axes": axes, "peak_bytes": peak_bytes(program), "received_bytes": sent}
 

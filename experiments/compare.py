@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax import core
+import kvjax
 from kvjax.experiments.evaluation import boards, report
 from kvjax.experiments.evaluation.boards import Board
 from kvjax.experiments.evaluation.results import (
@@ -257,7 +257,7 @@ def overview(rows: Sequence[dict[str, Any]]) -> str:
 def _beside(methods: Sequence[str]) -> list[str]:
     """Names that leave room for a map: of a run that is named after its options, as many as fit in two lines."""
     options = (m.replace(f"({m.partition(' ')[0]}-", "(").replace(" %", "\N{NO-BREAK SPACE}%") for m in methods)
-    short = [core.plot.style.wrapped(name, 34, 2) for name in options]
+    short = [kvjax.plot.style.wrapped(name, 34, 2) for name in options]
     count = lambda i: f" ({short[: i + 1].count(short[i])})" if short.count(short[i]) > 1 else ""
     return [name + count(i) for i, name in enumerate(short)]
 
@@ -277,8 +277,8 @@ def plot(rows: Sequence[dict[str, Any]]) -> Any:
     names = _beside(methods)
     lines = sum(n.count("\n") + 1 for n in names)
     size = 2.4 + (0.9 + 0.55 * len(budgets)) * len(wanted), 1.6 + max(0.19 * lines, 0.26 * len(methods))
-    grid = core.plot.style.panels(None, len(wanted), columns=len(wanted), size=size)
-    figure = core.plot.style.figure_of(grid[0])
+    grid = kvjax.plot.style.panels(None, len(wanted), columns=len(wanted), size=size)
+    figure = kvjax.plot.style.figure_of(grid[0])
     for axes, key in zip(grid, wanted, strict=True):
         values = np.array([[cells.get((m, b), {}).get(key, np.nan) for b in budgets] for m in methods])
         score = key == "score"

@@ -25,17 +25,14 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from kvjax import core, models
+import kvjax
+from kvjax import methods, models
+from kvjax.budgets import Schedule
+from kvjax.compose.across import by_top_scores
 from kvjax.configs.learned_scorer import get_config
 from kvjax.configs.learning import LearnedScorer, Prompts
 from kvjax.configs.probed import probed
-from kvjax.core import methods
-from kvjax.core.budgets import Schedule
-from kvjax.core.compose.across import by_top_scores
-from kvjax.core.contract import Layout
-from kvjax.core.scores.attention import Votes
-from kvjax.core.scores.blends import Pooled, RemovalError, Shares
-from kvjax.core.scores.learned import Learned
+from kvjax.contract import Layout
 from kvjax.experiments.evaluation import statistics
 from kvjax.experiments.evaluation.compiled import keep_compiled
 from kvjax.experiments.evaluation.report import table
@@ -51,9 +48,12 @@ from kvjax.experiments.learn_budget import losses_of
 from kvjax.experiments.learn_scorer import learn, policy_of, untrained
 from kvjax.experiments.learning.future_rows import Reader, examples
 from kvjax.models import scorer
+from kvjax.scores.attention import Votes
+from kvjax.scores.blends import Pooled, RemovalError, Shares
+from kvjax.scores.learned import Learned
 
-Make = Callable[[float], core.Policy]
-HEADS, FREE = core.Adaptive(0.5), core.Adaptive(1.0)
+Make = Callable[[float], kvjax.Policy]
+HEADS, FREE = kvjax.Adaptive(0.5), kvjax.Adaptive(1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def published(setup: Any, window: int, kernel: int) -> dict[str, Make]:
     how = {"window": window, "kernel": kernel}
     snap = lambda b: methods.snapkv(b, **how)
     ada = lambda b: methods.ada_snapkv(b, **how)
-    once = lambda policy: core.when(Schedule(), dataclasses.replace(policy, layout=Layout()))
+    once = lambda policy: kvjax.when(Schedule(), dataclasses.replace(policy, layout=Layout()))
     filters, importance = probed(setup, "", "filters"), probed(setup, "", "heads")
     return {
         "snapkv": snap,
@@ -116,7 +116,7 @@ def ours(experiment: LearnedScorer, head: scorer.TrainedHead) -> dict[str, Make]
     learned = Learned(head, window, kernel)
     predicted = RemovalError(learned, "logarithm")
     observed = RemovalError(Pooled(Votes(window), "max", kernel))
-    make = lambda score, **options: lambda b: core.Evict(score, b, recent=window, **options)
+    make = lambda score, **options: lambda b: kvjax.Evict(score, b, recent=window, **options)
     pool = {"layout": Layout(pool=True)}
     return {
         "removal error of votes": make(observed),
@@ -127,7 +127,7 @@ def ours(experiment: LearnedScorer, head: scorer.TrainedHead) -> dict[str, Make]
         "removal error of learned": make(predicted),
         "removal error of learned, heads compete": make(predicted, heads=HEADS, **pool),
         "removal error of learned, heads compete freely": make(predicted, heads=FREE, **pool),
-        "removal error of learned, layers compete": lambda b: core.across_layers(
+        "removal error of learned, layers compete": lambda b: kvjax.across_layers(
             make(predicted, heads=FREE, **pool)(b), by_top_scores, max_ratio=4.0
         ),
     }

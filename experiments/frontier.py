@@ -22,9 +22,9 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
-from kvjax import configs, core, models
+import kvjax
+from kvjax import Policy, configs, models
 from kvjax.configs.experiment import Experiment, Setup, check_distinct, check_whole
-from kvjax.core import Policy
 from kvjax.experiments import run as job
 from kvjax.experiments.evaluation import report, statistics
 from kvjax.experiments.evaluation.batches import Bucket, buckets
@@ -95,8 +95,8 @@ class Frontier:
 
 def share_of_bytes(config: Any, policy: Policy, run: Bucket) -> float:
     """Keys and values that a policy's cache takes in a run, as a share of the full cache's."""
-    slots = lambda p: core.make_plan(config, p, np.array(run.lengths), run.width, run.planned).num_slots
-    return slots(policy) / slots(core.Policy())
+    slots = lambda p: kvjax.make_plan(config, p, np.array(run.lengths), run.width, run.planned).num_slots
+    return slots(policy) / slots(kvjax.Policy())
 
 
 def budget_for(make: Callable[[int], Policy], config: Any, share: float, run: Bucket) -> tuple[int, float] | None:

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import core, models
-from kvjax.core import methods
+import kvjax
+from kvjax import methods, models
 from kvjax.experiments.gpu.gpu_report import recorded
 from kvjax.pallas_kernels import use
 
@@ -32,11 +32,11 @@ def measure_model(method: str, layers: int, smoke: bool) -> dict[str, Any]:
     policy = methods.full() if method == "full" else getattr(methods, method)(budget)
     tokens = jax.random.randint(jax.random.key(1), (1, prompt), 0, V, jnp.int32)
     how = {"policy": policy, "lengths": np.array([prompt]), "max_new_tokens": steps + 1}
-    prefill = jax.jit(lambda params, tokens: core.prefill(model, params, tokens, **how))
+    prefill = jax.jit(lambda params, tokens: kvjax.prefill(model, params, tokens, **how))
 
     def decode_all(params, token, state):
         def step(carry, _):
-            logits, state = core.decode_step(model, params, *carry)
+            logits, state = kvjax.decode_step(model, params, *carry)
             return (logits.argmax(-1).astype(jnp.int32), state), None
 
         return jax.lax.scan(step, (token, state), length=steps)[0][0]

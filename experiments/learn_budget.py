@@ -37,14 +37,13 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from kvjax import core, models
+import kvjax
+from kvjax import models
+from kvjax.analysis import best_in_hindsight, lost_mass, output_kl, regret, task_loss
+from kvjax.budgets import HeadShares
 from kvjax.configs.experiment import Budget, label
 from kvjax.configs.learning import LearnedBudget
-from kvjax.core.analysis import best_in_hindsight, lost_mass, output_kl, regret, task_loss
-from kvjax.core.budgets import HeadShares
-from kvjax.core.decide.select import best
-from kvjax.core.learning.families import Family, mean_shares
-from kvjax.core.learning.relax import annealed, with_table
+from kvjax.decide.select import best
 from kvjax.experiments import stopping
 from kvjax.experiments.evaluation.checkpoints import check_learns, opened, restored, save_progress
 from kvjax.experiments.evaluation.compiled import keep_compiled
@@ -53,6 +52,8 @@ from kvjax.experiments.evaluation.results import Results, plain_errors, write_js
 from kvjax.experiments.learning import budget_report
 from kvjax.experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples
 from kvjax.experiments.run import check_apart, default_directory, parse
+from kvjax.learning.families import Family, mean_shares
+from kvjax.learning.relax import annealed, with_table
 
 SCRIPT = "learn_budget.py"
 SAVE_EVERY = 50
@@ -163,13 +164,13 @@ def learn(
 
 
 @functools.partial(jax.jit, static_argnames="policy")
-def _head_budgets(policy: core.Evict, reading: RankedReading) -> jax.Array:
+def _head_budgets(policy: kvjax.Evict, reading: RankedReading) -> jax.Array:
     """What a policy gives every head beyond its protected tokens, "B L K"."""
     chosen = reading.full.decisions(policy)
     return jnp.stack([d.budgets for d in chosen], axis=1) - reading.safe.sum(-1, dtype=jnp.int32)
 
 
-def average_table(policy: core.Evict, readings: Sequence[RankedReading]) -> np.ndarray:
+def average_table(policy: kvjax.Evict, readings: Sequence[RankedReading]) -> np.ndarray:
     """Shares "L K" that a policy gives heads on average over prompts, relative to the average of 1."""
     budgets, divided = [], []
     for reading in readings:
@@ -180,8 +181,8 @@ def average_table(policy: core.Evict, readings: Sequence[RankedReading]) -> np.n
 
 
 def learned_policy(
-    family: Family, learned: Any, policy: core.Evict, readings: Sequence[RankedReading]
-) -> tuple[core.Evict, np.ndarray]:
+    family: Family, learned: Any, policy: kvjax.Evict, readings: Sequence[RankedReading]
+) -> tuple[kvjax.Evict, np.ndarray]:
     """The hard policy, and the shares "L K" of its heads: its table, or its average choice on calibration prompts."""
     with jax.enable_x64(True):
         views = (reading.view(policy) for reading in readings)
@@ -197,12 +198,12 @@ def learned_policy(
 
 
 def policies(
-    experiment: LearnedBudget, budget: Budget, hard: core.Evict, readings: Sequence[RankedReading]
-) -> dict[str, core.Evict]:
+    experiment: LearnedBudget, budget: Budget, hard: kvjax.Evict, readings: Sequence[RankedReading]
+) -> dict[str, kvjax.Evict]:
     """What is measured at one budget, all of the same total."""
     uniform = experiment.method(budget)
-    ada = dataclasses.replace(uniform, heads=core.Adaptive(experiment.ada_alpha))
-    pyramid = dataclasses.replace(uniform, layers=core.Pyramid(experiment.pyramid_beta))
+    ada = dataclasses.replace(uniform, heads=kvjax.Adaptive(experiment.ada_alpha))
+    pyramid = dataclasses.replace(uniform, layers=kvjax.Pyramid(experiment.pyramid_beta))
     chosen = uniform, pyramid, with_table(uniform, average_table(ada, readings)), ada, hard
     return dict(zip(DIVISIONS, chosen, strict=True))
 
@@ -222,14 +223,14 @@ def attention_of(reading: RankedReading, keep: jax.Array) -> tuple[jax.Array, ja
 
 
 @functools.partial(jax.jit, static_argnames="policy")
-def losses_of(policy: core.Policy, reading: RankedReading) -> tuple[jax.Array, jax.Array, jax.Array]:
+def losses_of(policy: kvjax.Policy, reading: RankedReading) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Eviction loss "B L" of a hard policy, live tokens "B" over all layers and heads, and what it keeps "B L K S"."""
     keep = jnp.stack([kv.live for kv in reading.full.after(policy)], axis=1)
     return reading.traces.eviction_loss(keep.astype(jnp.float32)), keep.sum((1, 2, 3), dtype=jnp.int32), keep
 
 
 @functools.partial(jax.jit, static_argnames="policy")
-def theorem_4(reading: RankedReading, policy: core.Evict) -> tuple[jax.Array, jax.Array]:
+def theorem_4(reading: RankedReading, policy: kvjax.Evict) -> tuple[jax.Array, jax.Array]:
     """Ada-KV's bound under a policy's uniform and under adaptive budgets, "B L", up to the layer's constant 2 C.
 
     Both keep the best by the mean attention of the future rows, which makes the bound smallest (Theorem 3); the layer's
@@ -244,7 +245,7 @@ def theorem_4(reading: RankedReading, policy: core.Evict) -> tuple[jax.Array, ja
     for i in range(L):
         live, pos = view.live[:, i], view.pos[:, i]
         score = jnp.where(live, mass[:, i], -jnp.inf)
-        adaptive = core.Adaptive(1.0)(score, average, dataclasses.replace(reading.slots(i), candidates=live))
+        adaptive = kvjax.Adaptive(1.0)(score, average, dataclasses.replace(reading.slots(i), candidates=live))
         uniform = jnp.broadcast_to(average[:, None], (B, K))
         masks = (best(score, pos, budgets) for budgets in (uniform, adaptive))
         lost.append([jnp.where(live & ~keep, mass[:, i], 0.0).sum((1, 2)) for keep in masks])
@@ -253,7 +254,7 @@ def theorem_4(reading: RankedReading, policy: core.Evict) -> tuple[jax.Array, ja
 
 
 def measure(
-    chosen: dict[str, dict[str, core.Evict]],
+    chosen: dict[str, dict[str, kvjax.Evict]],
     budgets: Sequence[Budget],
     reader: Reader,
     results: Results,
@@ -277,7 +278,7 @@ def measure(
 
 
 def _lines(
-    chosen: dict[str, core.Evict], budget: Budget, batch: Sequence[Any], reading: RankedReading
+    chosen: dict[str, kvjax.Evict], budget: Budget, batch: Sequence[Any], reading: RankedReading
 ) -> list[dict[str, Any]]:
     bounds = [np.asarray(x) for x in theorem_4(reading, chosen["uniform"])]
     found = {}
@@ -358,7 +359,7 @@ def run(
         tokenizer = models.load_tokenizer(prompts.source)
         uniform = [experiment.method(b) for b in experiment.budgets]
         for policy in uniform:
-            core.make_plan(model.config, policy, np.arange(1, prompts.length + 1), prompts.length, prompts.future)
+            kvjax.make_plan(model.config, policy, np.arange(1, prompts.length + 1), prompts.length, prompts.future)
         reader = Reader(model, params, uniform[0], prompts, uniform, experiment.measured)
         found = examples(prompts, tokenizer, "calibration")
         with tqdm(total=len(found), desc="calibration", unit="prompt", file=sys.stdout) as bar:

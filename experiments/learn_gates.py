@@ -26,10 +26,9 @@ import tyro
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
-from kvjax import core, models
+import kvjax
+from kvjax import methods, models
 from kvjax.configs.experiment import check_finite, check_whole
-from kvjax.core import methods
-from kvjax.core.learning.gates import Attention, distance, penalty
 from kvjax.experiments.evaluation.checkpoints import check_learns
 from kvjax.experiments.evaluation.compiled import keep_compiled
 from kvjax.experiments.evaluation.provenance import environment
@@ -37,6 +36,7 @@ from kvjax.experiments.evaluation.results import check_options, check_output, ch
 from kvjax.experiments.tasks import RETRIEVAL, TASKS, Example, Task
 from kvjax.experiments.train_tiny import Stage, document
 from kvjax.experiments.training.loop import ANSWER, FIRST
+from kvjax.learning.gates import Attention, distance, penalty
 from kvjax.models.embedded import EMBEDDED
 
 HELD_OUT = 1_000_000  # indices of examples that nothing is learned from
@@ -142,7 +142,7 @@ def examples(tokenizer: Any, length: int, count: int) -> list[Example]:
 
 
 def retrieved(
-    model: Any, params: Any, tokenizer: Any, policy: core.Policy, found: Sequence[Example], batch: int
+    model: Any, params: Any, tokenizer: Any, policy: kvjax.Policy, found: Sequence[Example], batch: int
 ) -> float:
     """The mean score of greedy answers, from 0 to 1."""
     most = max(e.questions[0].max_new_tokens for e in found)
@@ -151,15 +151,15 @@ def retrieved(
         rows = found[start : start + batch]
         tokens, lengths = models.pad_left([e.context + e.questions[0].ids for e in rows])
         how = {"lengths": lengths, "policy": policy, "max_new_tokens": most, "eos_ids": ()}
-        answers = core.generate(model, params, tokens, **how).tokens
+        answers = kvjax.generate(model, params, tokens, **how).tokens
         texts = tokenizer.batch_decode(np.asarray(answers).tolist())
         scores += [e.questions[0].score(text) for e, text in zip(rows, texts, strict=True)]
     return float(np.mean(scores))
 
 
-def needed(model: Any, policy: core.Policy, length: int, steps: int) -> int:
+def needed(model: Any, policy: kvjax.Policy, length: int, steps: int) -> int:
     """Slots that all heads of all layers need, before a plan rounds them up."""
-    infos = core.make_plan(model.config, policy, np.array([length]), length, steps).infos
+    infos = kvjax.make_plan(model.config, policy, np.array([length]), length, steps).infos
     each = [policy.at(info.layer, info.num_layers).sizes(info, np.array([length])) for info in infos]
     return sum(int(sizes.total.max()) for sizes in each)
 
@@ -217,7 +217,7 @@ def run(
     model, params = models.load(EMBEDDED)
     tokenizer = models.load_tokenizer(EMBEDDED)
     shape = model.config.num_layers, model.config.num_kv_heads
-    hidden = lambda params, ids, attend: model.last_hidden(params, ids, attend=attend)
+    hidden = lambda params, ids, attend: model.states(params, ids, attend=attend)
     gates, moved = learn(hidden, params, shape, how, lambda step: texts(how, step))
     print(np.round(gates, 3))
     rows = measure(model, params, tokenizer, gates, how, shares, length=length, count=count, batch=batch)

@@ -36,13 +36,12 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from kvjax import core, models
+import kvjax
+from kvjax import methods, models
 from kvjax.configs.experiment import Budget, label
 from kvjax.configs.learning import LearnedScorer
-from kvjax.core import methods
-from kvjax.core.contract import FrozenArrays
-from kvjax.core.decide.select import best
-from kvjax.core.scores.learned import NUM_STATISTICS, Learned
+from kvjax.contract import FrozenArrays
+from kvjax.decide.select import best
 from kvjax.experiments import stopping
 from kvjax.experiments.evaluation import statistics
 from kvjax.experiments.evaluation.checkpoints import check_learns, opened, restored, save_progress
@@ -53,15 +52,16 @@ from kvjax.experiments.learn_budget import SAVE_EVERY, losses_of
 from kvjax.experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples
 from kvjax.experiments.run import check_apart, default_directory, parse
 from kvjax.models import scorer
+from kvjax.scores.learned import NUM_STATISTICS, Learned
 
 SCRIPT = "learn_scorer.py"
 _NAMES = {"snapkv": "SnapKV", "learned": "learned score", "future": "future attention itself"}
 
 
-def policy_of(experiment: LearnedScorer, head: scorer.TrainedHead, budget: Budget) -> core.Evict:
+def policy_of(experiment: LearnedScorer, head: scorer.TrainedHead, budget: Budget) -> kvjax.Evict:
     """SnapKV's window, and the best of the rest by the head."""
     score = Learned(head, experiment.window_size, experiment.kernel_size)
-    return core.Evict(score, budget, recent=experiment.window_size)
+    return kvjax.Evict(score, budget, recent=experiment.window_size)
 
 
 def untrained(experiment: LearnedScorer, sizes: Any) -> scorer.TrainedHead:
@@ -172,7 +172,7 @@ def _losses_of_mask(reading: RankedReading, keep: jax.Array) -> tuple[jax.Array,
 
 
 @functools.partial(jax.jit, static_argnames="policy")
-def _hindsight(reading: RankedReading, policy: core.Evict) -> jax.Array:
+def _hindsight(reading: RankedReading, policy: kvjax.Evict) -> jax.Array:
     """A policy's window, and the best of the rest by the attention of the future rows."""
     view = reading.view(policy)
     score = jnp.where(view.safe, jnp.inf, reading.mass)
@@ -315,7 +315,7 @@ def run(
         score = Learned(blank, experiment.window_size, experiment.kernel_size)
         policies = [policy_of(experiment, blank, b) for b in experiment.budgets]
         for policy in policies:
-            core.make_plan(model.config, policy, np.arange(1, prompts.length + 1), prompts.length, prompts.future)
+            kvjax.make_plan(model.config, policy, np.arange(1, prompts.length + 1), prompts.length, prompts.future)
         reader = Reader(model, params, policies[0], prompts)
         readings = []
         found = examples(prompts, tokenizer, "calibration")

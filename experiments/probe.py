@@ -30,17 +30,17 @@ import tyro
 
 from kvjax import models
 from kvjax.configs.experiment import check_whole
-from kvjax.core.drivers.text import repeating
-from kvjax.core.learning import kvzap
-from kvjax.core.learning.probes import fit_filters, fit_queries, head_importance
-from kvjax.core.scores.learned import HiddenHeads
+from kvjax.drivers.text import repeating
 from kvjax.experiments.evaluation.compiled import keep_compiled
 from kvjax.experiments.evaluation.examples import read_text
 from kvjax.experiments.evaluation.results import check_options, check_output, check_values, plain_errors, write_bytes
 from kvjax.experiments.tasks import retrieval
 from kvjax.experiments.tasks.base import Task
 from kvjax.experiments.tasks.text import filler
+from kvjax.learning import kvzap
+from kvjax.learning.probes import fit_filters, fit_queries, head_importance
 from kvjax.models.embedded import included
+from kvjax.scores.learned import HiddenHeads
 
 TEXTS = 4  # that are read, and read again, at once
 ASKED = ("single_needle", "several_needles", "key_value")

@@ -28,7 +28,8 @@ from typing import Any
 import tyro
 from jax.sharding import Mesh
 
-from kvjax import configs, core, models
+import kvjax
+from kvjax import configs, models
 from kvjax.configs import loading
 from kvjax.configs.experiment import BUDGETS, LARGEST, Budget, Common, Experiment, Setup, label, sweep
 from kvjax.configs.learning import LearnedBudget, LearnedScorer
@@ -139,7 +140,7 @@ def _config_of(own: argparse.Namespace, script: str) -> tuple[str, Callable[...,
           setup: model, tasks and sizes.
         """
         made = sweep(make, budget)
-        if wrong := [p for _, p in made if not isinstance(p, core.Policy)]:
+        if wrong := [p for _, p in made if not isinstance(p, kvjax.Policy)]:
             raise ValueError(f"{own.policy} returns {wrong[0]!r:.60}, which is no policy")
         return Experiment(name, made, setup)
 
@@ -273,7 +274,7 @@ def run(
 def _run_missing(
     setup: Setup,
     builders: dict[str, Builder],
-    policies: Sequence[tuple[str, str, core.Policy]],
+    policies: Sequence[tuple[str, str, kvjax.Policy]],
     results: Results,
     kept: Collection[str],
     mesh: Mesh | None,
@@ -298,7 +299,7 @@ def _run_missing(
     if rows and not any(bucket.batches for group in groups.values() for bucket in group):
         print(f"shard {shard}/{of} has none of the {len(rows)} rows")
     if mesh is not None:
-        params = core.shard_params(model, params, mesh)
+        params = kvjax.shard_params(model, params, mesh)
     options = {"batch_size": setup.batch_size, "tokenizer": tokenizer, "block": setup.block, "mesh": mesh}
     evaluators = {  # plans are made, and sizes checked, before anything runs
         (method, budget): (Evaluator(model, params, policy, groups[method, budget], **options), groups[method, budget])
@@ -316,7 +317,7 @@ def main(argv: Sequence[str]) -> None:
         if own.shard is not None:
             directory = directory.with_name(f"{directory.name}-shard-{own.shard[0]}-of-{own.shard[1]}")
         check_apart(directory, own, experiment.setup.source)
-        mesh = None if own.mesh is None else core.make_mesh(**own.mesh)
+        mesh = None if own.mesh is None else kvjax.make_mesh(**own.mesh)
         options = {"restart": own.restart, "shard": own.shard, "mesh": mesh}
         print(run(experiment, directory, [sys.executable, *sys.argv], **options))
         print(f"written to {directory}")

@@ -33,7 +33,7 @@ import numpy as np
 import tyro
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.core.drivers.attend import without_cache
+from kvjax.drivers.attend import without_cache
 from kvjax.experiments import corpus
 from kvjax.experiments.evaluation.compiled import keep_compiled
 from kvjax.experiments.evaluation.results import check_options, check_values, plain_errors
@@ -234,9 +234,7 @@ def loss_fn(
     params: PyTree[Any], tokens: Int[Array, "B _"], classes: Int[Array, "B _"], pos: Int[Array, "B T"]
 ) -> tuple[Float[Array, ""], Float[Array, "3"]]:
     """See `loop.loss_of`."""
-    no_cache = (None,) * CONFIG.num_layers
-    attend = without_cache(pos)
-    logits, _, _ = LanguageModel(CONFIG)(params, tokens[:, :-1], no_cache, attend=attend, last_only=False)
+    logits = LanguageModel(CONFIG)(params, tokens[:, :-1], attend=without_cache(pos))
     return loop.loss_of(logits, tokens[:, 1:], classes[:, 1:])
 
 

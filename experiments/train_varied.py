@@ -180,7 +180,7 @@ class Hiding:
         return causal & ~(far[:, :, None] & (back > LOCAL)) & ~(near[..., None] & (back == 1))
 
     def __call__(self, cache, q, k, v, *, layer, rotate, scale=None, **_):
-        """See `kvjax.core.drivers.attend.without_cache`."""
+        """See `kvjax.drivers.attend.without_cache`."""
         (B, N, T, H), K = q.shape, k.shape[1]
         q, k = rotate(q, self._pos[:, None]), rotate(k, self._pos[:, None])
         bias = jnp.where(self.seen(layer, K), 0.0, -1e30)[:, :, None]
@@ -200,8 +200,7 @@ def loss_fn(
 ) -> tuple[Float[Array, ""], Float[Array, "3"]]:
     """See `loop.loss_of`."""
     attend: Any = Hiding(pos, key, hidden)
-    no_cache = (None,) * CONFIG.num_layers
-    logits, _, _ = LanguageModel(CONFIG)(params, tokens[:, :-1], no_cache, attend=attend, last_only=False)
+    logits = LanguageModel(CONFIG)(params, tokens[:, :-1], attend=attend)
     return loop.loss_of(logits, tokens[:, 1:], classes[:, 1:])
 
 

@@ -1,4 +1,12 @@
-"""KV-cache eviction as small pure values under one algebra."""
+"""KV-cache eviction policies for language models: what a cache keeps, decided by small immutable values.
+
+Each package is built on those named before it.
+
+contract: what a policy is asked and told. storage: what is stored. budgets: how many tokens. observe: what can be seen
+of a layer's rows. decide: which stay, and what they hold. scores: how tokens are ranked. evict: what most methods are.
+plan: sizes. compose: policies made of policies. drivers: from prompt to token. methods: the papers. analysis: what an
+eviction costs. learning: relaxed policies and fitted functions. plot: pictures.
+"""
 
 import importlib
 import sys
@@ -8,96 +16,49 @@ if sys.argv[:1] == ["-m"]:  # `python -m kvjax.experiments.run` takes signals ov
     importlib.import_module("kvjax.experiments.stopping").begin_module()
 
 from kvjax import methods
-from kvjax.across_layers import Preference, ScoreEntropy, TopScores, across_layers
-from kvjax.algebra import chain, identity, partition, partition_heads, shared_layers, when
-from kvjax.cache.context import Context, Site
-from kvjax.cache.state import EMPTY, KVState, LayerKV, compact, evict, take_rows
+from kvjax.budgets import Adaptive, Pyramid, Share
+from kvjax.compose import chain, from_fn, partition, partition_heads, shared_layers, when
+from kvjax.compose.across import across_layers
+from kvjax.contract import Policy
 from kvjax.drivers import sampling
-from kvjax.drivers.attention import attend
 from kvjax.drivers.beam import Beams, generate_beams, generate_beams_from
-from kvjax.drivers.endless import Reader, read
-from kvjax.drivers.generation import Generation, generate, generate_from
-from kvjax.drivers.replay import replay
+from kvjax.drivers.checkpoint import load_state, save_state
+from kvjax.drivers.door import forward
+from kvjax.drivers.generation import Generation, feed, generate, generate_from, score
+from kvjax.drivers.memory import Memory, plan_memory
+from kvjax.drivers.mesh import make_mesh, shard_params
+from kvjax.drivers.reader import Reader, read
 from kvjax.drivers.sampling import Categorical, Greedy, Sample
 from kvjax.drivers.session import Session
-from kvjax.drivers.single_layer import evict_layer
-from kvjax.drivers.steps import decode_step, feed, forward, init_state, prefill
-from kvjax.drivers.streaming import Stream, stream
-from kvjax.eviction import Evict, from_fn
-from kvjax.learning import relax
-from kvjax.learning.relax import soften
-from kvjax.plan import CachePlan, make_plan
-from kvjax.policy import LayerSpec, Policy, Rule
-from kvjax.scoring.protect import Protect
-from kvjax.scoring.select import Selection
-from kvjax.scoring.stats import AllRows, AttentionStats, LastRows, LayerStats, Observe, Slots
-from kvjax.sharding import make_mesh, shard_params
-from kvjax.sizes.allocation import (
-    Adaptive,
-    FloorPyramid,
-    HeadTable,
-    InclusivePyramid,
-    LayerTable,
-    Pyramid,
-    UniformHeads,
-    UniformLayers,
-)
-from kvjax.sizes.budget import Ratio, Share, Tokens
-from kvjax.sizes.schedule import Schedule, after_prefill, before_append, every, every_step, when_over
+from kvjax.drivers.single import evict_layer
+from kvjax.drivers.state import AttnStats, State
+from kvjax.drivers.steps import decode_step, prefill, start
+from kvjax.drivers.stream import Stream, stream
+from kvjax.evict import Evict
+from kvjax.plan import Plan, init_policy_params, make_plan
 
 __version__ = "0.1.0"
 __all__ = [
-    "EMPTY",
     "Adaptive",
-    "AllRows",
-    "AttentionStats",
+    "AttnStats",
     "Beams",
-    "CachePlan",
     "Categorical",
-    "Context",
     "Evict",
-    "FloorPyramid",
     "Generation",
     "Greedy",
-    "HeadTable",
-    "InclusivePyramid",
-    "KVState",
-    "LastRows",
-    "LayerKV",
-    "LayerSpec",
-    "LayerStats",
-    "LayerTable",
-    "Observe",
+    "Memory",
+    "Plan",
     "Policy",
-    "Preference",
-    "Protect",
     "Pyramid",
-    "Ratio",
     "Reader",
-    "Rule",
     "Sample",
-    "Schedule",
-    "ScoreEntropy",
-    "Selection",
     "Session",
     "Share",
-    "Site",
-    "Slots",
+    "State",
     "Stream",
-    "Tokens",
-    "TopScores",
-    "UniformHeads",
-    "UniformLayers",
     "across_layers",
-    "after_prefill",
-    "attend",
-    "before_append",
     "chain",
-    "compact",
     "decode_step",
-    "every",
-    "every_step",
-    "evict",
     "evict_layer",
     "feed",
     "forward",
@@ -106,27 +67,26 @@ __all__ = [
     "generate_beams",
     "generate_beams_from",
     "generate_from",
-    "identity",
-    "init_state",
+    "init_policy_params",
+    "load_state",
     "make_mesh",
     "make_plan",
     "methods",
     "models",
     "partition",
     "partition_heads",
+    "plan_memory",
     "plot",
     "prefill",
     "read",
-    "relax",
-    "replay",
     "sampling",
+    "save_state",
+    "score",
     "shard_params",
     "shared_layers",
-    "soften",
+    "start",
     "stream",
-    "take_rows",
     "when",
-    "when_over",
 ]
 
 

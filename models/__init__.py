@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kvjax.models.tokenizer import encode as encode
     from kvjax.models.tokenizer import load_tokenizer as load_tokenizer
     from kvjax.models.tokenizer import pad_left as pad_left
-    from kvjax.models.tokenizer import token_classes as token_classes
     from kvjax.models.weights import default_sampler as default_sampler
     from kvjax.models.weights import fingerprint as fingerprint
     from kvjax.models.weights import load as load
@@ -30,7 +29,7 @@ _NAMES = {
     "llama": "ModelConfig",
     "presets": "PRESETS Preset preset",
     "rope": "Rope",
-    "tokenizer": "encode load_tokenizer pad_left token_classes",
+    "tokenizer": "encode load_tokenizer pad_left",
     "weights": "default_sampler fingerprint load num_params save",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

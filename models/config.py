@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.state import Rotate
+from kvjax.contract import Rotate
 from kvjax.models.checks import flag, positive, whole
 from kvjax.models.rope import Rope
 from kvjax.pallas_kernels.values import checked, number, one_of, optional

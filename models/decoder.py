@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.drivers.attention import Attend
-from kvjax.drivers.requests import check_params
+from kvjax.drivers.checks import check_model
 from kvjax.models.config import DecoderConfig
 from kvjax.models.families import family_of
-from kvjax.scoring.stats import LayerStats
+from kvjax.models.parts import Attend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,28 +36,6 @@ class LanguageModel:
     def _module(self) -> Any:
         return family_of(self.config).module(self.config)
 
-    def __call__(
-        self,
-        params: PyTree[Any],
-        tokens: Int[Array, "B T"],
-        layers: tuple[Any, ...],
-        *,
-        attend: Attend,
-        last_only: bool,
-        positions: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B _ V"], tuple[Any, ...], tuple[LayerStats, ...]]:
-        """See `kvjax.drivers.requests.Model`.
-
-        Raises:
-          ValueError: parameters of another model, or no positions for one that has learned them.
-        """
-        check_params(self, params)
-        how: dict[str, Any] = {"attend": attend, "last_only": last_only}
-        if self.config.learned_positions:
-            how["positions"] = positions
-        logits, caches, stats = self._module.apply({"params": params}, tokens, layers, **how)
-        return logits.astype(jnp.float32), caches, stats
-
     @functools.cached_property
     def alike(self) -> tuple[int, ...]:
         """For every layer, the first one that differs from it in parameters alone: they share a program."""
@@ -75,7 +52,7 @@ class LanguageModel:
         return self._module.apply({"params": params}, tokens, pos, method="embed")
 
     def block(
-        self, layer: int, params: PyTree[Any], x: Float[Array, "B T D"], cache: Any, attend: Any
+        self, layer: int, params: PyTree[Any], x: Float[Array, "B T D"], cache: Any, attend: Attend
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """The residual stream and the cache after a layer, and what else `attend` returned.
 
@@ -92,41 +69,32 @@ class LanguageModel:
         """Logits of the residual stream after the last layer."""
         return self._module.apply({"params": params}, x, method="head").astype(jnp.float32)
 
-    def last_hidden(
-        self,
-        params: PyTree[Any],
-        tokens: Int[Array, "B T"],
-        *,
-        attend: Attend,
-        positions: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T D"]:
-        """What logits are made of: the residual stream after all layers and the last norm, without a cache.
+    def __call__(
+        self, params: PyTree[Any], tokens: Int[Array, "B T"], *, attend: Attend, pos: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T V"]:
+        """Logits of texts that are read at once, without a cache, as in training.
 
         Args:
           params: the parameters.
           tokens: token ids.
-          attend: what attends in every layer (`kvjax.drivers.attention.without_cache`).
-          positions: see `__call__`.
+          attend: called in every layer, with None for the cache.
+          pos: positions of the tokens, -1 for padding; from 0 if None.
 
         Raises:
-          ValueError: what `__call__` refuses, or a model that has no norm after its layers.
+          ValueError: parameters of another model.
         """
-        check_params(self, params)
-        caches = (None,) * self.config.num_layers
-        where = {} if positions is None else {"positions": positions}
-        _, found = self._module.apply(
-            {"params": params},
-            tokens,
-            caches,
-            attend=attend,
-            last_only=False,
-            capture_intermediates=lambda module, method: module.path in _LAST_NORMS and method == "__call__",
-            mutable="intermediates",
-            **where,
-        )
-        if not (norms := found.get("intermediates", {})):
-            raise ValueError(f"{type(self.config).__name__} has no norm after its layers whose output could be given")
-        return jax.tree.leaves(norms)[0]
+        return self._whole(params, tokens, attend, pos, "__call__").astype(jnp.float32)
+
+    def states(
+        self, params: PyTree[Any], tokens: Int[Array, "B T"], *, attend: Attend, pos: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T D"]:
+        """What those logits are made of: the residual stream after all layers and the last norm."""
+        return self._whole(params, tokens, attend, pos, "states")
+
+    def _whole(self, params: PyTree[Any], tokens: Array, attend: Attend, pos: Array | None, method: str) -> Array:
+        check_model(self, params)
+        pos = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape) if pos is None else pos
+        return self._module.apply({"params": params}, tokens, pos, attend, method=method)
 
     def init(self, key: Array) -> PyTree[Any]:
         """Random parameters.
@@ -138,11 +106,9 @@ class LanguageModel:
         typed = kind is not None and jnp.issubdtype(kind, jax.dtypes.prng_key)
         if shape != () if typed else (kind, shape) != (jnp.uint32, (2,)):
             raise ValueError(f"key={key!r} is not one key; make it with jax.random.key(seed)")
-        attend = lambda cache, q, k, v, **_: (q, cache, LayerStats())
-        token, caches = jnp.zeros((1, 1), jnp.int32), (None,) * self.config.num_layers
-        where = {"positions": token} if self.config.learned_positions else {}
-        variables = self._module.init(key, token, caches, attend=attend, last_only=True, **where)
-        return variables["params"]
+        attend = lambda cache, q, k, v, **_: (q, cache, ())
+        token = jnp.zeros((1, 1), jnp.int32)
+        return self._module.init(key, token, token, attend)["params"]
 
     def split_axes(self, params: PyTree[Any]) -> list[int | None]:
         """For every leaf of the parameters the axis of heads or of feed-forward channels, which devices may share.
@@ -158,9 +124,6 @@ class LanguageModel:
     def shapes(self) -> PyTree[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the parameters, without making any."""
         return jax.tree.map(lambda x: x, _abstract(self, jax.config.jax_enable_x64))  # pyrefly: ignore[missing-attribute]
-
-
-_LAST_NORMS = {("norm",), ("ln_f",), ("final_layer_norm",), ("norm_f",)}
 
 
 @functools.lru_cache(maxsize=64)

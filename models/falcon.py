@@ -11,14 +11,12 @@ from typing import Any
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from kvjax.drivers.attention import Attend
 from kvjax.models.checks import whole
 from kvjax.models.config import DecoderConfig, check_only, read_flag, read_sizes, renamed, write_sizes
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import MLP, LayerNorm, attended, dense
+from kvjax.models.parts import MLP, Attend, LayerNorm, attended, dense
 from kvjax.models.rope import Rope
-from kvjax.scoring.stats import LayerStats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Output, cache after the step, and what was measured."""
         c = self.config
         (B, T, _), N, K, H = x.shape, c.num_query_heads, c.num_kv_heads, c.head_dim
@@ -67,7 +65,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Residual stream, cache and measurements after the layer."""
         c = self.config
         y = LayerNorm(c, name="ln_attn" if c.two_norms else "input_layernorm")(x)

@@ -36,8 +36,7 @@ class Family:
     Attributes:
       architectures: what `architectures` of a config.json may name, each with its `model_type`.
       config: the sizes and switches.
-      module: the decoder, a Flax module of the config, called with tokens "B T", caches of all layers, `attend` and
-        `last_only`, and returns logits, caches and measurements (see `kvjax.drivers.requests.Model`).
+      module: the decoder, a Flax module of the config, whose layers call `attend` (see `kvjax.models.parts`).
       read: the fields of `config` but `dtype`, from the contents of a config.json and its architecture.
       write: the contents of a config.json, `architectures` and `model_type` among them.
       prefix: of stored names, apart from the output head's. Checkpoints without it are read as well.

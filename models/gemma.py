@@ -13,8 +13,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.state import Rotate
-from kvjax.drivers.attention import Attend
+from kvjax.contract import Rotate
 from kvjax.models.checks import positive, whole
 from kvjax.models.config import (
     DecoderConfig,
@@ -28,9 +27,8 @@ from kvjax.models.config import (
 )
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import GatedMLP, RMSNorm, attended, dense, split
+from kvjax.models.parts import Attend, GatedMLP, RMSNorm, attended, dense, split
 from kvjax.models.rope import Rope
-from kvjax.scoring.stats import LayerStats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +68,7 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Output, cache after the step, and what was measured."""
         c = self.config
 
@@ -92,7 +90,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Residual stream, cache and measurements after the layer."""
         c = self.config
         norm = lambda name: RMSNorm(c, 1.0, name=name)
@@ -119,14 +117,14 @@ class Gemma(Decoder):
         """The norm after the last layer."""
         return RMSNorm(self.config, 1.0, name="norm")
 
-    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"] | None) -> Float[Array, "B T D"]:
+    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Vectors of tokens, scaled."""
         x = super().embed(tokens, positions)
         return x * jnp.asarray(self.config.embed_dim**0.5, x.dtype)
 
-    def head(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits, capped where the config says so."""
-        logits = super().head(x)
+        logits = super().logits(x)
         if self.config.final_cap is None:
             return logits
         cap = jnp.asarray(self.config.final_cap, logits.dtype)

@@ -8,12 +8,10 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.drivers.attention import Attend
 from kvjax.models.config import LearnedPositions, read_flag, read_gpt_sizes, write_gpt_sizes
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import MLP, LayerNorm, attended, dense, embedded, embedding, split
-from kvjax.scoring.stats import LayerStats
+from kvjax.models.parts import MLP, Attend, LayerNorm, attended, dense, embedded, embedding, split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Output, cache after the step, and what was measured."""
         c = self.config
         y = split(dense(c, 3 * c.embed_dim, True, "c_attn")(x), 3 * c.num_query_heads)
@@ -58,7 +56,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Residual stream, cache and measurements after the layer."""
         c = self.config
         y, cache, stats = Attention(c, name="attn")(LayerNorm(c, name="ln_1")(x), cache, layer=layer, attend=attend)
@@ -87,15 +85,9 @@ class GPT2(Decoder):
         super().setup()
         self.places = embedding(self, "wpe", self.config.max_position)
 
-    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"] | None) -> Float[Array, "B T D"]:
-        """Vectors of tokens and positions.
-
-        Raises:
-          ValueError: there are no positions.
-        """
-        if positions is None:
-            raise ValueError("this model adds learned positions to its embeddings; give positions= of the tokens")
-        return super().embed(tokens, None) + embedded(self.places, jnp.maximum(positions, 0))  # padding has -1
+    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Vectors of tokens and positions."""
+        return super().embed(tokens, positions) + embedded(self.places, jnp.maximum(positions, 0))  # padding has -1
 
 
 def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:

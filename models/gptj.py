@@ -7,14 +7,12 @@ from typing import Any
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from kvjax.drivers.attention import Attend
 from kvjax.models.checks import whole
 from kvjax.models.config import DecoderConfig, read_gpt_sizes, write_gpt_sizes
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import MLP, LayerNorm, attended, dense, split
+from kvjax.models.parts import MLP, Attend, LayerNorm, attended, dense, split
 from kvjax.models.rope import Rope
-from kvjax.scoring.stats import LayerStats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Output, cache after the step, and what was measured."""
         c = self.config
         names = ("q_proj", "k_proj", "v_proj")
@@ -46,7 +44,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Residual stream, cache and measurements after the layer."""
         c = self.config
         y = LayerNorm(c, name="ln_1")(x)

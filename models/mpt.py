@@ -12,14 +12,12 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.cache.state import Rotate, Slopes
-from kvjax.drivers.attention import Attend
+from kvjax.contract import Rotate
 from kvjax.models.checks import positive, whole
 from kvjax.models.config import DecoderConfig, check_only, read_cap, read_sizes, renamed, unturned, write_sizes
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import MLP, LayerNorm, attended, dense, split
-from kvjax.scoring.stats import LayerStats
+from kvjax.models.parts import MLP, Attend, LayerNorm, attended, dense, split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +58,7 @@ class MPTConfig(DecoderConfig):
         return unturned
 
     @property
-    def slopes(self) -> Slopes:
+    def slopes(self) -> tuple[float, ...]:
         """ALiBi's slopes: powers of two in even steps; of another number of heads, every other one comes first."""
         n = 1 << (self.num_query_heads - 1).bit_length()
         slopes = [2.0 ** (-self.steepest * i / n) for i in range(1, n + 1)]
@@ -75,7 +73,7 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Output, cache after the step, and what was measured."""
         c = self.config
         y = split(dense(c, 3 * c.embed_dim, False, "Wqkv")(x), 3 * c.num_query_heads)
@@ -92,7 +90,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Residual stream, cache and measurements after the layer."""
         c = self.config
         first, second = (LayerNorm(c, use_bias=False, name=name) for name in ("norm_1", "norm_2"))

@@ -8,13 +8,11 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.drivers.attention import Attend
 from kvjax.models.checks import whole
 from kvjax.models.config import LearnedPositions, read_flag, read_sizes, renamed, write_sizes
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import ACTIVATIONS, LayerNorm, attended, dense, embedded, embedding, split
-from kvjax.scoring.stats import LayerStats
+from kvjax.models.parts import ACTIVATIONS, Attend, LayerNorm, attended, dense, embedded, embedding, split
 
 _FIRST = 2  # the row of position 0
 
@@ -44,7 +42,7 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Output, cache after the step, and what was measured."""
         c = self.config
         names = ("q_proj", "k_proj", "v_proj")
@@ -60,7 +58,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Residual stream, cache and measurements after the layer."""
         c = self.config
         first, second = LayerNorm(c, name="self_attn_layer_norm"), LayerNorm(c, name="final_layer_norm")
@@ -98,29 +96,19 @@ class OPT(Decoder):
             self.project_in = dense(c, c.embed_dim, False, "project_in")
             self.project_out = dense(c, width, False, "project_out")
         self.blocks = [self.block(name=f"{self.layers}_{i}") for i in range(c.num_layers)]
-        if c.norm_first and c.final_norm:
-            self.norm = LayerNorm(c, name="final_layer_norm")
+        self.norm: Any = LayerNorm(c, name="final_layer_norm") if c.norm_first and c.final_norm else lambda x: x
         if not c.tie_embeddings:
             self.projection = dense(c, c.vocab_size, False, self.output)
 
-    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"] | None) -> Float[Array, "B T D"]:
-        """Vectors of tokens and positions.
-
-        Raises:
-          ValueError: there are no positions.
-        """
-        if positions is None:
-            raise ValueError("this model adds learned positions to its embeddings; give positions= of the tokens")
+    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Vectors of tokens and positions."""
         x = embedded(self.table, tokens)
         x = x if self._width == self.config.embed_dim else self.project_in(x)
         return x + embedded(self.places, jnp.maximum(positions, 0) + _FIRST)  # padding has -1
 
-    def head(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits of the residual stream after the last layer."""
-        c = self.config
-        x = self.norm(x) if c.norm_first and c.final_norm else x
-        x = x if self._width == c.embed_dim else self.project_out(x)
-        return x @ self.table.T if c.tie_embeddings else self.projection(x)
+    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Logits of the residual stream after the last norm."""
+        return super().logits(x if self._width == self.config.embed_dim else self.project_out(x))
 
 
 _KEYS = {"intermediate_size": "ffn_dim", "hidden_act": "activation_function"}

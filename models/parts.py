@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.drivers.attention import Attend
 from kvjax.models.config import DecoderConfig
-from kvjax.scoring.stats import LayerStats
+
+# (cache, q "B N T H", k "B K T H", v "B K T H", *, layer, rotate, ...) -> what rows read "B N T H", the cache, and more
+Attend = Callable[..., tuple[Array, Any, Any]]
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -128,8 +129,8 @@ def attended(
     out: str,
     bias: bool,
     **options: Any,
-) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
-    """What queries read, projected by the submodule `out`; the cache after the step; and what was measured.
+) -> tuple[Float[Array, "B T D"], Any, Any]:
+    """What queries read, projected by the submodule `out`; the cache after the step; what else `attend` gave.
 
     Args:
       module: the attention in whose compact method this is called; its `config` has the sizes.

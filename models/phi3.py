@@ -8,13 +8,11 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.drivers.attention import Attend
 from kvjax.models.config import DecoderConfig, read_sizes, read_windows, write_sizes, write_windows
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import ACTIVATIONS, RMSNorm, attended, dense, split
+from kvjax.models.parts import ACTIVATIONS, Attend, RMSNorm, attended, dense, split
 from kvjax.models.rope import Rope
-from kvjax.scoring.stats import LayerStats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Output, cache after the step, and what was measured."""
         c = self.config
         N, K = c.num_query_heads, c.num_kv_heads
@@ -60,7 +58,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T D"], cache: Any, *, layer: int, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Any, LayerStats]:
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Residual stream, cache and measurements after the layer."""
         c = self.config
         y = RMSNorm(c, name="input_layernorm")(x)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.state import Rotate
+from kvjax.contract import Rotate
 from kvjax.models.checks import flag, positive, whole
 from kvjax.pallas_kernels.values import one_of
 
@@ -233,19 +233,6 @@ class Rope:
     def of_text(self, least: Int[Array, "B"]) -> Rotate:
         """The rotation in texts of at least so many tokens, of which the positions may be a part."""
         return functools.partial(self, least=least) if self.kind in ("dynamic", "longrope") else self
-
-    def tabled(self, x: Float[Array, "B N T H"], pos: Int[Array, "B #N T"], bound: int) -> Float[Array, "B N T H"]:
-        """The same for positions from 0 to below `bound`, fewer than there are of them: each is computed once.
-
-        Cosines cost far more than all else of a rotation. Scalings whose angles depend on the length have no table.
-        """
-        if self.kind in ("dynamic", "longrope"):
-            return self(x, pos)
-        every = jnp.arange(bound, dtype=jnp.int32)[None, None]
-        factors = (
-            table[0, 0].at[pos].get(mode="fill", fill_value=jnp.nan) for table in self._factors(every, x.shape[-1])
-        )
-        return self._turned(x, *factors)
 
     def _factors(
         self, pos: Int[Array, "B #N T"], head_dim: int, least: Int[Array, "B"] | None = None

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.core.contract import FrozenArrays
+from kvjax.contract import FrozenArrays
 from kvjax.models.checks import whole
 from kvjax.models.written import write_bytes
 

@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.drivers.text import encode as encode
-from kvjax.methods.token_classes import token_classes as token_classes
 from kvjax.models.checks import MOST, whole
 from kvjax.models.sources import locate
 from kvjax.models.stored import check_whole

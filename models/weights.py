@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from kvjax.drivers.requests import check_params
+from kvjax.drivers.checks import check_model
 from kvjax.drivers.sampling import Sampler
 from kvjax.models.config import DTYPES, DecoderConfig
 from kvjax.models.decoder import LanguageModel
@@ -69,10 +69,9 @@ def load(
     parameters once, and a strip of a tensor.
 
     Args:
-      source: a directory with `config.json` and safetensors (sharded or not), or one with a `config.json` that is, or
-        holds, a checkpoint of `kvjax.drivers.checkpoint.save_params`; a GGUF file; or what is downloaded: a hub id such
-        as "Qwen/Qwen3-0.6B" or "owner/name@revision", a name of `models.PRESETS`, or "smollm2-135m-instruct" and others
-        of `models.packaged.PACKAGED`.
+      source: a directory with `config.json` and safetensors (sharded or not); a GGUF file; or what is downloaded: a hub
+        id such as "Qwen/Qwen3-0.6B" or "owner/name@revision", a name of `models.PRESETS`, or "smollm2-135m-instruct"
+        and others of `models.packaged.PACKAGED`.
       dtype: of parameters, activations and the KV cache: "float32", "bfloat16", "float16", or "float64" where jax has
         64 bits, by these names; "auto" for the one that is stored.
       sharding: where parameters go, for all or as a function of a parameter's path, such as
@@ -93,21 +92,12 @@ def load(
         _check_held(dtype)
     path = locate(source, revision=revision, token=token)
     config = read_config(path, dtype="float32" if dtype == _AUTO else dtype)
-    if files := weight_files(path):
-        tensors = family_of(config).prefixed(stored_tensors(files))
-        if dtype == _AUTO:
-            kept = {n: t.dtype for n, t in tensors.items() if t.dtype and not n.endswith(family_of(config).ignored)}
-            config = dataclasses.replace(config, dtype=_stored_dtype(path, kept))
-        model = LanguageModel(config)
-        return model, _assemble(model, tensors, path, sharding)
-    stored = _orbax(path, source, revision)
+    tensors = family_of(config).prefixed(stored_tensors(_weights(path, source, revision)))
     if dtype == _AUTO:
-        from kvjax.drivers.checkpoint import stored_shapes  # orbax is slow to import, and only wanted here
-
-        kept = {n: kind.partition("[")[0] for n, kind in stored_shapes(stored).items()}
-        config = dataclasses.replace(config, dtype=_stored_dtype(stored, kept))
+        kept = {n: t.dtype for n, t in tensors.items() if t.dtype and not n.endswith(family_of(config).ignored)}
+        config = dataclasses.replace(config, dtype=_stored_dtype(path, kept))
     model = LanguageModel(config)
-    return model, _restored(model, stored, sharding)
+    return model, _assemble(model, tensors, path, sharding)
 
 
 def fingerprint(source: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None) -> str:
@@ -120,7 +110,7 @@ def fingerprint(source: str | os.PathLike[str], *, revision: str | None = None, 
       ValueError: neither a directory nor a hub id, or one without weights.
     """
     path, digest = locate(source, revision=revision, token=token), hashlib.sha256()
-    weights = weight_files(path) or [f for f in _orbax(path, source, revision).rglob("*") if f.is_file()]
+    weights = _weights(path, source, revision)
     index = [] if weights == [path / SINGLE] else [path / INDEX]  # which a single file hides
     beside = [f for f in (path / name for name in (CONFIG, GENERATION, *TOKENIZER)) if f.is_file()]
     for file in sorted({*beside, *weights, *(f for f in index if f.is_file())}):
@@ -243,7 +233,7 @@ def _with_end_ids(file: pathlib.Path, eos_ids: tuple[int, ...]) -> str | None:
 
 def _named(model: LanguageModel, params: PyTree[Any], dtype: str) -> dict[str, np.ndarray]:
     """Parameters as a checkpoint's tensors."""
-    check_params(model, params)
+    check_model(model, params)
     family, tensors = family_of(model.config), {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
         path, x = tuple(k.key for k in keys), np.asarray(leaf)
@@ -283,14 +273,10 @@ def _stored_dtype(path: pathlib.Path, kinds: Mapping[str, str]) -> str:
     return dtype
 
 
-def _orbax(path: pathlib.Path, source: str | os.PathLike[str], revision: str | None) -> pathlib.Path:
-    """The checkpoint of `kvjax.drivers.checkpoint.save_params` that a directory without safetensors is, or holds."""
-    found = [d for d in (path, *sorted(path.iterdir())) if any((d / item).is_dir() for item in ("arrays", "meta"))]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = [str(d.relative_to(path)) for d in found]
-        raise ValueError(f"{path} holds several checkpoints of parameters, {names}; leave one of them there")
+def _weights(path: pathlib.Path, source: str | os.PathLike[str], revision: str | None) -> list[pathlib.Path]:
+    """The safetensors files of a directory, at least one."""
+    if files := weight_files(path):
+        return files
     raise ValueError(
         f"{path} has no {SINGLE} or {INDEX}, only {_names(path)}; {_other_weights(path, source, revision)}"
     )
@@ -345,34 +331,6 @@ def _places(shapes: PyTree[jax.ShapeDtypeStruct], sharding: Sharding | None) -> 
         return found
 
     return jax.tree_util.tree_map_with_path(place, shapes)
-
-
-def _restored(model: LanguageModel, path: pathlib.Path, sharding: Sharding | None) -> PyTree[Any]:
-    """Parameters of `model` that `kvjax.drivers.checkpoint.save_params` wrote, in the model's dtype."""
-    from kvjax.drivers.checkpoint import load_params, stored_shapes
-
-    there = stored_shapes(path)
-    if model.config.num_layers > len(there):  # a layer has more than one
-        raise ValueError(f"{path} has {len(there)} parameters, config.json {model.config.num_layers} layers")
-    for kind in {text.partition("[")[0] for text in there.values()} & {*DTYPES}:
-        _check_held(kind)
-    shapes = model.shapes
-    places = _places(shapes, sharding)
-
-    def as_stored(keys, leaf):
-        kind = there.get(jax.tree_util.keystr(keys), "").partition("[")[0]
-        return jax.ShapeDtypeStruct(leaf.shape, kind if kind in DTYPES else leaf.dtype)
-
-    like = jax.tree_util.tree_map_with_path(as_stored, shapes)
-    if sharding is not None:
-        like = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), like, places)
-    leaves, structure = jax.tree.flatten(load_params(path, like))
-    for i, (keys, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(shapes)):
-        x, y = leaves[i], leaves[i].astype(leaf.dtype)
-        if lost := int((~jnp.isfinite(y)).sum()):
-            _refuse_values(path, jax.tree_util.keystr(keys), lost, int((~jnp.isfinite(x)).sum()), x.size, y.dtype)
-        leaves[i] = y
-    return jax.tree.unflatten(structure, leaves)
 
 
 def _refuse_values(path: pathlib.Path, name: str, lost: int, stored: int, size: int, dtype: Any) -> None:

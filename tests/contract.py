@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax import core, models
-from kvjax.core import methods
-from kvjax.core.contract import Part, Policy, Score
+import kvjax
+from kvjax import methods, models
+from kvjax.contract import Part, Policy, Score
 from kvjax.models.embedded import EMBEDDED
 
-_ROOT = pathlib.Path(core.__file__).parent
+_ROOT = pathlib.Path(kvjax.__file__).parent
+_OUTSIDE = tuple(str(_ROOT / name) for name in ("models", "pallas_kernels"))
 
 
 def members(kind: type, base: type | None = None) -> list[str]:
@@ -31,13 +32,17 @@ def method_parameters() -> dict[str, int]:
     return {n: len(inspect.signature(f).parameters) for n, f in vars(methods).items() if inspect.isfunction(f)}
 
 
+def _counts(file: str) -> bool:
+    return file.startswith(str(_ROOT)) and not file.startswith(_OUTSIDE)
+
+
 def entered(call: Callable[[], Any]) -> set[CodeType]:
     """The named functions of the library that a call enters; models and kernels are not counted."""
     found: set[CodeType] = set()
 
     def look(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(str(_ROOT)) and not code.co_name.startswith("<"):
+        if event == "call" and _counts(code.co_filename) and not code.co_name.startswith("<"):
             found.add(code)
 
     sys.setprofile(look)
@@ -54,7 +59,7 @@ def generate() -> Callable[[], Any]:
     tokens = np.random.default_rng(1).integers(3, model.config.vocab_size, (2, 88)).astype(np.int32)
     how: dict[str, Any] = {"lengths": [88, 70], "max_new_tokens": 5, "eos_ids": ()}
     policy = methods.snapkv(20, window=8)
-    return lambda: core.generate(model, params, tokens, policy=policy, **how)
+    return lambda: kvjax.generate(model, params, tokens, policy=policy, **how)
 
 
 def sizes() -> dict[str, int]:
@@ -62,9 +67,9 @@ def sizes() -> dict[str, int]:
     return {
         "members of Policy": len(members(Policy)),
         "members of Score": len(members(Score, Part)),
-        "fields of Evict": len(dataclasses.fields(core.Evict)),
+        "fields of Evict": len(dataclasses.fields(kvjax.Evict)),
         "parameters of methods": sum(method_parameters().values()),
-        "exported names": len(core.__all__),
+        "exported names": len(kvjax.__all__),
     }
 
 

@@ -5,14 +5,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-import kvjax
 from kvjax.cache.context import Context, Site, row_keys
 from kvjax.cache.state import EMPTY, Chosen, map_slots
-from kvjax.pallas_kernels import attention
 from kvjax.policy import empty_layer
 from kvjax.scoring.stats import LayerStats, Moment
 from kvjax.sizes.budget import as_count
+
+import kvjax
+from kvjax.pallas_kernels import attention
 
 
 def qkv(seed=0, *, B=2, N=4, K=2, T=24, H=8, dtype=jnp.float32, sharpness=1.5):

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kvjax.scoring.predicted import HiddenHeads
 
 import kvjax
 from kvjax import methods
-from kvjax.scoring.predicted import HiddenHeads
 
 
 @dataclasses.dataclass(frozen=True)

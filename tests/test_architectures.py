@@ -6,8 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from kvjax import models
-from kvjax.core import generate
+from kvjax import generate, models
 from kvjax.experiments import run
 from kvjax.models.embedded import EMBEDDED
 from kvjax.models.families import FAMILIES

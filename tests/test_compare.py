@@ -24,7 +24,7 @@ def test_leaderboard(finished, tmp_path, capsys):
     assert "no summary.json" in printed.err
     board, overview = printed.out.split("Retrieval mean in percent / perplexity, by budget:")
     rows = [line.split(" | ")[:2] for line in board.splitlines() if line.startswith("| ")]
-    assert "not the defaults of `kvjax.methods`: snapkv(window_size=16).\n" in board
+    assert "not the defaults of `kvjax.methods`: snapkv(window=16).\n" in board
     assert ["| full", "1.0"] in rows
     assert rows.index(["| full", "1.0"]) == 1
     assert {r[0] for r in rows[1:]} == {"| full", "| snapkv", "| random", "| h2o"}

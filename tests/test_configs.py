@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import configs, core
+import kvjax
+from kvjax import Share, configs, methods
 from kvjax.configs import loading
 from kvjax.configs.experiment import Experiment, Setup
 from kvjax.configs.learning import LearnedBudget, LearnedScorer, Prompts
-from kvjax.core import Share, methods
 
 README = pathlib.Path(configs.__file__).parents[1] / "experiments" / "README.md"
 WANTED = """full random window dilated_window streaming_llm key_attention h2o scissorhands tova mas roco nacl snapkv
@@ -37,7 +37,7 @@ def test_config(name, embedded):
     assert experiment.name == name
     assert experiment == configs.find(name)[1]()
     for _, policy in experiment.policies:
-        plan = core.make_plan(model.config, policy, np.array([400, 1024]), 1024, 64)
+        plan = kvjax.make_plan(model.config, policy, np.array([400, 1024]), 1024, 64)
         assert min(plan.capacities) > 0
 
 
@@ -62,7 +62,7 @@ def test_options_are_the_parameters_of_the_method():
     assert make("roco", scope_share=0.25) == methods.roco(0.5, scope=Share(0.25))
     assert configs.find("aqas")[1](recent_share=0.25).options == "recent=Share(share=0.25)"
     assert make("nacl", recent=4, proxies=0.1) == methods.nacl(0.5, recent=4, proxies=0.1)
-    assert make("keyformer", shared=True) == core.shared_layers(methods.keyformer(0.5))
+    assert make("keyformer", shared=True) == kvjax.shared_layers(methods.keyformer(0.5))
     assert make("compactor", blend=0.1, sketch=None) == methods.compactor(0.5, blend=0.1, sketch=None)
     assert [*inspect.signature(configs.find("kvzip")[1]).parameters][:2] == ["budget", "chunk"]
     assert "\n  recent: first and last tokens that stay" in configs.find("compactor")[1].__doc__
@@ -115,12 +115,12 @@ def test_decoding_256_tokens_past_a_full_budget(name, embedded):
     _, policy = configs.find(name)[1]().policies[-1]
     n, new = 512, 256
     tokens = np.random.default_rng(0).integers(4, 389, (1, n))
-    logits, state = core.prefill(model, params, tokens, policy=policy, max_new_tokens=new)
+    logits, state = kvjax.prefill(model, params, tokens, policy=policy, max_new_tokens=new)
 
     @jax.jit
     def run(params, logits, state):
         def step(carry, _):
-            logits, state = core.decode_step(model, params, carry[0].argmax(-1).astype(jnp.int32), carry[1])
+            logits, state = kvjax.decode_step(model, params, carry[0].argmax(-1).astype(jnp.int32), carry[1])
             return (logits, state), (jnp.stack([kv.num_live for kv in state.layers], 1), jnp.isfinite(logits).all())
 
         return jax.lax.scan(step, (logits, state), length=new)[1]

@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from kvjax import core
+import kvjax
 from kvjax.configs.learned_scorer import get_config
 from kvjax.configs.learning import Prompts
 from kvjax.experiments import contest
@@ -40,7 +40,7 @@ def test_every_policy_of_the_contest_can_be_planned(embedded):
     every = contest.published(experiment.prompts, 16, 7) | contest.ours(experiment, untrained(experiment, model.config))
     for make in every.values():
         policy = make(0.125)
-        plan = core.make_plan(model.config, policy, np.array([1024]), 1024, 16)
+        plan = kvjax.make_plan(model.config, policy, np.array([1024]), 1024, 16)
         budgets = []
         for i, (layer, info) in enumerate(zip(plan.layers, plan.infos, strict=True)):
             hparams = policy.at(i, len(plan.infos)).sizes(info, np.array([1024])).hparams

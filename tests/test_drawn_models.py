@@ -8,7 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from kvjax.core import feed, prefill
+from kvjax import feed, prefill
 from tests.test_parity import CACHE, NEW, T, all_logits, assert_close, saved, tokens, torch
 
 ACTS = st.sampled_from(("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"))

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import models
-from kvjax.core import methods
+from kvjax import methods, models
 from kvjax.experiments import corpus, train_tiny
 from kvjax.experiments.evaluation import results
 from kvjax.experiments.evaluation.batches import buckets, rows_of
@@ -170,7 +169,7 @@ def test_the_structured_start_looks_one_token_back():
         return q, cache, ()
 
     tokens = jnp.asarray(np.random.default_rng(0).integers(4, 300, (1, 40)), jnp.int32)
-    model(params, tokens, (None,) * 4, attend=attend, last_only=True)
+    model(params, tokens, attend=attend)
     assert (np.asarray(rows[0]).argmax(-1) == 19).all()
 
 

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import core
+import kvjax
+from kvjax import methods
 from kvjax.configs.experiment import Setup
-from kvjax.core import methods
 from kvjax.experiments.evaluation import batches, running
 from kvjax.experiments.evaluation.batches import Row, buckets, planned, rows_of
 from kvjax.experiments.evaluation.evaluate import Evaluator
@@ -62,7 +62,7 @@ def _nothing(kv, stats, ctx):
 
 def test_a_score_that_is_no_number_ends_a_run(shallow):
     with pytest.raises(ValueError, match=r"Function gives no token a score that is a number"):
-        lines(*shallow, EXAMPLES[1:2], "after_compression", 1, core.from_fn(_nothing, budget=4))
+        lines(*shallow, EXAMPLES[1:2], "after_compression", 1, kvjax.from_fn(_nothing, budget=4))
 
 
 @pytest.mark.parametrize("protocol", [pytest.param("in_prompt", marks=pytest.mark.slow), "after_compression"])
@@ -89,16 +89,16 @@ def test_every_row_and_question_gives_what_it_gives_alone(shallow, protocol, mon
 
 def test_answers_end_at_end_tokens_and_stop_strings(shallow):
     model, params = shallow
-    whole = lines(model, params, EXAMPLES[1:2], "in_prompt", 1, core.Policy())["a", 1]["answers"][0]
+    whole = lines(model, params, EXAMPLES[1:2], "in_prompt", 1, kvjax.Policy())["a", 1]["answers"][0]
     assert whole["tokens"] == 6
     stop = whole["output"][2:4]
     cut = dataclasses.replace(EXAMPLES[1], questions=(question(4, stop=(stop, "~"), max_new_tokens=40),))
-    answer = lines(model, params, [cut], "in_prompt", 1, core.Policy())["a", 1]["answers"][0]
+    answer = lines(model, params, [cut], "in_prompt", 1, kvjax.Policy())["a", 1]["answers"][0]
     assert answer["output"] == whole["output"][: whole["output"].index(stop)]
     assert answer["tokens"] == len(answer["output"]) + 2
     end = ord(whole["output"][1]) - ord("0")
     ending = dataclasses.replace(model, config=dataclasses.replace(model.config, eos_ids=(end,)))
-    answer = lines(ending, params, EXAMPLES[1:2], "in_prompt", 1, core.Policy())["a", 1]["answers"][0]
+    answer = lines(ending, params, EXAMPLES[1:2], "in_prompt", 1, kvjax.Policy())["a", 1]["answers"][0]
     assert answer["output"] == whole["output"][: whole["output"].index(whole["output"][1])]
     assert answer["tokens"] == len(answer["output"]) + 1
 
@@ -139,7 +139,7 @@ def test_the_device_is_one_batch_ahead_and_failures_come_where_they_happened():
     ("protocol", "policy", "ends"),
     [
         pytest.param("in_prompt", methods.tova(0.5), (), marks=pytest.mark.slow),
-        ("after_compression", core.Policy(), (20, 33, 54)),
+        ("after_compression", kvjax.Policy(), (20, 33, 54)),
     ],
 )
 def test_answers_that_are_searched_for_are_those_of_the_library(shallow, protocol, policy, ends):
@@ -155,7 +155,7 @@ def test_answers_that_are_searched_for_are_those_of_the_library(shallow, protoco
         for q, answer in zip(e.questions, found[e.task, e.index]["answers"], strict=True):
             tokens = np.asarray([e.context + q.ids])
             options = {"policy": policy, "num_beams": 3, "max_new_tokens": q.max_new_tokens}
-            alone = core.generate_beams(model, params, tokens, **options)
+            alone = kvjax.generate_beams(model, params, tokens, **options)
             wanted = np.asarray(alone.tokens)[0, 0, : int(alone.lengths[0, 0])]
             assert answer["output"] == Letters().decode(wanted[: -1 if wanted[-1] in ends else None])
             assert answer["tokens"] == len(wanted)
@@ -170,4 +170,4 @@ def test_beams_that_cannot_be_are_refused(shallow, embedded):
         Question(continuation=(3,), num_beams=2)
     many = dataclasses.replace(EXAMPLES[1], questions=(question(4, num_beams=62),))
     with pytest.raises(ValueError, match="num_beams=62 must be a whole number from 1 to 61"):
-        lines(*shallow, [many], "in_prompt", 1, core.Policy())
+        lines(*shallow, [many], "in_prompt", 1, kvjax.Policy())

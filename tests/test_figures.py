@@ -15,10 +15,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from kvjax import core, models
-from kvjax.core import analysis, methods
-from kvjax.core.methods import variants
-from kvjax.core.observe import Rows
+import kvjax
+from kvjax import analysis, methods, models
 from kvjax.experiments import (
     bench_blocks,
     bench_curves,
@@ -32,10 +30,12 @@ from kvjax.experiments import (
 from kvjax.experiments.papers import FIGURES, adakv, ahakv, positions, prompts, roco, sparsity
 from kvjax.experiments.papers.attention import Layer, capture, fold_rows
 from kvjax.experiments.papers.base import interval
+from kvjax.methods import variants
 from kvjax.models.gpt2 import GPT2Config
 from kvjax.models.mpt import MPTConfig
+from kvjax.observe import Rows
 from kvjax.pallas_kernels.columns import ROUNDING
-from tests.core.tensors import live_positions, qkv, token_ids
+from tests.tensors import live_positions, qkv, token_ids
 
 ROOT = pathlib.Path(__file__).parents[1]
 SIZES = {"vocab_size": 61, "embed_dim": 16, "mlp_dim": 24, "num_layers": 3, "num_query_heads": 2, "num_kv_heads": 2}
@@ -102,8 +102,8 @@ def grouped(p, num_kv_heads=2):
 def test_captured_layers_attend_as_the_model_does(read_by_position):
     """Column sums of the captured matrices are those that the model measures when it reads the prompt."""
     model, params, tokens, p, _ = read_by_position
-    state = core.start(model, policy=methods.h2o(8), lengths=[24, 24], max_new_tokens=0)
-    _, _, stats = core.forward(model, params, tokens, state)
+    state = kvjax.start(model, policy=methods.h2o(8), lengths=[24, 24], max_new_tokens=0)
+    _, _, stats = kvjax.forward(model, params, tokens, state)
     for i, here in enumerate(p):
         np.testing.assert_allclose(stats.of(i)[Rows()], grouped(here).sum(2), rtol=2e-5, atol=1e-5)
 
@@ -175,8 +175,8 @@ def test_importance_jaccard_is_that_of_the_policies(read_by_position, measure):
     found = roco.importance_jaccard(model, params, tokens, shares=(0.3, 0.5))
     assert found.budgets.tolist() == [7, 12]
 
-    step = jax.jit(lambda token, state: core.decode_step(model, params, token, state))
-    _, state = core.prefill(model, params, tokens[:, :1], policy=policy, max_new_tokens=T)
+    step = jax.jit(lambda token, state: kvjax.decode_step(model, params, token, state))
+    _, state = kvjax.prefill(model, params, tokens[:, :1], policy=policy, max_new_tokens=T)
     similarity = []
     for t in range(1, T):
         _, state = step(jnp.asarray(tokens[:, t]), state)
@@ -270,8 +270,8 @@ def test_scope_size_is_what_the_drivers_measure(read):
 
 def log_p(model, params, tokens, policy):
     """Log-probabilities after each of the last 8 tokens, read one by one into an evicted cache."""
-    _, state = core.prefill(model, params, tokens[:, :16], policy=policy, max_new_tokens=8)
-    return np.asarray(jax.nn.log_softmax(core.feed(model, params, tokens[:, 16:], state)[0]), np.float64)
+    _, state = kvjax.prefill(model, params, tokens[:, :16], policy=policy, max_new_tokens=8)
+    return np.asarray(jax.nn.log_softmax(kvjax.feed(model, params, tokens[:, 16:], state)[0]), np.float64)
 
 
 # --- positions ---
@@ -283,7 +283,7 @@ def test_retained_positions_are_those_of_prefill(read):
     found = positions.retained_positions(model, params, tokens, share=0.5, slices=4)
     assert found.budget == 12
     for name, policy in (("H2O", methods.h2o(12)), ("NaCl", methods.nacl(12))):
-        _, state = core.prefill(model, params, tokens, policy=policy, max_new_tokens=1)
+        _, state = kvjax.prefill(model, params, tokens, policy=policy, max_new_tokens=1)
         live = [live_positions(layer) for layer in state.layers]
         held = np.array([[[np.isin(np.arange(24), head) for head in row] for row in layer] for layer in live])
         i = found.methods.tolist().index(name)

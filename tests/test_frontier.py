@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvjax.core import methods
+from kvjax import methods
 from kvjax.experiments import figures, frontier
 from kvjax.experiments.evaluation.batches import Bucket
 from kvjax.experiments.frontier import Frontier, Point

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.core.drivers.attend import without_cache
+from kvjax.drivers.attend import without_cache
 from kvjax.experiments import learn_gates
 from kvjax.experiments.learn_gates import Learning
 from tests.test_positions import random_model
@@ -16,20 +16,14 @@ def test_last_hidden_states_are_what_logits_are_made_of(tiny):
     """Of a model with learned positions, and of one whose norm has another name, too."""
     ids = np.random.default_rng(0).integers(0, 61, (2, 6), np.int32)
     pos = jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32)[None], (2, 6))
-    for (model, params), where in (
-        (tiny, {}),
-        (random_model("alibi", 1), {}),
-        (random_model("learned", 1), {"positions": pos}),
-    ):
-        attend, none = without_cache(pos), (None,) * model.config.num_layers
-        run = functools.partial(model, attend=attend, last_only=False, **where)
-        logits = jax.jit(lambda p, run=run, none=none: run(p, ids, none)[0])(params)
+    for model, params in (tiny, random_model("alibi", 1), random_model("learned", 1)):
+        how = {"attend": without_cache(pos), "pos": pos}
+        logits, found = (jax.jit(functools.partial(f, **how))(params, ids) for f in (model, model.states))
         head = (
             params["lm_head"]["kernel"]
             if "lm_head" in params
             else next(params[name].T for name in ("embed_tokens", "wte") if name in params)
         )
-        found = jax.jit(functools.partial(model.last_hidden, attend=attend, **where))(params, ids)
         np.testing.assert_allclose(found @ head, logits, rtol=1e-4, atol=1e-4)
 
 

@@ -5,26 +5,25 @@ import json
 
 import pytest
 
-import kvjax
 from kvjax import models
-from kvjax.drivers.sampling import RepetitionPenalty
+from kvjax.drivers.sampling import Greedy, RepetitionPenalty, Sample
 from kvjax.models.weights import read_config
 
 DRAWN = {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
 SAMPLERS = [
-    ({}, kvjax.Greedy()),
-    ({"temperature": 0.6, "top_p": 0.9, "typical_p": 0.5}, kvjax.Greedy()),
-    ({"repetition_penalty": 1.1, "do_sample": False}, kvjax.Greedy(RepetitionPenalty(1.1))),
-    ({"do_sample": True}, kvjax.Sample(top_k=50)),  # what transformers does where the file is silent
-    (DRAWN | {"top_k": 20, "min_p": 0, "repetition_penalty": 1.05}, kvjax.Sample(0.6, 20, 0.95, 0.0, 1.05)),
-    (DRAWN | {"top_k": 0, "min_p": 0.1, "no_repeat_ngram_size": 0, "num_beams": 1}, kvjax.Sample(0.6, None, 0.95, 0.1)),
-    (DRAWN | {"top_k": None, "bad_words_ids": None, "suppress_tokens": []}, kvjax.Sample(0.6, 50, 0.95)),
+    ({}, Greedy()),
+    ({"temperature": 0.6, "top_p": 0.9, "typical_p": 0.5}, Greedy()),
+    ({"repetition_penalty": 1.1, "do_sample": False}, Greedy(RepetitionPenalty(1.1))),
+    ({"do_sample": True}, Sample(top_k=50)),  # what transformers does where the file is silent
+    (DRAWN | {"top_k": 20, "min_p": 0, "repetition_penalty": 1.05}, Sample(0.6, 20, 0.95, 0.0, 1.05)),
+    (DRAWN | {"top_k": 0, "min_p": 0.1, "no_repeat_ngram_size": 0, "num_beams": 1}, Sample(0.6, None, 0.95, 0.1)),
+    (DRAWN | {"top_k": None, "bad_words_ids": None, "suppress_tokens": []}, Sample(0.6, 50, 0.95)),
 ]
 REFUSED = [
     ({"do_sample": 1}, "do_sample=1: must be True or False"),
     (DRAWN | {"temperature": 0}, "temperature=0.*must be positive and finite"),
     (DRAWN | {"top_p": "0.9"}, "top_p='0.9'.*a probability mass"),
-    (DRAWN | {"top_k": -1}, "top_k=-1.*at least one token"),
+    (DRAWN | {"top_k": -1}, "top_k=-1.*at least 1"),
     ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: must be a number in"),
     (DRAWN | {"typical_p": 0.9}, "typical_p=0.9 is an option that no sampler has; choose a sampler"),
     ({"num_beams": 4}, "num_beams=4 is an option that no sampler has; search with kvjax.generate_beams"),
@@ -44,7 +43,7 @@ def checkpoint(tmp_path, tiny):
 @pytest.mark.parametrize(("raw", "sampler"), SAMPLERS)
 def test_the_sampler_is_what_transformers_would_do(checkpoint, raw, sampler):
     path, write = checkpoint
-    assert models.default_sampler(path) == kvjax.Greedy()
+    assert models.default_sampler(path) == Greedy()
     write(raw)
     assert models.default_sampler(path) == sampler
 

@@ -19,7 +19,8 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file, save_file
 
-from kvjax import core, models
+import kvjax
+from kvjax import models
 from kvjax.experiments import run
 from kvjax.models import packaged
 from kvjax.models.embedded import EMBEDDED, VARIED
@@ -79,7 +80,7 @@ def test_an_unquantised_file_is_the_checkpoint(tmp_path, source):
     again, read = models.load(write(tmp_path / "model.gguf", source))
     assert dataclasses.replace(again.config, norm_eps=1e-5, bos_id=1) == model.config
     assert_same(read, params)
-    logits = lambda model, params: core.prefill(model, params, ids, max_new_tokens=0)[0]
+    logits = lambda model, params: kvjax.prefill(model, params, ids, max_new_tokens=0)[0]
     np.testing.assert_array_equal(logits(again, read), logits(model, params))
 
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import core, models
+import kvjax
+from kvjax import models
 from kvjax.experiments.harness import longbench
 from kvjax.experiments.harness.options import sampler_of
 from kvjax.experiments.harness.scoring import rounded_up
@@ -70,8 +71,8 @@ def test_options_that_do_not_fit_are_named(harness, options, message):
 
 
 def test_options_of_generation_are_those_of_transformers():
-    assert sampler_of({"do_sample": False, "temperature": 0.0, "num_beams": 1}) == core.Greedy()
-    assert sampler_of({"do_sample": True, "temperature": 0.5, "top_k": 0}) == core.Sample(temperature=0.5)
+    assert sampler_of({"do_sample": False, "temperature": 0.0, "num_beams": 1}) == kvjax.Greedy()
+    assert sampler_of({"do_sample": True, "temperature": 0.5, "top_k": 0}) == kvjax.Sample(temperature=0.5)
     with pytest.raises(ValueError, match="generation has no num_beams here; there are until, max_gen_toks, do_sample"):
         sampler_of({"do_sample": False, "num_beams": 4})
 
@@ -103,8 +104,8 @@ def test_likelihoods_of_the_full_cache_are_the_models_own(scored, stories):
         m = len(ids) - len(models.encode(tokenizer, context.rstrip(" ")))
         ids = np.array(ids[-65:])  # one more than are read
         prompt, rest = ids[None, :1], ids[None, 1:-1]
-        first, state = core.prefill(model, params, prompt, max_new_tokens=rest.shape[1])
-        logits = jnp.concatenate([first[:, None], core.feed(model, params, rest, state)[0]], axis=1)
+        first, state = kvjax.prefill(model, params, prompt, max_new_tokens=rest.shape[1])
+        logits = jnp.concatenate([first[:, None], kvjax.feed(model, params, rest, state)[0]], axis=1)
         rows = jax.nn.log_softmax(logits[0])[-m:]
         np.testing.assert_allclose(logp, rows[jnp.arange(m), ids[-m:]].sum(), rtol=1e-5)
         assert greedy == bool((rows.argmax(-1) == ids[-m:]).all())

@@ -13,17 +13,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from kvjax import configs, core
+import kvjax
+from kvjax import configs, methods
 from kvjax.configs.learning import Prompts
-from kvjax.core import methods
-from kvjax.core.learning.families import PyramidBeta, Safeguard, Simplex
-from kvjax.core.learning.relax import soften, with_table
-from kvjax.core.scores.learned import Learned
 from kvjax.experiments import learn_budget, learn_scorer, run
 from kvjax.experiments.evaluation import checkpoints, statistics
 from kvjax.experiments.learning import budget_report, future_rows
 from kvjax.experiments.learning.future_rows import Reader
+from kvjax.learning.families import PyramidBeta, Safeguard, Simplex
+from kvjax.learning.relax import soften, with_table
 from kvjax.models.scorer import TrainedHead
+from kvjax.scores.learned import Learned
 
 pytestmark = pytest.mark.slow  # minutes of compilation
 
@@ -124,7 +124,7 @@ def test_the_table_goes_into_any_policy(finished, embedded):
     policy = with_table(methods.h2o(32), shares)
     assert repr(with_table(methods.snapkv(0.25, window=8), shares)) == table["policy"]
     tokens = np.random.default_rng(0).integers(4, 300, (1, 64), np.int32)
-    _, state = core.prefill(model, params, tokens, policy=policy, max_new_tokens=1)
+    _, state = kvjax.prefill(model, params, tokens, policy=policy, max_new_tokens=1)
     live = np.stack([kv.num_live for kv in state.layers])
     assert live.sum() == 16 * 32
     assert len({*live.ravel().tolist()}) > 1
@@ -283,14 +283,14 @@ def test_prompts_that_are_kept_whole_have_no_shares(reading):
     learned = jnp.arange(16.0).reshape(4, 4)
     hard, shares = learn_budget.learned_policy(Simplex(), learned, policy, [reading])
     assert hard == with_table(policy, np.ones((4, 4)))
-    ada = dataclasses.replace(policy, heads=core.Adaptive(1.0))
+    ada = dataclasses.replace(policy, heads=kvjax.Adaptive(1.0))
     for found in (shares, learn_budget.average_table(ada, [reading])):
         np.testing.assert_array_equal(found, np.ones((4, 4)))
 
 
 def test_averages_of_ada_kvs_choices(reading):
     """Against Ada-KV applied to the prompts themselves."""
-    ada = dataclasses.replace(methods.snapkv(0.25, window=8), heads=core.Adaptive(1.0))
+    ada = dataclasses.replace(methods.snapkv(0.25, window=8), heads=kvjax.Adaptive(1.0))
     keep = np.asarray(learn_budget.losses_of(ada, reading)[2])
     beside = (keep & ~np.asarray(reading.safe)).sum(-1).astype(float)
     expected = (beside / beside.mean((1, 2), keepdims=True)).mean(0)
@@ -319,7 +319,7 @@ def test_future_rows_are_the_models_own(embedded):
             expected = list(question.continuation[:4])
         else:
             tokens = np.array([e.context + question.ids])
-            expected = core.generate(model, params, tokens, max_new_tokens=4, eos_ids=()).tokens[0].tolist()
+            expected = kvjax.generate(model, params, tokens, max_new_tokens=4, eos_ids=()).tokens[0].tolist()
         assert reading.full.continuation[row].tolist() == expected
 
 
@@ -357,24 +357,24 @@ def test_a_learned_score_is_a_score(scored, embedded):
         assert len({group[key]["live"] for group in by_method.values()}) == 1
     assert "| 0.25 | learned score |" in (scored / "summary.md").read_text()
 
-    make = lambda: core.Evict(Learned(TrainedHead.load(scored / "head.npz"), rows=8), 24, recent=8)
+    make = lambda: kvjax.Evict(Learned(TrainedHead.load(scored / "head.npz"), rows=8), 24, recent=8)
     policy, other = make(), make()
     assert policy == other
     assert hash(policy) == hash(other)
     assert "FrozenArrays(" in repr(policy)
     tokens = np.random.default_rng(0).integers(4, 300, (2, 96), np.int32)
-    result = core.generate(model, params, tokens, policy=policy, max_new_tokens=3)
+    result = kvjax.generate(model, params, tokens, policy=policy, max_new_tokens=3)
     assert max(int(kv.num_live.max()) for kv in result.state.layers) <= 24 + 3
     table = with_table(policy, np.repeat([[1.6], [1.2], [0.8], [0.4]], 4, 1))
-    assert core.generate(model, params, tokens, policy=table, max_new_tokens=2).tokens.shape == (2, 2)
+    assert kvjax.generate(model, params, tokens, policy=table, max_new_tokens=2).tokens.shape == (2, 2)
     q, k, v = (np.random.default_rng(n).normal(size=(2, n, 32, 32)).astype(np.float32) for n in (8, 4, 4))
-    soft = core.evict_layer(soften(policy, 0.01), q, k, v, layer=1, num_layers=4)
-    hard = core.evict_layer(policy, q, k, v, layer=1, num_layers=4)
+    soft = kvjax.evict_layer(soften(policy, 0.01), q, k, v, layer=1, num_layers=4)
+    hard = kvjax.evict_layer(policy, q, k, v, layer=1, num_layers=4)
     np.testing.assert_allclose(np.exp(soft.log_weight), hard.live, atol=1e-6)
     with pytest.raises(
         ValueError, match="trained for 4 layers of 4 kv heads with 70 features, but layer 0 has 2 heads"
     ):
-        core.evict_layer(policy, q[:, :4, :, :8], k[:, :2, :, :8], v[:, :2, :, :8], num_layers=4)
+        kvjax.evict_layer(policy, q[:, :4, :, :8], k[:, :2, :, :8], v[:, :2, :, :8], num_layers=4)
 
 
 def test_the_scorer_resumes(scored, tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.experiments import run_notebooks
-from tests.core import kept
+from tests import kept
 
 NOTEBOOKS = sorted(run_notebooks.HERE.glob("*.ipynb"))
 README = pathlib.Path(run_notebooks.HERE.parent, "README.md").read_text()

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import core, models, pallas_kernels
-from kvjax.core.contract import Policy
-from tests.core import table
-from tests.core.tensors import live_positions
+import kvjax
+from kvjax import models, pallas_kernels
+from kvjax.contract import Policy
+from tests import table
+from tests.tensors import live_positions
 
 pytestmark = pytest.mark.slow  # minutes of interpretation
 
@@ -35,7 +36,7 @@ def make(name):
 
 def asked(name):
     """All that kernels know of a policy in any layer."""
-    layers = core.make_plan(CONFIG, make(name), LENGTHS, T, NEW).layers
+    layers = kvjax.make_plan(CONFIG, make(name), LENGTHS, T, NEW).layers
     reads = lambda p: type(p).reads is not Policy.reads
     known = ((p.observe("prefill"), p.observe("decode"), p.layout, p.writes, reads(p)) for p in layers)
     return tuple(dict.fromkeys(known))
@@ -85,10 +86,10 @@ def decoded(model, params, policy):
     """Logits of every step, and the layers after the last one."""
     rng = np.random.default_rng(2)
     tokens, more = rng.integers(0, 61, (B, T)), rng.integers(0, 61, (B, NEW))
-    own = core.init_policy_params(model.config, policy, jax.random.key(0), width=T, max_new_tokens=NEW)
+    own = kvjax.init_policy_params(model.config, policy, jax.random.key(0), width=T, max_new_tokens=NEW)
     how = {"policy": policy, "lengths": LENGTHS, "max_new_tokens": NEW, "policy_params": own}
-    first, state = core.prefill(model, params, tokens, **how)
-    logits, state = core.feed(model, params, more, state)
+    first, state = kvjax.prefill(model, params, tokens, **how)
+    logits, state = kvjax.feed(model, params, more, state)
     return np.concatenate([first[:, None], logits], axis=1), state
 
 

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import models
-from kvjax.core import decode_step, feed, generate, methods, prefill
-from kvjax.core.drivers.attend import without_cache
+from kvjax import decode_step, feed, generate, methods, models, prefill
+from kvjax.drivers.attend import without_cache
 from kvjax.models.families import from_hugging_face
 
 torch = pytest.importorskip("torch", reason="parity needs torch, which the test extra installs on Python 3.11")
@@ -183,13 +182,10 @@ def assert_close(ours, theirs, within=1e-5):
 
 def all_logits(model, params, ids, lengths=None):
     """Logits "B T V" of texts that are read at once; padding lies on the left."""
-    (outer, each), T = model.parts(params), ids.shape[1]
+    T = ids.shape[1]
     behind = 0 if lengths is None else T - jnp.asarray(lengths)[:, None]
     pos = jnp.broadcast_to(jnp.maximum(jnp.arange(T, dtype=jnp.int32)[None] - behind, -1), ids.shape)
-    x = model.embed(outer, jnp.asarray(ids, jnp.int32), pos)
-    for i, of_layer in enumerate(each):
-        x, _, _ = model.block(i, of_layer, x, None, without_cache(pos))
-    return model.head(outer, x)
+    return model(params, jnp.asarray(ids, jnp.int32), attend=without_cache(pos), pos=pos)
 
 
 def tokens():

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kvjax.experiments import compare
-from kvjax.experiments.bench import memory
 from kvjax.experiments.evaluation import report
 from kvjax.experiments.evaluation.results import planned_keys, read_config
 from kvjax.experiments.evaluation.summary import summarise
@@ -174,21 +173,6 @@ def blocks():
     yield f"takes {size(long)} at its peak, 16,384 tokens take {size(short)} (at once: {size(at_once)})"
 
 
-def bytes_of_plans():
-    rows = read("memory", "memory.json")["rows"]
-    wanted = ("full@4096", "full@16384", "streaming_llm@4096", "streaming_llm@16384", "h2o@4096", "h2o@16384")
-    wanted += ("scissorhands@4096", "expected_attention@16384", "ada_snapkv@16384", "think@16384")
-    wanted += ("h2o, query heads@16384", "h2o, rerotate@4096", "full first layer, streaming_llm@16384")
-    for text in memory.table({name: rows[name] for name in wanted}).splitlines()[2:]:
-        cells = text.strip("| ").split(" | ")
-        yield line(*cells[:5], *cells[6:9])
-    yield f"Some of its {len(rows)} rows"
-    sizes = [row["prefill"] for row in rows.values()]
-    planned, held = ([x[how] / x["compiled"] for x in sizes] for how in ("predicted", "measured"))
-    yield f"an estimate: {min(planned):.2f} to {max(planned):.2f} of what XLA plans"
-    yield f"What a process holds is {min(held):.2f} to {max(held):.2f} of what XLA plans"
-
-
 def stream():
     for name, row in read("stream", "stream.json")["rows"].items():
         first, *later = row["marks"]
@@ -283,7 +267,7 @@ def loading():
         for part, at in of.items():
             yield line(f"{method}, {part}", f"{at['4']:.1f}", f"{at['32']:.1f}", f"{at['32'] / at['4']:.1f}")
     each, within = found["programs"].values()
-    yield f"compiles {each} programs, one for each budget, and {within} within the largest"
+    yield f"compiles {each} programs, one of layers and a loop for each budget, and {within} within the largest"
 
 
 def kernels():
@@ -305,7 +289,7 @@ def kernels():
     [
         *((page, said) for page, many in (
             ("experiments", (main_job, pooling, leaderboard, frontier, contest, gates, learned_budget, curves, blocks,
-                             bytes_of_plans, stream, peers)),
+                             stream, peers)),
             (".", (peers_in_short,)), ("kvjax", (about_curves,)), ("models", (loading,)),
             ("pallas_kernels", (kernels,)),
         ) for said in many)

@@ -7,10 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax import models
-from kvjax.core import generate, methods
+from kvjax import generate, methods, models
 from kvjax.models import packaged
-from tests.core import kept
+from tests import kept
 from tests.test_parity import all_logits, assert_close, check_hidden_are_evicted, torch, transformers
 
 TEXT = (kept.ROOT / "LICENSE").read_text()

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax import core, models
-from kvjax.core import methods
+import kvjax
+from kvjax import methods, models
 from kvjax.experiments import reproduce
 from kvjax.experiments.papers.tables import ENTRIES
 from kvjax.experiments.reproduction import choice, harness, ledger, numbers, report, rows
@@ -261,13 +261,13 @@ def test_the_engine_generates_and_scores_as_the_library_does():
     prompts = [engine.encode(r.prompt)[-n:] for r, n in zip(found, (96, 70), strict=True)]
     policy = methods.snapkv(32, window=8)
     tokens, lengths = models.pad_left(prompts, width=96)
-    wanted = core.generate(model, params, tokens, lengths=lengths, policy=policy, max_new_tokens=6, eos_ids=())
+    wanted = kvjax.generate(model, params, tokens, lengths=lengths, policy=policy, max_new_tokens=6, eos_ids=())
     outputs = engine.generate(policy, None, prompts, 6, 96)
     texts = [engine.tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in np.asarray(wanted.tokens)]
     assert [s["output"] for s in outputs] == texts
     scored = engine.score(methods.full(), None, prompts, 2, 96)
     prefixes, lengths = models.pad_left([prompts[0][:-2], prompts[0][:-1]], width=96)
-    logits, _ = core.prefill(model, params, prefixes, lengths=lengths, max_new_tokens=1)
+    logits, _ = kvjax.prefill(model, params, prefixes, lengths=lengths, max_new_tokens=1)
     logp = jax.nn.log_softmax(logits)[np.arange(2), np.array(prompts[0][-2:])]
     np.testing.assert_allclose(scored[0]["nll"], -logp.mean(), rtol=1e-4)
 

@@ -238,17 +238,17 @@ def test_results_leave_the_model_and_the_config_what_and_where_they_are(made, tm
 
 
 MINE = """
-from kvjax import core
+import kvjax
 from kvjax.configs.experiment import Common, Experiment, Setup, sweep
-from kvjax.core.contract import Score
+from kvjax.contract import Score
 
 class Newest(Score):
     def __call__(self, slots):
         return slots.kv.pos + 0.0
 
 def get_config(budget: tuple[float, ...] = (0.5,), power: int = 2, setup: Common = Setup()) -> Experiment:
-    make = {"lambda": lambda b: core.from_fn(lambda kv, stats, ctx: -(kv.k**power).sum(-1), budget=b),
-            "class": lambda b: core.Evict(Newest(), b)}
+    make = {"lambda": lambda b: kvjax.from_fn(lambda kv, stats, ctx: -(kv.k**power).sum(-1), budget=b),
+            "class": lambda b: kvjax.Evict(Newest(), b)}
     return Experiment("mine", sweep(make["KIND"], budget), setup)
 """
 
@@ -277,7 +277,7 @@ def test_results_of_code_that_a_repr_does_not_show_do_not_mix(made, tmp_path, ki
 
 READS = """
 import helper
-from kvjax import core
+import kvjax
 from kvjax.configs.experiment import Common, Experiment, Setup, sweep
 
 SCALE = helper.SCALE
@@ -298,7 +298,7 @@ def outside(kv, stats, ctx):
     return kv.pos * helper.SCALE
 
 def get_config(budget: tuple[float, ...] = (0.5,), setup: Common = Setup()) -> Experiment:
-    return Experiment("mine", sweep(lambda b: core.from_fn(WHAT, budget=b), budget), setup)
+    return Experiment("mine", sweep(lambda b: kvjax.from_fn(WHAT, budget=b), budget), setup)
 """
 
 

@@ -14,10 +14,10 @@ import time
 import numpy as np
 import pytest
 
-from kvjax import configs, core
+import kvjax
+from kvjax import configs, methods
+from kvjax.budgets import Schedule
 from kvjax.configs.experiment import Experiment, Setup
-from kvjax.core import methods
-from kvjax.core.budgets import Schedule
 from kvjax.experiments import compare, run
 from kvjax.experiments.evaluation import report
 from kvjax.experiments.evaluation.evaluate import Evaluator
@@ -185,7 +185,7 @@ def test_a_method_without_budgets(tmp_path, capsys):
         assert (directory / f"{plot}.png").is_file()
     assert "| fastgen | T=0.9 |" in (directory / "summary.md").read_text()
 
-    with pytest.raises(SystemExit, match="error: recovery_ratio is empty"):
+    with pytest.raises(SystemExit, match="error: recovery is empty"):
         run.main(["--config", "fastgen.py", "--recovery", "--output", str(tmp_path / "empty")])
     experiment, _, _ = run.parse(["--config", "snapkv.py", "--baselines", "fastgen"])
     assert [b for m, b, _ in run.all_policies(experiment) if m == "fastgen"] == ["T=0.98", "T=0.95", "T=0.9"]
@@ -379,15 +379,15 @@ def test_a_config_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "from __future__ import annotations\n"
         "import dataclasses\n"
-        "from kvjax import core\n"
+        "import kvjax\n"
         "from kvjax.configs.experiment import Common, Experiment, Setup, sweep\n\n\n"
         "@dataclasses.dataclass\n"
         "class Mine:\n"
         "    x: int = 3\n\n\n"
         "def get_config(budget: tuple[float, ...] = (0.25,), setup: Common = Setup()) -> Experiment:\n"
         '    """A mix of layers."""\n'
-        "    make = lambda b: core.partition(\n"
-        "        {0: core.Policy(), 1: core.methods.h2o(b)}, (0, 0, 1, 1)\n"
+        "    make = lambda b: kvjax.partition(\n"
+        "        {0: kvjax.Policy(), 1: kvjax.methods.h2o(b)}, (0, 0, 1, 1)\n"
         "    )\n"
         '    return Experiment("mine", sweep(make, budget), setup)\n'
     )
@@ -414,7 +414,7 @@ def test_when_to_compress_is_a_matter_of_the_setup(capsys):
     h2o = policies("--config", "h2o.py", "--baselines")["h2o"]
     for compress, when in (("prefill", Schedule()), ("decode", Schedule(prefill=False, every=1))):
         found = policies("--config", "h2o.py", "--compress", compress)
-        assert found["h2o"] == core.when(when, h2o)
+        assert found["h2o"] == kvjax.when(when, h2o)
         assert found["full"] == methods.full()
     think = ["--config", "think.py", "--compress", "prefill", "--channels", "0.5", "--baselines"]
     assert run.all_policies(run.parse(think)[0])[1][2] == methods.think(0.5)
@@ -498,7 +498,7 @@ def test_a_policy_reads_only_the_prompts_of_its_tasks(made, tmp_path, monkeypatc
 
 MAKE = """
 from helper_of_make import WINDOW
-from kvjax.core import methods
+from kvjax import methods
 
 def make(budget):
     return methods.snapkv(budget, window=WINDOW)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.core.contract import FrozenArrays
+from kvjax.contract import FrozenArrays
 from kvjax.models import scorer
 
 

@@ -67,10 +67,8 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(argv, message):
 
 def test_options_that_a_config_lacks_are_named_with_the_run(capsys):
     with pytest.raises(SystemExit):
-        planned("--config", "snapkv.py", "h2o.py", "--window-size", "8")
-    assert (
-        "no run was started; this one's options do not fit: --config h2o.py --window-size 8" in capsys.readouterr().err
-    )
+        planned("--config", "snapkv.py", "h2o.py", "--window", "8")
+    assert "no run was started; this one's options do not fit: --config h2o.py --window 8" in capsys.readouterr().err
 
 
 def test_every_local_process_gets_a_device_or_a_share_of_the_threads():
@@ -155,7 +153,7 @@ def test_other_schedulers_run_the_same_jobs(tmp_path, name):
 
 FILE = """
 import os
-from kvjax.core import from_fn, methods
+from kvjax import from_fn, methods
 
 def make(budget):
     return methods.window(budget)

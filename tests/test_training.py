@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from kvjax import models
-from kvjax.core.drivers.attend import without_cache
+from kvjax.drivers.attend import without_cache
 from kvjax.experiments import train_varied
 from kvjax.experiments.training import loop
 from kvjax.experiments.training.documents import Documents, Sizes
@@ -95,7 +95,7 @@ def test_nothing_hidden_is_plain_attention():
     params = loop.initialised(model.shapes, jax.random.key(1), embedding_std=0.1, bias_std=1.0)
     pos = jnp.cumsum(jnp.ones((2, 20), jnp.int32), axis=1)
     logits = [
-        model(params, tokens, (None, None), attend=attend, last_only=False)[0]
+        model(params, tokens, attend=attend)
         for attend in (train_varied.Hiding(pos, jax.random.key(0), hidden()), without_cache(pos))
     ]
     np.testing.assert_allclose(*logits, atol=1e-5, rtol=1e-5)

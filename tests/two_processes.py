@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from kvjax import core, models
-from kvjax.core import methods
+import kvjax
+from kvjax import methods, models
 
 index, port = map(int, sys.argv[1:])
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=index)
@@ -24,11 +24,11 @@ model = models.LanguageModel(config)
 params = jax.tree.map(lambda x: np.asarray(x * jnp.asarray(2.0, x.dtype)), model.init(jax.random.key(7)))
 tokens = np.random.default_rng(0).integers(61, size=(4, 24))
 options = {"policy": methods.h2o(8), "max_new_tokens": 4, "lengths": [24, 20, 24, 11], "buckets": False}
-alone = core.generate(model, params, tokens, **options)
+alone = kvjax.generate(model, params, tokens, **options)
 
 devices = jax.devices()
-mesh = core.make_mesh(data=2, heads=2, devices=devices[::2] + devices[1::2])  # heads are shared across processes
-found = core.generate(model, core.shard_params(model, params, mesh), tokens, mesh=mesh, **options)
+mesh = kvjax.make_mesh(data=2, heads=2, devices=devices[::2] + devices[1::2])  # heads are shared across processes
+found = kvjax.generate(model, kvjax.shard_params(model, params, mesh), tokens, mesh=mesh, **options)
 for name in ("tokens", "lengths"):
     here, there = getattr(found, name), getattr(alone, name)
     np.testing.assert_array_equal(multihost_utils.process_allgather(here, tiled=True), there)

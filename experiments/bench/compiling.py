@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import core, models
-from kvjax.core import methods
-from kvjax.core.drivers import attend, loop
+import kvjax
+from kvjax import methods, models
+from kvjax.drivers import attend, loop
 
 DEPTHS = 4, 32
 _PROMPT, _NEW = 4096, 32
@@ -41,11 +41,11 @@ def compile_times() -> dict[str, dict[str, dict[str, float]]]:
         config.update("jax_enable_compilation_cache", cached)
 
 
-def _compiled(model: models.LanguageModel, policy: core.Policy) -> dict[str, float]:
+def _compiled(model: models.LanguageModel, policy: kvjax.Policy) -> dict[str, float]:
     params, ints = model.shapes, lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     how = {"policy": policy, "lengths": np.array([_PROMPT]), "max_new_tokens": _NEW}
-    read = jax.jit(lambda params, tokens: core.prefill(model, params, tokens, **how))
-    step = jax.jit(lambda params, token, state: core.decode_step(model, params, token, state))
+    read = jax.jit(lambda params, tokens: kvjax.prefill(model, params, tokens, **how))
+    step = jax.jit(lambda params, token, state: kvjax.decode_step(model, params, token, state))
 
     def seconds(function: Any, *arguments: Any) -> tuple[float, Any]:
         start = time.process_time()
@@ -65,12 +65,12 @@ def sweep_programs(budgets: tuple[int, ...] = (16, 32, 48, 64), seeds: int = 10)
     tokens = np.random.default_rng(0).integers(0, 512, (1, 256)).astype(np.int32)
     found: dict[str, int] = {}
     programs: list[Any] = [attend.layer_step, loop._in_place]
-    largest = core.make_plan(model.config, methods.h2o(max(budgets)), np.array([256]), 256, 2)
+    largest = kvjax.make_plan(model.config, methods.h2o(max(budgets)), np.array([256]), 256, 2)
     for name, plan in (("a plan for each budget", None), ("all within the largest", largest)):
         jax.clear_caches()
         for budget in budgets:
             for seed in range(seeds):
                 how: dict[str, Any] = {"plan": plan, "key": jax.random.key(seed), "max_new_tokens": 2, "buckets": False}
-                core.generate(model, params, tokens, policy=methods.h2o(budget), **how)
+                kvjax.generate(model, params, tokens, policy=methods.h2o(budget), **how)
         found[name] = sum(program._cache_size() for program in programs)
     return found

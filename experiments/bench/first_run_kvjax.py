@@ -7,9 +7,10 @@ import sys
 
 import numpy as np
 
-from kvjax import core, models
+import kvjax
+from kvjax import models
 
 checkpoint, length, new = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 model, params = models.load(checkpoint)
 tokens = np.random.default_rng(0).integers(4, model.config.vocab_size, (1, length))
-print(np.asarray(core.generate(model, params, tokens, max_new_tokens=new).tokens).shape)
+print(np.asarray(kvjax.generate(model, params, tokens, max_new_tokens=new).tokens).shape)

@@ -23,12 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from kvjax import core, models
+import kvjax
+from kvjax import methods, models
 from kvjax.configs.experiment import check_whole
-from kvjax.core import methods
-from kvjax.core.contract import Layout
-from kvjax.core.drivers.memory import shown
-from kvjax.core.methods import variants
+from kvjax.contract import Layout
+from kvjax.drivers.memory import shown
 from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
 from kvjax.experiments.evaluation.results import (
     check_options,
@@ -38,6 +37,7 @@ from kvjax.experiments.evaluation.results import (
     write_bytes,
     write_json,
 )
+from kvjax.methods import variants
 
 _LAYERS, _NEW, _BUDGET = 4, 64, 512
 _CONFIG = models.ModelConfig(
@@ -45,21 +45,21 @@ _CONFIG = models.ModelConfig(
 )
 
 
-def _mixed() -> core.Policy:
-    members: dict[Hashable, core.Policy] = {"first": methods.full(), "rest": methods.streaming_llm(_BUDGET)}
-    return core.partition(members, ["first"] + ["rest"] * (_LAYERS - 1))
+def _mixed() -> kvjax.Policy:
+    members: dict[Hashable, kvjax.Policy] = {"first": methods.full(), "rest": methods.streaming_llm(_BUDGET)}
+    return kvjax.partition(members, ["first"] + ["rest"] * (_LAYERS - 1))
 
 
-def _by_head() -> core.Policy:
-    members: dict[Hashable, core.Policy] = {"retrieval": methods.full(), "streaming": methods.streaming_llm(_BUDGET)}
-    return core.partition_heads(members, [["retrieval", "streaming"]] * _LAYERS)
+def _by_head() -> kvjax.Policy:
+    members: dict[Hashable, kvjax.Policy] = {"retrieval": methods.full(), "streaming": methods.streaming_llm(_BUDGET)}
+    return kvjax.partition_heads(members, [["retrieval", "streaming"]] * _LAYERS)
 
 
-def _h2o(**fields: Any) -> core.Policy:
+def _h2o(**fields: Any) -> kvjax.Policy:
     return dataclasses.replace(methods.h2o(_BUDGET), **fields)
 
 
-def _fastgen(**fields: Any) -> core.Policy:
+def _fastgen(**fields: Any) -> kvjax.Policy:
     return dataclasses.replace(methods.fastgen(range(3), range(3, 9)), budget=_BUDGET, **fields)
 
 
@@ -68,18 +68,18 @@ _PLAIN = (
     *("roco", "keyformer", "ahakv", "tova", "snapkv", "pyramidkv", "nacl", "knorm", "keydiff"),
     *("lagkv", "expected_attention"),
 )
-METHODS: dict[str, tuple[str, Callable[[], core.Policy]]] = {
+METHODS: dict[str, tuple[str, Callable[[], kvjax.Policy]]] = {
     "full": ("dense", methods.full),
     **{name: ("dense", lambda name=name: getattr(methods, name)(_BUDGET)) for name in _PLAIN},
     "criticalkv": ("dense", lambda: methods.criticalkv(methods.snapkv(_BUDGET))),
     "chunkkv": ("dense", lambda: methods.chunkkv(methods.snapkv(_BUDGET))),
     "fastgen": ("dense", _fastgen),
     "think": ("thin keys", methods.think),
-    "snapkv, think": ("thin keys", lambda: core.chain(methods.snapkv(_BUDGET), methods.think())),
+    "snapkv, think": ("thin keys", lambda: kvjax.chain(methods.snapkv(_BUDGET), methods.think())),
     "ada_snapkv": ("pool", lambda: methods.ada_snapkv(_BUDGET)),
     "ada_snapkv, dense": ("dense", lambda: dataclasses.replace(methods.ada_snapkv(_BUDGET), layout=Layout())),
     "ada_pyramid": ("pool", lambda: methods.ada_pyramid(_BUDGET)),
-    "h2o, adaptive heads": ("pool", lambda: _h2o(heads=core.Adaptive(), layout=Layout(pool=True))),
+    "h2o, adaptive heads": ("pool", lambda: _h2o(heads=kvjax.Adaptive(), layout=Layout(pool=True))),
     "fastgen, pool": ("pool", lambda: _fastgen(pool=True)),
     "h2o, query heads": ("query heads", lambda: variants.by_query_head(methods.h2o(_BUDGET))),
     "h2o, rank": ("dense", lambda: _h2o(layout=Layout("rank"))),
@@ -100,11 +100,11 @@ def measure(name: str, length: int) -> dict[str, Any]:
     params = jax.block_until_ready(jax.jit(model.init)(jax.random.key(0)))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, _CONFIG.vocab_size, (1, length)), jnp.int32)
     policy = make()
-    predicted = core.plan_memory(_CONFIG, policy, prompt_len=length, max_new_tokens=_NEW)
+    predicted = kvjax.plan_memory(_CONFIG, policy, prompt_len=length, max_new_tokens=_NEW)
     how: dict[str, Any] = {"lengths": np.array([length]), "policy": policy, "max_new_tokens": _NEW}
-    prefill = lambda params, tokens: core.prefill(model, params, tokens, **how)
+    prefill = lambda params, tokens: kvjax.prefill(model, params, tokens, **how)
     read = jax.jit(prefill).lower(params, tokens).compile()
-    step = jax.jit(lambda params, token, state: core.decode_step(model, params, token, state), donate_argnums=2)
+    step = jax.jit(lambda params, token, state: kvjax.decode_step(model, params, token, state), donate_argnums=2)
     _, state = jax.block_until_ready(read(params, tokens))
     arrays = sum(x.nbytes for x in jax.tree.leaves(state))
     token = jnp.zeros((1,), jnp.int32)

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax import core, models
-from kvjax.core import methods
+import kvjax
+from kvjax import methods, models
 from kvjax.experiments.bench.peer_protocol import Prepared, serve
 from kvjax.experiments.evaluation.evaluate import peak_bytes
 from kvjax.experiments.evaluation.results import device_info
 
 
-def make_policy(name: str, budget: float) -> core.Policy:
+def make_policy(name: str, budget: float) -> kvjax.Policy:
     """A method at a budget: a share of the prompt up to 1, else a number of tokens. "full" has none."""
     if name == "full":
         return methods.full()
@@ -34,13 +34,13 @@ def make_policy(name: str, budget: float) -> core.Policy:
 
 @functools.partial(jax.jit, static_argnames=("model", "steps"))
 def advance(
-    model: models.LanguageModel, params: Any, token: jax.Array, state: core.State, steps: int
-) -> tuple[jax.Array, core.State]:
+    model: models.LanguageModel, params: Any, token: jax.Array, state: kvjax.State, steps: int
+) -> tuple[jax.Array, kvjax.State]:
     """Greedy decoding in one scan; returns the last token and the state after."""
 
     def step(carry, _):
         token, state = carry
-        logits, state = core.decode_step(model, params, token, state)
+        logits, state = kvjax.decode_step(model, params, token, state)
         return (jnp.argmax(logits, axis=-1).astype(jnp.int32), state), None
 
     carry, _ = lax.scan(step, (token, state), length=steps)
@@ -83,21 +83,21 @@ class Jobs:
 
 
 def _compiled_prefill(
-    model: models.LanguageModel, params: Any, tokens: jax.Array, policy: core.Policy, job: dict[str, Any], *, room: int
+    model: models.LanguageModel, params: Any, tokens: jax.Array, policy: kvjax.Policy, job: dict[str, Any], *, room: int
 ) -> tuple[Any, dict[str, float]]:
     """Prefill ahead of time, with room for so many tokens more, and what is known of the program."""
     B, T = tokens.shape
     how: dict[str, Any] = {"policy": policy, "lengths": np.full(B, T), "max_new_tokens": room}
 
     def measured(params, tokens):
-        return core.forward(model, params, tokens, core.start(model, **how))
+        return kvjax.forward(model, params, tokens, kvjax.start(model, **how))
 
-    read = measured if job["how"] == "measure" else lambda params, tokens: core.prefill(model, params, tokens, **how)
+    read = measured if job["how"] == "measure" else lambda params, tokens: kvjax.prefill(model, params, tokens, **how)
     return _compile(jax.jit(read), params, tokens)
 
 
 def _decoding(
-    model: models.LanguageModel, params: Any, tokens: jax.Array, policy: core.Policy, job: dict[str, Any]
+    model: models.LanguageModel, params: Any, tokens: jax.Array, policy: kvjax.Policy, job: dict[str, Any]
 ) -> tuple[Any, dict[str, float]]:
     steps = job["steps"]
     before = -(-job["after"] // steps)

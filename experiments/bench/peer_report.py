@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from kvjax.core.plot.style import COLOURS
+from kvjax.plot.style import COLOURS
 
 Entry = dict[str, Any]
 

@@ -35,21 +35,21 @@ class Kvjax:
 
     def read(self, ids: Any, method: str) -> Any:
         """Logits and the state after a prompt."""
-        from kvjax import core
-        from kvjax.core import methods
+        import kvjax
+        from kvjax import methods
 
         policy = methods.full() if method == "full" else getattr(methods, method)(0.25)
-        prefill = lambda params, ids: core.prefill(self.model, params, ids, policy=policy, max_new_tokens=STEPS)
+        prefill = lambda params, ids: kvjax.prefill(self.model, params, ids, policy=policy, max_new_tokens=STEPS)
         found = self._prefills.setdefault((ids.shape, method), self._jax.jit(prefill))(self.params, ids)
         return self._jax.block_until_ready(found)
 
     def decode(self, read: Any) -> None:
         """Greedy steps."""
-        from kvjax import core
+        import kvjax
 
         if not hasattr(self, "_decode"):
             options = {"max_new_tokens": STEPS, "eos_ids": ()}
-            self._decode = self._jax.jit(lambda p, *read: core.generate_from(self.model, p, *read, **options).tokens)
+            self._decode = self._jax.jit(lambda p, *read: kvjax.generate_from(self.model, p, *read, **options).tokens)
         self._jax.block_until_ready(self._decode(self.params, *read))
 
 

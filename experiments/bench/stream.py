@@ -26,10 +26,10 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
-from kvjax import core, models
+import kvjax
+from kvjax import methods, models
 from kvjax.configs.experiment import check_whole
-from kvjax.core import methods
-from kvjax.core.drivers.memory import shown
+from kvjax.drivers.memory import shown
 from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
 from kvjax.experiments.evaluation.results import (
     check_options,
@@ -65,7 +65,7 @@ def measure(name: str, tokens: int, rounds: int, path: str) -> dict[str, Any]:
     model = models.LanguageModel(_CONFIG)
     params = jax.jit(model.init)(jax.random.key(0))
     policy = getattr(methods, name)(_BUDGET)
-    reader = core.read(model, params, _ids(), policy=policy, prompt_len=_BUDGET, chunk=_CHUNK)
+    reader = kvjax.read(model, params, _ids(), policy=policy, prompt_len=_BUDGET, chunk=_CHUNK)
     wanted = [10**i for i in range(4, 1 + len(str(tokens))) if 10**i < tokens]
     windows: list[dict[str, float]] = []
     kept: list[tuple[int, Any, Any]] = []
@@ -98,7 +98,7 @@ def _in_turn(model: models.LanguageModel, params: Any, kept: list[tuple[int, Any
         for mark, logits, state in kept[i % len(kept) :] + kept[: i % len(kept)]:
             start_from = jax.block_until_ready((jnp.copy(logits), jax.tree.map(jnp.copy, state)))
             wall, processor = time.perf_counter(), time.process_time()
-            jax.block_until_ready(core.score(model, params, chunk, *start_from))
+            jax.block_until_ready(kvjax.score(model, params, chunk, *start_from))
             spent[mark].append((time.perf_counter() - wall, time.process_time() - processor))
     times = {mark: 1e6 * np.array(each) / _CHUNK for mark, each in spent.items()}
     marks = []

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from kvjax.core.drivers.buckets import bucket
+from kvjax.drivers.buckets import bucket
 from kvjax.experiments.tasks import Example, Protocol, Tokens
 
 LEAST: Final = 64

@@ -15,17 +15,17 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from kvjax import core
-from kvjax.core.drivers.checks import check_block, check_positions, check_request
-from kvjax.core.drivers.mesh import checked_mesh
-from kvjax.core.drivers.steps import checked_logits
-from kvjax.core.observe import Reread
-from kvjax.core.storage.mesh import DATA, sharding
+import kvjax
+from kvjax.drivers.checks import check_block, check_positions, check_request
+from kvjax.drivers.mesh import checked_mesh
+from kvjax.drivers.steps import checked_logits
 from kvjax.experiments.evaluation.batches import Bucket, Row
 from kvjax.experiments.evaluation.searching import Search, check_beams
 from kvjax.experiments.tasks import Example
 from kvjax.models import pad_left
+from kvjax.observe import Reread
 from kvjax.pallas_kernels.pytree import pytree
+from kvjax.storage.mesh import DATA, sharding
 
 _LOOKED_AT: Final = 16  # tokens that are generated before answers are searched for stop strings
 
@@ -37,14 +37,14 @@ def read_prompts(
     lengths: Any,
     keys: Key[Array, "B"],
     *,
-    policy: core.Policy,
-    plan: core.Plan,
+    policy: kvjax.Policy,
+    plan: kvjax.Plan,
     block: int | None,
     mesh: Mesh | None = None,
-) -> tuple[Float[Array, "B V"], core.State]:
+) -> tuple[Float[Array, "B V"], kvjax.State]:
     """`kvjax.prefill` with the sizes of a plan."""
     how = {"policy": policy, "plan": plan, "lengths": lengths, "key": keys, "block": block, "mesh": mesh}
-    return core.prefill(model, params, tokens, max_new_tokens=plan.infos[0].max_new_tokens, **how)
+    return kvjax.prefill(model, params, tokens, max_new_tokens=plan.infos[0].max_new_tokens, **how)
 
 
 _program = jax.jit(read_prompts, static_argnames=("model", "policy", "plan", "block", "mesh"))
@@ -72,10 +72,10 @@ class Reading:
     logp: Float[Array, "B M"]
     live: Int[Array, "B M"]
     logits: Float[Array, "B V"]
-    state: core.State
+    state: kvjax.State
 
 
-def _begun(logits: Float[Array, "B V"], state: core.State, steps: Int[Array, "B"], planned: int) -> Reading:
+def _begun(logits: Float[Array, "B V"], state: kvjax.State, steps: Int[Array, "B"], planned: int) -> Reading:
     """A batch whose prompts have been read."""
     B = len(state.length)
     none = lambda kind: jnp.zeros((B, planned), kind)
@@ -85,10 +85,10 @@ def _begun(logits: Float[Array, "B V"], state: core.State, steps: Int[Array, "B"
 
 def _ends(model: Any) -> tuple[int, ...]:
     """The model's end tokens."""
-    return check_request(model, core.Policy(), core.Greedy(), None, 0, None)
+    return check_request(model, kvjax.Policy(), kvjax.Greedy(), None, 0, None)
 
 
-def _live(state: core.State) -> Int[Array, "B L K"]:
+def _live(state: kvjax.State) -> Int[Array, "B L K"]:
     """Live slots of every head."""
     return jnp.stack([kv.num_live for kv in state.layers], axis=1)
 
@@ -112,7 +112,7 @@ def _continue(
         i = r.step
         token = jnp.where(i < num_given, given[:, i], jnp.argmax(r.logits, axis=-1).astype(jnp.int32))
         logp = jnp.take_along_axis(jax.nn.log_softmax(r.logits), token[:, None], axis=-1)[:, 0]
-        logits, state = core.decode_step(model, params, token, r.state)
+        logits, state = kvjax.decode_step(model, params, token, r.state)
         ended = (i >= num_given) & (token[:, None] == ends).any(-1)
         return Reading(
             i + 1,
@@ -177,7 +177,7 @@ class Evaluator:
         self,
         model: Any,
         params: PyTree[Any],
-        policy: core.Policy,
+        policy: kvjax.Policy,
         buckets: Sequence[Bucket],
         *,
         batch_size: int,
@@ -192,11 +192,13 @@ class Evaluator:
         """
         self.model, self.policy, self.batch_size = model, policy, batch_size
         self.mesh = checked_mesh(mesh, model.config, batch_size)
-        self.params = params if self.mesh is None else core.shard_params(model, params, self.mesh)
+        self.params = params if self.mesh is None else kvjax.shard_params(model, params, self.mesh)
         self.tokenizer, self.block = tokenizer, block
         self._ends = _ends(model)
         self._compiled: dict[Bucket, tuple[Any, Any]] = {}
-        self.plans = {b: core.make_plan(model.config, policy, np.array(b.lengths), b.width, b.planned) for b in buckets}
+        # The width is one of the lengths, so that slots do not depend on which rows a bucket holds.
+        plan = lambda b: kvjax.make_plan(model.config, policy, np.array([*b.lengths, b.width]), b.width, b.planned)
+        self.plans = {bucket: plan(bucket) for bucket in buckets}
         for bucket, plan in self.plans.items():
             check_block(plan, block, bucket.width)
             check_beams(model, bucket.num_beams, bucket.searches)
@@ -296,7 +298,7 @@ class Evaluator:
         ], positions
 
     def _answer(
-        self, goes_on: Any, logits: Array, state: core.State, rows: Sequence[Row], n: int, planned: int
+        self, goes_on: Any, logits: Array, state: kvjax.State, rows: Sequence[Row], n: int, planned: int
     ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray], Sequence[np.ndarray]]:
         """What follows a prompt up to the answer of the n-th question of every row; nothing, for rows that have fewer.
 

@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from kvjax.configs.experiment import Setup
-from kvjax.core.drivers.text import check_whole_text
+from kvjax.drivers.text import check_whole_text
 from kvjax.experiments import tasks
 from kvjax.experiments.evaluation import metrics
 from kvjax.experiments.evaluation.batches import Row, rows_of

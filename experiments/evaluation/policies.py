@@ -5,11 +5,11 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kvjax import configs, core
+import kvjax
+from kvjax import Policy, configs, methods
+from kvjax.budgets import Schedule
 from kvjax.configs.experiment import BASELINES, COMPACT, Budget, Experiment, Setup, label
-from kvjax.core import Policy, methods
-from kvjax.core.budgets import Schedule
-from kvjax.core.methods.hidden import DropChannels
+from kvjax.methods.hidden import DropChannels
 from kvjax.models.sources import locate
 
 FULL: Final = "full", "1.0"
@@ -150,7 +150,7 @@ def compressed(name: str, policy: Policy, setup: Setup) -> Policy:
     if setup.compress == "both" or (setup.compress == "prefill" and isinstance(policy, DropChannels)):
         return policy  # channels are dropped after the prompt in any case
     try:
-        return core.when(Schedule() if setup.compress == "prefill" else decoding, policy)
+        return kvjax.when(Schedule() if setup.compress == "prefill" else decoding, policy)
     except ValueError as e:
         raise ValueError(f"--compress {setup.compress} is not for {name}: {e}; leave it out") from e
 

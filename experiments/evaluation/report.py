@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from kvjax import core
-from kvjax.core.analysis import Interval
+import kvjax
+from kvjax.analysis import Interval
 from kvjax.experiments.evaluation.agreement import ALIKE
 from kvjax.experiments.evaluation.results import read_config, seal, write_bytes, write_figure, write_json
 from kvjax.experiments.evaluation.summary import TIMES as TIMES
@@ -245,7 +245,7 @@ def _plot_against_budget(
     full = next((value(r) for r in rows if r["method"] == "full"), None)
     if not curves and full is not None:
         curves = {"full": {1.0: full}}
-    return core.plot.budget_curve(curves, full=full, **options)
+    return kvjax.plot.budget_curve(curves, full=full, **options)
 
 
 def plot_score_against_budget(rows: Sequence[dict[str, Any]], length: int, path: pathlib.Path) -> None:
@@ -287,7 +287,7 @@ def plot_depth_against_length(samples: Sequence[dict[str, Any]], length: int, pa
     depths, lengths = (len({s[key] for s in first}) for key in ("depth", "length"))
     bands = next((n for n in (8, 4, 2) if n <= depths and len(first) >= 3 * n * lengths), 2)
     named = {_run_name(*run): needles[run] for run in ordered}
-    figure = core.plot.depth_against_length(named, depths=None if bands == depths else min(bands, depths))
+    figure = kvjax.plot.depth_against_length(named, depths=None if bands == depths else min(bands, depths))
     write_figure(path, figure, dpi=150)
 
 
@@ -309,7 +309,7 @@ def plot_kept_positions(
         f"{s['method']}@{s['budget']}" for s in samples if (s["task"], s["index"]) == (shown["task"], shown["index"])
     }
     named = {_run_name(*label.split("@")): layers for label, layers in kept.items() if label in same}
-    write_figure(path, core.plot.kept_positions(named, length=shown["prompt_tokens"], markers=markers), dpi=150)
+    write_figure(path, kvjax.plot.kept_positions(named, length=shown["prompt_tokens"], markers=markers), dpi=150)
 
 
 def write(

@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax import core
-from kvjax.core.drivers.beam import checked_search
+import kvjax
+from kvjax.drivers.beam import checked_search
 
 
 @functools.partial(jax.jit, static_argnames=("model",), donate_argnames=("logits", "state"))
@@ -19,16 +19,16 @@ def _read(
     model: Any,
     params: PyTree[Any],
     logits: Float[Array, "B V"],
-    state: core.State,
+    state: kvjax.State,
     given: Int[Array, "B M"],
     num_given: Int[Array, "B"],
-) -> tuple[Float[Array, "B V"], core.State]:
+) -> tuple[Float[Array, "B V"], kvjax.State]:
     """Reads the first `num_given` given tokens of every row; rows with fewer wait for the others."""
 
-    def step(i: Int[Array, ""], found: tuple[Array, core.State]) -> tuple[Array, core.State]:
+    def step(i: Int[Array, ""], found: tuple[Array, kvjax.State]) -> tuple[Array, kvjax.State]:
         logits, state = found
         active = i < num_given
-        after, state = core.decode_step(model, params, given[:, i], state, active=active)
+        after, state = kvjax.decode_step(model, params, given[:, i], state, active=active)
         return jnp.where(active[:, None], after, logits), state
 
     return lax.fori_loop(0, num_given.max(), step, (logits, state))
@@ -39,13 +39,13 @@ def _search(
     model: Any,
     params: PyTree[Any],
     logits: Float[Array, "B V"],
-    state: core.State,
+    state: kvjax.State,
     *,
     num_beams: int,
     max_new_tokens: int,
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"], Int[Array, "B"]]:
     """Each row's best hypothesis, its length, and the most live slots of any head before and after it."""
-    found = core.generate_beams_from(model, params, logits, state, num_beams=num_beams, max_new_tokens=max_new_tokens)
+    found = kvjax.generate_beams_from(model, params, logits, state, num_beams=num_beams, max_new_tokens=max_new_tokens)
     live_of = lambda state: jnp.stack([kv.num_live for kv in state.layers], axis=1).max((1, 2))
     live = jnp.maximum(live_of(state), live_of(found.state))
     return found.tokens[:, 0], found.lengths[:, 0], live
@@ -89,7 +89,7 @@ class Search:
         return [self._read, *self._searches.values()]
 
     def answer(
-        self, logits: Array, state: core.State, given: np.ndarray, num_given: np.ndarray, lengths: np.ndarray
+        self, logits: Array, state: kvjax.State, given: np.ndarray, num_given: np.ndarray, lengths: np.ndarray
     ) -> tuple[list[np.ndarray], np.ndarray]:
         """What follows the prompt of every row, given and found ids, and the most live slots "B" of any head.
 

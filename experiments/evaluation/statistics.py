@@ -18,8 +18,8 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import scipy  # its parts are imported when they are first used
 
-from kvjax.core import analysis
-from kvjax.core.analysis import Interval
+from kvjax import analysis
+from kvjax.analysis import Interval
 from kvjax.pallas_kernels.values import checked, number
 
 FEW: Final = 20

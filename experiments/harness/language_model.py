@@ -22,11 +22,12 @@ import numpy as np
 from jaxtyping import Array, Key
 from tqdm import tqdm
 
-from kvjax import core, models
+import kvjax
+from kvjax import models
 from kvjax.configs.experiment import Budget
-from kvjax.core.drivers.buckets import bucket
-from kvjax.core.drivers.checks import check_block, check_positions
-from kvjax.core.drivers.loop import NO_TOKEN
+from kvjax.drivers.buckets import bucket
+from kvjax.drivers.checks import check_block, check_positions
+from kvjax.drivers.loop import NO_TOKEN
 from kvjax.experiments.evaluation.provenance import definition
 from kvjax.experiments.harness.options import policy_of, sampler_of
 from kvjax.experiments.harness.scoring import rounded_up, score_after, score_whole
@@ -45,7 +46,7 @@ except ImportError as e:
 Truncation = Literal["left", "middle"]
 
 _LOG = logging.getLogger(__name__)
-_FULL = core.Policy()
+_FULL = kvjax.Policy()
 _IDENTITY = "what these responses are of"  # the key of a response cache; others are digests
 
 
@@ -97,7 +98,7 @@ class HarnessModel(TemplateLM):
         self,
         pretrained: str = "embedded",
         *,
-        policy: str | core.Policy = "full",
+        policy: str | kvjax.Policy = "full",
         budget: Budget | None = None,
         block: int | None = None,
         dtype: str = "auto",
@@ -125,7 +126,7 @@ class HarnessModel(TemplateLM):
         self.model, self.params = models.load(self.source, dtype=dtype)
         self.max_length = self._most(max_length)
         most = np.array([self.max_length - 1])
-        longest = core.make_plan(self.model.config, self.policy, most, self.max_length - 1, 1)
+        longest = kvjax.make_plan(self.model.config, self.policy, most, self.max_length - 1, 1)
         self.block = check_block(longest, block, self.max_length - 1)
         check_positions(self.model.config, longest, most, 1, self.block)
         self.config = {
@@ -361,10 +362,10 @@ class HarnessModel(TemplateLM):
         options: dict[str, Any] = {"policy": policy, "max_new_tokens": steps, "lengths": lengths, "sampler": sampler}
         options |= {"key": self._keys(jobs), "block": self.block, "eos_ids": self._ends}
         if stops := [text for text in stop if text]:
-            made: Any = core.stream(self.model, self.params, tokens, tokenizer=self.tokenizer, stop=stops, **options)
+            made: Any = kvjax.stream(self.model, self.params, tokens, tokenizer=self.tokenizer, stop=stops, **options)
             collections.deque(made, maxlen=0)  # until every sequence has stopped
         else:
-            made = core.generate(self.model, self.params, tokens, **options)
+            made = kvjax.generate(self.model, self.params, tokens, **options)
         ids, ends = np.asarray(made.tokens), np.asarray(made.lengths)
         if (ids == NO_TOKEN).any():
             raise ValueError(f"the logits are not numbers, for one of {len(batch)} prompts of at most {width} tokens")
@@ -384,11 +385,11 @@ class HarnessModel(TemplateLM):
         head = room // 2 if self.truncation == "middle" else 0
         return (*ids[:head], *ids[len(ids) - room + head :])
 
-    def _policy_for(self, tokens: int, width: int, after: int) -> core.Policy:
+    def _policy_for(self, tokens: int, width: int, after: int) -> kvjax.Policy:
         """The model's policy, or the full cache for a prompt that is too short for it."""
         if (tokens, after) not in self._refusals:
             try:
-                core.make_plan(self.model.config, self.policy, (tokens,), width, after)
+                kvjax.make_plan(self.model.config, self.policy, (tokens,), width, after)
                 self._refusals[tokens, after] = None
             except ValueError as e:
                 self._refusals[tokens, after] = str(e)

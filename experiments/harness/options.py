@@ -5,10 +5,9 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax import configs
+from kvjax import Policy, configs
 from kvjax.configs.experiment import Budget, label
-from kvjax.core import Policy
-from kvjax.core.drivers.sampling import Greedy, RepetitionPenalty, Sample, Sampler
+from kvjax.drivers.sampling import Greedy, RepetitionPenalty, Sample, Sampler
 
 
 def policy_of(name: str | Policy, budget: Budget | None, parameters: Mapping[str, Any]) -> Policy:

@@ -12,15 +12,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from kvjax import core
-from kvjax.core.contract import EMPTY
-from kvjax.core.drivers.attend import without_cache
+import kvjax
+from kvjax.contract import EMPTY
+from kvjax.drivers.attend import without_cache
 
 
 def rounded_up(tokens: int) -> int:
     """The next of the numbers of steps 1, 2, 3, 4, 6, 8, 12, ...: powers of two and what lies halfway.
 
-    Choices are often of one token, for which the widths of prompts (`kvjax.core.drivers.buckets`) are too wide.
+    Choices are often of one token, for which the widths of prompts (`kvjax.drivers.buckets`) are too wide.
     """
     power = 1 << (tokens - 1).bit_length()
     halfway = power * 3 // 4
@@ -43,7 +43,7 @@ def score_after(
     keys: Key[Array, "B"],
     continuations: Int[np.ndarray, "B M"],
     *,
-    policy: core.Policy,
+    policy: kvjax.Policy,
     block: int | None,
 ) -> tuple[Float[Array, "B M"], Bool[Array, "B M"]]:
     """Reads left-padded contexts, evicts, and reads the continuations one decode step at a time.
@@ -54,17 +54,17 @@ def score_after(
       What `judged` says of every token of the continuations.
     """
     options: dict[str, Any] = {"policy": policy, "max_new_tokens": continuations.shape[1] - 1}
-    logits, state = core.prefill(model, params, contexts, lengths=lengths, key=keys, block=block, **options)
+    logits, state = kvjax.prefill(model, params, contexts, lengths=lengths, key=keys, block=block, **options)
     return _continued(model, params, logits, state, jnp.asarray(continuations))
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
 def _continued(
-    model: Any, params: PyTree[Any], logits: Float[Array, "B V"], state: core.State, tokens: Int[Array, "B M"]
+    model: Any, params: PyTree[Any], logits: Float[Array, "B V"], state: kvjax.State, tokens: Int[Array, "B M"]
 ) -> tuple[Float[Array, "B M"], Bool[Array, "B M"]]:
     def step(carry, token):
         logits, state = carry
-        return core.decode_step(model, params, token, state), judged(logits, token)
+        return kvjax.decode_step(model, params, token, state), judged(logits, token)
 
     (logits, _), before = lax.scan(step, (logits, state), tokens.T[:-1])
     last = judged(logits, tokens[:, -1])

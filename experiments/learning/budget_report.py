@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvjax import core
-from kvjax.core.analysis.hindsight import Across
+import kvjax
+from kvjax.analysis.hindsight import Across
 from kvjax.experiments.evaluation import report, statistics
 from kvjax.experiments.evaluation.report import table
 from kvjax.experiments.evaluation.results import read_config, write_bytes, write_figure, write_json
@@ -152,8 +152,8 @@ def plot_losses(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
 
     The best masks in hindsight lie below.
     """
-    axes, kept, beside = core.plot.style.panels(None, 3, columns=3, size=(15.5, 4.4))
-    figure = core.plot.style.figure_of(axes)
+    axes, kept, beside = kvjax.plot.style.panels(None, 3, columns=3, size=(15.5, 4.4))
+    figure = kvjax.plot.style.figure_of(axes)
     budgets = list(dict.fromkeys(r["budget"] for r in rows))
     methods = list(dict.fromkeys(r["method"] for r in rows))
     of = lambda method: {r["budget"]: r for r in rows if r["method"] == method}
@@ -186,8 +186,8 @@ def plot_losses(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
 def plot_tables(tables: dict[str, Any], path: pathlib.Path) -> None:
     """What each head of each layer was given at every budget, relative to the average."""
     size = 1.2 + 2.6 * len(tables), 3.2
-    grid = core.plot.style.panels(None, len(tables), columns=len(tables), size=size, sharey=True)
-    figure = core.plot.style.figure_of(grid[0])
+    grid = kvjax.plot.style.panels(None, len(tables), columns=len(tables), size=size, sharey=True)
+    figure = kvjax.plot.style.figure_of(grid[0])
     arrays = {b: np.array(t["heads"]) for b, t in tables.items()}
     top = max(float(a.max()) for a in arrays.values())
     for axes, (budget, shares) in zip(grid, arrays.items(), strict=True):
@@ -208,7 +208,7 @@ def plot_learning(tables: dict[str, Any], name: str, path: pathlib.Path) -> None
 
     It falls with learning; but gates harden meanwhile, and hard ones lose more than soft ones of the same total.
     """
-    (axes,) = core.plot.style.panels(None, 1, size=(7.5, 3.6))
+    (axes,) = kvjax.plot.style.panels(None, 1, size=(7.5, 3.6))
     for i, (budget, t) in enumerate(tables.items()):
         losses = np.array(t["losses"])
         width = min(10, len(losses))
@@ -218,7 +218,7 @@ def plot_learning(tables: dict[str, Any], name: str, path: pathlib.Path) -> None
     axes.set(xlabel="step (the temperature falls)", ylabel=f"{name.replace('_', ' ')} of the gates, mean of ten steps")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, title="budget", loc="center left", bbox_to_anchor=(1.0, 0.5))
-    write_figure(path, core.plot.style.figure_of(axes), dpi=150)
+    write_figure(path, kvjax.plot.style.figure_of(axes), dpi=150)
 
 
 def made(

@@ -9,19 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import core
+import kvjax
+from kvjax.analysis import Reading, Traces, VotingRows, read, trace
 from kvjax.configs.learning import Prompts
-from kvjax.core.analysis import Reading, Traces, VotingRows, read, trace
-from kvjax.core.contract import Observation, Slots
-from kvjax.core.decide.select import ThenRandom
-from kvjax.core.drivers.decide import stored_under, under
-from kvjax.core.learning.families import View
-from kvjax.core.plan import planned
-from kvjax.core.scores.attention import ValuePrior
+from kvjax.contract import Observation, Slots
+from kvjax.decide.select import ThenRandom
+from kvjax.drivers.decide import stored_under, under
 from kvjax.experiments.tasks import TASKS, Example, Task
 from kvjax.experiments.tasks.perplexity import SCORED
+from kvjax.learning.families import View
 from kvjax.models import pad_left
 from kvjax.pallas_kernels.pytree import pytree
+from kvjax.plan import planned
+from kvjax.scores.attention import ValuePrior
 
 HELD_OUT = 1_000_000  # indices of held-out examples start here; calibration examples are all below
 
@@ -69,7 +69,7 @@ class RankedReading:
         kv, ctx = state.layers[layer].view(), state.context(layer, "prefill")
         return Slots(kv, self.full.stats.of(layer), ctx, kv.live & ~safe, safe)
 
-    def view(self, policy: core.Evict) -> View:
+    def view(self, policy: kvjax.Evict) -> View:
         """What families see, at the budget that a policy has for every prompt, on average over layers."""
         state = self.full.state
         pos = jnp.stack([kv.pos for kv in state.layers], axis=1)
@@ -102,9 +102,9 @@ class Reader:
         self,
         model: Any,
         params: Any,
-        policy: core.Evict,
+        policy: kvjax.Evict,
         prompts: Prompts,
-        policies: Sequence[core.Policy] = (),
+        policies: Sequence[kvjax.Policy] = (),
         observe: tuple[Observation, ...] = (),
     ):
         """Nothing is read yet.
@@ -155,13 +155,13 @@ class Reader:
 def _read(model, policies, observe, params, tokens, lengths, follows, num_given, weight) -> RankedReading:
     """The full cache goes on by itself where no text is given, and everything is read again with its rows observed."""
     R = follows.shape[1]
-    logits, state = core.prefill(model, params, tokens, lengths=lengths, max_new_tokens=R)
+    logits, state = kvjax.prefill(model, params, tokens, lengths=lengths, max_new_tokens=R)
 
     def step(carry, column):
         logits, state = carry
         i, given = column
         token = jnp.where(i < num_given, given, jnp.argmax(logits, axis=-1).astype(jnp.int32))
-        return core.decode_step(model, params, token, state), token
+        return kvjax.decode_step(model, params, token, state), token
 
     _, future = jax.lax.scan(step, (logits, state), (jnp.arange(R, dtype=jnp.int32), follows.T))
     full = read(model, params, tokens, future.T, policies=policies, observe=observe, lengths=lengths)

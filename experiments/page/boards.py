@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.core.analysis import Interval
+from kvjax.analysis import Interval
 from kvjax.experiments.evaluation import boards
 from kvjax.experiments.evaluation.boards import Board, Row
 from kvjax.experiments.page.cells import AVERAGE, Cell, in_order, is_full

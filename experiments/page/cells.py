@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from tqdm import tqdm
 
-from kvjax.core.analysis import Interval
+from kvjax.analysis import Interval
 from kvjax.experiments.evaluation import report, statistics
 from kvjax.experiments.evaluation.statistics import Comparison
 from kvjax.experiments.page.lines import Found, Given, Line, Place, Run, Setting

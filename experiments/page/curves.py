@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from kvjax.core.plot.style import COLOURS, LINES, MARKERS
 from kvjax.experiments.evaluation import report
 from kvjax.experiments.page import shown
 from kvjax.experiments.page.cells import Cell, is_full
+from kvjax.plot.style import COLOURS, LINES, MARKERS
 
 WIDTH, HEIGHT = 440, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 44

@@ -12,11 +12,11 @@ import jinja2
 from markupsafe import Markup
 
 from kvjax.configs.experiment import label
-from kvjax.core.plot.style import COLOURS
 from kvjax.experiments.evaluation import report
 from kvjax.experiments.page import curves, heat, shown
 from kvjax.experiments.page.cells import AVERAGE, Cell, is_full
 from kvjax.experiments.page.lines import Found, Line, Run, Setting, ranges
+from kvjax.plot.style import COLOURS
 
 MARK = "kvjax experiments/report.py"
 """What a page says of who made it, and what shows that it may be replaced."""

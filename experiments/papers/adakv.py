@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from matplotlib.figure import Figure
 
-from kvjax.core.analysis import eviction_bound, eviction_loss
-from kvjax.core.decide.select import best
-from kvjax.core.plot import COLOURS
+from kvjax.analysis import eviction_bound, eviction_loss
+from kvjax.decide.select import best
 from kvjax.experiments.papers.attention import Layer, capture, fold_rows, group_mean
 from kvjax.experiments.papers.base import canvas, interval, message, percent, shown_layers
+from kvjax.plot import COLOURS
 
 # --- Figure 2 ---
 

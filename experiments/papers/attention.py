@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.core.drivers.attend import without_cache
-from kvjax.core.storage import linear_bias
+from kvjax.drivers.attend import without_cache
 from kvjax.pallas_kernels import Columns, Softmax, attention
 from kvjax.pallas_kernels.pytree import pytree, static
+from kvjax.storage import linear_bias
 
 Carry = TypeVar("Carry")
 BLOCK = 32

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvjax.core import analysis
-from kvjax.core.plot.style import style as style
+from kvjax import analysis
+from kvjax.plot.style import style as style
 
 
 @dataclasses.dataclass(frozen=True)

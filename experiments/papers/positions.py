@@ -9,10 +9,10 @@ from jaxtyping import Bool, Float, Int, PyTree
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from kvjax.core import Policy, analysis, methods
-from kvjax.core.methods import variants
-from kvjax.core.plot import COLOURS
+from kvjax import Policy, analysis, methods
 from kvjax.experiments.papers.base import canvas, message, percent, style
+from kvjax.methods import variants
+from kvjax.plot import COLOURS
 
 
 def decide(

@@ -11,15 +11,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from matplotlib.figure import Figure
 
-from kvjax.core import Evict, analysis
-from kvjax.core.contract import EMPTY
-from kvjax.core.decide.select import all_but_worst, best
-from kvjax.core.plot import COLOURS
-from kvjax.core.scores.attention import SparedByDeviation
-from kvjax.core.storage import linear_bias
+from kvjax import Evict, analysis
+from kvjax.contract import EMPTY
+from kvjax.decide.select import all_but_worst, best
 from kvjax.experiments.papers.attention import Layer, capture, fold_rows, group_mean
 from kvjax.experiments.papers.base import canvas, draw_layers, interval, message, percent, style
 from kvjax.pallas_kernels import Columns, attention
+from kvjax.plot import COLOURS
+from kvjax.scores.attention import SparedByDeviation
+from kvjax.storage import linear_bias
 
 MEASURES = ("AAS (H2O)", "AQAS", "LTAS (TOVA)", "MAS (RoCo)")
 _AQAS, _LTAS, _MAS = 1, 2, 3

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int, PyTree
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from kvjax.core.plot import COLOURS
 from kvjax.experiments.papers.attention import Layer, capture, fold_rows
 from kvjax.experiments.papers.base import canvas, draw_layers, message, percent, shown_layers, smooth
+from kvjax.plot import COLOURS
 
 NOTHING = 0.001  # attention that heat maps leave white
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from kvjax import core, models
-from kvjax.core.drivers.checks import check_block
+import kvjax
+from kvjax import models
+from kvjax.drivers.checks import check_block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +51,16 @@ class Engine:
         longest = max(map(len, prompts))
         return max(longest, min(1 << (longest - 1).bit_length(), self.sizes.length))
 
-    def check(self, policy: core.Policy, block: int | None, width: int, lengths: Sequence[int], steps: int) -> None:
+    def check(self, policy: kvjax.Policy, block: int | None, width: int, lengths: Sequence[int], steps: int) -> None:
         """Tries whether the policy can read prompts of these lengths.
 
         Raises:
           ValueError: sizes that it cannot work with.
         """
-        check_block(core.make_plan(self.model.config, policy, lengths, width, steps), block, width)
+        check_block(kvjax.make_plan(self.model.config, policy, lengths, width, steps), block, width)
 
     def generate(
-        self, policy: core.Policy, block: int | None, prompts: Sequence[Sequence[int]], steps: int, width: int,
+        self, policy: kvjax.Policy, block: int | None, prompts: Sequence[Sequence[int]], steps: int, width: int,
         *, timed: bool = False,
     ) -> list[dict[str, Any]]:  # fmt: skip
         """What follows each of a batch of prompts, and its cost; a short batch is filled with copies of its first.
@@ -71,15 +72,15 @@ class Engine:
         options |= {"policy": policy, "max_new_tokens": steps}
         start = time.perf_counter()
         if self.sizes.beams > 1 and not timed:
-            found: Any = core.generate_beams(self.model, self.params, tokens, num_beams=self.sizes.beams, **options)
+            found: Any = kvjax.generate_beams(self.model, self.params, tokens, num_beams=self.sizes.beams, **options)
             ids, ends_at = np.asarray(found.tokens)[:, 0], np.asarray(found.lengths)[:, 0]
             read, state = None, found.state
         else:
-            logits, state = core.prefill(self.model, self.params, tokens, block=block, **options)
+            logits, state = kvjax.prefill(self.model, self.params, tokens, block=block, **options)
             jax.block_until_ready(logits)
             read = time.perf_counter() - start
             ends = () if timed else None
-            made = core.generate_from(self.model, self.params, logits, state, max_new_tokens=steps, eos_ids=ends)
+            made = kvjax.generate_from(self.model, self.params, logits, state, max_new_tokens=steps, eos_ids=ends)
             ids, ends_at, state = np.asarray(made.tokens), np.asarray(made.lengths), made.state
         seconds = time.perf_counter() - start
         live, size = _sizes(state)
@@ -97,16 +98,16 @@ class Engine:
         ]
 
     def score(
-        self, policy: core.Policy, block: int | None, prompts: Sequence[Sequence[int]], scored: int, width: int
+        self, policy: kvjax.Policy, block: int | None, prompts: Sequence[Sequence[int]], scored: int, width: int
     ) -> list[dict[str, Any]]:
         """The mean negative log-likelihood of the last `scored` tokens of each text, read after the others."""
         heads = [p[:-scored] for p in prompts]
         tokens, options = self._batch(heads, width, self.sizes.batch_size)
         tails = np.array(self._filled([p[-scored:] for p in prompts], self.sizes.batch_size))
         options |= {"policy": policy, "max_new_tokens": scored, "block": block}
-        logits, state = core.prefill(self.model, self.params, tokens, **options)
+        logits, state = kvjax.prefill(self.model, self.params, tokens, **options)
         live, size = _sizes(state)
-        logp = np.asarray(core.score(self.model, self.params, tails, logits, state)[0], np.float64)
+        logp = np.asarray(kvjax.score(self.model, self.params, tails, logits, state)[0], np.float64)
         return [
             {"nll": float(-logp[i].mean()), "prompt_tokens": len(p), "live": float(live[i]), "kv_bytes": size}
             for i, p in enumerate(heads)
@@ -124,7 +125,7 @@ class Engine:
         return tokens, {"lengths": lengths, "key": keys}
 
 
-def _sizes(state: core.State) -> tuple[Any, int]:
+def _sizes(state: kvjax.State) -> tuple[Any, int]:
     """Live tokens of every sequence on average over layers and heads, and bytes of a sequence's keys and values."""
     live = np.mean([np.asarray(kv.num_live).mean(1) for kv in state.layers], axis=0)
     return live, sum(kv.k.nbytes + kv.v.nbytes for kv in state.layers) // len(state.length)

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from kvjax.core import Policy
+from kvjax import Policy
 from kvjax.experiments.evaluation.provenance import definition
 from kvjax.experiments.harness import lm_eval_module
 from kvjax.experiments.papers.tables.base import Budget

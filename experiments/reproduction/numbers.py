@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.analysis import Interval
 from kvjax.configs.experiment import label
-from kvjax.core.analysis import Interval
 from kvjax.experiments.evaluation import statistics
 from kvjax.experiments.papers.tables import Column
 from kvjax.experiments.papers.tables.base import MEAN, Budget

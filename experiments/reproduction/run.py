@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from kvjax import Policy
 from kvjax.configs.experiment import label
-from kvjax.core import Policy
 from kvjax.experiments.evaluation import metrics
 from kvjax.experiments.evaluation.provenance import definition
 from kvjax.experiments.evaluation.results import Results

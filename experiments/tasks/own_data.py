@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
-from kvjax.core.drivers.text import check_whole_text, encode
+from kvjax.drivers.text import check_whole_text, encode
 from kvjax.experiments.evaluation import metrics
 from kvjax.experiments.tasks.base import BadRow, Example, Question, Task, Tokens, example
 from kvjax.models.sources import local_path

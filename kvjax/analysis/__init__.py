@@ -1,13 +1,10 @@
-"""Eviction measured: what a mask costs exactly, at most, and beyond the best mask in hindsight."""
+"""Eviction measured: the exact cost of a mask, its bounds, the best in hindsight, and losses of the model's output."""
 
 from kvjax.analysis.curves import Curves as Curves
 from kvjax.analysis.curves import Losses as Losses
 from kvjax.analysis.curves import curves as curves
 from kvjax.analysis.curves import mask_losses as mask_losses
 from kvjax.analysis.curves import value_bounds as value_bounds
-from kvjax.analysis.grid import decisions as decisions
-from kvjax.analysis.grid import keep_one as keep_one
-from kvjax.analysis.grid import measurements as measurements
 from kvjax.analysis.hindsight import best_in_hindsight as best_in_hindsight
 from kvjax.analysis.hindsight import future_attention as future_attention
 from kvjax.analysis.hindsight import hindsight_rank as hindsight_rank
@@ -27,6 +24,11 @@ from kvjax.analysis.losses import least_bound as least_bound
 from kvjax.analysis.losses import loss_bound as loss_bound
 from kvjax.analysis.losses import lost_share as lost_share
 from kvjax.analysis.losses import output_kl as output_kl
-from kvjax.analysis.reading import LayerReading as LayerReading
+from kvjax.analysis.losses import task_loss as task_loss
 from kvjax.analysis.reading import Reading as Reading
+from kvjax.analysis.reading import Stored as Stored
 from kvjax.analysis.reading import read as read
+from kvjax.analysis.traces import Traces as Traces
+from kvjax.analysis.traces import Voters as Voters
+from kvjax.analysis.traces import VotingRows as VotingRows
+from kvjax.analysis.traces import trace as trace

@@ -1,42 +1,47 @@
-"""Whole budget curves: policies x budgets x seeds x prompts from one prefill, in one compiled call."""
+"""Budget curves: what policies lose at every budget, seed and prompt, from one prefill.
+
+Letters: P policies, M budgets, B prompts, L layers, T columns of the prompts, F rows that follow.
+"""
 
 import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
-from kvjax.analysis.grid import Kind, Method, keep_all, kind_of, make_grid, measurements
 from kvjax.analysis.hindsight import Across, best_in_hindsight, hindsight_rank, lost_mass, regret
 from kvjax.analysis.intervals import Interval, interval
 from kvjax.analysis.losses import distances, largest_value, output_kl
-from kvjax.analysis.reading import Reading, check_whole_text, read_traced
-from kvjax.cache.context import row_keys
-from kvjax.cache.state import Positions
-from kvjax.drivers.requests import Model, check_prompts
+from kvjax.analysis.reading import Left, Reading, Stored, read, read_whole, seed_key, stored_as
+from kvjax.contract import Count, Layout, Policy, resolve
+from kvjax.drivers.checks import check_is, check_model, check_prompts, whole
+from kvjax.drivers.decide import check_reads_all, stored_under, under
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.pallas_kernels.values import as_annotated, checked, one_of, whole
-from kvjax.plan import CachePlan
-from kvjax.sizes.budget import Count, as_budget, lookup
+from kvjax.plan import Plan, make_plan
 
-HINDSIGHT: Final = {"head": "hindsight (heads)", "layer": "hindsight (layers)", "model": "hindsight (model)"}
+HINDSIGHT: Final[dict[Across, str]] = {
+    "head": "hindsight (heads)",
+    "layer": "hindsight (layers)",
+    "model": "hindsight (model)",
+}
 """Names of the oracles among the policies of a curve."""
+
+Method = Callable[[Any], Policy]
+"""Budget to policy."""
 
 
 @pytree
 class Losses:
-    """What a keep mask costs; "..." is empty for one mask. Means over the rows of the continuation.
+    """What an eviction costs; "..." is empty for one. Means over the rows that follow.
 
     Attributes:
       l1, l2: how far a layer's attention output moves, after the output projection, for the queries of the full cache.
       heads_l1, heads_l2: the same before it, heads side by side.
-      bound: Theorem 2's upper bound of `l1`. NaN for policies that move kept keys to other positions, which it does
-        not cover.
+      bound: Theorem 2's upper bound of `l1`. NaN for policies that move kept keys to other positions or change what
+        slots hold, which it does not cover.
       least_bound: its minimum over masks with the same head budgets (Theorem 3).
       lost: share of attention that goes to evicted tokens, averaged over heads.
       regret_tokens: how much less the best mask in hindsight with the same head budgets loses.
@@ -66,84 +71,67 @@ class Losses:
 _WITHOUT_LAYERS = ("regret_layers", "kl", "agreement")
 
 
-@as_annotated
 def value_bounds(reading: Reading) -> Float[Array, "L B"]:
-    """Theorem 2's C of every layer, over all that a row of the continuation can read."""
+    """Theorem 2's C of every layer, over all that a row behind the prompt can read."""
+    check_is("reading", reading, Reading, "kvjax.analysis.read")
+    each = zip(reading.state.layers, reading.later, strict=True)
     return jnp.stack(
         [
-            jnp.maximum(
-                largest_value(layer.prompt.v, layer.out_proj, layer.prompt.live), largest_value(layer.v, layer.out_proj)
-            )
-            for layer in reading.layers
+            jnp.maximum(largest_value(kv.v, later.out_proj, kv.view().live), largest_value(later.v, later.out_proj))
+            for kv, later in each
         ]
     )
 
 
-@as_annotated
 def mask_losses(
-    model: Model,
-    params: PyTree[Any],
-    reading: Reading,
-    keep: Bool[Array, "L B heads T"],
-    *,
-    positions: Positions = "original",
-    largest: Float[Array, "L B"] | None = None,
+    model: Any, params: PyTree[Any], reading: Reading, keep: Left, *, largest: Float[Array, "L B"] | None = None
 ) -> Losses:
-    """What one keep mask of the whole model costs. Jit, vmap and map it over masks as you like.
+    """What an eviction of the whole model costs. Jit, vmap and map it over masks as you like.
 
     Args:
       model, params: the model that was read.
-      reading: from `read`.
-      keep: the tokens of the prompt that every kv head of every layer keeps, or every query head.
-      positions: "compact" moves the keys that are left up to their ranks.
+      reading: from `read`. Keys move up to their ranks if it was stored so.
+      keep: the tokens of the prompt that every kv head of every layer keeps, or every query head: a mask
+        "L B heads T"; or the layers after a policy (`Reading.after`).
       largest: `value_bounds(reading)`, where it is known.
 
     Raises:
-      ValueError: what is no mask, or one of other layers, prompts, heads or tokens than were read.
+      ValueError: what `Reading.left` refuses, or layers of which some have slots of kv heads, others of query heads.
     """
-    first = reading.layers[0]
-    (B, K, T), N = first.prompt.pos.shape, first.q.shape[1]
-    fits = [(len(reading.layers), B, heads, T) for heads in dict.fromkeys((K, N))]
-    if keep.shape not in fits:
-        raise ValueError(
-            f"keep has the shape {keep.shape}, but layers, prompts, heads and tokens that were read are "
-            f"{' or '.join(map(str, fits))}; give one mask for each"
-        )
-    largest = value_bounds(reading) if largest is None else largest
-    heads = keep.shape[2]
-    live = reading.live("kv_head" if heads == reading.layers[0].prompt.pos.shape[1] else "query_head")
-    kept = keep.swapaxes(0, 1) & live
-    mass = reading.mass(heads)
+    layers, largest = reading.left(keep), value_bounds(reading) if largest is None else largest
+    if len(heads := {kv.pos.shape[1] for kv in layers}) > 1:
+        raise ValueError(f"layers have slots of {sorted(heads)} heads, and their losses one; measure them apart")
+    K, N = heads.pop(), reading.later[0].q.shape[1]
+    kept, live, mass = jnp.stack([kv.live for kv in layers], axis=1), reading.live(K), reading.mass(K)
     best = best_in_hindsight(mass, live, kept, "head")
-    N = reading.layers[0].q.shape[1]
-    moves = positions != "original"
-    bound = lambda mask: 2.0 * largest * N * lost_mass(mass, mask).mean(-1).T * (jnp.nan if moves else 1.0)
+    exact = all(kv.how.positions == "original" and not kv.how.writes and kv.channels is None for kv in layers)
+    share = lambda mask: lost_mass(mass, mask).mean(-1).T
+    bound = lambda mask: 2.0 * N * largest * share(mask) * (1.0 if exact else jnp.nan)
 
     norms = []
-    for i, layer in enumerate(reading.layers):
-        out = reading.outputs(i, kept[:, i], positions)
-        both = distances(layer.out, out, layer.out_proj), distances(layer.out, out)
+    for i, (later, kv) in enumerate(zip(reading.later, layers, strict=True)):
+        out = reading.outputs(i, kv)
+        both = distances(later.out, out, later.out_proj), distances(later.out, out)
         norms.append([x.mean(-1) for n in both for x in (n.l1, n.l2)])
-    l1, l2, heads_l1, heads_l2 = (jnp.stack(x) for x in zip(*norms, strict=True))
 
-    logits = reading.logits_after(model, params, tuple(kept.swapaxes(0, 1)), positions)
-    kl = output_kl(reading.logits, logits)
+    logits = reading.logits_after(model, params, layers)
     same = reading.logits.argmax(-1) == logits.argmax(-1)
     return Losses(
-        l1,
-        l2,
-        heads_l1,
-        heads_l2,
-        bound(kept),
-        bound(best),
-        lost_mass(mass, kept).mean(-1).T,
-        regret(mass, live, kept, "head").T,
-        regret(mass, live, kept, "layer").T,
-        regret(mass, live, kept, "model")[:, 0],
-        kept.sum(-1).astype(jnp.float32).mean(-1).T,
-        jnp.maximum(kl, 0.0).mean(-1),
-        same.astype(jnp.float32).mean(-1),
+        *(jnp.stack(x) for x in zip(*norms, strict=True)),
+        bound=bound(kept),
+        least_bound=bound(best),
+        lost=share(kept),
+        regret_tokens=regret(mass, live, kept, "head").T,
+        regret_heads=regret(mass, live, kept, "layer").T,
+        regret_layers=regret(mass, live, kept, "model")[:, 0],
+        live=kept.sum(-1).astype(jnp.float32).mean(-1).T,
+        kl=jnp.maximum(output_kl(reading.logits, logits), 0.0).mean(-1),
+        agreement=same.astype(jnp.float32).mean(-1),
     )
+
+
+_bounds = jax.jit(value_bounds)
+_losses = jax.jit(mask_losses, static_argnames="model")
 
 
 @pytree
@@ -160,7 +148,7 @@ class Curves:
 
     losses: Losses
     policies: tuple[str, ...] = static()
-    budgets: tuple[int | float | Count, ...] = static()
+    budgets: tuple[Count, ...] = static()
 
     def values(self, loss: str) -> np.ndarray:
         """A loss of every policy, budget and prompt, "P M B", averaged over layers.
@@ -204,24 +192,23 @@ class Curves:
 
 
 def curves(
-    model: Model,
+    model: Any,
     params: PyTree[Any],
-    tokens: Int[Array, "B T"] | np.ndarray,
-    continuation: Int[Array, "B F"] | np.ndarray,
+    tokens: Any,
+    continuation: Any,
     policies: Mapping[str, Method],
-    budgets: Sequence[int | float | Count],
+    budgets: Sequence[Count],
     *,
-    lengths: Array | np.ndarray | Sequence[int] | None = None,
-    key: Array | None = None,
+    lengths: Any = None,
+    key: Any = None,
     seeds: int = 1,
     oracles: Sequence[Across] = ("model",),
-    at_once: int = 1,
 ) -> Curves:
-    """Measures every policy at every budget: one compiled call, which reads the prompts once.
+    """Measures every policy at every budget: each is applied to the same prefill.
 
-    A policy evicts once, after the prompt, as in `kvjax.prefill`; the continuation is read with what is left, and all
-    of it stays. Losses of a layer are those of the full cache's queries; `kl` and `agreement` are the model's, in which
-    later layers feel what earlier ones lost.
+    A policy evicts once, after the prompt, as in `kvjax.prefill`; what follows is read with what is left, and all of it
+    stays. Losses of a layer are those of the full cache's queries; `kl` and `agreement` are the model's, in which later
+    layers feel what earlier ones lost. Budgets are data: they share programs, as do the losses of all policies.
 
     The oracles know the continuation: they keep the tokens to which it pays most attention, as many as all layers of
     uniform budgets have. They are never beaten in `lost`: "head" by no mask with these budgets in every head, "layer"
@@ -230,97 +217,104 @@ def curves(
 
     Args:
       model, params: the model.
-      tokens: token ids, padded on the left.
-      continuation: what follows every prompt, without padding: a question and its answer, or the text itself.
+      tokens: token ids "B T", padded on the left.
+      continuation: what follows every prompt "B F", without padding: a question and its answer, or the text itself.
       policies: methods by name, each called with every budget.
       budgets: live tokens a kv head and layer (int), or shares of the prompt (float).
-      lengths: the prompts' own lengths, T if None.
+      lengths: the prompts' own lengths "B", T if None.
       key: one PRNG key, or one a row; seed 0 draws what `kvjax.prefill` draws with it.
-      seeds: draws of policies that are random, which are averaged. Others are measured once.
+      seeds: draws of policies that are random, which are averaged; each reads the prompts again. What stays the same is
+        measured once.
       oracles: which to add.
-      at_once: masks that are measured together; more need more memory.
 
     Returns:
       `Curves`. An equal call compiles nothing new.
 
     Raises:
-      ValueError: before anything runs: what `read`, `make_plan` or a method refuse, and policies that do more than
-        keep tokens.
+      ValueError: what `read`, `make_plan` or a method refuse, and policies that decide which live tokens a row reads.
     """
-    tokens, lengths = check_prompts(model, tokens, lengths, params=params)
-    continuation, _ = check_prompts(model, continuation)
-    (B, T), F = tokens.shape, continuation.shape[1]
-    if continuation.shape[0] != B:
-        raise ValueError(f"{B} prompts, but {continuation.shape[0]} continuations; give one for each")
-    seeds, at_once = checked(whole(1, 2**16), "seeds", seeds), checked(whole(1), "at_once", at_once)
-    for across in oracles:
-        one_of("oracles", across, *HINDSIGHT)
-    if taken := sorted({HINDSIGHT[across] for across in oracles} & set(policies)):
+    check_model(model, params)
+    prompts, seeds = check_prompts(model, tokens, lengths), whole("seeds", seeds, 1, 2**16)
+    if unknown := [x for x in oracles if x not in HINDSIGHT]:
+        raise ValueError(f"oracles has {unknown[0]!r}: give some of {', '.join(map(repr, HINDSIGHT))}")
+    names = [HINDSIGHT[across] for across in oracles]
+    if taken := sorted(set(names) & set(policies)):
         raise ValueError(f"{taken[0]!r} is the name of an oracle; call the policy something else")
-    known = lengths if isinstance(lengths, np.ndarray) else None
-    check_whole_text(model.config, T, F, lengths)
-    grid = make_grid(model.config, policies, budgets, prompt_len=T, max_new_tokens=F, lengths=known)
-    counts = tuple(as_budget(b) for b in budgets)
-    losses = _curves(
-        model,
-        params,
-        tokens,
-        continuation,
-        jnp.asarray(lengths),
-        row_keys(key, B),
-        grid=grid,
-        counts=counts,
-        seeds=seeds,
-        oracles=tuple(oracles),
-        at_once=at_once,
+    (B, T), lengths, L = prompts.tokens.shape, np.asarray(prompts.lengths), model.config.num_layers
+    grid = _grid(policies, budgets)
+    plans = {name: _largest(model.config, row, lengths, T, np.shape(continuation)[-1]) for name, row in grid.items()}
+    kinds: dict[Any, list[str]] = {(Layout(),) * L: []} if oracles else {}
+    for name, row in grid.items():
+        kinds.setdefault(stored_as(row[0], L), []).append(name)
+    results: dict[str, list[Losses]] = {}
+    for layouts, members in kinds.items():
+        every = [p for name in members for p in grid[name]]
+        how = {"policies": every, "lengths": lengths, "key": key}
+        reading = read(model, params, tokens, continuation, **how)
+        for name in members:
+            _check_only_evicts(name, grid[name][0], reading)
+        largest = _bounds(reading)
+        measure = lambda keep, r=reading, c=largest: jax.tree.map(
+            np.asarray, _losses(model, params, r, keep, largest=c)
+        )
+        found: dict[str, list[list[Any]]] = {name: [[] for _ in budgets] for name in members}
+        first: dict[tuple[str, int], list[np.ndarray]] = {}
+        for seed in range(seeds):
+            if seed:
+                again = {"policies": every, "stored": Stored(layouts), "key": seed_key(key, B, seed)}
+                state, stats = read_whole(model, params, prompts, reading.continuation.shape[1], **again)
+                reading = dataclasses.replace(reading, state=state, stats=stats)
+            for name in members:
+                for m, policy in enumerate(grid[name]):
+                    layers = reading.after(policy, plan=plans[name][m])
+                    kept = [np.asarray(kv.live) for kv in layers]
+                    same = seed and not layers[0].how.writes and all(map(np.array_equal, kept, first[name, m]))
+                    first.setdefault((name, m), kept)
+                    found[name][m].append(found[name][m][0] if same else measure(layers))
+        results |= {name: [_mean(each) for each in rows] for name, rows in found.items()}
+        if layouts == (Layout(),) * L:
+            masks = {HINDSIGHT[a]: [_oracle(reading, b, lengths, a) for b in budgets] for a in oracles}
+            results |= {name: [measure(keep) for keep in each] for name, each in masks.items()}
+    rows = [jax.tree.map(lambda *x: np.stack(x), *results[name]) for name in (*policies, *names)]
+    return Curves(jax.tree.map(lambda *x: jnp.stack(x), *rows), (*policies, *names), tuple(budgets))
+
+
+def _mean(each: list[Any]) -> Any:
+    return jax.tree.map(lambda *x: np.mean(x, axis=0), *each)
+
+
+def _grid(policies: Mapping[str, Method], budgets: Sequence[Count]) -> dict[str, list[Policy]]:
+    """The policies of every method at every budget."""
+    if not isinstance(policies, Mapping) or not isinstance(budgets, Sequence | np.ndarray):
+        raise ValueError(f"policies={policies!r}, budgets={budgets!r}: give methods by name and a list of budgets")
+    if not policies or not len(budgets):
+        raise ValueError(f"{len(policies)} policies at {len(budgets)} budgets: give at least one of each")
+    if wrong := [n for n, method in policies.items() if isinstance(method, Policy) or not callable(method)]:
+        method = policies[wrong[0]]
+        raise ValueError(f"{wrong[0]!r} is {method!r}; give a method that takes a budget, such as kvjax.methods.snapkv")
+    return {name: [method(budget) for budget in budgets] for name, method in policies.items()}
+
+
+def _check_only_evicts(name: str, policy: Policy, reading: Reading) -> None:
+    """Refuses a policy that does something to later rows that the layers after the prompt do not say."""
+    so = f"so that no eviction after the prompt has the losses of {name!r}"
+    jax.eval_shape(
+        lambda s: check_reads_all(stored_under(s), "decode", so), under(policy, reading.state, reading.stats)
     )
-    return Curves(losses, (*policies, *(HINDSIGHT[across] for across in oracles)), tuple(budgets))
 
 
-@functools.partial(jax.jit, static_argnames=("model", "grid", "counts", "seeds", "oracles", "at_once"))
-def _curves(
-    model: Model,
-    params: PyTree[Any],
-    tokens: Int[Array, "B T"],
-    continuation: Int[Array, "B F"],
-    lengths: Int[Array, "B"],
-    keys: Array,
-    *,
-    grid: tuple[tuple[CachePlan, ...], ...],
-    counts: tuple[Count, ...],
-    seeds: int,
-    oracles: tuple[Across, ...],
-    at_once: int,
-) -> Losses:
-    measure = measurements([plan for row in grid for plan in row])
-    reading = read_traced(model, params, tokens, continuation, lengths, keys, seeds=seeds, measure=measure)
-    masks = [(kind_of(row[0]), keep_all(row, reading)) for row in grid]
-    masks += [(Kind("kv_head", "original"), _oracle(reading, counts, across)[:, None]) for across in oracles]
-    largest = value_bounds(reading)
-    results: dict[int, Losses] = {}
-    for kind in {kind: None for kind, _ in masks}:
-        rows = [i for i, (k, _) in enumerate(masks) if k == kind]
-        shapes = [masks[i][1].shape[:2] for i in rows]  # budgets and seeds
-        stacked = jnp.concatenate([masks[i][1].reshape(-1, *masks[i][1].shape[2:]) for i in rows])
-        one = functools.partial(mask_losses, model, params, reading, positions=kind.positions, largest=largest)
-        found = lax.map(one, stacked, batch_size=None if at_once == 1 else at_once)
-        start = 0
-        for i, (M, S) in zip(rows, shapes, strict=True):
-            part = lambda x, start=start, M=M, S=S: x[start : start + M * S].reshape(M, S, *x.shape[1:]).mean(1)
-            results[i] = jax.tree.map(part, found)
-            start += M * S
-    return jax.tree.map(lambda *x: jnp.stack(x), *(results[i] for i in range(len(masks))))
+def _largest(config: Any, policies: Sequence[Policy], lengths: np.ndarray, width: int, more: int) -> list[Plan]:
+    """The plan of every policy, with the slots of the one that needs most of them, so that they share a program."""
+    plans = [make_plan(config, policy, lengths, width, more) for policy in policies]
+    most = tuple(map(max, zip(*(plan.capacities for plan in plans), strict=True)))
+    return [dataclasses.replace(plan, capacities=most) for plan in plans]
 
 
-def _oracle(reading: Reading, counts: tuple[Count, ...], across: Across) -> Bool[Array, "M L B K T"]:
-    """The best masks in hindsight at budgets that every head has on average."""
-    live = reading.live()
-    _, L, K, T = live.shape
+def _oracle(reading: Reading, budget: Count, lengths: np.ndarray, across: Across) -> Bool[Array, "L B K T"]:
+    """The best mask in hindsight at a budget that every head has on average."""
+    K = reading.state.layers[0].pos.shape[1]
+    live = reading.live(K)
+    heads = {"head": 1, "layer": K, "model": live.shape[1] * K}[across]
+    most = np.minimum(np.maximum(resolve(budget, lengths), 1), lengths).astype(np.int32)
     rank = hindsight_rank(reading.mass(K), live, across)
-    lengths = np.arange(T + 1)
-    heads = {"head": 1, "layer": K, "model": L * K}[across]
-    masks = []
-    for count in counts:
-        budget = jnp.minimum(lookup(np.maximum(count.table(lengths, lengths), 1), reading.lengths), reading.lengths)
-        masks.append((live & (rank < heads * budget[:, None, None, None])).swapaxes(0, 1))
-    return jnp.stack(masks)
+    return (live & (rank < jnp.asarray(heads * most)[:, None, None, None])).swapaxes(0, 1)

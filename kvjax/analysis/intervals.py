@@ -1,12 +1,11 @@
 """Means over prompts, and how far they may be off."""
 
+import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import scipy  # its parts are imported when they are first used
-
-from kvjax.pallas_kernels.values import as_numbers, checked, number
 
 
 class Interval(NamedTuple):
@@ -25,9 +24,13 @@ def interval(values: np.ndarray | Sequence[float], confidence: float = 0.95) -> 
       confidence: how likely an interval made so holds the true mean.
 
     Raises:
-      ValueError: a confidence that is no probability inside (0, 1), no values.
+      ValueError: a confidence that is no probability inside (0, 1), values that are no numbers, no values.
     """
-    confidence, values = checked(number("(0, 1)"), "confidence", confidence), np.asarray(as_numbers("values", values))
+    if isinstance(confidence, bool) or not isinstance(confidence, numbers.Real) or not 0 < confidence < 1:
+        raise ValueError(f"confidence={confidence!r}: must be a number in (0, 1)")
+    values = np.asarray(values)
+    if values.dtype.kind not in "fiub":
+        raise ValueError(f"values must be numbers; got {values.dtype}")
     if not values.ndim or not values.size:
         raise ValueError(f"values have the shape {values.shape}; give one number a prompt, on the last axis")
     values = np.sort(values, -1)

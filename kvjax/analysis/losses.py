@@ -1,7 +1,9 @@
-"""What an eviction costs one layer: how far its outputs move, and how far they can (Ada-KV, arXiv 2407.11550)."""
+"""Eviction losses: how far a layer's outputs move and can move (Ada-KV, arXiv 2407.11550), and the model's output.
 
-from collections.abc import Sequence
-from typing import Literal
+Letters: B sequences, R query rows, S tokens, N query heads, K kv heads, H head_dim, D embed_dim, V vocabulary.
+"""
+
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +11,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.state import EMPTY
+from kvjax.contract import EMPTY
+from kvjax.decide.select import best
+from kvjax.drivers.checks import as_array, check_lengths, traced
 from kvjax.pallas_kernels import attention
 from kvjax.pallas_kernels.columns import accumulator
 from kvjax.pallas_kernels.pytree import pytree
-from kvjax.pallas_kernels.values import as_annotated, one_of
-from kvjax.plan import as_lengths
-from kvjax.scoring.select import TopK
 
 Order = Literal[1, 2]
 
@@ -32,7 +33,7 @@ class Norms:
 
 @pytree
 class LayerLoss:
-    """What one keep mask costs one layer, for every query row.
+    """The cost of one keep mask in one layer, for every query row.
 
     Attributes:
       heads: how far the heads' outputs move, side by side, before the output projection.
@@ -55,14 +56,14 @@ def by_query_head(x: Array, num_query_heads: int) -> Array:
 
 def _norm(x: Array, order: Order) -> Array:
     """Norm of the last axis, whose gradient at zero is zero."""
-    one_of("order", order, 1, 2)
+    if order not in (1, 2):
+        raise ValueError(f"order={order!r} is no norm of these losses; give 1 or 2")
     if order == 1:
         return jnp.abs(x).sum(-1)
     square = jnp.square(x).sum(-1)
     return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
 
 
-@as_annotated
 def distances(
     before: Float[Array, "B N R H"], after: Float[Array, "B N R H"], out_proj: Float[Array, "N H D"] | None = None
 ) -> Norms:
@@ -82,7 +83,6 @@ def distances(
     return Norms(_norm(moved, 1), _norm(moved, 2))
 
 
-@as_annotated
 def largest_value(
     v: Float[Array, "B K S H"],
     out_proj: Float[Array, "N H D"] | None = None,
@@ -110,7 +110,6 @@ def largest_value(
     return lax.map(of_token, tokens, batch_size=min(S, _TOKENS_AT_ONCE)).max(0)
 
 
-@as_annotated
 def loss_bound(lost: Float[Array, "B N R"], largest: Float[Array, "B"]) -> Float[Array, "B R"]:
     r"""Theorem 2: $2 C \sum_i (1 - s_i)$, an upper bound of how far outputs move.
 
@@ -125,7 +124,6 @@ def loss_bound(lost: Float[Array, "B N R"], largest: Float[Array, "B"]) -> Float
     return 2.0 * largest[:, None] * lost.sum(1)
 
 
-@as_annotated
 def layer_loss(
     q: Float[Array, "B N R H"],
     k: Float[Array, "B K S H"],
@@ -133,13 +131,13 @@ def layer_loss(
     keep: Bool[Array, "B heads S"],
     *,
     out_proj: Float[Array, "N H D"] | None = None,
-    lengths: Array | np.ndarray | Sequence[int] | None = None,
+    lengths: Any = None,
     bias: Float[Array, "B N S"] | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
 ) -> LayerLoss:
-    """What a keep mask costs one layer, exactly, for the last R of S tokens as query rows.
+    """The exact cost of a keep mask in one layer, for the last R of S tokens as query rows.
 
     Rows see what precedes them, as in the model. To measure later queries, append their keys and values to those of the
     prompt and keep them all: `keep` is True there. Memory grows with S, not with R S. `jax.vmap` over `keep` measures
@@ -158,13 +156,14 @@ def layer_loss(
     """
     B, N, R, _ = q.shape
     K, S = k.shape[1:3]
+    keep = _mask(keep, (B, None, None))
     if keep.shape[1] not in (K, N):
         raise ValueError(f"keep has {keep.shape[1]} heads, but there are {K} kv heads and {N} query heads")
     if keep.shape[2] != S:
         raise ValueError(f"keep has {keep.shape[2]} tokens, but there are {S} keys; keep the appended ones as well")
     if keep.shape[1] != K:
         k, v = by_query_head(k, N), by_query_head(v, N)
-    pad = S - jnp.asarray(as_lengths(lengths, B, S))
+    pad = S - jnp.asarray(check_lengths(lengths, B, S))
     pos = jnp.maximum(jnp.arange(S, dtype=jnp.int32)[None] - pad[:, None], EMPTY)
     slots = jnp.broadcast_to(pos[:, None], keep.shape)
     rows = pos[:, S - R :]
@@ -183,16 +182,18 @@ def layer_loss(
     )
 
 
-@as_annotated
+def _mask(keep: Any, shape: tuple[int | None, ...]) -> Bool[Array, "B heads S"]:
+    return jnp.asarray(as_array("keep", keep, np.bool_, shape, "booleans, True for tokens that stay"))
+
+
 def lost_share(full_lse: Float[Array, "B N R"], kept_lse: Float[Array, "B N R"]) -> Float[Array, "B N R"]:
     """The share of a row's attention that went to evicted tokens, from the row's logsumexps before and after."""
     reads = full_lse > -jnp.inf  # padding rows read nothing, and lose nothing
     return jnp.where(reads, jnp.maximum(-jnp.expm1(kept_lse - jnp.where(reads, full_lse, 0.0)), 0.0), 0.0)
 
 
-@as_annotated
 def output_kl(full: Float[Array, "*batch V"], compressed: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
-    """Kullback-Leibler divergence of next-token distributions, in nats: what the compressed cache lost of the full's.
+    """Kullback-Leibler divergence of next-token distributions under a compressed cache, in nats.
 
     Args:
       full: logits under the full cache.
@@ -202,10 +203,32 @@ def output_kl(full: Float[Array, "*batch V"], compressed: Float[Array, "*batch V
     return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
 
 
-# One row, given its attention: the paper's own setting.
+def task_loss(logits: Float[Array, "*batch V"], targets: Any) -> Float[Array, "*batch"]:
+    """Cross-entropy of the right next tokens, in nats; NaN where a traced target is outside the vocabulary.
+
+    Args:
+      logits: of next tokens.
+      targets: the ids that follow, of the same shape without V.
+
+    Raises:
+      ValueError: targets that are no ids of the vocabulary, where they are known.
+    """
+    vocab = logits.shape[-1]
+    targets = as_array("targets", targets, np.integer, logits.shape[:-1], "token ids, one a row of logits")
+    if not traced(targets) and targets.size and not 0 <= targets.min() <= targets.max() < vocab:
+        raise ValueError(
+            f"targets lie between {targets.min()} and {targets.max()}, but in a vocabulary of {vocab} ids are from 0 "
+            f"to {vocab - 1}; leave out the rows that have no target"
+        )
+    targets = jnp.asarray(targets, jnp.int32)
+    index = jnp.where(targets < 0, vocab, targets)[..., None]  # -1 must not count from the end
+    found = jnp.take_along_axis(jax.nn.log_softmax(logits), index, axis=-1, mode="fill", fill_value=jnp.nan)
+    return -found[..., 0]
 
 
-@as_annotated
+# ------------------------------------------------------------------- one row, given its attention: the paper's setting
+
+
 def eviction_loss(
     p: Float[Array, "B N S"],
     v: Float[Array, "B K S H"],
@@ -232,13 +255,12 @@ def eviction_loss(
       ValueError: a mask that is none.
     """
     N = p.shape[1]
-    keep = by_query_head(keep, N)
+    keep = by_query_head(_mask(keep, (len(p), v.shape[1], p.shape[2])), N)
     kept, lost = (jnp.where(mask, p, 0.0).sum(-1, keepdims=True) for mask in (keep, ~keep))
     moved = jnp.where(keep, -p * (lost / kept), p)  # p - p / kept, without its cancellation
     return _norm(jnp.einsum("bns,bnsh,nhd->bd", moved, by_query_head(v, N), out_proj), order)
 
 
-@as_annotated
 def eviction_bound(
     p: Float[Array, "B N S"],
     v: Float[Array, "B K S H"],
@@ -257,11 +279,11 @@ def eviction_bound(
     Raises:
       ValueError: a mask that is none.
     """
+    keep = _mask(keep, (len(p), v.shape[1], p.shape[2]))
     lost = jnp.where(by_query_head(keep, p.shape[1]), 0.0, p).sum(-1)
     return loss_bound(lost[..., None], largest_value(v, out_proj, order=order))[:, 0]
 
 
-@as_annotated
 def least_bound(
     p: Float[Array, "B N S"],
     v: Float[Array, "B K S H"],
@@ -283,6 +305,7 @@ def least_bound(
     """
     B, N, S = p.shape
     K = v.shape[1]
+    budgets = jnp.asarray(as_array("budgets", budgets, np.integer, (B, K), "integers, one a kv head"))
     pos = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[None, None], (B, K, S))
-    keep = TopK().best(p.reshape(B, K, N // K, S).sum(2), pos, budgets)
+    keep = best(jnp.asarray(p).reshape(B, K, N // K, S).sum(2), pos, budgets)
     return eviction_bound(p, v, out_proj, keep, order=order)

@@ -1,361 +1,412 @@
-"""One reading of prompts and what follows them with the full cache: all that losses of any mask need.
+"""One reading of prompts and of what follows them, with the full cache: all that losses of any policy need.
 
 Eviction after the prompt changes no key, value or statistic of the prompt itself, in any layer. So one prefill serves
-every policy, budget and seed; what differs between them is which of the prompt's slots later rows may read.
+every policy, budget and seed; what differs is which of the prompt's slots later rows find, and what these hold.
+
+Letters: B prompts, L layers, N query heads, K kv heads, T columns of the prompts, F rows that follow, H head_dim, D
+width of the model, V vocabulary.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.algebra import identity
 from kvjax.analysis.hindsight import of_kv_heads
-from kvjax.analysis.losses import by_query_head
-from kvjax.cache.context import Context, Site, row_keys
-from kvjax.cache.state import EMPTY, KeyPositions, LayerKV, Positions, Rotate, Slopes, check_shares, ranks
-from kvjax.drivers.attention import attend
-from kvjax.drivers.requests import Model, check_positions, check_prompts
+from kvjax.compose import ByHead, Chain, SharedLayers
+from kvjax.compose.across import AcrossLayers
+from kvjax.contract import Context, Decision, LayerView, Layout, Observation, Phase, Policy, Rotate, Stats
+from kvjax.drivers.attend import Attend, embed, layer_step
+from kvjax.drivers.checks import check_model, check_positions, check_prompts, check_rows, traced
+from kvjax.drivers.decide import stored_under, under, updated
+from kvjax.drivers.door import forward
+from kvjax.drivers.replay import Reread
+from kvjax.drivers.state import AttnStats, Prompts, State, row_keys
+from kvjax.drivers.steps import start
+from kvjax.evict import LARGE, Evict, check_scored
+from kvjax.observe import Rows
+from kvjax.pallas_kernels.columns import accumulator
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.pallas_kernels.values import checked, one_of, whole
-from kvjax.plan import ModelConfig, at_positions, make_plan
-from kvjax.policy import Granularity
-from kvjax.scoring.stats import LayerStats, Measurement, Observe, ordered
+from kvjax.plan import Plan
+from kvjax.storage import Layer, Storage
 
-Kept = Bool[Array, "B heads T"] | Float[Array, "B heads T"]
-"""What is left of a layer's prompt: a mask, or gates between 0 and 1."""
+Left = Sequence[Layer] | Bool[Array, "L B heads T"] | Float[Array, "L B heads T"] | Sequence[Any]
+"""What is left of the prompt in every layer: a mask, gates between 0 and 1, or the layer after a policy."""
 
-_FUTURE = Observe(group=None)
+_MASS = Rows(group=None)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Captured(Measurement):
-    """The key of a layer's tensors among the statistics that a model hands back."""
+class Stored(Policy):
+    """The full cache, stored in given ways.
+
+    Attributes:
+      layouts: one a layer.
+      more: what is observed of the prompt.
+    """
+
+    layouts: tuple[Layout, ...]
+    more: tuple[Observation, ...] = ()
+
+    @property
+    def layout(self) -> Layout:
+        return self.layouts[0]
+
+    def at(self, layer: int, num_layers: int) -> "Stored":
+        return Stored(self.layouts[layer : layer + 1], self.more)
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return self.more if phase == "prefill" else ()
+
+
+def stored_as(policy: Policy, num_layers: int) -> tuple[Layout, ...]:
+    """How the prompt must be stored in every layer so that the policy can be applied to it."""
+    each = [policy.at(i, num_layers).layout for i in range(num_layers)]
+    return tuple(Layout("rank" if x.positions == "rank" else "original", by_query_head=x.by_query_head) for x in each)
 
 
 @pytree
-class LayerReading:
-    """One layer of a `Reading`. Memory is linear in the tokens.
+class Later:
+    """A layer as the rows that follow the prompt met it, with the full cache.
 
     Attributes:
-      site: which layer.
-      prompt: the prompt's cache, keys rotated at their positions.
-      raw_k: the prompt's keys before rotation.
-      stats: what was asked to be measured of the prompt, for slots of kv heads and of query heads.
-      drawn: the same for measurements that draw noise, with an axis for seeds in front.
-      q, k, v: the continuation's queries, keys and values, before rotation.
-      out: the attention outputs of the continuation.
-      mass: the share of attention that the continuation's rows pay to every token of the prompt, averaged over rows.
+      q, k, v: queries, keys and values of these rows, before rotation.
+      out: their attention outputs.
+      mass: the share of attention that they pay to every token of the prompt, averaged over rows.
       out_proj: the output projection.
-      rotate, scale, window, softcap, slopes: how the layer attends.
-      fixed: stored keys have their positions for good, as those of models with learned positions.
+      rotate: the rotary embedding.
+      how: what else attention is given, by name.
     """
 
-    prompt: LayerKV
-    raw_k: Float[Array, "B K T H"]
-    stats: dict[str, LayerStats]
-    drawn: dict[str, LayerStats]
     q: Float[Array, "B N F H"]
-    k: Float[Array, "B K F H"]
-    v: Float[Array, "B K F H"]
+    k: Float[Array, "B _ F H"]
+    v: Float[Array, "B _ F H"]
     out: Float[Array, "B N F H"]
     mass: Float[Array, "B N T"]
     out_proj: Float[Array, "N H D"]
-    site: Site = static()
     rotate: Rotate = static()
-    scale: float | None = static(default=None)
-    window: int | None = static(default=None)
-    softcap: float | None = static(default=None)
-    slopes: Slopes | None = static(default=None)
-    fixed: bool = static(default=False)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """How the layer attends, for `kvjax.attend`."""
-        return {name: getattr(self, name) for name in ("rotate", "scale", "window", "softcap", "slopes")}
-
-    def cache(self, granularity: Granularity = "kv_head", positions: Positions = "original") -> LayerKV:
-        """The prompt's full cache as a policy of this kind sees it."""
-        N = self.q.shape[1]
-        k, v, pos = self.raw_k if positions == "compact" else self.prompt.k, self.prompt.v, self.prompt.pos
-        if granularity == "query_head":
-            k, v, pos = (by_query_head(x, N) for x in (k, v, pos))
-        if positions == "original":
-            return LayerKV(k, v, pos)
-        return LayerKV(k, v, pos, rank=pos, rotated=pos if positions == "rerotate" else None, positions=positions)
-
-    def evicted(self, keep: Kept, positions: KeyPositions = "original") -> LayerKV:
-        """The prompt's cache with every slot outside `keep` dead, one mask for every kv head or every query head.
-
-        With `positions` other than "original" the keys that are left move up to their ranks. Gates between 0 and 1 in
-        place of a mask, which keep some of every slot where it is, have gradients.
-
-        Raises:
-          ValueError: neither booleans nor shares in [0, 1], of other slots than the prompt's, or gates of keys that
-            move, or keys that cannot move, or no known `positions`.
-        """
-        one_of("positions", positions, *get_args(KeyPositions))
-        if self.fixed and positions != "original":
-            raise ValueError(
-                f"positions={positions!r} would move keys, but this model adds learned positions to its embeddings; "
-                "use 'original'"
-            )
-        keep = jnp.asarray(keep)
-        (B, K, T), N = self.prompt.pos.shape, self.q.shape[1]
-        if keep.shape not in ((B, K, T), (B, N, T)):
-            raise ValueError(
-                f"keep has the shape {keep.shape}, but layer {self.site.layer} has slots {(B, K, T)} of kv heads and "
-                f"{(B, N, T)} of query heads; give one value a slot"
-            )
-        granularity = "kv_head" if keep.shape[1] == K else "query_head"
-        if keep.dtype != bool:
-            if not jnp.issubdtype(keep.dtype, jnp.floating):
-                raise ValueError(f"keep has the dtype {keep.dtype}; give booleans, or gates between 0 and 1")
-            if positions != "original":
-                raise ValueError(f"gates keep some of every slot, so no key moves: positions={positions!r} needs masks")
-            check_shares(keep)
-            return dataclasses.replace(self.cache(granularity), gate=keep)
-        kv = self.cache(granularity, "original" if positions == "original" else "compact")
-        pos = jnp.where(keep, kv.pos, EMPTY)
-        rank = None if positions == "original" else jnp.where(pos == EMPTY, EMPTY, ranks(pos))
-        return dataclasses.replace(kv, pos=pos, rank=rank)
+    how: tuple[tuple[str, Any], ...] = static(default=())
 
 
 @pytree
 class Reading:
-    """What `read` returns: the whole model over prompts and continuations, with the full cache.
+    """What `read` returns: the whole model over prompts and what follows them, with the full cache.
 
     Attributes:
-      layers: tensors and measurements of every layer.
-      logits: after every token of the continuation.
-      continuation: the tokens.
-      lengths: tokens of every prompt.
-      keys: one PRNG key for every seed and sequence.
+      state: the state that holds the whole prompts.
+      stats: what was observed of them.
+      later: the rows that follow, in every layer.
+      logits: after each of these rows.
+      continuation: their tokens.
     """
 
-    layers: tuple[LayerReading, ...]
+    state: State
+    stats: AttnStats
+    later: tuple[Later, ...]
     logits: Float[Array, "B F V"]
     continuation: Int[Array, "B F"]
-    lengths: Int[Array, "B"]
-    keys: Key[Array, "seeds B"]
+
+    @property
+    def lengths(self) -> Int[Array, "B"]:
+        """Tokens of every prompt."""
+        return self.state.length
+
+    @property
+    def rows(self) -> Int[Array, "B F"]:
+        """Positions of the rows that follow."""
+        return self.lengths[:, None] + jnp.arange(self.continuation.shape[1], dtype=jnp.int32)[None]
 
     def mass(self, heads: int) -> Float[Array, "B L heads T"]:
-        """The share of attention that the continuation pays to every token of the prompt, in all layers.
+        """The share of attention that the rows pay to every token of the prompt, in all layers.
 
         Args:
           heads: kv heads, of which each has the mean of its group, or query heads.
         """
-        return jnp.stack([of_kv_heads(layer.mass, heads) for layer in self.layers], axis=1)
+        return jnp.stack([of_kv_heads(layer.mass, heads) for layer in self.later], axis=1)
 
-    def live(self, granularity: Granularity = "kv_head") -> Bool[Array, "B L heads T"]:
+    def live(self, heads: int) -> Bool[Array, "B L heads T"]:
         """The prompt's tokens in all layers, False for padding."""
-        return jnp.stack([layer.cache(granularity).live for layer in self.layers], axis=1)
+        each = [kv.view().live[:, :1] for kv in self.state.layers]
+        return jnp.repeat(jnp.stack(each, axis=1), heads, axis=2)
 
-    def prompt_context(self, layer: int, seed: int | Int[Array, ""] = 0) -> Context:
-        """The moment after the prompt, as a policy that has a seed meets it."""
-        site = self.layers[layer].site
-        return Context(self.lengths, self.lengths, self.keys[seed], site=site, phase="prefill")
+    def after(self, policy: Policy, *, plan: Plan | None = None, policy_params: Any = ()) -> tuple[Layer, ...]:
+        """The layers after a policy evicted from the prompt; no slot moved, `live` says what stays.
 
-    @property
-    def rows(self) -> Int[Array, "B F"]:
-        """Positions of the continuation's tokens."""
-        return self.lengths[:, None] + jnp.arange(self.continuation.shape[1], dtype=jnp.int32)[None]
+        Args:
+          policy: one of those that the reading was made for (`read`), at any budget.
+          plan: sizes of a larger budget, whose program is used.
+          policy_params: the policy's learned parameters, one tree a layer.
 
-    def outputs(self, layer: int, keep: Kept, positions: KeyPositions = "original") -> Float[Array, "B N F H"]:
-        """A layer's attention outputs over the continuation after an eviction, for the queries of the full cache."""
-        of = self.layers[layer]
-        ctx = dataclasses.replace(self.prompt_context(layer), length=self.lengths + of.q.shape[2])
-        out, _, _ = attend(of.evicted(keep, positions), of.q, of.k, of.v, self.rows, ctx=ctx, **of.options)
-        return out
+        Raises:
+          ValueError: what `policy(state, stats)` refuses.
+        """
+        state = under(policy, self.state, self.stats, plan)
+        layers = _after(dataclasses.replace(state, params=tuple(policy_params)), self.stats)
+        for i, kv in enumerate(layers):
+            if not traced(kv.pos):
+                check_scored(policy.at(i, len(layers)), i, kv)
+        return layers
 
-    def logits_after(
-        self,
-        model: Model,
-        params: PyTree[Any],
-        keep: Sequence[Kept] | Bool[Array, "L B heads T"] | Float[Array, "L B heads T"],
-        positions: KeyPositions = "original",
-    ) -> Float[Array, "B F V"]:
-        """The model's logits over the continuation after an eviction of every layer, which later layers feel.
+    def decisions(self, policy: Policy, *, policy_params: Any = ()) -> tuple[Decision, ...]:
+        """What a policy decides about the prompt in every layer, and what it ranked the slots by.
 
-        Everything the continuation adds to the cache stays. The result is that of `kvjax.prefill` with a policy that
-        evicts after the prompt, then `kvjax.feed`, in one pass.
+        Dead slots have a score of minus infinity; that of protected ones decides nothing. Scores of a chain are those
+        of its last member, and layers that share a decision or a budget each have their own.
+
+        Args:
+          policy, policy_params: as for `after`.
+
+        Raises:
+          ValueError: a policy that ranks nothing after the prompt, and what `policy(state, stats)` refuses.
+        """
+        state = under(policy, self.state, self.stats)
+        return _decisions(dataclasses.replace(state, params=tuple(policy_params)), self.stats)
+
+    def left(self, keep: Left) -> tuple[Layer, ...]:
+        """The layers with what a mask or gates leave of each: a slot outside of the mask is dead.
+
+        Gates between 0 and 1 keep some of every slot where it is, and have gradients.
+
+        Args:
+          keep: one for every layer, of kv heads or of query heads; layers are returned as they are.
+
+        Raises:
+          ValueError: another number of layers, neither booleans nor shares in [0, 1], or other slots than the prompt's.
+        """
+        if len(keep) != len(self.later):
+            raise ValueError(
+                f"keep is for {len(keep)} layers, but the reading has {len(self.later)}; give one mask a layer, the "
+                "axis of layers first"
+            )
+        return tuple(x if isinstance(x, Layer) else self._left(i, x) for i, x in enumerate(keep))
+
+    def _left(self, layer: int, keep: Any) -> Layer:
+        keep, kv, N = jnp.asarray(keep), _bare(self.state.layers[layer]), self.later[layer].q.shape[1]
+        B, K, T = kv.pos.shape
+        if keep.shape not in ((B, K, T), (B, N, T)):
+            raise ValueError(
+                f"keep has the shape {keep.shape}, but layer {layer} has slots {(B, K, T)} of kv heads and "
+                f"{(B, N, T)} of query heads; give one value a slot"
+            )
+        if keep.shape[1] != K:
+            kv = kv.replace(**{n: jnp.repeat(getattr(kv, n), N // K, axis=1) for n in ("k", "v", "pos")})
+        if keep.dtype == bool:
+            return kv.keep(keep)
+        if not jnp.issubdtype(keep.dtype, jnp.floating):
+            raise ValueError(f"keep has the dtype {keep.dtype}; give booleans, or gates between 0 and 1")
+        if not traced(keep) and not 0 <= keep.min() <= keep.max() <= 1:
+            raise ValueError(
+                f"gates lie between {keep.min()} and {keep.max()}, but a slot is kept by a share in [0, 1]"
+            )
+        if kv.how.positions != "original":
+            raise ValueError("gates keep some of every slot, so no key moves: read the prompt at original positions")
+        dtype = accumulator(kv.k.dtype)
+        tiny = jnp.finfo(dtype).tiny  # finite weights, as infinite ones have no gradient
+        return kv.replace(log_weight=jnp.log(jnp.maximum(keep.astype(dtype), tiny)))
+
+    def attend(self, layer: int, kv: Storage, observe: tuple[Observation, ...] = ()) -> Attend:
+        """What attends in a layer for the rows that follow, which stay in the cache, whatever cache they find."""
+        length = self.lengths + self.continuation.shape[1]
+        state = dataclasses.replace(self.state, length=length, hparams=((),) * len(self.state.layers), params=())
+        ctx = state.context(layer, "prefill", self.continuation)
+        how: dict[str, Any] = {"num_kv_heads": kv.pos.shape[1], "evict": False, "gives": True}
+        return Attend(ctx, self.rows, observe=observe, **how)
+
+    def outputs(self, layer: int, kv: Layer) -> Float[Array, "B N F H"]:
+        """The attention outputs of the rows that follow, by the full cache's queries, where a layer is `kv`."""
+        of, attend = self.later[layer], self.attend(layer, kv)
+        return attend(_in_order(kv), of.q, of.k, of.v, layer=layer, rotate=of.rotate, **dict(of.how))[0]
+
+    def logits_after(self, model: Any, params: PyTree[Any], keep: Left) -> Float[Array, "B F V"]:
+        """The model's logits over the rows that follow after an eviction of every layer, which later layers feel.
+
+        Everything that the rows add to the cache stays. These are the logits of `policy(state, stats)` and then
+        `kvjax.feed`, in one pass.
 
         Args:
           model, params: the model that was read.
-          keep: what is left of every layer, layers first.
-          positions: how the keys that are left are rotated: a policy's, or a plan's (`CachePlan.positions`).
+          keep: what is left of every layer, as for `left`.
 
         Raises:
-          ValueError: masks of other layers or slots than the reading has.
+          ValueError: what `left` refuses.
         """
-        if len(keep) != len(self.layers):
-            raise ValueError(
-                f"keep is for {len(keep)} layers, but the reading has {len(self.layers)}; give one mask a layer, the "
-                "axis of layers first"
-            )
-        ctx = dataclasses.replace(self.prompt_context(0), length=self.lengths + self.continuation.shape[1])
-
-        def attend_(cache, q, k, v, *, layer, out_proj=None, **options):
-            del out_proj
-            here = dataclasses.replace(ctx, site=self.layers[layer].site)
-            return attend(cache, q, k, v, self.rows, ctx=here, **options)
-
-        caches = tuple(layer.evicted(mask, positions) for layer, mask in zip(self.layers, keep, strict=True))
-        where = at_positions(model.config, self.rows)
-        return model(params, self.continuation, caches, attend=attend_, last_only=False, **where)[0]
+        layers = self.left(keep)
+        attends = [self.attend(i, kv) for i, kv in enumerate(layers)]
+        return _over(model, params, self, tuple(map(_in_order, layers)), attends)[0]
 
 
-Measured = Sequence[tuple[Granularity, Measurement]]
+def _bare(kv: Any) -> Layer:
+    """A layer without memory, so that those of all policies have one structure."""
+    return kv.replace(memory=(), how=dataclasses.replace(kv.how, per_head=()))
 
 
-def read(
-    model: Model,
+def _in_order(kv: Any) -> Layer:
+    """A layer as the rows that follow find it: first tokens first, and without the channels that were dropped."""
+    return kv.compact(kv.pos.shape[2]) if kv.how.positions == "shifted" or kv.channels is not None else kv
+
+
+def _over(
+    model: Any, params: PyTree[Any], reading: Reading, layers: Sequence[Layer], attends: Sequence[Callable[..., Any]]
+) -> tuple[Float[Array, "B F V"], list[Any]]:
+    """The model over the rows that follow: logits after each of them, and what every layer's `attend` observed."""
+    (outer, each), found = model.parts(params), []
+    x, *_ = embed(model, outer, reading.continuation, reading.lengths, None)
+    for i, (kv, attend) in enumerate(zip(layers, attends, strict=True)):
+        x, _, new = layer_step(model, model.alike[i], each[i], x, kv, attend)
+        found.append(new)
+    return _logits(model, outer, x), found
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _logits(model: Any, params: PyTree[Any], x: Float[Array, "B F D"]) -> Float[Array, "B F V"]:
+    return model.head(params, x)
+
+
+@jax.jit
+def _after(state: State, stats: AttnStats) -> tuple[Layer, ...]:
+    return tuple(map(_bare, updated(stored_under(state), stats)[0]))
+
+
+@jax.jit
+def _decisions(state: State, stats: AttnStats) -> tuple[Decision, ...]:
+    state = stored_under(state)
+    layers, ctxs = updated(state, stats)
+    found = []
+    for i, (policy, before, after, ctx) in enumerate(zip(state.plan.layers, state.layers, layers, ctxs, strict=True)):
+        ranked = _ranked(policy, before.view(), stats.of(i), ctx)
+        if ranked is None:
+            raise ValueError(f"{type(policy).__name__} ranks nothing after the prompt, in layer {i}")
+        found.append(Decision(after.view().live, ranked.score, ranked.budgets))
+    return tuple(found)
+
+
+def _ranked(policy: Policy, kv: LayerView, stats: Stats, ctx: Context) -> Decision | None:
+    """What the last `Evict` inside of a layer's policy decides after the prompt; None if there is none."""
+    if isinstance(policy, AcrossLayers | SharedLayers):
+        own = ctx.hparams[0] if isinstance(policy, AcrossLayers) else ctx.hparams
+        return _ranked(policy.policy, kv, stats, dataclasses.replace(ctx, hparams=own))
+    if isinstance(policy, Evict):
+        return _of_evict(policy, policy.updated(kv, stats, ctx), stats, ctx) if policy.when.prefill else None
+    if isinstance(policy, ByHead):
+        own = [policy.own(i, kv, ctx) for i in range(len(policy.members))]
+        each = [_ranked(p, view, stats, here) for p, (view, here) in zip(policy.members, own, strict=True)]
+        if all(x is None for x in each):
+            return None
+        whole = Decision(kv.live, jnp.where(kv.live, 0.0, -jnp.inf), kv.num_live)
+        each = [whole if x is None else x for x in each]
+        return Decision(*(policy.pick([getattr(x, n) for x in each]) for n in ("keep", "score", "budgets")))
+    found = None
+    if isinstance(policy, Chain):
+        for i, member in enumerate(policy.members):
+            view, here = policy.own(i, kv, ctx)
+            found = _ranked(member, view, stats, here) or found
+            kv = member.update(view, stats, here).replace(memory=kv.memory)
+    return found
+
+
+def _of_evict(policy: Evict, kv: LayerView, stats: Stats, ctx: Context) -> Decision:
+    found = policy.choose(kv, stats, ctx)[0]
+    score = jnp.where(jnp.abs(found.score) < LARGE, found.score, jnp.sign(found.score) * jnp.inf)
+    return dataclasses.replace(found, score=jnp.where(kv.live, score, -jnp.inf))
+
+
+@pytree
+class _Following:
+    """What a layer calls with the rows that follow a prompt: it observes them as `Later`."""
+
+    attend: Attend
+
+    def __call__(self, kv: Any, q: Any, k: Any, v: Any, *, rotate: Any, out_proj: Any = None, **how: Any) -> Any:
+        out, after, (mass,) = self.attend(kv, q, k, v, rotate=rotate, out_proj=out_proj, **how)
+        T, F = kv.pos.shape[2], q.shape[2]
+        told = tuple((n, x) for n, x in how.items() if n not in ("hidden", "layer"))
+        return out, after, Later(q, k, v, out, mass[..., :T] / F, out_proj, rotate=rotate, how=told)
+
+
+def read_whole(
+    model: Any,
     params: PyTree[Any],
-    tokens: Int[Array, "B T"] | np.ndarray,
-    continuation: Int[Array, "B F"] | np.ndarray,
+    prompts: Prompts,
+    max_new_tokens: int,
     *,
-    lengths: Array | np.ndarray | Sequence[int] | None = None,
-    key: Array | None = None,
-    seeds: int = 1,
-    measure: Sequence[Measured] = (),
-) -> Reading:
-    """Reads left-padded prompts, then their continuations, with the full cache.
+    policies: Sequence[Policy],
+    stored: Stored,
+    key: Any = None,
+) -> tuple[State, AttnStats]:
+    """The state that holds whole prompts, and what some policies want to see of them.
 
     Args:
       model, params: the model.
-      tokens: token ids of the prompts.
-      continuation: token ids that follow them, without padding.
-      lengths: the prompts' own lengths, T if None.
-      key: one PRNG key, or one a row.
-      seeds: how many draws of what is random.
-      measure: for every layer what to measure of the prompt, and whether slots belong to kv heads or to query heads.
+      prompts: the prompts, which have been checked.
+      max_new_tokens: rows that may follow.
+      policies: the policies.
+      stored: how every layer is stored, and what else is observed.
+      key: one PRNG key for the batch, or one a sequence.
+    """
+    how: dict[str, Any] = {"lengths": prompts.lengths, "max_new_tokens": max_new_tokens, "key": key}
+    state = start(model, policy=stored, width=prompts.tokens.shape[1], **how)
+    if not traced(prompts.lengths):
+        check_positions(model.config, state.plan, np.asarray(prompts.lengths), max_new_tokens)
+    observe = tuple(dict.fromkeys(policies))
+    return forward(model, params, prompts.tokens, state, valid=prompts.lengths, observe=observe)[1:]
+
+
+def read(
+    model: Any,
+    params: PyTree[Any],
+    tokens: Any,
+    continuation: Any,
+    *,
+    policies: Sequence[Policy] = (),
+    observe: Sequence[Observation] = (),
+    lengths: Any = None,
+    key: Any = None,
+    layout: Layout | None = None,
+) -> Reading:
+    """Reads prompts, then what follows them, with the full cache.
+
+    Args:
+      model, params: the model.
+      tokens: token ids of the prompts "B T", padded on the left.
+      continuation: token ids that follow them "B F", without padding.
+      policies: the policies that will be applied to the reading, each at any one of its budgets if those observe the
+        same. One `forward` observes for all of them.
+      observe: what else is observed of the prompt in every layer: `reading.stats.of(layer)[observation]`.
+      lengths: the prompts' own lengths "B", T if None.
+      key: one PRNG key for the batch, or one a sequence.
+      layout: how every layer is stored; as the policies need it if None.
 
     Raises:
-      ValueError: prompts and continuations that do not fit together or the model, an empty continuation, no seeds.
+      ValueError: prompts and continuations that do not fit together or the model; policies that read the prompt again,
+        or need it stored in different ways.
     """
-    tokens, lengths = check_prompts(model, tokens, lengths, params=params)
-    continuation, _ = check_prompts(model, continuation)
-    if continuation.shape[0] != tokens.shape[0]:
-        raise ValueError(f"{tokens.shape[0]} prompts, but {continuation.shape[0]} continuations; give one for each")
-    seeds = checked(whole(1, 2**16), "seeds", seeds)
-    keys = row_keys(key, tokens.shape[0])
-    measure = tuple(map(tuple, measure)) or ((),) * model.config.num_layers
-    if len(measure) != model.config.num_layers:
-        raise ValueError(f"measure is for {len(measure)} layers, but the model has {model.config.num_layers}")
-    if again := [m for asked in measure for _, m in asked if m.again is not None]:
-        raise ValueError(f"{again[0]} measures rows that read the prompt again, but a reading has none; use prefill")
-    check_whole_text(model.config, tokens.shape[1], continuation.shape[1], lengths)
-    return _read_once(model, params, tokens, continuation, jnp.asarray(lengths), keys, seeds=seeds, measure=measure)
+    check_model(model, params)
+    prompts = check_prompts(model, tokens, lengths)
+    after, L = check_rows(model, continuation, None).tokens, model.config.num_layers
+    if len(after) != len(prompts.tokens):
+        raise ValueError(f"{len(prompts.tokens)} prompts, but {len(after)} continuations; give one for each")
+    rereads = lambda p: any(isinstance(o, Reread) for i in range(L) for o in p.at(i, L).observe("replay"))
+    if again := [p for p in policies if rereads(p)]:
+        raise ValueError(f"{type(again[0]).__name__} reads the prompt again before it evicts; use kvjax.prefill for it")
+    kinds = {stored_as(p, L): p for p in policies} if layout is None else {(layout,) * L: None}
+    if len(kinds) > 1:
+        one, other = list(kinds.values())[:2]
+        raise ValueError(f"{one} and {other} need the prompt stored in different ways; read it once for each")
+    stored = Stored(next(iter(kinds), (Layout(),) * L), tuple(observe))
+    state, stats = read_whole(model, params, prompts, after.shape[1], policies=policies, stored=stored, key=key)
+    bare = Reading(state, stats, (), jnp.zeros((len(after), 0, 0)), jnp.asarray(after))
+    layers = [*map(_bare, state.layers)]
+    logits, later = _over(
+        model, params, bare, layers, [_Following(bare.attend(i, kv, (_MASS,))) for i, kv in enumerate(layers)]
+    )
+    return dataclasses.replace(bare, later=tuple(later), logits=logits)
 
 
-def check_whole_text(config: ModelConfig, width: int, more: int, lengths: Any) -> None:
-    """Warns of prompts and continuations that a full cache holds beyond the model's positions (`check_positions`)."""
-    plan = make_plan(config, identity(), prompt_len=width, max_new_tokens=more)
-    check_positions(config, plan, lengths if isinstance(lengths, np.ndarray) else width, more)
-
-
-def seed_keys(keys: Key[Array, "B"], seeds: int) -> Key[Array, "seeds B"]:
-    """One key for every seed and sequence; seed 0 keeps the sequence's own key."""
-    more = [jax.vmap(lambda key, s=s: jax.random.fold_in(key, s))(keys) for s in range(1, seeds)]
-    return jnp.stack([keys, *more])
-
-
-def read_traced(
-    model: Model,
-    params: PyTree[Any],
-    tokens: Int[Array, "B T"],
-    continuation: Int[Array, "B F"],
-    lengths: Int[Array, "B"],
-    keys: Key[Array, "B"],
-    *,
-    seeds: int,
-    measure: Sequence[Measured],
-) -> Reading:
-    """`read` without checks, to be used under `jax.jit`."""
-    config = model.config
-    (B, T), F = tokens.shape, continuation.shape[1]
-    L, N, K = config.num_layers, config.num_query_heads, config.num_kv_heads
-    keys = seed_keys(keys, seeds)
-    column = jnp.arange(T, dtype=jnp.int32)[None] - (T - lengths)[:, None]
-    pos = jnp.maximum(column, EMPTY)
-    tokens = jnp.where(column >= 0, tokens, 0)
-    sites = [Site(i, L, N, K, config.head_dim, T, F, config.window(i)) for i in range(L)]
-
-    noisy_among: dict[Any, tuple[int, ...]] = {}  # which of some measurements draw noise
-
-    def over_prompt(cache, q, k, v, *, layer, rotate, out_proj=None, hidden=None, **options):
-        del cache
-
-        def observed(keys, granularity, observe):
-            """Attention output, cache and statistics as a policy with these keys meets them."""
-            heads = K if granularity == "kv_head" else N
-            site = dataclasses.replace(sites[layer], num_kv_heads=heads)
-            ctx = Context(lengths, lengths, keys, site=site, phase="prefill", ids=tokens)
-            k_, v_ = (x if heads == K else by_query_head(x, N) for x in (k, v))
-            empty = LayerKV(k_[:, :, :0], v_[:, :, :0], jnp.zeros((B, heads, 0), jnp.int32))
-            seen = {"observe": observe, "out_proj": out_proj, "hidden": hidden}
-            return attend(empty, q, k_, v_, pos, ctx=ctx, rotate=rotate, **seen, **options)
-
-        def values(granularity, observe, chosen):
-            """Some of the statistics, as a function of keys."""
-            return lambda keys: tuple(observed(keys, granularity, observe)[2].values[i] for i in chosen)
-
-        plain: dict[str, tuple[Measurement, ...]] = {}
-        drawn: dict[str, LayerStats] = {}
-        for granularity in ("kv_head", "query_head"):
-            wanted = ordered(m for g, m in measure[layer] if g == granularity)
-            if (granularity, wanted) not in noisy_among:
-                every = range(len(wanted))
-                noisy = depends(values(granularity, wanted, every), keys)
-                noisy = [i for i in every if noisy and depends(values(granularity, wanted, [i]), keys)]
-                noisy_among[granularity, wanted] = tuple(noisy)
-            noisy = noisy_among[granularity, wanted]
-            plain[granularity] = tuple(m for i, m in enumerate(wanted) if i not in noisy)
-            if noisy:
-                found = jax.vmap(values(granularity, wanted, noisy))(keys)
-                drawn[granularity] = LayerStats(found, tuple(wanted[i] for i in noisy))
-        out, cache, of_kv_heads = observed(keys[0], "kv_head", plain["kv_head"])
-        stats = {"kv_head": of_kv_heads}
-        if plain["query_head"]:
-            stats["query_head"] = observed(keys[0], "query_head", plain["query_head"])[2]
-        captured = LayerStats(((stats, drawn, k, out_proj, rotate, options),), (_Captured(),))
-        return out, cache, captured
-
-    rows = lengths[:, None] + jnp.arange(F, dtype=jnp.int32)[None]
-
-    def over_continuation(cache, q, k, v, *, layer, rotate, out_proj=None, **options):
-        del out_proj
-        ctx = Context(lengths + F, lengths, keys[0], site=sites[layer], phase="prefill")
-        out, cache, stats = attend(cache, q, k, v, rows, ctx=ctx, rotate=rotate, observe=(_FUTURE,), **options)
-        return out, cache, LayerStats(((q, k, v, out, stats[_FUTURE][..., :T] / F),), (_Captured(),))
-
-    none = jnp.zeros((B, K, 0, config.head_dim), jnp.dtype(config.dtype))
-    empty = (LayerKV(none, none, jnp.zeros((B, K, 0), jnp.int32)),) * L
-    where, there = at_positions(config, pos), at_positions(config, rows)
-    _, caches, prompt = model(params, tokens, empty, attend=over_prompt, last_only=True, **where)
-    logits, _, after = model(params, continuation, caches, attend=over_continuation, last_only=False, **there)
-    layers = []
-    for site, cache, before, later in zip(sites, caches, prompt, after, strict=True):
-        (stats, drawn, raw_k, out_proj, rotate, options), (q, k, v, out, mass) = before.values[0], later.values[0]
-        kv: Any = cache
-        static: dict[str, Any] = {"site": site, "rotate": rotate, "fixed": bool(where), **options}
-        layers.append(LayerReading(kv, raw_k, stats, drawn, q, k, v, out, mass, out_proj, **static))
-    return Reading(tuple(layers), logits, continuation, lengths, keys)
-
-
-_read_once = jax.jit(read_traced, static_argnames=("model", "seeds", "measure"))
-
-
-def depends(f: Callable[[Any], Any], by_seed: PyTree[Any]) -> bool:
-    """Whether `f` looks at what differs between seeds; otherwise it has one value for all. Nothing is computed."""
-    try:
-        jax.eval_shape(jax.vmap(f, out_axes=None), by_seed)
-    except ValueError as error:
-        if "out_axes" not in str(error):
-            raise
-        return True
-    return False
+def seed_key(key: Any, batch: int, seed: int) -> Array:
+    """The keys of every sequence for a seed; seed 0 keeps the sequence's own."""
+    keys = row_keys(key, batch)
+    return keys if seed == 0 else jax.vmap(lambda k: jax.random.fold_in(k, seed))(keys)

@@ -7,18 +7,17 @@ Letters: B prompts, L layers, K kv heads, N query heads, S slots of the prompt, 
 embed_dim.
 """
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.analysis.losses import by_query_head
 from kvjax.analysis.reading import Reading
-from kvjax.drivers.attention import attend
+from kvjax.contract import AttentionInputs, value
+from kvjax.observe import votes
 from kvjax.pallas_kernels import Columns, Softmax, attention
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.pallas_kernels.values import settle, tokens
-from kvjax.scoring.stats import LastRows, Measurement, Moment, Observe
 
 
 @pytree
@@ -45,37 +44,36 @@ class Voters:
     def votes(self, multiplier: Float[Array, "B R"]) -> Float[Array, "B K S"]:
         """What every slot gets from all rows under logits times `multiplier`, the mean of a group, in its dtype.
 
-        By the specification, whose statistics have a gradient; its memory grows with the voting rows only.
+        By the kernels' specification, whose statistics have a gradient; its memory grows with the voting rows only.
         """
         q, k = self.q.astype(multiplier.dtype), self.k.astype(multiplier.dtype)
         factor = jnp.broadcast_to(multiplier[:, None], (*k.shape[:2], q.shape[2]))
         column = Columns(softmax=Softmax(multiplier=factor))
-        options: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
-        options |= {"bias": self.bias, "implementation": "reference"}
-        found = attention(q, k, k, self.q_pos, self.kv_pos, columns=(column,), **options)
+        how: dict[str, Any] = {"bias": self.bias, "scale": self.scale, "window": self.window, "softcap": self.softcap}
+        found = attention(q, k, k, self.q_pos, self.kv_pos, columns=(column,), implementation="reference", **how)
         return found.columns[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class VotingRows(Measurement):
-    """The last rows just computed as `Voters`.
+@value
+class VotingRows:
+    """Observes the last rows just read as `Voters`.
 
     Attributes:
-      rows: how many of the new tokens count.
+      rows: how many of the new tokens vote.
     """
 
     rows: int
 
     def __post_init__(self):
-        settle(self, rows=tokens(1, "at least one row must vote"))
+        if isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 1:
+            raise ValueError(f"rows={self.rows!r}: at least one row must vote; give a whole number from 1")
 
-    def measure(self, moment: Moment) -> Voters:
-        """See `Measurement`."""
-        kv, pos = moment.kv, moment.pos[:, -self.rows :]
-        if kv.positions == "compact":
-            raise ValueError("a cache with positions='compact' stores keys unrotated; voters read those of 'original'")
-        how = moment.bias, moment.scale, moment.window, moment.softcap
-        return Voters(moment.q[:, :, -self.rows :], kv.k, pos, kv.pos, *how)
+    def __call__(self, inputs: AttentionInputs) -> Voters:
+        kv, pos = inputs.kv, inputs.pos[:, -self.rows :]
+        if kv.how.positions != "original":
+            raise ValueError(f"a layer stored by {kv.how.positions} has no keys at the text's positions for voters")
+        q, how = inputs.q[:, :, -self.rows :], (inputs.scale, inputs.window, inputs.softcap)
+        return Voters(q, kv.keys(inputs.rotate), pos, kv.pos, inputs.bias, *how)
 
 
 @pytree
@@ -127,18 +125,17 @@ class Traces:
 
 
 def trace(reading: Reading) -> Traces:
-    """The attention rows of a reading's continuation, with the full cache."""
+    """The attention rows of what follows a reading's prompts, with the full cache."""
+    T, R = reading.state.layers[0].pos.shape[2], reading.continuation.shape[1]
     rows, own = [], []
-    T, R = reading.layers[0].prompt.num_slots, reading.continuation.shape[1]
-    seen = Observe(LastRows(R), group=None, summed=False)
-    for i, layer in enumerate(reading.layers):
-        ctx = dataclasses.replace(reading.prompt_context(i), length=reading.lengths + R)
-        new = layer.q, layer.k, layer.v
-        _, _, stats = attend(layer.prompt, *new, reading.rows, ctx=ctx, observe=(seen,), **layer.options)
-        rows.append(stats[seen])  # "B N R S+R"
-        v = jnp.repeat(layer.v, layer.q.shape[1] // layer.v.shape[1], axis=1)
-        own.append(jnp.einsum("bnrs,bnsh->bnrh", rows[-1][..., T:], v.astype(rows[-1].dtype)))
+    for i, (kv, later) in enumerate(zip(reading.state.layers, reading.later, strict=True)):
+        attend = reading.attend(i, kv, (votes(R),))
+        new = later.q, later.k, later.v
+        (row,) = attend(kv.replace(memory=()), *new, layer=i, rotate=later.rotate, **dict(later.how))[2]
+        rows.append(row)  # "B N R S+R"
+        v = by_query_head(later.v, row.shape[1])
+        own.append(jnp.einsum("bnrs,bnsh->bnrh", row[..., T:], v.astype(row.dtype)))
     every = jnp.stack(rows, axis=1)
-    values = jnp.stack([layer.prompt.v for layer in reading.layers], axis=1)
-    out_proj = jnp.stack([layer.out_proj for layer in reading.layers]).astype(every.dtype)
+    values = jnp.stack([kv.v for kv in reading.state.layers], axis=1)
+    out_proj = jnp.stack([later.out_proj for later in reading.later]).astype(every.dtype)
     return Traces(every[..., :T], jnp.stack(own, axis=1), every[..., T:].sum(-1), values, out_proj)

@@ -1,1 +1,1 @@
-"""When: reading prompts, decoding, searching, one layer alone, and storing states."""
+"""A model that decodes under a policy: `steps` join the two, `loop` repeats them, the others are uses of these."""

@@ -19,28 +19,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.algebra import identity
-from kvjax.cache.context import checked_key
-from kvjax.cache.state import KVState, take_rows
-from kvjax.drivers.buckets import plan_request, rounds
-from kvjax.drivers.generation import NO_TOKEN
-from kvjax.drivers.requests import (
-    Model,
-    as_scored,
-    check_block,
+from kvjax.contract import Policy
+from kvjax.drivers.checks import (
     check_logits,
-    check_positions,
+    check_model,
     check_prompts,
     check_request,
     check_room,
+    check_state,
+    whole,
 )
+from kvjax.drivers.loop import NO_TOKEN
+from kvjax.drivers.mesh import on_mesh
 from kvjax.drivers.sampling import Greedy
-from kvjax.drivers.steps import decode_step, prefill
+from kvjax.drivers.state import State
+from kvjax.drivers.steps import decode, read_prompts
 from kvjax.pallas_kernels.pytree import pytree
-from kvjax.pallas_kernels.values import checked, number, whole
-from kvjax.policy import Policy
+from kvjax.plan import Plan
 
 
 @pytree
@@ -59,12 +57,12 @@ class Beams:
     tokens: Int[Array, "B R M"]
     lengths: Int[Array, "B R"]
     scores: Float[Array, "B R"]
-    state: KVState
+    state: State
 
 
 @pytree
 class _Rules:
-    """How hypotheses are compared, as numbers, so that another penalty compiles nothing new.
+    """How hypotheses are compared, as data, so that another penalty compiles nothing new.
 
     Attributes:
       penalty: what the sum of log probabilities of a hypothesis of n tokens is divided by.
@@ -91,7 +89,7 @@ class _Running:
 
     tokens: Int[Array, "B P M"]
     scores: Float[Array, "B P"]
-    state: KVState
+    state: State
 
 
 @pytree
@@ -123,7 +121,7 @@ class _Pool:
     scores: Float[Array, "B W"]
     tokens: Int[Array, "B R M"]
     lengths: Int[Array, "B R"]
-    state: KVState
+    state: State
     open: Bool[Array, "B"]
 
 
@@ -155,7 +153,9 @@ def _candidates(
     return _Candidates(scores, index // per_beam, _pick(tokens.reshape(B, P * per_beam), index))
 
 
-def _continued(tokens: Int[Array, "B P M"], found: _Candidates, chosen: Int[Array, "B J"], step) -> Int[Array, "B J M"]:
+def _continued(
+    tokens: Int[Array, "B P M"], found: _Candidates, chosen: Int[Array, "B J"], step: Int[Array, ""]
+) -> Int[Array, "B J M"]:
     """The token lists of some candidates."""
     return _pick(tokens, _pick(found.parents, chosen)).at[:, :, step].set(_pick(found.tokens, chosen))
 
@@ -166,7 +166,7 @@ def _run_on(
     """The best candidates that do not end, each with a copy of its parent's cache."""
     P = running.scores.shape[1]
     scores, chosen = lax.top_k(jnp.where(ends, -jnp.inf, found.scores), num_beams)
-    state = take_rows(running.state, _rows(_pick(found.parents, chosen), P))
+    state = running.state[_rows(_pick(found.parents, chosen), P)]
     return _Running(_continued(running.tokens, found, chosen, step), scores, state)
 
 
@@ -183,8 +183,8 @@ def _collect(
 
     def with_added():
         mix = lambda x, y: jnp.where(added.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
-        taken = take_rows(running.state, _rows(_pick(found.parents, new), P))
-        kept = take_rows(pool.state, _rows(old, R))
+        taken = running.state[_rows(_pick(found.parents, new), P)]
+        kept = pool.state[_rows(old, R)]
         layers, length = jax.tree.map(mix, (taken.layers, taken.length), (kept.layers, kept.length))
         return dataclasses.replace(kept, layers=layers, length=length)
 
@@ -206,10 +206,10 @@ def _close(pool: _Pool, running: _Running, step: Int[Array, ""], rules: _Rules) 
 
 
 def generate_beams_from(
-    model: Model,
+    model: Any,
     params: PyTree[Any],
     logits: Float[Array, "B V"],
-    state: KVState,
+    state: State,
     *,
     num_beams: int = 4,
     max_new_tokens: int,
@@ -224,45 +224,49 @@ def generate_beams_from(
     As in `generate_from`, the state must be planned for `max_new_tokens - 1` more tokens. The arguments, the result and
     the errors are those of `generate_beams`.
     """
-    eos = check_search(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences)
-    check_logits(model, logits, state)
-    check_room(model.config, state, max_new_tokens - 1)
-    length_penalty = _checked_penalty(length_penalty, max_new_tokens)
+    check_state(model, state)
+    check_logits(model, state, logits)
+    search = checked_search(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences)
+    check_room(state, max_new_tokens - 1)
+    _check_penalty(length_penalty, max_new_tokens)
     rules = _rules(num_beams, max_new_tokens, length_penalty, early_stopping, max_new_tokens)
-    return _search(
-        model,
-        params,
-        logits,
-        state,
-        rules,
-        num_beams=num_beams,
-        max_new_tokens=max_new_tokens,
-        eos_ids=eos,
-        pad_id=pad_id,
-        num_return_sequences=num_return_sequences,
-    )
+    return _search(model, params, logits, state, rules, most=max_new_tokens, **search)
 
 
-def _read(model: Model, params: PyTree[Any], running: _Running, step: Int[Array, ""]) -> tuple[Array, _Running]:
+def _read(model: Any, params: PyTree[Any], running: _Running, step: Int[Array, ""]) -> tuple[Array, _Running]:
     """Logits after every beam's last token, and the beams with that token in their caches."""
     last = lax.dynamic_index_in_dim(running.tokens, step - 1, axis=2, keepdims=False)
-    logits, state = decode_step(model, params, last.reshape(-1), running.state)
+    logits, state = decode(model, params, last.reshape(-1), running.state, guards=False)
     return logits, dataclasses.replace(running, state=state)
 
 
+@functools.partial(jax.jit, static_argnames=("model", "num_beams", "most", "ends", "pad_id", "num_returned"))
 def _search(
-    model, params, logits, state, rules: _Rules, *, num_beams, max_new_tokens, eos_ids, pad_id, num_return_sequences
+    model: Any,
+    params: PyTree[Any],
+    logits: Float[Array, "B V"],
+    state: State,
+    rules: _Rules,
+    *,
+    num_beams: int,
+    most: int,
+    ends: tuple[int, ...],
+    pad_id: int,
+    num_returned: int,
 ) -> Beams:
-    B, M = logits.shape[0], max_new_tokens
-    prompt = _Running(jnp.full((B, 1, M), pad_id, jnp.int32), jnp.zeros((B, 1), jnp.float32), state)
-    if eos_ids:
-        return _search_for_ends(model, params, logits, prompt, rules, num_beams, eos_ids, num_return_sequences)
-    return _search_to_length(model, params, logits, prompt, rules, num_beams, num_return_sequences)
+    """The search, in a program for hypotheses of at most `most` tokens."""
+    B = logits.shape[0]
+    prompt = _Running(jnp.full((B, 1, most), pad_id, jnp.int32), jnp.zeros((B, 1), jnp.float32), state)
+    if ends:
+        return _search_for_ends(model, params, logits, prompt, rules, num_beams, ends, num_returned)
+    return _search_to_length(model, params, logits, prompt, rules, num_beams, num_returned)
 
 
-def _search_to_length(model, params, logits, prompt: _Running, rules: _Rules, num_beams, num_return_sequences) -> Beams:
+def _search_to_length(
+    model: Any, params: Any, logits: Array, prompt: _Running, rules: _Rules, num_beams: int, num_returned: int
+) -> Beams:
     """The search without end tokens: nothing ends before the last step, when the running beams are the result."""
-    W, R = num_beams, num_return_sequences
+    W, R = num_beams, num_returned
     B = len(prompt.tokens)
 
     def extend(step, logits, running):
@@ -274,16 +278,23 @@ def _search_to_length(model, params, logits, prompt: _Running, rules: _Rules, nu
 
     running = lax.fori_loop(jnp.int32(1), rules.longest, body, extend(jnp.int32(0), logits, prompt))
     best = jnp.broadcast_to(jnp.arange(R, dtype=jnp.int32)[None], (B, R))
-    state = take_rows(running.state, _rows(best, W))
+    state = running.state[_rows(best, W)]
     lengths, scores = jnp.broadcast_to(rules.longest, (B, R)), running.scores[:, :R] / rules.penalty[rules.longest]
     return Beams(running.tokens[:, :R], lengths, scores, state)
 
 
 def _search_for_ends(
-    model, params, logits, prompt: _Running, rules: _Rules, num_beams, eos_ids, num_return_sequences
+    model: Any,
+    params: Any,
+    logits: Array,
+    prompt: _Running,
+    rules: _Rules,
+    num_beams: int,
+    eos_ids: tuple[int, ...],
+    num_returned: int,
 ) -> Beams:
     """The search with end tokens. The loop ends with the last sequence that is open."""
-    W, R, B = num_beams, num_return_sequences, len(prompt.tokens)
+    W, R, B = num_beams, num_returned, len(prompt.tokens)
     eos = jnp.asarray(eos_ids, jnp.int32)[None, None]
 
     def extend(step, logits, running, pool):
@@ -301,43 +312,36 @@ def _search_for_ends(
         jnp.full((B, W), -jnp.inf, jnp.float32),
         jnp.repeat(prompt.tokens, R, axis=1),
         jnp.zeros((B, R), jnp.int32),
-        take_rows(prompt.state, _rows(jnp.zeros((B, R), jnp.int32), 1)),
+        prompt.state[_rows(jnp.zeros((B, R), jnp.int32), 1)],
         jnp.ones((B,), bool),
     )
     carry = extend(jnp.int32(0), logits, prompt, pool)
-    _, running, pool = lax.while_loop(lambda c: (c[0] < rules.longest) & c[2].open.any(), body, carry)
-    state = dataclasses.replace(pool.state, step=running.state.step)
-    return Beams(pool.tokens, pool.lengths, pool.scores[:, :R], state)
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=("model", "plan", "num_beams", "max_new_tokens", "eos_ids", "pad_id", "num_return_sequences"),
-)
-def _generate_beams(model, params, tokens, lengths, key, rules, *, plan, **options) -> Beams:
-    logits, state = prefill(model, params, tokens, plan, lengths=lengths, key=key)
-    return _search(model, params, logits, state, rules, **options)
+    _, _, pool = lax.while_loop(lambda c: (c[0] < rules.longest) & c[2].open.any(), body, carry)
+    return Beams(pool.tokens, pool.lengths, pool.scores[:, :R], pool.state)
 
 
 def generate_beams(
-    model: Model,
+    model: Any,
     params: PyTree[Any],
-    tokens: Array | np.ndarray,
+    tokens: Any,
     *,
-    policy: Policy = identity(),
+    policy: Policy = Policy(),
     num_beams: int = 4,
     max_new_tokens: int,
-    lengths: Array | np.ndarray | Sequence[int] | None = None,
+    lengths: Any = None,
+    attention_mask: Any = None,
     eos_ids: int | Sequence[int] | None = None,
     pad_id: int = 0,
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
     num_return_sequences: int = 1,
-    key: Key[Array, ""] | Key[Array, "B"] | None = None,
+    key: Any = None,
+    plan: Plan | None = None,
+    policy_params: Any = None,
+    mesh: Mesh | None = None,
     buckets: bool = True,
-    attention_mask: Array | np.ndarray | None = None,
 ) -> Beams:
-    """Reads left-padded prompts, evicts, and searches for the most likely continuations, in one compiled program.
+    """Reads prompts, evicts, and searches for the most likely continuations.
 
     A prompt is read and evicted once, and its cache then copied for every beam; each decode step gathers the caches of
     the beams that run on. While decoding, B * W caches are held, twice during the gather, and with `eos_ids` those of
@@ -348,13 +352,10 @@ def generate_beams(
     of reading the same text alone with the same key.
 
     Args:
-      model, params: the model.
-      tokens: token ids "B T", padded on the left.
-      policy: what to evict; everything is kept by default.
+      model, params, tokens, policy, lengths, attention_mask, plan, policy_params, mesh, buckets: see `kvjax.generate`.
       num_beams: W. One beam is greedy generation, as in transformers, and ends at the first end token whatever
         `early_stopping` says.
       max_new_tokens: tokens of the longest hypothesis.
-      lengths: the prompts' own lengths "B", T if None.
       eos_ids: tokens that end a hypothesis; the model's own if None, `()` for none.
       pad_id: what follows the end.
       length_penalty: scores are sums of log probabilities divided by `length ** length_penalty`, the end token counted;
@@ -364,7 +365,6 @@ def generate_beams(
         become better at any length, where a positive `length_penalty` scores it at `max_new_tokens`.
       num_return_sequences: R, hypotheses to return for every prompt, W at most.
       key: one key, or one a row. A row of a batch draws what it would draw alone with the same key.
-      buckets, attention_mask: see `kvjax.generate`.
 
     Returns:
       `Beams(tokens, lengths, scores, state)`. A score of -inf says that there was no other hypothesis of any
@@ -374,69 +374,56 @@ def generate_beams(
       ValueError: what `kvjax.generate` refuses; no beams, more beams than first tokens, more hypotheses to return than
         beams, a penalty out of range; always before anything runs.
     """
-    eos = check_search(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences)
-    tokens, lengths = check_prompts(model, tokens, lengths, attention_mask, params=params)
-    length_penalty = _checked_penalty(length_penalty, max_new_tokens)
-    width, buckets = tokens.shape[1], rounds(buckets, tokens, lengths, params, key)
-    plan, tokens = plan_request(model.config, policy, tokens, lengths, max_new_tokens, buckets=buckets)
-    check_block(plan, None, width)
-    check_positions(model.config, plan, lengths if isinstance(lengths, np.ndarray) else width, int(max_new_tokens))
-    found = _generate_beams(
-        model,
-        params,
-        tokens,
-        lengths,
-        None if key is None else checked_key(key, tokens.shape[0]),
-        _rules(num_beams, max_new_tokens, length_penalty, early_stopping, plan.max_new_tokens),
-        plan=plan,
-        num_beams=num_beams,
-        max_new_tokens=plan.max_new_tokens,
-        eos_ids=eos,
-        pad_id=pad_id,
-        num_return_sequences=num_return_sequences,
+    check_model(model, params)
+    search = checked_search(
+        model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences, policy
     )
-    as_scored(found.state)
+    prompts = check_prompts(model, tokens, lengths, attention_mask)
+    _check_penalty(length_penalty, max_new_tokens)
+    if mesh is not None:
+        params, mesh = on_mesh(model, params, mesh, len(prompts.tokens))
+    how = {"key": key, "plan": plan, "policy_params": policy_params, "mesh": mesh, "buckets": buckets}
+    logits, state = read_prompts(model, params, prompts, policy, max_new_tokens, **how)
+    most = state.plan.infos[0].max_new_tokens
+    rules = _rules(num_beams, max_new_tokens, length_penalty, early_stopping, most)
+    found = _search(model, params, logits, state, rules, most=most, **search)
     return dataclasses.replace(found, tokens=found.tokens[:, :, :max_new_tokens])
 
 
-def check_search(
-    model: Model,
+def checked_search(
+    model: Any,
     num_beams: int,
     max_new_tokens: int,
     eos_ids: int | Sequence[int] | None,
     pad_id: int,
     early_stopping: bool | str,
     num_return_sequences: int,
-) -> tuple[int, ...]:
-    """The end tokens of a search, each once, or a ValueError that says what of it makes no sense."""
-    eos = tuple(sorted(set(check_request(model, max_new_tokens, Greedy(), eos_ids, pad_id))))
+    policy: Policy = Policy(),
+) -> dict[str, Any]:
+    """The static options of `_search`, or a ValueError that says what of a search makes no sense."""
+    eos = tuple(sorted(set(check_request(model, policy, Greedy(), eos_ids, pad_id, None))))
+    whole("max_new_tokens", max_new_tokens)
     vocab = model.config.vocab_size
-    checked(whole(1, why="search with at least 1 beam, which is greedy generation"), "num_beams", num_beams)
-    checked(whole(), "num_return_sequences", num_return_sequences)
+    whole("num_beams", num_beams, 1, vocab, "search with at least 1 beam, which is greedy generation")
+    whole("num_return_sequences", num_return_sequences, 1, num_beams, f"there are num_beams={num_beams}")
     if num_beams > vocab - len(eos):
         raise ValueError(
             f"num_beams={num_beams} beams start with different tokens, but the vocabulary has {vocab - len(eos)} that "
             f"do not end a sequence ({vocab} less {len(eos)} of eos_ids); use fewer beams"
         )
-    if not 1 <= num_return_sequences <= num_beams:
-        raise ValueError(
-            f"num_return_sequences={num_return_sequences} must lie between 1 and num_beams={num_beams}; "
-            "search with more beams or return fewer"
-        )
     if not isinstance(early_stopping, bool) and early_stopping != "never":
         raise ValueError(f"early_stopping={early_stopping!r} is not one of (False, True, 'never')")
-    return eos
+    return {"num_beams": num_beams, "ends": eos, "pad_id": int(pad_id), "num_returned": num_return_sequences}
 
 
-def _checked_penalty(length_penalty: float, max_new_tokens: int) -> float:
-    """The penalty; a ValueError for one that is no number, or leads beyond float32."""
-    length_penalty = checked(number(), "length_penalty", length_penalty)
-    if abs(length_penalty) * math.log(max_new_tokens) > 80:
+def _check_penalty(length_penalty: float, max_new_tokens: int) -> None:
+    """Refuses a penalty that is no number, or leads beyond float32."""
+    number = isinstance(length_penalty, int | float | np.number) and math.isfinite(length_penalty)
+    if not number or abs(length_penalty) * math.log(max_new_tokens) > 80:
         raise ValueError(
-            f"length_penalty={length_penalty}: {max_new_tokens} tokens ** {length_penalty} is no number of float32; "
+            f"length_penalty={length_penalty!r}: {max_new_tokens} tokens to that power are no number of float32; "
             "choose a penalty nearer to 0"
         )
-    return length_penalty
 
 
 def _rules(num_beams: int, max_new_tokens: int, length_penalty: float, early_stopping: bool | str, most: int) -> _Rules:

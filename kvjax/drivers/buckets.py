@@ -1,16 +1,14 @@
 """Few sizes for many: requests of about the same size share compiled programs."""
 
-import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.pallas_kernels.values import checked, flag
-from kvjax.plan import CachePlan, ModelConfig, make_plan
-from kvjax.policy import Policy
+from kvjax.contract import Policy
+from kvjax.drivers.checks import check_is, traced
+from kvjax.plan import Plan, infos_of, planned
 
 _LEAST = 16
 
@@ -24,60 +22,52 @@ def bucket(n: int) -> int:
     return -(-n // step) * step
 
 
-def padded(tokens: Array | np.ndarray, width: int) -> Int[Array, "B W"]:
-    """Known tokens with so much padding on their left that they are `width` wide."""
-    known = np.asarray(tokens)
-    return jnp.asarray(np.pad(known, ((0, 0), (width - known.shape[1], 0))), jnp.int32)
-
-
-def rounds(buckets: Any, *arguments: Any) -> bool:
-    """Whether sizes are rounded up: where it is asked for, and none of the arguments is traced."""
-    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments))
-    return checked(flag, "buckets", buckets) and not traced
-
-
 def plan_request(
-    config: ModelConfig,
+    config: Any,
     policy: Policy,
-    tokens: Int[Array, "B T"],
-    lengths: np.ndarray | Int[Array, "B"],
+    lengths: Int[np.ndarray, "B"] | Int[Array, "B"],
+    width: int,
     max_new_tokens: int,
     *,
-    buckets: bool,
-) -> tuple[CachePlan, Int[Array, "B W"]]:
-    """A plan for prompts, and the prompts in its width.
-
-    With `buckets`, the width and the number of new tokens are rounded up (`bucket`), the latter where no rule says that
-    what it keeps depends on it (`LayerSpec.timed`). What is kept and generated is the same, since padding is no token
-    and nobody asks for the further steps; the cache has more slots where the policy's number of them grows with either.
-    Policies or models that have no room for the rounded sizes are planned for the exact ones.
+    plan: Plan | None = None,
+    buckets: bool = False,
+) -> tuple[Plan, tuple[Any, ...]]:
+    """The sizes that a request is compiled for, and the policy's numbers for it.
 
     Args:
       config: the model's sizes.
       policy: the policy.
-      tokens, lengths: the prompts and their own lengths, checked (`check_prompts`); not traced where sizes are rounded.
-      max_new_tokens: tokens to generate.
-      buckets: whether sizes are rounded (`rounds`).
+      lengths: tokens of each prompt.
+      width: columns of the prompts.
+      max_new_tokens: tokens that may follow.
+      plan: sizes to use, those of a larger request or budget.
+      buckets: whether width and new tokens are rounded up (`bucket`). What is kept is the same; a cache that grows with
+        either has more slots. A policy that cannot work with the rounded sizes gets the exact ones.
 
     Raises:
-      ValueError: what `make_plan` refuses of the sizes that were asked for.
+      ValueError: a plan that is too small, and sizes that the policy cannot work with.
     """
-    known = lengths if isinstance(lengths, np.ndarray) else None
-    width, max_new_tokens = tokens.shape[1], int(max_new_tokens)
-
-    def make(width: int, steps: int) -> CachePlan:
-        plan = make_plan(config, policy, prompt_len=width, max_new_tokens=steps, lengths=known)
-        return dataclasses.replace(plan, rounded=buckets)
-
-    if not buckets or known is None or (bucket(width), bucket(max_new_tokens)) == (width, max_new_tokens):
-        return make(width, max_new_tokens), tokens
+    if plan is not None:
+        check_is("plan", plan, Plan, "kvjax.make_plan")
+    make = lambda width, steps: planned(policy, infos_of(config, policy, width, steps), lengths, plan)
+    if plan is not None:
+        there = plan.infos[0].prompt_len, plan.infos[0].max_new_tokens
+        if width > there[0] or max_new_tokens > there[1]:
+            raise ValueError(
+                f"a prompt of {width} columns and {max_new_tokens} new tokens are more than the plan's {there[0]} and "
+                f"{there[1]}; make the plan for these"
+            )
+        return make(*there)
+    rounded = bucket(width), bucket(max_new_tokens)
+    if not buckets or traced(lengths) or rounded == (width, max_new_tokens):
+        return make(width, max_new_tokens)
     try:
-        plan = make(bucket(width), bucket(max_new_tokens))
-        if any(spec.timed for spec in plan.specs):
-            plan = make(bucket(width), max_new_tokens)
+        return make(*rounded)
     except ValueError:
-        return make(width, max_new_tokens), tokens
-    for site in plan.sites:  # a second plan would take as long as the first, seconds for prompts of 32k tokens
-        for n in sorted(set(known.tolist())):
-            policy.check(dataclasses.replace(site, prompt_len=width, max_new_tokens=max_new_tokens), n)
-    return plan, padded(tokens, plan.prompt_len)
+        return make(width, max_new_tokens)
+
+
+def padded(tokens: np.ndarray | Array, width: int) -> Any:
+    """Tokens with so much padding on their left that they are `width` wide."""
+    xp: Any = jnp if traced(tokens) else np
+    return xp.pad(tokens, ((0, 0), (width - tokens.shape[1], 0)))

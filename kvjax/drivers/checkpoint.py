@@ -1,193 +1,285 @@
-"""Storing parameters and compressed prompts with orbax. What is restored continues bit for bit."""
+"""Storing compressed prompts and parameters, a file each. What is loaded is bit for bit what was saved.
 
+A file holds arrays and words about them (safetensors), and no code: a policy is given again when it is loaded.
+"""
+
+import dataclasses
+import functools
 import hashlib
+import json
 import os
 import pathlib
-from collections.abc import Callable
-from typing import Any, TypeVar
+import re
+import secrets
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from jaxtyping import PyTree
+from safetensors import SafetensorError, safe_open
+from safetensors.flax import save_file
 
-from kvjax.cache.state import KVState
-from kvjax.drivers.steps import empty_after_prompt, init_state
-from kvjax.functions import definition
-from kvjax.plan import CachePlan
+from kvjax.contract import Policy
+from kvjax.drivers.attend import step
+from kvjax.drivers.checks import check_is, check_model
+from kvjax.drivers.replay import after_replay, rereads
+from kvjax.drivers.state import State, empty_state
+from kvjax.plan import infos_of, init_policy_params, planned
 
-_META = {"params": {"shapes": dict}, "state": {"plan": str, "keys": dict, "leaves": int}}
-_T = TypeVar("_T")
+_Path = str | os.PathLike[str]
 
 
-def save_params(path: str | os.PathLike[str], params: PyTree[Any]) -> None:
-    """Writes parameters to a new directory.
+def save_params(path: _Path, params: PyTree[Any]) -> None:
+    """Writes parameters to a file, which replaces an earlier one.
 
     Raises:
-      ValueError: `path` exists, or a leaf is no array.
-      OSError: it could not be written.
+      ValueError: a leaf that is no array, or a path at which there is something else than a file of kvjax.
+      OSError: the file could not be written.
     """
-    leaves = jax.tree.leaves(params)
-    meta = {"kind": "params", "shapes": _shapes(params), "digests": [_digest(x) for x in leaves]}
-    _save(path, {"params": params}, meta)
+    named = {jax.tree_util.keystr(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(params)}
+    if odd := [n for n, x in named.items() if not hasattr(x, "dtype")]:
+        raise ValueError(f"every parameter is an array, but {odd[0]} is a {type(named[odd[0]]).__name__}")
+    _write(path, "params", named, {"shapes": {n: _kind(x) for n, x in named.items()}})
 
 
-def load_params(path: str | os.PathLike[str], like: PyTree[Any]) -> PyTree[Any]:
+def load_params(path: _Path, like: PyTree[Any]) -> PyTree[Any]:
     """Reads what `save_params` wrote.
 
     Args:
-      path: the directory.
-      like: arrays or `jax.ShapeDtypeStruct` of the wanted structure (`model.shapes`).
+      path: the file.
+      like: arrays or `jax.ShapeDtypeStruct` of the wanted structure (`model.shapes`), each in the place that its
+        `sharding` says, if it has one.
 
     Raises:
-      ValueError: not such a directory, a damaged one, or parameters of another structure, shape or dtype.
+      ValueError: no such file, a damaged one, or parameters of another structure, shape or dtype.
     """
-    meta = _meta(path, "params")
-    there, wanted = meta["shapes"], _shapes(like)
-    wrong = [
-        f"{name} is {there.get(name, 'absent')} there, {wanted.get(name, 'not')} wanted"
-        for name in sorted({*there, *wanted})
-        if there.get(name) != wanted.get(name)
-    ]
-    if wrong:
-        raise ValueError(f"{path} holds parameters of another shape: {'; '.join(wrong)}")
-    params = _load(path, {"params": like})["params"]
-    _check_digests(path, jax.tree.leaves(params), meta)
-    return params
+    _, arrays = _read(path, "params")
+    leaves, tree = jax.tree_util.tree_flatten_with_path(like)
+    wanted = {jax.tree_util.keystr(keys): x for keys, x in leaves}
+    there, here = ({n: _kind(x) for n, x in each.items()} for each in (arrays, wanted))
+    if wrong := [n for n in sorted({*there, *here}) if there.get(n) != here.get(n)]:
+        raise ValueError(
+            f"{path} holds other parameters: {len(wrong)} differ, such as {wrong[0]}, which is "
+            f"{there.get(wrong[0], 'absent')} there, but {here.get(wrong[0], 'not')} wanted"
+        )
+    return tree.unflatten(jax.device_put(arrays[n], getattr(x, "sharding", None)) for n, x in wanted.items())
 
 
-def stored_shapes(path: str | os.PathLike[str]) -> dict[str, str]:
-    """What `save_params` wrote to a directory: dtypes and shapes such as "float32[3, 4]", by the path of a parameter.
+def stored_shapes(path: _Path) -> dict[str, str]:
+    """What `save_params` wrote: dtypes and shapes such as "float32[3, 4]", by the path of a parameter.
 
     Raises:
-      ValueError: not such a directory, or a damaged one.
+      ValueError: no such file, or a damaged one.
     """
-    return {name: str(shape) for name, shape in _meta(path, "params")["shapes"].items()}
+    return {str(name): str(kind) for name, kind in about(path, "params")["shapes"].items()}
 
 
-def save_state(path: str | os.PathLike[str], state: KVState) -> None:
-    """Writes a cache, such as a compressed prompt, to a new directory.
+def save_state(path: _Path, state: State, *, policy: Policy) -> None:
+    """Writes a state, such as a compressed prompt, to a file, which replaces an earlier one.
+
+    Args:
+      path: the file.
+      state: what `prefill` or a later call returned.
+      policy: the policy that it was read under.
 
     Raises:
-      ValueError: `path` exists, or `state` is no cache.
-      OSError: it could not be written.
+      ValueError: what is no state, or holds no prompt; a policy that it was not read under, or that holds something
+        which nothing tells from others in another process; a path at which there is something else.
+      OSError: the file could not be written.
     """
-    if not isinstance(state, KVState):
-        raise ValueError(f"state is a {type(state).__name__}, not a KVState such as prefill returns")
-    leaves, _ = jax.tree.flatten(state)
-    keys = {str(i): str(jax.random.key_impl(x)) for i, x in enumerate(leaves) if _is_key(x)}
-    arrays = {f"{i:05}": jax.random.key_data(x) if _is_key(x) else x for i, x in enumerate(leaves)}
-    meta = {"kind": "state", "plan": definition(state.plan), "keys": keys, "leaves": len(leaves)}
-    meta["sizes"] = state.sizes is not None
-    _save(path, arrays, meta | {"digests": [_digest(x) for x in arrays.values()]})
+    write_state(path, state, policy, None)
 
 
-def load_state(path: str | os.PathLike[str], plan: CachePlan) -> KVState:
+def write_state(path: _Path, state: State, policy: Policy, notes: Any) -> None:
+    """What `save_state` does, with anything of JSON that is to be kept beside the state."""
+    check_is("state", state, State, "kvjax.prefill")
+    check_is("policy", policy, Policy, "kvjax.methods")
+    if not state.ready:
+        raise ValueError("the state holds no prompt that was read to its end; save what kvjax.prefill returns")
+    infos, lengths = state.plan.infos, np.asarray(state.prompt_length)
+    if planned(policy, infos, lengths)[0].layers != state.plan.layers:
+        raise ValueError(f"the state was not read under {policy}, but under another policy; give that")
+    words = {
+        "policy": described(policy),
+        "lengths": lengths.tolist(),
+        "sizes": [infos[0].prompt_len, infos[0].max_new_tokens],
+        "capacities": state.plan.capacities,
+        "notes": notes,
+    }
+    _write(path, "state", {f"{i:05}": _plain(x) for i, x in enumerate(jax.tree.leaves(state))}, words)
+
+
+def load_state(path: _Path, model: Any, params: PyTree[Any], *, policy: Policy) -> State:
     """Reads what `save_state` wrote.
 
     Args:
-      path: the directory.
-      plan: the plan that the state was made for; an equal one, rebuilt, will do.
+      path: the file.
+      model, params: the model that read the prompt.
+      policy: the policy that it was read under; an equal one, rebuilt, will do.
 
     Raises:
-      ValueError: not such a directory, a damaged one, or a state made for another plan.
+      ValueError: no such file, a damaged one, or a state of another policy or model.
     """
-    if not isinstance(plan, CachePlan):
-        raise ValueError(f"plan is a {type(plan).__name__}, not a CachePlan such as make_plan returns")
-    meta = _meta(path, "state")
-    if meta["plan"] != (here := definition(plan)):
-        raise ValueError(f"{path} was made for another plan: {meta['plan']} there, {here} here")
-    arrays = _load(path, None)
-    stored = _whole(path, lambda: [jnp.asarray(arrays[f"{i:05}"]) for i in range(meta["leaves"])])
-    _check_digests(path, stored, meta)
-    sizes = plan.sizes(plan.policy, [plan.prompt_len]) if meta.get("sizes") else None
-    structure = jax.tree.structure(
-        jax.eval_shape(lambda: empty_after_prompt(init_state(plan, jnp.zeros((1,), jnp.int32), sizes=sizes)))
-    )
+    check_model(model, params)
+    check_is("policy", policy, Policy, "kvjax.methods")
+    words, arrays = _read(path, "state")
+    if words["policy"] != (here := described(policy)):
+        raise ValueError(f"{path} was made under {words['policy']}, not under {here}; give the same policy")
+    if (there := len(words["capacities"])) != model.config.num_layers:
+        raise ValueError(
+            f"{path} holds a state of {there} layers, but the model has {model.config.num_layers}; give the model that "
+            "read the prompt"
+        )
+    lengths, (width, steps), config = np.asarray(words["lengths"], np.int32), words["sizes"], model.config
+    plan, hparams = planned(policy, infos_of(config, policy, width, steps), lengths)
+    plan = dataclasses.replace(plan, capacities=tuple(words["capacities"]))
 
-    def restore():
-        keys = {int(i): impl for i, impl in meta["keys"].items()}
-        wrap = lambda i, x: jax.random.wrap_key_data(x, impl=keys[i]) if i in keys else x
-        return jax.tree.unflatten(structure, [wrap(i, x) for i, x in enumerate(stored)])
+    def shape(params: PyTree[Any]) -> State:
+        keys = jax.random.split(jax.random.key(0), len(lengths))
+        learned = init_policy_params(config, policy, keys[0], width=width, max_new_tokens=steps)
+        given = learned if jax.tree.leaves(learned) else None
+        state = empty_state(config, policy, plan, hparams, lengths, steps, keys=keys, policy_params=given)
+        tokens, again = jnp.zeros((len(lengths), width), jnp.int32), rereads(state)
+        how = {"grow": True, "evict": not again, "gives": bool(again)}
+        _, state, stats = step(model, params, tokens, state, lengths, "prefill", **how)
+        return state if not again or stats is None else after_replay(state, stats, again)
 
-    return _whole(path, restore)
-
-
-def _shapes(params: PyTree[Any]) -> dict[str, str]:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    if odd := [
-        f"{jax.tree_util.keystr(keys)} is a {type(x).__name__}" for keys, x in leaves if not hasattr(x, "dtype")
-    ]:
-        raise ValueError(f"every parameter is an array, but {'; '.join(odd)}")
-    return {jax.tree_util.keystr(keys): f"{x.dtype}{list(x.shape)}" for keys, x in leaves}
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _digest(x: Any) -> str:
-    return hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()[:16]
-
-
-def _check_digests(path: str | os.PathLike[str], arrays: list[Any], meta: dict[str, Any]) -> None:
-    """Refuses arrays that are not those that were written. Directories from before digests were kept have none."""
-    if "digests" in meta and [_digest(x) for x in arrays] != meta["digests"]:
-        raise ValueError(_damaged(path, "an array is not the one that was written"))
+    leaves, tree = jax.tree.flatten(jax.eval_shape(shape, params))
+    found = [arrays.get(f"{i:05}") for i in range(len(leaves))]
+    wanted = [jax.eval_shape(_plain, x) for x in leaves]
+    here, there = ([None if x is None else (x.shape, x.dtype) for x in each] for each in (wanted, found))
+    if here != there or len(arrays) != len(leaves):
+        wrong = next((i for i, (x, y) in enumerate(zip(here, there, strict=True)) if x != y), len(leaves))
+        raise ValueError(
+            f"{path} holds the state of another model or version: of its {len(arrays)} arrays, number {wrong} does not "
+            f"fit the {len(leaves)} of this model; give the model that read the prompt"
+        )
+    wrap = lambda x, like: jax.random.wrap_key_data(x) if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else x
+    return tree.unflatten(map(wrap, found, leaves))
 
 
-def _damaged(path: str | os.PathLike[str], reason: str) -> str:
-    return f"{path} is damaged ({reason}); copy it again, or compute and save it anew"
+def described(x: Any) -> str:
+    """A policy, or anything that one is made of, in words that are the same in every process.
+
+    Functions are told apart by their code and the values that they hold, classes by their names.
+
+    Raises:
+      ValueError: an object that nothing tells from others of its class.
+    """
+    several = lambda open, each, close: f"{open}{', '.join(each)}{close}"
+    if isinstance(x, jax.Array | np.ndarray):
+        return f"{_kind(x)} of digest {_digest(x)}"
+    if isinstance(x, tuple | list):
+        return several("(", map(described, x), ")")
+    if isinstance(x, set | frozenset):
+        return several("{", sorted(map(described, x)), "}")
+    if isinstance(x, dict):
+        return several("{", (f"{described(k)}: {described(v)}" for k, v in x.items()), "}")
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        each = (f"{f.name}={described(getattr(x, f.name))}" for f in dataclasses.fields(x))
+        return several(f"{type(x).__qualname__}(", each, ")")
+    if isinstance(x, functools.partial):
+        return f"partial{described((x.func, x.args, x.keywords))}"
+    if isinstance(x, types.MethodType):
+        return f"method{described((x.__func__, x.__self__))}"
+    if isinstance(x, types.FunctionType):
+        held = x.__defaults__, x.__kwdefaults__, tuple(cell.cell_contents for cell in x.__closure__ or ())
+        return f"{x.__qualname__} of {described(x.__code__)}{described(held)}"
+    if isinstance(x, types.CodeType):
+        return f"code {_digest(np.frombuffer(x.co_code, np.uint8))}{described((x.co_names, x.co_consts))}"
+    if isinstance(x, type | types.ModuleType | types.BuiltinFunctionType):
+        return x.__name__
+    if hasattr(x, "__wrapped__"):
+        return described(x.__wrapped__)
+    if re.search(" at 0x[0-9a-f]+", found := repr(x)):
+        raise ValueError(f"{found} is like any other {type(x).__name__} in another process; make it a frozen dataclass")
+    return found
 
 
-def _whole(path: str | os.PathLike[str], read: Callable[[], _T]) -> _T:
-    """What `read` returns, or an error that names the directory, whatever a damaged file made a library say."""
+def about(path: _Path, kind: str) -> dict[str, Any]:
+    """What a file says about its arrays.
+
+    Args:
+      path: the file.
+      kind: what it should hold, "state" or "params".
+
+    Raises:
+      ValueError: no such file, a damaged one, or one that holds something else.
+    """
+    file = _as_path(path)
+    if not file.is_file():
+        raise ValueError(f"there is no file {path}")
     try:
-        return read()
-    except Exception as e:
-        raise ValueError(_damaged(path, f"{type(e).__name__}: {e}")) from e
+        with safe_open(os.fspath(file), framework="flax") as opened:
+            words = json.loads((opened.metadata() or {})["kvjax"])
+            there = words["kind"]
+    except (SafetensorError, ValueError, KeyError, TypeError) as e:
+        raise ValueError(_damaged(path, e)) from e
+    if there != kind:
+        raise ValueError(f"{path} holds {there}, not {kind}")
+    return words
 
 
-def _directory(path: str | os.PathLike[str]) -> pathlib.Path:
-    if not isinstance(path, str | os.PathLike) or not str(path):
-        raise ValueError(f"{path!r} is not the path of a directory")
-    return pathlib.Path(path).absolute()
-
-
-def _save(path: str | os.PathLike[str], arrays: PyTree[Any], meta: dict[str, Any]) -> None:
-    directory = _directory(path)
-    if directory.exists():
-        raise ValueError(f"{path} exists; choose a new directory, or delete it")
+def _read(path: _Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a file says about its arrays, and the arrays."""
+    words = about(path, kind)
     try:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-            checkpointer.save(
-                directory, ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(meta))
-            )
-    except Exception as e:
+        with safe_open(os.fspath(path), framework="flax") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+    except (SafetensorError, ValueError) as e:
+        raise ValueError(_damaged(path, e)) from e
+    if words.pop("digest", None) != _digest(json.dumps(words), *(arrays[n] for n in sorted(arrays))):
+        raise ValueError(_damaged(path, "it is not what was written"))
+    return words, arrays
+
+
+def _write(path: _Path, kind: str, arrays: dict[str, Any], words: dict[str, Any]) -> None:
+    """Replaces a file of kvjax in one step: whatever happens meanwhile, there is the old one or the new one."""
+    file = _as_path(path)
+    if file.exists():
+        try:
+            about(file, kind)
+        except ValueError as e:
+            raise ValueError(f"{path} exists, and is no {kind} that kvjax wrote; choose another path") from e
+    words = {"kind": kind, **words}
+    words["digest"] = _digest(json.dumps(words), *(arrays[n] for n in sorted(arrays)))
+    new = file.with_name(f".{file.name[:50]}.{secrets.token_hex(8)}.tmp")
+    try:
+        new.open("xb").close()
+        try:
+            save_file(arrays, os.fspath(new), metadata={"kvjax": json.dumps(words)})
+            with new.open("rb") as written:
+                os.fsync(written.fileno())
+            new.replace(file)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+    except (OSError, SafetensorError) as e:
         raise OSError(f"{path} could not be written: {e}") from e
 
 
-def _meta(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
-    if not (_directory(path) / "meta").is_dir():
-        raise ValueError(f"{path} is not a complete checkpoint of kvjax")
-    meta = _restore(path, "meta", ocp.args.JsonRestore())
-    there = meta.get("kind") if isinstance(meta, dict) else None
-    needed = _META.get(str(there), {})
-    if not needed or any(not isinstance(meta.get(key), like) for key, like in needed.items()):
-        raise ValueError(_damaged(path, f"its meta has no {list(needed) or 'kind'}"))
-    if there != kind:
-        raise ValueError(f"{path} holds {there}, not {kind}")
-    return meta
+def _as_path(path: Any) -> pathlib.Path:
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise ValueError(f"{path!r} is not the path of a file")
+    return pathlib.Path(path)
 
 
-def _load(path: str | os.PathLike[str], like: PyTree[Any]) -> Any:
-    return _restore(path, "arrays", ocp.args.StandardRestore(like))
+def _damaged(path: _Path, reason: Any) -> str:
+    return f"{path} is damaged, or no file of kvjax ({reason}); copy it again, or save it anew"
 
 
-def _restore(path: str | os.PathLike[str], item: str, how: Any) -> Any:
-    def read():
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-            return checkpointer.restore(_directory(path), ocp.args.Composite(**{item: how}))[item]
+def _kind(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}"
 
-    return _whole(path, read)
+
+def _plain(x: Any) -> Any:
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.asarray(x)
+
+
+def _digest(*parts: Any) -> str:
+    found = hashlib.sha256()
+    for x in parts:
+        found.update(x.encode() if isinstance(x, str) else np.ascontiguousarray(x).tobytes())
+    return found.hexdigest()[:16]

@@ -4,15 +4,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvjax.contract import value
 from kvjax.drivers.text import check_whole_text, encode, is_chat, rendered
 
 _MARK = "\ue000"  # stands where the text goes on; of the private use area, which no text should hold
 _TAIL = 64  # characters before, which decide how a tokenizer cuts what follows
 
 
-@dataclasses.dataclass(frozen=True)
+@value
 class Dialogue:
-    """A context and the turns that have followed it.
+    """A context, the turns that have followed it, and how far a cache has read them.
 
     In a chat, a question goes on with the last message where that is the user's, as a document with a question behind
     it does, and is a message of its own elsewhere.
@@ -21,26 +22,34 @@ class Dialogue:
       tokenizer: one of transformers.
       context: the text, or the messages of a chat.
       turns: questions and answers so far.
+      ids: the tokens that the cache has read.
+      unread: those of the last answer that it has not.
     """
 
     tokenizer: Any
     context: str | Sequence[Mapping[str, Any]]
     turns: tuple[tuple[str, str], ...] = ()
+    ids: tuple[int, ...] = ()
+    unread: tuple[int, ...] = ()
 
-    def __post_init__(self):
-        if not isinstance(self.context, str) and not is_chat(self.context):
-            raise ValueError(f"context={self.context!r} is neither a text nor messages of a chat")
-        if not self.context:
+    @classmethod
+    def opened(cls, tokenizer: Any, context: Any) -> "Dialogue":
+        """A context whose tokens are read as far as they are the same for every question.
+
+        Raises:
+          ValueError: neither a text nor messages of texts, or an empty one.
+        """
+        if not isinstance(context, str) and not is_chat(context):
+            raise ValueError(f"context={context!r} is neither a text nor messages of a chat")
+        if not context:
             raise ValueError("the context is empty; give a text or messages, or use kvjax.generate")
-        if not isinstance(self.context, str) and not all(isinstance(m.get("content"), str) for m in self.context):
-            raise ValueError(f"context={self.context!r}: the content of every message must be a text")
+        if not isinstance(context, str) and not all(isinstance(m.get("content"), str) for m in context):
+            raise ValueError(f"context={context!r}: the content of every message must be a text")
+        new = cls(tokenizer, context if isinstance(context, str) else tuple(map(dict, context)))
+        return dataclasses.replace(new, ids=tuple(encode(tokenizer, new._opening()[0])))
 
-    def opening(self) -> list[int]:
-        """The token ids of the context, as far as they are the same for every question."""
-        return encode(self.tokenizer, self._opening()[0])
-
-    def question(self, question: str) -> list[int]:
-        """The token ids behind what was read, up to where the answer begins.
+    def question(self, question: str) -> tuple[int, ...]:
+        """The tokens behind what was read, up to where the answer to a question begins.
 
         They are those that the text has behind the text before it, where the ids of that stay what they are.
 
@@ -59,18 +68,27 @@ class Dialogue:
         found = joined[len(alone) :] if joined[: len(alone)] == alone else ids(text)
         if not found:
             raise ValueError(f"question={question!r}: the tokenizer makes no token of it; give a text with words")
-        return found
+        return (*self.unread, *found)
 
-    def after(self, question: str, answer: str) -> "Dialogue":
-        """The dialogue after one more turn."""
-        return dataclasses.replace(self, turns=(*self.turns, (question, answer)))
+    def after(self, question: str, answer: tuple[int, ...], ends: tuple[int, ...] = ()) -> "Dialogue":
+        """The dialogue after one more turn, of which a cache has read all but the answer's last token.
+
+        Args:
+          question: the question.
+          answer: the tokens of its answer.
+          ends: tokens that end an answer, and are no part of the text.
+        """
+        told = answer[:-1] if answer[-1] in ends else answer
+        text = self.tokenizer.decode(list(told), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        ids = (*self.ids, *self.question(question), *answer[:-1])
+        return Dialogue(self.tokenizer, self.context, (*self.turns, (question, text)), ids, told[len(answer) - 1 :])
 
     def _opening(self) -> tuple[str, str, str]:
         """The text before the first question, the spaces at its end, and the text behind the question.
 
         Spaces are read with the question, as many tokenizers make one token of a space and the word behind it.
         """
-        before, after = (self.context, "") if isinstance(self.context, str) else self._split(self._messages(_MARK))
+        before, after = (self.context, "") if isinstance(self.context, str) else self._split(self._messages((), _MARK))
         read = before.rstrip(" ") or before
         return read, before[len(read) :], after
 
@@ -79,17 +97,17 @@ class Dialogue:
         if not self.turns:
             before, spaces, after = self._opening()
             return before, spaces + question + after
+        asked, answer = self.turns[-1]
         if isinstance(self.context, str):
-            return self.turns[-1][1], question
-        (asked, answer), asked_before = self.turns[-1], self.turns[:-1]
-        messages = [*dataclasses.replace(self, turns=asked_before)._messages(asked)]
+            return answer, question
+        messages = self._messages(self.turns[:-1], asked)
         messages += [{"role": "assistant", "content": _MARK}, {"role": "user", "content": question}]
         return answer, self._split(messages)[1]
 
-    def _messages(self, question: str) -> list[Mapping[str, Any]]:
-        """The chat up to a question."""
+    def _messages(self, turns: Sequence[tuple[str, str]], question: str) -> list[Mapping[str, Any]]:
+        """The chat after some turns, up to a question."""
         messages = list(self.context) if not isinstance(self.context, str) else []
-        for asked, answer in (*self.turns, (question, None)):
+        for asked, answer in (*turns, (question, None)):
             last = messages[-1]
             if last["role"] == "user":
                 messages[-1] = {**last, "content": last["content"] + asked}

@@ -1,48 +1,38 @@
-"""Generation in one compiled program: from prompts, or from the logits and the state that a driver returned."""
+"""Text from prompts, or from the logits and the state that a driver returned: thin uses of the loop.
 
-import dataclasses
+Letters: B batch, T given tokens, M new tokens, V vocabulary.
+"""
+
 import functools
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.algebra import identity
-from kvjax.cache.context import checked_key, row_keys
-from kvjax.cache.mesh import agreed
-from kvjax.cache.state import KVState
-from kvjax.drivers.buckets import plan_request, rounds
-from kvjax.drivers.requests import Model as Model
-from kvjax.drivers.requests import as_ids as as_ids
-from kvjax.drivers.requests import as_scored as as_scored
-from kvjax.drivers.requests import check_block as check_block
-from kvjax.drivers.requests import check_key as check_key
-from kvjax.drivers.requests import check_logits as check_logits
-from kvjax.drivers.requests import check_model as check_model
-from kvjax.drivers.requests import check_positions as check_positions
-from kvjax.drivers.requests import check_prompts as check_prompts
-from kvjax.drivers.requests import check_request as check_request
-from kvjax.drivers.requests import check_room as check_room
-from kvjax.drivers.requests import check_vocabulary as check_vocabulary
-from kvjax.drivers.requests import read_last
-from kvjax.drivers.sampling import Greedy, Sampler, seen_tokens, with_token
-from kvjax.drivers.steps import decode_step as decode_step
-from kvjax.drivers.steps import empty_after_prompt as empty_after_prompt
-from kvjax.drivers.steps import feed as feed
-from kvjax.drivers.steps import forward as forward
-from kvjax.drivers.steps import init_state as init_state
-from kvjax.drivers.steps import prefill as prefill
+from kvjax.contract import Policy
+from kvjax.drivers.checks import (
+    as_array,
+    check_logits,
+    check_model,
+    check_prompts,
+    check_request,
+    check_room,
+    check_rows,
+    check_state,
+    traced,
+    whole,
+)
+from kvjax.drivers.loop import Decoding, begin, decoded, decoded_in_place, log_prob
+from kvjax.drivers.mesh import on_mesh
+from kvjax.drivers.sampling import Greedy, Sampler, seen_tokens
+from kvjax.drivers.state import Prompts, State
+from kvjax.drivers.steps import read_prompts
 from kvjax.pallas_kernels.pytree import pytree
-from kvjax.policy import Policy
-from kvjax.sharding import as_mesh, check_split, mesh_of, on_rows, shard_params, shard_rows
-
-NO_TOKEN: Final = -1  # what stands for a token where logits are not numbers
-_SAMPLING = 0x5A3D  # keeps the sampler's draws apart from those of policies, which fold in layers first
+from kvjax.plan import Plan
 
 
 @pytree
@@ -52,235 +42,209 @@ class Generation:
     Attributes:
       tokens: generated ids, `pad_id` after a sequence has ended; -1, which is no token, where logits were not numbers.
       lengths: generated tokens of every sequence, the end token included.
-      state: the cache after generation; it can be decoded further as far as it was planned for.
+      log_probs: the tokens' log-probabilities under the model, 0 after a sequence has ended.
+      state: the cache, which has read everything but the last token; it can be decoded further.
     """
 
     tokens: Int[Array, "B M"]
     lengths: Int[Array, "B"]
-    state: KVState
-
-
-def draw(
-    sampler: Sampler, logits: Float[Array, "B V"], state: KVState, seen: Bool[Array, "B V"] | None
-) -> Int[Array, "B"]:
-    """The token that follows in every sequence, by its own key; -1 where logits are not numbers."""
-    fold = lambda key, step: jax.random.fold_in(jax.random.fold_in(key, _SAMPLING), step)
-    keys = jax.vmap(fold)(state.keys, state.length - state.prompt_length)
-    token = sampler(logits, keys) if seen is None else sampler(logits, keys, seen)
-    return jnp.where(jnp.isnan(logits).any(-1), NO_TOKEN, token)
-
-
-def first_token(
-    sampler: Sampler, logits: Float[Array, "B V"], state: KVState, seen: Bool[Array, "B V"] | None
-) -> tuple[Int[Array, "B"], Bool[Array, "B V"] | None]:
-    """The token drawn from the logits of what was read, and the record of tokens with it."""
-    token = draw(sampler, logits, state, seen)
-    return token, None if seen is None else with_token(seen, token, jnp.ones_like(token, bool))
-
-
-def next_token(
-    model: Model,
-    params: PyTree[Any],
-    token: Int[Array, "B"],
-    running: Bool[Array, "B"],
-    seen: Bool[Array, "B V"] | None,
-    state: KVState,
-    *,
-    sampler: Sampler,
-    pad_id: int,
-) -> tuple[Int[Array, "B"], Bool[Array, "B V"] | None, KVState]:
-    """Reads the token of every sequence that runs and draws the next: that, the record with it, the state after."""
-    logits, state = decode_step(model, params, token, state, active=running)
-    token = jnp.where(running, draw(sampler, logits, state, seen), pad_id)
-    return token, None if seen is None else with_token(seen, token, running), state
-
-
-def generate_from(
-    model: Model,
-    params: PyTree[Any],
-    logits: Float[Array, "B V"],
-    state: KVState,
-    *,
-    max_new_tokens: int,
-    sampler: Sampler = Greedy(),
-    eos_ids: int | Sequence[int] | None = None,
-    pad_id: int = 0,
-    tokens: Array | np.ndarray | Sequence[Sequence[int]] | None = None,
-) -> Generation:
-    """Generates from the logits and the state that `prefill`, `feed` or an earlier call returned.
-
-    The first token is drawn from `logits`; every token but the last is read back by a decode step, so a state must
-    be planned for `max_new_tokens - 1` more. The loop ends as soon as every sequence has produced one of `eos_ids`,
-    which are the model's own if None.
-
-    Logits that are not numbers, as those of a traced state that is driven past its plan, give the token -1. Samplers
-    draw by the state's keys, those that `prefill` was given: the same state, the same text.
-
-    A sampler with a repetition penalty must know what was read: `tokens` "B T", padded on the left, of which the last
-    `state.length[b]` are those of sequence b. Other samplers need none.
-
-    Raises:
-      ValueError: more tokens than the state was planned for, logits that are not the state's, no `tokens` or fewer than
-        were read where the sampler asks for them.
-    """
-    eos_ids = check_request(model, max_new_tokens, sampler, eos_ids, pad_id)
-    check_logits(model, logits, state)
-    check_room(model.config, state, max_new_tokens - 1)
-    seen = _seen(model, state, tokens) if sampler.reads_seen or tokens is not None else None
-    seen = seen if sampler.reads_seen else None
-    options = {"sampler": sampler, "ends": eos_ids, "pad_id": pad_id}
-    return _continued(model, params, jnp.asarray(logits), state, seen, None, max_new_tokens, **options)
-
-
-def _continued(
-    model: Model,
-    params: PyTree[Any],
-    logits: Float[Array, "B V"],
-    state: KVState,
-    seen: Bool[Array, "B V"] | None,
-    steps: Int[Array, ""] | None,
-    most: int,
-    *,
-    sampler: Sampler,
-    ends: tuple[int, ...],
-    pad_id: int,
-) -> Generation:
-    """`steps` new tokens, of the `most` that there is room for; all of these if None."""
-    eos = jnp.asarray(ends, jnp.int32)[None]
-
-    def read(carry):
-        step, token, running, tokens, lengths, seen, state = carry
-        token, seen, state = next_token(model, params, token, running, seen, state, sampler=sampler, pad_id=pad_id)
-        tokens = tokens.at[:, step].set(token)
-        lengths = lengths + running.astype(jnp.int32)
-        running = running & ~(token[:, None] == eos).any(-1)
-        return step + 1, token, running, tokens, lengths, seen, state
-
-    token, seen = first_token(sampler, logits, state, seen)
-    B = logits.shape[0]
-    drawn = jnp.full((B, most), pad_id, jnp.int32).at[:, 0].set(token)
-    running = ~(token[:, None] == eos).any(-1)
-    carry = (jnp.int32(1), token, running, drawn, jnp.ones((B,), jnp.int32), seen, state)
-    if ends or steps is not None:
-        last = most if steps is None else steps
-        carry = lax.while_loop(lambda c: (c[0] < last) & c[2].any(), read, carry)
-    else:
-        carry, _ = lax.scan(lambda c, _: (read(c), None), carry, length=most - 1)
-    return Generation(carry[3], carry[4], carry[6])
-
-
-def _seen(model: Model, state: KVState, tokens: Any) -> Bool[Array, "B V"]:
-    """The record that a sampler starts from, of the tokens that a state has read."""
-    if tokens is None:
-        raise ValueError(
-            "the sampler has a repetition penalty, which must know what was read; give tokens=, the ids that the state "
-            "has read, padded on the left"
-        )
-    real = state.length if isinstance(state.length, jax.core.Tracer) else read_last(state.length, tokens)
-    tokens = as_ids(model, tokens, (len(state.length), None), "one row of tokens a sequence", real=real)
-    return seen_tokens(tokens, state.length, model.config.vocab_size)
-
-
-@functools.partial(jax.jit, static_argnames=("model", "plan", "sampler", "ends", "pad_id", "block", "mesh"))
-def _generate(
-    model, params, tokens, lengths, key, sizes, steps, *, plan, sampler, ends, pad_id, block, mesh=None
-) -> Generation:
-    def run(shared, rows):
-        (params, steps), (tokens, lengths, key, sizes) = shared, rows
-        logits, state = prefill(model, params, tokens, plan, lengths=lengths, key=key, block=block, sizes=sizes)
-        seen = seen_tokens(tokens, lengths, model.config.vocab_size) if sampler.reads_seen else None
-        options = {"sampler": sampler, "ends": ends, "pad_id": pad_id}
-        found = _continued(model, params, logits, state, seen, steps, plan.max_new_tokens, **options)
-        # Devices whose rows have all ended do not wait for the others.
-        return dataclasses.replace(found, state=dataclasses.replace(found.state, step=agreed(found.state.step)))
-
-    return on_rows(mesh, run, (params, steps), (tokens, lengths, key, sizes))
+    log_probs: Float[Array, "B M"]
+    state: State
 
 
 def generate(
-    model: Model,
+    model: Any,
     params: PyTree[Any],
-    tokens: Array | np.ndarray,
+    tokens: Any,
     *,
-    policy: Policy = identity(),
+    policy: Policy = Policy(),
     max_new_tokens: int,
-    lengths: Array | np.ndarray | Sequence[int] | None = None,
+    lengths: Any = None,
+    attention_mask: Any = None,
     sampler: Sampler = Greedy(),
     eos_ids: int | Sequence[int] | None = None,
     pad_id: int = 0,
-    key: Array | None = None,
+    key: Any = None,
     block: int | None = None,
-    within: Policy | None = None,
-    buckets: bool = True,
-    attention_mask: Array | np.ndarray | None = None,
+    plan: Plan | None = None,
+    policy_params: Any = None,
     mesh: Mesh | None = None,
+    buckets: bool = True,
+    progress: bool = False,
 ) -> Generation:
-    """Reads left-padded prompts, evicts, and generates, in one compiled program.
+    """Reads prompts, evicts, and generates.
 
-    An equal policy, rebuilt, compiles nothing new. Texts beyond the model's positions are warned of.
+    An equal policy, rebuilt, compiles nothing new, and neither does another budget that needs as many slots.
 
     Args:
-      model, params: the model.
-      tokens: token ids "B T", padded on the left.
-      policy: what to evict; everything is kept by default.
+      model, params, tokens, policy, lengths, attention_mask, block, plan, policy_params, mesh, progress: see
+        `kvjax.prefill`.
       max_new_tokens: tokens to generate.
-      lengths: the prompts' own lengths "B", T if None. Prompts that end in T - length equal ids, while their first
-        T - length differ, are refused as padded on the right; of a single column this cannot be told.
       sampler: greedy by default. A repetition penalty counts the prompt's tokens, and no padding.
       eos_ids: tokens that end a sequence; the model's own (`model.config.eos_ids`) if None, `()` for none.
       pad_id: what follows the end.
-      key: one key, or one a row, which a sampler that draws must have. A row of a batch draws what it would draw alone
-        with the same key.
-      block: read the prompt in blocks of so many tokens (`prefill`).
-      within: the same policy with a larger budget, in whose slots and compiled program `policy` runs: budgets within
-        one compile once. Prompts must have known lengths.
-      buckets: prompts of about the same width share a program, and so do requests for about as many tokens: widths are
-        rounded up to multiples of 16, beyond 128 to four sizes for every power of two, and numbers of tokens too where
-        what the policy keeps does not depend on them. The result is the same; where a policy's slots grow with either,
-        the cache has up to a quarter more (or 15). False is for the exact sizes, which traced arguments always have.
-      attention_mask: in place of `lengths`, 1 for tokens and 0 for padding "B T", as transformers' tokenizers return
-        it. Padding may stand on either side, or between: tokens are moved to the right.
-      mesh: devices that share the batch, the heads and the prompts' tokens (`kvjax.make_mesh`); if None, those of the
-        mesh that `tokens` lie on (`kvjax.sharding.shard_rows`). Place parameters once (`kvjax.shard_params`).
-
-    Returns:
-      `Generation(tokens, lengths, state)`. On a mesh they are split by rows, the state by kv heads too.
+      key: one PRNG key for the batch, or one a sequence, which a sampler that draws must have. A row of a batch draws
+        what it would draw alone with the same key.
+      buckets: whether prompts of about the same width, and requests for about as many tokens, share a program: both are
+        rounded up to multiples of 16, beyond 128 to four sizes for every power of two. The result is the same; a cache
+        that grows with either has up to a quarter more slots (or 15). Traced arguments always have their exact sizes.
 
     Raises:
-      ValueError: a sampler that draws without a key, empty prompts, token ids outside the vocabulary, lengths outside
-        the prompt, sizes that the policy cannot work with, a mesh whose devices do not divide what they share; always
-        before anything runs. After it, a score that is no number for any token of a prompt that was evicted from.
+      ValueError: a sampler that draws without a key, and what `kvjax.prefill` refuses; always before anything runs.
     """
-    eos_ids = check_request(model, max_new_tokens, sampler, eos_ids, pad_id)
-    check_key(sampler, key)
-    mesh = mesh_of(tokens) if mesh is None else as_mesh(mesh)
-    tokens, lengths = check_prompts(model, tokens, lengths, attention_mask, params=params)
-    known = lengths if isinstance(lengths, np.ndarray) else None
-    planned = policy if within is None else within
-    width, buckets = tokens.shape[1], rounds(buckets, tokens, lengths, params, key)
-    plan, tokens = plan_request(model.config, planned, tokens, lengths, max_new_tokens, buckets=buckets)
-    block = check_block(plan, block, width)
-    check_positions(model.config, plan, width if known is None else known, int(max_new_tokens), block=block)
-    if within is not None and known is None:
-        raise ValueError("lengths are traced, but a policy within another needs them known; make a plan and its sizes")
-    sizes = None if within is None or known is None else plan.sizes(policy, known)
-    keys = None if key is None else checked_key(key, tokens.shape[0])
-    rows = tokens, jnp.asarray(lengths), keys, sizes
+    check_model(model, params)
+    ends = check_request(model, policy, sampler, eos_ids, pad_id, key)
+    prompts, steps = check_prompts(model, tokens, lengths, attention_mask), whole("max_new_tokens", max_new_tokens)
     if mesh is not None:
-        check_split(mesh, plan, model.config, tokens.shape[0], block)
-        rows = *rows[:2], row_keys(key, tokens.shape[0]), sizes
-        params, rows = shard_params(model, params, mesh), shard_rows(rows, mesh)
-    found = _generate(
-        model,
-        params,
-        *rows,
-        np.int32(max_new_tokens) if buckets else None,
-        plan=plan,
-        sampler=sampler,
-        ends=eos_ids,
-        pad_id=pad_id,
-        block=block,
-        mesh=mesh,
-    )
-    as_scored(found.state)
-    return dataclasses.replace(found, tokens=found.tokens[:, :max_new_tokens])
+        params, mesh = on_mesh(model, params, mesh, len(prompts.tokens))
+    how: dict[str, Any] = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "mesh": mesh}
+    how |= {"buckets": buckets, "progress": progress}
+    logits, state = read_prompts(model, params, prompts, policy, steps, **how)
+    seen = seen_of(model, prompts) if sampler.reads_seen else None
+    at = begin(logits, state, seen, sampler=sampler, ends=ends)
+    return _generated(model, params, at, steps, state.plan.infos[0].max_new_tokens, sampler, ends, pad_id, True)
+
+
+def generate_from(
+    model: Any,
+    params: PyTree[Any],
+    logits: Float[Array, "B V"],
+    state: State,
+    *,
+    max_new_tokens: int,
+    sampler: Sampler = Greedy(),
+    eos_ids: int | Sequence[int] | None = None,
+    pad_id: int = 0,
+    tokens: Any = None,
+) -> Generation:
+    """Generates from the logits and the state that `prefill`, `feed` or an earlier call returned.
+
+    The first token is drawn from `logits`; every token but the last is read, so the state must be planned for
+    `max_new_tokens - 1` more. Samplers draw by the state's keys: the same state, the same text.
+
+    Args:
+      model, params, max_new_tokens, sampler, eos_ids, pad_id: see `generate`.
+      logits, state: where to go on.
+      tokens: what the state has read "B T", padded on the left, for a sampler with a repetition penalty.
+
+    Raises:
+      ValueError: more tokens than the state was planned for, logits that are not the state's, no `tokens` where the
+        sampler asks for them.
+    """
+    check_state(model, state)
+    check_logits(model, state, logits)
+    ends = check_request(model, Policy(), sampler, eos_ids, pad_id, state.keys)
+    check_room(state, whole("max_new_tokens", max_new_tokens) - 1)
+    seen = seen_of(model, _already_read(model, tokens, state)) if sampler.reads_seen else None
+    at = begin(logits, state, seen, sampler=sampler, ends=ends)
+    return _generated(model, params, at, max_new_tokens, max_new_tokens, sampler, ends, pad_id, False)
+
+
+def _already_read(model: Any, tokens: Any, state: State) -> Prompts:
+    """What a state has read, for samplers that ask."""
+    if tokens is None:
+        raise ValueError("the sampler has a repetition penalty; give tokens=, what the state has read, padded left")
+    tokens = as_array("tokens", tokens, np.integer, (len(state.length), None), "integers, one row a sequence")
+    if not traced(state.length) and (most := int(np.max(state.length))) > tokens.shape[1]:
+        raise ValueError(f"the state has read {most} tokens, but tokens= holds {tokens.shape[1]} a sequence; give all")
+    return check_rows(model, tokens, state.length, len(state.length))
+
+
+def seen_of(model: Any, prompts: Prompts) -> Bool[Array, "B V"]:
+    """Which tokens of the vocabulary each prompt has, for samplers that ask."""
+    return seen_tokens(jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths), model.config.vocab_size)
+
+
+def _generated(
+    model: Any,
+    params: PyTree[Any],
+    at: Decoding,
+    steps: int,
+    most: int,
+    sampler: Sampler,
+    ends: tuple[int, ...],
+    pad_id: int,
+    in_place: bool,
+) -> Generation:
+    """`steps` tokens, the first of which is there already, in a program for `most` of them."""
+    run = decoded_in_place if in_place else decoded
+    count = jnp.int32(steps - 1) if ends or steps < most else None
+    how = {"chunk": most - 1, "sampler": sampler, "ends": ends, "pad_id": pad_id}
+    found, after = run(model, params, at, None, count, **how)
+    return _joined(at.token, at.log_prob, found.tokens, found.log_probs, after.state, steps=steps, ends=ends)
+
+
+@functools.partial(jax.jit, static_argnames=("steps", "ends"))
+def _joined(token: Any, probability: Any, tokens: Any, probabilities: Any, state: State, *, steps: int, ends: Any):
+    tokens = jnp.concatenate([token[None], tokens])[:steps].T
+    probabilities = jnp.concatenate([probability[None], probabilities])[:steps].T
+    ended = jnp.isin(tokens, jnp.asarray(ends, jnp.int32))
+    lengths = jnp.where(ended.any(-1), ended.argmax(-1) + 1, steps).astype(jnp.int32)
+    return Generation(tokens, lengths, probabilities, state)
+
+
+def feed(
+    model: Any, params: PyTree[Any], tokens: Any, state: State, *, lengths: Any = None
+) -> tuple[Float[Array, "B T V"], State]:
+    """Reads given tokens one decode step each: a question after compression, say.
+
+    Args:
+      model, params: the model.
+      tokens: token ids "B T", padded on the left where rows have different numbers of them.
+      state: the cache before.
+      lengths: how many of the last tokens of every row are read, at least 1; T if None.
+
+    Returns:
+      Logits after every token, NaN for padding, and the state after the last.
+
+    Raises:
+      ValueError: ids outside the vocabulary, another number of sequences, more tokens than the state was planned for.
+    """
+    at, given, reads = _given(model, tokens, state, lengths)
+    found, after = decoded(model, params, at, given, None, chunk=len(given[0]), logits=True)
+    logits = cast(Array, found.logits)  # which were asked for
+    logits = logits if reads is None else jnp.where(reads[..., None], logits, jnp.nan)
+    return logits.swapaxes(0, 1), after.state
+
+
+def score(
+    model: Any, params: PyTree[Any], tokens: Any, logits: Float[Array, "B V"], state: State, *, lengths: Any = None
+) -> tuple[Float[Array, "B T"], State]:
+    """Reads given tokens one decode step each: the log-probability of every one, given those before it.
+
+    Args:
+      model, params, tokens, lengths: see `feed`.
+      logits, state: what `prefill` or an earlier call returned.
+
+    Returns:
+      Log-probabilities, 0 for padding, and the state after the last token.
+
+    Raises:
+      ValueError: what `feed` refuses, and logits that are not the state's.
+    """
+    check_state(model, state)
+    check_logits(model, state, logits)
+    at, given, reads = _given(model, tokens, state, lengths)
+    found, after = decoded(model, params, at, given, None, chunk=len(given[0]))
+    T = len(given[0])
+    first = jnp.zeros_like(at.token) if reads is None else reads.argmax(0)
+    every = jnp.concatenate([at.token[None], given[0][:-1]])
+    begun = log_prob(logits, jnp.take_along_axis(every, first[None], axis=0)[0])
+    column = jnp.arange(T)[:, None]
+    later = jnp.concatenate([jnp.zeros_like(begun)[None], found.log_probs[:-1]])
+    return jnp.where(column < first[None], 0.0, jnp.where(column == first[None], begun[None], later)).T, after.state
+
+
+def _given(model: Any, tokens: Any, state: State, lengths: Any) -> tuple[Decoding, Any, Bool[Array, "T B"] | None]:
+    """Where decoding stands before given tokens, those that follow the first of them, and which are read."""
+    check_state(model, state)
+    rows = check_rows(model, tokens, lengths, len(state.length))
+    B, T = rows.tokens.shape
+    check_room(state, rows.lengths)
+    ids = jnp.asarray(rows.tokens, jnp.int32).T
+    ragged = traced(rows.lengths) or bool((rows.lengths < T).any())
+    reads = jnp.arange(T)[:, None] >= T - jnp.asarray(rows.lengths)[None] if ragged else None
+    after = lambda x: jnp.concatenate([x[1:], jnp.zeros_like(x[:1])])
+    running = jnp.ones((B,), bool) if reads is None else reads[0]
+    at = Decoding(ids[0], jnp.zeros((B,), jnp.float32), running, state)
+    return at, (after(ids), None if reads is None else after(reads)), reads

@@ -1,193 +1,245 @@
-"""Rows that read a cache without adding to it: what attention says of a prompt when tokens behind it are read."""
+"""Reading a prompt again, chunk by chunk, before anything of it is evicted (KVzip).
+
+Letters: B batch, T columns of the prompt, R rows that repeat a chunk, W keys that they see, S slots.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.cache import mesh
-from kvjax.cache.state import EMPTY, KVState
-from kvjax.drivers.attention import attend
-from kvjax.drivers.layers import LayerSteps
-from kvjax.drivers.requests import Model, as_ids, check_is, check_model, check_positions, real_tokens
-from kvjax.pallas_kernels.values import a, as_given, checked, each
-from kvjax.plan import CachePlan, as_lengths, at_positions
-from kvjax.policy import context
-from kvjax.scoring.replay import Replay
-from kvjax.scoring.stats import AttentionStats, LayerStats, Measurement, ordered
+from kvjax.contract import EMPTY, unique
+from kvjax.drivers.attend import embed, layer_step
+from kvjax.drivers.checks import check_ids
+from kvjax.drivers.decide import check_layers_scored, decided
+from kvjax.drivers.state import AttnStats, State
+from kvjax.observe import Reread
+from kvjax.pallas_kernels.columns import accumulator
+from kvjax.pallas_kernels.pytree import pytree, static
+from kvjax.storage import Storage
+
+_LOGITS = 2**20  # of a block of rows, 4 MiB in float32
+_ROWS = 32  # of a block at least, as few take longer
 
 
-def replay(
-    model: Model,
+def rereads(state: State) -> tuple[Reread, ...]:
+    """The ways in which the state's policy wants the prompt to be repeated."""
+    return unique(o for p in state.plan.layers for o in p.observe("replay") if isinstance(o, Reread))
+
+
+def check_rereads(model: Any, state: State, hows: tuple[Reread, ...]) -> None:
+    """Refuses instructions outside the vocabulary, and repetitions that end beyond learned positions."""
+    width, config = state.plan.infos[0].prompt_len, model.config
+    for how in hows:
+        check_ids(model, (*how.repeat, *how.repeat_next, *how.suffix))
+        most, rows = getattr(config, "max_position", 0), how.most(width)
+        if getattr(config, "learned_positions", False) and width + rows > most:
+            raise ValueError(
+                f"a prompt of {width} tokens and {rows} that repeat a chunk of it are {width + rows}, but the model "
+                f"has learned {most} positions; use fewer, or smaller chunks"
+            )
+
+
+def reread(
+    model: Any,
     params: PyTree[Any],
-    tokens: Array | np.ndarray | Sequence[Sequence[int]],
-    state: KVState,
-    *,
-    lengths: Array | np.ndarray | Sequence[int] | None = None,
-    measure: Sequence[Measurement] = (),
-) -> tuple[Float[Array, "B R V"], AttentionStats]:
-    """Reads tokens "B R" behind what a state holds, at once, and leaves the state as it is.
-
-    Every token attends to the live slots of the state and to the tokens before it, as if all of them were read behind
-    the state's last token. After a prompt of which everything was kept (`kvjax.identity()`), logits are those of a
-    model that reads the prompt and the tokens together, but for rotary scalings that depend on the length ("dynamic"
-    and "longrope"): stored keys stay as they are. The tokens count for nothing that the state was planned for.
-
-    A row of a padded batch reads what it would read alone.
+    tokens: Int[np.ndarray, "B T"],
+    lengths: Int[np.ndarray, "B"],
+    state: State,
+    stats: AttnStats,
+    hows: tuple[Reread, ...],
+) -> State:
+    """The state after its policy's update, which also sees what attention tokens get while the prompt is repeated.
 
     Args:
       model, params: the model.
-      tokens: the tokens, padded on the left where rows have different numbers of them.
-      state: the cache, which `prefill` or a later step returned.
-      lengths: how many of the last tokens of every row "B" are real, at least 1; R if None.
-      measure: what to measure of the tokens' attention, in every layer.
-
-    Returns:
-      Logits after every token, NaN for padding; and the measurements. One number a slot means the slots of the state,
-      then those of the tokens: of "B K S" statistics the first `state.layers[i].view().num_slots` are the state's.
+      tokens, lengths: the prompts, padded on the left, and their own lengths.
+      state: the state that holds the whole prompts.
+      stats: what was observed while they were read.
+      hows: how they are repeated.
 
     Raises:
-      ValueError: a state that was planned for another model, or whose policy hides slots from single rows; tokens of
-        other sequences or outside the vocabulary, or at positions that the model has not learned; lengths outside 1 to
-        R; measurements of rows that repeat a prompt, which `prefill` makes.
+      ValueError: a policy that keeps more tokens than it asked slots for, scores that are not numbers.
     """
-    check_model(model)
-    check_is(KVState, "state", state)
-    plan: CachePlan = state.plan
-    plan.check_model(model.config)
-    for m in checked(each(a(Measurement)), "measure", measure):
-        if m.again is not None:
-            raise ValueError(
-                f"{m} measures rows that repeat a prompt chunk by chunk, but these tokens are any; prefill a policy "
-                "that asks for it"
-            )
-    if hiding := [site.layer for site, spec in zip(plan.sites, plan.specs, strict=True) if spec.hides is not None]:
-        raise ValueError(
-            f"{plan.policy} hides slots of layer {hiding[0]} from each row that is decoded, but several rows are read "
-            "at once; use kvjax.feed, which reads them one by one"
-        )
-    B, tokens = len(state.length), as_given("tokens", tokens)
-    real = None
-    if lengths is not None and tokens.ndim == 2:
-        lengths = as_lengths(lengths, B, tokens.shape[1])
-        real = real_tokens(lengths, tokens)
-    tokens = as_ids(model, tokens, (B, None), "one row of tokens a sequence", real=real)
-    R = tokens.shape[1]
-    valid = jnp.full((B,), R, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
-    _check_places(model, state, valid)
-    if not isinstance(state.length, jax.core.Tracer):
-        more = R if isinstance(valid, jax.core.Tracer) else np.asarray(valid)
-        check_positions(model.config, plan, np.asarray(state.length), more)
-    observe = (ordered(measure),) * len(plan.sites)
-    logits, stats = _read_behind(model, params, tokens, state, valid, observe, last_only=False)
-    padding = jnp.arange(R, dtype=jnp.int32)[None] < (R - valid)[:, None]
-    return jnp.where(padding[..., None], jnp.nan, logits), stats
+    T, plan, (outer, each) = tokens.shape[1], state.plan, model.parts(params)
+    for how in hows:
+        found, R = [jnp.zeros(kv.pos.shape) for kv in state.layers], how.most(T)
+        for first in how.firsts(T):
+            rows = [how.rows(tokens[b, T - n :], first, T) for b, n in enumerate(lengths)]
+            ids = np.stack([np.pad(x, (R - len(x), 0)) for x in rows])
+            x, _, pos, _ = embed(model, outer, ids, state.length, np.array([*map(len, rows)], np.int32))
+            for i, kv in enumerate(state.layers):
+                size = how.size(T) if how in plan.layers[i].observe("replay") else 0
+                attend = Repeat(pos, jnp.int32(first), state.length, how, size)
+                x, _, new = layer_step(model, model.alike[i], each[i], x, kv, attend)
+                found[i] = found[i] if new is None else jnp.maximum(found[i], new)
+        stats = _with(stats, how, found)
+    state, lost = decided(state, stats)
+    if bool(jnp.stack(lost).any()):
+        check_layers_scored(state)
+        raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
+    return state
 
 
-def _check_places(model: Model, state: KVState, valid: Int[Array, "B"]) -> None:
-    """Raises ValueError for tokens at positions that a model has not learned, where they are known."""
-    if not getattr(model.config, "learned_positions", False) or isinstance(state.length + valid, jax.core.Tracer):
-        return
-    end, most = int((state.length + valid).max()), int(getattr(model.config, "max_position", 0))
-    if end > most:
-        raise ValueError(f"the tokens end {end} tokens from the first, but this model has learned {most} positions")
+def after_replay(state: State, stats: AttnStats, hows: tuple[Reread, ...]) -> State:
+    """The state after an update as in `reread`, but by attention of 0: for shapes."""
+    for how in hows:
+        stats = _with(stats, how, [jnp.zeros(kv.pos.shape) for kv in state.layers])
+    return decided(state, stats)[0]
 
 
-def _read_behind(
-    model: Model,
-    params: PyTree[Any],
-    tokens: Int[Array, "B R"],
-    state: KVState,
-    valid: Int[Array, "B"],
-    observe: Sequence[tuple[Measurement, ...]],
-    *,
-    last_only: bool = True,
-    chunk: tuple[Int[Array, "B"], Int[Array, "B"]] | None = None,
-) -> tuple[Float[Array, "B _ V"], AttentionStats]:
-    """Logits and measurements of tokens behind a state.
+def _with(stats: AttnStats, how: Reread, found: list[Array]) -> AttnStats:
+    layers = tuple((*x, y) for x, y in zip(stats.layers, found, strict=True))
+    return dataclasses.replace(stats, layers=layers, names=tuple((*x, how) for x in stats.names))
+
+
+@pytree
+class Repeat:
+    """What a layer calls with the rows that repeat a chunk: it stores none of them.
+
+    Attributes:
+      pos: their positions, `EMPTY` for padding.
+      first: position of the chunk's first token.
+      length: tokens of each prompt.
+      how: how the prompt is repeated.
+      size: tokens of the largest chunk; 0 where nobody asks what they get.
+    """
+
+    pos: Int[Array, "B R"]
+    first: Int[Array, ""]
+    length: Int[Array, "B"]
+    how: Reread = static(default=Reread())
+    size: int = static(default=0)
+
+    def __call__(
+        self,
+        kv: Storage,
+        q: Float[Array, "B N R H"],
+        k: Float[Array, "B _ R H"],
+        v: Float[Array, "B _ R H"],
+        *,
+        layer: int,
+        rotate: Callable[..., Array],
+        out_proj: Float[Array, "N H D"] | None = None,
+        hidden: Float[Array, "B R D"] | None = None,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        slopes: Any = None,
+    ) -> tuple[Float[Array, "B N R H"], Storage, Float[Array, "B K S"] | None]:
+        """What attention gives, the cache as it was, and the most that each token of the chunk gets, if asked for."""
+        del layer
+        K, pos = kv.pos.shape[1], self.pos
+        k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
+        k = k if kv.how.positions == "rank" else rotate(k, pos[:, None])
+        q = rotate(q, pos[:, None])  # nothing is evicted, so that ranks are positions
+        both = kv.replace(memory=()).append(k, v, pos, grow=True)
+        out = both.attend(q, pos, rotate=rotate, scale=scale, window=window, softcap=softcap, slopes=slopes).out
+        if not self.size:
+            return out, kv, None
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        keys, bias = both.keys(rotate), both.bias(q.shape[1] // K, slopes)
+        rows = _Rows(q, keys, both.v, bias, pos, scale, window, softcap)
+        chunk = _Chunk(self.first, self.length, self.size, self.how.sinks)
+        if not self.how.plus:
+            return out, kv, _most(rows, chunk)
+        if out_proj is None or hidden is None:
+            raise ValueError("Reread(plus=True) needs the output projection and hidden states, which the model lacks")
+        norm = jnp.linalg.norm(hidden.astype(jnp.float32), axis=-1)
+        return out, kv, _most(rows, chunk, 1.0 / jnp.where(norm > 0, norm, 1.0), out_proj)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Rows that repeat a chunk, and the keys and values of the prompt's S slots and, behind these, of the R rows."""
+
+    q: Float[Array, "B N R H"]
+    k: Float[Array, "B K X H"]
+    v: Float[Array, "B K X H"]
+    bias: Float[Array, "B N X"] | None
+    pos: Int[Array, "B R"]
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """A chunk of at most `size` tokens from position `first` on, of prompts of `length` tokens."""
+
+    first: Int[Array, ""]
+    length: Int[Array, "B"]
+    size: int
+    sinks: int
+
+
+def block_rows(rows: int, heads: int, keys: int) -> int:
+    """How many of the rows that repeat a chunk are computed at once, for `heads` query heads of all sequences."""
+    return min(rows, max(_ROWS, _LOGITS // (heads * keys)))
+
+
+def _most(
+    rows: _Rows,
+    chunk: _Chunk,
+    factor: Float[Array, "B R"] | None = None,
+    out_proj: Float[Array, "N H D"] | None = None,
+) -> Float[Array, "B K S"]:
+    """The most that any row gives to the tokens of a chunk, 0 elsewhere: block of rows by block.
 
     Args:
-      model, params: the model.
-      tokens: padded on the left.
-      state: the cache.
-      valid: how many of the last tokens are real; none of a row's may be.
-      observe: what to measure in every layer.
-      last_only: logits of the last column alone.
-      chunk: the positions of the prompt that the tokens repeat (`Context.again`).
+      rows: the rows.
+      chunk: what they repeat.
+      factor: what each row's probabilities are multiplied by, None for 1.
+      out_proj: weighs each token by the norm of its projected value, None for 1.
     """
-    R = tokens.shape[1]
-    column = jnp.arange(R, dtype=jnp.int32)[None] - (R - valid)[:, None]
-    pos = jnp.where(column >= 0, state.length[:, None] + column, EMPTY)
-    tokens = mesh.prompt_rows(jnp.where(column >= 0, tokens, 0), None)
+    (B, N, R, H), K, S = rows.q.shape, rows.k.shape[1], rows.k.shape[2] - rows.q.shape[2]
+    G, dtype, early = N // K, accumulator(rows.q.dtype), jnp.arange(min(chunk.sinks, S))[None]
+    inside = jnp.arange(chunk.size)[None] + chunk.first
+    early = jnp.broadcast_to(jnp.where(early < chunk.first, early, EMPTY), (B, early.shape[1]))
+    inside = jnp.where(inside < chunk.length[:, None], inside, EMPTY)
+    pos = jnp.concatenate([early, inside], axis=1)
+    slot = jnp.maximum(pos + (S - chunk.length)[:, None], 0)  # a whole prompt lies in the last slots, in its order
 
-    def attend_(cache, q, k, v, *, layer, **options):
-        q, k, v = (mesh.prompt_rows(x, None, mesh.HEADS) for x in (q, k, v))
-        ctx = context(state, layer, "prefill")
-        ctx = dataclasses.replace(ctx, length=state.length + valid, ids=tokens, again=chunk)
-        out, _, stats = attend(cache, q, k, v, pos, ctx=ctx, observe=observe[layer], **options)
-        return out, cache, stats
+    def seen(x: Float[Array, "B M X *H"]) -> Float[Array, "B M W *H"]:
+        """Of sinks, chunk and the rows themselves."""
+        index = slot[:, None].reshape(B, 1, -1, *(1,) * (x.ndim - 3))
+        return jnp.concatenate([jnp.take_along_axis(x, index, axis=2), x[:, :, S:]], axis=2)
 
-    where = at_positions(model.config, pos)
-    logits, _, stats = model(params, tokens, state.layers, attend=attend_, last_only=last_only, **where)
-    return logits, AttentionStats(stats, phase="prefill")
+    keys, key_pos = seen(rows.k), jnp.concatenate([pos, rows.pos], axis=1)
+    bias = None if rows.bias is None else seen(rows.bias).reshape(B, K, G, 1, -1).astype(dtype)
+    size = block_rows(R, B * N, key_pos.shape[1])
 
+    def of_block(most: Float[Array, "B K G C"], block: tuple[Array, ...]) -> tuple[Array, None]:
+        q, row, factor = block
+        x = jnp.einsum("bkgrh,bksh->bkgrs", q.reshape(B, K, G, size, H), keys, preferred_element_type=dtype)
+        x = x * jnp.asarray(rows.scale, dtype)
+        x = x if rows.softcap is None else rows.softcap * jnp.tanh(x / rows.softcap)
+        x = x if bias is None else x + bias
+        row, key = row[:, None, None, :, None], key_pos[:, None, None, None]
+        sees = (key <= row) & (key != EMPTY)
+        sees = sees if rows.window is None else sees & (key > row - rows.window)
+        x = jnp.where(sees, x, -jnp.inf)
+        e = jnp.exp(x - jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(dtype).min))
+        mass = e.sum(-1, keepdims=True)
+        p = e[..., early.shape[1] : early.shape[1] + chunk.size] / jnp.where(mass > 0, mass, 1.0)
+        return jnp.maximum(most, (p * factor[:, None, None, :, None].astype(dtype)).max(3)), None
 
-def decided_by_replay(
-    model: Model, params: PyTree[Any], tokens: Int[Array, "B T"], state: KVState, stats: AttentionStats
-) -> KVState:
-    """The state after a policy that wants its prompt read again; arguments are those of `read_again`."""
-    stats = read_again(model, params, tokens, state, stats)
-    column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] - (tokens.shape[1] - state.length)[:, None]
-    alone = dataclasses.replace(state, layers=())
-    steps = LayerSteps(alone, jnp.where(column >= 0, tokens, 0), jnp.maximum(column, EMPTY), evict=True)
-    return steps.decided(state, stats)
+    def blocks(x: Array, axis: int, fill: int = 0) -> Array:
+        x = jnp.pad(x, [(0, -R % size * (i == axis)) for i in range(x.ndim)], constant_values=fill)
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
 
-
-def read_again(
-    model: Model, params: PyTree[Any], tokens: Int[Array, "B T"], state: KVState, stats: AttentionStats
-) -> AttentionStats:
-    """What was measured of a prompt, with what rows that repeat it say, chunk by chunk, where the state's policy asks.
-
-    Args:
-      model, params: the model.
-      tokens: the prompt, padded on the left.
-      state: after the prompt, all of it.
-      stats: what was measured of the prompt's own rows.
-    """
-    plan: CachePlan = state.plan
-    found = [dict(zip(layer.observed, layer.values, strict=True)) for layer in stats.layers]
-    for how in plan.replays:
-        for layer, more in zip(found, _repeated(model, params, tokens, state, how), strict=True):
-            layer.update(more)
-    layers = tuple(LayerStats(tuple(layer.values()), tuple(layer)) for layer in found)
-    return dataclasses.replace(stats, layers=layers)
-
-
-def _repeated(
-    model: Model, params: PyTree[Any], tokens: Int[Array, "B T"], state: KVState, replay: Replay
-) -> list[dict[Measurement, Float[Array, "B K T"]]]:
-    """What every layer asks to see of rows that repeat the prompt: the largest over all chunks, for the prompt's slots.
-
-    All chunks are read by one program.
-    """
-    plan: CachePlan = state.plan
-    observe = [tuple(m for m in spec.prompt if m.again == replay) for spec in plan.specs]
-    (B, T), lengths = tokens.shape, state.prompt_length
-
-    def read(largest: list[list[Array]], index: Int[Array, ""]) -> tuple[list[list[Array]], None]:
-        again, valid = mesh.everywhere(replay.read, tokens, lengths, index)
-        chunk = replay.span(T, lengths, index)
-        _, stats = _read_behind(model, params, again, state, valid, observe, chunk=chunk)
-        new = [[value[..., :T] for value in layer.values] for layer in stats.layers]
-        return jax.tree.map(lambda x, y: jnp.maximum(x, y.astype(x.dtype)), largest, new), None
-
-    nothing = lambda kv: jnp.zeros((B, kv.num_kv_heads, T), jnp.float32)
-    start = [[nothing(kv) for _ in asked] for kv, asked in zip(state.layers, observe, strict=True)]
-    indices = jnp.arange(replay.count(T), dtype=jnp.int32)
-    largest, _ = lax.scan(read, start, indices)
-    return [dict(zip(asked, values, strict=True)) for asked, values in zip(observe, largest, strict=True)]
+    factor = jnp.ones((B, R), jnp.float32) if factor is None else factor
+    start = jnp.zeros((B, K, G, chunk.size), dtype)
+    most, _ = lax.scan(of_block, start, (blocks(rows.q, 2), blocks(rows.pos, 1, EMPTY), blocks(factor, 1)))
+    slot = slot[:, early.shape[1] :]
+    if out_proj is not None:
+        v = jnp.take_along_axis(rows.v, slot[:, None, :, None], axis=2).astype(dtype)
+        by_group = out_proj.astype(dtype).reshape(K, G, H, -1)
+        gram = jnp.einsum("kghd,kgjd->kghj", by_group, by_group)
+        most = most * jnp.sqrt(jnp.maximum(jnp.einsum("bkch,kghj,bkcj->bkgc", v, gram, v), 0.0))
+    slot = jnp.where(inside == EMPTY, S, slot)
+    return jnp.zeros((B, K, S), dtype).at[jnp.arange(B)[:, None], :, slot].set(most.max(2).swapaxes(1, 2), mode="drop")

@@ -1,49 +1,72 @@
-"""How the next token is chosen from logits: filters that compose, and what draws from the logits that they leave.
+"""How the next token is chosen from logits: filters that compose, and samplers that draw from what filters leave.
 
-A filter is a frozen dataclass, `(logits, seen) -> logits`; `chain` applies some in turn. Each does what the logits
-processor of its name does in transformers, which applies them in the order `RepetitionPenalty`, `Temperature`, `TopK`,
-`TopP`, `MinP`. A sampler has a filter and draws one token from what it leaves.
+Filters do what the logits processors of their names do in transformers, which applies them in the order
+`RepetitionPenalty`, `Temperature`, `TopK`, `TopP`, `MinP`.
 
-Letters: B batch, V vocab.
+Letters: B batch, T tokens, V vocabulary.
 """
 
-import abc
-import dataclasses
+import math
+import numbers
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.pallas_kernels.values import Value, a, checked, each, number, optional, settle, whole
+from kvjax.contract import Value
 
-_TEMPERATURE = number("(0, inf)", "must be positive and finite; use Greedy() for the limit 0")
-_TOP_K = whole(1, why="at least one token must remain; use None for all")
-_TOP_P = number("(0, 1]", "a probability mass lies in (0, 1]")
-_MIN_P = number("[0, 1]", "a share of the largest probability lies in [0, 1]")
-_PENALTY = number("(0, inf)", "must be positive and finite; 1 is no penalty")
+_Logits = Float[Array, "B V"]
+_Seen = Bool[Array, "B V"] | None
 
 
-class Filter(Value, abc.ABC):
-    """A frozen dataclass that changes logits before a token is drawn."""
+def _check(name: str, x: float, low: float, high: float, why: str) -> None:
+    """Refuses what is no number above `low` and up to `high`."""
+    if isinstance(x, bool) or not isinstance(x, numbers.Real) or not low < x <= high or math.isinf(x):
+        raise ValueError(f"{name}={x!r}: {why}")
+
+
+def _check_top_k(name: str, k: int) -> None:
+    if isinstance(k, bool) or not isinstance(k, numbers.Integral) or k < 1:
+        raise ValueError(f"{name}={k!r}: must be a whole number of at least 1; leave it out to keep all tokens")
+
+
+def _check_top_p(name: str, p: float) -> None:
+    _check(name, p, 0.0, 1.0, "a probability mass is above 0 and at most 1")
+
+
+def _check_min_p(name: str, p: float) -> None:
+    _check(name, p, -1e-30, 1.0, "a share of the largest probability is from 0 to 1")
+
+
+class Filter(Value):
+    """Changes logits before a token is drawn. A subclass declares its fields and `__call__`, no more.
+
+    Attributes:
+      reads_seen: whether it must be told which tokens a sequence has read or drawn.
+    """
 
     @property
     def reads_seen(self) -> bool:
-        """Whether it must be told which tokens a sequence has seen. Drivers keep such a record only if so."""
+        """False: most look at the logits alone."""
         return False
 
-    @abc.abstractmethod
-    def __call__(self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None = None) -> Float[Array, "B V"]:
+    def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
         """Logits to draw from, -inf for tokens that are excluded.
 
         Args:
           logits: those of the next token.
           seen: which tokens of the vocabulary each sequence has read or drawn, the prompt's among them.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no __call__")
 
 
-@dataclasses.dataclass(frozen=True)
 class Chain(Filter):
-    """Filters applied in turn; made by `chain`."""
+    """Filters in turn; made by `chain`.
+
+    Attributes:
+      filters: the first one first.
+    """
 
     filters: tuple[Filter, ...] = ()
 
@@ -52,29 +75,29 @@ class Chain(Filter):
         """Whether a member does."""
         return any(f.reads_seen for f in self.filters)
 
-    def __call__(self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None = None) -> Float[Array, "B V"]:
-        """See `Filter`."""
+    def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
+        """The logits after all filters."""
         for f in self.filters:
             logits = f(logits, seen)
         return logits
 
 
 def chain(*filters: Filter) -> Filter:
-    """Filters applied in turn, from left to right. Associative; the unit is `chain()`, which changes nothing.
+    """Filters in turn, from left to right; `chain()` changes nothing.
 
     Raises:
-      ValueError: a member that is no filter.
+      ValueError: what is no filter.
     """
-    filters = checked(each(a(Filter)), "filters", filters)
+    if wrong := [f for f in filters if not isinstance(f, Filter)]:
+        raise ValueError(f"{wrong[0]!r} is no filter; give such as TopK(20), and the chain to Categorical(filter)")
     flat = [g for f in filters for g in (f.filters if isinstance(f, Chain) else (f,))]
     return flat[0] if len(flat) == 1 else Chain(tuple(flat))
 
 
-@dataclasses.dataclass(frozen=True)
 class RepetitionPenalty(Filter):
     """Makes tokens that a sequence has seen less likely: positive logits are divided, negative ones multiplied.
 
-    The prompt's tokens count as seen, padding does not (CTRL, arXiv 1909.05858, section 4.1, as transformers has it).
+    The prompt's tokens count as seen, padding does not (CTRL, arXiv 1909.05858, section 4.1).
 
     Attributes:
       penalty: above 1 against repetition, below 1 for it.
@@ -83,18 +106,18 @@ class RepetitionPenalty(Filter):
     penalty: float
 
     def __post_init__(self):
-        settle(self, penalty=_PENALTY)
+        _check("penalty", self.penalty, 0.0, math.inf, "must be positive and finite; 1 is no penalty")
 
     @property
     def reads_seen(self) -> bool:
         """True."""
         return True
 
-    def __call__(self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None = None) -> Float[Array, "B V"]:
-        """See `Filter`.
+    def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
+        """The logits with those of seen tokens lowered.
 
         Raises:
-          ValueError: no record of tokens.
+          ValueError: no `seen`.
         """
         if seen is None:
             raise ValueError(f'{self} needs seen=, a boolean "B V": the tokens that each sequence has read')
@@ -102,7 +125,6 @@ class RepetitionPenalty(Filter):
         return jnp.where(seen, jnp.where(logits < 0, logits * self.penalty, logits / self.penalty), logits)
 
 
-@dataclasses.dataclass(frozen=True)
 class Temperature(Filter):
     """Divides the logits.
 
@@ -113,17 +135,15 @@ class Temperature(Filter):
     temperature: float
 
     def __post_init__(self):
-        settle(self, temperature=_TEMPERATURE)
+        _check("temperature", self.temperature, 0.0, math.inf, "must be positive and finite; use Greedy() for 0")
 
-    def __call__(self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None = None) -> Float[Array, "B V"]:
-        """See `Filter`."""
-        del seen
+    def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
+        """The logits divided."""
         return logits.astype(jnp.float32) / self.temperature
 
 
-@dataclasses.dataclass(frozen=True)
 class TopK(Filter):
-    """Only the k most likely tokens, and those that are as likely as the last of them.
+    """Keeps the k most likely tokens, and those that are as likely as the last of them.
 
     Attributes:
       k: how many.
@@ -132,11 +152,10 @@ class TopK(Filter):
     k: int
 
     def __post_init__(self):
-        settle(self, k=_TOP_K)
+        _check_top_k("k", self.k)
 
-    def __call__(self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None = None) -> Float[Array, "B V"]:
-        """See `Filter`."""
-        del seen
+    def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
+        """The logits, -inf for all but the k largest."""
         logits = logits.astype(jnp.float32)
         if self.k >= logits.shape[-1]:
             return logits
@@ -144,9 +163,8 @@ class TopK(Filter):
         return jnp.where(logits < kth, -jnp.inf, logits)
 
 
-@dataclasses.dataclass(frozen=True)
 class TopP(Filter):
-    """Only the smallest set of most likely tokens that holds this much probability; the most likely always stays.
+    """Keeps the smallest set of most likely tokens that holds this much probability; the most likely always stays.
 
     Attributes:
       p: the probability mass (nucleus sampling, arXiv 1904.09751).
@@ -155,11 +173,10 @@ class TopP(Filter):
     p: float
 
     def __post_init__(self):
-        settle(self, p=_TOP_P)
+        _check_top_p("p", self.p)
 
-    def __call__(self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None = None) -> Float[Array, "B V"]:
-        """See `Filter`."""
-        del seen
+    def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
+        """The logits, -inf for tokens outside the set."""
         logits = logits.astype(jnp.float32)
         if self.p == 1:
             return logits
@@ -170,9 +187,8 @@ class TopP(Filter):
         return jnp.where(logits < last, -jnp.inf, logits)
 
 
-@dataclasses.dataclass(frozen=True)
 class MinP(Filter):
-    """Only tokens that are at least this share as likely as the most likely one (arXiv 2407.01082).
+    """Keeps tokens that are at least this share as likely as the most likely one (arXiv 2407.01082).
 
     Attributes:
       p: the share.
@@ -181,38 +197,56 @@ class MinP(Filter):
     p: float
 
     def __post_init__(self):
-        settle(self, p=_MIN_P)
+        _check_min_p("p", self.p)
 
-    def __call__(self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None = None) -> Float[Array, "B V"]:
-        """See `Filter`."""
-        del seen
+    def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
+        """The logits, -inf for less likely tokens."""
         p = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
         return jnp.where(p < self.p * p.max(-1, keepdims=True), -jnp.inf, logits.astype(jnp.float32))
 
 
-class Sampler(Value, abc.ABC):
-    """A frozen dataclass that draws one token for every sequence."""
+class Sampler(Value):
+    """Draws one token for every sequence. A subclass declares its fields and `__call__`.
+
+    Attributes:
+      reads_seen: whether it is called with `seen`; only then is such a record kept.
+      draws: whether its tokens depend on the keys; then a request without a key is refused.
+    """
+
+    draws: ClassVar[bool] = True
 
     @property
     def reads_seen(self) -> bool:
-        """Whether it is called with `seen` too. Drivers keep such a record only if so."""
+        """False."""
         return False
 
+    def __call__(self, logits: _Logits, keys: Key[Array, "B"], seen: _Seen = None) -> Int[Array, "B"]:
+        """One token id a sequence; `keys` are consumed, and `seen` is as in `Filter`."""
+        raise NotImplementedError(f"{type(self).__name__} has no __call__")
+
+
+class Greedy(Sampler):
+    """The most likely token; the lowest id among equals.
+
+    Attributes:
+      filter: what is done to the logits before; nothing by default.
+    """
+
+    draws: ClassVar[bool] = False
+    filter: Filter = Chain()
+
     @property
-    def draws(self) -> bool:
-        """Whether its tokens depend on the keys. Drivers that are given none refuse such a sampler."""
-        return True
+    def reads_seen(self) -> bool:
+        """Whether the filter does."""
+        return self.filter.reads_seen
 
-    @abc.abstractmethod
-    def __call__(
-        self, logits: Float[Array, "B V"], keys: Key[Array, "B"], seen: Bool[Array, "B V"] | None = None
-    ) -> Int[Array, "B"]:
-        """One token id a sequence; `keys` are consumed. `seen` is as in `Filter`, None where nothing asks for it."""
+    def __call__(self, logits: _Logits, keys: Key[Array, "B"], seen: _Seen = None) -> Int[Array, "B"]:
+        """The largest of the filtered logits."""
+        return jnp.argmax(self.filter(logits, seen), axis=-1).astype(jnp.int32)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Filtered(Sampler):
-    """A sampler that looks at what a filter leaves.
+class Categorical(Sampler):
+    """Draws from the softmax.
 
     Attributes:
       filter: what is done to the logits before; nothing by default.
@@ -220,65 +254,26 @@ class _Filtered(Sampler):
 
     filter: Filter = Chain()
 
-    def __post_init__(self):
-        settle(self, filter=a(Filter))
-
     @property
     def reads_seen(self) -> bool:
         """Whether the filter does."""
         return self.filter.reads_seen
 
-
-@dataclasses.dataclass(frozen=True)
-class Greedy(_Filtered):
-    """The most likely token; the lowest id among equals.
-
-    Attributes:
-      filter: what is done to the logits before; nothing by default.
-    """
-
-    @property
-    def draws(self) -> bool:
-        """False."""
-        return False
-
-    def __call__(
-        self, logits: Float[Array, "B V"], keys: Key[Array, "B"], seen: Bool[Array, "B V"] | None = None
-    ) -> Int[Array, "B"]:
-        """See `Sampler`."""
-        del keys
-        return jnp.argmax(self.filter(logits, seen), axis=-1).astype(jnp.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Categorical(_Filtered):
-    """Draws from the softmax.
-
-    Attributes:
-      filter: what is done to the logits before; nothing by default.
-    """
-
-    def __call__(
-        self, logits: Float[Array, "B V"], keys: Key[Array, "B"], seen: Bool[Array, "B V"] | None = None
-    ) -> Int[Array, "B"]:
-        """See `Sampler`."""
+    def __call__(self, logits: _Logits, keys: Key[Array, "B"], seen: _Seen = None) -> Int[Array, "B"]:
+        """A draw from the softmax of the filtered logits."""
         logits = self.filter(logits, seen).astype(jnp.float32)
         return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
-@dataclasses.dataclass(frozen=True)
 class Sample(Sampler):
-    """Draws from the softmax after the usual filters: `Categorical` of their chain, in the order of transformers.
-
-    The draws are those of the keys alone: the same key, the same text. `kvjax.generate(key=jax.random.key(seed))`.
+    """Draws from the softmax after the usual filters, in the order of transformers. The same key, the same text.
 
     Attributes:
-      temperature: divides the logits (`Temperature`).
-      top_k: only the k most likely tokens (`TopK`); None for all.
-      top_p: only the smallest set of most likely tokens that holds this much probability (`TopP`); the most likely
-        token always stays.
-      min_p: only tokens at least this share as likely as the most likely one (`MinP`).
-      repetition_penalty: makes tokens that were seen less likely (`RepetitionPenalty`); 1 for none.
+      temperature: divides the logits.
+      top_k: only the k most likely tokens; None for all.
+      top_p: only the smallest set of most likely tokens that holds this much probability.
+      min_p: only tokens at least this share as likely as the most likely one.
+      repetition_penalty: makes tokens that were seen less likely; 1 for none.
     """
 
     temperature: float = 1.0
@@ -288,18 +283,15 @@ class Sample(Sampler):
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        settle(
-            self,
-            temperature=_TEMPERATURE,
-            top_k=optional(_TOP_K),
-            top_p=_TOP_P,
-            min_p=_MIN_P,
-            repetition_penalty=_PENALTY,
-        )
+        _check_min_p("min_p", self.min_p)
+        _check_top_p("top_p", self.top_p)
+        if self.top_k is not None:
+            _check_top_k("top_k", self.top_k)
+        RepetitionPenalty(self.repetition_penalty), self.filter  # refuse nonsense
 
     @property
     def filter(self) -> Filter:
-        """The chain of filters that the options name."""
+        """The filters that the options name."""
         return chain(
             *([] if self.repetition_penalty == 1 else [RepetitionPenalty(self.repetition_penalty)]),
             Temperature(self.temperature),
@@ -311,12 +303,10 @@ class Sample(Sampler):
     @property
     def reads_seen(self) -> bool:
         """Whether there is a penalty."""
-        return self.filter.reads_seen
+        return self.repetition_penalty != 1
 
-    def __call__(
-        self, logits: Float[Array, "B V"], keys: Key[Array, "B"], seen: Bool[Array, "B V"] | None = None
-    ) -> Int[Array, "B"]:
-        """See `Sampler`."""
+    def __call__(self, logits: _Logits, keys: Key[Array, "B"], seen: _Seen = None) -> Int[Array, "B"]:
+        """A draw from the softmax of the filtered logits."""
         return Categorical(self.filter)(logits, keys, seen)
 
 
@@ -329,6 +319,6 @@ def seen_tokens(tokens: Int[Array, "B T"], lengths: Int[Array, "B"], vocab_size:
 
 
 def with_token(seen: Bool[Array, "B V"], token: Int[Array, "B"], drawn: Bool[Array, "B"]) -> Bool[Array, "B V"]:
-    """The record after the tokens of those sequences that have drawn one."""
+    """The record of seen tokens after those of the sequences that have drawn one."""
     B, V = seen.shape
     return seen.at[jnp.arange(B), jnp.where(drawn & (token >= 0), token, V)].set(True, mode="drop")

@@ -1,66 +1,37 @@
-"""Text in, text out: a context that is read and compressed once, and questions to copies of what was kept."""
+"""Text in, text out: contexts that are read and compressed once, and questions to copies of what was kept.
 
+Letters: B batch, W columns of the questions, V vocabulary.
+"""
+
+import copy
 import dataclasses
-import functools
+import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
-from kvjax.algebra import identity
-from kvjax.cache.context import row_keys
-from kvjax.cache.state import KVState, take_rows
-from kvjax.drivers.buckets import bucket, plan_request, rounds
+from kvjax.contract import Policy
+from kvjax.drivers.buckets import bucket
+from kvjax.drivers.checkpoint import about, described, load_state, write_state
+from kvjax.drivers.checks import check_is, check_model, check_prompts, check_request, whole
 from kvjax.drivers.dialogue import Dialogue
-from kvjax.drivers.generation import first_token
-from kvjax.drivers.requests import (
-    Model,
-    as_scored,
-    check_block,
-    check_key,
-    check_params,
-    check_positions,
-    check_prompts,
-    check_request,
-    check_vocabulary,
-)
+from kvjax.drivers.loop import Decoding, decoded_in_place
 from kvjax.drivers.sampling import Greedy, Sampler
-from kvjax.drivers.steps import decode_step, prefill
-from kvjax.drivers.streaming import Stream, stepping, stop_strings
-from kvjax.drivers.text import TextPieces, check_tokenizer
-from kvjax.functions import check_unchanged
-from kvjax.pallas_kernels.values import checked, optional, whole
-from kvjax.plan import CachePlan
-from kvjax.policy import Policy, as_policy
+from kvjax.drivers.state import State, row_keys
+from kvjax.drivers.steps import read_prompts
+from kvjax.drivers.stream import Stream, stop_strings
+from kvjax.drivers.text import TextPieces, check_tokenizer, is_chat
 
-
-@functools.partial(jax.jit, static_argnames=("model", "plan", "block"))
-def _compress(model, params, tokens, lengths, key, *, plan, block):
-    return prefill(model, params, tokens, plan, lengths=lengths, key=key, block=block)[1]
-
-
-@functools.partial(jax.jit, static_argnames=("model", "sampler"))
-def _begin(model, params, tokens, lengths, state, keys, seen, *, sampler):
-    """Questions "B W" read by copies of the only row of a state; the token that follows each, and what it came with."""
-    B, W = tokens.shape
-    state = dataclasses.replace(take_rows(state, np.zeros(B, np.int32)), keys=keys)
-
-    def read(column, state):
-        return decode_step(model, params, tokens[:, column], state, active=column >= W - lengths)
-
-    shape = jax.eval_shape(read, 0, state)[0]
-    carry = jnp.zeros(shape.shape, shape.dtype), state
-    # All rows read the last column, whose logits are the ones that remain.
-    logits, state = lax.fori_loop(W - lengths.max(), W, lambda column, carry: read(column, carry[1]), carry)
-    return *first_token(sampler, logits, state, seen), state
+_Context = str | Sequence[Mapping[str, Any]]
 
 
 class Session:
-    """One compressed context, and questions that are asked of copies of it.
+    """Compressed contexts, and questions that are asked of copies of them.
 
     ```
     session = kvjax.Session(model, params, tokenizer, policy=methods.snapkv(0.25), max_new_tokens=64)
@@ -68,6 +39,8 @@ class Session:
     session.ask("Who wrote it?")  # the cache is as it was: the next question finds the document, and no other question
     session.ask(["Where?", "When?"])  # as one batch
     session.ask("And why?", keep=True)  # the next question comes behind this one and its answer
+    other = session.fork()  # what one of the two keeps, the other does not see
+    session.save("document.kv")
     ```
 
     The context is read without the questions, so the policy cannot know them (the question-agnostic protocol). Contexts
@@ -86,6 +59,7 @@ class Session:
       stop: strings that end an answer, and are no part of it.
       key: for policies and samplers that draw. Equal questions get equal answers by it, unless they have own keys.
       block: read contexts in blocks of so many tokens (`kvjax.prefill`).
+      policy_params: the policy's learned parameters, if it has any.
       buckets: see `kvjax.generate`.
 
     Raises:
@@ -94,43 +68,45 @@ class Session:
 
     def __init__(
         self,
-        model: Model,
+        model: Any,
         params: PyTree[Any],
         tokenizer: Any,
         *,
-        policy: Policy = identity(),
+        policy: Policy = Policy(),
         max_new_tokens: int,
         max_question_tokens: int = 128,
         max_turns: int = 1,
         sampler: Sampler = Greedy(),
         eos_ids: int | Sequence[int] | None = None,
         stop: str | Sequence[str] = (),
-        key: Array | None = None,
+        key: Any = None,
         block: int | None = None,
+        policy_params: Any = None,
         buckets: bool = True,
     ):
         check_tokenizer(tokenizer)
-        as_policy(policy)
-        self._ends = check_request(model, max_new_tokens, sampler, eos_ids, 0)
-        check_params(model, params)
-        self._model, self._params, self._tokenizer, self._policy = model, params, tokenizer, policy
-        self._most_new = checked(whole(1), "max_new_tokens", max_new_tokens)
-        self._most_asked = checked(whole(1), "max_question_tokens", max_question_tokens)
-        self._turns = checked(whole(1), "max_turns", max_turns)
-        self._sampler, self._stop = sampler, stop_strings(stop)
-        self._block = checked(optional(whole(1)), "block", block)
-        self._buckets = rounds(buckets)
-        self._key, self._keys = key, row_keys(key, 1)
-        self._dialogue: Dialogue | None = None
+        check_model(model, params)
+        self._ends = check_request(model, policy, sampler, eos_ids, 0, "not needed yet")
+        self._model, self._params, self._tokenizer = model, params, tokenizer
+        self._policy = self._read_under = policy
+        self._most_new = whole("max_new_tokens", max_new_tokens)
+        self._most_asked = whole("max_question_tokens", max_question_tokens)
+        self._turns = whole("max_turns", max_turns)
+        self._sampler, self._stop, self._key = sampler, stop_strings(stop), key
+        block = None if block is None else whole("block", block)
+        self._how = {"block": block, "policy_params": policy_params, "buckets": buckets}
+        self._dialogues: tuple[Dialogue, ...] = ()
+        self._state: Any = None
 
     def __repr__(self) -> str:
-        if self._dialogue is None:
+        if not self._dialogues:
             return f"Session(policy={self._policy!r}, nothing read yet)"
-        return f"Session(policy={self._state.plan.policy!r}, {len(self._read)} tokens read)"
+        read = " and ".join(str(len(d.ids)) for d in self._dialogues)
+        return f"Session(policy={self._read_under!r}, {read} tokens read)"
 
     @property
-    def state(self) -> KVState:
-        """What was kept of the context, and of the turns behind it.
+    def state(self) -> State:
+        """What was kept of the contexts, one row each, and of the turns behind them.
 
         Raises:
           ValueError: no context was read.
@@ -140,143 +116,259 @@ class Session:
 
     @property
     def planned(self) -> int:
-        """Tokens that may come behind the context."""
+        """Tokens that may come behind a context."""
         return self._turns * (self._most_asked + self._most_new)
 
-    def compress(self, context: str | Sequence[Mapping[str, Any]], policy: Policy | None = None) -> "Session":
-        """Reads a context and evicts from it. What the session had read before is forgotten, once this one is read.
+    def compress(
+        self, context: _Context | Sequence[_Context], policy: Policy | None = None, *, progress: bool = False
+    ) -> "Session":
+        """Reads a context, or several, and evicts from them. What the session had read before is forgotten.
 
-        A context that is refused leaves the session as it was: it goes on with the earlier one.
+        A context that is refused leaves the session as it was.
 
         Args:
-          context: a text; or the messages of a chat, which the tokenizer's template makes a text of. Where the last one
-            is the user's, questions go on with it.
-          policy: in place of the session's.
+          context: a text; the messages of a chat, which the tokenizer's template makes a text of; or a list of these,
+            each of which gets its own answers. Where the last message is the user's, questions go on with it.
+          policy: in place of the session's, this time.
+          progress: shows a bar of the layers that are compiled and read, a widget in notebooks.
 
         Returns:
           The session.
 
         Raises:
-          ValueError: an empty context, more tokens with what may follow than a model has learned positions for (others
-            are warned of), or too short or too long a context for the policy.
+          ValueError: an empty context, or one that is too long for the model's positions or too short for the policy.
         """
-        dialogue, policy = Dialogue(self._tokenizer, context), self._policy if policy is None else policy
-        ids = dialogue.opening()
-        tokens, lengths = check_prompts(self._model, np.array([ids], np.int64))
-        options = {"buckets": self._buckets}
-        plan, tokens = plan_request(self._model.config, policy, tokens, lengths, self.planned, **options)
-        block = check_block(plan, self._block, len(ids))
-        check_positions(self._model.config, plan, len(ids), self.planned, block=block)
-        lengths = jnp.asarray(lengths)
-        state = as_scored(_compress(self._model, self._params, tokens, lengths, self._keys, plan=plan, block=block))
-        self._state, self._dialogue, self._read, self._pending = state, dialogue, ids, []
+        several = isinstance(context, list | tuple) and bool(context) and not is_chat(context)
+        contexts: Any = context if several else [context]
+        policy = self._policy if policy is None else policy
+        check_is("policy", policy, Policy, "kvjax.methods")
+        dialogues = tuple(Dialogue.opened(self._tokenizer, c) for c in contexts)
+        prompts = check_prompts(self._model, *_padded([d.ids for d in dialogues]))
+        how = {"key": self._key, "progress": progress, **self._how}
+        _, self._state = read_prompts(self._model, self._params, prompts, policy, self.planned, **how)
+        self._dialogues, self._read_under = dialogues, policy
         return self
 
-    def stream(self, question: str | Sequence[str], *, key: Array | None = None) -> Stream:
+    def stream(self, question: str | Sequence[str], *, key: Any = None) -> Stream:
         """An answer as it is made, a piece of text after the other (`kvjax.stream`).
 
         Args:
-          question: what follows the context; several are asked at once, each of a copy of its own.
+          question: what follows the context. Several are asked at once, each of a copy of its own; of several contexts,
+            one question is asked of all, and several one each.
           key: for samplers that draw: one, or one a question; the session's if None.
 
         Returns:
-          A `Stream` of strings, or of lists of strings for several questions.
+          A `Stream` of strings, or of lists of strings for several answers.
 
         Raises:
-          ValueError: no context, no key for a sampler that draws, an empty question, more tokens than were planned, or
-            a policy whose function has changed since.
+          ValueError: no context, no key for a sampler that draws, an empty question, another number of questions than
+            of contexts, more tokens than were planned.
         """
-        dialogue, model = self._opened(), self._model
-        check_unchanged(self._state.plan.policy)
-        check_key(self._sampler, self._key if key is None else key)
-        questions = [question] if isinstance(question, str) else question
-        if not isinstance(questions, list | tuple) or not questions:
-            raise ValueError(f"question={question!r}: must be a text, or a list of at least one")
-        asked = [[*self._pending, *dialogue.question(q)] for q in questions]
-        check_vocabulary(model, np.array([i for ids in asked for i in ids]))
-        longest = max(map(len, asked))
+        dialogues, model = self._opened(), self._model
+        key = self._key if key is None else key
+        check_request(model, self._policy, self._sampler, self._ends, 0, key)
+        rows, questions = self._rows(question)
+        asked = [dialogues[r].question(q) for r, q in zip(rows, questions, strict=True)]
+        longest, B = max(map(len, asked)), len(asked)
         self._check_room(longest)
-        B, width = len(asked), bucket(longest) if self._buckets else longest
-        tokens = np.zeros((B, width), np.int32)
-        for row, ids in zip(tokens, asked, strict=True):
-            row[width - len(ids) :] = ids
-        lengths, seen = np.array([len(ids) for ids in asked], np.int32), None
-        if self._sampler.reads_seen:
-            seen = np.zeros((B, model.config.vocab_size), bool)
-            for row, ids in zip(seen, asked, strict=True):
-                row[[*self._read, *ids]] = True
-        keys = self._keys[jnp.zeros(B, jnp.int32)] if key is None else row_keys(key, B)
-        sampler = self._sampler
-        begun = _begin(model, self._params, tokens, lengths, self._state, keys, seen, sampler=sampler)
+        state = self._state[np.array(rows)]
+        keys = state.keys if key is self._key else row_keys(key, B)
+        tokens, lengths = _padded(asked)
+        check_prompts(model, tokens, lengths)
+        seen = np.zeros((B, model.config.vocab_size), bool)
+        for b, r in enumerate(rows):
+            seen[b, [*dialogues[r].ids, *asked[b]]] = True
+        reads = np.arange(longest)[:, None] >= longest - lengths[None]
+        state = dataclasses.replace(state, keys=keys)
+        at = Decoding(jnp.asarray(tokens[:, 0], jnp.int32), jnp.zeros((B,), jnp.float32), jnp.asarray(reads[0]), state)
+        if longest > 1:  # all but the last token of the question, which the stream reads
+            more = (bucket(longest - 1) if self._how["buckets"] else longest - 1) - (longest - 1)
+            given = tuple(np.pad(x[1:], ((0, more), (0, 0))) for x in (tokens.T.astype(np.int32), reads))
+            chunk, count = longest - 1 + more, jnp.int32(longest - 1)
+            _, at = decoded_in_place(model, self._params, at, given, count, chunk=chunk)
         return Stream(
-            *begun,
-            step=stepping(model, self._params, sampler, 0),
+            model,
+            self._params,
+            dataclasses.replace(at, seen=jnp.asarray(seen) if self._sampler.reads_seen else None),
             ends=self._ends,
             max_new_tokens=self._most_new,
             pieces=[TextPieces(self._tokenizer, self._stop) for _ in asked],
+            begun=False,
+            asked=(dialogues, questions),
+            sampler=self._sampler,
         )
 
-    def ask(self, question: str | Sequence[str], *, key: Array | None = None, keep: bool = False) -> Any:
-        """The answer to a question, or the answers to several.
+    def ask(self, question: str | Sequence[str], *, key: Any = None, keep: bool = False) -> Any:
+        """The answer to a question, or the answers to several, or those of several contexts.
 
         Args:
           question, key: see `stream`.
           keep: the next question comes behind this one and its answer (`keep`).
 
         Returns:
-          A text, or one a question.
+          A text; a list of texts for several questions or contexts.
 
         Raises:
-          ValueError: what `stream` refuses; several questions with `keep`.
+          ValueError: what `stream` and `keep` refuse.
         """
-        alone = question if isinstance(question, str) else None
-        if keep and alone is None:
-            raise ValueError("keep=True goes on from one answer, but several questions are asked; ask one")
+        if keep:
+            self._check_kept(self._rows(question)[1])
         pieces = self.stream(question, key=key)
         for _ in pieces:
             pass
-        if keep and alone is not None:
-            self.keep(alone, pieces)
-        return pieces.text if alone is not None or len(pieces.lengths) > 1 else [pieces.text]
+        if keep:
+            self.keep(pieces)
+        alone = isinstance(question, str) or len(pieces.lengths) > 1
+        return pieces.text if alone else [pieces.text]
 
-    def keep(self, question: str, pieces: Stream) -> None:
-        """Goes on from an answer that was streamed, as far as it was made.
+    def keep(self, pieces: Stream) -> None:
+        """Goes on from an answer that was streamed, as far as it was made; of several contexts, from all answers.
 
         Tokens of a stop string stay in the text, since they were read; an end token does not.
 
         Args:
-          question: the question.
-          pieces: what `stream` returned for it.
+          pieces: what `stream` returned since the session last read or kept something.
 
         Raises:
-          ValueError: an answer to several questions, of another session, or whose logits were no numbers.
+          ValueError: answers to several questions about one context, or to what the session, or one that it is a fork
+            of, has not asked since; logits that are no numbers.
         """
-        dialogue = self._opened()
-        asked = [*self._pending, *dialogue.question(question)]
-        answer = pieces.tokens[0].tolist() if len(pieces.lengths) == 1 else []
-        read = len(self._read) + len(asked) + len(answer) - 1
-        if not answer or min(answer) < 0 or pieces.state.length.tolist() != [read]:
-            raise ValueError(
-                f"pieces is no answer to {question!r} alone in this session; give what stream({question!r}) returned"
-            )
-        told = answer[:-1] if answer[-1] in self._ends else answer
-        text = self._tokenizer.decode(told, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        self._state, self._dialogue = pieces.state, dialogue.after(question, text)
-        self._read, self._pending = [*self._read, *asked, *answer[:-1]], told[len(answer) - 1 :]
+        dialogues, questions = pieces.asked or ((), ())
+        if dialogues is not self._opened():
+            raise ValueError("pieces is no answer from where this session stands; give what its stream(...) returned")
+        self._check_kept(questions)
+        answers = [row[:n].tolist() for row, n in zip(pieces.tokens, pieces.lengths, strict=True)]
+        if not all(answers) or min(map(min, answers)) < 0:
+            raise ValueError("an answer has no token yet, or logits that are no numbers; nothing can go on from it")
+        each = zip(dialogues, questions, answers, strict=True)
+        self._state, self._dialogues = pieces.state, tuple(d.after(q, tuple(a), self._ends) for d, q, a in each)
 
-    def _opened(self) -> Dialogue:
-        if self._dialogue is None:
+    def fork(self) -> "Session":
+        """A session that goes on from here by itself; the cache is shared until one of the two keeps something."""
+        return copy.copy(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes what was read and kept to a file, which replaces an earlier one.
+
+        The model, the tokenizer, the policy and the sampler are not in it, but what tells them from others.
+
+        Raises:
+          ValueError: no context was read; a path at which there is something else than a state of kvjax.
+          OSError: the file could not be written.
+        """
+        typed = isinstance(self._key, jax.Array) and jnp.issubdtype(self._key.dtype, jax.dtypes.prng_key)
+        key = jax.random.key_data(self._key) if typed else self._key
+        notes = {
+            "dialogues": [[d.context, d.turns, d.ids, d.unread] for d in self._opened()],
+            "options": {
+                "max_new_tokens": self._most_new,
+                "max_question_tokens": self._most_asked,
+                "max_turns": self._turns,
+                "eos_ids": self._ends,
+                "stop": self._stop,
+                "block": self._how["block"],
+                "buckets": self._how["buckets"],
+            },
+            "key": None if key is None else np.asarray(key)[..., :2].tolist(),
+            "made_with": self._made_with(),
+        }
+        write_state(path, self._state, self._read_under, notes)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: Any,
+        params: PyTree[Any],
+        tokenizer: Any,
+        *,
+        policy: Policy = Policy(),
+        sampler: Sampler = Greedy(),
+    ) -> "Session":
+        """The session that was saved, with equal answers.
+
+        Args:
+          path: what `save` wrote.
+          model, params, tokenizer, policy, sampler: those of the session that was saved; equal ones will do.
+
+        Raises:
+          ValueError: no such file, a damaged one, or one of another model, tokenizer, policy or sampler.
+        """
+        notes = about(path, "state")["notes"]
+        if not isinstance(notes, dict) or "dialogues" not in notes:
+            raise ValueError(f"{path} is a state without texts; use kvjax.load_state")
+        key = notes["key"] and jax.random.wrap_key_data(jnp.asarray(notes["key"], jnp.uint32), impl="threefry2x32")
+        session = cls(model, params, tokenizer, policy=policy, sampler=sampler, key=key, **notes["options"])
+        here, there = session._made_with(), notes["made_with"]
+        dialogues = [
+            Dialogue(tokenizer, c, tuple(map(tuple, t)), tuple(i), tuple(u)) for c, t, i, u in notes["dialogues"]
+        ]
+        again = [Dialogue.opened(tokenizer, d.context).ids for d in dialogues]
+        if any(d.ids[: len(ids)] != ids for d, ids in zip(dialogues, again, strict=True)):
+            here["tokenizer"] = "other ids"
+        if wrong := [name for name in there if here[name] != there[name]]:
+            raise ValueError(f"{path} was made with another {wrong[0]}; give the one that the contexts were read with")
+        session._state, session._dialogues = load_state(path, model, params, policy=policy), tuple(dialogues)
+        session._how["policy_params"] = session._state.params or None
+        return session
+
+    def _made_with(self) -> dict[str, str]:
+        """What tells the model, the tokenizer and the sampler from others."""
+        chat = getattr(self._tokenizer, "chat_template", None)
+        words = sorted(self._tokenizer.get_vocab().items()), self._tokenizer.bos_token_id, chat
+        numbers = jax.tree_util.tree_leaves_with_path(_sums(self._params))
+        named = [(jax.tree_util.keystr(keys), np.asarray(x).tolist()) for keys, x in numbers]
+        model = repr(self._model.config), named
+        digest = lambda x: hashlib.sha256(repr(x).encode()).hexdigest()[:16]
+        return {"model": digest(model), "tokenizer": digest(words), "sampler": described(self._sampler)}
+
+    def _opened(self) -> tuple[Dialogue, ...]:
+        if not self._dialogues:
             raise ValueError("the session has read nothing to ask about; call compress(context) first")
-        return self._dialogue
+        return self._dialogues
+
+    def _rows(self, question: Any) -> tuple[list[int], list[Any]]:
+        """Of which context each question is asked, and the questions."""
+        C, alone = len(self._opened()), isinstance(question, str)
+        if not alone and (not isinstance(question, list | tuple) or not question):
+            raise ValueError(f"question={question!r}: must be a text, or a list of at least one")
+        if C == 1:
+            listed = [question] if alone else list(question)
+            return [0] * len(listed), listed
+        if not alone and len(question) != C:
+            raise ValueError(f"{len(question)} questions are asked of {C} contexts; ask one of all, or one of each")
+        return list(range(C)), [question] * C if alone else list(question)
+
+    def _check_kept(self, questions: Sequence[Any]) -> None:
+        if len(questions) != len(self._dialogues):
+            raise ValueError("a context goes on from one answer, but several questions are asked; ask one")
 
     def _check_room(self, asked: int) -> None:
-        """Raises ValueError for a question that is too long, or one turn too many."""
-        plan: CachePlan = self._state.plan
-        used = int((self._state.length - self._state.prompt_length).max())
-        needed = used + asked + self._most_new - 1
-        if needed > plan.max_new_tokens:
+        """Refuses a question that is too long, or one turn too many."""
+        state = self._state
+        needed = int((state.length - state.prompt_length).max()) + asked + self._most_new - 1
+        if needed > self.planned:
             raise ValueError(
                 f"a question of {asked} tokens and an answer of {self._most_new} end {needed} tokens behind the context"
-                f", but there is room for {plan.max_new_tokens}; make the session with max_question_tokens={asked} or "
-                f"more, and as many max_turns as are kept (now {self._most_asked} and {self._turns})"
+                f", but there is room for {self.planned}; make the session with max_question_tokens={asked} or more, "
+                f"and as many max_turns as are kept (now {self._most_asked} and {self._turns})"
             )
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids padded on the left with 0, and how many of each row there are."""
+    lengths = np.array([len(ids) for ids in rows], np.int32)
+    width = int(lengths.max())
+    return np.array([[0] * (width - len(ids)) + list(ids) for ids in rows], np.int64), lengths
+
+
+@jax.jit
+def _sums(params: PyTree[Any]) -> PyTree[Any]:
+    """Sums over the bits of each parameter, and over those of its first 64 numbers, which tell models apart."""
+
+    def sums(x: jax.Array) -> Any:
+        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").reshape(-1)
+        first = bits[:64].astype(jnp.uint32)
+        return bits.sum(dtype=jnp.uint32), (first * jnp.arange(1, len(first) + 1, dtype=jnp.uint32)).sum()
+
+    return jax.tree.map(sums, params)

@@ -1,409 +1,254 @@
-"""The drivers that join a model and a policy: read a prompt, decode a token, read given tokens.
+"""The steps that join a model and a policy: read prompts, whole or in blocks, and decode a token.
 
-The model measures what the policy asks for; the policy marks slots dead; the drivers compact storage after prefill. All
-of them are pure functions, to be used as they are or inside `jax.jit` with `model` and `plan` static.
+`prefill`, `decode_step` and `start` are for users, and check what they are given; `read_prompts` and `decode` are what
+other drivers use. All may stand inside `jax.jit`.
+
+Letters: B batch, T tokens of a prompt, V vocabulary.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
+from tqdm.auto import tqdm
 
-from kvjax.cache.context import Phase, row_keys
-from kvjax.cache.mesh import everywhere, prompt_rows
-from kvjax.cache.pool import PooledKV
-from kvjax.cache.state import EMPTY, KVState, LayerKV, evict
-from kvjax.drivers.layers import LayerSteps
-from kvjax.drivers.replay import decided_by_replay
-from kvjax.drivers.requests import (
-    Model,
-    as_ids,
-    as_scored,
+from kvjax.contract import Policy
+from kvjax.drivers.attend import step
+from kvjax.drivers.buckets import padded, plan_request
+from kvjax.drivers.checks import (
+    as_array,
     check_block,
-    check_decodes,
+    check_ids,
     check_is,
     check_model,
     check_positions,
     check_prompts,
     check_room,
-    check_sizes,
-    real_tokens,
+    check_state,
+    traced,
+    whole,
 )
-from kvjax.pallas_kernels.values import MOST_TOKENS, as_given, check_array, checked, flag, float_dtype, one_of
-from kvjax.plan import CachePlan, Sizes, as_lengths, at_positions
-from kvjax.policy import context, empty_layer
-from kvjax.scoring.stats import AttentionStats
-from kvjax.sharding import as_mesh, check_split, on_rows, shard_params, shard_rows
+from kvjax.drivers.decide import check_layers_scored
+from kvjax.drivers.mesh import checked_mesh, on_mesh, placed
+from kvjax.drivers.replay import check_rereads, reread, rereads
+from kvjax.drivers.state import Prompts, State, empty_state, row_keys
+from kvjax.plan import Plan
 
 
-def init_state(
-    plan: CachePlan,
-    lengths: Array | np.ndarray | Sequence[int],
+def start(
+    model: Any,
     *,
-    key: Array | None = None,
-    dtype: jax.typing.DTypeLike = jnp.float32,
-    sizes: Sizes | None = None,
-) -> KVState:
-    """An empty cache for prompts of the given lengths.
+    policy: Policy,
+    lengths: Any,
+    max_new_tokens: int,
+    width: int | None = None,
+    key: Any = None,
+    plan: Plan | None = None,
+    policy_params: Any = None,
+    mesh: Mesh | None = None,
+) -> State:
+    """An empty state for prompts of the given lengths, into which `forward` reads them.
 
     Args:
-      plan: the static sizes.
-      lengths: the prompts' lengths; ratios are ratios of these.
-      key: one key for the batch, split by row, or one a row. `jax.random.key(0)` if None.
-      dtype: of keys and values.
-      sizes: numbers of tokens in place of the planned ones, for these lengths (`CachePlan.sizes`).
+      model: the model.
+      policy: the policy.
+      lengths: tokens of each prompt "B".
+      max_new_tokens: tokens that may follow.
+      width: columns that the prompts will have; the longest prompt's tokens if None.
+      key: one PRNG key for the batch, or one a sequence.
+      plan: sizes of a larger budget or request, whose slots and programs are used (`make_plan`).
+      policy_params: the policy's learned parameters (`init_policy_params`), if it has any.
+      mesh: devices that share the prompts and the heads (`make_mesh`), with parameters from `shard_params`.
 
     Raises:
-      ValueError: no plan, lengths of prompts that it was not made for, a dtype that is none of floats, sizes of another
-        plan or of other sequences.
+      ValueError: sizes that the policy or the plan cannot work with, learned parameters that are missing, a text beyond
+        positions that the model has learned, a mesh that does not divide the prompts or the heads.
     """
-    check_is(CachePlan, "plan", plan)
-    if not isinstance(lengths, jax.core.Tracer):
-        given = np.asarray(as_given("lengths", lengths))
-        known = np.asarray(as_lengths(given, max(given.size, 1), plan.prompt_len))
-        plan.check_lengths(known)
-        lengths = jnp.asarray(known)
-    dtype = checked(float_dtype, "dtype", dtype)
-    B = lengths.shape[0]
-    each = zip(plan.layers, plan.positions, strict=True)
-    layers = tuple(empty_layer(layer, B, dtype, positions) for layer, positions in each)
-    keys = jnp.copy(row_keys(key, B))  # a state may be donated, and the caller's keys must outlive it
-    lengths = jnp.copy(lengths).astype(jnp.int32)
-    given = None
-    if sizes is not None:
-        check_sizes(plan, sizes, lengths)
-        given = jax.tree.map(jnp.copy, sizes.layers)
-    return KVState(layers, jnp.zeros_like(lengths), lengths, jnp.int32(0), keys, plan=plan, sizes=given)
-
-
-def forward(
-    model: Model,
-    params: PyTree[Any],
-    tokens: Int[Array, "B T"],
-    state: KVState,
-    *,
-    valid: Int[Array, "B"] | None = None,
-    phase: Phase = "prefill",
-    evict: bool = False,
-    ends: bool = True,
-    last_only: bool = True,
-) -> tuple[Float[Array, "B _ V"], KVState, AttentionStats]:
-    """One pass of the model over T new tokens of every sequence.
-
-    Texts beyond the model's positions are not warned of here, but by `prefill` and what goes on from it.
-
-    Args:
-      model, params: the model.
-      tokens: left-padded token ids.
-      state: the cache before.
-      valid: how many of the last tokens are real, T if None. The others are padding.
-      phase: "prefill" appends slots; "decode" needs T = 1 and a dead slot in every head.
-      evict: applies the policy to each layer right after its attention, and in prefill compacts it to the planned
-        capacity before the next layer runs, so that a prompt's full keys and values exist for one layer at a time.
-      ends: whether the prompt ends with these tokens; only then may a policy change how the cache is stored.
-      last_only: logits of the last column only.
-
-    Returns:
-      Logits, the state after, and the statistics that the policy observes: `policy(state, stats)` evicts. Logits of
-      sequences that have decoded more tokens than planned are NaN.
-
-    Raises:
-      ValueError: a state that was planned for a model of other sizes, tokens of other sequences or outside the
-        vocabulary, several tokens a sequence in a decode step, more valid tokens than there are; eviction by a policy
-        that wants its prompt read again, which `prefill` does, or, outside of jit, of a prompt by scores none of which
-        is a number.
-    """
-    check_model(model)
-    check_is(KVState, "state", state)
-    plan: CachePlan = state.plan
-    plan.check_model(model.config)
-    one_of("phase", phase, *get_args(Phase))
-    flags = ("evict", evict), ("ends", ends), ("last_only", last_only)
-    evict, ends, last_only = (checked(flag, name, value) for name, value in flags)
-    if phase == "prefill" and evict and plan.replays:
-        raise ValueError(
-            f"{plan.policy} reads prompts again before anything of them is evicted, but forward(evict=True) reads them "
-            "once; use kvjax.prefill"
-        )
-    if phase == "decode":
-        check_decodes(state)
-    B, T = len(state.length), None if phase == "prefill" else 1
-    real = None if valid is None else real_tokens(valid, tokens)
-    tokens = as_ids(model, tokens, (B, T), "one row of tokens a sequence", real=real)
-    T = tokens.shape[1]
-    valid = jnp.full((B,), T, jnp.int32) if valid is None else jnp.asarray(valid).astype(jnp.int32)
-    column = jnp.arange(T, dtype=jnp.int32)[None] - (T - valid)[:, None]
-    pos = jnp.where(column >= 0, state.length[:, None] + column, EMPTY)
-    tokens = jnp.where(column >= 0, tokens, 0)  # padding may be any id, even one outside the vocabulary
-    tokens = prompt_rows(tokens, None)
-    state = dataclasses.replace(state, length=state.length + valid, step=state.step + jnp.int32(phase == "decode"))
-
-    # In prefill every layer is evicted from before the next one runs, so that layers of one kind can take turns in one
-    # program. Slots that they have already, of earlier blocks, would be copied to where it reads them.
-    shares = phase == "prefill" and evict and not plan.policy.shared and not state.num_slots
-    shares = shares and len({jax.tree.structure(sizes) for sizes in state.sizes or ()}) <= 1
-    alone = dataclasses.replace(state, layers=())
-    steps = LayerSteps(alone, tokens, pos, phase=phase, evict=evict, ends=ends, shares=shares)
-    where = at_positions(model.config, pos)
-    logits, layers, stats = model(params, tokens, state.layers, attend=steps, last_only=last_only, **where)
-    if phase == "decode":
-        past = state.length - state.prompt_length > plan.max_new_tokens
-        logits = jnp.where(past[:, None, None], jnp.nan, logits)
-    state, stats = dataclasses.replace(state, layers=layers), AttentionStats(stats, phase=phase, tokens=tokens)
-    if evict and plan.policy.shared:
-        state = steps.decided(state, stats)
-    return logits, as_scored(state) if evict and phase == "prefill" else state, stats
+    check_is("policy", policy, Policy, "kvjax.methods")
+    lengths = as_array("lengths", lengths, np.integer, (None,), "integers, one a prompt")
+    if width is None and traced(lengths):
+        raise ValueError("lengths are traced; give width=, the columns that the prompts will have")
+    width, steps = int(np.max(lengths)) if width is None else width, whole("max_new_tokens", max_new_tokens, 0)
+    mesh = checked_mesh(mesh, model.config, len(lengths))
+    plan, hparams = plan_request(model.config, policy, lengths, width, steps, plan=plan)
+    if not traced(lengths):
+        check_positions(model.config, plan, lengths, steps)
+    how = {"keys": row_keys(key, len(lengths)), "policy_params": policy_params}
+    return placed(empty_state(model.config, policy, plan, hparams, lengths, steps, **how), mesh)
 
 
 def prefill(
-    model: Model,
+    model: Any,
     params: PyTree[Any],
-    tokens: Array | np.ndarray | Sequence[Sequence[int]],
-    plan: CachePlan,
+    tokens: Any,
     *,
-    lengths: Array | np.ndarray | Sequence[int] | None = None,
-    key: Array | None = None,
+    policy: Policy = Policy(),
+    max_new_tokens: int,
+    lengths: Any = None,
+    attention_mask: Any = None,
+    key: Any = None,
     block: int | None = None,
-    sizes: Sizes | None = None,
-    attention_mask: Array | np.ndarray | None = None,
+    plan: Plan | None = None,
+    policy_params: Any = None,
     mesh: Mesh | None = None,
-) -> tuple[Float[Array, "B V"], KVState]:
-    """Reads left-padded prompts, evicting layer by layer.
+    progress: bool = False,
+) -> tuple[Float[Array, "B V"], State]:
+    """Reads prompts and evicts from them, layer by layer.
 
-    A policy that wants its prompt read again (`kvjax.methods.kvzip`) decides when all layers have read it: until then
-    the keys and values of the whole prompt exist in all of them.
-
-    Ratios, positions, windows and votes are those of a sequence's own tokens, so a row of a padded batch gets exactly
-    what it would get alone. Most released code is for batches of one, ignores padding, or sums over the batch (D-40).
-
-    With `block`, evict-and-encode (RoCo, arXiv 2402.06262, section 3.3): the prompt is read in blocks, and every block
-    is followed by an eviction down to the budget, so that memory is that of the plan's capacity and one block whatever
-    the prompt's length. Blocks end where the prompt ends, the first may be short. One block that holds the whole prompt
-    is the same as none. Rotary scalings that depend on the length take the prompt's in every block.
+    A row of a padded batch keeps what it would keep alone.
 
     Args:
       model, params: the model.
-      tokens: left-padded token ids "B T".
-      plan: made for this width.
-      lengths: the prompts' own lengths, T if None.
-      key: one PRNG key for the batch, or one a row.
-      block: tokens of a block, None for the whole prompt at once.
-      sizes: numbers of tokens in place of the planned ones, for these lengths (`CachePlan.sizes`).
-      attention_mask: in place of `lengths`, 1 for tokens and 0 for padding "B T", as transformers' tokenizers return
-        it. Padding may stand on either side, or between: tokens are moved to the right.
-      mesh: see `kvjax.generate`.
+      tokens: token ids "B T", padded on the left.
+      policy: what to evict; everything is kept by default.
+      max_new_tokens: tokens that may be read behind the prompt.
+      lengths: the prompts' own lengths "B"; T if None.
+      attention_mask: in place of `lengths`, 1 for tokens and 0 for padding "B T", which may stand anywhere.
+      key: one PRNG key for the batch, or one a sequence; policies that draw at random use it.
+      block: reads so many tokens at a time, each block followed by an eviction, so that memory is that of the budget
+        and a block, whatever the prompt's length (RoCo, arXiv 2402.06262, section 3.3). None reads all at once.
+      plan: sizes of a larger budget or request, whose slots and programs are used (`make_plan`).
+      policy_params: the policy's learned parameters (`init_policy_params`), if it has any.
+      mesh: devices that share the rows and the heads (`make_mesh`). The state knows it from then on.
+      progress: shows a bar of the layers that are compiled and read, a widget in notebooks.
 
     Returns:
-      Logits of the next token, and the compacted state.
+      Logits of the next token, and the state.
 
     Raises:
-      ValueError: a plan for another model, a prompt of another width, token ids outside the vocabulary, lengths that
-        the plan has no room for, a block without tokens, blocks for a policy that looks at the whole prompt (FastGen,
-        KVzip), or others than of one token for a policy that lets every row decide (H2O's stepwise mask); a mesh whose
-        devices do not divide what they share; a score of which no number comes. Inside `jax.jit` such a score is not
-        seen: all tokens are worth the same, and the newest stay (`kvjax.evict_layer` tells).
+      ValueError: empty prompts, token ids outside the vocabulary, lengths outside the prompt, padding on the right,
+        parameters of another model, sizes that the policy or the plan cannot work with, blocks for a policy that
+        looks at the whole prompt (FastGen, KVzip), or others than of one token for one that lets every row decide
+        (H2O's stepwise mask), a mesh that does not divide rows or heads; always before anything runs. After it, logits
+        or scores that are not numbers.
     """
-    tokens, lengths = check_prompts(model, tokens, lengths, attention_mask)
-    check_is(CachePlan, "plan", plan)
-    T = tokens.shape[1]
-    if plan.prompt_len != T:
-        raise ValueError(f"the prompt is {T} tokens wide, but the plan was made for {plan.prompt_len}; make a new plan")
-    block = check_block(plan, block)
-    if isinstance(lengths, np.ndarray):
-        plan.check_lengths(lengths)
-        if plan.prompt_len + plan.max_new_tokens < MOST_TOKENS:  # who reads without end says it when it comes to it
-            check_positions(model.config, plan, np.asarray(lengths), plan.max_new_tokens, block=block)
-    lengths = jnp.asarray(lengths)
+    check_is("policy", policy, Policy, "kvjax.methods")
+    check_model(model, params)
+    prompts = check_prompts(model, tokens, lengths, attention_mask)
+    steps = whole("max_new_tokens", max_new_tokens, 0)
     if mesh is not None:
-        mesh = as_mesh(mesh)
-        check_split(mesh, plan, model.config, len(tokens), block)
-        rows = shard_rows((tokens, lengths, row_keys(key, len(tokens)), sizes), mesh)
-        params = shard_params(model, params, mesh)
-        logits, state = _prefill_on(model, params, *rows, plan=plan, block=block, mesh=mesh)
-        return logits, as_scored(state)
-    state = init_state(plan, lengths, key=key, dtype=model.config.dtype, sizes=sizes)
-    if plan.replays:
-        logits, state, stats = forward(model, params, tokens, state, valid=lengths)
-        return logits[:, -1], as_scored(decided_by_replay(model, params, tokens, state, stats))
-    if block is None:
-        logits, state, _ = forward(model, params, tokens, state, valid=lengths, evict=True)
-        return logits[:, -1], as_scored(state)
-
-    tokens = jnp.pad(tokens, ((0, 0), (-T % block, 0)))
-    num = tokens.shape[1] // block
-    state = empty_after_prompt(state, ends=False)
-
-    def read(state, i, ends=False):
-        here = lax.dynamic_slice_in_dim(tokens, i * block, block, axis=1)
-        valid = jnp.clip(lengths - (num - 1 - i) * block, 0, block)
-        logits, state, _ = forward(model, params, here, state, valid=valid, evict=True, ends=ends)
-        return logits, state
-
-    if num > 1:
-        steps = jnp.arange(num - 1, dtype=jnp.int32)
-        state, _ = lax.scan(lambda state, i: (read(state, i)[1], None), state, steps)
-    logits, state = read(state, jnp.int32(num - 1), ends=True)
-    return logits[:, -1], as_scored(state)
+        params, mesh = on_mesh(model, params, mesh, len(prompts.tokens))
+    how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "mesh": mesh, "progress": progress}
+    return read_prompts(model, params, prompts, policy, steps, **how)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "plan", "block", "mesh"))
-def _prefill_on(model, params, tokens, lengths, key, sizes, *, plan, block, mesh):
-    def run(params, rows):
-        tokens, lengths, key, sizes = rows
-        return prefill(model, params, tokens, plan, lengths=lengths, key=key, block=block, sizes=sizes)
+def read_prompts(
+    model: Any,
+    params: PyTree[Any],
+    prompts: Prompts,
+    policy: Policy,
+    max_new_tokens: int,
+    *,
+    key: Any = None,
+    block: int | None = None,
+    plan: Plan | None = None,
+    policy_params: Any = None,
+    mesh: Mesh | None = None,
+    buckets: bool = False,
+    warns: bool = True,
+    progress: bool = False,
+) -> tuple[Float[Array, "B V"], State]:
+    """What `prefill` does with prompts that have been checked.
 
-    return on_rows(mesh, run, params, (tokens, lengths, key, sizes))
+    `buckets` rounds sizes up (`plan_request`); without `warns`, texts beyond the model's positions get no warning.
+    """
+    config, lengths, (B, T) = model.config, prompts.lengths, prompts.tokens.shape
+    known = not traced(*prompts)
+    plan, hparams = plan_request(config, policy, lengths, T, max_new_tokens, plan=plan, buckets=buckets and known)
+    block = check_block(plan, block, T)
+    if warns and not traced(lengths):
+        check_positions(config, plan, np.asarray(lengths), max_new_tokens, block)
+    how = {"keys": row_keys(key, B), "slots": block is not None, "policy_params": policy_params}
+    state = empty_state(config, policy, plan, hparams, lengths, max_new_tokens, **how)
+    state = state if mesh is None else placed(state, mesh)
+    again = rereads(state)
+    if again and not known:
+        raise ValueError(
+            "the policy reads prompts again before anything is evicted, which needs known prompts; read them outside "
+            "of jit"
+        )
+    if again:
+        check_rereads(model, state, again)
+    num, L = 1 if block is None else -(-T // block), len(state.layers)
+    with tqdm(total=num * L, desc="prompt", unit="layer", disable=not progress) as bar:
+        read = functools.partial(step, model, params, phase="prefill", grow=True, after_layer=bar.update)
+        if block is not None:
+            tokens, xp = padded(prompts.tokens, num * block), (np if known else jnp)
+            for left in range(num - 1, 0, -1):
+                here = tokens[:, (num - 1 - left) * block : (num - left) * block]
+                _, state, _ = read(here, state, xp.clip(lengths - left * block, 0, block), ends=False)
+            logits, state, _ = read(tokens[:, -block:], state, xp.minimum(lengths, block))
+            return checked_logits(logits, state), state
+        tokens = padded(prompts.tokens, plan.infos[0].prompt_len)
+        logits, state, stats = read(tokens, state, lengths, evict=not again, gives=bool(again))
+        if again and stats is not None:
+            state = reread(model, params, tokens, np.asarray(lengths), state, stats, again)
+        return checked_logits(logits, state), state
 
 
-def empty_after_prompt(state: KVState, *, ends: bool = True) -> KVState:
-    """A state without tokens in the shapes that it has after the prompt."""
-    nothing = jnp.zeros((len(state.length), 0), jnp.int32)
-    steps = LayerSteps(state, nothing, nothing, ends=ends)
-    return dataclasses.replace(state, layers=tuple(steps.stored(kv, i) for i, kv in enumerate(state.layers)))
+def checked_logits(logits: Float[Array, "B V"], state: State) -> Float[Array, "B V"]:
+    """The logits, of which a ValueError comes where they are no numbers.
+
+    Inside of jit they alone can say that a token found no slot, or that tokens went by scores that are no numbers.
+    """
+    if not traced(logits) and bool(jnp.isnan(logits).any()):
+        check_layers_scored(state)
+        raise ValueError(
+            "logits are not numbers: the model's are not, or the policy keeps more tokens than its `sizes` asked for"
+        )
+    return logits
 
 
 def decode_step(
-    model: Model,
-    params: PyTree[Any],
-    token: Array | np.ndarray | Sequence[int],
-    state: KVState,
-    *,
-    active: Array | np.ndarray | Sequence[bool] | None = None,
-    mesh: Mesh | None = None,
-) -> tuple[Float[Array, "B V"], KVState]:
-    """One token of every sequence: append, attend, update scores, evict if due. Nothing is gathered or moved.
+    model: Any, params: PyTree[Any], token: Any, state: State, *, active: Any = None
+) -> tuple[Float[Array, "B V"], State]:
+    """Reads one token of every sequence, and evicts if it is time to.
 
     Args:
       model, params: the model.
-      token: the token "B" to read.
-      state: the cache before. Donate it under `jit` to write in place.
-      active: a sequence that is not active reads nothing and keeps its cache. All are if None.
-      mesh: that of `prefill`.
+      token: the token ids "B".
+      state: what `prefill` or an earlier step returned. Donate it under `jax.jit` to write in place.
+      active: which sequences read their token "B"; the others keep their cache. All do if None.
 
     Returns:
-      Logits of the next token, and the state after. Under `jax.jit`, logits are NaN where a sequence was driven past
-      its plan (the prompt and `max_new_tokens`, whether its cache has room for more or not), or where a token is
-      outside the vocabulary; beware that the largest of them is token 0 for `argmax`.
+      Logits of the next token, and the state after. Inside `jax.jit`, logits of a sequence are NaN where its token
+      found no slot; beware that the largest of them is token 0 for `argmax`.
 
     Raises:
-      ValueError: another number of tokens than sequences, a token outside the vocabulary, a state that was planned for
-        another model or for no further token, `active` that is not one truth value a sequence.
+      ValueError: another number of tokens than sequences, ids outside the vocabulary, a state of another model, without
+        a prompt, or that has read all the tokens that it was planned for.
     """
-    check_model(model)
-    check_is(KVState, "state", state)
-    plan: CachePlan = state.plan
-    plan.check_model(model.config)
-    check_decodes(state)
+    check_state(model, state)
+    B = len(state.length)
+    token = as_array("token", token, np.integer, (B,), "integers, one a sequence")
     if active is not None:
-        active = as_given("active", active)
-        check_array("active", active, "batch", kind=np.bool_, shape=state.length.shape)
-    token = as_ids(model, token, (len(state.length),), "one token a sequence", real=active)
-    check_room(model.config, state, 1 if active is None else active.astype(np.int32))
-    active = None if active is None else jnp.asarray(active)
-    if mesh is not None:
-        mesh = as_mesh(mesh)
-        rows = shard_rows((token, active), mesh)
-        return _decode_on(model, shard_params(model, params, mesh), state, *rows, mesh=mesh)
-    state = dataclasses.replace(state, layers=_with_room(state, active))
-    valid = None if active is None else active.astype(jnp.int32)
-    logits, after, _ = forward(model, params, token[:, None], state, valid=valid, phase="decode", evict=True)
-    if active is not None:
-        after = dataclasses.replace(after, layers=tuple(map(_only(active), after.layers, state.layers)))
-    return logits[:, -1], after
+        active = as_array("active", active, np.bool_, (B,), "True or False, one a sequence")
+    check_ids(model, token if active is None or traced(token, active) else token[active])
+    check_room(state, 1 if active is None else active.astype(np.int32))
+    return decode(model, params, jnp.asarray(token, jnp.int32), state, active)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "mesh"))
-def _decode_on(model, params, state, token, active, *, mesh):
-    step = lambda params, rows: decode_step(model, params, rows[1], rows[0], active=rows[2])
-    return on_rows(mesh, step, params, (state, token, active))
-
-
-def _only(active: Bool[Array, "B"]) -> Callable[[Any, Any], Any]:
-    """`(after, before) -> after` for the active sequences, `before` for the others; keys and values are left alone."""
-
-    def choose(new: Any, old: Any) -> Any:
-        return new if new is old else jnp.where(active.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-
-    def layer(after: LayerKV | PooledKV, before: LayerKV | PooledKV) -> LayerKV | PooledKV:
-        small = {"pos": choose(after.pos, before.pos), "memory": jax.tree.map(choose, after.memory, before.memory)}
-        if isinstance(after, LayerKV) and isinstance(before, LayerKV) and after.gate is not None:
-            small["gate"] = choose(after.gate, before.gate)
-        return dataclasses.replace(after, **small, rank=jax.tree.map(choose, after.rank, before.rank))
-
-    return layer
-
-
-def _with_room(state: KVState, active: Bool[Array, "B"] | None) -> tuple[LayerKV | PooledKV, ...]:
-    """The layers after `LayerPolicy.make_room` for the sequences that are about to read a token."""
-    plan: CachePlan = state.plan
-    only = _only(active) if active is not None else lambda after, before: after
-
-    def with_room(i: int, kv: LayerKV | PooledKV) -> LayerKV | PooledKV:
-        policy, ctx = plan.layers[i], context(state, i, "decode")
-        makes = lambda kv, ctx: kv.apply(lambda view: policy.make_room(view, ctx))
-        after = makes(kv, ctx) if isinstance(kv, LayerKV) else everywhere(makes, kv, ctx)
-        return after if after is kv else only(after, kv)
-
-    if not plan.policy.alike:
-        return tuple(with_room(i, kv) for i, kv in enumerate(state.layers))
-    first = with_room(0, state.layers[0])
-    if first is state.layers[0]:
-        return state.layers
-    stays = first.view().live
-    return first, *(kv.apply(lambda view: evict(view, stays)) for kv in state.layers[1:])
-
-
-def feed(
-    model: Model,
+def decode(
+    model: Any,
     params: PyTree[Any],
-    tokens: Array | np.ndarray | Sequence[Sequence[int]],
-    state: KVState,
+    token: Int[Array, "B"],
+    state: State,
+    active: Bool[Array, "B"] | None = None,
     *,
-    lengths: Array | np.ndarray | Sequence[int] | None = None,
-) -> tuple[Float[Array, "B T V"], KVState]:
-    """Reads given tokens "B T" one decode step at a time: a question after compression, or text to be scored.
+    guards: bool = True,
+) -> tuple[Float[Array, "B V"], State]:
+    """What `decode_step` does with what has been checked. `guards` are those of `Attend`.
 
-    A row of a padded batch reads what it would read alone.
-
-    Args:
-      model, params: the model.
-      tokens: the tokens, padded on the left where rows have different numbers of them.
-      state: the cache before.
-      lengths: how many of the last tokens of every row "B" are real, at least 1; T if None.
-
-    Returns:
-      Logits after every token, and the state after the last. The last token of every row stands in the last column;
-      logits of padding are NaN.
-
-    Raises:
-      ValueError: tokens outside the vocabulary, of another number of sequences, or more than the state was planned for;
-        lengths outside 1 to T.
+    Logits are NaN behind the last token that a sequence was planned for, which under `jax.jit` they alone can say.
     """
-    check_model(model)
-    check_is(KVState, "state", state)
-    B, tokens = len(state.length), as_given("tokens", tokens)
-    if lengths is None or tokens.ndim != 2:
-        lengths, real = None, None
-    else:
-        lengths = as_lengths(lengths, B, tokens.shape[1])
-        real = real_tokens(lengths, tokens)
-    tokens = as_ids(model, tokens, (B, None), "one row of tokens a sequence", real=real)
-    T = tokens.shape[1]
-    check_room(model.config, state, T if lengths is None else lengths)
-    first = jnp.zeros((B,), jnp.int32) if lengths is None else T - jnp.asarray(lengths)
-    reads = jnp.arange(T, dtype=jnp.int32)[:, None] >= first[None]
-
-    def step(state, now):
-        token, active = now
-        logits, state = decode_step(model, params, token, state, active=None if lengths is None else active)
-        return state, logits if lengths is None else jnp.where(active[:, None], logits, jnp.nan)
-
-    state, logits = lax.scan(step, state, (tokens.T, reads))
-    return logits.swapaxes(0, 1), state
+    logits, after, _ = step(model, params, token[:, None], state, active, "decode", guards=guards)
+    past = after.length - after.prompt_length > after.max_new_tokens
+    logits = jnp.where(past[:, None], jnp.nan, logits)
+    if active is None:
+        return logits, after
+    layers = tuple(new.where(active, old) for new, old in zip(after.layers, state.layers, strict=True))
+    return logits, dataclasses.replace(after, layers=layers)

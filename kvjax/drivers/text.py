@@ -3,8 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from kvjax.pallas_kernels.values import checked, flag, optional
+from kvjax.observe import Reread
 
+_REPEAT = "\n\nRepeat the previous context exactly."  # the released code's instructions (KVzip, arXiv 2505.23416)
+_REPEAT_NEXT = "\n\nRepeat the part of the previous context exactly, starting with"
+_MARK = "\ue000"  # stands for the context; of the private use area, which no template should hold
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what stands for the first bytes of a character, and for bytes of none
 
 
@@ -34,7 +37,8 @@ def encode(
         messages that the template refuses.
     """
     check_tokenizer(tokenizer)
-    checked(optional(flag), "bos", bos)
+    if bos is not None and not isinstance(bos, bool):
+        raise ValueError(f"bos={bos!r} must be True, False, or None for what the tokenizer does")
     if not isinstance(prompt, str):
         prompt = rendered(tokenizer, prompt, **template)
     elif template:
@@ -82,6 +86,29 @@ def rendered(tokenizer: Any, messages: Any, **template: Any) -> str:
         return tokenizer.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **template})
     except Exception as e:  # a template is code of the model's authors, and raises what it likes
         raise ValueError(f"the tokenizer's chat template refuses these messages: {e}") from e
+
+
+def repeating(tokenizer: Any) -> Reread:
+    """How KVzip's released code asks a model to repeat a prompt, in ids, within what a chat template has around it.
+
+    Args:
+      tokenizer: the model's, one of transformers.
+
+    Raises:
+      ValueError: what is no tokenizer of transformers, or a chat template that does not write a message once.
+    """
+    check_tokenizer(tokenizer)
+    around = ["", "\n"]
+    if getattr(tokenizer, "chat_template", None) is not None:
+        around = rendered(tokenizer, [{"role": "user", "content": _MARK}], enable_thinking=False).split(_MARK)
+    if len(around) != 2:
+        raise ValueError(
+            f"the tokenizer's chat template writes a message {len(around) - 1} times, but a context has one place; "
+            "write a Reread of ids"
+        )
+    ids = lambda text: tuple(tokenizer(text, add_special_tokens=False).input_ids)
+    before, after = map(ids, around)
+    return Reread(ids(_REPEAT), ids(_REPEAT_NEXT), after, len(before))
 
 
 def _leading(ids: Sequence[int], token: int) -> int:

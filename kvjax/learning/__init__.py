@@ -1,1 +1,1 @@
-"""What can be learned: budgets, by relaxed policies and families with gradients; functions that predict scores."""
+"""Learning: budgets, by relaxed policies and families with gradients; functions that predict scores."""

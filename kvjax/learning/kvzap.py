@@ -1,14 +1,14 @@
-"""Functions of hidden states that say what KVzip+ would score (KVzap, arXiv 2601.07891), fitted to a model.
+"""Functions of hidden states that predict the scores of KVzip+ (KVzap, arXiv 2601.07891), fitted to a model.
 
 found = [examples(model, params, tokens, replay=replay) for tokens in texts]
 hidden, wanted = (np.concatenate(each, axis=1) for each in zip(*found))
 function, losses = fit(hidden, wanted)
 policy = methods.kvzap(0.5, function)
+
+Letters: L layers, M tokens, D width of the model, K kv heads.
 """
 
-import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,79 +18,72 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.cache.context import Phase
-from kvjax.drivers.replay import read_again
-from kvjax.drivers.requests import Model, check_prompts
-from kvjax.drivers.steps import forward, init_state
-from kvjax.eviction import Evict
-from kvjax.pallas_kernels.values import check_array, checked, number, optional, whole
-from kvjax.plan import CachePlan, make_plan
-from kvjax.scoring.learned import FrozenArrays
-from kvjax.scoring.predicted import HiddenHeads, HiddenStates, apply_heads
-from kvjax.scoring.replay import Replay
-from kvjax.scoring.replayed import Replayed, ReplayedAttention
-from kvjax.scoring.stats import Measurement
+from kvjax.contract import Context, LayerInfo, LayerView, Observation, PerSlot, Phase, Policy, Stats
+from kvjax.drivers.checks import as_array, check_model, check_prompts, whole
+from kvjax.drivers.replay import Reread
+from kvjax.drivers.steps import read_prompts
+from kvjax.learning.probes import observed
+from kvjax.observe import HiddenStates
+from kvjax.scores.learned import FrozenArrays, HiddenHeads, apply_heads
 
-_LEAST = 1e-8  # what scores below count as, as their logarithm would not end
+_LEAST = 1e-8  # the least score, as the logarithm of a smaller one would not end
 
 
-@dataclasses.dataclass(frozen=True)
-class _Watched(Replayed):
-    """The score of KVzip+, which looks at hidden states too."""
+class Remember(Policy):
+    """The full cache, which remembers what its prompt's tokens get while the prompt is repeated.
 
-    def observe(self, phase: Phase) -> tuple[Measurement, ...]:
-        """See `Score`."""
-        return (*super().observe(phase), HiddenStates()) if phase == "prefill" else ()
+    Attributes:
+      how: how it is repeated.
+    """
+
+    how: Reread
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return (self.how,) if phase == "replay" else ()
+
+    def memory(self, info: LayerInfo) -> PerSlot:
+        return PerSlot()
+
+    def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
+        return kv.replace(memory=stats[self.how].astype(jnp.float32))
 
 
 def examples(
-    model: Model,
-    params: PyTree[Any],
-    tokens: Array | np.ndarray | Sequence[Sequence[int]],
-    *,
-    replay: Replay,
-    lengths: Array | np.ndarray | Sequence[int] | None = None,
-    sinks: int = 4,
+    model: Any, params: PyTree[Any], tokens: Any, *, replay: Reread, lengths: Any = None, sinks: int = 4
 ) -> tuple[Float[np.ndarray, "L M D"], Float[np.ndarray, "L M K"]]:
-    """Hidden states of all tokens of some texts in every layer, and the logarithms of their KVzip+ scores.
+    """Hidden states of all tokens of some texts in every layer, and the logarithms of their scores in a replay.
 
-    Scores are those of `kvjax.methods.kvzip(..., plus=True)`. The released training script has one chunk, of texts of
-    750 to 1,250 tokens, and leaves out what the rows of the instruction give.
+    The released training script has one chunk, of texts of 750 to 1,250 tokens, and leaves out what the rows of the
+    instruction give.
 
     Args:
       model, params: the model.
-      tokens: token ids of the texts, padded on the left.
-      replay: how they are repeated.
-      lengths: their own lengths, T if None.
-      sinks: as in `kvjax.methods.kvzip`; what the first so many score is left out, since they stay in any case.
+      tokens: token ids of the texts "B T", padded on the left.
+      replay: how they are repeated; with `plus=True`, scores are those of KVzip+.
+      lengths: their own lengths "B"; T if None.
+      sinks: what the first so many tokens score is left out, since they stay in any case.
 
     Raises:
       ValueError: texts that make no sense for the model, or no token to score.
     """
-    tokens, lengths = check_prompts(model, tokens, lengths, params=params)
-    measured = ReplayedAttention(replay, sinks, weighed=True)
-    plan = make_plan(model.config, Evict(_Watched(measured), 1.0), prompt_len=tokens.shape[1], max_new_tokens=0)
-    hidden, scores = _measured(model, params, tokens, jnp.asarray(lengths), plan=plan)
-    place = np.arange(tokens.shape[1])[None] - (tokens.shape[1] - np.asarray(lengths)[:, None])
-    counts = place >= max(sinks, replay.skip)
+    check_model(model, params)
+    prompts = check_prompts(model, tokens, lengths)
+    place = np.arange(prompts.tokens.shape[1])[None] - (prompts.tokens.shape[1] - prompts.lengths[:, None])
+    first = max(whole("sinks", sinks, 0), getattr(replay, "prefix", 0))
+    counts = place >= first
     if not counts.any():
         raise ValueError(
-            f"texts of up to {int(np.max(lengths))} tokens have none behind the first {max(sinks, replay.skip)}; give "
-            "longer ones"
+            f"texts of up to {int(np.max(prompts.lengths))} tokens have none behind the first {first}; give longer ones"
         )
-    wanted = np.log(np.maximum(np.asarray(scores).swapaxes(2, 3), _LEAST))
-    return np.asarray(hidden)[:, counts], wanted[:, counts]
-
-
-@functools.partial(jax.jit, static_argnames=("model", "plan"))
-def _measured(model, params, tokens, lengths, *, plan: CachePlan) -> tuple[Array, Array]:
-    """Hidden states "L B T D" and scores "L B K T"."""
-    state = init_state(plan, lengths, dtype=model.config.dtype)
-    _, state, stats = forward(model, params, tokens, state, valid=lengths)
-    stats = read_again(model, params, tokens, state, stats)
-    (replayed,) = (m for m in plan.specs[0].prompt if m.again is not None)
-    each = lambda m: jnp.stack([layer[m].astype(jnp.float32) for layer in stats.layers])
-    return each(HiddenStates()), each(replayed)
+    hidden = observed(model, params, prompts, HiddenStates())
+    _, state = read_prompts(model, params, prompts, Remember(replay), 0)
+    scores = [
+        np.asarray(kv.view().memory)[:, :, : place.shape[1]] for kv in state.layers
+    ]  # tokens in order, from slot 0 on
+    row = np.arange(len(place))[:, None]
+    scores = [x.swapaxes(1, 2)[row, np.maximum(place, 0)] for x in scores]
+    each = lambda x: np.stack([np.asarray(y, np.float32)[counts] for y in x])
+    return each(hidden), np.log(np.maximum(each(scores), _LEAST))
 
 
 def fit(
@@ -121,19 +114,22 @@ def fit(
     Raises:
       ValueError: arrays of other tokens or layers, and numbers that make no sense.
     """
-    check_array("hidden", hidden, "layers", "tokens", "width")
-    check_array("wanted", wanted, "layers", "tokens", "kv heads", shape=(*hidden.shape[:2], np.shape(wanted)[-1]))
-    units, steps = checked(optional(whole(1)), "units", units), checked(whole(1), "steps", steps)
-    batch, rate = checked(whole(1), "batch", batch), checked(number("(0, inf)"), "rate", rate)
-    key = jax.random.key(0) if key is None else key
+    hidden = as_array("hidden", hidden, np.floating, (None, None, None), "floats, hidden states of every layer")
+    wanted = as_array("wanted", wanted, np.floating, (*hidden.shape[:2], None), "floats, a score a kv head")
+    units = None if units is None else whole("units", units)
+    if not 0 < rate < float("inf"):
+        raise ValueError(f"rate={rate} is no learning rate; give a positive number, such as 1e-3")
     x, y = jnp.asarray(hidden, jnp.float32), jnp.asarray(wanted, jnp.float32)
+    how = {"units": units, "steps": whole("steps", steps), "batch": whole("batch", batch), "rate": rate}
     with jax.numpy_dtype_promotion("standard"):  # optax promotes
-        weights, losses = _fitted(x, y, key, units=units, steps=steps, batch=batch, rate=rate)
+        weights, losses = _fitted(x, y, jax.random.key(0) if key is None else key, **how)
     return HiddenHeads(FrozenArrays(jax.tree.map(np.asarray, weights))), np.asarray(losses)
 
 
 @functools.partial(jax.jit, static_argnames=("units", "steps", "batch", "rate"))
-def _fitted(x, y, key, *, units, steps, batch, rate) -> tuple[dict[str, Array], Array]:
+def _fitted(
+    x: Array, y: Array, key: Array, *, units: int | None, steps: int, batch: int, rate: float
+) -> tuple[dict[str, Array], Array]:
     (L, M, D), K = x.shape, y.shape[-1]
     first, second, draws = jax.random.split(key, 3)
     weights = {"out": jnp.zeros((L, D, K)), "out_bias": y.mean(1)}

@@ -1,44 +1,34 @@
-"""The released EasyKV's modes and sizes, for every importance it knows (D-05, D-09, D-11 to D-14, D-46, D-48)."""
+"""EasyKV: the policies of its code, for every importance that it knows (D-05, D-09, D-11 to D-14, D-46, D-48)."""
 
 import dataclasses
 from typing import Literal
 
-import numpy as np
-
-from kvjax.eviction import Evict
-from kvjax.pallas_kernels.values import checked, flag, number, one_of, optional, settle, tokens
-from kvjax.scoring.protect import PromptSinks, Protect, Scope, TopStd
-from kvjax.scoring.scores import Accumulated, LastRow, Mean, Recency, Score, Uniform
-from kvjax.scoring.select import RandomRun, TopK
-from kvjax.scoring.stats import Observe, RowsFrom
-from kvjax.sizes.budget import Count, Fixed, Less, Ratio, Share, Sum, Tokens, as_count, counted
-from kvjax.sizes.schedule import Schedule, after_prefill, every_step
+from kvjax.budgets import STEP, Combined, Schedule
+from kvjax.compose import chain
+from kvjax.contract import Count, Policy, Score, value
+from kvjax.decide.select import TopK
+from kvjax.evict import Evict
+from kvjax.methods.counts import BlockBudget, Truncated
+from kvjax.methods.parts import RandomRun
+from kvjax.observe import Rows
+from kvjax.scores.attention import Accumulated, Mean, Recency, SparedByDeviation, Uniform, Votes
+from kvjax.scores.blends import LayerMean
 
 Importance = Literal["roco", "mas", "h2o", "tova", "recency", "random"]
-Mode = Literal["encoding", "decoding", "encoding_decoding"]
 
-_SINKS = 4  # protected while a prompt is read in blocks
-_LAST = 10  # protected always, by "roco" and "mas"
-
-_WHILE_ENCODING: dict[str, Score] = {
-    "roco": Mean(),
-    "mas": Mean(),
-    "h2o": Accumulated(),
-    "tova": LastRow("layer_mean"),
-    "recency": Recency(),
-    "random": Uniform(),
-}
+_SINKS = 4  # stay while a prompt is read in blocks
+_LAST = 10  # stay always, by "roco" and "mas"
 
 
-@dataclasses.dataclass(frozen=True)
+@value
 class BlockSizes:
-    """How the released block loop rounds a budget (D-14).
+    """How EasyKV's loop over blocks rounds a budget (D-14).
 
     Attributes:
-      nominal: what the user asked for.
-      padded: the nominal budget and one stride.
-      final: tokens in the cache when the prompt has been read; exceeds the nominal budget by up to one stride.
-      dense_prefix: tokens read before the first block.
+      nominal: tokens that were asked for.
+      padded: these and one stride.
+      final: tokens in the cache after the prompt.
+      dense_prefix: tokens that are read before the first block.
     """
 
     nominal: int
@@ -48,20 +38,20 @@ class BlockSizes:
 
 
 def block_sizes(length: int, budget: int | float, stride: int, mode: Literal["encoding", "ppl"]) -> BlockSizes:
-    """The sizes of a prompt of `length` tokens read in blocks of `stride`.
+    """The sizes of a prompt that is read in blocks.
 
-    The dense prefix and whole blocks make up the prompt. While encoding it is one stride shorter than the final cache;
-    a cache of at most a stride, for which the released code asks for a negative prefix, is filled before any block.
+    Args:
+      length: tokens of the prompt.
+      budget: tokens, or a share of the prompt.
+      stride: tokens of a block.
+      mode: while "encoding" the dense prefix is a stride shorter than the final cache.
 
     Raises:
-      ValueError: a prompt that the block loop would not evict from, or a budget or stride of no token.
+      ValueError: the prompt fits the budget and a block, so that the loop evicts nothing.
     """
-    one_of("mode", mode, "encoding", "ppl")
-    length, stride = checked(tokens(1), "length", length), checked(tokens(1), "stride", stride)
-    count = as_count(budget, "budget")
-    nominal = count.n if isinstance(count, Tokens) else int(length * budget)
-    if nominal < 1:
-        raise ValueError(f"a budget of {nominal} tokens (budget={budget}, length={length}); give at least 1 token")
+    nominal = budget if isinstance(budget, int) else int(length * budget)
+    if nominal < 1 or stride < 1:
+        raise ValueError(f"a budget of {nominal} tokens and blocks of {stride}; give at least 1 token for each")
     padded = nominal + stride
     final = padded - (padded - length) % stride
     if final > length:
@@ -72,132 +62,111 @@ def block_sizes(length: int, budget: int | float, stride: int, mode: Literal["en
     return BlockSizes(nominal, padded, final, dense)
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockBudget(Count):
-    """`BlockSizes.final` for every prompt length; a prompt that is not evicted from keeps the nominal budget.
-
-    Attributes:
-      nominal: what the user asked for.
-      stride: tokens of a block.
-    """
-
-    nominal: Count
-    stride: int
-
-    def __post_init__(self):
-        settle(self, nominal=counted, stride=tokens(1))
-
-    def table(self, prompt_length: np.ndarray, budget: np.ndarray) -> np.ndarray:
-        """The count for every prompt length."""
-        nominal = self.nominal.table(prompt_length, budget)
-        padded = nominal + self.stride
-        final = padded - (padded - prompt_length) % self.stride
-        return np.where(final > prompt_length, nominal, final)
+def _score(importance: Importance, first: int, scope: Count) -> Score:
+    if importance == "roco":
+        return SparedByDeviation(first=first, size=scope)
+    scores: dict[str, Score] = {
+        "mas": Mean(first=first),
+        "h2o": Accumulated(Rows(first=first)),
+        "tova": LayerMean(Votes(1, prompt_only=False)),
+        "recency": Recency(),
+        "random": Uniform(),
+    }
+    if importance not in scores:
+        raise ValueError(
+            f"importance={importance!r} does not exist; give one of 'roco', {', '.join(map(repr, scores))}"
+        )
+    return scores[importance]
 
 
 def _all_but(evictable: Count, live: Count, least: int) -> Count:
-    """The scope that leaves `evictable` of the `live` tokens evictable, and never fewer than `least`."""
-    return Less(live, Sum((Tokens(least), Less(evictable, Tokens(least)))))
+    """The scope that leaves `evictable` of the `live` tokens, and never fewer than `least`."""
+    return Combined("less", (live, Combined("sum", (least, Combined("less", (evictable, least))))))
 
 
-def easykv(
+def easykv_encoding(
     importance: Importance,
     budget: int | float,
     *,
-    mode: Mode | Literal["auto"],
     stride: int = 1,
-    rounding: Literal["exact", "easykv"] = "exact",
-    prompt_length: int | None = None,
+    exact: bool = True,
     recent_ratio: float = 0.1,
     prefix: int = 0,
-    keep_attention: bool = False,
 ) -> Evict:
-    """One of EasyKV's policies as its code runs it.
+    """Evicts while a prompt is read in blocks (`block=stride`), and never afterwards. 4 sinks stay.
 
-    "encoding" evicts while the prompt is read in blocks (`prefill(..., block=stride)`), keeping 4 sinks, and never
-    afterwards. "decoding" keeps the prompt, outside the budget, and evicts generated tokens only (D-13).
-    "encoding_decoding" reads in blocks, keeping 4 sinks, and then evicts at every step, keeping none. "auto" is
-    "decoding" with what an int budget leaves beyond the prompt, or "encoding_decoding" where it leaves nothing.
-
-    RoCo's scope is, with B' = budget + stride (D-11): while encoding all but `max(B' - int(recent_ratio B') - 4,
-    stride)` tokens; while decoding, all but `B' - int(0.3 B')`, or `int(0.3 B) + 1` beside the prompt. It and MAS
-    protect the last 10 tokens (D-12).
-
-    The code's random branch drops one contiguous run while encoding (D-05); it is broken, and H2O refused, in
-    "encoding_decoding" (D-48); here all of them work. A last row's attention is averaged over all heads of the layer
-    while encoding, over a kv head's group in "decoding" (D-09).
+    RoCo's scope is all but `max(B' - int(recent_ratio B') - 4, stride)` tokens, with B' = budget + stride (D-11).
 
     Args:
-      importance: what ranks tokens; "recency" is StreamingLLM's choice while encoding, "tova" the last row.
+      importance: what ranks tokens.
       budget: tokens, or a share of the prompt.
-      mode: when eviction happens.
       stride: tokens of a block.
-      rounding: "exact" caches `budget` tokens after every block, "easykv" the largest number up to B' that makes blocks
-        of `stride` end with the prompt (`block_sizes`, D-14).
-      prompt_length: for "auto".
-      recent_ratio: share of B' kept recent (H2O, TOVA) or out of the feasible set (RoCo) while encoding.
-      prefix: tokens whose rows RoCo, MAS and H2O ignore. The code ignores those of the dense prefix and of the block
-        that fills the cache, `block_sizes(...).final` together.
-      keep_attention: count them all the same (D-46).
-
-    Raises:
-      ValueError: an importance, mode or rounding that does not exist, or "auto" without `prompt_length`.
+      exact: ends with the budget; otherwise with up to `stride` more, as the code does (D-14).
+      recent_ratio: share of B' that stays as recent (H2O, TOVA), or is outside of RoCo's candidates.
+      prefix: tokens whose rows do not count (D-46): `block_sizes(...).final` in the code.
     """
-    one_of("importance", importance, *_WHILE_ENCODING)
-    one_of("mode", mode, "encoding", "decoding", "encoding_decoding", "auto")
-    one_of("rounding", rounding, "exact", "easykv")
-    stride = checked(tokens(1, "a block has at least 1 token"), "stride", stride)
-    keep_attention = checked(flag, "keep_attention", keep_attention)
-    prefix = checked(tokens(), "prefix", prefix)
-    recent_ratio = checked(number("[0, 1]"), "recent_ratio", recent_ratio)
-    prompt_length = checked(optional(tokens(1)), "prompt_length", prompt_length)
-    count = as_count(budget, "budget")
-    if mode == "auto":
-        if prompt_length is None:
-            raise ValueError("mode='auto' compares the budget with the prompt; give prompt_length=")
-        beyond = count.n - prompt_length if isinstance(count, Tokens) else 0
-        mode, count = ("decoding", Tokens(beyond)) if beyond > 0 else ("encoding_decoding", count)
-    score = _WHILE_ENCODING[importance]
-    ignore = 0 if keep_attention else prefix
-    if isinstance(score, Mean):
-        score = dataclasses.replace(score, ignore_prefix=ignore)
-    elif isinstance(score, Accumulated) and ignore:
-        score = Accumulated(Observe(RowsFrom(ignore)))
-    if mode == "decoding":
-        return _decoding(importance, score, count)
+    padded = Combined("sum", (budget, stride))
+    final = budget if exact else BlockBudget(budget, stride)
+    recent: Count = {"roco": _LAST, "mas": _LAST, "h2o": Truncated(recent_ratio, padded)}.get(importance, 0)
+    recent = Truncated(recent_ratio, padded) if importance == "tova" else recent
+    taken = Combined("sum", (Truncated(recent_ratio, padded), _SINKS))
+    scope = _all_but(Combined("less", (padded, taken)), Combined("sum", (final, stride)), stride)
+    score = _score(importance, prefix, scope)
+    return Evict(score, final, _SINKS, recent, select=RandomRun() if importance == "random" else TopK())
 
-    final = BlockBudget(count, stride) if rounding == "easykv" else count
-    padded = Sum((count, Tokens(stride)))
-    share = lambda ratio: Fixed(Share(ratio, "int"), padded)
-    decodes = mode == "encoding_decoding"
-    scope: Scope | None = PromptSinks(_SINKS) if decodes else None
-    if importance == "roco":
-        scope = TopStd(
-            _all_but(Less(padded, Sum((share(recent_ratio), Tokens(_SINKS)))), Sum((final, Tokens(stride))), stride),
-            ignore_prefix=ignore,
-            decode_size=_all_but(Less(padded, share(0.3)), Sum((final, Tokens(1))), 1) if decodes else None,
-            prompt_sinks=_SINKS if decodes else 0,
-        )
-    recent = {"roco": Tokens(_LAST), "mas": Tokens(_LAST), "h2o": share(recent_ratio), "tova": share(recent_ratio)}
-    when: Schedule = every_step() if decodes else after_prefill()
-    return Evict(
-        score,
-        final,
-        protect=Protect(0 if decodes else _SINKS, recent.get(importance, 0)),
-        scope=scope,
-        when=when,
-        select=RandomRun() if importance == "random" and not decodes else TopK(),
+
+def easykv_decoding(importance: Importance, budget: int | float) -> Evict:
+    """Keeps the prompt, outside of the budget, and evicts generated tokens (D-13).
+
+    RoCo's scope is the prompt and `int(0.3 B) + 1` tokens (D-11); TOVA decides for every kv head (D-09).
+
+    Args:
+      importance: what ranks tokens.
+      budget: generated tokens that stay: a number, or a share of the prompt.
+    """
+    prompt, own = 1.0, Truncated(0.3, budget)
+    recent: Count = {"roco": _LAST, "mas": _LAST, "h2o": own}.get(importance, 0)
+    score = _score(importance, 0, Combined("sum", (prompt, own, 1)))
+    score = Votes(1, prompt_only=False) if importance == "tova" else score
+    return Evict(score, Combined("sum", (prompt, budget)), prompt, recent, when=STEP)
+
+
+def easykv_encoding_decoding(
+    importance: Importance,
+    budget: int | float,
+    *,
+    stride: int = 1,
+    exact: bool = True,
+    recent_ratio: float = 0.1,
+    prefix: int = 0,
+) -> Policy:
+    """Evicts while a prompt is read in blocks, 4 sinks staying, then at every step, none staying (D-48).
+
+    While decoding RoCo's scope is all but `B' - int(0.3 B')` tokens (D-11).
+
+    Args:
+      importance, budget, stride, exact, recent_ratio, prefix: as of `easykv_encoding`.
+    """
+    first = easykv_encoding(importance, budget, stride=stride, exact=exact, recent_ratio=recent_ratio, prefix=prefix)
+    first = dataclasses.replace(first, select=TopK())
+    padded = Combined("sum", (budget, stride))
+    live = Combined("sum", (first.budget, 1))
+    scope = _all_but(Combined("less", (padded, Truncated(0.3, padded))), live, 1)
+    then = Evict(
+        _score(importance, prefix, scope), first.budget, 0, first.recent, when=Schedule(prefill=False, every=1)
     )
+    return chain(first, then)
 
 
-def _decoding(importance: Importance, score: Score, count: Count) -> Evict:
-    """The prompt stays, outside the budget; generated tokens compete for it."""
-    prompt, own = Ratio(1.0), Fixed(Share(0.3, "int"), count)
-    recent = {"roco": Tokens(_LAST), "mas": Tokens(_LAST), "h2o": own}
-    return Evict(
-        LastRow("per_kv_head") if importance == "tova" else score,
-        Sum((prompt, count)),
-        protect=Protect(prompt, recent.get(importance, 0)),
-        scope=TopStd(Sum((prompt, own, Tokens(1)))) if importance == "roco" else None,
-        when=every_step(),
-    )
+def easykv(importance: Importance, budget: int, *, prompt_length: int, stride: int = 1) -> Policy:
+    """Evicts as `easykv_decoding` if the budget exceeds the prompt, else as `easykv_encoding_decoding` (mode "auto").
+
+    Args:
+      importance: what ranks tokens.
+      budget: tokens.
+      prompt_length: tokens of the prompt.
+      stride: tokens of a block.
+    """
+    if budget > prompt_length:
+        return easykv_decoding(importance, budget - prompt_length)
+    return easykv_encoding_decoding(importance, budget, stride=stride)

@@ -1,151 +1,113 @@
-"""Policies that hide tokens instead of evicting them, as released evaluation code does. They free no memory."""
-
-import dataclasses
-from typing import Any
+"""Policies that hide tokens from rows instead of evicting them, as released evaluation code does; they free nothing."""
 
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
-from kvjax.cache.context import Context, Site
-from kvjax.cache.state import EMPTY, LayerKV
-from kvjax.pallas_kernels.values import flag, settle
-from kvjax.policy import LayerSpec, Rule, keeps_all
-from kvjax.scoring.scores import one_a_slot
-from kvjax.scoring.select import Selection, TopK
-from kvjax.scoring.stats import LayerStats, Moment, Observe, Sums
-from kvjax.sizes.budget import Count, Counts, counted
-from kvjax.sizes.schedule import Schedule
+from kvjax.contract import (
+    EMPTY,
+    AttentionInputs,
+    Context,
+    Count,
+    LayerInfo,
+    LayerView,
+    Layout,
+    Observation,
+    PerSlot,
+    Phase,
+    Policy,
+    Reads,
+    Stats,
+    count,
+)
+from kvjax.decide.select import best
+from kvjax.observe import Rows, Unmasked
 
 
-@dataclasses.dataclass(frozen=True)
-class _Hiding(Rule):
-    """Keeps everything, and decides what the next row reads.
+class NextStepMask(Policy):
+    """Masks one slot too many for the next row, as the simulations of H2O and Keyformer do.
+
+    As long as no more than `heavy + recent` tokens exist, the next row reads all of them. Beyond that its own token
+    counts among the `recent`, so that the token at distance `recent` is neither recent nor a candidate.
 
     Attributes:
-      heavy: tokens of largest accumulated score.
-      recent: last tokens.
+      heavy: tokens of the largest accumulated score.
+      recent: last tokens; with 0 nothing is ever hidden.
       of: what is accumulated.
+      persistent: what was hidden once stays hidden (Keyformer); otherwise it may come back a step later (H2O).
     """
 
-    heavy: int | float | Count
-    recent: int | float | Count
-    of: Observe = Observe()
-
-    def __post_init__(self):
-        settle(self, heavy=counted, recent=counted, of=one_a_slot)
-
-    @property
-    def _sums(self) -> Sums:
-        return Sums(self.of)
-
-    def under(self, schedule: Schedule) -> Rule:
-        """See `Rule`; a simulation decides at every row, as the code that it reproduces does."""
-        raise ValueError(
-            f"{type(self).__name__} decides at every row what the next one reads, so {schedule} cannot apply"
-        )
-
-    def _count(self, count: int | float | Count, ctx: Context) -> Int[Array, "B 1"]:
-        return _counts(ctx)(count)[:, None]
-
-    def _best(self, score: Float[Array, "B K S"], candidates, kv: LayerKV, count):
-        size = jnp.broadcast_to(count, kv.pos.shape[:2])
-        return TopK().best(score, jnp.where(candidates, kv.pos, EMPTY), size)
-
-
-def _counts(ctx: Context) -> Counts:
-    return Counts(np.arange(ctx.site.prompt_len + 1), ctx.prompt_length)
-
-
-@dataclasses.dataclass(frozen=True)
-class NextStepMask(_Hiding):
-    """The masks of H2O's and Keyformer's released simulations, one slot too many (D-02, D-37).
-
-    As long as no more than `heavy + recent` tokens exist, the next row reads all of them. Beyond that the upcoming
-    token counts among the `recent`, so only `recent - 1` existing tokens are protected, and the token at distance
-    `recent` from the coming row is neither recent nor a candidate. With `recent=0` nothing is ever hidden.
-
-    Attributes:
-      persistent: what was hidden once stays hidden (Keyformer: the key set is frozen after the prompt); otherwise its
-        score survives and it can come back a step later (H2O).
-    """
-
+    heavy: Count = count()
+    recent: Count = count()
+    of: Rows = Rows()
     persistent: bool = False
 
-    def __post_init__(self):
-        super().__post_init__()
-        settle(self, persistent=flag)
+    @property
+    def layout(self) -> Layout:
+        return Layout(prompt="whole")
 
-    def spec(self, site: Site) -> LayerSpec:
-        """See `Rule`; the simulations read prompts densely and mask from then on."""
-        seen = self._sums.observed
-        return keeps_all(site, prompt=(seen,), step=(seen,), reads="whole", hides="visible", timed=seen.timed)
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return (self.of,)
 
-    def init(self, site: Site, batch: int) -> Any:
-        """See `Rule`."""
-        return self._sums.init(site, batch), jnp.zeros((batch, site.num_kv_heads, 0), jnp.float32)
+    def memory(self, info: LayerInfo) -> tuple[PerSlot, PerSlot]:
+        return PerSlot(), PerSlot(dtype=jnp.bool)
 
-    def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
-        """See `Rule`."""
+    def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
         score, hidden = kv.memory
-        new = self._sums.new(stats, ctx)
-        score = score.astype(new.dtype) + new
+        score = score + stats[self.of]
         if self.persistent:
-            ahead = dataclasses.replace(ctx, length=ctx.length + 1)
-            shown = self._shown(dataclasses.replace(kv, memory=(score, hidden)), ahead)
-            hidden = jnp.where(shown, 0.0, 1.0)
-        return (score, hidden), None
+            hidden = ~self._shown(kv, score, hidden, ctx.length + 1, ctx)
+        return kv.replace(memory=(score, hidden))
 
-    def visible(self, moment: Moment) -> Bool[Array, "B K S"]:
-        """See `Rule`."""
-        return self._shown(moment.kv, moment.ctx)
-
-    def _shown(self, kv: LayerKV, ctx: Context) -> Bool[Array, "B K S"]:
-        """What the newest token may read."""
+    def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads | None:
         score, hidden = kv.memory
-        heavy, recent = self._count(self.heavy, ctx), self._count(self.recent, ctx)[..., None]
-        length = ctx.length[:, None, None]
-        candidates = kv.live & (kv.pos < length - 1 - recent) & (hidden == 0)
-        best = self._best(self._sums.largest(score), candidates, kv, heavy)
-        slots = kv.live & (hidden == 0) & (best | (kv.pos >= length - recent))
+        return None if ctx.phase == "prefill" else Reads(self._shown(kv, score, hidden, ctx.length, ctx))
+
+    def _shown(
+        self, kv: LayerView, score: Array, hidden: Array, length: Int[Array, "B"], ctx: Context
+    ) -> Bool[Array, "B K S"]:
+        """The slots that the row at position `length - 1` reads."""
+        heavy, recent = ctx.hparams.heavy[:, None], ctx.hparams.recent[:, None, None]
+        length = length[:, None, None]
+        old = jnp.where(kv.live & (kv.pos < length - 1 - recent) & ~hidden, kv.pos, EMPTY)
+        chosen = best(score, old, jnp.broadcast_to(heavy, kv.pos.shape[:2]))
+        slots = kv.live & ~hidden & (chosen | (kv.pos >= length - recent))
         return jnp.where((recent == 0) | (length - 1 <= heavy[..., None] + recent), kv.live, slots)
 
 
-@dataclasses.dataclass(frozen=True)
-class StepwiseMask(_Hiding):
-    """H2O's stepwise mask: greedy eviction while the text is read, simulated (D-01, `prefill="stepwise_mask"`).
+class StepwiseMask(Policy):
+    """Simulates greedy eviction while the text is read, by masks (H2O). Read prompts with `block=1`.
 
-    The first `heavy` rows see everything. Every later row sees the `heavy - 1` tokens of largest accumulated score,
-    itself, and the band of the `recent` tokens before it. Scores add the row's softmax over everything, hidden tokens
-    included, and are zeroed outside the heavy tokens and the row itself. Read the text with `prefill(..., block=1)`.
-    From row `heavy` on the released code chooses among all tokens, those of the band included, so that one in between
-    may be hidden before there are more than `heavy + recent` of them.
+    The first `heavy` rows see everything. Later rows see the `heavy - 1` tokens of the largest score, their own, and
+    the `recent` before it. Scores add a row's softmax over everything, and are 0 outside of the heavy tokens.
+
+    Attributes:
+      heavy: tokens of the largest accumulated score.
+      recent: last tokens.
     """
 
-    def spec(self, site: Site) -> LayerSpec:
-        """See `Rule`."""
-        seen = self._sums.observed
-        return keeps_all(site, prompt=(seen,), step=(seen,), reads="rows", hides="live", timed=seen.timed)
+    heavy: Count = count()
+    recent: Count = count()
 
-    def init(self, site: Site, batch: int) -> Any:
-        """See `Rule`."""
-        return self._sums.init(site, batch)
+    @property
+    def layout(self) -> Layout:
+        return Layout(prompt="rows")
 
-    def _heavy(self, score, kv: LayerKV, ctx: Context):
-        heavy = self._count(self.heavy, ctx)
-        length = ctx.length[:, None, None]
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return (Unmasked(Rows()),)
+
+    def memory(self, info: LayerInfo) -> PerSlot:
+        return PerSlot()
+
+    def _heavy(self, kv: LayerView, ctx: Context) -> Bool[Array, "B K S"]:
+        length, heavy = ctx.length[:, None, None], ctx.hparams.heavy[:, None]
         newest = kv.pos == length - 1
-        best = self._best(self._sums.largest(score), kv.live & ~newest, kv, jnp.maximum(heavy - 1, 0))
-        return jnp.where(length <= heavy[..., None], kv.live, best | newest)
+        old = jnp.where(newest, EMPTY, kv.pos)
+        kept = best(kv.memory, old, jnp.broadcast_to(jnp.maximum(heavy - 1, 0), kv.pos.shape[:2])) | newest
+        return jnp.where(length <= heavy[..., None], kv.live, kept)
 
-    def decide(self, kv: LayerKV, stats: LayerStats, ctx: Context) -> tuple[Any, Selection | None]:
-        """See `Rule`."""
-        heavy, new = self._heavy(kv.memory, kv, ctx), self._sums.new(stats, ctx)
-        total = kv.memory.astype(new.dtype) + new
-        return jnp.where(heavy if total.ndim == 3 else heavy[..., None], total, 0.0), None
+    def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
+        return kv.replace(memory=jnp.where(self._heavy(kv, ctx), kv.memory + stats[Unmasked(Rows())], 0.0))
 
-    def visible(self, moment: Moment) -> Bool[Array, "B K S"]:
-        """See `Rule`."""
-        kv, ctx = moment.kv, moment.ctx
-        band = kv.pos >= (ctx.length - 1)[:, None, None] - self._count(self.recent, ctx)[..., None]
-        return kv.live & (self._heavy(kv.memory, kv, ctx) | band)
+    def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads:
+        band = kv.pos >= (ctx.length - 1 - ctx.hparams.recent)[:, None, None]
+        return Reads(kv.live & (self._heavy(kv, ctx) | band))

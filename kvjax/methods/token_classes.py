@@ -6,13 +6,13 @@ from typing import Any
 
 
 def token_classes(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(special ids, punctuation ids) of a Hugging Face tokenizer, increasing.
+    """Finds (special ids, punctuation ids) of a tokenizer of transformers, each in increasing order.
 
     Special are the tokens that it declares special, those of chat templates included. Punctuation are the tokens whose
     text, without the mark of a leading space, is nothing but ASCII punctuation or characters of Unicode's classes P.
 
     Raises:
-      ValueError: something that is no tokenizer.
+      ValueError: `tokenizer` is none of transformers.
     """
     if not hasattr(tokenizer, "added_tokens_decoder"):
         raise ValueError(f"{tokenizer!r} is no tokenizer; load one, such as with models.load_tokenizer")

@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterator
 
 ROOT = pathlib.Path(__file__).parents[2]
 HERE = pathlib.Path(__file__).parent
-READMES = ["README.md", *(f"{p}/README.md" for p in ("kvjax", "kvjax/core", "models", "experiments", "pallas_kernels"))]
+READMES = ["README.md", *(f"{p}/README.md" for p in ("kvjax", "kvjax", "models", "experiments", "pallas_kernels"))]
 TOOLS = ["mypy", "pyright"]
-TESTS = ["tests/core/test_text.py", "tests/test_weights.py", "tests/test_loading.py", "tests/test_parity.py"]
+TESTS = ["tests/test_text.py", "tests/test_weights.py", "tests/test_loading.py", "tests/test_parity.py"]
 OWN = """
 import configs, experiments, models
 import kvjax, kvjax.models, kvjax.configs, kvjax.experiments.run

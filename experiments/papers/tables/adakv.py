@@ -2,10 +2,10 @@
 
 from typing import Any, Final
 
-from kvjax.core import methods
-from kvjax.core.methods.variants import by_query_head
+from kvjax import methods
 from kvjax.experiments.papers.tables.base import Claim, Column, Entry, Method, Row, read
 from kvjax.experiments.papers.tables.longbench import ENGLISH
+from kvjax.methods.variants import by_query_head
 
 # The paper ran a set for every query head: keys and values were copied to query heads before eviction.
 _WINDOW: Final[dict[str, Any]] = {"window": 32, "kernel": 7}

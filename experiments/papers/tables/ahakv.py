@@ -2,10 +2,10 @@
 
 from typing import Final
 
-from kvjax.core import methods
-from kvjax.core.methods.variants import ahakv_without
+from kvjax import methods
 from kvjax.experiments.papers.tables.base import Claim, Column, Entry, Method, grid, read
 from kvjax.experiments.papers.tables.longbench import GROUPS
+from kvjax.methods.variants import ahakv_without
 
 METHODS: Final = {
     "full": Method("Full Cache", lambda _: methods.full()),

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvjax.core import Policy
+from kvjax import Policy
 
 Budget = int | float
 Kind = Literal["scores", "speed", "drawn", "settings", "drawing"]

@@ -4,11 +4,11 @@ import dataclasses
 import functools
 from typing import Any, Final
 
-from kvjax.core import Policy, Share, methods, shared_layers
-from kvjax.core.contract import Layout
-from kvjax.core.methods.variants import keyformer_drawn
-from kvjax.core.scores.attention import Faded
+from kvjax import Policy, Share, methods, shared_layers
+from kvjax.contract import Layout
 from kvjax.experiments.papers.tables.base import Budget, Claim, Column, Entry, Method, Row, grid, read
+from kvjax.methods.variants import keyformer_drawn
+from kvjax.scores.attention import Faded
 
 
 def _keyformer(budget: Budget, *, make: Any = methods.keyformer, recent: float = 0.3, **options: Any) -> Policy:

@@ -3,9 +3,9 @@
 import functools
 from typing import Any, Final
 
-from kvjax.core import Policy, Share, methods
-from kvjax.core.methods.variants import nacl_by_layer, nacl_drawn
+from kvjax import Policy, Share, methods
 from kvjax.experiments.papers.tables.base import Budget, Claim, Column, Entry, Method, grid, read
+from kvjax.methods.variants import nacl_by_layer, nacl_drawn
 
 METHODS: Final = {
     "full": Method("Full cache", lambda _: methods.full()),

@@ -8,9 +8,9 @@ import dataclasses
 import functools
 from typing import Any, Final
 
-from kvjax.core import Policy, Share, methods, when
-from kvjax.core.methods.variants import PROMPT
+from kvjax import Policy, Share, methods, when
 from kvjax.experiments.papers.tables.base import Budget, Claim, Column, Entry, Method, grid, read
+from kvjax.methods.variants import PROMPT
 
 
 def _once(budget: Budget, *, make: Any, **options: Any) -> Policy:

@@ -1,0 +1,406 @@
+"""How many tokens: counts, how a budget is divided over layers and heads, and when policies evict.
+
+Counts and layers are resolved on the host; heads are divided in traced code, by their scores.
+"""
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.contract import (
+    MOST,
+    Context,
+    Count,
+    Heads,
+    LayerInfo,
+    Prompts,
+    Slots,
+    count,
+    data,
+    resolve,
+    value,
+)
+
+LONGEST = 2**24  # tokens; a prompt of this length stands for prompts of any length
+
+# ------------------------------------------------------------------------------------------------- counts
+
+
+@value
+class Share:
+    """A share of the layer's budget.
+
+    Attributes:
+      share: in [0, 1].
+    """
+
+    share: float
+
+    def __post_init__(self):
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"a share of the budget lies between 0 and 1, not at {self.share}")
+
+    def __call__(self, prompt: Prompts, budget: Prompts | None) -> Prompts:
+        if budget is None:
+            raise ValueError(f"a budget cannot be Share({self.share}) of itself; give a number of tokens or a float")
+        return np.floor(self.share * budget + 1e-9).astype(np.int64)
+
+
+@value
+class Of:
+    """A count as it is in layers of one given budget, whatever the layer's own budget is.
+
+    Attributes:
+      count: the count.
+      budget: the budget that it is resolved for.
+    """
+
+    count: Count
+    budget: Count
+
+    def __call__(self, prompt: Prompts, budget: Prompts | None) -> Prompts:
+        return resolve(self.count, prompt, resolve(self.budget, prompt))
+
+
+@value
+class Combined:
+    """Several counts as one.
+
+    Attributes:
+      how: their "sum", the "least" of them, or the first one "less" the others, but at least 0.
+      counts: the counts.
+    """
+
+    how: Literal["sum", "least", "less"]
+    counts: tuple[Count, ...]
+
+    def __call__(self, prompt: Prompts, budget: Prompts | None) -> Prompts:
+        each = np.stack([resolve(n, prompt, budget) for n in self.counts])
+        if self.how == "sum":
+            return each.sum(0)
+        return each.min(0) if self.how == "least" else np.maximum(each[0] - each[1:].sum(0), 0)
+
+
+@value
+class Times:
+    """A multiple of a count.
+
+    Attributes:
+      count: the count.
+      factor: what it is multiplied by.
+    """
+
+    count: Count
+    factor: float
+
+    def __call__(self, prompt: Prompts, budget: Prompts | None) -> Prompts:
+        return np.minimum(np.floor(resolve(self.count, prompt, budget) * self.factor + 1e-9), MOST).astype(np.int64)
+
+
+@value
+class Above:
+    """A count for long prompts; short ones are kept whole.
+
+    Attributes:
+      count: the count.
+      shortest: prompts of this many tokens or fewer are kept whole.
+    """
+
+    count: Count
+    shortest: int
+
+    def __call__(self, prompt: Prompts, budget: Prompts | None) -> Prompts:
+        n = resolve(self.count, prompt, budget)
+        return np.where(prompt <= self.shortest, np.maximum(n, prompt), n)
+
+
+def known(n: Count, ctx: Context) -> Int[Array, "B"]:
+    """A count in tokens for the sequences of a traced call, looked up by the lengths of their prompts."""
+    lengths = np.arange(ctx.width + 1)
+    table = np.minimum(resolve(n, lengths), MOST).astype(np.int32)
+    return jnp.asarray(table)[ctx.prompt_length]
+
+
+def apportion(shares: Any, limit: Any, xp: Any = np, *, least: Any = 0, first: Any = 0) -> Any:
+    """Whole numbers near real shares, with the same total.
+
+    What lacks to the least is taken from what others have beyond theirs, and what lies beyond a limit is spread over
+    the others, both in proportion; then the largest remainders are rounded up.
+
+    Args:
+      shares: real numbers "*n L", divided along the last axis.
+      limit: the most that each can get, of a shape that broadcasts to theirs. The total is cut to that of the limits.
+      xp: `numpy` on the host, `jax.numpy` in traced code.
+      least: the least that each gets, likewise; together no more than the shares.
+      first: which of equal remainders are rounded up first, likewise: those with the larger number.
+
+    Returns:
+      int32 "*n L".
+    """
+    limit, least = (xp.broadcast_to(x, shares.shape).astype(shares.dtype) for x in (limit, least))
+    total = xp.minimum(xp.round(shares.sum(-1, keepdims=True)), limit.sum(-1, keepdims=True))
+    shares = xp.where((shares < least).any(-1, keepdims=True), _raised(shares, least, total, xp), shares)
+
+    spread = lambda _, x: _spread(x, limit, xp)
+    if xp is np:
+        for _ in range(shares.shape[-1]):
+            shares = spread(0, shares)
+    else:
+        shares = lax.fori_loop(0, shares.shape[-1], spread, shares)
+    shares = xp.minimum(shares, limit)
+    floor = xp.floor(shares)
+    left = xp.where(floor < limit, shares - floor, -1)
+    left = left if xp is np else xp.round(left * 1024)  # equals may differ by what floats of 32 bits lose
+    order = xp.lexsort((-xp.broadcast_to(first, shares.shape), -left), axis=-1)
+    rank = xp.argsort(order, axis=-1, stable=True)
+    up = rank.astype(floor.dtype) < total - floor.sum(-1, keepdims=True)
+    return floor.astype(np.int32) + up.astype(np.int32)
+
+
+def _raised(shares: Any, least: Any, total: Any, xp: Any) -> Any:
+    """Shares of the same total of which none is below the least."""
+    beyond = xp.maximum(shares - least, 0)
+    mass = beyond.sum(-1, keepdims=True)
+    return least + beyond * ((total - least.sum(-1, keepdims=True)) / xp.where(mass > 0, mass, 1))
+
+
+def _spread(shares: Any, limit: Any, xp: Any) -> Any:
+    """Shares of which what lies beyond the limit was given to the others."""
+    over, shares = xp.maximum(shares - limit, 0).sum(-1, keepdims=True), xp.minimum(shares, limit)
+    weight = xp.where(shares < limit, shares, 0)
+    weight = xp.where(weight.sum(-1, keepdims=True) > 0, weight, limit - shares)
+    mass = weight.sum(-1, keepdims=True)
+    return shares + over * weight / xp.where(mass > 0, mass, 1)
+
+
+# ------------------------------------------------------------------------------------------------- over layers
+
+
+@value
+class Even:
+    """Every layer gets the average."""
+
+    def __call__(self, average: Prompts, limit: Prompts, num_layers: int, outside: Prompts) -> Int[np.ndarray, "M L"]:
+        """Tokens of each layer.
+
+        Args:
+          average: tokens of a layer on average.
+          limit: tokens that there are to keep.
+          num_layers: layers of the model.
+          outside: tokens that every layer keeps beside these.
+        """
+        return np.repeat(average[:, None], num_layers, 1)
+
+
+@value
+class Pyramid:
+    """Budgets that fall linearly from the first layer to the last (PyramidKV, arXiv 2406.02069, section 3.2).
+
+    Attributes:
+      beta: the last layer gets 1 / beta of the average; 1 for equal budgets.
+    """
+
+    beta: float = 20.0
+
+    def __post_init__(self):
+        if self.beta < 1:
+            raise ValueError(f"beta={self.beta}: the last layer gets 1 / beta of the average, so give 1 or more")
+
+    def __call__(self, average: Prompts, limit: Prompts, num_layers: int, outside: Prompts) -> Int[np.ndarray, "M L"]:
+        last = average[:, None] / self.beta
+        first = 2 * average[:, None] - last
+        place = np.arange(num_layers) / max(num_layers - 1, 1)
+        shares = first - (first - last) * place if num_layers > 1 else average[:, None] * 1.0
+        return apportion(shares, limit[:, None], least=_one_if_bare(outside))
+
+
+@value
+class LayerShares:
+    """Fixed shares of the layers, learned or measured.
+
+    Attributes:
+      weights: one a layer; a layer's share is its weight over their sum.
+    """
+
+    weights: tuple[float, ...]
+
+    def __call__(self, average: Prompts, limit: Prompts, num_layers: int, outside: Prompts) -> Int[np.ndarray, "M L"]:
+        if len(self.weights) != num_layers:
+            raise ValueError(f"LayerShares has {len(self.weights)} weights for {num_layers} layers; give one a layer")
+        ratios = np.asarray(self.weights) * (num_layers / sum(self.weights))
+        least = np.where(ratios > 0, _one_if_bare(outside), 0)
+        return apportion(average[:, None] * ratios, limit[:, None], least=least)
+
+
+def _one_if_bare(outside: Prompts) -> Int[np.ndarray, "M 1"]:
+    """The least that a layer gets: a token, if it keeps none in any case."""
+    return (outside == 0)[:, None].astype(np.int64)
+
+
+# ------------------------------------------------------------------------------------------------- over heads
+
+
+class Adaptive(Heads):
+    """Heads compete for the layer's budget by their scores (Ada-KV, arXiv 2407.11550, Algorithm 1).
+
+    Attributes:
+      alpha: the share of the budget that is competed for; each head gets its part of the rest, and unless all of it is
+        competed for, at least one token.
+      max_ratio: no head gets more than this many times the average.
+    """
+
+    alpha: float = 0.5
+    max_ratio: float = float("inf")
+
+    def __post_init__(self):
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha={self.alpha} is a share of the budget; give a number between 0 and 1")
+        if not self.max_ratio >= 1:
+            raise ValueError(f"max_ratio={self.max_ratio}: heads cannot all get less than the average; give 1 or more")
+
+    def most(self, average: Prompts, limit: Prompts, info: LayerInfo) -> Prompts:
+        all_in_one = _ceil(average * (1 - self.alpha + self.alpha * info.num_kv_heads))
+        most = np.minimum(all_in_one, _ceil(average * min(self.max_ratio, info.num_kv_heads)))
+        return np.minimum(most, np.maximum(limit, average))
+
+    def __call__(self, score: Float[Array, "B K S"], average: Int[Array, "B"], slots: Slots) -> Int[Array, "B K"]:
+        mean, ratio = average[:, None].astype(jnp.float32), min(self.max_ratio, score.shape[1])
+        shares = self.alpha * won(score, average, slots) + (1 - self.alpha) * mean
+        return whole(shares, score, slots, mean, ratio, least=bare(average, slots) & (self.alpha < 1))
+
+
+class HeadShares(Heads):
+    """Fixed shares of the kv heads, learned or measured.
+
+    Attributes:
+      weights: a row a layer with one weight a head; a head's share is its weight over the row's sum, and unless that is
+        0, at least one token.
+    """
+
+    weights: tuple[tuple[float, ...], ...] = data()
+
+    def _ratios(self, info: LayerInfo) -> Float[np.ndarray, "K"]:
+        """What each head gets, in units of the average."""
+        if len(self.weights) != info.num_layers or len(self.weights[info.layer]) != info.num_kv_heads:
+            raise ValueError(
+                f"HeadShares has {len(self.weights)} rows of {len(self.weights[0])} weights, but the model has "
+                f"{info.num_layers} layers of {info.num_kv_heads} kv heads; give a row a layer with one weight a head"
+            )
+        row = np.asarray(self.weights[info.layer])
+        return row * (len(row) / row.sum())
+
+    def most(self, average: Prompts, limit: Prompts, info: LayerInfo) -> Prompts:
+        return _ceil(average * self._ratios(info).max())
+
+    def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> Float[Array, "M K"]:
+        return jnp.asarray(np.repeat(self._ratios(info)[None], len(lengths), 0), jnp.float32)
+
+    def __call__(self, score: Float[Array, "B K S"], average: Int[Array, "B"], slots: Slots) -> Int[Array, "B K"]:
+        ratios, mean = slots.hparams, average[:, None].astype(jnp.float32)
+        least = bare(average, slots) & (ratios > 0)
+        return whole(mean * ratios, score, slots, mean, ratios.max(-1, keepdims=True), least=least)
+
+    def lasting(self, shares: Int[Array, "B K"], average: Int[Array, "B"], slots: Slots) -> Int[Array, "B K"]:
+        ratios, mean = slots.hparams, average[:, None].astype(jnp.float32)
+        limit = _most(mean * ratios)
+        bare = (average > 0)[:, None] & ~slots.protected.any(-1) & (ratios > 0)
+        least = jnp.minimum(bare.astype(jnp.float32), limit)
+        return apportion(mean * ratios, limit, jnp, least=least)
+
+
+def _ceil(x: np.ndarray) -> Prompts:
+    return np.ceil(x - 1e-9).astype(np.int64)
+
+
+def _most(x: Float[Array, "B _"]) -> Float[Array, "B _"]:
+    """Rounded up, but for what floats of 32 bits make of a whole number."""
+    return jnp.ceil(x * (1 - 1e-6) - 1e-4)
+
+
+def won(score: Float[Array, "B K S"], average: Int[Array, "B"], slots: Slots) -> Float[Array, "B K"]:
+    """How many of the layer's best candidates, `average` a head, each head has."""
+    B, K, S = score.shape
+    flat = jnp.where(slots.candidates, score, -jnp.inf).reshape(B, K * S)
+    rank = jnp.argsort(jnp.argsort(-flat, axis=-1, stable=True), axis=-1)
+    return ((rank < K * average[:, None]) & (flat > -jnp.inf)).reshape(B, K, S).sum(-1).astype(jnp.float32)
+
+
+def bare(average: Int[Array, "B"], slots: Slots) -> Bool[Array, "B K"]:
+    """Heads that would be left without a token if they got none."""
+    return (average > 0)[:, None] & slots.candidates.any(-1) & ~slots.protected.any(-1)
+
+
+def whole(
+    shares: Float[Array, "B K"],
+    score: Float[Array, "B K S"],
+    slots: Slots,
+    mean: Float[Array, "B 1"],
+    ratio: int | float | Float[Array, "B 1"],
+    *,
+    least: Bool[Array, "B K"],
+) -> Int[Array, "B K"]:
+    """Shares of heads in whole tokens, whose mean is `mean`.
+
+    Equal remainders are rounded up in the order of the heads' best scores, so that heads may be numbered in any order.
+
+    Args:
+      shares: what heads should get.
+      score: of all slots.
+      slots: where `candidates` says how many tokens each head can keep.
+      mean: tokens of a head on average.
+      ratio: no head gets more than this many times the mean, nor more than it can keep if that is beyond the mean.
+      least: heads that get at least one token.
+    """
+    exist = slots.candidates.sum(-1).astype(jnp.float32)
+    shares = jnp.where(exist.mean(-1, keepdims=True) <= mean, exist, shares)
+    shares = shares + (mean - shares.mean(-1, keepdims=True))
+    limit = jnp.minimum(jnp.maximum(exist, mean), _most(mean * ratio))
+    first = jnp.where(slots.candidates, score, -jnp.inf).max(-1)
+    return apportion(shares, limit, jnp, least=least, first=first)
+
+
+# ------------------------------------------------------------------------------------------------- when
+
+
+@value
+class Schedule:
+    """When a policy evicts. Memory is updated at every step all the same.
+
+    Attributes:
+      prefill: whether it evicts after the prompt.
+      every: evict at every `every`-th decode step; None for never.
+      over: evict from a head that has its budget and `over` tokens more; None for never.
+      drop: with `over`, the fewest tokens that such a head loses, if so many are not protected.
+      before: with `every=1`, evict before a step stores its token, so that a cache never exceeds its budget
+        (StreamingLLM). Only for scores that observe nothing.
+    """
+
+    prefill: bool = True
+    every: int | None = None
+    over: int | None = None
+    drop: Count = count(default=0)
+    before: bool = False
+
+    def __post_init__(self):
+        if self.every is not None and self.over is not None:
+            raise ValueError(f"Schedule(every={self.every}, over={self.over}): give one of them, not both")
+        for name in ("every", "over"):
+            if (n := getattr(self, name)) is not None and n < 1:
+                raise ValueError(f"Schedule({name}={n}): give at least 1, or None for never")
+        if self.before and self.every != 1:
+            raise ValueError(f"Schedule(before=True, every={self.every}) evicts before every step; give every=1")
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it evicts while decoding."""
+        return self.every is not None or self.over is not None
+
+    def room(self, max_new_tokens: int) -> int:
+        """Slots that a head needs beyond its budget, for `max_new_tokens` decode steps."""
+        return 1 if self.before else min(max_new_tokens, self.every or self.over or max_new_tokens)
+
+
+STEP = Schedule(every=1)

@@ -1,1 +1,0 @@
-"""What is stored: slots with their positions, dense or in a pool, and the moment at which a policy meets them."""

@@ -1,0 +1,221 @@
+"""One budget for all layers, divided when all of them have been read and scored."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from kvjax.budgets import Times, apportion
+from kvjax.contract import MOST, Context, LayerInfo, Layout, Phase, Policy, Sizes, Slots, unique, value
+from kvjax.evict import Evict, apply_decision
+from kvjax.observe import by_row, votes
+from kvjax.pallas_kernels.pytree import pytree
+from kvjax.scores.rows import mean_and_variance
+
+_Stats = dict[Any, Any]
+
+
+@pytree
+class Competitor:
+    """A layer among those that compete for one budget.
+
+    Attributes:
+      slots: its slots.
+      score: their scores.
+      average: tokens of a head on average, those that always stay left out.
+      most: the most of these that a head may get.
+      least: the fewest that it must get, on average over heads.
+    """
+
+    slots: Slots
+    score: Float[Array, "B K S"]
+    average: Int[Array, "B"]
+    most: Int[Array, "B"]
+    least: Int[Array, "B"]
+
+
+@value
+class ScoreEntropy:
+    """A layer gets the more, the more evenly its scores are spread: their entropy (LAVa)."""
+
+    def observe(self) -> tuple[Any, ...]:
+        """Nothing but what the score observes."""
+        return ()
+
+    def __call__(self, layer: Competitor) -> Float[Array, "B"]:
+        """The entropy of the layer's scores, 1 for equal ones."""
+        among = layer.slots.candidates
+        score = jnp.where(among, layer.score, 0.0)
+        total = score.sum((1, 2), keepdims=True)
+        p = score / jnp.where(total > 0, total, 1.0)
+        entropy = -jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1.0)), 0.0).sum((1, 2))
+        return entropy / jnp.log(jnp.maximum(among.sum((1, 2)), 2).astype(jnp.float32))
+
+
+@value
+class Preference:
+    """A layer gets the more, the more its last rows' attention is spread and changes from row to row (CAKE).
+
+    The weight is `entropy ** (1 / self.entropy) * variance ** (1 / self.variance)`.
+
+    Attributes:
+      rows: how many of the prompt's last rows.
+      entropy, variance: the temperatures of both factors.
+    """
+
+    rows: int = 32
+    entropy: float = 1.6
+    variance: float = 0.6
+
+    def observe(self) -> tuple[Any, ...]:
+        """The attention of the last rows, row by row."""
+        return (votes(self.rows),)
+
+    def __call__(self, layer: Competitor) -> Float[Array, "B"]:
+        """The layer's weight."""
+        rows, exist = by_row(votes(self.rows), layer.slots)
+        rows = jnp.where(layer.slots.candidates[:, :, None, None], rows, 0.0)
+        spread = -jnp.where(rows > 0, rows * jnp.log(rows + 1e-10), 0.0).sum((1, 2, 3, 4))
+        shift = mean_and_variance(rows, exist)[1].sum((1, 2, 3))
+        log = lambda x: jnp.log(jnp.maximum(x, jnp.finfo(jnp.float32).tiny))
+        return jnp.exp(log(spread) / self.entropy + log(shift) / self.variance)
+
+
+def by_weight(
+    weight: Callable[[Competitor], Float[Array, "B"]], heads: Any, layers: Sequence[Competitor]
+) -> list[Int[Array, "B _"]]:
+    """The tokens that every head of every layer gets, where layers share in proportion to a weight.
+
+    Args:
+      weight: of a layer, such as `ScoreEntropy()`.
+      heads: how a layer divides its share over heads; None for equal parts.
+      layers: all layers.
+    """
+    weights = jnp.stack([weight(layer) for layer in layers], -1)
+    total = weights.sum(-1, keepdims=True)
+    weights = jnp.where(total > 0, weights / jnp.where(total > 0, total, 1.0), 1 / len(layers))
+    average = jnp.stack([layer.average for layer in layers], -1)
+    K = layers[0].score.shape[1]
+    exist = -(-jnp.stack([layer.slots.candidates.sum((1, 2)) for layer in layers], -1) // K)
+    limit = jnp.maximum(jnp.minimum(exist, jnp.stack([layer.most for layer in layers], -1)), average)
+    least = jnp.stack([layer.least for layer in layers], -1)
+    divided = apportion(weights * average.sum(-1, keepdims=True).astype(jnp.float32), limit, jnp, least=least)
+    share = lambda layer, n: n[:, None] if heads is None else heads(layer.score, n, layer.slots.of("heads"))
+    return [share(layer, divided[:, i]) for i, layer in enumerate(layers)]
+
+
+def by_top_scores(layers: Sequence[Competitor]) -> list[Int[Array, "B K"]]:
+    """The tokens that every head of every layer gets by one top-k of the scores of all layers and heads."""
+    B, K = layers[0].score.shape[:2]
+    flat, sizes, ages = [], [], []
+    for layer in layers:
+        score = jnp.where(layer.slots.candidates, layer.score, -jnp.inf).reshape(B, -1)
+        age = layer.slots.kv.pos.reshape(B, -1)
+        inside = _first(score, age, K * layer.most)
+        flat, ages, sizes = [*flat, jnp.where(inside, score, -jnp.inf)], [*ages, age], [*sizes, score.shape[1]]
+    every = jnp.concatenate(flat, -1)
+    total = K * jnp.stack([layer.average for layer in layers]).sum(0)
+    chosen = _first(every, jnp.concatenate(ages, -1), total) & (every > -jnp.inf)
+    return [x.reshape(B, K, -1).sum(-1) for x in jnp.split(chosen, np.cumsum(sizes)[:-1], -1)]
+
+
+def _first(score: Float[Array, "B X"], age: Int[Array, "B X"], n: Int[Array, "B"]) -> Bool[Array, "B X"]:
+    """The `n` largest of a row, of equals the newest, then the one that comes first."""
+    index = jnp.broadcast_to(-jnp.arange(score.shape[1]), score.shape)
+    rank = jnp.argsort(jnp.lexsort((-index, -age, -score), axis=-1), axis=-1)
+    return rank < n[:, None]
+
+
+class AcrossLayers(Policy):
+    """An `Evict` whose layers compete for the model's budget.
+
+    Attributes:
+      policy: what is kept.
+      by: how layers compete: a weight of a layer, or `by_top_scores`.
+      max_ratio: no layer gets more than so many times the average.
+    """
+
+    policy: Evict
+    by: Any
+    max_ratio: float = 2.0
+    joint = True
+
+    def __post_init__(self):
+        if not isinstance(self.policy, Evict) or self.policy.when.decodes or not self.policy.when.prefill:
+            raise ValueError("layers compete once, after the prompt: give an Evict that does not evict while decoding")
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the policy whose layers compete."""
+        return self.policy.layout
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """What that policy may change of a slot."""
+        return self.policy.writes
+
+    @property
+    def _largest(self) -> Evict:
+        return dataclasses.replace(self.policy, budget=Times(self.policy.budget, self.max_ratio))
+
+    def observe(self, phase: Phase) -> tuple[Any, ...]:
+        """What that policy wants to see, and what the weights of layers are computed from."""
+        more = self.by.observe() if phase == "prefill" and self.by is not by_top_scores else ()
+        return unique((*self.policy.observe(phase), *more))
+
+    def sizes(self, info: LayerInfo, lengths: Int[np.ndarray, "M"]) -> Sizes:
+        """Room for `max_ratio` times the average budget, in every layer, and for prompts that are kept whole."""
+        own, largest = self.policy.sizes(info, lengths), self._largest.sizes(info, lengths)
+        per_head, total = np.maximum(own.per_head, largest.per_head), np.maximum(own.total, largest.total)
+        least = jnp.asarray(np.minimum(self.policy.least(info, lengths), MOST), jnp.int32)
+        return Sizes(per_head, total, (own.hparams, largest.hparams, least))
+
+    def memory(self, info: LayerInfo) -> Any:
+        """The memory of that policy."""
+        return self.policy.memory(info)
+
+    def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> Any:
+        """The learned parameters of that policy."""
+        return self.policy.init_params(info, key)
+
+    def reserve(self, kv: Any, ctx: Context) -> Int[Array, "B K"]:
+        """How far that policy lets heads grow."""
+        return self.policy.reserve(kv, self._own(ctx))
+
+    def update_layers(
+        self, layers: tuple[Any, ...], stats: tuple[_Stats, ...], ctxs: tuple[Context, ...]
+    ) -> tuple[Any, ...]:
+        """All layers after they were scored, the budget was divided, and each kept what it got."""
+        if ctxs[0].phase == "decode":
+            return layers
+        evict, found = self.policy, []
+        layers = tuple(evict.updated(kv, s, self._own(ctx)) for kv, s, ctx in zip(layers, stats, ctxs, strict=True))
+        for kv, s, ctx in zip(layers, stats, ctxs, strict=True):
+            slots, score, outside = evict.ranked(kv, s, self._own(ctx))
+            own, largest, least = ctx.hparams
+            average, most = own.budget - outside, jnp.maximum(own.budget, largest.budget) - outside
+            least = jnp.maximum(least - outside, (outside == 0).astype(jnp.int32))  # no layer is left without a token
+            found.append(Competitor(slots, score, average, most, jnp.minimum(least, average)))
+        divided = by_top_scores(found) if self.by is by_top_scores else by_weight(self.by, evict.heads, found)
+        each = zip(layers, stats, ctxs, divided, strict=True)
+        return tuple(apply_decision(kv, evict.choose(kv, s, self._own(ctx), shares)[0]) for kv, s, ctx, shares in each)
+
+    def _own(self, ctx: Context) -> Context:
+        return dataclasses.replace(ctx, hparams=ctx.hparams[0])
+
+
+def across_layers(policy: Evict, by: Any, *, max_ratio: float = 2.0) -> Policy:
+    """The same policy, whose layers compete for the model's budget when all of them have read the prompt.
+
+    Args:
+      policy: an `Evict` that evicts after the prompt, and not while decoding.
+      by: `ScoreEntropy()`, `Preference()` or another weight of a layer; or `by_top_scores`, one top-k over all layers.
+      max_ratio: no layer gets more than so many times the average.
+
+    Raises:
+      ValueError: a policy that evicts while decoding, or is none of `Evict`.
+    """
+    return AcrossLayers(policy, by, max_ratio)

@@ -1,0 +1,474 @@
+"""Policies made of policies: in turn, by layer, by kv head, under another schedule, one decision for all layers."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Key
+
+from kvjax.budgets import Schedule
+from kvjax.contract import (
+    LAST,
+    AttentionInputs,
+    Context,
+    Count,
+    LayerInfo,
+    Layout,
+    Phase,
+    Policy,
+    Reads,
+    Sizes,
+    unique,
+)
+from kvjax.evict import Evict, evicts
+from kvjax.scores.attention import Function
+
+_Stats = dict[Any, Any]
+
+
+def _refuse_joint(policies: Sequence[Policy], where: str) -> None:
+    if wrong := [p for p in policies if p.joint]:
+        raise ValueError(
+            f"{type(wrong[0]).__name__} decides for all layers at once, so it cannot be a member of {where}"
+        )
+
+
+class _Members(Policy):
+    """A policy that hands each of its members the member's own hparams, params and memory.
+
+    Attributes:
+      members: the policies.
+    """
+
+    members: tuple[Policy, ...]
+
+    def __post_init__(self):
+        _refuse_joint(self.members, type(self).__name__)
+        if len({p.layout.positions for p in self.members} - {"original"}) > 1:
+            raise ValueError("the members of a composition store tokens at different positions")
+
+    @property
+    def layout(self) -> Layout:
+        """The layouts of the members joined: positions of the one that changes them, a pool if one wants it."""
+        each = [p.layout for p in self.members]
+        placed = next((x for x in each if x.positions != "original"), each[0])
+        return Layout(
+            placed.positions,
+            max(x.sinks for x in each),
+            any(x.pool for x in each),
+            any(x.by_query_head for x in each),
+            max((x.prompt for x in each), key=("any", "whole", "rows").index),
+        )
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """What any member may change of a slot."""
+        return unique(n for p in self.members for n in p.writes)
+
+    def observe(self, phase: Phase) -> tuple[Any, ...]:
+        """What any member wants to see."""
+        return unique(o for p in self.members for o in p.observe(phase))
+
+    def memory(self, info: LayerInfo) -> Any:
+        """The memory of each member."""
+        return tuple(p.memory(info) for p in self.members)
+
+    def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> Any:
+        """The learned parameters of each member; () if no member has any."""
+        found = tuple(
+            p.init_params(info, k) for p, k in zip(self.members, jax.random.split(key, len(self.members)), strict=True)
+        )
+        return found if jax.tree.leaves(found) else ()
+
+    def own(self, i: int, kv: Any, ctx: Context) -> tuple[Any, Context]:
+        """The layer and the moment as member `i` sees them."""
+        params = ctx.params[i] if ctx.params else ()
+        return kv.replace(memory=kv.memory[i]), dataclasses.replace(ctx, hparams=ctx.hparams[i], params=params)
+
+    def _each_reads(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> list[Reads | None]:
+        return [p.reads(own, inputs, mine) for i, p in enumerate(self.members) for own, mine in [self.own(i, kv, ctx)]]
+
+
+class Chain(_Members):
+    """Policies in turn at every step: a later one sees what the earlier ones kept.
+
+    Attributes:
+      members: the policies, the first one first.
+    """
+
+    members: tuple[Policy, ...]
+
+    def __post_init__(self):
+        super().__post_init__()
+        if any(p.layout.positions == "shifted" for p in self.members):
+            raise ValueError('first tokens can be shifted where nothing else evicts; use positions="rank" in a chain')
+        gates = [any("log_weight" in x.select.writes for x in evicts(p)) for p in self.members]
+        first = gates.index(True) if True in gates else len(gates)
+        hard = [x for i, p in enumerate(self.members) if not gates[i] for x in evicts(p) if i > first or x.when.decodes]
+        if first < len(gates) and hard:
+            raise ValueError(
+                f"a relaxed member of a chain keeps some of every slot, each of which {type(hard[0].score).__name__} "
+                "counts as a token; relax all, soften(chain(...), temperature), or let what is hard evict the prompt "
+                "first, and nothing later"
+            )
+
+    def at(self, layer: int, num_layers: int) -> Policy:
+        """The chain of the members' policies for that layer."""
+        return chain(*(p.at(layer, num_layers) for p in self.members))
+
+    def sizes(self, info: LayerInfo, lengths: Int[np.ndarray, "M"]) -> Sizes:
+        """Room for what the member with the smallest budget keeps."""
+        each = [p.sizes(info, lengths) for p in self.members]
+        return Sizes(
+            np.minimum.reduce([x.per_head for x in each]),
+            np.minimum.reduce([x.total for x in each]),
+            tuple(x.hparams for x in each),
+        )
+
+    def _in_turn(self, kv: Any, ctx: Context, change: Callable[[Policy, Any, Context], Any]) -> Any:
+        for i, p in enumerate(self.members):
+            own, mine = self.own(i, kv, ctx)
+            found = change(p, own, mine)
+            if found is not own:
+                kv = found.replace(memory=(*kv.memory[:i], found.memory, *kv.memory[i + 1 :]))
+        return kv
+
+    def enter(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Any:
+        """The layer after every member has taken in the new rows, in turn."""
+        return self._in_turn(kv, ctx, lambda p, kv, ctx: p.enter(kv, inputs, ctx))
+
+    def update(self, kv: Any, stats: _Stats, ctx: Context) -> Any:
+        """The layer after every member has decided, in turn."""
+        return self._in_turn(kv, ctx, lambda p, kv, ctx: p.update(kv, stats, ctx))
+
+    def reads(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Reads | None:
+        """The slots that all members read; weights are multiplied.
+
+        Raises:
+          ValueError: two members that name slots by number, or that weigh slots after different delays.
+        """
+        each = [x for x in self._each_reads(kv, inputs, ctx) if x is not None]
+        given = lambda name: [y for x in each if (y := getattr(x, name)) is not None]
+        masks, untils = given("visible"), given("until")
+        weights = [(x.log_weight, x.delay) for x in each if x.log_weight is not None]
+        if len(masks) > 1 and any(x.dtype != bool for x in masks):
+            raise ValueError("two members of a chain name slots to read; let them give masks")
+        if any(x[1] is not weights[0][1] and x[1] != weights[0][1] for x in weights if not hasattr(x[1], "shape")):
+            raise ValueError("two members of a chain weigh slots after different delays")
+        reduce = lambda f, x: functools.reduce(f, x) if x else None
+        weight = reduce(jnp.add, [x for x, _ in weights])
+        found = Reads(
+            reduce(jnp.logical_and, masks) if len(masks) > 1 else masks[0] if masks else None,
+            reduce(jnp.minimum, untils),
+            weight,
+            weights[0][1] if weights else 0,
+        )
+        return found if each else None
+
+    def reserve(self, kv: Any, ctx: Context) -> Int[Array, "B K"]:
+        """The least that any member lets a head grow to."""
+        return functools.reduce(jnp.minimum, [p.reserve(*self.own(i, kv, ctx)) for i, p in enumerate(self.members)])
+
+
+class ByHead(_Members):
+    """Every kv head of a layer under a policy of its own, as if all heads were under it.
+
+    Attributes:
+      members: the policies.
+      heads: for every kv head, the index of its member.
+      pool: whether the heads' slots lie in one pool, so that heads with small budgets take little memory.
+    """
+
+    members: tuple[Policy, ...]
+    heads: tuple[int, ...]
+    pool: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """The layouts of the members joined, in a pool if asked for."""
+        joined = super().layout  # in which first tokens cannot be shifted, as heads keep other tokens too
+        positions = "rank" if joined.positions == "shifted" else joined.positions
+        return dataclasses.replace(joined, pool=self.pool, positions=positions, sinks=0)
+
+    def at(self, layer: int, num_layers: int) -> Policy:
+        """The same of the members' policies for that layer."""
+        return dataclasses.replace(self, members=tuple(p.at(layer, num_layers) for p in self.members))
+
+    def sizes(self, info: LayerInfo, lengths: Int[np.ndarray, "M"]) -> Sizes:
+        """Room for the largest member in every head, and for each head's own member in a pool.
+
+        Raises:
+          ValueError: another number of heads than the layer has.
+        """
+        if len(self.heads) != info.num_kv_heads:
+            raise ValueError(
+                f"partition_heads has {len(self.heads)} labels in layer {info.layer}, which has {info.num_kv_heads} kv "
+                "heads; give one label a head"
+            )
+        each = [p.sizes(info, lengths) for p in self.members]
+        return Sizes(
+            np.maximum.reduce([x.per_head for x in each]),
+            np.sum([each[i].per_head for i in self.heads], axis=0),
+            tuple(x.hparams for x in each),
+        )
+
+    def pick(self, each: Sequence[Array]) -> Array:
+        """Of arrays "B K ..." of the members, for every head its own member's."""
+        mine = lambda i, x: (jnp.asarray(self.heads) == i).reshape(1, -1, *(1,) * (x.ndim - 2))
+        return functools.reduce(lambda x, i: jnp.where(mine(i, x), each[i], x), range(1, len(each)), each[0])
+
+    def _each(self, kv: Any, ctx: Context, change: Callable[[Policy, Any, Context], Any]) -> Any:
+        own = [self.own(i, kv, ctx) for i in range(len(self.members))]
+        found = [change(p, *x) for p, x in zip(self.members, own, strict=True)]
+        if all(x is y for x, (y, _) in zip(found, own, strict=True)):
+            return kv
+        picked = {n: self.pick([getattr(x, n) for x in found]) for n in ("pos", *self.writes)}
+        return kv.replace(memory=tuple(x.memory for x in found), **picked)
+
+    def enter(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Any:
+        """The layer after every head's own member has taken in the new rows."""
+        return self._each(kv, ctx, lambda p, kv, ctx: p.enter(kv, inputs, ctx))
+
+    def update(self, kv: Any, stats: _Stats, ctx: Context) -> Any:
+        """The layer after every head's own member has decided."""
+        return self._each(kv, ctx, lambda p, kv, ctx: p.update(kv, stats, ctx))
+
+    def reads(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Reads | None:
+        """The slots that every head's own member reads.
+
+        Raises:
+          ValueError: a member that names slots by number.
+        """
+        each = self._each_reads(kv, inputs, ctx)
+        if all(x is None for x in each):
+            return None
+        each, wide = (
+            [x or Reads() for x in each],
+            lambda x, fill: jnp.broadcast_to(jnp.asarray(fill if x is None else x), kv.pos.shape),
+        )
+        if any(x.visible is not None and x.visible.dtype != bool for x in each):
+            raise ValueError("a member for some heads names slots to read; let it give a mask")
+        pick = lambda name, fill: (
+            self.pick([wide(getattr(x, name), fill) for x in each])
+            if any(getattr(x, name) is not None for x in each)
+            else None
+        )
+        weight = pick("log_weight", 0.0)
+        delay = 0 if weight is None else self.pick([wide(x.delay, 0) for x in each])
+        return Reads(pick("visible", True), pick("until", LAST), weight, delay)
+
+    def reserve(self, kv: Any, ctx: Context) -> Int[Array, "B K"]:
+        """How far every head's own member lets it grow."""
+        return self.pick([p.reserve(*self.own(i, kv, ctx)) for i, p in enumerate(self.members)])
+
+
+class PerLayer(Policy):
+    """A policy for every layer. A layer asks only its own, so nothing but `at` is needed.
+
+    Attributes:
+      policies: one a layer.
+    """
+
+    policies: tuple[Policy, ...]
+
+    def __post_init__(self):
+        _refuse_joint(self.policies, "a partition of layers")
+
+    def at(self, layer: int, num_layers: int) -> Policy:
+        """The policy given for that layer."""
+        if len(self.policies) != num_layers:
+            raise ValueError(f"there are {len(self.policies)} labels for {num_layers} layers; give one a layer")
+        return self.policies[layer].at(layer, num_layers)
+
+
+class SharedLayers(Policy):
+    """One decision for all layers, by the sum of their statistics: the first layer decides.
+
+    Attributes:
+      policy: how it decides.
+    """
+
+    policy: Policy
+    joint = True
+
+    def __post_init__(self):
+        _refuse_joint((self.policy,), "shared layers")
+        if any(isinstance(x, PerLayer) for x in _inside(self.policy)):
+            raise ValueError(
+                "one decision is made for all layers, but a partition gives layers policies of their own; give one "
+                "policy for all of them"
+            )
+        if wrong := [x for x in _schedules(self.policy) if x.before]:
+            raise ValueError(f"one decision follows a step, but {wrong[0]} decides before it")
+        if own := sorted({*self.policy.writes} - {"log_weight"}):
+            raise ValueError(
+                f"one decision is applied by all layers, but the {own[0]} of slots is each layer's own; the policy "
+                "can only evict and weigh"
+            )
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the shared policy."""
+        return self.policy.layout
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """What the shared policy may change of a slot."""
+        return self.policy.writes
+
+    def observe(self, phase: Phase) -> tuple[Any, ...]:
+        """What the shared policy wants to see of every layer."""
+        return self.policy.observe(phase)
+
+    def sizes(self, info: LayerInfo, lengths: Int[np.ndarray, "M"]) -> Sizes:
+        """The sizes of the shared policy."""
+        return self.policy.sizes(info, lengths)
+
+    def memory(self, info: LayerInfo) -> Any:
+        """The memory of the shared policy."""
+        return self.policy.memory(info)
+
+    def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> Any:
+        """The learned parameters of the shared policy."""
+        return self.policy.init_params(info, key)
+
+    def enter(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Any:
+        """The layer after the shared policy has taken in the new rows."""
+        return self.policy.enter(kv, inputs, ctx)
+
+    def reads(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Reads | None:
+        """What the shared policy reads."""
+        return self.policy.reads(kv, inputs, ctx)
+
+    def reserve(self, kv: Any, ctx: Context) -> Int[Array, "B K"]:
+        """How far the shared policy lets heads grow."""
+        return self.policy.reserve(kv, ctx)
+
+    def update_layers(
+        self, layers: tuple[Any, ...], stats: tuple[_Stats, ...], ctxs: tuple[Context, ...]
+    ) -> tuple[Any, ...]:
+        """All layers after the first one has decided by the sum of their statistics."""
+        own = self.policy.observe(ctxs[0].phase)
+        total = {o: jax.tree.map(lambda *x: sum(x), *(seen[o] for seen in stats)) for o in own}
+        first = self.policy.update(layers[0], total, ctxs[0])
+        same = {name: getattr(first, name) for name in ("pos", "memory", "channels", *self.writes)}
+        return tuple(kv.replace(**same) for kv in layers)
+
+
+def chain(*policies: Policy) -> Policy:
+    """Policies in turn at every step, each of which sees what those before it kept; `chain()` keeps everything.
+
+    Raises:
+      ValueError: members that store tokens at different positions, or that decide for all layers at once.
+    """
+    flat = [q for p in policies for q in (p.members if isinstance(p, Chain) else () if type(p) is Policy else (p,))]
+    return Policy() if not flat else flat[0] if len(flat) == 1 else Chain(tuple(flat))
+
+
+def _refuse_unknown(policies: Mapping[Hashable, Policy], labels: Sequence[Hashable]) -> None:
+    if not isinstance(labels, Sequence | np.ndarray):
+        raise ValueError(f"labels is a {type(labels).__name__}; give a list with the label of every layer")
+    if unknown := [x for x in labels if x not in policies]:
+        raise ValueError(f"there is no policy with the label {unknown[0]!r}, but with {', '.join(map(repr, policies))}")
+
+
+def partition(policies: Mapping[Hashable, Policy], labels: Sequence[Hashable]) -> Policy:
+    """Different policies for different layers.
+
+    Args:
+      policies: by label.
+      labels: the label of every layer.
+
+    Raises:
+      ValueError: a label without a policy, or a policy that decides for all layers at once.
+    """
+    _refuse_unknown(policies, labels)
+    return PerLayer(tuple(policies[label] for label in labels))
+
+
+def partition_heads(
+    policies: Mapping[Hashable, Policy], labels: Sequence[Sequence[Hashable]], *, pool: bool = True
+) -> Policy:
+    """Different policies for different kv heads.
+
+    Args:
+      policies: by label.
+      labels: for every layer, the label of each of its kv heads.
+      pool: whether the slots of a layer's heads lie in one pool; a layer with one label for all heads needs none.
+
+    Raises:
+      ValueError: a label without a policy, or a policy that decides for all layers at once.
+    """
+    _refuse_unknown(policies, [label for row in labels for label in row])
+
+    def of_layer(row: Sequence[Hashable]) -> Policy:
+        names = list(dict.fromkeys(row))
+        if len(names) == 1:
+            return policies[names[0]]
+        return ByHead(tuple(policies[n] for n in names), tuple(map(names.index, row)), pool)
+
+    return PerLayer(tuple(map(of_layer, labels)))
+
+
+def when(schedule: Schedule | Callable[[Schedule], Schedule], policy: Policy) -> Policy:
+    """The same policy under another schedule: every policy inside it that has a field `when` gets this one.
+
+    Args:
+      schedule: at which steps to evict, or what becomes of the schedule that there is.
+      policy: a policy that has a schedule, or is made of some that have.
+
+    Raises:
+      ValueError: no policy inside has a schedule.
+    """
+
+    def changed(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(changed, x))
+        if not isinstance(x, Policy):
+            return x
+        each = {f.name: changed(getattr(x, f.name)) for f in dataclasses.fields(x)}
+        if "when" in each:
+            each["when"] = schedule(each["when"]) if callable(schedule) else schedule
+        return dataclasses.replace(x, **each)
+
+    if not _schedules(policy):
+        raise ValueError(f"{type(policy).__name__} has no schedule")
+    return changed(policy)
+
+
+def _inside(x: Any) -> list[Policy]:
+    """A policy and those that it is made of."""
+    if isinstance(x, tuple):
+        return [p for y in x for p in _inside(y)]
+    if not isinstance(x, Policy):
+        return []
+    return [x, *(p for f in dataclasses.fields(x) for p in _inside(getattr(x, f.name)))]
+
+
+def _schedules(x: Any) -> list[Schedule]:
+    return [p.when for p in _inside(x) if hasattr(p, "when")]
+
+
+def shared_layers(policy: Policy) -> Policy:
+    """The same tokens in all layers: statistics are summed over layers, and the one decision is applied by each.
+
+    Raises:
+      ValueError: a policy that decides before a step, that changes what slots hold, or that is joint itself.
+    """
+    return SharedLayers(policy)
+
+
+def from_fn(fn: Callable[..., Array], budget: Count, *, observe: tuple[Any, ...] = (), **fields: Any) -> Evict:
+    """A policy that ranks tokens by a function.
+
+    Args:
+      fn: `(kv, stats, ctx) -> "B K S"`, from the layer, what was observed, and the moment; the larger number stays.
+      budget: tokens of a kv head, on average.
+      observe: what it wants to see.
+      **fields: other fields of `Evict`, such as `sinks=4` or `when=kvjax.every(16)`.
+    """
+    return Evict(Function(fn, observe), budget, **fields)

@@ -1,0 +1,46 @@
+"""The contract: what a policy is asked and what it is told. All other modules build on it.
+
+Letters in shapes: B sequences, T rows (new tokens), S slots, N query heads, K kv heads, G = N / K, H head_dim, D width
+of the model, M prompts that are planned for on the host.
+"""
+
+from kvjax.contract.asked import Heads as Heads
+from kvjax.contract.asked import Part as Part
+from kvjax.contract.asked import Policy as Policy
+from kvjax.contract.asked import Rewrite as Rewrite
+from kvjax.contract.asked import Score as Score
+from kvjax.contract.asked import Select as Select
+from kvjax.contract.asked import children as children
+from kvjax.contract.asked import of_parts as of_parts
+from kvjax.contract.asked import resolved as resolved
+from kvjax.contract.asked import unique as unique
+from kvjax.contract.asked import updated_parts as updated_parts
+from kvjax.contract.told import EMPTY as EMPTY
+from kvjax.contract.told import LAST as LAST
+from kvjax.contract.told import UNSCORED as UNSCORED
+from kvjax.contract.told import AttentionInputs as AttentionInputs
+from kvjax.contract.told import Context as Context
+from kvjax.contract.told import Decision as Decision
+from kvjax.contract.told import LayerInfo as LayerInfo
+from kvjax.contract.told import LayerView as LayerView
+from kvjax.contract.told import Layout as Layout
+from kvjax.contract.told import Observation as Observation
+from kvjax.contract.told import PerHead as PerHead
+from kvjax.contract.told import PerSlot as PerSlot
+from kvjax.contract.told import Phase as Phase
+from kvjax.contract.told import Reads as Reads
+from kvjax.contract.told import Rotate as Rotate
+from kvjax.contract.told import Sizes as Sizes
+from kvjax.contract.told import Slots as Slots
+from kvjax.contract.told import Stats as Stats
+from kvjax.contract.values import MOST as MOST
+from kvjax.contract.values import Count as Count
+from kvjax.contract.values import FrozenArrays as FrozenArrays
+from kvjax.contract.values import Prompts as Prompts
+from kvjax.contract.values import Tree as Tree
+from kvjax.contract.values import Value as Value
+from kvjax.contract.values import compiled as compiled
+from kvjax.contract.values import count as count
+from kvjax.contract.values import data as data
+from kvjax.contract.values import resolve as resolve
+from kvjax.contract.values import value as value

@@ -1,0 +1,267 @@
+"""Which slots stay, given a score for each and a budget for every head.
+
+Scores have no gradient here, and are computed once: XLA may compute a float twice and round it differently, so that a
+number taken from a score and compared with the same score may lose a token. A barrier stands before each comparison.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.contract import LAST, Count, Observation, Phase, Select, Slots, count, resolve
+from kvjax.observe import segment_sum
+
+
+def best(score: Float[Array, "B K S"], pos: Int[Array, "B K S"], budgets: Int[Array, "B K"]) -> Bool[Array, "B K S"]:
+    """The `budgets` best live slots of every head; of equal scores, the newer.
+
+    The score and the position that so many slots reach are found bit by bit, which on CPU is faster than to sort.
+
+    Args:
+      score: the larger, the better.
+      pos: positions of the slots; those below 0 are not chosen.
+      budgets: how many are chosen.
+    """
+    score = lax.stop_gradient(score)
+    wide = score.dtype == jnp.float64
+    kind, bits_each = (jnp.uint64, 64) if wide else (jnp.uint32, 32)
+    sign, score = jnp.ones((), kind) << (bits_each - 1), score if wide else score.astype(jnp.float32)
+    bits = lax.bitcast_convert_type(jnp.where(score == 0, jnp.zeros_like(score), score), kind)  # -0.0 is 0.0
+    bits = lax.optimization_barrier(jnp.where(bits >= sign, ~bits, bits ^ sign))  # in the order of the scores
+    higher = lambda i, bar: bar | (sign >> i.astype(kind))
+    count = lambda slots: slots.sum(-1, dtype=jnp.int32)
+    chosen, among, left = jnp.zeros_like(pos, bool), pos >= 0, jnp.maximum(budgets, 0)
+    for key in (bits, pos.astype(kind)):  # positions decide between equal scores
+        full = lambda bar, key=key, among=among, left=left: count(among & (key >= bar[..., None])) >= left
+        raised = lambda i, bar, full=full: jnp.where(full(higher(i, bar)), higher(i, bar), bar)
+        some_go = (count(among) > left).any()
+        bar = lax.fori_loop(0, jnp.where(some_go, bits_each, 0), raised, jnp.zeros(pos.shape[:2], kind))[..., None]
+        above = among & (key > bar)
+        chosen, among, left = chosen | above, among & (key == bar), left - count(above)
+    return chosen | (among & (left > 0)[..., None])
+
+
+def all_but_worst(
+    score: Float[Array, "B K S"], pos: Int[Array, "B K S"], budgets: Int[Array, "B K"]
+) -> Bool[Array, "B K S"]:
+    """All live slots but the worst of every head that exceeds its budget; of equal scores, the older goes.
+
+    The same as `best` where no head exceeds its budget by more than one token, without looking for a bar.
+    """
+    live = pos >= 0
+    return live & ~(worst(score, pos) & (live.sum(-1) > budgets)[..., None])
+
+
+def worst(score: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Bool[Array, "B K S"]:
+    """The live slot with the lowest score of every head; of equal scores, the oldest."""
+    live = pos >= 0
+    score = lax.optimization_barrier(jnp.where(live, lax.stop_gradient(score), jnp.inf))  # compared with itself
+    lowest = live & (score == score.min(-1, keepdims=True))
+    return pos == jnp.where(lowest, pos, LAST).min(-1, keepdims=True)
+
+
+class TopK(Select):
+    """The slots with the highest scores."""
+
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
+        choose = all_but_worst if slots.at_most_one else best
+        return choose(jnp.where(slots.protected, jnp.inf, score), slots.kv.pos, budgets)
+
+
+class AtLeast(Select):
+    """The slots with the highest scores, without those below a threshold (KVzap, arXiv 2601.07891).
+
+    Attributes:
+      threshold: the lowest score that stays, in the units of the score.
+    """
+
+    threshold: float
+
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
+        safe = slots.protected
+        return best(jnp.where(safe, jnp.inf, score), slots.kv.pos, budgets) & (safe | (score >= self.threshold))
+
+
+class ThenRandom(Select):
+    """The best slots, then a draw without replacement by the softmax of scores (NaCl, arXiv 2408.03675, section 3.3).
+
+    Attributes:
+      random: how many tokens of the budget are drawn.
+      shared: whether all heads draw the same numbers.
+    """
+
+    random: Count = count()
+    shared: bool = False
+
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
+        kv, safe = slots.kv, slots.protected
+        free = jnp.maximum(budgets - safe.sum(-1), 0)
+        random = jnp.where(kv.num_live > budgets, jnp.minimum(slots.hparams.random[:, None], free), 0)
+        first = best(jnp.where(safe, jnp.inf, score), kv.pos, budgets - random)
+        rest = kv.live & ~safe & ~first
+        return first | best(self.drawn(score, slots), jnp.where(rest, kv.pos, -1), random)
+
+    def drawn(self, score: Float[Array, "B K S"], slots: Slots) -> Float[Array, "B K S"]:
+        """Scores with Gumbel noise: the best of them are a draw by their softmax."""
+        u = jnp.clip(slots.ctx.uniform(slots.kv.pos, self.shared), 1e-7, 1 - 1e-7)
+        return score - jnp.log(-jnp.log(u))
+
+
+class TwoStage(Select):
+    """The best slots by score, then the best of the rest by score times a weight (CriticalKV, arXiv 2502.03805).
+
+    Attributes:
+      weight: the observation "B K S" that gives the weights.
+      first: the share of the budget that is filled by score alone, one token at least unless it is 0.
+      eps: what is added to scores before they are weighed.
+    """
+
+    weight: Observation
+    first: float = 0.5
+    eps: float = 1e-4
+
+    def __post_init__(self):
+        if not 0 <= self.first <= 1:
+            raise ValueError(f"first={self.first} is a share of the budget; give a number between 0 and 1")
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return (self.weight,)
+
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
+        safe = slots.protected
+        first = best(jnp.where(safe, jnp.inf, score), slots.kv.pos, self._filled(budgets, slots))
+        return best(jnp.where(first | safe, jnp.inf, self.weighed(score, slots)), slots.kv.pos, budgets)
+
+    def weighed(self, score: Float[Array, "B K S"], slots: Slots) -> Float[Array, "B K S"]:
+        """The scores of the second stage."""
+        return (score + self.eps) * slots.stats[self.weight]
+
+    def _filled(self, budgets: Int[Array, "B K"], slots: Slots) -> Int[Array, "B K"]:
+        """How many tokens the first stage fills."""
+        size = jnp.floor(budgets.astype(jnp.float32) * self.first + 1e-6).astype(jnp.int32)
+        return jnp.minimum(jnp.maximum(size, int(self.first > 0)), budgets)
+
+
+class Chunks(Select):
+    """Whole chunks of neighbouring tokens, the same in all kv heads (ChunkKV, arXiv 2502.00299).
+
+    Chunks with protected tokens come first, then those with the highest mean score. They are chunks of the prompt: this
+    does not evict while decoding.
+
+    Attributes:
+      size: tokens of a chunk.
+      share: the share of the chunks that stays; None for the budget's share of the tokens. The two differ where the
+        budget was rounded to whole tokens.
+    """
+
+    size: int = 20
+    share: float | None = None
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(f"a chunk has {self.size} tokens; give 1 or more")
+
+    @property
+    def slack(self) -> int:
+        return self.size
+
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
+        kv, ctx, safe = slots.kv, slots.ctx, slots.protected
+        if ctx.phase == "decode":
+            raise ValueError("chunks are of the prompt; use Schedule(), which does not evict while decoding")
+        num = -(-ctx.width // self.size)  # no prompt has more chunks
+        chunk = jnp.where(kv.live, kv.pos // self.size, num)
+        by_chunk = lambda x: segment_sum(x, chunk, num)
+        tokens, held = by_chunk(kv.live.astype(jnp.int32)), by_chunk((kv.live & safe).astype(jnp.int32))
+        total = jnp.maximum(tokens.sum(1), 1).astype(jnp.float32)
+        mean = jnp.where(tokens.sum(1) > 0, by_chunk(jnp.where(kv.live, score, 0.0)).sum(1) / total, -jnp.inf)
+        rank = jnp.argsort(jnp.lexsort((-mean, -held.sum(1).astype(jnp.float32) / total)), axis=-1)
+        kept = rank < self._wanted(tokens, held, rank, budgets.min(-1), slots)[:, None]
+        kept = jnp.broadcast_to((kept & (tokens.sum(1) > 0))[:, None], tokens.shape)
+        return kv.live & (safe | jnp.take_along_axis(kept, jnp.minimum(chunk, num - 1), -1))
+
+    def _wanted(
+        self,
+        tokens: Int[Array, "B K C"],
+        held: Int[Array, "B K C"],
+        rank: Int[Array, "B C"],
+        budget: Int[Array, "B"],
+        slots: Slots,
+    ) -> Int[Array, "B"]:
+        """How many chunks stay: their share, as long as no head exceeds its budget by a whole chunk."""
+        ctx, exist, live = slots.ctx, (tokens.sum(1) > 0).sum(-1), slots.kv.num_live.max(-1)
+        wanted = budget / jnp.maximum(live, 1)
+        if self.share is not None:
+            asked = self.share * ctx.prompt_length.astype(jnp.float32)
+            wanted = jnp.where(
+                (live == ctx.prompt_length) & (jnp.abs(budget.astype(jnp.float32) - asked) < 1), self.share, wanted
+            )
+        wanted = jnp.maximum(jnp.floor(exist.astype(jnp.float32) * wanted + 1e-5).astype(jnp.int32), 1)
+        order = jnp.broadcast_to(rank[:, None], tokens.shape)
+        ordered = jnp.put_along_axis(jnp.zeros_like(tokens), order, tokens - held, -1, inplace=False)
+        grown = jnp.cumsum(ordered, -1) + held.sum(-1, keepdims=True)
+        fits = (grown <= (budget + self.size - 1)[:, None, None]).all(1).sum(-1)
+        return jnp.where(live <= budget, exist, jnp.minimum(wanted, fits))
+
+
+class PerChunk(Select):
+    """The best slots of every chunk of the text, the same share of each (FINCH, Corallo and Papotti, TACL 12).
+
+    Every chunk keeps one token at least. Where that is more than the budget, the worst of all chunks go.
+
+    Attributes:
+      size: tokens of a chunk.
+      share: how many tokens of a chunk stay, a count of its length; None for the budget's share of the tokens.
+    """
+
+    size: int
+    share: Count | None = None
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(f"a chunk has {self.size} tokens; give 1 or more")
+
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
+        kv, safe = slots.kv, slots.protected
+        chunk = jnp.where(kv.live, kv.pos // self.size, LAST)
+        order = jnp.lexsort((-kv.pos, -jnp.where(safe, jnp.inf, score), chunk), axis=-1)
+        place, length = _runs(jnp.take_along_axis(chunk, order, -1))
+        share = (budgets / jnp.maximum(kv.num_live, 1))[..., None]
+        wanted = jnp.floor(length.astype(jnp.float32) * share + 1e-5).astype(jnp.int32)
+        if self.share is not None:
+            table = jnp.asarray(resolve(self.share, np.arange(self.size + 1)), jnp.int32)
+            whole = (kv.num_live == slots.ctx.prompt_length[:, None])[..., None]
+            wanted = jnp.where(whole, table[jnp.minimum(length, self.size)], wanted)
+        mine = place < jnp.maximum(wanted, 1)
+        chosen = jnp.put_along_axis(jnp.zeros_like(kv.live), order, mine, -1, inplace=False)
+        stays = kv.live & (chosen | safe | (kv.num_live <= budgets)[..., None])
+        return best(jnp.where(safe, jnp.inf, score), jnp.where(stays, kv.pos, -1), budgets)
+
+
+def _runs(x: Int[Array, "B K S"]) -> tuple[Int[Array, "B K S"], Int[Array, "B K S"]]:
+    """For every entry of sorted rows: its place among equal entries, and how many these are."""
+    place, edge = lax.broadcasted_iota(jnp.int32, x.shape, 2), jnp.ones_like(x[..., :1], bool)
+    begins = jnp.concatenate([edge, x[..., 1:] != x[..., :-1]], axis=-1)
+    ends = jnp.concatenate([begins[..., 1:], edge], axis=-1)
+    first = lax.cummax(jnp.where(begins, place, 0), axis=2)
+    last = lax.cummin(jnp.where(ends, place, x.shape[-1]), axis=2, reverse=True)
+    return place - first, last - first + 1
+
+
+class LazyOrAll(Select):
+    """The protected slots alone in lazy layers, the whole budget in the others (SimLayerKV).
+
+    Zhang et al., arXiv 2410.13846.
+
+    Attributes:
+      threshold: a layer is lazy if protected slots have more than this share of the attention, the mean over heads.
+    """
+
+    threshold: float
+
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
+        safe = slots.protected
+        mass = jnp.where(safe & slots.kv.live, score, 0.0).sum(-1).mean(1)
+        kept = best(jnp.where(safe, jnp.inf, score), slots.kv.pos, budgets)
+        return jnp.where((mass > self.threshold)[:, None, None], safe & slots.kv.live, kept)

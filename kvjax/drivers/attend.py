@@ -1,0 +1,245 @@
+"""One pass of a model over new tokens: every layer stores them, attends, observes, and evicts.
+
+Layers that differ in data alone share a compiled program, and so do compactions to as many slots.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from kvjax.contract import EMPTY, AttentionInputs, Context, Observation, Phase, Policy, unique
+from kvjax.drivers.decide import compacted, decided
+from kvjax.drivers.mesh import on_rows
+from kvjax.drivers.state import AttnStats, State
+from kvjax.evict import unscored
+from kvjax.pallas_kernels import Columns, attention
+from kvjax.pallas_kernels.pytree import pytree, static
+from kvjax.storage import Storage, linear_bias
+from kvjax.storage.mesh import DATA, laid_out
+
+
+@pytree
+class Attend:
+    """What a layer of a model calls with its cache and its new queries, keys and values.
+
+    Attributes:
+      ctx: when and where.
+      pos: positions of the new tokens, `EMPTY` for padding.
+      policy: that of the layer.
+      observe: what is observed.
+      num_kv_heads: heads of the cache.
+      evict: whether the policy decides.
+      grow: whether new tokens get new slots, as while a prompt is read; otherwise they take dead ones.
+      gives: whether what was observed is returned.
+      guards: whether outputs become NaN where a token finds no slot, or what was kept of the prompt was no choice
+        (`evict.unscored`). Loops that have counted them before leave it out.
+    """
+
+    ctx: Context
+    pos: Int[Array, "B T"]
+    policy: Policy = static(default=Policy())
+    observe: tuple[Observation, ...] = static(default=())
+    num_kv_heads: int = static(default=1)
+    evict: bool = static(default=True)
+    grow: bool = static(default=True)
+    gives: bool = static(default=False)
+    guards: bool = static(default=True)
+
+    def __call__(
+        self,
+        kv: Storage,
+        q: Float[Array, "B N T H"],
+        k: Float[Array, "B _ T H"],
+        v: Float[Array, "B _ T H"],
+        *,
+        layer: int,
+        rotate: Callable[..., Array],
+        out_proj: Float[Array, "N H D"] | None = None,
+        hidden: Float[Array, "B T D"] | None = None,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        slopes: Any = None,
+    ) -> tuple[Float[Array, "B N T H"], Storage, tuple[Any, ...]]:
+        """What attention gives, the layer's cache afterwards, and what was observed, if somebody wants it.
+
+        Args:
+          kv: the layer's cache.
+          q, k, v: of the new tokens, before rotation.
+          layer: a layer of this kind; which one it is stands in `ctx`.
+          rotate: turns vectors at positions.
+          out_proj, hidden: the output projection and the layer's input, for policies that look at them.
+          scale, window, softcap, slopes: the model's attention; `slopes` are ALiBi's.
+        """
+        del layer
+        policy, pos, K = self.policy, self.pos, self.num_kv_heads
+        ctx = dataclasses.replace(self.ctx, window=window)
+        k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
+        G, by_rank, raw_q = q.shape[1] // K, kv.how.positions == "rank", q
+        if (of_text := getattr(rotate, "of_text", None)) is not None:  # a block of a prompt turns as the whole prompt
+            rotate = of_text(jnp.where(ctx.length > ctx.prompt_length, 0, ctx.prompt_length))
+        k = k if by_rank else rotate(k, pos[:, None])
+        lost = None
+        if self.guards and not self.grow:
+            lost = (kv.room < (pos != EMPTY).sum(-1, keepdims=True)).any(-1) | unscored(kv).any(-1)
+        kv = kv.append(k, v, pos, grow=self.grow)
+        seen = dataclasses.replace(ctx, hparams=(), params=())
+        how = {"scale": scale, "window": window, "softcap": softcap}
+
+        def inputs(kv: Storage) -> AttentionInputs:
+            turned = rotate(q, jnp.repeat(kv.places(pos), G, axis=1) if by_rank else pos[:, None])
+            view, bias = kv.view().replace(memory=()), kv.bias(G, slopes)
+            return AttentionInputs(turned, raw_q, view, pos, seen, rotate, out_proj, hidden, bias=bias, **how)
+
+        at = inputs(kv)
+        view = kv.view()
+        if (entered := policy.enter(view, at, ctx)) is not view:
+            kv = kv.put(entered)
+            at = inputs(kv)
+        found = {o: o(at) for o in self.observe}
+        columns = {o: x for o, x in found.items() if isinstance(x, Columns)}
+        reads = policy.reads(kv.view(), at, ctx)
+        out = kv.attend(at.q, pos, tuple(columns.values()), reads, rotate=rotate, slopes=slopes, **how)
+        found |= dict(zip(columns, out.columns, strict=True))
+        if self.evict:
+            view = kv.view()
+            kv = kv if (updated := policy.update(view, found, ctx)) is view else kv.put(updated)
+            if not self.grow and ctx.phase == "prefill":
+                lost = unscored(kv).any(-1) if lost is None else lost | unscored(kv).any(-1)
+        y = out.out if lost is None else jnp.where(lost[:, None, None, None], jnp.nan, out.out)
+        return y, kv, tuple(found.values()) if self.gives else ()
+
+
+def without_cache(pos: Int[Array, "B T"]) -> Callable[..., Any]:
+    """What a layer calls to attend among T tokens without a cache, as in training. Differentiable.
+
+    Args:
+      pos: positions, `EMPTY` for padding.
+    """
+
+    def attend(
+        cache: Any,
+        q: Float[Array, "B N T H"],
+        k: Float[Array, "B K T H"],
+        v: Float[Array, "B K T H"],
+        *,
+        layer: int,
+        rotate: Callable[..., Array],
+        out_proj: Any = None,
+        hidden: Any = None,
+        slopes: Any = None,
+        **how: Any,
+    ) -> tuple[Float[Array, "B N T H"], Any, tuple[()]]:
+        del layer, out_proj, hidden
+        places = jnp.broadcast_to(pos[:, None], k.shape[:3])
+        bias = None if slopes is None else linear_bias(slopes, places)
+        q, k = rotate(q, pos[:, None]), rotate(k, pos[:, None])
+        return attention(q, k, v, pos, places, bias=bias, **how).out, cache, ()
+
+    return attend
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def embed(
+    model: Any,
+    params: PyTree[Any],
+    tokens: Int[Array, "B T"],
+    length: Int[Array, "B"],
+    valid: Int[Array, "B"] | Bool[Array, "B"] | None,
+) -> tuple[Float[Array, "B T D"], Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B"]]:
+    """The residual stream of new tokens, the tokens with 0 for padding, their positions, and the length after them.
+
+    Args:
+      model, params: the model, and its parameters that are of no layer.
+      tokens: ids, padded on the left.
+      length: tokens that each sequence has read before.
+      valid: how many of the last columns are tokens of each sequence, None for all.
+    """
+    T = tokens.shape[1]
+    valid = jnp.full_like(length, T) if valid is None else valid.astype(length.dtype)
+    column = jnp.arange(T)[None] - (T - valid)[:, None]
+    tokens, pos = jnp.where(column >= 0, tokens, 0), jnp.where(column >= 0, length[:, None] + column, EMPTY)
+    return model.embed(params, tokens, pos), tokens, pos, length + valid
+
+
+@functools.partial(jax.jit, static_argnames=("model", "layer"))
+def layer_step(
+    model: Any, layer: int, params: PyTree[Any], x: Float[Array, "B T D"], kv: Storage, attend: Callable[..., Any]
+) -> tuple[Float[Array, "B T D"], Storage, Any]:
+    """A layer of a model: the residual stream and the cache after it, and what `attend` observed, a pytree as it is."""
+    x, after, found = model.block(layer, params, x, kv, attend)
+    if kv.how.mesh is not None:
+        x, after = laid_out(x, kv.how.mesh, (DATA,)), after.laid_out()
+    return x, after, found
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def head(
+    model: Any, params: PyTree[Any], x: Float[Array, "B T D"], lost: tuple[Bool[Array, "B"], ...]
+) -> Float[Array, "B V"]:
+    """Logits after the last column, NaN for sequences that have lost tokens in a layer."""
+    logits = model.head(params, x[:, -1:])[:, -1]
+    return jnp.where(jnp.stack(lost).any(0)[:, None], jnp.nan, logits) if lost else logits
+
+
+def step(
+    model: Any,
+    params: PyTree[Any],
+    tokens: Any,
+    state: State,
+    valid: Any,
+    phase: Phase,
+    *,
+    evict: bool = True,
+    ends: bool = True,
+    grow: bool = False,
+    gives: bool = False,
+    observe: tuple[tuple[Observation, ...], ...] = (),
+    guards: bool = True,
+    after_layer: Callable[[], Any] | None = None,
+) -> tuple[Float[Array, "B V"], State, AttnStats | None]:
+    """One pass over new tokens: logits after the last column, the state after, and what was observed, if asked for.
+
+    Args:
+      model, params: the model.
+      tokens: ids "B T", padded on the left.
+      state: the state before.
+      valid: how many of the last columns are tokens of each sequence "B", None for all.
+      phase: whether a prompt is read or a token decoded.
+      evict: whether the policy decides in this pass.
+      ends: whether the prompt ends with these tokens; only then are layers stored as the policy wants them.
+      observe: what else is observed, one tuple a layer; () for nothing.
+      grow, gives, guards: as in `Attend`.
+      after_layer: called when a layer has been compiled and started, as a bar of progress is.
+    """
+    plan, joint = state.plan, state.plan.policy.joint
+    outer, each = model.parts(params)
+    if (mesh := state.layers[0].how.mesh) is not None:
+        tokens, valid = on_rows((tokens, valid), mesh)
+    x, tokens, pos, length = embed(model, outer, tokens, state.length, valid)
+    state = dataclasses.replace(state, length=length)
+    at_once, layers, seen, names, lost = evict and not joint, [], [], [], []
+    for i, (policy, kv) in enumerate(zip(plan.layers, state.layers, strict=True)):
+        ctx, asked = state.context(i, phase, tokens), policy.observe(phase)
+        names.append(unique((*asked, *observe[i])) if observe else asked)
+        how = {"evict": at_once, "grow": grow, "gives": gives or joint, "guards": guards}
+        attend = Attend(ctx, pos, policy, names[i], plan.infos[i].num_kv_heads, **how)
+        x, kv, found = layer_step(model, model.alike[i], each[i], x, kv, attend)
+        if at_once and grow:
+            kv, full = compacted(kv, ctx, policy=policy, capacity=plan.capacities[i], ends=ends)
+            lost.append(full)
+        layers.append(kv)
+        seen.append(found)
+        if after_layer is not None:
+            after_layer()
+    state = dataclasses.replace(state, layers=tuple(layers), ready=state.ready or (at_once and ends))
+    stats = AttnStats(tuple(seen), tokens, tuple(names), phase) if joint or gives else None
+    if stats is not None and joint and evict:
+        state, full = decided(state, stats, grow=grow, ends=ends)
+        lost = full if phase == "prefill" else lost
+    return head(model, outer, x, tuple(lost)), state, stats

@@ -1,0 +1,188 @@
+"""What a policy decides for a state: its update of all layers, and what is stored afterwards.
+
+`State` is built on this module, which therefore names its class nowhere.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool
+
+from kvjax.contract import AttentionInputs, Context, LayerInfo, Phase, Policy
+from kvjax.evict import check_scored, unscored
+from kvjax.observe import Reread
+from kvjax.plan import Plan, planned
+from kvjax.storage import Storage, empty, to_pool
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "capacity", "ends"))
+def compacted(
+    kv: Storage, ctx: Context, *, policy: Policy, capacity: int, ends: bool
+) -> tuple[Storage, Bool[Array, "B"]]:
+    """A layer as it is kept after a prompt or a block of it, and which sequences lost live tokens or kept no choice.
+
+    Args:
+      kv: the layer after its policy's update.
+      ctx: when and where.
+      policy: the layer's policy.
+      capacity: slots of a head, or of the pool.
+      ends: whether the prompt ends here; only then is the layer stored as the policy wants it.
+    """
+    pool = policy.layout.pool and ends
+    lost = ((kv.num_live.sum(-1) if pool else kv.num_live.max(-1)) > capacity) | unscored(kv).any(-1)
+    if not ends:
+        return kv.replace(channels=None).compact(capacity), lost
+    if not pool:
+        return kv.compact(capacity), lost
+    return to_pool(view := kv.view(), capacity, policy.reserve(view, ctx)), lost
+
+
+def updated(state: Any, stats: Any, *, steady: bool = True) -> tuple[tuple[Storage, ...], tuple[Context, ...]]:
+    """The layers after their policy's update, no slot moved, and what the policy was told of each.
+
+    Args:
+      state: the state, whose layers have read some tokens.
+      stats: what was observed of these.
+      steady: whether layers were within this policy's budget before.
+    """
+    plan, L = state.plan, len(state.layers)
+    ctxs = tuple(dataclasses.replace(state.context(i, stats.phase, stats.tokens), steady=steady) for i in range(L))
+    runs = [(plan.policy, range(L))] if plan.policy.joint else [(p, [i]) for i, p in enumerate(plan.layers)]
+    layers: list[Storage] = []
+    for policy, run in runs:
+        of = lambda x, run=run: tuple(x[i] for i in run)
+        layers += _updated(of(state.layers), of(stats.layers), of(ctxs), policy=policy, names=of(stats.names))
+    return tuple(layers), ctxs
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "names"))
+def _updated(layers: Any, seen: Any, ctxs: Any, *, policy: Policy, names: Any) -> tuple[Storage, ...]:
+    """Layers after a policy's update, from what was observed of each under these names."""
+    views = tuple(kv.view() for kv in layers)
+    stats = tuple(dict(zip(*x, strict=True)) for x in zip(names, seen, strict=True))
+    found = policy.update_layers(views, stats, ctxs)
+    each = zip(layers, found, views, strict=True)
+    return tuple(kv if x is y else kv.put(x).laid_out() for kv, x, y in each)
+
+
+def decided(
+    state: Any, stats: Any, *, grow: bool = True, ends: bool = True, steady: bool = True
+) -> tuple[Any, list[Bool[Array, "B"]]]:
+    """The state after its policy's update, and which sequences lost live tokens, or kept some by no choice, by layer.
+
+    Args:
+      state: the state, whose layers have read some tokens.
+      stats: what was observed of these.
+      grow, ends: as for `step`.
+      steady: whether layers were within this policy's budget before.
+    """
+    layers, ctxs = updated(state, stats, steady=steady)
+    if not grow:
+        return dataclasses.replace(state, layers=layers, ready=ends), [unscored(kv).any(-1) for kv in layers]
+    each = zip(layers, ctxs, state.plan.layers, state.plan.capacities, strict=True)
+    kept = [compacted(kv, ctx, policy=policy, capacity=n, ends=ends) for kv, ctx, policy, n in each]
+    return dataclasses.replace(state, layers=tuple(kv for kv, _ in kept), ready=ends), [full for _, full in kept]
+
+
+def check_layers_scored(state: Any) -> None:
+    """Refuses a known state of whose prompt tokens went, though no score was a number."""
+    for i, (policy, kv) in enumerate(zip(state.plan.layers, state.layers, strict=True)):
+        check_scored(policy, i, kv)
+
+
+def applied(policy: Policy, state: Any, stats: Any) -> Any:
+    """What `State.applied` returns: a whole prompt is compacted, too."""
+    after, prompt = under(policy, state, stats), not state.ready
+    known = not isinstance(state.prompt_length, jax.core.Tracer)
+    each = zip(*map(jax.tree.leaves, (after.hparams, state.hparams)), strict=True)
+    steady = prompt or (known and all(np.array_equal(*x) for x in each))
+    after = stored_under(after) if prompt and after.plan.layers != state.plan.layers else after
+    after, lost = decided(after, stats, grow=prompt, steady=steady)
+    if not isinstance(lost[0], jax.core.Tracer) and bool(jnp.stack(lost).any()):
+        check_layers_scored(after)
+        raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
+    return own_arrays(after)
+
+
+def own_arrays(state: Any) -> Any:
+    """The state with copies of all that is not its layers, which may be donated without the one before."""
+    own = jax.device_put(dataclasses.replace(state, layers=()), may_alias=False)
+    return dataclasses.replace(own, layers=state.layers)
+
+
+def under(policy: Policy, state: Any, stats: Any, plan: Plan | None = None) -> Any:
+    """A state with the plan and the data of a policy. The layers of a prompt are still as they were read.
+
+    Args:
+      policy: the policy.
+      state: what `forward` returned. One that decodes keeps its plan.
+      stats: what was observed.
+      plan: sizes of a larger budget, whose programs are used.
+
+    Raises:
+      ValueError: something that the policy wants to see was not observed.
+    """
+    prompt = not state.ready
+    lengths = state.prompt_length
+    lengths = lengths if isinstance(lengths, jax.core.Tracer) else np.asarray(lengths)
+    plan, hparams = planned(policy, state.plan.infos, lengths, plan if prompt else state.plan)
+    for i, p in enumerate(plan.layers):
+        if prompt and any(isinstance(o, Reread) and o not in stats.names[i] for o in p.observe("replay")):
+            raise ValueError(f"{type(p).__name__} reads the prompt again before it evicts, as kvjax.prefill does")
+        if missing := [o for o in p.observe(stats.phase) if o not in stats.names[i]]:
+            raise ValueError(f"{missing[0]} was not observed: give the policy to forward(..., observe=)")
+    return dataclasses.replace(state, hparams=hparams, plan=plan)
+
+
+@jax.jit
+def stored_under(state: Any) -> Any:
+    """A state whose layers, which hold a whole prompt that was read under another policy, are stored for its own.
+
+    Raises:
+      ValueError: the policy cannot go on from a prompt that was read in this way.
+    """
+    state = dataclasses.replace(state, layers=tuple(map(_under, state.plan.layers, state.plan.infos, state.layers)))
+    so = "so kvjax.prefill must read the prompt under it"
+    jax.eval_shape(lambda state: check_reads_all(state, "prefill", so), state)
+    return state
+
+
+def check_reads_all(state: Any, phase: Phase, so: str) -> None:
+    """Refuses a state's policy that hides live slots from rows, or weighs them. For traced code: nothing is computed.
+
+    Args:
+      state: the state under the policy, whose layers hold the rows.
+      phase: of which rows: "prefill" for the whole prompt, "decode" for a token behind it.
+      so: what follows from it.
+
+    Raises:
+      ValueError: in some layer the policy's `reads` are not None.
+    """
+    for i, (policy, info, kv) in enumerate(zip(state.plan.layers, state.plan.infos, state.layers, strict=True)):
+        B, T = len(kv.pos), kv.pos.shape[2] if phase == "prefill" else 1
+        q, hidden = jnp.zeros((B, info.num_query_heads, T, info.head_dim)), jnp.zeros((B, T, info.embed_dim))
+        pos, ctx = jnp.broadcast_to(state.length[:, None] - 1, (B, T)), state.context(i, phase)
+        told = AttentionInputs(q, q, kv.view().replace(memory=()), pos, ctx, lambda x, _: x, None, hidden)
+        if policy.reads(kv.view(), told, ctx) is not None:
+            raise ValueError(f"{type(policy).__name__} decides which of the live tokens a row reads, {so}")
+
+
+def _under(policy: Policy, info: LayerInfo, kv: Storage) -> Storage:
+    """A whole prompt's layer that was read under a policy without memory, as another policy wants it stored."""
+    view = kv.view()
+    if jax.tree.leaves(view.memory) or view.log_weight is not None:
+        raise ValueError("this prompt was read under a policy that remembers things; read it under Policy()")
+    layout = policy.layout
+    if layout.by_query_head and info.num_kv_heads != info.num_query_heads:
+        raise ValueError("this prompt's tokens are stored for kv heads, but the policy wants them for query heads")
+    new = empty(info, len(kv.pos), kv.k.dtype, policy.memory(info), layout, policy.writes, kv.pos.shape[2])
+    if (new.how.positions == "rank") != (kv.how.positions == "rank"):
+        raise ValueError(
+            'this prompt was read at other positions than the policy stores; only "original" and "shifted" mix, '
+            "without a pool"
+        )
+    return new.replace(k=kv.k, v=kv.v, pos=kv.pos, how=dataclasses.replace(new.how, mesh=kv.how.mesh))

@@ -1,0 +1,184 @@
+"""The loop that decodes: tokens that a sampler draws, or given ones, one compiled call for as many as are wanted.
+
+Letters: B batch, n steps, L layers, V vocabulary.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from kvjax.contract import EMPTY
+from kvjax.drivers.sampling import Greedy, Sampler, with_token
+from kvjax.drivers.state import State
+from kvjax.drivers.steps import decode
+from kvjax.pallas_kernels.pytree import pytree
+
+NO_TOKEN: Final = -1  # stands for a token where logits are not numbers
+_SAMPLING = 0x5A3D  # keeps the draws of samplers apart from those of policies, which fold in layers first
+
+
+@pytree
+class Decoding:
+    """Where decoding stands: each sequence has a next token, which the cache has not read yet.
+
+    Attributes:
+      token: the next token.
+      log_prob: its log-probability.
+      running: which sequences go on; the others have ended, and read nothing more.
+      state: the cache before that token.
+      seen: the tokens that each sequence has read or drawn, for samplers that ask; None for others.
+    """
+
+    token: Int[Array, "B"]
+    log_prob: Float[Array, "B"]
+    running: Bool[Array, "B"]
+    state: State
+    seen: Bool[Array, "B V"] | None = None
+
+
+@pytree
+class Steps:
+    """What one step gave, or some, in their order.
+
+    Attributes:
+      tokens: the tokens that followed, `pad_id` where a sequence had ended.
+      log_probs: their log-probabilities, 0 where a sequence had ended.
+      live: tokens that all heads of each layer hold after each step; None unless asked for.
+      logits: those after each step; None unless asked for.
+    """
+
+    tokens: Int[Array, "*n B"]
+    log_probs: Float[Array, "*n B"]
+    live: Int[Array, "*n B L"] | None = None
+    logits: Float[Array, "*n B V"] | None = None
+
+
+def log_prob(logits: Float[Array, "B V"], token: Int[Array, "B"]) -> Float[Array, "B"]:
+    """The log-probability of a token in every row."""
+    every = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return jnp.take_along_axis(every, jnp.maximum(token, 0)[:, None], axis=-1)[:, 0]
+
+
+def live_tokens(state: State) -> Int[Array, "B L"]:
+    """The tokens that all heads of each layer hold."""
+    held = lambda pos: (pos != EMPTY).reshape(len(pos), -1).sum(-1, dtype=jnp.int32)
+    return jnp.stack([held(kv.pos) for kv in state.layers], axis=-1)
+
+
+def drawn(
+    sampler: Sampler, logits: Float[Array, "B V"], state: State, seen: Bool[Array, "B V"] | None
+) -> Int[Array, "B"]:
+    """The token that follows in every sequence, by its own key; -1 where logits are not numbers."""
+    fold = lambda key, step: jax.random.fold_in(jax.random.fold_in(key, _SAMPLING), step)
+    keys = jax.vmap(fold)(state.keys, state.length - state.prompt_length) if sampler.draws else state.keys
+    token = sampler(logits, keys) if seen is None else sampler(logits, keys, seen)
+    return jnp.where(jnp.isnan(logits).any(-1), NO_TOKEN, token)
+
+
+@functools.partial(jax.jit, static_argnames=("sampler", "ends"))
+def begin(
+    logits: Float[Array, "B V"],
+    state: State,
+    seen: Bool[Array, "B V"] | None = None,
+    *,
+    sampler: Sampler = Greedy(),
+    ends: tuple[int, ...] = (),
+) -> Decoding:
+    """The first token behind what a state has read, drawn from the logits that came with it."""
+    token = drawn(sampler, logits, state, seen)
+    seen = None if seen is None else with_token(seen, token, jnp.ones_like(token, bool))
+    return Decoding(token, log_prob(logits, token), ~jnp.isin(token, jnp.asarray(ends, jnp.int32)), state, seen)
+
+
+def decode_tokens(
+    model: Any,
+    params: PyTree[Any],
+    at: Decoding,
+    given: tuple[Int[Array, "n B"], Bool[Array, "n B"] | None] | None = None,
+    count: Int[Array, ""] | None = None,
+    *,
+    chunk: int,
+    sampler: Sampler = Greedy(),
+    ends: tuple[int, ...] = (),
+    pad_id: int = 0,
+    sleeps: bool = False,
+    live: bool = False,
+    logits: bool = False,
+) -> tuple[Steps, Decoding]:
+    """Steps that each read the next token of every running sequence, and draw or take the one that follows.
+
+    Args:
+      model, params: the model.
+      at: where decoding stands.
+      given: the tokens that follow, and which of them are to be read (None for all). None to draw tokens.
+      count: how many of the `chunk` steps to take, where that is traced; the loop ends early if all sequences have
+        ended. None for all of them: then the loop can be differentiated.
+      chunk: the steps that there is room for.
+      sampler: how tokens are drawn.
+      ends: tokens after which a sequence ends.
+      pad_id: what stands for the tokens of sequences that have ended.
+      sleeps: whether sequences may have ended already, other than by `ends`.
+      live, logits: whether these are returned; `logits` only without `count`.
+
+    Returns:
+      What the steps gave, and where decoding stands afterwards.
+    """
+    sleeps = sleeps or bool(ends) or (given is not None and given[1] is not None)
+
+    def one(at: Decoding, follows: Any) -> tuple[Decoding, Steps]:
+        found, state = decode(model, params, at.token, at.state, at.running if sleeps else None, guards=False)
+        token, running = (drawn(sampler, found, state, at.seen), None) if follows is None else follows
+        running = at.running if running is None else running
+        token = jnp.where(running, token, pad_id)
+        probability = jnp.where(running, log_prob(found, token), 0.0)
+        seen = None if at.seen is None else with_token(at.seen, token, running)
+        steps = Steps(token, probability, live_tokens(state) if live else None, found if logits else None)
+        running = running & ~jnp.isin(token, jnp.asarray(ends, jnp.int32)) if ends else running
+        return Decoding(token, probability, running, state, seen), steps
+
+    if count is None:
+        at, steps = lax.scan(one, at, given, length=chunk)
+        return steps, at
+
+    def more(carry: tuple[Array, Decoding, Steps]) -> tuple[Array, Decoding, Steps]:
+        i, at, steps = carry
+        at, new = one(at, None if given is None else jax.tree.map(lambda x: x[i], given))
+        return i + 1, at, jax.tree.map(lambda x, y: x.at[i].set(y), steps, new)
+
+    B, L = at.token.shape[0], len(at.state.layers)
+    nothing = Steps(
+        jnp.full((chunk, B), pad_id, jnp.int32),
+        jnp.zeros((chunk, B), jnp.float32),
+        jnp.zeros((chunk, B, L), jnp.int32) if live else None,
+    )
+    on = lambda carry: (carry[0] < count) & (carry[1].running.any() if sleeps else True)
+    _, at, steps = lax.while_loop(on, more, (jnp.int32(0), at, nothing))
+    return steps, at
+
+
+_STATIC = ("model", "chunk", "sampler", "ends", "pad_id", "sleeps", "live", "logits")
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
+def decoded(model: Any, params: Any, at: Decoding, given: Any, count: Any, **how: Any) -> tuple[Steps, Decoding]:
+    """`decode_tokens`, compiled; `at` stays valid."""
+    return decode_tokens(model, params, at, given, count, **how)
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("layers",))
+def _in_place(model: Any, params: Any, layers: Any, at: Decoding, given: Any, count: Any, **how: Any) -> Any:
+    at = dataclasses.replace(at, state=dataclasses.replace(at.state, layers=layers))
+    return decode_tokens(model, params, at, given, count, **how)
+
+
+def decoded_in_place(
+    model: Any, params: PyTree[Any], at: Decoding, given: Any, count: Any, **how: Any
+) -> tuple[Steps, Decoding]:
+    """`decode_tokens`, compiled, which overwrites the cache of `at`."""
+    bare = dataclasses.replace(at, state=dataclasses.replace(at.state, layers=()))
+    return _in_place(model, params, at.state.layers, bare, given, count, **how)

@@ -1,0 +1,210 @@
+"""Bytes that a run takes, before it runs.
+
+Those of the state are exact: the drivers' own code gives the shapes of its arrays (`jax.eval_shape`). What reading the
+prompt takes beside it is an estimate, whose terms are named.
+
+Letters: B batch, T new tokens, N query heads, K kv heads, H head_dim, D embed_dim.
+"""
+
+import dataclasses
+import functools
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.contract import Policy
+from kvjax.drivers.attend import Attend
+from kvjax.drivers.checks import check_block, check_is, whole
+from kvjax.drivers.decide import compacted
+from kvjax.drivers.replay import after_replay, block_rows, rereads
+from kvjax.drivers.state import AttnStats, State, empty_state, row_keys
+from kvjax.observe import Reread
+from kvjax.pallas_kernels.xla import head_block_size
+from kvjax.plan import infos_of, init_policy_params, planned
+from kvjax.storage import Storage
+
+_UNITS = "B", "KiB", "MiB", "GiB"
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of a planned run. Printed as text, it is a table.
+
+    Attributes:
+      run: what was planned: sequences, tokens, dtype.
+      keys_values, positions: of all slots, dead ones included.
+      remembered: what the policy remembers of slots and heads.
+      weights: log weights of slots, the channels that thin keys have left, the ends of heads in a pool.
+      sequences: lengths, keys of draws, the policy's budgets and learned parameters.
+      cache: of the prompt's rows in one layer; in all layers, with what is observed, where one decision is made for
+        all of them, or where the prompt is read again.
+      attention: the residual stream, queries, what is observed, and a block of logits and probabilities.
+      feed_forward: the residual stream and three arrays as wide as the network. It follows attention.
+      logits: those of the last token.
+      full: those of the state that holds every token, prompt and new ones.
+    """
+
+    run: str
+    keys_values: int
+    positions: int
+    remembered: int
+    weights: int
+    sequences: int
+    cache: int
+    attention: int
+    feed_forward: int
+    logits: int
+    full: int
+
+    @property
+    def layers(self) -> int:
+        """Those of all layers after the prompt: `State.nbytes`."""
+        return self.keys_values + self.positions + self.remembered + self.weights
+
+    @property
+    def state(self) -> int:
+        """All arrays that a decode step is given and gives back."""
+        return self.layers + self.sequences
+
+    @property
+    def reading(self) -> int:
+        """What reading the prompt takes beside parameters and state, an estimate."""
+        return self.cache + max(self.attention, self.feed_forward) + self.logits
+
+    @property
+    def peak(self) -> int:
+        """The state and what reading the prompt takes beside it, an estimate; parameters are not among it."""
+        return self.state + self.reading
+
+    def __str__(self) -> str:
+        names = {"keys and values": "keys_values", "positions": "positions", "remembered by the policy": "remembered"}
+        names |= {"weights, channels, ends": "weights", "lengths, keys, budgets": "sequences"}
+        rows = [(name, shown(size)) for name, of in names.items() if (size := getattr(self, of))]
+        rows.append(("state", f"{shown(self.state)}, {self.state / self.full:.1%} of {shown(self.full)} in full"))
+        parts = ("cache", "attention", "feed_forward", "logits")
+        rows += [(f"reading: {name.replace('_', '-')}, about", shown(getattr(self, name))) for name in parts]
+        rows.append(("peak while reading, about", shown(self.peak)))
+        first = max(len(name) for name, _ in rows)
+        return "\n".join([self.run, *(f"{name:{first}}  {size}" for name, size in rows)])
+
+
+def shown(size: int) -> str:
+    """A number of bytes in the unit that suits it, up to GiB."""
+    power = min((max(size, 1).bit_length() - 1) // 10, 3)
+    x = size / 1024**power
+    return f"{x:.0f} {_UNITS[power]}" if power == 0 or x >= 99.95 else f"{x:.3g} {_UNITS[power]}"
+
+
+def plan_memory(
+    config: Any, policy: Policy, *, batch: int = 1, prompt_len: int, max_new_tokens: int, block: int | None = None
+) -> Memory:
+    """Bytes that `prefill` and the decode steps behind it take: `print(plan_memory(...))` is a table.
+
+    Those of the state are exact, for prompts of `prompt_len` tokens each. What reading takes beside it is an estimate,
+    which counts neither parameters, nor what XLA copies, nor what it overlaps.
+
+    Args:
+      config: the model's configuration.
+      policy: the policy.
+      batch: sequences.
+      prompt_len: tokens of each prompt.
+      max_new_tokens: tokens that may follow.
+      block: tokens of a block, where the prompt is read in blocks (`prefill`).
+
+    Raises:
+      ValueError: no sequence, an empty prompt, sizes or blocks that the policy cannot work with.
+    """
+    check_is("policy", policy, Policy, "kvjax.methods")
+    B, T, new = whole("batch", batch), whole("prompt_len", prompt_len), whole("max_new_tokens", max_new_tokens, 0)
+    run = functools.partial(_read, config, batch=B, width=T, new=new)
+    (state, grown, seen), (full, _, _) = run(policy, block=block), run(Policy(), block=None)
+    again, layers = rereads(state), cast(tuple[Any, ...], state.layers)  # a `Layer` or a `Pool` each
+    return Memory(
+        run=f"{B} x ({T:,} + {new:,}) tokens, {jnp.dtype(config.dtype).name}",
+        keys_values=_bytes([(kv.k, kv.v) for kv in layers]),
+        positions=_bytes([kv.pos for kv in layers]),
+        remembered=_bytes([kv.memory for kv in layers]),
+        weights=_bytes([(kv.log_weight, kv.channels, getattr(kv, "ends", None)) for kv in layers]),
+        sequences=_bytes(dataclasses.replace(state, layers=())),
+        full=_bytes(full),
+        **_reading(config, state, grown, seen, again, T if block is None else min(block, T)),
+    )
+
+
+def _bytes(x: Any) -> int:
+    """Those of all arrays in it."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
+
+
+def _read(
+    config: Any, policy: Policy, *, batch: int, width: int, new: int, block: int | None
+) -> tuple[State, list[Storage], list[Any]]:
+    """The state after a prompt, the layers with all rows of its last pass, and what was observed of each: shapes."""
+    lengths = np.full(batch, width, np.int32)
+    plan, hparams = planned(policy, infos_of(config, policy, width, new), lengths)
+    block = check_block(plan, block, width)
+    B, T, H, D = batch, block or width, config.head_dim, getattr(config, "embed_dim", 0)
+    N, K = config.num_query_heads, config.num_kv_heads
+
+    def read() -> tuple[State, list[Storage], list[Any]]:
+        keys = row_keys(None, B)
+        learned = init_policy_params(config, policy, keys[0], width=width, max_new_tokens=new)
+        learned = learned if jax.tree.leaves(learned) else None
+        how = {"keys": keys, "slots": block is not None, "policy_params": learned}
+        state = empty_state(config, policy, plan, hparams, lengths, new, **how)
+        pos, again = jnp.zeros((B, T), jnp.int32), rereads(state)
+        q, k = (jnp.zeros((B, heads, T, H), config.dtype) for heads in (N, K))
+        around = jnp.zeros((N, H, D), config.dtype), jnp.zeros((B, T, D), config.dtype)
+        at_once = not (plan.policy.joint or again)
+        grown, kept, seen, names = [], [], [], []
+        for i, kv in enumerate(state.layers):
+            own, ctx = plan.layers[i], state.context(i, "prefill", pos)
+            names.append(own.observe("prefill"))
+            attend = Attend(ctx, pos, own, names[i], plan.infos[i].num_kv_heads, evict=at_once, gives=True)
+            kv, found = _attended(attend, kv, q, k, *around)
+            grown.append(kv)
+            seen.append(found)
+            kept.append(compacted(kv, ctx, policy=own, capacity=plan.capacities[i], ends=True)[0] if at_once else kv)
+        state = dataclasses.replace(state, layers=tuple(kept))
+        stats = AttnStats(tuple(seen), pos, tuple(names))
+        return state if at_once else after_replay(state, stats, again), grown, seen
+
+    return jax.eval_shape(read)
+
+
+@jax.jit
+def _attended(attend: Attend, kv: Storage, q: Any, k: Any, out_proj: Any, hidden: Any) -> tuple[Storage, Any]:
+    """A layer that has stored new rows, and what was observed of them."""
+    how = {"layer": 0, "rotate": lambda x, _: x, "out_proj": out_proj, "hidden": hidden}
+    return attend(kv, q, k, k, **how)[1:]
+
+
+def _reading(
+    config: Any, state: State, grown: list[Storage], seen: list[Any], again: tuple[Reread, ...], rows: int
+) -> dict[str, int]:
+    """The bytes of `Memory` that reading takes, those of the pass and the layer that takes most."""
+    B, N, size = len(state.length), config.num_query_heads, jnp.dtype(config.dtype).itemsize
+    D, M = getattr(config, "embed_dim", 0), getattr(config, "mlp_dim", 0)
+
+    def of_rows(rows: int, slots: int, heads: int, cache: int, observed: int, scratch: int = 0) -> dict[str, int]:
+        at_once, sets = head_block_size(B * heads, N // heads, rows, slots)
+        logits = 2 * 4 * at_once * sets * (N // heads) * slots
+        width = lambda n: B * rows * (2 * D + n) * size
+        attention = width(2 * N * config.head_dim) + observed + max(logits, scratch)
+        return {"cache": cache, "attention": attention, "feed_forward": width(3 * M)}
+
+    together = _bytes((grown, seen)) if state.plan.policy.joint or again else 0
+    passes = []
+    for kv, found, info in zip(grown, seen, state.plan.infos, strict=True):
+        slots, heads, cache = kv.pos.shape[-1], info.num_kv_heads, _bytes(kv)
+        passes.append(of_rows(rows, slots, heads, max(cache, together), _bytes(found)))
+        for how in again:
+            R = how.most(info.prompt_len)
+            keys = how.sinks + how.size(info.prompt_len) + R
+            scratch = 2 * 4 * B * N * block_rows(R, B * N, keys) * keys
+            more = _bytes([kv.pos for kv in grown]) + cache * (slots + R) // slots
+            passes.append(of_rows(R, slots + R, heads, together + more, 0, scratch))
+    total = lambda x: x["cache"] + max(x["attention"], x["feed_forward"])
+    return max(passes, key=total) | {"logits": 4 * B * config.vocab_size}

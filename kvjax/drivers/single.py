@@ -1,0 +1,100 @@
+"""One policy on one layer's raw tensors, without a model."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvjax.contract import AttentionInputs, Context, LayerInfo, Policy, compiled
+from kvjax.drivers.checks import as_array, check_is, check_lengths, whole
+from kvjax.drivers.state import row_keys
+from kvjax.evict import check_scored
+from kvjax.observe import Reread
+from kvjax.pallas_kernels import Columns
+from kvjax.storage import Layer, empty
+
+
+def evict_layer(
+    policy: Policy,
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    *,
+    lengths: Any = None,
+    out_proj: Float[Array, "N H D"] | None = None,
+    hidden: Float[Array, "B T D"] | None = None,
+    tokens: Any = None,
+    layer: int = 0,
+    num_layers: int = 1,
+    key: Any = None,
+    policy_params: Any = (),
+) -> Layer:
+    """What a policy keeps of a prompt in one layer: the layer with no slot moved, whose `live` says what stays.
+
+    Args:
+      policy: the policy.
+      q, k, v: the layer's tensors as attention sees them (rotated, if the model rotates), padded on the left.
+      lengths: tokens of each sequence; T if None.
+      out_proj: the output projection, for policies that look at what values contribute.
+      hidden: the layer's input, for policies that look at hidden states.
+      tokens: token ids "B T", for policies that look at them.
+      layer, num_layers: which layer of how many it is.
+      key: one PRNG key for the batch, or one a sequence.
+      policy_params: the layer's learned parameters, if the policy has any.
+
+    Raises:
+      ValueError: tensors that do not fit together, a policy that cannot work with this prompt or that reads it again; a
+        score that is no number for any token that competes, of a head of which some go.
+    """
+    check_is("policy", policy, Policy, "kvjax.methods")
+    whole("num_layers", num_layers), whole("layer", layer, 0, num_layers - 1)
+    axes = "floats with axes (batch, heads, tokens, head_dim)"
+    q, k, v = (
+        jnp.asarray(as_array(n, x, np.floating, (None,) * 4, axes)) for n, x in zip("qkv", (q, k, v), strict=True)
+    )
+    (B, N, T, H), K = q.shape, k.shape[1]
+    if k.shape != (B, K, T, H) or v.shape[:3] != k.shape[:3] or N % K:
+        raise ValueError(
+            f"q {q.shape}, k {k.shape} and v {v.shape} must agree in batch, tokens and head_dim, k and v in heads, and "
+            f"query heads be a multiple of kv heads; here these are {N} and {K}"
+        )
+    if out_proj is not None:
+        out_proj = jnp.asarray(as_array("out_proj", out_proj, np.floating, (N, H, None), "floats, a matrix a head"))
+    if hidden is not None:
+        hidden = jnp.asarray(as_array("hidden", hidden, np.floating, (B, T, None), "floats, a vector a token"))
+    if tokens is not None:
+        tokens = jnp.asarray(as_array("tokens", tokens, np.integer, (B, T), "integers, one a token"), jnp.int32)
+    lengths = check_lengths(lengths, B, T)
+    policy = policy.at(layer, num_layers)
+    if any(isinstance(o, Reread) for o in policy.observe("replay")):
+        raise ValueError(f"{type(policy).__name__} reads the prompt again, which needs a model; use kvjax.prefill")
+    if policy.layout.prompt == "rows" and T > 1:
+        raise ValueError(
+            f"every row of {type(policy).__name__} decides what the next one reads, but evict_layer reads {T} tokens "
+            "at once; drive a model with prefill(..., block=1)"
+        )
+    if policy.layout.by_query_head:
+        k, v, K = jnp.repeat(k, N // K, axis=1), jnp.repeat(v, N // K, axis=1), N
+    info, steps = LayerInfo(layer, num_layers, N, K, H, T, 0), jnp.zeros((B,), jnp.int32)
+    hparams, lengths = policy.sizes(info, lengths).hparams, jnp.asarray(lengths, jnp.int32)
+    keys, here = row_keys(key, B), jnp.int32(layer)
+    ctx = Context(lengths, lengths, keys, here, steps, hparams, policy_params, tokens, width=T, capacity=T)
+    pos = jnp.maximum(jnp.arange(T)[None] - (T - lengths)[:, None], -1)
+    real = pos >= 0  # padding may hold anything, even what is no number
+    q, k, v = (jnp.where(real[:, None, :, None], x, jnp.zeros((), x.dtype)) for x in (q, k, v))
+    hidden = None if hidden is None else jnp.where(real[..., None], hidden, jnp.zeros((), hidden.dtype))
+    kv = empty(info, B, k.dtype, policy.memory(info), policy.layout, policy.writes).append(k, v, pos, grow=True)
+    rotate = lambda x, pos: x
+    inputs = lambda kv: AttentionInputs(q, q, kv.replace(memory=()), pos, ctx, rotate, out_proj, hidden)
+    kv = policy.enter(kv, inputs(kv), ctx)
+    found = {o: o(inputs(kv)) for o in policy.observe("prefill")}
+    columns = {o: x for o, x in found.items() if isinstance(x, Columns)}
+    measured = kv.attend(q, pos, tuple(columns.values()), policy.reads(kv, inputs(kv), ctx), rotate=rotate)
+    found |= dict(zip(columns, measured.columns, strict=True))
+    program = compiled(policy)
+    kv = program.update_layers((kv,), (found,), (ctx,))[0] if policy.joint else program.update(kv, found, ctx)
+    if not isinstance(kv.pos, jax.core.Tracer):
+        check_scored(policy, layer, kv)
+    return kv

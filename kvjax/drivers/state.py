@@ -1,0 +1,199 @@
+"""What a run holds between calls: the cache of every layer, and where each sequence stands.
+
+Letters: B batch, T new tokens, L layers, V vocabulary.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Key
+
+from kvjax.contract import LAST, Context, Phase, Policy
+from kvjax.drivers import decide
+from kvjax.pallas_kernels.pytree import pytree, static
+from kvjax.plan import Plan
+from kvjax.storage import Storage, empty
+
+
+class Prompts(NamedTuple):
+    """Prompts that have been checked: ids padded on the left, and how many of each row are its own."""
+
+    tokens: Int[np.ndarray, "B T"] | Int[Array, "B T"]
+    lengths: Int[np.ndarray, "B"] | Int[Array, "B"]
+
+
+@pytree
+class AttnStats:
+    """What was observed of the tokens just read, in every layer.
+
+    Attributes:
+      layers: for each layer, the arrays that its observations gave.
+      tokens: the ids that were read.
+      names: for each layer, the observations, in the order of the arrays.
+      phase: whether a prompt was read or a token decoded.
+    """
+
+    layers: tuple[tuple[Any, ...], ...]
+    tokens: Int[Array, "B T"] | None = None
+    names: tuple[tuple[Any, ...], ...] = static(default=())
+    phase: Phase = static(default="prefill")
+
+    def of(self, layer: int) -> dict[Any, Any]:
+        """The arrays of one layer, by observation."""
+        return dict(zip(self.names[layer], self.layers[layer], strict=True))
+
+
+@pytree
+class State:
+    """The cache of a whole model, and where generation stands.
+
+    Attributes:
+      layers: the keys and values of every layer.
+      length: tokens that each sequence has read, evicted ones included.
+      prompt_length: tokens of each prompt.
+      keys: one PRNG key a sequence.
+      max_new_tokens: tokens that each sequence may read behind its prompt.
+      hparams: the policy's budgets and other numbers, one tree a layer, of arrays "B ...".
+      params: the policy's learned parameters, one tree a layer, the same for all sequences; () where there are none.
+      plan: the sizes that programs are compiled for.
+      ready: whether the prompt has been read to its end, so that tokens can be decoded.
+    """
+
+    layers: tuple[Storage, ...]
+    length: Int[Array, "B"]
+    prompt_length: Int[Array, "B"]
+    keys: Key[Array, "B"]
+    max_new_tokens: Int[Array, "B"]
+    hparams: tuple[Any, ...]
+    params: tuple[Any, ...] = ()
+    plan: Plan = static(default=None)
+    ready: bool = static(default=False)
+
+    def __getitem__(self, rows: Any) -> "State":
+        """The sequences `rows`, in that order; one may be taken several times (beams, several questions).
+
+        Raises:
+          ValueError: a row that there is not. Where rows are traced, its logits become NaN.
+        """
+        B = len(self.length)
+        if not isinstance(rows, jax.core.Tracer | slice):
+            rows = np.asarray(rows)
+            if not np.isin(rows, np.arange(-B, B)).all():
+                raise ValueError(f"rows={rows.tolist()} are taken of {B} sequences; give 0 to {B - 1}")
+        taken = jax.tree.map(lambda x: x[rows], dataclasses.replace(self, params=(), layers=()))
+        if isinstance(rows, jax.core.Tracer):  # what may not read any token has no logits
+            taken = dataclasses.replace(
+                taken, max_new_tokens=jnp.where((rows >= -B) & (rows < B), taken.max_new_tokens, -LAST)
+            )
+        return dataclasses.replace(taken, params=self.params, layers=tuple(kv.take(rows) for kv in self.layers))
+
+    def applied(self, policy: Policy, stats: AttnStats) -> "State":
+        """The state after a policy's update: what `policy(state, stats)` returns.
+
+        Args:
+          policy: any policy, that of the state or another one.
+          stats: what `forward` observed.
+
+        Raises:
+          ValueError: something that the policy wants to see was not observed; a prompt that was read in a way that the
+            policy cannot go on from; more tokens than it asked slots for, scores that are not numbers.
+        """
+        if not isinstance(stats, AttnStats):
+            raise ValueError(f"stats is a {type(stats).__name__}, not an AttnStats, such as kvjax.forward gives")
+        return decide.applied(policy, self, stats)
+
+    @property
+    def num_live(self) -> Int[Array, "B L K"]:
+        """Tokens that each kv head holds."""
+        return jnp.stack([kv.view().num_live for kv in self.layers], axis=1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(kv.nbytes for kv in self.layers)
+
+    def context(self, layer: int, phase: Phase, tokens: Any = None) -> Context:
+        """What a policy is told of a moment in a layer.
+
+        Args:
+          layer: its number.
+          phase: what is being read.
+          tokens: the ids that are read.
+        """
+        info, policy = self.plan.infos[layer], self.plan.layers[layer]
+        slots = info.prompt_len + 1 if policy.layout.pool else self.plan.capacities[layer]
+        return Context(
+            self.length,
+            self.prompt_length,
+            self.keys,
+            jnp.int32(layer),
+            self.max_new_tokens,
+            self.hparams[layer],
+            self.params[layer] if self.params else (),
+            tokens,
+            phase=phase,
+            width=info.prompt_len,
+            capacity=slots if policy.writes else 0,
+            window=info.window,
+        )
+
+
+def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
+    """One PRNG key a sequence, from one for the batch, one a sequence, or None."""
+    key = jax.random.key(0) if key is None else key
+    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if np.shape(key)[-1:] != (2,) or getattr(key, "dtype", None) != np.uint32:
+            raise ValueError(f"key={key!r} is not a PRNG key; give jax.random.key(a whole number), or None")
+        key = jax.random.wrap_key_data(jnp.asarray(key))
+    if str(jax.random.key_impl(key)) != "threefry2x32":  # draws of other generators depend on the rows of a vmap
+        key = jax.random.wrap_key_data(jax.random.key_data(key)[..., :2], impl="threefry2x32")
+    if key.shape not in ((), (batch,)):
+        raise ValueError(f"key has shape {key.shape}, but there are {batch} sequences; give one key, or one a sequence")
+    return key if key.ndim else jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch))
+
+
+def empty_state(
+    config: Any,
+    policy: Policy,
+    plan: Plan,
+    hparams: tuple[Any, ...],
+    lengths: Int[np.ndarray, "B"] | Int[Array, "B"],
+    max_new_tokens: int,
+    *,
+    keys: Key[Array, "B"],
+    slots: bool = False,
+    policy_params: Any = None,
+) -> State:
+    """A state that has read nothing.
+
+    Args:
+      config: the model's sizes.
+      policy: the policy.
+      plan, hparams: what `planned` gives for these prompts.
+      lengths: tokens of each prompt.
+      max_new_tokens: tokens that may follow it.
+      keys: one PRNG key a sequence.
+      slots: whether layers have their planned slots already, as between blocks of a prompt.
+      policy_params: the policy's learned parameters, if it has any.
+
+    Raises:
+      ValueError: learned parameters that are missing, or are not one tree a layer.
+    """
+    if policy_params is None:
+        kinds = {p: policy.at(i, len(plan.layers)) for i, p in enumerate(plan.layers)}
+        learned = lambda key: [p.init_params(plan.infos[0], key) for p in kinds.values()]
+        if jax.tree.leaves(jax.eval_shape(learned, keys[0])):
+            raise ValueError(
+                "the policy has learned parameters: give policy_params=, those of init_policy_params to begin with"
+            )
+    B, L, given = lengths.shape[0], len(plan.layers), tuple(policy_params or ())
+    if given and len(given) != L:
+        raise ValueError(f"policy_params has {len(given)} trees for {L} layers; give one a layer")
+    each = zip(plan.layers, plan.infos, plan.capacities, strict=True)
+    layers = tuple(empty(i, B, config.dtype, p.memory(i), p.layout, p.writes, c if slots else 0) for p, i, c in each)
+    lengths, most = jnp.asarray(lengths, jnp.int32), jnp.full((B,), max_new_tokens, jnp.int32)
+    own = lengths, keys, most, hparams, given  # copies, so that the state may be donated without the caller's arrays
+    return State(layers, jnp.zeros_like(lengths), *jax.device_put(own, may_alias=False), plan=plan)

@@ -1,0 +1,299 @@
+"""Generation that yields tokens, or their text, as they are made.
+
+Letters: B batch, M new tokens.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, PyTree
+
+from kvjax.contract import MOST, Policy
+from kvjax.drivers.checks import check_model, check_positions, check_prompts, check_request, traced, whole
+from kvjax.drivers.generation import seen_of
+from kvjax.drivers.interrupts import uninterrupted
+from kvjax.drivers.loop import NO_TOKEN, Decoding, begin, decoded_in_place
+from kvjax.drivers.sampling import Greedy, Sampler
+from kvjax.drivers.state import Prompts, State
+from kvjax.drivers.steps import read_prompts
+from kvjax.drivers.text import TextPieces, check_tokenizer, encode, is_chat
+from kvjax.plan import Plan, infos_of, planned
+
+HORIZON = 2**20  # a stream without an end is planned for so many tokens, and for twice as many
+
+
+def stop_strings(stop: Any) -> tuple[str, ...]:
+    """The strings that end a text, of which one may be given alone.
+
+    Raises:
+      ValueError: no strings, or empty ones.
+    """
+    stops = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)
+    if not all(isinstance(s, str) and s for s in stops):
+        raise ValueError(f"stop={stop!r}: must be strings of at least one character")
+    return stops
+
+
+class Stream(Iterator[Any]):
+    """What `stream` returns: an iterator over steps that can be left, and gone on with, at any time.
+
+    After a `break`, a `close()` or Ctrl-C, its attributes say what was made so far, and agree with one another: as in
+    `kvjax.Generation`, the state has read everything but the last token. Ctrl-C takes effect between compiled calls.
+
+    A stream without an end keeps none of its tokens and none of its text.
+
+    Attributes:
+      asked: where a session stood when it asked, and its questions; None elsewhere.
+    """
+
+    # `begun` says whether the next token of `at` was drawn; otherwise it belongs to what was given, and is not yielded.
+    def __init__(
+        self,
+        model: Any,
+        params: PyTree[Any],
+        at: Decoding,
+        *,
+        max_new_tokens: int | None,
+        ends: tuple[int, ...],
+        pieces: list[TextPieces] | None,
+        chunk: int = 1,
+        begun: bool = True,
+        asked: Any = None,
+        **how: Any,
+    ):
+        B = at.token.shape[0]
+        self._model, self._params, self._at, self._how = model, params, at, {"ends": ends, "sleeps": True, **how}
+        self._ends, self._chunk, self._endless, self._pieces = ends, chunk, max_new_tokens is None, pieces
+        self._prompt = np.asarray(at.state.prompt_length)
+        self._most = MOST - 1 - int(self._prompt.max()) if max_new_tokens is None else max_new_tokens
+        self._new: Any = at.token[None]  # drawn, and not looked at yet
+        self._count, self._taken, self._lent = int(begun), 0, False
+        self._ids: list[np.ndarray] = []
+        self._lengths, self._running = np.zeros(B, np.int32), np.ones(B, bool)
+        self._ready: collections.deque[Any] = collections.deque()
+        self._closed, self.asked = False, asked
+
+    @property
+    def tokens(self) -> Int[np.ndarray, "B M"]:
+        """Generated ids so far, `pad_id` after a sequence has ended; -1 where logits were not numbers.
+
+        Raises:
+          ValueError: a stream without an end.
+        """
+        self._check_kept("tokens")
+        self._settle()
+        return np.array(self._ids, np.int32).reshape(-1, len(self._lengths)).T
+
+    @property
+    def lengths(self) -> Int[np.ndarray, "B"]:
+        """Generated tokens of every sequence so far, the end token included."""
+        self._settle()
+        return self._lengths.copy()
+
+    @property
+    def text(self) -> str | list[str]:
+        """The text yielded so far, where there is a tokenizer: of each sequence, or of the only one.
+
+        Raises:
+          ValueError: no tokenizer was given, or a stream without an end.
+        """
+        if self._pieces is None:
+            raise ValueError("there is no text without tokenizer=")
+        self._check_kept("text")
+        self._settle()
+        return self._one([pieces.text for pieces in self._pieces])
+
+    @property
+    def state(self) -> State:
+        """The cache so far. It stays valid: the next step copies it, where it would overwrite it otherwise."""
+        self._lent = True
+        return self._at.state
+
+    def close(self) -> None:
+        """Ends the iteration."""
+        self._closed = True
+
+    def __next__(self) -> Int[np.ndarray, "B"] | str | list[str]:
+        while not self._closed:
+            self._settle()
+            if self._ready:
+                return self._ready.popleft()
+            if self._taken == self._most or not self._running.any():
+                break
+            self._draw()
+        raise StopIteration
+
+    def _check_kept(self, what: str) -> None:
+        if self._endless:
+            raise ValueError(f"a stream without an end keeps no {what}; keep what it yields, or give max_new_tokens=")
+
+    def _draw(self) -> None:
+        count = min(self._chunk, self._most - self._taken)
+        if self._endless:
+            state = self._at.state
+            check_positions(self._model.config, state.plan, self._prompt, self._taken + count, seen=self._taken)
+        with uninterrupted():  # as the old state is gone when the step has begun
+            at = dataclasses.replace(self._at, running=jnp.asarray(self._running))
+            if self._lent:
+                at, self._lent = jax.tree.map(jnp.copy, at), False
+            steps = None if self._chunk == 1 else jnp.int32(count)
+            found, self._at = decoded_in_place(
+                self._model, self._params, at, None, steps, chunk=self._chunk, **self._how
+            )
+            self._new, self._count = found.tokens, count
+
+    def _settle(self) -> None:
+        """Takes notice of the tokens that were drawn last, once."""
+        if not self._count:
+            return
+        ids = np.asarray(self._new)  # waits for the step
+        with uninterrupted():
+            for row in ids[: self._count]:
+                if self._taken and not self._running.any():
+                    break
+                self._take(row)
+            self._count = 0
+
+    def _take(self, ids: Int[np.ndarray, "B"]) -> None:
+        before, ended = self._running, np.isin(ids, self._ends)
+        self._taken += 1
+        if not self._endless:
+            self._ids.append(ids)
+        self._lengths += before
+        self._running = before & ~ended
+        if self._pieces is None:
+            self._ready.append(ids)
+            return
+        last, new = self._taken == self._most, [""] * len(ids)
+        for row in np.nonzero(before)[0]:
+            pieces = self._pieces[row]
+            if not ended[row] and ids[row] != NO_TOKEN:
+                new[row] = pieces.push(int(ids[row]), last=last)
+            elif last or ended[row]:
+                new[row] = pieces.finish()
+        self._running &= ~np.array([pieces.stopped for pieces in self._pieces])
+        if any(new):
+            self._ready.append(self._one(new))
+
+    def _one(self, rows: list[str]) -> str | list[str]:
+        return rows[0] if len(rows) == 1 else rows
+
+
+def stream(
+    model: Any,
+    params: PyTree[Any],
+    prompt: str | Sequence[Mapping[str, Any]] | Array | np.ndarray | Sequence[Sequence[int]],
+    *,
+    policy: Policy = Policy(),
+    max_new_tokens: int | None,
+    lengths: Any = None,
+    attention_mask: Any = None,
+    sampler: Sampler = Greedy(),
+    eos_ids: int | Sequence[int] | None = None,
+    pad_id: int = 0,
+    key: Any = None,
+    block: int | None = None,
+    plan: Plan | None = None,
+    policy_params: Any = None,
+    buckets: bool = True,
+    tokenizer: Any = None,
+    stop: str | Sequence[str] = (),
+    chunk: int = 1,
+) -> Stream:
+    """Reads prompts, evicts, and yields what is generated step by step: the tokens are those of `kvjax.generate`.
+
+    The prompts are read by the call itself. A step overwrites the cache in place, unless somebody holds it
+    (`Stream.state`).
+
+    Args:
+      model, params, policy, lengths, attention_mask, sampler, eos_ids, pad_id, key, block, plan, policy_params: see
+        `kvjax.generate`.
+      max_new_tokens: tokens to generate; None for a stream that goes on until all sequences have ended, under a policy
+        whose cache does not grow. Nothing is kept of it but the cache.
+      prompt: token ids "B T", padded on the left; or, with a tokenizer, a text or the messages of a chat.
+      buckets: see `kvjax.generate`.
+      tokenizer: one of transformers. With it, text is yielded instead of ids.
+      stop: strings that end a sequence, wherever tokens cut them. They and what comes after are no part of the text.
+      chunk: steps of a compiled call. The tokens are the same; more of them come at once, and the state is ahead of
+        what was yielded by as many.
+
+    Returns:
+      A `Stream`. Without a tokenizer it yields the ids "B" of each step. With one it yields pieces of text, a string
+      for a batch of one and else a list of strings, as soon as they are complete.
+
+    Raises:
+      ValueError: what `kvjax.generate` refuses; text or stop strings without a tokenizer; stop strings in chunks;
+        traced arguments; no end under a policy whose cache grows.
+    """
+    stops = stop_strings(stop)
+    if tokenizer is None and (stops or isinstance(prompt, str) or is_chat(prompt)):
+        raise ValueError("text needs tokenizer=, such as models.load_tokenizer returns; or give token ids and no stop")
+    if tokenizer is not None:
+        check_tokenizer(tokenizer)
+    if isinstance(prompt, str) or is_chat(prompt):
+        if lengths is not None or attention_mask is not None:
+            raise ValueError("lengths= and attention_mask= are of token ids, but prompt is a text; leave them out")
+        prompt = [encode(tokenizer, prompt)]
+    if whole("chunk", chunk, 1, HORIZON) > 1 and stops:
+        raise ValueError(f"stop={stops} is looked for after each step, but chunk={chunk} takes more; use chunk=1")
+    check_model(model, params)
+    ends = check_request(model, policy, sampler, eos_ids, pad_id, key)
+    prompts = check_prompts(model, prompt, lengths, attention_mask)
+    if traced(*jax.tree.leaves((params, tuple(prompts), key))):
+        raise ValueError("a stream runs step by step outside of jit, but an argument is traced; use kvjax.generate")
+    if max_new_tokens is None:
+        steps, plan = HORIZON, endless_plan(model.config, policy, prompts)
+    else:
+        steps = whole("max_new_tokens", max_new_tokens)
+    how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "buckets": buckets}
+    how["warns"] = max_new_tokens is not None
+    logits, state = read_prompts(model, params, prompts, policy, steps, **how)
+    state = endless(state) if max_new_tokens is None else state
+    at = begin(logits, state, seen_of(model, prompts) if sampler.reads_seen else None, sampler=sampler, ends=ends)
+    pieces = None if tokenizer is None else [TextPieces(tokenizer, stops, keep=bool(max_new_tokens)) for _ in at.token]
+    return Stream(
+        model,
+        params,
+        at,
+        max_new_tokens=max_new_tokens,
+        ends=ends,
+        pieces=pieces,
+        chunk=chunk,
+        sampler=sampler,
+        pad_id=pad_id,
+    )
+
+
+def endless(state: State) -> State:
+    """A state that may go on for as many tokens as positions count."""
+    return dataclasses.replace(state, max_new_tokens=jnp.full_like(state.max_new_tokens, MOST - 1))
+
+
+def endless_plan(config: Any, policy: Policy, prompts: Prompts) -> Plan:
+    """The sizes for prompts behind which tokens come without end.
+
+    Raises:
+      ValueError: a policy whose cache grows while decoding, or whose data do (FastGen's, a number a position).
+    """
+    width = prompts.tokens.shape[1]
+    (few, data), (many, more) = (
+        planned(policy, infos_of(config, policy, width, n), prompts.lengths) for n in (HORIZON, 2 * HORIZON)
+    )
+    for layer, (n, twice) in enumerate(zip(few.capacities, many.capacities, strict=True)):
+        if n != twice:
+            raise ValueError(
+                f"{policy} keeps what comes after the prompt: layer {layer} needs {n:,} slots for {HORIZON:,} tokens "
+                f"and {twice:,} for twice as many; without an end, use a policy that evicts while decoding, such as "
+                "kvjax.methods.h2o(512), or give a number of tokens"
+            )
+    if jax.tree.map(jnp.shape, data) != jax.tree.map(jnp.shape, more):
+        raise ValueError(
+            f"{policy} has tables with an entry for every position, which end; without an end, use another policy, "
+            "such as kvjax.methods.h2o(512), or give a number of tokens"
+        )
+    return few

@@ -1,0 +1,428 @@
+"""What most methods are: a score, a budget, and which tokens always stay."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from kvjax.budgets import LONGEST, Even, Schedule
+from kvjax.contract import (
+    MOST,
+    UNSCORED,
+    AttentionInputs,
+    Context,
+    Count,
+    Decision,
+    Heads,
+    LayerInfo,
+    LayerView,
+    Layout,
+    Observation,
+    Part,
+    PerHead,
+    Phase,
+    Policy,
+    Prompts,
+    Reads,
+    Rewrite,
+    Score,
+    Select,
+    Sizes,
+    Slots,
+    Stats,
+    Tree,
+    children,
+    count,
+    data,
+    of_parts,
+    resolve,
+    unique,
+    updated_parts,
+)
+from kvjax.decide.select import TopK
+
+LARGE = 1e38  # what infinite scores become
+
+
+class Evict(Policy):
+    """Keeps the tokens with the best scores, within a budget.
+
+    Attributes:
+      score: ranks tokens.
+      budget: live tokens of a kv head, the average over layers and heads: a number of tokens (int), a share of the
+        prompt (float), or a function. Prompts so short that the share does not hold what must stay are kept whole.
+      sinks, recent: how many first and last tokens always stay. They count against the budget.
+      layers: how the budget is divided over layers: `(average "M", limit "M", num_layers, outside "M") -> "M L"`,
+        where average, limit and result are tokens beside the `outside` ones that every layer keeps in any case.
+      heads: how a layer's budget is divided over its kv heads; None for equal parts.
+      when: at which steps it evicts.
+      select: which slots stay, given scores and budgets.
+      rewrite: what kept slots hold afterwards; None for what they held.
+      mask: what a decode row reads of the live slots: `(kv, inputs, ctx)` -> a mask "B K S", or indices of slots
+        "B K R"; None for all.
+      layout: how the layer is stored.
+
+    Raises:
+      ValueError: a budget of nothing, a negative count, a share outside [0, 1], a score that is no `Score`; a schedule
+        that evicts before rows are read with parts that observe what rows read, or while decoding by a score that
+        observes prompts alone.
+    """
+
+    score: Score
+    budget: Count = count()
+    sinks: Count = count(default=0)
+    recent: Count = count(default=0)
+    layers: Callable[[Any, Any, int, Any], Any] = data(default=Even())
+    heads: Heads | None = None
+    when: Schedule = Schedule()
+    select: Select = TopK()
+    rewrite: Rewrite | None = None
+    mask: Callable[[LayerView, AttentionInputs, Context], Array] | None = None
+    layout: Layout = Layout()
+
+    def __post_init__(self):
+        if not isinstance(self.score, Part):
+            raise ValueError(
+                f"score={self.score!r} is no Score; subclass it, or make a policy of a function by from_fn"
+            )
+        for n in (self.budget, self.sinks, self.recent):
+            if not callable(n):
+                resolve(n, np.ones(1, np.int64))
+        if not callable(self.budget) and self.budget <= 0:
+            what = "of the prompt" if isinstance(self.budget, float) else "tokens"
+            raise ValueError(f"a budget of {self.budget} {what} is none; attention needs at least 1 token")
+        if self.when.decodes and (part := _of_prompts(self.score)):
+            raise ValueError(
+                f"{type(part).__name__} ranks by what it observes of prompts alone, but {self.when} evicts while "
+                "decoding; use Schedule(), or a score that observes decode rows, such as Accumulated"
+            )
+        if self.when.before and self._observed("decode"):
+            raise ValueError(
+                f"Schedule(before=True) evicts before rows are read, but {type(self.score).__name__} or another part "
+                "observes what they read; leave out before"
+            )
+
+    # -------------------------------------------------------------------------------------------- on the host
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return unique((*self.select.writes, *(() if self.rewrite is None else self.rewrite.writes)))
+
+    @property
+    def _keeps_shares(self) -> bool:
+        """Whether it remembers how many tokens each head got at the first eviction, whenever that was."""
+        return self.when.decodes and self.heads is not None
+
+    def _observed(self, phase: Phase) -> tuple[Observation, ...]:
+        """What its parts observe."""
+        parts: list[Part | None] = [self.score, self.select, self.heads, self.rewrite]
+        return unique(o for part in parts if part is not None for o in part.observe(phase))
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        idle = not self.when.decodes and (phase == "decode" or not self.when.prefill)
+        return () if idle else self._observed(phase)
+
+    def sizes(self, info: LayerInfo, lengths: Prompts) -> Sizes:
+        budget, sinks, recent = self._counts(info, lengths)
+        outside = np.minimum(sinks + np.maximum(recent, int(self.when.before)), budget)
+        free, room, slack = budget - outside, self.when.room(info.max_new_tokens), self.select.slack
+        waits = (lengths <= budget) | (not self.when.prefill)  # the first eviction comes while decoding
+        held = np.where(waits & self._keeps_shares, np.maximum(lengths, budget) + room, lengths)
+        most = free if self.heads is None else self.heads.most(free, np.maximum(held - outside, 0), info)
+        most = most + outside + slack
+        most = most if self.when.prefill else np.maximum(most, info.prompt_len)
+        head = np.minimum(info.prompt_len + info.max_new_tokens, most + room)
+        grows = self._keeps_shares & (np.maximum(lengths, budget) + slack < most)  # some heads beyond what they had
+        each = np.where(grows | (not self.when.prefill), head, np.minimum(head, budget + room + slack))
+        total = info.num_kv_heads * each
+        drop = resolve(self.when.drop, lengths, budget)
+        counts = {"budget": budget, "sinks": sinks, "recent": recent, "drop": drop}
+        own = {name: np.minimum(n, MOST).astype(np.int32) for name, n in counts.items()}
+        return Sizes(head, total, of_parts(self, lambda part: part.hparams(info, lengths, budget), **own))
+
+    def _counts(self, info: LayerInfo, lengths: Prompts) -> tuple[Prompts, Prompts, Prompts]:
+        """(budget, sinks, recent) of the layer. What always stays comes first; the rest is divided over layers."""
+        n = np.append(lengths, LONGEST).astype(np.int64)
+        average = np.clip(resolve(self.budget, n), 1, MOST)
+        sinks, recent = resolve(self.sinks, n, average), resolve(self.recent, n, average)
+        safe = sinks + np.maximum(recent, int(self.when.before))
+
+        def divided(average: Prompts) -> Int[np.ndarray, "M L"]:
+            outside = np.minimum(safe, average)
+            limit = np.maximum(n - outside, average - outside)
+            return self.layers(average - outside, limit, info.num_layers, outside) + outside[:, None]
+
+        budget = divided(average)
+        least = np.max([np.maximum(safe, self._least(n, b)) for b in budget.T], 0)
+        short = budget.min(1) < least
+        if short.any() and not short[-1]:  # a share holds `least` tokens of a long prompt: keep short ones whole
+            budget = divided(np.where(short, np.maximum(n, least), average))
+        if (wrong := (sinks + recent > budget.min(1)) & (n > budget.min(1)))[:-1].any():
+            i = int(wrong.argmax())
+            raise ValueError(
+                f"a budget of {budget[i].min()} tokens cannot hold {sinks[i]} sinks and {recent[i]} recent tokens; "
+                f"give a budget of {sinks[i] + recent[i]} or more, or keep fewer of them"
+            )
+        return np.minimum(budget[:-1, info.layer], info.prompt_len + info.max_new_tokens), sinks[:-1], recent[:-1]
+
+    def least(self, info: LayerInfo, lengths: Prompts) -> Prompts:
+        """The smallest budget that it can work with in a layer, in tokens."""
+        return self._least(lengths, self._counts(info, lengths)[0])
+
+    def _least(self, lengths: Prompts, budget: Prompts) -> Prompts:
+        parts = self.score.least(lengths, budget), self.select.least(lengths, budget)
+        return np.maximum.reduce([*parts, resolve(self.when.drop, lengths, budget)])
+
+    def memory(self, info: LayerInfo) -> Any:
+        shares = {"shares": PerHead(dtype=jnp.int32, fill=-1)} if self._keeps_shares else {}
+        return of_parts(self, lambda part: part.memory(info), **shares)
+
+    def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> Any:
+        keys = iter(jax.random.split(key, 4))
+        found = of_parts(self, lambda part: part.init_params(info, next(keys)))
+        return found if jax.tree.leaves(found) else ()
+
+    # ------------------------------------------------------------------------------------------------- traced
+
+    def ranked(
+        self, kv: LayerView, stats: Stats, ctx: Context, *, entering: bool = False, at_most_one: bool = False
+    ) -> tuple[Slots, Float[Array, "B K S"], Int[Array, "B"]]:
+        """What competes for the budget, with finite scores.
+
+        Args:
+          kv, stats, ctx: as for `update`.
+          entering: whether a new row was stored that nothing has read yet; it stays.
+          at_most_one: whether no head exceeds its budget by more than one token.
+
+        Returns:
+          The slots, their scores without a gradient, and how many tokens of each head are outside of the competition.
+        """
+        slots, score, _ = self._ranked(kv, stats, ctx, entering, at_most_one)
+        return slots, score, self._outside(ctx)
+
+    def _ranked(
+        self, kv: LayerView, stats: Stats, ctx: Context, entering: bool, at_most_one: bool
+    ) -> tuple[Slots, Float[Array, "B K S"], Bool[Array, "B K"]]:
+        """What competes, finite scores without a gradient, and the heads of which no candidate's is a number."""
+        hparams = ctx.hparams
+        first, last = hparams.sinks[:, None, None], (ctx.length - hparams.recent)[:, None, None]
+        newest = kv.pos == ctx.length[:, None, None] - 1 if entering else False
+        protected = kv.live & ((kv.pos < first) | (kv.pos >= last) | newest)
+        candidates, params = kv.live & ~protected, ctx.params
+        slots = Slots(kv, stats, ctx, candidates, protected, kv.memory, hparams, params, at_most_one)
+        score = self.score(slots.of("score")).astype(jnp.float32)
+        if score.shape != kv.pos.shape:
+            raise ValueError(
+                f"{type(self.score).__name__} gives scores of shape {score.shape}, but the layer has slots of shape "
+                f'{kv.pos.shape}; give one a slot, "B K S"'
+            )
+        unscored = ~(slots.candidates & ~jnp.isnan(score)).any(-1)
+        score = jnp.nan_to_num(score, nan=-LARGE, posinf=LARGE, neginf=-LARGE)
+        if ctx.window is not None:  # tokens outside the window are evicted first
+            score = jnp.where(kv.pos > (ctx.length - int(entering) - ctx.window)[:, None, None], score, -LARGE)
+        return slots, lax.stop_gradient(score), unscored
+
+    def _outside(self, ctx: Context) -> Int[Array, "B"]:
+        """Tokens that each head keeps in any case."""
+        hparams = ctx.hparams
+        return jnp.minimum(hparams.sinks + jnp.maximum(hparams.recent, int(self.when.before)), hparams.budget)
+
+    def choose(
+        self,
+        kv: LayerView,
+        stats: Stats,
+        ctx: Context,
+        shares: Int[Array, "B K"] | None = None,
+        *,
+        entering: bool = False,
+        drop: Int[Array, "B 1"] | None = None,
+        at_most_one: bool = False,
+    ) -> tuple[Decision, Int[Array, "B _"]]:
+        """What stays, and each head's share from now on, below 0 where it is left to the first eviction.
+
+        Args:
+          kv, stats, ctx: as for `update`.
+          shares: the tokens that each head gets beside those that stay in any case; None to divide the budget now.
+          entering, at_most_one: as for `ranked`.
+          drop: the fewest tokens that a head loses.
+        """
+        slots, score, unscored = self._ranked(kv, stats, ctx, entering, at_most_one)
+        now, later = self._divided(score, slots) if shares is None else (shares, shares)
+        budgets = jnp.broadcast_to(now + self._outside(ctx)[:, None], kv.pos.shape[:2])
+        if drop is not None:
+            least = jnp.minimum(slots.protected.sum(-1), budgets)
+            budgets = jnp.maximum(jnp.minimum(budgets, kv.num_live - drop), least)
+        keep = self.select(score, budgets, slots.of("select"))
+        whole, some, weight = keep, keep, None
+        if keep.dtype != bool:  # gates: how much of each slot stays
+            whole, some, weight = keep >= 1, keep > 0, jnp.log(jnp.maximum(keep, jnp.finfo(keep.dtype).tiny))
+            keep = kv.live
+        goes, chosen = (kv.live & ~whole).any(-1), (slots.candidates & some).any(-1)
+        if self.heads is not None or shares is not None:  # scores decide too how much a head gets
+            chosen = chosen | (ctx.hparams.budget > self._outside(ctx))[:, None]
+        unscored = unscored & goes & chosen if ctx.phase == "prefill" else None
+        decision = Decision(keep, score, budgets, log_weight=weight, unscored=unscored)
+        return (decision if self.rewrite is None else self.rewrite(decision, slots.of("rewrite"))), later
+
+    def _divided(self, score: Float[Array, "B K S"], slots: Slots) -> tuple[Int[Array, "B _"], Int[Array, "B _"]]:
+        """The shares of heads at this eviction and at later ones, below 0 while nothing had to go."""
+        ctx, outside = slots.ctx, self._outside(slots.ctx)
+        average = ctx.hparams.budget - outside
+        if self.heads is None:
+            return average[:, None], average[:, None]
+        found = self.heads(score, average, slots.of("heads"))
+        if not self._keeps_shares:
+            return found, found
+        before, goes = slots.memory.shares, (slots.kv.num_live > found + outside[:, None]).any(-1, keepdims=True)
+        lasting = self.heads.lasting(found, average, slots.of("heads"))
+        if ctx.phase == "prefill":  # heads that may yet grow, at the cost of others, get their shares afterwards
+            return found, jnp.where(goes & (lasting == found).all(-1, keepdims=True), found, before)
+        later = jnp.where((before < 0) & goes, lasting, before)
+        return jnp.where(later < 0, found, later), later
+
+    def updated(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
+        """The layer after its parts' memory was updated by the rows just read."""
+        slots = Slots(kv, stats, ctx, kv.live, jnp.zeros_like(kv.live), kv.memory, ctx.hparams, ctx.params)
+        return kv.replace(memory=updated_parts(self, slots))
+
+    def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
+        if ctx.phase == "decode" and not self.when.decodes:
+            return kv
+        kv = self.updated(kv, stats, ctx)
+        if ctx.phase == "decode":
+            return kv if self.when.before else self._after_step(kv, stats, ctx)
+        return self._evicted(kv, stats, ctx) if self.when.prefill else kv
+
+    def _evicted(self, kv: LayerView, stats: Stats, ctx: Context, at_most_one: bool = False, **how: Any) -> LayerView:
+        """The layer after an eviction. `at_most_one` and `how` are as for `choose`."""
+        if not self._keeps_shares:
+            return apply_decision(kv, self.choose(kv, stats, ctx, at_most_one=at_most_one, **how)[0])
+        if ctx.phase == "prefill":
+            decision, shares = self.choose(kv, stats, ctx, **how)
+        else:
+            before, budget = kv.memory.shares, ctx.hparams.budget[:, None]
+            here = jnp.where(before < 0, budget - self._outside(ctx)[:, None], before)
+            same = lambda: (self.choose(kv, stats, ctx, here, at_most_one=at_most_one, **how)[0], before)
+            anew = ((before < 0) & (kv.num_live > budget)).any()
+            decision, shares = lax.cond(anew, lambda: self.choose(kv, stats, ctx, **how), same)
+        return _with_shares(apply_decision(kv, decision), shares)
+
+    def _after_step(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
+        """The layer after a decode step, of whose heads those evict that are due."""
+        if self.when.every == 1:
+            return self._evicted(kv, stats, ctx, self.when.prefill and ctx.steady)
+        due, drop = self._due(kv, ctx)
+        own = {"shares": kv.memory.shares} if self._keeps_shares else {}
+        now = {name: getattr(kv, name) for name in ("pos", *self.writes)} | own
+
+        def evicted() -> dict[str, Array]:
+            found = self._evicted(kv, stats, ctx, drop=drop)
+            return {name: getattr(found.memory if name == "shares" else found, name) for name in now}
+
+        new = lax.cond(due.any(), evicted, lambda: now)
+        if own:  # all heads of a sequence meet new shares
+            rows = due.any(-1, keepdims=True)
+            due = due | (rows & (now["shares"] < 0) & (new["shares"] >= 0))
+            kv = _with_shares(kv, jnp.where(rows, new.pop("shares"), now.pop("shares")))
+        pick = lambda x, y: jnp.where(due.reshape(due.shape + (1,) * (x.ndim - 2)), x, y)
+        return kv.replace(**jax.tree.map(pick, new, now))
+
+    def _budgets(self, kv: LayerView, ctx: Context) -> Int[Array, "B _"]:
+        """The budget of each head while decoding; the average as long as nothing had to go."""
+        budget = ctx.hparams.budget[:, None]
+        if not self._keeps_shares:
+            return budget
+        return jnp.where(kv.memory.shares < 0, budget, kv.memory.shares + self._outside(ctx)[:, None])
+
+    def _due(self, kv: LayerView, ctx: Context) -> tuple[Bool[Array, "B K"], Int[Array, "B 1"] | None]:
+        """(which heads evict at this step, the fewest tokens that they lose)."""
+        if self.when.every is not None:
+            return jnp.broadcast_to((ctx.step % self.when.every == 0)[:, None], kv.pos.shape[:2]), None
+        return kv.num_live >= self._budgets(kv, ctx) + (self.when.over or 0), ctx.hparams.drop[:, None]
+
+    def enter(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> LayerView:
+        if not self.when.before or ctx.phase != "decode":
+            return kv
+        return self._evicted(kv, {}, ctx, True, entering=True)
+
+    def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads | None:
+        return None if self.mask is None or inputs.q.shape[2] > 1 else Reads(self.mask(kv, inputs, ctx))
+
+    def reserve(self, kv: LayerView, ctx: Context) -> Int[Array, "B K"]:
+        room = jnp.minimum(ctx.max_new_tokens, self.when.room(MOST))
+        kept = kv.num_live
+        if self.when.decodes:
+            least = kept if self._keeps_shares or not self.when.prefill else 0
+            kept = jnp.maximum(self._budgets(kv, ctx) + self.select.slack, least)
+        return jnp.minimum(kept + room[:, None], (ctx.prompt_length + ctx.max_new_tokens)[:, None])
+
+
+def apply_decision(kv: LayerView, decision: Decision) -> LayerView:
+    """The layer after a decision: slots that stay, and what they hold.
+
+    Raises:
+      ValueError: the decision gives a field that the layer's policy does not list in `writes`.
+    """
+    written = {n: x for n in ("k", "v", "log_weight") if (x := getattr(decision, n)) is not None}
+    if wrong := sorted(set(written) - set(kv.how.writes)):
+        raise ValueError(
+            f"a decision gives {wrong[0]}, but its policy writes {kv.how.writes or 'nothing'}; "
+            f"list {wrong[0]!r} in `writes` of the part that gives it"
+        )
+    keep = decision.keep
+    if decision.unscored is not None:  # of such a head a token stays in any case, to bear the mark
+        keep = keep | (decision.unscored[..., None] & (kv.pos == kv.pos.max(-1, keepdims=True)))
+    kv = kv.keep(keep)
+    if decision.unscored is not None:
+        kv = kv.replace(pos=jnp.where(decision.unscored[..., None] & kv.live, UNSCORED, kv.pos))
+    return kv.replace(**{n: x.astype(getattr(kv, n).dtype) for n, x in written.items()})
+
+
+def _with_shares(kv: LayerView, shares: Int[Array, "B K"]) -> LayerView:
+    return kv.replace(memory=Tree(**{**vars(kv.memory), "shares": shares}))
+
+
+def unscored(kv: Any) -> Bool[Array, "B K"]:
+    """The heads of a stored layer of which tokens of the prompt went, though no score was a number."""
+    return (kv.head_pos == UNSCORED).any(-1)
+
+
+def check_scored(policy: Policy, layer: int, kv: Any) -> None:
+    """Refuses a layer of which tokens of the prompt went, though no score was a number (outside of `jit`).
+
+    Args:
+      policy: the layer's policy.
+      layer: the layer's index.
+      kv: the layer as it is stored afterwards.
+
+    Raises:
+      ValueError: it is such a layer.
+    """
+    if (lost := np.asarray(unscored(kv))).any():
+        names = ", ".join(dict.fromkeys(type(p.score).__name__ for p in evicts(policy))) or type(policy).__name__
+        raise ValueError(
+            f"{names} gives no token a score that is a number (NaN in layer {layer}, in {lost.sum()} of {lost.size} kv "
+            "heads of the batch), so that what stays of the prompt is no choice of it; mend the score, or what it reads"
+        )
+
+
+def _of_prompts(part: Part) -> Part | None:
+    """The first part that remembers nothing and observes prompts alone, among a part and those inside it."""
+    asked = [part.observe(phase) for phase in ("prefill", "replay", "decode")]
+    if any(asked[:2]) and not asked[2] and type(part).update is Part.update:
+        return part
+    return next((found for x in children(part) if (found := _of_prompts(x))), None)
+
+
+def evicts(x: Any) -> list[Evict]:
+    """The `Evict` policies inside of a policy, or of a tuple of policies."""
+    if isinstance(x, tuple):
+        return [p for y in x for p in evicts(y)]
+    if isinstance(x, Evict) or not isinstance(x, Policy):
+        return [x] if isinstance(x, Evict) else []
+    return evicts(tuple(getattr(x, f.name) for f in dataclasses.fields(x)))

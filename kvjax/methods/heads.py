@@ -1,0 +1,40 @@
+"""Methods with a policy for every head."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from kvjax.compose import partition_heads
+from kvjax.contract import Layout, Policy
+from kvjax.methods.position import full, streaming_llm
+
+
+def duo_attention(
+    gates: Any,
+    *,
+    streaming: float = 0.5,
+    sinks: int = 64,
+    recent: int = 256,
+) -> Policy:
+    """Keeps everything in heads that retrieve, and the first and last tokens in the others (arXiv 2410.10819).
+
+    Every kv head has a gate, learned on texts whose answers have to be found in them (DuoAttention, section 2.3).
+
+    Args:
+      gates: "L K", between 0 and 1.
+      streaming: the share of all heads that stream, those of the smallest gates.
+      sinks, recent: first and last tokens that streaming heads keep.
+    """
+    gates = np.asarray(gates, np.float64)
+    if gates.ndim != 2 or not ((gates >= 0) & (gates <= 1)).all():
+        raise ValueError(
+            f"gates are of shape {gates.shape}, from {gates.min(initial=1)} to {gates.max(initial=0)}; give one "
+            "between 0 and 1 for every layer and kv head"
+        )
+    if not 0 <= streaming <= 1:
+        raise ValueError(f"streaming={streaming} is no share of the {gates.size} heads; give a number from 0 to 1")
+    streams = np.zeros(gates.size, bool)
+    streams[np.argsort(gates, axis=None, kind="stable")[: int(streaming * gates.size + 1e-9)]] = True
+    few = dataclasses.replace(streaming_llm(sinks + recent, sinks=sinks), layout=Layout())
+    return partition_heads({False: full(), True: few}, streams.reshape(gates.shape).tolist())

@@ -1,0 +1,202 @@
+"""Methods that hide what they keep: tokens from a row, pages of tokens, channels of keys."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.budgets import STEP
+from kvjax.contract import (
+    AttentionInputs,
+    Context,
+    Count,
+    LayerInfo,
+    LayerView,
+    Observation,
+    PerHead,
+    Phase,
+    Policy,
+    Reads,
+    Stats,
+    count,
+    value,
+)
+from kvjax.decide.select import best
+from kvjax.evict import Evict
+from kvjax.observe import QuerySquares
+from kvjax.scores.attention import Recency
+
+
+@value
+class EveryOther:
+    """Shows a row its own token, and those at distances that `step` divides."""
+
+    step: int
+
+    def __call__(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Bool[Array, "B K S"]:
+        """The slots that the newest row reads."""
+        return kv.live & (((ctx.length - 1)[:, None, None] - kv.pos) % self.step == 0)
+
+
+def dilated_window(budget: Count, *, dilation: int = 1) -> Evict:
+    """Reads the newest token and those at distances D + 1, 2 (D + 1), ... (Keyformer, arXiv 2403.09054, figure 2c).
+
+    All tokens of a plain window stay, as every row reads others than the one before it.
+
+    Args:
+      budget: live tokens a kv head and layer.
+      dilation: D; 0 is a plain window.
+    """
+    if dilation < 0:
+        raise ValueError(f"dilation={dilation} is negative; give 0 for a plain window, or more")
+    return Evict(Recency(), budget, when=STEP, mask=EveryOther(dilation + 1))
+
+
+class DropChannels(Policy):
+    """Drops a share of every head's key channels once the prompt has been read; every token stays.
+
+    Attributes:
+      share: of the channels that goes.
+      rows: the prompt's last rows whose queries count.
+    """
+
+    share: float
+    rows: int = 32
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share < 1:
+            raise ValueError(f"{self.share} of the channels would go; give a share from 0 to less than 1")
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return (QuerySquares(self.rows),) if phase == "prefill" else ()
+
+    def channels(self, kv: LayerView, stats: Stats) -> Array:
+        """The channels "B K C" that stay, in order."""
+        k, H = jnp.where(kv.live[..., None], jnp.square(kv.k.astype(jnp.float32)), 0.0), kv.k.shape[-1]
+        weight = stats[QuerySquares(self.rows)] * (
+            k.sum(2) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
+        )
+        return jnp.sort(lax.top_k(weight, H - int(H * self.share))[1], axis=-1)
+
+    def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
+        return kv if ctx.phase == "decode" else kv.replace(channels=self.channels(kv, stats))
+
+
+def think(channels: float = 0.5, *, rows: int = 32) -> DropChannels:
+    r"""Drops the key channels that matter least to the last queries (ThinK, Xu et al., arXiv 2407.21018).
+
+    A channel's score is $\mathrm{mean}_i(q_{ic}^2) \, \mathrm{mean}_j(k_{jc}^2)$ (section 3.2). Chain it behind a
+    policy that evicts tokens.
+
+    Args:
+      channels: share of the key channels that goes.
+      rows: the prompt's last rows whose queries count.
+    """
+    return DropChannels(channels, rows)
+
+
+class ReadPages(Policy):
+    """Keeps everything; a decode row reads of every head pages whose bounds for its queries are largest.
+
+    The page of the row's own token is always among them.
+
+    Attributes:
+      budget: tokens that a row reads of a kv head, in whole pages; one page at least.
+      size: tokens of a page.
+    """
+
+    budget: Count = count()
+    size: int = 16
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"a page of {self.size} tokens holds none; give size=1 or more")
+        if isinstance(self.budget, int) and self.budget < self.size:
+            raise ValueError(
+                f"a budget of {self.budget} tokens holds no page of {self.size}; raise it, or shrink pages"
+            )
+
+    def memory(self, info: LayerInfo) -> tuple[PerHead, PerHead]:
+        shape = -(-(info.prompt_len + info.max_new_tokens) // self.size), info.head_dim
+        return PerHead(shape, fill=-jnp.inf), PerHead(shape, fill=jnp.inf)
+
+    def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
+        """The bounds of every page's keys. A step adds its own token's, whose page the next row reads anyway."""
+        (high, low), (B, K, S) = kv.memory, kv.pos.shape
+        slot = jnp.broadcast_to(jnp.arange(S), kv.pos.shape)
+        if ctx.phase == "decode":
+            slot = jnp.where(kv.pos == ctx.length[:, None, None] - 1, slot, -1).max(-1, keepdims=True)
+        k, pos = (jnp.take_along_axis(x, i, 2) for x, i in ((kv.k, slot[..., None]), (kv.pos, slot)))
+        page = jnp.where((slot >= 0) & (pos >= 0), pos // self.size, high.shape[2])
+        at, k = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], page), k.astype(jnp.float32)
+        return kv.replace(memory=(high.at[at].max(k, mode="drop"), low.at[at].min(k, mode="drop")))
+
+    def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads | None:
+        if inputs.q.shape[2] > 1:
+            return None
+        read = self._best(self._bounds(kv, inputs), kv, inputs, ctx)
+        return Reads(kv.live & jnp.take_along_axis(read, self._page(kv), -1))
+
+    def _page(self, kv: LayerView) -> Int[Array, "B K S"]:
+        return jnp.maximum(kv.pos, 0) // self.size
+
+    def _bounds(self, kv: LayerView, inputs: AttentionInputs) -> Float[Array, "B K P"]:
+        """The most that a query of each kv head can find in every page."""
+        (high, low), q, (B, K, S) = kv.memory, inputs.q, kv.pos.shape
+        rows = q.reshape(B, K, -1, 1, q.shape[-1]).astype(jnp.float32)
+        bounds = jnp.where(rows > 0, rows * high[:, :, None], rows * low[:, :, None]).sum(-1)
+        if inputs.bias is not None:  # the largest of a page's own, in logits
+            bias = jnp.broadcast_to(inputs.bias, (B, q.shape[1], S)).reshape(B, K, -1, S).swapaxes(2, 3)
+            at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], self._page(kv)
+            most = jnp.full((B, K, high.shape[2], bias.shape[-1]), -jnp.inf)
+            most = most.at[at].max(jnp.where(kv.live[..., None], bias, -jnp.inf)).swapaxes(2, 3)
+            bounds = bounds * (q.shape[-1] ** -0.5 if inputs.scale is None else inputs.scale)
+            bounds = bounds if inputs.softcap is None else inputs.softcap * jnp.tanh(bounds / inputs.softcap)
+            bounds = jnp.where(jnp.isfinite(most), bounds + most, -jnp.inf)
+        return bounds.max(2)
+
+    def _best(
+        self, bound: Float[Array, "B K P"], kv: LayerView, inputs: AttentionInputs, ctx: Context
+    ) -> Bool[Array, "B K P"]:
+        """The pages that are read."""
+        page, newest = jnp.arange(bound.shape[2])[None, None], ctx.length[:, None, None] - 1
+        exists = jnp.isfinite(kv.memory[0][..., 0])
+        if inputs.window is not None:  # of other pages the row sees nothing
+            exists &= newest - jnp.minimum((page + 1) * self.size - 1, newest) < inputs.window
+        bound = jnp.where(page == newest // self.size, jnp.inf, jnp.where(exists, bound, -jnp.inf))
+        count = jnp.maximum(ctx.hparams.budget // self.size, 1)[:, None]
+        return best(bound, jnp.broadcast_to(bound.shape[2] - 1 - page, bound.shape), count) & (bound > -jnp.inf)
+
+
+class FirstLayers(Policy):
+    """One policy for the first layers, another for the rest.
+
+    Attributes:
+      first: the policy of the first layers.
+      rest: the policy of the rest.
+      num: how many layers are the first.
+    """
+
+    first: Policy
+    rest: Policy
+    num: int
+
+    def __post_init__(self) -> None:
+        if self.first.joint or self.rest.joint:
+            raise ValueError("a policy that decides for all layers at once cannot be a member of some of them")
+
+    def at(self, layer: int, num_layers: int) -> Policy:
+        return (self.first if layer < self.num else self.rest).at(layer, num_layers)
+
+
+def quest(budget: Count, *, size: int = 16, dense: int = 2) -> FirstLayers:
+    r"""Reads the tokens of some pages at every step, and evicts nothing (Quest, Tang et al., arXiv 2406.10774).
+
+    A page is read if its bound $\sum_d \max(q_d M_d, q_d m_d)$ is among the largest, $M$ and $m$ being the largest and
+    smallest keys of the page in every channel (section 3.3). A row's own page is always read.
+
+    Args:
+      budget: tokens that a row reads of a kv head, in whole pages.
+      size: tokens of a page.
+      dense: the first layers, whose rows read everything.
+    """
+    return FirstLayers(Policy(), ReadPages(budget, size), dense)

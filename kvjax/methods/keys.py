@@ -1,0 +1,164 @@
+"""Methods that look at keys, values, hidden states, or a model of the queries to come."""
+
+from collections.abc import Callable
+from typing import Any
+
+from kvjax.budgets import STEP
+from kvjax.contract import Count, FrozenArrays
+from kvjax.decide.select import AtLeast, TopK
+from kvjax.evict import Evict
+from kvjax.observe import FutureQueries
+from kvjax.scores.blends import Blend, Pooled, Standardized, ValueWeighted
+from kvjax.scores.keys import (
+    Capacity,
+    Expected,
+    KeyDifference,
+    KeyDirections,
+    KeyNorm,
+    LagRelative,
+    Leverage,
+    SquaredNorms,
+    within_chunks,
+)
+from kvjax.scores.learned import predicted
+
+
+def _at_most(n: int, budget: Count) -> int:
+    """As many tokens as a budget has."""
+    return min(n, budget) if isinstance(budget, int) else n
+
+
+def knorm(budget: Count) -> Evict:
+    r"""Keeps the keys of the smallest norm (Knorm, Devoto et al., arXiv 2406.11430).
+
+    $S_j = -\lVert k_j \rVert_2$: small keys draw much attention.
+
+    Args:
+      budget: live tokens a kv head and layer.
+    """
+    return Evict(KeyNorm(), budget)
+
+
+def keydiff(budget: Count) -> Evict:
+    r"""Keeps the keys that are unlike the others (KeyDiff, Park et al., arXiv 2504.15364).
+
+    $S_j = -\cos(k_j, \bar k)$ with $\bar k$ the mean of all unit keys. The paper reads prompts in blocks of 128.
+
+    Args:
+      budget: live tokens a kv head and layer.
+    """
+    return Evict(KeyDifference(), budget)
+
+
+def lagkv(budget: Count, *, lag: int = 128, sinks: int = 4) -> Evict:
+    r"""Keeps the tokens that stand out from the text that follows them (LagKV, Liang et al., arXiv 2504.04704).
+
+    $S_j$ is the rank in its partition of the deviation over channels of the key and of the value, normalised by the
+    minimum and maximum of the next partition.
+
+    Args:
+      budget: live tokens a kv head and layer, sinks included.
+      lag: tokens of a partition.
+      sinks: first tokens that stay; they belong to no partition.
+    """
+    return Evict(LagRelative(lag, sinks), budget, sinks)
+
+
+def curdkv(budget: Count, *, partition: int = 16, sinks: int = 4) -> Evict:
+    r"""Keeps the tokens of high leverage in keys and values (CurDKV, Sengupta et al., arXiv 2509.15038).
+
+    $S_j = \frac{\lVert k_j\rVert^2}{\sum_P \lVert k\rVert^2} \cdot \frac{\lVert v_j\rVert^2}{\sum_P \lVert v\rVert^2}$
+    with $P$ the partition of token $j$.
+
+    Args:
+      budget: live tokens a kv head and layer, sinks included.
+      partition: tokens of a partition.
+      sinks: first tokens that stay.
+    """
+    return Evict(SquaredNorms(partition), budget, sinks)
+
+
+def expected_attention(budget: Count, *, horizon: int = 512, sinks: int = 4, eps: float = 0.0) -> Evict:
+    r"""Keeps what queries to come are expected to attend to (ExpectedAttention, Devoto et al., arXiv 2510.00636).
+
+    $S_j \propto (\exp(k_j \cdot \mu / \sqrt d + k_j^\top \Sigma k_j / 2d) + \epsilon) \lVert v_j \rVert_2$ with $\mu$
+    and $\Sigma$ the moments of the prompt's queries, turned by the average rotation of the next positions.
+
+    Args:
+      budget: live tokens a kv head and layer, sinks included.
+      horizon: positions ahead whose rotations are averaged.
+      sinks: first tokens that stay, and whose queries do not count.
+      eps: $\epsilon$; 0.01 on the leaderboard of its authors.
+    """
+    sinks = _at_most(sinks, budget)
+    return Evict(Expected(FutureQueries(horizon, sinks), eps), budget, sinks)
+
+
+def capkv(budget: Count, *, tau: float = 5.0, horizon: int = 512, sinks: int = 4) -> Evict:
+    r"""Keeps the tokens whose values other tokens' values do not span (CAPKV, arXiv 2604.25975).
+
+    $S_j = w_j \, v_j^\top A^{-1} v_j$ with $A = I + \sum_i w_i v_i v_i^\top$ and $w_j$ by the cosine of the key and the
+    mean query to come.
+
+    Args:
+      budget: live tokens a kv head and layer, sinks included.
+      tau: how sharply queries choose.
+      horizon: positions ahead whose rotations are averaged.
+      sinks: first tokens that stay, and whose queries do not count.
+    """
+    sinks = _at_most(sinks, budget)
+    return Evict(Capacity(FutureQueries(horizon, sinks), tau), budget, sinks)
+
+
+def compactor(
+    budget: Count,
+    *,
+    blend: float | None = None,
+    chunk: int = 256,
+    sketch: int | None = 48,
+    sinks: int = 8,
+    recent: int = 4,
+) -> Evict:
+    r"""Keeps keys that stand out, and tokens that their neighbourhood attends to (Compactor, arXiv 2507.08143).
+
+    $S = \beta \, z(\ell) + z(\mathrm{avgpool}_3(a \lVert v\rVert_2))$ with $\ell$ the leverage of keys before rotation,
+    $a$ what a token receives from all rows of its chunk, and $z$ standardizing over the layer (Chari and Van Durme).
+
+    Args:
+      budget: live tokens a kv head and layer, sinks and recent tokens included.
+      blend: $\beta$; None for the evicted share of the prompt, or 0.35 where the budget is a number of tokens.
+      chunk: tokens of a chunk.
+      sketch: columns of the random sketch of keys; None uses the keys themselves.
+      sinks, recent: first and last tokens that stay, and of which nothing is measured.
+    """
+    if blend is None:
+        blend = 1.0 - budget if isinstance(budget, float) else 0.35
+    votes = Pooled(ValueWeighted(within_chunks(chunk, sinks, recent)), "avg", 3)
+    return Evict(Blend((Standardized(Leverage(sketch)), Standardized(votes)), (blend, 1.0)), budget, sinks, recent)
+
+
+def q_filters(budget: Count, filters: Any) -> Evict:
+    r"""Keeps the keys that lie against the direction in which a head's queries spread (arXiv 2503.02812).
+
+    $S_j = -f \cdot k_j$ with $f$ the first right singular vector of a head's queries (Godey et al., Eq. 2).
+
+    Args:
+      budget: live tokens a kv head and layer.
+      filters: directions "L K H", one for every layer and kv head.
+    """
+    return Evict(KeyDirections(FrozenArrays({"filters": filters})), budget)
+
+
+def kvzap(budget: Count, function: Callable[..., Any], *, threshold: float | None = None, recent: int = 128) -> Evict:
+    r"""Keeps what KVzip would keep, as predicted from hidden states by a small function (KVzap, arXiv 2601.07891).
+
+    $S_j = f(h_j)$, the logarithm of a score of KVzip+, at every step (Jegou and Jeblick).
+
+    Args:
+      budget: the most live tokens a kv head and layer.
+      function: `(hidden "B T D", layer) -> "B T K"`, fitted to the model.
+      threshold: tokens that score below it go as soon as they are not recent; None for a budget alone.
+      recent: last tokens that stay.
+    """
+    select = TopK() if threshold is None else AtLeast(threshold)
+    return Evict(predicted(function), budget, 0, _at_most(recent, budget), when=STEP, select=select)

@@ -1,0 +1,250 @@
+"""The presses of kvpress 0.5.5 as compositions. `r` is the share that is removed, their `compression_ratio`."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+from kvjax.budgets import Combined, Schedule, Share
+from kvjax.compose import when
+from kvjax.contract import Count, FrozenArrays, Layout
+from kvjax.decide.select import AtLeast, Chunks, PerChunk, TwoStage
+from kvjax.evict import Evict
+from kvjax.methods.counts import FloorThenGlobal, InclusivePyramid, Truncated
+from kvjax.methods.keys import capkv, compactor, curdkv, expected_attention, keydiff, knorm, kvzap, lagkv
+from kvjax.methods.parts import KnownQueries, LazyBefore, PaddedChunkAttention, TwoStageAtLeast, ZeroChannels
+from kvjax.methods.position import random, streaming_llm
+from kvjax.methods.variants import PROMPT, with_score
+from kvjax.methods.votes import finch, kvzip, simlayerkv, snapkv
+from kvjax.observe import ProjectedValueNorm, Rows
+from kvjax.scores.attention import Accumulated, Mean, Votes
+from kvjax.scores.blends import LayerMean, Pooled, Standardized, ValueWeighted
+from kvjax.scores.keys import Expected, Given, Leverage
+
+
+def kept(r: float) -> Truncated:
+    """The budget of a press: `int(n * (1 - r))` tokens (D-45)."""
+    if not 0 <= r < 1:
+        raise ValueError(f"a compression ratio of {r} removes more than there is, or less than nothing; give 0 to 1")
+    return Truncated(1 - r)
+
+
+def cut_window(policy: Evict, window: int) -> Evict:
+    """The policy whose budgets cut windows that they do not hold down to the newest tokens, as kvpress does."""
+    return dataclasses.replace(policy, recent=Combined("least", (window, Share(1.0))))
+
+
+# ------------------------------------------------------------------------------------------------ attention
+
+
+def kvpress_snapkv(r: float, *, window: int = 64, kernel: int = 5) -> Evict:
+    """SnapKVPress. A budget that does not hold the window keeps the newest of it."""
+    return cut_window(snapkv(kept(r), window=window, kernel=kernel, pooling="avg"), window)
+
+
+def pyramidkv_kvpress(budget: int | float, *, beta: float = 20.0, window: int = 64, kernel: int = 5) -> Evict:
+    """PyramidKV of kvpress: windows are a part of every layer's share (D-43)."""
+    share = budget if isinstance(budget, float) else None
+    policy = cut_window(snapkv(budget, window=window, kernel=kernel, pooling="avg"), window)
+    return dataclasses.replace(policy, layers=InclusivePyramid(beta, share))
+
+
+def kvpress_pyramidkv(r: float, *, window: int = 64, kernel: int = 5, beta: float = 20.0) -> Evict:
+    """PyramidKVPress."""
+    return pyramidkv_kvpress(1 - r, beta=beta, window=window, kernel=kernel)
+
+
+def kvpress_tova(r: float) -> Evict:
+    """TOVAPress: the last token stays (D-08)."""
+    return Evict(LayerMean(Votes(1)), kept(r), 0, 1)
+
+
+def kvpress_observed_attention(r: float) -> Evict:
+    """ObservedAttentionPress: the mean attention of the prompt's rows."""
+    return Evict(Mean(), kept(r))
+
+
+def kvpress_finch(
+    r: float, *, window: int, chunk: int | None = None, normalize: bool = True, rerotate: bool = True
+) -> Evict:
+    """FinchPress, whose question has `window` tokens.
+
+    Args:
+      r: the compression ratio.
+      window: tokens of the question.
+      chunk: tokens of a chunk; None reads the prompt as one.
+      normalize: rows are weighed by their length.
+      rerotate: tokens stand at their rank.
+    """
+    policy = finch(kept(r), window=window, chunk=chunk)
+    policy = policy if chunk is None else kvpress_chunk(policy, size=chunk)
+    policy = policy if normalize else dataclasses.replace(policy, score=Accumulated(Rows(window)))
+    return policy if rerotate else dataclasses.replace(policy, layout=Layout())
+
+
+def kvpress_simlayerkv(threshold: float, *, sinks: int = 4, recent: int = 1024, rows: int = 1) -> Evict:
+    """SimLayerKVPress: attention counts to tokens before the voting rows, which are left out of what stays."""
+    if recent <= rows:
+        raise ValueError(f"recent={recent} tokens less the {rows} voting rows are none; raise recent")
+    policy = simlayerkv(threshold, sinks=sinks, recent=recent - rows, rows=rows)
+    return dataclasses.replace(policy, select=LazyBefore(threshold, sinks, recent, rows))
+
+
+def kvpress_kvzip(r: float, **options: Any) -> Evict:
+    """KVzipPress with `layerwise=True`."""
+    return kvzip(kept(r), **options)
+
+
+# ------------------------------------------------------------------------------------------------ keys
+
+
+def kvpress_knorm(r: float) -> Evict:
+    """KnormPress."""
+    return knorm(kept(r))
+
+
+def kvpress_keydiff(r: float) -> Evict:
+    """KeyDiffPress."""
+    return keydiff(kept(r))
+
+
+def kvpress_lagkv(r: float, *, lag: int = 128, sinks: int = 4, cross: bool = False) -> Evict:
+    """LagKVPress; `cross` is its `cross_scoring`."""
+    return with_score(lagkv(kept(r), lag=lag, sinks=sinks), cross=cross)
+
+
+def kvpress_curdkv(
+    r: float,
+    *,
+    of: Literal["product", "mean", "key", "value"] = "product",
+    partition: int | None = 16,
+    sinks: int = 4,
+) -> Evict:
+    """CURPress; `partition=None` is its `use_local_approximation=False`."""
+    return with_score(curdkv(kept(r), sinks=sinks), of=of, partition=partition)
+
+
+def kvpress_expected_attention(
+    r: float,
+    *,
+    horizon: int = 512,
+    sinks: int = 4,
+    eps: float = 0.0,
+    covariance: bool = True,
+    value_norms: bool = True,
+) -> Evict:
+    """ExpectedAttentionPress."""
+    policy = expected_attention(kept(r), horizon=horizon, sinks=sinks, eps=eps)
+    return with_score(policy, covariance=covariance, value_norms=value_norms)
+
+
+def expected_attention_stats(
+    budget: Count, mean: Any, covariance: Any, *, horizon: int = 512, sinks: int = 4, **options: Any
+) -> Evict:
+    """ExpectedAttentionStatsPress by the moments "L N H" and "L N H H" of a model's queries before rotation."""
+    queries = KnownQueries(horizon, sinks, moments=FrozenArrays({"mean": mean, "covariance": covariance}))
+    policy = expected_attention(budget, horizon=horizon, sinks=sinks)
+    return dataclasses.replace(policy, score=Expected(queries, **options))
+
+
+def kvpress_capkv(r: float, *, tau: float = 5.0, horizon: int = 512, sinks: int = 4) -> Evict:
+    """CapPress."""
+    return capkv(kept(r), tau=tau, horizon=horizon, sinks=sinks)
+
+
+def kvpress_leverage(r: float, *, sketch: int | None = 48) -> Evict:
+    """LeverageScorePress; sketches are other draws."""
+    return Evict(Leverage(sketch), kept(r))
+
+
+def _chunk_votes(chunk: int, sinks: int, recent: int) -> Standardized:
+    chunks = PaddedChunkAttention(chunk, sinks, recent)
+    return Standardized(Pooled(ValueWeighted(Given(chunks, prompt_only=True)), "avg", 3))
+
+
+def kvpress_non_causal(r: float, *, chunk: int = 256) -> Evict:
+    """NonCausalAttnPress, which fills up the last chunk."""
+    return Evict(_chunk_votes(chunk, 0, 0), kept(r))
+
+
+def kvpress_compactor(
+    r: float, *, chunk: int = 256, sketch: int | None = 48, sinks: int = 8, recent: int = 4, blend: float | None = None
+) -> Evict:
+    """CompactorPress, which fills up the last chunk."""
+    policy = compactor(kept(r), blend=r if blend is None else blend, sketch=sketch, sinks=sinks, recent=recent)
+    score: Any = policy.score
+    return with_score(policy, scores=(score.scores[0], _chunk_votes(chunk, sinks, recent)))
+
+
+def kvpress_kvzap(r: float, function: Callable[..., Any]) -> Evict:
+    """KVzapPress: the prompt alone is evicted."""
+    return dataclasses.replace(kvzap(kept(r), function, recent=0), when=PROMPT)
+
+
+# ------------------------------------------------------------------------------------------------ positions
+
+
+def kvpress_streaming_llm(r: float, *, sinks: int = 4) -> Evict:
+    """StreamingLLMPress."""
+    return dataclasses.replace(streaming_llm(kept(r), sinks=sinks), when=PROMPT, layout=Layout())
+
+
+def kvpress_random(r: float) -> Evict:
+    """RandomPress; draws are other ones."""
+    return dataclasses.replace(random(kept(r)), recent=0, when=PROMPT)
+
+
+# ------------------------------------------------------------------------------------------------ around presses
+
+
+def kvpress_adakv(base: Evict, *, alpha: float = 0.2) -> Evict:
+    """AdaKVPress around a press (D-22): a share `alpha` of every head's budget is safe; the rest goes to the best."""
+    return dataclasses.replace(base, heads=FloorThenGlobal(alpha), layout=dataclasses.replace(base.layout, pool=True))
+
+
+def kvpress_criticalkv(base: Evict, *, first: float = 0.5, eps: float = 1e-4) -> Evict:
+    """CriticalKVPress around a press."""
+    return dataclasses.replace(base, select=TwoStage(ProjectedValueNorm(), first, eps))
+
+
+def kvpress_critical_adakv(base: Evict, *, alpha: float = 0.2, first: float = 0.5, eps: float = 1e-4) -> Evict:
+    """CriticalAdaKVPress around a press: what the safeguard leaves a head is not ranked anew."""
+    safe = Truncated(alpha, Share(1.0))
+    policy = kvpress_adakv(base, alpha=alpha)
+    return dataclasses.replace(policy, select=TwoStageAtLeast(ProjectedValueNorm(), first, eps, safe))
+
+
+def kvpress_chunkkv(base: Evict, *, size: int = 20) -> Evict:
+    """ChunkKVPress around a press; tokens that the press protects stay, too."""
+    share = base.budget.share if isinstance(base.budget, Truncated) else None
+    return dataclasses.replace(base, select=Chunks(size, share))
+
+
+def kvpress_chunk(base: Evict, *, size: int) -> Evict:
+    """ChunkPress around a press that scores every token by itself."""
+    return dataclasses.replace(base, select=PerChunk(size, base.budget))
+
+
+def kvpress_key_rerotation(base: Evict) -> Evict:
+    """KeyRerotationPress around a press: tokens stand at their rank."""
+    return dataclasses.replace(base, layout=dataclasses.replace(base.layout, positions="rank"))
+
+
+def kvpress_decoding(base: Evict, *, interval: int) -> Any:
+    """DecodingPress around a press: generated text alone is evicted, at every so many steps."""
+    return when(Schedule(prefill=False, every=interval), base)
+
+
+def kvpress_cam(base: Evict, *, interval: int) -> Any:
+    """CAMPress around a press: heads keep the same tokens by their mean score; values are not merged."""
+    return kvpress_decoding(dataclasses.replace(base, score=LayerMean(base.score)), interval=interval)
+
+
+def kvpress_dms(base: Evict, threshold: float, *, recent: Count, decoding: bool = False) -> Evict:
+    """DMSPress around a press, whose budget is the most that a head holds; `recent` is its sliding window."""
+    schedule = Schedule(every=1) if decoding else PROMPT
+    return dataclasses.replace(base, select=AtLeast(threshold), recent=recent, when=schedule)
+
+
+def kvpress_think(channels: float = 0.5, *, rows: int = 32) -> ZeroChannels:
+    """ThinKPress, which sets channels of the prompt's keys to 0."""
+    return ZeroChannels(channels, rows)

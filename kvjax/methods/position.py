@@ -1,0 +1,44 @@
+"""Methods that look at positions alone."""
+
+from kvjax.budgets import STEP, Schedule
+from kvjax.contract import Count, Layout, Policy
+from kvjax.evict import Evict
+from kvjax.scores.attention import Recency, Uniform
+
+
+def full() -> Policy:
+    """The full cache: every token stays."""
+    return Policy()
+
+
+def window(budget: Count) -> Evict:
+    """Keeps the most recent tokens: a baseline.
+
+    Args:
+      budget: live tokens a kv head and layer.
+    """
+    return Evict(Recency(), budget, when=STEP)
+
+
+def streaming_llm(budget: Count, *, sinks: int = 4) -> Evict:
+    """Keeps attention sinks and the most recent tokens (StreamingLLM, Xiao et al., arXiv 2309.17453).
+
+    A new token's place is made before it is stored, so that a cache never holds more than its budget. Tokens stand at
+    their rank in the cache (section 3.2).
+
+    Args:
+      budget: live tokens a kv head and layer, sinks included.
+      sinks: first tokens that stay.
+    """
+    return Evict(Recency(), budget, sinks, when=Schedule(every=1, before=True), layout=Layout("shifted", sinks))
+
+
+def random(budget: Count) -> Evict:
+    """Evicts uniformly at random, every kv head for itself; the newest token stays. A baseline.
+
+    Draws are new at every eviction.
+
+    Args:
+      budget: live tokens a kv head and layer.
+    """
+    return Evict(Uniform(), budget, 0, 1, when=STEP)

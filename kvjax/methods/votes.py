@@ -1,0 +1,301 @@
+"""Methods where the end of the prompt votes, or the prompt itself when it is repeated."""
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+
+from kvjax.budgets import Adaptive, HeadShares, LayerShares, Pyramid
+from kvjax.compose.across import AcrossLayers, Preference, ScoreEntropy, by_top_scores
+from kvjax.contract import Count, Layout
+from kvjax.decide.rewrite import Match, Merge, Reference, ReferenceAttention
+from kvjax.decide.select import Chunks, LazyOrAll, PerChunk, TopK, TwoStage
+from kvjax.evict import Evict
+from kvjax.observe import ProjectedValueNorm, Reread, Rows
+from kvjax.scores.attention import Accumulated, Repeated, Votes
+from kvjax.scores.blends import Pooled, ValueWeighted
+from kvjax.scores.rows import Defensive, Unsteady
+
+
+def snapkv(budget: Count, *, window: int = 32, kernel: int = 7, pooling: Literal["max", "avg"] = "max") -> Evict:
+    r"""Keeps what the end of the prompt attends to, with its surroundings (SnapKV, Li et al., arXiv 2404.14469).
+
+    $S_j = \mathrm{pool}(\frac1w \sum_{i > n - w} p_{ij})$ over the last $w$ rows. The window stays, and so do all
+    generated tokens.
+
+    Args:
+      budget: live tokens a kv head and layer after the prompt, the window included.
+      window: last rows, which vote and stay.
+      kernel: width of the pooling; 1 does not pool.
+      pooling: its kind.
+    """
+    return Evict(Pooled(Votes(window), pooling, kernel), budget, 0, window)
+
+
+def pyramidkv(budget: Count, *, beta: float = 20.0, window: int = 8, kernel: int = 7) -> Evict:
+    r"""Gives SnapKV budgets that fall from the first layer to the last (PyramidKV, Cai et al., arXiv 2406.02069).
+
+    Beside its window the last layer has $b / \beta$ tokens, the first $2 b - b / \beta$, with $b$ the average.
+
+    Args:
+      budget: live tokens a kv head and layer on average, the window included.
+      beta: steepness; 1 is SnapKV.
+      window: last rows, which vote and stay.
+      kernel: width of the pooling.
+    """
+    return dataclasses.replace(snapkv(budget, window=window, kernel=kernel), layers=Pyramid(beta))
+
+
+def ada_snapkv(budget: Count, *, alpha: float = 0.5, window: int = 32, kernel: int = 7) -> Evict:
+    r"""Lets the heads of SnapKV compete for their layer's budget (Ada-KV, Feng et al., arXiv 2407.11550).
+
+    Of a layer's best scores a head holds $B_i$; it gets $\alpha B_i + (1 - \alpha) b$ tokens (Algorithm 1).
+
+    Args:
+      budget: live tokens a kv head and layer on average, the window included.
+      alpha: weight of the competition.
+      window: last rows, which vote and stay.
+      kernel: width of the pooling.
+    """
+    policy = snapkv(budget, window=window, kernel=kernel)
+    return dataclasses.replace(policy, heads=Adaptive(alpha), layout=Layout(pool=True))
+
+
+def ada_pyramid(budget: Count, *, alpha: float = 0.5, beta: float = 20.0, window: int = 8, kernel: int = 7) -> Evict:
+    """Lets the heads of PyramidKV compete for their layer's budget (Ada-KV, Feng et al., arXiv 2407.11550).
+
+    Args:
+      budget: live tokens a kv head and layer on average, the window included.
+      alpha: weight of the competition.
+      beta: steepness of the pyramid.
+      window: last rows, which vote and stay.
+      kernel: width of the pooling.
+    """
+    policy = ada_snapkv(budget, alpha=alpha, window=window, kernel=kernel)
+    return dataclasses.replace(policy, layers=Pyramid(beta))
+
+
+def headkv(budget: Count, importance: Any, *, beta: float = 1.2, window: int = 32, kernel: int = 7) -> Evict:
+    r"""Gives more of SnapKV's budget to heads that retrieve and reason (HeadKV, Fu et al., arXiv 2410.19258).
+
+    Beside its window every head has $b - b / \beta$ tokens; the rest of the model's budget goes by importance.
+
+    Args:
+      budget: live tokens a kv head and layer on average, the window included.
+      importance: "L K", not negative; only ratios matter.
+      beta: 1 divides everything by importance, large values are SnapKV.
+      window: last rows, which vote and stay.
+      kernel: width of the pooling.
+    """
+    given = np.asarray(importance, np.float64)
+    if given.ndim != 2 or not (given >= 0).all() or not given.sum() > 0:
+        raise ValueError(
+            f"importance is of shape {given.shape} and adds up to {given.sum()}; give a number for every layer and kv "
+            "head, none below 0 and one at least above"
+        )
+    if beta < 1:
+        raise ValueError(f"beta={beta} makes heads give up more than they have; give 1 or more")
+    weights = given / np.mean(given) / beta + 1 - 1 / beta
+    table = tuple(map(tuple, weights.tolist()))
+    parts: dict[str, Any] = {"layers": LayerShares(tuple(weights.sum(1).tolist())), "heads": HeadShares(table)}
+    return dataclasses.replace(snapkv(budget, window=window, kernel=kernel), **parts, layout=Layout(pool=True))
+
+
+def criticalkv(base: Evict, *, first: float = 0.5, eps: float = 1e-4) -> Evict:
+    r"""Corrects a policy's choice by what values add to the layer's output (CriticalKV, Feng et al., arXiv 2502.03805).
+
+    The first stage keeps the best by the score of `base`; the second ranks the rest by $(S_j + \epsilon) \lVert v_j W_O
+    \rVert_1$ (Algorithm 1).
+
+    Args:
+      base: the policy whose score, budget and protected tokens are used, such as `snapkv(512)`.
+      first: share of the budget that the first stage fills.
+      eps: $\epsilon$.
+    """
+    if not 0 <= first <= 1:
+        raise ValueError(f"first={first} is no share of the budget; give a number from 0 to 1")
+    return dataclasses.replace(base, select=TwoStage(ProjectedValueNorm(), first, eps))
+
+
+def chunkkv(base: Evict, *, size: int = 20) -> Evict:
+    """Keeps whole chunks of text, the same in all kv heads, by another policy's score (ChunkKV, arXiv 2502.00299).
+
+    A chunk's score is the mean over its tokens and over heads (Liu et al.). As large a share of the chunks stays as the
+    budget is of the prompt, one at least.
+
+    Args:
+      base: the policy whose score, budget and protected tokens are used, such as `snapkv(512)`.
+      size: tokens of a chunk.
+    """
+    if size < 1:
+        raise ValueError(f"a chunk of {size} tokens holds none; give size=1 or more")
+    return dataclasses.replace(base, select=Chunks(size, base.budget if isinstance(base.budget, float) else None))
+
+
+def finch(budget: Count, *, window: int = 32, chunk: int | None = None) -> Evict:
+    r"""Keeps what the question at the end attends to, moved together (FINCH, Corallo and Papotti, TACL 12, 2024).
+
+    $S_j = \sum_{i > n - w} n_i p_{ij}$ over the $w$ tokens of the question, $n_i$ being the number of tokens before row
+    $i$. The question stays; tokens stand at their rank.
+
+    Args:
+      budget: live tokens a kv head and layer, the question included.
+      window: tokens of the question.
+      chunk: every chunk of so many tokens keeps its own share; None for one choice among all.
+    """
+    share = budget if isinstance(budget, float) else None
+    select = TopK() if chunk is None else PerChunk(chunk, share)
+    score = Accumulated(Rows(window, by_length=True))
+    return Evict(score, budget, 0, window, select=select, layout=Layout(positions="rank"))
+
+
+def simlayerkv(threshold: float, *, sinks: int = 4, recent: int = 1024, rows: int = 1) -> Evict:
+    """Keeps the first and last tokens alone in lazy layers, which look at nothing else (SimLayerKV, arXiv 2410.13846).
+
+    A layer is lazy if the prompt's last `rows` rows give those tokens more than `threshold` of their attention, on
+    average over rows and heads (Zhang et al., section 3.2).
+
+    Args:
+      threshold: 0.9 for Llama 3, 0.65 for Llama 2, 0.8 for Mistral, 0.85 for Qwen.
+      sinks, recent: first and last tokens.
+      rows: last rows of the prompt, which decide.
+    """
+    return Evict(Votes(rows), 1.0, sinks, recent, select=LazyOrAll(threshold))
+
+
+def cake(
+    budget: Count,
+    *,
+    window: int = 32,
+    kernel: int = 5,
+    variance: float = 200.0,
+    entropy: float = 1.6,
+    shift: float = 0.6,
+) -> AcrossLayers:
+    r"""Divides the budget over layers by what their attention asks for; unsteady tokens stay (CAKE, arXiv 2503.12491).
+
+    $S = \mathrm{avgpool}(\mu + \gamma \sigma^2)$ over the window's rows. A layer gets tokens in proportion to
+    $H^{1/\tau_1} V^{1/\tau_2}$, the entropy and the variance of these rows (Qin et al.).
+
+    Args:
+      budget: live tokens a kv head and layer on average, the window included.
+      window: last rows, which vote and stay.
+      kernel: width of the pooling.
+      variance: $\gamma$.
+      entropy, shift: $\tau_1$ and $\tau_2$, tuned in the paper for every model.
+    """
+    policy = Evict(Pooled(Unsteady(window, variance), "avg", kernel), budget, 0, window)
+    return AcrossLayers(policy, Preference(window, entropy, shift))
+
+
+def lava(budget: Count, *, window: int = 32, kernel: int = 7) -> AcrossLayers:
+    r"""Compares heads and layers by votes times the head's largest value (LAVa, Shen et al., arXiv 2509.09754).
+
+    $S_j = \max_g \mathrm{maxpool}(\bar p)_j \cdot \max_i \lVert v_i\rVert_1$ with $\bar p$ the mean attention of the
+    window. Heads compete within a layer; layers get tokens in proportion to the entropy of their scores.
+
+    Args:
+      budget: live tokens a kv head and layer on average, the window included.
+      window: last rows, which vote and stay.
+      kernel: width of the pooling.
+    """
+    score = ValueWeighted(Pooled(Votes(window, "max"), "max", kernel), "largest")
+    policy = Evict(score, budget, 0, window, heads=Adaptive(1.0), layout=Layout(pool=True))
+    return AcrossLayers(policy, ScoreEntropy())
+
+
+def defensivekv(budget: Count, *, window: int = 32, kernel: int = 5, mass: float = 0.9) -> Evict:
+    """Keeps what any row of the window attends to, as importance may not last (DefensiveKV, arXiv 2510.13334).
+
+    A token's score is the most that any row and query head gives it, at least its head's mean, times the share of its
+    value in the output; what holds `mass` of the attention comes first (Feng et al.). Heads compete for their layer's
+    budget.
+
+    Args:
+      budget: live tokens a kv head and layer on average, the window included.
+      window: last rows, which vote and stay.
+      kernel: every row is averaged over so many neighbours.
+      mass: see above.
+    """
+    score = Defensive(budget, window, kernel, mass)
+    return Evict(score, budget, 0, window, heads=Adaptive(1.0), layout=Layout(pool=True))
+
+
+def layer_defensivekv(
+    budget: Count,
+    *,
+    window: int = 32,
+    kernel: int = 5,
+    mass: float = 0.9,
+) -> AcrossLayers:
+    """Lets all layers of DefensiveKV compete for the model's budget, by one top-k of scores (arXiv 2510.13334).
+
+    No layer gets more than twice the average.
+
+    Args:
+      budget: live tokens a kv head and layer on average, the window included.
+      window, kernel, mass: as of `defensivekv`.
+    """
+    policy = defensivekv(budget, window=window, kernel=kernel, mass=mass)
+    return AcrossLayers(policy, by_top_scores)
+
+
+def kvzip(
+    budget: Count,
+    *,
+    repeat: tuple[int, ...] = (),
+    repeat_next: tuple[int, ...] = (),
+    suffix: tuple[int, ...] = (),
+    prefix: int = 0,
+    chunk: int = 2048,
+    overlap: int = 8,
+    sinks: int = 4,
+    plus: bool = False,
+    pool: bool = True,
+) -> Evict:
+    r"""Keeps what the model attends to while it repeats the prompt (KVzip, Kim et al., arXiv 2505.23416).
+
+    $S_j = \max_{i, g} p_{ij}$ over the rows that repeat the chunk of token $j$, under a softmax over the chunk, the
+    sinks and the rows so far (section 3). Heads compete for their layer's budget. With `plus` (KVzip+, arXiv
+    2601.07891) it is $\max_{i, g} p_{ij} \lVert v_j W_O^g \rVert_2 / \lVert h_i \rVert_2$.
+
+    Args:
+      budget: live tokens a kv head and layer on average, sinks included.
+      repeat: ids of the instruction before the first chunk.
+      repeat_next: ids of the instruction before the others.
+      suffix: ids between all that and the chunk.
+      prefix: first tokens that are in no chunk, as those of a chat template; all but sinks are the first to go.
+      chunk: tokens of a chunk.
+      overlap: tokens of the chunk before that stand before a later one.
+      sinks: first tokens that stay, and which the rows of later chunks see.
+      plus: whether probabilities are weighed by what values contribute.
+      pool: heads have slots in one pool, as many as each needs; otherwise each has those of the largest.
+    """
+    how = Reread(repeat, repeat_next, suffix, prefix, chunk, overlap, sinks, plus)
+    safe = min(sinks, budget) if isinstance(budget, int) else sinks
+    return Evict(Repeated(how), budget, safe, heads=Adaptive(1.0), layout=Layout(pool=pool))
+
+
+def attention_matching(budget: Count, *, rows: int = 256, sinks: int = 4) -> Evict:
+    """Keeps the most attended keys, with weights and values that answer as the full cache did (arXiv 2602.16284).
+
+    Least squares over the prompt's last rows find the weight that every kept key has in the softmax, then its value.
+
+    Args:
+      budget: live tokens a kv head and layer, sinks included.
+      rows: last rows of the prompt, whose answers are matched.
+      sinks: first tokens that stay.
+    """
+    reference = Reference(rows)
+    return Evict(ReferenceAttention(reference), budget, sinks, rewrite=Match(reference))
+
+
+def merging(base: Evict, *, threshold: float = 0.0, fraction: float = 1.0) -> Evict:
+    """Merges the values that a policy evicts into those that it keeps (kvpress, after D2O, arXiv 2406.13035).
+
+    Args:
+      base: the policy that evicts.
+      threshold: values merge where the cosine of their keys is at least this.
+      fraction: the share of the evicted values that merge, those of the most similar keys.
+    """
+    return dataclasses.replace(base, rewrite=Merge(threshold, fraction))

@@ -1,0 +1,216 @@
+"""Scores made of other scores: pooled, averaged over heads, weighted by values, standardized, added up."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.contract import EMPTY, AttentionInputs, Observation, Phase, Score, Slots, unique, value
+from kvjax.storage import in_order
+from kvjax.storage.mesh import DATA, apart
+
+
+class OfScore(Score):
+    """A score made of another one, which observes and remembers.
+
+    Attributes:
+      score: the other one.
+    """
+
+    score: Score
+
+
+class LayerMean(OfScore):
+    """The mean of a score over all kv heads, so that all of them keep the same tokens.
+
+    A head that has lost a token gives it 0.
+    """
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        return apart(slots.kv.how.mesh, layer_mean, self.score(slots.of("score")), slots.kv.pos, axes=(DATA,))
+
+
+def layer_mean(x: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Float[Array, "B K S"]:
+    """The mean over heads of what the tokens of one position have, on the slots of these tokens."""
+    B, K, S = x.shape
+
+    def by_slot() -> Array:
+        return jnp.broadcast_to(x.mean(1, keepdims=True), x.shape)
+
+    def by_position() -> Array:
+        return (sum_by_position(x.reshape(B, K * S), pos.reshape(B, K * S)) / K).reshape(x.shape)
+
+    return lax.cond((pos == pos[:, :1]).all(), by_slot, by_position)
+
+
+def sum_by_position(x: Float[Array, "R M"], pos: Int[Array, "R M"]) -> Float[Array, "R M"]:
+    """For every number the sum of those of its row that have its position; 0 where the position is EMPTY."""
+    row, order = jnp.arange(len(x))[:, None], jnp.argsort(pos, axis=-1)
+    place = jnp.take_along_axis(pos, order, -1)
+    group = jnp.cumsum(place != jnp.roll(place, 1, -1), -1)
+    total = jnp.zeros_like(x).at[row, group].add(jnp.take_along_axis(x, order, -1))
+    found = jnp.put_along_axis(x, order, total[row, group], -1, inplace=False)
+    return jnp.where(pos == EMPTY, 0.0, found)
+
+
+class Pooled(OfScore):
+    """A score pooled over neighbouring candidates, so that tokens stay with their surroundings.
+
+    Neighbours are neighbours in position among the candidates of a head, whatever their slots.
+
+    Attributes:
+      kind: "max" or "avg".
+      kernel: how many neighbours, the token itself in the middle; odd.
+      pad: beyond either end, "zero" counts zeros in an average, as torch does; "valid" counts nothing.
+    """
+
+    kind: Literal["max", "avg"] = "max"
+    kernel: int = 7
+    pad: Literal["zero", "valid"] = "zero"
+
+    def __post_init__(self) -> None:
+        check_pooling(self.kind, self.kernel)
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        return pool_in_order(
+            self.score(slots.of("score")), slots.kv.pos, slots.candidates, self.kind, self.kernel, self.pad
+        )
+
+
+def check_pooling(kind: str, kernel: int) -> None:
+    """Raises ValueError for a kind of pooling that does not exist, or a width that has no middle."""
+    if kind not in ("max", "avg"):
+        raise ValueError(f"pooling={kind!r} does not exist; give 'max' or 'avg'")
+    if kernel < 1 or kernel % 2 == 0:
+        raise ValueError(f"a pooling kernel of {kernel} has no middle; give an odd one, such as {max(kernel | 1, 1)}")
+
+
+def pool_in_order(
+    x: Float[Array, "B K S"],
+    pos: Int[Array, "B K S"],
+    among: Bool[Array, "B K S"],
+    kind: str,
+    kernel: int,
+    pad: str = "zero",
+) -> Float[Array, "B K S"]:
+    """Numbers pooled over neighbours in position.
+
+    Args:
+      x: the numbers.
+      pos: positions of the slots.
+      among: the slots that are pooled.
+      kind, kernel, pad: as of `Pooled`.
+    """
+    if kernel == 1:
+        return x
+    order, half = in_order(jnp.where(among, pos, EMPTY)), kernel // 2
+    window = (1, 1, kernel), (1, 1, 1), ((0, 0), (0, 0), (half, half))
+    slide = lambda y, start, combine: lax.reduce_window(y, start, combine, *window)
+    start, combine = (-jnp.inf, lax.max) if kind == "max" else (0.0, lax.add)
+    pooled = slide(jnp.take_along_axis(jnp.where(among, x, start), order, -1), start, combine)
+    if kind == "avg" and pad == "zero":
+        pooled = pooled / kernel
+    elif kind == "avg":
+        inside = jnp.take_along_axis(among, order, -1).astype(x.dtype)
+        pooled = pooled / jnp.maximum(slide(inside, 0.0, lax.add), 1.0)
+    return jnp.put_along_axis(x, order, pooled, -1, inplace=False)
+
+
+class ValueWeighted(OfScore):
+    """A score times a norm of the token's value.
+
+    Attributes:
+      norm: "l2" of the token's own value; "largest": the largest L1 norm among the candidates of its kv head, by which
+        heads are compared (LAVa).
+    """
+
+    norm: Literal["l2", "largest"] = "l2"
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        score, v = self.score(slots.of("score")), slots.kv.v.astype(jnp.float32)
+        if self.norm == "l2":
+            return score * jnp.sqrt(jnp.square(v).sum(-1))
+        return score * jnp.where(slots.candidates, jnp.abs(v).sum(-1), 0.0).max(-1, keepdims=True)
+
+
+class Standardized(OfScore):
+    """A score less its mean over the layer's candidates, over their standard deviation (of a sample)."""
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        score, among = self.score(slots.of("score")).astype(jnp.float32), slots.candidates
+
+        def total(x: Array) -> Array:
+            return jnp.where(among, x, 0.0).sum((1, 2), keepdims=True)
+
+        n = total(jnp.ones_like(score))
+        mean = total(score) / jnp.maximum(n, 1)
+        return (score - mean) / jnp.maximum(jnp.sqrt(total(jnp.square(score - mean)) / jnp.maximum(n - 1, 1)), 1e-6)
+
+
+class Blend(Score):
+    """A weighted sum of scores.
+
+    Attributes:
+      scores, weights: as many of either.
+    """
+
+    scores: tuple[Score, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.scores) != len(self.weights) or not self.scores:
+            raise ValueError(f"{len(self.scores)} scores have {len(self.weights)} weights; give every score a weight")
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        each = [score(slots.of("scores", i)).astype(jnp.float32) for i, score in enumerate(self.scores)]
+        return sum((w * x for w, x in zip(self.weights[1:], each[1:], strict=True)), start=self.weights[0] * each[0])
+
+
+class Shares(OfScore):
+    """A token's share of the sum over the candidates of its head, so that heads can be compared.
+
+    Attributes:
+      of_what: the score is an "amount", or the "logarithm" of one: then the shares are a softmax.
+    """
+
+    of_what: Literal["amount", "logarithm"] = "amount"
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        score, among = self.score(slots.of("score")).astype(jnp.float32), slots.candidates
+        if self.of_what == "logarithm":
+            return jax.nn.softmax(score, axis=-1, where=among)
+        amount = jnp.where(among, score, 0.0)
+        total = amount.sum(-1, keepdims=True)
+        return amount / jnp.where(total > 0, total, 1.0)
+
+
+@value
+class ProjectionGram:
+    r"""Observes $W_O W_O^\top$ of every kv head, the mean over its group, for $\lVert x W_O\rVert_2$: "B K H H"."""
+
+    def __call__(self, inputs: AttentionInputs) -> Float[Array, "B K H H"]:
+        if inputs.out_proj is None:
+            raise ValueError("norms of projected values need the output projection; pass out_proj= of shape (N, H, D)")
+        (B, K), (N, H, D) = inputs.kv.pos.shape[:2], inputs.out_proj.shape
+        by_group = inputs.out_proj.astype(jnp.float32).reshape(K, N // K, H, D)
+        gram = jnp.einsum("kghd,kgjd->khj", by_group, by_group) / (N // K)
+        return jnp.broadcast_to(gram[None], (B, K, H, H))
+
+
+class RemovalError(Shares):
+    r"""How far a head's output moves if one token goes alone (after CAOTE, arXiv 2504.14051, with $W_O$).
+
+    $\frac{p_j}{1 - p_j} \lVert (v_j - \sum_i p_i v_i) W_O\rVert_2$, exact for a row that gives tokens the shares $p$ of
+    the score. For $W_O W_O^\top$ the mean over a group stands.
+    """
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return unique((*self.score.observe(phase), ProjectionGram()))
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        p, v = super().__call__(slots), slots.kv.v.astype(jnp.float32)
+        apart = v - jnp.einsum("bks,bksh->bkh", p, v)[:, :, None]
+        squares = jnp.einsum("bksh,bkhj,bksj->bks", apart, slots.stats[ProjectionGram()], apart)
+        return p / jnp.maximum(1 - p, 1e-6) * jnp.sqrt(jnp.maximum(squares, 0.0))

@@ -1,1 +1,0 @@
-"""Which: statistics of attention, scores made of them, what is protected, and how scores become a choice."""

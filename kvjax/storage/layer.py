@@ -1,0 +1,325 @@
+"""A layer's slots, as many for every head."""
+
+import dataclasses
+import functools
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from kvjax.contract import EMPTY, LAST, LayerInfo, LayerView, Layout, PerHead, PerSlot, Reads, Rotate
+from kvjax.pallas_kernels import attention, reference
+from kvjax.pallas_kernels.columns import Attention, Columns, accumulator
+from kvjax.pallas_kernels.pytree import pytree, static
+from kvjax.storage.mesh import apart, attention_on
+from kvjax.storage.protocol import Keeps, Storage
+
+
+@pytree
+class Layer(Storage):
+    """One layer's cache. A slot is live if `pos >= 0`; the order of slots has no meaning.
+
+    Attributes:
+      k: keys, C = H channels unless some were dropped. Rotated to `pos`, or not at all where positions are ranks.
+      v: values.
+      pos: the position in the text of each slot's token, `EMPTY` for a dead slot.
+      memory: what the policy remembers: arrays "B K S ...", or "B K ..." where they belong to heads.
+      log_weight: the logarithm of what each slot counts in attention, None for one each.
+      channels: the key channels that are left, or will be after compaction; None for all.
+      how: what is static.
+    """
+
+    k: Float[Array, "B K S C"]
+    v: Float[Array, "B K S H"]
+    pos: Int[Array, "B K S"]
+    memory: Any = ()
+    log_weight: Float[Array, "B K S"] | None = None
+    channels: Int[Array, "B K _"] | None = None
+    how: Keeps = static(default=Keeps())
+
+    @property
+    def live(self) -> Bool[Array, "B K S"]:
+        """Which slots hold a token."""
+        return self.pos != EMPTY
+
+    @property
+    def num_live(self) -> Int[Array, "B K"]:
+        return self.live.sum(-1, dtype=jnp.int32)
+
+    @property
+    def room(self) -> Int[Array, "B K"]:
+        return self.pos.shape[2] - self.num_live
+
+    @property
+    def head_pos(self) -> Int[Array, "B K S"]:
+        return self.pos
+
+    def keep(self, mask: Bool[Array, "B K S"]) -> "Layer":
+        """The layer without the slots outside `mask`; nothing moves."""
+        return self.replace(pos=jnp.where(mask, self.pos, EMPTY))
+
+    def view(self) -> "Layer":
+        return self
+
+    def put(self, view: LayerView) -> "Layer":
+        found: Any = view
+        return found
+
+    def keys(self, rotate: Rotate) -> Float[Array, "B K S H"]:
+        """Keys as queries meet them: rotated, with zeros for channels that were dropped."""
+        if self.how.positions == "shifted" and (n := self.how.sinks):
+            nearer = rotate(self.k[:, :, :n], jnp.broadcast_to(self._gap, self.pos[:, :, :n].shape))
+            return jnp.concatenate([nearer.astype(self.k.dtype), self.k[:, :, n:]], axis=2)
+        if self.how.positions != "rank":
+            return jnp.pad(self.k, [(0, 0)] * 3 + [(0, self.v.shape[-1] - self.k.shape[-1])])
+        return rotate(self.k, jnp.where(self.live, self._rank, 0))
+
+    @property
+    def _gap(self) -> Int[Array, "B K 1"]:
+        """How many of a head's tokens were evicted: by so much first tokens are shifted."""
+        return self.pos.max(-1, keepdims=True) + 1 - self.num_live[..., None]
+
+    @property
+    def _rank(self) -> Int[Array, "B K S"]:
+        """The rank of each live slot's token among those of its head."""
+        return jnp.argsort(jnp.argsort(jnp.where(self.live, self.pos, LAST), axis=-1), axis=-1)
+
+    def append(
+        self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], pos: Int[Array, "B T"], *, grow: bool
+    ) -> "Layer":
+        if self.k.shape[-1] < k.shape[-1] and self.channels is not None:
+            k = jnp.take_along_axis(k, self.channels[:, :, None], -1)
+        if grow:
+            return self._grown(k, v, pos)
+        if self.how.mesh is None:
+            return self._filled(k, v, pos)
+        each = jnp.broadcast_to(pos[:, None], k.shape[:3])
+        return apart(self.how.mesh, lambda kv, k, v, pos: kv._filled(k, v, pos[:, 0]), self, k, v, each)
+
+    def _grown(self, k: Array, v: Array, pos: Array) -> "Layer":
+        """With new rows in new slots, behind the others."""
+        join = lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=2)
+        blank = lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, k.shape[2])] + [(0, 0)] * (x.ndim - 3))
+        pos = jnp.broadcast_to(pos[:, None], k.shape[:3])
+        fields = self._blanked(blank)
+        return self.replace(k=join(self.k, k), v=join(self.v, v), pos=join(self.pos, pos), **fields)
+
+    def _filled(self, k: Array, v: Array, pos: Array) -> "Layer":
+        """With new rows in dead slots. A single row, that of a decode step, is written without an axis for rows."""
+        (B, K, _), rows = self.pos.shape, pos.shape[1]
+        slot = dead_slots(~self.live, pos)
+        at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slot
+        at = at if rows > 1 else tuple(x[..., 0] for x in at)
+        write = lambda x, new: x.at[at].set(jnp.asarray(new).astype(x.dtype), mode="drop", unique_indices=rows == 1)
+        pos = jnp.broadcast_to(pos[:, None], (B, K, rows)) if rows > 1 else jnp.broadcast_to(pos, (B, K))
+        fields, row = self._blanked(lambda x: write(x, 0)), lambda x: x if rows > 1 else x[:, :, 0]
+        return self.replace(k=write(self.k, row(k)), v=write(self.v, row(v)), pos=write(self.pos, pos), **fields)
+
+    def _blanked(self, blank: Any) -> dict[str, Any]:
+        """Log weights and memory, with 0 in the slots of new rows."""
+        weight = None if self.log_weight is None else blank(self.log_weight)
+        return {"log_weight": weight, "memory": self.how.of_slots(blank, self.memory)}
+
+    def bias(self, group: int, slopes: Any = None) -> Float[Array, "B N S"] | None:
+        bias = None if self.log_weight is None else jnp.repeat(self.log_weight, group, axis=1)
+        if slopes is None:
+            return bias
+        at, how = self.pos, self.how
+        if how.positions == "shifted":
+            at = at.at[:, :, : how.sinks].add(self._gap)
+        elif how.positions == "rank":
+            at = jnp.where(self.live, self._rank, EMPTY)
+        slope = linear_bias(slopes, at)
+        return slope if bias is None else bias + slope
+
+    def attend(
+        self,
+        q: Float[Array, "B N T H"],
+        pos: Int[Array, "B T"],
+        statistics: tuple[Columns, ...] = (),
+        reads: Reads | None = None,
+        *,
+        rotate: Rotate,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+        slopes: Any = None,
+    ) -> Attention:
+        reads, G, mesh = reads or Reads(), q.shape[1] // self.pos.shape[1], self.how.mesh
+        attend: Any = attention if mesh is None else functools.partial(attention_on, mesh)
+        if self.k.shape[-1] < q.shape[-1]:
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            q = self._fewer_channels(q, G)
+        keys, read, bias, visible = self.keys(rotate), self.pos, self.bias(G, slopes), reads.visible
+        how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        index = visible if visible is not None and visible.dtype != bool else None
+        if visible is not None and index is None:
+            read = jnp.where(visible, read, EMPTY)
+        if reads.until is not None or reads.log_weight is not None:
+            if index is not None:
+                raise ValueError("indices of slots cannot be combined with until or log_weight; give a mask")
+            if q.shape[2] > 1:
+                return _written_out(q, keys, self.v, pos, read, bias, reads, statistics, **how)
+            read, bias = _of_row(pos[:, :, None], read, bias, reads, G)
+        if index is None:
+            return attend(q, keys, self.v, pos, read, columns=statistics, bias=bias, **how)
+        slot = jnp.maximum(index, 0)
+        read = jnp.where(index >= 0, take(read, slot), EMPTY)
+        bias = None if bias is None else take(bias, jnp.repeat(slot, G, 1))
+        found = attend(q, take(keys, slot), take(self.v, slot), pos, read, columns=statistics, bias=bias, **how)
+        columns = tuple(_spread(x, index, self.pos.shape[2]) for x in found.columns)
+        return dataclasses.replace(found, columns=columns)
+
+    def _fewer_channels(self, q: Float[Array, "B N T H"], group: int) -> Float[Array, "B N T H"]:
+        """Queries with the channels that keys have first, and zeros behind."""
+        channels = cast(Array, self.channels)  # as keys have fewer than queries
+        fewer = jnp.take_along_axis(q, jnp.repeat(channels[:, :, None], group, 1), -1)
+        return jnp.pad(fewer, [(0, 0)] * 3 + [(0, q.shape[-1] - fewer.shape[-1])])
+
+    def compact(self, capacity: int) -> Storage:
+        if self.how.mesh is not None:
+            how = dataclasses.replace(self.how, mesh=None)
+            return apart(self.how.mesh, lambda kv: kv.replace(how=how).compact(capacity).replace(how=kv.how), self)
+        k = self.k
+        if self.channels is not None and k.shape[-1] == self.v.shape[-1]:
+            k = jnp.take_along_axis(k, self.channels[:, :, None], -1)
+        index = in_order(self.pos)[..., :capacity]
+        move = lambda x, fill=0: take(x, index, fill, capacity)
+        weight = None if self.log_weight is None else move(self.log_weight)
+        fields = {"k": move(k), "v": move(self.v), "pos": move(self.pos, EMPTY)}
+        return self.replace(**fields, memory=self.how.of_slots(move, self.memory), log_weight=weight)
+
+
+# ------------------------------------------------------------------------------------------------- attention
+
+
+def linear_bias(slopes: Any, places: Int[Array, "B K S"]) -> Float[Array, "B N S"]:
+    """ALiBi's bias of keys: minus the slope of a query head times how many places a key lies behind the newest.
+
+    A row that is not the newest is nearer to all keys by the same number of places, which a softmax does not see. So
+    one number a key serves all rows, as in transformers.
+
+    Args:
+      slopes: one a query head.
+      places: where keys stand, negative for a dead slot.
+    """
+    slopes, behind = jnp.asarray(slopes, jnp.float32), places - places.max(-1, keepdims=True)
+    group = len(slopes) // places.shape[1]
+    return slopes[None, :, None] * jnp.repeat(behind, group, 1).astype(jnp.float32)
+
+
+def _of_row(row: Array, read: Array, bias: Array | None, reads: Reads, group: int) -> tuple[Array, Array | None]:
+    """(positions of the slots that one row "B 1 1" reads, what is added to their logits)."""
+    read = read if reads.until is None else jnp.where(row < reads.until, read, EMPTY)
+    if reads.log_weight is None:
+        return read, bias
+    more = jnp.repeat(jnp.where(row - read >= reads.delay, reads.log_weight, 0.0), group, axis=1)
+    return read, more if bias is None else bias + more
+
+
+def _spread(x: Array, index: Int[Array, "B K R"], num_slots: int) -> Array:
+    """Statistics "B _ ... R" of the slots `index` laid on all slots, 0 elsewhere: "B _ ... S"."""
+    index = jnp.repeat(jnp.where(index >= 0, index, num_slots), x.shape[1] // index.shape[1], axis=1)
+    index = jnp.broadcast_to(index.reshape(*index.shape[:2], *(1,) * (x.ndim - 3), -1), x.shape)
+    zeros = jnp.zeros((*x.shape[:-1], num_slots + 1), x.dtype)
+    return jnp.put_along_axis(zeros, index, x, -1, inplace=False)[..., :num_slots]
+
+
+def _written_out(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    q_pos: Int[Array, "B T"],
+    kv_pos: Int[Array, "B K S"],
+    bias: Float[Array, "B N S"] | None,
+    reads: Reads,
+    statistics: tuple[Columns, ...],
+    *,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Attention:
+    """Attention whose rows read different slots: the whole T x S matrix, as the kernels' specification has it."""
+    (B, N, T, H), K = q.shape, k.shape[1]
+    x = jnp.einsum("bkgth,bksh->bkgts", q.reshape(B, K, N // K, T, H), k) * (H**-0.5 if scale is None else scale)
+    x = x if softcap is None else softcap * jnp.tanh(x / softcap)
+    x = x if bias is None else x + bias.reshape(B, K, N // K, 1, -1)
+    row, wide = q_pos[:, None, :, None], lambda y: jnp.broadcast_to(y, kv_pos.shape)[:, :, None]
+    if reads.log_weight is not None:
+        x = x + jnp.where(row - kv_pos[:, :, None] >= wide(reads.delay), wide(reads.log_weight), 0.0)[:, :, None]
+    seen = reference.visible(q_pos, kv_pos, window)
+    seen = seen if reads.until is None else seen & (row < wide(reads.until))
+    p, lse = reference._softmax(x, seen)
+    out = jnp.einsum("bkgts,bksh->bkgth", p, v).reshape(B, N, T, -1)
+    measured = tuple(reference.column(spec, p, x, seen, q_pos, kv_pos, window) for spec in statistics)
+    return Attention(out, lse.reshape(B, N, T), measured)
+
+
+# ------------------------------------------------------------------------------------------------- slots
+
+
+def in_order(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
+    """Indices of slots by increasing position, dead ones last."""
+    return jnp.argsort(jnp.where(pos == EMPTY, LAST, pos), axis=-1, stable=True)
+
+
+def take(
+    x: Shaped[Array, "B K S *rest"], index: Int[Array, "B K W"], fill: int | float = 0, width: int | None = None
+) -> Shaped[Array, "B K _ *rest"]:
+    """The slots `index` of an array, followed by slots that hold `fill` up to `width`."""
+    x = jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 3)), axis=2)
+    more = 0 if width is None else max(width - x.shape[2], 0)
+    return jnp.pad(x, [(0, 0), (0, 0), (0, more)] + [(0, 0)] * (x.ndim - 3), constant_values=fill)
+
+
+def dead_slots(free: Bool[Array, "B K S"], pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
+    """A different free slot for each row that is no padding; S where there is none."""
+    S = free.shape[2]
+    if pos.shape[1] == 1:
+        return jnp.where(free, lax.broadcasted_iota(jnp.int32, free.shape, 2), S).min(-1, keepdims=True)
+    order = jnp.argsort(~free, axis=-1, stable=True)
+    nth, real = jnp.cumsum(pos != EMPTY, axis=-1)[:, None] - 1, (pos != EMPTY)[:, None]
+    fits = real & (nth < free.sum(-1, keepdims=True))
+    return jnp.where(fits, jnp.take_along_axis(order, jnp.clip(nth, 0, S - 1), -1), S)
+
+
+def empty(
+    info: LayerInfo,
+    batch: int,
+    dtype: Any,
+    memory: Any = (),
+    layout: Layout | None = None,
+    writes: tuple[str, ...] = (),
+    slots: int = 0,
+) -> Layer:
+    """A layer without tokens.
+
+    Args:
+      info: the layer's shape.
+      batch: sequences.
+      dtype: of keys and values.
+      memory: what the policy remembers, a tree of `PerSlot` and `PerHead`.
+      layout: how the layer is stored.
+      writes: what the policy may change of a slot.
+      slots: dead slots of each head to begin with.
+
+    Raises:
+      TypeError: the memory has leaves that are neither `PerSlot` nor `PerHead`.
+    """
+    spec, K = lambda x: isinstance(x, PerSlot | PerHead), info.num_kv_heads
+    leaves, tree = jax.tree.flatten(memory, is_leaf=spec)
+    if wrong := [x for x in leaves if not spec(x)]:
+        raise TypeError(
+            f"memory is a tree of PerSlot and PerHead, but has a {type(wrong[0]).__name__}: list shapes only"
+        )
+    own = lambda x: jnp.full((batch, K, *x.shape), x.fill, x.dtype)
+    one = lambda x: own(x) if isinstance(x, PerHead) else jnp.zeros((batch, K, slots, *x.shape), x.dtype)
+    arrays, per_head = tree.unflatten(map(one, leaves)), tuple(isinstance(x, PerHead) for x in leaves)
+    zeros = jnp.zeros((batch, K, slots, info.head_dim), dtype)
+    layout = layout or Layout()
+    weight = jnp.zeros(zeros.shape[:3], accumulator(dtype)) if "log_weight" in writes else None
+    where = ("rank", 0) if layout.pool and layout.positions == "shifted" else (layout.positions, layout.sinks)
+    how = Keeps(*where, tuple(writes), per_head)
+    return Layer(zeros, zeros, jnp.full(zeros.shape[:3], EMPTY, jnp.int32), arrays, weight, how=how)

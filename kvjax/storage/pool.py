@@ -1,0 +1,222 @@
+"""A layer's cache as one pool of slots, each owned by a kv head: heads may have different budgets (Ada-KV)."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from kvjax.contract import EMPTY, LAST, LayerView, Reads, Rotate
+from kvjax.pallas_kernels import pooled_attention
+from kvjax.pallas_kernels.columns import Attention, Columns
+from kvjax.pallas_kernels.pytree import pytree, static
+from kvjax.storage.layer import Layer, dead_slots, in_order
+from kvjax.storage.mesh import DATA, apart
+from kvjax.storage.protocol import Keeps, Storage
+
+
+@pytree
+class Pool(Storage):
+    """One layer's pool of P slots. Head h owns the slots from `ends[h - 1]` up to `ends[h]`.
+
+    Attributes:
+      k, v: keys, rotated to `pos` or, where positions are ranks, not at all; and values.
+      pos: the position in the text of each slot's token, `EMPTY` for a dead slot.
+      ends: where the slots of each head end.
+      memory: what the policy remembers: arrays "B P ...", or "B K ..." where they belong to heads.
+      log_weight: the logarithm of what each slot counts in attention, None for one each.
+      how: what is static.
+    """
+
+    k: Float[Array, "B P H"]
+    v: Float[Array, "B P H"]
+    pos: Int[Array, "B P"]
+    ends: Int[Array, "B K"]
+    memory: Any = ()
+    log_weight: Float[Array, "B P"] | None = None
+    how: Keeps = static(default=Keeps())
+
+    axes = (DATA,)
+
+    @property
+    def channels(self) -> None:
+        """A pool stores all key channels."""
+        return None
+
+    @property
+    def owner(self) -> Int[Array, "B P"]:
+        """The head that owns each slot, live or dead."""
+        slot = jnp.arange(self.pos.shape[1])[None, :, None]
+        return (slot >= self.ends[:, None, :-1]).sum(-1)
+
+    def _mine(self) -> Bool[Array, "B K P"]:
+        """Which slots each head owns."""
+        return self.owner[:, None] == jnp.arange(self.ends.shape[1])[None, :, None]
+
+    @property
+    def head_pos(self) -> Int[Array, "B K P"]:
+        return jnp.where(self._mine(), self.pos[:, None], EMPTY)
+
+    @property
+    def num_live(self) -> Int[Array, "B K"]:
+        return (self.head_pos != EMPTY).sum(-1, dtype=jnp.int32)
+
+    @property
+    def room(self) -> Int[Array, "B K"]:
+        return (self._mine() & (self.pos == EMPTY)[:, None]).sum(-1)
+
+    def view(self) -> Layer:
+        """The layer that policies see, with P slots in each head; keys and values are copied only if they are read."""
+        mine = self._mine()
+        copy = lambda x: jnp.broadcast_to(x[:, None], (len(x), mine.shape[1], *x.shape[1:]))
+        zero = lambda x: jnp.zeros((), x.dtype)
+        spread = lambda x: jnp.where(mine.reshape(mine.shape + (1,) * (x.ndim - 2)), x[:, None], zero(x))
+        weight = None if self.log_weight is None else spread(self.log_weight)
+        k, v, memory = copy(self.k), copy(self.v), self.how.of_slots(spread, self.memory)
+        return Layer(k, v, self.head_pos, memory, weight, how=self.how)
+
+    def put(self, view: LayerView) -> "Pool":
+        written = {n: self._own(getattr(view, n)) for n in self.how.writes}
+        return self.replace(pos=self._own(view.pos), memory=self.how.of_slots(self._own, view.memory), **written)
+
+    def _own(self, x: Shaped[Array, "B K P *rest"]) -> Shaped[Array, "B P *rest"]:
+        """Of an array with the pool's slots in every head, each slot's entry of the head that owns it."""
+        index = self.owner[:, None]
+        return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 3)), 1)[:, 0]
+
+    def append(
+        self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], pos: Int[Array, "B T"], *, grow: bool = False
+    ) -> "Pool":
+        """Stores new rows in dead slots that their heads own.
+
+        Raises:
+          ValueError: `grow`, since a pool has the slots that it has.
+        """
+        if grow:
+            raise ValueError("a pool does not grow; read the rest of the prompt before its last eviction")
+        return apart(self.how.mesh, Pool._filled, self, k, v, pos, axes=self.axes)
+
+    def _filled(self, k: Array, v: Array, pos: Array) -> "Pool":
+        """With new rows in dead slots."""
+        rows = pos.shape[1]
+        slot = dead_slots(self._mine() & (self.pos == EMPTY)[:, None], pos)
+        at = (jnp.arange(len(k))[:, None, None], slot) if rows > 1 else (jnp.arange(len(k))[:, None], slot[..., 0])
+        write = lambda x, new: x.at[at].set(jnp.asarray(new).astype(x.dtype), mode="drop", unique_indices=rows == 1)
+        row = lambda x: x if rows > 1 else x[:, :, 0]
+        blank = lambda x: write(x, 0)
+        pos = write(self.pos, row(jnp.broadcast_to(pos[:, None], (*self.ends.shape, rows))))
+        weight = None if self.log_weight is None else blank(self.log_weight)
+        k, v = write(self.k, row(k)), write(self.v, row(v))
+        return self.replace(k=k, v=v, pos=pos, memory=self.how.of_slots(blank, self.memory), log_weight=weight)
+
+    def keys(self, rotate: Rotate) -> Float[Array, "B P H"]:
+        """Keys as queries meet them: rotated."""
+        if self.how.positions != "rank":
+            return self.k
+        owner, start = self.owner, jnp.pad(self.ends[:, :-1], ((0, 0), (1, 0)))
+        order = jnp.lexsort((jnp.where(self.pos == EMPTY, LAST, self.pos), owner), axis=-1)  # heads stay in their slots
+        rank = jnp.argsort(order, axis=-1) - jnp.take_along_axis(start, owner, axis=1)
+        turned = rotate(self.k[:, None], jnp.where(self.pos == EMPTY, 0, rank)[:, None])
+        return turned[:, 0].astype(self.k.dtype)
+
+    def bias(self, group: int, slopes: Any = None) -> Float[Array, "B G P"] | None:
+        """The log weight of each slot for the G query heads of its owner, without `slopes`: `attend` adds those."""
+        if self.log_weight is None:
+            return None
+        return jnp.broadcast_to(self.log_weight[:, None], (len(self.pos), group, self.pos.shape[1]))
+
+    def attend(
+        self,
+        q: Float[Array, "B N T H"],
+        pos: Int[Array, "B T"],
+        statistics: tuple[Columns, ...] = (),
+        reads: Reads | None = None,
+        *,
+        rotate: Rotate,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+        slopes: Any = None,
+    ) -> Attention:
+        """Attention of rows; statistics "B K ... P" are 0 in the slots of other heads.
+
+        A decode row reads the pool itself. Several rows, indices of slots and ALiBi read the view, where every head has
+        P slots.
+        """
+        reads, K, how = reads or Reads(), self.ends.shape[1], {"scale": scale, "softcap": softcap, "window": window}
+        indices = reads.visible is not None and reads.visible.dtype != bool
+        if q.shape[2] > 1 or indices or slopes is not None:
+            return self.view().attend(q, pos, statistics, reads, rotate=rotate, slopes=slopes, **how)
+        mine = self._mine()
+        read, bias = self._of_row(pos, reads, mine, q.shape[1] // K)
+
+        def attention(q, k, v, owner, pos, read, statistics, bias) -> Attention:
+            numbers = {"num_kv_heads": K, "in_order": True, "bias": bias}
+            return pooled_attention(q, k, v, owner, pos, read, statistics, **numbers, **how)
+
+        rows = q, self.keys(rotate), self.v, self.owner, pos, read, statistics, bias
+        found = apart(self.how.mesh, attention, *rows, axes=self.axes)
+
+        def spread(spec: Columns, x: Array) -> Array:
+            x = jnp.where(mine.reshape(len(mine), K, *(1,) * (x.ndim - 2), -1), x[:, None], 0.0)
+            return x.reshape(len(x), -1, *x.shape[3:]) if spec.group is None else x
+
+        return dataclasses.replace(found, columns=tuple(map(spread, statistics, found.columns)))
+
+    def _of_row(self, row: Array, reads: Reads, mine: Array, group: int) -> tuple[Array, Array | None]:
+        """(positions of the slots that one row "B 1" reads, what is added to their logits "B G P")."""
+        read, bias = self.pos, self.bias(group)
+        read = read if reads.visible is None else jnp.where((reads.visible & mine).any(1), read, EMPTY)
+        read = read if reads.until is None else jnp.where(row < self._own(reads.until), read, EMPTY)
+        if reads.log_weight is None:
+            return read, bias
+        own = lambda x: self._own(jnp.broadcast_to(x, mine.shape))
+        more = jnp.where(row - self.pos >= own(reads.delay), own(reads.log_weight), 0.0)[:, None]
+        return read, jnp.broadcast_to(more, (len(more), group, more.shape[2])) + (0.0 if bias is None else bias)
+
+    def compact(self, capacity: int) -> Storage:
+        return self.view().compact(capacity)
+
+
+def to_pool(kv: Layer, capacity: int, most: Int[Array, "B K"]) -> Pool:
+    """The live slots of all heads in one pool.
+
+    Args:
+      kv: the layer.
+      capacity: slots of the pool.
+      most: tokens to which each head will grow. Its slots are reserved if they all fit; the rest is divided evenly.
+
+    Raises:
+      ValueError: the layer has dropped key channels.
+    """
+    if kv.channels is not None:
+        there, here = kv.v.shape[-1], kv.channels.shape[-1]
+        raise ValueError(f"a pool stores all {there} key channels, but this layer keeps {here}; use pool=False")
+    (B, K, S), live = kv.pos.shape, kv.num_live
+    ends, order = _ends(live, capacity, most), in_order(kv.pos)
+    start = jnp.pad(ends[:, :-1], ((0, 0), (1, 0)))
+    nth = jnp.arange(S)[None, None]
+    place = jnp.where(nth < live[..., None], start[..., None] + nth, capacity)
+    slot = (jnp.arange(K)[None, :, None] * S + order).reshape(B, -1)
+    source = jnp.full((B, capacity), K * S).at[jnp.arange(B)[:, None], place.reshape(B, -1)].set(slot, mode="drop")
+
+    def move(x: Array, fill: int = 0) -> Array:
+        x = x.reshape(B, K * S, *x.shape[3:])
+        index = source.reshape(source.shape + (1,) * (x.ndim - 2))
+        found = jnp.take_along_axis(x, jnp.minimum(index, K * S - 1), 1)
+        return jnp.where(index < K * S, found, jnp.asarray(fill, x.dtype))
+
+    weight = None if kv.log_weight is None else move(kv.log_weight)
+    k, v, pos, ends = move(kv.k), move(kv.v), move(kv.pos, EMPTY), ends.astype(jnp.int32)
+    return Pool(k, v, pos, ends, kv.how.of_slots(move, kv.memory), weight, kv.how).laid_out()
+
+
+def _ends(live: Int[Array, "B K"], capacity: int, most: Int[Array, "B K"]) -> Int[Array, "B K"]:
+    """Where the slots of each head end, for heads of `live` tokens that grow to `most` if there is room for all."""
+    K = live.shape[1]
+    free = capacity - live.sum(-1, keepdims=True)
+    room = jnp.maximum(most - live, 0)
+    room = jnp.where(room.sum(-1, keepdims=True) <= free, room, 0)
+    rest = free - room.sum(-1, keepdims=True)
+    room = room + rest // K + (jnp.arange(K)[None] < rest % K).astype(jnp.int32)
+    return jnp.cumsum(live + room, -1)

@@ -1,0 +1,166 @@
+"""What a layer's storage must offer to policies and drivers."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.contract import EMPTY, LayerView, Reads, Rotate, value
+from kvjax.pallas_kernels.columns import Attention, Columns
+from kvjax.storage.mesh import AXES, laid_out
+
+S = TypeVar("S", bound="Storage")
+
+
+@value
+class Keeps:
+    """What is static about a stored layer.
+
+    Attributes:
+      positions, sinks: where keys are rotated to, as in `Layout`.
+      writes: what the layer's policy may change of a slot.
+      per_head: for each leaf of the memory, whether it belongs to heads and not to slots.
+      mesh: the devices that share the layer; None for one.
+    """
+
+    positions: str = "original"
+    sinks: int = 0
+    writes: tuple[str, ...] = ()
+    per_head: tuple[bool, ...] = ()
+    mesh: Mesh | None = None
+
+    def of_slots(self, change: Callable[[Array], Array], memory: Any) -> Any:
+        """The memory with `change` applied to each array that belongs to slots."""
+        leaves, tree = jax.tree.flatten(memory)
+        return tree.unflatten(x if own else change(x) for x, own in zip(leaves, self.per_head, strict=bool(leaves)))
+
+
+@value
+class Storage(abc.ABC):
+    """One layer's cache. It also has the fields `memory`, `log_weight` and `channels`, as in `Layer`.
+
+    Attributes:
+      k, v: keys and values.
+      pos: the position in the text of each slot's token, `EMPTY` for a dead slot.
+      axes: those of a mesh that the first axes of all arrays lie on.
+    """
+
+    axes: ClassVar[tuple[str, ...]] = AXES
+
+    k: Float[Array, "B *slots _"]
+    v: Float[Array, "B *slots H"]
+    pos: Int[Array, "B *slots"]
+
+    @property
+    @abc.abstractmethod
+    def how(self) -> Keeps:
+        """What is static about the layer."""
+
+    @property
+    @abc.abstractmethod
+    def head_pos(self) -> Int[Array, "B K _"]:
+        """The positions of the tokens that each head holds, `EMPTY` elsewhere."""
+
+    @property
+    @abc.abstractmethod
+    def num_live(self) -> Int[Array, "B K"]:
+        """Tokens that each head holds."""
+
+    @property
+    @abc.abstractmethod
+    def room(self) -> Int[Array, "B K"]:
+        """Slots of each head that hold no token."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(x.nbytes for x in jax.tree.leaves(self))
+
+    @abc.abstractmethod
+    def view(self) -> Any:
+        """The `Layer` that policies see."""
+
+    @abc.abstractmethod
+    def put(self, view: LayerView) -> "Storage":
+        """The storage after a policy changed the view's positions, memory, channels and what it writes."""
+
+    @abc.abstractmethod
+    def append(
+        self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], pos: Int[Array, "B T"], *, grow: bool
+    ) -> "Storage":
+        """Stores new rows, in new slots (`grow`) or in dead ones. A row at `EMPTY` is padding."""
+
+    def places(self, pos: Int[Array, "B T"]) -> Int[Array, "B _ T"]:
+        """Where the queries of rows that were just stored are rotated to; the second axis is K or 1."""
+        if self.how.positions != "rank":
+            return pos[:, None]
+        before = self.num_live - (pos != EMPTY).sum(-1, keepdims=True)
+        rank = before[..., None] + jnp.cumsum(pos != EMPTY, axis=-1)[:, None] - 1
+        return jnp.where(pos[:, None] == EMPTY, EMPTY, rank)
+
+    @abc.abstractmethod
+    def keys(self, rotate: Rotate) -> Float[Array, "B *heads S H"]:
+        """Keys as queries meet them: rotated, with zeros for channels that were dropped."""
+
+    @abc.abstractmethod
+    def bias(self, group: int, slopes: Any = None) -> Float[Array, "B _ _"] | None:
+        """What is added to the logits of each slot: log weights and ALiBi's slopes "N".
+
+        Args:
+          group: query heads of a kv head.
+          slopes: ALiBi's, None without it.
+        """
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        q: Float[Array, "B N T H"],
+        pos: Int[Array, "B T"],
+        statistics: tuple[Columns, ...] = (),
+        reads: Reads | None = None,
+        *,
+        rotate: Rotate,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+        slopes: Any = None,
+    ) -> Attention:
+        """Attention of rows, and statistics of what each slot received.
+
+        Args:
+          q: rotated queries.
+          pos: positions of the rows.
+          statistics: what is measured.
+          reads: what the rows read, None for all live slots.
+          rotate: the rotary embedding, for keys that are stored unrotated.
+          scale, softcap, window: as in `pallas_kernels.attention`.
+          slopes: ALiBi's.
+        """
+
+    @abc.abstractmethod
+    def compact(self, capacity: int) -> "Storage":
+        """The live slots in `capacity` slots of each head, ordered by position. This is what frees memory."""
+
+    def replace(self: S, **fields: Any) -> S:
+        """The same storage with other fields."""
+        this: Any = self
+        return dataclasses.replace(this, **fields)
+
+    def laid_out(self: S) -> S:
+        """The same storage, where its mesh has it."""
+        return laid_out(self, self.how.mesh, self.axes)
+
+    def take(self: S, rows: Any) -> S:
+        """The sequences `rows`, in that order."""
+        return jax.tree.map(lambda x: x[rows], self)
+
+    def where(self: S, active: Bool[Array, "B"], old: S) -> S:
+        """This storage for active sequences and `old` for others, whose dead slots may hold anything."""
+        pick = lambda x, y: jnp.where(active.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
+        names = {"pos", "memory"} | set(self.how.writes)
+        return self.replace(**{n: jax.tree.map(pick, getattr(self, n), getattr(old, n)) for n in sorted(names)})

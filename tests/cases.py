@@ -1,0 +1,346 @@
+"""Every method, variant and composition: name -> function `(budget, sizes) -> policy`.
+
+The budget is a number of tokens or a share of the prompt; sizes are those of a model.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from kvjax import budgets, methods, observe
+from kvjax.budgets import STEP, Schedule
+from kvjax.compose import across
+from kvjax.contract import Layout
+from kvjax.methods import easykv, kvpress, variants
+from kvjax.scores.attention import Accumulated
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """L layers of N query and K kv heads of width H, D numbers a token; and arrays drawn for them, always the same."""
+
+    L: int
+    N: int
+    K: int
+    H: int
+    D: int
+
+    def normal(self, seed: int, *shape: int) -> np.ndarray:
+        """Numbers around 0."""
+        return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+    def shares(self, heads: int) -> np.ndarray:
+        """Numbers in (0, 1) "L heads"."""
+        return np.random.default_rng(7).random((self.L, heads)).round(3) * 0.9 + 0.05
+
+    @functools.cached_property
+    def covariance(self) -> np.ndarray:
+        """Positive matrices "L N H H"."""
+        x = self.normal(3, self.L, self.N, self.H, self.H)
+        return np.einsum("lnij,lnkj->lnik", x, x) / np.float32(self.H)
+
+    @functools.cached_property
+    def hidden(self) -> Callable[..., Any]:
+        """A score of hidden states."""
+        out, bias = jnp.asarray(self.normal(4, self.L, self.D, self.K)), jnp.asarray(self.normal(5, self.L, self.K))
+        return lambda x, layer: x @ out[layer] + bias[layer][None, None]
+
+    def labels(self, first: str, then: str) -> list[str]:
+        """Of layers in turn."""
+        return [first, then] * (self.L // 2) + [first] * (self.L % 2)
+
+    def head_labels(self, first: str, then: str) -> list[list[str]]:
+        """Of kv heads, the first head of every layer under `first`."""
+        return [[first] + [then] * (self.K - 1)] * self.L
+
+
+def _plain(method, **options):
+    """A method with these options."""
+    return lambda b, s: method(b, **options)
+
+
+def _first_channel(kv, stats, ctx):
+    return -jnp.abs(kv.k[..., 0])
+
+
+def _attended(kv, stats, ctx):
+    """What slots received, and a little more for being late."""
+    return stats[observe.Rows()] + kv.pos.astype(jnp.float32) * jnp.float32(0.01)
+
+
+METHODS = {
+    "full": lambda b, s: methods.full(),
+    "key_attention": _plain(methods.key_attention),
+    "h2o": _plain(methods.h2o),
+    "h2o_max": lambda b, s: variants.grouped(methods.h2o(b), "max"),
+    "mas": lambda b, s: replace(methods.mas(b), recent=2),
+    "mas_sinks": lambda b, s: replace(variants.since(variants.of_later_rows(methods.mas(b)), 3), sinks=1),
+    "aqas": _plain(methods.aqas),
+    "roco": _plain(methods.roco),
+    "roco_scope": lambda b, s: replace(variants.of_later_rows(methods.roco(b, scope=5)), sinks=2, recent=1),
+    "tova": _plain(methods.tova),
+    "tova_by_head": _plain(variants.tova_by_head),
+    "keyformer": _plain(methods.keyformer),
+    "keyformer_per_key": _plain(variants.keyformer_drawn, per="key", noise="gaussian", tau=(1.5, 2.0)),
+    "keyformer_no_noise": _plain(variants.keyformer_drawn, noise="none"),
+    "keyformer_constant": _plain(variants.keyformer_drawn, noise="constant"),
+    "keyformer_rank": lambda b, s: replace(methods.keyformer(b, recent=3), layout=Layout(positions="rank")),
+    "ahakv": _plain(methods.ahakv, recent=3),
+    "scissorhands": _plain(methods.scissorhands, history=6, recent=3),
+    "scissorhands_long": _plain(methods.scissorhands, recent=3),
+    "r_kv": _plain(methods.r_kv, window=3, kernel=3, buffer=2),
+    "window": _plain(methods.window),
+    "window_sinks": lambda b, s: replace(methods.window(b), sinks=2),
+    "streaming_llm": _plain(methods.streaming_llm, sinks=2),
+    "streaming_llm_original": lambda b, s: replace(methods.streaming_llm(b, sinks=2), layout=Layout()),
+    "random": _plain(methods.random),
+    "dilated_window": _plain(methods.dilated_window),
+    "dilated_window_anchored": _plain(variants.dilated_window_anchored, dilation=2),
+    "knorm": _plain(methods.knorm),
+    "keydiff": _plain(methods.keydiff),
+    "lagkv": _plain(methods.lagkv, lag=4, sinks=2),
+    "curdkv": _plain(methods.curdkv, partition=4, sinks=2),
+    "expected_attention": _plain(methods.expected_attention, horizon=8, sinks=2, eps=0.02),
+    "capkv": _plain(methods.capkv, horizon=8, sinks=2),
+    "compactor": _plain(methods.compactor, chunk=6, sketch=6, sinks=2, recent=2),
+    "compactor_blend": _plain(methods.compactor, chunk=6, sketch=None, sinks=2, recent=2, blend=0.7),
+    "q_filters": lambda b, s: methods.q_filters(b, s.normal(1, s.L, s.K, s.H)),
+    "kvzap": lambda b, s: methods.kvzap(b, s.hidden, recent=3),
+    "kvzap_threshold": lambda b, s: methods.kvzap(b, s.hidden, recent=3, threshold=0.5),
+    "snapkv": _plain(methods.snapkv, window=4, kernel=3),
+    "snapkv_average": _plain(methods.snapkv, window=4, kernel=5, pooling="avg"),
+    "pyramidkv": _plain(methods.pyramidkv, beta=5, window=3, kernel=3),
+    "ada_half": _plain(methods.ada_snapkv, window=3, kernel=3),
+    "ada_snapkv": _plain(methods.ada_snapkv, window=4, kernel=3, alpha=0.7),
+    "ada_snapkv_dense": lambda b, s: replace(methods.ada_snapkv(b, window=4, kernel=3, alpha=0.7), layout=Layout()),
+    "ada_pyramid": _plain(methods.ada_pyramid, alpha=0.7, beta=4, window=3, kernel=3),
+    "headkv": lambda b, s: methods.headkv(b, s.shares(s.K), window=3, kernel=3),
+    "criticalkv": lambda b, s: methods.criticalkv(methods.snapkv(b, window=4, kernel=3)),
+    "criticalkv_first": lambda b, s: methods.criticalkv(methods.snapkv(b, window=4, kernel=3), first=0.25, eps=0.1),
+    "chunkkv": lambda b, s: methods.chunkkv(methods.snapkv(b, window=4, kernel=3), size=3),
+    "simlayerkv": lambda b, s: replace(methods.simlayerkv(0.45, sinks=2, recent=4), budget=b),
+    "simlayerkv_lazy": lambda b, s: replace(methods.simlayerkv(0.1, sinks=2, recent=4), budget=b),
+    "cake": _plain(methods.cake, window=3, kernel=3),
+    "lava": _plain(methods.lava, window=3, kernel=3),
+    "defensivekv": _plain(methods.defensivekv, window=3, kernel=3),
+    "layer_defensivekv": _plain(methods.layer_defensivekv, window=3, kernel=3, mass=0.8),
+    "nacl": _plain(methods.nacl),
+    "nacl_given": _plain(methods.nacl, recent=2, proxies=3, random=2),
+    "nacl_begin": _plain(variants.nacl_both_ends, recent=2, proxies=3, random=2, begin=4),
+    "finch": _plain(methods.finch, window=4),
+    "finch_chunks": _plain(methods.finch, window=4, chunk=6),
+    "think": lambda b, s: methods.think(0.5, rows=4),
+    "quest": _plain(methods.quest, size=4, dense=1),
+    "duo_attention": lambda b, s: methods.duo_attention(s.shares(s.K), sinks=2, recent=5),
+    "duo_attention_threshold": lambda b, s: methods.duo_attention(
+        s.shares(s.K), streaming=(s.shares(s.K) < 0.6).mean(), sinks=2, recent=5
+    ),
+    "fastgen": lambda b, s: methods.fastgen(range(3), range(3, 90), recovery=0.65),
+}
+
+VARIANTS = {
+    "h2o_next_step_mask": _plain(variants.h2o_next_step_mask),
+    "h2o_factory": _plain(variants.h2o_factory, window=3),
+    "scissorhands_by_position": _plain(variants.scissorhands_by_position, history=6, recent=3),
+    "scissorhands_factory": _plain(variants.scissorhands_factory, sinks=2, recent=3),
+    "random_run": lambda b, s: replace(variants.random_run(b), sinks=2),
+    "random_shared": lambda b, s: replace(variants.random_shared(b), sinks=1, recent=2),
+    "window_of_generated": _plain(variants.window_of_generated),
+    "streaming_llm_factory": _plain(variants.streaming_llm_factory),
+    "knorm_factory": _plain(variants.knorm_factory),
+    "tova_easykv": _plain(variants.tova_easykv, recent=3),
+    "roco_easykv": _plain(variants.roco_easykv, recent=2, sinks=2, prefix=5),
+    "mas_of_later_rows": lambda b, s: variants.of_later_rows(methods.mas(b)),
+    "nacl_from_all": _plain(variants.nacl_drawn, among="all", recent=2, proxies=3, random=3),
+    "nacl_uniform": _plain(variants.nacl_drawn, by="uniform", recent=2, proxies=3, random=3),
+    "nacl_normalised": _plain(variants.nacl_drawn, by="normalised", temperature=0.5, recent=2, proxies=3, random=3),
+    "nacl_interval": _plain(variants.nacl_decoding, every=3, proxies_are="all", recent=2, proxies=3, random=0),
+    "nacl_non_causal": _plain(variants.nacl_non_causal, recent=1, proxies=5, random=0),
+    "nacl_headbug": _plain(variants.nacl_headbug, recent=1, proxies=5, random=0),
+    "nacl_grouped": lambda b, s: variants.grouped(methods.nacl(b, recent=1, proxies=5, random=2), "max"),
+    "nacl_by_layer": _plain(variants.nacl_by_layer, recent=1, proxies=5, random=2),
+    "nacl_global": _plain(variants.nacl_global, recent=1, proxies=5, random=2),
+    "nacl_llama3": lambda b, s: replace(variants.nacl_llama3(b, recent=2, proxies=5, min_len=30), sinks=2),
+    "snapkv_text": _plain(variants.snapkv_text, window=3, kernel=3),
+    "snapkv_rows_pooled": _plain(variants.snapkv_text, window=3, kernel=3, outside=False),
+    "snapkv_outside_window": _plain(variants.snapkv_outside_window, window=3, kernel=3),
+    "snapkv_grouped": lambda b, s: variants.grouped(methods.snapkv(b, window=3, kernel=3), "max"),
+    "snapkv_valid_average": _plain(variants.snapkv_valid_average, window=3, kernel=5),
+    "snapkv_factory": _plain(variants.snapkv_factory, window=3),
+    "pyramidkv_factory": _plain(variants.pyramidkv_factory, beta=4, window=2, kernel=3),
+    "pyramidkv_adakv": _plain(variants.pyramidkv_adakv, beta=4, window=2, kernel=3),
+    "pyramidkv_kvpress": lambda b, s: kvpress.pyramidkv_kvpress(b, beta=3, window=2, kernel=3),
+    "ada_text": _plain(variants.ada_text, window=3, kernel=3),
+    "ada_released": _plain(variants.ada_released, window=3, kernel=3),
+    "ada_released_normalized": _plain(variants.ada_released, floor=0.5, normalize=True, window=3, kernel=3),
+    "ada_factory": _plain(variants.ada_factory, window=3, kernel=3),
+    "ada_normalized": _plain(variants.ada_normalized, alpha=1.0, window=3, kernel=3),
+    "ada_floor_then_global": lambda b, s: kvpress.kvpress_adakv(methods.snapkv(b, window=3, kernel=3), alpha=0.7),
+    "ada_global": lambda b, s: kvpress.kvpress_adakv(methods.snapkv(b, window=3, kernel=3), alpha=0.0),
+    "ada_skip": lambda b, s: variants.skipping(methods.ada_snapkv(b, window=3, kernel=3), 1),
+    "ada_pyramid_adakv": _plain(variants.ada_pyramid_adakv, window=2, kernel=3),
+    "ahakv_equation_5": _plain(variants.ahakv_equation_5, recent=3),
+    "ahakv_scaled": _plain(variants.ahakv_gain, recent=3, apply="scaled"),
+    "ahakv_floor": _plain(variants.ahakv_gain, recent=3, floor=1.0),
+    "ahakv_selected": lambda b, s: variants.ahakv_gain(b, recent=3, k=budgets.Combined("less", (b, 3))),
+    "ahakv_cache": _plain(variants.ahakv_gain, recent=3, seen="cache"),
+    "ahakv_without_gain": lambda b, s: variants.ahakv_without("gain", b, recent=3),
+    "ahakv_all_rows": lambda b, s: variants.ahakv_without("recent", b, recent=3),
+    "ahakv_pooled_score": _plain(variants.ahakv_prior, target="score", recent=3, kernel=5),
+    "ahakv_pooled_both": _plain(variants.ahakv_prior, target="both", recent=3),
+    "ahakv_prior_each_step": _plain(variants.ahakv_prior, each_step=True, recent=3),
+    "ahakv_without_prior": lambda b, s: variants.ahakv_without("prior", b, recent=3),
+    "keyformer_released": _plain(variants.keyformer_released),
+    "keyformer_share_batch": _plain(variants.keyformer_share_batch),
+    "keyformer_damped": _plain(variants.keyformer_damped, damping=0.5),
+    "keyformer_mask": _plain(variants.keyformer_mask),
+    "r_kv_released": _plain(variants.r_kv_released, window=3, kernel=3),
+    "lava_released": _plain(variants.lava_released, floor=0.6, max_ratio=3.0, window=3, kernel=3),
+    "defensivekv_released": _plain(variants.defensivekv_released, window=3),
+    "headkv_factory": lambda b, s: variants.headkv_factory(b, s.shares(s.N), window=3),
+    "cam_factory": _plain(variants.cam_factory, window=3),
+    "expected_attention_stats": lambda b, s: kvpress.expected_attention_stats(
+        b, s.normal(2, s.L, s.N, s.H), s.covariance, horizon=8, sinks=2
+    ),
+    "fastgen_port": lambda b, s: variants.fastgen_port(tuple(range(3)), tuple(range(3, 90)), recovery=0.62),
+    "quest_by_query_head": _plain(variants.quest_by_query_head, size=4, dense=1),
+}
+
+
+# Presses take the share that goes.
+KVPRESS = {
+    "kvpress_snapkv": lambda b, s: kvpress.kvpress_snapkv(1 - b, window=4),
+    "kvpress_snapkv_cut": lambda b, s: kvpress.kvpress_snapkv(1 - b, window=20),
+    "kvpress_pyramidkv": lambda b, s: kvpress.kvpress_pyramidkv(1 - b, window=12),
+    "kvpress_adakv": lambda b, s: kvpress.kvpress_adakv(kvpress.kvpress_snapkv(1 - b, window=4)),
+    "kvpress_adakv_keydiff": lambda b, s: kvpress.kvpress_adakv(kvpress.kvpress_keydiff(1 - b)),
+    "kvpress_adakv_curdkv": lambda b, s: kvpress.kvpress_adakv(kvpress.kvpress_curdkv(1 - b)),
+    "kvpress_adakv_expected_attention": lambda b, s: kvpress.kvpress_adakv(
+        kvpress.kvpress_expected_attention(1 - b, eps=0.01, horizon=9)
+    ),
+    "kvpress_criticalkv": lambda b, s: kvpress.kvpress_criticalkv(kvpress.kvpress_snapkv(1 - b, window=4)),
+    "kvpress_criticalkv_first": lambda b, s: kvpress.kvpress_criticalkv(
+        kvpress.kvpress_snapkv(1 - b, window=4), eps=0.1, first=0.25
+    ),
+    "kvpress_criticalkv_keydiff": lambda b, s: kvpress.kvpress_criticalkv(kvpress.kvpress_keydiff(1 - b), eps=0.5),
+    "kvpress_critical_adakv": lambda b, s: kvpress.kvpress_critical_adakv(
+        kvpress.kvpress_snapkv(1 - b, window=4), alpha=0.5, eps=0.01, first=0.3
+    ),
+    "kvpress_tova": lambda b, s: kvpress.kvpress_tova(1 - b),
+    "kvpress_observed_attention": lambda b, s: kvpress.kvpress_observed_attention(1 - b),
+    "kvpress_knorm": lambda b, s: kvpress.kvpress_knorm(1 - b),
+    "kvpress_lagkv_cross": lambda b, s: kvpress.kvpress_lagkv(1 - b, lag=4, sinks=2, cross=True),
+    "kvpress_streaming_llm": lambda b, s: kvpress.kvpress_streaming_llm(1 - b),
+    "kvpress_expected_attention": lambda b, s: kvpress.kvpress_expected_attention(
+        1 - b, horizon=9, sinks=2, covariance=False, value_norms=False
+    ),
+    "kvpress_capkv": lambda b, s: kvpress.kvpress_capkv(1 - b, tau=1.0, horizon=9, sinks=1),
+    "kvpress_chunkkv": lambda b, s: kvpress.kvpress_chunkkv(kvpress.kvpress_snapkv(1 - b, window=4), size=5),
+    "kvpress_random": lambda b, s: kvpress.kvpress_random(1 - b),
+    "kvpress_curdkv_key": lambda b, s: kvpress.kvpress_curdkv(1 - b, of="key"),
+    "kvpress_curdkv_mean": lambda b, s: kvpress.kvpress_curdkv(1 - b, of="mean", partition=None),
+    "kvpress_leverage": lambda b, s: kvpress.kvpress_leverage(1 - b, sketch=None),
+    "kvpress_non_causal": lambda b, s: kvpress.kvpress_non_causal(1 - b, chunk=16),
+    "kvpress_compactor": lambda b, s: kvpress.kvpress_compactor(1 - b, sinks=2, recent=1, chunk=10),
+    "kvpress_compactor_one_chunk": lambda b, s: kvpress.kvpress_compactor(1 - b, sinks=2, recent=1),
+    "kvpress_chunk": lambda b, s: kvpress.kvpress_chunk(kvpress.kvpress_knorm(1 - b), size=7),
+    "kvpress_dms": lambda b, s: kvpress.kvpress_dms(methods.knorm(1000), -2.6, recent=5),
+    "kvpress_dms_snapkv": lambda b, s: kvpress.kvpress_dms(
+        methods.snapkv(1000, window=4, kernel=5, pooling="avg"), 0.02, recent=4
+    ),
+    "kvpress_kvzap": lambda b, s: kvpress.kvpress_kvzap(1 - b, s.hidden),
+    "kvpress_simlayerkv": lambda b, s: kvpress.kvpress_simlayerkv(0.1, sinks=2, recent=9, rows=3),
+    "kvpress_simlayerkv_all": lambda b, s: kvpress.kvpress_simlayerkv(0.6, sinks=2, recent=9, rows=3),
+    "kvpress_finch": lambda b, s: kvpress.kvpress_finch(1 - b, window=4),
+    "kvpress_finch_chunk": lambda b, s: kvpress.kvpress_finch(
+        1 - b, window=4, chunk=6, normalize=False, rerotate=False
+    ),
+    "kvpress_key_rerotation": lambda b, s: kvpress.kvpress_key_rerotation(methods.snapkv(b, window=3, kernel=3)),
+    "kvpress_decoding": lambda b, s: kvpress.kvpress_decoding(methods.keydiff(b), interval=2),
+    "kvpress_cam": lambda b, s: kvpress.kvpress_cam(methods.knorm(b), interval=3),
+    "kvpress_think": lambda b, s: kvpress.kvpress_think(0.5, rows=4),
+}
+
+
+def _easykv(importance):
+    """The three modes of EasyKV's code. Budgets hold the last 10 tokens and 4 sinks that some of them keep."""
+    wide = lambda b: b if isinstance(b, float) else b + 12
+    return {
+        f"easykv_encoding_{importance}": lambda b, s: easykv.easykv_encoding(
+            importance, wide(b), stride=4, exact=False, prefix=3
+        ),
+        f"easykv_decoding_{importance}": lambda b, s: easykv.easykv_decoding(importance, wide(b)),
+        f"easykv_both_{importance}": lambda b, s: easykv.easykv_encoding_decoding(importance, wide(b)),
+    }
+
+
+COMPOSITIONS = {
+    "h2o_every_4": lambda b, s: kvjax.when(Schedule(every=4), methods.h2o(b)),
+    "tova_when_over_3": lambda b, s: kvjax.when(Schedule(over=3), methods.tova(b)),
+    "keydiff_every_step": lambda b, s: kvjax.when(STEP, methods.keydiff(b)),
+    "h2o_adaptive": lambda b, s: replace(methods.h2o(b, recent=4), heads=kvjax.Adaptive(0.5, 4.0)),
+    "h2o_at_most_twice": lambda b, s: replace(methods.h2o(b, recent=2), heads=kvjax.Adaptive(1.0, 1.2)),
+    "h2o_pooled": lambda b, s: replace(
+        methods.h2o(b, recent=4), heads=kvjax.Adaptive(0.5, 4.0), layout=Layout(pool=True)
+    ),
+    "h2o_rerotated": lambda b, s: replace(methods.h2o(b), layout=Layout(positions="rank")),
+    "h2o_pyramid": lambda b, s: replace(methods.h2o(b, recent=2), layers=kvjax.Pyramid(beta=4)),
+    "layer_table": lambda b, s: replace(
+        methods.h2o(b, recent=2), layers=budgets.LayerShares(tuple(s.shares(1)[:, 0].tolist()))
+    ),
+    "head_table": lambda b, s: replace(
+        methods.h2o(b, recent=2), heads=budgets.HeadShares(tuple(map(tuple, s.shares(s.K).tolist())))
+    ),
+    "count_above": lambda b, s: kvjax.Evict(Accumulated(observe.Rows(element="above")), b, recent=2, when=STEP),
+    "from_fn": lambda b, s: kvjax.from_fn(_first_channel, b, when=STEP),
+    "from_fn_observing": lambda b, s: kvjax.from_fn(_attended, b, observe=(observe.Rows(),)),
+    "snapkv_then_h2o": lambda b, s: kvjax.chain(methods.snapkv(b, window=4, kernel=3), methods.h2o(b, recent=4)),
+    "snapkv_then_tova": lambda b, s: kvjax.chain(methods.snapkv(b, window=4, kernel=3), methods.tova(b)),
+    "snapkv_then_think": lambda b, s: kvjax.chain(methods.snapkv(b, window=4, kernel=3), methods.think()),
+    "many_then_few": lambda b, s: kvjax.chain(methods.knorm(0.7), methods.h2o(b), methods.window(b)),
+    "partition": lambda b, s: kvjax.partition(
+        {"h": methods.h2o(b), "w": replace(methods.window(b), sinks=2)}, s.labels("h", "w")
+    ),
+    "partition_heads": lambda b, s: kvjax.partition_heads(
+        {"h": methods.h2o(b), "t": variants.tova_by_head(b)}, s.head_labels("h", "t")
+    ),
+    "partition_heads_dense": lambda b, s: kvjax.partition_heads(
+        {"f": methods.full(), "s": methods.snapkv(b, window=4, kernel=3)}, s.head_labels("f", "s"), pool=False
+    ),
+    "chain_of_partitions": lambda b, s: kvjax.chain(
+        kvjax.partition({"k": methods.knorm(0.7), "f": methods.full()}, s.labels("f", "k")), methods.tova(b)
+    ),
+    "shared_layers": lambda b, s: kvjax.shared_layers(methods.keyformer(b)),
+    "shared_layers_snapkv": lambda b, s: kvjax.shared_layers(methods.snapkv(b, window=4, kernel=3)),
+    "across_layers_entropy": lambda b, s: kvjax.across_layers(
+        methods.snapkv(b, window=4, kernel=3), across.ScoreEntropy()
+    ),
+    "across_layers_preference": lambda b, s: kvjax.across_layers(methods.knorm(b), across.Preference(3, 1.6, 0.6)),
+    "across_layers_top_scores": lambda b, s: kvjax.across_layers(
+        replace(methods.snapkv(b, window=4, kernel=3), heads=kvjax.Adaptive(1.0)), across.by_top_scores
+    ),
+}
+
+EASYKV = {
+    name: row
+    for importance in ("roco", "mas", "h2o", "tova", "recency", "random")
+    for name, row in _easykv(importance).items()
+}
+CASES: dict[str, Callable[..., Any]] = METHODS | VARIANTS | KVPRESS | EASYKV | COMPOSITIONS
+
+# Those whose layers differ. Where one decision is made for all of them, the first one's numbers decide draws.
+SHARED = {"nacl_global", "shared_layers", "shared_layers_snapkv"}
+BY_LAYER = {
+    *("pyramidkv", "ada_pyramid", "headkv", "q_filters", "kvzap", "kvzap_threshold", "quest", "duo_attention"),
+    *("duo_attention_threshold", "knorm_factory", "pyramidkv_factory", "pyramidkv_adakv", "pyramidkv_kvpress"),
+    *("ada_skip", "ada_pyramid_adakv", "headkv_factory", "expected_attention_stats", "quest_by_query_head"),
+    *("kvpress_pyramidkv", "kvpress_kvzap", "h2o_pyramid", "layer_table", "head_table", "partition"),
+    *("partition_heads", "partition_heads_dense", "chain_of_partitions"),
+}
+assert set(CASES) >= SHARED | BY_LAYER

@@ -1,0 +1,317 @@
+"""Counts, and how a budget is divided over layers and heads, beside plain formulations."""
+
+import functools
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import methods
+from kvjax.budgets import Above, Combined, Even, HeadShares, LayerShares, Of, Pyramid, Share, Times, apportion
+from kvjax.contract import LayerInfo, Slots, resolve
+from kvjax.methods import kvpress, variants
+from kvjax.methods.counts import FloorPyramid, FloorThenGlobal
+from kvjax.storage import Layer
+from tests.by_hand import moment
+
+traced_apportion = jax.jit(functools.partial(apportion, xp=jnp))
+
+
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.given(st.data())
+def test_apportion_is_exact_and_respects_limits(data):
+    m, total = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 400))
+    weights = np.array(data.draw(st.lists(st.floats(0.01, 10), min_size=m, max_size=m)))
+    limits = np.array(data.draw(st.lists(st.integers(0, 200), min_size=m, max_size=m)))
+    shares = weights / weights.sum() * total
+    whole = apportion(shares, limits)
+    assert whole.sum() == min(total, limits.sum())
+    assert (whole <= limits).all()
+    assert (whole >= 0).all()
+    if (shares <= limits).all():
+        assert (np.abs(whole - shares) < 1).all()
+    pad = lambda x: np.pad(x, (0, 12 - m))  # of any example: other sizes would compile anew
+    traced = np.asarray(traced_apportion(jnp.asarray(pad(shares), jnp.float32), jnp.asarray(pad(limits))))
+    assert traced.sum() == min(total, limits.sum())
+    assert (traced <= pad(limits)).all()
+    assert (np.abs(traced[:m] - whole) <= 1).all()  # float32 may round another near-tie up
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.given(
+    beta=st.floats(1, 60), average=st.integers(1, 3000), limit=st.integers(1, 6000), num_layers=st.integers(1, 80)
+)
+def test_a_pyramid_has_the_total_of_equal_parts(beta, average, limit, num_layers):
+    limit = max(limit, average)
+    for outside in (0, 8):
+        sizes = np.array([average]), np.array([limit]), num_layers, np.array([outside])
+        layers = Pyramid(beta)(*sizes)[0]
+        assert layers.sum() == Even()(*sizes).sum() == average * num_layers
+        assert layers.max() <= limit
+        assert (np.diff(layers) <= 1).all()  # falls, up to rounding
+        assert layers.min() >= int(outside == 0)
+
+
+def slots_of(candidates, hparams=()):
+    """Of candidates "B K S", in the order of their positions."""
+    candidates = jnp.asarray(candidates)
+    pos = jnp.broadcast_to(jnp.arange(candidates.shape[-1], dtype=jnp.int32), candidates.shape)
+    zeros = jnp.zeros((*pos.shape, 8))
+    return Slots(
+        Layer(zeros, zeros, pos), {}, moment(None, 1, prompt=1), candidates, jnp.zeros_like(candidates), (), hparams
+    )
+
+
+divide = jax.jit(lambda heads, score, average, slots: heads(score, average, slots), static_argnums=0)
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(
+    alpha=st.sampled_from([0.0, 0.3, 1.0]),
+    average=st.integers(1, 15),
+    seed=st.integers(0, 50),
+    cap=st.sampled_from([1.0, 1.6, 6.0]),
+)
+def test_heads_that_compete_have_the_total_of_equal_parts(alpha, average, seed, cap):
+    rng = np.random.default_rng(seed)
+    score = jnp.asarray(rng.random((2, 3, 20)) ** rng.uniform(0.5, 8, (2, 3, 1)), jnp.float32)
+    heads = kvjax.Adaptive(alpha, cap)
+    budgets = np.asarray(divide(heads, score, jnp.full((2,), average), slots_of(rng.random(score.shape) < 0.9)))
+    assert (budgets.sum(-1) == 3 * average).all()
+    assert budgets.min() >= int(alpha < 1)
+    most = heads.most(np.array([average]), np.array([20]), LayerInfo(0, 1, 3, 3, 8, 20, 0))[0]
+    assert budgets.max() <= max(most, average)
+
+
+def own(score, candidates, total):
+    """How many of the `total` best of the layer are each head's: all (score, head) pairs, sorted."""
+    pairs = [(score[k, s], k) for k in range(len(score)) for s in np.flatnonzero(candidates[k])]
+    pairs.sort(key=lambda pair: (-pair[0], pair[1]))
+    return np.bincount([k for _, k in pairs[:total]], minlength=len(score)).tolist()
+
+
+def floor_then_global(score, average, outside, alpha):
+    """Protected tokens stand above all others, and take part in each head's safe set and in the layer's total."""
+    floor = max(int((average + outside) * alpha), int(alpha > 0))
+    kept, rest = [], []
+    for k, row in enumerate(score):
+        row = [math.inf] * outside + sorted(row, reverse=True)
+        kept.append(max(floor, outside))
+        rest += [(s, k) for s in row[kept[k] :]]
+    rest.sort(key=lambda pair: (-pair[0], pair[1]))
+    for _, k in rest[: len(score) * (average + outside) - sum(kept)]:
+        kept[k] += 1
+    return [n - outside for n in kept]
+
+
+def peaked(seed, K, S):
+    """Rows of very different concentration, like those of a softmax."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(K, S)) * rng.uniform(0.2, 4.0, (K, 1))
+    p = np.exp(x - x.max(1, keepdims=True))
+    return (p / p.sum(1, keepdims=True)).astype(np.float32)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_competition_is_the_global_top_k(seed):
+    score, candidates = peaked(seed, 3, 17), np.random.default_rng(seed).random((3, 17)) < 0.9
+    for average in (1, 5, 8):
+        found = divide(
+            kvjax.Adaptive(1.0), jnp.asarray(score)[None], jnp.asarray([average]), slots_of(candidates[None])
+        )
+        assert found[0].tolist() == own(score, candidates, 3 * average)
+
+
+@pytest.mark.parametrize("outside", [0, 3])
+@pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5, 0.7, 1.0])
+def test_a_floor_and_then_the_global_top_k(alpha, outside):
+    heads, info = FloorThenGlobal(alpha), LayerInfo(0, 1, 3, 3, 8, 17, 0)
+    for seed in range(3):
+        score, average = peaked(seed, 3, 17), 5
+        own = heads.hparams(info, np.array([17]), np.array([average + outside]))
+        slots = slots_of(np.ones((1, 3, 17), bool), own)
+        found = divide(heads, jnp.asarray(score)[None], jnp.asarray([average]), slots)[0].tolist()
+        wanted = floor_then_global(score, average, outside, alpha)
+        assert found == wanted or outside == 0 < alpha  # a head without a safe token gets one all the same
+        assert sum(found) == 3 * average
+
+
+def test_equal_remainders_go_to_the_head_with_the_best_score_and_of_these_to_the_first():
+    score = jnp.ones((1, 3, 8)).at[0, 2, 4].set(2.0)
+    every = slots_of(np.ones((1, 3, 8), bool))
+    shares = lambda score: divide(kvjax.Adaptive(0.5), score, jnp.asarray([2]), every)[0].tolist()
+    assert sum(shares(score)) == 6
+    assert shares(jnp.ones((1, 3, 8))) == [4, 1, 1]  # 3.5, 1.5 and 1
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+def largest_remainders(shares):
+    whole = [math.floor(s + 1e-9) for s in shares]
+    order = sorted(range(len(shares)), key=lambda i: (-(shares[i] - whole[i]), i))
+    for i in order[: round(sum(shares)) - sum(whole)]:
+        whole[i] += 1
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("weights", "average"), [((1, 2, 5, 4), 10), ((0.1, 0.25, 0.65), 7), ((3,), 5), ((1, 0, 2), 9)]
+)
+def test_tables_are_rounded_by_largest_remainders(weights, average):
+    L, limit, outside = len(weights), np.array([100]), np.array([0])
+    plain = largest_remainders([average * L * w / sum(weights) for w in weights])
+    for scale in (1, 7):
+        table = LayerShares(tuple(scale * w for w in weights))
+        assert table(np.array([average]), limit, L, outside).tolist() == [plain]
+    info = LayerInfo(1, 2, L, L, 8, 60, 0)
+    heads = HeadShares(((1.0,) * L, tuple(map(float, weights))))
+    slots = slots_of(np.ones((1, L, 60), bool), heads.hparams(info, np.array([60]), np.array([average])))
+    assert divide(heads, jnp.zeros((1, L, 60)), jnp.asarray([average]), slots)[0].tolist() == plain
+    assert (
+        max(plain)
+        <= heads.most(np.array([average]), limit, info)[0]
+        == math.ceil(average * L * max(weights) / sum(weights) - 1e-9)
+    )
+
+
+def test_a_table_within_what_exists():
+    table = lambda limit: LayerShares((8.0, 1.0, 3.0))(np.array([6]), np.array([limit]), 3, np.array([1])).tolist()
+    assert [table(100), table(10), table(6)] == [[[12, 2, 4]], [[10, 2, 6]], [[6, 6, 6]]]
+    heads, info = HeadShares(((3.0, 1.0),)), LayerInfo(0, 1, 2, 2, 8, 40, 0)
+    candidates = np.ones((1, 2, 40), bool)
+    candidates[0, 0, 11:] = False
+    slots = slots_of(candidates, heads.hparams(info, np.array([40]), np.array([10])))
+    assert divide(heads, jnp.zeros((1, 2, 40)), jnp.asarray([10]), slots)[0].tolist() == [11, 9]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Pyramid(0.5), "beta=0.5: the last layer gets 1 / beta of the average, so give 1 or more"),
+        (lambda: kvjax.Adaptive(1.5), "alpha=1.5 is a share of the budget"),
+        (lambda: kvjax.Adaptive(0.5, 0.2), "max_ratio=0.2: heads cannot all get less than the average"),
+        (lambda: kvjax.Adaptive(0.5, math.nan), "max_ratio=nan"),
+        (lambda: Share(1.5), "a share of the budget lies between 0 and 1, not at 1.5"),
+        (lambda: Share(math.nan), "not at nan"),
+        (lambda: methods.h2o(0), "a budget of 0 tokens is none; attention needs at least 1 token"),
+        (lambda: methods.h2o(0.0), "a budget of 0.0 of the prompt is none; attention needs at least 1 token"),
+        (lambda: methods.h2o(-3), "a count of -3 tokens is negative; give 0 or more"),
+        (lambda: methods.h2o(1.5), "1.5 is not a share of the prompt, between 0 and 1; a number of tokens is an int"),
+        (lambda: methods.h2o(math.nan), "nan is not a share of the prompt"),
+        (lambda: methods.h2o(True), "True is not a count"),
+        (lambda: methods.h2o("8"), "'8' is not a count"),
+        (lambda: resolve(Share(0.5), np.array([4])), r"a budget cannot be Share\(0.5\) of itself"),
+        (lambda: methods.headkv(8, [[0.0]]), "none below 0 and one at least above"),
+        (lambda: methods.headkv(8, [[1.0]], beta=0.5), "beta=0.5 makes heads give up more than they have"),
+        (
+            lambda: LayerShares((1.0, 2.0))(*(np.array([4]),) * 2, 3, np.array([0])),
+            "2 weights for 3 layers; give one a",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_impossible_values(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_counts():
+    n, budget = np.array([10, 100, 1000]), np.array([5, 50, 500])
+    of = lambda count: resolve(count, n, budget).tolist()
+    assert (of(7), of(0.25), of(Share(0.5))) == ([7, 7, 7], [2, 25, 250], [2, 25, 250])
+    assert (of(Of(Share(0.5), 8)), of(Times(0.5, 1.5))) == ([4, 4, 4], [7, 75, 750])
+    assert of(Combined("less", (0.5, 50))) == [0, 0, 450]
+    assert of(Combined("sum", (Share(0.5), 4))) == [6, 29, 254]
+    assert of(Combined("least", (10, Share(0.5)))) == [2, 10, 10]
+    assert of(Above(7, 10)) == [10, 7, 7]
+
+
+# ------------------------------------------------------------------------------------------------ released pyramids
+
+
+def factory(n, b, w, L, beta, uniform):
+    """Live tokens of every layer, window included, branch by branch."""
+    if n < b + w:
+        return [n] * L
+    if uniform and n < 2 * b:
+        return [b + w] * L
+    last, first = b // beta, 2 * b - b // beta
+    if first >= n - w:
+        first, last = n - w, 2 * b - (n - w)
+    return [first - layer * ((first - last) // (L - 1)) + w for layer in range(L)]
+
+
+def of_kvpress(n, kept, w, L, beta):
+    """Live tokens of every layer; `kept` is the real number of tokens to keep, and halves hang on its last digits."""
+    beside = (w + kept) - w
+    last = beside / beta
+    first = 2 * beside - last
+    if first >= n - w:
+        first, last = n - w, 2 * beside - (n - w)
+    if not n >= first >= last >= w:
+        return [round(kept)] * L
+    step = (first - last) / (L - 1)
+    return [round(first - layer * step) for layer in range(L)]
+
+
+def live(policy, n, L):
+    """Tokens of a head in every layer after a prompt."""
+    sizes = [policy.sizes(LayerInfo(i, L, 4, 2, 8, n, 0), np.array([n])) for i in range(L)]
+    assert all(s.per_head[0] >= min(s.hparams.budget[0], n) for s in sizes)
+    return [min(int(s.hparams.budget[0]), n) for s in sizes]
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+@pytest.mark.parametrize(("L", "beta"), [(32, 20), (4, 3), (2, 1), (7, 5)])
+def test_a_pyramid_of_whole_steps(uniform, L, beta):
+    make = variants.pyramidkv_factory if uniform else variants.pyramidkv_adakv
+    for budget, w in ((128, 8), (40, 16), (9, 8)):
+        policy = make(budget, beta=beta, window=w)
+        for n in (1, budget - 1, budget, budget + 1, 2 * (budget - w) - 1, 2 * (budget - w), 250, 1000):
+            if n >= 1:
+                assert live(policy, n, L) == factory(n, budget - w, w, L, beta, uniform), (budget, w, n)
+    assert FloorPyramid()(*(np.array([x]) for x in (10, 50)), 1, np.array([4])).tolist() == [[10]]
+
+
+@pytest.mark.parametrize(("L", "beta"), [(32, 20), (4, 2), (3, 1.5), (2, 1), (1, 4)])
+def test_a_pyramid_with_the_window_inside(L, beta):
+    for budget, w in ((128, 6), (60, 16), (9, 8)):
+        policy = kvpress.pyramidkv_kvpress(budget, beta=float(beta), window=w)
+        for n in (budget, budget + 1, 2 * budget - 1, 2 * budget, 250, 1000):
+            plain = [budget] if L == 1 else of_kvpress(n, budget, w, L, beta)
+            assert live(policy, n, L) == [min(n, x) for x in plain], (budget, w, n)
+
+
+def test_a_pyramid_of_a_share_with_the_window_inside():
+    for n in range(40, 400, 7):
+        for share in (0.3, 0.5, 1 - 0.45, 0.77):
+            policy = kvpress.pyramidkv_kvpress(share, beta=4.0, window=4)
+            assert live(policy, n, 5) == of_kvpress(n, n * share, 4, 5, 4.0), (n, share)
+
+
+# ------------------------------------------------------------------------------------------------ protected tokens
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: methods.ahakv(20),
+            "a budget of 20 tokens cannot hold 0 sinks and 32 recent tokens; give a budget of 32",
+        ),
+        (lambda: methods.scissorhands(8), "a budget of 8 tokens cannot hold 0 sinks and 10 recent tokens"),
+        (lambda: methods.lagkv(3), "a budget of 3 tokens cannot hold 4 sinks and 0 recent tokens"),
+        (lambda: methods.snapkv(16), "a budget of 16 tokens cannot hold 0 sinks and 32 recent tokens"),
+        (lambda: methods.snapkv(64, window=0), "0 rows vote; give a window of 1 row or more"),
+        (lambda: methods.snapkv(64, kernel=4), "a pooling kernel of 4 has no middle; give an odd one, such as 5"),
+    ],
+)
+def test_nothing_smaller_is_taken_instead(make, message):
+    with pytest.raises(ValueError, match=message):
+        live(make(), 40, 1)

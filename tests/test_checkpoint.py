@@ -1,0 +1,184 @@
+"""Stored prompts and parameters: what comes back, and what is refused."""
+
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import compose, methods, models, plan
+from kvjax.drivers import checkpoint, generation, sampling, steps
+
+TOKENS = np.random.default_rng(0).integers(0, 61, (2, 12))
+
+
+@pytest.fixture(scope="module")
+def compressed(shallow):
+    """Logits and state of a compressed prompt."""
+    return lambda policy, **how: steps.prefill(
+        *shallow, TOKENS, policy=policy, max_new_tokens=8, key=jax.random.key(3), **how
+    )
+
+
+KINDS = {
+    "h2o": lambda: methods.h2o(8),
+    "pool": lambda: methods.ada_snapkv(4, window=2),
+    "rank": lambda: methods.streaming_llm(8),
+    "rereads": lambda: methods.kvzip(8, repeat=(1, 2)),
+    "channels": lambda: methods.think(0.5),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compressed_prompt_goes_on_bit_for_bit(compressed, shallow, tmp_path, kind):
+    """Under an equal policy, rebuilt."""
+    logits, state = compressed(KINDS[kind]())
+    checkpoint.save_state(tmp_path / "state", state, policy=KINDS[kind]())
+    restored = checkpoint.load_state(tmp_path / "state", *shallow, policy=KINDS[kind]())
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    sampler = sampling.Sample(temperature=1.5)
+    found = [
+        generation.generate_from(*shallow, logits, x, max_new_tokens=8, sampler=sampler) for x in (state, restored)
+    ]
+    for x, y in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(checkpoint._plain(x), checkpoint._plain(y))
+
+
+def test_learned_parameters_and_the_slots_of_a_larger_plan_come_back(compressed, shallow, tmp_path):
+    larger = plan.make_plan(shallow[0].config, methods.h2o(10), [12, 12], 12, 8)
+    _, state = compressed(methods.h2o(8), plan=larger)
+    checkpoint.save_state(tmp_path / "state", state, policy=methods.h2o(8))
+    restored = checkpoint.load_state(tmp_path / "state", *shallow, policy=methods.h2o(8))
+    assert restored.plan == larger
+
+
+def scaled(kv, stats, ctx, *, power):
+    return (kv.k**power).sum(-1)
+
+
+def negated(kv, stats, ctx, *, power):
+    return -(kv.k**power).sum(-1)
+
+
+class Held:
+    def __call__(self, kv, stats, ctx):
+        return kv.pos
+
+
+@pytest.mark.parametrize(
+    ("make", "one", "other"),
+    [
+        (lambda power: lambda kv, stats, ctx: (kv.k**power).sum(-1), 2, 3),
+        (lambda power: lambda kv, stats, ctx, power=power: (kv.k**power).sum(-1), 2, 3),
+        (lambda power: lambda kv, stats, ctx: (kv.k**power).sum(-1), np.ones(2000), np.ones(2000) + np.eye(2000)[1000]),
+        (lambda inner: lambda kv, stats, ctx: inner(kv, stats, ctx), *(lambda *a, i=i: a[0].pos * i for i in (2, 3))),
+        (lambda inner: functools.partial(inner, power=2), scaled, negated),
+        (lambda inner: jax.jit(functools.partial(inner, power=2)), scaled, negated),
+    ],
+)
+def test_functions_that_compute_something_else_are_told_apart(make, one, other):
+    """And not those that are made anew."""
+    words = lambda held: checkpoint.described(compose.from_fn(make(held), budget=8))
+    assert words(one) == words(one) != words(other)
+    assert checkpoint.described(methods.h2o(8)) != checkpoint.described(methods.h2o(9))
+    with pytest.raises(ValueError, match="is like any other Held in another process; make it a frozen dataclass"):
+        checkpoint.described(compose.from_fn(Held(), budget=8))
+
+
+def test_parameters_come_back_where_they_are_wanted(tiny, tmp_path):
+    (model, params), path = tiny, tmp_path / "params"
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    checkpoint.save_params(path, params)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=place), model.shapes)
+    restored = checkpoint.load_params(path, like)
+    for a, b in zip(*map(jax.tree.leaves, (restored, params)), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.sharding == place
+    assert checkpoint.stored_shapes(path)["['embed_tokens']"] == "bfloat16[61, 32]"
+    with pytest.raises(ValueError, match=r"other parameters: .*, which is bfloat16\[.* there, but float32\[.* wanted"):
+        checkpoint.load_params(path, model.shapes)
+    with pytest.raises(ValueError, match="holds params, not state"):
+        checkpoint.load_state(path, *tiny, policy=methods.h2o(8))
+    with pytest.raises(ValueError, match=r"every parameter is an array, but \['a'\] is a float"):
+        checkpoint.save_params(tmp_path / "new", {"a": 1.0})
+
+
+@pytest.fixture(scope="module")
+def stored(compressed, tmp_path_factory):
+    path, state = tmp_path_factory.mktemp("stored") / "state", compressed(methods.h2o(8))[1]
+    checkpoint.save_state(path, state, policy=methods.h2o(8))
+    return path, state
+
+
+DAMAGES = {
+    "empty": lambda data: b"",
+    "cut": lambda data: data[:-4],
+    "a bit of an array": lambda data: data[:-5] + bytes([data[-5] ^ 1]) + data[-4:],
+    "a word": lambda data: data.replace(b"capacities", b"capacitieS"),
+    "another file": lambda data: b"a text",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named(stored, shallow, tmp_path, damage):
+    path = tmp_path / "state"
+    path.write_bytes(DAMAGES[damage](stored[0].read_bytes()))
+    with pytest.raises(ValueError, match=f"{path} is damaged, or no file of kvjax"):
+        checkpoint.load_state(path, *shallow, policy=methods.h2o(8))
+
+
+def test_a_file_is_replaced_in_one_step(stored, tmp_path, monkeypatch):
+    """But nothing else is. Where it cannot be written, what was there stays, and nothing beside it."""
+    _, state = stored
+    save = lambda path: checkpoint.save_state(path, state, policy=methods.h2o(8))
+    mine = tmp_path / "mine"
+    mine.write_text("a text")
+    with pytest.raises(ValueError, match="mine exists, and is no state that kvjax wrote; choose another path"):
+        save(mine)
+    mine.unlink()
+    save(mine)
+    before = mine.read_bytes()
+    save(mine)
+    assert mine.read_bytes() == before
+
+    def full(arrays, path, metadata):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match=r"mine could not be written: .*No space left"):
+        save(mine)
+    with pytest.raises(OSError, match=r"mine/new could not be written"):
+        save(mine / "new")
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+    assert mine.read_bytes() == before
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_files_take_what_they_are_for(stored, shallow, tiny, tmp_path):
+    path, state = stored
+    load = lambda path=path, model=shallow, policy=methods.h2o(8): checkpoint.load_state(path, *model, policy=policy)
+    for wrong in (None, 3, ""):
+        with pytest.raises(ValueError, match="is not the path of a file"):
+            load(wrong)
+    with pytest.raises(ValueError, match=r"there is no file .*nowhere"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="holds a state of 1 layers, but the model has 3; give the model that read"):
+        load(model=tiny)
+    other = models.ModelConfig(61, 32, 48, 1, 4, 4, 8)
+    other = models.LanguageModel(other), models.LanguageModel(other).init(jax.random.key(0))
+    with pytest.raises(ValueError, match="holds the state of another model or version: of its"):
+        load(model=other)
+    with pytest.raises(ValueError, match=r"was made under Evict\(.*budget=8.*\), not under .*budget=9.*give the same"):
+        load(policy=methods.h2o(9))
+    with pytest.raises(ValueError, match="policy is a NoneType, not a Policy"):
+        load(policy=None)
+    with pytest.raises(ValueError, match="state is a Evict, not a State"):
+        checkpoint.save_state(tmp_path / "new", methods.h2o(8), policy=methods.h2o(8))
+    with pytest.raises(ValueError, match=r"the state was not read under .*; give that"):
+        checkpoint.save_state(tmp_path / "new", state, policy=methods.tova(8))
+    empty = steps.start(shallow[0], policy=methods.h2o(8), lengths=[12, 12], max_new_tokens=8)
+    with pytest.raises(ValueError, match="holds no prompt that was read to its end"):
+        checkpoint.save_state(tmp_path / "new", empty, policy=methods.h2o(8))

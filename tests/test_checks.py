@@ -1,0 +1,151 @@
+"""What users give is checked before anything is traced; what drivers refuse is tested with them."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import methods, models
+from kvjax.drivers.checks import check_prompts
+from kvjax.drivers.generation import generate
+from kvjax.methods import variants
+from tests import tensors
+
+IDS = np.asarray(tensors.token_ids(2, 24))
+FASTGEN, STEPWISE = methods.fastgen((1,), (2,)), variants.h2o_stepwise_mask(8)
+WHOLE = "FastGen looks at the whole prompt at once, but block=5 reads 24 tokens in parts; use block=None"
+ROWS = (
+    "every row of StepwiseMask decides what the next one reads, but block={} reads 24 tokens otherwise than one by one"
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "block", "message"),
+    [
+        (FASTGEN, 5, WHOLE),
+        (kvjax.chain(FASTGEN, methods.tova(8)), 5, "Chain looks at the whole prompt"),
+        (
+            kvjax.partition({"f": FASTGEN, "t": methods.tova(8)}, ["t", "f", "t"]),
+            5,
+            "FastGen looks at the whole prompt",
+        ),
+        (variants.h2o_next_step_mask(8), 5, "NextStepMask looks at the whole prompt"),
+        (STEPWISE, None, ROWS.format(None)),
+        (STEPWISE, 5, ROWS.format(5)),
+        (methods.tova(8), 0, "block=0 must be a whole number from 1"),
+    ],
+)
+def test_blocks_are_refused_where_a_policy_cannot_read_them(policy, block, message, tiny):
+    with pytest.raises(ValueError, match=message):
+        kvjax.generate(*tiny, IDS, policy=policy, block=block, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(("policy", "block"), [(FASTGEN, None), (FASTGEN, 24), (STEPWISE, 1)])
+def test_other_sizes_are_not(policy, block, shallow):
+    model, _ = shallow
+    read = lambda p: kvjax.prefill(model, p, IDS, policy=policy, block=block, max_new_tokens=2)
+    jax.eval_shape(read, model.shapes)
+
+
+def test_what_is_read_by_other_doors_is_refused_too(shallow):
+    model, params = shallow
+    start = lambda policy: kvjax.start(model, policy=policy, lengths=[24, 24], max_new_tokens=9)
+    with pytest.raises(ValueError, match="StepwiseMask decides what the next one reads, but block=None reads 24"):
+        kvjax.forward(model, params, IDS, start(STEPWISE))
+    with pytest.raises(ValueError, match="evict_layer reads 24 tokens at once"):
+        kvjax.evict_layer(STEPWISE, *tensors.qkv())
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_mask_says_where_the_tokens_are(shallow, traced):
+    """On the left, on the right or with holes: they are moved together, as transformers counts their positions."""
+    ids, masks = (
+        np.array([[9, 1, 2, 9], [3, 9, 9, 9], [4, 9, 5, 6]]),
+        np.array([[0, 1, 1, 0], [1, 0, 0, 0], [1, 0, 1, 1]]),
+    )
+    check = lambda ids, masks: check_prompts(shallow[0], ids, attention_mask=masks)
+    tokens, lengths = (jax.jit(check) if traced else check)(ids, masks)
+    assert lengths.tolist() == [2, 1, 3]
+    assert [row[4 - n :] for row, n in zip(tokens.tolist(), lengths, strict=True)] == [[1, 2], [3], [4, 5, 6]]
+
+
+def test_pad_left():
+    tokens, lengths = models.pad_left([[1, 2, 3], [4]], pad_id=9)
+    assert tokens.tolist() == [[1, 2, 3], [9, 9, 4]]
+    assert lengths.tolist() == [3, 1]
+    with pytest.raises(ValueError, match="at least one token"):
+        models.pad_left([[1], []])
+    with pytest.raises(ValueError, match="has 3 tokens, but the batch is 2 wide"):
+        models.pad_left([[1, 2, 3]], width=2)
+
+
+def test_prompts_padded_on_the_right_are_those_padded_on_the_left(shallow):
+    model, params = shallow
+    left, right = np.array([[1, 2, 3], [0, 4, 5]]), np.array([[1, 2, 3], [4, 5, 60]])
+    run = functools.partial(generate, model, params, max_new_tokens=3, eos_ids=())
+    expected = run(left, lengths=[3, 2]).tokens
+    np.testing.assert_array_equal(run(right, attention_mask=[[1, 1, 1], [1, 1, 0]]).tokens, expected)
+
+
+@pytest.mark.parametrize(
+    ("ids", "lengths", "told"),
+    [
+        ([[1, 2, 3, 0, 0]], [3], True),
+        ([[1, 0, 0, 0, 0]], [1], True),
+        ([[1, 2, 3, 4, 5], [6, 7, 8, 9, 0], [1, 2, 3, 0, 0]], [5, 4, 3], True),
+        ([[1, 2, 3, 4, 5], [1, 2, 3, 4, 0]], [5, 4], False),  # one column of padding may be any id
+        ([[0, 0, 1, 2, 2]], [3], False),
+        ([[99, 98, 1, 2, 3]], [3], False),
+        ([[8, 9, 1, 2, 2], [7, 8, 1, 2, 3]], [3, 3], False),  # where all are padded on one side, it is the left one
+        ([[1, 2, 3, 0, 0]], None, False),
+    ],
+)
+def test_lengths_are_those_of_prompts_padded_on_the_left(shallow, ids, lengths, told):
+    """On the right they are refused, where that can be told from ids that happen to be alike."""
+    ids = np.array(ids)
+    if told:
+        with pytest.raises(ValueError, match=r"as if it were padded on the right.*pad on the left \(models.pad_left\)"):
+            check_prompts(shallow[0], ids, lengths)
+        given = np.arange(5)[None] < np.array(lengths)[:, None]
+        assert check_prompts(shallow[0], ids, attention_mask=given)[1].tolist() == lengths
+    else:
+        assert (check_prompts(shallow[0], ids, lengths)[0] == ids).all()
+
+
+BAD_DOORS = [
+    ({"valid": [9, 8]}, "valid goes from 8 to 9, but a row has 0 to 8 tokens"),
+    ({"valid": [8]}, r"valid must be integers, of shape \(2\)"),
+    ({"tokens": np.full((2, 8), -3)}, "token id -3 is outside the vocabulary, 0 to 60"),
+    ({"tokens": np.zeros((2, 8))}, "tokens must be integers, one row a sequence"),
+    ({"tokens": np.zeros((3, 8), int)}, r"of shape \(2, any\)|3 sequences"),
+    ({"state": None}, "state is a NoneType, not a State"),
+    ({"model": {}}, "model is a dict; give the model"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_DOORS)
+@pytest.mark.usefixtures("unchecked")
+def test_forward_refuses_what_does_not_fit(shallow, change, message):
+    state = kvjax.start(shallow[0], policy=methods.h2o(6), lengths=[8, 8], max_new_tokens=2)
+    given = {"model": shallow[0], "params": shallow[1], "tokens": np.ones((2, 8), int), "state": state}
+    with pytest.raises(ValueError, match=message):
+        kvjax.forward(**given | change)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_policy_is_applied_to_what_it_has_seen(shallow):
+    """Once, to a state and to statistics; a whole prompt is not read on without it."""
+    model, params = shallow
+    tokens, h2o = np.ones((2, 8), int), methods.h2o(6)
+    state = kvjax.start(model, policy=h2o, lengths=[8, 8], max_new_tokens=2)
+    _, state, stats = kvjax.forward(model, params, tokens, state)
+    with pytest.raises(ValueError, match="stats is a NoneType"):
+        h2o(state, None)
+    with pytest.raises(ValueError, match="state is a AttnStats"):
+        h2o(stats, stats)
+    with pytest.raises(ValueError, match=r"was not observed: give the policy to forward\(..., observe=\)"):
+        methods.roco(6)(state, stats)
+    with pytest.raises(ValueError, match="apply a policy to it, policy"):
+        kvjax.forward(model, params, tokens, state)

@@ -1,0 +1,260 @@
+"""Policies made of policies: every head, layer and member as it is alone, or a reason why not."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import methods, models
+from kvjax.budgets import STEP, HeadShares, Schedule
+from kvjax.compose import across
+from kvjax.contract import Layout
+from kvjax.methods import variants
+from kvjax.storage import Pool
+from tests import tensors
+from tests.tensors import live_positions
+
+T, M, LENGTHS = 24, 38, np.array([24, 17], np.int32)
+q, k, v = tensors.qkv(3, T=M)
+TENSORS = [{"q": q, "k": k, "v": v}]
+ONE = [{name: x[:1] for name, x in TENSORS[0].items()}]
+H2O = methods.h2o(8)
+STREAMING = dataclasses.replace(methods.streaming_llm(10, sinks=2), layout=Layout())
+
+
+@pytest.fixture(autouse=True)
+def _as_users_run_it():
+    """Users have the promotion of JAX itself."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def config_of(layers=1):
+    sizes = {"vocab_size": 61, "embed_dim": 32, "mlp_dim": 48, "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    return models.ModelConfig(**sizes, num_layers=layers)
+
+
+def planned(policy, layers=1, n=60, more=8):
+    return kvjax.make_plan(config_of(layers), policy, np.array([n]), n, more)
+
+
+# ------------------------------------------------------------------------------------------------ by head
+
+PAIRS = {
+    "duo": (kvjax.Policy(), STREAMING),
+    "scores": (methods.h2o(12, recent=4), variants.tova_by_head(8)),
+    "prompt and step": (methods.snapkv(10, window=4), kvjax.when(Schedule(over=3), methods.h2o(6))),
+    "draws": (methods.random(9), methods.keyformer(7, recent=3)),
+    "shares": (methods.snapkv(0.5, window=4), methods.h2o(0.25, recent=6)),
+    "chain": (kvjax.chain(methods.snapkv(14, window=4), variants.tova_by_head(9)), kvjax.Policy()),
+    "fastgen": (methods.fastgen(range(8), range(8, 16), recovery=0.6), variants.tova_by_head(9)),
+}
+
+
+def by_head(one, other, **how):
+    return kvjax.partition_heads({"a": one, "b": other}, [["a", "b"]], **how)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "duo" else pytest.mark.slow) for n in PAIRS])
+def test_every_head_is_as_under_its_policy_alone(name):
+    """In slots of its own, as many as it has alone; in a partition of a partition too."""
+    run = lambda policy: tensors.replay(policy, TENSORS, T, lengths=LENGTHS)
+    together, dense = run(by_head(*PAIRS[name])), run(by_head(*PAIRS[name], pool=False))
+    nested = run(by_head(by_head(*PAIRS[name]), PAIRS[name][1]))
+    assert together.live == dense.live == nested.live
+    alone = [run(policy) for policy in PAIRS[name]]
+    for step, now in enumerate(together.live):
+        assert now == [[alone[head].live[step][row][head] for head in range(2)] for row in range(2)]
+    assert isinstance(together.kv, Pool)
+    assert together.kv.pos.shape[1] <= sum(one.kv.pos.shape[-1] for one in alone) + 16
+    assert together.kv.pos.size <= dense.kv.pos.size
+
+
+def test_a_member_that_differs_by_layer_is_that_of_its_layer():
+    by_layer = kvjax.partition({"h": H2O, "t": methods.tova(6)}, ["h", "t"])
+    mixed = kvjax.partition_heads({"a": by_layer, "b": kvjax.Policy()}, [["a", "b"]] * 2)
+    wanted = kvjax.partition_heads({"h": H2O, "t": methods.tova(6), "b": kvjax.Policy()}, [["h", "b"], ["t", "b"]])
+    assert [mixed.at(i, 2) for i in range(2)] == [wanted.at(i, 2) for i in range(2)]
+
+
+def test_a_layer_of_one_label_is_under_its_policy():
+    """Labels may come from a table of truth values, as of retrieval heads."""
+    full, tova = kvjax.Policy(), methods.tova(8)
+    policy = kvjax.partition_heads({True: full, False: tova}, np.array([[False, False], [True, False]]))
+    assert policy.at(0, 2) == tova
+    assert policy == kvjax.partition_heads({True: full, False: tova}, [[False, False], [True, False]])
+    change = lambda policy: kvjax.when(Schedule(every=4), policy)
+    assert change(by_head(H2O, tova)) == by_head(change(H2O), change(tova))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: kvjax.partition_heads({"a": H2O}, [[*"ab"]]), "there is no policy with the label 'b', but with 'a'"),
+        (lambda: kvjax.partition_heads({"a": H2O}, [[*"aa"]] * 2), "there are 2 labels for 1 layers; give one a layer"),
+        (
+            lambda: kvjax.partition_heads({"a": H2O, "b": kvjax.Policy()}, [[*"aab"]]),
+            "has 3 labels in layer 0, which has",
+        ),
+        (
+            lambda: by_head(H2O, kvjax.shared_layers(H2O)),
+            "SharedLayers decides for all layers at once, so it cannot be",
+        ),
+        (lambda: kvjax.partition({"a": H2O}, "ab"), "there is no policy with the label 'b', but with 'a'"),
+        (lambda: kvjax.partition({"a": H2O}, 3), "labels is a int; give a list with the label of every layer"),
+        (lambda: kvjax.partition({"a": H2O}, "aa"), "there are 2 labels for 1 layers; give one a layer"),
+        (lambda: kvjax.chain(kvjax.shared_layers(H2O), methods.window(8)), "so it cannot be a member of Chain"),
+        (lambda: kvjax.shared_layers(kvjax.shared_layers(H2O)), "so it cannot be a member of shared layers"),
+        (
+            lambda: kvjax.shared_layers(kvjax.chain(kvjax.partition({"a": H2O}, "a"), methods.window(9))),
+            "one decision is made for all layers, but a partition gives layers policies of their own",
+        ),
+        (lambda: kvjax.chain(methods.streaming_llm(8), H2O), 'use positions="rank" in a chain'),
+        (lambda: kvjax.when(STEP, methods.quest(64)), "has no schedule"),
+        (lambda: kvjax.when(STEP, methods.fastgen((1,), (2,))), "has no schedule"),
+        (lambda: kvjax.when(STEP, variants.h2o_stepwise_mask(8)), "has no schedule"),
+        (lambda: kvjax.when(Schedule(every=1, before=True), H2O), "evicts before rows are read, but Accumulated or"),
+        (lambda: kvjax.when(STEP, methods.cake(12, window=4)), "Pooled ranks by what it observes of prompts alone"),
+        (lambda: kvjax.across_layers(H2O, across.ScoreEntropy()), "layers compete once, after the prompt: give an"),
+        (lambda: kvjax.across_layers(kvjax.chain(H2O, methods.knorm(9)), across.ScoreEntropy()), "give an Evict"),
+        (lambda: kvjax.from_fn("norm", 4), "fn='norm' is no function; give one of"),
+        (lambda: kvjax.Evict("h2o", 64), "score='h2o' is no Score; subclass it, or make a policy of a function"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_what_cannot_be_composed_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        planned(make())
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        methods.kvzip(8),
+        methods.snapkv(40),
+        methods.expected_attention(8),
+        methods.compactor(0.5),
+        kvjax.chain(methods.h2o(6), methods.defensivekv(40)),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_scores_of_prompts_alone_do_not_evict_while_decoding(policy):
+    with pytest.raises(ValueError, match=r"observes of prompts alone, but Schedule\(.*evicts while decoding; use Sch"):
+        kvjax.when(STEP, policy)
+
+
+# ------------------------------------------------------------------------------------------------ when and how much
+
+
+def first_head(kv, stats, ctx):
+    """The first head's tokens are worth more than the other's."""
+    return kv.pos.astype(jnp.float32) + jnp.asarray([100.0, 0.0])[None, :, None]
+
+
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "when", "shares"),
+    [
+        (HeadShares(((1.0, 3.0),)), Schedule(every=4), [6, 18]),
+        (HeadShares(((1.0, 3.0),)), Schedule(every=1, before=True), [7, 17]),
+        (kvjax.Adaptive(1.0), Schedule(every=4), [24, 0]),
+    ],
+    ids=["table", "table before", "adaptive"],
+)
+def test_heads_get_their_shares_at_the_first_eviction(heads, when, shares, pool):
+    """Whenever it comes: after a prompt of 13 tokens, or at one of the 24 steps behind a prompt that fits."""
+    policy = kvjax.from_fn(first_head, 12, when=when, heads=heads, layout=Layout(pool=pool))
+    for n in (5, 13):
+        seen = tensors.replay(policy, [{name: x[:, :, : n + 24] for name, x in ONE[0].items()}], n)
+        counts = [[len(head) for head in now[0]] for now in seen.live]
+        assert sum(counts[0]) <= min(2 * n, 24)
+        assert counts[-1] == shares or sum(counts[-1]) == 24
+
+
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_room_is_made_beside_the_sinks_of_every_head(sinks, pool):
+    """Also where a table leaves a head nothing else."""
+    policy = methods.streaming_llm(sinks + 4, sinks=sinks)
+    policy = dataclasses.replace(policy, heads=HeadShares(((1.0, 0.0),)), layout=Layout("rank", pool=pool))
+    seen = tensors.replay(policy, [{name: x[:, :, :29] for name, x in ONE[0].items()}], T)
+    for n, now in enumerate(seen.live, T):
+        rich, poor = now[0]
+        assert poor == [*range(sinks), n - 1]
+        assert rich == [*range(sinks), *range(n - 7, n)]
+
+
+@pytest.mark.parametrize("heads", [HeadShares(((1.0, 0.0),)), kvjax.Adaptive(1.0)], ids=["table", "adaptive"])
+def test_what_is_spared_leaves_room_for_what_is_protected(heads):
+    policy = dataclasses.replace(methods.roco(12, scope=kvjax.Share(0.5)), sinks=3, recent=2, heads=heads)
+    seen = tensors.replay(policy, [{name: x[:, :, :27] for name, x in ONE[0].items()}], T)
+    for n, now in enumerate(seen.live, T):
+        assert sum(map(len, now[0])) == 24
+        assert all({0, 1, 2, n - 2, n - 1} <= set(head) for head in now[0])
+
+
+def test_a_schedule_of_decoding_alone_keeps_the_prompt_until_then():
+    policy = kvjax.when(Schedule(prefill=False, every=1), methods.h2o(6))
+    seen = tensors.replay(policy, [{name: x[:, :, :16] for name, x in ONE[0].items()}], 15)
+    assert [[len(head) for head in now[0]] for now in seen.live] == [[15, 15], [6, 6]]
+
+
+def test_a_chain_plans_for_its_smallest_member():
+    small, wide = methods.h2o(6), methods.tova(9)
+    sizes = planned(small).capacities
+    for chained in (kvjax.chain(small, wide), kvjax.chain(wide, small)):
+        assert planned(chained).capacities == sizes < planned(wide).capacities
+
+
+@pytest.mark.parametrize(
+    ("schedule", "room"),
+    [
+        (Schedule(), 100),
+        (STEP, 1),
+        (Schedule(every=7), 7),
+        (Schedule(every=500), 100),
+        (Schedule(over=9), 9),
+        (Schedule(every=1, before=True), 1),
+    ],
+)
+def test_room_between_evictions(schedule, room):
+    assert schedule.room(100) == room
+    (info,) = planned(kvjax.Policy(), n=40, more=100).infos
+    sizes = kvjax.when(schedule, methods.window(16)).sizes(info, np.array([40]))
+    assert sizes.per_head.tolist() == [16 + room]
+
+
+@pytest.mark.parametrize("fields", [{"every": 0}, {"over": 0}, {"every": 2, "over": 3}, {"before": True}], ids=str)
+def test_impossible_schedules(fields):
+    with pytest.raises(ValueError, match=r"Schedule\("):
+        Schedule(**fields)
+
+
+# ------------------------------------------------------------------------------------------------ all layers at once
+
+LAYERS = [{name: x[:1, :, :T] for name, x in zip("qkv", tensors.qkv(seed), strict=True)} for seed in range(3)]
+
+
+def kept(policy):
+    return [live_positions(kv)[0] for kv in tensors.evicted(policy, LAYERS)[0]]
+
+
+def test_layers_that_share_a_decision_share_all_their_statistics():
+    """H2O's votes of every layer are added before the best are chosen: no layer's alone choose the same."""
+    alone = methods.h2o(6, recent=2)
+    votes = tensors.evicted(alone, LAYERS)[1]
+    best = lambda x: [sorted([*np.argsort(-head[: T - 2])[:4].tolist(), T - 2, T - 1]) for head in x[0]]
+    found = kept(kvjax.shared_layers(alone))
+    assert found == [best(sum(votes))] * 3
+    assert all(best(x) != found[0] for x in votes)
+
+
+def test_layers_that_share_a_decision_hold_what_the_first_one_does():
+    """Also where a table gives each layer's heads other shares."""
+    table = HeadShares(((3.0, 1.0), (1.0, 1.0), (1.0, 3.0)))
+    first, *others = kept(kvjax.shared_layers(dataclasses.replace(methods.h2o(5, recent=1), heads=table)))
+    assert others == [first] * 2
+    assert len(first[0]) > len(first[1])

@@ -1,0 +1,92 @@
+"""EasyKV's modes: sizes, scopes and protection in each phase, beside the arithmetic of its code."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.contract import LayerInfo, resolve
+from kvjax.methods import easykv
+from kvjax.methods.easykv import BlockSizes, block_sizes
+from tests import tensors
+from tests.tensors import live_positions
+
+
+def sizes(policy, n):
+    """(budget, sinks, recent, scope) of a prompt of n tokens."""
+    found = policy.sizes(LayerInfo(0, 1, 4, 2, 8, n, 600), np.array([n])).hparams
+    scope = getattr(policy.score, "size", None)
+    scope = None if scope is None else int(resolve(scope, np.array([n]), np.asarray(found.budget))[0])
+    return *(int(getattr(found, name)[0]) for name in ("budget", "sinks", "recent")), scope
+
+
+@pytest.mark.parametrize("stride", [1, 4, 24])
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("decodes", [True, False])
+def test_roco_leaves_as_many_feasible_as_the_code(stride, exact, decodes):
+    n, nominal = 501, 100
+    padded, final = nominal + stride, nominal if exact else block_sizes(n, nominal, stride, "encoding").final
+    make = easykv.easykv_encoding_decoding if decodes else easykv.easykv_encoding
+    policy = make("roco", nominal, stride=stride, exact=exact)
+    first, *then = policy.members if decodes else (policy,)
+    budget, sinks, recent, scope = sizes(first, n)
+    assert (budget, sinks, recent) == (final, 4, 10)
+    assert final + stride - scope == max(padded - int(0.1 * padded) - 4, stride)
+    for later in then:
+        budget, sinks, recent, scope = sizes(later, n)
+        assert (budget, sinks, recent) == (final, 0, 10)
+        assert final + 1 - scope == min(padded - int(0.3 * padded), final + 1)
+
+
+@pytest.mark.parametrize("mode", ["encoding", "ppl"])
+def test_block_sizes_are_positive_and_make_up_the_prompt(mode):
+    """All small combinations, and one in which the released code's dense prefix is negative."""
+    assert block_sizes(346, 21, 80, "encoding") == BlockSizes(21, 101, 26, 26)
+    for n, budget, stride in itertools.product(range(1, 25), range(26), range(8)):
+        if budget < 1 or stride < 1:
+            with pytest.raises(ValueError, match="at least 1"):
+                block_sizes(n, budget, stride, mode)
+            continue
+        final = max(c for c in range(1, budget + stride + 1) if (n - c) % stride == 0)
+        if final > n:
+            with pytest.raises(ValueError, match="read it whole"):
+                block_sizes(n, budget, stride, mode)
+            continue
+        found = block_sizes(n, budget, stride, mode)
+        assert (found.final, found.padded) == (final, budget + stride)
+        assert found.dense_prefix in range(1, final + 1)
+        assert (n - found.dense_prefix) % stride == 0
+
+
+def test_decoding_keeps_the_prompt_outside_the_budget():
+    for budget in (50, 0.5):
+        assert sizes(easykv.easykv_decoding("roco", budget), 100) == (150, 100, 10, 116)
+    assert sizes(easykv.easykv_decoding("h2o", 50), 100)[:3] == (150, 100, 15)
+
+
+def test_the_mode_of_its_own_choice():
+    auto = lambda budget: easykv.easykv("mas", budget, prompt_length=100)
+    assert auto(120) == easykv.easykv_decoding("mas", 20)
+    assert auto(100) == easykv.easykv_encoding_decoding("mas", 100)
+    with pytest.raises(ValueError, match="importance='aas' does not exist; give one of 'roco'"):
+        easykv.easykv_encoding("aas", 20)
+
+
+@pytest.mark.parametrize(
+    "importance",
+    ["recency", *(pytest.param(i, marks=pytest.mark.slow) for i in ("roco", "mas", "h2o", "tova", "random"))],
+)
+def test_a_prompt_read_in_blocks_ends_at_the_size_of_the_code(shallow, importance):
+    """E12's rounding end to end; sinks stay while the prompt is read, and need not afterwards."""
+    n, nominal, stride = 41, 20, 6
+    tokens, final = np.asarray(tensors.token_ids(2, n)), block_sizes(n, nominal, stride, "encoding").final
+    assert final == 23
+    policy = easykv.easykv_encoding_decoding(importance, nominal, stride=stride, exact=False)
+    _, state = kvjax.prefill(*shallow, tokens, policy=policy, max_new_tokens=25, block=stride)
+    assert (state.layers[0].num_live == final).all()
+    assert all({0, 1, 2, 3} <= set(head) for row in live_positions(state.layers[0]) for head in row)
+    _, after = kvjax.feed(*shallow, tokens[:, :25], state)
+    assert (after.layers[0].num_live == final).all()
+    if importance == "recency":
+        assert live_positions(after.layers[0]) == [[list(range(n + 25 - final, n + 25))] * 2] * 2

@@ -1,0 +1,53 @@
+"""What every row of the table keeps is what the library before this one kept: of drawn tensors, and of a model."""
+
+import json
+
+import pytest
+
+from tests import kept
+from tests.cases import CASES
+from tests.table import EXHAUSTIVE
+
+RECORDED = {name: kept.recorded(name) for name in ("raw", "embedded")}
+QUICK = {  # rows of distinct mechanisms
+    *("full", "h2o", "mas_sinks", "roco", "tova", "tova_by_head", "keyformer", "ahakv", "scissorhands", "r_kv"),
+    *("streaming_llm", "random", "keydiff", "lagkv", "curdkv", "expected_attention", "capkv", "q_filters"),
+    *("kvzap_threshold", "snapkv", "pyramidkv", "ada_half", "criticalkv", "chunkkv", "simlayerkv", "cake"),
+    *("layer_defensivekv", "nacl", "finch_chunks", "duo_attention", "fastgen", "random_run", "nacl_headbug"),
+    *("snapkv_text", "ada_released_normalized", "ada_skip", "kvpress_pyramidkv", "kvpress_chunk", "head_table"),
+    *("easykv_encoding_roco", "from_fn_observing", "many_then_few", "partition_heads", "shared_layers"),
+}
+ON_A_MODEL = ("h2o", "ada_snapkv", "streaming_llm", "keyformer", "snapkv_then_tova", "quest", "kvzip")
+
+
+def rows(names, quick):
+    return pytest.mark.parametrize("case", [pytest.param(n, marks=() if n in quick else EXHAUSTIVE) for n in names])
+
+
+def test_every_row_is_recorded():
+    assert list(RECORDED["raw"]) == list(CASES)
+    assert all(RECORDED["raw"].values())
+
+
+def test_every_row_is_recorded_on_a_model(on_embedded):
+    assert {key.partition(" ")[0] for key in RECORDED["embedded"]} == set(on_embedded[-1])
+
+
+@rows(CASES, QUICK)
+def test_keeps_what_was_recorded(case):
+    found = {b: kept.of_tensors(case, CASES[case](json.loads(b), kept.SIZES)) for b in RECORDED["raw"][case]}
+    assert found == RECORDED["raw"][case]
+
+
+@pytest.fixture(scope="module")
+def on_embedded():
+    return kept.embedded()
+
+
+@rows(dict.fromkeys(key.partition(" ")[0] for key in RECORDED["embedded"]), ON_A_MODEL)
+def test_keeps_what_was_recorded_on_a_model(on_embedded, case):
+    """After a padded prompt and after 16 steps, in every layer; and the likeliest tokens."""
+    *read, counts, policies = on_embedded
+    wanted = {b: RECORDED["embedded"].get(f"{case} {b}") for b in counts}
+    found = {b: x and kept.of_model(*read, policies[case](b)) for b, x in wanted.items()}
+    assert found == wanted

@@ -1,0 +1,80 @@
+"""The table `kvjax/methods/peers.md` keeps what kvpress kept when `golden/peers.json` was recorded."""
+
+import json
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import methods
+from kvjax.methods import kvpress
+from kvjax.models import ModelConfig
+from tests import recorded
+from tests.tensors import live_positions
+
+RECORDED = json.loads((pathlib.Path(__file__).parent / "golden" / "peers.json").read_text())
+ROWS = recorded.rows("kvpress")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=repr)
+def test_the_same_tokens(row):
+    for cases in recorded.batches(RECORDED["presses"][row.name]):
+        policy = recorded.make_policy(row.policy, cases[0])
+        if not {"more", "keys", "values", "channels"} & set(cases[0]) and row.block is None:
+            recorded.check_prompts(policy, cases, row.check)
+            continue
+        seen = recorded.replay(policy, cases, row.block)
+        for i, case in enumerate(cases):
+            for head, ours in enumerate(seen.live[-1][i]):
+                recorded.compare(ours, case["kept"][0][head], row.check)
+        stored_as_recorded(seen.kv.view(), cases, merged="merging" in row.policy)
+
+
+def stored_as_recorded(kv, cases, *, merged):
+    """Keys that were turned, values that were merged, and channels that were zeroed."""
+    stored = {"keys": kv.keys(recorded.ROPE)} if "keys" in cases[0] else {}
+    stored |= {"values": kv.v} if merged else {}
+    for name, x in stored.items():
+        for i, case in enumerate(cases):
+            for head, sums in enumerate(case[name][0]):
+                order = [slot for slot in np.argsort(kv.pos[i, head]) if kv.pos[i, head, slot] >= 0]
+                np.testing.assert_allclose(x[i, head, np.array(order)].sum(-1), sums, atol=2e-3)
+    if "channels" in cases[0]:
+        stay = np.asarray((kv.k != 0).any(2))
+        assert [[recorded.tokens_of(head) for head in case["channels"][0]] for case in cases] == [
+            [np.nonzero(head)[0].tolist() for head in row] for row in stay
+        ]
+
+
+def test_cam_is_not_every_nth_step_below_its_target():
+    """From 47 tokens to 64 with 61 at most: there 62 lose one, and two follow; here the 16th step leaves 61."""
+    cases = RECORDED["presses"]["CAMPress(KnormPress(), compression_interval=4, target_size=61)"]
+    assert [len(recorded.tokens_of(head)) for head in cases[0]["kept"][0]] == [63, 63]
+    policy = kvpress.kvpress_decoding(methods.knorm(61), interval=4)
+    assert [len(head) for head in live_positions(recorded.replay(policy, cases, None).kv)[0]] == [62, 62]
+
+
+def test_every_press_has_a_row():
+    written = {name for press, _, _ in recorded.table("kvpress") for name in re.findall(r"\b\w+Press\b", press)}
+    assert written == set(RECORDED["about"]["classes"])
+
+
+def test_what_is_recorded_is_in_the_table():
+    rows = [press.strip("`") for press, _, _ in recorded.table("kvpress")]
+    assert len(rows) == len(set(rows))
+    lacking = [press for press, here, _ in recorded.table("kvpress") if here == "-"]
+    for press in RECORDED["presses"]:
+        assert press in rows or any(f"{name.strip('`')}(" in press for name in lacking), press
+    assert {row.name for row in ROWS} <= set(RECORDED["presses"])
+
+
+def test_the_rows_of_others_are_policies():
+    config = ModelConfig(
+        vocab_size=8, embed_dim=8, mlp_dim=8, num_layers=4, num_query_heads=4, num_kv_heads=4, head_dim=8
+    )
+    for _, here, _ in recorded.table("theirs"):
+        if here != "-":
+            policy = eval(re.match(r"`([^`]*)`", here)[1], recorded.NAMES | {"c": 64})
+            assert min(kvjax.make_plan(config, policy, np.array([256]), 256, 1).capacities) > 0

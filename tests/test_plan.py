@@ -1,0 +1,146 @@
+"""Plans: what they say of a run, runs under the plan of a larger budget, and what does not fit one."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import methods, models
+from kvjax.budgets import Pyramid
+from kvjax.drivers import attend, loop
+from kvjax.models import gpt2
+from tests import table
+from tests.tensors import live_positions
+
+T, NEW, LENGTHS = 24, 5, np.array([24, 17], np.int32)
+TOKENS = np.random.default_rng(0).integers(0, 61, (2, T)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def planned(tiny):
+    return lambda policy, lengths=(T,), n=T, new=NEW: kvjax.make_plan(tiny[0].config, policy, np.array(lengths), n, new)
+
+
+@table.rows(table.FEW, without=table.NO_BUDGET)
+def test_a_budget_under_the_plan_of_a_larger_one_is_the_budget(case, tiny):
+    if case.budget != 10:
+        pytest.skip("it takes shares alone")
+    plan = kvjax.make_plan(tiny[0].config, case.make(14), LENGTHS, T, NEW)
+    read = functools.partial(kvjax.generate, *tiny, TOKENS, policy=case.policy, lengths=LENGTHS, max_new_tokens=NEW)
+    found, wanted = read(plan=plan, buckets=False), read(buckets=False)
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    for one, other in zip(found.state.layers, wanted.state.layers, strict=True):
+        assert live_positions(one) == live_positions(other)
+
+
+def test_a_sweep_compiles_one_program(shallow):
+    make = lambda n: methods.nacl(n, recent=2, proxies=4, random=3)
+    plan, sizes = kvjax.make_plan(shallow[0].config, make(12), [T, T], T, 2), set()
+    for budget in (6, 8, 11, 12):
+        how = {"policy": make(budget), "plan": plan, "max_new_tokens": 2, "key": jax.random.key(budget)}
+        state = kvjax.generate(*shallow, TOKENS, **how, buckets=False).state
+        assert (state.layers[0].num_live <= budget + 1).all()
+        sizes.add((attend.layer_step._cache_size(), loop._in_place._cache_size()))
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (methods.tova(8), "the plan is that of another policy or another run: fields other than budgets"),
+        (kvjax.chain(methods.h2o(8), methods.h2o(9)), "the plan is that of another policy"),
+        (methods.h2o(15), "layer 0 needs 16 slots, but the plan has 15; make the plan from the largest budget"),
+    ],
+)
+def test_what_cannot_run_under_a_plan(tiny, planned, policy, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.generate(*tiny, TOKENS, policy=policy, plan=planned(methods.h2o(14)), max_new_tokens=NEW, buckets=False)
+
+
+def test_a_plan_says_slots(planned):
+    """Where layers differ in them, multiples of 16; a pyramid has the total of equal parts."""
+    policy = methods.pyramidkv(8, beta=4.0, window=2)
+    plan = planned(policy, [40], 40)
+    sizes = [policy.sizes(info, np.array([40])) for info in plan.infos]
+    budgets = [int(s.hparams.budget[0]) for s in sizes]
+    assert sum(budgets) == 3 * 8
+    assert budgets[0] > budgets[-1]
+    assert [int(s.per_head[0]) for s in sizes] == [n + NEW for n in budgets]
+    assert plan.capacities == tuple(-(-(n + NEW) // 16) * 16 for n in budgets)
+    assert planned(methods.h2o(8)).capacities == (9,) * 3
+
+
+def test_a_prompt_that_is_too_short_for_its_share_needs_slots_for_all_its_tokens(planned, shallow):
+    """While decoding, such a row keeps as many tokens as its prompt had."""
+    policy, lengths = methods.h2o(0.25, recent=8), np.array([40, 20, 3])
+    capacity = lambda lengths: planned(policy, lengths, 40, 2).capacities
+    assert capacity([40]) == (11,) * 3
+    assert capacity(lengths) == (21,) * 3
+    tokens = np.ones((3, 40), np.int32)
+    _, state = kvjax.prefill(*shallow, tokens, policy=policy, lengths=lengths, max_new_tokens=2)
+    np.testing.assert_array_equal(kvjax.feed(*shallow, tokens[:, :2], state)[1].layers[0].num_live[:, 0], [10, 20, 5])
+
+
+def test_slots_that_do_not_fit_are_never_dropped_silently(tiny):
+    """A pyramid gives a short prompt's upper layers more than a long one's."""
+    model, params = tiny
+    policy = methods.pyramidkv(20, beta=20.0, window=2)
+    plan, tokens = kvjax.make_plan(model.config, policy, [40], 40, 0), np.ones((2, 40), np.int32)
+    read = lambda params, lengths: kvjax.prefill(
+        model, params, tokens, policy=policy, plan=plan, lengths=lengths, max_new_tokens=0
+    )[0]
+    with pytest.raises(ValueError, match=r"layer 2 needs \d+ slots, but the plan has 16"):
+        read(params, [40, 19])
+    logits = jax.jit(read)(params, jnp.asarray([40, 19]))
+    assert np.isnan(logits).any(-1).tolist() == [False, True]
+
+
+def test_rows_of_a_state_keep_their_sizes(shallow):
+    plan = kvjax.make_plan(shallow[0].config, methods.h2o(14), [T, T], T, NEW)
+    how = {"policy": methods.h2o(0.5), "plan": plan, "lengths": LENGTHS, "max_new_tokens": NEW}
+    logits, state = kvjax.prefill(*shallow, TOKENS, **how)
+    token = np.asarray(logits.argmax(-1))
+    both, _ = kvjax.decode_step(*shallow, token, state)
+    alone, after = kvjax.decode_step(*shallow, token[1:], state[[1]])
+    np.testing.assert_allclose(alone, both[1:], rtol=1e-5, atol=1e-5)
+    assert (after.layers[0].num_live == 8).all()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        dataclasses.replace(methods.h2o(0.25, recent=0.5), layers=Pyramid(4.0)),
+        dataclasses.replace(methods.window(8), sinks=6, recent=6),
+    ],
+)
+def test_what_no_budget_holds_is_said_with_both_numbers(planned, policy):
+    with pytest.raises(ValueError, match=r"a budget of \d+ tokens cannot hold \d+ sinks and \d+ recent tokens; give"):
+        planned(policy)
+
+
+# ------------------------------------------------------------------------------------------------ rounded sizes
+
+
+@table.rows(table.FEW)
+def test_rounding_changes_no_result(case, tiny):
+    """Tokens, what the caches keep, and what is drawn, in a padded batch whose rows end by themselves."""
+    how = {"lengths": np.array([20, 9]), "key": jax.random.key(2), "max_new_tokens": 7, "eos_ids": (3,)}
+    how |= {"sampler": kvjax.Sample(2.0, repetition_penalty=1.2), "policy": case.policy}
+    exact, rounded = (kvjax.generate(*tiny, TOKENS[:, :20], **how, buckets=x) for x in (False, True))
+    np.testing.assert_array_equal(exact.tokens, rounded.tokens)
+    np.testing.assert_array_equal(exact.lengths, rounded.lengths)
+    assert rounded.state.plan.infos[0].prompt_len == 32
+    for one, other in zip(exact.state.layers, rounded.state.layers, strict=True):
+        assert live_positions(one) == live_positions(other)
+
+
+def test_rounded_sizes_may_end_beyond_learned_positions():
+    """What was asked for does not, and padding has none."""
+    model = models.LanguageModel(gpt2.GPT2Config(61, 32, 48, 1, 4, 4, 8, max_position=24))
+    params, how = jax.jit(model.init)(jax.random.key(0)), {"max_new_tokens": 4, "lengths": [20, 9]}
+    exact, rounded = (kvjax.generate(model, params, TOKENS[:, :20], buckets=x, **how) for x in (False, True))
+    np.testing.assert_array_equal(exact.tokens, rounded.tokens)

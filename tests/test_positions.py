@@ -1,0 +1,153 @@
+"""Policies on models that do not rotate keys: logits that fall with distance (ALiBi), and learned positions."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import decode_step, make_plan, models, prefill
+from kvjax.contract import EMPTY
+from kvjax.evict import evicts
+from kvjax.models.gpt2 import GPT2Config
+from kvjax.models.mpt import MPTConfig
+from tests import table, tensors
+from tests.cases import Sizes
+
+B, HEADS, T, NEW, BUDGET = 2, 2, 24, 7, 10
+LENGTHS = np.array([T, 17])
+SIZES = {"vocab_size": 61, "embed_dim": 16, "mlp_dim": 24, "num_query_heads": HEADS, "num_kv_heads": HEADS}
+CONFIGS = {
+    "alibi": MPTConfig(**SIZES, num_layers=3, head_dim=8, activation="gelu", tie_embeddings=True, steepest=2.0),
+    "learned": GPT2Config(**SIZES, num_layers=3, head_dim=8, activation="gelu", max_position=2 * T),
+}
+SHALLOW = {"h2o", "streaming_llm", "h2o_pooled"}  # in a model of one layer
+QUICK = {*SHALLOW, "ada_snapkv"}
+OTHERS = {
+    *("tova", "keyformer", "ahakv", "scissorhands", "roco", "snapkv", "nacl", "h2o_rerotated", "kvzip"),
+    *("h2o_every_4", "snapkv_then_h2o", "partition_heads", "across_layers_entropy", "expected_attention", "head_table"),
+} & set(table.MAKE)
+
+
+@functools.cache
+def random_model(kind, num_layers):
+    model = models.LanguageModel(dataclasses.replace(CONFIGS[kind], num_layers=num_layers))
+    return model, jax.tree.map(lambda x: 2 * x, jax.jit(model.init)(jax.random.key(3)))
+
+
+def decoded(model, params, policy, tokens):
+    """Logits of the last prompt token and all later ones, and positions that every layer held for each of these."""
+    how = {"policy": policy, "lengths": LENGTHS, "max_new_tokens": NEW}
+    first, state = prefill(model, params, tokens[:, :T], **how)
+    held = lambda state: [kv.head_pos for kv in state.layers]
+    makes_room = any(p.when.before for p in evicts(policy))
+
+    @jax.jit
+    def run(params, state, rest):
+        def step(state, token):
+            logits, after = decode_step(model, params, token, state)
+            return after, (logits, held(after if makes_room else state))
+
+        return jax.lax.scan(step, state, rest.T)[1]
+
+    logits, positions = run(params, state, tokens[:, T:])
+    return jnp.concatenate([first[:, None], logits.swapaxes(0, 1)], axis=1), positions
+
+
+def what_rows_read(held, *, by_rank):
+    """Which tokens every row of a layer reads "B H R S", and how many places they lie before it."""
+    column = np.arange(T + NEW)[None] - (T - LENGTHS)[:, None]  # of every token its position, below 0 for padding
+    rows, keys = column[:, None, :, None], column[:, None, None]
+    read = np.repeat((keys >= 0) & (keys <= rows), HEADS, 1)
+    places = np.repeat(rows - keys, HEADS, 1).astype(np.float32)
+    for i, b, h in np.ndindex(NEW, B, HEADS):
+        row = T + i
+        live = np.array(sorted({*held[i, b, h].tolist(), column[b, row].item()} - {EMPTY}))
+        at = live + T - LENGTHS[b]
+        read[b, h, row] = False
+        read[b, h, row, at] = True
+        if by_rank:
+            places[b, h, row, at] = np.arange(len(live))[::-1]
+    return read, places
+
+
+def plainly(model, params, tokens, layers):
+    """Logits of every token, each layer's rows reading as `what_rows_read` says, with the whole matrix."""
+    pos = jnp.asarray(np.maximum(np.arange(T + NEW)[None] - (T - LENGTHS)[:, None], EMPTY), jnp.int32)
+
+    def attend(cache, q, k, v, *, layer, scale=None, slopes=None, **_):
+        read, places = layers[layer]
+        x = jnp.einsum("bhrc,bhsc->bhrs", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if slopes is not None:
+            x = x - jnp.asarray(slopes)[None, :, None, None] * places
+        p = jnp.where(read, jnp.exp(x - x.max(-1, keepdims=True, where=read, initial=-1e9)), 0.0)
+        out = jnp.einsum("bhrs,bhsc->bhrc", p / jnp.maximum(p.sum(-1, keepdims=True), 1e-30), v)
+        return out, cache, ()
+
+    outer, each = model.parts(params)
+    x = model.embed(outer, tokens, pos)
+    for i, own in enumerate(each):
+        x, _, _ = model.block(i, own, x, None, attend)
+    return model.head(outer, x)
+
+
+def rows():
+    quick = [("alibi", name) for name in sorted(QUICK)]
+    every = [(kind, name) for kind in CONFIGS for name in sorted(QUICK | OTHERS)]
+    each = [pytest.param(*row, marks=() if row in quick else table.EXHAUSTIVE) for row in every]
+    return pytest.mark.parametrize(("kind", "name"), each)
+
+
+@rows()
+def test_evicted_tokens_are_hidden_ones(kind, name):
+    """Any policy's logits are those of plain attention under masks that hide what it has evicted.
+
+    With positions other than the original ones, distances are counted in live tokens; where positions are learned, keys
+    cannot have others.
+    """
+    num_layers = 1 if name in SHALLOW else 3
+    model, params = random_model(kind, num_layers)
+    policy = table.MAKE[name](BUDGET, Sizes(num_layers, HEADS, HEADS, 8, 16))
+    moved = policy.at(0, num_layers).layout.positions != "original"
+    if kind == "learned" and moved:
+        with pytest.raises(ValueError, match="adds learned positions to its embeddings"):
+            make_plan(model.config, policy, LENGTHS, T, NEW)
+        return
+    tokens = tensors.token_ids(B, T + NEW, 5)
+    found, held = decoded(model, params, policy, tokens)
+    layers = [what_rows_read(np.asarray(positions), by_rank=moved) for positions in held]
+    assert any((read[:, :, T].sum(-1) < LENGTHS[:, None]).all() for read, _ in layers)
+    wanted = np.asarray(plainly(model, params, tokens, layers))[:, T - 1 :]
+    np.testing.assert_allclose(found, wanted, atol=5e-5 * np.abs(wanted).max())
+
+
+SLOPES = (0.5, 0.25, 0.1, 0.05)
+# Slopes are the same as a channel that carries a key's position, for methods that do not look at channels. Rotations
+# turn pairs of channels: another one is empty.
+OF_ATTENTION = {
+    *("h2o", "tova", "keyformer", "keyformer_mask", "h2o_next_step_mask", "ahakv", "scissorhands", "roco", "snapkv"),
+    *("nacl", "ada_snapkv"),
+}
+
+
+@table.rows({"h2o", "keyformer_mask"}, without=set(table.MAKE) - OF_ATTENTION)
+def test_methods_see_attention_that_falls_with_distance(case):
+    """What a layer keeps of a prompt and of what follows."""
+    policy = case.make(BUDGET, layers=1)
+    q, k, v = tensors.qkv(6, B=B, T=T + NEW)
+    pos = jnp.asarray(np.arange(T + NEW)[None] - (T - LENGTHS)[:, None], jnp.float32)
+    pair = lambda channel: jnp.concatenate([channel, jnp.zeros_like(channel)], axis=-1)
+    both = lambda x, channel: jnp.broadcast_to(pair(channel), (*x.shape[:3], 2))
+    with_channel = lambda x, channel: jnp.concatenate([x, both(x, channel)], axis=-1)
+    carried = {
+        "q": with_channel(q, jnp.asarray(SLOPES)[None, :, None, None] * 8**0.5),
+        "k": with_channel(k, pos[:, None, :, None]),
+        "v": with_channel(v, jnp.zeros((1, 1, 1, 1))),
+    }
+    run = functools.partial(tensors.replay, policy, n=T, lengths=LENGTHS, scale=8**-0.5, reads=True)
+    plain = [{"q": q, "k": k, "v": v}]
+    found, wanted, without = run(plain, slopes=SLOPES), run([carried]), run(plain)
+    assert (found.live, found.read) == (wanted.live, wanted.read)
+    assert (found.live, found.read) != (without.live, without.read)

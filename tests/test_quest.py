@@ -1,0 +1,77 @@
+"""Quest: what a row reads is what loops over pages choose, whatever else is evicted and however it is stored."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import methods
+from kvjax.contract import LayerInfo, Layout, Policy
+from kvjax.methods import variants
+from tests import tensors
+
+B, N, K, H, T, M = 2, 4, 2, 4, 13, 21
+SIZE, PAGES = 4, 2  # of a page; read
+LENGTHS = np.array([T, 9], np.int32)
+q, k, v = tensors.qkv(5, B=B, N=N, K=K, T=M, H=H)
+QUEST = methods.quest(SIZE * PAGES, size=SIZE, dense=0).at(0, 1)
+BY_QUERY_HEAD = variants.quest_by_query_head(SIZE * PAGES, size=SIZE, dense=0).at(0, 1)
+
+
+def read_by_loops(b, h, live, group):
+    """The positions that the newest token reads of those that a head holds."""
+    newest, shift = max(live), T - LENGTHS[b]
+    heads = range(h * group, (h + 1) * group)
+    keys = {p: np.asarray(k[b, h * group * K // N, p + shift], np.float64) for p in live}
+    total = {}
+    for page in {p // SIZE for p in live} - {newest // SIZE}:
+        of = np.array([keys[p] for p in live if p // SIZE == page])
+        rows = np.array([q[b, n, newest + shift] for n in heads], np.float64)
+        total[page] = np.maximum(rows * of.max(0), rows * of.min(0)).sum(-1).max()
+    pages = {newest // SIZE, *sorted(total, key=lambda page: (-total[page], page))[: PAGES - 1]}
+    return [p for p in sorted(live) if p // SIZE in pages]
+
+
+@pytest.mark.parametrize(
+    "policy", [QUEST, BY_QUERY_HEAD, kvjax.chain(QUEST, methods.tova(10))], ids=["kv", "query", "tova"]
+)
+def test_a_row_reads_what_loops_choose(policy):
+    """Under padding, while pages fill, by the rows' own positions; with another policy, of what that one left."""
+    seen = tensors.replay(policy, [{"q": q, "k": k, "v": v}], T, lengths=LENGTHS, reads=True)
+    for step, (read, before) in enumerate(zip(seen.read, seen.live, strict=False)):
+        for b, row in enumerate(before):
+            for h, live in enumerate(row):
+                group = N // len(row)
+                if policy in (QUEST, BY_QUERY_HEAD) or max(live) // SIZE == min(live) // SIZE:
+                    assert read[b][h] == read_by_loops(b, h, [*live, LENGTHS[b] + step], group)
+                assert len(live) <= 10 or policy in (QUEST, BY_QUERY_HEAD)
+
+
+def test_first_layers_and_sizes():
+    dense = methods.quest(8, size=4)
+    assert [type(dense.at(i, 3)) is Policy for i in range(3)] == [True, True, False]
+    high, low = QUEST.memory(LayerInfo(0, 1, N, K, H, 24, 16))
+    assert high.shape == low.shape == (10, H)
+
+
+def test_a_pool_is_read_by_pages_too(shallow):
+    """Under a mask, as its slots are one array of all heads."""
+    ids = np.asarray(tensors.token_ids(2, T))
+    stored = lambda pool: dataclasses.replace(methods.ada_snapkv(9, window=4, kernel=3), layout=Layout(pool=pool))
+    how = {"lengths": LENGTHS, "max_new_tokens": 7, "eos_ids": ()}
+    found, wanted = (kvjax.generate(*shallow, ids, policy=kvjax.chain(stored(x), QUEST), **how) for x in (True, False))
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    np.testing.assert_allclose(found.log_probs, wanted.log_probs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: methods.quest(8), "a budget of 8 tokens holds no page of 16; raise it, or shrink pages"),
+        (lambda: kvjax.chain(methods.streaming_llm(8), QUEST), 'use positions="rank" in a chain'),
+    ],
+)
+def test_what_cannot_work_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,97 @@
+"""Reading without end."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import budgets, compose, methods
+from kvjax.contract import MOST
+from kvjax.drivers import generation, loop, steps
+from kvjax.drivers.reader import read
+from kvjax.drivers.state import Prompts
+from kvjax.drivers.stream import endless_plan
+
+PROMPT, CHUNK = 9, 4
+IDS = np.random.default_rng(4).integers(0, 61, (PROMPT + 3 * CHUNK + 1, 2))  # a last chunk of one token
+POLICY = compose.partition_heads({"a": methods.h2o(6), "b": methods.window(5)}, [["a", "b"]])
+
+
+def losses_of(model, params, policy):
+    """What is found step by step with a plan for these tokens alone: losses, logits and state at the end."""
+    logits, state = steps.prefill(model, params, IDS[:PROMPT].T, policy=policy, max_new_tokens=len(IDS) - PROMPT)
+    found, state_after = generation.feed(model, params, IDS[PROMPT:].T, state)
+    log_probs, _ = generation.score(model, params, IDS[PROMPT:].T, logits, state)
+    return -log_probs, found[:, -1], state_after
+
+
+def test_chunks_are_token_by_token(shallow):
+    """Losses and logits, the last chunk shorter, from an iterator that knows no length; the state after too."""
+    losses, logits, state = losses_of(*shallow, POLICY)
+    reader = read(*shallow, iter(IDS), policy=POLICY, prompt_len=PROMPT, chunk=CHUNK)
+    found = list(reader)
+    assert [x.shape for x in found] == [(2, CHUNK)] * 3 + [(2, 1)]
+    np.testing.assert_allclose(np.concatenate(found, axis=1), losses, atol=2e-5)
+    np.testing.assert_array_equal(reader.state.length, state.length)
+    for a, b in zip(reader.state.layers, state.layers, strict=True):
+        np.testing.assert_array_equal(np.sort(a.head_pos), np.sort(b.head_pos))
+    np.testing.assert_allclose(reader.logits, logits, atol=2e-5)
+
+
+def test_nothing_grows_and_nothing_is_lost(shallow):
+    """An endless iterator of one sequence; a state that somebody holds stays; what is no id is no token."""
+    source = itertools.cycle([3, 5, 8])
+    ids = itertools.chain(itertools.islice(source, 40), [61], source)
+    reader = read(*shallow, ids, policy=methods.tova(6), prompt_len=PROMPT, chunk=CHUNK)
+    next(reader)
+    compiled, held, shapes = loop._in_place._cache_size(), reader.state, jax.tree.map(jnp.shape, reader.state)
+    for _ in range(6):
+        next(reader)
+    assert held.length.tolist() == [PROMPT + CHUNK]
+    assert not any(x.is_deleted() for x in jax.tree.leaves(held))
+    with pytest.raises(ValueError, match="token id 61 is outside the vocabulary, 0 to 60"):
+        next(reader)
+    assert reader.num_tokens == 37 == int(reader.state.length[0])
+    assert jax.tree.map(jnp.shape, reader.state) == shapes
+    assert loop._in_place._cache_size() == compiled
+    reader.num_tokens = MOST - 1
+    reader._waiting = [1]
+    with pytest.raises(ValueError, match=r"are more than the 1,073,741,823 that positions count"):
+        next(reader)
+    reader.close()
+    assert list(reader) == []
+
+
+FASTGEN = dataclasses.replace(methods.fastgen((1,), (2,)), budget=8)
+KEEPS = r"layer 0 needs 1,048,\d+ slots for 1,048,576 tokens and 2,097,\d+ for twice as many"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": methods.full()}, KEEPS),
+        ({"policy": methods.snapkv(8, window=4)}, KEEPS),
+        ({"policy": FASTGEN}, "has tables with an entry for every position"),
+        ({"policy": compose.partition_heads({"a": FASTGEN, "b": methods.h2o(6)}, [["a", "b"]])}, "has tables"),
+        ({"tokens": []}, "there are no tokens to read"),
+        ({"tokens": [[1, 2], [1]]}, "ids, or one id a sequence at every step"),
+        ({"tokens": [0.5]}, r"got float64 of shape \(1,\)"),
+        ({"tokens": "a text"}, "tokens is a str, not token ids"),
+        ({"tokens": np.array(5)}, "tokens is a ndarray, not token ids"),
+        ({"chunk": 0}, "chunk=0 must be a whole number from 1"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_what_cannot_be_read_is_refused(shallow, options, message):
+    options = {"tokens": itertools.repeat(1), "policy": methods.h2o(6)} | options
+    with pytest.raises(ValueError, match=message):
+        read(*shallow, options.pop("tokens"), **options)
+
+
+def test_a_cache_that_stops_growing_late_is_endless(shallow):
+    policy = compose.when(budgets.Schedule(every=70_000), methods.h2o(6))
+    plan = endless_plan(shallow[0].config, policy, Prompts(np.ones((1, 16), np.int32), np.array([16])))
+    assert {*plan.capacities} == {70_006}

@@ -1,0 +1,72 @@
+"""The Python of the library's README runs, and the policies in it keep to the contract."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import models
+from kvjax.contract import Policy
+from kvjax.models.embedded import EMBEDDED
+
+README = pathlib.Path(kvjax.__file__).with_name("README.md")
+BLOCKS = dict(re.findall(r"## ([^\n]*)\n(?:(?!\n## ).)*?```python\n(.*?)```", README.read_text(), re.DOTALL))
+EVICTING = ["A score with memory", "A selection: whole sentences", "A merging rule"]
+READING = {"Delayed eviction": "Delayed", "Admission": "Admit"}
+PROMPT = np.random.default_rng(3).integers(3, 60, (1, 40)).astype(np.int32)
+PROMPT[:, 7::8] = 5  # ends a sentence
+
+
+@pytest.fixture(autouse=True)
+def user():
+    """Users have JAX as it is."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def run(name):
+    """What a block defines."""
+    found = {}
+    exec(compile(BLOCKS[name], f"{README}: {name}", "exec"), found)
+    return found
+
+
+def test_every_block_is_found():
+    assert len(BLOCKS) == README.read_text().count("```python")
+
+
+@pytest.mark.parametrize("name", sorted({*BLOCKS} - {*EVICTING, *READING}))
+def test_a_block_runs(name):
+    run(name)
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_a_policy_keeps_its_budget(name):
+    policy, (model, params) = run(name)["policy"], models.load(EMBEDDED)
+    budget = min(policy.budget, 24)
+    _, state = kvjax.prefill(model, params, np.tile(PROMPT, 3), policy=policy, max_new_tokens=2)
+    assert budget // 2 < int(state.num_live.max()) <= policy.budget
+    if policy.select != kvjax.Evict.select:  # sentences of 8 tokens, and the last 4
+        kept = {int(p) // 8 for p in state.layers[0].pos[0, 0] if 0 <= p < 116}
+        assert all(8 * s + i in state.layers[0].pos[0, 0] for s in kept for i in range(8))
+    if "log_weight" in policy.writes:
+        mass = [jnp.where(kv.live, jnp.exp(kv.log_weight), 0.0).sum(-1) for kv in state.layers]
+        np.testing.assert_allclose(mass, 120.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", READING)
+def test_a_prompt_read_whole_is_one_read_token_by_token(name):
+    policy, (model, params) = run(name)[READING[name]](4), models.load(EMBEDDED)
+    assert isinstance(policy, Policy)
+    own = kvjax.init_policy_params(model.config, policy, jax.random.key(1))
+    read = lambda block: kvjax.prefill(
+        model, params, PROMPT, policy=policy, max_new_tokens=1, policy_params=own, block=block
+    )
+    (whole, state), (single, other) = read(None), read(1)
+    np.testing.assert_allclose(whole, single, atol=1e-4)
+    assert (state.num_live == other.num_live).all()
+    assert int(state.num_live.min()) < 40

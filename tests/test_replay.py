@@ -1,0 +1,169 @@
+"""Prompts that are read again, chunk by chunk (KVzip)."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import contract, methods, models
+from kvjax.drivers import replay
+from kvjax.models import gpt2, mpt
+from kvjax.observe import Reread
+from tests import tensors
+from tests.kept import digest
+
+GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "kvzip.json").read_text())
+T, LENGTHS = 24, np.array([24, 17], np.int32)
+IDS = np.asarray(tensors.token_ids(2, T))
+ASKED = {"repeat": (1, 2), "repeat_next": (3,), "suffix": (4,), "chunk": 9, "overlap": 2, "sinks": 2}
+kvzip = functools.partial(methods.kvzip, **ASKED)
+
+
+def positions(layer):
+    """What every head holds of every sequence."""
+    return [[sorted(head[head >= 0].tolist()) for head in row] for row in np.asarray(layer.head_pos)]
+
+
+def test_chunks_are_those_of_a_rows_own_tokens():
+    """By hand: an instruction, the end of the chunk before, the suffix, the chunk."""
+    how = Reread((91, 92), (93,), (94,), prefix=1, chunk=3, overlap=2)
+    rows = lambda ids: [how.rows(np.array(ids), first, 8).tolist() for first in how.firsts(8)]
+    later = [[93, 12, 13, 94, 14, 15, 16], [93, 15, 16, 94, 17]]
+    assert rows(range(10, 18)) == [[91, 92, 94, 11, 12, 13], *later]
+    assert rows(range(20, 24)) == [[91, 92, 94, 21, 22, 23], [], []]
+    assert (how.most(8), how.most(4), len(how.firsts(1)), Reread((1,)).most(8)) == (7, 6, 0, 9)
+
+
+@pytest.mark.parametrize("case", [c for c in GOLDEN["cases"] if c["layerwise"]], ids=["kvzip", "plus"])
+def test_kept_tokens_are_those_of_kvpress(case, embedded):
+    model, params, _ = embedded
+    told = {name: tuple(GOLDEN[name]) for name in ("repeat", "repeat_next", "suffix")}
+    policy = methods.kvzip(0.5, **told, chunk=GOLDEN["chunk"], plus=case["plus"])
+    how, ids = policy.score.how, np.array(GOLDEN["ids"], np.int32)
+    assert [how.rows(ids, first, len(ids)).tolist() for first in how.firsts(len(ids))] == GOLDEN["read"]
+    _, state = kvjax.prefill(model, params, ids[None], policy=policy, max_new_tokens=1)
+    assert [positions(kv)[0] for kv in state.layers] == case["kept"]
+
+
+ALIBI = mpt.MPTConfig(
+    vocab_size=61, embed_dim=32, mlp_dim=48, num_layers=1, num_query_heads=4, num_kv_heads=4, head_dim=8
+)
+BY_QUERY_HEAD = contract.Layout(by_query_head=True)
+CASES = {  # options, fields, and a digest of what the library before this one kept
+    "window, prefix": ({"prefix": 3}, {}, "c355"),
+    "plus, by query head": ({"plus": True}, {"heads": None, "layout": BY_QUERY_HEAD}, "5d30"),
+    "ALiBi": ({"plus": True}, {}, "ea27"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_keeps_what_was_recorded(case, shallow):
+    options, fields, kept = CASES[case]
+    model, params = shallow
+    if case == "window, prefix":
+        model = models.LanguageModel(dataclasses.replace(model.config, sliding_window=(5,)))
+    if case == "ALiBi":
+        model = models.LanguageModel(ALIBI)
+        params = jax.tree.map(lambda x: x * 4, jax.jit(model.init)(jax.random.key(7)))
+    policy = dataclasses.replace(kvzip(8, **options), **fields)
+    _, state = kvjax.prefill(model, params, IDS, policy=policy, max_new_tokens=1, lengths=LENGTHS)
+    assert digest(state.layers[0].head_pos) == kept
+
+
+def largest(rows, chunk, factor=None, out_proj=None):
+    """The most that a row gives to each token of a chunk, in loops over rows, heads and keys."""
+    q, k, v, pos = (np.asarray(x, np.float64) for x in (rows.q, rows.k, rows.v, rows.pos))
+    (B, N, R, _), K = q.shape, k.shape[1]
+    S, length, start = k.shape[2] - R, np.asarray(chunk.length), int(chunk.first)
+    out = np.zeros((B, K, S))
+    for b, n, i in np.ndindex(B, N, R):
+        if (row := pos[b, i]) < 0:
+            continue
+        h, place = n // (N // K), np.concatenate([np.arange(S) - (S - length[b]), pos[b]])
+        behind = np.arange(S + R) >= S
+        of_chunk = (place >= start) & (place < min(start + chunk.size, length[b])) & ~behind
+        early = (place >= 0) & (place < min(chunk.sinks, start)) & ~behind
+        reads = (of_chunk | early | behind) & (place >= 0) & (place <= row)
+        reads &= place > row - (rows.window or np.inf)
+        x = k[b, h] @ q[b, n, i] * rows.scale
+        x = x if rows.softcap is None else rows.softcap * np.tanh(x / rows.softcap)
+        x = x if rows.bias is None else x + np.asarray(rows.bias[b, n], np.float64)
+        e = np.where(reads, np.exp(x - x[reads].max()), 0.0)
+        p = e / e.sum() * (1.0 if factor is None else float(factor[b, i]))
+        p = p if out_proj is None else p * np.linalg.norm(v[b, h] @ np.asarray(out_proj[n], np.float64), axis=-1)
+        out[b, h] = np.where(of_chunk[:S], np.maximum(out[b, h], p[:S]), out[b, h])
+    return out
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"window": 12, "softcap": 1.5, "plus": True}, {"bias": True}], ids=["plain", "window, plus", "alibi"]
+)
+def test_the_largest_probability_is_that_of_loops(how, monkeypatch):
+    """Of rows in several blocks, and of padding, chunks and prompts of each row's own."""
+    monkeypatch.setattr(replay, "_LOGITS", 3 * 2 * 4 * 15)  # three rows a block
+    monkeypatch.setattr(replay, "_ROWS", 1)
+    q, k, v = tensors.qkv(3, T=T + 7)
+    pos = np.where(np.arange(7) < [[0], [2]], -1, LENGTHS[:, None] + np.arange(7) - [[0], [2]])
+    bias = jnp.linspace(-2.0, 0.0, 2 * 4 * (T + 7)).reshape(2, 4, -1) if "bias" in how else None
+    rows = replay._Rows(q[:, :, T:], k, v, bias, jnp.asarray(pos), 0.7, how.get("window"), how.get("softcap"))
+    chunk = replay._Chunk(jnp.int32(12), jnp.asarray(LENGTHS), 6, 2)
+    weights = jnp.linspace(0.5, 2.0, 14).reshape(2, 7), jax.random.normal(jax.random.key(1), (4, 8, 5))
+    given = weights if "plus" in how else ()
+    found = jax.jit(lambda *given: replay._most(rows, chunk, *given))(*given)
+    np.testing.assert_allclose(found, largest(rows, chunk, *given), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("change", [{"layout": contract.Layout()}, {"layout": contract.Layout("rank", pool=True)}])
+def test_stored_otherwise_it_keeps_the_same(change, shallow):
+    read = lambda policy: kvjax.prefill(*shallow, IDS, policy=policy, max_new_tokens=1, lengths=LENGTHS)[1].layers[0]
+    assert positions(read(dataclasses.replace(kvzip(8), **change))) == positions(read(kvzip(8)))
+
+
+def test_sets_of_query_heads_say_apart_what_their_group_says_together(shallow):
+    """The largest over a group is that of its heads, so a group's best token is the best of one of them."""
+    read = lambda policy: kvjax.prefill(*shallow, IDS, policy=policy, max_new_tokens=1)[1].layers[0]
+    plain = lambda n, **how: dataclasses.replace(kvzip(n, sinks=0), heads=None, layout=contract.Layout(**how))
+    apart, together = positions(read(plain(1, by_query_head=True))), positions(read(plain(1)))
+    for heads, groups in zip(apart, together, strict=True):
+        assert all(one in heads[2 * g : 2 * g + 2] for g, one in enumerate(groups))
+
+
+def test_layers_may_be_read_again_in_ways_of_their_own(tiny):
+    """In a chain all see the same reading; by layer, each has the instructions of its own policy."""
+    other = kvzip(8, repeat=(9,), chunk=30)
+    chained = kvjax.chain(kvzip(12), methods.tova(8))
+    mixed = kvjax.partition({"c": chained, "o": other, "all": kvjax.Policy()}, ["o", "all", "c"])
+    read = lambda policy: kvjax.prefill(*tiny, IDS, policy=policy, max_new_tokens=1, lengths=LENGTHS)[1].layers
+    held, alone = [positions(kv) for kv in read(mixed)], [positions(kv) for kv in read(other)]
+    assert held[0] == alone[0]
+    assert held[1][0] == [list(range(T))] * 2
+    assert [len(head) for row in held[2] for head in row] == [8] * 4
+
+
+def test_it_is_refused_where_it_cannot_be(shallow):
+    model, params = shallow
+    read = functools.partial(kvjax.prefill, model, params, IDS, max_new_tokens=1)
+    with pytest.raises(ValueError, match="looks at the whole prompt at once, but block=5 reads 24 tokens in parts"):
+        read(policy=kvzip(8), block=5)
+    with pytest.raises(ValueError, match="token id 61 is outside the vocabulary, 0 to 60"):
+        read(policy=kvzip(8, suffix=(61,)))
+    with pytest.raises(ValueError, match="outside of jit"):
+        jax.eval_shape(lambda ids: read(policy=kvzip(8), lengths=ids[:, 0]), jnp.asarray(IDS))
+    state = kvjax.start(model, policy=kvzip(8), lengths=LENGTHS, max_new_tokens=1)
+    with pytest.raises(ValueError, match=r"forward\(evict=True\) reads them once; use kvjax.prefill"):
+        kvjax.forward(model, params, IDS, state, evict=True)
+    with pytest.raises(ValueError, match="reads the prompt again, which needs a model"):
+        kvjax.evict_layer(kvzip(8), *tensors.qkv())
+    with pytest.raises(ValueError, match="chunk=0: give 1 or more tokens"):
+        kvzip(8, chunk=0)
+    sizes = {"vocab_size": 61, "embed_dim": 16, "mlp_dim": 24, "num_layers": 1, "head_dim": 8}
+    learned = models.LanguageModel(gpt2.GPT2Config(**sizes, num_query_heads=2, num_kv_heads=2, max_position=32))
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape), learned.shapes)
+    with pytest.raises(ValueError, match=r"24 tokens and 13 that repeat a chunk of it are 37, but .* 32 positions"):
+        kvjax.prefill(learned, nothing, IDS, policy=kvzip(8), max_new_tokens=1)

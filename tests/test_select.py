@@ -1,0 +1,197 @@
+"""Which tokens stay: chunks, draws and two stages, whatever is protected, and drops of many tokens at once."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import methods, models
+from kvjax.budgets import Schedule
+from kvjax.contract import Layout
+from kvjax.decide.select import Chunks, PerChunk
+from kvjax.methods import kvpress, variants
+from tests import tensors
+from tests.by_hand import keep, uniform_rows
+
+T = 40
+ARRAYS = tensors.qkv(1, T=T, B=1)
+TENSORS = [dict(zip("qkv", ARRAYS, strict=True))]
+replace = dataclasses.replace
+
+
+@pytest.fixture(autouse=True)
+def _as_users_run_it():
+    """Users have the promotion of JAX itself."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def kept(policy, n=T, **more):
+    """Positions that both heads keep of the last `n` tokens as a prompt."""
+    kv = kvjax.evict_layer(policy, *ARRAYS, lengths=[n], **more)
+    return tensors.live_positions(kv)[0]
+
+
+@pytest.mark.parametrize("n", [33, 36, 39])
+def test_chunks_of_protected_tokens_come_first(n):
+    """A window of 17 tokens lies in three or four chunks of 8, of which a budget of 17 pays for three."""
+    for tokens in kept(methods.chunkkv(methods.snapkv(17, window=17), size=8), n):
+        assert {*range(n - 17, n)} <= {*tokens}
+        assert len(tokens) <= 17 + 8 - 1
+
+
+def test_chunks_after_heads_of_different_budgets():
+    """The head that holds most decides how many chunks fit."""
+    ada = replace(methods.ada_snapkv(16, window=4, alpha=1.0), layout=Layout())
+    both = kvjax.chain(ada, methods.chunkkv(methods.snapkv(12, window=4), size=4))
+    assert len({len(tokens) for tokens in kept(ada)}) == 2
+    assert all(len(tokens) <= 12 + 4 - 1 for tokens in kept(both))
+    assert all({*range(T - 4, T)} <= {*tokens} for tokens in kept(both))
+
+
+def first_chunks_and_others(kv, stats, ctx):
+    return jnp.where((kv.pos < 16) | (kv.pos % 8 == 0), 1.0, 0.0) - kv.pos.astype(jnp.float32) / 1e3
+
+
+def test_chunks_of_a_cache_with_holes():
+    """Two full chunks and three single tokens: a share of the chunks may be far more than a share of the tokens."""
+    scattered = kvjax.from_fn(first_chunks_and_others, 19)
+    chunks = replace(scattered, budget=8, select=Chunks(8))
+    assert kept(scattered)[0] == [*range(16), 16, 24, 32]
+    assert kept(kvjax.chain(scattered, chunks))[0] == list(range(8))
+
+
+def test_a_share_of_chunks():
+    """A quarter of eight chunks, of which the last is short; 9 of 39 tokens are less than that."""
+    make = lambda budget: methods.chunkkv(methods.snapkv(budget, window=2), size=5)
+    assert (len(kept(make(0.25), 39)[0]), len(kept(make(9), 39)[0])) == (9, 4)
+
+
+@pytest.mark.parametrize("budget", [0.25, 16])
+def test_chunks_of_a_prompt_in_blocks(shallow, budget):
+    """A share is one of the prompt, not of what is left of it after every block."""
+    policy = methods.chunkkv(methods.snapkv(budget, window=4), size=4)
+    _, state = kvjax.prefill(*shallow, tensors.token_ids(1, 64), policy=policy, max_new_tokens=0, block=16)
+    assert (np.asarray(state.layers[0].num_live) == 16).all()
+
+
+def test_chunks_are_of_the_prompt():
+    with pytest.raises(ValueError, match=r"chunks are of the prompt; use Schedule\(\), which does not evict while"):
+        tensors.replay(methods.chunkkv(methods.h2o(8), size=4), TENSORS, T - 1)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        replace(methods.knorm(0.1), select=PerChunk(5, 0.1)),
+        replace(methods.knorm(4), select=PerChunk(5)),
+        methods.finch(0.1, window=1, chunk=10),
+    ],
+    ids=["share", "tokens", "finch"],
+)
+def test_chunks_whose_share_is_less_than_a_token_keep_one_as_far_as_the_budget_goes(policy):
+    """40 tokens of which 4 may stay: 8 chunks of 5, or 4 of 10."""
+    for tokens in kept(policy):
+        assert len(tokens) == len({i // policy.select.size for i in tokens}) == 4
+
+
+@pytest.mark.parametrize("among", ["rest", "all"])
+@pytest.mark.parametrize("random", [3, 10])
+def test_no_more_is_drawn_than_protection_leaves(among, random):
+    """A random share of all that is not protected is NaCl's ablation without proxies."""
+    make = lambda random: replace(variants.nacl_drawn(10, among=among, recent=3, proxies=6, random=random), sinks=2)
+    for tokens in kept(make(random)):
+        assert {0, 1, T - 3, T - 2, T - 1} <= {*tokens}
+        assert len(tokens) == 10 or (among == "all" and len(tokens) < 10)
+    assert kept(make(5)) == kept(make(10))
+
+
+def test_a_budget_that_does_not_hold_the_window_keeps_the_newest_of_it():
+    """As kvpress has it, in every layer."""
+    newest, window = [list(range(T - 6, T))] * 2, {"window": 8, "kernel": 3}
+    for make in (kvpress.kvpress_snapkv, kvpress.kvpress_pyramidkv):
+        assert kept(make(1 - 0.15, **window)) == newest
+    assert kept(methods.snapkv(0.15, **window)) == [list(range(T))] * 2
+
+
+@pytest.mark.parametrize("options", [{"window": 2}, {"window": 6}, {"pooling": "avg"}], ids=str)
+def test_criticalkv_beside_its_formula(options):
+    """A mean over the window's rows, pooled, over the group; then (S + eps) |v W_O|."""
+    B, N, K, S, H, budget, eps = 2, 4, 2, 24, 8, 12, 0.05
+    options = {"window": 4, "kernel": 3, **options}
+    w = options["window"]
+    q, k, v = tensors.qkv(11, B=B, N=N, K=K, T=S, H=H)
+    out_proj = jax.random.normal(jax.random.key(3), (N, H, 12))
+    policy = methods.criticalkv(methods.snapkv(budget, **options), eps=eps)
+    live = np.asarray(kvjax.evict_layer(policy, q, k, v, out_proj=out_proj).live)
+    expand = lambda x: np.repeat(np.asarray(x, np.float64), N // K, axis=1)
+    logits = np.einsum("bnth,bnsh->bnts", np.asarray(q, np.float64), expand(k)) * H**-0.5
+    p = np.exp(np.where(np.tri(S, dtype=bool), logits, -np.inf))
+    votes = (p / p.sum(-1, keepdims=True))[:, :, -w:].mean(2)[..., :-w].reshape(B, K, N // K, S - w)
+    padded = np.pad(votes.mean(2), ((0, 0), (0, 0), (1, 1)))
+    pool = np.mean if options.get("pooling") == "avg" else np.max
+    score = pool([padded[..., i : i + S - w] for i in range(3)], axis=0)
+    norm = np.abs(np.einsum("bnsh,nhd->bnsd", expand(v), np.asarray(out_proj, np.float64))).sum(-1)
+    second = (score + eps) * norm.reshape(B, K, N // K, S).mean(2)[..., :-w]
+    best = lambda x: np.lexsort((-np.arange(len(x)), -x)).tolist()  # of equals the newest, as pooled neighbours are
+    for b, h in np.ndindex(B, K):
+        first = best(score[b, h])[: max(budget // 2 - w, 0)]
+        rest = [i for i in best(second[b, h]) if i not in first][: budget - w - len(first)]
+        assert np.flatnonzero(live[b, h]).tolist() == sorted([*first, *rest, *range(S - w, S)])
+
+
+@pytest.mark.parametrize(("threshold", "wanted"), [(0.6, [0, 4, 5]), (0.7, [0, 1, 4, 5])])
+def test_a_layer_that_is_not_lazy_keeps_what_its_budget_holds(threshold, wanted):
+    p = uniform_rows(6)
+    p[-1] = [0.3, 0.15, 0.1, 0.1, 0.15, 0.2]
+    assert keep(replace(methods.simlayerkv(threshold, sinks=1, recent=2), budget=4), p) == wanted
+
+
+# ------------------------------------------------------------------------------------------------ while decoding
+
+
+def test_what_is_dropped_at_once_is_not_protected():
+    """The last 10 of 12 tokens stay, although half of the budget would be dropped."""
+    seen = tensors.replay(methods.scissorhands(12, history=20), TENSORS, 20)
+    assert all({*range(n - 10, n)} <= {*tokens} for n, step in enumerate(seen.live, 20) for tokens in step[0])
+    assert {len(tokens) for step in seen.live for tokens in step[0]} == {10, 11, 12}
+
+
+@pytest.mark.parametrize(
+    ("policy", "over", "drop", "left"),
+    [(methods.streaming_llm(4, sinks=3), 1, 4, 3), (methods.window(9), 2, 7, 4)],
+    ids=["protected", "many"],
+)
+def test_a_drop_of_many_spares_what_is_protected(policy, over, drop, left):
+    policy = replace(policy, when=Schedule(over=over, drop=drop), layout=Layout())
+    cut = [{name: x[:, :, : 20 + over] for name, x in TENSORS[0].items()}]
+    assert [len(head) for head in tensors.replay(policy, cut, 20).live[-1][0]] == [left] * 2
+
+
+def test_what_a_sliding_window_hides_goes_first():
+    """A budget is not spent on what no row to come can read; the other layer knows no window."""
+    config = models.ModelConfig(61, 32, 48, 2, 4, 2, 8, sliding_window=(16, None))
+    model = models.LanguageModel(config)
+    params, ids = jax.jit(model.init)(jax.random.key(0)), np.asarray(tensors.token_ids(1, 30))
+    read = lambda budget: kvjax.prefill(model, params, ids[:, :24], policy=methods.h2o(budget), max_new_tokens=6)[1]
+    state = read(8)
+    _, after = kvjax.feed(model, params, ids[:, 24:], state)
+    for n, now in ((24, state), (30, after)):
+        assert all(min(head) > n - 16 for head in tensors.live_positions(now.layers[0])[0])
+    assert any(min(head) <= 8 for head in tensors.live_positions(state.layers[1])[0])
+    assert tensors.live_positions(read(16).layers[0])[0] == [[*range(8, 24)]] * 2  # all that the last row read
+
+
+def test_rows_that_vote_in_blocks_are_those_of_the_last(shallow):
+    """The last rows of the last block vote, as if what is left were the prompt; with all rows it is another policy."""
+    few = methods.ahakv(8, recent=4)
+    many = variants.ahakv_without("recent", 8, recent=4)
+    ids = tensors.token_ids(1, 24)
+    read = lambda policy, block: tensors.live_positions(
+        kvjax.prefill(*shallow, ids, policy=policy, max_new_tokens=0, block=block)[1].layers[0]
+    )
+    assert read(few, 24) == read(few, None)
+    assert read(few, 4) != read(many, 4)

@@ -1,0 +1,110 @@
+"""One policy on one layer's raw tensors: what stays, and what is refused in the words of who gave it."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import methods
+from kvjax.contract import PerHead, PerSlot, Score
+from tests import tensors
+
+T = 12
+Q, K, V = tensors.qkv(T=T)
+
+
+def of_token(kv, stats, ctx):
+    """Whether a slot holds token 5, for slots that are the prompt's columns."""
+    return jnp.broadcast_to((ctx.tokens == 5)[:, None].astype(jnp.float32), kv.pos.shape)
+
+
+TOKENS = np.array([[5] * 6 + [1] * 6, [1] * 6 + [5] * 6])
+OF_TOKEN = kvjax.from_fn(of_token, 6)
+
+
+def test_what_stays_is_live():
+    """In the slots of the prompt, none of which moves."""
+    layer = kvjax.evict_layer(OF_TOKEN, Q, K, V, tokens=TOKENS)
+    np.testing.assert_array_equal(layer.live.sum(-1), np.full((2, 2), 6))
+    np.testing.assert_array_equal(layer.live[:, 0], TOKENS == 5)
+    np.testing.assert_array_equal(layer.pos[1, 0, 6:], np.arange(6, T))
+    with pytest.raises(ValueError, match=r"reads token ids, but none are known here; give evict_layer\(tokens=\)"):
+        kvjax.evict_layer(OF_TOKEN, Q, K, V)
+
+
+@pytest.mark.parametrize("policy", [methods.expected_attention(6, sinks=1), methods.capkv(6, sinks=1), methods.tova(6)])
+def test_padding_may_hold_what_is_no_number(policy):
+    gone = (np.arange(T) < 4)[None, None, :, None] & (np.arange(2) == 1)[:, None, None, None]
+    sick = (jnp.where(gone, jnp.nan, x) for x in (Q, K, V))
+    found, expected = (kvjax.evict_layer(policy, *x, lengths=[T, 8]).live for x in (sick, (Q, K, V)))
+    np.testing.assert_array_equal(found, expected)
+
+
+class Odd(Score):
+    """Scores or memory of shapes that do not fit."""
+
+    what: str = ""
+
+    def memory(self, info):
+        return {"slot": PerSlot((3,)), "head": PerHead(), "array": np.zeros(3)}.get(self.what, ())
+
+    def update(self, slots):
+        return slots.memory[..., 0] if self.what in ("slot", "head") else slots.memory
+
+    def __call__(self, slots):
+        return slots.kv.pos[:, 0].astype(jnp.float32) if self.what == "score" else slots.kv.pos.astype(jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (
+            "score",
+            r"Odd gives scores of shape \(2, 12\), but the layer has slots of shape \(2, 2, 12\); give one a slot",
+        ),
+        (
+            "slot",
+            r"Odd updates its memory to arrays of shapes \[\(2, 2, 12\)\], but it listed \[\(2, 2, 12, 3\)\]: PerS",
+        ),
+        (
+            "head",
+            r"Odd updates its memory to arrays of shapes \[\(2,\)\], but it listed \[\(2, 2\)\].* PerHead for one",
+        ),
+        ("array", "memory is a tree of PerSlot and PerHead, but has a ndarray"),
+    ],
+)
+def test_a_scores_shapes_are_those_of_slots(what, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        kvjax.evict_layer(kvjax.Evict(Odd(what), 6), Q, K, V)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"q": Q[0]},
+            r"q must be floats with axes \(batch, heads, tokens, head_dim\).*got float32 of shape \(4, 12, 8\)",
+        ),
+        ({"q": Q > 0}, "got bool"),
+        ({"k": K[:, :, :8]}, "must agree in batch, tokens and head_dim"),
+        ({"q": Q[:, :3]}, "query heads be a multiple of kv heads; here these are 3 and 2"),
+        ({"hidden": np.ones((2, 8, 4))}, r"hidden must be floats, a vector a token, of shape \(2, 12, any\)"),
+        ({"out_proj": np.ones((2, 8, 4))}, r"of shape \(4, 8, any\); got float64 of shape \(2, 8, 4\)"),
+        ({"tokens": TOKENS[:1]}, r"tokens must be integers, one a token, of shape \(2, 12\)"),
+        ({"layer": 1}, "layer=1 must be a whole number from 0 to 0"),
+        ({"policy": 3}, "policy is a int, not a Policy"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_what_does_not_fit_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.evict_layer(**{"policy": methods.h2o(6), "q": Q, "k": K, "v": V} | change)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", ["q", "hidden"])
+def test_a_tensor_of_another_library_is_answered_with_what_to_do(name):
+    torch = pytest.importorskip("torch", reason="the test extra installs torch on Python 3.11")
+    given = {"policy": methods.h2o(6), "q": Q, "k": K, "v": V} | {name: torch.ones(2, T, 8)}
+    with pytest.raises(ValueError, match=rf"{name} is a torch.Tensor; give an array, such as x.numpy\(\)"):
+        kvjax.evict_layer(**given)

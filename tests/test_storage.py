@@ -1,0 +1,180 @@
+"""A pool of slots that the heads of a layer share: the same numbers as a dense layer, in the slots that they need."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import methods
+from kvjax.budgets import STEP, Schedule
+from kvjax.contract import EMPTY, LayerInfo, Layout, PerSlot, Reads
+from kvjax.methods import variants
+from kvjax.storage import Layer, Pool, empty, to_pool
+from tests import tensors
+from tests.tensors import live_positions
+
+B, T, NEW, LENGTHS = 2, 24, 14, np.array([24, 17], np.int32)
+IDS, MORE = np.asarray(tensors.token_ids(2, T)), np.asarray(tensors.token_ids(2, NEW, 1))
+adaptive = lambda policy, *how, **fields: dataclasses.replace(policy, heads=kvjax.Adaptive(*how), **fields)
+POLICIES = {
+    "snapkv": adaptive(methods.snapkv(10, window=4)),
+    "h2o": adaptive(methods.h2o(10, recent=4)),
+    "h2o every 3": adaptive(methods.h2o(10, recent=4), when=Schedule(every=3)),
+    "h2o over 3": adaptive(methods.h2o(10, recent=1), 1.0, when=Schedule(over=3, drop=5)),
+    "roco": adaptive(methods.roco(10)),
+    "keyformer": adaptive(methods.keyformer(10, recent=3)),
+    "tova": variants.tova_by_head(10),
+    "scissorhands": methods.scissorhands(10, history=9, recent=2, drop=3),
+    "ahakv": methods.ahakv(10, recent=3),
+    "random": methods.random(10),
+    "streaming_llm": dataclasses.replace(methods.streaming_llm(10, sinks=2), layout=Layout()),
+    "keydiff": dataclasses.replace(methods.keydiff(10), when=STEP),
+    "query heads": variants.by_query_head(methods.snapkv(10, window=4)),
+}
+PAIRS = [*((name, "original") for name in POLICIES), *((name, "rank") for name in ("snapkv", "h2o", "streaming_llm"))]
+QUICK = {("query heads", "original"), ("h2o over 3", "original"), ("h2o", "rank")}
+
+
+def run(small, policy, lengths=LENGTHS, block=None):
+    """Logits of all tokens that follow, and the layer after the prompt and at the end."""
+    how = {"policy": policy, "lengths": lengths, "max_new_tokens": NEW, "block": block}
+    first, state = kvjax.prefill(*small, IDS, **how)
+    logits, after = kvjax.feed(*small, MORE, state)
+    return np.concatenate([first[:, None], logits], axis=1), state.layers[0], after.layers[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "positions"), [pytest.param(*p, marks=() if p in QUICK else pytest.mark.slow) for p in PAIRS]
+)
+def test_the_pool_equals_the_dense_layout(shallow, name, positions):
+    """Of a prompt that is shorter than the budget too, whose heads grow into theirs."""
+    policy, by = POLICIES[name], POLICIES[name].layout.by_query_head
+    stored = lambda pool, budget: dataclasses.replace(
+        policy, budget=budget, layout=Layout(positions, pool=pool, by_query_head=by)
+    )
+    for budget, lengths in ((10, LENGTHS), (16, np.array([T, 5], np.int32))):
+        dense, _, wanted = run(shallow, stored(False, budget), lengths)
+        pooled, before, found = run(shallow, stored(True, budget), lengths)
+        np.testing.assert_allclose(pooled, dense, atol=1e-5 * np.abs(dense).max() * NEW)
+        assert isinstance(before, Pool)
+        assert live_positions(found) == live_positions(wanted)
+        assert found.nbytes <= wanted.nbytes + before.ends.nbytes
+
+
+def test_blocks_and_pool_together(shallow):
+    dense, *_ = run(shallow, POLICIES["h2o"], block=7)
+    pooled, *_ = run(shallow, dataclasses.replace(POLICIES["h2o"], layout=Layout(pool=True)), block=7)
+    np.testing.assert_allclose(pooled, dense, atol=1e-4)
+
+
+def test_slots_are_the_sum_of_the_budgets_and_room(shallow):
+    """Heads that compete take the bytes of equal ones, whatever the largest takes."""
+    whole = np.array([T, T], np.int32)
+    _, uniform, _ = run(shallow, methods.snapkv(10, window=4), whole)
+    _, found, _ = run(shallow, methods.ada_snapkv(10, alpha=1.0, window=4), whole)
+    assert found.pos.shape[1] == uniform.pos.shape[2] * 2 == 2 * (10 + NEW)
+    assert found.k.nbytes == uniform.k.nbytes
+    assert int(found.num_live.max()) > 10  # some head did get more than its share
+
+
+# ------------------------------------------------------------------------------------------------ slots
+
+
+def layer(pos, H=4):
+    """A layer whose keys, values and memory are the positions of their tokens."""
+    pos = jnp.asarray(pos, jnp.int32)
+    k = jnp.broadcast_to(pos[..., None], (*pos.shape, H)).astype(jnp.float32)
+    like = empty(LayerInfo(0, 1, pos.shape[1], pos.shape[1], H, 8, 0), len(pos), k.dtype, PerSlot())
+    return Layer(k, -k, pos, pos.astype(jnp.float32), how=like.how)
+
+
+@pytest.mark.parametrize("capacity", [64, 61])
+def test_heads_keep_their_slots_whatever_dies(capacity):
+    """Random evictions and insertions against lists of positions; every head reaches its own bound, and no further."""
+    rng, start = np.random.default_rng(capacity), 8
+    most = np.array([[30, 2, 15, 14], [1, 58, 1, 1]])
+    K = most.shape[1]
+    pos = np.full((B, K, start), EMPTY)
+    for b, h in np.ndindex(B, K):
+        held = rng.choice(start, rng.integers(0, min(start, most[b, h]) + 1), replace=False)
+        pos[b, h, held] = rng.permutation(start)[: len(held)]
+    pool = to_pool(layer(pos), capacity, jnp.asarray(most, jnp.int32))
+    assert live_positions(pool) == live_positions(layer(pos))
+    most += np.arange(K) < capacity - most.sum(1, keepdims=True)  # the first heads get the three left over
+    append = jax.jit(lambda pool, k, pos: pool.append(k, -k, pos))
+    drop = jax.jit(lambda pool, keep: pool.put(pool.view().keep(keep)))
+    lists = live_positions(pool)
+    for step in range(start, start + 90):
+        view = np.asarray(pool.head_pos)
+        keep = (view >= 0) & (rng.random(view.shape) < (0.97 if step % 30 else 0.4))
+        # A head that would overflow loses its oldest token, as a policy would see to it.
+        held = np.where(keep, view, np.iinfo(np.int32).max)
+        keep &= ~((keep.sum(-1) == most)[..., None] & (held == held.min(-1, keepdims=True)))
+        pool = drop(pool, jnp.asarray(keep))
+        lists = [[[p for p in lists[b][h] if p in view[b, h][keep[b, h]]] for h in range(K)] for b in range(B)]
+        assert live_positions(pool) == lists
+        runs = rng.random(B) < 0.9
+        pool = append(pool, jnp.full((B, K, 1, 4), float(step)), jnp.asarray(np.where(runs, step, EMPTY)[:, None]))
+        lists = [[lists[b][h] + [step] * bool(runs[b]) for h in range(K)] for b in range(B)]
+        assert live_positions(pool) == lists
+        view = pool.view()
+        live = np.asarray(view.live)
+        np.testing.assert_array_equal(np.asarray(view.v)[live], -np.asarray(view.k)[live])
+        np.testing.assert_array_equal(np.asarray(view.k)[live][:, 0], np.asarray(view.pos)[live])
+        assert (live.sum(1) <= 1).all()
+
+
+def random_positions(seed, S=20, dead=0.4, K=3):
+    rng = np.random.default_rng(seed)
+    pos = np.stack([[rng.permutation(40)[:S] for _ in range(K)] for _ in range(B)])
+    return np.where(rng.random(pos.shape) < dead, EMPTY, pos)
+
+
+@pytest.mark.parametrize("capacity", [12, 20, 31])
+def test_compacting_keeps_every_live_slot_in_order(capacity):
+    before = layer(random_positions(2, dead=0.5))
+    after = before.compact(capacity)
+    assert after.pos.shape == (B, 3, capacity)
+    kept = lambda x: np.asarray(jnp.where(after.live, x, 0))
+    for b, h in itertools.product(range(B), range(3)):
+        held = [p for p in after.pos[b, h].tolist() if p >= 0]
+        assert held == live_positions(before)[b][h][:capacity]
+    np.testing.assert_array_equal(kept(after.memory), kept(after.pos))
+    np.testing.assert_array_equal(kept(after.k[..., 0]), kept(after.pos))
+    np.testing.assert_array_equal(after.v, -np.asarray(after.k))
+
+
+def test_new_rows_are_written_into_slots_that_are_free():
+    """Memory starts from zero; a row that is padding writes nothing, and what finds no slot is written nowhere."""
+    before = layer([[[3, -1, -1], [2, 3, -1], [0, 1, 3]]] * B)
+    before = before.replace(memory=jnp.full((B, 3, 3), 9.0))
+    new = jnp.full((B, 3, 1, 4), 5.0)
+    after = before.append(new, -new, jnp.asarray([[4], [EMPTY]], jnp.int32), grow=False)
+    assert after.pos[0].tolist() == [[3, 4, -1], [2, 3, 4], [0, 1, 3]]
+    assert after.memory[0].tolist() == [[9, 0, 9], [9, 9, 0], [9, 9, 9]]
+    np.testing.assert_array_equal(after.pos[1], before.pos[1])
+    live = np.asarray(before.live[1])
+    np.testing.assert_array_equal(np.asarray(after.k[1])[live], np.asarray(before.k[1])[live])
+    grown = before.append(*[jnp.full((B, 3, 2, 4), 7.0)] * 2, jnp.asarray([[4, 5], [EMPTY, 4]], jnp.int32), grow=True)
+    assert grown.pos[:, 0].tolist() == [[3, -1, -1, 4, 5], [3, -1, -1, -1, 4]]
+    assert grown.memory[0, 0].tolist() == [9, 9, 9, 0, 0]
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_what_is_hidden_is_not_read(pool):
+    """Attention over some of the slots, by a mask or by their indices, is that over a cache of those alone."""
+    kv = layer(random_positions(2))
+    kv = to_pool(kv, 60, jnp.full((B, 3), 20)) if pool else kv
+    view = kv.view()
+    shown = view.live & (view.pos % 3 != 0)
+    alone = kv.put(view.keep(shown))
+    q, at = jnp.linspace(-0.3, 0.2, B * 6 * 4).reshape(B, 6, 1, 4), jnp.full((B, 1), 40)
+    out = lambda kv, reads=None: np.asarray(kv.attend(q, at, (), reads, rotate=lambda x, _: x).out)
+    np.testing.assert_allclose(out(kv, Reads(shown)), out(alone), rtol=1e-5)
+    named = jnp.where(shown, jnp.arange(shown.shape[-1]), -1)[..., ::-1]
+    np.testing.assert_allclose(out(kv, Reads(named)), out(alone), rtol=1e-5)
+    assert not np.allclose(out(kv), out(alone), rtol=1e-2)
