@@ -48,7 +48,7 @@ class ExpertsConfig(ModelConfig):
             )
 
     def kind(self, layer: int) -> Hashable:
-        """See `DecoderConfig`."""
+        """Dense layers are of another kind than those with experts."""
         return super().kind(layer), layer in self.dense_layers
 
 

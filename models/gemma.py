@@ -52,7 +52,7 @@ class GemmaConfig(DecoderConfig):
 
     @property
     def additive_rotation(self) -> bool:
-        """See `DecoderConfig`: of both embeddings."""
+        """Whether turning a key twice is turning it once by the sum, by both embeddings."""
         return self.rope.additive and (self.local_rope is None or self.local_rope.additive)
 
     def rotation(self, layer: int) -> Rotate:

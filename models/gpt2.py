@@ -27,7 +27,7 @@ class GPT2Config(LearnedPositions):
     scaled_by_layer: bool = False
 
     def kind(self, layer: int) -> Hashable:
-        """See `DecoderConfig`."""
+        """Every layer is of its own kind where attention is scaled by its number."""
         return super().kind(layer), layer if self.scaled_by_layer else None
 
 

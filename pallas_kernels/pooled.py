@@ -48,7 +48,7 @@ def pooled_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Attention:
-    """See `kvjax.pallas_kernels.pooled_attention`. Differentiable, statistics included."""
+    """`kvjax.pallas_kernels.pooled_attention` in XLA: differentiable, statistics included."""
     B, N, _, H = q.shape
     K = num_kv_heads
     rows = q.reshape(B, K, N // K, H)

@@ -30,7 +30,7 @@ def recovered_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Recovery:
-    """See `kvjax.pallas_kernels.recovered_attention`. Memory grows with the slots of one block of rows."""
+    """`kvjax.pallas_kernels.recovered_attention` in XLA. Memory grows with the slots of one block of rows."""
     B, N, T, H = q.shape
     K, S = k.shape[1:3]
     M, G = masks.shape[0], N // K

@@ -42,7 +42,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Attention:
-    """See `pallas_kernels.attention`."""
+    """`kvjax.pallas_kernels.attention` with the whole matrix: the specification."""
     B, N, T, H = q.shape
     K = k.shape[1]
     dtype = accumulator(q.dtype)
@@ -123,7 +123,7 @@ def pooled_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Attention:
-    """See `pallas_kernels.pooled_attention`. A dense cache as long as the pool, with the slots of other heads dead."""
+    """`kvjax.pallas_kernels.pooled_attention` over a dense cache as long as the pool: slots of other heads are dead."""
     del in_order
     K = num_kv_heads
     mine = owner[:, None] == jnp.arange(K, dtype=owner.dtype)[None, :, None]
@@ -156,7 +156,7 @@ def recovered_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Recovery:
-    """See `pallas_kernels.recovered_attention`."""
+    """`kvjax.pallas_kernels.recovered_attention` with the whole matrix: the specification."""
     rows = Columns(group=None, summed=False)
     options = {"scale": scale, "window": window, "softcap": softcap}
     (p,) = attention(q, k, k, q_pos, kv_pos, bias, columns=(rows,), **options).columns

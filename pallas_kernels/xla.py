@@ -100,7 +100,7 @@ def attention(
     block: tuple[int, int] | None = None,
     tile: tuple[int, int, int] | None = None,
 ) -> Attention:
-    """See `kvjax.pallas_kernels.attention`.
+    """`kvjax.pallas_kernels.attention` in XLA, by blocks of rows or tiles of rows and keys.
 
     `block` overrides `head_block_size`, and (rows, keys, sets of slots) of `tile` override `tile_size`.
     """
