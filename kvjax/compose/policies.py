@@ -369,14 +369,14 @@ def chain(*policies: Policy) -> Policy:
     return Policy() if not flat else flat[0] if len(flat) == 1 else Chain(tuple(flat))
 
 
-def _refuse_unknown(policies: Mapping[Hashable, Policy], labels: Sequence[Hashable]) -> None:
+def _refuse_unknown(policies: Mapping[Any, Policy], labels: Sequence[Hashable]) -> None:
     if not isinstance(labels, Sequence | np.ndarray):
         raise ValueError(f"labels is a {type(labels).__name__}; give a list with the label of every layer")
     if unknown := [x for x in labels if x not in policies]:
         raise ValueError(f"there is no policy with the label {unknown[0]!r}, but with {', '.join(map(repr, policies))}")
 
 
-def partition(policies: Mapping[Hashable, Policy], labels: Sequence[Hashable]) -> Policy:
+def partition(policies: Mapping[Any, Policy], labels: Sequence[Hashable]) -> Policy:
     """Different policies for different layers.
 
     Args:
@@ -391,7 +391,7 @@ def partition(policies: Mapping[Hashable, Policy], labels: Sequence[Hashable]) -
 
 
 def partition_heads(
-    policies: Mapping[Hashable, Policy], labels: Sequence[Sequence[Hashable]], *, pool: bool = True
+    policies: Mapping[Any, Policy], labels: Sequence[Sequence[Hashable]], *, pool: bool = True
 ) -> Policy:
     """Different policies for different kv heads.
 
