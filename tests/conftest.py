@@ -83,12 +83,6 @@ def shallow(tiny):
     return models.LanguageModel(config), {n: p for n, p in params.items() if n not in ("layers_1", "layers_2")}
 
 
-@pytest.fixture
-def small(case, tiny, shallow):
-    """As many layers as tell what the method does."""
-    return tiny if case.by_layer else shallow
-
-
 @pytest.fixture(scope="session")
 def embedded():
     """The model that comes with the project, and its tokenizer."""
