@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from kvjax import Adaptive, Evict, analysis, feed, methods, prefill, shared_layers, when
+from kvjax import Adaptive, Evict, analysis, feed, methods, models, prefill, shared_layers, when
 from kvjax.analysis.curves import _losses
 from kvjax.analysis.reading import seed_key
 from kvjax.budgets import Schedule
@@ -238,7 +238,7 @@ def test_adaptive_heads_lower_the_bound_on_every_layer_and_prompt(embedded, rows
 
 @pytest.mark.slow
 def test_memory_is_linear_in_the_prompt(tiny):
-    model, params = tiny
+    model, params = models.LanguageModel(dataclasses.replace(tiny[0].config, max_position=2**14)), tiny[1]
     policies = methods.h2o(128), methods.ada_snapkv(128)
 
     def measured(params, tokens, continuation):

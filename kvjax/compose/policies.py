@@ -469,6 +469,6 @@ def from_fn(fn: Callable[..., Array], budget: Count, *, observe: tuple[Any, ...]
       fn: `(kv, stats, ctx) -> "B K S"`, from the layer, what was observed, and the moment; the larger number stays.
       budget: tokens of a kv head, on average.
       observe: what it wants to see.
-      **fields: other fields of `Evict`, such as `sinks=4` or `when=kvjax.every(16)`.
+      **fields: other fields of `Evict`, such as `sinks=4` or `when=Schedule(every=16)`.
     """
     return Evict(Function(fn, observe), budget, **fields)
