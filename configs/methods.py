@@ -8,7 +8,7 @@ from typing import Any
 
 import kvjax
 from kvjax import Policy, Share, methods, models
-from kvjax.configs.experiment import Experiment, Setup
+from kvjax.configs.experiment import Common, Experiment, Setup
 from kvjax.configs.of import File, of
 from kvjax.configs.probed import probed, probed_arrays
 from kvjax.contract import Count
@@ -174,7 +174,7 @@ def _tokenizer(setup: Setup) -> dict[str, Any]:
 # --- the table ---
 
 
-def _full(setup: Setup = Setup()) -> Experiment:
+def _full(setup: Common = Setup()) -> Experiment:
     """The full cache: every token stays."""
     return Experiment("full", ((1.0, methods.full()),), setup)
 

@@ -23,7 +23,7 @@ ROW = {"context": "the code for ada is 7 3 .", "question": "what is the code for
 def arguments(data, protocol, directory):
     found = ["--config", "snapkv.py", "--model", one_layer(), "--tasks", *TASKS, "--data", str(data), "--budget", "0.5"]
     found += [
-        "--window-size",
+        "--window",
         "4",
         "--baselines",
         "--length",

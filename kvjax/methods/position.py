@@ -23,7 +23,7 @@ def window(budget: Count) -> Evict:
 def streaming_llm(budget: Count, *, sinks: int = 4) -> Evict:
     """Keeps attention sinks and the most recent tokens (StreamingLLM, Xiao et al., arXiv 2309.17453).
 
-    A new token's place is made before it is stored, so that a cache never holds more than its budget. Tokens stand at
+    A new token's place is made before it is read, so that no row sees more than the budget. Tokens stand at
     their rank in the cache (section 3.2).
 
     Args:
