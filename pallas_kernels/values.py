@@ -6,16 +6,11 @@ arguments of `jax.jit` and keys of caches never take one setting for another: a 
 `float` (0.0 where -0.0 was given), a switch a `bool`, whichever of Python's or numpy's types they were written in.
 """
 
-import contextvars
-import dataclasses
 import functools
-import inspect
 import math
 import numbers
-import types
-import typing
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,40 +20,6 @@ MOST_TOKENS = 2**30 - 1
 """More tokens than any plan holds; larger counts mean no more. The sum of two is a number of 32 bits."""
 
 Rule = Callable[[Any], Any]
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-_COMPLETE = contextvars.ContextVar("complete", default=False)
-
-
-class Value:
-    """Frozen dataclasses that print the fields which differ from their defaults, and evaluate back from that."""
-
-    def __init_subclass__(cls, **options: Any):
-        super().__init_subclass__(**options)
-        if "__repr__" not in vars(cls):  # the decorator of dataclasses leaves a class its own
-            cls.__repr__ = _shown  # type: ignore[method-assign]
-
-
-def _shown(value: Any) -> str:
-    if not dataclasses.is_dataclass(value):
-        return object.__repr__(value)
-    written = []
-    for field in dataclasses.fields(value):
-        make = field.default_factory
-        default = field.default if isinstance(make, type(dataclasses.MISSING)) else make()
-        found = repr(getattr(value, field.name))
-        if _COMPLETE.get() or default is dataclasses.MISSING or found != repr(default):
-            written.append(f"{field.name}={found}")
-    return f"{type(value).__qualname__}({', '.join(written)})"
-
-
-def complete_repr(value: Any) -> str:
-    """The repr of anything, in which every `Value` has all of its fields: the same whatever defaults become later."""
-    token = _COMPLETE.set(True)
-    try:
-        return repr(value)
-    finally:
-        _COMPLETE.reset(token)
 
 
 def checked(rule: Rule, name: str, value: Any, owner: str = "") -> Any:
@@ -152,17 +113,6 @@ def number(interval: str = "(-inf, inf)", why: str = "") -> Rule:
     return rule
 
 
-def float_dtype(dtype: Any) -> np.dtype:
-    """Dtypes of floats."""
-    try:
-        found = jnp.dtype(bool if dtype is None else dtype)  # numpy takes None for float64
-    except TypeError:
-        found = jnp.dtype(bool)
-    if not jnp.issubdtype(found, jnp.floating):
-        raise ValueError("must be a dtype of floats, such as jax.numpy.bfloat16")
-    return found
-
-
 def flag(value: Any) -> bool:
     """True or False."""
     if not isinstance(value, bool | np.bool_):
@@ -248,33 +198,6 @@ def as_numpy(name: str, x: Any, advice: str = "", *, tensors: bool = True) -> np
         raise ValueError(_why_no_array(name, x, error)) from None
 
 
-def as_given(name: str, x: Any, advice: str = "") -> np.ndarray | jax.Array:
-    """What a user gave as an array: of JAX as it is, traced or not, and anything else as one of numpy (`as_numpy`)."""
-    return x if isinstance(x, jax.Array) and not is_key(x) else as_numpy(name, x, advice)
-
-
-def as_numbers(name: str, x: Any) -> np.ndarray | jax.Array:
-    """What a user gave as an array of real numbers (`as_given`); a ValueError for anything else, booleans too."""
-    found = as_given(name, x)
-    if not jnp.issubdtype(found.dtype, jnp.floating) and not jnp.issubdtype(found.dtype, jnp.integer):
-        raise ValueError(f"{name} must be numbers; got {found.dtype} of shape {found.shape}")
-    return found
-
-
-def check_arrays(name: str, tree: Any) -> None:
-    """Refuses a tree, such as parameters, that holds something else than arrays and numbers, or is one of them.
-
-    Raises:
-      ValueError: what the first of it is, and where.
-    """
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        of_numbers = is_array(x) and (isinstance(x, jax.Array) or x.dtype.kind not in "OSUMm")
-        if not path and (of_numbers or isinstance(x, numbers.Number)):
-            raise ValueError(f"{name} are one array or number, not the {name} of a model that models.load(...) returns")
-        if not of_numbers and not isinstance(x, numbers.Number):
-            raise ValueError(_why_no_array(f"{name}{jax.tree_util.keystr(path)}", x))
-
-
 def check_array(name: str, x: Any, *axes: str, kind: type = np.floating, shape: tuple[int, ...] | None = None) -> None:
     """Refuses what is no array of a kind of numbers, or has other axes.
 
@@ -296,66 +219,6 @@ def check_array(name: str, x: Any, *axes: str, kind: type = np.floating, shape: 
         raise ValueError(f"{name} must be an array of {what}, none of them 0; got {x.dtype} of shape {x.shape}")
     if shape is not None and x.shape != shape:
         raise ValueError(f"{name} has the shape {x.shape}, but {shape} fits the others, with axes ({', '.join(axes)})")
-
-
-def as_annotated(function: _F) -> _F:
-    """A function that refuses, by their annotations, what are no arrays of a kind, and no instances of a dataclass.
-
-    Arrays are those of one annotation of jaxtyping, or None beside it: their numbers must be of its kind, they must
-    have as many axes, and axes of one name must have one size in all arguments. Other annotations are not looked at.
-
-    Raises:
-      ValueError: what an argument is, and what it must be.
-    """
-    signature, arrays, instances = inspect.signature(function), {}, {}
-    for name, parameter in signature.parameters.items():
-        kinds, may_lack = (parameter.annotation,), False
-        if isinstance(parameter.annotation, types.UnionType) or typing.get_origin(parameter.annotation) is typing.Union:
-            kinds = tuple(k for k in typing.get_args(parameter.annotation) if k is not type(None))
-            may_lack = len(kinds) < len(typing.get_args(parameter.annotation))
-        if len(kinds) == 1 and hasattr(kinds[0], "dim_str"):
-            arrays[name] = kinds[0].dtype.__name__, kinds[0].dim_str.split(), may_lack
-        elif len(kinds) == 1 and dataclasses.is_dataclass(kinds[0]):
-            instances[name] = kinds[0]
-
-    @functools.wraps(function)
-    def on_arrays(*args: Any, **kwargs: Any) -> Any:
-        sizes: dict[str, tuple[str, int]] = {}
-        for name, x in signature.bind(*args, **kwargs).arguments.items():
-            if name in instances and not isinstance(x, instances[name]):
-                raise ValueError(f"{name} is a {type(x).__name__}, not a {instances[name].__name__}")
-            if name in arrays:
-                kind, axes, may_lack = arrays[name]
-                if x is not None or not may_lack:
-                    _check_axes(name, x, kind, axes, sizes)
-        return function(*args, **kwargs)
-
-    return typing.cast(Any, on_arrays)
-
-
-_KINDS = {"Float": np.floating, "Int": np.integer, "Bool": np.bool_}
-
-
-def _check_axes(name: str, x: Any, kind: str, axes: list[str], sizes: dict[str, tuple[str, int]]) -> None:
-    """Refuses an array that is none of a kind, or whose axes are not those of the others (`as_annotated`)."""
-    several = next((i for i, axis in enumerate(axes) if axis[0] in "*."), None)
-    if several is not None and is_array(x):
-        axes = [*axes[:several], *["..."] * (x.ndim + 1 - len(axes)), *axes[several + 1 :]]
-    check_array(name, x, *axes, kind=_KINDS[kind])
-    for axis, size in zip(axes, x.shape, strict=True):
-        other, there = sizes.setdefault(axis, (name, size)) if axis.isidentifier() else (name, size)
-        if size != there:
-            raise ValueError(f"{name} has the shape {x.shape}: {size} on the axis {axis}, where {other} has {there}")
-
-
-def check_finite(name: str, x: Any) -> None:
-    """Refuses an array of floats, outside of traces, that has NaNs or infinities.
-
-    Raises:
-      ValueError: how many numbers are none.
-    """
-    if odd := int((~np.isfinite(np.asarray(x, np.float64))).sum()):
-        raise ValueError(f"{name} has {odd} of {np.size(x)} numbers that are not finite; find them anew")
 
 
 def optional(rule: Rule) -> Rule:

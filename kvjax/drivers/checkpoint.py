@@ -32,7 +32,7 @@ _Path = str | os.PathLike[str]
 
 
 def save_params(path: _Path, params: PyTree[Any]) -> None:
-    """Writes parameters to a file, which replaces an earlier one.
+    """Writes parameters, such as what a policy has learned (`policy_params`), to a file, which replaces an earlier one.
 
     Raises:
       ValueError: a leaf that is no array, or a path at which there is something else than a file of kvjax.
