@@ -2,8 +2,19 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
 from kvjax import models
+from kvjax.drivers import depth
 from kvjax.models.gpt2 import GPT2Config
+from tests import kept
+from tests.cases import CASES, Sizes
+
+RECORDED = kept.recorded("raw")  # of every case, at the budgets that it takes
 
 
 def test_layers_with_scales_of_their_own_are_of_kinds_of_their_own():
@@ -13,3 +24,53 @@ def test_layers_with_scales_of_their_own_are_of_kinds_of_their_own():
     assert models.LanguageModel(config).alike == (0, 0)
     config = dataclasses.replace(config, scaled_by_layer=True)
     assert config.kind(0) != config.kind(1)
+
+
+def _toy(kinds):
+    """Layers that do as their kinds, parameters and inputs say; "n" changes the dtype of what goes through them."""
+
+    def layer(i, x, params, number):
+        x = jnp.tanh(x @ params.astype(x.dtype)) * ("abcn".index(kinds[i]) + 1) + number.astype(x.dtype)
+        return x.astype(jnp.bfloat16 if kinds[i] == "n" else x.dtype), x.sum()
+
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("kinds", "scans"), [("aaaaaa", 1), ("ababab", 1), ("abbccc", 2), ("abcabc", 1), ("abcbca", 1), ("nnnnnn", 0)]
+)
+def test_kinds_that_repeat_become_one_scan(kinds, scans):
+    draw, called = np.random.default_rng(0), []
+    params, numbers = [*jnp.asarray(draw.standard_normal((6, 3, 3)), jnp.float32)], [*jnp.arange(6.0)]
+    how = {"after_layer": lambda: called.append(0)}
+    alone = lambda params: depth.each_layer(_toy(kinds), jnp.ones((2, 3)), params, numbers, **how)
+    shared = lambda params: depth.each_layer(_toy(kinds), jnp.ones((2, 3)), params, numbers, kinds=kinds, **how)
+    assert str(jax.make_jaxpr(shared)(params)).count(" scan[") == scans
+    assert len(called) == 6
+    for one, other in zip(jax.tree.leaves(alone(params)), jax.tree.leaves(shared(params)), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+QUICK = (  # memory, sizes by layer, a pool, layers that compete, heads apart, merging
+    *("h2o", "pyramidkv", "ada_pyramid", "across_layers_entropy", "partition_heads", "keyformer", "kvpress_cam"),
+)
+REST = tuple(name for name in CASES if name not in QUICK)
+SLOW = [pytest.param(REST[i::12], marks=[pytest.mark.slow, pytest.mark.exhaustive], id=f"rest{i}") for i in range(12)]
+LENGTHS = np.array([24, 17], np.int32)
+TOKENS = np.random.default_rng(0).integers(1, 61, (2, 24)).astype(np.int32)
+
+
+@pytest.mark.parametrize("names", [pytest.param(QUICK, id="quick"), *SLOW])
+def test_a_prompt_that_is_read_inside_of_jit_keeps_the_same(names, tiny):
+    model, params = tiny
+    c, key = model.config, jax.random.key(5)
+    sizes = Sizes(c.num_layers, c.num_query_heads, c.num_kv_heads, c.head_dim, c.embed_dim)
+    for name in names:
+        policy = CASES[name](10 if "10" in RECORDED[name] else 0.5, sizes)
+        how = {"policy": policy, "lengths": LENGTHS, "max_new_tokens": 4, "key": key}
+        read = lambda params, how=how: kvjax.prefill(model, params, TOKENS, **how)
+        (one, held), (other, same) = read(params), jax.jit(read)(params)
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4, err_msg=name)
+        for i, (first, second) in enumerate(zip(held.layers, same.layers, strict=True)):
+            np.testing.assert_array_equal(first.head_pos, second.head_pos, err_msg=f"{name}, layer {i}")

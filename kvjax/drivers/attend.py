@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.contract import EMPTY, AttentionInputs, Context, Observation, Phase, Policy, unique
 from kvjax.drivers.decide import compacted, decided
+from kvjax.drivers.depth import each_layer
 from kvjax.drivers.mesh import on_rows
 from kvjax.drivers.state import AttnStats, State
 from kvjax.evict import unscored
@@ -223,23 +224,38 @@ def step(
         tokens, valid = on_rows((tokens, valid), mesh)
     x, tokens, pos, length = embed(model, outer, tokens, state.length, valid)
     state = dataclasses.replace(state, length=length)
-    at_once, layers, seen, names, lost = evict and not joint, [], [], [], []
+    at_once, names, inputs = evict and not joint, [], []
     for i, (policy, kv) in enumerate(zip(plan.layers, state.layers, strict=True)):
-        ctx, asked = state.context(i, phase, tokens), policy.observe(phase)
+        asked = policy.observe(phase)
         names.append(unique((*asked, *observe[i])) if observe else asked)
         how = {"evict": at_once, "grow": grow, "gives": gives or joint, "guards": guards}
-        attend = Attend(ctx, pos, policy, names[i], plan.infos[i].num_kv_heads, **how)
-        x, kv, found = layer_step(model, model.alike[i], each[i], x, kv, attend)
-        if at_once and grow:
-            kv, full = compacted(kv, ctx, policy=policy, capacity=plan.capacities[i], ends=ends)
-            lost.append(full)
-        layers.append(kv)
-        seen.append(found)
-        if after_layer is not None:
-            after_layer()
-    state = dataclasses.replace(state, layers=tuple(layers), ready=state.ready or (at_once and ends))
-    stats = AttnStats(tuple(seen), tokens, tuple(names), phase) if joint or gives else None
+        attend = Attend(state.context(i, phase, tokens), pos, policy, names[i], plan.infos[i].num_kv_heads, **how)
+        inputs.append((kv, attend))
+
+    kinds, slots = [*zip(model.alike, plan.layers, strict=True)], plan.capacities
+    shares = grow and isinstance(x, jax.core.Tracer)
+    if shares and not any(policy.layout.pool for policy in plan.layers):  # all sizes share a program, and are cut after
+        slots = tuple(max(n for n, other in zip(slots, kinds, strict=True) if other == kind) for kind in kinds)
+
+    def layer(i: int, x: Array, params: PyTree[Any], here: tuple[Storage, Attend]) -> tuple[Array, tuple[Any, ...]]:
+        kv, attend = here
+        x, kv, found = layer_step(model, model.alike[i], params, x, kv, attend)
+        if not (at_once and grow):
+            return x, (kv, found)
+        kv, full = compacted(kv, attend.ctx, policy=attend.policy, capacity=slots[i], ends=ends)
+        return x, (kv, found, full)
+
+    shared = [*zip(kinds, slots, strict=True)] if shares else None
+    x, done = each_layer(layer, x, each, inputs, kinds=shared, after_layer=after_layer)
+    layers, seen, *lost = zip(*done, strict=True)
+    lost = lost[0] if lost else ()
+    if at_once and slots != plan.capacities:
+        cuts = [*zip(layers, plan.capacities, strict=True)]
+        lost = tuple(full | (kv.num_live.max(-1) > n) for full, (kv, n) in zip(lost, cuts, strict=True))
+        layers = tuple(kv if n == most else kv.compact(n) for (kv, n), most in zip(cuts, slots, strict=True))
+    state = dataclasses.replace(state, layers=layers, ready=state.ready or (at_once and ends))
+    stats = AttnStats(seen, tokens, tuple(names), phase) if joint or gives else None
     if stats is not None and joint and evict:
         state, full = decided(state, stats, grow=grow, ends=ends)
-        lost = full if phase == "prefill" else lost
-    return head(model, outer, x, tuple(lost)), state, stats
+        lost = tuple(full) if phase == "prefill" else lost
+    return head(model, outer, x, lost), state, stats

@@ -1,6 +1,5 @@
 """What users give to the drivers, checked once, before anything is traced. Of traced values only shapes are known."""
 
-import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -51,22 +50,18 @@ def check_is(name: str, x: Any, kind: type, made_by: str) -> None:
         raise ValueError(f"{name} is a {type(x).__name__}, not a {kind.__name__}, such as {made_by} gives")
 
 
-@functools.lru_cache(maxsize=64)
-def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    return {jax.tree_util.keystr(path): jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(model.shapes)}
-
-
 def check_model(model: Any, params: PyTree[Any]) -> None:
     """Refuses what is no model, and parameters that are not arrays of floats of the model's names and shapes."""
     if not hasattr(model, "config") or not hasattr(model, "block"):
         raise ValueError(f"model is a {type(model).__name__}; give the model that models.load(...) returns")
-    given = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    named = lambda tree: {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    given = named(params)
     floats = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
     if odd := [n for n, x in given.items() if not floats(x)]:
         kind = getattr(given[odd[0]], "dtype", type(given[odd[0]]).__name__)
         raise ValueError(f"params{odd[0]} is {kind}, not an array of floats; give what models.load(...) returned")
     here = {n: x.shape for n, x in given.items()}
-    wanted = _shapes(model) if hasattr(model, "shapes") else here
+    wanted = {n: x.shape for n, x in named(model.shapes).items()} if hasattr(model, "shapes") else here
     if wrong := [n for n in sorted({*here, *wanted}) if here.get(n) != wanted.get(n)]:
         raise ValueError(
             f"{len(wrong)} parameters do not fit the model, such as params{wrong[0]}: {here.get(wrong[0], 'missing')}, "
@@ -221,16 +216,15 @@ def check_positions(
     if getattr(config, "learned_positions", False) and total > most:
         raise ValueError(f"prompt and new tokens are {total}, but the model has learned {most} positions; use fewer")
     reach, border = getattr(config, "reach", MOST), getattr(config, "border", None)
-
-    def apart(total: int) -> int:
-        each = zip(plan.layers, plan.capacities, plan.infos, strict=True)
-        slots = [(p, c // info.num_kv_heads if p.layout.pool else c, info.window or total) for p, c, info in each]
-        ranks = [max(prompt, c) if block is None else c + block for _, c, _ in slots]
-        ranks = [total if p.layout.positions == "original" else r for (p, _, _), r in zip(slots, ranks, strict=True)]
-        return max(min(r, total, window) for r, (_, _, window) in zip(ranks, slots, strict=True))
-
+    far = 0  # how far from each other a query and a key that it reads may stand
+    for policy, slots, info in zip(plan.layers, plan.capacities, plan.infos, strict=True):
+        slots = slots // info.num_kv_heads if policy.layout.pool else slots
+        ranks = (
+            MOST if policy.layout.positions == "original" else max(prompt, slots) if block is None else slots + block
+        )
+        far = max(far, min(ranks, info.window or MOST))
     said = ""
-    if apart(total) > reach and (seen is None or apart(before) <= reach):
+    if min(total, far) > reach and (seen is None or min(before, far) <= reach):
         said = f"the model was made for {reach} positions, beyond which its predictions are not to be relied on"
     elif border is not None and any(n + (seen or 0) <= border < n + more for n in np.atleast_1d(lengths)):
         said = f"keys beyond the model's original context of {border} are rotated by other factors; stay on one side"

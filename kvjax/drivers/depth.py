@@ -1,0 +1,96 @@
+"""Layers of one kind as one scan, so that compilation does not grow with depth inside of a user's own jit."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+_LONGEST_PERIOD = 8  # layers after which kinds may repeat
+
+
+def each_layer(
+    layer: Callable[..., tuple[Array, Any]],
+    x: Array,
+    params: Sequence[Any],
+    inputs: Sequence[Any],
+    *,
+    kinds: Sequence[Hashable] | None = None,
+    after_layer: Callable[[], Any] | None = None,
+) -> tuple[Array, list[Any]]:
+    """The residual stream after all layers, and what else each gives.
+
+    Args:
+      layer: called with the number of a layer, the residual stream, the layer's parameters and its input.
+      x: the residual stream before.
+      params, inputs: of all layers.
+      kinds: layers of one kind, with arrays of the same shapes, become one scan, so that XLA compiles one of them. Each
+        iteration copies the parameters of its layer, so this is for many tokens. None for a program a layer.
+      after_layer: called when a layer has been compiled and started.
+    """
+    done: list[Any] = []
+    for start, period, times in [(0, len(inputs), 1)] if kinds is None else _runs(kinds, params, inputs):
+        stop = start + period * times
+        if at_once := times > 1 and _keeps_type(layer, start, x, params[start], inputs[start]):
+            x, found = _repeated(layer, start, x, params[start:stop], inputs[start:stop], times)
+            done += found
+        for i in range(start, stop):
+            if not at_once:
+                x, found = layer(i, x, params[i], inputs[i])
+                done.append(found)
+            if after_layer is not None:
+                after_layer()
+    return x, done
+
+
+def _runs(kinds: Sequence[Hashable], params: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[int, int, int]]:
+    """(first layer, period, times) of the runs in which kinds repeat; `times` is 1 where nothing does."""
+    shapes = [jax.tree.flatten(jax.tree.map(jax.typeof, both)) for both in zip(params, inputs, strict=True)]
+    each = [(kind, tree, *types) for kind, (types, tree) in zip(kinds, shapes, strict=True)]
+    found, start = [], 0
+    while start < len(each):
+        often = [(_times(each, start, p), p) for p in range(1, _LONGEST_PERIOD + 1)]
+        times, period = max(often, key=lambda run: run[0] * run[1] if run[0] > 1 else 2 - run[1])
+        found.append((start, period, times))
+        start += period * times
+    return found
+
+
+def _repeated(
+    layer: Callable[..., tuple[Array, Any]],
+    start: int,
+    x: Array,
+    params: Sequence[Any],
+    inputs: Sequence[Any],
+    times: int,
+) -> tuple[Array, list[Any]]:
+    """Layers from `start` on, whose kinds repeat so many times."""
+    period = len(inputs) // times
+
+    def step(x: Array, at: tuple[Array, list[Any]]) -> tuple[Array, list[Any]]:
+        t, here = at
+        found = []
+        for i, one in enumerate(here):
+            own = lax.switch(t, [lambda p=p: p for p in params[i::period]])  # no array of all layers is made
+            x, new = layer(start + i, x, own, one)
+            found.append(new)
+        return x, found
+
+    stacked = [jax.tree.map(lambda *y: jnp.stack(y), *inputs[i::period]) for i in range(period)]
+    x, found = lax.scan(step, x, (jnp.arange(times), stacked))
+    return x, [jax.tree.map(lambda y, t=t: y[t], one) for t in range(times) for one in found]
+
+
+def _keeps_type(layer: Callable[..., tuple[Array, Any]], i: int, x: Array, params: Any, here: Any) -> bool:
+    """Whether the residual stream has the same dtype after a layer, unlike under parameters of another dtype."""
+    return jax.eval_shape(lambda x: layer(i, x, params, here)[0], x) == jax.eval_shape(lambda x: x, x)
+
+
+def _times(kinds: Sequence[Hashable], start: int, period: int) -> int:
+    """How often a run of `period` kinds stands in a row from `start` on."""
+    stop = start + period
+    while kinds[stop : stop + period] == kinds[start : start + period]:
+        stop += period
+    return (stop - start) // period
