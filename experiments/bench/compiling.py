@@ -1,19 +1,31 @@
-"""What it takes to compile: against depth, and how many programs a sweep of budgets needs."""
+"""Prints what it takes to compile, by depth, and how many programs a sweep of budgets needs.
 
+The command: `python -m kvjax.experiments.bench.compiling`.
+"""
+
+import pathlib
 import time
+from importlib import metadata
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tyro
 
 import kvjax
 from kvjax import methods, models
 from kvjax.drivers import attend, loop
+from kvjax.experiments.evaluation.provenance import device_info
+from kvjax.experiments.evaluation.results import check_output, plain_errors, write_json
 
-DEPTHS = 4, 32
-_PROMPT, _NEW = 4096, 32
-_POLICIES = {"full": methods.full(), "snapkv": methods.snapkv(64), "h2o": methods.h2o(64)}
+_NEW = 32
+_POLICIES = {
+    "full": methods.full(),
+    "SnapKV": methods.snapkv(64),
+    "PyramidKV": methods.pyramidkv(64),
+    "H2O": methods.h2o(64),
+}
 
 
 def _model(num_layers: int) -> models.LanguageModel:
@@ -21,30 +33,39 @@ def _model(num_layers: int) -> models.LanguageModel:
     return models.LanguageModel(models.ModelConfig(**sizes, num_layers=num_layers, head_dim=16))
 
 
-def compile_times() -> dict[str, dict[str, dict[str, float]]]:
-    """Processor seconds of tracing, lowering and compiling, by policy, phase and depth.
+def compile_times(depths: tuple[int, ...], called: int, traced: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Processor seconds of tracing, lowering and compiling, by policy, program and depth.
 
     The persistent cache is off meanwhile. A first compilation, which starts the compiler, is not counted.
+
+    Args:
+      depths: numbers of layers.
+      called: tokens of the prompt that `prefill` reads when it is called, its run included.
+      traced: tokens of the prompt for `jax.jit` around `prefill` and around `decode_step`.
     """
     config: Any = jax.config
     cached = config.jax_enable_compilation_cache
     config.update("jax_enable_compilation_cache", False)
     try:
-        _compiled(_model(1), methods.window(32))
+        _compiled(_model(1), methods.window(32), called, called)
         found: dict[str, dict[str, dict[str, float]]] = {}
         for name, policy in _POLICIES.items():
-            by_depth = {depth: _compiled(_model(depth), policy) for depth in DEPTHS}
-            phases = by_depth[DEPTHS[0]]
-            found[name] = {phase: {str(d): seconds[phase] for d, seconds in by_depth.items()} for phase in phases}
+            by_depth = {depth: _compiled(_model(depth), policy, called, traced) for depth in depths}
+            programs = by_depth[depths[0]]
+            found[name] = {what: {str(d): seconds[what] for d, seconds in by_depth.items()} for what in programs}
         return found
     finally:
         config.update("jax_enable_compilation_cache", cached)
 
 
-def _compiled(model: models.LanguageModel, policy: kvjax.Policy) -> dict[str, float]:
-    params, ints = model.shapes, lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-    how = {"policy": policy, "lengths": np.array([_PROMPT]), "max_new_tokens": _NEW}
-    read = jax.jit(lambda params, tokens: kvjax.prefill(model, params, tokens, **how))
+def _compiled(model: models.LanguageModel, policy: kvjax.Policy, called: int, traced: int) -> dict[str, float]:
+    params = jax.jit(model.init)(jax.random.key(0))
+    how = {"policy": policy, "max_new_tokens": _NEW}
+    jax.clear_caches()
+    start = time.process_time()
+    jax.block_until_ready(kvjax.prefill(model, params, np.zeros((1, called), np.int32), **how))
+    first = time.process_time() - start
+    read = jax.jit(lambda params, tokens: kvjax.prefill(model, params, tokens, **how, lengths=np.array([traced])))
     step = jax.jit(lambda params, token, state: kvjax.decode_step(model, params, token, state))
 
     def seconds(function: Any, *arguments: Any) -> tuple[float, Any]:
@@ -53,9 +74,11 @@ def _compiled(model: models.LanguageModel, policy: kvjax.Policy) -> dict[str, fl
         lowered.compile()
         return time.process_time() - start, lowered.out_info
 
-    prefill, (_, state) = seconds(read, params, ints(1, _PROMPT))
+    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    prefill, (_, state) = seconds(read, params, ints(1, traced))
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-    return {"prefill": prefill, "decode": seconds(step, params, ints(1), state)[0]}
+    decode = seconds(step, params, ints(1), state)[0]
+    return {"prefill, called": first, "prefill in your jit": prefill, "decode_step in your jit": decode}
 
 
 def sweep_programs(budgets: tuple[int, ...] = (16, 32, 48, 64), seeds: int = 10) -> dict[str, int]:
@@ -74,3 +97,36 @@ def sweep_programs(budgets: tuple[int, ...] = (16, 32, 48, 64), seeds: int = 10)
                 kvjax.generate(model, params, tokens, policy=methods.h2o(budget), **how)
         found[name] = sum(program._cache_size() for program in programs)
     return found
+
+
+def bench(
+    depths: tuple[int, ...] = (4, 16, 32), called: int = 256, traced: int = 4096, output: pathlib.Path | None = None
+) -> None:
+    """Prints two tables.
+
+    Args:
+      depths: numbers of layers.
+      called: tokens of the prompt that `prefill` reads when it is called.
+      traced: tokens of the prompt for `jax.jit` around `prefill` and around `decode_step`.
+      output: a JSON file for the figures.
+    """
+    check_output(output)
+    device, versions = device_info(), {"jax": metadata.version("jax")}
+    compiled = compile_times(depths, called, traced)
+    print(f"{device['machine']}, {device['cpus']} CPUs, {versions}\n\nProcessor time to compile:\n")
+    print("".join(["| |", *(f" {n} layers, s |" for n in depths), "\n|---|", "---|" * len(depths)]))
+    for policy, programs in compiled.items():
+        for what, seconds in programs.items():
+            print("".join([f"| {policy}, {what} |", *(f" {x:.1f} |" for x in seconds.values())]))
+    programs = sweep_programs()
+    shown = ", ".join(f"{n} with {what}" for what, n in programs.items())
+    print(f"\nprograms of a sweep of 4 budgets and 10 seeds: {shown}")
+    if output is not None:
+        tokens = {"called": called, "traced": traced}
+        found = {"compiling": compiled, "tokens": tokens, "programs": programs, "versions": versions, "device": device}
+        write_json(output, found)
+
+
+if __name__ == "__main__":
+    with plain_errors():
+        tyro.cli(bench)

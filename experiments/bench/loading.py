@@ -7,8 +7,6 @@ is the least of the rounds, from the call until the parameters can be used, and 
 `from_pretrained`, parameters still lie in the file, and the first pass reads it. Processor time is that of all threads,
 which other work on the machine changes least. Memory is what the process held at its peak, less what it held before the
 call, in multiples of the parameters, pages of a mapped file among it. Needs Linux, which tells a process its peak.
-
-Then: processor time to compile models of 4 and 32 layers, and how many programs a sweep of budgets compiles.
 """
 
 import pathlib
@@ -27,7 +25,6 @@ import tyro
 
 from kvjax import models
 from kvjax.configs.experiment import check_finite, check_whole
-from kvjax.experiments.bench.compiling import DEPTHS, compile_times, sweep_programs
 from kvjax.experiments.bench.process import apart, held
 from kvjax.experiments.evaluation.results import check_output, device_info, plain_errors, write_json
 
@@ -149,18 +146,8 @@ def bench(
         rows.append(("peak memory, of the parameters", ours["peak"] / ours["size"], theirs["peak"] / theirs["size"]))
         for what, a, b in rows:
             print(f"| {dtype}, {ours['size'] / 1e9:.2f} GB | {what} | {a:.2f} | {b:.2f} | {a / b:.2f} |")
-    compiled, programs = compile_times(), sweep_programs()
-    few, many = (f"{n} layers, s" for n in DEPTHS)
-    print(f"\n| processor time to compile | {few} | {many} | ratio |\n|---|---|---|---|")
-    for policy, phases in compiled.items():
-        for phase, seconds in phases.items():
-            a, b = seconds.values()
-            print(f"| {policy}, {phase} | {a:.1f} | {b:.1f} | {b / a:.1f} |")
-    shown = ", ".join(f"{n} with {what}" for what, n in programs.items())
-    print(f"\nprograms of a sweep of 4 budgets and 10 seeds: {shown}")
     if output is not None:
-        found_too = {"compiling": compiled, "programs": programs}
-        write_json(output, {"loading": found, **found_too, "versions": versions, "device": device})
+        write_json(output, {"loading": found, "versions": versions, "device": device})
 
 
 if __name__ == "__main__":
