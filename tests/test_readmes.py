@@ -263,9 +263,16 @@ def loading():
             yield line(head, text, f"{ours[key]:.2f}", f"{theirs[key]:.2f}", shown).replace("|  |", "| |")
         peaks = [each["peak"] / each["size"] for each in (ours, theirs)]
         yield f"| peak memory, of the parameters | {peaks[0]:.2f} | {peaks[1]:.2f} | {peaks[0] / peaks[1]:.1f} |"
-    for method, of in found["compiling"].items():
-        for part, at in of.items():
-            yield line(f"{method}, {part}", f"{at['4']:.1f}", f"{at['32']:.1f}", f"{at['32'] / at['4']:.1f}")
+
+
+def compiling():
+    found = read("compiling.json")
+    names = {"prefill, called": "`prefill`, called"} | {
+        f"{what} in your jit": f"`{what}` in your jit" for what in ("prefill", "decode_step")
+    }
+    for method, programs in found["compiling"].items():
+        for what, seconds in programs.items():
+            yield line(f"{method}, {names[what]}", *(f"{x:.1f}" for x in seconds.values()))
     each, within = found["programs"].values()
     yield f"compiles {each} programs, one of layers and a loop for each budget, and {within} within the largest"
 
@@ -290,7 +297,7 @@ def kernels():
         *((page, said) for page, many in (
             ("experiments", (main_job, pooling, leaderboard, frontier, contest, gates, learned_budget, curves, blocks,
                              stream, peers)),
-            (".", (peers_in_short,)), ("kvjax", (about_curves,)), ("models", (loading,)),
+            (".", (peers_in_short,)), ("kvjax", (about_curves,)), ("models", (loading, compiling)),
             ("pallas_kernels", (kernels,)),
         ) for said in many)
     ],
