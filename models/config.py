@@ -7,9 +7,8 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from kvjax.contract import Rotate
-from kvjax.models.checks import flag, positive, whole
+from kvjax.contract.checks import flag, one_of, positive, whole
 from kvjax.models.rope import Rope
-from kvjax.pallas_kernels.values import checked, number, one_of, optional
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 SIZES = ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_query_heads", "num_kv_heads", "head_dim")
@@ -265,7 +264,8 @@ def read_cap(raw: Mapping[str, Any], key: str, default: float | None = None) -> 
     Raises:
       ValueError: anything else.
     """
-    return checked(optional(number("(0, inf)")), key, raw.get(key, default))
+    cap = raw.get(key, default)
+    return None if cap is None else positive(key, cap)
 
 
 def check_only(raw: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]], before: str = "") -> None:

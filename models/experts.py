@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax.models.checks import whole
+from kvjax.contract.checks import whole
 from kvjax.models.llama import ModelConfig
 from kvjax.models.parts import ACTIVATIONS, dense
 

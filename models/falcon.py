@@ -11,7 +11,7 @@ from typing import Any
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from kvjax.models.checks import whole
+from kvjax.contract.checks import whole
 from kvjax.models.config import DecoderConfig, check_only, read_flag, read_sizes, renamed, write_sizes
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.contract import Rotate
-from kvjax.models.checks import positive, whole
+from kvjax.contract.checks import positive, whole
 from kvjax.models.config import (
     DecoderConfig,
     read_cap,

@@ -7,7 +7,7 @@ from typing import Any
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from kvjax.models.checks import whole
+from kvjax.contract.checks import whole
 from kvjax.models.config import DecoderConfig, read_flag, read_sizes, read_windows, write_sizes, write_windows
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family

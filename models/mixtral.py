@@ -6,7 +6,7 @@ from typing import Any
 
 import flax.linen as nn
 
-from kvjax.models.checks import whole
+from kvjax.contract.checks import whole
 from kvjax.models.config import read_sizes, read_windows, write_sizes, write_windows
 from kvjax.models.experts import Experts, ExpertsConfig
 from kvjax.models.family import Family

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.contract import Rotate
-from kvjax.models.checks import positive, whole
+from kvjax.contract.checks import positive, whole
 from kvjax.models.config import DecoderConfig, check_only, read_cap, read_sizes, renamed, unturned, write_sizes
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family

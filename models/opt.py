@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.models.checks import whole
+from kvjax.contract.checks import whole
 from kvjax.models.config import LearnedPositions, read_flag, read_sizes, renamed, write_sizes
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family

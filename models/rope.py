@@ -11,8 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.contract import Rotate
-from kvjax.models.checks import flag, positive, whole
-from kvjax.pallas_kernels.values import one_of
+from kvjax.contract.checks import flag, one_of, positive, whole
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.contract import FrozenArrays
-from kvjax.models.checks import whole
+from kvjax.contract.checks import whole
 from kvjax.models.written import write_bytes
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from kvjax.contract import MOST
+from kvjax.contract.checks import whole
 from kvjax.drivers.text import encode as encode
-from kvjax.models.checks import MOST, whole
 from kvjax.models.sources import locate
 from kvjax.models.stored import check_whole
 
@@ -100,8 +101,8 @@ def _ids(index: int, sequence: Sequence[int]) -> Int[np.ndarray, "T"]:
         ids = np.asarray(sequence)
     except (ValueError, TypeError, RuntimeError):  # rows of several lengths, and what numpy cannot read
         ids = np.zeros(())
-    if ids.ndim != 1 or (ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > MOST)):
+    if ids.ndim != 1 or (ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= MOST)):
         raise ValueError(
-            f"sequence {index} is {reprlib.repr(sequence)}, not token ids, which are whole numbers from 0 to {MOST}"
+            f"sequence {index} is {reprlib.repr(sequence)}, not token ids, whole numbers from 0 to {MOST - 1:,}"
         )
     return ids.astype(np.int32)

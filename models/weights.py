@@ -21,6 +21,7 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from kvjax.contract.checks import one_of
 from kvjax.drivers.checks import check_model
 from kvjax.drivers.sampling import Sampler
 from kvjax.models.config import DTYPES, DecoderConfig
@@ -42,7 +43,6 @@ from kvjax.models.stored import (
     weight_files,
 )
 from kvjax.models.written import sync
-from kvjax.pallas_kernels.values import one_of
 
 Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 

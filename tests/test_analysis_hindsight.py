@@ -30,7 +30,7 @@ def _promotes():
         (lambda: analysis.best_in_hindsight(MASS, LIVE, ONES), r"keep must be booleans .* got float"),
         (lambda: analysis.regret(MASS, LIVE[:, :, :1], LIVE), r"live must be .* got bool of shape \(1, 1, 1, 6\)"),
         (lambda: analysis.regret(MASS, LIVE, LIVE, "heads"), "across='heads': give one of 'head', 'layer', 'model'"),
-        (lambda: analysis.interval(np.ones(3), float("nan")), r"confidence=nan: must be a number in \(0, 1\)"),
+        (lambda: analysis.interval(np.ones(3), float("nan")), r"confidence=nan must be a number in \(0, 1\)"),
         (lambda: analysis.interval("banana"), "values must be numbers; got <U6"),
         (lambda: analysis.interval([]), r"values have the shape \(0,\)"),
     ],

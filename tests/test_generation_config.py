@@ -20,11 +20,11 @@ SAMPLERS = [
     (DRAWN | {"top_k": None, "bad_words_ids": None, "suppress_tokens": []}, Sample(0.6, 50, 0.95)),
 ]
 REFUSED = [
-    ({"do_sample": 1}, "do_sample=1: must be True or False"),
+    ({"do_sample": 1}, "do_sample=1 must be True or False"),
     (DRAWN | {"temperature": 0}, "temperature=0.*must be positive and finite"),
     (DRAWN | {"top_p": "0.9"}, "top_p='0.9'.*a probability mass"),
     (DRAWN | {"top_k": -1}, "top_k=-1.*at least 1"),
-    ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: must be a number in"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be a positive number"),
     (DRAWN | {"typical_p": 0.9}, "typical_p=0.9 is an option that no sampler has; choose a sampler"),
     ({"num_beams": 4}, "num_beams=4 is an option that no sampler has; search with kvjax.generate_beams"),
     ({"suppress_tokens": [3]}, r"suppress_tokens=\[3\] is an option"),

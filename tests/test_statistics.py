@@ -196,7 +196,7 @@ def test_medians_are_covered_as_often_as_they_say(n):
         (lambda: interval([0.5, 0.6], ["a"]), "1 clusters for 2 rows"),
         (lambda: interval([0.5, 0.6], tasks=["a"]), "1 tasks for 2 rows"),
         (lambda: statistics.perplexity([]), r"values has shape \(0,\)"),
-        (lambda: interval([0.5, 0.6], confidence=95), r"confidence=95: must be a number in \(0, 1\)"),
+        (lambda: interval([0.5, 0.6], confidence=95), r"confidence=95 must be a number in \(0, 1\)"),
         (lambda: compare([0.5, 0.6], [0.5]), "2 scores beside 1 of the baseline"),
         (lambda: compare_perplexity([1.0], [float("inf")]), r"baseline\[0\] is inf"),
     ],

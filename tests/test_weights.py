@@ -169,7 +169,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]
     ("model_type", "change", "message"),
     [
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not supported"),
-        ("gemma2", {"attn_logit_softcapping": -1.0}, r"attn_logit_softcapping=-1.0: must be a number in \(0, inf\)"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, r"attn_logit_softcapping=-1.0 must be a positive number"),
         ("gemma3_text", {"rope_parameters": [1]}, r"rope_parameters=\[1\] is not an object with a section for each"),
         ("gemma3_text", {"layer_types": ["chunked"] * 2}, "is not a list of 2 names out of"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=true is not supported"),
@@ -177,13 +177,13 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]
         ("gptj", {"rotary_dim": 9}, "channels=9 is odd"),
         ("gptj", {"rotary_dim": 10}, "rope turns 10 channels, but head_dim=8"),
         ("gptj", {"tie_word_embeddings": True}, "tie_word_embeddings=true is not supported for GPT-J"),
-        ("gpt_neox", {"rotary_pct": "all"}, "partial_rotary_factor='all': must be a number"),
+        ("gpt_neox", {"rotary_pct": "all"}, "partial_rotary_factor='all' must be a positive number"),
         ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi=False is not supported; it must be True"),
         ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln=True is not supported; it must be False"),
         (
             "mpt",
             {"attn_config": {"alibi_bias_max": 0}},
-            r"attn_config.alibi_bias_max=0: must be a number in \(0, inf\)",
+            r"attn_config.alibi_bias_max=0 must be a positive number",
         ),
         ("mpt", {"attn_config": "torch"}, "attn_config='torch' is not an object"),
         ("mpt", {"no_bias": False}, "no_bias=False is not supported; it must be True"),
@@ -195,7 +195,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]
         ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn=False is not supported"),
         ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2 is not supported; it must be None or 1"),
         ("falcon", {"multi_query": False, "num_kv_heads": 2}, "num_kv_heads=2 is not supported; it must be None or 4"),
-        ("stablelm", {"use_qkv_bias": "yes"}, "use_qkv_bias='yes': must be True or False"),
+        ("stablelm", {"use_qkv_bias": "yes"}, "use_qkv_bias='yes' must be True or False"),
         ("phi3", {"rope_scaling": {**LONG, "short_factor": [1.0] * 3}}, "short_factor has 3 numbers and long_factor 4"),
         ("phi3", {"rope_scaling": {**LONG, "partial_rotary_factor": 0.5}}, "has 4 numbers for 4 turning channels"),
         ("phi3", {"rope_scaling": {**LONG, "long_factor": 2.0}}, "long_factor=2.0 is not a list of numbers"),
@@ -300,7 +300,7 @@ def test_windows_are_whole_numbers(checkpoint, key):
     own = {"architectures": [key[0]], "model_type": None, "use_sliding_window": True}
     for value in NO_SIZE:
         write(path, config={**config, **own, key[1]: value})
-        with pytest.raises(ValueError, match=r"config.json: sliding_window=.*: must be a whole number"):
+        with pytest.raises(ValueError, match=r"config.json: sliding_window=.* must be a whole number"):
             models.load(path)
     for change in ({"use_sliding_window": None}, {"max_window_layers": 1.5}):
         write(path, config={**config, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **change})
@@ -571,24 +571,24 @@ def test_paths_that_are_no_checkpoint_directory(checkpoint, tiny, tmp_path):
     ("change", "message"),
     [
         *(
-            ({k: v}, f"{k}=.*: must be a whole number of at least 1")
+            ({k: v}, f"{k}=.* must be a whole number from 1")
             for k in SIZES
             for v in (None, "8", True, 0, -1, 2.0, 2**31)
         ),
         *(
-            ({"norm_eps": v}, "norm_eps=.*: must be a number in \\(0, inf\\)")
+            ({"norm_eps": v}, "norm_eps=.* must be a positive number")
             for v in (0, -1e-5, math.nan, math.inf, "1", None)
         ),
-        *(({k: 1}, f"{k}=1: must be True or False") for k in ("tie_embeddings", "qkv_bias", "mlp_bias", "qk_norm")),
+        *(({k: 1}, f"{k}=1 must be True or False") for k in ("tie_embeddings", "qkv_bias", "mlp_bias", "qk_norm")),
         ({"num_kv_heads": 3}, "4 query heads are not a multiple of 3 kv heads"),
         ({"head_dim": 7}, "head_dim=7 is odd"),
         ({"head_dim": 2, "rope": models.Rope("dynamic")}, "head_dim=2 is too small for dynamic"),
         ({"sliding_window": (4, 4)}, "sliding_window has 2 entries for 3 layers"),
-        ({"sliding_window": (4, 0, None)}, "sliding_window=0: must be a whole number"),
+        ({"sliding_window": (4, 0, None)}, "sliding_window=0 must be a whole number"),
         ({"sliding_window": 4}, "sliding_window=4 is not a tuple of whole numbers"),
         ({"eos_ids": 2}, "eos_ids=2 is not a tuple of whole numbers"),
-        ({"eos_ids": (-1,)}, "eos_ids=-1: must be a whole number of at least 0"),
-        ({"bos_id": 1.0}, "bos_id=1.0: must be a whole number"),
+        ({"eos_ids": (-1,)}, "eos_ids=-1 must be a whole number from 0"),
+        ({"bos_id": 1.0}, "bos_id=1.0 must be a whole number"),
         ({"dtype": "bf16"}, "dtype='bf16' is not one of"),
         ({"rope": "yarn"}, "rope='yarn' is not a Rope"),
     ],
@@ -604,13 +604,13 @@ def test_a_model_config_is_checked(tiny, change, message):
     ("fields", "message"),
     [
         *(
-            ({k: v}, f"{k}=.*: must be a number in \\(0, inf\\)")
+            ({k: v}, f"{k}=.* must be a positive number")
             for k in ("theta", "factor")
             for v in (0, -1, math.nan, "1", None)
         ),
         ({"kind": "su"}, "kind='su' is not one of"),
-        ({"original_max": 16.5}, "original_max=16.5: must be a whole number"),
-        ({"truncate": 1}, "truncate=1: must be True or False"),
+        ({"original_max": 16.5}, "original_max=16.5 must be a whole number"),
+        ({"truncate": 1}, "truncate=1 must be True or False"),
         ({"kind": "llama3", "low_freq_factor": 4.0}, "low_freq_factor=4.0 is not less than high_freq_factor=4.0"),
         ({"kind": "yarn", "theta": 1}, "theta=1.0 is not greater than 1"),
     ],
@@ -661,9 +661,9 @@ def test_random_parameters_need_one_key(tiny, key):
         ([[[1], [2, 3]]], {}, "not token ids"),
         ([1, 2], {}, "sequence 0 is 1, not token ids"),
         ([[1, 2]], {"width": 1}, "has 2 tokens, but the batch is 1 wide"),
-        ([[1, 2]], {"width": 2.0}, "width=2.0: must be a whole number"),
-        ([[1, 2]], {"pad_id": None}, "pad_id=None: must be a whole number"),
-        ([[1, 2]], {"pad_id": -1}, "pad_id=-1: must be a whole number of at least 0"),
+        ([[1, 2]], {"width": 2.0}, "width=2.0 must be a whole number"),
+        ([[1, 2]], {"pad_id": None}, "pad_id=None must be a whole number"),
+        ([[1, 2]], {"pad_id": -1}, "pad_id=-1 must be a whole number from 0"),
     ],
 )
 def test_pad_left_takes_token_ids(sequences, options, message):

@@ -20,7 +20,7 @@ import scipy  # its parts are imported when they are first used
 
 from kvjax import analysis
 from kvjax.analysis import Interval
-from kvjax.pallas_kernels.values import checked, number
+from kvjax.contract.checks import probability
 
 FEW: Final = 20
 """Below so many independent rows the bootstrap covers too rarely: 74 % for 95 % with 3 rows, 89 % with 12."""
@@ -78,7 +78,7 @@ def interval(
       ValueError: no scores, scores outside [0, 1] or not finite, another number of clusters or tasks than of scores, or
         a confidence outside (0, 1).
     """
-    x, confidence = _scores("scores", scores), checked(number("(0, 1)"), "confidence", confidence)
+    x, confidence = _scores("scores", scores), probability("confidence", confidence)
     units = _units(x, clusters, tasks)
     return wilson(scores, confidence) if _proportions(x, units) else _mean(units, (0.0, 1.0), confidence)
 
@@ -113,7 +113,7 @@ def median(values: Sequence[float], confidence: float = 0.95) -> Median:
       ValueError: no values, values that are not finite, or a confidence outside (0, 1).
     """
     x, n = np.sort(_finite("values", values)), len(values)
-    confidence = checked(number("(0, 1)"), "confidence", confidence)
+    confidence = probability("confidence", confidence)
     below = scipy.stats.binom  # of how many values are below the median
     aside = max(int(below.ppf((1 - confidence) / 2, n, 0.5)) - 1, 0)  # values left out at either end
     coverage = 1 - 2 * float(below.cdf(aside, n, 0.5))
@@ -182,7 +182,7 @@ def compare(
     """
     x, y = _scores("scores", scores), _scores("baseline", baseline)
     _same_rows(x, y)
-    confidence = checked(number("(0, 1)"), "confidence", confidence)
+    confidence = probability("confidence", confidence)
     units = _units(x - y, clusters, tasks)
     if not _proportions(np.concatenate([x, y]), units):
         return _paired(units, 1.0, len(x), confidence)
@@ -212,7 +212,7 @@ def compare_perplexity(
     """
     x, y = _finite("nll", nll), _finite("baseline", baseline)
     _same_rows(x, y)
-    confidence = checked(number("(0, 1)"), "confidence", confidence)
+    confidence = probability("confidence", confidence)
     return _paired(_units(y - x, clusters), math.inf, len(x), confidence)
 
 

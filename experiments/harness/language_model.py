@@ -25,6 +25,7 @@ from tqdm import tqdm
 import kvjax
 from kvjax import models
 from kvjax.configs.experiment import Budget
+from kvjax.contract.checks import one_of, whole
 from kvjax.drivers.buckets import bucket
 from kvjax.drivers.checks import check_block, check_positions
 from kvjax.drivers.loop import NO_TOKEN
@@ -32,7 +33,6 @@ from kvjax.experiments.evaluation.provenance import definition
 from kvjax.experiments.harness.options import policy_of, sampler_of
 from kvjax.experiments.harness.scoring import rounded_up, score_after, score_whole
 from kvjax.models.embedded import included
-from kvjax.pallas_kernels.values import checked, one_of, optional, whole
 
 try:
     from lm_eval.api.instance import Instance
@@ -114,12 +114,13 @@ class HarnessModel(TemplateLM):
     ):
         super().__init__()
         batch_size = int(batch_size) if isinstance(batch_size, str) and batch_size.isdecimal() else batch_size
-        self.batch_size = checked(whole(1, why='a whole number; "auto" is not supported'), "batch_size", batch_size)
-        self.max_gen_toks = checked(whole(1), "max_gen_toks", max_gen_toks)
+        self.batch_size = whole("batch_size", batch_size, why='"auto" is not supported')
+        self.max_gen_toks = whole("max_gen_toks", max_gen_toks)
         one_of("truncation", truncation, *get_args(Truncation))
         self.truncation = truncation
-        self.seed = checked(whole(0, 2**31 - 1), "seed", seed)
-        checked(optional(whole(2)), "max_length", max_length)
+        self.seed = whole("seed", seed, 0, 2**31 - 1)
+        if max_length is not None:
+            whole("max_length", max_length, 2)
         self.budget, self.policy = budget, policy_of(policy, budget, parameters)
         self.source = included(pretrained)
         self.tokenizer = models.load_tokenizer(self.source if tokenizer is None else tokenizer)
@@ -343,7 +344,7 @@ class HarnessModel(TemplateLM):
 
     def _to_generate(self, index: int, prompt: str, options: Any, *, before: collections.Counter[Any]) -> _Job:
         given = dict(normalize_gen_kwargs(options, self.max_gen_toks))
-        steps, stop = checked(whole(1), "max_gen_toks", given.pop("max_gen_toks")), given.pop("until")
+        steps, stop = whole("max_gen_toks", given.pop("max_gen_toks")), given.pop("until")
         if steps >= self.max_length:
             raise ValueError(
                 f"max_gen_toks={steps} leaves no room for a prompt in the model's context of {self.max_length}; lower "

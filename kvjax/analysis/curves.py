@@ -17,7 +17,8 @@ from kvjax.analysis.intervals import Interval, interval
 from kvjax.analysis.losses import distances, largest_value, output_kl
 from kvjax.analysis.reading import Left, Reading, Stored, read, read_whole, seed_key, stored_as
 from kvjax.contract import Count, Layout, Policy, resolve
-from kvjax.drivers.checks import check_is, check_model, check_prompts, whole
+from kvjax.contract.checks import whole
+from kvjax.drivers.checks import check_is, check_model, check_prompts
 from kvjax.drivers.decide import check_reads_all, stored_under, under
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.plan import Plan, make_plan

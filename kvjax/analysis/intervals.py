@@ -1,11 +1,12 @@
 """Means over prompts, and how far they may be off."""
 
-import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import scipy  # its parts are imported when they are first used
+
+from kvjax.contract.checks import probability
 
 
 class Interval(NamedTuple):
@@ -26,8 +27,7 @@ def interval(values: np.ndarray | Sequence[float], confidence: float = 0.95) -> 
     Raises:
       ValueError: a confidence that is no probability inside (0, 1), values that are no numbers, no values.
     """
-    if isinstance(confidence, bool) or not isinstance(confidence, numbers.Real) or not 0 < confidence < 1:
-        raise ValueError(f"confidence={confidence!r}: must be a number in (0, 1)")
+    confidence = probability("confidence", confidence)
     values = np.asarray(values)
     if values.dtype.kind not in "fiub":
         raise ValueError(f"values must be numbers; got {values.dtype}")

@@ -23,15 +23,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.contract import Policy
-from kvjax.drivers.checks import (
-    check_logits,
-    check_model,
-    check_prompts,
-    check_request,
-    check_room,
-    check_state,
-    whole,
-)
+from kvjax.contract.checks import whole
+from kvjax.drivers.checks import check_logits, check_model, check_prompts, check_request, check_room, check_state
 from kvjax.drivers.loop import NO_TOKEN
 from kvjax.drivers.mesh import on_mesh
 from kvjax.drivers.sampling import Greedy

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from kvjax.contract import MOST, Policy
+from kvjax.contract.checks import whole
 from kvjax.drivers.sampling import Sampler
 from kvjax.drivers.state import Prompts, State
 from kvjax.observe import Reread
@@ -35,13 +36,6 @@ def as_array(name: str, x: Any, kind: Any, shape: Sequence[int | None], meaning:
         got = f"{x.dtype} of shape {x.shape}" if x.size else f"nothing (shape {x.shape}), but at least one is needed"
         raise ValueError(f"{name} must be {meaning}, of shape ({wanted}); got {got}")
     return x
-
-
-def whole(name: str, n: Any, least: int = 1, most: int = MOST - 1, why: str = "") -> int:
-    """A whole number from `least` to `most`."""
-    if isinstance(n, bool) or not isinstance(n, int | np.integer) or not least <= n <= most:
-        raise ValueError(f"{name}={n!r} must be a whole number from {least} to {most:,}{why and '; '}{why}")
-    return int(n)
 
 
 def check_is(name: str, x: Any, kind: type, made_by: str) -> None:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.contract import Policy
+from kvjax.contract.checks import whole
 from kvjax.drivers.checks import (
     as_array,
     check_logits,
@@ -24,7 +25,6 @@ from kvjax.drivers.checks import (
     check_rows,
     check_state,
     traced,
-    whole,
 )
 from kvjax.drivers.loop import Decoding, begin, decoded, decoded_in_place, log_prob
 from kvjax.drivers.mesh import on_mesh

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.contract import Policy
+from kvjax.contract.checks import whole
 from kvjax.drivers.attend import Attend
-from kvjax.drivers.checks import check_block, check_is, whole
+from kvjax.drivers.checks import check_block, check_is
 from kvjax.drivers.decide import compacted
 from kvjax.drivers.replay import after_replay, block_rows, rereads
 from kvjax.drivers.state import AttnStats, State, empty_state, row_keys

@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from kvjax.drivers.checks import check_model, traced, whole
+from kvjax.contract.checks import whole
+from kvjax.drivers.checks import check_model, traced
 from kvjax.storage.mesh import AXES, DATA, HEADS, sharding
 
 

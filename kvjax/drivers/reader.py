@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.contract import MOST, Policy
-from kvjax.drivers.checks import as_array, check_ids, check_is, check_model, check_positions, traced, whole
+from kvjax.contract.checks import whole
+from kvjax.drivers.checks import as_array, check_ids, check_is, check_model, check_positions, traced
 from kvjax.drivers.interrupts import uninterrupted
 from kvjax.drivers.loop import Decoding, decoded_in_place, log_prob
 from kvjax.drivers.state import Prompts, State

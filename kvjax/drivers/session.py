@@ -16,9 +16,10 @@ import numpy as np
 from jaxtyping import PyTree
 
 from kvjax.contract import Policy
+from kvjax.contract.checks import whole
 from kvjax.drivers.buckets import bucket
 from kvjax.drivers.checkpoint import about, described, load_state, write_state
-from kvjax.drivers.checks import check_is, check_model, check_prompts, check_request, whole
+from kvjax.drivers.checks import check_is, check_model, check_prompts, check_request
 from kvjax.drivers.dialogue import Dialogue
 from kvjax.drivers.loop import Decoding, decoded_in_place
 from kvjax.drivers.sampling import Greedy, Sampler

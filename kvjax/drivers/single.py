@@ -8,7 +8,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.contract import AttentionInputs, Context, LayerInfo, Policy, compiled
-from kvjax.drivers.checks import as_array, check_is, check_lengths, whole
+from kvjax.contract.checks import whole
+from kvjax.drivers.checks import as_array, check_is, check_lengths
 from kvjax.drivers.state import row_keys
 from kvjax.evict import check_scored
 from kvjax.observe import Reread

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from tqdm.auto import tqdm
 
 from kvjax.contract import Policy
+from kvjax.contract.checks import whole
 from kvjax.drivers.attend import step
 from kvjax.drivers.buckets import padded, plan_request
 from kvjax.drivers.checks import (
@@ -30,7 +31,6 @@ from kvjax.drivers.checks import (
     check_room,
     check_state,
     traced,
-    whole,
 )
 from kvjax.drivers.decide import check_layers_scored
 from kvjax.drivers.mesh import checked_mesh, on_mesh, placed

@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from kvjax.contract import MOST, Policy
-from kvjax.drivers.checks import check_model, check_positions, check_prompts, check_request, traced, whole
+from kvjax.contract.checks import whole
+from kvjax.drivers.checks import check_model, check_positions, check_prompts, check_request, traced
 from kvjax.drivers.generation import seen_of
 from kvjax.drivers.interrupts import uninterrupted
 from kvjax.drivers.loop import NO_TOKEN, Decoding, begin, decoded_in_place

@@ -19,7 +19,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.contract import Context, LayerInfo, LayerView, Observation, PerSlot, Phase, Policy, Stats
-from kvjax.drivers.checks import as_array, check_model, check_prompts, whole
+from kvjax.contract.checks import whole
+from kvjax.drivers.checks import as_array, check_model, check_prompts
 from kvjax.drivers.replay import Reread
 from kvjax.drivers.steps import read_prompts
 from kvjax.learning.probes import observed

@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from kvjax.contract import EMPTY, AttentionInputs, Observation, Phase, Policy, value
-from kvjax.drivers.checks import as_array, check_model, check_prompts, whole
+from kvjax.contract.checks import whole
+from kvjax.drivers.checks import as_array, check_model, check_prompts
 from kvjax.drivers.door import forward
 from kvjax.drivers.state import Prompts
 from kvjax.drivers.steps import start

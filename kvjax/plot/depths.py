@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.figure import Figure
 
-from kvjax.drivers.checks import whole
+from kvjax.contract.checks import whole
 from kvjax.plot.style import columns_for, figure_of, panels, wrapped
 
 Sample = Mapping[str, Any]

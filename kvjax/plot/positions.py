@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.transforms import offset_copy
 
 from kvjax.contract import Decision
-from kvjax.drivers.checks import whole
+from kvjax.contract.checks import whole
 from kvjax.drivers.state import State
 from kvjax.plot.style import COLOURS, figure_of, panels, wrapped
 from kvjax.storage.protocol import Storage

@@ -6,12 +6,8 @@ import jax.numpy as jnp
 
 from kvjax.budgets import known
 from kvjax.contract import AttentionInputs, Count, value
+from kvjax.contract.checks import one_of
 from kvjax.pallas_kernels import Softmax
-
-
-def _one_of(name: str, given: str, *choices: str) -> None:
-    if given not in choices:
-        raise ValueError(f"{name}={given!r} does not exist; give one of {', '.join(map(repr, choices))}")
 
 
 @value
@@ -34,8 +30,8 @@ class Noisy:
     tau_delta: float | None = None
 
     def __post_init__(self) -> None:
-        _one_of("noise", self.noise, "gumbel", "gaussian", "constant", "none")
-        _one_of("per", self.per, "call", "key")
+        one_of("noise", self.noise, "gumbel", "gaussian", "constant", "none")
+        one_of("per", self.per, "call", "key")
         if min(self.tau) <= 0:
             raise ValueError(f"tau={self.tau} holds a temperature that is not positive; give two numbers above 0")
 
@@ -73,8 +69,8 @@ class EntropyScaled:
     seen: Literal["position", "cache"] = "position"
 
     def __post_init__(self) -> None:
-        _one_of("apply", self.apply, "raw", "scaled")
-        _one_of("seen", self.seen, "position", "cache")
+        one_of("apply", self.apply, "raw", "scaled")
+        one_of("seen", self.seen, "position", "cache")
 
     def __call__(self, inputs: AttentionInputs) -> Softmax:
         """The softmax for the rows of this call."""
