@@ -19,14 +19,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.pallas_kernels import pooled, recovery, reference, xla
-from kvjax.pallas_kernels.columns import Attention, Columns, Recovery
-from kvjax.pallas_kernels.values import a, check_array, checked, each, flag, number, optional, tokens, whole
+from kvjax.pallas_kernels.columns import Attention, Columns, Recovery, Softmax
 
 Implementation = Literal["xla", "triton", "mosaic_gpu", "interpret", "reference"]
 Result = TypeVar("Result")
-
-_ROWS = "batch", "query heads", "rows", "head_dim"
-_SLOTS = "batch", "kv heads", "slots", "head_dim"
 
 _log = logging.getLogger("kvjax.pallas_kernels")
 
@@ -121,11 +117,11 @@ def attention(
       ValueError: shapes that do not fit together, or an unknown implementation.
     """
     B, N, T, H, K, S = _checked_sizes(q, k, q_pos, kv_pos)
-    check_array("v", v, *_SLOTS, shape=(B, K, S, H))
-    columns = _checked_columns(columns, B, K, T)
-    _check_bias(bias, B, N, S)
+    _check("v", v, np.floating, B, K, S, H)
+    _check("bias", bias, np.floating, B, N, S)
+    columns = _checked_columns(columns, B, N, K, T)
     options = _options(H, scale, window, softcap)
-    arrays, structure = jax.tree.flatten(tuple(columns))
+    arrays, structure = jax.tree.flatten(columns)
 
     def run(order, q, k, v, q_pos, kv_pos, bias, arrays):
         if order.output[0] in _WHOLE:
@@ -181,32 +177,27 @@ def pooled_attention(
     Raises:
       ValueError: shapes that do not fit together, or an unknown implementation.
     """
-    check_array("q", q, *_ROWS)
-    check_array("k", k, "batch", "slots", "head_dim")
-    B, N, T, H = q.shape
-    P = k.shape[1]
+    B, N, T, H = _sizes("q", q, 4)
+    _, P, _ = _sizes("k", k, 3)
     if T != 1:
         raise ValueError(f"a pool answers one query row a head, but q has {T}; attend to blocks before they are pooled")
-    num_kv_heads = checked(whole(), "num_kv_heads", num_kv_heads)
     if num_kv_heads < 1 or N % num_kv_heads:
         raise ValueError(
             f"{N} query heads are not a multiple of num_kv_heads={num_kv_heads}; every kv head serves N / K query heads"
         )
     for name, x in (("k", k), ("v", v)):
-        check_array(name, x, "batch", "slots", "head_dim", shape=(B, P, H))
-    check_array("q_pos", q_pos, "batch", "rows", kind=np.integer, shape=(B, 1))
+        _check(name, x, np.floating, B, P, H)
+    _check("q_pos", q_pos, np.integer, B, 1)
     for name, x in (("owner", owner), ("kv_pos", kv_pos)):
-        check_array(name, x, "batch", "slots", kind=np.integer, shape=(B, P))
-    columns = _checked_columns(columns, B, num_kv_heads, T)
-    in_order = checked(flag, "in_order", in_order)
-    if bias is not None:
-        check_array("bias", bias, "batch", "query heads of a kv head", "slots", shape=(B, N // num_kv_heads, P))
+        _check(name, x, np.integer, B, P)
+    _check("bias", bias, np.floating, B, N // num_kv_heads, P)
+    columns = _checked_columns(columns, B, N, num_kv_heads, T)
     options: dict[str, Any] = {
         "num_kv_heads": num_kv_heads,
         "in_order": in_order,
         **_options(H, scale, window, softcap),
     }
-    arrays, structure = jax.tree.flatten(tuple(columns))
+    arrays, structure = jax.tree.flatten(columns)
 
     def run(order, q, k, v, owner, q_pos, kv_pos, bias, arrays):
         if order.output[0] in _POOLED:
@@ -254,18 +245,16 @@ def recovered_attention(
     Raises:
       ValueError: shapes that do not fit together, or an unknown implementation.
     """
-    B, N, _, H, _, S = _checked_sizes(q, k, q_pos, kv_pos)
-    _check_bias(bias, B, N, S)
-    check_array("masks", masks, "sets", "batch", "kv heads", "slots", kind=np.bool_)
-    if masks.shape[1:] != kv_pos.shape:
-        raise ValueError(f"masks of shape {masks.shape[1:]} for each set do not fit slots of shape {kv_pos.shape}")
+    B, N, _, H, K, S = _checked_sizes(q, k, q_pos, kv_pos)
+    _check("bias", bias, np.floating, B, N, S)
+    _check("masks", masks, np.bool_, len(masks), B, K, S)
     bands = (None,) * len(masks) if within is None else tuple(within)
     if len(bands) != len(masks):
         raise ValueError(f"{len(bands)} bands for {len(masks)} masks; give one for each, or None")
     for band in bands:
-        if band is not None:
-            check_array("within", band, "batch", kind=np.integer, shape=(len(q_pos),))
-    tolerance = checked(optional(number("[0, inf)")), "tolerance", tolerance)
+        _check("within", band, np.integer, B)
+    if tolerance is not None and not tolerance >= 0:
+        raise ValueError(f"tolerance={tolerance} must be at least 0; use None to leave `elementwise` out")
     options: dict[str, Any] = {"tolerance": tolerance, **_options(H, scale, window, softcap)}
 
     def run(order, *args):
@@ -434,46 +423,60 @@ _kernel_attention = _differentiable(_forward, xla.attention)
 _kernel_pool = _differentiable(_pool_forward, pooled.pooled_attention)
 
 
+def _check(name: str, x: Any, kind: type[np.generic], *shape: int) -> None:
+    """Refuses an array of other numbers or another shape, whose broadcasting would be a wrong answer. None is none."""
+    if x is None:
+        return
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise ValueError(f"{name} is a {type(x).__name__}; give an array of numpy or JAX")
+    if x.shape != shape or not jnp.issubdtype(x.dtype, kind):
+        found, wanted = f"{x.dtype} of shape {x.shape}", f"{kind.__name__} of shape {shape}"
+        raise ValueError(f"{name} is {found}, but must be {wanted} to fit the other arrays")
+
+
+def _sizes(name: str, x: Any, axes: int) -> tuple[int, ...]:
+    """The sizes of an array of floats, none of them 0."""
+    if np.ndim(x) != axes or 0 in np.shape(x):
+        raise ValueError(f"{name} has the shape {np.shape(x)}, but must have {axes} axes, none of them empty")
+    _check(name, x, np.floating, *np.shape(x))
+    return x.shape
+
+
 def _checked_sizes(q: Any, k: Any, q_pos: Any, kv_pos: Any) -> tuple[int, int, int, int, int, int]:
     """(B, N, T, H, K, S) of rows and slots that fit together."""
-    check_array("q", q, *_ROWS)
-    check_array("k", k, *_SLOTS)
-    B, N, T, H = q.shape
-    K, S = k.shape[1:3]
+    B, N, T, H = _sizes("q", q, 4)
+    _, K, S, _ = _sizes("k", k, 4)
     if N % K:
         raise ValueError(f"{N} query heads are not a multiple of {K} kv heads; every kv head serves N / K query heads")
     if S < T:
         raise ValueError(f"{T} query rows need their own {T} slots among the keys, but there are only {S} slots")
-    check_array("k", k, *_SLOTS, shape=(B, K, S, H))
-    check_array("q_pos", q_pos, "batch", "rows", kind=np.integer, shape=(B, T))
-    check_array("kv_pos", kv_pos, "batch", "kv heads", "slots", kind=np.integer, shape=(B, K, S))
+    _check("k", k, np.floating, B, K, S, H)
+    _check("q_pos", q_pos, np.integer, B, T)
+    _check("kv_pos", kv_pos, np.integer, B, K, S)
     return B, N, T, H, K, S
 
 
-def _check_bias(bias: Any, B: int, N: int, S: int) -> None:
-    if bias is not None:
-        check_array("bias", bias, "batch", "query heads", "slots", shape=(B, N, S))
-
-
-def _options(head_dim: int, scale: Any, window: Any, softcap: Any) -> dict[str, Any]:
-    """How rows attend, with the default scale."""
-    scale = checked(optional(number()), "scale", scale)
+def _options(head_dim: int, scale: float | None, window: int | None, softcap: float | None) -> dict[str, Any]:
+    """How rows attend, with the default scale. Python's own numbers leave the types of arrays as they are."""
+    if window is not None and (not isinstance(window, int | np.integer) or window < 1):
+        raise ValueError(f"window={window!r} must be a whole number of at least 1; use None for none")
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"softcap={softcap!r} must be positive and finite; use None for none")
     return {
-        "scale": head_dim**-0.5 if scale is None else scale,
-        "window": checked(optional(tokens(1)), "window", window),
-        "softcap": checked(optional(number("(0, inf)", "must be positive; use None for none")), "softcap", softcap),
+        "scale": head_dim**-0.5 if scale is None else float(scale),
+        "window": None if window is None else int(window),
+        "softcap": None if softcap is None else float(softcap),
     }
 
 
-def _checked_columns(columns: Sequence[Columns], B: int, K: int, T: int) -> tuple[Columns, ...]:
-    found = checked(each(a(Columns)), "columns", columns)
+def _checked_columns(columns: Sequence[Columns], B: int, N: int, K: int, T: int) -> tuple[Columns, ...]:
+    """The statistics as a tuple, with arrays that fit the rows."""
+    found = tuple(columns)
     for c in found:
-        if c.weight is not None:
-            check_array("a column's weight", c.weight, "batch", "rows", shape=(B, T))
-        if c.softmax is not None and c.softmax.multiplier is not None:
-            axes = "batch", "kv heads", "rows"
-            check_array("a softmax's multiplier", c.softmax.multiplier, *axes, shape=(B, K, T))
-        for name in ("seed", "before"):
-            if c.softmax is not None and (x := getattr(c.softmax, name)) is not None:
-                check_array(f"a softmax's {name}", x, "batch", kind=np.integer, shape=(B,))
+        own = Softmax() if c.softmax is None else c.softmax
+        _check("a column's weight", c.weight, np.floating, B, T)
+        _check("a softmax's multiplier", own.multiplier, np.floating, B, K, T)
+        _check("a softmax's seed", own.seed, np.integer, B)
+        _check("a softmax's before", own.before, np.integer, B)
+        _check("a softmax's heads", own.heads, np.integer, N)
     return found

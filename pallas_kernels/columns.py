@@ -13,7 +13,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.pallas_kernels.values import a, flag, number, one_of, optional, settle, whole
 
 Element = Literal["p", "p2", "above"]
 Group = Literal["mean", "max", "sum"]
@@ -22,7 +21,7 @@ Noise = Literal["gumbel", "gaussian", "constant"]
 _ELEMENTS = ("p", "p2", "above")
 _GROUPS = ("mean", "max", "sum", None)
 _THRESHOLDS = ("1/visible", "1/position")
-_NOISES = ("gumbel", "gaussian", "constant")
+_NOISES = ("gumbel", "gaussian", "constant", None)
 
 
 @pytree
@@ -49,11 +48,11 @@ class Softmax:
     heads: Int[Array, "N"] | None = None
 
     def __post_init__(self):
-        one_of("noise", self.noise, *_NOISES, None)
-        one_of("per", self.per, "call", "key")
+        for name, choices in (("noise", _NOISES), ("per", ("call", "key"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {choices}")
         if (self.noise in ("gumbel", "gaussian")) != (self.seed is not None):
             raise ValueError(f"noise={self.noise!r} needs a seed, and a seed needs noise that is drawn")
-        settle(self, causal=flag)
 
 
 EULER_GAMMA = 0.5772156649015329  # mean of a standard Gumbel; its standard deviation is pi / sqrt(6)
@@ -180,15 +179,16 @@ class Columns:
     softmax: Softmax | None = None
 
     def __post_init__(self):
-        rows = whole(1, why="a column statistic needs at least one query row; use None for all rows")
-        settle(self, rows=optional(rows), count_self=flag, summed=flag, softmax=optional(a(Softmax)))
-        one_of("element", self.element, *_ELEMENTS)
-        one_of("group", self.group, *_GROUPS)
-        one_of("group_at", self.group_at, "before", "after")
+        if self.rows is not None and (not isinstance(self.rows, int | np.integer) or self.rows < 1):
+            raise ValueError(f"rows={self.rows!r}: a column statistic needs at least one query row, or None for all")
+        for name, choices in (("element", _ELEMENTS), ("group", _GROUPS), ("group_at", ("before", "after"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {choices}")
         if self.group is None and self.group_at == "before":
             raise ValueError("group=None keeps every query head, so there is no group to reduce 'before'")
-        if not isinstance(self.threshold, str) or self.threshold not in _THRESHOLDS:
-            settle(self, threshold=number(why=f"not a finite number or one of {_THRESHOLDS}"))
+        named = isinstance(self.threshold, str)
+        if not (self.threshold in _THRESHOLDS if named else np.isfinite(self.threshold)):
+            raise ValueError(f"threshold={self.threshold!r} is not a finite number or one of {_THRESHOLDS}")
 
     @property
     def per_query_head(self) -> bool:

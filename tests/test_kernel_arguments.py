@@ -11,79 +11,57 @@ q, k, v = (np.zeros((2, heads, 6, 4), np.float32) for heads in (4, 2, 2))
 wide = np.zeros((2, 2, 6, 5), np.float32)
 row, slots = np.zeros((2, 6), np.int32), np.zeros((2, 2, 6), np.int32)
 seeded = lambda seed: Softmax(seed=seed, noise="gumbel")
+measure = lambda **options: attention(q, k, v, row, slots, columns=[Columns(**options)])
+masks = np.ones((1, 2, 2, 6), bool)
 pool, owner = np.zeros((2, 6, 4), np.float32), np.zeros((2, 6), np.int32)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: attention(q, k, wide, row, slots), r"v is float32 of shape \(2, 2, 6, 5\), but must be"),
+        (lambda: attention(q, k[:1], v, row, slots), r"k is .* \(1, 2, 6, 4\), but must be floating .* \(2, 2, 6, 4\)"),
+        (lambda: attention(q[0], k, v, row, slots), r"q has the shape \(4, 6, 4\), but must have 4 axes"),
+        (lambda: attention(q, k[:, :, :0], v, row, slots), r"k has .* \(2, 2, 0, 4\), but .* none of them empty"),
+        (lambda: attention(q, k, v, row.astype(float), slots), "q_pos is float64 .* must be integer"),
+        (lambda: attention(q, k, v, row, slots[:, :1]), r"kv_pos is int32 of shape \(2, 1, 6\)"),
+        (lambda: measure(weight=[1.0]), "a column's weight is a list; give an array of numpy or JAX"),
+        (lambda: measure(weight=np.ones((1, 6), np.float32)), r"a column's weight is .* \(2, 6\) to fit"),
         (
-            lambda: attention(q, k, wide, row, slots),
-            r"v has the shape \(2, 2, 6, 5\), but",
+            lambda: measure(softmax=seeded(row[:1, 0])),
+            r"a softmax's seed is .* must be integer of shape \(2,\)",
         ),
-        (lambda: attention(q, k[:1], v, row, slots), r"k has the shape \(1, 2, 6, 4\), but \(2, 2, 6, 4\) fits"),
-        (lambda: attention(q, k, v, row.astype(float), slots), "q_pos must be an array of integers"),
-        (lambda: attention(q, k, v, row, slots[:, :1]), r"kv_pos has the shape \(2, 1, 6\)"),
-        (lambda: attention(q, k, v, row, slots, columns=Columns()), "columns=.*: must be a sequence"),
+        (lambda: measure(softmax=Softmax(before=np.zeros(2))), "a softmax's before is float64 .* must be integer"),
         (
-            lambda: attention(q, k, v, row, slots, columns=(Columns(weight=[1.0]),)),
-            "a column's weight must be an array of floats .* not list",
+            lambda: measure(softmax=Softmax(heads=row[0, :1])),
+            r"softmax's heads is .* must be integer of shape \(4,\)",
         ),
-        (
-            lambda: attention(q, k, v, row, slots, columns=(Columns(softmax=seeded([1])),)),
-            "softmax's seed must be an ar",
-        ),
-        (lambda: attention(q, k, v, row, slots, columns=(Columns(softmax=seeded(row[:1, 0])),)), r"seed has the shape"),
-        (
-            lambda: attention(q, k, v, row, slots, columns=(Columns(softmax=Softmax(before=np.zeros(2))),)),
-            "softmax's before must be an array of integers",
-        ),
-        (lambda: attention(q, k, v, row, slots, softcap=0), "softcap=0: must be positive; use None for none"),
-        (lambda: attention(q, k, v, row, slots, window=2.5), "window=2.5: must be a whole number of at least 1"),
-        (lambda: attention(q, k, v, row, slots, bias=3), "bias must be an array of floats .* not int"),
+        (lambda: attention(q, k, v, row, slots, softcap=0), "softcap=0 must be positive and finite; use None"),
+        (lambda: attention(q, k, v, row, slots, window=0), "window=0 must be a whole number of at least 1"),
+        (lambda: attention(q, k, v, row, slots, window=2.5), "window=2.5 must be a whole number of at least 1"),
+        (lambda: attention(q, k, v, row, slots, bias=3), "bias is a int; give an array"),
         (lambda: attention(q, k, v, row, slots, implementation=["xla"]), "is not one of"),
-        (lambda: pooled_attention(q[:, :, :1], pool, pool[:, :5], owner, row[:, :1], row, num_kv_heads=2), "v has the"),
         (
-            lambda: pooled_attention(q[:, :, :1], pool, pool, owner, row[:, :1], row, num_kv_heads=2.0),
-            "num_kv_heads=2.0",
+            lambda: pooled_attention(q[:, :, :1], pool, pool[:, :5], owner, row[:, :1], row, num_kv_heads=2),
+            "v is float",
         ),
-        (lambda: recovered_attention(q, k, row, slots, np.zeros((1, 2, 2, 6))), "masks must be an array of booleans"),
+        (lambda: pooled_attention(q[:, :, :1], pool, pool, owner, row[:, :1], row, num_kv_heads=3), "num_kv_heads=3"),
+        (lambda: recovered_attention(q, k, row, slots, np.zeros((1, 2, 2, 6))), "masks is float64 .* must be bool"),
         (
-            lambda: recovered_attention(q, k, row, slots, np.ones((1, 2, 2, 6), bool), within=[row[:1, 0]]),
-            r"within has the shape \(1,\), but \(2,\) fits",
+            lambda: recovered_attention(q, k, row, slots, masks, within=[row[:1, 0]]),
+            r"within is .* \(2,\) to fit",
         ),
+        (lambda: recovered_attention(q, k, row, slots, masks, tolerance=-1.0), "tolerance=-1.0 must be at least 0"),
+        (lambda: Columns(rows=2.5), "rows=2.5: a column statistic needs at least one query row"),
+        (lambda: Columns(element="p3"), "element='p3' is not one of"),
+        (lambda: Columns(element="above", threshold=np.nan), "threshold=nan is not a finite number"),
+        (lambda: Columns(element="above", threshold="1/seen"), "threshold='1/seen' is not a finite number or one of"),
+        (lambda: Softmax(per="row"), "per='row' is not one of"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def single(**options):
-    return (Columns(**options),)
-
-
-ones = lambda *shape: np.ones(shape, np.float32)
-ARRAYS = {
-    "attention q": lambda t: attention(t(q), k, v, row, slots),
-    "attention kv_pos": lambda t: attention(q, k, v, row, t(slots)),
-    "attention bias": lambda t: attention(q, k, v, row, slots, bias=t(ones(2, 4, 6))),
-    "attention weight": lambda t: attention(q, k, v, row, slots, columns=single(weight=t(ones(2, 6)))),
-    "attention multiplier": lambda t: attention(
-        q, k, v, row, slots, columns=single(softmax=Softmax(multiplier=t(ones(2, 2, 6))))
-    ),
-    "pooled_attention k": lambda t: pooled_attention(
-        q[:, :, :1], t(pool), pool, owner, row[:, :1], row, num_kv_heads=2
-    ),
-    "recovered_attention masks": lambda t: recovered_attention(q, k, row, slots, t(np.ones((1, 2, 2, 6), bool))),
-}
-
-
-@pytest.mark.parametrize("door", ARRAYS)
-def test_a_tensor_of_torch_is_told_to_be_numpy(door):
-    torch = pytest.importorskip("torch")
-    with pytest.raises(ValueError, match=r"(?s)Tensor, not an array of numpy or JAX; give x.numpy\(\)"):
-        ARRAYS[door](lambda x: torch.tensor(np.asarray(x)))
 
 
 def test_a_hash_of_numbers_does_not_depend_on_their_types():

@@ -455,9 +455,9 @@ def test_errors_say_what_to_do():
         attention(q, k, v, q_pos, kv_pos, implementation="cuda")
     with pytest.raises(ValueError, match="at least one query row"):
         Columns(rows=0)
-    with pytest.raises(ValueError, match="softmax's multiplier has the shape"):
+    with pytest.raises(ValueError, match="softmax's multiplier is float32 of shape"):
         attention(q, k, v, q_pos, kv_pos, columns=[Columns(softmax=Softmax(multiplier=jnp.ones((2, 2, 3))))])
     with pytest.raises(ValueError, match="needs a seed"):
         Softmax(noise="gumbel")
-    with pytest.raises(ValueError, match="column's weight has the shape"):
+    with pytest.raises(ValueError, match="column's weight is float32 of shape"):
         attention(q, k, v, q_pos, kv_pos, columns=[Columns(weight=jnp.ones((2, 3)))])

@@ -299,7 +299,7 @@ def test_errors_say_what_to_do():
         run(jnp.concatenate([q, q], 2), k, v, owner, q_pos, kv_pos, num_kv_heads=3)
     with pytest.raises(ValueError, match=r"6 query heads are not a multiple of num_kv_heads=4"):
         run(q, k, v, owner, q_pos, kv_pos, num_kv_heads=4)
-    with pytest.raises(ValueError, match="column's weight has the shape"):
+    with pytest.raises(ValueError, match="column's weight is float32 of shape"):
         run(q, k, v, owner, q_pos, kv_pos, [Columns(weight=jnp.ones((2, 3)))], num_kv_heads=3)
     with pytest.raises(ValueError, match=r"implementation='cuda' is not one of"):
         run(q, k, v, owner, q_pos, kv_pos, num_kv_heads=3, implementation="cuda")
