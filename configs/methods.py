@@ -100,7 +100,6 @@ def kvzip(
     overlap: int = 8,
     sinks: int = 4,
     plus: bool = False,
-    pool: bool = True,
 ) -> Policy:
     """Keeps what the model attends to while it repeats the prompt (KVzip, arXiv 2505.23416).
 
@@ -111,11 +110,9 @@ def kvzip(
       overlap: tokens of the chunk before, in front of a later one.
       sinks: first tokens that stay.
       plus: whether probabilities are weighed by what values contribute (KVzip+).
-      pool: heads have slots in one pool, as many as each needs; otherwise each has those of the largest.
     """
-    told = repeating(tokenizer)
-    ids = {name: getattr(told, name) for name in ("repeat", "repeat_next", "suffix", "prefix")}
-    return methods.kvzip(budget, **ids, chunk=chunk, overlap=overlap, sinks=sinks, plus=plus, pool=pool)
+    how = dataclasses.replace(repeating(tokenizer), chunk=chunk, overlap=overlap, sinks=sinks, plus=plus)
+    return methods.kvzip(budget, how)
 
 
 # --- what a method must know of the model ---

@@ -26,6 +26,7 @@ from kvjax.methods import kvpress, variants
 from kvjax.methods.profile import FastGen
 from kvjax.models import packaged
 from kvjax.models.embedded import EMBEDDED
+from kvjax.observe import Reread
 from tests import conftest  # whose settings decide how numbers round
 from tests.cases import BY_LAYER, CASES, SHARED, Sizes
 
@@ -113,7 +114,7 @@ def fastgen(b, recovery=0.65, **options):
 
 
 def _kvzip(b, chunk, **options):
-    return methods.kvzip(b, repeat=(1, 2), repeat_next=(3,), suffix=(4,), chunk=chunk, overlap=2, sinks=2, **options)
+    return methods.kvzip(b, Reread((1, 2), (3,), (4,), chunk=chunk, overlap=2, sinks=2, **options))
 
 
 def embedded():
@@ -213,7 +214,7 @@ def of_smollm2(config):
         "fastgen_pooled": lambda b: fastgen(b, pool=True),
         "fastgen_lossless": lambda b: FastGen((), (), frequent=0.0, local=0.0, recovery=1.0, budget=b),
         "kvzip": lambda b: _kvzip(b, 200),
-        "kvzip_plus": lambda b: m.kvzip(b, repeat=(1, 2), chunk=200, overlap=2, sinks=2, plus=True),
+        "kvzip_plus": lambda b: m.kvzip(b, Reread((1, 2), chunk=200, overlap=2, sinks=2, plus=True)),
         "kvzap": lambda b: m.kvzap(b, hidden, recent=3),
         "kvzap_threshold": lambda b: m.kvzap(b, hidden, recent=3, threshold=0.0),
         "quest": lambda b: m.quest(b, size=2, dense=1),

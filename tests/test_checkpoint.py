@@ -10,6 +10,7 @@ import pytest
 
 from kvjax import compose, methods, models, plan
 from kvjax.drivers import checkpoint, generation, sampling, steps
+from kvjax.observe import Reread
 
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 12))
 
@@ -26,7 +27,7 @@ KINDS = {
     "h2o": lambda: methods.h2o(8),
     "pool": lambda: methods.ada_snapkv(4, window=2),
     "rank": lambda: methods.streaming_llm(8),
-    "rereads": lambda: methods.kvzip(8, repeat=(1, 2)),
+    "rereads": lambda: methods.kvzip(8, Reread((1, 2))),
     "channels": lambda: methods.think(0.5),
 }
 

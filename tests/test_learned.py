@@ -1,6 +1,7 @@
 """Learned functions: scores of features and of hidden states, DuoAttention's gates, probes of a model."""
 
 import copy
+import dataclasses
 import functools
 import math
 import pathlib
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvjax import Evict, evict_layer, make_plan, methods, models
-from kvjax.contract import LayerInfo, Value
+from kvjax.contract import LayerInfo, Layout, Value
 from kvjax.drivers.state import Prompts
 from kvjax.drivers.steps import decode_step, prefill
 from kvjax.learning import kvzap
@@ -195,7 +196,7 @@ def test_examples_are_the_scores_of_kvzip_plus_behind_the_sinks(wide):
     replay = Reread((1,), (2,), chunk=5, sinks=2, plus=True)
     with jax.enable_x64(True):
         hidden, wanted = kvzap.examples(model, params, TOKENS, replay=replay, lengths=LENGTHS, sinks=2)
-        policy = methods.kvzip(5, repeat=(1,), repeat_next=(2,), chunk=5, sinks=2, plus=True, pool=False)
+        policy = dataclasses.replace(methods.kvzip(5, replay), layout=Layout())
         kv = prefill(model, params, TOKENS, policy=policy, lengths=LENGTHS, max_new_tokens=1)[1].layers[0]
         with pytest.raises(ValueError, match="texts of up to 3 tokens have none behind the first 4; give longer ones"):
             kvzap.examples(model, params, TOKENS[:, :3], replay=replay)

@@ -6,6 +6,7 @@ import numpy as np
 import kvjax
 from kvjax import methods
 from kvjax.drivers.memory import shown
+from kvjax.observe import Reread
 from tests.table import rows
 
 T, NEW, B = 24, 8, 2
@@ -40,7 +41,7 @@ def test_state_is_predicted_to_the_byte(case, tiny):
 def test_a_prompt_that_is_read_again_is_held_whole_until_then(tiny):
     """In all layers, with what was observed: `cache` is that of the whole model."""
     model, params = tiny
-    policy = methods.kvzip(8, repeat=(1, 2))
+    policy = methods.kvzip(8, Reread((1, 2)))
     memory = kvjax.plan_memory(model.config, policy, **SIZES)
     state = kvjax.prefill(model, params, np.arange(B * T).reshape(B, T) % 50, policy=policy, max_new_tokens=NEW)[1]
     assert memory.state == arrays(state)

@@ -14,7 +14,7 @@ NOTEBOOKS = sorted(run_notebooks.HERE.glob("*.ipynb"))
 README = pathlib.Path(run_notebooks.HERE.parent, "README.md").read_text()
 
 SAID = {
-    "a_real_model": ["134,515,008 parameters", "KVzip, a quarter   106.0 live tokens", "The tower is 31 meters tall."],
+    "a_real_model": ["134,515,008 parameters", "KVzip, a quarter   106.0 live tokens", "is 31 meters tall."],
     "budget_curve_by_vmap": ["equal: True", "nothing lost at the full budget: True", "hindsight (model)"],
     "composing_in_jit": [
         "True\nTrue\n",

@@ -22,7 +22,11 @@ GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "kvzip.json").re
 T, LENGTHS = 24, np.array([24, 17], np.int32)
 IDS = np.asarray(tensors.token_ids(2, T))
 ASKED = {"repeat": (1, 2), "repeat_next": (3,), "suffix": (4,), "chunk": 9, "overlap": 2, "sinks": 2}
-kvzip = functools.partial(methods.kvzip, **ASKED)
+
+
+def kvzip(budget, **change):
+    """KVzip by small instructions."""
+    return methods.kvzip(budget, Reread(**{**ASKED, **change}))
 
 
 def positions(layer):
@@ -44,7 +48,7 @@ def test_chunks_are_those_of_a_rows_own_tokens():
 def test_kept_tokens_are_those_of_kvpress(case, embedded):
     model, params, _ = embedded
     told = {name: tuple(GOLDEN[name]) for name in ("repeat", "repeat_next", "suffix")}
-    policy = methods.kvzip(0.5, **told, chunk=GOLDEN["chunk"], plus=case["plus"])
+    policy = methods.kvzip(0.5, Reread(**told, chunk=GOLDEN["chunk"], plus=case["plus"]))
     how, ids = policy.score.how, np.array(GOLDEN["ids"], np.int32)
     assert [how.rows(ids, first, len(ids)).tolist() for first in how.firsts(len(ids))] == GOLDEN["read"]
     _, state = kvjax.prefill(model, params, ids[None], policy=policy, max_new_tokens=1)
@@ -161,7 +165,7 @@ def test_it_is_refused_where_it_cannot_be(shallow):
     with pytest.raises(ValueError, match="reads the prompt again, which needs a model"):
         kvjax.evict_layer(kvzip(8), *tensors.qkv())
     with pytest.raises(ValueError, match="chunk=0: give 1 or more tokens"):
-        kvzip(8, chunk=0)
+        Reread(chunk=0)
     sizes = {"vocab_size": 61, "embed_dim": 16, "mlp_dim": 24, "num_layers": 1, "head_dim": 8}
     learned = models.LanguageModel(gpt2.GPT2Config(**sizes, num_query_heads=2, num_kv_heads=2, max_position=32))
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape), learned.shapes)

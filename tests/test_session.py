@@ -13,6 +13,7 @@ import pytest
 from kvjax import methods, models
 from kvjax.drivers import attend, generation, loop, sampling, steps
 from kvjax.drivers.session import Session
+from kvjax.observe import Reread
 from tests.words import words
 
 M = 6
@@ -82,7 +83,7 @@ def test_a_policy_of_one_context_is_not_the_next_ones(make, by_hand):
     session = make(policy=methods.full()).compress(CONTEXT, policy=POLICY)
     assert session.ask(ASKED[0]) == by_hand(CONTEXT, ASKED[0])
     assert session.compress(CONTEXT).ask(ASKED[0]) == by_hand(CONTEXT, ASKED[0], policy=methods.full())
-    kvzip = methods.kvzip(6, repeat=(1, 2), chunk=4, sinks=1)  # reads a context again before it is compressed
+    kvzip = methods.kvzip(6, Reread((1, 2), chunk=4, sinks=1))  # reads a context again before it is compressed
     assert session.compress(CONTEXT, policy=kvzip).ask(ASKED[0]) == by_hand(CONTEXT, ASKED[0], policy=kvzip)
 
 

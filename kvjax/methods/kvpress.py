@@ -15,7 +15,7 @@ from kvjax.methods.parts import KnownQueries, LazyBefore, PaddedChunkAttention, 
 from kvjax.methods.position import random, streaming_llm
 from kvjax.methods.variants import PROMPT, with_score
 from kvjax.methods.votes import finch, kvzip, simlayerkv, snapkv
-from kvjax.observe import ProjectedValueNorm, Rows
+from kvjax.observe import ProjectedValueNorm, Reread, Rows
 from kvjax.scores.attention import Accumulated, Mean, Votes
 from kvjax.scores.blends import LayerMean, Pooled, Standardized, ValueWeighted
 from kvjax.scores.keys import Expected, Given, Leverage
@@ -89,9 +89,9 @@ def kvpress_simlayerkv(threshold: float, *, sinks: int = 4, recent: int = 1024, 
     return dataclasses.replace(policy, select=LazyBefore(threshold, sinks, recent, rows))
 
 
-def kvpress_kvzip(r: float, **options: Any) -> Evict:
+def kvpress_kvzip(r: float, how: Reread = Reread()) -> Evict:
     """KVzipPress with `layerwise=True`."""
-    return kvzip(kept(r), **options)
+    return kvzip(kept(r), how)
 
 
 # ------------------------------------------------------------------------------------------------ keys

@@ -240,40 +240,19 @@ def layer_defensivekv(
     return AcrossLayers(policy, by_top_scores)
 
 
-def kvzip(
-    budget: Count,
-    *,
-    repeat: tuple[int, ...] = (),
-    repeat_next: tuple[int, ...] = (),
-    suffix: tuple[int, ...] = (),
-    prefix: int = 0,
-    chunk: int = 2048,
-    overlap: int = 8,
-    sinks: int = 4,
-    plus: bool = False,
-    pool: bool = True,
-) -> Evict:
+def kvzip(budget: Count, how: Reread = Reread()) -> Evict:
     r"""Keeps what the model attends to while it repeats the prompt (KVzip, Kim et al., arXiv 2505.23416).
 
     $S_j = \max_{i, g} p_{ij}$ over the rows that repeat the chunk of token $j$, under a softmax over the chunk, the
-    sinks and the rows so far (section 3). Heads compete for their layer's budget. With `plus` (KVzip+, arXiv
-    2601.07891) it is $\max_{i, g} p_{ij} \lVert v_j W_O^g \rVert_2 / \lVert h_i \rVert_2$.
+    sinks and the rows so far (section 3). Heads compete for their layer's budget.
 
     Args:
       budget: live tokens a kv head and layer on average, sinks included.
-      repeat: ids of the instruction before the first chunk.
-      repeat_next: ids of the instruction before the others.
-      suffix: ids between all that and the chunk.
-      prefix: first tokens that are in no chunk, as those of a chat template; all but sinks are the first to go.
-      chunk: tokens of a chunk.
-      overlap: tokens of the chunk before that stand before a later one.
-      sinks: first tokens that stay, and which the rows of later chunks see.
-      plus: whether probabilities are weighed by what values contribute.
-      pool: heads have slots in one pool, as many as each needs; otherwise each has those of the largest.
+      how: how the prompt is repeated; `kvjax.drivers.text.repeating(tokenizer)` does as the released code. With `plus`
+        the method is KVzip+ (arXiv 2601.07891). Its sinks stay; after them, what is in no chunk goes first.
     """
-    how = Reread(repeat, repeat_next, suffix, prefix, chunk, overlap, sinks, plus)
-    safe = min(sinks, budget) if isinstance(budget, int) else sinks
-    return Evict(Repeated(how), budget, safe, heads=Adaptive(1.0), layout=Layout(pool=pool))
+    sinks = min(how.sinks, budget) if isinstance(budget, int) else how.sinks
+    return Evict(Repeated(how), budget, sinks, heads=Adaptive(1.0), layout=Layout(pool=True))
 
 
 def attention_matching(budget: Count, *, rows: int = 256, sinks: int = 4) -> Evict:
