@@ -65,6 +65,14 @@ def test_decoding_keeps_the_prompt_outside_the_budget():
     assert sizes(easykv.easykv_decoding("h2o", 50), 100)[:3] == (150, 100, 15)
 
 
+@pytest.mark.parametrize("importance", ["roco", "mas"])
+def test_a_prompt_that_is_too_short_to_evict_from_stays_whole_while_decoding(importance):
+    """A share of half does not hold the 4 sinks and the 10 last tokens of 24, though those 10 alone."""
+    policy = easykv.easykv_encoding_decoding(importance, 0.5)
+    assert [sizes(member, 24)[:3] for member in policy.members] == [(24, 4, 10), (24, 0, 10)]
+    assert [sizes(member, 28)[:3] for member in policy.members] == [(14, 4, 10), (14, 0, 10)]
+
+
 def test_the_mode_of_its_own_choice():
     auto = lambda budget: easykv.easykv("mas", budget, prompt_length=100)
     assert auto(120) == easykv.easykv_decoding("mas", 20)

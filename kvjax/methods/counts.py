@@ -50,6 +50,24 @@ class BlockBudget:
         return np.where(final > prompt, asked, final)
 
 
+@value
+class WholeIfShort:
+    """A budget, but all of a prompt, or the least number that is to stay, where it does not hold that number.
+
+    Attributes:
+      budget: the budget.
+      least: tokens that are to stay.
+    """
+
+    budget: Count
+    least: Count
+
+    def __call__(self, prompt: Prompts, budget: Prompts | None) -> Prompts:
+        """Tokens "M" for prompts "M"."""
+        asked, least = resolve(self.budget, prompt, budget), resolve(self.least, prompt, budget)
+        return np.where(asked < least, np.maximum(prompt, least), asked)
+
+
 # ------------------------------------------------------------------------------------------------ over layers
 
 

@@ -8,7 +8,7 @@ from kvjax.compose import chain
 from kvjax.contract import Count, Policy, Score, value
 from kvjax.decide.select import TopK
 from kvjax.evict import Evict
-from kvjax.methods.counts import BlockBudget, Truncated
+from kvjax.methods.counts import BlockBudget, Truncated, WholeIfShort
 from kvjax.methods.parts import RandomRun
 from kvjax.observe import Rows
 from kvjax.scores.attention import Accumulated, Mean, Recency, SparedByDeviation, Uniform, Votes
@@ -152,9 +152,10 @@ def easykv_encoding_decoding(
     padded = Combined("sum", (budget, stride))
     live = Combined("sum", (first.budget, 1))
     scope = _all_but(Combined("less", (padded, Truncated(0.3, padded))), live, 1)
-    then = Evict(
-        _score(importance, prefix, scope), first.budget, 0, first.recent, when=Schedule(prefill=False, every=1)
-    )
+    held = first.budget  # a prompt of which a share does not hold what stays while it is read is whole afterwards too
+    if isinstance(budget, float):
+        held = WholeIfShort(held, Combined("sum", (_SINKS, first.recent)))
+    then = Evict(_score(importance, prefix, scope), held, 0, first.recent, when=Schedule(prefill=False, every=1))
     return chain(first, then)
 
 
