@@ -129,14 +129,12 @@ class PaddedChunkAttention:
     Attributes:
       size: tokens of a chunk.
       first, last: tokens at either end of the prompt that are in no chunk.
-      padded: fill up the last chunk; otherwise it is short.
       scaled: logits are divided by the root of the head's width, which kvpress leaves out.
     """
 
     size: int = 256
     first: int = 0
     last: int = 0
-    padded: bool = True
     scaled: bool = False
 
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B K S"]:
@@ -156,9 +154,8 @@ class PaddedChunkAttention:
 
         x = jnp.einsum("bkgnch,bkundh->bkgncd", part(inputs.q), part(keys)) * (H**-0.5 if self.scaled else 1.0)
         x = jnp.where(counts[:, None, None, :, None], x, -jnp.inf)
-        absent = jnp.where(self.padded, self.size - counts.sum(-1), 0).astype(jnp.float32)[:, None, None, :, None, None]
-        largest = jnp.where(counts.any(-1)[:, None, None, :, None, None], x.max(-1, keepdims=True), 0.0)
-        largest = jnp.maximum(largest, 0.0) if self.padded else largest
+        absent = (self.size - counts.sum(-1)).astype(jnp.float32)[:, None, None, :, None, None]
+        largest = jnp.maximum(x.max(-1, keepdims=True), 0.0)  # of a chunk of nothing too
         e = jnp.exp(x - largest)
         p = e / jnp.maximum(e.sum(-1, keepdims=True) + absent * jnp.exp(-largest), jnp.finfo(jnp.float32).tiny)
         mass = jnp.where(counts[:, None, None, :, :, None], p, 0.0).sum(4).mean(2)
