@@ -1,7 +1,8 @@
 """What every row of the table keeps of drawn tensors and of two models, as digests that stand in `tests/golden`.
 
-All were recorded by the library before this one. `python -m tests.kept embedded`, or `smollm2`, adds
-the rows that a file lacks.
+All were recorded by the library before this one. `kept_different.json` has the rows that are to differ from what it
+kept, why, and what it kept with that one change. `python -m tests.kept embedded`, or `smollm2`, adds the rows that a
+file lacks.
 """
 
 import dataclasses
@@ -46,6 +47,11 @@ def digest(positions):
 def recorded(name):
     """What a file holds."""
     return json.loads((GOLDEN / f"kept_{name}.json").read_text())
+
+
+def expected(name):
+    """What rows are to keep of a model: what was recorded, but for those that are to differ."""
+    return recorded(name) | {key: row["kept"] for key, row in recorded("different")[name].items()}
 
 
 # ---------------------------------------------------------------------------------------------------- drawn tensors
@@ -186,7 +192,9 @@ def of_smollm2(config):
         "scissorhands": lambda b: m.scissorhands(b, history=7, recent=2, drop=3),
         "roco": lambda b: replace(m.roco(b), recent=2),
         "nacl": lambda b: replace(m.nacl(b, recent=2, proxies=5, random=3), sinks=1),
-        "nacl_global": lambda b: replace(v.nacl_global(b, recent=2, proxies=5, random=3), sinks=1),
+        "nacl_global": lambda b: kvjax.shared_layers(
+            replace(v.nacl_by_layer(b, recent=2, proxies=5, random=3), sinks=1)
+        ),
         "nacl_decoding": lambda b: v.nacl_decoding(b, every=3, proxies_are="all", recent=2, proxies=5, random=0),
         "ahakv": lambda b: m.ahakv(b, recent=3, kernel=3),
         "keyformer": lambda b: m.keyformer(b, recent=3),

@@ -8,7 +8,7 @@ from tests import kept
 from tests.cases import CASES
 from tests.table import EXHAUSTIVE
 
-RECORDED = {name: kept.recorded(name) for name in ("raw", "embedded")}
+RECORDED = {"raw": kept.recorded("raw"), "embedded": kept.expected("embedded")}
 QUICK = {  # rows of distinct mechanisms
     *("full", "h2o", "mas_sinks", "roco", "tova", "tova_by_head", "keyformer", "ahakv", "scissorhands", "r_kv"),
     *("streaming_llm", "random", "keydiff", "lagkv", "curdkv", "expected_attention", "capkv", "q_filters"),
@@ -31,6 +31,12 @@ def test_every_row_is_recorded():
 
 def test_every_row_is_recorded_on_a_model(on_embedded):
     assert {key.partition(" ")[0] for key in RECORDED["embedded"]} == set(on_embedded[-1])
+
+
+def test_rows_that_are_to_differ_do():
+    for name, rows_of_model in kept.recorded("different").items():
+        before = kept.recorded(name)
+        assert all(row["reason"] and row["kept"] != before[key] for key, row in rows_of_model.items())
 
 
 @rows(CASES, QUICK)

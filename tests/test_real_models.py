@@ -14,7 +14,7 @@ from tests.test_parity import all_logits, assert_close, check_hidden_are_evicted
 
 TEXT = (kept.ROOT / "LICENSE").read_text()
 README = (kept.ROOT / "README.md").read_text()
-RECORDED = kept.recorded("smollm2")
+RECORDED = kept.expected("smollm2")
 NAMES = dict.fromkeys(key.partition(" ")[0] for key in RECORDED)
 SAMPLE = {"snapkv", "h2o", "tova", "ada_snapkv", "nacl"}
 
