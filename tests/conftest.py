@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import jaxlib.version
 import jaxtyping
 import pytest
 from jax._src.interpreters import mlir
+from safetensors.numpy import load_file
 
 from kvjax import models
 
@@ -81,6 +83,21 @@ def shallow(tiny):
     model, params = tiny
     config = dataclasses.replace(model.config, num_layers=1)
     return models.LanguageModel(config), {n: p for n, p in params.items() if n not in ("layers_1", "layers_2")}
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory, tiny):
+    """The directory of a saved model."""
+    path = tmp_path_factory.mktemp("saved")
+    models.save(path, *tiny)
+    return path
+
+
+@pytest.fixture
+def checkpoint(tmp_path, saved):
+    """A saved model, and its config and tensors to be spoiled."""
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    return tmp_path, json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """The main job from the command line: results, resuming, errors."""
 
-import argparse
 import inspect
 import json
 import os
@@ -14,14 +13,11 @@ import time
 import numpy as np
 import pytest
 
-import kvjax
-from kvjax import configs, methods
-from kvjax.budgets import Schedule
-from kvjax.configs.experiment import Experiment, Setup
+from kvjax import configs
+from kvjax.configs.experiment import Setup
 from kvjax.experiments import compare, run
 from kvjax.experiments.evaluation import report
 from kvjax.experiments.evaluation.evaluate import Evaluator
-from kvjax.experiments.tasks import TASKS
 from tests.runs import ROOT, Made, one_layer, samples, small, without_times
 
 
@@ -201,179 +197,6 @@ def test_a_method_without_budgets(tmp_path, capsys):
     )
 
 
-def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, capsys):
-    config = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    baselines = lambda *argv: run.with_baselines(run.parse(["--config", "snapkv.py", *argv])[0]).setup.baselines
-    assert baselines() == ("random", "streaming_llm", "h2o", "ada_snapkv")
-    assert baselines("--model", str(tmp_path), "--baselines", "streaming_llm") == ("streaming_llm",)
-    assert not capsys.readouterr().out
-    assert baselines("--model", str(tmp_path)) == ("random", "h2o", "ada_snapkv")
-    assert capsys.readouterr().out.startswith("baselines: random, h2o, ada_snapkv; without streaming_llm")
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--config", "nope.py"], r"no config 'nope.py'; configs/ has ada_pyramid, ada_snapkv, ahakv,"),
-        (["--config", "configs/nope.py"], "no config"),
-        (
-            ["--config", "snapkv.py", "--budget", "16", "--window", "32"],
-            "budget of 16 tokens cannot hold 0 sinks and 32 recent",
-        ),
-        (["--config", "snapkv.py", "--budget", "0"], "a budget of 0 tokens is none"),
-        (["--config", "snapkv.py", "--budget"], "budget is empty"),
-        (["--config", "snapkv.py", "--baselines", "nope"], "no config 'nope'"),
-        (["--config", "snapkv.py", "--model", "not/there/at/all"], "neither a directory nor a hub id"),
-        (["--config", "snapkv.py", "--length", "100"], "raise the length"),
-        (
-            ["--config", "snapkv.py", "--length", "20", "--tasks", "perplexity"],
-            "length=20; raise the length to 65",
-        ),
-        *(
-            (["--config", "snapkv.py", option, value], f"{option[2:].replace('-', '.')}.*{value} must be at {bound}")
-            for option in ("--examples", "--length", "--batch-size", "--seed", "--block")
-            for value, bound in (("0", "least 1"), ("-1", "least"), (str(10**20), "most 2147483647"))
-            if (option, value) != ("--seed", "0")
-        ),
-        *((["--config", "snapkv.py", "--budget", b], f"{b} is not a share") for b in ("inf", "-0.5")),
-        (["--config", "snapkv.py", "--budget", "0.0"], "a budget of 0.0 of the prompt is none"),
-        *((["--config", "snapkv.py", "--budget", b], "--budget: nan is no number") for b in ("nan", "-NaN")),
-        (["--config", "snapkv.py", "--window=99999999999"], "--window=9+: 9+ must be at most 2147483647"),
-        (["--config", "expected_attention.py", "--eps", "nan"], "--eps: nan is no number"),
-        (["--config", "snapkv.py", "--budget", "-1"], "a count of -1 tokens is negative"),
-        (["--config", "snapkv.py", "--budget", "0.25", "0.250"], "budget has 0.25 twice"),
-        (["--config", "snapkv.py", "--baseline-budget", "1.5"], "1.5 is not a share of the prompt"),
-        (["--config", "snapkv.py", "--baselines", "h2o", "./h2o.py"], "h2o at budget 0.125 is there twice"),
-        (["--config", "fastgen.py", "--recovery", "0.9", "0.90"], "recovery has 0.9 twice"),
-        (
-            ["--config", "snapkv.py", "--budget", "64", "--budget=0.25"],
-            "--budget is given twice; give it once, with all",
-        ),
-        (["--config", "snapkv.py", "--num_beams", "2", "--num-beams", "3"], "--num-beams is given twice"),
-        (["--config", "snapkv.py", "--config", "h2o.py"], "--config is given twice"),
-        (["--config", "snapkv.py", "--model", "20261122103000"], "20261122103000 is neither a directory nor a hub id"),
-        (["--config", "snapkv.py", "--tasks"], "tasks is empty"),
-        (
-            ["--config", "snapkv.py", "--tasks", "nope"],
-            r"no task 'nope'; there are single_needle, .* path\.py:function",
-        ),
-        (["--config", "snapkv.py", "--seed", "1", "1"], "seed has 1 twice"),
-        (
-            ["--config", "snapkv.py", "--compress", "decode", "--baselines"],
-            "--compress decode is not for snapkv: it evicts after the",
-        ),
-        (
-            ["--config", "fastgen.py", "--compress", "prefill", "--baselines"],
-            "--compress prefill is not for fastgen: FastGen has no schedule",
-        ),
-        (["--config", "snapkv.py", "--task-budget", "needle=0.5"], "--task-budget names 'needle', which does not run"),
-        (["--config", "snapkv.py", "--task-budget", "key_value"], r"task_budget has 'key_value'; write task=budget"),
-        (
-            ["--config", "snapkv.py", "--task-budget", "key_value=2", "key_value=2"],
-            "task_budget of key_value has 2 twice",
-        ),
-        (["--config", "snapkv.py", "--task-budget", "key_value=1.5"], "1.5 is not a share of the prompt"),
-        (["--config", "fastgen.py", "--task-budget", "key_value=0.5"], "fastgen has no policy of that budget"),
-        (["--policy", "mine.py:make"], "there is no Python file 'mine.py'"),
-        (["--policy", "mine.py:make", "--config", "h2o.py"], "--config and --policy each say what to run"),
-        (["--config", "snapkv.py", "--text", "no.txt"], "No such file or directory: 'no.txt'"),
-        (["--config", "snapkv.py", "--data", "no.jsonl"], "--data no.jsonl: there is no such file"),
-        (["--config", "snapkv.py", "--tasks", "key_value", "key_value"], "tasks has 'key_value' twice"),
-        (["--config", ""], "no config ''"),
-        (["--config", "."], "no config '.'"),
-        (["--config", "snapkv.py", "--output", __file__], "is a file, not a directory; choose another --output"),
-        (["--config", "snapkv.py", "--output", "/proc/nothing"], "No such file or directory: '/proc/nothing'"),
-        (["--config", "snapkv.py", "--output", f"{__file__}/x"], "Not a directory"),
-    ],
-)
-def test_errors_end_with_one_line(argv, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=f"error: .*{message}"):
-        run.main(argv)
-    assert not list(tmp_path.rglob("samples.jsonl"))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("def get_config(:\n", "mine.py, line 1: invalid syntax"),
-        ("import kvjax\n\nraise KeyError(3)\n", "mine.py, line 3: KeyError: 3"),
-        ("import sys\nsys.exit(0)\n", "mine.py, line 2: SystemExit: 0"),
-        ("def get_config(): return {}[3]\n", "mine.py, line 1: KeyError: 3"),
-        ("def get_config(): raise ValueError('no')\n", "mine.py, line 1: no"),
-        ("def get_config(x: 'Nope' = 3): pass\n", "mine.py: the types of get_config's options .*'Nope' is not defined"),
-        (
-            "from kvjax.configs.experiment import Setup\nget_config = lambda: Setup('x', 3)\n",
-            r"mine.py, line 2: tasks=3 is not of",
-        ),
-        ("import no_such_module\n", "mine.py, line 1: ModuleNotFoundError: No module named 'no_such_module'"),
-        ("", "mine.py defines no get_config"),
-        ("get_config = 3\n", "mine.py defines no get_config"),
-        ("def get_config(): return 3\n", "get_config of ./mine.py returns a int, but must return a Experiment"),
-        (None, "no config './mine.py'"),
-    ],
-)
-@pytest.mark.usefixtures("unchecked")
-def test_a_broken_config_is_named_with_its_line(text, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").mkdir() if text is None else (tmp_path / "mine.py").write_text(text)
-    with pytest.raises(SystemExit, match=f"error: .*{message}"):
-        run.main(["--config", "./mine.py"])
-
-
-def test_an_experiments_names_tell_its_policies_apart():
-    window = methods.window(8)
-    with pytest.raises(ValueError, match="policies of x has 8 twice"):
-        Experiment("x", ((8, window), (8, methods.h2o(8))))
-    with pytest.raises(ValueError, match="policies of x is empty"):
-        Experiment("x", ())
-    with pytest.raises(ValueError, match="'a/b' names rows and files"):
-        Experiment("x", (("a/b", window),))
-    with pytest.raises(ValueError, match=r"'xxx.*xxx' names files; shorten it from 101 to 100 bytes"):
-        Experiment("x" * 101, ((8, window),))
-    with pytest.raises(ValueError, match=r"full at budget 1\.0 is there twice"):
-        run.all_policies(Experiment("full", ((1.0, window),), Setup(baselines=())))
-    with pytest.raises(ValueError, match="h2o at budget 8 is there twice"):
-        run.all_policies(Experiment("mine", ((8, window),), Setup(baselines=("h2o", "./h2o"))))
-
-
-def test_a_default_directory_has_a_name_that_a_disk_takes():
-    own = argparse.Namespace(config="snapkv.py")
-    name, other = (run.default_directory(own, ["--budget", *["0.25"] * 99, last]).name for last in ("1", "2"))
-    assert name != other
-    assert run.default_directory(own, ["--x", "-1"]) != run.default_directory(own, ["--x", "1"])
-    assert len(name) <= 255
-
-
-def test_an_empty_output_is_refused(capsys):
-    with pytest.raises(SystemExit) as e:
-        run.main(["--config", "snapkv.py", "--output", ""])
-    assert e.value.code == 2
-    assert "argument --output: is empty; name a directory" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("argv", [["--windw-size", "3"], ["--pooling", "median"], ["--budget", "lots"]], ids=str)
-def test_unknown_options_list_the_known_ones(argv, capsys):
-    with pytest.raises(SystemExit) as e:
-        run.main(["--config", "snapkv.py", *argv])
-    assert e.value.code == 2
-    err = capsys.readouterr().err
-    assert "parameters of snapkv: --output --restart --budget --window --kernel --pooling" in err
-    assert "--baseline-budget" in err
-
-
-def test_help(capsys):
-    with pytest.raises(SystemExit) as e:
-        run.main(["--config", "snapkv.py", "--help"])
-    assert e.value.code == 0
-    assert "--window" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as e:
-        run.main(["--help"])
-    assert e.value.code == 0
-    assert "configs: ada_pyramid, ada_snapkv, ahakv" in capsys.readouterr().out
-
-
 def test_a_config_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(
@@ -400,26 +223,6 @@ def test_a_config_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "empty.py").write_text("")
     with pytest.raises(SystemExit, match="defines no get_config"):
         run.main(["--config", "./empty.py"])
-
-
-def test_setup_names_all_tasks():
-    assert set(Setup().task_names) <= set(TASKS)
-    assert Setup(data=("x.jsonl",)).task_names == ()
-
-
-def test_when_to_compress_is_a_matter_of_the_setup(capsys):
-    policies = lambda *argv: {
-        m: p for m, _, p in run.all_policies(run.with_baselines(run.parse([*argv, "--budget", "0.5"])[0]))
-    }
-    h2o = policies("--config", "h2o.py", "--baselines")["h2o"]
-    for compress, when in (("prefill", Schedule()), ("decode", Schedule(prefill=False, every=1))):
-        found = policies("--config", "h2o.py", "--compress", compress)
-        assert found["h2o"] == kvjax.when(when, h2o)
-        assert found["full"] == methods.full()
-    think = ["--config", "think.py", "--compress", "prefill", "--channels", "0.5", "--baselines"]
-    assert run.all_policies(run.parse(think)[0])[1][2] == methods.think(0.5)
-    assert "ada_snapkv" not in found
-    assert "ada_snapkv, which --compress decode is not for" in capsys.readouterr().out
 
 
 def test_tasks_may_have_budgets_of_their_own(made, tmp_path):
@@ -540,31 +343,12 @@ def test_a_policy_and_a_task_of_ones_own_over_seeds_and_text(tmp_path, monkeypat
         assert re.search(r"key_value +A table of bare pairs", capsys.readouterr().out)
 
 
-def test_budget_labels():
-    assert report.budget_fraction({"budget": "0.25"}, 1024) == 0.25
-    assert report.budget_fraction({"budget": "128"}, 1024) == 0.125
-    assert report.budget_fraction({"budget": "T=0.95", "live_of_prompt": 0.4}, 1024) == 0.4
-    assert [report.has_budget(x) for x in ("1.0", "128", "0.0625", "T=0.95", "T=1")] == [True] * 3 + [False] * 2
-
-
 def test_runs_from_another_directory(tmp_path):
     """As installed, with no repository around: paths do not depend on the working directory."""
     command = [sys.executable, str(ROOT / "experiments" / "run.py"), "--help"]
     environment = {**os.environ, "PYTHONPATH": ""}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_rows_beyond_the_models_positions_are_warned_of(tmp_path):
-    """Before anything is compiled; pytest makes an error of it."""
-    shutil.copytree(one_layer(), tmp_path / "short")
-    file = tmp_path / "short" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 128}))
-    argv = ["--config", "window.py", *small(model=[str(tmp_path / "short")]), "--max-length", "512", "--baselines"]
-    with pytest.raises(
-        UserWarning, match=r"tokens and \d+ behind it are \d+, but the model was made for 128 positions"
-    ):
-        run.main([*argv, "--tasks", "key_value", "--output", str(tmp_path / "out")])
 
 
 def test_prompts_read_in_blocks(finished, tmp_path):

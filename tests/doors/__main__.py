@@ -27,7 +27,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 HERE = pathlib.Path(__file__).parent
 READMES = ["README.md", *(f"{p}/README.md" for p in ("kvjax", "kvjax", "models", "experiments", "pallas_kernels"))]
 TOOLS = ["mypy", "pyright"]
-TESTS = ["tests/test_text.py", "tests/test_weights.py", "tests/test_loading.py", "tests/test_parity.py"]
+TESTS = [
+    "tests/test_text.py",
+    "tests/test_weights.py",
+    "tests/test_model_config.py",
+    "tests/test_loading.py",
+    "tests/test_parity.py",
+]
 OWN = """
 import configs, experiments, models
 import kvjax, kvjax.models, kvjax.configs, kvjax.experiments.run

@@ -1,0 +1,191 @@
+"""The command that draws the papers' figures: what it writes, and what it refuses."""
+
+import dataclasses
+import importlib
+import io
+import json
+import pathlib
+import sys
+import time
+import types
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from kvjax import models
+from kvjax.experiments import (
+    bench_blocks,
+    bench_curves,
+    bench_decode,
+    bench_pool,
+    bench_prefill,
+    bench_sharding,
+    figures,
+    train_tiny,
+)
+from kvjax.experiments.papers import FIGURES, ahakv, prompts
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_a_command_writes_picture_arrays_and_origin(tmp_path, capsys):
+    arguments = ["attention_entropy", "--prompts", "2", "--length", "96", "--output", str(tmp_path)]
+    figures.main(arguments)
+    printed = capsys.readouterr().out
+    assert "attention_entropy: compiling and reading 2 prompts of 96 tokens ...\n" in printed
+    assert "attention_entropy: Rows flatten by" in printed
+    assert (tmp_path / "attention_entropy.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    note = json.loads((tmp_path / "attention_entropy.json").read_text())
+    assert note["config"] == {
+        "model": "embedded", "text": "project", "count": 2, "length": 96, "seed": 0, "dtype": "float32",
+    }  # fmt: skip
+    assert note["versions"]["jax"] == jax.__version__
+    with np.load(tmp_path / "attention_entropy.npz") as arrays:
+        assert {k: list(arrays[k].shape) for k in arrays.files} == note["arrays"]
+        model, params = models.load(figures.included("embedded"))
+        tokens = prompts.from_project(models.load_tokenizer(figures.included("embedded")), count=2, length=96)
+        again = ahakv.attention_entropy(model, params, tokens)
+        np.testing.assert_array_equal(arrays["entropy"], again.entropy)
+
+
+@pytest.mark.slow
+def test_another_model_and_text(tiny, embedded, tmp_path):
+    """A checkpoint directory and a text file; every prompt is a piece of the text with BOS in front."""
+    tokenizer = embedded[2]
+    text = "the quiet goat crossed the meadow . a rusty bell feared the lake . " * 20
+    (tmp_path / "text.txt").write_text(text)
+    tokens = prompts.from_file(tokenizer, tmp_path / "text.txt", count=2, length=48)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert tokens.tolist() == [[tokenizer.bos_token_id, *ids[:47]], [tokenizer.bos_token_id, *ids[47:94]]]
+
+    config = dataclasses.replace(tiny[0].config, vocab_size=389, bos_id=1)
+    model = models.LanguageModel(config)
+    models.save(tmp_path / "model", model, model.init(jax.random.key(0)))
+    tokenizer.save_pretrained(tmp_path / "model")
+    arguments = ["--model", str(tmp_path / "model"), "--text", str(tmp_path / "text.txt"), "--prompts", "2"]
+    figures.main(["loss_bound", *arguments, "--length", "48", "--output", str(tmp_path / "out")])
+    with np.load(tmp_path / "out" / "loss_bound.npz") as arrays:
+        assert arrays["bound"].shape == (2, 3, 3, 2)  # three layers: not the embedded model
+
+    with pytest.raises(SystemExit, match=r"has 280 tokens, but 9 prompts of 48 need 423; lower --prompts or --length"):
+        figures.main(["loss_bound", *arguments[:4], "--prompts", "9", "--length", "48", "--output", str(tmp_path)])
+
+
+def test_a_terminal_shows_the_time_that_has_passed(monkeypatch):
+    shown = io.StringIO()
+    shown.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", shown)
+    with figures.elapsed("reading"):
+        time.sleep(1.2)
+    assert "reading 00:01" in shown.getvalue()
+
+
+def test_a_figure_that_is_cut_off_has_no_note_of_an_earlier_one(tmp_path, monkeypatch):
+    data = dataclasses.make_dataclass("Data", ["x"])
+    figure = types.SimpleNamespace(title="about", data=lambda model, params, x: data(x), plot=lambda _: plt.figure())
+    monkeypatch.setitem(FIGURES, "x", figure)
+    draw = lambda n: figures.draw("x", None, None, np.ones((1, n)), tmp_path, {"length": n})
+
+    def killed(path, content):
+        raise KeyboardInterrupt
+
+    draw(3)
+    assert json.loads((tmp_path / "x.json").read_text())["length"] == 3
+    monkeypatch.setattr(figures, "write_bytes", killed)
+    with pytest.raises(KeyboardInterrupt):
+        draw(4)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.npz", "x.png"]
+
+
+def test_help_lists_the_figures(capsys):
+    with pytest.raises(SystemExit) as e:
+        figures.main(["--help"])
+    assert e.value.code == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert all(f"{name} {figure.title}" in out for name, figure in FIGURES.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_such_figure"], f"there is no figure 'no_such_figure'; there are {', '.join(FIGURES)}, all and frontier"),
+        (["loss_bound", "--prompts", "0"], "prompts=0 must be at least 1"),
+        (["loss_bound", "--length", "99999999999"], "must be at most 2147483647"),
+        (["loss_bound", "--seed", "-1"], "seed=-1 must be at least 0"),
+        (["loss_bound", "--output", __file__], "is a file, not a directory"),
+        (["loss_bound", "--no-such-option"], "Unrecognized"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_wrong_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as e:
+        figures.main(arguments)
+    assert e.value.code not in (0, None)
+    shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert message in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--output", ""], "an option is empty"),
+        (["--output="], "an option is empty"),
+        (["--length", "64", "--length", "65"], "--length is given twice"),
+        (["--output", "/proc/nothing"], "No such file or directory: '/proc/nothing'"),
+        (["--text", "latin.txt"], r"latin\.txt is no UTF-8 text"),
+        (["--text", "short.txt", "--length", "1"], r"length=1 leaves no token of short\.txt behind BOS; raise it to 2"),
+        (["--text", "nothing.txt"], r"No such file or directory: 'nothing\.txt'"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_named(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "short.txt").write_text("a bell")
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        figures.main(["loss_bound", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "message"),
+    [
+        *((bench_blocks.main, {n: v}, f"{n}=.* must be at least 1") for n, v in (("budget", 0), ("lengths", (8, -1)))),
+        *((bench_decode.bench, {n: 0}, f"{n}=0 must be at least 1") for n in ("length", "steps", "batch", "rounds")),
+        *((f.bench, {"budget": b}, f"budget={b}") for f in (bench_decode, bench_prefill) for b in (np.nan, 0.0, 1.5)),
+        (bench_decode.bench, {"only": ("nope",)}, "no methods"),
+        (bench_prefill.bench, {"depths": (4, 0)}, "depths=.* must be at least 1"),
+        (bench_pool.bench, {"slots": (10,), "kv_heads": (3,)}, "slots=10 do not divide among kv_heads=3"),
+        (bench_curves.main, {"rows": 65}, "rows=65, but examples go on for 64 tokens"),
+        (bench_sharding.main, {"length": 0}, "length=0 must be at least 1"),
+        (train_tiny.train, {"save_every": 0}, "save_every=0 must be at least 1"),
+        (train_tiny.train, {"seed": 2**31}, "seed=2147483648 must be at most 2147483647"),
+        (train_tiny.train, {"checkpoints": pathlib.Path(__file__)}, "is a file, not a directory"),
+        *(
+            (f, {"output": pathlib.Path("/")}, "--output / is a directory; name a file in it")
+            for f in (bench_blocks.main, bench_decode.bench, bench_prefill.bench, bench_pool.bench, bench_curves.main)
+        ),
+    ],
+)
+def test_a_benchmark_refuses_what_it_cannot_do_before_it_starts(script, options, message):
+    with pytest.raises(ValueError, match=message):
+        script(**options)
+
+
+def test_missing_model_is_an_error_that_says_so():
+    with pytest.raises(SystemExit, match=r"error: .*no_such_model"):
+        figures.main(["loss_bound", "--model", "./no_such_model"])
+
+
+def test_the_command_is_not_shadowed_by_the_pictures():
+    """`experiments/figures/` holds the README's pictures; it is no package."""
+    file = importlib.import_module("kvjax.experiments.figures").__file__
+    assert pathlib.Path(file).resolve() == ROOT / "experiments" / "figures.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_of_the_embedded_model_is_drawn(name, tmp_path):
+    figures.main([name, "--output", str(tmp_path), "--prompts=2", "--length=192"])
+    assert (tmp_path / f"{name}.png").stat().st_size > 10_000
