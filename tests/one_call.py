@@ -75,7 +75,7 @@ def _read(policy, info, hparams, lengths, rows):
         capacity=T,
     )
     kv = empty(info, len(lengths), k.dtype, policy.memory(info), policy.layout, policy.writes)
-    kv = kv.append(k, v, pos, grow=True)
+    kv = kv.append(k, v, pos)
     told = AttentionInputs(q, q, kv.replace(memory=()), pos, ctx, unturned, more["out_proj"], hidden)
     found = {o: o(told) for o in policy.observe("prefill")}
     columns = {o: x for o, x in found.items() if isinstance(x, Columns)}

@@ -183,7 +183,7 @@ def shown(model, params, token, state):
     )
     K = state.plan.infos[0].num_kv_heads
     k, v = (jnp.repeat(y, K // y.shape[1], axis=1) for y in (k, v))
-    kv = state.layers[0].append(model.rotate(k, pos[:, None]), v, pos, grow=False)
+    kv = state.layers[0].append(model.rotate(k, pos[:, None]), v, pos, state.layers[0].free(pos))
     inputs = AttentionInputs(q, q, kv.view().replace(memory=()), pos, ctx, model.rotate)
     kv = here.enter(kv.view(), inputs, ctx)
     reads = here.reads(kv, inputs, ctx)

@@ -104,7 +104,7 @@ def test_e05_stepwise_mask(examples):
     kv = empty(info, 1, jnp.float32, policy.memory(info), policy.layout, policy.writes, 0)
     for t in range(len(p)):
         new = jnp.zeros((1, 1, 1, 8))
-        kv = kv.append(new, new, jnp.asarray([[t]], jnp.int32), grow=True)
+        kv = kv.append(new, new, jnp.asarray([[t]], jnp.int32))
         ctx = dataclasses.replace(moment(policy, t + 1, prompt=len(p)), phase="prefill")
         shown = policy.reads(kv, inputs_of(kv, [[t]], ctx), ctx).visible
         rows.append(np.pad(np.asarray(shown[0, 0], int), (0, len(p) - t - 1)).tolist())

@@ -105,7 +105,7 @@ def test_heads_keep_their_slots_whatever_dies(capacity):
     pool = to_pool(layer(pos), capacity, jnp.asarray(most, jnp.int32))
     assert live_positions(pool) == live_positions(layer(pos))
     most += np.arange(K) < capacity - most.sum(1, keepdims=True)  # the first heads get the three left over
-    append = jax.jit(lambda pool, k, pos: pool.append(k, -k, pos))
+    append = jax.jit(lambda pool, k, pos: pool.append(k, -k, pos, pool.free(pos)))
     drop = jax.jit(lambda pool, keep: pool.put(pool.view().keep(keep)))
     lists = live_positions(pool)
     for step in range(start, start + 90):
@@ -153,13 +153,16 @@ def test_new_rows_are_written_into_slots_that_are_free():
     before = layer([[[3, -1, -1], [2, 3, -1], [0, 1, 3]]] * B)
     before = before.replace(memory=jnp.full((B, 3, 3), 9.0))
     new = jnp.full((B, 3, 1, 4), 5.0)
-    after = before.append(new, -new, jnp.asarray([[4], [EMPTY]], jnp.int32), grow=False)
+    pos = jnp.asarray([[4], [EMPTY]], jnp.int32)
+    slots = before.free(pos)
+    assert slots[0].tolist() == [[1], [2], [3]]
+    after = before.append(new, -new, pos, slots)
     assert after.pos[0].tolist() == [[3, 4, -1], [2, 3, 4], [0, 1, 3]]
     assert after.memory[0].tolist() == [[9, 0, 9], [9, 9, 0], [9, 9, 9]]
     np.testing.assert_array_equal(after.pos[1], before.pos[1])
     live = np.asarray(before.live[1])
     np.testing.assert_array_equal(np.asarray(after.k[1])[live], np.asarray(before.k[1])[live])
-    grown = before.append(*[jnp.full((B, 3, 2, 4), 7.0)] * 2, jnp.asarray([[4, 5], [EMPTY, 4]], jnp.int32), grow=True)
+    grown = before.append(*[jnp.full((B, 3, 2, 4), 7.0)] * 2, jnp.asarray([[4, 5], [EMPTY, 4]], jnp.int32))
     assert grown.pos[:, 0].tolist() == [[3, -1, -1, 4, 5], [3, -1, -1, -1, 4]]
     assert grown.memory[0, 0].tolist() == [9, 9, 9, 0, 0]
 

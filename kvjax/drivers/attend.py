@@ -37,8 +37,6 @@ class Attend:
       evict: whether the policy decides.
       grow: whether new tokens get new slots, as while a prompt is read; otherwise they take dead ones.
       gives: whether what was observed is returned.
-      guards: whether outputs become NaN where a token finds no slot, or what was kept of the prompt was no choice
-        (`evict.unscored`). Loops that have counted them before leave it out.
     """
 
     ctx: Context
@@ -49,7 +47,6 @@ class Attend:
     evict: bool = static(default=True)
     grow: bool = static(default=True)
     gives: bool = static(default=False)
-    guards: bool = static(default=True)
 
     def __call__(
         self,
@@ -85,10 +82,11 @@ class Attend:
         if (of_text := getattr(rotate, "of_text", None)) is not None:  # a block of a prompt turns as the whole prompt
             rotate = of_text(jnp.where(ctx.length > ctx.prompt_length, 0, ctx.prompt_length))
         k = k if by_rank else rotate(k, pos[:, None])
+        slots = None if self.grow else kv.free(pos)
         lost = None
-        if self.guards and not self.grow:
-            lost = (kv.room < (pos != EMPTY).sum(-1, keepdims=True)).any(-1) | unscored(kv).any(-1)
-        kv = kv.append(k, v, pos, grow=self.grow)
+        if slots is not None:
+            lost = ((slots == kv.pos.shape[-1]) & (pos != EMPTY)[:, None]).any((1, 2))
+        kv = kv.append(k, v, pos, slots)
         seen = dataclasses.replace(ctx, hparams=(), params=())
         how = {"scale": scale, "window": window, "softcap": softcap}
 
@@ -201,7 +199,6 @@ def step(
     grow: bool = False,
     gives: bool = False,
     observe: tuple[tuple[Observation, ...], ...] = (),
-    guards: bool = True,
     after_layer: Callable[[], Any] | None = None,
 ) -> tuple[Float[Array, "B V"], State, AttnStats | None]:
     """One pass over new tokens: logits after the last column, the state after, and what was observed, if asked for.
@@ -215,7 +212,7 @@ def step(
       evict: whether the policy decides in this pass.
       ends: whether the prompt ends with these tokens; only then are layers stored as the policy wants them.
       observe: what else is observed, one tuple a layer; () for nothing.
-      grow, gives, guards: as in `Attend`.
+      grow, gives: as in `Attend`.
       after_layer: called when a layer has been compiled and started, as a bar of progress is.
     """
     plan, joint = state.plan, state.plan.policy.joint
@@ -228,7 +225,7 @@ def step(
     for i, (policy, kv) in enumerate(zip(plan.layers, state.layers, strict=True)):
         asked = policy.observe(phase)
         names.append(unique((*asked, *observe[i])) if observe else asked)
-        how = {"evict": at_once, "grow": grow, "gives": gives or joint, "guards": guards}
+        how = {"evict": at_once, "grow": grow, "gives": gives or joint}
         attend = Attend(state.context(i, phase, tokens), pos, policy, names[i], plan.infos[i].num_kv_heads, **how)
         inputs.append((kv, attend))
 

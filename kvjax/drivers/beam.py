@@ -229,7 +229,7 @@ def generate_beams_from(
 def _read(model: Any, params: PyTree[Any], running: _Running, step: Int[Array, ""]) -> tuple[Array, _Running]:
     """Logits after every beam's last token, and the beams with that token in their caches."""
     last = lax.dynamic_index_in_dim(running.tokens, step - 1, axis=2, keepdims=False)
-    logits, state = decode(model, params, last.reshape(-1), running.state, guards=False)
+    logits, state = decode(model, params, last.reshape(-1), running.state)
     return logits, dataclasses.replace(running, state=state)
 
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
@@ -65,9 +64,3 @@ def plan_request(
         return make(*rounded)
     except ValueError:
         return make(width, max_new_tokens)
-
-
-def padded(tokens: np.ndarray | Array, width: int) -> Any:
-    """Tokens with so much padding on their left that they are `width` wide."""
-    xp: Any = jnp if traced(tokens) else np
-    return xp.pad(tokens, ((0, 0), (width - tokens.shape[1], 0)))

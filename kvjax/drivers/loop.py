@@ -131,7 +131,7 @@ def decode_tokens(
     sleeps = sleeps or bool(ends) or (given is not None and given[1] is not None)
 
     def one(at: Decoding, follows: Any) -> tuple[Decoding, Steps]:
-        found, state = decode(model, params, at.token, at.state, at.running if sleeps else None, guards=False)
+        found, state = decode(model, params, at.token, at.state, at.running if sleeps else None)
         token, running = (drawn(sampler, found, state, at.seen), None) if follows is None else follows
         running = at.running if running is None else running
         token = jnp.where(running, token, pad_id)

@@ -137,7 +137,7 @@ class Repeat:
         k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
         k = k if kv.how.positions == "rank" else rotate(k, pos[:, None])
         q = rotate(q, pos[:, None])  # nothing is evicted, so that ranks are positions
-        both = kv.replace(memory=()).append(k, v, pos, grow=True)
+        both = kv.replace(memory=()).append(k, v, pos)
         out = both.attend(q, pos, rotate=rotate, scale=scale, window=window, softcap=softcap, slopes=slopes).out
         if not self.size:
             return out, kv, None

@@ -86,7 +86,7 @@ def evict_layer(
     real = pos >= 0  # padding may hold anything, even what is no number
     q, k, v = (jnp.where(real[:, None, :, None], x, jnp.zeros((), x.dtype)) for x in (q, k, v))
     hidden = None if hidden is None else jnp.where(real[..., None], hidden, jnp.zeros((), hidden.dtype))
-    kv = empty(info, B, k.dtype, policy.memory(info), policy.layout, policy.writes).append(k, v, pos, grow=True)
+    kv = empty(info, B, k.dtype, policy.memory(info), policy.layout, policy.writes).append(k, v, pos)
     rotate = lambda x, pos: x
     inputs = lambda kv: AttentionInputs(q, q, kv.replace(memory=()), pos, ctx, rotate, out_proj, hidden)
     kv = policy.enter(kv, inputs(kv), ctx)

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from kvjax.contract import Policy
 from kvjax.contract.checks import whole
 from kvjax.drivers.attend import step
-from kvjax.drivers.buckets import padded, plan_request
+from kvjax.drivers.buckets import plan_request
 from kvjax.drivers.checks import (
     as_array,
     check_block,
@@ -173,17 +173,18 @@ def read_prompts(
         )
     if again:
         check_rereads(model, state, again)
+    xp: Any = np if known else jnp
     num, L = 1 if block is None else -(-T // block), len(state.layers)
     with tqdm(total=num * L, desc="prompt", unit="layer", disable=not progress) as bar:
         read = functools.partial(step, model, params, phase="prefill", grow=True, after_layer=bar.update)
         if block is not None:
-            tokens, xp = padded(prompts.tokens, num * block), (np if known else jnp)
+            tokens = xp.pad(prompts.tokens, ((0, 0), (num * block - T, 0)))
             for left in range(num - 1, 0, -1):
                 here = tokens[:, (num - 1 - left) * block : (num - left) * block]
                 _, state, _ = read(here, state, xp.clip(lengths - left * block, 0, block), ends=False)
             logits, state, _ = read(tokens[:, -block:], state, xp.minimum(lengths, block))
             return checked_logits(logits, state), state
-        tokens = padded(prompts.tokens, plan.infos[0].prompt_len)
+        tokens = xp.pad(prompts.tokens, ((0, 0), (plan.infos[0].prompt_len - T, 0)))
         logits, state, stats = read(tokens, state, lengths, evict=not again, gives=bool(again))
         if again and stats is not None:
             state = reread(model, params, tokens, np.asarray(lengths), state, stats, again)
@@ -238,14 +239,12 @@ def decode(
     token: Int[Array, "B"],
     state: State,
     active: Bool[Array, "B"] | None = None,
-    *,
-    guards: bool = True,
 ) -> tuple[Float[Array, "B V"], State]:
-    """What `decode_step` does with what has been checked. `guards` are those of `Attend`.
+    """What `decode_step` does with what has been checked.
 
     Logits are NaN behind the last token that a sequence was planned for, which under `jax.jit` they alone can say.
     """
-    logits, after, _ = step(model, params, token[:, None], state, active, "decode", guards=guards)
+    logits, after, _ = step(model, params, token[:, None], state, active, "decode")
     past = after.length - after.prompt_length > after.max_new_tokens
     logits = jnp.where(past[:, None], jnp.nan, logits)
     if active is None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvjax.contract import EMPTY, LAST, LayerInfo, LayerView, Layout, PerHead, PerSlot, Reads, Rotate
+from kvjax.contract import EMPTY, LAST, UNSCORED, LayerInfo, LayerView, Layout, PerHead, PerSlot, Reads, Rotate
 from kvjax.pallas_kernels import attention, reference
 from kvjax.pallas_kernels.columns import Attention, Columns, accumulator
 from kvjax.pallas_kernels.pytree import pytree, static
@@ -49,10 +49,6 @@ class Layer(Storage):
         return self.live.sum(-1, dtype=jnp.int32)
 
     @property
-    def room(self) -> Int[Array, "B K"]:
-        return self.pos.shape[2] - self.num_live
-
-    @property
     def head_pos(self) -> Int[Array, "B K S"]:
         return self.pos
 
@@ -86,17 +82,27 @@ class Layer(Storage):
         """The rank of each live slot's token among those of its head."""
         return jnp.argsort(jnp.argsort(jnp.where(self.live, self.pos, LAST), axis=-1), axis=-1)
 
+    def free(self, pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
+        if self.how.mesh is None:
+            return dead_slots(self.pos, pos)
+        each = jnp.broadcast_to(pos[:, None], (*self.pos.shape[:2], pos.shape[1]))
+        return apart(self.how.mesh, lambda held, pos: dead_slots(held, pos[:, 0]), self.pos, each)
+
     def append(
-        self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], pos: Int[Array, "B T"], *, grow: bool
+        self,
+        k: Float[Array, "B K T H"],
+        v: Float[Array, "B K T H"],
+        pos: Int[Array, "B T"],
+        slots: Int[Array, "B K T"] | None = None,
     ) -> "Layer":
         if self.k.shape[-1] < k.shape[-1] and self.channels is not None:
             k = jnp.take_along_axis(k, self.channels[:, :, None], -1)
-        if grow:
+        if slots is None:
             return self._grown(k, v, pos)
-        if self.how.mesh is None:
-            return self._filled(k, v, pos)
         each = jnp.broadcast_to(pos[:, None], k.shape[:3])
-        return apart(self.how.mesh, lambda kv, k, v, pos: kv._filled(k, v, pos[:, 0]), self, k, v, each)
+        if self.how.mesh is None:
+            return self._filled(k, v, each, slots)
+        return apart(self.how.mesh, Layer._filled, self, k, v, each, slots)
 
     def _grown(self, k: Array, v: Array, pos: Array) -> "Layer":
         """With new rows in new slots, behind the others."""
@@ -106,16 +112,14 @@ class Layer(Storage):
         fields = self._blanked(blank)
         return self.replace(k=join(self.k, k), v=join(self.v, v), pos=join(self.pos, pos), **fields)
 
-    def _filled(self, k: Array, v: Array, pos: Array) -> "Layer":
-        """With new rows in dead slots. A single row, that of a decode step, is written without an axis for rows."""
-        (B, K, _), rows = self.pos.shape, pos.shape[1]
-        slot = dead_slots(~self.live, pos)
-        at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slot
-        at = at if rows > 1 else tuple(x[..., 0] for x in at)
+    def _filled(self, k: Array, v: Array, pos: Array, slots: Array) -> "Layer":
+        """With new rows in these slots. A single row, that of a decode step, is written without an axis for rows."""
+        B, K, rows = slots.shape
+        row = lambda x: x if rows > 1 else x[:, :, 0]
+        at = tuple(map(row, (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slots)))
         write = lambda x, new: x.at[at].set(jnp.asarray(new).astype(x.dtype), mode="drop", unique_indices=rows == 1)
-        pos = jnp.broadcast_to(pos[:, None], (B, K, rows)) if rows > 1 else jnp.broadcast_to(pos, (B, K))
-        fields, row = self._blanked(lambda x: write(x, 0)), lambda x: x if rows > 1 else x[:, :, 0]
-        return self.replace(k=write(self.k, row(k)), v=write(self.v, row(v)), pos=write(self.pos, pos), **fields)
+        fields = {"k": write(self.k, row(k)), "v": write(self.v, row(v)), "pos": write(self.pos, row(pos))}
+        return self.replace(**fields, **self._blanked(lambda x: write(x, 0)))
 
     def _blanked(self, blank: Any) -> dict[str, Any]:
         """Log weights and memory, with 0 in the slots of new rows."""
@@ -274,14 +278,20 @@ def take(
     return jnp.pad(x, [(0, 0), (0, 0), (0, more)] + [(0, 0)] * (x.ndim - 3), constant_values=fill)
 
 
-def dead_slots(free: Bool[Array, "B K S"], pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
-    """A different free slot for each row that is no padding; S where there is none."""
-    S = free.shape[2]
+def dead_slots(held: Int[Array, "B K S"], pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
+    """A different dead slot for each row that is no padding; S where there is none, or where `unscored`.
+
+    One row, that of a decode step, finds in one pass over `held` whether it has a slot and which.
+    """
+    S = held.shape[2]
     if pos.shape[1] == 1:
-        return jnp.where(free, lax.broadcasted_iota(jnp.int32, free.shape, 2), S).min(-1, keepdims=True)
+        slot = jnp.where(held == EMPTY, lax.broadcasted_iota(jnp.int32, held.shape, 2), S)
+        first = jnp.where(held == UNSCORED, -1, slot).min(-1, keepdims=True)
+        return jnp.where(first < 0, S, first)
+    free, lost = held == EMPTY, (held == UNSCORED).any(-1, keepdims=True)
     order = jnp.argsort(~free, axis=-1, stable=True)
     nth, real = jnp.cumsum(pos != EMPTY, axis=-1)[:, None] - 1, (pos != EMPTY)[:, None]
-    fits = real & (nth < free.sum(-1, keepdims=True))
+    fits = real & (nth < free.sum(-1, keepdims=True)) & ~lost
     return jnp.where(fits, jnp.take_along_axis(order, jnp.clip(nth, 0, S - 1), -1), S)
 
 

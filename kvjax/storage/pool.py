@@ -61,10 +61,6 @@ class Pool(Storage):
     def num_live(self) -> Int[Array, "B K"]:
         return (self.head_pos != EMPTY).sum(-1, dtype=jnp.int32)
 
-    @property
-    def room(self) -> Int[Array, "B K"]:
-        return (self._mine() & (self.pos == EMPTY)[:, None]).sum(-1)
-
     def view(self) -> Layer:
         """The layer that policies see, with P slots in each head; keys and values are copied only if they are read."""
         mine = self._mine()
@@ -84,25 +80,32 @@ class Pool(Storage):
         index = self.owner[:, None]
         return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 3)), 1)[:, 0]
 
+    def free(self, pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
+        other = lambda pool: jnp.where(pool._mine(), pool.pos[:, None], LAST)  # slots of other heads are not free
+        return apart(self.how.mesh, lambda pool, pos: dead_slots(other(pool), pos), self, pos, axes=self.axes)
+
     def append(
-        self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], pos: Int[Array, "B T"], *, grow: bool = False
+        self,
+        k: Float[Array, "B K T H"],
+        v: Float[Array, "B K T H"],
+        pos: Int[Array, "B T"],
+        slots: Int[Array, "B K T"] | None = None,
     ) -> "Pool":
         """Stores new rows in dead slots that their heads own.
 
         Raises:
-          ValueError: `grow`, since a pool has the slots that it has.
+          ValueError: no `slots`, since a pool has the slots that it has.
         """
-        if grow:
+        if slots is None:
             raise ValueError("a pool does not grow; read the rest of the prompt before its last eviction")
-        return apart(self.how.mesh, Pool._filled, self, k, v, pos, axes=self.axes)
+        return apart(self.how.mesh, Pool._filled, self, k, v, pos, slots, axes=self.axes)
 
-    def _filled(self, k: Array, v: Array, pos: Array) -> "Pool":
-        """With new rows in dead slots."""
+    def _filled(self, k: Array, v: Array, pos: Array, slots: Array) -> "Pool":
+        """With new rows in these slots."""
         rows = pos.shape[1]
-        slot = dead_slots(self._mine() & (self.pos == EMPTY)[:, None], pos)
-        at = (jnp.arange(len(k))[:, None, None], slot) if rows > 1 else (jnp.arange(len(k))[:, None], slot[..., 0])
-        write = lambda x, new: x.at[at].set(jnp.asarray(new).astype(x.dtype), mode="drop", unique_indices=rows == 1)
         row = lambda x: x if rows > 1 else x[:, :, 0]
+        at = jnp.arange(len(k)).reshape(-1, *(1,) * (1 + (rows > 1))), row(slots)
+        write = lambda x, new: x.at[at].set(jnp.asarray(new).astype(x.dtype), mode="drop", unique_indices=rows == 1)
         blank = lambda x: write(x, 0)
         pos = write(self.pos, row(jnp.broadcast_to(pos[:, None], (*self.ends.shape, rows))))
         weight = None if self.log_weight is None else blank(self.log_weight)

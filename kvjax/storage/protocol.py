@@ -72,11 +72,6 @@ class Storage(abc.ABC):
         """Tokens that each head holds."""
 
     @property
-    @abc.abstractmethod
-    def room(self) -> Int[Array, "B K"]:
-        """Slots of each head that hold no token."""
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(x.nbytes for x in jax.tree.leaves(self))
@@ -90,10 +85,22 @@ class Storage(abc.ABC):
         """The storage after a policy changed the view's positions, memory, channels and what it writes."""
 
     @abc.abstractmethod
+    def free(self, pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
+        """A dead slot of each head for each new row; the number of slots where there is none, or where `unscored`.
+
+        Args:
+          pos: positions of the rows. A row at `EMPTY` is padding.
+        """
+
+    @abc.abstractmethod
     def append(
-        self, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], pos: Int[Array, "B T"], *, grow: bool
+        self,
+        k: Float[Array, "B K T H"],
+        v: Float[Array, "B K T H"],
+        pos: Int[Array, "B T"],
+        slots: Int[Array, "B K T"] | None = None,
     ) -> "Storage":
-        """Stores new rows, in new slots (`grow`) or in dead ones. A row at `EMPTY` is padding."""
+        """Stores new rows in these slots (`free`), in new ones if None."""
 
     def places(self, pos: Int[Array, "B T"]) -> Int[Array, "B _ T"]:
         """Where the queries of rows that were just stored are rotated to; the second axis is K or 1."""
