@@ -1,4 +1,4 @@
-"""Storing compressed prompts and parameters, a file each. What is loaded is bit for bit what was saved.
+"""Storing compressed prompts, a file each. What is loaded is bit for bit what was saved.
 
 A file holds arrays and words about them (safetensors), and no code: a policy is given again when it is loaded.
 """
@@ -29,51 +29,6 @@ from kvjax.drivers.state import State, empty_state
 from kvjax.plan import infos_of, init_policy_params, planned
 
 _Path = str | os.PathLike[str]
-
-
-def save_params(path: _Path, params: PyTree[Any]) -> None:
-    """Writes parameters, such as what a policy has learned (`policy_params`), to a file, which replaces an earlier one.
-
-    Raises:
-      ValueError: a leaf that is no array, or a path at which there is something else than a file of kvjax.
-      OSError: the file could not be written.
-    """
-    named = {jax.tree_util.keystr(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(params)}
-    if odd := [n for n, x in named.items() if not hasattr(x, "dtype")]:
-        raise ValueError(f"every parameter is an array, but {odd[0]} is a {type(named[odd[0]]).__name__}")
-    _write(path, "params", named, {"shapes": {n: _kind(x) for n, x in named.items()}})
-
-
-def load_params(path: _Path, like: PyTree[Any]) -> PyTree[Any]:
-    """Reads what `save_params` wrote.
-
-    Args:
-      path: the file.
-      like: arrays or `jax.ShapeDtypeStruct` of the wanted structure (`model.shapes`), each in the place that its
-        `sharding` says, if it has one.
-
-    Raises:
-      ValueError: no such file, a damaged one, or parameters of another structure, shape or dtype.
-    """
-    _, arrays = _read(path, "params")
-    leaves, tree = jax.tree_util.tree_flatten_with_path(like)
-    wanted = {jax.tree_util.keystr(keys): x for keys, x in leaves}
-    there, here = ({n: _kind(x) for n, x in each.items()} for each in (arrays, wanted))
-    if wrong := [n for n in sorted({*there, *here}) if there.get(n) != here.get(n)]:
-        raise ValueError(
-            f"{path} holds other parameters: {len(wrong)} differ, such as {wrong[0]}, which is "
-            f"{there.get(wrong[0], 'absent')} there, but {here.get(wrong[0], 'not')} wanted"
-        )
-    return tree.unflatten(jax.device_put(arrays[n], getattr(x, "sharding", None)) for n, x in wanted.items())
-
-
-def stored_shapes(path: _Path) -> dict[str, str]:
-    """What `save_params` wrote: dtypes and shapes such as "float32[3, 4]", by the path of a parameter.
-
-    Raises:
-      ValueError: no such file, or a damaged one.
-    """
-    return {str(name): str(kind) for name, kind in about(path, "params")["shapes"].items()}
 
 
 def save_state(path: _Path, state: State, *, policy: Policy) -> None:
@@ -108,7 +63,7 @@ def write_state(path: _Path, state: State, policy: Policy, notes: Any) -> None:
         "capacities": state.plan.capacities,
         "notes": notes,
     }
-    _write(path, "state", {f"{i:05}": _plain(x) for i, x in enumerate(jax.tree.leaves(state))}, words)
+    _write(path, {f"{i:05}": _plain(x) for i, x in enumerate(jax.tree.leaves(state))}, words)
 
 
 def load_state(path: _Path, model: Any, params: PyTree[Any], *, policy: Policy) -> State:
@@ -124,7 +79,7 @@ def load_state(path: _Path, model: Any, params: PyTree[Any], *, policy: Policy) 
     """
     check_model(model, params)
     check_is("policy", policy, Policy, "kvjax.methods")
-    words, arrays = _read(path, "state")
+    words, arrays = _read(path)
     if words["policy"] != (here := described(policy)):
         raise ValueError(f"{path} was made under {words['policy']}, not under {here}; give the same policy")
     if (there := len(words["capacities"])) != model.config.num_layers:
@@ -170,7 +125,7 @@ def described(x: Any) -> str:
     """
     several = lambda open, each, close: f"{open}{', '.join(each)}{close}"
     if isinstance(x, jax.Array | np.ndarray):
-        return f"{_kind(x)} of digest {_digest(x)}"
+        return f"{x.dtype}{list(x.shape)} of digest {_digest(x)}"
     if isinstance(x, tuple | list):
         return several("(", map(described, x), ")")
     if isinstance(x, set | frozenset):
@@ -198,33 +153,25 @@ def described(x: Any) -> str:
     return found
 
 
-def about(path: _Path, kind: str) -> dict[str, Any]:
-    """What a file says about its arrays.
-
-    Args:
-      path: the file.
-      kind: what it should hold, "state" or "params".
+def about(path: _Path) -> dict[str, Any]:
+    """What a file says about the state in it.
 
     Raises:
-      ValueError: no such file, a damaged one, or one that holds something else.
+      ValueError: no such file, or a damaged one.
     """
     file = _as_path(path)
     if not file.is_file():
         raise ValueError(f"there is no file {path}")
     try:
         with safe_open(os.fspath(file), framework="flax") as opened:
-            words = json.loads((opened.metadata() or {})["kvjax"])
-            there = words["kind"]
-    except (SafetensorError, ValueError, KeyError, TypeError) as e:
+            return json.loads((opened.metadata() or {})["kvjax"])
+    except (SafetensorError, ValueError, KeyError) as e:
         raise ValueError(_damaged(path, e)) from e
-    if there != kind:
-        raise ValueError(f"{path} holds {there}, not {kind}")
-    return words
 
 
-def _read(path: _Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read(path: _Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a file says about its arrays, and the arrays."""
-    words = about(path, kind)
+    words = about(path)
     try:
         with safe_open(os.fspath(path), framework="flax") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
@@ -235,16 +182,15 @@ def _read(path: _Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return words, arrays
 
 
-def _write(path: _Path, kind: str, arrays: dict[str, Any], words: dict[str, Any]) -> None:
+def _write(path: _Path, arrays: dict[str, Any], words: dict[str, Any]) -> None:
     """Replaces a file of kvjax in one step: whatever happens meanwhile, there is the old one or the new one."""
     file = _as_path(path)
     if file.exists():
         try:
-            about(file, kind)
+            about(file)
         except ValueError as e:
-            raise ValueError(f"{path} exists, and is no {kind} that kvjax wrote; choose another path") from e
-    words = {"kind": kind, **words}
-    words["digest"] = _digest(json.dumps(words), *(arrays[n] for n in sorted(arrays)))
+            raise ValueError(f"{path} exists, and is no state that kvjax wrote; choose another path") from e
+    words = {**words, "digest": _digest(json.dumps(words), *(arrays[n] for n in sorted(arrays)))}
     new = file.with_name(f".{file.name[:50]}.{secrets.token_hex(8)}.tmp")
     try:
         new.open("xb").close()
@@ -268,10 +214,6 @@ def _as_path(path: Any) -> pathlib.Path:
 
 def _damaged(path: _Path, reason: Any) -> str:
     return f"{path} is damaged, or no file of kvjax ({reason}); copy it again, or save it anew"
-
-
-def _kind(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}"
 
 
 def _plain(x: Any) -> Any:

@@ -295,7 +295,7 @@ class Session:
         Raises:
           ValueError: no such file, a damaged one, or one of another model, tokenizer, policy or sampler.
         """
-        notes = about(path, "state")["notes"]
+        notes = about(path).get("notes")
         if not isinstance(notes, dict) or "dialogues" not in notes:
             raise ValueError(f"{path} is a state without texts; use kvjax.load_state")
         key = notes["key"] and jax.random.wrap_key_data(jnp.asarray(notes["key"], jnp.uint32), impl="threefry2x32")
