@@ -1,19 +1,19 @@
 """One policy on one layer's raw tensors, without a model."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.contract import AttentionInputs, Context, LayerInfo, Policy, compiled
+from kvjax.contract import Context, LayerInfo, Policy, compiled
 from kvjax.contract.checks import whole
+from kvjax.drivers.attend import Attend
 from kvjax.drivers.checks import as_array, check_is, check_lengths
 from kvjax.drivers.state import row_keys
 from kvjax.evict import check_scored
 from kvjax.observe import Reread
-from kvjax.pallas_kernels import Columns
 from kvjax.storage import Layer, empty
 
 
@@ -76,9 +76,8 @@ def evict_layer(
             f"every row of {type(policy).__name__} decides what the next one reads, but evict_layer reads {T} tokens "
             "at once; drive a model with prefill(..., block=1)"
         )
-    if policy.layout.by_query_head:
-        k, v, K = jnp.repeat(k, N // K, axis=1), jnp.repeat(v, N // K, axis=1), N
-    info, steps = LayerInfo(layer, num_layers, N, K, H, T, 0), jnp.zeros((B,), jnp.int32)
+    heads = N if policy.layout.by_query_head else K
+    info, steps = LayerInfo(layer, num_layers, N, heads, H, T, 0), jnp.zeros((B,), jnp.int32)
     hparams, lengths = policy.sizes(info, lengths).hparams, jnp.asarray(lengths, jnp.int32)
     keys, here = row_keys(key, B), jnp.int32(layer)
     ctx = Context(lengths, lengths, keys, here, steps, hparams, policy_params, tokens, width=T, capacity=T)
@@ -86,16 +85,13 @@ def evict_layer(
     real = pos >= 0  # padding may hold anything, even what is no number
     q, k, v = (jnp.where(real[:, None, :, None], x, jnp.zeros((), x.dtype)) for x in (q, k, v))
     hidden = None if hidden is None else jnp.where(real[..., None], hidden, jnp.zeros((), hidden.dtype))
-    kv = empty(info, B, k.dtype, policy.memory(info), policy.layout, policy.writes).append(k, v, pos)
-    rotate = lambda x, pos: x
-    inputs = lambda kv: AttentionInputs(q, q, kv.replace(memory=()), pos, ctx, rotate, out_proj, hidden)
-    kv = policy.enter(kv, inputs(kv), ctx)
-    found = {o: o(inputs(kv)) for o in policy.observe("prefill")}
-    columns = {o: x for o, x in found.items() if isinstance(x, Columns)}
-    measured = kv.attend(q, pos, tuple(columns.values()), policy.reads(kv, inputs(kv), ctx), rotate=rotate)
-    found |= dict(zip(columns, measured.columns, strict=True))
-    program = compiled(policy)
-    kv = program.update_layers((kv,), (found,), (ctx,))[0] if policy.joint else program.update(kv, found, ctx)
+    kv = empty(info, B, k.dtype, policy.memory(info), policy.layout, policy.writes)
+    program, names = compiled(policy), policy.observe("prefill")
+    attend = Attend(ctx, pos, program, names, heads, evict=not policy.joint, gives=True)
+    how = {"layer": layer, "rotate": lambda x, pos: x, "out_proj": out_proj, "hidden": hidden}
+    _, kv, found = attend(kv, q, k, v, **how)
+    if policy.joint:
+        kv = program.update_layers((kv,), (dict(zip(names, found, strict=True)),), (ctx,))[0]
     if not isinstance(kv.pos, jax.core.Tracer):
         check_scored(policy, layer, kv)
-    return kv
+    return cast(Layer, kv)
