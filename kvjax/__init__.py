@@ -37,7 +37,7 @@ from kvjax.drivers.stream import Stream, stream
 from kvjax.evict import Evict
 from kvjax.plan import Plan, init_policy_params, make_plan
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Adaptive",
     "AttnStats",
