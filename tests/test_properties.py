@@ -70,9 +70,9 @@ def check_owed(name, policy, info, mine, n):
     assert owed.all_heads[0] <= counts.sum() <= owed.all_heads[1]
 
 
-def check_same(found, wanted, content):
-    """Two runs kept the same. Equal keys have scores that differ by the order of additions: as many then."""
-    if content in ("equal keys", "equal tokens"):
+def check_same(found, wanted, tied):
+    """Two runs kept the same, or as many where scores are equal but for the order of additions."""
+    if tied:
         np.testing.assert_array_equal(found.sum(-1), wanted.sum(-1))
     else:
         np.testing.assert_array_equal(found, wanted)
@@ -96,6 +96,8 @@ def prompt_property(case, data, groups, widths):
         check_owed(case.name, here, info, live[row, :, T - n :], n)
 
     # What stands in padding, and in other rows, does not matter.
+    of_two = ("keydiff" in case.name or case.name == "kvpress_decoding") and min(lengths) <= 2  # as near to their mean
+    tied = of_two or content in ("equal keys", "equal tokens")
     if case.name in table.OF_A_BATCH:
         return
     real = jnp.asarray(np.arange(T)[None] >= T - np.array(lengths)[:, None])[:, None, :, None]
@@ -106,11 +108,11 @@ def prompt_property(case, data, groups, widths):
     except ValueError as error:  # the other row's new length may be one that this budget cannot serve
         refused(error)
         return
-    check_same(again[0], live[0], content)
+    check_same(again[0], live[0], tied)
     for width in widths:
         if max(lengths) <= width:
             cut = kept(policy, [x[:, :, T - width :] for x in arrays], lengths, layer, seed)
-            check_same(cut, live[:, :, T - width :], content)
+            check_same(cut, live[:, :, T - width :], tied)
 
 
 @pytest.mark.parametrize("name", ["h2o", "ada_snapkv", "chunkkv", "criticalkv", "h2o_pooled"])
