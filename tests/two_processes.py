@@ -26,8 +26,8 @@ tokens = np.random.default_rng(0).integers(61, size=(4, 24))
 options = {"policy": methods.h2o(8), "max_new_tokens": 4, "lengths": [24, 20, 24, 11], "buckets": False}
 alone = kvjax.generate(model, params, tokens, **options)
 
-devices = jax.devices()
-mesh = kvjax.make_mesh(data=2, heads=2, devices=devices[::2] + devices[1::2])  # heads are shared across processes
+devices = np.array(jax.devices()).reshape(2, 2).T
+mesh = jax.sharding.Mesh(devices, ("data", "heads"))  # heads are shared across processes
 found = kvjax.generate(model, kvjax.shard_params(model, params, mesh), tokens, mesh=mesh, **options)
 for name in ("tokens", "lengths"):
     here, there = getattr(found, name), getattr(alone, name)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 import kvjax
 from kvjax.drivers.checks import check_block, check_positions, check_request
-from kvjax.drivers.mesh import checked_mesh
+from kvjax.drivers.mesh import on_mesh
 from kvjax.drivers.steps import checked_logits
 from kvjax.experiments.evaluation.batches import Bucket, Row
 from kvjax.experiments.evaluation.searching import Search, check_beams
@@ -191,8 +191,7 @@ class Evaluator:
           ValueError: sizes that the policy cannot work with, or that the devices of a mesh do not divide.
         """
         self.model, self.policy, self.batch_size = model, policy, batch_size
-        self.mesh = checked_mesh(mesh, model.config, batch_size)
-        self.params = params if self.mesh is None else kvjax.shard_params(model, params, self.mesh)
+        self.mesh, self.params = mesh, params if mesh is None else on_mesh(model, params, mesh, batch_size)
         self.tokenizer, self.block = tokenizer, block
         self._ends = _ends(model)
         self._compiled: dict[Bucket, tuple[Any, Any]] = {}

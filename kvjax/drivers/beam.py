@@ -374,7 +374,7 @@ def generate_beams(
     prompts = check_prompts(model, tokens, lengths, attention_mask)
     _check_penalty(length_penalty, max_new_tokens)
     if mesh is not None:
-        params, mesh = on_mesh(model, params, mesh, len(prompts.tokens))
+        params = on_mesh(model, params, mesh, len(prompts.tokens))
     how = {"key": key, "plan": plan, "policy_params": policy_params, "mesh": mesh, "buckets": buckets}
     logits, state = read_prompts(model, params, prompts, policy, max_new_tokens, **how)
     most = state.plan.infos[0].max_new_tokens

@@ -96,7 +96,7 @@ def generate(
     ends = check_request(model, policy, sampler, eos_ids, pad_id, key)
     prompts, steps = check_prompts(model, tokens, lengths, attention_mask), whole("max_new_tokens", max_new_tokens)
     if mesh is not None:
-        params, mesh = on_mesh(model, params, mesh, len(prompts.tokens))
+        params = on_mesh(model, params, mesh, len(prompts.tokens))
     how: dict[str, Any] = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "mesh": mesh}
     how |= {"buckets": buckets, "progress": progress}
     logits, state = read_prompts(model, params, prompts, policy, steps, **how)

@@ -1,6 +1,6 @@
 """The loop that decodes: tokens that a sampler draws, or given ones, one compiled call for as many as are wanted.
 
-Letters: B batch, n steps, L layers, V vocabulary.
+Letters: B batch, n steps, V vocabulary.
 """
 
 import dataclasses
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.contract import EMPTY
 from kvjax.drivers.sampling import Greedy, Sampler, with_token
 from kvjax.drivers.state import State
 from kvjax.drivers.steps import decode
@@ -48,13 +47,11 @@ class Steps:
     Attributes:
       tokens: the tokens that followed, `pad_id` where a sequence had ended.
       log_probs: their log-probabilities, 0 where a sequence had ended.
-      live: tokens that all heads of each layer hold after each step; None unless asked for.
       logits: those after each step; None unless asked for.
     """
 
     tokens: Int[Array, "*n B"]
     log_probs: Float[Array, "*n B"]
-    live: Int[Array, "*n B L"] | None = None
     logits: Float[Array, "*n B V"] | None = None
 
 
@@ -62,12 +59,6 @@ def log_prob(logits: Float[Array, "B V"], token: Int[Array, "B"]) -> Float[Array
     """The log-probability of a token in every row."""
     every = jax.nn.log_softmax(logits.astype(jnp.float32))
     return jnp.take_along_axis(every, jnp.maximum(token, 0)[:, None], axis=-1)[:, 0]
-
-
-def live_tokens(state: State) -> Int[Array, "B L"]:
-    """The tokens that all heads of each layer hold."""
-    held = lambda pos: (pos != EMPTY).reshape(len(pos), -1).sum(-1, dtype=jnp.int32)
-    return jnp.stack([held(kv.pos) for kv in state.layers], axis=-1)
 
 
 def drawn(
@@ -107,7 +98,6 @@ def decode_tokens(
     ends: tuple[int, ...] = (),
     pad_id: int = 0,
     sleeps: bool = False,
-    live: bool = False,
     logits: bool = False,
 ) -> tuple[Steps, Decoding]:
     """Steps that each read the next token of every running sequence, and draw or take the one that follows.
@@ -123,7 +113,7 @@ def decode_tokens(
       ends: tokens after which a sequence ends.
       pad_id: what stands for the tokens of sequences that have ended.
       sleeps: whether sequences may have ended already, other than by `ends`.
-      live, logits: whether these are returned; `logits` only without `count`.
+      logits: whether they are returned, which takes a loop without `count`.
 
     Returns:
       What the steps gave, and where decoding stands afterwards.
@@ -137,7 +127,7 @@ def decode_tokens(
         token = jnp.where(running, token, pad_id)
         probability = jnp.where(running, log_prob(found, token), 0.0)
         seen = None if at.seen is None else with_token(at.seen, token, running)
-        steps = Steps(token, probability, live_tokens(state) if live else None, found if logits else None)
+        steps = Steps(token, probability, found if logits else None)
         running = running & ~jnp.isin(token, jnp.asarray(ends, jnp.int32)) if ends else running
         return Decoding(token, probability, running, state, seen), steps
 
@@ -150,18 +140,14 @@ def decode_tokens(
         at, new = one(at, None if given is None else jax.tree.map(lambda x: x[i], given))
         return i + 1, at, jax.tree.map(lambda x, y: x.at[i].set(y), steps, new)
 
-    B, L = at.token.shape[0], len(at.state.layers)
-    nothing = Steps(
-        jnp.full((chunk, B), pad_id, jnp.int32),
-        jnp.zeros((chunk, B), jnp.float32),
-        jnp.zeros((chunk, B, L), jnp.int32) if live else None,
-    )
+    shape = chunk, at.token.shape[0]
+    nothing = Steps(jnp.full(shape, pad_id, jnp.int32), jnp.zeros(shape, jnp.float32))
     on = lambda carry: (carry[0] < count) & (carry[1].running.any() if sleeps else True)
     _, at, steps = lax.while_loop(on, more, (jnp.int32(0), at, nothing))
     return steps, at
 
 
-_STATIC = ("model", "chunk", "sampler", "ends", "pad_id", "sleeps", "live", "logits")
+_STATIC = ("model", "chunk", "sampler", "ends", "pad_id", "sleeps", "logits")
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)

@@ -33,7 +33,7 @@ from kvjax.drivers.checks import (
     traced,
 )
 from kvjax.drivers.decide import check_layers_scored
-from kvjax.drivers.mesh import checked_mesh, on_mesh, placed
+from kvjax.drivers.mesh import check_mesh, on_mesh, placed
 from kvjax.drivers.replay import check_rereads, reread, rereads
 from kvjax.drivers.state import Prompts, State, empty_state, row_keys
 from kvjax.plan import Plan
@@ -73,12 +73,14 @@ def start(
     if width is None and traced(lengths):
         raise ValueError("lengths are traced; give width=, the columns that the prompts will have")
     width, steps = int(np.max(lengths)) if width is None else width, whole("max_new_tokens", max_new_tokens, 0)
-    mesh = checked_mesh(mesh, model.config, len(lengths))
+    if mesh is not None:
+        check_mesh(mesh, model.config, len(lengths))
     plan, hparams = plan_request(model.config, policy, lengths, width, steps, plan=plan)
     if not traced(lengths):
         check_positions(model.config, plan, lengths, steps)
     how = {"keys": row_keys(key, len(lengths)), "policy_params": policy_params}
-    return placed(empty_state(model.config, policy, plan, hparams, lengths, steps, **how), mesh)
+    state = empty_state(model.config, policy, plan, hparams, lengths, steps, **how)
+    return state if mesh is None else placed(state, mesh)
 
 
 def prefill(
@@ -131,7 +133,7 @@ def prefill(
     prompts = check_prompts(model, tokens, lengths, attention_mask)
     steps = whole("max_new_tokens", max_new_tokens, 0)
     if mesh is not None:
-        params, mesh = on_mesh(model, params, mesh, len(prompts.tokens))
+        params = on_mesh(model, params, mesh, len(prompts.tokens))
     how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "mesh": mesh, "progress": progress}
     return read_prompts(model, params, prompts, policy, steps, **how)
 
