@@ -52,21 +52,17 @@ def test_a_stream_is_the_generation(run):
         np.testing.assert_array_equal(np.sort(a.head_pos), np.sort(b.head_pos))
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_a_stream_without_an_end_begins_as_others_do(run, chunk):
-    """Several steps a call, a row that ends within one, and nothing kept."""
+def test_a_stream_without_an_end_begins_as_others_do(run):
+    """And keeps nothing."""
     options = {"lengths": LENGTHS, "sampler": SAMPLER, "key": jax.random.key(5), "eos_ids": ENDS, "pad_id": 60}
     expected = run(generate, **options)
     assert 1 < int(expected.lengths.min()) < M
-    steps = run(stream, **options | {"max_new_tokens": None, "chunk": chunk})
+    steps = run(stream, **options | {"max_new_tokens": None})
     found = np.stack(list(itertools.islice(steps, M)), axis=1)
     np.testing.assert_array_equal(found, expected.tokens[:, : found.shape[1]])
     np.testing.assert_array_equal(np.minimum(steps.lengths, M), expected.lengths)
     with pytest.raises(ValueError, match="keeps no tokens; keep what it yields, or give max_new_tokens="):
         _ = steps.tokens
-    finite = run(stream, **options | {"chunk": chunk})  # its last call is of fewer steps
-    assert np.stack(list(finite), axis=1).tolist() == expected.tokens[:, : finite.tokens.shape[1]].tolist()
-    np.testing.assert_array_equal(finite.state.length, expected.state.length)
 
 
 @pytest.fixture
@@ -151,8 +147,6 @@ def test_a_text_is_a_batch_of_one(run):
         ({"tokens": np.full((1, 4), 61)}, "token id 61 is outside the vocabulary"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be a whole number from 1"),
         ({"max_new_tokens": None, "policy": methods.full()}, "keeps what comes after the prompt"),
-        ({"chunk": 0}, "chunk=0 must be a whole number from 1"),
-        ({"tokenizer": ..., "stop": "aa", "chunk": 2}, "is looked for after each step, but chunk=2"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

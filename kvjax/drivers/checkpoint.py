@@ -10,7 +10,7 @@ import json
 import os
 import pathlib
 import re
-import secrets
+import tempfile
 import types
 from typing import Any
 
@@ -22,11 +22,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from kvjax.contract import Policy
-from kvjax.drivers.attend import step
 from kvjax.drivers.checks import check_is, check_model
-from kvjax.drivers.replay import after_replay, rereads
-from kvjax.drivers.state import State, empty_state
-from kvjax.plan import infos_of, init_policy_params, planned
+from kvjax.drivers.memory import read_shapes
+from kvjax.drivers.state import State
+from kvjax.plan import infos_of, planned
 
 _Path = str | os.PathLike[str]
 
@@ -41,7 +40,7 @@ def save_state(path: _Path, state: State, *, policy: Policy) -> None:
 
     Raises:
       ValueError: what is no state, or holds no prompt; a policy that it was not read under, or that holds something
-        which nothing tells from others in another process; a path at which there is something else.
+        which nothing tells from others in another process.
       OSError: the file could not be written.
     """
     write_state(path, state, policy, None)
@@ -77,6 +76,11 @@ def load_state(path: _Path, model: Any, params: PyTree[Any], *, policy: Policy) 
     Raises:
       ValueError: no such file, a damaged one, or a state of another policy or model.
     """
+    return read_state(path, model, params, policy)[0]
+
+
+def read_state(path: _Path, model: Any, params: PyTree[Any], policy: Policy) -> tuple[State, Any]:
+    """What `load_state` returns, and the notes of `write_state`."""
     check_model(model, params)
     check_is("policy", policy, Policy, "kvjax.methods")
     words, arrays = _read(path)
@@ -87,21 +91,10 @@ def load_state(path: _Path, model: Any, params: PyTree[Any], *, policy: Policy) 
             f"{path} holds a state of {there} layers, but the model has {model.config.num_layers}; give the model that "
             "read the prompt"
         )
-    lengths, (width, steps), config = np.asarray(words["lengths"], np.int32), words["sizes"], model.config
-    plan, hparams = planned(policy, infos_of(config, policy, width, steps), lengths)
+    lengths, config = np.asarray(words["lengths"], np.int32), model.config
+    plan, hparams = planned(policy, infos_of(config, policy, *words["sizes"]), lengths)
     plan = dataclasses.replace(plan, capacities=tuple(words["capacities"]))
-
-    def shape(params: PyTree[Any]) -> State:
-        keys = jax.random.split(jax.random.key(0), len(lengths))
-        learned = init_policy_params(config, policy, keys[0], width=width, max_new_tokens=steps)
-        given = learned if jax.tree.leaves(learned) else None
-        state = empty_state(config, policy, plan, hparams, lengths, steps, keys=keys, policy_params=given)
-        tokens, again = jnp.zeros((len(lengths), width), jnp.int32), rereads(state)
-        how = {"grow": True, "evict": not again, "gives": bool(again)}
-        _, state, stats = step(model, params, tokens, state, lengths, "prefill", **how)
-        return state if not again or stats is None else after_replay(state, stats, again)
-
-    leaves, tree = jax.tree.flatten(jax.eval_shape(shape, params))
+    leaves, tree = jax.tree.flatten(read_shapes(config, policy, plan, hparams, lengths)[0])
     found = [arrays.get(f"{i:05}") for i in range(len(leaves))]
     wanted = [jax.eval_shape(_plain, x) for x in leaves]
     here, there = ([None if x is None else (x.shape, x.dtype) for x in each] for each in (wanted, found))
@@ -112,7 +105,7 @@ def load_state(path: _Path, model: Any, params: PyTree[Any], *, policy: Policy) 
             f"fit the {len(leaves)} of this model; give the model that read the prompt"
         )
     wrap = lambda x, like: jax.random.wrap_key_data(x) if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else x
-    return tree.unflatten(map(wrap, found, leaves))
+    return tree.unflatten(map(wrap, found, leaves)), words["notes"]
 
 
 def described(x: Any) -> str:
@@ -153,55 +146,31 @@ def described(x: Any) -> str:
     return found
 
 
-def about(path: _Path) -> dict[str, Any]:
-    """What a file says about the state in it.
-
-    Raises:
-      ValueError: no such file, or a damaged one.
-    """
-    file = _as_path(path)
-    if not file.is_file():
-        raise ValueError(f"there is no file {path}")
-    try:
-        with safe_open(os.fspath(file), framework="flax") as opened:
-            return json.loads((opened.metadata() or {})["kvjax"])
-    except (SafetensorError, ValueError, KeyError) as e:
-        raise ValueError(_damaged(path, e)) from e
-
-
 def _read(path: _Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a file says about its arrays, and the arrays."""
-    words = about(path)
+    damaged = "is damaged, or no file of kvjax ({}); copy it again, or save it anew"
+    if not _as_path(path).is_file():
+        raise ValueError(f"there is no file {path}")
     try:
         with safe_open(os.fspath(path), framework="flax") as file:
+            words = json.loads((file.metadata() or {})["kvjax"])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
-    except (SafetensorError, ValueError) as e:
-        raise ValueError(_damaged(path, e)) from e
+    except (SafetensorError, ValueError, KeyError) as e:
+        raise ValueError(f"{path} {damaged.format(e)}") from e
     if words.pop("digest", None) != _digest(json.dumps(words), *(arrays[n] for n in sorted(arrays))):
-        raise ValueError(_damaged(path, "it is not what was written"))
+        raise ValueError(f"{path} {damaged.format('it is not what was written')}")
     return words, arrays
 
 
 def _write(path: _Path, arrays: dict[str, Any], words: dict[str, Any]) -> None:
-    """Replaces a file of kvjax in one step: whatever happens meanwhile, there is the old one or the new one."""
+    """Replaces a file in one step: whatever happens meanwhile, there is the old one or the new one."""
     file = _as_path(path)
-    if file.exists():
-        try:
-            about(file)
-        except ValueError as e:
-            raise ValueError(f"{path} exists, and is no state that kvjax wrote; choose another path") from e
     words = {**words, "digest": _digest(json.dumps(words), *(arrays[n] for n in sorted(arrays)))}
-    new = file.with_name(f".{file.name[:50]}.{secrets.token_hex(8)}.tmp")
     try:
-        new.open("xb").close()
-        try:
+        with tempfile.TemporaryDirectory(dir=file.parent) as beside:
+            new = pathlib.Path(beside, "new")
             save_file(arrays, os.fspath(new), metadata={"kvjax": json.dumps(words)})
-            with new.open("rb") as written:
-                os.fsync(written.fileno())
             new.replace(file)
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
     except (OSError, SafetensorError) as e:
         raise OSError(f"{path} could not be written: {e}") from e
 
@@ -210,10 +179,6 @@ def _as_path(path: Any) -> pathlib.Path:
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise ValueError(f"{path!r} is not the path of a file")
     return pathlib.Path(path)
-
-
-def _damaged(path: _Path, reason: Any) -> str:
-    return f"{path} is damaged, or no file of kvjax ({reason}); copy it again, or save it anew"
 
 
 def _plain(x: Any) -> Any:

@@ -200,7 +200,7 @@ def feed(
     Raises:
       ValueError: ids outside the vocabulary, another number of sequences, more tokens than the state was planned for.
     """
-    at, given, reads = _given(model, tokens, state, lengths)
+    at, given, reads = given_tokens(model, tokens, state, lengths)
     found, after = decoded(model, params, at, given, None, chunk=len(given[0]), logits=True)
     logits = cast(Array, found.logits)  # which were asked for
     logits = logits if reads is None else jnp.where(reads[..., None], logits, jnp.nan)
@@ -224,7 +224,7 @@ def score(
     """
     check_state(model, state)
     check_logits(model, state, logits)
-    at, given, reads = _given(model, tokens, state, lengths)
+    at, given, reads = given_tokens(model, tokens, state, lengths)
     found, after = decoded(model, params, at, given, None, chunk=len(given[0]))
     T = len(given[0])
     first = jnp.zeros_like(at.token) if reads is None else reads.argmax(0)
@@ -235,7 +235,9 @@ def score(
     return jnp.where(column < first[None], 0.0, jnp.where(column == first[None], begun[None], later)).T, after.state
 
 
-def _given(model: Any, tokens: Any, state: State, lengths: Any) -> tuple[Decoding, Any, Bool[Array, "T B"] | None]:
+def given_tokens(
+    model: Any, tokens: Any, state: State, lengths: Any
+) -> tuple[Decoding, Any, Bool[Array, "T B"] | None]:
     """Where decoding stands before given tokens, those that follow the first of them, and which are read."""
     check_state(model, state)
     rows = check_rows(model, tokens, lengths, len(state.length))

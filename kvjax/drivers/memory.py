@@ -7,23 +7,22 @@ Letters: B batch, T new tokens, N query heads, K kv heads, H head_dim, D embed_d
 """
 
 import dataclasses
-import functools
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from kvjax.contract import Policy
 from kvjax.contract.checks import whole
 from kvjax.drivers.attend import Attend
 from kvjax.drivers.checks import check_block, check_is
-from kvjax.drivers.decide import compacted
 from kvjax.drivers.replay import after_replay, block_rows, rereads
 from kvjax.drivers.state import AttnStats, State, empty_state, row_keys
 from kvjax.observe import Reread
 from kvjax.pallas_kernels.xla import head_block_size
-from kvjax.plan import infos_of, init_policy_params, planned
+from kvjax.plan import Plan, infos_of, init_policy_params, planned
 from kvjax.storage import Storage
 
 _UNITS = "B", "KiB", "MiB", "GiB"
@@ -119,8 +118,10 @@ def plan_memory(
     """
     check_is("policy", policy, Policy, "kvjax.methods")
     B, T, new = whole("batch", batch), whole("prompt_len", prompt_len), whole("max_new_tokens", max_new_tokens, 0)
-    run = functools.partial(_read, config, batch=B, width=T, new=new)
-    (state, grown, seen), (full, _, _) = run(policy, block=block), run(Policy(), block=None)
+    lengths = np.full(B, T, np.int32)
+    (plan, hparams), whole_plan = (planned(p, infos_of(config, p, T, new), lengths) for p in (policy, Policy()))
+    state, grown, seen = read_shapes(config, policy, plan, hparams, lengths, check_block(plan, block, T))
+    full = read_shapes(config, Policy(), *whole_plan, lengths)[0]
     again, layers = rereads(state), cast(tuple[Any, ...], state.layers)  # a `Layer` or a `Pool` each
     return Memory(
         run=f"{B} x ({T:,} + {new:,}) tokens, {jnp.dtype(config.dtype).name}",
@@ -139,38 +140,43 @@ def _bytes(x: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
 
 
-def _read(
-    config: Any, policy: Policy, *, batch: int, width: int, new: int, block: int | None
-) -> tuple[State, list[Storage], list[Any]]:
-    """The state after a prompt, the layers with all rows of its last pass, and what was observed of each: shapes."""
-    lengths = np.full(batch, width, np.int32)
-    plan, hparams = planned(policy, infos_of(config, policy, width, new), lengths)
-    block = check_block(plan, block, width)
-    B, T, H, D = batch, block or width, config.head_dim, getattr(config, "embed_dim", 0)
+def read_shapes(
+    config: Any,
+    policy: Policy,
+    plan: Plan,
+    hparams: tuple[Any, ...],
+    lengths: Int[np.ndarray, "B"],
+    block: int | None = None,
+) -> tuple[State, tuple[Storage, ...], tuple[Any, ...]]:
+    """Shapes: the state after prompts, the layers with all rows of the last pass, and what was observed of each.
+
+    Args:
+      config: the model's sizes.
+      policy: the policy.
+      plan, hparams: what `planned` gives for these prompts.
+      lengths: tokens of each.
+      block: tokens of a block, None for prompts that are read at once.
+    """
+    width, steps = plan.infos[0].prompt_len, plan.infos[0].max_new_tokens
+    B, T, H, D = len(lengths), block or width, config.head_dim, getattr(config, "embed_dim", 0)
     N, K = config.num_query_heads, config.num_kv_heads
 
-    def read() -> tuple[State, list[Storage], list[Any]]:
+    def read() -> tuple[State, tuple[Storage, ...], tuple[Any, ...]]:
         keys = row_keys(None, B)
-        learned = init_policy_params(config, policy, keys[0], width=width, max_new_tokens=new)
-        learned = learned if jax.tree.leaves(learned) else None
-        how = {"keys": keys, "slots": block is not None, "policy_params": learned}
-        state = empty_state(config, policy, plan, hparams, lengths, new, **how)
-        pos, again = jnp.zeros((B, T), jnp.int32), rereads(state)
+        learned = init_policy_params(config, policy, keys[0], width=width, max_new_tokens=steps)
+        how = {"keys": keys, "policy_params": learned if jax.tree.leaves(learned) else None}
+        state = empty_state(config, policy, plan, hparams, lengths, steps, slots=block is not None, **how)
+        pos, names = jnp.zeros((B, T), jnp.int32), tuple(p.observe("prefill") for p in plan.layers)
         q, k = (jnp.zeros((B, heads, T, H), config.dtype) for heads in (N, K))
         around = jnp.zeros((N, H, D), config.dtype), jnp.zeros((B, T, D), config.dtype)
-        at_once = not (plan.policy.joint or again)
-        grown, kept, seen, names = [], [], [], []
-        for i, kv in enumerate(state.layers):
-            own, ctx = plan.layers[i], state.context(i, "prefill", pos)
-            names.append(own.observe("prefill"))
-            attend = Attend(ctx, pos, own, names[i], plan.infos[i].num_kv_heads, evict=at_once, gives=True)
-            kv, found = _attended(attend, kv, q, k, *around)
-            grown.append(kv)
-            seen.append(found)
-            kept.append(compacted(kv, ctx, policy=own, capacity=plan.capacities[i], ends=True)[0] if at_once else kv)
-        state = dataclasses.replace(state, layers=tuple(kept))
-        stats = AttnStats(tuple(seen), pos, tuple(names))
-        return state if at_once else after_replay(state, stats, again), grown, seen
+        each = []
+        for i, (own, kv) in enumerate(zip(plan.layers, state.layers, strict=True)):
+            ctx, heads = state.context(i, "prefill", pos), plan.infos[i].num_kv_heads
+            attend = Attend(ctx, pos, own, names[i], heads, evict=False, gives=True)
+            each.append(_attended(attend, kv, q, k, *around))
+        grown, seen = zip(*each, strict=True)
+        state = dataclasses.replace(state, layers=grown)
+        return after_replay(state, AttnStats(seen, pos, names), rereads(state)), grown, seen
 
     return jax.eval_shape(read)
 
@@ -183,7 +189,12 @@ def _attended(attend: Attend, kv: Storage, q: Any, k: Any, out_proj: Any, hidden
 
 
 def _reading(
-    config: Any, state: State, grown: list[Storage], seen: list[Any], again: tuple[Reread, ...], rows: int
+    config: Any,
+    state: State,
+    grown: tuple[Storage, ...],
+    seen: tuple[Any, ...],
+    again: tuple[Reread, ...],
+    rows: int,
 ) -> dict[str, int]:
     """The bytes of `Memory` that reading takes, those of the pass and the layer that takes most."""
     B, N, size = len(state.length), config.num_query_heads, jnp.dtype(config.dtype).itemsize

@@ -18,12 +18,13 @@ from jaxtyping import PyTree
 from kvjax.contract import Policy
 from kvjax.contract.checks import whole
 from kvjax.drivers.buckets import bucket
-from kvjax.drivers.checkpoint import about, described, load_state, write_state
+from kvjax.drivers.checkpoint import described, read_state, write_state
 from kvjax.drivers.checks import check_is, check_model, check_prompts, check_request
 from kvjax.drivers.dialogue import Dialogue
-from kvjax.drivers.loop import Decoding, decoded_in_place
+from kvjax.drivers.generation import given_tokens
+from kvjax.drivers.loop import decoded_in_place
 from kvjax.drivers.sampling import Greedy, Sampler
-from kvjax.drivers.state import State, row_keys
+from kvjax.drivers.state import State, checked_key, row_keys
 from kvjax.drivers.steps import read_prompts
 from kvjax.drivers.stream import Stream, stop_strings
 from kvjax.drivers.text import TextPieces, check_tokenizer, is_chat
@@ -87,15 +88,18 @@ class Session:
     ):
         check_tokenizer(tokenizer)
         check_model(model, params)
-        self._ends = check_request(model, policy, sampler, eos_ids, 0, "not needed yet")
-        self._model, self._params, self._tokenizer = model, params, tokenizer
+        self._model, self._params, self._tokenizer, self._sampler = model, params, tokenizer, sampler
         self._policy = self._read_under = policy
-        self._most_new = whole("max_new_tokens", max_new_tokens)
-        self._most_asked = whole("max_question_tokens", max_question_tokens)
-        self._turns = whole("max_turns", max_turns)
-        self._sampler, self._stop, self._key = sampler, stop_strings(stop), key
-        block = None if block is None else whole("block", block)
-        self._how = {"block": block, "policy_params": policy_params, "buckets": buckets}
+        self._policy_params, self._key = policy_params, None if key is None else checked_key(key)
+        self._options: dict[str, Any] = {  # those that `save` writes
+            "max_new_tokens": whole("max_new_tokens", max_new_tokens),
+            "max_question_tokens": whole("max_question_tokens", max_question_tokens),
+            "max_turns": whole("max_turns", max_turns),
+            "eos_ids": check_request(model, policy, sampler, eos_ids, 0, "not needed yet"),
+            "stop": stop_strings(stop),
+            "block": None if block is None else whole("block", block),
+            "buckets": buckets,
+        }
         self._dialogues: tuple[Dialogue, ...] = ()
         self._state: Any = None
 
@@ -118,7 +122,8 @@ class Session:
     @property
     def planned(self) -> int:
         """Tokens that may come behind a context."""
-        return self._turns * (self._most_asked + self._most_new)
+        most = self._options
+        return most["max_turns"] * (most["max_question_tokens"] + most["max_new_tokens"])
 
     def compress(
         self, context: _Context | Sequence[_Context], policy: Policy | None = None, *, progress: bool = False
@@ -145,7 +150,8 @@ class Session:
         check_is("policy", policy, Policy, "kvjax.methods")
         dialogues = tuple(Dialogue.opened(self._tokenizer, c) for c in contexts)
         prompts = check_prompts(self._model, *_padded([d.ids for d in dialogues]))
-        how = {"key": self._key, "progress": progress, **self._how}
+        how = {name: self._options[name] for name in ("block", "buckets")}
+        how |= {"key": self._key, "policy_params": self._policy_params, "progress": progress}
         _, self._state = read_prompts(self._model, self._params, prompts, policy, self.planned, **how)
         self._dialogues, self._read_under = dialogues, policy
         return self
@@ -165,39 +171,29 @@ class Session:
           ValueError: no context, no key for a sampler that draws, an empty question, another number of questions than
             of contexts, more tokens than were planned.
         """
-        dialogues, model = self._opened(), self._model
-        key = self._key if key is None else key
-        check_request(model, self._policy, self._sampler, self._ends, 0, key)
+        dialogues, model, ends = self._opened(), self._model, self._options["eos_ids"]
+        check_request(model, self._policy, self._sampler, ends, 0, self._key if key is None else key)
         rows, questions = self._rows(question)
         asked = [dialogues[r].question(q) for r, q in zip(rows, questions, strict=True)]
-        longest, B = max(map(len, asked)), len(asked)
-        self._check_room(longest)
-        state = self._state[np.array(rows)]
-        keys = state.keys if key is self._key else row_keys(key, B)
         tokens, lengths = _padded(asked)
-        check_prompts(model, tokens, lengths)
-        seen = np.zeros((B, model.config.vocab_size), bool)
-        for b, r in enumerate(rows):
-            seen[b, [*dialogues[r].ids, *asked[b]]] = True
-        reads = np.arange(longest)[:, None] >= longest - lengths[None]
-        state = dataclasses.replace(state, keys=keys)
-        at = Decoding(jnp.asarray(tokens[:, 0], jnp.int32), jnp.zeros((B,), jnp.float32), jnp.asarray(reads[0]), state)
-        if longest > 1:  # all but the last token of the question, which the stream reads
-            more = (bucket(longest - 1) if self._how["buckets"] else longest - 1) - (longest - 1)
-            given = tuple(np.pad(x[1:], ((0, more), (0, 0))) for x in (tokens.T.astype(np.int32), reads))
-            chunk, count = longest - 1 + more, jnp.int32(longest - 1)
-            _, at = decoded_in_place(model, self._params, at, given, count, chunk=chunk)
-        return Stream(
-            model,
-            self._params,
-            dataclasses.replace(at, seen=jnp.asarray(seen) if self._sampler.reads_seen else None),
-            ends=self._ends,
-            max_new_tokens=self._most_new,
-            pieces=[TextPieces(self._tokenizer, self._stop) for _ in asked],
-            begun=False,
-            asked=(dialogues, questions),
-            sampler=self._sampler,
-        )
+        B, T = tokens.shape
+        self._check_room(T)
+        state = self._state[np.array(rows)]
+        state = state if key is None else dataclasses.replace(state, keys=row_keys(key, B))
+        at, given, _ = given_tokens(model, tokens, state, lengths)
+        more = bucket(T) - T if self._options["buckets"] else 0
+        given = jax.tree.map(lambda x: jnp.pad(x, ((0, more), (0, 0))), given)
+        _, at = decoded_in_place(model, self._params, at, given, jnp.int32(T - 1), chunk=T + more)
+        if self._sampler.reads_seen:
+            seen = np.zeros((B, model.config.vocab_size), bool)
+            for b, r in enumerate(rows):
+                seen[b, [*dialogues[r].ids, *asked[b]]] = True
+            at = dataclasses.replace(at, seen=jnp.asarray(seen))
+        how = {"sampler": self._sampler, "ends": ends, "sleeps": True}
+        _, at = decoded_in_place(model, self._params, at, None, None, chunk=1, **how)
+        pieces = [TextPieces(self._tokenizer, self._options["stop"]) for _ in asked]
+        how = {"sampler": self._sampler, "ends": ends, "pieces": pieces, "asked": (dialogues, questions)}
+        return Stream(model, self._params, at, max_new_tokens=self._options["max_new_tokens"], **how)
 
     def ask(self, question: str | Sequence[str], *, key: Any = None, keep: bool = False) -> Any:
         """The answer to a question, or the answers to several, or those of several contexts.
@@ -239,10 +235,10 @@ class Session:
             raise ValueError("pieces is no answer from where this session stands; give what its stream(...) returned")
         self._check_kept(questions)
         answers = [row[:n].tolist() for row, n in zip(pieces.tokens, pieces.lengths, strict=True)]
-        if not all(answers) or min(map(min, answers)) < 0:
-            raise ValueError("an answer has no token yet, or logits that are no numbers; nothing can go on from it")
-        each = zip(dialogues, questions, answers, strict=True)
-        self._state, self._dialogues = pieces.state, tuple(d.after(q, tuple(a), self._ends) for d, q, a in each)
+        if min(map(min, answers)) < 0:
+            raise ValueError("an answer has logits that are no numbers; nothing can go on from it")
+        each, ends = zip(dialogues, questions, answers, strict=True), self._options["eos_ids"]
+        self._state, self._dialogues = pieces.state, tuple(d.after(q, tuple(a), ends) for d, q, a in each)
 
     def fork(self) -> "Session":
         """A session that goes on from here by itself; the cache is shared until one of the two keeps something."""
@@ -254,23 +250,13 @@ class Session:
         The model, the tokenizer, the policy and the sampler are not in it, but what tells them from others.
 
         Raises:
-          ValueError: no context was read; a path at which there is something else than a state of kvjax.
+          ValueError: no context was read.
           OSError: the file could not be written.
         """
-        typed = isinstance(self._key, jax.Array) and jnp.issubdtype(self._key.dtype, jax.dtypes.prng_key)
-        key = jax.random.key_data(self._key) if typed else self._key
         notes = {
             "dialogues": [[d.context, d.turns, d.ids, d.unread] for d in self._opened()],
-            "options": {
-                "max_new_tokens": self._most_new,
-                "max_question_tokens": self._most_asked,
-                "max_turns": self._turns,
-                "eos_ids": self._ends,
-                "stop": self._stop,
-                "block": self._how["block"],
-                "buckets": self._how["buckets"],
-            },
-            "key": None if key is None else np.asarray(key)[..., :2].tolist(),
+            "options": self._options,
+            "key": None if self._key is None else jax.random.key_data(self._key).tolist(),
             "made_with": self._made_with(),
         }
         write_state(path, self._state, self._read_under, notes)
@@ -295,8 +281,8 @@ class Session:
         Raises:
           ValueError: no such file, a damaged one, or one of another model, tokenizer, policy or sampler.
         """
-        notes = about(path).get("notes")
-        if not isinstance(notes, dict) or "dialogues" not in notes:
+        state, notes = read_state(path, model, params, policy)
+        if notes is None:
             raise ValueError(f"{path} is a state without texts; use kvjax.load_state")
         key = notes["key"] and jax.random.wrap_key_data(jnp.asarray(notes["key"], jnp.uint32), impl="threefry2x32")
         session = cls(model, params, tokenizer, policy=policy, sampler=sampler, key=key, **notes["options"])
@@ -304,13 +290,9 @@ class Session:
         dialogues = [
             Dialogue(tokenizer, c, tuple(map(tuple, t)), tuple(i), tuple(u)) for c, t, i, u in notes["dialogues"]
         ]
-        again = [Dialogue.opened(tokenizer, d.context).ids for d in dialogues]
-        if any(d.ids[: len(ids)] != ids for d, ids in zip(dialogues, again, strict=True)):
-            here["tokenizer"] = "other ids"
         if wrong := [name for name in there if here[name] != there[name]]:
             raise ValueError(f"{path} was made with another {wrong[0]}; give the one that the contexts were read with")
-        session._state, session._dialogues = load_state(path, model, params, policy=policy), tuple(dialogues)
-        session._how["policy_params"] = session._state.params or None
+        session._state, session._dialogues, session._policy_params = state, tuple(dialogues), state.params or None
         return session
 
     def _made_with(self) -> dict[str, str]:
@@ -346,13 +328,14 @@ class Session:
 
     def _check_room(self, asked: int) -> None:
         """Refuses a question that is too long, or one turn too many."""
-        state = self._state
-        needed = int((state.length - state.prompt_length).max()) + asked + self._most_new - 1
+        state, names = self._state, ("max_new_tokens", "max_question_tokens", "max_turns")
+        new, most, turns = (self._options[name] for name in names)
+        needed = int((state.length - state.prompt_length).max()) + asked + new - 1
         if needed > self.planned:
             raise ValueError(
-                f"a question of {asked} tokens and an answer of {self._most_new} end {needed} tokens behind the context"
+                f"a question of {asked} tokens and an answer of {new} end {needed} tokens behind the context"
                 f", but there is room for {self.planned}; make the session with max_question_tokens={asked} or more, "
-                f"and as many max_turns as are kept (now {self._most_asked} and {self._turns})"
+                f"and as many max_turns as are kept (now {most} and {turns})"
             )
 
 
@@ -365,11 +348,6 @@ def _padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 @jax.jit
 def _sums(params: PyTree[Any]) -> PyTree[Any]:
-    """Sums over the bits of each parameter, and over those of its first 64 numbers, which tell models apart."""
-
-    def sums(x: jax.Array) -> Any:
-        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").reshape(-1)
-        first = bits[:64].astype(jnp.uint32)
-        return bits.sum(dtype=jnp.uint32), (first * jnp.arange(1, len(first) + 1, dtype=jnp.uint32)).sum()
-
-    return jax.tree.map(sums, params)
+    """A sum over the bits of each parameter, weighed by their places, which tells models apart."""
+    bits = lambda x: jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").reshape(-1).astype(jnp.uint32)
+    return jax.tree.map(lambda x: (bits(x) * jnp.arange(1, x.size + 1, dtype=jnp.uint32)).sum(), params)

@@ -141,15 +141,20 @@ class State:
         )
 
 
-def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
-    """One PRNG key a sequence, from one for the batch, one a sequence, or None."""
-    key = jax.random.key(0) if key is None else key
+def checked_key(key: Any) -> Key[Array, "*B"]:
+    """PRNG keys of the kind that draws the same for a row whatever stands beside it."""
     if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if np.shape(key)[-1:] != (2,) or getattr(key, "dtype", None) != np.uint32:
             raise ValueError(f"key={key!r} is not a PRNG key; give jax.random.key(a whole number), or None")
         key = jax.random.wrap_key_data(jnp.asarray(key))
     if str(jax.random.key_impl(key)) != "threefry2x32":  # draws of other generators depend on the rows of a vmap
         key = jax.random.wrap_key_data(jax.random.key_data(key)[..., :2], impl="threefry2x32")
+    return key
+
+
+def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
+    """One PRNG key a sequence, from one for the batch, one a sequence, or None."""
+    key = jax.random.key(0) if key is None else checked_key(key)
     if key.shape not in ((), (batch,)):
         raise ValueError(f"key has shape {key.shape}, but there are {batch} sequences; give one key, or one a sequence")
     return key if key.ndim else jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch))

@@ -3,7 +3,6 @@
 Letters: B batch, M new tokens.
 """
 
-import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -52,7 +51,6 @@ class Stream(Iterator[Any]):
       asked: where a session stood when it asked, and its questions; None elsewhere.
     """
 
-    # `begun` says whether the next token of `at` was drawn; otherwise it belongs to what was given, and is not yielded.
     def __init__(
         self,
         model: Any,
@@ -60,24 +58,19 @@ class Stream(Iterator[Any]):
         at: Decoding,
         *,
         max_new_tokens: int | None,
-        ends: tuple[int, ...],
         pieces: list[TextPieces] | None,
-        chunk: int = 1,
-        begun: bool = True,
+        ends: tuple[int, ...],
         asked: Any = None,
         **how: Any,
     ):
-        B = at.token.shape[0]
         self._model, self._params, self._at, self._how = model, params, at, {"ends": ends, "sleeps": True, **how}
-        self._ends, self._chunk, self._endless, self._pieces = ends, chunk, max_new_tokens is None, pieces
+        self._ends, self._endless, self._pieces, self.asked = ends, max_new_tokens is None, pieces, asked
         self._prompt = np.asarray(at.state.prompt_length)
         self._most = MOST - 1 - int(self._prompt.max()) if max_new_tokens is None else max_new_tokens
-        self._new: Any = at.token[None]  # drawn, and not looked at yet
-        self._count, self._taken, self._lent = int(begun), 0, False
-        self._ids: list[np.ndarray] = []
-        self._lengths, self._running = np.zeros(B, np.int32), np.ones(B, bool)
-        self._ready: collections.deque[Any] = collections.deque()
-        self._closed, self.asked = False, asked
+        self._new, self._lent, self._closed = True, False, False  # whether nobody has looked at the last token
+        self._taken, self._ids = 0, list[np.ndarray]()
+        self._lengths, self._running = np.zeros_like(self._prompt), np.ones(len(self._prompt), bool)
+        self._ready = list[Any]()  # what the last token gave, until it is yielded
 
     @property
     def tokens(self) -> Int[np.ndarray, "B M"]:
@@ -123,7 +116,7 @@ class Stream(Iterator[Any]):
         while not self._closed:
             self._settle()
             if self._ready:
-                return self._ready.popleft()
+                return self._ready.pop()
             if self._taken == self._most or not self._running.any():
                 break
             self._draw()
@@ -134,31 +127,23 @@ class Stream(Iterator[Any]):
             raise ValueError(f"a stream without an end keeps no {what}; keep what it yields, or give max_new_tokens=")
 
     def _draw(self) -> None:
-        count = min(self._chunk, self._most - self._taken)
         if self._endless:
-            state = self._at.state
-            check_positions(self._model.config, state.plan, self._prompt, self._taken + count, seen=self._taken)
+            plan = self._at.state.plan
+            check_positions(self._model.config, plan, self._prompt, self._taken + 1, seen=self._taken)
         with uninterrupted():  # as the old state is gone when the step has begun
             at = dataclasses.replace(self._at, running=jnp.asarray(self._running))
             if self._lent:
                 at, self._lent = jax.tree.map(jnp.copy, at), False
-            steps = None if self._chunk == 1 else jnp.int32(count)
-            found, self._at = decoded_in_place(
-                self._model, self._params, at, None, steps, chunk=self._chunk, **self._how
-            )
-            self._new, self._count = found.tokens, count
+            _, self._at = decoded_in_place(self._model, self._params, at, None, None, chunk=1, **self._how)
+            self._new = True
 
     def _settle(self) -> None:
-        """Takes notice of the tokens that were drawn last, once."""
-        if not self._count:
-            return
-        ids = np.asarray(self._new)  # waits for the step
-        with uninterrupted():
-            for row in ids[: self._count]:
-                if self._taken and not self._running.any():
-                    break
-                self._take(row)
-            self._count = 0
+        """Takes notice of the token that was drawn last, once."""
+        if self._new:
+            ids = np.asarray(self._at.token)  # waits for the step
+            with uninterrupted():
+                self._take(ids)
+                self._new = False
 
     def _take(self, ids: Int[np.ndarray, "B"]) -> None:
         before, ended = self._running, np.isin(ids, self._ends)
@@ -204,7 +189,6 @@ def stream(
     buckets: bool = True,
     tokenizer: Any = None,
     stop: str | Sequence[str] = (),
-    chunk: int = 1,
 ) -> Stream:
     """Reads prompts, evicts, and yields what is generated step by step: the tokens are those of `kvjax.generate`.
 
@@ -220,16 +204,14 @@ def stream(
       buckets: see `kvjax.generate`.
       tokenizer: one of transformers. With it, text is yielded instead of ids.
       stop: strings that end a sequence, wherever tokens cut them. They and what comes after are no part of the text.
-      chunk: steps of a compiled call. The tokens are the same; more of them come at once, and the state is ahead of
-        what was yielded by as many.
 
     Returns:
       A `Stream`. Without a tokenizer it yields the ids "B" of each step. With one it yields pieces of text, a string
       for a batch of one and else a list of strings, as soon as they are complete.
 
     Raises:
-      ValueError: what `kvjax.generate` refuses; text or stop strings without a tokenizer; stop strings in chunks;
-        traced arguments; no end under a policy whose cache grows.
+      ValueError: what `kvjax.generate` refuses; text or stop strings without a tokenizer; traced arguments;
+        no end under a policy whose cache grows.
     """
     stops = stop_strings(stop)
     if tokenizer is None and (stops or isinstance(prompt, str) or is_chat(prompt)):
@@ -240,8 +222,6 @@ def stream(
         if lengths is not None or attention_mask is not None:
             raise ValueError("lengths= and attention_mask= are of token ids, but prompt is a text; leave them out")
         prompt = [encode(tokenizer, prompt)]
-    if whole("chunk", chunk, 1, HORIZON) > 1 and stops:
-        raise ValueError(f"stop={stops} is looked for after each step, but chunk={chunk} takes more; use chunk=1")
     check_model(model, params)
     ends = check_request(model, policy, sampler, eos_ids, pad_id, key)
     prompts = check_prompts(model, prompt, lengths, attention_mask)
@@ -257,17 +237,8 @@ def stream(
     state = endless(state) if max_new_tokens is None else state
     at = begin(logits, state, seen_of(model, prompts) if sampler.reads_seen else None, sampler=sampler, ends=ends)
     pieces = None if tokenizer is None else [TextPieces(tokenizer, stops, keep=bool(max_new_tokens)) for _ in at.token]
-    return Stream(
-        model,
-        params,
-        at,
-        max_new_tokens=max_new_tokens,
-        ends=ends,
-        pieces=pieces,
-        chunk=chunk,
-        sampler=sampler,
-        pad_id=pad_id,
-    )
+    how = {"pieces": pieces, "ends": ends, "sampler": sampler, "pad_id": pad_id}
+    return Stream(model, params, at, max_new_tokens=max_new_tokens, **how)
 
 
 def endless(state: State) -> State:
