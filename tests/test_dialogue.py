@@ -87,5 +87,5 @@ def test_what_is_no_dialogue_is_refused(context, question, message):
 
 
 def test_a_template_that_writes_a_message_twice_is_refused():
-    with pytest.raises(ValueError, match="writes a message 2 times, but a question has one place"):
+    with pytest.raises(ValueError, match="writes a message 2 times, but the text goes on in one place"):
         Dialogue.opened(made(TURNS + TURNS), [DOCUMENT])

@@ -150,5 +150,5 @@ def test_a_chat_template_stands_around_what_is_repeated():
     words.chat_template = None
     assert (text.repeating(words).prefix, text.repeating(words).suffix) == (0, ())
     words.chat_template = "{{ messages[0].content }} {{ messages[0].content }}"
-    with pytest.raises(ValueError, match="writes a message 2 times, but a context has one place"):
+    with pytest.raises(ValueError, match="writes a message 2 times, but the text goes on in one place"):
         text.repeating(words)

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvjax.contract import value
-from kvjax.drivers.text import check_whole_text, encode, is_chat, rendered
+from kvjax.drivers.text import MARK, around_mark, check_whole_text, encode, is_chat
 
-_MARK = "\ue000"  # stands where the text goes on; of the private use area, which no text should hold
 _TAIL = 64  # characters before, which decide how a tokenizer cuts what follows
 
 
@@ -59,7 +58,7 @@ class Dialogue:
         if not isinstance(question, str) or not question:
             raise ValueError(f"question={question!r}: must be a text of at least one character")
         check_whole_text("question", question)
-        if _MARK in question:
+        if MARK in question:
             raise ValueError(f"question={question!r}: U+E000 stands for a place in the text; leave it out")
         before, text = self._around(question)
         tail = before[-_TAIL:]
@@ -88,7 +87,11 @@ class Dialogue:
 
         Spaces are read with the question, as many tokenizers make one token of a space and the word behind it.
         """
-        before, after = (self.context, "") if isinstance(self.context, str) else self._split(self._messages((), _MARK))
+        before, after = (
+            (self.context, "")
+            if isinstance(self.context, str)
+            else around_mark(self.tokenizer, self._messages((), MARK))
+        )
         read = before.rstrip(" ") or before
         return read, before[len(read) :], after
 
@@ -101,8 +104,8 @@ class Dialogue:
         if isinstance(self.context, str):
             return answer, question
         messages = self._messages(self.turns[:-1], asked)
-        messages += [{"role": "assistant", "content": _MARK}, {"role": "user", "content": question}]
-        return answer, self._split(messages)[1]
+        messages += [{"role": "assistant", "content": MARK}, {"role": "user", "content": question}]
+        return answer, around_mark(self.tokenizer, messages)[1]
 
     def _messages(self, turns: Sequence[tuple[str, str]], question: str) -> list[Mapping[str, Any]]:
         """The chat after some turns, up to a question."""
@@ -116,13 +119,3 @@ class Dialogue:
             if answer is not None:
                 messages.append({"role": "assistant", "content": answer})
         return messages
-
-    def _split(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-        """The text of a chat before and after the mark."""
-        parts = rendered(self.tokenizer, messages).split(_MARK)
-        if len(parts) != 2:
-            raise ValueError(
-                f"the tokenizer's chat template writes a message {len(parts) - 1} times, but a question has one place; "
-                "give the context as a text"
-            )
-        return parts[0], parts[1]

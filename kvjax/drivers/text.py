@@ -7,7 +7,7 @@ from kvjax.observe import Reread
 
 _REPEAT = "\n\nRepeat the previous context exactly."  # the released code's instructions (KVzip, arXiv 2505.23416)
 _REPEAT_NEXT = "\n\nRepeat the part of the previous context exactly, starting with"
-_MARK = "\ue000"  # stands for the context; of the private use area, which no template should hold
+MARK = "\ue000"  # stands for a place in a text; of the private use area, which no text or template should hold
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what stands for the first bytes of a character, and for bytes of none
 
 
@@ -88,6 +88,17 @@ def rendered(tokenizer: Any, messages: Any, **template: Any) -> str:
         raise ValueError(f"the tokenizer's chat template refuses these messages: {e}") from e
 
 
+def around_mark(tokenizer: Any, messages: Any, **template: Any) -> tuple[str, str]:
+    """The texts that a chat template makes of messages before and after `MARK`, which stands in one of them."""
+    before, *after = rendered(tokenizer, messages, **template).split(MARK)
+    if len(after) != 1:
+        raise ValueError(
+            f"the tokenizer's chat template writes a message {len(after)} times, but the text goes on in one place; "
+            "give texts instead of messages, or set tokenizer.chat_template"
+        )
+    return before, after[0]
+
+
 def repeating(tokenizer: Any) -> Reread:
     """How KVzip's released code asks a model to repeat a prompt, in ids, within what a chat template has around it.
 
@@ -98,16 +109,10 @@ def repeating(tokenizer: Any) -> Reread:
       ValueError: what is no tokenizer of transformers, or a chat template that does not write a message once.
     """
     check_tokenizer(tokenizer)
-    around = ["", "\n"]
-    if getattr(tokenizer, "chat_template", None) is not None:
-        around = rendered(tokenizer, [{"role": "user", "content": _MARK}], enable_thinking=False).split(_MARK)
-    if len(around) != 2:
-        raise ValueError(
-            f"the tokenizer's chat template writes a message {len(around) - 1} times, but a context has one place; "
-            "write a Reread of ids"
-        )
+    chat = [{"role": "user", "content": MARK}]
+    plain = getattr(tokenizer, "chat_template", None) is None
     ids = lambda text: tuple(tokenizer(text, add_special_tokens=False).input_ids)
-    before, after = map(ids, around)
+    before, after = map(ids, ("", "\n") if plain else around_mark(tokenizer, chat, enable_thinking=False))
     return Reread(ids(_REPEAT), ids(_REPEAT_NEXT), after, len(before))
 
 
