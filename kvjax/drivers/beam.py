@@ -193,7 +193,7 @@ def _collect(
 def _close(pool: _Pool, running: _Running, step: Int[Array, ""], rules: _Rules) -> _Pool:
     """Closes the sequences whose pool is not to change any more."""
     worst = pool.scores[:, -1]
-    may_improve = running.scores[:, 0] / rules.hope[step + 1] > worst
+    may_improve = ~(running.scores[:, 0] / rules.hope[step + 1] <= worst)  # what is no number stays open
     full = worst != -jnp.inf
     return dataclasses.replace(pool, open=pool.open & may_improve & ~(full & rules.greedy))
 
@@ -226,13 +226,6 @@ def generate_beams_from(
     return _search(model, params, logits, state, rules, most=max_new_tokens, **search)
 
 
-def _read(model: Any, params: PyTree[Any], running: _Running, step: Int[Array, ""]) -> tuple[Array, _Running]:
-    """Logits after every beam's last token, and the beams with that token in their caches."""
-    last = lax.dynamic_index_in_dim(running.tokens, step - 1, axis=2, keepdims=False)
-    logits, state = decode(model, params, last.reshape(-1), running.state)
-    return logits, dataclasses.replace(running, state=state)
-
-
 @functools.partial(jax.jit, static_argnames=("model", "num_beams", "most", "ends", "pad_id", "num_returned"))
 def _search(
     model: Any,
@@ -247,67 +240,32 @@ def _search(
     pad_id: int,
     num_returned: int,
 ) -> Beams:
-    """The search, in a program for hypotheses of at most `most` tokens."""
-    B = logits.shape[0]
+    """The search, in a program for hypotheses of at most `most` tokens. Its loop ends with the last open sequence."""
+    W, R, B = num_beams, num_returned, logits.shape[0]
+    eos = jnp.asarray(ends, jnp.int32)
+    first = jnp.zeros((B, R), jnp.int32)
     prompt = _Running(jnp.full((B, 1, most), pad_id, jnp.int32), jnp.zeros((B, 1), jnp.float32), state)
-    if ends:
-        return _search_for_ends(model, params, logits, prompt, rules, num_beams, ends, num_returned)
-    return _search_to_length(model, params, logits, prompt, rules, num_beams, num_returned)
-
-
-def _search_to_length(
-    model: Any, params: Any, logits: Array, prompt: _Running, rules: _Rules, num_beams: int, num_returned: int
-) -> Beams:
-    """The search without end tokens: nothing ends before the last step, when the running beams are the result."""
-    W, R = num_beams, num_returned
-    B = len(prompt.tokens)
-
-    def extend(step, logits, running):
-        found = _candidates(logits, running.scores, W, 0)
-        return _run_on(running, found, jnp.zeros(found.tokens.shape, bool), step, W)
-
-    def body(step, running):
-        return extend(step, *_read(model, params, running, step))
-
-    running = lax.fori_loop(jnp.int32(1), rules.longest, body, extend(jnp.int32(0), logits, prompt))
-    best = jnp.broadcast_to(jnp.arange(R, dtype=jnp.int32)[None], (B, R))
-    state = running.state[_rows(best, W)]
-    lengths, scores = jnp.broadcast_to(rules.longest, (B, R)), running.scores[:, :R] / rules.penalty[rules.longest]
-    return Beams(running.tokens[:, :R], lengths, scores, state)
-
-
-def _search_for_ends(
-    model: Any,
-    params: Any,
-    logits: Array,
-    prompt: _Running,
-    rules: _Rules,
-    num_beams: int,
-    eos_ids: tuple[int, ...],
-    num_returned: int,
-) -> Beams:
-    """The search with end tokens. The loop ends with the last sequence that is open."""
-    W, R, B = num_beams, num_returned, len(prompt.tokens)
-    eos = jnp.asarray(eos_ids, jnp.int32)[None, None]
+    pool = _Pool(
+        jnp.full((B, W), -jnp.inf, jnp.float32),
+        jnp.repeat(prompt.tokens, R, axis=1),
+        first,
+        state[_rows(first, 1)],
+        jnp.ones((B,), bool),
+    )
 
     def extend(step, logits, running, pool):
-        found = _candidates(logits, running.scores, W, len(eos_ids))
-        ends = (found.tokens[:, :, None] == eos).any(-1)
-        pool = _collect(pool, running, found, ends | (step + 1 == rules.longest), step, rules)
-        running = _run_on(running, found, ends, step, W)
+        found = _candidates(logits, running.scores, W, len(ends))
+        ended = jnp.isin(found.tokens, eos)
+        pool = _collect(pool, running, found, ended | (step + 1 == rules.longest), step, rules)
+        running = _run_on(running, found, ended, step, W)
         return step + 1, running, _close(pool, running, step, rules)
 
     def body(carry):
         step, running, pool = carry
-        return extend(step, *_read(model, params, running, step), pool)
+        last = lax.dynamic_index_in_dim(running.tokens, step - 1, axis=2, keepdims=False)
+        logits, state = decode(model, params, last.reshape(-1), running.state)
+        return extend(step, logits, dataclasses.replace(running, state=state), pool)
 
-    pool = _Pool(
-        jnp.full((B, W), -jnp.inf, jnp.float32),
-        jnp.repeat(prompt.tokens, R, axis=1),
-        jnp.zeros((B, R), jnp.int32),
-        prompt.state[_rows(jnp.zeros((B, R), jnp.int32), 1)],
-        jnp.ones((B,), bool),
-    )
     carry = extend(jnp.int32(0), logits, prompt, pool)
     _, _, pool = lax.while_loop(lambda c: (c[0] < rules.longest) & c[2].open.any(), body, carry)
     return Beams(pool.tokens, pool.lengths, pool.scores[:, :R], pool.state)
@@ -337,8 +295,8 @@ def generate_beams(
     """Reads prompts, evicts, and searches for the most likely continuations.
 
     A prompt is read and evicted once, and its cache then copied for every beam; each decode step gathers the caches of
-    the beams that run on. While decoding, B * W caches are held, twice during the gather, and with `eos_ids` those of
-    the B * R best hypotheses that have ended.
+    the beams that run on. While decoding, B * W caches are held, twice during the gather, and those of the B * R best
+    hypotheses that have ended.
 
     All beams of a sequence keep the sequence's PRNG key. So a policy that draws at random evicts as a function of the
     key and of a hypothesis's own text, whatever slots and siblings it had on its way: its cache and its score are those
