@@ -21,7 +21,7 @@ SAMPLERS = [
 ]
 REFUSED = [
     ({"do_sample": 1}, "do_sample=1 must be True or False"),
-    (DRAWN | {"temperature": 0}, "temperature=0.*must be positive and finite"),
+    (DRAWN | {"temperature": 0}, "temperature=0.*must be a positive number"),
     (DRAWN | {"top_p": "0.9"}, "top_p='0.9'.*a probability mass"),
     (DRAWN | {"top_k": -1}, "top_k=-1.*at least 1"),
     ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be a positive number"),

@@ -6,7 +6,6 @@ Filters do what the logits processors of their names do in transformers, which a
 Letters: B batch, T tokens, V vocabulary.
 """
 
-import math
 import numbers
 from typing import ClassVar
 
@@ -15,28 +14,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.contract import Value
+from kvjax.contract.checks import positive, whole
 
 _Logits = Float[Array, "B V"]
 _Seen = Bool[Array, "B V"] | None
 
 
-def _check(name: str, x: float, low: float, high: float, why: str) -> None:
-    """Refuses what is no number above `low` and up to `high`."""
-    if isinstance(x, bool) or not isinstance(x, numbers.Real) or not low < x <= high or math.isinf(x):
-        raise ValueError(f"{name}={x!r}: {why}")
-
-
-def _check_top_k(name: str, k: int) -> None:
-    if isinstance(k, bool) or not isinstance(k, numbers.Integral) or k < 1:
-        raise ValueError(f"{name}={k!r}: must be a whole number of at least 1; leave it out to keep all tokens")
-
-
-def _check_top_p(name: str, p: float) -> None:
-    _check(name, p, 0.0, 1.0, "a probability mass is above 0 and at most 1")
-
-
-def _check_min_p(name: str, p: float) -> None:
-    _check(name, p, -1e-30, 1.0, "a share of the largest probability is from 0 to 1")
+def _check_share(name: str, p: float) -> None:
+    if isinstance(p, bool) or not isinstance(p, numbers.Real) or not 0 < p <= 1:
+        raise ValueError(
+            f"{name}={p!r} must be a probability mass above 0 and at most 1; leave it out to keep all tokens"
+        )
 
 
 class Filter(Value):
@@ -72,11 +60,9 @@ class Chain(Filter):
 
     @property
     def reads_seen(self) -> bool:
-        """Whether a member does."""
         return any(f.reads_seen for f in self.filters)
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
-        """The logits after all filters."""
         for f in self.filters:
             logits = f(logits, seen)
         return logits
@@ -106,19 +92,13 @@ class RepetitionPenalty(Filter):
     penalty: float
 
     def __post_init__(self):
-        _check("penalty", self.penalty, 0.0, math.inf, "must be positive and finite; 1 is no penalty")
+        positive("repetition_penalty", self.penalty)
 
     @property
     def reads_seen(self) -> bool:
-        """True."""
         return True
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
-        """The logits with those of seen tokens lowered.
-
-        Raises:
-          ValueError: no `seen`.
-        """
         if seen is None:
             raise ValueError(f'{self} needs seen=, a boolean "B V": the tokens that each sequence has read')
         logits = logits.astype(jnp.float32)
@@ -135,10 +115,9 @@ class Temperature(Filter):
     temperature: float
 
     def __post_init__(self):
-        _check("temperature", self.temperature, 0.0, math.inf, "must be positive and finite; use Greedy() for 0")
+        positive("temperature", self.temperature)
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
-        """The logits divided."""
         return logits.astype(jnp.float32) / self.temperature
 
 
@@ -152,10 +131,9 @@ class TopK(Filter):
     k: int
 
     def __post_init__(self):
-        _check_top_k("k", self.k)
+        whole("top_k", self.k)
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
-        """The logits, -inf for all but the k largest."""
         logits = logits.astype(jnp.float32)
         if self.k >= logits.shape[-1]:
             return logits
@@ -173,10 +151,9 @@ class TopP(Filter):
     p: float
 
     def __post_init__(self):
-        _check_top_p("p", self.p)
+        _check_share("top_p", self.p)
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
-        """The logits, -inf for tokens outside the set."""
         logits = logits.astype(jnp.float32)
         if self.p == 1:
             return logits
@@ -197,32 +174,44 @@ class MinP(Filter):
     p: float
 
     def __post_init__(self):
-        _check_min_p("p", self.p)
+        _check_share("min_p", self.p)
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
-        """The logits, -inf for less likely tokens."""
         p = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
         return jnp.where(p < self.p * p.max(-1, keepdims=True), -jnp.inf, logits.astype(jnp.float32))
 
 
 class Sampler(Value):
-    """Draws one token for every sequence. A subclass declares its fields and `__call__`.
+    """Draws one token for every sequence. A subclass declares its fields, and `filter` or `__call__`.
 
     Attributes:
-      reads_seen: whether it is called with `seen`; only then is such a record kept.
       draws: whether its tokens depend on the keys; then a request without a key is refused.
+      filter: what is done to the logits before; nothing by default.
+      reads_seen: whether it is called with `seen`; only then is such a record kept.
     """
 
     draws: ClassVar[bool] = True
 
     @property
+    def filter(self) -> Filter:
+        """No filter."""
+        return Chain()
+
+    @property
     def reads_seen(self) -> bool:
-        """False."""
-        return False
+        """Whether the filter does."""
+        return self.filter.reads_seen
 
     def __call__(self, logits: _Logits, keys: Key[Array, "B"], seen: _Seen = None) -> Int[Array, "B"]:
-        """One token id a sequence; `keys` are consumed, and `seen` is as in `Filter`."""
-        raise NotImplementedError(f"{type(self).__name__} has no __call__")
+        """One token id a sequence, by default a draw from the softmax of the filtered logits.
+
+        Args:
+          logits: those of the next token.
+          keys: one a sequence; they are consumed.
+          seen: as in `Filter`.
+        """
+        logits = self.filter(logits, seen).astype(jnp.float32)
+        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
 class Greedy(Sampler):
@@ -235,13 +224,7 @@ class Greedy(Sampler):
     draws: ClassVar[bool] = False
     filter: Filter = Chain()
 
-    @property
-    def reads_seen(self) -> bool:
-        """Whether the filter does."""
-        return self.filter.reads_seen
-
     def __call__(self, logits: _Logits, keys: Key[Array, "B"], seen: _Seen = None) -> Int[Array, "B"]:
-        """The largest of the filtered logits."""
         return jnp.argmax(self.filter(logits, seen), axis=-1).astype(jnp.int32)
 
 
@@ -253,16 +236,6 @@ class Categorical(Sampler):
     """
 
     filter: Filter = Chain()
-
-    @property
-    def reads_seen(self) -> bool:
-        """Whether the filter does."""
-        return self.filter.reads_seen
-
-    def __call__(self, logits: _Logits, keys: Key[Array, "B"], seen: _Seen = None) -> Int[Array, "B"]:
-        """A draw from the softmax of the filtered logits."""
-        logits = self.filter(logits, seen).astype(jnp.float32)
-        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
 class Sample(Sampler):
@@ -283,11 +256,7 @@ class Sample(Sampler):
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        _check_min_p("min_p", self.min_p)
-        _check_top_p("top_p", self.top_p)
-        if self.top_k is not None:
-            _check_top_k("top_k", self.top_k)
-        RepetitionPenalty(self.repetition_penalty), self.filter  # refuse nonsense
+        self.filter  # noqa: B018, it refuses nonsense
 
     @property
     def filter(self) -> Filter:
@@ -299,15 +268,6 @@ class Sample(Sampler):
             *([] if self.top_p == 1 else [TopP(self.top_p)]),
             *([] if self.min_p == 0 else [MinP(self.min_p)]),
         )
-
-    @property
-    def reads_seen(self) -> bool:
-        """Whether there is a penalty."""
-        return self.repetition_penalty != 1
-
-    def __call__(self, logits: _Logits, keys: Key[Array, "B"], seen: _Seen = None) -> Int[Array, "B"]:
-        """A draw from the softmax of the filtered logits."""
-        return Categorical(self.filter)(logits, keys, seen)
 
 
 def seen_tokens(tokens: Int[Array, "B T"], lengths: Int[Array, "B"], vocab_size: int) -> Bool[Array, "B V"]:
