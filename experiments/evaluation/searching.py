@@ -118,4 +118,4 @@ def check_beams(model: Any, num_beams: int, lengths: Sequence[int]) -> None:
       ValueError: more beams than first tokens.
     """
     for n in lengths:
-        checked_search(model, num_beams, n, None, 0, False, 1)
+        checked_search(model, num_beams, n, None)

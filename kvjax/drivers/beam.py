@@ -219,9 +219,9 @@ def generate_beams_from(
     """
     check_state(model, state)
     check_logits(model, state, logits)
-    search = checked_search(model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences)
+    rules = length_penalty, early_stopping
+    search = checked_search(model, num_beams, max_new_tokens, eos_ids, pad_id, *rules, num_return_sequences)
     check_room(state, max_new_tokens - 1)
-    _check_penalty(length_penalty, max_new_tokens)
     rules = _rules(num_beams, max_new_tokens, length_penalty, early_stopping, max_new_tokens)
     return _search(model, params, logits, state, rules, most=max_new_tokens, **search)
 
@@ -326,11 +326,9 @@ def generate_beams(
         beams, a penalty out of range; always before anything runs.
     """
     check_model(model, params)
-    search = checked_search(
-        model, num_beams, max_new_tokens, eos_ids, pad_id, early_stopping, num_return_sequences, policy
-    )
+    rules = length_penalty, early_stopping
+    search = checked_search(model, num_beams, max_new_tokens, eos_ids, pad_id, *rules, num_return_sequences, policy)
     prompts = check_prompts(model, tokens, lengths, attention_mask)
-    _check_penalty(length_penalty, max_new_tokens)
     if mesh is not None:
         params = on_mesh(model, params, mesh, len(prompts.tokens))
     how = {"key": key, "plan": plan, "policy_params": policy_params, "mesh": mesh, "buckets": buckets}
@@ -346,9 +344,10 @@ def checked_search(
     num_beams: int,
     max_new_tokens: int,
     eos_ids: int | Sequence[int] | None,
-    pad_id: int,
-    early_stopping: bool | str,
-    num_return_sequences: int,
+    pad_id: int = 0,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+    num_return_sequences: int = 1,
     policy: Policy = Policy(),
 ) -> dict[str, Any]:
     """The static options of `_search`, or a ValueError that says what of a search makes no sense."""
@@ -364,17 +363,13 @@ def checked_search(
         )
     if not isinstance(early_stopping, bool) and early_stopping != "never":
         raise ValueError(f"early_stopping={early_stopping!r} is not one of (False, True, 'never')")
-    return {"num_beams": num_beams, "ends": eos, "pad_id": int(pad_id), "num_returned": num_return_sequences}
-
-
-def _check_penalty(length_penalty: float, max_new_tokens: int) -> None:
-    """Refuses a penalty that is no number, or leads beyond float32."""
     number = isinstance(length_penalty, int | float | np.number) and math.isfinite(length_penalty)
     if not number or abs(length_penalty) * math.log(max_new_tokens) > 80:
         raise ValueError(
             f"length_penalty={length_penalty!r}: {max_new_tokens} tokens to that power are no number of float32; "
             "choose a penalty nearer to 0"
         )
+    return {"num_beams": num_beams, "ends": eos, "pad_id": int(pad_id), "num_returned": num_return_sequences}
 
 
 def _rules(num_beams: int, max_new_tokens: int, length_penalty: float, early_stopping: bool | str, most: int) -> _Rules:

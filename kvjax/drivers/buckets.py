@@ -31,20 +31,10 @@ def plan_request(
     plan: Plan | None = None,
     buckets: bool = False,
 ) -> tuple[Plan, tuple[Any, ...]]:
-    """The sizes that a request is compiled for, and the policy's numbers for it.
+    """The sizes that a request is compiled for, those of `plan` if there is one, and the policy's numbers for it.
 
-    Args:
-      config: the model's sizes.
-      policy: the policy.
-      lengths: tokens of each prompt.
-      width: columns of the prompts.
-      max_new_tokens: tokens that may follow.
-      plan: sizes to use, those of a larger request or budget.
-      buckets: whether width and new tokens are rounded up (`bucket`). What is kept is the same; a cache that grows with
-        either has more slots. A policy that cannot work with the rounded sizes gets the exact ones.
-
-    Raises:
-      ValueError: a plan that is too small, and sizes that the policy cannot work with.
+    With `buckets`, width and new tokens are rounded up. What is kept is the same; a cache that grows with either has
+    more slots. A policy that cannot work with the rounded sizes gets the exact ones.
     """
     if plan is not None:
         check_is("plan", plan, Plan, "kvjax.make_plan")

@@ -161,16 +161,7 @@ def check_logits(model: Any, state: State, logits: Any) -> None:
 
 
 def check_block(plan: Plan, block: int | None, width: int) -> int | None:
-    """The tokens of a block, None where a prompt of so many columns is read at once.
-
-    Args:
-      plan: for the prompt.
-      block: what was asked for.
-      width: columns of the prompt.
-
-    Raises:
-      ValueError: no size of a block, or one in which the plan's policy cannot read its prompts (`Layout.prompt`).
-    """
+    """The tokens of a block, None where a prompt of so many columns is read at once, as the policies allow it."""
     block = None if block is None else min(whole("block", block), width)
     for policy in plan.layers:
         again = any(isinstance(o, Reread) for o in policy.observe("replay"))

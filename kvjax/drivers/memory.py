@@ -148,15 +148,7 @@ def read_shapes(
     lengths: Int[np.ndarray, "B"],
     block: int | None = None,
 ) -> tuple[State, tuple[Storage, ...], tuple[Any, ...]]:
-    """Shapes: the state after prompts, the layers with all rows of the last pass, and what was observed of each.
-
-    Args:
-      config: the model's sizes.
-      policy: the policy.
-      plan, hparams: what `planned` gives for these prompts.
-      lengths: tokens of each.
-      block: tokens of a block, None for prompts that are read at once.
-    """
+    """Shapes: the state after prompts, the layers with all rows of the last pass, and what was observed of each."""
     width, steps = plan.infos[0].prompt_len, plan.infos[0].max_new_tokens
     B, T, H, D = len(lengths), block or width, config.head_dim, getattr(config, "embed_dim", 0)
     N, K = config.num_query_heads, config.num_kv_heads

@@ -55,15 +55,7 @@ def reread(
 ) -> State:
     """The state after its policy's update, which also sees what attention tokens get while the prompt is repeated.
 
-    Args:
-      model, params: the model.
-      tokens, lengths: the prompts, padded on the left, and their own lengths.
-      state: the state that holds the whole prompts.
-      stats: what was observed while they were read.
-      hows: how they are repeated.
-
-    Raises:
-      ValueError: a policy that keeps more tokens than it asked slots for, scores that are not numbers.
+    `state` holds the whole prompts, and `stats` is what was observed while they were read.
     """
     T, plan, (outer, each) = tokens.shape[1], state.plan, model.parts(params)
     for how in hows:

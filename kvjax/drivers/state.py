@@ -116,13 +116,7 @@ class State:
         return sum(kv.nbytes for kv in self.layers)
 
     def context(self, layer: int, phase: Phase, tokens: Any = None) -> Context:
-        """What a policy is told of a moment in a layer.
-
-        Args:
-          layer: its number.
-          phase: what is being read.
-          tokens: the ids that are read.
-        """
+        """What a policy is told of a moment in a layer, while these token ids are read."""
         info, policy = self.plan.infos[layer], self.plan.layers[layer]
         slots = info.prompt_len + 1 if policy.layout.pool else self.plan.capacities[layer]
         return Context(
@@ -172,20 +166,9 @@ def empty_state(
     slots: bool = False,
     policy_params: Any = None,
 ) -> State:
-    """A state that has read nothing.
+    """A state that has read nothing, by the plan and the `hparams` that `planned` gives for these prompts.
 
-    Args:
-      config: the model's sizes.
-      policy: the policy.
-      plan, hparams: what `planned` gives for these prompts.
-      lengths: tokens of each prompt.
-      max_new_tokens: tokens that may follow it.
-      keys: one PRNG key a sequence.
-      slots: whether layers have their planned slots already, as between blocks of a prompt.
-      policy_params: the policy's learned parameters, if it has any.
-
-    Raises:
-      ValueError: learned parameters that are missing, or are not one tree a layer.
+    With `slots`, layers have their planned slots already, as between blocks of a prompt.
     """
     if policy_params is None:
         kinds = {p: policy.at(i, len(plan.layers)) for i, p in enumerate(plan.layers)}

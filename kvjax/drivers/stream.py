@@ -247,25 +247,17 @@ def endless(state: State) -> State:
 
 
 def endless_plan(config: Any, policy: Policy, prompts: Prompts) -> Plan:
-    """The sizes for prompts behind which tokens come without end.
+    """The sizes for prompts behind which tokens come without end, under a policy that does not grow with them.
 
-    Raises:
-      ValueError: a policy whose cache grows while decoding, or whose data do (FastGen's, a number a position).
+    Neither may its slots grow, nor its data, as FastGen's number a position does.
     """
-    width = prompts.tokens.shape[1]
-    (few, data), (many, more) = (
-        planned(policy, infos_of(config, policy, width, n), prompts.lengths) for n in (HORIZON, 2 * HORIZON)
-    )
-    for layer, (n, twice) in enumerate(zip(few.capacities, many.capacities, strict=True)):
-        if n != twice:
-            raise ValueError(
-                f"{policy} keeps what comes after the prompt: layer {layer} needs {n:,} slots for {HORIZON:,} tokens "
-                f"and {twice:,} for twice as many; without an end, use a policy that evicts while decoding, such as "
-                "kvjax.methods.h2o(512), or give a number of tokens"
-            )
-    if jax.tree.map(jnp.shape, data) != jax.tree.map(jnp.shape, more):
+    run = lambda n: planned(policy, infos_of(config, policy, prompts.tokens.shape[1], n), prompts.lengths)
+    few, many = run(HORIZON), run(2 * HORIZON)
+    held = lambda plan, data: plan.num_slots + sum(np.size(x) for x in jax.tree.leaves(data))
+    if held(*few) != held(*many):
         raise ValueError(
-            f"{policy} has tables with an entry for every position, which end; without an end, use another policy, "
-            "such as kvjax.methods.h2o(512), or give a number of tokens"
+            f"{policy} keeps what comes after the prompt, {held(*few):,} slots and numbers for {HORIZON:,} tokens and "
+            f"{held(*many):,} for twice as many; without an end, use a policy that evicts while decoding, such as "
+            "kvjax.methods.h2o(512), or give a number of tokens"
         )
-    return few
+    return few[0]
