@@ -121,7 +121,7 @@ def test_pieces_are_the_text(name):
     pieces = text.TextPieces(tokenizer)
     found = [pieces.push(i) for i in ids]
     assert not any(piece.endswith("\N{REPLACEMENT CHARACTER}") for piece in found)
-    found.append(pieces.finish())
+    found.append(pieces.push(None, last=True))
     assert "".join(found) == pieces.text == tokenizer.decode(ids, skip_special_tokens=True)
     assert sum(map(bool, found)) > len(ids) // 5
 
@@ -138,7 +138,7 @@ def test_a_stop_string_ends_the_text_wherever_it_is_cut(stop):
             pieces.push(token)
             held = max(m for m in range(n + 1) if any(s[:-1].startswith(whole[n - m : n]) for s in stop))
             assert pieces.text == (whole[: n - held] if end is None or n < end else whole[:kept])
-        pieces.finish()
+        pieces.push(None, last=True)
         assert (pieces.text, pieces.stopped) == ((whole, False) if end is None else (whole[:kept], True))
 
 

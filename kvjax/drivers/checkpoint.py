@@ -95,17 +95,15 @@ def read_state(path: _Path, model: Any, params: PyTree[Any], policy: Policy) -> 
     plan, hparams = planned(policy, infos_of(config, policy, *words["sizes"]), lengths)
     plan = dataclasses.replace(plan, capacities=tuple(words["capacities"]))
     leaves, tree = jax.tree.flatten(read_shapes(config, policy, plan, hparams, lengths)[0])
-    found = [arrays.get(f"{i:05}") for i in range(len(leaves))]
-    wanted = [jax.eval_shape(_plain, x) for x in leaves]
-    here, there = ([None if x is None else (x.shape, x.dtype) for x in each] for each in (wanted, found))
-    if here != there or len(arrays) != len(leaves):
-        wrong = next((i for i, (x, y) in enumerate(zip(here, there, strict=True)) if x != y), len(leaves))
+    wanted = {f"{i:05}": jax.eval_shape(_plain, x) for i, x in enumerate(leaves)}
+    here, there = ({(name, x.shape, x.dtype) for name, x in each.items()} for each in (wanted, arrays))
+    if here != there:
         raise ValueError(
-            f"{path} holds the state of another model or version: of its {len(arrays)} arrays, number {wrong} does not "
-            f"fit the {len(leaves)} of this model; give the model that read the prompt"
+            f"{path} holds the state of another model or version: of its {len(there)} arrays, {len(there - here)} do "
+            f"not fit the {len(here)} of this model; give the model that read the prompt"
         )
-    wrap = lambda x, like: jax.random.wrap_key_data(x) if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else x
-    return tree.unflatten(map(wrap, found, leaves)), words["notes"]
+    wrap = lambda name, like: jax.random.wrap_key_data(arrays[name]) if _is_key(like) else arrays[name]
+    return tree.unflatten(map(wrap, wanted, leaves)), words["notes"]
 
 
 def described(x: Any) -> str:
@@ -181,8 +179,12 @@ def _as_path(path: Any) -> pathlib.Path:
     return pathlib.Path(path)
 
 
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def _plain(x: Any) -> Any:
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.asarray(x)
+    return jax.random.key_data(x) if _is_key(x) else jnp.asarray(x)
 
 
 def _digest(*parts: Any) -> str:

@@ -94,6 +94,13 @@ def check_layers_scored(state: Any) -> None:
         check_scored(policy, i, kv)
 
 
+def check_lost(state: Any, lost: list[Bool[Array, "B"]]) -> None:
+    """Refuses a known state of which `decided` says that sequences lost live tokens, or kept some by no choice."""
+    if bool(jnp.stack(lost).any()):
+        check_layers_scored(state)
+        raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
+
+
 def applied(policy: Policy, state: Any, stats: Any) -> Any:
     """What `State.applied` returns: a whole prompt is compacted, too."""
     after, prompt = under(policy, state, stats), not state.ready
@@ -102,9 +109,8 @@ def applied(policy: Policy, state: Any, stats: Any) -> Any:
     steady = prompt or (known and all(np.array_equal(*x) for x in each))
     after = stored_under(after) if prompt and after.plan.layers != state.plan.layers else after
     after, lost = decided(after, stats, grow=prompt, steady=steady)
-    if not isinstance(lost[0], jax.core.Tracer) and bool(jnp.stack(lost).any()):
-        check_layers_scored(after)
-        raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
+    if not isinstance(lost[0], jax.core.Tracer):
+        check_lost(after, lost)
     return own_arrays(after)
 
 

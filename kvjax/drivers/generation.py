@@ -226,13 +226,12 @@ def score(
     check_logits(model, state, logits)
     at, given, reads = given_tokens(model, tokens, state, lengths)
     found, after = decoded(model, params, at, given, None, chunk=len(given[0]))
-    T = len(given[0])
+    T, B = given[0].shape
     first = jnp.zeros_like(at.token) if reads is None else reads.argmax(0)
     every = jnp.concatenate([at.token[None], given[0][:-1]])
-    begun = log_prob(logits, jnp.take_along_axis(every, first[None], axis=0)[0])
-    column = jnp.arange(T)[:, None]
+    begun = log_prob(logits, every[first, jnp.arange(B)])
     later = jnp.concatenate([jnp.zeros_like(begun)[None], found.log_probs[:-1]])
-    return jnp.where(column < first[None], 0.0, jnp.where(column == first[None], begun[None], later)).T, after.state
+    return jnp.where(jnp.arange(T)[:, None] == first, begun, later).T, after.state
 
 
 def given_tokens(

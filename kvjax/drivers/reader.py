@@ -135,11 +135,9 @@ def read(
     Memory is that of the plan and one chunk: nothing is kept of what was read but the cache. The first tokens are read
     at once, as a prompt, by the call itself; the others one decode step each, `chunk` of them in one compiled call.
 
-    Positions count up to 2^30 - 1 tokens a sequence. Before that, rotary embeddings at original positions lose
-    precision: a pair of channels that turns by an angle w a token is off by about 6e-8 * w * position, 0.06 for the
-    fastest at a million tokens. Keys that stand at their rank in the cache (`Layout("rank")`) have none of this; those
-    of `kvjax.methods.streaming_llm`, which are "shifted", have. Sums of attention are float32: what is added to a sum
-    is lost where it is less than 6e-8 of it.
+    Positions count up to 2^30 - 1 tokens a sequence. Before that, rotary embeddings at original and at "shifted"
+    positions lose precision, by an angle of 0.06 at a million tokens; keys at their rank in the cache
+    (`Layout("rank")`) do not. Sums of attention are float32: what is less than 6e-8 of a sum is lost in it.
 
     Args:
       model, params: the model.

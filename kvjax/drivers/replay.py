@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.contract import EMPTY, unique
 from kvjax.drivers.attend import embed, layer_step
 from kvjax.drivers.checks import check_ids
-from kvjax.drivers.decide import check_layers_scored, decided
+from kvjax.drivers.decide import check_lost, decided
 from kvjax.drivers.state import AttnStats, State
 from kvjax.observe import Reread
 from kvjax.pallas_kernels.columns import accumulator
@@ -71,9 +71,7 @@ def reread(
                 found[i] = found[i] if new is None else jnp.maximum(found[i], new)
         stats = _with(stats, how, found)
     state, lost = decided(state, stats)
-    if bool(jnp.stack(lost).any()):
-        check_layers_scored(state)
-        raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
+    check_lost(state, lost)
     return state
 
 

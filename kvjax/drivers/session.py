@@ -19,7 +19,7 @@ from kvjax.contract import Policy
 from kvjax.contract.checks import whole
 from kvjax.drivers.buckets import bucket
 from kvjax.drivers.checkpoint import described, read_state, write_state
-from kvjax.drivers.checks import check_is, check_model, check_prompts, check_request
+from kvjax.drivers.checks import check_model, check_prompts, check_request
 from kvjax.drivers.dialogue import Dialogue
 from kvjax.drivers.generation import given_tokens
 from kvjax.drivers.loop import decoded_in_place
@@ -89,8 +89,8 @@ class Session:
         check_tokenizer(tokenizer)
         check_model(model, params)
         self._model, self._params, self._tokenizer, self._sampler = model, params, tokenizer, sampler
-        self._policy = self._read_under = policy
-        self._policy_params, self._key = policy_params, None if key is None else checked_key(key)
+        self._policy, self._policy_params = policy, policy_params
+        self._key = None if key is None else checked_key(key)
         self._options: dict[str, Any] = {  # those that `save` writes
             "max_new_tokens": whole("max_new_tokens", max_new_tokens),
             "max_question_tokens": whole("max_question_tokens", max_question_tokens),
@@ -100,6 +100,9 @@ class Session:
             "block": None if block is None else whole("block", block),
             "buckets": buckets,
         }
+        self._planned = self._options["max_turns"] * (
+            self._options["max_question_tokens"] + self._options["max_new_tokens"]
+        )
         self._dialogues: tuple[Dialogue, ...] = ()
         self._state: Any = None
 
@@ -107,7 +110,7 @@ class Session:
         if not self._dialogues:
             return f"Session(policy={self._policy!r}, nothing read yet)"
         read = " and ".join(str(len(d.ids)) for d in self._dialogues)
-        return f"Session(policy={self._read_under!r}, {read} tokens read)"
+        return f"Session(policy={self._policy!r}, {read} tokens read)"
 
     @property
     def state(self) -> State:
@@ -119,15 +122,7 @@ class Session:
         self._opened()
         return self._state
 
-    @property
-    def planned(self) -> int:
-        """Tokens that may come behind a context."""
-        most = self._options
-        return most["max_turns"] * (most["max_question_tokens"] + most["max_new_tokens"])
-
-    def compress(
-        self, context: _Context | Sequence[_Context], policy: Policy | None = None, *, progress: bool = False
-    ) -> "Session":
+    def compress(self, context: _Context | Sequence[_Context], *, progress: bool = False) -> "Session":
         """Reads a context, or several, and evicts from them. What the session had read before is forgotten.
 
         A context that is refused leaves the session as it was.
@@ -135,7 +130,6 @@ class Session:
         Args:
           context: a text; the messages of a chat, which the tokenizer's template makes a text of; or a list of these,
             each of which gets its own answers. Where the last message is the user's, questions go on with it.
-          policy: in place of the session's, this time.
           progress: shows a bar of the layers that are compiled and read, a widget in notebooks.
 
         Returns:
@@ -146,14 +140,12 @@ class Session:
         """
         several = isinstance(context, list | tuple) and bool(context) and not is_chat(context)
         contexts: Any = context if several else [context]
-        policy = self._policy if policy is None else policy
-        check_is("policy", policy, Policy, "kvjax.methods")
         dialogues = tuple(Dialogue.opened(self._tokenizer, c) for c in contexts)
         prompts = check_prompts(self._model, *_padded([d.ids for d in dialogues]))
         how = {name: self._options[name] for name in ("block", "buckets")}
         how |= {"key": self._key, "policy_params": self._policy_params, "progress": progress}
-        _, self._state = read_prompts(self._model, self._params, prompts, policy, self.planned, **how)
-        self._dialogues, self._read_under = dialogues, policy
+        _, self._state = read_prompts(self._model, self._params, prompts, self._policy, self._planned, **how)
+        self._dialogues = dialogues
         return self
 
     def stream(self, question: str | Sequence[str], *, key: Any = None) -> Stream:
@@ -259,7 +251,7 @@ class Session:
             "key": None if self._key is None else jax.random.key_data(self._key).tolist(),
             "made_with": self._made_with(),
         }
-        write_state(path, self._state, self._read_under, notes)
+        write_state(path, self._state, self._policy, notes)
 
     @classmethod
     def load(
@@ -331,10 +323,10 @@ class Session:
         state, names = self._state, ("max_new_tokens", "max_question_tokens", "max_turns")
         new, most, turns = (self._options[name] for name in names)
         needed = int((state.length - state.prompt_length).max()) + asked + new - 1
-        if needed > self.planned:
+        if needed > self._planned:
             raise ValueError(
                 f"a question of {asked} tokens and an answer of {new} end {needed} tokens behind the context"
-                f", but there is room for {self.planned}; make the session with max_question_tokens={asked} or more, "
+                f", but there is room for {self._planned}; make the session with max_question_tokens={asked} or more, "
                 f"and as many max_turns as are kept (now {most} and {turns})"
             )
 

@@ -157,11 +157,8 @@ class Stream(Iterator[Any]):
             return
         last, new = self._taken == self._most, [""] * len(ids)
         for row in np.nonzero(before)[0]:
-            pieces = self._pieces[row]
-            if not ended[row] and ids[row] != NO_TOKEN:
-                new[row] = pieces.push(int(ids[row]), last=last)
-            elif last or ended[row]:
-                new[row] = pieces.finish()
+            token = None if ended[row] or ids[row] == NO_TOKEN else int(ids[row])
+            new[row] = self._pieces[row].push(token, last=last or bool(ended[row]))
         self._running &= ~np.array([pieces.stopped for pieces in self._pieces])
         if any(new):
             self._ready.append(self._one(new))

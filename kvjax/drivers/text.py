@@ -139,18 +139,11 @@ class TextPieces:
         self._done = 0  # of the ids, which are those since the last piece's: how many are in pieces
         self._held = ""
 
-    def push(self, token: int, *, last: bool = False) -> str:
-        """The piece that a token completes; whatever is held back where it is the last one."""
+    def push(self, token: int | None, *, last: bool = False) -> str:
+        """The piece that a token completes, None for one without text; whatever is held back where it is the last."""
         if self.stopped:
             return ""
-        self._ids.append(token)
-        return self._release(last)
-
-    def finish(self) -> str:
-        """What is held back, where no token comes any more."""
-        return "" if self.stopped else self._release(True)
-
-    def _release(self, last: bool) -> str:
+        self._ids += [] if token is None else [token]
         before, after = self._decode(self._ids[: self._done]), self._decode(self._ids)
         if last or not after.endswith(_INCOMPLETE):
             new = after[len(before) :]
