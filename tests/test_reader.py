@@ -61,8 +61,6 @@ def test_nothing_grows_and_nothing_is_lost(shallow):
     reader._waiting = [1]
     with pytest.raises(ValueError, match=r"are more than the 1,073,741,823 that positions count"):
         next(reader)
-    reader.close()
-    assert list(reader) == []
 
 
 FASTGEN = dataclasses.replace(methods.fastgen((1,), (2,)), budget=8)

@@ -37,7 +37,7 @@ class Reader(Iterator[np.ndarray]):
     def __init__(
         self, model: Any, params: PyTree[Any], tokens: Iterable[Any], policy: Policy, width: int, chunk: int, key: Any
     ):
-        self._model, self._params, self._chunk, self._closed, self._lent = model, params, chunk, False, False
+        self._model, self._params, self._chunk, self._lent = model, params, chunk, False
         self._tokens = iter(tokens)
         self._waiting: list[Any] = []
         self._at: Decoding | None
@@ -64,10 +64,6 @@ class Reader(Iterator[np.ndarray]):
         self._lent = True
         return self._whole()[1]
 
-    def close(self) -> None:
-        """Ends the iteration."""
-        self._closed = True
-
     def _whole(self) -> tuple[Float[Array, "B V"], State]:
         """Logits and state after the last token, which the loop reads with the next chunk."""
         if self._at is None:
@@ -86,7 +82,7 @@ class Reader(Iterator[np.ndarray]):
         return (found[:, None] if found.ndim == 1 else found).T.astype(np.int32)
 
     def __next__(self) -> Float[np.ndarray, "B n"]:
-        tokens = np.zeros((0, 0), np.int32) if self._closed else self._next(self._chunk)
+        tokens = self._next(self._chunk)
         if not tokens.size:
             raise StopIteration
         (B, n), there, read = tokens.shape, len(self._prompt), self.num_tokens - int(self._prompt[0])

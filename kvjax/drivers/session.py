@@ -181,11 +181,11 @@ class Session:
             for b, r in enumerate(rows):
                 seen[b, [*dialogues[r].ids, *asked[b]]] = True
             at = dataclasses.replace(at, seen=jnp.asarray(seen))
-        how = {"sampler": self._sampler, "ends": ends, "sleeps": True}
-        _, at = decoded_in_place(model, self._params, at, None, None, chunk=1, **how)
-        pieces = [TextPieces(self._tokenizer, self._options["stop"]) for _ in asked]
-        how = {"sampler": self._sampler, "ends": ends, "pieces": pieces, "asked": (dialogues, questions)}
-        return Stream(model, self._params, at, max_new_tokens=self._options["max_new_tokens"], **how)
+        how: dict[str, Any] = {"sampler": self._sampler, "ends": ends}
+        _, at = decoded_in_place(model, self._params, at, None, None, chunk=1, sleeps=True, **how)
+        how |= {"max_new_tokens": self._options["max_new_tokens"], "asked": (dialogues, questions)}
+        how["pieces"] = [TextPieces(self._tokenizer, self._options["stop"]) for _ in asked]
+        return Stream(model, self._params, at, **how)
 
     def ask(self, question: str | Sequence[str], *, key: Any = None, keep: bool = False) -> Any:
         """The answer to a question, or the answers to several, or those of several contexts.

@@ -42,7 +42,7 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
 class Stream(Iterator[Any]):
     """What `stream` returns: an iterator over steps that can be left, and gone on with, at any time.
 
-    After a `break`, a `close()` or Ctrl-C, its attributes say what was made so far, and agree with one another: as in
+    After a `break` or Ctrl-C, its attributes say what was made so far, and agree with one another: as in
     `kvjax.Generation`, the state has read everything but the last token. Ctrl-C takes effect between compiled calls.
 
     A stream without an end keeps none of its tokens and none of its text.
@@ -67,10 +67,10 @@ class Stream(Iterator[Any]):
         self._ends, self._endless, self._pieces, self.asked = ends, max_new_tokens is None, pieces, asked
         self._prompt = np.asarray(at.state.prompt_length)
         self._most = MOST - 1 - int(self._prompt.max()) if max_new_tokens is None else max_new_tokens
-        self._new, self._lent, self._closed = True, False, False  # whether nobody has looked at the last token
-        self._taken, self._ids = 0, list[np.ndarray]()
+        self._new, self._lent = True, False  # whether nobody has looked at the last token, and somebody holds the state
+        self._taken, self._ids = 0, []
         self._lengths, self._running = np.zeros_like(self._prompt), np.ones(len(self._prompt), bool)
-        self._ready = list[Any]()  # what the last token gave, until it is yielded
+        self._ready: list[Any] = []  # what the last token gave, until it is yielded
 
     @property
     def tokens(self) -> Int[np.ndarray, "B M"]:
@@ -108,19 +108,14 @@ class Stream(Iterator[Any]):
         self._lent = True
         return self._at.state
 
-    def close(self) -> None:
-        """Ends the iteration."""
-        self._closed = True
-
     def __next__(self) -> Int[np.ndarray, "B"] | str | list[str]:
-        while not self._closed:
+        while True:
             self._settle()
             if self._ready:
                 return self._ready.pop()
             if self._taken == self._most or not self._running.any():
-                break
+                raise StopIteration
             self._draw()
-        raise StopIteration
 
     def _check_kept(self, what: str) -> None:
         if self._endless:
