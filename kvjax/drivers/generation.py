@@ -231,7 +231,7 @@ def score(
     every = jnp.concatenate([at.token[None], given[0][:-1]])
     begun = log_prob(logits, every[first, jnp.arange(B)])
     later = jnp.concatenate([jnp.zeros_like(begun)[None], found.log_probs[:-1]])
-    return jnp.where(jnp.arange(T)[:, None] == first, begun, later).T, after.state
+    return jnp.where(jnp.arange(T)[:, None] == first[None], begun[None], later).T, after.state
 
 
 def given_tokens(
