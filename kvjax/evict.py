@@ -45,8 +45,10 @@ from kvjax.contract import (
     updated_parts,
 )
 from kvjax.decide.select import TopK
+from kvjax.pallas_kernels.pytree import described
 
 LARGE = 1e38  # what infinite scores become
+_WRITTEN = "k", "v", "log_weight"  # what a decision may give beside the slots that stay
 
 
 class Evict(Policy):
@@ -68,9 +70,9 @@ class Evict(Policy):
       layout: how the layer is stored.
 
     Raises:
-      ValueError: a budget of nothing, a negative count, a share outside [0, 1], a score that is no `Score`; a schedule
-        that evicts before rows are read with parts that observe what rows read, or while decoding by a score that
-        observes prompts alone.
+      ValueError: a budget of nothing, a negative count, a share outside [0, 1], a field that is not of its kind; a
+        schedule that evicts before rows are read with parts that observe what rows read, or while decoding by a score
+        that observes prompts alone.
     """
 
     score: Score
@@ -86,10 +88,30 @@ class Evict(Policy):
     layout: Layout = Layout()
 
     def __post_init__(self):
-        if not isinstance(self.score, Part):
-            raise ValueError(
-                f"score={self.score!r} is no Score; subclass it, or make a policy of a function by from_fn"
-            )
+        kinds = {
+            "score": Score,
+            "select": Select,
+            "heads": Heads,
+            "rewrite": Rewrite,
+            "when": Schedule,
+            "layout": Layout,
+        }
+        for name, x in ((f.name, getattr(self, f.name)) for f in dataclasses.fields(Evict)):
+            if isinstance(x, type):
+                raise ValueError(f"{name}={x.__name__} is a class; give a value of it, {x.__name__}(...)")
+            kind = kinds.get(name, object)
+            if not isinstance(x, kind) and not (x is None and name in ("heads", "rewrite")):
+                do = f"subclass it{', or make a policy of a function by from_fn' if name == 'score' else ''}"
+                do = do if issubclass(kind, Part) else f"give {kind.__name__}(...)"
+                raise ValueError(f"{name}={x!r} is no {kind.__name__}; {do}")
+        if not callable(self.layers):
+            raise ValueError(f"layers={self.layers!r} is no function; give one such as kvjax.budgets.Even()")
+        for part in (self.select, self.rewrite):
+            own = () if part is None else part.writes
+            if not isinstance(own, tuple) or {*own} - {*_WRITTEN}:
+                raise ValueError(
+                    f"{type(part).__name__}.writes={own!r} is no tuple of some of {_WRITTEN}; give one, such as ('v',)"
+                )
         for n in (self.budget, self.sinks, self.recent):
             if not callable(n):
                 resolve(n, np.ones(1, np.int64))
@@ -215,12 +237,10 @@ class Evict(Policy):
         protected = kv.live & ((kv.pos < first) | (kv.pos >= last) | newest)
         candidates, params = kv.live & ~protected, ctx.params
         slots = Slots(kv, stats, ctx, candidates, protected, kv.memory, hparams, params, at_most_one)
-        score = self.score(slots.of("score")).astype(jnp.float32)
-        if score.shape != kv.pos.shape:
-            raise ValueError(
-                f"{type(self.score).__name__} gives scores of shape {score.shape}, but the layer has slots of shape "
-                f'{kv.pos.shape}; give one a slot, "B K S"'
-            )
+        score = self.score(slots.of("score"))
+        if getattr(score, "shape", None) != kv.pos.shape:
+            raise _misshapen(self.score, "scores", score, kv, 'one a slot, "B K S"')
+        score = score.astype(jnp.float32)
         unscored = ~(slots.candidates & ~jnp.isnan(score)).any(-1)
         score = jnp.nan_to_num(score, nan=-LARGE, posinf=LARGE, neginf=-LARGE)
         if ctx.window is not None:  # tokens outside the window are evicted first
@@ -258,16 +278,30 @@ class Evict(Policy):
             least = jnp.minimum(slots.protected.sum(-1), budgets)
             budgets = jnp.maximum(jnp.minimum(budgets, kv.num_live - drop), least)
         keep = self.select(score, budgets, slots.of("select"))
+        gates = "log_weight" in self.select.writes and jnp.issubdtype(getattr(keep, "dtype", bool), jnp.floating)
+        if getattr(keep, "shape", None) != kv.pos.shape or not (gates or keep.dtype == bool):
+            need = 'bool of shape (B, K, S), or numbers from 0 to 1 and "log_weight" in `writes`'
+            raise _misshapen(self.select, "masks", keep, kv, need)
         whole, some, weight = keep, keep, None
         if keep.dtype != bool:  # gates: how much of each slot stays
             whole, some, weight = keep >= 1, keep > 0, jnp.log(jnp.maximum(keep, jnp.finfo(keep.dtype).tiny))
             keep = kv.live
+        else:  # whatever the selection says, what is protected stays, where the budget holds it
+            fits = ctx.hparams.sinks + jnp.maximum(ctx.hparams.recent, int(self.when.before)) <= ctx.hparams.budget
+            keep = whole = some = keep | (slots.protected & fits[:, None, None])
         goes, chosen = (kv.live & ~whole).any(-1), (slots.candidates & some).any(-1)
         if self.heads is not None or shares is not None:  # scores decide too how much a head gets
             chosen = chosen | (ctx.hparams.budget > self._outside(ctx))[:, None]
         unscored = unscored & goes & chosen if ctx.phase == "prefill" else None
         decision = Decision(keep, score, budgets, log_weight=weight, unscored=unscored)
-        return (decision if self.rewrite is None else self.rewrite(decision, slots.of("rewrite"))), later
+        if self.rewrite is None:
+            return decision, later
+        if not isinstance(found := self.rewrite(decision, slots.of("rewrite")), Decision):
+            raise ValueError(
+                f"{type(self.rewrite).__name__} gives {described(found)}, not a Decision; give "
+                "dataclasses.replace(decision, v=...)"
+            )
+        return found, later
 
     def _divided(self, score: Float[Array, "B K S"], slots: Slots) -> tuple[Int[Array, "B _"], Int[Array, "B _"]]:
         """The shares of heads at this eviction and at later ones, below 0 while nothing had to go."""
@@ -362,18 +396,32 @@ class Evict(Policy):
         return jnp.minimum(kept + room[:, None], (ctx.prompt_length + ctx.max_new_tokens)[:, None])
 
 
+def _misshapen(part: Part, what: str, found: Any, kv: LayerView, need: str) -> ValueError:
+    """That a part gave something else than an array for the slots of a layer."""
+    known = hasattr(found, "shape")
+    given = f"of shape {found.shape} and type {found.dtype}" if known else f"as a {type(found).__name__}"
+    return ValueError(
+        f"{type(part).__name__} gives {what} {given}, but the layer has slots of shape {kv.pos.shape}; give {need}"
+    )
+
+
 def apply_decision(kv: LayerView, decision: Decision) -> LayerView:
     """The layer after a decision: slots that stay, and what they hold.
 
     Raises:
-      ValueError: the decision gives a field that the layer's policy does not list in `writes`.
+      ValueError: the decision gives a field that the layer's policy does not list in `writes`, or not for all slots.
     """
-    written = {n: x for n in ("k", "v", "log_weight") if (x := getattr(decision, n)) is not None}
+    written = {n: x for n in _WRITTEN if (x := getattr(decision, n)) is not None}
     if wrong := sorted(set(written) - set(kv.how.writes)):
         raise ValueError(
             f"a decision gives {wrong[0]}, but its policy writes {kv.how.writes or 'nothing'}; "
             f"list {wrong[0]!r} in `writes` of the part that gives it"
         )
+    shapes = {"keep": kv.pos.shape, "k": kv.k.shape, "v": kv.v.shape, "log_weight": kv.pos.shape}
+    for n, x in {"keep": decision.keep, **written}.items():
+        if getattr(x, "shape", None) != shapes[n]:
+            what = f"of shape {x.shape}" if hasattr(x, "shape") else f"as a {type(x).__name__}"
+            raise ValueError(f"a decision gives {n} {what}, but the layer has {n} of shape {shapes[n]}; give all of it")
     keep = decision.keep
     if decision.unscored is not None:  # of such a head a token stays in any case, to bear the mark
         keep = keep | (decision.unscored[..., None] & (kv.pos == kv.pos.max(-1, keepdims=True)))
@@ -392,16 +440,19 @@ def unscored(kv: Any) -> Bool[Array, "B K"]:
     return (kv.head_pos == UNSCORED).any(-1)
 
 
-def check_scored(policy: Policy, layer: int, kv: Any) -> None:
-    """Refuses a layer of which tokens of the prompt went, though no score was a number (outside of `jit`).
+def check_kept(policy: Policy, layer: int, kv: Any, hparams: Any, steps: Any = 0) -> None:
+    """Refuses a layer in which what stays is no choice, is more than the budget, or is no number (outside of `jit`).
 
     Args:
       policy: the layer's policy.
       layer: the layer's index.
       kv: the layer as it is stored afterwards.
+      hparams: what `sizes` gave for the layer.
+      steps: how many decode steps may have followed the prompt.
 
     Raises:
-      ValueError: it is such a layer.
+      ValueError: tokens of the prompt went, though no score was a number; a selection kept more tokens than its budget;
+        what was written to slots that stay is not a number.
     """
     if (lost := np.asarray(unscored(kv))).any():
         names = ", ".join(dict.fromkeys(type(p.score).__name__ for p in evicts(policy))) or type(policy).__name__
@@ -409,6 +460,25 @@ def check_scored(policy: Policy, layer: int, kv: Any) -> None:
             f"{names} gives no token a score that is a number (NaN in layer {layer}, in {lost.sum()} of {lost.size} kv "
             "heads of the batch), so that what stays of the prompt is no choice of it; mend the score, or what it reads"
         )
+    if not isinstance(policy, Evict):
+        return
+    live = np.asarray(kv.num_live).max(-1).astype(np.int64)
+    if policy.heads is None and policy.when.prefill:
+        budget = np.asarray(hparams.budget)
+        if (over := live > budget + policy.select.slack + (steps and policy.when.room(steps))).any():
+            raise ValueError(
+                f"the selection {type(policy.select).__name__} keeps {live[over][0]} tokens or more in a head of layer "
+                f"{layer}, whose budget is {budget[over][0]}; keep at most `budgets`, protected ones included"
+            )
+    if policy.rewrite is not None:
+        held = (kv.pos >= 0)[..., None]
+        for n in policy.rewrite.writes:
+            x = getattr(kv, n)
+            if bool((held & jnp.isnan(x if x.ndim > kv.pos.ndim else x[..., None])).any()):
+                raise ValueError(
+                    f"{type(policy.rewrite).__name__} gives {n} that is not a number (NaN in layer {layer}) in slots "
+                    "that stay; mend the rewrite, or what it reads"
+                )
 
 
 def _of_prompts(part: Part) -> Part | None:

@@ -1,6 +1,7 @@
 """Policies made of policies: every head, layer and member as it is alone, or a reason why not."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ import kvjax
 from kvjax import methods, models
 from kvjax.budgets import STEP, HeadShares, Schedule
 from kvjax.compose import across
-from kvjax.contract import Layout
+from kvjax.contract import Layout, Rewrite
+from kvjax.decide.select import Chunks
 from kvjax.methods import variants
 from kvjax.storage import Pool
 from tests import tensors
@@ -52,6 +54,16 @@ PAIRS = {
     "chain": (kvjax.chain(methods.snapkv(14, window=4), variants.tova_by_head(9)), kvjax.Policy()),
     "fastgen": (methods.fastgen(range(8), range(8, 16), recovery=0.6), variants.tova_by_head(9)),
 }
+
+
+class Writes(Rewrite):
+    """A rewrite that lists anything."""
+
+    what: Any
+
+    @property
+    def writes(self):
+        return self.what
 
 
 def by_head(one, other, **how):
@@ -122,6 +134,23 @@ def test_a_layer_of_one_label_is_under_its_policy():
         (lambda: kvjax.across_layers(kvjax.chain(H2O, methods.knorm(9)), across.ScoreEntropy()), "give an Evict"),
         (lambda: kvjax.from_fn("norm", 4), "fn='norm' is no function; give one of"),
         (lambda: kvjax.Evict("h2o", 64), "score='h2o' is no Score; subclass it, or make a policy of a function"),
+        (
+            lambda: dataclasses.replace(H2O, select=Chunks),
+            r"select=Chunks is a class; give a value of it, Chunks\(...\)",
+        ),
+        (lambda: dataclasses.replace(H2O, rewrite=max), "rewrite=<built-in function max> is no Rewrite; subclass it"),
+        (lambda: dataclasses.replace(H2O, heads=3), "heads=3 is no Heads; subclass it"),
+        (
+            lambda: dataclasses.replace(H2O, layers=None),
+            "layers=None is no function; give one such as kvjax.budgets.Even",
+        ),
+        (lambda: dataclasses.replace(H2O, when=8), r"when=8 is no Schedule; give Schedule\(...\)"),
+        (lambda: dataclasses.replace(H2O, layout="rank"), r"layout='rank' is no Layout; give Layout\(...\)"),
+        (lambda: dataclasses.replace(H2O, rewrite=Writes("v")), "Writes.writes='v' is no tuple of some of"),
+        (
+            lambda: dataclasses.replace(H2O, rewrite=Writes(("values",))),
+            r"writes=\('values',\) is no tuple of some of \('k'",
+        ),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

@@ -1,12 +1,17 @@
 """One policy on one layer's raw tensors: what stays, and what is refused in the words of who gave it."""
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.contract import PerHead, PerSlot, Score
+from kvjax.contract import PerHead, PerSlot, Rewrite, Score, Select
+from kvjax.scores.attention import Votes
 from tests import tensors
 
 T = 12
@@ -60,7 +65,7 @@ class Odd(Score):
     [
         (
             "score",
-            r"Odd gives scores of shape \(2, 12\), but the layer has slots of shape \(2, 2, 12\); give one a slot",
+            r"Odd gives scores of shape \(2, 12\) and type float32, but the layer has slots of shape \(2, 2, 12\)",
         ),
         (
             "slot",
@@ -76,6 +81,73 @@ class Odd(Score):
 def test_a_scores_shapes_are_those_of_slots(what, message):
     with pytest.raises((ValueError, TypeError), match=message):
         kvjax.evict_layer(kvjax.Evict(Odd(what), 6), Q, K, V)
+
+
+class Gives(Select):
+    """A selection that gives anything."""
+
+    give: Callable[..., Any]
+
+    def __call__(self, score, budgets, slots):
+        return self.give(score, budgets, slots)
+
+
+class Written(Rewrite):
+    """A rewrite that gives anything."""
+
+    give: Callable[..., Any]
+    writes = ("v",)
+
+    def __call__(self, decision, slots):
+        return self.give(decision, slots)
+
+
+class Nothing(Score, Select, Rewrite):
+    """A part that is not written yet."""
+
+
+SHAPES = r"but the layer has slots of shape \(2, 2, 12\); give bool of shape \(B, K, S\)"
+first = lambda score, budgets, slots: slots.kv.pos < budgets[..., None]
+with_v = lambda make: Written(lambda decision, slots: dataclasses.replace(decision, v=make(slots.kv.v)))
+
+
+@pytest.mark.parametrize(
+    ("field", "part", "message"),
+    [
+        ("select", Gives(lambda *x: first(*x).astype(int)), rf"Gives gives masks of shape .* and type int32, {SHAPES}"),
+        ("select", Gives(lambda *x: first(*x).astype(float)), rf"and type float32, {SHAPES}"),
+        ("select", Gives(lambda *x: first(*x)[:, 0]), rf"Gives gives masks of shape \(2, 12\) and type bool, {SHAPES}"),
+        ("select", Gives(lambda *x: [True]), f"Gives gives masks as a list, {SHAPES}"),
+        (
+            "select",
+            Gives(lambda score, budgets, slots: slots.kv.live),
+            "the selection Gives keeps 12 tokens or more in a head",
+        ),
+        (
+            "select",
+            Gives(first),
+            "keeps 8 tokens or more in a head of layer 0, whose budget is 6; keep at most `budgets`",
+        ),
+        (
+            "rewrite",
+            with_v(lambda v: v[:, :1]),
+            r"gives v of shape \(2, 1, 12, 8\), but the layer has v of shape \(2, 2",
+        ),
+        ("rewrite", with_v(lambda v: [1.0]), r"a decision gives v as a list, but the layer has v of shape"),
+        ("rewrite", with_v(lambda v: v * jnp.nan), r"Written gives v that is not a number \(NaN in layer 0\) in slots"),
+        ("rewrite", Written(lambda decision, slots: slots.kv.v), r"gives float32\[2, 2, 12, 8\], not a Decision; give"),
+        ("score", Nothing(), "Nothing has neither `__call__` nor `memory`"),
+    ],
+)
+def test_what_a_part_gives_is_an_array_for_the_slots(field, part, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.evict_layer(kvjax.Evict(**{"score": Votes(4), "budget": 6, "recent": 2, field: part}), Q, K, V)
+
+
+def test_what_is_protected_stays_whatever_a_selection_says():
+    oldest = Gives(lambda score, budgets, slots: slots.kv.pos < (budgets[..., None] - 2))
+    layer = kvjax.evict_layer(kvjax.Evict(Votes(4), 6, recent=2, select=oldest), Q, K, V)
+    np.testing.assert_array_equal(layer.live[0, 1].nonzero()[0], [0, 1, 2, 3, 10, 11])
 
 
 @pytest.mark.parametrize(

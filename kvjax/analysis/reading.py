@@ -28,7 +28,7 @@ from kvjax.drivers.door import forward
 from kvjax.drivers.replay import Reread
 from kvjax.drivers.state import AttnStats, Prompts, State, row_keys
 from kvjax.drivers.steps import start
-from kvjax.evict import LARGE, Evict, check_scored
+from kvjax.evict import LARGE, Evict, check_kept
 from kvjax.observe import Rows
 from kvjax.pallas_kernels.columns import accumulator
 from kvjax.pallas_kernels.pytree import pytree, static
@@ -148,7 +148,7 @@ class Reading:
         layers = _after(dataclasses.replace(state, params=tuple(policy_params)), self.stats)
         for i, kv in enumerate(layers):
             if not traced(kv.pos):
-                check_scored(policy.at(i, len(layers)), i, kv)
+                check_kept(policy.at(i, len(layers)), i, kv, state.hparams[i])
         return layers
 
     def decisions(self, policy: Policy, *, policy_params: Any = ()) -> tuple[Decision, ...]:

@@ -149,6 +149,8 @@ class Score(Part):
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         """A number for every slot; the largest stay. By default, what the score remembers."""
+        if not jax.tree.leaves(slots.memory):
+            raise ValueError(f"{type(self).__name__} has neither `__call__` nor `memory`; give one of them")
         return slots.memory
 
 
@@ -163,11 +165,11 @@ class Select(Part):
     def __call__(
         self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots
     ) -> Bool[Array, "B K S"] | Float[Array, "B K S"]:
-        """The slots that stay. Those of `slots.protected` always do.
+        """The slots that stay: `budgets` of a head at most, those of `slots.protected`, which always do, included.
 
         Numbers from 0 to 1 say how much of each slot stays; they become its weight, and `writes` lists "log_weight".
         """
-        raise NotImplementedError
+        raise ValueError(f"{type(self).__name__} has no `__call__(score, budgets, slots)`; give the slots that stay")
 
 
 class Heads(Part):
@@ -181,11 +183,11 @@ class Heads(Part):
           limit: tokens that compete in a head.
           info: the layer.
         """
-        raise NotImplementedError
+        raise ValueError(f"{type(self).__name__} has no `most(average, limit, info)`; give the most tokens of a head")
 
     def __call__(self, score: Float[Array, "B K S"], average: Int[Array, "B"], slots: Slots) -> Int[Array, "B K"]:
         """Tokens of each head, which add up to `average` a head."""
-        raise NotImplementedError
+        raise ValueError(f"{type(self).__name__} has no `__call__(score, average, slots)`; give tokens of each head")
 
     def lasting(self, shares: Int[Array, "B K"], average: Int[Array, "B"], slots: Slots) -> Int[Array, "B K"]:
         """What heads keep at all later evictions of the `shares` that the first one gave them."""
@@ -197,7 +199,7 @@ class Rewrite(Part):
 
     def __call__(self, decision: Decision, slots: Slots) -> Decision:
         """The decision with `k`, `v` or `log_weight`, as `writes` lists them."""
-        raise NotImplementedError
+        raise ValueError(f"{type(self).__name__} has no `__call__(decision, slots)`; give the decision")
 
 
 def unique(items: Iterable[Hashable]) -> tuple[Any, ...]:

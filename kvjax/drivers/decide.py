@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from kvjax.contract import AttentionInputs, Context, LayerInfo, Phase, Policy
-from kvjax.evict import check_scored, unscored
+from kvjax.evict import check_kept, unscored
 from kvjax.observe import Reread
 from kvjax.plan import Plan, planned
 from kvjax.storage import Storage, empty, to_pool
@@ -88,16 +88,17 @@ def decided(
     return dataclasses.replace(state, layers=tuple(kv for kv, _ in kept), ready=ends), [full for _, full in kept]
 
 
-def check_layers_scored(state: Any) -> None:
-    """Refuses a known state of whose prompt tokens went, though no score was a number."""
+def check_layers_kept(state: Any) -> None:
+    """Refuses a known state in a layer of which what stays is no choice, is more than the budget, or is no number."""
+    steps = int((state.length > state.prompt_length).any()) and int(state.max_new_tokens.max())
     for i, (policy, kv) in enumerate(zip(state.plan.layers, state.layers, strict=True)):
-        check_scored(policy, i, kv)
+        check_kept(policy, i, kv, state.hparams[i], steps)
 
 
 def check_lost(state: Any, lost: list[Bool[Array, "B"]]) -> None:
     """Refuses a known state of which `decided` says that sequences lost live tokens, or kept some by no choice."""
     if bool(jnp.stack(lost).any()):
-        check_layers_scored(state)
+        check_layers_kept(state)
         raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
 
 

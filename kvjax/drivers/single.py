@@ -12,7 +12,7 @@ from kvjax.contract.checks import whole
 from kvjax.drivers.attend import Attend
 from kvjax.drivers.checks import as_array, check_is, check_lengths
 from kvjax.drivers.state import row_keys
-from kvjax.evict import check_scored
+from kvjax.evict import check_kept
 from kvjax.observe import Reread
 from kvjax.storage import Layer, empty
 
@@ -47,7 +47,8 @@ def evict_layer(
 
     Raises:
       ValueError: tensors that do not fit together, a policy that cannot work with this prompt or that reads it again; a
-        score that is no number for any token that competes, of a head of which some go.
+        score that is no number for any token that competes, of a head of which some go; a selection that keeps more
+        than its budget; a rewrite that gives what is not a number.
     """
     check_is("policy", policy, Policy, "kvjax.methods")
     whole("num_layers", num_layers), whole("layer", layer, 0, num_layers - 1)
@@ -93,5 +94,5 @@ def evict_layer(
     if policy.joint:
         kv = program.update_layers((kv,), (dict(zip(names, found, strict=True)),), (ctx,))[0]
     if not isinstance(kv.pos, jax.core.Tracer):
-        check_scored(policy, layer, kv)
+        check_kept(policy, layer, kv, hparams)
     return cast(Layer, kv)

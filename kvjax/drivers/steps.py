@@ -32,7 +32,7 @@ from kvjax.drivers.checks import (
     check_state,
     traced,
 )
-from kvjax.drivers.decide import check_layers_scored
+from kvjax.drivers.decide import check_layers_kept
 from kvjax.drivers.mesh import check_mesh, on_mesh, placed
 from kvjax.drivers.replay import check_rereads, reread, rereads
 from kvjax.drivers.state import Prompts, State, empty_state, row_keys
@@ -199,7 +199,7 @@ def checked_logits(logits: Float[Array, "B V"], state: State) -> Float[Array, "B
     Inside of jit they alone can say that a token found no slot, or that tokens went by scores that are no numbers.
     """
     if not traced(logits) and bool(jnp.isnan(logits).any()):
-        check_layers_scored(state)
+        check_layers_kept(state)
         raise ValueError(
             "logits are not numbers: the model's are not, or the policy keeps more tokens than its `sizes` asked for"
         )
