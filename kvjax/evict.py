@@ -23,6 +23,7 @@ from kvjax.contract import (
     LayerView,
     Layout,
     Observation,
+    Observed,
     Part,
     PerHead,
     Phase,
@@ -236,7 +237,7 @@ class Evict(Policy):
         newest = kv.pos == ctx.length[:, None, None] - 1 if entering else False
         protected = kv.live & ((kv.pos < first) | (kv.pos >= last) | newest)
         candidates, params = kv.live & ~protected, ctx.params
-        slots = Slots(kv, stats, ctx, candidates, protected, kv.memory, hparams, params, at_most_one)
+        slots = Slots(kv, Observed(stats), ctx, candidates, protected, kv.memory, hparams, params, at_most_one)
         score = self.score(slots.of("score"))
         if getattr(score, "shape", None) != kv.pos.shape:
             raise _misshapen(self.score, "scores", score, kv, 'one a slot, "B K S"')
@@ -321,7 +322,7 @@ class Evict(Policy):
 
     def updated(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
         """The layer after its parts' memory was updated by the rows just read."""
-        slots = Slots(kv, stats, ctx, kv.live, jnp.zeros_like(kv.live), kv.memory, ctx.hparams, ctx.params)
+        slots = Slots(kv, Observed(stats), ctx, kv.live, jnp.zeros_like(kv.live), kv.memory, ctx.hparams, ctx.params)
         return kv.replace(memory=updated_parts(self, slots))
 
     def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:

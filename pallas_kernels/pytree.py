@@ -56,6 +56,8 @@ def described(x: Any) -> str:
         if len(inside) > 1 and len(set(inside)) == 1:
             return f"({inside[0]},) * {len(inside)}"
         return f"({', '.join(inside)}{',' * (len(inside) == 1)})"
+    if isinstance(x, dict):
+        return "{" + ", ".join(f"{name!r}: {described(y)}" for name, y in x.items()) + "}"
     if not isinstance(x, jax.Array | np.ndarray):
         return repr(x)
     if x.size <= _FEW and getattr(x.dtype, "kind", "key") in "iub" and is_known(x):

@@ -141,6 +141,12 @@ def test_a_layer_of_one_label_is_under_its_policy():
         (lambda: dataclasses.replace(H2O, rewrite=max), "rewrite=<built-in function max> is no Rewrite; subclass it"),
         (lambda: dataclasses.replace(H2O, heads=3), "heads=3 is no Heads; subclass it"),
         (
+            lambda: Writes([1]),
+            r"field what of Writes is a list \(unhashable type: 'list'\); give a tuple, FrozenArrays",
+        ),
+        (lambda: Writes(np.ones(2)), "field what of Writes is a ndarray"),
+        (lambda: kvjax.from_fn(min, 4, observe=[1]), r"observe=\[1\] is no tuple of observations; give one"),
+        (
             lambda: dataclasses.replace(H2O, layers=None),
             "layers=None is no function; give one such as kvjax.budgets.Even",
         ),

@@ -11,7 +11,8 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.contract import PerHead, PerSlot, Rewrite, Score, Select
-from kvjax.scores.attention import Votes
+from kvjax.observe import Rows
+from kvjax.scores.attention import Function, Votes
 from tests import tensors
 
 T = 12
@@ -137,6 +138,7 @@ with_v = lambda make: Written(lambda decision, slots: dataclasses.replace(decisi
         ("rewrite", with_v(lambda v: v * jnp.nan), r"Written gives v that is not a number \(NaN in layer 0\) in slots"),
         ("rewrite", Written(lambda decision, slots: slots.kv.v), r"gives float32\[2, 2, 12, 8\], not a Decision; give"),
         ("score", Nothing(), "Nothing has neither `__call__` nor `memory`"),
+        ("score", Function(lambda kv, stats, ctx: stats[Rows()]), r"Rows\(.* was not observed; list it in `observe`"),
     ],
 )
 def test_what_a_part_gives_is_an_array_for_the_slots(field, part, message):

@@ -273,6 +273,13 @@ Observation = Any
 Stats = dict[Any, Any]  # what was observed, by observation
 
 
+class Observed(Stats):
+    """What was observed, as a part sees it."""
+
+    def __missing__(self, name: Any) -> Any:
+        raise ValueError(f"{name} was not observed; list it in `observe`")
+
+
 @pytree
 class Reads:
     """What the rows of one call read of the live slots: everything, unless a field is given.

@@ -1,6 +1,7 @@
 """Counts of tokens, and values: frozen dataclasses, by which compiled programs are shared."""
 
 import dataclasses
+import functools
 import hashlib
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +10,8 @@ from typing import Any, TypeVar, dataclass_transform
 import jax
 import numpy as np
 from jaxtyping import Int
+
+from kvjax.pallas_kernels.pytree import described
 
 MOST = 2**30  # more tokens than any run has; larger counts are cut to it
 Prompts = Int[np.ndarray, "M"]  # a number for every prompt: its length, or a count of tokens
@@ -74,6 +77,7 @@ class Value:
     Raises:
       TypeError: a subclass has its own `__init__`, or assigns to a field without annotating it. Two values that differ
         in what is not a field would compare equal, and one would run the other's program.
+      ValueError: a field holds what has no hash, such as a list or an array.
     """
 
     def __init_subclass__(cls, **options: Any):
@@ -86,7 +90,23 @@ class Value:
             )
         if bare := sorted(n for n in own if n in fields and n not in own.get("__annotations__", {})):
             raise TypeError(f"{cls.__name__}.{bare[0]} hides a field of that name: annotate it")
-        value(cls)
+        made: Any = value(cls)
+        fill = made.__init__
+
+        @functools.wraps(fill)
+        def filled(self: Any, *args: Any, **given: Any) -> None:
+            fill(self, *args, **given)
+            for f in dataclasses.fields(self):
+                try:
+                    hash(getattr(self, f.name))
+                except TypeError as e:
+                    raise ValueError(
+                        f"field {f.name} of {type(self).__name__} is a {type(getattr(self, f.name)).__name__} ({e}); "
+                        "give a tuple, FrozenArrays, or a parameter by `init_params`"
+                    ) from None
+
+        if dataclasses.fields(made):
+            made.__init__ = filled
 
 
 def compiled(x: Any) -> Any:
@@ -102,7 +122,10 @@ def compiled(x: Any) -> Any:
 
 
 class Tree(types.SimpleNamespace):
-    """A pytree whose children have names: `tree.score`."""
+    """A pytree whose children have names: `tree.score`. It prints arrays as their types and shapes."""
+
+    def __repr__(self) -> str:
+        return f"Tree({', '.join(f'{name}={described(x)}' for name, x in vars(self).items())})"
 
 
 def _flatten(x: Tree) -> tuple[tuple[Any, ...], tuple[str, ...]]:

@@ -68,6 +68,8 @@ class Function(Score):
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise ValueError(f"fn={self.fn!r} is no function; give one of (kv, stats, ctx)")
+        if not isinstance(self.observed, tuple):
+            raise ValueError(f"observe={self.observed!r} is no tuple of observations; give one, such as (Rows(),)")
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return self.observed
