@@ -156,7 +156,12 @@ class Layer(Storage):
         if self.k.shape[-1] < q.shape[-1]:
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             q = self._fewer_channels(q, G)
-        keys, read, bias, visible = self.keys(rotate), self.pos, self.bias(G, slopes), reads.visible
+        read, bias, visible = self.pos, self.bias(G, slopes), reads.visible
+        if self.how.positions == "shifted" and self.how.sinks and q.shape[2] == 1 and softcap is None:
+            nearer = self._nearer(q, rotate, scale)
+            keys, bias = self.k, nearer if bias is None else bias + nearer
+        else:
+            keys = self.keys(rotate)
         how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         index = visible if visible is not None and visible.dtype != bool else None
         if visible is not None and index is None:
@@ -175,6 +180,15 @@ class Layer(Storage):
         found = attend(q, take(keys, slot), take(self.v, slot), pos, read, columns=statistics, bias=bias, **how)
         columns = tuple(_spread(x, index, self.pos.shape[2]) for x in found.columns)
         return dataclasses.replace(found, columns=columns)
+
+    def _nearer(self, q: Float[Array, "B N 1 H"], rotate: Rotate, scale: float | None) -> Float[Array, "B N S"]:
+        """What first tokens gain in the logits of one row by their shift, which spares a copy of all keys."""
+        first, (B, N, _, H) = self.k[:, :, : self.how.sinks], q.shape
+        wide = lambda x: x.astype(accumulator(q.dtype))
+        turned = rotate(first, jnp.broadcast_to(self._gap, first.shape[:3])).astype(first.dtype)
+        rows = wide(q).reshape(B, first.shape[1], -1, H) * (H**-0.5 if scale is None else scale)
+        more = jnp.einsum("bkgh,bksh->bkgs", rows, wide(turned) - wide(first)).reshape(B, N, -1)
+        return jnp.pad(more, ((0, 0), (0, 0), (0, self.pos.shape[2] - more.shape[2])))
 
     def _fewer_channels(self, q: Float[Array, "B N T H"], group: int) -> Float[Array, "B N T H"]:
         """Queries with the channels that keys have first, and zeros behind."""
