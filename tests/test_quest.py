@@ -2,14 +2,17 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.contract import LayerInfo, Layout, Policy
+from kvjax.contract import EMPTY, AttentionInputs, LayerInfo, Layout, Policy
 from kvjax.methods import variants
+from kvjax.storage import empty
 from tests import tensors
+from tests.by_hand import moment
 
 B, N, K, H, T, M = 2, 4, 2, 4, 13, 21
 SIZE, PAGES = 4, 2  # of a page; read
@@ -46,6 +49,25 @@ def test_a_row_reads_what_loops_choose(policy):
                 if policy in (QUEST, BY_QUERY_HEAD) or max(live) // SIZE == min(live) // SIZE:
                     assert read[b][h] == read_by_loops(b, h, [*live, LENGTHS[b] + step], group)
                 assert len(live) <= 10 or policy in (QUEST, BY_QUERY_HEAD)
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_the_slots_of_pages_are_those_that_are_shown(shuffled):
+    """Wherever tokens are stored, and if some are gone. Few pages are named by their slots, many shown by a mask."""
+    pos = np.array([[np.random.default_rng(i).permutation(M) if shuffled else np.arange(M) for i in range(K)]])
+    pos[0, 0, [3, 9]] = EMPTY
+    info, row = LayerInfo(0, 1, N, K, H, M, 1), q[:1, :, -1:]
+    for pages in (1, 2):
+        policy = methods.quest(SIZE * pages, size=SIZE, dense=0).at(0, 1)
+        how = {"prompt": M, "new": 1, "N": N, "K": K, "H": H}
+        kv = empty(info, 1, "float32", policy.memory(info)).append(k[:1], v[:1], jnp.zeros((1, M), jnp.int32))
+        kv = kv.replace(pos=jnp.asarray(pos, jnp.int32))
+        kv, ctx = policy.update(kv, {}, moment(policy, M, phase="prefill", **how)), moment(policy, M, **how)
+        reads = policy.reads(kv, AttentionInputs(row, row, kv, jnp.asarray([[M - 1]]), ctx, tensors.unturned), ctx)
+        assert (reads.at is None) == (pages == 2)
+        for h in range(K) if reads.at is not None else ():
+            named = np.asarray(reads.at[0, h])
+            assert sorted(named[named >= 0]) == np.flatnonzero(reads.visible[0, h]).tolist()
 
 
 def test_first_layers_and_sizes():

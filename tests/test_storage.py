@@ -180,4 +180,5 @@ def test_what_is_hidden_is_not_read(pool):
     np.testing.assert_allclose(out(kv, Reads(shown)), out(alone), rtol=1e-5)
     named = jnp.where(shown, jnp.arange(shown.shape[-1]), -1)[..., ::-1]
     np.testing.assert_allclose(out(kv, Reads(named)), out(alone), rtol=1e-5)
+    np.testing.assert_allclose(out(kv, Reads(shown, at=named)), out(alone), rtol=1e-5)
     assert not np.allclose(out(kv), out(alone), rtol=1e-2)

@@ -166,6 +166,7 @@ class Chain(_Members):
             reduce(jnp.minimum, untils),
             weight,
             weights[0][1] if weights else 0,
+            *(given("at") if len(masks) == 1 and not (untils or weights) else []),
         )
         return found if each else None
 

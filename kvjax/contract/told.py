@@ -289,12 +289,14 @@ class Reads:
       until: the row at position p reads a slot if p < until.
       log_weight: the logarithm of what a slot counts, for rows that are `delay` or more positions behind it.
       delay: in positions.
+      at: the slots of the mask `visible`, where they are known and few (-1 for none): a layer then reads no others.
     """
 
     visible: Bool[Array, "B K S"] | Int[Array, "B K R"] | None = None
     until: Int[Array, "B K S"] | None = None
     log_weight: Float[Array, "B K S"] | None = None
     delay: int | Int[Array, "B K S"] = 0
+    at: Int[Array, "B K R"] | None = None
 
 
 @pytree

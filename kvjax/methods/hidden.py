@@ -1,6 +1,7 @@
 """Methods that hide what they keep: tokens from a row, pages of tokens, channels of keys."""
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -15,12 +16,15 @@ from kvjax.contract import (
     PerHead,
     Phase,
     Policy,
+    Prompts,
     Reads,
+    Sizes,
     Stats,
     count,
+    resolve,
+    resolved,
     value,
 )
-from kvjax.decide.select import best
 from kvjax.evict import Evict
 from kvjax.observe import QuerySquares
 from kvjax.scores.attention import Recency
@@ -97,7 +101,8 @@ def think(channels: float = 0.5, *, rows: int = 32) -> DropChannels:
 class ReadPages(Policy):
     """Keeps everything; a decode row reads of every head pages whose bounds for its queries are largest.
 
-    The page of the row's own token is always among them.
+    The page of the row's own token is always among them. Another number of pages is another program, as few pages are
+    copied and read alone.
 
     Attributes:
       budget: tokens that a row reads of a kv head, in whole pages; one page at least.
@@ -115,8 +120,18 @@ class ReadPages(Policy):
                 f"a budget of {self.budget} tokens holds no page of {self.size}; raise it, or shrink pages"
             )
 
+    def sizes(self, info: LayerInfo, lengths: Prompts) -> Sizes:
+        """Everything is kept. Data says by its shape, too, how many pages of a head are read at most."""
+        most = np.full_like(lengths, info.prompt_len + info.max_new_tokens)
+        budget = int(resolve(self.budget, np.append(lengths, info.prompt_len)).max())
+        pages = np.zeros((len(lengths), min(max(budget // self.size, 1), self._num_pages(info))), bool)
+        return Sizes(most, info.num_kv_heads * most, resolved(self, info, lengths, pages=pages))
+
+    def _num_pages(self, info: LayerInfo) -> int:
+        return -(-(info.prompt_len + info.max_new_tokens) // self.size)
+
     def memory(self, info: LayerInfo) -> tuple[PerHead, PerHead]:
-        shape = -(-(info.prompt_len + info.max_new_tokens) // self.size), info.head_dim
+        shape = self._num_pages(info), info.head_dim
         return PerHead(shape, fill=-jnp.inf), PerHead(shape, fill=jnp.inf)
 
     def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
@@ -133,8 +148,25 @@ class ReadPages(Policy):
     def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads | None:
         if inputs.q.shape[2] > 1:
             return None
-        read = self._best(self._bounds(kv, inputs), kv, inputs, ctx)
-        return Reads(kv.live & jnp.take_along_axis(read, self._page(kv), -1))
+        bound = self._bounds(kv, inputs)
+        page, is_read = self._best(bound, kv, inputs, ctx)
+        read = jnp.put_along_axis(jnp.zeros(bound.shape, bool), page, is_read, -1, inplace=False)
+        visible = kv.live & jnp.take_along_axis(read, self._page(kv), -1)
+        if 3 * page.shape[2] * self.size >= kv.pos.shape[2]:  # a copy of so much takes longer than to read all
+            return Reads(visible)
+        at = jnp.where(is_read[..., None], self._slots(page, kv), -1)
+        return Reads(visible, at=at.reshape(*page.shape[:2], -1))
+
+    def _slots(self, page: Int[Array, "B K R"], kv: LayerView) -> Int[Array, "B K R size"]:
+        """The slots of the tokens of some pages, -1 where a page lacks a token."""
+        (B, K, S), T = kv.pos.shape, kv.memory[0].shape[2] * self.size
+        slot = jnp.broadcast_to(jnp.arange(S), kv.pos.shape)
+        in_text = jnp.pad(jnp.where(kv.live, slot, -1), ((0, 0), (0, 0), (0, T)), constant_values=-1)[..., :T]
+        at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], jnp.where(kv.live, kv.pos, T)
+        of_token = lambda: jnp.full((B, K, T), -1).at[at].set(slot, mode="drop")
+        slots = lax.cond(((kv.pos == slot) | ~kv.live).all(), lambda: in_text, of_token)
+        token = page[..., None] * self.size + jnp.arange(self.size)[None, None, None]
+        return jnp.take_along_axis(slots, token.reshape(B, K, -1), -1).reshape(token.shape)
 
     def _page(self, kv: LayerView) -> Int[Array, "B K S"]:
         return jnp.maximum(kv.pos, 0) // self.size
@@ -156,15 +188,16 @@ class ReadPages(Policy):
 
     def _best(
         self, bound: Float[Array, "B K P"], kv: LayerView, inputs: AttentionInputs, ctx: Context
-    ) -> Bool[Array, "B K P"]:
-        """The pages that are read."""
+    ) -> tuple[Int[Array, "B K R"], Bool[Array, "B K R"]]:
+        """The pages with the largest bounds, of equal ones the older, and which of them are read."""
         page, newest = jnp.arange(bound.shape[2])[None, None], ctx.length[:, None, None] - 1
         exists = jnp.isfinite(kv.memory[0][..., 0])
         if inputs.window is not None:  # of other pages the row sees nothing
             exists &= newest - jnp.minimum((page + 1) * self.size - 1, newest) < inputs.window
         bound = jnp.where(page == newest // self.size, jnp.inf, jnp.where(exists, bound, -jnp.inf))
-        count = jnp.maximum(ctx.hparams.budget // self.size, 1)[:, None]
-        return best(bound, jnp.broadcast_to(bound.shape[2] - 1 - page, bound.shape), count) & (bound > -jnp.inf)
+        count = jnp.maximum(ctx.hparams.budget // self.size, 1)[:, None, None]
+        bound, page = lax.top_k(bound, ctx.hparams.pages.shape[1])
+        return page, (jnp.arange(page.shape[2])[None, None] < count) & (bound > -jnp.inf)
 
 
 class FirstLayers(Policy):

@@ -163,7 +163,7 @@ class Layer(Storage):
         else:
             keys = self.keys(rotate)
         how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-        index = visible if visible is not None and visible.dtype != bool else None
+        index = visible if visible is not None and visible.dtype != bool else reads.at
         if visible is not None and index is None:
             read = jnp.where(visible, read, EMPTY)
         if reads.until is not None or reads.log_weight is not None:
