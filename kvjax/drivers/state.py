@@ -4,6 +4,7 @@ Letters: B batch, T new tokens, L layers, V vocabulary.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -151,7 +152,18 @@ def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
     key = jax.random.key(0) if key is None else checked_key(key)
     if key.shape not in ((), (batch,)):
         raise ValueError(f"key has shape {key.shape}, but there are {batch} sequences; give one key, or one a sequence")
-    return key if key.ndim else jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch))
+    return key if key.ndim else _own_keys(key, batch)
+
+
+@functools.partial(jax.jit, static_argnames=("batch",))
+def _own_keys(key: Key[Array, ""], batch: int) -> Key[Array, "B"]:
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch))
+
+
+@jax.jit
+def _copies(numbers: Any) -> Any:
+    """Copies of a policy's numbers, in one call, as there are many."""
+    return jax.tree.map(jnp.copy, numbers)
 
 
 def empty_state(
@@ -183,5 +195,6 @@ def empty_state(
     each = zip(plan.layers, plan.infos, plan.capacities, strict=True)
     layers = tuple(empty(i, B, config.dtype, p.memory(i), p.layout, p.writes, c if slots else 0) for p, i, c in each)
     lengths, most = jnp.asarray(lengths, jnp.int32), jnp.full((B,), max_new_tokens, jnp.int32)
-    own = lengths, keys, most, hparams, given  # copies, so that the state may be donated without the caller's arrays
-    return State(layers, jnp.zeros_like(lengths), *jax.device_put(own, may_alias=False), plan=plan)
+    own = lengths, keys, most, given  # copies, so that the state may be donated without the caller's arrays
+    lengths, keys, most, given = jax.device_put(own, may_alias=False)
+    return State(layers, jnp.zeros_like(lengths), lengths, keys, most, _copies(hparams), given, plan=plan)
