@@ -20,6 +20,7 @@ from kvjax import methods
 from kvjax.budgets import STEP, Schedule, Share
 from kvjax.contract import LayerInfo, resolve
 from kvjax.methods import easykv, variants
+from kvjax.observe import Reread
 from kvjax.scores.attention import Faded
 from tests import recorded, tensors
 from tests.one_layer import (
@@ -411,7 +412,7 @@ def test_defaults():
         "think": {"channels": 0.5, "rows": 32},
     }
     assert {method: default(method) for method in wanted} == wanted
-    assert default("kvzip").items() >= {"chunk": 2048, "overlap": 8, "sinks": 4}.items()
+    assert default("kvzip")["how"] == Reread(chunk=2048, overlap=8, sinks=4)
     recent = methods.roco(64).recent
     found = resolve(recent, np.array([100, 100]), np.array([64, 8])).tolist()
     assert found == [10, 2], "the last 10, a quarter of small budgets"

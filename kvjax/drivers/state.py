@@ -4,7 +4,6 @@ Letters: B batch, T new tokens, L layers, V vocabulary.
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -147,23 +146,16 @@ def checked_key(key: Any) -> Key[Array, "*B"]:
     return key
 
 
+_folded = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))  # one key a sequence
+_copied = jax.jit(lambda numbers: jax.tree.map(jnp.copy, numbers))  # in one call, as there are many
+
+
 def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
     """One PRNG key a sequence, from one for the batch, one a sequence, or None."""
     key = jax.random.key(0) if key is None else checked_key(key)
     if key.shape not in ((), (batch,)):
         raise ValueError(f"key has shape {key.shape}, but there are {batch} sequences; give one key, or one a sequence")
-    return key if key.ndim else _own_keys(key, batch)
-
-
-@functools.partial(jax.jit, static_argnames=("batch",))
-def _own_keys(key: Key[Array, ""], batch: int) -> Key[Array, "B"]:
-    return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch))
-
-
-@jax.jit
-def _copies(numbers: Any) -> Any:
-    """Copies of a policy's numbers, in one call, as there are many."""
-    return jax.tree.map(jnp.copy, numbers)
+    return key if key.ndim else _folded(key, jnp.arange(batch))
 
 
 def empty_state(
@@ -197,4 +189,4 @@ def empty_state(
     lengths, most = jnp.asarray(lengths, jnp.int32), jnp.full((B,), max_new_tokens, jnp.int32)
     own = lengths, keys, most, given  # copies, so that the state may be donated without the caller's arrays
     lengths, keys, most, given = jax.device_put(own, may_alias=False)
-    return State(layers, jnp.zeros_like(lengths), lengths, keys, most, _copies(hparams), given, plan=plan)
+    return State(layers, jnp.zeros_like(lengths), lengths, keys, most, _copied(hparams), given, plan=plan)
