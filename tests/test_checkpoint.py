@@ -131,6 +131,11 @@ def test_a_file_is_replaced_in_one_step(stored, tmp_path, monkeypatch):
         save(mine / "new")
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
     assert mine.read_bytes() == before
+    other = tmp_path / "thesis.tex"
+    other.write_text("years")
+    with pytest.raises(ValueError, match=r"thesis.tex exists, and is no file that kvjax wrote; choose another path"):
+        save(other)
+    assert other.read_text() == "years"
 
 
 @pytest.mark.usefixtures("unchecked")

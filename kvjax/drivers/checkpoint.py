@@ -40,7 +40,7 @@ def save_state(path: _Path, state: State, *, policy: Policy) -> None:
 
     Raises:
       ValueError: what is no state, or holds no prompt; a policy that it was not read under, or that holds something
-        which nothing tells from others in another process.
+        which nothing tells from others in another process; a path at which there is something else.
       OSError: the file could not be written.
     """
     write_state(path, state, policy, None)
@@ -163,11 +163,18 @@ def _read(path: _Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _write(path: _Path, arrays: dict[str, Any], words: dict[str, Any]) -> None:
     """Replaces a file in one step: whatever happens meanwhile, there is the old one or the new one."""
     file = _as_path(path)
+    if file.exists():
+        try:
+            _read(file)
+        except ValueError as e:
+            raise ValueError(f"{path} exists, and is no file that kvjax wrote; choose another path") from e
     words = {**words, "digest": _digest(json.dumps(words), *(arrays[n] for n in sorted(arrays)))}
     try:
         with tempfile.TemporaryDirectory(dir=file.parent) as beside:
             new = pathlib.Path(beside, "new")
             save_file(arrays, os.fspath(new), metadata={"kvjax": json.dumps(words)})
+            with new.open("rb") as written:
+                os.fsync(written.fileno())
             new.replace(file)
     except (OSError, SafetensorError) as e:
         raise OSError(f"{path} could not be written: {e}") from e
