@@ -242,7 +242,7 @@ class Session:
         The model, the tokenizer, the policy and the sampler are not in it, but what tells them from others.
 
         Raises:
-          ValueError: no context was read.
+          ValueError: no context was read; a path at which there is something else than a file of kvjax.
           OSError: the file could not be written.
         """
         notes = {
