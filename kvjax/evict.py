@@ -23,7 +23,6 @@ from kvjax.contract import (
     LayerView,
     Layout,
     Observation,
-    Observed,
     Part,
     PerHead,
     Phase,
@@ -237,7 +236,7 @@ class Evict(Policy):
         newest = kv.pos == ctx.length[:, None, None] - 1 if entering else False
         protected = kv.live & ((kv.pos < first) | (kv.pos >= last) | newest)
         candidates, params = kv.live & ~protected, ctx.params
-        slots = Slots(kv, Observed(stats), ctx, candidates, protected, kv.memory, hparams, params, at_most_one)
+        slots = Slots(kv, stats, ctx, candidates, protected, kv.memory, hparams, params, at_most_one)
         score = self.score(slots.of("score"))
         if getattr(score, "shape", None) != kv.pos.shape:
             raise _misshapen(self.score, "scores", score, kv, 'one a slot, "B K S"')
@@ -322,7 +321,7 @@ class Evict(Policy):
 
     def updated(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
         """The layer after its parts' memory was updated by the rows just read."""
-        slots = Slots(kv, Observed(stats), ctx, kv.live, jnp.zeros_like(kv.live), kv.memory, ctx.hparams, ctx.params)
+        slots = Slots(kv, stats, ctx, kv.live, jnp.zeros_like(kv.live), kv.memory, ctx.hparams, ctx.params)
         return kv.replace(memory=updated_parts(self, slots))
 
     def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
@@ -383,7 +382,7 @@ class Evict(Policy):
     def enter(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> LayerView:
         if not self.when.before or ctx.phase != "decode":
             return kv
-        return self._evicted(kv, {}, ctx, True, entering=True)
+        return self._evicted(kv, Stats(), ctx, True, entering=True)
 
     def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads | None:
         return None if self.mask is None or inputs.q.shape[2] > 1 else Reads(self.mask(kv, inputs, ctx))

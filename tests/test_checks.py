@@ -3,14 +3,16 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax import methods, models
+from kvjax import Policy, methods, models
 from kvjax.drivers.checks import check_prompts
 from kvjax.drivers.generation import generate
 from kvjax.methods import variants
+from kvjax.observe import Rows
 from tests import tensors
 
 IDS = np.asarray(tensors.token_ids(2, 24))
@@ -114,8 +116,45 @@ def test_lengths_are_those_of_prompts_padded_on_the_left(shallow, ids, lengths, 
         assert (check_prompts(shallow[0], ids, lengths)[0] == ids).all()
 
 
+class Weighted(Policy):
+    """Has parameters, and looks at what it did not ask for."""
+
+    def init_params(self, info, key):
+        return {"w": jnp.zeros((info.num_kv_heads, 3))}
+
+    def update(self, kv, stats, ctx):
+        return kv.keep(stats[Rows()] > ctx.params["w"][:, :1])
+
+
+@pytest.mark.parametrize(
+    ("policy", "own", "message"),
+    [
+        (methods.snapkv, None, r"policy=snapkv is a function; give what it returns, snapkv\(...\)"),
+        (Weighted(), None, "the policy has learned parameters: give policy_params="),
+        (Weighted(), [{"w": np.zeros((2, 3))}] * 2, "has 2 trees for 1 layers"),
+        (
+            Weighted(),
+            [{"w": np.zeros((1, 3))}],
+            r"of layer 0 do not fit Weighted: params\['w'\] is \(1, 3\), but .* \(2, 3\)",
+        ),
+        (Weighted(), [{"v": np.zeros((2, 3))}], r"params\['v'\] is \(2, 3\), but the policy has no parameter there"),
+        (methods.tova(8), [np.zeros(3)], "params is .3,., but the policy has no parameter there"),
+        (Weighted(), [{"w": np.zeros((2, 3))}], "was not observed; list it in `observe`"),
+    ],
+)
+def test_policies_and_their_parameters_fit(policy, own, message, shallow):
+    """A model, and the door to raw tensors."""
+    model, params = shallow
+    with pytest.raises(ValueError, match=message):
+        kvjax.prefill(model, params, IDS, policy=policy, policy_params=own, max_new_tokens=2)
+    if own is None or len(own) == 1:
+        with pytest.raises(ValueError, match=message):
+            kvjax.evict_layer(policy, *tensors.qkv(), policy_params=() if own is None else own[0])
+
+
 BAD_DOORS = [
     ({"valid": [9, 8]}, "valid goes from 8 to 9, but a row has 0 to 8 tokens"),
+    ({"valid": [8, 7]}, "prompt 1 is read with 7 tokens, but the state was started for 8; give valid=lengths"),
     ({"valid": [8]}, r"valid must be integers, of shape \(2\)"),
     ({"tokens": np.full((2, 8), -3)}, "token id -3 is outside the vocabulary, 0 to 60"),
     ({"tokens": np.zeros((2, 8))}, "tokens must be integers, one row a sequence"),

@@ -9,13 +9,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.budgets import Times, apportion
-from kvjax.contract import MOST, Context, LayerInfo, Layout, Phase, Policy, Sizes, Slots, unique, value
+from kvjax.contract import MOST, Context, LayerInfo, Layout, Phase, Policy, Sizes, Slots, Stats, unique, value
 from kvjax.evict import Evict, apply_decision
 from kvjax.observe import by_row, votes
 from kvjax.pallas_kernels.pytree import pytree
 from kvjax.scores.rows import mean_and_variance
-
-_Stats = dict[Any, Any]
 
 
 @pytree
@@ -186,7 +184,7 @@ class AcrossLayers(Policy):
         return self.policy.reserve(kv, self._own(ctx))
 
     def update_layers(
-        self, layers: tuple[Any, ...], stats: tuple[_Stats, ...], ctxs: tuple[Context, ...]
+        self, layers: tuple[Any, ...], stats: tuple[Stats, ...], ctxs: tuple[Context, ...]
     ) -> tuple[Any, ...]:
         """All layers after they were scored, the budget was divided, and each kept what it got."""
         if ctxs[0].phase == "decode":

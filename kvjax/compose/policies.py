@@ -22,12 +22,11 @@ from kvjax.contract import (
     Policy,
     Reads,
     Sizes,
+    Stats,
     unique,
 )
 from kvjax.evict import Evict, evicts
 from kvjax.scores.attention import Function
-
-_Stats = dict[Any, Any]
 
 
 def _refuse_joint(policies: Sequence[Policy], where: str) -> None:
@@ -141,7 +140,7 @@ class Chain(_Members):
         """The layer after every member has taken in the new rows, in turn."""
         return self._in_turn(kv, ctx, lambda p, kv, ctx: p.enter(kv, inputs, ctx))
 
-    def update(self, kv: Any, stats: _Stats, ctx: Context) -> Any:
+    def update(self, kv: Any, stats: Stats, ctx: Context) -> Any:
         """The layer after every member has decided, in turn."""
         return self._in_turn(kv, ctx, lambda p, kv, ctx: p.update(kv, stats, ctx))
 
@@ -234,7 +233,7 @@ class ByHead(_Members):
         """The layer after every head's own member has taken in the new rows."""
         return self._each(kv, ctx, lambda p, kv, ctx: p.enter(kv, inputs, ctx))
 
-    def update(self, kv: Any, stats: _Stats, ctx: Context) -> Any:
+    def update(self, kv: Any, stats: Stats, ctx: Context) -> Any:
         """The layer after every head's own member has decided."""
         return self._each(kv, ctx, lambda p, kv, ctx: p.update(kv, stats, ctx))
 
@@ -350,11 +349,11 @@ class SharedLayers(Policy):
         return self.policy.reserve(kv, ctx)
 
     def update_layers(
-        self, layers: tuple[Any, ...], stats: tuple[_Stats, ...], ctxs: tuple[Context, ...]
+        self, layers: tuple[Any, ...], stats: tuple[Stats, ...], ctxs: tuple[Context, ...]
     ) -> tuple[Any, ...]:
         """All layers after the first one has decided by the sum of their statistics."""
         own = self.policy.observe(ctxs[0].phase)
-        total = {o: jax.tree.map(lambda *x: sum(x), *(seen[o] for seen in stats)) for o in own}
+        total = Stats((o, jax.tree.map(lambda *x: sum(x), *(seen[o] for seen in stats))) for o in own)
         first = self.policy.update(layers[0], total, ctxs[0])
         same = {name: getattr(first, name) for name in ("pos", "memory", "channels", *self.writes)}
         return tuple(kv.replace(**same) for kv in layers)

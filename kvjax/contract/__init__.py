@@ -25,7 +25,6 @@ from kvjax.contract.told import LayerInfo as LayerInfo
 from kvjax.contract.told import LayerView as LayerView
 from kvjax.contract.told import Layout as Layout
 from kvjax.contract.told import Observation as Observation
-from kvjax.contract.told import Observed as Observed
 from kvjax.contract.told import PerHead as PerHead
 from kvjax.contract.told import PerSlot as PerSlot
 from kvjax.contract.told import Phase as Phase

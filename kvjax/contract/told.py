@@ -270,11 +270,10 @@ class AttentionInputs:
 # A function of `AttentionInputs`, hashed by value: equal ones are computed once for all policies. It returns a tree of
 # arrays, or `Columns`, which the kernels sum. In the phase "replay" it is a `Reread` instead.
 Observation = Any
-Stats = dict[Any, Any]  # what was observed, by observation
 
 
-class Observed(Stats):
-    """What was observed, as a part sees it."""
+class Stats(dict[Any, Any]):
+    """What was observed of the rows just read, by observation."""
 
     def __missing__(self, name: Any) -> Any:
         raise ValueError(f"{name} was not observed; list it in `observe`")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.contract import EMPTY, AttentionInputs, Context, Observation, Phase, Policy, unique
+from kvjax.contract import EMPTY, AttentionInputs, Context, Observation, Phase, Policy, Stats, unique
 from kvjax.drivers.decide import compacted, decided
 from kvjax.drivers.depth import each_layer
 from kvjax.drivers.mesh import on_rows
@@ -107,7 +107,7 @@ class Attend:
         found |= dict(zip(columns, out.columns, strict=True))
         if self.evict:
             view = kv.view()
-            kv = kv if (updated := policy.update(view, found, ctx)) is view else kv.put(updated)
+            kv = kv if (updated := policy.update(view, Stats(found), ctx)) is view else kv.put(updated)
             if not self.grow and ctx.phase == "prefill":
                 lost = unscored(kv).any(-1) if lost is None else lost | unscored(kv).any(-1)
         y = out.out if lost is None else jnp.where(lost[:, None, None, None], jnp.nan, out.out)

@@ -40,6 +40,8 @@ def as_array(name: str, x: Any, kind: Any, shape: Sequence[int | None], meaning:
 
 def check_is(name: str, x: Any, kind: type, made_by: str) -> None:
     """Refuses a value of another class."""
+    if callable(x) and not isinstance(x, type | kind) and hasattr(x, "__name__"):
+        raise ValueError(f"{name}={x.__name__} is a function; give what it returns, {x.__name__}(...)")
     if not isinstance(x, kind):
         raise ValueError(f"{name} is a {type(x).__name__}, not a {kind.__name__}, such as {made_by} gives")
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from kvjax.contract import AttentionInputs, Context, LayerInfo, Phase, Policy
+from kvjax.contract import AttentionInputs, Context, LayerInfo, Phase, Policy, Stats
 from kvjax.evict import check_kept, unscored
 from kvjax.observe import Reread
 from kvjax.plan import Plan, planned
@@ -63,7 +63,7 @@ def updated(state: Any, stats: Any, *, steady: bool = True) -> tuple[tuple[Stora
 def _updated(layers: Any, seen: Any, ctxs: Any, *, policy: Policy, names: Any) -> tuple[Storage, ...]:
     """Layers after a policy's update, from what was observed of each under these names."""
     views = tuple(kv.view() for kv in layers)
-    stats = tuple(dict(zip(*x, strict=True)) for x in zip(names, seen, strict=True))
+    stats = tuple(Stats(zip(*x, strict=True)) for x in zip(names, seen, strict=True))
     found = policy.update_layers(views, stats, ctxs)
     each = zip(layers, found, views, strict=True)
     return tuple(kv if x is y else kv.put(x).laid_out() for kv, x, y in each)

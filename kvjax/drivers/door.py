@@ -73,6 +73,12 @@ def forward(
         )
     if not grow:
         check_room(state, valid)
+    elif not traced(valid, state.prompt_length) and (wrong := np.asarray(state.prompt_length) != valid).any():
+        row = int(wrong.argmax())
+        raise ValueError(
+            f"prompt {row} is read with {valid[row]} tokens, but the state was started for {state.prompt_length[row]}; "
+            "give valid=lengths, the tokens of each row, and start(lengths=) the same"
+        )
     phase = "decode" if T == 1 and not grow else "prefill"
     if grow:
         check_block(state.plan, None, T)

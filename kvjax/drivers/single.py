@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.contract import Context, LayerInfo, Policy, compiled
+from kvjax.contract import Context, LayerInfo, Policy, Stats, compiled
 from kvjax.contract.checks import whole
 from kvjax.drivers.attend import Attend
 from kvjax.drivers.checks import as_array, check_is, check_lengths
-from kvjax.drivers.state import row_keys
+from kvjax.drivers.state import check_params, row_keys
 from kvjax.evict import check_kept
 from kvjax.observe import Reread
 from kvjax.storage import Layer, empty
@@ -43,7 +43,7 @@ def evict_layer(
       tokens: token ids "B T", for policies that look at them.
       layer, num_layers: which layer of how many it is.
       key: one PRNG key for the batch, or one a sequence.
-      policy_params: the layer's learned parameters, if the policy has any.
+      policy_params: the layer's learned parameters, `init_policy_params(...)[layer]` to begin with, if there are any.
 
     Raises:
       ValueError: tensors that do not fit together, a policy that cannot work with this prompt or that reads it again; a
@@ -78,7 +78,9 @@ def evict_layer(
             "at once; drive a model with prefill(..., block=1)"
         )
     heads = N if policy.layout.by_query_head else K
-    info, steps = LayerInfo(layer, num_layers, N, heads, H, T, 0), jnp.zeros((B,), jnp.int32)
+    width = 0 if hidden is None else hidden.shape[-1]
+    info, steps = LayerInfo(layer, num_layers, N, heads, H, T, 0, width), jnp.zeros((B,), jnp.int32)
+    check_params(policy, info, policy_params)
     hparams, lengths = policy.sizes(info, lengths).hparams, jnp.asarray(lengths, jnp.int32)
     keys, here = row_keys(key, B), jnp.int32(layer)
     ctx = Context(lengths, lengths, keys, here, steps, hparams, policy_params, tokens, width=T, capacity=T)
@@ -92,7 +94,7 @@ def evict_layer(
     how = {"layer": layer, "rotate": lambda x, pos: x, "out_proj": out_proj, "hidden": hidden}
     _, kv, found = attend(kv, q, k, v, **how)
     if policy.joint:
-        kv = program.update_layers((kv,), (dict(zip(names, found, strict=True)),), (ctx,))[0]
+        kv = program.update_layers((kv,), (Stats(zip(names, found, strict=True)),), (ctx,))[0]
     if not isinstance(kv.pos, jax.core.Tracer):
         check_kept(policy, layer, kv, hparams)
     return cast(Layer, kv)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from kvjax.contract import LAST, Context, Phase, Policy
+from kvjax.contract import LAST, Context, LayerInfo, Phase, Policy, Stats
 from kvjax.drivers import decide
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.plan import Plan
@@ -41,9 +41,9 @@ class AttnStats:
     names: tuple[tuple[Any, ...], ...] = static(default=())
     phase: Phase = static(default="prefill")
 
-    def of(self, layer: int) -> dict[Any, Any]:
+    def of(self, layer: int) -> Stats:
         """The arrays of one layer, by observation."""
-        return dict(zip(self.names[layer], self.layers[layer], strict=True))
+        return Stats(zip(self.names[layer], self.layers[layer], strict=True))
 
 
 @pytree
@@ -158,6 +158,26 @@ def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
     return key if key.ndim else _folded(key, jnp.arange(batch))
 
 
+def check_params(policy: Policy, info: LayerInfo, given: Any) -> None:
+    """Refuses learned parameters of a layer that have other names or shapes than the policy begins with."""
+    wanted = jax.eval_shape(lambda: policy.init_params(info, jax.random.key(0)))
+    if not jax.tree.leaves((wanted, given)):
+        return
+    named = lambda tree: {jax.tree_util.keystr(p): jnp.shape(x) for p, x in jax.tree_util.tree_leaves_with_path(tree)}
+    wanted, here = named(wanted), named(given)
+    if wanted and not here:
+        raise ValueError(
+            "the policy has learned parameters: give policy_params=, those of init_policy_params to begin with"
+        )
+    differs = lambda n: wanted.get(n) != here.get(n) and 0 not in wanted.get(n, ())  # 0: a width that is not known
+    if wrong := [n for n in sorted({*wanted, *here}) if differs(n)]:
+        raise ValueError(
+            f"policy_params of layer {info.layer} do not fit {type(policy).__name__}: params{wrong[0]} is "
+            f"{here.get(wrong[0], 'missing')}, but the policy has {wanted.get(wrong[0], 'no parameter there')}; give "
+            "those of init_policy_params, or others of their names and shapes"
+        )
+
+
 def empty_state(
     config: Any,
     policy: Policy,
@@ -174,16 +194,12 @@ def empty_state(
 
     With `slots`, layers have their planned slots already, as between blocks of a prompt.
     """
-    if policy_params is None:
-        kinds = {p: policy.at(i, len(plan.layers)) for i, p in enumerate(plan.layers)}
-        learned = lambda key: [p.init_params(plan.infos[0], key) for p in kinds.values()]
-        if jax.tree.leaves(jax.eval_shape(learned, keys[0])):
-            raise ValueError(
-                "the policy has learned parameters: give policy_params=, those of init_policy_params to begin with"
-            )
-    B, L, given = lengths.shape[0], len(plan.layers), tuple(policy_params or ())
+    B, L, given = lengths.shape[0], len(plan.layers), () if policy_params is None else tuple(policy_params)
     if given and len(given) != L:
         raise ValueError(f"policy_params has {len(given)} trees for {L} layers; give one a layer")
+    kinds = {(p, info.window): i for i, (p, info) in enumerate(zip(plan.layers, plan.infos, strict=True))}
+    for i in range(L) if given else kinds.values():
+        check_params(policy.at(i, L), plan.infos[i], given[i] if given else ())
     each = zip(plan.layers, plan.infos, plan.capacities, strict=True)
     layers = tuple(empty(i, B, config.dtype, p.memory(i), p.layout, p.writes, c if slots else 0) for p, i, c in each)
     lengths, most = jnp.asarray(lengths, jnp.int32), jnp.full((B,), max_new_tokens, jnp.int32)

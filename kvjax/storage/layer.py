@@ -97,20 +97,15 @@ class Layer(Storage):
     ) -> "Layer":
         if self.k.shape[-1] < k.shape[-1] and self.channels is not None:
             k = jnp.take_along_axis(k, self.channels[:, :, None], -1)
-        if slots is None:
-            return self._grown(k, v, pos)
         each = jnp.broadcast_to(pos[:, None], k.shape[:3])
+        if slots is None:  # in new ones, behind the others
+            join = lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=2)
+            blank = lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, k.shape[2])] + [(0, 0)] * (x.ndim - 3))
+            rows = {"k": join(self.k, k), "v": join(self.v, v), "pos": join(self.pos, each)}
+            return self.replace(**rows, **self._blanked(blank))
         if self.how.mesh is None:
             return self._filled(k, v, each, slots)
         return apart(self.how.mesh, Layer._filled, self, k, v, each, slots)
-
-    def _grown(self, k: Array, v: Array, pos: Array) -> "Layer":
-        """With new rows in new slots, behind the others."""
-        join = lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=2)
-        blank = lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, k.shape[2])] + [(0, 0)] * (x.ndim - 3))
-        pos = jnp.broadcast_to(pos[:, None], k.shape[:3])
-        fields = self._blanked(blank)
-        return self.replace(k=join(self.k, k), v=join(self.v, v), pos=join(self.pos, pos), **fields)
 
     def _filled(self, k: Array, v: Array, pos: Array, slots: Array) -> "Layer":
         """With new rows in these slots. A single row, that of a decode step, is written without an axis for rows."""
