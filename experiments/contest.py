@@ -33,7 +33,7 @@ from kvjax.configs.learned_scorer import get_config
 from kvjax.configs.learning import LearnedScorer, Prompts
 from kvjax.configs.probed import probed
 from kvjax.contract import Layout
-from kvjax.experiments.evaluation import statistics
+from kvjax.experiments.core import stats
 from kvjax.experiments.evaluation.compiled import keep_compiled
 from kvjax.experiments.evaluation.report import table
 from kvjax.experiments.evaluation.results import (
@@ -229,7 +229,7 @@ def summary(contest: Contest, stored: dict[str, Any]) -> str:
             rows = []
             for name in sorted(found, key=lambda n: np.mean(found[n])):
                 pairs = zip(found[best], found[name], strict=True)
-                mean, less = statistics.mean(found[name]), statistics.mean([x - y for x, y in pairs])
+                mean, less = stats.mean(found[name]), stats.mean([x - y for x, y in pairs])
                 shown = lambda x: "{:.2f} [{:.2f}, {:.2f}]".format(*x)
                 beside = "the best published" if name == best else shown(less)
                 rows.append([name, shown(mean), beside, f"{live[name] / live['snapkv']:.1%}"])

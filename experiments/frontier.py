@@ -26,7 +26,8 @@ import kvjax
 from kvjax import Policy, configs, models
 from kvjax.configs.experiment import Experiment, Setup, check_distinct, check_whole
 from kvjax.experiments import run as job
-from kvjax.experiments.evaluation import report, statistics
+from kvjax.experiments.core import stats
+from kvjax.experiments.evaluation import report
 from kvjax.experiments.evaluation.batches import Bucket, buckets
 from kvjax.experiments.evaluation.compiled import keep_compiled
 from kvjax.experiments.evaluation.examples import build, find_builders
@@ -211,7 +212,7 @@ def at(found: Sequence[Point], share: float) -> list[Point]:
     return sorted([*asked, *others], key=lambda p: -p.mean)
 
 
-Ranked = list[tuple[Point, statistics.Comparison | None]]
+Ranked = list[tuple[Point, stats.Comparison | None]]
 """Methods at a share of bytes, best first, and how each differs from the best on the same questions."""
 
 
@@ -221,7 +222,7 @@ def ranked(found: Sequence[Point], share: float) -> Ranked:
     if not here:
         return []
     best, others = here[0], here[1:]
-    compared = statistics.adjusted([statistics.compare(p.scores, best.scores) for p in others])
+    compared = stats.adjusted([stats.compare(p.scores, best.scores) for p in others])
     return [(best, None), *zip(others, compared, strict=True)]
 
 

@@ -43,7 +43,7 @@ from kvjax.configs.learning import LearnedScorer
 from kvjax.contract import FrozenArrays
 from kvjax.decide.select import best
 from kvjax.experiments import stopping
-from kvjax.experiments.evaluation import statistics
+from kvjax.experiments.core import stats
 from kvjax.experiments.evaluation.checkpoints import check_learns, opened, restored, save_progress
 from kvjax.experiments.evaluation.compiled import keep_compiled
 from kvjax.experiments.evaluation.report import stands, table
@@ -223,10 +223,10 @@ def made(config: dict[str, Any], samples: Sequence[dict[str, Any]]) -> tuple[dic
         for method in _NAMES:
             mine = [by_key[method, *k] for k in examples_]
             row: dict[str, Any] = {"budget": b, "method": method, "prompts": len(mine)}
-            row |= dict(zip(("loss", "low", "high"), statistics.mean([s["loss"] for s in mine]), strict=True))
+            row |= dict(zip(("loss", "low", "high"), stats.mean([s["loss"] for s in mine]), strict=True))
             row["kept_attention"] = float(np.mean([s["kept_attention"] for s in mine]))
             less = [by_key["snapkv", *k]["loss"] - by_key[method, *k]["loss"] for k in examples_]
-            row |= dict(zip(("less", "less_low", "less_high"), statistics.mean(less), strict=True))
+            row |= dict(zip(("less", "less_low", "less_high"), stats.mean(less), strict=True))
             rows.append(row)
             percent = {name: f"{100 * x:.2f}" for name, x in row.items() if isinstance(x, float)}
             paired = "" if method == "snapkv" else "{less} [{less_low}, {less_high}]".format(**percent)

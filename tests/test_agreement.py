@@ -2,8 +2,8 @@
 
 import pytest
 
+from kvjax.experiments.core.stats import interval
 from kvjax.experiments.evaluation.agreement import agreement, means, rescored
-from kvjax.experiments.evaluation.statistics import interval
 
 
 def line(method, index, *outputs, budget="0.5", references=("six seven",)):

@@ -15,7 +15,7 @@ import kvjax
 from kvjax import configs, methods
 from kvjax.configs.learning import Prompts
 from kvjax.experiments import learn_budget, run
-from kvjax.experiments.evaluation import statistics
+from kvjax.experiments.core import stats
 from kvjax.experiments.learning import budget_report, future_rows
 from kvjax.experiments.learning.future_rows import Reader
 from kvjax.learning.families import PyramidBeta, Safeguard, Simplex
@@ -320,7 +320,7 @@ def test_future_rows_are_the_models_own(embedded):
 
 
 def test_intervals():
-    mean, low, high = statistics.mean([1.0, 2.0, 3.0, 4.0])
+    mean, low, high = stats.mean([1.0, 2.0, 3.0, 4.0])
     assert mean == 2.5
     assert (low, high) == pytest.approx((2.5 - 3.182446 * 1.290994 / 2, 2.5 + 3.182446 * 1.290994 / 2), rel=1e-5)
 

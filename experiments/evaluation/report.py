@@ -63,7 +63,7 @@ def markdown(summary: dict[str, Any], title: str, options: Mapping[str, str] = {
         [
             f"# {escaped(title)}",
             "",
-            "Scores in percent with 95 % intervals (`experiments/evaluation/statistics.py`). Perplexity as itself, and",
+            "Scores in percent with 95 % intervals (`experiments/core/stats.py`). Perplexity as itself, and",
             "in parentheses how likely the text is compared to the full cache.",
             "",
             *table(head, quality),

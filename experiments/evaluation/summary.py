@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.experiments.evaluation import statistics
+from kvjax.experiments.core import stats
 from kvjax.experiments.evaluation.agreement import ALIKE, agreement, means
 from kvjax.experiments.tasks import RETRIEVAL
 
@@ -58,9 +58,9 @@ def summarise(samples: Sequence[Sample], costs: dict[str, Any], bad: Sequence[di
 def _measured(group: Sequence[Sample], full: Sequence[Sample] | None) -> dict[str, Any]:
     """The mean score, or the perplexity, with its interval."""
     if all("score" in s for s in group):
-        interval = statistics.interval([s["score"] for s in group], _clusters(group), tasks=[s["task"] for s in group])
+        interval = stats.interval([s["score"] for s in group], _clusters(group), tasks=[s["task"] for s in group])
         return dict(zip(("score", "low", "high"), interval, strict=True)) | {"metrics": metrics_of(group)}
-    interval = statistics.perplexity([s["nll"] for s in group], _clusters(group))
+    interval = stats.perplexity([s["nll"] for s in group], _clusters(group))
     found = dict(zip(("perplexity", "low", "high"), interval, strict=True))
     if full is not None:
         worse = np.mean([s["nll"] - f["nll"] for s, f in zip(group, full, strict=True)])
@@ -97,11 +97,11 @@ def _compare(rows: Sequence[dict[str, Any]], groups: dict[Run, list[Sample]]) ->
         key = "nll" if "perplexity" in row else "score"
         ours, theirs, clusters = [s[key] for s in group], [s[key] for s in full], _clusters(group)
         if key == "nll":
-            compared.append((row, statistics.compare_perplexity(ours, theirs, clusters)))
+            compared.append((row, stats.compare_perplexity(ours, theirs, clusters)))
         else:
             tasks = [s["task"] for s in group]
-            compared.append((row, statistics.compare(ours, theirs, clusters, tasks=tasks)))
-    for (row, _), c in zip(compared, statistics.adjusted([c for _, c in compared]), strict=True):
+            compared.append((row, stats.compare(ours, theirs, clusters, tasks=tasks)))
+    for (row, _), c in zip(compared, stats.adjusted([c for _, c in compared]), strict=True):
         names = ("difference", "low", "high", "p", "test", "compared", "verdict")
         row["against_full"] = {name: getattr(c, name) for name in names}
 
@@ -126,6 +126,6 @@ def _times(group: Sequence[Sample]) -> dict[str, Any]:
     batches = dict.fromkeys(tuple(s[name] for name in TIMED) for s in group)
     found: dict[str, Any] = {}
     for name, values in zip(TIMED, zip(*batches, strict=True), strict=True):
-        of = statistics.median(values)
+        of = stats.median(values)
         found |= {name: of.median, f"{name}_low": of.low, f"{name}_high": of.high, "timed_coverage": of.coverage}
     return found | {"timed_batches": len(batches)}

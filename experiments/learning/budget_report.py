@@ -9,7 +9,8 @@ import numpy as np
 
 import kvjax
 from kvjax.analysis.hindsight import Across
-from kvjax.experiments.evaluation import report, statistics
+from kvjax.experiments.core import stats
+from kvjax.experiments.evaluation import report
 from kvjax.experiments.evaluation.report import table
 from kvjax.experiments.evaluation.results import read_config, write_bytes, write_figure, write_json
 
@@ -50,17 +51,17 @@ def summarise(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         learned = groups[budget, "learned"]
         losses = [group[k]["loss"] for k in group]
         row: dict[str, Any] = {"budget": budget, "method": method, "prompts": len(group)}
-        row |= dict(zip(("loss", "low", "high"), statistics.mean(losses), strict=True))
+        row |= dict(zip(("loss", "low", "high"), stats.mean(losses), strict=True))
         row["layers"] = np.mean([s["layers"] for s in group.values()], axis=0).tolist()
         row["live"] = float(np.mean([s["live"] for s in group.values()]))
-        lost = statistics.mean([s["lost"] for s in group.values()])
+        lost = stats.mean([s["lost"] for s in group.values()])
         row |= dict(zip(("lost", "lost_low", "lost_high"), lost, strict=True))
         row["regret"] = float(np.mean([s["regret"] for s in group.values()]))
         if method not in ("learned", *HINDSIGHT):
             ahead = [group[k]["loss"] - learned[k]["loss"] for k in group]
-            row |= dict(zip(("ahead", "ahead_low", "ahead_high"), statistics.mean(ahead), strict=True))
+            row |= dict(zip(("ahead", "ahead_low", "ahead_high"), stats.mean(ahead), strict=True))
             row["learned_wins"] = float(np.mean(np.array(ahead) > 0))
-            row["disjoint"] = not (row["low"] <= statistics.mean([s["loss"] for s in learned.values()])[2])
+            row["disjoint"] = not (row["low"] <= stats.mean([s["loss"] for s in learned.values()])[2])
         rows.append(row)
     return {"rows": rows, "theorem_4": _theorem_4(groups)}
 

@@ -10,8 +10,9 @@ import numpy as np
 from tqdm import tqdm
 
 from kvjax.analysis import Interval
-from kvjax.experiments.evaluation import report, statistics
-from kvjax.experiments.evaluation.statistics import Comparison
+from kvjax.experiments.core import stats
+from kvjax.experiments.core.stats import Comparison
+from kvjax.experiments.evaluation import report
 from kvjax.experiments.page.lines import Found, Given, Line, Place, Run, Setting
 
 AVERAGE = "average"
@@ -127,10 +128,10 @@ def _of_task(groups: dict[Place, tuple[Line, ...]], done: Callable[[], object]) 
     for place, rows in groups.items():
         kind = rows[0].kind
         values, clusters = [line.value for line in rows], _clusters(rows)
-        interval = (statistics.perplexity if kind == "nll" else statistics.interval)(values, clusters)
+        interval = (stats.perplexity if kind == "nll" else stats.interval)(values, clusters)
         against = None
         if not is_full(place.method) and all(line.key in baseline for line in rows):
-            compare = statistics.compare_perplexity if kind == "nll" else statistics.compare
+            compare = stats.compare_perplexity if kind == "nll" else stats.compare
             against = compare(values, [baseline[line.key].value for line in rows], clusters)
         made.append(_cell(place, kind, interval, rows, against))
         done()
@@ -183,10 +184,10 @@ def _of_averages(groups: dict[Place, tuple[Line, ...]], done: Callable[[], objec
         rows = tuple(itertools.chain(*parts))
         clusters, keys = _clusters(rows), [(line.place.task, line.key) for line in rows]
         values, of_task = [line.value for line in rows], [task for task, _ in keys]
-        interval = statistics.interval(values, clusters, tasks=of_task)
+        interval = stats.interval(values, clusters, tasks=of_task)
         against = None
         if not is_full(method) and all(key in baseline for key in keys):
-            against = statistics.compare(values, [baseline[key] for key in keys], clusters, tasks=of_task)
+            against = stats.compare(values, [baseline[key] for key in keys], clusters, tasks=of_task)
         cell = _cell(dataclasses.replace(place, task=AVERAGE), "score", interval, rows, against)
         made.append(dataclasses.replace(cell, parts=tuple(tasks)))
         done()
@@ -196,7 +197,7 @@ def _of_averages(groups: dict[Place, tuple[Line, ...]], done: Callable[[], objec
 def _adjusted(made: list[Cell]) -> list[Cell]:
     """The cells, with the p-values of all comparisons among them adjusted."""
     compared = [i for i, cell in enumerate(made) if cell.against is not None]
-    adjusted = statistics.adjusted([c for i in compared if (c := made[i].against) is not None])
+    adjusted = stats.adjusted([c for i in compared if (c := made[i].against) is not None])
     for i, comparison in zip(compared, adjusted, strict=True):
         made[i] = dataclasses.replace(made[i], against=comparison)
     return made

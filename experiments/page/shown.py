@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from kvjax.experiments.core.stats import Comparison
 from kvjax.experiments.evaluation import report
-from kvjax.experiments.evaluation.statistics import Comparison
 from kvjax.experiments.page.cells import Cell
 from kvjax.experiments.page.lines import Setting
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax.analysis import Interval
 from kvjax.configs.experiment import label
-from kvjax.experiments.evaluation import statistics
+from kvjax.experiments.core import stats
 from kvjax.experiments.papers.tables import Column
 from kvjax.experiments.papers.tables.base import MEAN, Budget
 from kvjax.experiments.reproduction.choice import Choice
@@ -112,7 +112,7 @@ def _known(value: float | None) -> float | None:
 def _one(metric: str, data: str, samples: Sequence[dict[str, Any]], cells: Any) -> Interval:
     """One data set's number and interval, in the paper's units."""
     if metric in ("perplexity", "log_perplexity"):
-        found = statistics.perplexity([s["nll"] for s in samples])
+        found = stats.perplexity([s["nll"] for s in samples])
         return Interval(*map(math.log, found)) if metric == "log_perplexity" else found
     if metric == "kv_gb":
         size = samples[0]["kv_bytes"] / 1e9
@@ -127,13 +127,13 @@ def _one(metric: str, data: str, samples: Sequence[dict[str, Any]], cells: Any) 
             return Interval(math.nan, math.nan, math.nan)
         ratio = float(np.mean(token_by_token) / np.mean([s["prefill_seconds"] for s in samples]))
         return Interval(ratio, math.nan, math.nan)
-    found = statistics.interval([s["scores"][metric] for s in samples])
+    found = stats.interval([s["scores"][metric] for s in samples])
     return Interval(*(_PERCENT * float(x) for x in found))
 
 
 def _plain(values: Sequence[float]) -> Interval:
     """A mean and its Student-t interval; no interval of a single value."""
-    mean, low, high = statistics.mean(values)
+    mean, low, high = stats.mean(values)
     return Interval(mean, low, high) if len(values) > 1 else Interval(mean, math.nan, math.nan)
 
 
@@ -157,7 +157,7 @@ def _beside_full(number: Number, column: Column, parts: Any, full: Any) -> Numbe
         pairs = [(s["scores"][metric], baseline[s["index"]]) for s in samples if s["index"] in baseline]
         if not pairs:
             return number
-        c = statistics.compare([a for a, _ in pairs], [b for _, b in pairs])
+        c = stats.compare([a for a, _ in pairs], [b for _, b in pairs])
         found.append(Interval(_PERCENT * c.difference, _PERCENT * c.low, _PERCENT * c.high))
     mean, low, high = _mean_of_sets(found)
     return dataclasses.replace(number, over_full=mean, over_full_low=low, over_full_high=high)

@@ -4,18 +4,18 @@ import itertools
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 
 from kvjax import analysis
-from kvjax.experiments.evaluation import statistics
-from kvjax.experiments.evaluation.statistics import Comparison, adjusted, compare, compare_perplexity, interval
+from kvjax.experiments.core import stats
+from kvjax.experiments.core.stats import Comparison, adjusted, compare, compare_perplexity, interval
 
 RUNS = 200  # the standard error of a coverage of 95 % is 1.5 %
 
 
 @pytest.fixture(autouse=True)
 def _fewer_resamples(monkeypatch):
-    monkeypatch.setattr(statistics, "_RESAMPLES", 499)
+    monkeypatch.setattr(stats, "_RESAMPLES", 499)
 
 
 def covered(found, truth):
@@ -23,23 +23,23 @@ def covered(found, truth):
 
 
 def test_wilson_and_perplexity():
-    assert statistics.wilson([1.0] * 10)[1:] == pytest.approx((0.7225, 1.0), abs=1e-3)
-    assert statistics.wilson([0.0] * 10)[1:] == pytest.approx((0.0, 0.2775), abs=1e-3)
+    assert stats.wilson([1.0] * 10)[1:] == pytest.approx((0.7225, 1.0), abs=1e-3)
+    assert stats.wilson([0.0] * 10)[1:] == pytest.approx((0.0, 0.2775), abs=1e-3)
     for n in range(1, 60):  # whatever the number, an end that is the mean is exactly that
-        assert (statistics.wilson([0.0] * n).low, statistics.wilson([1.0] * n).high) == (0.0, 1.0)
-    p, low, high = statistics.wilson([1.0, 0.0] * 50)
+        assert (stats.wilson([0.0] * n).low, stats.wilson([1.0] * n).high) == (0.0, 1.0)
+    p, low, high = stats.wilson([1.0, 0.0] * 50)
     assert (p, low, high) == pytest.approx((0.5, 0.4038, 0.5962), abs=1e-3)
-    ppl, low, high = statistics.perplexity([1.0, 1.2, 0.8, 1.0])
+    ppl, low, high = stats.perplexity([1.0, 1.2, 0.8, 1.0])
     assert ppl == pytest.approx(np.e)
     assert low < ppl < high
-    assert statistics.perplexity([1.0])[1:] == (0.0, float("inf"))
+    assert stats.perplexity([1.0])[1:] == (0.0, float("inf"))
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.97])
 def test_proportions_are_covered(p):
     n = 30
     held = [covered(interval([1.0] * k + [0.0] * (n - k)), p) for k in range(n + 1)]
-    assert stats.binom.pmf(range(n + 1), n, p) @ held == pytest.approx(0.95, abs=0.035)
+    assert scipy.stats.binom.pmf(range(n + 1), n, p) @ held == pytest.approx(0.95, abs=0.035)
 
 
 @pytest.mark.parametrize(("won", "lost"), [(0.2, 0.1), (0.3, 0.0), (0.02, 0.02)])
@@ -47,7 +47,7 @@ def test_differences_of_proportions_are_covered(won, lost):
     n, mass = 25, 0.0
     for w in range(n + 1):
         for k in range(n + 1 - w):
-            likely = stats.multinomial.pmf([w, k, n - w - k], n, [won, lost, 1 - won - lost])
+            likely = scipy.stats.multinomial.pmf([w, k, n - w - k], n, [won, lost, 1 - won - lost])
             if likely > 1e-5:
                 x, y = [1] * w + [0] * (n - w), [0] * w + [1] * k + [0] * (n - w - k)
                 mass += likely * covered(compare(x, y), won - lost)
@@ -87,7 +87,7 @@ def test_mcnemar_is_wrong_at_most_as_often_as_it_says(discordant):
     found = [compare([*tie, *[1] * k, *[0] * (discordant - k)], [*tie, *[0] * k, *[1] * (discordant - k)]) for k in won]
     assert {c.test for c in found} == {"McNemar"}
     for level in (0.05, 0.3):
-        wrong = stats.binom.pmf(won, discordant, 0.5) @ [c.p <= level for c in found]
+        wrong = scipy.stats.binom.pmf(won, discordant, 0.5) @ [c.p <= level for c in found]
         assert wrong <= level
 
 
@@ -104,7 +104,7 @@ def test_small_samples_by_hand():
 
 
 def test_equal_scores_leave_room_for_others():
-    others = statistics.wilson([0.0] * 10).high
+    others = stats.wilson([0.0] * 10).high
     assert interval([0.5] * 10)[1:] == pytest.approx((0.5 - others / 2, 0.5 + others / 2))
     assert interval([1.0] * 40, [0] * 40) == pytest.approx(interval([1.0]))
     same = compare([0.5] * 10, [0.5] * 10)
@@ -129,8 +129,8 @@ def test_the_order_of_rows_enters_no_number():
         for call in (
             lambda x, y, c, t: (interval(x), interval(x, c), interval(x, tasks=t)),
             lambda x, y, c, t: (compare(x, y), compare(x, y, c), compare(x, y, tasks=t)),
-            lambda x, y, c, t: (compare_perplexity(x, y), compare_perplexity(x, y, c), statistics.perplexity(x, c)),
-            lambda x, y, c, t: (statistics.mean(x), analysis.interval(x), statistics.median(x), statistics.wilson(x)),
+            lambda x, y, c, t: (compare_perplexity(x, y), compare_perplexity(x, y, c), stats.perplexity(x, c)),
+            lambda x, y, c, t: (stats.mean(x), analysis.interval(x), stats.median(x), stats.wilson(x)),
         ):
             orders = [np.arange(n), *(rng.permutation(n) for _ in range(11))]
             assert len({str(call(*(a[o] for a in (x, y, c, t)))) for o in orders}) == 1, (n, kind)
@@ -165,8 +165,8 @@ def test_tasks_weigh_the_same():
     assert compare(scores, [0.5] * 4, tasks=tasks).difference == pytest.approx((1.0 + 0.25) / 2 - 0.5)
     assert interval([1.0] * 30 + [0.5] * 6, tasks=["a"] * 30 + ["b"] * 6).high <= 1.0
     assert interval(scores, tasks="aabb") == interval(scores)  # equal numbers of rows weigh the same anyway
-    shared = statistics.perplexity([1.0, 1.0, 2.0, 2.0, 3.0, 3.0], [0, 0, 1, 1, 2, 2])
-    assert shared == pytest.approx(statistics.perplexity([1.0, 2.0, 3.0]))
+    shared = stats.perplexity([1.0, 1.0, 2.0, 2.0, 3.0, 3.0], [0, 0, 1, 1, 2, 2])
+    assert shared == pytest.approx(stats.perplexity([1.0, 2.0, 3.0]))
 
 
 def test_holm():
@@ -180,10 +180,10 @@ def test_holm():
 @pytest.mark.parametrize("n", [1, 3, 5, 6, 9])
 def test_medians_are_covered_as_often_as_they_say(n):
     signs = itertools.product((-1.0, 1.0), repeat=n)  # around a median of 0, all equally likely
-    found = [statistics.median(x) for x in signs]
+    found = [stats.median(x) for x in signs]
     assert np.mean([covered(f, 0.0) for f in found]) == pytest.approx(found[0].coverage)
     assert (found[0].coverage >= 0.95) == (n >= 6)
-    narrower = statistics.median(range(n), 0.5)
+    narrower = stats.median(range(n), 0.5)
     assert narrower.low <= narrower.median <= narrower.high
 
 
@@ -195,7 +195,7 @@ def test_medians_are_covered_as_often_as_they_say(n):
         (lambda: interval([0.5, 70.0]), r"from 0.5 to 70, but scores lie in \[0, 1\]"),
         (lambda: interval([0.5, 0.6], ["a"]), "1 clusters for 2 rows"),
         (lambda: interval([0.5, 0.6], tasks=["a"]), "1 tasks for 2 rows"),
-        (lambda: statistics.perplexity([]), r"values has shape \(0,\)"),
+        (lambda: stats.perplexity([]), r"values has shape \(0,\)"),
         (lambda: interval([0.5, 0.6], confidence=95), r"confidence=95 must be a number in \(0, 1\)"),
         (lambda: compare([0.5, 0.6], [0.5]), "2 scores beside 1 of the baseline"),
         (lambda: compare_perplexity([1.0], [float("inf")]), r"baseline\[0\] is inf"),

@@ -1,0 +1,1 @@
+"""What every run of an experiment stands on: its engine, its record, its numbers."""
