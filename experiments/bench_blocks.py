@@ -20,7 +20,8 @@ from kvjax import methods, models
 from kvjax.configs.experiment import check_whole
 from kvjax.drivers.memory import shown
 from kvjax.experiments.bench.process import apart, forget_peak, held
-from kvjax.experiments.evaluation.results import check_output, device_info, plain_errors, write_json
+from kvjax.experiments.core.command import check_output, plain_errors, write_json
+from kvjax.experiments.core.provenance import device_info
 from kvjax.models.embedded import EMBEDDED
 
 

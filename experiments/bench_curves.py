@@ -32,7 +32,8 @@ import kvjax
 from kvjax import analysis, methods, models
 from kvjax.budgets import Schedule
 from kvjax.configs.experiment import check_whole
-from kvjax.experiments.evaluation.results import check_output, environment, plain_errors, write_json
+from kvjax.experiments.core.command import check_output, plain_errors, write_json
+from kvjax.experiments.core.provenance import environment
 from kvjax.experiments.tasks import TASKS, Task
 from kvjax.experiments.tasks.perplexity import SCORED
 from kvjax.models.embedded import EMBEDDED

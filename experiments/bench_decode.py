@@ -21,7 +21,8 @@ import kvjax
 from kvjax import methods, models
 from kvjax.configs.experiment import check_finite, check_whole
 from kvjax.contract import Layout
-from kvjax.experiments.evaluation.results import check_output, device_info, plain_errors, write_json
+from kvjax.experiments.core.command import check_output, plain_errors, write_json
+from kvjax.experiments.core.provenance import device_info
 from kvjax.models.embedded import EMBEDDED
 
 METHODS = {

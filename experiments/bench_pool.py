@@ -16,7 +16,8 @@ import numpy as np
 import tyro
 
 from kvjax.configs.experiment import check_whole
-from kvjax.experiments.evaluation.results import check_output, device_info, plain_errors, write_json
+from kvjax.experiments.core.command import check_output, plain_errors, write_json
+from kvjax.experiments.core.provenance import device_info
 from kvjax.pallas_kernels import Columns, attention, pooled_attention
 
 

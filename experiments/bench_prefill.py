@@ -19,7 +19,8 @@ import tyro
 import kvjax
 from kvjax import methods, models
 from kvjax.configs.experiment import check_finite, check_whole
-from kvjax.experiments.evaluation.results import check_output, device_info, plain_errors, write_json
+from kvjax.experiments.core.command import check_output, plain_errors, write_json
+from kvjax.experiments.core.provenance import device_info
 from kvjax.models.embedded import EMBEDDED
 
 

@@ -25,23 +25,12 @@ from typing import Any
 import numpy as np
 
 import kvjax
+from kvjax.experiments.core.command import check_output, directory_path, plain_errors, write_figure, write_json
+from kvjax.experiments.core.locks import alone_in
 from kvjax.experiments.evaluation import boards, report
 from kvjax.experiments.evaluation.boards import Board
-from kvjax.experiments.evaluation.results import (
-    Key,
-    alone_in,
-    check_output,
-    directory_path,
-    plain_errors,
-    planned_keys,
-    read_bad,
-    read_config,
-    read_costs,
-    read_samples,
-    write_bytes,
-    write_figure,
-    write_json,
-)
+from kvjax.experiments.evaluation.results import Key, planned_keys, read_bad, read_config, read_costs, read_samples
+from kvjax.models.written import write_bytes
 
 
 def load(

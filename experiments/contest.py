@@ -34,20 +34,16 @@ from kvjax.configs.learning import LearnedScorer, Prompts
 from kvjax.configs.probed import probed
 from kvjax.contract import Layout
 from kvjax.experiments.core import stats
-from kvjax.experiments.evaluation.compiled import keep_compiled
+from kvjax.experiments.core.command import check_options, check_values, plain_errors
+from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.locks import alone_in
+from kvjax.experiments.core.provenance import device_info
 from kvjax.experiments.evaluation.report import table
-from kvjax.experiments.evaluation.results import (
-    alone_in,
-    check_options,
-    check_values,
-    device_info,
-    plain_errors,
-    write_bytes,
-)
 from kvjax.experiments.learn_budget import losses_of
 from kvjax.experiments.learn_scorer import learn, policy_of, untrained
 from kvjax.experiments.learning.future_rows import Reader, examples
 from kvjax.models import scorer
+from kvjax.models.written import write_bytes
 from kvjax.scores.attention import Votes
 from kvjax.scores.blends import Pooled, RemovalError, Shares
 from kvjax.scores.learned import Learned

@@ -33,20 +33,20 @@ from tqdm import tqdm
 from kvjax import models
 from kvjax.configs.experiment import check_whole
 from kvjax.experiments import frontier
-from kvjax.experiments.evaluation.compiled import keep_compiled
-from kvjax.experiments.evaluation.results import (
-    alone_in,
+from kvjax.experiments.core.command import (
     check_options,
     check_output,
     check_values,
-    environment,
     plain_errors,
-    write_bytes,
     write_figure,
     write_json,
 )
+from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.locks import alone_in
+from kvjax.experiments.core.provenance import environment
 from kvjax.experiments.papers import FIGURES, prompts
 from kvjax.models.embedded import included
+from kvjax.models.written import write_bytes
 
 ALL = "all"
 _NAMES = "\n".join(f"  {name:20s} {figure.title}" for name, figure in FIGURES.items())

@@ -27,22 +27,15 @@ from kvjax import Policy, configs, models
 from kvjax.configs.experiment import Experiment, Setup, check_distinct, check_whole
 from kvjax.experiments import run as job
 from kvjax.experiments.core import stats
+from kvjax.experiments.core.command import check_options, check_output, check_values, plain_errors, write_figure
+from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.evaluation import report
 from kvjax.experiments.evaluation.batches import Bucket, buckets
-from kvjax.experiments.evaluation.compiled import keep_compiled
 from kvjax.experiments.evaluation.examples import build, find_builders
-from kvjax.experiments.evaluation.results import (
-    check_options,
-    check_output,
-    check_values,
-    plain_errors,
-    read_config,
-    read_samples,
-    write_bytes,
-    write_figure,
-)
+from kvjax.experiments.evaluation.results import read_config, read_samples
 from kvjax.experiments.papers.base import canvas, message, style
 from kvjax.experiments.tasks.base import Protocol
+from kvjax.models.written import write_bytes
 
 RETRIEVAL = ("single_needle", "several_needles", "multi_query", "key_value")
 PROTOCOLS: tuple[Protocol, ...] = ("in_prompt", "after_compression")

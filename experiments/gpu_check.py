@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.experiments.evaluation.results import device_info
+from kvjax.experiments.core.provenance import device_info
 from kvjax.experiments.gpu import watchdog
 from kvjax.experiments.gpu.correct import STATISTICS, correctness, repeatability
 from kvjax.experiments.gpu.gpu_report import POISONED, Report, Timed, timed

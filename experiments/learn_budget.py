@@ -45,11 +45,12 @@ from kvjax.configs.experiment import Budget, label
 from kvjax.configs.learning import LearnedBudget
 from kvjax.decide.select import best
 from kvjax.experiments import stopping
-from kvjax.experiments.evaluation.checkpoints import check_learns, opened, restored, save_progress
-from kvjax.experiments.evaluation.compiled import keep_compiled
-from kvjax.experiments.evaluation.provenance import definition
-from kvjax.experiments.evaluation.results import Results, plain_errors, write_json
+from kvjax.experiments.core.command import plain_errors, write_json
+from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.provenance import definition
+from kvjax.experiments.evaluation.results import Results
 from kvjax.experiments.learning import budget_report
+from kvjax.experiments.learning.checkpoints import check_learns, opened, restored, save_progress
 from kvjax.experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples
 from kvjax.experiments.run import check_apart, default_directory, parse
 from kvjax.learning.families import Family, mean_shares

@@ -44,14 +44,16 @@ from kvjax.contract import FrozenArrays
 from kvjax.decide.select import best
 from kvjax.experiments import stopping
 from kvjax.experiments.core import stats
-from kvjax.experiments.evaluation.checkpoints import check_learns, opened, restored, save_progress
-from kvjax.experiments.evaluation.compiled import keep_compiled
+from kvjax.experiments.core.command import plain_errors, write_json
+from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.evaluation.report import stands, table
-from kvjax.experiments.evaluation.results import Results, plain_errors, read_config, write_bytes, write_json
+from kvjax.experiments.evaluation.results import Results, read_config
 from kvjax.experiments.learn_budget import SAVE_EVERY, losses_of
+from kvjax.experiments.learning.checkpoints import check_learns, opened, restored, save_progress
 from kvjax.experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples
 from kvjax.experiments.run import check_apart, default_directory, parse
 from kvjax.models import scorer
+from kvjax.models.written import write_bytes
 from kvjax.scores.learned import NUM_STATISTICS, Learned
 
 SCRIPT = "learn_scorer.py"

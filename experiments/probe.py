@@ -31,15 +31,16 @@ import tyro
 from kvjax import models
 from kvjax.configs.experiment import check_whole
 from kvjax.drivers.text import repeating
-from kvjax.experiments.evaluation.compiled import keep_compiled
+from kvjax.experiments.core.command import check_options, check_output, check_values, plain_errors
+from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.evaluation.examples import read_text
-from kvjax.experiments.evaluation.results import check_options, check_output, check_values, plain_errors, write_bytes
 from kvjax.experiments.tasks import retrieval
 from kvjax.experiments.tasks.base import Task
 from kvjax.experiments.tasks.text import filler
 from kvjax.learning import kvzap
 from kvjax.learning.probes import fit_filters, fit_queries, head_importance
 from kvjax.models.embedded import included
+from kvjax.models.written import write_bytes
 from kvjax.scores.learned import HiddenHeads
 
 TEXTS = 4  # that are read, and read again, at once

@@ -20,17 +20,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from kvjax.experiments.evaluation.results import (
-    alone_in,
-    check_options,
-    check_output,
-    directory_path,
-    plain_errors,
-    write_bytes,
-)
+from kvjax.experiments.core.command import check_options, check_output, directory_path, plain_errors
+from kvjax.experiments.core.locks import alone_in
 from kvjax.experiments.page import markdown, render, sources
 from kvjax.experiments.page.boards import with_boards
 from kvjax.experiments.page.cells import cells
+from kvjax.models.written import write_bytes
 
 _PAGE, _TEXT = "report.html", "report.md"
 

@@ -28,17 +28,10 @@ from tqdm import tqdm
 from kvjax import models
 from kvjax.configs.experiment import check_whole, label
 from kvjax.experiments import figures, stopping
-from kvjax.experiments.evaluation.compiled import keep_compiled
-from kvjax.experiments.evaluation.results import (
-    Results,
-    check_options,
-    check_values,
-    directory_path,
-    environment,
-    plain_errors,
-    write_bytes,
-    write_json,
-)
+from kvjax.experiments.core.command import check_options, check_values, directory_path, plain_errors, write_json
+from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.provenance import environment
+from kvjax.experiments.evaluation.results import Results
 from kvjax.experiments.papers import tables
 from kvjax.experiments.papers.tables import Entry
 from kvjax.experiments.papers.tables.base import Budget, number
@@ -54,6 +47,7 @@ from kvjax.experiments.reproduction.run import Run
 from kvjax.models.embedded import included
 from kvjax.models.sources import locate
 from kvjax.models.weights import read_config
+from kvjax.models.written import write_bytes
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -34,14 +34,15 @@ from kvjax.configs import loading
 from kvjax.configs.experiment import BUDGETS, LARGEST, Budget, Common, Experiment, Setup, label, sweep
 from kvjax.configs.learning import LearnedBudget, LearnedScorer
 from kvjax.experiments import tasks
+from kvjax.experiments.core.command import check_options, directory_path, plain_errors
+from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.evaluation import report
 from kvjax.experiments.evaluation.batches import Bucket, buckets
-from kvjax.experiments.evaluation.compiled import keep_compiled
 from kvjax.experiments.evaluation.evaluate import Evaluator
 from kvjax.experiments.evaluation.examples import build, described, find_builders
 from kvjax.experiments.evaluation.policies import all_policies, check_is, options_of, tasks_of, with_baselines
-from kvjax.experiments.evaluation.provenance import definition
-from kvjax.experiments.evaluation.results import Results, check_options, directory_path, plain_errors
+from kvjax.experiments.evaluation.results import Results
 from kvjax.experiments.evaluation.reuse import reuse_full
 from kvjax.experiments.evaluation.running import run_missing
 from kvjax.experiments.tasks import Builder

@@ -19,7 +19,8 @@ import nbclient
 import nbformat
 
 import kvjax
-from kvjax.experiments.evaluation.results import plain_errors, write_bytes
+from kvjax.experiments.core.command import plain_errors
+from kvjax.models.written import write_bytes
 
 HERE = pathlib.Path(__file__).parent / "notebooks"
 _ROOT = pathlib.Path(kvjax.__file__).parents[1]

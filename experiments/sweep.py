@@ -29,8 +29,8 @@ from typing import Any
 
 from kvjax import configs
 from kvjax.experiments import run, stopping
-from kvjax.experiments.evaluation.compiled import OPTION, keep_compiled
-from kvjax.experiments.evaluation.results import check_options, directory_path, plain_errors
+from kvjax.experiments.core.command import check_options, directory_path, plain_errors
+from kvjax.experiments.core.compiled import OPTION, keep_compiled
 from kvjax.experiments.evaluation.scheduling import Ended, Job, cpu_threads, devices, local, on_ray, places, submitted
 
 _OF_THE_SWEEP = "--output", "--restart", "--shard", "--list-tasks", "--help", "-h"

@@ -35,8 +35,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.drivers.attend import without_cache
 from kvjax.experiments import corpus
-from kvjax.experiments.evaluation.compiled import keep_compiled
-from kvjax.experiments.evaluation.results import check_options, check_values, plain_errors
+from kvjax.experiments.core.command import check_options, check_values, plain_errors
+from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.training import loop
 from kvjax.experiments.training.loop import ANSWER, FIRST, LANGUAGE
 from kvjax.models import LanguageModel, ModelConfig, Rope, save

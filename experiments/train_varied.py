@@ -38,9 +38,9 @@ import tyro
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.experiments import corpus
-from kvjax.experiments.evaluation.compiled import keep_compiled
+from kvjax.experiments.core.command import check_options, check_values, plain_errors
+from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.evaluation.examples import read_text
-from kvjax.experiments.evaluation.results import check_options, check_values, plain_errors
 from kvjax.experiments.training import loop
 from kvjax.experiments.training.documents import Documents, Sizes
 from kvjax.models import LanguageModel, ModelConfig, Rope, save

@@ -1,7 +1,7 @@
 import jax
 import pytest
 
-from kvjax.experiments.evaluation.compiled import OPTION, keep_compiled
+from kvjax.experiments.core.compiled import OPTION, keep_compiled
 
 OPTIONS = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache"
 

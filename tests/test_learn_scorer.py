@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax.experiments import learn_budget, learn_scorer
-from kvjax.experiments.evaluation import checkpoints
+from kvjax.experiments.learning import checkpoints
 from kvjax.learning.relax import soften, with_table
 from kvjax.models.scorer import TrainedHead
 from kvjax.scores.learned import Learned

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kvjax.experiments import compare, sweep
-from kvjax.experiments.evaluation.compiled import OPTION
+from kvjax.experiments.core.compiled import OPTION
 from kvjax.experiments.evaluation.scheduling import Job, devices, local, on_ray, places, submitted
 from tests.runs import one_layer
 

@@ -16,8 +16,8 @@ import tyro
 import kvjax
 from kvjax import methods, models
 from kvjax.drivers import attend, loop
-from kvjax.experiments.evaluation.provenance import device_info
-from kvjax.experiments.evaluation.results import check_output, plain_errors, write_json
+from kvjax.experiments.core.command import check_output, plain_errors, write_json
+from kvjax.experiments.core.provenance import device_info
 
 _NEW = 32
 _POLICIES = {

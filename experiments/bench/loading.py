@@ -26,7 +26,8 @@ import tyro
 from kvjax import models
 from kvjax.configs.experiment import check_finite, check_whole
 from kvjax.experiments.bench.process import apart, held
-from kvjax.experiments.evaluation.results import check_output, device_info, plain_errors, write_json
+from kvjax.experiments.core.command import check_output, plain_errors, write_json
+from kvjax.experiments.core.provenance import device_info
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 

@@ -29,15 +29,11 @@ from kvjax.configs.experiment import check_whole
 from kvjax.contract import Layout
 from kvjax.drivers.memory import shown
 from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
-from kvjax.experiments.evaluation.results import (
-    check_options,
-    device_info,
-    locked,
-    plain_errors,
-    write_bytes,
-    write_json,
-)
+from kvjax.experiments.core.command import check_options, plain_errors, write_json
+from kvjax.experiments.core.locks import locked
+from kvjax.experiments.core.provenance import device_info
 from kvjax.methods import variants
+from kvjax.models.written import write_bytes
 
 _LAYERS, _NEW, _BUDGET = 4, 64, 512
 _CONFIG = models.ModelConfig(

@@ -11,7 +11,7 @@ import sys
 import tomllib
 from collections.abc import Sequence
 
-from kvjax.experiments.evaluation.results import write_json
+from kvjax.experiments.core.command import write_json
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _PRESSES = "kvpress==0.5.5"

@@ -31,16 +31,10 @@ from kvjax.experiments.bench.peer_measure import measure, outcome, together
 from kvjax.experiments.bench.peer_report import draw, markdown, number
 from kvjax.experiments.bench.peer_rows import FULL, QUICK, TOY, Row, Sizes, choose, make_rows
 from kvjax.experiments.bench.peer_workers import SIDES, JobError, Sides
-from kvjax.experiments.evaluation.results import (
-    check_options,
-    check_values,
-    locked,
-    plain_errors,
-    write_bytes,
-    write_figure,
-    write_json,
-)
-from kvjax.experiments.evaluation.results import environment as surroundings
+from kvjax.experiments.core.command import check_options, check_values, plain_errors, write_figure, write_json
+from kvjax.experiments.core.locks import locked
+from kvjax.experiments.core.provenance import environment as surroundings
+from kvjax.models.written import write_bytes
 
 MODEL = {
     "vocab_size": 512,

@@ -124,7 +124,7 @@ def main() -> None:
 
     import numpy as np
 
-    from kvjax.experiments.evaluation.results import write_json
+    from kvjax.experiments.core.command import write_json
     from kvjax.models import sources
 
     path, rows = str(sources.locate(options.model)), []

@@ -31,15 +31,10 @@ from kvjax import methods, models
 from kvjax.configs.experiment import check_whole
 from kvjax.drivers.memory import shown
 from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
-from kvjax.experiments.evaluation.results import (
-    check_options,
-    device_info,
-    locked,
-    plain_errors,
-    write_bytes,
-    write_figure,
-    write_json,
-)
+from kvjax.experiments.core.command import check_options, plain_errors, write_figure, write_json
+from kvjax.experiments.core.locks import locked
+from kvjax.experiments.core.provenance import device_info
+from kvjax.models.written import write_bytes
 
 METHODS = ("streaming_llm", "h2o", "tova", "roco", "keyformer", "random")
 _BUDGET, _CHUNK, _WINDOW = 512, 256, 40  # tokens, tokens of a call, calls of a window

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvjax.configs.experiment import Setup
-from kvjax.experiments.evaluation.provenance import definition
+from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.evaluation.results import resumptions
 from kvjax.experiments.tasks import TASKS
 

@@ -14,11 +14,13 @@ import numpy as np
 
 import kvjax
 from kvjax.analysis import Interval
+from kvjax.experiments.core.command import write_figure, write_json
 from kvjax.experiments.evaluation.agreement import ALIKE
-from kvjax.experiments.evaluation.results import read_config, seal, write_bytes, write_figure, write_json
+from kvjax.experiments.evaluation.results import read_config, seal
 from kvjax.experiments.evaluation.summary import TIMES as TIMES
 from kvjax.experiments.evaluation.summary import summarise as summarise
 from kvjax.experiments.tasks import NEEDLES
+from kvjax.models.written import write_bytes
 
 # --- tables ---
 

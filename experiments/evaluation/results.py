@@ -1,28 +1,18 @@
 """A results directory: what was run, every example as it finished, and where to go on."""
 
-import argparse
-import contextlib
 import hashlib
-import io
 import json
 import os
 import pathlib
-import re
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
-
 from kvjax.experiments import stopping
-from kvjax.experiments.evaluation.locks import alone_in as alone_in
-from kvjax.experiments.evaluation.locks import holds_lock
-from kvjax.experiments.evaluation.locks import locked as locked
-from kvjax.experiments.evaluation.provenance import device_info as device_info
-from kvjax.experiments.evaluation.provenance import environment as environment
-from kvjax.models.written import BESIDE, naming
-from kvjax.models.written import write_bytes as write_bytes
+from kvjax.experiments.core.command import write_json
+from kvjax.experiments.core.locks import holds_lock, locked
+from kvjax.experiments.core.provenance import environment
+from kvjax.models.written import BESIDE, naming, write_bytes
 
 Key = tuple[str, str, str, int]
 
@@ -47,22 +37,6 @@ def planned_keys(config: dict[str, Any], bad: Iterable[dict[str, Any]] = ()) -> 
         for i in range(of["examples"])
         if i % shards == shard - 1 and (task, i) not in without
     ]
-
-
-@contextlib.contextmanager
-def plain_errors() -> Iterator[None]:
-    """Ends a script with one line, and an exit code, where an option, the machine or a signal stops it."""
-    try:
-        yield
-    except (ValueError, OSError, MemoryError) as e:
-        raise SystemExit(f"error: {str(e) or type(e).__name__}") from e
-    except jax.errors.JaxRuntimeError as e:
-        if "RESOURCE_EXHAUSTED" not in str(e):
-            raise
-        raise SystemExit(f"error: the device has too little memory; lower the batch size or the length ({e})") from e
-    except KeyboardInterrupt as e:
-        print(f"\n{str(e) or 'interrupted; no result was being written'}", file=sys.stderr)
-        raise SystemExit(stopping.exit_code()) from e
 
 
 class Results:
@@ -362,62 +336,6 @@ def _differences(old: Any, new: Any, name: str = "") -> list[str]:
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return [d for i, (a, b) in enumerate(zip(old, new, strict=True)) for d in _differences(a, b, f"{name}[{i}]")]
     return [] if old == new else [f"{name}: {old!r} there, {new!r} now"]
-
-
-def write_json(path: pathlib.Path, content: Any) -> None:
-    """JSON, as `write_bytes` writes it."""
-    write_bytes(path, (json.dumps(content, indent=1) + "\n").encode())
-
-
-def write_figure(path: pathlib.Path, figure: Any, **options: Any) -> None:
-    """A PNG of a matplotlib figure, as `write_bytes` writes it."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", **options)
-    write_bytes(path, buffer.getvalue())
-
-
-def check_options(argv: Sequence[str]) -> None:
-    """Tries whether options are given once; of two of one name, the last alone would count.
-
-    Raises:
-      ValueError: an option that is repeated.
-    """
-    names = [text.partition("=")[0].replace("_", "-") for text in argv if text.startswith("--")]
-    if repeated := [name for i, name in enumerate(names) if name in names[:i]]:
-        raise ValueError(f"{repeated[0]} is given twice; give it once, with all of its values")
-
-
-def check_values(argv: Sequence[str]) -> None:
-    """Tries whether options have values; an empty name of a file or directory would be the working directory.
-
-    Raises:
-      ValueError: an option that is empty.
-    """
-    if any(not text.strip() or re.fullmatch(r"--[\w-]+=\s*", text) for text in argv):
-        raise ValueError("an option is empty")
-
-
-def directory_path(text: str) -> pathlib.Path:
-    """The directory that an option names; an empty name, which would be the working directory, is refused."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("is empty; name a directory")
-    return pathlib.Path(text)
-
-
-def check_output(path: pathlib.Path | None) -> None:
-    """Tries, before hours of work, whether a file can be written where it is wanted; its directory is made.
-
-    Raises:
-      ValueError: the path is a directory.
-      OSError: a file that cannot be written there.
-    """
-    if path is None:
-        return
-    if path.is_dir():
-        raise ValueError(f"--output {path} is a directory; name a file in it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with naming(path.parent), tempfile.TemporaryFile(dir=path.parent):
-        pass
 
 
 def _free_name(directory: pathlib.Path) -> pathlib.Path:

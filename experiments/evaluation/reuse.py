@@ -5,17 +5,10 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any, Final
 
+from kvjax.experiments.core.provenance import environment
 from kvjax.experiments.evaluation import report
 from kvjax.experiments.evaluation.policies import FULL
-from kvjax.experiments.evaluation.results import (
-    Results,
-    environment,
-    planned_keys,
-    read_bad,
-    read_config,
-    read_costs,
-    read_samples,
-)
+from kvjax.experiments.evaluation.results import Results, planned_keys, read_bad, read_config, read_costs, read_samples
 
 _LABEL: Final = "full@1.0"
 _OTHERS: Final = (

@@ -9,8 +9,8 @@ import importlib
 import sys
 
 from kvjax.experiments import stopping
-from kvjax.experiments.evaluation.compiled import keep_compiled
-from kvjax.experiments.evaluation.results import plain_errors
+from kvjax.experiments.core.command import plain_errors
+from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.harness import lm_eval_module
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from kvjax.contract.checks import one_of, whole
 from kvjax.drivers.buckets import bucket
 from kvjax.drivers.checks import check_block, check_positions
 from kvjax.drivers.loop import NO_TOKEN
-from kvjax.experiments.evaluation.provenance import definition
+from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.harness.options import policy_of, sampler_of
 from kvjax.experiments.harness.scoring import rounded_up, score_after, score_whole
 from kvjax.models.embedded import included

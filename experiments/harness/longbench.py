@@ -16,8 +16,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvjax.experiments.evaluation.results import check_options, directory_path, plain_errors, write_bytes, write_json
+from kvjax.experiments.core.command import check_options, directory_path, plain_errors, write_json
 from kvjax.experiments.harness import lm_eval_module
+from kvjax.models.written import write_bytes
 
 
 def available() -> dict[str, pathlib.Path]:

@@ -10,9 +10,11 @@ import numpy as np
 import kvjax
 from kvjax.analysis.hindsight import Across
 from kvjax.experiments.core import stats
+from kvjax.experiments.core.command import write_figure, write_json
 from kvjax.experiments.evaluation import report
 from kvjax.experiments.evaluation.report import table
-from kvjax.experiments.evaluation.results import read_config, write_bytes, write_figure, write_json
+from kvjax.experiments.evaluation.results import read_config
+from kvjax.models.written import write_bytes
 
 HINDSIGHT: Final[dict[str, Across]] = {"hindsight_heads": "head", "hindsight": "model"}
 """The oracles: the best masks for the attention to come, of as many tokens in every head, or in the whole model."""

@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 from kvjax import Policy
-from kvjax.experiments.evaluation.provenance import definition
+from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.harness import lm_eval_module
 from kvjax.experiments.papers.tables.base import Budget
 from kvjax.experiments.papers.tables.catalogue import DATA

@@ -5,9 +5,10 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvjax.experiments.evaluation.results import write_bytes, write_json
+from kvjax.experiments.core.command import write_json
 from kvjax.experiments.papers.tables import ENTRIES, Entry
 from kvjax.experiments.papers.tables.catalogue import MODELS
+from kvjax.models.written import write_bytes
 
 FOLDER: Final = pathlib.Path(__file__).parents[1] / "papers"
 _NONE = {"settings": "nothing to run (settings)", "drawing": "nothing to run (an illustration)"}

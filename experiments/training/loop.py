@@ -17,8 +17,9 @@ from tqdm import tqdm
 
 from kvjax.configs.experiment import check_whole
 from kvjax.experiments import stopping
-from kvjax.experiments.evaluation.checkpoints import read, save_progress
-from kvjax.experiments.evaluation.results import check_output, locked
+from kvjax.experiments.core.command import check_output
+from kvjax.experiments.core.locks import locked
+from kvjax.experiments.learning.checkpoints import read, save_progress
 from kvjax.models import num_params
 
 LANGUAGE, ANSWER, FIRST = 1, 2, 3  # classes of predicted tokens; 0 is unpredictable and costs nothing

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 import kvjax
-from kvjax.experiments.evaluation.meaning import definition as definition
+from kvjax.experiments.core.meaning import definition as definition
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint", "transformers", "kvjax")
 _SOURCES = pathlib.Path(kvjax.__file__).parent
