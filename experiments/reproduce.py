@@ -33,9 +33,8 @@ from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.core.provenance import environment
 from kvjax.experiments.evaluation.results import Results
 from kvjax.experiments.papers import tables
-from kvjax.experiments.papers.tables import Entry
-from kvjax.experiments.papers.tables.base import Budget, number
-from kvjax.experiments.papers.tables.catalogue import DATA
+from kvjax.experiments.papers.methods import Budget
+from kvjax.experiments.papers.tables import DATA, Entry, number
 from kvjax.experiments.reproduction import choice as choices
 from kvjax.experiments.reproduction import ledger, report
 from kvjax.experiments.reproduction.choice import Choice, Options

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from kvjax.experiments.evaluation import metrics
-from kvjax.experiments.papers.tables import Column, Entry
-from kvjax.experiments.papers.tables.base import MEAN, Budget
-from kvjax.experiments.papers.tables.catalogue import DATA, MODELS
+from kvjax.experiments.papers.methods import Budget
+from kvjax.experiments.papers.tables import DATA, MEAN, MODELS, Column, Entry
 from kvjax.experiments.reproduction import rows
 from kvjax.experiments.reproduction.rows import PROJECT, Source
 
@@ -138,10 +137,7 @@ def _lines(entry: Entry, model: str, options: Options) -> tuple[tuple[str, Budge
 def _columns(entry: Entry, model: str, present: set[str]) -> tuple[tuple[Column, ...], list[str]]:
     """Columns with the data sets that are there, and what keeps the others from being measured."""
     kept, missing = [], []
-    cells = {c.column.title for c in entry.cells() if c.model == model}
-    for column in entry.columns:
-        if column.metric == MEAN or column.title not in cells:
-            continue
+    for column in entry.measured(model):
         runners = {DATA[d].runner for d in column.data}
         names = tuple(d for d in column.data if d in present or DATA[d].runner == "speed")
         fault = ""

@@ -6,8 +6,8 @@ from typing import Any
 from kvjax import Policy
 from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.harness import lm_eval_module
-from kvjax.experiments.papers.tables.base import Budget
-from kvjax.experiments.papers.tables.catalogue import DATA
+from kvjax.experiments.papers.methods import Budget
+from kvjax.experiments.papers.tables import DATA
 from kvjax.experiments.reproduction.choice import Options, own_tasks
 
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvjax.experiments.core.command import write_json
-from kvjax.experiments.papers.tables import ENTRIES, Entry
-from kvjax.experiments.papers.tables.catalogue import MODELS
+from kvjax.experiments.papers.tables import ENTRIES, MODELS, Entry
 from kvjax.models.written import write_bytes
 
 FOLDER: Final = pathlib.Path(__file__).parents[1] / "papers"
@@ -81,8 +80,8 @@ def markdown(ledger: Mapping[str, list[dict[str, Any]]]) -> str:
         "# The papers' tables and figures",
         "",
         "Every table and figure of the five papers: what it shows, how many of its numbers stand in the paper's text "
-        '(they are in `tables/`, a file a paper), and what was run here. "Machinery only" is a run at reduced size or '
-        "on another model: it shows that the entry can be run, and says nothing about the paper. `figures.py` draws "
+        '(they are in `tables/` and `entries.toml`), and what was run here. "Machinery only" is a run at reduced size '
+        "or on another model: it shows that the entry can be run, and says nothing about the paper. `figures.py` draws "
         "what papers only draw. This file is written by `python experiments/reproduce.py ENTRY --record`.",
         "",
         "```bash",

@@ -10,8 +10,8 @@ import numpy as np
 from kvjax.analysis import Interval
 from kvjax.configs.experiment import label
 from kvjax.experiments.core import stats
-from kvjax.experiments.papers.tables import Column
-from kvjax.experiments.papers.tables.base import MEAN, Budget
+from kvjax.experiments.papers.methods import Budget
+from kvjax.experiments.papers.tables import MEAN, Column
 from kvjax.experiments.reproduction.choice import Choice
 from kvjax.experiments.reproduction.rows import metric_of, task_of
 

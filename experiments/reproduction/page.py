@@ -3,8 +3,7 @@
 import math
 
 from kvjax.configs.experiment import label
-from kvjax.experiments.papers.tables import Entry
-from kvjax.experiments.papers.tables.catalogue import MODELS
+from kvjax.experiments.papers.tables import MODELS, Entry
 from kvjax.experiments.reproduction.ledger import needs
 
 
@@ -16,14 +15,15 @@ def page(entry: Entry) -> str:
     lines += ["", *(f"- {what}: {value}" for what, value in entry.settings)]
     if entry.reference == "full cache":
         lines.append("- outputs are compared with what the full cache generates")
-    lines += [f"- {c.what}: {c.value:g} ({c.place})" for c in entry.claims]
+    lines += [f"- {what}: {value:g} ({place})" for what, value, place in entry.claims]
     if entry.notes:
         lines += ["", entry.notes]
     if entry.rows:
         lines += ["", *_methods(entry), "", *_table(entry)]
-    for model, method, budget, why in entry.off:
-        at = "" if budget is None else f" at {label(budget)}"
-        lines.append(f"\nThe mean of {entry.methods[method].title}{at}, {MODELS[model].title}: {why}.")
+    for r in entry.rows:
+        if r.off:
+            at = "" if r.budget is None else f" at {label(r.budget)}"
+            lines.append(f"\nThe mean of {entry.methods[r.method].title}{at}, {MODELS[r.model].title}: {r.off}.")
     return "\n".join(lines).rstrip() + "\n"
 
 

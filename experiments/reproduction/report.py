@@ -7,9 +7,7 @@ from typing import Any
 
 from kvjax.configs.experiment import label
 from kvjax.experiments.evaluation.report import plain
-from kvjax.experiments.papers.tables import Entry
-from kvjax.experiments.papers.tables.base import MEAN
-from kvjax.experiments.papers.tables.catalogue import MODELS
+from kvjax.experiments.papers.tables import MEAN, MODELS, Entry
 from kvjax.experiments.reproduction.choice import Choice
 from kvjax.experiments.reproduction.numbers import Number
 from kvjax.experiments.reproduction.rows import metric_of

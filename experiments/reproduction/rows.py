@@ -12,8 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvjax.experiments import corpus
-from kvjax.experiments.papers.tables.catalogue import DATA
-from kvjax.experiments.papers.tables.longbench import FIRST_LINE, METRIC
+from kvjax.experiments.papers.tables import DATA, LONGBENCH
 
 PROJECT: Final = "project"  # in place of a path: text of the project's own
 _SUFFIXES: Final = (".jsonl", ".json", ".txt")
@@ -193,13 +192,13 @@ def _own(name: str, index: int, seed: int) -> PromptRow:
         sentences[place] += corpus.fact(phrasing, who, value)
     text = corpus.words(*sentences, corpus.question(phrasing, names[:1]))
     whole = tuple(" ".join(v) for v in values)
-    first = {"retrieval": f"Paragraph {values[0][0]}", "count": values[0][0]}.get(METRIC.get(name, ""), whole[0])
+    first = {"retrieval": f"Paragraph {values[0][0]}", "count": values[0][0]}.get(DATA[name].metric or "", whole[0])
     return PromptRow(" ".join(text), (first,), whole)
 
 
 def scored_part(name: str, output: str) -> str:
     """What LongBench's own script scores of an output: of four sets, the first line."""
-    return output.lstrip("\n").split("\n")[0] if name in FIRST_LINE else output
+    return output.lstrip("\n").split("\n")[0] if DATA[name].first_line else output
 
 
 def task_of(name: str, shots: int) -> str:
@@ -209,7 +208,7 @@ def task_of(name: str, shots: int) -> str:
 
 def metric_of(name: str, metric: str) -> str:
     """The metric of a data set in a column: LongBench's sets have their own."""
-    return METRIC[name] if metric == "longbench" else metric
+    return DATA[name].metric or "" if metric == LONGBENCH else metric
 
 
 def classification(output: str, answer: str, classes: tuple[str, ...]) -> float:

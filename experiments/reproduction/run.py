@@ -14,8 +14,8 @@ from kvjax.configs.experiment import label
 from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.evaluation import metrics
 from kvjax.experiments.evaluation.results import Results
-from kvjax.experiments.papers.tables.base import Budget
-from kvjax.experiments.papers.tables.catalogue import DATA, MODELS
+from kvjax.experiments.papers.methods import Budget
+from kvjax.experiments.papers.tables import DATA, MODELS
 from kvjax.experiments.reproduction import harness, rows
 from kvjax.experiments.reproduction.choice import MEASURED, SCORED, Choice, Options, examples_short, same_shape
 from kvjax.experiments.reproduction.engine import Engine
@@ -211,10 +211,9 @@ class Run:
         results.append(lines)
 
     def _cut(self, name: str, output: str) -> str:
-        """An output up to the first stop string."""
-        for stop in DATA[name].stop:
-            output = output.partition(stop)[0]
-        return output
+        """An output up to the stop string."""
+        stop = DATA[name].stop
+        return output if stop is None else output.partition(stop)[0]
 
     def _scores(self, job: Job, index: int, output: str, results: Results) -> tuple[dict[str, float], dict[str, str]]:
         """Scores of an output in every metric that a column has of its data set, and why others refuse to score it."""
