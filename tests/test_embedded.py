@@ -193,7 +193,7 @@ def test_training_resumes_where_it_stopped(tmp_path, monkeypatch, capsys):
         np.testing.assert_array_equal(x, y)
     assert json.loads((whole / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert models.load_tokenizer(whole).decode([corpus.WORD_ID["ada"]]) == "ada"
-    with locks.locked(tmp_path / "parts"), pytest.raises(ValueError, match=r"another process is writing to .*parts"):
+    with locks.Locked(tmp_path / "parts"), pytest.raises(ValueError, match=r"another process is writing to .*parts"):
         tiny_run(tmp_path, "parts", None, monkeypatch)
     with pytest.raises(ValueError, match="holds a run with"):
         train_tiny.train(seed=1, checkpoints=tmp_path / "parts", output=tmp_path / "other", max_steps=1)

@@ -10,7 +10,6 @@ go back to the system at once (`MALLOC_MMAP_THRESHOLD_`). Rows are stored as the
 where it was interrupted. Needs Linux.
 """
 
-import contextlib
 import dataclasses
 import json
 import pathlib
@@ -30,7 +29,7 @@ from kvjax.contract import Layout
 from kvjax.drivers.memory import shown
 from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
 from kvjax.experiments.core.command import check_options, plain_errors, write_json
-from kvjax.experiments.core.locks import locked
+from kvjax.experiments.core.locks import Locked
 from kvjax.experiments.core.provenance import device_info
 from kvjax.methods import variants
 from kvjax.models.written import write_bytes
@@ -179,7 +178,7 @@ def bench(
         "max_new_tokens": _NEW,
         "device": device_info(),
     }
-    with contextlib.closing(locked(output)):
+    with Locked(output):
         rows = stored_rows(output / "memory.json", setup)
         wanted = [f"{name}@{n}" for name in only or METHODS for n in lengths]
         known = [

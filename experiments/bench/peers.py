@@ -32,7 +32,7 @@ from kvjax.experiments.bench.peer_report import draw, markdown, number
 from kvjax.experiments.bench.peer_rows import FULL, QUICK, TOY, Row, Sizes, choose, make_rows
 from kvjax.experiments.bench.peer_workers import SIDES, JobError, Sides
 from kvjax.experiments.core.command import check_options, check_values, plain_errors, write_figure, write_json
-from kvjax.experiments.core.locks import locked
+from kvjax.experiments.core.locks import Locked
 from kvjax.experiments.core.provenance import environment as surroundings
 from kvjax.models.written import write_bytes
 
@@ -67,7 +67,7 @@ class Table:
 
     def __init__(self, directory: pathlib.Path, sizes: Sizes):
         self._directory, self._path = directory, directory / _FILE
-        self._lock = locked(directory)
+        self._lock = Locked(directory)
         self._new = {"model": MODEL, "sizes": json.loads(json.dumps(vars(sizes)))}
         self._table: dict[str, Any] = {}
         if self._path.exists():

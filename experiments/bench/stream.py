@@ -11,7 +11,6 @@ in turn, many times. The ratio of two is the median over rounds. A method that w
 are done stay. Needs Linux.
 """
 
-import contextlib
 import itertools
 import json
 import pathlib
@@ -32,7 +31,7 @@ from kvjax.configs.experiment import check_whole
 from kvjax.drivers.memory import shown
 from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
 from kvjax.experiments.core.command import check_options, plain_errors, write_figure, write_json
-from kvjax.experiments.core.locks import locked
+from kvjax.experiments.core.locks import Locked
 from kvjax.experiments.core.provenance import device_info
 from kvjax.models.written import write_bytes
 
@@ -154,7 +153,7 @@ def bench(
     if unknown := [name for name in only if name not in METHODS]:
         raise ValueError(f"--only {unknown[0]!r} is not one of {', '.join(METHODS)}")
     setup = {"tokens": tokens, "budget": _BUDGET, "chunk": _CHUNK, "rounds": rounds, "device": device_info()}
-    with contextlib.closing(locked(output)):
+    with Locked(output):
         path = output / "stream.json"
         rows = stored_rows(path, setup)
         for name in only or METHODS:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvjax.experiments import stopping
 from kvjax.experiments.core.command import write_json
-from kvjax.experiments.core.locks import holds_lock, locked
+from kvjax.experiments.core.locks import Locked
 from kvjax.experiments.core.provenance import environment
 from kvjax.models.written import BESIDE, naming, write_bytes
 
@@ -62,7 +62,7 @@ class Results:
         """
         self.directory = directory
         self.config = json.loads(json.dumps(config))
-        self._lock = locked(directory)
+        self._lock = Locked(directory)
         try:
             if restart and _holds(directory, ("manifest.json", *_PRODUCTS)):
                 self._move_aside()
@@ -91,10 +91,10 @@ class Results:
         if pathlib.Path.cwd().is_relative_to(directory):
             raise ValueError(f"--restart would move the working directory, {directory}, aside; run it from elsewhere")
         for other in {path.parent for path in directory.rglob(".lock")} - {directory}:
-            locked(other).close()
+            Locked(other).close()
         directory.rename(old := _free_name(directory))
         with self._lock:  # held until the new directory is locked
-            self._lock = locked(directory)
+            self._lock = Locked(directory)
         print(f"the earlier run was moved to {old}")
 
     def _open(self, now: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ class Results:
         Raises:
           ValueError: a directory that was moved away, or whose lock was deleted.
         """
-        if not holds_lock(self._lock, self.directory):
+        if not self._lock.holds():
             raise ValueError(
                 f"{self.directory} was moved, or its .lock deleted, while this process was writing there; the lines "
                 "written so far are where they were written, and the same command goes on from there"

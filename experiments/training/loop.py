@@ -18,7 +18,7 @@ from tqdm import tqdm
 from kvjax.configs.experiment import check_whole
 from kvjax.experiments import stopping
 from kvjax.experiments.core.command import check_output
-from kvjax.experiments.core.locks import locked
+from kvjax.experiments.core.locks import Locked
 from kvjax.experiments.learning.checkpoints import read, save_progress
 from kvjax.models import num_params
 
@@ -170,7 +170,7 @@ def train(
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     stored = lambda: f"{checkpoints} holds step {manager.latest_step()}, and the same command goes on from there"
     with (
-        locked(checkpoints),
+        Locked(checkpoints),
         ocp.CheckpointManager(checkpoints.absolute(), options=options) as manager,
         stopping.noted(stored),
         stopping.finishing("this step, and its checkpoint"),
