@@ -1,6 +1,7 @@
-"""Rows of `kvjax/methods/peers.md`, evaluated on the tensors of recorded cases."""
+"""Lines of `golden/peers.csv`, evaluated on the tensors of recorded cases."""
 
 import collections
+import csv
 import dataclasses
 import functools
 import pathlib
@@ -14,13 +15,14 @@ import kvjax
 from kvjax import budgets, methods
 from kvjax.compose import across
 from kvjax.contract import Layout
-from kvjax.experiments.bench import peer_tensors
 from kvjax.methods import counts, easykv, kvpress, variants
 from kvjax.models.rope import Rope
 from kvjax.scores.softmax import Noisy
 from tests import tensors
+from tests.golden.record import peer_tensors
 
-TABLE = pathlib.Path(kvjax.__file__).parent / "methods" / "peers.md"
+PAGE = pathlib.Path(kvjax.__file__).parent / "methods" / "peers.md"
+TABLE = pathlib.Path(__file__).parent / "golden" / "peers.csv"
 CHECKS = r"tokens(, within \d+)?(, equal scores aside)?|counts"
 WIDTH = 130  # every prompt is padded to it, so that all share programs
 ROPE = Rope(theta=peer_tensors.THETA)
@@ -37,15 +39,15 @@ NAMES = {
 }
 
 
-def table(first):
-    """The three cells of every row of the table whose first column has this title."""
-    (rows,) = re.findall(rf"^\| {first} \|.*\n\|---.*\n((?:\|.*\n)+)", TABLE.read_text(), re.M)
-    return [line.strip("| ").split(" | ") for line in rows.splitlines()]
+def table(source):
+    """The lines of one source: "kvpress", "authors", or "theirs" for code that was not run."""
+    with TABLE.open(newline="") as lines:
+        return [line for line in csv.DictReader(lines) if line["source"] == source]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row of a table that is checked.
+    """One line that is checked.
 
     Attributes:
       name: of what keeps tokens elsewhere.
@@ -63,16 +65,14 @@ class Row:
         return self.name
 
 
-def rows(first):
-    """Those rows of the table whose first column has this title that are checked."""
+def rows(source):
+    """The lines of a source that are checked."""
     found = []
-    for there, here, how in table(first):
-        check = how.partition(";")[0]
-        if re.fullmatch(CHECKS, check):
-            policy, *block = re.findall(r"`([^`]*)`", here)
-            assert len(block) <= 1
-            block = int(block[0].removeprefix("block=")) if block else None
-            found.append(Row(there.replace("`", ""), policy, block, check))
+    for line in table(source):
+        if line["checked"]:
+            assert re.fullmatch(CHECKS, line["checked"])
+            block = int(line["block"]) if line["block"] else None
+            found.append(Row(line["theirs"], line["here"], block, line["checked"]))
     return tuple(found)
 
 

@@ -1,7 +1,9 @@
-"""The table `kvjax/methods/peers.md` keeps what authors' code kept when `golden/authors.json` was recorded."""
+"""The calls of `golden/peers.csv` keep what authors' code kept when `golden/authors.json` was recorded."""
 
+import collections
 import json
 import pathlib
+import re
 
 import pytest
 
@@ -27,8 +29,12 @@ def test_what_is_recorded_is_in_the_table():
     assert [row.name for row in ROWS] == list(RECORDED["authors"])
 
 
-def test_commits_are_named():
-    text = recorded.TABLE.read_text()
+def test_the_page_names_commits_and_counts_cases():
+    sections = re.split(r"(?m)^(?=\| \w[^|]*/)", recorded.PAGE.read_text())[1:]
+    counted = collections.Counter()
+    for row in ROWS:
+        counted[row.name.partition(",")[0]] += len(RECORDED["authors"][row.name])
     for name, source in RECORDED["about"]["repositories"].items():
         repository, commit = source.split()
-        assert f"| {name} | {repository} | `{commit[:10]}` |" in text
+        (section,) = (x for x in sections if x.startswith(f"| {repository} | `{commit[:10]}` |"))
+        assert sum(map(int, re.findall(r"(\d+) (?:same|within|as many)", section))) == counted[name], name

@@ -1,5 +1,6 @@
-"""The table `kvjax/methods/peers.md` keeps what kvpress kept when `golden/peers.json` was recorded."""
+"""The calls of `golden/peers.csv` keep what kvpress kept when `golden/peers.json` was recorded; its page says so."""
 
+import collections
 import json
 import pathlib
 import re
@@ -56,25 +57,49 @@ def test_cam_is_not_every_nth_step_below_its_target():
     assert [len(head) for head in live_positions(recorded.replay(policy, cases, None).kv)[0]] == [62, 62]
 
 
-def test_every_press_has_a_row():
-    written = {name for press, _, _ in recorded.table("kvpress") for name in re.findall(r"\b\w+Press\b", press)}
+def test_every_press_has_a_line():
+    written = {name for line in recorded.table("kvpress") for name in re.findall(r"\b\w+Press\b", line["theirs"])}
     assert written == set(RECORDED["about"]["classes"])
 
 
 def test_what_is_recorded_is_in_the_table():
-    rows = [press.strip("`") for press, _, _ in recorded.table("kvpress")]
-    assert len(rows) == len(set(rows))
-    lacking = [press for press, here, _ in recorded.table("kvpress") if here == "-"]
+    presses = [line["theirs"] for line in recorded.table("kvpress")]
+    assert len(presses) == len(set(presses))
+    lacking = [line["theirs"] for line in recorded.table("kvpress") if not line["here"]]
     for press in RECORDED["presses"]:
-        assert press in rows or any(f"{name.strip('`')}(" in press for name in lacking), press
+        assert press in presses or any(f"{name.partition('(')[0]}(" in press for name in lacking), press
     assert {row.name for row in ROWS} <= set(RECORDED["presses"])
 
 
-def test_the_rows_of_others_are_policies():
+def test_the_page_has_every_press_and_counts_its_cases():
+    cases = collections.Counter()
+    for row in ROWS:
+        press = re.search(r"\w+Press", row.name)[0]
+        cases[press, "as many" if row.check == "counts" else "same"] += len(RECORDED["presses"][row.name])
+    lines = [line.strip("| ").split(" | ") for line in recorded.PAGE.read_text().splitlines() if line.startswith("| `")]
+    page = {name: here for first, _, here, *_ in lines for name in re.findall(r"(?:^|, )`(\w+)", first)}
+    assert {*page} == {*RECORDED["about"]["classes"]}
+    for press, here in page.items():
+        for number, kind in re.findall(r"(\d+) (same|as many)", here):
+            assert cases[press, kind] == int(number), press
+
+
+def test_what_the_page_calls_are_policies():
+    """Where it needs what a user brings, this is brought."""
+    given = {"a": methods.knorm(8), "score": lambda kv, stats, ctx: kv.pos, "ratios": (0.5, 0.25), "r": 0.5}
+    given |= {"gates": np.eye(4, 2), "filters": np.ones((4, 2, 8)), "importance": np.ones((4, 4)), "L": 4, "c": 64}
+    given |= {"mean": np.ones((4, 4, 8)), "covariance": np.ones((4, 4, 8, 8)), "function": lambda x, layer: x}
+    for call in re.findall(r"`((?:kvjax|methods|kvpress|variants|easykv)\.\w+\(.*?\))`", recorded.PAGE.read_text()):
+        names = recorded.NAMES | given | {"b": methods.tova(8) if "chain" in call else kvpress.kept(0.5)}
+        if call != "kvpress.kept(r)":
+            assert isinstance(eval(call, names), kvjax.Policy), call
+
+
+def test_code_that_was_not_run_has_policies():
     config = ModelConfig(
         vocab_size=8, embed_dim=8, mlp_dim=8, num_layers=4, num_query_heads=4, num_kv_heads=4, head_dim=8
     )
-    for _, here, _ in recorded.table("theirs"):
-        if here != "-":
-            policy = eval(re.match(r"`([^`]*)`", here)[1], recorded.NAMES | {"c": 64})
+    for line in recorded.table("theirs"):
+        if line["here"]:
+            policy = eval(line["here"], recorded.NAMES | {"c": 64})
             assert min(kvjax.make_plan(config, policy, np.array([256]), 256, 1).capacities) > 0

@@ -1,11 +1,11 @@
 """Records what kvpress keeps: the cases of tests/golden/peers.json.
 
-    PEERS_PYTHON -m experiments.bench.peer_cases tests/golden/peers.json
+    cd tests/golden; PEERS_PYTHON -m record.peer_cases peers.json
 
-It runs in the peers' environment, which `experiments.bench.peers` makes and which has no kvjax. Every case reads a
-prompt of hidden states through the attention layers of a random Llama, under one press with its own hooks, and notes
-which tokens each kv head is left with. Hidden states and weights come from `experiments.bench.peer_tensors`, from the
-case's seed, so that the file holds the kept sets alone.
+It runs in the peers' environment, which `kvjax.experiments.bench.peers` makes and which has no kvjax. Every case reads
+a prompt of hidden states through the attention layers of a random Llama, under one press with its own hooks, and notes
+which tokens each kv head is left with. Hidden states and weights come from `peer_tensors`, from the case's seed, so
+that the file holds the kept sets alone.
 
 A case whose kept sets change when tensors change by a hundred-thousandth is not recorded; another seed is tried. What
 is decided by equal scores alone stays.

@@ -1,16 +1,16 @@
 """Records what the code of methods' authors keeps: the cases of tests/golden/authors.json.
 
-    PYTHON -m experiments.bench.author_cases CLONES tests/golden/authors.json
+    cd tests/golden; PYTHON -m record.author_cases CLONES authors.json
 
 CLONES is a directory with clones of `REPOSITORIES` under these names; PYTHON has numpy, torch and transformers, no GPU
 and no kvjax. Their files import CUDA extensions and transformers of their time, so that of each file the classes and
 functions that choose tokens are executed alone, with what they use of torch and transformers. Where one of them is made
 to be called by a whole model, it gets as much of a model as it looks at.
 
-Tensors are those of `experiments.bench.peer_tensors`, from a case's seed. A case whose kept sets change when tensors
+Tensors are those of `peer_tensors`, from a case's seed. A case whose kept sets change when tensors
 change by a hundred-thousandth is not recorded; another seed is tried.
 
-The file: `about` has versions and commits; `authors` has, for every setting, named as in `kvjax/methods/peers.md`, a
+The file: `about` has versions and commits; `authors` has, for every setting, named as in `peers.csv`, a
 list of cases:
 
 | key | what |
