@@ -1,0 +1,486 @@
+"""Reads prompts under a policy, evicts, and goes on: answers, likelihoods, costs and times, a line a question.
+
+Prompts run together in batches of one width, of few widths, and of as many tokens planned as their task needs. What a
+prompt gives depends on the prompt and its task alone: rows are padded on the left, padding is exact, and the tokens
+planned after a prompt, which some policies' numbers depend on (Keyformer's temperature), are those of the task.
+
+Letters: B batch, M tokens after a prompt, V vocabulary.
+"""
+
+import bisect
+import dataclasses
+import functools
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+
+import kvjax
+from kvjax.drivers.beam import checked_search
+from kvjax.drivers.buckets import bucket
+from kvjax.drivers.checks import check_block, check_positions, check_request
+from kvjax.drivers.mesh import on_mesh
+from kvjax.drivers.steps import checked_logits
+from kvjax.experiments.core.records import Line
+from kvjax.experiments.tasks import Example, Protocol, Tokens
+from kvjax.models import pad_left
+from kvjax.observe import Reread
+from kvjax.pallas_kernels.pytree import pytree
+from kvjax.storage.mesh import DATA, sharding
+
+LEAST: Final = 64
+"""Tokens that are planned after a prompt at least."""
+WORTH: Final = 2**16
+"""Tokens of padding that a program of its own must spare: compiling takes as long as reading about so many."""
+_LOOKED_AT: Final = 16  # tokens that are generated before answers are searched for stop strings
+
+# --- which prompts run together ---
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prompt:
+    """Tokens after which a cache is evicted, and what is asked on copies of it.
+
+    Attributes:
+      example: whose prompt it is.
+      tokens: the prompt.
+      asked: numbers of the questions, and the tokens that are given after the prompt.
+      seed: of what is drawn at random while it is read.
+    """
+
+    example: Example
+    tokens: Tokens
+    asked: tuple[tuple[int, Tokens], ...]
+    seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Tokens that follow, at most."""
+        return max(len(given) + self.example.questions[i].max_new_tokens for i, given in self.asked)
+
+    @property
+    def num_beams(self) -> int:
+        """Hypotheses of the searches for all of its answers."""
+        return self.example.questions[self.asked[0][0]].num_beams
+
+    @property
+    def key(self) -> Key[Array, ""]:
+        """What it draws with: that of its example, in every batch and part of a run."""
+        key = jax.random.fold_in(jax.random.key(self.seed), zlib.crc32(self.example.task.encode()))
+        return jax.random.fold_in(key, self.example.index)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shape:
+    """Prompts that run in one program.
+
+    Attributes:
+      width: tokens of the padded prompts.
+      planned: tokens that a plan has room for after them.
+      num_beams: hypotheses of the search for each answer.
+      prompts: those with as many tokens after them are neighbours, as a batch ends when all of its rows have.
+    """
+
+    width: int
+    planned: int
+    num_beams: int
+    prompts: tuple[Prompt, ...]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the prompts, and the width, so that slots do not depend on which prompts there are."""
+        return tuple(sorted({self.width, *(len(prompt.tokens) for prompt in self.prompts)}))
+
+
+def prompts_of(example: Example, protocol: Protocol, seed: int = 0) -> list[Prompt]:
+    """The prompts of an example; questions that follow the same tokens share one, if they have as many beams."""
+    asked: dict[tuple[Tokens, int], list[tuple[int, Tokens]]] = {}
+    for i, question in enumerate(example.questions):
+        tokens, given = question.asked(example.context, protocol)
+        asked.setdefault((tokens, question.num_beams), []).append((i, given))
+    return [Prompt(example, tokens, tuple(each), seed) for (tokens, _), each in asked.items()]
+
+
+def shapes(prompts: Iterable[Prompt], most: int | None = None) -> list[Shape]:
+    """Few programs for all prompts, the largest first; the same whenever a run resumes.
+
+    Args:
+      prompts: all of a run's, whether they are still to be run or not.
+      most: positions that the model has, where it has learned them.
+    """
+    by_task: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_task.setdefault(prompt.example.task, []).append(prompt)
+    groups: dict[tuple[int, int], dict[int, list[Prompt]]] = {}
+    for own in by_task.values():
+        steps, longest = max(p.steps for p in own), max(len(p.tokens) for p in own)
+        planned = bucket(max(steps, LEAST))
+        planned = planned if most is None else max(steps, min(planned, most - longest))
+        for p in own:
+            width = bucket(len(p.tokens)) if most is None else min(bucket(len(p.tokens)), most - planned)
+            groups.setdefault((planned, p.num_beams), {}).setdefault(max(width, len(p.tokens)), []).append(p)
+    found = []
+    for (planned, beams), by_width in groups.items():
+        for width, together in _merged(by_width).items():
+            found.append(Shape(width, planned, beams, tuple(sorted(together, key=lambda p: p.steps))))
+    return sorted(found, key=lambda s: (s.num_beams, s.width + s.planned, s.width), reverse=True)
+
+
+def _merged(by_width: dict[int, list[Prompt]]) -> dict[int, list[Prompt]]:
+    """Prompts by fewer widths: those of one whose program would spare too little join the next larger."""
+    found: dict[int, list[Prompt]] = {}
+    widths = sorted(by_width)
+    waiting: list[Prompt] = []
+    for width, wider in zip(widths, [*widths[1:], None], strict=True):
+        waiting += by_width[width]
+        if wider is None or sum(wider - len(p.tokens) for p in waiting) >= WORTH:
+            found[width], waiting = waiting, []
+    return found
+
+
+# --- what runs on the device ---
+
+
+def _read_prompts(
+    model: Any,
+    params: PyTree[Any],
+    tokens: Any,
+    lengths: Any,
+    keys: Key[Array, "B"],
+    *,
+    policy: kvjax.Policy,
+    plan: kvjax.Plan,
+    block: int | None,
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "B V"], kvjax.State]:
+    how = {"policy": policy, "plan": plan, "lengths": lengths, "key": keys, "block": block, "mesh": mesh}
+    return kvjax.prefill(model, params, tokens, max_new_tokens=plan.infos[0].max_new_tokens, **how)
+
+
+_read = jax.jit(_read_prompts, static_argnames=("model", "policy", "plan", "block", "mesh"))
+
+
+@pytree
+class Reading:
+    """What comes after the prompts of a batch, as far as it has come.
+
+    Attributes:
+      step: tokens of every row so far, while it was running.
+      running: rows whose answers have not ended.
+      lengths: tokens of each row until it ended.
+      tokens: given and generated ids.
+      logp: their log-probabilities.
+      live: the most live slots of any head after each of them.
+      logits: of the next token.
+      state: the cache.
+    """
+
+    step: Int[Array, ""]
+    running: Bool[Array, "B"]
+    lengths: Int[Array, "B"]
+    tokens: Int[Array, "B M"]
+    logp: Float[Array, "B M"]
+    live: Int[Array, "B M"]
+    logits: Float[Array, "B V"]
+    state: kvjax.State
+
+
+def _begun(logits: Float[Array, "B V"], state: kvjax.State, steps: Int[Array, "B"], planned: int) -> Reading:
+    """A batch whose prompts have been read."""
+    B = len(state.length)
+    none = lambda kind: jnp.zeros((B, planned), kind)
+    start = jnp.int32(0), steps > 0, jnp.zeros((B,), jnp.int32)
+    return Reading(*start, none(jnp.int32), none(jnp.float32), none(jnp.int32), logits, state)
+
+
+def ends_of(model: Any) -> tuple[int, ...]:
+    """The model's end tokens."""
+    return check_request(model, kvjax.Policy(), kvjax.Greedy(), None, 0, None)
+
+
+def _live(state: kvjax.State) -> Int[Array, "B L K"]:
+    """Live slots of every head."""
+    return jnp.stack([kv.num_live for kv in state.layers], axis=1)
+
+
+def _go_on(
+    model: Any,
+    params: PyTree[Any],
+    reading: Reading,
+    given: Int[Array, "B M"],
+    num_given: Int[Array, "B"],
+    num_steps: Int[Array, "B"],
+    until: Int[Array, ""],
+) -> Reading:
+    """Reads `num_given` given tokens, then generates greedily up to an end token or `num_steps` tokens in all.
+
+    Rows that have ended go on, as the others of their batch do, but count no longer.
+    """
+    ends = jnp.asarray(ends_of(model), jnp.int32)[None]
+
+    def step(r: Reading) -> Reading:
+        i = r.step
+        token = jnp.where(i < num_given, given[:, i], jnp.argmax(r.logits, axis=-1).astype(jnp.int32))
+        logp = jnp.take_along_axis(jax.nn.log_softmax(r.logits), token[:, None], axis=-1)[:, 0]
+        logits, state = kvjax.decode_step(model, params, token, r.state)
+        ended = (i >= num_given) & (token[:, None] == ends).any(-1)
+        return Reading(
+            i + 1,
+            r.running & ~ended & (i + 1 < num_steps),
+            r.lengths + r.running.astype(jnp.int32),
+            r.tokens.at[:, i].set(token),
+            r.logp.at[:, i].set(logp),
+            r.live.at[:, i].set(_live(state).max((1, 2))),
+            logits,
+            state,
+        )
+
+    return lax.while_loop(lambda r: (r.step < until) & r.running.any(), step, reading)
+
+
+@functools.partial(jax.jit, static_argnames=("model",), donate_argnames=("logits", "state"))
+def _read_given(
+    model: Any,
+    params: PyTree[Any],
+    logits: Float[Array, "B V"],
+    state: kvjax.State,
+    given: Int[Array, "B M"],
+    num_given: Int[Array, "B"],
+) -> tuple[Float[Array, "B V"], kvjax.State]:
+    """Reads the first `num_given` given tokens of every row; rows with fewer wait for the others."""
+
+    def step(i: Int[Array, ""], found: tuple[Array, kvjax.State]) -> tuple[Array, kvjax.State]:
+        logits, state = found
+        active = i < num_given
+        after, state = kvjax.decode_step(model, params, given[:, i], state, active=active)
+        return jnp.where(active[:, None], after, logits), state
+
+    return lax.fori_loop(0, num_given.max(), step, (logits, state))
+
+
+@functools.partial(jax.jit, static_argnames=("model", "num_beams", "steps"))
+def _search(
+    model: Any, params: PyTree[Any], logits: Float[Array, "B V"], state: kvjax.State, *, num_beams: int, steps: int
+) -> tuple[Int[Array, "B M"], Int[Array, "B"], Int[Array, "B"]]:
+    """Each row's best hypothesis, its length, and the most live slots of any head before and after it."""
+    found = kvjax.generate_beams_from(model, params, logits, state, num_beams=num_beams, max_new_tokens=steps)
+    live = jnp.maximum(_live(state).max((1, 2)), _live(found.state).max((1, 2)))
+    return found.tokens[:, 0], found.lengths[:, 0], live
+
+
+# --- one policy ---
+
+_Answer = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, their log-probabilities, the most live slots after each
+
+
+class Engine:
+    """A policy compiled for the prompts of one shape.
+
+    Attributes:
+      shape: the prompts.
+      plan: sizes of their caches.
+      cost: what one prompt, or one batch, takes of memory, as lines say it; empty before `compile`. `slots` and
+        `kv_bytes` are for one sequence, over all layers and kv heads. `prefill_peak_bytes` and `decode_peak_bytes` are
+        arguments (with parameters), results and temporaries of the compiled programs, for one batch on one device;
+        None where the backend does not say, and where prompts are read again, which takes several programs.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        params: PyTree[Any],
+        policy: kvjax.Policy,
+        shape: Shape,
+        *,
+        batch_size: int,
+        tokenizer: Any,
+        block: int | None = None,
+        mesh: Mesh | None = None,
+    ):
+        """Plans; `compile` comes before `run`.
+
+        Raises:
+          ValueError: sizes that the policy cannot work with, or that the devices of a mesh do not divide.
+        """
+        self.model, self.policy, self.shape, self.batch_size = model, policy, shape, batch_size
+        self.mesh, self.params = mesh, params if mesh is None else on_mesh(model, params, mesh, batch_size)
+        self.tokenizer, self.block = tokenizer, block
+        self.cost: Line = {}
+        self._ends = ends_of(model)
+        self.plan = kvjax.make_plan(model.config, policy, np.array(shape.lengths), shape.width, shape.planned)
+        check_block(self.plan, block, shape.width)
+        searched = {p.example.questions[i].max_new_tokens for p in shape.prompts for i, _ in p.asked}
+        self._searched = sorted(searched) if shape.num_beams > 1 else []
+        for steps in self._searched:
+            checked_search(model, shape.num_beams, steps, None)
+        longest = max(shape.prompts, key=lambda p: len(p.tokens) + p.steps)
+        check_positions(model.config, self.plan, np.array([len(longest.tokens)]), longest.steps, block)
+
+    def compile(self) -> None:
+        """Compiles all programs ahead of time, so that no timing contains it."""
+        B, shape, mesh = self.batch_size, self.shape, self.mesh
+        how = {"policy": self.policy, "plan": self.plan, "block": self.block, "mesh": mesh}
+        rows = lambda x: None if mesh is None else sharding(x, mesh, (DATA,))
+        placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows(x))
+        ints = lambda *size: placed(jax.ShapeDtypeStruct(size, jnp.int32))
+        keys = jax.random.split(jax.random.key(0), B)
+        if any(isinstance(o, Reread) for policy in self.plan.layers for o in policy.observe("replay")):
+            self._read = functools.partial(_read_prompts, self.model, **how)  # not traced, as prompts have to be known
+            lengths = np.full(B, max(len(p.tokens) for p in shape.prompts))
+            found = self._read(self.params, np.zeros((B, shape.width), np.int32), lengths, keys)
+            where, peak = jax.tree.map(lambda x: x.sharding, found), None
+        else:
+            lowered = _read.lower(self.model, self.params, ints(B, shape.width), ints(B), placed(keys), **how)
+            self._read, found = lowered.compile(), lowered.out_info
+            where, peak = self._read.output_shardings, peak_bytes(self._read)
+        as_struct = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=None if mesh is None else where)
+        logits, state = jax.tree.map(as_struct, found, where)
+        given = ints(B, shape.planned), ints(B)
+        if shape.num_beams > 1:
+            how = {"num_beams": shape.num_beams}
+            self._read_given = _read_given.lower(self.model, self.params, logits, state, *given).compile()
+            search = lambda steps: _search.lower(self.model, self.params, logits, state, steps=steps, **how).compile()
+            self._searches = {steps: search(steps) for steps in self._searched}
+            programs = [self._read_given, *self._searches.values()]
+        else:
+            begun = jax.eval_shape(functools.partial(_begun, planned=shape.planned), logits, state, ints(B))
+            begun = dataclasses.replace(jax.tree.map(placed, begun), logits=logits, state=state)
+            stays = None if mesh is None else jax.tree.map(lambda x: x.sharding, begun)
+            run = jax.jit(_go_on, static_argnames="model", donate_argnames="reading", out_shardings=stays)
+            self._go_on = run.lower(self.model, self.params, begun, *given, ints(B), ints()).compile()
+            programs = [self._go_on]
+        size = lambda x: x.size * x.dtype.itemsize
+        kv_bytes = sum(size(x) for layer in state.layers for x in (layer.k, layer.v)) // B
+        decode = max((n for n in map(peak_bytes, programs) if n is not None), default=None)
+        peaks = {"prefill_peak_bytes": peak, "decode_peak_bytes": decode}
+        self.cost = {"slots": self.plan.num_slots, "kv_bytes": kv_bytes, **peaks}
+
+    def run(
+        self, prompts: Sequence[Prompt], shown: Example | None = None
+    ) -> tuple[list[list[Line]], list[np.ndarray] | None]:
+        """Reads a batch of prompts once, evicts, and answers the questions on a copy of the state each.
+
+        A short batch is filled up with copies of its first prompt.
+
+        Args:
+          prompts: at most a batch.
+          shown: the example whose kept positions are wanted.
+
+        Returns:
+          The lines of every prompt's questions; and the positions "K S" that every layer holds of the prompt of
+          `shown`, None if it is not among them.
+
+        Raises:
+          ValueError: logits that are no numbers.
+        """
+        B = self.batch_size
+        rows = [*prompts, *[prompts[0]] * (B - len(prompts))]
+        tokens, lengths = pad_left([row.tokens for row in rows], width=self.shape.width)
+        keys = jnp.stack([row.key for row in rows])
+        start = time.perf_counter()
+        logits, state = self._read(self.params, tokens, lengths, keys)
+        jax.block_until_ready(logits)
+        prefill_seconds = (time.perf_counter() - start) / B
+        checked_logits(logits, state)
+        live = np.asarray(_live(state).mean((1, 2), dtype=jnp.float32))
+        positions = None
+        if (at := next((b for b, row in enumerate(prompts) if row.example is shown), None)) is not None:
+            positions = [np.asarray(layer.head_pos[at]) for layer in state.layers]
+        found: list[list[Line]] = [[] for _ in prompts]
+        decode_seconds, num_tokens = 0.0, 0
+        rounds = max(len(row.asked) for row in rows)
+        for n in range(rounds):
+            again = n + 1 < rounds
+            own = jax.block_until_ready(jax.tree.map(jnp.copy, state) if again else state)
+            first = jnp.copy(logits) if again else logits
+            start = time.perf_counter()
+            answers = self._answers(first, own, rows, n)
+            decode_seconds += time.perf_counter() - start
+            num_tokens += B * max(len(ids) for ids, *_ in answers)
+            for row, answer, lines in zip(prompts, answers, found, strict=False):
+                if n < len(row.asked):
+                    lines.append(self._line(row, *row.asked[n], *answer))
+        times = {"prefill_seconds": prefill_seconds, "decode_tokens_per_second": num_tokens / decode_seconds}
+        for b, (row, lines) in enumerate(zip(prompts, found, strict=True)):
+            same = {"prompt_tokens": len(row.tokens), "live": float(live[b]), **self.cost, **times}
+            found[b] = [{**line, **same} for line in lines]
+        return found, positions
+
+    def _answers(
+        self, logits: Float[Array, "B V"], state: kvjax.State, rows: Sequence[Prompt], n: int
+    ) -> list[_Answer]:
+        """What follows a prompt up to the answer of the n-th question of every row; nothing, for rows that have fewer.
+
+        No log-probabilities, and one number of live slots, where answers are searched for.
+        """
+        B, planned = len(rows), self.shape.planned
+        given, num_given, num_steps = np.zeros((B, planned), np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32)
+        stops: list[tuple[str, ...]] = [()] * B
+        for b, row in enumerate(rows):
+            if n < len(row.asked):
+                i, ids = row.asked[n]
+                question = row.example.questions[i]
+                given[b, : len(ids)], num_given[b], num_steps[b] = ids, len(ids), len(ids) + question.max_new_tokens
+                stops[b] = question.stop
+        if self.shape.num_beams > 1:
+            return self._found(logits, state, given, num_given, num_steps - num_given)
+        reading = _begun(logits, state, jnp.asarray(num_steps), planned)
+        last = int(num_steps.max())
+        until = min((int(num_given[b]) for b, stop in enumerate(stops) if stop), default=last)
+        while True:  # until all answers have ended, stop strings included
+            until = min(until + _LOOKED_AT, last) if any(stops) else last
+            reading = self._go_on(self.params, reading, given, num_given, num_steps, np.int32(until))
+            if until == last:
+                break
+            running, ids = np.array(reading.running), np.asarray(reading.tokens)
+            for b in np.flatnonzero(running):
+                text = self.tokenizer.decode(ids[b, num_given[b] : until].tolist()) if stops[b] else ""
+                running[b] = not any(stop in text for stop in stops[b])
+            if not running.any():
+                break
+            reading = dataclasses.replace(reading, running=jnp.asarray(running))
+        lengths, *parts = map(np.asarray, (reading.lengths, reading.tokens, reading.logp, reading.live))
+        return [(ids[:end], logp[:end], live[:end]) for end, ids, logp, live in zip(lengths, *parts, strict=True)]
+
+    def _found(self, logits: Any, state: Any, given: Any, num_given: Any, lengths: Any) -> list[_Answer]:
+        """As `_answers`, by beam search: rows whose answers have another length are searched for apart."""
+        logits, state = self._read_given(self.params, logits, state, given, num_given)
+        nothing = np.zeros(0, np.float32)
+        found: list[_Answer] = [(np.zeros(0, np.int32), nothing, np.zeros(0, np.int32))] * len(lengths)
+        for steps in sorted(set(lengths[lengths > 0].tolist())):
+            tokens, ends, live = map(np.asarray, self._searches[steps](self.params, logits, state))
+            for b in np.flatnonzero(lengths == steps):
+                ids = np.concatenate([given[b, : num_given[b]], tokens[b, : ends[b]]])
+                found[b] = ids, nothing, live[b : b + 1]
+        return found
+
+    def _line(self, row: Prompt, i: int, given: Tokens, ids: np.ndarray, logp: np.ndarray, live: np.ndarray) -> Line:
+        """The score of an answer, or the likelihood of a continuation."""
+        question, answer = row.example.questions[i], ids[len(given) :].tolist()
+        stopped = lambda count: any(s in self.tokenizer.decode(answer[:count]) for s in question.stop)
+        if question.stop and stopped(len(answer)):  # with the token that completes its first stop string
+            answer = answer[: bisect.bisect_left(range(len(answer)), True, key=stopped)]
+        line: Line = {"question": i, "most_live": int(live[: len(given) + len(answer)].max(initial=0))}
+        if question.continuation:
+            n = len(question.continuation)
+            return {**line, "nll": float(-logp[len(given) - n : len(given)].mean()), "tokens": n}
+        text = self.tokenizer.decode(answer[:-1] if answer and answer[-1] in self._ends else answer)
+        output = text[: min((at for stop in question.stop if (at := text.find(stop)) >= 0), default=len(text))]
+        judged = {"score": question.score(output), "metric": question.metric, "output": output}
+        return {**line, **judged, "references": list(question.references), "tokens": len(answer)}
+
+
+def peak_bytes(compiled: Any) -> int | None:
+    """Arguments, results and temporaries of a compiled program; None where the backend does not say."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return None
+    parts = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
+    return int(sum(parts) - memory.alias_size_in_bytes)

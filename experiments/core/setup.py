@@ -1,0 +1,285 @@
+"""What a setup asks for: examples of its tasks and data, and policies: the full cache, one's own and the baselines."""
+
+import dataclasses
+import hashlib
+import inspect
+import pathlib
+from collections.abc import Mapping, Sequence, Sized
+from typing import Any, Final
+
+from tqdm import tqdm
+
+import kvjax
+from kvjax import Policy, configs, methods
+from kvjax.budgets import Schedule
+from kvjax.configs.experiment import BASELINES, COMPACT, Experiment, Setup, label
+from kvjax.drivers.text import check_whole_text
+from kvjax.experiments import tasks
+from kvjax.experiments.core.engine import Prompt, prompts_of
+from kvjax.experiments.core.meaning import definition
+from kvjax.experiments.evaluation import metrics
+from kvjax.experiments.tasks import BadRow, Builder, Example, Task
+from kvjax.experiments.tasks.own_data import Rows, read
+from kvjax.methods.hidden import DropChannels
+from kvjax.models.sources import locate
+
+EXAMPLES: Final = 48
+"""Examples of a task that has any number, where the setup does not say."""
+
+Run = tuple[str, str, Policy]
+"""A method, its budget as results write it, and the policy."""
+
+# --- examples ---
+
+
+def find_builders(setup: Setup) -> dict[str, Builder]:
+    """What builds the examples of each task and file of a setup, by their names in results.
+
+    Raises:
+      ValueError: no such task or file, two of one name, or none at all.
+    """
+    data = [
+        read(
+            source,
+            max_new_tokens=setup.max_new_tokens,
+            truncate=setup.truncate,
+            chat=setup.chat,
+            most=setup.examples,
+        )
+        for source in setup.data
+    ]
+    found = [*map(tasks.find, setup.task_names), *((rows.name, rows) for rows in data)]
+    names = [name for name, _ in found]
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise ValueError(f"two tasks or files are called {twice[0]}, which names rows of results; rename one")
+    return dict(found)
+
+
+def described(setup: Setup, builders: Mapping[str, Builder]) -> dict[str, Any]:
+    """What a manifest says of tasks, which tells whether two runs are on the same rows."""
+    made_by = lambda b: f"{b!r} of rows {b.digest}" if isinstance(b, Rows) else definition(b)
+    text = None if setup.text is None else hashlib.sha256(read_text(setup.text).encode()).hexdigest()[:16]
+    each = {
+        name: {"examples": count(b, setup) * len(setup.seeds), "builder": made_by(b)} for name, b in builders.items()
+    }
+    return {"tasks": each, "text": text}
+
+
+def count(builder: Builder, setup: Setup) -> int:
+    """How many examples there are of each seed."""
+    if isinstance(builder, Sized):
+        return len(builder) if setup.examples is None else min(len(builder), setup.examples)
+    return EXAMPLES if setup.examples is None else setup.examples
+
+
+def read_text(file: str) -> str:
+    """The text of a file.
+
+    Raises:
+      ValueError: one that is empty, or no text.
+    """
+    try:
+        text = pathlib.Path(file).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"--text {file} is no text in UTF-8: {e}") from e
+    if not text.strip():
+        raise ValueError(f"--text {file} has no text; name a file that has some")
+    return text
+
+
+def build(
+    setup: Setup, builders: Mapping[str, Builder], tokenizer: Any, config: Any
+) -> tuple[list[Prompt], list[dict[str, Any]]]:
+    """The prompts of all examples, in order; and of rows that cannot be asked task, index, line and reason.
+
+    Args:
+      setup: lengths, protocol and text.
+      builders: by the names of tasks.
+      tokenizer: the model's.
+      config: the model's.
+
+    Raises:
+      ValueError: no row that can be asked, a chat without a template, a metric that lacks something, or beams for a
+        task that scores text.
+    """
+    if setup.chat and getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError(f"--chat needs a chat template, which the tokenizer of {setup.model} has not; leave it out")
+
+    def encode(text: str) -> Sequence[int]:
+        check_whole_text("text", text)
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
+    text = "" if setup.text is None else read_text(setup.text)
+    most = config.max_position if config.learned_positions else None
+    room = config.max_position if setup.max_length is None else setup.max_length
+    room = room if most is None else min(room, most)
+    of_seed = [Task(encode, bos, setup.length, seed, text, tokenizer, room) for seed in setup.seeds]
+    rows: list[Prompt] = []
+    bad: list[dict[str, Any]] = []
+    todo = [
+        (name, builder, n, i)
+        for name, builder in builders.items()
+        for n in range(len(of_seed))
+        for i in range(count(builder, setup))
+    ]
+    for name, builder, n, i in tqdm(todo, "building examples", delay=2, leave=False):
+        task, index = of_seed[n], n * count(builder, setup) + i
+        limit = room if isinstance(builder, Sized) else most
+        try:
+            example = _searched(_built(name, builder, task, i), setup.num_beams)
+            if n:
+                example = dataclasses.replace(example, index=index, meta=(*example.meta, ("seed", task.seed)))
+            rows += _fitting(example, setup, limit, task.seed)
+        except BadRow as e:
+            bad.append({"task": name, "index": index, "line": e.line, "reason": e.reason})
+    if not rows:
+        raise ValueError(f"none of {len(bad)} rows can be asked; the first, line {bad[0]['line']}: {bad[0]['reason']}")
+    for metric in {q.metric for row in rows for q in row.example.questions if not q.continuation}:
+        metrics.find(metric)
+    return rows, bad
+
+
+def _built(name: str, builder: Builder, task: Task, index: int) -> Example:
+    found = builder(task, index)
+    if not isinstance(found, Example) or not found.context or not found.questions:
+        raise ValueError(
+            f"task {name} made {found!r:.80} of index {index}, not an Example with a context and questions"
+        )
+    return dataclasses.replace(found, task=name, index=index)
+
+
+def _searched(example: Example, num_beams: int) -> Example:
+    """The example with so many beams for the answers whose task does not say.
+
+    Raises:
+      ValueError: text that is scored, by the task's name.
+    """
+    if num_beams == 1:
+        return example
+    if any(q.continuation for q in example.questions):
+        raise ValueError(
+            f"--num-beams {num_beams} searches for answers, but {example.task} scores text; leave it out, or run "
+            "--tasks without it"
+        )
+    beams = lambda q: dataclasses.replace(q, num_beams=num_beams) if q.num_beams == 1 else q
+    return dataclasses.replace(example, questions=(*map(beams, example.questions),))
+
+
+def _fitting(example: Example, setup: Setup, limit: int | None, seed: int) -> list[Prompt]:
+    """The prompts of an example.
+
+    Raises:
+      BadRow: one that is too long.
+    """
+    rows = prompts_of(example, setup.protocol, seed)
+    longest = max(rows, key=lambda row: len(row.tokens) + row.steps)
+    if limit is not None and len(longest.tokens) + longest.steps > limit:
+        raise BadRow(
+            example.index + 1,
+            f"a prompt of {len(longest.tokens)} tokens and {longest.steps} after it are more than the {limit} that "
+            "there is room for",
+        )
+    return rows
+
+
+# --- policies ---
+
+
+def with_baselines(experiment: Experiment) -> Experiment:
+    """The experiment with its baselines, by default those that its model can run, and their budget.
+
+    Raises:
+      ValueError: a model that `kvjax.models.load` would not find.
+    """
+    setup = dataclasses.replace(experiment.setup, baseline_budget=experiment.baseline_budget)
+    experiment = dataclasses.replace(experiment, setup=setup)
+    if setup.baselines is not None:
+        return experiment
+    chosen = tuple(b for b in BASELINES if setup.compress == "both" or _can(b, experiment))
+    if chosen != BASELINES:
+        left = ", ".join(b for b in BASELINES if b not in chosen)
+        print(f"baselines: {', '.join(chosen)}; without {left}, which --compress {setup.compress} is not for")
+    from kvjax.models.weights import read_config  # imports Flax, which takes longer than --help should
+
+    if read_config(locate(setup.source, weights=False)).learned_positions:
+        chosen = tuple(b for b in chosen if b not in COMPACT)
+        print(
+            f"baselines: {', '.join(chosen)}; without {', '.join(COMPACT)}, whose stored keys move to other positions, "
+            "since this model has learned positions"
+        )
+    return dataclasses.replace(experiment, setup=dataclasses.replace(setup, baselines=chosen))
+
+
+def _can(baseline: str, experiment: Experiment) -> bool:
+    """Whether a baseline can evict when the setup says."""
+    setup = experiment.setup
+    theirs = configs.find(baseline)[1](budget=(experiment.baseline_budget,), setup=setup)
+    try:
+        return all(compressed(baseline, policy, setup) is not None for _, policy in theirs.policies)
+    except ValueError:
+        return False
+
+
+def runs_of(experiment: Experiment) -> list[Run]:
+    """The full cache, the experiment's own policies, and those of its baselines; one without budgets as it is.
+
+    Raises:
+      ValueError: a method and budget that stand for two policies, which would become one.
+    """
+    full = ("full", label(1.0), methods.full())
+    found = [full]
+    for each in (experiment, *_baselines(experiment)):
+        own = [(each.name, label(b), p) for b, p in each.policies]
+        found += [(m, b, compressed(m, p, experiment.setup)) for m, b, p in own if (m, b, p) != full]
+    for i, (method, budget, _) in enumerate(found):
+        if (method, budget) in ((m, b) for m, b, _ in found[:i]):
+            raise ValueError(
+                f"{method} at budget {budget} is there twice, and both would become one row; give each budget, "
+                "baseline and name once"
+            )
+    return found
+
+
+def options_of(experiment: Experiment) -> dict[str, str]:
+    """The options of every method that are not its defaults in `kvjax.methods`; methods without such are left out."""
+    return {each.name: each.options for each in (experiment, *_baselines(experiment)) if each.options}
+
+
+def _baselines(experiment: Experiment) -> list[Experiment]:
+    """The experiments of the baselines that are another method, at their budget where they have any."""
+    found = []
+    for name, get_config in map(configs.find, experiment.setup.baselines or ()):
+        if name not in (experiment.name, "full"):
+            given = {"budget": (experiment.baseline_budget,), "setup": experiment.setup}
+            parameters = inspect.signature(get_config).parameters
+            theirs = get_config(**{k: v for k, v in given.items() if k in parameters})
+            check_is(theirs, Experiment, name)
+            found.append(dataclasses.replace(theirs, name=name))
+    return found
+
+
+def compressed(name: str, policy: Policy, setup: Setup) -> Policy:
+    """A policy that evicts after the prompt alone, or while decoding alone, where the setup wants that.
+
+    Raises:
+      ValueError: a method that cannot, by its name.
+    """
+
+    def decoding(when: Schedule) -> Schedule:
+        if not when.decodes:
+            raise ValueError("it evicts after the prompt alone, never while decoding")
+        return dataclasses.replace(when, prefill=False)
+
+    if setup.compress == "both" or (setup.compress == "prefill" and isinstance(policy, DropChannels)):
+        return policy  # channels are dropped after the prompt in any case
+    try:
+        return kvjax.when(Schedule() if setup.compress == "prefill" else decoding, policy)
+    except ValueError as e:
+        raise ValueError(f"--compress {setup.compress} is not for {name}: {e}; leave it out") from e
+
+
+def check_is(found: Any, kind: type, config: str) -> None:
+    """Raises ValueError for what is not of the kind that a config's `get_config` must return."""
+    if not isinstance(found, kind):
+        raise ValueError(f"get_config of {config} returns a {type(found).__name__}, but must return a {kind.__name__}")
