@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from kvjax.analysis import eviction_bound, eviction_loss
 from kvjax.decide.select import best
-from kvjax.experiments.papers.attention import Layer, capture, fold_rows, group_mean
-from kvjax.experiments.papers.base import canvas, interval, message, percent, shown_layers
+from kvjax.experiments.papers.attention import Layer, by_layer, fold_rows, group_mean
+from kvjax.experiments.papers.base import budgets_of, canvas, interval, message, percent, shown_layers
 from kvjax.plot import COLOURS
 
 # --- Figure 2 ---
@@ -46,8 +46,8 @@ def head_concentration(
     T = tokens.shape[1]
     if not 1 <= window < T:
         raise ValueError(f"a window of {window} of {T} tokens leaves none before it; choose 1 to {T - 1}")
-    held = [_held(layer, jnp.arange(T - window, T)) for layer in capture(model, params, jnp.asarray(tokens))]
-    return HeadConcentration(np.arange(1, T - window + 1), np.stack([np.asarray(x, np.float64) for x in held]))
+    held = by_layer(model, params, tokens, _held, jnp.arange(T - window, T))
+    return HeadConcentration(np.arange(1, T - window + 1), held)
 
 
 @jax.jit
@@ -134,11 +134,8 @@ def loss_bound(
       ValueError: a share that leaves no token.
     """
     T = tokens.shape[1]
-    budgets = np.array([int(share * T + 1e-9) for share in shares])
-    if budgets.min() < 1 or budgets.max() > T:
-        raise ValueError(f"budgets of {budgets.tolist()} tokens must lie between 1 and {T}; change shares={shares}")
-    found = [_bounds(layer, jnp.asarray(budgets)) for layer in capture(model, params, jnp.asarray(tokens))]
-    bound, loss, output = (np.stack([np.asarray(x, np.float64) for x in xs]) for xs in zip(*found, strict=True))
+    budgets = budgets_of(shares, T, most=T)
+    bound, loss, output = by_layer(model, params, tokens, _bounds, jnp.asarray(budgets))
     order = lambda x: x.transpose(2, 1, 0, 3)  # "L R 2 B" to "2 R L B"
     names = np.array(["uniform", "adaptive"])
     return LossBound(names, budgets, np.array(T), order(bound), order(loss), output)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 from matplotlib.figure import Figure
 
-from kvjax.experiments.papers.attention import Layer, capture, fold_rows
+from kvjax.experiments.papers.attention import Layer, by_layer, fold_rows
 from kvjax.experiments.papers.base import canvas, draw_layers, message, smooth
 
 
@@ -76,11 +76,8 @@ def attention_entropy(
     seen = rows + 1.0
     # A factor on logits that are already divided by sqrt(d): lambda_i * sqrt(d).
     gain = np.where(seen > budget, np.sqrt(2 * np.log(np.maximum(seen / budget, 1.0))), 1.0)
-    layers = capture(model, params, jnp.asarray(tokens))
-    found = [_entropies(layer, jnp.asarray(rows), jnp.asarray(gain, jnp.float32)) for layer in layers]
-    entropy, corrected, variance = (
-        np.stack([np.asarray(x, np.float64) for x in xs]) for xs in zip(*found, strict=True)
-    )
+    given = jnp.asarray(rows), jnp.asarray(gain, jnp.float32)
+    entropy, corrected, variance = by_layer(model, params, tokens, _entropies, *given)
     log_i, d = np.log(seen), model.config.head_dim
     return AttentionEntropy(
         rows=rows,

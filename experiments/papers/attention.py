@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -79,6 +80,18 @@ def capture(model: Any, params: PyTree[Any], tokens: Int[Array, "B T"]) -> tuple
         x, _, found = model.block(i, own, x, None, attend)
         layers.append(found)
     return tuple(layers)
+
+
+def by_layer(
+    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], measure: Callable[[Layer], Any], *given: Any
+) -> Any:
+    """What `measure(layer, *given)` finds in every layer of a model, its arrays stacked "L ...", in float64.
+
+    Raises:
+      ValueError: see `capture`.
+    """
+    found = [measure(layer, *given) for layer in capture(model, params, jnp.asarray(tokens))]
+    return jax.tree.map(lambda *each: np.stack([np.asarray(x, np.float64) for x in each]), *found)
 
 
 def fold_rows(

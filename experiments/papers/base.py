@@ -1,16 +1,16 @@
 """What all figures share: intervals, axes, colours of layers, and titles that say what is to be seen."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvjax import analysis
+from kvjax.experiments.core import stats
 from kvjax.plot.style import style as style
 
 
@@ -35,12 +35,24 @@ class PaperFigure:
         return (self.data.__doc__ or "").splitlines()[0]
 
 
-def interval(
-    x: Float[np.ndarray, "*rest B"], confidence: float = 0.95
-) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
-    """The mean over the last axis and half its Student-t interval; no interval (0) for a single prompt."""
-    found = analysis.interval(x, confidence)
-    return found.mean, np.zeros_like(found.mean) if x.shape[-1] < 2 else found.high - found.mean
+def budgets_of(shares: Sequence[float], length: int, most: int) -> Int[np.ndarray, "R"]:
+    """Shares of a prompt of `length` tokens, in whole tokens.
+
+    Raises:
+      ValueError: a share that leaves no token, or more than `most`.
+    """
+    budgets = np.array([int(share * length + 1e-9) for share in shares])
+    if budgets.min() < 1 or budgets.max() > most:
+        raise ValueError(
+            f"budgets of {budgets.tolist()} tokens must lie between 1 and {most}; change shares={tuple(shares)}"
+        )
+    return budgets
+
+
+def interval(x: Float[np.ndarray, "*rest B"]) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
+    """The mean over the last axis and half its Student-t interval of 95 %; no interval (0) for a single prompt."""
+    mean, _, high = np.moveaxis(np.apply_along_axis(lambda each: np.array(stats.mean([*each])), -1, x), -1, 0)
+    return mean, np.where(np.isfinite(high), high - mean, 0.0)
 
 
 def canvas(columns: int = 1, rows: int = 1, *, width: float = 5.2, height: float = 3.9, **options: Any) -> Any:

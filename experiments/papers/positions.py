@@ -1,7 +1,7 @@
 """Where in a prompt policies keep tokens, and by which scores (NaCl, arXiv 2408.03675; AhaKV, arXiv 2506.03762)."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,23 +10,39 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from kvjax import Policy, analysis, methods
-from kvjax.experiments.papers.base import canvas, message, percent, style
+from kvjax.experiments.papers.base import budgets_of, canvas, message, percent, style
 from kvjax.methods import variants
 from kvjax.plot import COLOURS
 
 
 def decide(
-    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], policies: Mapping[str, Policy]
+    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], budget: int, names: Sequence[str]
 ) -> tuple[Bool[np.ndarray, "P L B K T"], Float[np.ndarray, "P L B K T"]]:
-    """What policies keep of prompts after reading them, and the scores that they rank by.
+    """What methods keep of prompts after reading them, and the scores that they rank by.
 
     Raises:
       ValueError: a policy that cannot work with prompts of this length.
     """
-    reading = analysis.read(model, params, tokens, tokens[:, :1], policies=list(policies.values()))
-    each = [reading.decisions(policy) for policy in policies.values()]
+    policies = [_policies(budget)[name] for name in names]
+    reading = analysis.read(model, params, tokens, tokens[:, :1], policies=policies)
+    each = [reading.decisions(policy) for policy in policies]
     keep, score = (np.stack([[getattr(x, name) for x in layers] for layers in each]) for name in ("keep", "score"))
     return keep, score.astype(np.float64)
+
+
+def _policies(budget: int) -> dict[str, Policy]:
+    """The methods that the papers compare, with the recent windows of theirs that fit in a small budget."""
+    recent = min(32, max(budget // 2, 1))
+    return {
+        "StreamingLLM": methods.streaming_llm(budget),
+        "H2O": methods.h2o(budget),
+        "TOVA": methods.tova(budget),
+        "RoCo": methods.roco(budget),
+        "SnapKV": methods.snapkv(budget, window=recent),
+        "NaCl": methods.nacl(budget),
+        "AhaKV": methods.ahakv(budget, recent=recent),
+        "AhaKV without a prior": variants.ahakv_without("prior", budget, recent=recent),
+    }
 
 
 def by_slice(x: np.ndarray, num: int) -> Float[np.ndarray, "*rest X"]:
@@ -80,24 +96,16 @@ def retained_positions(
       slices: parts of the prompt for the profile.
     """
     T = tokens.shape[1]
-    budget = int(share * T + 1e-9)
-    policies: dict[str, Policy] = {
-        "StreamingLLM": methods.streaming_llm(budget),
-        "H2O": methods.h2o(budget),
-        "TOVA": methods.tova(budget),
-        "RoCo": methods.roco(budget),
-        "SnapKV": methods.snapkv(budget, window=min(32, max(budget // 2, 1))),
-        "NaCl": methods.nacl(budget),
-        "AhaKV": methods.ahakv(budget, recent=min(32, max(budget // 2, 1))),
-    }
-    keeps, _ = decide(model, params, tokens, policies)
+    (budget,) = budgets_of((share,), T, most=T)
+    names = ("StreamingLLM", "H2O", "TOVA", "RoCo", "SnapKV", "NaCl", "AhaKV")
+    keeps, _ = decide(model, params, tokens, budget, names)
     kept = np.stack([k[:, 0].reshape(-1, T) for k in keeps])
     profile = np.stack([by_slice(k.mean((0, 2)), slices).T for k in keeps])
     chosen = T - budget // 2
     count = lambda k: np.maximum(k.sum((0, 2, 3)), 1)
     late = np.stack([k[..., chosen // 2 : chosen].sum((0, 2, 3)) / count(k[..., :chosen]) for k in keeps])
     return RetainedPositions(
-        methods=np.array(list(policies)),
+        methods=np.array(names),
         budget=np.array(budget),
         num_layers=np.array(len(keeps[0])),
         kept=kept,
@@ -178,22 +186,16 @@ def eviction_scores(
       slices: parts of the prompt.
     """
     T = tokens.shape[1]
-    budget = int(share * T + 1e-9)
-    recent = min(32, max(budget // 2, 1))
-    policies: dict[str, Policy] = {
-        "H2O": methods.h2o(budget),
-        "TOVA": methods.tova(budget),
-        "NaCl": methods.nacl(budget),
-        "AhaKV": methods.ahakv(budget, recent=recent),
-    }
-    names = np.array(list(policies))
-    plain = variants.ahakv_without("prior", budget, recent=recent)
-    _, scores = decide(model, params, tokens, {**policies, "without a prior": plain})
+    (budget,) = budgets_of((share,), T, most=T)
+    names = ("H2O", "TOVA", "NaCl", "AhaKV")
+    _, scores = decide(model, params, tokens, budget, (*names, "AhaKV without a prior"))
     profile = [by_slice(s / s.mean(-1, keepdims=True), slices).mean((0, 2)).T for s in scores[:-1]]
     thresholds = np.geomspace(1e-4, 1.0, 33)
     relative = [s / s.max(-1, keepdims=True) for s in (scores[-1], scores[-2])]
     above = [np.stack([(s > t).mean((0, 2, 3)) for t in thresholds]) for s in relative]
-    return EvictionScores(names, np.array(T), np.array(budget), np.stack(profile), thresholds, np.stack(above))
+    return EvictionScores(
+        np.array(names), np.array(T), np.array(budget), np.stack(profile), thresholds, np.stack(above)
+    )
 
 
 def plot_eviction_scores(d: EvictionScores) -> Figure:

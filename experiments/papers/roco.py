@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from kvjax import Evict, analysis
 from kvjax.contract import EMPTY
 from kvjax.decide.select import all_but_worst, best
-from kvjax.experiments.papers.attention import Layer, capture, fold_rows, group_mean
-from kvjax.experiments.papers.base import canvas, draw_layers, interval, message, percent, style
+from kvjax.experiments.papers.attention import Layer, by_layer, fold_rows, group_mean
+from kvjax.experiments.papers.base import budgets_of, canvas, draw_layers, interval, message, percent, style
 from kvjax.pallas_kernels import Columns, attention
 from kvjax.plot import COLOURS
 from kvjax.scores.attention import SparedByDeviation
@@ -74,9 +74,7 @@ def importance_jaccard(
       ValueError: a share that leaves no token, or none to evict.
     """
     T = tokens.shape[1]
-    budgets = np.array([int(share * T + 1e-9) for share in shares])
-    if budgets.min() < 1 or budgets.max() >= T:
-        raise ValueError(f"budgets of {budgets.tolist()} tokens must lie between 1 and {T - 1}; change shares={shares}")
+    budgets = budgets_of(shares, T, most=T - 1)
     found = _read_and_evict(model, params, jnp.asarray(tokens), tuple(budgets.tolist()))
     steps = np.arange(1, T + 1)
     full = (steps[:, None] > budgets[None]).astype(np.float64)
@@ -201,9 +199,7 @@ def attention_by_age(
     T = tokens.shape[1]
     if skip >= T // 2:
         raise ValueError(f"prompts of {T} tokens leave none between the first {skip} and the half; use longer ones")
-    found = [_by_age(layer, skip) for layer in capture(model, params, jnp.asarray(tokens))]
-    mean, std, peaked = (np.stack([np.asarray(x, np.float64) for x in xs]) for xs in zip(*found, strict=True))
-    return AttentionByAge(np.arange(1, T // 2 + 1), mean, std, peaked)
+    return AttentionByAge(np.arange(1, T // 2 + 1), *by_layer(model, params, tokens, _by_age, skip))
 
 
 @functools.partial(jax.jit, static_argnames="skip")
@@ -321,7 +317,7 @@ def scope_size(
     n = tokens.shape[1] - continuation
     if n < 2:
         raise ValueError(f"{tokens.shape[1]} tokens less a continuation of {continuation} leave {n} to evict; use more")
-    budgets = np.array([int(share * n + 1e-9) for share in shares])
+    budgets = budgets_of(shares, n, most=n)
     grid = [(kind, b, int(size * b + 1e-9)) for kind in (False, True) for b in budgets.tolist() for size in sizes]
     policies = [scoped(b, size, by_deviation=kind) for kind, b, size in grid]
     reading = analysis.read(model, params, tokens[:, :n], tokens[:, n:], policies=policies)

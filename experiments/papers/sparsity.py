@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from kvjax.experiments.papers.attention import Layer, capture, fold_rows
+from kvjax.experiments.papers.attention import Layer, by_layer, capture, fold_rows
 from kvjax.experiments.papers.base import canvas, draw_layers, message, percent, shown_layers, smooth
 from kvjax.plot import COLOURS
 
@@ -51,9 +51,8 @@ def attention_sparsity(
     tokens that a row could attend to. Keyformer's thresholds are shares of the row's maximum; at 0 only what has
     vanished in float32 counts.
     """
-    layers = capture(model, params, jnp.asarray(tokens))
-    found = [_sparsity(layer, jnp.asarray(thresholds), jnp.asarray(of_maximum)) for layer in layers]
-    below, relative = (np.stack([np.asarray(x, np.float64) for x in xs]) for xs in zip(*found, strict=True))
+    given = jnp.asarray(thresholds), jnp.asarray(of_maximum)
+    below, relative = by_layer(model, params, tokens, _sparsity, *given)
     second_half = relative[:, tokens.shape[1] // 2 :].mean(1)
     return AttentionSparsity(np.array(thresholds), below.transpose(0, 2, 1), np.array(of_maximum), second_half)
 
@@ -145,9 +144,8 @@ def attention_mass(
     if num_rows > T - T // 2:
         raise ValueError(f"the second half of {T} tokens has {T - T // 2} rows, not {num_rows}; lower num_rows")
     rows = jnp.asarray(np.linspace(T // 2, T - 1, num_rows).round().astype(np.int32))
-    found = [_mass(layer, rows) for layer in capture(model, params, jnp.asarray(tokens))]
-    by_row, by_set = (np.stack([np.asarray(x, np.float64) for x in xs]) for xs in zip(*found, strict=True))
-    start = np.zeros((len(found), 1))
+    by_row, by_set = by_layer(model, params, tokens, _mass, rows)
+    start = np.zeros((len(by_row), 1))
     shares = np.arange(T // 2 + 1) / (T // 2)
     return AttentionMass(shares, np.concatenate([start, by_row], 1), np.concatenate([start, by_set], 1))
 
