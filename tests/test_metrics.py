@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvjax.experiments.evaluation import metrics
+from kvjax.experiments.core import metrics
 
 REFERENCES = {"count": "12", "retrieval": "Paragraph 7", "f1_zh": "我喜欢苹果", "longbench_rouge_l_zh": "我喜欢苹果"}
 FACTS = [

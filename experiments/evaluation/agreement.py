@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvjax.experiments.core import metrics
 from kvjax.experiments.core.stats import interval
-from kvjax.experiments.evaluation import metrics
 
 Line = Mapping[str, Any]
 _KEY: Final = ("method", "budget", "task", "index", "same_context")

@@ -11,8 +11,8 @@ from tqdm import tqdm
 from kvjax.configs.experiment import Setup
 from kvjax.drivers.text import check_whole_text
 from kvjax.experiments import tasks
+from kvjax.experiments.core import metrics
 from kvjax.experiments.core.provenance import definition
-from kvjax.experiments.evaluation import metrics
 from kvjax.experiments.evaluation.batches import Row, rows_of
 from kvjax.experiments.tasks import BadRow, Builder, Example, Task
 from kvjax.experiments.tasks.own_data import Rows, read

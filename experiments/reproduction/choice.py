@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from kvjax.experiments.evaluation import metrics
+from kvjax.experiments.core import metrics
 from kvjax.experiments.papers.methods import Budget
 from kvjax.experiments.papers.tables import DATA, MEAN, MODELS, Column, Entry
 from kvjax.experiments.reproduction import rows

@@ -11,8 +11,8 @@ import numpy as np
 
 from kvjax import Policy
 from kvjax.configs.experiment import label
+from kvjax.experiments.core import metrics
 from kvjax.experiments.core.provenance import definition
-from kvjax.experiments.evaluation import metrics
 from kvjax.experiments.evaluation.results import Results
 from kvjax.experiments.papers.methods import Budget
 from kvjax.experiments.papers.tables import DATA, MODELS

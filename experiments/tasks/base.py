@@ -13,7 +13,7 @@ import numpy as np
 
 from kvjax.configs.experiment import check_whole
 from kvjax.experiments import corpus
-from kvjax.experiments.evaluation import metrics
+from kvjax.experiments.core import metrics
 
 Protocol = Literal["in_prompt", "after_compression"]
 Tokens = tuple[int, ...]
@@ -45,7 +45,7 @@ class Question:
       ids: token ids that follow the context; the answer begins after them.
       continuation: text to be scored, as token ids, where the likelihood of text is asked for instead of an answer.
       references: right answers, as the metric takes them.
-      metric: how an answer is judged, as `kvjax.experiments.evaluation.metrics.find` takes it.
+      metric: how an answer is judged, as `kvjax.experiments.core.metrics.find` takes it.
       max_new_tokens: the most tokens of an answer.
       stop: strings that end an answer.
       num_beams: hypotheses of the beam search that finds an answer; 1 for greedy generation.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 from kvjax.drivers.text import check_whole_text, encode
-from kvjax.experiments.evaluation import metrics
+from kvjax.experiments.core import metrics
 from kvjax.experiments.tasks.base import BadRow, Example, Question, Task, Tokens, example
 from kvjax.models.sources import local_path
 
