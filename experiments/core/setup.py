@@ -15,9 +15,9 @@ from kvjax.budgets import Schedule
 from kvjax.configs.experiment import BASELINES, COMPACT, Experiment, Setup, label
 from kvjax.drivers.text import check_whole_text
 from kvjax.experiments import tasks
+from kvjax.experiments.core import metrics
 from kvjax.experiments.core.engine import Prompt, prompts_of
 from kvjax.experiments.core.meaning import definition
-from kvjax.experiments.evaluation import metrics
 from kvjax.experiments.tasks import BadRow, Builder, Example, Task
 from kvjax.experiments.tasks.own_data import Rows, read
 from kvjax.methods.hidden import DropChannels

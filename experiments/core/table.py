@@ -1,0 +1,287 @@
+"""Lines of runs as tables: a row an answer, an example, or a number with its interval, its costs and the full cache's.
+
+A line is what `samples.jsonl` holds of one question, with where it is from (`sources.read`): `setting`, what numbers
+must share to stand beside each other; `run` and `line`; `policy` and `variant`, all of what `method` and `task` name;
+and `averaged`, whether the task may be part of an average.
+"""
+
+import difflib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+from tqdm import tqdm
+
+from kvjax.experiments.core import metrics, stats
+
+AVERAGE: Final = "average"
+NUMBER: Final = ("setting", "method", "budget", "task")
+"""What names a number."""
+
+ALIKE: Final = ("same", "prefix", "edit_similarity")
+"""What `agreement` measures without any metric."""
+
+TEXT_METRICS: Final = ("rouge_1", "rouge_2", "rouge_l", "bleu", "meteor")
+"""Those of the papers' tables of summaries and reconstructions; `metrics.find` says what each needs."""
+
+_TIMES = ("prefill_seconds", "decode_tokens_per_second")
+_MOST = ("most_live", "slots", "kv_bytes", "prefill_peak_bytes", "decode_peak_bytes")
+_MEANS = ("score", "live", "prompt_tokens")
+_NUMERIC = ("nll", "tokens", "depth", "length", *_MEANS, *_MOST, *_TIMES)
+_NAMES = ("setting", "run", "line", "task", "variant", "method", "budget", "policy", "averaged", "index", "question",
+          "context", "metric", "output", "references")  # fmt: skip
+
+
+def lines(found: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """A row a line, each once; policies or tasks of one name that differ are named after their runs."""
+    table = pd.DataFrame(found, columns=[*dict.fromkeys([*_NAMES, *_NUMERIC, *(k for line in found for k in line)])])
+    table[[*_NUMERIC]] = table[[*_NUMERIC]].apply(pd.to_numeric, errors="coerce").astype(float)
+    for name, within, which in (("method", ["budget"], "policy"), ("task", [], "variant")):
+        groups = table.groupby(["setting", name, *within], sort=False)[which]
+        several = (groups.transform("nunique") > 1).groupby([table["setting"], table[name]]).transform("any")
+        first = table.groupby(["setting", name, *within, which], sort=False)["run"].transform("first")
+        table[name] = table[name].where(~several, table[name] + " (" + first + ")")
+    return table.drop_duplicates([*NUMBER, "index", "question"], ignore_index=True)
+
+
+def records(found: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows, by the names of columns."""
+    return [{str(name): value for name, value in row.items()} for row in found.to_dict("records")]
+
+
+def is_full(method: str) -> bool:
+    """Whether a method is the full cache, whatever it was told apart by."""
+    return method == "full" or method.startswith("full (")
+
+
+def has_budget(label: str) -> bool:
+    """Whether a label is a budget: a number of tokens or a share of the prompt, unlike "T=0.95"."""
+    return label.replace(".", "", 1).isdecimal()
+
+
+def examples(found: pd.DataFrame) -> pd.DataFrame:
+    """A row an example: the means over its questions, of likelihoods over their tokens; without what is not finite."""
+    weight = found["tokens"].where(found["nll"].notna())
+    of = found.assign(weight=weight, nll=found["nll"] * weight).groupby([*NUMBER, "index"], sort=False)
+    how = {"nll": "sum", "weight": "sum"} | dict.fromkeys(_MEANS, "mean") | dict.fromkeys(_MOST, "max")
+    table = of.agg(
+        dict.fromkeys(("context", "averaged", "metric", "run", "depth", "length"), "first") | how
+    ).reset_index()
+    table["kind"] = np.where(table["score"].notna(), "score", "nll")
+    table["value"] = table["score"].where(table["score"].notna(), table["nll"] / table["weight"])
+    return table[np.isfinite(table["value"])]
+
+
+def numbers(found: pd.DataFrame) -> pd.DataFrame:
+    """A row a number: value, interval, the comparison with the full cache on the same rows, agreement, and costs.
+
+    An average is over the tasks that every method of a setting has, each weighing the same; perplexities are not
+    averaged. p-values are adjusted for all methods and budgets on a task.
+    """
+    rows = examples(found)
+    timed = found.dropna(subset=[*_TIMES]).groupby([*NUMBER], sort=False)
+    batches = {key: {*zip(*(of[t] for t in _TIMES), strict=True)} for key, of in timed}  # whose rows share their times
+    made: list[dict[str, Any]] = []
+    with tqdm(total=rows.groupby([*NUMBER]).ngroups, unit="number", leave=False, disable=None) as bar:
+        for task, own in _tables(rows):
+            made += _table(task, own, batches, bar.update)
+    table = pd.DataFrame(made, columns=None if made else [*NUMBER, "kind", "value", "low", "high", "place"])
+    alike = [means(agreement(own, baseline=full)) for own, full in _answered(found)]
+    if alike:
+        table = table.merge(pd.concat(alike).drop(columns="examples"), how="left", on=[*NUMBER])
+    return in_order(table)
+
+
+def with_given(table: pd.DataFrame, others: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Numbers, and others that come without lines."""
+    columns = [*dict.fromkeys([*table.columns, *(k for number in others for k in number)])]
+    return in_order(pd.DataFrame([*records(table), *others], columns=columns))
+
+
+def in_order(table: pd.DataFrame) -> pd.DataFrame:
+    """Numbers by setting, method, budget and task, each in the order in which it is first found."""
+    return table.sort_values([*NUMBER], key=lambda c: pd.factorize(c)[0], kind="stable", ignore_index=True)
+
+
+def _tables(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Of every setting the rows that are averaged, and then those of each task."""
+    for _, own in rows.groupby("setting", sort=False):
+        scored = own[(own["kind"] == "score") & own["averaged"].astype(bool)]
+        have = scored[[*NUMBER]].drop_duplicates()["task"].value_counts(sort=False)
+        shared = have.index[have == len(own[["method", "budget"]].drop_duplicates())]
+        if len(shared) > 1:
+            yield AVERAGE, scored[scored["task"].isin(shared)]
+        for task, group in own.groupby("task", sort=False):
+            yield str(task), group
+
+
+def _table(
+    task: str, own: pd.DataFrame, batches: dict[Any, set[tuple[float, float]]], done: Callable[[], object]
+) -> list[dict[str, Any]]:
+    """The numbers of one task, or of an average; `done` is called after each."""
+    full = own[own["method"].map(is_full)]
+    full = full[full["method"] == full["method"].iloc[0]] if len(full) else full
+    baseline = dict(_keyed(full))
+    made, compared = [], []
+    for (setting, method, budget), group in own.groupby(["setting", "method", "budget"], sort=False):
+        tasks, kind = group["task"].tolist(), group["kind"].iloc[0]
+        cell = {"setting": setting, "method": method, "budget": budget, "task": task, "kind": kind, "n": len(group)}
+        of_task = tasks if task == AVERAGE else None
+        values, clusters = group["value"].tolist(), _clusters(group)
+        interval = (
+            stats.perplexity(values, clusters) if kind == "nll" else stats.interval(values, clusters, tasks=of_task)
+        )
+        cell |= dict(zip(("value", "low", "high"), interval, strict=True)) | _costs(group)
+        cell["metrics"] = ", ".join(sorted({*group["metric"].dropna()}))
+        cell["parts"] = ", ".join(dict.fromkeys(tasks)) if task == AVERAGE else ""
+        cell["runs"] = ", ".join(dict.fromkeys(group["run"]))
+        cell |= _times({b for t in dict.fromkeys(tasks) for b in batches.get((setting, method, budget, t), ())})
+        beside = [baseline.get(key) for key, _ in _keyed(group)]
+        if not is_full(method) and all(b is not None for b in beside):
+            theirs = [b for b in beside if b is not None]
+            if kind == "nll":
+                compared.append((cell, stats.compare_perplexity(values, theirs, clusters)))
+            else:
+                compared.append((cell, stats.compare(values, theirs, clusters, tasks=of_task)))
+        made.append(cell)
+        done()
+    for (cell, _), c in zip(compared, stats.adjusted([c for _, c in compared]), strict=True):
+        cell |= {"difference": c.difference, "difference_low": c.low, "difference_high": c.high, "p": c.p}
+        cell |= {"test": c.test, "compared": c.compared, "verdict": c.verdict}
+    most = max((cell["kv_bytes"] for cell in made if is_full(cell["method"])), default=math.nan)
+    return [cell | {"kv_of_full": cell["kv_bytes"] / most} for cell in made]
+
+
+def _keyed(rows: pd.DataFrame) -> Iterator[tuple[tuple[str, Any], float]]:
+    return zip(zip(rows["task"], rows["index"], strict=True), rows["value"], strict=True)
+
+
+def _clusters(rows: pd.DataFrame) -> list[tuple[Any, ...]] | None:
+    """The context of every row, where some share theirs."""
+    found = [*zip(rows["task"], rows["context"], strict=True)]
+    return None if len({*found}) == len(found) else found
+
+
+def _costs(group: pd.DataFrame) -> dict[str, Any]:
+    """Live tokens a head after the prompt, and the largest sizes; `place` is the budget as a share of the prompt."""
+    budget, prompts = group["budget"].iloc[0], group["prompt_tokens"]
+    live = (group["live"] / prompts).mean()
+    tokens = has_budget(budget) and "." not in budget
+    place = float(budget) / (prompts.mean() if tokens else 1) if has_budget(budget) else live
+    whole = int((group["live"] >= prompts).sum())
+    most = {name: group[name].max() for name in _MOST}
+    return {"live_tokens": group["live"].mean(), "live": live, "kept_whole": whole, "place": place} | most
+
+
+def _times(batches: set[tuple[float, float]]) -> dict[str, float]:
+    """Medians over batches, with intervals."""
+    if not batches:
+        return {}
+    found: dict[str, float] = {"timed_batches": len(batches)}
+    for name, values in zip(_TIMES, zip(*sorted(batches), strict=True), strict=True):
+        of = stats.median(values)
+        found |= {name: of.median, f"{name}_low": of.low, f"{name}_high": of.high, "timed_coverage": of.coverage}
+    return found
+
+
+# --- outputs beside the full cache's, and scored again ---
+
+
+def agreement(found: pd.DataFrame, names: Sequence[str] = (), baseline: str = "full") -> pd.DataFrame:
+    """How far each output is the baseline's of the same question, as RoCo compares (arXiv:2402.06262, section 5).
+
+    Args:
+      found: lines; questions that ask for likelihoods have no output, and are left out.
+      names: metrics that take the baseline's output as the reference, besides the three that are always there.
+      baseline: the method to compare with, whichever budget it has.
+
+    Returns:
+      A row for every example that both have answered, the baseline's left out, with means over its questions, each in
+      [0, 1]: `same`, whether the outputs are equal; `prefix`, the share of the baseline's words before the first that
+      differs; `edit_similarity`, of both as sequences of words, by difflib; and the named metrics. Where both outputs
+      are blank everything is 1, where one of them is, 0.
+
+    Raises:
+      ValueError: no line of the baseline, two of one question that differ, or a metric that does not exist or lacks
+        something.
+    """
+    judges, row = {name: metrics.find(name) for name in names}, ["setting", "task", "index", "question"]
+    answered = found[found["output"].notna()]
+    wanted = answered[answered["method"] == baseline].drop_duplicates([*row, "output"])
+    if len(answered) and not len(wanted):
+        methods = ", ".join(sorted({*answered["method"]}))
+        raise ValueError(f"no line of {baseline} to compare with; the methods are {methods}")
+    if len(twice := wanted[wanted.duplicated(row)]):
+        task, index = twice.iloc[0][["task", "index"]]
+        raise ValueError(f"{baseline} has two outputs of {task} {index} that differ; compare the lines of one model")
+
+    def judged(output: str, reference: str) -> dict[str, float]:
+        blank = (not output.strip()) + (not reference.strip())
+        if blank:
+            return dict.fromkeys((*ALIKE, *names), float(blank == 2))
+        return _alike(output, reference) | {name: metric(output, [reference]) for name, metric in judges.items()}
+
+    others = answered[answered["method"] != baseline]
+    both = others.merge(wanted[[*row, "output"]], on=row, suffixes=("", "_wanted"))
+    values = [judged(*pair) for pair in zip(both["output"], both["output_wanted"], strict=True)]
+    return _by_example(both, pd.DataFrame(values, columns=[*ALIKE, *names], dtype=float))
+
+
+def rescored(found: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
+    """Outputs by other metrics, against the references that they were scored against.
+
+    Args:
+      found: lines.
+      names: metrics, such as `TEXT_METRICS`.
+
+    Returns:
+      A row for every example that was answered, with the mean over its questions by each metric.
+
+    Raises:
+      ValueError: a metric that does not exist or lacks something.
+    """
+    judges = [metrics.find(name) for name in names]
+    answered = found[found["output"].notna()].reset_index(drop=True)
+    pairs = [*zip(answered["output"], answered["references"], strict=True)]
+    return _by_example(answered, pd.DataFrame({m.name: [m(*pair) for pair in pairs] for m in judges}, dtype=float))
+
+
+def means(judged: pd.DataFrame) -> pd.DataFrame:
+    """A row for every method, budget and task of `agreement` or `rescored`: of each measure the mean and its interval.
+
+    Columns are `examples` and, of a measure, its name, `_low` and `_high`, the ends of the 95 % interval.
+    """
+    measures = [c for c in judged.columns if c not in (*NUMBER, "index", "context")]
+    made = []
+    for key, group in judged.groupby([*NUMBER], sort=False):
+        row = dict(zip(NUMBER, key, strict=True)) | {"examples": len(group)}
+        for name in measures:
+            ends = stats.interval(group[name].tolist(), _clusters(group))
+            row |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
+        made.append(row)
+    ends = [m + end for m in measures for end in ("", "_low", "_high")]
+    return pd.DataFrame(made, columns=[*NUMBER, "examples", *ends])
+
+
+def _answered(found: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, str]]:
+    """The lines of every setting where the full cache has answered, and what it is called there."""
+    for _, own in found[found["output"].notna()].groupby("setting", sort=False):
+        full = own["method"][own["method"].map(is_full)]
+        if len(full):
+            yield own[~own["method"].map(is_full) | (own["method"] == full.iloc[0])], full.iloc[0]
+
+
+def _by_example(found: pd.DataFrame, values: pd.DataFrame) -> pd.DataFrame:
+    of = pd.concat([found[[*NUMBER, "index", "context"]], values], axis=1)
+    how: dict[str, Any] = {"context": "first"} | dict.fromkeys(values.columns, "mean")
+    return of.groupby([*NUMBER, "index"], sort=False).agg(how).reset_index()
+
+
+def _alike(output: str, reference: str) -> dict[str, float]:
+    """How far two texts with words are the same."""
+    a, b = output.split(), reference.split()
+    first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    similarity = difflib.SequenceMatcher(None, a, b, autojunk=False).ratio()
+    return dict(zip(ALIKE, (float(output == reference), first / len(b), similarity), strict=True))
