@@ -5,8 +5,9 @@
     python experiments/report.py results/mine --with experiments/leaderboard
 
 Reads runs of `experiments/run.py`, of lm-eval (`--output_path`, with `--log_samples` for rows and comparisons) and of
-`experiments/reproduce.py`, and writes `report.html`, one file that needs no network, and `report.md`. Both link to the
-runs by relative paths: keep them where they are beside each other.
+`experiments/reproduce.py`, and writes `report.html`, one file that needs no network, `report.md`, and `cells.csv`, a
+row a number. Of runs that all have one setup it writes the pictures too, and `leaderboard.json`, which `--with` reads.
+Pages link to the runs by relative paths: keep them where they are beside each other.
 """
 
 import importlib
@@ -19,48 +20,77 @@ import pathlib
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from kvjax.experiments.core.command import check_options, check_output, directory_path, plain_errors
+from kvjax.experiments.core.command import (
+    check_options,
+    check_output,
+    directory_path,
+    plain_errors,
+    write_figure,
+    write_json,
+)
 from kvjax.experiments.core.locks import alone_in
-from kvjax.experiments.page import markdown, render, sources
-from kvjax.experiments.page.boards import with_boards
-from kvjax.experiments.page.cells import cells
 from kvjax.models.written import write_bytes
 
-_PAGE, _TEXT = "report.html", "report.md"
+if TYPE_CHECKING:  # pandas takes long to import
+    import pandas as pd
+
+_PAGE, _TEXT, _NUMBERS, _BOARD = "report.html", "report.md", "cells.csv", "leaderboard.json"
 
 
-def build(
+def write(
     directories: Sequence[pathlib.Path],
     output: pathlib.Path,
     command: str,
     samples: int = 3,
     leaderboards: Sequence[pathlib.Path] = (),
-) -> render.Board:
-    """Writes the page of everything that directories hold.
+) -> "pd.DataFrame":
+    """Writes the page of everything that directories hold, and says what was left out.
 
     Args:
       directories: results, as `sources.read` takes them.
-      output: where `report.html` and `report.md` go; made if absent.
+      output: where the files go; made if absent.
       command: what the page says that it was made by.
-      samples: rows of every number that are within the page, at most.
-      leaderboards: directories of what `compare.py` wrote, whose numbers stand beside those of runs, without rows.
+      samples: lines of every number that are within the page, at most.
+      leaderboards: directories with a `leaderboard.json`, whose numbers stand beside those of runs, without lines.
+
+    Returns:
+      The numbers, a row each, as `table.numbers` makes them.
 
     Raises:
       ValueError: a directory that does not exist, none with a finished run, a leaderboard that no run can be compared
         with, or a file in the way that is no report.
     """
-    marks = {output / _PAGE: render.MARK, output / _TEXT: markdown.MARK}
-    for path, mark in marks.items():
+    from kvjax.experiments.core import leaderboards as boards
+    from kvjax.experiments.core import page, page_markdown, pictures, sources, table
+
+    for path in (output / _PAGE, output / _TEXT):
         check_output(path)
-        if path.exists() and mark.encode() not in path.read_bytes()[:1000]:
+        if path.exists() and page.MARK.encode() not in path.read_bytes()[:1000]:
             raise ValueError(f"{path} is there and was not made by experiments/report.py; choose another --output")
-    found = sources.read(directories, lambda d: d.resolve() == output.resolve())
-    board = render.Board.of(found, with_boards(cells(found), found, leaderboards))
+    found = sources.read(directories, output)
+    numbers = boards.beside(table.with_given(table.numbers(found.lines), found.numbers), found, leaderboards)
+    shown = page.views(numbers, found)
+    figures = [pictures.drawn(view, found) for view in shown]
+    named = pictures.files(figures[0]) if len(figures) == 1 else {}
+    embedded = [{k: [(t, pictures.embedded(f)) for t, f in each] for k, each in of.items()} for of in figures]
+    html = page.html(shown, embedded, found, output, command, samples)
     with alone_in(output):
-        write_bytes(output / _TEXT, markdown.markdown(board, output, command).encode())
-        write_bytes(output / _PAGE, render.html(board, output, command, samples).encode())
-    return board
+        for path, why in found.skipped:
+            print(f"skipped {path}: {why}", file=sys.stderr)
+        for name in pictures.PICTURES:
+            if name in named:
+                write_figure(output / f"{name}.png", named[name], dpi=150)
+            else:
+                (output / f"{name}.png").unlink(missing_ok=True)
+        (output / _BOARD).unlink(missing_ok=True)  # never beside what it is not about
+        write_bytes(output / _TEXT, page_markdown.text(shown, found, output, command).encode())
+        write_bytes(output / _NUMBERS, numbers.to_csv(index=False).encode())
+        write_bytes(output / _PAGE, html.encode())
+        if board := boards.stored(numbers, found):
+            write_json(output / _BOARD, board)
+    return numbers
 
 
 def main(argv: Sequence[str]) -> None:
@@ -68,29 +98,28 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="experiments/report.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument("runs", nargs="+", type=directory_path, help="results directories")
+    parser.add_argument("runs", nargs="*", type=directory_path, help="results directories")
     parser.add_argument(
         "--with", nargs="+", default=(), type=directory_path, metavar="DIR", dest="leaderboards",
-        help="leaderboards of compare.py, such as experiments/leaderboard",
+        help="directories with a leaderboard.json, such as experiments/leaderboard",
     )  # fmt: skip
     parser.add_argument(
         "--output", type=directory_path, default=pathlib.Path("results/report"), metavar="DIR",
-        help="directory for report.html and report.md; results/report by default",
+        help="directory for report.html, report.md and cells.csv; results/report by default",
     )  # fmt: skip
     parser.add_argument(
-        "--samples", type=int, default=3, metavar="N", help="rows of every number within the page, at most (3)"
+        "--samples", type=int, default=3, metavar="N", help="lines of every number within the page, at most (3)"
     )
     with plain_errors():
         check_options(argv)
         own = parser.parse_args(argv)
         if own.samples < 0:
             raise ValueError(f"--samples {own.samples} must be at least 0")
-        board = build(
-            own.runs, own.output, f"python experiments/report.py {shlex.join(argv)}", own.samples, own.leaderboards
-        )
-        for path, why in board.found.skipped:
-            print(f"skipped {path}: {why}", file=sys.stderr)
-        print(f"{len(board.cells)} numbers of {len(board.found.runs)} runs written to {own.output / _PAGE}")
+        if not own.runs and not own.leaderboards:
+            raise ValueError("give results directories, or leaderboards by --with")
+        command = f"python experiments/report.py {shlex.join(argv)}"
+        numbers = write(own.runs, own.output, command, own.samples, own.leaderboards)
+        print(f"{len(numbers)} numbers written to {own.output / _PAGE}")
 
 
 if __name__ == "__main__":

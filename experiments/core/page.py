@@ -77,7 +77,9 @@ class View:
     def whole(self) -> str:
         """Which budgets are none for some prompts, so that scores under them are the full cache's."""
         counts: dict[tuple[str, str], list[int]] = {}
-        for c in (c for c in self.measured if has_budget(c["budget"]) and not is_full(c["method"]) and c["n"]):
+        for c in (c for c in self.measured if has_budget(c["budget"]) and not is_full(c["method"])):
+            if c.get("kept_whole") is None:
+                continue
             kept, of = counts.setdefault((c["method"], c["budget"]), [0, 0])
             counts[c["method"], c["budget"]] = [kept + int(c["kept_whole"]), of + c["n"]]
         named = [f"{m} at {b} ({kept} of {of})" for (m, b), (kept, of) in counts.items() if kept]
@@ -100,7 +102,7 @@ def views(numbers: pd.DataFrame, found: Found) -> list[View]:
     for setting, own in ranked.groupby("setting", sort=False):
         tasks = sorted(own["task"].unique(), key=lambda task: task != AVERAGE)
         of_policy: dict[tuple[str, str], dict[str, Number]] = {}
-        for c in table.records(own):
+        for c in sorted(table.records(own), key=lambda c: c["task"] != AVERAGE):
             known = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in c.items()}
             of_policy.setdefault((c["method"], c["budget"]), {})[c["task"]] = known
         lines = [(m, b, of) for (m, b), of in sorted(of_policy.items(), key=lambda item: _rank(item[1]))]

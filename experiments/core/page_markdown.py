@@ -90,8 +90,8 @@ def overview(view: page.View) -> list[str]:
         if "perplexity" in likely or len(likely) == 1:
             found["perplexity"] = likely.get("perplexity", next(iter(likely.values())))
         cells[row, column] = found
-    quality = lambda c: c["score"] if "score" in c else -c.get("perplexity", 0.0)
-    mean = lambda row: float(np.mean([quality(c) for (r, _), c in cells.items() if r == row]))
+    quality = lambda c: (c.get("score", 0.0), -c.get("perplexity", 0.0))
+    mean = lambda row: tuple(np.mean([quality(c) for (r, _), c in cells.items() if r == row], axis=0))
     columns = sorted(places, key=lambda b: places[b], reverse=True)
     digits = {"score": 1, "perplexity": 2}
     cell = lambda c: " / ".join(f"{c[k]:.{n}f}" for k, n in digits.items() if k in c)

@@ -109,10 +109,10 @@ def files(figures: Figures) -> dict[str, Any]:
     return {name: figure for name, figure in zip(PICTURES, values, strict=True) if figure is not None}
 
 
-def embedded(kind: str, figure: Any) -> str:
-    """A figure within the page: curves as SVG, what has many cells as PNG. The same one gives the same bytes."""
+def embedded(figure: Any) -> str:
+    """A figure within the page: as SVG, or PNG where it has several panels. The same one gives the same bytes."""
     content = io.BytesIO()
-    if kind != "curves":
+    if len(figure.axes) > 1:
         figure.savefig(content, format="png", dpi=110)
         return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
     with matplotlib.rc_context({"svg.hashsalt": "kvjax"}):
