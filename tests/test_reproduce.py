@@ -3,54 +3,49 @@
 import json
 import types
 
-import jax
 import numpy as np
 import pytest
 
-import kvjax
-from kvjax import methods, models
+from kvjax import methods
 from kvjax.experiments import reproduce
+from kvjax.experiments.core.engine import Engine
+from kvjax.experiments.papers import job, ledger, numbers, reduced, rows
+from kvjax.experiments.papers.reduced import Options
 from kvjax.experiments.papers.tables import ENTRIES
-from kvjax.experiments.reproduction import choice, harness, ledger, numbers, report, rows
-from kvjax.experiments.reproduction.choice import Options
-from kvjax.experiments.reproduction.engine import Engine, Sizes
-from kvjax.experiments.reproduction.page import page
-from kvjax.models.embedded import EMBEDDED
 from tests.runs import one_layer
 
 MISTRAL = types.SimpleNamespace(num_layers=32, embed_dim=4096, num_kv_heads=8, max_position=32768, vocab_size=32000)
 SMALL = types.SimpleNamespace(num_layers=1, embed_dim=128, num_kv_heads=4, max_position=2048, vocab_size=389)
 
 
-class MadeUp:
-    """An engine whose outputs are made up from prompts and policies, at once."""
+class MadeUp(Engine):
+    """An engine whose lines are made up from prompts and policies, at once."""
 
     fails_after = None
 
-    def __init__(self, model, params, tokenizer, sizes):
-        self.model, self.sizes, self.real = model, sizes, Engine(model, params, tokenizer, sizes)
-        self.encode, self.width, self.check = self.real.encode, self.real.width, self.real.check
+    def compile(self):
+        pass
 
-    def generate(self, policy, block, prompts, steps, width, *, timed=False):
+    def run(self, prompts, shown=None):
         if MadeUp.fails_after == 0:
             raise KeyboardInterrupt
         MadeUp.fails_after = None if MadeUp.fails_after is None else MadeUp.fails_after - 1
-        words = lambda p: " ".join(str(i % 10) for i in p[-steps:])
-        kept = "" if policy == methods.full() else " and more"
-        return [
-            {"output": words(p) + kept, "prompt_tokens": len(p), "new_tokens": steps, "live": 1.0, "kv_bytes": 10**9,
-             "prefill_seconds": 1.0 / (block or 1), "seconds": 2.0}
-            for p in prompts
-        ]  # fmt: skip
+        return [[self.made_up(prompt, i)] for i, prompt in enumerate(prompts)], None
 
-    def score(self, policy, block, prompts, scored, width):
-        return [{"nll": 1.0 + 0.1 * i, "prompt_tokens": 9, "live": 1.0, "kv_bytes": 1} for i in range(len(prompts))]
+    def made_up(self, prompt, i):
+        words = " ".join(str(token % 10) for token in prompt.tokens[-prompt.steps :])
+        kept = "" if self.policy == methods.full() else " and more"
+        times = {"prefill_seconds": 1.0 / (self.block or 1), "decode_tokens_per_second": prompt.steps}
+        line = {"question": 0, "kv_bytes": 10**9, "prompt_tokens": len(prompt.tokens), **times}
+        if prompt.example.questions[0].continuation:
+            return {**line, "nll": 1.0 + 0.1 * i}
+        return {**line, "output": words + kept, "tokens": prompt.steps}
 
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     """Runs the script with a made-up engine; returns the report as JSON and as text."""
-    monkeypatch.setattr(reproduce, "Engine", MadeUp)
+    monkeypatch.setattr(job, "Engine", MadeUp)
     monkeypatch.setattr(ledger, "FOLDER", tmp_path)
 
     def call(*argv, out="out"):
@@ -66,7 +61,7 @@ def run(monkeypatch, tmp_path):
 @pytest.fixture
 def every_metric(monkeypatch):
     """All metrics count as installed."""
-    monkeypatch.setattr(choice.metrics, "find", lambda name: name)
+    monkeypatch.setattr(reduced.metrics, "find", lambda name: name)
 
 
 REDUCED = ("nacl/table2", "--data", "project", "--examples", "3", "--length", "128", "--new-tokens", "8")
@@ -96,7 +91,7 @@ def test_a_reduced_run_is_marked_and_stands_beside_the_paper(run, tmp_path, caps
 def test_an_interrupted_run_goes_on_to_the_same_numbers(run, monkeypatch):
     options = (*REDUCED, "--methods", "h2o", "--budget", "0.2")
     whole, _ = run(*options, out="whole")
-    for stop in (5, 9):
+    for stop in (3, 4):
         monkeypatch.setattr(MadeUp, "fails_after", stop)
         with pytest.raises(SystemExit):
             run(*options, out="parts")
@@ -120,7 +115,7 @@ def test_speeds_and_likelihoods_have_their_units(run):
         "ahakv/figure8", "--examples", "3", "--length", "64", "--new-tokens", "8", "--budget", "32", out="a"
     )
     by_column = {n["column"]: n for n in speeds["numbers"] if n["method"] == "ahakv"}
-    assert by_column["32K + 512"]["ours"] == pytest.approx(4.0)  # 8 tokens in 2 seconds
+    assert by_column["32K + 512"]["ours"] == pytest.approx(4.0)  # 8 tokens in 2 seconds, one of them for the prompt
     assert by_column["cache"]["ours"] == pytest.approx(1.0)
     options = ("--data", "project", "--examples", "2", "--length", "128", "--methods", "roco", "--budget", "0.5")
     texts, _ = run("roco/figure5", *options, out="b")
@@ -128,13 +123,13 @@ def test_speeds_and_likelihoods_have_their_units(run):
 
 
 def test_tasks_of_lm_eval_are_told_apart_by_their_shots_and_one_that_fails_stops_no_other(run, monkeypatch):
-    def accuracies(name, shots, policy, budget, block, options):
+    def accuracies(name, shots, policy, budget, block, **how):
         if name == "piqa":
             raise ValueError("piqa cannot be loaded")
         return [1.0, 0.0, 1.0, float(shots == 5)]
 
-    monkeypatch.setattr(choice, "has_lm_eval", lambda: True)
-    monkeypatch.setattr("kvjax.experiments.reproduction.run.harness.accuracies", accuracies)
+    monkeypatch.setattr(reduced, "has_lm_eval", lambda: True)
+    monkeypatch.setattr(rows, "accuracies", accuracies)
     found, _ = run("keyformer/table2", "--methods", "keyformer")
     by_column = {n["column"]: n for n in found["numbers"] if n["method"] == "keyformer"}
     assert (by_column["COPA 0-shot"]["ours"], by_column["COPA 5-shot"]["ours"]) == (50.0, 75.0)
@@ -154,7 +149,6 @@ def test_tasks_of_lm_eval_are_told_apart_by_their_shots_and_one_that_fails_stops
         (["ada-kv/figure4", "--data", "project"], "does not state its budget; give --budget"),
         (["ada-kv/table3"], "nothing to run"),
         (["roco/table5", "--data", "project"], "nothing of roco/table5 can run here"),
-        (["nacl/table2", "--examples", "0"], "examples=0 must be at least 1"),
     ],
 )
 def test_what_cannot_be_run_is_said_in_a_line(run, argv, message):
@@ -162,24 +156,38 @@ def test_what_cannot_be_run_is_said_in_a_line(run, argv, message):
         run(*argv)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"examples": 0}, "examples=0 must be at least 1"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"budget": (64, 0)}, "--budget 0 must be at least 1 token"),
+        ({"budget": (1.5,)}, "--budget 1.5 must be at least 1 token, or a share above 0 and at most 1.0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Options("nacl/table2", **options)
+
+
 def test_an_entry_on_the_papers_model_and_whole_data_is_not_reduced(tmp_path, every_metric):
     entry = ENTRIES["ada-kv/table1"]
     for name in entry.data:
         (tmp_path / f"{name}.jsonl").write_text('{"context": "a", "answers": ["b"]}\n')
     options = Options(entry.name, data=str(tmp_path))
-    chosen = choice.choose(entry, options, MISTRAL)
+    chosen = reduced.choose(entry, options, MISTRAL)
     assert (chosen.reduced, chosen.missing, len(chosen.lines)) == ((), (), 25)
-    assert report.status(chosen.reduced) == "as published"
-    assert choice.examples_short("qasper", 1) == "qasper: 1 of 200 rows"
+    assert numbers.status(chosen.reduced) == "as published"
+    assert reduced.examples_short("qasper", 1) == "qasper: 1 of 200 rows"
     (tmp_path / "lcc.jsonl").unlink()
-    other = choice.choose(entry, options, SMALL)
+    other = reduced.choose(entry, options, SMALL)
     assert "lcc: no lcc.jsonl, .json or .txt" in other.missing[0]
     assert len(other.reduced) == 2
 
 
 def test_a_missing_column_leaves_its_mean_out_and_sets_weigh_the_same(every_metric):
     entry = ENTRIES["ahakv/table1"]
-    chosen = choice.choose(entry, Options(entry.name, data="project", methods=("tova",)), SMALL)
+    chosen = reduced.choose(entry, Options(entry.name, data="project", methods=("tova",)), SMALL)
     assert chosen.model == "llama-3-8b-instruct"
     lines = [
         {"method": "full", "budget": "1.0", "task": d, "index": i, "scores": {rows.metric_of(d, "longbench"): score}}
@@ -235,7 +243,7 @@ def test_an_entrys_page_has_its_numbers_and_the_policies_that_kvjax_runs(monkeyp
     assert "Table4(" in text
     assert "PR-En is printed as 43.0; 4.3 gives the printed mean" in text
     for entry in ENTRIES.values():
-        assert page(entry).startswith(f"# {entry.name}: ")
+        assert ledger.published(entry).startswith(f"# {entry.name}: ")
 
 
 def test_classification_is_that_of_longbench():
@@ -254,25 +262,6 @@ def test_the_list_has_every_entry_and_the_ledgers_table_is_made_from_it():
 
 
 @pytest.mark.slow
-def test_the_engine_generates_and_scores_as_the_library_does():
-    model, params = models.load(EMBEDDED)
-    engine = Engine(model, params, models.load_tokenizer(EMBEDDED), Sizes(96, 2))
-    found, _ = rows.read(rows.sources(("qasper",), "project")[0][0], 2, 0)
-    prompts = [engine.encode(r.prompt)[-n:] for r, n in zip(found, (96, 70), strict=True)]
-    policy = methods.snapkv(32, window=8)
-    tokens, lengths = models.pad_left(prompts, width=96)
-    wanted = kvjax.generate(model, params, tokens, lengths=lengths, policy=policy, max_new_tokens=6, eos_ids=())
-    outputs = engine.generate(policy, None, prompts, 6, 96)
-    texts = [engine.tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in np.asarray(wanted.tokens)]
-    assert [s["output"] for s in outputs] == texts
-    scored = engine.score(methods.full(), None, prompts, 2, 96)
-    prefixes, lengths = models.pad_left([prompts[0][:-2], prompts[0][:-1]], width=96)
-    logits, _ = kvjax.prefill(model, params, prefixes, lengths=lengths, max_new_tokens=1)
-    logp = jax.nn.log_softmax(logits)[np.arange(2), np.array(prompts[0][-2:])]
-    np.testing.assert_allclose(scored[0]["nll"], -logp.mean(), rtol=1e-4)
-
-
-@pytest.mark.slow
 def test_lm_eval_runs_under_a_tables_policy(tmp_path):
     pytest.importorskip("lm_eval")
     rows_ = [{"q": f"the number {i} . the number", "choices": [f" {i}", " 9"], "label": 0} for i in range(8)]
@@ -284,13 +273,13 @@ def test_lm_eval_runs_under_a_tables_policy(tmp_path):
         "doc_to_target": "label", "target_delimiter": "", "metric_list": [{"metric": "acc"}],
     }  # fmt: skip
     (tmp_path / "copa.yaml").write_text(json.dumps(task))
-    options = Options("keyformer/table2", model=one_layer(), data=str(tmp_path), examples=3, length=64)
     policy = ENTRIES["keyformer/table2"].methods["keyformer"].make(0.5)
-    found = harness.accuracies("copa", 0, policy, 0.5, None, options)
+    how = {"tasks": rows.own_tasks(str(tmp_path)), "examples": 3, "pretrained": one_layer(), "max_length": 64}
+    found = rows.accuracies("copa", 0, policy, 0.5, None, **how)
     assert len(found) == 3
     assert set(found) <= {0.0, 1.0}
     with pytest.raises(ValueError, match="piqa of lm-eval cannot be run under"):
-        harness.accuracies("piqa", 0, policy, 0.5, None, options)
+        rows.accuracies("piqa", 0, policy, 0.5, None, **how)
 
 
 @pytest.mark.slow

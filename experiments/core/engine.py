@@ -473,8 +473,8 @@ class Engine:
             return {**line, "nll": float(-logp[len(given) - n : len(given)].mean()), "tokens": n}
         text = self.tokenizer.decode(answer[:-1] if answer and answer[-1] in self._ends else answer)
         output = text[: min((at for stop in question.stop if (at := text.find(stop)) >= 0), default=len(text))]
-        judged = {"score": question.score(output), "metric": question.metric, "output": output}
-        return {**line, **judged, "references": list(question.references), "tokens": len(answer)}
+        judged = {"score": question.score(output), "metric": question.metric} if question.metric else {}
+        return {**line, **judged, "output": output, "references": list(question.references), "tokens": len(answer)}
 
 
 def peak_bytes(compiled: Any) -> int | None:

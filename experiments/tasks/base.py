@@ -45,7 +45,8 @@ class Question:
       ids: token ids that follow the context; the answer begins after them.
       continuation: text to be scored, as token ids, where the likelihood of text is asked for instead of an answer.
       references: right answers, as the metric takes them.
-      metric: how an answer is judged, as `kvjax.experiments.core.metrics.find` takes it.
+      metric: how an answer is judged, as `kvjax.experiments.core.metrics.find` takes it; "" where whoever reads the
+        results judges answers.
       max_new_tokens: the most tokens of an answer.
       stop: strings that end an answer.
       num_beams: hypotheses of the beam search that finds an answer; 1 for greedy generation.

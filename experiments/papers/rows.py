@@ -1,7 +1,8 @@
-"""Prompts and answers for a table's data sets, from local files or from the project's own text."""
+"""Prompts and answers of data sets: local files, the project's own text, any tokens; and tasks of lm-eval."""
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import json
 import pathlib
@@ -11,9 +12,17 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvjax import Policy
 from kvjax.experiments import corpus
+from kvjax.experiments.core.engine import Prompt, prompts_of
+from kvjax.experiments.core.meaning import definition
+from kvjax.experiments.harness import lm_eval_module
+from kvjax.experiments.papers.methods import Budget
 from kvjax.experiments.papers.tables import DATA, LONGBENCH
+from kvjax.experiments.tasks.base import Question, Tokens, example
 
+SCORED: Final = 64  # the last tokens of a text, whose likelihood is measured
+CLASSIFICATION: Final = "classification"  # LongBench's, which needs to know the classes
 PROJECT: Final = "project"  # in place of a path: text of the project's own
 _SUFFIXES: Final = (".jsonl", ".json", ".txt")
 _FIELDS: Final = ("context", "origin_prompt")
@@ -196,6 +205,28 @@ def _own(name: str, index: int, seed: int) -> PromptRow:
     return PromptRow(" ".join(text), (first,), whole)
 
 
+def asked(name: str, index: int, ids: Tokens, *, new_tokens: int, beams: int, seed: int) -> Prompt:
+    """A row's prompt: of a text its last `SCORED` tokens are predicted, after others an answer is generated.
+
+    Answers are scored when the table is made, in every metric of its columns.
+    """
+    if DATA[name].runner == "text":
+        (made,) = prompts_of(
+            example(name, index, ids[:-SCORED], Question(continuation=ids[-SCORED:])), "in_prompt", seed
+        )
+        return made
+    stop = () if (end := DATA[name].stop) is None else (end,)
+    question = Question(metric="", max_new_tokens=new_tokens, stop=stop, num_beams=beams)
+    (made,) = prompts_of(example(name, index, ids, question), "in_prompt", seed)
+    return made
+
+
+def any_tokens(name: str, index: int, length: int, vocab_size: int, seed: int) -> Tokens:
+    """A prompt of any tokens, of the length that is timed or of `length`, if that is less."""
+    draw = np.random.default_rng([seed, index])
+    return tuple(int(i) for i in draw.integers(3, vocab_size, min(DATA[name].words or 1, length)))
+
+
 def scored_part(name: str, output: str) -> str:
     """What LongBench's own script scores of an output: of four sets, the first line."""
     return output.lstrip("\n").split("\n")[0] if DATA[name].first_line else output
@@ -218,3 +249,55 @@ def classification(output: str, answer: str, classes: tuple[str, ...]) -> float:
     """
     named = [c for c in classes if c in output and (c == answer or c not in answer)]
     return 1 / len(named) if answer in named else 0.0
+
+
+# --- tasks of lm-eval ---
+
+
+def own_tasks(data: str | None) -> pathlib.Path | None:
+    """The directory of `--data`, if it holds tasks for lm-eval in place of those that it comes with."""
+    folder = None if data is None else pathlib.Path(data).expanduser()
+    return folder if folder is not None and folder.is_dir() and any(folder.glob("*.yaml")) else None
+
+
+def accuracies(
+    name: str,
+    shots: int,
+    policy: Policy,
+    budget: Budget,
+    block: int | None,
+    *,
+    examples: int | None,
+    tasks: pathlib.Path | None,
+    **how: Any,
+) -> list[float]:
+    """Whether each row of a task of lm-eval is answered right: by `acc_norm` where the task has it.
+
+    The papers do not say which accuracy theirs is. Full scores such as 44.8 for OpenBookQA are of `acc_norm`'s size.
+
+    Args:
+      name, shots: the data set, and how many examples stand before each question.
+      policy, budget, block: what runs.
+      tasks: a directory of tasks, which may read local data; None for lm-eval's own, which download theirs.
+      examples: rows at most; all if None.
+      **how: for `HarnessModel`.
+
+    Raises:
+      ValueError: lm-eval is not installed, has no such task, or cannot load its data.
+    """
+    evaluator, of_tasks = lm_eval_module("evaluator"), lm_eval_module("tasks")
+    language_model: Any = importlib.import_module("kvjax.experiments.harness.language_model")
+    manager = of_tasks.TaskManager(include_path=tasks and str(tasks), include_defaults=tasks is None)
+    model = language_model.HarnessModel(policy=policy, budget=budget, block=block, **how)
+    task = str(DATA[name].task)
+    try:
+        found = evaluator.simple_evaluate(
+            model=model, tasks=[task], num_fewshot=shots, limit=examples, task_manager=manager, log_samples=True,
+            bootstrap_iters=0,
+        )  # fmt: skip
+    except Exception as e:  # lm-eval and datasets raise what they like
+        raise ValueError(
+            f"{task} of lm-eval cannot be run under {definition(policy):.60}: {type(e).__name__}: {e}"
+        ) from e
+    samples = sorted(found["samples"][task], key=lambda s: s["doc_id"])
+    return [float(s["acc_norm"] if "acc_norm" in s else s["acc"]) for s in samples]

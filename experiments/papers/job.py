@@ -1,0 +1,227 @@
+"""The batches of a table, run by the main job's engine; rows are read and policies planned before anything runs."""
+
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from kvjax import Policy, models
+from kvjax.configs.experiment import label
+from kvjax.experiments import stopping
+from kvjax.experiments.core.engine import Engine, Prompt, shapes
+from kvjax.experiments.core.meaning import definition
+from kvjax.experiments.core.records import Line, Records, digest
+from kvjax.experiments.papers import reduced, rows
+from kvjax.experiments.papers.methods import Budget
+from kvjax.experiments.papers.reduced import Choice, Options
+from kvjax.experiments.papers.rows import SCORED, PromptRow
+from kvjax.experiments.papers.tables import DATA, MODELS
+from kvjax.experiments.tasks.text import cut_middle
+from kvjax.models.embedded import included
+from kvjax.models.presets import PLACE, PRESETS
+
+_REPEATS = 5  # timed runs, unless so many examples are asked for
+_Task = tuple[str, int]  # of lm-eval, and the examples before its questions
+
+
+class Job:
+    """A choice with its rows read and its policies planned.
+
+    Attributes:
+      faults: rows that are none, and policies that cannot run, each with the reason.
+      reduced: all reasons why this is not the paper's run.
+      rows, prompts: by data set.
+      engines: of every method and budget that can run, one for each shape of prompts.
+      tasks: those of lm-eval.
+    """
+
+    def __init__(self, choice: Choice, options: Options):
+        """Reads rows and plans every policy.
+
+        Raises:
+          ValueError: files that cannot be read, or nothing that could run.
+        """
+        self.choice, self.options, entry = choice, options, choice.entry
+        source, names = included(options.model), [*dict.fromkeys(d for c in choice.columns for d in c.data)]
+        self.model, self.params = models.load(source, dtype=options.dtype)
+        self.tokenizer, config = models.load_tokenizer(source), self.model.config
+        steps = max(DATA[d].new_tokens for d in names)
+        room = config.max_position - min(steps, options.new_tokens or steps)
+        self.length = min(options.length or room, room)
+        if self.length < 1:
+            raise ValueError(f"{steps} new tokens leave no room in {config.max_position} positions; lower --new-tokens")
+        preset = MODELS[choice.model].preset if reduced.same_shape(choice.model, config) else None
+        template = PRESETS[preset].template if entry.template and preset is not None else None
+        self.faults: list[str] = []
+        self.rows: dict[str, list[PromptRow]] = {}
+        self.prompts: dict[str, list[Prompt]] = {}
+        for each in choice.sources:
+            found, faults = rows.read(each, options.examples, options.seed)
+            self.faults += faults
+            self._take(each.name, found, template or PLACE)
+        timed = [name for name in names if DATA[name].runner == "speed"]
+        for name in timed:
+            for i in range(options.examples or _REPEATS):
+                ids = rows.any_tokens(name, i, self.length, config.vocab_size, options.seed)
+                self.prompts.setdefault(name, []).append(self._asked(name, i, ids))
+        self.tasks: list[_Task] = [*dict.fromkeys((d, c.shots) for c in choice.columns for d in c.data if _ranks(d))]
+        plain = [p for name, each in self.prompts.items() if name not in timed for p in each]
+        self.engines: dict[tuple[str, Budget], list[Engine]] = {}
+        for method, budget in choice.lines:
+            try:
+                made = self._engines(method, budget, plain)
+                for name in timed:
+                    made += self._engines(method, budget, self.prompts[name], timed=DATA[name].batch)
+                self.engines[method, budget] = made
+            except ValueError as e:
+                self.faults.append(f"{entry.methods[method].title} at {label(budget)}: {e}")
+        if not (self.tasks or any(self.prompts.values())) or not self.engines:
+            known = f" ({self.faults[0]})" if self.faults else ""
+            raise ValueError(f"nothing of {entry.name} can run here{known}")
+        short = (reduced.examples_short(n, len(p)) for n, p in self.prompts.items() if options.examples is None)
+        self.reduced = [*choice.reduced, *filter(None, short)]
+        if entry.template and template is None:
+            self.reduced.append("prompts stand alone, without the template of the paper's model")
+        if len(self.engines) < len(choice.lines):
+            self.reduced.append(f"{len(choice.lines) - len(self.engines)} policies cannot run here")
+
+    def _asked(self, name: str, index: int, ids: tuple[int, ...]) -> Prompt:
+        most, wanted = self.options.new_tokens, DATA[name].new_tokens
+        beams = 1 if DATA[name].runner == "speed" else self.choice.entry.beams
+        steps = wanted if most is None else min(wanted, most)
+        return rows.asked(name, index, ids, new_tokens=steps, beams=beams, seed=self.options.seed)
+
+    def _take(self, name: str, found: Sequence[PromptRow], template: str) -> None:
+        """Keeps the rows that can be scored, with their prompts."""
+        text, needed = DATA[name].runner == "text", self.choice.entry.reference == "answers"
+        for i, row in enumerate(found):
+            try:
+                ids = cut_middle(models.encode(self.tokenizer, template.replace(PLACE, row.prompt)), self.length)
+            except ValueError as e:
+                self.faults.append(f"{name}, row {i}: {e}")
+                continue
+            if text and len(ids) <= SCORED:
+                self.faults.append(f"{name}, row {i}: {len(ids)} tokens, of which the last {SCORED} are scored")
+            elif not text and needed and not row.answers:
+                self.faults.append(f"{name}, row {i}: no answers")
+            else:
+                kept = self.rows.setdefault(name, [])
+                self.prompts.setdefault(name, []).append(self._asked(name, len(kept), ids))
+                kept.append(row)
+
+    def _engines(
+        self, method: str, budget: Budget, prompts: Sequence[Prompt], timed: int | None = None
+    ) -> list[Engine]:
+        """A policy planned for prompts; for those that are timed so many at once, past end tokens."""
+        made, config = self.choice.entry.methods[method], self.model.config
+        endless = self.model if timed is None else type(self.model)(dataclasses.replace(config, eos_ids=()))
+        how = {"tokenizer": self.tokenizer, "block": made.block, "batch_size": timed or self.options.batch_size}
+        of = shapes(prompts, config.max_position if config.learned_positions else None)
+        return [Engine(endless, self.params, made.make(budget), shape, **how) for shape in of]
+
+    def config(self) -> dict[str, Any]:
+        """What makes two runs the same."""
+        policy = lambda m, b: self.choice.entry.methods[m].make(b)
+        block = lambda m: self.choice.entry.methods[m].block
+        ignored = ("methods", "budget", "output", "restart", "dry_run", "record", "list", "published")
+        return {
+            "entry": self.choice.entry.name,
+            "stands_for": self.choice.model,
+            "policies": [
+                {"method": m, "budget": label(b), "policy": definition(policy(m, b)), "block": block(m)}
+                for m, b in self.engines
+            ],
+            "options": {k: v for k, v in dataclasses.asdict(self.options).items() if k not in ignored},
+            "length": self.length,
+            "beams": self.choice.entry.beams,
+            "columns": [dataclasses.asdict(c) for c in self.choice.columns],
+            "data": {n: digest([p.tokens for p in prompts]) for n, prompts in self.prompts.items()},
+            "answers": {n: digest([r.answers for r in found]) for n, found in self.rows.items()},
+            "checkpoint": models.fingerprint(included(self.options.model)),
+        }
+
+    def missing(self, lines: Any) -> list[tuple[str, Budget, Engine | None, list[Any]]]:
+        """Batches of prompts whose lines are not there, each with its engine, and tasks, without."""
+        found: list[tuple[str, Budget, Engine | None, list[Any]]] = []
+        for (method, budget), engines in self.engines.items():
+            there = lambda task, i, m=method, b=label(budget): (m, b, task, i, 0) in lines
+            for engine in engines:
+                lacking = [p for p in engine.shape.prompts if not there(p.example.task, p.example.index)]
+                size = 1 if lacking and DATA[lacking[0].example.task].runner == "speed" else engine.batch_size
+                found += [(method, budget, engine, lacking[i : i + size]) for i in range(0, len(lacking), size)]
+            found += [(method, budget, None, [t]) for t in self.tasks if not there(rows.task_of(*t), 0)]
+        return found
+
+    def run(self, records: Records) -> None:
+        """Runs what has no lines yet."""
+        todo, compiled = self.missing(records.lines), None
+        self.engines = {line: [] for line in self.engines}  # what is compiled is forgotten as it is done
+        with tqdm(total=len(todo), unit="batch", file=sys.stdout, disable=not todo) as bar:
+            while todo:
+                method, budget, engine, batch = todo.pop(0)
+                bar.set_description(f"{method} {label(budget)}")
+                if engine is not None and engine is not compiled:
+                    engine.compile()
+                compiled = engine
+                with stopping.finishing("this batch"):
+                    about = {"method": method, "budget": label(budget)}
+                    records.append({**about, **line} for line in self._lines(method, budget, engine, batch))
+                bar.update()
+
+    def _lines(self, method: str, budget: Budget, engine: Engine | None, batch: list[Any]) -> Iterator[Line]:
+        if engine is not None:
+            found, _ = engine.run(batch)
+            for prompt, lines in zip(batch, found, strict=True):
+                yield from ({"task": prompt.example.task, "index": prompt.example.index, **line} for line in lines)
+            return
+        ((name, shots),), options = batch, self.options
+        made, task = self.choice.entry.methods[method], rows.task_of(name, shots)
+        how = {"batch_size": options.batch_size, "max_length": options.length, "seed": options.seed}
+        how |= {"pretrained": options.model, "dtype": options.dtype}
+        of = {"examples": options.examples, "tasks": rows.own_tasks(options.data)}
+        try:
+            right = rows.accuracies(name, shots, made.make(budget), budget, made.block, **of, **how)
+        except ValueError as e:  # the other tasks run all the same
+            self.faults.append(f"{method} at {label(budget)}: {e}")
+            return
+        for i in reversed(range(len(right))):  # the first row last: where it is, all are
+            yield {"task": task, "index": i, "question": 0, "score": right[i], "metric": "accuracy"}
+
+    def estimate(self, lines: Any) -> str:
+        """How long what is missing will take, from timing one batch under the full cache."""
+        missing = self.missing(lines)
+        batches = [(engine, batch) for *_, engine, batch in missing if engine is not None]
+        tasks = len(missing) - len(batches)
+        more = f"{tasks} tasks of lm-eval, whose times are not known before" if tasks else ""
+        if not batches:
+            return more
+        smallest = min((e.shape for e, _ in batches), key=lambda s: s.width)
+        B = self.options.batch_size
+        engine = Engine(self.model, self.params, Policy(), smallest, batch_size=B, tokenizer=self.tokenizer)
+        start = time.perf_counter()
+        engine.compile()
+        compiling = time.perf_counter() - start
+        line = engine.run(smallest.prompts[:B])[0][0][0]
+        read, step = line["prefill_seconds"] / smallest.width, 1 / line["decode_tokens_per_second"]
+        programs = len({id(e) for e, _ in batches})
+        total = compiling * programs
+        for e, batch in batches:
+            blocks = math.ceil(e.shape.width / e.block) if e.block else 0
+            steps = max(p.steps for p in batch) + blocks
+            total += e.batch_size * (read * e.shape.width + step * steps * e.shape.num_beams)
+        how = f"{len(batches)} batches, {programs} programs to compile at {compiling:.0f} s each"
+        return f"about {_duration(total)}: {how}{f'; and {more}' if more else ''}"
+
+
+def _ranks(name: str) -> bool:
+    return DATA[name].runner == "harness"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"

@@ -1,0 +1,224 @@
+"""What of an entry is run on what is present, what is missing for the rest, and why a run is not the paper's."""
+
+import dataclasses
+import importlib.util
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from kvjax.configs.experiment import check_whole
+from kvjax.experiments.core import metrics
+from kvjax.experiments.papers import rows
+from kvjax.experiments.papers.methods import Budget
+from kvjax.experiments.papers.rows import PROJECT, SCORED, Source
+from kvjax.experiments.papers.tables import DATA, MEAN, MODELS, Column, Entry
+
+MEASURED = ("tokens_per_second", "kv_gb", "accuracy", "prefill_speedup", "perplexity", "log_perplexity")
+"""What is measured without a metric of texts."""
+_JUDGED = ("win_rate",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Runs a table or figure of a paper on any model: ours beside theirs.
+
+    Attributes:
+      entry: such as ada-kv/table2.
+      list: all entries, their status and what they need.
+      published: the entry's settings and numbers in the paper.
+      model: a checkpoint directory, hub id or preset; "embedded" or "varied" for a small model of the project.
+      stands_for: which of the entry's models it stands for; the first of its shape, or else the first, if not given.
+      data: a directory with a file for each data set, one file for all, or "project" for the project's own text.
+      methods: those to run; all if not given.
+      budget: tokens (64) or shares (0.2); the paper's if not given.
+      examples: rows of every data set; all if not given.
+      length: tokens of a prompt, at most; what the model has positions for if not given.
+      new_tokens: tokens to generate, at most; what each data set asks for if not given.
+      batch_size: prompts that run together.
+      seed: of random draws.
+      dtype: of parameters, activations and the cache.
+      output: directory for the results.
+      restart: begin anew; an earlier run there is moved aside.
+      dry_run: say what would be run, and stop.
+      record: note the run in experiments/papers/ledger.json.
+    """
+
+    entry: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="ENTRY")] = None
+    list: bool = False
+    published: bool = False
+    model: str = "embedded"
+    stands_for: str | None = None
+    data: str | None = None
+    methods: tuple[str, ...] = ()
+    budget: tuple[Budget, ...] = ()
+    examples: int | None = None
+    length: int | None = None
+    new_tokens: int | None = None
+    batch_size: int = 4
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    output: pathlib.Path | None = None
+    restart: bool = False
+    dry_run: bool = False
+    record: bool = False
+
+    def __post_init__(self):
+        given = {n: v for n in ("examples", "length", "new_tokens") if (v := getattr(self, n)) is not None}
+        check_whole(1, batch_size=self.batch_size, **given)
+        check_whole(0, seed=self.seed)
+        for budget in self.budget:
+            if not 0 < budget < float("inf") or (isinstance(budget, float) and budget > 1):
+                raise ValueError(f"--budget {budget} must be at least 1 token, or a share above 0 and at most 1.0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What is run.
+
+    Attributes:
+      entry: of what.
+      model: the entry's model that the checkpoint stands for.
+      lines: (method, budget) of the rows that are run, the full cache first.
+      columns: columns that are measured, with the data sets that are present.
+      sources: where their rows are.
+      missing: what is not there, a line each.
+      reduced: why the run is not the paper's, a line each; nothing where it is.
+    """
+
+    entry: Entry
+    model: str
+    lines: tuple[tuple[str, Budget], ...]
+    columns: tuple[Column, ...]
+    sources: tuple[Source, ...]
+    missing: tuple[str, ...]
+    reduced: tuple[str, ...]
+
+
+def choose(entry: Entry, options: Options, config: Any) -> Choice:
+    """What of an entry can be run with a model of this config.
+
+    Raises:
+      ValueError: nothing to run, methods or models that the entry has not, or a budget that the text does not state and
+        that is not given.
+    """
+    if options.stands_for is not None and options.stands_for not in entry.models:
+        raise ValueError(f"{entry.name} has no model {options.stands_for!r}; there are {', '.join(entry.models)}")
+    same = (m for m in entry.models if same_shape(m, config))
+    model = options.stands_for or next(same, entry.models[0])
+    lines = _lines(entry, model, options)
+    found, missing = rows.sources(entry.data, options.data)
+    columns, without = _columns(entry, model, {s.name for s in found})
+    wanted = {d for c in columns for d in c.data}
+    sources = tuple(s for s in found if s.name in wanted)
+    made = Choice(entry, model, lines, columns, sources, (*missing, *without), ())
+    return dataclasses.replace(made, reduced=tuple(_reasons(made, found, options, config)))
+
+
+def same_shape(model: str, config: Any) -> bool:
+    """Whether a config has the layers, width and kv heads of a paper's model."""
+    known = MODELS[model]
+    return (config.num_layers, config.embed_dim, config.num_kv_heads) == (known.layers, known.width, known.kv_heads)
+
+
+def _lines(entry: Entry, model: str, options: Options) -> tuple[tuple[str, Budget], ...]:
+    """Methods and budgets, each pair once: the paper's, or those that were asked for."""
+    if unknown := [m for m in options.methods if m not in entry.methods]:
+        raise ValueError(f"{entry.name} has no method {unknown[0]!r}; there are {', '.join(entry.methods)}")
+    found: list[tuple[str, Budget]] = [("full", 1.0)] if "full" in entry.methods else []
+    for row in entry.rows:
+        if row.model != model or row.method == "full" or (options.methods and row.method not in options.methods):
+            continue
+        if not options.budget and row.budget is None:
+            raise ValueError(f"the text of {entry.name} does not state its budget; give --budget")
+        found += [(row.method, b) for b in options.budget or (row.budget,) if b is not None]
+    return tuple(dict.fromkeys(found))
+
+
+def _columns(entry: Entry, model: str, present: set[str]) -> tuple[tuple[Column, ...], list[str]]:
+    """Columns with the data sets that are there, and what keeps the others from being measured."""
+    kept, missing = [], []
+    for column in entry.measured(model):
+        runners = {DATA[d].runner for d in column.data}
+        names = tuple(d for d in column.data if d in present or DATA[d].runner in ("speed", "harness"))
+        fault = None
+        if "harness" in runners and not has_lm_eval():
+            fault = "a task of lm-eval; pip install 'kvjax[eval]'"
+        elif column.metric in _JUDGED:
+            fault = f"{column.metric} needs a judge, which kvjax does not run"
+        elif names:
+            fault = _metric_fault(names, column.metric)
+        if fault:
+            missing.append(f"column {column.title}: {fault}")
+        elif names:
+            kept.append(dataclasses.replace(column, data=names))
+    return tuple(kept), missing
+
+
+def has_lm_eval() -> bool:
+    """Whether lm-eval is installed."""
+    return importlib.util.find_spec("lm_eval") is not None
+
+
+def _metric_fault(names: Sequence[str], metric: str) -> str | None:
+    for own in {rows.metric_of(name, metric) for name in names} - {*MEASURED, rows.CLASSIFICATION}:
+        try:
+            metrics.find(own)
+        except ValueError as e:
+            return str(e)
+    return None
+
+
+def _reasons(choice: Choice, found: Sequence[Source], options: Options, config: Any) -> Iterator[str]:
+    """Why this is not the run that the paper made."""
+    entry, known = choice.entry, MODELS[choice.model]
+    runners = {DATA[d].runner for c in choice.columns for d in c.data}
+    if not same_shape(choice.model, config):
+        yield (
+            f"the model has {config.num_layers} layers of width {config.embed_dim}, {known.title} has "
+            f"{known.layers} of {known.width}"
+        )
+    if entry.kind == "speed":
+        if entry.beams > 1:
+            yield f"generates greedily, not with {entry.beams} beams"
+        yield "another device"
+    if names := [s.name for s in found if not s.own]:
+        others = sorted({s.label for s in found if not s.own})
+        what = "the project's own text" if others == [PROJECT] else ", ".join(others)
+        yield f"{what} stands for {names[0] if len(names) == 1 else f'{len(names)} data sets'}"
+    if "text" in runners:
+        yield f"of a text, its last {SCORED} tokens are scored, after the others were read under the policy"
+    if "harness" in runners and rows.own_tasks(options.data):
+        yield "tasks of lm-eval are those of --data, not its own"
+    theirs = [(r.method, r.budget) for r in entry.rows if r.model == choice.model]
+    run = {*choice.lines, *((m, None) for m, _ in choice.lines)}
+    if missed := len([row for row in theirs if row not in run]):
+        yield f"{missed} of {len(theirs)} rows of the table are left out"
+    paper = {*theirs, ("full", 1.0)}
+    if others := len([1 for m, b in choice.lines if (m, b) not in paper and (m, None) not in paper]):
+        yield f"{others} rows are at budgets that the paper did not run"
+    if any(b is None for m, b in theirs if m != "full"):
+        yield "the text does not state the budget"
+    wanted = [(c.title, d) for c in entry.columns if c.metric != MEAN for d in c.data]
+    if missed := len({*wanted} - {(c.title, d) for c in choice.columns for d in c.data}):
+        yield f"{missed} of {len(wanted)} scores of a row are left out"
+    if options.examples is not None:
+        yield f"at most {options.examples} rows of a data set"
+    if options.length is not None:
+        yield f"prompts of at most {options.length} tokens"
+    if options.new_tokens is not None:
+        yield f"at most {options.new_tokens} new tokens"
+
+
+def examples_short(name: str, count: int) -> str | None:
+    """Why so many rows of a data set are not the paper's, if they are fewer."""
+    paper = DATA[name].examples
+    return None if paper is None or count >= paper else f"{name}: {count} of {paper} rows"
+
+
+def directory(options: Options) -> pathlib.Path:
+    """Where results go by default."""
+    name = (options.entry or "").replace("/", "-")
+    model = pathlib.Path(options.model).name or options.model
+    return pathlib.Path("results/reproduce") / f"{name}-{model}"

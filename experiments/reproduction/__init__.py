@@ -1,1 +1,0 @@
-"""Running the papers' tables: what an entry needs, how it is run, and ours beside theirs."""
