@@ -1,4 +1,4 @@
-"""Storing compressed prompts, a file each. What is loaded is bit for bit what was saved.
+"""Saves compressed prompts, a file each, and loads them bit for bit.
 
 A file holds arrays and words about them (safetensors), and no code: a policy is given again when it is loaded.
 """
@@ -47,7 +47,7 @@ def save_state(path: _Path, state: State, *, policy: Policy) -> None:
 
 
 def write_state(path: _Path, state: State, policy: Policy, notes: Any) -> None:
-    """What `save_state` does, with anything of JSON that is to be kept beside the state."""
+    """Writes a state and notes, any JSON, to a file (`save_state`)."""
     check_is("state", state, State, "kvjax.prefill")
     check_is("policy", policy, Policy, "kvjax.methods")
     if not state.ready:
@@ -66,7 +66,7 @@ def write_state(path: _Path, state: State, policy: Policy, notes: Any) -> None:
 
 
 def load_state(path: _Path, model: Any, params: PyTree[Any], *, policy: Policy) -> State:
-    """Reads what `save_state` wrote.
+    """Loads a saved state.
 
     Args:
       path: the file.
@@ -80,7 +80,7 @@ def load_state(path: _Path, model: Any, params: PyTree[Any], *, policy: Policy) 
 
 
 def read_state(path: _Path, model: Any, params: PyTree[Any], policy: Policy) -> tuple[State, Any]:
-    """What `load_state` returns, and the notes of `write_state`."""
+    """Reads the state and the notes that `write_state` wrote."""
     check_model(model, params)
     check_is("policy", policy, Policy, "kvjax.methods")
     words, arrays = _read(path)
@@ -107,7 +107,7 @@ def read_state(path: _Path, model: Any, params: PyTree[Any], policy: Policy) -> 
 
 
 def described(x: Any) -> str:
-    """A policy, or anything that one is made of, in words that are the same in every process.
+    """A string for a policy, or any part of one, that is the same in every process.
 
     Functions are told apart by their code and the values that they hold, classes by their names.
 
@@ -145,7 +145,7 @@ def described(x: Any) -> str:
 
 
 def _read(path: _Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a file says about its arrays, and the arrays."""
+    """The metadata and the arrays of a file."""
     damaged = "is damaged, or no file of kvjax ({}); copy it again, or save it anew"
     if not _as_path(path).is_file():
         raise ValueError(f"there is no file {path}")
@@ -161,7 +161,7 @@ def _read(path: _Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _write(path: _Path, arrays: dict[str, Any], words: dict[str, Any]) -> None:
-    """Replaces a file in one step: whatever happens meanwhile, there is the old one or the new one."""
+    """Replaces a file atomically: there is always the old one or the new one."""
     file = _as_path(path)
     if file.exists():
         try:

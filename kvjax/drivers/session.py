@@ -1,4 +1,4 @@
-"""Text in, text out: contexts that are read and compressed once, and questions to copies of what was kept.
+"""Text in, text out: contexts that are read and compressed once, and questions asked of copies of the cache.
 
 Letters: B batch, W columns of the questions, V vocabulary.
 """
@@ -62,7 +62,7 @@ class Session:
       key: for policies and samplers that draw. Equal questions get equal answers by it, unless they have own keys.
       block: read contexts in blocks of so many tokens (`kvjax.prefill`).
       policy_params: the policy's learned parameters, if it has any.
-      buckets: see `kvjax.generate`.
+      buckets: whether sizes are rounded up, so that contexts of about the same width share programs.
 
     Raises:
       ValueError: what is no model, tokenizer or policy, parameters of another model, and numbers that make no sense.
@@ -114,7 +114,7 @@ class Session:
 
     @property
     def state(self) -> State:
-        """What was kept of the contexts, one row each, and of the turns behind them.
+        """The cache of the contexts, one row each, and of the turns behind them.
 
         Raises:
           ValueError: no context was read.
@@ -149,7 +149,7 @@ class Session:
         return self
 
     def stream(self, question: str | Sequence[str], *, key: Any = None) -> Stream:
-        """An answer as it is made, a piece of text after the other (`kvjax.stream`).
+        """Answers a question, and yields the text piece by piece (`kvjax.stream`).
 
         Args:
           question: what follows the context. Several are asked at once, each of a copy of its own; of several contexts,
@@ -188,10 +188,11 @@ class Session:
         return Stream(model, self._params, at, **how)
 
     def ask(self, question: str | Sequence[str], *, key: Any = None, keep: bool = False) -> Any:
-        """The answer to a question, or the answers to several, or those of several contexts.
+        """Answers a question, several questions, or questions about several contexts.
 
         Args:
-          question, key: see `stream`.
+          question: a text; several are asked at once, as a batch, and of several contexts one each.
+          key: for samplers that draw: one, or one a question; the session's if None.
           keep: the next question comes behind this one and its answer (`keep`).
 
         Returns:
@@ -211,7 +212,7 @@ class Session:
         return pieces.text if alone else [pieces.text]
 
     def keep(self, pieces: Stream) -> None:
-        """Goes on from an answer that was streamed, as far as it was made; of several contexts, from all answers.
+        """Lets the next question follow a streamed answer, as far as it was made; of several contexts, all answers.
 
         Tokens of a stop string stay in the text, since they were read; an end token does not.
 
@@ -233,13 +234,13 @@ class Session:
         self._state, self._dialogues = pieces.state, tuple(d.after(q, tuple(a), ends) for d, q, a in each)
 
     def fork(self) -> "Session":
-        """A session that goes on from here by itself; the cache is shared until one of the two keeps something."""
+        """An independent copy of the session; the cache is shared until one of the two keeps something."""
         return copy.copy(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes what was read and kept to a file, which replaces an earlier one.
+        """Saves the session to a file, which replaces an earlier one.
 
-        The model, the tokenizer, the policy and the sampler are not in it, but what tells them from others.
+        The model, the tokenizer, the policy and the sampler are not in it, but digests of them.
 
         Raises:
           ValueError: no context was read; a path at which there is something else than a file of kvjax.
@@ -264,7 +265,7 @@ class Session:
         policy: Policy = Policy(),
         sampler: Sampler = Greedy(),
     ) -> "Session":
-        """The session that was saved, with equal answers.
+        """Loads a session, which gives equal answers.
 
         Args:
           path: what `save` wrote.
@@ -288,7 +289,7 @@ class Session:
         return session
 
     def _made_with(self) -> dict[str, str]:
-        """What tells the model, the tokenizer and the sampler from others."""
+        """Digests of the model, the tokenizer and the sampler."""
         chat = getattr(self._tokenizer, "chat_template", None)
         words = sorted(self._tokenizer.get_vocab().items()), self._tokenizer.bos_token_id, chat
         numbers = jax.tree_util.tree_leaves_with_path(_sums(self._params))
@@ -303,7 +304,7 @@ class Session:
         return self._dialogues
 
     def _rows(self, question: Any) -> tuple[list[int], list[Any]]:
-        """Of which context each question is asked, and the questions."""
+        """(index of each question's context, the questions)."""
         C, alone = len(self._opened()), isinstance(question, str)
         if not alone and (not isinstance(question, list | tuple) or not question):
             raise ValueError(f"question={question!r}: must be a text, or a list of at least one")
@@ -332,7 +333,7 @@ class Session:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids padded on the left with 0, and how many of each row there are."""
+    """Token ids padded on the left with 0, and the length of each row."""
     lengths = np.array([len(ids) for ids in rows], np.int32)
     width = int(lengths.max())
     return np.array([[0] * (width - len(ids)) + list(ids) for ids in rows], np.int64), lengths
@@ -340,6 +341,6 @@ def _padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 @jax.jit
 def _sums(params: PyTree[Any]) -> PyTree[Any]:
-    """A sum over the bits of each parameter, weighed by their places, which tells models apart."""
+    """A checksum of each parameter: the sum of its bits, weighed by their places."""
     bits = lambda x: jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").reshape(-1).astype(jnp.uint32)
     return jax.tree.map(lambda x: (bits(x) * jnp.arange(1, x.size + 1, dtype=jnp.uint32)).sum(), params)

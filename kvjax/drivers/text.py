@@ -1,4 +1,4 @@
-"""Text into token ids and back: prompts and chats that begin as their model expects, and text piece by piece."""
+"""Encodes prompts and chats, with BOS as their model expects it, and decodes text piece by piece."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
@@ -14,7 +14,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what stands for the first bytes of 
 def encode(
     tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]], *, bos: bool | None = None, **template: Any
 ) -> list[int]:
-    """The token ids of a prompt that is to be continued, with BOS at most once.
+    """Token ids of a prompt that is to be continued, with BOS at most once.
 
     A tokenizer's BOS stands at the front if the tokenizer puts it before texts, or the text or chat template has it
     already, and never twice. What a tokenizer puts behind texts (EOS) is left out, as the text goes on.
@@ -89,7 +89,7 @@ def rendered(tokenizer: Any, messages: Any, **template: Any) -> str:
 
 
 def around_mark(tokenizer: Any, messages: Any, **template: Any) -> tuple[str, str]:
-    """The texts that a chat template makes of messages before and after `MARK`, which stands in one of them."""
+    """The text of a chat before and after `MARK`, which stands in one of its messages."""
     before, *after = rendered(tokenizer, messages, **template).split(MARK)
     if len(after) != 1:
         raise ValueError(
@@ -100,7 +100,7 @@ def around_mark(tokenizer: Any, messages: Any, **template: Any) -> tuple[str, st
 
 
 def repeating(tokenizer: Any) -> Reread:
-    """How KVzip's released code asks a model to repeat a prompt, in ids, within what a chat template has around it.
+    """The instructions of KVzip's released code to repeat a prompt, as ids, within the chat template.
 
     Args:
       tokenizer: the model's, one of transformers.
@@ -122,7 +122,7 @@ def _leading(ids: Sequence[int], token: int) -> int:
 
 
 class TextPieces:
-    """Text of one sequence, piece by piece as its tokens come.
+    """Decodes the tokens of one sequence to pieces of text.
 
     The pieces together are the text of all tokens, without special ones. What may still change is held back: the bytes
     of a character that is not complete, and the beginning of a stop string.
@@ -140,7 +140,7 @@ class TextPieces:
         self._held = ""
 
     def push(self, token: int | None, *, last: bool = False) -> str:
-        """The piece that a token completes, None for one without text; whatever is held back where it is the last."""
+        """Reads a token, None for one without text, and returns the text that is complete; all of it if `last`."""
         if self.stopped:
             return ""
         self._ids += [] if token is None else [token]
@@ -160,7 +160,7 @@ class TextPieces:
         return piece
 
     def _open(self) -> int:
-        """Length of the longest end of the held text that a stop string begins with."""
+        """Length of the longest suffix of the held text that begins a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         sizes = range(min(longest, len(self._held)), 0, -1)
         return next((n for n in sizes if any(stop.startswith(self._held[-n:]) for stop in self._stop)), 0)

@@ -1,4 +1,4 @@
-"""What a layer stores: as many slots for every head (`Layer`), or one pool of slots for all heads (`Pool`)."""
+"""A layer's cache: equally many slots for every head (`Layer`), or one pool of slots for all heads (`Pool`)."""
 
 from kvjax.storage.layer import Layer as Layer
 from kvjax.storage.layer import empty as empty

@@ -1,4 +1,4 @@
-"""A layer's slots, as many for every head."""
+"""A layer's cache: S slots for every head."""
 
 import dataclasses
 import functools
@@ -64,7 +64,7 @@ class Layer(Storage):
         return found
 
     def keys(self, rotate: Rotate) -> Float[Array, "B K S H"]:
-        """Keys as queries meet them: rotated, with zeros for channels that were dropped."""
+        """Keys, rotated for the queries, with zeros for channels that were dropped."""
         if self.how.positions == "shifted" and (n := self.how.sinks):
             nearer = rotate(self.k[:, :, :n], jnp.broadcast_to(self._gap, self.pos[:, :, :n].shape))
             return jnp.concatenate([nearer.astype(self.k.dtype), self.k[:, :, n:]], axis=2)
@@ -74,7 +74,7 @@ class Layer(Storage):
 
     @property
     def _gap(self) -> Int[Array, "B K 1"]:
-        """How many of a head's tokens were evicted: by so much first tokens are shifted."""
+        """Tokens that each head has evicted, by which its first tokens are shifted."""
         return self.pos.max(-1, keepdims=True) + 1 - self.num_live[..., None]
 
     @property
@@ -108,7 +108,7 @@ class Layer(Storage):
         return apart(self.how.mesh, Layer._filled, self, k, v, each, slots)
 
     def _filled(self, k: Array, v: Array, pos: Array, slots: Array) -> "Layer":
-        """With new rows in these slots. A single row, that of a decode step, is written without an axis for rows."""
+        """Writes new rows to these slots; a single row, that of a decode step, without an axis for rows."""
         B, K, rows = slots.shape
         row = lambda x: x if rows > 1 else x[:, :, 0]
         at = tuple(map(row, (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slots)))
@@ -177,7 +177,7 @@ class Layer(Storage):
         return dataclasses.replace(found, columns=columns)
 
     def _nearer(self, q: Float[Array, "B N 1 H"], rotate: Rotate, scale: float | None) -> Float[Array, "B N S"]:
-        """What first tokens gain in the logits of one row by their shift, which spares a copy of all keys."""
+        """What the shift of first tokens adds to the logits of one row, without a copy of all keys."""
         first, (B, N, _, H) = self.k[:, :, : self.how.sinks], q.shape
         wide = lambda x: x.astype(accumulator(q.dtype))
         turned = rotate(first, jnp.broadcast_to(self._gap, first.shape[:3])).astype(first.dtype)
@@ -186,7 +186,7 @@ class Layer(Storage):
         return jnp.pad(more, ((0, 0), (0, 0), (0, self.pos.shape[2] - more.shape[2])))
 
     def _fewer_channels(self, q: Float[Array, "B N T H"], group: int) -> Float[Array, "B N T H"]:
-        """Queries with the channels that keys have first, and zeros behind."""
+        """Queries with the channels that keys have, padded with zeros."""
         channels = cast(Array, self.channels)  # as keys have fewer than queries
         fewer = jnp.take_along_axis(q, jnp.repeat(channels[:, :, None], group, 1), -1)
         return jnp.pad(fewer, [(0, 0)] * 3 + [(0, q.shape[-1] - fewer.shape[-1])])
@@ -233,7 +233,7 @@ def _of_row(row: Array, read: Array, bias: Array | None, reads: Reads, group: in
 
 
 def _spread(x: Array, index: Int[Array, "B K R"], num_slots: int) -> Array:
-    """Statistics "B _ ... R" of the slots `index` laid on all slots, 0 elsewhere: "B _ ... S"."""
+    """Scatters statistics "B _ ... R" of the slots `index` to all slots "B _ ... S"; 0 elsewhere."""
     index = jnp.repeat(jnp.where(index >= 0, index, num_slots), x.shape[1] // index.shape[1], axis=1)
     index = jnp.broadcast_to(index.reshape(*index.shape[:2], *(1,) * (x.ndim - 3), -1), x.shape)
     zeros = jnp.zeros((*x.shape[:-1], num_slots + 1), x.dtype)
@@ -254,7 +254,7 @@ def _written_out(
     window: int | None,
     softcap: float | None,
 ) -> Attention:
-    """Attention whose rows read different slots: the whole T x S matrix, as the kernels' specification has it."""
+    """Attention whose rows read different slots, by the whole T x S matrix, as in `pallas_kernels.reference`."""
     (B, N, T, H), K = q.shape, k.shape[1]
     x = jnp.einsum("bkgth,bksh->bkgts", q.reshape(B, K, N // K, T, H), k) * (H**-0.5 if scale is None else scale)
     x = x if softcap is None else softcap * jnp.tanh(x / softcap)
@@ -288,7 +288,7 @@ def take(
 
 
 def dead_slots(held: Int[Array, "B K S"], pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
-    """A different dead slot for each row that is no padding; S where there is none, or where `unscored`.
+    """A different dead slot for each row but padding; S where there is none, or in `unscored` heads.
 
     One row, that of a decode step, finds in one pass over `held` whether it has a slot and which.
     """

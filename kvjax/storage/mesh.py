@@ -1,4 +1,4 @@
-"""A layer on a mesh of devices: which of them holds what, and what each works out alone.
+"""A layer on a mesh of devices: which device holds what, and what each computes alone.
 
 A layer knows its mesh (`Keeps.mesh`). Its arrays lie by rows of the batch ("data") and by kv heads ("heads"); those of
 a pool by rows alone, as its slots belong to whichever heads need them. Policies are written as for one device, and
@@ -27,7 +27,7 @@ X = TypeVar("X")
 
 
 def sharding(x: Any, mesh: Mesh, axes: tuple[str, ...] = AXES) -> NamedSharding:
-    """Where an array lies whose first axes are rows and heads; whole on every device where these do not divide it.
+    """The sharding of an array by its first axes, rows and heads; replicated where the mesh does not divide it.
 
     Args:
       x: the array, or a number.
@@ -39,14 +39,14 @@ def sharding(x: Any, mesh: Mesh, axes: tuple[str, ...] = AXES) -> NamedSharding:
 
 
 def laid_out(tree: X, mesh: Mesh | None, axes: tuple[str, ...] = AXES) -> X:
-    """Arrays that lie as `sharding` says; all of them begin with these axes."""
+    """Constrains arrays, which all begin with these axes, to their `sharding`."""
     if mesh is None:
         return tree
     return jax.tree.map(lambda x: lax.with_sharding_constraint(x, sharding(x, mesh, axes)), tree)
 
 
 def apart(mesh: Mesh | None, function: Callable[..., X], *arrays: Any, axes: tuple[str, ...] = AXES) -> X:
-    """What a function makes of the rows and heads of every device; of its rows and all heads, by `axes=(DATA,)`.
+    """Runs a function on each device's rows and heads; on its rows and all heads by `axes=(DATA,)`.
 
     Args:
       mesh: the mesh.
@@ -71,7 +71,7 @@ def attention_on(
     bias: Float[Array, "B N S"] | None = None,
     **options: Any,
 ) -> Attention:
-    """`kvjax.pallas_kernels.attention` of the rows and heads of every device."""
+    """Runs `kvjax.pallas_kernels.attention` on each device's rows and heads."""
     both = sharding(k, mesh).spec
     rows, heads = PartitionSpec(both[0]), PartitionSpec(both[1])
     if mesh.shape[HEADS] > 1:
@@ -90,7 +90,7 @@ def attention_on(
 
 
 def _numbered(spec: Columns, num_query_heads: int) -> Columns:
-    """A statistic whose noise is that of the heads' numbers in the layer."""
+    """A statistic whose noise is drawn by the heads' indices in the layer."""
     if spec.softmax is None or spec.softmax.seed is None:
         return spec
     heads = jnp.arange(num_query_heads, dtype=jnp.int32)

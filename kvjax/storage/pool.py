@@ -76,7 +76,7 @@ class Pool(Storage):
         return self.replace(pos=self._own(view.pos), memory=self.how.of_slots(self._own, view.memory), **written)
 
     def _own(self, x: Shaped[Array, "B K P *rest"]) -> Shaped[Array, "B P *rest"]:
-        """Of an array with the pool's slots in every head, each slot's entry of the head that owns it."""
+        """Each slot's entry for the head that owns it, of an array with all slots in every head."""
         index = self.owner[:, None]
         return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 3)), 1)[:, 0]
 
@@ -101,7 +101,7 @@ class Pool(Storage):
         return apart(self.how.mesh, Pool._filled, self, k, v, pos, slots, axes=self.axes)
 
     def _filled(self, k: Array, v: Array, pos: Array, slots: Array) -> "Pool":
-        """With new rows in these slots."""
+        """Writes new rows to these slots."""
         rows = pos.shape[1]
         row = lambda x: x if rows > 1 else x[:, :, 0]
         at = jnp.arange(len(k)).reshape(-1, *(1,) * (1 + (rows > 1))), row(slots)
@@ -113,7 +113,7 @@ class Pool(Storage):
         return self.replace(k=k, v=v, pos=pos, memory=self.how.of_slots(blank, self.memory), log_weight=weight)
 
     def keys(self, rotate: Rotate) -> Float[Array, "B P H"]:
-        """Keys as queries meet them: rotated."""
+        """Keys, rotated for the queries."""
         if self.how.positions != "rank":
             return self.k
         owner, start = self.owner, jnp.pad(self.ends[:, :-1], ((0, 0), (1, 0)))
@@ -182,7 +182,7 @@ class Pool(Storage):
 
 
 def to_pool(kv: Layer, capacity: int, most: Int[Array, "B K"]) -> Pool:
-    """The live slots of all heads in one pool.
+    """Moves the live slots of all heads to one pool.
 
     Args:
       kv: the layer.

@@ -1,4 +1,4 @@
-"""What a layer's storage must offer to policies and drivers."""
+"""The interface of a layer's cache to policies and drivers."""
 
 import abc
 import dataclasses
@@ -19,7 +19,7 @@ S = TypeVar("S", bound="Storage")
 
 @value
 class Keeps:
-    """What is static about a stored layer.
+    """Static properties of a layer's cache.
 
     Attributes:
       positions, sinks: where keys are rotated to, as in `Layout`.
@@ -59,7 +59,7 @@ class Storage(abc.ABC):
     @property
     @abc.abstractmethod
     def how(self) -> Keeps:
-        """What is static about the layer."""
+        """The layer's static properties."""
 
     @property
     @abc.abstractmethod
@@ -86,7 +86,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def free(self, pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
-        """A dead slot of each head for each new row; the number of slots where there is none, or where `unscored`.
+        """A dead slot of each head for each new row; the number of slots where there is none, or in `unscored` heads.
 
         Args:
           pos: positions of the rows. A row at `EMPTY` is padding.
@@ -103,7 +103,7 @@ class Storage(abc.ABC):
         """Stores new rows in these slots (`free`), in new ones if None."""
 
     def places(self, pos: Int[Array, "B T"]) -> Int[Array, "B _ T"]:
-        """Where the queries of rows that were just stored are rotated to; the second axis is K or 1."""
+        """Positions that the queries of rows just stored are rotated to; the second axis is K or 1."""
         if self.how.positions != "rank":
             return pos[:, None]
         before = self.num_live - (pos != EMPTY).sum(-1, keepdims=True)
@@ -112,11 +112,11 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def keys(self, rotate: Rotate) -> Float[Array, "B *heads S H"]:
-        """Keys as queries meet them: rotated, with zeros for channels that were dropped."""
+        """Keys, rotated for the queries, with zeros for channels that were dropped."""
 
     @abc.abstractmethod
     def bias(self, group: int, slopes: Any = None) -> Float[Array, "B _ _"] | None:
-        """What is added to the logits of each slot: log weights and ALiBi's slopes "N".
+        """The bias on the logits of each slot: log weights and ALiBi's slopes "N".
 
         Args:
           group: query heads of a kv head.
@@ -151,7 +151,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def compact(self, capacity: int) -> "Storage":
-        """The live slots in `capacity` slots of each head, ordered by position. This is what frees memory."""
+        """Moves the live slots to `capacity` slots of each head, ordered by position. This is what frees memory."""
 
     def replace(self: S, **fields: Any) -> S:
         """The same storage with other fields."""
@@ -159,7 +159,7 @@ class Storage(abc.ABC):
         return dataclasses.replace(this, **fields)
 
     def laid_out(self: S) -> S:
-        """The same storage, where its mesh has it."""
+        """The same storage, sharded over its mesh."""
         return laid_out(self, self.how.mesh, self.axes)
 
     def take(self: S, rows: Any) -> S:
