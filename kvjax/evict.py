@@ -1,4 +1,4 @@
-"""What most methods are: a score, a budget, and which tokens always stay."""
+"""`Evict`, made of a score, a budget, and tokens that always stay."""
 
 import dataclasses
 from collections.abc import Callable
@@ -137,11 +137,11 @@ class Evict(Policy):
 
     @property
     def _keeps_shares(self) -> bool:
-        """Whether it remembers how many tokens each head got at the first eviction, whenever that was."""
+        """Whether the share of each head at the first eviction is remembered."""
         return self.when.decodes and self.heads is not None
 
     def _observed(self, phase: Phase) -> tuple[Observation, ...]:
-        """What its parts observe."""
+        """Observations of its parts."""
         parts: list[Part | None] = [self.score, self.select, self.heads, self.rewrite]
         return unique(o for part in parts if part is not None for o in part.observe(phase))
 
@@ -214,7 +214,7 @@ class Evict(Policy):
     def ranked(
         self, kv: LayerView, stats: Stats, ctx: Context, *, entering: bool = False, at_most_one: bool = False
     ) -> tuple[Slots, Float[Array, "B K S"], Int[Array, "B"]]:
-        """What competes for the budget, with finite scores.
+        """The slots, with finite scores of all candidates.
 
         Args:
           kv, stats, ctx: as for `update`.
@@ -230,7 +230,7 @@ class Evict(Policy):
     def _ranked(
         self, kv: LayerView, stats: Stats, ctx: Context, entering: bool, at_most_one: bool
     ) -> tuple[Slots, Float[Array, "B K S"], Bool[Array, "B K"]]:
-        """What competes, finite scores without a gradient, and the heads of which no candidate's is a number."""
+        """(slots, finite scores without a gradient, heads of which no candidate's score is a number)."""
         hparams = ctx.hparams
         first, last = hparams.sinks[:, None, None], (ctx.length - hparams.recent)[:, None, None]
         newest = kv.pos == ctx.length[:, None, None] - 1 if entering else False
@@ -263,7 +263,7 @@ class Evict(Policy):
         drop: Int[Array, "B 1"] | None = None,
         at_most_one: bool = False,
     ) -> tuple[Decision, Int[Array, "B _"]]:
-        """What stays, and each head's share from now on, below 0 where it is left to the first eviction.
+        """The decision, and each head's share from now on, below 0 where the first eviction is to set it.
 
         Args:
           kv, stats, ctx: as for `update`.
@@ -304,7 +304,7 @@ class Evict(Policy):
         return found, later
 
     def _divided(self, score: Float[Array, "B K S"], slots: Slots) -> tuple[Int[Array, "B _"], Int[Array, "B _"]]:
-        """The shares of heads at this eviction and at later ones, below 0 while nothing had to go."""
+        """The shares of heads at this eviction and at later ones, below 0 until something is evicted."""
         ctx, outside = slots.ctx, self._outside(slots.ctx)
         average = ctx.hparams.budget - outside
         if self.heads is None:
@@ -347,7 +347,7 @@ class Evict(Policy):
         return _with_shares(apply_decision(kv, decision), shares)
 
     def _after_step(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
-        """The layer after a decode step, of whose heads those evict that are due."""
+        """The layer after a decode step; only heads that are due evict."""
         if self.when.every == 1:
             return self._evicted(kv, stats, ctx, self.when.prefill and ctx.steady)
         due, drop = self._due(kv, ctx)
@@ -367,7 +367,7 @@ class Evict(Policy):
         return kv.replace(**jax.tree.map(pick, new, now))
 
     def _budgets(self, kv: LayerView, ctx: Context) -> Int[Array, "B _"]:
-        """The budget of each head while decoding; the average as long as nothing had to go."""
+        """The budget of each head while decoding; the average until something is evicted."""
         budget = ctx.hparams.budget[:, None]
         if not self._keeps_shares:
             return budget
@@ -397,7 +397,7 @@ class Evict(Policy):
 
 
 def _misshapen(part: Part, what: str, found: Any, kv: LayerView, need: str) -> ValueError:
-    """That a part gave something else than an array for the slots of a layer."""
+    """The error for a part's array that does not fit the slots of a layer."""
     known = hasattr(found, "shape")
     given = f"of shape {found.shape} and type {found.dtype}" if known else f"as a {type(found).__name__}"
     return ValueError(
@@ -436,12 +436,12 @@ def _with_shares(kv: LayerView, shares: Int[Array, "B K"]) -> LayerView:
 
 
 def unscored(kv: Any) -> Bool[Array, "B K"]:
-    """The heads of a stored layer of which tokens of the prompt went, though no score was a number."""
+    """The heads that evicted tokens of the prompt, though no score was a number."""
     return (kv.head_pos == UNSCORED).any(-1)
 
 
 def check_kept(policy: Policy, layer: int, kv: Any, hparams: Any, steps: Any = 0) -> None:
-    """Refuses a layer in which what stays is no choice, is more than the budget, or is no number (outside of `jit`).
+    """Refuses a layer whose kept tokens are unscored, over the budget, or not numbers (outside of `jit`).
 
     Args:
       policy: the layer's policy.
@@ -482,7 +482,7 @@ def check_kept(policy: Policy, layer: int, kv: Any, hparams: Any, steps: Any = 0
 
 
 def _of_prompts(part: Part) -> Part | None:
-    """The first part that remembers nothing and observes prompts alone, among a part and those inside it."""
+    """The first part, of one and those inside it, that has no memory and observes prompts alone."""
     asked = [part.observe(phase) for phase in ("prefill", "replay", "decode")]
     if any(asked[:2]) and not asked[2] and type(part).update is Part.update:
         return part

@@ -1,4 +1,4 @@
-"""The contract: what a policy is asked and what it is told. All other modules build on it.
+"""The contract: policies, their parts and their arguments. All other modules build on it.
 
 Letters in shapes: B sequences, T rows (new tokens), S slots, N query heads, K kv heads, G = N / K, H head_dim, D width
 of the model, M prompts that are planned for on the host.

@@ -1,4 +1,4 @@
-"""What a policy is asked, and the parts that most policies are made of."""
+"""`Policy`, and the parts that most policies are made of."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable
@@ -52,7 +52,7 @@ class Policy(Value):
         return self
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
-        """What the policy needs to see of the rows of a phase."""
+        """Observations that the policy needs in a phase."""
         return ()
 
     def sizes(self, info: LayerInfo, lengths: Prompts) -> Sizes:
@@ -61,11 +61,11 @@ class Policy(Value):
         return Sizes(most, info.num_kv_heads * most, resolved(self, info, lengths))
 
     def memory(self, info: LayerInfo) -> Any:
-        """What the policy remembers of a layer: a tree of `PerSlot` and `PerHead`."""
+        """The policy's memory of a layer: a tree of `PerSlot` and `PerHead`."""
         return ()
 
     def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> Any:
-        """Learned parameters of a layer to begin with: a tree of arrays, the same for all sequences."""
+        """Initial learned parameters of a layer: a tree of arrays, the same for all sequences."""
         return ()
 
     def enter(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> LayerView:
@@ -73,7 +73,7 @@ class Policy(Value):
         return kv
 
     def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads | None:
-        """What the rows of this call read; None for all live slots."""
+        """Which slots rows of this call read; None for all live ones."""
         return None
 
     def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
@@ -94,14 +94,14 @@ class Policy(Value):
         return jnp.broadcast_to((ctx.prompt_length + ctx.max_new_tokens)[:, None], kv.pos.shape[:2])
 
     def __call__(self, state: Any, stats: Any) -> Any:
-        """The state after this policy's update, given what `forward` observed. A whole prompt is compacted, too."""
+        """Updates a state by what `forward` observed. A whole prompt is compacted, too."""
         if not hasattr(state, "applied"):
             raise ValueError(f"state is a {type(state).__name__}, not a State, such as kvjax.forward gives")
         return state.applied(self, stats)
 
 
 class Part(Value):
-    """What policies are made of: a `Score`, a `Select`, `Heads`, a `Rewrite`.
+    """A part of a policy: a `Score`, a `Select`, `Heads`, a `Rewrite`.
 
     A part says what it observes and owns its memory, data and learned parameters. Parts in its fields, alone or in
     tuples, are asked and updated with it, and are called with `slots.of("<field>")`.
@@ -113,7 +113,7 @@ class Part(Value):
         return ()
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
-        """What the part needs to see of the rows of a phase."""
+        """Observations that the part needs in a phase."""
         return unique(o for part in children(self) for o in part.observe(phase))
 
     def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> Any:
@@ -127,16 +127,16 @@ class Part(Value):
         return resolved(self, info, lengths, budget)
 
     def memory(self, info: LayerInfo) -> Any:
-        """What the part remembers of a layer: a tree of `PerSlot` and `PerHead` (host)."""
+        """The part's memory of a layer: a tree of `PerSlot` and `PerHead` (host)."""
         return of_parts(self, lambda part: part.memory(info))
 
     def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> Any:
-        """Learned parameters of a layer to begin with: a tree of arrays (host)."""
+        """Initial learned parameters of a layer: a tree of arrays (host)."""
         keys = iter(jax.random.split(key, 64))
         return of_parts(self, lambda part: part.init_params(info, next(keys)))
 
     def update(self, slots: Slots) -> Any:
-        """The part's memory after rows were read, at every call of the model, whether or not tokens are evicted."""
+        """The part's memory after rows were read; called whenever the model is, evicting or not."""
         return updated_parts(self, slots)
 
     def least(self, lengths: Prompts, budget: Prompts) -> Prompts:
@@ -145,17 +145,17 @@ class Part(Value):
 
 
 class Score(Part):
-    """How much each slot is worth keeping. Only the candidates in `slots.candidates` are compared with each other."""
+    """How much each slot is worth keeping. Only `slots.candidates` are compared with each other."""
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
-        """A number for every slot; the largest stay. By default, what the score remembers."""
+        """A number for every slot; the largest stay. By default, the score's memory."""
         if not jax.tree.leaves(slots.memory):
             raise ValueError(f"{type(self).__name__} has neither `__call__` nor `memory`; give one of them")
         return slots.memory
 
 
 class Select(Part):
-    """Which slots stay, given scores and budgets."""
+    """Selects the slots that stay, by scores and budgets."""
 
     @property
     def slack(self) -> int:
@@ -173,7 +173,7 @@ class Select(Part):
 
 
 class Heads(Part):
-    """How a layer's budget is divided over its kv heads."""
+    """Divides a layer's budget over its kv heads."""
 
     def most(self, average: Prompts, limit: Prompts, info: LayerInfo) -> Prompts:
         """The most tokens that one head can get (host).
@@ -190,12 +190,12 @@ class Heads(Part):
         raise ValueError(f"{type(self).__name__} has no `__call__(score, average, slots)`; give tokens of each head")
 
     def lasting(self, shares: Int[Array, "B K"], average: Int[Array, "B"], slots: Slots) -> Int[Array, "B K"]:
-        """What heads keep at all later evictions of the `shares` that the first one gave them."""
+        """Tokens of each head at all later evictions, given the `shares` of the first one."""
         return shares
 
 
 class Rewrite(Part):
-    """What kept slots hold after an eviction: keys, values, weights."""
+    """Rewrites keys, values or weights of kept slots."""
 
     def __call__(self, decision: Decision, slots: Slots) -> Decision:
         """The decision with `k`, `v` or `log_weight`, as `writes` lists them."""

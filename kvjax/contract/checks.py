@@ -1,4 +1,4 @@
-"""What options must be. Each function returns the value in Python's own type, or says what it must be."""
+"""Checks of options. Each function returns the value in Python's own type, or says what it must be."""
 
 from typing import Any
 

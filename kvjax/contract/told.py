@@ -1,4 +1,4 @@
-"""What a policy is told: sizes on the host; the layer, the moment and what was observed in traced code."""
+"""Arguments of policies: sizes on the host; the layer, the context and statistics in traced code."""
 
 import dataclasses
 from collections.abc import Callable
@@ -87,7 +87,7 @@ class PerHead:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much a layer needs.
+    """The slots and data a layer needs.
 
     Attributes:
       per_head: the most live tokens that one kv head can have, for every prompt.
@@ -143,7 +143,7 @@ class LayerView(Protocol):
         ...
 
     def keys(self, rotate: Rotate) -> Float[Array, "B K S H"]:
-        """Keys as queries meet them."""
+        """Keys, rotated for the queries."""
         ...
 
     def attend(
@@ -273,7 +273,7 @@ Observation = Any
 
 
 class Stats(dict[Any, Any]):
-    """What was observed of the rows just read, by observation."""
+    """Statistics of the rows just read, by observation."""
 
     def __missing__(self, name: Any) -> Any:
         raise ValueError(f"{name} was not observed; list it in `observe`")
@@ -281,7 +281,7 @@ class Stats(dict[Any, Any]):
 
 @pytree
 class Reads:
-    """What the rows of one call read of the live slots: everything, unless a field is given.
+    """Which of the live slots the rows of one call read: all, unless a field is given.
 
     Attributes:
       visible: a mask of slots, or the indices of slots "B K R" (-1 for none).
@@ -300,7 +300,7 @@ class Reads:
 
 @pytree
 class Slots:
-    """What a part sees of a layer.
+    """A layer as a part sees it.
 
     Attributes:
       kv: the layer.
@@ -335,7 +335,7 @@ class Slots:
 
 @pytree
 class Decision:
-    """What a policy decided for one layer.
+    """A policy's decision for one layer.
 
     Attributes:
       keep: slots that stay.

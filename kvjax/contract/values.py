@@ -110,7 +110,7 @@ class Value:
 
 
 def compiled(x: Any) -> Any:
-    """A value with None in the fields that are data: what programs are compiled for and shared by."""
+    """A value with None in the fields that are data. Programs are compiled for it, and shared by it."""
     if isinstance(x, tuple):
         return tuple(map(compiled, x))
     if not dataclasses.is_dataclass(x) or isinstance(x, type):

@@ -1,1 +1,1 @@
-"""A model that decodes under a policy: `steps` join the two, `loop` repeats them, the others are uses of these."""
+"""Runs a model under a policy: `steps` join the two, `loop` repeats steps, the others use these."""

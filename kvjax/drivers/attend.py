@@ -26,7 +26,7 @@ from kvjax.storage.mesh import DATA, laid_out
 
 @pytree
 class Attend:
-    """What a layer of a model calls with its cache and its new queries, keys and values.
+    """The attention of a layer, called with its cache and new queries, keys and values.
 
     Attributes:
       ctx: when and where.
@@ -64,7 +64,7 @@ class Attend:
         softcap: float | None = None,
         slopes: Any = None,
     ) -> tuple[Float[Array, "B N T H"], Storage, tuple[Any, ...]]:
-        """What attention gives, the layer's cache afterwards, and what was observed, if somebody wants it.
+        """Returns the attention output, the layer's cache afterwards, and statistics, if `gives`.
 
         Args:
           kv: the layer's cache.
@@ -115,7 +115,7 @@ class Attend:
 
 
 def without_cache(pos: Int[Array, "B T"]) -> Callable[..., Any]:
-    """What a layer calls to attend among T tokens without a cache, as in training. Differentiable.
+    """Attention among T tokens without a cache, for layers to call in training. Differentiable.
 
     Args:
       pos: positions, `EMPTY` for padding.
@@ -170,7 +170,7 @@ def embed(
 def layer_step(
     model: Any, layer: int, params: PyTree[Any], x: Float[Array, "B T D"], kv: Storage, attend: Callable[..., Any]
 ) -> tuple[Float[Array, "B T D"], Storage, Any]:
-    """A layer of a model: the residual stream and the cache after it, and what `attend` observed, a pytree as it is."""
+    """Runs a layer: the residual stream and the cache after it, and what `attend`, a pytree, observed."""
     x, after, found = model.block(layer, params, x, kv, attend)
     if kv.how.mesh is not None:
         x, after = laid_out(x, kv.how.mesh, (DATA,)), after.laid_out()

@@ -36,7 +36,7 @@ from kvjax.plan import Plan
 
 @pytree
 class Beams:
-    """What `generate_beams` returns: for every prompt its R best hypotheses, the best first.
+    """The R best hypotheses of every prompt, the best first (`generate_beams`).
 
     Attributes:
       tokens: generated ids, `pad_id` after a hypothesis has ended.
@@ -166,7 +166,7 @@ def _run_on(
 def _collect(
     pool: _Pool, running: _Running, found: _Candidates, ends: Bool[Array, "B C"], step: Int[Array, ""], rules: _Rules
 ) -> _Pool:
-    """The pool after those of the best W candidates that end have applied."""
+    """Adds those of the best W candidates that end to the pool."""
     W, R, P = pool.scores.shape[1], pool.lengths.shape[1], running.scores.shape[1]
     new = jnp.where(ends & pool.open[:, None], found.scores / rules.penalty[step + 1], -jnp.inf)[:, :W]
     scores, index = lax.top_k(jnp.concatenate([pool.scores, new], axis=1), W)
@@ -191,7 +191,7 @@ def _collect(
 
 
 def _close(pool: _Pool, running: _Running, step: Int[Array, ""], rules: _Rules) -> _Pool:
-    """Closes the sequences whose pool is not to change any more."""
+    """Closes the sequences whose pool cannot change any more."""
     worst = pool.scores[:, -1]
     may_improve = ~(running.scores[:, 0] / rules.hope[step + 1] <= worst)  # what is no number stays open
     full = worst != -jnp.inf
@@ -303,7 +303,8 @@ def generate_beams(
     of reading the same text alone with the same key.
 
     Args:
-      model, params, tokens, policy, lengths, attention_mask, plan, policy_params, mesh, buckets: see `kvjax.generate`.
+      model, params, tokens, policy, lengths, attention_mask, plan, policy_params, mesh, buckets: the model, prompts,
+        and how they are read, as in `kvjax.generate`.
       num_beams: W. One beam is greedy generation, as in transformers, and ends at the first end token whatever
         `early_stopping` says.
       max_new_tokens: tokens of the longest hypothesis.
@@ -350,7 +351,7 @@ def checked_search(
     num_return_sequences: int = 1,
     policy: Policy = Policy(),
 ) -> dict[str, Any]:
-    """The static options of `_search`, or a ValueError that says what of a search makes no sense."""
+    """Checks the options of a search, and returns the static ones of `_search`."""
     eos = tuple(sorted(set(check_request(model, policy, Greedy(), eos_ids, pad_id, None))))
     whole("max_new_tokens", max_new_tokens)
     vocab = model.config.vocab_size
@@ -373,7 +374,7 @@ def checked_search(
 
 
 def _rules(num_beams: int, max_new_tokens: int, length_penalty: float, early_stopping: bool | str, most: int) -> _Rules:
-    """The comparisons of one search, in tables for `most` tokens."""
+    """The `_Rules` of one search, in tables for `most` tokens."""
     longest = float(max_new_tokens) if early_stopping == "never" and length_penalty > 0 else None
     n = np.clip(np.arange(most + 1, dtype=np.float64), 1, max_new_tokens)
     penalty = n**length_penalty

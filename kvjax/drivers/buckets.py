@@ -1,4 +1,4 @@
-"""Few sizes for many: requests of about the same size share compiled programs."""
+"""Rounded sizes: requests of about the same size share compiled programs."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _LEAST = 16
 
 
 def bucket(n: int) -> int:
-    """The least size that holds n tokens: multiples of 16, and beyond 128 four sizes to a power of two.
+    """Rounds n tokens up: to a multiple of 16, beyond 128 to one of four sizes in a power of two.
 
     So a size is less than 16 tokens larger than n, or at most a quarter.
     """

@@ -1,4 +1,4 @@
-"""What users give to the drivers, checked once, before anything is traced. Of traced values only shapes are known."""
+"""Checks what users give to drivers, before anything is traced. Of traced values only shapes are known."""
 
 import warnings
 from collections.abc import Sequence
@@ -125,7 +125,7 @@ def _check_left(tokens: np.ndarray, lengths: np.ndarray) -> None:
 
 
 def check_request(model: Any, policy: Any, sampler: Any, eos_ids: Any, pad_id: Any, key: Any) -> tuple[int, ...]:
-    """The end tokens of a request for new tokens, whose other options make sense."""
+    """Checks a request for new tokens, and returns its end tokens."""
     check_is("policy", policy, Policy, "kvjax.methods")
     check_is("sampler", sampler, Sampler, "kvjax.Sample(...) or kvjax.Greedy()")
     whole("pad_id", pad_id, -(2**31), 2**31 - 1)
@@ -139,7 +139,7 @@ def check_request(model: Any, policy: Any, sampler: Any, eos_ids: Any, pad_id: A
 
 
 def check_state(model: Any, state: Any) -> None:
-    """Refuses what is no state of this model that can decode."""
+    """Refuses all but a state of this model that can decode."""
     check_is("state", state, State, "kvjax.prefill")
     if not state.ready:
         raise ValueError("the state holds no prompt that was read to its end; decode what kvjax.prefill returns")
@@ -163,7 +163,7 @@ def check_logits(model: Any, state: State, logits: Any) -> None:
 
 
 def check_block(plan: Plan, block: int | None, width: int) -> int | None:
-    """The tokens of a block, None where a prompt of so many columns is read at once, as the policies allow it."""
+    """The tokens of a block that the policies allow, None where the prompt is read at once."""
     block = None if block is None else min(whole("block", block), width)
     for policy in plan.layers:
         again = any(isinstance(o, Reread) for o in policy.observe("replay"))

@@ -1,4 +1,4 @@
-"""What a policy decides for a state: its update of all layers, and what is stored afterwards.
+"""Applies policies to states: updates all layers, and stores what is kept.
 
 `State` is built on this module, which therefore names its class nowhere.
 """
@@ -23,7 +23,7 @@ from kvjax.storage import Storage, empty, to_pool
 def compacted(
     kv: Storage, ctx: Context, *, policy: Policy, capacity: int, ends: bool
 ) -> tuple[Storage, Bool[Array, "B"]]:
-    """A layer as it is kept after a prompt or a block of it, and which sequences lost live tokens or kept no choice.
+    """Compacts a layer after a prompt or a block; also says which sequences lost live tokens or are unscored.
 
     Args:
       kv: the layer after its policy's update.
@@ -42,7 +42,7 @@ def compacted(
 
 
 def updated(state: Any, stats: Any, *, steady: bool = True) -> tuple[tuple[Storage, ...], tuple[Context, ...]]:
-    """The layers after their policy's update, no slot moved, and what the policy was told of each.
+    """The layers after their policy's update, no slot moved, and the `Context` of each.
 
     Args:
       state: the state, whose layers have read some tokens.
@@ -72,7 +72,7 @@ def _updated(layers: Any, seen: Any, ctxs: Any, *, policy: Policy, names: Any) -
 def decided(
     state: Any, stats: Any, *, grow: bool = True, ends: bool = True, steady: bool = True
 ) -> tuple[Any, list[Bool[Array, "B"]]]:
-    """The state after its policy's update, and which sequences lost live tokens, or kept some by no choice, by layer.
+    """The state after its policy's update, and by layer which sequences lost live tokens or are unscored.
 
     Args:
       state: the state, whose layers have read some tokens.
@@ -89,21 +89,21 @@ def decided(
 
 
 def check_layers_kept(state: Any) -> None:
-    """Refuses a known state in a layer of which what stays is no choice, is more than the budget, or is no number."""
+    """Refuses a known state with a layer whose kept tokens are unscored, over the budget, or not numbers."""
     steps = int((state.length > state.prompt_length).any()) and int(state.max_new_tokens.max())
     for i, (policy, kv) in enumerate(zip(state.plan.layers, state.layers, strict=True)):
         check_kept(policy, i, kv, state.hparams[i], steps)
 
 
 def check_lost(state: Any, lost: list[Bool[Array, "B"]]) -> None:
-    """Refuses a known state of which `decided` says that sequences lost live tokens, or kept some by no choice."""
+    """Refuses a known state in which `decided` found sequences that lost live tokens or are unscored."""
     if bool(jnp.stack(lost).any()):
         check_layers_kept(state)
         raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
 
 
 def applied(policy: Policy, state: Any, stats: Any) -> Any:
-    """What `State.applied` returns: a whole prompt is compacted, too."""
+    """Updates a state by a policy. A whole prompt is compacted, too."""
     after, prompt = under(policy, state, stats), not state.ready
     known = not isinstance(state.prompt_length, jax.core.Tracer)
     each = zip(*map(jax.tree.leaves, (after.hparams, state.hparams)), strict=True)
@@ -116,7 +116,7 @@ def applied(policy: Policy, state: Any, stats: Any) -> Any:
 
 
 def own_arrays(state: Any) -> Any:
-    """The state with copies of all that is not its layers, which may be donated without the one before."""
+    """The state with copies of all but its layers, so that donating it leaves the one before valid."""
     own = jax.device_put(dataclasses.replace(state, layers=()), may_alias=False)
     return dataclasses.replace(own, layers=state.layers)
 
@@ -147,7 +147,7 @@ def under(policy: Policy, state: Any, stats: Any, plan: Plan | None = None) -> A
 
 @jax.jit
 def stored_under(state: Any) -> Any:
-    """A state whose layers, which hold a whole prompt that was read under another policy, are stored for its own.
+    """Stores a whole prompt, read under another policy, as the state's own policy wants it.
 
     Raises:
       ValueError: the policy cannot go on from a prompt that was read in this way.
@@ -179,7 +179,7 @@ def check_reads_all(state: Any, phase: Phase, so: str) -> None:
 
 
 def _under(policy: Policy, info: LayerInfo, kv: Storage) -> Storage:
-    """A whole prompt's layer that was read under a policy without memory, as another policy wants it stored."""
+    """Stores a whole prompt's layer, read under a policy without memory, as another policy wants it."""
     view = kv.view()
     if jax.tree.leaves(view.memory) or view.log_weight is not None:
         raise ValueError("this prompt was read under a policy that remembers things; read it under Policy()")

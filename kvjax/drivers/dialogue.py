@@ -1,4 +1,4 @@
-"""A text that goes on: what of it was read, and the token ids of what comes behind, in plain text and in chats."""
+"""A text or chat that goes on: the tokens that were read, and the ids of questions that follow."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class Dialogue:
 
     @classmethod
     def opened(cls, tokenizer: Any, context: Any) -> "Dialogue":
-        """A context whose tokens are read as far as they are the same for every question.
+        """Opens a context, with the ids to read that are the same for every question.
 
         Raises:
           ValueError: neither a text nor messages of texts, or an empty one.
@@ -48,7 +48,7 @@ class Dialogue:
         return dataclasses.replace(new, ids=tuple(encode(tokenizer, new._opening()[0])))
 
     def question(self, question: str) -> tuple[int, ...]:
-        """The tokens behind what was read, up to where the answer to a question begins.
+        """The tokens to read for a question, up to where its answer begins.
 
         They are those that the text has behind the text before it, where the ids of that stay what they are.
 

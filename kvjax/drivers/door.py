@@ -1,4 +1,4 @@
-"""The user's door: `forward` reads tokens and says what was observed; `policy(state, stats)` then decides.
+"""`forward`, which reads tokens and returns what was observed; `policy(state, stats)` then evicts.
 
 Letters: B batch, T tokens, L layers, V vocabulary.
 """
@@ -37,7 +37,7 @@ def forward(
     evict: bool = False,
     observe: tuple[Policy, ...] = (),
 ) -> tuple[Float[Array, "B V"], State, AttnStats]:
-    """Reads tokens after the text of a state, and says what was observed: `policy(state, stats)` then evicts.
+    """Reads tokens after the text of a state, and returns statistics: `policy(state, stats)` then evicts.
 
     Into an empty state (`start`) they are the prompt, and a policy must be applied to it before anything follows.
     Afterwards one token is a decode step, and several take slots that are free.

@@ -1,4 +1,4 @@
-"""Text from prompts, or from the logits and the state that a driver returned: thin uses of the loop.
+"""Generates from prompts, or from logits and a state, and scores given tokens, by the loop.
 
 Letters: B batch, T given tokens, M new tokens, V vocabulary.
 """
@@ -37,7 +37,7 @@ from kvjax.plan import Plan
 
 @pytree
 class Generation:
-    """What `generate` returns.
+    """Result of `generate`.
 
     Attributes:
       tokens: generated ids, `pad_id` after a sequence has ended; -1, which is no token, where logits were not numbers.
@@ -77,8 +77,8 @@ def generate(
     An equal policy, rebuilt, compiles nothing new, and neither does another budget that needs as many slots.
 
     Args:
-      model, params, tokens, policy, lengths, attention_mask, block, plan, policy_params, mesh, progress: see
-        `kvjax.prefill`.
+      model, params, tokens, policy, lengths, attention_mask, block, plan, policy_params, mesh, progress: the model,
+        prompts, and how they are read, as in `kvjax.prefill`.
       max_new_tokens: tokens to generate.
       sampler: greedy by default. A repetition penalty counts the prompt's tokens, and no padding.
       eos_ids: tokens that end a sequence; the model's own (`model.config.eos_ids`) if None, `()` for none.
@@ -123,7 +123,7 @@ def generate_from(
     `max_new_tokens - 1` more. Samplers draw by the state's keys: the same state, the same text.
 
     Args:
-      model, params, max_new_tokens, sampler, eos_ids, pad_id: see `generate`.
+      model, params, max_new_tokens, sampler, eos_ids, pad_id: the model, and how tokens are drawn, as in `generate`.
       logits, state: where to go on.
       tokens: what the state has read "B T", padded on the left, for a sampler with a repetition penalty.
 
@@ -141,7 +141,7 @@ def generate_from(
 
 
 def _already_read(model: Any, tokens: Any, state: State) -> Prompts:
-    """What a state has read, for samplers that ask."""
+    """Tokens that a state has read, for samplers."""
     if tokens is None:
         raise ValueError("the sampler has a repetition penalty; give tokens=, what the state has read, padded left")
     tokens = as_array("tokens", tokens, np.integer, (len(state.length), None), "integers, one row a sequence")
@@ -166,7 +166,7 @@ def _generated(
     pad_id: int,
     in_place: bool,
 ) -> Generation:
-    """`steps` tokens, the first of which is there already, in a program for `most` of them."""
+    """Generates `steps` tokens, the first of which is drawn, in a program for `most`."""
     run = decoded_in_place if in_place else decoded
     count = jnp.int32(steps - 1) if ends or steps < most else None
     how = {"chunk": most - 1, "sampler": sampler, "ends": ends, "pad_id": pad_id}
@@ -213,7 +213,9 @@ def score(
     """Reads given tokens one decode step each: the log-probability of every one, given those before it.
 
     Args:
-      model, params, tokens, lengths: see `feed`.
+      model, params: the model.
+      tokens: token ids "B T", padded on the left.
+      lengths: how many of the last tokens of every row are read; T if None.
       logits, state: what `prefill` or an earlier call returned.
 
     Returns:
@@ -237,7 +239,7 @@ def score(
 def given_tokens(
     model: Any, tokens: Any, state: State, lengths: Any
 ) -> tuple[Decoding, Any, Bool[Array, "T B"] | None]:
-    """Where decoding stands before given tokens, those that follow the first of them, and which are read."""
+    """(where decoding stands before given tokens, those after the first, which of these are read)."""
     check_state(model, state)
     rows = check_rows(model, tokens, lengths, len(state.length))
     B, T = rows.tokens.shape

@@ -1,4 +1,4 @@
-"""Ctrl-C between steps, and never within one that would leave nothing behind."""
+"""Delays Ctrl-C to the end of a step."""
 
 import contextlib
 import signal
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the end of what is done inside; only the main thread gets it."""
+    """Delays Ctrl-C to the end of the `with` block; only the main thread gets it."""
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield

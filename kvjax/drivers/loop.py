@@ -1,4 +1,4 @@
-"""The loop that decodes: tokens that a sampler draws, or given ones, one compiled call for as many as are wanted.
+"""The decoding loop: tokens that a sampler draws, or given ones, any number in one compiled call.
 
 Letters: B batch, n steps, V vocabulary.
 """
@@ -42,7 +42,7 @@ class Decoding:
 
 @pytree
 class Steps:
-    """What one step gave, or some, in their order.
+    """Results of one step, or of several in order.
 
     Attributes:
       tokens: the tokens that followed, `pad_id` where a sequence had ended.
@@ -64,7 +64,7 @@ def log_prob(logits: Float[Array, "B V"], token: Int[Array, "B"]) -> Float[Array
 def drawn(
     sampler: Sampler, logits: Float[Array, "B V"], state: State, seen: Bool[Array, "B V"] | None
 ) -> Int[Array, "B"]:
-    """The token that follows in every sequence, by its own key; -1 where logits are not numbers."""
+    """Draws each sequence's next token by its own key; -1 where logits are not numbers."""
     fold = lambda key, step: jax.random.fold_in(jax.random.fold_in(key, _SAMPLING), step)
     keys = jax.vmap(fold)(state.keys, state.length - state.prompt_length) if sampler.draws else state.keys
     token = sampler(logits, keys) if seen is None else sampler(logits, keys, seen)
@@ -80,7 +80,7 @@ def begin(
     sampler: Sampler = Greedy(),
     ends: tuple[int, ...] = (),
 ) -> Decoding:
-    """The first token behind what a state has read, drawn from the logits that came with it."""
+    """Draws the first token behind what a state has read from the logits that came with it."""
     token = drawn(sampler, logits, state, seen)
     seen = None if seen is None else with_token(seen, token, jnp.ones_like(token, bool))
     return Decoding(token, log_prob(logits, token), ~jnp.isin(token, jnp.asarray(ends, jnp.int32)), state, seen)
@@ -100,7 +100,7 @@ def decode_tokens(
     sleeps: bool = False,
     logits: bool = False,
 ) -> tuple[Steps, Decoding]:
-    """Steps that each read the next token of every running sequence, and draw or take the one that follows.
+    """Runs steps that read each running sequence's next token, and draw or take the one that follows.
 
     Args:
       model, params: the model.

@@ -60,22 +60,22 @@ class Memory:
 
     @property
     def layers(self) -> int:
-        """Those of all layers after the prompt: `State.nbytes`."""
+        """Bytes of all layers after the prompt: `State.nbytes`."""
         return self.keys_values + self.positions + self.remembered + self.weights
 
     @property
     def state(self) -> int:
-        """All arrays that a decode step is given and gives back."""
+        """Bytes of all arrays that a decode step takes and returns."""
         return self.layers + self.sequences
 
     @property
     def reading(self) -> int:
-        """What reading the prompt takes beside parameters and state, an estimate."""
+        """Estimated bytes of reading the prompt, beside parameters and state."""
         return self.cache + max(self.attention, self.feed_forward) + self.logits
 
     @property
     def peak(self) -> int:
-        """The state and what reading the prompt takes beside it, an estimate; parameters are not among it."""
+        """Estimated bytes of the state and of reading the prompt, without parameters."""
         return self.state + self.reading
 
     def __str__(self) -> str:
@@ -136,7 +136,7 @@ def plan_memory(
 
 
 def _bytes(x: Any) -> int:
-    """Those of all arrays in it."""
+    """Bytes of all arrays in it."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
 
 

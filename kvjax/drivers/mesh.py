@@ -83,18 +83,18 @@ def shard_params(model: Any, params: PyTree[Any], mesh: Mesh) -> PyTree[Any]:
 
 
 def on_mesh(model: Any, params: PyTree[Any], mesh: Any, batch: int) -> PyTree[Any]:
-    """Parameters on a mesh, which can share so many rows."""
+    """Checks a mesh, and places parameters on it."""
     check_mesh(mesh, model.config, batch)
     return shard_params(model, params, mesh)
 
 
 def on_rows(rows: Any, mesh: Mesh) -> Any:
-    """Arrays "B ..." on a mesh, by rows; traced ones stay to the compiler."""
+    """Places arrays "B ..." on a mesh, by rows; XLA places traced ones."""
     return jax.tree.map(lambda x: _placed(x, sharding(x, mesh, (DATA,))), rows)
 
 
 def placed(state: Any, mesh: Mesh) -> Any:
-    """A state on a mesh, whose layers know that they lie there."""
+    """Places a state on a mesh, and tells its layers."""
     known = lambda kv: kv.replace(how=dataclasses.replace(kv.how, mesh=mesh))
     lie = lambda kv: jax.tree.map(lambda x: _placed(x, sharding(x, mesh, kv.axes)), known(kv))
     learned = jax.tree.map(lambda x: _placed(x, NamedSharding(mesh, PartitionSpec())), state.params)
@@ -103,7 +103,7 @@ def placed(state: Any, mesh: Mesh) -> Any:
 
 
 def _placed(x: Any, where: NamedSharding) -> Any:
-    """An array where it should be; traced ones stay to the compiler."""
+    """Places an array; XLA places traced ones."""
     if traced(x) or (isinstance(x, jax.Array) and x.sharding.is_equivalent_to(where, x.ndim)):
         return x
     if where.is_fully_addressable:

@@ -1,4 +1,4 @@
-"""Reading without end: memory and time a token that do not grow with what was read.
+"""Unbounded reading: memory and time a token do not grow with what was read.
 
 Letters: B batch, n tokens of a chunk, V vocabulary.
 """
@@ -26,7 +26,7 @@ _decode = jax.jit(decode, static_argnums=0)
 
 
 class Reader(Iterator[np.ndarray]):
-    """What `read` returns: an iterator over chunks that can be left, and gone on with, at any time.
+    """Iterator over the chunks that `read` reads; it can be left and resumed at any time.
 
     Ctrl-C takes effect between chunks, or while tokens are waited for; those that have come by then are read next.
 
@@ -55,7 +55,7 @@ class Reader(Iterator[np.ndarray]):
 
     @property
     def logits(self) -> Float[Array, "B V"]:
-        """Those of the token that follows what was read."""
+        """Logits of the token that follows what was read."""
         return self._whole()[0]
 
     @property

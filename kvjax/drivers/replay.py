@@ -53,7 +53,7 @@ def reread(
     stats: AttnStats,
     hows: tuple[Reread, ...],
 ) -> State:
-    """The state after its policy's update, which also sees what attention tokens get while the prompt is repeated.
+    """Repeats the prompt, and updates the state also by the attention that its tokens get meanwhile.
 
     `state` holds the whole prompts, and `stats` is what was observed while they were read.
     """
@@ -76,7 +76,7 @@ def reread(
 
 
 def after_replay(state: State, stats: AttnStats, hows: tuple[Reread, ...]) -> State:
-    """The state after an update as in `reread`, but by attention of 0: for shapes."""
+    """The state after `reread`, but by attention of 0: for shapes."""
     for how in hows:
         stats = _with(stats, how, [jnp.zeros(kv.pos.shape) for kv in state.layers])
     return decided(state, stats)[0]
@@ -89,7 +89,7 @@ def _with(stats: AttnStats, how: Reread, found: list[Array]) -> AttnStats:
 
 @pytree
 class Repeat:
-    """What a layer calls with the rows that repeat a chunk: it stores none of them.
+    """The attention of a layer for rows that repeat a chunk; it stores none of them.
 
     Attributes:
       pos: their positions, `EMPTY` for padding.
@@ -121,7 +121,7 @@ class Repeat:
         softcap: float | None = None,
         slopes: Any = None,
     ) -> tuple[Float[Array, "B N R H"], Storage, Float[Array, "B K S"] | None]:
-        """What attention gives, the cache as it was, and the most that each token of the chunk gets, if asked for."""
+        """Returns the attention output, the cache as it was, and each chunk token's largest attention, if `size`."""
         del layer
         K, pos = kv.pos.shape[1], self.pos
         k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
@@ -178,7 +178,7 @@ def _most(
     factor: Float[Array, "B R"] | None = None,
     out_proj: Float[Array, "N H D"] | None = None,
 ) -> Float[Array, "B K S"]:
-    """The most that any row gives to the tokens of a chunk, 0 elsewhere: block of rows by block.
+    """The largest attention of any row to each token of a chunk, 0 elsewhere, by blocks of rows.
 
     Args:
       rows: the rows.
@@ -195,7 +195,7 @@ def _most(
     slot = jnp.maximum(pos + (S - chunk.length)[:, None], 0)  # a whole prompt lies in the last slots, in its order
 
     def seen(x: Float[Array, "B M X *H"]) -> Float[Array, "B M W *H"]:
-        """Of sinks, chunk and the rows themselves."""
+        """Entries of sinks, chunk and the rows themselves."""
         index = slot[:, None].reshape(B, 1, -1, *(1,) * (x.ndim - 3))
         return jnp.concatenate([jnp.take_along_axis(x, index, axis=2), x[:, :, S:]], axis=2)
 

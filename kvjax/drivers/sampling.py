@@ -36,7 +36,7 @@ class Filter(Value):
 
     @property
     def reads_seen(self) -> bool:
-        """False: most look at the logits alone."""
+        """Whether the filter reads `seen`, False by default."""
         return False
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
@@ -199,7 +199,7 @@ class Sampler(Value):
 
     @property
     def reads_seen(self) -> bool:
-        """Whether the filter does."""
+        """Whether the filter reads `seen`."""
         return self.filter.reads_seen
 
     def __call__(self, logits: _Logits, keys: Key[Array, "B"], seen: _Seen = None) -> Int[Array, "B"]:
@@ -279,6 +279,6 @@ def seen_tokens(tokens: Int[Array, "B T"], lengths: Int[Array, "B"], vocab_size:
 
 
 def with_token(seen: Bool[Array, "B V"], token: Int[Array, "B"], drawn: Bool[Array, "B"]) -> Bool[Array, "B V"]:
-    """The record of seen tokens after those of the sequences that have drawn one."""
+    """Adds tokens to those seen, in the sequences that have drawn one."""
     B, V = seen.shape
     return seen.at[jnp.arange(B), jnp.where(drawn & (token >= 0), token, V)].set(True, mode="drop")

@@ -32,7 +32,7 @@ def evict_layer(
     key: Any = None,
     policy_params: Any = (),
 ) -> Layer:
-    """What a policy keeps of a prompt in one layer: the layer with no slot moved, whose `live` says what stays.
+    """Evicts from a prompt in one layer. No slot moves; `live` of the returned layer says what stays.
 
     Args:
       policy: the policy.

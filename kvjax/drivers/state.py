@@ -1,4 +1,4 @@
-"""What a run holds between calls: the cache of every layer, and where each sequence stands.
+"""The state of a run between calls: the cache of every layer, and the length of each sequence.
 
 Letters: B batch, T new tokens, L layers, V vocabulary.
 """
@@ -19,7 +19,7 @@ from kvjax.storage import Storage, empty
 
 
 class Prompts(NamedTuple):
-    """Prompts that have been checked: ids padded on the left, and how many of each row are its own."""
+    """Prompts that have been checked: ids padded on the left, and the length of each row."""
 
     tokens: Int[np.ndarray, "B T"] | Int[Array, "B T"]
     lengths: Int[np.ndarray, "B"] | Int[Array, "B"]
@@ -27,7 +27,7 @@ class Prompts(NamedTuple):
 
 @pytree
 class AttnStats:
-    """What was observed of the tokens just read, in every layer.
+    """Statistics of the tokens just read, in every layer.
 
     Attributes:
       layers: for each layer, the arrays that its observations gave.
@@ -91,7 +91,7 @@ class State:
         return dataclasses.replace(taken, params=self.params, layers=tuple(kv.take(rows) for kv in self.layers))
 
     def applied(self, policy: Policy, stats: AttnStats) -> "State":
-        """The state after a policy's update: what `policy(state, stats)` returns.
+        """Updates the state by a policy: `policy(state, stats)`.
 
         Args:
           policy: any policy, that of the state or another one.
@@ -116,7 +116,7 @@ class State:
         return sum(kv.nbytes for kv in self.layers)
 
     def context(self, layer: int, phase: Phase, tokens: Any = None) -> Context:
-        """What a policy is told of a moment in a layer, while these token ids are read."""
+        """The `Context` of a layer's policy, while these token ids are read."""
         info, policy = self.plan.infos[layer], self.plan.layers[layer]
         slots = info.prompt_len + 1 if policy.layout.pool else self.plan.capacities[layer]
         return Context(
@@ -136,7 +136,7 @@ class State:
 
 
 def checked_key(key: Any) -> Key[Array, "*B"]:
-    """PRNG keys of the kind that draws the same for a row whatever stands beside it."""
+    """PRNG keys of a kind whose draws for a row do not depend on other rows."""
     if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if np.shape(key)[-1:] != (2,) or getattr(key, "dtype", None) != np.uint32:
             raise ValueError(f"key={key!r} is not a PRNG key; give jax.random.key(a whole number), or None")

@@ -154,7 +154,7 @@ def read_prompts(
     warns: bool = True,
     progress: bool = False,
 ) -> tuple[Float[Array, "B V"], State]:
-    """What `prefill` does with prompts that have been checked.
+    """Reads prompts that were checked, and evicts from them.
 
     `buckets` rounds sizes up (`plan_request`); without `warns`, texts beyond the model's positions get no warning.
     """
@@ -194,7 +194,7 @@ def read_prompts(
 
 
 def checked_logits(logits: Float[Array, "B V"], state: State) -> Float[Array, "B V"]:
-    """The logits, of which a ValueError comes where they are no numbers.
+    """Returns the logits; raises ValueError where they are no numbers.
 
     Inside of jit they alone can say that a token found no slot, or that tokens went by scores that are no numbers.
     """
@@ -242,7 +242,7 @@ def decode(
     state: State,
     active: Bool[Array, "B"] | None = None,
 ) -> tuple[Float[Array, "B V"], State]:
-    """What `decode_step` does with what has been checked.
+    """Reads one checked token of every sequence, and evicts.
 
     Logits are NaN behind the last token that a sequence was planned for, which under `jax.jit` they alone can say.
     """

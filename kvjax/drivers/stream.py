@@ -28,7 +28,7 @@ HORIZON = 2**20  # a stream without an end is planned for so many tokens, and fo
 
 
 def stop_strings(stop: Any) -> tuple[str, ...]:
-    """The strings that end a text, of which one may be given alone.
+    """The strings that end a text, as a tuple; one may be given alone.
 
     Raises:
       ValueError: no strings, or empty ones.
@@ -40,7 +40,7 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
 
 
 class Stream(Iterator[Any]):
-    """What `stream` returns: an iterator over steps that can be left, and gone on with, at any time.
+    """Iterator over generated ids or text (`stream`); it can be left and resumed at any time.
 
     After a `break` or Ctrl-C, its attributes say what was made so far, and agree with one another: as in
     `kvjax.Generation`, the state has read everything but the last token. Ctrl-C takes effect between compiled calls.
@@ -133,7 +133,7 @@ class Stream(Iterator[Any]):
             self._new = True
 
     def _settle(self) -> None:
-        """Takes notice of the token that was drawn last, once."""
+        """Records the token that was drawn last, once."""
         if self._new:
             ids = np.asarray(self._at.token)  # waits for the step
             with uninterrupted():
@@ -188,12 +188,12 @@ def stream(
     (`Stream.state`).
 
     Args:
-      model, params, policy, lengths, attention_mask, sampler, eos_ids, pad_id, key, block, plan, policy_params: see
-        `kvjax.generate`.
+      model, params, policy, lengths, attention_mask, sampler, eos_ids, pad_id, key, block, plan, policy_params: the
+        model, how prompts are read, and how tokens are drawn, as in `kvjax.generate`.
       max_new_tokens: tokens to generate; None for a stream that goes on until all sequences have ended, under a policy
         whose cache does not grow. Nothing is kept of it but the cache.
       prompt: token ids "B T", padded on the left; or, with a tokenizer, a text or the messages of a chat.
-      buckets: see `kvjax.generate`.
+      buckets: whether sizes are rounded up, so that requests of about the same size share programs.
       tokenizer: one of transformers. With it, text is yielded instead of ids.
       stop: strings that end a sequence, wherever tokens cut them. They and what comes after are no part of the text.
 
@@ -234,12 +234,12 @@ def stream(
 
 
 def endless(state: State) -> State:
-    """A state that may go on for as many tokens as positions count."""
+    """A state whose new tokens are limited by positions alone."""
     return dataclasses.replace(state, max_new_tokens=jnp.full_like(state.max_new_tokens, MOST - 1))
 
 
 def endless_plan(config: Any, policy: Policy, prompts: Prompts) -> Plan:
-    """The sizes for prompts behind which tokens come without end, under a policy that does not grow with them.
+    """The plan for a stream without an end, under a policy that does not grow with it.
 
     Neither may its slots grow, nor its data, as FastGen's number a position does.
     """
