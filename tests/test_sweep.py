@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from kvjax.experiments import compare, sweep
+from kvjax.experiments import sweep
 from kvjax.experiments.core.compiled import OPTION
-from kvjax.experiments.evaluation.scheduling import Job, devices, local, on_ray, places, submitted
-from tests.runs import one_layer
+from kvjax.experiments.sweep import Job, devices, local, on_ray, places, submitted
+from tests.runs import one_layer, samples
 
 SHARED = ["--", "--examples", "4", "--tasks", "key_value", "needle"]
 
@@ -179,11 +179,10 @@ def test_a_sweep_runs_crashes_and_goes_on(tmp_path, monkeypatch, capsys):
     assert f"failed (exit code 1): {bad.name}, see {log}" in capsys.readouterr().err
     assert "KeyError: 'MENDED'" in log.read_text()
     before = (good / "samples.jsonl").stat().st_mtime_ns
-    assert not (bad / "summary.json").exists()
+    assert not (bad / "report.html").exists()
 
     monkeypatch.setenv("MENDED", "1")
     sweep.main(argv)
     assert (good / "samples.jsonl").stat().st_mtime_ns == before
     assert f"{good} is complete" in (tmp_path / "runs" / "logs" / f"{good.name}.log").read_text()
-    _, rows = compare.load([good, bad])
-    assert {row["method"] for row in rows} == {"full", "mine.make", "mine.broken"}
+    assert {line["method"] for d in (good, bad) for line in samples(d)} == {"full", "mine.make", "mine.broken"}
