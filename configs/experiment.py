@@ -4,7 +4,6 @@ import dataclasses
 import math
 import numbers
 import pathlib
-import re
 import reprlib
 import types
 import typing
@@ -143,13 +142,11 @@ class Setup:
       compress: evict after the prompt ("prefill"), while decoding ("decode"), or at whichever of them the method does
         ("both").
       num_beams: hypotheses of the beam search that finds every answer; 1 for greedy generation.
-      baselines: other configs to run beside this one; if not given, random, streaming_llm, h2o and ada_snapkv, without
-        streaming_llm for a model with learned positions, whose stored keys cannot have others.
+      baselines: other configs to run beside this one, "none" for the full cache alone; if not given, random,
+        streaming_llm, h2o and ada_snapkv, without streaming_llm for a model with learned positions, whose stored keys
+        cannot have others.
       baseline_budget: the budget that they get; if not given, 12.5 % of the prompt, or the first of the method's own
         where that is none of them.
-      task_budget: "task=budget": tasks whose rows run under another budget than the others, in place of the sweep's and
-        of `baseline_budget`; a task that is named several times runs under each of its budgets. Rows have the label of
-        the budget that they ran under.
       block: read prompts in blocks of so many tokens, each followed by an eviction; at once if not given.
       batch_size: prompts that run together.
       seed: of examples and of every random draw. With several, each task has its examples anew for each of them, and
@@ -172,13 +169,14 @@ class Setup:
     num_beams: int = 1
     baselines: tuple[str, ...] | None = None
     baseline_budget: Budget | None = None
-    task_budget: tuple[str, ...] = ()
     block: int | None = None
     batch_size: int = 16
     seed: int | tuple[int, ...] = 0
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
 
     def __post_init__(self):
+        if self.baselines == ("none",):
+            object.__setattr__(self, "baselines", ())
         check_fields(self)
         sizes = {"length": self.length, "batch_size": self.batch_size, "max_new_tokens": self.max_new_tokens}
         check_whole(1, num_beams=self.num_beams, **sizes)
@@ -193,27 +191,6 @@ class Setup:
                 f"length={self.length} is for prompts that tasks make, and only data run; leave it out, or cut their "
                 "rows with max_length and truncate"
             )
-        for task, budgets in self.task_budgets.items():
-            check_distinct(f"task_budget of {task}", budgets)
-
-    @property
-    def task_budgets(self) -> dict[str, tuple[Budget, ...]]:
-        """The budgets of tasks that have their own.
-
-        Raises:
-          ValueError: a text that is not of the form "task=budget".
-        """
-        found: dict[str, tuple[Budget, ...]] = {}
-        for text in self.task_budget:
-            task, _, number = text.rpartition("=")
-            if not task or not re.fullmatch(r"\d{1,9}|\d*\.\d+|\d+\.", number):
-                raise ValueError(
-                    f"task_budget has {text!r}; write task=budget, such as needle=0.5: a number of tokens (int) or a "
-                    "share of the prompt (float)"
-                )
-            budget = int(number) if number.isdigit() else float(number)
-            found[task] = (*found.get(task, ()), budget)
-        return found
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -243,14 +220,12 @@ class Experiment:
       policies: (label, policy) pairs. The label is the budget, or a string for policies without one, such as "T=0.95";
         plots place those by the live tokens that were measured.
       setup: everything else.
-      task_policies: the same for the budgets of `Setup.task_budget`.
       options: those of the config that are not the defaults of the method in `kvjax.methods`, such as "window=16".
     """
 
     name: str
     policies: tuple[tuple[Budget | str, Policy], ...]
     setup: Setup = Setup()
-    task_policies: tuple[tuple[Budget, Policy], ...] = ()
     options: str = ""
 
     def __post_init__(self):

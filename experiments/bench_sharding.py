@@ -21,8 +21,8 @@ import kvjax
 from kvjax import methods, models
 from kvjax.configs.experiment import check_whole
 from kvjax.experiments.core.command import check_output, plain_errors, write_json
+from kvjax.experiments.core.engine import peak_bytes
 from kvjax.experiments.core.provenance import device_info
-from kvjax.experiments.evaluation.evaluate import peak_bytes
 
 CONFIG = models.ModelConfig(
     vocab_size=512, embed_dim=256, mlp_dim=1024, num_layers=4, num_query_heads=8, num_kv_heads=2, head_dim=32

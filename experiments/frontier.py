@@ -11,7 +11,6 @@ them: `frontier.png`, and `frontier.md` with intervals and the differences that 
 
 import dataclasses
 import inspect
-import json
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -29,10 +28,10 @@ from kvjax.experiments import run as job
 from kvjax.experiments.core import stats
 from kvjax.experiments.core.command import check_options, check_output, check_values, plain_errors, write_figure
 from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.engine import Shape, shapes
+from kvjax.experiments.core.records import Line, read_lines
+from kvjax.experiments.core.setup import build, find_builders
 from kvjax.experiments.evaluation import report
-from kvjax.experiments.evaluation.batches import Bucket, buckets
-from kvjax.experiments.evaluation.examples import build, find_builders
-from kvjax.experiments.evaluation.results import read_config, read_samples
 from kvjax.experiments.papers.base import canvas, message, style
 from kvjax.experiments.tasks.base import Protocol
 from kvjax.models.written import write_bytes
@@ -87,13 +86,13 @@ class Frontier:
         )
 
 
-def share_of_bytes(config: Any, policy: Policy, run: Bucket) -> float:
+def share_of_bytes(config: Any, policy: Policy, run: Shape) -> float:
     """Keys and values that a policy's cache takes in a run, as a share of the full cache's."""
     slots = lambda p: kvjax.make_plan(config, p, np.array(run.lengths), run.width, run.planned).num_slots
     return slots(policy) / slots(kvjax.Policy())
 
 
-def budget_for(make: Callable[[int], Policy], config: Any, share: float, run: Bucket) -> tuple[int, float] | None:
+def budget_for(make: Callable[[int], Policy], config: Any, share: float, run: Shape) -> tuple[int, float] | None:
     """The largest budget in tokens whose cache takes no more than a share of the bytes, and what it takes.
 
     None where the smallest that the method can work with takes more.
@@ -122,8 +121,8 @@ def experiments_of(frontier: Frontier, protocol: Protocol) -> dict[str, Experime
     """One experiment a method, its policies labelled by the share of bytes that was asked for."""
     setup = frontier.setup(protocol)
     config, tokenizer = models.load(setup.source)[0].config, models.load_tokenizer(setup.source)
-    rows, _ = build(setup, find_builders(setup), tokenizer, config)
-    largest = buckets(rows, setup.batch_size, config.max_position if config.learned_positions else None)[0]
+    prompts, _ = build(setup, find_builders(setup), tokenizer, config)
+    largest = shapes(prompts, config.max_position if config.learned_positions else None)[0]
     found = {}
     for name in frontier.methods or configs.available():
         get_config = configs.find(name)[1]
@@ -176,16 +175,18 @@ class Point:
 
 def points(directory: pathlib.Path) -> list[Point]:
     """What a finished run has found; the full cache's is the first."""
-    config = read_config(directory)
-    samples, _ = read_samples(directory, config)
-    summary = json.loads((directory / "summary.json").read_bytes())
+    runs: dict[tuple[str, str], list[Line]] = {}
+    for line in read_lines(directory / "samples.jsonl")[0].values():
+        if line["task"] in RETRIEVAL:
+            runs.setdefault((line["method"], line["budget"]), []).append(line)
+    size = lambda own: max(line["kv_bytes"] for line in own)
+    full = next(size(own) for (method, _), own in runs.items() if method == "full")
     found = []
-    for row in summary["retrieval_mean"]:
-        own = [s for s in samples.values() if (s["method"], s["budget"]) == (row["method"], row["budget"])]
-        own = sorted((s["task"], s["index"], s["score"]) for s in own if s["task"] in RETRIEVAL)
-        scores = tuple(score for *_, score in own)
-        measured = (row[name] for name in ("score", "low", "high", "kv_bytes_of_full", "live_of_prompt"))
-        found.append(Point(row["method"], row["budget"], scores, *measured))
+    for (method, budget), own in runs.items():
+        of_task, _, scores = zip(*sorted((s["task"], s["index"], s["score"]) for s in own), strict=True)
+        live = float(np.mean([line["live"] / line["prompt_tokens"] for line in own]))
+        interval = stats.interval(scores, tasks=of_task)
+        found.append(Point(method, budget, scores, *interval, share=size(own) / full, live=live))
     return found
 
 

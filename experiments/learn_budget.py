@@ -48,7 +48,7 @@ from kvjax.experiments import stopping
 from kvjax.experiments.core.command import plain_errors, write_json
 from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.core.provenance import definition
-from kvjax.experiments.evaluation.results import Results
+from kvjax.experiments.core.records import Records
 from kvjax.experiments.learning import budget_report
 from kvjax.experiments.learning.checkpoints import check_learns, opened, restored, save_progress
 from kvjax.experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples
@@ -258,7 +258,7 @@ def measure(
     chosen: dict[str, dict[str, kvjax.Evict]],
     budgets: Sequence[Budget],
     reader: Reader,
-    results: Results,
+    results: Records,
     tokenizer: Any,
 ) -> None:
     """Appends the lines of the held-out prompts that are missing.
@@ -268,11 +268,11 @@ def measure(
     """
     found = examples(reader.prompts, tokenizer, "held_out")
     oracles = tuple(budget_report.HINDSIGHT)
-    keys = lambda e: [(m, label(b), e.task, e.index) for b in budgets for m in (*chosen[label(b)], *oracles)]
+    keys = lambda e: [(m, label(b), e.task, e.index, 0) for b in budgets for m in (*chosen[label(b)], *oracles)]
     with tqdm(total=len(found), desc="held-out", unit="prompt", file=sys.stdout) as bar:
         for start in range(0, len(found), reader.prompts.batch_size):
             batch = found[start : start + reader.prompts.batch_size]
-            if any(k not in results.samples for e in batch for k in keys(e)):
+            if any(k not in results.lines for e in batch for k in keys(e)):
                 reading = reader.read(batch)
                 results.append(line for b in budgets for line in _lines(chosen[label(b)], b, batch, reading))
             bar.update(len(batch))
@@ -298,7 +298,7 @@ def _lines(
                 "policies are compared at equal totals; raise the budget, or ask for longer prompts"
             )
         for i, e in enumerate(batch):
-            line = {"method": method, "budget": label(budget), "task": e.task, "index": e.index}
+            line = {"method": method, "budget": label(budget), "task": e.task, "index": e.index, "question": 0}
             line |= {"loss": _exact(loss[i].mean()), "layers": _exact(loss[i]), "live": int(live[i])}
             line |= {"lost": _exact(lost[i]), "regret": _exact(more[i])}
             if method in ("uniform", "ada"):
@@ -345,15 +345,15 @@ def run(
     }
     prompts = experiment.prompts
     keys = [
-        (method, label(b), task, HELD_OUT + i)
+        (method, label(b), task, HELD_OUT + i, 0)
         for b in experiment.budgets
         for method in (*DIVISIONS, *budget_report.HINDSIGHT)
         for task in prompts.tasks
         for i in range(prompts.held_out)
     ]
-    with Results(directory, config, command, restart=restart) as results:
-        in_order = lambda: [results.samples[k] for k in keys]
-        if all(k in results.samples for k in keys) and budget_report.stands(directory, results.config, in_order()):
+    with Records(directory, config, command, restart=restart) as results:
+        in_order = lambda: [results.lines[k] for k in keys]
+        if all(k in results.lines for k in keys) and budget_report.stands(directory, results.config, in_order()):
             print(f"{directory} is complete; --restart runs it again")
             return (directory / "summary.md").read_text()
         model, params = models.load(prompts.source, dtype=prompts.dtype)

@@ -46,8 +46,8 @@ from kvjax.experiments import stopping
 from kvjax.experiments.core import stats
 from kvjax.experiments.core.command import plain_errors, write_json
 from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.records import KEY, Records, read_manifest
 from kvjax.experiments.evaluation.report import stands, table
-from kvjax.experiments.evaluation.results import Results, read_config
 from kvjax.experiments.learn_budget import SAVE_EVERY, losses_of
 from kvjax.experiments.learning.checkpoints import check_learns, opened, restored, save_progress
 from kvjax.experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples
@@ -185,7 +185,7 @@ def _hindsight(reading: RankedReading, policy: kvjax.Evict) -> jax.Array:
 
 
 def measure(
-    experiment: LearnedScorer, head: scorer.TrainedHead, reader: Reader, results: Results, tokenizer: Any
+    experiment: LearnedScorer, head: scorer.TrainedHead, reader: Reader, results: Records, tokenizer: Any
 ) -> None:
     """Appends the lines of the held-out prompts that are missing."""
     found = examples(reader.prompts, tokenizer, "held_out")
@@ -193,8 +193,8 @@ def measure(
     with tqdm(total=len(found), desc="held-out", unit="prompt", file=sys.stdout) as bar:
         for start in range(0, len(found), size):
             batch = found[start : start + size]
-            keys = [(m, label(b), e.task, e.index) for e in batch for b in experiment.budgets for m in _NAMES]
-            if any(k not in results.samples for k in keys):
+            keys = [(m, label(b), e.task, e.index, 0) for e in batch for b in experiment.budgets for m in _NAMES]
+            if any(k not in results.lines for k in keys):
                 reading = reader.read(batch)
                 for b in experiment.budgets:
                     snapkv = methods.snapkv(b, window=experiment.window_size, kernel=experiment.kernel_size)
@@ -208,7 +208,7 @@ def measure(
                         live = np.asarray(keep.sum((1, 2, 3)))
                         results.append(
                             {
-                                **{"method": method, "budget": label(b), "task": e.task, "index": e.index},
+                                **dict(zip(KEY, (method, label(b), e.task, e.index, 0), strict=True)),
                                 **{"loss": float(loss[i]), "kept_attention": float(share[i]), "live": int(live[i])},
                             }
                             for i, e in enumerate(batch)
@@ -251,7 +251,7 @@ def made(config: dict[str, Any], samples: Sequence[dict[str, Any]]) -> tuple[dic
 
 def write(directory: pathlib.Path, samples: Sequence[dict[str, Any]]) -> str:
     """Writes `summary.json` and `summary.md`. Returns the table."""
-    summary, text = made(read_config(directory), samples)
+    summary, text = made(read_manifest(directory)["config"], samples)
     write_bytes(directory / "summary.md", text.encode())
     write_json(directory / "summary.json", summary)  # last: its presence says that the run is complete
     return text
@@ -298,15 +298,15 @@ def run(
     prompts = experiment.prompts
     config = {**dataclasses.asdict(experiment), "seed": prompts.seed, "checkpoint": models.fingerprint(prompts.source)}
     keys = [
-        (method, label(b), task, HELD_OUT + i)
+        (method, label(b), task, HELD_OUT + i, 0)
         for b in experiment.budgets
         for method in _NAMES
         for task in prompts.tasks
         for i in range(prompts.held_out)
     ]
-    with Results(directory, config, command, restart=restart) as results:
-        in_order = lambda: [results.samples[k] for k in keys]
-        if all(k in results.samples for k in keys) and _has_head(directory):
+    with Records(directory, config, command, restart=restart) as results:
+        in_order = lambda: [results.lines[k] for k in keys]
+        if all(k in results.lines for k in keys) and _has_head(directory):
             summary, text = made(results.config, in_order())
             if stands(directory, summary, text):
                 print(f"{directory} is complete; --restart runs it again")

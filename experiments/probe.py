@@ -33,7 +33,7 @@ from kvjax.configs.experiment import check_whole
 from kvjax.drivers.text import repeating
 from kvjax.experiments.core.command import check_options, check_output, check_values, plain_errors
 from kvjax.experiments.core.compiled import keep_compiled
-from kvjax.experiments.evaluation.examples import read_text
+from kvjax.experiments.core.setup import read_text
 from kvjax.experiments.tasks import retrieval
 from kvjax.experiments.tasks.base import Task
 from kvjax.experiments.tasks.text import filler

@@ -4,8 +4,8 @@
     python experiments/run.py --config snapkv.py --budget 64 0.25 --window 8 --examples 16
     python experiments/run.py --config snapkv.py --help
 
-Results go to `results/<name>/` (or `--output`): `manifest.json`, `samples.jsonl` (a line an example, as it finishes),
-`costs.json`, `summary.json`, `summary.md` and plots. An interrupted run resumes; a finished one is not repeated.
+Results go to `results/<name>/` (or `--output`): `manifest.json`, `samples.jsonl` (a line a question, as it finishes),
+and the page, `report.html`. An interrupted run resumes; a finished one is not repeated.
 """
 
 import importlib
@@ -15,40 +15,48 @@ if __name__ == "__main__":  # before imports that take seconds
 
 import argparse
 import dataclasses
-import functools
 import hashlib
 import inspect
 import itertools
 import pathlib
 import re
+import shlex
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tyro
 from jax.sharding import Mesh
+from tqdm import tqdm
 
 import kvjax
 from kvjax import configs, models
 from kvjax.configs import loading
-from kvjax.configs.experiment import BUDGETS, LARGEST, Budget, Common, Experiment, Setup, label, sweep
+from kvjax.configs.experiment import BUDGETS, LARGEST, Budget, Common, Experiment, Setup, sweep
 from kvjax.configs.learning import LearnedBudget, LearnedScorer
-from kvjax.experiments import tasks
+from kvjax.experiments import report, stopping, tasks
 from kvjax.experiments.core.command import check_options, directory_path, plain_errors
 from kvjax.experiments.core.compiled import keep_compiled
-from kvjax.experiments.core.provenance import definition
-from kvjax.experiments.evaluation import report
-from kvjax.experiments.evaluation.batches import Bucket, buckets
-from kvjax.experiments.evaluation.evaluate import Evaluator
-from kvjax.experiments.evaluation.examples import build, described, find_builders
-from kvjax.experiments.evaluation.policies import all_policies, check_is, options_of, tasks_of, with_baselines
-from kvjax.experiments.evaluation.results import Results
-from kvjax.experiments.evaluation.reuse import reuse_full
-from kvjax.experiments.evaluation.running import run_missing
-from kvjax.experiments.tasks import Builder
+from kvjax.experiments.core.engine import Engine, Prompt, shapes
+from kvjax.experiments.core.meaning import definition
+from kvjax.experiments.core.records import KEY, Key, Line, Records, digest
+from kvjax.experiments.core.screen import screen
+from kvjax.experiments.core.setup import (
+    Run,
+    build,
+    check_is,
+    described,
+    find_builders,
+    options_of,
+    runs_of,
+    with_baselines,
+)
 from kvjax.models.packaged import TERMS, accept_license
+from kvjax.models.sources import locate
 
 _NAMES = "--model", "--baselines", "--tasks", "--data", "--text"  # options whose values are none of numbers
+_OF_OTHERS = "baselines", "baseline_budget", "compress"  # what of a setup no line of a policy depends on
+_PICTURES = "score_against_budget.png", "perplexity_against_budget.png"
 _RETURNED = {"run.py": Experiment, "learn_budget.py": LearnedBudget, "learn_scorer.py": LearnedScorer}
 
 
@@ -98,24 +106,13 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
     program = f"experiments/{script} --config {own.config} [--output DIR] [--restart]"
     if {"-h", "--help"} & set(overrides):
         print(parser.format_help())
-    given: dict[str, Any] = {}
-
-    @functools.wraps(get_config)
-    def recorded(*values: Any, **options: Any) -> Any:
-        given.update(inspect.signature(get_config).bind(*values, **options).arguments)
-        return get_config(*values, **options)
-
     try:
-        experiment = tyro.cli(recorded, args=overrides, prog=program)
+        experiment = tyro.cli(get_config, args=overrides, prog=program)
     except SystemExit as e:
         if e.code not in (0, None):
             print(f"parameters of {name}: {' '.join(_options(get_config))}", file=sys.stderr)
         raise
     check_is(experiment, _RETURNED[script], own.config or name)
-    if script == "run.py" and experiment.setup.task_budget and "budget" in given:
-        budgets = {label(b): b for each in experiment.setup.task_budgets.values() for b in each}
-        single = get_config(**{**given, "budget": (*budgets.values(),)})
-        experiment = dataclasses.replace(experiment, task_policies=single.policies)
     return experiment, own, overrides
 
 
@@ -225,8 +222,8 @@ def run(
     restart: bool = False,
     shard: tuple[int, int] | None = None,
     mesh: Mesh | None = None,
-) -> str:
-    """Runs what is missing in `directory`, and writes the report.
+) -> None:
+    """Runs what is missing in `directory`.
 
     Args:
       experiment: what to run.
@@ -235,79 +232,126 @@ def run(
       restart: begin anew; an earlier run there is moved aside.
       shard: which of how many parts of the examples, from 1.
       mesh: devices that share the work; results are the same.
-
-    Returns:
-      The report's text.
     """
+    from kvjax.models.weights import read_config  # imports Flax, which takes longer than --help should
+
     experiment = with_baselines(experiment)
     setup, builders = experiment.setup, find_builders(experiment.setup)
-    tasks_under = tasks_of(experiment, [*builders])
-    policies = [run for run in all_policies(experiment) if run[:2] in tasks_under]
-    options = options_of(experiment)
-    only = lambda m, b: {"tasks": tasks_under[m, b]} if setup.task_budget else {}
+    runs, options = runs_of(experiment), options_of(experiment)
     other = lambda m: {"options": options[m]} if m in options else {}
-    config = {
+    config: dict[str, Any] = {
         "name": experiment.name,
-        "policies": [
-            {"method": m, "budget": b, "policy": definition(p), **other(m), **only(m, b)} for m, b, p in policies
-        ],
+        "policies": [{"method": m, "budget": b, "policy": definition(p), **other(m)} for m, b, p in runs],
         "setup": dataclasses.asdict(setup),
         **described(setup, builders),
         "checkpoint": models.fingerprint(setup.source),
-        "seed": setup.seed,
         "shard": shard,
     }
-    with Results(directory, config, command, restart=restart) as results:
-        labels = {f"{m}@{b}" for m, b, *_ in results.expected()}
-        kept = set(report.load_kept(directory, results.config))
-        if all(k in results.samples for k in results.expected()) and labels <= kept & set(results.costs):
-            summary = report.summarise(results.lines(), results.costs, results.bad)
-            text = report.markdown(summary, experiment.name, options)
-            if report.stands(directory, summary, text):
-                print(f"{directory} is complete; --restart runs it again")
-                return text
-        if not restart:
-            kept |= {*reuse_full(results, kept)}
-        _run_missing(setup, builders, policies, results, kept, mesh)
-        return report.write(directory, results.lines(), results.costs, results.bad)
+    shared = {name: value for name, value in config["setup"].items() if name not in _OF_OTHERS}
+    same = [shared, *(config[name] for name in ("tasks", "text", "checkpoint"))]
+    config["ids"] = {f"{p['method']}@{p['budget']}": digest([p["policy"], same]) for p in config["policies"]}
+    with Records(directory, config, command, restart=restart) as records:
+        tokenizer = models.load_tokenizer(setup.source)
+        prompts, bad = build(setup, builders, tokenizer, read_config(locate(setup.source, weights=False)))
+        records.set_bad(bad)
+        if bad:
+            rows, are = ("row", "it is") if len(bad) == 1 else ("rows", "all are")
+            print(
+                f"{len(bad)} {rows} could not be asked; the first, line {bad[0]['line']}: {bad[0]['reason']}; {are} in "
+                f"{directory / 'bad_rows.jsonl'}"
+            )
+        part, of = shard or (1, 1)
+        mine = [prompt for prompt in prompts if prompt.example.index % of == part - 1]
+        if not mine:
+            print(f"shard {part}/{of} has none of the {len(prompts)} rows")
+        todo = _Todo(records, mine)
+        for method, budget, _ in runs:
+            if not restart and not any(name in records.lines for name in todo.keys(method, budget)):
+                records.take_over(f"{method}@{budget}", todo.keys(method, budget))
+        if any(todo.missing(method, budget) for method, budget, _ in runs):
+            _run_missing(setup, runs, prompts, todo, tokenizer, mesh)
+        else:
+            print(f"{directory} is complete; --restart runs it again")
+
+
+class _Todo:
+    """The prompts of a run, and which of them have no lines yet."""
+
+    def __init__(self, records: Records, prompts: Sequence[Prompt]):
+        self.records, self.prompts = records, prompts
+        self.questions = sum(len(prompt.asked) for prompt in prompts)
+        longest = lambda prompt: (prompt.example.task in tasks.NEEDLES, len(prompt.tokens))
+        self.shown = max(prompts, key=longest).example if prompts else None  # whose kept positions are drawn
+
+    def keys(self, method: str, budget: str, prompts: Sequence[Prompt] | None = None) -> list[Key]:
+        """What the lines of prompts' questions are named by; of all prompts if none are given."""
+        asked = ((p.example, i) for p in (self.prompts if prompts is None else prompts) for i, _ in p.asked)
+        return [(method, budget, example.task, example.index, i) for example, i in asked]
+
+    def missing(self, method: str, budget: str, among: Iterable[Prompt] | None = None) -> list[Prompt]:
+        """The prompts that have questions without lines."""
+        wanted = {id(prompt) for prompt in self.prompts}
+        lacks = lambda prompt: any(k not in self.records.lines for k in self.keys(method, budget, [prompt]))
+        return [p for p in (self.prompts if among is None else among) if id(p) in wanted and lacks(p)]
+
+    def write(self, method: str, budget: str, prompt: Prompt, lines: Sequence[Line]) -> int:
+        """Writes the lines of a prompt. Returns how many were not there."""
+        example, meta = prompt.example, dict(prompt.example.meta)
+        context = f"{example.task}/{meta.pop('same_context', example.index)}"
+        made_by = self.records.config["ids"][f"{method}@{budget}"]
+        before = len(self.records.lines)
+        self.records.append(
+            dict(zip(KEY, name, strict=True)) | {"id": made_by, "context": context} | meta | line
+            for name, line in zip(self.keys(method, budget, [prompt]), lines, strict=True)
+        )
+        return len(self.records.lines) - before
 
 
 def _run_missing(
-    setup: Setup,
-    builders: dict[str, Builder],
-    policies: Sequence[tuple[str, str, kvjax.Policy]],
-    results: Results,
-    kept: Collection[str],
-    mesh: Mesh | None,
+    setup: Setup, runs: Sequence[Run], prompts: Sequence[Prompt], todo: _Todo, tokenizer: Any, mesh: Mesh | None
 ) -> None:
-    """Runs the examples that `results` lacks, and those whose kept positions or costs it lacks."""
+    """Runs the prompts whose questions have no lines, and writes these as batches finish."""
     model, params = models.load(setup.source, dtype=setup.dtype)
-    tokenizer = models.load_tokenizer(setup.source)
-    rows, bad = build(setup, builders, tokenizer, model.config)
-    results.set_bad(bad)
-    most = model.config.max_position if model.config.learned_positions else None
-    shard, of = results.config["shard"] or (1, 1)
-
-    @functools.cache
-    def rows_in(tasks: tuple[str, ...]) -> list[Bucket]:
-        theirs = [row for row in rows if row.example.task in tasks]  # a policy need not read the others' lengths
-        return buckets(theirs, setup.batch_size, most, mine=lambda row: row.example.index % of == shard - 1)
-
-    groups = {
-        (p["method"], p["budget"]): rows_in((*p.get("tasks", results.config["tasks"]),))
-        for p in results.config["policies"]
-    }
-    if rows and not any(bucket.batches for group in groups.values() for bucket in group):
-        print(f"shard {shard}/{of} has none of the {len(rows)} rows")
-    if mesh is not None:
-        params = kvjax.shard_params(model, params, mesh)
+    params = params if mesh is None else kvjax.shard_params(model, params, mesh)
+    every = shapes(prompts, model.config.max_position if model.config.learned_positions else None)
     options = {"batch_size": setup.batch_size, "tokenizer": tokenizer, "block": setup.block, "mesh": mesh}
-    evaluators = {  # plans are made, and sizes checked, before anything runs
-        (method, budget): (Evaluator(model, params, policy, groups[method, budget], **options), groups[method, budget])
-        for method, budget, policy in policies
-        if any(bucket.batches for bucket in groups[method, budget])
-    }
-    run_missing(evaluators, results, kept)
+    engines = [  # all are planned, and sizes checked, before anything runs
+        (method, budget, [Engine(model, params, policy, shape, **options) for shape in every])
+        for method, budget, policy in runs
+        if todo.missing(method, budget)
+    ]
+    done = sum(name[:2] in {run[:2] for run in runs} for name in todo.records.lines)
+    with tqdm(total=len(runs) * todo.questions, initial=done, unit="question", file=sys.stdout) as bar:
+        for method, budget, of_shapes in engines:
+            while of_shapes:  # what is compiled is forgotten as it is done
+                engine = of_shapes.pop(0)
+                lacking = todo.missing(method, budget, engine.shape.prompts)
+                if lacking:
+                    bar.set_description(f"{method} {budget}: compiling")
+                    engine.compile()
+                bar.set_description(f"{method} {budget}")
+                with stopping.finishing("the examples that run"):
+                    for i in range(0, len(lacking), setup.batch_size):
+                        if stopping.asked():
+                            break
+                        batch = lacking[i : i + setup.batch_size]
+                        found, positions = engine.run(batch, todo.shown)
+                        if positions is not None:
+                            todo.records.keep(f"{method}@{budget}", positions)
+                        for prompt, lines in zip(batch, found, strict=True):
+                            bar.update(todo.write(method, budget, prompt, lines))
+
+
+def _said(directory: pathlib.Path, command: Sequence[str]) -> str:
+    """Writes the page of a run. Returns what the screen says of it."""
+    from kvjax.experiments.core.table import AVERAGE  # imports pandas, which takes longer than --help should
+
+    files = {"page": directory / "report.html", "records": directory / "samples.jsonl"}
+    if not files["records"].exists():  # a shard without examples
+        return f"{directory} has no records"
+    numbers = report.write([directory], directory, f"python {shlex.join(command[1:])}").to_dict("records")
+    picture = next((path for path in map(directory.joinpath, _PICTURES) if path.exists()), None)
+    return screen(numbers, AVERAGE, {**({} if picture is None else {"picture": picture}), **files})
 
 
 def main(argv: Sequence[str]) -> None:
@@ -320,8 +364,8 @@ def main(argv: Sequence[str]) -> None:
         check_apart(directory, own, experiment.setup.source)
         mesh = None if own.mesh is None else kvjax.make_mesh(**own.mesh)
         options = {"restart": own.restart, "shard": own.shard, "mesh": mesh}
-        print(run(experiment, directory, [sys.executable, *sys.argv], **options))
-        print(f"written to {directory}")
+        run(experiment, directory, [sys.executable, *sys.argv], **options)
+        print(f"\n{_said(directory, [sys.executable, *sys.argv])}")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from kvjax.experiments import corpus
 from kvjax.experiments.core.command import check_options, check_values, plain_errors
 from kvjax.experiments.core.compiled import keep_compiled
-from kvjax.experiments.evaluation.examples import read_text
+from kvjax.experiments.core.setup import read_text
 from kvjax.experiments.training import loop
 from kvjax.experiments.training.documents import Documents, Sizes
 from kvjax.models import LanguageModel, ModelConfig, Rope, save

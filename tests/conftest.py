@@ -132,16 +132,3 @@ def made(monkeypatch, embedded):
     from tests import runs
 
     runs.make_up(monkeypatch, embedded)
-
-
-@pytest.fixture(scope="session")
-def pair(tmp_path_factory, embedded):
-    """The directory of two finished runs that differ in their seeds; their results are made up."""
-    from tests import runs
-
-    directory = tmp_path_factory.mktemp("pair")
-    with pytest.MonkeyPatch.context() as patch:
-        runs.make_up(patch, embedded)
-        runs.run.main([*runs.SHORT, "--output", str(directory / "here")])
-        runs.run.main([*runs.SHORT, "--seed", "1", "--output", str(directory / "other")])
-    return directory

@@ -12,8 +12,7 @@ import numpy as np
 
 from kvjax import models
 from kvjax.experiments import run
-from kvjax.experiments.evaluation import report
-from kvjax.experiments.evaluation.evaluate import Cost, Outcome
+from kvjax.experiments.core import pictures
 from kvjax.models.embedded import EMBEDDED
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -45,31 +44,28 @@ def samples(directory):
 
 
 def without_times(lines):
-    """Without seals too, which are over the whole line."""
-    measured = ("prefill_seconds", "decode_tokens_per_second", "seal")
+    measured = ("prefill_seconds", "decode_tokens_per_second")
     return [{k: v for k, v in s.items() if k not in measured} for s in lines]
 
 
 class Made:
-    """An evaluator that makes its results up from examples and policies, at once."""
+    """An engine that makes its results up from examples and policies, at once."""
 
-    def __init__(self, model, params, policy, buckets, **options):
-        self.size = len(repr(policy))
+    def __init__(self, model, params, policy, shape, **options):
+        self.size, self.shape = len(repr(policy)), shape
 
-    def compile(self, bucket):
-        return Cost(self.size, 8 * self.size, None, None)
-
-    def run(self, bucket, batch, shown=None):
-        positions = [np.full((2, 3), self.size, np.int32)] * 2 if any(row.example is shown for row in batch) else None
-        return [Outcome(row, (), (), 7.0, 9, 0.5, 20.0) for row in batch], positions
-
-    def line(self, example, outcomes):
-        measured = {k: v for k, v in dataclasses.asdict(outcomes[0]).items() if k not in ("row", "tokens", "logp")}
-        made = {"prompt_tokens": len(example.context), "score": (self.size + example.index) % 2}
-        return {**dict(example.meta), **measured, **made}
-
-    def release(self):
+    def compile(self):
         pass
+
+    def run(self, prompts, shown=None):
+        positions = [np.full((2, 3), self.size, np.int32)] * 2 if any(p.example is shown for p in prompts) else None
+        return [[self.line(prompt, i) for i, _ in prompt.asked] for prompt in prompts], positions
+
+    def line(self, prompt, i):
+        found = {"question": i, "most_live": 9, "score": (self.size + prompt.example.index) % 2, "metric": "contains"}
+        found |= {"output": "7 3", "references": ["7 3"], "tokens": 2, "prompt_tokens": len(prompt.tokens), "live": 7.0}
+        found |= {"slots": self.size, "kv_bytes": 8 * self.size, "prefill_peak_bytes": None, "decode_peak_bytes": None}
+        return {**found, "prefill_seconds": 0.5, "decode_tokens_per_second": 20.0}
 
 
 SHORT = ["--config", "window.py", "--length", "256", "--examples", "4", "--batch-size", "2", "--budget", "0.5"]
@@ -79,11 +75,10 @@ SHORT += ["--tasks", "key_value", "--baselines"]
 
 def make_up(patch, embedded):
     """Runs cost nothing: their results are made up, and no picture is drawn."""
-    patch.setattr(run, "Evaluator", Made)
+    patch.setattr(run, "Engine", Made)
     patch.setattr(models, "load", lambda *_, **__: embedded[:2])
     patch.setattr(models, "load_tokenizer", lambda *_: embedded[2])
-    for plot in ("score_against_budget", "perplexity_against_budget", "depth_against_length", "kept_positions"):
-        patch.setattr(report, f"plot_{plot}", lambda *_: None)
+    patch.setattr(pictures, "drawn", lambda *_: {"curves": [], "maps": [], "kept": []})
 
 
 def contents(directory):

@@ -11,8 +11,7 @@ import pytest
 from kvjax import methods, models
 from kvjax.experiments import corpus, train_tiny
 from kvjax.experiments.core import locks
-from kvjax.experiments.evaluation.batches import buckets, rows_of
-from kvjax.experiments.evaluation.evaluate import Evaluator
+from kvjax.experiments.core.engine import Engine, prompts_of, shapes
 from kvjax.experiments.tasks import RETRIEVAL, TASKS, Task
 from kvjax.models.embedded import EMBEDDED, INCLUDED, save_tokenizer
 
@@ -102,14 +101,14 @@ def exact_match(name, policy, length, per_task):
     (model, params), tokenizer = models.load(INCLUDED[name]), models.load_tokenizer(INCLUDED[name])
     task = Task(lambda text: tokenizer(text, add_special_tokens=False).input_ids, (tokenizer.bos_token_id,), length, 0)
     examples = [TASKS[name](task, i + 40) for name in RETRIEVAL for i in range(per_task)]
-    (bucket,) = buckets([row for e in examples for row in rows_of(e, "in_prompt")], per_task)
-    evaluator = Evaluator(model, params, policy, [bucket], batch_size=per_task, tokenizer=tokenizer)
-    evaluator.compile(bucket)
+    (shape,) = shapes(prompt for e in examples for prompt in prompts_of(e, "in_prompt"))
+    engine = Engine(model, params, policy, shape, batch_size=per_task, tokenizer=tokenizer)
+    engine.compile()
     scores = {name: [] for name in RETRIEVAL}
-    for batch in bucket.batches:
-        for outcome in evaluator.run(bucket, batch)[0]:
-            e = outcome.row.example
-            scores[e.task].append(evaluator.line(e, [outcome])["score"])
+    for i in range(0, len(shape.prompts), per_task):
+        batch = shape.prompts[i : i + per_task]
+        for prompt, (line,) in zip(batch, engine.run(batch)[0], strict=True):
+            scores[prompt.example.task].append(line["score"])
     return {name: np.mean(found) for name, found in scores.items()}
 
 

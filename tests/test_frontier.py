@@ -4,7 +4,7 @@ import pytest
 
 from kvjax import methods
 from kvjax.experiments import figures, frontier
-from kvjax.experiments.evaluation.batches import Bucket
+from kvjax.experiments.core.engine import Shape
 from kvjax.experiments.frontier import Frontier, Point
 from kvjax.models import ModelConfig
 from kvjax.models.embedded import EMBEDDED
@@ -12,7 +12,7 @@ from kvjax.models.embedded import EMBEDDED
 CONFIG = ModelConfig(
     vocab_size=61, embed_dim=32, mlp_dim=32, num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=8
 )
-RUN = Bucket(96, 32, (96,), ())
+RUN = Shape(96, 32, 1, ())
 
 
 def point(method, share, mean, label="bytes-0.25", scores=(0.0, 1.0)):

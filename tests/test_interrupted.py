@@ -1,7 +1,6 @@
 """Runs of the main job that are killed at any moment: resumed, they end with the same results."""
 
 import json
-import os
 import pathlib
 import signal
 import subprocess
@@ -11,31 +10,11 @@ import time
 import numpy as np
 import pytest
 
-from kvjax.experiments import run, stopping
-from kvjax.experiments.evaluation.summary import TIMES
-from tests.runs import ROOT, one_layer, samples, without_times
+from kvjax.experiments import stopping
+from tests import kills
+from tests.runs import ROOT, one_layer, samples
 
-TASKS = "single_needle", "needle", "vt", "multi_turn", "evicted_perplexity"
-MOMENTS = 5  # of each protocol
-ROW = {"context": "the code for ada is 7 3 .", "question": "what is the code for ada ?", "answers": ["7 3"]}
-
-
-def arguments(data, protocol, directory):
-    found = ["--config", "snapkv.py", "--model", one_layer(), "--tasks", *TASKS, "--data", str(data), "--budget", "0.5"]
-    found += [
-        "--window",
-        "4",
-        "--baselines",
-        "--length",
-        "384",
-        "--examples",
-        "4",
-        "--batch-size",
-        "2",
-        "--max-new-tokens",
-        "4",
-    ]
-    return [*found, "--protocol", protocol, "--seed", "0", "1", "--output", str(directory / "x")]
+MOMENTS = 3  # of each kind
 
 
 @pytest.fixture
@@ -99,65 +78,19 @@ def test_a_signal_stops_a_run_after_the_examples_that_run_and_says_how_it_goes_o
     assert len(samples(here)) < 600
 
 
-def start(options):
-    """A process that compiles everything itself, once it has a manifest."""
-    environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "experiments/run.py", *options]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    manifest, deadline = f"{options[-1]}/manifest.json", time.monotonic() + 300
-    while not os.path.exists(manifest):
-        assert process.poll() is None, "the run ended before it began"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return process
-
-
-def found(directory):
-    """All that a run leaves, but for times, and for pictures and tables of them."""
-    timeless = lambda rows: [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
-    summary = json.loads((directory / "summary.json").read_text())
-    return {
-        "files": sorted(str(p.relative_to(directory)) for p in directory.rglob("*")),
-        "samples": sorted(without_times(samples(directory)), key=lambda s: json.dumps(s)),
-        "summary": {k: timeless(rows) if k != "bad_rows" else rows for k, rows in summary.items()},
-        "bad": (directory / "bad_rows.jsonl").read_bytes(),
-        "costs": json.loads((directory / "costs.json").read_text()),
-        "kept": [
-            {name: array.tolist() for name, array in np.load(p, allow_pickle=False).items()}
-            for p in sorted((directory / "kept").glob("*.npz"))
-        ],
-    }
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("protocol", ["in_prompt", "after_compression"])
-def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_results(tmp_path, protocol):
-    """SIGKILL at moments drawn over the whole run: while it compiles, reads, answers, writes, draws."""
-    data = tmp_path / "mine.jsonl"
-    data.write_text(f"{json.dumps(ROW)}\n{{nope\n{json.dumps({**ROW, 'context': ROW['context'] * 3})}\n")
-    process, began = start(arguments(data, protocol, tmp_path / "whole")), time.monotonic()
-    assert process.wait() == 0
-    seconds = time.monotonic() - began
-    whole = found(tmp_path / "whole" / "x")
-    assert len(whole["samples"]) == 2 * 2 * (4 * len(TASKS) + 2)
-    assert [row["line"] for row in whole["summary"]["bad_rows"]] == [2, 2]
-
-    rng = np.random.default_rng(len(protocol))
+@pytest.mark.parametrize("kind", kills.KINDS)
+def test_what_is_killed_at_any_moment_ends_with_the_same_results(tmp_path, kind):
+    """SIGKILL at moments drawn over the whole job: while it compiles, reads, answers, writes, draws."""
+    whole, seconds = kills.whole(kind, tmp_path / "whole")
+    assert len(whole) == (2 if kind == "sweep" else 1)
+    for each in whole.values():
+        lines = [json.loads(line) for line in each["samples"]]
+        asked = {(s["method"], s["task"], s["index"]) for s in lines}
+        assert len(asked) == 2 * 2 * (4 * len(kills.TASKS) + 2)
+        assert len(lines) > len(asked)
+        assert [json.loads(row)["line"] for row in each["bad"].splitlines()] == [2, 2]
+    rng = np.random.default_rng(len(kind))
     for i in range(MOMENTS):
-        options = arguments(data, protocol, tmp_path / str(i))
-        process, moment = start(options), (i + rng.random()) / MOMENTS
-        time.sleep(moment * seconds)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        here = tmp_path / str(i) / "x"
-        lines = here / "samples.jsonl"
-        done = lines.read_bytes() if lines.exists() else b""
-        whole_lines, _, rest = done.rpartition(b"\n")
-        there = sorted(p.name for p in here.iterdir() if p.name != ".lock")
-        print(
-            f"{protocol}, {moment:.2f} of {seconds:.0f} s: {len(whole_lines.splitlines())} lines and {len(rest)} bytes"
-        )
-        print(f"  {', '.join(there)}")
-        run.main(options)
-        assert lines.read_bytes().startswith(whole_lines)  # nothing is lost, nothing runs again
-        assert found(here) == whole
+        moment = (i + rng.random()) / MOMENTS * seconds
+        assert kills.killed_and_resumed(kind, tmp_path / str(i), moment) == whole

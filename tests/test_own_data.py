@@ -13,7 +13,7 @@ import pytest
 from kvjax import models
 from kvjax.configs.experiment import Setup
 from kvjax.experiments import run
-from kvjax.experiments.evaluation.examples import build, find_builders
+from kvjax.experiments.core.setup import build, find_builders
 from kvjax.experiments.tasks import BadRow, Task
 from kvjax.experiments.tasks.own_data import read
 from tests.runs import one_layer, samples
@@ -43,7 +43,7 @@ def test_a_row_is_a_context_as_the_library_encodes_it_and_a_question_after_it(tm
     assert begun.context == (tokenizer.bos_token_id, *e.context)
     (q,) = e.questions
     assert tokenizer.decode(q.ids) == f"{row['question']} {row['answer_prefix']}"
-    assert (q.references, q.metric, q.max_new_tokens, dict(e.meta)["id"]) == (("7 3",), "exact_match", 4, "3")
+    assert (q.references, q.metric, q.max_new_tokens, dict(e.meta)["row"]) == (("7 3",), "exact_match", 4, "3")
 
 
 def test_a_context_that_is_too_long_is_cut_where_it_is_wanted(tmp_path, embedded):
@@ -113,7 +113,8 @@ def test_bad_rows_are_recorded_and_named_and_the_rest_runs(tmp_path, capsys):
             (m, i) for m in ("full", "window") for i in (0, 19)
         ]
         printed = capsys.readouterr().out
-        assert "18 rows could not be asked, and are not among the examples:" in printed
+        said = f"18 rows could not be asked; the first, line 2: no JSON: .*; all are in {here}/bad_rows.jsonl"
+        assert re.search(said, printed)
         found = [json.loads(line) for line in (here / "bad_rows.jsonl").read_text().splitlines()]
         assert [row["line"] for row in found] == [*range(2, 20)]
         for row, (_, reason) in zip(found, BAD, strict=True):

@@ -219,15 +219,18 @@ def test_lines_of_an_equal_run_beside_are_taken_over(three, monkeypatch, capsys)
     with opened(three) as first:
         first.keep("m@1", [np.zeros((1, 2))])
     other = {"name": "other", "ids": {"n@2": "a", "full@1.0": "c"}}
+    wanted = {("n", "2", "t", i, 0) for i in (0, 2, 4)}
     with opened(three.with_name("y"), other) as second:
-        assert second.take_over("full@1.0") == 0
-        assert second.take_over("n@2") == 3
-    assert f"n@2: 3 lines are taken over from {three}" in capsys.readouterr().out
+        assert second.take_over("full@1.0", wanted) == 0
+        assert second.take_over("n@2", wanted) == 2
+        assert second.take_over("n@2", wanted) == 0
+    assert f"n@2: 2 lines are taken over from {three}" in capsys.readouterr().out
     mine, theirs = (read_lines(d / "samples.jsonl")[0].values() for d in (three.with_name("y"), three))
-    assert [*mine] == [{**line, "method": "n", "budget": "2"} for line in theirs]
+    assert [*mine] == [{**line, "method": "n", "budget": "2"} for line in theirs if line["index"] != 1]
     assert [*load_kept(three.with_name("y"))] == ["n@2"]
-    assert read_manifest(three.with_name("y"))["taken_over"] == {"n@2": {"from": str(three), "lines": 3}}
+    noted = read_manifest(three.with_name("y"))["taken_over"]
+    assert noted == [{"of": "n@2", "from": str(three), "lines": 2}]
     now = records.environment([])
     monkeypatch.setattr(records, "environment", lambda _: {**now, "code": "0"})
     with opened(three.with_name("z"), other) as third:
-        assert third.take_over("n@2") == 0
+        assert third.take_over("n@2", wanted) == 0

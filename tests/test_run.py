@@ -15,10 +15,9 @@ import pytest
 
 from kvjax import configs
 from kvjax.configs.experiment import Setup
-from kvjax.experiments import compare, run
-from kvjax.experiments.evaluation import report
-from kvjax.experiments.evaluation.evaluate import Evaluator
-from tests.runs import ROOT, Made, one_layer, samples, small, without_times
+from kvjax.experiments import run
+from kvjax.experiments.core.records import KEY
+from tests.runs import ROOT, SHORT, Made, interrupt, samples, small, without_times
 
 
 def test_outputs(finished):
@@ -31,37 +30,31 @@ def test_outputs(finished):
         ("random", "0.5"),  # where the method runs, too
     ]
     assert "Evict(score=Pooled(" in manifest["config"]["policies"][1]["policy"]
-    assert manifest["config"]["seed"] == 0
-    assert set(manifest["versions"]) >= {"python", "jax", "flax", "transformers", "kvjax"}
-    assert manifest["device"]["platform"] == "cpu"
-    assert manifest["command"]
-    assert "git_commit" in manifest
+    assert manifest["config"]["setup"]["seed"] == 0
+    (made,) = manifest["made"]
+    assert set(made["versions"]) >= {"python", "jax", "flax", "transformers", "kvjax"}
+    assert made["device"]["platform"] == "cpu"
+    assert made["command"]
+    assert "git_commit" in made
 
     lines = samples(finished)
     assert len(lines) == 4 * len(Setup().task_names) * 4
-    assert len({(s["method"], s["budget"], s["task"], s["index"]) for s in lines}) == len(lines)
+    assert len({tuple(s[k] for k in KEY) for s in lines}) == len(lines)
     for s in lines:
+        assert s["id"] == manifest["config"]["ids"][f"{s['method']}@{s['budget']}"]
+        assert s["context"] == f"{s['task']}/{s['index']}"
         assert s["live"] <= s["most_live"]
+        assert s["slots"] * 2 * 4 * 32 == s["kv_bytes"]
+        assert s["prefill_peak_bytes"] > s["decode_peak_bytes"] > 0
+        assert min(s["prefill_seconds"], s["decode_tokens_per_second"], s["tokens"]) > 0
         if s["method"] == "snapkv":
             assert s["live"] <= float(s["budget"]) * s["prompt_tokens"] + 1e-6
-        if s["task"] != "perplexity":
-            assert s["score"] == (s["score"] if s["task"] == "multi_query" else round(s["score"]))
-
-    summary = json.loads((finished / "summary.json").read_text())
-    row = next(r for r in summary["rows"] if (r["method"], r["budget"], r["task"]) == ("snapkv", "0.5", "key_value"))
-    assert row["examples"] == 4
-    assert 0 <= row["low"] <= row["score"] <= row["high"] <= 1
-    assert 0 <= row["agreement"]["same"][0] <= row["agreement"]["prefix"][0] <= 1
-    assert 0.4 < row["kv_bytes_of_full"] < 0.8
-    assert row["slots"] * 2 * 4 * 32 == row["kv_bytes"]
-    assert row["timed_batches"] == 2
-    for timed in ("prefill_seconds", "decode_tokens_per_second"):
-        assert 0 < row[f"{timed}_low"] <= row[timed] <= row[f"{timed}_high"]
-    assert row["prefill_peak_bytes"] > row["decode_peak_bytes"] > 0
-    for plot in ("score_against_budget", "perplexity_against_budget", "depth_against_length", "kept_positions"):
-        assert (finished / f"{plot}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert "| snapkv | 0.25 |" in (finished / "summary.md").read_text()
-    assert "not the defaults of `kvjax.methods`: snapkv(window=16)." in (finished / "summary.md").read_text()
+        if s["task"] == "perplexity":
+            assert s["nll"] > 0
+        else:
+            assert (s["score"] == 1) == (s["task"] != "multi_query" and s["references"][0] in s["output"]) or s["score"]
+    assert {s["depth"] for s in lines if s["task"] == "single_needle"} > {0}
+    assert (finished / "report.html").is_file()
 
 
 def test_a_finished_run_is_not_repeated(finished, capsys):
@@ -108,20 +101,16 @@ def test_resuming_after_a_kill_ends_with_the_same_numbers(finished, tmp_path):
     process.wait()
     done = lines.read_bytes()
     assert 6 <= done.count(b"\n") < 16
-    assert not (directory / "summary.json").exists()
+    assert not (directory / "report.html").exists()
 
     with lines.open("ab") as f:  # what a kill in the middle of a write leaves
         f.write(b'{"method": "snapkv", "budg')
     run.main(arguments)
     assert lines.read_bytes().startswith(done)  # nothing computed was lost or computed again
     mine = lambda rows: [r for r in rows if r["task"] in TWO_TASKS and (r["method"], r["budget"]) in METHODS]
-    assert without_times(samples(directory)) == without_times(mine(samples(finished)))
-    unequal = (*report.TIMES, "against_full")  # which is adjusted for all methods of a run
-    timeless = lambda d: [
-        {k: v for k, v in r.items() if k not in unequal}
-        for r in mine(json.loads((d / "summary.json").read_text())["rows"])
-    ]
-    assert timeless(directory) == timeless(finished)
+    program = ("id", "slots", "kv_bytes", "prefill_peak_bytes", "decode_peak_bytes")  # is that of other tasks, too
+    rows = lambda found: [{k: v for k, v in s.items() if k not in program} for s in without_times(found)]
+    assert rows(samples(directory)) == rows(mine(samples(finished)))
 
 
 def test_batches_do_not_change_results(finished, tmp_path):
@@ -130,7 +119,7 @@ def test_batches_do_not_change_results(finished, tmp_path):
     arguments += ["--tasks", "single_needle", "multi_query"]
     run.main([*arguments, "--output", str(tmp_path / "x")])
     pick = lambda d: {
-        (s["method"], s["budget"], s["task"], s["index"]): (s["answers"][0]["output"], s["live"], s["most_live"])
+        (s["method"], s["budget"], s["task"], s["index"]): (s["output"], s["live"], s["most_live"])
         for s in samples(d)
         if s["task"] in ("single_needle", "multi_query") and s["budget"] in ("1.0", "0.5") and s["method"] != "random"
     }
@@ -162,39 +151,17 @@ def test_every_config_runs(config, tmp_path):
     assert {s["method"] for s in samples(tmp_path / config)} == {"full", config}
 
 
-def test_a_method_without_budgets(tmp_path, capsys):
-    """FastGen: labels are its recovery ratios, its place in plots is what it kept."""
-    directory = tmp_path / "fastgen"
-    options = ["--length", "256", "--examples", "4", "--batch-size", "2", "--tasks", "single_needle", "key_value"]
-    options += ["--model", one_layer(), "--recovery", "0.98", "0.9", "--baselines", "random"]
-    run.main(["--config", "fastgen.py", *options, "--output", str(directory)])
-    summary = json.loads((directory / "summary.json").read_text())
-    means = {(r["method"], r["budget"]): r for r in summary["retrieval_mean"]}
-    assert [*means] == [
-        ("full", "1.0"), ("fastgen", "T=0.98"), ("fastgen", "T=0.9"), ("random", "0.125"),
-    ]  # fmt: skip
-    places = [report.budget_fraction(means["fastgen", f"T={t}"], 256) for t in ("0.98", "0.9")]
-    assert 0.05 < places[1] <= places[0] < 1
-    assert means["full", "1.0"]["live_of_prompt"] == 1
-    assert report.budget_fraction(means["random", "0.125"], 256) == 0.125
-    for plot in ("score_against_budget", "depth_against_length", "kept_positions"):
-        assert (directory / f"{plot}.png").is_file()
-    assert "| fastgen | T=0.9 |" in (directory / "summary.md").read_text()
-
+def test_a_method_without_budgets(made, tmp_path):
+    """FastGen: labels are its recovery ratios."""
+    command = ["--config", "fastgen.py", *small(budget=[]), "--tasks", "key_value", "--baselines", "random"]
+    command.remove("--budget")
+    run.main([*command, "--recovery", "0.98", "0.9", "--output", str(tmp_path / "x")])
+    found = dict.fromkeys((s["method"], s["budget"]) for s in samples(tmp_path / "x"))
+    assert [*found] == [("full", "1.0"), ("fastgen", "T=0.98"), ("fastgen", "T=0.9"), ("random", "0.125")]
     with pytest.raises(SystemExit, match="error: recovery is empty"):
         run.main(["--config", "fastgen.py", "--recovery", "--output", str(tmp_path / "empty")])
     experiment, _, _ = run.parse(["--config", "snapkv.py", "--baselines", "fastgen"])
-    assert [b for m, b, _ in run.all_policies(experiment) if m == "fastgen"] == ["T=0.98", "T=0.95", "T=0.9"]
-
-    compare.main([str(directory), "--output", str(tmp_path / "board")])
-    lines = capsys.readouterr().out.splitlines()
-    tables = "\n".join(lines).split("Retrieval mean in percent / perplexity, by budget:")
-    order = [line.split(" | ")[1] for line in tables[0].splitlines() if line.startswith("| ")][1:]
-    assert order[0] == "1.0"
-    assert order[-1] == "0.125"
-    assert all(
-        f"| fastgen T={t} ({round(100 * x)} % live) |" in tables[1] for t, x in zip((0.98, 0.9), places, strict=True)
-    )
+    assert [b for m, b, _ in run.runs_of(experiment) if m == "fastgen"] == ["T=0.98", "T=0.95", "T=0.9"]
 
 
 def test_a_config_of_ones_own(tmp_path, monkeypatch):
@@ -225,80 +192,6 @@ def test_a_config_of_ones_own(tmp_path, monkeypatch):
         run.main(["--config", "./empty.py"])
 
 
-def test_tasks_may_have_budgets_of_their_own(made, tmp_path):
-    """Rows are labelled with the budget that they ran under, of the method and of its baselines; a mean is of all."""
-    command = [
-        "--config",
-        "window.py",
-        *small(budget=["0.5", "0.25"]),
-        "--tasks",
-        "key_value",
-        "perplexity",
-        "multi_query",
-    ]
-    command += [
-        "--baselines",
-        "random",
-        "fastgen",
-        "--task-budget",
-        "multi_query=0.5",
-        "perplexity=32",
-        "perplexity=0.75",
-    ]
-    run.main([*command, "--output", str(tmp_path / "x")])
-    under: dict[tuple[str, str], set[str]] = {}
-    for s in samples(tmp_path / "x"):
-        under.setdefault((s["method"], s["budget"]), set()).add(s["task"])
-    every = {"key_value", "perplexity", "multi_query"}
-    assert under == {
-        ("full", "1.0"): every,
-        ("window", "0.5"): {"key_value", "multi_query"},
-        ("window", "0.25"): {"key_value"},
-        ("window", "32"): {"perplexity"},
-        ("window", "0.75"): {"perplexity"},
-        ("random", "0.5"): {"key_value", "multi_query"},
-        ("random", "32"): {"perplexity"},
-        ("random", "0.75"): {"perplexity"},
-        **{("fastgen", f"T={t}"): every for t in (0.98, 0.95, 0.9)},
-    }
-    policies = json.loads((tmp_path / "x" / "manifest.json").read_text())["config"]["policies"]
-    of = {(p["method"], p["budget"]): (p["policy"], p["tasks"]) for p in policies}
-    assert "budget=32," in of["window", "32"][0]
-    assert of["window", "32"][1] == ["perplexity"]
-    summary = json.loads((tmp_path / "x" / "summary.json").read_text())
-    means = {(r["method"], r["budget"]) for r in summary["retrieval_mean"]}
-    both = {("window", "0.5"), ("random", "0.5")}
-    assert means == {("full", "1.0"), *both, *(("fastgen", f"T={t}") for t in (0.98, 0.95, 0.9))}
-    run.main([*command, "--output", str(tmp_path / "x")])
-
-
-def test_a_policy_reads_only_the_prompts_of_its_tasks(made, tmp_path, monkeypatch, capsys):
-    """A budget of one file is not held against another's lengths, and one whose rows are all bad has nothing to do."""
-    row = {"context": "the code for ada is 7 3 . ", "question": "what ?", "answers": ["7 3"], "max_new_tokens": 4}
-    rows = {"short": [row], "long": [{**row, "context": row["context"] * 12}], "bad": [{}]}
-    files = [tmp_path / f"{name}.jsonl" for name in rows]
-    for file, content in zip(files, rows.values(), strict=True):
-        file.write_text("\n".join(map(json.dumps, content)))
-
-    class Planned(Made):
-        def __init__(self, *setting, **options):
-            super().__init__(*setting, **options)
-            Evaluator(*setting, **options)
-
-    monkeypatch.setattr(run, "Evaluator", Planned)
-    command = ["--config", "ahakv.py", "--recent", "0.5", "--budget", "0.75", "--baselines"]
-    command += ["--data", *map(str, files), "--task-budget", "short=39", "bad=0.25", "--output", str(tmp_path / "x")]
-    run.main(command)
-    full = [("full", "1.0", task) for task in ("short", "long")]
-    expected = {*full, ("ahakv", "0.75", "long"), ("ahakv", "39", "short")}
-    assert {(s["method"], s["budget"], s["task"]) for s in samples(tmp_path / "x")} == expected
-    run.main(command)
-    assert "is complete" in capsys.readouterr().out
-    command[command.index("short=39")] = "long=39"
-    with pytest.raises(SystemExit, match=r"a budget of 39 tokens cannot hold 0 sinks and \d+"):
-        run.main([*command, "--restart"])
-
-
 MAKE = """
 from helper_of_make import WINDOW
 from kvjax import methods
@@ -324,15 +217,13 @@ def test_a_policy_and_a_task_of_ones_own_over_seeds_and_text(tmp_path, monkeypat
     run.main(
         [*command, "--tasks", "mine.py:task", "single_needle", "perplexity", "--text", "text.txt", "--output", "x"]
     )
-    found = {(s["method"], s["task"], s["index"]): s for s in samples(tmp_path / "x")}
-    assert set(found) == {
-        (m, t, i) for m in ("full", "mine.make") for t in ("task", "single_needle", "perplexity") for i in range(4)
-    }
-    assert len(found["mine.make", "task", 1]["answers"]) == 2
-    assert found["mine.make", "task", 3]["seed"] == 5
-    outputs = lambda i: [a["output"] for a in found["full", "task", i]["answers"]]
+    found = {(s["method"], s["task"], s["index"], s["question"]): s for s in samples(tmp_path / "x")}
+    asked = [("task", 0), ("task", 1), ("single_needle", 0), ("perplexity", 0)]
+    assert set(found) == {(m, t, i, q) for m in ("full", "mine.make") for t, q in asked for i in range(4)}
+    assert found["mine.make", "task", 3, 1]["seed"] == 5
+    outputs = lambda i: [found["full", "task", i, q]["output"] for q in range(2)]
     assert outputs(0) == outputs(2)  # this task draws nothing
-    assert found["full", "perplexity", 0]["tokens"] == 64
+    assert found["full", "perplexity", 0, 0]["tokens"] == 64
     (tmp_path / "two.py").write_text("def two(budget, window): ...")
     with pytest.raises(ValueError, match=r"two\.py:two is not called as make\(budget\): missing .*'window'"):
         run.parse(["--policy", "two.py:two"])
@@ -358,8 +249,7 @@ def test_prompts_read_in_blocks(finished, tmp_path):
     blocks, whole = tmp_path / "blocks", finished
     assert json.loads((blocks / "manifest.json").read_text())["config"]["setup"]["block"] == 64
     peak = lambda directory: {
-        (r["method"], r["budget"]): r["prefill_peak_bytes"]
-        for r in json.loads((directory / "summary.json").read_text())["rows"]
+        (s["method"], s["budget"]): s["prefill_peak_bytes"] for s in samples(directory) if s["task"] == "single_needle"
     }
     full = lambda directory: [
         (s["task"], s["index"], s.get("score"))
@@ -371,3 +261,47 @@ def test_prompts_read_in_blocks(finished, tmp_path):
     options = ["--length", "256", "--baselines", "--block", "64", "--output", str(tmp_path / "f")]
     with pytest.raises(SystemExit, match="FastGen looks at the whole prompt at once, but block=64"):
         run.main(["--config", "fastgen.py", *options])
+
+
+def test_an_interruption_says_what_is_stored_and_how_to_go_on(made, tmp_path, capsys, monkeypatch):
+    def interrupted(self, batch, *shown, work=Made.run):
+        if batch[0].example.index == 2:
+            raise KeyboardInterrupt
+        return work(self, batch, *shown)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Made, "run", interrupted)
+        with pytest.raises(SystemExit) as e:
+            run.main([*SHORT, "--output", str(tmp_path / "x")])
+    assert e.value.code == 130
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'x'} holds what was finished (2 lines of samples.jsonl)" in error
+    assert "the same command goes on from there" in error
+    run.main([*SHORT, "--output", str(tmp_path / "x")])
+    assert len(samples(tmp_path / "x")) == 8
+    monkeypatch.setattr(run, "parse", interrupt)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as e:
+        run.main([])
+    assert e.value.code == 130
+    assert capsys.readouterr().err == "\ninterrupted; no result was being written\n"
+
+
+def test_the_full_cache_of_an_equal_run_beside_is_taken_over(made, tmp_path, capsys, monkeypatch):
+    first, second = tmp_path / "first", tmp_path / "second"
+    other = ["--config", "h2o.py", *SHORT[2:]]
+    run.main([*SHORT, "--output", str(first)])
+    ran = []
+    monkeypatch.setattr(Made, "run", lambda self, *a, work=Made.run: ran.append(self.size) or work(self, *a))
+    run.main([*other, "--output", str(second)])
+    assert f"full@1.0: 4 lines are taken over from {first}, an equal run" in capsys.readouterr().out
+    assert len({*ran}) == 1  # h2o's
+    manifest = json.loads((second / "manifest.json").read_text())
+    assert manifest["taken_over"] == [{"of": "full@1.0", "from": str(first), "lines": 4}]
+    lines = lambda d: [s for s in samples(d) if s["method"] == "full"]
+    assert lines(first) == lines(second)
+    run.main([*other, "--output", str(second)])
+    assert "is complete" in capsys.readouterr().out
+    for here, options in ((second, ["--restart"]), (tmp_path / "third", ["--seed", "1"])):
+        run.main([*other, "--output", str(here), *options])
+        assert "taken over" not in capsys.readouterr().out

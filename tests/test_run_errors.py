@@ -11,9 +11,9 @@ from kvjax import methods
 from kvjax.budgets import Schedule
 from kvjax.configs.experiment import Experiment, Setup
 from kvjax.experiments import run
-from kvjax.experiments.evaluation import report
 from kvjax.experiments.tasks import TASKS
-from tests.runs import one_layer, small
+from kvjax.models.embedded import EMBEDDED
+from tests.runs import SHORT, contents, one_layer, small
 
 
 def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, capsys):
@@ -22,6 +22,7 @@ def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, caps
     baselines = lambda *argv: run.with_baselines(run.parse(["--config", "snapkv.py", *argv])[0]).setup.baselines
     assert baselines() == ("random", "streaming_llm", "h2o", "ada_snapkv")
     assert baselines("--model", str(tmp_path), "--baselines", "streaming_llm") == ("streaming_llm",)
+    assert baselines("--baselines", "none") == baselines("--baselines") == ()
     assert not capsys.readouterr().out
     assert baselines("--model", str(tmp_path)) == ("random", "h2o", "ada_snapkv")
     assert capsys.readouterr().out.startswith("baselines: random, h2o, ada_snapkv; without streaming_llm")
@@ -82,14 +83,6 @@ def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, caps
             ["--config", "fastgen.py", "--compress", "prefill", "--baselines"],
             "--compress prefill is not for fastgen: FastGen has no schedule",
         ),
-        (["--config", "snapkv.py", "--task-budget", "needle=0.5"], "--task-budget names 'needle', which does not run"),
-        (["--config", "snapkv.py", "--task-budget", "key_value"], r"task_budget has 'key_value'; write task=budget"),
-        (
-            ["--config", "snapkv.py", "--task-budget", "key_value=2", "key_value=2"],
-            "task_budget of key_value has 2 twice",
-        ),
-        (["--config", "snapkv.py", "--task-budget", "key_value=1.5"], "1.5 is not a share of the prompt"),
-        (["--config", "fastgen.py", "--task-budget", "key_value=0.5"], "fastgen has no policy of that budget"),
         (["--policy", "mine.py:make"], "there is no Python file 'mine.py'"),
         (["--policy", "mine.py:make", "--config", "h2o.py"], "--config and --policy each say what to run"),
         (["--config", "snapkv.py", "--text", "no.txt"], "No such file or directory: 'no.txt'"),
@@ -148,9 +141,9 @@ def test_an_experiments_names_tell_its_policies_apart():
     with pytest.raises(ValueError, match=r"'xxx.*xxx' names files; shorten it from 101 to 100 bytes"):
         Experiment("x" * 101, ((8, window),))
     with pytest.raises(ValueError, match=r"full at budget 1\.0 is there twice"):
-        run.all_policies(Experiment("full", ((1.0, window),), Setup(baselines=())))
+        run.runs_of(Experiment("full", ((1.0, window),), Setup(baselines=())))
     with pytest.raises(ValueError, match="h2o at budget 8 is there twice"):
-        run.all_policies(Experiment("mine", ((8, window),), Setup(baselines=("h2o", "./h2o"))))
+        run.runs_of(Experiment("mine", ((8, window),), Setup(baselines=("h2o", "./h2o"))))
 
 
 def test_a_default_directory_has_a_name_that_a_disk_takes():
@@ -196,7 +189,7 @@ def test_setup_names_all_tasks():
 
 def test_when_to_compress_is_a_matter_of_the_setup(capsys):
     policies = lambda *argv: {
-        m: p for m, _, p in run.all_policies(run.with_baselines(run.parse([*argv, "--budget", "0.5"])[0]))
+        m: p for m, _, p in run.runs_of(run.with_baselines(run.parse([*argv, "--budget", "0.5"])[0]))
     }
     h2o = policies("--config", "h2o.py", "--baselines")["h2o"]
     for compress, when in (("prefill", Schedule()), ("decode", Schedule(prefill=False, every=1))):
@@ -204,16 +197,9 @@ def test_when_to_compress_is_a_matter_of_the_setup(capsys):
         assert found["h2o"] == kvjax.when(when, h2o)
         assert found["full"] == methods.full()
     think = ["--config", "think.py", "--compress", "prefill", "--channels", "0.5", "--baselines"]
-    assert run.all_policies(run.parse(think)[0])[1][2] == methods.think(0.5)
+    assert run.runs_of(run.parse(think)[0])[1][2] == methods.think(0.5)
     assert "ada_snapkv" not in found
     assert "ada_snapkv, which --compress decode is not for" in capsys.readouterr().out
-
-
-def test_budget_labels():
-    assert report.budget_fraction({"budget": "0.25"}, 1024) == 0.25
-    assert report.budget_fraction({"budget": "128"}, 1024) == 0.125
-    assert report.budget_fraction({"budget": "T=0.95", "live_of_prompt": 0.4}, 1024) == 0.4
-    assert [report.has_budget(x) for x in ("1.0", "128", "0.0625", "T=0.95", "T=1")] == [True] * 3 + [False] * 2
 
 
 def test_rows_beyond_the_models_positions_are_warned_of(tmp_path):
@@ -226,3 +212,21 @@ def test_rows_beyond_the_models_positions_are_warned_of(tmp_path):
         UserWarning, match=r"tokens and \d+ behind it are \d+, but the model was made for 128 positions"
     ):
         run.main([*argv, "--tasks", "key_value", "--output", str(tmp_path / "out")])
+
+
+def test_results_leave_the_model_and_the_config_what_and_where_they_are(made, tmp_path):
+    model, outer = tmp_path / "outer" / "model", tmp_path / "outer"
+    shutil.copytree(EMBEDDED, model)
+    (outer / "mine.py").write_text("from kvjax import configs\n\nget_config = configs.find('window')[1]\n")
+    before = contents(model)
+    with pytest.raises(SystemExit, match=r"error: --output .*model is the model's own directory; choose another"):
+        run.main([*SHORT, "--model", str(model), "--output", str(model)])
+    run.main([*SHORT, "--model", str(model), "--output", str(outer)])
+    with pytest.raises(
+        SystemExit, match=r"error: --restart would move .*outer/model aside with .*outer; choose another"
+    ):
+        run.main([*SHORT, "--model", str(model), "--output", str(outer), "--restart"])
+    with pytest.raises(SystemExit, match=r"error: --restart would move .*mine\.py aside"):
+        run.main(["--config", str(outer / "mine.py"), *SHORT[2:], "--output", str(outer), "--restart"])
+    assert contents(model) == before
+    assert [p.name for p in tmp_path.iterdir()] == ["outer"]

@@ -19,8 +19,8 @@ from jax import lax
 import kvjax
 from kvjax import methods, models
 from kvjax.experiments.bench.peer_protocol import Prepared, serve
+from kvjax.experiments.core.engine import peak_bytes
 from kvjax.experiments.core.provenance import device_info
-from kvjax.experiments.evaluation.evaluate import peak_bytes
 
 
 def make_policy(name: str, budget: float) -> kvjax.Policy:

@@ -14,7 +14,7 @@ import pathlib
 import sys
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -126,10 +126,12 @@ class Records:
         made = [now]
         if self._manifest.exists() and there:
             old = read_manifest(self.directory)
-            if changes := "; ".join(_differences(old["config"], self.config)):
+            bare = lambda config: {name: value for name, value in config.items() if name != "ids"}  # made of the rest
+            changes = _differences(bare(old["config"]), bare(self.config)) or _differences(old["config"], self.config)
+            if changes:
                 raise ValueError(
-                    f"{self.directory} holds a run with another config ({changes}); choose another --output, or "
-                    "--restart to move it aside"
+                    f"{self.directory} holds a run with another config ({'; '.join(changes)}); choose another "
+                    "--output, or --restart to move it aside"
                 )
             made = old["made"]
         self.lines, whole = read_lines(self._file)
@@ -196,40 +198,44 @@ class Records:
             self._check()
             write_bytes(path, content)
 
-    def take_over(self, label: str) -> int:
-        """Takes the lines of a method@budget over from a directory beside, if there is one that made the same.
+    def take_over(self, label: str, wanted: Collection[Key]) -> int:
+        """Takes lines of a method@budget over from directories beside, where there are any that made the same.
 
-        That is a run with lines of an equal id, made by the same code, versions, switches and device. What is taken
-        over is printed, and noted in the manifest. Times are those of the other run.
+        Those are runs with lines of an equal id, made by the same code, versions, switches and device. What is taken
+        over is printed, and noted in the manifest. Times are those of the other runs.
+
+        Args:
+          label: the method@budget.
+          wanted: what the lines are named by that this run wants of it.
 
         Returns:
           How many lines there were.
         """
-        wanted = self.config["ids"][label]
-        method, _, budget = label.rpartition("@")
+        own, (method, _, budget), taken = self.config["ids"][label], label.rpartition("@"), 0
         for there in _beside(self.directory):
             try:
                 manifest = read_manifest(there)
-                theirs = next(
-                    (name for name, each in manifest["config"].get("ids", {}).items() if each == wanted), None
-                )
+                ids = manifest["config"].get("ids", {})
+                theirs = next((name for name, each in ids.items() if each == own), None)
                 if theirs is None or not _made_alike(manifest["made"]):
                     continue
-                found = [line for line in read_lines(there / "samples.jsonl")[0].values() if line.get("id") == wanted]
+                lines = read_lines(there / "samples.jsonl")[0].values()
             except (OSError, ValueError):  # no run, or a broken one
                 continue
+            found = [{**line, "method": method, "budget": budget} for line in lines if line.get("id") == own]
+            found = [line for line in found if key(line) in wanted and key(line) not in self.lines]
             if not found:
                 continue
             self._check()
             if theirs in (kept := load_kept(there)):
                 self.keep(label, kept[theirs])
             manifest = read_manifest(self.directory)
-            noted = {**manifest.get("taken_over", {}), label: {"from": str(there), "lines": len(found)}}
+            noted = [*manifest.get("taken_over", []), {"of": label, "from": str(there), "lines": len(found)}]
             write_json(self._manifest, {**manifest, "taken_over": noted})
-            self.append({**line, "method": method, "budget": budget} for line in found)
+            self.append(found)
             print(f"{label}: {len(found)} lines are taken over from {there}, an equal run; --restart runs them")
-            return len(found)
-        return 0
+            taken += len(found)
+        return taken
 
 
 def _beside(directory: pathlib.Path) -> Iterator[pathlib.Path]:

@@ -11,9 +11,9 @@ import kvjax
 from kvjax.analysis.hindsight import Across
 from kvjax.experiments.core import stats
 from kvjax.experiments.core.command import write_figure, write_json
+from kvjax.experiments.core.records import read_manifest
 from kvjax.experiments.evaluation import report
 from kvjax.experiments.evaluation.report import table
-from kvjax.experiments.evaluation.results import read_config
 from kvjax.models.written import write_bytes
 
 HINDSIGHT: Final[dict[str, Across]] = {"hindsight_heads": "head", "hindsight": "model"}
@@ -246,7 +246,7 @@ def stands(directory: pathlib.Path, config: dict[str, Any], samples: Sequence[di
 
 def write(directory: pathlib.Path, samples: Sequence[dict[str, Any]]) -> str:
     """Writes `summary.json`, `summary.md` and the plots. Returns the table."""
-    config = read_config(directory)
+    config = read_manifest(directory)["config"]
     summary, text, tables = made(directory, config, samples)
     write_bytes(directory / "summary.md", text.encode())
     plot_losses(summary["rows"], directory / "loss_against_budget.png")

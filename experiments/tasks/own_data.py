@@ -111,7 +111,7 @@ class Rows:
             metrics.find(question.metric)("", question.references)  # tells references that it cannot take
         except ValueError as e:
             raise BadRow(line, str(e)) from e
-        named = {"id": str(fields["id"])} if "id" in fields else {}
+        named = {"row": str(fields["id"])} if "id" in fields else {}
         named["same_context"] = f"{zlib.crc32(text.encode()):08x}"  # rows that share one are not independent
         return example(self.name, index, context, question, **named)
 

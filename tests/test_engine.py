@@ -9,10 +9,9 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.configs.experiment import Setup
-from kvjax.experiments.evaluation import batches, running
-from kvjax.experiments.evaluation.batches import Row, buckets, planned, rows_of
-from kvjax.experiments.evaluation.evaluate import Evaluator
-from kvjax.experiments.evaluation.examples import build, find_builders
+from kvjax.experiments.core import engine as engines
+from kvjax.experiments.core.engine import Engine, Prompt, prompts_of, shapes
+from kvjax.experiments.core.setup import build, find_builders
 from kvjax.experiments.tasks import Example, Question
 
 
@@ -40,19 +39,21 @@ EXAMPLES = [
 
 
 def lines(model, params, examples, protocol, batch_size, policy):
-    rows = [row for e in examples for row in rows_of(e, protocol, seed=3)]
-    groups = buckets(rows, batch_size)
-    evaluator = Evaluator(model, params, policy, groups, batch_size=batch_size, tokenizer=Letters())
+    """What is written of every question, by task, index and question; times aside."""
     found = {}
-    for bucket in groups:
-        evaluator.compile(bucket)
-        for batch in bucket.batches:
-            for outcome in evaluator.run(bucket, batch)[0]:
-                found.setdefault((outcome.row.example.task, outcome.row.example.index), []).append(outcome)
-    by_key = {(e.task, e.index): e for e in examples}
+    for shape in shapes(prompt for e in examples for prompt in prompts_of(e, protocol, seed=3)):
+        engine = Engine(model, params, policy, shape, batch_size=batch_size, tokenizer=Letters())
+        engine.compile()
+        for i in range(0, len(shape.prompts), batch_size):
+            batch = shape.prompts[i : i + batch_size]
+            for prompt, made in zip(batch, engine.run(batch)[0], strict=True):
+                for line in made:
+                    found[prompt.example.task, prompt.example.index, line["question"]] = line
     timed = ("prefill_seconds", "decode_tokens_per_second")
-    made = {k: evaluator.line(by_key[k], v) for k, v in found.items()}
-    return {k: {n: x for n, x in v.items() if n not in timed} for k, v in made.items()}
+    return {k: {n: x for n, x in v.items() if n not in timed} for k, v in found.items()}
+
+
+SIZES = ("slots", "kv_bytes", "prefill_peak_bytes", "decode_peak_bytes")  # of the program
 
 
 def _nothing(kv, stats, ctx):
@@ -69,70 +70,53 @@ def test_a_score_that_is_no_number_ends_a_run(shallow):
 def test_every_row_and_question_gives_what_it_gives_alone(shallow, protocol, monkeypatch):
     policy = methods.keyformer(0.5)  # its temperature depends on what is planned, its noise on the row's key
     together = lines(*shallow, EXAMPLES, protocol, 2, policy)
-    monkeypatch.setattr(batches, "WORTH", 0)  # every width has a program
+    monkeypatch.setattr(engines, "WORTH", 0)  # every width has a program
     alone = {}
     for e in EXAMPLES:
-        parts = [
-            next(iter(lines(*shallow, [dataclasses.replace(e, questions=(q,))], protocol, 1, policy).values()))
-            for q in e.questions
-        ]
-        alone[e.task, e.index] = [p["answers"][0] for p in parts]
+        for i, q in enumerate(e.questions):
+            (line,) = lines(*shallow, [dataclasses.replace(e, questions=(q,))], protocol, 1, policy).values()
+            alone[e.task, e.index, i] = {**line, "question": i}
     assert together.keys() == alone.keys()
     for key, line in together.items():
-        for mine, theirs in zip(line["answers"], alone[key], strict=True):
-            wanted = {**theirs, "nll": pytest.approx(theirs["nll"], rel=1e-5)} if "nll" in theirs else theirs
-            assert mine == wanted
-    assert together["a", 0]["tokens"] == 3
-    assert together["a", 0]["prompt_tokens"] == (9 if protocol == "after_compression" else 11)
-    assert len({a["output"] for a in together["a", 0]["answers"] if "output" in a}) == 2
+        own = {k: v for k, v in alone[key].items() if k not in SIZES}
+        wanted = {**own, "nll": pytest.approx(own["nll"], rel=1e-5)} if "nll" in own else own
+        assert {k: v for k, v in line.items() if k not in SIZES} == wanted
+        assert set(SIZES) <= set(line)
+    assert together["a", 0, 2]["tokens"] == 3
+    assert together["a", 0, 0]["prompt_tokens"] == (9 if protocol == "after_compression" else 11)
+    assert together["a", 0, 0]["output"] != together["a", 0, 1]["output"]
 
 
 def test_answers_end_at_end_tokens_and_stop_strings(shallow):
     model, params = shallow
-    whole = lines(model, params, EXAMPLES[1:2], "in_prompt", 1, kvjax.Policy())["a", 1]["answers"][0]
+    whole = lines(model, params, EXAMPLES[1:2], "in_prompt", 1, kvjax.Policy())["a", 1, 0]
     assert whole["tokens"] == 6
     stop = whole["output"][2:4]
     cut = dataclasses.replace(EXAMPLES[1], questions=(question(4, stop=(stop, "~"), max_new_tokens=40),))
-    answer = lines(model, params, [cut], "in_prompt", 1, kvjax.Policy())["a", 1]["answers"][0]
+    answer = lines(model, params, [cut], "in_prompt", 1, kvjax.Policy())["a", 1, 0]
     assert answer["output"] == whole["output"][: whole["output"].index(stop)]
     assert answer["tokens"] == len(answer["output"]) + 2
     end = ord(whole["output"][1]) - ord("0")
     ending = dataclasses.replace(model, config=dataclasses.replace(model.config, eos_ids=(end,)))
-    answer = lines(ending, params, EXAMPLES[1:2], "in_prompt", 1, kvjax.Policy())["a", 1]["answers"][0]
+    answer = lines(ending, params, EXAMPLES[1:2], "in_prompt", 1, kvjax.Policy())["a", 1, 0]
     assert answer["output"] == whole["output"][: whole["output"].index(whole["output"][1])]
     assert answer["tokens"] == len(answer["output"]) + 1
 
 
-def row(length, steps, task="t", index=0):
+def asked(length, steps, task="t", index=0):
     e = Example(task, index, (1,) * length, (Question(max_new_tokens=steps),))
-    return Row(e, 0, 1, e.context, ((0, ()),))
+    return Prompt(e, e.context, ((0, ()),))
 
 
-def test_a_program_is_for_rows_whose_padding_is_worth_one():
-    few = [row(n, 8) for n in (400, 600, 1000)]
-    assert [b.width for b in buckets(few, 2)] == [1024]
-    many = [row(400, 8)] * 110 + [row(1000, 8)]
-    assert [(b.width, len(b.batches)) for b in buckets(many, 16)] == [(1024, 1), (448, 7)]
-    tasks = [row(400, 8, "a"), row(400, 70, "b"), row(400, 100, "b")]
-    assert [(b.width, b.planned) for b in buckets(tasks, 2)] == [(448, 112), (448, 64)]
-    assert planned(tasks[:2]) == {"a": 64, "b": 80}
-    assert [(b.width, b.planned) for b in buckets([row(400, 8)], 2, most=450)] == [(400, 50)]
-
-
-def test_the_device_is_one_batch_ahead_and_failures_come_where_they_happened():
-    started = []
-
-    def work(i):
-        started.append(i)
-        if i == 3:
-            raise KeyboardInterrupt
-        return i
-
-    results = running.ahead(work, range(6))
-    assert [next(results) for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(KeyboardInterrupt):
-        next(results)
-    assert 5 not in started
+def test_a_program_is_for_prompts_whose_padding_is_worth_one():
+    few = [asked(n, 8) for n in (400, 600, 1000)]
+    assert [s.width for s in shapes(few)] == [1024]
+    many = [asked(400, 8)] * 110 + [asked(1000, 8)]
+    assert [(s.width, len(s.prompts)) for s in shapes(many)] == [(1024, 1), (448, 110)]
+    of_tasks = [asked(400, 8, "a"), asked(400, 70, "b"), asked(400, 100, "b")]
+    assert [(s.width, s.planned) for s in shapes(of_tasks)] == [(448, 112), (448, 64)]
+    assert [(s.width, s.planned) for s in shapes(of_tasks[:2])] == [(448, 80), (448, 64)]
+    assert [(s.width, s.planned) for s in shapes([asked(400, 8)], most=450)] == [(400, 50)]
 
 
 @pytest.mark.parametrize(
@@ -145,21 +129,22 @@ def test_the_device_is_one_batch_ahead_and_failures_come_where_they_happened():
 def test_answers_that_are_searched_for_are_those_of_the_library(shallow, protocol, policy, ends):
     """Behind questions of several lengths, for as many tokens as each asks for."""
     beams = lambda e: dataclasses.replace(e, questions=tuple(dataclasses.replace(q, num_beams=3) for q in e.questions))
-    asked = [dataclasses.replace(EXAMPLES[0], questions=(question(2), question(3))), *EXAMPLES[1:]]
+    examples = [dataclasses.replace(EXAMPLES[0], questions=(question(2), question(3))), *EXAMPLES[1:]]
     model, params = (
         dataclasses.replace(shallow[0], config=dataclasses.replace(shallow[0].config, eos_ids=ends)),
         shallow[1],
     )
-    found = lines(model, params, [beams(e) for e in asked], protocol, 2, policy)
-    for e in asked:
-        for q, answer in zip(e.questions, found[e.task, e.index]["answers"], strict=True):
+    found = lines(model, params, [beams(e) for e in examples], protocol, 2, policy)
+    for e in examples:
+        for i, q in enumerate(e.questions):
+            answer = found[e.task, e.index, i]
             tokens = np.asarray([e.context + q.ids])
             options = {"policy": policy, "num_beams": 3, "max_new_tokens": q.max_new_tokens}
             alone = kvjax.generate_beams(model, params, tokens, **options)
             wanted = np.asarray(alone.tokens)[0, 0, : int(alone.lengths[0, 0])]
             assert answer["output"] == Letters().decode(wanted[: -1 if wanted[-1] in ends else None])
             assert answer["tokens"] == len(wanted)
-    assert rows_of(beams(EXAMPLES[1]), "in_prompt")[0].num_beams == 3
+    assert prompts_of(beams(EXAMPLES[1]), "in_prompt")[0].num_beams == 3
 
 
 def test_beams_that_cannot_be_are_refused(shallow, embedded):
