@@ -172,12 +172,14 @@ def _run(directory: pathlib.Path) -> _Part:
         name: json.dumps([{k: v for k, v in task.items() if k != "examples"}, config.get("text")], sort_keys=True)
         for name, task in tasks.items()
     }
-    of = lambda line: (
-        {"variant": variant[line["task"]], "policy": policy[line["method"], line["budget"]]}
-        | {"called": line["method"]}
-    )
+    order = [{name: i for i, name in enumerate(names)} for names in ([*policy], [*tasks])]
+    rank = lambda key: (order[0][key[:2]], order[1][key[2]], *key[3:])
     place = {"run": run, "setting": run.setting, "averaged": True}
-    return _Part([run], [line | place | of(line) | {"line": n} for n, line in enumerate(found.values(), 1)])
+    lines = []
+    for number, (key, line) in sorted(enumerate(found.items(), 1), key=lambda item: rank(item[1][0])):
+        which = {"variant": variant[key[2]], "policy": policy[key[:2]], "called": key[0]}
+        lines.append(line | place | which | {"line": number})
+    return _Part([run], lines)
 
 
 def _planned(config: Mapping[str, Any], bad: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, int]]:
