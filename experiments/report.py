@@ -60,7 +60,7 @@ def write(
 
     Raises:
       ValueError: a directory that does not exist, none with a finished run, a leaderboard that no run can be compared
-        with, or a file in the way that is no report.
+        with or that is where the files go, or a file in the way that is no report.
     """
     from kvjax.experiments.core import leaderboards as boards
     from kvjax.experiments.core import page, page_markdown, pictures, sources, table
@@ -69,6 +69,8 @@ def write(
         check_output(path)
         if path.exists() and page.MARK.encode() not in path.read_bytes()[:1000]:
             raise ValueError(f"{path} is there and was not made by experiments/report.py; choose another --output")
+    if any(output.resolve() == board.resolve() for board in leaderboards):
+        raise ValueError(f"--output {output} holds a leaderboard that stands beside the runs; choose another --output")
     found = sources.read(directories, output)
     numbers = boards.beside(table.with_given(table.numbers(found.lines), found.numbers), found, leaderboards)
     shown = page.views(numbers, found)
@@ -81,7 +83,7 @@ def write(
             print(f"skipped {path}: {why}", file=sys.stderr)
         for name in pictures.PICTURES:
             if name in named:
-                write_figure(output / f"{name}.png", named[name], dpi=150)
+                write_figure(output / f"{name}.png", named[name], dpi=150 if len(named[name].axes) == 1 else 100)
             else:
                 (output / f"{name}.png").unlink(missing_ok=True)
         (output / _BOARD).unlink(missing_ok=True)  # never beside what it is not about

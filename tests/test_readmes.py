@@ -6,14 +6,14 @@ What the learning scripts found stands in `test_learn_budget.py`, the ledger of 
 import collections
 import gzip
 import json
+import pathlib
+import shutil
+import tempfile
 
 import numpy as np
 import pytest
 
-from kvjax.experiments import compare
-from kvjax.experiments.evaluation import report
-from kvjax.experiments.evaluation.results import planned_keys, read_config
-from kvjax.experiments.evaluation.summary import summarise
+from kvjax.experiments.core import leaderboards, page, page_markdown, sources, table
 from tests.runs import ROOT
 
 STORED = ROOT / "experiments" / "bench_results"
@@ -33,21 +33,24 @@ def line(*cells):
 
 def main_job():
     """From the run's own lines."""
-    with gzip.open(STORED / "main_job" / "samples.jsonl.gz", "rt") as file:
-        lines = {(s["method"], s["budget"], s["task"], s["index"]): s for s in map(json.loads, file)}
-    planned = planned_keys(read_config(STORED / "main_job"))
-    assert len(planned) == len(lines) == 9 * 5 * 48
-    found = summarise([lines[key] for key in planned], read("main_job", "costs.json"))
-    assert report.markdown(found, "snapkv") == (STORED / "main_job" / "summary.md").read_text()
-    perplexity = {(r["method"], r["budget"]): r for r in found["rows"] if r["task"] == "perplexity"}
-    assert len(found["retrieval_mean"]) == 9
+    with tempfile.TemporaryDirectory() as folder:
+        run = pathlib.Path(folder) / "main_job"
+        run.mkdir()
+        (run / "samples.jsonl").write_bytes(gzip.decompress((STORED / "main_job" / "samples.jsonl.gz").read_bytes()))
+        shutil.copy(STORED / "main_job" / "manifest.json", run)
+        found = sources.read([run])
+    numbers = table.numbers(found.lines)
+    assert len(found.lines) == 9 * 5 * 48
+    text = page_markdown.text(page.views(numbers, found), found, STORED, "")
+    assert text.partition("## Runs")[0].strip() == (STORED / "main_job" / "report.md").read_text().strip()
     names = {"full": "full cache", "snapkv": "SnapKV", "ada_snapkv": "Ada-SnapKV", "streaming_llm": "StreamingLLM"}
-    for row in found["retrieval_mean"]:
+    by_task = {task: own.to_dict("records") for task, own in numbers.groupby("task")}
+    for row, other in zip(by_task["average"], by_task["perplexity"], strict=True):
         method, whole = row["method"], row["method"] == "full"
-        likely, share = perplexity[method, row["budget"]]["perplexity"], 100 * row["kv_bytes_of_full"]
         yield line(
-            {**names, "h2o": "H2O"}.get(method, method), f"{100 * float(row['budget']):g} %", percent(row),
-            f"{likely:.2f}", "100 %" if whole else f"{share:.1f} %",
+            {**names, "h2o": "H2O"}.get(method, method), f"{100 * float(row['budget']):g} %",
+            percent(row, names=("value", "low", "high")), f"{other['value']:.2f}",
+            "100 %" if whole else f"{100 * row['kv_of_full']:.1f} %",
         )  # fmt: skip
 
 
@@ -68,8 +71,15 @@ def leaderboard_rows():
 
 
 def leaderboard():
-    yield compare.overview(leaderboard_rows()).strip()
-    assert max(r["high"] - r["low"] for r in leaderboard_rows() if r["task"] == "retrieval_mean") < 0.2
+    found = sources.read([])
+    numbers = leaderboards.beside(table.numbers(found.lines), found, [ROOT / "experiments" / "leaderboard"])
+    (view,) = page.views(numbers, found)
+    yield "\n".join(page_markdown.overview(view))
+    text = page_markdown.text([view], found, ROOT, "")
+    stored = (ROOT / "experiments" / "leaderboard" / "report.md").read_text()
+    assert text.partition("## Runs")[0].strip() == stored.strip()
+    average = numbers[numbers["task"] == "average"]
+    assert (average["high"] - average["low"]).max() < 0.2
 
 
 def tables(path):

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from kvjax.experiments import report
-from kvjax.experiments.core import leaderboards, sources, table
+from kvjax.experiments.core import sources, table
 from tests.made_runs import TASKS, make_lm_eval, make_paper, make_run
 
 
@@ -306,5 +306,10 @@ def test_leaderboards_of_another_setup_or_task_are_refused(board, tmp_path, how,
 def test_a_leaderboard_stands_alone_and_is_written_as_it_was(board, tmp_path):
     first = report.write([], tmp_path / "page", "", leaderboards=[board.parent])
     assert {*first["method"]} == {"full", "h2o"}
-    with pytest.raises(ValueError, match=r"--with .*there is no leaderboard.json"):
-        leaderboards.beside(first, sources.read([]), [tmp_path / "run"])
+    assert json.loads((tmp_path / "page" / board.name).read_text()) == json.loads(board.read_text())
+    for given, message in (
+        ([tmp_path / "run"], "--with .*there is no leaderboard.json"),
+        ([board.parent], "--output .*board holds a leaderboard that stands beside the runs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            report.write([tmp_path / "run"], board.parent, "", leaderboards=given)

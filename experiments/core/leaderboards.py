@@ -60,8 +60,9 @@ def beside(numbers: pd.DataFrame, found: Found, directories: Sequence[pathlib.Pa
         if [d.resolve().name for d in directories].count(name) > 1:
             name = str(directory)
         where = _place(path, setup, rows, numbers, found)
-        run = Run(name, path, None, [("code", ", ".join(dict.fromkeys(str(r["code"]) for r in rows)))], setting=where)
-        run.options = {r["method"]: str(r["options"]) for r in rows if "options" in r}
+        code = ", ".join(dict.fromkeys(str(r["code"]) for r in rows))
+        options = {r["method"]: str(r["options"]) for r in rows if "options" in r}
+        run = Run(name, path, None, [("code", code)], setup, where, options)
         own = table.records(numbers[numbers["setting"] == where])
         found.runs.append(run)
         added = [r | {"setting": where, "runs": name} for r in _others(rows, own, name)]
@@ -157,7 +158,10 @@ def stored(numbers: pd.DataFrame, found: Found) -> dict[str, Any] | None:
     rows = []
     for r in table.records(numbers[(numbers["setting"] == runs[0].setting) & (numbers["kind"] != "given")]):
         row = {name: None if r[column] != r[column] else r[column] for name, column in _COLUMNS.items()}
-        row |= {"perplexity" if r["kind"] == "nll" else "score": r["value"], "metrics": r["metrics"].split(", ")}
+        row |= {
+            "perplexity" if r["kind"] == "nll" else "score": r["value"],
+            "metrics": [m for m in r["metrics"].split(", ") if m],
+        }
         row |= {"parts": r["parts"]} if r["task"] == table.AVERAGE else {}
         own = r.get("code")
         row["code"] = own if isinstance(own, str) else ", ".join(dict.fromkeys(code[n] for n in r["runs"].split(", ")))

@@ -31,7 +31,8 @@ def curve(numbers: Sequence[page.Number]) -> Any:
     curves: dict[str, dict[float, Interval]] = {}
     for c in (c for c in numbers if not is_full(c["method"]) and c["place"] and math.isfinite(c["value"])):
         name = c["method"] if has_budget(c["budget"]) else f"{c['method']} (live tokens)"
-        curves.setdefault(name, {})[float(c["place"])] = at(c)
+        apart = f" {c['budget']}" if c["place"] in curves.get(name, {}) else ""
+        curves.setdefault(name + apart, {})[float(c["place"])] = at(c)
     full = next((at(c) for c in numbers if is_full(c["method"])), None)
     if not curves:
         return None
