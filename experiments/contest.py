@@ -37,8 +37,8 @@ from kvjax.experiments.core import stats
 from kvjax.experiments.core.command import check_options, check_values, plain_errors
 from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.core.locks import alone_in
+from kvjax.experiments.core.markdown import table
 from kvjax.experiments.core.provenance import device_info
-from kvjax.experiments.evaluation.report import table
 from kvjax.experiments.learn_budget import losses_of
 from kvjax.experiments.learn_scorer import learn, policy_of, untrained
 from kvjax.experiments.learning.future_rows import Reader, examples

@@ -25,13 +25,12 @@ import kvjax
 from kvjax import Policy, configs, models
 from kvjax.configs.experiment import Experiment, Setup, check_distinct, check_whole
 from kvjax.experiments import run as job
-from kvjax.experiments.core import stats
+from kvjax.experiments.core import markdown, stats
 from kvjax.experiments.core.command import check_options, check_output, check_values, plain_errors, write_figure
 from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.core.engine import Shape, shapes
 from kvjax.experiments.core.records import Line, read_lines
 from kvjax.experiments.core.setup import build, find_builders
-from kvjax.experiments.evaluation import report
 from kvjax.experiments.papers.base import canvas, message, style
 from kvjax.experiments.tasks.base import Protocol
 from kvjax.models.written import write_bytes
@@ -226,7 +225,7 @@ def table(found: Ranked, share: float) -> list[str]:
         return [f"No method runs at {share:.1%} of the bytes."]
     verdict = lambda c: ("", "the best") if c is None else (f"{100 * c.difference:+.1f}, p = {c.p:.2g}", c.verdict)
     rows = [(*_cells(point), *verdict(comparison)) for point, comparison in found]
-    return report.table((*_CELLS, f"points beside {found[0][0].name}", "verdict"), rows)
+    return markdown.table((*_CELLS, f"points beside {found[0][0].name}", "verdict"), rows)
 
 
 _CELLS = "method", "retrieval, %", "bytes of full", "live of prompt"
@@ -297,7 +296,7 @@ def run(frontier: Frontier, command: list[str]) -> None:
         for share in shares:
             text += ["", f"## {title}, {share:.1%} of the bytes", "", *table(each[protocol][share], share)]
         text += ["", f"## {title}, the full cache and what has no budget", ""]
-        text += report.table(_CELLS, [_cells(point) for point in beyond(found, shares)])
+        text += markdown.table(_CELLS, [_cells(point) for point in beyond(found, shares)])
     write_figure(frontier.output / "frontier.png", plot(each))
     write_bytes(frontier.output / "frontier.md", "\n".join([*text, ""]).encode())
     print(f"written to {frontier.output}")

@@ -44,10 +44,10 @@ from kvjax.contract import FrozenArrays
 from kvjax.decide.select import best
 from kvjax.experiments import stopping
 from kvjax.experiments.core import stats
-from kvjax.experiments.core.command import plain_errors, write_json
+from kvjax.experiments.core.command import plain_errors, stands, write_json
 from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.markdown import table
 from kvjax.experiments.core.records import KEY, Records, read_manifest
-from kvjax.experiments.evaluation.report import stands, table
 from kvjax.experiments.learn_budget import SAVE_EVERY, losses_of
 from kvjax.experiments.learning.checkpoints import check_learns, opened, restored, save_progress
 from kvjax.experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples

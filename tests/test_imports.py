@@ -17,7 +17,7 @@ HEAVY = (
     "transformers",
     "torch",
 )
-SCRIPTS = "kvjax.experiments.run, kvjax.experiments.compare, kvjax.experiments.learn_budget"
+SCRIPTS = "kvjax.experiments.run, kvjax.experiments.report, kvjax.experiments.learn_budget"
 
 
 def test_scripts_import_nothing_heavy():

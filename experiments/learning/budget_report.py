@@ -9,11 +9,10 @@ import numpy as np
 
 import kvjax
 from kvjax.analysis.hindsight import Across
-from kvjax.experiments.core import stats
+from kvjax.experiments.core import command, stats
 from kvjax.experiments.core.command import write_figure, write_json
+from kvjax.experiments.core.markdown import table
 from kvjax.experiments.core.records import read_manifest
-from kvjax.experiments.evaluation import report
-from kvjax.experiments.evaluation.report import table
 from kvjax.models.written import write_bytes
 
 HINDSIGHT: Final[dict[str, Across]] = {"hindsight_heads": "head", "hindsight": "model"}
@@ -241,7 +240,7 @@ def stands(directory: pathlib.Path, config: dict[str, Any], samples: Sequence[di
         summary, text, _ = made(directory, config, samples)
     except (FileNotFoundError, ValueError, TypeError, KeyError):  # tables that are missing or broken
         return False
-    return report.stands(directory, summary, text)
+    return command.stands(directory, summary, text)
 
 
 def write(directory: pathlib.Path, samples: Sequence[dict[str, Any]]) -> str:

@@ -14,7 +14,7 @@ def reconstruction(task: Task, index: int) -> Example:
 
     RoCo evicts CNN/DailyMail articles while prefilling and reports BLEU, ROUGE-1 and ROUGE-L against the output of the
     full cache; its prompt is not given. Here the reference is the document itself and the score ROUGE-L;
-    `experiments.evaluation.agreement` compares a finished run with the full cache's output, and adds the other metrics.
+    `experiments.core.table.agreement` compares a finished run with the full cache's output by other metrics, too.
     Documents are those of the task's rows, cut at a sentence's end, else sentences of its text or of filler.
 
     Raises:

@@ -13,7 +13,7 @@ _QUESTION = "\n\nSummary:"
 def summarise(task: Task, index: int, *, max_new_tokens: int = 128, num_beams: int = 1) -> Example:
     """A row's document, and its summary as reference: CNN/DailyMail, XSum and GovReport by their fields' names.
 
-    The score is ROUGE-L as rouge-score gives it; `experiments.evaluation.agreement` adds ROUGE-1, ROUGE-2, BLEU and
+    The score is ROUGE-L as rouge-score gives it; `experiments.core.table.rescored` adds ROUGE-1, ROUGE-2, BLEU and
     METEOR to a finished run. RoCo (arXiv:2402.06262) evicts the prompt alone and compares with the full cache's
     output; Keyformer (arXiv:2403.09054) searches with four beams. A document that does not fit is cut in its middle, as
     LongBench cuts; meta `cut` counts the tokens. Papers do not say their prompts: this one is plain, for base models

@@ -1,1 +1,0 @@
-"""Policies measured on tasks: running, scoring, storing what was found, and reports of it."""
