@@ -14,6 +14,7 @@ HEAVY = (
     "scipy.special",
     "scipy.optimize",
     "orbax.checkpoint",
+    "pandas",
     "transformers",
     "torch",
 )
