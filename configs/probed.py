@@ -35,7 +35,9 @@ def probed_arrays(setup: Common, given: str, name: str) -> FrozenArrays:
     """Several arrays of a model by their names, likewise.
 
     Args:
-      setup, given, name: see `probed`.
+      setup: names the model.
+      given: a file, or nothing.
+      name: what `experiments/probe.py` calls them.
 
     Raises:
       ValueError: there are none, or it is one array without a name.

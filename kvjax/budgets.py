@@ -283,7 +283,7 @@ class HeadShares(Heads):
     weights: tuple[tuple[float, ...], ...] = data()
 
     def _ratios(self, info: LayerInfo) -> Float[np.ndarray, "K"]:
-        """What each head gets, in units of the average."""
+        """The share of each head, in units of the average."""
         if len(self.weights) != info.num_layers or len(self.weights[info.layer]) != info.num_kv_heads:
             raise ValueError(
                 f"HeadShares has {len(self.weights)} rows of {len(self.weights[0])} weights, but the model has "

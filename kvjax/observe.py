@@ -1,4 +1,4 @@
-"""What policies can observe of a layer's rows: functions of `AttentionInputs`, computed once for all policies.
+"""Observations of a layer's rows: functions of `AttentionInputs`, computed once for all policies.
 
 They return arrays, or `Columns`: a statistic of the attention matrix that the kernels sum without holding the matrix.
 """
@@ -96,7 +96,7 @@ def by_row(ask: Rows, slots: Slots) -> tuple[Float[Array, "B K G R S"], Bool[Arr
 
 @value
 class Unmasked:
-    """What `Rows` observes if nothing is hidden from the rows: by a softmax over all live slots.
+    """`Rows` by a softmax over all live slots, as if none were hidden from the rows.
 
     Attributes:
       of: the statistic.

@@ -14,7 +14,7 @@ _STEP = 16  # what slots are rounded up to where layers differ
 
 @value
 class Plan:
-    """What programs are compiled for. Equal plans share programs, whatever their budgets.
+    """The sizes of compiled programs. Equal plans share programs, whatever their budgets.
 
     Attributes:
       policy: the policy without data, if it decides for all layers at once; else the full cache.
@@ -37,7 +37,7 @@ class Plan:
 
 
 def infos_of(config: Any, policy: Policy, width: int, max_new_tokens: int) -> tuple[LayerInfo, ...]:
-    """What is known of every layer of a model that runs under a policy.
+    """The `LayerInfo` of every layer of a model that runs under a policy.
 
     Args:
       config: the model's configuration.

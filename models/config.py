@@ -1,4 +1,4 @@
-"""What every decoder has: sizes, positions and special tokens, and how a Hugging Face `config.json` states them."""
+"""Configs of decoders: sizes, positions and special tokens, read from and written to `config.json`."""
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
@@ -18,7 +18,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """What every decoder has; families add their own.
+    """Fields of every decoder; families add their own.
 
     Attributes:
       vocab_size: V, tokens.
@@ -112,7 +112,7 @@ class DecoderConfig:
         return self.rope.additive
 
     def rotation(self, layer: int) -> Rotate:
-        """What turns queries and keys of a layer."""
+        """The rotary embedding of a layer."""
         del layer
         return self.rope
 
@@ -121,7 +121,7 @@ class DecoderConfig:
         return self.sliding_window[layer] if self.sliding_window else None
 
     def kind(self, layer: int) -> Hashable:
-        """What a block makes of its layer's number: layers of one kind differ in their parameters alone."""
+        """The kind of a layer: layers of one kind differ in their parameters alone."""
         return self.window(layer), self.rotation(layer)
 
 
@@ -185,7 +185,7 @@ def read_sizes(raw: Mapping[str, Any], *, norm: str = "rms_norm_eps", eps: float
 
 
 def write_sizes(config: DecoderConfig, *, norm: str = "rms_norm_eps") -> dict[str, Any]:
-    """What `read_sizes` reads."""
+    """The inverse of `read_sizes`."""
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.embed_dim,
@@ -233,7 +233,7 @@ def read_gpt_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_gpt_sizes(config: DecoderConfig) -> dict[str, Any]:
-    """What `read_gpt_sizes` reads."""
+    """The inverse of `read_gpt_sizes`."""
     raw = write_sizes(config, norm="layer_norm_epsilon")
     return {_GPT.get(k, k): x for k, x in raw.items() if k not in _GPT_UNUSED}
 

@@ -88,7 +88,7 @@ class LanguageModel:
     def states(
         self, params: PyTree[Any], tokens: Int[Array, "B T"], *, attend: Attend, pos: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T D"]:
-        """What those logits are made of: the residual stream after all layers and the last norm."""
+        """The residual stream after all layers and the last norm: the input of the output head."""
         return self._whole(params, tokens, attend, pos, "states")
 
     def _whole(self, params: PyTree[Any], tokens: Array, attend: Attend, pos: Array | None, method: str) -> Array:

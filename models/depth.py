@@ -1,4 +1,4 @@
-"""What all decoders do: vectors of tokens, the layers in turn, logits."""
+"""The pass of all decoders: embeddings, the layers in turn, logits."""
 
 from typing import Any, ClassVar
 

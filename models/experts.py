@@ -65,7 +65,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """What each token's experts make of it, weighted."""
+        """The weighted sum of each token's experts."""
         c, flat = self.config, x.reshape(-1, x.shape[-1])
         p = jax.nn.softmax(dense(c, c.num_experts, False, "gate")(flat).astype(jnp.float32))
         weights, chosen = lax.top_k(p, c.experts_per_token)

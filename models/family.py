@@ -1,4 +1,4 @@
-"""What a family of architectures is: one file's config, module and names, in a record."""
+"""A family of architectures: the config, the module and the names of one file."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ class Family:
     Attributes:
       architectures: what `architectures` of a config.json may name, each with its `model_type`.
       config: the sizes and switches.
-      module: the decoder, a Flax module of the config, whose layers call `attend` (see `kvjax.models.parts`).
+      module: the decoder, a Flax module of the config, whose layers leave attention to an `attend` that they are given.
       read: the fields of `config` but `dtype`, from the contents of a config.json and its architecture.
       write: the contents of a config.json, `architectures` and `model_type` among them.
       prefix: of stored names, apart from the output head's. Checkpoints without it are read as well.

@@ -139,7 +139,7 @@ def _read(file: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _config(keys: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """What the metadata says, read as transformers' config.json would be."""
+    """The config in the metadata, read as transformers' config.json would be."""
     own, kind = keys.get("general.architecture"), keys.get("general.type", "model")
     if kind != "model":
         raise ValueError(f"it is a {kind}, not a model; give the file of the model")

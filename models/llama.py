@@ -108,7 +108,7 @@ def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def _switches(raw: Mapping[str, Any], architecture: str, layers: int) -> dict[str, Any]:
-    """What is an architecture's own: which projections have a bias, and which layers a window."""
+    """An architecture's own fields: which projections have a bias, and which layers a window."""
     bias = read_flag(raw, "attention_bias")
     if architecture == "LlamaForCausalLM":
         return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": read_flag(raw, "mlp_bias")}

@@ -1,7 +1,7 @@
 """MPT: ALiBi (arXiv 2108.12409) in place of positions in embeddings or keys, and no biases of its own.
 
-A key's logits fall with its distance from the row, by a slope of each query head. Keys are stored without a position,
-so that policies may give them any: see `kvjax.attend`.
+A key's logits fall with its distance from the row, by a slope of each query head. Keys are stored without a position:
+the bias is added when they are read, at the positions of the policy's `Layout`.
 """
 
 import dataclasses

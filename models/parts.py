@@ -1,4 +1,4 @@
-"""What decoders are made of: norms, projections, feed-forward networks, attention over a cache that is not theirs.
+"""Parts of decoders: norms, projections, feed-forward networks, attention over a cache that they are given.
 
 Submodules are named like the checkpoint's tensors, so loading is a transliteration.
 
@@ -130,7 +130,7 @@ def attended(
     bias: bool,
     **options: Any,
 ) -> tuple[Float[Array, "B T D"], Any, Any]:
-    """What queries read, projected by the submodule `out`; the cache after the step; what else `attend` gave.
+    """Attention, projected by the submodule `out`; the cache after the step; what else `attend` gave.
 
     Args:
       module: the attention in whose compact method this is called; its `config` has the sizes.

@@ -236,7 +236,7 @@ class Rope:
     def _factors(
         self, pos: Int[Array, "B #N T"], head_dim: int, least: Int[Array, "B"] | None = None
     ) -> tuple[Float[Array, "B #N T pairs"], Float[Array, "B #N T pairs"]]:
-        """What pairs of channels are turned by: cosines and sines."""
+        """Cosines and sines that turn pairs of channels."""
         H = self.turning(head_dim)
         freq = jnp.asarray(self.frequencies(H), jnp.float32)[None]
         # The length is every sequence's own.

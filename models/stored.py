@@ -64,7 +64,7 @@ def check_whole(file: pathlib.Path) -> None:
 
 
 def read_json(file: pathlib.Path) -> Any:
-    """What a file of JSON holds.
+    """Reads a JSON file.
 
     Raises:
       ValueError: a pointer of Git LFS, or no JSON.

@@ -156,7 +156,7 @@ def default_sampler(
 
 
 def _of_generation(path: pathlib.Path, read: Callable[[Any], T]) -> T:
-    """What the contents of the generation_config.json of a directory give; they are empty without one."""
+    """Applies `read` to the contents of a directory's generation_config.json; empty without one."""
     file = path / GENERATION
     raw = read_json(file) if file.is_file() else {}
     try:
@@ -287,7 +287,7 @@ def _names(path: pathlib.Path, *endings: str) -> list[str]:
 
 
 def _other_weights(path: pathlib.Path, source: str | os.PathLike[str], revision: str | None) -> str:
-    """What to do about a checkpoint without weights that can be read."""
+    """Advice for a checkpoint without weights that can be read."""
     pickled, classes, target = _names(path, *_PICKLED), "t.AutoModelForCausalLM,", str(path)
     if local_path(source) != path:
         name, revision = repository(source, revision)

@@ -29,7 +29,7 @@ _log = logging.getLogger("kvjax.pallas_kernels")
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """What is tried, in order: for the output, and for each statistic."""
+    """Implementations to try, in order: for the output, and for each statistic."""
 
     output: tuple[str, ...]
     columns: tuple[str, ...]
@@ -275,7 +275,7 @@ _RECOVERED = {"xla": recovery.recovered_attention, "reference": reference.recove
 
 
 def _order(implementation: str | None) -> Order | None:
-    """What to try, in order; None where the device decides."""
+    """The `Order` to try; None where the device decides."""
     if implementation is None and _defaults:
         implementation = _defaults[-1]
     if implementation is None:

@@ -1,4 +1,4 @@
-"""What the Pallas kernels share: block sizes, tiles and their masks, and which blocks meet.
+"""For all Pallas kernels: block sizes, tiles and their masks, and which blocks meet.
 
 Positions decide everything, as everywhere: a tile is masked by the positions of its rows and keys, and the blocks that
 a program visits follow from the smallest and largest positions of blocks, never from an index.
@@ -278,5 +278,5 @@ def call(kernel: Callable[..., None], inputs: Sequence[Array], **options: Any) -
 
 
 def compiler_params(blocks: BlockSizes) -> Any:
-    """What the Triton backend is told."""
+    """Options of the Triton backend."""
     return triton().CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages)

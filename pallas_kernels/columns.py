@@ -1,4 +1,4 @@
-"""What can be measured of an attention matrix, one number a key, without ever holding the matrix.
+"""Statistics of an attention matrix, one number a key, without ever holding the matrix.
 
 Letters: B batch, N query heads, K kv heads, G = N // K, T query rows, S slots (keys), H head_dim.
 """
@@ -76,7 +76,7 @@ _LOG1P = (
 
 
 def _term(index: Int[Array, "..."]) -> UInt32[Array, "..."]:
-    """What `hash_uniform` absorbs of an index."""
+    """An index as `hash_uniform` mixes it in."""
     return jnp.asarray(index).astype(jnp.uint32) * np.uint32(0x9E3779B9) + np.uint32(0x85EBCA6B)
 
 
@@ -222,7 +222,7 @@ class Columns:
 
 @pytree
 class Attention:
-    """What `attention` returns.
+    """Result of `attention`.
 
     Attributes:
       out: the attention output.
@@ -238,7 +238,7 @@ class Attention:
 
 @pytree
 class Recovery:
-    """What `recovered_attention` returns, for every set of keys.
+    """Result of `recovered_attention`, for every set of keys.
 
     Attributes:
       mass: the probability on kept keys, averaged over the rows that see anything; 0 where there are none.
@@ -251,7 +251,7 @@ class Recovery:
 
 
 def accumulator(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """What sums over inputs of `dtype` are kept in: float32, or float64 for float64."""
+    """The dtype of sums over inputs of `dtype`: float32, or float64 for float64."""
     return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
 
 

@@ -153,7 +153,7 @@ def combination(spec: Columns, group: int) -> colstats.Pass:
 
 
 def finish(spec: Columns, what: colstats.Pass, sums: Float[Array, "B _ S"], group: int) -> Float[Array, "B _ S"]:
-    """What remains to be done outside the kernel."""
+    """Reduces a kernel's sums over query groups."""
     if what.heads == "each" and spec.group == "max":
         B, N, S = sums.shape
         return sums.reshape(B, N // group, group, S).max(2)

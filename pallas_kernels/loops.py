@@ -1,4 +1,4 @@
-"""What the passes of `kvjax.pallas_kernels.xla` share: static facts, masked logits, loops that write in place."""
+"""For the passes of `kvjax.pallas_kernels.xla`: static facts, masked logits, loops that write in place."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ LONG = 2048  # from so many rows on, twice as many segments are worth their comp
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What an online softmax holds at once: rows of every query head of some sets of slots, and keys."""
+    """The tile of an online softmax: rows of every query head of some sets of slots, and keys."""
 
     rows: int
     keys: int

@@ -1,4 +1,4 @@
-"""What the Mosaic GPU kernels share: one warpgroup a program, tiles of 64 rows, as high as one wgmma."""
+"""For all Mosaic GPU kernels: one warpgroup a program, tiles of 64 rows, as high as one wgmma."""
 
 from typing import Any
 

@@ -165,7 +165,7 @@ class _Blocks:
         return logits(x.reshape(B, -1, G).swapaxes(1, 2))
 
     def attend(self, x: Float[Array, "B G P"], v: Float[Array, "B P H"], seen: Bool[Array, "B P"], K: int) -> _Row:
-        """What `_slot_by_slot` returns, from the logits."""
+        """`_slot_by_slot`, from the logits."""
         B, G, _ = x.shape
         NB, size, H = self.owners.shape[1], self.mine.shape[-1], v.shape[-1]
         by_block = x.reshape(B, G, NB, size).swapaxes(1, 2)  # "B NB G size"

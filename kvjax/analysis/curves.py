@@ -36,7 +36,7 @@ Method = Callable[[Any], Policy]
 
 @pytree
 class Losses:
-    """What an eviction costs; "..." is empty for one. Means over the rows that follow.
+    """Losses of an eviction, means over the rows that follow; "*grid" is empty for one.
 
     Attributes:
       l1, l2: how far a layer's attention output moves, after the output projection, for the queries of the full cache.
@@ -87,7 +87,7 @@ def value_bounds(reading: Reading) -> Float[Array, "L B"]:
 def mask_losses(
     model: Any, params: PyTree[Any], reading: Reading, keep: Left, *, largest: Float[Array, "L B"] | None = None
 ) -> Losses:
-    """What an eviction of the whole model costs. Jit, vmap and map it over masks as you like.
+    """Losses of an eviction of the whole model. Jit, vmap and map it over masks as you like.
 
     Args:
       model, params: the model that was read.
@@ -137,7 +137,7 @@ _losses = jax.jit(mask_losses, static_argnames="model")
 
 @pytree
 class Curves:
-    """What `curves` returns: every loss of every policy at every budget, for every prompt.
+    """Every loss of every policy at every budget, for every prompt (`curves`).
 
     `curves["kl"]` is an `Interval` of policies x budgets, layers averaged; `str(curves)` a table of it.
 

@@ -94,7 +94,7 @@ class Later:
 
 @pytree
 class Reading:
-    """What `read` returns: the whole model over prompts and what follows them, with the full cache.
+    """A run of the model over prompts and what follows them, with the full cache (`read`).
 
     Attributes:
       state: the state that holds the whole prompts.
@@ -152,7 +152,7 @@ class Reading:
         return layers
 
     def decisions(self, policy: Policy, *, policy_params: Any = ()) -> tuple[Decision, ...]:
-        """What a policy decides about the prompt in every layer, and what it ranked the slots by.
+        """A policy's decision about the prompt in every layer, with the scores of slots.
 
         Dead slots have a score of minus infinity; that of protected ones decides nothing. Scores of a chain are those
         of its last member, and layers that share a decision or a budget each have their own.
@@ -209,7 +209,7 @@ class Reading:
         return kv.replace(log_weight=jnp.log(jnp.maximum(keep.astype(dtype), tiny)))
 
     def attend(self, layer: int, kv: Storage, observe: tuple[Observation, ...] = ()) -> Attend:
-        """What attends in a layer for the rows that follow, which stay in the cache, whatever cache they find."""
+        """The attention of a layer, over any cache, for the rows that follow; it stores them there."""
         length = self.lengths + self.continuation.shape[1]
         state = dataclasses.replace(self.state, length=length, hparams=((),) * len(self.state.layers), params=())
         ctx = state.context(layer, "prefill", self.continuation)
@@ -285,7 +285,7 @@ def _decisions(state: State, stats: AttnStats) -> tuple[Decision, ...]:
 
 
 def _ranked(policy: Policy, kv: LayerView, stats: Stats, ctx: Context) -> Decision | None:
-    """What the last `Evict` inside of a layer's policy decides after the prompt; None if there is none."""
+    """The decision of the last `Evict` in a layer's policy after the prompt; None if there is none."""
     if isinstance(policy, AcrossLayers | SharedLayers):
         own = ctx.hparams[0] if isinstance(policy, AcrossLayers) else ctx.hparams
         return _ranked(policy.policy, kv, stats, dataclasses.replace(ctx, hparams=own))
@@ -316,7 +316,7 @@ def _of_evict(policy: Evict, kv: LayerView, stats: Stats, ctx: Context) -> Decis
 
 @pytree
 class _Following:
-    """What a layer calls with the rows that follow a prompt: it observes them as `Later`."""
+    """The attention of a layer for the rows that follow a prompt, observed as `Later`."""
 
     attend: Attend
 

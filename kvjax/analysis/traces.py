@@ -42,7 +42,7 @@ class Voters:
     softcap: float | None = static(default=None)
 
     def votes(self, multiplier: Float[Array, "B R"]) -> Float[Array, "B K S"]:
-        """What every slot gets from all rows under logits times `multiplier`, the mean of a group, in its dtype.
+        """Each slot's attention from all rows, logits times `multiplier`; the mean of a group, in its dtype.
 
         By the kernels' specification, whose statistics have a gradient; its memory grows with the voting rows only.
         """
@@ -78,7 +78,7 @@ class VotingRows:
 
 @pytree
 class Traces:
-    """What the true future queries pay to every slot of the prompt, in all layers; made by `trace`.
+    """The attention of the true future queries to every slot of the prompt, in all layers (`trace`).
 
     Attributes:
       attention: what each future row paid to each slot of the prompt.
@@ -95,7 +95,7 @@ class Traces:
     out_proj: Float[Array, "L N H D"]
 
     def outputs(self, gates: Float[Array, "B L K S"]) -> Float[Array, "B L R D"]:
-        """What every layer adds to the residual stream of the future rows, where the prompt's slots have these gates.
+        """Each layer's attention output for the future rows, where the prompt's slots have these gates.
 
         Weights are renormalised over what was kept, as attention over the smaller cache does.
         """

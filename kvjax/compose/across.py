@@ -152,7 +152,7 @@ class AcrossLayers(Policy):
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """What that policy may change of a slot."""
+        """Fields of a slot that the policy may change."""
         return self.policy.writes
 
     @property
@@ -160,7 +160,7 @@ class AcrossLayers(Policy):
         return dataclasses.replace(self.policy, budget=Times(self.policy.budget, self.max_ratio))
 
     def observe(self, phase: Phase) -> tuple[Any, ...]:
-        """What that policy wants to see, and what the weights of layers are computed from."""
+        """Observations of the policy, and those that weights of layers are computed from."""
         more = self.by.observe() if phase == "prefill" and self.by is not by_top_scores else ()
         return unique((*self.policy.observe(phase), *more))
 

@@ -65,11 +65,11 @@ class _Members(Policy):
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """What any member may change of a slot."""
+        """Fields of a slot that any member may change."""
         return unique(n for p in self.members for n in p.writes)
 
     def observe(self, phase: Phase) -> tuple[Any, ...]:
-        """What any member wants to see."""
+        """Observations of all members."""
         return unique(o for p in self.members for o in p.observe(phase))
 
     def memory(self, info: LayerInfo) -> Any:
@@ -317,11 +317,11 @@ class SharedLayers(Policy):
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """What the shared policy may change of a slot."""
+        """Fields of a slot that the shared policy may change."""
         return self.policy.writes
 
     def observe(self, phase: Phase) -> tuple[Any, ...]:
-        """What the shared policy wants to see of every layer."""
+        """Observations of the shared policy, of every layer."""
         return self.policy.observe(phase)
 
     def sizes(self, info: LayerInfo, lengths: Int[np.ndarray, "M"]) -> Sizes:
@@ -341,7 +341,7 @@ class SharedLayers(Policy):
         return self.policy.enter(kv, inputs, ctx)
 
     def reads(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Reads | None:
-        """What the shared policy reads."""
+        """The `Reads` of the shared policy."""
         return self.policy.reads(kv, inputs, ctx)
 
     def reserve(self, kv: Any, ctx: Context) -> Int[Array, "B K"]:

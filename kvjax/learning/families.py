@@ -96,7 +96,7 @@ class Family(Value):
         """How much of every slot is kept; the sum over layers, heads and slots is `view.total` for every prompt.
 
         Args:
-          params: see `init`.
+          params: learned numbers, of the names and shapes of `init`'s.
           view: what is divided.
           temperature: in tokens.
         """
@@ -106,7 +106,7 @@ class Family(Value):
         """The hard policy with what was learned.
 
         Args:
-          params: see `init`.
+          params: learned numbers, of the names and shapes of `init`'s.
           policy: whose allocation, protection or selection is replaced.
           view: prompts over which shares are averaged where they depend on the prompt.
         """

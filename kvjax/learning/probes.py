@@ -54,7 +54,7 @@ class Watch(Policy):
 
 
 def observed(model: Any, params: PyTree[Any], prompts: Prompts, what: Observation) -> list[Any]:
-    """What is observed of prompts in every layer.
+    """An observation of prompts in every layer.
 
     Args:
       model, params: the model.

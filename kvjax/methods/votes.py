@@ -215,7 +215,7 @@ def defensivekv(budget: Count, *, window: int = 32, kernel: int = 5, mass: float
       budget: live tokens a kv head and layer on average, the window included.
       window: last rows, which vote and stay.
       kernel: every row is averaged over so many neighbours.
-      mass: see above.
+      mass: the share of a head's attention whose tokens come first.
     """
     score = Defensive(budget, window, kernel, mass)
     return Evict(score, budget, 0, window, heads=Adaptive(1.0), layout=Layout(pool=True))

@@ -203,7 +203,7 @@ def _of_positions(held: Int[np.ndarray, "K S"]) -> Bool[np.ndarray, "K T"]:
 
 
 def _chosen(found: Sequence[Any], layers: Sequence[int] | None) -> dict[int, Any]:
-    """What is found of every layer, or of some, by number."""
+    """Entries of all layers, or of some, by number."""
     last, why = len(found) - 1, f"there are {len(found)} layers"
     return {
         i: found[i]
@@ -258,7 +258,7 @@ def _point(panel: Axes, spans: Mapping[str, list[tuple[int, int]]]) -> None:
 
 
 def _legend(panel: Axes, handles: list[Any], spans: Mapping[str, Any]) -> None:
-    """What colours mean, above the panel."""
+    """Draws the legend above the panel."""
     handles = [
         *handles,
         *(Line2D([], [], color=_MARKED[i % len(_MARKED)], marker="v", label=name) for i, name in enumerate(spans)),

@@ -1,4 +1,4 @@
-"""What all pictures share: colours, the axes that are drawn in, and names that fit beside them."""
+"""The style of all pictures: colours, the axes that are drawn in, and names that fit beside them."""
 
 import textwrap
 from typing import Any

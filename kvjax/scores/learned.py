@@ -147,7 +147,7 @@ class HiddenHeads(Value):
         return first.shape[0], first.shape[1], last.shape[2]
 
     def __call__(self, hidden: Float[Array, "B T D"], layer: int | Int[Array, ""]) -> Float[Array, "B T K"]:
-        """What it says of every token, for each kv head of the layer.
+        """A number for every token and kv head of the layer.
 
         Raises:
           ValueError: another width of hidden states, or a known layer that it has no weights for.

@@ -90,7 +90,7 @@ class Defensive(Score):
       most: a budget, window included: no more tokens than it leaves for others than the window come first.
       rows: how many of the prompt's last rows vote.
       kernel: every row is averaged over so many neighbours; odd.
-      mass: see above.
+      mass: the share of a head's attention whose tokens come first.
     """
 
     most: Count = count()

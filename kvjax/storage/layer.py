@@ -177,7 +177,7 @@ class Layer(Storage):
         return dataclasses.replace(found, columns=columns)
 
     def _nearer(self, q: Float[Array, "B N 1 H"], rotate: Rotate, scale: float | None) -> Float[Array, "B N S"]:
-        """What the shift of first tokens adds to the logits of one row, without a copy of all keys."""
+        """The change of one row's logits by the shift of first tokens, without a copy of all keys."""
         first, (B, N, _, H) = self.k[:, :, : self.how.sinks], q.shape
         wide = lambda x: x.astype(accumulator(q.dtype))
         turned = rotate(first, jnp.broadcast_to(self._gap, first.shape[:3])).astype(first.dtype)
