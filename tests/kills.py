@@ -29,7 +29,6 @@ def options(kind, here):
     sizes = "--window 4 --length 384 --examples 4 --batch-size 2 --max-new-tokens 4 --baselines none --seed 0 1".split()
     sizes += ["--model", one_layer(), "--tasks", *TASKS, "--data", str(data)]
     if kind == "sweep":
-        sizes[sizes.index("--length") + 1] = "256"
         return "sweep", ["--config", "snapkv.py", "--budget", "0.5", "0.25", "--output", str(here), "--", *sizes]
     return "run", ["--config", "snapkv.py", "--budget", "0.5", "--protocol", kind, "--output", str(here), *sizes]
 
