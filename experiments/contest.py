@@ -29,6 +29,7 @@ import kvjax
 from kvjax import methods, models
 from kvjax.budgets import Schedule
 from kvjax.compose.across import by_top_scores
+from kvjax.configs.experiment import label
 from kvjax.configs.learned_scorer import get_config
 from kvjax.configs.learning import LearnedScorer, Prompts
 from kvjax.configs.probed import probed
@@ -39,6 +40,7 @@ from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.core.locks import alone_in
 from kvjax.experiments.core.markdown import table
 from kvjax.experiments.core.provenance import device_info
+from kvjax.experiments.core.records import Line, Records, read_lines
 from kvjax.experiments.learn_budget import losses_of
 from kvjax.experiments.learn_scorer import learn, policy_of, untrained
 from kvjax.experiments.learning.future_rows import Reader, examples
@@ -133,38 +135,34 @@ def run_one(contest: Contest, model_name: str, seed: int) -> None:
     """One model under one seed: learn, read what is held out, and append a line a policy and prompt."""
     prompts = Prompts(model=model_name, seed=seed, held_out=contest.held_out)
     experiment = dataclasses.replace(get_config(prompts=prompts), budgets=contest.budget)
+    config = {"model": model_name, "seed": seed, "budget": contest.budget, "held_out": contest.held_out}
+    config["checkpoint"] = models.fingerprint(prompts.source)
     directory = contest.output / f"{model_name}-{seed}"
-    directory.mkdir(parents=True, exist_ok=True)
-    file = directory / "losses.jsonl"
-    done = {tuple(json.loads(line)[n] for n in ("task", "index")) for line in _lines(file)}
-    model, params = models.load(prompts.source, dtype=prompts.dtype)
-    tokenizer = models.load_tokenizer(prompts.source)
-    found = [e for e in examples(prompts, tokenizer, "held_out") if (e.task, e.index) not in done]
-    if not found:
-        return
-    head = _head(experiment, model, params, tokenizer, directory)
-    every = {
-        **published(prompts, experiment.window_size, experiment.kernel_size),
-        **{f"ours: {name}": make for name, make in ours(experiment, head).items()},
-    }
-    policies = {(name, b): make(b) for name, make in every.items() for b in contest.budget}
-    snapkv = methods.snapkv(contest.budget[0], window=experiment.window_size)
-    reader = Reader(model, params, snapkv, prompts, tuple(policies.values()))
-    with tqdm(total=len(found), desc=f"{model_name}, seed {seed}", unit="prompt", file=sys.stdout) as bar:
-        for batch, reading in reader.batches(found):
-            lines: list[list[dict[str, Any]]] = [[] for _ in batch]
-            for (name, b), policy in policies.items():
-                loss, live, _ = losses_of(policy, reading)
-                for i, example in enumerate(batch):
-                    row = {"task": example.task, "index": example.index, "method": name, "budget": b}
-                    lines[i].append({**row, "loss": float(np.mean(loss[i])), "live": int(live[i])})
-            text = "".join(json.dumps(line) + "\n" for of_prompt in lines for line in of_prompt)
-            write_bytes(file, (b"" if not file.exists() else file.read_bytes()) + text.encode())
-            bar.update(len(batch))
-
-
-def _lines(file: pathlib.Path) -> list[str]:
-    return file.read_text().splitlines() if file.exists() else []
+    with Records(directory, config, [sys.executable, *sys.argv]) as records:
+        model, params = models.load(prompts.source, dtype=prompts.dtype)
+        tokenizer = models.load_tokenizer(prompts.source)
+        done = {(line["task"], line["index"]) for line in records.lines.values()}  # all lines of a prompt come at once
+        found = [e for e in examples(prompts, tokenizer, "held_out") if (e.task, e.index) not in done]
+        if not found:
+            return
+        head = _head(experiment, model, params, tokenizer, directory)
+        every = {
+            **published(prompts, experiment.window_size, experiment.kernel_size),
+            **{f"ours: {name}": make for name, make in ours(experiment, head).items()},
+        }
+        policies = {(name, b): make(b) for name, make in every.items() for b in contest.budget}
+        snapkv = methods.snapkv(contest.budget[0], window=experiment.window_size)
+        reader = Reader(model, params, snapkv, prompts, tuple(policies.values()))
+        with tqdm(total=len(found), desc=f"{model_name}, seed {seed}", unit="prompt", file=sys.stdout) as bar:
+            for batch, reading in reader.batches(found):
+                lines: list[list[Line]] = [[] for _ in batch]
+                for (name, b), policy in policies.items():
+                    loss, live, _ = losses_of(policy, reading)
+                    for i, example in enumerate(batch):
+                        row = {"method": name, "budget": label(b), "task": example.task, "index": example.index}
+                        lines[i].append({**row, "question": 0, "loss": float(np.mean(loss[i])), "live": int(live[i])})
+                records.append(line for of_prompt in lines for line in of_prompt)
+                bar.update(len(batch))
 
 
 def _head(
@@ -190,16 +188,14 @@ def losses(contest: Contest) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for model in contest.model:
         for seed in contest.seed:
-            for line in map(json.loads, _lines(contest.output / f"{model}-{seed}" / "losses.jsonl")):
-                if line["budget"] not in contest.budget:
-                    continue
-                own = found.setdefault(
-                    f"{model}, seed {seed}, {line['budget']:g}", {"prompts": [], "loss": {}, "live": {}}
-                )
-                if line["method"] == "snapkv":
-                    own["prompts"].append([line["task"], line["index"]])
-                own["loss"].setdefault(line["method"], []).append(round(line["loss"], 5))
-                own["live"][line["method"]] = own["live"].get(line["method"], 0) + line["live"]
+            lines = read_lines(contest.output / f"{model}-{seed}" / "samples.jsonl")[0].values()
+            for b in contest.budget:
+                own = found[f"{model}, seed {seed}, {b:g}"] = {"prompts": [], "loss": {}, "live": {}}
+                for line in (line for line in lines if line["budget"] == label(b)):
+                    if line["method"] == "snapkv":
+                        own["prompts"].append([line["task"], line["index"]])
+                    own["loss"].setdefault(line["method"], []).append(round(line["loss"], 5))
+                    own["live"][line["method"]] = own["live"].get(line["method"], 0) + line["live"]
     setup = {name: value for name, value in dataclasses.asdict(contest).items() if name != "output"}
     return {"setup": setup, "device": device_info(), "runs": found}
 

@@ -44,36 +44,19 @@ from kvjax.budgets import HeadShares
 from kvjax.configs.experiment import Budget, label
 from kvjax.configs.learning import LearnedBudget
 from kvjax.decide.select import best
-from kvjax.experiments import stopping
 from kvjax.experiments.core.command import plain_errors, write_json
 from kvjax.experiments.core.compiled import keep_compiled
-from kvjax.experiments.core.provenance import definition
+from kvjax.experiments.core.meaning import definition
 from kvjax.experiments.core.records import Records
 from kvjax.experiments.learning import budget_report
-from kvjax.experiments.learning.checkpoints import check_learns, opened, restored, save_progress
 from kvjax.experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples
+from kvjax.experiments.learning.loop import Progress, check_learns, go_through
 from kvjax.experiments.run import check_apart, default_directory, parse
 from kvjax.learning.families import Family, mean_shares
 from kvjax.learning.relax import annealed, with_table
 
 SCRIPT = "learn_budget.py"
-SAVE_EVERY = 50
 DIVISIONS = ("uniform", "pyramid", "ada_static", "ada", "learned")
-
-
-@dataclasses.dataclass
-class Progress:
-    """Where learning stands; saved with every checkpoint.
-
-    Attributes:
-      step: updates made.
-      losses: the objective at every step.
-      off: the largest relative distance of a prompt's total from what its budget allows (`View.total`) at any step.
-    """
-
-    step: int = 0
-    losses: list[float] = dataclasses.field(default_factory=list)
-    off: float = 0.0
 
 
 def objective(name: str, model: Any, params: Any, reading: RankedReading, gates: jax.Array) -> jax.Array:
@@ -121,6 +104,9 @@ def learn(
 ) -> tuple[Any, Progress]:
     """Learns the numbers of a family at one budget, or goes on where an interrupted run stopped. In float64.
 
+    The progress has the `losses` of every step, and in `off` the largest relative distance of a prompt's total from
+    what its budget allows (`View.total`) at any of them.
+
     Args:
       experiment: the config.
       budget: one of its budgets.
@@ -133,32 +119,35 @@ def learn(
     what = (experiment.method(budget), experiment.family, experiment.objective, experiment.steps, experiment.rate)
     identity = definition((*what, experiment.temperature, experiment.prompts))
     tx = optax.adam(optax.cosine_decay_schedule(experiment.rate, experiment.steps, alpha=0.1))
-    with jax.enable_x64(True), opened(directory) as manager, stopping.finishing("this step, and its checkpoint"):
+    last = experiment.steps if max_steps is None else min(max_steps, experiment.steps)
+    step_fn = make_step(experiment, budget, model, tx)
+
+    def advance(state: dict[str, Any], progress: Progress) -> tuple[dict[str, Any], Progress, str]:
+        step = progress["step"]
+        epoch, place = divmod(step, len(readings))
+        order = np.random.default_rng([experiment.prompts.seed, epoch]).permutation(len(readings))
+        temperature = jnp.asarray(annealed(*experiment.temperature, step / max(experiment.steps - 1, 1)), float)
+        reading = readings[order[place]]
+        learned, opt_state, value, off = step_fn(state["learned"], state["opt_state"], reading, params, temperature)
+        check_learns(float(value), step, experiment.rate)
+        losses = [*progress["losses"], float(value)]
+        shown = f"{experiment.objective} {np.mean(losses[-len(readings) :]):.4f}"
+        progress = {"step": step + 1, "losses": losses, "off": max(progress["off"], float(off))}
+        return {"learned": learned, "opt_state": opt_state}, progress, shown
+
+    with jax.enable_x64(True):
         learned = experiment.family.init(sizes.num_layers, sizes.num_kv_heads)
-        opt_state, progress = tx.init(learned), Progress()
-        if manager.latest_step() is not None:
-            state, saved = restored(manager, directory, {"learned": learned, "opt_state": opt_state}, identity)
-            learned, opt_state, progress = state["learned"], state["opt_state"], Progress(**saved)
-        step = make_step(experiment, budget, model, tx)
-        with tqdm(total=experiment.steps, initial=progress.step, desc=f"learn {label(budget)}", file=sys.stdout) as bar:
-            while progress.step < (experiment.steps if max_steps is None else min(max_steps, experiment.steps)):
-                epoch, place = divmod(progress.step, len(readings))
-                order = np.random.default_rng([experiment.prompts.seed, epoch]).permutation(len(readings))
-                temperature = annealed(*experiment.temperature, progress.step / max(experiment.steps - 1, 1))
-                learned, opt_state, value, off = step(
-                    learned, opt_state, readings[order[place]], params, jnp.asarray(temperature, float)
-                )
-                check_learns(float(value), progress.step, experiment.rate)
-                progress = Progress(progress.step + 1, [*progress.losses, float(value)], max(progress.off, float(off)))
-                bar.update()
-                bar.set_postfix_str(f"{experiment.objective} {np.mean(progress.losses[-len(readings) :]):.4f}")
-                last = progress.step in (experiment.steps, max_steps) or stopping.asked()
-                if progress.step % SAVE_EVERY == 0 or last:
-                    state = {"learned": learned, "opt_state": opt_state}
-                    save_progress(manager, progress.step, state, {**dataclasses.asdict(progress), "identity": identity})
-                    stopping.check()
-        manager.wait_until_finished()
-    return learned, progress
+        state, progress = go_through(
+            directory,
+            identity,
+            {"learned": learned, "opt_state": tx.init(learned)},
+            {"step": 0, "losses": [], "off": 0.0},
+            advance,
+            title=f"learn {label(budget)}",
+            total=experiment.steps,
+            more=lambda progress: progress["step"] < last,
+        )
+    return state["learned"], progress
 
 
 # --- tables ---
@@ -258,7 +247,7 @@ def measure(
     chosen: dict[str, dict[str, kvjax.Evict]],
     budgets: Sequence[Budget],
     reader: Reader,
-    results: Records,
+    records: Records,
     tokenizer: Any,
 ) -> None:
     """Appends the lines of the held-out prompts that are missing.
@@ -272,9 +261,9 @@ def measure(
     with tqdm(total=len(found), desc="held-out", unit="prompt", file=sys.stdout) as bar:
         for start in range(0, len(found), reader.prompts.batch_size):
             batch = found[start : start + reader.prompts.batch_size]
-            if any(k not in results.lines for e in batch for k in keys(e)):
+            if any(k not in records.lines for e in batch for k in keys(e)):
                 reading = reader.read(batch)
-                results.append(line for b in budgets for line in _lines(chosen[label(b)], b, batch, reading))
+                records.append(line for b in budgets for line in _lines(chosen[label(b)], b, batch, reading))
             bar.update(len(batch))
 
 
@@ -351,11 +340,12 @@ def run(
         for task in prompts.tasks
         for i in range(prompts.held_out)
     ]
-    with Records(directory, config, command, restart=restart) as results:
-        in_order = lambda: [results.lines[k] for k in keys]
-        if all(k in results.lines for k in keys) and budget_report.stands(directory, results.config, in_order()):
+    tables = {label(b): directory / "tables" / f"{label(b)}.json" for b in experiment.budgets}
+    with Records(directory, config, command, restart=restart) as records:
+        in_order = lambda: [records.lines[k] for k in keys]
+        if all(k in records.lines for k in keys) and all(file.is_file() for file in tables.values()):
             print(f"{directory} is complete; --restart runs it again")
-            return (directory / "summary.md").read_text()
+            return budget_report.write(directory, in_order())
         model, params = models.load(prompts.source, dtype=prompts.dtype)
         tokenizer = models.load_tokenizer(prompts.source)
         uniform = [experiment.method(b) for b in experiment.budgets]
@@ -373,7 +363,7 @@ def run(
             learned, progress = learn(
                 experiment, b, readings, model, params, directory / "checkpoints" / label(b), max_steps=max_steps
             )
-            if progress.step < experiment.steps:
+            if progress["step"] < experiment.steps:
                 return ""
             hard, shares = learned_policy(experiment.family, learned, experiment.method(b), readings)
             table = {
@@ -381,16 +371,16 @@ def run(
                 "heads": shares.tolist(),
                 "learned": experiment.family.describe(learned),
                 "policy": repr(hard),
-                "losses": progress.losses,
-                "total_off": progress.off,
+                "losses": progress["losses"],
+                "total_off": progress["off"],
             }
-            (directory / "tables").mkdir(exist_ok=True)
-            write_json(directory / "tables" / f"{label(b)}.json", table)
+            tables[label(b)].parent.mkdir(exist_ok=True)
+            write_json(tables[label(b)], table)
             chosen[label(b)] = policies(experiment, b, hard, readings)
         del readings
         every = [policy for group in chosen.values() for policy in group.values()]
         reader = Reader(model, params, uniform[0], prompts, every, experiment.measured)
-        measure(chosen, experiment.budgets, reader, results, tokenizer)
+        measure(chosen, experiment.budgets, reader, records, tokenizer)
         return budget_report.write(directory, in_order())
 
 

@@ -32,7 +32,7 @@ from kvjax.configs.experiment import check_finite, check_whole
 from kvjax.experiments.core.command import check_options, check_output, check_values, plain_errors, write_json
 from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.core.provenance import environment
-from kvjax.experiments.learning.checkpoints import check_learns
+from kvjax.experiments.learning.loop import check_learns
 from kvjax.experiments.tasks import RETRIEVAL, TASKS, Example, Task
 from kvjax.experiments.train_tiny import Stage, document
 from kvjax.experiments.training.loop import ANSWER, FIRST

@@ -22,8 +22,6 @@ if __name__ == "__main__":  # before imports that take seconds
 
 import dataclasses
 import functools
-import hashlib
-import json
 import pathlib
 import sys
 import tempfile
@@ -42,15 +40,14 @@ from kvjax.configs.experiment import Budget, label
 from kvjax.configs.learning import LearnedScorer
 from kvjax.contract import FrozenArrays
 from kvjax.decide.select import best
-from kvjax.experiments import stopping
 from kvjax.experiments.core import stats
-from kvjax.experiments.core.command import plain_errors, stands, write_json
+from kvjax.experiments.core.command import plain_errors, write_json
 from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.core.markdown import table
-from kvjax.experiments.core.records import KEY, Records, read_manifest
-from kvjax.experiments.learn_budget import SAVE_EVERY, losses_of
-from kvjax.experiments.learning.checkpoints import check_learns, opened, restored, save_progress
+from kvjax.experiments.core.records import Records
+from kvjax.experiments.learn_budget import losses_of
 from kvjax.experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples
+from kvjax.experiments.learning.loop import Progress, check_learns, go_through
 from kvjax.experiments.run import check_apart, default_directory, parse
 from kvjax.models import scorer
 from kvjax.models.written import write_bytes
@@ -143,27 +140,29 @@ def learn(
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
-    opt_state, losses = tx.init(params), []
-    with opened(directory) as manager, stopping.finishing("this step, and its checkpoint"):
-        if manager.latest_step() is not None:
-            state, saved = restored(manager, directory, {"params": params, "opt_state": opt_state}, repr(experiment))
-            params, opt_state, losses = state["params"], state["opt_state"], saved["divergence"]
-        last = experiment.steps if max_steps is None else min(max_steps, experiment.steps)
-        with tqdm(total=experiment.steps, initial=len(losses), desc="learn", file=sys.stdout) as bar:
-            while len(losses) < last:
-                epoch, place = divmod(len(losses), len(readings))
-                order = np.random.default_rng([experiment.prompts.seed, epoch]).permutation(len(readings))
-                params, opt_state, value = step(params, opt_state, readings[order[place]])
-                check_learns(float(value), len(losses), experiment.rate)
-                losses = [*losses, float(value)]
-                bar.update()
-                bar.set_postfix_str(f"divergence {np.mean(losses[-len(readings) :]):.4f}")
-                if len(losses) % SAVE_EVERY == 0 or len(losses) == last or stopping.asked():
-                    state = {"params": params, "opt_state": opt_state}
-                    save_progress(manager, len(losses), state, {"divergence": losses, "identity": repr(experiment)})
-                    stopping.check()
-        manager.wait_until_finished()
-    return scorer.TrainedHead(L, K, experiment.hidden, FrozenArrays(jax.tree.map(np.asarray, params))), losses
+    last = experiment.steps if max_steps is None else min(max_steps, experiment.steps)
+
+    def advance(state: dict[str, Any], progress: Progress) -> tuple[dict[str, Any], Progress, str]:
+        epoch, place = divmod(progress["step"], len(readings))
+        order = np.random.default_rng([experiment.prompts.seed, epoch]).permutation(len(readings))
+        params, opt_state, value = step(state["params"], state["opt_state"], readings[order[place]])
+        check_learns(float(value), progress["step"], experiment.rate)
+        losses = [*progress["losses"], float(value)]
+        shown = f"divergence {np.mean(losses[-len(readings) :]):.4f}"
+        return {"params": params, "opt_state": opt_state}, {"step": len(losses), "losses": losses}, shown
+
+    state, progress = go_through(
+        directory,
+        repr(experiment),
+        {"params": params, "opt_state": tx.init(params)},
+        {"step": 0, "losses": []},
+        advance,
+        title="learn",
+        total=experiment.steps,
+        more=lambda progress: progress["step"] < last,
+    )
+    weights = FrozenArrays(jax.tree.map(np.asarray, state["params"]))
+    return scorer.TrainedHead(L, K, experiment.hidden, weights), progress["losses"]
 
 
 @jax.jit
@@ -185,7 +184,7 @@ def _hindsight(reading: RankedReading, policy: kvjax.Evict) -> jax.Array:
 
 
 def measure(
-    experiment: LearnedScorer, head: scorer.TrainedHead, reader: Reader, results: Records, tokenizer: Any
+    experiment: LearnedScorer, head: scorer.TrainedHead, reader: Reader, records: Records, tokenizer: Any
 ) -> None:
     """Appends the lines of the held-out prompts that are missing."""
     found = examples(reader.prompts, tokenizer, "held_out")
@@ -194,7 +193,7 @@ def measure(
         for start in range(0, len(found), size):
             batch = found[start : start + size]
             keys = [(m, label(b), e.task, e.index, 0) for e in batch for b in experiment.budgets for m in _NAMES]
-            if any(k not in results.lines for k in keys):
+            if any(k not in records.lines for k in keys):
                 reading = reader.read(batch)
                 for b in experiment.budgets:
                     snapkv = methods.snapkv(b, window=experiment.window_size, kernel=experiment.kernel_size)
@@ -206,9 +205,10 @@ def measure(
                     for method, keep in masks.items():
                         loss, share = (np.asarray(x) for x in _losses_of_mask(reading, keep))
                         live = np.asarray(keep.sum((1, 2, 3)))
-                        results.append(
+                        records.append(
                             {
-                                **dict(zip(KEY, (method, label(b), e.task, e.index, 0), strict=True)),
+                                **{"method": method, "budget": label(b), "task": e.task, "index": e.index},
+                                **{"question": 0},
                                 **{"loss": float(loss[i]), "kept_attention": float(share[i]), "live": int(live[i])},
                             }
                             for i, e in enumerate(batch)
@@ -216,8 +216,8 @@ def measure(
             bar.update(len(batch))
 
 
-def made(config: dict[str, Any], samples: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], str]:
-    """The summary of lines, and its text."""
+def write(directory: pathlib.Path, name: str, samples: Sequence[dict[str, Any]]) -> str:
+    """Writes `summary.json` and `summary.md`. Returns the table."""
     rows, lines = [], []
     for b in dict.fromkeys(s["budget"] for s in samples):
         by_key = {(s["method"], s["task"], s["index"]): s for s in samples if s["budget"] == b}
@@ -237,7 +237,7 @@ def made(config: dict[str, Any], samples: Sequence[dict[str, Any]]) -> tuple[dic
     head = ["budget", "score", "loss", "less than SnapKV", "future attention kept"]
     text = "\n".join(
         [
-            f"# {config['name']}",
+            f"# {name}",
             "",
             "Exact eviction loss on held-out prompts in percent, with 95 % Student-t intervals over prompts; the loss",
             "that is less than SnapKV's is the mean of paired differences. Budgets are uniform.",
@@ -246,33 +246,17 @@ def made(config: dict[str, Any], samples: Sequence[dict[str, Any]]) -> tuple[dic
             "",
         ]
     )
-    return {"rows": rows}, text
-
-
-def write(directory: pathlib.Path, samples: Sequence[dict[str, Any]]) -> str:
-    """Writes `summary.json` and `summary.md`. Returns the table."""
-    summary, text = made(read_manifest(directory)["config"], samples)
     write_bytes(directory / "summary.md", text.encode())
-    write_json(directory / "summary.json", summary)  # last: its presence says that the run is complete
+    write_json(directory / "summary.json", {"rows": rows})  # last: its presence says that the run is complete
     return text
-
-
-def _has_head(directory: pathlib.Path) -> bool:
-    """Whether `head.npz` is the one that was learned."""
-    try:
-        learning = json.loads((directory / "learning.json").read_bytes())
-        return learning["head"] == hashlib.sha256((directory / "head.npz").read_bytes()).hexdigest()
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
-        return False
 
 
 def _save_head(directory: pathlib.Path, head: scorer.TrainedHead, losses: list[float]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "head.npz"
         head.save(file)
-        content = file.read_bytes()
-    write_bytes(directory / "head.npz", content)
-    write_json(directory / "learning.json", {"divergence": losses, "head": hashlib.sha256(content).hexdigest()})
+        write_json(directory / "learning.json", {"divergence": losses})
+        write_bytes(directory / "head.npz", file.read_bytes())
 
 
 def run(
@@ -304,13 +288,11 @@ def run(
         for task in prompts.tasks
         for i in range(prompts.held_out)
     ]
-    with Records(directory, config, command, restart=restart) as results:
-        in_order = lambda: [results.lines[k] for k in keys]
-        if all(k in results.lines for k in keys) and _has_head(directory):
-            summary, text = made(results.config, in_order())
-            if stands(directory, summary, text):
-                print(f"{directory} is complete; --restart runs it again")
-                return text
+    with Records(directory, config, command, restart=restart) as records:
+        in_order = lambda: [records.lines[k] for k in keys]
+        if all(k in records.lines for k in keys) and (directory / "head.npz").is_file():
+            print(f"{directory} is complete; --restart runs it again")
+            return write(directory, experiment.name, in_order())
         model, params = models.load(prompts.source, dtype=prompts.dtype)
         tokenizer = models.load_tokenizer(prompts.source)
         blank = untrained(experiment, model.config)
@@ -330,8 +312,8 @@ def run(
             return ""
         _save_head(directory, head, losses)
         del readings
-        measure(experiment, head, reader, results, tokenizer)
-        return write(directory, in_order())
+        measure(experiment, head, reader, records, tokenizer)
+        return write(directory, experiment.name, in_order())
 
 
 def main(argv: Sequence[str]) -> None:

@@ -60,8 +60,8 @@ def test_a_contest_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(contest, "ours", lambda *a: few(ours(*a)))
     own = Contest(("embedded",), (0,), (0.25,), 2, tmp_path)
     contest.run_one(own, "embedded", 0)
-    lines = (tmp_path / "embedded-0" / "losses.jsonl").read_text()
+    lines = (tmp_path / "embedded-0" / "samples.jsonl").read_text()
     assert lines.count("\n") == 5 * 2 * 4
     contest.run_one(own, "embedded", 0)
-    assert (tmp_path / "embedded-0" / "losses.jsonl").read_text() == lines
+    assert (tmp_path / "embedded-0" / "samples.jsonl").read_text() == lines
     assert "## embedded, 25.0% of the prompt, 10 prompts" in contest.summary(own, contest.losses(own))

@@ -173,8 +173,8 @@ def test_every_objective_falls(name, reading, embedded, tmp_path):
     model, params, _ = embedded
     setting = dataclasses.replace(experiment("--objective", name), steps=12, temperature=(4.0, 4.0))
     learned, progress = learn_budget.learn(setting, 0.25, [reading], model, params, tmp_path)
-    assert progress.losses[-1] < progress.losses[0]
-    assert progress.off < 1e-6
+    assert progress["losses"][-1] < progress["losses"][0]
+    assert progress["off"] < 1e-6
     assert np.isfinite(np.asarray(learned)).all()
 
 
@@ -183,8 +183,8 @@ def test_every_parametrisation_falls_and_hardens(family, reading, embedded, tmp_
     model, params, _ = embedded
     setting = dataclasses.replace(experiment(), family=family, steps=8, temperature=(4.0, 4.0), rate=0.05)
     learned, progress = learn_budget.learn(setting, 0.25, [reading], model, params, tmp_path)
-    assert min(progress.losses[1:]) < progress.losses[0]
-    assert progress.off < 1e-6
+    assert min(progress["losses"][1:]) < progress["losses"][0]
+    assert progress["off"] < 1e-6
     policy, shares = learn_budget.learned_policy(family, learned, setting.method(0.25), [reading])
     live = {
         n: np.asarray(learn_budget.losses_of(p, reading)[1]) for n, p in {"": policy, "u": setting.method(0.25)}.items()

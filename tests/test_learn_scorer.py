@@ -8,12 +8,11 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 import kvjax
 from kvjax.experiments import learn_budget, learn_scorer
-from kvjax.experiments.learning import checkpoints
+from kvjax.experiments.learning import loop
 from kvjax.learning.relax import soften, with_table
 from kvjax.models.scorer import TrainedHead
 from kvjax.scores.learned import Learned
@@ -124,25 +123,25 @@ def test_errors_end_with_one_line(argv, message, tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("samples.jsonl"))
 
 
-def test_a_checkpoint_that_is_broken_or_another_runs_is_refused(tmp_path):
-    state = {"x": np.arange(3.0)}
-    with ocp.CheckpointManager(tmp_path) as manager:
-        checkpoints.save_progress(manager, 1, state, {"loss": 0.5, "identity": "this"})
-        manager.wait_until_finished()
-        found, progress = checkpoints.restored(manager, tmp_path, state, "this")
-        np.testing.assert_array_equal(found["x"], state["x"])
-        assert progress == {"loss": 0.5}
-        with pytest.raises(ValueError, match=f"{tmp_path} holds a checkpoint of this, not of that; move"):
-            checkpoints.restored(manager, tmp_path, state, "that")
-        (metadata,) = (f for f in (tmp_path / "1" / "progress").rglob("*") if b"0.5" in f.read_bytes())
-        metadata.write_bytes(metadata.read_bytes().replace(b"0.5", b"0.7"))
-        with pytest.raises(ValueError, match="its progress is not what was written at step 1"):
-            checkpoints.restored(manager, tmp_path, state, "this")
-        for file in (tmp_path / "1").rglob("*"):
-            if file.is_file():
-                file.write_bytes(file.read_bytes()[:3])
-        with pytest.raises(ValueError, match=f"the checkpoint in {tmp_path} cannot be read .*; move that directory"):
-            checkpoints.restored(manager, tmp_path, state, "this")
+def test_a_checkpoint_that_is_broken_or_another_runs_is_refused(tmp_path, capsys):
+    """And one of the same run goes on."""
+
+    def run(steps, identity="this"):
+        step = lambda state, progress: ({"x": state["x"] + 1}, {"step": progress["step"] + 1}, "")
+        how = {"title": "learn", "total": steps, "more": lambda progress: progress["step"] < steps}
+        return loop.go_through(tmp_path, identity, {"x": np.arange(3.0)}, {"step": 0}, step, **how)
+
+    run(2)
+    state, progress = run(5)
+    assert "resumed at step 2" in capsys.readouterr().out
+    assert (state["x"].tolist(), progress) == ([5.0, 6.0, 7.0], {"step": 5})
+    with pytest.raises(ValueError, match=f"{tmp_path} holds a checkpoint of this, not of that; move"):
+        run(5, "that")
+    for file in (tmp_path / "5").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[:3])
+    with pytest.raises(ValueError, match=f"the checkpoint in {tmp_path} cannot be read .*; move that directory"):
+        run(5)
 
 
 def test_unknown_options_list_the_known_ones(capsys):
@@ -162,8 +161,7 @@ def test_the_committed_scorer_is_what_the_readme_says(tmp_path):
     directory = ROOT / "experiments" / "bench_results" / "learned_scorer"
     with gzip.open(directory / "samples.jsonl.gz", "rt") as file:
         lines = [json.loads(line) for line in file]
-    shutil.copy(directory / "manifest.json", tmp_path)
-    assert learn_scorer.write(tmp_path, lines) == (directory / "summary.md").read_text()
+    assert learn_scorer.write(tmp_path, "learned_scorer", lines) == (directory / "summary.md").read_text()
     rows = {(r["budget"], r["method"]): r for r in json.loads((tmp_path / "summary.json").read_text())["rows"]}
     readme = (ROOT / "experiments" / "README.md").read_text()
     shown = ("learned", "snapkv", "future")

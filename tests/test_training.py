@@ -135,7 +135,7 @@ def test_it_trains_and_goes_on(tmp_path, monkeypatch, capsys):
     loaded = models.load_tokenizer(tmp_path / "model")
     assert loaded.decode(loaded("what is 4 2 ?", add_special_tokens=False).input_ids) == "what is 4 2 ?"
     file.write_text(TEXT + TEXT)
-    with pytest.raises(ValueError, match="holds a run with"):
+    with pytest.raises(ValueError, match=r"holds a checkpoint of .*, not of "):
         run()
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="no text in UTF-8"):

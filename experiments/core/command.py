@@ -45,16 +45,6 @@ def write_figure(path: pathlib.Path, figure: Any, **options: Any) -> None:
     write_bytes(path, buffer.getvalue())
 
 
-def stands(directory: pathlib.Path, summary: dict[str, Any], text: str) -> bool:
-    """Whether a directory's `summary.json` and `summary.md` are these, so that there is nothing to write."""
-    try:
-        found = json.loads((directory / "summary.json").read_bytes())
-        same = json.dumps(found) == json.dumps(summary)  # which NaN equals too
-        return same and (directory / "summary.md").read_bytes() == text.encode()
-    except (FileNotFoundError, ValueError, RecursionError):
-        return False
-
-
 def check_options(argv: Sequence[str]) -> None:
     """Tries whether options are given once; of two of one name, the last alone would count.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 import kvjax
 from kvjax.analysis.hindsight import Across
-from kvjax.experiments.core import command, stats
+from kvjax.experiments.core import stats
 from kvjax.experiments.core.command import write_figure, write_json
 from kvjax.experiments.core.markdown import table
 from kvjax.experiments.core.records import read_manifest
@@ -232,15 +232,6 @@ def made(
     summary = summarise(samples)
     summary["rows"].sort(key=lambda r: (budgets.index(r["budget"]), list(_NAMES).index(r["method"])))
     return summary, markdown(summary, config["name"], tables), tables
-
-
-def stands(directory: pathlib.Path, config: dict[str, Any], samples: Sequence[dict[str, Any]]) -> bool:
-    """Whether the tables are there, and the report is what they and the lines give."""
-    try:
-        summary, text, _ = made(directory, config, samples)
-    except (FileNotFoundError, ValueError, TypeError, KeyError):  # tables that are missing or broken
-        return False
-    return command.stands(directory, summary, text)
 
 
 def write(directory: pathlib.Path, samples: Sequence[dict[str, Any]]) -> str:

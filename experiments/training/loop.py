@@ -1,9 +1,6 @@
-"""A curriculum of stages, with checkpoints after which an interrupted run goes on with the same bits."""
+"""What the trainings share: parameters at the start, optimiser, loss, and a curriculum of stages."""
 
-import dataclasses
-import json
 import pathlib
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,36 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from jaxtyping import Array, Float, Int, PyTree
-from tqdm import tqdm
 
 from kvjax.configs.experiment import check_whole
-from kvjax.experiments import stopping
 from kvjax.experiments.core.command import check_output
-from kvjax.experiments.core.locks import Locked
-from kvjax.experiments.learning.checkpoints import read, save_progress
+from kvjax.experiments.learning.loop import Progress, go_through
 from kvjax.models import num_params
 
 LANGUAGE, ANSWER, FIRST = 1, 2, 3  # classes of predicted tokens; 0 is unpredictable and costs nothing
 RECENT = 20  # steps whose mean decides whether a stage has been learned
-
-
-@dataclasses.dataclass
-class Progress:
-    """Where training stands; saved with every checkpoint.
-
-    Attributes:
-      step: updates made.
-      stage: current stage of the curriculum.
-      step_in_stage: updates made in it.
-      recent: accuracies on first tokens of the stage's last 20 steps.
-    """
-
-    step: int = 0
-    stage: int = 0
-    step_in_stage: int = 0
-    recent: list[float] = dataclasses.field(default_factory=list)
 
 
 def initialised(shapes: PyTree[Any], key: Array, *, embedding_std: float, bias_std: float = 0.0) -> PyTree[Any]:
@@ -166,58 +142,35 @@ def train(
     Raises:
       ValueError: `checkpoints` holds another run.
     """
-    opt_state, progress = tx.init(params), Progress()
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    stored = lambda: f"{checkpoints} holds step {manager.latest_step()}, and the same command goes on from there"
-    with (
-        Locked(checkpoints),
-        ocp.CheckpointManager(checkpoints.absolute(), options=options) as manager,
-        stopping.noted(stored),
-        stopping.finishing("this step, and its checkpoint"),
-    ):
-        if manager.latest_step() is not None:
-            state, saved = read(manager, checkpoints, {"params": params, "opt_state": opt_state})
-            if saved["identity"] != json.loads(json.dumps(identity)):
-                raise ValueError(
-                    f"{checkpoints} holds a run with {saved['identity']}, not {identity}; "
-                    "choose another --checkpoints, or delete it to start anew"
-                )
-            params, opt_state = state["params"], state["opt_state"]
-            progress = Progress(**saved["progress"])
-            print(f"resumed at step {progress.step} from {checkpoints}")
+    steps = sum(stage.steps for stage in curriculum)
+    print(f"{num_params(params):,} parameters, at most {steps} steps")
 
-        def checkpoint():
-            state = {"params": params, "opt_state": opt_state}
-            save_progress(
-                manager, progress.step, state, {"identity": identity, "progress": dataclasses.asdict(progress)}
-            )
+    def advance(state: PyTree[Any], progress: Progress) -> tuple[PyTree[Any], Progress, str]:
+        at, i, step = progress["stage"], progress["step_in_stage"], progress["step"]
+        stage = curriculum[at]
+        rate = stage.rate[0] + (stage.rate[1] - stage.rate[0]) * (i / stage.steps)
+        data = batch(step, stage)
+        params, opt_state, metrics = step_fn(state["params"], state["opt_state"], jnp.float32(rate), *data)
+        answers, language, first = np.asarray(metrics).tolist()
+        recent = [*progress["recent"], first][-RECENT:]
+        learned = stage.until is not None and len(recent) == RECENT and np.mean(recent) > stage.until
+        progress = {"step": step + 1, "stage": at, "step_in_stage": i + 1, "recent": recent}
+        if learned or i + 1 == stage.steps:
+            progress |= {"stage": at + 1, "step_in_stage": 0, "recent": []}
+        shown = f"stage {at + 1}/{len(curriculum)}, length {stage.length}, answers {answers:.3f}, "
+        shown += f"language {language:.3f}, first token {first:.2f}"
+        return {"params": params, "opt_state": opt_state}, progress, shown
 
-        print(f"{num_params(params):,} parameters, at most {sum(s.steps for s in curriculum)} steps")
-        while progress.stage < len(curriculum):
-            stage = curriculum[progress.stage]
-            label = f"stage {progress.stage + 1}/{len(curriculum)}, length {stage.length}"
-            with tqdm(total=stage.steps, initial=progress.step_in_stage, desc=label, file=sys.stdout) as bar:
-                while progress.step_in_stage < stage.steps:
-                    if max_steps is not None and progress.step >= max_steps:
-                        checkpoint()
-                        return None
-                    fraction = progress.step_in_stage / stage.steps
-                    rate = stage.rate[0] + (stage.rate[1] - stage.rate[0]) * fraction
-                    data = batch(progress.step, stage)
-                    params, opt_state, metrics = step_fn(params, opt_state, jnp.float32(rate), *data)
-                    answers, language, first = np.asarray(metrics).tolist()
-                    progress.step += 1
-                    progress.step_in_stage += 1
-                    progress.recent = [*progress.recent, first][-RECENT:]
-                    bar.update()
-                    bar.set_postfix_str(f"answers {answers:.3f}, language {language:.3f}, first token {first:.2f}")
-                    if progress.step % save_every == 0 or stopping.asked():
-                        checkpoint()
-                        stopping.check()
-                    full = len(progress.recent) == RECENT
-                    if stage.until is not None and full and np.mean(progress.recent) > stage.until:
-                        break
-            progress = Progress(progress.step, progress.stage + 1)
-        if manager.latest_step() != progress.step:
-            checkpoint()
-    return params
+    unfinished = lambda progress: progress["stage"] < len(curriculum)
+    state, progress = go_through(
+        checkpoints,
+        identity,
+        {"params": params, "opt_state": tx.init(params)},
+        {"step": 0, "stage": 0, "step_in_stage": 0, "recent": []},
+        advance,
+        title="train",
+        total=steps,
+        more=lambda progress: unfinished(progress) and (max_steps is None or progress["step"] < max_steps),
+        save_every=save_every,
+    )
+    return None if unfinished(progress) else state["params"]
