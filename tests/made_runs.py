@@ -55,7 +55,7 @@ def make_run(
 
 
 def line(method, budget, task, index, question, score, output):
-    share = 1.0 if method == "full" else min(1.0, float(budget))
+    share = min(1.0, float(budget)) if budget.replace(".", "").isdecimal() else 0.6
     key = {"method": method, "budget": budget, "task": task, "index": index, "question": question, "id": "x"}
     costs = {"prompt_tokens": 100, "live": 100 * share, "most_live": 100 * share + 2, "slots": round(64 * share),
              "kv_bytes": round(1000 * share), "prefill_peak_bytes": 2**21, "decode_peak_bytes": None,

@@ -1,5 +1,6 @@
 """The page of results: what it shows of runs, of lm-eval's files and of papers' tables, and what it refuses."""
 
+import dataclasses
 import html.parser
 import json
 import pathlib
@@ -8,12 +9,17 @@ import shutil
 import subprocess
 import urllib.parse
 
+import numpy as np
 import pandas as pd
 import pytest
 
+from kvjax import models
+from kvjax.configs.experiment import Setup
 from kvjax.experiments import report
-from kvjax.experiments.core import sources, table
+from kvjax.experiments.core import leaderboards, markdown, page, pictures, sources, table
+from kvjax.experiments.core.setup import described, find_builders
 from tests.made_runs import TASKS, make_lm_eval, make_paper, make_run
+from tests.runs import ROOT, interrupt
 
 
 class Page(html.parser.HTMLParser):
@@ -181,8 +187,12 @@ def test_pictures_stand_for_every_task_that_has_a_place(made, tmp_path):
     assert len(page.of("img")) == curves + maps - 1
     make_run(tmp_path / "run")
     report.write([tmp_path / "run"], tmp_path / "page", "")
-    found = {"score_against_budget.png", "perplexity_against_budget.png", "depth_against_length.png"}
-    assert {p.name for p in (tmp_path / "page").glob("*.png")} == found
+    assert {p.stem for p in (tmp_path / "page").glob("*.png")} == {*pictures.PICTURES[:3]}
+    (tmp_path / "run" / "kept").mkdir()
+    for label in ("full@1.0", "snapkv@0.5", "other@0.5"):
+        np.savez(tmp_path / "run" / "kept" / f"{label}.npz", np.zeros((2, 3), np.int32))
+    report.write([tmp_path / "run"], tmp_path / "page", "")
+    assert {p.stem for p in (tmp_path / "page").glob("*.png")} == {*pictures.PICTURES}
     make_run(tmp_path / "longer", length=256)
     report.write([tmp_path / "run", tmp_path / "longer"], tmp_path / "page", "")  # of two settings
     names = {"report.html", "report.md", "cells.csv"}
@@ -222,6 +232,28 @@ def test_errors(results, tmp_path, runs, existing, message):
     assert [p.read_text() for p in output.glob("*")] == ([existing] if existing else [])
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures take most of the time."""
+    monkeypatch.setattr(pictures, "drawn", lambda *_: {"curves": [], "maps": [], "kept": []})
+
+
+def test_names_are_no_markup():
+    name = r"<img src=x>|\\<b> [a](b) *c* d_e _f_"
+    assert markdown.escaped(name) == r"\<img src=x\>\|\\\\\<b\> \[a\](b) \*c\* d_e \_f\_"
+    assert markdown.table(["a|b"], [["<i>\nx"]]) == [r"| a\|b |", "|---|", r"| \<i> x |"]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_prompts_that_were_kept_whole_are_named(tmp_path):
+    found = sources.read([make_run(tmp_path / "run", ["window"], ("1.5", "0.5", "T=1"), tasks=("mine",), rows=2)])
+    (view,) = page.views(table.numbers(found.lines), found)
+    assert view.whole.startswith(
+        "Prompts of which every token was kept, as with the full cache: window at 1.5 (2 of 2). "
+    )
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_policies_of_one_name_that_differ_are_told_apart_and_shards_are_one_run(tmp_path):
     make_run(tmp_path / "first", rows=2)
     make_run(tmp_path / "blocks", rows=2, block=64)
@@ -244,7 +276,7 @@ def test_policies_of_one_name_that_differ_are_told_apart_and_shards_are_one_run(
 
 
 @pytest.fixture
-def board(tmp_path):
+def board(undrawn, tmp_path):
     """A run, and the page of one more method, whose numbers another can stand beside."""
     make_run(tmp_path / "run", rows=2)
     make_run(tmp_path / "theirs", ["h2o"], rows=2)
@@ -313,3 +345,18 @@ def test_a_leaderboard_stands_alone_and_is_written_as_it_was(board, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             report.write([tmp_path / "run"], board.parent, "", leaderboards=given)
+
+
+def test_a_page_that_is_cut_off_leaves_no_leaderboard_of_an_earlier_one(board, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "write_bytes", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        report.write([tmp_path / "run"], board.parent, "")
+    assert not board.exists()
+
+
+def test_the_leaderboard_that_comes_along_can_be_joined():
+    stored = json.loads((ROOT / "experiments" / "leaderboard" / sources.LEADERBOARD).read_text())["setup"]
+    setup = Setup(examples=24)
+    tasks = described(setup, find_builders(setup))
+    now = dataclasses.asdict(setup) | {"checkpoint": models.fingerprint(setup.source), **tasks}
+    assert leaderboards.differences(stored, now) == []
