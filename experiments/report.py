@@ -88,7 +88,7 @@ def write(
                 (output / f"{name}.png").unlink(missing_ok=True)
         (output / _BOARD).unlink(missing_ok=True)  # never beside what it is not about
         write_bytes(output / _TEXT, page_markdown.text(shown, found, output, command).encode())
-        write_bytes(output / _NUMBERS, numbers.to_csv(index=False).encode())
+        write_bytes(output / _NUMBERS, numbers.assign(runs=numbers["runs"].map(", ".join)).to_csv(index=False).encode())
         write_bytes(output / _PAGE, html.encode())
         if board := boards.stored(numbers, found):
             write_json(output / _BOARD, board)

@@ -113,6 +113,7 @@ def test_every_number_leads_to_its_lines_and_every_file_is_there(made):
     assert all((page.directory / urllib.parse.unquote(f)).is_file() for f in files)
     assert {pathlib.PurePath(f).name for f in files} >= {"manifest.json", "samples.jsonl", "report.md"}
     assert re.search(r"samples\.jsonl</a> lines 9-16<", page.source)  # the second task of the full cache
+    assert re.search(r'samples_trec_2026-01-01\.jsonl">samples_trec_2026-01-01.jsonl</a> lines 1-4<', page.source)
 
 
 def test_numbers_stand_beside_the_full_cache_on_the_same_rows(made):
@@ -295,7 +296,7 @@ def test_numbers_of_a_leaderboard_stand_beside_a_run_without_lines(board, tmp_pa
     numbers = report.write([run], page, "", leaderboards=[board.parent])
     given = numbers[numbers["n"] == 2]
     assert {*numbers["setting"]} == {numbers["setting"][0]}
-    board_only = numbers[numbers["runs"] == "board"]
+    board_only = numbers[[runs == ("board",) for runs in numbers["runs"]]]
     assert {*zip(board_only["method"], board_only["task"], strict=True)} == {("h2o", t) for t in (*TASKS, "average")}
     assert board_only["p"].isna().all()
     assert len(given) == len(numbers) - sum(numbers["task"] == "average")

@@ -65,7 +65,7 @@ def beside(numbers: pd.DataFrame, found: Found, directories: Sequence[pathlib.Pa
         run = Run(name, path, None, [("code", code)], setup, where, options)
         own = table.records(numbers[numbers["setting"] == where])
         found.runs.append(run)
-        added = [r | {"setting": where, "runs": name} for r in _others(rows, own, name)]
+        added = [r | {"setting": where, "runs": (name,)} for r in _others(rows, own, name)]
         numbers = table.with_given(numbers, added)
     return numbers
 
@@ -164,6 +164,6 @@ def stored(numbers: pd.DataFrame, found: Found) -> dict[str, Any] | None:
         }
         row |= {"parts": r["parts"]} if r["task"] == table.AVERAGE else {}
         own = r.get("code")
-        row["code"] = own if isinstance(own, str) else ", ".join(dict.fromkeys(code[n] for n in r["runs"].split(", ")))
+        row["code"] = own if isinstance(own, str) else ", ".join(dict.fromkeys(code[n] for n in r["runs"]))
         rows.append(row | ({"options": options[r["method"]]} if r["method"] in options else {}))
     return {"setup": runs[0].setup, "rows": rows}

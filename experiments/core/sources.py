@@ -1,5 +1,6 @@
 """What directories of results hold, as lines and numbers of one form: runs, lm-eval's output, papers, leaderboards."""
 
+import collections
 import dataclasses
 import json
 import math
@@ -29,7 +30,7 @@ class Run:
     """A finished run.
 
     Attributes:
-      name: of its directory.
+      name: of its directory; for lm-eval, of the task and the call, too.
       manifest: the file that says how it was made.
       lines: the file of its lines; None where there is none.
       made: (name, value) of command, commit, device and versions.
@@ -119,7 +120,7 @@ def read(directories: Sequence[pathlib.Path], output: pathlib.Path | None = None
     lines, numbers = _without_repeats(parts), dict[tuple[Any, ...], dict[str, Any]]()
     _name_apart(runs)
     for number in (number for part in parts for number in part.numbers):
-        numbers.setdefault(tuple(number[k] for k in table.NUMBER), number | {"runs": number["run"].name})
+        numbers.setdefault(tuple(number[k] for k in table.NUMBER), number | {"runs": (number["run"].name,)})
     of_runs = [line | {"run": line["run"].name} for line in lines]
     papers = [paper for part in parts for paper in part.papers]
     return Found(table.lines(of_runs), [*numbers.values()], runs, papers, skipped)
@@ -136,10 +137,9 @@ def _readers(directory: pathlib.Path) -> Iterator[tuple[pathlib.Path, Callable[[
 
 def _name_apart(runs: Sequence[Run]) -> None:
     """Runs of one name are called by their paths."""
-    places = {run.manifest.parent for run in runs}
-    for run in runs:
-        if sum(place.name == run.name for place in places) > 1:
-            run.name = str(run.manifest.parent)
+    count = collections.Counter(run.name for run in runs)
+    for run in (run for run in runs if count[run.name] > 1):
+        run.name = f"{run.manifest.parent}{run.name.removeprefix(run.manifest.parent.name)}"
 
 
 # --- runs ---
@@ -241,13 +241,14 @@ def _reproduced(directory: pathlib.Path) -> _Part:
     """What `experiments/reproduce.py` wrote.
 
     Raises:
-      ValueError: a report that is broken.
+      ValueError: a report or a manifest that is broken, or of an older kvjax.
     """
     path, lines = directory / "report.json", directory / "samples.jsonl"
     content = json.loads(path.read_bytes())
     if not isinstance(content, dict) or not {"entry", "status", "numbers"} <= set(content):
         raise ValueError(f"{path} is not what experiments/reproduce.py writes")
-    run = Run(directory.name, directory / "manifest.json", lines if lines.is_file() else None, [])
+    made = _made(read_manifest(directory), ())
+    run = Run(directory.name, directory / "manifest.json", lines if lines.is_file() else None, made)
     return _Part([run], papers=[(directory, content)])
 
 
@@ -267,16 +268,16 @@ def _lm_eval(file: pathlib.Path) -> _Part:
     results, config = content.get("results"), content.get("config")
     if not isinstance(results, dict) or not isinstance(config, dict):
         raise ValueError(f"{file} is not what lm-eval writes: it has no results or no config")
-    made, part = (
-        {"harness": f"lm-eval {content.get('lm_eval_version', '?')}", "commit": content.get("git_hash")},
-        _Part(),
-    )
+    part = _Part()
+    made = {"harness": f"lm-eval {content.get('lm_eval_version', '?')}", "code": content.get("git_hash")}
+    said = [(name, str(value)) for name, value in made.items() if value]
     groups = {name for name, tasks in (content.get("group_subtasks") or {}).items() if tasks}
     for task, values in results.items():
         if task in groups or not isinstance(values, dict):
             continue
-        path = file.with_name(f"samples_{task}{file.name.removeprefix('results').removesuffix('.json')}.jsonl")
-        run = Run(file.parent.name, file, path if path.is_file() else None, [(k, str(v)) for k, v in made.items() if v])
+        call = f"{task}{file.name.removeprefix('results').removesuffix('.json')}"
+        path = file.with_name(f"samples_{call}.jsonl")
+        run = Run(f"{file.parent.name} {call}", file, path if path.is_file() else None, said)
         of = [content.get(name) or {} for name in ("versions", "n-shot", "task_hashes")]
         place = _described(content, config) | {"run": run, "variant": json.dumps([x.get(task) for x in of])}
         part.runs.append(run)

@@ -136,7 +136,7 @@ def _table(
         cell |= dict(zip(("value", "low", "high"), interval, strict=True)) | _costs(group)
         cell["metrics"] = ", ".join(sorted({*group["metric"].dropna()}))
         cell["parts"] = ", ".join(dict.fromkeys(tasks)) if task == AVERAGE else ""
-        cell["runs"] = ", ".join(dict.fromkeys(group["run"]))
+        cell["runs"] = (*dict.fromkeys(group["run"]),)
         cell |= _times({b for t in dict.fromkeys(tasks) for b in batches.get((setting, method, budget, t), ())})
         beside = [baseline.get(key) for key, _ in _keyed(group)]
         if not is_full(method) and all(b is not None for b in beside):
