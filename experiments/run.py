@@ -294,16 +294,15 @@ class _Todo:
         lacks = lambda prompt: any(k not in self.records.lines for k in self.keys(method, budget, [prompt]))
         return [p for p in (self.prompts if among is None else among) if id(p) in wanted and lacks(p)]
 
-    def write(self, method: str, budget: str, prompt: Prompt, lines: Sequence[Line]) -> int:
-        """Writes the lines of a prompt. Returns how many were not there."""
-        example, meta = prompt.example, dict(prompt.example.meta)
-        context = f"{example.task}/{meta.pop('same_context', example.index)}"
-        made_by = self.records.config["ids"][f"{method}@{budget}"]
-        before = len(self.records.lines)
-        self.records.append(
-            dict(zip(KEY, name, strict=True)) | {"id": made_by, "context": context} | meta | line
-            for name, line in zip(self.keys(method, budget, [prompt]), lines, strict=True)
-        )
+    def write(self, method: str, budget: str, prompts: Sequence[Prompt], found: Sequence[Sequence[Line]]) -> int:
+        """Writes the lines of prompts, at once. Returns how many were not there."""
+        made_by, before, new = self.records.config["ids"][f"{method}@{budget}"], len(self.records.lines), []
+        for prompt, lines in zip(prompts, found, strict=True):
+            example, meta = prompt.example, dict(prompt.example.meta)
+            about = {"id": made_by, "context": f"{example.task}/{meta.pop('same_context', example.index)}"} | meta
+            for name, line in zip(self.keys(method, budget, [prompt]), lines, strict=True):
+                new.append(dict(zip(KEY, name, strict=True)) | about | line)
+        self.records.append(new)
         return len(self.records.lines) - before
 
 
@@ -338,8 +337,7 @@ def _run_missing(
                         found, positions = engine.run(batch, todo.shown)
                         if positions is not None:
                             todo.records.keep(f"{method}@{budget}", positions)
-                        for prompt, lines in zip(batch, found, strict=True):
-                            bar.update(todo.write(method, budget, prompt, lines))
+                        bar.update(todo.write(method, budget, batch, found))
 
 
 def _said(directory: pathlib.Path, command: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from kvjax.experiments import stopping
 from tests import kills
 from tests.runs import ROOT, one_layer, samples
 
-MOMENTS = 3  # of each kind
+MOMENTS = 2  # of each kind
 
 
 @pytest.fixture

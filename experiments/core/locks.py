@@ -42,7 +42,7 @@ class Locked:
             except OSError:  # a file system without locks
                 self._path = directory / ".lock.owner"
                 try:
-                    stack.enter_context(filelock.SoftFileLock(self._path).acquire(timeout=0))
+                    stack.enter_context(filelock.SoftFileLock(self._path).acquire(timeout=0.5))
                 except filelock.Timeout as e:
                     raise ValueError(f"{busy}; if that process has ended, delete {self._path}") from e
                 self._file = self._path.stat()
