@@ -127,12 +127,12 @@ class Door:
         return f"{len(files)} blocks"
 
     def main_job(self) -> str:
-        """Two examples of every task, and their summary."""
+        """Two examples of every task, and their page."""
         self.call(
             "python", "-m", "kvjax.experiments.run", "--config", "snapkv.py", "--examples", "2", "--output", "out"
         )
-        found = (self.home / "out" / "summary.md").stat().st_size
-        return f"summary of {found:,} bytes"
+        found = (self.home / "out" / "report.html").stat().st_size
+        return f"page of {found:,} bytes"
 
     def types(self) -> str:
         """Every mistake is found by both type checkers, and nothing else is."""
