@@ -4,14 +4,14 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import kvjax
 from kvjax import Policy, Share, methods, models
 from kvjax.configs.experiment import Common, Experiment, Setup
 from kvjax.configs.of import File, of
 from kvjax.configs.probed import probed, probed_arrays
-from kvjax.contract import Count
+from kvjax.contract import Count, Layout
 from kvjax.drivers.text import repeating
 from kvjax.methods.kvpress import expected_attention_stats
 from kvjax.scores.learned import HiddenHeads
@@ -72,6 +72,21 @@ def keyformer(
     """
     policy = methods.keyformer(budget, recent=recent, tau=tau)
     return kvjax.shared_layers(policy) if shared else policy
+
+
+def streaming_llm(
+    budget: Count, *, sinks: int = 4, positions: Literal["shifted", "rank", "original"] = "shifted"
+) -> Policy:
+    """Keeps attention sinks and the most recent tokens (StreamingLLM, Xiao et al., arXiv 2309.17453).
+
+    Args:
+      budget: live tokens a kv head and layer, sinks included.
+      sinks: first tokens that stay.
+      positions: where keys are met: at their ranks in the cache ("shifted" is the faster way), or where they were
+        in the text, as models with learned positions need it.
+    """
+    layout = Layout(positions, sinks) if positions == "shifted" else Layout(positions)
+    return dataclasses.replace(methods.streaming_llm(budget, sinks=sinks), layout=layout)
 
 
 def kvzap(
@@ -224,7 +239,7 @@ CONFIGS: dict[str, Callable[..., Experiment]] = {
     "scissorhands": of(methods.scissorhands),
     "simlayerkv": of(methods.simlayerkv, over="threshold", values=(0.9, 0.8, 0.65), form="T={:g}", recent=64),
     "snapkv": of(methods.snapkv, window=16),
-    "streaming_llm": of(methods.streaming_llm),
+    "streaming_llm": of(streaming_llm),
     "think": of(methods.think, over="channels", values=(0.25, 0.5, 0.75), form="channels-{:g}"),
     "tova": of(methods.tova),
     "window": of(methods.window),

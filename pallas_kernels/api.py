@@ -74,8 +74,8 @@ def attention(
     q: Float[Array, "B N T H"],
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
-    q_pos: Int[Array, "B T"],
-    kv_pos: Int[Array, "B K S"],
+    q_pos: Int[Array, "B T"] | None = None,
+    kv_pos: Int[Array, "B K S"] | None = None,
     *,
     columns: Sequence[Columns] = (),
     bias: Float[Array, "B N S"] | None = None,
@@ -98,8 +98,8 @@ def attention(
     Args:
       q: queries.
       k, v: keys and values of every slot.
-      q_pos: absolute position of every query row, negative for padding.
-      kv_pos: absolute position of every slot, negative for a dead slot.
+      q_pos: absolute position of every query row, negative for padding; the last T positions if None.
+      kv_pos: absolute position of every slot, negative for a dead slot; 0 to S - 1 if None.
       columns: the statistics to measure, each one array in the result.
       bias: added to the logits of every key after the soft cap: ALiBi's `slope * position` (what depends on the row
         cancels in the softmax), the logarithm of a weight, or -inf.
@@ -117,6 +117,8 @@ def attention(
       ValueError: shapes that do not fit together, or an unknown implementation.
     """
     B, N, T, H, K, S = _checked_sizes(q, k, q_pos, kv_pos)
+    q_pos = jnp.broadcast_to(jnp.arange(S - T, S), (B, T)) if q_pos is None else q_pos
+    kv_pos = jnp.broadcast_to(jnp.arange(S), (B, K, S)) if kv_pos is None else kv_pos
     _check("v", v, np.floating, B, K, S, H)
     _check("bias", bias, np.floating, B, N, S)
     columns = _checked_columns(columns, B, N, K, T)

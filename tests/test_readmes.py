@@ -5,14 +5,17 @@ What the learning scripts found stands in `test_learn_budget.py`, the ledger of 
 
 import collections
 import gzip
+import inspect
 import json
 import pathlib
+import re
 import shutil
 import tempfile
 
 import numpy as np
 import pytest
 
+from kvjax import methods
 from kvjax.experiments.core import leaderboards, page, page_markdown, sources, table
 from tests.runs import ROOT
 
@@ -245,20 +248,16 @@ def peers():
         yield line(label, goal, cell(names, 1, ", " if small else " / "), cell(names, 2)).replace("|  |", "| |")
 
 
-def peers_in_short():
+def results_in_short():
     rows = {name: row["ratio"]["median"] for name, row in read("peers", "peers.json")["rows"].items()}
-    of = lambda *names: [ratio(rows[f"{name} 1"]) for name in names]
-    short = lambda *names: [f"{rows[f'{name} 1']:.1f}" for name in names]
-    yield f"tokens | {' / '.join(of(*(f'prefill/{n}k' for n in (2, 4, 8, 16))))} |"
-    yield "{} and {}; {} and {}".format(*of("full/1x2k", "full/1x4k", "full/4x2k", "full/4x4k"))
-    fast = [rows[f"decode/{m} 1"] for m in "snapkv pyramidkv knorm keydiff nacl h2o tova random".split()]
-    yield f"TOVA, random | {min(fast):.1f} to {max(fast):.1f} |"
-    made = short(
-        *(f"decode/{m}" for m in ("streaming_llm", "keyformer", "roco", "ada_snapkv")), "counterpart/ada_snapkv"
-    )
-    yield "(against kvpress's AdaKV) | {}; {}; {}; {} ({}) |".format(*made)
-    yield "of what kvpress's adds | {} / {} |".format(*of("memory/4k", "memory/8k"))
-    yield "programs kept from an earlier process | {}; {} |".format(*of("first/cold", "first/warm"))
+    decode = [
+        rows[f"decode/{m} 1"] for m in "snapkv pyramidkv knorm keydiff nacl h2o tova random keyformer roco".split()
+    ]
+    decode += [rows["decode/streaming_llm 1"], rows["decode/ada_snapkv 1"]]
+    prefill = [ratio(rows[f"prefill/{n}k 1"]) for n in (2, 4, 8, 16)]
+    yield f"is {min(decode):.1f} to {max(decode):.1f} times as fast as kvpress"
+    yield f"prefill {min(prefill)} to {max(prefill)} times as fast as transformers"
+    yield f"H2O adds {ratio(rows['memory/4k 1'])} of the memory"
 
 
 def loading():
@@ -307,7 +306,7 @@ def kernels():
         *((page, said) for page, many in (
             ("experiments", (main_job, pooling, leaderboard, frontier, contest, gates, learned_budget, curves, blocks,
                              stream, peers)),
-            (".", (peers_in_short,)), ("kvjax", (about_curves,)), ("models", (loading, compiling)),
+            (".", (results_in_short,)), ("kvjax", (about_curves,)), ("models", (loading, compiling)),
             ("pallas_kernels", (kernels,)),
         ) for said in many)
     ],
@@ -317,3 +316,17 @@ def test_the_numbers_are_those_of_the_committed_results(readme, said):
     text = (ROOT / readme / "README.md").read_text()
     missing = [part for part in said() if part not in text]
     assert not missing, "\n".join(["the README lacks", *missing])
+
+
+def test_what_was_found_is_said_twice_alike():
+    """Intervals of the first page are those of the experiments' page."""
+    first, page = ((ROOT / name).read_text() for name in ("README.md", "experiments/README.md"))
+    assert {*re.findall(r"\d+\.\d \[[^\]]+\]", first)} <= {*re.findall(r"\d+\.\d \[[^\]]+\]", page)}
+
+
+def test_every_method_stands_on_the_first_page_beside_its_paper():
+    text = (ROOT / "README.md").read_text()
+    for name, method in inspect.getmembers(methods, inspect.isfunction):
+        paper = re.search(r"arXiv (\d{4}\.\d{5})", inspect.getdoc(method))
+        if name != "token_classes":
+            assert f"[{name}](https://arxiv.org/abs/{paper[1]})" in text if paper else name in text, name

@@ -1,6 +1,5 @@
 """Two published models, loaded by name from the package index: beside transformers, and what methods keep in one."""
 
-import json
 import re
 
 import jax
@@ -59,15 +58,13 @@ def test_evicted_tokens_are_hidden_ones(both):
     check_hidden_are_evicted(theirs, model, params, methods.h2o(24), ids[None, :54], 1e-4)
 
 
-def test_the_readme_shows_what_the_notebook_prints():
-    """Which is run anew by the tests of notebooks."""
-    notebook = json.loads((kept.ROOT / "experiments" / "notebooks" / "a_real_model.ipynb").read_text())
-    printed = [line for cell in notebook["cells"] for o in cell.get("outputs", ()) for line in o.get("text", ())]
-    shown = re.findall(r"^\| ([A-Z].*\?) \| (.*) \| (.*) \|$", README, re.MULTILINE)
-    assert len(shown) == 3
-    for question, full, compressed in shown:
-        answers = [line.strip().removeprefix(question).strip() for line in printed if line.strip().startswith(question)]
-        assert answers[:2] == [full, compressed]
+@pytest.mark.slow
+def test_the_first_page_answers_what_it_says(capsys):
+    kept.fetched_or_skip(kept.SMOLLM2)
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "smollm2" in b)
+    exec(compile(block, "README.md", "exec"), {})
+    answers = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert answers == re.findall(r'"([^"\n]+)"', README.partition("it answers ")[2].partition("\n")[0])
 
 
 @pytest.fixture(scope="module")

@@ -53,8 +53,10 @@ READMES = [ROOT / "README.md", *(ROOT / package / "README.md" for package in PAC
 
 @pytest.mark.parametrize("file", READMES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_python_of_a_readme_runs(file):
+    """That of kvjax is run by `test_readme.py`, a model from the package index by `test_real_models.py`."""
     for block in re.findall(r"```python\n(.*?)```", file.read_text(), re.DOTALL):
-        exec(compile(block, file, "exec"), {})
+        if file.parent != ROOT / "kvjax" and "smollm2" not in block:
+            exec(compile(block, file, "exec"), {})
 
 
 @pytest.mark.parametrize("file", READMES, ids=lambda p: str(p.relative_to(ROOT)))
