@@ -35,7 +35,7 @@ KINDS = {
 def test_a_compressed_prompt_goes_on_bit_for_bit(compressed, shallow, tmp_path, kind):
     """Under an equal policy, rebuilt."""
     logits, state = compressed(KINDS[kind]())
-    checkpoint.save_state(tmp_path / "state", state, policy=KINDS[kind]())
+    checkpoint.save_state(tmp_path / "state", *shallow, state, policy=KINDS[kind]())
     restored = checkpoint.load_state(tmp_path / "state", *shallow, policy=KINDS[kind]())
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     sampler = sampling.Sample(temperature=1.5)
@@ -49,7 +49,7 @@ def test_a_compressed_prompt_goes_on_bit_for_bit(compressed, shallow, tmp_path, 
 def test_learned_parameters_and_the_slots_of_a_larger_plan_come_back(compressed, shallow, tmp_path):
     larger = plan.make_plan(shallow[0].config, methods.h2o(10), [12, 12], 12, 8)
     _, state = compressed(methods.h2o(8), plan=larger)
-    checkpoint.save_state(tmp_path / "state", state, policy=methods.h2o(8))
+    checkpoint.save_state(tmp_path / "state", *shallow, state, policy=methods.h2o(8))
     restored = checkpoint.load_state(tmp_path / "state", *shallow, policy=methods.h2o(8))
     assert restored.plan == larger
 
@@ -88,9 +88,9 @@ def test_functions_that_compute_something_else_are_told_apart(make, one, other):
 
 
 @pytest.fixture(scope="module")
-def stored(compressed, tmp_path_factory):
+def stored(compressed, shallow, tmp_path_factory):
     path, state = tmp_path_factory.mktemp("stored") / "state", compressed(methods.h2o(8))[1]
-    checkpoint.save_state(path, state, policy=methods.h2o(8))
+    checkpoint.save_state(path, *shallow, state, policy=methods.h2o(8))
     return path, state
 
 
@@ -111,10 +111,10 @@ def test_a_damaged_file_is_named(stored, shallow, tmp_path, damage):
         checkpoint.load_state(path, *shallow, policy=methods.h2o(8))
 
 
-def test_a_file_is_replaced_in_one_step(stored, tmp_path, monkeypatch):
+def test_a_file_is_replaced_in_one_step(stored, shallow, tmp_path, monkeypatch):
     """Where it cannot be written, what was there stays, and nothing beside it."""
     _, state = stored
-    save = lambda path: checkpoint.save_state(path, state, policy=methods.h2o(8))
+    save = lambda path: checkpoint.save_state(path, *shallow, state, policy=methods.h2o(8))
     mine = tmp_path / "mine"
     save(mine)
     before = mine.read_bytes()
@@ -153,14 +153,17 @@ def test_files_take_what_they_are_for(stored, shallow, tiny, tmp_path):
     other = models.LanguageModel(other), models.LanguageModel(other).init(jax.random.key(0))
     with pytest.raises(ValueError, match="holds the state of another model or version: of its"):
         load(model=other)
+    flipped = {**shallow[1], "lm_head": jax.tree.map(lambda x: -x, shallow[1]["lm_head"])}
+    with pytest.raises(ValueError, match="holds the state of another model; give the model and parameters that read"):
+        load(model=(shallow[0], flipped))
     with pytest.raises(ValueError, match=r"was made under Evict\(.*budget=8.*\), not under .*budget=9.*give the same"):
         load(policy=methods.h2o(9))
     with pytest.raises(ValueError, match="policy is a NoneType, not a Policy"):
         load(policy=None)
     with pytest.raises(ValueError, match="state is a Evict, not a State"):
-        checkpoint.save_state(tmp_path / "new", methods.h2o(8), policy=methods.h2o(8))
+        checkpoint.save_state(tmp_path / "new", *shallow, methods.h2o(8), policy=methods.h2o(8))
     with pytest.raises(ValueError, match=r"the state was not read under .*; give that"):
-        checkpoint.save_state(tmp_path / "new", state, policy=methods.tova(8))
+        checkpoint.save_state(tmp_path / "new", *shallow, state, policy=methods.tova(8))
     empty = steps.start(shallow[0], policy=methods.h2o(8), lengths=[12, 12], max_new_tokens=8)
     with pytest.raises(ValueError, match="holds no prompt that was read to its end"):
-        checkpoint.save_state(tmp_path / "new", empty, policy=methods.h2o(8))
+        checkpoint.save_state(tmp_path / "new", *shallow, empty, policy=methods.h2o(8))

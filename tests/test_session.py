@@ -1,5 +1,6 @@
 """Contexts that are compressed once, and questions to copies of them; in another process too."""
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -9,6 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from tokenizers.normalizers import Replace
 
 from kvjax import methods, models
 from kvjax.drivers import attend, generation, loop, sampling, steps
@@ -166,9 +168,12 @@ def test_another_model_tokenizer_policy_or_sampler_is_refused(make, shallow, tmp
     flipped = jax.tree.map(lambda x: x, params)
     flipped["lm_head"] = {"kernel": params["lm_head"]["kernel"].at[3, 4].add(1.0)}
     other = models.LanguageModel(dataclasses.replace(model.config, rope=models.Rope(theta=500.0)))
+    others = copy.deepcopy(words())
+    others.backend_tokenizer.normalizer = Replace("aa", "bb")
     for options, message in (
-        ({"params": flipped}, "was made with another model; give the one that the contexts were read with"),
-        ({"model": other}, "was made with another model"),
+        ({"params": flipped}, "holds the state of another model; give the model and parameters that read the prompt"),
+        ({"model": other}, "holds the state of another model"),
+        ({"tokenizer": others}, "was made with another tokenizer; give the one that the contexts were read with"),
         ({"tokenizer": words(bos_token="ab")}, "was made with another tokenizer"),
         ({"sampler": sampling.Sample()}, "was made with another sampler"),
         ({"policy": methods.h2o(7)}, r"was made under Evict\(.*\), not under Evict\(.*; give the same policy"),

@@ -106,7 +106,7 @@ def test_heads_keep_their_slots_whatever_dies(capacity):
     assert live_positions(pool) == live_positions(layer(pos))
     most += np.arange(K) < capacity - most.sum(1, keepdims=True)  # the first heads get the three left over
     append = jax.jit(lambda pool, k, pos: pool.append(k, -k, pos, pool.free(pos)))
-    drop = jax.jit(lambda pool, keep: pool.put(pool.view().keep(keep)))
+    drop = jax.jit(lambda pool, keep: pool.put(view := pool.view(), view.keep(keep)))
     lists = live_positions(pool)
     for step in range(start, start + 90):
         view = np.asarray(pool.head_pos)
@@ -174,7 +174,7 @@ def test_what_is_hidden_is_not_read(pool):
     kv = to_pool(kv, 60, jnp.full((B, 3), 20)) if pool else kv
     view = kv.view()
     shown = view.live & (view.pos % 3 != 0)
-    alone = kv.put(view.keep(shown))
+    alone = kv.put(view, view.keep(shown))
     q, at = jnp.linspace(-0.3, 0.2, B * 6 * 4).reshape(B, 6, 1, 4), jnp.full((B, 1), 40)
     out = lambda kv, reads=None: np.asarray(kv.attend(q, at, (), reads, rotate=lambda x, _: x).out)
     np.testing.assert_allclose(out(kv, Reads(shown)), out(alone), rtol=1e-5)

@@ -105,12 +105,12 @@ class Part(Value):
 
     A part says what it observes and owns its memory, data and learned parameters. Parts in its fields, alone or in
     tuples, are asked and updated with it, and are called with `slots.of("<field>")`.
+
+    Attributes:
+      writes: which of "k", "v" and "log_weight" the part may change in slots that stay.
     """
 
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """Which of "k", "v" and "log_weight" the part may change in slots that stay."""
-        return ()
+    writes: ClassVar[tuple[str, ...]] = ()
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         """Observations that the part needs in a phase."""

@@ -96,9 +96,7 @@ class Match(Rewrite):
     bound: float = 3.0
     steps: int = 2
 
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return ("v", "log_weight")
+    writes = "v", "log_weight"
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return (self.rows,) if phase == "prefill" else ()
@@ -145,13 +143,11 @@ class Merge(Rewrite):
     threshold: float = 0.0
     fraction: float = 1.0
 
+    writes = ("v",)
+
     def __post_init__(self):
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"fraction={self.fraction} is a share of the evicted tokens; give one between 0 and 1")
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return ("v",)
 
     def __call__(self, decision: Decision, slots: Slots) -> Decision:
         kv, keep = slots.kv, decision.keep

@@ -98,7 +98,7 @@ class Attend:
         at = inputs(kv)
         view = kv.view()
         if (entered := policy.enter(view, at, ctx)) is not view:
-            kv = kv.put(entered)
+            kv = kv.put(view, entered)
             at = inputs(kv)
         found = {o: o(at) for o in self.observe}
         columns = {o: x for o, x in found.items() if isinstance(x, Columns)}
@@ -107,7 +107,7 @@ class Attend:
         found |= dict(zip(columns, out.columns, strict=True))
         if self.evict:
             view = kv.view()
-            kv = kv if (updated := policy.update(view, Stats(found), ctx)) is view else kv.put(updated)
+            kv = kv.put(view, policy.update(view, Stats(found), ctx))
             if not self.grow and ctx.phase == "prefill":
                 lost = unscored(kv).any(-1) if lost is None else lost | unscored(kv).any(-1)
         y = out.out if lost is None else jnp.where(lost[:, None, None, None], jnp.nan, out.out)

@@ -30,11 +30,12 @@ from kvjax.plan import infos_of, planned
 _Path = str | os.PathLike[str]
 
 
-def save_state(path: _Path, state: State, *, policy: Policy) -> None:
+def save_state(path: _Path, model: Any, params: PyTree[Any], state: State, *, policy: Policy) -> None:
     """Writes a state, such as a compressed prompt, to a file, which replaces an earlier one.
 
     Args:
       path: the file.
+      model, params: the model that read the prompt. They are not in the file, but what tells them from others.
       state: what `prefill` or a later call returned.
       policy: the policy that it was read under.
 
@@ -43,13 +44,14 @@ def save_state(path: _Path, state: State, *, policy: Policy) -> None:
         which nothing tells from others in another process; a path at which there is something else.
       OSError: the file could not be written.
     """
-    write_state(path, state, policy, None)
+    write_state(path, model, params, state, policy, None)
 
 
-def write_state(path: _Path, state: State, policy: Policy, notes: Any) -> None:
+def write_state(path: _Path, model: Any, params: PyTree[Any], state: State, policy: Policy, notes: Any) -> None:
     """Writes a state and notes, any JSON, to a file (`save_state`)."""
     check_is("state", state, State, "kvjax.prefill")
     check_is("policy", policy, Policy, "kvjax.methods")
+    check_model(model, params)
     if not state.ready:
         raise ValueError("the state holds no prompt that was read to its end; save what kvjax.prefill returns")
     infos, lengths = state.plan.infos, np.asarray(state.prompt_length)
@@ -57,6 +59,7 @@ def write_state(path: _Path, state: State, policy: Policy, notes: Any) -> None:
         raise ValueError(f"the state was not read under {policy}, but under another policy; give that")
     words = {
         "policy": described(policy),
+        "model": _fingerprint(model, params),
         "lengths": lengths.tolist(),
         "sizes": [infos[0].prompt_len, infos[0].max_new_tokens],
         "capacities": state.plan.capacities,
@@ -102,6 +105,8 @@ def read_state(path: _Path, model: Any, params: PyTree[Any], policy: Policy) -> 
             f"{path} holds the state of another model or version: of its {len(there)} arrays, {len(there - here)} do "
             f"not fit the {len(here)} of this model; give the model that read the prompt"
         )
+    if words.get("model") != _fingerprint(model, params):
+        raise ValueError(f"{path} holds the state of another model; give the model and parameters that read the prompt")
     wrap = lambda name, like: jax.random.wrap_key_data(arrays[name]) if _is_key(like) else arrays[name]
     return tree.unflatten(map(wrap, wanted, leaves)), words["notes"]
 
@@ -192,6 +197,25 @@ def _is_key(x: Any) -> bool:
 
 def _plain(x: Any) -> Any:
     return jax.random.key_data(x) if _is_key(x) else jnp.asarray(x)
+
+
+def _fingerprint(model: Any, params: PyTree[Any]) -> str:
+    """A digest of a model: of its configuration, and of the bits of each parameter."""
+    each = jax.tree_util.tree_leaves_with_path(_mixed(params))
+    return _digest(repr(model.config), *(f"{jax.tree_util.keystr(name)} {int(x)}" for name, x in each))
+
+
+@jax.jit
+def _mixed(params: PyTree[Any]) -> PyTree[Any]:
+    """A sum over each array of its bits, mixed with their places so that no bit is lost in it."""
+
+    def mixed(x: Any) -> Any:
+        bits = jax.lax.bitcast_convert_type(x, f"uint{min(8 * x.dtype.itemsize, 32)}").reshape(-1).astype(jnp.uint32)
+        bits = bits * jnp.uint32(0x9E3779B1) + jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(0x85EBCA77)
+        bits = (bits ^ (bits >> 15)) * jnp.uint32(0xC2B2AE3D)
+        return (bits ^ (bits >> 13)).sum()
+
+    return jax.tree.map(mixed, params)
 
 
 def _digest(*parts: Any) -> str:

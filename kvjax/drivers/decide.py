@@ -66,7 +66,7 @@ def _updated(layers: Any, seen: Any, ctxs: Any, *, policy: Policy, names: Any) -
     stats = tuple(Stats(zip(*x, strict=True)) for x in zip(names, seen, strict=True))
     found = policy.update_layers(views, stats, ctxs)
     each = zip(layers, found, views, strict=True)
-    return tuple(kv if x is y else kv.put(x).laid_out() for kv, x, y in each)
+    return tuple(kv.put(y, x).laid_out() for kv, x, y in each)
 
 
 def decided(

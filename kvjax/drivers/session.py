@@ -6,6 +6,7 @@ Letters: B batch, W columns of the questions, V vocabulary.
 import copy
 import dataclasses
 import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -252,7 +253,7 @@ class Session:
             "key": None if self._key is None else jax.random.key_data(self._key).tolist(),
             "made_with": self._made_with(),
         }
-        write_state(path, self._state, self._policy, notes)
+        write_state(path, self._model, self._params, self._state, self._policy, notes)
 
     @classmethod
     def load(
@@ -289,14 +290,14 @@ class Session:
         return session
 
     def _made_with(self) -> dict[str, str]:
-        """Digests of the model, the tokenizer and the sampler."""
-        chat = getattr(self._tokenizer, "chat_template", None)
-        words = sorted(self._tokenizer.get_vocab().items()), self._tokenizer.bos_token_id, chat
-        numbers = jax.tree_util.tree_leaves_with_path(_sums(self._params))
-        named = [(jax.tree_util.keystr(keys), np.asarray(x).tolist()) for keys, x in numbers]
-        model = repr(self._model.config), named
-        digest = lambda x: hashlib.sha256(repr(x).encode()).hexdigest()[:16]
-        return {"model": digest(model), "tokenizer": digest(words), "sampler": described(self._sampler)}
+        """Digests of the tokenizer and the sampler."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        parts = json.loads(backend.to_str()) if backend else sorted(self._tokenizer.get_vocab().items())
+        if backend:  # how the last call padded and cut is no part of it
+            parts = {name: part for name, part in parts.items() if name not in ("padding", "truncation")}
+        words = parts, self._tokenizer.bos_token_id, getattr(self._tokenizer, "chat_template", None)
+        digest = hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:16]
+        return {"tokenizer": digest, "sampler": described(self._sampler)}
 
     def _opened(self) -> tuple[Dialogue, ...]:
         if not self._dialogues:
@@ -337,10 +338,3 @@ def _padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.array([len(ids) for ids in rows], np.int32)
     width = int(lengths.max())
     return np.array([[0] * (width - len(ids)) + list(ids) for ids in rows], np.int64), lengths
-
-
-@jax.jit
-def _sums(params: PyTree[Any]) -> PyTree[Any]:
-    """A checksum of each parameter: the sum of its bits, weighed by their places."""
-    bits = lambda x: jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").reshape(-1).astype(jnp.uint32)
-    return jax.tree.map(lambda x: (bits(x) * jnp.arange(1, x.size + 1, dtype=jnp.uint32)).sum(), params)

@@ -63,6 +63,8 @@ class Soft(Select):
     select: Select = TopK()
     temperature: float = data(default=1.0)
 
+    writes = ("log_weight",)
+
     def __post_init__(self):
         check_temperature(self.temperature)
         if type(self.select) not in _PASSES:
@@ -70,10 +72,6 @@ class Soft(Select):
                 f"{type(self.select).__name__} is not known to select by passes of top-k, so it has no temperature; "
                 f"relax one of {', '.join(kind.__name__ for kind in _PASSES)}"
             )
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return ("log_weight",)
 
     @property
     def slack(self) -> int:

@@ -59,7 +59,7 @@ class Layer(Storage):
     def view(self) -> "Layer":
         return self
 
-    def put(self, view: LayerView) -> "Layer":
+    def _put(self, view: LayerView) -> "Layer":
         found: Any = view
         return found
 

@@ -71,7 +71,7 @@ class Pool(Storage):
         k, v, memory = copy(self.k), copy(self.v), self.how.of_slots(spread, self.memory)
         return Layer(k, v, self.head_pos, memory, weight, how=self.how)
 
-    def put(self, view: LayerView) -> "Pool":
+    def _put(self, view: LayerView) -> "Pool":
         written = {n: self._own(getattr(view, n)) for n in self.how.writes}
         return self.replace(pos=self._own(view.pos), memory=self.how.of_slots(self._own, view.memory), **written)
 

@@ -80,9 +80,30 @@ class Storage(abc.ABC):
     def view(self) -> Any:
         """The `Layer` that policies see."""
 
+    def put(self, before: LayerView, after: LayerView) -> "Storage":
+        """The storage after a policy changed its view.
+
+        Args:
+          before: the view that the policy was given.
+          after: what it returned: other positions, memory, channels, and what `writes` lists.
+
+        Raises:
+          ValueError: it returned no layer, or changed what its `writes` does not list.
+        """
+        if after is before:
+            return self
+        if type(after) is not type(before):
+            raise ValueError(f"a policy's update gives a {type(after).__name__}, not a layer; return kv.keep(...)")
+        changed = [n for n in ("k", "v", "log_weight") if getattr(after, n) is not getattr(before, n)]
+        if wrong := [n for n in changed if n not in self.how.writes]:
+            raise ValueError(
+                f"a policy's update changes {wrong[0]}, but its `writes` is {self.how.writes}; list {wrong[0]!r} there"
+            )
+        return self._put(after)
+
     @abc.abstractmethod
-    def put(self, view: LayerView) -> "Storage":
-        """The storage after a policy changed the view's positions, memory, channels and what it writes."""
+    def _put(self, view: LayerView) -> "Storage":
+        """The storage of a view that was checked."""
 
     @abc.abstractmethod
     def free(self, pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
