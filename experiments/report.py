@@ -20,7 +20,7 @@ import pathlib
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kvjax.experiments.core.command import (
     check_options,
@@ -33,9 +33,6 @@ from kvjax.experiments.core.command import (
 from kvjax.experiments.core.locks import alone_in
 from kvjax.models.written import write_bytes
 
-if TYPE_CHECKING:  # pandas takes long to import
-    import pandas as pd
-
 _PAGE, _TEXT, _NUMBERS, _BOARD = "report.html", "report.md", "cells.csv", "leaderboard.json"
 
 
@@ -45,7 +42,7 @@ def write(
     command: str,
     samples: int = 3,
     leaderboards: Sequence[pathlib.Path] = (),
-) -> "pd.DataFrame":
+) -> Any:
     """Writes the page of everything that directories hold, and says what was left out.
 
     Args:
@@ -56,7 +53,7 @@ def write(
       leaderboards: directories with a `leaderboard.json`, whose numbers stand beside those of runs, without lines.
 
     Returns:
-      The numbers, a row each, as `table.numbers` makes them.
+      The numbers, a row each of pandas' DataFrame, as `table.numbers` makes them.
 
     Raises:
       ValueError: a directory that does not exist, none with a finished run, a leaderboard that no run can be compared

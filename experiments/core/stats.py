@@ -250,7 +250,7 @@ class _Units(NamedTuple):
         return float(_ratio(*self))
 
 
-def _ratio(totals: np.ndarray, sizes: np.ndarray, axis: int = -1) -> np.ndarray:
+def _ratio(totals: np.ndarray, sizes: np.ndarray, axis: int = -1) -> np.ndarray | np.float64:
     return totals.sum(axis) / sizes.sum(axis)
 
 
