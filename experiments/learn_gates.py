@@ -31,6 +31,7 @@ from kvjax import methods, models
 from kvjax.configs.experiment import check_finite, check_whole
 from kvjax.experiments.core.command import check_options, check_output, check_values, plain_errors, write_json
 from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.engine import Engine, prompts_of, shapes
 from kvjax.experiments.core.provenance import environment
 from kvjax.experiments.learning.loop import check_learns
 from kvjax.experiments.tasks import RETRIEVAL, TASKS, Example, Task
@@ -145,15 +146,13 @@ def retrieved(
     model: Any, params: Any, tokenizer: Any, policy: kvjax.Policy, found: Sequence[Example], batch: int
 ) -> float:
     """The mean score of greedy answers, from 0 to 1."""
-    most = max(e.questions[0].max_new_tokens for e in found)
     scores = []
-    for start in range(0, len(found), batch):
-        rows = found[start : start + batch]
-        tokens, lengths = models.pad_left([e.context + e.questions[0].ids for e in rows])
-        how = {"lengths": lengths, "policy": policy, "max_new_tokens": most, "eos_ids": ()}
-        answers = kvjax.generate(model, params, tokens, **how).tokens
-        texts = tokenizer.batch_decode(np.asarray(answers).tolist())
-        scores += [e.questions[0].score(text) for e, text in zip(rows, texts, strict=True)]
+    for shape in shapes(prompt for e in found for prompt in prompts_of(e, "in_prompt")):
+        engine = Engine(model, params, policy, shape, batch_size=batch, tokenizer=tokenizer)
+        engine.compile()
+        for start in range(0, len(shape.prompts), batch):
+            lines, _ = engine.run(shape.prompts[start : start + batch])
+            scores += [line["score"] for own in lines for line in own]
     return float(np.mean(scores))
 
 
