@@ -21,19 +21,19 @@ from kvjax.compose import chain, from_fn, partition, partition_heads, shared_lay
 from kvjax.compose.across import across_layers
 from kvjax.contract import Policy
 from kvjax.drivers import sampling
-from kvjax.drivers.beam import Beams, generate_beams, generate_beams_from
+from kvjax.drivers.beam import generate_beams, generate_beams_from
 from kvjax.drivers.checkpoint import load_state, save_state
 from kvjax.drivers.door import forward
-from kvjax.drivers.generation import Generation, feed, generate, generate_from, score
-from kvjax.drivers.memory import Memory, plan_memory
+from kvjax.drivers.generation import feed, generate, generate_from, score
+from kvjax.drivers.memory import plan_memory
 from kvjax.drivers.mesh import make_mesh, shard_params
-from kvjax.drivers.reader import Reader, read
+from kvjax.drivers.reader import read
 from kvjax.drivers.sampling import Categorical, Greedy, Sample
 from kvjax.drivers.session import Session
 from kvjax.drivers.single import evict_layer
 from kvjax.drivers.state import AttnStats, State
 from kvjax.drivers.steps import decode_step, prefill, start
-from kvjax.drivers.stream import Stream, stream
+from kvjax.drivers.stream import stream
 from kvjax.evict import Evict
 from kvjax.plan import Plan, init_policy_params, make_plan
 
@@ -41,21 +41,16 @@ __version__ = "0.2.0"
 __all__ = [
     "Adaptive",
     "AttnStats",
-    "Beams",
     "Categorical",
     "Evict",
-    "Generation",
     "Greedy",
-    "Memory",
     "Plan",
     "Policy",
     "Pyramid",
-    "Reader",
     "Sample",
     "Session",
     "Share",
     "State",
-    "Stream",
     "across_layers",
     "chain",
     "decode_step",

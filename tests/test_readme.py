@@ -35,6 +35,11 @@ def run(name):
     return found
 
 
+def test_every_exported_name_is_in_a_readme():
+    pages = "".join(p.read_text() for p in README.parents[1].glob("*/README.md"))
+    assert not [name for name in kvjax.__all__ if not re.search(rf"\b{name}\b", pages)]
+
+
 def test_every_block_is_found():
     assert len(BLOCKS) == README.read_text().count("```python")
 

@@ -292,9 +292,8 @@ class Session:
     def _made_with(self) -> dict[str, str]:
         """Digests of the tokenizer and the sampler."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        parts = json.loads(backend.to_str()) if backend else sorted(self._tokenizer.get_vocab().items())
-        if backend:  # how the last call padded and cut is no part of it
-            parts = {name: part for name, part in parts.items() if name not in ("padding", "truncation")}
+        parts = json.loads(backend.to_str()) if backend else self._tokenizer.get_vocab()
+        parts = {name: part for name, part in parts.items() if name not in ("padding", "truncation")}  # a call's own
         words = parts, self._tokenizer.bos_token_id, getattr(self._tokenizer, "chat_template", None)
         digest = hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:16]
         return {"tokenizer": digest, "sampler": described(self._sampler)}

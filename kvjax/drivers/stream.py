@@ -43,7 +43,8 @@ class Stream(Iterator[Any]):
     """Iterator over generated ids or text (`stream`); it can be left and resumed at any time.
 
     After a `break` or Ctrl-C, its attributes say what was made so far, and agree with one another: as in
-    `kvjax.Generation`, the state has read everything but the last token. Ctrl-C takes effect between compiled calls.
+    the result of `kvjax.generate`, the state has read everything but the last token. Ctrl-C takes effect between
+    compiled calls.
 
     A stream without an end keeps none of its tokens and none of its text.
 
