@@ -163,7 +163,7 @@ def test_the_committed_scorer_is_what_the_readme_says(tmp_path):
         lines = [json.loads(line) for line in file]
     assert learn_scorer.write(tmp_path, "learned_scorer", lines) == (directory / "summary.md").read_text()
     rows = {(r["budget"], r["method"]): r for r in json.loads((tmp_path / "summary.json").read_text())["rows"]}
-    readme = (ROOT / "experiments" / "README.md").read_text()
+    readme = (ROOT / "experiments" / "bench_results" / "README.md").read_text()
     shown = ("learned", "snapkv", "future")
     for b in ("0.0625", "0.125", "0.25"):
         cells = [

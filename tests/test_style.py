@@ -48,7 +48,11 @@ def test_every_mutant_has_its_place():
         assert (ROOT / mutant["file"]).read_text().count(mutant["right"]) == 1, mutant
 
 
-READMES = [ROOT / "README.md", *(ROOT / package / "README.md" for package in PACKAGES if package != "configs")]
+READMES = [
+    ROOT / name / "README.md"
+    for name in (".", "kvjax", "pallas_kernels", "models", "experiments", "kvjax/methods", "experiments/papers",
+                 "experiments/tasks", "experiments/harness", "experiments/bench_results")
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("file", READMES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -32,7 +32,7 @@ def policy_of(name: str | Policy, budget: Budget | None, parameters: Mapping[str
     if unknown := sorted(set(given) - set(own)):
         raise ValueError(
             f"policy={name} has no {', '.join(unknown)}; its parameters are {', '.join(own) or 'none'}, and those of "
-            "the model are in experiments/README.md"
+            "the model are in experiments/harness/README.md"
         )
     if "budget" in own and budget is None:
         raise ValueError(f"policy={name} needs budget=, a number of tokens such as 64 or a share such as 0.2")
