@@ -23,7 +23,11 @@ ROW = {"context": "the code for ada is 7 3 .", "question": "what is the code for
 
 
 def options(kind, here):
-    """The script and options of a job of a kind; three rows of data, the second of which is none."""
+    """The script and options of a job of a kind; three rows of data, the second of which is none.
+
+    `here` is alone in its folder: a job takes equal lines over from directories beside.
+    """
+    here.parent.mkdir(parents=True)
     data = here.parent / "mine.jsonl"
     data.write_text(f"{json.dumps(ROW)}\n{{nope\n{json.dumps({**ROW, 'context': ROW['context'] * 3})}\n")
     sizes = "--window 4 --length 384 --examples 4 --batch-size 2 --max-new-tokens 4 --baselines none --seed 0 1".split()
@@ -47,11 +51,11 @@ def start(script, words, here):
 
 
 def found(here):
-    """All that jobs leave, but for times, and for pictures and tables of them."""
-    return {
-        str(directory.relative_to(here)): {
+    """All that jobs leave, but for times, pictures and tables of them, and ids, which are of the data's path too."""
+    return [
+        {
             "files": sorted(str(p.relative_to(directory)) for p in directory.rglob("*")),
-            "samples": sorted(map(json.dumps, without_times(samples(directory)))),
+            "samples": sorted(json.dumps(line | {"id": ""}) for line in without_times(samples(directory))),
             "bad": (directory / "bad_rows.jsonl").read_bytes(),
             "kept": [
                 {name: array.tolist() for name, array in np.load(p, allow_pickle=False).items()}
@@ -59,7 +63,7 @@ def found(here):
             ],
         }
         for directory in sorted(p.parent for p in here.rglob("manifest.json"))
-    }
+    ]
 
 
 def whole(kind, here):
@@ -107,15 +111,14 @@ def main(directory, count):
     directory.mkdir(parents=True)
     undisturbed = {}
     for kind in KINDS:
-        (directory / kind).mkdir()
-        undisturbed[kind] = whole(kind, directory / kind / "whole")
+        undisturbed[kind] = whole(kind, directory / kind / "whole" / "x")
         print(f"{kind}: {undisturbed[kind][1]:.0f} s", flush=True)
     rng, wrong = np.random.default_rng(0), 0
     for i in range(count):
         kind, turn = KINDS[i % len(KINDS)], i // len(KINDS)
         expected, seconds = undisturbed[kind]
         moment = (turn + rng.random()) / -(-count // len(KINDS)) * seconds
-        if killed_and_resumed(kind, directory / kind / str(i), moment) != expected:
+        if killed_and_resumed(kind, directory / kind / str(i) / "x", moment) != expected:
             wrong += 1
             print(f"{kind} {i} ended otherwise", flush=True)
     print(f"{count} kills, {wrong} ended otherwise")

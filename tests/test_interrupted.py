@@ -82,9 +82,9 @@ def test_a_signal_stops_a_run_after_the_examples_that_run_and_says_how_it_goes_o
 @pytest.mark.parametrize("kind", kills.KINDS)
 def test_what_is_killed_at_any_moment_ends_with_the_same_results(tmp_path, kind):
     """SIGKILL at moments drawn over the whole job: while it compiles, reads, answers, writes, draws."""
-    whole, seconds = kills.whole(kind, tmp_path / "whole")
+    whole, seconds = kills.whole(kind, tmp_path / "whole" / "x")
     assert len(whole) == (2 if kind == "sweep" else 1)
-    for each in whole.values():
+    for each in whole:
         lines = [json.loads(line) for line in each["samples"]]
         asked = {(s["method"], s["task"], s["index"]) for s in lines}
         assert len(asked) == 2 * 2 * (4 * len(kills.TASKS) + 2)
@@ -93,4 +93,4 @@ def test_what_is_killed_at_any_moment_ends_with_the_same_results(tmp_path, kind)
     rng = np.random.default_rng(len(kind))
     for i in range(MOMENTS):
         moment = (i + rng.random()) / MOMENTS * seconds
-        assert kills.killed_and_resumed(kind, tmp_path / str(i), moment) == whole
+        assert kills.killed_and_resumed(kind, tmp_path / str(i) / "x", moment) == whole
