@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 import kvjax
 from kvjax.contract import EMPTY
 from kvjax.drivers.attend import without_cache
+from kvjax.drivers.loop import Decoding, decode_tokens
 
 
 def rounded_up(tokens: int) -> int:
@@ -62,14 +62,12 @@ def score_after(
 def _continued(
     model: Any, params: PyTree[Any], logits: Float[Array, "B V"], state: kvjax.State, tokens: Int[Array, "B M"]
 ) -> tuple[Float[Array, "B M"], Bool[Array, "B M"]]:
-    def step(carry, token):
-        logits, state = carry
-        return kvjax.decode_step(model, params, token, state), judged(logits, token)
-
-    (logits, _), before = lax.scan(step, (logits, state), tokens.T[:-1])
-    last = judged(logits, tokens[:, -1])
-    together = lambda some, one: jnp.concatenate([some, one[None]]).T
-    return together(before[0], last[0]), together(before[1], last[1])
+    first = judged(logits, tokens[:, 0])
+    at = Decoding(tokens[:, 0], first[0], jnp.ones(len(tokens), bool), state)
+    how = {"chunk": tokens.shape[1] - 1, "also": lambda logits, token, state: judged(logits, token)}
+    later = decode_tokens(model, params, at, (tokens.T[1:], None), **how)[0].also
+    together = lambda one, some: jnp.concatenate([one[None], some]).T
+    return together(first[0], later[0]), together(first[1], later[1])
 
 
 @functools.partial(jax.jit, static_argnames=("model",))

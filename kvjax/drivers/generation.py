@@ -5,7 +5,7 @@ Letters: B batch, T given tokens, M new tokens, V vocabulary.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -183,6 +183,11 @@ def _joined(token: Any, probability: Any, tokens: Any, probabilities: Any, state
     return Generation(tokens, lengths, probabilities, state)
 
 
+def _logits(logits: Array, token: Array, state: State) -> Array:
+    """The logits of a step, for the loop's `also`."""
+    return logits
+
+
 def feed(
     model: Any, params: PyTree[Any], tokens: Any, state: State, *, lengths: Any = None
 ) -> tuple[Float[Array, "B T V"], State]:
@@ -201,8 +206,8 @@ def feed(
       ValueError: ids outside the vocabulary, another number of sequences, more tokens than the state was planned for.
     """
     at, given, reads = given_tokens(model, tokens, state, lengths)
-    found, after = decoded(model, params, at, given, None, chunk=len(given[0]), logits=True)
-    logits = cast(Array, found.logits)  # which were asked for
+    found, after = decoded(model, params, at, given, None, chunk=len(given[0]), also=_logits)
+    logits = found.also
     logits = logits if reads is None else jnp.where(reads[..., None], logits, jnp.nan)
     return logits.swapaxes(0, 1), after.state
 

@@ -5,6 +5,7 @@ Letters: B batch, n steps, V vocabulary.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Final
 
 import jax
@@ -47,12 +48,12 @@ class Steps:
     Attributes:
       tokens: the tokens that followed, `pad_id` where a sequence had ended.
       log_probs: their log-probabilities, 0 where a sequence had ended.
-      logits: those after each step; None unless asked for.
+      also: what was asked for besides, stacked.
     """
 
     tokens: Int[Array, "*n B"]
     log_probs: Float[Array, "*n B"]
-    logits: Float[Array, "*n B V"] | None = None
+    also: Any = None
 
 
 def log_prob(logits: Float[Array, "B V"], token: Int[Array, "B"]) -> Float[Array, "B"]:
@@ -98,7 +99,7 @@ def decode_tokens(
     ends: tuple[int, ...] = (),
     pad_id: int = 0,
     sleeps: bool = False,
-    logits: bool = False,
+    also: Callable[[Array, Array, State], Any] | None = None,
 ) -> tuple[Steps, Decoding]:
     """Runs steps that read each running sequence's next token, and draw or take the one that follows.
 
@@ -113,7 +114,8 @@ def decode_tokens(
       ends: tokens after which a sequence ends.
       pad_id: what stands for the tokens of sequences that have ended.
       sleeps: whether sequences may have ended already, other than by `ends`.
-      logits: whether they are returned, which takes a loop without `count`.
+      also: a function (logits "B V" after a step, the token that follows "B", the state) -> anything to be returned of
+        every step.
 
     Returns:
       What the steps gave, and where decoding stands afterwards.
@@ -127,7 +129,7 @@ def decode_tokens(
         token = jnp.where(running, token, pad_id)
         probability = jnp.where(running, log_prob(found, token), 0.0)
         seen = None if at.seen is None else with_token(at.seen, token, running)
-        steps = Steps(token, probability, found if logits else None)
+        steps = Steps(token, probability, None if also is None else also(found, token, state))
         running = running & ~jnp.isin(token, jnp.asarray(ends, jnp.int32)) if ends else running
         return Decoding(token, probability, running, state, seen), steps
 
@@ -142,12 +144,16 @@ def decode_tokens(
 
     shape = chunk, at.token.shape[0]
     nothing = Steps(jnp.full(shape, pad_id, jnp.int32), jnp.zeros(shape, jnp.float32))
+    if also is not None:
+        follows = None if given is None else jax.tree.map(lambda x: x[0], given)
+        empty = jax.tree.map(lambda x: jnp.zeros((chunk, *x.shape), x.dtype), jax.eval_shape(one, at, follows)[1].also)
+        nothing = dataclasses.replace(nothing, also=empty)
     on = lambda carry: (carry[0] < count) & (carry[1].running.any() if sleeps else True)
     _, at, steps = lax.while_loop(on, more, (jnp.int32(0), at, nothing))
     return steps, at
 
 
-_STATIC = ("model", "chunk", "sampler", "ends", "pad_id", "sleeps", "logits")
+_STATIC = ("model", "chunk", "sampler", "ends", "pad_id", "sleeps", "also")
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
