@@ -18,6 +18,7 @@ from jax._src.interpreters import mlir
 from safetensors.numpy import load_file
 
 from kvjax import models
+from tests import quick
 
 # Most of the suite's time is compilation of programs that run for milliseconds.
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
@@ -44,6 +45,14 @@ MOST_MAPS = 40_000  # compiled programs map memory, and Linux kills a process wi
 _TESTS = itertools.count(1)  # reading what is mapped takes as long as many a test
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks as slow what is exhaustive, and what `quick.py` leaves to CI, before `-m` selects."""
+    for item in items:
+        if item.get_closest_marker("exhaustive") or quick.is_slow(item.path.name, item.name):
+            item.add_marker("slow")
+
+
 @pytest.fixture(autouse=True)
 def _bounded_mappings():
     yield
@@ -55,6 +64,13 @@ def _bounded_mappings():
 def unchecked(monkeypatch):
     """What a user gets, who runs no type checker; it would answer wrong types before the library does."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture
+def as_users_run_it():
+    """Users have the promotion of JAX itself."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 SHARED_DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"

@@ -104,7 +104,12 @@ LOSSY = {
     *("chain_of_partitions",),
 }
 
-# Rows of distinct mechanisms. `-m slow` has all rows; decoding compiles a program for each, so fewer of them decode.
+# Rows of distinct mechanisms; the others are exhaustive. Decoding compiles a program for each, so fewer of them decode.
+# Those that among them reach every kind of mechanism are of the default run; the rest is slow.
+SMOKE = {
+    *("h2o", "streaming_llm", "keyformer", "snapkv", "ada_snapkv", "nacl", "quest", "quest_by_query_head", "think"),
+    *("h2o_pooled", "partition_heads", "across_layers_entropy", "kvzip"),
+}
 QUICK = {
     *("full", "h2o", "streaming_llm", "random", "tova", "keyformer", "ahakv", "scissorhands", "roco", "snapkv"),
     *("pyramidkv", "ada_snapkv", "criticalkv", "chunkkv", "compactor", "cake", "layer_defensivekv", "nacl", "think"),
@@ -116,15 +121,20 @@ DECODED = {
     *("scissorhands", "snapkv_then_h2o"),
 }
 FEW = {"h2o", "ada_snapkv", "quest"}
-EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
 
 
 def rows(quick, without=()):
     """A test for every row of the table; those that are not `quick` are exhaustive."""
     assert {*quick, *without} <= set(MAKE)
-    marks = lambda name: () if name in quick else EXHAUSTIVE
-    each = [pytest.param(Case(name), marks=marks(name), id=name) for name in MAKE if name not in without]
+    each = [pytest.param(Case(name), marks=marks(name, quick), id=name) for name in MAKE if name not in without]
     return pytest.mark.parametrize("case", each)
+
+
+def marks(name, quick):
+    """Those of a row of a table with these `quick` rows."""
+    if name not in quick:
+        return pytest.mark.exhaustive
+    return () if name in SMOKE else pytest.mark.slow
 
 
 # ------------------------------------------------------------------------------------------------ what a policy owes

@@ -73,7 +73,7 @@ def reading_for(model, params, policy):
     return analysis.read(model, params, TOKENS, CONTINUATION, policies=(policy,), lengths=LENGTHS, key=KEY)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", METHODS)
 def test_masks_and_logits_are_those_of_prefill_and_feed(tiny, name):
     """The run that a curve stands for: a compacted cache, decoded token by token."""
@@ -87,7 +87,7 @@ def test_masks_and_logits_are_those_of_prefill_and_feed(tiny, name):
     np.testing.assert_allclose(reading.logits_after(*tiny, after), wanted, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_losses_of_a_mask_are_those_of_plain_loops(tiny):
     model, params = tiny
     policy = METHODS["ada_snapkv"](10)
@@ -207,7 +207,7 @@ def test_what_cannot_work_is_refused(shallow, change, message):
         analysis.curves(*shallow, TOKENS, call.pop("continuation"), call.pop("policies"), BUDGETS, **call)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rows", [1, 32])
 def test_adaptive_heads_lower_the_bound_on_every_layer_and_prompt(embedded, rows):
     """Theorem 4 on the embedded model and held-out text, for the rows that scored the tokens.
@@ -236,7 +236,7 @@ def test_adaptive_heads_lower_the_bound_on_every_layer_and_prompt(embedded, rows
             np.testing.assert_array_equal(x.sum((-1, -2)), keep[0.0].sum((-1, -2)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memory_is_linear_in_the_prompt(tiny):
     model, params = models.LanguageModel(dataclasses.replace(tiny[0].config, max_position=2**14)), tiny[1]
     policies = methods.h2o(128), methods.ada_snapkv(128)

@@ -46,7 +46,7 @@ def test_a_single_prompt_has_no_bounds():
     assert (found.low.tolist(), found.high.tolist()) == ([-np.inf] * 2, [np.inf] * 2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_future_attention_is_the_mean_of_rows():
     q, k, v = tensors.qkv(2, T=10)
     pos = jnp.broadcast_to(jnp.arange(10, dtype=jnp.int32)[None], (2, 10))
@@ -65,7 +65,7 @@ def test_future_attention_is_the_mean_of_rows():
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("across", ["head", "layer", "model"])
 @pytest.mark.parametrize("seed", range(4))
 def test_no_mask_beats_the_best_in_hindsight(across, seed):

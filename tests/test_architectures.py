@@ -28,7 +28,7 @@ def test_every_architecture_is_here(table):
     assert set(table) == {name for family in FAMILIES for name in family.architectures} - {"MPTForCausalLM"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @every_architecture
 def test_greedy_generations_are_equal_token_for_token(architecture, tmp_path):
     """In float32 the two best logits must lie further apart than the two results may.
@@ -49,7 +49,7 @@ def test_greedy_generations_are_equal_token_for_token(architecture, tmp_path):
     np.testing.assert_array_equal(ours.tokens, found.sequences[:, T:])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @every_architecture
 def test_bfloat16_drifts_as_in_transformers(architecture, tmp_path):
     """The largest distance of logits from those in float32, of the largest logit there; `-s` prints both."""
@@ -86,7 +86,7 @@ def checkpoint(architecture, path):
     return [*SMALL, "--model", str(path / "model"), "--output", str(path / "out")], model.config
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @every_architecture
 def test_the_main_job_runs_five_policies(architecture, tmp_path):
     options, config = checkpoint(architecture, tmp_path)
@@ -98,7 +98,7 @@ def test_the_main_job_runs_five_policies(architecture, tmp_path):
     assert all(s["live"] == 32 for name, s in found.items() if name != "full")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_learned_positions_refuse_shifted_ones_only_where_they_are_asked_for(tmp_path):
     options, _ = checkpoint("GPT2LMHeadModel", tmp_path)
     with pytest.raises(SystemExit, match='layer 0 wants tokens at positions="shifted", but the model adds learned'):

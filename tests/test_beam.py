@@ -26,7 +26,7 @@ POLICIES = {
 QUICK = "draws", "pool"
 by_policy = pytest.mark.parametrize(
     "policy",
-    [pytest.param(p, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, p in POLICIES.items()],
+    [pytest.param(p, id=name, marks=() if name in QUICK else pytest.mark.exhaustive) for name, p in POLICIES.items()],
 )
 
 
@@ -96,13 +96,13 @@ def theirs(tmp_path_factory):
 @pytest.mark.parametrize(
     ("length_penalty", "seed"),
     [
-        pytest.param(*x, marks=() if x == (1.0, 0) else pytest.mark.slow)
+        pytest.param(*x, marks=() if x == (1.0, 0) else pytest.mark.exhaustive)
         for x in itertools.product((1.0, 0.6, 2.0, -1.0), range(3))
     ],
 )
 @pytest.mark.parametrize(
     ("num_ends", "W", "R", "early_stopping"),
-    [pytest.param(*s, marks=() if s in QUICK_SEARCHES else pytest.mark.slow) for s in SEARCHES],
+    [pytest.param(*s, marks=() if s in QUICK_SEARCHES else pytest.mark.exhaustive) for s in SEARCHES],
 )
 def test_equals_transformers(theirs, num_ends, W, R, length_penalty, seed, early_stopping):
     import torch

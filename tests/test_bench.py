@@ -64,7 +64,7 @@ def test_an_unknown_method_is_refused(bench, tmp_path):
         bench(only=("h3o",), output=tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_both_measure(tmp_path):
     """The smallest runs: what is stored is not measured again."""
     for _ in range(2):

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,19 +18,14 @@ from kvjax.storage import Pool
 from tests import tensors
 from tests.tensors import live_positions
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
+
 T, M, LENGTHS = 24, 38, np.array([24, 17], np.int32)
 q, k, v = tensors.qkv(3, T=M)
 TENSORS = [{"q": q, "k": k, "v": v}]
 ONE = [{name: x[:1] for name, x in TENSORS[0].items()}]
 H2O = methods.h2o(8)
 STREAMING = dataclasses.replace(methods.streaming_llm(10, sinks=2), layout=Layout())
-
-
-@pytest.fixture(autouse=True)
-def _as_users_run_it():
-    """Users have the promotion of JAX itself."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def config_of(layers=1):
@@ -70,7 +64,7 @@ def by_head(one, other, **how):
     return kvjax.partition_heads({"a": one, "b": other}, [["a", "b"]], **how)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "duo" else pytest.mark.slow) for n in PAIRS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "duo" else pytest.mark.exhaustive) for n in PAIRS])
 def test_every_head_is_as_under_its_policy_alone(name):
     """In slots of its own, as many as it has alone; in a partition of a partition too."""
     run = lambda policy: tensors.replay(policy, TENSORS, T, lengths=LENGTHS)

@@ -108,7 +108,7 @@ def test_what_a_config_returns_has_fields_of_their_types(kind, given):
         kind(**needed.get(kind, {}) | given)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", WANTED)
 def test_decoding_256_tokens_past_a_full_budget(name, embedded):
     model, params, _ = embedded

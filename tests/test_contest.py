@@ -50,7 +50,7 @@ def test_every_policy_of_the_contest_can_be_planned(embedded):
         np.testing.assert_allclose(np.mean(budgets), 128, atol=1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_contest_goes_on(tmp_path, monkeypatch):
     """Two prompts a task, by an untrained head; what is measured is not measured again."""
     monkeypatch.setattr(contest, "_head", lambda experiment, model, *rest: untrained(experiment, model.config))

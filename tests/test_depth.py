@@ -56,7 +56,7 @@ QUICK = (  # memory, sizes by layer, a pool, layers that compete, heads apart, m
     *("h2o", "pyramidkv", "ada_pyramid", "across_layers_entropy", "partition_heads", "keyformer", "kvpress_cam"),
 )
 REST = tuple(name for name in CASES if name not in QUICK)
-SLOW = [pytest.param(REST[i::12], marks=[pytest.mark.slow, pytest.mark.exhaustive], id=f"rest{i}") for i in range(12)]
+SLOW = [pytest.param(REST[i::12], marks=pytest.mark.exhaustive, id=f"rest{i}") for i in range(12)]
 LENGTHS = np.array([24, 17], np.int32)
 TOKENS = np.random.default_rng(0).integers(1, 61, (2, 24)).astype(np.int32)
 

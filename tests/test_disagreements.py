@@ -150,7 +150,7 @@ def scissorhands(theta, window, recent, drop, element=None):
     return replay(layer, PROMPT, step)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_d04_scissorhands_keeps_recent_tokens_and_high_counts():
     make = functools.partial(methods.scissorhands, BUDGET, history=9, recent=2, drop=2)
     by_position = scissorhands(lambda i, live: 1 / (i + 1), 9, 2, 2)
@@ -169,7 +169,7 @@ def test_sums_decay_and_what_is_added_is_damped():
     np.testing.assert_allclose(np.asarray(kv.memory.score)[0][:, np.argsort(kv.pos[0, 0])], total, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_d50_scissorhands_with_decayed_sums():
     recent, drop, decay = 2, 2, 0.8
     total = np.zeros((K, M))
@@ -189,7 +189,7 @@ def test_d50_scissorhands_with_decayed_sums():
 # --- positions ---
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_d05_random_runs():
     """One contiguous run, the same in all heads and layers, and another at every eviction."""
 
@@ -209,7 +209,7 @@ def test_d05_random_runs():
     assert len({float(x.uniform(jnp.zeros((1, 1, 1), jnp.int32))[0, 0, 0]) for x in blocks}) == 2, "two blocks"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_d05_every_block_draws_its_run():
     """While a prompt is read in blocks; only the newest token is protected."""
     key, live, block = jax.random.key(3), [], 3
@@ -224,7 +224,7 @@ def test_d05_every_block_draws_its_run():
     assert seen.live[0][0] == [live] * K
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_d06_window_over_generated_tokens():
     scope = [[[*range(PROMPT), *range(max(PROMPT, n - 3), n)]] * K for n in range(PROMPT, M + 1)]
     differs(variants.window_of_generated(3), methods.window(3), scope)
@@ -370,7 +370,7 @@ def test_d14_the_block_loop_overspends():
         assert target(n, 20, stride=6) == 20
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("importance", ["roco", "mas", "h2o", "tova", "recency", "random"])
 def test_d48_every_importance_in_every_mode_at_stride_1(importance):
     budget = 15

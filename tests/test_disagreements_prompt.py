@@ -51,7 +51,7 @@ def after_window(votes, budget, window):
 # --- NaCl ---
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("distribution", ["softmax", "normalised", "uniform"])
 def test_d15_the_random_stage_draws_from_what_is_left(distribution):
     params = {"recent": 2, "proxies": 4, "random": 3, "temperature": 0.5, "by": distribution}
@@ -84,7 +84,7 @@ def test_proxies_at_both_ends():
     assert prompt_kept(policy) == after_window(votes, BUDGET, 1)
 
 
-@pytest.mark.parametrize("rows", [pytest.param("row", marks=pytest.mark.slow), "interval"])
+@pytest.mark.parametrize("rows", [pytest.param("row", marks=pytest.mark.exhaustive), "interval"])
 def test_d16_eviction_while_generating(rows):
     every, protect, how = 2, 2, {"recent": 2, "proxies": 3, "random": 0}
     total, seen = np.zeros((K, M)), []

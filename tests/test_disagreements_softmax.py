@@ -37,7 +37,7 @@ from tests.one_layer import (
 from tests.references.policies import Layer, accumulating, best, keep, pool, replay
 from tests.tensors import live_positions
 
-pytestmark = pytest.mark.slow  # minutes of compilation
+pytestmark = pytest.mark.exhaustive  # minutes of compilation
 
 RECENT = 3
 NORM = (np.asarray(v[0], np.float64) ** 2).sum(-1)  # "K M"

@@ -276,7 +276,7 @@ DRAWN = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", DRAWN)
 @hypothesis.settings(
     max_examples=5,  # of which the first is the simplest

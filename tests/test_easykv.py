@@ -83,7 +83,7 @@ def test_the_mode_of_its_own_choice():
 
 @pytest.mark.parametrize(
     "importance",
-    ["recency", *(pytest.param(i, marks=pytest.mark.slow) for i in ("roco", "mas", "h2o", "tova", "random"))],
+    ["recency", *(pytest.param(i, marks=pytest.mark.exhaustive) for i in ("roco", "mas", "h2o", "tova", "random"))],
 )
 def test_a_prompt_read_in_blocks_ends_at_the_size_of_the_code(shallow, importance):
     """E12's rounding end to end; sinks stay while the prompt is read, and need not afterwards."""

@@ -116,8 +116,8 @@ def exact_match(name, policy, length, per_task):
     ("name", "length", "per_task", "least", "average"),
     [
         ("embedded", 384, 8, 0.9, 0.95),
-        pytest.param("embedded", 1024, 100, 0.95, 0.95, marks=pytest.mark.slow),
-        pytest.param("varied", 1024, 32, 0.7, 0.85, marks=pytest.mark.slow),
+        pytest.param("embedded", 1024, 100, 0.95, 0.95, marks=pytest.mark.exhaustive),
+        pytest.param("varied", 1024, 32, 0.7, 0.85, marks=pytest.mark.exhaustive),
     ],
     ids=["short", "full_length", "varied"],
 )

@@ -20,6 +20,8 @@ from kvjax.scores.blends import LayerMean, Pooled
 from kvjax.scores.softmax import EntropyScaled
 from tests import tensors
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
+
 BUDGET, WINDOW = 10, 4
 PROMPT, STEPS, LENGTHS = 24, 6, np.array([24, 17], np.int32)
 q, k, v = tensors.qkv(11, T=PROMPT + STEPS)
@@ -120,13 +122,6 @@ PAIRS = {
 QUICK = ("ada of alpha 0", "keyformer without noise is h2o")
 
 
-@pytest.fixture(autouse=True)
-def _as_users_run_it():
-    """Users have the promotion of JAX itself."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
 @functools.cache
 def kept(policy):
     how = {"out_proj": jnp.ones((4, 8, 8)), "tokens": tensors.token_ids(2, PROMPT)}
@@ -140,7 +135,7 @@ def test_e38_the_same_tokens_of_a_prompt(name):
     assert kept(one) == kept(other)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in PAIRS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.exhaustive) for n in PAIRS])
 def test_e38_the_same_tokens_while_decoding(name):
     one, other = (p.at(0, 3) for p in PAIRS[name])
     layer, count = {"q": q, "k": k, "v": v, "out_proj": jnp.ones((4, 8, 8))}, 3 if "tables" in name else 1

@@ -79,7 +79,7 @@ def grouped(p, num_kv_heads=2):
 # --- rows ---
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_captured_layers_attend_as_the_model_does(read_by_position):
     """Column sums of the captured matrices are those that the model measures when it reads the prompt."""
     model, params, tokens, p, _ = read_by_position
@@ -141,7 +141,7 @@ def best(score, num):
     return set(sorted(range(len(score)), key=lambda j: (score[j], j))[-num:])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("measure", range(4), ids=["AAS", "AQAS", "LTAS", "MAS"])
 def test_importance_jaccard_is_that_of_the_policies(read_by_position, measure):
     """The policy itself, decoding token by token, against sets chosen from the full cache's attention."""
@@ -177,7 +177,7 @@ def test_importance_jaccard_is_that_of_the_policies(read_by_position, measure):
             np.testing.assert_allclose(found.similarity[measure, 0, i, b], expected, rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_chance_is_that_of_random_sets(read):
     model, params, tokens, _, _ = read
     found = roco.importance_jaccard(model, params, tokens, shares=(0.5,))
@@ -225,7 +225,7 @@ def test_prompts_too_short_to_age(read):
         roco.attention_by_age(model, params, tokens, skip=12)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_scope_size_is_what_the_drivers_measure(read):
     """Prefill, eviction and decoding by the drivers, against the figure's one prompt for all scopes."""
     model, params, tokens, _, _ = read
@@ -258,7 +258,7 @@ def log_p(model, params, tokens, policy):
 # --- positions ---
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_retained_positions_are_those_of_prefill(read):
     model, params, tokens, _, _ = read
     found = positions.retained_positions(model, params, tokens, share=0.5, slices=4)
@@ -281,7 +281,7 @@ def test_by_slice():
         positions.by_slice(np.arange(5.0), 6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_eviction_scores(read):
     model, params, tokens, p, layers = read
     found = positions.eviction_scores(model, params, tokens, share=0.5, slices=4)
@@ -431,7 +431,7 @@ def test_adaptive_budgets_leave_no_head_empty():
 # --- plots and files ---
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FIGURES)
 def test_plots(read, name):
     model, params, tokens, _, _ = read

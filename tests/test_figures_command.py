@@ -30,7 +30,7 @@ from kvjax.experiments.papers import FIGURES, ahakv, prompts
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_command_writes_picture_arrays_and_origin(tmp_path, capsys):
     arguments = ["attention_entropy", "--prompts", "2", "--length", "96", "--output", str(tmp_path)]
     figures.main(arguments)
@@ -51,7 +51,7 @@ def test_a_command_writes_picture_arrays_and_origin(tmp_path, capsys):
         np.testing.assert_array_equal(arrays["entropy"], again.entropy)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_another_model_and_text(tiny, embedded, tmp_path):
     """A checkpoint directory and a text file; every prompt is a piece of the text with BOS in front."""
     tokenizer = embedded[2]
@@ -184,7 +184,7 @@ def test_the_command_is_not_shadowed_by_the_pictures():
     assert pathlib.Path(file).resolve() == ROOT / "experiments" / "figures.py"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_of_the_embedded_model_is_drawn(name, tmp_path):
     figures.main([name, "--output", str(tmp_path), "--prompts=2", "--length=192"])

@@ -6,7 +6,7 @@ import pytest
 
 from tests import kept
 from tests.cases import CASES
-from tests.table import EXHAUSTIVE
+from tests.table import marks
 
 RECORDED = {"raw": kept.recorded("raw"), "embedded": kept.expected("embedded")}
 QUICK = {  # rows of distinct mechanisms
@@ -21,7 +21,7 @@ ON_A_MODEL = ("h2o", "ada_snapkv", "streaming_llm", "keyformer", "snapkv_then_to
 
 
 def rows(names, quick):
-    return pytest.mark.parametrize("case", [pytest.param(n, marks=() if n in quick else EXHAUSTIVE) for n in names])
+    return pytest.mark.parametrize("case", [pytest.param(name, marks=marks(name, quick)) for name in names])
 
 
 def test_every_row_is_recorded():

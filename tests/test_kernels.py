@@ -129,7 +129,7 @@ CAPPED = {"softcap": 3.0, "window": 20}
     ("T", "options"),
     [
         *((1, {}), (40, {}), (1, CAPPED), (150, CAPPED)),
-        *(pytest.param(*p, marks=pytest.mark.slow) for p in ((150, {}), (40, CAPPED))),
+        *(pytest.param(*p, marks=pytest.mark.exhaustive) for p in ((150, {}), (40, CAPPED))),
     ],
     ids=str,
 )
@@ -244,7 +244,7 @@ def test_exponential_draws_are_those_of_the_gumbel_noise(per):
 
 
 @pytest.mark.parametrize(
-    "block", [(1, 2), (7, 1), *(pytest.param(b, marks=pytest.mark.slow) for b in ((200, 2), (32, 2), (64, 1)))]
+    "block", [(1, 2), (7, 1), *(pytest.param(b, marks=pytest.mark.exhaustive) for b in ((200, 2), (32, 2), (64, 1)))]
 )
 def test_any_block_size(block):
     q, k, v, q_pos, kv_pos = inputs(T=97, cached=5)

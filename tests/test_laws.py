@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,16 +14,11 @@ from kvjax.storage import to_pool
 from tests import one_call, table
 from tests.one_call import LAYERS, LENGTHS, T, unturned
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
+
 WHOLE, PADDED, SWAPPED, MOVED, HOLES = range(5)  # the sequences of `one_call.decided`
 
 every_method = table.rows(table.QUICK)
-
-
-@pytest.fixture(autouse=True)
-def _as_users_run_it():
-    """Users have the promotion of JAX itself."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def live(kv):

@@ -17,18 +17,13 @@ from kvjax.observe import Rows, on_new_slots, segment_sum
 from kvjax.scores.attention import Accumulated
 from tests import table, tensors
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
+
 B, N, K, H, D, LAYERS = 2, 4, 2, 8, 12, 2
 T, STEPS, LENGTHS = 24, 10, np.array([24, 17], np.int32)
 KEYS = np.array([3, 4])
 
 decoded_methods = table.rows(table.DECODED)
-
-
-@pytest.fixture(autouse=True)
-def _as_users_run_it():
-    """Users have the promotion of JAX itself."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @functools.cache

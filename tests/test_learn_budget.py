@@ -21,7 +21,7 @@ from kvjax.experiments.learning.future_rows import Reader
 from kvjax.learning.families import PyramidBeta, Safeguard, Simplex
 from kvjax.learning.relax import with_table
 
-pytestmark = pytest.mark.slow  # minutes of compilation
+pytestmark = pytest.mark.exhaustive  # minutes of compilation
 
 ROOT = pathlib.Path(__file__).parents[1]
 

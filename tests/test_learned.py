@@ -208,7 +208,7 @@ def test_examples_are_the_scores_of_kvzip_plus_behind_the_sinks(wide):
             assert kept(kv, row, head) == [0, 1, *(2 + np.nonzero(scores[:, head] >= best)[0])]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fitted_to_the_embedded_model_it_says_what_kvzip_plus_keeps(embedded):
     """Of other texts than it was fitted to: far more of it than by chance."""
     model, params, _ = embedded

@@ -156,7 +156,7 @@ else:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_device_receives_its_part(checkpoint):
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", SHARDED, checkpoint], env=env, check=True)
@@ -170,7 +170,7 @@ def pickled_alone(path):
     (path / "model.safetensors").unlink()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_command_for_pickles_converts_them(checkpoint):
     pytest.importorskip("torch", reason="transformers reads pickles with torch")
     expected = models.load(checkpoint)[1]
@@ -333,7 +333,7 @@ def test_the_main_job_takes_the_same_names(tmp_path, capsys):
         run.main(["--config", "snapkv.py", "--model", "mtp-7b", "--output", str(tmp_path / "out")])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_load_holds_the_parameters_once(tmp_path, dtype):
     """Also where the dtype is not the stored one: the copy that is read is a strip."""
@@ -378,7 +378,7 @@ logging.getLogger("transformers").warning("another warning")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_that_there_is_no_torch_is_not_said_and_all_else_is():
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=True)
     assert done.stderr.removeprefix("[transformers] ") == "another warning\n"

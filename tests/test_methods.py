@@ -14,15 +14,10 @@ from kvjax.scores.attention import Recency
 from kvjax.scores.keys import LagRelative
 from tests import tensors
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
+
 T = 12
 q, k, v = tensors.qkv(3, B=1, T=T)
-
-
-@pytest.fixture(autouse=True)
-def _as_users_run_it():
-    """Users have the promotion of JAX itself."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def test_sizes_beyond_the_text_mean_the_text():

@@ -10,7 +10,7 @@ import pytest
 
 from kvjax.pallas_kernels import mosaic
 
-pytestmark = pytest.mark.slow  # minutes of interpretation
+pytestmark = pytest.mark.exhaustive  # minutes of interpretation
 
 ROOT = pathlib.Path(__file__).parents[1]
 

@@ -9,22 +9,17 @@ from kvjax.analysis.reading import Stored, stored_as
 from tests import kept
 from tests.cases import CASES, Sizes
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
+
 QUICK = (  # distinct mechanisms: memory, heads in a pool, places, noise, merging, layers that compete, heads apart
     *("h2o", "ada_half", "streaming_llm", "keyformer", "kvpress_cam", "across_layers_entropy", "partition_heads"),
     *("snapkv_then_think", "quest_by_query_head"),
 )
 RECORDED = kept.recorded("raw")  # of every case, at the budgets that it takes
 REST = tuple(name for name in CASES if name not in QUICK)
-SLOW = [pytest.param(REST[i::12], marks=[pytest.mark.slow, pytest.mark.exhaustive], id=f"rest{i}") for i in range(12)]
+SLOW = [pytest.param(REST[i::12], marks=pytest.mark.exhaustive, id=f"rest{i}") for i in range(12)]
 T, F, LENGTHS = 24, 4, np.array([24, 17], np.int32)
 TOKENS = np.random.default_rng(0).integers(1, 61, (2, T)).astype(np.int32)
-
-
-@pytest.fixture(autouse=True)
-def _as_users_run_it():
-    """Users have the promotion of JAX itself."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.mark.parametrize("names", [pytest.param(QUICK, id="quick"), *SLOW])

@@ -230,7 +230,7 @@ def test_an_environment_with_other_versions_is_made_anew(tmp_path, monkeypatch):
     assert len(calls) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_table_is_measured_at_toy_size(tmp_path):
     only = ["prefill", "statistics", "full", "batch", "step/h2o", "depth", "stream/h2o", "first"]
     if importlib.util.find_spec("kvpress") is not None:

@@ -137,7 +137,7 @@ def some_bias(arrays, K):
     ("implementation", "blocks"),
     [
         *(("xla", False), ("xla", True), ("reference", False), ("interpret", False)),
-        *(pytest.param(how, True, marks=pytest.mark.slow) for how in ("reference", "interpret")),
+        *(pytest.param(how, True, marks=pytest.mark.exhaustive) for how in ("reference", "interpret")),
     ],
 )
 def test_bias(implementation, blocks):
@@ -188,7 +188,10 @@ LENGTHS = {
     ("implementation", "lengths"),
     [
         *(("xla", lengths) for lengths in LENGTHS.values()),
-        *(pytest.param("reference", x, marks=() if n == "one head" else pytest.mark.slow) for n, x in LENGTHS.items()),
+        *(
+            pytest.param("reference", lengths, marks=() if name == "one head" else pytest.mark.exhaustive)
+            for name, lengths in LENGTHS.items()
+        ),
     ],
     ids=[f"{i}-{name}" for i in ("xla", "reference") for name in LENGTHS],
 )

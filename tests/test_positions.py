@@ -94,9 +94,8 @@ def plainly(model, params, tokens, layers):
 
 
 def rows():
-    quick = [("alibi", name) for name in sorted(QUICK)]
     every = [(kind, name) for kind in CONFIGS for name in sorted(QUICK | OTHERS)]
-    each = [pytest.param(*row, marks=() if row in quick else table.EXHAUSTIVE) for row in every]
+    each = [pytest.param(*row, marks=table.marks(row[1], QUICK if row[0] == "alibi" else ())) for row in every]
     return pytest.mark.parametrize(("kind", "name"), each)
 
 

@@ -1,6 +1,6 @@
 """Properties of every method over sizes, budgets, groups, paddings and ties: a right answer, or an error that says why.
 
-The default run draws few examples of few shapes; `-m slow` draws many of more.
+The default run draws few examples of few shapes; `-m exhaustive` draws many of more.
 """
 
 import dataclasses
@@ -20,18 +20,13 @@ from kvjax.evict import Evict
 from tests import table, tensors
 from tests.cases import Sizes
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
+
 B, K, H, T, STEPS, LAYERS = 2, 2, 8, 16, 5, 3
 CONTENTS = ("random", "equal keys", "equal tokens", "sharp")
 
 budgets = st.one_of(st.integers(1, T + 3), st.sampled_from([0.05, 0.1, 0.25, 0.3, 0.5, 0.75, 1.0]))
 lengths_of_prompts = st.tuples(st.integers(1, T), st.integers(1, T))
-
-
-@pytest.fixture(autouse=True)
-def _as_users_run_it():
-    """Users have the promotion of JAX itself."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def settings(examples):
@@ -122,7 +117,7 @@ def test_prompts(name, data):
     prompt_property(table.Case(name), data, groups=(2,), widths=())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @table.rows(())
 @settings(20)
 @hypothesis.given(data=st.data())
@@ -175,7 +170,7 @@ def decoding_property(case, data, budgets, groups, blocks):
                 assert all({*a} <= {*b, new} for a, b in zip(now[row], before, strict=True)), "nothing comes back"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["h2o", "nacl_interval", "scissorhands", "h2o_pooled"])
 @settings(3)
 @hypothesis.given(data=st.data())
@@ -183,7 +178,7 @@ def test_decoding(name, data):
     decoding_property(table.Case(name), data, budgets=(6,), groups=(2,), blocks=(None,))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @table.rows(())
 @settings(8)
 @hypothesis.given(data=st.data())

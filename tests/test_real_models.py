@@ -73,7 +73,7 @@ def smollm2():
     return kept.smollm2()
 
 
-MARKS = {True: pytest.mark.slow, False: (pytest.mark.slow, pytest.mark.exhaustive)}
+MARKS = {True: pytest.mark.slow, False: pytest.mark.exhaustive}
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=MARKS[name in SAMPLE]) for name in NAMES])

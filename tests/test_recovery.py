@@ -72,7 +72,7 @@ def recover(q, k, q_pos, kv_pos, masks, within, **options):
     return run(q, k, *ints, jnp.asarray(masks))
 
 
-@pytest.mark.parametrize("T", [1, pytest.param(37, marks=pytest.mark.slow), 300])
+@pytest.mark.parametrize("T", [1, pytest.param(37, marks=pytest.mark.exhaustive), 300])
 @pytest.mark.parametrize("options", [{}, {"window": 9, "softcap": 2.0}], ids=str)
 def test_recovery_against_numpy(T, options):
     with jax.enable_x64(True):
@@ -114,7 +114,7 @@ def recovery_bytes(T):
     return jax.jit(run).lower(*shapes, *ints, masks, band).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_recovery_takes_memory_that_grows_linearly():
     short, long = recovery_bytes(4096), recovery_bytes(16384)
     assert long < 4.5 * short

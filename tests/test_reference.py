@@ -11,7 +11,7 @@ def test_types_are_short():
     assert reference.short("jaxtyping.Int[numpy.ndarray | jaxlib._jax.Array, 'B']") == 'Int["B"]'
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_module_has_a_page(tmp_path):
     pytest.importorskip("pdoc")
     reference.write(tmp_path)

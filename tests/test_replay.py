@@ -161,7 +161,7 @@ def test_it_is_refused_where_it_cannot_be(shallow):
         jax.eval_shape(lambda ids: read(policy=kvzip(8), lengths=ids[:, 0]), jnp.asarray(IDS))
     state = kvjax.start(model, policy=kvzip(8), lengths=LENGTHS, max_new_tokens=1)
     with pytest.raises(ValueError, match=r"forward\(evict=True\) reads them once; use kvjax.prefill"):
-        kvjax.forward(model, params, IDS, state, evict=True)
+        kvjax.forward(model, params, IDS, state, valid=LENGTHS, evict=True)
     with pytest.raises(ValueError, match="reads the prompt again, which needs a model"):
         kvjax.evict_layer(kvzip(8), *tensors.qkv())
     with pytest.raises(ValueError, match="chunk=0: give 1 or more tokens"):

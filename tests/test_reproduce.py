@@ -261,7 +261,7 @@ def test_the_list_has_every_entry_and_the_ledgers_table_is_made_from_it():
     assert (ledger.FOLDER / "README.md").read_text() == ledger.markdown(ledger.read())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_lm_eval_runs_under_a_tables_policy(tmp_path):
     pytest.importorskip("lm_eval")
     rows_ = [{"q": f"the number {i} . the number", "choices": [f" {i}", " 9"], "label": 0} for i in range(8)]
@@ -282,7 +282,7 @@ def test_lm_eval_runs_under_a_tables_policy(tmp_path):
         rows.accuracies("piqa", 0, policy, 0.5, None, **how)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("argv", "columns"),
     [

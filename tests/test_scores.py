@@ -26,15 +26,10 @@ from kvjax.scores.rows import Defensive, Unsteady
 from tests import tensors
 from tests.by_hand import read, read_tensors
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
+
 B, K, N, T, H, R = 2, 2, 4, 24, 8, 4
 LENGTHS = [T, 17]
-
-
-@pytest.fixture(autouse=True)
-def _as_users_run_it():
-    """Users have the promotion of JAX itself."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def scores(score, q, k, v, *, lengths=None, rotate=tensors.unturned, sinks=0, recent=0, **more):

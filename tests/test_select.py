@@ -16,17 +16,12 @@ from kvjax.methods import kvpress, variants
 from tests import tensors
 from tests.by_hand import keep, uniform_rows
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
+
 T = 40
 ARRAYS = tensors.qkv(1, T=T, B=1)
 TENSORS = [dict(zip("qkv", ARRAYS, strict=True))]
 replace = dataclasses.replace
-
-
-@pytest.fixture(autouse=True)
-def _as_users_run_it():
-    """Users have the promotion of JAX itself."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def kept(policy, n=T, **more):

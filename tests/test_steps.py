@@ -162,7 +162,7 @@ SLIDE = {  # name: (model, policy, block)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("rotary", "alibi") else pytest.mark.slow) for n in SLIDE]
+    "name", [pytest.param(n, marks=() if n in ("rotary", "alibi") else pytest.mark.exhaustive) for n in SLIDE]
 )
 def test_keys_that_are_shifted_are_those_at_their_ranks(shallow, name):
     """Prompts longer than the budget, within it, and shorter than the sinks."""
@@ -200,7 +200,7 @@ def test_a_million_tokens_later(shallow):
     np.testing.assert_allclose(then[:2], now[:2], atol=1e-6 * float(jnp.abs(now).max()))
 
 
-@pytest.mark.parametrize("pool", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pool", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_sliding_layers_lose_nothing_that_they_read(pool):
     """What lies behind a sliding window can be evicted for free."""
     model, params = made(models.ModelConfig(**{**GROUPED, "num_layers": 2}, sliding_window=(7, None)))

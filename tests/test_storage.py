@@ -48,7 +48,7 @@ def run(small, policy, lengths=LENGTHS, block=None):
 
 
 @pytest.mark.parametrize(
-    ("name", "positions"), [pytest.param(*p, marks=() if p in QUICK else pytest.mark.slow) for p in PAIRS]
+    ("name", "positions"), [pytest.param(*p, marks=() if p in QUICK else pytest.mark.exhaustive) for p in PAIRS]
 )
 def test_the_pool_equals_the_dense_layout(shallow, name, positions):
     """Of a prompt that is shorter than the budget too, whose heads grow into theirs."""

@@ -112,7 +112,7 @@ def test_the_checkpoint_is_what_training_describes():
     assert tokenizer(text, add_special_tokens=False).input_ids == stored.encode(text).ids
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_trains_and_goes_on(tmp_path, monkeypatch, capsys):
     """What is written can be loaded, text included; another text is another run."""
     small = dataclasses.replace(train_varied.CONFIG, embed_dim=16, mlp_dim=16, num_layers=2, head_dim=8)
