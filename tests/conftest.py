@@ -66,7 +66,7 @@ def unchecked(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def as_users_run_it():
     """Users have the promotion of JAX itself."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -19,6 +19,8 @@ from kvjax.scores.attention import Votes
 from tests.tensors import live_positions
 from tests.test_losses import plain_layer_loss
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
+
 B, T, F = 3, 24, 6
 LENGTHS = np.array([24, 24, 17])
 BUDGETS = (6, 0.5, 40)
@@ -49,13 +51,6 @@ class Doubled(Rewrite):
 
 
 SOME = ("window", "streaming_llm", "random", "ada_snapkv")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _promotes():
-    """Users have the promotion of JAX itself."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def measured(model, params):

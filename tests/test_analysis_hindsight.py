@@ -12,14 +12,9 @@ import pytest
 from kvjax import analysis
 from tests import tensors
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
+
 MASS, LIVE, ONES = jnp.ones((1, 1, 2, 6)), jnp.ones((1, 1, 2, 6), bool), np.ones((1, 1, 2, 6))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _promotes():
-    """Users have the promotion of JAX itself."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.mark.parametrize(

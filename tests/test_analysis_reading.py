@@ -10,17 +10,12 @@ import pytest
 from kvjax import analysis, chain, methods
 from kvjax.contract import Layout
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
+
 B, T, F = 2, 16, 4
 LENGTHS = np.array([16, 11], np.int32)
 TOKENS, CONTINUATION = (np.random.default_rng(0).integers(1, 61, (B, n)).astype(np.int32) for n in (T, F))
 POLICY = methods.ada_snapkv(8, window=4, kernel=3)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _promotes():
-    """Users have the promotion of JAX itself."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.fixture(scope="module")

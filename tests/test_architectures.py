@@ -65,13 +65,6 @@ def test_bfloat16_drifts_as_in_transformers(architecture, tmp_path):
     assert mine <= 2 * other
 
 
-def with_tokenizer(path):
-    """The embedded model's tokenizer beside a checkpoint."""
-    for file in EMBEDDED.glob("tokenizer*"):
-        shutil.copy(file, path)
-    return str(path)
-
-
 SMALL = ["--length", "196", "--examples", "1", "--batch-size", "1", "--tasks", "key_value", "--budget", "32"]
 SMALL += ["--baseline-budget", "32"]
 

@@ -20,15 +20,10 @@ from kvjax.learning.soft import filled, simplex
 from kvjax.pallas_kernels.pytree import pytree
 from tests.float64 import VOCAB, Wide, central, relative
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
+
 B, L, K, S, R = 2, 3, 2, 16, 4
 LENGTHS = np.array([16, 12])
-
-
-@pytest.fixture(autouse=True)
-def _promotes():
-    """Users have the promotion of JAX itself."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytree

@@ -25,16 +25,11 @@ from kvjax.observe import Reread, votes
 from kvjax.scores.learned import FrozenArrays, HiddenHeads, Learned, apply_heads
 from tests.float64 import VOCAB, G, K, L, Wide, central, relative
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
+
 T, LENGTHS = 12, np.array([12, 9])
 TOKENS = np.random.default_rng(2).integers(0, VOCAB, (2, T)).astype(np.int32)
 ROOT = pathlib.Path(__file__).parents[1]
-
-
-@pytest.fixture(autouse=True)
-def _promotes():
-    """Users have the promotion of JAX itself."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.fixture(scope="module")

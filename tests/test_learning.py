@@ -21,12 +21,7 @@ from kvjax.learning.soft import Pass, mass_rank, soft_passes, soft_top_k
 from kvjax.storage import Layer
 from tests.float64 import VOCAB, Wide, central, relative
 
-
-@pytest.fixture(autouse=True)
-def _promotes():
-    """Users have the promotion of JAX itself."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
 
 # ---------------------------------------------------------------------------------------------------- the soft top-k

@@ -8,12 +8,7 @@ from scipy import special
 
 from kvjax.analysis import losses
 
-
-@pytest.fixture(autouse=True)
-def _promotes():
-    """Users have the promotion of JAX itself."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
 
 def plain_layer_loss(q, k, v, keep, w, lengths=None, scale=None, window=None, softcap=None):
