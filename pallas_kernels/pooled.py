@@ -6,7 +6,7 @@ slots. That is K times the arithmetic of a dense cache, but gathers, sorts and s
 Slots in order of their owners: a block of slots belongs to the owners of its first and its last slot, and meets the
 query heads of both in a batched matrix product. Where a third head has all of its slots inside one block, slots are
 taken in any order; and so they always are for few kv heads, where products of blocks cost more than those with all
-queries. `experiments/bench_pool.py` compares both with a dense cache of as many slots.
+queries.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Attention and its column statistics in loops over blocks of query rows, for XLA on CPU and TPU.
 
-These facts shape this file; `experiments/bench_prefill.py` measures them.
+These facts shape this file; `experiments/bench/speed.py prefill` measures them.
 
 * Rows that no statistic reads are an online softmax over tiles (`kvjax.pallas_kernels.tiles`).
 * A block of rows that one reads holds its whole softmax, so column sums cost a matrix-vector product on numbers that

@@ -1,11 +1,14 @@
-"""What the benchmarks of memory and streams share: tables, and rows that are stored as they come."""
+"""The benchmarks: what they refuse, their tables, and rows that are stored as they come."""
 
 import json
+import pathlib
+import time
 
+import numpy as np
 import pytest
 
-from kvjax.experiments.bench import memory, stream
-from kvjax.experiments.bench.process import apart, stored_rows
+from kvjax.experiments.bench import curves, memory, sharding, speed, stream
+from kvjax.experiments.bench.process import apart, seconds_in_turns, stored_rows
 
 ROW = {
     "storage": "dense",
@@ -17,6 +20,9 @@ ROW = {
 
 def test_tables():
     text = memory.table({"h2o, query heads@4096": ROW})
+    assert "| - | dense | 4,096 | 2 KiB | 2 KiB | 25.0% | 3 MiB |  | 2 MiB |  | 512 B |" in memory.table(
+        {"-@4096": {**ROW, "prefill": {**ROW["prefill"], "compiled": None}}}
+    )
     row = "| h2o, query heads | dense | 4,096 | 2 KiB | 2 KiB | 25.0% | 3 MiB | 2 MiB | 2 MiB | 1.50 | 512 B | 0 B |"
     assert text.splitlines()[2] == row
     mark = lambda tokens, ratio: {
@@ -58,6 +64,35 @@ def test_a_process_of_its_own():
         apart("math", "gcd", "a")
 
 
+@pytest.mark.parametrize(
+    ("bench", "options", "message"),
+    [
+        *((speed.decode, {n: 0}, f"{n}=0 must be at least 1") for n in ("length", "steps", "batch", "rounds")),
+        *((f, {"budget": b}, f"budget={b}") for f in (speed.decode, speed.prefill) for b in (np.nan, 0.0, 1.5)),
+        (speed.decode, {"only": ("nope",)}, "no methods"),
+        (speed.prefill, {"depths": (4, 0)}, "depths=.* must be at least 1"),
+        (curves.main, {"rows": 65}, "rows=65, but examples go on for 64 tokens"),
+        (sharding.main, {"length": 0}, "length=0 must be at least 1"),
+        *(
+            (f, {"output": pathlib.Path("/")}, "--output / is a directory; name a file in it")
+            for f in (speed.decode, speed.prefill, curves.main)
+        ),
+    ],
+)
+def test_a_benchmark_refuses_what_it_cannot_do_before_it_starts(bench, options, message):
+    with pytest.raises(ValueError, match=message):
+        bench(**options)
+
+
+def test_runs_have_their_turn_in_every_round():
+    order = []
+    runs = {name: lambda name=name: order.append(name) or name for name in "ab"}
+    seconds = seconds_in_turns(runs, 2, lambda name: time.sleep(0.02 if name == "a" else 0))
+    assert order == ["a", "b"] * 3
+    assert [len(each) for each in seconds.values()] == [2, 2]
+    assert min(seconds["a"]) >= 0.02 > min(seconds["b"])
+
+
 @pytest.mark.parametrize("bench", [memory.bench, stream.bench])
 def test_an_unknown_method_is_refused(bench, tmp_path):
     with pytest.raises(ValueError, match="--only 'h3o' is not one of"):
@@ -68,9 +103,20 @@ def test_an_unknown_method_is_refused(bench, tmp_path):
 def test_both_measure(tmp_path):
     """The smallest runs: what is stored is not measured again."""
     for _ in range(2):
-        memory.bench(lengths=(64,), only=("window",), output=tmp_path / "memory")
+        memory.bench(lengths=(64,), only=("window", "roco, in blocks"), output=tmp_path / "memory")
         stream.bench(tokens=20_480, rounds=2, only=("random",), output=tmp_path / "stream")
     row = json.loads((tmp_path / "memory" / "memory.json").read_bytes())["rows"]["window@64"]
     assert row["state"]["predicted"] == row["state"]["arrays"]
     row = json.loads((tmp_path / "stream" / "stream.json").read_bytes())["rows"]["random"]
     assert [mark["tokens"] for mark in row["marks"]] == [10752, 20992]
+
+
+@pytest.mark.slow
+def test_speeds_are_measured_and_written_with_how_to_make_them_again(tmp_path, capsys):
+    speed.prefill(48, 1, 0.25, memory_lengths=(32,), depths=(1,), output=tmp_path / "prefill.json")
+    speed.decode(48, 2, rounds=1, random=True, only=("h2o",), output=tmp_path / "decode.json")
+    read, decoded = (json.loads((tmp_path / f"{name}.json").read_bytes()) for name in ("prefill", "decode"))
+    assert [row["method"] for row in decoded["rows"]] == ["full", "h2o", "snapkv"]
+    assert decoded["rows"][0]["of_full"] == read["timings"][0]["median_of_paired_ratios"] == 1
+    assert {"command", "git_commit", "versions", "device"} <= {*read} & {*decoded}
+    assert "h2o's statistics, all kept" in capsys.readouterr().out

@@ -15,16 +15,7 @@ import numpy as np
 import pytest
 
 from kvjax import models
-from kvjax.experiments import (
-    bench_blocks,
-    bench_curves,
-    bench_decode,
-    bench_pool,
-    bench_prefill,
-    bench_sharding,
-    figures,
-    train_tiny,
-)
+from kvjax.experiments import figures, train_tiny
 from kvjax.experiments.papers import FIGURES, ahakv, prompts
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -149,28 +140,16 @@ def test_what_cannot_be_read_or_written_is_named(arguments, message, tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("script", "options", "message"),
+    ("options", "message"),
     [
-        *((bench_blocks.main, {n: v}, f"{n}=.* must be at least 1") for n, v in (("budget", 0), ("lengths", (8, -1)))),
-        *((bench_decode.bench, {n: 0}, f"{n}=0 must be at least 1") for n in ("length", "steps", "batch", "rounds")),
-        *((f.bench, {"budget": b}, f"budget={b}") for f in (bench_decode, bench_prefill) for b in (np.nan, 0.0, 1.5)),
-        (bench_decode.bench, {"only": ("nope",)}, "no methods"),
-        (bench_prefill.bench, {"depths": (4, 0)}, "depths=.* must be at least 1"),
-        (bench_pool.bench, {"slots": (10,), "kv_heads": (3,)}, "slots=10 do not divide among kv_heads=3"),
-        (bench_curves.main, {"rows": 65}, "rows=65, but examples go on for 64 tokens"),
-        (bench_sharding.main, {"length": 0}, "length=0 must be at least 1"),
-        (train_tiny.train, {"save_every": 0}, "save_every=0 must be at least 1"),
-        (train_tiny.train, {"seed": 2**31}, "seed=2147483648 must be at most 2147483647"),
-        (train_tiny.train, {"checkpoints": pathlib.Path(__file__)}, "is a file, not a directory"),
-        *(
-            (f, {"output": pathlib.Path("/")}, "--output / is a directory; name a file in it")
-            for f in (bench_blocks.main, bench_decode.bench, bench_prefill.bench, bench_pool.bench, bench_curves.main)
-        ),
+        ({"save_every": 0}, "save_every=0 must be at least 1"),
+        ({"seed": 2**31}, "seed=2147483648 must be at most 2147483647"),
+        ({"checkpoints": pathlib.Path(__file__)}, "is a file, not a directory"),
     ],
 )
-def test_a_benchmark_refuses_what_it_cannot_do_before_it_starts(script, options, message):
+def test_training_refuses_what_it_cannot_do_before_it_starts(options, message):
     with pytest.raises(ValueError, match=message):
-        script(**options)
+        train_tiny.train(**options)
 
 
 def test_missing_model_is_an_error_that_says_so():

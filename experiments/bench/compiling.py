@@ -5,7 +5,6 @@ The command: `python -m kvjax.experiments.bench.compiling`.
 
 import pathlib
 import time
-from importlib import metadata
 from typing import Any
 
 import jax
@@ -16,8 +15,8 @@ import tyro
 import kvjax
 from kvjax import methods, models
 from kvjax.drivers import attend, loop
-from kvjax.experiments.core.command import check_output, plain_errors, write_json
-from kvjax.experiments.core.provenance import device_info
+from kvjax.experiments.core.command import check_output, plain_errors
+from kvjax.experiments.core.provenance import device_info, write_found
 
 _NEW = 32
 _POLICIES = {
@@ -111,9 +110,9 @@ def bench(
       output: a JSON file for the figures.
     """
     check_output(output)
-    device, versions = device_info(), {"jax": metadata.version("jax")}
+    device = device_info()
     compiled = compile_times(depths, called, traced)
-    print(f"{device['machine']}, {device['cpus']} CPUs, {versions}\n\nProcessor time to compile:\n")
+    print(f"{device['machine']}, {device['cpus']} CPUs, jax {jax.__version__}\n\nProcessor time to compile:\n")
     print("".join(["| |", *(f" {n} layers, s |" for n in depths), "\n|---|", "---|" * len(depths)]))
     for policy, programs in compiled.items():
         for what, seconds in programs.items():
@@ -121,10 +120,7 @@ def bench(
     programs = sweep_programs()
     shown = ", ".join(f"{n} with {what}" for what, n in programs.items())
     print(f"\nprograms of a sweep of 4 budgets and 10 seeds: {shown}")
-    if output is not None:
-        tokens = {"called": called, "traced": traced}
-        found = {"compiling": compiled, "tokens": tokens, "programs": programs, "versions": versions, "device": device}
-        write_json(output, found)
+    write_found(output, compiling=compiled, tokens={"called": called, "traced": traced}, programs=programs)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ import tyro
 from kvjax import models
 from kvjax.configs.experiment import check_finite, check_whole
 from kvjax.experiments.bench.process import apart, held
-from kvjax.experiments.core.command import check_output, plain_errors, write_json
-from kvjax.experiments.core.provenance import device_info
+from kvjax.experiments.core.command import check_output, plain_errors
+from kvjax.experiments.core.provenance import device_info, write_found
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -147,8 +147,7 @@ def bench(
         rows.append(("peak memory, of the parameters", ours["peak"] / ours["size"], theirs["peak"] / theirs["size"]))
         for what, a, b in rows:
             print(f"| {dtype}, {ours['size'] / 1e9:.2f} GB | {what} | {a:.2f} | {b:.2f} | {a / b:.2f} |")
-    if output is not None:
-        write_json(output, {"loading": found, "versions": versions, "device": device})
+    write_found(output, loading=found, versions=versions)
 
 
 if __name__ == "__main__":

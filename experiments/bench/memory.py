@@ -28,26 +28,25 @@ from kvjax.configs.experiment import check_whole
 from kvjax.contract import Layout
 from kvjax.drivers.memory import shown
 from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
+from kvjax.experiments.bench.speed import RANDOM
 from kvjax.experiments.core.command import check_options, plain_errors, write_json
 from kvjax.experiments.core.locks import Locked
 from kvjax.experiments.core.provenance import device_info
 from kvjax.methods import variants
 from kvjax.models.written import write_bytes
 
-_LAYERS, _NEW, _BUDGET = 4, 64, 512
-_CONFIG = models.ModelConfig(
-    vocab_size=512, embed_dim=256, mlp_dim=1024, num_layers=_LAYERS, num_query_heads=8, num_kv_heads=2, head_dim=32
-)
+_NEW, _BUDGET, _BLOCK = 64, 512, 512
+_BLOCKS = ", in blocks"  # behind the name of a method
 
 
 def _mixed() -> kvjax.Policy:
     members: dict[Hashable, kvjax.Policy] = {"first": methods.full(), "rest": methods.streaming_llm(_BUDGET)}
-    return kvjax.partition(members, ["first"] + ["rest"] * (_LAYERS - 1))
+    return kvjax.partition(members, ["first"] + ["rest"] * (RANDOM.num_layers - 1))
 
 
 def _by_head() -> kvjax.Policy:
     members: dict[Hashable, kvjax.Policy] = {"retrieval": methods.full(), "streaming": methods.streaming_llm(_BUDGET)}
-    return kvjax.partition_heads(members, [["retrieval", "streaming"]] * _LAYERS)
+    return kvjax.partition_heads(members, [["retrieval", "streaming"]] * RANDOM.num_layers)
 
 
 def _h2o(**fields: Any) -> kvjax.Policy:
@@ -78,6 +77,7 @@ METHODS: dict[str, tuple[str, Callable[[], kvjax.Policy]]] = {
     "fastgen, pool": ("pool", lambda: _fastgen(pool=True)),
     "h2o, query heads": ("query heads", lambda: variants.by_query_head(methods.h2o(_BUDGET))),
     "h2o, rank": ("dense", lambda: _h2o(layout=Layout("rank"))),
+    f"roco{_BLOCKS}": ("dense", lambda: methods.roco(_BUDGET)),
     "full first layer, streaming_llm": ("by layer", _mixed),
     "full and streaming_llm heads": ("by head", _by_head),
 }
@@ -88,17 +88,19 @@ def measure(name: str, length: int) -> dict[str, Any]:
 
     Returns:
       Bytes: of the state as predicted and in its arrays; at the peak of prefill as predicted, compiled and measured; of
-      a decode step's temporaries, compiled and measured, beyond the state that it overwrites.
+      a decode step's temporaries, compiled and measured, beyond the state that it overwrites. What is read in blocks
+      is no one program: nothing is compiled of it.
     """
     storage, make = METHODS[name]
-    model = models.LanguageModel(_CONFIG)
+    model = models.LanguageModel(RANDOM)
     params = jax.block_until_ready(jax.jit(model.init)(jax.random.key(0)))
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, _CONFIG.vocab_size, (1, length)), jnp.int32)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, RANDOM.vocab_size, (1, length)), jnp.int32)
     policy = make()
-    predicted = kvjax.plan_memory(_CONFIG, policy, prompt_len=length, max_new_tokens=_NEW)
-    how: dict[str, Any] = {"lengths": np.array([length]), "policy": policy, "max_new_tokens": _NEW}
-    prefill = lambda params, tokens: kvjax.prefill(model, params, tokens, **how)
-    read = jax.jit(prefill).lower(params, tokens).compile()
+    how: dict[str, Any] = {"policy": policy, "max_new_tokens": _NEW}
+    how["block"] = _BLOCK if name.endswith(_BLOCKS) else None
+    predicted = kvjax.plan_memory(RANDOM, prompt_len=length, **how)
+    prefill = lambda params, tokens: kvjax.prefill(model, params, tokens, lengths=np.array([length]), **how)
+    read = prefill if how["block"] else jax.jit(prefill).lower(params, tokens).compile()
     step = jax.jit(lambda params, token, state: kvjax.decode_step(model, params, token, state), donate_argnums=2)
     _, state = jax.block_until_ready(read(params, tokens))
     arrays = sum(x.nbytes for x in jax.tree.leaves(state))
@@ -117,17 +119,17 @@ def measure(name: str, length: int) -> dict[str, Any]:
     for _ in range(8):
         logits, state = step(params, token, state)
         jax.block_until_ready(logits)
-    compiled, stepped = (_planned(program) for program in (read, step))
+    planned = None if how["block"] else _planned(read)
     return {
         "storage": storage,
         "state": {"predicted": predicted.state, "arrays": arrays, "full": predicted.full},
         "prefill": {
             "predicted": predicted.peak,
-            "compiled": compiled.output_size_in_bytes + compiled.temp_size_in_bytes,
-            "outputs": compiled.output_size_in_bytes,
+            "compiled": planned and planned.output_size_in_bytes + planned.temp_size_in_bytes,
+            "outputs": planned and planned.output_size_in_bytes,
             "measured": peak,
         },
-        "step": {"compiled": stepped.temp_size_in_bytes, "measured": max(0, held("VmHWM") - holding)},
+        "step": {"compiled": _planned(step).temp_size_in_bytes, "measured": max(0, held("VmHWM") - holding)},
     }
 
 
@@ -146,10 +148,12 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     for key, row in rows.items():
         name, _, length = key.rpartition("@")
         state, prefill, step = row["state"], row["prefill"], row["step"]
-        share, ratio = state["arrays"] / state["full"], prefill["predicted"] / prefill["compiled"]
+        share = state["arrays"] / state["full"]
         cells = [name, row["storage"], f"{int(length):,}", shown(state["predicted"]), shown(state["arrays"])]
-        cells += [f"{share:.1%}", *(shown(prefill[how]) for how in ("predicted", "compiled", "measured"))]
-        cells += [f"{ratio:.2f}", shown(step["compiled"]), shown(step["measured"])]
+        compiled = prefill["compiled"]
+        ratio = f"{prefill['predicted'] / compiled:.2f}" if compiled else ""
+        cells += [f"{share:.1%}", shown(prefill["predicted"]), shown(compiled) if compiled else ""]
+        cells += [shown(prefill["measured"]), ratio, shown(step["compiled"]), shown(step["measured"])]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -169,9 +173,7 @@ def bench(
     check_whole(1, lengths=lengths)
     if unknown := [name for name in only if name not in METHODS]:
         raise ValueError(f"--only {unknown[0]!r} is not one of {', '.join(METHODS)}")
-    config = {
-        f.name: getattr(_CONFIG, f.name) for f in dataclasses.fields(_CONFIG) if f.name not in ("rope", "eos_ids")
-    }
+    config = {f.name: getattr(RANDOM, f.name) for f in dataclasses.fields(RANDOM) if f.name not in ("rope", "eos_ids")}
     setup = {
         "model": json.loads(json.dumps(config)),
         "budget": _BUDGET,

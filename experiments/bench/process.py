@@ -1,11 +1,36 @@
-"""Measuring in processes of their own: what one holds, what it has held since, what was stored. Needs Linux."""
+"""Measuring: runs in turns, processes of their own and what they hold (Linux says it), rows that were stored.
+
+Only the standard library is needed here, as the peers' environment has no jax.
+"""
 
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
+
+
+def seconds_in_turns(
+    runs: Mapping[str, Callable[[], Any]], rounds: int, wait: Callable[[Any], Any]
+) -> dict[str, list[float]]:
+    """Seconds of each run in every round, in which each has its turn.
+
+    Args:
+      runs: what is timed, by name.
+      rounds: how often; a round before, which warms up, is not counted.
+      wait: returns once what a run gave is there, as `jax.block_until_ready`.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for i in range(rounds + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            wait(run())
+            if i:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
 
 
 def held(what: str) -> int:

@@ -7,11 +7,13 @@ import os
 import pathlib
 import platform
 import subprocess
+import sys
 from typing import Any
 
 import jax
 
 import kvjax
+from kvjax.experiments.core.command import write_json
 from kvjax.experiments.core.meaning import definition as definition
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint", "transformers", "kvjax")
@@ -45,6 +47,12 @@ def environment(command: list[str]) -> dict[str, Any]:
         "switches": {s: getattr(jax.config, s) for s in _SWITCHES} | {"XLA_FLAGS": os.environ.get("XLA_FLAGS")},
         "device": device,
     }
+
+
+def write_found(path: pathlib.Path | None, **found: Any) -> None:
+    """Writes what a script found as JSON, beside how to make it again (`environment`); without a path, nothing."""
+    if path is not None:
+        write_json(path, environment(["python", *sys.argv]) | found)
 
 
 def _code() -> str:

@@ -1,6 +1,6 @@
 """What one device holds and receives when a mesh of several reads prompts and evicts.
 
-    python experiments/bench_sharding.py
+    python -m kvjax.experiments.bench.sharding
 
 Everything is compiled for virtual CPU devices, and bytes are read from the compiled programs: arguments, results and
 temporaries of one device, and what it receives. Nothing is run, since virtual devices share their cores.
@@ -20,13 +20,11 @@ from jax.sharding import PartitionSpec as P
 import kvjax
 from kvjax import methods, models
 from kvjax.configs.experiment import check_whole
-from kvjax.experiments.core.command import check_output, plain_errors, write_json
+from kvjax.experiments.bench.speed import RANDOM
+from kvjax.experiments.core.command import check_output, plain_errors
 from kvjax.experiments.core.engine import peak_bytes
-from kvjax.experiments.core.provenance import device_info
+from kvjax.experiments.core.provenance import write_found
 
-CONFIG = models.ModelConfig(
-    vocab_size=512, embed_dim=256, mlp_dim=1024, num_layers=4, num_query_heads=8, num_kv_heads=2, head_dim=32
-)
 MESHES: tuple[dict[str, Any], ...] = ({}, {"data": 4}, {"heads": 2}, {"data": 2, "heads": 2})
 _RESULT = re.compile(r"= (\(?[^=]*?) (all-reduce|all-gather|collective-permute|all-to-all|reduce-scatter)(?:-start)?\(")
 
@@ -46,7 +44,7 @@ def received(text: str, devices: int) -> int:
 
 def measure(length: int, batch: int, axes: dict[str, Any]) -> dict[str, Any]:
     """Bytes of one device that reads prompts and evicts, on a mesh with these axes."""
-    model, mesh = models.LanguageModel(CONFIG), kvjax.make_mesh(**axes)
+    model, mesh = models.LanguageModel(RANDOM), kvjax.make_mesh(**axes)
     params = kvjax.shard_params(model, jax.jit(model.init)(jax.random.key(0)), mesh)
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=jax.NamedSharding(mesh, P("data")))
     how = {"policy": methods.h2o(256), "lengths": np.full(batch, length), "max_new_tokens": 16, "mesh": mesh}
@@ -74,8 +72,7 @@ def main(length: int = 4096, batch: int = 4, output: pathlib.Path | None = None)
         name = ", ".join(f"{axis}={size}" for axis, size in row["axes"].items()) or "one device"
         peak, sent = (row[f"{what}_bytes"] / 2**20 for what in ("peak", "received"))
         print(f"  {name:<20}{peak:8.1f} MiB at its peak, {sent:8.1f} MiB received")
-    if output is not None:
-        write_json(output, {"device": device_info(), "length": length, "batch": batch, "rows": rows})
+    write_found(output, length=length, batch=batch, rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Budget curves in one call, against one run for every policy and budget.
 
-    python experiments/bench_curves.py
-    python experiments/bench_curves.py --length 512 --rows 32 --prompts 8
+    python -m kvjax.experiments.bench.curves
+    python -m kvjax.experiments.bench.curves --length 512 --rows 32 --prompts 8
 
 One call (`kvjax.analysis.curves`) measures all policies at all budgets. Two kinds of separate runs are timed, each
 compiled before it is timed, and every one of them is run:
@@ -32,8 +32,8 @@ import kvjax
 from kvjax import analysis, methods, models
 from kvjax.budgets import Schedule
 from kvjax.configs.experiment import check_whole
-from kvjax.experiments.core.command import check_output, plain_errors, write_json
-from kvjax.experiments.core.provenance import environment
+from kvjax.experiments.core.command import check_output, plain_errors
+from kvjax.experiments.core.provenance import write_found
 from kvjax.experiments.tasks import TASKS, Task
 from kvjax.experiments.tasks.perplexity import SCORED
 from kvjax.models.embedded import EMBEDDED
@@ -112,17 +112,15 @@ def main(
     ]
     kinds = {"same measures": same, "generate": generated}
 
-    settings = {"length": length, "rows": rows, "prompts": prompts, "rounds": rounds}
-    names = {"policies": list(POLICIES), "budgets": list(BUDGETS)}
-    about = {**environment(["python", *sys.argv]), **settings, **names}
+    settings: dict[str, Any] = {"length": length, "rows": rows, "prompts": prompts, "rounds": rounds}
+    settings |= {"policies": list(POLICIES), "budgets": list(BUDGETS)}
     print(f"{len(POLICIES)} policies x {len(BUDGETS)} budgets x {prompts} prompts of {length} tokens, {rows} rows")
     table = []
     for kind, runs in kinds.items():
         jax.clear_caches()  # a process has room for some hundred programs
         table.append({"kind": kind, "runs": len(runs), **compare(together, runs, pairs, kind, rounds)})
         print(summary(table[-1]), flush=True)
-        if output is not None:
-            write_json(output, {**about, "kinds": table})
+        write_found(output, **settings, kinds=table)
 
 
 def compare(together: Any, runs: list[Any], pairs: list[tuple[str, float]], kind: str, rounds: int) -> dict[str, Any]:

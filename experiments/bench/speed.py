@@ -1,0 +1,208 @@
+"""Speed of reading a prompt and of decoding, method by method, and memory of reading.
+
+    python -m kvjax.experiments.bench.speed prefill
+    python -m kvjax.experiments.bench.speed decode
+
+Rounds are interleaved in one process; compare the ratios, not the seconds. Memory is what XLA planned for the compiled
+program: an array that grew with the square of the prompt would show.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jax import lax
+
+import kvjax
+from kvjax import methods, models
+from kvjax.configs.experiment import check_finite, check_whole
+from kvjax.contract import Layout
+from kvjax.experiments.bench.process import seconds_in_turns
+from kvjax.experiments.core.command import check_output, plain_errors
+from kvjax.experiments.core.provenance import write_found
+from kvjax.models.embedded import EMBEDDED
+
+METHODS: dict[str, Callable[[float], kvjax.Policy]] = {
+    "full": lambda budget: methods.full(),
+    "window": methods.window,
+    "streaming_llm": methods.streaming_llm,
+    "random": methods.random,
+    "h2o": methods.h2o,
+    "tova": methods.tova,
+    "snapkv": methods.snapkv,
+    "pyramidkv": methods.pyramidkv,
+    "ada_snapkv": methods.ada_snapkv,
+    "ada_snapkv dense": lambda budget: dataclasses.replace(methods.ada_snapkv(budget), layout=Layout()),
+    "roco": methods.roco,
+    "ahakv": methods.ahakv,
+    "keyformer": methods.keyformer,
+    "quest": methods.quest,
+    "quest everywhere": functools.partial(methods.quest, dense=0),
+}
+READING = ("h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "streaming_llm", "random")
+RANDOM = models.ModelConfig(
+    vocab_size=512, embed_dim=256, mlp_dim=1024, num_layers=4, num_query_heads=8, num_kv_heads=2, head_dim=32
+)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "steps"))
+def advance(
+    model: models.LanguageModel, params: Any, token: jax.Array, state: kvjax.State, steps: int
+) -> tuple[jax.Array, kvjax.State]:
+    """Greedy decoding in one scan; returns the last token and the state after."""
+
+    def step(carry, _):
+        logits, state = kvjax.decode_step(model, params, *carry)
+        return (jnp.argmax(logits, axis=-1).astype(jnp.int32), state), None
+
+    return lax.scan(step, (token, state), length=steps)[0]
+
+
+def compile_prefill(
+    model: models.LanguageModel, params: Any, policy: kvjax.Policy, length: int, *, evict: bool = True
+) -> Any:
+    """Prefill of one prompt, ahead of time. Without `evict`, statistics are measured and the cache stays full."""
+
+    def run(params, tokens):
+        state = kvjax.start(model, policy=policy, lengths=np.array([length]), max_new_tokens=32)
+        logits, state, stats = kvjax.forward(model, params, tokens, state, evict=evict)
+        return logits, [(layer.k, layer.v, layer.pos) for layer in state.layers], [] if evict else stats
+
+    return jax.jit(run).lower(params, jax.ShapeDtypeStruct((1, length), jnp.int32)).compile()
+
+
+def prefill(
+    length: int = 4096,
+    rounds: int = 9,
+    budget: float = 0.25,
+    memory_lengths: tuple[int, ...] = (2048, 4096, 8192, 16384),
+    depths: tuple[int, ...] = (4, 16),
+    output: pathlib.Path | None = None,
+) -> None:
+    """What statistics and eviction add to reading a prompt, and how memory grows: two tables.
+
+    Args:
+      length: of the prompt, for the timings.
+      rounds: timed runs of each variant, interleaved.
+      budget: of the policies, as a share of the prompt.
+      memory_lengths: prompts whose compiled memory is compared.
+      depths: numbers of layers whose compiled memory is compared.
+      output: a JSON file for the figures.
+    """
+    check_whole(1, length=length, rounds=rounds, memory_lengths=memory_lengths, depths=depths)
+    check_finite(0, 1, budget=budget)
+    check_output(output)
+    model, params = models.load(EMBEDDED)
+    tokens = _prompts(model, 1, length)
+    full, h2o = methods.full(), methods.h2o(budget)
+    programs = {
+        "no statistics, all kept": compile_prefill(model, params, full, length, evict=False),
+        "h2o's statistics, all kept": compile_prefill(model, params, h2o, length, evict=False),
+        **{name: compile_prefill(model, params, METHODS[name](budget), length) for name in READING},
+    }
+    runs = {name: functools.partial(program, params, tokens) for name, program in programs.items()}
+    seconds = seconds_in_turns(runs, rounds, jax.block_until_ready)
+    base = np.array(seconds["no statistics, all kept"])
+    timings = [
+        {
+            "variant": name,
+            "min_ms": 1000 * min(s),
+            "median_ms": 1000 * float(np.median(s)),
+            "ratio_of_minima": min(s) / min(base),
+            "median_of_paired_ratios": float(np.median(s / base)),
+        }
+        for name, s in seconds.items()
+    ]
+    print(f"prefill of {length} tokens, {rounds} interleaved rounds\n")
+    print(f"{'variant':28s} {'min ms':>8s} {'median ms':>10s} {'ratio':>7s} {'paired':>7s}")
+    for t in timings:
+        name, *numbers = t.values()
+        print("{:28s} {:8.1f} {:10.1f} {:7.3f} {:7.3f}".format(name, *numbers))
+
+    print("\nmemory planned for temporaries, MiB (a float32 N x N matrix of one head for comparison)\n")
+    print(f"{'layers':>6s} {'tokens':>7s} {'no statistics':>14s} {'H2O':>8s} {'N x N':>8s}")
+    memory = []
+    for layers in depths:
+        deep = models.LanguageModel(dataclasses.replace(model.config, num_layers=layers))
+        for n in memory_lengths:
+            plain, with_h2o = (
+                compile_prefill(deep, deep.shapes, policy, n, evict=evict).memory_analysis().temp_size_in_bytes
+                for policy, evict in ((full, False), (methods.h2o(256), True))
+            )
+            memory.append({"layers": layers, "tokens": n, "plain_bytes": plain, "h2o_bytes": with_h2o})
+            print(f"{layers:6d} {n:7d} {plain / 2**20:14.1f} {with_h2o / 2**20:8.1f} {4 * n * n / 2**20:8.0f}")
+    write_found(output, length=length, rounds=rounds, budget=budget, timings=timings, memory=memory)
+
+
+def decode(
+    length: int = 4096,
+    steps: int = 128,
+    batch: int = 1,
+    budget: float = 0.25,
+    rounds: int = 7,
+    random: bool = False,
+    only: tuple[str, ...] = (),
+    output: pathlib.Path | None = None,
+) -> None:
+    """Tokens per second for the full cache and each method, one `lax.scan` each.
+
+    Args:
+      length: of the prompt.
+      steps: tokens decoded.
+      batch: sequences at once.
+      budget: a share of the prompt.
+      rounds: timed runs of each method, interleaved.
+      random: a random model with 4 layers of 256 channels, 8 query and 2 kv heads of 32 in place of the embedded one.
+      only: these methods beside the full cache and SnapKV; all if empty.
+      output: a JSON file for the figures.
+    """
+    check_whole(1, length=length, steps=steps, batch=batch, rounds=rounds)
+    check_finite(0, 1, budget=budget)
+    if unknown := set(only) - set(METHODS):
+        raise ValueError(f"no methods {sorted(unknown)}; there are {', '.join(METHODS)}")
+    check_output(output)
+    if random:
+        model = models.LanguageModel(RANDOM)
+        params = jax.jit(model.init)(jax.random.key(0))
+    else:
+        model, params = models.load(EMBEDDED)
+    tokens, runs, slots = _prompts(model, batch, length), {}, {}
+    for name in (n for n in METHODS if not only or n in (*only, "full", "snapkv")):
+        logits, state = kvjax.prefill(model, params, tokens, policy=METHODS[name](budget), max_new_tokens=steps)
+        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        runs[name] = functools.partial(advance, model, params, token, state, steps)
+        slots[name] = sum(kv.pos[0].size for kv in state.layers)
+    seconds = {name: np.array(s) for name, s in seconds_in_turns(runs, rounds, jax.block_until_ready).items()}
+    rows = [
+        {
+            "method": name,
+            "tokens_per_second": batch * steps / float(np.median(s)),
+            "of_full": float(np.median(seconds["full"] / s)),
+            "of_snapkv": float(np.median(seconds["snapkv"] / s)),
+            "slots": slots[name],
+        }
+        for name, s in seconds.items()
+    ]
+    sizes = {"length": length, "steps": steps, "batch": batch, "budget": budget, "rounds": rounds}
+    print(f"{steps} tokens after a prompt of {length}, batch {batch}, budget {budget:.0%}, {rounds} interleaved rounds")
+    print(f"\n{'method':16s} {'tokens/s':>10s} {'of full':>8s} {'of snapkv':>9s} {'slots':>9s}")
+    for row in rows:
+        print("{:16s} {:10.0f} {:8.2f} {:9.2f} {:9,}".format(*row.values()))
+    write_found(output, **sizes, random=random, rows=rows)
+
+
+def _prompts(model: models.LanguageModel, batch: int, length: int) -> jax.Array:
+    """Random tokens, the same ones each time."""
+    drawn = np.random.default_rng(0).integers(4, model.config.vocab_size, (batch, length))
+    return jnp.asarray(drawn, jnp.int32)
+
+
+if __name__ == "__main__":
+    with plain_errors():
+        tyro.extras.subcommand_cli_from_dict({"prefill": prefill, "decode": decode})
