@@ -46,16 +46,14 @@ def test_tables():
 
 def test_rows_of_another_setup_are_refused(tmp_path):
     path = tmp_path / "rows.json"
-    assert stored_rows(path, {"budget": 1}) == {}
+    assert stored_rows(path, {"setup": {"budget": 1}}) == {}
     path.write_text(json.dumps({"setup": {"budget": 1}, "rows": {"a": 1}}))
-    assert stored_rows(path, {"budget": 1}) == {"a": 1}
-    with pytest.raises(
-        ValueError, match=r"has rows of \{'budget': 1\}, but these are of \{'budget': 2\}; name another"
-    ):
-        stored_rows(path, {"budget": 2})
+    assert stored_rows(path, {"setup": {"budget": 1}}) == {"a": 1}
+    with pytest.raises(ValueError, match="another setup: {'budget': 1} there, {'budget': 2} now; choose another"):
+        stored_rows(path, {"setup": {"budget": 2}})
     path.write_text("[]")
     with pytest.raises(ValueError, match="is not a file of this script"):
-        stored_rows(path, {"budget": 1})
+        stored_rows(path, {"setup": {"budget": 1}})
 
 
 def test_a_process_of_its_own():

@@ -9,15 +9,19 @@ import sys
 import numpy as np
 import pytest
 
-from kvjax.experiments.bench import peer_environment, peer_measure, peer_rows, peers
-from kvjax.experiments.bench.peer_measure import Measured
-from kvjax.experiments.bench.peer_rows import GOALS, TOY, Job, Row
-from kvjax.experiments.bench.peer_workers import JobError, Sides
+from kvjax.experiments.bench.peers import __main__ as peers
+from kvjax.experiments.bench.peers import environment, measure, rows
+from kvjax.experiments.bench.peers.measure import Measured
+from kvjax.experiments.bench.peers.report import draw, markdown
+from kvjax.experiments.bench.peers.rows import GOALS, TOY, Job, Row
+from kvjax.experiments.bench.peers.workers import JobError, Sides
+from kvjax.experiments.bench.process import stored_rows
+from tests.runs import ROOT
 
 # A worker whose jobs are as quick as their `steps` say, in milliseconds, and fail or end the process by their name.
 WORKER = """
 import os, sys, time
-from kvjax.experiments.bench.peer_protocol import Prepared, serve
+from kvjax.experiments.bench.peers.protocol import Prepared, serve
 def prepare(job):
     print("what a library says")
     if job["what"] == "fails":
@@ -31,7 +35,7 @@ def prepare(job):
         time.sleep(job["length"] / 1000)
         return len(b"x" * (job["batch"] << 20)) // 2
     return Prepared(run, {"compile_seconds": 0.25})
-serve(prepare, lambda: ABOUT)
+serve(prepare, ABOUT)
 """
 DEVICE = {"machine": "x86_64", "kind": "cpu", "versions": dict.fromkeys(("python", "jax", "jaxlib", "kvjax"), "1")}
 
@@ -57,10 +61,10 @@ def row(ours, *beside, name="some/row", **fields):
 
 
 def test_every_goal_is_of_a_row_and_rows_are_chosen_by_name():
-    rows = peer_rows.make_rows(peer_rows.FULL)
-    assert len({r.name for r in rows}) == len(rows)
-    assert set(GOALS) <= {r.name for r in rows}
-    names = lambda *only: [r.name for r in peer_rows.choose(rows, only)]
+    found = rows.make_rows(rows.FULL)
+    assert len({r.name for r in found}) == len(found)
+    assert set(GOALS) <= {r.name for r in found}
+    names = lambda *only: [r.name for r in rows.choose(found, only)]
     assert names("step", "prefill/*k", "depth/h2o")[-2:] == ["step/random", "depth/h2o"]
     assert "stream/tova" not in names()
     assert names("stream/tova") == ["stream/tova"]
@@ -69,7 +73,7 @@ def test_every_goal_is_of_a_row_and_rows_are_chosen_by_name():
 
 
 def test_rows_that_share_jobs_are_measured_together():
-    groups = [[r.name for r in some] for some in peer_measure.together(peer_rows.make_rows(TOY))]
+    groups = [[r.name for r in some] for some in measure.together(rows.make_rows(TOY))]
     assert ["full/1x256", "full/2x256", "batch/256"] in groups
     assert ["statistics/h2o", "statistics/keyformer"] in groups
     assert ["memory/256"] in groups
@@ -80,10 +84,10 @@ def test_jobs_run_in_turns_and_a_worker_that_ends_takes_one_job_with_it(sides):
         [job(length=n) for n in (1, 2)],
         [job("peer", what) for what in ("dies", "fails", "breaks", "SnapKVPress")],
     )
-    rows = [row(ours[0], *theirs), row(ours[1], theirs[3])]
+    both = [row(ours[0], *theirs), row(ours[1], theirs[3])]
     asked = []
     ask, sides.ask = sides.ask, lambda do, job: (asked.append((do, job)), ask(do, job))[1]
-    found, failed = peer_measure.measure(rows, sides, 2, 1, lambda _: None)
+    found, failed = measure.measure(both, sides, 2, 1, lambda _: None)
     runs = [job for do, job in asked if do == "run"]
     assert runs == [ours[0], theirs[3], ours[1]] * 2 + [*ours, theirs[3]]
     assert failed[theirs[0]] == "the worker ended with code 9: out of memory"
@@ -93,16 +97,16 @@ def test_jobs_run_in_turns_and_a_worker_that_ends_takes_one_job_with_it(sides):
     assert [len(found[ours[0]].rounds), len(found[ours[0]].alone)] == [2, 1]
     assert min(found[ours[1]].rounds) >= 0.002
     assert found[ours[0]].facts["compile_seconds"] == 0.25
-    entry = peer_measure.outcome(rows[0], found, failed)
+    entry = measure.outcome(both[0], found, failed)
     assert entry["beside"]["label"] == "SnapKVPress"
     assert set(entry["missing"]) == {"dies", "fails", "breaks"}
     with pytest.raises(JobError, match="no such method"):
-        peer_measure.outcome(row(ours[0], theirs[1]), found, failed)
+        measure.outcome(row(ours[0], theirs[1]), found, failed)
 
 
 def test_memory_is_that_of_one_run_less_what_stays(sides):
     small, large = job(batch=1), job(batch=33)
-    found, _ = peer_measure.measure([row(large, small, measure="bytes")], sides, 2, 1, lambda _: None)
+    found, _ = measure.measure([row(large, small, measure="bytes")], sides, 2, 1, lambda _: None)
     assert np.median(found[large].rounds) - np.median(found[small].rounds) == pytest.approx(16 << 20, abs=1 << 20)
     assert not found[large].alone
 
@@ -125,7 +129,7 @@ def test_ratios_are_within_rounds_and_a_goal_is_met_in_turns_and_alone(ratio, go
         slow: Measured({}, [9.0, 9.0, 9.0], [8.0]),
         fast: Measured({}, [1.0, 3.0, 8.0], [2.0]),
     }
-    entry = peer_measure.outcome(row(ours, slow, fast, name=goal, ratio=ratio), found, {})
+    entry = measure.outcome(row(ours, slow, fast, name=goal, ratio=ratio), found, {})
     assert entry["beside"]["label"] == "KnormPress"
     assert entry["others"] == {"transformers": 2.0, "KnormPress": 0.5}
     assert entry["ratio"]["median"] == pytest.approx(median)
@@ -136,16 +140,16 @@ def test_ratios_are_within_rounds_and_a_goal_is_met_in_turns_and_alone(ratio, go
 def test_what_something_adds_is_beside_what_the_other_adds():
     ours, theirs, plain, other = (job(what=name) for name in "abcd")
     found = {j: Measured({}, [x]) for j, x in ((ours, 12.0), (theirs, 300.0), (plain, 10.0), (other, 100.0))}
-    entry = peer_measure.outcome(row(ours, theirs, less=(plain, other), ratio="cost", measure="bytes"), found, {})
+    entry = measure.outcome(row(ours, theirs, less=(plain, other), ratio="cost", measure="bytes"), found, {})
     assert entry["ratio"]["median"] == pytest.approx(0.01)
 
 
 @pytest.fixture
 def script(monkeypatch, tmp_path, sides):
     """The script with workers that do nothing, and three rows."""
-    rows = [row(job(length=n), job("peer", length=n), name=f"row/{n}") for n in (1, 2)]
-    rows.append(row(job(what="fails"), job("peer", length=3), name="row/fails"))
-    monkeypatch.setattr(peers, "make_rows", lambda sizes: rows)
+    three = [row(job(length=n), job("peer", length=n), name=f"row/{n}") for n in (1, 2)]
+    three.append(row(job(what="fails"), job("peer", length=3), name="row/fails"))
+    monkeypatch.setattr(peers, "make_rows", lambda sizes: three)
     monkeypatch.setattr(peers, "Sides", sides.make)
     monkeypatch.setattr(peers, "write_checkpoint", lambda path: None)
     options = {"toy": True, "threads": (1,), "peers_python": pathlib.Path("/bin/true"), "output": tmp_path / "table"}
@@ -157,17 +161,15 @@ def stored(path):
 
 
 def test_rows_are_stored_as_they_are_measured_and_replace_themselves_alone(script, tmp_path, monkeypatch):
-    measure = peers.measure
-
-    def interrupted(rows, *args):
-        if rows[0].name == "row/2":
+    def interrupted(some, *args):
+        if some[0].name == "row/2":
             raise KeyboardInterrupt
-        return measure(rows, *args)
+        return measure.measure(some, *args)
 
     monkeypatch.setattr(peers, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt, match="holds the rows that were measured"):
         script()
-    monkeypatch.setattr(peers, "measure", measure)
+    monkeypatch.setattr(peers, "measure", measure.measure)
     assert list(stored(tmp_path)) == ["row/1 1"]
     script(only=("row/2",))
     before = stored(tmp_path)
@@ -187,7 +189,7 @@ def test_rows_are_listed_with_their_goals(capsys):
     peers.bench(list=True)
     lines = capsys.readouterr().out.splitlines()
     assert "prefill of 8,192 tokens (at least 1.20)" in lines[2]
-    assert len(lines) == len(peer_rows.make_rows(peer_rows.FULL))
+    assert len(lines) == len(rows.make_rows(rows.FULL))
 
 
 @pytest.mark.parametrize(
@@ -209,25 +211,35 @@ def test_what_cannot_be_measured_is_said_before_anything_runs(options, message, 
 
 
 def test_packages_that_cannot_be_had_are_an_error_that_says_what_helps(tmp_path, monkeypatch):
-    monkeypatch.setattr(peer_environment.sys, "executable", "/bin/false")
+    monkeypatch.setattr(environment.sys, "executable", "/bin/false")
     with pytest.raises(ValueError, match=r"could not be made in .*torch==.*kvpress==0.5.5\), name its interpreter"):
-        peer_environment.make_environment(tmp_path / "new")
+        environment.make_environment(tmp_path / "new")
 
 
 def test_an_environment_with_other_versions_is_made_anew(tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr(peer_environment, "_call", lambda command, _: calls.append(command))
+    monkeypatch.setattr(environment, "said", lambda *command: calls.append(command))
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").touch()
     (tmp_path / "pyvenv.cfg").touch()
-    assert peer_environment.make_environment(tmp_path) == tmp_path / "bin" / "python"
-    assert [command[-1] for command in calls] == [str(tmp_path), *peer_environment.requirements()[-2:]]
+    assert environment.make_environment(tmp_path) == tmp_path / "bin" / "python"
+    assert [command[-1] for command in calls] == [str(tmp_path), *environment.requirements()[-2:]]
     calls.clear()
-    peer_environment.make_environment(tmp_path)
+    environment.make_environment(tmp_path)
     assert not calls
     (tmp_path / "kvjax_peers.json").write_text("[]")
-    peer_environment.make_environment(tmp_path)
+    environment.make_environment(tmp_path)
     assert len(calls) == 3
+
+
+def test_the_committed_table_is_that_of_the_committed_rows():
+    folder = ROOT / "experiments" / "bench_results" / "peers"
+    table = json.loads((folder / "peers.json").read_bytes())
+    assert markdown(table) == (folder / "peers.md").read_text()
+    assert len(draw(table).axes) == 2
+    about = {name: table[name] for name in ("model", "sizes", "kvjax", "peer")}
+    assert about == about | json.loads(json.dumps({"model": peers.MODEL, "sizes": vars(rows.FULL)}))
+    assert stored_rows(folder / "peers.json", about) == table["rows"]
 
 
 @pytest.mark.exhaustive
@@ -237,8 +249,8 @@ def test_the_table_is_measured_at_toy_size(tmp_path):
         only += ["decode", "counterpart", "memory"]
     output = tmp_path / "table"
     peers.bench(only=tuple(only), toy=True, threads=(1,), peers_python=pathlib.Path(sys.executable), output=output)
-    rows = stored(tmp_path)
-    assert [r.name for r in peer_rows.choose(peer_rows.make_rows(TOY), only)] == [r["name"] for r in rows.values()]
-    assert all(np.isfinite(r["ratio"]["median"]) for r in rows.values())
+    found = stored(tmp_path)
+    assert [r.name for r in rows.choose(rows.make_rows(TOY), only)] == [r["name"] for r in found.values()]
+    assert all(np.isfinite(r["ratio"]["median"]) for r in found.values())
     # Later versions of transformers than the one that is compared count what a static cache has read, for good.
-    assert all("static" in label for r in rows.values() for label in r["missing"])
+    assert all("static" in label for r in found.values() for label in r["missing"])

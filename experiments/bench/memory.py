@@ -181,7 +181,7 @@ def bench(
         "device": device_info(),
     }
     with Locked(output):
-        rows = stored_rows(output / "memory.json", setup)
+        rows = stored_rows(output / "memory.json", {"setup": setup})
         wanted = [f"{name}@{n}" for name in only or METHODS for n in lengths]
         known = [
             f"{name}@{n}" for name in METHODS for n in sorted({*lengths, *(int(k.rpartition("@")[2]) for k in rows)})

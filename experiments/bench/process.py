@@ -64,19 +64,27 @@ def apart(module: str, function: str, *arguments: Any, **environment: str) -> An
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def stored_rows(path: pathlib.Path, setup: dict[str, Any]) -> dict[str, Any]:
-    """The rows of a file of this setup.
+def stored_rows(path: pathlib.Path, about: dict[str, Any]) -> dict[str, Any]:
+    """The rows of a file that says the same of itself.
+
+    Args:
+      path: the file; without one there are no rows.
+      about: what it must hold beside "rows".
 
     Raises:
-      ValueError: a file of another setup, or none that this script wrote.
+      ValueError: a file that says something else of itself, or none that this script wrote.
     """
     if not path.exists():
         return {}
     try:
         found = json.loads(path.read_bytes())
-        there, rows = found["setup"], dict(found["rows"])
+        there, rows = {name: found[name] for name in about}, dict(found["rows"])
     except (ValueError, TypeError, KeyError) as e:
-        raise ValueError(f"{path} is not a file of this script ({type(e).__name__}: {e}); name another --output") from e
-    if there != setup:
-        raise ValueError(f"{path} has rows of {there}, but these are of {setup}; name another --output")
+        wrong = f"{type(e).__name__}: {e}"
+        raise ValueError(f"{path} is not a file of this script ({wrong}); choose another --output") from e
+    for name, value in about.items():
+        if there[name] != value:
+            raise ValueError(
+                f"{path} holds rows with another {name}: {there[name]} there, {value} now; choose another --output"
+            )
     return rows

@@ -155,7 +155,7 @@ def bench(
     setup = {"tokens": tokens, "budget": _BUDGET, "chunk": _CHUNK, "rounds": rounds, "device": device_info()}
     with Locked(output):
         path = output / "stream.json"
-        rows = stored_rows(path, setup)
+        rows = stored_rows(path, {"setup": setup})
         for name in only or METHODS:
             if name in rows:
                 continue

@@ -1,7 +1,4 @@
-"""What a user's first run is, with kvjax.
-
-python -m kvjax.experiments.bench.first_run_kvjax CHECKPOINT LENGTH TOKENS
-"""
+"""What a user's first run is, with kvjax: `python -m kvjax.experiments.bench.peers.first_ours MODEL LENGTH NEW`."""
 
 import sys
 

@@ -1,14 +1,13 @@
-"""The peers' worker of `experiments/bench/peers.py`: transformers and kvpress.
+"""The peers' worker, transformers and kvpress: `python -m experiments.bench.peers.theirs CHECKPOINT THREADS`.
 
-    python -m experiments.bench.peer_torch CHECKPOINT THREADS
-
-It runs in the peers' environment, which has no kvjax, and answers requests from standard input
-(`kvjax.experiments.bench.peer_protocol`). kvpress is imported where a press is asked for.
+It runs in the peers' environment, which has no kvjax, and answers requests from standard input. kvpress is imported
+where a press is asked for.
 
 Decoding is the loop of kvpress's own pipeline: one forward pass and one argmax a token, without `generate`, whose
 preparations of each step would be timed with it.
 """
 
+import contextlib
 import functools
 import importlib
 import platform
@@ -19,9 +18,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
-from .peer_protocol import Prepared, serve
-
-_PACKAGES = "torch", "transformers", "kvpress", "numpy"
+from .protocol import Prepared, serve
 
 
 def make_press(name: str, budget: float) -> Any:
@@ -30,10 +27,8 @@ def make_press(name: str, budget: float) -> Any:
     ratio = 1 - budget
     if name == "ThinKPress":
         return kvpress.ThinKPress(key_channel_compression_ratio=ratio)
-    press = getattr(kvpress, name)
-    if name in ("AdaKVPress", "CriticalKVPress", "ChunkKVPress"):
-        return press(kvpress.SnapKVPress(ratio))
-    return press(ratio)
+    around = name in ("AdaKVPress", "CriticalKVPress", "ChunkKVPress")
+    return getattr(kvpress, name)(kvpress.SnapKVPress(ratio) if around else ratio)
 
 
 class Jobs:
@@ -47,7 +42,7 @@ class Jobs:
         self._model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
     def __call__(self, job: dict[str, Any]) -> Prepared:
-        """A job, the fields of `kvjax.experiments.bench.peer_rows.Job`, run once.
+        """A job, the fields of `kvjax.experiments.bench.peers.rows.Job`, run once.
 
         Raises:
           ValueError: a kind that this worker does not know.
@@ -58,7 +53,7 @@ class Jobs:
         if job["kind"] == "prefill":
             run = functools.partial(self._prefill, ids, press, job["how"])
         elif job["kind"] == "decode":
-            run = self._decoding(ids, press, job)
+            run = self._decoding(ids, press, job["how"], job["steps"])
         else:
             raise ValueError(f"the peers have no job {job['kind']!r}")
         run()
@@ -72,32 +67,22 @@ class Jobs:
 
     def _read(self, ids: torch.Tensor, press: Any, how: str, cache: Any) -> torch.Tensor:
         """Reads prompts into a cache; returns the token that follows each."""
-        model = self._model
-        if model.config._attn_implementation != how:
-            model.set_attn_implementation(how)
-        self._mask([None] * len(model.model.layers))
-        options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-        if press is None:
-            out = model(ids, **options)
-        else:
-            with press(model):
-                out = model(ids, **options)
+        self._begin(how, [None] * len(self._model.model.layers))
+        with press(self._model) if press is not None else contextlib.nullcontext():
+            out = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1:].argmax(-1)
 
     @torch.inference_mode()
-    def _decoding(self, ids: torch.Tensor, press: Any, job: dict[str, Any]) -> Any:
-        model, (B, T), steps = self._model, ids.shape, job["steps"]
-        static, eager = job["how"] == "static", job["how"] == "eager"
+    def _decoding(self, ids: torch.Tensor, press: Any, how: str, steps: int) -> Any:
+        model, (B, T), static = self._model, ids.shape, how == "static"
         cache: Any = StaticCache(config=model.config, max_cache_len=T + steps) if static else DynamicCache()
-        first = self._read(ids, press, "eager" if eager else "sdpa", cache)
+        first = self._read(ids, press, "sdpa" if static else how, cache)
         sizes = [layer.keys.shape[2] for layer in cache.layers]
         masked = [getattr(layer.self_attn, "masked_key_indices", None) for layer in model.model.layers]
 
         @torch.inference_mode()
         def run() -> int:
-            if model.config._attn_implementation != "sdpa":  # the fastest, once attention is no longer looked at
-                model.set_attn_implementation("sdpa")
-            self._mask(masked)
+            self._begin("sdpa", masked)  # the fastest, once attention is no longer looked at
             token = first
             for i in range(steps):
                 at = torch.full((B, 1), T + i)
@@ -111,22 +96,16 @@ class Jobs:
 
         return run
 
-    def _mask(self, indices: list[Any]) -> None:
-        """Puts what AdaKVPress noted of a prompt into the layers, where decoding finds it."""
-        for layer, of_layer in zip(self._model.model.layers, indices, strict=True):
+    def _begin(self, how: str, masked: list[Any]) -> None:
+        """How attention is computed, and what AdaKVPress noted of a prompt in each layer, where decoding finds it."""
+        if self._model.config._attn_implementation != how:
+            self._model.set_attn_implementation(how)
+        for layer, of_layer in zip(self._model.model.layers, masked, strict=True):
             layer.self_attn.masked_key_indices = of_layer
-
-
-def _about() -> dict[str, Any]:
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
-    return {"versions": versions}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[2]))
-    serve(Jobs(sys.argv[1]), _about)
+    version = lambda name: next((found.version for found in metadata.distributions(name=name)), None)
+    versions = {name: version(name) for name in ("torch", "transformers", "kvpress", "numpy")}
+    serve(Jobs(sys.argv[1]), {"versions": {"python": platform.python_version()} | versions})

@@ -1,9 +1,4 @@
-"""What a user's first run is, with transformers.
-
-    python -m experiments.bench.first_run_torch CHECKPOINT LENGTH TOKENS
-
-It runs in the peers' environment, which has no kvjax.
-"""
+"""What a user's first run is, with transformers, in the environment without kvjax: as `first_ours`."""
 
 import sys
 

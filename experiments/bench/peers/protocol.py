@@ -1,4 +1,4 @@
-"""What a worker of `experiments/bench/peers.py` does whatever it runs: takes jobs, times them, weighs them.
+"""What a worker does whatever it runs: takes jobs, times them, weighs them.
 
 Requests and answers are JSON objects, one a line. Only the standard library is needed here, as the peers' environment
 has no jax.
@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .process import forget_peak, held
+from ..process import forget_peak, held
 
 
 class Prepared(NamedTuple):
@@ -41,43 +41,40 @@ def weigh(run: Callable[[], int]) -> dict[str, int]:
     return {"rss_bytes": held("VmHWM") - before, "kept_bytes": kept}
 
 
-def serve(prepare: Callable[[dict[str, Any]], Prepared], about: Callable[[], dict[str, Any]]) -> None:
+def serve(prepare: Callable[[dict[str, Any]], Prepared], about: dict[str, Any]) -> None:
     """Answers requests until there are no more.
 
-    A request says what to `do`, and of which job by its `key`: "about" (the answer of `about`), "prepare" (a `job`, an
+    A request says what to `do`, and of which job by its `key`: "about" (the answer is `about`), "prepare" (a `job`, an
     object for `prepare`; the answer holds its facts), "run" (the answer holds `seconds`), "weigh" (the answer of
     `weigh`), "drop". What fails is answered by `error`, and the traceback goes to standard error.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
     jobs: dict[str, Prepared] = {}
+
+    def answer(do: str, key: str = "", job: Any = None) -> dict[str, Any]:
+        match do:
+            case "about":
+                return about
+            case "prepare":
+                jobs[key] = prepare(job)
+                return jobs[key].facts
+            case "run":
+                start = time.perf_counter()
+                jobs[key].run()
+                return {"seconds": time.perf_counter() - start}
+            case "weigh":
+                return weigh(jobs[key].run)
+            case "drop":
+                jobs.pop(key, None)
+                gc.collect()
+                return {}
+        raise ValueError(f"a worker cannot {do!r}")
+
     for line in sys.stdin:
-        request = json.loads(line)
         try:
-            answer = _answer(request, jobs, prepare, about)
+            found = answer(**json.loads(line))
         except Exception as e:  # whatever a library raises ends one job, not the worker
             traceback.print_exc()
-            answer = {"error": f"{type(e).__name__}: {e}"}
-        answers.write(json.dumps(answer) + "\n")
-
-
-def _answer(request: dict[str, Any], jobs: dict[str, Prepared], prepare: Any, about: Any) -> dict[str, Any]:
-    match request["do"]:
-        case "about":
-            return about()
-        case "prepare":
-            jobs[request["key"]] = prepared = prepare(request["job"])
-            return prepared.facts
-        case "run":
-            run = jobs[request["key"]].run
-            start = time.perf_counter()
-            run()
-            return {"seconds": time.perf_counter() - start}
-        case "weigh":
-            return weigh(jobs[request["key"]].run)
-        case "drop":
-            jobs.pop(request["key"], None)
-            gc.collect()
-            return {}
-        case do:
-            raise ValueError(f"a worker cannot {do!r}")
+            found = {"error": f"{type(e).__name__}: {e}"}
+        answers.write(json.dumps(found) + "\n")

@@ -11,14 +11,12 @@ Each row is stored as soon as it is measured, so that Ctrl-C, or a worker that e
 again replaces itself alone.
 """
 
-import contextlib
-import datetime
 import json
 import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,26 +24,20 @@ import tyro
 
 from kvjax import models
 from kvjax.configs.experiment import check_whole
-from kvjax.experiments.bench.peer_environment import ROOT, check_interpreter, default_directory, make_environment
-from kvjax.experiments.bench.peer_measure import measure, outcome, together
-from kvjax.experiments.bench.peer_report import draw, markdown, number
-from kvjax.experiments.bench.peer_rows import FULL, QUICK, TOY, Row, Sizes, choose, make_rows
-from kvjax.experiments.bench.peer_workers import SIDES, JobError, Sides
+from kvjax.experiments.bench.peers.environment import ROOT, check_interpreter, make_environment
+from kvjax.experiments.bench.peers.measure import measure, outcome, together
+from kvjax.experiments.bench.peers.report import draw, markdown, number
+from kvjax.experiments.bench.peers.rows import FULL, GOALS, QUICK, TOY, Row, Sizes, choose, make_rows
+from kvjax.experiments.bench.peers.workers import SIDES, JobError, Sides
+from kvjax.experiments.bench.process import stored_rows
+from kvjax.experiments.bench.speed import RANDOM
 from kvjax.experiments.core.command import check_options, check_values, plain_errors, write_figure, write_json
 from kvjax.experiments.core.locks import Locked
 from kvjax.experiments.core.provenance import environment as surroundings
 from kvjax.models.written import write_bytes
 
-MODEL = {
-    "vocab_size": 512,
-    "embed_dim": 256,
-    "mlp_dim": 1024,
-    "num_layers": 4,
-    "num_query_heads": 8,
-    "num_kv_heads": 2,
-    "head_dim": 32,
-}
-_FILE = "peers.json"
+_FIELDS = ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_query_heads", "num_kv_heads", "head_dim")
+MODEL = {name: getattr(RANDOM, name) for name in _FIELDS}
 
 
 def write_checkpoint(path: pathlib.Path) -> None:
@@ -54,84 +46,38 @@ def write_checkpoint(path: pathlib.Path) -> None:
     models.save(path, model, jax.jit(model.init)(jax.random.key(0)), dtype="float32")
 
 
-class Table:
-    """The file of measured rows, which one process at a time may write.
-
-    Args:
-      directory: where it is; `peers.md` and `peers.png` are written beside it.
-      sizes: how much is measured.
-
-    Raises:
-      ValueError: a file that holds something else, or rows of other sizes; another process writes there.
-    """
-
-    def __init__(self, directory: pathlib.Path, sizes: Sizes):
-        self._directory, self._path = directory, directory / _FILE
-        self._lock = Locked(directory)
-        self._new = {"model": MODEL, "sizes": json.loads(json.dumps(vars(sizes)))}
-        self._table: dict[str, Any] = {}
-        if self._path.exists():
-            try:
-                self._table = json.loads(self._path.read_bytes())
-                old = {name: self._table[name] for name in (*self._new, *SIDES, "rows")}
-            except (ValueError, TypeError, KeyError) as e:
-                self.close()
-                raise ValueError(f"{self._path} is no table of this script; choose another --output") from e
-            self._refuse({name: old[name] for name in self._new}, self._new)
-
-    def close(self) -> None:
-        """Lets other processes write there."""
-        self._lock.close()
-
-    def about(self, sides: dict[str, Any]) -> None:
-        """Notes what the sides say of themselves: versions and the device.
-
-        Raises:
-          ValueError: rows that are there were made with others.
-        """
-        if self._table:
-            self._refuse({name: self._table[name] for name in SIDES}, sides)
-        self._table = {"rows": {}} | self._table | self._new | sides
-
-    def _refuse(self, old: dict[str, Any], new: dict[str, Any]) -> None:
-        for name, value in new.items():
-            if old[name] != value:
-                self.close()
-                raise ValueError(
-                    f"{self._path} holds rows with another {name}: {old[name]} there, {value} now; choose another "
-                    "--output"
-                )
-
-    def add(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Writes measured rows, in place of those of the same name and number of threads."""
-        if not rows:
-            return
-        self._table["rows"] |= {f"{row['name']} {row['threads']}": row for row in rows}
-        write_json(self._path, self._table)
-        write_bytes(self._directory / "peers.md", markdown(self._table).encode())
-        write_figure(self._directory / "peers.png", draw(self._table))
+def store(output: pathlib.Path, about: dict[str, Any], entries: Sequence[dict[str, Any]]) -> None:
+    """Writes measured rows, in place of those of the same name and number of threads, with their table and picture."""
+    path = output / "peers.json"
+    rows = stored_rows(path, about) | {f"{entry['name']} {entry['threads']}": entry for entry in entries}
+    table = {**about, "rows": rows}
+    write_json(path, table)
+    write_bytes(output / "peers.md", markdown(table).encode())
+    write_figure(output / "peers.png", draw(table))
 
 
-def run(rows: Sequence[Row], table: Table, sides: Sides, sizes: Sizes, threads: int) -> dict[str, str]:
+def run(
+    rows: Sequence[Row], output: pathlib.Path, about: dict[str, Any], sides: Sides, sizes: Sizes, threads: int
+) -> dict[str, str]:
     """Measures rows with one number of threads and stores them; returns those that could not be, with the reason."""
     places = {row.name: i for i, row in enumerate(make_rows(sizes))}
-    around = surroundings(sys.argv)
-    made = {key: around[key] for key in ("command", "git_commit", "git_dirty", "code")}
     lost: dict[str, str] = {}
     for some in together(rows):
         names = some[0].name if len(some) == 1 else f"{some[0].name} to {some[-1].name}"
         say = lambda text, names=names: _show(f"{names}, {threads} threads: {text}")
         found, failed = measure(some, sides, some[0].rounds or sizes.rounds, sizes.rounds_alone, say)
-        now = {"created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **made}
+        around = surroundings(sys.argv)
+        made = {key: around[key] for key in ("created", "command", "git_commit", "git_dirty", "code")}
         entries = []
         for row in some:
             try:
-                entry = {"threads": threads, "place": places[row.name], **outcome(row, found, failed), "made": now}
+                entry = outcome(row, found, failed)
             except JobError as e:
                 lost[f"{row.name}, {threads} threads"] = str(e)
             else:
-                entries.append(entry)
-        table.add(entries)
+                entries.append({"threads": threads, "place": places[row.name], **entry, "made": made})
+        if entries:
+            store(output, about, entries)
         _show("")
         for entry in entries:
             print(_line(entry), flush=True)
@@ -182,7 +128,7 @@ def bench(
     rows = choose(make_rows(sizes), only)
     if list:
         for row in make_rows(sizes):
-            aim = "" if row.goal is None else f" ({row.goal.bound} {number(row.goal.ratio)})"
+            aim = f" ({row.bound} {number(GOALS[row.name])})" if row.name in GOALS else ""
             print(f"{row.name:28s} {row.text}{aim}{'; only by name' if row.asked else ''}")
         return
     check_whole(1, threads=threads)
@@ -193,40 +139,27 @@ def bench(
     if max(threads) > len(chosen):
         raise ValueError(f"threads={max(threads)}, but there are {len(chosen)} cores; lower --threads")
     lost: dict[str, str] = {}
-    with contextlib.ExitStack() as stack:
-        table = stack.enter_context(contextlib.closing(Table(output, sizes)))
-        directory = environment or default_directory()
-        python = check_interpreter(peers_python) if peers_python else make_environment(directory)
-        checkpoint = stack.enter_context(_checkpoint())
-        stack.enter_context(_told(output))
-        for count in threads:
-            programs = checkpoint.parent / f"programs-{count}"
-            programs.mkdir(exist_ok=True)
-            at = [row for row in rows if count in row.threads]
-            with Sides(checkpoint, python, chosen[:count], programs) as sides:
-                table.about({side: sides.about(side) for side in SIDES})
-                lost |= run(at, table, sides, sizes, count)
+    about = {"model": MODEL, "sizes": json.loads(json.dumps(vars(sizes)))}
+    with Locked(output), tempfile.TemporaryDirectory() as folder:
+        stored_rows(output / "peers.json", about)
+        python = check_interpreter(peers_python) if peers_python else make_environment(environment)
+        checkpoint = pathlib.Path(folder) / "model"
+        write_checkpoint(checkpoint)
+        try:
+            for count in threads:
+                programs = pathlib.Path(folder) / f"programs-{count}"
+                programs.mkdir(exist_ok=True)
+                with Sides(checkpoint, python, chosen[:count], programs) as sides:
+                    about |= {side: sides.about(side) for side in SIDES}
+                    stored_rows(output / "peers.json", about)
+                    lost |= run([row for row in rows if count in row.threads], output, about, sides, sizes, count)
+        except KeyboardInterrupt as e:
+            raise KeyboardInterrupt(
+                f"interrupted; {output / 'peers.json'} holds the rows that were measured, and --only measures others"
+            ) from e
     print(f"\n{output / 'peers.md'}")
     if lost:
         raise ValueError("not measured: " + "; ".join(f"{name} ({why})" for name, why in lost.items()))
-
-
-@contextlib.contextmanager
-def _checkpoint() -> Iterator[pathlib.Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(pathlib.Path(folder) / "model")
-        yield pathlib.Path(folder) / "model"
-
-
-@contextlib.contextmanager
-def _told(output: pathlib.Path) -> Iterator[None]:
-    """Says after Ctrl-C what is stored."""
-    try:
-        yield
-    except KeyboardInterrupt as e:
-        raise KeyboardInterrupt(
-            f"interrupted; {output / _FILE} holds the rows that were measured, and --only measures others"
-        ) from e
 
 
 if __name__ == "__main__":

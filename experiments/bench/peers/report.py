@@ -1,4 +1,4 @@
-"""The table and the picture of `experiments/bench/peers.py`."""
+"""The table and the picture of what was measured beside the peers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ def markdown(table: dict[str, Any]) -> str:
     jobs = {}
     for row in rows:
         for side in (row["kvjax"], row["beside"]):
-            jobs[side["label"], side["job"]["kind"], side["job"]["length"], row["threads"]] = side
+            jobs[side["label"], side["job"]["kind"], side["job"]["length"], row["threads"]] = side["facts"]
     lines += [
         "",
         "Compilation, and memory of one run: of kvjax's compiled program, and what the process held at the peak more "
@@ -38,7 +38,12 @@ def markdown(table: dict[str, Any]) -> str:
         "| job | tokens | threads | compiled in | temporaries | program's peak | process's peak |",
         "|---|---|---|---|---|---|---|",
     ]
-    lines += [_program(key, side) for key, side in jobs.items() if side["facts"]]
+    size = lambda facts, name: f"{facts[name] / 2**20:.1f} MiB" if name in facts else ""
+    for (label, kind, length, threads), facts in jobs.items():
+        if facts:
+            compiled = f"{facts['compile_seconds']:.1f} s" if "compile_seconds" in facts else ""
+            sizes = [size(facts, f"{name}_bytes") for name in ("temp", "peak", "rss")]
+            lines.append(_cells(f"{kind}, {label}", f"{length:,}", threads, compiled, *sizes))
     missing = {(row["name"], label): why for row in rows for label, why in row["missing"].items()}
     if missing:
         lines += ["", "Not measured:", ""]
@@ -74,17 +79,20 @@ def _about(table: dict[str, Any]) -> str:
 
 def _row(row: Entry) -> str:
     ratio, goal = row["ratio"], row["goal"]
-    cells = [
+    return _cells(
         row["text"],
-        str(row["threads"]),
+        row["threads"],
         f"{row['kvjax']['label']}: {amount(row['kvjax'], row['measure'])}",
         f"{row['beside']['label']}: {amount(row['beside'], row['measure'])}",
         f"{number(ratio['median'])} [{number(ratio['q1'])}, {number(ratio['q3'])}]",
         "" if ratio["alone"] is None else number(ratio["alone"]),
         "" if goal is None else f"{goal['bound']} {number(goal['ratio'])}",
         _MET[row["met"]],
-    ]
-    return f"| {' | '.join(cells)} |"
+    )
+
+
+def _cells(*cells: Any) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def number(ratio: float) -> str:
@@ -92,15 +100,6 @@ def number(ratio: float) -> str:
     if 0 < ratio < 0.05:
         return f"1/{1 / ratio:.0f}"
     return f"{ratio:.3f}" if ratio < 1.1 and ratio > 0.9 else f"{ratio:.2f}"
-
-
-def _program(key: tuple[str, str, int, int], side: Entry) -> str:
-    label, kind, length, threads = key
-    facts = side["facts"]
-    size = lambda name: f"{facts[name] / 2**20:.1f} MiB" if name in facts else ""
-    compiled = f"{facts['compile_seconds']:.1f} s" if "compile_seconds" in facts else ""
-    sizes = (size("temp_bytes"), size("peak_bytes"), size("rss_bytes"))
-    return f"| {' | '.join((f'{kind}, {label}', f'{length:,}', str(threads), compiled, *sizes))} |"
 
 
 def draw(table: dict[str, Any]) -> Figure:

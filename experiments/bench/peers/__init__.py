@@ -1,0 +1,1 @@
+"""kvjax beside transformers and kvpress: `python -m kvjax.experiments.bench.peers`."""
