@@ -146,12 +146,51 @@ def forwards(arch: str) -> Iterator[Case]:
         yield Case(f"{NAMES[dtype]} d={d} T=4096 forward, bias (triton)", f, shapes, dtype != "float32")
 
 
-def statistics(arch: str) -> Iterator[Case]:
-    """Column statistics, given the logsumexp: everything that changes a kernel, on every tile and head dimension."""
-    import jax.numpy as jnp
-
-    from kvjax.pallas_kernels import Columns, Softmax, gpu
+def column(
+    what: str,
+    c: Any,
+    dtype: str,
+    d: int,
+    T: int,
+    backend: str,
+    option: str = "",
+    *,
+    weighted: bool = False,
+    softmax: str = "",
+    biased: bool = False,
+    heads: tuple[int, int] | None = None,
+) -> Case:
+    """One statistic, given the logsumexp: with weights of rows, of a softmax of its own, with a bias, as is asked."""
+    from kvjax.pallas_kernels import Softmax, gpu
     from kvjax.pallas_kernels import blocks as bl
+
+    N, K = heads or (32, 8)
+    q, k, _, *positions = dense(dtype, d, Sizes(N, K, T))
+    of_softmax = {"multiplier": ((1, K, T), "float32"), "seed": ((1,), "uint32")}
+    kinds = {"multiplier": "rescaled" in softmax or "non-causal" in softmax, "seed": "noisy" in softmax}
+    arrays = {name: shape for name, shape in of_softmax.items() if kinds[name]}
+    arrays |= {"weight": ((1, T), "float32")} if weighted else {}
+    arrays |= {"bias": ((1, N, 4096), "float32")} if biased else {}
+
+    def run(q, k, lse, q_pos, kv_pos, *others):
+        given = dict(zip(arrays, others, strict=True))
+        own = {name: given[name] for name in of_softmax if name in given} | (
+            {"noise": "gumbel"} if kinds["seed"] else {}
+        )
+        of = Softmax(**own, causal="non-causal" not in softmax) if softmax else None
+        with_rows = dataclasses.replace(c, softmax=of, weight=given.get("weight"))
+        how = {"logits": bl.Logits(d**-0.5, **OPTIONS[option]), "backend": backend, "bias": given.get("bias")}
+        return gpu.column(with_rows, q, k, (None, lse, None), q_pos, kv_pos, **how)
+
+    kind = (f" of a {softmax} softmax" if softmax else "") + ", bias" * biased
+    name = f"{NAMES[dtype]} d={d} T={T}{f' N={N} K={K}' if heads else ''} {what}{kind}{option} ({backend})"
+    shapes = (q, k, ((1, N, T), "float32"), *positions, *arrays.values())
+    return Case(name, run, shapes, dtype != "float32")
+
+
+def statistics(arch: str) -> Iterator[Case]:
+    """Column statistics: everything that changes a kernel, on every tile and head dimension."""
+    from kvjax.pallas_kernels import Columns
 
     columns = {
         "sum p": Columns(),
@@ -161,123 +200,75 @@ def statistics(arch: str) -> Iterator[Case]:
         "count above 1/visible": Columns(element="above", group=None),
     }
     backends = ("triton", "mosaic_gpu") if arch == "sm_90" else ("triton",)
-    grid = itertools.product(backends, ALL, (4096, 32, 16), OPTIONS.items(), columns.items())
-    for backend, (dtype, d), T, (label, options), (what, column) in grid:
-        before = column.group_at == "before"
-        if backend == "mosaic_gpu" and (dtype == "float32" or d not in (64, 128) or T < 4096 or before):
+    grid = itertools.product(backends, ALL, (4096, 32, 16), OPTIONS, columns.items())
+    for backend, (dtype, d), T, option, (what, c) in grid:
+        if backend == "mosaic_gpu" and not of_mosaic(dtype, d, T, c):
             continue  # Triton computes these
         if dtype != "bfloat16" and (T < 4096 or what not in ("sum p", "count of group means above 1/visible")):
             continue  # as in bfloat16
-        spec = bl.Logits(d**-0.5, **options)
-        f = lambda q, k, lse, a, b, c=column, spec=spec, how=backend: gpu.column(
-            c, q, k, (None, lse, None), a, b, logits=spec, backend=how
-        )
-        q, k, _, *positions = dense(dtype, d, Sizes(T=T))
-        name = f"{NAMES[dtype]} d={d} T={T} {what}{label} ({backend})"
-        yield Case(name, f, (q, k, ((1, 32, T), "float32"), *positions), dtype != "float32")
-    for (dtype, d), (label, options) in itertools.product(FEWER, OPTIONS.items()):
-        q, k, _, *positions = dense(dtype, d, Sizes())
-        for backend in backends:
-            if backend == "mosaic_gpu" and (dtype == "float32" or d not in (64, 128)):
-                continue  # Triton computes these
-            spec = bl.Logits(d**-0.5, **options)
-            own = lambda q, k, a, b, m, spec=spec, how=backend: gpu.column(
-                Columns(softmax=Softmax(multiplier=m, causal=False)),
-                *(q, k, (None, jnp.zeros(q.shape[:3]), None), a, b),
-                logits=spec,
-                backend=how,
-            )
-            name = f"{NAMES[dtype]} d={d} T=4096 sum p of a non-causal softmax{label} ({backend})"
-            yield Case(name, own, (q, k, *positions, ((1, 8, 4096), "float32")), dtype != "float32")
+        yield column(what, c, dtype, d, T, backend, option)
+    for (dtype, d), option, backend in itertools.product(FEWER, OPTIONS, backends):
+        if backend == "triton" or of_mosaic(dtype, d, 4096, Columns()):
+            yield column("sum p", Columns(), dtype, d, 4096, backend, option, softmax="non-causal")
     yield from counted(backends)
     yield from combined(backends)
-    groups = itertools.product(((32, 32), (32, 4), (64, 8), (28, 4), (8, 1)), (64, 128, 256), list(columns)[1:2])
-    for (N, K), d, what in groups:
-        q, k, _, *positions = dense("bfloat16", d, Sizes(N, K))
-        f = lambda q, k, lse, a, b, c=columns[what], d=d: gpu.column(
-            c, q, k, (None, lse, None), a, b, logits=bl.Logits(d**-0.5), backend="triton"
-        )
-        name = f"bf16 d={d} T=4096 N={N} K={K} {what} (triton)"
-        yield Case(name, f, (q, k, ((1, N, 4096), "float32"), *positions), True)
+    what = "sum p^2 of group means"
+    for heads, d in itertools.product(((32, 32), (32, 4), (64, 8), (28, 4), (8, 1)), (64, 128, 256)):
+        yield column(what, columns[what], "bfloat16", d, 4096, "triton", heads=heads)
+
+
+def of_mosaic(dtype: str, d: int, T: int, c: Any) -> bool:
+    """Whether Mosaic serves a statistic; what it does not, Triton computes."""
+    return dtype != "float32" and d in (64, 128) and T == 4096 and c.group_at == "after"
 
 
 def counted(backends: tuple[str, ...]) -> Iterator[Case]:
     """Column statistics of some rows, told by weights, and without the rows' own tokens."""
-    from kvjax.pallas_kernels import Columns, gpu
-    from kvjax.pallas_kernels import blocks as bl
+    from kvjax.pallas_kernels import Columns
 
     squares = Columns(element="p2", group_at="before", count_self=False)
     kinds = {
-        "sum p, weights, without itself": (Columns(count_self=False), True),
-        "sum p^2 of group means, weights": (Columns(element="p2", group_at="before"), True),
-        "sum p^2 of group means, without itself": (squares, False),
-        "sum p^2 of group means, weights, without itself": (squares, True),
+        "sum p, weights, without itself": Columns(count_self=False),
+        "sum p^2 of group means, weights": Columns(element="p2", group_at="before"),
+        "sum p^2 of group means, without itself": squares,
+        "sum p^2 of group means, weights, without itself": squares,
     }
     types = [("bfloat16", d, T) for d, T in itertools.product(HEAD_DIMS, (4096, 16))]
     types += [("float16", 128, 4096), ("float16", 256, 4096), ("float32", 64, 4096), ("float32", 128, 4096)]
-    grid = itertools.product(backends, types, OPTIONS.items(), kinds.items())
-    for backend, (dtype, d, T), (label, options), (what, (column, weighted)) in grid:
-        alone = T < 4096 or dtype == "float32" or d not in (64, 128) or column.group_at == "before"
-        if backend == "mosaic_gpu" and alone:
-            continue  # Triton computes these
-        if options and (T < 4096 or dtype != "bfloat16"):
+    for backend, (dtype, d, T), option, (what, c) in itertools.product(backends, types, OPTIONS, kinds.items()):
+        if backend == "mosaic_gpu" and not of_mosaic(dtype, d, T, c):
+            continue
+        if option and (T < 4096 or dtype != "bfloat16"):
             continue  # as in bfloat16 at 4096
-        spec = bl.Logits(d**-0.5, **options)
-        f = lambda q, k, lse, a, b, *weight, c=column, spec=spec, how=backend: gpu.column(
-            dataclasses.replace(c, weight=weight[0] if weight else None),
-            *(q, k, (None, lse, None), a, b),
-            logits=spec,
-            backend=how,
-        )
-        q, k, _, *positions = dense(dtype, d, Sizes(T=T))
-        shapes = q, k, ((1, 32, T), "float32"), *positions, *([((1, T), "float32")] if weighted else [])
-        yield Case(f"{NAMES[dtype]} d={d} T={T} {what}{label} ({backend})", f, shapes, dtype != "float32")
+        yield column(what, c, dtype, d, T, backend, option, weighted="weights" in what)
 
 
 def combined(backends: tuple[str, ...]) -> Iterator[Case]:
     """Column statistics with everything at once: of some rows, of a softmax of their own, with a bias."""
-    from kvjax.pallas_kernels import Columns, Softmax, gpu
-    from kvjax.pallas_kernels import blocks as bl
+    from kvjax.pallas_kernels import Columns
 
-    def run(q, k, lse, a, b, weight, m, seed, bias, *, c, s, weighted, biased, how):
-        own = Softmax(
-            multiplier=m if "rescaled" in s else None,
-            seed=seed if "noisy" in s else None,
-            noise="gumbel" if "noisy" in s else None,
-        )
-        c = dataclasses.replace(c, softmax=own if s else None, weight=weight if weighted else None)
-        return gpu.column(c, q, k, (None, lse, None), a, b, bias=bias if biased else None, **how)
-
+    means = functools.partial(Columns, group_at="before")
     columns = {
         "sum p": Columns(),
         "sum p, weights, without itself": Columns(count_self=False),
         "count above 1/visible, weights": Columns(element="above", group=None),
-        "sum p^2 of group means": Columns(element="p2", group_at="before"),
-        "sum of group maxima": Columns(group="max", group_at="before"),
-        "sum p^2 of group means, weights": Columns(element="p2", group_at="before"),
-        "count of group means above 1/visible, weights, without itself": Columns(
-            element="above", group_at="before", count_self=False
-        ),
+        "sum p^2 of group means": means(element="p2"),
+        "sum of group maxima": means(group="max"),
+        "sum p^2 of group means, weights": means(element="p2"),
+        "count of group means above 1/visible, weights, without itself": means(element="above", count_self=False),
     }
     softmaxes = {"triton": ("", "rescaled", "noisy", "noisy rescaled"), "mosaic_gpu": ("rescaled",)}
     of_backend = [(backend, softmax) for backend in backends for softmax in softmaxes[backend]]
     types = [("bfloat16", d, T) for d, T in itertools.product(HEAD_DIMS, (4096, 16))]
     types += [("float16", d, 4096) for d in (64, 128, 256)] + [("float32", 128, 4096)]
-    grid = itertools.product(of_backend, types, OPTIONS.items(), columns.items(), (False, True))
-    for (backend, softmax), (dtype, d, T), (label, options), (what, column), biased in grid:
-        of_mosaic = dtype != "float32" and d in (64, 128) and T == 4096 and column.group_at == "after"
-        if backend == "mosaic_gpu" and (not of_mosaic or biased):
-            continue  # Triton computes these
-        if (not softmax and not biased) or ((dtype == "float16" or T < 4096) and not options):
+    grid = itertools.product(of_backend, types, OPTIONS, columns.items(), (False, True))
+    for (backend, softmax), (dtype, d, T), option, (what, c), biased in grid:
+        if backend == "mosaic_gpu" and (not of_mosaic(dtype, d, T, c) or biased):
+            continue
+        if (not softmax and not biased) or ((dtype == "float16" or T < 4096) and not option):
             continue  # other cases have these, or more of them
-        q, k, _, *positions = dense(dtype, d, Sizes(T=T))
-        lse, bias = ((1, 32, T), "float32"), ((1, 32, 4096), "float32")
-        shapes = q, k, lse, *positions, ((1, T), "float32"), ((1, 8, T), "float32"), ((1,), "uint32"), bias
-        kind = (f" of a {softmax} softmax" if softmax else "") + ", bias" * biased
-        name = f"{NAMES[dtype]} d={d} T={T} {what}{kind}{label} ({backend})"
-        how = {"logits": bl.Logits(d**-0.5, **options), "backend": backend}
-        one = functools.partial(run, c=column, s=softmax, weighted="weights" in what, biased=biased, how=how)
-        yield Case(name, one, shapes, dtype != "float32")
+        weighted = "weights" in what
+        yield column(what, c, dtype, d, T, backend, option, weighted=weighted, softmax=softmax, biased=biased)
 
 
 def decoding(arch: str) -> Iterator[Case]:

@@ -49,7 +49,7 @@ def test_rows_of_another_setup_are_refused(tmp_path):
     assert stored_rows(path, {"setup": {"budget": 1}}) == {}
     path.write_text(json.dumps({"setup": {"budget": 1}, "rows": {"a": 1}}))
     assert stored_rows(path, {"setup": {"budget": 1}}) == {"a": 1}
-    with pytest.raises(ValueError, match="another setup: {'budget': 1} there, {'budget': 2} now; choose another"):
+    with pytest.raises(ValueError, match=r"another setup: \{'budget': 1\} there, \{'budget': 2\} now; choose another"):
         stored_rows(path, {"setup": {"budget": 2}})
     path.write_text("[]")
     with pytest.raises(ValueError, match="is not a file of this script"):
