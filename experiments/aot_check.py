@@ -174,9 +174,8 @@ def column(
 
     def run(q, k, lse, q_pos, kv_pos, *others):
         given = dict(zip(arrays, others, strict=True))
-        own = {name: given[name] for name in of_softmax if name in given} | (
-            {"noise": "gumbel"} if kinds["seed"] else {}
-        )
+        own: dict[str, Any] = {name: given[name] for name in of_softmax if name in given}
+        own |= {"noise": "gumbel"} if kinds["seed"] else {}
         of = Softmax(**own, causal="non-causal" not in softmax) if softmax else None
         with_rows = dataclasses.replace(c, softmax=of, weight=given.get("weight"))
         how = {"logits": bl.Logits(d**-0.5, **OPTIONS[option]), "backend": backend, "bias": given.get("bias")}

@@ -181,8 +181,9 @@ def about_curves():
 
 
 def blocks():
-    short, long, at_once = json.loads((ROOT / "experiments" / "figures" / "bench_blocks.json").read_bytes())["rows"]
-    size = lambda row: f"{row['peak_bytes'] / 2**20:.1f} MiB"
+    rows = read("memory_blocks.json")["rows"]
+    at_once, short, long = (rows[f"roco{key}"] for key in ("@16384", ", in blocks@16384", ", in blocks@131072"))
+    size = lambda row: f"{row['prefill']['measured'] / 2**20:.1f} MiB"
     yield f"takes {size(long)} at its peak, 16,384 tokens take {size(short)} (at once: {size(at_once)})"
 
 
