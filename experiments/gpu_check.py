@@ -80,12 +80,6 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *_: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
-def statistic(c: Columns, spec: bl.Logits, backend: str, *arrays: jax.Array) -> jax.Array:
-    """One statistic alone, given the logsumexp."""
-    q, k, lse, q_pos, kv_pos = arrays
-    return gpu.column(c, q, k, (q, lse, None), q_pos, kv_pos, logits=spec, backend=backend)
-
-
 def timings(report: Report, implementations: Sequence[Implementation]) -> None:
     """Every kernel with its floor, beside cuDNN and the quadratic formulation."""
     smoke = report.smoke
@@ -93,78 +87,70 @@ def timings(report: Report, implementations: Sequence[Implementation]) -> None:
     for n, H in sizes:
         if not report.reaches("timings", f"n={n} H={H}", again=True):
             continue
-        arrays = _causal(n, N, K, H)
-        q, k, v, q_pos, kv_pos = arrays
-        entries = N * n * (n + 1) / 2
-        product_ms = 2e-9 * H * entries / report.ceilings["gemm_tflops"]
-        label = {"n": n, "H": H}
-        if not smoke and report.reaches("timings", f"cudnn forward n={n} H={H}"):
-            report.timing(
-                "cudnn forward", timed(cudnn, *arrays, smoke=smoke), floor_ms=2 * product_ms, served_by="cudnn", **label
-            )
+
+        def run(name: str, f: Any, *args: Any, at: Any = (n, H), again: bool = False, launches: int = 10, **of: Any):
+            if not report.reaches("timings", f"{name} n={at[0]} H={at[1]}", again=again):
+                return Timed(None)
+            took = timed(f, *args, smoke=smoke, launches=launches)
+            report.timing(name, took, n=at[0], H=at[1], **of)
+            return took
+
+        arrays = q, k, v, q_pos, kv_pos = _causal(n, N, K, H)
+        product_ms = 1e-9 * H * N * n * (n + 1) / report.ceilings["gemm_tflops"]
+        floor = {"floor_ms": 2 * product_ms}
+        if not smoke:
+            run("cudnn forward", cudnn, *arrays, served_by="cudnn", **floor)
         spec = bl.Logits(H**-0.5)
-        run, lse = Timed(None), None
-        for backend in implementations:
-            if not report.reaches("timings", f"{backend} forward n={n} H={H}", again=True):
-                continue
-            forward = functools.partial(gpu.forward, spec=spec, with_logits=False, backend=backend)
-            took = timed(forward, *arrays, smoke=smoke)
-            label_ = label | {"served_by": backend, "floor_ms": 2 * product_ms}
-            report.timing(f"{backend} forward with logsumexp", took, **label_)
-            if took.ms is not None and (run.ms is None or took.ms < run.ms):
-                run, lse = took, jax.jit(forward)(*arrays)[1]
-        if run.ms is None or lse is None:
+        forwards = {
+            how: functools.partial(gpu.forward, spec=spec, with_logits=False, backend=how) for how in implementations
+        }
+        took = {
+            how: run(f"{how} forward with logsumexp", f, *arrays, again=True, served_by=how, **floor).ms
+            for how, f in forwards.items()
+        }
+        ran = {how: ms for how, ms in took.items() if ms is not None}
+        if not ran:
             continue
-        for backend in implementations:
-            for name, c in {**STATISTICS, "sum p, last 64 rows": Columns(rows=min(64, n))}.items():
-                if not report.reaches("timings", f"{backend} {name} n={n} H={H}"):
-                    continue
-                rows = min(c.rows or n, n)
-                share = rows * (2 * n - rows + 1) / (n * (n + 1))
-                stat = functools.partial(statistic, c, spec, backend)
-                try:
-                    jax.eval_shape(stat, q, k, lse, q_pos, kv_pos)
-                except NotImplementedError as reason:
-                    report.elsewhere("timings", f"{backend} {name} n={n} H={H}", str(reason))
-                    continue
-                took = timed(stat, q, k, lse, q_pos, kv_pos, smoke=smoke)
-                of_forward = None if took.ms is None else took.ms / run.ms
-                label_ = label | {"served_by": backend, "floor_ms": share * product_ms, "of_forward": of_forward}
-                report.timing(f"{backend} {name}", took, **label_)
-        copy_ms = 1e-6 * (k.nbytes + v.nbytes) / report.ceilings["copy_gb_s"]
+        fastest = min(ran, key=lambda how: ran[how])
+        lse = jax.jit(forwards[fastest])(*arrays)[1]
+        statistics = {**STATISTICS, "sum p, last 64 rows": Columns(rows=min(64, n))}
+        for how, (name, c) in itertools.product(implementations, statistics.items()):
+            rows = min(c.rows or n, n)
+            share = rows * (2 * n - rows + 1) / (n * (n + 1))
+
+            def alone(q, k, lse, q_pos, kv_pos, c: Columns = c, how: str = how, spec: bl.Logits = spec) -> jax.Array:
+                return gpu.column(c, q, k, (q, lse, None), q_pos, kv_pos, logits=spec, backend=how)
+
+            given = q, k, lse, q_pos, kv_pos
+            try:
+                jax.eval_shape(alone, *given)
+            except NotImplementedError as reason:
+                report.elsewhere("timings", f"{how} {name} n={n} H={H}", str(reason))
+                continue
+            of = {"floor_ms": share * product_ms, "forward_ms": ran[fastest]}
+            run(f"{how} {name}", alone, *given, served_by=how, **of)
+        floor = {"floor_ms": 1e-6 * (k.nbytes + v.nbytes) / report.ceilings["copy_gb_s"]}
         one = q[:, :, -1:], k, v, q_pos[:, -1:], kv_pos
-        flat = lambda x, n=n: x.reshape(1, K * n, *x.shape[3:])
-        owner = jnp.repeat(jnp.arange(K, dtype=jnp.int32), n)[None]
-        pool = one[0], flat(k), flat(v), owner, one[3], flat(kv_pos)
         for columns, what in (((), ""), ((Columns(),), " with its row")):
             for how in implementations:
-                name = f"{how} decode{what}"
-                if report.reaches("timings", f"{name} n={n} H={H}"):
-                    f = functools.partial(attention, columns=columns, implementation=how)
-                    report.timing(name, timed(f, *one, smoke=smoke), floor_ms=copy_ms, **label)
-            name = f"{implementations[0]} pool decode{what}"
-            if report.reaches("timings", f"{name} n={n} H={H}"):
-                f = lambda *x, c=columns: jax.tree.leaves(
-                    pooled_attention(*x, columns=c, num_kv_heads=K, implementation=implementations[0])
-                )
-                report.timing(name, timed(f, *pool, smoke=smoke), floor_ms=copy_ms, **label)
-        if not report.reaches("timings", f"XLA n={n} H={H}"):
-            continue
+                f = functools.partial(attention, columns=columns, implementation=how)
+                run(f"{how} decode{what}", f, *one, **floor)
+            f = functools.partial(pooled_attention, columns=columns, num_kv_heads=K, implementation=implementations[0])
+            run(f"{implementations[0]} pool decode{what}", f, *_pooled(one), **floor)
+        xla = functools.partial(attention, columns=(Columns(),))
         if n <= 4096:  # the memory of longer ones would stay with this process, and the models need it
-            square = lambda *x: attention(*x, columns=(Columns(),), implementation="reference").columns
-            report.timing(
-                "quadratic XLA: attention, sum p",
-                timed(square, *arrays, smoke=smoke, launches=2),
-                **label,
-                served_by="reference",
-            )
-        blockwise = lambda *x: jax.tree.leaves(attention(*x, columns=(Columns(),), implementation="xla"))
-        report.timing(
-            "blockwise XLA: attention, sum p",
-            timed(blockwise, *arrays, smoke=smoke, launches=1),
-            **label,
-            served_by="xla",
-        )
+            square = lambda *x, f=xla: f(*x, implementation="reference").columns
+            run("quadratic XLA: attention, sum p", square, *arrays, launches=2, served_by="reference")
+        blockwise = functools.partial(xla, implementation="xla")
+        run("blockwise XLA: attention, sum p", blockwise, *arrays, launches=1, served_by="xla")
+
+
+def _pooled(one: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """A query row and its cache as a flat pool, in order of heads."""
+    q, k, v, q_pos, kv_pos = one
+    flat = lambda x: x.reshape(1, -1, *x.shape[3:])
+    owner = jnp.repeat(jnp.arange(k.shape[1], dtype=jnp.int32), k.shape[2])[None]
+    return q, flat(k), flat(v), owner, q_pos, flat(kv_pos)
 
 
 def candidates(kernel: str, dtype: str, H: int, smoke: bool) -> Iterator[bl.BlockSizes]:
@@ -195,15 +181,12 @@ def sweep(report: Report, implementations: Sequence[Implementation]) -> None:
         q, k, v, q_pos, kv_pos = _causal(prompt, N, K, H, dtype)
         long = _causal(slots, N, K, H, dtype)
         one = long[0][:, :, -1:], long[1], long[2], long[3][:, -1:], long[4]
-        flat = lambda x: x.reshape(1, -1, *x.shape[3:])
-        pool = one[0], flat(one[1]), flat(one[2]), jnp.repeat(jnp.arange(K, dtype=jnp.int32), slots)[None]
-        pool = *pool, one[3], flat(one[4])
         some_lse = jnp.full((1, N, prompt), float(np.log(prompt)), jnp.float32)  # its values take no time
         kernels = {
             "colstats": (functools.partial(colstats.attention_colstats, what=what), (q, k, some_lse, q_pos, kv_pos)),
             "flash": (flash.flash_attention, (q, k, v, q_pos, kv_pos)),
             "decode": (decode.decode_attention, one),
-            "pool decode": (functools.partial(decode.pooled_decode_attention, num_kv_heads=K), pool),
+            "pool decode": (functools.partial(decode.pooled_decode_attention, num_kv_heads=K), _pooled(one)),
         }
         shipped = {
             "colstats": colstats.block_sizes(dtype, H, prompt),
@@ -260,13 +243,8 @@ def end_to_end(report: Report, implementations: Sequence[Implementation]) -> Non
         if not report.reaches("end_to_end", name):
             continue
         limit = left / (len(methods) - i) if few else left
-        command = [
-            sys.executable,
-            str(pathlib.Path(__file__).with_name("gpu_model.py")),
-            method,
-            "--layers",
-            str(layers),
-        ]
+        model = pathlib.Path(__file__).with_name("gpu") / "model.py"
+        command = [sys.executable, str(model), method, "--layers", str(layers)]
         command += ["--smoke", "--implementation", implementations[0]] if report.smoke else []
         started = time.monotonic()
         run = watchdog.captured(command, limit)

@@ -109,12 +109,16 @@ class Report:
         data = {name: getattr(self, name) for name in _SAVED} | {"seconds": time.monotonic() - self.start}
         write_bytes(self.file, (json.dumps(data, indent=1) + "\n").encode())
 
-    def timing(self, name: str, run: Timed, **values: Any) -> None:
-        """A row of the section "timings"; a kernel that fails to run is a failure."""
-        fraction = {"of_floor": values["floor_ms"] / run.ms} if run.ms and "floor_ms" in values else {}
-        error = {"error": run.error} if run.error else {}
-        served = {"served_by": run.served_by} if run.served_by else {}
-        self.row("timings", name, ok=not run.error, ms=run.ms, **served, **values, **fraction, **error)
+    def timing(
+        self, name: str, run: Timed, *, floor_ms: float | None = None, forward_ms: float | None = None, **values: Any
+    ) -> None:
+        """A row of the section "timings", in parts of a floor and of a forward pass; one that stops has failed."""
+        given: dict[str, Any] = {"floor_ms": floor_ms} if floor_ms is not None else {}
+        if run.ms:
+            given |= {"of_floor": floor_ms / run.ms} if floor_ms is not None else {}
+            given |= {"of_forward": run.ms / forward_ms} if forward_ms is not None else {}
+        given |= {name: text for name, text in (("error", run.error), ("served_by", run.served_by)) if text}
+        self.row("timings", name, ok=not run.error, ms=run.ms, **(given | values))
 
     @contextlib.contextmanager
     def guarded(self, section: str, name: str) -> Iterator[None]:

@@ -1,11 +1,13 @@
 """What eviction saves a whole model: seconds, tokens a second and peak bytes of one method, in a process of its own.
 
-    python experiments/gpu_model.py snapkv --layers 8
+    python experiments/gpu/model.py snapkv --layers 8
 
 A random model shaped like Llama 3 8B reads 32k tokens and writes 256. `gpu_check.py` runs it for every method.
 """
 
 import argparse
+import contextlib
+import functools
 import json
 import sys
 import time
@@ -17,6 +19,8 @@ import numpy as np
 
 import kvjax
 from kvjax import methods, models
+from kvjax.experiments.bench.process import seconds_in_turns
+from kvjax.experiments.bench.speed import advance
 from kvjax.experiments.gpu.gpu_report import recorded
 from kvjax.pallas_kernels import use
 
@@ -33,26 +37,14 @@ def measure_model(method: str, layers: int, smoke: bool) -> dict[str, Any]:
     tokens = jax.random.randint(jax.random.key(1), (1, prompt), 0, V, jnp.int32)
     how = {"policy": policy, "lengths": np.array([prompt]), "max_new_tokens": steps + 1}
     prefill = jax.jit(lambda params, tokens: kvjax.prefill(model, params, tokens, **how))
-
-    def decode_all(params, token, state):
-        def step(carry, _):
-            logits, state = kvjax.decode_step(model, params, *carry)
-            return (logits.argmax(-1).astype(jnp.int32), state), None
-
-        return jax.lax.scan(step, (token, state), length=steps)[0][0]
-
     compiled = prefill.lower(params, tokens).compile()
     seconds = []
     for _ in range(2):
         start = time.perf_counter()
         logits, state = jax.block_until_ready(compiled(params, tokens))
         seconds.append(time.perf_counter() - start)
-    run = jax.jit(decode_all)
-    token = logits.argmax(-1).astype(jnp.int32)
-    jax.block_until_ready(run(params, token, state))
-    start = time.perf_counter()
-    jax.block_until_ready(run(params, token, state))
-    decode_seconds = time.perf_counter() - start
+    decoding = functools.partial(advance, model, params, logits.argmax(-1).astype(jnp.int32), state, steps)
+    (decode_seconds,) = seconds_in_turns({"decode": decoding}, 1, jax.block_until_ready)["decode"]
     stats = jax.devices()[0].memory_stats() or {}
     memory = compiled.memory_analysis()
     return {
@@ -75,12 +67,8 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="a tiny model, on any device")
     parser.add_argument("--implementation", choices=("interpret", "triton", "mosaic_gpu"), help="instead of the best")
     args = parser.parse_args()
-    with recorded() as found:
-        if args.implementation is None:
-            measured = measure_model(args.method, args.layers, args.smoke)
-        else:
-            with use(args.implementation):
-                measured = measure_model(args.method, args.layers, args.smoke)
+    with recorded() as found, use(args.implementation) if args.implementation else contextlib.nullcontext():
+        measured = measure_model(args.method, args.layers, args.smoke)
     print(json.dumps({"served_by": "+".join(found)} | measured))
     return 0
 
