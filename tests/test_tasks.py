@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from kvjax.experiments import corpus, tasks
-from kvjax.experiments.tasks import Task, ruler_words
+from kvjax.experiments.tasks import Task, ruler
 from kvjax.experiments.tasks.dialogue import dialogue
 from kvjax.experiments.tasks.multi_turn import multi_turn, multi_turn_key_value
 from kvjax.experiments.tasks.needle import CITIES, DEPTHS, LENGTHS, SANDWICH, needle, needle_number
 from kvjax.experiments.tasks.reconstruction import reconstruction
-from kvjax.experiments.tasks.ruler import COMMON, cwe, fwe, vt
-from kvjax.experiments.tasks.ruler_needles import (
+from kvjax.experiments.tasks.ruler import (
+    COMMON,
+    cwe,
+    fwe,
     niah_multikey_1,
     niah_multikey_2,
     niah_multikey_3,
@@ -26,8 +28,10 @@ from kvjax.experiments.tasks.ruler_needles import (
     niah_single_1,
     niah_single_2,
     niah_single_3,
+    qa_1,
+    qa_2,
+    vt,
 )
-from kvjax.experiments.tasks.ruler_qa import qa_1, qa_2
 from kvjax.experiments.tasks.summarise import summarise
 from kvjax.experiments.tasks.text import cut_middle, grid, most_that_fit, sentences
 from kvjax.experiments.tasks.text_perplexity import evicted_perplexity, sliding_perplexity, streaming_perplexity
@@ -96,9 +100,9 @@ def wonderwords(monkeypatch):
     )
     module: object = types.SimpleNamespace(RandomWord=lambda: fake)
     monkeypatch.setitem(sys.modules, "wonderwords", module)
-    ruler_words.words.cache_clear()
+    ruler.words.cache_clear()
     yield
-    ruler_words.words.cache_clear()
+    ruler.words.cache_clear()
 
 
 # --- laws of all tasks ---
@@ -304,11 +308,11 @@ def test_wonderwords_has_the_words():
         del sys.modules["wonderwords"]
     if importlib.util.find_spec("wonderwords") is None:
         with pytest.raises(ValueError, match=r"wonderwords .*pip install"):
-            ruler_words.words("noun")
+            ruler.words("noun")
         with pytest.raises(ValueError, match=r"wonderwords .*pip install"):  # before a model is loaded
             tasks.find("niah_single_2")
     else:
-        assert [len(ruler_words.words(kind)) > 900 for kind in ("noun", "adjective", "verb")] == [True] * 3
+        assert [len(ruler.words(kind)) > 900 for kind in ("noun", "adjective", "verb")] == [True] * 3
 
 
 # --- several questions, text, rows ---

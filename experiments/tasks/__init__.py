@@ -23,8 +23,9 @@ from kvjax.experiments.tasks.needle import needle, needle_number
 from kvjax.experiments.tasks.perplexity import perplexity
 from kvjax.experiments.tasks.reconstruction import reconstruction
 from kvjax.experiments.tasks.retrieval import key_value, multi_query, several_needles, single_needle
-from kvjax.experiments.tasks.ruler import cwe, fwe, vt
-from kvjax.experiments.tasks.ruler_needles import (
+from kvjax.experiments.tasks.ruler import (
+    cwe,
+    fwe,
     niah_multikey_1,
     niah_multikey_2,
     niah_multikey_3,
@@ -33,9 +34,11 @@ from kvjax.experiments.tasks.ruler_needles import (
     niah_single_1,
     niah_single_2,
     niah_single_3,
+    qa_1,
+    qa_2,
+    vt,
+    words,
 )
-from kvjax.experiments.tasks.ruler_qa import qa_1, qa_2
-from kvjax.experiments.tasks.ruler_words import words
 from kvjax.experiments.tasks.summarise import summarise
 from kvjax.experiments.tasks.text_perplexity import evicted_perplexity, sliding_perplexity, streaming_perplexity
 

@@ -7,7 +7,7 @@ from kvjax.experiments.tasks.base import BadRow, Builder, Example, Task
 from kvjax.experiments.tasks.dialogue import dialogue
 from kvjax.experiments.tasks.own_data import Rows, object_of, read
 from kvjax.experiments.tasks.reconstruction import reconstruction
-from kvjax.experiments.tasks.ruler_qa import qa_1, qa_2
+from kvjax.experiments.tasks.ruler import qa_1, qa_2
 from kvjax.experiments.tasks.summarise import summarise
 
 FORMS: Final[dict[str, Builder]] = {b.__name__: b for b in (summarise, reconstruction, dialogue, qa_1, qa_2)}
