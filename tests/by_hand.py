@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.contract import AttentionInputs, Context, LayerInfo, Slots
+from kvjax.contract import AttentionInputs, Context, LayerInfo, Slots, Stats
 from kvjax.drivers.state import row_keys
 from kvjax.storage import Layer
 from tests import tensors
@@ -65,4 +65,4 @@ def inputs_of(kv, pos, ctx, q=None):
 
 def slots_of(kv, ctx=None, stats=None, *, protected=None, hparams=(), memory=()):
     protected = jnp.zeros(kv.pos.shape, bool) if protected is None else protected
-    return Slots(kv, stats or {}, ctx, kv.live & ~protected, protected, memory, hparams)
+    return Slots(kv, Stats(stats or {}), ctx, kv.live & ~protected, protected, memory, hparams)

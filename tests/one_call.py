@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.contract import EMPTY, AttentionInputs, Context, LayerInfo, Policy, compiled
+from kvjax.contract import EMPTY, AttentionInputs, Context, LayerInfo, Policy, Stats, compiled
 from kvjax.pallas_kernels import Columns
 from kvjax.storage import empty
 
@@ -44,7 +44,7 @@ def info_of(policy: Policy, layer: int) -> LayerInfo:
 
 def updated(policy, kv, stats, ctx):
     """The layer after the policy's decision. `stats` are in the order of what the policy observes."""
-    stats = dict(zip(policy.observe("prefill"), stats, strict=True))
+    stats = Stats(zip(policy.observe("prefill"), stats, strict=True))
     return policy.update_layers((kv,), (stats,), (ctx,))[0] if policy.joint else policy.update(kv, stats, ctx)
 
 

@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.budgets import Pyramid
-from kvjax.contract import Context, LayerInfo, Tree, resolve
+from kvjax.contract import Context, LayerInfo, Stats, Tree, resolve
 from kvjax.decide.select import TopK
 from kvjax.methods import variants
 from kvjax.methods.counts import FloorPyramid, FloorThenGlobal, HalfEven
@@ -72,7 +72,7 @@ def test_e03_h2o_decode_step(examples):
     policy = methods.h2o(e["params"]["heavy"] + e["params"]["recent"], recent=e["params"]["recent"])
     pos = [*e["inputs"]["kept_before"], e["inputs"]["new_position"]]
     kv = cache(pos, Tree(score=numbers([*e["inputs"]["acc_before"], 0.0])))
-    after = policy.update(kv, {Rows(): numbers(e["inputs"]["row_over_slots"])}, moment(policy, 7, prompt=6))
+    after = policy.update(kv, Stats({Rows(): numbers(e["inputs"]["row_over_slots"])}), moment(policy, 7, prompt=6))
     np.testing.assert_allclose(after.memory.score[0, 0], e["expected"]["acc_after"], atol=1e-6)
     assert live_positions(after)[0][0] == e["expected"]["kept_after"]
     assert set(pos) - set(e["expected"]["kept_after"]) == {e["expected"]["evicted"]}
@@ -108,7 +108,7 @@ def test_e05_stepwise_mask(examples):
         ctx = dataclasses.replace(moment(policy, t + 1, prompt=len(p)), phase="prefill")
         shown = policy.reads(kv, inputs_of(kv, [[t]], ctx), ctx).visible
         rows.append(np.pad(np.asarray(shown[0, 0], int), (0, len(p) - t - 1)).tolist())
-        kv = policy.update(kv, {observed: numbers(p[t, : t + 1])}, ctx)
+        kv = policy.update(kv, Stats({observed: numbers(p[t, : t + 1])}), ctx)
     assert rows == e["expected"]["mask"]
 
 

@@ -15,11 +15,11 @@ import kvjax
 from kvjax import configs, methods
 from kvjax.configs.learning import Prompts
 from kvjax.experiments import learn_budget, run
-from kvjax.experiments.core import stats
 from kvjax.experiments.learning import budget_report, future_rows
 from kvjax.experiments.learning.future_rows import Reader
 from kvjax.learning.families import PyramidBeta, Safeguard, Simplex
 from kvjax.learning.relax import with_table
+from tests.runs import samples
 
 pytestmark = pytest.mark.exhaustive  # minutes of compilation
 
@@ -37,10 +37,6 @@ def _as_a_script():
     """Scripts run under JAX's own promotion, which optax needs."""
     with jax.numpy_dtype_promotion("standard"):
         yield
-
-
-def samples(directory):
-    return [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
 
 
 def experiment(*options):
@@ -317,15 +313,6 @@ def test_future_rows_are_the_models_own(embedded):
             tokens = np.array([e.context + question.ids])
             expected = kvjax.generate(model, params, tokens, max_new_tokens=4, eos_ids=()).tokens[0].tolist()
         assert reading.full.continuation[row].tolist() == expected
-
-
-def test_intervals():
-    mean, low, high = stats.mean([1.0, 2.0, 3.0, 4.0])
-    assert mean == 2.5
-    assert (low, high) == pytest.approx((2.5 - 3.182446 * 1.290994 / 2, 2.5 + 3.182446 * 1.290994 / 2), rel=1e-5)
-
-
-# --- scores ---
 
 
 # --- the command line ---

@@ -22,7 +22,7 @@ def covered(found, truth):
     return found.low <= truth <= found.high
 
 
-def test_wilson_and_perplexity():
+def test_wilson_student_and_perplexity():
     assert stats.wilson([1.0] * 10)[1:] == pytest.approx((0.7225, 1.0), abs=1e-3)
     assert stats.wilson([0.0] * 10)[1:] == pytest.approx((0.0, 0.2775), abs=1e-3)
     for n in range(1, 60):  # whatever the number, an end that is the mean is exactly that
@@ -32,6 +32,8 @@ def test_wilson_and_perplexity():
     ppl, low, high = stats.perplexity([1.0, 1.2, 0.8, 1.0])
     assert ppl == pytest.approx(np.e)
     assert low < ppl < high
+    half = 3.182446 * 1.290994 / 2  # Student's t with 3 degrees of freedom, times the standard error
+    assert stats.mean([1.0, 2.0, 3.0, 4.0]) == pytest.approx((2.5, 2.5 - half, 2.5 + half), rel=1e-5)
     assert stats.perplexity([1.0])[1:] == (0.0, float("inf"))
 
 
