@@ -15,7 +15,7 @@ from kvjax.configs.experiment import Setup
 from kvjax.experiments import run
 from kvjax.experiments.core.setup import build, find_builders
 from kvjax.experiments.tasks import BadRow, Task
-from kvjax.experiments.tasks.own_data import read
+from kvjax.experiments.tasks.rows import read
 from tests.runs import one_layer, samples
 
 GOOD = {"context": "the code for ada is 7 3 . the code for milo is 5 1 .", "question": "what is the code for ada ?"}

@@ -12,10 +12,9 @@ import pytest
 
 from kvjax.experiments import corpus, tasks
 from kvjax.experiments.tasks import Task, ruler
-from kvjax.experiments.tasks.dialogue import dialogue
 from kvjax.experiments.tasks.multi_turn import multi_turn, multi_turn_key_value
 from kvjax.experiments.tasks.needle import CITIES, DEPTHS, LENGTHS, SANDWICH, needle, needle_number
-from kvjax.experiments.tasks.reconstruction import reconstruction
+from kvjax.experiments.tasks.rows import dialogue, reconstruction, summarise
 from kvjax.experiments.tasks.ruler import (
     COMMON,
     cwe,
@@ -32,7 +31,6 @@ from kvjax.experiments.tasks.ruler import (
     qa_2,
     vt,
 )
-from kvjax.experiments.tasks.summarise import summarise
 from kvjax.experiments.tasks.text import cut_middle, grid, most_that_fit, sentences
 from kvjax.experiments.tasks.text_perplexity import evicted_perplexity, sliding_perplexity, streaming_perplexity
 

@@ -19,7 +19,7 @@ from kvjax.experiments.core import metrics
 from kvjax.experiments.core.engine import Prompt, prompts_of
 from kvjax.experiments.core.meaning import definition
 from kvjax.experiments.tasks import BadRow, Builder, Example, Task
-from kvjax.experiments.tasks.own_data import Rows, read
+from kvjax.experiments.tasks.rows import Rows, read
 from kvjax.methods.hidden import DropChannels
 from kvjax.models.sources import locate
 

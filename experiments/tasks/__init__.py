@@ -9,7 +9,6 @@ Every task is text: a context, a question about it, and the values that a right 
 import inspect
 
 from kvjax.configs import loading
-from kvjax.experiments.tasks import forms
 from kvjax.experiments.tasks.base import BadRow as BadRow
 from kvjax.experiments.tasks.base import Builder as Builder
 from kvjax.experiments.tasks.base import Example as Example
@@ -17,12 +16,11 @@ from kvjax.experiments.tasks.base import Protocol as Protocol
 from kvjax.experiments.tasks.base import Question as Question
 from kvjax.experiments.tasks.base import Task as Task
 from kvjax.experiments.tasks.base import Tokens as Tokens
-from kvjax.experiments.tasks.dialogue import dialogue
 from kvjax.experiments.tasks.multi_turn import multi_turn, multi_turn_key_value
 from kvjax.experiments.tasks.needle import needle, needle_number
 from kvjax.experiments.tasks.perplexity import perplexity
-from kvjax.experiments.tasks.reconstruction import reconstruction
 from kvjax.experiments.tasks.retrieval import key_value, multi_query, several_needles, single_needle
+from kvjax.experiments.tasks.rows import Form, dialogue, read, reconstruction, summarise
 from kvjax.experiments.tasks.ruler import (
     cwe,
     fwe,
@@ -39,7 +37,6 @@ from kvjax.experiments.tasks.ruler import (
     vt,
     words,
 )
-from kvjax.experiments.tasks.summarise import summarise
 from kvjax.experiments.tasks.text_perplexity import evicted_perplexity, sliding_perplexity, streaming_perplexity
 
 RETRIEVAL = ("single_needle", "several_needles", "multi_query", "key_value")
@@ -60,24 +57,29 @@ TASKS: dict[str, Builder] = {
     )
 }
 """Every task by its name: `(task, index) -> Example`; the first line of its docstring says what it asks."""
+FORMS: dict[str, Builder] = {name: TASKS[name] for name in ("summarise", "reconstruction", "dialogue", "qa_1", "qa_2")}
+"""Tasks that take `Task.rows`; each says which fields a row has."""
 
 
 def find(name: str) -> tuple[str, Builder]:
     """The name that a task has in results, and what builds it.
 
     Args:
-      name: one of `TASKS`, "form:source" for one of `forms.FORMS` over rows of one's own, or "path.py:function" for a
+      name: one of `TASKS`, "form:source" for one of `FORMS` over rows of one's own, or "path.py:function" for a
         builder (task, index) of one's own, named after the function.
 
     Raises:
-      ValueError: no such task, naming those that exist; a function that cannot be called so; a missing extra.
+      ValueError: no such task, naming those that exist; a source that cannot be read; a function that cannot be
+        called so; a missing extra.
     """
     if name in TASKS:
         if name == "cwe" or name.startswith("niah_"):
             words("noun")  # so that an extra which is missing is named before a model is loaded
         return name, TASKS[name]
-    if found := forms.find(name):
-        return found
+    form, _, source = name.partition(":")
+    if form in FORMS and source:
+        data = read(source)
+        return f"{form}:{data.name}", Form(f"{form}:{data.name}", data.source, data.rows, form=form, build=FORMS[form])
     if ".py:" not in name:
         raise ValueError(f"no task {name!r}; there are {', '.join(TASKS)}, or write path.py:function for your own")
     builder = loading.function(name)

@@ -10,18 +10,19 @@ less, worked examples are shorter.
 import contextlib
 import functools
 import importlib
+import inspect
 import itertools
 import string
 import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import scipy  # its parts are imported when they are first used
 
 from kvjax.experiments.tasks.base import Example, Question, Task, Tokens, example
-from kvjax.experiments.tasks.rows import answers_of, field, text_of
+from kvjax.experiments.tasks.rows import Row, row_of
 from kvjax.experiments.tasks.text import check_enough, check_room, filler, most_that_fit, sentences
 
 FULL = 4096  # tokens from which on RULER's settings hold
@@ -148,13 +149,13 @@ def _fitted(
 
 
 def _named(name: str, about: str, build: Callable[[str, Task, int], Example]):
-    """A task of a table as a function of its own."""
+    """A task of a table as a function of its own, with a first line of its docstring that says what differs."""
 
     def builder(task: Task, index: int) -> Example:
         return build(name, task, index)
 
     builder.__name__ = builder.__qualname__ = name
-    builder.__doc__ = f"RULER: {about}."
+    builder.__doc__ = f"RULER: {about}.\n\n{inspect.getdoc(build)}"
     return builder
 
 
@@ -383,24 +384,19 @@ def _qa(name: str, task: Task, index: int) -> Example:
     Raises:
       ValueError: no such row, one that lacks a field, or documents that are too many or too few for the length.
     """
-    if index >= len(task.rows):
-        raise ValueError(
-            f"{name}: example {index} needs {index + 1} rows, but the data have {len(task.rows)}; RULER's own are "
-            f"{_DATA[name]}: give rows with question, answers and context as --tasks {name}:rows.jsonl"
-        )
-    row = task.rows[index]
-    references = answers_of(name, index, row, ("answers", "answer"))
-    own, others = _documents(name, index, row), {}
+    hint = f"; RULER's own are {_DATA[name]}: give rows with question, answers and context as --tasks {name}:rows.jsonl"
+    row = row_of(name, task, index, hint)
+    references, own, others = row.answers("answers", "answer"), _documents(row), {}
     for i, other in enumerate(task.rows):
         with contextlib.suppress(ValueError):  # it is named when it is asked for
-            for document in _documents(name, i, other):
+            for document in _documents(Row(name, i, other)):
                 others.setdefault(document, other.get("title"))
-    is_near = lambda title: title is not None and title == row.get("title")
+    is_near = lambda title: title is not None and title == row.fields.get("title")
     near = [d for d, title in others.items() if is_near(title) and d not in own]
     far = [d for d, title in others.items() if not is_near(title) and d not in own]
     rng = task.rng(name, index)
     ordered = (*own, *(group[i] for group in (near, far) for i in rng.permutation(len(group))))
-    how, asked = TEMPLATES["qa"], text_of(name, index, row, ("question",))
+    how, asked = TEMPLATES["qa"], row.text("question")
     same = f"{zlib.crc32(''.join(own).encode()):08x}"  # rows that share a context are not independent
 
     def text(count: int, places: np.random.Generator) -> str:
@@ -414,22 +410,22 @@ def _qa(name: str, task: Task, index: int) -> Example:
     )  # fmt: skip
 
 
-def _documents(name: str, index: int, row: Mapping[str, Any]) -> tuple[str, ...]:
+def _documents(row: Row) -> tuple[str, ...]:
     """The documents of a row, a title in the first line where each has its own."""
-    found = field(name, index, row, ("context",))
+    found = row.first("context")
     try:
         if isinstance(found, Mapping):
             found = list(zip(found["title"], found["sentences"], strict=True))
         if not isinstance(found, str):
             found = [f"{title}\n{''.join(parts)}" for title, parts in found]
     except (KeyError, TypeError, ValueError) as e:
-        raise ValueError(
-            f"{name}: row {index}: context must be text, or documents as HotpotQA has them: pairs of a title and "
-            f"a list of sentences, or lists 'title' and 'sentences' ({type(e).__name__}: {e})"
+        raise row.error(
+            "context must be text, or documents as HotpotQA has them: pairs of a title and a list of sentences, or "
+            f"lists 'title' and 'sentences' ({type(e).__name__}: {e})"
         ) from e
     found = tuple(d.strip() for d in ([found] if isinstance(found, str) else found) if d.strip())
     if not found:
-        raise ValueError(f"{name}: row {index}: context has no text")
+        raise row.error("context has no text")
     return found
 
 
