@@ -16,7 +16,7 @@ import string
 import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import scipy  # its parts are imported when they are first used
@@ -386,11 +386,7 @@ def _qa(name: str, task: Task, index: int) -> Example:
     """
     hint = f"; RULER's own are {_DATA[name]}: give rows with question, answers and context as --tasks {name}:rows.jsonl"
     row = row_of(name, task, index, hint)
-    references, own, others = row.answers("answers", "answer"), _documents(row), {}
-    for i, other in enumerate(task.rows):
-        with contextlib.suppress(ValueError):  # it is named when it is asked for
-            for document in _documents(Row(name, i, other)):
-                others.setdefault(document, other.get("title"))
+    references, own, others = row.answers("answers", "answer"), _documents(row), _titles(_Same(task.rows))
     is_near = lambda title: title is not None and title == row.fields.get("title")
     near = [d for d, title in others.items() if is_near(title) and d not in own]
     far = [d for d, title in others.items() if not is_near(title) and d not in own]
@@ -408,6 +404,30 @@ def _qa(name: str, task: Task, index: int) -> Example:
         needs=f"row {index}, its question", least=len(own), most=len(ordered), units="documents", metric="contains",
         same_context=same,
     )  # fmt: skip
+
+
+class _Same:
+    """Rows that equal no others: they hold lists, which have no hash."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]):
+        self.rows = rows
+
+    def __hash__(self) -> int:
+        return id(self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.rows is other.rows
+
+
+@functools.lru_cache(maxsize=2)
+def _titles(data: _Same) -> dict[str, Any]:
+    """The documents of every row that has some, each with the title of the first such row."""
+    found: dict[str, Any] = {}
+    for i, row in enumerate(data.rows):
+        with contextlib.suppress(ValueError):  # it is named when it is asked for
+            for document in _documents(Row("", i, row)):
+                found.setdefault(document, row.get("title"))
+    return found
 
 
 def _documents(row: Row) -> tuple[str, ...]:
