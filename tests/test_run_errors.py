@@ -41,7 +41,7 @@ def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, caps
         (["--config", "snapkv.py", "--budget"], "budget is empty"),
         (["--config", "snapkv.py", "--baselines", "nope"], "no config 'nope'"),
         (["--config", "snapkv.py", "--model", "not/there/at/all"], "neither a directory nor a hub id"),
-        (["--config", "snapkv.py", "--length", "100"], "raise the length"),
+        (["--config", "snapkv.py", "--length", "100"], "facts need .* give --length"),
         (
             ["--config", "snapkv.py", "--length", "20", "--tasks", "perplexity"],
             "length=20; raise the length to 65",

@@ -167,8 +167,8 @@ class Task:
         room = length - len(self.bos) - sum(len(ids) for _, ids in placed)
         if room < 0:
             raise ValueError(
-                f"{len(inserts)} facts and the question need {length - room} tokens, but the prompt has {length}; "
-                "raise the length"
+                f"{len(inserts)} facts need {length - room} tokens, but the question leaves {length} of length="
+                f"{self.length}; give --length {self.length - room} or more, or other --tasks"
             )
         sentences: list[Tokens] = []
         for sentence in self.sentences(rng):
