@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import methods
+from kvjax import Policy, methods
 from kvjax.contract import PerHead, PerSlot, Rewrite, Score, Select
 from kvjax.observe import Rows
 from kvjax.scores.attention import Function, Votes
@@ -44,6 +44,28 @@ def test_padding_may_hold_what_is_no_number(policy):
     sick = (jnp.where(gone, jnp.nan, x) for x in (Q, K, V))
     found, expected = (kvjax.evict_layer(policy, *x, lengths=[T, 8]).live for x in (sick, (Q, K, V)))
     np.testing.assert_array_equal(found, expected)
+
+
+class Writes(Policy):
+    """Returns what its `writes` does not list."""
+
+    what: str = "v"
+
+    def update(self, kv, stats, ctx):
+        return kv.replace(v=2 * kv.v) if self.what == "v" else None
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (Writes(), "changes v, but its `writes` is ..; list 'v' there"),
+        (kvjax.chain(methods.tova(6), Writes()), "changes v, but its `writes` is"),
+        (Writes("nothing"), "gives a NoneType, not a layer; return kv.keep"),
+    ],
+)
+def test_a_policy_changes_what_it_lists(policy, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.evict_layer(policy, Q, K, V)
 
 
 class Odd(Score):
