@@ -29,9 +29,10 @@ import tyro
 from tqdm import tqdm
 
 import kvjax
-from kvjax import analysis, methods, models
+from kvjax import analysis, models
 from kvjax.budgets import Schedule
 from kvjax.configs.experiment import check_whole
+from kvjax.experiments.bench.speed import METHODS
 from kvjax.experiments.core.command import check_output, plain_errors
 from kvjax.experiments.core.provenance import write_found
 from kvjax.experiments.tasks import TASKS, Task
@@ -39,14 +40,8 @@ from kvjax.experiments.tasks.perplexity import SCORED
 from kvjax.models.embedded import EMBEDDED
 
 POLICIES = {
-    "window": methods.window,
-    "streaming_llm": methods.streaming_llm,
-    "random": methods.random,
-    "h2o": methods.h2o,
-    "tova": methods.tova,
-    "snapkv": methods.snapkv,
-    "pyramidkv": methods.pyramidkv,
-    "ada_snapkv": methods.ada_snapkv,
+    name: METHODS[name]
+    for name in ("window", "streaming_llm", "random", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv")
 }
 BUDGETS = (0.0625, 0.09375, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.75)
 
