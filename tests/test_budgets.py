@@ -14,8 +14,6 @@ import kvjax
 from kvjax import methods
 from kvjax.budgets import Above, Combined, Even, HeadShares, LayerShares, Of, Pyramid, Share, Times, apportion
 from kvjax.contract import LayerInfo, Slots, resolve
-from kvjax.methods import kvpress, variants
-from kvjax.methods.counts import FloorPyramid, FloorThenGlobal
 from kvjax.storage import Layer
 from tests.by_hand import moment
 
@@ -86,59 +84,6 @@ def test_heads_that_compete_have_the_total_of_equal_parts(alpha, average, seed, 
     assert budgets.min() >= int(alpha < 1)
     most = heads.most(np.array([average]), np.array([20]), LayerInfo(0, 1, 3, 3, 8, 20, 0))[0]
     assert budgets.max() <= max(most, average)
-
-
-def own(score, candidates, total):
-    """How many of the `total` best of the layer are each head's: all (score, head) pairs, sorted."""
-    pairs = [(score[k, s], k) for k in range(len(score)) for s in np.flatnonzero(candidates[k])]
-    pairs.sort(key=lambda pair: (-pair[0], pair[1]))
-    return np.bincount([k for _, k in pairs[:total]], minlength=len(score)).tolist()
-
-
-def floor_then_global(score, average, outside, alpha):
-    """Protected tokens stand above all others, and take part in each head's safe set and in the layer's total."""
-    floor = max(int((average + outside) * alpha), int(alpha > 0))
-    kept, rest = [], []
-    for k, row in enumerate(score):
-        row = [math.inf] * outside + sorted(row, reverse=True)
-        kept.append(max(floor, outside))
-        rest += [(s, k) for s in row[kept[k] :]]
-    rest.sort(key=lambda pair: (-pair[0], pair[1]))
-    for _, k in rest[: len(score) * (average + outside) - sum(kept)]:
-        kept[k] += 1
-    return [n - outside for n in kept]
-
-
-def peaked(seed, K, S):
-    """Rows of very different concentration, like those of a softmax."""
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(K, S)) * rng.uniform(0.2, 4.0, (K, 1))
-    p = np.exp(x - x.max(1, keepdims=True))
-    return (p / p.sum(1, keepdims=True)).astype(np.float32)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_competition_is_the_global_top_k(seed):
-    score, candidates = peaked(seed, 3, 17), np.random.default_rng(seed).random((3, 17)) < 0.9
-    for average in (1, 5, 8):
-        found = divide(
-            kvjax.Adaptive(1.0), jnp.asarray(score)[None], jnp.asarray([average]), slots_of(candidates[None])
-        )
-        assert found[0].tolist() == own(score, candidates, 3 * average)
-
-
-@pytest.mark.parametrize("outside", [0, 3])
-@pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5, 0.7, 1.0])
-def test_a_floor_and_then_the_global_top_k(alpha, outside):
-    heads, info = FloorThenGlobal(alpha), LayerInfo(0, 1, 3, 3, 8, 17, 0)
-    for seed in range(3):
-        score, average = peaked(seed, 3, 17), 5
-        own = heads.hparams(info, np.array([17]), np.array([average + outside]))
-        slots = slots_of(np.ones((1, 3, 17), bool), own)
-        found = divide(heads, jnp.asarray(score)[None], jnp.asarray([average]), slots)[0].tolist()
-        wanted = floor_then_global(score, average, outside, alpha)
-        assert found == wanted or outside == 0 < alpha  # a head without a safe token gets one all the same
-        assert sum(found) == 3 * average
 
 
 def test_equal_remainders_go_to_the_head_with_the_best_score_and_of_these_to_the_first():
@@ -232,67 +177,11 @@ def test_counts():
     assert of(Above(7, 10)) == [10, 7, 7]
 
 
-# ------------------------------------------------------------------------------------------------ released pyramids
-
-
-def factory(n, b, w, L, beta, uniform):
-    """Live tokens of every layer, window included, branch by branch."""
-    if n < b + w:
-        return [n] * L
-    if uniform and n < 2 * b:
-        return [b + w] * L
-    last, first = b // beta, 2 * b - b // beta
-    if first >= n - w:
-        first, last = n - w, 2 * b - (n - w)
-    return [first - layer * ((first - last) // (L - 1)) + w for layer in range(L)]
-
-
-def of_kvpress(n, kept, w, L, beta):
-    """Live tokens of every layer; `kept` is the real number of tokens to keep, and halves hang on its last digits."""
-    beside = (w + kept) - w
-    last = beside / beta
-    first = 2 * beside - last
-    if first >= n - w:
-        first, last = n - w, 2 * beside - (n - w)
-    if not n >= first >= last >= w:
-        return [round(kept)] * L
-    step = (first - last) / (L - 1)
-    return [round(first - layer * step) for layer in range(L)]
-
-
 def live(policy, n, L):
     """Tokens of a head in every layer after a prompt."""
     sizes = [policy.sizes(LayerInfo(i, L, 4, 2, 8, n, 0), np.array([n])) for i in range(L)]
     assert all(s.per_head[0] >= min(s.hparams.budget[0], n) for s in sizes)
     return [min(int(s.hparams.budget[0]), n) for s in sizes]
-
-
-@pytest.mark.parametrize("uniform", [True, False])
-@pytest.mark.parametrize(("L", "beta"), [(32, 20), (4, 3), (2, 1), (7, 5)])
-def test_a_pyramid_of_whole_steps(uniform, L, beta):
-    make = variants.pyramidkv_factory if uniform else variants.pyramidkv_adakv
-    for budget, w in ((128, 8), (40, 16), (9, 8)):
-        policy = make(budget, beta=beta, window=w)
-        for n in (1, budget - 1, budget, budget + 1, 2 * (budget - w) - 1, 2 * (budget - w), 250, 1000):
-            if n >= 1:
-                assert live(policy, n, L) == factory(n, budget - w, w, L, beta, uniform), (budget, w, n)
-    assert FloorPyramid()(*(np.array([x]) for x in (10, 50)), 1, np.array([4])).tolist() == [[10]]
-
-
-@pytest.mark.parametrize(("L", "beta"), [(32, 20), (4, 2), (3, 1.5), (2, 1), (1, 4)])
-def test_a_pyramid_with_the_window_inside(L, beta):
-    for budget, w in ((128, 6), (60, 16), (9, 8)):
-        policy = kvpress.pyramidkv_kvpress(budget, beta=float(beta), window=w)
-        for n in (budget, budget + 1, 2 * budget - 1, 2 * budget, 250, 1000):
-            plain = [budget] if L == 1 else of_kvpress(n, budget, w, L, beta)
-            assert live(policy, n, L) == [min(n, x) for x in plain], (budget, w, n)
-
-
-def test_a_pyramid_of_a_share_with_the_window_inside():
-    for n in range(40, 400, 7):
-        for share in (0.3, 0.5, 1 - 0.45, 0.77):
-            policy = kvpress.pyramidkv_kvpress(share, beta=4.0, window=4)
-            assert live(policy, n, 5) == of_kvpress(n, n * share, 4, 5, 4.0), (n, share)
 
 
 # ------------------------------------------------------------------------------------------------ protected tokens

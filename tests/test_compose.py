@@ -272,7 +272,7 @@ def kept(policy):
 
 
 def test_layers_that_share_a_decision_share_all_their_statistics():
-    """H2O's votes of every layer are added before the best are chosen: no layer's alone choose the same."""
+    """D-35: H2O's votes of every layer are added before the best are chosen; no layer's alone choose the same."""
     alone = methods.h2o(6, recent=2)
     votes = tensors.evicted(alone, LAYERS)[1]
     best = lambda x: [sorted([*np.argsort(-head[: T - 2])[:4].tolist(), T - 2, T - 1]) for head in x[0]]

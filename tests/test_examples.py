@@ -376,3 +376,28 @@ def test_layers_that_compete_keep_short_prompts_whole():
     policy = methods.layer_defensivekv(0.5, window=6)
     layers, _ = tensors.evicted(policy, [{"q": q, "k": k, "v": v, "out_proj": jnp.ones((4, 8, 8))}] * 2)
     assert [kv.num_live[0].tolist() for kv in layers] == [[11, 11]] * 2
+
+
+def test_e38_limits_in_which_one_method_is_another(examples):
+    """Of a padded batch."""
+    sized = {"window": 4, "kernel": 3}
+    ahakv = variants.ahakv_without("gain", 10, recent=4)
+    snapkv = methods.snapkv(10, window=4, kernel=1)
+    rows = {"recent": 0, "random": 0}
+    pairs = {
+        "nacl_all_rows_is_h2o": (methods.nacl(10, proxies=1.0, **rows), methods.h2o(10, recent=0)),
+        "nacl_last_row_is_tova": (methods.nacl(10, proxies=1, **rows), variants.tova_by_head(10)),
+        "snapkv_kernel1_is_window_sum": (snapkv, kvjax.Evict(Accumulated(Rows(4)), 10, recent=4)),
+        "ahakv_reduces_to_snapkv_order": (dataclasses.replace(ahakv, score=Accumulated(ahakv.score.of)), snapkv),
+        "pyramid_beta1_is_uniform": (methods.pyramidkv(10, beta=1.0, **sized), methods.snapkv(10, **sized)),
+        "keyformer_no_noise_tau1_is_h2o": (
+            variants.keyformer_drawn(10, noise="none", tau=(1.0, 1.0), recent=5),
+            methods.h2o(10),
+        ),
+    }
+    assert examples["E38"]["expected"] == dict.fromkeys(pairs, True)
+    arrays = tensors.qkv(11)
+    for one, other in pairs.values():
+        found, wanted = (kvjax.evict_layer(p, *arrays, lengths=[24, 17], layer=1, num_layers=3) for p in (one, other))
+        assert live_positions(found) == live_positions(wanted)
+        assert one != other

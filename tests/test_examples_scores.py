@@ -10,11 +10,10 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.budgets import STEP, Schedule, Share
-from kvjax.contract import AttentionInputs, Layout, Tree, resolve
+from kvjax.contract import Layout, Tree, resolve
 from kvjax.decide.select import Chunks, PerChunk, TopK, TwoStage, best
 from kvjax.methods import kvpress, variants
 from kvjax.methods.counts import Truncated
-from kvjax.methods.hidden import ReadPages
 from kvjax.methods.profile import STRATEGIES
 from kvjax.observe import FutureQueries, ProjectedValueNorm
 from kvjax.pallas_kernels import attention
@@ -234,27 +233,6 @@ def test_e33_expected_attention(examples):
     slope = -0.5 * np.arange(3, -1, -1)
     biased = np.array(wanted["probs"]) * np.exp(slope)
     np.testing.assert_allclose(score(at(ones, numbers(slope)))[0, 0], biased / biased.sum(), atol=1e-6)
-
-
-def test_quest_reads_the_pages_of_the_largest_bounds():
-    """Keys (1, -1), (-2, 0) | (0, 3), (1, 1) | (2, -3), of which the last is the row's own.
-
-    For (1, -2) the bounds are 1 + 2, 1 - 2 and 2 + 6; for (-1, 1.5) they are 2 + 0, 0 + 4.5 and -2 - 4.5.
-    """
-    policy = ReadPages(4, 2)
-    k = jnp.asarray([[[[1.0, -1], [-2, 0], [0, 3], [1, 1], [2, -3]]]])
-    q = jnp.asarray([[[[1.0, -2]], [[-1, 1.5]]]])
-    fill = jnp.full((1, 1, 3, 2), jnp.inf)
-    kv = cache(range(4), (-fill, fill), k=k[:, :, :4], v=k[:, :, :4])
-    kv = policy.update(kv, {}, moment(policy, 4, prompt=4, new=2, N=2, H=2, phase="prefill"))
-    kv, ctx = cache(range(5), kv.memory, k=k, v=k), moment(policy, 5, prompt=4, new=2, N=2, H=2)
-    kv = policy.update(kv, {}, ctx)
-    np.testing.assert_array_equal(kv.memory[0][0, 0], [[1, 0], [1, 3], [2, -3]])
-    np.testing.assert_array_equal(kv.memory[1][0, 0], [[-2, -1], [0, 1], [2, -3]])
-    inputs = AttentionInputs(q, q, kv, jnp.asarray([[4]]), ctx, tensors.unturned)
-    assert np.flatnonzero(policy.reads(kv, inputs, ctx).visible[0, 0]).tolist() == [2, 3, 4]
-    with pytest.raises(ValueError, match="a page of 0 tokens holds none; give size=1 or more"):
-        ReadPages(4, 0)
 
 
 # --- counts, ties, padding, schedules ---

@@ -17,7 +17,7 @@ QUICK = {  # rows of distinct mechanisms
     *("snapkv_text", "ada_released_normalized", "ada_skip", "kvpress_pyramidkv", "kvpress_chunk", "head_table"),
     *("easykv_encoding_roco", "from_fn_observing", "many_then_few", "partition_heads", "shared_layers"),
 }
-ON_A_MODEL = ("h2o", "ada_snapkv", "streaming_llm", "keyformer", "snapkv_then_tova", "quest", "kvzip")
+ON_A_MODEL = ("h2o", "ada_snapkv", "streaming_llm", "keyformer", "snapkv_then_tova", "quest", "fastgen_pooled", "kvzip")
 
 
 def rows(names, quick):

@@ -187,6 +187,7 @@ def alone(policy, row):
 
 @table.rows(table.QUICK, without=table.OF_A_BATCH)
 def test_a_padded_row_gets_what_it_gets_alone(case):
+    """D-40."""
     together = one_call.decided(case.policy)[1].live[PADDED]
     found = alone(case.policy, 1)
     np.testing.assert_array_equal(together[:, T - LENGTHS[1] :], found.live[0])

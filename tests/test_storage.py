@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.budgets import STEP, Schedule
+from kvjax.budgets import Schedule
 from kvjax.contract import EMPTY, LayerInfo, Layout, PerSlot, Reads
 from kvjax.methods import variants
 from kvjax.storage import Layer, Pool, empty, to_pool
@@ -20,23 +20,12 @@ from tests.tensors import live_positions
 B, T, NEW, LENGTHS = 2, 24, 14, np.array([24, 17], np.int32)
 IDS, MORE = np.asarray(tensors.token_ids(2, T)), np.asarray(tensors.token_ids(2, NEW, 1))
 adaptive = lambda policy, *how, **fields: dataclasses.replace(policy, heads=kvjax.Adaptive(*how), **fields)
+H2O = adaptive(methods.h2o(10, recent=4))
 POLICIES = {
-    "snapkv": adaptive(methods.snapkv(10, window=4)),
-    "h2o": adaptive(methods.h2o(10, recent=4)),
-    "h2o every 3": adaptive(methods.h2o(10, recent=4), when=Schedule(every=3)),
-    "h2o over 3": adaptive(methods.h2o(10, recent=1), 1.0, when=Schedule(over=3, drop=5)),
-    "roco": adaptive(methods.roco(10)),
-    "keyformer": adaptive(methods.keyformer(10, recent=3)),
-    "tova": variants.tova_by_head(10),
-    "scissorhands": methods.scissorhands(10, history=9, recent=2, drop=3),
-    "ahakv": methods.ahakv(10, recent=3),
-    "random": methods.random(10),
-    "streaming_llm": dataclasses.replace(methods.streaming_llm(10, sinks=2), layout=Layout()),
-    "keydiff": dataclasses.replace(methods.keydiff(10), when=STEP),
     "query heads": variants.by_query_head(methods.snapkv(10, window=4)),
+    "over 3": adaptive(methods.h2o(10, recent=1), 1.0, when=Schedule(over=3, drop=5)),
+    "rank": dataclasses.replace(H2O, layout=Layout("rank")),
 }
-PAIRS = [*((name, "original") for name in POLICIES), *((name, "rank") for name in ("snapkv", "h2o", "streaming_llm"))]
-QUICK = {("query heads", "original"), ("h2o over 3", "original"), ("h2o", "rank")}
 
 
 def run(small, policy, lengths=LENGTHS, block=None):
@@ -47,14 +36,11 @@ def run(small, policy, lengths=LENGTHS, block=None):
     return np.concatenate([first[:, None], logits], axis=1), state.layers[0], after.layers[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "positions"), [pytest.param(*p, marks=() if p in QUICK else pytest.mark.exhaustive) for p in PAIRS]
-)
-def test_the_pool_equals_the_dense_layout(shallow, name, positions):
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_the_pool_equals_the_dense_layout(shallow, policy):
     """Of a prompt that is shorter than the budget too, whose heads grow into theirs."""
-    policy, by = POLICIES[name], POLICIES[name].layout.by_query_head
     stored = lambda pool, budget: dataclasses.replace(
-        policy, budget=budget, layout=Layout(positions, pool=pool, by_query_head=by)
+        policy, budget=budget, layout=dataclasses.replace(policy.layout, pool=pool)
     )
     for budget, lengths in ((10, LENGTHS), (16, np.array([T, 5], np.int32))):
         dense, _, wanted = run(shallow, stored(False, budget), lengths)
@@ -66,8 +52,8 @@ def test_the_pool_equals_the_dense_layout(shallow, name, positions):
 
 
 def test_blocks_and_pool_together(shallow):
-    dense, *_ = run(shallow, POLICIES["h2o"], block=7)
-    pooled, *_ = run(shallow, dataclasses.replace(POLICIES["h2o"], layout=Layout(pool=True)), block=7)
+    dense, *_ = run(shallow, H2O, block=7)
+    pooled, *_ = run(shallow, dataclasses.replace(H2O, layout=Layout(pool=True)), block=7)
     np.testing.assert_allclose(pooled, dense, atol=1e-4)
 
 
