@@ -1,5 +1,6 @@
 """Writes the pages of the API reference: `pip install 'kvjax[docs]'`, then `python experiments/reference.py`."""
 
+import importlib
 import inspect
 import pathlib
 import pkgutil
@@ -13,9 +14,12 @@ import kvjax
 _SHORT = {
     r"jaxtyping\.(\w+)\[[\w.]+(?: \| [\w.]+)*, '([^']*)'\]": r'\1["\2"]',
     r"jaxtyping\.PyTree\[[\w.]+\]": "PyTree",
-    r"(?:jax\.)?jaxlib\._jax\.Array": "Array",
+    r"(?:jax\.)?jaxlib\._jax\.(\w+)": r"\1",
     r"typing\.Any": "Any",
 }
+
+
+MODULES = "kvjax.methods.variants", "kvjax.models.embedded"  # are imported by their own names
 
 
 def short(text: str) -> str:
@@ -23,6 +27,18 @@ def short(text: str) -> str:
     for long, name in _SHORT.items():
         text = re.sub(long, name, text)
     return text
+
+
+def exported(name: str) -> list[str]:
+    """The names that a package takes from its modules for its users; none of a module or of an empty package."""
+    module = importlib.import_module(name)
+    inside = lambda value: getattr(value, "__module__", name).startswith(name)  # a constant has no module
+    return [
+        key
+        for key in dir(module)
+        if hasattr(module, "__path__") and not key.startswith("_")
+        if not inspect.ismodule(value := getattr(module, key)) and inside(value)
+    ]
 
 
 def write(output: pathlib.Path = pathlib.Path("results/reference")) -> None:
@@ -41,11 +57,15 @@ def write(output: pathlib.Path = pathlib.Path("results/reference")) -> None:
         return short(plain(annotation, *args, **how))
 
     pdoc.doc.formatannotation = inspect.formatannotation = shown
-    pdoc.render.configure(docformat="google", show_source=False)
+    pdoc.render.configure(docformat="google", show_source=False, math=True)
     inside = {f"kvjax.{found.name}" for found in pkgutil.iter_modules(kvjax.__path__)}
-    commands = {"kvjax.configs", "kvjax.experiments"}
+    inside -= {"kvjax.configs", "kvjax.experiments"}  # commands
+    inside -= {"kvjax.drivers"}  # its names are kvjax's
+    for name in inside:
+        if names := exported(name):  # stand on the package's page, as users import them
+            importlib.import_module(name).__dict__["__all__"] = names
     known = {f"kvjax.{name}" for name in kvjax.__all__}  # of which the first page has pages already
-    pdoc.pdoc("kvjax", *sorted(inside - commands - known), output_directory=output)
+    pdoc.pdoc("kvjax", *sorted(inside - known), *MODULES, output_directory=output)
     print(f"open {output / 'index.html'}")
 
 

@@ -1,11 +1,21 @@
 """KV-cache eviction policies for language models: what a cache keeps, decided by small immutable values.
 
-Each package is built on those named before it.
+Each package is built on those named before it:
 
-contract: what a policy is asked and told. storage: what is stored. budgets: how many tokens. observe: what can be seen
-of a layer's rows. decide: which stay, and what they hold. scores: how tokens are ranked. evict: what most methods are.
-plan: sizes. compose: policies made of policies. drivers: from prompt to token. methods: the papers. analysis: what an
-eviction costs. learning: relaxed policies and fitted functions. plot: pictures.
+- `kvjax.contract`: what a policy and its parts are given and return.
+- `kvjax.storage`: a layer's cache.
+- `kvjax.budgets`: how many tokens each layer and head keeps.
+- `kvjax.observe`: what a policy can ask to know of the rows that a layer reads.
+- `kvjax.decide`: which tokens stay, and what is stored of them.
+- `kvjax.scores`: how tokens are ranked.
+- `kvjax.evict`: the policy that most methods are.
+- `kvjax.plan`: the sizes of all caches, before anything is traced.
+- `kvjax.compose`: policies made of policies.
+- `kvjax.drivers`: from prompt to token; all that is public there can be imported from here.
+- `kvjax.methods`: the methods of the papers.
+- `kvjax.analysis`: what an eviction costs.
+- `kvjax.learning`: differentiable policies, and scores and gates that are fitted.
+- `kvjax.plot`: pictures.
 """
 
 import importlib

@@ -51,7 +51,7 @@ def test_modules_of_packages_are_known_however_python_is_told(options, monkeypat
 @pytest.mark.parametrize("script", ["run", "-m run", "sweep", "report", "learn_gates", "train_tiny"])
 def test_a_signal_before_anything_is_begun_ends_a_script_at_once_with_one_line(script):
     """While it imports, where jax would drop what Python raises."""
-    for number, seconds in ((signal.SIGTERM, 0.0), (signal.SIGINT, 0.6)):
+    for number, seconds in ((signal.SIGTERM, 0.0), (signal.SIGINT, 0.1)):
         process = begun(script, "--help")
         time.sleep(seconds)
         process.send_signal(number)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ EMPTY = -1  # the position of a dead slot
 LAST = jnp.iinfo(jnp.int32).max  # later than any position
 UNSCORED = LAST - 1  # the position of a prompt's tokens that stay where others went by scores none of which is a number
 Phase = Literal["prefill", "decode", "replay"]
-Rotate = Callable[[Array, Array], Array]  # the rotary embedding: (x "B K T H", positions "B K T") -> x
+Rotate: TypeAlias = Callable[[Array, Array], Array]  # the rotary embedding: (x "B K T H", positions "B K T") -> x
 
 
 @value

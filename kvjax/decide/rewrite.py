@@ -1,7 +1,7 @@
 """New values and weights for the slots that an eviction keeps."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,9 @@ from kvjax.decide.select import best
 from kvjax.storage import take
 
 # Queries (scaled), each row's largest logit, its sum of exponentials relative to that, and its output.
-Answers = tuple[Float[Array, "B K R H"], Float[Array, "B K R"], Float[Array, "B K R"], Float[Array, "B K R H"]]
+Answers: TypeAlias = tuple[
+    Float[Array, "B K R H"], Float[Array, "B K R"], Float[Array, "B K R"], Float[Array, "B K R H"]
+]
 
 
 @value

@@ -12,7 +12,7 @@ Letters: B texts, T tokens, L layers, N query heads, K kv heads, G = N / K, H he
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.pallas_kernels.columns import accumulator
 
-Attention = Callable[..., tuple[Array, Any, Any]]  # what models call in every layer, as `Attend` of the drivers
+# What models call in every layer, as `Attend` of the drivers.
+Attention: TypeAlias = Callable[..., tuple[Array, Any, Any]]
 
 
 def gated(gates: Float[Array, "L K"], pos: Int[Array, "B T"], *, sinks: int, recent: int) -> Attention:
