@@ -1,13 +1,14 @@
 """Finding configs by name or path, and functions in Python files."""
 
 import contextlib
+import difflib
 import importlib.util
 import pathlib
 import sys
 import traceback
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from kvjax.configs.methods import CONFIGS
@@ -43,8 +44,7 @@ def find(config: str, script: str = "run.py") -> tuple[str, Callable[..., Any]]:
     elif here and stem in _SCRIPTS:
         raise ValueError(f"{stem}.py is a config of experiments/{_SCRIPTS[stem]}, not of experiments/{script}")
     if path.suffix != ".py" or not path.is_file():
-        names = ", ".join(available(script))
-        raise ValueError(f"no config {config!r}; configs/ has {names}, or give a path to a .py file")
+        raise unknown("config", config, available(script), "give a path to a .py file")
     get_config = getattr(_load(path), "get_config", None)
     if not callable(get_config):
         raise ValueError(f"{path} defines no get_config(budget=..., ...) -> Experiment")
@@ -53,6 +53,14 @@ def find(config: str, script: str = "run.py") -> tuple[str, Callable[..., Any]]:
     except Exception as e:
         raise ValueError(f"{path}: the types of get_config's options cannot be read: {type(e).__name__}: {e}") from e
     return path.stem, get_config if path.parent == _HERE else _at_home(path)(get_config)
+
+
+def unknown(what: str, name: str, known: Iterable[str], otherwise: str) -> ValueError:
+    """The error of a name that stands for nothing: which one may be meant, all that there are, what else to write."""
+    known = [*known]
+    near = difflib.get_close_matches(pathlib.PurePath(name).name.removesuffix(".py"), known, 1)
+    meant = f" (did you mean {near[0]}?)" if near else ""
+    return ValueError(f"no {what} {name!r}{meant}; there are {', '.join(known)}, or {otherwise}")
 
 
 def function(reference: str) -> Callable[..., Any]:

@@ -9,7 +9,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from kvjax import Policy, Share
-from kvjax.configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, sweep
+from kvjax.configs.experiment import (
+    BUDGETS,
+    LARGEST,
+    Budget,
+    Common,
+    Experiment,
+    Setup,
+    check_finite,
+    check_whole,
+    sweep,
+)
 from kvjax.contract import Count
 
 _PLAIN = (int, float, bool, str, type(None))
@@ -68,6 +78,8 @@ def of(
         setup, swept = chosen.pop("setup", Setup()), chosen.pop(over, tuple(values))
         if unknown := [n for n in chosen if n not in options]:
             raise TypeError(f"{make.__name__} has no option {unknown[0]}; there are {', '.join([over, *options])}")
+        check_finite(**{n: x for n, x in chosen.items() if isinstance(x, float)})
+        check_whole(-LARGEST, **{n: x for n, x in chosen.items() if isinstance(x, int) and not isinstance(x, bool)})
         asked = {o.parameter: (o, chosen.get(n, o.default)) for n, o in options.items()}
         arguments = {n: o.use(setup, x) for n, (o, x) in asked.items()} | ({} if given is None else given(setup))
         shown = {n: x if isinstance(defaults.get(n), File) else arguments[n] for n, (_, x) in asked.items()}

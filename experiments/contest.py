@@ -35,7 +35,7 @@ from kvjax.configs.learning import LearnedScorer, Prompts
 from kvjax.configs.probed import probed
 from kvjax.contract import Layout
 from kvjax.experiments.core import stats
-from kvjax.experiments.core.command import check_options, check_values, plain_errors
+from kvjax.experiments.core.command import plain_errors
 from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.core.locks import alone_in
 from kvjax.experiments.core.markdown import table
@@ -234,8 +234,6 @@ def main(argv: Sequence[str]) -> None:
     """Parses, runs, prints the tables."""
     with plain_errors():
         argv = keep_compiled(argv)
-        check_values(argv)
-        check_options(argv)
         contest = tyro.cli(Contest, args=argv, prog="experiments/contest.py", description=__doc__)
         with alone_in(contest.output):
             for model in contest.model:

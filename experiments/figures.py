@@ -33,14 +33,7 @@ from tqdm import tqdm
 from kvjax import models
 from kvjax.configs.experiment import check_whole
 from kvjax.experiments import frontier
-from kvjax.experiments.core.command import (
-    check_options,
-    check_output,
-    check_values,
-    plain_errors,
-    write_figure,
-    write_json,
-)
+from kvjax.experiments.core.command import check_output, plain_errors, write_figure, write_json
 from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.core.locks import alone_in
 from kvjax.experiments.core.provenance import environment
@@ -182,8 +175,6 @@ def main(argv: Sequence[str]) -> None:
         return
     with plain_errors():
         argv = keep_compiled(argv)
-        check_values(argv)
-        check_options(argv)
         options = tyro.cli(Options, args=argv, prog="experiments/figures.py", description=_description())
         run(options, [sys.executable, *sys.argv])
 

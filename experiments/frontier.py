@@ -26,7 +26,7 @@ from kvjax import Policy, configs, models
 from kvjax.configs.experiment import Experiment, Setup, check_distinct, check_whole
 from kvjax.experiments import run as job
 from kvjax.experiments.core import markdown, stats
-from kvjax.experiments.core.command import check_options, check_output, check_values, plain_errors, write_figure
+from kvjax.experiments.core.command import check_output, plain_errors, write_figure
 from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.core.engine import Shape, shapes
 from kvjax.experiments.core.records import Line, read_lines
@@ -314,7 +314,5 @@ def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
     with plain_errors():
         argv = keep_compiled(argv)
-        check_values(argv)
-        check_options(argv)
         frontier = tyro.cli(Frontier, args=argv, prog="experiments/figures.py frontier", description=__doc__)
         run(frontier, [sys.executable, *sys.argv])

@@ -29,7 +29,7 @@ from tqdm import tqdm
 import kvjax
 from kvjax import methods, models
 from kvjax.configs.experiment import check_finite, check_whole
-from kvjax.experiments.core.command import check_options, check_output, check_values, plain_errors, write_json
+from kvjax.experiments.core.command import check_output, plain_errors, write_json
 from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.core.engine import Engine, prompts_of, shapes
 from kvjax.experiments.core.provenance import environment
@@ -228,6 +228,4 @@ def run(
 if __name__ == "__main__":
     with plain_errors():
         argv = keep_compiled(sys.argv[1:])
-        check_values(argv)
-        check_options(argv)
         tyro.cli(run, args=argv)

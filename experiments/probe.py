@@ -31,7 +31,7 @@ import tyro
 from kvjax import models
 from kvjax.configs.experiment import check_whole
 from kvjax.drivers.text import repeating
-from kvjax.experiments.core.command import check_options, check_output, check_values, plain_errors
+from kvjax.experiments.core.command import check_output, plain_errors
 from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.core.setup import read_text
 from kvjax.experiments.tasks import retrieval
@@ -161,6 +161,4 @@ def run(probe: Probe) -> None:
 if __name__ == "__main__":
     with plain_errors():
         argv = keep_compiled(sys.argv[1:])
-        check_values(argv)
-        check_options(argv)
         run(tyro.cli(Probe, description=__doc__, args=argv))

@@ -22,14 +22,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.experiments.core.command import (
-    check_options,
-    check_output,
-    directory_path,
-    plain_errors,
-    write_figure,
-    write_json,
-)
+from kvjax.experiments.core.command import check_output, plain_errors, write_figure, write_json
 from kvjax.experiments.core.locks import alone_in
 from kvjax.models.written import write_bytes
 
@@ -97,20 +90,19 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="experiments/report.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument("runs", nargs="*", type=directory_path, help="results directories")
+    parser.add_argument("runs", nargs="*", type=pathlib.Path, help="results directories")
     parser.add_argument(
-        "--with", nargs="+", default=(), type=directory_path, metavar="DIR", dest="leaderboards",
+        "--with", nargs="+", default=(), type=pathlib.Path, metavar="DIR", dest="leaderboards",
         help="directories with a leaderboard.json, such as experiments/leaderboard",
     )  # fmt: skip
     parser.add_argument(
-        "--output", type=directory_path, default=pathlib.Path("results/report"), metavar="DIR",
+        "--output", type=pathlib.Path, default=pathlib.Path("results/report"), metavar="DIR",
         help="directory for report.html, report.md and cells.csv; results/report by default",
     )  # fmt: skip
     parser.add_argument(
         "--samples", type=int, default=3, metavar="N", help="lines of every number within the page, at most (3)"
     )
     with plain_errors():
-        check_options(argv)
         own = parser.parse_args(argv)
         if own.samples < 0:
             raise ValueError(f"--samples {own.samples} must be at least 0")

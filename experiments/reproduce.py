@@ -24,7 +24,7 @@ from typing import Any
 import tyro
 
 from kvjax.experiments import figures
-from kvjax.experiments.core.command import check_options, check_values, plain_errors, write_json
+from kvjax.experiments.core.command import plain_errors, write_json
 from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.core.provenance import environment
 from kvjax.experiments.core.records import Records
@@ -138,8 +138,6 @@ def main(argv: Sequence[str]) -> None:
     """Parses, runs, prints the report."""
     with plain_errors():
         argv = keep_compiled(argv)
-        check_values(argv)
-        check_options(argv)
         flags = tyro.conf.FlagCreatePairsOff[Options]
         options = tyro.cli(
             flags, args=argv, prog="experiments/reproduce.py", description=(__doc__ or "").splitlines()[0]

@@ -32,10 +32,10 @@ from tqdm import tqdm
 import kvjax
 from kvjax import configs, models
 from kvjax.configs import loading
-from kvjax.configs.experiment import BUDGETS, LARGEST, Budget, Common, Experiment, Setup, sweep
-from kvjax.configs.learning import LearnedBudget, LearnedScorer
+from kvjax.configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, sweep
+from kvjax.configs.learning import LearnedBudget, LearnedScorer, Prompts
 from kvjax.experiments import report, stopping, tasks
-from kvjax.experiments.core.command import check_options, directory_path, plain_errors
+from kvjax.experiments.core.command import plain_errors
 from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.core.engine import Engine, Prompt, shapes
 from kvjax.experiments.core.meaning import definition
@@ -54,7 +54,6 @@ from kvjax.experiments.core.setup import (
 from kvjax.models.packaged import TERMS, accept_license
 from kvjax.models.sources import locate
 
-_NAMES = "--model", "--baselines", "--tasks", "--data", "--text"  # options whose values are none of numbers
 _OF_OTHERS = "baselines", "baseline_budget", "compress"  # what of a setup no line of a policy depends on
 _PICTURES = "score_against_budget.png", "perplexity_against_budget.png"
 _RETURNED = {"run.py": Experiment, "learn_budget.py": LearnedBudget, "learn_scorer.py": LearnedScorer}
@@ -64,13 +63,13 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
     """The experiment, the options of a script, and the overrides as typed.
 
     Raises:
-      ValueError: an unknown config, or an option that is given twice.
+      ValueError: an unknown config.
       SystemExit: options that do not exist or do not fit, after saying which do; or --help.
     """
     parser = argparse.ArgumentParser(prog=f"experiments/{script}", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="a file in configs/, by name, or a path")
     parser.add_argument(
-        "--output", type=directory_path, metavar="DIR", help="where results go; results/<name> by default"
+        "--output", type=pathlib.Path, metavar="DIR", help="where results go; results/<name> by default"
     )
     parser.add_argument("--restart", action="store_true", help="begin anew; an earlier run there is moved aside")
     parser.add_argument("--accept-license", choices=TERMS, help="of a model: its terms, which you have read and accept")
@@ -95,23 +94,18 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
         print(tasks.listing())
         raise SystemExit(0)
     if own.config is None and getattr(own, "policy", None) is None:
+        if not {"-h", "--help"} & set(argv):
+            raise ValueError(f"--config is missing; experiments/{script} --help lists them and their options")
         print(parser.format_help() + f"\nconfigs: {', '.join(configs.available(script))}")
-        print("\n--config FILE --help lists the parameters of a config.")
-        raise SystemExit(0 if {"-h", "--help"} & set(argv) else 2)
-    check_options(argv)
+        print("\n--config FILE --help says what the options of a method are, too. Of every config:\n")
+        tyro.cli(Setup if script == "run.py" else Prompts, args=["--help"], prog=f"experiments/{script}")
     if own.accept_license:
         accept_license(own.accept_license)
-    _check_numbers(overrides)
     name, get_config = _config_of(own, script)
     program = f"experiments/{script} --config {own.config} [--output DIR] [--restart]"
     if {"-h", "--help"} & set(overrides):
         print(parser.format_help())
-    try:
-        experiment = tyro.cli(get_config, args=overrides, prog=program)
-    except SystemExit as e:
-        if e.code not in (0, None):
-            print(f"parameters of {name}: {' '.join(_options(get_config))}", file=sys.stderr)
-        raise
+    experiment = tyro.cli(get_config, args=overrides, prog=program)
     check_is(experiment, _RETURNED[script], own.config or name)
     return experiment, own, overrides
 
@@ -165,28 +159,6 @@ def _mesh(text: str) -> dict[str, int]:
 
 def _lists_tasks(overrides: Sequence[str]) -> bool:
     return any(a == "--tasks" and b == "list" for a, b in itertools.pairwise(overrides)) or "--tasks=list" in overrides
-
-
-def _check_numbers(overrides: Sequence[str]) -> None:
-    """Refuses what no option of any config takes: nan, and whole numbers that 32 bits do not hold."""
-    option = ""
-    for text in overrides:
-        option = text if text.startswith("--") else option
-        if option.partition("=")[0] in _NAMES:
-            continue  # names
-        number = text.rpartition("=")[2].strip()
-        if number.lower().lstrip("+-") == "nan":
-            raise ValueError(f"{option}: nan is no number that an option takes")
-        if re.fullmatch(r"[+-]?[0-9_]+", number) and abs(int(number.replace("_", "") or "0")) > LARGEST:
-            raise ValueError(f"{option}: {number} must be at most {LARGEST}, which 32 bits hold")
-
-
-def _options(get_config: Any) -> list[str]:
-    names = []
-    for name, parameter in inspect.signature(get_config).parameters.items():
-        grouped = dataclasses.is_dataclass(parameter.default)  # its fields are options without a prefix
-        names += [f.name for f in dataclasses.fields(parameter.default)] if grouped else [name]
-    return ["--output", "--restart", *(f"--{n.replace('_', '-')}" for n in names)]
 
 
 def default_directory(own: argparse.Namespace, overrides: Sequence[str], script: str = "run.py") -> pathlib.Path:
@@ -342,14 +314,15 @@ def _run_missing(
 
 def _said(directory: pathlib.Path, command: Sequence[str]) -> str:
     """Writes the page of a run. Returns what the screen says of it."""
-    from kvjax.experiments.core.table import AVERAGE  # imports pandas, which takes longer than --help should
+    from kvjax.experiments.core import page  # imports pandas, which takes longer than --help should
 
     files = {"page": directory / "report.html", "records": directory / "samples.jsonl"}
     if not files["records"].exists():  # a shard without examples
         return f"{directory} has no records"
     numbers = report.write([directory], directory, f"python {shlex.join(command[1:])}").to_dict("records")
     picture = next((path for path in map(directory.joinpath, _PICTURES) if path.exists()), None)
-    return screen(numbers, AVERAGE, {**({} if picture is None else {"picture": picture}), **files})
+    files = {**({} if picture is None else {"picture": picture}), **files}
+    return screen(numbers, page.AVERAGE, files, page.whole(numbers))
 
 
 def main(argv: Sequence[str]) -> None:

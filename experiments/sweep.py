@@ -38,7 +38,7 @@ from typing import Any, Final
 
 from kvjax import configs
 from kvjax.experiments import run, stopping
-from kvjax.experiments.core.command import check_options, directory_path, plain_errors
+from kvjax.experiments.core.command import plain_errors
 from kvjax.experiments.core.compiled import OPTION, keep_compiled
 
 _OF_THE_SWEEP = "--output", "--restart", "--shard", "--list-tasks", "--help", "-h"
@@ -83,7 +83,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[list[str]]]:
     parser.add_argument(
         "--policy", nargs="+", default=[], metavar="FILE.py:make", help="functions of a budget, as of run.py"
     )
-    parser.add_argument("--output", type=directory_path, metavar="DIR", help="where runs go; results by default")
+    parser.add_argument("--output", type=pathlib.Path, metavar="DIR", help="where runs go; results by default")
     parser.add_argument("--scheduler", choices=("local", "slurm", "ray"), default="local", help="who runs them")
     parser.add_argument(
         "--workers", type=int, metavar="N", help="local processes at a time; one a GPU by default, one without a GPU"
@@ -96,7 +96,6 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[list[str]]]:
         help="what a run gets: parameters of submitit's AutoExecutor, or options of Ray's tasks",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the runs, and start none")
-    check_options(swept)
     own, rest = parser.parse_known_args(swept)
     sources = [("--config", x) for x in own.config] + [("--policy", x) for x in own.policy]
     if not sources:

@@ -35,7 +35,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.drivers.attend import without_cache
 from kvjax.experiments import corpus
-from kvjax.experiments.core.command import check_options, check_values, plain_errors
+from kvjax.experiments.core.command import plain_errors
 from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.training import loop
 from kvjax.experiments.training.loop import ANSWER, FIRST, LANGUAGE
@@ -278,6 +278,4 @@ def train(
 if __name__ == "__main__":
     with plain_errors():
         argv = keep_compiled(sys.argv[1:])
-        check_values(argv)
-        check_options(argv)
         tyro.cli(train, args=argv)

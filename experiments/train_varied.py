@@ -38,7 +38,7 @@ import tyro
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.experiments import corpus
-from kvjax.experiments.core.command import check_options, check_values, plain_errors
+from kvjax.experiments.core.command import plain_errors
 from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.core.setup import read_text
 from kvjax.experiments.training import loop
@@ -270,6 +270,4 @@ def train(
 if __name__ == "__main__":
     with plain_errors():
         argv = keep_compiled(sys.argv[1:])
-        check_values(argv)
-        check_options(argv)
         tyro.cli(train, args=argv)

@@ -50,7 +50,7 @@ def requests(kind, *arguments):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": "snapk"}, "no config 'snapk'; configs/ has ada_pyramid, "),
+        ({"policy": "snapk"}, "no config 'snapk' .did you mean snapkv..; there are ada_pyramid, "),
         (
             {"policy": "snapkv", "budget": 0.5, "window_size": 4},
             "policy=snapkv has no window_size; its parameters are budget, wind",

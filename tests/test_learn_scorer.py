@@ -87,7 +87,7 @@ def test_the_scorer_resumes(scored, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--config", "nope.py"], r"no config 'nope.py'; configs/ has learned_budget,"),
+        (["--config", "nope.py"], r"no config 'nope.py'; there are learned_budget,"),
         (["--config", "snapkv.py"], "no config 'snapkv.py'"),
         (["--config", "learned_scorer.py"], "is a config of experiments/learn_scorer.py, not of experiments/learn_bud"),
         (["--config", "learned_budget.py", "--budget"], "budget is empty"),

@@ -249,7 +249,7 @@ def test_names_are_no_markup():
 def test_prompts_that_were_kept_whole_are_named(tmp_path):
     found = sources.read([make_run(tmp_path / "run", ["window"], ("1.5", "0.5", "T=1"), tasks=("mine",), rows=2)])
     (view,) = page.views(table.numbers(found.lines), found)
-    assert view.whole.startswith(
+    assert page.whole(view.numbers).startswith(
         "Prompts of which every token was kept, as with the full cache: window at 1.5 (2 of 2). "
     )
 

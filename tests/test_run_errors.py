@@ -31,7 +31,9 @@ def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, caps
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--config", "nope.py"], r"no config 'nope.py'; configs/ has ada_pyramid, ada_snapkv, ahakv,"),
+        (["--config", "nope.py"], r"no config 'nope.py'; there are ada_pyramid, ada_snapkv, ahakv,"),
+        ([], "--config is missing"),
+        (["--config", "snapk.py"], r"no config 'snapk.py' \(did you mean snapkv\?\); there are"),
         (["--config", "configs/nope.py"], "no config"),
         (
             ["--config", "snapkv.py", "--budget", "16", "--window", "32"],
@@ -54,20 +56,14 @@ def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, caps
         ),
         *((["--config", "snapkv.py", "--budget", b], f"{b} is not a share") for b in ("inf", "-0.5")),
         (["--config", "snapkv.py", "--budget", "0.0"], "a budget of 0.0 of the prompt is none"),
-        *((["--config", "snapkv.py", "--budget", b], "--budget: nan is no number") for b in ("nan", "-NaN")),
-        (["--config", "snapkv.py", "--window=99999999999"], "--window=9+: 9+ must be at most 2147483647"),
-        (["--config", "expected_attention.py", "--eps", "nan"], "--eps: nan is no number"),
+        (["--config", "snapkv.py", "--budget", "nan"], "nan is not a share"),
+        (["--config", "snapkv.py", "--window=99999999999"], "window=9+ must be at most 2147483647"),
+        (["--config", "expected_attention.py", "--eps", "nan"], "eps=nan must be a finite number"),
         (["--config", "snapkv.py", "--budget", "-1"], "a count of -1 tokens is negative"),
         (["--config", "snapkv.py", "--budget", "0.25", "0.250"], "budget has 0.25 twice"),
         (["--config", "snapkv.py", "--baseline-budget", "1.5"], "1.5 is not a share of the prompt"),
         (["--config", "snapkv.py", "--baselines", "h2o", "./h2o.py"], "h2o at budget 0.125 is there twice"),
         (["--config", "fastgen.py", "--recovery", "0.9", "0.90"], "recovery has 0.9 twice"),
-        (
-            ["--config", "snapkv.py", "--budget", "64", "--budget=0.25"],
-            "--budget is given twice; give it once, with all",
-        ),
-        (["--config", "snapkv.py", "--num_beams", "2", "--num-beams", "3"], "--num-beams is given twice"),
-        (["--config", "snapkv.py", "--config", "h2o.py"], "--config is given twice"),
         (["--config", "snapkv.py", "--model", "20261122103000"], "20261122103000 is neither a directory nor a hub id"),
         (["--config", "snapkv.py", "--tasks"], "tasks is empty"),
         (
@@ -154,21 +150,11 @@ def test_a_default_directory_has_a_name_that_a_disk_takes():
     assert len(name) <= 255
 
 
-def test_an_empty_output_is_refused(capsys):
+def test_unknown_options_are_named_with_what_they_are_near_to(capsys):
     with pytest.raises(SystemExit) as e:
-        run.main(["--config", "snapkv.py", "--output", ""])
+        run.main(["--config", "snapkv.py", "--windw", "3"])
     assert e.value.code == 2
-    assert "argument --output: is empty; name a directory" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("argv", [["--windw-size", "3"], ["--pooling", "median"], ["--budget", "lots"]], ids=str)
-def test_unknown_options_list_the_known_ones(argv, capsys):
-    with pytest.raises(SystemExit) as e:
-        run.main(["--config", "snapkv.py", *argv])
-    assert e.value.code == 2
-    err = capsys.readouterr().err
-    assert "parameters of snapkv: --output --restart --budget --window --kernel --pooling" in err
-    assert "--baseline-budget" in err
+    assert "--window INT" in capsys.readouterr().err
 
 
 def test_help(capsys):
@@ -179,7 +165,9 @@ def test_help(capsys):
     with pytest.raises(SystemExit) as e:
         run.main(["--help"])
     assert e.value.code == 0
-    assert "configs: ada_pyramid, ada_snapkv, ahakv" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "configs: ada_pyramid, ada_snapkv, ahakv" in said
+    assert "--baseline-budget" in said
 
 
 def test_setup_names_all_tasks():

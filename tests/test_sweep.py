@@ -51,8 +51,6 @@ def test_a_dry_run_prints_what_run_would_be_called_with(capsys):
         ("--config snapkv.py --chat", "--chat has no value to run; .* goes after --"),
         ("--config snapkv.py --shard 1/2", "--shard is no option of the runs"),
         ("--config snapkv.py -- --restart", "--restart is no option of the runs"),
-        ("--config snapkv.py --budget 1 --budget 2", "--budget is given twice"),
-        ("--config snapkv.py --budget 4 -- --budget 8", "--budget is given twice"),
         (f"--config snapkv.py --output {__file__}/new", "test_sweep.py is a file; name a directory"),
         ("--config snapkv.py --workers 0", "--workers 0 is no number of processes"),
         ("--config snapkv.py --resources num_gpus=1", "--resources are for --scheduler slurm or ray"),

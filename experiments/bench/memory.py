@@ -29,7 +29,7 @@ from kvjax.contract import Layout
 from kvjax.drivers.memory import shown
 from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
 from kvjax.experiments.bench.speed import RANDOM
-from kvjax.experiments.core.command import check_options, plain_errors, write_json
+from kvjax.experiments.core.command import plain_errors, write_json
 from kvjax.experiments.core.locks import Locked
 from kvjax.experiments.core.provenance import device_info
 from kvjax.methods import variants
@@ -202,5 +202,4 @@ def bench(
 
 if __name__ == "__main__":
     with plain_errors():
-        check_options(sys.argv[1:])
         tyro.cli(bench)

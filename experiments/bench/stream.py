@@ -30,7 +30,7 @@ from kvjax import methods, models
 from kvjax.configs.experiment import check_whole
 from kvjax.drivers.memory import shown
 from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
-from kvjax.experiments.core.command import check_options, plain_errors, write_figure, write_json
+from kvjax.experiments.core.command import plain_errors, write_figure, write_json
 from kvjax.experiments.core.locks import Locked
 from kvjax.experiments.core.provenance import device_info
 from kvjax.models.written import write_bytes
@@ -171,5 +171,4 @@ def bench(
 
 if __name__ == "__main__":
     with plain_errors():
-        check_options(sys.argv[1:])
         tyro.cli(bench)

@@ -1,14 +1,12 @@
-"""What the commands of this folder share: how they end, what their options may be, and how they write files."""
+"""What the commands of this folder share: how they end, and how they write files."""
 
-import argparse
 import contextlib
 import io
 import json
 import pathlib
-import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -43,34 +41,6 @@ def write_figure(path: pathlib.Path, figure: Any, **options: Any) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", **options)
     write_bytes(path, buffer.getvalue())
-
-
-def check_options(argv: Sequence[str]) -> None:
-    """Tries whether options are given once; of two of one name, the last alone would count.
-
-    Raises:
-      ValueError: an option that is repeated.
-    """
-    names = [text.partition("=")[0].replace("_", "-") for text in argv if text.startswith("--")]
-    if repeated := [name for i, name in enumerate(names) if name in names[:i]]:
-        raise ValueError(f"{repeated[0]} is given twice; give it once, with all of its values")
-
-
-def check_values(argv: Sequence[str]) -> None:
-    """Tries whether options have values; an empty name of a file or directory would be the working directory.
-
-    Raises:
-      ValueError: an option that is empty.
-    """
-    if any(not text.strip() or re.fullmatch(r"--[\w-]+=\s*", text) for text in argv):
-        raise ValueError("an option is empty")
-
-
-def directory_path(text: str) -> pathlib.Path:
-    """The directory that an option names; an empty name, which would be the working directory, is refused."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("is empty; name a directory")
-    return pathlib.Path(text)
 
 
 def check_output(path: pathlib.Path | None) -> None:

@@ -88,7 +88,7 @@ def find(name: str) -> Metric:
         METRICS[name].prepare()
         return METRICS[name]
     if ".py:" not in name:
-        raise ValueError(f"no metric {name!r}; there are {', '.join(METRICS)}, or write path.py:function for your own")
+        raise loading.unknown("metric", name, METRICS, "write path.py:function for your own")
     function = loading.function(name)
     try:
         inspect.signature(function).bind("output", ["reference"])

@@ -7,7 +7,7 @@ import math
 import os
 import pathlib
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jinja2
@@ -73,22 +73,22 @@ class View:
         by = f", which are scored by different metrics: {found['metrics']}" if "," in found["metrics"] else ""
         return f"The average is over {words(found['parts'])}{by}."
 
-    @property
-    def whole(self) -> str:
-        """Which budgets are none for some prompts, so that scores under them are the full cache's."""
-        counts: dict[tuple[str, str], list[int]] = {}
-        for c in (c for c in self.measured if has_budget(c["budget"]) and not is_full(c["method"])):
-            if c.get("kept_whole") is None:
-                continue
+
+def whole(numbers: Sequence[Mapping[Any, Any]]) -> str:
+    """Which budgets are none for some prompts, so that scores under them are the full cache's."""
+    counts: dict[tuple[str, str], list[int]] = {}
+    for c in numbers:
+        known = c.get("kept_whole") is not None and c["kept_whole"] == c["kept_whole"]
+        if known and c["task"] != AVERAGE and has_budget(c["budget"]) and not is_full(c["method"]):
             kept, of = counts.setdefault((c["method"], c["budget"]), [0, 0])
             counts[c["method"], c["budget"]] = [kept + int(c["kept_whole"]), of + c["n"]]
-        named = [f"{m} at {b} ({kept} of {of})" for (m, b), (kept, of) in counts.items() if kept]
-        if not named:
-            return ""
-        return (
-            f"Prompts of which every token was kept, as with the full cache: {', '.join(named)}. The budget is larger, "
-            "or less than what the policy must keep of so short a prompt (its window), or it evicts later."
-        )
+    named = [f"{m} at {b} ({kept} of {of})" for (m, b), (kept, of) in counts.items() if kept]
+    if not named:
+        return ""
+    return (
+        f"Prompts of which every token was kept, as with the full cache: {', '.join(named)}. The budget is larger, "
+        "or less than what the policy must keep of so short a prompt (its window), or it evicts later."
+    )
 
 
 def views(numbers: pd.DataFrame, found: Found) -> list[View]:
@@ -246,7 +246,7 @@ def html(
         mark=MARK, command=command, views=[*zip(shown, pictures, strict=True)], found=found, options=options(found),
         runs={run.name: run for run in found.runs}, papers=[*map(_paper, found.papers)], policy=policies, where=where,
         samples=samples, key=lambda c: tuple(c[k] for k in NUMBER), link=lambda path: link(path, output),
-        verdicts=_VERDICTS, costs=COSTS, alike=table.ALIKE, average=AVERAGE, is_full=is_full,
+        verdicts=_VERDICTS, costs=COSTS, alike=table.ALIKE, average=AVERAGE, is_full=is_full, whole=whole,
     )  # fmt: skip
 
 

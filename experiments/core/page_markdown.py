@@ -22,7 +22,7 @@ def text(shown: Sequence[page.View], found: Found, output: pathlib.Path, command
     ]  # fmt: skip
     for view in shown:
         lines += [f"## {said(view.name)}", "", *_scores(view), ""]
-        lines += [x for note in (view.average, view.whole) if note for x in (said(note), "")]
+        lines += [x for note in (view.average, page.whole(view.numbers)) if note for x in (said(note), "")]
         lines += [*_by_budget(view), *_compared(view), *_costs(view)]
     if found.papers:
         lines += ["## Papers' tables", ""]

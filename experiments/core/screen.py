@@ -11,13 +11,14 @@ Number = Mapping[Any, Any]
 """A row of `table.numbers`: method, budget, task, kind, value, low, high and kv_of_full."""
 
 
-def screen(numbers: Sequence[Number], average: str, files: Mapping[str, pathlib.Path]) -> str:
+def screen(numbers: Sequence[Number], average: str, files: Mapping[str, pathlib.Path], note: str = "") -> str:
     """The lines that fit on a screen.
 
     Args:
       numbers: of one run.
       average: the task that stands for the mean over tasks, where there are several.
       files: what there is to look at, by what it is.
+      note: what else is to be known of the numbers.
     """
     width = max(map(len, files), default=0) + 1
     where = [f"{f'{name}:':{width}} {path}" for name, path in files.items()]
@@ -45,7 +46,7 @@ def screen(numbers: Sequence[Number], average: str, files: Mapping[str, pathlib.
         *([f"... {more} more {'row' if more == 1 else 'rows'} in the page"] if more > 0 else []),
     ]
     said = _extremes([found[first] for found in by_run.values() if first in found], head[first].removesuffix(", %"))
-    return "\n".join([*lines, "", *said, *where])
+    return "\n".join([*lines, "", *said, *([note, ""] if note else []), *where])
 
 
 def _cell(number: Number | None) -> str:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvjax.experiments.core.command import check_options, directory_path, plain_errors, write_json
+from kvjax.experiments.core.command import plain_errors, write_json
 from kvjax.experiments.harness import lm_eval_module
 from kvjax.models.written import write_bytes
 
@@ -111,9 +111,8 @@ def main(argv: Sequence[str]) -> None:
     """Writes the tasks, and says how to run them."""
     with plain_errors():
         parser = argparse.ArgumentParser(prog="python -m kvjax.experiments.harness.longbench", allow_abbrev=False)
-        parser.add_argument("--data", type=directory_path, required=True, metavar="DIR", help="LongBench's files")
-        parser.add_argument("--output", type=directory_path, required=True, metavar="TASKS", help="where tasks go")
-        check_options(argv)
+        parser.add_argument("--data", type=pathlib.Path, required=True, metavar="DIR", help="LongBench's files")
+        parser.add_argument("--output", type=pathlib.Path, required=True, metavar="TASKS", help="where tasks go")
         own = parser.parse_args(argv)
         tasks = write_tasks(own.data, own.output)
         print(f"{len(tasks)} tasks: {', '.join(tasks)}")

@@ -81,7 +81,7 @@ def find(name: str) -> tuple[str, Builder]:
         data = read(source)
         return f"{form}:{data.name}", Form(f"{form}:{data.name}", data.source, data.rows, form=form, build=FORMS[form])
     if ".py:" not in name:
-        raise ValueError(f"no task {name!r}; there are {', '.join(TASKS)}, or write path.py:function for your own")
+        raise loading.unknown("task", name, TASKS, "write path.py:function for your own")
     builder = loading.function(name)
     try:
         inspect.signature(builder).bind("task", 0)

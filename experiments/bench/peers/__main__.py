@@ -31,7 +31,7 @@ from kvjax.experiments.bench.peers.rows import FULL, GOALS, QUICK, TOY, Row, Siz
 from kvjax.experiments.bench.peers.workers import SIDES, JobError, Sides
 from kvjax.experiments.bench.process import stored_rows
 from kvjax.experiments.bench.speed import RANDOM
-from kvjax.experiments.core.command import check_options, check_values, plain_errors, write_figure, write_json
+from kvjax.experiments.core.command import plain_errors, write_figure, write_json
 from kvjax.experiments.core.locks import Locked
 from kvjax.experiments.core.provenance import environment as surroundings
 from kvjax.models.written import write_bytes
@@ -164,6 +164,4 @@ def bench(
 
 if __name__ == "__main__":
     with plain_errors():
-        check_options(sys.argv[1:])
-        check_values(sys.argv[1:])
         tyro.cli(bench)
