@@ -237,19 +237,6 @@ def test_the_loop_ends_with_the_last_open_sequence(search):
     assert longest[True] <= longest[False] < 20
 
 
-def test_the_state_goes_on(small, search):
-    """Every returned hypothesis can be read on: its logits and its score are those of its text alone."""
-    R, policy = 2, methods.snapkv(8, window=4, kernel=3)
-    result = search(policy=policy, num_return_sequences=R)
-    logits, _ = steps.decode_step(*small, result.tokens[:, :, -1].reshape(-1), result.state)
-    for r in range(R):
-        first, state = steps.prefill(*small, TOKENS, policy=policy, max_new_tokens=M, lengths=LENGTHS)
-        rest, _ = generation.feed(*small, result.tokens[:, r], state)
-        np.testing.assert_allclose(logits[r::R], rest[:, -1], atol=2e-4)
-        scores, _ = generation.score(*small, result.tokens[:, r], first, state)
-        np.testing.assert_allclose(result.scores[:, r], scores.mean(-1), rtol=1e-4)
-
-
 def test_a_search_behind_fed_tokens(small, search):
     """`generate_beams_from` on what other drivers returned equals the search behind the whole prompt."""
     how = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 4, "eos_ids": (5, 6), "length_penalty": 0.5}
@@ -276,22 +263,6 @@ def test_an_equal_search_compiles_nothing(search):
     run(0.3, True)
     run(2.0, "never")
     assert beam._search._cache_size() == before
-
-
-def test_a_beam_for_every_first_token_finds_the_best_pairs():
-    """As wide as the vocabulary, the search over two tokens is exhaustive."""
-    config = models.ModelConfig(
-        vocab_size=4, embed_dim=8, mlp_dim=8, num_layers=1, num_query_heads=1, num_kv_heads=1, head_dim=8
-    )
-    model = models.LanguageModel(config)
-    params = jax.tree.map(lambda x: x * jnp.asarray(2.0, x.dtype), model.init(jax.random.key(0)))
-    prompt, pairs = np.array([[1, 2]]), np.array(list(np.ndindex(4, 4)))
-    result = generate_beams(model, params, prompt, num_beams=4, max_new_tokens=2, num_return_sequences=4)
-    logits, state = steps.prefill(model, params, np.repeat(prompt, 16, axis=0), max_new_tokens=2)
-    scores = np.asarray(generation.score(model, params, pairs, logits, state)[0].mean(-1))
-    best = np.argsort(-scores)[:4]
-    assert result.tokens[0].tolist() == pairs[best].tolist()
-    np.testing.assert_allclose(result.scores[0], scores[best], rtol=1e-4)
 
 
 @pytest.mark.parametrize(

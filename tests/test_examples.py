@@ -339,26 +339,6 @@ def test_e19_e20_shares_of_heads(examples):
     assert kvjax.Adaptive(1 - floor)(score, base, slots)[0].tolist() == e["expected"]["kvjax_exact"]
 
 
-def test_headkv_divides_what_heads_have_given_up():
-    """8 tokens a head beside a window of 2; each keeps 4, and 16 are divided 3 : 1 : 0 : 0."""
-    q, k, v = tensors.qkv(0, B=1)
-    policy = methods.headkv(10, [[3.0, 1.0], [0.0, 0.0]], beta=2.0, window=2)
-    layers, _ = tensors.evicted(policy, [{"q": q, "k": k, "v": v}] * 2)
-    assert [kv.num_live[0].tolist() for kv in layers] == [[18, 10], [6, 6]]
-
-
-def test_finch_weighs_rows_by_what_came_before_them():
-    """Rows of 3 and 4 tokens before them: 3 * (0.5, 0.2, 0.3) + 4 * (0.1, 0.4, 0.2) = (1.9, 2.2, 1.7)."""
-    p = uniform_rows(5)
-    p[3], p[4] = [0.5, 0.2, 0.3, 0, 0], [0.1, 0.4, 0.2, 0.1, 0.2]
-    policy = methods.finch(4, window=2)
-    (kept,), (score,) = read(policy, p)
-    np.testing.assert_allclose(score[:3], [1.9, 2.2, 1.7], rtol=1e-5)
-    assert kept == [0, 1, 3, 4]
-    (plain,) = read(dataclasses.replace(policy, score=Accumulated(Rows(2))), p)[1]
-    np.testing.assert_allclose(plain[:3], [0.6, 0.6, 0.5], rtol=1e-5)
-
-
 @pytest.mark.parametrize(("threshold", "kept"), [(0.6, [0, 4, 5]), (0.7, [0, 1, 2, 3, 4, 5]), (1.0, list(range(6)))])
 def test_a_lazy_layer_keeps_its_ends(threshold, kept):
     """The last row gives the first token and the last two 0.65 of its attention."""

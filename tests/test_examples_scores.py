@@ -11,7 +11,7 @@ import kvjax
 from kvjax import methods
 from kvjax.budgets import STEP, Schedule, Share
 from kvjax.contract import Layout, Tree, resolve
-from kvjax.decide.select import Chunks, PerChunk, TopK, TwoStage, best
+from kvjax.decide.select import Chunks, TopK, TwoStage, best
 from kvjax.methods import kvpress, variants
 from kvjax.methods.counts import Truncated
 from kvjax.methods.profile import STRATEGIES
@@ -169,15 +169,6 @@ def test_e30_chunkkv(examples):
     assert sorted({j // size for j in kept(ratio)}) == e["expected"]["chunks_kept"]
     largest = int(np.argmax(e["expected"]["chunk_scores"]))  # one chunk of three is that of the largest mean
     assert {j // size for j in kept(0.34)} == {largest}
-
-
-def test_every_chunk_keeps_its_own_share():
-    """Chunks of 4, 4 and 2 tokens keep 2, 2 and 1 of half a prompt; the last one's is protected."""
-    score = jnp.asarray([0.4, 0.3, 0.2, 0.1, 0.9, 0.8, 0.7, 0.6, 0.0, 0.0])
-    policy = kvjax.from_fn(lambda kv, stats, ctx: jnp.broadcast_to(score, kv.pos.shape), 0.5)
-    policy = dataclasses.replace(policy, select=PerChunk(4, 0.5), recent=1)
-    q, k, v = tensors.qkv(0, B=1, T=10)
-    assert read_tensors(policy, q, k, v)[0][0] == [0, 1, 4, 5, 9]
 
 
 def test_e31_criticalkv(examples):

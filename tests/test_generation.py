@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax import budgets, compose, contract, methods, models
-from kvjax.drivers import attend, beam, generation, sampling, steps
+from kvjax.drivers import beam, generation, sampling, steps
 from kvjax.drivers import reader as readers
 from kvjax.drivers import stream as streams
 from kvjax.drivers.checks import check_request
@@ -258,12 +258,6 @@ def test_stored_keys_are_turned_further_only_where_that_can_be(shallow, change, 
         make_plan(config, policy, [T], T, 2)
 
 
-def test_learned_positions_stay():
-    config = models.gpt2.GPT2Config(61, 32, 48, 1, 4, 2, 8, max_position=24)
-    with pytest.raises(ValueError, match="the model adds learned positions to its embeddings"):
-        make_plan(config, methods.streaming_llm(6), [T], T, 2)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -316,21 +310,6 @@ def test_sampling_is_per_row_and_numbers_of_numpy_and_lists_are_as_good(shallow)
     np.testing.assert_array_equal(together, run(TOKENS.tolist(), LENGTHS.tolist(), keys, np.int64(8)))
     np.testing.assert_array_equal(together[1], run(TOKENS[1:2], LENGTHS[1:2], keys[1:2])[0])
     assert not np.array_equal(together, run(TOKENS, LENGTHS, jax.random.split(jax.random.key(5), 3)))
-
-
-def test_requests_of_about_the_same_size_share_programs_and_results(shallow):
-    """Sizes are exact where that is asked for, and where they change what is kept."""
-    how = {"policy": H2O, "key": jax.random.key(2), "max_new_tokens": 7, "eos_ids": (3,), "lengths": LENGTHS}
-    how |= {"sampler": sampling.Sample(2.0, repetition_penalty=1.2)}
-    exact, rounded = (generation.generate(*shallow, TOKENS, **how, buckets=x) for x in (False, True))
-    np.testing.assert_array_equal(exact.tokens, rounded.tokens)
-    np.testing.assert_array_equal(exact.lengths, rounded.lengths)
-    assert [x.state.plan.infos[0].prompt_len for x in (exact, rounded)] == [T, 16]
-    assert [live(exact.state, row) for row in range(3)] == [live(rounded.state, row) for row in range(3)]
-    before = attend.layer_step._cache_size()
-    generation.generate(*shallow, TOKENS[:, 1:], **how | {"lengths": None, "max_new_tokens": 9})
-    generation.generate(*shallow, TOKENS[:, 2:], **how | {"lengths": None, "max_new_tokens": 16})
-    assert attend.layer_step._cache_size() <= before + 1
 
 
 @pytest.mark.parametrize(

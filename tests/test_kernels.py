@@ -19,6 +19,7 @@ from kvjax.pallas_kernels.tiles import tile_size
 from tests.references import attention as numpy_reference
 
 IMPLEMENTATIONS = ("xla", "reference")
+EVERY = (*IMPLEMENTATIONS, pytest.param("interpret", marks=pytest.mark.slow))
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 
 COLUMNS = (
@@ -321,15 +322,20 @@ def test_column_sums_total_the_rows():
     np.testing.assert_allclose(sums.sum(-1), np.broadcast_to(rows[:, None], sums.shape[:2]), rtol=1e-5)
 
 
-def test_rows_that_see_nothing():
-    q, k, v, q_pos, kv_pos = inputs(T=8)
-    result = attention(q, k, v, jnp.full_like(q_pos, -1), kv_pos, columns=[Columns()])
+@pytest.mark.parametrize("implementation", EVERY)
+@pytest.mark.parametrize("T", [1, 8])
+def test_rows_that_see_nothing(T, implementation):
+    q, k, v, q_pos, kv_pos = inputs(T=T, cached=3, pads=0)
+    hidden = jnp.full_like(q_pos, -1)
+    result = attention(q, k, v, hidden, kv_pos, columns=[Columns()], implementation=implementation)
     assert not np.asarray(result.out).any()
     assert np.isneginf(result.lse).all()
     assert not np.asarray(result.columns[0]).any()
 
 
-def only_keys(T, implementation):
+@pytest.mark.parametrize("T", [1, 2])
+@pytest.mark.parametrize("implementation", EVERY)
+def test_the_only_key_of_a_row_is_above_no_threshold(implementation, T):
     """The first row of 300 sees itself alone: its probability is 1, not above 1 / 1, however that was rounded."""
     q, k, v, *_ = inputs(B=300, T=T)
     rows = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (300, T))
@@ -346,13 +352,9 @@ def only_keys(T, implementation):
     assert not np.asarray(found[..., 1:]).any()
 
 
-@pytest.mark.parametrize("T", [1, 2])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_the_only_key_of_a_row_is_above_no_threshold(implementation, T):
-    only_keys(T, implementation)
-
-
-def uniform_rows(T, implementation):
+@pytest.mark.parametrize("T", [1, 37])
+@pytest.mark.parametrize("implementation", EVERY)
+def test_no_probability_of_a_uniform_row_is_above_average(implementation, T):
     """Equal keys: every probability of a row is one over those it sees, however it, or a group's mean, was rounded."""
     q, _, v, q_pos, kv_pos = inputs(N=6, T=T, cached=40)
     k = jnp.broadcast_to(jnp.linspace(-1.0, 1.0, 8), v.shape)
@@ -373,12 +375,6 @@ def uniform_rows(T, implementation):
         np.testing.assert_array_equal(
             x.reshape(2, 2, -1, x.shape[-1]).sum(-1), wanted[..., None].repeat(x.shape[1] // 2, -1)
         )
-
-
-@pytest.mark.parametrize("T", [1, 37])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_no_probability_of_a_uniform_row_is_above_average(implementation, T):
-    uniform_rows(T, implementation)
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
@@ -414,16 +410,19 @@ def test_gradients_equal_the_references():
         np.testing.assert_allclose(a, b, atol=2e-4)
 
 
-def test_statistics_have_no_silent_gradient():
+@pytest.mark.parametrize("implementation", ["xla", EVERY[-1]])
+def test_statistics_have_no_silent_gradient(implementation):
     q, k, v, q_pos, kv_pos = inputs(T=8)
-    f = lambda q: attention(q, k, v, q_pos, kv_pos, columns=[Columns()]).columns[0].sum()
+    run = lambda q: attention(q, k, v, q_pos, kv_pos, columns=[Columns()], implementation=implementation)
     with pytest.raises(NotImplementedError, match="no gradient"):
-        jax.grad(f)(q)
+        jax.grad(lambda q: run(q).columns[0].sum())(q)
+    assert np.isfinite(jax.grad(lambda q: run(q).out.sum())(q)).all()
 
 
-def test_repeatable():
-    arrays = inputs(T=300)
-    run = jax.jit(lambda *a: attention(*a, columns=[Columns(), Columns(element="p2", group_at="before")]))
+@pytest.mark.parametrize(("implementation", "T"), [("xla", 300), pytest.param("interpret", 70, marks=pytest.mark.slow)])
+def test_repeatable(implementation, T):
+    arrays, columns = inputs(T=T), [Columns(), Columns(element="p2", group_at="before")]
+    run = jax.jit(lambda *a: attention(*a, columns=columns, implementation=implementation))
     first, second = run(*arrays), run(*arrays)
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -1,6 +1,7 @@
-"""Meshes: what is refused, and eight devices, which the other tests have not, in a process of their own."""
+"""Meshes: what is refused, and several devices, which the other tests have not, in processes of their own."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -9,15 +10,22 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.experiments import run
 from tests.runs import ROOT
 
 
-def test_eight_devices():
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+def start(devices, *command):
+    """A process of Python with so many devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/sharded.py"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, **how)
+
+
+def test_eight_devices():
+    done = start(8, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/sharded.py")
+    said, _ = done.communicate(timeout=600)
+    assert done.returncode == 0, said
 
 
 @pytest.mark.parametrize(
@@ -45,3 +53,22 @@ def test_what_is_no_mesh_of_these_axes_is_refused(mesh, error, shallow):
 def test_an_axis_has_a_whole_number_of_devices(sizes):
     with pytest.raises(ValueError, match="must be a whole number from 1"):
         kvjax.make_mesh(**sizes)
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_batch_and_heads():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = [start(2, "-m", "tests.two_processes", str(i), port) for i in range(2)]
+    for process in processes:
+        said, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, said
+        assert said.rstrip().endswith("equal")
+
+
+@pytest.mark.parametrize("mesh", ["data=4;heads=2", "data=0", "rows=2", "data=2,data=2", ""])
+def test_what_is_no_mesh_of_the_main_job_is_refused(mesh, capsys):
+    with pytest.raises(SystemExit):
+        run.main(["--config", "h2o.py", "--mesh", mesh])
+    assert "is no mesh such as data=4,heads=2" in capsys.readouterr().err

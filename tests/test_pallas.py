@@ -1,6 +1,7 @@
 """The Pallas kernels, interpreted, against float64 numpy; and how an implementation is chosen."""
 
 import dataclasses
+import functools
 import itertools
 import logging
 import pathlib
@@ -32,38 +33,31 @@ FEW = (
 )
 
 
-@pytest.mark.parametrize("H", [8, 64, 80, 96, 128, 256])
-def test_head_dims(H):
-    compare(inputs(T=37, cached=6, H=H), FEW, "interpret", TOLERANCE["float32"])
+WIDTHS, HALVES = (8, 64, 80, 96, 128, 256), ("bfloat16", "float16")
+ONE = {"T": 1, "pads": 0}  # a decode step
+CASES = [  # (shape, columns, options)
+    *(({"T": 37, "cached": 6, "H": H}, FEW, {}) for H in WIDTHS),
+    # More rows than a block of 64, so that several blocks meet.
+    *(({"T": 70, "cached": 20, "H": H, "dtype": half, "K": 1}, FEW, {}) for half in HALVES for H in WIDTHS[2:]),
+    *(({"T": 150, "cached": 9, "H": 64, "dtype": half, "K": 1}, FEW, {}) for half in HALVES),
+    *(({"N": N, "K": K, "T": 21}, FEW, {}) for N, K in ((2, 2), (7, 1))),
+    *(({"T": T, "cached": cached}, FEW, {}) for T, cached in ((2, 0), (16, 16), (17, 70))),
+    ({"T": 37, "cached": 6}, COLUMNS, {}),
+    *((shape, FEW, {"window": 7, "scale": 0.7}) for shape in ({**ONE, "cached": 31}, {"T": 50, "cached": 31})),
+    *((shape, FEW, {"softcap": 3.0}) for shape in ({**ONE, "cached": 31}, {"T": 50, "cached": 31})),
+    *(({**ONE, "cached": 53, "H": H}, COLUMNS[::4], {}) for H in WIDTHS),
+    *(({**ONE, "cached": 150, "H": H, "dtype": half}, FEW, {}) for half in HALVES for H in WIDTHS[2:]),
+    ({**ONE, "cached": 200, "N": 2, "K": 2, "H": 64, "dtype": "bfloat16"}, FEW, {}),
+    ({**ONE, "cached": 200, "N": 7, "K": 1, "H": 64, "dtype": "float16"}, FEW, {}),
+    ({**ONE, "cached": 200, "N": 32, "K": 1, "H": 64, "dtype": "bfloat16"}, FEW, {}),
+]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("H", [64, 80, 96, 128, 256])
-def test_half_precision_inputs(dtype, H):
-    """More rows than a block of 64, so that several blocks meet."""
-    T, cached = (150, 9) if H == 64 else (70, 20)
-    compare(inputs(T=T, cached=cached, H=H, dtype=dtype, K=1), FEW, "interpret", TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize(("N", "K"), [(2, 2), (7, 1)])
-def test_groups(N, K):
-    compare(inputs(N=N, K=K, T=21), FEW, "interpret", TOLERANCE["float32"])
-
-
-@pytest.mark.parametrize(("T", "cached"), [(2, 0), (16, 16), (17, 70)])
-def test_ragged_lengths_and_a_block_against_a_cache(T, cached):
-    compare(inputs(T=T, cached=cached), FEW, "interpret", TOLERANCE["float32"])
-
-
-def test_every_statistic():
-    compare(inputs(T=37, cached=6), COLUMNS, "interpret", TOLERANCE["float32"])
-
-
-@pytest.mark.parametrize("options", [{"window": 7, "scale": 0.7}, {"softcap": 3.0}], ids=str)
-@pytest.mark.parametrize("T", [1, 50])
-def test_options(options, T):
-    arrays = inputs(T=T, cached=31, pads=0 if T == 1 else 5)
-    compare(arrays, FEW, "interpret", TOLERANCE["float32"], **options)
+@pytest.mark.parametrize(
+    ("shape", "columns", "options"), CASES, ids=[f"{shape} {options or ''}" for shape, _, options in CASES]
+)
+def test_against_numpy(shape, columns, options):
+    compare(inputs(**shape), columns, "interpret", TOLERANCE[shape.get("dtype", "float32")], **options)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -120,30 +114,6 @@ def test_any_block_size(sizes):
     assert (np.asarray(p2) <= np.asarray(p) + 1e-6).all()
 
 
-@pytest.mark.parametrize("bias", ["alibi", "hole"])
-@pytest.mark.parametrize("heads", ["each", "sum"])
-def test_bias(bias, heads):
-    """ALiBi, and dead slots said with -inf instead of a position."""
-    q, k, v, q_pos, kv_pos = inputs(T=40, dead=0.0, pads=0)
-    if bias == "alibi":
-        slopes = 2.0 ** -np.arange(1, 5)
-        added = np.asarray(slopes[None, :, None] * np.asarray(kv_pos)[:, :1], np.float32)
-    else:
-        added = np.where(np.arange(40) % 7 == 3, -np.inf, 0.0) + np.zeros((2, 4, 1), np.float32)
-    x = np.einsum("bngh,bnsh->bngs", *(np.asarray(y, np.float64) for y in (q, np.repeat(k, 2, 1)))) * 0.3
-    x = np.where(np.tril(np.ones((40, 40), bool)), x + added[:, :, None], -np.inf)
-    lse = np.logaddexp.reduce(x, axis=-1)
-    p = np.exp(x - lse[..., None])
-    spec, keys, added = bl.Logits(0.3), bl.readable(kv_pos), jnp.asarray(added, jnp.float32)
-    out, found = flash.flash_attention(q, k, v, q_pos, keys, spec=spec, bias=added, interpret=True)
-    np.testing.assert_allclose(found, lse, atol=2e-5)
-    np.testing.assert_allclose(out, np.einsum("bnts,bnsh->bnth", p, np.repeat(np.asarray(v), 2, 1)), atol=2e-5)
-    what = colstats.Pass(("p",), heads)
-    (sums,) = colstats.attention_colstats(q, k, found, q_pos, keys, spec=spec, what=what, bias=added, interpret=True)
-    expected = p.sum(2) if heads == "each" else p.sum(2).reshape(2, 2, 2, 40).sum(2)
-    np.testing.assert_allclose(sums, expected, atol=1e-4)
-
-
 @pytest.mark.parametrize("T", [1, 40])
 def test_bias_of_the_entry_point(T):
     arrays = inputs(T=T, cached=20, pads=0)
@@ -161,22 +131,6 @@ def test_bias_of_the_entry_point(T):
     found, expected = (jax.grad(loss)(options["bias"], name) for name in ("interpret", "xla"))
     np.testing.assert_allclose(found, expected, atol=1e-4)
     assert np.abs(found).max() > 0.01
-
-
-@pytest.mark.parametrize("H", [8, 64, 80, 96, 128, 256])
-def test_decode_head_dims(H):
-    compare(inputs(T=1, cached=53, pads=0, H=H), COLUMNS[::4], "interpret", TOLERANCE["float32"])
-
-
-@pytest.mark.parametrize(("N", "K", "dtype"), [(2, 2, "bfloat16"), (7, 1, "float16"), (32, 1, "bfloat16")])
-def test_decode_groups_and_dtypes(N, K, dtype):
-    compare(inputs(T=1, cached=200, pads=0, N=N, K=K, H=64, dtype=dtype), FEW, "interpret", TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("H", [80, 96, 128, 256])
-def test_decode_half_precision_inputs(dtype, H):
-    compare(inputs(T=1, cached=150, pads=0, H=H, dtype=dtype), FEW, "interpret", TOLERANCE[dtype])
 
 
 def test_decode_statistics():
@@ -234,32 +188,6 @@ def test_pool_options():
     test_pooled.compare(test_pooled.inputs(), 3, columns[::3], "interpret", 2e-5, window=17, softcap=2.0)
 
 
-@pytest.mark.parametrize("T", [1, 8])
-def test_rows_that_see_nothing(T):
-    q, k, v, q_pos, kv_pos = inputs(T=T, cached=3, pads=0)
-    found = attention(q, k, v, jnp.full_like(q_pos, -1), kv_pos, columns=FEW, implementation="interpret")
-    assert not np.asarray(found.out).any()
-    assert np.isneginf(found.lse).all()
-    assert not any(np.asarray(x).any() for x in found.columns)
-
-
-@pytest.mark.parametrize("T", [1, 2])
-def test_the_only_key_of_a_row_is_above_no_threshold(T):
-    test_kernels.only_keys(T, "interpret")
-
-
-@pytest.mark.parametrize("T", [1, 37])
-def test_no_probability_of_a_uniform_row_is_above_average(T):
-    test_kernels.uniform_rows(T, "interpret")
-
-
-def test_repeatable():
-    arrays = inputs(T=70)
-    run = jax.jit(lambda *a: attention(*a, columns=FEW, implementation="interpret"))
-    for a, b in zip(jax.tree.leaves(run(*arrays)), jax.tree.leaves(run(*arrays)), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 @hypothesis.settings(max_examples=10, deadline=None)
 @hypothesis.given(
     T=st.sampled_from([1, 40]),
@@ -287,17 +215,19 @@ def test_blocks_that_meet(T, S, window, causal, seed):
         assert seen[16 * i : 16 * i + 16].any() or first[i] == stop[i] or not causal or window is not None
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "window": 9}], ids=str)
 @pytest.mark.parametrize("operation", ["attention", "pool"])
-def test_gradients_are_those_of_xla(operation):
+def test_gradients_are_those_of_xla(operation, options):
+    """Of output and logsumexp."""
     if operation == "attention":
         arrays, run = inputs(T=33, H=8), attention
     else:
         arrays = test_pooled.inputs()
-        run = lambda *a, implementation: pooled_attention(*a, num_kv_heads=3, implementation=implementation)
+        run = functools.partial(pooled_attention, num_kv_heads=3)
 
     def grads(implementation):
         def f(*x):
-            found = run(*x, *arrays[3:], implementation=implementation)
+            found = run(*x, *arrays[3:], implementation=implementation, **options)
             return (found.out**2).sum() + jnp.where(jnp.isfinite(found.lse), found.lse, 0.0).sum()
 
         return jax.grad(f, argnums=(0, 1, 2))(*arrays[:3])
@@ -305,55 +235,6 @@ def test_gradients_are_those_of_xla(operation):
     for a, b in zip(grads("interpret"), grads("xla"), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
         assert np.abs(np.asarray(a)).max() > 1e-2
-
-
-@pytest.mark.parametrize("which", ["q", "k", "v"])
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "window": 9}], ids=str)
-def test_gradients_against_finite_differences(which, options):
-    """Of output and logsumexp, along a random direction, from two steps: what is of third order in a step cancels."""
-    *arrays, q_pos, kv_pos = inputs(T=19, B=1, H=8, pads=0)
-    i = "qkv".index(which)
-    rng = np.random.default_rng(0)
-    direction, weight, lse_weight = (
-        jnp.asarray(rng.standard_normal(s), jnp.float32)
-        for s in (arrays[i].shape, arrays[0].shape, arrays[0].shape[:3])
-    )
-
-    def f(x):
-        given = [x if j == i else y for j, y in enumerate(arrays)]
-        found = attention(*given, q_pos, kv_pos, implementation="interpret", **options)
-        return (found.out * weight).sum() + (found.lse * lse_weight).sum()
-
-    slope = lambda step: (f(arrays[i] + step * direction) - f(arrays[i] - step * direction)) / (2 * step)
-    numeric = (4 * slope(0.02) - slope(0.04)) / 3
-    found = (jax.grad(f)(arrays[i]) * direction).sum()
-    assert abs(float(numeric)) > 0.1
-    np.testing.assert_allclose(found, numeric, rtol=2e-3, atol=5e-3)
-
-
-def test_gradients_of_a_pool_against_finite_differences():
-    *arrays, owner, q_pos, kv_pos = test_pooled.inputs()
-    rng = np.random.default_rng(0)
-
-    def f(*x):
-        found = pooled_attention(*x, owner, q_pos, kv_pos, num_kv_heads=3, implementation="interpret")
-        return (found.out**2).sum()
-
-    for i, grad in enumerate(jax.grad(f, argnums=(0, 1, 2))(*arrays)):
-        direction = jnp.asarray(rng.standard_normal(grad.shape), jnp.float32)
-        moved = lambda step, i=i, d=direction: f(*(x + step * d if i == j else x for j, x in enumerate(arrays)))
-        slope = lambda step, moved=moved: (moved(step) - moved(-step)) / (2 * step)
-        numeric = (4 * slope(0.02) - slope(0.04)) / 3
-        assert abs(float(numeric)) > 0.1
-        np.testing.assert_allclose((grad * direction).sum(), numeric, rtol=2e-3, atol=5e-3)
-
-
-def test_statistics_have_no_silent_gradient():
-    q, k, v, q_pos, kv_pos = inputs(T=8)
-    run = lambda q: attention(q, k, v, q_pos, kv_pos, columns=[Columns()], implementation="interpret")
-    with pytest.raises(NotImplementedError, match="no gradient"):
-        jax.grad(lambda q: run(q).columns[0].sum())(q)
-    assert np.isfinite(jax.grad(lambda q: run(q).out.sum())(q)).all()
 
 
 def test_what_no_kernel_serves_is_computed_elsewhere_and_said(caplog):

@@ -1,4 +1,4 @@
-"""The calls of `golden/peers.csv` keep what kvpress kept when `golden/peers.json` was recorded; its page says so."""
+"""The calls of `golden/peers.csv` keep what kvpress and authors' code kept when they were recorded; a page says so."""
 
 import collections
 import json
@@ -15,21 +15,23 @@ from kvjax.models import ModelConfig
 from tests import recorded
 from tests.tensors import live_positions
 
-RECORDED = json.loads((pathlib.Path(__file__).parent / "golden" / "peers.json").read_text())
-ROWS = recorded.rows("kvpress")
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+RECORDED, AUTHORS = (json.loads((GOLDEN / f"{name}.json").read_text()) for name in ("peers", "authors"))
+CASES = RECORDED["presses"] | AUTHORS["authors"]
+ROWS, AUTHORS_ROWS = recorded.rows("kvpress"), recorded.rows("authors")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=repr)
+@pytest.mark.parametrize("row", ROWS + AUTHORS_ROWS, ids=repr)
 def test_the_same_tokens(row):
-    for cases in recorded.batches(RECORDED["presses"][row.name]):
+    for cases in recorded.batches(CASES[row.name]):
         policy = recorded.make_policy(row.policy, cases[0])
         if not {"more", "keys", "values", "channels"} & set(cases[0]) and row.block is None:
             recorded.check_prompts(policy, cases, row.check)
             continue
         seen = recorded.replay(policy, cases, row.block)
         for i, case in enumerate(cases):
-            for head, ours in enumerate(seen.live[-1][i]):
-                recorded.compare(ours, case["kept"][0][head], row.check)
+            for ours, theirs in zip(seen.live[-1][i], case["kept"][0], strict=True):
+                recorded.compare(ours, theirs, row.check)
         stored_as_recorded(seen.kv.view(), cases, merged="merging" in row.policy)
 
 
@@ -69,6 +71,7 @@ def test_what_is_recorded_is_in_the_table():
     for press in RECORDED["presses"]:
         assert press in presses or any(f"{name.partition('(')[0]}(" in press for name in lacking), press
     assert {row.name for row in ROWS} <= set(RECORDED["presses"])
+    assert [row.name for row in AUTHORS_ROWS] == list(AUTHORS["authors"])
 
 
 def test_the_page_has_every_press_and_counts_its_cases():
@@ -82,6 +85,17 @@ def test_the_page_has_every_press_and_counts_its_cases():
     for press, here in page.items():
         for number, kind in re.findall(r"(\d+) (same|as many)", here):
             assert cases[press, kind] == int(number), press
+
+
+def test_the_page_names_commits_and_counts_cases_of_authors():
+    sections = re.split(r"(?m)^(?=\| \w[^|]*/)", recorded.PAGE.read_text())[1:]
+    counted = collections.Counter()
+    for row in AUTHORS_ROWS:
+        counted[row.name.partition(",")[0]] += len(AUTHORS["authors"][row.name])
+    for name, source in AUTHORS["about"]["repositories"].items():
+        repository, commit = source.split()
+        (section,) = (x for x in sections if x.startswith(f"| {repository} | `{commit[:10]}` |"))
+        assert sum(map(int, re.findall(r"(\d+) (?:same|within|as many)", section))) == counted[name], name
 
 
 def test_what_the_page_calls_are_policies():

@@ -12,7 +12,6 @@ import pytest
 
 import kvjax
 from kvjax import contract, methods, models
-from kvjax.drivers import replay
 from kvjax.models import gpt2, mpt
 from kvjax.observe import Reread
 from tests import tensors
@@ -78,49 +77,6 @@ def test_it_keeps_what_was_recorded(case, shallow):
     policy = dataclasses.replace(kvzip(8, **options), **fields)
     _, state = kvjax.prefill(model, params, IDS, policy=policy, max_new_tokens=1, lengths=LENGTHS)
     assert digest(state.layers[0].head_pos) == kept
-
-
-def largest(rows, chunk, factor=None, out_proj=None):
-    """The most that a row gives to each token of a chunk, in loops over rows, heads and keys."""
-    q, k, v, pos = (np.asarray(x, np.float64) for x in (rows.q, rows.k, rows.v, rows.pos))
-    (B, N, R, _), K = q.shape, k.shape[1]
-    S, length, start = k.shape[2] - R, np.asarray(chunk.length), int(chunk.first)
-    out = np.zeros((B, K, S))
-    for b, n, i in np.ndindex(B, N, R):
-        if (row := pos[b, i]) < 0:
-            continue
-        h, place = n // (N // K), np.concatenate([np.arange(S) - (S - length[b]), pos[b]])
-        behind = np.arange(S + R) >= S
-        of_chunk = (place >= start) & (place < min(start + chunk.size, length[b])) & ~behind
-        early = (place >= 0) & (place < min(chunk.sinks, start)) & ~behind
-        reads = (of_chunk | early | behind) & (place >= 0) & (place <= row)
-        reads &= place > row - (rows.window or np.inf)
-        x = k[b, h] @ q[b, n, i] * rows.scale
-        x = x if rows.softcap is None else rows.softcap * np.tanh(x / rows.softcap)
-        x = x if rows.bias is None else x + np.asarray(rows.bias[b, n], np.float64)
-        e = np.where(reads, np.exp(x - x[reads].max()), 0.0)
-        p = e / e.sum() * (1.0 if factor is None else float(factor[b, i]))
-        p = p if out_proj is None else p * np.linalg.norm(v[b, h] @ np.asarray(out_proj[n], np.float64), axis=-1)
-        out[b, h] = np.where(of_chunk[:S], np.maximum(out[b, h], p[:S]), out[b, h])
-    return out
-
-
-@pytest.mark.parametrize(
-    "how", [{}, {"window": 12, "softcap": 1.5, "plus": True}, {"bias": True}], ids=["plain", "window, plus", "alibi"]
-)
-def test_the_largest_probability_is_that_of_loops(how, monkeypatch):
-    """Of rows in several blocks, and of padding, chunks and prompts of each row's own."""
-    monkeypatch.setattr(replay, "_LOGITS", 3 * 2 * 4 * 15)  # three rows a block
-    monkeypatch.setattr(replay, "_ROWS", 1)
-    q, k, v = tensors.qkv(3, T=T + 7)
-    pos = np.where(np.arange(7) < [[0], [2]], -1, LENGTHS[:, None] + np.arange(7) - [[0], [2]])
-    bias = jnp.linspace(-2.0, 0.0, 2 * 4 * (T + 7)).reshape(2, 4, -1) if "bias" in how else None
-    rows = replay._Rows(q[:, :, T:], k, v, bias, jnp.asarray(pos), 0.7, how.get("window"), how.get("softcap"))
-    chunk = replay._Chunk(jnp.int32(12), jnp.asarray(LENGTHS), 6, 2)
-    weights = jnp.linspace(0.5, 2.0, 14).reshape(2, 7), jax.random.normal(jax.random.key(1), (4, 8, 5))
-    given = weights if "plus" in how else ()
-    found = jax.jit(lambda *given: replay._most(rows, chunk, *given))(*given)
-    np.testing.assert_allclose(found, largest(rows, chunk, *given), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("change", [{"layout": contract.Layout()}, {"layout": contract.Layout("rank", pool=True)}])

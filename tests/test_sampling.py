@@ -92,15 +92,6 @@ def test_sampling_filters():
     np.testing.assert_allclose(np.bincount(draws, minlength=4) / 4000, [0.5, 0.25, 0.15, 0.1], atol=0.03)
 
 
-def test_a_sampler_is_its_chain():
-    """`Sample` draws what the chain of its options draws, and a chain of no filters what its draw alone gives."""
-    logits, keys = jax.random.normal(jax.random.key(0), (4, V)), jax.random.split(jax.random.key(1), 4)
-    parts = chain(Temperature(0.8), TopK(20), TopP(0.9), MinP(0.1))
-    ours, same = Sample(0.8, 20, 0.9, 0.1)(logits, keys), Categorical(parts)(logits, keys)
-    np.testing.assert_array_equal(ours, same)
-    np.testing.assert_array_equal(Greedy(chain(Temperature(2.0)))(logits, keys), logits.argmax(-1))
-
-
 class Unseen(Filter):
     """Only tokens that were not seen."""
 

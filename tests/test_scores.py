@@ -26,7 +26,6 @@ from tests.by_hand import read, read_tensors
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
 B, K, N, T, H, R = 2, 2, 4, 24, 8, 4
-LENGTHS = [T, 17]
 
 
 def scores(score, q, k, v, *, lengths=None, rotate=tensors.unturned, sinks=0, recent=0, **more):
@@ -180,12 +179,3 @@ def test_no_head_puts_more_first_than_the_budget_holds():
     for row, heads in enumerate(tensors.live_positions(layers[0])):
         for head, kept in enumerate(heads):
             assert set(best[row, head]) == set(kept[:3])
-
-
-def test_pooled_scores_of_numbers_beside_padding_that_is_none():
-    """Padding that is no number changes nothing, where means over the prompt are taken."""
-    arrays = tensors.qkv(0, B=1, T=T)
-    for policy in (methods.expected_attention(8, horizon=8), methods.capkv(8, horizon=8)):
-        alone = kvjax.evict_layer(policy, *(x[:, :, 5:] for x in arrays)).live
-        padded = kvjax.evict_layer(policy, *(x.at[:, :, :5].set(jnp.nan) for x in arrays), lengths=[T - 5]).live
-        np.testing.assert_array_equal(padded[:, :, 5:], alone)

@@ -9,12 +9,10 @@ import pytest
 
 import kvjax
 from kvjax import methods, models
-from kvjax.budgets import Schedule
 from kvjax.contract import Layout
 from kvjax.decide.select import Chunks, PerChunk
 from kvjax.methods import kvpress, variants
 from tests import tensors
-from tests.by_hand import keep, uniform_rows
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
@@ -112,39 +110,6 @@ def test_a_budget_that_does_not_hold_the_window_keeps_the_newest_of_it():
     assert kept(methods.snapkv(0.15, **window)) == [list(range(T))] * 2
 
 
-@pytest.mark.parametrize("options", [{"window": 2}, {"window": 6}, {"pooling": "avg"}], ids=str)
-def test_criticalkv_beside_its_formula(options):
-    """A mean over the window's rows, pooled, over the group; then (S + eps) |v W_O|."""
-    B, N, K, S, H, budget, eps = 2, 4, 2, 24, 8, 12, 0.05
-    options = {"window": 4, "kernel": 3, **options}
-    w = options["window"]
-    q, k, v = tensors.qkv(11, B=B, N=N, K=K, T=S, H=H)
-    out_proj = jax.random.normal(jax.random.key(3), (N, H, 12))
-    policy = methods.criticalkv(methods.snapkv(budget, **options), eps=eps)
-    live = np.asarray(kvjax.evict_layer(policy, q, k, v, out_proj=out_proj).live)
-    expand = lambda x: np.repeat(np.asarray(x, np.float64), N // K, axis=1)
-    logits = np.einsum("bnth,bnsh->bnts", np.asarray(q, np.float64), expand(k)) * H**-0.5
-    p = np.exp(np.where(np.tri(S, dtype=bool), logits, -np.inf))
-    votes = (p / p.sum(-1, keepdims=True))[:, :, -w:].mean(2)[..., :-w].reshape(B, K, N // K, S - w)
-    padded = np.pad(votes.mean(2), ((0, 0), (0, 0), (1, 1)))
-    pool = np.mean if options.get("pooling") == "avg" else np.max
-    score = pool([padded[..., i : i + S - w] for i in range(3)], axis=0)
-    norm = np.abs(np.einsum("bnsh,nhd->bnsd", expand(v), np.asarray(out_proj, np.float64))).sum(-1)
-    second = (score + eps) * norm.reshape(B, K, N // K, S).mean(2)[..., :-w]
-    best = lambda x: np.lexsort((-np.arange(len(x)), -x)).tolist()  # of equals the newest, as pooled neighbours are
-    for b, h in np.ndindex(B, K):
-        first = best(score[b, h])[: max(budget // 2 - w, 0)]
-        rest = [i for i in best(second[b, h]) if i not in first][: budget - w - len(first)]
-        assert np.flatnonzero(live[b, h]).tolist() == sorted([*first, *rest, *range(S - w, S)])
-
-
-@pytest.mark.parametrize(("threshold", "wanted"), [(0.6, [0, 4, 5]), (0.7, [0, 1, 4, 5])])
-def test_a_layer_that_is_not_lazy_keeps_what_its_budget_holds(threshold, wanted):
-    p = uniform_rows(6)
-    p[-1] = [0.3, 0.15, 0.1, 0.1, 0.15, 0.2]
-    assert keep(replace(methods.simlayerkv(threshold, sinks=1, recent=2), budget=4), p) == wanted
-
-
 # ------------------------------------------------------------------------------------------------ while decoding
 
 
@@ -153,17 +118,6 @@ def test_what_is_dropped_at_once_is_not_protected():
     seen = tensors.replay(methods.scissorhands(12, history=20), TENSORS, 20)
     assert all({*range(n - 10, n)} <= {*tokens} for n, step in enumerate(seen.live, 20) for tokens in step[0])
     assert {len(tokens) for step in seen.live for tokens in step[0]} == {10, 11, 12}
-
-
-@pytest.mark.parametrize(
-    ("policy", "over", "drop", "left"),
-    [(methods.streaming_llm(4, sinks=3), 1, 4, 3), (methods.window(9), 2, 7, 4)],
-    ids=["protected", "many"],
-)
-def test_a_drop_of_many_spares_what_is_protected(policy, over, drop, left):
-    policy = replace(policy, when=Schedule(over=over, drop=drop), layout=Layout())
-    cut = [{name: x[:, :, : 20 + over] for name, x in TENSORS[0].items()}]
-    assert [len(head) for head in tensors.replay(policy, cut, 20).live[-1][0]] == [left] * 2
 
 
 def test_what_a_sliding_window_hides_goes_first():

@@ -243,12 +243,6 @@ def test_prompts_of_one_token_and_budgets_above_the_prompt(shallow):
     assert full.state.layers[0].pos.shape == large.state.layers[0].pos.shape
 
 
-def test_fastgen_stays_within_a_budget(shallow):
-    policy = dataclasses.replace(methods.fastgen((1,), (2,)), budget=6)
-    kv = generation.generate(*shallow, IDS, policy=policy, max_new_tokens=6, eos_ids=()).state.layers[0]
-    assert int(kv.num_live.max()) <= 6
-
-
 def test_sequences_that_a_state_does_not_have_give_no_logits_under_jit(shallow):
     """Outside of it they are refused."""
     model, params = shallow

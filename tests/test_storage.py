@@ -1,4 +1,4 @@
-"""A pool of slots that the heads of a layer share: the same numbers as a dense layer, in the slots that they need."""
+"""A pool of slots that the heads of a layer share: the numbers of a dense layer, in the slots that they need; ranks."""
 
 import dataclasses
 import itertools
@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import methods
+from kvjax import methods, models
 from kvjax.budgets import Schedule
 from kvjax.contract import EMPTY, LayerInfo, Layout, PerSlot, Reads
 from kvjax.methods import variants
+from kvjax.models import mpt
 from kvjax.storage import Layer, Pool, empty, to_pool
 from tests import tensors
+from tests.kept import digest
 from tests.tensors import live_positions
 
 B, T, NEW, LENGTHS = 2, 24, 14, np.array([24, 17], np.int32)
@@ -65,6 +67,58 @@ def test_slots_are_the_sum_of_the_budgets_and_room(shallow):
     assert found.pos.shape[1] == uniform.pos.shape[2] * 2 == 2 * (10 + NEW)
     assert found.k.nbytes == uniform.k.nbytes
     assert int(found.num_live.max()) > 10  # some head did get more than its share
+
+
+ALIBI = mpt.MPTConfig(
+    vocab_size=61, embed_dim=32, mlp_dim=48, num_layers=1, num_query_heads=4, num_kv_heads=4, head_dim=8
+)
+BY_RANK = {  # a policy; tokens that the library before this one generated, and a digest of what it kept
+    "H2O by rank": (
+        dataclasses.replace(
+            methods.h2o(10, recent=4), heads=kvjax.Adaptive(0.5, 4.0), layout=Layout("rank", pool=True)
+        ),
+        [[14, 4, 7, 43, 17, 15, 0, 35], [35, 7, 17, 25, 7, 36, 40, 60]],
+        "c114",
+    ),
+    "StreamingLLM": (
+        dataclasses.replace(methods.streaming_llm(8, sinks=2), layout=Layout("shifted", 2, pool=True)),
+        [[14, 7, 35, 56, 7, 60, 60, 14], [35, 7, 14, 35, 4, 7, 7, 7]],
+        "a1c7",
+    ),
+    "StreamingLLM by head": (
+        kvjax.partition_heads({"s": methods.streaming_llm(8, sinks=2), "all": kvjax.Policy()}, [["s", "all"]]),
+        [[14, 7, 1, 56, 9, 36, 35, 7], [35, 7, 14, 3, 22, 16, 4, 7]],
+        "d083",
+    ),
+    "StreamingLLM, ALiBi": (
+        methods.streaming_llm(8, sinks=2),
+        [[43, 14, 13, 8, 49, 13, 8, 14], [21, 21, 7, 13, 21, 21, 21, 21]],
+        "848d",
+    ),
+    "H2O by rank, ALiBi": (
+        dataclasses.replace(methods.h2o(10, recent=4), layout=Layout("rank")),
+        [[43, 43, 43, 43, 43, 43, 43, 43], [21, 15, 10, 14, 3, 21, 21, 21]],
+        "2639",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BY_RANK)
+def test_by_rank_it_reads_what_was_recorded(case, shallow):
+    model, params = shallow
+    if "ALiBi" in case:
+        model = models.LanguageModel(ALIBI)
+        params = jax.tree.map(lambda x: x * 4, jax.jit(model.init)(jax.random.key(7)))
+    policy, tokens, digits = BY_RANK[case]
+    found = kvjax.generate(model, params, IDS, policy=policy, lengths=LENGTHS, max_new_tokens=8, eos_ids=())
+    np.testing.assert_array_equal(found.tokens, tokens)
+    assert digest(found.state.layers[0].head_pos) == digits
+
+
+def test_a_pool_stores_all_channels(shallow):
+    chained = kvjax.chain(methods.ada_snapkv(8, window=4), methods.think(0.5, rows=4))
+    with pytest.raises(ValueError, match="a pool stores all 8 key channels, but this layer keeps 4; use pool=False"):
+        kvjax.generate(*shallow, IDS, policy=chained, max_new_tokens=1)
 
 
 # ------------------------------------------------------------------------------------------------ slots

@@ -7,8 +7,9 @@ and no kvjax. Their files import CUDA extensions and transformers of their time,
 functions that choose tokens are executed alone, with what they use of torch and transformers. Where one of them is made
 to be called by a whole model, it gets as much of a model as it looks at.
 
-Tensors are those of `peer_tensors`, from a case's seed. A case whose kept sets change when tensors
-change by a hundred-thousandth is not recorded; another seed is tried.
+The file says which settings and cases these are: for another one, write it there without what is recorded, and run
+this. Tensors are those of `peer_tensors`, from a case's seed. A case whose kept sets change when tensors change by a
+hundred-thousandth is not recorded; another seed is tried.
 
 The file: `about` has versions and commits; `authors` has, for every setting, named as in `peers.csv`, a
 list of cases:
@@ -37,7 +38,7 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -68,40 +69,6 @@ antgroup/cakekv.
 
 Heads = Sequence[torch.Tensor]
 """The keys "S H" that every head of a layer keeps."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """Cases of one setting.
-
-    Attributes:
-      clone: the repository.
-      setting: what is made of its classes, in Python: `c` and `r` stand for the capacity and for the share that is
-        removed, `layer` and `L` for the layer and their number.
-      heads: how query and kv heads belong together, where that is not grouped queries.
-      sizes: (tokens, head_dim, c or r) of every case.
-      run: what the heads of every layer keep: of the clone's classes, the setting, the layers and the case.
-      layers: of the model.
-    """
-
-    clone: str
-    setting: str
-    sizes: tuple[tuple[int, int, float], ...]
-    run: "Callable[[Clone, str, Layers, dict[str, Any]], list[Heads]]"
-    layers: int = 1
-    more: int = 0
-    heads: str = ""
-
-    @property
-    def name(self) -> str:
-        """Of the setting, as in the table."""
-        return ", ".join(filter(None, (self.clone, self.setting, self.heads)))
-
-    def cases(self) -> Iterator[dict[str, Any]]:
-        """Cases without what is kept."""
-        for tokens, head_dim, size in self.sizes:
-            case = {"c" if isinstance(size, int) else "r": size, "tokens": tokens}
-            yield case | ({"more": self.more} if self.more else {}) | {"head_dim": head_dim, "layers": self.layers}
 
 
 class Clone:
@@ -330,88 +297,26 @@ def easykv(clone: Clone, setting: str, layers: Layers, case: dict[str, Any]) -> 
     return [model.held.unbind()]
 
 
-_SOME = ((97, 8, 24), (130, 8, 24))
-_C = (*_SOME, (97, 8, 60), (130, 8, 60))
-_WHOLE = ((48, 8, 0.5), (128, 8, 0.5), (80, 8, 0.75), (120, 8, 0.75))  # what stays is a whole number of tokens
-_POOL = 'kernel_size=7, pooling="maxpool"'
-_RUNNER = f"window_size=8, max_capacity_prompt=c, {_POOL}"
-_ADA = f"window_size=8, base_capacity=c, {_POOL}"
-_OF_LAYER = "layer_idx=layer, num_hidden_layers=L"
-_CAKE = "CakeprefillKVCache(cache_size=c, window_size=8, num_heads=4, num_layers=L{})"
-_ADAPTIVE = f"AdaptiveSnapKVCluster({_ADA}, floor_alpha={{}}, skip={{}}, normalize={{}}, {{}}, num_key_value_groups=2)"
-_GQA = "gqa_support=True, num_key_value_groups=2"
-_GENERATE = "dict(max_new_tokens=new, {}), kv_mode={}"
-_SHORT, _BLOCKS = ((48, 8, 32), (97, 8, 32)), ((98, 8, 40), (130, 8, 40))
-_SHARES = 'uniform("L", "N") / uniform("L", "N").sum()'
-RECIPES = (
-    Recipe("R-KV", "R1KV(budget=c)", _C, functools.partial(r_kv, expand=True), heads="one query head a kv head"),
-    Recipe("R-KV", "R1KV(budget=c)", _SOME, r_kv),
-    Recipe("Lava", f"LavaKVCluster({_ADA}, floor_alpha=0.0, skip=0, {_OF_LAYER}, {_GQA})", _SOME, lava, layers=4),
-    Recipe("DefensiveKV", "EfficientDefensiveKVPress(r, window_size=8)", _WHOLE, defensive),
-    Recipe("DefensiveKV", "EfficientLayerDefensiveKVPress(r, window_size=8)", _WHOLE[:2], defensive, layers=4),
-    Recipe("cakekv", _CAKE.format(""), _SOME, cake, layers=4),
-    Recipe("cakekv", _CAKE.format(", use_cascading=True"), _SOME, cake, layers=4),
-    Recipe(
-        "HeadKV",
-        f'ReasonSnapKVCluster({_ADA}, head_choice="reason", beta=2, temp=1, {_OF_LAYER}, num_attention_heads=4, '
-        'model="llama")',
-        _SOME,
-        headkv,
-        layers=4,
-    ),
-    Recipe("KVCache-Factory", f"SnapKVCluster({_RUNNER})", _C, factory),
-    Recipe("KVCache-Factory", "SnapKVCluster(max_capacity_prompt=c)", ((97, 8, 72), (130, 8, 72)), factory),
-    Recipe(
-        "KVCache-Factory", f"PyramidKVCluster({_RUNNER}, layer_idx=layer, num_hidden_layers=L)", _C, factory, layers=4
-    ),
-    Recipe("KVCache-Factory", "H2OKVCluster(window_size=8, max_capacity_prompt=c)", _C, factory),
-    Recipe("KVCache-Factory", "StreamingLLMKVCluster(window_size=c - 4, max_capacity_prompt=c)", _SOME, factory),
-    Recipe(
-        "KVCache-Factory",
-        "L2NormCluster(max_capacity_prompt=c, layer_idx=layer, skip_layers=[0, 1])",
-        _SOME,
-        factory,
-        layers=4,
-    ),
-    Recipe("KVCache-Factory", "CAMKVCluster(window_size=8, max_capacity_prompt=c)", _C, factory),
-    Recipe("KVCache-Factory", f"AdaKVCluster({_RUNNER}, floor=0.2, normalize=True)", _C, factory),
-    Recipe(
-        "KVCache-Factory",
-        f"HeadKVCluster({_RUNNER}, layer_idx=layer, "
-        f"head_capacity=np.round({_SHARES} * (c // 2) * L * 4 + c - c // 2).astype(int))",
-        _SOME,
-        factory,
-        layers=4,
-    ),
-    Recipe("AdaKV", f"SnapKVCluster({_RUNNER}, num_key_value_groups=2)", _SOME, ada_kv),
-    Recipe("AdaKV", f"SnapKVCluster({_RUNNER}, {_GQA})", _SOME, ada_kv),
-    Recipe(
-        "AdaKV",
-        f"SnapKVCluster({_RUNNER}, {_OF_LAYER}, pyram_mode=True, num_key_value_groups=2)",
-        _C,
-        ada_kv,
-        layers=4,
-    ),
-    Recipe("AdaKV", _ADAPTIVE.format(0.2, 0, False, "layer_idx=layer"), _C, ada_kv),
-    Recipe("AdaKV", _ADAPTIVE.format(0.2, 0, False, "layer_idx=layer, gqa_support=True"), _C, ada_kv),
-    Recipe("AdaKV", _ADAPTIVE.format(0.5, 1, True, "layer_idx=layer"), _SOME, ada_kv, layers=4),
-    Recipe("AdaKV", _ADAPTIVE.format(0.2, 0, False, f"{_OF_LAYER}, pyram_mode=True"), _C, ada_kv, layers=4),
-    *(
-        Recipe("EasyKV", _GENERATE.format(f'budget=c, kv_policy="{x}"', '"decoding"'), _SHORT, easykv, more=40)
-        for x in ("roco", "h2o_head", "tova", "recency")
-    ),
-    *(
-        Recipe("EasyKV", _GENERATE.format(f"budget=c, kv_policy={x}", '"encoding", stride=32'), _BLOCKS, easykv)
-        for x in ('"roco", recent_ratio=0.3', '"h2o_head"', '"tova"', '"recency"')
-    ),
-)
+RUNS: dict[str, Callable[..., list[Heads]]] = {
+    "R-KV": r_kv,
+    "Lava": lava,
+    "DefensiveKV": defensive,
+    "cakekv": cake,
+    "HeadKV": headkv,
+    "KVCache-Factory": factory,
+    "AdaKV": ada_kv,
+    "EasyKV": easykv,
+}
+EXPANDED = ", one query head a kv head"
+"""How a setting of R-KV ends that has keys for every query head."""
 
 
-def run(recipe: Recipe, directory: pathlib.Path, case: dict[str, Any], noise: int | None = None) -> dict[str, Any]:
-    """What is kept in a case."""
-    layers = Layers(case, noise)
+def run(name: str, clones: pathlib.Path, case: dict[str, Any], noise: int | None = None) -> dict[str, Any]:
+    """What a setting keeps in a case."""
+    layers, (owner, _, setting) = Layers(case, noise), name.removesuffix(EXPANDED).partition(", ")
+    how = {"expand": True} if name.endswith(EXPANDED) else {}
     with torch.inference_mode(), contextlib.redirect_stdout(io.StringIO()):
-        kept = recipe.run(Clone(directory), recipe.setting, layers, case)
+        kept = RUNS[owner](Clone(clones / owner), setting, layers, case, **how)
     found = []
     for i, heads in enumerate(kept):
         keys = layers.everything[i][0]
@@ -421,14 +326,12 @@ def run(recipe: Recipe, directory: pathlib.Path, case: dict[str, Any], noise: in
 
 
 def main(clones: pathlib.Path, path: pathlib.Path) -> None:
-    """Records all cases."""
+    """Records all cases of the file anew."""
     about: dict[str, Any] = {package: metadata.version(package) for package in ("torch", "transformers")}
     about["repositories"] = {name: f"{owner} {commit}" for name, (owner, commit) in REPOSITORIES.items()}
     authors = {}
-    for recipe in RECIPES:
-        authors[recipe.name] = record(
-            recipe.name, recipe.cases(), functools.partial(run, recipe, clones / recipe.clone)
-        )
+    for name, cases in json.loads(path.read_text())["authors"].items():
+        authors[name] = record(name, cases, functools.partial(run, name, clones))
     write(path, about, "authors", authors)
 
 

@@ -125,6 +125,9 @@ def signs(among: Iterable[int], total: int) -> str:
     return "".join("01"[i in held] for i in range(total))
 
 
+RECORDED = ("seed", "kept", "channels", "values", "keys")
+
+
 def record(
     name: str, cases: Iterable[dict[str, Any]], run: Callable[[dict[str, Any], int | None], dict[str, Any]]
 ) -> list[dict[str, Any]]:
@@ -132,7 +135,7 @@ def record(
 
     Args:
       name: of what keeps it.
-      cases: cases without a seed.
+      cases: cases; their seeds, and what was recorded of them, are replaced.
       run: what is kept in a case, with noise of this seed or none.
 
     Raises:
@@ -140,8 +143,9 @@ def record(
     """
     recorded = []
     for case in cases:
+        given = {key: x for key, x in case.items() if key not in RECORDED}
         for seed in range(TRIES):
-            seeded = case | {"seed": seed}
+            seeded = given | {"seed": seed}
             found = run(seeded, None)
             if all(_sets(run(seeded, noise)) == _sets(found) for noise in (1, 2)):
                 recorded.append(seeded | found)
