@@ -9,11 +9,12 @@ protocol is a run of the main job in `results/frontier/runs/`, so that an interr
 them: `frontier.png`, and `frontier.md` with intervals and the differences that are significant.
 """
 
+import bisect
 import dataclasses
 import inspect
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +30,6 @@ from kvjax.experiments.core import markdown, stats
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure
 from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.core.engine import Shape, shapes
-from kvjax.experiments.core.records import Line, read_lines
 from kvjax.experiments.core.setup import build, find_builders
 from kvjax.experiments.papers.base import canvas, message, style
 from kvjax.experiments.tasks.base import Protocol
@@ -91,8 +91,8 @@ def share_of_bytes(config: Any, policy: Policy, run: Shape) -> float:
     return slots(policy) / slots(kvjax.Policy())
 
 
-def budget_for(make: Callable[[int], Policy], config: Any, share: float, run: Shape) -> tuple[int, float] | None:
-    """The largest budget in tokens whose cache takes no more than a share of the bytes, and what it takes.
+def budget_for(make: Callable[[int], Policy], config: Any, share: float, run: Shape) -> int | None:
+    """The largest budget in tokens whose cache takes no more than a share of the bytes.
 
     None where the smallest that the method can work with takes more.
     """
@@ -103,17 +103,8 @@ def budget_for(make: Callable[[int], Policy], config: Any, share: float, run: Sh
         except ValueError:  # too small for what the method protects
             return None
 
-    low, high = 1, run.width
-    best: tuple[int, float] | None = None
-    while low <= high:
-        budget = (low + high) // 2
-        found = taken(budget)
-        if found is None or found <= share:
-            low = budget + 1
-            best = best if found is None else (budget, found)
-        else:
-            high = budget - 1
-    return best
+    budget = bisect.bisect_right(range(1, run.width + 1), share, key=lambda b: taken(b) or 0.0)
+    return budget if budget and taken(budget) is not None else None
 
 
 def experiments_of(frontier: Frontier, protocol: Protocol) -> dict[str, Experiment]:
@@ -137,86 +128,51 @@ def experiments_of(frontier: Frontier, protocol: Protocol) -> dict[str, Experime
             continue
         make = lambda budget, get=get_config: get(budget=(budget,), setup=setup).policies[0][1]
         each = [(share, budget_for(make, config, share, largest)) for share in frontier.bytes]
-        policies = tuple((f"bytes-{share:g}", make(budget[0])) for share, budget in each if budget is not None)
+        policies = tuple((f"bytes-{share:g}", make(budget)) for share, budget in each if budget is not None)
         if policies:
             found[name] = Experiment(name, policies, setup)
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """One method with one budget under one protocol.
-
-    Attributes:
-      method, label: as in its run.
-      scores: one a row, in the order of rows that all runs share.
-      mean, low, high: retrieval and its interval.
-      share: bytes of keys and values, of the full cache's.
-      live: tokens that a head holds after the prompt, as a share of it.
-    """
-
-    method: str
-    label: str
-    scores: tuple[float, ...]
-    mean: float
-    low: float
-    high: float
-    share: float
-    live: float
-
-    @property
-    def name(self) -> str:
-        """As tables have it."""
-        return (
-            self.method if self.label.startswith("bytes-") or self.method == "full" else f"{self.method} {self.label}"
-        )
-
-
-def points(directory: pathlib.Path) -> list[Point]:
-    """What a finished run has found; the full cache's is the first."""
-    runs: dict[tuple[str, str], list[Line]] = {}
-    for line in read_lines(directory / "samples.jsonl")[0].values():
-        if line["task"] in RETRIEVAL:
-            runs.setdefault((line["method"], line["budget"]), []).append(line)
-    size = lambda own: max(line["kv_bytes"] for line in own)
-    full = next(size(own) for (method, _), own in runs.items() if method == "full")
-    found = []
-    for (method, budget), own in runs.items():
-        of_task, _, scores = zip(*sorted((s["task"], s["index"], s["score"]) for s in own), strict=True)
-        live = float(np.mean([line["live"] / line["prompt_tokens"] for line in own]))
-        interval = stats.interval(scores, tasks=of_task)
-        found.append(Point(method, budget, scores, *interval, share=size(own) / full, live=live))
-    return found
-
-
-def collected(runs: Sequence[pathlib.Path]) -> list[Point]:
-    """The points of all runs under one protocol, the full cache once."""
-    found: dict[tuple[str, str], Point] = {}
-    for directory in runs:
-        for point in points(directory):
-            found.setdefault((point.method, point.label), point)
-    return [*found.values()]
-
-
-def at(found: Sequence[Point], share: float) -> list[Point]:
-    """The points of a share of bytes, best first; those without a budget where they take no more than it."""
-    asked = [p for p in found if p.label == f"bytes-{share:g}"]
-    others = [p for p in found if not p.label.startswith("bytes-") and p.method != "full" and p.share <= share]
-    return sorted([*asked, *others], key=lambda p: -p.mean)
-
-
-Ranked = list[tuple[Point, stats.Comparison | None]]
+Number = Mapping[Any, Any]
+"""A row of `core.table.numbers`: the mean over all tasks, its interval, and what the cache takes."""
+Scores = Mapping[tuple[str, str], list[float]]
+"""Of every method and budget, in the order of rows that all share."""
+Ranked = list[tuple[Number, stats.Comparison | None]]
 """Methods at a share of bytes, best first, and how each differs from the best on the same questions."""
 
 
-def ranked(found: Sequence[Point], share: float) -> Ranked:
-    """The points of a share of bytes beside the best of them, p-values adjusted for all of them."""
-    here = at(found, share)
-    if not here:
-        return []
-    best, others = here[0], here[1:]
-    compared = stats.adjusted([stats.compare(p.scores, best.scores) for p in others])
-    return [(best, None), *zip(others, compared, strict=True)]
+def read_runs(directories: Sequence[pathlib.Path]) -> tuple[list[Number], Scores]:
+    """What finished runs under one protocol have found over all tasks, and the scores behind it."""
+    from kvjax.experiments.core import sources, table  # import pandas, which takes longer than --help should
+
+    lines = sources.read(directories).lines
+    numbers: list[Number] = [n for n in table.records(table.numbers(lines)) if n["task"] == table.AVERAGE]
+    rows = table.examples(lines).sort_values(["task", "index"]).groupby(["method", "budget"])["value"]
+    return numbers, {(str(method), str(budget)): own.tolist() for (method, budget), own in rows}
+
+
+def _asked(number: Number) -> bool:
+    """Whether its budget was chosen by bytes."""
+    return number["budget"].startswith("bytes-")
+
+
+def _name(number: Number) -> str:
+    """As tables have it."""
+    plain = _asked(number) or number["method"] == "full"
+    return number["method"] if plain else f"{number['method']} {number['budget']}"
+
+
+def ranked(numbers: Sequence[Number], scores: Scores, share: float) -> Ranked:
+    """What stands at a share of bytes beside the best of it, p-values adjusted for all.
+
+    Methods without a budget stand where they take no more than it.
+    """
+    asked = [n for n in numbers if n["budget"] == f"bytes-{share:g}"]
+    fits = lambda n: not _asked(n) and n["method"] != "full" and n["kv_of_full"] <= share
+    here = sorted([*asked, *filter(fits, numbers)], key=lambda n: -n["value"])
+    best, *of = (scores[n["method"], n["budget"]] for n in here) if here else [[]]
+    return [*zip(here, [None, *stats.adjusted([stats.compare(own, best) for own in of])], strict=False)]
 
 
 def table(found: Ranked, share: float) -> list[str]:
@@ -224,42 +180,42 @@ def table(found: Ranked, share: float) -> list[str]:
     if not found:
         return [f"No method runs at {share:.1%} of the bytes."]
     verdict = lambda c: ("", "the best") if c is None else (f"{100 * c.difference:+.1f}, p = {c.p:.2g}", c.verdict)
-    rows = [(*_cells(point), *verdict(comparison)) for point, comparison in found]
-    return markdown.table((*_CELLS, f"points beside {found[0][0].name}", "verdict"), rows)
+    rows = [(*_cells(number), *verdict(comparison)) for number, comparison in found]
+    return markdown.table((*_CELLS, f"points beside {_name(found[0][0])}", "verdict"), rows)
 
 
 _CELLS = "method", "retrieval, %", "bytes of full", "live of prompt"
 
 
-def _cells(p: Point) -> tuple[str, ...]:
-    percents = f"{100 * p.mean:.1f} [{100 * p.low:.1f}, {100 * p.high:.1f}]", f"{p.share:.1%}", f"{p.live:.1%}"
-    return p.name, *percents
+def _cells(n: Number) -> tuple[str, ...]:
+    ends = f"[{100 * n['low']:.1f}, {100 * n['high']:.1f}]"
+    return _name(n), f"{100 * n['value']:.1f} {ends}", f"{n['kv_of_full']:.1%}", f"{n['live']:.1%}"
 
 
-def beyond(found: Sequence[Point], shares: Sequence[float]) -> list[Point]:
+def beyond(numbers: Sequence[Number], shares: Sequence[float]) -> list[Number]:
     """The full cache, and what has no budget and takes more than the largest share; by bytes."""
-    more = [p for p in found if not p.label.startswith("bytes-") and p.share > max(shares)]
-    return sorted(more, key=lambda p: p.share)
+    more = [n for n in numbers if not _asked(n) and n["kv_of_full"] > max(shares)]
+    return sorted(more, key=lambda n: n["kv_of_full"])
 
 
 def plot(by_protocol: dict[Protocol, dict[float, Ranked]]) -> Figure:
     """Retrieval of every method, a panel a protocol, a colour a share of bytes; what the best beats is hollow."""
     means: dict[str, list[float]] = {}
     for found in by_protocol.values():
-        for point in (point for here in found.values() for point, _ in here):
-            means.setdefault(point.name, []).append(point.mean)
+        for number in (number for here in found.values() for number, _ in here):
+            means.setdefault(_name(number), []).append(number["value"])
     place = {name: i for i, name in enumerate(sorted(means, key=lambda name: float(np.mean(means[name]))))}
     height = max(3.0, 0.24 * len(place) + 1.0)
     figure, (grid,) = canvas(len(by_protocol), width=5.0, height=height, sharey=True)
     for axes, (protocol, found) in zip(grid, by_protocol.items(), strict=True):
         for i, (share, here) in enumerate(found.items()):
             aside = 0.18 * (1 - 2 * i / max(len(found) - 1, 1)) if len(found) > 1 else 0.0
-            for point, comparison in here:
-                ends = [[100 * (point.mean - point.low)], [100 * (point.high - point.mean)]]
+            for n, comparison in here:
+                ends = [[100 * (n["value"] - n["low"])], [100 * (n["high"] - n["value"])]]
                 worse = comparison is not None and comparison.verdict == "worse"
                 look = {**style(i), "linestyle": "none", "markerfacecolor": "white" if worse else style(i)["color"]}
                 label = f"{share:.1%} of the bytes" if comparison is None else None
-                axes.errorbar([100 * point.mean], [place[point.name] + aside], xerr=ends, label=label, **look)
+                axes.errorbar([100 * n["value"]], [place[_name(n)] + aside], xerr=ends, label=label, **look)
         axes.set(xlabel="retrieval, %", title=TITLES[protocol], xlim=(-3, 103), ylim=(-0.7, len(place) - 0.3))
         axes.set_yticks(list(place.values()), list(place), fontsize="small")
         axes.legend(fontsize="x-small", loc="lower right")
@@ -272,7 +228,7 @@ def _title(by_protocol: dict[Protocol, dict[float, Ranked]]) -> str:
     smallest = min(share for found in by_protocol.values() for share in found)
     here = {name: found[smallest] for name, found in by_protocol.items()}
     level = {name: sum(c is None or c.verdict != "worse" for _, c in found) for name, found in here.items()}
-    total = len({point.name for found in here.values() for point, _ in found})
+    total = len({_name(number) for found in here.values() for number, _ in found})
     each = ", ".join(f"{n} with the {TITLES[name]}" for name, n in level.items())
     return f"Of {total} methods at {smallest:.1%} of the bytes, not significantly worse than the best:\n{each}"
 
@@ -280,34 +236,32 @@ def _title(by_protocol: dict[Protocol, dict[float, Ranked]]) -> str:
 def run(frontier: Frontier, command: list[str]) -> None:
     """Runs what is missing, and draws."""
     check_output(frontier.output / "frontier.png")
-    by_protocol: dict[Protocol, list[Point]] = {}
+    found: dict[Protocol, tuple[list[Number], Scores]] = {}
     for protocol in PROTOCOLS:
         directories = []
         for name, experiment in experiments_of(frontier, protocol).items():
             directories.append(frontier.output / "runs" / f"{name}-{protocol}")
             job.run(experiment, directories[-1], command)
             jax.clear_caches()  # programs of all runs would be more than a process can map
-        by_protocol[protocol] = collected(directories)
+        found[protocol] = read_runs(directories)
     shares = sorted(frontier.bytes, reverse=True)
-    each = {name: {share: ranked(found, share) for share in shares} for name, found in by_protocol.items()}
-    text = [f"# {_title(each)}".replace("\n", " "), "", *_about(frontier)]
-    for protocol, found in by_protocol.items():
-        title = f"{TITLES[protocol][0].upper()}{TITLES[protocol][1:]}"
-        for share in shares:
-            text += ["", f"## {title}, {share:.1%} of the bytes", "", *table(each[protocol][share], share)]
-        text += ["", f"## {title}, the full cache and what has no budget", ""]
-        text += markdown.table(_CELLS, [_cells(point) for point in beyond(found, shares)])
-    write_figure(frontier.output / "frontier.png", plot(each))
-    write_bytes(frontier.output / "frontier.md", "\n".join([*text, ""]).encode())
-    print(f"written to {frontier.output}")
-
-
-def _about(frontier: Frontier) -> list[str]:
-    return [
+    each = {name: {share: ranked(*of, share) for share in shares} for name, of in found.items()}
+    text = [
+        f"# {_title(each)}".replace("\n", " "),
+        "",
         f"Model {frontier.model}, prompts of up to {frontier.length:,} tokens, {4 * frontier.examples} answers a "
         "method. Bytes are those of the longest prompts' caches. Intervals are of 95 %; p-values are of "
         "paired tests on the same questions, adjusted for all methods of a table (Holm).",
     ]
+    for protocol, (numbers, _) in found.items():
+        title = TITLES[protocol].capitalize()
+        for share in shares:
+            text += ["", f"## {title}, {share:.1%} of the bytes", "", *table(each[protocol][share], share)]
+        text += ["", f"## {title}, the full cache and what has no budget", ""]
+        text += markdown.table(_CELLS, [_cells(n) for n in beyond(numbers, shares)])
+    write_figure(frontier.output / "frontier.png", plot(each))
+    write_bytes(frontier.output / "frontier.md", "\n".join([*text, ""]).encode())
+    print(f"written to {frontier.output}")
 
 
 def main(argv: Sequence[str]) -> None:

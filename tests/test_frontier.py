@@ -5,7 +5,7 @@ import pytest
 from kvjax import methods
 from kvjax.experiments import figures, frontier
 from kvjax.experiments.core.engine import Shape
-from kvjax.experiments.frontier import Frontier, Point
+from kvjax.experiments.frontier import Frontier
 from kvjax.models import ModelConfig
 from kvjax.models.embedded import EMBEDDED
 
@@ -15,8 +15,8 @@ CONFIG = ModelConfig(
 RUN = Shape(96, 32, 1, ())
 
 
-def point(method, share, mean, label="bytes-0.25", scores=(0.0, 1.0)):
-    return Point(method, label, scores, mean, 0.0, 1.0, share, share)
+def number(method, share, value, budget="bytes-0.25"):
+    return {"method": method, "budget": budget, "value": value, "low": 0.0, "high": 1.0, "kv_of_full": share, "live": 1}
 
 
 @pytest.mark.parametrize(
@@ -26,17 +26,11 @@ def point(method, share, mean, label="bytes-0.25", scores=(0.0, 1.0)):
 def test_budgets_that_cost_as_much(make, expected):
     """A quarter of 128 slots is 32: for H2O 31 tokens and one to come; none where 32 are to come."""
     found = frontier.budget_for(make, CONFIG, 0.25, RUN)
-    assert (found if found is None else found[0]) == expected
+    assert found == expected
     if expected is not None:
         assert 0.24 < frontier.share_of_bytes(CONFIG, make(expected), RUN) <= 0.25
         assert frontier.share_of_bytes(CONFIG, make(expected + 1), RUN) > 0.25
-    half, share = frontier.budget_for(lambda b: methods.snapkv(b, window=8), CONFIG, 0.5, RUN)
-    assert half == 64 - 32
-    assert share == 0.5
-
-
-def test_all_methods_by_default():
-    assert Frontier().methods == ()
+    assert frontier.budget_for(lambda b: methods.snapkv(b, window=8), CONFIG, 0.5, RUN) == 64 - 32
 
 
 def test_what_a_model_lacks_is_left_out_and_said(tmp_path, monkeypatch, capsys):
@@ -54,23 +48,25 @@ def test_what_a_model_lacks_is_left_out_and_said(tmp_path, monkeypatch, capsys):
 
 def test_a_table_has_the_best_first_and_what_costs_less():
     found = [
-        point("a", 0.25, 0.5),
-        point("b", 0.25, 0.6),
-        point("think", 0.2, 0.7, label="channels-0.5"),
-        point("fastgen", 0.6, 0.9, label="T=0.98"),
-        point("full", 1.0, 1.0, label="1.0"),
+        number("a", 0.25, 0.5),
+        number("b", 0.25, 0.6),
+        number("think", 0.2, 0.7, "channels-0.5"),
+        number("fastgen", 0.6, 0.9, "T=0.98"),
+        number("full", 1.0, 1.0, "1.0"),
     ]
-    lines = frontier.table(frontier.ranked(found, 0.25), 0.25)
+    scores = {(n["method"], n["budget"]): [0.0, 1.0] for n in found}
+    lines = frontier.table(frontier.ranked(found, scores, 0.25), 0.25)
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["think channels-0.5", "b", "a"]
     assert "points beside think channels-0.5" in lines[0]
-    assert frontier.table(frontier.ranked(found, 0.1), 0.1) == ["No method runs at 10.0% of the bytes."]
-    assert [p.method for p in frontier.beyond(found, (0.1, 0.25))] == ["fastgen", "full"]
+    assert frontier.table(frontier.ranked(found, scores, 0.1), 0.1) == ["No method runs at 10.0% of the bytes."]
+    assert [n["method"] for n in frontier.beyond(found, (0.1, 0.25))] == ["fastgen", "full"]
 
 
 def test_what_the_best_beats_is_hollow():
-    found = [point("a", 0.25, 1.0, scores=(1.0,) * 12), point("b", 0.25, 0.0, scores=(0.0,) * 12)]
-    found += [point("c", 0.25, 0.9, scores=(1.0,) * 11 + (0.0,))]
-    here = {"in_prompt": {0.25: frontier.ranked(found, 0.25)}}
+    found = [number("a", 0.25, 1.0), number("b", 0.25, 0.0), number("c", 0.25, 0.9)]
+    scores = {"a": [1.0] * 12, "b": [0.0] * 12, "c": [1.0] * 11 + [0.0]}
+    of = {(method, "bytes-0.25"): own for method, own in scores.items()}
+    here = {"in_prompt": {0.25: frontier.ranked(found, of, 0.25)}}
     figure = frontier.plot(here)
     assert figure.get_suptitle().endswith("not significantly worse than the best:\n2 with the question in the prompt")
     (axes,) = figure.axes

@@ -1,7 +1,7 @@
 """The five papers' tables and figures: what each shows, with which settings, and the numbers that the papers print.
 
-Read from `entries.toml` and `tables/*.csv`. In a CSV file "-" is a number that the paper's text does not have, an empty
-cell one that its table does not have, and the budget "?" one that its text does not state.
+Read from `catalogue.toml`, `entries.toml` and `tables/*.csv`. In a CSV file "-" is a number that the paper's text does
+not have, an empty cell one that its table does not have, and the budget "?" one that its text does not state.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import difflib
 import math
 import pathlib
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, get_args
 
 from kvjax.experiments.papers.methods import METHODS, Budget, Method
@@ -37,15 +37,15 @@ class Model:
     """
 
     title: str
-    preset: str | None
     layers: int
     width: int
     kv_heads: int
+    preset: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class DataSet:
-    """What prompts are made of. Words and examples of LongBench's English sets are Ada-KV's Table 3.
+    """What prompts are made of.
 
     Attributes:
       title: as papers name it.
@@ -64,15 +64,15 @@ class DataSet:
 
     title: str
     runner: Runner
-    examples: int | None
-    words: int | None
-    new_tokens: int
-    batch: int
-    hub: str | None
-    task: str | None
-    metric: str | None
-    stop: str | None
-    first_line: bool
+    examples: int | None = None
+    words: int | None = None
+    new_tokens: int = 0
+    batch: int = 1
+    hub: str | None = None
+    task: str | None = None
+    metric: str | None = None
+    stop: str | None = None
+    first_line: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,15 +186,6 @@ class Entry:
         return tuple(c for i, c in enumerate(self.columns) if i in cells and c.metric != MEAN)
 
 
-def number(text: str) -> Budget:
-    """A budget as it is written: an int is a number of tokens, a float a share of the prompt.
-
-    Raises:
-      ValueError: neither.
-    """
-    return float(text) if set(text) & set(".eE") else int(text)
-
-
 @contextlib.contextmanager
 def _at(where: str) -> Iterator[None]:
     """Errors of what is read say where it stands."""
@@ -204,103 +195,66 @@ def _at(where: str) -> Iterator[None]:
         raise ValueError(f"{where}: {e}") from e
 
 
-def _table(path: pathlib.Path, names: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """The rows of a CSV file by the names of its columns, each with its file and line; "off" may stand last."""
-    with _at(str(path)), path.open(newline="", encoding="utf-8") as file:
-        lines, names = csv.reader(file), [*names]
-        header = next(lines, [])
-        if header not in (names, [*names, "off"]):
-            raise ValueError(f"line 1 must be {','.join(names)}, not {','.join(header)}")
-        for values in lines:
-            if len(values) != len(header):
-                raise ValueError(f"line {lines.line_num} has {len(values)} values for {len(header)} columns")
-            yield f"{path}, line {lines.line_num}", dict(zip(header, values, strict=True))
+def _toml(path: pathlib.Path) -> dict[str, Any]:
+    with _at(str(path)):
+        return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
-def _among(what: str, name: Any, known: Iterable[str]) -> Any:
+def _among(what: str, name: Any, known: Iterable[Any]) -> Any:
     if name not in known:
         raise ValueError(f"there is no {what} {name!r}; there are {', '.join(known)}")
     return name
 
 
-def read_models(folder: pathlib.Path = FOLDER) -> dict[str, Model]:
-    """The papers' models, by name.
+def read_catalogue(folder: pathlib.Path = FOLDER) -> tuple[dict[str, Model], dict[str, DataSet], dict[str, Any]]:
+    """Models, data sets and tuples of columns, by name; a column that is a mean is that of all before it.
 
     Raises:
-      ValueError: a line that is no model's.
+      ValueError: what cannot be read, with where it stands.
     """
-    found = {}
-    for where, x in _table(folder / "tables/models.csv", ("model", "title", "preset", "layers", "width", "kv_heads")):
-        with _at(where):
-            layers, width, kv_heads = int(x["layers"]), int(x["width"]), int(x["kv_heads"])
-            found[x["model"]] = Model(x["title"], x["preset"] or None, layers, width, kv_heads)
-    return found
+    path = folder / "catalogue.toml"
+    given, models, data, columns = _toml(path), {}, {}, {}
+    for name, fields in given["models"].items():
+        with _at(f"{path}, {name}"):
+            models[name] = Model(**fields)
+    for name, fields in given["data"].items():
+        with _at(f"{path}, {name}"):
+            _among("runner", fields["runner"], get_args(Runner))
+            data[name] = DataSet(**fields)
+    for name, several in given["columns"].items():
+        with _at(f"{path}, {name}"):
+            made: list[Column] = []
+            for fields in several:
+                sets = tuple(_among("data set", d, data) for d in fields.pop("data", ()))
+                of = tuple(c.title for c in made) if fields["metric"] == MEAN else ()
+                made.append(Column(**fields, data=sets, of=of))
+            columns[name] = (*made,)
+    return models, data, columns
 
 
-def read_data(folder: pathlib.Path = FOLDER) -> dict[str, DataSet]:
-    """The papers' data sets, by name.
-
-    Raises:
-      ValueError: a line that is no data set's.
-    """
-    found = {}
-    for where, x in _table(folder / "tables/data.csv", ["data", *(f.name for f in dataclasses.fields(DataSet))]):
-        with _at(where):
-            whole = lambda name, x=x: int(x[name]) if x[name] else None
-            found[x["data"]] = DataSet(
-                title=x["title"],
-                runner=_among("runner", x["runner"], get_args(Runner)),
-                examples=whole("examples"),
-                words=whole("words"),
-                new_tokens=whole("new_tokens") or 0,
-                batch=whole("batch") or 1,
-                hub=x["hub"] or None,
-                task=x["task"] or None,
-                metric=x["metric"] or None,
-                stop=x["stop"].replace("\\n", "\n") or None,
-                first_line=x["first_line"] == "yes",
-            )
-    return found
-
-
-MODELS: Final = read_models()
-DATA: Final = read_data()
-
-
-def _read_columns(folder: pathlib.Path) -> dict[str, tuple[Column, ...]]:
-    """Columns by the names that entries have for them; a mean is that of all before it."""
-    found: dict[str, tuple[Column, ...]] = {}
-    for where, x in _table(folder / "tables/columns.csv", ("columns", "title", "metric", "shots", "data")):
-        with _at(where):
-            before = found.get(x["columns"], ())
-            data = tuple(_among("data set", d, DATA) for d in x["data"].split())
-            of = tuple(c.title for c in before) if x["metric"] == MEAN else ()
-            found[x["columns"]] = (*before, Column(x["title"], x["metric"], int(x["shots"] or 0), data, of))
-    return found
+MODELS, DATA, _COLUMNS = read_catalogue()
 
 
 def read_entries(folder: pathlib.Path = FOLDER) -> dict[str, Entry]:
     """All tables and figures, by names such as "ada-kv/table2".
 
     Raises:
-      ValueError: what cannot be read or does not fit together, with its file and line.
+      ValueError: what cannot be read or does not fit together, with where it stands.
     """
     path = folder / "entries.toml"
-    with _at(str(path)):
-        text = path.read_text(encoding="utf-8")
-        papers = tomllib.loads(text)
-        settings = papers.pop("settings")
-    lines = {line.partition("#")[0].strip(): i for i, line in enumerate(text.splitlines(), 1)}
-    columns, found, unread = _read_columns(folder), {}, {*(folder / "tables").glob("*-*.csv")}
+    papers = _toml(path)
+    settings = papers.pop("settings")
+    found, tables = {}, {*(folder / "tables").glob("*.csv")}
     for paper, labels in papers.items():
         for label, given in labels.items():
-            file = folder / f"tables/{paper}-{label}.csv"
-            where = f"{path}, line {lines.get(f'[{paper}.{label}]', '?')}"
+            file, where = folder / f"tables/{paper}-{label}.csv", f"{path}, {paper}.{label}"
             with _at(where):
-                entry = _entry(paper, label, given, settings, columns)
-                drawn = [(where, row) for row in _drawn(entry, given.get("grid", []))]
-            rows = [*_printed(entry, file)] if file in unread else drawn
-            unread.discard(file)
+                grids = given.pop("grid", [])
+                entry = _entry(paper, label, given, settings)
+            rows = (
+                [*_printed(file, entry.columns)] if file in tables else [(where, row) for row in _drawn(entry, grids)]
+            )
+            tables.discard(file)
             keys = set()
             for at, row in rows:
                 with _at(at):
@@ -311,31 +265,31 @@ def read_entries(folder: pathlib.Path = FOLDER) -> dict[str, Entry]:
                         raise ValueError(f"{row.model}, {row.method} at {row.budget} stands here a second time")
                     keys.add(key)
             if bool(rows) != bool(entry.columns):
-                raise ValueError(f"{where}: {entry.name} has columns, but no grid and no {file.name}, or the reverse")
+                raise ValueError(f"{where} has columns, but no grid and no {file.name}, or the reverse")
             found[entry.name] = dataclasses.replace(entry, rows=tuple(row for _, row in rows))
-    if unread:
-        raise ValueError(f"{min(unread)} is the table of no entry in {path}")
+    if tables:
+        raise ValueError(f"{min(tables)} is the table of no entry in {path}")
     return found
 
 
-def _entry(paper: str, label: str, given: dict[str, Any], settings: dict[str, Any], columns: Any) -> Entry:
+def _entry(paper: str, label: str, given: dict[str, Any], settings: dict[str, Any]) -> Entry:
     """An entry without its rows."""
-    options: dict[str, Any] = {k: v for k, v in given.items() if k != "grid"}
-    methods = [METHODS[_among("set of methods", m, METHODS)] for m in given.get("methods", [])]
-    options["methods"] = {name: method for each in methods for name, method in each.items()}
-    options["columns"] = tuple(c for n in given.get("columns", []) for c in columns[_among("column", n, columns)])
-    titles = [c.title for c in options["columns"]]
-    if len(set(titles)) < len(titles):
-        raise ValueError(f"two columns have one title: {', '.join(titles)}")
+    methods = [METHODS[_among("set of methods", m, METHODS)] for m in given.pop("methods", [])]
+    columns = [_COLUMNS[_among("column", n, _COLUMNS)] for n in given.pop("columns", [])]
     named = lambda text: [text] if ": " in text else settings[_among("setting", text, settings)]
-    texts = [line for text in given.get("settings", []) for line in named(text)]
-    options["settings"] = tuple(tuple(line.split(": ", 1)) for line in texts)
-    options["figures"] = tuple(given.get("figures", []))
-    options["claims"] = tuple((str(what), float(value), str(place)) for what, value, place in given.get("claims", []))
-    entry = Entry(paper, label, **options)
-    _among("kind", entry.kind, get_args(Kind))
-    _among("reference", entry.reference, get_args(Reference))
-    return entry
+    texts = [line for text in given.pop("settings", []) for line in named(text)]
+    _among("kind", given["kind"], get_args(Kind))
+    _among("reference", given.get("reference", "answers"), get_args(Reference))
+    return Entry(
+        paper,
+        label,
+        methods={name: method for each in methods for name, method in each.items()},
+        columns=tuple(c for each in columns for c in each),
+        settings=tuple(tuple(line.split(": ", 1)) for line in texts),
+        figures=tuple(given.pop("figures", [])),
+        claims=tuple((what, float(value), place) for what, value, place in given.pop("claims", [])),
+        **given,
+    )
 
 
 def _drawn(entry: Entry, grids: list[dict[str, Any]]) -> list[Row]:
@@ -350,15 +304,23 @@ def _drawn(entry: Entry, grids: list[dict[str, Any]]) -> list[Row]:
     return [*dict.fromkeys(rows)]
 
 
-def _printed(entry: Entry, file: pathlib.Path) -> Iterator[tuple[str, Row]]:
-    """Rows of a table, each with its file and line."""
-    titles = [c.title for c in entry.columns]
-    signs = {"-": None, "": math.nan}
-    for where, x in _table(file, ["model", "method", "budget", *titles]):
-        with _at(where):
-            values = tuple(signs[x[t]] if x[t] in signs else float(x[t]) for t in titles)
-            budget = None if x["budget"] == "?" else number(x["budget"])
-            yield where, Row(x["model"], x["method"], budget, values, x.get("off", ""))
+def _printed(file: pathlib.Path, columns: Sequence[Column]) -> Iterator[tuple[str, Row]]:
+    """Rows of a table, each with its file and line; a budget that is an int is a number of tokens, a float a share."""
+    titles, signs = [c.title for c in columns], {"-": None, "": math.nan}
+    wanted = ["model", "method", "budget", *titles]
+    with file.open(newline="", encoding="utf-8") as lines:
+        reader = csv.DictReader(lines)
+        head = [*(reader.fieldnames or ())]
+        if head not in (wanted, [*wanted, "off"]):
+            raise ValueError(f"{file}, line 1 must be {','.join(wanted)}, not {','.join(head)}")
+        for x in reader:
+            where = f"{file}, line {reader.line_num}"
+            with _at(where):
+                if None in x or None in x.values():
+                    raise ValueError(f"a row must have {len(head)} values")
+                values = tuple(signs[x[t]] if x[t] in signs else float(x[t]) for t in titles)
+                budget = None if x["budget"] == "?" else (float if set(x["budget"]) & set(".eE") else int)(x["budget"])
+                yield where, Row(x["model"], x["method"], budget, values, x.get("off", ""))
 
 
 ENTRIES: Final = read_entries()
