@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from kvjax.configs.experiment import label
 from kvjax.experiments.core.command import write_json
+from kvjax.experiments.core.markdown import table
 from kvjax.experiments.papers.tables import ENTRIES, MODELS, Entry
 from kvjax.models.written import write_bytes
 
@@ -21,22 +22,9 @@ Ledger = dict[str, list[dict[str, Any]]]
 
 
 def read(folder: pathlib.Path | None = None) -> Ledger:
-    """All runs by entry; none where there is no ledger.
-
-    Raises:
-      ValueError: a ledger that cannot be read, or that names entries that do not exist.
-    """
+    """All runs by entry; none where there is no ledger."""
     path = (folder or FOLDER) / "ledger.json"
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_bytes())
-        unknown = set(found) - set(ENTRIES)
-    except (ValueError, TypeError) as e:
-        raise ValueError(f"{path} is broken ({e}); it is made by `reproduce.py ENTRY --record`") from e
-    if unknown:
-        raise ValueError(f"{path} names entries that do not exist: {', '.join(sorted(unknown))}")
-    return found
+    return json.loads(path.read_bytes()) if path.is_file() else {}
 
 
 def record(name: str, run: dict[str, Any], folder: pathlib.Path | None = None) -> None:
@@ -94,9 +82,10 @@ def markdown(ledger: Mapping[str, list[dict[str, Any]]]) -> str:
         "python experiments/reproduce.py ada-kv/table2 --model DIR --data DIR --dry-run",
         "```",
         "",
-        "| entry | shows | numbers in the text | status |",
-        "|---|---|---|---|",
-        *(f"| {e.name} | {e.shows} | {e.published or '-'} | {status(e, ledger)} |" for e in ENTRIES.values()),
+        *table(
+            ("entry", "shows", "numbers in the text", "status"),
+            [(e.name, e.shows, str(e.published or "-"), status(e, ledger)) for e in ENTRIES.values()],
+        ),
         "",
         "## Runs",
         "",
@@ -137,19 +126,18 @@ def published(entry: Entry) -> str:
 
 def _methods(entry: Entry) -> list[str]:
     budgets = {r.method: r.budget for r in reversed(entry.rows) if r.budget is not None}
-    lines = ["| method | policy | blocks | open |", "|---|---|---|---|"]
-    for name, method in entry.methods.items():
-        if name in {r.method for r in entry.rows}:
-            policy = f"`{method.make(budgets.get(name, 200))!r}`".replace("|", "\\|")
-            lines.append(f"| {method.title} | {policy} | {method.block or '-'} | {method.note or '-'} |")
-    return lines
+    rows = [
+        (m.title, f"`{m.make(budgets.get(name, 200))!r}`", str(m.block or "-"), m.note or "-")
+        for name, m in entry.methods.items()
+        if name in {r.method for r in entry.rows}
+    ]
+    return table(("method", "policy", "blocks", "open"), rows)
 
 
 def _table(entry: Entry) -> list[str]:
-    titles = [c.title for c in entry.columns]
-    lines = [f"| model | method | budget | {' | '.join(titles)} |", "|---|---|---|" + "---|" * len(titles)]
-    for r in entry.rows:
-        values = ["-" if v is None else "" if math.isnan(v) else f"{v:g}" for v in r.values]
-        budget = "not in the text" if r.budget is None else label(r.budget)
-        lines.append(f"| {MODELS[r.model].title} | {entry.methods[r.method].title} | {budget} | {' | '.join(values)} |")
-    return lines
+    shown = lambda v: "-" if v is None else "" if math.isnan(v) else f"{v:g}"
+    budget = lambda r: "not in the text" if r.budget is None else label(r.budget)
+    rows = [
+        (MODELS[r.model].title, entry.methods[r.method].title, budget(r), *map(shown, r.values)) for r in entry.rows
+    ]
+    return table(("model", "method", "budget", *(c.title for c in entry.columns)), rows)
