@@ -31,49 +31,45 @@ class Method:
     note: str = ""
 
 
-METHODS: Final[dict[str, dict[str, Method]]] = {}  # by the names that entries.toml has for them
+def _of(title: str, make: Any, note: str = "", *, block: int | None = None, **options: Any) -> Method:
+    """A method that has a paper's options beside its budget."""
+    return Method(title, functools.partial(make, **options) if options else make, block, note)
 
 
 def _full(title: str) -> Method:
     return Method(title, lambda _: methods.full())
 
 
-def _sinks(title: str) -> Method:
-    return Method(title, lambda b: methods.streaming_llm(b, sinks=4))
-
+METHODS: Final[dict[str, dict[str, Method]]] = {}  # by the names that entries.toml has for them
 
 # --- Ada-KV. The paper ran a set for every query head: keys and values were copied to query heads before eviction. ---
 
 
-def _pooled(budget: Budget, *, make: Any, **options: Any) -> Policy:
-    return by_query_head(make(budget, window=32, kernel=7, **options))
-
-
-def _over_query_heads(title: str, make: Any, note: str = "", **options: Any) -> Method:
-    return Method(title, functools.partial(_pooled, make=make, **options), note=note)
+def _pooled(budget: Budget, *, of: Any, **options: Any) -> Policy:
+    return by_query_head(of(budget, window=32, kernel=7, **options))
 
 
 _BETA: Final = "beta is not given: 20"
 METHODS["ada-kv"] = {
     "full": _full("Full Cache"),
-    "h2o": Method("H2O", methods.h2o, note="half heavy hitters, half recent, as H2O's paper has it; for kv heads"),
-    "streaming_llm": _sinks("StreamingLLM"),
-    "snapkv": _over_query_heads("SnapKV", methods.snapkv),
-    "pyramidkv": _over_query_heads("Pyramid", methods.pyramidkv, _BETA),
-    "ada_snapkv": _over_query_heads("Ada-SnapKV", methods.ada_snapkv, alpha=0.5),
-    "ada_pyramid": _over_query_heads("Ada-Pyramid", methods.ada_pyramid, _BETA, alpha=0.5),
+    "h2o": _of("H2O", methods.h2o, "half heavy hitters, half recent, as H2O's paper has it; for kv heads"),
+    "streaming_llm": _of("StreamingLLM", methods.streaming_llm, sinks=4),
+    "snapkv": _of("SnapKV", _pooled, of=methods.snapkv),
+    "pyramidkv": _of("Pyramid", _pooled, _BETA, of=methods.pyramidkv),
+    "ada_snapkv": _of("Ada-SnapKV", _pooled, of=methods.ada_snapkv, alpha=0.5),
+    "ada_pyramid": _of("Ada-Pyramid", _pooled, _BETA, of=methods.ada_pyramid, alpha=0.5),
 }
 
 # --- AhaKV ---
 
 METHODS["ahakv"] = {
     "full": _full("Full Cache"),
-    "streaming_llm": _sinks("Sink"),
-    "h2o": Method("H2O", lambda b: methods.h2o(b, recent=32)),
-    "snapkv": Method("SnapKV", lambda b: methods.snapkv(b, window=32), note="pooling is not given: max, kernel 7"),
-    "nacl": Method("NACL", methods.nacl, note="shares are not given: those of NaCl's Table 4"),
-    "tova": Method("TOVA", methods.tova),
-    "ahakv": Method("AhaKV", lambda b: methods.ahakv(b, recent=32), note="the pooling kernel is not given: 7"),
+    "streaming_llm": _of("Sink", methods.streaming_llm, sinks=4),
+    "h2o": _of("H2O", methods.h2o, recent=32),
+    "snapkv": _of("SnapKV", methods.snapkv, "pooling is not given: max, kernel 7", window=32),
+    "nacl": _of("NACL", methods.nacl, "shares are not given: those of NaCl's Table 4"),
+    "tova": _of("TOVA", methods.tova),
+    "ahakv": _of("AhaKV", methods.ahakv, "the pooling kernel is not given: 7", recent=32),
 }
 METHODS["ahakv-ablation"] = {
     "without_ra": Method("w/o RA", lambda b: variants.ahakv_without("recent", b, recent=32)),
@@ -85,14 +81,9 @@ METHODS["ahakv-ablation"] = {
 # --- Keyformer ---
 
 
-def _keyformer(budget: Budget, *, make: Any = methods.keyformer, recent: float = 0.3, **options: Any) -> Policy:
+def _keyformer(budget: Budget, *, of: Any = methods.keyformer, recent: float = 0.3, **options: Any) -> Policy:
     """Keyformer with a recent window of a share of the budget; the text calls 20 to 30 % the best."""
-    return make(budget, recent=Share(recent), **options)
-
-
-def _new_positions(budget: Budget) -> Policy:
-    """Keyformer whose tokens stand at their ranks in the cache."""
-    return dataclasses.replace(methods.keyformer(budget), layout=Layout(positions="rank"))
+    return of(budget, recent=Share(recent), **options)
 
 
 def _damped(budget: Budget, *, damping: float) -> Policy:
@@ -100,41 +91,37 @@ def _damped(budget: Budget, *, damping: float) -> Policy:
     return dataclasses.replace(methods.h2o(budget, recent=Share(0.2)), score=Faded(damping=damping))
 
 
-def _noised(title: str, noise: str, note: str = "") -> Method:
-    return Method(title, functools.partial(_keyformer, make=variants.keyformer_drawn, noise=noise), note=note)
-
-
 METHODS["keyformer"] = {
     "full": _full("Full Attention"),
-    "window": Method("Window Attention", methods.window),
-    "h2o": Method("H2O", methods.h2o, note="half heavy hitters, half recent: not given"),
-    "streaming_llm": _sinks("StreamingLLM"),
-    "key_attention": Method("Key Attention", methods.key_attention),
-    "keyformer": Method("Keyformer", _keyformer, note="recent window of 30 % of the cache"),
+    "window": _of("Window Attention", methods.window),
+    "h2o": _of("H2O", methods.h2o, "half heavy hitters, half recent: not given"),
+    "streaming_llm": _of("StreamingLLM", methods.streaming_llm, sinks=4),
+    "key_attention": _of("Key Attention", methods.key_attention),
+    "keyformer": _of("Keyformer", _keyformer, "recent window of 30 % of the cache"),
 }
 METHODS["keyformer-positions"] = {
     **{m: METHODS["keyformer"][m] for m in ("full", "window", "h2o", "streaming_llm")},
-    "new_positions": Method("Keyformer (New Pos), Per-Layer", _new_positions),
-    "keyformer": Method("Keyformer (Org Pos), Per-Layer", _keyformer),
+    "new_positions": Method(  # tokens stand at their ranks in the cache
+        "Keyformer (New Pos), Per-Layer",
+        lambda b: dataclasses.replace(methods.keyformer(b), layout=Layout(positions="rank")),
+    ),
+    "keyformer": _of("Keyformer (Org Pos), Per-Layer", _keyformer),
     "shared": Method("Keyformer (Org Pos), Shared", lambda b: shared_layers(_keyformer(b))),
 }
 METHODS["keyformer-noises"] = {
     "full": METHODS["keyformer"]["full"],
-    "gumbel": Method("Gumbel", _keyformer),
-    "gaussian": _noised("Gaussian", "gaussian"),
-    "constant": _noised("Constant", "constant", "changes no softmax (D-38)"),
-    "none": Method("None", lambda b: methods.h2o(b, recent=Share(0.3))),
+    "gumbel": _of("Gumbel", _keyformer),
+    "gaussian": _of("Gaussian", _keyformer, of=variants.keyformer_drawn, noise="gaussian"),
+    "constant": _of("Constant", _keyformer, "changes no softmax (D-38)", of=variants.keyformer_drawn, noise="constant"),
+    "none": _of("None", methods.h2o, recent=Share(0.3)),
 }
-METHODS["keyformer-damped"] = {
-    f"damping-{a}": Method(f"damped by {a}", functools.partial(_damped, damping=a)) for a in (0.8, 0.9, 0.95, 1.0)
-}
+METHODS["keyformer-damped"] = {f"damping-{a}": _of(f"damped by {a}", _damped, damping=a) for a in (0.8, 0.9, 0.95, 1.0)}
 METHODS["keyformer-recent"] = {
-    f"recent-{r}": Method(f"recent ratio {r} %", functools.partial(_keyformer, recent=r / 100))
-    for r in range(10, 100, 10)
+    f"recent-{r}": _of(f"recent ratio {r} %", _keyformer, recent=r / 100) for r in range(10, 100, 10)
 }
 METHODS["keyformer-tau"] = {
-    **{f"tau-{t}": Method(f"tau {t}", functools.partial(_keyformer, tau=(t, t))) for t in (1.0, 1.5, 2.0, 5.0, 10.0)},
-    "tau-1-2": Method("tau 1 to 2", _keyformer),
+    **{f"tau-{t}": _of(f"tau {t}", _keyformer, tau=(t, t)) for t in (1.0, 1.5, 2.0, 5.0, 10.0)},
+    "tau-1-2": _of("tau 1 to 2", _keyformer),
 }
 
 # --- NaCl ---
@@ -147,49 +134,37 @@ def _nacl(budget: Budget, **options: Any) -> Policy:
 
 METHODS["nacl"] = {
     "full": _full("Full cache"),
-    "streaming_llm": _sinks("Attention Sink"),
+    "streaming_llm": _of("Attention Sink", methods.streaming_llm, sinks=4),
     "h2o": METHODS["keyformer"]["h2o"],
-    "tova": Method("MSRNN", methods.tova),
-    "scissorhands": Method("Scissorhands", methods.scissorhands, note="history and drop are not given"),
-    "nacl": Method("NaCl", methods.nacl, note="shares of Table 4"),
+    "tova": _of("MSRNN", methods.tova),
+    "scissorhands": _of("Scissorhands", methods.scissorhands, "history and drop are not given"),
+    "nacl": _of("NaCl", methods.nacl, "shares of Table 4"),
 }
 METHODS["nacl-ablation"] = {
     "nacl": METHODS["nacl"]["nacl"],
-    "without_proxies": Method(
-        "- Eviction w. Proxy Tokens",
-        functools.partial(_nacl, random=Share(1.0)),
-        note="all of the budget is drawn at random",
+    "without_proxies": _of(
+        "- Eviction w. Proxy Tokens", _nacl, "all of the budget is drawn at random", random=Share(1.0)
     ),
-    "without_random": Method("- Random Eviction", lambda b: methods.nacl(b, random=0)),
-    "uniform_sampling": Method("- Probability Sampling", lambda b: variants.nacl_drawn(b, by="uniform")),
-    "without_global": Method("- Global Eviction", methods.nacl, block=1, note="evicts after every token that is read"),
-    "without_headwise": Method("- Head-wise Eviction", variants.nacl_by_layer, note="one decision for a layer's heads"),
+    "without_random": _of("- Random Eviction", methods.nacl, random=0),
+    "uniform_sampling": _of("- Probability Sampling", variants.nacl_drawn, by="uniform"),
+    "without_global": _of("- Global Eviction", methods.nacl, "evicts after every token that is read", block=1),
+    "without_headwise": _of("- Head-wise Eviction", variants.nacl_by_layer, "one decision for a layer's heads"),
 }
 METHODS["nacl-swept"] = {
-    **{
-        f"proxies-{share}": Method(f"NaCl, {share} % proxies", functools.partial(_nacl, proxies=share / 100))
-        for share in (1, 10, 30, 60, 100)
-    },
-    **{
-        f"random-{share}": Method(f"NaCl, {share} % random", functools.partial(_nacl, random=Share(share / 100)))
-        for share in (0, 10, 30, 50, 70, 90, 100)
-    },
+    **{f"proxies-{s}": _of(f"NaCl, {s} % proxies", _nacl, proxies=s / 100) for s in (1, 10, 30, 60, 100)},
+    **{f"random-{s}": _of(f"NaCl, {s} % random", _nacl, random=Share(s / 100)) for s in (0, 10, 30, 50, 70, 90, 100)},
 }
 
 # --- RoCo. The text protects no token by its position, the released code the last 10, as kvjax does by default. ---
 
 
-def _once(budget: Budget, *, make: Any, **options: Any) -> Policy:
+def _once(budget: Budget, *, of: Any, **options: Any) -> Policy:
     """A policy that evicts while the prompt is read, and keeps all that is generated."""
-    return when(PROMPT, make(budget, **options))
+    return when(PROMPT, of(budget, **options))
 
 
 def _mas_beside(budget: Budget, *, recent: Share) -> Policy:
     return dataclasses.replace(methods.mas(budget), recent=recent)
-
-
-def _read_in_blocks(title: str, make: Any, block: int = 1, **options: Any) -> Method:
-    return Method(title, functools.partial(_once, make=make, **options), block=block)
 
 
 _POLICIES: Final[dict[str, tuple[str, Any, dict[str, Any]]]] = {
@@ -200,23 +175,22 @@ _POLICIES: Final[dict[str, tuple[str, Any, dict[str, Any]]]] = {
     "tova": ("TOVA", methods.tova, {}),
     "roco": ("RoCo", methods.roco, {"scope": Share(0.5)}),
 }
+_INSIDE: Final = "the prompt is inside the budget"
+_SCOPES: Final = (0.1, 0.3, 0.5, 0.7, 0.9)
 METHODS["roco-full"] = {"full": _full("full cache")}
-METHODS["roco"] = {
-    **METHODS["roco-full"],
-    **{name: _read_in_blocks(title, make, **options) for name, (title, make, options) in _POLICIES.items()},
+METHODS["roco"] = METHODS["roco-full"] | {
+    name: _of(title, _once, block=1, of=make, **options) for name, (title, make, options) in _POLICIES.items()
 }
-METHODS["roco-generating"] = {
-    **METHODS["roco-full"],
-    **{
-        name: Method(title, functools.partial(make, **options), note="the prompt is inside the budget")
-        for name, (title, make, options) in _POLICIES.items()
-    },
+METHODS["roco-generating"] = METHODS["roco-full"] | {
+    name: _of(title, make, _INSIDE, **options) for name, (title, make, options) in _POLICIES.items()
 }
 METHODS["roco-blocks"] = {
-    f"block-{size}": _read_in_blocks(f"RoCo, blocks of {size}", methods.roco, size) for size in (1, 2, 4, 8, 16)
+    f"block-{size}": _of(f"RoCo, blocks of {size}", _once, block=size, of=methods.roco) for size in (1, 2, 4, 8, 16)
 }
-_SCOPES: Final = (0.1, 0.3, 0.5, 0.7, 0.9)
 METHODS["roco-scopes"] = {
-    **{f"window-{s}": _read_in_blocks(f"local window of {s}", _mas_beside, recent=Share(s)) for s in _SCOPES},
-    **{f"deviation-{s}": _read_in_blocks(f"largest deviation, {s}", methods.roco, scope=Share(s)) for s in _SCOPES},
+    **{f"window-{s}": _of(f"local window of {s}", _once, block=1, of=_mas_beside, recent=Share(s)) for s in _SCOPES},
+    **{
+        f"deviation-{s}": _of(f"largest deviation, {s}", _once, block=1, of=methods.roco, scope=Share(s))
+        for s in _SCOPES
+    },
 }
