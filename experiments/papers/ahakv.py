@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from matplotlib.figure import Figure
 
 from kvjax.experiments.papers.attention import Layer, by_layer, fold_rows
 from kvjax.experiments.papers.base import canvas, draw_layers, message, smooth
+
+_SOFT: Final = 0.125  # logits so small that no probability underflows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +105,16 @@ def _entropies(
     def entropy(carry, p, rows):
         return carry, -(p * jnp.log(jnp.maximum(p, jnp.finfo(jnp.float32).tiny))).sum(-1).mean((0, 1))
 
-    def variance(carry, x, rows):
-        seen = x > -jnp.inf
+    def variance(carry, p, rows):
+        seen = p > 0
         num = jnp.maximum(seen.sum(-1), 1).astype(jnp.float32)
-        x = jnp.where(seen, x, 0.0)
+        x = jnp.log(jnp.where(seen, p, 1.0)) / _SOFT  # the logits, less a constant of the row
         mean = x.sum(-1) / num
         return carry, (jnp.where(seen, x - mean[..., None], 0.0) ** 2).sum(-1).mean((0, 1)) / num.mean((0, 1))
 
     walk = functools.partial(fold_rows, layer, carry=None, rows=rows)
-    return walk(entropy)[1], walk(entropy, multiplier=gain)[1], walk(variance, probabilities=False)[1]
+    soft = jnp.full(rows.shape, _SOFT)
+    return walk(entropy)[1], walk(entropy, multiplier=gain)[1], walk(variance, multiplier=soft)[1]
 
 
 def plot_attention_entropy(d: AttentionEntropy) -> Figure:

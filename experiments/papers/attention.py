@@ -102,7 +102,6 @@ def fold_rows(
     rows: Int[Array, "M"] | None = None,
     multiplier: Float[Array, "M"] | None = None,
     block: int = BLOCK,
-    probabilities: bool = True,
 ) -> tuple[Carry, Any]:
     """Walks over rows of the attention matrix in order, a block at a time, each block one call of `attention`.
 
@@ -114,8 +113,6 @@ def fold_rows(
       rows: positions of the rows, increasing; all of them if None.
       multiplier: a factor on the logits of every row, for another softmax than the model's.
       block: rows of a block.
-      probabilities: False gives `visit` the logits, -inf where a row does not see a key. Those are computed here, as
-        kernels return nothing that a probability of 0 has not already lost.
 
     Returns:
       The last carry, and `out` of all rows: arrays "M ...", whose first axis was the block's rows.
@@ -138,8 +135,6 @@ def fold_rows(
     def step(carry, given):
         here, factor = given
         q = jnp.take(layer.q, here, axis=2, mode="clip").astype(jnp.float32)
-        if not probabilities:
-            return visit(carry, _logits(layer, q, here, factor), here)
         q_pos = jnp.broadcast_to(jnp.where(here < T, here, -1), (B, block))
         own = None if multiplier is None else Softmax(multiplier=jnp.broadcast_to(factor, (B, K, block)))
         column = Columns(group=None, summed=False, softmax=own)
@@ -148,24 +143,6 @@ def fold_rows(
 
     carry, out = lax.scan(step, carry, (blocks, factors.reshape(-1, block)))
     return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num], out)
-
-
-def _logits(
-    layer: Layer, q: Float[Array, "B N R H"], here: Int[Array, "R"], factor: Float[Array, "R"]
-) -> Float[Array, "B N R T"]:
-    """Logits of some rows, times a factor of each; -inf where a row does not see a key."""
-    B, N, R, H = q.shape
-    K, T = layer.k.shape[1:3]
-    x = jnp.einsum("bkgrh,bksh->bkgrs", q.reshape(B, K, N // K, R, H), layer.k.astype(jnp.float32))
-    x = x.reshape(B, N, R, T) * layer.scale
-    if layer.softcap is not None:
-        x = layer.softcap * jnp.tanh(x / layer.softcap)
-    x = x if layer.bias is None else x + layer.bias[:, :, None]
-    keys = jnp.arange(T, dtype=jnp.int32)[None]
-    seen = (keys <= here[:, None]) & (here[:, None] < T)
-    if layer.window is not None:
-        seen &= here[:, None] - keys < layer.window
-    return jnp.where(seen[None, None], x * factor[None, None, :, None], -jnp.inf)
 
 
 def group_mean(x: Float[Array, "B N *rest"], num_kv_heads: int) -> Float[Array, "B K *rest"]:
