@@ -134,7 +134,7 @@ def test_unknown_entries_are_named_with_those_that_exist(name, message):
         ("tables/roco-table6.csv", "46.3,2.0", "46.3", "line 3: a row must have 6 values"),
         ("tables/roco-table6.csv", "41.1", "4l.1", "line 3: could not convert string to float: '4l.1'"),
         ("tables/roco-table6.csv", "block-2", "block-3", "line 3: there is no method 'block-3'; there are full, block"),
-        ("tables/roco-table6.csv", "block-2", "block-1", "line 3: llama-2-7b-chat, block-1 at 0.5 stands here a second time"),
+        ("tables/roco-table6.csv", "block-2", "block-1", "line 3: llama-2-7b-chat, block-1 at 0.5 stands"),
         ("tables/roco-table6.csv", "BLEU", "Bleu", "line 1 must be model,method,budget,BLEU,.*not .*Bleu"),
         ("catalogue.toml", '"narrativeqa"', '"narrativeq"', "english: there is no data set 'narrativeq'"),
         ("catalogue.toml", "layers", "levels", "mistral-7b-instruct-v0.2: .* unexpected keyword argument 'levels'"),
