@@ -17,7 +17,7 @@ import numpy as np
 
 from tests.runs import ROOT, one_layer, samples, without_times
 
-TASKS = "single_needle", "needle", "vt", "multi_turn", "evicted_perplexity"
+TASKS = "multi_turn", "evicted_perplexity"
 KINDS = "in_prompt", "after_compression", "sweep"
 ROW = {"context": "the code for ada is 7 3 .", "question": "what is the code for ada ?", "answers": ["7 3"]}
 
@@ -37,11 +37,16 @@ def options(kind, here):
     return "run", ["--config", "snapkv.py", "--budget", "0.5", "--protocol", kind, "--output", str(here), *sizes]
 
 
+FAST = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"  # to compile; as slow to run is no matter
+)
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": FAST, "JAX_ENABLE_COMPILATION_CACHE": "0"}
+
+
 def start(script, words, here):
     """A process that compiles everything itself, once there is a manifest."""
-    environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, f"experiments/{script}.py", *words]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
     while not [*here.rglob("manifest.json")]:
         if process.poll() is not None or time.monotonic() > deadline:
@@ -96,9 +101,7 @@ def killed_and_resumed(kind, here, after):
     command = [sys.executable, f"experiments/{script}.py", *words]
     while subprocess.run(["pgrep", "-f", str(here)], capture_output=True, check=False).stdout:
         time.sleep(0.05)  # until the system has ended a killed child
-    ended = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
+    ended = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     if ended.returncode:
         raise RuntimeError(ended.stderr)
     if lost := [path for path, text in done.items() if not path.read_bytes().startswith(text)]:

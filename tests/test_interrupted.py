@@ -14,8 +14,6 @@ from kvjax.experiments import stopping
 from tests import kills
 from tests.runs import ROOT, one_layer, samples
 
-MOMENTS = 2  # of each kind
-
 
 @pytest.fixture
 def interruptible():
@@ -78,10 +76,12 @@ def test_a_signal_stops_a_run_after_the_examples_that_run_and_says_how_it_goes_o
     assert len(samples(here)) < 600
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", kills.KINDS)
+MARKS = {"after_compression": pytest.mark.exhaustive}  # of a run, `in_prompt` is asked
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=MARKS.get(k, pytest.mark.slow)) for k in kills.KINDS])
 def test_what_is_killed_at_any_moment_ends_with_the_same_results(tmp_path, kind):
-    """SIGKILL at moments drawn over the whole job: while it compiles, reads, answers, writes, draws."""
+    """SIGKILL while it compiles, reads, answers, writes or draws. `tests.kills` has many."""
     whole, seconds = kills.whole(kind, tmp_path / "whole" / "x")
     assert len(whole) == (2 if kind == "sweep" else 1)
     for each in whole:
@@ -90,7 +90,5 @@ def test_what_is_killed_at_any_moment_ends_with_the_same_results(tmp_path, kind)
         assert len(asked) == 2 * 2 * (4 * len(kills.TASKS) + 2)
         assert len(lines) > len(asked)
         assert [json.loads(row)["line"] for row in each["bad"].splitlines()] == [2, 2]
-    rng = np.random.default_rng(len(kind))
-    for i in range(MOMENTS):
-        moment = (i + rng.random()) / MOMENTS * seconds
-        assert kills.killed_and_resumed(kind, tmp_path / str(i) / "x", moment) == whole
+    moment = np.random.default_rng(len(kind)).random() * seconds
+    assert kills.killed_and_resumed(kind, tmp_path / "killed" / "x", moment) == whole

@@ -67,9 +67,15 @@ def pictures(notebook):
     return sum("image/png" in o.get("data", {}) for o in outputs(notebook))
 
 
-@pytest.mark.slow  # minutes of compilation in all; CI runs them
+LONG = {"a_real_model", "budget_curve_by_vmap"}  # the README's blocks and the tests of curves do what they do
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the libraries that run notebooks
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=pytest.mark.exhaustive if p.stem in LONG else pytest.mark.slow) for p in NOTEBOOKS],
+    ids=lambda p: p.stem,
+)
 def test_a_run_prints_what_is_stored(path):
     """Words are equal, and numbers but for what another processor rounds otherwise."""
     if path.stem == "a_real_model":

@@ -4,8 +4,8 @@
     python -m tests.doors --short    # Python 3.11 with the lowest, without the slow tests: what CI runs
 
 A wheel is built and installed into fresh environments. In a folder that has a `models.py`, `configs.py` and
-`experiments.py` of a user's own, each imports kvjax beside them, runs the blocks of the README, the main job with two
-examples, and mypy and pyright over the blocks and over `mistakes.py`, whose marked lines are what they must find. Then
+`experiments.py` of a user's own, each imports kvjax beside them, runs the blocks of the README, a first look at the
+main job, and mypy and pyright over the blocks and over `mistakes.py`, whose marked lines are what they must find. Then
 the checkout takes the wheel's place as an editable install, is imported in the same folder, and runs the tests of
 tokenizers, weights and parity.
 """
@@ -127,10 +127,9 @@ class Door:
         return f"{len(files)} blocks"
 
     def main_job(self) -> str:
-        """Two examples of every task, and their page."""
-        self.call(
-            "python", "-m", "kvjax.experiments.run", "--config", "snapkv.py", "--examples", "2", "--output", "out"
-        )
+        """A first look: one short example of every task, and their page."""
+        first_look = "--config snapkv.py --examples 1 --length 256 --output out".split()
+        self.call("python", "-m", "kvjax.experiments.run", *first_look)
         found = (self.home / "out" / "report.html").stat().st_size
         return f"page of {found:,} bytes"
 
