@@ -61,8 +61,8 @@ def pooling():
     """What decides beside all methods: runs of one method each."""
     runs = read("main_job", "parts_of_policies.json")
     of = {name: percent(run["retrieval_mean"][1]) for name, run in runs.items()}  # after the full cache
-    board = {(r["method"], r["budget"]): r for r in leaderboard_rows() if r["task"] == "retrieval_mean"}
-    share = lambda method, budget: f"{100 * board[method, budget]['score']:.1f}"
+    board = {(r["method"], r["budget"]): r for r in leaderboard_rows() if r["task"] == "average"}
+    share = lambda method, budget: f"{100 * board[method, budget]['value']:.1f}"
     slow, key = share("scissorhands", "0.5"), share("key_attention", "0.5")
     yield f"it retrieves {of['scissorhands_one_by_one']} instead of {slow} %, about what key attention does ({key} %)"
     yield f"it falls from {share('snapkv', '0.25')} to {of['snapkv_unpooled']} %"

@@ -46,7 +46,7 @@ def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, caps
         (["--config", "snapkv.py", "--length", "100"], "facts need .* give --length"),
         (
             ["--config", "snapkv.py", "--length", "20", "--tasks", "perplexity"],
-            "length=20; raise the length to 65",
+            "length=20; raise the length to 66",
         ),
         *(
             (["--config", "snapkv.py", option, value], f"{option[2:].replace('-', '.')}.*{value} must be at {bound}")

@@ -14,6 +14,7 @@ from kvjax.experiments import corpus, tasks
 from kvjax.experiments.tasks import Task, ruler
 from kvjax.experiments.tasks.multi_turn import multi_turn, multi_turn_key_value
 from kvjax.experiments.tasks.needle import CITIES, DEPTHS, LENGTHS, SANDWICH, needle, needle_number
+from kvjax.experiments.tasks.perplexity import evicted_perplexity, sliding_perplexity, streaming_perplexity
 from kvjax.experiments.tasks.rows import dialogue, reconstruction, summarise
 from kvjax.experiments.tasks.ruler import (
     COMMON,
@@ -32,7 +33,6 @@ from kvjax.experiments.tasks.ruler import (
     vt,
 )
 from kvjax.experiments.tasks.text import cut_middle, grid, most_that_fit, sentences
-from kvjax.experiments.tasks.text_perplexity import evicted_perplexity, sliding_perplexity, streaming_perplexity
 
 LENGTH = 1500
 RULER = (

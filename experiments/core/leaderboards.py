@@ -10,16 +10,12 @@ import pandas as pd
 
 from kvjax.experiments.core import table
 from kvjax.experiments.core.sources import LEADERBOARD, Found, Run, setting_of, shared
-from kvjax.experiments.tasks import RETRIEVAL
 
-# Columns of `table.numbers` by what a leaderboard calls them.
-_COLUMNS: Final = {
-    "method": "method", "budget": "budget", "task": "task", "examples": "n", "low": "low", "high": "high",
-    "live_tokens": "live_tokens", "live_of_prompt": "live", "kept_whole": "kept_whole", "most_live": "most_live",
-    "slots": "slots", "kv_bytes": "kv_bytes", "kv_bytes_of_full": "kv_of_full", "kv_budget": "place",
-    "prefill_peak_bytes": "prefill_peak_bytes", "decode_peak_bytes": "decode_peak_bytes",
-}  # fmt: skip
-_NEEDED = {"method", "budget", "task", "low", "high", "live_tokens", "live_of_prompt", "kv_bytes_of_full", "kv_budget"}
+_COLUMNS: Final = (
+    "method", "budget", "task", "kind", "value", "low", "high", "n", "live_tokens", "live", "kept_whole", "most_live",
+    "slots", "kv_bytes", "kv_of_full", "place", "prefill_peak_bytes", "decode_peak_bytes", "metrics", "parts",
+)  # fmt: skip
+"""Those of `table.numbers` that a leaderboard has."""
 
 
 def differences(setup: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -80,22 +76,11 @@ def _read(path: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     try:
         content = json.loads(path.read_bytes())
         setup, rows = content["setup"], content["rows"]
-        whole = isinstance(setup, dict) and rows and all(set(row) > _NEEDED for row in rows)
-        if not whole or not all("score" in row or "perplexity" in row for row in rows):
+        if not isinstance(setup, dict) or not rows or not all({*row} >= {*_COLUMNS, "code"} for row in rows):
             raise ValueError("it is not what report.py writes")
     except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise ValueError(f"{path} is broken ({type(e).__name__}: {e}); make it again with report.py") from e
-    return setup, [*map(_number, rows)]
-
-
-def _number(row: dict[str, Any]) -> dict[str, Any]:
-    value = "perplexity" if "perplexity" in row else "score"
-    number = {column: row[name] for name, column in _COLUMNS.items() if name in row}
-    number |= {"kind": "nll" if value == "perplexity" else "score", "value": float(row[value]), "parts": ""}
-    number |= {"metrics": ", ".join(row.get("metrics", ())), "code": row.get("code", "not stored")}
-    if row["task"] in (table.AVERAGE, "retrieval_mean"):
-        number |= {"task": table.AVERAGE, "parts": row.get("parts", ", ".join(RETRIEVAL))}
-    return number | ({"options": row["options"]} if "options" in row else {})
+    return setup, rows
 
 
 def _place(
@@ -157,13 +142,8 @@ def stored(numbers: pd.DataFrame, found: Found) -> dict[str, Any] | None:
     options = {method: given for run in found.runs for method, given in run.options.items()}
     rows = []
     for r in table.records(numbers[(numbers["setting"] == runs[0].setting) & (numbers["kind"] != "given")]):
-        row = {name: None if r[column] != r[column] else r[column] for name, column in _COLUMNS.items()}
-        row |= {
-            "perplexity" if r["kind"] == "nll" else "score": r["value"],
-            "metrics": [m for m in r["metrics"].split(", ") if m],
-        }
-        row |= {"parts": r["parts"]} if r["task"] == table.AVERAGE else {}
         own = r.get("code")
+        row = {name: None if r[name] != r[name] else r[name] for name in _COLUMNS}
         row["code"] = own if isinstance(own, str) else ", ".join(dict.fromkeys(code[n] for n in r["runs"]))
         rows.append(row | ({"options": options[r["method"]]} if r["method"] in options else {}))
     return {"setup": runs[0].setup, "rows": rows}

@@ -19,10 +19,6 @@ from kvjax.experiments.tasks import TASKS
 LEADERBOARD: Final = "leaderboard.json"
 # What a setup holds that no number depends on, or that tasks and policies are told apart by.
 _ASIDE = ("examples", "data", "baselines", "baseline_budget", "task_budget", "block", "batch_size")
-# What a leaderboard calls the columns of numbers.
-_CALLED = {
-    "examples": "n", "live_of_prompt": "live", "kv_bytes_of_full": "kv_of_full", "kv_budget": "place"
-}  # fmt: skip
 
 
 @dataclasses.dataclass

@@ -18,7 +18,12 @@ from kvjax.experiments.tasks.base import Task as Task
 from kvjax.experiments.tasks.base import Tokens as Tokens
 from kvjax.experiments.tasks.multi_turn import multi_turn, multi_turn_key_value
 from kvjax.experiments.tasks.needle import needle, needle_number
-from kvjax.experiments.tasks.perplexity import perplexity
+from kvjax.experiments.tasks.perplexity import (
+    evicted_perplexity,
+    perplexity,
+    sliding_perplexity,
+    streaming_perplexity,
+)
 from kvjax.experiments.tasks.retrieval import key_value, multi_query, several_needles, single_needle
 from kvjax.experiments.tasks.rows import Form, dialogue, read, reconstruction, summarise
 from kvjax.experiments.tasks.ruler import (
@@ -37,7 +42,6 @@ from kvjax.experiments.tasks.ruler import (
     vt,
     words,
 )
-from kvjax.experiments.tasks.text_perplexity import evicted_perplexity, sliding_perplexity, streaming_perplexity
 
 RETRIEVAL = ("single_needle", "several_needles", "multi_query", "key_value")
 NEEDLES = ("single_needle", "needle", "needle_number")

@@ -1,7 +1,20 @@
-"""How well a compressed cache predicts the text that follows."""
+"""How well a compressed cache predicts text; tasks differ in what is read at once and what token by token.
+
+| task | read as a prompt, then evicted | scored, a token at a time | source |
+|---|---|---|---|
+| `perplexity` | all but the last 64 tokens of facts and questions in filler | these | the project's own language |
+| `sliding_perplexity` | a window's first half | its second half; windows overlap by half | fixed-length models |
+| `streaming_perplexity` | a quarter | all that follows, far past the budget | StreamingLLM, RoCo (Fig. 5) |
+| `evicted_perplexity` | all but the last 256 tokens | these | the prefix is evicted once |
+
+The text is the task's own, or filler with a document for every example. A length is that of both parts together, and
+the results' perplexity is that of the mean over all scored tokens. "in_prompt" and "after_compression" are the same
+here.
+"""
 
 from kvjax.experiments import corpus
-from kvjax.experiments.tasks.base import Example, Question, Task, example
+from kvjax.experiments.tasks.base import Example, Question, Task, Tokens, example
+from kvjax.experiments.tasks.text import filler
 
 SCORED = 64
 
@@ -15,13 +28,8 @@ def perplexity(task: Task, index: int) -> Example:
     Raises:
       ValueError: a length that leaves no token before them, or a text of one's own without so many stretches.
     """
-    if task.length <= SCORED:
-        raise ValueError(
-            f"perplexity scores the last {SCORED} tokens of a prompt, but length={task.length}; raise the length to "
-            f"{SCORED + 1} at least"
-        )
-    if task.text:
-        return _of_text(task, index)
+    if task.text or task.length <= SCORED + len(task.bos):
+        return _cut(task, index, "perplexity", apart=task.length - len(task.bos), scored=SCORED)
     rng = task.rng("perplexity", index)
     known: list[tuple[str, list[str]]] = []
     names = [corpus.NAMES[i] for i in rng.permutation(len(corpus.NAMES))]
@@ -44,13 +52,80 @@ def perplexity(task: Task, index: int) -> Example:
     return example("perplexity", index, tokens[:cut], question, length=float(cut))
 
 
-def _of_text(task: Task, index: int) -> Example:
-    room, ids = task.length - len(task.bos), task.text_ids
-    if (index + 1) * room > len(ids):
+def sliding_perplexity(task: Task, index: int, *, stride: int | None = None) -> Example:
+    """Window `index` over the text: its last `stride` tokens are scored, those before them are the prompt.
+
+    Windows begin `stride` tokens apart, so that examples in a row score every token after the first prompt once.
+
+    Args:
+      task: text, tokenizer and the window's length.
+      index: which window.
+      stride: half of the window if not given.
+
+    Raises:
+      ValueError: a stride that leaves no prompt or nothing to score, or a text that ends before.
+    """
+    stride = task.length // 2 if stride is None else stride
+    return _cut(task, index, "sliding_perplexity", apart=stride, scored=stride)
+
+
+def streaming_perplexity(task: Task, index: int, *, prompt: float = 0.25) -> Example:
+    """A document of `length` tokens: a share of it is the prompt, the rest is scored as it streams in.
+
+    A policy that evicts while decoding holds its budget all along, as StreamingLLM (arXiv:2309.17453) does over text
+    longer than a model's window, and RoCo (arXiv:2402.06262) at a fixed number of slots. Budgets that are shares are
+    shares of the prompt.
+
+    Args:
+      task: text, tokenizer and the document's length.
+      index: which document; one begins where the last ends.
+      prompt: share of the document that is read at once.
+
+    Raises:
+      ValueError: a share outside (0, 1), or a text that ends before.
+    """
+    if not 0 < prompt < 1:
+        raise ValueError(f"streaming_perplexity: prompt={prompt!r} must be a share in (0, 1)")
+    scored = task.length - max(round(prompt * task.length), 1)
+    return _cut(task, index, "streaming_perplexity", apart=task.length - len(task.bos), scored=scored)
+
+
+def evicted_perplexity(task: Task, index: int, *, scored: int = 256) -> Example:
+    """A document of `length` tokens, of which the last are scored after all before them were read and evicted.
+
+    Args:
+      task: text, tokenizer and the document's length.
+      index: which document; one begins where the last ends.
+      scored: how many tokens.
+
+    Raises:
+      ValueError: no prompt or nothing to score, or a text that ends before.
+    """
+    return _cut(task, index, "evicted_perplexity", apart=task.length - len(task.bos), scored=scored)
+
+
+def _cut(task: Task, index: int, name: str, *, apart: int, scored: int) -> Example:
+    """Document `index` of documents that begin `apart` tokens from each other, its last tokens to be scored."""
+    before = task.length - scored
+    if scored < 1 or before <= len(task.bos):
         raise ValueError(
-            f"the text has {len(ids)} tokens, which is {len(ids) // room} examples of {room}; lower examples from "
-            f"{index + 1}, or the length"
+            f"{name} scores the last {scored} tokens of a prompt, but length={task.length}; raise the length "
+            f"to {max(scored, 1) + len(task.bos) + 1} at least, or score fewer tokens, one at least"
         )
-    tokens = task.bos + ids[index * room : (index + 1) * room]
-    cut = task.length - SCORED
-    return example("perplexity", index, tokens[:cut], Question(continuation=tokens[cut:]), length=float(cut))
+    ids = task.bos + _tokens(task, index, name, apart)
+    question = Question(continuation=ids[before:])
+    return example(name, index, ids[:before], question, length=float(before))
+
+
+def _tokens(task: Task, index: int, name: str, apart: int) -> Tokens:
+    count = task.length - len(task.bos)
+    if not task.text:
+        return tuple(task.encode(" ".join(filler(task.rng(name, index), count))))[:count]
+    ids, start = task.text_ids, index * apart
+    if start + count > len(ids):
+        possible = max(0, (len(ids) - count) // apart + 1)
+        raise ValueError(
+            f"{name}: example {index} needs tokens {start} to {start + count} of the text, but it has {len(ids)}: "
+            f"there are {possible} examples of length {task.length}; ask for fewer, shorten them, or give more text"
+        )
+    return ids[start : start + count]
