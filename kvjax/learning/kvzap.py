@@ -1,9 +1,9 @@
 """Functions of hidden states that predict the scores of KVzip+ (KVzap, arXiv 2601.07891), fitted to a model.
 
-found = [examples(model, params, tokens, replay=replay) for tokens in texts]
-hidden, wanted = (np.concatenate(each, axis=1) for each in zip(*found))
-function, losses = fit(hidden, wanted)
-policy = methods.kvzap(0.5, function)
+    found = [examples(model, params, tokens, replay=replay) for tokens in texts]
+    hidden, wanted = (np.concatenate(each, axis=1) for each in zip(*found))
+    function, losses = fit(hidden, wanted)
+    policy = methods.kvzap(0.5, function)
 
 Letters: L layers, M tokens, D width of the model, K kv heads.
 """
