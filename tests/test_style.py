@@ -9,7 +9,6 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-PACKAGES = ("kvjax", "pallas_kernels", "models", "configs", "experiments")
 BIN = pathlib.Path(sys.executable).parent
 
 
