@@ -203,6 +203,7 @@ DRAWN = {
 
 
 @pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:a prompt of")  # some cross the original context
 @pytest.mark.parametrize("architecture", DRAWN)
 @hypothesis.settings(
     max_examples=5,  # of which the first is the simplest

@@ -78,7 +78,8 @@ def main() -> int:
         jobs = os.cpu_count() or 1
         for job in range(jobs):
             tree = pathlib.Path(folder, str(job), "kvjax")
-            shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "results", "__pycache__"))
+            unread = shutil.ignore_patterns(".git", ".venv*", "results", "__pycache__")
+            shutil.copytree(ROOT, tree, symlinks=True, ignore=unread)  # folders that are linked into the package
             trees.put(tree)
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             found = list(pool.map(ask, chosen))
