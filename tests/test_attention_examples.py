@@ -6,13 +6,7 @@ import pytest
 
 from kvjax.pallas_kernels import Columns, Softmax, attention
 from kvjax.pallas_kernels.columns import draw_noise
-
-
-def from_probabilities(p):
-    """q, k, v whose causal attention is the given matrices "G T T" of one group of query heads, at a scale of 1."""
-    p = np.asarray(p, np.float64)
-    k = jnp.asarray(np.eye(p.shape[-1])[None, None], jnp.float32)
-    return jnp.asarray(np.where(p > 0, np.log(np.where(p > 0, p, 1.0)), -1e4)[None], jnp.float32), k, k
+from tests import tensors
 
 
 def test_e13_group_reduction_order(examples):
@@ -20,7 +14,7 @@ def test_e13_group_reduction_order(examples):
     p = np.zeros((2, 2, 2))
     p[:, 0, 0] = 1.0
     p[0, 1], p[1, 1] = e["inputs"]["head0"], e["inputs"]["head1"]
-    q, k, v = from_probabilities(p)
+    q, k, v, _ = tensors.from_probabilities(p)
     pos = jnp.arange(2, dtype=jnp.int32)
     wanted = {
         "mean_then_square": Columns(rows=1, element="p2", group="mean", group_at="before"),
