@@ -1,4 +1,4 @@
-"""What configs of `experiments/learn_budget.py` and `experiments/learn_scorer.py` return."""
+"""What configs of `experiments/learn.py` return."""
 
 import dataclasses
 import pathlib
@@ -66,7 +66,7 @@ class Prompts:
 
 @dataclasses.dataclass(frozen=True)
 class LearnedBudget:
-    """One run of `experiments/learn_budget.py`.
+    """One run of `experiments/learn.py budget`.
 
     Attributes:
       name: of the run, in tables and plots.
@@ -109,7 +109,7 @@ class LearnedBudget:
 
 @dataclasses.dataclass(frozen=True)
 class LearnedScorer:
-    """One run of `experiments/learn_scorer.py`.
+    """One run of `experiments/learn.py scorer`.
 
     Attributes:
       name: of the run.

@@ -14,7 +14,7 @@ from typing import Any, Final
 from kvjax.configs.methods import CONFIGS
 
 _HERE = pathlib.Path(__file__).parent
-_SCRIPTS: Final = {"learned_budget": "learn_budget.py", "learned_scorer": "learn_scorer.py"}
+_SCRIPTS: Final = {"learned_budget": "learn.py budget", "learned_scorer": "learn.py scorer"}
 
 
 def available(script: str = "run.py") -> list[str]:

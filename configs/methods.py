@@ -156,20 +156,20 @@ def _gates(setup: Setup, given: str) -> Any:
       ValueError: there are none, or the file holds no gates.
     """
     if pathlib.Path(given).suffix != ".json":
-        learned = "gates are learned for a model with kvjax.learning.gates (experiments/learn_gates.py does so for the "
+        learned = "gates are learned for a model with kvjax.learning.gates (experiments/learn.py gates does so for the "
         return probed(setup, given, "gates", how=f"{learned}embedded one); give a file as --gates")
     try:
         found = json.loads(pathlib.Path(given).read_bytes())
     except (OSError, ValueError) as e:
         raise ValueError(f"--gates {given} is no file of JSON that can be read: {e}") from e
     if not isinstance(found, dict) or "gates" not in found:
-        raise ValueError(f"--gates {given} has no 'gates'; give what experiments/learn_gates.py wrote")
+        raise ValueError(f"--gates {given} has no 'gates'; give what experiments/learn.py gates wrote")
     return found["gates"]
 
 
 _GATES = File(
     _gates,
-    "an array (.npy) of layers and kv heads, or what `experiments/learn_gates.py` wrote (.json); that beside the "
+    "an array (.npy) of layers and kv heads, or what `experiments/learn.py gates` wrote (.json); that beside the "
     "model's weights if empty.",
 )
 

@@ -56,7 +56,7 @@ from kvjax.models.sources import locate
 
 _OF_OTHERS = "baselines", "baseline_budget", "compress"  # what of a setup no line of a policy depends on
 _PICTURES = "score_against_budget.png", "perplexity_against_budget.png"
-_RETURNED = {"run.py": Experiment, "learn_budget.py": LearnedBudget, "learn_scorer.py": LearnedScorer}
+_RETURNED = {"run.py": Experiment, "learn.py budget": LearnedBudget, "learn.py scorer": LearnedScorer}
 
 
 def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Namespace, list[str]]:

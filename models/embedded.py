@@ -1,5 +1,5 @@
-"""The models that come with the project: small, made to retrieve, trained by `experiments/train_tiny.py` and
-`experiments/train_varied.py`.
+"""The models that come with the project: small, made to retrieve, trained by `experiments/train.py embedded` and
+`experiments/train.py varied`.
 """
 
 import json

@@ -96,7 +96,7 @@ def test_the_readme_has_every_config_whose_options_are_not_the_defaults():
 )
 @pytest.mark.usefixtures("unchecked")
 def test_what_a_config_returns_has_fields_of_their_types(kind, given):
-    family = configs.find("learned_budget", "learn_budget.py")[1]().family
+    family = configs.find("learned_budget", "learn.py budget")[1]().family
     needed = {
         Experiment: {"name": "x", "policies": ((8, methods.window(8)),)},
         LearnedBudget: {"name": "x", "method": methods.snapkv, "budgets": (0.25,), "family": family},
@@ -187,7 +187,7 @@ def test_what_was_found_of_a_model_is_read_or_refused_by_its_file(tmp_path, conf
 @pytest.mark.parametrize(
     ("given", "text", "message"),
     [
-        ("gates.json", "{}", "gates.json has no 'gates'; give what experiments/learn_gates.py wrote"),
+        ("gates.json", "{}", "gates.json has no 'gates'; give what experiments/learn.py gates wrote"),
         ("gates.json", "{", "gates.json is no file of JSON that can be read"),
         ("", "", "there is no models/gates.npy; gates are learned for a model with kvjax.learning.gates"),
     ],

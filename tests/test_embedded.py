@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from kvjax import methods, models
-from kvjax.experiments import corpus, train_tiny
+from kvjax.experiments import corpus
 from kvjax.experiments.core import locks
 from kvjax.experiments.core.engine import Engine, prompts_of, shapes
 from kvjax.experiments.tasks import RETRIEVAL, TASKS, Task
+from kvjax.experiments.training import embedded as training
+from kvjax.experiments.training.loop import FIRST, Options
 from kvjax.models.embedded import EMBEDDED, INCLUDED, save_tokenizer
 
 
@@ -24,7 +26,7 @@ def task(embedded):
 
 def test_the_checkpoint_is_what_training_describes(embedded):
     model, params, tokenizer = embedded
-    assert dataclasses.replace(train_tiny.CONFIG, dtype=model.config.dtype) == model.config
+    assert dataclasses.replace(training.CONFIG, dtype=model.config.dtype) == model.config
     assert sum(f.stat().st_size for f in EMBEDDED.iterdir()) < 8e6
     assert models.num_params(params) == 837_376
     assert [tokenizer.convert_tokens_to_ids(w) for w in corpus.VOCABULARY] == list(range(len(corpus.VOCABULARY)))
@@ -134,11 +136,11 @@ def test_it_retrieves_with_the_full_cache_and_fails_without(name, length, per_ta
 
 def test_documents_mark_what_can_be_known():
     rng = np.random.default_rng(0)
-    for stage in train_tiny.CURRICULUM:
-        tokens, classes = train_tiny.document(rng, stage)
+    for stage in training.CURRICULUM:
+        tokens, classes = training.document(rng, stage)
         assert tokens.shape == classes.shape == (stage.length + 1,)
         words = [corpus.VOCABULARY[t] for t in tokens]
-        firsts = np.nonzero(classes == train_tiny.FIRST)[0]
+        firsts = np.nonzero(classes == FIRST)[0]
         assert len(firsts)
         for i in firsts:
             assert words[i] in corpus.DIGITS
@@ -146,18 +148,18 @@ def test_documents_mark_what_can_be_known():
 
 
 def test_batches_depend_on_seed_and_step_alone():
-    stage = train_tiny.CURRICULUM[3]
-    a, b, c = (train_tiny.batch(0, step, stage) for step in (5, 5, 6))
+    stage = training.CURRICULUM[3]
+    a, b, c = (training.batch(0, step, stage) for step in (5, 5, 6))
     for x, y in zip(a, b, strict=True):
         np.testing.assert_array_equal(x, y)
     assert not np.array_equal(a[0], c[0])
     assert (np.diff(a[2], axis=1) >= 1).all()
-    assert a[2].max() < train_tiny.CONFIG.max_position
+    assert a[2].max() < training.CONFIG.max_position
 
 
 def test_the_structured_start_looks_one_token_back():
-    params = train_tiny.initial_params(jax.random.key(0))
-    model = models.LanguageModel(train_tiny.CONFIG)
+    params = training.initial_params(jax.random.key(0))
+    model = models.LanguageModel(training.CONFIG)
     rows = []
 
     def attend(cache, q, k, v, *, layer, rotate, **_):
@@ -173,10 +175,10 @@ def test_the_structured_start_looks_one_token_back():
 
 
 def tiny_run(tmp_path, name, steps, monkeypatch):
-    monkeypatch.setattr(train_tiny, "CONFIG", dataclasses.replace(train_tiny.CONFIG, num_layers=2))
-    monkeypatch.setattr(train_tiny, "CURRICULUM", (train_tiny.Stage(4, 24, 2), train_tiny.Stage(3, 32, 2)))
+    monkeypatch.setattr(training, "CONFIG", dataclasses.replace(training.CONFIG, num_layers=2))
+    monkeypatch.setattr(training, "CURRICULUM", (training.Stage(4, 24, 2), training.Stage(3, 32, 2)))
     with jax.numpy_dtype_promotion("standard"):  # optax promotes
-        train_tiny.train(checkpoints=tmp_path / name, output=tmp_path / f"{name}-model", save_every=2, max_steps=steps)
+        training.train(Options(tmp_path / name, tmp_path / f"{name}-model", save_every=2, max_steps=steps))
     return tmp_path / f"{name}-model"
 
 
@@ -195,4 +197,4 @@ def test_training_resumes_where_it_stopped(tmp_path, monkeypatch, capsys):
     with locks.Locked(tmp_path / "parts"), pytest.raises(ValueError, match=r"another process is writing to .*parts"):
         tiny_run(tmp_path, "parts", None, monkeypatch)
     with pytest.raises(ValueError, match=r"holds a checkpoint of {'seed': 0.* not of {'seed': 1"):
-        train_tiny.train(seed=1, checkpoints=tmp_path / "parts", output=tmp_path / "other", max_steps=1)
+        training.train(Options(tmp_path / "parts", tmp_path / "other", seed=1, max_steps=1))

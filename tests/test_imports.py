@@ -18,7 +18,7 @@ HEAVY = (
     "transformers",
     "torch",
 )
-SCRIPTS = "kvjax.experiments.run, kvjax.experiments.report, kvjax.experiments.learn_budget"
+SCRIPTS = "kvjax.experiments.run, kvjax.experiments.report, kvjax.experiments.learn, kvjax.experiments.learning.budget"
 
 
 def test_scripts_import_nothing_heavy():

@@ -46,7 +46,7 @@ def test_modules_of_packages_are_known_however_python_is_told(options, monkeypat
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("script", ["run", "-m run", "sweep", "report", "learn_gates", "train_tiny"])
+@pytest.mark.parametrize("script", ["run", "-m run", "sweep", "report", "learn", "train"])
 def test_a_signal_before_anything_is_begun_ends_a_script_at_once_with_one_line(script):
     """While it imports, where jax would drop what Python raises."""
     for number, seconds in ((signal.SIGTERM, 0.0), (signal.SIGINT, 0.1)):

@@ -1,10 +1,8 @@
-"""Learning budgets and scores from the command line: small runs, resuming, what is written, errors."""
+"""Learning budgets from the command line: small runs, resuming, what is written."""
 
 import dataclasses
-import gzip
 import json
 import lzma
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +12,14 @@ import pytest
 import kvjax
 from kvjax import configs, methods
 from kvjax.configs.learning import Prompts
-from kvjax.experiments import learn_budget, run
-from kvjax.experiments.learning import budget_report, future_rows
+from kvjax.experiments import learn, run
+from kvjax.experiments.learning import budget, budget_report, future_rows
 from kvjax.experiments.learning.future_rows import Reader
 from kvjax.learning.families import PyramidBeta, Safeguard, Simplex
 from kvjax.learning.relax import with_table
-from tests.runs import samples
+from tests.runs import ROOT, samples
 
-pytestmark = pytest.mark.exhaustive  # minutes of compilation
-
-ROOT = pathlib.Path(__file__).parents[1]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("as_users_run_it")]  # minutes of compilation
 
 PROMPTS = [
     *("--length", "128", "--calibration", "2", "--held-out", "2", "--tasks", "single_needle", "perplexity"),
@@ -32,24 +28,20 @@ PROMPTS = [
 SMALL = [*PROMPTS, "--budget", "0.25", "--window-size", "8", "--steps", "5"]
 
 
-@pytest.fixture(autouse=True)
-def _as_a_script():
-    """Scripts run under JAX's own promotion, which optax needs."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def experiment(*options):
-    return run.parse(["--config", "learned_budget.py", *SMALL, *options], "learn_budget.py")[0]
+    return run.parse(["--config", "learned_budget.py", *SMALL, *options], "learn.py budget")[0]
+
+
+def learned(*options, output):
+    """Runs the command; returns where its results are."""
+    learn.main(["budget", "--config", "learned_budget.py", *options, "--output", str(output)])
+    return output
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, as_users_run_it):
     """A finished small run."""
-    directory = tmp_path_factory.mktemp("finished") / "learned"
-    with jax.numpy_dtype_promotion("standard"):
-        learn_budget.main(["--config", "learned_budget.py", *SMALL, "--output", str(directory)])
-    return directory
+    return learned(*SMALL, output=tmp_path_factory.mktemp("finished") / "learned")
 
 
 @pytest.fixture(scope="module")
@@ -90,17 +82,14 @@ def test_what_is_written(finished):
     ahead = np.mean(uniform) - np.mean([s["loss"] for s in lines if s["method"] == "learned"])
     assert rows["uniform"]["ahead"] == pytest.approx(ahead)
     assert rows["uniform"]["low"] < rows["uniform"]["loss"] < rows["uniform"]["high"]
-    for plot in ("loss_against_budget", "tables", "learning"):
+    for plot in ("loss_against_budget", "learning"):
         assert (finished / f"{plot}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    (bound,) = summary["theorem_4"]
+    assert bound["holds"] == bound["of"] == 4 * 4
+    assert bound["ratio"] < 1
     text = (finished / "summary.md").read_text()
     assert "| 0.25 | Ada-KV, per prompt |" in text
     assert "| 0.25 | best mask in hindsight |" in text
-
-
-def test_theorem_4_holds_on_every_layer_and_prompt(finished):
-    (row,) = json.loads((finished / "summary.json").read_text())["theorem_4"]
-    assert row["holds"] == row["of"] == 4 * 4
-    assert row["ratio"] < 1
 
 
 def test_the_table_goes_into_any_policy(finished, embedded):
@@ -109,7 +98,7 @@ def test_the_table_goes_into_any_policy(finished, embedded):
     table = json.loads(path.read_text())
     assert table["total_off"] < 1e-6  # at every step of learning
     assert len(table["losses"]) == 5
-    shares = learn_budget.load_table(path)
+    shares = np.array(table["heads"])
     assert shares.shape == (4, 4)
     assert shares.mean() == pytest.approx(1.0, abs=1e-6)
     assert np.abs(shares - 1).max() > 0.05  # something was learned
@@ -122,79 +111,58 @@ def test_the_table_goes_into_any_policy(finished, embedded):
     assert len({*live.ravel().tolist()}) > 1
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(b"", b"{", b"\xff", b"[]", b"{}", b"[" * 10**5, gzip.compress(b"{}", mtime=0)),
-        *(b'{"heads": 3}', b'{"heads": [[1, 2], [3]]}', b'{"heads": [[NaN, 1]]}'),
-        *(b'{"heads": [[-1, 1]]}', b'{"heads": [["a"]]}', b'{"heads": [[0, 0]]}'),
-    ],
-)
-def test_a_damaged_table_is_named(tmp_path, content):
-    (tmp_path / "0.25.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"0\.25\.json holds no table of shares of layers and heads"):
-        learn_budget.load_table(tmp_path / "0.25.json")
-
-
 def test_a_finished_run_is_not_repeated(finished, capsys):
     before = (finished / "samples.jsonl").stat().st_mtime_ns
-    learn_budget.main(["--config", "learned_budget.py", *SMALL, "--output", str(finished)])
+    learned(*SMALL, output=finished)
     assert (finished / "samples.jsonl").stat().st_mtime_ns == before
     assert "is complete; --restart runs it again" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"another config \(learning\.rate: 0\.1 there, 0\.2 now\)"):
-        learn_budget.main(["--config", "learned_budget.py", *SMALL, "--rate", "0.2", "--output", str(finished)])
+        learned(*SMALL, "--rate", "0.2", output=finished)
 
 
 def test_resuming_ends_with_the_same_numbers(finished, tmp_path, embedded):
     """Interrupted while learning, and then while measuring."""
     directory = tmp_path / "again"
-    assert learn_budget.run(experiment(), directory, [], max_steps=3) == ""
+    assert budget.run(experiment(), directory, [], max_steps=3) == ""
     assert not (directory / "tables").exists()
-    learn_budget.run(experiment(), directory, [])
+    budget.run(experiment(), directory, [])
     same = lambda name: (directory / name).read_text() == (finished / name).read_text()
     assert same("tables/0.25.json")
     assert samples(directory) == samples(finished)
     (directory / "summary.json").unlink()
     lines = (directory / "samples.jsonl").read_text().splitlines(keepends=True)
     (directory / "samples.jsonl").write_text("".join(lines[:13]))
-    learn_budget.run(experiment(), directory, [])
+    budget.run(experiment(), directory, [])
     key = lambda s: (s["task"], s["index"], s["method"])
     assert sorted(samples(directory), key=key) == sorted(samples(finished), key=key)
     assert same("summary.md")
 
 
-@pytest.mark.parametrize("name", ["eviction_loss", "output_kl", "task_loss"])
-def test_every_objective_falls(name, reading, embedded, tmp_path):
+@pytest.mark.parametrize(
+    ("objective", "family"),
+    [
+        *((name, Simplex()) for name in ("eviction_loss", "output_kl", "task_loss")),
+        *(("eviction_loss", family) for family in (Simplex("layers"), Simplex("heads"), PyramidBeta(), Safeguard())),
+    ],
+    ids=str,
+)
+def test_every_objective_falls_and_every_family_hardens(objective, family, reading, embedded, tmp_path):
     """Learned and measured on one batch at one temperature: what optimisation promises."""
     model, params, _ = embedded
-    setting = dataclasses.replace(experiment("--objective", name), steps=12, temperature=(4.0, 4.0))
-    learned, progress = learn_budget.learn(setting, 0.25, [reading], model, params, tmp_path)
-    assert progress["losses"][-1] < progress["losses"][0]
-    assert progress["off"] < 1e-6
-    assert np.isfinite(np.asarray(learned)).all()
-
-
-@pytest.mark.parametrize("family", [Simplex("layers"), Simplex("heads"), PyramidBeta(), Safeguard()], ids=repr)
-def test_every_parametrisation_falls_and_hardens(family, reading, embedded, tmp_path):
-    model, params, _ = embedded
-    setting = dataclasses.replace(experiment(), family=family, steps=8, temperature=(4.0, 4.0), rate=0.05)
-    learned, progress = learn_budget.learn(setting, 0.25, [reading], model, params, tmp_path)
-    assert min(progress["losses"][1:]) < progress["losses"][0]
-    assert progress["off"] < 1e-6
-    policy, shares = learn_budget.learned_policy(family, learned, setting.method(0.25), [reading])
-    live = {
-        n: np.asarray(learn_budget.losses_of(p, reading)[1]) for n, p in {"": policy, "u": setting.method(0.25)}.items()
-    }
-    assert live[""].tolist() == live["u"].tolist()
+    setting = dataclasses.replace(experiment("--objective", objective), family=family, steps=12, temperature=(4.0, 4.0))
+    numbers, noted = budget.learn(setting, 0.25, [reading], model, params, tmp_path)
+    assert noted["losses"][-1] < noted["losses"][0]
+    assert max(noted["off"]) < 1e-6
+    policy, shares = budget.learned_policy(family, numbers, setting.method(0.25), [reading])
+    live = [np.asarray(budget.losses_of(p, reading)[1]).tolist() for p in (policy, setting.method(0.25))]
+    assert live[0] == live[1]
     assert shares.mean() == pytest.approx(1.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["window", "nacl", "ahakv"])
 def test_parameters_of_methods(name, tmp_path):
     """From the command line to a hard policy of the same total, measured on held-out prompts."""
-    learn_budget.main(
-        ["--config", "learned_budget.py", *SMALL, "--parametrisation", name, "--output", str(tmp_path / name)]
-    )
+    learned(*SMALL, "--parametrisation", name, output=tmp_path / name)
     table = json.loads((tmp_path / name / "tables" / "0.25.json").read_text())
     assert table["total_off"] < 1e-6
     assert set(table["learned"]) <= {"window_share", "protect", "best", "random", "k"}
@@ -215,7 +183,7 @@ def test_cold_gates_are_the_hard_method(name, reading, embedded):
         hard = family.harden(start, policy, reading.view(policy))
     reader = Reader(model, params, policy, prompts, (hard,), setting.measured)
     found = reader.read(future_rows.examples(prompts, tokenizer, "calibration"))
-    keep = np.asarray(learn_budget.losses_of(hard, found)[2])
+    keep = np.asarray(budget.losses_of(hard, found)[2])
     assert (keep.sum(-1) == 40).all()
     with jax.enable_x64(True):
         gates = jax.jit(family.gates)
@@ -230,7 +198,7 @@ def test_cold_gates_are_the_hard_method(name, reading, embedded):
 
 
 def test_losses_of_a_policy_that_keeps_everything(reading):
-    loss, live, keep = learn_budget.losses_of(methods.snapkv(128, window=8), reading)
+    loss, live, keep = budget.losses_of(methods.snapkv(128, window=8), reading)
     assert float(jnp.abs(loss).max()) < 1e-5
     assert live.tolist() == (16 * np.asarray(reading.lengths)).tolist()
     assert keep.sum() == live.sum()
@@ -238,11 +206,11 @@ def test_losses_of_a_policy_that_keeps_everything(reading):
 
 def test_what_the_oracle_keeps(reading):
     """Against numpy: the largest future attention, of as many tokens in every head, or in the whole model."""
-    keep = learn_budget.losses_of(methods.snapkv(0.25, window=8), reading)[2]
+    keep = budget.losses_of(methods.snapkv(0.25, window=8), reading)[2]
     attention = np.asarray(reading.traces.attention, np.float64)
     mass = attention.mean(3).reshape(2, 4, 4, -1, 128).mean(3)
     masks = {"": np.asarray(keep)}
-    for name, (loss, mask) in learn_budget.in_hindsight(reading, keep).items():
+    for name, (loss, mask) in budget.in_hindsight(reading, keep).items():
         masks[name] = mask = np.asarray(mask)
         np.testing.assert_array_equal(mask.sum((1, 2, 3)), masks[""].sum((1, 2, 3)))
         axes = (3,) if name == "hindsight_heads" else (1, 2, 3)
@@ -250,18 +218,18 @@ def test_what_the_oracle_keeps(reading):
         assert (worst >= np.where(mask, -np.inf, mass).max(axes) - 1e-7).all()
         np.testing.assert_allclose(loss, reading.traces.eviction_loss(jnp.asarray(mask, jnp.float32)), rtol=1e-5)
     lost = {name: np.where(mask, 0.0, mass).sum(-1).mean((1, 2)) for name, mask in masks.items()}
-    found, regret = learn_budget.attention_of(reading, keep)
+    found, regret = budget.attention_of(reading, keep)
     np.testing.assert_allclose(found, lost[""], rtol=1e-5)
     np.testing.assert_allclose(regret, lost[""] - lost["hindsight"], atol=1e-6)
 
 
-@pytest.mark.parametrize("budget", [0.0625, 0.25, 64, 127, 500])
-def test_gates_keep_as_many_tokens_as_hard_policies(budget, reading):
+@pytest.mark.parametrize("size", [0.0625, 0.25, 64, 127, 500])
+def test_gates_keep_as_many_tokens_as_hard_policies(size, reading):
     """Where the budget is less than the window, where it fits, and where it is more than some or all prompts have."""
     assert 0.0625 * np.asarray(reading.lengths).min() < 8
     assert np.asarray(reading.lengths).min() < 127
-    policy = methods.snapkv(budget, window=8)
-    live = np.asarray(learn_budget.losses_of(policy, reading)[1])
+    policy = methods.snapkv(size, window=8)
+    live = np.asarray(budget.losses_of(policy, reading)[1])
     with jax.enable_x64(True):
         seen, family = reading.view(policy), Simplex()
         gates = family.gates(0.3 * jax.random.normal(jax.random.key(0), (4, 4)), seen, 2.0)
@@ -272,21 +240,21 @@ def test_gates_keep_as_many_tokens_as_hard_policies(budget, reading):
 def test_prompts_that_are_kept_whole_have_no_shares(reading):
     """Their tables are uniform, whatever the logits are and whatever Ada-KV chooses."""
     policy = methods.snapkv(0.0625, window=8)
-    learned = jnp.arange(16.0).reshape(4, 4)
-    hard, shares = learn_budget.learned_policy(Simplex(), learned, policy, [reading])
+    logits = jnp.arange(16.0).reshape(4, 4)
+    hard, shares = budget.learned_policy(Simplex(), logits, policy, [reading])
     assert hard == with_table(policy, np.ones((4, 4)))
     ada = dataclasses.replace(policy, heads=kvjax.Adaptive(1.0))
-    for found in (shares, learn_budget.average_table(ada, [reading])):
+    for found in (shares, budget.average_table(ada, [reading])):
         np.testing.assert_array_equal(found, np.ones((4, 4)))
 
 
 def test_averages_of_ada_kvs_choices(reading):
     """Against Ada-KV applied to the prompts themselves."""
     ada = dataclasses.replace(methods.snapkv(0.25, window=8), heads=kvjax.Adaptive(1.0))
-    keep = np.asarray(learn_budget.losses_of(ada, reading)[2])
+    keep = np.asarray(budget.losses_of(ada, reading)[2])
     beside = (keep & ~np.asarray(reading.safe)).sum(-1).astype(float)
     expected = (beside / beside.mean((1, 2), keepdims=True)).mean(0)
-    np.testing.assert_allclose(learn_budget.average_table(ada, [reading]), expected, rtol=1e-6)
+    np.testing.assert_allclose(budget.average_table(ada, [reading]), expected, rtol=1e-6)
 
 
 def test_calibration_and_held_out_prompts_are_apart(embedded):
@@ -319,10 +287,10 @@ def test_future_rows_are_the_models_own(embedded):
 
 
 def test_the_main_job_points_to_the_other_scripts():
-    with pytest.raises(SystemExit, match=r"error: learned_budget\.py is a config of experiments/learn_budget\.py"):
+    with pytest.raises(SystemExit, match=r"error: learned_budget\.py is a config of experiments/learn\.py budget"):
         run.main(["--config", "learned_budget.py"])
     assert "learned_budget" not in configs.available()
-    assert configs.available("learn_budget.py") == ["learned_budget"]
+    assert configs.available("learn.py budget") == ["learned_budget"]
 
 
 # --- the whole thing ---
@@ -332,7 +300,7 @@ QUICK = ["--budget", "0.25", "--length", "256", "--calibration", "4", "--held-ou
 
 def test_learned_budgets_lose_less_on_held_out_prompts(tmp_path):
     """A small run of the default config: less than uniform and pyramid on the same prompts, more than the oracle."""
-    learn_budget.main(["--config", "learned_budget.py", *QUICK, "--output", str(tmp_path / "x")])
+    learned(*QUICK, output=tmp_path / "x")
     summary = json.loads((tmp_path / "x" / "summary.json").read_text())
     rows = {r["method"]: r for r in summary["rows"]}
     for name in ("uniform", "pyramid"):

@@ -10,6 +10,7 @@ import pytest
 
 from kvjax import decode_step, make_plan, models, prefill
 from kvjax.contract import EMPTY
+from kvjax.drivers.attend import without_cache
 from kvjax.evict import evicts
 from kvjax.models.gpt2 import GPT2Config
 from kvjax.models.mpt import MPTConfig
@@ -150,3 +151,19 @@ def test_methods_see_attention_that_falls_with_distance(case):
     found, wanted, without = run(plain, slopes=SLOPES), run([carried]), run(plain)
     assert (found.live, found.read) == (wanted.live, wanted.read)
     assert (found.live, found.read) != (without.live, without.read)
+
+
+@pytest.mark.slow
+def test_last_hidden_states_are_what_logits_are_made_of(tiny):
+    """Of a model with learned positions, and of one whose norm has another name, too."""
+    ids = np.random.default_rng(0).integers(0, 61, (2, 6), np.int32)
+    pos = jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32)[None], (2, 6))
+    for model, params in (tiny, random_model("alibi", 1), random_model("learned", 1)):
+        how = {"attend": without_cache(pos), "pos": pos}
+        logits, found = (jax.jit(functools.partial(f, **how))(params, ids) for f in (model, model.states))
+        head = (
+            params["lm_head"]["kernel"]
+            if "lm_head" in params
+            else next(params[name].T for name in ("embed_tokens", "wte") if name in params)
+        )
+        np.testing.assert_allclose(found @ head, logits, rtol=1e-4, atol=1e-4)

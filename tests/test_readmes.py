@@ -1,6 +1,6 @@
 """Numbers of the READMEs are those of the committed results that their commands made.
 
-What the learning scripts found stands in `test_learn_budget.py`, the ledger of papers in `test_reproduce.py`.
+What learning found stands in `test_learn_budget.py`, the ledger of papers in `test_reproduce.py`.
 """
 
 import collections

@@ -1,6 +1,7 @@
 """The varied model's training: documents, what is hidden from heads, and that it goes on."""
 
 import dataclasses
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,7 @@ import tokenizers
 
 from kvjax import models
 from kvjax.drivers.attend import without_cache
-from kvjax.experiments import train_varied
-from kvjax.experiments.training import loop
+from kvjax.experiments.training import embedded, loop, varied
 from kvjax.experiments.training.documents import Documents, Sizes
 from kvjax.experiments.training.loop import ANSWER, FIRST, LANGUAGE
 from kvjax.models import LanguageModel, ModelConfig
@@ -22,15 +22,15 @@ TEXT = "\n\n".join(f"The {n} speaks of gold and of winter, part {i}." for i in r
 
 @pytest.fixture(scope="module")
 def fitted():
-    return train_varied.fitted(TEXT)
+    return varied.fitted(TEXT)
 
 
 @pytest.fixture(scope="module")
 def documents(fitted):
-    return Documents(lambda text: fitted.encode(text).ids, train_varied.BOS, TEXT)
+    return Documents(lambda text: fitted.encode(text).ids, varied.BOS, TEXT)
 
 
-@pytest.mark.parametrize("kind", train_varied.KINDS)
+@pytest.mark.parametrize("kind", varied.KINDS)
 def test_an_answer_can_be_known_from_what_stands_before_it(documents, kind):
     """Its tokens were there, one after the other, and only what follows nothing is free."""
     rng, answered = np.random.default_rng(0), 0
@@ -38,7 +38,7 @@ def test_an_answer_can_be_known_from_what_stands_before_it(documents, kind):
         for _ in range(20):
             tokens, classes = documents.draw(rng, length, kind, Sizes(filler=(0.1, 0.5)))
             assert tokens.shape == classes.shape == (length,)
-            assert tokens[0] == train_varied.BOS
+            assert tokens[0] == varied.BOS
             answered += (classes >= ANSWER).any()
             for i in np.nonzero(classes == FIRST)[0]:
                 end = i + 1
@@ -57,13 +57,13 @@ def test_digits_are_tokens_and_any_text_comes_back(fitted):
 
 
 def test_batches_depend_on_seed_and_step_alone(documents):
-    stage = train_varied.Stage(1, 64, 3, (1, 1, 1, 1, 1), near=0.1, far=0.5, jumps=1.0)
-    a, b, c = (train_varied.batch(documents, 0, step, stage) for step in (5, 5, 6))
+    stage = varied.Stage(1, 64, 3, (1, 1, 1, 1, 1), near=0.1, far=0.5, jumps=1.0)
+    a, b, c = (varied.batch(documents, 0, step, stage) for step in (5, 5, 6))
     same = lambda x, y: jax.tree.map(lambda u, v: bool(jnp.array_equal(u, v)), x, y)
     assert jax.tree.all(same(a, b))
     assert not any(same(a, c)[:4])
     assert (np.diff(a[2], axis=1) >= 1).all()
-    assert a[2].max() < train_varied.LONGEST
+    assert a[2].max() < varied.LONGEST
     assert LANGUAGE in a[1]
 
 
@@ -73,9 +73,9 @@ def hidden(near=0.0, far=(0.0, 0.0), in_all_heads=(False, False), first=4096):
 
 def test_what_heads_do_not_see():
     """The token before, a share of those far back, in one head or in all, and most in layer 0."""
-    T, K, local = 400, 4, train_varied.LOCAL
+    T, K, local = 400, 4, varied.LOCAL
     pos = jnp.broadcast_to(jnp.arange(T), (2, T))
-    attend = train_varied.Hiding(pos, jax.random.key(0), hidden(0.25, (0.3, 0.3), (False, True), first=30))
+    attend = varied.Hiding(pos, jax.random.key(0), hidden(0.25, (0.3, 0.3), (False, True), first=30))
     zero, one = (np.asarray(attend.seen(layer, K)) for layer in (0, 1))
     back = np.arange(T)[:, None] - np.arange(T)
     assert not (zero & ((back < 0) | (back >= 30))).any()
@@ -96,7 +96,7 @@ def test_nothing_hidden_is_plain_attention():
     pos = jnp.cumsum(jnp.ones((2, 20), jnp.int32), axis=1)
     logits = [
         model(params, tokens, attend=attend)
-        for attend in (train_varied.Hiding(pos, jax.random.key(0), hidden()), without_cache(pos))
+        for attend in (varied.Hiding(pos, jax.random.key(0), hidden()), without_cache(pos))
     ]
     np.testing.assert_allclose(*logits, atol=1e-5, rtol=1e-5)
 
@@ -104,7 +104,7 @@ def test_nothing_hidden_is_plain_attention():
 def test_the_checkpoint_is_what_training_describes():
     """And its text is cut as in training."""
     (model, params), tokenizer = models.load(VARIED), models.load_tokenizer(VARIED)
-    assert dataclasses.replace(train_varied.CONFIG, out_bias=True, dtype=model.config.dtype) == model.config
+    assert dataclasses.replace(varied.CONFIG, out_bias=True, dtype=model.config.dtype) == model.config
     assert 5e6 < sum(f.stat().st_size for f in VARIED.iterdir()) < 10e6
     assert models.num_params(params) == 2_888_960
     stored = tokenizers.Tokenizer.from_file(str(VARIED / "tokenizer.json"))
@@ -115,15 +115,15 @@ def test_the_checkpoint_is_what_training_describes():
 @pytest.mark.exhaustive
 def test_it_trains_and_goes_on(tmp_path, monkeypatch, capsys):
     """What is written can be loaded, text included; another text is another run."""
-    small = dataclasses.replace(train_varied.CONFIG, embed_dim=16, mlp_dim=16, num_layers=2, head_dim=8)
-    monkeypatch.setattr(train_varied, "CONFIG", small)
-    monkeypatch.setattr(train_varied, "CURRICULUM", (train_varied.Stage(4, 24, 2, (1, 1, 1, 1, 1)),))
+    small = dataclasses.replace(varied.CONFIG, embed_dim=16, mlp_dim=16, num_layers=2, head_dim=8)
+    monkeypatch.setattr(varied, "CONFIG", small)
+    monkeypatch.setattr(varied, "CURRICULUM", (varied.Stage(4, 24, 2, (1, 1, 1, 1, 1)),))
     file = tmp_path / "text"
     file.write_text(TEXT)
 
     def run(**options):
         with jax.numpy_dtype_promotion("standard"):  # optax promotes
-            train_varied.train(file, checkpoints=tmp_path / "c", output=tmp_path / "model", **options)
+            varied.train(file, loop.Options(tmp_path / "c", tmp_path / "model", **options))
 
     run(max_steps=3)
     assert not (tmp_path / "model" / "config.json").exists()
@@ -140,3 +140,16 @@ def test_it_trains_and_goes_on(tmp_path, monkeypatch, capsys):
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="no text in UTF-8"):
         run()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save_every": 0}, "save_every=0 must be at least 1"),
+        ({"seed": 2**31}, "seed=2147483648 must be at most 2147483647"),
+        ({"checkpoints": pathlib.Path(__file__)}, "is a file, not a directory"),
+    ],
+)
+def test_training_refuses_what_it_cannot_do_before_it_starts(options, message):
+    with pytest.raises(ValueError, match=message):
+        embedded.train(dataclasses.replace(embedded.HOW, **options))

@@ -1,13 +1,14 @@
-"""Tables and plots of `learn_budget.py`. Everything here can be made again from its lines and tables."""
+"""Tables and plots of `learn.py budget`. Everything here can be made again from its lines and tables."""
 
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 
 import kvjax
+from kvjax.analysis import Interval
 from kvjax.analysis.hindsight import Across
 from kvjax.experiments.core import stats
 from kvjax.experiments.core.command import write_figure, write_json
@@ -18,16 +19,6 @@ from kvjax.models.written import write_bytes
 HINDSIGHT: Final[dict[str, Across]] = {"hindsight_heads": "head", "hindsight": "model"}
 """The oracles: the best masks for the attention to come, of as many tokens in every head, or in the whole model."""
 
-# Okabe and Ito's palette, as in `report`.
-_STYLES = {
-    "uniform": ("#000000", "o"),
-    "pyramid": ("#E69F00", "s"),
-    "ada_static": ("#56B4E9", "D"),
-    "ada": ("#0072B2", "^"),
-    "learned": ("#D55E00", "*"),
-    "hindsight_heads": ("#999999", "v"),
-    "hindsight": ("#009E73", "P"),
-}
 _NAMES = {
     "uniform": "uniform",
     "pyramid": "pyramid",
@@ -149,98 +140,60 @@ def markdown(summary: dict[str, Any], title: str, tables: dict[str, Any]) -> str
     )
 
 
-def plot_losses(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
+def plot_losses(rows: Sequence[dict[str, Any]], heads: int) -> Any:
     """Loss and attention kept against the budget, with 95 % intervals, and losses relative to the uniform division.
 
-    The best masks in hindsight lie below.
+    Where some budgets are tokens and others shares of the prompt, they stand at the live tokens of one of the heads.
     """
-    axes, kept, beside = kvjax.plot.style.panels(None, 3, columns=3, size=(15.5, 4.4))
-    figure = kvjax.plot.style.figure_of(axes)
-    budgets = list(dict.fromkeys(r["budget"] for r in rows))
-    methods = list(dict.fromkeys(r["method"] for r in rows))
-    of = lambda method: {r["budget"]: r for r in rows if r["method"] == method}
-    uniform = np.array([of("uniform")[b]["loss"] for b in budgets])
-    x = np.arange(len(budgets))
-    for i, method in enumerate(methods):  # each smaller than those before it, which it may hide
-        mine = of(method)
-        colour, marker = _STYLES[method]
-        under = (len(methods) - 1 - i) / max(len(methods) - 1, 1)
-        size = (7 if marker == "*" else 4) + 4.5 * under
-        style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": size}
-        style |= {"linestyle": "--", "linewidth": 2} if method in HINDSIGHT else {}
-        y = np.array([[100 * mine[b][n] for n in ("loss", "low", "high")] for b in budgets]).T
-        axes.errorbar(x, y[0], yerr=[y[0] - y[1], y[2] - y[0]], label=_NAMES[method], capsize=3 + 4 * under, **style)
-        lost = np.array([[100 * mine[b][n] for n in ("lost", "lost_low", "lost_high")] for b in budgets]).T
-        kept.errorbar(x, 100 - lost[0], yerr=[lost[2] - lost[0], lost[0] - lost[1]], capsize=3 + 4 * under, **style)
-        beside.plot(x, y[0] / uniform, **style)
-    for each in (axes, kept, beside):
-        each.set_xticks(x, [f"{100 * float(b):.4g} %" if "." in b else b for b in budgets])
-        each.set_xlabel("budget, of the prompt" if any("." in b for b in budgets) else "budget, tokens")
-        each.grid(alpha=0.3)
-    axes.set_ylabel("exact eviction loss, % (95 % interval)")
-    axes.set_ylim(bottom=0)
-    kept.set_ylabel("attention to come that is kept, % (95 % interval)")
-    beside.set_ylabel("loss, % of the uniform division's")
-    figure.legend(*axes.get_legend_handles_labels(), frameon=False, ncols=len(methods), loc="outside upper center")
-    write_figure(path, figure, dpi=150)
+    axes = kvjax.plot.style.panels(None, 3, columns=3, size=(15.5, 4.4))
+    mixed = len({"." in r["budget"] for r in rows}) > 1
+    live = {r["budget"]: round(r["live"] / heads) for r in rows}
+    at = lambda b: live[b] if mixed else float(b) if "." in b else int(b)
+    uniform = {r["budget"]: r["loss"] or 1.0 for r in rows if r["method"] == "uniform"}  # 0: nothing was evicted
+    shown = {
+        "exact eviction loss, % (95 % interval)": lambda r: Interval(*(100 * r[n] for n in ("loss", "low", "high"))),
+        "attention to come that is kept, % (95 % interval)": lambda r: Interval(
+            *(100 * (1 - r[n]) for n in ("lost", "lost_high", "lost_low"))
+        ),
+        "loss, % of the uniform division's": lambda r: 100 * r["loss"] / uniform[r["budget"]],
+    }
+    for panel, (ylabel, value) in zip(axes, shown.items(), strict=True):
+        curves: dict[str, dict[float, Any]] = {}
+        for r in rows:
+            curves.setdefault(_NAMES[r["method"]], {})[at(r["budget"])] = value(r)
+        kvjax.plot.budget_curve(curves, ylabel=ylabel, several=False, axes=panel)
+        cast(Any, panel.get_legend()).remove()
+    figure, names = kvjax.plot.style.figure_of(axes[0]), axes[0].get_legend_handles_labels()
+    figure.legend(*names, frameon=False, ncols=len(_NAMES), loc="outside upper center")
+    return figure
 
 
-def plot_tables(tables: dict[str, Any], path: pathlib.Path) -> None:
-    """What each head of each layer was given at every budget, relative to the average."""
-    size = 1.2 + 2.6 * len(tables), 3.2
-    grid = kvjax.plot.style.panels(None, len(tables), columns=len(tables), size=size, sharey=True)
-    figure = kvjax.plot.style.figure_of(grid[0])
-    arrays = {b: np.array(t["heads"]) for b, t in tables.items()}
-    top = max(float(a.max()) for a in arrays.values())
-    for axes, (budget, shares) in zip(grid, arrays.items(), strict=True):
-        axes.imshow(shares, vmin=0, vmax=top, cmap="cividis", aspect="auto")
-        for i, j in np.ndindex(shares.shape):
-            colour = "white" if shares[i, j] < top / 2 else "black"
-            axes.text(j, i, f"{shares[i, j]:.2f}", ha="center", va="center", color=colour, fontsize=8)
-        axes.set(xlabel="kv head", title=f"budget {budget}")
-        axes.set_xticks(range(shares.shape[1]))
-        axes.set_yticks(range(shares.shape[0]))
-    grid[0].set_ylabel("layer")
-    figure.colorbar(grid[0].images[0], ax=grid, label="share, 1 = uniform")
-    write_figure(path, figure, dpi=150)
-
-
-def plot_learning(tables: dict[str, Any], name: str, path: pathlib.Path) -> None:
+def plot_learning(tables: dict[str, Any], name: str) -> Any:
     """The objective of the gates on calibration batches, averaged over ten steps.
 
     It falls with learning; but gates harden meanwhile, and hard ones lose more than soft ones of the same total.
     """
     (axes,) = kvjax.plot.style.panels(None, 1, size=(7.5, 3.6))
     for i, (budget, t) in enumerate(tables.items()):
-        losses = np.array(t["losses"])
-        width = min(10, len(losses))
-        colour, marker = list(_STYLES.values())[i % len(_STYLES)]
-        smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
-        axes.plot(np.arange(width, len(losses) + 1), smooth, color=colour, marker=marker, markevery=0.2, label=budget)
+        width = min(10, len(t["losses"]))
+        smooth = np.convolve(t["losses"], np.ones(width) / width, mode="valid")
+        axes.plot(np.arange(len(smooth)) + width, smooth, markevery=0.2, label=budget, **kvjax.plot.style.style(i))
     axes.set(xlabel="step (the temperature falls)", ylabel=f"{name.replace('_', ' ')} of the gates, mean of ten steps")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, title="budget", loc="center left", bbox_to_anchor=(1.0, 0.5))
-    write_figure(path, kvjax.plot.style.figure_of(axes), dpi=150)
-
-
-def made(
-    directory: pathlib.Path, config: dict[str, Any], samples: Sequence[dict[str, Any]]
-) -> tuple[dict[str, Any], str, dict[str, Any]]:
-    """The summary, its text and the tables of a directory."""
-    budgets = [p["budget"] for p in config["policies"]]
-    tables = {b: json.loads((directory / "tables" / f"{b}.json").read_bytes()) for b in budgets}
-    summary = summarise(samples)
-    summary["rows"].sort(key=lambda r: (budgets.index(r["budget"]), list(_NAMES).index(r["method"])))
-    return summary, markdown(summary, config["name"], tables), tables
+    return kvjax.plot.style.figure_of(axes)
 
 
 def write(directory: pathlib.Path, samples: Sequence[dict[str, Any]]) -> str:
     """Writes `summary.json`, `summary.md` and the plots. Returns the table."""
     config = read_manifest(directory)["config"]
-    summary, text, tables = made(directory, config, samples)
+    budgets = [p["budget"] for p in config["policies"]]
+    tables = {b: json.loads((directory / "tables" / f"{b}.json").read_bytes()) for b in budgets}
+    summary = summarise(samples)
+    text = markdown(summary, config["name"], tables)
     write_bytes(directory / "summary.md", text.encode())
-    plot_losses(summary["rows"], directory / "loss_against_budget.png")
-    plot_tables(tables, directory / "tables.png")
-    plot_learning(tables, config["objective"], directory / "learning.png")
+    heads = np.size(tables[budgets[0]]["heads"])
+    write_figure(directory / "loss_against_budget.png", plot_losses(summary["rows"], heads), dpi=150)
+    write_figure(directory / "learning.png", plot_learning(tables, config["objective"]), dpi=150)
     write_json(directory / "summary.json", summary)  # last: its presence says that the run is complete
     return text

@@ -1,13 +1,15 @@
 """Prompts with what follows them, read with the full cache: what is learned from and measured on."""
 
 import functools
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+from tqdm import tqdm
 
 import kvjax
 from kvjax.analysis import Reading, Traces, VotingRows, read, trace
@@ -15,6 +17,7 @@ from kvjax.configs.learning import Prompts
 from kvjax.contract import Observation, Slots
 from kvjax.decide.select import ThenRandom
 from kvjax.drivers.decide import stored_under, under
+from kvjax.experiments.core.records import Key
 from kvjax.experiments.tasks import TASKS, Example, Task
 from kvjax.experiments.tasks.perplexity import SCORED
 from kvjax.learning.families import View
@@ -95,6 +98,12 @@ def examples(prompts: Prompts, tokenizer: Any, split: str) -> list[Example]:
     return [found[i] for i in np.random.default_rng([prompts.seed, first]).permutation(len(found))]
 
 
+def measured_keys(methods: Sequence[str], budgets: Sequence[str], prompts: Prompts) -> list[Key]:
+    """What the lines of all held-out prompts are named by, in the order in which reports count them."""
+    indices = range(HELD_OUT, HELD_OUT + prompts.held_out)
+    return [(m, b, task, i, 0) for b in budgets for m in methods for task in prompts.tasks for i in indices]
+
+
 class Reader:
     """A model and a policy, compiled for batches of one shape."""
 
@@ -130,12 +139,17 @@ class Reader:
         self.params, self.prompts = params, prompts
         self._read = jax.jit(functools.partial(_read, model, (policy, *policies), observe))
 
-    def batches(self, found: Sequence[Example]) -> Iterator[tuple[list[Example], RankedReading]]:
-        """Examples in batches, and what was read of them."""
+    def batches(
+        self, found: Sequence[Example], title: str, lacks: Callable[[Example], bool] = lambda example: True
+    ) -> Iterator[tuple[list[Example], RankedReading]]:
+        """Examples in batches, and what was read of them; batches of which no example lacks anything are left out."""
         B = self.prompts.batch_size
-        for start in range(0, len(found), B):
-            batch = list(found[start : start + B])
-            yield batch, self.read(batch)
+        with tqdm(total=len(found), desc=title, unit="prompt", file=sys.stdout) as bar:
+            for start in range(0, len(found), B):
+                batch = list(found[start : start + B])
+                if any(map(lacks, batch)):
+                    yield batch, self.read(batch)
+                bar.update(len(batch))
 
     def read(self, batch: Sequence[Example]) -> RankedReading:
         """One batch; a short one is filled up with copies of its first example, which weigh nothing."""

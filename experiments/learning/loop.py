@@ -4,9 +4,12 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import jax
+import numpy as np
+import optax
 from jaxtyping import PyTree
 from tqdm import tqdm
 
@@ -15,6 +18,7 @@ from kvjax.experiments.core.locks import Locked
 
 Progress = dict[str, Any]
 """What JSON holds of where learning stands; `step` counts updates."""
+Batch = TypeVar("Batch")
 
 
 def go_through(
@@ -93,11 +97,76 @@ def _restored(manager: Any, directory: pathlib.Path, state: Any, identity: Any) 
     return saved.state, progress
 
 
-def check_learns(loss: float, step: int, rate: float) -> None:
-    """Stops before a checkpoint holds numbers that are none.
+def fit(
+    directory: pathlib.Path,
+    identity: Any,
+    start: PyTree[Any],
+    loss: Callable[..., tuple[jax.Array, dict[str, jax.Array]]],
+    data: Callable[[int], Sequence[Any]],
+    *,
+    steps: int,
+    rate: float,
+    max_steps: int | None = None,
+    title: str = "learn",
+    within: Callable[[PyTree[Any]], PyTree[Any]] = lambda learned: learned,
+) -> tuple[PyTree[Any], dict[str, list[float]]]:
+    """Makes a loss small by Adam, or goes on where an interrupted run stopped.
+
+    Args:
+      directory, identity: see `go_through`.
+      start: what is learned, at the start.
+      loss: of what is learned and of a step's data: what is made small, and what is noted, `losses` among it.
+      data: of a step, a function of its number alone.
+      steps: updates.
+      rate: Adam's learning rate at the start; it falls to a tenth of itself along a cosine.
+      max_steps: stop, with a checkpoint, after this many steps in all; for trying things out.
+      title: of the bar.
+      within: puts what was learned back to where it is allowed.
+
+    Returns:
+      What was learned, and what was noted at every step.
 
     Raises:
-      ValueError: a loss that is not finite.
+      ValueError: `losses` that are not finite, or what `go_through` raises.
     """
-    if not math.isfinite(loss):
-        raise ValueError(f"the loss is {loss} at step {step}; lower rate={rate}, and begin with --restart")
+    tx = optax.adam(optax.cosine_decay_schedule(rate, steps, alpha=0.1))
+    last = steps if max_steps is None else min(max_steps, steps)
+
+    @jax.jit
+    def update(state, *data):
+        (_, noted), grads = jax.value_and_grad(loss, has_aux=True)(state["learned"], *data)
+        updates, opt_state = tx.update(grads, state["opt_state"], state["learned"])
+        return {"learned": within(optax.apply_updates(state["learned"], updates)), "opt_state": opt_state}, noted
+
+    def advance(state: dict[str, Any], progress: Progress) -> tuple[dict[str, Any], Progress, str]:
+        step = progress["step"]
+        state, found = update(state, *data(step))
+        noted: dict[str, list[float]] = {
+            name: [*progress["noted"].get(name, []), float(x)] for name, x in found.items()
+        }
+        now = noted["losses"][-1]
+        if not math.isfinite(now):
+            raise ValueError(f"the loss is {now} at step {step}; lower rate={rate}, and begin anew")
+        return state, {"step": step + 1, "noted": noted}, f"loss {np.mean(noted['losses'][-10:]):.4f}"
+
+    state, progress = go_through(
+        directory,
+        identity,
+        {"learned": start, "opt_state": tx.init(start)},
+        {"step": 0, "noted": {}},
+        advance,
+        title=title,
+        total=steps,
+        more=lambda progress: progress["step"] < last,
+    )
+    return state["learned"], progress["noted"]
+
+
+def shuffled(batches: Sequence[Batch], seed: int) -> Callable[[int], Batch]:
+    """Which batch a step learns from: all of them in an order drawn anew for every round."""
+
+    def of(step: int) -> Batch:
+        epoch, place = divmod(step, len(batches))
+        return batches[np.random.default_rng([seed, epoch]).permutation(len(batches))[place]]
+
+    return of

@@ -1,5 +1,6 @@
 """What the trainings share: parameters at the start, optimiser, loss, and a curriculum of stages."""
 
+import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,56 @@ from kvjax.models import num_params
 
 LANGUAGE, ANSWER, FIRST = 1, 2, 3  # classes of predicted tokens; 0 is unpredictable and costs nothing
 RECENT = 20  # steps whose mean decides whether a stage has been learned
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a training runs.
+
+    Attributes:
+      checkpoints: orbax checkpoints; delete the folder to start anew.
+      output: the Hugging Face directory to write at the end.
+      seed: of parameters and documents.
+      save_every: steps between checkpoints.
+      max_steps: stop, with a checkpoint, after this many steps in all; for trying things out.
+    """
+
+    checkpoints: pathlib.Path
+    output: pathlib.Path
+    seed: int = 0
+    save_every: int = 100
+    max_steps: int | None = None
+
+    def check(self) -> None:
+        """Tries what a user asked for.
+
+        Raises:
+          ValueError: numbers out of range, or a file where a directory is to be.
+        """
+        check_whole(0, seed=self.seed, max_steps=self.max_steps or 0)
+        check_whole(1, save_every=self.save_every)
+        for name, directory in (("checkpoints", self.checkpoints), ("output", self.output)):
+            if directory.exists() and not directory.is_dir():
+                raise ValueError(f"{name}={directory} is a file, not a directory")
+        check_output(self.output / "config.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A stretch of a curriculum.
+
+    Attributes:
+      steps: at most this many.
+      length, batch: of the documents.
+      until: advance when the mean accuracy on first tokens of answers over 20 steps exceeds this; None for all steps.
+      rate: learning rate at the beginning and the end, relative.
+    """
+
+    steps: int
+    length: int
+    batch: int
+    until: float | None = dataclasses.field(default=None, kw_only=True)
+    rate: tuple[float, float] = dataclasses.field(default=(1.0, 1.0), kw_only=True)
 
 
 def initialised(shapes: PyTree[Any], key: Array, *, embedding_std: float, bias_std: float = 0.0) -> PyTree[Any]:
@@ -95,53 +146,34 @@ def jumps(rng: np.random.Generator, length: int, most: int) -> Int[np.ndarray, "
     return pos.astype(np.int32)
 
 
-def check(seed: int, checkpoints: pathlib.Path, output: pathlib.Path, save_every: int, max_steps: int | None) -> None:
-    """Tries what a user asked for.
-
-    Raises:
-      ValueError: numbers out of range, or a file where a directory is to be.
-    """
-    check_whole(0, seed=seed, max_steps=max_steps or 0)
-    check_whole(1, save_every=save_every)
-    for name, directory in (("checkpoints", checkpoints), ("output", output)):
-        if directory.exists() and not directory.is_dir():
-            raise ValueError(f"{name}={directory} is a file, not a directory")
-    check_output(output / "config.json")
-
-
 def train(
     params: PyTree[Any],
-    tx: optax.GradientTransformation,
-    step_fn: Callable[..., Any],
+    loss_fn: Callable[..., Any],
+    adam_rate: float,
     batch: Callable[[int, Any], tuple[Any, ...]],
-    curriculum: Sequence[Any],
+    curriculum: Sequence[Stage],
     identity: dict[str, Any],
-    *,
-    checkpoints: pathlib.Path,
-    save_every: int,
-    max_steps: int | None,
+    how: Options,
 ) -> PyTree[Any] | None:
     """Goes through a curriculum, or goes on where an interrupted run stopped.
 
     Args:
       params: at the start.
-      tx: what `step_fn` updates with.
-      step_fn: see `make_step`.
+      loss_fn: see `make_step`.
+      adam_rate: see `optimizer`.
       batch: the data of a step and its stage: a function of these alone.
-      curriculum: stages. Each has `steps`, at most so many; `length`, of its documents in tokens; `until`, which the
-        mean accuracy on answers' first tokens over 20 steps must exceed to end it sooner, None for all steps; and
-        `rate`, the learning rate at the beginning and the end, relative.
-      identity: what a run that goes on must share with the one that stopped.
-      checkpoints: orbax checkpoints.
-      save_every: steps between them.
-      max_steps: stop, with a checkpoint, after this many steps in all.
+      curriculum: stages.
+      identity: what a run that goes on must share with the one that stopped, beside the seed and the curriculum.
+      how: checkpoints and steps.
 
     Returns:
       The parameters at the end, None if `max_steps` came first.
 
     Raises:
-      ValueError: `checkpoints` holds another run.
+      ValueError: the checkpoints are another run's.
     """
+    tx = optimizer(adam_rate)
+    step_fn = make_step(loss_fn, tx)
     steps = sum(stage.steps for stage in curriculum)
     print(f"{num_params(params):,} parameters, at most {steps} steps")
 
@@ -163,14 +195,14 @@ def train(
 
     unfinished = lambda progress: progress["stage"] < len(curriculum)
     state, progress = go_through(
-        checkpoints,
-        identity,
+        how.checkpoints,
+        {"seed": how.seed, **identity, "curriculum": repr(curriculum)},
         {"params": params, "opt_state": tx.init(params)},
         {"step": 0, "stage": 0, "step_in_stage": 0, "recent": []},
         advance,
         title="train",
         total=steps,
-        more=lambda progress: unfinished(progress) and (max_steps is None or progress["step"] < max_steps),
-        save_every=save_every,
+        more=lambda progress: unfinished(progress) and (how.max_steps is None or progress["step"] < how.max_steps),
+        save_every=how.save_every,
     )
     return None if unfinished(progress) else state["params"]

@@ -1,8 +1,8 @@
 """Learns how a budget is divided over layers and heads, and measures what that is worth on other prompts.
 
-    python experiments/learn_budget.py --config learned_budget.py
-    python experiments/learn_budget.py --config learned_budget.py --budget 0.125 --parametrisation layers --steps 80
-    python experiments/learn_budget.py --config learned_budget.py --help
+    python experiments/learn.py budget --config learned_budget.py
+    python experiments/learn.py budget --config learned_budget.py --budget 0.125 --parametrisation layers --steps 80
+    python experiments/learn.py budget --config learned_budget.py --help
 
 The eviction loss of calibration prompts (or the divergence of the model's output, or the loss of what follows) falls by
 gradient through gates whose temperature falls; the total budget is exact at every step. Held-out prompts are measured
@@ -17,25 +17,15 @@ goes into any policy:
     policy = kvjax.learning.relax.with_table(policy, weights)
 """
 
-import importlib
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
-
 import dataclasses
 import functools
-import json
 import pathlib
-import reprlib
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from tqdm import tqdm
 
 import kvjax
 from kvjax import models
@@ -44,18 +34,15 @@ from kvjax.budgets import HeadShares
 from kvjax.configs.experiment import Budget, label
 from kvjax.configs.learning import LearnedBudget
 from kvjax.decide.select import best
-from kvjax.experiments.core.command import plain_errors, write_json
-from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.command import write_json
 from kvjax.experiments.core.meaning import definition
 from kvjax.experiments.core.records import Records
 from kvjax.experiments.learning import budget_report
-from kvjax.experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples
-from kvjax.experiments.learning.loop import Progress, check_learns, go_through
-from kvjax.experiments.run import check_apart, default_directory, parse
+from kvjax.experiments.learning.future_rows import RankedReading, Reader, examples, measured_keys
+from kvjax.experiments.learning.loop import fit, shuffled
 from kvjax.learning.families import Family, mean_shares
 from kvjax.learning.relax import annealed, with_table
 
-SCRIPT = "learn_budget.py"
 DIVISIONS = ("uniform", "pyramid", "ada_static", "ada", "learned")
 
 
@@ -73,25 +60,6 @@ def objective(name: str, model: Any, params: Any, reading: RankedReading, gates:
     return (each * reading.weight).sum() / reading.weight.sum()
 
 
-def make_step(experiment: LearnedBudget, budget: Budget, model: Any, tx: Any) -> Callable[..., Any]:
-    """One jitted update: (learned, optimiser state, batch, temperature) -> (..., loss, how far totals are off)."""
-    policy = experiment.method(budget)
-
-    def loss(learned, reading, params, temperature):
-        view = reading.view(policy)
-        gates = experiment.family.gates(learned, view, temperature)
-        off = jnp.abs(gates.sum((1, 2, 3)) / view.total - 1.0).max()
-        return objective(experiment.objective, model, params, reading, gates).astype(float), off
-
-    @jax.jit
-    def step(learned, opt_state, reading, params, temperature):
-        (value, off), grads = jax.value_and_grad(loss, has_aux=True)(learned, reading, params, temperature)
-        updates, opt_state = tx.update(grads, opt_state, learned)
-        return optax.apply_updates(learned, updates), opt_state, value, off
-
-    return step
-
-
 def learn(
     experiment: LearnedBudget,
     budget: Budget,
@@ -101,11 +69,8 @@ def learn(
     directory: pathlib.Path,
     *,
     max_steps: int | None = None,
-) -> tuple[Any, Progress]:
+) -> tuple[Any, dict[str, list[float]]]:
     """Learns the numbers of a family at one budget, or goes on where an interrupted run stopped. In float64.
-
-    The progress has the `losses` of every step, and in `off` the largest relative distance of a prompt's total from
-    what its budget allows (`View.total`) at any of them.
 
     Args:
       experiment: the config.
@@ -114,40 +79,37 @@ def learn(
       model, params: for objectives at the model's output.
       directory: of the checkpoints.
       max_steps: stop, with a checkpoint, after this many steps in all; for trying things out.
-    """
-    sizes = model.config
-    what = (experiment.method(budget), experiment.family, experiment.objective, experiment.steps, experiment.rate)
-    identity = definition((*what, experiment.temperature, experiment.prompts))
-    tx = optax.adam(optax.cosine_decay_schedule(experiment.rate, experiment.steps, alpha=0.1))
-    last = experiment.steps if max_steps is None else min(max_steps, experiment.steps)
-    step_fn = make_step(experiment, budget, model, tx)
 
-    def advance(state: dict[str, Any], progress: Progress) -> tuple[dict[str, Any], Progress, str]:
-        step = progress["step"]
-        epoch, place = divmod(step, len(readings))
-        order = np.random.default_rng([experiment.prompts.seed, epoch]).permutation(len(readings))
-        temperature = jnp.asarray(annealed(*experiment.temperature, step / max(experiment.steps - 1, 1)), float)
-        reading = readings[order[place]]
-        learned, opt_state, value, off = step_fn(state["learned"], state["opt_state"], reading, params, temperature)
-        check_learns(float(value), step, experiment.rate)
-        losses = [*progress["losses"], float(value)]
-        shown = f"{experiment.objective} {np.mean(losses[-len(readings) :]):.4f}"
-        progress = {"step": step + 1, "losses": losses, "off": max(progress["off"], float(off))}
-        return {"learned": learned, "opt_state": opt_state}, progress, shown
+    Returns:
+      What was learned; and of every step `losses`, and in `off` the largest relative distance of a prompt's total from
+      what its budget allows (`View.total`).
+    """
+    policy, batch = experiment.method(budget), shuffled(readings, experiment.prompts.seed)
+    what = (policy, experiment.family, experiment.objective, experiment.steps, experiment.rate)
+
+    def loss(learned, reading, params, temperature):
+        view = reading.view(policy)
+        gates = experiment.family.gates(learned, view, temperature)
+        off = jnp.abs(gates.sum((1, 2, 3)) / view.total - 1.0).max()
+        value = objective(experiment.objective, model, params, reading, gates).astype(float)
+        return value, {"losses": value, "off": off}
+
+    def data(step):
+        temperature = annealed(*experiment.temperature, step / max(experiment.steps - 1, 1))
+        return batch(step), params, jnp.asarray(temperature, float)
 
     with jax.enable_x64(True):
-        learned = experiment.family.init(sizes.num_layers, sizes.num_kv_heads)
-        state, progress = go_through(
+        return fit(
             directory,
-            identity,
-            {"learned": learned, "opt_state": tx.init(learned)},
-            {"step": 0, "losses": [], "off": 0.0},
-            advance,
+            definition((*what, experiment.temperature, experiment.prompts)),
+            experiment.family.init(model.config.num_layers, model.config.num_kv_heads),
+            loss,
+            data,
+            steps=experiment.steps,
+            rate=experiment.rate,
+            max_steps=max_steps,
             title=f"learn {label(budget)}",
-            total=experiment.steps,
-            more=lambda progress: progress["step"] < last,
         )
-    return state["learned"], progress
 
 
 # --- tables ---
@@ -255,16 +217,11 @@ def measure(
     Raises:
       ValueError: policies of one budget that keep different totals.
     """
-    found = examples(reader.prompts, tokenizer, "held_out")
-    oracles = tuple(budget_report.HINDSIGHT)
-    keys = lambda e: [(m, label(b), e.task, e.index, 0) for b in budgets for m in (*chosen[label(b)], *oracles)]
-    with tqdm(total=len(found), desc="held-out", unit="prompt", file=sys.stdout) as bar:
-        for start in range(0, len(found), reader.prompts.batch_size):
-            batch = found[start : start + reader.prompts.batch_size]
-            if any(k not in records.lines for e in batch for k in keys(e)):
-                reading = reader.read(batch)
-                records.append(line for b in budgets for line in _lines(chosen[label(b)], b, batch, reading))
-            bar.update(len(batch))
+    methods = (*DIVISIONS, *budget_report.HINDSIGHT)
+    keys = lambda e: [(m, label(b), e.task, e.index, 0) for b in budgets for m in methods]
+    lacks = lambda e: any(k not in records.lines for k in keys(e))
+    for batch, reading in reader.batches(examples(reader.prompts, tokenizer, "held_out"), "held-out", lacks):
+        records.append(line for b in budgets for line in _lines(chosen[label(b)], b, batch, reading))
 
 
 def _lines(
@@ -332,14 +289,8 @@ def run(
         "checkpoint": models.fingerprint(experiment.prompts.source),
         "seed": experiment.prompts.seed,
     }
-    prompts = experiment.prompts
-    keys = [
-        (method, label(b), task, HELD_OUT + i, 0)
-        for b in experiment.budgets
-        for method in (*DIVISIONS, *budget_report.HINDSIGHT)
-        for task in prompts.tasks
-        for i in range(prompts.held_out)
-    ]
+    prompts, budgets = experiment.prompts, [label(b) for b in experiment.budgets]
+    keys = measured_keys((*DIVISIONS, *budget_report.HINDSIGHT), budgets, prompts)
     tables = {label(b): directory / "tables" / f"{label(b)}.json" for b in experiment.budgets}
     with Records(directory, config, command, restart=restart) as records:
         in_order = lambda: [records.lines[k] for k in keys]
@@ -352,18 +303,14 @@ def run(
         for policy in uniform:
             kvjax.make_plan(model.config, policy, np.arange(1, prompts.length + 1), prompts.length, prompts.future)
         reader = Reader(model, params, uniform[0], prompts, uniform, experiment.measured)
-        found = examples(prompts, tokenizer, "calibration")
-        with tqdm(total=len(found), desc="calibration", unit="prompt", file=sys.stdout) as bar:
-            readings = []
-            for batch, reading in reader.batches(found):
-                readings.append(reading)
-                bar.update(len(batch))
+        calibration = examples(prompts, tokenizer, "calibration")
+        readings = [reading for _, reading in reader.batches(calibration, "calibration")]
         chosen = {}
         for b in experiment.budgets:
-            learned, progress = learn(
+            learned, noted = learn(
                 experiment, b, readings, model, params, directory / "checkpoints" / label(b), max_steps=max_steps
             )
-            if progress["step"] < experiment.steps:
+            if len(noted["losses"]) < experiment.steps:
                 return ""
             hard, shares = learned_policy(experiment.family, learned, experiment.method(b), readings)
             table = {
@@ -371,8 +318,8 @@ def run(
                 "heads": shares.tolist(),
                 "learned": experiment.family.describe(learned),
                 "policy": repr(hard),
-                "losses": progress["losses"],
-                "total_off": progress["off"],
+                "losses": noted["losses"],
+                "total_off": max(noted["off"]),
             }
             tables[label(b)].parent.mkdir(exist_ok=True)
             write_json(tables[label(b)], table)
@@ -382,32 +329,3 @@ def run(
         reader = Reader(model, params, uniform[0], prompts, every, experiment.measured)
         measure(chosen, experiment.budgets, reader, records, tokenizer)
         return budget_report.write(directory, in_order())
-
-
-def load_table(path: pathlib.Path) -> np.ndarray:
-    """The shares "L K" of a file in `tables/`; `kvjax.learning.relax.with_table` puts them into any policy.
-
-    Raises:
-      ValueError: a file that holds no table of positive shares.
-    """
-    try:
-        shares = np.asarray(json.loads(pathlib.Path(path).read_bytes())["heads"], np.float64)
-        if shares.ndim != 2 or not (np.isfinite(shares).all() and (shares >= 0).all() and shares.any()):
-            raise ValueError(f"heads are {reprlib.repr(shares.tolist())}")
-    except (ValueError, TypeError, KeyError, RecursionError) as e:
-        raise ValueError(f"{path} holds no table of shares of layers and heads ({type(e).__name__}: {e})") from e
-    return shares
-
-
-def main(argv: Sequence[str]) -> None:
-    """Parses, runs, prints the report."""
-    with plain_errors():
-        experiment, own, overrides = parse(keep_compiled(argv), SCRIPT)
-        directory = own.output or default_directory(own, overrides, SCRIPT)
-        check_apart(directory, own, experiment.prompts.source)
-        print(run(experiment, directory, [sys.executable, *sys.argv], restart=own.restart))
-        print(f"written to {directory}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

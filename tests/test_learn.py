@@ -1,8 +1,8 @@
-"""Learned scores and what stands of them in the READMEs; errors of the scripts that learn."""
+"""Learned scores, DuoAttention's gates, and the contest; going on after a stop, and errors, of all that learns."""
 
+import dataclasses
 import gzip
 import json
-import pathlib
 import shutil
 
 import jax
@@ -11,31 +11,32 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.experiments import learn_budget, learn_scorer
-from kvjax.experiments.learning import loop
+from kvjax.configs.learned_scorer import get_config
+from kvjax.configs.learning import Prompts
+from kvjax.experiments import learn
+from kvjax.experiments.learning import contest, gates, loop, scorer
+from kvjax.experiments.learning.contest import Contest
 from kvjax.learning.relax import soften, with_table
 from kvjax.models.scorer import TrainedHead
 from kvjax.scores.learned import Learned
-from tests.test_learn_budget import PROMPTS, samples
+from tests.runs import ROOT, samples
+from tests.test_learn_budget import PROMPTS
 
-ROOT = pathlib.Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
+STORED = ROOT / "experiments" / "bench_results"
+SMALL = [*PROMPTS, "--budget", "0.25", "--window-size", "8", "--steps", "30", "--hidden", "4"]
 
 
-@pytest.fixture(autouse=True)
-def _as_a_script():
-    """Scripts run under JAX's own promotion, which optax needs."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+def learned(*options, output):
+    """Runs the scorer's command; returns where its results are."""
+    learn.main(["scorer", "--config", "learned_scorer.py", *options, "--output", str(output)])
+    return output
 
 
 @pytest.fixture(scope="module")
-def scored(tmp_path_factory):
+def scored(tmp_path_factory, as_users_run_it):
     """A finished small run of the scorer."""
-    directory = tmp_path_factory.mktemp("scored") / "scorer"
-    small = [*PROMPTS, "--budget", "0.25", "--window-size", "8", "--steps", "30", "--hidden", "4"]
-    with jax.numpy_dtype_promotion("standard"):
-        learn_scorer.main(["--config", "learned_scorer.py", *small, "--output", str(directory)])
-    return directory
+    return learned(*SMALL, output=tmp_path_factory.mktemp("scored") / "scorer")
 
 
 def test_a_learned_score_is_a_score(scored, embedded):
@@ -73,12 +74,12 @@ def test_a_learned_score_is_a_score(scored, embedded):
         kvjax.evict_layer(policy, q[:, :4, :, :8], k[:, :2, :, :8], v[:, :2, :, :8], num_layers=4)
 
 
+@pytest.mark.exhaustive
 def test_the_scorer_resumes(scored, tmp_path):
     directory = tmp_path / "again"
     shutil.copytree(scored, directory)
     (directory / "summary.json").unlink()
-    small = [*PROMPTS, "--budget", "0.25", "--window-size", "8", "--steps", "30", "--hidden", "4"]
-    learn_scorer.main(["--config", "learned_scorer.py", *small, "--output", str(directory)])
+    learned(*SMALL, output=directory)
     assert (directory / "summary.md").read_text() == (scored / "summary.md").read_text()
     a, b = (TrainedHead.load(d / "head.npz") for d in (directory, scored))
     assert a == b
@@ -89,7 +90,10 @@ def test_the_scorer_resumes(scored, tmp_path):
     [
         (["--config", "nope.py"], r"no config 'nope.py'; there are learned_budget,"),
         (["--config", "snapkv.py"], "no config 'snapkv.py'"),
-        (["--config", "learned_scorer.py"], "is a config of experiments/learn_scorer.py, not of experiments/learn_bud"),
+        (
+            ["--config", "learned_scorer.py"],
+            "is a config of experiments/learn.py scorer, not of experiments/learn.py bu",
+        ),
         (["--config", "learned_budget.py", "--budget"], "budget is empty"),
         (["--config", "learned_budget.py", "--budget", "8"], "budget of 8 tokens cannot hold 0 sinks and 16 recent"),
         (["--config", "learned_budget.py", "--steps", "0"], "steps=0 must be at least 1"),
@@ -101,8 +105,7 @@ def test_the_scorer_resumes(scored, tmp_path):
         (["--config", "learned_budget.py", "--objective", "task_loss", "--future", "1"], "future=1 row predicts no"),
         (["--config", "learned_budget.py", "--tasks", "key_value", "key_value"], "tasks has 'key_value' twice"),
         (["--config", "learned_budget.py", "--budget", "0.25", "0.25"], "budget has 0.25 twice"),
-        (["--config", "learned_budget.py", "--seed", str(2**32)], "seed: 4294967296 must be at most 2147483647"),
-        (["--config", "learned_budget.py", "--window-size", str(10**20)], "window-size: 10{20} must be at most"),
+        (["--config", "learned_budget.py", "--seed", str(2**32)], "seed=4294967296 must be at most 2147483647"),
         (["--config", "learned_budget.py", "--length", str(10**20)], "must be at most 2147483647"),
         *(
             (["--config", "learned_budget.py", "--rate", x], f"rate={x} must be a finite number")
@@ -111,7 +114,7 @@ def test_the_scorer_resumes(scored, tmp_path):
         (["--config", "learned_budget.py", "--temperature", "inf", "1"], r"temperature=\(inf, 1.0\) must be a finite"),
         (["--config", "learned_budget.py", "--ada-alpha", "inf"], "ada_alpha=inf must be a finite number"),
         (["--config", "learned_budget.py", "--pyramid-beta", "inf"], "pyramid_beta=inf must be a finite number"),
-        (["--config", "learned_budget.py", "--floor", "nan"], "--floor: nan is no number that"),
+        (["--config", "learned_budget.py", "--floor", "nan"], "floor=nan is no share"),
         (["--config", "learned_budget.py", "--floor", "inf"], "floor=inf is no share"),
         (["--config", "learned_budget.py", "--kernel-size", "4"], "odd"),
     ],
@@ -119,22 +122,28 @@ def test_the_scorer_resumes(scored, tmp_path):
 def test_errors_end_with_one_line(argv, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=f"error: .*{message}"):
-        learn_budget.main(argv)
+        learn.main(["budget", *argv])
     assert not list(tmp_path.rglob("samples.jsonl"))
 
 
 def test_a_checkpoint_that_is_broken_or_another_runs_is_refused(tmp_path, capsys):
     """And one of the same run goes on."""
 
-    def run(steps, identity="this"):
-        step = lambda state, progress: ({"x": state["x"] + 1}, {"step": progress["step"] + 1}, "")
-        how = {"title": "learn", "total": steps, "more": lambda progress: progress["step"] < steps}
-        return loop.go_through(tmp_path, identity, {"x": np.arange(3.0)}, {"step": 0}, step, **how)
+    loss = lambda x, aim: (((x - aim) ** 2).sum(), {"losses": abs(x - aim).max(), "aim": aim})
+
+    def run(steps, identity="this", folder=tmp_path, aim=float):
+        data = lambda step: (jnp.float32(aim(step)),)
+        return loop.fit(folder, identity, jnp.arange(3.0), loss, data, steps=5, rate=0.1, max_steps=steps)
 
     run(2)
-    state, progress = run(5)
+    x, noted = run(None)
     assert "resumed at step 2" in capsys.readouterr().out
-    assert (state["x"].tolist(), progress) == ([5.0, 6.0, 7.0], {"step": 5})
+    assert noted["aim"] == [0, 1, 2, 3, 4]
+    whole = run(None, folder=tmp_path / "whole")
+    np.testing.assert_array_equal(x, whole[0])
+    assert noted == whole[1]
+    with pytest.raises(ValueError, match=r"the loss is nan at step 1; lower rate=0\.1, and begin anew"):
+        run(None, folder=tmp_path / "nan", aim=lambda step: np.nan if step else 0.0)
     with pytest.raises(ValueError, match=f"{tmp_path} holds a checkpoint of this, not of that; move"):
         run(5, "that")
     for file in (tmp_path / "5").rglob("*"):
@@ -144,26 +153,17 @@ def test_a_checkpoint_that_is_broken_or_another_runs_is_refused(tmp_path, capsys
         run(5)
 
 
-def test_unknown_options_list_the_known_ones(capsys):
-    with pytest.raises(SystemExit) as e:
-        learn_budget.main(["--config", "learned_budget.py", "--budgets", "3"])
-    assert e.value.code == 2
-    err = capsys.readouterr().err
-    assert "parameters of learned_budget: --output --restart --budget --parametrisation --objective --floor" in err
-    assert "--calibration --held-out --length" in err
-
-
 QUICK = ["--budget", "0.25", "--length", "256", "--calibration", "4", "--held-out", "8", "--steps", "40"]
 
 
 def test_the_committed_scorer_is_what_the_readme_says(tmp_path):
     """The default run's lines give its summary, which has the README's numbers; its head scores."""
-    directory = ROOT / "experiments" / "bench_results" / "learned_scorer"
+    directory = STORED / "learned_scorer"
     with gzip.open(directory / "samples.jsonl.gz", "rt") as file:
         lines = [json.loads(line) for line in file]
-    assert learn_scorer.write(tmp_path, "learned_scorer", lines) == (directory / "summary.md").read_text()
+    assert scorer.write(tmp_path, "learned_scorer", lines) == (directory / "summary.md").read_text()
     rows = {(r["budget"], r["method"]): r for r in json.loads((tmp_path / "summary.json").read_text())["rows"]}
-    readme = (ROOT / "experiments" / "bench_results" / "README.md").read_text()
+    readme = (STORED / "README.md").read_text()
     shown = ("learned", "snapkv", "future")
     for b in ("0.0625", "0.125", "0.25"):
         cells = [
@@ -175,8 +175,91 @@ def test_the_committed_scorer_is_what_the_readme_says(tmp_path):
     assert np.isfinite(head(jnp.ones((1, 4, 3, 70)), 2)).all()
 
 
+@pytest.mark.exhaustive
 def test_the_learned_score_keeps_more_of_the_attention_to_come(tmp_path):
-    learn_scorer.main(["--config", "learned_scorer.py", *QUICK, "--output", str(tmp_path / "x")])
+    learned(*QUICK, output=tmp_path / "x")
     rows = {r["method"]: r for r in json.loads((tmp_path / "x" / "summary.json").read_text())["rows"]}
     kept = {method: row["kept_attention"] for method, row in rows.items()}
     assert kept["snapkv"] < kept["learned"] < kept["future"]
+
+
+# --- gates ---
+
+
+def needing_one_head(params, ids, attend):
+    """A layer whose first head reads the token at position 3 from everywhere, and whose second reads its own row."""
+    del params
+    (B, n), eye = ids.shape, jnp.eye(ids.shape[1])
+    first = jnp.broadcast_to(eye[3], (n, n))
+    q = 10 * jnp.broadcast_to(jnp.stack([first, eye])[None], (B, 2, n, n))
+    k = jnp.broadcast_to(eye[None, None], (B, 2, n, n))
+    v = jnp.broadcast_to(jax.nn.one_hot(ids, n)[:, None], (B, 2, n, n))
+    out = attend(None, q, k, v, layer=0, rotate=lambda x, _: x, scale=1.0)[0]
+    return 4 * out.swapaxes(1, 2).reshape(B, n, 2 * n)
+
+
+def test_a_head_that_has_to_retrieve_keeps_its_gate(tmp_path):
+    """What it reads lies outside of sinks and window; the other head streams."""
+    how = gates.Learning(steps=60, rate=0.1, sinks=2, recent=4, length=16, batch=2)
+    late = np.broadcast_to(np.arange(16)[None] >= 10, (2, 16))
+    texts = lambda step: (np.random.default_rng(step).integers(0, 16, (2, 16)).astype(np.int32), late)
+    found, moved = gates.learn(needing_one_head, None, (1, 2), how, texts, tmp_path)
+    assert found[0, 0] > 0.9
+    assert found[0, 1] < 0.05
+    assert moved[0] < 1e-9
+    assert len(moved) == 60
+
+
+# --- the contest ---
+
+
+def test_the_stored_table_is_that_of_the_stored_losses():
+    stored = json.loads((STORED / "contest" / "contest.json").read_text())
+    setup = {name: tuple(x) if isinstance(x, list) else x for name, x in stored["setup"].items()}
+    assert contest.summary(Contest(**setup), stored) == (STORED / "contest" / "contest.md").read_text()
+
+
+def test_what_stands_beside_the_best_published():
+    losses = {"snapkv": [0.2, 0.3], "h2o": [0.4, 0.4], "ours: x": [0.1, 0.2]}
+    run = {"prompts": [], "loss": losses, "live": {"snapkv": 10, "h2o": 10, "ours: x": 9}}
+    text = contest.summary(Contest(("m",), (0,), (0.5,)), {"runs": {"m, seed 0, 0.5": run}})
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
+    assert [row[0].strip("| ") for row in rows] == ["ours: x", "snapkv", "h2o"]
+    assert rows[0][2].startswith("10.00 [10.00, 10.00]")
+    assert rows[0][3].startswith("90.0%")
+    assert rows[1][2] == "the best published"
+
+
+def test_every_policy_of_the_contest_can_be_planned(embedded):
+    model, _, _ = embedded
+    experiment = dataclasses.replace(get_config(prompts=Prompts()), budgets=(0.125,))
+    every = contest.published(experiment.prompts, 16, 7) | contest.ours(
+        experiment, scorer.untrained(experiment, model.config)
+    )
+    for make in every.values():
+        policy = make(0.125)
+        plan = kvjax.make_plan(model.config, policy, np.array([1024]), 1024, 16)
+        budgets = []
+        for i, (layer, info) in enumerate(zip(plan.layers, plan.infos, strict=True)):
+            hparams = policy.at(i, len(plan.infos)).sizes(info, np.array([1024])).hparams
+            own = hparams[0] if isinstance(hparams, tuple) else hparams
+            budgets.append(int(own.budget[0]))
+            assert layer.layout.positions == "original"
+        np.testing.assert_allclose(np.mean(budgets), 128, atol=1)
+
+
+@pytest.mark.exhaustive
+def test_a_contest_goes_on(tmp_path, monkeypatch):
+    """Two prompts a task, by an untrained head; what is measured is not measured again."""
+    monkeypatch.setattr(contest, "_head", lambda experiment, model, *rest: scorer.untrained(experiment, model.config))
+    few = lambda every: dict(list(every.items())[:2])
+    published, ours = contest.published, contest.ours
+    monkeypatch.setattr(contest, "published", lambda *a: few(published(*a)))
+    monkeypatch.setattr(contest, "ours", lambda *a: few(ours(*a)))
+    own = Contest(("embedded",), (0,), (0.25,), 2, tmp_path)
+    contest.run_one(own, "embedded", 0)
+    lines = (tmp_path / "embedded-0" / "samples.jsonl").read_text()
+    assert lines.count("\n") == 5 * 2 * 4
+    contest.run_one(own, "embedded", 0)
+    assert (tmp_path / "embedded-0" / "samples.jsonl").read_text() == lines
+    assert "## embedded, 25.0% of the prompt, 10 prompts" in contest.summary(own, contest.losses(own))

@@ -1,41 +1,32 @@
 """Learns DuoAttention's gates of the embedded model, and measures retrieval at equal bytes beside SnapKV.
 
-    python experiments/learn_gates.py
+    python experiments/learn.py gates
 
-Texts hold facts and questions about them (`experiments/train_tiny.py`), and the states that predict answers count. For
-each share of streaming heads there is a row of held-out prompts under the heads of the smallest gates, under as many
-heads drawn at random, and under SnapKV with as many slots, which is as many bytes.
+Texts hold facts and questions about them (`kvjax.experiments.training.embedded`), and the states that predict answers
+count. For each share of streaming heads there is a row of held-out prompts under the heads of the smallest gates, under
+as many heads drawn at random, and under SnapKV with as many slots, which is as many bytes.
 """
-
-import importlib
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import dataclasses
 import pathlib
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import tyro
 from jaxtyping import Array, Float
-from tqdm import tqdm
 
 import kvjax
 from kvjax import methods, models
 from kvjax.configs.experiment import check_finite, check_whole
-from kvjax.experiments.core.command import check_output, plain_errors, write_json
-from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.command import check_output, write_json
 from kvjax.experiments.core.engine import Engine, prompts_of, shapes
 from kvjax.experiments.core.provenance import environment
-from kvjax.experiments.learning.loop import check_learns
+from kvjax.experiments.learning.loop import fit
 from kvjax.experiments.tasks import RETRIEVAL, TASKS, Example, Task
-from kvjax.experiments.train_tiny import Stage, document
+from kvjax.experiments.training.embedded import Stage, document
 from kvjax.experiments.training.loop import ANSWER, FIRST
 from kvjax.learning.gates import Attention, distance, penalty
 from kvjax.models.embedded import EMBEDDED
@@ -82,54 +73,42 @@ def texts(how: Learning, step: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens[:, :-1].astype(np.int32), np.isin(classes[:, 1:], (ANSWER, FIRST))
 
 
-def make_step(hidden: Callable[[Any, Array, Attention], Array], how: Learning, tx: Any) -> Callable[..., Any]:
-    """One jitted update: (gates, optimiser state, params, ids, which count) -> (..., distance).
-
-    Args:
-      hidden: the last hidden states, of parameters, token ids and attention.
-      how: sizes and the weight of the gates' norm.
-      tx: the optimiser.
-    """
-
-    def loss(gates, params, ids, counts):
-        pos = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None], ids.shape)
-        of = lambda attend: hidden(params, ids, attend)
-        moved = distance(of, gates, pos, counts, sinks=how.sinks, recent=how.recent)
-        return moved + penalty(gates, how.weight), moved
-
-    @jax.jit
-    def step(gates, opt_state, params, ids, counts):
-        (_, moved), grads = jax.value_and_grad(loss, has_aux=True)(gates, params, ids, counts)
-        updates, opt_state = tx.update(grads, opt_state, gates)
-        return jnp.clip(gates + updates, 0.0, 1.0), opt_state, moved
-
-    return step
-
-
 def learn(
     hidden: Callable[[Any, Array, Attention], Array],
     params: Any,
     shape: tuple[int, int],
     how: Learning,
     batches: Callable[[int], tuple[np.ndarray, np.ndarray]],
+    directory: pathlib.Path,
 ) -> tuple[Float[np.ndarray, "L K"], list[float]]:
-    """Gates, all 1 at the start, and the distance at every step.
+    """Gates, all 1 at the start, and the distance at every step; or goes on where an interrupted run stopped.
 
     Args:
-      hidden: see `make_step`.
+      hidden: the last hidden states, of parameters, token ids and attention.
       params: the parameters, which stay.
       shape: layers and kv heads.
       how: steps and sizes.
       batches: the texts of a step.
+      directory: of the checkpoints.
     """
-    tx = optax.adam(optax.cosine_decay_schedule(how.rate, how.steps, alpha=0.1))
-    gates = jnp.ones(shape)
-    step, opt_state, moved = make_step(hidden, how, tx), tx.init(gates), []
-    for i in tqdm(range(how.steps), desc="learn", file=sys.stdout):
-        gates, opt_state, value = step(gates, opt_state, params, *map(jnp.asarray, batches(i)))
-        moved.append(float(value))
-        check_learns(moved[-1], i, how.rate)
-    return np.asarray(gates), moved
+
+    def loss(gates, params, ids, counts):
+        pos = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None], ids.shape)
+        of = lambda attend: hidden(params, ids, attend)
+        moved = distance(of, gates, pos, counts, sinks=how.sinks, recent=how.recent)
+        return moved + penalty(gates, how.weight), {"losses": moved}
+
+    gates, noted = fit(
+        directory,
+        dataclasses.asdict(how),
+        jnp.ones(shape),
+        loss,
+        lambda step: (params, *map(jnp.asarray, batches(step))),
+        steps=how.steps,
+        rate=how.rate,
+        within=lambda gates: jnp.clip(gates, 0.0, 1.0),
+    )
+    return np.asarray(gates), noted["losses"]
 
 
 # --- retrieval ---
@@ -209,7 +188,7 @@ def run(
       length: of the prompts that retrieval is measured on.
       count: of them, for each of the four tasks.
       batch: prompts that are answered together.
-      output: the JSON file of gates and scores.
+      output: the JSON file of gates and scores; while it learns, checkpoints are kept beside it.
     """
     check_whole(1, length=length, count=count, batch=batch)
     check_output(output)
@@ -217,15 +196,11 @@ def run(
     tokenizer = models.load_tokenizer(EMBEDDED)
     shape = model.config.num_layers, model.config.num_kv_heads
     hidden = lambda params, ids, attend: model.states(params, ids, attend=attend)
-    gates, moved = learn(hidden, params, shape, how, lambda step: texts(how, step))
+    checkpoints = output.with_name(f"{output.name}.checkpoints")
+    gates, moved = learn(hidden, params, shape, how, lambda step: texts(how, step), checkpoints)
     print(np.round(gates, 3))
     rows = measure(model, params, tokenizer, gates, how, shares, length=length, count=count, batch=batch)
     content = {"gates": gates.tolist(), "learning": dataclasses.asdict(how), "distance": moved, "retrieval": rows}
     write_json(output, {"environment": environment(["python", *sys.argv]), **content})
+    shutil.rmtree(checkpoints)
     print(f"written to {output}")
-
-
-if __name__ == "__main__":
-    with plain_errors():
-        argv = keep_compiled(sys.argv[1:])
-        tyro.cli(run, args=argv)

@@ -1,10 +1,5 @@
 """Trains the embedded model: a small Llama that retrieves facts from long filler, and fails once they are evicted.
 
-    python experiments/train_tiny.py
-
-reproduces it from nothing (seeded, about 25 minutes on 2 cores), writes orbax checkpoints as it goes, resumes from the
-last one when started again, and ends by writing a Hugging Face directory that `kvjax.models.load` reads.
-
 What made it learn, in the order of importance:
 
 * A structured start. Two heads of layer 0 begin as previous-token heads and two of layer 1 as induction heads
@@ -16,16 +11,10 @@ What made it learn, in the order of importance:
 * Position jumps, so that short documents show long distances.
 """
 
-import importlib
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
-
 import dataclasses
 import functools
 import pathlib
-import sys
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +24,6 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.drivers.attend import without_cache
 from kvjax.experiments import corpus
-from kvjax.experiments.core.command import plain_errors
-from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.training import loop
 from kvjax.experiments.training.loop import ANSWER, FIRST, LANGUAGE
 from kvjax.models import LanguageModel, ModelConfig, Rope, save
@@ -59,29 +46,20 @@ CONFIG = ModelConfig(
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class Stage(loop.Stage):
     """A stretch of the curriculum.
 
     Attributes:
-      steps: at most this many.
-      length, batch: of the documents.
       phrasings: indices into (PAIR, *PHRASINGS).
       digits: lengths of values.
       filler: range of the share of filler among statements.
       multi: probability that a question asks for several names.
-      until: advance when the mean accuracy on first digits over 20 steps exceeds this.
-      rate: learning rate at the beginning and the end, relative.
     """
 
-    steps: int
-    length: int
-    batch: int
     phrasings: tuple[int, ...] = (0, 1, 2, 3)
     digits: tuple[int, ...] = (2, 3, 4)
     filler: tuple[float, float] = (0.0, 0.0)
     multi: float = 0.3
-    until: float | None = None
-    rate: tuple[float, float] = (1.0, 1.0)
 
 
 CURRICULUM = (
@@ -238,44 +216,24 @@ def loss_fn(
     return loop.loss_of(logits, tokens[:, 1:], classes[:, 1:])
 
 
-def train(
-    seed: int = 0,
-    checkpoints: pathlib.Path = pathlib.Path("results/train_tiny"),
-    output: pathlib.Path = EMBEDDED,
-    save_every: int = 100,
-    max_steps: int | None = None,
-) -> None:
-    """Trains the embedded model, or goes on where an interrupted run stopped.
+HOW = loop.Options(pathlib.Path("results/train_embedded"), EMBEDDED)
 
-    Args:
-      seed: of parameters and documents.
-      checkpoints: orbax checkpoints; delete the folder to start anew.
-      output: the Hugging Face directory to write at the end.
-      save_every: steps between checkpoints.
-      max_steps: stop, with a checkpoint, after this many steps in all; for trying things out.
-    """
-    loop.check(seed, checkpoints, output, save_every, max_steps)
-    params, tx = initial_params(jax.random.key(seed)), loop.optimizer(adam_rate=4e-3)
+
+def train(how: Annotated[loop.Options, tyro.conf.arg(name="")] = HOW) -> None:
+    """Trains the embedded model, or goes on where an interrupted run stopped."""
+    how.check()
     trained = loop.train(
-        params,
-        tx,
-        loop.make_step(loss_fn, tx),
-        functools.partial(batch, seed),
+        initial_params(jax.random.key(how.seed)),
+        loss_fn,
+        4e-3,
+        functools.partial(batch, how.seed),
         CURRICULUM,
-        {"seed": seed, "config": repr(CONFIG), "curriculum": repr(CURRICULUM)},
-        checkpoints=checkpoints,
-        save_every=save_every,
-        max_steps=max_steps,
+        {"config": repr(CONFIG)},
+        how,
     )
     if trained is None:
         return
-    save(output, LanguageModel(CONFIG), trained, dtype="float16")
+    save(how.output, LanguageModel(CONFIG), trained, dtype="float16")
     special = {"pad_token": corpus.PAD, "bos_token": corpus.BOS, "eos_token": corpus.EOS, "unk_token": corpus.UNK}
-    write_tokenizer(output, corpus.VOCABULARY, special=special)
-    print(f"wrote {output}")
-
-
-if __name__ == "__main__":
-    with plain_errors():
-        argv = keep_compiled(sys.argv[1:])
-        tyro.cli(train, args=argv)
+    write_tokenizer(how.output, corpus.VOCABULARY, special=special)
+    print(f"wrote {how.output}")

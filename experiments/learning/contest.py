@@ -1,7 +1,7 @@
 """Which policy loses least, by the exact eviction loss at equal bytes, on prompts that none has seen.
 
-    python experiments/contest.py --output results/contest
-    python experiments/contest.py --model varied --seed 0 --budget 0.25
+    python experiments/learn.py contest --output results/contest
+    python experiments/learn.py contest --model varied --seed 0 --budget 0.25
 
 Every policy keeps as many tokens of each prompt, in a cache that is allocated for exactly those; the loss is by how
 much the outputs of a model's layers for the 16 rows to come change (`kvjax.analysis`). Published methods stand beside
@@ -9,21 +9,15 @@ compositions of our own, of which the learned ones are trained on the calibratio
 Results are stored prompt by prompt, and the same command goes on.
 """
 
-import importlib
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
-
 import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
-from tqdm import tqdm
 
 import kvjax
 from kvjax import methods, models
@@ -35,15 +29,13 @@ from kvjax.configs.learning import LearnedScorer, Prompts
 from kvjax.configs.probed import probed
 from kvjax.contract import Layout
 from kvjax.experiments.core import stats
-from kvjax.experiments.core.command import plain_errors
-from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.core.locks import alone_in
 from kvjax.experiments.core.markdown import table
 from kvjax.experiments.core.provenance import device_info
-from kvjax.experiments.core.records import Line, Records, read_lines
-from kvjax.experiments.learn_budget import losses_of
-from kvjax.experiments.learn_scorer import learn, policy_of, untrained
+from kvjax.experiments.core.records import Records, read_lines
+from kvjax.experiments.learning.budget import losses_of
 from kvjax.experiments.learning.future_rows import Reader, examples
+from kvjax.experiments.learning.scorer import learn, policy_of, untrained
 from kvjax.models import scorer
 from kvjax.models.written import write_bytes
 from kvjax.scores.attention import Votes
@@ -142,8 +134,9 @@ def run_one(contest: Contest, model_name: str, seed: int) -> None:
         model, params = models.load(prompts.source, dtype=prompts.dtype)
         tokenizer = models.load_tokenizer(prompts.source)
         done = {(line["task"], line["index"]) for line in records.lines.values()}  # all lines of a prompt come at once
-        found = [e for e in examples(prompts, tokenizer, "held_out") if (e.task, e.index) not in done]
-        if not found:
+        found = examples(prompts, tokenizer, "held_out")
+        lacks = lambda e: (e.task, e.index) not in done
+        if not any(map(lacks, found)):
             return
         head = _head(experiment, model, params, tokenizer, directory)
         every = {
@@ -153,16 +146,14 @@ def run_one(contest: Contest, model_name: str, seed: int) -> None:
         policies = {(name, b): make(b) for name, make in every.items() for b in contest.budget}
         snapkv = methods.snapkv(contest.budget[0], window=experiment.window_size)
         reader = Reader(model, params, snapkv, prompts, tuple(policies.values()))
-        with tqdm(total=len(found), desc=f"{model_name}, seed {seed}", unit="prompt", file=sys.stdout) as bar:
-            for batch, reading in reader.batches(found):
-                lines: list[list[Line]] = [[] for _ in batch]
-                for (name, b), policy in policies.items():
-                    loss, live, _ = losses_of(policy, reading)
-                    for i, example in enumerate(batch):
-                        row = {"method": name, "budget": label(b), "task": example.task, "index": example.index}
-                        lines[i].append({**row, "question": 0, "loss": float(np.mean(loss[i])), "live": int(live[i])})
-                records.append(line for of_prompt in lines for line in of_prompt)
-                bar.update(len(batch))
+        for batch, reading in reader.batches(found, f"{model_name}, seed {seed}", lacks):
+            losses = {name: losses_of(policy, reading)[:2] for name, policy in policies.items()}
+            records.append(
+                {"method": name, "budget": label(b), "task": example.task, "index": example.index, "question": 0}
+                | {"loss": float(np.mean(loss[i])), "live": int(live[i])}
+                for i, example in enumerate(batch)
+                for (name, b), (loss, live) in losses.items()
+            )
 
 
 def _head(
@@ -177,7 +168,7 @@ def _head(
     policy = policy_of(experiment, blank, experiment.budgets[0])
     reader = Reader(model, params, policy, experiment.prompts)
     calibration = examples(experiment.prompts, tokenizer, "calibration")
-    readings = [reading for _, reading in tqdm(reader.batches(calibration), desc="calibration", file=sys.stdout)]
+    readings = [reading for _, reading in reader.batches(calibration, "calibration")]
     head, _ = learn(experiment, score, readings, directory / "checkpoints")
     head.save(file)
     return head
@@ -230,21 +221,14 @@ def summary(contest: Contest, stored: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
-def main(argv: Sequence[str]) -> None:
-    """Parses, runs, prints the tables."""
-    with plain_errors():
-        argv = keep_compiled(argv)
-        contest = tyro.cli(Contest, args=argv, prog="experiments/contest.py", description=__doc__)
-        with alone_in(contest.output):
-            for model in contest.model:
-                for seed in contest.seed:
-                    run_one(contest, model, seed)
-            stored = losses(contest)
-            text = summary(contest, stored)
-            write_bytes(contest.output / "contest.json", json.dumps(stored, separators=(",", ":")).encode())
-            write_bytes(contest.output / "contest.md", text.encode())
-        print(text)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def run(contest: Annotated[Contest, tyro.conf.arg(name="")] = Contest()) -> None:
+    """Runs what is missing, and prints the tables."""
+    with alone_in(contest.output):
+        for model in contest.model:
+            for seed in contest.seed:
+                run_one(contest, model, seed)
+        stored = losses(contest)
+        text = summary(contest, stored)
+        write_bytes(contest.output / "contest.json", json.dumps(stored, separators=(",", ":")).encode())
+        write_bytes(contest.output / "contest.md", text.encode())
+    print(text)

@@ -1,8 +1,8 @@
 """Learns to predict future attention from keys, values and statistics, and measures the score on other prompts.
 
-    python experiments/learn_scorer.py --config learned_scorer.py
-    python experiments/learn_scorer.py --config learned_scorer.py --hidden 32 --steps 600
-    python experiments/learn_scorer.py --config learned_scorer.py --help
+    python experiments/learn.py scorer --config learned_scorer.py
+    python experiments/learn.py scorer --config learned_scorer.py --hidden 32 --steps 600
+    python experiments/learn.py scorer --config learned_scorer.py --help
 
 For every kv head the attention that the rows behind a calibration prompt pay to its tokens is a distribution over those
 that compete; the head's scores are fitted to it by cross-entropy. Held-out prompts are measured with uniform budgets:
@@ -15,24 +15,15 @@ Results go to `results/<name>/` (or `--output`): `manifest.json`, `checkpoints/`
     kvjax.Evict(kvjax.scores.learned.Learned(function), budget=64, recent=16)
 """
 
-import importlib
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
-
 import dataclasses
 import functools
 import pathlib
-import sys
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from tqdm import tqdm
 
 import kvjax
 from kvjax import methods, models
@@ -41,19 +32,16 @@ from kvjax.configs.learning import LearnedScorer
 from kvjax.contract import FrozenArrays
 from kvjax.decide.select import best
 from kvjax.experiments.core import stats
-from kvjax.experiments.core.command import plain_errors, write_json
-from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.command import write_json
 from kvjax.experiments.core.markdown import table
 from kvjax.experiments.core.records import Records
-from kvjax.experiments.learn_budget import losses_of
-from kvjax.experiments.learning.future_rows import HELD_OUT, RankedReading, Reader, examples
-from kvjax.experiments.learning.loop import Progress, check_learns, go_through
-from kvjax.experiments.run import check_apart, default_directory, parse
+from kvjax.experiments.learning.budget import losses_of
+from kvjax.experiments.learning.future_rows import RankedReading, Reader, examples, measured_keys
+from kvjax.experiments.learning.loop import fit, shuffled
 from kvjax.models import scorer
 from kvjax.models.written import write_bytes
 from kvjax.scores.learned import NUM_STATISTICS, Learned
 
-SCRIPT = "learn_scorer.py"
 _NAMES = {"snapkv": "SnapKV", "learned": "learned score", "future": "future attention itself"}
 
 
@@ -114,7 +102,7 @@ def learn(
     *,
     max_steps: int | None = None,
 ) -> tuple[scorer.TrainedHead, list[float]]:
-    """Trains a head, or goes on where an interrupted run stopped.
+    """Trains a head, or goes on where an interrupted run stopped; returns it with the loss of every step.
 
     Args:
       experiment: the config.
@@ -126,43 +114,25 @@ def learn(
     _, L, K, _, F = jax.eval_shape(functools.partial(features_of, score), readings[0]).shape
     module = scorer.ScoreHead(L, K, experiment.hidden)
     params = scorer.init(module, jax.random.key(experiment.prompts.seed), F)
-    mean, std = normalisation(score, readings)
-    params = {**params, "mean": jnp.asarray(mean), "std": jnp.asarray(std)}
-    fixed = {"mean": "fixed", "std": "fixed"}
-    adam = optax.adam(optax.cosine_decay_schedule(experiment.rate, experiment.steps, alpha=0.1))
-    tx = optax.multi_transform(
-        {"learned": adam, "fixed": optax.set_to_zero()}, {n: fixed.get(n, "learned") for n in params}
-    )
+    fixed = dict(zip(("mean", "std"), normalisation(score, readings), strict=True))
+    batch = shuffled(readings, experiment.prompts.seed)
 
-    @jax.jit
-    def step(params, opt_state, reading):
-        value, grads = jax.value_and_grad(functools.partial(loss_of, module, score))(params, reading)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
+    def loss(learned, reading):
+        value = loss_of(module, score, learned | fixed, reading)
+        return value, {"losses": value}
 
-    last = experiment.steps if max_steps is None else min(max_steps, experiment.steps)
-
-    def advance(state: dict[str, Any], progress: Progress) -> tuple[dict[str, Any], Progress, str]:
-        epoch, place = divmod(progress["step"], len(readings))
-        order = np.random.default_rng([experiment.prompts.seed, epoch]).permutation(len(readings))
-        params, opt_state, value = step(state["params"], state["opt_state"], readings[order[place]])
-        check_learns(float(value), progress["step"], experiment.rate)
-        losses = [*progress["losses"], float(value)]
-        shown = f"divergence {np.mean(losses[-len(readings) :]):.4f}"
-        return {"params": params, "opt_state": opt_state}, {"step": len(losses), "losses": losses}, shown
-
-    state, progress = go_through(
+    learned, noted = fit(
         directory,
         repr(experiment),
-        {"params": params, "opt_state": tx.init(params)},
-        {"step": 0, "losses": []},
-        advance,
-        title="learn",
-        total=experiment.steps,
-        more=lambda progress: progress["step"] < last,
+        {name: value for name, value in params.items() if name not in fixed},
+        loss,
+        lambda step: (batch(step),),
+        steps=experiment.steps,
+        rate=experiment.rate,
+        max_steps=max_steps,
     )
-    weights = FrozenArrays(jax.tree.map(np.asarray, state["params"]))
-    return scorer.TrainedHead(L, K, experiment.hidden, weights), progress["losses"]
+    weights = FrozenArrays(jax.tree.map(np.asarray, {name: (learned | fixed)[name] for name in params}))
+    return scorer.TrainedHead(L, K, experiment.hidden, weights), noted["losses"]
 
 
 @jax.jit
@@ -187,33 +157,24 @@ def measure(
     experiment: LearnedScorer, head: scorer.TrainedHead, reader: Reader, records: Records, tokenizer: Any
 ) -> None:
     """Appends the lines of the held-out prompts that are missing."""
-    found = examples(reader.prompts, tokenizer, "held_out")
-    size = reader.prompts.batch_size
-    with tqdm(total=len(found), desc="held-out", unit="prompt", file=sys.stdout) as bar:
-        for start in range(0, len(found), size):
-            batch = found[start : start + size]
-            keys = [(m, label(b), e.task, e.index, 0) for e in batch for b in experiment.budgets for m in _NAMES]
-            if any(k not in records.lines for k in keys):
-                reading = reader.read(batch)
-                for b in experiment.budgets:
-                    snapkv = methods.snapkv(b, window=experiment.window_size, kernel=experiment.kernel_size)
-                    masks = {
-                        "snapkv": losses_of(snapkv, reading)[2],
-                        "learned": losses_of(policy_of(experiment, head, b), reading)[2],
-                        "future": _hindsight(reading, snapkv),
-                    }
-                    for method, keep in masks.items():
-                        loss, share = (np.asarray(x) for x in _losses_of_mask(reading, keep))
-                        live = np.asarray(keep.sum((1, 2, 3)))
-                        records.append(
-                            {
-                                **{"method": method, "budget": label(b), "task": e.task, "index": e.index},
-                                **{"question": 0},
-                                **{"loss": float(loss[i]), "kept_attention": float(share[i]), "live": int(live[i])},
-                            }
-                            for i, e in enumerate(batch)
-                        )
-            bar.update(len(batch))
+    keys = lambda e: [(m, label(b), e.task, e.index, 0) for b in experiment.budgets for m in _NAMES]
+    lacks = lambda e: any(k not in records.lines for k in keys(e))
+    for batch, reading in reader.batches(examples(reader.prompts, tokenizer, "held_out"), "held-out", lacks):
+        for b in experiment.budgets:
+            snapkv = methods.snapkv(b, window=experiment.window_size, kernel=experiment.kernel_size)
+            masks = {
+                "snapkv": losses_of(snapkv, reading)[2],
+                "learned": losses_of(policy_of(experiment, head, b), reading)[2],
+                "future": _hindsight(reading, snapkv),
+            }
+            for method, keep in masks.items():
+                loss, share = (np.asarray(x) for x in _losses_of_mask(reading, keep))
+                live = np.asarray(keep.sum((1, 2, 3)))
+                records.append(
+                    {"method": method, "budget": label(b), "task": e.task, "index": e.index, "question": 0}
+                    | {"loss": float(loss[i]), "kept_attention": float(share[i]), "live": int(live[i])}
+                    for i, e in enumerate(batch)
+                )
 
 
 def write(directory: pathlib.Path, name: str, samples: Sequence[dict[str, Any]]) -> str:
@@ -251,14 +212,6 @@ def write(directory: pathlib.Path, name: str, samples: Sequence[dict[str, Any]])
     return text
 
 
-def _save_head(directory: pathlib.Path, head: scorer.TrainedHead, losses: list[float]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder) / "head.npz"
-        head.save(file)
-        write_json(directory / "learning.json", {"divergence": losses})
-        write_bytes(directory / "head.npz", file.read_bytes())
-
-
 def run(
     experiment: LearnedScorer,
     directory: pathlib.Path,
@@ -280,17 +233,12 @@ def run(
       The report's text, empty where `max_steps` came first.
     """
     prompts = experiment.prompts
+    file = directory / "head.npz"
     config = {**dataclasses.asdict(experiment), "seed": prompts.seed, "checkpoint": models.fingerprint(prompts.source)}
-    keys = [
-        (method, label(b), task, HELD_OUT + i, 0)
-        for b in experiment.budgets
-        for method in _NAMES
-        for task in prompts.tasks
-        for i in range(prompts.held_out)
-    ]
+    keys = measured_keys([*_NAMES], [label(b) for b in experiment.budgets], prompts)
     with Records(directory, config, command, restart=restart) as records:
         in_order = lambda: [records.lines[k] for k in keys]
-        if all(k in records.lines for k in keys) and (directory / "head.npz").is_file():
+        if all(k in records.lines for k in keys) and file.is_file():
             print(f"{directory} is complete; --restart runs it again")
             return write(directory, experiment.name, in_order())
         model, params = models.load(prompts.source, dtype=prompts.dtype)
@@ -301,30 +249,13 @@ def run(
         for policy in policies:
             kvjax.make_plan(model.config, policy, np.arange(1, prompts.length + 1), prompts.length, prompts.future)
         reader = Reader(model, params, policies[0], prompts)
-        readings = []
-        found = examples(prompts, tokenizer, "calibration")
-        with tqdm(total=len(found), desc="calibration", unit="prompt", file=sys.stdout) as bar:
-            for batch, reading in reader.batches(found):
-                readings.append(reading)
-                bar.update(len(batch))
+        calibration = examples(prompts, tokenizer, "calibration")
+        readings = [reading for _, reading in reader.batches(calibration, "calibration")]
         head, losses = learn(experiment, score, readings, directory / "checkpoints", max_steps=max_steps)
         if len(losses) < experiment.steps:
             return ""
-        _save_head(directory, head, losses)
+        write_json(directory / "learning.json", {"divergence": losses})
+        head.save(file)
         del readings
         measure(experiment, head, reader, records, tokenizer)
         return write(directory, experiment.name, in_order())
-
-
-def main(argv: Sequence[str]) -> None:
-    """Parses, runs, prints the report."""
-    with plain_errors():
-        experiment, own, overrides = parse(keep_compiled(argv), SCRIPT)
-        directory = own.output or default_directory(own, overrides, SCRIPT)
-        check_apart(directory, own, experiment.prompts.source)
-        print(run(experiment, directory, [sys.executable, *sys.argv], restart=own.restart))
-        print(f"written to {directory}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,10 +1,6 @@
 """Trains the second model that comes with the project: a small Llama that retrieves in many ways.
 
-    python experiments/train_varied.py --text FILE
-
-reproduces it (seeded, 76 minutes on 2 cores that had other work too) from a text of a megabyte, here of Shakespeare's
-plays (1,115,394 characters). It writes orbax checkpoints as it goes, resumes from the last one when started again,
-and ends by writing a Hugging Face directory that `kvjax.models.load` reads.
+It was trained on a text of a megabyte, Shakespeare's plays (1,115,394 characters).
 
 No head is written into its parameters: all of them start at random. What made it learn in this time:
 
@@ -18,17 +14,11 @@ No head is written into its parameters: all of them start at random. What made i
   tokens far back, so that an answer can be read from more than one place.
 """
 
-import importlib
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
-
 import dataclasses
 import functools
 import hashlib
 import pathlib
-import sys
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +28,6 @@ import tyro
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.experiments import corpus
-from kvjax.experiments.core.command import plain_errors
-from kvjax.experiments.core.compiled import keep_compiled
 from kvjax.experiments.core.setup import read_text
 from kvjax.experiments.training import loop
 from kvjax.experiments.training.documents import Documents, Sizes
@@ -71,33 +59,24 @@ CONFIG = ModelConfig(
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class Stage(loop.Stage):
     """A stretch of the curriculum.
 
     Attributes:
-      steps: at most this many.
-      length, batch: of the documents.
       kinds: how often each of `KINDS` is drawn.
       sizes: of what documents hold.
       near: probability that a head does not see the token before.
       far: largest share of the tokens far back that a head does not see.
       jumps: probability that positions jump.
       first: tokens that layer 0 sees.
-      until: advance when the mean accuracy on answers' first tokens over 20 steps exceeds this.
-      rate: learning rate at the beginning and the end, relative.
     """
 
-    steps: int
-    length: int
-    batch: int
     kinds: tuple[float, ...]
     sizes: Sizes = Sizes()
     near: float = 0.0
     far: float = 0.0
     jumps: float = 0.0
     first: int = 4096
-    until: float | None = None
-    rate: tuple[float, float] = (1.0, 1.0)
 
 
 CURRICULUM = (
@@ -218,56 +197,33 @@ def as_llama(params: PyTree[Any]) -> tuple[LanguageModel, PyTree[Any]]:
     return LanguageModel(dataclasses.replace(CONFIG, out_bias=True)), {**params, **layers}
 
 
-def train(
-    text: pathlib.Path,
-    seed: int = 0,
-    checkpoints: pathlib.Path = pathlib.Path("results/train_varied"),
-    output: pathlib.Path = VARIED,
-    save_every: int = 100,
-    max_steps: int | None = None,
-) -> None:
+HOW = loop.Options(pathlib.Path("results/train_varied"), VARIED)
+
+
+def train(text: pathlib.Path, how: Annotated[loop.Options, tyro.conf.arg(name="")] = HOW) -> None:
     """Trains the varied model, or goes on where an interrupted run stopped.
 
     Args:
       text: a file of running text in UTF-8, its paragraphs with an empty line between them; a megabyte will do.
-      seed: of parameters and documents.
-      checkpoints: orbax checkpoints; delete the folder to start anew.
-      output: the Hugging Face directory to write at the end.
-      save_every: steps between checkpoints.
-      max_steps: stop, with a checkpoint, after this many steps in all; for trying things out.
+      how: checkpoints and steps.
     """
-    loop.check(seed, checkpoints, output, save_every, max_steps)
+    how.check()
     whole = read_text(str(text))
     given = whole[: int((1 - HELD_OUT) * len(whole))]
     tokenizer = fitted(given)
     documents = Documents(lambda s: tokenizer.encode(s).ids, BOS, given)
-    model, tx = LanguageModel(CONFIG), loop.optimizer(adam_rate=3e-3)
-    params = loop.initialised(model.shapes, jax.random.key(seed), embedding_std=0.1, bias_std=1.0)
-    identity = {
-        "seed": seed,
-        "config": repr(CONFIG),
-        "curriculum": repr(CURRICULUM),
-        "text": hashlib.sha256(given.encode()).hexdigest(),
-    }
+    shapes, key = LanguageModel(CONFIG).shapes, jax.random.key(how.seed)
     trained = loop.train(
-        params,
-        tx,
-        loop.make_step(loss_fn, tx),
-        functools.partial(batch, documents, seed),
+        loop.initialised(shapes, key, embedding_std=0.1, bias_std=1.0),
+        loss_fn,
+        3e-3,
+        functools.partial(batch, documents, how.seed),
         CURRICULUM,
-        identity,
-        checkpoints=checkpoints,
-        save_every=save_every,
-        max_steps=max_steps,
+        {"config": repr(CONFIG), "text": hashlib.sha256(given.encode()).hexdigest()},
+        how,
     )
     if trained is None:
         return
-    save(output, *as_llama(trained), dtype="float16")
-    save_tokenizer(output, tokenizer, special=SPECIAL)
-    print(f"wrote {output}")
-
-
-if __name__ == "__main__":
-    with plain_errors():
-        argv = keep_compiled(sys.argv[1:])
-        tyro.cli(train, args=argv)
+    save(how.output, *as_llama(trained), dtype="float16")
+    save_tokenizer(how.output, tokenizer, special=SPECIAL)
+    print(f"wrote {how.output}")

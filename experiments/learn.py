@@ -1,0 +1,57 @@
+"""Learns what a policy is made of by gradient, and measures what that is worth on other prompts.
+
+    python experiments/learn.py budget --config learned_budget.py   # how a budget is divided over layers and heads
+    python experiments/learn.py scorer --config learned_scorer.py   # a score: which tokens later rows will look at
+    python experiments/learn.py gates                               # DuoAttention's gates: which heads may stream
+    python experiments/learn.py contest                             # what policies lose, the learned ones among them
+
+Each has a --help. What is interrupted goes on with the same command.
+"""
+
+import importlib
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tyro
+
+from kvjax.experiments.core.command import plain_errors
+from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.run import check_apart, default_directory, parse
+
+CONFIGURED = ("budget", "scorer")  # by files in configs/
+WHAT = (*CONFIGURED, "gates", "contest")
+
+
+def run_config(script: str, run: Callable[..., str], argv: Sequence[str]) -> None:
+    """Runs a config in its directory, and prints the report."""
+    experiment, own, overrides = parse(argv, script)
+    directory = own.output or default_directory(own, overrides, script)
+    check_apart(directory, own, experiment.prompts.source)
+    print(run(experiment, directory, [sys.executable, *sys.argv], restart=own.restart))
+    print(f"written to {directory}")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Does what the first argument names, with the options that follow."""
+    with plain_errors():
+        argv = keep_compiled(argv)
+        if not argv or argv[0] in ("-h", "--help"):
+            print(__doc__)
+            return
+        what, *options = argv
+        if what not in WHAT:
+            raise ValueError(f"nothing is learned by the name {what!r}; there are {', '.join(WHAT)}")
+        module: Any = importlib.import_module(f"kvjax.experiments.learning.{what}")
+        if what in CONFIGURED:
+            run_config(f"learn.py {what}", module.run, options)
+        else:
+            tyro.cli(module.run, args=options, prog=f"experiments/learn.py {what}", description=module.__doc__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
