@@ -275,8 +275,7 @@ class Evict(Policy):
         now, later = self._divided(score, slots) if shares is None else (shares, shares)
         budgets = jnp.broadcast_to(now + self._outside(ctx)[:, None], kv.pos.shape[:2])
         if drop is not None:
-            least = jnp.minimum(slots.protected.sum(-1), budgets)
-            budgets = jnp.maximum(jnp.minimum(budgets, kv.num_live - drop), least)
+            budgets = jnp.clip(kv.num_live - drop, 0, budgets)
         keep = self.select(score, budgets, slots.of("select"))
         gates = "log_weight" in self.select.writes and jnp.issubdtype(getattr(keep, "dtype", bool), jnp.floating)
         if getattr(keep, "shape", None) != kv.pos.shape or not (gates or keep.dtype == bool):

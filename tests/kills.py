@@ -1,8 +1,8 @@
-"""Runs and sweeps that are killed at any moment: resumed, they end with the results of those that nobody disturbed.
+"""Jobs that are killed at any moment: run again, they end with the results of those that nobody disturbed.
 
     python -m tests.kills DIRECTORY 30
 
-kills the main job under both protocols, and a sweep, by turns.
+kills by turns the main job under both protocols, a sweep, the learning of budgets, and the training of a model.
 """
 
 import json
@@ -18,16 +18,30 @@ import numpy as np
 from tests.runs import ROOT, one_layer, samples, without_times
 
 TASKS = "multi_turn", "evicted_perplexity"
-KINDS = "in_prompt", "after_compression", "sweep"
+KINDS = "in_prompt", "after_compression", "sweep", "learn", "train"
 ROW = {"context": "the code for ada is 7 3 .", "question": "what is the code for ada ?", "answers": ["7 3"]}
 
 
 def options(kind, here):
-    """The script and options of a job of a kind; three rows of data, the second of which is none.
+    """The script and options of a job of a kind; runs have three rows of data, the second of which is none.
 
     `here` is alone in its folder: a job takes equal lines over from directories beside.
     """
     here.parent.mkdir(parents=True)
+    if kind == "train":
+        sizes = ["--max-steps", "4", "--save-every", "2", "--output", str(here / "model")]
+        return "train", [
+            "embedded",
+            "--checkpoints",
+            str(here / "checkpoints"),
+            "--output",
+            str(here / "model"),
+            *sizes,
+        ]
+    if kind == "learn":
+        sizes = "--window-size 8 --budget 0.25 --length 128 --calibration 2 --held-out 2 --tasks single_needle".split()
+        sizes += ["--batch-size", "2", "--future", "4", "--steps", "30", "--model", one_layer()]
+        return "learn", ["budget", "--config", "learned_budget.py", *sizes, "--output", str(here)]
     data = here.parent / "mine.jsonl"
     data.write_text(f"{json.dumps(ROW)}\n{{nope\n{json.dumps({**ROW, 'context': ROW['context'] * 3})}\n")
     sizes = "--window 4 --length 384 --examples 4 --batch-size 2 --max-new-tokens 4 --baselines none --seed 0 1".split()
@@ -44,35 +58,36 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": FAST, "JAX_EN
 
 
 def start(script, words, here):
-    """A process that compiles everything itself, once there is a manifest."""
+    """A process that compiles everything itself, once it has written something."""
     command = [sys.executable, f"experiments/{script}.py", *words]
     process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
-    while not [*here.rglob("manifest.json")]:
+    while not [*here.rglob("*")]:
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"{script} ended before it began")
         time.sleep(0.01)
     return process
 
 
+def content(path):
+    """What is in a file; None where it has times, or is a picture or table of what other files have."""
+    if path.name == "samples.jsonl":
+        return sorted(json.dumps(line | {"id": ""}) for line in without_times(samples(path.parent)))  # the data's path
+    if path.suffix == ".npz":
+        return {name: array.tolist() for name, array in np.load(path, allow_pickle=False).items()}
+    if path.suffix == ".safetensors" or path.name == "bad_rows.jsonl" or path.parent.name == "tables":
+        return path.read_bytes()
+    return None
+
+
 def found(here):
-    """All that jobs leave, but for times, pictures and tables of them, and ids, which are of the data's path too."""
-    return [
-        {
-            "files": sorted(str(p.relative_to(directory)) for p in directory.rglob("*")),
-            "samples": sorted(json.dumps(line | {"id": ""}) for line in without_times(samples(directory))),
-            "bad": (directory / "bad_rows.jsonl").read_bytes(),
-            "kept": [
-                {name: array.tolist() for name, array in np.load(p, allow_pickle=False).items()}
-                for p in sorted((directory / "kept").glob("*.npz"))
-            ],
-        }
-        for directory in sorted(p.parent for p in here.rglob("manifest.json"))
-    ]
+    """All that a job leaves but its checkpoints, by file."""
+    files = sorted(p for p in here.rglob("*") if p.is_file() and "checkpoints" not in p.parts)
+    return {str(p.relative_to(here)): content(p) for p in files}
 
 
 def whole(kind, here):
-    """What an undisturbed job leaves, and how many seconds it takes from its manifest on."""
+    """What an undisturbed job leaves, and how many seconds it takes from its first file on."""
     process, began = start(*options(kind, here), here), time.monotonic()
     if process.wait():
         raise RuntimeError(f"{kind} failed")
@@ -80,7 +95,7 @@ def whole(kind, here):
 
 
 def killed_and_resumed(kind, here, after):
-    """What a job leaves that is killed so many seconds after its manifest is there, and then runs again.
+    """What a job leaves that is killed so many seconds after its first file is there, and then runs again.
 
     Raises:
       RuntimeError: a line of the killed job is not there any more, or the job fails.
