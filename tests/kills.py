@@ -13,7 +13,9 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
 from tests.runs import ROOT, one_layer, samples, without_times
 
@@ -81,9 +83,15 @@ def content(path):
 
 
 def found(here):
-    """All that a job leaves but its checkpoints, by file."""
+    """All that a job leaves, by file; of checkpoints, the arrays of the last."""
     files = sorted(p for p in here.rglob("*") if p.is_file() and "checkpoints" not in p.parts)
-    return {str(p.relative_to(here)): content(p) for p in files}
+    left = {str(p.relative_to(here)): content(p) for p in files}
+    if steps := [int(p.name) for p in here.glob("checkpoints/*") if p.name.isdigit()]:
+        stored, folder = ocp.PyTreeCheckpointer(), here / "checkpoints" / str(max(steps)) / "state"
+        as_numpy = lambda _: ocp.RestoreArgs(restore_type=np.ndarray)
+        arrays = stored.restore(folder, restore_args=jax.tree.map(as_numpy, stored.metadata(folder).item_metadata.tree))
+        left["checkpoint"] = max(steps), [x.tolist() for x in jax.tree.leaves(arrays)]
+    return left
 
 
 def whole(kind, here):
