@@ -8,6 +8,7 @@ kills by turns the main job under both protocols, a sweep, the learning of budge
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -85,7 +86,8 @@ def content(path):
 def found(here):
     """All that a job leaves, by file; of checkpoints, the arrays of the last."""
     files = sorted(p for p in here.rglob("*") if p.is_file() and "checkpoints" not in p.parts)
-    left = {str(p.relative_to(here)): content(p) for p in files}
+    name = lambda path: re.sub(r"-[0-9a-f]{16}\b", "", str(path.relative_to(here)))  # a digest of the data's path
+    left = {name(path): content(path) for path in files}
     if steps := [int(p.name) for p in here.glob("checkpoints/*") if p.name.isdigit()]:
         stored, folder = ocp.PyTreeCheckpointer(), here / "checkpoints" / str(max(steps)) / "state"
         as_numpy = lambda _: ocp.RestoreArgs(restore_type=np.ndarray)
