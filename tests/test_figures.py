@@ -133,7 +133,11 @@ def best(score, num):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("measure", range(4), ids=["AAS", "AQAS", "LTAS", "MAS"])
+@pytest.mark.parametrize(
+    ("read_by_position", "measure"),
+    [("rotary", 0), ("rotary", 1), ("rotary", 2), ("rotary", 3), ("alibi", 0), ("learned", 3)],
+    indirect=["read_by_position"],
+)
 def test_importance_jaccard_is_that_of_the_policies(read_by_position, measure):
     """The policy itself, decoding token by token, against sets chosen from the full cache's attention."""
     model, params, tokens, p, _ = read_by_position
@@ -257,7 +261,7 @@ def test_retained_positions_are_those_of_prefill(read):
         _, state = kvjax.prefill(model, params, tokens, policy=policy, max_new_tokens=1)
         live = [live_positions(layer) for layer in state.layers]
         held = np.array([[[np.isin(np.arange(24), head) for head in row] for row in layer] for layer in live])
-        i = found.methods.tolist().index(name)
+        i = found.methods.index(name)
         np.testing.assert_array_equal(found.kept[i], held[:, 0].reshape(-1, 24))
         expected = held.reshape(3, 2, 2, 4, 6).mean((0, 2, 4)).T
         np.testing.assert_allclose(found.profile[i], expected)

@@ -108,9 +108,9 @@ class LossBound:
       output: L1 norm of the layer's attention output, to compare with.
     """
 
-    allocations: Any
+    allocations: tuple[str, ...]
     budgets: Int[np.ndarray, "R"]
-    length: Int[np.ndarray, ""]
+    length: int
     bound: Float[np.ndarray, "2 R L B"]
     loss: Float[np.ndarray, "2 R L B"]
     output: Float[np.ndarray, "L B"]
@@ -137,8 +137,7 @@ def loss_bound(
     budgets = budgets_of(shares, T, most=T)
     bound, loss, output = by_layer(model, params, tokens, _bounds, jnp.asarray(budgets))
     order = lambda x: x.transpose(2, 1, 0, 3)  # "L R 2 B" to "2 R L B"
-    names = np.array(["uniform", "adaptive"])
-    return LossBound(names, budgets, np.array(T), order(bound), order(loss), output)
+    return LossBound(("uniform", "adaptive"), budgets, T, order(bound), order(loss), output)
 
 
 @jax.jit

@@ -42,9 +42,9 @@ class AttentionEntropy:
     as_printed: Float[np.ndarray, "M"]
     scaled: Float[np.ndarray, "M"]
     measured_variance: Float[np.ndarray, "L M"]
-    target: Float[np.ndarray, ""]
-    budget: Int[np.ndarray, ""]
-    head_dim: Int[np.ndarray, ""]
+    target: float
+    budget: int
+    head_dim: int
 
 
 def attention_entropy(
@@ -90,9 +90,9 @@ def attention_entropy(
         as_printed=log_i - d / 2,
         scaled=log_i - 0.5,
         measured_variance=log_i - variance / 2,
-        target=np.array(np.log(budget)),
-        budget=np.array(budget),
-        head_dim=np.array(d),
+        target=float(np.log(budget)),
+        budget=budget,
+        head_dim=d,
     )
 
 

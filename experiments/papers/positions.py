@@ -72,12 +72,12 @@ class RetainedPositions:
       late: the share of the kept tokens among `chosen` that lie in its second half: 0.5 without a bias.
     """
 
-    methods: Any
-    budget: Int[np.ndarray, ""]
-    num_layers: Int[np.ndarray, ""]
+    methods: tuple[str, ...]
+    budget: int
+    num_layers: int
     kept: Bool[np.ndarray, "P Y T"]
     profile: Float[np.ndarray, "P X B"]
-    chosen: Int[np.ndarray, ""]
+    chosen: int
     late: Float[np.ndarray, "P B"]
 
 
@@ -96,7 +96,7 @@ def retained_positions(
       slices: parts of the prompt for the profile.
     """
     T = tokens.shape[1]
-    (budget,) = budgets_of((share,), T, most=T)
+    (budget,) = budgets_of((share,), T, most=T).tolist()
     names = ("StreamingLLM", "H2O", "TOVA", "RoCo", "SnapKV", "NaCl", "AhaKV")
     keeps, _ = decide(model, params, tokens, budget, names)
     kept = np.stack([k[:, 0].reshape(-1, T) for k in keeps])
@@ -104,15 +104,7 @@ def retained_positions(
     chosen = T - budget // 2
     count = lambda k: np.maximum(k.sum((0, 2, 3)), 1)
     late = np.stack([k[..., chosen // 2 : chosen].sum((0, 2, 3)) / count(k[..., :chosen]) for k in keeps])
-    return RetainedPositions(
-        methods=np.array(names),
-        budget=np.array(budget),
-        num_layers=np.array(len(keeps[0])),
-        kept=kept,
-        profile=profile,
-        chosen=np.array(chosen),
-        late=late,
-    )
+    return RetainedPositions(names, budget, len(keeps[0]), kept, profile, chosen, late)
 
 
 def plot_retained_positions(d: RetainedPositions) -> Figure:
@@ -126,10 +118,10 @@ def plot_retained_positions(d: RetainedPositions) -> Figure:
         left.grid(False)
         cmap = ListedColormap(["white", COLOURS[0]])
         left.imshow(d.kept[i], cmap=cmap, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
-        for y in range(Y // int(d.num_layers), Y, Y // int(d.num_layers)):
+        for y in range(Y // d.num_layers, Y, Y // d.num_layers):
             left.axhline(y - 0.5, color="0.6", linewidth=0.6)
         left.set_yticks([])
-        left.set_ylabel(str(d.methods[i]), rotation=0, ha="right", va="center")
+        left.set_ylabel(d.methods[i], rotation=0, ha="right", va="center")
         right.bar(middle, 100 * d.profile[i].mean(-1), 0.85 * T / slices, color=COLOURS[0])
         right.axhline(100 * d.budget / T, color=COLOURS[1], linewidth=1.2)
         right.axvline(d.chosen, color="black", linestyle=":", linewidth=1.2)
@@ -140,9 +132,9 @@ def plot_retained_positions(d: RetainedPositions) -> Figure:
     grid[0, 1].set_title("kept of every slice, %, all prompts (line: budget)", fontsize="small")
     for axes in grid[-1]:
         axes.set_xlabel("position in the prompt, tokens")
-    by_name = dict(zip(map(str, d.methods), late, strict=True))
+    by_name = dict(zip(d.methods, late, strict=True))
     text = (
-        f"Of what they keep before the last {T - int(d.chosen)} tokens, "
+        f"Of what they keep before the last {T - d.chosen} tokens, "
         f"H2O has {percent(by_name['H2O'])} in the later half,\n"
         f"TOVA {percent(by_name['TOVA'])}, NaCl {percent(by_name['NaCl'])}, AhaKV {percent(by_name['AhaKV'])}"
     )
@@ -166,9 +158,9 @@ class EvictionScores:
       above: the share of tokens whose AhaKV score exceeds such a share, (without, with) the value prior.
     """
 
-    methods: Any
-    length: Int[np.ndarray, ""]
-    budget: Int[np.ndarray, ""]
+    methods: tuple[str, ...]
+    length: int
+    budget: int
     score: Float[np.ndarray, "P X B"]
     thresholds: Float[np.ndarray, "Z"]
     above: Float[np.ndarray, "2 Z B"]
@@ -186,26 +178,24 @@ def eviction_scores(
       slices: parts of the prompt.
     """
     T = tokens.shape[1]
-    (budget,) = budgets_of((share,), T, most=T)
+    (budget,) = budgets_of((share,), T, most=T).tolist()
     names = ("H2O", "TOVA", "NaCl", "AhaKV")
     _, scores = decide(model, params, tokens, budget, (*names, "AhaKV without a prior"))
     profile = [by_slice(s / s.mean(-1, keepdims=True), slices).mean((0, 2)).T for s in scores[:-1]]
     thresholds = np.geomspace(1e-4, 1.0, 33)
     relative = [s / s.max(-1, keepdims=True) for s in (scores[-1], scores[-2])]
     above = [np.stack([(s > t).mean((0, 2, 3)) for t in thresholds]) for s in relative]
-    return EvictionScores(
-        np.array(names), np.array(T), np.array(budget), np.stack(profile), thresholds, np.stack(above)
-    )
+    return EvictionScores(names, T, budget, np.stack(profile), thresholds, np.stack(above))
 
 
 def plot_eviction_scores(d: EvictionScores) -> Figure:
     """Scores against position, and the share of scores above a threshold."""
     figure, ((left, right),) = canvas(2, width=5.8, height=4.2)
     slices = d.score.shape[1]
-    middle = (np.arange(slices) + 0.5) * int(d.length) / slices
+    middle = (np.arange(slices) + 0.5) * d.length / slices
     score = d.score.mean(-1)
     for i, name in enumerate(d.methods):
-        left.plot(middle, score[i], label=str(name), **style(i))
+        left.plot(middle, score[i], label=name, **style(i))
     left.axhline(1, color="0.5", linewidth=0.8, linestyle=":")
     left.set(xlabel="position in the prompt, tokens", ylabel="mean score, relative to the prompt's", yscale="log")
     left.set(title="scores by position")
@@ -216,7 +206,7 @@ def plot_eviction_scores(d: EvictionScores) -> Figure:
     right.set(xscale="log", xlabel="threshold, share of the head's largest score", ylabel="tokens above it, %")
     right.set(ylim=(0, 102), title="AhaKV's scores and the value prior")
     right.legend(frameon=False)
-    early = dict(zip(map(str, d.methods), score[:, 1] / score[:, -2], strict=True))
+    early = dict(zip(d.methods, score[:, 1] / score[:, -2], strict=True))
     less = float((without - with_).mean())
     text = (
         f"Early tokens score {early['H2O']:.2g} times as high as late ones under H2O, {early['TOVA']:.2g} under TOVA, "

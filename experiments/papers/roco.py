@@ -41,9 +41,9 @@ class ImportanceJaccard:
       chance: that of a random set.
     """
 
-    measures: Any
+    measures: tuple[str, ...]
     budgets: Int[np.ndarray, "R"]
-    length: Int[np.ndarray, ""]
+    length: int
     similarity: Float[np.ndarray, "M R L B"]
     chance: Float[np.ndarray, "R"]
 
@@ -83,7 +83,7 @@ def importance_jaccard(
         budgets[None] / steps[:, None], 1.0
     )  # expected overlap of two random sets: a share `held` of either
     chance = (full * held / (2.0 - held)).sum(0) / full.sum(0)
-    return ImportanceJaccard(np.array(MEASURES), budgets, np.array(T), similarity, chance)
+    return ImportanceJaccard(MEASURES, budgets, T, similarity, chance)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "budgets"))
@@ -158,7 +158,7 @@ def plot_importance_jaccard(d: ImportanceJaccard) -> Figure:
     axes.set(ylim=(0, 1.02))
     axes.legend(frameon=False, loc="lower right")
     order = np.argsort(-mean.mean(1))
-    best, next_ = (str(d.measures[i]) for i in order[:2])
+    best, next_ = (d.measures[i] for i in order[:2])
     lead = float(mean.mean(1)[order[0]] - mean.mean(1)[order[1]])
     text = f"{best} agrees most with its full-cache choice,\n{lead:.2f} above {next_} on average"
     return message(figure, text, "RoCo, Fig. 2")
@@ -278,10 +278,10 @@ class ScopeSize:
       hindsight: the divergence where every head keeps the tokens that the continuation attends to most.
     """
 
-    scopes: Any
+    scopes: tuple[str, ...]
     budgets: Int[np.ndarray, "R"]
     sizes: Float[np.ndarray, "Z"]
-    length: Int[np.ndarray, ""]
+    length: int
     divergence: Float[np.ndarray, "2 R Z B"]
     agreement: Float[np.ndarray, "2 R Z B"]
     hindsight: Float[np.ndarray, "R B"]
@@ -325,17 +325,10 @@ def scope_size(
     live = reading.live(model.config.num_kv_heads)
     rank = analysis.hindsight_rank(reading.mass(live.shape[2]), live)
     kept += [(live & (rank < b)).swapaxes(0, 1) for b in budgets.tolist()]
-    divergence, agreement = (np.asarray(x, np.float64) for x in _moved(model, params, reading, jnp.stack(kept)))
-    shape = 2, len(budgets), len(sizes), len(tokens)
-    return ScopeSize(
-        np.array(["local window", "standard deviation"]),
-        budgets,
-        np.array(sizes),
-        np.array(n),
-        divergence[: len(grid)].reshape(shape),
-        agreement[: len(grid)].reshape(shape),
-        divergence[len(grid) :],
-    )
+    found = [np.asarray(x, np.float64) for x in _moved(model, params, reading, jnp.stack(kept))]
+    shape, scopes = (2, len(budgets), len(sizes), len(tokens)), ("local window", "standard deviation")
+    divergence, agreement = (x[: len(grid)].reshape(shape) for x in found)
+    return ScopeSize(scopes, budgets, np.array(sizes), n, divergence, agreement, found[0][len(grid) :])
 
 
 def scoped(budget: int, size: int, *, by_deviation: bool) -> Evict:
