@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import models
-from kvjax.experiments.papers import FIGURES, tables
+from kvjax.experiments.papers import FIGURES, ledger, tables
 from kvjax.experiments.papers.tables import ENTRIES, MEAN, MODELS
 from tests.conftest import SHARED_DATA
 
@@ -102,7 +102,9 @@ def test_what_entries_name_exists():
     for entry in ENTRIES.values():
         assert set(entry.figures) <= set(FIGURES)
         assert entry.runs == bool(entry.rows or entry.figures), entry.name
+        assert len({c.title for c in entry.columns}) == len(entry.columns), entry.name
     assert {m.preset for m in MODELS.values()} - {None} <= set(models.PRESETS)
+    assert set(ledger.read()) <= set(ENTRIES)
 
 
 def test_every_method_makes_a_policy_at_every_budget_of_its_entry():
