@@ -188,86 +188,61 @@ def column(
 
 
 def statistics(arch: str) -> Iterator[Case]:
-    """Column statistics: everything that changes a kernel, on every tile and head dimension."""
+    """Column statistics: everything that changes a kernel, on every tile and head dimension, alone and at once."""
     from kvjax.pallas_kernels import Columns
 
-    columns = {
+    before = functools.partial(Columns, group_at="before")
+    plain = {
         "sum p": Columns(),
-        "sum p^2 of group means": Columns(element="p2", group_at="before"),
-        "max p of group": Columns(group="max", group_at="before"),
-        "count of group means above 1/visible": Columns(element="above", group_at="before"),
+        "sum p^2 of group means": before(element="p2"),
+        "max p of group": before(group="max"),
+        "count of group means above 1/visible": before(element="above"),
         "count above 1/visible": Columns(element="above", group=None),
     }
-    backends = ("triton", "mosaic_gpu") if arch == "sm_90" else ("triton",)
-    grid = itertools.product(backends, ALL, (4096, 32, 16), OPTIONS, columns.items())
-    for backend, (dtype, d), T, option, (what, c) in grid:
-        if backend == "mosaic_gpu" and not of_mosaic(dtype, d, T, c):
-            continue  # Triton computes these
-        if dtype != "bfloat16" and (T < 4096 or what not in ("sum p", "count of group means above 1/visible")):
-            continue  # as in bfloat16
-        yield column(what, c, dtype, d, T, backend, option)
-    for (dtype, d), option, backend in itertools.product(FEWER, OPTIONS, backends):
-        if backend == "triton" or of_mosaic(dtype, d, 4096, Columns()):
-            yield column("sum p", Columns(), dtype, d, 4096, backend, option, softmax="non-causal")
-    yield from counted(backends)
-    yield from combined(backends)
-    what = "sum p^2 of group means"
-    for heads, d in itertools.product(((32, 32), (32, 4), (64, 8), (28, 4), (8, 1)), (64, 128, 256)):
-        yield column(what, columns[what], "bfloat16", d, 4096, "triton", heads=heads)
-
-
-def of_mosaic(dtype: str, d: int, T: int, c: Any) -> bool:
-    """Whether Mosaic serves a statistic; what it does not, Triton computes."""
-    return dtype != "float32" and d in (64, 128) and T == 4096 and c.group_at == "after"
-
-
-def counted(backends: tuple[str, ...]) -> Iterator[Case]:
-    """Column statistics of some rows, told by weights, and without the rows' own tokens."""
-    from kvjax.pallas_kernels import Columns
-
-    squares = Columns(element="p2", group_at="before", count_self=False)
-    kinds = {
+    counted = {
         "sum p, weights, without itself": Columns(count_self=False),
-        "sum p^2 of group means, weights": Columns(element="p2", group_at="before"),
-        "sum p^2 of group means, without itself": squares,
-        "sum p^2 of group means, weights, without itself": squares,
+        "sum p^2 of group means, weights": before(element="p2"),
+        "sum p^2 of group means, without itself": before(element="p2", count_self=False),
+        "sum p^2 of group means, weights, without itself": before(element="p2", count_self=False),
     }
-    types = [("bfloat16", d, T) for d, T in itertools.product(HEAD_DIMS, (4096, 16))]
-    types += [("float16", 128, 4096), ("float16", 256, 4096), ("float32", 64, 4096), ("float32", 128, 4096)]
-    for backend, (dtype, d, T), option, (what, c) in itertools.product(backends, types, OPTIONS, kinds.items()):
-        if backend == "mosaic_gpu" and not of_mosaic(dtype, d, T, c):
-            continue
-        if option and (T < 4096 or dtype != "bfloat16"):
-            continue  # as in bfloat16 at 4096
-        yield column(what, c, dtype, d, T, backend, option, weighted="weights" in what)
-
-
-def combined(backends: tuple[str, ...]) -> Iterator[Case]:
-    """Column statistics with everything at once: of some rows, of a softmax of their own, with a bias."""
-    from kvjax.pallas_kernels import Columns
-
-    means = functools.partial(Columns, group_at="before")
-    columns = {
+    at_once = {
         "sum p": Columns(),
         "sum p, weights, without itself": Columns(count_self=False),
         "count above 1/visible, weights": Columns(element="above", group=None),
-        "sum p^2 of group means": means(element="p2"),
-        "sum of group maxima": means(group="max"),
-        "sum p^2 of group means, weights": means(element="p2"),
-        "count of group means above 1/visible, weights, without itself": means(element="above", count_self=False),
+        "sum p^2 of group means": before(element="p2"),
+        "sum of group maxima": before(group="max"),
+        "sum p^2 of group means, weights": before(element="p2"),
+        "count of group means above 1/visible, weights, without itself": before(element="above", count_self=False),
     }
-    softmaxes = {"triton": ("", "rescaled", "noisy", "noisy rescaled"), "mosaic_gpu": ("rescaled",)}
-    of_backend = [(backend, softmax) for backend in backends for softmax in softmaxes[backend]]
-    types = [("bfloat16", d, T) for d, T in itertools.product(HEAD_DIMS, (4096, 16))]
-    types += [("float16", d, 4096) for d in (64, 128, 256)] + [("float32", 128, 4096)]
-    grid = itertools.product(of_backend, types, OPTIONS, columns.items(), (False, True))
-    for (backend, softmax), (dtype, d, T), option, (what, c), biased in grid:
-        if backend == "mosaic_gpu" and (not of_mosaic(dtype, d, T, c) or biased):
-            continue
-        if (not softmax and not biased) or ((dtype == "float16" or T < 4096) and not option):
-            continue  # other cases have these, or more of them
-        weighted = "weights" in what
-        yield column(what, c, dtype, d, T, backend, option, weighted=weighted, softmax=softmax, biased=biased)
+    common = {what: plain[what] for what in ("sum p", "count of group means above 1/visible")}
+
+    def of(dtype: str, dims: Sequence[int] = HEAD_DIMS, tiles: Sequence[int] = (4096,)) -> list[tuple[str, int, int]]:
+        return [(dtype, d, T) for d, T in itertools.product(dims, tiles)]
+
+    both, one, none = tuple(OPTIONS), tuple(OPTIONS)[1:], tuple(OPTIONS)[:1]
+    softmaxes = tuple(itertools.product(("", "rescaled", "noisy", "noisy rescaled"), (False, True)))[1:]
+    alone = (("", False),)
+    # Statistics, types with tiles, options of logits, (softmax, with a bias). float16 is as bfloat16.
+    families: list[tuple[dict[str, Columns], Any, Any, Any]] = [
+        (plain, of("bfloat16", tiles=(4096, 32, 16)), both, alone),
+        (common, of("float16") + of("float32"), both, alone),
+        ({"sum p": Columns()}, [(*case, 4096) for case in FEWER], both, (("non-causal", False),)),
+        (counted, of("bfloat16"), both, alone),
+        (counted, of("bfloat16", tiles=(16,)) + of("float16", (128, 256)) + of("float32", (64, 128)), none, alone),
+        (at_once, of("bfloat16") + of("float32", (128,)), both, softmaxes),
+        (at_once, of("bfloat16", tiles=(16,)) + of("float16", (64, 128, 256)), one, softmaxes),
+    ]
+    for columns, types, options, how_computed in families:
+        grid = itertools.product(columns.items(), types, options, how_computed)
+        for (what, c), (dtype, d, T), option, (softmax, biased) in grid:
+            how: dict[str, Any] = {"weighted": "weights" in what, "softmax": softmax, "biased": biased}
+            yield column(what, c, dtype, d, T, "triton", option, **how)
+            by_mosaic = dtype != "float32" and d in (64, 128) and T == 4096 and c.group_at == "after"
+            if arch == "sm_90" and by_mosaic and not biased and "noisy" not in softmax:
+                yield column(what, c, dtype, d, T, "mosaic_gpu", option, **how)
+    what = "sum p^2 of group means"
+    for heads, d in itertools.product(((32, 32), (32, 4), (64, 8), (28, 4), (8, 1)), (64, 128, 256)):
+        yield column(what, plain[what], "bfloat16", d, 4096, "triton", heads=heads)
 
 
 def decoding(arch: str) -> Iterator[Case]:

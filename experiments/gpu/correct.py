@@ -50,15 +50,9 @@ def in_float64(f: Callable[..., Any], *args: Any) -> list[np.ndarray]:
 
 
 def compare(
-    report: Report,
-    name: str,
-    found: Any,
-    expected: Sequence[np.ndarray],
-    dtype: str,
-    columns: Sequence[Columns],
-    by: str,
-) -> None:
-    """A row for the worst relative error; counts may differ next to their threshold, NaN never passes."""
+    found: Any, expected: Sequence[np.ndarray], dtype: str, columns: Sequence[Columns]
+) -> tuple[bool, list[float]]:
+    """Whether all is right, and relative errors; counts may differ next to their threshold, NaN never passes."""
     errors, ok = [], True
     for i, (x, y) in enumerate(zip(jax.tree.leaves(found), expected, strict=True)):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
@@ -71,8 +65,39 @@ def compare(
             ok &= error < 0.02
         else:
             ok &= error < TOLERANCE[dtype][min(i, 1)]
-        errors.append(error)
-    report.row("correctness", name, ok=bool(ok), served_by=by, errors=[float(f"{e:.1e}") for e in errors])
+        errors.append(float(f"{error:.1e}"))
+    return bool(ok), errors
+
+
+def by_each(
+    report: Report,
+    section: str,
+    name: str,
+    f: Callable[..., Any],
+    args: tuple[Any, ...],
+    implementations: Sequence[Implementation],
+    check: Callable[[Callable[..., Any]], dict[str, Any]],
+) -> None:
+    """A row for every implementation that serves a call, of what `check` finds of the compiled call.
+
+    Args:
+      report: gets the rows, and says what another implementation serves.
+      section, name: of the rows.
+      f: the call, of `implementation` and of arrays.
+      args: the arrays.
+      implementations: in their order.
+      check: takes the compiled call; returns the row.
+    """
+    for how in implementations:
+        label, run = f"{how} {name}", functools.partial(f, implementation=how)
+        if not report.reaches(section, label):
+            continue
+        with report.guarded(section, label):
+            by = served_by(run, *args)
+            if how in by:
+                report.row(section, label, served_by="+".join(by), **check(jax.jit(run)))
+            else:
+                report.elsewhere(section, label, f"served by {'+'.join(by)}")
 
 
 def gumbel(seed: jax.Array) -> Columns:
@@ -107,9 +132,20 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
     options: list[Case] = [(shapes[0], dtypes[0], o) for o in OPTIONS[2 if report.smoke else 0 :]]
     first: list[Case] = list(itertools.product(shapes[:2], dtypes, ({},)))
     rest: list[Case] = list(itertools.product(shapes[2:], dtypes, ({},)))
-    for shape, dtype, how_logits in (*first, *options, *rest):
+
+    def check(name: str, dtype: str, f: Callable[..., Any], args: tuple[Any, ...], columns: Sequence[Columns]) -> None:
+        specification = functools.cache(lambda: in_float64(functools.partial(f, implementation="reference"), *args))
+
+        def row(run: Callable[..., Any]) -> dict[str, Any]:
+            ok, errors = compare(run(*args), specification(), dtype, columns)
+            return {"ok": ok, "errors": errors}
+
+        of_bias = name.startswith("bias")
+        by_each(report, "correctness", name, f, args, implementations[:1] if of_bias else implementations, row)
+
+    for shape, dtype, o in (*first, *options, *rest):
         label = " ".join(f"{letter}={n}" for letter, n in zip("BNKTCH", shape, strict=True)) + f" {dtype}"
-        label += "".join(f" {name}={value}" for name, value in how_logits.items())
+        label += "".join(f" {name}={value}" for name, value in o.items())
         if not report.reaches("correctness", label, again=True):
             continue
         B, N, K, T, cached, H = shape
@@ -118,41 +154,16 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
         noisy = *arrays, jnp.arange(B, dtype=jnp.uint32) + 7
         factors = (rng.uniform(*bounds, s) for bounds, s in (((0.5, 2.0), (B, K, T)), ((-1.0, 1.0), (B, T))))
         weighted = *arrays, *(jnp.asarray(x, jnp.float32) for x in factors)
-
-        def with_noise(how: Implementation, *x: jax.Array, o: Any = how_logits) -> Any:
-            return attention(*x[:-1], columns=(*COLUMNS, gumbel(x[-1])), implementation=how, **o)
-
-        def with_weights(how: Implementation, *x: jax.Array, o: Any = how_logits) -> Any:
-            return attention(*x[:-2], columns=rescaled_and_weighted(*x[-2:]), implementation=how, **o)
-
-        def plain(how: Implementation, *x: jax.Array, o: Any = how_logits) -> Any:
-            return attention(*x, columns=COLUMNS, implementation=how, **o)
-
-        def pooled(how: Implementation, *x: jax.Array, K: int = K, o: Any = how_logits) -> Any:
-            return pooled_attention(*x, columns=COLUMNS, num_kv_heads=K, implementation=how, **o)
-
-        cases: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Sequence[Columns]]] = {
-            "attention": (with_noise, noisy, (*COLUMNS, gumbel(noisy[-1]))),
-            "rescaled and weighted": (with_weights, weighted, rescaled_and_weighted(*weighted[-2:])),
-            "decode": (plain, one, COLUMNS),
-            "pool decode": (pooled, pool, COLUMNS),
-        }
-        for name, (f, args, columns) in cases.items():
-            expected = None
-            for how in implementations:
-                if not report.reaches("correctness", f"{how} {name} {label}"):
-                    continue
-                with report.guarded("correctness", f"{how} {name} {label}"):
-                    by = served_by(functools.partial(f, how), *args)
-                    if how not in by:
-                        report.elsewhere("correctness", f"{how} {name} {label}", f"served by {'+'.join(by)}")
-                        continue
-                    expected = in_float64(functools.partial(f, "reference"), *args) if expected is None else expected
-                    found = jax.jit(functools.partial(f, how))(*args)
-                    compare(report, f"{how} {name} {label}", found, expected, dtype, columns, "+".join(by))
+        with_noise = lambda *x, o=o, **how: attention(*x[:-1], columns=(*COLUMNS, gumbel(x[-1])), **o, **how)
+        with_weights = lambda *x, o=o, **how: attention(*x[:-2], columns=rescaled_and_weighted(*x[-2:]), **o, **how)
+        plain = functools.partial(attention, columns=COLUMNS, **o)
+        pooled = functools.partial(pooled_attention, columns=COLUMNS, num_kv_heads=K, **o)
+        check(f"attention {label}", dtype, with_noise, noisy, (*COLUMNS, gumbel(noisy[-1])))
+        check(f"rescaled and weighted {label}", dtype, with_weights, weighted, rescaled_and_weighted(*weighted[-2:]))
+        check(f"decode {label}", dtype, plain, one, COLUMNS)
+        check(f"pool decode {label}", dtype, pooled, pool, COLUMNS)
     for (B, N, K, T, cached, H), dtype, length in itertools.product(shapes[:2], dtypes, ("block", "row", "pool")):
-        label = f"bias, {length} H={H} {dtype}"
-        if implementations[0] == "mosaic_gpu" or not report.reaches("correctness", label):
+        if implementations[0] == "mosaic_gpu":
             continue
         if length == "pool":
             arrays = single_row(B, N, K, 335, H, dtype, rng)[1]
@@ -161,17 +172,8 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
             arrays = inputs(B, N, K, *((T, cached) if length == "block" else (1, 335)), H, dtype, rng)
             operation, bias = attention, alibi(arrays[4], N)
         args = *arrays, jnp.arange(B, dtype=jnp.uint32) + 7, bias
-        columns = *COLUMNS, gumbel(args[-2])
-
-        def biased(how: Implementation, *x: jax.Array, operation: Callable[..., Any] = operation) -> Any:
-            return operation(*x[:-2], columns=(*COLUMNS, gumbel(x[-2])), bias=x[-1], implementation=how)
-
-        how = implementations[0]
-        with report.guarded("correctness", f"{how} {label}"):
-            by = "+".join(served_by(functools.partial(biased, how), *args))
-            found = jax.jit(functools.partial(biased, how))(*args)
-            expected = in_float64(functools.partial(biased, "reference"), *args)
-            compare(report, f"{how} {label}", found, expected, dtype, columns, by)
+        biased = lambda *x, f=operation, **how: f(*x[:-2], columns=(*COLUMNS, gumbel(x[-2])), bias=x[-1], **how)
+        check(f"bias, {length} H={H} {dtype}", dtype, biased, args, (*COLUMNS, gumbel(args[-2])))
 
 
 def alibi(kv_pos: jax.Array, N: int) -> jax.Array:
@@ -191,20 +193,15 @@ def repeatability(report: Report, implementations: Sequence[Implementation]) -> 
         "decode and statistics": (attention, one),
         "pool decode and statistics": (functools.partial(pooled_attention, num_kv_heads=K), pool),
     }
-    for how, (name, (f, arrays)) in itertools.product(implementations, runs.items()):
-        if not report.reaches("repeatability", f"{how} {name}"):
-            continue
-        with report.guarded("repeatability", f"{how} {name}"):
-            run = functools.partial(f, columns=COLUMNS, implementation=how)
-            by = served_by(run, *arrays)
-            if how not in by:
-                report.elsewhere("repeatability", f"{how} {name}", f"served by {'+'.join(by)}")
-                continue
-            compiled = jax.jit(run)
-            first = [np.asarray(x) for x in jax.tree.leaves(compiled(*arrays))]
+    for name, (f, arrays) in runs.items():
+
+        def again(run: Callable[..., Any], arrays: tuple[Any, ...] = arrays) -> dict[str, Any]:
+            first = [np.asarray(x) for x in jax.tree.leaves(run(*arrays))]
             same = all(
                 np.array_equal(x, np.asarray(y), equal_nan=True)
                 for _ in range(2 if report.smoke else 20)
-                for x, y in zip(first, jax.tree.leaves(compiled(*arrays)), strict=True)
+                for x, y in zip(first, jax.tree.leaves(run(*arrays)), strict=True)
             )
-            report.row("repeatability", f"{how} {name}", ok=same, served_by="+".join(by))
+            return {"ok": same}
+
+        by_each(report, "repeatability", name, functools.partial(f, columns=COLUMNS), arrays, implementations, again)
