@@ -5,12 +5,7 @@
     python experiments/probe.py kvzap --model DIR --output kvzap.npz
     python experiments/probe.py queries --model DIR --output queries.npz
 
-"filters" are the directions of its queries, which Q-Filters compares keys to (`run.py --config q_filters.py --filters
-filters.npy`); "heads" how much every head looks at what an answer is read from, which HeadKV divides budgets by
-(`--config headkv.py --importance heads.npy`); "kvzap" is a function of its hidden states that says what KVzip+ would
-score, fitted to the same questions (`--config kvzap.py --function kvzap.npz`); "queries" the mean and covariance of its
-queries, by which Expected Attention can model those to come (`--config expected_attention.py --queries queries.npz`).
-What these configs need of the models that come with the project stands beside their weights.
+What configs need of the models that come with the project stands beside their weights.
 """
 
 import importlib
@@ -22,7 +17,8 @@ import dataclasses
 import io
 import pathlib
 import sys
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -37,11 +33,10 @@ from kvjax.experiments.core.setup import read_text
 from kvjax.experiments.tasks import retrieval
 from kvjax.experiments.tasks.base import Task
 from kvjax.experiments.tasks.text import filler
-from kvjax.learning import kvzap
+from kvjax.learning import kvzap as zap
 from kvjax.learning.probes import fit_filters, fit_queries, head_importance
 from kvjax.models.embedded import included
 from kvjax.models.written import write_bytes
-from kvjax.scores.learned import HiddenHeads
 
 TEXTS = 4  # that are read, and read again, at once
 ASKED = ("single_needle", "several_needles", "key_value")
@@ -49,35 +44,30 @@ ASKED = ("single_needle", "several_needles", "key_value")
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """What to find, and of which model.
+    """Of which model, and from what.
 
     Attributes:
-      name: "filters", "heads", "kvzap" or "queries".
       output: the file to write: an array of numpy (.npy), or for kvzap and queries several (.npz).
       model: "embedded", "varied", or a checkpoint.
       text: a file of text to read; the project's sentences if None.
       examples: pieces of text, or questions.
       length: tokens of a piece, or of a question with its context.
       seed: where pieces begin, and what is asked.
-      units: of the hidden layer of kvzap's function; None for a linear one.
-      steps: of fitting it.
     """
 
-    name: Annotated[Literal["filters", "heads", "kvzap", "queries"], tyro.conf.Positional]
     output: pathlib.Path
     model: str = "embedded"
     text: str | None = None
     examples: int = 32
     length: int = 512
     seed: int = 0
-    units: int | None = None
-    steps: int = 2000
 
     def __post_init__(self):
-        check_whole(1, examples=self.examples, length=self.length, steps=self.steps)
+        check_whole(1, examples=self.examples, length=self.length)
         check_whole(0, seed=self.seed)
-        if self.units is not None:
-            check_whole(1, units=self.units)
+
+
+Given = Annotated[Probe, tyro.conf.arg(name="")]
 
 
 def pieces(tokenizer: Any, probe: Probe) -> np.ndarray:
@@ -122,43 +112,75 @@ def questions(tokenizer: Any, probe: Probe) -> tuple[np.ndarray, np.ndarray, np.
     return np.asarray(tokens), mask, np.asarray(answers), np.asarray(lengths)
 
 
-def fitted(model: Any, params: Any, tokenizer: Any, probe: Probe) -> HiddenHeads:
-    """KVzap's function, fitted to what KVzip+ scores of facts, questions and answers; says how well it does so."""
-    tokens, _, _, lengths = questions(tokenizer, probe)
-    replay = dataclasses.replace(repeating(tokenizer), plus=True)
-    some = [slice(at, at + TEXTS) for at in range(0, len(tokens), TEXTS)]
-    found = [kvzap.examples(model, params, tokens[i], replay=replay, lengths=lengths[i]) for i in some]
-    hidden, wanted = (np.concatenate(each, axis=1) for each in zip(*found, strict=True))
-    function, losses = kvzap.fit(hidden, wanted, units=probe.units, steps=probe.steps, key=jax.random.key(probe.seed))
-    error = losses[-max(len(losses) // 20, 1) :].mean()
-    share = 1 - error / wanted.var(1).mean()
-    print(f"of the variance of {wanted.shape[1]:,} tokens' logarithms, the function says {share:.0%}")
-    return function
-
-
-def run(probe: Probe) -> None:
-    """Reads the text, and writes what is found."""
+def _write(probe: Probe, find: Callable[[Any, Any, Any], Any]) -> None:
+    """Writes what is found of a model, its parameters and its tokenizer: an array, or several by name."""
     check_output(probe.output)
     model, params = models.load(included(probe.model))
-    tokenizer = models.load_tokenizer(included(probe.model))
-    file = io.BytesIO()
-    if probe.name == "kvzap":
-        weights: dict[str, Any] = {**fitted(model, params, tokenizer, probe).weights}
-        np.savez(file, **weights)
-    elif probe.name == "queries":
-        moments: dict[str, Any] = {**fit_queries(model, params, pieces(tokenizer, probe))}
-        np.savez(file, **moments)
-    elif probe.name == "filters":
-        np.save(file, fit_filters(model, params, pieces(tokenizer, probe))["filters"])
+    found, file = find(model, params, models.load_tokenizer(included(probe.model))), io.BytesIO()
+    if isinstance(found, np.ndarray):
+        np.save(file, found)
     else:
-        tokens, wanted, answers, lengths = questions(tokenizer, probe)
-        np.save(file, head_importance(model, params, tokens, wanted, answers, lengths=lengths))
+        np.savez(file, **found)
     write_bytes(probe.output, file.getvalue())
     size = model.config
-    print(f"{probe.name} of {size.num_layers} layers and {size.num_kv_heads} kv heads written to {probe.output}")
+    print(f"of {size.num_layers} layers and {size.num_kv_heads} kv heads, written to {probe.output}")
+
+
+def filters(probe: Given) -> None:
+    """The directions of queries, which Q-Filters compares keys to: `run.py --config q_filters.py --filters FILE`."""
+    of = lambda model, params, tokenizer: np.asarray(fit_filters(model, params, pieces(tokenizer, probe))["filters"])
+    _write(probe, of)
+
+
+def queries(probe: Given) -> None:
+    """The mean and covariance of queries, by which Expected Attention can model those to come.
+
+    `run.py --config expected_attention.py --queries FILE`
+    """
+    _write(probe, lambda model, params, tokenizer: fit_queries(model, params, pieces(tokenizer, probe)))
+
+
+def heads(probe: Given) -> None:
+    """How much every head looks at what an answer is read from, which HeadKV divides budgets by.
+
+    `run.py --config headkv.py --importance FILE`
+    """
+
+    def find(model, params, tokenizer):
+        tokens, wanted, answers, lengths = questions(tokenizer, probe)
+        return np.asarray(head_importance(model, params, tokens, wanted, answers, lengths=lengths))
+
+    _write(probe, find)
+
+
+def kvzap(probe: Given, units: int | None = None, steps: int = 2000) -> None:
+    """KVzap's function of hidden states, fitted to what KVzip+ scores of facts, questions and answers.
+
+    `run.py --config kvzap.py --function FILE`
+
+    Args:
+      probe: of which model, and from what.
+      units: of the hidden layer of the function; None for a linear one.
+      steps: of fitting it.
+    """
+    check_whole(1, steps=steps, units=1 if units is None else units)
+
+    def find(model, params, tokenizer):
+        tokens, _, _, lengths = questions(tokenizer, probe)
+        replay = dataclasses.replace(repeating(tokenizer), plus=True)
+        some = [slice(at, at + TEXTS) for at in range(0, len(tokens), TEXTS)]
+        each = [zap.examples(model, params, tokens[i], replay=replay, lengths=lengths[i]) for i in some]
+        hidden, wanted = (np.concatenate(x, axis=1) for x in zip(*each, strict=True))
+        function, losses = zap.fit(hidden, wanted, units=units, steps=steps, key=jax.random.key(probe.seed))
+        share = 1 - losses[-max(len(losses) // 20, 1) :].mean() / wanted.var(1).mean()
+        print(f"of the variance of {wanted.shape[1]:,} tokens' logarithms, the function says {share:.0%}")
+        return function.weights
+
+    _write(probe, find)
 
 
 if __name__ == "__main__":
     with plain_errors():
         argv = keep_compiled(sys.argv[1:])
-        run(tyro.cli(Probe, description=__doc__, args=argv))
+        commands = {f.__name__: f for f in (filters, heads, kvzap, queries)}
+        tyro.extras.subcommand_cli_from_dict(commands, description=__doc__, args=argv)
