@@ -16,7 +16,7 @@ from kvjax.experiments.bench.peers.report import draw, markdown
 from kvjax.experiments.bench.peers.rows import GOALS, TOY, Job, Row
 from kvjax.experiments.bench.peers.workers import JobError, Sides
 from kvjax.experiments.bench.process import stored_rows
-from tests.runs import ROOT
+from tests.runs import ROOT, one_layer
 
 # A worker whose jobs are as quick as their `steps` say, in milliseconds, and fail or end the process by their name.
 WORKER = """
@@ -45,7 +45,7 @@ def sides(tmp_path):
     about = {"kvjax": {"device": DEVICE}, "peer": {"versions": {"torch": "2", "kvpress": None}}}
     commands = {side: [sys.executable, "-c", WORKER.replace("ABOUT", repr(about[side]))] for side in about}
     make = lambda *_: Sides(
-        tmp_path, pathlib.Path(sys.executable), [min(peers.os.sched_getaffinity(0))], tmp_path, commands
+        tmp_path, "float32", pathlib.Path(sys.executable), [min(peers.os.sched_getaffinity(0))], tmp_path, commands
     )
     with make() as sides:
         sides.make = make
@@ -238,7 +238,8 @@ def test_the_committed_table_is_that_of_the_committed_rows():
     assert markdown(table) == (folder / "peers.md").read_text()
     assert len(draw(table).axes) == 2
     about = {name: table[name] for name in ("model", "sizes", "kvjax", "peer")}
-    assert about == about | json.loads(json.dumps({"model": peers.MODEL, "sizes": vars(rows.FULL)}))
+    fields = {name: getattr(peers.RANDOM, name) for name in peers._FIELDS}
+    assert about == about | json.loads(json.dumps({"model": fields, "sizes": vars(rows.FULL)}))
     assert stored_rows(folder / "peers.json", about) == table["rows"]
 
 
@@ -254,3 +255,14 @@ def test_the_table_is_measured_at_toy_size(tmp_path):
     assert all(np.isfinite(r["ratio"]["median"]) for r in found.values())
     # Later versions of transformers than the one that is compared count what a static cache has read, for good.
     assert all("static" in label for r in found.values() for label in r["missing"])
+
+
+@pytest.mark.exhaustive
+def test_a_model_of_ones_own_is_measured(tmp_path):
+    options = {"model": one_layer(), "dtype": "bfloat16", "peers_python": pathlib.Path(sys.executable)}
+    output = tmp_path / "table"
+    peers.bench(only=("prefill", "first/warm"), toy=True, threads=(1,), output=output, **options)
+    assert list(stored(tmp_path)) == ["prefill/256 1", "first/warm 1"]
+    assert f"{one_layer()} in bfloat16: 389 vocab size" in (output / "peers.md").read_text()
+    with pytest.raises(ValueError, match="holds rows with another model"):
+        peers.bench(toy=True, threads=(1,), output=output, peers_python=options["peers_python"])

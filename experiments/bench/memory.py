@@ -29,6 +29,7 @@ from kvjax.contract import Layout
 from kvjax.drivers.memory import shown
 from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
 from kvjax.experiments.bench.speed import RANDOM
+from kvjax.experiments.core import markdown
 from kvjax.experiments.core.command import plain_errors, write_json
 from kvjax.experiments.core.locks import Locked
 from kvjax.experiments.core.provenance import device_info
@@ -140,11 +141,9 @@ def _planned(program: Any) -> Any:
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """All rows as Markdown."""
-    lines = [
-        "| method | storage | tokens | state: predicted | in arrays | of full | peak of prefill: predicted | compiled "
-        "| measured | predicted / compiled | decode step: compiled | measured |",
-        "|---" * 12 + "|",
-    ]
+    head = ["method", "storage", "tokens", "state: predicted", "in arrays", "of full", "peak of prefill: predicted"]
+    head += ["compiled", "measured", "predicted / compiled", "decode step: compiled", "measured"]
+    lines = []
     for key, row in rows.items():
         name, _, length = key.rpartition("@")
         state, prefill, step = row["state"], row["prefill"], row["step"]
@@ -154,8 +153,8 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         ratio = f"{prefill['predicted'] / compiled:.2f}" if compiled else ""
         cells += [f"{share:.1%}", shown(prefill["predicted"]), shown(compiled) if compiled else ""]
         cells += [shown(prefill["measured"]), ratio, shown(step["compiled"]), shown(step["measured"])]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append(cells)
+    return "\n".join(markdown.table(head, lines)) + "\n"
 
 
 def bench(

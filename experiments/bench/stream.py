@@ -30,6 +30,7 @@ from kvjax import methods, models
 from kvjax.configs.experiment import check_whole
 from kvjax.drivers.memory import shown
 from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
+from kvjax.experiments.core import markdown
 from kvjax.experiments.core.command import plain_errors, write_figure, write_json
 from kvjax.experiments.core.locks import Locked
 from kvjax.experiments.core.provenance import device_info
@@ -109,14 +110,14 @@ def table(rows: dict[str, Any]) -> str:
     names = [f"{mark['tokens']:,} tokens" for mark in marks]
     heads = ["method", *(f"µs a token after {n}" for n in names), *(f"{n} / first" for n in names[1:])]
     heads += [*(f"{n} / first, processor time" for n in names[1:]), "peak beyond the first windows"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = []
     for name, row in rows.items():
         pad = lambda cells, most: [*cells, *[""] * (most - len(cells))]
         cells = pad([f"{mark['median_us']:.1f}" for mark in row["marks"]], len(marks))
         for which in ("ratio", "processor_ratio"):
             cells += pad([f"{mark[which]:.3f}" for mark in row["marks"][1:]], len(marks) - 1)
-        lines.append(f"| {' | '.join([name, *cells, shown(max(0, row['growth']))])} |")
-    return "\n".join(lines) + "\n"
+        lines.append([name, *cells, shown(max(0, row["growth"]))])
+    return "\n".join(markdown.table(heads, lines)) + "\n"
 
 
 def figure(rows: dict[str, Any]) -> Any:

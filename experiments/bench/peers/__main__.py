@@ -2,22 +2,25 @@
 
     python -m kvjax.experiments.bench.peers
     python -m kvjax.experiments.bench.peers --only prefill/8k decode --threads 1
+    python -m kvjax.experiments.bench.peers --model smollm2-135m-instruct --dtype bfloat16 --quick
 
-Both run the same random checkpoint in processes of their own, on the same cores, and are asked in turns: in every round
-each job runs once on either side; then each side runs alone while the other is stopped. The peers have an environment
-of their own, which is made where there is none. Needs Linux, which says how much memory a process holds.
+Both run the same checkpoint, a random one unless a model is named, in processes of their own, on the same cores, and
+are asked in turns: in every round each job runs once on either side; then each side runs alone while the other is
+stopped. The peers have an environment of their own, which is made where there is none. Needs Linux, which says how much
+memory a process holds.
 
 Each row is stored as soon as it is measured, so that Ctrl-C, or a worker that ends, loses none; a row that is measured
 again replaces itself alone.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import tyro
@@ -34,15 +37,16 @@ from kvjax.experiments.bench.speed import RANDOM
 from kvjax.experiments.core.command import plain_errors, write_figure, write_json
 from kvjax.experiments.core.locks import Locked
 from kvjax.experiments.core.provenance import environment as surroundings
+from kvjax.models.sources import locate
+from kvjax.models.weights import read_config
 from kvjax.models.written import write_bytes
 
 _FIELDS = ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_query_heads", "num_kv_heads", "head_dim")
-MODEL = {name: getattr(RANDOM, name) for name in _FIELDS}
 
 
 def write_checkpoint(path: pathlib.Path) -> None:
     """Writes the random Llama that both sides load."""
-    model = models.LanguageModel(models.ModelConfig(**MODEL, max_position=1 << 17))
+    model = models.LanguageModel(dataclasses.replace(RANDOM, max_position=1 << 17))
     models.save(path, model, jax.jit(model.init)(jax.random.key(0)), dtype="float32")
 
 
@@ -105,6 +109,8 @@ def bench(
     cores: tuple[int, ...] = (),
     quick: bool = False,
     toy: bool = False,
+    model: str | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
     peers_python: pathlib.Path | None = None,
     environment: pathlib.Path | None = None,
     output: pathlib.Path = ROOT / "results" / "peers",
@@ -118,6 +124,8 @@ def bench(
       cores: those to run on, the first ones that this process may use if none are named.
       quick: shorter prompts and fewer rounds, for a rough table.
       toy: a few tokens, to see that everything runs; its numbers mean nothing.
+      model: a checkpoint directory, a hub id or a name that `kvjax.models.load` knows, in place of random parameters.
+      dtype: of parameters, activations and caches on both sides.
       peers_python: an interpreter that has torch, transformers and kvpress, in place of the environment.
       environment: where the peers' environment is, or is made; in the user's cache directory if None.
       output: a directory for the table (peers.md), the picture (peers.png) and all numbers (peers.json).
@@ -139,17 +147,23 @@ def bench(
     if max(threads) > len(chosen):
         raise ValueError(f"threads={max(threads)}, but there are {len(chosen)} cores; lower --threads")
     lost: dict[str, str] = {}
-    about = {"model": MODEL, "sizes": json.loads(json.dumps(vars(sizes)))}
+    source = None if model is None else locate(model)
+    config = RANDOM if source is None else read_config(source)
+    measured = {name: getattr(config, name) for name in _FIELDS}
+    measured |= {} if model is None else {"name": model}
+    measured |= {} if dtype == "float32" else {"dtype": dtype}
+    about = {"model": measured, "sizes": json.loads(json.dumps(vars(sizes)))}
     with Locked(output), tempfile.TemporaryDirectory() as folder:
         stored_rows(output / "peers.json", about)
         python = check_interpreter(peers_python) if peers_python else make_environment(environment)
-        checkpoint = pathlib.Path(folder) / "model"
-        write_checkpoint(checkpoint)
+        checkpoint = source or pathlib.Path(folder) / "model"
+        if source is None:
+            write_checkpoint(checkpoint)
         try:
             for count in threads:
                 programs = pathlib.Path(folder) / f"programs-{count}"
                 programs.mkdir(exist_ok=True)
-                with Sides(checkpoint, python, chosen[:count], programs) as sides:
+                with Sides(checkpoint, dtype, python, chosen[:count], programs) as sides:
                     about |= {side: sides.about(side) for side in SIDES}
                     stored_rows(output / "peers.json", about)
                     lost |= run([row for row in rows if count in row.threads], output, about, sides, sizes, count)

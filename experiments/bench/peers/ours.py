@@ -1,4 +1,4 @@
-"""kvjax's worker: `python -m kvjax.experiments.bench.peers.ours CHECKPOINT` answers requests from standard input."""
+"""kvjax's worker: `python -m kvjax.experiments.bench.peers.ours MODEL DTYPE` answers requests from standard input."""
 
 import dataclasses
 import functools
@@ -32,10 +32,11 @@ class Jobs:
 
     Args:
       checkpoint: a model's directory.
+      dtype: of its parameters, activations and caches.
     """
 
-    def __init__(self, checkpoint: str):
-        self._model, self._params = models.load(checkpoint)
+    def __init__(self, checkpoint: str, dtype: str):
+        self._model, self._params = models.load(checkpoint, dtype=dtype)
 
     def __call__(self, job: dict[str, Any]) -> Prepared:
         """A job, the fields of `kvjax.experiments.bench.peers.rows.Job`, compiled and run once.
@@ -99,4 +100,4 @@ def _kept(read: Any, params: Any, tokens: jax.Array) -> int:
 if __name__ == "__main__":
     device = device_info()
     del device["cpus"]  # as many as it was started on
-    serve(Jobs(sys.argv[1]), {"device": device})
+    serve(Jobs(*sys.argv[1:]), {"device": device})

@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from kvjax.experiments.core.markdown import table as markdown_table
 from kvjax.plot.style import COLOURS
 
 Entry = dict[str, Any]
@@ -22,10 +23,11 @@ def markdown(table: dict[str, Any]) -> str:
         "",
         _about(table),
         "",
-        "| row | threads | kvjax | beside | ratio [quartiles] | alone | goal | met |",
-        "|---|---|---|---|---|---|---|---|",
+        *markdown_table(
+            ["row", "threads", "kvjax", "beside", "ratio [quartiles]", "alone", "goal", "met"],
+            [_cells(row) for row in rows],
+        ),
     ]
-    lines += [_row(row) for row in rows]
     jobs = {}
     for row in rows:
         for side in (row["kvjax"], row["beside"]):
@@ -35,15 +37,15 @@ def markdown(table: dict[str, Any]) -> str:
         "Compilation, and memory of one run: of kvjax's compiled program, and what the process held at the peak more "
         "than before. Decoding is weighed without the prompt before it.",
         "",
-        "| job | tokens | threads | compiled in | temporaries | program's peak | process's peak |",
-        "|---|---|---|---|---|---|---|",
     ]
-    size = lambda facts, name: f"{facts[name] / 2**20:.1f} MiB" if name in facts else ""
+    programs, size = [], lambda facts, name: f"{facts[name] / 2**20:.1f} MiB" if name in facts else ""
     for (label, kind, length, threads), facts in jobs.items():
         if facts:
             compiled = f"{facts['compile_seconds']:.1f} s" if "compile_seconds" in facts else ""
             sizes = [size(facts, f"{name}_bytes") for name in ("temp", "peak", "rss")]
-            lines.append(_cells(f"{kind}, {label}", f"{length:,}", threads, compiled, *sizes))
+            programs.append([f"{kind}, {label}", f"{length:,}", str(threads), compiled, *sizes])
+    head = ["job", "tokens", "threads", "compiled in", "temporaries", "program's peak", "process's peak"]
+    lines += markdown_table(head, programs)
     missing = {(row["name"], label): why for row in rows for label, why in row["missing"].items()}
     if missing:
         lines += ["", "Not measured:", ""]
@@ -70,29 +72,27 @@ def _about(table: dict[str, Any]) -> str:
     device, peers = table["kvjax"]["device"], table["peer"].get("versions", {})
     versions = {name: device["versions"][name] for name in ("python", "jax", "jaxlib", "kvjax")}
     named = ", ".join(f"{name} {version}" for name, version in {**versions, **peers}.items() if version)
-    model = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in table["model"].items())
+    sizes = dict(table["model"])
+    which = f"{sizes.pop('name', 'A random Llama')} in {sizes.pop('dtype', 'float32')}"
+    model = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in sizes.items())
     return (
-        f"{device['machine']}, {device['kind']}; {named}. A random Llama in float32: {model}. Ratios are "
+        f"{device['machine']}, {device['kind']}; {named}. {which}: {model}. Ratios are "
         "those within one run; a goal is met if the median of interleaved rounds and the best times alone both meet it."
     )
 
 
-def _row(row: Entry) -> str:
+def _cells(row: Entry) -> list[str]:
     ratio, goal = row["ratio"], row["goal"]
-    return _cells(
+    return [
         row["text"],
-        row["threads"],
+        str(row["threads"]),
         f"{row['kvjax']['label']}: {amount(row['kvjax'], row['measure'])}",
         f"{row['beside']['label']}: {amount(row['beside'], row['measure'])}",
         f"{number(ratio['median'])} [{number(ratio['q1'])}, {number(ratio['q3'])}]",
         "" if ratio["alone"] is None else number(ratio["alone"]),
         "" if goal is None else f"{goal['bound']} {number(goal['ratio'])}",
         _MET[row["met"]],
-    )
-
-
-def _cells(*cells: Any) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
+    ]
 
 
 def number(ratio: float) -> str:

@@ -1,4 +1,4 @@
-"""The peers' worker, transformers and kvpress: `python -m experiments.bench.peers.theirs CHECKPOINT THREADS`.
+"""The peers' worker, transformers and kvpress: `python -m experiments.bench.peers.theirs CHECKPOINT DTYPE THREADS`.
 
 It runs in the peers' environment, which has no kvjax, and answers requests from standard input. kvpress is imported
 where a press is asked for.
@@ -16,7 +16,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from .protocol import Prepared, serve
 
@@ -36,10 +36,12 @@ class Jobs:
 
     Args:
       checkpoint: a model's directory.
+      dtype: of its parameters, activations and caches.
     """
 
-    def __init__(self, checkpoint: str):
-        self._model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    def __init__(self, checkpoint: str, dtype: str):
+        how = {"dtype": getattr(torch, dtype), "trust_remote_code": False}
+        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, **how).eval()
 
     def __call__(self, job: dict[str, Any]) -> Prepared:
         """A job, the fields of `kvjax.experiments.bench.peers.rows.Job`, run once.
@@ -105,7 +107,7 @@ class Jobs:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(int(sys.argv[2]))
+    torch.set_num_threads(int(sys.argv[3]))
     version = lambda name: next((found.version for found in metadata.distributions(name=name)), None)
     versions = {name: version(name) for name in ("torch", "transformers", "kvpress", "numpy")}
-    serve(Jobs(sys.argv[1]), {"versions": {"python": platform.python_version()} | versions})
+    serve(Jobs(*sys.argv[1:3]), {"versions": {"python": platform.python_version()} | versions})

@@ -74,6 +74,7 @@ class Sides:
 
     Args:
       checkpoint: a model's directory.
+      dtype: of its parameters, activations and caches.
       python: the interpreter of the peers' environment.
       cores: one for each thread.
       folder: for compiled programs of first runs.
@@ -83,15 +84,16 @@ class Sides:
     def __init__(
         self,
         checkpoint: pathlib.Path,
+        dtype: str,
         python: pathlib.Path,
         cores: Sequence[int],
         folder: pathlib.Path,
         commands: dict[Side, list[str]] | None = None,
     ):
-        threads, model = len(cores), str(checkpoint)
+        threads, model = len(cores), (str(checkpoint), dtype)
         # The peers' environment has no kvjax, whose folder `experiments` it finds where it is started.
-        ours = lambda module: [sys.executable, "-m", f"kvjax.experiments.bench.peers.{module}", model]
-        theirs = lambda module: [str(python), "-m", f"experiments.bench.peers.{module}", model]
+        ours = lambda module: [sys.executable, "-m", f"kvjax.experiments.bench.peers.{module}", *model]
+        theirs = lambda module: [str(python), "-m", f"experiments.bench.peers.{module}", *model]
         self._first = {"kvjax": ours("first_ours"), "peer": theirs("first_theirs")}
         self._commands = commands or {"kvjax": ours("ours"), "peer": [*theirs("theirs"), str(threads)]}
         self._cores, self._folder, self._environments = cores, folder, _environments(threads)
