@@ -117,6 +117,15 @@ def checkpoint(tmp_path, saved):
 
 
 @pytest.fixture(scope="session")
+def wide():
+    """A small random model that computes in float64."""
+    from tests.float64 import Wide
+
+    with jax.enable_x64(True):
+        return Wide(), jax.tree.map(jnp.asarray, Wide.init())
+
+
+@pytest.fixture(scope="session")
 def embedded():
     """The model that comes with the project, and its tokenizer."""
     from kvjax.models.embedded import EMBEDDED

@@ -32,13 +32,6 @@ TOKENS = np.random.default_rng(2).integers(0, VOCAB, (2, T)).astype(np.int32)
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def wide():
-    """A small random model that computes in float64."""
-    with jax.enable_x64(True):
-        return Wide(), jax.tree.map(jnp.asarray, Wide.init())
-
-
 def qkv(seed=0, H=8):
     rng = np.random.default_rng(seed)
     return tuple(jnp.asarray(rng.normal(size=(2, n, T, H)), jnp.float32) for n in (4, K, K))

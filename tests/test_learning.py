@@ -19,7 +19,7 @@ from kvjax.learning import relax
 from kvjax.learning.relax import soften, with_budgets, with_table, with_temperature
 from kvjax.learning.soft import Pass, mass_rank, soft_passes, soft_top_k
 from kvjax.storage import Layer
-from tests.float64 import VOCAB, Wide, central, relative
+from tests.float64 import VOCAB, central, relative
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
@@ -170,13 +170,6 @@ def test_falling_temperature_ends_at_the_hard_policy(name):
 
 TOKENS = np.random.default_rng(1).integers(0, VOCAB, (2, 14)).astype(np.int32)
 LENGTHS = np.array([14, 11])
-
-
-@pytest.fixture(scope="module")
-def wide():
-    """A small random model that computes in float64."""
-    with jax.enable_x64(True):
-        return Wide(), jax.tree.map(jnp.asarray, Wide.init())
 
 
 def after(model, params, policy, budgets=None, temperature=None, block=None):

@@ -1,1 +1,1 @@
-"""What the learning scripts share: what later rows read of prompts, and reports."""
+"""What `experiments/learn.py` learns and measures, and the loop of gradient steps that trainings share."""
