@@ -251,7 +251,7 @@ def test_every_policy_of_the_contest_can_be_planned(embedded):
 @pytest.mark.exhaustive
 def test_a_contest_goes_on(tmp_path, monkeypatch):
     """Two prompts a task, by an untrained head; what is measured is not measured again."""
-    monkeypatch.setattr(contest, "_head", lambda experiment, model, *rest: scorer.untrained(experiment, model.config))
+    monkeypatch.setattr(contest, "trained", lambda experiment, model, *rest: scorer.untrained(experiment, model.config))
     few = lambda every: dict(list(every.items())[:2])
     published, ours = contest.published, contest.ours
     monkeypatch.setattr(contest, "published", lambda *a: few(published(*a)))

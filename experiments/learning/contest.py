@@ -35,7 +35,7 @@ from kvjax.experiments.core.provenance import device_info
 from kvjax.experiments.core.records import Records, read_lines
 from kvjax.experiments.learning.budget import losses_of
 from kvjax.experiments.learning.future_rows import Reader, examples
-from kvjax.experiments.learning.scorer import learn, policy_of, untrained
+from kvjax.experiments.learning.scorer import policy_of, trained
 from kvjax.models import scorer
 from kvjax.models.written import write_bytes
 from kvjax.scores.attention import Votes
@@ -138,7 +138,7 @@ def run_one(contest: Contest, model_name: str, seed: int) -> None:
         lacks = lambda e: (e.task, e.index) not in done
         if not any(map(lacks, found)):
             return
-        head = _head(experiment, model, params, tokenizer, directory)
+        head = trained(experiment, model, params, tokenizer, directory)
         every = {
             **published(prompts, experiment.window_size, experiment.kernel_size),
             **{f"ours: {name}": make for name, make in ours(experiment, head).items()},
@@ -154,24 +154,6 @@ def run_one(contest: Contest, model_name: str, seed: int) -> None:
                 for i, example in enumerate(batch)
                 for (name, b), (loss, live) in losses.items()
             )
-
-
-def _head(
-    experiment: LearnedScorer, model: Any, params: Any, tokenizer: Any, directory: pathlib.Path
-) -> scorer.TrainedHead:
-    """The head of a model and seed, trained where there is none."""
-    file = directory / "head.npz"
-    if file.exists():
-        return scorer.TrainedHead.load(file)
-    blank = untrained(experiment, model.config)
-    score = Learned(blank, experiment.window_size, experiment.kernel_size)
-    policy = policy_of(experiment, blank, experiment.budgets[0])
-    reader = Reader(model, params, policy, experiment.prompts)
-    calibration = examples(experiment.prompts, tokenizer, "calibration")
-    readings = [reading for _, reading in reader.batches(calibration, "calibration")]
-    head, _ = learn(experiment, score, readings, directory / "checkpoints")
-    head.save(file)
-    return head
 
 
 def losses(contest: Contest) -> dict[str, Any]:

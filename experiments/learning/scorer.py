@@ -94,45 +94,46 @@ def normalisation(score: Learned, readings: Sequence[RankedReading]) -> tuple[np
     return mean.astype(np.float32), np.where(deviation > 1e-4, deviation, 1.0).astype(np.float32)
 
 
-def learn(
+def trained(
     experiment: LearnedScorer,
-    score: Learned,
-    readings: Sequence[RankedReading],
+    model: Any,
+    params: Any,
+    tokenizer: Any,
     directory: pathlib.Path,
-    *,
-    max_steps: int | None = None,
-) -> tuple[scorer.TrainedHead, list[float]]:
-    """Trains a head, or goes on where an interrupted run stopped; returns it with the loss of every step.
-
-    Args:
-      experiment: the config.
-      score: says what features are.
-      readings: the calibration batches.
-      directory: of the checkpoints.
-      max_steps: stop, with a checkpoint, after this many steps in all; for trying things out.
-    """
+) -> scorer.TrainedHead:
+    """The head of a directory, trained on calibration prompts where it has none; an interrupted training goes on."""
+    file = directory / "head.npz"
+    if file.is_file():
+        return scorer.TrainedHead.load(file)
+    prompts, blank = experiment.prompts, untrained(experiment, model.config)
+    score = Learned(blank, experiment.window_size, experiment.kernel_size)
+    reader = Reader(model, params, policy_of(experiment, blank, experiment.budgets[0]), prompts)
+    calibration = examples(prompts, tokenizer, "calibration")
+    readings = [reading for _, reading in reader.batches(calibration, "calibration")]
     _, L, K, _, F = jax.eval_shape(functools.partial(features_of, score), readings[0]).shape
     module = scorer.ScoreHead(L, K, experiment.hidden)
-    params = scorer.init(module, jax.random.key(experiment.prompts.seed), F)
+    start = scorer.init(module, jax.random.key(prompts.seed), F)
     fixed = dict(zip(("mean", "std"), normalisation(score, readings), strict=True))
-    batch = shuffled(readings, experiment.prompts.seed)
+    batch = shuffled(readings, prompts.seed)
 
     def loss(learned, reading):
         value = loss_of(module, score, learned | fixed, reading)
         return value, {"losses": value}
 
     learned, noted = fit(
-        directory,
+        directory / "checkpoints",
         repr(experiment),
-        {name: value for name, value in params.items() if name not in fixed},
+        {name: value for name, value in start.items() if name not in fixed},
         loss,
         lambda step: (batch(step),),
         steps=experiment.steps,
         rate=experiment.rate,
-        max_steps=max_steps,
     )
-    weights = FrozenArrays(jax.tree.map(np.asarray, {name: (learned | fixed)[name] for name in params}))
-    return scorer.TrainedHead(L, K, experiment.hidden, weights), noted["losses"]
+    weights = FrozenArrays(jax.tree.map(np.asarray, {name: (learned | fixed)[name] for name in start}))
+    head = scorer.TrainedHead(L, K, experiment.hidden, weights)
+    write_json(directory / "learning.json", {"divergence": noted["losses"]})
+    head.save(file)
+    return head
 
 
 @jax.jit
@@ -218,7 +219,6 @@ def run(
     command: list[str],
     *,
     restart: bool = False,
-    max_steps: int | None = None,
 ) -> str:
     """Learns and measures what is missing in `directory`, and writes the report.
 
@@ -227,35 +227,24 @@ def run(
       directory: of results.
       command: the command line, for the manifest.
       restart: begin anew; an earlier run there is moved aside.
-      max_steps: stop learning after this many steps in all and leave; for trying things out.
 
     Returns:
-      The report's text, empty where `max_steps` came first.
+      The report's text.
     """
     prompts = experiment.prompts
-    file = directory / "head.npz"
     config = {**dataclasses.asdict(experiment), "seed": prompts.seed, "checkpoint": models.fingerprint(prompts.source)}
     keys = measured_keys([*_NAMES], [label(b) for b in experiment.budgets], prompts)
     with Records(directory, config, command, restart=restart) as records:
         in_order = lambda: [records.lines[k] for k in keys]
-        if all(k in records.lines for k in keys) and file.is_file():
+        if all(k in records.lines for k in keys) and (directory / "head.npz").is_file():
             print(f"{directory} is complete; --restart runs it again")
             return write(directory, experiment.name, in_order())
         model, params = models.load(prompts.source, dtype=prompts.dtype)
         tokenizer = models.load_tokenizer(prompts.source)
         blank = untrained(experiment, model.config)
-        score = Learned(blank, experiment.window_size, experiment.kernel_size)
         policies = [policy_of(experiment, blank, b) for b in experiment.budgets]
         for policy in policies:
             kvjax.make_plan(model.config, policy, np.arange(1, prompts.length + 1), prompts.length, prompts.future)
-        reader = Reader(model, params, policies[0], prompts)
-        calibration = examples(prompts, tokenizer, "calibration")
-        readings = [reading for _, reading in reader.batches(calibration, "calibration")]
-        head, losses = learn(experiment, score, readings, directory / "checkpoints", max_steps=max_steps)
-        if len(losses) < experiment.steps:
-            return ""
-        write_json(directory / "learning.json", {"divergence": losses})
-        head.save(file)
-        del readings
-        measure(experiment, head, reader, records, tokenizer)
+        head = trained(experiment, model, params, tokenizer, directory)
+        measure(experiment, head, Reader(model, params, policies[0], prompts), records, tokenizer)
         return write(directory, experiment.name, in_order())
