@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, PyTree
 
 from kvjax.drivers.attend import without_cache
 from kvjax.experiments import corpus
@@ -205,17 +205,6 @@ def induction_start(params: PyTree[Any], num_kv_heads: int = 2, match: float = 1
             second["o"][g * h : (g + 1) * h] = copy * second["v"][:, here].T
 
 
-# --- optimisation ---
-
-
-def loss_fn(
-    params: PyTree[Any], tokens: Int[Array, "B _"], classes: Int[Array, "B _"], pos: Int[Array, "B T"]
-) -> tuple[Float[Array, ""], Float[Array, "3"]]:
-    """See `loop.loss_of`."""
-    logits = LanguageModel(CONFIG)(params, tokens[:, :-1], attend=without_cache(pos))
-    return loop.loss_of(logits, tokens[:, 1:], classes[:, 1:])
-
-
 HOW = loop.Options(pathlib.Path("results/train_embedded"), EMBEDDED)
 
 
@@ -224,11 +213,12 @@ def train(how: Annotated[loop.Options, tyro.conf.arg(name="")] = HOW) -> None:
     how.check()
     trained = loop.train(
         initial_params(jax.random.key(how.seed)),
-        loss_fn,
+        LanguageModel(CONFIG),
+        without_cache,
         4e-3,
         functools.partial(batch, how.seed),
         CURRICULUM,
-        {"config": repr(CONFIG)},
+        {},
         how,
     )
     if trained is None:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.configs.experiment import check_whole
 from kvjax.experiments.core.command import check_output
 from kvjax.experiments.learning.loop import Progress, go_through
-from kvjax.models import num_params
+from kvjax.models import LanguageModel, num_params
 
 LANGUAGE, ANSWER, FIRST = 1, 2, 3  # classes of predicted tokens; 0 is unpredictable and costs nothing
 RECENT = 20  # steps whose mean decides whether a stage has been learned
@@ -123,12 +123,16 @@ def loss_of(
     return answers + 0.3 * language, jnp.stack([answers, language, first])
 
 
-def make_step(loss_fn: Callable[..., Any], tx: optax.GradientTransformation) -> Callable[..., Any]:
-    """One jitted update `(params, opt_state, rate, *data)` of a loss `(params, *data)`."""
+def make_step(model: LanguageModel, attend: Callable[..., Any], tx: optax.GradientTransformation) -> Callable[..., Any]:
+    """One jitted update `(params, opt_state, rate, tokens, classes, *data)`, where `attend(*data)` is the attention."""
+
+    def loss(params, tokens, classes, *data):
+        logits = model(params, tokens[:, :-1], attend=attend(*data))
+        return loss_of(logits, tokens[:, 1:], classes[:, 1:])
 
     @jax.jit
     def step(params, opt_state, rate, *data):
-        (_, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, *data)
+        (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params, *data)
         updates, opt_state = tx.update(grads, opt_state, params)
         updates = jax.tree.map(lambda u: u * rate, updates)
         return optax.apply_updates(params, updates), opt_state, metrics
@@ -148,7 +152,8 @@ def jumps(rng: np.random.Generator, length: int, most: int) -> Int[np.ndarray, "
 
 def train(
     params: PyTree[Any],
-    loss_fn: Callable[..., Any],
+    model: LanguageModel,
+    attend: Callable[..., Any],
     adam_rate: float,
     batch: Callable[[int, Any], tuple[Any, ...]],
     curriculum: Sequence[Stage],
@@ -159,11 +164,11 @@ def train(
 
     Args:
       params: at the start.
-      loss_fn: see `make_step`.
+      model, attend: see `make_step`.
       adam_rate: see `optimizer`.
-      batch: the data of a step and its stage: a function of these alone.
+      batch: tokens, classes and what `attend` takes, of a step and its stage: a function of these alone.
       curriculum: stages.
-      identity: what a run that goes on must share with the one that stopped, beside the seed and the curriculum.
+      identity: what a run that goes on must share with the one that stopped, beside seed, model and curriculum.
       how: checkpoints and steps.
 
     Returns:
@@ -173,7 +178,7 @@ def train(
       ValueError: the checkpoints are another run's.
     """
     tx = optimizer(adam_rate)
-    step_fn = make_step(loss_fn, tx)
+    step_fn = make_step(model, attend, tx)
     steps = sum(stage.steps for stage in curriculum)
     print(f"{num_params(params):,} parameters, at most {steps} steps")
 
@@ -196,7 +201,7 @@ def train(
     unfinished = lambda progress: progress["stage"] < len(curriculum)
     state, progress = go_through(
         how.checkpoints,
-        {"seed": how.seed, **identity, "curriculum": repr(curriculum)},
+        {"seed": how.seed, "config": repr(model.config), **identity, "curriculum": repr(curriculum)},
         {"params": params, "opt_state": tx.init(params)},
         {"step": 0, "stage": 0, "step_in_stage": 0, "recent": []},
         advance,

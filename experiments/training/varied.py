@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import tokenizers
 import tyro
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 from kvjax.experiments import corpus
 from kvjax.experiments.core.setup import read_text
@@ -112,7 +112,7 @@ def fitted(text: str) -> tokenizers.Tokenizer:
 
 
 def batch(documents: Documents, seed: int, step: int, stage: Stage) -> tuple[Any, ...]:
-    """What `loss_fn` takes besides parameters: a function of seed and step alone, whoever asks."""
+    """Tokens, classes, and what `Hiding` takes: a function of seed and step alone, whoever asks."""
     rng = np.random.default_rng([seed, step])
     shares = np.array(stage.kinds) / sum(stage.kinds)
     drawn = [
@@ -169,20 +169,6 @@ class Hiding:
         return out.reshape(B, N, T, H), cache, ()
 
 
-def loss_fn(
-    params: PyTree[Any],
-    tokens: Int[Array, "B _"],
-    classes: Int[Array, "B _"],
-    pos: Int[Array, "B T"],
-    key: Array,
-    hidden: tuple[Array, ...],
-) -> tuple[Float[Array, ""], Float[Array, "3"]]:
-    """See `loop.loss_of`."""
-    attend: Any = Hiding(pos, key, hidden)
-    logits = LanguageModel(CONFIG)(params, tokens[:, :-1], attend=attend)
-    return loop.loss_of(logits, tokens[:, 1:], classes[:, 1:])
-
-
 def as_llama(params: PyTree[Any]) -> tuple[LanguageModel, PyTree[Any]]:
     """The same model with biases of zero on attention's output, which a Llama with biases has.
 
@@ -212,14 +198,15 @@ def train(text: pathlib.Path, how: Annotated[loop.Options, tyro.conf.arg(name=""
     given = whole[: int((1 - HELD_OUT) * len(whole))]
     tokenizer = fitted(given)
     documents = Documents(lambda s: tokenizer.encode(s).ids, BOS, given)
-    shapes, key = LanguageModel(CONFIG).shapes, jax.random.key(how.seed)
+    model, key = LanguageModel(CONFIG), jax.random.key(how.seed)
     trained = loop.train(
-        loop.initialised(shapes, key, embedding_std=0.1, bias_std=1.0),
-        loss_fn,
+        loop.initialised(model.shapes, key, embedding_std=0.1, bias_std=1.0),
+        model,
+        Hiding,
         3e-3,
         functools.partial(batch, documents, how.seed),
         CURRICULUM,
-        {"config": repr(CONFIG), "text": hashlib.sha256(given.encode()).hexdigest()},
+        {"text": hashlib.sha256(given.encode()).hexdigest()},
         how,
     )
     if trained is None:
