@@ -143,7 +143,16 @@ def needed(model: Any, policy: kvjax.Policy, length: int, steps: int) -> int:
 
 
 def measure(
-    model: Any, params: Any, tokenizer: Any, gates: np.ndarray, how: Learning, shares: Sequence[float], **sizes: int
+    model: Any,
+    params: Any,
+    tokenizer: Any,
+    gates: np.ndarray,
+    how: Learning,
+    shares: Sequence[float],
+    found: Sequence[Example],
+    *,
+    length: int,
+    batch: int,
 ) -> list[dict[str, Any]]:
     """Retrieval of every policy.
 
@@ -152,12 +161,13 @@ def measure(
       gates: what was learned.
       how: sinks and recent tokens.
       shares: of streaming heads.
-      **sizes: `length` of prompts, `count` of each task, `batch` of prompts together.
+      found: the prompts.
+      length: of these.
+      batch: prompts together.
     """
-    found = examples(tokenizer, sizes["length"], sizes["count"])
     most = max(e.questions[0].max_new_tokens for e in found)
-    score = lambda policy: retrieved(model, params, tokenizer, policy, found, sizes["batch"])
-    slots = lambda policy: needed(model, policy, sizes["length"], most)
+    score = lambda policy: retrieved(model, params, tokenizer, policy, found, batch)
+    slots = lambda policy: needed(model, policy, length, most)
     drawn = np.random.default_rng(how.seed).permutation(gates.size).reshape(gates.shape) / gates.size
     duo = lambda table, share: methods.duo_attention(table, streaming=share, sinks=how.sinks, recent=how.recent)
     rows = [{"policy": "full", "slots": slots(methods.full()), "score": score(methods.full())}]
@@ -194,12 +204,13 @@ def run(
     check_output(output)
     model, params = models.load(EMBEDDED)
     tokenizer = models.load_tokenizer(EMBEDDED)
+    found = examples(tokenizer, length, count)  # before anything is learned: a length may be too short for them
     shape = model.config.num_layers, model.config.num_kv_heads
     hidden = lambda params, ids, attend: model.states(params, ids, attend=attend)
     checkpoints = output.with_name(f"{output.name}.checkpoints")
     gates, moved = learn(hidden, params, shape, how, lambda step: texts(how, step), checkpoints)
     print(np.round(gates, 3))
-    rows = measure(model, params, tokenizer, gates, how, shares, length=length, count=count, batch=batch)
+    rows = measure(model, params, tokenizer, gates, how, shares, found, length=length, batch=batch)
     content = {"gates": gates.tolist(), "learning": dataclasses.asdict(how), "distance": moved, "retrieval": rows}
     write_json(output, {"environment": environment(["python", *sys.argv]), **content})
     shutil.rmtree(checkpoints)
