@@ -130,7 +130,7 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
     shapes: list[Shape] = small if report.smoke else large
     dtypes: tuple[str, ...] = ("float32",) if report.smoke else ("bfloat16", "float16", "float32")
     options: list[Case] = [(shapes[0], dtypes[0], o) for o in OPTIONS[2 if report.smoke else 0 :]]
-    first: list[Case] = list(itertools.product(shapes[:2], dtypes, ({},)))
+    first: list[Case] = [] if report.smoke else list(itertools.product(shapes[:2], dtypes, ({},)))
     rest: list[Case] = list(itertools.product(shapes[2:], dtypes, ({},)))
 
     def check(name: str, dtype: str, f: Callable[..., Any], args: tuple[Any, ...], columns: Sequence[Columns]) -> None:
