@@ -108,17 +108,6 @@ def check_distinct(name: str, values: Sequence[Any]) -> None:
         raise ValueError(f"{name} has {repeated[0]!r} twice; give each once")
 
 
-def check_budgets(budgets: Sequence[Budget]) -> None:
-    """Tries whether there are budgets, and none of them twice; policies try the numbers.
-
-    Raises:
-      ValueError: none, or one that is repeated.
-    """
-    if not budgets:
-        raise ValueError("budget is empty; give at least one number of tokens (int) or share of the prompt (float)")
-    check_distinct("budget", budgets)
-
-
 @dataclasses.dataclass(frozen=True)
 class Setup:
     """Model, tasks and sizes.
@@ -256,7 +245,5 @@ def sweep(
     Raises:
       ValueError: no value, or one that is repeated.
     """
-    if name == "budget":
-        check_budgets(values)
     check_distinct(name, values)
     return tuple((x if form is None else form.format(x), make(x)) for x in values)

@@ -3,13 +3,14 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from kvjax import Evict
 from kvjax.configs.experiment import (
     Budget,
     TaskName,
-    check_budgets,
     check_distinct,
     check_fields,
     check_finite,
@@ -97,7 +98,7 @@ class LearnedBudget:
 
     def __post_init__(self):
         check_fields(self)
-        check_budgets(self.budgets)
+        check_distinct("budget", self.budgets)
         check_whole(1, steps=self.steps)
         if min(self.temperature) <= 0:
             raise ValueError(f"temperature={self.temperature}: temperatures are positive")
@@ -109,31 +110,31 @@ class LearnedBudget:
 
 @dataclasses.dataclass(frozen=True)
 class LearnedScorer:
-    """One run of `experiments/learn.py scorer`.
+    """A small head on keys, values and statistics, in SnapKV's place.
 
     Attributes:
       name: of the run.
-      budgets: at which the scorer is measured; it is one for all of them.
-      hidden: units of the head's hidden layer.
-      window_size: the prompt's last tokens, which stay and whose votes are a feature.
+      budgets: live tokens a kv head and layer at which it is measured: numbers of tokens (int) or shares of the prompt.
+      hidden: units of its hidden layer.
+      window_size: the prompt's last tokens, whose votes are a feature, and which stay.
       kernel_size: pooling width of votes, odd.
       steps: updates.
       rate: Adam's learning rate at the start; it falls to a tenth of itself along a cosine.
-      prompts: everything else.
+      prompts: model, prompts and sizes.
     """
 
-    name: str
-    budgets: tuple[Budget, ...]
+    name: Annotated[str, tyro.conf.Suppress] = "learned_scorer"
+    budgets: Annotated[tuple[Budget, ...], tyro.conf.arg(name="budget")] = (0.0625, 0.125, 0.25)
     hidden: int = 16
     window_size: int = 16
     kernel_size: int = 7
     steps: int = 300
     rate: float = 3e-3
-    prompts: Prompts = Prompts()
+    prompts: Annotated[Prompts, tyro.conf.arg(name="")] = Prompts()
 
     def __post_init__(self):
         check_fields(self)
-        check_budgets(self.budgets)
+        check_distinct("budget", self.budgets)
         check_whole(1, hidden=self.hidden, window_size=self.window_size, steps=self.steps)
         check_whole(1, kernel_size=self.kernel_size)
         if self.kernel_size % 2 == 0:

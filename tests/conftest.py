@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("exhaustive") or quick.is_slow(item.path.name, item.name):
             item.add_marker("slow")
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C ends what tests start, as it does not where a shell has started the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

@@ -15,14 +15,6 @@ from tests import kills
 from tests.runs import ROOT, one_layer, samples
 
 
-@pytest.fixture
-def interruptible():
-    """Ctrl-C ends what tests start, as it does not where a shell has started the tests in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def begun(script, *options):
     """A process of a script, once it takes SIGTERM."""
     how = ["-m", f"kvjax.experiments.{script[3:]}"] if script.startswith("-m ") else [f"experiments/{script}.py"]
@@ -76,7 +68,7 @@ def test_a_signal_stops_a_run_after_the_examples_that_run_and_says_how_it_goes_o
     assert len(samples(here)) < 600
 
 
-MARKS = {"after_compression": pytest.mark.exhaustive}  # of a run, `in_prompt` is asked
+MARKS = dict.fromkeys(("in_prompt", "after_compression"), pytest.mark.exhaustive)  # what a sweep runs are runs
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=MARKS.get(k, pytest.mark.slow)) for k in kills.KINDS])

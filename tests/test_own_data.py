@@ -7,7 +7,6 @@ import re
 import sys
 import types
 
-import huggingface_hub
 import pytest
 
 from kvjax import models
@@ -171,7 +170,6 @@ def test_data_of_the_hub_are_rows_too(monkeypatch, embedded):
     with pytest.raises(ValueError, match=r"needs the package datasets .*kvjax\[data\]"):
         read("owner/name:test")
     loaded = types.SimpleNamespace(
-        config=types.SimpleNamespace(HF_HUB_OFFLINE=False),
         load_dataset=lambda name, split, trust_remote_code: (
             [GOOD, {**GOOD, "metric": "x.py:f"}]
             if (name, split, trust_remote_code) == ("owner/name", "test", False)
@@ -179,7 +177,6 @@ def test_data_of_the_hub_are_rows_too(monkeypatch, embedded):
         ),
     )
     monkeypatch.setitem(sys.modules, "datasets", loaded)
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
     rows = read("owner/name:test")
     assert (rows.name, len(rows)) == ("name", 2)
     assert rows(task_of(embedded[2]), 0).questions[0].metric == "contains"
@@ -187,30 +184,3 @@ def test_data_of_the_hub_are_rows_too(monkeypatch, embedded):
         rows(task_of(embedded[2]), 1)
     with pytest.raises(ValueError, match="owner/name:x cannot be loaded: ZeroDivisionError"):
         read("owner/name:x")
-
-
-def test_without_the_hub_only_stored_data_are_loaded(monkeypatch):
-    """It is asked once, and `datasets` looks at what it has stored, without trying again and again."""
-    config, asked = types.SimpleNamespace(HF_HUB_OFFLINE=False), []
-
-    def load_dataset(name, split, **_):
-        assert config.HF_HUB_OFFLINE
-        if name != "owner/stored":
-            raise ConnectionError("nothing stored")
-        return [GOOD] if split == "test" else 1 / 0
-
-    def dataset_info(_, name, timeout):
-        asked.append((name, timeout))
-        raise ConnectionError("no route")
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(config=config, load_dataset=load_dataset))
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
-    assert len(read("owner/stored:test")) == 1
-    with pytest.raises(
-        ValueError, match=r"cannot be reached \(ConnectionError: no route\), and no copy of the data set is"
-    ):
-        read("owner/name:test")
-    with pytest.raises(ValueError, match="owner/stored:x cannot be loaded: ZeroDivisionError"):
-        read("owner/stored:x")
-    assert asked == [("owner/stored", 10), ("owner/name", 10), ("owner/stored", 10)]
-    assert not config.HF_HUB_OFFLINE

@@ -2,7 +2,6 @@
 
 import contextlib
 import shlex
-import signal
 import sys
 import time
 
@@ -102,14 +101,6 @@ def test_a_crash_costs_one_run(tmp_path):
     assert not (tmp_path / "elsewhere").exists()
     assert jobs[0].log.read_text().splitlines()[-1] == "a"
     assert "ZeroDivisionError" in jobs[2].log.read_text()
-
-
-@pytest.fixture
-def interruptible():
-    """Ctrl-C ends what tests start, as it does not where a shell has started the tests in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")

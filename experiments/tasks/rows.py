@@ -237,33 +237,13 @@ def _of_hub(name: str, split: str) -> tuple[tuple[int, Any], ...]:
         datasets = importlib.import_module("datasets")  # an extra
     except ImportError as e:
         raise ValueError(f"--data {name}:{split} needs the package datasets ({e}); pip install 'kvjax[data]'") from e
-    away = None if local_path(name).exists() else _unreachable(name)
-    offline = datasets.config.HF_HUB_OFFLINE
     try:
-        datasets.config.HF_HUB_OFFLINE = offline or away is not None  # what is stored, without half a minute of retries
         return tuple(enumerate(map(dict, datasets.load_dataset(name, split=split, trust_remote_code=False)), 1))
     except Exception as e:  # of the network, the data set's format, or its name
-        if away is not None and isinstance(e, OSError):  # as all that say that something is nowhere
-            raise ValueError(
-                f"--data {name}:{split} cannot be loaded: the hub cannot be reached ({away}), and no copy of the data "
-                "set is stored here; load it once where there is a network, or give a file of JSON lines"
-            ) from e
-        raise ValueError(f"--data {name}:{split} cannot be loaded: {type(e).__name__}: {e}") from e
-    finally:
-        datasets.config.HF_HUB_OFFLINE = offline
-
-
-def _unreachable(name: str) -> str | None:
-    """Why the hub does not answer when it is asked for a data set; None if it does."""
-    import huggingface_hub  # slow to import, and only wanted here
-
-    try:
-        huggingface_hub.HfApi().dataset_info(name, timeout=10)
-    except (huggingface_hub.errors.HfHubHTTPError, ValueError):
-        return None  # an answer, or no name to ask for: `datasets` says what is wrong
-    except Exception as e:  # of the HTTP library, which one that is depends on the version
-        return f"{type(e).__name__}: {e}"
-    return None
+        raise ValueError(
+            f"--data {name}:{split} cannot be loaded: {type(e).__name__}: {e}; without a network HF_HUB_OFFLINE=1 says "
+            "that only what is stored here is to be looked at"
+        ) from e
 
 
 def _object_of(row: Any) -> dict[str, Any]:
