@@ -33,8 +33,8 @@ import threading
 import time
 import types
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Final
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from kvjax import configs
 from kvjax.experiments import run, stopping
@@ -43,8 +43,6 @@ from kvjax.experiments.core.compiled import OPTION, keep_compiled
 
 _OF_THE_SWEEP = "--output", "--restart", "--shard", "--list-tasks", "--help", "-h"
 Ended = tuple["Job", str]  # a job, and why it failed; nothing if it did not
-
-_CANCELLED: Final = "cancelled"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,16 +297,16 @@ def local(jobs: Sequence[Job], environments: Sequence[Mapping[str, str]]) -> Gen
         for process in [*running]:
             process.kill()
 
-    def run(job: Job) -> str:
+    def run(job: Job) -> int:
         with lock:
             if stopped.is_set():
-                return _CANCELLED
+                return 0  # nobody asks any more
             process = _started(job.command, str(job.log), os.getcwd(), free[-1])
             running[process] = free.pop()
         code = process.wait()
         with lock:
             free.append(running.pop(process))
-        return _failure(code)
+        return code
 
     with (
         stopping.ending(kill),
@@ -352,14 +350,8 @@ def submitted(
         raise ValueError(f"submitit refuses {cluster}: {e}") from e
     with executor.batch():
         sent = [executor.submit(execute, job.command, str(job.log.absolute()), os.getcwd()) for job in jobs]
-    names = dict(zip(sent, jobs, strict=True))
     try:
-        while names:
-            stopping.check()
-            for done in [each for each in names if each.done()]:
-                error, job = done.exception(), names.pop(done)
-                yield job, _failure(done.result()) if error is None else f"{type(error).__name__}: {error}"
-            time.sleep(1)
+        yield from _as_they_end(dict(zip(sent, jobs, strict=True)))
     except BaseException:
         for job in sent:
             if not job.done():
@@ -388,21 +380,13 @@ def on_ray(jobs: Sequence[Job], resources: Mapping[str, Any]) -> Generator[Ended
     ours = not ray.is_initialized()
     try:
         ray.init(ignore_reinit_error=True, log_to_driver=False, runtime_env={"env_vars": _path()})
-        sent = {task.remote(job.command, str(job.log.absolute()), os.getcwd()): job for job in jobs}
-        waiting = [*sent]
+        sent = [task.remote(job.command, str(job.log.absolute()), os.getcwd()) for job in jobs]
         try:
-            while waiting:
-                ended, waiting = ray.wait(waiting, timeout=1)
-                stopping.check()
-                for done in ended:
-                    try:
-                        yield sent[done], _failure(ray.get(done))
-                    except ray.exceptions.RayError as e:
-                        yield sent[done], f"{type(e).__name__}: {e}"
+            yield from _as_they_end({each.future(): job for each, job in zip(sent, jobs, strict=True)})
         except BaseException:
-            for reference in waiting:
+            for reference in sent:
                 ray.cancel(reference)
-            ray.wait(waiting, num_returns=len(waiting), timeout=30) if waiting else None
+            ray.wait(sent, num_returns=len(sent), timeout=30)
             raise
     finally:
         if ours:
@@ -414,16 +398,18 @@ def _path() -> dict[str, str]:
     return {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
 
 
-def _as_they_end(futures: Mapping[Future, Job]) -> Generator[Ended, None, None]:
-    waiting = {*futures}
+def _as_they_end(sent: Mapping[Any, Job]) -> Generator[Ended, None, None]:
+    """Jobs as the futures of their exit codes are done."""
+    waiting = [*sent]
     while waiting:
-        ended, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
         stopping.check()
-        for future in ended:
-            try:
-                yield futures[future], future.result()
-            except OSError as e:
-                yield futures[future], str(e)
+        for future in [each for each in waiting if each.done()]:
+            waiting.remove(future)
+            if (error := future.exception()) is None:
+                yield sent[future], _failure(future.result())
+            else:
+                yield sent[future], str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        time.sleep(0.2)
 
 
 def _failure(code: int) -> str:
