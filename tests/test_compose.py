@@ -41,12 +41,8 @@ def planned(policy, layers=1, n=60, more=8):
 
 PAIRS = {
     "duo": (kvjax.Policy(), STREAMING),
-    "scores": (methods.h2o(12, recent=4), variants.tova_by_head(8)),
-    "prompt and step": (methods.snapkv(10, window=4), kvjax.when(Schedule(over=3), methods.h2o(6))),
     "draws": (methods.random(9), methods.keyformer(7, recent=3)),
-    "shares": (methods.snapkv(0.5, window=4), methods.h2o(0.25, recent=6)),
     "chain": (kvjax.chain(methods.snapkv(14, window=4), variants.tova_by_head(9)), kvjax.Policy()),
-    "fastgen": (methods.fastgen(range(8), range(8, 16), recovery=0.6), variants.tova_by_head(9)),
 }
 
 

@@ -11,10 +11,7 @@ import kvjax
 from kvjax import models
 from kvjax.drivers import depth
 from kvjax.models.gpt2 import GPT2Config
-from tests import kept
-from tests.cases import CASES, Sizes
-
-RECORDED = kept.recorded("raw")  # of every case, at the budgets that it takes
+from tests import table
 
 
 def test_layers_with_scales_of_their_own_are_of_kinds_of_their_own():
@@ -52,25 +49,20 @@ def test_kinds_that_repeat_become_one_scan(kinds, scans):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
-QUICK = (  # memory, sizes by layer, a pool, layers that compete, heads apart, merging
+MECHANISMS = (  # memory, sizes by layer, a pool, layers that compete, heads apart, merging
     *("h2o", "pyramidkv", "ada_pyramid", "across_layers_entropy", "partition_heads", "keyformer", "kvpress_cam"),
 )
-REST = tuple(name for name in CASES if name not in QUICK)
-SLOW = [pytest.param(REST[i::12], marks=pytest.mark.exhaustive, id=f"rest{i}") for i in range(12)]
 LENGTHS = np.array([24, 17], np.int32)
 TOKENS = np.random.default_rng(0).integers(1, 61, (2, 24)).astype(np.int32)
 
 
-@pytest.mark.parametrize("names", [pytest.param(QUICK, id="quick"), *SLOW])
-def test_a_prompt_that_is_read_inside_of_jit_keeps_the_same(names, tiny):
-    model, params = tiny
-    c, key = model.config, jax.random.key(5)
-    sizes = Sizes(c.num_layers, c.num_query_heads, c.num_kv_heads, c.head_dim, c.embed_dim)
-    for name in names:
-        policy = CASES[name](10 if "10" in RECORDED[name] else 0.5, sizes)
-        how = {"policy": policy, "lengths": LENGTHS, "max_new_tokens": 4, "key": key}
-        read = lambda params, how=how: kvjax.prefill(model, params, TOKENS, **how)
-        (one, held), (other, same) = read(params), jax.jit(read)(params)
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4, err_msg=name)
-        for i, (first, second) in enumerate(zip(held.layers, same.layers, strict=True)):
-            np.testing.assert_array_equal(first.head_pos, second.head_pos, err_msg=f"{name}, layer {i}")
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_prompt_that_is_read_inside_of_jit_keeps_the_same(name, tiny):
+    (model, params), case = tiny, table.Case(name)
+    policy = case.make(case.budget, width=model.config.embed_dim)
+    how = {"policy": policy, "lengths": LENGTHS, "max_new_tokens": 4, "key": jax.random.key(5)}
+    read = lambda params: kvjax.prefill(model, params, TOKENS, **how)
+    (one, held), (other, same) = read(params), jax.jit(read)(params)
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
+    for first, second in zip(held.layers, same.layers, strict=True):
+        np.testing.assert_array_equal(first.head_pos, second.head_pos)

@@ -6,29 +6,23 @@ import pytest
 
 from kvjax import decode_step, forward, prefill, start
 from kvjax.analysis.reading import Stored, stored_as
-from tests import kept
-from tests.cases import CASES, Sizes
+from tests import table
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
-QUICK = (  # distinct mechanisms: memory, heads in a pool, places, noise, merging, layers that compete, heads apart
+MECHANISMS = (  # memory, heads in a pool, places, noise, merging, layers that compete, heads apart
     *("h2o", "ada_half", "streaming_llm", "keyformer", "kvpress_cam", "across_layers_entropy", "partition_heads"),
     *("snapkv_then_think", "quest_by_query_head"),
 )
-RECORDED = kept.recorded("raw")  # of every case, at the budgets that it takes
-REST = tuple(name for name in CASES if name not in QUICK)
-SLOW = [pytest.param(REST[i::12], marks=pytest.mark.exhaustive, id=f"rest{i}") for i in range(12)]
 T, F, LENGTHS = 24, 4, np.array([24, 17], np.int32)
 TOKENS = np.random.default_rng(0).integers(1, 61, (2, T)).astype(np.int32)
 
 
-@pytest.mark.parametrize("names", [pytest.param(QUICK, id="quick"), *SLOW])
-def test_equal_to_a_prefill_of_its_own(names, tiny):
-    model, params = tiny
-    c, key = model.config, jax.random.key(5)
-    sizes = Sizes(c.num_layers, c.num_query_heads, c.num_kv_heads, c.head_dim, c.embed_dim)
-    policies = {name: CASES[name](10 if "10" in RECORDED[name] else 0.5, sizes) for name in names}
-    how = {"lengths": LENGTHS, "max_new_tokens": F, "key": key}
+def test_equal_to_a_prefill_of_its_own(tiny):
+    (model, params), c = tiny, tiny[0].config
+    cases = {name: table.Case(name) for name in MECHANISMS}
+    policies = {name: case.make(case.budget, width=c.embed_dim) for name, case in cases.items()}
+    how = {"lengths": LENGTHS, "max_new_tokens": F, "key": jax.random.key(5)}
     kinds = {}
     for name, policy in policies.items():
         kinds.setdefault(stored_as(policy, c.num_layers), []).append(name)

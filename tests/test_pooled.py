@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import Columns, Softmax, attention, pooled, pooled_attention
+from kvjax.pallas_kernels import Columns, Softmax, pooled, pooled_attention
 from tests.references import attention as numpy_reference
 from tests.test_kernels import IMPLEMENTATIONS, OWN, SEED, TOLERANCE
 
@@ -200,24 +200,6 @@ def test_blocks_never_share_a_scale():
     q, k, v, owner, q_pos, kv_pos = in_order([[60, 75, 57], [192, 0, 0]], K=3)
     k = k * jnp.where(jnp.arange(k.shape[1])[None] // 16 % 2 == owner % 2, 1.0, 300.0)[..., None]
     compare((q, k, v, owner, q_pos, kv_pos), 3, (Columns(), Columns(group=None)), "xla", 1e-4, in_order=True)
-
-
-def test_a_sorted_pool_is_the_dense_cache():
-    rng = np.random.default_rng(1)
-    B, N, K, S, H = 2, 8, 4, 64, 16
-    q, k, v = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((B, N, 1, H), (B, K, S, H), (B, K, S, H)))
-    q_pos, kv_pos = jnp.full((B, 1), S, jnp.int32), jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, K, S))
-    columns = (Columns(), Columns(element="above", group_at="before"))
-    dense = jax.jit(functools.partial(attention, columns=columns))(q, k, v, q_pos, kv_pos)
-    owner = jnp.broadcast_to(jnp.repeat(jnp.arange(K, dtype=jnp.int32), S)[None], (B, K * S))
-    flat = lambda x: x.reshape(B, K * S, *x.shape[3:])
-    for promised in (False, True):
-        run = jax.jit(functools.partial(pooled_attention, num_kv_heads=K, in_order=promised, columns=columns))
-        pool = run(q, flat(k), flat(v), owner, q_pos, flat(kv_pos))
-        np.testing.assert_allclose(pool.out, dense.out, atol=1e-6)
-        np.testing.assert_allclose(pool.lse, dense.lse, atol=1e-6)
-        for a, b in zip(pool.columns, dense.columns, strict=True):
-            np.testing.assert_allclose(a, flat(b), atol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
