@@ -269,7 +269,7 @@ def run_sections(args: argparse.Namespace, names: Sequence[str]) -> int:
     if not args.smoke and jax.default_backend() != "gpu":
         print(f"this machine has no GPU (backend {jax.default_backend()}); --smoke runs the same code on CPU")
         return NO_GPU
-    report = Report(args.out, args.budget, args.smoke, args.only, args.start)
+    report = Report(args.output, args.budget, args.smoke, args.only, args.start)
     report.resume()
     report.device = device_info()
     hopper = not args.smoke and getattr(jax.devices()[0], "compute_capability", "").startswith("9.")
@@ -328,10 +328,14 @@ def main() -> int:
     """Runs the sections, or what another process asks of this one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, interpreted kernels, any device")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results/gpu_check"))
+    parser.add_argument(
+        "--output", type=pathlib.Path, default=pathlib.Path("results/gpu_check"), help="where results go"
+    )
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for all sections together (540)")
     parser.add_argument("--patience", type=float, help="seconds without a sign of life until a process is killed (120)")
-    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument(
+        "--only", nargs="*", choices=SECTIONS, default=list(SECTIONS), help="sections that run; all by default"
+    )
     parser.add_argument("--implementation", choices=("interpret", "triton", "mosaic_gpu"), help="instead of all")
     parser.add_argument("--sections", nargs="*", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--start", type=float, help=argparse.SUPPRESS)
@@ -342,9 +346,9 @@ def main() -> int:
     if "timings" in args.only and "ceilings" not in args.only:
         args.only.append("ceilings")
     patience = args.patience or (600.0 if args.smoke else 120.0)
-    report = Report(args.out, args.budget, args.smoke, args.only)
+    report = Report(args.output, args.budget, args.smoke, args.only)
     report.save()
-    command = [sys.executable, __file__, "--out", str(args.out), "--budget", str(args.budget), "--start"]
+    command = [sys.executable, __file__, "--output", str(args.output), "--budget", str(args.budget), "--start"]
     command += [str(report.start), "--only", *args.only, *["--smoke"] * args.smoke]
     command += ["--implementation", args.implementation] if args.implementation else []
     for together in (("correctness", "repeatability", "ceilings", "timings"), ("end_to_end",), ("sweep",)):

@@ -42,7 +42,7 @@ def exported(name: str) -> list[str]:
 
 
 def write(output: pathlib.Path = pathlib.Path("results/reference")) -> None:
-    """Writes a page for every module of kvjax, its models and its kernels.
+    """Writes a page for every package that users import from.
 
     Args:
       output: a folder for the pages; `index.html` is where to begin.

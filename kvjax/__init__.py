@@ -16,6 +16,9 @@ Each package is built on those named before it:
 - `kvjax.analysis`: what an eviction costs.
 - `kvjax.learning`: differentiable policies, and scores and gates that are fitted.
 - `kvjax.plot`: pictures.
+
+Two are beside them: `kvjax.models`, language models and their checkpoints, and `kvjax.pallas_kernels`, attention and
+its statistics.
 """
 
 import importlib

@@ -29,7 +29,7 @@ def run(script, *arguments):
 
 
 def smoke(tmp_path, *arguments):
-    done = run("gpu_check.py", "--smoke", "--out", str(tmp_path), *arguments)
+    done = run("gpu_check.py", "--smoke", "--output", str(tmp_path), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "gpu_check.json").read_text())
     assert all(row["ok"] for row in report["rows"])
@@ -250,7 +250,7 @@ def test_the_recorder_sees_who_served():
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="this machine has a GPU")
 def test_without_a_gpu_it_says_so(tmp_path):
-    done = run("gpu_check.py", "--out", str(tmp_path))
+    done = run("gpu_check.py", "--output", str(tmp_path))
     assert done.returncode == 2
     assert "--smoke" in done.stdout
 

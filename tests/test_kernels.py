@@ -82,6 +82,12 @@ def test_against_numpy(implementation, shape):
     compare(inputs(**shape), COLUMNS, implementation, TOLERANCE["float32"])
 
 
+@pytest.mark.parametrize("shape", [{"T": 21}, {"T": 1, "cached": 31, "pads": 0}], ids=["prompt", "step"])
+def test_the_pallas_kernels_interpreted(shape):
+    """Of `test_pallas.py`, which is slow: a prompt, and a decode step."""
+    compare(inputs(**shape), [Columns(), Columns(rows=6, group="max")], "interpret", TOLERANCE["float32"])
+
+
 def some_bias(kv_pos, N):
     """ALiBi of some query heads; every seventh position is dead by -inf."""
     kv_pos = np.repeat(np.asarray(kv_pos), N // kv_pos.shape[1], axis=1)

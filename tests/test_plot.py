@@ -1,6 +1,8 @@
 """Pictures show what they are given: where it is, and how much of it."""
 
 import dataclasses
+import io
+import math
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +98,13 @@ CURVES = {
     "b": {0.125: Interval(52.0, 41.0, 63.0)},
     "c": {0.3: 70.0},
 }
+
+
+def test_a_full_cache_whose_interval_has_no_bounds_is_a_line():
+    """That of a single prompt's perplexity."""
+    figure = plot.budget_curve(CURVES, full=Interval(6.5, 0.0, math.inf))
+    figure.savefig(io.BytesIO())
+    assert "full cache" in figure.axes[0].get_legend_handles_labels()[1]
 
 
 def test_every_point_stands_at_its_budget_and_intervals_that_overlap_differ():

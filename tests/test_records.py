@@ -187,6 +187,13 @@ def test_what_is_written_beside_a_file_goes_through_no_link_and_does_not_stay(tm
     assert sorted(p.name for p in here.iterdir()) == [".lock", "manifest.json", "samples.jsonl"]
 
 
+def test_a_link_in_place_of_the_kept_positions_is_refused(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "kept").symlink_to(tmp_path, target_is_directory=True)
+    with pytest.raises(ValueError, match="kept is a link to another directory"):
+        opened(tmp_path / "x")
+
+
 def test_other_code_or_versions_are_said_and_noted_before_the_next_line(three, monkeypatch, capsys):
     first = read_manifest(three)
     other = {**first["made"][0], "code": "0", "versions": {**first["made"][0]["versions"], "jax": "0"}}

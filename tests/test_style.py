@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+import kvjax
+
 ROOT = pathlib.Path(__file__).parents[1]
 BIN = pathlib.Path(sys.executable).parent
 
@@ -31,6 +33,10 @@ def test_tool(command):
 def test_every_mutant_has_its_place():
     for mutant in map(json.loads, (ROOT / "tests" / "mutants" / "mutants.jsonl").read_text().splitlines()):
         assert (ROOT / mutant["file"]).read_text().count(mutant["right"]) == 1, mutant
+
+
+def test_the_citation_is_of_this_version():
+    assert f"\nversion: {kvjax.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 READMES = [

@@ -114,6 +114,8 @@ class Records:
         print(f"the earlier run was moved to {old}")
 
     def _open(self, now: dict[str, Any]) -> None:
+        if (self.directory / "kept").is_symlink():
+            raise ValueError(f"{self.directory / 'kept'} is a link to another directory; delete it, or choose --output")
         cut_off = [f for d in (self.directory, self.directory / "kept") for f in d.glob(".*.tmp")]
         for file in (f for f in cut_off if BESIDE.fullmatch(f.name)):  # by a kill
             file.unlink()
@@ -257,7 +259,7 @@ def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
       ValueError: a manifest that cannot be read, or one of an older kvjax.
     """
     path = directory / "manifest.json"
-    fix = "choose another --output, or --restart to move the directory aside"
+    fix = "with another --output, or with --restart, which moves the directory aside"
     try:
         manifest = json.loads(path.read_bytes())
         if not isinstance(manifest["config"], dict):
@@ -265,11 +267,11 @@ def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
         made = manifest.get("made")
     except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise ValueError(
-            f"{path} is broken ({type(e).__name__}: {e}), so that nothing says which config was run; {fix}"
+            f"{path} is broken ({type(e).__name__}: {e}), so that nothing says which config was run; run it anew {fix}"
         ) from e
     if not isinstance(made, list) or not made or not all(isinstance(each, dict) for each in made):
         raise ValueError(
-            f"{directory} holds results of an older kvjax, which this one does not read; run it anew: {fix}"
+            f"{directory} holds results of an older kvjax, which this one does not read; run it anew {fix}"
         )
     return manifest
 

@@ -171,5 +171,5 @@ def _draw_full(panel: Axes, full: Interval | float | None) -> None:
         return
     mean, low, high = _as_interval(full)
     panel.axhline(mean, color="0.45", linestyle="--", linewidth=1.2, label="full cache", zorder=1)
-    if low < high:
+    if low < high and math.isfinite(low) and math.isfinite(high):
         panel.axhspan(low, high, color="0.5", alpha=0.15, linewidth=0, zorder=0)
