@@ -135,22 +135,24 @@ def test_a_row_that_slept_goes_on_as_if_it_had_not(shallow, read, policy):
     def run(params, tokens, active, state):
         def step(state, now):
             logits, after = steps.decode_step(shallow[0], params, now[0], state, active=now[1])
-            return after, (logits, after.layers[0].head_pos)
+            return after, (logits, after.layers[0].head_pos, after.layers[0].memory)
 
         return jax.lax.scan(step, state, (tokens, active))[1]
 
     def by(active):
         tokens = text[[0, 1], np.minimum(np.cumsum(active, 0) - 1, n - 1)]
-        logits, pos = run(shallow[1], jnp.asarray(tokens, jnp.int32), jnp.asarray(active), state)
-        return np.asarray(logits), np.sort(pos)
+        logits, pos, memory = run(shallow[1], jnp.asarray(tokens, jnp.int32), jnp.asarray(active), state)
+        return np.asarray(logits), np.sort(pos), memory
 
     awake = np.ones((n + 2, 2), bool)
     sleepy = awake.copy()
     sleepy[[1, 2], 0] = False
-    (rested, _), (slept, kept) = by(awake), by(sleepy)
+    (rested, _, _), (slept, kept, memory) = by(awake), by(sleepy)
     np.testing.assert_allclose(slept[sleepy[:, 0], 0], rested[:n, 0], atol=1e-5)
     np.testing.assert_allclose(slept[:n, 1], rested[:n, 1], atol=1e-5)
     np.testing.assert_array_equal(kept[2, 0], kept[0, 0])
+    for remembered in jax.tree.leaves(memory):
+        np.testing.assert_array_equal(remembered[2, 0], remembered[0, 0])
 
 
 READ = {

@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax import methods, models
 from kvjax.contract import Layout
-from kvjax.decide.select import Chunks, PerChunk
+from kvjax.decide.select import Chunks, PerChunk, all_but_worst, best
 from kvjax.methods import kvpress, variants
 from tests import tensors
 
@@ -26,6 +26,20 @@ def kept(policy, n=T, **more):
     """Positions that both heads keep of the last `n` tokens as a prompt."""
     kv = kvjax.evict_layer(policy, *ARRAYS, lengths=[n], **more)
     return tensors.live_positions(kv)[0]
+
+
+def test_of_equal_scores_the_older_goes_and_no_dead_slot_is_chosen():
+    """In any order of the slots; one of five slots is dead, and the budget is four, or all that there are."""
+    score, pos = (
+        jnp.asarray([[[1.0, 0.5, 0.5, 2.0, 9.0], [0.5, 2.0, 0.5, 0.5, 9.0]]]),
+        [[4, 3, 0, 2, -1], [3, 1, 5, 0, -1]],
+    )
+    pos = jnp.asarray(pos)[None]
+    for budget, wanted in ((3, [[0, 1, 3], [0, 1, 2]]), (5, [[0, 1, 2, 3]] * 2)):
+        budgets = jnp.full((1, 2), budget)
+        for choose in (best, all_but_worst):
+            found = [np.flatnonzero(head).tolist() for head in choose(score, pos, budgets)[0]]
+            assert found == wanted, (choose, budget)
 
 
 @pytest.mark.parametrize("n", [33, 36, 39])
