@@ -34,7 +34,7 @@ from kvjax import models
 from kvjax.configs.experiment import check_whole
 from kvjax.experiments import frontier
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure, write_json
-from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.locks import alone_in
 from kvjax.experiments.core.provenance import environment
 from kvjax.experiments.papers import FIGURES, prompts
@@ -174,7 +174,7 @@ def main(argv: Sequence[str]) -> None:
         frontier.main(argv[1:])
         return
     with plain_errors():
-        argv = keep_compiled(argv)
+        argv = read_cache_option(argv)
         options = tyro.cli(Options, args=argv, prog="experiments/figures.py", description=_description())
         run(options, [sys.executable, *sys.argv])
 

@@ -28,7 +28,7 @@ from kvjax.configs.experiment import Experiment, Setup, check_distinct, check_wh
 from kvjax.experiments import run as job
 from kvjax.experiments.core import markdown, stats
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure
-from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.engine import Shape, shapes
 from kvjax.experiments.core.setup import build, find_builders
 from kvjax.experiments.papers.base import canvas, message, style
@@ -267,6 +267,6 @@ def run(frontier: Frontier, command: list[str]) -> None:
 def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
     with plain_errors():
-        argv = keep_compiled(argv)
+        argv = read_cache_option(argv)
         frontier = tyro.cli(Frontier, args=argv, prog="experiments/figures.py frontier", description=__doc__)
         run(frontier, [sys.executable, *sys.argv])

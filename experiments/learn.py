@@ -20,7 +20,7 @@ from typing import Any
 import tyro
 
 from kvjax.experiments.core.command import plain_errors
-from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.run import check_apart, default_directory, parse
 
 CONFIGURED = ("budget", "scorer")  # by files in configs/
@@ -39,7 +39,7 @@ def run_config(script: str, run: Callable[..., str], argv: Sequence[str]) -> Non
 def main(argv: Sequence[str]) -> None:
     """Does what the first argument names, with the options that follow."""
     with plain_errors():
-        argv = keep_compiled(argv)
+        argv = read_cache_option(argv)
         if not argv or argv[0] in ("-h", "--help"):
             print(__doc__)
             return

@@ -28,7 +28,7 @@ from kvjax import models
 from kvjax.configs.experiment import check_whole
 from kvjax.drivers.text import repeating
 from kvjax.experiments.core.command import check_output, plain_errors
-from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.setup import read_text
 from kvjax.experiments.tasks import retrieval
 from kvjax.experiments.tasks.base import Task
@@ -181,6 +181,6 @@ def kvzap(probe: Given, units: int | None = None, steps: int = 2000) -> None:
 
 if __name__ == "__main__":
     with plain_errors():
-        argv = keep_compiled(sys.argv[1:])
+        argv = read_cache_option(sys.argv[1:])
         commands = {f.__name__: f for f in (filters, heads, kvzap, queries)}
         tyro.extras.subcommand_cli_from_dict(commands, description=__doc__, args=argv)

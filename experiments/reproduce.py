@@ -25,7 +25,7 @@ import tyro
 
 from kvjax.experiments import figures
 from kvjax.experiments.core.command import plain_errors, write_json
-from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.provenance import environment
 from kvjax.experiments.core.records import Records
 from kvjax.experiments.papers import ledger, numbers, reduced, tables
@@ -137,7 +137,7 @@ def _as_typed(command: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str]) -> None:
     """Parses, runs, prints the report."""
     with plain_errors():
-        argv = keep_compiled(argv)
+        argv = read_cache_option(argv)
         flags = tyro.conf.FlagCreatePairsOff[Options]
         options = tyro.cli(
             flags, args=argv, prog="experiments/reproduce.py", description=(__doc__ or "").splitlines()[0]

@@ -36,7 +36,7 @@ from kvjax.configs.experiment import BUDGETS, Budget, Common, Experiment, Setup,
 from kvjax.configs.learning import LearnedBudget, LearnedScorer, Prompts
 from kvjax.experiments import report, stopping, tasks
 from kvjax.experiments.core.command import plain_errors
-from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.engine import Engine, Prompt, shapes
 from kvjax.experiments.core.meaning import definition
 from kvjax.experiments.core.records import KEY, Key, Line, Records, digest
@@ -328,7 +328,7 @@ def _said(directory: pathlib.Path, command: Sequence[str]) -> str:
 def main(argv: Sequence[str]) -> None:
     """Parses, runs, prints the report."""
     with plain_errors():
-        experiment, own, overrides = parse(keep_compiled(argv))
+        experiment, own, overrides = parse(read_cache_option(argv))
         directory = own.output or default_directory(own, overrides)
         if own.shard is not None:
             directory = directory.with_name(f"{directory.name}-shard-{own.shard[0]}-of-{own.shard[1]}")

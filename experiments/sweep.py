@@ -39,7 +39,7 @@ from typing import Any
 from kvjax import configs
 from kvjax.experiments import run, stopping
 from kvjax.experiments.core.command import plain_errors
-from kvjax.experiments.core.compiled import OPTION, keep_compiled
+from kvjax.experiments.core.compiled import OPTION, read_cache_option
 
 _OF_THE_SWEEP = "--output", "--restart", "--shard", "--list-tasks", "--help", "-h"
 Ended = tuple["Job", str]  # a job, and why it failed; nothing if it did not
@@ -457,7 +457,7 @@ def main(argv: Sequence[str]) -> None:
     """Parses, runs, names what failed."""
     with plain_errors():
         if {"-h", "--help"} & set(argv):
-            keep_compiled(argv)
+            read_cache_option(argv)
         own, runs = parse(argv)
         planned = jobs(runs, own.output, own.keep)
         if own.dry_run:

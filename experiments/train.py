@@ -17,10 +17,10 @@ import sys
 import tyro
 
 from kvjax.experiments.core.command import plain_errors
-from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.training import embedded, varied
 
 if __name__ == "__main__":
     with plain_errors():
         trainings = {"embedded": embedded.train, "varied": varied.train}
-        tyro.extras.subcommand_cli_from_dict(trainings, args=keep_compiled(sys.argv[1:]), description=__doc__)
+        tyro.extras.subcommand_cli_from_dict(trainings, args=read_cache_option(sys.argv[1:]), description=__doc__)

@@ -36,6 +36,7 @@ from kvjax.contract import Policy
 from kvjax.drivers import sampling
 from kvjax.drivers.beam import generate_beams, generate_beams_from
 from kvjax.drivers.checkpoint import load_state, save_state
+from kvjax.drivers.compiled import keep_compiled
 from kvjax.drivers.door import forward
 from kvjax.drivers.generation import feed, generate, generate_from, score
 from kvjax.drivers.memory import plan_memory
@@ -76,6 +77,7 @@ __all__ = [
     "generate_beams_from",
     "generate_from",
     "init_policy_params",
+    "keep_compiled",
     "load_state",
     "make_mesh",
     "make_plan",

@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.drivers.compiled import cache_folder
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import LanguageModel
 from kvjax.models.families import family_of, from_hugging_face, to_hugging_face
 from kvjax.models.gguf_tokenizer import write_tokenizer
-from kvjax.models.packaged import PACKAGED, cache_folder, fetched
+from kvjax.models.packaged import PACKAGED, fetched
 from kvjax.models.rope import Rope
 from kvjax.models.stored import SINGLE
 from kvjax.models.written import folder

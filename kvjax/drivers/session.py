@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvjax.contract.checks import whole
 from kvjax.drivers.buckets import bucket
 from kvjax.drivers.checkpoint import described, read_state, write_state
 from kvjax.drivers.checks import check_model, check_prompts, check_request
+from kvjax.drivers.compiled import keep_compiled
 from kvjax.drivers.dialogue import Dialogue
 from kvjax.drivers.generation import given_tokens
 from kvjax.drivers.loop import decoded_in_place
@@ -47,7 +49,8 @@ class Session:
     ```
 
     The context is read without the questions, so the policy cannot know them (the question-agnostic protocol). Contexts
-    and questions of about the same size share compiled programs, whatever their text.
+    and questions of about the same size share compiled programs, whatever their text, and later processes find these
+    again (`kvjax.keep_compiled`).
 
     Args:
       model, params: the model.
@@ -106,6 +109,10 @@ class Session:
         )
         self._dialogues: tuple[Dialogue, ...] = ()
         self._state: Any = None
+        try:
+            keep_compiled()
+        except ValueError as e:
+            warnings.warn(str(e), stacklevel=2)
 
     def __repr__(self) -> str:
         if not self._dialogues:
