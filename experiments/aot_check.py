@@ -2,6 +2,7 @@
 
     python experiments/aot_check.py    # sm_80, sm_90 and sm_100; exits 1 on a failure, 2 where no compiler is installed
     python experiments/aot_check.py --arch sm_90 --output report    # --only PATTERN renews some of its rows
+    python experiments/aot_check.py --steps    # what whole decode steps launch in each layer
 
 Needs jax >= 0.11.2 with the CUDA 13 plugin and compilers, but neither a GPU nor a driver; without them it says what is
 missing and how to install it. For each kernel: registers, bytes of spills (ptxas), tensor-core instructions in its PTX.
@@ -306,9 +307,11 @@ def kernels(arch: str, smoke: bool, only: str = "") -> Iterator[Case]:
         yield from itertools.islice(found, 2) if smoke else found
 
 
-def check(arch: str, smoke: bool, only: str) -> list[dict[str, Any]]:
-    """One row a kernel. Compiles in this process, for one architecture: XLA reads its flags once."""
-    dump = pathlib.Path(tempfile.mkdtemp(prefix="aot_"))
+def compiler(arch: str, dump: str) -> Any:
+    """The sharding of arrays on a GPU that jitted functions can be compiled for from now on, PTX in a folder.
+
+    For one architecture a process: XLA reads its flags once.
+    """
     os.environ.update(
         JAX_PLATFORMS="cpu",
         JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
@@ -316,16 +319,41 @@ def check(arch: str, smoke: bool, only: str) -> list[dict[str, Any]]:
         XLA_FLAGS=f"--xla_gpu_cuda_data_dir={toolkit()} --xla_dump_to={dump} --xla_dump_emitter_re=ptx "
         "--xla_gpu_autotune_level=0",
         MOSAIC_GPU_DUMP_PTX="1",
-        MOSAIC_GPU_DUMP_TO=str(dump),
+        MOSAIC_GPU_DUMP_TO=dump,
     )
     warnings.simplefilter("ignore")
     import jax
     from jax.experimental import topologies
 
-    device = DEVICES[arch]
-    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET.format(device), topology="1x1x1")
+    target = TARGET.format(DEVICES[arch])
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
     mesh = jax.sharding.Mesh(list(topology.devices), ("x",))
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def steps(arch: str, only: str) -> list[dict[str, Any]]:
+    """One row a policy and an implementation: what its decode step launches in each layer."""
+    where = compiler(arch, tempfile.mkdtemp(prefix="aot_"))
+    from kvjax.experiments.gpu import launches
+
+    found = []
+    kernels = ("triton", "mosaic_gpu") if arch == "sm_90" else ("triton",)
+    for implementation, (name, policy) in itertools.product(kernels, launches.POLICIES.items()):
+        if not re.search(only, f"{name} ({implementation})"):
+            continue
+        each = launches.a_layer(policy, implementation, where)
+        found.append({"arch": arch, "kernels": implementation, "policy": name, "launches": each})
+        said = ", ".join(f"{n:g} {kind}" for kind, n in each.items())
+        print(f"{arch:6s} {implementation:10s} {name:13s} {said}", flush=True)
+    return found
+
+
+def check(arch: str, smoke: bool, only: str) -> list[dict[str, Any]]:
+    """One row a kernel."""
+    dump = pathlib.Path(tempfile.mkdtemp(prefix="aot_"))
+    whole, device = compiler(arch, str(dump)), DEVICES[arch]
+    import jax
+
     found = []
     for case in kernels(arch, smoke, only):
         for file in dump.iterdir():
@@ -334,7 +362,7 @@ def check(arch: str, smoke: bool, only: str) -> list[dict[str, Any]]:
         shapes = [jax.ShapeDtypeStruct(shape, dtype, sharding=whole) for shape, dtype in case.shapes]
         row: dict[str, Any] = {"arch": arch, "kernel": case.name, "ok": False}
         try:
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            with jax.sharding.use_abstract_mesh(whole.mesh.abstract_mesh):
                 jax.jit(case.run).lower(*shapes).compile()
         except Exception as error:  # any failure of a compiler is a row of the report
             row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
@@ -434,6 +462,7 @@ def main() -> int:
     parser.add_argument("--arch", choices=DEVICES, nargs="*", default=[*DEVICES])
     parser.add_argument("--output", type=pathlib.Path, help="path of the report, without a suffix")
     parser.add_argument("--smoke", action="store_true", help="two kernels of each kind")
+    parser.add_argument("--steps", action="store_true", help="whole decode steps in place of kernels; a report is JSON")
     parser.add_argument("--only", default="", help="a pattern in names of kernels; a report keeps its other rows")
     parser.add_argument("--worker", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -444,7 +473,7 @@ def main() -> int:
         )
         return 2
     if args.worker is not None:
-        rows = check(args.arch[0], args.smoke, args.only)
+        rows = steps(args.arch[0], args.only) if args.steps else check(args.arch[0], args.smoke, args.only)
         args.worker.write_text(json.dumps(rows))
         return 0
     rows = []
@@ -452,10 +481,16 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             file = pathlib.Path(folder, "rows.json")
             command = [sys.executable, __file__, "--arch", arch, "--worker", str(file), "--only", args.only]
-            subprocess.run(command + ["--smoke"] * args.smoke, check=True)
+            subprocess.run(command + ["--smoke"] * args.smoke + ["--steps"] * args.steps, check=True)
             rows += json.loads(file.read_text())
-        if args.output is not None:
+        if args.output is not None and args.steps:
+            version = importlib.metadata.version("jax")
+            lines = ",\n".join(json.dumps(row) for row in rows)
+            args.output.with_suffix(".json").write_text(f'{{"jax": "{version}", "rows": [\n{lines}\n]}}\n')
+        elif args.output is not None:
             write(args.output, rows, keep=bool(args.only))
+    if args.steps:
+        return 0
     failures = [r for r in rows if not r["ok"]]
     print(f"{len(rows) - len(failures)} of {len(rows)} compile with tensor cores and without spills")
     return int(bool(failures))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax.experiments import gpu_check
+from kvjax.experiments import aot_check, gpu_check
 from kvjax.experiments.gpu import correct, watchdog
 from kvjax.experiments.gpu.gpu_report import POISONED, UNTIL, Report, served_by
 from kvjax.pallas_kernels import Columns, attention
@@ -255,13 +255,10 @@ def test_without_a_gpu_it_says_so(tmp_path):
     assert "--smoke" in done.stdout
 
 
-def test_aot_check_names_what_is_missing():
-    from kvjax.experiments import aot_check
-
-    lacking = aot_check.missing()
-    if not lacking:
-        pytest.skip("everything that it needs is installed: run experiments/aot_check.py itself")
-    done = run("aot_check.py")
-    assert done.returncode == 2
-    assert all(name in done.stdout for name in lacking)
-    assert "pip install jax-cuda13-plugin" in done.stdout
+def test_aot_check_names_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(aot_check, "NEEDED", ("no_such_plugin", "nvidia.no_such_compiler"))
+    monkeypatch.setattr(sys, "argv", ["aot_check.py"])
+    assert aot_check.main() == 2
+    said = capsys.readouterr().out
+    assert all(name in said for name in aot_check.NEEDED)
+    assert "pip install jax-cuda13-plugin" in said
