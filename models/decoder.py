@@ -114,8 +114,7 @@ class LanguageModel:
         """For every leaf of the parameters the axis of heads or of feed-forward channels, which devices may share.
 
         A projection to them is split by its outputs, one from them by its inputs, so that what lies between is made
-        and used where it is (arXiv 1909.08053). None is for the others: norms, embeddings, and projections to queries,
-        keys and values in one, whose outputs are in no order that could be split.
+        and used where it is (arXiv 1909.08053). None is for the others: norms and embeddings.
         """
         del self
         return [_split_axis(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
@@ -132,12 +131,14 @@ def _abstract(model: LanguageModel, wide: bool) -> PyTree[jax.ShapeDtypeStruct]:
     return jax.eval_shape(lambda: model.init(jax.random.key(0)))
 
 
-_OUTPUTS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc", "fc_in", "fc1", "dense_h_to_4h", "w1", "w3"}
+_OUTPUTS = {"gate_up_proj", "gate_proj", "up_proj", "c_fc", "fc_in", "fc1", "dense_h_to_4h", "w1", "w3"}
 _INPUTS = {"o_proj", "out_proj", "down_proj", "c_proj", "dense", "fc_out", "fc2", "dense_4h_to_h", "w2"}
 
 
 def _split_axis(path: Sequence[Any]) -> int | None:
     names = {getattr(entry, "key", None) for entry in path}
+    if "qkv_proj" in names:
+        return 0  # that of kv heads
     if names & _OUTPUTS:
-        return -1  # of a bias too
-    return -2 if names & _INPUTS and "bias" not in names else None
+        return -1 if "bias" in names else -2
+    return -1 if names & _INPUTS and "bias" not in names else None

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
-from kvjax.models.parts import Attend, dense, embedded, embedding
+from kvjax.models.parts import Attend, dense, embedded, embedding, product
 
 
 class Decoder(nn.Module):
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of the residual stream after the last norm."""
-        return x @ self.table.T if self.config.tie_embeddings else self.projection(x)
+        return product(x, self.table) if self.config.tie_embeddings else self.projection(x)
 
     def head(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of the residual stream after the last layer."""

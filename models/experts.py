@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.contract.checks import whole
 from kvjax.models.llama import ModelConfig
-from kvjax.models.parts import ACTIVATIONS, dense
+from kvjax.models.parts import ACTIVATIONS, dense, product
 
 _LARGEST_BLOCK = 128  # tokens that an expert's matrices are read for at once
 
@@ -74,7 +74,7 @@ class Experts(nn.Module):
         act = ACTIVATIONS[c.activation]
 
         def expert(e: Int[Array, ""], x: Float[Array, "R D"]) -> Float[Array, "R D"]:
-            return (act(x @ gate[e]) * (x @ up[e])) @ down[e]
+            return product(act(product(x, gate[e])) * product(x, up[e]), down[e])
 
         # Every token once for each of its experts, in their order, in blocks that have one expert each.
         n, k = chosen.shape
@@ -95,11 +95,11 @@ class Stack(nn.Module):
     names: tuple[str, str, str]
 
     @nn.compact
-    def __call__(self) -> tuple[Float[Array, "E D F"], Float[Array, "E D F"], Float[Array, "E F D"]]:
+    def __call__(self) -> tuple[Float[Array, "E F D"], Float[Array, "E F D"], Float[Array, "E D F"]]:
         """Those of the gate, up and down."""
         c, (gate, up, down) = self.config, self.names
-        into, out = (c.num_experts, c.embed_dim, c.expert_dim), (c.num_experts, c.expert_dim, c.embed_dim)
-        start = nn.initializers.lecun_normal(batch_axis=(0,))
+        into, out = (c.num_experts, c.expert_dim, c.embed_dim), (c.num_experts, c.embed_dim, c.expert_dim)
+        start = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2, batch_axis=(0,))
         make = lambda name, shape: self.param(name, start, shape, jnp.dtype(c.dtype))
         return make(gate, into), make(up, into), make(down, out)
 

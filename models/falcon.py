@@ -15,7 +15,7 @@ from kvjax.contract.checks import whole
 from kvjax.models.config import DecoderConfig, check_only, read_flag, read_sizes, renamed, write_sizes
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import MLP, Attend, LayerNorm, attended, dense
+from kvjax.models.parts import MLP, Attend, LayerNorm, attended, heads
 from kvjax.models.rope import Rope
 
 
@@ -50,10 +50,7 @@ class Attention(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Output, cache after the step, and what was measured."""
         c = self.config
-        (B, T, _), N, K, H = x.shape, c.num_query_heads, c.num_kv_heads, c.head_dim
-        y = dense(c, (N + 2 * K) * H, c.bias, "query_key_value")(x)
-        y = y.reshape(B, T, K, N // K + 2, H).transpose(0, 2, 3, 1, 4)
-        q, k, v = y[:, :, :-2].reshape(B, N, T, H), y[:, :, -2], y[:, :, -1]
+        q, k, v = heads(c, x, c.bias)
         return attended(self, x, q, k, v, cache, attend=attend, layer=layer, out="dense", bias=c.bias)
 
 
@@ -150,4 +147,5 @@ FAMILY = Family(
     prefix="transformer",
     layers="h",
     embedding="word_embeddings",
+    joined={"qkv_proj": ("query_key_value",)},
 )

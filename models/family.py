@@ -1,6 +1,7 @@
 """A family of architectures: the config, the module and the names of one file."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,23 +16,30 @@ class Tensor:
 
     Attributes:
       name: of the tensor.
-      part: the indices of the part along the parameter's first axes, none for all of it.
       shape: of the tensor.
-      flip: whether its axes stand the other way round.
+      part: the indices of the part along the parameter's first axes, none for all of it.
+      heads: which heads of every kv head the part has, along the parameter's second axis.
+      start: the tensor's row where the part begins.
+      flip: whether the tensor's axes stand the other way round.
     """
 
     name: str
-    part: tuple[int, ...]
     shape: tuple[int, ...]
-    flip: bool
+    part: tuple[int, ...] = ()
+    heads: slice | None = None
+    start: int = 0
+    flip: bool = False
+
+
+_JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
     """Architectures that one file implements.
 
-    A parameter's tensor is called like its path: `layers_0/self_attn/q_proj/kernel` is stored as
-    `model.layers.0.self_attn.q_proj.weight`.
+    A parameter's tensor is called like its path: `layers_0/self_attn/o_proj/weight` is stored as
+    `model.layers.0.self_attn.o_proj.weight`.
 
     Attributes:
       architectures: what `architectures` of a config.json may name, each with its `model_type`.
@@ -44,6 +52,9 @@ class Family:
       embedding, head: the parameter that is the table of tokens, and the submodule that is the output head.
       ignored: endings of stored tensors that are no parameters: buffers which older files hold.
       conv1d: whether projections are stored with their inputs first, apart from the output head.
+      joined: projections in one, and the tensors that hold them one after another: those to queries, keys and values
+        ("K G+2 H D", `kvjax.models.parts.heads`), or one that has this order itself, and those to the gate and up
+        ("2 F D"). A tensor that holds several is named as often.
       stacked: the submodule whose parameters hold those of a list's members along their first axis: `experts/w1`
         "E ..." is stored as E matrices, `experts.0.w1.weight` and so on, `norms/scale` "N H" as N vectors,
         `norms.0.weight` and so on.
@@ -60,22 +71,38 @@ class Family:
     head: str = "lm_head"
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     conv1d: bool = False
+    joined: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: _JOINED)
     stacked: str | None = None
 
     def tensors(self, path: tuple[str, ...], shape: tuple[int, ...]) -> list["Tensor"]:
-        """Where a parameter of this shape is stored: as one tensor, or as one for each of its first axis."""
-        flip = path[-1] == "kernel" and (not self.conv1d or path[0] == self.head)
-        if len(path) < 2 or path[-2] != self.stacked:
-            return [Tensor(self.stored_name(path), (), shape[::-1] if flip else shape, flip)]
-        own = (path[-1],) if path[-1] == "scale" else (path[-1], "kernel")
-        names = (self.stored_name((*path[:-1], str(i), *own)) for i in range(shape[0]))
-        return [Tensor(name, (i,), shape[:0:-1], True) for i, name in enumerate(names)]
+        """Where a parameter of this shape is stored: as one tensor, or as several parts."""
+        flip = self.conv1d and path[-1] == "weight" and path[0] != self.head
+        *_, module, own = ("", *path)
+        if module == self.stacked:
+            leaf = (own,) if own == "scale" else (own, "weight")
+            names = (self.stored_name((*path[:-1], str(i), *leaf)) for i in range(shape[0]))
+            return [Tensor(name, shape[1:], (i,)) for i, name in enumerate(names)]
+        if module not in self.joined:
+            return [Tensor(self.stored_name(path), shape[::-1] if flip else shape, flip=flip)]
+        names = self.joined[module]
+        parts: list[tuple[dict[str, Any], int]] = [({"part": (i,)}, shape[1]) for i in range(2)]
+        if module == "qkv_proj":
+            K, every, H = shape[:3]
+            cuts = itertools.pairwise((0, every - 2, every - 1, every) if len(names) == 3 else (0, every))
+            parts = [({"heads": slice(first, last)}, K * (last - first) * H) for first, last in cuts]
+        found, rows = [], dict.fromkeys(names, 0)
+        for name, (where, count) in zip(names, parts, strict=True):
+            found.append((name, where | {"start": rows[name]}))
+            rows[name] += count
+        whole = {name: (rows[name], *(shape[-1:] if own == "weight" else ())) for name in names}
+        stored = {name: self.stored_name((*path[:-2], name, own)) for name in names}
+        return [Tensor(stored[n], whole[n][::-1] if flip else whole[n], flip=flip, **where) for n, where in found]
 
     def stored_name(self, path: tuple[str, ...]) -> str:
         """The name of a parameter's tensor in a checkpoint."""
         name, _, number = path[0].rpartition("_")
         parts = [f"{name}.{number}" if name == self.layers else path[0], *path[1:]]
-        if parts[-1] in ("kernel", "scale"):
+        if parts[-1] == "scale":
             parts[-1] = "weight"
         elif len(parts) == 1:
             parts.append("weight")

@@ -27,7 +27,7 @@ from kvjax.models.config import (
 )
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import Attend, GatedMLP, RMSNorm, attended, dense, split
+from kvjax.models.parts import Attend, GatedMLP, RMSNorm, attended, heads
 from kvjax.models.rope import Rope
 
 
@@ -71,12 +71,9 @@ class Attention(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Output, cache after the step, and what was measured."""
         c = self.config
-
-        def heads(name: str, num_heads: int) -> Float[Array, "B _ T H"]:
-            y = split(dense(c, num_heads * c.head_dim, c.attention_bias, name)(x), num_heads)
-            return RMSNorm(c, 1.0, name=f"{name[0]}_norm")(y) if c.generation == 3 and name != "v_proj" else y
-
-        q, k, v = heads("q_proj", c.num_query_heads), heads("k_proj", c.num_kv_heads), heads("v_proj", c.num_kv_heads)
+        q, k, v = heads(c, x, c.attention_bias)
+        if c.generation == 3:
+            q, k = RMSNorm(c, 1.0, name="q_norm")(q), RMSNorm(c, 1.0, name="k_norm")(k)
         scale = None if c.query_scalar is None else c.query_scalar**-0.5
         how = {"scale": scale, "softcap": c.attention_cap, "attend": attend, "layer": layer}
         return attended(self, x, q, k, v, cache, out="o_proj", bias=c.attention_bias, **how)

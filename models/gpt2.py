@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.models.config import LearnedPositions, read_flag, read_gpt_sizes, write_gpt_sizes
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import MLP, Attend, LayerNorm, attended, dense, embedded, embedding, split
+from kvjax.models.parts import MLP, Attend, LayerNorm, attended, embedded, embedding, heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,7 @@ class Attention(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Output, cache after the step, and what was measured."""
         c = self.config
-        y = split(dense(c, 3 * c.embed_dim, True, "c_attn")(x), 3 * c.num_query_heads)
-        q, k, v = jnp.split(y, 3, axis=1)
+        q, k, v = heads(c, x, True)
         scale = (c.head_dim**-0.5 if c.scaled else 1.0) / (layer + 1 if c.scaled_by_layer else 1)
         return attended(self, x, q, k, v, cache, attend=attend, layer=layer, out="c_proj", bias=True, scale=scale)
 
@@ -123,4 +122,5 @@ FAMILY = Family(
     embedding="wte",
     ignored=("attn.bias", "attn.masked_bias"),
     conv1d=True,
+    joined={"qkv_proj": ("c_attn",) * 3},
 )

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from kvjax.models.config import DecoderConfig, read_flag, read_sizes, write_sizes
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import MLP, Attend, LayerNorm, attended, dense
+from kvjax.models.parts import MLP, Attend, LayerNorm, attended, heads
 from kvjax.models.rope import Rope
 
 
@@ -38,8 +38,7 @@ class Attention(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Output, cache after the step, and what was measured."""
         c = self.config
-        y = dense(c, 3 * c.num_query_heads * c.head_dim, c.attention_bias, "query_key_value")(x)
-        q, k, v = y.reshape(*x.shape[:2], c.num_query_heads, 3, c.head_dim).transpose(3, 0, 2, 1, 4)
+        q, k, v = heads(c, x, c.attention_bias)
         return attended(self, x, q, k, v, cache, attend=attend, layer=layer, out="dense", bias=c.attention_bias)
 
 
@@ -114,4 +113,5 @@ FAMILY = Family(
     embedding="embed_in",
     head="embed_out",
     ignored=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
+    joined={"qkv_proj": ("query_key_value",)},
 )

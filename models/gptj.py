@@ -11,7 +11,7 @@ from kvjax.contract.checks import whole
 from kvjax.models.config import DecoderConfig, read_gpt_sizes, write_gpt_sizes
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import MLP, Attend, LayerNorm, attended, dense, split
+from kvjax.models.parts import MLP, Attend, LayerNorm, attended, heads
 from kvjax.models.rope import Rope
 
 
@@ -31,8 +31,7 @@ class Attention(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Output, cache after the step, and what was measured."""
         c = self.config
-        names = ("q_proj", "k_proj", "v_proj")
-        q, k, v = (split(dense(c, c.embed_dim, False, n)(x), c.num_query_heads) for n in names)
+        q, k, v = heads(c, x, False)
         return attended(self, x, q, k, v, cache, attend=attend, layer=layer, out="out_proj", bias=False)
 
 

@@ -11,7 +11,7 @@ from kvjax.contract.checks import whole
 from kvjax.models.config import DecoderConfig, read_flag, read_sizes, read_windows, write_sizes, write_windows
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import Attend, GatedMLP, RMSNorm, attended, dense, split
+from kvjax.models.parts import Attend, GatedMLP, RMSNorm, attended, heads
 from kvjax.models.rope import Rope
 
 
@@ -41,12 +41,9 @@ class Attention(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Output, cache after the step, and what was measured."""
         c = self.config
-
-        def heads(name: str, num_heads: int) -> Float[Array, "B _ T H"]:
-            y = split(dense(c, num_heads * c.head_dim, c.qkv_bias, name)(x), num_heads)
-            return RMSNorm(c, name=f"{name[0]}_norm")(y) if c.qk_norm and name != "v_proj" else y
-
-        q, k, v = heads("q_proj", c.num_query_heads), heads("k_proj", c.num_kv_heads), heads("v_proj", c.num_kv_heads)
+        q, k, v = heads(c, x, c.qkv_bias)
+        if c.qk_norm:
+            q, k = RMSNorm(c, name="q_norm")(q), RMSNorm(c, name="k_norm")(k)
         return attended(self, x, q, k, v, cache, attend=attend, layer=layer, out="o_proj", bias=c.out_bias)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.contract import Rotate
@@ -17,7 +16,7 @@ from kvjax.contract.checks import positive, whole
 from kvjax.models.config import DecoderConfig, check_only, read_cap, read_sizes, renamed, unturned, write_sizes
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import MLP, Attend, LayerNorm, attended, dense, split
+from kvjax.models.parts import MLP, Attend, LayerNorm, attended, heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +75,7 @@ class Attention(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Output, cache after the step, and what was measured."""
         c = self.config
-        y = split(dense(c, 3 * c.embed_dim, False, "Wqkv")(x), 3 * c.num_query_heads)
-        q, k, v = jnp.split(y if c.clip is None else jnp.clip(y, -c.clip, c.clip), 3, axis=1)
+        q, k, v = heads(c, x, False, c.clip)
         how = {"scale": c.scale, "slopes": c.slopes, "attend": attend, "layer": layer}
         return attended(self, x, q, k, v, cache, out="out_proj", bias=False, **how)
 
@@ -186,4 +184,5 @@ FAMILY = Family(
     prefix="transformer",
     layers="blocks",
     embedding="wte",
+    joined={"qkv_proj": ("Wqkv",) * 3},
 )

@@ -12,7 +12,7 @@ from kvjax.contract.checks import whole
 from kvjax.models.config import LearnedPositions, read_flag, read_sizes, renamed, write_sizes
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import ACTIVATIONS, Attend, LayerNorm, attended, dense, embedded, embedding, split
+from kvjax.models.parts import ACTIVATIONS, Attend, LayerNorm, attended, dense, embedded, embedding, heads
 
 _FIRST = 2  # the row of position 0
 
@@ -45,8 +45,7 @@ class Attention(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Output, cache after the step, and what was measured."""
         c = self.config
-        names = ("q_proj", "k_proj", "v_proj")
-        q, k, v = (split(dense(c, c.embed_dim, c.bias, n)(x), c.num_query_heads) for n in names)
+        q, k, v = heads(c, x, c.bias)
         return attended(self, x, q, k, v, cache, attend=attend, layer=layer, out="out_proj", bias=c.bias)
 
 

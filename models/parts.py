@@ -5,12 +5,14 @@ Submodules are named like the checkpoint's tensors, so loading is a transliterat
 Letters: B batch, T tokens, N query heads, K kv heads, H head_dim, D embed_dim, F mlp_dim, V vocab_size.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvjax.models.config import DecoderConfig
@@ -27,10 +29,67 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def dense(config: DecoderConfig, features: int, bias: bool, name: str) -> nn.Dense:
-    """A projection to `features` channels, in the config's dtype."""
-    dtype = jnp.dtype(config.dtype)
-    return nn.Dense(features, use_bias=bias, dtype=dtype, param_dtype=dtype, name=name)
+_FEW = 64  # rows; of more, a product reads every weight often enough
+
+
+def product(x: Float[Array, "*B D"], weight: Float[Array, "*O D"]) -> Float[Array, "..."]:
+    """Rows times a weight that is stored (out, in), summed in float32 or wider.
+
+    On CPUs, a weight is read once and as it is stored, where the rows are few. XLA turns 16-bit weights into float32
+    for a single row, but not for two, of bfloat16. Of several rows it reads float32 weights two to three times as fast
+    as the first factor.
+    """
+    rows, dtype = math.prod(x.shape[:-1]), jnp.dtype(jnp.float32) if x.dtype.itemsize < 4 else x.dtype
+    flat = x.reshape(rows, x.shape[-1])
+
+    def plain(x: Array, w: Array) -> Array:
+        return lax.dot_general(x, w, (((1,), (w.ndim - 1,)), ((), ())), preferred_element_type=dtype)
+
+    def turned(x: Array, w: Array) -> Array:
+        y = lax.dot_general(w, x, (((w.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
+        return jnp.moveaxis(y, -1, 0)
+
+    def beside_zeros(x: Array, w: Array) -> Array:
+        return plain(jnp.pad(x, ((0, 1), (0, 0))), w)[:1]
+
+    if rows == 1 and x.dtype != dtype:
+        y = lax.platform_dependent(flat, weight, cpu=beside_zeros, default=plain)
+    elif 1 < rows <= _FEW and x.dtype == dtype:
+        y = lax.platform_dependent(flat, weight, cpu=turned, default=plain)
+    else:
+        y = plain(flat, weight)
+    return y.astype(x.dtype).reshape(*x.shape[:-1], *weight.shape[:-1])
+
+
+class Dense(nn.Module):
+    """A projection, whose weight stands as checkpoints have it: (out, in).
+
+    Attributes:
+      config: for its dtype.
+      shape: axes of the output's channels.
+      bias: whether it has one.
+    """
+
+    config: DecoderConfig
+    shape: tuple[int, ...]
+    bias: bool
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "..."]:
+        """Projects the last axis."""
+        dtype, out = jnp.dtype(self.config.dtype), tuple(range(len(self.shape)))
+        start = nn.initializers.lecun_normal(in_axis=-1, out_axis=out)
+        weight = self.param("weight", start, (*self.shape, x.shape[-1]), dtype)
+        y = product(x.astype(dtype), weight.astype(dtype))
+        if not self.bias:
+            return y
+        bias = self.param("bias", nn.initializers.zeros, self.shape, dtype).astype(dtype)
+        return y + jnp.broadcast_to(bias, y.shape)
+
+
+def dense(config: DecoderConfig, features: int | Sequence[int], bias: bool, name: str) -> Dense:
+    """A projection to channels, or to several axes of them, in the config's dtype."""
+    return Dense(config, (features,) if isinstance(features, int) else tuple(features), bias, name=name)
 
 
 class RMSNorm(nn.Module):
@@ -106,14 +165,21 @@ class GatedMLP(nn.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The gated sum."""
         c = self.config
-        gate = ACTIVATIONS[c.activation](dense(c, c.mlp_dim, self.bias, "gate_proj")(x))
-        return dense(c, c.embed_dim, self.bias, "down_proj")(gate * dense(c, c.mlp_dim, self.bias, "up_proj")(x))
+        y = dense(c, (2, c.mlp_dim), self.bias, "gate_up_proj")(x)
+        return dense(c, c.embed_dim, self.bias, "down_proj")(ACTIVATIONS[c.activation](y[..., 0, :]) * y[..., 1, :])
 
 
-def split(x: Float[Array, "B T _"], num_heads: int) -> Float[Array, "B _ T H"]:
-    """The heads of a projection."""
-    B, T, width = x.shape
-    return x.reshape(B, T, num_heads, width // num_heads).transpose(0, 2, 1, 3)
+def heads(
+    config: DecoderConfig, x: Float[Array, "B T D"], bias: bool, clip: float | None = None
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
+    """Queries, keys and values, by one projection in which every kv head has its queries, its key and its value.
+
+    So devices that share the kv heads share it. `clip` bounds what it gives.
+    """
+    N, K, H = config.num_query_heads, config.num_kv_heads, config.head_dim
+    y = dense(config, (K, N // K + 2, H), bias, "qkv_proj")(x).transpose(0, 2, 3, 1, 4)
+    y = y if clip is None else jnp.clip(y, -clip, clip)
+    return y[:, :, :-2].reshape(x.shape[0], N, -1, H), y[:, :, -2], y[:, :, -1]
 
 
 def attended(
@@ -144,8 +210,7 @@ def attended(
     c: DecoderConfig = module.config  # pyrefly: ignore[missing-attribute]
     out_proj = None
     if not module.is_initializing():
-        kernel = module.variables["params"][out]["kernel"]
-        out_proj = kernel.reshape(c.num_query_heads, c.head_dim, c.embed_dim)
+        out_proj = module.variables["params"][out]["weight"].T.reshape(c.num_query_heads, c.head_dim, c.embed_dim)
     options |= {"rotate": c.rotation(layer), "window": c.window(layer)}
     y, cache, stats = attend(cache, q, k, v, layer=layer, out_proj=out_proj, hidden=x, **options)
     B, _, T, _ = y.shape

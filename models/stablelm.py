@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from kvjax.models.config import DecoderConfig, read_flag, read_sizes, write_sizes
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import Attend, GatedMLP, LayerNorm, attended, dense, split
+from kvjax.models.parts import Attend, GatedMLP, LayerNorm, attended, heads
 from kvjax.models.rope import Rope
 
 
@@ -52,12 +52,9 @@ class Attention(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """Output, cache after the step, and what was measured."""
         c = self.config
-
-        def heads(name: str, num_heads: int) -> Float[Array, "B _ T H"]:
-            y = split(dense(c, num_heads * c.head_dim, c.qkv_bias, name)(x), num_heads)
-            return HeadNorms(c, name=f"{name[0]}_layernorm")(y) if c.qk_norm and name != "v_proj" else y
-
-        q, k, v = heads("q_proj", c.num_query_heads), heads("k_proj", c.num_kv_heads), heads("v_proj", c.num_kv_heads)
+        q, k, v = heads(c, x, c.qkv_bias)
+        if c.qk_norm:
+            q, k = HeadNorms(c, name="q_layernorm")(q), HeadNorms(c, name="k_layernorm")(k)
         return attended(self, x, q, k, v, cache, attend=attend, layer=layer, out="o_proj", bias=False)
 
 

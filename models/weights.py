@@ -75,7 +75,7 @@ def load(
       dtype: of parameters, activations and the KV cache: "float32", "bfloat16", "float16", or "float64" where jax has
         64 bits, by these names; "auto" for the one that is stored.
       sharding: where parameters go, for all or as a function of a parameter's path, such as
-        "layers_0/self_attn/q_proj/kernel", and its shape; jax's default device if None. A device receives its part
+        "layers_0/self_attn/o_proj/weight", and its shape; jax's default device if None. A device receives its part
         alone.
       revision: a branch, tag or commit of the hub.
       token: for repositories of the hub that ask for one; the one that is logged in if None.
@@ -243,8 +243,9 @@ def _named(model: LanguageModel, params: PyTree[Any], dtype: str) -> dict[str, n
         if np.isinf(y).sum() > np.isinf(x).sum():
             raise ValueError(f"{name} has values that {dtype} cannot hold; save it as bfloat16 or float32")
         for tensor in family.tensors(path, y.shape):
-            part = y[tensor.part]
-            tensors[tensor.name] = np.ascontiguousarray(part.T if tensor.flip else part)
+            rows = y[tensor.part] if tensor.heads is None else y[:, tensor.heads].reshape(-1, *y.shape[3:])
+            out = tensors.setdefault(tensor.name, np.empty(tensor.shape, y.dtype))
+            (out.T if tensor.flip else out)[tensor.start :][: len(rows)] = rows
     return tensors
 
 
@@ -383,18 +384,28 @@ def _assemble(
         def build(keys, leaf, place):
             parts = family.tensors(tuple(k.key for k in keys), leaf.shape)
 
+            def rows(out, t, first, columns):
+                """Reads rows from `first` on, of which each is of some columns."""
+                index = (slice(t.start + first, t.start + first + len(out)), *columns)
+                out, index = (out.T, index[::-1]) if t.flip else (out, index)
+                lost, stored = fill(out, tensors[t.name], index, pool)
+                if lost:
+                    _refuse_values(path, t.name, lost, stored, out.size, leaf.dtype)
+
             def read(index):
                 here = [range(n)[i] for i, n in zip(index, leaf.shape, strict=True)]
                 out = empty(tuple(map(len, here)), leaf.dtype)
                 for t in parts:
-                    if any(i not in axis for i, axis in zip(t.part, here, strict=False)):
-                        continue
-                    part = out[tuple(i - axis.start for i, axis in zip(t.part, here, strict=False))]
-                    order = slice(None, None, -1 if t.flip else 1)
-                    inner = index[len(t.part) :][order]
-                    lost, stored = fill(part.T if t.flip else part, tensors[t.name], inner, pool)
-                    if lost:
-                        _refuse_values(path, t.name, lost, stored, part.size, leaf.dtype)
+                    if t.heads is not None:  # of every kv head, of which a device may have some
+                        a, z, H = t.heads.start, t.heads.stop, leaf.shape[2]
+                        part = np.empty((len(here[0]), z - a, H, *out.shape[3:]), leaf.dtype)
+                        rows(part.reshape(-1, *out.shape[3:]), t, here[0].start * (z - a) * H, index[3:])
+                        first = here[1].start
+                        lo, hi = max(a, first), max(a, first, min(z, here[1].stop))
+                        out[:, lo - first : hi - first] = part[:, lo - a : hi - a, index[2]]
+                    elif all(i in axis for i, axis in zip(t.part, here, strict=False)):
+                        part = out[tuple(i - axis.start for i, axis in zip(t.part, here, strict=False))]
+                        rows(part, t, here[len(t.part)].start, index[len(t.part) + 1 :])
                 return out
 
             if place is None:

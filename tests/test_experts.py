@@ -18,10 +18,10 @@ def test_every_token_gets_its_experts(normalized, all_to_one):
     x = jnp.abs(jax.random.normal(jax.random.key(0), (2, 11, 8)))
     params = experts.init(jax.random.key(1), x)["params"]
     if all_to_one:
-        params["gate"]["kernel"] = params["gate"]["kernel"].at[:, 3].set(9.0)
+        params["gate"]["weight"] = params["gate"]["weight"].at[3].set(9.0)
     found = experts.apply({"params": params}, x)
 
-    p = np.asarray(jax.nn.softmax(x @ params["gate"]["kernel"]))
+    p = np.asarray(jax.nn.softmax(x @ params["gate"]["weight"].T))
     w1, w3, w2 = (np.asarray(params["experts"][name]) for name in ("w1", "w3", "w2"))
     expected = np.zeros(x.shape)
     for b, t in np.ndindex(2, 11):
@@ -29,8 +29,8 @@ def test_every_token_gets_its_experts(normalized, all_to_one):
         assert not all_to_one or chosen[0] == 3
         share = p[b, t, chosen].sum() if normalized else 1.0
         for e in chosen:
-            h = np.asarray(ACTIVATIONS["silu"](x[b, t] @ w1[e])) * (x[b, t] @ w3[e])
-            expected[b, t] += p[b, t, e] / share * (h @ w2[e])
+            h = np.asarray(ACTIVATIONS["silu"](w1[e] @ x[b, t])) * (w3[e] @ x[b, t])
+            expected[b, t] += p[b, t, e] / share * (w2[e] @ h)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
 
 

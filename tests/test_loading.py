@@ -116,8 +116,8 @@ def test_parameters_go_where_a_sharding_says(checkpoint):
 
     params = models.load(checkpoint, sharding=place)[1]
     assert_same(params, expected)
-    assert params["layers_0"]["self_attn"]["q_proj"]["kernel"].sharding == one
-    assert seen["layers_0/self_attn/k_proj/kernel"] == (32, 16)
+    assert params["layers_0"]["self_attn"]["o_proj"]["weight"].sharding == one
+    assert seen["layers_0/self_attn/qkv_proj/weight"] == (2, 4, 8, 32)
     assert_same(models.load(checkpoint, sharding=one)[1], expected)
 
 
@@ -141,12 +141,13 @@ import sys, jax, numpy as np, models
 from jax.sharding import NamedSharding, PartitionSpec as P
 mesh = jax.make_mesh((2,), ("x",))
 whole = models.load(sys.argv[1])[1]
-for axis in (0, 1):
-    spec = lambda path, shape: P(*[None] * axis, "x") if len(shape) == 2 and shape[axis] % 2 == 0 else P()
+for axis in range(4):
+    spec = lambda path, shape: P(*[None] * axis, "x") if len(shape) > axis and shape[axis] % 2 == 0 else P()
     parts = models.load(sys.argv[1], sharding=lambda *a: NamedSharding(mesh, spec(*a)))[1]
     jax.tree.map(np.testing.assert_array_equal, parts, whole)
-    kernel = parts["layers_0"]["mlp"]["up_proj"]["kernel"]
-    assert {s.data.shape for s in kernel.addressable_shards} == {(16, 48) if axis == 0 else (32, 24)}
+    weight = parts["layers_0"]["self_attn"]["qkv_proj"]["weight"]
+    shape = tuple(n // 2 if i == axis else n for i, n in enumerate(weight.shape))
+    assert {s.data.shape for s in weight.addressable_shards} == {shape}
 try:
     models.load(sys.argv[1], sharding=NamedSharding(mesh, P("x")))
 except ValueError as e:

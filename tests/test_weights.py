@@ -278,7 +278,7 @@ def test_every_family_is_saved_over_what_stood_there_and_read_back(checkpoint, t
         ({"rope": models.Rope("linear", factor=2.0, attention_factor=1.5)}, "has no rope=Rope"),
         ({"rope": models.Rope("dynamic", factor=2.0, original_max=32)}, "has no rope=Rope"),
         ({"num_layers": 2}, r"params\['layers_2'\].*: \(.*\), but the model has none"),
-        ({"mlp_dim": 50}, r": \(48, 32\), but the model has \(50, 32\)"),
+        ({"mlp_dim": 50}, r": \(32, 48\), but the model has \(32, 50\)"),
     ],
 )
 def test_a_refused_save_leaves_what_stood_there(checkpoint, tiny, change, message):

@@ -175,15 +175,14 @@ def previous_token_start(params: PyTree[Any], num_heads: int = 4, strength: floa
     normed = _CONSTANT / (_EMBEDDING_STD**2 + _CONSTANT**2 / c.embed_dim) ** 0.5  # the constant after RMSNorm
     size = strength**0.5 / normed
     params["embed_tokens"][:, 0] = _CONSTANT
-    attn = params["layers_0"]["self_attn"]
-    q, k = attn["q_proj"]["kernel"], attn["k_proj"]["kernel"]
-    q[0], k[0] = 0.0, 0.0
+    qkv = params["layers_0"]["self_attn"]["qkv_proj"]["weight"]  # "K G+2 H D"
+    qkv[:, :-1, :, 0] = 0.0
     half, group = c.head_dim // 2, c.num_query_heads // c.num_kv_heads
     for head in range(num_heads):
-        start = head * c.head_dim
-        q[0, start : start + pairs] = size * np.cos(-freq)
-        q[0, start + half : start + half + pairs] = size * np.sin(-freq)
-        k[0, (head // group) * c.head_dim :][:pairs] = size
+        q, k = qkv[head // group, head % group], qkv[head // group, -2]
+        q[:pairs, 0] = size * np.cos(-freq)
+        q[half : half + pairs, 0] = size * np.sin(-freq)
+        k[:pairs, 0] = size
 
 
 def induction_start(params: PyTree[Any], num_kv_heads: int = 2, match: float = 1.7, copy: float = 0.5) -> None:
@@ -194,15 +193,14 @@ def induction_start(params: PyTree[Any], num_kv_heads: int = 2, match: float = 1
     """
     c = CONFIG
     h, group = c.head_dim, c.num_query_heads // c.num_kv_heads
-    first = {n: params["layers_0"]["self_attn"][f"{n}_proj"]["kernel"] for n in "qkvo"}
-    second = {n: params["layers_1"]["self_attn"][f"{n}_proj"]["kernel"] for n in "qkvo"}
+    first, second = (params[f"layers_{i}"]["self_attn"] for i in range(2))
     for j in range(num_kv_heads):
-        here = slice(j * h, (j + 1) * h)
-        written = first["o"][j * group * h : (j * group + 1) * h]
-        second["k"][:, here] = match * written.T / np.linalg.norm(written, axis=1)
+        before, here = first["qkv_proj"]["weight"][j], second["qkv_proj"]["weight"][j]
+        written = first["o_proj"]["weight"][:, j * group * h :][:, :h].T
+        here[-2] = match * written / np.linalg.norm(written, axis=1, keepdims=True)
+        here[:group] = match * before[-1]
         for g in range(j * group, (j + 1) * group):
-            second["q"][:, g * h : (g + 1) * h] = match * first["v"][:, here]
-            second["o"][g * h : (g + 1) * h] = copy * second["v"][:, here].T
+            second["o_proj"]["weight"][:, g * h : (g + 1) * h] = copy * here[-1].T
 
 
 HOW = loop.Options(pathlib.Path("results/train_embedded"), EMBEDDED)

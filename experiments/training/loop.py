@@ -80,9 +80,10 @@ def initialised(shapes: PyTree[Any], key: Array, *, embedding_std: float, bias_s
         if path[-1] == "embed_tokens":
             return embedding_std * jax.random.normal(key, shape)
         if path[-1] == "bias":
-            return (0.0 if path[-2] == "v_proj" else bias_std) * jax.random.normal(key, shape)
+            bias = bias_std * jax.random.normal(key, shape)
+            return bias.at[:, -1].set(0.0) if path[-2] == "qkv_proj" else bias  # values have none
         half = 0.5 if path[-2] in ("o_proj", "down_proj") else 1.0
-        return half * shape[0] ** -0.5 * jax.random.normal(key, shape)
+        return half * shape[-1] ** -0.5 * jax.random.normal(key, shape)
 
     keys = jax.random.split(key, len(leaves))
     values = [init(tuple(k.key for k in p), s.shape, key) for (p, s), key in zip(leaves, keys, strict=True)]
@@ -93,9 +94,11 @@ def optimizer(adam_rate: float) -> optax.GradientTransformation:
     """Muon for matrices, Adam for embeddings, norms and biases."""
 
     def dimensions(params):
-        matrix = lambda path, x: (
-            optax.contrib.MuonDimensionNumbers() if x.ndim == 2 and path[0].key != "embed_tokens" else None
-        )
+        def matrix(path, x):
+            if path[-1].key != "weight":
+                return None
+            return optax.contrib.MuonDimensionNumbers(x.ndim - 1, tuple(range(x.ndim - 1)))
+
         return jax.tree_util.tree_map_with_path(matrix, params)
 
     warmup = lambda rate: optax.linear_schedule(0.0, rate, 40)
