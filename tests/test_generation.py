@@ -267,7 +267,7 @@ def test_stored_keys_are_turned_further_only_where_that_can_be(shallow, change, 
         (lambda p: {**p, "layers_3": p["layers_0"]}, r"\['layers_3'\].*, but the model has none"),
         (lambda p: {**p, "embed_tokens": p["embed_tokens"][:60]}, r"\(60, 32\), but the model has \(61, 32\)"),
         (lambda p: {"params": p}, "give those that were loaded"),
-        (lambda p: {**p, "lm_head": {"kernel": p["lm_head"]["kernel"] > 0}}, r"\['kernel'\] is bool, not an array of"),
+        (lambda p: {**p, "lm_head": {"weight": p["lm_head"]["weight"] > 0}}, r"\['weight'\] is bool, not an array of"),
         (lambda p: 2, "is int, not an array of floats; give what models.load"),
     ],
 )

@@ -166,7 +166,7 @@ def test_another_model_tokenizer_policy_or_sampler_is_refused(make, shallow, tmp
     (model, params), path = shallow, tmp_path / "session"
     make().compress(CONTEXT).save(path)
     flipped = jax.tree.map(lambda x: x, params)
-    flipped["lm_head"] = {"kernel": params["lm_head"]["kernel"].at[3, 4].add(1.0)}
+    flipped["lm_head"] = {"weight": params["lm_head"]["weight"].at[4, 3].add(1.0)}
     other = models.LanguageModel(dataclasses.replace(model.config, rope=models.Rope(theta=500.0)))
     others = copy.deepcopy(words())
     others.backend_tokenizer.normalizer = Replace("aa", "bb")

@@ -77,28 +77,28 @@ BY_RANK = {  # a policy; tokens that the library before this one generated, and 
         dataclasses.replace(
             methods.h2o(10, recent=4), heads=kvjax.Adaptive(0.5, 4.0), layout=Layout("rank", pool=True)
         ),
-        [[14, 4, 7, 43, 17, 15, 0, 35], [35, 7, 17, 25, 7, 36, 40, 60]],
-        "c114",
+        [[31, 36, 32, 40, 15, 51, 41, 56], [32, 5, 14, 56, 51, 25, 4, 51]],
+        "faa4",
     ),
     "StreamingLLM": (
         dataclasses.replace(methods.streaming_llm(8, sinks=2), layout=Layout("shifted", 2, pool=True)),
-        [[14, 7, 35, 56, 7, 60, 60, 14], [35, 7, 14, 35, 4, 7, 7, 7]],
+        [[31, 36, 51, 23, 14, 54, 18, 43], [32, 32, 32, 10, 56, 37, 36, 13]],
         "a1c7",
     ),
     "StreamingLLM by head": (
         kvjax.partition_heads({"s": methods.streaming_llm(8, sinks=2), "all": kvjax.Policy()}, [["s", "all"]]),
-        [[14, 7, 1, 56, 9, 36, 35, 7], [35, 7, 14, 3, 22, 16, 4, 7]],
+        [[31, 36, 49, 49, 32, 24, 36, 44], [32, 32, 36, 13, 56, 15, 7, 4]],
         "d083",
     ),
     "StreamingLLM, ALiBi": (
         methods.streaming_llm(8, sinks=2),
-        [[43, 14, 13, 8, 49, 13, 8, 14], [21, 21, 7, 13, 21, 21, 21, 21]],
+        [[60, 60, 60, 60, 60, 60, 3, 3], [15, 43, 48, 53, 46, 44, 60, 37]],
         "848d",
     ),
     "H2O by rank, ALiBi": (
         dataclasses.replace(methods.h2o(10, recent=4), layout=Layout("rank")),
-        [[43, 43, 43, 43, 43, 43, 43, 43], [21, 15, 10, 14, 3, 21, 21, 21]],
-        "2639",
+        [[60, 60, 60, 60, 60, 40, 8, 9], [15, 3, 30, 30, 30, 30, 30, 30]],
+        "440f",
     ),
 }
 
