@@ -26,7 +26,7 @@ import sysconfig
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 INSTALL = (
     "pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm nvidia-nvjitlink "
@@ -337,7 +337,7 @@ def steps(arch: str, only: str) -> list[dict[str, Any]]:
     from kvjax.experiments.gpu import launches
 
     found = []
-    kernels = ("triton", "mosaic_gpu") if arch == "sm_90" else ("triton",)
+    kernels: tuple[Literal["triton", "mosaic_gpu"], ...] = ("triton", "mosaic_gpu") if arch == "sm_90" else ("triton",)
     for implementation, (name, policy) in itertools.product(kernels, launches.POLICIES.items()):
         if not re.search(only, f"{name} ({implementation})"):
             continue

@@ -48,7 +48,7 @@ def program(policy: Policy, layers: int, implementation: api.Implementation, whe
         bare = dataclasses.replace(state, layers=())
         with jax.sharding.use_abstract_mesh(where.mesh.abstract_mesh):
             lowered = jax.jit(step, donate_argnums=2).lower(there(model.shapes), token, state.layers, bare)
-    return lowered.compile().as_text()
+    return lowered.compile().as_text() or ""
 
 
 def launched(text: str) -> collections.Counter[str]:
