@@ -131,14 +131,14 @@ def _abstract(model: LanguageModel, wide: bool) -> PyTree[jax.ShapeDtypeStruct]:
     return jax.eval_shape(lambda: model.init(jax.random.key(0)))
 
 
-_OUTPUTS = {"gate_up_proj", "gate_proj", "up_proj", "c_fc", "fc_in", "fc1", "dense_h_to_4h", "w1", "w3"}
+_OUTPUTS = {"gate_proj", "up_proj", "c_fc", "fc_in", "fc1", "dense_h_to_4h", "w1", "w3"}
 _INPUTS = {"o_proj", "out_proj", "down_proj", "c_proj", "dense", "fc_out", "fc2", "dense_4h_to_h", "w2"}
 
 
 def _split_axis(path: Sequence[Any]) -> int | None:
     names = {getattr(entry, "key", None) for entry in path}
-    if "qkv_proj" in names:
-        return 0  # that of kv heads
+    if names & {"qkv_proj", "gate_up_proj"}:
+        return 0  # that of kv heads, or of groups
     if names & _OUTPUTS:
         return -1 if "bias" in names else -2
     return -1 if names & _INPUTS and "bias" not in names else None

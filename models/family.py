@@ -18,7 +18,7 @@ class Tensor:
       name: of the tensor.
       shape: of the tensor.
       part: the indices of the part along the parameter's first axes, none for all of it.
-      heads: which heads of every kv head the part has, along the parameter's second axis.
+      members: those that the part has of every group, along the parameter's second axis.
       start: the tensor's row where the part begins.
       flip: whether the tensor's axes stand the other way round.
     """
@@ -26,7 +26,7 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     part: tuple[int, ...] = ()
-    heads: slice | None = None
+    members: slice | None = None
     start: int = 0
     flip: bool = False
 
@@ -52,9 +52,9 @@ class Family:
       embedding, head: the parameter that is the table of tokens, and the submodule that is the output head.
       ignored: endings of stored tensors that are no parameters: buffers which older files hold.
       conv1d: whether projections are stored with their inputs first, apart from the output head.
-      joined: projections in one, and the tensors that hold them one after another: those to queries, keys and values
-        ("K G+2 H D", `kvjax.models.parts.heads`), or one that has this order itself, and those to the gate and up
-        ("2 F D"). A tensor that holds several is named as often.
+      joined: projections in one, in groups of which each has some rows of all, and the tensors that hold them one
+        after another, or one that has this order itself: those to queries, keys and values ("K G+2 H D",
+        `kvjax.models.parts.heads`), and those to the gate and up. A tensor that holds several is named as often.
       stacked: the submodule whose parameters hold those of a list's members along their first axis: `experts/w1`
         "E ..." is stored as E matrices, `experts.0.w1.weight` and so on, `norms/scale` "N H" as N vectors,
         `norms.0.weight` and so on.
@@ -85,18 +85,15 @@ class Family:
         if module not in self.joined:
             return [Tensor(self.stored_name(path), shape[::-1] if flip else shape, flip=flip)]
         names = self.joined[module]
-        parts: list[tuple[dict[str, Any], int]] = [({"part": (i,)}, shape[1]) for i in range(2)]
-        if module == "qkv_proj":
-            K, every, H = shape[:3]
-            cuts = itertools.pairwise((0, every - 2, every - 1, every) if len(names) == 3 else (0, every))
-            parts = [({"heads": slice(first, last)}, K * (last - first) * H) for first, last in cuts]
+        groups, every, width = shape[:3]
+        cuts = itertools.pairwise((0, *range(every - len(names) + 1, every), every))
         found, rows = [], dict.fromkeys(names, 0)
-        for name, (where, count) in zip(names, parts, strict=True):
-            found.append((name, where | {"start": rows[name]}))
-            rows[name] += count
-        whole = {name: (rows[name], *(shape[-1:] if own == "weight" else ())) for name in names}
+        for name, cut in zip(names, cuts, strict=True):
+            found.append((name, slice(*cut), rows[name]))
+            rows[name] += groups * (cut[1] - cut[0]) * width
+        whole = {name: (n, *shape[3:])[:: -1 if flip else 1] for name, n in rows.items()}
         stored = {name: self.stored_name((*path[:-2], name, own)) for name in names}
-        return [Tensor(stored[n], whole[n][::-1] if flip else whole[n], flip=flip, **where) for n, where in found]
+        return [Tensor(stored[n], whole[n], members=cut, start=start, flip=flip) for n, cut, start in found]
 
     def stored_name(self, path: tuple[str, ...]) -> str:
         """The name of a parameter's tensor in a checkpoint."""

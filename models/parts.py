@@ -5,6 +5,7 @@ Submodules are named like the checkpoint's tensors, so loading is a transliterat
 Letters: B batch, T tokens, N query heads, K kv heads, H head_dim, D embed_dim, F mlp_dim, V vocab_size.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,35 +30,26 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
+_LAST = (((1,), (1,)), ((), ()))  # contracts the last axes of two matrices
 _FEW = 64  # rows; of more, a product reads every weight often enough
 
 
 def product(x: Float[Array, "*B D"], weight: Float[Array, "*O D"]) -> Float[Array, "..."]:
     """Rows times a weight that is stored (out, in), summed in float32 or wider.
 
-    On CPUs, a weight is read once and as it is stored, where the rows are few. XLA turns 16-bit weights into float32
-    for a single row, but not for two, of bfloat16. Of several rows it reads float32 weights two to three times as fast
-    as the first factor.
+    On CPUs, few rows read a weight once, as it is stored. XLA would turn a bfloat16 weight into float32 for a single
+    row, but not for two; and it reads a float32 weight two to three times as fast where it is the first factor.
     """
     rows, dtype = math.prod(x.shape[:-1]), jnp.dtype(jnp.float32) if x.dtype.itemsize < 4 else x.dtype
-    flat = x.reshape(rows, x.shape[-1])
-
-    def plain(x: Array, w: Array) -> Array:
-        return lax.dot_general(x, w, (((1,), (w.ndim - 1,)), ((), ())), preferred_element_type=dtype)
-
-    def turned(x: Array, w: Array) -> Array:
-        y = lax.dot_general(w, x, (((w.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
-        return jnp.moveaxis(y, -1, 0)
-
-    def beside_zeros(x: Array, w: Array) -> Array:
-        return plain(jnp.pad(x, ((0, 1), (0, 0))), w)[:1]
-
+    arrays = x.reshape(rows, x.shape[-1]), weight.reshape(-1, x.shape[-1])
+    plain = functools.partial(lax.dot_general, dimension_numbers=_LAST, preferred_element_type=dtype)
+    beside_zeros = lambda x, w: lax.optimization_barrier(plain(jnp.pad(x, ((0, 1), (0, 0))), w))[:1]
     if rows == 1 and x.dtype != dtype:
-        y = lax.platform_dependent(flat, weight, cpu=beside_zeros, default=plain)
+        y = lax.platform_dependent(*arrays, cpu=beside_zeros, default=plain)
     elif 1 < rows <= _FEW and x.dtype == dtype:
-        y = lax.platform_dependent(flat, weight, cpu=turned, default=plain)
+        y = lax.platform_dependent(*arrays, cpu=lambda x, w: plain(w, x).T, default=plain)
     else:
-        y = plain(flat, weight)
+        y = plain(*arrays)
     return y.astype(x.dtype).reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
@@ -165,8 +157,10 @@ class GatedMLP(nn.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The gated sum."""
         c = self.config
-        y = dense(c, (2, c.mlp_dim), self.bias, "gate_up_proj")(x)
-        return dense(c, c.embed_dim, self.bias, "down_proj")(ACTIVATIONS[c.activation](y[..., 0, :]) * y[..., 1, :])
+        groups = math.gcd(c.num_kv_heads, c.mlp_dim)  # which devices may share
+        y = dense(c, (groups, 2, c.mlp_dim // groups), self.bias, "gate_up_proj")(x)
+        y = ACTIVATIONS[c.activation](y[..., 0, :]) * y[..., 1, :]
+        return dense(c, c.embed_dim, self.bias, "down_proj")(y.reshape(*x.shape[:-1], c.mlp_dim))
 
 
 def heads(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -243,7 +244,7 @@ def _named(model: LanguageModel, params: PyTree[Any], dtype: str) -> dict[str, n
         if np.isinf(y).sum() > np.isinf(x).sum():
             raise ValueError(f"{name} has values that {dtype} cannot hold; save it as bfloat16 or float32")
         for tensor in family.tensors(path, y.shape):
-            rows = y[tensor.part] if tensor.heads is None else y[:, tensor.heads].reshape(-1, *y.shape[3:])
+            rows = y[tensor.part] if tensor.members is None else y[:, tensor.members].reshape(-1, *y.shape[3:])
             out = tensors.setdefault(tensor.name, np.empty(tensor.shape, y.dtype))
             (out.T if tensor.flip else out)[tensor.start :][: len(rows)] = rows
     return tensors
@@ -396,13 +397,18 @@ def _assemble(
                 here = [range(n)[i] for i, n in zip(index, leaf.shape, strict=True)]
                 out = empty(tuple(map(len, here)), leaf.dtype)
                 for t in parts:
-                    if t.heads is not None:  # of every kv head, of which a device may have some
-                        a, z, H = t.heads.start, t.heads.stop, leaf.shape[2]
-                        part = np.empty((len(here[0]), z - a, H, *out.shape[3:]), leaf.dtype)
-                        rows(part.reshape(-1, *out.shape[3:]), t, here[0].start * (z - a) * H, index[3:])
-                        first = here[1].start
-                        lo, hi = max(a, first), max(a, first, min(z, here[1].stop))
-                        out[:, lo - first : hi - first] = part[:, lo - a : hi - a, index[2]]
+                    if t.members is not None:
+                        a, z, width = t.members.start, t.members.stop, leaf.shape[2]
+                        held = None
+                        if t.flip:  # whose rows lie apart
+                            held = empty((leaf.shape[0] * (z - a) * width, *leaf.shape[3:]), leaf.dtype)
+                            rows(held, t, 0, [slice(None)] * len(leaf.shape[3:]))
+                        for j, i in itertools.product(here[0], range(max(a, here[1].start), min(z, here[1].stop))):
+                            part, first = out[j - here[0].start, i - here[1].start], (j * (z - a) + i - a) * width
+                            if held is None:
+                                rows(part, t, first + here[2].start, index[3:])
+                            else:
+                                part[...] = held[first:][:width][index[2:]]
                     elif all(i in axis for i, axis in zip(t.part, here, strict=False)):
                         part = out[tuple(i - axis.start for i, axis in zip(t.part, here, strict=False))]
                         rows(part, t, here[len(t.part)].start, index[len(t.part) + 1 :])
