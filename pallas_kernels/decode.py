@@ -67,7 +67,7 @@ def _kernel(
             inside = j0 + lax.broadcasted_iota(jnp.int32, (group, bk), 1) < num_slots
             bias = bl.triton().load(ref["bias"].at[at], mask=inside, other=0.0)
             raw = raw + jnp.broadcast_to(bias[None], (padded // group, group, bk)).reshape(padded, bk)
-        seen = kv_pos <= q_pos
+        seen = (kv_pos >= 0) & (kv_pos <= q_pos)
         if spec.window is not None:
             seen &= q_pos - kv_pos < spec.window
         own = raw
@@ -105,17 +105,61 @@ def _kernel(
     bl.store_rows(ref["out"], zero, num_rows, acc)
 
 
-def _combine(out, top, mass):
-    """Joins the parts "B K split R (H)" of a softmax: output and natural-log logsumexp "B K R (H)"."""
-    best = top.max(2, keepdims=True)
-    shrink = jnp.exp2(top - jnp.where(best == -jnp.inf, 0.0, best))
-    total = (shrink * mass).sum(2)
-    out = (shrink[..., None] * out).sum(2) / jnp.where(total > 0, total, 1.0)[..., None]
-    return out, bl.log2_sum(best[:, :, 0], total)
+def _combine_kernel(*refs: Any, names: tuple[str, ...], num_parts: int):
+    """Joins the parts of one row: its output, and its logsumexp in natural logarithms."""
+    ref = dict(zip(names, refs, strict=True))
+    zero, size = pl.program_id(0) * 0, min(bl.power_of_two(num_parts), 32)
+    columns = bl.parts(ref["out"].shape[-1])
+
+    def body(u, carry):
+        best, total, acc = carry
+        top = bl.load_vector(ref["top"], zero + u * size, size, num_parts, -jnp.inf)
+        mass = bl.load_vector(ref["mass"], zero + u * size, size, num_parts, 0.0)
+        new = jnp.maximum(best, jnp.max(top))
+        shift = jnp.where(new == -jnp.inf, 0.0, new)
+        weight, shrink = jnp.exp2(top - shift), jnp.exp2(best - shift)
+        rows = bl.load_rows(ref["parts"], zero + u * size, size, num_parts)
+        acc = tuple(a * shrink + jnp.sum(weight[:, None] * x, axis=0) for a, x in zip(acc, rows, strict=True))
+        return new, total * shrink + jnp.sum(weight * mass), acc
+
+    start = jnp.float32(-jnp.inf), jnp.float32(0.0), tuple(jnp.zeros((width,), jnp.float32) for _, width in columns)
+    best, total, acc = lax.fori_loop(0, -(-num_parts // size), body, start)
+    share = 1.0 / jnp.where(total > 0, total, 1.0)
+    for (column, width), x in zip(columns, acc, strict=True):
+        bl.triton().store(ref["out"].at[pl.ds(zero + column, width)], (x * share).astype(ref["out"].dtype))
+    bl.triton().store(ref["lse"].at[pl.ds(zero, 1)], bl.log2_sum(best, total)[None])
 
 
-def _run(q, k, v, q_pos, kv_pos, owner, bias, *, spec, sizes, group, logits_rows, interpret):
-    """`_kernel` over "B K R H" queries and "B K S H" slots; K is 1 for a pool, R and `group` are powers of two."""
+def _combined(
+    parts: Float[Array, "B K split R H"],
+    top: Float[Array, "B K split R"],
+    mass: Float[Array, "B K split R"],
+    dtype: Any,
+    rows: int,
+    interpret: bool,
+) -> tuple[Float[Array, "B K rows H"], Float[Array, "B K rows"]]:
+    """Output and logsumexp of the first rows, from the parts of their softmax."""
+    B, K, num_parts, _, H = parts.shape
+    of_parts = lambda *rest: pl.BlockSpec(
+        (None, None, num_parts, None, *rest), lambda r, h, b: (b, h, 0, r, *(0,) * len(rest))
+    )
+    return bl.call(
+        functools.partial(_combine_kernel, names=("parts", "top", "mass", "out", "lse"), num_parts=num_parts),
+        [parts, top, mass],
+        grid=(rows, K, B),
+        in_specs=[of_parts(H), of_parts(), of_parts()],
+        out_specs=[
+            pl.BlockSpec((None, None, None, H), lambda r, h, b: (b, h, r, 0)),
+            pl.BlockSpec((None, None, 1), lambda r, h, b: (b, h, r)),
+        ],
+        out_shape=[jax.ShapeDtypeStruct((B, K, rows, H), dtype), jax.ShapeDtypeStruct((B, K, rows), jnp.float32)],
+        interpret=interpret,
+        name="kvjax_combine",
+    )
+
+
+def _run(q, k, v, q_pos, kv_pos, owner, bias, *, spec, sizes, group, rows, logits_rows, interpret):
+    """The first `rows` of "B K R H" queries over "B K S H" slots; K is 1 for a pool, R and `group` powers of two."""
     bl.check_inputs(q, k, v)
     if not spec.causal or spec.gumbel:
         raise NotImplementedError("a decode kernel computes the softmax of the output alone")
@@ -159,7 +203,7 @@ def _run(q, k, v, q_pos, kv_pos, owner, bias, *, spec, sizes, group, logits_rows
         name="kvjax_decode" if owner is None else "kvjax_pool_decode",
         compiler_params=bl.compiler_params(sizes),
     )
-    out, lse = _combine(out, top, mass)
+    out, lse = _combined(out, top, mass, q.dtype, rows, interpret)
     return out[..., :H], lse, logits[0] if logits else None
 
 
@@ -182,7 +226,7 @@ def decode_attention(
       q: the queries.
       k, v: keys and values.
       q_pos: position of the row, negative for padding.
-      kv_pos: positions of the slots, `blocks.DEAD` for dead ones.
+      kv_pos: positions of the slots, negative for dead ones.
       bias: added to the logits of every slot after the soft cap.
       spec: how logits follow from products.
       with_logits: also return the logits of every slot, unmasked; `exp(logits - lse)` is the probability row.
@@ -206,10 +250,11 @@ def decode_attention(
         spec=spec,
         sizes=sizes,
         group=rows,
+        rows=G,
         logits_rows=G if with_logits else 0,
         interpret=interpret,
     )
-    return out[:, :, :G].reshape(B, N, 1, H).astype(q.dtype), lse[:, :, :G].reshape(B, N, 1), logits
+    return out.reshape(B, N, 1, H), lse.reshape(B, N, 1), logits
 
 
 def pooled_decode_attention(
@@ -236,7 +281,7 @@ def pooled_decode_attention(
       k, v: keys and values.
       owner: kv head of every slot, negative for none.
       q_pos: position of the row, negative for padding.
-      kv_pos: positions of the slots, `blocks.DEAD` for dead ones.
+      kv_pos: positions of the slots, negative for dead ones.
       bias: added to the logits of every slot with the query heads of its owner.
       num_kv_heads: K.
       spec, sizes, interpret: as in `decode_attention`.
@@ -269,12 +314,13 @@ def pooled_decode_attention(
         spec=spec,
         sizes=sizes,
         group=group,
+        rows=rows,
         logits_rows=G if with_logits else 0,
         interpret=interpret,
     )
     own = lambda x: x.reshape(B, heads, group, *x.shape[3:])[:, :K, :G]
     return (
-        own(out).reshape(B, N, 1, H).astype(q.dtype),
+        own(out).reshape(B, N, 1, H),
         own(lse).reshape(B, N, 1),
         None if logits is None else logits[:, 0],
     )

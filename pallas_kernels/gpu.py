@@ -52,15 +52,15 @@ def forward(
     bias: Float[Array, "B N S"] | None = None,
 ) -> Forward:
     """Output, logsumexp and, for one row a head where they are wanted, its logits "B K G S"."""
-    kv_pos = bl.readable(kv_pos)
     if backend == "mosaic_gpu" and bias is None:
+        arrays = q, k, v, q_pos, bl.readable(kv_pos)
         if q.shape[2] == 1:
-            return mosaic_decode.decode_attention(q, k, v, q_pos, kv_pos, spec=spec, with_logits=with_logits)
-        return *mosaic_flash.flash_attention(q, k, v, q_pos, kv_pos, spec=spec), None
+            return mosaic_decode.decode_attention(*arrays, spec=spec, with_logits=with_logits)
+        return *mosaic_flash.flash_attention(*arrays, spec=spec), None
     how: dict[str, Any] = {"spec": spec, "bias": bias, "interpret": _triton(backend)}
     if q.shape[2] == 1:
         return decode.decode_attention(q, k, v, q_pos, kv_pos, with_logits=with_logits, **how)
-    return *flash.flash_attention(q, k, v, q_pos, kv_pos, **how), None
+    return *flash.flash_attention(q, k, v, q_pos, bl.readable(kv_pos), **how), None
 
 
 def column(
@@ -193,7 +193,7 @@ def pooled_forward(
     """The pool: output, logsumexp and every statistic, from the logits that the kernel kept."""
     interpret = _triton(backend)
     out, lse, row = decode.pooled_decode_attention(
-        *(q, k, v, owner, q_pos, bl.readable(kv_pos), bias),
+        *(q, k, v, owner, q_pos, kv_pos, bias),
         num_kv_heads=num_kv_heads,
         spec=spec,
         with_logits=bool(columns),

@@ -321,7 +321,7 @@ class _Following:
     attend: Attend
 
     def __call__(self, kv: Any, q: Any, k: Any, v: Any, *, rotate: Any, out_proj: Any = None, **how: Any) -> Any:
-        out, after, (mass,) = self.attend(kv, q, k, v, rotate=rotate, out_proj=out_proj, **how)
+        out, after, ((mass,), _) = self.attend(kv, q, k, v, rotate=rotate, out_proj=out_proj, **how)
         T, F = kv.pos.shape[2], q.shape[2]
         told = tuple((n, x) for n, x in how.items() if n not in ("hidden", "layer"))
         return out, after, Later(q, k, v, out, mass[..., :T] / F, out_proj, rotate=rotate, how=told)

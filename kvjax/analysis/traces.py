@@ -131,7 +131,7 @@ def trace(reading: Reading) -> Traces:
     for i, (kv, later) in enumerate(zip(reading.state.layers, reading.later, strict=True)):
         attend = reading.attend(i, kv, (votes(R),))
         new = later.q, later.k, later.v
-        (row,) = attend(kv.replace(memory=()), *new, layer=i, rotate=later.rotate, **dict(later.how))[2]
+        _, _, ((row,), _) = attend(kv.replace(memory=()), *new, layer=i, rotate=later.rotate, **dict(later.how))
         rows.append(row)  # "B N R S+R"
         v = by_query_head(later.v, row.shape[1])
         own.append(jnp.einsum("bnrs,bnsh->bnrh", row[..., T:], v.astype(row.dtype)))

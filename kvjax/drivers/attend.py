@@ -63,8 +63,8 @@ class Attend:
         window: int | None = None,
         softcap: float | None = None,
         slopes: Any = None,
-    ) -> tuple[Float[Array, "B N T H"], Storage, tuple[Any, ...]]:
-        """Returns the attention output, the layer's cache afterwards, and statistics, if `gives`.
+    ) -> tuple[Float[Array, "B N T H"], Storage, tuple[tuple[Any, ...], tuple[Bool[Array, "B"], ...]]]:
+        """Returns the attention output, the cache after, and (statistics if `gives`, which sequences lost tokens).
 
         Args:
           kv: the layer's cache.
@@ -83,9 +83,7 @@ class Attend:
             rotate = of_text(jnp.where(ctx.length > ctx.prompt_length, 0, ctx.prompt_length))
         k = k if by_rank else rotate(k, pos[:, None])
         slots = None if self.grow else kv.free(pos)
-        lost = None
-        if slots is not None:
-            lost = ((slots == kv.pos.shape[-1]) & (pos != EMPTY)[:, None]).any((1, 2))
+        lost = () if slots is None else (((slots == kv.pos.shape[-1]) & (pos != EMPTY)[:, None]).any((1, 2)),)
         kv = kv.append(k, v, pos, slots)
         seen = dataclasses.replace(ctx, hparams=(), params=())
         how = {"scale": scale, "window": window, "softcap": softcap}
@@ -109,9 +107,8 @@ class Attend:
             view = kv.view()
             kv = kv.put(view, policy.update(view, Stats(found), ctx))
             if not self.grow and ctx.phase == "prefill":
-                lost = unscored(kv).any(-1) if lost is None else lost | unscored(kv).any(-1)
-        y = out.out if lost is None else jnp.where(lost[:, None, None, None], jnp.nan, out.out)
-        return y, kv, tuple(found.values()) if self.gives else ()
+                lost = *lost, unscored(kv).any(-1)
+        return out.out, kv, (tuple(found.values()) if self.gives else (), lost)
 
 
 def without_cache(pos: Int[Array, "B T"]) -> Callable[..., Any]:
@@ -170,7 +167,7 @@ def embed(
 def layer_step(
     model: Any, layer: int, params: PyTree[Any], x: Float[Array, "B T D"], kv: Storage, attend: Callable[..., Any]
 ) -> tuple[Float[Array, "B T D"], Storage, Any]:
-    """Runs a layer: the residual stream and the cache after it, and what `attend`, a pytree, observed."""
+    """Runs a layer: the residual stream and the cache after it, and what else `attend`, a pytree, gave."""
     x, after, found = model.block(layer, params, x, kv, attend)
     if kv.how.mesh is not None:
         x, after = laid_out(x, kv.how.mesh, (DATA,)), after.laid_out()
@@ -236,16 +233,16 @@ def step(
 
     def layer(i: int, x: Array, params: PyTree[Any], here: tuple[Storage, Attend]) -> tuple[Array, tuple[Any, ...]]:
         kv, attend = here
-        x, kv, found = layer_step(model, model.alike[i], params, x, kv, attend)
+        x, kv, (found, lost) = layer_step(model, model.alike[i], params, x, kv, attend)
         if not (at_once and grow):
-            return x, (kv, found)
+            return x, (kv, found, lost)
         kv, full = compacted(kv, attend.ctx, policy=attend.policy, capacity=slots[i], ends=ends)
-        return x, (kv, found, full)
+        return x, (kv, found, (full,))
 
     shared = [*zip(kinds, slots, strict=True)] if shares else None
     x, done = each_layer(layer, x, each, inputs, kinds=shared, after_layer=after_layer)
-    layers, seen, *lost = zip(*done, strict=True)
-    lost = lost[0] if lost else ()
+    layers, seen, lost = zip(*done, strict=True)
+    lost = tuple(x for each in lost for x in each)
     if at_once and slots != plan.capacities:
         cuts = [*zip(layers, plan.capacities, strict=True)]
         lost = tuple(full | (kv.num_live.max(-1) > n) for full, (kv, n) in zip(lost, cuts, strict=True))
@@ -254,5 +251,5 @@ def step(
     stats = AttnStats(seen, tokens, tuple(names), phase) if joint or gives else None
     if stats is not None and joint and evict:
         state, full = decided(state, stats, grow=grow, ends=ends)
-        lost = tuple(full) if phase == "prefill" else lost
+        lost = (*lost, *full) if phase == "prefill" else lost
     return head(model, outer, x, lost), state, stats

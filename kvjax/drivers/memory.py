@@ -177,7 +177,8 @@ def read_shapes(
 def _attended(attend: Attend, kv: Storage, q: Any, k: Any, out_proj: Any, hidden: Any) -> tuple[Storage, Any]:
     """A layer that has stored new rows, and what was observed of them."""
     how = {"layer": 0, "rotate": lambda x, _: x, "out_proj": out_proj, "hidden": hidden}
-    return attend(kv, q, k, k, **how)[1:]
+    _, kv, (found, _) = attend(kv, q, k, k, **how)
+    return kv, found
 
 
 def _reading(

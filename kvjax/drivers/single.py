@@ -92,7 +92,7 @@ def evict_layer(
     program, names = compiled(policy), policy.observe("prefill")
     attend = Attend(ctx, pos, program, names, heads, evict=not policy.joint, gives=True)
     how = {"layer": layer, "rotate": lambda x, pos: x, "out_proj": out_proj, "hidden": hidden}
-    _, kv, found = attend(kv, q, k, v, **how)
+    _, kv, (found, _) = attend(kv, q, k, v, **how)
     if policy.joint:
         kv = program.update_layers((kv,), (Stats(zip(names, found, strict=True)),), (ctx,))[0]
     if not isinstance(kv.pos, jax.core.Tracer):

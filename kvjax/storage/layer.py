@@ -112,7 +112,14 @@ class Layer(Storage):
         B, K, rows = slots.shape
         row = lambda x: x if rows > 1 else x[:, :, 0]
         at = tuple(map(row, (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slots)))
-        write = lambda x, new: x.at[at].set(jnp.asarray(new).astype(x.dtype), mode="drop", unique_indices=rows == 1)
+
+        def write(x: Array, new: Any) -> Array:
+            new = jnp.asarray(new).astype(x.dtype)
+            if rows == 1 and x.ndim == 3:  # in one pass with what reads it next, where a scatter is a kernel of its own
+                here = lax.broadcasted_iota(jnp.int32, x.shape, 2) == slots
+                return jnp.where(here, jnp.broadcast_to(new[..., None], x.shape), x)
+            return x.at[at].set(new, mode="drop", unique_indices=rows == 1)
+
         fields = {"k": write(self.k, row(k)), "v": write(self.v, row(v)), "pos": write(self.pos, row(pos))}
         return self.replace(**fields, **self._blanked(lambda x: write(x, 0)))
 
