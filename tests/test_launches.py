@@ -59,10 +59,12 @@ def test_a_layer_launches_no_more_than_it_did(tmp_path):
     """Compiled for an H100, by Triton kernels."""
     if lacking := aot_check.missing():
         pytest.skip(f"cannot compile for a GPU without {', '.join(lacking)}")
-    most = {"full": 26, "h2o": 29, "streaming_llm": 34.5}
+    most = {"full": 19, "h2o": 21, "streaming_llm": 28}
     command = [sys.executable, ROOT / "experiments" / "aot_check.py", "--steps", "--arch", "sm_90"]
     command += ["--only", rf"^({'|'.join(map(re.escape, most))}) \(triton", "--output", tmp_path / "report"]
     subprocess.run(command, check=True)
     rows = json.loads((tmp_path / "report.json").read_text())["rows"]
-    assert {row["policy"]: row["launches"]["all"] for row in rows} == most
-    assert not {"while", "conditional"} & {kind for row in rows for kind in row["launches"]}
+    assert {row["policy"] for row in rows} == set(most)
+    assert not [row for row in rows if row["launches"]["all"] > most[row["policy"]]]
+    unwanted = {"while", "conditional", "product by multiplying and adding"}
+    assert not unwanted & {kind for row in rows for kind in row["launches"]}

@@ -84,7 +84,7 @@ def _fusion(body: str) -> str:
     """What a fused computation is: its heaviest operation."""
     if " dot(" in body:
         return "product"
-    if re.search(r'(multiply|reduce)\(.*op_name="[^"]*dot_general', body):
+    if re.search(r' multiply\(.*op_name="[^"]*dot_general', body):
         return "product by multiplying and adding"
     return next((x for x in ("scatter", "sort", "reduce") if f" {x}(" in body), "elementwise")
 
