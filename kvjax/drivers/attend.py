@@ -63,8 +63,8 @@ class Attend:
         window: int | None = None,
         softcap: float | None = None,
         slopes: Any = None,
-    ) -> tuple[Float[Array, "B N T H"], Storage, tuple[tuple[Any, ...], tuple[Bool[Array, "B"], ...]]]:
-        """Returns the attention output, the cache after, and (statistics if `gives`, which sequences lost tokens).
+    ) -> tuple[Float[Array, "B N T H"], Storage, tuple[tuple[Any, ...], tuple[Bool[Array, "B K"], ...]]]:
+        """Returns the attention output, the cache after, and (statistics if `gives`, which heads lost tokens).
 
         Args:
           kv: the layer's cache.
@@ -83,7 +83,7 @@ class Attend:
             rotate = of_text(jnp.where(ctx.length > ctx.prompt_length, 0, ctx.prompt_length))
         k = k if by_rank else rotate(k, pos[:, None])
         slots = None if self.grow else kv.free(pos)
-        lost = () if slots is None else (((slots == kv.pos.shape[-1]) & (pos != EMPTY)[:, None]).any((1, 2)),)
+        lost = () if slots is None else (((slots == kv.pos.shape[-1]) & (pos != EMPTY)[:, None]).any(2),)
         kv = kv.append(k, v, pos, slots)
         seen = dataclasses.replace(ctx, hparams=(), params=())
         how = {"scale": scale, "window": window, "softcap": softcap}
@@ -107,7 +107,7 @@ class Attend:
             view = kv.view()
             kv = kv.put(view, policy.update(view, Stats(found), ctx))
             if not self.grow and ctx.phase == "prefill":
-                lost = *lost, unscored(kv).any(-1)
+                lost = *lost, unscored(kv)
         return out.out, kv, (tuple(found.values()) if self.gives else (), lost)
 
 
@@ -176,11 +176,11 @@ def layer_step(
 
 @functools.partial(jax.jit, static_argnames=("model",))
 def head(
-    model: Any, params: PyTree[Any], x: Float[Array, "B T D"], lost: tuple[Bool[Array, "B"], ...]
+    model: Any, params: PyTree[Any], x: Float[Array, "B T D"], lost: tuple[Bool[Array, "B _"], ...]
 ) -> Float[Array, "B V"]:
-    """Logits after the last column, NaN for sequences that have lost tokens in a layer."""
+    """Logits after the last column, NaN for sequences that have lost tokens in a layer or a head."""
     logits = model.head(params, x[:, -1:])[:, -1]
-    return jnp.where(jnp.stack(lost).any(0)[:, None], jnp.nan, logits) if lost else logits
+    return jnp.where(jnp.concatenate(lost, 1).any(1, keepdims=True), jnp.nan, logits) if lost else logits
 
 
 def step(
@@ -237,7 +237,7 @@ def step(
         if not (at_once and grow):
             return x, (kv, found, lost)
         kv, full = compacted(kv, attend.ctx, policy=attend.policy, capacity=slots[i], ends=ends)
-        return x, (kv, found, (full,))
+        return x, (kv, found, (full[:, None],))
 
     shared = [*zip(kinds, slots, strict=True)] if shares else None
     x, done = each_layer(layer, x, each, inputs, kinds=shared, after_layer=after_layer)
@@ -245,11 +245,11 @@ def step(
     lost = tuple(x for each in lost for x in each)
     if at_once and slots != plan.capacities:
         cuts = [*zip(layers, plan.capacities, strict=True)]
-        lost = tuple(full | (kv.num_live.max(-1) > n) for full, (kv, n) in zip(lost, cuts, strict=True))
+        lost = tuple(full | (kv.num_live > n) for full, (kv, n) in zip(lost, cuts, strict=True))
         layers = tuple(kv if n == most else kv.compact(n) for (kv, n), most in zip(cuts, slots, strict=True))
     state = dataclasses.replace(state, layers=layers, ready=state.ready or (at_once and ends))
     stats = AttnStats(seen, tokens, tuple(names), phase) if joint or gives else None
     if stats is not None and joint and evict:
         state, full = decided(state, stats, grow=grow, ends=ends)
-        lost = (*lost, *full) if phase == "prefill" else lost
+        lost = (*lost, *(x[:, None] for x in full)) if phase == "prefill" else lost
     return head(model, outer, x, lost), state, stats
