@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvjax import methods
+from kvjax.experiments.bench.peers.report import short
 from kvjax.experiments.core import leaderboards, page, page_markdown, sources, table
 from tests.runs import ROOT
 
@@ -203,62 +204,17 @@ def ratio(x):
     return f"1/{1 / x:.0f}" if x < 0.1 else f"{x:.2f}" if x < 9.995 else f"{x:.1f}"
 
 
-PEERS = {
-    "prefill of 2,048 tokens": ["prefill/2k"],
-    "prefill of 4,096 tokens": ["prefill/4k"],
-    "prefill of 8,192 tokens": ["prefill/8k"],
-    "prefill of 16,384 tokens": ["prefill/16k"],
-    "prefill with H2O's statistics, of that without": ["statistics/h2o"],
-    "prefill with Keyformer's, of that without": ["statistics/keyformer"],
-    "decoding, full cache, batch 1, after 2,048 / 4,096 tokens": ["full/1x2k", "full/1x4k"],
-    "decoding, full cache, batch 4, after 2,048 / 4,096 tokens": ["full/4x2k", "full/4x4k"],
-    "tokens a second at batch 4, of those at batch 1, 2,048 / 4,096 tokens": ["batch/2k", "batch/4k"],
-    "decoding at 25 %: snapkv": ["decode/snapkv"],
-    **{m: [f"decode/{m}"] for m in "pyramidkv knorm keydiff nacl h2o tova random keyformer roco".split()},
-    "ada_snapkv in its pool": ["decode/ada_snapkv"],
-    "ada_snapkv in its pool, against kvpress's AdaKV": ["counterpart/ada_snapkv"],
-    "streaming_llm": ["decode/streaming_llm"],
-    "evicting at every step, of appending alone: tova": ["step/tova"],
-    "peak of prefill beyond what stays, 32 layers of that of 16": ["depth/h2o"],
-    "time a token after 100,000 tokens, of that after 10,000 (H2O)": ["stream/h2o"],
-    "first run: nothing compiled before": ["first/cold"],
-    "first run: programs kept from an earlier process": ["first/warm"],
-}
-STEPS = {m: [f"step/{m}"] for m in ("h2o", "random", "keyformer", "roco")}
-ADDED = "what H2O adds to the peak of prefill, of what ObservedAttention adds, 4,096 / 8,192 tokens"
-
-
 def peers():
-    rows = read("peers", "peers.json")["rows"]
-
-    def cell(names, threads, join=" / "):
-        found = [rows[f"{name} {threads}"] for name in names if f"{name} {threads}" in rows]
-        shown = [
-            ratio(r["ratio"]["median"]) + (f" ({ratio(a)})" if (a := r["ratio"].get("alone")) else "") for r in found
-        ]
-        missed = [r["goal"] is not None and not r["met"] for r in found]
-        assert len({*missed}) <= 1, names  # of two numbers in a cell, both miss their goals or neither
-        return f"**{join.join(shown)}**" if any(missed) else join.join(shown)
-
-    for label, names in (*PEERS.items(), *STEPS.items(), (ADDED, ["memory/4k", "memory/8k"])):
-        goals = [goal for name in names if (goal := rows[f"{name} 1"]["goal"])]
-        small = any(goal["ratio"] < 0.1 for goal in goals)
-        most = any(goal["bound"] == "at most" for goal in goals) and not small
-        bounds = dict.fromkeys(ratio(g["ratio"]) if small else f"{g['ratio']:g}" for g in goals)
-        goal = ("at most " if most else "") + ", ".join(bounds)
-        yield line(label, goal, cell(names, 1, ", " if small else " / "), cell(names, 2)).replace("|  |", "| |")
+    yield short(read("peers", "peers.json"))
 
 
 def results_in_short():
     rows = {name: row["ratio"]["median"] for name, row in read("peers", "peers.json")["rows"].items()}
-    decode = [
-        rows[f"decode/{m} 1"] for m in "snapkv pyramidkv knorm keydiff nacl h2o tova random keyformer roco".split()
-    ]
-    decode += [rows["decode/streaming_llm 1"], rows["decode/ada_snapkv 1"]]
-    prefill = [ratio(rows[f"prefill/{n}k 1"]) for n in (2, 4, 8, 16)]
+    decode = [x for name, x in rows.items() if name.startswith("tiny/decode/")]
+    prefill = [ratio(rows[f"tiny/prefill/{n}k"]) for n in (2, 4, 8, 16)]
     yield f"is {min(decode):.1f} to {max(decode):.1f} times as fast as kvpress"
     yield f"prefill {min(prefill)} to {max(prefill)} times as fast as transformers"
-    yield f"H2O adds {ratio(rows['memory/4k 1'])} of the memory"
+    yield f"H2O adds {ratio(rows['tiny/memory/4k'])} of the memory"
 
 
 def loading():

@@ -9,7 +9,6 @@ import pathlib
 import subprocess
 import sys
 import tomllib
-from typing import Any
 
 from kvjax.experiments.core.command import write_json
 
@@ -71,8 +70,8 @@ def check_interpreter(python: pathlib.Path) -> pathlib.Path:
     return python
 
 
-def said(*command: str, **how: Any) -> str:
-    """The last line of what a command wrote, if it failed; `how` it runs is that of `subprocess.run`."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+def said(*command: str) -> str:
+    """The last line of what a command wrote, if it failed."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
     return lines[-1] if done.returncode else ""

@@ -1,9 +1,8 @@
 """kvjax's worker: `python -m kvjax.experiments.bench.peers.ours MODEL DTYPE` answers requests from standard input."""
 
-import dataclasses
 import functools
 import sys
-import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,9 +11,8 @@ import numpy as np
 
 import kvjax
 from kvjax import methods, models
-from kvjax.experiments.bench.peers.protocol import Prepared, serve
-from kvjax.experiments.bench.speed import advance
-from kvjax.experiments.core.engine import peak_bytes
+from kvjax.drivers.loop import begin, decoded
+from kvjax.experiments.bench.peers.protocol import serve
 from kvjax.experiments.core.provenance import device_info
 
 
@@ -27,6 +25,12 @@ def make_policy(name: str, budget: float) -> kvjax.Policy:
     return around[name](methods.snapkv(count)) if name in around else getattr(methods, name)(count)
 
 
+@functools.partial(jax.jit, static_argnames="model")
+def _step(model: models.LanguageModel, params: Any, token: jax.Array, state: kvjax.State) -> Any:
+    logits, state = kvjax.decode_step(model, params, token, state)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), state
+
+
 class Jobs:
     """Makes jobs ready to run.
 
@@ -37,64 +41,65 @@ class Jobs:
 
     def __init__(self, checkpoint: str, dtype: str):
         self._model, self._params = models.load(checkpoint, dtype=dtype)
+        self._read: tuple[Any, Any] = None, None  # the prompt that was read last, and what came of it
 
-    def __call__(self, job: dict[str, Any]) -> Prepared:
-        """A job, the fields of `kvjax.experiments.bench.peers.rows.Job`, compiled and run once.
+    def __call__(self, job: dict[str, Any]) -> Callable[[], int]:
+        """A job, the fields of `kvjax.experiments.bench.peers.rows.Job`: compiled, and run once if it decodes.
 
         Raises:
           ValueError: a kind that this worker does not know.
         """
-        if job["kind"] not in ("prefill", "decode", "stream"):
+        if job["kind"] not in ("prefill", "decode"):
             raise ValueError(f"kvjax has no job {job['kind']!r}")
-        jax.clear_caches()  # so that a program of an earlier job is compiled again, and timed
-        model, params = self._model, self._params
-        if job["layers"] is not None:
-            model = models.LanguageModel(dataclasses.replace(model.config, num_layers=job["layers"]))
-            params = jax.jit(model.init)(jax.random.key(0))
-        B, T, steps = job["batch"], job["length"], job["steps"]
-        tokens = jnp.asarray(np.random.default_rng(0).integers(4, model.config.vocab_size, (B, T)), jnp.int32)
-        before = -(-job["after"] // steps) if steps else 0
-        room = (before + 1) * steps
-        how: dict[str, Any] = {"policy": make_policy(job["what"], job["budget"]), "lengths": np.full(B, T)}
-        how["max_new_tokens"] = room
-
-        def measured(params, tokens):
-            return kvjax.forward(model, params, tokens, kvjax.start(model, **how))
-
-        evicted = lambda params, tokens: kvjax.prefill(model, params, tokens, **how)
-        read, facts = _compile(jax.jit(measured if job["how"] == "measure" else evicted), params, tokens)
         if job["kind"] == "prefill":
-            run = functools.partial(_kept, read, params, tokens)
-        else:
-            logits, state = read(params, tokens)
-            token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-            go_on, facts = _compile(advance, model, params, token, state, steps)
-            for _ in range(before):
-                token, state = go_on(params, token, state)
-
-            def run() -> int:
-                jax.block_until_ready(go_on(params, token, state))
-                return 0
-
+            return self._prefilling(job)
+        run = self._decoding(job)
         run()
-        return Prepared(run, facts)
+        return run
+
+    def _prefilling(self, job: dict[str, Any]) -> Callable[[], int]:
+        model, T = self._model, job["length"]
+        tokens = jnp.asarray(np.random.default_rng(0).integers(4, model.config.vocab_size, (1, T)), jnp.int32)
+        how: dict[str, Any] = {"policy": make_policy(job["what"], job["budget"]), "lengths": np.full(1, T)}
+        how["max_new_tokens"] = job["steps"]
+
+        def read(params: Any, tokens: jax.Array) -> Any:
+            if job["how"] == "measure":
+                return kvjax.forward(model, params, tokens, kvjax.start(model, **how))
+            return kvjax.prefill(model, params, tokens, **how)
+
+        compiled = jax.jit(read).lower(self._params, tokens).compile()
+
+        def run() -> int:
+            logits, state, *_ = jax.block_until_ready(compiled(self._params, tokens))
+            self._read = _prompt(job), (logits, state)
+            return int(sum(kv.k.nbytes + kv.v.nbytes for kv in state.layers))
+
+        return run
+
+    def _decoding(self, job: dict[str, Any]) -> Callable[[], int]:
+        if self._read[0] != _prompt(job):
+            self._prefilling({**job, "how": "evict"})()
+        model, params, rows, (logits, state) = self._model, self._params, [0] * job["batch"], self._read[1]
+        at = begin(logits[np.array(rows)], state[rows])
+
+        def loop() -> int:  # that of `generate`
+            jax.block_until_ready(decoded(model, params, at, None, None, chunk=job["steps"]))
+            return 0
+
+        def steps() -> int:
+            token, state = at.token, at.state
+            for _ in range(job["steps"]):
+                token, state = _step(model, params, token, state)
+            jax.block_until_ready(token)
+            return 0
+
+        return steps if job["how"] == "steps" else loop
 
 
-def _compile(function: Any, *arguments: Any) -> tuple[Any, dict[str, float]]:
-    """A program ahead of time, and what is known of it."""
-    start = time.perf_counter()
-    compiled = function.lower(*arguments).compile()
-    facts: dict[str, float] = {"compile_seconds": time.perf_counter() - start}
-    memory, peak = compiled.memory_analysis(), peak_bytes(compiled)
-    if memory is not None and peak is not None:
-        facts |= {"temp_bytes": memory.temp_size_in_bytes, "peak_bytes": peak}
-    return compiled, facts
-
-
-def _kept(read: Any, params: Any, tokens: jax.Array) -> int:
-    """Runs a prefill; bytes of keys and values of its state."""
-    _, state, *_ = jax.block_until_ready(read(params, tokens))
-    return int(sum(kv.k.nbytes + kv.v.nbytes for kv in state.layers))
+def _prompt(job: dict[str, Any]) -> tuple[Any, ...]:
+    """What jobs that decode after the same prompt share."""
+    return job["what"], job["how"] == "measure", job["length"], job["budget"]
 
 
 if __name__ == "__main__":

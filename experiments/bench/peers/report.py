@@ -1,4 +1,4 @@
-"""The table and the picture of what was measured beside the peers."""
+"""The tables and the picture of what was measured beside the peers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,142 +7,136 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from kvjax.experiments.bench.peers.checkpoints import MODELS
 from kvjax.experiments.core.markdown import table as markdown_table
 from kvjax.plot.style import COLOURS
 
 Entry = dict[str, Any]
 
-_MET = {True: "yes", False: "**no**", None: ""}
+# The lines of the short table, and the rows of a line's cells: each the first of several that a model has.
+_SHORT = {
+    "prefill, 1k (tiny 2k); 4k tokens": ("prefill/1k prefill/2k", "prefill/4k"),
+    "decoding, full cache, behind 1k (2k); 4k": ("full/1x1k full/1x2k", "full/1x4k"),
+    "the same, batch 4": ("full/4x1k full/4x2k", "full/4x4k"),
+    "by `decode_step`, behind 1k (2k)": ("steps/1k steps/2k",),
+    "decoding at 25 % of 4k: SnapKV; H2O; Ada-SnapKV": ("decode/snapkv", "decode/h2o", "decode/ada_snapkv"),
+    "first answer: nothing compiled; programs kept": ("first/cold", "first/kept"),
+    "loading": ("load",),
+    "peak memory, times that of transformers": ("peak",),
+}
+_TITLES = {model.name: model.title for model in MODELS}
+_PEERS = ("transformers", "kvpress", "kvjax")  # each with its colour
+
+
+def by_model(table: dict[str, Any]) -> dict[str, list[Entry]]:
+    """A table's rows, model by model, in the order of the table."""
+    rows = sorted(table["rows"].values(), key=lambda row: row["place"])
+    return {model: [row for row in rows if row["model"] == model] for model in dict.fromkeys(r["model"] for r in rows)}
+
+
+def short(table: dict[str, Any]) -> str:
+    """The main ratios in ten lines: more is better, but for memory; those that miss their goals are bold."""
+    models = by_model(table)
+
+    def cell(rows: dict[str, Entry], names: Sequence[str]) -> str:
+        found = [next((rows[x] for x in alike.split() if x in rows), None) for alike in names]
+        shown = ["" if x is None else number(x["ratio"]["median"]) for x in found]
+        return "; ".join(
+            f"**{text}**" if x and x["met"] is False else text or "-" for text, x in zip(shown, found, strict=True)
+        )
+
+    named = [{row["name"]: row for row in rows} for rows in models.values()]
+    lines = [[line, *(cell(rows, names) for rows in named)] for line, names in _SHORT.items()]
+    return "\n".join(markdown_table(["", *(_TITLES.get(x, x) for x in models)], lines)) + "\n"
 
 
 def markdown(table: dict[str, Any]) -> str:
-    """The table as text: the rows, what each side's programs take, and what could not be measured."""
-    rows = ordered(table)
+    """The table as text: the main ratios, and all rows of each model."""
+    device, peers = table["kvjax"]["device"], table["peer"]["versions"]
+    versions = {name: device["versions"][name] for name in ("python", "jax", "jaxlib", "kvjax")} | peers
+    named = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     lines = [
         "# kvjax beside transformers and kvpress",
         "",
-        _about(table),
+        f"{device['machine']}, {device['kind']}, {table['threads']} threads; {named}. Ratios are medians of those "
+        "within one round of interleaved runs; above 1 is kvjax's, but for memory and what statistics add.",
         "",
-        *markdown_table(
-            ["row", "threads", "kvjax", "beside", "ratio [quartiles]", "alone", "goal", "met"],
-            [_cells(row) for row in rows],
-        ),
+        short(table),
     ]
-    jobs = {}
-    for row in rows:
-        for side in (row["kvjax"], row["beside"]):
-            jobs[side["label"], side["job"]["kind"], side["job"]["length"], row["threads"]] = side["facts"]
-    lines += [
-        "",
-        "Compilation, and memory of one run: of kvjax's compiled program, and what the process held at the peak more "
-        "than before. Decoding is weighed without the prompt before it.",
-        "",
-    ]
-    programs, size = [], lambda facts, name: f"{facts[name] / 2**20:.1f} MiB" if name in facts else ""
-    for (label, kind, length, threads), facts in jobs.items():
-        if facts:
-            compiled = f"{facts['compile_seconds']:.1f} s" if "compile_seconds" in facts else ""
-            sizes = [size(facts, f"{name}_bytes") for name in ("temp", "peak", "rss")]
-            programs.append([f"{kind}, {label}", f"{length:,}", str(threads), compiled, *sizes])
-    head = ["job", "tokens", "threads", "compiled in", "temporaries", "program's peak", "process's peak"]
-    lines += markdown_table(head, programs)
-    missing = {(row["name"], label): why for row in rows for label, why in row["missing"].items()}
-    if missing:
-        lines += ["", "Not measured:", ""]
-        lines += [f"- {name}: {label} ({' '.join(why.split())[:200]})" for (name, label), why in missing.items()]
-    return "\n".join(lines) + "\n"
+    for model, rows in by_model(table).items():
+        head = ["row", "kvjax", "beside", "ratio [quartiles], rounds", "goal", "met"]
+        lines += [f"## {_TITLES.get(model, model)}", "", *markdown_table(head, [_cells(row) for row in rows]), ""]
+    return "\n".join(lines)
 
 
-def ordered(table: dict[str, Any]) -> list[Entry]:
-    """A table's rows, those of one number of threads after those of a smaller one."""
-    return sorted(table["rows"].values(), key=lambda row: (row["threads"], row["place"]))
-
-
-def amount(entry: Entry, measure: str) -> str:
+def amount(value: float, unit: str) -> str:
     """A measured value with its unit: of decoding in tokens a second."""
-    value = entry["median"]
-    if measure == "bytes":
-        return f"{value / 2**20:.1f} MiB"
-    if entry["job"]["kind"] in ("decode", "stream"):
-        return f"{1 / value:,.0f} tokens/s"
+    if unit == "bytes":
+        return f"{value / 2**20:,.1f} MiB"
+    if unit == "s/token":
+        return f"{1 / value:,.1f} tokens/s"
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.1f} ms"
 
 
-def _about(table: dict[str, Any]) -> str:
-    device, peers = table["kvjax"]["device"], table["peer"].get("versions", {})
-    versions = {name: device["versions"][name] for name in ("python", "jax", "jaxlib", "kvjax")}
-    named = ", ".join(f"{name} {version}" for name, version in {**versions, **peers}.items() if version)
-    sizes = dict(table["model"])
-    which = f"{sizes.pop('name', 'A random Llama')} in {sizes.pop('dtype', 'float32')}"
-    model = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in sizes.items())
-    return (
-        f"{device['machine']}, {device['kind']}; {named}. {which}: {model}. Ratios are "
-        "those within one run; a goal is met if the median of interleaved rounds and the best times alone both meet it."
-    )
-
-
 def _cells(row: Entry) -> list[str]:
-    ratio, goal = row["ratio"], row["goal"]
-    return [
-        row["text"],
-        str(row["threads"]),
-        f"{row['kvjax']['label']}: {amount(row['kvjax'], row['measure'])}",
-        f"{row['beside']['label']}: {amount(row['beside'], row['measure'])}",
-        f"{number(ratio['median'])} [{number(ratio['q1'])}, {number(ratio['q3'])}]",
-        "" if ratio["alone"] is None else number(ratio["alone"]),
-        "" if goal is None else f"{goal['bound']} {number(goal['ratio'])}",
-        _MET[row["met"]],
-    ]
+    ratio, most = row["ratio"], "at most " if row["kind"] == "cost" else ""
+    sides = (f"{row[side]['label']}: {amount(row[side]['value'], row['unit'])}" for side in ("kvjax", "beside"))
+    spread = f"{number(ratio['median'])} [{number(ratio['q1'])}, {number(ratio['q3'])}], {ratio['rounds']}"
+    goal = "" if row["goal"] is None else most + number(row["goal"])
+    return [row["text"], *sides, spread, goal, {True: "yes", False: "**no**", None: ""}[row["met"]]]
 
 
 def number(ratio: float) -> str:
     """A ratio with three digits; small ones as a fraction of one."""
     if 0 < ratio < 0.05:
         return f"1/{1 / ratio:.0f}"
-    return f"{ratio:.3f}" if ratio < 1.1 and ratio > 0.9 else f"{ratio:.2f}"
+    return f"{ratio:.1f}" if ratio >= 10 else f"{ratio:.2f}"
 
 
 def draw(table: dict[str, Any]) -> Figure:
-    """Every ratio as a point with its quartiles, beside its goal: where more is better, and where less is."""
-    rows = ordered(table)
-    panels = [
-        ("times as fast as what stands beside it", [row for row in rows if row["kind"] == "speed"]),
-        ("times as much as what stands beside it", [row for row in rows if row["kind"] == "cost"]),
-    ]
-    panels = [(title, chosen) for title, chosen in panels if chosen]
-    heights = [len(chosen) + 2 for _, chosen in panels]
-    figure = Figure(figsize=(8, 0.17 * sum(heights) + 0.8), layout="constrained", dpi=100)
-    axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    for axis, (title, chosen) in zip(axes, panels, strict=True):
-        _panel(axis, title, chosen)
+    """Every ratio as a dot with its quartiles in the colour of what stands beside, model by model; ticks are goals.
+
+    What takes less is drawn as its inverse, so that kvjax is ahead right of the line. What takes a hundredth is not.
+    """
+    models = {model: [row for row in rows if row["name"][:7] != "memory/"] for model, rows in by_model(table).items()}
+    columns = min(2, len(models))
+    places = [list(models.items())[i : i + columns] for i in range(0, len(models), columns)]
+    heights = [max(len(rows) for _, rows in some) + 2 for some in places]
+    figure = Figure(figsize=(6 * columns, 0.16 * sum(heights) + 1), layout="constrained", dpi=100)
+    how = {"squeeze": False, "sharex": True, "gridspec_kw": {"height_ratios": heights}}
+    grid = figure.subplots(len(places), columns, **how)
+    for axes, place in zip(grid.ravel(), (*models, *[None] * (grid.size - len(models))), strict=True):
+        if place is None:
+            axes.remove()
+        else:
+            _panel(axes, _TITLES.get(place, place), models[place])
+    found = [axes.get_legend_handles_labels() for axes in figure.axes]
+    labels = {label: line for each in found for line, label in zip(*each, strict=True)}
+    figure.legend(labels.values(), labels.keys(), loc="outside upper center", ncols=len(labels), fontsize=8)
+    figure.supxlabel("times as fast, or as small, as what stands beside it", fontsize=9)
     return figure
 
 
 def _panel(axes: Axes, title: str, rows: Sequence[Entry]) -> None:
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    threads = sorted({row["threads"] for row in rows})
-    for i, count in enumerate(threads):
-        chosen = [row for row in rows if row["threads"] == count]
-        y = [names.index(row["name"]) + (i - (len(threads) - 1) / 2) * 0.3 for row in chosen]
-        x = [row["ratio"]["median"] for row in chosen]
-        spread = [
-            [row["ratio"]["median"] - row["ratio"]["q1"] for row in chosen],
-            [row["ratio"]["q3"] - row["ratio"]["median"] for row in chosen],
-        ]
-        label = f"{count} thread{'s' if count > 1 else ''}"
-        style = {"fmt": "os^v"[i % 4], "markersize": 4, "color": COLOURS[i % len(COLOURS)], "elinewidth": 1}
-        axes.errorbar(x, y, xerr=spread, label=label, **style)
-    goals = {row["name"]: row["goal"]["ratio"] for row in rows if row["goal"] is not None}
+    better = lambda row, x: x if row["kind"] == "speed" else 1 / x
+    for peer, colour in zip(_PEERS, COLOURS, strict=False):
+        chosen = [(i, row) for i, row in enumerate(rows) if row["beside"]["of"] == peer]
+        spread = [sorted(better(row, row["ratio"][q]) for q in ("q1", "median", "q3")) for _, row in chosen]
+        if chosen:
+            label = f"beside {peer}" if peer != "kvjax" else "kvjax beside itself"
+            bars = [[mid - low for low, mid, _ in spread], [high - mid for _, mid, high in spread]]
+            y, x = [i for i, _ in chosen], [mid for _, mid, _ in spread]
+            axes.errorbar(x, y, xerr=bars, fmt="o", markersize=4, color=colour, elinewidth=1, label=label)
+    goals = [(better(row, row["goal"]), i) for i, row in enumerate(rows) if row["goal"] is not None]
     if goals:
-        y = [names.index(name) for name in goals]
-        axes.scatter(list(goals.values()), y, marker="|", s=120, color="#000000", label="goal", zorder=3)
+        axes.scatter(*zip(*goals, strict=True), marker="|", s=60, color="#000000", label="goal", zorder=3)
     axes.axvline(1, color="#999999", linewidth=0.8, zorder=0)
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if x >= 0.1 else number(x)))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set(yticks=range(len(names)), xlabel=title, ylim=(len(names) - 0.4, -0.6))
-    axes.set_yticklabels(names, fontsize=7)
-    axes.tick_params(axis="x", labelsize=7)
+    axes.set(yticks=range(len(rows)), ylim=(len(rows) - 0.4, -0.6))
+    axes.set_yticklabels([row["name"] for row in rows], fontsize=7)
+    axes.set_title(title, fontsize=9)
+    axes.tick_params(axis="x", labelsize=7, labelbottom=True)
     axes.grid(axis="y", linewidth=0.3)
-    axes.legend(fontsize=7)

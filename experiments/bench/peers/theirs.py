@@ -12,17 +12,23 @@ import functools
 import importlib
 import platform
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
-from .protocol import Prepared, serve
+from .protocol import serve
 
 
 def make_press(name: str, budget: float) -> Any:
-    """A press of kvpress with its own defaults that keeps a share; of ThinK, a share of the key channels is dropped."""
+    """A press of kvpress with its own defaults that keeps a share, or a context that does nothing for "full".
+
+    Of ThinK, a share of the key channels is dropped.
+    """
+    if name == "full":
+        return lambda model: contextlib.nullcontext()
     kvpress = importlib.import_module("kvpress")
     ratio = 1 - budget
     if name == "ThinKPress":
@@ -42,58 +48,57 @@ class Jobs:
     def __init__(self, checkpoint: str, dtype: str):
         how = {"dtype": getattr(torch, dtype), "trust_remote_code": False}
         self._model = AutoModelForCausalLM.from_pretrained(checkpoint, **how).eval()
+        self._read: tuple[Any, Any] = None, None  # the prompt that was read last, and what came of it
 
-    def __call__(self, job: dict[str, Any]) -> Prepared:
-        """A job, the fields of `kvjax.experiments.bench.peers.rows.Job`, run once.
+    def __call__(self, job: dict[str, Any]) -> Callable[[], int]:
+        """A job, the fields of `kvjax.experiments.bench.peers.rows.Job`, run once if it decodes.
 
         Raises:
           ValueError: a kind that this worker does not know.
         """
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(4, self._model.config.vocab_size, (job["batch"], job["length"]), generator=generator)
-        press = None if job["what"] == "full" else make_press(job["what"], job["budget"])
-        if job["kind"] == "prefill":
-            run = functools.partial(self._prefill, ids, press, job["how"])
-        elif job["kind"] == "decode":
-            run = self._decoding(ids, press, job["how"], job["steps"])
-        else:
+        if job["kind"] not in ("prefill", "decode"):
             raise ValueError(f"the peers have no job {job['kind']!r}")
+        if job["kind"] == "prefill":
+            return functools.partial(self._prefill, job)
+        run = self._decoding(job)
         run()
-        return Prepared(run, {})
+        return run
 
     @torch.inference_mode()
-    def _prefill(self, ids: torch.Tensor, press: Any, how: str) -> int:
-        cache: Any = DynamicCache()
-        self._read(ids, press, how, cache)
-        return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
-
-    def _read(self, ids: torch.Tensor, press: Any, how: str, cache: Any) -> torch.Tensor:
-        """Reads prompts into a cache; returns the token that follows each."""
-        self._begin(how, [None] * len(self._model.model.layers))
-        with press(self._model) if press is not None else contextlib.nullcontext():
+    def _prefill(self, job: dict[str, Any]) -> int:
+        """Reads a prompt; bytes of keys and values that stay."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(4, self._model.config.vocab_size, (1, job["length"]), generator=generator)
+        # Layers with a window keep no more than it, but presses want them whole, as in kvpress's pipeline.
+        cache: Any = DynamicCache(config=self._model.config) if job["what"] == "full" else DynamicCache()
+        self._begin(job["how"], [None] * len(self._model.model.layers))
+        with make_press(job["what"], job["budget"])(self._model):
             out = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return out.logits[:, -1:].argmax(-1)
+        masked = [getattr(layer.self_attn, "masked_key_indices", None) for layer in self._model.model.layers]
+        kept = [(layer.keys, layer.values) for layer in cache.layers]
+        self._read = _prompt(job), (out.logits[:, -1:].argmax(-1), cache, kept, masked)
+        return sum(x.numel() * x.element_size() for both in kept for x in both)
 
     @torch.inference_mode()
-    def _decoding(self, ids: torch.Tensor, press: Any, how: str, steps: int) -> Any:
-        model, (B, T), static = self._model, ids.shape, how == "static"
-        cache: Any = StaticCache(config=model.config, max_cache_len=T + steps) if static else DynamicCache()
-        first = self._read(ids, press, "sdpa" if static else how, cache)
-        sizes = [layer.keys.shape[2] for layer in cache.layers]
-        masked = [getattr(layer.self_attn, "masked_key_indices", None) for layer in model.model.layers]
+    def _decoding(self, job: dict[str, Any]) -> Callable[[], int]:
+        if self._read[0] != _prompt(job):
+            self._prefill(job)
+        model, batch, (first, cache, read, masked) = self._model, job["batch"], self._read[1]
+        token = first.repeat(batch, 1)
+        kept = [[x.repeat(batch, 1, 1, 1) for x in both] for both in read]
 
         @torch.inference_mode()
         def run() -> int:
             self._begin("sdpa", masked)  # the fastest, once attention is no longer looked at
-            token = first
-            for i in range(steps):
-                at = torch.full((B, 1), T + i)
-                where = {"position_ids": at} | ({"cache_position": at[0]} if static else {})
-                out = model(token, past_key_values=cache, use_cache=True, **where)
-                token = out.logits[:, -1:].argmax(-1)
-            if not static:
-                for layer, size in zip(cache.layers, sizes, strict=True):
-                    layer.keys, layer.values = layer.keys[:, :, :size], layer.values[:, :, :size]
+            for layer, (keys, values) in zip(cache.layers, kept, strict=True):
+                layer.keys, layer.values = keys, values
+                if hasattr(layer, "cumulative_length"):
+                    layer.cumulative_length = job["length"]
+            following = token
+            for i in range(job["steps"]):
+                at = torch.full((batch, 1), job["length"] + i)
+                out = model(following, past_key_values=cache, use_cache=True, position_ids=at)
+                following = out.logits[:, -1:].argmax(-1)
             return 0
 
         return run
@@ -104,6 +109,11 @@ class Jobs:
             self._model.set_attn_implementation(how)
         for layer, of_layer in zip(self._model.model.layers, masked, strict=True):
             layer.self_attn.masked_key_indices = of_layer
+
+
+def _prompt(job: dict[str, Any]) -> tuple[Any, ...]:
+    """What jobs that decode after the same prompt share."""
+    return job["what"], job["how"], job["length"], job["budget"]
 
 
 if __name__ == "__main__":

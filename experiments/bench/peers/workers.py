@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import pathlib
-import signal
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvjax.experiments.bench.peers.environment import ROOT, said
+from kvjax.experiments.bench.peers.environment import ROOT
 from kvjax.experiments.bench.peers.rows import Job, Side
 
 SIDES: tuple[Side, ...] = ("kvjax", "peer")
@@ -36,7 +36,6 @@ class Worker:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
         # A group of its own: Ctrl-C is the parent's, and a stopped worker whose parent died is ended.
         self._process = subprocess.Popen(command, env=environment, process_group=0, text=True, cwd=ROOT, **pipes)
-        self.signal = self._process.send_signal
 
     def ask(self, do: str, job: Job | None = None) -> dict[str, Any]:
         """The answer to a request.
@@ -112,9 +111,10 @@ class Sides:
 
     def ask(self, do: str, job: Job) -> dict[str, Any]:
         """The answer of a job's worker (`Worker.ask`), or of a process of its own for a user's first run."""
-        if job.kind != "first":
+        if job.kind in ("prefill", "decode"):
             return self._worker(job.side).ask(do, job)
-        return self._run_first(job, timed=do == "run") if do in ("prepare", "run") else {}
+        self.close()  # which leaves it the memory
+        return self._run_first(job) if do == "run" else {}
 
     def about(self, side: Side) -> dict[str, Any]:
         """What a side says of itself.
@@ -127,42 +127,33 @@ class Sides:
         except JobError as e:
             raise ValueError(f"{' '.join(self._commands[side])} does not start: {e}") from e
 
-    @contextlib.contextmanager
-    def alone(self, side: Side) -> Iterator[None]:
-        """One side alone; the other is stopped, threads that wait by spinning included."""
-        others = [worker for name, worker in self._workers.items() if name != side]
-        for worker in others:
-            worker.signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            for worker in others:
-                worker.signal(signal.SIGCONT)
-
     def _worker(self, side: Side) -> Worker:
         if side not in self._workers:
-            # kvjax's time to compile is measured, so that nothing is taken from an earlier process.
-            kept = {"JAX_ENABLE_COMPILATION_CACHE": "0"} if side == "kvjax" else {}
             with on_cores(self._cores):
-                self._workers[side] = Worker(self._commands[side], self._environments[side] | kept)
+                self._workers[side] = Worker(self._commands[side], self._environments[side])
         return self._workers[side]
 
-    def _run_first(self, job: Job, *, timed: bool) -> dict[str, Any]:
-        """Seconds of a process from its start to its end.
+    def _run_first(self, job: Job) -> dict[str, Any]:
+        """Seconds of a process from its start to its end, or of loading alone, and what it held at its peak.
 
-        One that is not timed comes first, so that files lie in the machine's memory and a warm compilation cache is
-        warm.
+        A cold one leaves its compiled programs to those that follow.
         """
-        command = [*self._first[job.side], str(job.length), str(job.steps)]
-        with tempfile.TemporaryDirectory(dir=self._folder) as new, on_cores(self._cores):
-            compiled = str(self._folder / "warm") if job.how == "warm" else new
-            variables = self._environments[job.side] | {"JAX_COMPILATION_CACHE_DIR": compiled}
-            start = time.perf_counter()
-            wrong = said(*command, env=variables, cwd=ROOT)
-            seconds = time.perf_counter() - start
-        if wrong:
-            raise JobError(wrong)
-        return {"seconds": seconds} if timed else {}
+        programs = self._folder / f"programs-{job.what}"
+        if job.how == "cold":
+            shutil.rmtree(programs, ignore_errors=True)
+        elif job.how == "kept" and not programs.exists():
+            self._run_first(dataclasses.replace(job, how="cold"))
+        given = (job.length, job.steps, job.what, job.budget, programs)
+        command = [*self._first[job.side], *map(str, given)]
+        how: dict[str, Any] = {"env": self._environments[job.side], "cwd": ROOT, "capture_output": True, "text": True}
+        start = time.perf_counter()
+        with on_cores(self._cores):
+            done = subprocess.run(command, check=False, **how)
+        seconds = time.perf_counter() - start
+        if done.returncode:
+            raise JobError((done.stderr.strip().splitlines() or ["it said nothing"])[-1])
+        found = json.loads(done.stdout.splitlines()[-1])
+        return found if job.kind == "load" else {**found, "seconds": seconds}
 
 
 def _environments(threads: int) -> dict[Side, dict[str, str]]:
