@@ -89,6 +89,15 @@ def test_rows_that_share_jobs_are_measured_together_and_weighed_apart():
     assert ["memory/4k"] in groups
 
 
+def test_rows_with_goals_are_measured_first_and_those_behind_their_prompts_with_them():
+    keys = [[r.key for r in some] for some in rows.turns(all_rows())]
+    assert keys[0][:4] == [f"llama1b-bf16/{name}" for name in ("prefill/1k", "full/1x1k", "steps/1k", "full/4x1k")]
+    assert "llama1b-bf16/first/kept" in keys[0]
+    assert "llama1b-bf16/prefill/4k" not in keys[0]
+    assert keys[-1][-1] == "tiny/counterpart/think"
+    assert sorted(key for some in keys for key in some) == sorted(r.key for r in all_rows())
+
+
 def test_jobs_run_in_turns_and_a_worker_that_ends_takes_one_job_with_it(sides):
     ours = [job(length=n) for n in (1, 2)]
     theirs = [job("peer", what) for what in ("dies", "fails", "breaks", "SnapKVPress")]

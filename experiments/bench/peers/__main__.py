@@ -12,10 +12,10 @@ Each row is stored as soon as it is measured, so that Ctrl-C, or a worker that e
 first; a row that is measured again replaces itself alone, and `--missing` measures those that there are not.
 """
 
-import itertools
 import json
 import os
 import pathlib
+import shutil
 import sys
 import tempfile
 import time
@@ -25,12 +25,13 @@ from typing import Any, Literal
 import tyro
 
 from kvjax.configs.experiment import check_finite, check_whole
+from kvjax.experiments import stopping
 from kvjax.experiments.bench.peers.checkpoints import MODELS, Model, as_toy, checkpoint
 from kvjax.experiments.bench.peers.environment import ROOT, check_interpreter, make_environment
 from kvjax.experiments.bench.peers.measure import measure, outcome, together
 from kvjax.experiments.bench.peers.report import draw, markdown, number
 from kvjax.experiments.bench.peers.report import short as short_table
-from kvjax.experiments.bench.peers.rows import Row, choose, make_rows
+from kvjax.experiments.bench.peers.rows import Row, choose, make_rows, turns
 from kvjax.experiments.bench.peers.workers import SIDES, JobError, Sides
 from kvjax.experiments.bench.process import stored_rows
 from kvjax.experiments.core.command import plain_errors, write_figure, write_json
@@ -92,7 +93,7 @@ def bench(
     list: bool = False,
     short: bool = False,
     minutes: float = 40.0,
-    seconds: float = 30.0,
+    seconds: float = 15.0,
     threads: int = 2,
     cores: tuple[int, ...] = (),
     toy: bool = False,
@@ -146,34 +147,31 @@ def bench(
     lost: dict[str, str] = {}
     end = time.monotonic() + 60 * minutes
     places = {row.key: i for i, row in enumerate(every)}
-    with Locked(output), tempfile.TemporaryDirectory() as folder:
-        there = stored_rows(output / "peers.json", about)
+    path = output / "peers.json"
+
+    def keep(entries: dict[str, dict[str, Any]]) -> None:
+        placed = {key: {**entry, "place": places[key]} for key, entry in entries.items()}
+        write_json(path, {**about, "rows": stored_rows(path, about) | placed})
+
+    def finish() -> None:
+        show(output)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    note = lambda: f"{path} holds the rows that were measured, --missing measures the others"
+    with Locked(output), tempfile.TemporaryDirectory() as folder, stopping.noted(note), stopping.ending(finish):
+        there = stored_rows(path, about)
         rows = [row for row in rows if not (missing and row.key in there)]
         python = check_interpreter(peers_python) if peers_python else make_environment(environment)
-
-        def keep(entries: dict[str, dict[str, Any]]) -> None:
-            placed = {key: {**entry, "place": places[key]} for key, entry in entries.items()}
-            there = stored_rows(output / "peers.json", about)
-            write_json(output / "peers.json", {**about, "rows": there | placed})
-
-        try:
-            for turn, each in itertools.product(range(3), chosen):
-                some = [row for row in rows if row.model == each.name and row.turn == turn]
-                if not some:
-                    continue
-                path = checkpoint(each, checkpoints or pathlib.Path(folder))
-                programs = pathlib.Path(tempfile.mkdtemp(dir=folder))
-                with Sides(path, each.dtype, python, (cores or usable)[:threads], programs) as sides:
-                    if "peer" not in about:
-                        about |= {side: sides.about(side) for side in SIDES}
-                        stored_rows(output / "peers.json", about)
-                    lost |= run(some, sides, seconds, end, keep)
-        except KeyboardInterrupt as e:
-            raise KeyboardInterrupt(
-                f"interrupted; {output / 'peers.json'} holds the rows that were measured, --missing measures the others"
-            ) from e
-        finally:
-            show(output)
+        for some in turns(rows):
+            each = next(model for model in chosen if model.name == some[0].model)
+            stored = checkpoint(each, checkpoints or pathlib.Path(folder))
+            programs = pathlib.Path(tempfile.mkdtemp(dir=folder))
+            with Sides(stored, each.dtype, python, (cores or usable)[:threads], programs) as sides:
+                if "peer" not in about:
+                    about |= {side: sides.about(side) for side in SIDES}
+                    stored_rows(path, about)
+                lost |= run(some, sides, seconds, end, keep)
+        show(output)
     print(f"\n{output / 'peers.md'}")
     if lost:
         raise ValueError("not measured: " + "; ".join(f"{name} ({why})" for name, why in lost.items()))

@@ -110,9 +110,9 @@ class Row:
         return GOALS.get(self.key)
 
     @property
-    def turn(self) -> int:
-        """When it is measured: rows with goals first, of all models, then other main rows, then late ones."""
-        return 2 if self.late else int(self.goal is None)
+    def prompt(self) -> tuple[object, ...]:
+        """What rows share whose jobs go on from the same prompt."""
+        return self.model, self.ours.kind in ("first", "load"), self.ours.what, self.ours.length, self.ours.budget
 
     @property
     def bound(self) -> str:
@@ -159,6 +159,21 @@ def choose(rows: Iterable[Row], only: Sequence[str]) -> list[Row]:
         if not any(fits(row, name) for row in rows):
             raise ValueError(f"--only {name} is no row; there are {', '.join(row.key for row in rows)}")
     return [row for row in rows if not only or any(fits(row, name) for name in only)]
+
+
+def turns(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows in the order in which they are measured, those of a model together, with all that go on from their prompts.
+
+    First comes what has a goal, of all models, then the other main rows, then late ones.
+    """
+    turn: dict[tuple[object, ...], int] = {}
+    for row in rows:
+        own = 2 if row.late else int(row.goal is None)
+        turn[row.prompt] = min(turn.get(row.prompt, own), own)
+    found: dict[tuple[int, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((turn[row.prompt], row.model), []).append(row)
+    return [found[key] for key in sorted(found, key=lambda key: key[0])]
 
 
 def short(tokens: int) -> str:
