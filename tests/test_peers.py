@@ -305,4 +305,4 @@ def test_a_model_of_ones_own_is_measured(tmp_path):
     options = {"model": one_layer(), "dtype": "bfloat16", "peers_python": pathlib.Path(sys.executable)}
     peers.bench(only=("first/kept", "prefill"), toy=True, threads=1, seconds=1e-9, output=output, **options)
     assert [row["name"] for row in stored(tmp_path).values()] == ["prefill/128", "prefill/256", "first/kept"]
-    assert f"## {one_layer()}, bfloat16" in (output / "peers.md").read_text()
+    assert f"## {one_layer()}-bfloat16" in (output / "peers.md").read_text()

@@ -123,7 +123,7 @@ def bench(
       environment: where the peers' environment is, or is made; in the user's cache directory if None.
       output: a directory for the tables (peers.md), the picture (peers.png) and all numbers (peers.json).
     """
-    chosen = MODELS if model is None else (Model(model, f"{model}, {dtype}", model, dtype),)
+    chosen = MODELS if model is None else (Model(f"{model}-{dtype}", model, model, dtype),)
     if toy:
         chosen = tuple(map(as_toy, chosen))
     every = [row for each in chosen for row in make_rows(each)]

@@ -99,6 +99,7 @@ def draw(table: dict[str, Any]) -> Figure:
     What takes less is drawn as its inverse, so that kvjax is ahead right of the line. What takes a hundredth is not.
     """
     models = {model: [row for row in rows if row["name"][:7] != "memory/"] for model, rows in by_model(table).items()}
+    models = dict(sorted(models.items(), key=lambda item: -len(item[1])))  # neighbours are as high
     columns = min(2, len(models))
     places = [list(models.items())[i : i + columns] for i in range(0, len(models), columns)]
     heights = [max(len(rows) for _, rows in some) + 2 for some in places]
