@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import methods, models
-from kvjax.drivers import attend, loop
+from kvjax.drivers import attend, buckets, generation, loop
 from kvjax.models import gpt2
 from tests import table
 from tests.tensors import live_positions
@@ -44,6 +44,16 @@ def test_a_sweep_compiles_one_program(shallow):
         assert (state.layers[0].num_live <= budget + 1).all()
         sizes.add((attend.layer_step._cache_size(), loop._in_place._cache_size()))
     assert len(sizes) == 1
+
+
+def test_prompts_of_other_widths_share_all_but_their_layers(shallow):
+    programs, sizes = (attend.layer_step, loop._begun, loop._in_place, generation._joined), []
+    for width in (20, 40, 60):
+        tokens = np.full((1, width), 7)
+        found = kvjax.generate(*shallow, tokens, policy=methods.snapkv(8, window=4), max_new_tokens=2)
+        assert found.state.plan.infos[0].prompt_len == buckets.bucket(width)
+        sizes.append([program._cache_size() for program in programs])
+    assert np.diff(sizes, axis=0).tolist() == [[1, 0, 0, 0]] * 2
 
 
 @pytest.mark.parametrize(

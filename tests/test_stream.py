@@ -78,12 +78,12 @@ def test_ctrl_c_loses_nothing(run, greedy, monkeypatch):
     """It comes when the step before has given its cache away; what was made stays, and can be gone on with."""
     steps = run(stream, lengths=LENGTHS)
     first = [next(steps) for _ in range(3)]
-    step = streaming.decoded_in_place
+    step = streaming.decoded
     interrupted = lambda *x, **how: (step(*x, **how), signal.raise_signal(signal.SIGINT))[0]
-    monkeypatch.setattr(streaming, "decoded_in_place", interrupted)
+    monkeypatch.setattr(streaming, "decoded", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(steps)
-    monkeypatch.setattr(streaming, "decoded_in_place", step)
+    monkeypatch.setattr(streaming, "decoded", step)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     made = steps.tokens
     assert made.shape == (2, 4)

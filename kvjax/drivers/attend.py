@@ -1,6 +1,6 @@
 """One pass of a model over new tokens: every layer stores them, attends, observes, and evicts.
 
-Layers that differ in data alone share a compiled program, and so do compactions to as many slots.
+Layers that differ in data alone share a compiled program; a prompt's are compacted in it.
 """
 
 import dataclasses
@@ -163,15 +163,28 @@ def embed(
     return model.embed(params, tokens, pos), tokens, pos, length + valid
 
 
-@functools.partial(jax.jit, static_argnames=("model", "layer"))
+@functools.partial(jax.jit, static_argnames=("model", "layer", "capacity", "ends"))
 def layer_step(
-    model: Any, layer: int, params: PyTree[Any], x: Float[Array, "B T D"], kv: Storage, attend: Callable[..., Any]
+    model: Any,
+    layer: int,
+    params: PyTree[Any],
+    x: Float[Array, "B T D"],
+    kv: Storage,
+    attend: Any,
+    capacity: int | None = None,
+    ends: bool = True,
 ) -> tuple[Float[Array, "B T D"], Storage, Any]:
-    """Runs a layer: the residual stream and the cache after it, and what else `attend`, a pytree, gave."""
+    """Runs a layer: the residual stream and the cache after it, and what else `attend`, a pytree, gave.
+
+    With a `capacity` the cache is compacted (`compacted`), which then says what was lost.
+    """
     x, after, found = model.block(layer, params, x, kv, attend)
     if kv.how.mesh is not None:
         x, after = laid_out(x, kv.how.mesh, (DATA,)), after.laid_out()
-    return x, after, found
+    if capacity is None:
+        return x, after, found
+    after, lost = compacted(after, attend.ctx, policy=attend.policy, capacity=capacity, ends=ends)
+    return x, after, (found[0], (lost[:, None],))
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
@@ -228,22 +241,25 @@ def step(
 
     kinds, slots = [*zip(model.alike, plan.layers, strict=True)], plan.capacities
     shares = grow and isinstance(x, jax.core.Tracer)
-    if shares and not any(policy.layout.pool for policy in plan.layers):  # all sizes share a program, and are cut after
+    if grow and not any(policy.layout.pool for policy in plan.layers):  # all sizes share a program, and are cut after
         slots = tuple(max(n for n, other in zip(slots, kinds, strict=True) if other == kind) for kind in kinds)
 
     def layer(i: int, x: Array, params: PyTree[Any], here: tuple[Storage, Attend]) -> tuple[Array, tuple[Any, ...]]:
         kv, attend = here
-        x, kv, (found, lost) = layer_step(model, model.alike[i], params, x, kv, attend)
-        if not (at_once and grow):
-            return x, (kv, found, lost)
-        kv, full = compacted(kv, attend.ctx, policy=attend.policy, capacity=slots[i], ends=ends)
-        return x, (kv, found, (full[:, None],))
+        compacts = at_once and grow
+        x, kv, (found, lost) = layer_step(
+            model, model.alike[i], params, x, kv, attend, slots[i] if compacts else None, ends or not compacts
+        )
+        if compacts and not shares and slots[i] != (n := plan.capacities[i]):
+            kv, full = compacted(kv, attend.ctx, policy=attend.policy, capacity=n, ends=ends)
+            lost = (lost[0] | full[:, None],)
+        return x, (kv, found, lost)
 
     shared = [*zip(kinds, slots, strict=True)] if shares else None
     x, done = each_layer(layer, x, each, inputs, kinds=shared, after_layer=after_layer)
     layers, seen, lost = zip(*done, strict=True)
     lost = tuple(x for each in lost for x in each)
-    if at_once and slots != plan.capacities:
+    if at_once and shares and slots != plan.capacities:
         cuts = [*zip(layers, plan.capacities, strict=True)]
         lost = tuple(full | (kv.num_live > n) for full, (kv, n) in zip(lost, cuts, strict=True))
         layers = tuple(kv if n == most else kv.compact(n) for (kv, n), most in zip(cuts, slots, strict=True))

@@ -26,7 +26,7 @@ from kvjax.drivers.checks import (
     check_state,
     traced,
 )
-from kvjax.drivers.loop import Decoding, begin, decoded, decoded_in_place, log_prob
+from kvjax.drivers.loop import Decoding, begin, decoded, log_prob
 from kvjax.drivers.mesh import on_mesh
 from kvjax.drivers.sampling import Greedy, Sampler, seen_tokens
 from kvjax.drivers.state import Prompts, State
@@ -167,20 +167,20 @@ def _generated(
     in_place: bool,
 ) -> Generation:
     """Generates `steps` tokens, the first of which is drawn, in a program for `most`."""
-    run = decoded_in_place if in_place else decoded
     count = jnp.int32(steps - 1) if ends or steps < most else None
-    how = {"chunk": most - 1, "sampler": sampler, "ends": ends, "pad_id": pad_id}
-    found, after = run(model, params, at, None, count, **how)
-    return _joined(at.token, at.log_prob, found.tokens, found.log_probs, after.state, steps=steps, ends=ends)
+    how: dict[str, Any] = {"chunk": most - 1, "sampler": sampler, "ends": ends, "pad_id": pad_id}
+    found, after = decoded(model, params, at, None, count, in_place=in_place, **how)
+    each = _joined(at.token, at.log_prob, found.tokens, found.log_probs, steps=steps, ends=ends)
+    return Generation(each[0], each[1], each[2], after.state)
 
 
 @functools.partial(jax.jit, static_argnames=("steps", "ends"))
-def _joined(token: Any, probability: Any, tokens: Any, probabilities: Any, state: State, *, steps: int, ends: Any):
+def _joined(token: Any, probability: Any, tokens: Any, probabilities: Any, *, steps: int, ends: Any):
     tokens = jnp.concatenate([token[None], tokens])[:steps].T
     probabilities = jnp.concatenate([probability[None], probabilities])[:steps].T
     ended = jnp.isin(tokens, jnp.asarray(ends, jnp.int32))
     lengths = jnp.where(ended.any(-1), ended.argmax(-1) + 1, steps).astype(jnp.int32)
-    return Generation(tokens, lengths, probabilities, state)
+    return tokens, lengths, probabilities
 
 
 def _logits(logits: Array, token: Array, state: State) -> Array:

@@ -72,7 +72,6 @@ def drawn(
     return jnp.where(jnp.isnan(logits).any(-1), NO_TOKEN, token)
 
 
-@functools.partial(jax.jit, static_argnames=("sampler", "ends"))
 def begin(
     logits: Float[Array, "B V"],
     state: State,
@@ -82,6 +81,12 @@ def begin(
     ends: tuple[int, ...] = (),
 ) -> Decoding:
     """Draws the first token behind what a state has read from the logits that came with it."""
+    bare = State((), state.length, state.prompt_length, state.keys, state.max_new_tokens, ())  # of all sizes
+    return dataclasses.replace(_begun(logits, bare, seen, sampler=sampler, ends=ends), state=state)
+
+
+@functools.partial(jax.jit, static_argnames=("sampler", "ends"))
+def _begun(logits: Any, state: State, seen: Any, *, sampler: Sampler, ends: tuple[int, ...]) -> Decoding:
     token = drawn(sampler, logits, state, seen)
     seen = None if seen is None else with_token(seen, token, jnp.ones_like(token, bool))
     return Decoding(token, log_prob(logits, token), ~jnp.isin(token, jnp.asarray(ends, jnp.int32)), state, seen)
@@ -156,10 +161,7 @@ def decode_tokens(
 _STATIC = ("model", "chunk", "sampler", "ends", "pad_id", "sleeps", "also")
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def decoded(model: Any, params: Any, at: Decoding, given: Any, count: Any, **how: Any) -> tuple[Steps, Decoding]:
-    """`decode_tokens`, compiled; `at` stays valid."""
-    return decode_tokens(model, params, at, given, count, **how)
+_decoded = jax.jit(decode_tokens, static_argnames=_STATIC)
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("layers",))
@@ -168,9 +170,15 @@ def _in_place(model: Any, params: Any, layers: Any, at: Decoding, given: Any, co
     return decode_tokens(model, params, at, given, count, **how)
 
 
-def decoded_in_place(
-    model: Any, params: PyTree[Any], at: Decoding, given: Any, count: Any, **how: Any
+def decoded(
+    model: Any, params: PyTree[Any], at: Decoding, given: Any, count: Any, *, in_place: bool = False, **how: Any
 ) -> tuple[Steps, Decoding]:
-    """`decode_tokens`, compiled, which overwrites the cache of `at`."""
-    bare = dataclasses.replace(at, state=dataclasses.replace(at.state, layers=()))
-    return _in_place(model, params, at.state.layers, bare, given, count, **how)
+    """`decode_tokens`, compiled. It overwrites the cache of `at`, if `in_place`; otherwise `at` stays valid."""
+    plan, layers = at.state.plan, at.state.layers
+    at = dataclasses.replace(at, state=dataclasses.replace(at.state, plan=plan.decoding))
+    if in_place:
+        bare = dataclasses.replace(at, state=dataclasses.replace(at.state, layers=()))
+        steps, after = _in_place(model, params, layers, bare, given, count, **how)
+    else:
+        steps, after = _decoded(model, params, at, given, count, **how)
+    return steps, dataclasses.replace(after, state=dataclasses.replace(after.state, plan=plan))

@@ -17,7 +17,7 @@ from kvjax.contract import MOST, Policy
 from kvjax.contract.checks import whole
 from kvjax.drivers.checks import as_array, check_ids, check_is, check_model, check_positions, traced
 from kvjax.drivers.interrupts import uninterrupted
-from kvjax.drivers.loop import Decoding, decoded_in_place, log_prob
+from kvjax.drivers.loop import Decoding, decoded, log_prob
 from kvjax.drivers.state import Prompts, State
 from kvjax.drivers.steps import decode, read_prompts
 from kvjax.drivers.stream import HORIZON, endless, endless_plan
@@ -111,7 +111,7 @@ class Reader(Iterator[np.ndarray]):
             at, self._lent = jax.tree.map(jnp.copy, at), False
         n = tokens.shape[1]
         given = (jnp.asarray(np.pad(tokens, ((0, 0), (0, self._chunk - n))).T), None)
-        found, self._at = decoded_in_place(self._model, self._params, at, given, jnp.int32(n), chunk=self._chunk)
+        found, self._at = decoded(self._model, self._params, at, given, jnp.int32(n), in_place=True, chunk=self._chunk)
         self._state = dataclasses.replace(self._at.state, layers=())
         return -np.concatenate([*first, np.asarray(found.log_probs)[:n].T], axis=1)
 

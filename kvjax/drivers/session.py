@@ -25,7 +25,7 @@ from kvjax.drivers.checks import check_model, check_prompts, check_request
 from kvjax.drivers.compiled import keep_compiled
 from kvjax.drivers.dialogue import Dialogue
 from kvjax.drivers.generation import given_tokens
-from kvjax.drivers.loop import decoded_in_place
+from kvjax.drivers.loop import decoded
 from kvjax.drivers.sampling import Greedy, Sampler
 from kvjax.drivers.state import State, checked_key, row_keys
 from kvjax.drivers.steps import read_prompts
@@ -183,14 +183,14 @@ class Session:
         at, given, _ = given_tokens(model, tokens, state, lengths)
         more = bucket(T) - T if self._options["buckets"] else 0
         given = jax.tree.map(lambda x: jnp.pad(x, ((0, more), (0, 0))), given)
-        _, at = decoded_in_place(model, self._params, at, given, jnp.int32(T - 1), chunk=T + more)
+        _, at = decoded(model, self._params, at, given, jnp.int32(T - 1), in_place=True, chunk=T + more)
         if self._sampler.reads_seen:
             seen = np.zeros((B, model.config.vocab_size), bool)
             for b, r in enumerate(rows):
                 seen[b, [*dialogues[r].ids, *asked[b]]] = True
             at = dataclasses.replace(at, seen=jnp.asarray(seen))
         how: dict[str, Any] = {"sampler": self._sampler, "ends": ends}
-        _, at = decoded_in_place(model, self._params, at, None, None, chunk=1, sleeps=True, **how)
+        _, at = decoded(model, self._params, at, None, None, in_place=True, chunk=1, sleeps=True, **how)
         how |= {"max_new_tokens": self._options["max_new_tokens"], "asked": (dialogues, questions)}
         how["pieces"] = [TextPieces(self._tokenizer, self._options["stop"]) for _ in asked]
         return Stream(model, self._params, at, **how)

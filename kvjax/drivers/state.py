@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, Key
 from kvjax.contract import LAST, Context, LayerInfo, Phase, Policy, Stats
 from kvjax.drivers import decide
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.plan import Plan
+from kvjax.plan import Plan, decoding_width
 from kvjax.storage import Storage, empty
 
 
@@ -129,7 +129,7 @@ class State:
             self.params[layer] if self.params else (),
             tokens,
             phase=phase,
-            width=info.prompt_len,
+            width=info.prompt_len if phase == "prefill" else decoding_width(info.prompt_len),
             capacity=slots if policy.writes else 0,
             window=info.window,
         )

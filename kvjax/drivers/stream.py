@@ -17,7 +17,7 @@ from kvjax.contract.checks import whole
 from kvjax.drivers.checks import check_model, check_positions, check_prompts, check_request, traced
 from kvjax.drivers.generation import seen_of
 from kvjax.drivers.interrupts import uninterrupted
-from kvjax.drivers.loop import NO_TOKEN, Decoding, begin, decoded_in_place
+from kvjax.drivers.loop import NO_TOKEN, Decoding, begin, decoded
 from kvjax.drivers.sampling import Greedy, Sampler
 from kvjax.drivers.state import Prompts, State
 from kvjax.drivers.steps import read_prompts
@@ -130,7 +130,7 @@ class Stream(Iterator[Any]):
             at = dataclasses.replace(self._at, running=jnp.asarray(self._running))
             if self._lent:
                 at, self._lent = jax.tree.map(jnp.copy, at), False
-            _, self._at = decoded_in_place(self._model, self._params, at, None, None, chunk=1, **self._how)
+            _, self._at = decoded(self._model, self._params, at, None, None, in_place=True, chunk=1, **self._how)
             self._new = True
 
     def _settle(self) -> None:

@@ -1,0 +1,77 @@
+"""Whether memory stays flat: a thousand generations under mixed policies, lengths, batches and numbers of tokens.
+
+    python -m kvjax.experiments.bench.soak
+
+One process with the embedded model repeats 40 requests in a drawn order. The first 200 generations have seen every
+shape; from then on nothing is compiled, and resident memory is to stay within 5 %. Needs Linux.
+"""
+
+import pathlib
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import tyro
+
+import kvjax
+from kvjax import methods, models
+from kvjax.configs.experiment import check_whole
+from kvjax.experiments.bench.process import held
+from kvjax.experiments.core.command import check_output, plain_errors
+from kvjax.experiments.core.provenance import write_found
+from kvjax.models.embedded import EMBEDDED
+
+_REQUESTS = 40
+_MOST = 0.05  # growth that is no leak
+_POLICIES: tuple[Callable[[], kvjax.Policy], ...] = (
+    methods.full,
+    lambda: methods.snapkv(24, window=8),
+    lambda: methods.pyramidkv(24, window=8),
+    lambda: methods.ada_snapkv(24, window=8),
+    lambda: methods.h2o(24),
+    lambda: methods.tova(24),
+    lambda: methods.streaming_llm(24),
+    lambda: methods.keyformer(24),
+)
+
+
+def soak(generations: int = 1000, warm: int = 200, output: pathlib.Path | None = None) -> None:
+    """Prints resident memory after the first generations and after all.
+
+    Args:
+      generations: how many.
+      warm: after how many of them memory is first read; at least one of each of 40 requests.
+      output: a JSON file for the figures.
+
+    Raises:
+      ValueError: fewer than 40 before the first reading, none after it, or memory that grew by more than 5 %.
+    """
+    check_output(output)
+    check_whole(_REQUESTS, warm=(warm,))
+    check_whole(warm + 1, generations=(generations,))
+    model, params = models.load(EMBEDDED)
+    rng = np.random.default_rng(0)
+    sizes = [(int(rng.integers(30, 500)), int(rng.integers(1, 5)), int(rng.integers(2, 40))) for _ in range(_REQUESTS)]
+    order = [*range(_REQUESTS), *rng.integers(0, _REQUESTS, generations - _REQUESTS).tolist()]
+    read: dict[str, int] = {}
+    start = time.perf_counter()
+    for done, i in enumerate(order, 1):
+        length, batch, new = sizes[i]
+        tokens = rng.integers(4, model.config.vocab_size, (batch, length))
+        lengths = np.maximum(length - rng.integers(0, 8, batch), 25)
+        how = {"policy": _POLICIES[i % len(_POLICIES)](), "key": jax.random.key(done), "eos_ids": ()}
+        kvjax.generate(model, params, tokens, lengths=lengths, max_new_tokens=new, **how).tokens.block_until_ready()
+        if done in (_REQUESTS, warm, generations):
+            read[str(done)] = held("VmRSS")
+            print(f"{done:5d} generations: {held('VmRSS') / 2**20:,.0f} MiB, {time.perf_counter() - start:,.0f} s")
+    growth = read[str(generations)] / read[str(warm)] - 1
+    print(f"from {warm} to {generations}: {growth:+.1%}")
+    write_found(output, held=read, growth=growth)
+    if growth > _MOST:
+        raise ValueError(f"memory grew by {growth:.1%}, more than {_MOST:.0%}: something holds what is no longer used")
+
+
+if __name__ == "__main__":
+    with plain_errors():
+        tyro.cli(soak)
