@@ -114,11 +114,10 @@ class Layer(Storage):
         at = tuple(map(row, (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slots)))
 
         def write(x: Array, new: Any) -> Array:
-            new = jnp.asarray(new).astype(x.dtype)
             if rows == 1 and x.ndim == 3:  # in one pass with what reads it next, where a scatter is a kernel of its own
                 here = lax.broadcasted_iota(jnp.int32, x.shape, 2) == slots
-                return jnp.where(here, jnp.broadcast_to(new[..., None], x.shape), x)
-            return x.at[at].set(new, mode="drop", unique_indices=rows == 1)
+                return jnp.where(here, jnp.broadcast_to(jnp.asarray(new, x.dtype)[..., None], x.shape), x)
+            return write_rows(x, at, new, rows == 1)
 
         fields = {"k": write(self.k, row(k)), "v": write(self.v, row(v)), "pos": write(self.pos, row(pos))}
         return self.replace(**fields, **self._blanked(lambda x: write(x, 0)))
@@ -292,6 +291,26 @@ def take(
     x = jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 3)), axis=2)
     more = 0 if width is None else max(width - x.shape[2], 0)
     return jnp.pad(x, [(0, 0), (0, 0), (0, more)] + [(0, 0)] * (x.ndim - 3), constant_values=fill)
+
+
+def write_rows(x: Shaped[Array, "..."], at: tuple[Array, ...], new: Any, unique: bool) -> Shaped[Array, "..."]:
+    """An array with new rows at indices of its first axes; those beyond it are dropped.
+
+    On CPUs 16-bit rows are looked up slot by slot: XLA would turn all of `x` into float32 to scatter them, and back.
+    """
+    new = jnp.asarray(new).astype(x.dtype)
+    put = lambda x, new, *at: x.at[at].set(new, mode="drop", unique_indices=unique)
+    if x.dtype.itemsize != 2 or new.ndim == 0:
+        return put(x, new, *at)
+
+    def look_up(x: Array, new: Array, *at: Array) -> Array:
+        axes = len(at)
+        flat = new.reshape(-1, *x.shape[axes:])
+        number = jnp.arange(len(flat), dtype=jnp.int32).reshape(new.shape[: new.ndim - x.ndim + axes])
+        which = put(jnp.full(x.shape[:axes], -1, jnp.int32), number, *at)
+        return jnp.where((which >= 0).reshape(*which.shape, *(1,) * (x.ndim - axes)), flat[which], x)
+
+    return lax.platform_dependent(x, new, *at, cpu=look_up, default=put)
 
 
 def dead_slots(held: Int[Array, "B K S"], pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:

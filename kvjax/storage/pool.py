@@ -10,7 +10,7 @@ from kvjax.contract import EMPTY, LAST, LayerView, Reads, Rotate
 from kvjax.pallas_kernels import pooled_attention
 from kvjax.pallas_kernels.columns import Attention, Columns
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.storage.layer import Layer, dead_slots, in_order
+from kvjax.storage.layer import Layer, dead_slots, in_order, write_rows
 from kvjax.storage.mesh import DATA, apart
 from kvjax.storage.protocol import Keeps, Storage
 
@@ -105,7 +105,7 @@ class Pool(Storage):
         rows = pos.shape[1]
         row = lambda x: x if rows > 1 else x[:, :, 0]
         at = jnp.arange(len(k)).reshape(-1, *(1,) * (1 + (rows > 1))), row(slots)
-        write = lambda x, new: x.at[at].set(jnp.asarray(new).astype(x.dtype), mode="drop", unique_indices=rows == 1)
+        write = lambda x, new: write_rows(x, at, new, rows == 1)
         blank = lambda x: write(x, 0)
         pos = write(self.pos, row(jnp.broadcast_to(pos[:, None], (*self.ends.shape, rows))))
         weight = None if self.log_weight is None else blank(self.log_weight)
