@@ -221,4 +221,6 @@ def embedding(module: nn.Module, name: str, rows: int, width: int | None = None)
 
 def embedded(table: Float[Array, "V E"], tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
     """The vectors of tokens. A bad id must not look like a good one: beyond the table or below 0 it is NaN."""
+    if table.dtype.itemsize == 2:  # of which XLA on CPUs would otherwise keep a copy in float32 for a loop
+        table, tokens = lax.optimization_barrier((table, tokens))
     return table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
