@@ -18,7 +18,7 @@ from tests.words import words
 V, M = 61, 10
 TOKENS, LENGTHS = np.random.default_rng(3).integers(0, V, (2, 9)), np.array([9, 4])
 POLICY = methods.h2o(6)
-ENDS = (33,)
+ENDS = (43,)
 SAMPLER = sampling.Sample(0.9, 30, 0.95, 0.01, 1.2)
 
 
