@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from kvjax.experiments.bench import curves, memory, sharding, speed, stream
+from kvjax.experiments.bench import curves, memory, sharding, soak, speed, stream
 from kvjax.experiments.bench.process import apart, seconds_in_turns, stored_rows
 
 ROW = {
@@ -118,3 +118,13 @@ def test_speeds_are_measured_and_written_with_how_to_make_them_again(tmp_path, c
     assert decoded["rows"][0]["of_full"] == read["timings"][0]["median_of_paired_ratios"] == 1
     assert {"command", "git_commit", "versions", "device"} <= {*read} & {*decoded}
     assert "h2o's statistics, all kept" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_short_soak_says_what_is_held(capsys, tmp_path):
+    soak.soak(8, 4, 2, tmp_path / "soak.json")
+    found = json.loads((tmp_path / "soak.json").read_text())
+    assert list(found["held"]) == ["2", "4", "8"]
+    assert f"from 4 to 8: {found['growth']:+.1%}" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="warm=3 must be at least 4"):
+        soak.soak(8, 3, 4)

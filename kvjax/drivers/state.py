@@ -4,6 +4,7 @@ Letters: B batch, T new tokens, L layers, V vocabulary.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -146,16 +147,21 @@ def checked_key(key: Any) -> Key[Array, "*B"]:
     return key
 
 
-_folded = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))  # one key a sequence
+@functools.partial(jax.jit, static_argnames="batch")
+def _folded(key: Any, batch: int) -> Key[Array, "B"]:
+    key = jax.random.key(0, impl="threefry2x32") if key is None else key
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
+
+
 _copied = jax.jit(lambda numbers: jax.tree.map(jnp.copy, numbers))  # in one call, as there are many
 
 
 def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
     """One PRNG key a sequence, from one for the batch, one a sequence, or None."""
-    key = jax.random.key(0) if key is None else checked_key(key)
-    if key.shape not in ((), (batch,)):
+    key = None if key is None else checked_key(key)
+    if key is not None and key.shape not in ((), (batch,)):
         raise ValueError(f"key has shape {key.shape}, but there are {batch} sequences; give one key, or one a sequence")
-    return key if key.ndim else _folded(key, jnp.arange(batch))
+    return key if key is not None and key.ndim else _folded(key, batch)
 
 
 def check_params(policy: Policy, info: LayerInfo, given: Any) -> None:
@@ -202,7 +208,8 @@ def empty_state(
         check_params(policy.at(i, L), plan.infos[i], given[i] if given else ())
     each = zip(plan.layers, plan.infos, plan.capacities, strict=True)
     layers = tuple(empty(i, B, config.dtype, p.memory(i), p.layout, p.writes, c if slots else 0) for p, i, c in each)
-    lengths, most = jnp.asarray(lengths, jnp.int32), jnp.full((B,), max_new_tokens, jnp.int32)
+    xp: Any = jnp if isinstance(lengths, jax.core.Tracer) else np  # which compiles nothing
+    lengths, most = xp.asarray(lengths, xp.int32), xp.full((B,), max_new_tokens, xp.int32)
     own = lengths, keys, most, given  # copies, so that the state may be donated without the caller's arrays
     lengths, keys, most, given = jax.device_put(own, may_alias=False)
     return State(layers, jnp.zeros_like(lengths), lengths, keys, most, _copied(hparams), given, plan=plan)

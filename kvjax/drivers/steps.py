@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -193,12 +194,15 @@ def read_prompts(
         return checked_logits(logits, state), state
 
 
+_no_numbers = jax.jit(lambda logits: jnp.isnan(logits).any())
+
+
 def checked_logits(logits: Float[Array, "B V"], state: State) -> Float[Array, "B V"]:
     """Returns the logits; raises ValueError where they are no numbers.
 
     Inside of jit they alone can say that a token found no slot, or that tokens went by scores that are no numbers.
     """
-    if not traced(logits) and bool(jnp.isnan(logits).any()):
+    if not traced(logits) and bool(_no_numbers(logits)):
         check_layers_kept(state)
         raise ValueError(
             "logits are not numbers: the model's are not, or the policy keeps more tokens than its `sizes` asked for"
