@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, Key
 
 from kvjax.contract import LayerInfo, Policy, compiled, value
 
-_STEP = 16  # what slots are rounded up to where layers differ
+_TILE, _STEP = 8, 16  # what slots are rounded up to: rows of a tile that a kernel reads; where layers differ
 
 
 @value
@@ -21,8 +21,8 @@ class Plan:
       policy: the policy without data, if it decides for all layers at once; else the full cache.
       layers: the policy of every layer, without data.
       infos: the shape of every layer.
-      capacities: slots of a head in every layer, or of all its heads in a pool. Where layers differ in them, multiples
-        of 16, so that one program compacts several layers.
+      capacities: slots of a head in every layer, or of all its heads in a pool: multiples of 8, as kernels read them,
+        and of 16 where layers differ, so that one program compacts several.
     """
 
     policy: Policy
@@ -122,7 +122,8 @@ def planned(
         hparams = jax.tree.map(lambda x: jnp.asarray(x)[lengths - 1], hparams)
     slots = [np.asarray(x.total if p.layout.pool else x.per_head) for p, x in zip(each, sizes, strict=True)]
     need = tuple(int(n.max()) for n in slots)
-    capacities = tuple(-(-n // _STEP) * _STEP for n in need) if len(set(need)) > 1 else need
+    size = _STEP if len(set(need)) > 1 else _TILE
+    capacities = tuple(-(-n // size) * size for n in need)
     found = Plan(compiled(policy) if policy.joint else Policy(), tuple(map(compiled, each)), infos, capacities)
     if plan is None:
         return found, hparams

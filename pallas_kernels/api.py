@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.pallas_kernels import pooled, recovery, reference, xla
 from kvjax.pallas_kernels.columns import Attention, Columns, Recovery, Softmax
 
-Implementation = Literal["xla", "triton", "mosaic_gpu", "interpret", "reference"]
+Implementation = Literal["xla", "triton", "mosaic_gpu", "cudnn", "interpret", "reference"]
 Result = TypeVar("Result")
 
 _log = logging.getLogger("kvjax.pallas_kernels")
@@ -29,10 +29,16 @@ _log = logging.getLogger("kvjax.pallas_kernels")
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Implementations to try, in order: for the output, and for each statistic."""
+    """Implementations to try, in order: for the output, and for each statistic.
+
+    Attributes:
+      output, columns: names.
+      own: whether the slots are the rows' own tokens, as in `attention`.
+    """
 
     output: tuple[str, ...]
     columns: tuple[str, ...]
+    own: bool = False
 
 
 _TRITON_FIRST, _MOSAIC_FIRST = ("triton", "mosaic_gpu", "xla"), ("mosaic_gpu", "triton", "xla")
@@ -40,10 +46,11 @@ _ORDER = {
     "xla": Order(("xla",), ("xla",)),
     "triton": Order(("triton", "xla"), ("triton", "xla")),
     "mosaic_gpu": Order(_MOSAIC_FIRST, _MOSAIC_FIRST),
+    "cudnn": Order(("cudnn", *_TRITON_FIRST), _TRITON_FIRST),
     "interpret": Order(("interpret", "xla"), ("interpret", "xla")),
     "reference": Order(("reference",), ("reference",)),
 }
-_HOPPER = Order(_TRITON_FIRST, _MOSAIC_FIRST)
+_HOPPER = Order(("cudnn", *_TRITON_FIRST), _MOSAIC_FIRST)
 _defaults: list[Implementation] = []
 
 
@@ -82,6 +89,7 @@ def attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    own: bool = False,
     implementation: Implementation | None = None,
 ) -> Attention:
     """Grouped-query attention over a cache whose slots know their positions, with column statistics on request.
@@ -106,9 +114,12 @@ def attention(
       scale: factor on `q . k`; `H ** -0.5` if None.
       window: a row sees only positions larger than its own minus `window`.
       softcap: logits become `softcap * tanh(logits / softcap)`.
-      implementation: what is tried first. "triton": Pallas kernels for any NVIDIA GPU since Ampere; "mosaic_gpu": those
-        for Hopper; "interpret": the Triton kernels, interpreted on any device, slowly; "xla": no kernels; "reference":
-        the specification, quadratic in memory. None: what `use` says, else the best for the device.
+      own: promises that the slots are those of the rows, dead for padding alone, which stands before all other rows:
+        what kernels of others can read.
+      implementation: what is tried first. "cudnn": cuDNN's kernel, for such rows without statistics; "triton": Pallas
+        kernels for any NVIDIA GPU since Ampere; "mosaic_gpu": those for Hopper; "interpret": the Triton kernels,
+        interpreted on any device, slowly; "xla": no kernels; "reference": the specification, quadratic in memory. None:
+        what `use` says, else the best for the device.
 
     Returns:
       `Attention(out, lse, columns)`.
@@ -129,7 +140,7 @@ def attention(
         if order.output[0] in _WHOLE:
             columns = jax.tree.unflatten(structure, arrays)
             return _WHOLE[order.output[0]](q, k, v, q_pos, kv_pos, bias, columns=columns, **options)
-        static = (order, structure, tuple(options.items()))
+        static = (dataclasses.replace(order, own=own), structure, tuple(options.items()))
         return Attention(*_kernel_attention(static, q, k, v, q_pos, kv_pos, bias, arrays))
 
     q_pos, kv_pos = (jnp.asarray(x, jnp.int32) for x in (q_pos, kv_pos))
@@ -293,7 +304,7 @@ def _gpu_order() -> Order | None:
     if jax.default_backend() != "gpu":
         return None
     capability = getattr(jax.local_devices()[0], "compute_capability", "")
-    return _HOPPER if capability.startswith("9.") else _ORDER["triton"]
+    return _HOPPER if capability.startswith("9.") else _ORDER["cudnn"]
 
 
 def _on_device(run: Callable[..., Result], implementation: str | None, *args: Any) -> Result:
@@ -339,7 +350,7 @@ def first_served(operation: str, tries: Sequence[tuple[str, Callable[[], Result]
 
 def _forward(order, columns, q, k, v, q_pos, kv_pos, bias, *, scale, window, softcap):
     """Output, logsumexp and statistics, each from the first implementation that serves it."""
-    from kvjax.pallas_kernels import gpu  # Pallas takes a second to import, and only kernels need it
+    from kvjax.pallas_kernels import cudnn, gpu  # Pallas takes a second to import, and only kernels need it
 
     logits = gpu.bl.Logits(scale, window, softcap)
     arrays = q, k, v, q_pos, kv_pos
@@ -348,6 +359,10 @@ def _forward(order, columns, q, k, v, q_pos, kv_pos, bias, *, scale, window, sof
     def forward(name):
         if name == "xla":
             return in_xla(columns=columns)
+        if name == "cudnn":
+            if columns or bias is not None or not order.own:
+                raise NotImplementedError("it serves rows among their own tokens, without statistics or a bias")
+            return *cudnn.flash_attention(q, k, v, q_pos, spec=logits), None
         return gpu.forward(*arrays, spec=logits, with_logits=bool(columns), backend=name, bias=bias)
 
     _, result = first_served("attention", [(name, functools.partial(forward, name)) for name in order.output])

@@ -127,7 +127,7 @@ def collectives(text):
 
 LOST = ("all-reduce", 0)  # whether a head of a row has lost a token
 PROJECTED = [LOST, *[("all-reduce", B * 32 * 4)] * 2]  # o_proj and down_proj of a step's rows
-SCORES = ("all-gather", B * 2 * (BUDGET + 1) * 4)  # what the last row read, and where
+SCORES = ("all-gather", B * 2 * -(-(BUDGET + 1) // 8) * 8 * 4)  # what the last row read, and where: a number a slot
 
 
 @pytest.mark.parametrize(

@@ -146,11 +146,11 @@ def test_decode_statistics():
 
 @pytest.mark.parametrize("split", [16, 48, 64])
 def test_decode_splits(split):
-    q, k, v, q_pos, kv_pos = inputs(T=1, cached=100, pads=0)
+    q, k, v, q_pos, kv_pos = inputs(T=1, cached=600, pads=0)  # 38 parts of 16, joined in two blocks
     kv_pos = kv_pos.at[:, :, 16:40].set(-1)  # a part in which nothing lives
     out, lse, _ = numpy_reference.attention(q, k, v, q_pos, kv_pos, scale=0.3)
     found = decode.decode_attention(
-        *(q, k, v, q_pos, bl.readable(kv_pos)),
+        *(q, k, v, q_pos, kv_pos),
         spec=bl.Logits(0.3),
         sizes=bl.BlockSizes(16, 16, split=split),
         interpret=True,

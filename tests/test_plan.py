@@ -61,7 +61,7 @@ def test_prompts_of_other_widths_share_all_but_their_layers(shallow):
     [
         (methods.tova(8), "the plan is that of another policy or another run: fields other than budgets"),
         (kvjax.chain(methods.h2o(8), methods.h2o(9)), "the plan is that of another policy"),
-        (methods.h2o(15), "layer 0 needs 16 slots, but the plan has 15; make the plan from the largest budget"),
+        (methods.h2o(16), "layer 0 needs 17 slots, but the plan has 16; make the plan from the largest budget"),
     ],
 )
 def test_what_cannot_run_under_a_plan(tiny, planned, policy, message):
@@ -70,7 +70,7 @@ def test_what_cannot_run_under_a_plan(tiny, planned, policy, message):
 
 
 def test_a_plan_says_slots(planned):
-    """Where layers differ in them, multiples of 16; a pyramid has the total of equal parts."""
+    """Multiples of 8; where layers differ in them, of 16; a pyramid has the total of equal parts."""
     policy = methods.pyramidkv(8, beta=4.0, window=2)
     plan = planned(policy, [40], 40)
     sizes = [policy.sizes(info, np.array([40])) for info in plan.infos]
@@ -79,7 +79,7 @@ def test_a_plan_says_slots(planned):
     assert budgets[0] > budgets[-1]
     assert [int(s.per_head[0]) for s in sizes] == [n + NEW for n in budgets]
     assert plan.capacities == tuple(-(-(n + NEW) // 16) * 16 for n in budgets)
-    assert planned(methods.h2o(8)).capacities == (9,) * 3
+    assert planned(methods.h2o(8)).capacities == (16,) * 3
 
 
 def test_a_prompt_that_is_too_short_for_its_share_needs_slots_for_all_its_tokens(planned, shallow):

@@ -101,7 +101,8 @@ class Attend:
         found = {o: o(at) for o in self.observe}
         columns = {o: x for o, x in found.items() if isinstance(x, Columns)}
         reads = policy.reads(kv.view(), at, ctx)
-        out = kv.attend(at.q, pos, tuple(columns.values()), reads, rotate=rotate, slopes=slopes, **how)
+        own = self.grow and reads is None and pos.shape[1] == kv.pos.shape[-1]  # a whole prompt
+        out = kv.attend(at.q, pos, tuple(columns.values()), reads, rotate=rotate, slopes=slopes, own=own, **how)
         found |= dict(zip(columns, out.columns, strict=True))
         if self.evict:
             view = kv.view()
@@ -193,7 +194,11 @@ def head(
 ) -> Float[Array, "B V"]:
     """Logits after the last column, NaN for sequences that have lost tokens in a layer or a head."""
     logits = model.head(params, x[:, -1:])[:, -1]
-    return jnp.where(jnp.concatenate(lost, 1).any(1, keepdims=True), jnp.nan, logits) if lost else logits
+    if not lost:
+        return logits
+    same = len({x.shape for x in lost}) == 1
+    each = lost if same else [x.any(1, keepdims=True) for x in lost]
+    return jnp.where(functools.reduce(jnp.logical_or, each).any(1, keepdims=True), jnp.nan, logits)
 
 
 def step(

@@ -151,6 +151,7 @@ class Layer(Storage):
         softcap: float | None = None,
         window: int | None = None,
         slopes: Any = None,
+        own: bool = False,
     ) -> Attention:
         reads, G, mesh = reads or Reads(), q.shape[1] // self.pos.shape[1], self.how.mesh
         attend: Any = attention if mesh is None else functools.partial(attention_on, mesh)
@@ -174,7 +175,7 @@ class Layer(Storage):
                 return _written_out(q, keys, self.v, pos, read, bias, reads, statistics, **how)
             read, bias = _of_row(pos[:, :, None], read, bias, reads, G)
         if index is None:
-            return attend(q, keys, self.v, pos, read, columns=statistics, bias=bias, **how)
+            return attend(q, keys, self.v, pos, read, columns=statistics, bias=bias, own=own, **how)
         slot = jnp.maximum(index, 0)
         read = jnp.where(index >= 0, take(read, slot), EMPTY)
         bias = None if bias is None else take(bias, jnp.repeat(slot, G, 1))

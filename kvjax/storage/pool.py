@@ -140,6 +140,7 @@ class Pool(Storage):
         softcap: float | None = None,
         window: int | None = None,
         slopes: Any = None,
+        own: bool = False,
     ) -> Attention:
         """Attention of rows; statistics "B K ... P" are 0 in the slots of other heads.
 

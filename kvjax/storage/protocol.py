@@ -157,6 +157,7 @@ class Storage(abc.ABC):
         softcap: float | None = None,
         window: int | None = None,
         slopes: Any = None,
+        own: bool = False,
     ) -> Attention:
         """Attention of rows, and statistics of what each slot received.
 
@@ -168,6 +169,7 @@ class Storage(abc.ABC):
           rotate: the rotary embedding, for keys that are stored unrotated.
           scale, softcap, window: as in `pallas_kernels.attention`.
           slopes: ALiBi's.
+          own: promises that the slots are those of the rows, in order.
         """
 
     @abc.abstractmethod
