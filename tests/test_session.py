@@ -19,7 +19,7 @@ from kvjax.observe import Reread
 from tests.words import words
 
 M = 6
-CONTEXT, OTHER, ASKED = "ab cd fe ga bb ce df aa hb", "ga bb ce", ["bc de", "ah"]
+CONTEXT, OTHER, ASKED = "ab cd fe ga bb ce df aa hb", "ga bb ce", ["fa dc", "ah"]
 POLICY = methods.h2o(6)
 
 
