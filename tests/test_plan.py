@@ -86,8 +86,8 @@ def test_a_prompt_that_is_too_short_for_its_share_needs_slots_for_all_its_tokens
     """While decoding, such a row keeps as many tokens as its prompt had."""
     policy, lengths = methods.h2o(0.25, recent=8), np.array([40, 20, 3])
     capacity = lambda lengths: planned(policy, lengths, 40, 2).capacities
-    assert capacity([40]) == (11,) * 3
-    assert capacity(lengths) == (21,) * 3
+    assert capacity([40]) == (16,) * 3
+    assert capacity(lengths) == (24,) * 3
     tokens = np.ones((3, 40), np.int32)
     _, state = kvjax.prefill(*shallow, tokens, policy=policy, lengths=lengths, max_new_tokens=2)
     np.testing.assert_array_equal(kvjax.feed(*shallow, tokens[:, :2], state)[1].layers[0].num_live[:, 0], [10, 20, 5])

@@ -162,7 +162,7 @@ def test_last_hidden_states_are_what_logits_are_made_of(tiny):
         how = {"attend": without_cache(pos), "pos": pos}
         logits, found = (jax.jit(functools.partial(f, **how))(params, ids) for f in (model, model.states))
         head = (
-            params["lm_head"]["kernel"]
+            params["lm_head"]["weight"].T
             if "lm_head" in params
             else next(params[name].T for name in ("embed_tokens", "wte") if name in params)
         )

@@ -60,8 +60,8 @@ ALIBI = mpt.MPTConfig(
 BY_QUERY_HEAD = contract.Layout(by_query_head=True)
 CASES = {  # options, fields, and a digest of what the library before this one kept
     "window, prefix": ({"prefix": 3}, {}, "c355"),
-    "plus, by query head": ({"plus": True}, {"heads": None, "layout": BY_QUERY_HEAD}, "5d30"),
-    "ALiBi": ({"plus": True}, {}, "ea27"),
+    "plus, by query head": ({"plus": True}, {"heads": None, "layout": BY_QUERY_HEAD}, "1c6c"),
+    "ALiBi": ({"plus": True}, {}, "8631"),
 }
 
 

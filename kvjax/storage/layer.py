@@ -112,13 +112,7 @@ class Layer(Storage):
         B, K, rows = slots.shape
         row = lambda x: x if rows > 1 else x[:, :, 0]
         at = tuple(map(row, (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slots)))
-
-        def write(x: Array, new: Any) -> Array:
-            if rows == 1 and x.ndim == 3:  # in one pass with what reads it next, where a scatter is a kernel of its own
-                here = lax.broadcasted_iota(jnp.int32, x.shape, 2) == slots
-                return jnp.where(here, jnp.broadcast_to(jnp.asarray(new, x.dtype)[..., None], x.shape), x)
-            return write_rows(x, at, new, rows == 1)
-
+        write = lambda x, new: write_rows(x, at, new, rows == 1)
         fields = {"k": write(self.k, row(k)), "v": write(self.v, row(v)), "pos": write(self.pos, row(pos))}
         return self.replace(**fields, **self._blanked(lambda x: write(x, 0)))
 
@@ -297,9 +291,13 @@ def take(
 def write_rows(x: Shaped[Array, "..."], at: tuple[Array, ...], new: Any, unique: bool) -> Shaped[Array, "..."]:
     """An array with new rows at indices of its first axes; those beyond it are dropped.
 
-    On CPUs 16-bit rows are looked up slot by slot: XLA would turn all of `x` into float32 to scatter them, and back.
+    One number of each list is written in the pass that reads it next, where a scatter would be a kernel of its own. On
+    CPUs 16-bit rows are looked up slot by slot: XLA would turn all of `x` into float32 to scatter them, and back.
     """
     new = jnp.asarray(new).astype(x.dtype)
+    if unique and len(at) == x.ndim == at[-1].ndim + 1:
+        here = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) == at[-1][..., None]
+        return jnp.where(here, jnp.broadcast_to(new[..., None], x.shape), x)
     put = lambda x, new, *at: x.at[at].set(new, mode="drop", unique_indices=unique)
     if x.dtype.itemsize != 2 or new.ndim == 0:
         return put(x, new, *at)
