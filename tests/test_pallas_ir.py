@@ -65,8 +65,8 @@ def triton_kernels(lowered):
 def check(kernels, dtype):
     for name, text in kernels:
         dots = re.findall(r"tt\.dot .*?: tensor<\w+?x\w+?x(\w+)> \* tensor<\w+?x\w+?x(\w+)>", text)
-        assert dots, name
-        assert set(dots) == {(TENSOR_TYPE[dtype],) * 2}, name
+        assert dots or name == "kvjax_combine", name
+        assert set(dots) <= {(TENSOR_TYPE[dtype],) * 2}, name
         assert "atomic" not in text, name
         if dtype == "float32":
             assert "inputPrecision = tf32" not in text, name
@@ -132,7 +132,9 @@ def test_own_softmax_takes_a_pass_for_its_logsumexp(noise, causal):
     no_square(lowered)
 
 
-@pytest.mark.parametrize(("rows", "names"), [(1, ["kvjax_decode"]), (T, ["kvjax_flash", "kvjax_colstats"])])
+@pytest.mark.parametrize(
+    ("rows", "names"), [(1, ["kvjax_decode", "kvjax_combine"]), (T, ["kvjax_flash", "kvjax_colstats"])]
+)
 def test_a_bias_is_added_by_the_portable_kernels(rows, names):
     def f(bias, *args):
         return jax.tree.leaves(attention(*args, columns=(Columns(),), bias=bias, implementation="mosaic_gpu"))
@@ -153,7 +155,7 @@ def test_a_bias_is_added_by_the_kernel_of_a_pool():
 
     q, flat, row, ints = ((B, N, 1, 128), "bfloat16"), ((B, T, 128), "bfloat16"), ((B, 1), "int32"), ((B, T), "int32")
     kernels = triton_kernels(lower(pool, *shapes(((B, N // K, T), "float32"), q, flat, flat, ints, row, ints)))
-    assert [name for name, _ in kernels] == ["kvjax_pool_decode"]
+    assert [name for name, _ in kernels] == ["kvjax_pool_decode", "kvjax_combine"]
     check(kernels, "bfloat16")
 
 
@@ -172,7 +174,7 @@ def test_decode(dtype, d, columns):
     kernels = triton_kernels(lower(dense, *shapes(q, slots, slots, row, ((B, K, T), "int32"))))
     kernels += triton_kernels(lower(pool, *shapes(q, flat, flat, ((B, K * T), "int32"), row, ((B, K * T), "int32"))))
     assert [name for name, _ in kernels] == ["kvjax_decode", "kvjax_combine", "kvjax_pool_decode", "kvjax_combine"]
-    check(kernels[::2], dtype)
+    check(kernels, dtype)
 
 
 @pytest.mark.parametrize("rows", [1, T])
