@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.contract.checks import whole
 from kvjax.models.llama import ModelConfig
-from kvjax.models.parts import ACTIVATIONS, dense, product
+from kvjax.models.parts import activation, dense, product
 
 _LARGEST_BLOCK = 128  # tokens that an expert's matrices are read for at once
 
@@ -71,10 +71,9 @@ class Experts(nn.Module):
         weights, chosen = lax.top_k(p, c.experts_per_token)
         weights = weights / weights.sum(-1, keepdims=True) if c.normalized else weights
         gate, up, down = Stack(c, self.names, name="experts")()
-        act = ACTIVATIONS[c.activation]
 
         def expert(e: Int[Array, ""], x: Float[Array, "R D"]) -> Float[Array, "R D"]:
-            return product(act(product(x, gate[e])) * product(x, up[e]), down[e])
+            return product(activation(c, product(x, gate[e])) * product(x, up[e]), down[e])
 
         # Every token once for each of its experts, in their order, in blocks that have one expert each.
         n, k = chosen.shape

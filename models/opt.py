@@ -12,7 +12,7 @@ from kvjax.contract.checks import whole
 from kvjax.models.config import LearnedPositions, read_flag, read_sizes, renamed, write_sizes
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
-from kvjax.models.parts import ACTIVATIONS, Attend, LayerNorm, attended, dense, embedded, embedding, heads
+from kvjax.models.parts import Attend, LayerNorm, activation, attended, dense, embedded, embedding, heads
 
 _FIRST = 2  # the row of position 0
 
@@ -65,7 +65,7 @@ class Block(nn.Module):
             Attention(c, name="self_attn"),
             *(dense(c, width, c.bias, name) for name, width in (("fc1", c.mlp_dim), ("fc2", c.embed_dim))),
         )
-        feed = lambda y: down(ACTIVATIONS[c.activation](up(y)))
+        feed = lambda y: down(activation(c, up(y)))
         y, cache, stats = attention(first(x) if c.norm_first else x, cache, layer=layer, attend=attend)
         if c.norm_first:
             x = x + y

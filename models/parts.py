@@ -21,13 +21,23 @@ from kvjax.models.config import DecoderConfig
 # (cache, q "B N T H", k "B K T H", v "B K T H", *, layer, rotate, ...) -> what rows read "B N T H", the cache, and more
 Attend = Callable[..., tuple[Array, Any, Any]]
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+_ACTIVATIONS = {
     "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
-    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_new": jax.nn.gelu,
+    "gelu_pytorch_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
 }
+
+
+def _wide(dtype: jnp.dtype) -> jnp.dtype:
+    """What numbers of a dtype are summed in: float32, or float64 for float64."""
+    return dtype if dtype.itemsize > 4 else jnp.dtype(jnp.float32)
+
+
+def activation(config: DecoderConfig, x: Float[Array, "*B F"]) -> Float[Array, "*B F"]:
+    """The config's activation, computed in float32 or wider and rounded once."""
+    return _ACTIVATIONS[config.activation](x.astype(_wide(x.dtype))).astype(x.dtype)
 
 
 _LAST = (((1,), (1,)), ((), ()))  # contracts the last axes of two matrices
@@ -40,7 +50,7 @@ def product(x: Float[Array, "*B D"], weight: Float[Array, "*O D"]) -> Float[Arra
     On CPUs, few rows read a weight once, as it is stored. XLA would turn a bfloat16 weight into float32 for a single
     row, but not for two; and it reads a float32 weight two to three times as fast where it is the first factor.
     """
-    rows, dtype = math.prod(x.shape[:-1]), jnp.dtype(jnp.float32) if x.dtype.itemsize < 4 else x.dtype
+    rows, dtype = math.prod(x.shape[:-1]), _wide(x.dtype)
     arrays = x.reshape(rows, x.shape[-1]), weight.reshape(-1, x.shape[-1])
     plain = functools.partial(lax.dot_general, dimension_numbers=_LAST, preferred_element_type=dtype)
     beside_zeros = lambda x, w: lax.optimization_barrier(plain(jnp.pad(x, ((0, 1), (0, 0))), w))[:1]
@@ -144,7 +154,7 @@ class MLP(nn.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The projection of the activated projection."""
         c, (up, down) = self.config, self.names
-        return dense(c, c.embed_dim, self.bias, down)(ACTIVATIONS[c.activation](dense(c, c.mlp_dim, self.bias, up)(x)))
+        return dense(c, c.embed_dim, self.bias, down)(activation(c, dense(c, c.mlp_dim, self.bias, up)(x)))
 
 
 class GatedMLP(nn.Module):
@@ -159,7 +169,7 @@ class GatedMLP(nn.Module):
         c = self.config
         groups = math.gcd(c.num_kv_heads, c.mlp_dim)  # which devices may share
         y = dense(c, (groups, 2, c.mlp_dim // groups), self.bias, "gate_up_proj")(x)
-        y = ACTIVATIONS[c.activation](y[..., 0, :]) * y[..., 1, :]
+        y = activation(c, y[..., 0, :]) * y[..., 1, :]
         return dense(c, c.embed_dim, self.bias, "down_proj")(y.reshape(*x.shape[:-1], c.mlp_dim))
 
 
