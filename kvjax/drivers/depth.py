@@ -67,18 +67,24 @@ def _repeated(
     times: int,
 ) -> tuple[Array, list[Any]]:
     """Layers from `start` on, whose kinds repeat so many times."""
-    period = len(inputs) // times
+    period, tree = len(inputs) // times, jax.tree.structure
+    leaves = [[*zip(*map(jax.tree.leaves, inputs[i::period]), strict=True)] for i in range(period)]
+    same = [[all(y is ys[0] for y in ys) for ys in each] for each in leaves]  # computed with once, not in every layer
 
     def step(x: Array, at: tuple[Array, list[Any]]) -> tuple[Array, list[Any]]:
-        t, here = at
+        t, stacked = at
         found = []
-        for i, one in enumerate(here):
+        for i, each in enumerate(stacked):
             own = lax.switch(t, [lambda p=p: p for p in params[i::period]])  # no array of all layers is made
-            x, new = layer(start + i, x, own, one)
+            here = [ys[0] if one else y for ys, one, y in zip(leaves[i], same[i], each, strict=True)]
+            x, new = layer(start + i, x, own, jax.tree.unflatten(tree(inputs[i]), here))
             found.append(new)
         return x, found
 
-    stacked = [jax.tree.map(lambda *y: jnp.stack(y), *inputs[i::period]) for i in range(period)]
+    stacked = [
+        [None if one else jnp.stack(ys) for ys, one in zip(*both, strict=True)]
+        for both in zip(leaves, same, strict=True)
+    ]
     x, found = lax.scan(step, x, (jnp.arange(times), stacked))
     return x, [jax.tree.map(lambda y, t=t: y[t], one) for t in range(times) for one in found]
 
