@@ -292,24 +292,26 @@ def write_rows(x: Shaped[Array, "..."], at: tuple[Array, ...], new: Any, unique:
     """An array with new rows at indices of its first axes; those beyond it are dropped.
 
     One number of each list is written in the pass that reads it next, where a scatter would be a kernel of its own. On
-    CPUs 16-bit rows are looked up slot by slot: XLA would turn all of `x` into float32 to scatter them, and back.
+    CPUs a 16-bit row is too: XLA would turn all of `x` into float32 to scatter it, and back.
     """
-    new = jnp.asarray(new).astype(x.dtype)
-    if unique and len(at) == x.ndim == at[-1].ndim + 1:
-        here = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) == at[-1][..., None]
-        return jnp.where(here, jnp.broadcast_to(new[..., None], x.shape), x)
-    put = lambda x, new, *at: x.at[at].set(new, mode="drop", unique_indices=unique)
-    if x.dtype.itemsize != 2 or new.ndim == 0:
-        return put(x, new, *at)
+    new, axis = jnp.asarray(new).astype(x.dtype), len(at) - 1
 
-    def look_up(x: Array, new: Array, *at: Array) -> Array:
-        axes = len(at)
-        flat = new.reshape(-1, *x.shape[axes:])
-        number = jnp.arange(len(flat), dtype=jnp.int32).reshape(new.shape[: new.ndim - x.ndim + axes])
-        which = put(jnp.full(x.shape[:axes], -1, jnp.int32), number, *at)
-        return jnp.where((which >= 0).reshape(*which.shape, *(1,) * (x.ndim - axes)), flat[which], x)
+    def put(x: Array, new: Array, *at: Array) -> Array:
+        return x.at[at].set(new, mode="drop", unique_indices=unique)
 
-    return lax.platform_dependent(x, new, *at, cpu=look_up, default=put)
+    def select(x: Array, new: Array, *at: Array) -> Array:
+        slots, place = at[-1].reshape(*x.shape[:axis], -1), lax.broadcasted_iota(jnp.int32, x.shape, axis)
+        new = jnp.broadcast_to(new, (*at[-1].shape, *x.shape[axis + 1 :])).reshape(*slots.shape, *x.shape[axis + 1 :])
+        for i in range(slots.shape[-1]):
+            one = jnp.expand_dims(lax.index_in_dim(slots, i, axis), (*range(axis + 1, x.ndim),))
+            x = jnp.where(place == one, lax.slice_in_dim(new, i, i + 1, axis=axis), x)
+        return x
+
+    if unique and x.ndim == len(at) == at[-1].ndim + 1:
+        return select(x, new, *at)
+    if unique and x.dtype.itemsize == 2:
+        return lax.platform_dependent(x, new, *at, cpu=select, default=put)
+    return put(x, new, *at)
 
 
 def dead_slots(held: Int[Array, "B K S"], pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
