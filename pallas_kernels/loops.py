@@ -113,6 +113,16 @@ def write_block(x, new, b, together, i, block, axis):
     return lax.dynamic_update_slice(x, new, start)
 
 
+def as_bits(x):
+    """16-bit numbers as integers, to write blocks of: XLA on CPUs would turn all of them into float32 and back."""
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+
+
+def of_bits(x, dtype):
+    """The inverse of `as_bits`."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
 def zeros_after(shape, dtype, after):
     """Zeros that cannot exist before `after` does.
 

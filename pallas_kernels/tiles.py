@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 
 import jax
@@ -12,8 +13,10 @@ from kvjax.pallas_kernels.columns import accumulator
 from kvjax.pallas_kernels.loops import (
     Config,
     Tile,
+    as_bits,
     first_keys,
     loop,
+    of_bits,
     products,
     read_block,
     sequences,
@@ -58,8 +61,10 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def attend_tiles(config: Config, stop: int, q, lse, k, v, q_pos, kv_pos, bias):
-    """Output, written over the queries, and logsumexp of the rows before `stop`, a multiple of a tile's rows.
+def attend_tiles(config: Config, stop: int, kind, q, lse, k, v, q_pos, kv_pos, bias):
+    """Output and logsumexp of the rows before `stop`, a multiple of a tile's rows.
+
+    The output is written over the queries, both `as_bits` of the dtype `kind`.
 
     Positions decide, as everywhere. A tile is masked unless every row of it sees every key. Which keys a tile of rows
     visits follows from what is known of any call: row `i` sees no slot after `offset + i`. Under a window, keys before
@@ -69,7 +74,7 @@ def attend_tiles(config: Config, stop: int, q, lse, k, v, q_pos, kv_pos, bias):
     if tile is None or not stop:
         return q, lse
     bb, R, W, S = tile.together, tile.rows, min(tile.keys, config.num_slots), config.num_slots
-    dtype = accumulator(q.dtype)
+    dtype = accumulator(kind)
     G, H = q.shape[2], q.shape[-1]
     num_tiles = -(-S // W)
     latest = jnp.iinfo(q_pos.dtype).max
@@ -85,9 +90,9 @@ def attend_tiles(config: Config, stop: int, q, lse, k, v, q_pos, kv_pos, bias):
             out, lse = carry
             here = read_block(q_pos, b, bb, i, R, 1)
             first, last = jnp.where(here >= 0, here, latest).min(), here.max()
-            qi, scaled = read_block(out, b, bb, i, R, 3), config
-            if qi.dtype == dtype:  # a product a query in place of one a logit; narrow queries would be rounded
-                qi, scaled = qi * jnp.asarray(config.scale, dtype), dataclasses.replace(config, scale=1.0)
+            qi, scaled = of_bits(read_block(out, b, bb, i, R, 3), kind), config
+            if kind == dtype or math.frexp(config.scale)[0] == 0.5:  # a product a query, where that rounds none
+                qi, scaled = qi * jnp.asarray(config.scale, kind), dataclasses.replace(config, scale=1.0)
 
             def keys(j, state):
                 start = jnp.minimum(j * W, S - W)
@@ -119,8 +124,8 @@ def attend_tiles(config: Config, stop: int, q, lse, k, v, q_pos, kv_pos, bias):
             shape = (bb, q.shape[1], G, R)
             start = jnp.full(shape, jnp.finfo(dtype).min), jnp.zeros(shape, dtype), jnp.zeros((*shape, H), dtype)
             top, mass, o = lax.fori_loop(begin, end, keys, start)  # `top` is finite where a row sees nothing
-            o = (o / jnp.where(mass > 0, mass, 1.0)[..., None]).astype(out.dtype)
-            return write_block(out, o, b, bb, i, R, 3), write_block(lse, top + jnp.log(mass), b, bb, i, R, 3)
+            o = (o / jnp.where(mass > 0, mass, 1.0)[..., None]).astype(kind)
+            return write_block(out, as_bits(o), b, bb, i, R, 3), write_block(lse, top + jnp.log(mass), b, bb, i, R, 3)
 
         return loop(0, stop // R, rows, carry)
 

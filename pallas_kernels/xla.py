@@ -40,9 +40,11 @@ from kvjax.pallas_kernels.loops import (
     Config,
     Tile,
     add_prefix,
+    as_bits,
     first_keys,
     logits,
     loop,
+    of_bits,
     read_block,
     sequences,
     write_block,
@@ -287,7 +289,7 @@ def _separate(config: Config, spec: Columns, q, k, q_pos, kv_pos, bias):
 
 def _fused(config: Config, columns, q, k, v, q_pos, kv_pos, bias):
     B, K, G, T, _ = q.shape
-    dtype = accumulator(q.dtype)
+    kind, dtype, q = q.dtype, accumulator(q.dtype), as_bits(q)
     bb, bq = config.together, config.block
     shape = lambda c: (B, K, G, config.num_slots) if c.per_query_head else (B, K, config.num_slots)
     lse = zeros_after((B, K, G, T), dtype, k)
@@ -297,7 +299,7 @@ def _fused(config: Config, columns, q, k, v, q_pos, kv_pos, bias):
         whole = math.lcm(bq, config.tile.rows)
         tiled = config.first_block(columns) * bq // whole * whole
         first = tiled // bq
-        q, lse = attend_tiles(config, tiled, q, lse, k, v, q_pos, kv_pos, bias)
+        q, lse = attend_tiles(config, tiled, kind, q, lse, k, v, q_pos, kv_pos, bias)
     carry = (q, lse, [zeros_after(shape(c), dtype, k) for c in columns])
 
     for lo, hi, active in config.segments(columns, first):
@@ -310,13 +312,13 @@ def _fused(config: Config, columns, q, k, v, q_pos, kv_pos, bias):
             def block(i, carry):
                 out, lse, sums = carry
                 rows = read_block(q_pos, b, bb, i, bq, 1)
-                x, seen, _ = logits(config, read_block(out, b, bb, i, bq, 3), k_, rows, kv_pos_, bias_)
+                x, seen, _ = logits(config, of_bits(read_block(out, b, bb, i, bq, 3), kind), k_, rows, kv_pos_, bias_)
                 top = jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(dtype).min)  # finite where a row sees nothing
                 e = jnp.exp(x - top)
                 mass = e.sum(-1)
                 inverse_mass = 1.0 / jnp.where(mass > 0, mass, 1.0)
                 o = jnp.einsum("bkgrs,bksh->bkgrh", e.astype(v_.dtype), v_, preferred_element_type=dtype)
-                o = (o * inverse_mass[..., None]).astype(out.dtype)
+                o = (o * inverse_mass[..., None]).astype(kind)
                 sums = list(sums)
                 for j in active:
                     spec = columns[j]
@@ -326,14 +328,14 @@ def _fused(config: Config, columns, q, k, v, q_pos, kv_pos, bias):
                     if spec.softmax is not None:
                         found = _own(config, spec.softmax, x, rows, kv_pos_, sequences(heads[j], b, bb), b, i, e)
                     sums[j] = add_prefix(sums[j], _measure(spec, *found, w, theta), b, bb)
-                out = write_block(out, o, b, bb, i, bq, 3)
+                out = write_block(out, as_bits(o), b, bb, i, bq, 3)
                 return out, write_block(lse, top[..., 0] + jnp.log(mass), b, bb, i, bq, 3), sums
 
             return loop(lo, hi, block, carry)
 
         carry = loop(0, B // bb, each, carry)
     out, lse, sums = carry
-    return out, lse, tuple(c.finish(s) for c, s in zip(columns, sums, strict=True))
+    return of_bits(out, kind), lse, tuple(c.finish(s) for c, s in zip(columns, sums, strict=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
