@@ -123,7 +123,7 @@ class Evict(Policy):
                 f"{type(part).__name__} ranks by what it observes of prompts alone, but {self.when} evicts while "
                 "decoding; use Schedule(), or a score that observes decode rows, such as Accumulated"
             )
-        if self.when.before and self._observed("decode"):
+        if self.when.before and self.observe("decode"):
             raise ValueError(
                 f"Schedule(before=True) evicts before rows are read, but {type(self.score).__name__} or another part "
                 "observes what they read; leave out before"
@@ -140,14 +140,11 @@ class Evict(Policy):
         """Whether the share of each head at the first eviction is remembered."""
         return self.when.decodes and self.heads is not None
 
-    def _observed(self, phase: Phase) -> tuple[Observation, ...]:
-        """Observations of its parts."""
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        if not self.when.decodes and (phase == "decode" or not self.when.prefill):
+            return ()
         parts: list[Part | None] = [self.score, self.select, self.heads, self.rewrite]
         return unique(o for part in parts if part is not None for o in part.observe(phase))
-
-    def observe(self, phase: Phase) -> tuple[Observation, ...]:
-        idle = not self.when.decodes and (phase == "decode" or not self.when.prefill)
-        return () if idle else self._observed(phase)
 
     def sizes(self, info: LayerInfo, lengths: Prompts) -> Sizes:
         budget, sinks, recent = self._counts(info, lengths)
@@ -436,7 +433,7 @@ def _with_shares(kv: LayerView, shares: Int[Array, "B K"]) -> LayerView:
 
 def unscored(kv: Any) -> Bool[Array, "B K"]:
     """The heads that evicted tokens of the prompt, though no score was a number."""
-    return (kv.head_pos == UNSCORED).any(-1)
+    return (kv.view().pos == UNSCORED).any(-1)
 
 
 def check_kept(policy: Policy, layer: int, kv: Any, hparams: Any, steps: Any = 0) -> None:

@@ -1,6 +1,7 @@
 """All sizes of a run, known before anything is traced."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -36,21 +37,20 @@ class Plan:
         each = zip(self.layers, self.infos, self.capacities, strict=True)
         return sum(n if policy.layout.pool else n * info.num_kv_heads for policy, info, n in each)
 
-    @property
+    @functools.cached_property
     def decoding(self) -> "Plan":
-        """The plan with the sizes alone that a decode step asks for, so that prompts of many widths share programs."""
+        """The plan with the sizes alone that a decode step asks for, so that prompts of many widths share programs.
+
+        It is told a width of prompts that is a power of two, at least 1,024.
+        """
+        width = lambda n: max(1 << (n - 1).bit_length(), 1024)
         exact = [policy.writes and policy.layout.pool for policy in self.layers]
         infos = tuple(
-            dataclasses.replace(x, prompt_len=x.prompt_len if own else decoding_width(x.prompt_len), max_new_tokens=0)
+            dataclasses.replace(x, prompt_len=x.prompt_len if own else width(x.prompt_len), max_new_tokens=0)
             for x, own in zip(self.infos, exact, strict=True)
         )
         slots = tuple(n if policy.writes else 0 for policy, n in zip(self.layers, self.capacities, strict=True))
         return dataclasses.replace(self, infos=infos, capacities=slots)
-
-
-def decoding_width(width: int) -> int:
-    """The width of prompts that decode steps are told: a power of two, at least 1,024."""
-    return max(1 << (width - 1).bit_length(), 1024)
 
 
 def infos_of(config: Any, policy: Policy, width: int, max_new_tokens: int) -> tuple[LayerInfo, ...]:

@@ -42,12 +42,12 @@ def test_a_sweep_compiles_one_program(shallow):
         how = {"policy": make(budget), "plan": plan, "max_new_tokens": 2, "key": jax.random.key(budget)}
         state = kvjax.generate(*shallow, TOKENS, **how, buckets=False).state
         assert (state.layers[0].num_live <= budget + 1).all()
-        sizes.add((attend.layer_step._cache_size(), loop._in_place._cache_size()))
+        sizes.add((attend.layer_step._cache_size(), loop._decoded._cache_size()))
     assert len(sizes) == 1
 
 
 def test_prompts_of_other_widths_share_all_but_their_layers(shallow):
-    programs, sizes = (attend.layer_step, loop._begun, loop._in_place, generation._joined), []
+    programs, sizes = (attend.layer_step, loop._begun, loop._decoded, generation._joined), []
     for width in (20, 40, 60):
         tokens = np.full((1, width), 7)
         found = kvjax.generate(*shallow, tokens, policy=methods.snapkv(8, window=4), max_new_tokens=2)

@@ -47,7 +47,7 @@ def test_nothing_grows_and_nothing_is_lost(shallow):
     ids = itertools.chain(itertools.islice(source, 40), [61], source)
     reader = read(*shallow, ids, policy=methods.tova(6), prompt_len=PROMPT, chunk=CHUNK)
     next(reader)
-    compiled, held, shapes = loop._in_place._cache_size(), reader.state, jax.tree.map(jnp.shape, reader.state)
+    compiled, held, shapes = loop._decoded._cache_size(), reader.state, jax.tree.map(jnp.shape, reader.state)
     for _ in range(6):
         next(reader)
     assert held.length.tolist() == [PROMPT + CHUNK]
@@ -56,7 +56,7 @@ def test_nothing_grows_and_nothing_is_lost(shallow):
         next(reader)
     assert reader.num_tokens == 37 == int(reader.state.length[0])
     assert jax.tree.map(jnp.shape, reader.state) == shapes
-    assert loop._in_place._cache_size() == compiled
+    assert loop._decoded._cache_size() == compiled
     reader.num_tokens = MOST - 1
     reader._waiting = [1]
     with pytest.raises(ValueError, match=r"are more than the 1,073,741,823 that positions count"):

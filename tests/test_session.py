@@ -90,7 +90,7 @@ def test_questions_and_contexts_of_about_the_same_size_compile_nothing(make):
     session, sizes = make(), []
     for context, question in ((CONTEXT, ASKED[0]), ("ab " * 14, "aa ab ac ad")):
         session.compress(context).ask(question)
-        sizes.append((attend.layer_step._cache_size(), loop._in_place._cache_size()))
+        sizes.append((attend.layer_step._cache_size(), loop._decoded._cache_size()))
     assert sizes[0] == sizes[1]
 
 

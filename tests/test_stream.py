@@ -110,9 +110,9 @@ def test_a_state_that_somebody_holds_stays(run, greedy):
 
 def test_an_equal_stream_compiles_nothing(run):
     list(run(stream, lengths=LENGTHS))
-    before = attend.layer_step._cache_size(), loop._in_place._cache_size()
+    before = attend.layer_step._cache_size(), loop._decoded._cache_size()
     list(run(stream, lengths=LENGTHS, policy=methods.h2o(6)))
-    assert (attend.layer_step._cache_size(), loop._in_place._cache_size()) == before
+    assert (attend.layer_step._cache_size(), loop._decoded._cache_size()) == before
 
 
 def test_text_ends_before_stop_strings_and_end_tokens(run, greedy):

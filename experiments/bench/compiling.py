@@ -86,7 +86,7 @@ def sweep_programs(budgets: tuple[int, ...] = (16, 32, 48, 64), seeds: int = 10)
     params = jax.jit(model.init)(jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 512, (1, 256)).astype(np.int32)
     found: dict[str, int] = {}
-    programs: list[Any] = [attend.layer_step, loop._in_place]
+    programs: list[Any] = [attend.layer_step, loop._decoded]
     largest = kvjax.make_plan(model.config, methods.h2o(max(budgets)), np.array([256]), 256, 2)
     for name, plan in (("a plan for each budget", None), ("all within the largest", largest)):
         jax.clear_caches()

@@ -161,12 +161,9 @@ def decode_tokens(
 _STATIC = ("model", "chunk", "sampler", "ends", "pad_id", "sleeps", "also")
 
 
-_decoded = jax.jit(decode_tokens, static_argnames=_STATIC)
-
-
-@functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("layers",))
-def _in_place(model: Any, params: Any, layers: Any, at: Decoding, given: Any, count: Any, **how: Any) -> Any:
-    at = dataclasses.replace(at, state=dataclasses.replace(at.state, layers=layers))
+@functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("spent",))
+def _decoded(model: Any, params: Any, kept: Any, spent: Any, at: Decoding, given: Any, count: Any, **how: Any) -> Any:
+    at = dataclasses.replace(at, state=dataclasses.replace(at.state, layers=kept + spent))
     return decode_tokens(model, params, at, given, count, **how)
 
 
@@ -175,10 +172,6 @@ def decoded(
 ) -> tuple[Steps, Decoding]:
     """`decode_tokens`, compiled. It overwrites the cache of `at`, if `in_place`; otherwise `at` stays valid."""
     plan, layers = at.state.plan, at.state.layers
-    at = dataclasses.replace(at, state=dataclasses.replace(at.state, plan=plan.decoding))
-    if in_place:
-        bare = dataclasses.replace(at, state=dataclasses.replace(at.state, layers=()))
-        steps, after = _in_place(model, params, layers, bare, given, count, **how)
-    else:
-        steps, after = _decoded(model, params, at, given, count, **how)
+    bare = dataclasses.replace(at, state=dataclasses.replace(at.state, plan=plan.decoding, layers=()))
+    steps, after = _decoded(model, params, *(((), layers) if in_place else (layers, ())), bare, given, count, **how)
     return steps, dataclasses.replace(after, state=dataclasses.replace(after.state, plan=plan))

@@ -4,7 +4,6 @@ Letters: B batch, T new tokens, L layers, V vocabulary.
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ from jaxtyping import Array, Int, Key
 from kvjax.contract import LAST, Context, LayerInfo, Phase, Policy, Stats
 from kvjax.drivers import decide
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.plan import Plan, decoding_width
+from kvjax.plan import Plan
 from kvjax.storage import Storage, empty
 
 
@@ -119,6 +118,7 @@ class State:
     def context(self, layer: int, phase: Phase, tokens: Any = None) -> Context:
         """The `Context` of a layer's policy, while these token ids are read."""
         info, policy = self.plan.infos[layer], self.plan.layers[layer]
+        width = info.prompt_len if phase == "prefill" else self.plan.decoding.infos[layer].prompt_len
         slots = info.prompt_len + 1 if policy.layout.pool else self.plan.capacities[layer]
         return Context(
             self.length,
@@ -130,7 +130,7 @@ class State:
             self.params[layer] if self.params else (),
             tokens,
             phase=phase,
-            width=info.prompt_len if phase == "prefill" else decoding_width(info.prompt_len),
+            width=width,
             capacity=slots if policy.writes else 0,
             window=info.window,
         )
@@ -147,12 +147,8 @@ def checked_key(key: Any) -> Key[Array, "*B"]:
     return key
 
 
-@functools.partial(jax.jit, static_argnames="batch")
-def _folded(key: Any, batch: int) -> Key[Array, "B"]:
-    key = jax.random.key(0, impl="threefry2x32") if key is None else key
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
-
-
+_first_key = lambda: jax.random.key(0, impl="threefry2x32")
+_folded = jax.jit(lambda key, n: jax.vmap(jax.random.fold_in, (None, 0))(_first_key() if key is None else key, n))
 _copied = jax.jit(lambda numbers: jax.tree.map(jnp.copy, numbers))  # in one call, as there are many
 
 
@@ -161,7 +157,7 @@ def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
     key = None if key is None else checked_key(key)
     if key is not None and key.shape not in ((), (batch,)):
         raise ValueError(f"key has shape {key.shape}, but there are {batch} sequences; give one key, or one a sequence")
-    return key if key is not None and key.ndim else _folded(key, batch)
+    return key if key is not None and key.ndim else _folded(key, np.arange(batch, dtype=np.int32))
 
 
 def check_params(policy: Policy, info: LayerInfo, given: Any) -> None:

@@ -98,28 +98,28 @@ class Layer(Storage):
         if self.k.shape[-1] < k.shape[-1] and self.channels is not None:
             k = jnp.take_along_axis(k, self.channels[:, :, None], -1)
         each = jnp.broadcast_to(pos[:, None], k.shape[:3])
-        if slots is None:  # in new ones, behind the others
-            join = lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=2)
-            blank = lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, k.shape[2])] + [(0, 0)] * (x.ndim - 3))
-            rows = {"k": join(self.k, k), "v": join(self.v, v), "pos": join(self.pos, each)}
-            return self.replace(**rows, **self._blanked(blank))
-        if self.how.mesh is None:
+        if slots is None or self.how.mesh is None:
             return self._filled(k, v, each, slots)
         return apart(self.how.mesh, Layer._filled, self, k, v, each, slots)
 
-    def _filled(self, k: Array, v: Array, pos: Array, slots: Array) -> "Layer":
-        """Writes new rows to these slots; a single row, that of a decode step, without an axis for rows."""
-        B, K, rows = slots.shape
-        row = lambda x: x if rows > 1 else x[:, :, 0]
-        at = tuple(map(row, (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slots)))
-        write = lambda x, new: write_rows(x, at, new, rows == 1)
-        fields = {"k": write(self.k, row(k)), "v": write(self.v, row(v)), "pos": write(self.pos, row(pos))}
-        return self.replace(**fields, **self._blanked(lambda x: write(x, 0)))
+    def _filled(self, k: Array, v: Array, pos: Array, slots: Array | None) -> "Layer":
+        """Writes new rows to these slots, or behind all; a single row, that of a decode step, without an axis for rows.
 
-    def _blanked(self, blank: Any) -> dict[str, Any]:
-        """Log weights and memory, with 0 in the slots of new rows."""
+        Log weights and memory are 0 in their slots.
+        """
+        if slots is None:
+            row = lambda x: x
+            write = lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=2)
+            blank = lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, k.shape[2])] + [(0, 0)] * (x.ndim - 3))
+        else:
+            B, K, rows = slots.shape
+            row = lambda x: x if rows > 1 else x[:, :, 0]
+            at = tuple(map(row, (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slots)))
+            write = lambda x, new: write_rows(x, at, new, rows == 1)
+            blank = lambda x: write(x, 0)
         weight = None if self.log_weight is None else blank(self.log_weight)
-        return {"log_weight": weight, "memory": self.how.of_slots(blank, self.memory)}
+        fields = {"k": write(self.k, row(k)), "v": write(self.v, row(v)), "pos": write(self.pos, row(pos))}
+        return self.replace(**fields, log_weight=weight, memory=self.how.of_slots(blank, self.memory))
 
     def bias(self, group: int, slopes: Any = None) -> Float[Array, "B N S"] | None:
         bias = None if self.log_weight is None else jnp.repeat(self.log_weight, group, axis=1)
@@ -295,23 +295,17 @@ def write_rows(x: Shaped[Array, "..."], at: tuple[Array, ...], new: Any, unique:
     CPUs a 16-bit row is too: XLA would turn all of `x` into float32 to scatter it, and back.
     """
     new, axis = jnp.asarray(new).astype(x.dtype), len(at) - 1
-
-    def put(x: Array, new: Array, *at: Array) -> Array:
-        return x.at[at].set(new, mode="drop", unique_indices=unique)
-
-    def select(x: Array, new: Array, *at: Array) -> Array:
-        slots, place = at[-1].reshape(*x.shape[:axis], -1), lax.broadcasted_iota(jnp.int32, x.shape, axis)
-        new = jnp.broadcast_to(new, (*at[-1].shape, *x.shape[axis + 1 :])).reshape(*slots.shape, *x.shape[axis + 1 :])
-        for i in range(slots.shape[-1]):
-            one = jnp.expand_dims(lax.index_in_dim(slots, i, axis), (*range(axis + 1, x.ndim),))
-            x = jnp.where(place == one, lax.slice_in_dim(new, i, i + 1, axis=axis), x)
-        return x
-
-    if unique and x.ndim == len(at) == at[-1].ndim + 1:
-        return select(x, new, *at)
-    if unique and x.dtype.itemsize == 2:
-        return lax.platform_dependent(x, new, *at, cpu=select, default=put)
-    return put(x, new, *at)
+    put = lambda x, new, *at: x.at[at].set(new, mode="drop", unique_indices=unique)
+    numbers = x.ndim == len(at) == at[-1].ndim + 1
+    if not unique or not (numbers or x.dtype.itemsize == 2):
+        return put(x, new, *at)
+    lists = lambda y, rest: jnp.moveaxis(y.reshape(*x.shape[:axis], -1, *rest), axis, 0)  # a row of each list
+    rows = lists(jnp.broadcast_to(new, at[-1].shape + x.shape[axis + 1 :]), x.shape[axis + 1 :])
+    slots = lists(at[-1], (1,) * (x.ndim - axis - 1))
+    place = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    at_place = lambda x, one: jnp.where(place == jnp.expand_dims(one[0], axis), jnp.expand_dims(one[1], axis), x)
+    select = lambda x, *_: functools.reduce(at_place, zip(slots, rows, strict=True), x)
+    return select(x) if numbers else lax.platform_dependent(x, new, *at, cpu=select, default=put)
 
 
 def dead_slots(held: Int[Array, "B K S"], pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
