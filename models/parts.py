@@ -109,8 +109,11 @@ class RMSNorm(nn.Module):
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Normalises the last axis."""
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.dtype(self.config.dtype))
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.config.norm_eps)
+        y, eps = x.astype(jnp.float32), self.config.norm_eps
+        # Where a root alone follows the sum, XLA reduces and scales a single row in one kernel of a GPU.
+        summed = lambda y: ((jnp.square(y) + eps) / y.shape[-1]).sum(-1, keepdims=True)
+        mean = lambda y: jnp.square(y).mean(-1, keepdims=True) + eps
+        y = y * lax.rsqrt(lax.platform_dependent(y, cpu=mean, default=summed))
         if self.offset is not None:
             return (y * jnp.broadcast_to(self.offset + scale.astype(jnp.float32), x.shape)).astype(x.dtype)
         return y.astype(x.dtype) * jnp.broadcast_to(scale, x.shape)
