@@ -49,7 +49,7 @@ def _kernel(
     bk = sizes.block_k
     part = pl.program_id(0)
     start = part * sizes.split
-    padded = ref["q"].shape[0]
+    padded = max(bl.MIN_TILE, bl.power_of_two(num_rows))
     zero = part * 0
     q = bl.load_rows(ref["q"], zero, padded, num_rows)
     q_pos = ref["q_pos"][0]
@@ -63,9 +63,9 @@ def _kernel(
         if spec.softcap is not None:
             raw = spec.softcap * jnp.tanh(raw * (1.0 / spec.softcap))
         if "bias" in ref:
-            at = pl.ds(zero, group), pl.ds(j0, bk)
-            inside = j0 + lax.broadcasted_iota(jnp.int32, (group, bk), 1) < num_slots
-            bias = bl.triton().load(ref["bias"].at[at], mask=inside, other=0.0)
+            head, slot = (lax.broadcasted_iota(jnp.int32, (group, bk), i) for i in (0, 1))
+            inside = (head < ref["bias"].shape[0]) & (j0 + slot < ref["bias"].shape[1])
+            bias = bl.triton().load(ref["bias"].at[pl.ds(zero, group), pl.ds(j0, bk)], mask=inside, other=0.0)
             raw = raw + jnp.broadcast_to(bias[None], (padded // group, group, bk)).reshape(padded, bk)
         seen = (kv_pos >= 0) & (kv_pos <= q_pos)
         if spec.window is not None:
@@ -135,11 +135,10 @@ def _combined(
     top: Float[Array, "B K split R"],
     mass: Float[Array, "B K split R"],
     dtype: Any,
-    rows: int,
     interpret: bool,
-) -> tuple[Float[Array, "B K rows H"], Float[Array, "B K rows"]]:
-    """Output and logsumexp of the first rows, from the parts of their softmax."""
-    B, K, num_parts, _, H = parts.shape
+) -> tuple[Float[Array, "B K R H"], Float[Array, "B K R"]]:
+    """Output and logsumexp of rows, from the parts of their softmax."""
+    B, K, num_parts, rows, H = parts.shape
     of_parts = lambda *rest: pl.BlockSpec(
         (None, None, num_parts, None, *rest), lambda r, h, b: (b, h, 0, r, *(0,) * len(rest))
     )
@@ -158,8 +157,8 @@ def _combined(
     )
 
 
-def _run(q, k, v, q_pos, kv_pos, owner, bias, *, spec, sizes, group, rows, logits_rows, interpret):
-    """The first `rows` of "B K R H" queries over "B K S H" slots; K is 1 for a pool, R and `group` powers of two."""
+def _run(q, k, v, q_pos, kv_pos, owner, bias, *, spec, sizes, group, logits_rows, interpret):
+    """Queries "B K R H" over "B K S H" slots; K is 1 for a pool, `group` a power of two."""
     bl.check_inputs(q, k, v)
     if not spec.causal or spec.gumbel:
         raise NotImplementedError("a decode kernel computes the softmax of the output alone")
@@ -179,8 +178,7 @@ def _run(q, k, v, q_pos, kv_pos, owner, bias, *, spec, sizes, group, rows, logit
     if owner is not None:
         inputs["owner"] = owner[:, None], heads(S)
     if bias is not None:
-        padded = jnp.pad(bias.astype(jnp.float32), ((0, 0), (0, 0), (0, group - bias.shape[2]), (0, 0)))
-        inputs["bias"] = padded, heads(group, S)
+        inputs["bias"] = bias.astype(jnp.float32), heads(*bias.shape[2:])
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
     outputs: dict[str, tuple[Any, Any]] = {
         "out": (shape(B, K, num_parts, R, q.shape[-1]), parts(R, q.shape[-1])),
@@ -203,7 +201,7 @@ def _run(q, k, v, q_pos, kv_pos, owner, bias, *, spec, sizes, group, rows, logit
         name="kvjax_decode" if owner is None else "kvjax_pool_decode",
         compiler_params=bl.compiler_params(sizes),
     )
-    out, lse = _combined(out, top, mass, q.dtype, rows, interpret)
+    out, lse = _combined(out, top, mass, q.dtype, interpret)
     return out[..., :H], lse, logits[0] if logits else None
 
 
@@ -244,13 +242,11 @@ def decode_attention(
     G = N // K
     rows = max(bl.MIN_TILE, bl.power_of_two(G))
     sizes = block_sizes(k.dtype, H, B * K, S, rows) if sizes is None else sizes
-    padded = jnp.pad(q.reshape(B, K, G, H), ((0, 0), (0, 0), (0, rows - G), (0, 0)))
     out, lse, logits = _run(
-        *(padded, k, v, q_pos, kv_pos, None, None if bias is None else bias.reshape(B, K, G, S)),
+        *(q.reshape(B, K, G, H), k, v, q_pos, kv_pos, None, None if bias is None else bias.reshape(B, K, G, S)),
         spec=spec,
         sizes=sizes,
         group=rows,
-        rows=G,
         logits_rows=G if with_logits else 0,
         interpret=interpret,
     )
@@ -314,7 +310,6 @@ def pooled_decode_attention(
         spec=spec,
         sizes=sizes,
         group=group,
-        rows=rows,
         logits_rows=G if with_logits else 0,
         interpret=interpret,
     )

@@ -42,6 +42,17 @@ def test_of_equal_scores_the_older_goes_and_no_dead_slot_is_chosen():
             assert found == wanted, (choose, budget)
 
 
+def test_sorting_on_a_gpu_chooses_what_bits_do(monkeypatch):
+    """Among many equal scores and dead slots, for every budget from none to more than there are."""
+    rng = np.random.default_rng(0)
+    score = jnp.asarray(rng.integers(-1, 2, (2, 3, 9)), jnp.float32)
+    pos = jnp.asarray(rng.permuted(np.tile(np.r_[-1, -1, 0:7], (2, 3, 1)), axis=-1), jnp.int32)
+    chosen = lambda: [best(score, pos, jnp.full((2, 3), budget)) for budget in range(11)]
+    by_bits = chosen()
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arrays, cpu, default: default(*arrays))
+    np.testing.assert_array_equal(chosen(), by_bits)
+
+
 @pytest.mark.parametrize("n", [33, 36, 39])
 def test_chunks_of_protected_tokens_come_first(n):
     """A window of 17 tokens lies in three or four chunks of 8, of which a budget of 17 pays for three."""

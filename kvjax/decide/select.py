@@ -16,7 +16,8 @@ from kvjax.observe import segment_sum
 def best(score: Float[Array, "B K S"], pos: Int[Array, "B K S"], budgets: Int[Array, "B K"]) -> Bool[Array, "B K S"]:
     """The `budgets` best live slots of every head; of equal scores, the newer.
 
-    The score and the position that so many slots reach are found bit by bit, which on CPU is faster than to sort.
+    The score and the position that so many slots reach are found by sorting, but on CPU bit by bit, which is faster
+    there; a GPU would wait for the loop.
 
     Args:
       score: the larger, the better.
@@ -35,8 +36,11 @@ def best(score: Float[Array, "B K S"], pos: Int[Array, "B K S"], budgets: Int[Ar
     for key in (bits, pos.astype(kind)):  # positions decide between equal scores
         full = lambda bar, key=key, among=among, left=left: count(among & (key >= bar[..., None])) >= left
         raised = lambda i, bar, full=full: jnp.where(full(higher(i, bar)), higher(i, bar), bar)
-        some_go = (count(among) > left).any()
-        bar = lax.fori_loop(0, jnp.where(some_go, bits_each, 0), raised, jnp.zeros(pos.shape[:2], kind))[..., None]
+        bits_left = jnp.where((count(among) > left).any(), bits_each, 0)
+        by_bits = lambda *_, n=bits_left, f=raised: lax.fori_loop(0, n, f, jnp.zeros(pos.shape[:2], kind))[..., None]
+        at = jnp.clip(pos.shape[-1] - left, 0, pos.shape[-1] - 1)[..., None]
+        sorting = lambda key, at: jnp.take_along_axis(jnp.sort(key), at, -1)
+        bar = lax.platform_dependent(jnp.where(among, key, 0), at, cpu=by_bits, default=sorting)
         above = among & (key > bar)
         chosen, among, left = chosen | above, among & (key == bar), left - count(above)
     return chosen | (among & (left > 0)[..., None])
@@ -55,9 +59,9 @@ def all_but_worst(
 
 def worst(score: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Bool[Array, "B K S"]:
     """The live slot with the lowest score of every head; of equal scores, the oldest."""
-    live = pos >= 0
-    score = lax.optimization_barrier(jnp.where(live, lax.stop_gradient(score), jnp.inf))  # compared with itself
-    lowest = live & (score == score.min(-1, keepdims=True))
+    score = jnp.where(pos >= 0, lax.stop_gradient(score), jnp.inf)
+    score, pos = lax.optimization_barrier((score, pos))  # which are compared with themselves
+    lowest = (pos >= 0) & (score == score.min(-1, keepdims=True))
     return pos == jnp.where(lowest, pos, LAST).min(-1, keepdims=True)
 
 

@@ -154,7 +154,7 @@ class Layer(Storage):
             q = self._fewer_channels(q, G)
         read, bias, visible = self.pos, self.bias(G, slopes), reads.visible
         if self.how.positions == "shifted" and self.how.sinks and q.shape[2] == 1 and softcap is None:
-            nearer = self._nearer(q, rotate, scale)
+            nearer = self._nearer(q, pos, rotate, scale)
             keys, bias = self.k, nearer if bias is None else bias + nearer
         else:
             keys = self.keys(rotate)
@@ -177,11 +177,14 @@ class Layer(Storage):
         columns = tuple(_spread(x, index, self.pos.shape[2]) for x in found.columns)
         return dataclasses.replace(found, columns=columns)
 
-    def _nearer(self, q: Float[Array, "B N 1 H"], rotate: Rotate, scale: float | None) -> Float[Array, "B N S"]:
-        """The change of one row's logits by the shift of first tokens, without a copy of all keys."""
+    def _nearer(
+        self, q: Float[Array, "B N 1 H"], pos: Int[Array, "B 1"], rotate: Rotate, scale: float | None
+    ) -> Float[Array, "B N S"]:
+        """The change of the newest row's logits by the shift of first tokens, without a copy of all keys."""
         first, (B, N, _, H) = self.k[:, :, : self.how.sinks], q.shape
+        gap = pos[:, None] + 1 - self.num_live[..., None]  # `_gap`, of which one reduction is known
         wide = lambda x: x.astype(accumulator(q.dtype))
-        turned = rotate(first, jnp.broadcast_to(self._gap, first.shape[:3])).astype(first.dtype)
+        turned = rotate(first, jnp.broadcast_to(gap, first.shape[:3])).astype(first.dtype)
         rows = wide(q).reshape(B, first.shape[1], -1, H) * (H**-0.5 if scale is None else scale)
         more = jnp.einsum("bkgh,bksh->bkgs", rows, wide(turned) - wide(first)).reshape(B, N, -1)
         return jnp.pad(more, ((0, 0), (0, 0), (0, self.pos.shape[2] - more.shape[2])))
