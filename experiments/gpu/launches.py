@@ -15,7 +15,7 @@ from kvjax import methods, models
 from kvjax.contract import Policy
 from kvjax.pallas_kernels import api
 
-PROMPT, BUDGET, LAYERS = 4096, 1024, (2, 4)
+PROMPT, BUDGET, LAYERS = 4096, 1024, (4, 6)  # fewer compute the angles of a rotation again in each
 POLICIES = {"full": methods.full()} | {
     name: getattr(methods, name)(BUDGET) for name in ("snapkv", "h2o", "streaming_llm", "roco")
 }
