@@ -41,7 +41,7 @@ class Plan:
     def decoding(self) -> "Plan":
         """The plan with the sizes alone that a decode step asks for, so that prompts of many widths share programs.
 
-        It is told a width of prompts that is a power of two, at least 1,024.
+        It is told a width of prompts that is a power of two, at least 1,024; the exact one in a pool that it writes to.
         """
         width = lambda n: max(1 << (n - 1).bit_length(), 1024)
         exact = [policy.writes and policy.layout.pool for policy in self.layers]

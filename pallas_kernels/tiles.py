@@ -91,7 +91,7 @@ def attend_tiles(config: Config, stop: int, kind, q, lse, k, v, q_pos, kv_pos, b
             here = read_block(q_pos, b, bb, i, R, 1)
             first, last = jnp.where(here >= 0, here, latest).min(), here.max()
             qi, scaled = of_bits(read_block(out, b, bb, i, R, 3), kind), config
-            if kind == dtype or math.frexp(config.scale)[0] == 0.5:  # a product a query, where that rounds none
+            if kind == dtype or math.frexp(config.scale)[0] == 0.5:  # a product a query, where that is exact
                 qi, scaled = qi * jnp.asarray(config.scale, kind), dataclasses.replace(config, scale=1.0)
 
             def keys(j, state):

@@ -177,7 +177,8 @@ class Context:
       params: the layer's learned parameters, the same for all sequences.
       ids: token ids of the rows just read, if they are known; `tokens` gives them.
       phase: what kind of rows were read (static).
-      width: columns of the padded prompt (static); while decoding a power of two that is no less.
+      width: columns of the padded prompt (static); while decoding a power of two that is no less, but in a pool to
+        which the policy writes.
       capacity: slots that a head has after compaction, for policies that write; others are told 0, so that layers of
         all capacities share programs (static).
       window: the layer's sliding window in tokens, None for none (static).

@@ -295,13 +295,20 @@ def write_rows(x: Shaped[Array, "..."], at: tuple[Array, ...], new: Any, unique:
     """An array with new rows at indices of its first axes; those beyond it are dropped.
 
     One number of each list is written in the pass that reads it next, where a scatter would be a kernel of its own. On
-    CPUs a 16-bit row is too: XLA would turn all of `x` into float32 to scatter it, and back.
+    CPUs a 16-bit row is too, and several are looked up slot by slot: XLA would turn all of `x` into float32 to scatter
+    them, and back.
     """
     new, axis = jnp.asarray(new).astype(x.dtype), len(at) - 1
     put = lambda x, new, *at: x.at[at].set(new, mode="drop", unique_indices=unique)
     numbers = x.ndim == len(at) == at[-1].ndim + 1
-    if not unique or not (numbers or x.dtype.itemsize == 2):
+    if not (unique and numbers) and (x.dtype.itemsize != 2 or not (unique or new.ndim)):
         return put(x, new, *at)
+    if not unique:
+        rows = new.reshape(-1, *x.shape[axis + 1 :])
+        number = jnp.arange(len(rows), dtype=jnp.int32).reshape(new.shape[: new.ndim - x.ndim + axis + 1])
+        which = put(jnp.full(x.shape[: axis + 1], -1, jnp.int32), number, *at)
+        there = (which >= 0).reshape(*which.shape, *(1,) * (x.ndim - axis - 1))
+        return lax.platform_dependent(x, new, *at, cpu=lambda x, *_: jnp.where(there, rows[which], x), default=put)
     lists = lambda y, rest: jnp.moveaxis(y.reshape(*x.shape[:axis], -1, *rest), axis, 0)  # a row of each list
     rows = lists(jnp.broadcast_to(new, at[-1].shape + x.shape[axis + 1 :]), x.shape[axis + 1 :])
     slots = lists(at[-1], (1,) * (x.ndim - axis - 1))
