@@ -262,7 +262,7 @@ def test_a_bucket_holds_what_is_put_into_it_and_little_more():
     assert [bucket(int(n)) for n in found] == found.tolist()
 
 
-@pytest.mark.parametrize("policy", [methods.full(), methods.h2o(8), methods.snapkv(500)])
+@pytest.mark.parametrize("policy", [methods.full(), methods.h2o(8), methods.snapkv(500), methods.h2o(0.8)])
 def test_requests_of_about_the_same_size_share_a_plan(shallow, policy):
     """And so all programs, whatever their prompts' own lengths."""
     sizes = (17, 3), (20, 9), (32, 16)
