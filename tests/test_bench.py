@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from kvjax.experiments.bench import curves, memory, sharding, soak, speed, stream
+from kvjax.experiments.bench import compiling, curves, memory, sharding, soak, speed, stream
 from kvjax.experiments.bench.process import apart, seconds_in_turns, stored_rows
 
 ROW = {
@@ -121,6 +121,13 @@ def test_speeds_are_measured_and_written_with_how_to_make_them_again(tmp_path, c
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_what_lengths_hold_is_measured():
+    found = compiling.held_by_lengths("snapkv", 0.25, 2)
+    assert found["layers"] == 2
+    assert found["MiB"] > 0
+
+
 def test_a_short_soak_says_what_is_held(capsys, tmp_path):
     soak.soak(8, 4, 2, tmp_path / "soak.json")
     found = json.loads((tmp_path / "soak.json").read_text())

@@ -1,4 +1,4 @@
-"""Prints what it takes to compile, by depth, and how many programs a sweep of budgets needs.
+"""Prints what it takes to compile, by depth, how many programs a sweep of budgets needs, and what programs hold.
 
 The command: `python -m kvjax.experiments.bench.compiling`.
 """
@@ -15,8 +15,10 @@ import tyro
 import kvjax
 from kvjax import methods, models
 from kvjax.drivers import attend, loop
+from kvjax.experiments.bench.process import apart, held
 from kvjax.experiments.core.command import check_output, plain_errors
 from kvjax.experiments.core.provenance import device_info, write_found
+from kvjax.models.embedded import EMBEDDED
 
 _NEW = 32
 _POLICIES = {
@@ -98,10 +100,30 @@ def sweep_programs(budgets: tuple[int, ...] = (16, 32, 48, 64), seeds: int = 10)
     return found
 
 
+def held_by_lengths(policy: str, share: float, lengths: int = 24) -> dict[str, float]:
+    """MiB that this process holds more after prompts of so many lengths, 64 to 1,024 tokens, and layers compiled.
+
+    Args:
+      policy: a method's name.
+      share: its budget, a share of the prompt; 1 for the full cache.
+      lengths: how many.
+    """
+    model, params = models.load(EMBEDDED)
+    made = methods.full() if share == 1 else getattr(methods, policy)(share)
+    ids = np.random.default_rng(0).integers(4, model.config.vocab_size, (1, 1024)).astype(np.int32)
+    read = lambda n: kvjax.generate(model, params, ids[:, -n:], policy=made, max_new_tokens=8, eos_ids=())
+    read(33)
+    programs: Any = attend.layer_step
+    before, of_first = held("VmRSS"), programs._cache_size()
+    for n in np.linspace(64, 1024, lengths).astype(int):
+        jax.block_until_ready(read(int(n)))
+    return {"MiB": (held("VmRSS") - before) / 2**20, "layers": programs._cache_size() - of_first}
+
+
 def bench(
     depths: tuple[int, ...] = (4, 16, 32), called: int = 256, traced: int = 4096, output: pathlib.Path | None = None
 ) -> None:
-    """Prints two tables.
+    """Prints a table, and what sweeps and lengths need.
 
     Args:
       depths: numbers of layers.
@@ -120,7 +142,14 @@ def bench(
     programs = sweep_programs()
     shown = ", ".join(f"{n} with {what}" for what, n in programs.items())
     print(f"\nprograms of a sweep of 4 budgets and 10 seeds: {shown}")
-    write_found(output, compiling=compiled, tokens={"called": called, "traced": traced}, programs=programs)
+    lengths: dict[str, dict[str, float]] = {}
+    for name, share in (("full", 1.0), ("snapkv", 0.25)):
+        where = "kvjax.experiments.bench.compiling", "held_by_lengths"
+        lengths[name] = apart(*where, name, share, JAX_ENABLE_COMPILATION_CACHE="0")
+        found = lengths[name]
+        print(f"24 lengths, {name}: {found['MiB']:.0f} MiB more, {found['layers']:.0f} programs of layers")
+    tokens = {"called": called, "traced": traced}
+    write_found(output, compiling=compiled, tokens=tokens, programs=programs, lengths=lengths)
 
 
 if __name__ == "__main__":
