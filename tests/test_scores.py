@@ -8,8 +8,8 @@ import pytest
 import kvjax
 from kvjax import methods, models
 from kvjax.budgets import STEP, Schedule
-from kvjax.observe import FutureQueries
-from kvjax.scores.attention import Faded, LastRows, Recency
+from kvjax.observe import FutureQueries, Rows
+from kvjax.scores.attention import Accumulated, Faded, LastRows, Recency, Votes
 from kvjax.scores.blends import (
     Blend,
     RemovalError,
@@ -20,6 +20,7 @@ from kvjax.scores.blends import (
 )
 from kvjax.scores.keys import Capacity, Leverage, Redundancy
 from kvjax.scores.rows import Defensive, Unsteady
+from kvjax.scores.softmax import Noisy
 from tests import tensors
 from tests.by_hand import read, read_tensors
 
@@ -66,15 +67,44 @@ def probabilities(q, k, newest=0):
     return e / e.sum(-1, keepdims=True)
 
 
-def test_sums_decay_and_what_is_added_is_damped():
-    """Token by token, with a budget that holds everything."""
+def test_sums_decay_and_rows_after_the_first_eviction_are_damped():
+    """Token by token: the score and the tokens of each head are those of a plain loop."""
     q, k, v = tensors.qkv(3, B=1, T=12)
-    policy = kvjax.Evict(Faded(decay=0.7, damping=0.4), 12, when=STEP)
+    policy = kvjax.Evict(Faded(decay=0.7, damping=0.4), 8, when=STEP)
     kv = tensors.replay(policy, [{"q": q, "k": k, "v": v}], 8, block=1).kv
-    rows = probabilities(q, k).reshape(K, N // K, 12, 12).mean(1)
-    wanted = 0.4 * (rows * 0.7 ** np.arange(12)[::-1, None]).sum(1)
-    found = np.asarray(kv.memory.score[0])[:, np.argsort(kv.pos[0, 0])]
-    np.testing.assert_allclose(found[:, -12:], wanted, atol=1e-5)
+    x = np.einsum("ngth,nsh->ngts", np.asarray(q, np.float64).reshape(K, N // K, 12, -1), np.asarray(k[0], np.float64))
+    weights = np.exp(x / np.sqrt(q.shape[-1]))
+    for head in range(K):
+        held: dict[int, float] = {}
+        for t in range(12):
+            factor, held = (0.4 if len(held) < t else 1.0), {**held, t: 0.0}
+            rows = weights[head, :, t, list(held)].T
+            rows = (rows / rows.sum(-1, keepdims=True)).mean(0)
+            held = {p: 0.7 * old + factor * new for (p, old), new in zip(held.items(), rows, strict=True)}
+            if len(held) > 8:
+                held.pop(min(held, key=lambda p: (held[p], p)))
+        pairs = zip(kv.pos[0, head].tolist(), kv.memory.score[0, head].tolist(), strict=True)
+        assert {p: x for p, x in pairs if p >= 0} == pytest.approx(held, abs=1e-5)
+
+
+def test_accumulated_attention_favours_early_tokens():
+    """AhaKV's Equation 4: of random keys, token j has 1 / (i + 1) of every row i from j on; of the last, all alike."""
+    q, k, v = tensors.qkv(6, B=64, N=16, K=16, T=12, sharpness=1.0)
+    found = {of: scores(Accumulated(Rows(last=of)), q, k, v).mean((0, 1)) for of in (None, 3)}
+    shares = 1 / np.arange(1, 13)
+    np.testing.assert_allclose(found[None], np.cumsum(shares[::-1])[::-1], rtol=0.05)
+    assert (np.diff(found[None]) < 0).all()
+    np.testing.assert_allclose(found[3][:10], shares[-3:].sum(), rtol=0.05)
+
+
+def test_noise_flattens_expected_attention():
+    """Keyformer's Equation 8: the mean of softmaxes with Gumbel noise has more entropy than the softmax."""
+    q, k, v = (jnp.repeat(x, 128, axis=0) for x in tensors.qkv(7, B=1, T=16))
+    softmax = {noise: Noisy(tau=(1.0, 1.0), noise=noise) for noise in ("none", "constant", "gumbel")}
+    means = {n: scores(Votes(1, softmax=x), q, k, v).mean(0) for n, x in softmax.items()}
+    entropy = {n: -(p * np.log(p)).sum(-1) for n, p in means.items()}
+    np.testing.assert_allclose(entropy["constant"], entropy["none"], rtol=1e-5)
+    assert (entropy["gumbel"] > entropy["none"] + 0.05).all()
 
 
 def test_last_rows_are_those_of_now():

@@ -429,7 +429,7 @@ def keyformer_mask(budget: Count, *, recent: Count = Share(0.3), softmax: Noisy 
 
 
 def keyformer_damped(budget: Count, *, damping: float, **options: Any) -> Evict:
-    """Keyformer where what rows add is damped (section 2.3's experiment)."""
+    """Keyformer where rows that are read after the first eviction are damped (section 2.3.3's experiment)."""
     policy = keyformer(budget, **options)
     return dataclasses.replace(policy, score=Faded(_rows(policy), damping=damping))
 

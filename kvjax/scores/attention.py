@@ -160,18 +160,24 @@ class Accumulated(Score):
 
 
 class Faded(Accumulated):
-    """A sum that fades: `memory * decay + new * damping` (Keyformer, section 2.3; KVCache-Factory's Scissorhands).
+    """A sum that fades: `memory * decay + new` (Keyformer, section 2.3.3; KVCache-Factory's Scissorhands).
+
+    A factor on every row alike, as that section prints it, changes no rank; these two do.
 
     Attributes:
       decay: what the sum is multiplied by before rows are added.
-      damping: what new rows are multiplied by.
+      damping: what rows are multiplied by that read a head after its first eviction, and so give to the tokens that
+        stay what evicted ones would have had.
     """
 
     decay: float = 1.0
     damping: float = 1.0
 
     def update(self, slots: Slots) -> Float[Array, "B K S *G"]:
-        new = self._new(slots) * self.damping
+        new, kv = self._new(slots), slots.kv
+        if self.damping != 1.0:
+            lost = kv.num_live < slots.ctx.length[:, None]
+            new *= jnp.where(lost, self.damping, 1.0).reshape(*lost.shape, *(1,) * (new.ndim - 2))
         return new if self._begins(slots) else slots.memory * self.decay + new
 
 
