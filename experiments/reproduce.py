@@ -7,7 +7,8 @@
     python experiments/reproduce.py ada-kv/table2 --model DIR --data DIR --dry-run
 
 Says first what is missing, what is not the paper's about the run, and about how long it will take. Writes `report.md`,
-`report.json` and every output (`samples.jsonl`) to `results/reproduce/`; an interrupted run resumes.
+`report.json`, a figure's picture and every output (`samples.jsonl`) to `results/reproduce/`; an interrupted run
+resumes.
 """
 
 import importlib
@@ -30,6 +31,7 @@ from kvjax.experiments.core.provenance import environment
 from kvjax.experiments.core.records import Records
 from kvjax.experiments.papers import ledger, numbers, reduced, tables
 from kvjax.experiments.papers.job import Job
+from kvjax.experiments.papers.picture import picture
 from kvjax.experiments.papers.reduced import Options
 from kvjax.experiments.papers.rows import PROJECT
 from kvjax.experiments.papers.tables import Entry
@@ -78,6 +80,8 @@ def run(options: Options, command: Sequence[str]) -> None:
         text = numbers.markdown(chosen, found, job.reduced, faults, about)
         write_json(directory / "report.json", {**numbers.as_json(chosen, found, job.reduced, faults), **about})
         write_bytes(directory / "report.md", text.encode())
+        if entry.label.startswith("figure") and found:
+            picture(chosen, found).savefig(directory / "figure.png")
         print(f"{text}\nwritten to {directory}")
     counts = ", ".join(f"{len(p)} rows of {n}" for n, p in job.prompts.items())
     measured = f"{len(job.engines)} methods and budgets on {counts}"

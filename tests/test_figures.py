@@ -253,6 +253,21 @@ def log_p(model, params, tokens, policy):
 
 
 @pytest.mark.exhaustive
+def test_survival_is_what_heads_keep_together(read):
+    model, params, tokens, *_ = read
+    found = positions.token_survival(model, params, tokens, budgets=(0.25, 0.5))
+    L, K = model.config.num_layers, model.config.num_kv_heads
+    for c, budget in enumerate((6, 12)):
+        keep, _ = positions.decide(model, params, tokens, budget, found.methods)
+        for p, kept in enumerate(keep):
+            for b in range(len(tokens)):
+                heads = [{t for k in range(K) for t in np.flatnonzero(kept[i, b, k])} for i in range(L)]
+                assert found.in_a_head[p, c, b] == pytest.approx(np.mean([len(x) for x in heads]) / 24)
+                assert found.in_a_layer[p, c, b] == pytest.approx(len(set.union(*heads)) / 24)
+    np.testing.assert_allclose(found.if_independent(2), [1 - 0.75**2, 0.75])
+    assert pytest.approx(0.9992, abs=5e-5) == 1 - 0.8**32
+
+
 def test_retained_positions_are_those_of_prefill(read):
     model, params, tokens, _, _ = read
     found = positions.retained_positions(model, params, tokens, share=0.5, slices=4)

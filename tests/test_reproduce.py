@@ -9,7 +9,7 @@ import pytest
 from kvjax import methods
 from kvjax.experiments import reproduce
 from kvjax.experiments.core.engine import Engine
-from kvjax.experiments.papers import job, ledger, numbers, reduced, rows
+from kvjax.experiments.papers import job, ledger, numbers, reduced, rows, tables
 from kvjax.experiments.papers.reduced import Options
 from kvjax.experiments.papers.tables import ENTRIES
 from tests.runs import one_layer
@@ -122,6 +122,50 @@ def test_speeds_and_likelihoods_have_their_units(run):
     assert texts["numbers"][1]["ours"] == pytest.approx(np.exp(1.05))
 
 
+def test_a_cache_is_planned_without_a_run_for_four_sequences(run, tmp_path):
+    found, _ = run("nacl/figure4")
+    sizes = {(n["method"], n["budget"], n["column"]): n["ours"] * 1e9 for n in found["numbers"]}
+    width = 4 * 2 * 4 * 32 * 4  # four sequences, keys and values, kv heads, head_dim, bytes
+    assert sizes["full", 1.0, "32K"] == pytest.approx(32768 * width)
+    assert sizes["h2o", 0.1, "1K"] == pytest.approx(104 * width)  # 102 tokens in whole tiles
+    assert len(sizes) == 5 * 6
+    assert (tmp_path / "out/figure.png").stat().st_size > 10_000
+
+
+def test_examples_stand_before_a_text_of_which_its_own_tokens_are_predicted(monkeypatch, tmp_path):
+    monkeypatch.setattr(job, "Engine", MadeUp)
+    rows_ = [json.dumps({"question_stem": "the red key of Anna is 1234 ."}), json.dumps({"question_stem": "a b"})]
+    (tmp_path / "openbookqa_text.jsonl").write_text("\n".join(rows_ * 3))
+    options = Options("nacl/table1", model=one_layer(), data=str(tmp_path), methods=("nacl",))
+    chosen = reduced.choose(ENTRIES["nacl/table1"], options, SMALL)
+    made = job.Job(chosen, options)
+    five, most = (made.prompts[f"openbookqa_text {n}-shot"] for n in (5, 25))
+    ids = [made.tokenizer(json.loads(line)["question_stem"], add_special_tokens=False).input_ids for line in rows_]
+    assert [list(p.example.questions[0].continuation) for p in five[:2]] == ids
+    assert [len(p.tokens) for p in five] == [len(p.tokens) for p in most]  # there are but five others
+    assert len(five[1].tokens) > len(ids[0]) * 3
+
+
+def test_the_geometric_mean_of_scores_has_an_interval():
+    scores = [{0: 0.2, 1: 0.4, 2: 0.9}, {0: 0.5, 1: 0.1, 2: 0.6}]
+    (rows_,) = numbers._geometric(scores)
+    mean = lambda held: np.prod([np.mean([each[i] for i in held]) for each in scores]) ** 0.5
+    assert np.mean([*rows_.values()]) == pytest.approx(mean(range(3)))
+    jackknife = {i: 3 * mean(range(3)) - 2 * mean([j for j in range(3) if j != i]) for i in range(3)}
+    assert rows_ == pytest.approx(jackknife, abs=0.08)
+
+
+def test_a_column_is_the_geometric_mean_of_others(run, tmp_path):
+    pytest.importorskip("rouge_score")
+    options = ("--data", "project", "--examples", "4", "--length", "64", "--new-tokens", "6")
+    found, _ = run("roco/figure4", *options, "--methods", "window-0.5", "deviation-0.5")
+    own = {n["column"]: n for n in found["numbers"] if n["method"] == "window-0.5"}
+    parts = [n["ours"] for title, n in own.items() if title != "geometric mean"]
+    if len(parts) == 4:  # METEOR needs data of its own
+        assert own["geometric mean"]["ours"] == pytest.approx(np.prod(parts) ** 0.25)
+    assert (tmp_path / "out/figure.png").is_file()
+
+
 def test_tasks_of_lm_eval_are_told_apart_by_their_shots_and_one_that_fails_stops_no_other(run, monkeypatch):
     def accuracies(name, shots, policy, budget, block, **how):
         if name == "piqa":
@@ -178,7 +222,7 @@ def test_an_entry_on_the_papers_model_and_whole_data_is_not_reduced(tmp_path, ev
     chosen = reduced.choose(entry, options, MISTRAL)
     assert (chosen.reduced, chosen.missing, len(chosen.lines)) == ((), (), 25)
     assert numbers.status(chosen.reduced) == "as published"
-    assert reduced.examples_short("qasper", 1) == "qasper: 1 of 200 rows"
+    assert reduced.examples_short(tables.DATA["qasper"], 1) == "Qasper: 1 of 200 rows"
     (tmp_path / "lcc.jsonl").unlink()
     other = reduced.choose(entry, options, SMALL)
     assert "lcc: no lcc.jsonl, .json or .txt" in other.missing[0]
@@ -233,6 +277,31 @@ def test_rows_of_longbench_itself_get_the_prompts_that_lm_eval_has(tmp_path, mon
     with pytest.raises(ValueError, match=r"are lm-eval's; pip install 'kvjax\[eval\]'"):
         rows.read(rows.sources(("qasper",), str(tmp_path))[0][0], None, 0)
     rows._template.cache_clear()
+
+
+def test_rows_of_the_hub_are_read_as_they_are(tmp_path):
+    """Every set of the catalogue by its own fields, with what is asked about the text."""
+    summary = "Summarize the following {}.\n\nText.\n\nSummary:".format
+    given = {
+        "cnn_dailymail": ({"article": "Text.", "highlights": "h"}, (summary("article"), ("h",))),
+        "cnn_dailymail_context": ({"article": "Text."}, ("Text.\n\nRepeat the article above.", ("Text.",))),
+        "gov_report_summaries": ({"report": "Text.", "summary": "s"}, (summary("report"), ("s",))),
+        "alpaca_eval": ({"instruction": "Why?", "output": "So."}, ("Why?", ("So.",))),
+        "openwebtext": ({"text": "Text."}, ("Text.", ())),
+        "soda": ({"dialogue": ["A: Hi.", "B: Hello.", "A: Bye."]}, ("A: Hi.\nB: Hello.", ("A: Bye.",))),
+    }
+    for name, (row, wanted) in given.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+        found, faults = rows.read(rows.sources((name,), str(tmp_path))[0][0], None, 0)
+        assert ([(r.prompt, r.answers) for r in found], faults) == ([wanted], [])
+    (tmp_path / "xsum.jsonl").write_text('{"document": " ", "summary": "s"}\n{"document": "d", "summary": "s"}')
+    found, faults = rows.read(rows.sources(("xsum",), str(tmp_path))[0][0], None, 0)
+    assert (len(found), len(faults)) == (1, 1)
+
+
+def test_the_template_of_a_model_without_a_preset():
+    assert tables.MODELS["wizardlm-7b"].place.endswith("### Instruction:\n{prompt}\n\n### Response:")
+    assert "[INST]" in tables.MODELS["llama-2-7b-chat"].place
 
 
 def test_an_entrys_page_has_its_numbers_and_the_policies_that_kvjax_runs(monkeypatch, capsys):

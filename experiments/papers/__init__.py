@@ -9,6 +9,7 @@ FIGURES: dict[str, PaperFigure] = {
     "scope_size": PaperFigure(roco.scope_size, roco.plot_scope_size, 64, 576),
     "retained_positions": PaperFigure(positions.retained_positions, positions.plot_retained_positions, 16, 1024),
     "eviction_scores": PaperFigure(positions.eviction_scores, positions.plot_eviction_scores, 16, 1024),
+    "token_survival": PaperFigure(positions.token_survival, positions.plot_token_survival, 8, 1024),
     "attention_sparsity": PaperFigure(sparsity.attention_sparsity, sparsity.plot_attention_sparsity, 4, 1024),
     "attention_entropy": PaperFigure(ahakv.attention_entropy, ahakv.plot_attention_entropy, 8, 1024),
     "attention_mass": PaperFigure(sparsity.attention_mass, sparsity.plot_attention_mass, 8, 1024),

@@ -9,6 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+import kvjax
 from kvjax import Policy, models
 from kvjax.configs.experiment import label
 from kvjax.experiments import stopping
@@ -22,10 +23,12 @@ from kvjax.experiments.papers.rows import SCORED, PromptRow
 from kvjax.experiments.papers.tables import DATA, MODELS
 from kvjax.experiments.tasks.text import cut_middle
 from kvjax.models.embedded import included
-from kvjax.models.presets import PLACE, PRESETS
+from kvjax.models.presets import PLACE
+from kvjax.models.sources import locate
+from kvjax.models.weights import read_config
 
 _REPEATS = 5  # timed runs, unless so many examples are asked for
-_Task = tuple[str, int]  # of lm-eval, and the examples before its questions
+_Task = tuple[str, int]  # of lm-eval, and the examples before its questions; or what is planned
 
 
 class Job:
@@ -36,7 +39,7 @@ class Job:
       reduced: all reasons why this is not the paper's run.
       rows, prompts: by data set.
       engines: of every method and budget that can run, one for each shape of prompts.
-      tasks: those of lm-eval.
+      tasks: those that no engine runs: lm-eval's, and caches that are planned alone.
     """
 
     def __init__(self, choice: Choice, options: Options):
@@ -47,28 +50,32 @@ class Job:
         """
         self.choice, self.options, entry = choice, options, choice.entry
         source, names = included(options.model), [*dict.fromkeys(d for c in choice.columns for d in c.data)]
-        self.model, self.params = models.load(source, dtype=options.dtype)
-        self.tokenizer, config = models.load_tokenizer(source), self.model.config
+        stored = "float32" if options.dtype == "auto" else options.dtype
+        config = read_config(locate(source, weights=False), dtype=stored)
+        if any(DATA[name].runner != "planned" for name in names):
+            self.model, self.params = models.load(source, dtype=options.dtype)
+            self.tokenizer, config = models.load_tokenizer(source), self.model.config
+        self.model_config = config
         steps = max(DATA[d].new_tokens for d in names)
         room = config.max_position - min(steps, options.new_tokens or steps)
         self.length = min(options.length or room, room)
         if self.length < 1:
             raise ValueError(f"{steps} new tokens leave no room in {config.max_position} positions; lower --new-tokens")
-        preset = MODELS[choice.model].preset if reduced.same_shape(choice.model, config) else None
-        template = PRESETS[preset].template if entry.template and preset is not None else None
+        template = MODELS[choice.model].place if entry.template and reduced.same_shape(choice.model, config) else None
         self.faults: list[str] = []
         self.rows: dict[str, list[PromptRow]] = {}
         self.prompts: dict[str, list[Prompt]] = {}
         for each in choice.sources:
             found, faults = rows.read(each, options.examples, options.seed)
             self.faults += faults
-            self._take(each.name, found, template or PLACE)
+            for shots in dict.fromkeys(c.shots for c in choice.columns if each.name in c.data):
+                self._take(each.name, shots, found, template or PLACE)
         timed = [name for name in names if DATA[name].runner == "speed"]
         for name in timed:
             for i in range(options.examples or _REPEATS):
                 ids = rows.any_tokens(name, i, self.length, config.vocab_size, options.seed)
                 self.prompts.setdefault(name, []).append(self._asked(name, i, ids))
-        self.tasks: list[_Task] = [*dict.fromkeys((d, c.shots) for c in choice.columns for d in c.data if _ranks(d))]
+        self.tasks: list[_Task] = [*dict.fromkeys((d, c.shots) for c in choice.columns for d in c.data if _apart(d))]
         plain = [p for name, each in self.prompts.items() if name not in timed for p in each]
         self.engines: dict[tuple[str, Budget], list[Engine]] = {}
         for method, budget in choice.lines:
@@ -82,42 +89,51 @@ class Job:
         if not (self.tasks or any(self.prompts.values())) or not self.engines:
             known = f" ({self.faults[0]})" if self.faults else ""
             raise ValueError(f"nothing of {entry.name} can run here{known}")
-        short = (reduced.examples_short(n, len(p)) for n, p in self.prompts.items() if options.examples is None)
-        self.reduced = [*choice.reduced, *filter(None, short)]
+        self.reduced = [*choice.reduced]
+        if options.examples is None:
+            short = (reduced.examples_short(rows.data_of(n), len(p)) for n, p in self.prompts.items())
+            self.reduced += filter(None, short)
         if entry.template and template is None:
             self.reduced.append("prompts stand alone, without the template of the paper's model")
         if len(self.engines) < len(choice.lines):
             self.reduced.append(f"{len(choice.lines) - len(self.engines)} policies cannot run here")
 
-    def _asked(self, name: str, index: int, ids: tuple[int, ...]) -> Prompt:
-        most, wanted = self.options.new_tokens, DATA[name].new_tokens
-        beams = 1 if DATA[name].runner == "speed" else self.choice.entry.beams
-        steps = wanted if most is None else min(wanted, most)
-        return rows.asked(name, index, ids, new_tokens=steps, beams=beams, seed=self.options.seed)
+    def _asked(self, task: str, index: int, ids: tuple[int, ...], **how: int) -> Prompt:
+        data, most = rows.data_of(task), self.options.new_tokens
+        beams = 1 if data.runner == "speed" else self.choice.entry.beams
+        steps = data.new_tokens if most is None else min(data.new_tokens, most)
+        return rows.asked(task, index, ids, new_tokens=steps, beams=beams, seed=self.options.seed, **how)
 
-    def _take(self, name: str, found: Sequence[PromptRow], template: str) -> None:
-        """Keeps the rows that can be scored, with their prompts."""
+    def _take(self, name: str, shots: int, found: Sequence[PromptRow], template: str) -> None:
+        """Keeps the rows that can be scored, with their prompts; before a text stand the next `shots` rows."""
         text, needed = DATA[name].runner == "text", self.choice.entry.reference == "answers"
+        task = rows.task_of(name, shots)
+        encode = lambda prompt: models.encode(self.tokenizer, template.replace(PLACE, prompt))
         for i, row in enumerate(found):
+            before = "".join(f"{each.prompt}\n\n" for each in [*found[i + 1 :], *found[:i]][:shots])
             try:
-                ids = cut_middle(models.encode(self.tokenizer, template.replace(PLACE, row.prompt)), self.length)
+                ids = encode(before + row.prompt)
+                own = min(len(ids) - len(encode(before)), SCORED) if before else SCORED
+                ids = cut_middle(ids, self.length)
             except ValueError as e:
-                self.faults.append(f"{name}, row {i}: {e}")
+                self.faults.append(f"{task}, row {i}: {e}")
                 continue
-            if text and len(ids) <= SCORED:
-                self.faults.append(f"{name}, row {i}: {len(ids)} tokens, of which the last {SCORED} are scored")
+            if text and not 0 < own < len(ids):
+                self.faults.append(f"{task}, row {i}: {len(ids)} tokens, of which the last {own} are scored")
             elif not text and needed and not row.answers:
-                self.faults.append(f"{name}, row {i}: no answers")
+                self.faults.append(f"{task}, row {i}: no answers")
             else:
-                kept = self.rows.setdefault(name, [])
-                self.prompts.setdefault(name, []).append(self._asked(name, len(kept), ids))
+                kept = self.rows.setdefault(task, [])
+                self.prompts.setdefault(task, []).append(self._asked(task, len(kept), ids, scored=own))
                 kept.append(row)
 
     def _engines(
         self, method: str, budget: Budget, prompts: Sequence[Prompt], timed: int | None = None
     ) -> list[Engine]:
         """A policy planned for prompts; for those that are timed so many at once, past end tokens."""
-        made, config = self.choice.entry.methods[method], self.model.config
+        made, config = self.choice.entry.methods[method], self.model_config
+        if not prompts:
+            return []
         endless = self.model if timed is None else type(self.model)(dataclasses.replace(config, eos_ids=()))
         how = {"tokenizer": self.tokenizer, "block": made.block, "batch_size": timed or self.options.batch_size}
         of = shapes(prompts, config.max_position if config.learned_positions else None)
@@ -151,7 +167,7 @@ class Job:
             there = lambda task, i, m=method, b=label(budget): (m, b, task, i, 0) in lines
             for engine in engines:
                 lacking = [p for p in engine.shape.prompts if not there(p.example.task, p.example.index)]
-                size = 1 if lacking and DATA[lacking[0].example.task].runner == "speed" else engine.batch_size
+                size = 1 if lacking and rows.data_of(lacking[0].example.task).runner == "speed" else engine.batch_size
                 found += [(method, budget, engine, lacking[i : i + size]) for i in range(0, len(lacking), size)]
             found += [(method, budget, None, [t]) for t in self.tasks if not there(rows.task_of(*t), 0)]
         return found
@@ -179,6 +195,9 @@ class Job:
                 yield from ({"task": prompt.example.task, "index": prompt.example.index, **line} for line in lines)
             return
         ((name, shots),), options = batch, self.options
+        if DATA[name].runner == "planned":
+            yield self._planned(name, method, budget)
+            return
         made, task = self.choice.entry.methods[method], rows.task_of(name, shots)
         how = {"batch_size": options.batch_size, "max_length": options.length, "seed": options.seed}
         how |= {"pretrained": options.model, "dtype": options.dtype}
@@ -191,11 +210,18 @@ class Job:
         for i in reversed(range(len(right))):  # the first row last: where it is, all are
             yield {"task": task, "index": i, "question": 0, "score": right[i], "metric": "accuracy"}
 
+    def _planned(self, name: str, method: str, budget: Budget) -> Line:
+        """Bytes of keys and values after the prompts of a data set that is planned alone."""
+        data, policy = DATA[name], self.choice.entry.methods[method].make(budget)
+        how = {"batch": data.batch, "prompt_len": data.words or 1, "max_new_tokens": data.new_tokens}
+        size = kvjax.plan_memory(self.model_config, policy, **how).keys_values
+        return {"task": name, "index": 0, "question": 0, "kv_bytes": size}
+
     def estimate(self, lines: Any) -> str:
         """How long what is missing will take, from timing one batch under the full cache."""
         missing = self.missing(lines)
         batches = [(engine, batch) for *_, engine, batch in missing if engine is not None]
-        tasks = len(missing) - len(batches)
+        tasks = sum(DATA[batch[0][0]].runner == "harness" for *_, engine, batch in missing if engine is None)
         more = f"{tasks} tasks of lm-eval, whose times are not known before" if tasks else ""
         if not batches:
             return more
@@ -217,8 +243,8 @@ class Job:
         return f"about {_duration(total)}: {how}{f'; and {more}' if more else ''}"
 
 
-def _ranks(name: str) -> bool:
-    return DATA[name].runner == "harness"
+def _apart(name: str) -> bool:
+    return DATA[name].runner in ("harness", "planned")
 
 
 def _duration(seconds: float) -> str:

@@ -86,9 +86,9 @@ def _keyformer(budget: Budget, *, of: Any = methods.keyformer, recent: float = 0
     return of(budget, recent=Share(recent), **options)
 
 
-def _damped(budget: Budget, *, damping: float) -> Policy:
-    """Keyformer without noise and with temperature 1, which is H2O, where what rows add is damped."""
-    return dataclasses.replace(methods.h2o(budget, recent=Share(0.2)), score=Faded(damping=damping))
+def _faded(budget: Budget, *, decay: float = 1.0, damping: float = 1.0) -> Policy:
+    """Keyformer without noise and with temperature 1, which is H2O, whose sums fade."""
+    return dataclasses.replace(methods.h2o(budget, recent=Share(0.2)), score=Faded(decay=decay, damping=damping))
 
 
 METHODS["keyformer"] = {
@@ -113,9 +113,13 @@ METHODS["keyformer-noises"] = {
     "gumbel": _of("Gumbel", _keyformer),
     "gaussian": _of("Gaussian", _keyformer, of=variants.keyformer_drawn, noise="gaussian"),
     "constant": _of("Constant", _keyformer, "changes no softmax (D-38)", of=variants.keyformer_drawn, noise="constant"),
-    "none": _of("None", methods.h2o, recent=Share(0.3)),
+    "none": _of("None", _keyformer, "the temperatures of the others", of=variants.keyformer_drawn, noise="none"),
 }
-METHODS["keyformer-damped"] = {f"damping-{a}": _of(f"damped by {a}", _damped, damping=a) for a in (0.8, 0.9, 0.95, 1.0)}
+_FACTORS: Final = (0.8, 0.9, 0.95, 1.0)
+METHODS["keyformer-damped"] = {
+    **{f"rows-{a}": _of(f"later rows by {a}", _faded, damping=a) for a in _FACTORS},
+    **{f"score-{a}": _of(f"sum by {a}", _faded, decay=a) for a in _FACTORS[:-1]},
+}
 METHODS["keyformer-recent"] = {
     f"recent-{r}": _of(f"recent ratio {r} %", _keyformer, recent=r / 100) for r in range(10, 100, 10)
 }
@@ -149,6 +153,11 @@ METHODS["nacl-ablation"] = {
     "uniform_sampling": _of("- Probability Sampling", variants.nacl_drawn, by="uniform"),
     "without_global": _of("- Global Eviction", methods.nacl, "evicts after every token that is read", block=1),
     "without_headwise": _of("- Head-wise Eviction", variants.nacl_by_layer, "one decision for a layer's heads"),
+}
+METHODS["nacl-blocks"] = {
+    "full": METHODS["nacl"]["full"],
+    "block-1": _of("NaCl, evicting after every token that is read", methods.nacl, block=1),
+    "once": _of("NaCl, evicting once", methods.nacl),
 }
 METHODS["nacl-swept"] = {
     **{f"proxies-{s}": _of(f"NaCl, {s} % proxies", _nacl, proxies=s / 100) for s in (1, 10, 30, 60, 100)},

@@ -16,7 +16,7 @@ from kvjax.experiments.core.records import Line
 from kvjax.experiments.papers.methods import Budget
 from kvjax.experiments.papers.reduced import MEASURED, Choice
 from kvjax.experiments.papers.rows import CLASSIFICATION, PromptRow, classification, metric_of, scored_part, task_of
-from kvjax.experiments.papers.tables import MEAN, MODELS
+from kvjax.experiments.papers.tables import GEOMETRIC, MODELS
 
 _PERCENT = 100.0
 _NO_SCORES = ("perplexity", "log_perplexity", "tokens_per_second", "kv_gb", "prefill_speedup")
@@ -101,11 +101,12 @@ def numbers(choice: Choice, lines: Iterable[Line]) -> list[Number]:
         if row.model == choice.model:  # a budget that the text does not state is whichever is run
             known = {c.title: v for c, v in zip(entry.columns, row.values, strict=True) if v is not None and v == v}
             printed |= {(m, b): known for m, b in choice.lines if m == row.method and row.budget in (None, b)}
+    geometric = {c.title for c in entry.columns if c.metric == GEOMETRIC}
     found = []
     for method, budget in choice.lines:
         for column, parts in _columns(choice).items():
             theirs = printed.get((method, budget), {}).get(column)
-            number = _number(method, budget, column, parts, cells, theirs)
+            number = _number(method, budget, column, parts, cells, theirs, column in geometric)
             reference = printed.get(("full", 1.0), {}).get(column)
             if number is not None and theirs is not None and reference is not None and method != "full":
                 number = dataclasses.replace(number, theirs_over_full=theirs - reference)
@@ -123,18 +124,27 @@ def _columns(choice: Choice) -> dict[str, list[_Part]]:
     whole = {c.title for c in choice.entry.columns if c.title in measured and measured[c.title].data == c.data}
     found = {title: parts(c) for title, c in measured.items()}
     for column in choice.entry.columns:
-        if column.metric == MEAN and whole.issuperset(column.of):
+        if column.of and whole.issuperset(column.of):
             found[column.title] = [part for title in column.of for part in parts(measured[title])]
     return found
 
 
 def _number(
-    method: str, budget: Budget, column: str, parts: Sequence[_Part], cells: Mapping[Any, dict[int, Line]], theirs: Any
+    method: str,
+    budget: Budget,
+    column: str,
+    parts: Sequence[_Part],
+    cells: Mapping[Any, dict[int, Line]],
+    theirs: Any,
+    geometric: bool = False,
 ) -> Number | None:
     """A cell, whose data sets weigh the same; None where one of them has no lines."""
-    values = [_values(cells[method, label(budget), task], metric) for task, metric in parts]
+    scores = lambda m, b: [_values(cells[m, label(b), task], metric) for task, metric in parts]
+    values, full = scores(method, budget), scores("full", 1.0)
     if not all(values):
         return None
+    if geometric:
+        parts, values, full = parts[:1], _geometric(values), _geometric(full) if all(full) else full[:1]
     (task, metric), rows = parts[0], sum(map(len, values))
     if metric in _NO_SCORES:
         ours = _measured(metric, [*values[0].values()], [*cells["block-1", label(budget), task].values()])
@@ -142,7 +152,6 @@ def _number(
     tasks = [i for i, each in enumerate(values) for _ in each]
     ours = stats.interval([x for each in values for x in each.values()], tasks=tasks)
     made = Number(method, budget, column, rows, *(_PERCENT * float(x) for x in ours), theirs=theirs)
-    full = [_values(cells["full", label(1.0), task], metric) for task, metric in parts]
     same = [(i, x, full[i][at]) for i, each in enumerate(values) for at, x in each.items() if at in full[i]]
     if method == "full" or {i for i, *_ in same} != set(tasks):
         return made
@@ -150,6 +159,14 @@ def _number(
     c = stats.compare(mine, baseline, tasks=tasks)
     over, low, high = (_PERCENT * x for x in (c.difference, c.low, c.high))
     return dataclasses.replace(made, over_full=over, over_full_low=low, over_full_high=high)
+
+
+def _geometric(scores: Sequence[Mapping[int, Any]]) -> list[dict[int, Any]]:
+    """What rows add to the geometric mean of several mean scores, linearised: their own mean is that."""
+    means = np.array([np.mean([*each.values()]) for each in scores])
+    mean = float(np.prod(means) ** (1 / len(means)))
+    share = lambda i: np.mean([each[i] / m - 1 for each, m in zip(scores, means, strict=True)])
+    return [{i: mean * (1 + float(share(i))) if mean else 0.0 for i in scores[0]}]
 
 
 def _values(lines: Mapping[int, Line], metric: str) -> dict[int, Any]:

@@ -214,3 +214,73 @@ def plot_eviction_scores(d: EvictionScores) -> Figure:
         f"points {'fewer' if less >= 0 else 'more'} tokens above a threshold"
     )
     return message(figure, text, f"AhaKV, Fig. 2; NaCl, Fig. 7 to 9; budget {d.budget} of {d.length} tokens")
+
+
+# --- NaCl, section 6.4 ---
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenSurvival:
+    """How many tokens stay somewhere.
+
+    Attributes:
+      methods: names.
+      budgets: shares of a prompt that each kv head keeps.
+      num_heads, num_layers: kv heads of a layer, and layers.
+      in_a_head, in_a_layer: the share of the prompt's tokens that stay in some head of a layer, the mean over layers,
+        and in some layer.
+    """
+
+    methods: tuple[str, ...]
+    budgets: tuple[float, ...]
+    num_heads: int
+    num_layers: int
+    in_a_head: Float[np.ndarray, "P C B"]
+    in_a_layer: Float[np.ndarray, "P C B"]
+
+    def if_independent(self, heads: int) -> Float[np.ndarray, "C"]:
+        r"""The probability that one of so many heads keeps a token, where each keeps any alike: $1 - (1 - C)^h$."""
+        return 1 - (1 - np.array(self.budgets)) ** heads
+
+
+def token_survival(
+    model: Any,
+    params: PyTree[Any],
+    tokens: Int[np.ndarray, "B T"],
+    *,
+    budgets: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5),
+) -> TokenSurvival:
+    """Tokens that stay in some head, and in some layer, beside independent heads (NaCl, section 6.4).
+
+    The paper's claim: with 32 heads that each keep 20 %, a token stays in one of them with 99.92 %. That is of heads
+    which draw alone; heads that rank by attention choose the same tokens.
+
+    Args:
+      model, params: the model.
+      tokens: prompts of one length.
+      budgets: shares of the prompt.
+    """
+    T, names = tokens.shape[1], ("NaCl", "H2O", "SnapKV")
+    each = [decide(model, params, tokens, n, names)[0] for n in budgets_of(budgets, T, most=T).tolist()]
+    kept = np.stack(each, axis=1)
+    _, _, L, _, K, _ = kept.shape
+    return TokenSurvival(names, budgets, K, L, kept.any(4).mean((2, 4)), kept.any((2, 4)).mean(-1))
+
+
+def plot_token_survival(d: TokenSurvival) -> Figure:
+    """Survival against the budget, in a layer and in the model."""
+    figure, ((left, right),) = canvas(2, width=5.4, height=4.0, sharey=True)
+    for axes, found, heads in ((left, d.in_a_head, d.num_heads), (right, d.in_a_layer, d.num_heads * d.num_layers)):
+        for i, name in enumerate(d.methods):
+            axes.plot(d.budgets, 100 * found[i].mean(-1), label=name, **style(i))
+        axes.plot(d.budgets, 100 * d.if_independent(heads), color="0.4", linestyle=":", label="independent heads")
+        axes.set(xscale="log", xlabel="budget, share of the prompt", ylim=(0, 103))
+        axes.set_xticks(d.budgets, [percent(budget) for budget in d.budgets], minor=False)
+        axes.minorticks_off()
+    left.set(ylabel="tokens that stay, %", title=f"in some of a layer's {d.num_heads} kv heads")
+    right.set_title(f"in some of {d.num_layers} layers")
+    right.legend(frameon=False)
+    at = len(d.budgets) // 2
+    kept, alone = percent(float(d.in_a_head[0, at].mean())), percent(float(d.if_independent(d.num_heads)[at]))
+    text = f"At {percent(d.budgets[at])}, NaCl keeps {kept} of the tokens in some head,\nindependent heads {alone}"
+    return message(figure, text, "NaCl, section 6.4")

@@ -13,7 +13,7 @@ from kvjax.experiments.core import metrics
 from kvjax.experiments.papers import rows
 from kvjax.experiments.papers.methods import Budget
 from kvjax.experiments.papers.rows import PROJECT, SCORED, Source
-from kvjax.experiments.papers.tables import DATA, MEAN, MODELS, Column, Entry
+from kvjax.experiments.papers.tables import DATA, MODELS, Column, DataSet, Entry
 
 MEASURED = ("tokens_per_second", "kv_gb", "accuracy", "prefill_speedup", "perplexity", "log_perplexity")
 """What is measured without a metric of texts."""
@@ -141,7 +141,7 @@ def _columns(entry: Entry, model: str, present: set[str]) -> tuple[tuple[Column,
     kept, missing = [], []
     for column in entry.measured(model):
         runners = {DATA[d].runner for d in column.data}
-        names = tuple(d for d in column.data if d in present or DATA[d].runner in ("speed", "harness"))
+        names = tuple(d for d in column.data if d in present or DATA[d].runner not in ("rows", "text"))
         fault = None
         if "harness" in runners and not has_lm_eval():
             fault = "a task of lm-eval; pip install 'kvjax[eval]'"
@@ -179,7 +179,7 @@ def _reasons(choice: Choice, found: Sequence[Source], options: Options, config: 
             f"the model has {config.num_layers} layers of width {config.embed_dim}, {known.title} has "
             f"{known.layers} of {known.width}"
         )
-    if entry.kind == "speed":
+    if "speed" in runners:
         if entry.beams > 1:
             yield f"generates greedily, not with {entry.beams} beams"
         yield "another device"
@@ -188,7 +188,7 @@ def _reasons(choice: Choice, found: Sequence[Source], options: Options, config: 
         what = "the project's own text" if others == [PROJECT] else ", ".join(others)
         yield f"{what} stands for {names[0] if len(names) == 1 else f'{len(names)} data sets'}"
     if "text" in runners:
-        yield f"of a text, its last {SCORED} tokens are scored, after the others were read under the policy"
+        yield f"of a text, its last {SCORED} tokens at most are scored, after the others were read under the policy"
     if "harness" in runners and rows.own_tasks(options.data):
         yield "tasks of lm-eval are those of --data, not its own"
     theirs = [(r.method, r.budget) for r in entry.rows if r.model == choice.model]
@@ -200,7 +200,7 @@ def _reasons(choice: Choice, found: Sequence[Source], options: Options, config: 
         yield f"{others} rows are at budgets that the paper did not run"
     if any(b is None for m, b in theirs if m != "full"):
         yield "the text does not state the budget"
-    wanted = [(c.title, d) for c in entry.columns if c.metric != MEAN for d in c.data]
+    wanted = [(c.title, d) for c in entry.columns for d in c.data]
     if missed := len({*wanted} - {(c.title, d) for c in choice.columns for d in c.data}):
         yield f"{missed} of {len(wanted)} scores of a row are left out"
     if options.examples is not None:
@@ -211,10 +211,9 @@ def _reasons(choice: Choice, found: Sequence[Source], options: Options, config: 
         yield f"at most {options.new_tokens} new tokens"
 
 
-def examples_short(name: str, count: int) -> str | None:
+def examples_short(data: DataSet, count: int) -> str | None:
     """Why so many rows of a data set are not the paper's, if they are fewer."""
-    paper = DATA[name].examples
-    return None if paper is None or count >= paper else f"{name}: {count} of {paper} rows"
+    return None if data.examples is None or count >= data.examples else f"{data.title}: {count} of {data.examples} rows"
 
 
 def directory(options: Options) -> pathlib.Path:

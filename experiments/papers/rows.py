@@ -18,8 +18,9 @@ from kvjax.experiments.core.engine import Prompt, prompts_of
 from kvjax.experiments.core.meaning import definition
 from kvjax.experiments.harness import lm_eval_module
 from kvjax.experiments.papers.methods import Budget
-from kvjax.experiments.papers.tables import DATA, LONGBENCH
+from kvjax.experiments.papers.tables import DATA, LONGBENCH, DataSet
 from kvjax.experiments.tasks.base import Question, Tokens, example
+from kvjax.models.presets import PLACE
 
 SCORED: Final = 64  # the last tokens of a text, whose likelihood is measured
 CLASSIFICATION: Final = "classification"  # LongBench's, which needs to know the classes
@@ -74,7 +75,7 @@ def sources(names: tuple[str, ...], data: str | None) -> tuple[list[Source], lis
     Raises:
       ValueError: a path that does not exist.
     """
-    names = tuple(n for n in names if DATA[n].runner not in ("speed", "harness"))
+    names = tuple(n for n in names if DATA[n].runner in ("rows", "text"))
     if data == PROJECT:
         return [Source(n, None, False) for n in names], []
     path = None if data is None else pathlib.Path(data).expanduser()
@@ -100,7 +101,8 @@ def read(source: Source, count: int | None, seed: int) -> tuple[list[PromptRow],
 
     A `.txt` file is cut into rows at blank lines. JSON rows have `context`, `question` and `answers`, and may have
     `answer_prefix`; or `origin_prompt`, a whole prompt, and `gold`, its answers. Rows with classes have `all_classes`.
-    Rows with `input` are LongBench's own, whose prompts lm-eval has.
+    Rows with `input` are LongBench's own, whose prompts lm-eval has; those with the fields of a data set on the hub
+    (`DataSet.fields`) are asked what the catalogue says.
 
     Raises:
       ValueError: a file that is neither, or that has no row.
@@ -153,6 +155,8 @@ def _row(row: Any, name: str) -> PromptRow:
         raise ValueError(f"no JSON object: {row}"[:120])
     if "input" in row:
         row = {**row, "origin_prompt": _longbench_prompt(name, row)}
+    if (fields := DATA[name].fields) and fields[0] in row:
+        row = _hub_row(name, *(row.get(field) for field in fields))
     gold = row.get("gold", row)
     gold = gold if isinstance(gold, dict) else {"answers": gold}
     answers = gold.get("answers", ())
@@ -164,6 +168,14 @@ def _row(row: Any, name: str) -> PromptRow:
     if not isinstance(answers, list | tuple) or not all(isinstance(a, str) and a.strip() for a in answers):
         raise ValueError(f"answers must be texts, not {answers!r:.80}")
     return PromptRow("".join(parts), tuple(answers), tuple(gold.get("all_classes") or ()))
+
+
+def _hub_row(name: str, text: Any, *answers: Any) -> dict[str, Any]:
+    """A row of the hub as `_row` reads it; of a dialogue the last turn is the answer."""
+    if isinstance(text, list):
+        text, answers = "\n".join(map(str, text[:-1])), tuple(text[-1:])
+    asked = DATA[name].prompt.replace(PLACE, text) if isinstance(text, str) and text.strip() else ""
+    return {"origin_prompt": asked, "answers": [*filter(None, answers)]}
 
 
 def _longbench_prompt(name: str, row: dict[str, Any]) -> str:
@@ -205,19 +217,22 @@ def _own(name: str, index: int, seed: int) -> PromptRow:
     return PromptRow(" ".join(text), (first,), whole)
 
 
-def asked(name: str, index: int, ids: Tokens, *, new_tokens: int, beams: int, seed: int) -> Prompt:
-    """A row's prompt: of a text its last `SCORED` tokens are predicted, after others an answer is generated.
+def asked(
+    task: str, index: int, ids: Tokens, *, new_tokens: int, beams: int, seed: int, scored: int = SCORED
+) -> Prompt:
+    """A row's prompt: of a text its last `scored` tokens are predicted, after others an answer is generated.
 
     Answers are scored when the table is made, in every metric of its columns.
     """
-    if DATA[name].runner == "text":
+    data = data_of(task)
+    if data.runner == "text":
         (made,) = prompts_of(
-            example(name, index, ids[:-SCORED], Question(continuation=ids[-SCORED:])), "in_prompt", seed
+            example(task, index, ids[:-scored], Question(continuation=ids[-scored:])), "in_prompt", seed
         )
         return made
-    stop = () if (end := DATA[name].stop) is None else (end,)
+    stop = () if (end := data.stop) is None else (end,)
     question = Question(metric="", max_new_tokens=new_tokens, stop=stop, num_beams=beams)
-    (made,) = prompts_of(example(name, index, ids, question), "in_prompt", seed)
+    (made,) = prompts_of(example(task, index, ids, question), "in_prompt", seed)
     return made
 
 
@@ -233,8 +248,13 @@ def scored_part(name: str, output: str) -> str:
 
 
 def task_of(name: str, shots: int) -> str:
-    """How samples name a data set: lm-eval's tasks with how many examples stand before the question."""
-    return f"{name} {shots}-shot" if DATA[name].runner == "harness" else name
+    """How samples name a data set: with how many examples stand before the question, for texts if there are any."""
+    return f"{name} {shots}-shot" if DATA[name].runner == "harness" or shots else name
+
+
+def data_of(task: str) -> DataSet:
+    """The data set of a task that samples name."""
+    return DATA[task.split(" ")[0]]
 
 
 def metric_of(name: str, metric: str) -> str:

@@ -15,13 +15,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, get_args
 
 from kvjax.experiments.papers.methods import METHODS, Budget, Method
+from kvjax.models.presets import PLACE, PRESETS
 
 Kind = Literal["scores", "speed", "drawn", "settings", "drawing"]
 Reference = Literal["answers", "full cache"]
-Runner = Literal["harness", "rows", "text", "speed"]
+Runner = Literal["harness", "rows", "text", "speed", "planned"]
 
 FOLDER: Final = pathlib.Path(__file__).parent
 MEAN: Final = "mean"  # the metric of a column that is the mean of others
+GEOMETRIC: Final = "geometric mean"  # the same
 LONGBENCH: Final = "longbench"  # the metric of a column whose data sets have their own
 
 
@@ -34,6 +36,7 @@ class Model:
       preset: its name in `models.PRESETS`; None where no repository is certain.
       layers, width, kv_heads: its shape, by which a checkpoint is known to be of the size that the paper ran. The shape
         does not tell fine-tuned weights from others.
+      template: of its prompts, where it has no preset that says so.
     """
 
     title: str
@@ -41,6 +44,12 @@ class Model:
     width: int
     kv_heads: int
     preset: str | None = None
+    template: str = PLACE
+
+    @property
+    def place(self) -> str:
+        """The template that its prompts stand in."""
+        return self.template if self.preset is None else PRESETS[self.preset].template
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +59,14 @@ class DataSet:
     Attributes:
       title: as papers name it.
       runner: "rows" are prompts with answers, generated for; "text" is predicted; "harness" is a task of lm-eval that
-        ranks given answers; "speed" is made of any tokens.
+        ranks given answers; "speed" is made of any tokens; "planned" is of any tokens, whose cache is planned alone.
       examples: how many the papers ran; None where their text does not say.
-      words: average words of a prompt, where the text says; tokens of one that is timed.
+      words: average words of a prompt, where the text says; tokens of one that is timed or planned.
       new_tokens: tokens to generate.
-      batch: sequences that are timed together.
+      batch: sequences that are timed or planned together.
       hub: where it is on the hub.
+      fields: of a row there, that of the text and that of the answer, if it has one.
+      prompt: what is asked about the text of such a row.
       task: its name in lm-eval.
       metric: LongBench's metric of it.
       stop: a string that ends an answer.
@@ -69,6 +80,8 @@ class DataSet:
     new_tokens: int = 0
     batch: int = 1
     hub: str | None = None
+    fields: tuple[str, ...] = ()
+    prompt: str = PLACE
     task: str | None = None
     metric: str | None = None
     stop: str | None = None
@@ -81,7 +94,8 @@ class Column:
 
     Attributes:
       title: as in the paper's header; no two of an entry are equal.
-      metric: how outputs are scored; `MEAN` for the mean of other columns, `LONGBENCH` for that of each data set.
+      metric: how outputs are scored; `MEAN` or `GEOMETRIC` for a mean of other columns, `LONGBENCH` for that of each
+        data set.
       shots: examples before the question.
       data: names of data sets; the column is the mean of their scores, each set counting once.
       of: the titles of the columns of which this one is the mean, each weighing as many data sets as it holds.
@@ -173,7 +187,7 @@ class Entry:
     @property
     def metrics(self) -> tuple[str, ...]:
         """Names of what is measured, each once."""
-        return tuple(dict.fromkeys(c.metric for c in self.columns if c.metric != MEAN))
+        return tuple(dict.fromkeys(c.metric for c in self.columns if not c.of))
 
     @property
     def published(self) -> int:
@@ -183,7 +197,7 @@ class Entry:
     def measured(self, model: str) -> tuple[Column, ...]:
         """The columns that a model's rows have, without means of others."""
         cells = [i for r in self.rows if r.model == model for i, v in enumerate(r.values) if v is None or v == v]
-        return tuple(c for i, c in enumerate(self.columns) if i in cells and c.metric != MEAN)
+        return tuple(c for i, c in enumerate(self.columns) if i in cells and not c.of)
 
 
 @contextlib.contextmanager
@@ -220,13 +234,14 @@ def read_catalogue(folder: pathlib.Path = FOLDER) -> tuple[dict[str, Model], dic
     for name, fields in given["data"].items():
         with _at(f"{path}, {name}"):
             _among("runner", fields["runner"], get_args(Runner))
+            fields["fields"] = (*fields.get("fields", ()),)
             data[name] = DataSet(**fields)
     for name, several in given["columns"].items():
         with _at(f"{path}, {name}"):
             made: list[Column] = []
             for fields in several:
                 sets = tuple(_among("data set", d, data) for d in fields.pop("data", ()))
-                of = tuple(c.title for c in made) if fields["metric"] == MEAN else ()
+                of = tuple(c.title for c in made) if fields["metric"] in (MEAN, GEOMETRIC) else ()
                 made.append(Column(**fields, data=sets, of=of))
             columns[name] = (*made,)
     return models, data, columns
