@@ -44,6 +44,7 @@ from kvjax.drivers.mesh import make_mesh, shard_params
 from kvjax.drivers.reader import read
 from kvjax.drivers.sampling import Categorical, Greedy, Sample
 from kvjax.drivers.session import Session
+from kvjax.drivers.several import prefill_each
 from kvjax.drivers.single import evict_layer
 from kvjax.drivers.state import AttnStats, State
 from kvjax.drivers.steps import decode_step, prefill, start
@@ -88,6 +89,7 @@ __all__ = [
     "plan_memory",
     "plot",
     "prefill",
+    "prefill_each",
     "read",
     "sampling",
     "save_state",

@@ -1,41 +1,74 @@
-"""One prefill, every policy: applied to a prompt that was read without it, each keeps what its own prefill keeps."""
+"""One prefill, every policy: each keeps what a prefill of its own keeps."""
 
 import jax
 import numpy as np
 import pytest
 
-from kvjax import decode_step, forward, prefill, start
-from kvjax.analysis.reading import Stored, stored_as
+import kvjax
+from kvjax import decode_step, methods, prefill, prefill_each
+from kvjax.contract import Reads
+from kvjax.drivers import door, several
+from kvjax.methods import variants
 from tests import table
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
-MECHANISMS = (  # memory, heads in a pool, places, noise, merging, layers that compete, heads apart
+SHARED = (  # memory, heads in a pool, places, noise, merging, layers that compete, heads apart
     *("h2o", "ada_half", "streaming_llm", "keyformer", "kvpress_cam", "across_layers_entropy", "partition_heads"),
     *("snapkv_then_think", "quest_by_query_head"),
 )
 T, F, LENGTHS = 24, 4, np.array([24, 17], np.int32)
 TOKENS = np.random.default_rng(0).integers(1, 61, (2, T)).astype(np.int32)
+HOW = {"lengths": LENGTHS, "max_new_tokens": F, "key": jax.random.key(5)}
 
 
-def test_equal_to_a_prefill_of_its_own(tiny):
+class EveryThird(kvjax.Policy):
+    """A policy that lets rows read the tokens of every third position alone."""
+
+    def reads(self, kv, inputs, ctx):
+        return Reads(kv.pos % 3 == 0)
+
+
+def test_equal_to_a_prefill_of_its_own(tiny, monkeypatch):
+    """Of every mechanism, in as many passes as there are ways to store the prompt; two read it by themselves."""
     (model, params), c = tiny, tiny[0].config
-    cases = {name: table.Case(name) for name in MECHANISMS}
+    cases = {name: table.Case(name) for name in SHARED}
     policies = {name: case.make(case.budget, width=c.embed_dim) for name, case in cases.items()}
-    how = {"lengths": LENGTHS, "max_new_tokens": F, "key": jax.random.key(5)}
-    kinds = {}
-    for name, policy in policies.items():
-        kinds.setdefault(stored_as(policy, c.num_layers), []).append(name)
-    for layouts, members in kinds.items():
-        empty = start(model, policy=Stored(layouts), **how)
-        observe = tuple(policies[name] for name in members)
-        whole = forward(model, params, TOKENS, empty, valid=LENGTHS, observe=observe)
-        for name in members:
-            logits, own = prefill(model, params, TOKENS, policy=policies[name], **how)
-            state = policies[name](*whole[1:])
-            np.testing.assert_allclose(whole[0], logits, rtol=1e-5, atol=1e-4, err_msg=name)
-            for i, (one, other) in enumerate(zip(state.layers, own.layers, strict=True)):
-                np.testing.assert_array_equal(one.head_pos, other.head_pos, err_msg=f"{name}, layer {i}")
-            token = np.asarray(logits.argmax(-1))
-            found, wanted = (decode_step(model, params, token, x)[0] for x in (state, own))
-            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4, err_msg=name)
+    policies |= {"again": methods.kvzip(8), "hides": EveryThird()}
+    passes, forward = [], door.forward
+    monkeypatch.setattr(several, "forward", lambda *a, **k: passes.append(0) or forward(*a, **k))
+    found = {name: (logits, state) for name, logits, state in prefill_each(model, params, TOKENS, policies, **HOW)}
+    assert found.keys() == policies.keys()
+    ways = {several.stored_as(policies[name], c.num_layers) for name in SHARED}
+    assert len(passes) == len(ways) == 3
+    for name, (logits, state) in found.items():
+        wanted, own = prefill(model, params, TOKENS, policy=policies[name], **HOW)
+        np.testing.assert_allclose(logits, wanted, rtol=1e-5, atol=1e-4, err_msg=name)
+        for i, (one, other) in enumerate(zip(state.layers, own.layers, strict=True)):
+            np.testing.assert_array_equal(one.head_pos, other.head_pos, err_msg=f"{name}, layer {i}")
+        token = np.asarray(logits.argmax(-1))
+        after, wanted = (decode_step(model, params, token, x)[0] for x in (state, own))
+        np.testing.assert_allclose(after, wanted, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        ({}, "give policies by name"),
+        ([methods.h2o(8)], "give policies by name"),
+        ({"h2o": methods.h2o}, "policy=h2o is a function"),
+        ({"snap": methods.snapkv(4, window=8)}, "^snap: "),
+        ({"mask": variants.h2o_stepwise_mask(8, recent=3)}, "^mask: "),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_does(tiny, policies, message):
+    with pytest.raises(ValueError, match=message):
+        prefill_each(*tiny, TOKENS, policies, **HOW)
+
+
+def test_generation_goes_on_from_each(tiny):
+    policies = {"full": kvjax.Policy(), "h2o": methods.h2o(8)}
+    for name, logits, state in prefill_each(*tiny, TOKENS, policies, **HOW):
+        found = kvjax.generate_from(*tiny, logits, state, max_new_tokens=F)
+        wanted = kvjax.generate(*tiny, TOKENS, policy=policies[name], buckets=False, **HOW)
+        np.testing.assert_array_equal(found.tokens, wanted.tokens)

@@ -26,9 +26,9 @@ from kvjax.analysis.losses import lost_share as lost_share
 from kvjax.analysis.losses import output_kl as output_kl
 from kvjax.analysis.losses import task_loss as task_loss
 from kvjax.analysis.reading import Reading as Reading
-from kvjax.analysis.reading import Stored as Stored
 from kvjax.analysis.reading import read as read
 from kvjax.analysis.traces import Traces as Traces
 from kvjax.analysis.traces import Voters as Voters
 from kvjax.analysis.traces import VotingRows as VotingRows
 from kvjax.analysis.traces import trace as trace
+from kvjax.drivers.several import Stored as Stored

@@ -15,11 +15,12 @@ from jaxtyping import Array, Bool, Float, PyTree
 from kvjax.analysis.hindsight import Across, best_in_hindsight, hindsight_rank, lost_mass, regret
 from kvjax.analysis.intervals import Interval, interval
 from kvjax.analysis.losses import distances, largest_value, output_kl
-from kvjax.analysis.reading import Left, Reading, Stored, read, read_whole, seed_key, stored_as
+from kvjax.analysis.reading import Left, Reading, read, seed_key
 from kvjax.contract import Count, Layout, Policy, resolve
 from kvjax.contract.checks import whole
 from kvjax.drivers.checks import check_is, check_model, check_prompts
 from kvjax.drivers.decide import check_reads_all, stored_under, under
+from kvjax.drivers.several import Stored, read_whole, stored_as
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.plan import Plan, make_plan
 
@@ -263,7 +264,7 @@ def curves(
         for seed in range(seeds):
             if seed:
                 again = {"policies": every, "stored": Stored(layouts), "key": seed_key(key, B, seed)}
-                state, stats = read_whole(model, params, prompts, reading.continuation.shape[1], **again)
+                _, state, stats = read_whole(model, params, prompts, reading.continuation.shape[1], **again)
                 reading = dataclasses.replace(reading, state=state, stats=stats)
             for name in members:
                 for m, policy in enumerate(grid[name]):

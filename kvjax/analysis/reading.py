@@ -14,20 +14,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.analysis.hindsight import of_kv_heads
 from kvjax.compose import ByHead, Chain, SharedLayers
 from kvjax.compose.across import AcrossLayers
-from kvjax.contract import Context, Decision, LayerView, Layout, Observation, Phase, Policy, Rotate, Stats
+from kvjax.contract import Context, Decision, LayerView, Layout, Observation, Policy, Rotate, Stats
 from kvjax.drivers.attend import Attend, embed, layer_step
-from kvjax.drivers.checks import check_model, check_positions, check_prompts, check_rows, traced
+from kvjax.drivers.checks import check_model, check_prompts, check_rows, traced
 from kvjax.drivers.decide import stored_under, under, updated
-from kvjax.drivers.door import forward
-from kvjax.drivers.replay import Reread
-from kvjax.drivers.state import AttnStats, Prompts, State, row_keys
-from kvjax.drivers.steps import start
+from kvjax.drivers.several import Stored, read_whole, reads_again, stored_as
+from kvjax.drivers.state import AttnStats, State, row_keys
 from kvjax.evict import LARGE, Evict, check_kept
 from kvjax.observe import Rows
 from kvjax.pallas_kernels.columns import accumulator
@@ -39,34 +36,6 @@ Left = Sequence[Layer] | Bool[Array, "L B heads T"] | Float[Array, "L B heads T"
 """What is left of the prompt in every layer: a mask, gates between 0 and 1, or the layer after a policy."""
 
 _MASS = Rows(group=None)
-
-
-class Stored(Policy):
-    """The full cache, stored in given ways.
-
-    Attributes:
-      layouts: one a layer.
-      more: what is observed of the prompt.
-    """
-
-    layouts: tuple[Layout, ...]
-    more: tuple[Observation, ...] = ()
-
-    @property
-    def layout(self) -> Layout:
-        return self.layouts[0]
-
-    def at(self, layer: int, num_layers: int) -> "Stored":
-        return Stored(self.layouts[layer : layer + 1], self.more)
-
-    def observe(self, phase: Phase) -> tuple[Observation, ...]:
-        return self.more if phase == "prefill" else ()
-
-
-def stored_as(policy: Policy, num_layers: int) -> tuple[Layout, ...]:
-    """How the prompt must be stored in every layer so that the policy can be applied to it."""
-    each = [policy.at(i, num_layers).layout for i in range(num_layers)]
-    return tuple(Layout("rank" if x.positions == "rank" else "original", by_query_head=x.by_query_head) for x in each)
 
 
 @pytree
@@ -327,34 +296,6 @@ class _Following:
         return out, after, Later(q, k, v, out, mass[..., :T] / F, out_proj, rotate=rotate, how=told)
 
 
-def read_whole(
-    model: Any,
-    params: PyTree[Any],
-    prompts: Prompts,
-    max_new_tokens: int,
-    *,
-    policies: Sequence[Policy],
-    stored: Stored,
-    key: Any = None,
-) -> tuple[State, AttnStats]:
-    """The state that holds whole prompts, and what some policies want to see of them.
-
-    Args:
-      model, params: the model.
-      prompts: the prompts, which have been checked.
-      max_new_tokens: rows that may follow.
-      policies: the policies.
-      stored: how every layer is stored, and what else is observed.
-      key: one PRNG key for the batch, or one a sequence.
-    """
-    how: dict[str, Any] = {"lengths": prompts.lengths, "max_new_tokens": max_new_tokens, "key": key}
-    state = start(model, policy=stored, width=prompts.tokens.shape[1], **how)
-    if not traced(prompts.lengths):
-        check_positions(model.config, state.plan, np.asarray(prompts.lengths), max_new_tokens)
-    observe = tuple(dict.fromkeys(policies))
-    return forward(model, params, prompts.tokens, state, valid=prompts.lengths, observe=observe)[1:]
-
-
 def read(
     model: Any,
     params: PyTree[Any],
@@ -389,15 +330,14 @@ def read(
     after, L = check_rows(model, continuation, None).tokens, model.config.num_layers
     if len(after) != len(prompts.tokens):
         raise ValueError(f"{len(prompts.tokens)} prompts, but {len(after)} continuations; give one for each")
-    rereads = lambda p: any(isinstance(o, Reread) for i in range(L) for o in p.at(i, L).observe("replay"))
-    if again := [p for p in policies if rereads(p)]:
+    if again := [p for p in policies if reads_again(p, L)]:
         raise ValueError(f"{type(again[0]).__name__} reads the prompt again before it evicts; use kvjax.prefill for it")
     kinds = {stored_as(p, L): p for p in policies} if layout is None else {(layout,) * L: None}
     if len(kinds) > 1:
         one, other = list(kinds.values())[:2]
         raise ValueError(f"{one} and {other} need the prompt stored in different ways; read it once for each")
     stored = Stored(next(iter(kinds), (Layout(),) * L), tuple(observe))
-    state, stats = read_whole(model, params, prompts, after.shape[1], policies=policies, stored=stored, key=key)
+    _, state, stats = read_whole(model, params, prompts, after.shape[1], policies=policies, stored=stored, key=key)
     bare = Reading(state, stats, (), jnp.zeros((len(after), 0, 0)), jnp.asarray(after))
     layers = [*map(_bare, state.layers)]
     logits, later = _over(

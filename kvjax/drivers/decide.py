@@ -19,6 +19,10 @@ from kvjax.plan import Plan, planned
 from kvjax.storage import Storage, empty, to_pool
 
 
+class HidesTokens(ValueError):
+    """A policy whose rows read less than is stored was to be applied to what was read without it."""
+
+
 @functools.partial(jax.jit, static_argnames=("policy", "capacity", "ends"))
 def compacted(
     kv: Storage, ctx: Context, *, policy: Policy, capacity: int, ends: bool
@@ -167,7 +171,7 @@ def check_reads_all(state: Any, phase: Phase, so: str) -> None:
       so: what follows from it.
 
     Raises:
-      ValueError: in some layer the policy's `reads` are not None.
+      HidesTokens: in some layer the policy's `reads` are not None.
     """
     for i, (policy, info, kv) in enumerate(zip(state.plan.layers, state.plan.infos, state.layers, strict=True)):
         B, T = len(kv.pos), kv.pos.shape[2] if phase == "prefill" else 1
@@ -175,7 +179,7 @@ def check_reads_all(state: Any, phase: Phase, so: str) -> None:
         pos, ctx = jnp.broadcast_to(state.length[:, None] - 1, (B, T)), state.context(i, phase)
         told = AttentionInputs(q, q, kv.view().replace(memory=()), pos, ctx, lambda x, _: x, None, hidden)
         if policy.reads(kv.view(), told, ctx) is not None:
-            raise ValueError(f"{type(policy).__name__} decides which of the live tokens a row reads, {so}")
+            raise HidesTokens(f"{type(policy).__name__} decides which of the live tokens a row reads, {so}")
 
 
 def _under(policy: Policy, info: LayerInfo, kv: Storage) -> Storage:

@@ -1,0 +1,155 @@
+"""One reading of prompts for several policies, each of which then evicts from the same full state.
+
+Letters: B batch, T tokens of a prompt, V vocabulary.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from kvjax.contract import Layout, Observation, Phase, Policy
+from kvjax.contract.checks import whole
+from kvjax.drivers.checks import check_block, check_is, check_model, check_positions, check_prompts, traced
+from kvjax.drivers.decide import HidesTokens
+from kvjax.drivers.door import forward
+from kvjax.drivers.state import AttnStats, Prompts, State
+from kvjax.drivers.steps import read_prompts, start
+from kvjax.observe import Reread
+from kvjax.plan import infos_of, planned
+
+
+class Stored(Policy):
+    """The full cache, stored in given ways.
+
+    Attributes:
+      layouts: one a layer.
+      more: what is observed of the prompt.
+    """
+
+    layouts: tuple[Layout, ...]
+    more: tuple[Observation, ...] = ()
+
+    @property
+    def layout(self) -> Layout:
+        return self.layouts[0]
+
+    def at(self, layer: int, num_layers: int) -> "Stored":
+        return Stored(self.layouts[layer : layer + 1], self.more)
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return self.more if phase == "prefill" else ()
+
+
+def stored_as(policy: Policy, num_layers: int) -> tuple[Layout, ...]:
+    """How the prompt must be stored in every layer so that the policy can be applied to it."""
+    each = [policy.at(i, num_layers).layout for i in range(num_layers)]
+    return tuple(Layout("rank" if x.positions == "rank" else "original", by_query_head=x.by_query_head) for x in each)
+
+
+def reads_again(policy: Policy, num_layers: int) -> bool:
+    """Whether the policy has the prompt read again before it evicts."""
+    each = (policy.at(i, num_layers).observe("replay") for i in range(num_layers))
+    return any(isinstance(o, Reread) for observed in each for o in observed)
+
+
+def read_whole(
+    model: Any,
+    params: PyTree[Any],
+    prompts: Prompts,
+    max_new_tokens: int,
+    *,
+    policies: Sequence[Policy],
+    stored: Stored,
+    key: Any = None,
+) -> tuple[Float[Array, "B V"], State, AttnStats]:
+    """Logits of the next token, the state that holds whole prompts, and what some policies want to see of them.
+
+    Args:
+      model, params: the model.
+      prompts: the prompts, which have been checked.
+      max_new_tokens: rows that may follow.
+      policies: the policies.
+      stored: how every layer is stored, and what else is observed.
+      key: one PRNG key for the batch, or one a sequence.
+    """
+    how: dict[str, Any] = {"lengths": prompts.lengths, "max_new_tokens": max_new_tokens, "key": key}
+    state = start(model, policy=stored, width=prompts.tokens.shape[1], **how)
+    if not traced(prompts.lengths):
+        check_positions(model.config, state.plan, np.asarray(prompts.lengths), max_new_tokens)
+    observe = tuple(dict.fromkeys(policies))
+    return forward(model, params, prompts.tokens, state, valid=prompts.lengths, observe=observe)
+
+
+def prefill_each(
+    model: Any,
+    params: PyTree[Any],
+    tokens: Any,
+    policies: Mapping[str, Policy],
+    *,
+    max_new_tokens: int,
+    lengths: Any = None,
+    attention_mask: Any = None,
+    key: Any = None,
+) -> Iterator[tuple[str, Float[Array, "B V"], State]]:
+    """Reads prompts once, and evicts from them under each of several policies: `prefill` for all of them.
+
+    What any of them looks at is observed in one pass over the full cache, of which each then keeps what its own prefill
+    keeps. Policies that store keys in another way (at their ranks, for every query head) share a pass of their own.
+    Those that have prompts read again (KVzip), or hide tokens from the prompt's rows, have a prefill each.
+
+    Args:
+      model, params: the model.
+      tokens: token ids "B T", padded on the left.
+      policies: by name, at any budgets.
+      max_new_tokens: tokens that may be read behind the prompt.
+      lengths, attention_mask, key: as of `prefill`.
+
+    Returns:
+      (name, logits of the next token, state) of one policy after another, those that share a pass together; only one
+      state and the full one need to be held at a time.
+
+    Raises:
+      ValueError: no policies, and what `prefill` refuses; before anything runs.
+    """
+    if not isinstance(policies, Mapping) or not policies:
+        raise ValueError(f"policies={policies!r:.80}: give policies by name, such as {{'h2o': kvjax.methods.h2o(64)}}")
+    for policy in policies.values():
+        check_is("policy", policy, Policy, "kvjax.methods")
+    check_model(model, params)
+    prompts = check_prompts(model, tokens, lengths, attention_mask)
+    steps, L, T = whole("max_new_tokens", max_new_tokens, 0), model.config.num_layers, prompts.tokens.shape[1]
+    groups: dict[tuple[Layout, ...], list[str]] = {}
+    for name, policy in policies.items():
+        try:
+            plan, _ = planned(policy, infos_of(model.config, policy, T, steps), prompts.lengths)
+            check_block(plan, None, T)
+        except ValueError as e:
+            raise ValueError(f"{name}: {e}") from e
+        groups.setdefault(() if reads_again(policy, L) else stored_as(policy, L), []).append(name)
+    return _each(model, params, prompts, steps, policies, groups, key)
+
+
+def _each(
+    model: Any,
+    params: PyTree[Any],
+    prompts: Prompts,
+    steps: int,
+    policies: Mapping[str, Policy],
+    groups: Mapping[tuple[Layout, ...], Sequence[str]],
+    key: Any,
+) -> Iterator[tuple[str, Float[Array, "B V"], State]]:
+    """`prefill_each` for policies by how prompts are stored for them; () for those that read by themselves."""
+    for layouts, names in groups.items():
+        own = {"policies": [policies[name] for name in names], "stored": Stored(layouts), "key": key}
+        shared = read_whole(model, params, prompts, steps, **own) if layouts else None
+        for name in names:
+            if shared is not None:
+                logits, state, stats = shared
+                try:
+                    yield name, logits, policies[name](state, stats)
+                    continue
+                except HidesTokens:
+                    pass  # rows of its prompt read less than is stored
+            yield name, *read_prompts(model, params, prompts, policies[name], steps, key=key)
