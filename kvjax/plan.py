@@ -100,7 +100,12 @@ def make_plan(
 
 
 def planned(
-    policy: Policy, infos: tuple[LayerInfo, ...], lengths: Int[Array, "B"] | Any, plan: Plan | None = None
+    policy: Policy,
+    infos: tuple[LayerInfo, ...],
+    lengths: Int[Array, "B"] | Any,
+    plan: Plan | None = None,
+    *,
+    longest: int | None = None,
 ) -> tuple[Plan, tuple[Any, ...]]:
     """The plan of a run, and its `hparams`, a tree of arrays "B ..." for every layer.
 
@@ -109,6 +114,7 @@ def planned(
       infos: the shape of every layer.
       lengths: tokens of each prompt. Where they are traced, there are slots for the longest prompt that can be.
       plan: that of a run with as many slots or more, to use instead.
+      longest: tokens of another prompt, longer than these, for which there are slots, too.
 
     Raises:
       ValueError: the given plan has too few slots, or is that of another policy.
@@ -120,7 +126,11 @@ def planned(
     hparams = tuple(x.hparams for x in sizes)
     if traced:  # the data of all lengths, of which each sequence takes its own
         hparams = jax.tree.map(lambda x: jnp.asarray(x)[lengths - 1], hparams)
-    slots = [np.asarray(x.total if p.layout.pool else x.per_head) for p, x in zip(each, sizes, strict=True)]
+    total = lambda p, x: np.asarray(x.total if p.layout.pool else x.per_head)
+    slots = [total(p, x) for p, x in zip(each, sizes, strict=True)]
+    if longest is not None:
+        more = [total(p, p.sizes(info, np.array([longest]))) for p, info in zip(each, infos, strict=True)]
+        slots = [np.append(n, x) for n, x in zip(slots, more, strict=True)]
     need = tuple(int(n.max()) for n in slots)
     size = _STEP if len(set(need)) > 1 else _TILE
     capacities = tuple(-(-n // size) * size for n in need)

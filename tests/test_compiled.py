@@ -66,6 +66,20 @@ def test_a_folder_that_cannot_be_made(untold):
     assert settings()[0] is None
 
 
+@pytest.mark.parametrize("folder", ["", b"bytes", 3, "gs://bucket/programs"])
+def test_what_is_no_local_folder(untold, folder):
+    with pytest.raises(ValueError, match="is no local folder; give its path"):
+        kvjax.keep_compiled(folder)
+    with pytest.raises(ValueError, match="cannot be kept in"):
+        kvjax.keep_compiled("a\0b")
+    assert settings()[0] is None
+
+
+def test_a_home_directory_is_found(untold, monkeypatch):
+    monkeypatch.setenv("HOME", str(untold))
+    assert kvjax.keep_compiled("~/programs") == untold / "programs"
+
+
 def test_a_session_keeps_programs_or_warns_that_it_cannot(untold):
     model, params = models.load(EMBEDDED)
     make = lambda: kvjax.Session(model, params, models.load_tokenizer(EMBEDDED), max_new_tokens=2)

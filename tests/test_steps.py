@@ -270,6 +270,17 @@ def test_requests_of_about_the_same_size_share_a_plan(shallow, policy):
     assert len({plan(*x) for x in sizes}) == 1
 
 
+@pytest.mark.parametrize("policy", [methods.snapkv(0.25), methods.full(), methods.h2o(0.5)])
+def test_slots_follow_the_prompts_and_not_their_padding(shallow, policy):
+    """By the longest prompt's rounded length, and the rounded number of new tokens."""
+    exact, rounded = (
+        plan_request(shallow[0].config, policy, np.array([100, 40]), 1030, 20, buckets=x)[0] for x in (False, True)
+    )
+    assert rounded.infos[0].prompt_len == 1280
+    for n, most in zip(exact.capacities, rounded.capacities, strict=True):
+        assert n <= most <= n + (112 - 100) + (32 - 20) + 8
+
+
 def test_sizes_are_exact_where_prompts_are_traced(shallow):
     run = lambda tokens: generation.generate(*shallow, tokens, max_new_tokens=3)
     info = jax.eval_shape(run, IDS).state.plan.infos[0]

@@ -33,17 +33,12 @@ def plan_request(
 ) -> tuple[Plan, tuple[Any, ...]]:
     """The sizes that a request is compiled for, those of `plan` if there is one, and the policy's numbers for it.
 
-    With `buckets`, width and new tokens are rounded up, and there are slots for a prompt that fills the width. What is
-    kept is the same. A policy that cannot work with the rounded sizes gets the exact ones.
+    With `buckets`, width and new tokens are rounded up, and so is the length of the longest prompt, for which there are
+    slots. What is kept is the same. A policy that cannot work with the rounded sizes gets the exact ones.
     """
     if plan is not None:
         check_is("plan", plan, Plan, "kvjax.make_plan")
-
-    def make(width: int, steps: int, *, fills: bool = False) -> tuple[Plan, tuple[Any, ...]]:
-        infos = infos_of(config, policy, width, steps)
-        full = planned(policy, infos, np.append(lengths, width))[0] if fills else plan
-        return planned(policy, infos, lengths, full)
-
+    make = lambda width, steps, **how: planned(policy, infos_of(config, policy, width, steps), lengths, plan, **how)
     if plan is not None:
         there = plan.infos[0].prompt_len, plan.infos[0].max_new_tokens
         if width > there[0] or max_new_tokens > there[1]:
@@ -52,10 +47,9 @@ def plan_request(
                 f"{there[1]}; make the plan for these"
             )
         return make(*there)
-    rounded = bucket(width), bucket(max_new_tokens)
-    if not buckets or traced(lengths) or rounded == (width, max_new_tokens):
+    if not buckets or traced(lengths):
         return make(width, max_new_tokens)
     try:
-        return make(*rounded, fills=True)
+        return make(bucket(width), bucket(max_new_tokens), longest=bucket(int(np.max(lengths))))
     except ValueError:
         return make(width, max_new_tokens)

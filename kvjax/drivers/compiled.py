@@ -31,18 +31,20 @@ def keep_compiled(folder: str | os.PathLike[str] | None = None) -> pathlib.Path 
       The folder; None if nothing is kept.
 
     Raises:
-      ValueError: a folder that cannot be made or written to.
+      ValueError: no local folder, or one that cannot be made or written to.
     """
     config: Any = jax.config
     there = getattr(config, _DIRECTORY)
     if folder is None and (there or not config.jax_enable_compilation_cache):
         return pathlib.Path(there) if config.jax_enable_compilation_cache else None
-    place = pathlib.Path(cache_folder() / "compiled" if folder is None else folder)
+    if folder is not None and (not isinstance(folder, str | os.PathLike) or not (text := str(folder)) or "://" in text):
+        raise ValueError(f"folder={folder!r} is no local folder; give its path")
+    place = pathlib.Path(cache_folder() / "compiled" if folder is None else folder).expanduser()
     try:
         place.mkdir(parents=True, exist_ok=True)
         reason = "" if os.access(place, os.W_OK | os.X_OK) else "it is not writable"
-    except OSError as e:
-        reason = e.strerror or str(e)
+    except (OSError, ValueError) as e:  # such as a name with a zero byte
+        reason = getattr(e, "strerror", None) or str(e)
     if reason:
         raise ValueError(f"compiled programs cannot be kept in {place}: {reason}; set JAX_COMPILATION_CACHE_DIR")
     config.update("jax_enable_compilation_cache", True)
