@@ -210,8 +210,8 @@ def peers():
 
 def results_in_short():
     rows = {name: row["ratio"]["median"] for name, row in read("peers", "peers.json")["rows"].items()}
-    decode = [x for name, x in rows.items() if name.startswith("tiny/decode/")]
-    prefill = [ratio(rows[f"tiny/prefill/{n}k"]) for n in (2, 4, 8, 16)]
+    decode = [x for name, x in rows.items() if "/decode/" in name]
+    prefill = [ratio(x) for name, x in rows.items() if "/prefill/" in name]
     yield f"is {min(decode):.1f} to {max(decode):.1f} times as fast as kvpress"
     yield f"prefill {min(prefill)} to {max(prefill)} times as fast as transformers"
     yield f"H2O adds {ratio(rows['tiny/memory/4k'])} of the memory"
@@ -240,7 +240,7 @@ def compiling():
         for what, seconds in programs.items():
             yield line(f"{method}, {names[what]}", *(f"{x:.1f}" for x in seconds.values()))
     each, within = found["programs"].values()
-    yield f"compiles {each} programs, one of layers and a loop for each budget, and {within} within the largest"
+    yield f"compiles {each} programs, a layer's and a loop for each budget, and {within} within the largest"
 
 
 def kernels():
