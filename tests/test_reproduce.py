@@ -147,12 +147,18 @@ def test_examples_stand_before_a_text_of_which_its_own_tokens_are_predicted(monk
 
 
 def test_the_geometric_mean_of_scores_has_an_interval():
+    """Its rows' parts are nearly the jackknife's; they may lie outside of [0, 1]."""
     scores = [{0: 0.2, 1: 0.4, 2: 0.9}, {0: 0.5, 1: 0.1, 2: 0.6}]
-    (rows_,) = numbers._geometric(scores)
+    parts = numbers._geometric(scores)
     mean = lambda held: np.prod([np.mean([each[i] for i in held]) for each in scores]) ** 0.5
-    assert np.mean([*rows_.values()]) == pytest.approx(mean(range(3)))
+    assert np.mean([*parts.values()]) == pytest.approx(mean(range(3)))
     jackknife = {i: 3 * mean(range(3)) - 2 * mean([j for j in range(3) if j != i]) for i in range(3)}
-    assert rows_ == pytest.approx(jackknife, abs=0.08)
+    assert parts == pytest.approx(jackknife, abs=0.08)
+    rare = [{i: float(i == 0) for i in range(20)}] * 2
+    found = numbers._geometric_number("roco", 0.5, "mean", rare, [dict.fromkeys(range(20), 0.1)] * 2, None)
+    assert found.ours == pytest.approx(5.0)
+    assert found.low < 5.0 < found.high
+    assert found.over_full == pytest.approx(-5.0)
 
 
 def test_a_column_is_the_geometric_mean_of_others(run, tmp_path):

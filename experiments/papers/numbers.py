@@ -144,7 +144,7 @@ def _number(
     if not all(values):
         return None
     if geometric:
-        parts, values, full = parts[:1], _geometric(values), _geometric(full) if all(full) else full[:1]
+        return _geometric_number(method, budget, column, values, full, theirs)
     (task, metric), rows = parts[0], sum(map(len, values))
     if metric in _NO_SCORES:
         ours = _measured(metric, [*values[0].values()], [*cells["block-1", label(budget), task].values()])
@@ -161,12 +161,30 @@ def _number(
     return dataclasses.replace(made, over_full=over, over_full_low=low, over_full_high=high)
 
 
-def _geometric(scores: Sequence[Mapping[int, Any]]) -> list[dict[int, Any]]:
+def _geometric_number(
+    method: str,
+    budget: Budget,
+    column: str,
+    values: Sequence[Mapping[int, Any]],
+    full: Sequence[Mapping[int, Any]],
+    theirs: Any,
+) -> Number:
+    """A cell that is the geometric mean of others, with Student-t intervals of what rows add to it."""
+    own, baseline = _geometric(values), _geometric(full) if all(full) else {}
+    percent = lambda x: [_PERCENT * float(each) for each in stats.mean(x)]
+    made = Number(method, budget, column, len(own), *percent([*own.values()]), theirs=theirs)
+    if method == "full" or not (same := [x - baseline[i] for i, x in own.items() if i in baseline]):
+        return made
+    over, low, high = percent(same)
+    return dataclasses.replace(made, over_full=over, over_full_low=low, over_full_high=high)
+
+
+def _geometric(scores: Sequence[Mapping[int, float]]) -> dict[int, float]:
     """What rows add to the geometric mean of several mean scores, linearised: their own mean is that."""
     means = np.array([np.mean([*each.values()]) for each in scores])
     mean = float(np.prod(means) ** (1 / len(means)))
     share = lambda i: np.mean([each[i] / m - 1 for each, m in zip(scores, means, strict=True)])
-    return [{i: mean * (1 + float(share(i))) if mean else 0.0 for i in scores[0]}]
+    return {i: mean * (1 + float(share(i))) if mean else 0.0 for i in scores[0]}
 
 
 def _values(lines: Mapping[int, Line], metric: str) -> dict[int, Any]:

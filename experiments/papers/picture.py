@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from kvjax.configs.experiment import label
@@ -71,7 +72,7 @@ def picture(choice: Choice, found: Sequence[Number]) -> Figure:
 def _points(axes: Any, i: int, name: str | None, numbers: dict[Any, Number]) -> None:
     """Ours by place, joined and with intervals, and theirs."""
     each = [*numbers.values()]
-    errors = [[n.ours - n.low for n in each], [n.high - n.ours for n in each]]
+    errors = np.maximum([[n.ours - n.low for n in each], [n.high - n.ours for n in each]], 0.0)  # they round apart
     axes.errorbar([*numbers], [n.ours for n in each], yerr=errors, capsize=2, label=name, **style(i))
     theirs = {at: n.theirs for at, n in numbers.items() if n.theirs is not None}
     how = {"marker": style(i)["marker"], "edgecolors": style(i)["color"], "facecolors": "none", "zorder": 3}
