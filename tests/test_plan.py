@@ -27,9 +27,15 @@ def planned(tiny):
 def test_a_budget_under_the_plan_of_a_larger_one_is_the_budget(case, tiny):
     if case.budget != 10:
         pytest.skip("it takes shares alone")
-    plan = kvjax.make_plan(tiny[0].config, case.make(14), LENGTHS, T, NEW)
-    read = functools.partial(kvjax.generate, *tiny, TOKENS, policy=case.policy, lengths=LENGTHS, max_new_tokens=NEW)
-    found, wanted = read(plan=plan, buckets=False), read(buckets=False)
+    large, policy = (case.make(n, width=tiny[0].config.embed_dim) for n in (14, case.budget))
+    plan = kvjax.make_plan(tiny[0].config, large, LENGTHS, T, NEW)
+    read = functools.partial(kvjax.generate, *tiny, TOKENS, policy=policy, lengths=LENGTHS, max_new_tokens=NEW)
+    wanted = read(buckets=False)
+    if plan.layers != wanted.state.plan.layers:  # the budget is a number of what is observed, so a program of its own
+        with pytest.raises(ValueError, match="that of another policy or another run"):
+            read(plan=plan, buckets=False)
+        return
+    found = read(plan=plan, buckets=False)
     np.testing.assert_array_equal(found.tokens, wanted.tokens)
     for one, other in zip(found.state.layers, wanted.state.layers, strict=True):
         assert live_positions(one) == live_positions(other)
@@ -125,7 +131,8 @@ def test_rows_of_a_state_keep_their_sizes(shallow):
 def test_rounding_changes_no_result(case, tiny):
     """Tokens, what the caches keep, and what is drawn, in a padded batch whose rows end by themselves."""
     how = {"lengths": np.array([20, 9]), "key": jax.random.key(2), "max_new_tokens": 7, "eos_ids": (3,)}
-    how |= {"sampler": kvjax.Sample(2.0, repetition_penalty=1.2), "policy": case.policy}
+    policy = case.make(case.budget, width=tiny[0].config.embed_dim)
+    how |= {"sampler": kvjax.Sample(2.0, repetition_penalty=1.2), "policy": policy}
     exact, rounded = (kvjax.generate(*tiny, TOKENS[:, :20], **how, buckets=x) for x in (False, True))
     np.testing.assert_array_equal(exact.tokens, rounded.tokens)
     np.testing.assert_array_equal(exact.lengths, rounded.lengths)
