@@ -6,7 +6,7 @@ import pytest
 
 import kvjax
 from kvjax import decode_step, methods, prefill, prefill_each
-from kvjax.contract import Reads
+from kvjax.contract import Reads, Score
 from kvjax.drivers import door, several
 from kvjax.methods import variants
 from tests import table
@@ -27,6 +27,16 @@ class EveryThird(kvjax.Policy):
 
     def reads(self, kv, inputs, ctx):
         return Reads(kv.pos % 3 == 0)
+
+
+class Learned(Score):
+    """A score whose parameters are learned."""
+
+    def init_params(self, info, key):
+        return jax.random.normal(key, (info.num_kv_heads,))
+
+    def __call__(self, slots):
+        return slots.kv.pos * slots.params[None, :, None]
 
 
 def test_equal_to_a_prefill_of_its_own(tiny, monkeypatch):
@@ -58,6 +68,7 @@ def test_equal_to_a_prefill_of_its_own(tiny, monkeypatch):
         ([methods.h2o(8)], "give policies by name"),
         ({"h2o": methods.h2o}, "policy=h2o is a function"),
         ({"snap": methods.snapkv(4, window=8)}, "^snap: "),
+        ({"learned": kvjax.Evict(Learned(), 12)}, "^learned: the policy has learned parameters"),
         ({"mask": variants.h2o_stepwise_mask(8, recent=3)}, "^mask: "),
     ],
 )

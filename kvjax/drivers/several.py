@@ -6,6 +6,7 @@ Letters: B batch, T tokens of a prompt, V vocabulary.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
@@ -17,7 +18,7 @@ from kvjax.drivers.door import forward
 from kvjax.drivers.state import AttnStats, Prompts, State
 from kvjax.drivers.steps import read_prompts, start
 from kvjax.observe import Reread
-from kvjax.plan import infos_of, planned
+from kvjax.plan import infos_of, init_policy_params, planned
 
 
 class Stored(Policy):
@@ -111,7 +112,7 @@ def prefill_each(
       state and the full one need to be held at a time.
 
     Raises:
-      ValueError: no policies, and what `prefill` refuses; before anything runs.
+      ValueError: no policies, one with learned parameters, and what `prefill` refuses; before anything runs.
     """
     if not isinstance(policies, Mapping) or not policies:
         raise ValueError(f"policies={policies!r:.80}: give policies by name, such as {{'h2o': kvjax.methods.h2o(64)}}")
@@ -127,6 +128,10 @@ def prefill_each(
             check_block(plan, None, T)
         except ValueError as e:
             raise ValueError(f"{name}: {e}") from e
+        if jax.tree.leaves(
+            jax.eval_shape(lambda p=policy: init_policy_params(model.config, p, jax.random.key(0), width=T))
+        ):
+            raise ValueError(f"{name}: the policy has learned parameters; use kvjax.prefill(..., policy_params=)")
         groups.setdefault(() if reads_again(policy, L) else stored_as(policy, L), []).append(name)
     return _each(model, params, prompts, steps, policies, groups, key)
 
