@@ -271,14 +271,22 @@ def test_requests_of_about_the_same_size_share_a_plan(shallow, policy):
 
 
 @pytest.mark.parametrize("policy", [methods.snapkv(0.25), methods.full(), methods.h2o(0.5)])
-def test_slots_follow_the_prompts_and_not_their_padding(shallow, policy):
-    """By the longest prompt's rounded length, and the rounded number of new tokens."""
+def test_slots_are_those_of_the_rounded_sizes(shallow, policy):
     exact, rounded = (
-        plan_request(shallow[0].config, policy, np.array([100, 40]), 1030, 20, buckets=x)[0] for x in (False, True)
+        plan_request(shallow[0].config, policy, np.array([100, 40]), 100, 20, buckets=x)[0] for x in (False, True)
     )
-    assert rounded.infos[0].prompt_len == 1280
+    assert rounded.infos[0].prompt_len == 112
     for n, most in zip(exact.capacities, rounded.capacities, strict=True):
         assert n <= most <= n + (112 - 100) + (32 - 20) + 8
+
+
+@pytest.mark.parametrize("policy", [methods.full(), methods.h2o(0.5)])
+def test_columns_that_no_prompt_fills_take_no_slots(shallow, policy):
+    wide = np.pad(np.asarray(IDS), ((0, 0), (300, 0)))
+    run = lambda ids: generation.generate(*shallow, ids, policy=policy, max_new_tokens=3, lengths=LENGTHS)
+    (alone, plan), (padded, found) = ((x.tokens, x.state.plan) for x in map(run, (IDS, wide)))
+    assert found == plan
+    np.testing.assert_array_equal(padded, alone)
 
 
 def test_sizes_are_exact_where_prompts_are_traced(shallow):

@@ -33,8 +33,8 @@ def plan_request(
 ) -> tuple[Plan, tuple[Any, ...]]:
     """The sizes that a request is compiled for, those of `plan` if there is one, and the policy's numbers for it.
 
-    With `buckets`, width and new tokens are rounded up, and so is the length of the longest prompt, for which there are
-    slots. What is kept is the same. A policy that cannot work with the rounded sizes gets the exact ones.
+    With `buckets`, width and new tokens are rounded up, and there are slots for a prompt of the rounded width. What is
+    kept is the same. A policy that cannot work with the rounded sizes gets the exact ones.
     """
     if plan is not None:
         check_is("plan", plan, Plan, "kvjax.make_plan")
@@ -50,6 +50,6 @@ def plan_request(
     if not buckets or traced(lengths):
         return make(width, max_new_tokens)
     try:
-        return make(bucket(width), bucket(max_new_tokens), longest=bucket(int(np.max(lengths))))
+        return make(bucket(width), bucket(max_new_tokens), longest=bucket(width))
     except ValueError:
         return make(width, max_new_tokens)

@@ -85,10 +85,10 @@ def generate(
       pad_id: what follows the end.
       key: one PRNG key for the batch, or one a sequence, which a sampler that draws must have. A row of a batch draws
         what it would draw alone with the same key.
-      buckets: whether prompts of about the same width, and requests for about as many tokens, share a program: both,
-        and the longest prompt's length, are rounded up to multiples of 16, beyond 128 to four sizes for every power of
-        two. The result is the same; a cache has slots for tokens of the rounded numbers, up to a quarter more (or 15
-        of either). Traced arguments always have their exact sizes.
+      buckets: whether prompts of about the same length, and requests for about as many tokens, share a program: the
+        longest prompt's tokens and the new ones are rounded up to multiples of 16, beyond 128 to four sizes for every
+        power of two. The result is the same; a cache has slots for tokens of the rounded numbers, up to a quarter more
+        (or 15 of either). Traced arguments always have their exact sizes.
 
     Raises:
       ValueError: a sampler that draws without a key, and what `kvjax.prefill` refuses; always before anything runs.

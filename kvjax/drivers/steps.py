@@ -157,10 +157,13 @@ def read_prompts(
 ) -> tuple[Float[Array, "B V"], State]:
     """Reads prompts that were checked, and evicts from them.
 
-    `buckets` rounds sizes up (`plan_request`); without `warns`, texts beyond the model's positions get no warning.
+    `buckets` drops columns that no prompt fills, and rounds sizes up (`plan_request`); without `warns`, texts beyond
+    the model's positions get no warning.
     """
-    config, lengths, (B, T) = model.config, prompts.lengths, prompts.tokens.shape
-    known = not traced(*prompts)
+    config, lengths, known = model.config, prompts.lengths, not traced(*prompts)
+    if buckets and known:
+        prompts = Prompts(prompts.tokens[:, -int(np.max(lengths)) :], lengths)
+    B, T = prompts.tokens.shape
     plan, hparams = plan_request(config, policy, lengths, T, max_new_tokens, plan=plan, buckets=buckets and known)
     block = check_block(plan, block, T)
     if warns and not traced(lengths):
