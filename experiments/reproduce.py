@@ -77,7 +77,7 @@ def run(options: Options, command: Sequence[str]) -> None:
         job.run(records)
         lines, refused = numbers.scored(chosen, records.lines.values(), job.rows)
         found, faults = numbers.numbers(chosen, lines), [*job.faults, *refused]
-        text = numbers.markdown(chosen, found, job.reduced, faults, about)
+        text = numbers.markdown(chosen, found, job.reduced, faults, about, lines)
         write_json(directory / "report.json", {**numbers.as_json(chosen, found, job.reduced, faults), **about})
         write_bytes(directory / "report.md", text.encode())
         if entry.label.startswith("figure") and found:

@@ -8,7 +8,8 @@ import pytest
 
 from kvjax.experiments.core import metrics
 
-REFERENCES = {"count": "12", "retrieval": "Paragraph 7", "f1_zh": "我喜欢苹果", "longbench_rouge_l_zh": "我喜欢苹果"}
+REFERENCES = {"count": "12", "retrieval": "Paragraph 7", "names": "Al Pacino"}
+REFERENCES |= {"f1_zh": "我喜欢苹果", "longbench_rouge_l_zh": "我喜欢苹果"}
 FACTS = [
     ("exact_match", "The  Eiffel Tower!", ["Paris", "eiffel tower"], 1.0),
     ("exact_match", "It is the Eiffel Tower", ["eiffel tower"], 0.0),
@@ -32,6 +33,7 @@ FACTS = [
     ("edit_similarity", "\n\n# sets x\n```python\nx = 1\ny = 2", ["x = 2"], 4 / 5),
     ("edit_similarity", "# sets x\n\nx = 2", ["x = 2"], 0.0),  # LongBench takes the blank line after a comment
     ("edit_similarity", "# nothing else", ["x = 2"], 0.0),
+    ("names", "Al Pacino, Lin-Manuel O'Hara", ["1. **Al Pacino** It\n2. Lin-Manuel O'Hara, Meryl B. Streep"], 2 / 3),
     ("count", "There are 12 of 30, so 12.", ["12"], 2 / 3),
     ("retrieval", "Paragraph 7, not 17 or 70", ["Paragraph 7"], 1 / 3),
     ("retrieval", "段落7", ["段落7"], 1.0),

@@ -35,9 +35,9 @@ class MadeUp(Engine):
     def made_up(self, prompt, i):
         words = " ".join(str(token % 10) for token in prompt.tokens[-prompt.steps :])
         kept = "" if self.policy == methods.full() else " and more"
-        times = {"prefill_seconds": 1.0 / (self.block or 1), "decode_tokens_per_second": prompt.steps}
+        times = {"prefill_seconds": 1.0 / (self.block or 1), "decode_tokens_per_second": prompt.steps or 1}
         line = {"question": 0, "kv_bytes": 10**9, "prompt_tokens": len(prompt.tokens), **times}
-        if prompt.example.questions[0].continuation:
+        if prompt.example.questions[0].continuation or not prompt.steps:
             return {**line, "nll": 1.0 + 0.1 * i}
         return {**line, "output": words + kept, "tokens": prompt.steps}
 
@@ -46,6 +46,7 @@ class MadeUp(Engine):
 def run(monkeypatch, tmp_path):
     """Runs the script with a made-up engine; returns the report as JSON and as text."""
     monkeypatch.setattr(job, "Engine", MadeUp)
+    monkeypatch.setattr(job, "Reader", MadeUp)
     monkeypatch.setattr(ledger, "FOLDER", tmp_path)
 
     def call(*argv, out="out"):
@@ -375,3 +376,18 @@ def test_entries_of_three_papers_run_end_to_end_at_reduced_size(tmp_path, monkey
     assert all(np.isfinite(n["ours"]) for n in found["numbers"])
     assert found["status"] == "machinery only"
     assert not found["faults"]
+
+
+@pytest.mark.slow
+def test_a_question_that_a_paper_prints_needs_no_data_and_its_responses_are_shown(tmp_path, monkeypatch):
+    """RoCo's Figure 6: shares are of the prompt and the tokens to come."""
+    sizes = ["roco/figure6", "--new-tokens", "24", "--model", one_layer(), "--budget", "0.3", "--batch-size", "1"]
+    monkeypatch.setattr("sys.argv", ["reproduce.py", *sizes])
+    reproduce.main([*sizes, "--output", str(tmp_path)])
+    lines = {x["method"]: x for x in map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())}
+    tokens = lines["full"]["prompt_tokens"] + 24
+    assert lines["full"]["most_live"] == lines["full"]["prompt_tokens"] + lines["full"]["tokens"]
+    assert lines["roco"]["live"] == int(0.3 * tokens)
+    text = (tmp_path / "report.md").read_text()
+    assert text.count("\n- RoCo") == 2
+    assert lines["roco"]["output"].splitlines()[0] in text.split("## Responses")[1]

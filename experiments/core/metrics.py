@@ -16,6 +16,7 @@ Where there are several references, the best counts, but for `contains_all` and 
 | `bleu` | BLEU of a sentence, by sacrebleu | translation, reconstruction |
 | `meteor` | METEOR, by nltk and WordNet | summaries |
 | `edit_similarity` | of the first line of code to the reference, by difflib | LongBench's code completion |
+| `names` | the share of the reference's names (several capitalised words) that the output has | RoCo's Figure 6 |
 | `count` | the share of the output's numbers that equal the reference | LongBench's passage_count |
 | `retrieval` | the share that equal the reference's paragraph | LongBench's passage_retrieval |
 
@@ -166,6 +167,14 @@ def _values_in_place(output: str, references: Sequence[str]) -> float:
     return (text.startswith(first) + sum(value in text for value in others)) / len(references)
 
 
+def _names(output: str, reference: str) -> float:
+    """The share of a reference's names that an output holds."""
+    names = {*re.findall(r"\b[A-Z][\w'.\u2019-]*(?: [A-Z][\w'\u2019-]*\w)+", reference)}
+    if not names:
+        raise ValueError(f"names: there are no two capitalised words in a row in {reference!r:.60}")
+    return sum(name in output for name in names) / len(names)
+
+
 def _share_of_numbers(output: str, wanted: str) -> float:
     found = re.findall(r"\d+", output)
     return found.count(wanted) / len(found) if found else 0.0
@@ -279,6 +288,7 @@ METRICS: Final[dict[str, Metric]] = {
         Metric("bleu", _bleu, _needs("sacrebleu")),
         Metric("meteor", _meteor, _wordnet),
         Metric("edit_similarity", _best(_edit_similarity)),
+        Metric("names", _best(_names)),
         Metric("count", _best(lambda output, reference: _share_of_numbers(output, reference.strip()))),
         Metric("retrieval", _best(_retrieval)),
     )

@@ -18,6 +18,7 @@ from kvjax.experiments.core.meaning import definition
 from kvjax.experiments.core.records import Line, Records, digest
 from kvjax.experiments.papers import reduced, rows
 from kvjax.experiments.papers.methods import Budget
+from kvjax.experiments.papers.reader import Reader
 from kvjax.experiments.papers.reduced import Choice, Options
 from kvjax.experiments.papers.rows import SCORED, PromptRow
 from kvjax.experiments.papers.tables import DATA, MODELS
@@ -106,21 +107,24 @@ class Job:
 
     def _take(self, name: str, shots: int, found: Sequence[PromptRow], template: str) -> None:
         """Keeps the rows that can be scored, with their prompts; before a text stand the next `shots` rows."""
-        text, needed = DATA[name].runner == "text", self.choice.entry.reference == "answers"
+        runner, needed = DATA[name].runner, self.choice.entry.reference == "answers"
         task = rows.task_of(name, shots)
         encode = lambda prompt: models.encode(self.tokenizer, template.replace(PLACE, prompt))
         for i, row in enumerate(found):
             before = "".join(f"{each.prompt}\n\n" for each in [*found[i + 1 :], *found[:i]][:shots])
             try:
                 ids = encode(before + row.prompt)
-                own = min(len(ids) - len(encode(before)), SCORED) if before else SCORED
+                own: int = min(len(ids) - len(encode(before)), SCORED) if before else SCORED
+                if runner == "stream":
+                    ids = ids[: self.length]
+                    own = len(ids) - 1
                 ids = cut_middle(ids, self.length)
             except ValueError as e:
                 self.faults.append(f"{task}, row {i}: {e}")
                 continue
-            if text and not 0 < own < len(ids):
+            if runner in ("text", "stream") and not 0 < own < len(ids):
                 self.faults.append(f"{task}, row {i}: {len(ids)} tokens, of which the last {own} are scored")
-            elif not text and needed and not row.answers:
+            elif runner == "rows" and needed and not row.answers:
                 self.faults.append(f"{task}, row {i}: no answers")
             else:
                 kept = self.rows.setdefault(task, [])
@@ -134,21 +138,30 @@ class Job:
         made, config = self.choice.entry.methods[method], self.model_config
         if not prompts:
             return []
+        streams = rows.data_of(prompts[0].example.task).runner == "stream"  # then all of them are
+        kind, block = (Reader, None) if streams else (Engine, made.block)
         endless = self.model if timed is None else type(self.model)(dataclasses.replace(config, eos_ids=()))
-        how = {"tokenizer": self.tokenizer, "block": made.block, "batch_size": timed or self.options.batch_size}
+        how = {"tokenizer": self.tokenizer, "block": block, "batch_size": timed or self.options.batch_size}
         of = shapes(prompts, config.max_position if config.learned_positions else None)
-        return [Engine(endless, self.params, made.make(budget), shape, **how) for shape in of]
+        return [kind(endless, self.params, self._policy(method, budget), shape, **how) for shape in of]
+
+    def _policy(self, method: str, budget: Budget) -> Policy:
+        """The policy of a budget: some shares are of all tokens that there will be."""
+        made = self.choice.entry.methods[method]
+        if made.whole and isinstance(budget, float):
+            tokens = max(len(p.tokens) + p.steps for each in self.prompts.values() for p in each)
+            budget = max(int(budget * tokens + 1e-9), 1)
+        return made.make(budget)
 
     def config(self) -> dict[str, Any]:
         """What makes two runs the same."""
-        policy = lambda m, b: self.choice.entry.methods[m].make(b)
         block = lambda m: self.choice.entry.methods[m].block
         ignored = ("methods", "budget", "output", "restart", "dry_run", "record", "list", "published")
         return {
             "entry": self.choice.entry.name,
             "stands_for": self.choice.model,
             "policies": [
-                {"method": m, "budget": label(b), "policy": definition(policy(m, b)), "block": block(m)}
+                {"method": m, "budget": label(b), "policy": definition(self._policy(m, b)), "block": block(m)}
                 for m, b in self.engines
             ],
             "options": {k: v for k, v in dataclasses.asdict(self.options).items() if k not in ignored},
@@ -225,9 +238,9 @@ class Job:
         more = f"{tasks} tasks of lm-eval, whose times are not known before" if tasks else ""
         if not batches:
             return more
-        smallest = min((e.shape for e, _ in batches), key=lambda s: s.width)
-        B = self.options.batch_size
-        engine = Engine(self.model, self.params, Policy(), smallest, batch_size=B, tokenizer=self.tokenizer)
+        first = min((e for e, _ in batches), key=lambda e: e.shape.width)
+        B, smallest = self.options.batch_size, first.shape
+        engine = type(first)(self.model, self.params, Policy(), smallest, batch_size=B, tokenizer=self.tokenizer)
         start = time.perf_counter()
         engine.compile()
         compiling = time.perf_counter() - start

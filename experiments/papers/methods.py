@@ -23,12 +23,14 @@ class Method:
       make: the policy of a budget (tokens if an int, a share of the prompt if a float), with the paper's settings.
       block: tokens of the blocks that the prompt is read in, None for the whole prompt at once.
       note: what the paper leaves open, and what is taken.
+      whole: a share is of the longest prompt and all tokens to come.
     """
 
     title: str
     make: Callable[[Budget], Policy]
     block: int | None = None
     note: str = ""
+    whole: bool = False
 
 
 def _of(title: str, make: Any, note: str = "", *, block: int | None = None, **options: Any) -> Method:
@@ -164,12 +166,17 @@ METHODS["nacl-swept"] = {
     **{f"random-{s}": _of(f"NaCl, {s} % random", _nacl, random=Share(s / 100)) for s in (0, 10, 30, 50, 70, 90, 100)},
 }
 
-# --- RoCo. The text protects no token by its position, the released code the last 10, as kvjax does by default. ---
+# --- RoCo. The text protects no token by its position (D-12); the released code the last 10, as kvjax by default. ---
 
 
 def _once(budget: Budget, *, of: Any, **options: Any) -> Policy:
     """A policy that evicts while the prompt is read, and keeps all that is generated."""
     return when(PROMPT, of(budget, **options))
+
+
+def _roco(budget: Budget, *, scope: float = 0.5) -> Policy:
+    """RoCo by the paper's rule: the largest deviations stay, and no token by its position."""
+    return dataclasses.replace(methods.roco(budget, scope=Share(scope)), recent=0)
 
 
 def _mas_beside(budget: Budget, *, recent: Share) -> Policy:
@@ -182,7 +189,8 @@ _POLICIES: Final[dict[str, tuple[str, Any, dict[str, Any]]]] = {
     "scissorhands": ("ScissorHands", methods.aqas, {"recent": Share(0.5)}),
     "h2o": ("H2O", methods.h2o, {"recent": Share(0.5)}),
     "tova": ("TOVA", methods.tova, {}),
-    "roco": ("RoCo", methods.roco, {"scope": Share(0.5)}),
+    "roco": ("RoCo", _roco, {}),
+    "roco_recent": ("RoCo, and the last 10 (kvjax's default)", methods.roco, {}),
 }
 _INSIDE: Final = "the prompt is inside the budget"
 _SCOPES: Final = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -194,12 +202,14 @@ METHODS["roco-generating"] = METHODS["roco-full"] | {
     name: _of(title, make, _INSIDE, **options) for name, (title, make, options) in _POLICIES.items()
 }
 METHODS["roco-blocks"] = {
-    f"block-{size}": _of(f"RoCo, blocks of {size}", _once, block=size, of=methods.roco) for size in (1, 2, 4, 8, 16)
+    f"{name}-{size}": _of(f"{title}, blocks of {size}", _once, block=size, of=make)
+    for name, title, make in (("block", "RoCo", _roco), ("recent-block", "RoCo, and the last 10", methods.roco))
+    for size in (1, 2, 4, 8, 16)
+}
+METHODS["roco-response"] = {
+    name: dataclasses.replace(METHODS["roco-generating"][name], whole=True) for name in ("full", "roco", "roco_recent")
 }
 METHODS["roco-scopes"] = {
     **{f"window-{s}": _of(f"local window of {s}", _once, block=1, of=_mas_beside, recent=Share(s)) for s in _SCOPES},
-    **{
-        f"deviation-{s}": _of(f"largest deviation, {s}", _once, block=1, of=methods.roco, scope=Share(s))
-        for s in _SCOPES
-    },
+    **{f"deviation-{s}": _of(f"largest deviation, {s}", _once, block=1, of=_roco, scope=s) for s in _SCOPES},
 }

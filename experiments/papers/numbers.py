@@ -16,7 +16,7 @@ from kvjax.experiments.core.records import Line
 from kvjax.experiments.papers.methods import Budget
 from kvjax.experiments.papers.reduced import MEASURED, Choice
 from kvjax.experiments.papers.rows import CLASSIFICATION, PromptRow, classification, metric_of, scored_part, task_of
-from kvjax.experiments.papers.tables import GEOMETRIC, MODELS
+from kvjax.experiments.papers.tables import DATA, GEOMETRIC, MODELS
 
 _PERCENT = 100.0
 _NO_SCORES = ("perplexity", "log_perplexity", "tokens_per_second", "kv_gb", "prefill_speedup")
@@ -213,7 +213,14 @@ def _measured(metric: str, lines: Sequence[Line], token_by_token: Sequence[Line]
 # --- the report ---
 
 
-def markdown(choice: Choice, found: Sequence[Number], reduced: Sequence[str], faults: Sequence[str], about: Any) -> str:
+def markdown(
+    choice: Choice,
+    found: Sequence[Number],
+    reduced: Sequence[str],
+    faults: Sequence[str],
+    about: Any,
+    samples: Sequence[Line] = (),
+) -> str:
     """The report.
 
     Args:
@@ -222,6 +229,7 @@ def markdown(choice: Choice, found: Sequence[Number], reduced: Sequence[str], fa
       reduced: all reasons why it is not the paper's run.
       faults: rows and methods that could not be run.
       about: the environment (`environment`), with the model's source.
+      samples: the run's lines; the outputs of a question that the paper prints are shown.
     """
     entry = choice.entry
     lines = [f"# {entry.name}: {entry.shows}", ""]
@@ -250,7 +258,11 @@ def markdown(choice: Choice, found: Sequence[Number], reduced: Sequence[str], fa
         if len(mixed) > 1 and any(n.column == title for n in found):
             mean = f"{title} is a mean of different metrics: {', '.join(mixed)}."
             lines += ["", mean] if title not in {c.title for c in choice.columns} else []
-    return "\n".join([*lines, "", *_wide(choice, found), "", *_long(found), ""])
+    title = lambda x: f"{entry.methods[x['method']].title} at {x['budget']}"
+    shown = [x for x in samples if DATA[x["task"].split(" ")[0]].question]
+    outputs = [f"- {title(x)}: {plain(x['output'])}" for x in shown]
+    outputs = ["## Responses", "", *outputs, ""] if outputs else []
+    return "\n".join([*lines, "", *_wide(choice, found), "", *outputs, *_long(found), ""])
 
 
 def _wide(choice: Choice, found: Sequence[Number]) -> list[str]:

@@ -141,7 +141,7 @@ def _columns(entry: Entry, model: str, present: set[str]) -> tuple[tuple[Column,
     kept, missing = [], []
     for column in entry.measured(model):
         runners = {DATA[d].runner for d in column.data}
-        names = tuple(d for d in column.data if d in present or DATA[d].runner not in ("rows", "text"))
+        names = tuple(d for d in column.data if d in present or DATA[d].runner not in rows.WITH_ROWS)
         fault = None
         if "harness" in runners and not has_lm_eval():
             fault = "a task of lm-eval; pip install 'kvjax[eval]'"

@@ -23,6 +23,7 @@ from kvjax.experiments.tasks.base import Question, Tokens, example
 from kvjax.models.presets import PLACE
 
 SCORED: Final = 64  # the last tokens of a text, whose likelihood is measured
+WITH_ROWS: Final = ("rows", "text", "stream")  # runners of data sets that are read from files
 CLASSIFICATION: Final = "classification"  # LongBench's, which needs to know the classes
 PROJECT: Final = "project"  # in place of a path: text of the project's own
 _SUFFIXES: Final = (".jsonl", ".json", ".txt")
@@ -50,7 +51,7 @@ class Source:
 
     Attributes:
       name: the data set, of `catalogue.DATA`.
-      path: a file; None for the project's own text.
+      path: a file; None for the project's own text, and for a row that the paper prints.
       own: whether the file is the data set's by name, not one that was given for all.
     """
 
@@ -75,15 +76,16 @@ def sources(names: tuple[str, ...], data: str | None) -> tuple[list[Source], lis
     Raises:
       ValueError: a path that does not exist.
     """
-    names = tuple(n for n in names if DATA[n].runner in ("rows", "text"))
+    printed = [Source(n, None, True) for n in names if DATA[n].question]
+    names = tuple(n for n in names if DATA[n].runner in WITH_ROWS and not DATA[n].question)
     if data == PROJECT:
-        return [Source(n, None, False) for n in names], []
+        return [*printed, *(Source(n, None, False) for n in names)], []
     path = None if data is None else pathlib.Path(data).expanduser()
     if path is not None and not path.exists():
         raise ValueError(f"--data {data} does not exist; give a directory, a file, or {PROJECT!r}")
     if path is not None and path.is_file():
-        return [Source(n, path, path.stem == n) for n in names], []
-    found, missing = [], []
+        return [*printed, *(Source(n, path, path.stem == n) for n in names)], []
+    found, missing = printed, []
     for name in names:
         files = [path / f"{name}{suffix}" for suffix in _SUFFIXES] if path is not None else []
         there = next((f for f in files if f.is_file()), None)
@@ -107,6 +109,8 @@ def read(source: Source, count: int | None, seed: int) -> tuple[list[PromptRow],
     Raises:
       ValueError: a file that is neither, or that has no row.
     """
+    if printed := DATA[source.name].question:
+        return [PromptRow(printed)], []
     if source.path is None:
         return [_own(source.name, i, seed) for i in range(count or 16)], []
     rows, faults = [], []

@@ -19,7 +19,7 @@ from kvjax.models.presets import PLACE, PRESETS
 
 Kind = Literal["scores", "speed", "drawn", "settings", "drawing"]
 Reference = Literal["answers", "full cache"]
-Runner = Literal["harness", "rows", "text", "speed", "planned"]
+Runner = Literal["harness", "rows", "text", "stream", "speed", "planned"]
 
 FOLDER: Final = pathlib.Path(__file__).parent
 MEAN: Final = "mean"  # the metric of a column that is the mean of others
@@ -58,7 +58,8 @@ class DataSet:
 
     Attributes:
       title: as papers name it.
-      runner: "rows" are prompts with answers, generated for; "text" is predicted; "harness" is a task of lm-eval that
+      runner: "rows" are prompts with answers, generated for; "text" is predicted at its end, "stream"
+        whole, each token as it is read; "harness" is a task of lm-eval that
         ranks given answers; "speed" is made of any tokens; "planned" is of any tokens, whose cache is planned alone.
       examples: how many the papers ran; None where their text does not say.
       words: average words of a prompt, where the text says; tokens of one that is timed or planned.
@@ -67,6 +68,7 @@ class DataSet:
       hub: where it is on the hub.
       fields: of a row there, that of the text and that of the answer, if it has one.
       prompt: what is asked about the text of such a row.
+      question: its only row, where the paper prints it.
       task: its name in lm-eval.
       metric: LongBench's metric of it.
       stop: a string that ends an answer.
@@ -82,6 +84,7 @@ class DataSet:
     hub: str | None = None
     fields: tuple[str, ...] = ()
     prompt: str = PLACE
+    question: str = ""
     task: str | None = None
     metric: str | None = None
     stop: str | None = None

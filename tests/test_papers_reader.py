@@ -1,0 +1,36 @@
+"""Perplexity while evicting, against the policies' own decode steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.experiments.core.engine import prompts_of, shapes
+from kvjax.experiments.papers.methods import METHODS
+from kvjax.experiments.papers.reader import Reader
+from kvjax.experiments.tasks.base import Question, example
+from tests.tensors import token_ids
+
+
+@pytest.mark.parametrize("method", ["full", "roco", "h2o"])
+def test_every_token_is_predicted_from_what_is_kept_before_it(tiny, method):
+    """Of two texts in one batch, each with its own budget, half of its tokens: as decoding token by token gives it."""
+    model, params = tiny
+    texts = [tuple(np.asarray(token_ids(1, n, seed=n))[0].tolist()) for n in (14, 10)]
+    prompts = [prompts_of(example("a", i, ids, Question()), "in_prompt")[0] for i, ids in enumerate(texts)]
+    (shape,) = shapes(prompts)
+    reader = Reader(model, params, METHODS["roco"][method].make(0.5), shape, batch_size=2, tokenizer=None)
+    reader.compile()
+    lines, _ = reader.run(prompts)
+    step = jax.jit(lambda token, state: kvjax.decode_step(model, params, token, state))
+    for ids, ((line,)) in zip(texts, lines, strict=True):
+        policy = METHODS["roco-generating"][method].make(len(ids) // 2)
+        logits, state = kvjax.prefill(model, params, np.array([ids[:1]]), policy=policy, max_new_tokens=len(ids))
+        found = []
+        for token in ids[1:]:
+            found.append(jax.nn.log_softmax(logits)[0, token])
+            logits, state = step(jnp.array([token]), state)
+        assert line["nll"] == pytest.approx(-float(np.mean(found)), rel=1e-5)
+        assert line["tokens"] == len(ids) - 1
+        assert method == "full" or int(state.num_live.max()) == len(ids) // 2
