@@ -7,7 +7,7 @@ import pytest
 
 import kvjax
 from kvjax import analysis, methods, models
-from kvjax.experiments.papers import adakv, ahakv, positions, roco, sparsity
+from kvjax.experiments.papers import adakv, ahakv, base, positions, roco, sparsity
 from kvjax.experiments.papers.attention import Layer, capture, fold_rows
 from kvjax.experiments.papers.base import interval
 from kvjax.methods import variants
@@ -285,9 +285,9 @@ def test_retained_positions_are_those_of_prefill(read):
 
 
 def test_by_slice():
-    assert positions.by_slice(np.arange(5.0), 2).tolist() == [1.0, 3.5]
+    assert base.by_slice(np.arange(5.0), 2).tolist() == [1.0, 3.5]
     with pytest.raises(ValueError, match="5 tokens cannot be cut into 6 slices"):
-        positions.by_slice(np.arange(5.0), 6)
+        base.by_slice(np.arange(5.0), 6)
 
 
 @pytest.mark.exhaustive
@@ -312,7 +312,41 @@ def test_eviction_scores(read):
         np.testing.assert_allclose(found.above[i], above, atol=0.011)  # one token of 96 in rounding
 
 
+@pytest.mark.slow
+def test_scores_by_step_are_of_the_text_so_far(tiny):
+    """All rows, the newest, and the last quarter: at a budget of a quarter, 19 % of the text vote (NaCl's Table 4)."""
+    model, params = tiny
+    tokens = np.asarray(token_ids(2, 20, seed=3))
+    found = positions.scores_by_step(model, params, tokens, share=0.25, steps=(0, 2, 4), slices=4)
+    assert (found.steps.tolist(), found.budget) == ([0, 2, 4], 5)
+    text = tokens
+    for _ in range(4):
+        state = kvjax.start(model, policy=methods.full(), lengths=[text.shape[1]] * 2, max_new_tokens=0)
+        newest = kvjax.forward(model, params, text, state)[0].argmax(-1)
+        text = np.concatenate([text, np.asarray(newest)[:, None].astype(text.dtype)], axis=1)
+    p = [matrix(layer) for layer in capture(model, params, jnp.asarray(text))]
+    for m, n in enumerate((20, 22, 24)):
+        rows = np.stack([grouped(x[:, :, :n, :n]) for x in p])  # "L B K T T"
+        asked = np.interp(100 * 5 / n, (20, 30), (20, 21.5))
+        voting = int(asked * n / 100)
+        newest = np.broadcast_to(rows[:, :, :, -1].mean(2, keepdims=True), (3, 2, 2, n))
+        for i, score in enumerate((rows.sum(3), newest, rows[:, :, :, -voting:].sum(3))):
+            parts = np.array_split(score / score.mean(-1, keepdims=True), 4, axis=-1)
+            wanted = [part.mean(-1).mean((0, 2)) for part in parts]
+            np.testing.assert_allclose(found.score[i, m], wanted, rtol=1e-4)
+
+
 # --- sparsity, mass, heat maps ---
+
+
+def test_attention_by_length_is_that_of_the_newest_row(read):
+    model, params, tokens, p, _ = read
+    found = sparsity.attention_by_length(model, params, tokens, lengths=3, slices=3)
+    assert found.lengths.tolist() == [6, 12, 24]
+    for m, n in enumerate((6, 12, 24)):
+        rows = np.stack([here[:, :, n - 1, :n] for here in p])
+        np.testing.assert_allclose(found.attention[m], rows.reshape(3, 2, 4, 3, -1).mean((0, 2, 4)).T, rtol=1e-4)
+        np.testing.assert_allclose(found.spread[m], np.prod(rows**-rows, -1).mean((0, 2)), rtol=1e-4)
 
 
 def test_attention_sparsity(read):

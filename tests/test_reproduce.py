@@ -358,6 +358,17 @@ def test_lm_eval_runs_under_a_tables_policy(tmp_path):
         rows.accuracies("piqa", 0, policy, 0.5, None, **how)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nacl/figure2", "nacl/figure9"])
+def test_a_drawn_entry_ends_as_pictures(tmp_path, monkeypatch, name):
+    options = [name, "--examples", "2", "--length", "128", "--model", one_layer(), "--output", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["reproduce.py", *options])
+    reproduce.main(options)
+    for figure in ENTRIES[name].figures:
+        assert json.loads((tmp_path / f"{figure}.json").read_text())["config"]["length"] == 128
+        assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("argv", "columns"),

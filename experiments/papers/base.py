@@ -95,6 +95,17 @@ def percent(x: float) -> str:
     return f"{100 * x:.0f} %" if x >= 0.0995 else f"{100 * x:.2g} %"
 
 
+def by_slice(x: np.ndarray, num: int) -> Float[np.ndarray, "*rest X"]:
+    """The mean over `num` consecutive slices of the last axis, equal up to one token.
+
+    Raises:
+      ValueError: more slices than tokens.
+    """
+    if not 1 <= num <= x.shape[-1]:
+        raise ValueError(f"{x.shape[-1]} tokens cannot be cut into {num} slices; choose 1 to {x.shape[-1]}")
+    return np.stack([part.mean(-1) for part in np.array_split(x.astype(np.float64), num, axis=-1)], axis=-1)
+
+
 def smooth(y: Float[np.ndarray, "T"], width: int = 17) -> Float[np.ndarray, "T"]:
     """A moving average, for eyes only; narrower at the ends."""
     total = np.concatenate([[0.0], np.cumsum(y)])

@@ -6,28 +6,32 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, PyTree
-from matplotlib.colors import ListedColormap
+from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 
+import kvjax
 from kvjax import Policy, analysis, methods
-from kvjax.experiments.papers.base import budgets_of, canvas, message, percent, style
+from kvjax.experiments.papers.base import budgets_of, by_slice, canvas, message, percent, style
 from kvjax.methods import variants
 from kvjax.plot import COLOURS
 
 
 def decide(
-    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], budget: int, names: Sequence[str]
+    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], budget: int, names: Sequence[str], *, pad: int = 0
 ) -> tuple[Bool[np.ndarray, "P L B K T"], Float[np.ndarray, "P L B K T"]]:
     """What methods keep of prompts after reading them, and the scores that they rank by.
+
+    With `pad` columns of padding in front, prompts of several lengths share a program.
 
     Raises:
       ValueError: a policy that cannot work with prompts of this length.
     """
     policies = [_policies(budget)[name] for name in names]
-    reading = analysis.read(model, params, tokens, tokens[:, :1], policies=policies)
+    lengths, padded = np.full(len(tokens), tokens.shape[1], np.int32), np.pad(tokens, ((0, 0), (pad, 0)))
+    reading = analysis.read(model, params, padded, tokens[:, :1], policies=policies, lengths=lengths)
     each = [reading.decisions(policy) for policy in policies]
     keep, score = (np.stack([[getattr(x, name) for x in layers] for layers in each]) for name in ("keep", "score"))
-    return keep, score.astype(np.float64)
+    return keep[..., pad:], score[..., pad:].astype(np.float64)
 
 
 def _policies(budget: int) -> dict[str, Policy]:
@@ -43,17 +47,6 @@ def _policies(budget: int) -> dict[str, Policy]:
         "AhaKV": methods.ahakv(budget, recent=recent),
         "AhaKV without a prior": variants.ahakv_without("prior", budget, recent=recent),
     }
-
-
-def by_slice(x: np.ndarray, num: int) -> Float[np.ndarray, "*rest X"]:
-    """The mean over `num` consecutive slices of the last axis, equal up to one token.
-
-    Raises:
-      ValueError: more slices than tokens.
-    """
-    if not 1 <= num <= x.shape[-1]:
-        raise ValueError(f"{x.shape[-1]} tokens cannot be cut into {num} slices; choose 1 to {x.shape[-1]}")
-    return np.stack([part.mean(-1) for part in np.array_split(x.astype(np.float64), num, axis=-1)], axis=-1)
 
 
 # --- NaCl, Figure 2a to c; AhaKV, Figures 2c, 5 and 6 ---
@@ -141,7 +134,7 @@ def plot_retained_positions(d: RetainedPositions) -> Figure:
     return message(figure, text, f"NaCl, Fig. 2; AhaKV, Fig. 2, 5, 6; budget {d.budget} of {T} tokens")
 
 
-# --- AhaKV, Figure 2a, b, d; NaCl, Figures 7 to 9 ---
+# --- AhaKV, Figure 2a, b, d ---
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +162,7 @@ class EvictionScores:
 def eviction_scores(
     model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, share: float = 0.2, slices: int = 32
 ) -> EvictionScores:
-    """Eviction scores by position, and what the value prior does to them (AhaKV, Fig. 2; NaCl, Fig. 7 to 9).
+    """Eviction scores by position, and what the value prior does to them (AhaKV, Fig. 2).
 
     Args:
       model, params: the model.
@@ -213,7 +206,69 @@ def plot_eviction_scores(d: EvictionScores) -> Figure:
         f"{early['NaCl']:.2g} under NaCl,\n{early['AhaKV']:.2g} under AhaKV; the value prior leaves {abs(less):.1f} "
         f"points {'fewer' if less >= 0 else 'more'} tokens above a threshold"
     )
-    return message(figure, text, f"AhaKV, Fig. 2; NaCl, Fig. 7 to 9; budget {d.budget} of {d.length} tokens")
+    return message(figure, text, f"AhaKV, Fig. 2; budget {d.budget} of {d.length} tokens")
+
+
+# --- NaCl, Figures 7 to 9 ---
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoresByStep:
+    """The scores that methods rank by while text is generated.
+
+    Attributes:
+      methods: names.
+      length: tokens of a prompt.
+      budget: tokens that NaCl's proxies are sized for.
+      steps: tokens generated so far, 0 after the prompt.
+      score: every slice's mean score over that of the text so far, the mean over layers and kv heads.
+    """
+
+    methods: tuple[str, ...]
+    length: int
+    budget: int
+    steps: Int[np.ndarray, "M"]
+    score: Float[np.ndarray, "P M X B"]
+
+
+def scores_by_step(
+    model: Any,
+    params: PyTree[Any],
+    tokens: Int[np.ndarray, "B T"],
+    *,
+    share: float = 0.2,
+    steps: Sequence[int] = range(0, 65, 8),
+    slices: int = 32,
+) -> ScoresByStep:
+    """Eviction scores by position at steps of generating, under H2O, TOVA and NaCl (NaCl, Fig. 7 to 9).
+
+    The text is what the full cache generates, greedily, and all of it has scores: nothing is evicted. H2O sums the rows
+    of the whole text so far, TOVA (the paper's MSRNN) has the newest, NaCl sums those of the proxies at the text's end.
+    """
+    T, last, names = tokens.shape[1], max(steps), ("H2O", "TOVA", "NaCl")
+    (budget,) = budgets_of((share,), T, most=T).tolist()
+    more = kvjax.generate(model, params, tokens, max_new_tokens=last, eos_ids=()).tokens
+    text = np.concatenate([tokens, np.asarray(more, tokens.dtype)], axis=1)
+    each = [decide(model, params, text[:, : T + n], budget, names, pad=last - n)[1] for n in steps]
+    found = [by_slice(s / s.mean(-1, keepdims=True), slices).mean((1, 3)).swapaxes(1, 2) for s in each]
+    return ScoresByStep(names, T, budget, np.array(steps), np.stack(found, axis=1))
+
+
+def plot_scores_by_step(d: ScoresByStep) -> Figure:
+    """A map for every method: positions to the right, steps downwards."""
+    figure, (panels,) = canvas(len(d.methods), width=4.2, height=3.6, sharey=True)
+    score = d.score.mean(-1)
+    norm, image = LogNorm(max(score.min(), 1e-3), score.max()), None
+    for axes, name, here in zip(panels, d.methods, score, strict=True):
+        axes.grid(False)
+        image = axes.imshow(here, norm=norm, cmap="cividis", aspect="auto", extent=(0, 100, len(here) - 0.5, -0.5))
+        axes.set(title=name, xlabel="position, % of the text so far", yticks=range(len(here)), yticklabels=d.steps)
+    panels[0].set_ylabel("tokens generated")
+    figure.colorbar(image, ax=panels, label="mean score, relative to the text's")
+    over = score[:, :, 1] / score[:, :, -2]
+    parts = [f"{name} {x[0]:.2g} to {x[-1]:.2g}" for name, x in zip(d.methods, over, strict=True)]
+    text = f"Early tokens' score over that of late ones, from the prompt to step {d.steps[-1]}:\n{', '.join(parts)}"
+    return message(figure, text, f"NaCl, Fig. 7 to 9; budget {d.budget} of {d.length} tokens, nothing evicted")
 
 
 # --- NaCl, section 6.4 ---

@@ -1,4 +1,4 @@
-"""How few tokens attention is about: NaCl, Fig. 6 (arXiv 2408.03675); Keyformer, Fig. 3, 11, 14 (arXiv 2403.09054)."""
+"""How few tokens attention is about: NaCl (Fig. 2d, 6; arXiv 2408.03675), Keyformer (3, 11, 14; arXiv 2403.09054)."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from kvjax.experiments.papers.attention import Layer, by_layer, capture, fold_rows
-from kvjax.experiments.papers.base import canvas, draw_layers, message, percent, shown_layers, smooth
+from kvjax.experiments.papers.base import by_slice, canvas, draw_layers, message, percent, shown_layers, smooth, style
 from kvjax.plot import COLOURS
 
 NOTHING = 0.001  # attention that heat maps leave white
@@ -108,6 +108,55 @@ def plot_attention_sparsity(d: AttentionSparsity) -> Figure:
         f"{percent(d.of_maximum[-1])} of the row's maximum, by layer"
     )
     return message(figure, text, "NaCl, Fig. 6; Keyformer, Fig. 11")
+
+
+# --- NaCl, Figure 2d ---
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionByLength:
+    """Attention that the newest row gives, in texts of several lengths; means over layers and query heads.
+
+    Attributes:
+      lengths: tokens of a text, the row's own among them.
+      attention: what a token of every slice of the text gets.
+      spread: exp of the row's entropy: over how many tokens equal attention would be spread.
+    """
+
+    lengths: Int[np.ndarray, "M"]
+    attention: Float[np.ndarray, "M X B"]
+    spread: Float[np.ndarray, "M B"]
+
+
+def attention_by_length(
+    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, lengths: int = 4, slices: int = 16
+) -> AttentionByLength:
+    """Attention by token index in texts of several lengths, each half of the next (NaCl, Fig. 2d).
+
+    The paper's claim: the distribution gets flatter with the text's length.
+    """
+    seen = tokens.shape[1] // 2 ** np.arange(lengths)[::-1]
+    at = jnp.asarray(seen - 1)
+    newest = lambda layer: fold_rows(layer, lambda c, p, _: (c, jnp.moveaxis(p, 2, 0)), None, rows=at)[1]
+    p = by_layer(model, params, tokens, newest)  # "L M B N T"
+    rows = [p[:, i, ..., :n] for i, n in enumerate(seen.tolist())]
+    attention = [by_slice(x, slices).mean((0, 2)).T for x in rows]
+    spread = [np.prod(x**-x, axis=-1).mean((0, 2)) for x in rows]
+    return AttentionByLength(seen, np.stack(attention), np.stack(spread))
+
+
+def plot_attention_by_length(d: AttentionByLength) -> Figure:
+    """Attention against the token index, a line a length."""
+    figure, ((axes,),) = canvas(width=7.0, height=4.4)
+    spread, slices = d.spread.mean(-1), d.attention.shape[1]
+    for i, (n, line) in enumerate(zip(d.lengths, d.attention.mean(-1), strict=True)):
+        axes.plot((np.arange(slices) + 0.5) * n / slices, line, label=f"{n} tokens", **style(i))
+    axes.set(xlabel="token index", ylabel="attention of the newest row", xscale="log", yscale="log")
+    axes.legend(frameon=False, ncols=2)
+    parts = [
+        f"{x:.3g} of {n} tokens ({percent(x / n)})" for x, n in zip(spread[[0, -1]], d.lengths[[0, -1]], strict=True)
+    ]
+    return message(figure, "A row spreads over exp(entropy) = " + ",\n".join(parts), "NaCl, Fig. 2d")
 
 
 # --- Keyformer, Figure 3b ---
