@@ -133,9 +133,9 @@ def kvzip(
 # --- what a method must know of the model ---
 
 
-def _found(name: str) -> File:
+def _found(name: str, more: str = "") -> File:
     """One array that `experiments/probe.py` has found."""
-    return File(lambda setup, given: probed(setup, given, name), f"what `experiments/probe.py {name}` {_WROTE}.")
+    return File(lambda setup, given: probed(setup, given, name), f"what `experiments/probe.py {name}` {_WROTE}{more}.")
 
 
 _WROTE = "wrote for the model; that beside its weights if empty"
@@ -169,8 +169,8 @@ def _gates(setup: Setup, given: str) -> Any:
 
 _GATES = File(
     _gates,
-    "an array (.npy) of layers and kv heads, or what `experiments/learn.py gates` wrote (.json); that beside the "
-    "model's weights if empty.",
+    "an array (.npy) of layers and kv heads, what `experiments/learn.py gates` wrote (.json), or what "
+    "DuoAttention published (.tsv); the array beside the model's weights if empty.",
 )
 
 
@@ -218,7 +218,7 @@ CONFIGS: dict[str, Callable[..., Experiment]] = {
     "finch": of(methods.finch, window=16),
     "full": _full,
     "h2o": of(methods.h2o),
-    "headkv": of(methods.headkv, importance=_found("heads"), window=16),
+    "headkv": of(methods.headkv, importance=_found("heads", "; or published shares (.json)"), window=16),
     "key_attention": of(methods.key_attention),
     "keydiff": of(methods.keydiff),
     "keyformer": of(keyformer),

@@ -1,5 +1,6 @@
-"""What `experiments/probe.py` has found of a model."""
+"""What `experiments/probe.py` has found of a model, and what is published for it."""
 
+import importlib
 import pathlib
 import zipfile
 import zlib
@@ -10,20 +11,24 @@ import numpy as np
 
 from kvjax.configs.experiment import Common
 from kvjax.contract import FrozenArrays
+from kvjax.methods.published import published
 
 
 def probed(setup: Common, given: str, name: str, how: str = "") -> np.ndarray:
-    """An array of a model: of the file that is given, or the one beside the model's weights.
+    """An array of a model: of the file that is given, what is published for it, or the one beside its weights.
 
     Args:
       setup: names the model.
-      given: a file, or nothing.
+      given: a file, which is one of `published` if it ends in .tsv or .json, or nothing.
       name: what `experiments/probe.py` calls it.
       how: what to do where there is none, if not `experiments/probe.py`.
 
     Raises:
       ValueError: there is none, or it is no array of finite numbers.
     """
+    if pathlib.Path(given).suffix in (".tsv", ".json"):
+        weights: Any = importlib.import_module("kvjax.models.weights")
+        return published(given, weights.read_config(weights.locate(setup.source, weights=False)))
     file, found = _loaded(setup, given, name, "npy", how)
     if not isinstance(found, np.ndarray):
         raise ValueError(f"{file} has {len(found)} arrays, but {name} are one; give what was found of {name}")

@@ -22,7 +22,7 @@ def duo_attention(
     Every kv head has a gate, learned on texts whose answers have to be found in them (DuoAttention, section 2.3).
 
     Args:
-      gates: "L K", between 0 and 1.
+      gates: "L K", between 0 and 1; those of real models are read by `kvjax.methods.published`.
       streaming: the share of all heads that stream, those of the smallest gates.
       sinks, recent: first and last tokens that streaming heads keep.
     """
