@@ -137,6 +137,9 @@ class Setup:
       baseline_budget: the budget that they get; if not given, 12.5 % of the prompt, or the first of the method's own
         where that is none of them.
       block: read prompts in blocks of so many tokens, each followed by an eviction; at once if not given.
+      reads: "once" reads prompts once for all policies, each of which then evicts from the same full cache, as far as
+        that is what it keeps by itself: without `block` or several devices, and unless it has prompts read again.
+        "each" reads them for every policy, whose own time and memory of prefill are then measured.
       batch_size: prompts that run together.
       seed: of examples and of every random draw. With several, each task has its examples anew for each of them, and
         data their rows with other draws; they are pooled, rows that share a context counting as one in intervals.
@@ -159,6 +162,7 @@ class Setup:
     baselines: tuple[str, ...] | None = None
     baseline_budget: Budget | None = None
     block: int | None = None
+    reads: Literal["once", "each"] = "once"
     batch_size: int = 16
     seed: int | tuple[int, ...] = 0
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"

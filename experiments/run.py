@@ -37,7 +37,7 @@ from kvjax.configs.learning import LearnedBudget, LearnedScorer, Prompts
 from kvjax.experiments import report, stopping, tasks
 from kvjax.experiments.core.command import plain_errors
 from kvjax.experiments.core.compiled import read_cache_option
-from kvjax.experiments.core.engine import Engine, Prompt, shapes
+from kvjax.experiments.core.engine import Engine, Prompt, read_once, shapes
 from kvjax.experiments.core.meaning import definition
 from kvjax.experiments.core.records import KEY, Key, Line, Records, digest
 from kvjax.experiments.core.screen import screen
@@ -286,6 +286,7 @@ def _run_missing(
     params = params if mesh is None else kvjax.shard_params(model, params, mesh)
     every = shapes(prompts, model.config.max_position if model.config.learned_positions else None)
     options = {"batch_size": setup.batch_size, "tokenizer": tokenizer, "block": setup.block, "mesh": mesh}
+    options["once"] = setup.reads == "once"
     engines = [  # all are planned, and sizes checked, before anything runs
         (method, budget, [Engine(model, params, policy, shape, **options) for shape in every])
         for method, budget, policy in runs
@@ -293,23 +294,43 @@ def _run_missing(
     ]
     done = sum(name[:2] in {run[:2] for run in runs} for name in todo.records.lines)
     with tqdm(total=len(runs) * todo.questions, initial=done, unit="question", file=sys.stdout) as bar:
-        for method, budget, of_shapes in engines:
-            while of_shapes:  # what is compiled is forgotten as it is done
-                engine = of_shapes.pop(0)
-                lacking = todo.missing(method, budget, engine.shape.prompts)
-                if lacking:
-                    bar.set_description(f"{method} {budget}: compiling")
-                    engine.compile()
-                bar.set_description(f"{method} {budget}")
-                with stopping.finishing("the examples that run"):
-                    for i in range(0, len(lacking), setup.batch_size):
-                        if stopping.asked():
-                            break
-                        batch = lacking[i : i + setup.batch_size]
-                        found, positions = engine.run(batch, todo.shown)
-                        if positions is not None:
-                            todo.records.keep(f"{method}@{budget}", positions)
-                        bar.update(todo.write(method, budget, batch, found))
+        for _ in every:
+            together: dict[Any, list[_Engine]] = {}
+            for method, budget, of_shapes in engines:
+                engine = of_shapes.pop(0)  # what is compiled is forgotten as it is done
+                together.setdefault(engine.stored or (method, budget), []).append((method, budget, engine))
+            while together:
+                _run_together(together.pop(next(iter(together))), setup.batch_size, todo, bar)
+
+
+_Engine = tuple[str, str, Engine]  # with its method and budget
+
+
+def _run_together(same: Sequence[_Engine], batch_size: int, todo: "_Todo", bar: tqdm) -> None:
+    """Runs what is missing of policies that read the prompts of a shape together, or of one that reads by itself."""
+    shape = same[0][2].shape
+    lacking = {id(p) for method, budget, _ in same for p in todo.missing(method, budget, shape.prompts)}
+    prompts = [p for p in shape.prompts if id(p) in lacking]
+    batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
+    each, compiled = [engine for _, _, engine in same], set[int]()
+    for held, full in read_once(each, batches) if each[0].stored else [(batches, [None] * len(batches))]:
+        for i, (method, budget, engine) in enumerate(same):
+            mine = [(b, x) for b, x in zip(held, full, strict=True) if todo.missing(method, budget, b)]
+            if mine and i not in compiled:
+                bar.set_description(f"{method} {budget}: compiling")
+                engine.compile(mine[0][1])
+                compiled.add(i)
+            bar.set_description(f"{method} {budget}")
+            with stopping.finishing("the examples that run"):
+                for batch, x in mine:
+                    if stopping.asked():
+                        break
+                    found, positions = engine.run(batch, todo.shown, x)
+                    if positions is not None:
+                        todo.records.keep(f"{method}@{budget}", positions)
+                    bar.update(todo.write(method, budget, batch, found))
+            if held[-1] is batches[-1]:
+                engine.forget()
 
 
 def _said(directory: pathlib.Path, command: Sequence[str]) -> str:

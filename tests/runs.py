@@ -43,8 +43,8 @@ def samples(directory):
     return [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
 
 
-def without_times(lines):
-    measured = ("prefill_seconds", "decode_tokens_per_second")
+def without_times(lines, more=()):
+    measured = ("prefill_seconds", "decode_tokens_per_second", *more)
     return [{k: v for k, v in s.items() if k not in measured} for s in lines]
 
 
@@ -52,12 +52,15 @@ class Made:
     """An engine that makes its results up from examples and policies, at once."""
 
     def __init__(self, model, params, policy, shape, **options):
-        self.size, self.shape = len(repr(policy)), shape
+        self.size, self.shape, self.stored = len(repr(policy)), shape, None
 
-    def compile(self):
+    def compile(self, full=None):
         pass
 
-    def run(self, prompts, shown=None):
+    def forget(self):
+        pass
+
+    def run(self, prompts, shown=None, full=None):
         positions = [np.full((2, 3), self.size, np.int32)] * 2 if any(p.example is shown for p in prompts) else None
         return [[self.line(prompt, i) for i, _ in prompt.asked] for prompt in prompts], positions
 

@@ -9,8 +9,9 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.configs.experiment import Setup
+from kvjax.contract import Reads
 from kvjax.experiments.core import engine as engines
-from kvjax.experiments.core.engine import Engine, Prompt, prompts_of, shapes
+from kvjax.experiments.core.engine import Engine, Prompt, prompts_of, read_once, shapes
 from kvjax.experiments.core.setup import build, find_builders
 from kvjax.experiments.tasks import Example, Question
 
@@ -53,7 +54,42 @@ def lines(model, params, examples, protocol, batch_size, policy):
     return {k: {n: x for n, x in v.items() if n not in timed} for k, v in found.items()}
 
 
-SIZES = ("slots", "kv_bytes", "prefill_peak_bytes", "decode_peak_bytes")  # of the program
+SIZES = ("slots", "kv_bytes", "kv_bytes_needed", "prefill_peak_bytes", "decode_peak_bytes")  # of the program
+
+
+class EveryThird(kvjax.Policy):
+    """A policy that lets rows read the tokens of every third position alone."""
+
+    def reads(self, kv, inputs, ctx):
+        return Reads(kv.pos % 3 == 0)
+
+
+@pytest.mark.slow
+def test_prompts_are_read_once_for_several_policies(shallow, monkeypatch):
+    """Each gives what it gives by itself, in as many readings as full caches may be held; two read again or apart."""
+    policies = [kvjax.Policy(), methods.keyformer(0.5), methods.h2o(6), methods.kvzip(8), EveryThird()]
+    wanted = [lines(*shallow, EXAMPLES[:2], "after_compression", 1, policy) for policy in policies]
+    (shape,) = shapes(prompt for e in EXAMPLES[:2] for prompt in prompts_of(e, "after_compression", seed=3))
+    how = {"batch_size": 1, "tokenizer": Letters(), "once": True}
+    each = [Engine(*shallow, policy, shape, **how) for policy in policies]
+    assert [engine.stored is None for engine in each] == [False, False, False, True, False]
+    found = [{} for _ in policies]
+    monkeypatch.setattr(engines, "HELD", 0)
+    for n, (batches, held) in enumerate(read_once([e for e in each if e.stored], [[p] for p in shape.prompts])):
+        for i, engine in enumerate(each):
+            if n == 0:
+                engine.compile(held[0] if engine.stored else None)
+            for (prompt,), full in zip(batches, held, strict=True):
+                (made,), _ = engine.run([prompt], None, full)
+                found[i] |= {(prompt.example.task, prompt.example.index, line["question"]): line for line in made}
+    assert [engine.stored is None for engine in each] == [False, False, False, True, True]
+    assert n == 1
+    for one, own in zip(found, wanted, strict=True):
+        assert one.keys() == own.keys()
+        for key, line in own.items():
+            line |= {"nll": pytest.approx(line["nll"], rel=1e-5)} if "nll" in line else {}
+            without = lambda x: {k: v for k, v in x.items() if "prefill" not in k and "per_second" not in k}
+            assert without(one[key]) == without(line)
 
 
 def _nothing(kv, stats, ctx):

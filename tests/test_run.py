@@ -19,6 +19,9 @@ from kvjax.experiments import run
 from kvjax.experiments.core.records import KEY
 from tests.runs import ROOT, SHORT, Made, interrupt, one_layer, samples, small, without_times
 
+TWO_TASKS = "single_needle", "perplexity"
+READ_EACH = ("full", "1.0"), ("snapkv", "0.25")
+
 
 def test_outputs(finished):
     manifest = json.loads((finished / "manifest.json").read_text())
@@ -45,8 +48,9 @@ def test_outputs(finished):
         assert s["context"] == f"{s['task']}/{s['index']}"
         assert s["live"] <= s["most_live"]
         assert s["slots"] * 2 * 4 * 32 == s["kv_bytes"]
-        assert s["prefill_peak_bytes"] > s["decode_peak_bytes"] > 0
-        assert min(s["prefill_seconds"], s["decode_tokens_per_second"], s["tokens"]) > 0
+        assert s["kv_bytes"] - 16 * 2 * 4 * 32 * 4 < s["kv_bytes_needed"] <= s["kv_bytes"]
+        assert s["prefill_seconds"] is s["prefill_peak_bytes"] is None  # of the reading that all policies share
+        assert min(s["decode_peak_bytes"], s["decode_tokens_per_second"], s["tokens"]) > 0
         if s["method"] == "snapkv":
             assert s["live"] <= float(s["budget"]) * s["prompt_tokens"] + 1e-6
         if s["task"] == "perplexity":
@@ -55,6 +59,28 @@ def test_outputs(finished):
             assert (s["score"] == 1) == (s["task"] != "multi_query" and s["references"][0] in s["output"]) or s["score"]
     assert {s["depth"] for s in lines if s["task"] == "single_needle"} > {0}
     assert (finished / "report.html").is_file()
+
+
+@pytest.fixture(scope="module")
+def read_each(tmp_path_factory):
+    """A run in which every policy reads the prompts of two tasks by itself."""
+    arguments = ["--config", "snapkv.py", *small(budget=["0.25"]), "--baselines", "--tasks", *TWO_TASKS]
+    directory = tmp_path_factory.mktemp("each") / "snapkv"
+    run.main([*arguments, "--reads", "each", "--output", str(directory)])
+    return directory
+
+
+def test_prompts_read_once_give_what_each_policy_reads_by_itself(finished, read_each):
+    of_reading = ("id", "prefill_peak_bytes")
+    mine = [s for s in samples(finished) if s["task"] in TWO_TASKS and (s["method"], s["budget"]) in READ_EACH]
+    near = lambda rows: [
+        {**s, "nll": pytest.approx(s["nll"], rel=1e-5)} if "nll" in s else s for s in without_times(rows, of_reading)
+    ]
+    by = lambda s: [s[k] for k in KEY]
+    assert sorted(without_times(samples(read_each), of_reading), key=by) == sorted(near(mine), key=by)
+    for s in samples(read_each):
+        assert s["prefill_peak_bytes"] > s["decode_peak_bytes"] > 0
+        assert s["prefill_seconds"] > 0
 
 
 def test_a_finished_run_is_not_repeated(finished, capsys):
@@ -78,8 +104,6 @@ def test_restart_moves_the_old_run_aside(finished, tmp_path):
     assert len(samples(tmp_path / "again.old-1")) == 80
     assert {s["method"] for s in samples(here)} == {"full", "h2o"}
 
-
-TWO_TASKS = "single_needle", "perplexity"
 
 METHODS = ("full", "1.0"), ("snapkv", "0.5")
 
@@ -108,7 +132,7 @@ def test_resuming_after_a_kill_ends_with_the_same_numbers(finished, tmp_path):
     run.main(arguments)
     assert lines.read_bytes().startswith(done)  # nothing computed was lost or computed again
     mine = lambda rows: [r for r in rows if r["task"] in TWO_TASKS and (r["method"], r["budget"]) in METHODS]
-    program = ("id", "slots", "kv_bytes", "prefill_peak_bytes", "decode_peak_bytes")  # is that of other tasks, too
+    program = ("id", "slots", "kv_bytes", "kv_bytes_needed", "decode_peak_bytes")  # is that of other tasks, too
     rows = lambda found: [{k: v for k, v in s.items() if k not in program} for s in without_times(found)]
     assert rows(samples(directory)) == rows(mine(samples(finished)))
 
@@ -232,11 +256,11 @@ def test_runs_from_another_directory(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_prompts_read_in_blocks(finished, tmp_path):
+def test_prompts_read_in_blocks(read_each, tmp_path):
     """Less memory than at once, the full cache's results where nothing is evicted, and a setting in the manifest."""
     arguments = ["--config", "snapkv.py", *small(budget=["0.25"]), "--baselines", "--tasks", *TWO_TASKS]
     run.main([*arguments, "--block", "64", "--output", str(tmp_path / "blocks")])
-    blocks, whole = tmp_path / "blocks", finished
+    blocks, whole = tmp_path / "blocks", read_each
     assert json.loads((blocks / "manifest.json").read_text())["config"]["setup"]["block"] == 64
     peak = lambda directory: {
         (s["method"], s["budget"]): s["prefill_peak_bytes"] for s in samples(directory) if s["task"] == "single_needle"

@@ -12,8 +12,8 @@ import dataclasses
 import functools
 import time
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,14 @@ import kvjax
 from kvjax.drivers.beam import checked_search
 from kvjax.drivers.buckets import bucket
 from kvjax.drivers.checks import check_block, check_positions, check_request
+from kvjax.drivers.decide import HidesTokens, applied
 from kvjax.drivers.mesh import on_mesh
+from kvjax.drivers.several import Stored, read_whole, reads_again, stored_as
+from kvjax.drivers.state import Prompts
 from kvjax.drivers.steps import checked_logits
 from kvjax.experiments.core.records import Line
 from kvjax.experiments.tasks import Example, Protocol, Tokens
 from kvjax.models import pad_left
-from kvjax.observe import Reread
 from kvjax.pallas_kernels.pytree import pytree
 from kvjax.storage.mesh import DATA, sharding
 
@@ -39,6 +41,8 @@ LEAST: Final = 64
 """Tokens that are planned after a prompt at least."""
 WORTH: Final = 2**16
 """Tokens of padding that a program of its own must spare: compiling takes as long as reading about so many."""
+HELD: Final = 2**31
+"""Bytes of full caches, and of what was observed, that are held while one policy after another evicts from them."""
 _LOOKED_AT: Final = 16  # tokens that are generated before answers are searched for stop strings
 
 # --- which prompts run together ---
@@ -275,6 +279,48 @@ def _search(
     return found.tokens[:, 0], found.lengths[:, 0], live
 
 
+# --- one reading for several policies ---
+
+
+class Full(NamedTuple):
+    """What the prompts of a batch leave before anything is evicted."""
+
+    logits: Float[Array, "B V"]
+    state: kvjax.State
+    stats: kvjax.AttnStats
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all arrays."""
+        return sum(x.nbytes for x in jax.tree.leaves(self))
+
+
+def read_once(engines: Sequence["Engine"], batches: Iterable[Sequence[Prompt]]) -> Iterator[tuple[Any, list[Full]]]:
+    """Reads batches of prompts, each once for all policies of a shape.
+
+    Args:
+      engines: the policies, which store prompts in one way (`Engine.stored`).
+      batches: prompts of the shape.
+
+    Yields:
+      Batches, as many as may be held, and what each leaves for the policies to evict from.
+    """
+    one = engines[0]
+    stored, policies = Stored(one.stored or ()), [engine.policy for engine in engines]
+    batches_held: list[Sequence[Prompt]] = []
+    held: list[Full] = []
+    for batch in batches:
+        tokens, lengths, keys = one.rows(batch)
+        how = {"policies": policies, "stored": stored, "key": keys}
+        held.append(Full(*read_whole(one.model, one.params, Prompts(tokens, lengths), one.shape.planned, **how)))
+        batches_held.append(batch)
+        if sum(full.num_bytes for full in held) + held[-1].num_bytes > HELD:
+            yield batches_held, held
+            batches_held, held = [], []
+    if held:
+        yield batches_held, held
+
+
 # --- one policy ---
 
 _Answer = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, their log-probabilities, the most live slots after each
@@ -286,10 +332,12 @@ class Engine:
     Attributes:
       shape: the prompts.
       plan: sizes of their caches.
+      stored: how prompts that others read, too, must be stored for it; None if it reads them by itself.
       cost: what one prompt, or one batch, takes of memory, as lines say it; empty before `compile`. `slots` and
-        `kv_bytes` are for one sequence, over all layers and kv heads. `prefill_peak_bytes` and `decode_peak_bytes` are
-        arguments (with parameters), results and temporaries of the compiled programs, for one batch on one device;
-        None where the backend does not say, and where prompts are read again, which takes several programs.
+        `kv_bytes` are for one sequence, over all layers and kv heads; `kv_bytes_needed` is without what sizes are
+        rounded up by. `prefill_peak_bytes` and `decode_peak_bytes` are arguments (with parameters), results and
+        temporaries of the compiled programs, for one batch on one device; None where the backend does not say, and
+        where prompts are read by several programs: once for all policies, or again for one.
     """
 
     def __init__(
@@ -303,8 +351,16 @@ class Engine:
         tokenizer: Any,
         block: int | None = None,
         mesh: Mesh | None = None,
+        once: bool = False,
     ):
         """Plans; `compile` comes before `run`.
+
+        Args:
+          model, params, policy, shape: what runs.
+          batch_size: prompts that run together.
+          tokenizer: of the model.
+          block, mesh: how prompts are read, as in `kvjax.prefill`.
+          once: whether other policies read the prompts, too: with neither blocks nor a mesh.
 
         Raises:
           ValueError: sizes that the policy cannot work with, or that the devices of a mesh do not divide.
@@ -312,8 +368,11 @@ class Engine:
         self.model, self.policy, self.shape, self.batch_size = model, policy, shape, batch_size
         self.mesh, self.params = mesh, params if mesh is None else on_mesh(model, params, mesh, batch_size)
         self.tokenizer, self.block = tokenizer, block
+        self.forget()
         self.cost: Line = {}
-        self._ends = ends_of(model)
+        self._ends, L = ends_of(model), model.config.num_layers
+        once = once and block is None and mesh is None and not reads_again(policy, L)
+        self.stored = stored_as(policy, L) if once else None
         self.plan = kvjax.make_plan(model.config, policy, np.array(shape.lengths), shape.width, shape.planned)
         check_block(self.plan, block, shape.width)
         searched = {p.example.questions[i].max_new_tokens for p in shape.prompts for i, _ in p.asked}
@@ -323,23 +382,38 @@ class Engine:
         longest = max(shape.prompts, key=lambda p: len(p.tokens) + p.steps)
         check_positions(model.config, self.plan, np.array([len(longest.tokens)]), longest.steps, block)
 
-    def compile(self) -> None:
-        """Compiles all programs ahead of time, so that no timing contains it."""
+    def rows(self, prompts: Sequence[Prompt]) -> tuple[Any, Any, Key[Array, "B"]]:
+        """A batch's tokens, lengths and keys; a short one is filled up with copies of its first prompt."""
+        rows = [*prompts, *[prompts[0]] * (self.batch_size - len(prompts))]
+        return *pad_left([row.tokens for row in rows], width=self.shape.width), jnp.stack([row.key for row in rows])
+
+    def compile(self, full: Full | None = None) -> None:
+        """Compiles all programs ahead of time, so that no timing contains it.
+
+        Args:
+          full: what a batch of the shape leaves that was read once for several policies, if `run` gets such.
+        """
         B, shape, mesh = self.batch_size, self.shape, self.mesh
         how = {"policy": self.policy, "plan": self.plan, "block": self.block, "mesh": mesh}
         rows = lambda x: None if mesh is None else sharding(x, mesh, (DATA,))
         placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows(x))
         ints = lambda *size: placed(jax.ShapeDtypeStruct(size, jnp.int32))
-        keys = jax.random.split(jax.random.key(0), B)
-        if any(isinstance(o, Reread) for policy in self.plan.layers for o in policy.observe("replay")):
+        keys, found, peak = jax.random.split(jax.random.key(0), B), None, None
+        if full is not None:
+            try:
+                found = self._evicted(full)
+            except HidesTokens:  # rows of its prompt read less than is stored
+                self.stored = None
+        if found is None and reads_again(self.policy, self.model.config.num_layers):
             self._read = functools.partial(_read_prompts, self.model, **how)  # not traced, as prompts have to be known
             lengths = np.full(B, max(len(p.tokens) for p in shape.prompts))
             found = self._read(self.params, np.zeros((B, shape.width), np.int32), lengths, keys)
-            where, peak = jax.tree.map(lambda x: x.sharding, found), None
-        else:
+        if found is None:
             lowered = _read.lower(self.model, self.params, ints(B, shape.width), ints(B), placed(keys), **how)
             self._read, found = lowered.compile(), lowered.out_info
             where, peak = self._read.output_shardings, peak_bytes(self._read)
+        else:
+            where = jax.tree.map(lambda x: x.sharding, found)
         as_struct = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=None if mesh is None else where)
         logits, state = jax.tree.map(as_struct, found, where)
         given = ints(B, shape.planned), ints(B)
@@ -357,21 +431,43 @@ class Engine:
             self._go_on = run.lower(self.model, self.params, begun, *given, ints(B), ints()).compile()
             programs = [self._go_on]
         size = lambda x: x.size * x.dtype.itemsize
-        kv_bytes = sum(size(x) for layer in state.layers for x in (layer.k, layer.v)) // B
+        each = [sum(size(x) for x in (layer.k, layer.v)) // B for layer in state.layers]
+        share = [n / most for n, most in zip(self._needed(), self.plan.capacities, strict=True)]
+        needed = round(sum(n * part for n, part in zip(each, share, strict=True)))
         decode = max((n for n in map(peak_bytes, programs) if n is not None), default=None)
         peaks = {"prefill_peak_bytes": peak, "decode_peak_bytes": decode}
-        self.cost = {"slots": self.plan.num_slots, "kv_bytes": kv_bytes, **peaks}
+        self.cost = {"slots": self.plan.num_slots, "kv_bytes": sum(each), "kv_bytes_needed": needed, **peaks}
+
+    def forget(self) -> None:
+        """Lets go of what was compiled."""
+        self._read: Any = None
+        self._go_on: Any = None
+        self._read_given: Any = None
+        self._searches: dict[int, Any] = {}
+
+    def _needed(self) -> list[int]:
+        """Slots that every layer's policy asks for, of a head, or of all heads in a pool."""
+        lengths, found = np.array(self.shape.lengths), []
+        for i, info in enumerate(self.plan.infos):
+            policy = self.policy.at(i, info.num_layers)
+            sizes = policy.sizes(info, lengths)
+            found.append(int(np.max(sizes.total if policy.layout.pool else sizes.per_head)))
+        return found
+
+    def _evicted(self, full: Full) -> tuple[Float[Array, "B V"], kvjax.State]:
+        """The logits of a batch, and its state after the policy, in arrays of their own."""
+        return jnp.copy(full.logits), jax.tree.map(jnp.copy, applied(self.policy, full.state, full.stats, self.plan))
 
     def run(
-        self, prompts: Sequence[Prompt], shown: Example | None = None
+        self, prompts: Sequence[Prompt], shown: Example | None = None, full: Full | None = None
     ) -> tuple[list[list[Line]], list[np.ndarray] | None]:
         """Reads a batch of prompts once, evicts, and answers the questions on a copy of the state each.
-
-        A short batch is filled up with copies of its first prompt.
 
         Args:
           prompts: at most a batch.
           shown: the example whose kept positions are wanted.
+          full: what the prompts leave that were read for several policies; read here if None, or where the policy has
+            to read by itself. Lines then have no `prefill_seconds`.
 
         Returns:
           The lines of every prompt's questions; and the positions "K S" that every layer holds of the prompt of
@@ -382,12 +478,13 @@ class Engine:
         """
         B = self.batch_size
         rows = [*prompts, *[prompts[0]] * (B - len(prompts))]
-        tokens, lengths = pad_left([row.tokens for row in rows], width=self.shape.width)
-        keys = jnp.stack([row.key for row in rows])
-        start = time.perf_counter()
-        logits, state = self._read(self.params, tokens, lengths, keys)
-        jax.block_until_ready(logits)
-        prefill_seconds = (time.perf_counter() - start) / B
+        if full is None or self.stored is None:
+            arrays = self.rows(prompts)
+            start = time.perf_counter()
+            logits, state = jax.block_until_ready(self._read(self.params, *arrays))
+            prefill_seconds = (time.perf_counter() - start) / B
+        else:
+            prefill_seconds, (logits, state) = None, self._evicted(full)
         checked_logits(logits, state)
         live = np.asarray(_live(state).mean((1, 2), dtype=jnp.float32))
         positions = None

@@ -21,10 +21,12 @@ from kvjax.experiments.core.table import AVERAGE, NUMBER, has_budget, is_full
 MARK: Final = "kvjax experiments/report.py"
 """What a page says of who made it, and what shows that it may be replaced."""
 COSTS: Final = (
-    "Slots and bytes are for one sequence; live tokens are means over layers and heads after the prompt. Prefill time "
-    "is for one sequence of a batch, decode speed for the whole batch. Both are medians over batches, with intervals "
-    "between order statistics that hold the median in 95 %; of fewer than 6 batches the smallest and the largest stand "
-    "there. Peaks are what compiled programs take for one batch: arguments (with parameters), results, temporaries."
+    "Slots and bytes are for one sequence; live tokens are means over layers and heads after the prompt. Bytes needed "
+    "leave out what slots are rounded up by. Prefill time is for one sequence of a batch, and known where policies "
+    "read them by themselves (--reads each); decode speed is for the whole batch. Both are medians over batches, with "
+    "intervals between order statistics that hold the median in 95 %; of fewer than 6 batches the smallest and the "
+    "largest stand there. Peaks are what compiled programs take for one batch: arguments (with parameters), results, "
+    "temporaries."
 )
 
 Number = dict[str, Any]

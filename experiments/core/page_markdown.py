@@ -131,6 +131,7 @@ def _costs(view: page.View) -> list[str]:
             *_named(c),
             f"{c['live_tokens']:.1f}",
             f"{c['slots']:,.0f}",
+            page.size(c, "kv_bytes_needed", 1024),
             page.size(c, "kv_bytes", 1024),
             page.percent(c, "kv_of_full"),
             page.timed(c, "prefill_seconds", 1000, 1),
@@ -140,6 +141,6 @@ def _costs(view: page.View) -> list[str]:
         ]
         for c in view.measured
     ]
-    head = ["method", "budget", "task", "live tokens a head", "slots", "KV KiB", "KV of full", "prefill ms",
-            "decode tokens/s", "prefill peak MiB", "decode peak MiB"]  # fmt: skip
+    head = ["method", "budget", "task", "live tokens a head", "slots", "KV KiB needed", "KV KiB", "KV of full",
+            "prefill ms", "decode tokens/s", "prefill peak MiB", "decode peak MiB"]  # fmt: skip
     return [page.COSTS, "", *markdown.table(head, rows), ""]

@@ -18,7 +18,7 @@ from kvjax.experiments.tasks import TASKS
 
 LEADERBOARD: Final = "leaderboard.json"
 # What a setup holds that no number depends on, or that tasks and policies are told apart by.
-_ASIDE = ("examples", "data", "baselines", "baseline_budget", "task_budget", "block", "batch_size")
+_ASIDE = ("examples", "data", "baselines", "baseline_budget", "task_budget", "block", "reads", "batch_size")
 
 
 @dataclasses.dataclass

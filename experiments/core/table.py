@@ -27,7 +27,7 @@ TEXT_METRICS: Final = ("rouge_1", "rouge_2", "rouge_l", "bleu", "meteor")
 """Those of the papers' tables of summaries and reconstructions; `metrics.find` says what each needs."""
 
 _TIMES = ("prefill_seconds", "decode_tokens_per_second")
-_MOST = ("most_live", "slots", "kv_bytes", "prefill_peak_bytes", "decode_peak_bytes")
+_MOST = ("most_live", "slots", "kv_bytes", "kv_bytes_needed", "prefill_peak_bytes", "decode_peak_bytes")
 _MEANS = ("score", "live", "prompt_tokens")
 _NUMERIC = ("nll", "tokens", "depth", "length", *_MEANS, *_MOST, *_TIMES)
 _NAMES = ("setting", "run", "line", "task", "variant", "method", "budget", "policy", "averaged", "index", "question",
@@ -81,8 +81,9 @@ def numbers(found: pd.DataFrame) -> pd.DataFrame:
     averaged. p-values are adjusted for all methods and budgets on a task.
     """
     rows = examples(found)
-    timed = found.dropna(subset=[*_TIMES]).groupby([*NUMBER], sort=False)
-    batches = {key: {*zip(*(of[t] for t in _TIMES), strict=True)} for key, of in timed}  # whose rows share their times
+    timed = found.dropna(subset=[_TIMES[-1]]).groupby([*NUMBER], sort=False)
+    known = lambda times: times.astype(object).where(times.notna(), None)  # prompts may be read for several policies
+    batches = {key: {*zip(*(known(of[t]) for t in _TIMES), strict=True)} for key, of in timed}  # rows share their times
     made: list[dict[str, Any]] = []
     with tqdm(total=rows.groupby([*NUMBER]).ngroups, unit="number", leave=False, disable=None) as bar:
         for task, own in _tables(rows):
@@ -118,7 +119,7 @@ def _tables(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 
 def _table(
-    task: str, own: pd.DataFrame, batches: dict[Any, set[tuple[float, float]]], done: Callable[[], object]
+    task: str, own: pd.DataFrame, batches: dict[Any, set[tuple[float | None, ...]]], done: Callable[[], object]
 ) -> list[dict[str, Any]]:
     """The numbers of one task, or of an average; `done` is called after each."""
     full = own[own["method"].map(is_full)]
@@ -175,14 +176,13 @@ def _costs(group: pd.DataFrame) -> dict[str, Any]:
     return {"live_tokens": group["live"].mean(), "live": live, "kept_whole": whole, "place": place} | most
 
 
-def _times(batches: set[tuple[float, float]]) -> dict[str, float]:
+def _times(batches: set[tuple[float | None, ...]]) -> dict[str, float]:
     """Medians over batches, with intervals."""
-    if not batches:
-        return {}
-    found: dict[str, float] = {"timed_batches": len(batches)}
-    for name, values in zip(_TIMES, zip(*sorted(batches), strict=True), strict=True):
-        of = stats.median(values)
-        found |= {name: of.median, f"{name}_low": of.low, f"{name}_high": of.high, "timed_coverage": of.coverage}
+    found: dict[str, float] = {"timed_batches": len(batches)} if batches else {}
+    for name, times in zip(_TIMES, zip(*batches, strict=True), strict=False):
+        if values := sorted(x for x in times if x is not None):
+            of = stats.median(values)
+            found |= {name: of.median, f"{name}_low": of.low, f"{name}_high": of.high, "timed_coverage": of.coverage}
     return found
 
 

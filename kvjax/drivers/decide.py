@@ -106,9 +106,9 @@ def check_lost(state: Any, lost: list[Bool[Array, "B"]]) -> None:
         raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
 
 
-def applied(policy: Policy, state: Any, stats: Any) -> Any:
-    """Updates a state by a policy. A whole prompt is compacted, too."""
-    after, prompt = under(policy, state, stats), not state.ready
+def applied(policy: Policy, state: Any, stats: Any, plan: Plan | None = None) -> Any:
+    """Updates a state by a policy. A whole prompt is compacted, too, into the slots of a plan if one is given."""
+    after, prompt = under(policy, state, stats, plan), not state.ready
     known = not isinstance(state.prompt_length, jax.core.Tracer)
     each = zip(*map(jax.tree.leaves, (after.hparams, state.hparams)), strict=True)
     steady = prompt or (known and all(np.array_equal(*x) for x in each))
