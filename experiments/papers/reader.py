@@ -20,7 +20,6 @@ from kvjax.drivers.loop import log_prob
 from kvjax.drivers.state import empty_state
 from kvjax.experiments.core.engine import Engine, Prompt
 from kvjax.experiments.core.records import Line
-from kvjax.models import pad_left
 
 
 @functools.partial(jax.jit, static_argnames=("model", "policy", "plan"))
@@ -57,24 +56,23 @@ def likelihoods(
 class Reader(Engine):
     """An engine for texts that nothing follows: their own tokens are predicted, each from what is kept before it."""
 
-    def compile(self) -> None:
-        """Compiles ahead of time."""
+    def compile(self, full: Any = None) -> None:
+        """Compiles ahead of time; these texts are read by every policy for itself."""
         B, T = self.batch_size, self.shape.width
         given = np.zeros((B, T), np.int32), np.full(B, T, np.int32), jax.random.split(jax.random.key(0), B)
         how = {"policy": self.policy, "plan": self.plan}
         self._likelihoods = likelihoods.lower(self.model, self.params, *given, **how).compile()
 
-    def run(self, prompts: Sequence[Prompt], shown: Any = None) -> tuple[list[list[Line]], None]:
+    def run(self, prompts: Sequence[Prompt], shown: Any = None, full: Any = None) -> tuple[list[list[Line]], None]:
         """Reads a batch of texts; see `Engine.run`.
 
         Raises:
           ValueError: likelihoods that are no numbers.
         """
-        rows = [*prompts, *[prompts[0]] * (self.batch_size - len(prompts))]
-        tokens, lengths = pad_left([row.tokens for row in rows], width=self.shape.width)
+        arrays = self.rows(prompts)
         start = time.perf_counter()
-        found = np.asarray(self._likelihoods(self.params, tokens, lengths, jnp.stack([row.key for row in rows])))
-        seconds = (time.perf_counter() - start) / len(rows)
+        found = np.asarray(self._likelihoods(self.params, *arrays))
+        seconds = (time.perf_counter() - start) / self.batch_size
         if not np.isfinite(found).all():
             raise ValueError(f"likelihoods are no numbers: {found.tolist()}; the model's logits are not")
         times = {"prefill_seconds": seconds, "decode_tokens_per_second": self.shape.width / seconds}
