@@ -8,7 +8,7 @@
 
 Says first what is missing, what is not the paper's about the run, and about how long it will take. Writes `report.md`,
 `report.json`, a figure's picture and every output (`samples.jsonl`) to `results/reproduce/`; an interrupted run
-resumes.
+resumes. `--seed 0 1 2` runs every row with three seeds and pools them.
 """
 
 import importlib
@@ -50,7 +50,7 @@ def run(options: Options, command: Sequence[str]) -> None:
     entry = tables.find(options.entry or "")
     if not entry.runs:
         raise ValueError(f"{entry.name} has nothing to run: {entry.shows}, {ledger.status(entry, {})}")
-    about = {"model": options.model, **environment([*command])}
+    about = {"model": options.model, "seeds": [*options.seeds], **environment([*command])}
     about["command"] = _as_typed(command)
     directory = options.output or reduced.directory(options)
     if entry.kind == "drawn":
@@ -83,7 +83,8 @@ def run(options: Options, command: Sequence[str]) -> None:
         if entry.label.startswith("figure") and found:
             picture(chosen, found).savefig(directory / "figure.png")
         print(f"{text}\nwritten to {directory}")
-    counts = ", ".join(f"{len(p)} rows of {n}" for n, p in job.prompts.items())
+    counts = ", ".join(f"{len(p) // len(options.seeds)} rows of {n}" for n, p in job.prompts.items())
+    counts += f", each with {len(options.seeds)} seeds" if len(options.seeds) > 1 else ""
     measured = f"{len(job.engines)} methods and budgets on {counts}"
     _record(entry, options, about, numbers.status(job.reduced), measured, job.reduced)
     return None
@@ -91,6 +92,8 @@ def run(options: Options, command: Sequence[str]) -> None:
 
 def _draw(entry: Entry, options: Options, about: dict[str, Any]) -> None:
     """Draws an entry's figures by `experiments/figures.py`; `--data` is the text."""
+    if len(options.seeds) > 1:
+        raise ValueError(f"{entry.name} is drawn with one seed, not {len(options.seeds)}; give one as --seed")
     text = None if options.data in (None, PROJECT) else pathlib.Path(options.data)
     output = options.output or pathlib.Path("results/reproduce") / entry.name.replace("/", "-")
     print(f"{entry.name}: {entry.shows}\n  drawn by experiments/figures.py {', '.join(entry.figures)}")
@@ -100,7 +103,7 @@ def _draw(entry: Entry, options: Options, about: dict[str, Any]) -> None:
         figures.run(
             figures.Options(
                 name, model=options.model, text=text, output=output, prompts=options.examples, length=options.length,
-                seed=options.seed, dtype=options.dtype,
+                seed=options.seeds[0], dtype=options.dtype,
             ),
             about["command"],
         )  # fmt: skip

@@ -101,6 +101,26 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers(run, monkeypatch):
     assert again["numbers"] == whole["numbers"]
 
 
+def test_seeds_are_pooled_and_a_row_that_several_read_counts_once(run, monkeypatch, tmp_path):
+    """The interval is that of the rows' means; the project's own text has other rows for each seed."""
+    right = lambda p: p.seed == 0 or p.example.index % 4 < 2
+    made = lambda self, p, i, of=MadeUp.made_up: {**of(self, p, i), "output": "d" if right(p) else "x"}
+    monkeypatch.setattr(MadeUp, "made_up", made)
+    (tmp_path / "hotpotqa.jsonl").write_text("".join(f'{{"context": "a {i}", "answers": "d"}}\n' for i in range(4)))
+    options = ("nacl/table2", "--methods", "h2o", "--budget", "0.2", "--seed", "0", "5", "6", "--data")
+    found, text = run(*options, str(tmp_path))
+    h2o = found["numbers"][-1]
+    means = np.array([1, 1, 1 / 3, 1 / 3])
+    half = 3.18244631 * means.std(ddof=1) / 2  # Student's t of three degrees of freedom, of four rows
+    assert (h2o["column"], h2o["rows"]) == ("HotpotQA", 12)
+    assert [h2o["ours"], h2o["low"], h2o["high"]] == pytest.approx([200 / 3, 100 * (2 / 3 - half), 100])
+    assert "seeds 0, 5, 6 are pooled; a row that several read counts once" in text
+    own, _ = run(*options, "project", "--examples", "2", "--length", "64", out="own")
+    lines = [json.loads(x) for x in (tmp_path / "own/samples.jsonl").read_text().splitlines()]
+    assert {n["rows"] for n in own["numbers"] if n["column"] == "HotpotQA"} == {6}
+    assert len({x["context"] for x in lines if x["task"] == "hotpotqa"}) == 6
+
+
 def test_outputs_are_compared_with_those_of_the_full_cache(run):
     pytest.importorskip("rouge_score")
     found, text = run("roco/table6", "--data", "project", "--examples", "2", "--length", "64", "--new-tokens", "6")
@@ -199,6 +219,7 @@ def test_tasks_of_lm_eval_are_told_apart_by_their_shots_and_one_that_fails_stops
         (["ada-kv/table1"], "nothing of ada-kv/table1 can run here"),
         (["ada-kv/figure4", "--data", "project"], "does not state its budget; give --budget"),
         (["ada-kv/table3"], "nothing to run"),
+        (["ahakv/figure5", "--seed", "0", "1"], "is drawn with one seed, not 2; give one as --seed"),
         (["roco/table5", "--data", "project"], "nothing of roco/table5 can run here"),
     ],
 )
@@ -212,6 +233,7 @@ def test_what_cannot_be_run_is_said_in_a_line(run, argv, message):
     [
         ({"examples": 0}, "examples=0 must be at least 1"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"seed": (1, 2, 1)}, "seed has 1 twice; give each once"),
         ({"budget": (64, 0)}, "--budget 0 must be at least 1 token"),
         ({"budget": (1.5,)}, "--budget 1.5 must be at least 1 token, or a share above 0 and at most 1.0"),
     ],

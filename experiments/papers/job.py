@@ -1,6 +1,7 @@
 """The batches of a table, run by the main job's engine; rows are read and policies planned before anything runs."""
 
 import dataclasses
+import itertools
 import math
 import sys
 import time
@@ -67,15 +68,17 @@ class Job:
         self.rows: dict[str, list[PromptRow]] = {}
         self.prompts: dict[str, list[Prompt]] = {}
         for each in choice.sources:
-            found, faults = rows.read(each, options.examples, options.seed)
-            self.faults += faults
-            for shots in dict.fromkeys(c.shots for c in choice.columns if each.name in c.data):
-                self._take(each.name, shots, found, template or PLACE)
+            for seed in options.seeds:
+                found, faults = rows.read(each, options.examples, seed)
+                self.faults += faults
+                for shots in dict.fromkeys(c.shots for c in choice.columns if each.name in c.data):
+                    self._take(each.name, shots, found, template or PLACE, seed)
+        self.faults = [*dict.fromkeys(self.faults)]  # each once, for all seeds
         timed = [name for name in names if DATA[name].runner == "speed"]
         for name in timed:
-            for i in range(options.examples or _REPEATS):
-                ids = rows.any_tokens(name, i, self.length, config.vocab_size, options.seed)
-                self.prompts.setdefault(name, []).append(self._asked(name, i, ids))
+            for i, (seed, n) in enumerate(itertools.product(options.seeds, range(options.examples or _REPEATS))):
+                ids = rows.any_tokens(name, n, self.length, config.vocab_size, seed)
+                self.prompts.setdefault(name, []).append(self._asked(name, i, ids, seed))
         self.tasks: list[_Task] = [*dict.fromkeys((d, c.shots) for c in choice.columns for d in c.data if _apart(d))]
         plain = [p for name, each in self.prompts.items() if name not in timed for p in each]
         self.engines: dict[tuple[str, Budget], list[Engine]] = {}
@@ -92,20 +95,21 @@ class Job:
             raise ValueError(f"nothing of {entry.name} can run here{known}")
         self.reduced = [*choice.reduced]
         if options.examples is None:
-            short = (reduced.examples_short(rows.data_of(n), len(p)) for n, p in self.prompts.items())
+            count = {n: len(p) // len(options.seeds) for n, p in self.prompts.items()}
+            short = (reduced.examples_short(rows.data_of(task), n) for task, n in count.items())
             self.reduced += filter(None, short)
         if entry.template and template is None:
             self.reduced.append("prompts stand alone, without the template of the paper's model")
         if len(self.engines) < len(choice.lines):
             self.reduced.append(f"{len(choice.lines) - len(self.engines)} policies cannot run here")
 
-    def _asked(self, task: str, index: int, ids: tuple[int, ...], **how: int) -> Prompt:
+    def _asked(self, task: str, index: int, ids: tuple[int, ...], seed: int, **how: int) -> Prompt:
         data, most = rows.data_of(task), self.options.new_tokens
         beams = 1 if data.runner == "speed" else self.choice.entry.beams
         steps = data.new_tokens if most is None else min(data.new_tokens, most)
-        return rows.asked(task, index, ids, new_tokens=steps, beams=beams, seed=self.options.seed, **how)
+        return rows.asked(task, index, ids, new_tokens=steps, beams=beams, seed=seed, **how)
 
-    def _take(self, name: str, shots: int, found: Sequence[PromptRow], template: str) -> None:
+    def _take(self, name: str, shots: int, found: Sequence[PromptRow], template: str, seed: int) -> None:
         """Keeps the rows that can be scored, with their prompts; before a text stand the next `shots` rows."""
         runner, needed = DATA[name].runner, self.choice.entry.reference == "answers"
         task = rows.task_of(name, shots)
@@ -128,7 +132,7 @@ class Job:
                 self.faults.append(f"{task}, row {i}: no answers")
             else:
                 kept = self.rows.setdefault(task, [])
-                self.prompts.setdefault(task, []).append(self._asked(task, len(kept), ids, scored=own))
+                self.prompts.setdefault(task, []).append(self._asked(task, len(kept), ids, seed, scored=own))
                 kept.append(row)
 
     def _engines(
@@ -205,23 +209,27 @@ class Job:
         if engine is not None:
             found, _ = engine.run(batch)
             for prompt, lines in zip(batch, found, strict=True):
-                yield from ({"task": prompt.example.task, "index": prompt.example.index, **line} for line in lines)
+                about = {"task": prompt.example.task, "index": prompt.example.index, "context": digest(prompt.tokens)}
+                yield from ({**about, **line} for line in lines)
             return
         ((name, shots),), options = batch, self.options
         if DATA[name].runner == "planned":
             yield self._planned(name, method, budget)
             return
         made, task = self.choice.entry.methods[method], rows.task_of(name, shots)
-        how = {"batch_size": options.batch_size, "max_length": options.length, "seed": options.seed}
+        how = {"batch_size": options.batch_size, "max_length": options.length}
         how |= {"pretrained": options.model, "dtype": options.dtype}
         of = {"examples": options.examples, "tasks": rows.own_tasks(options.data)}
         try:
-            right = rows.accuracies(name, shots, made.make(budget), budget, made.block, **of, **how)
+            asked = name, shots, made.make(budget), budget, made.block
+            each = [rows.accuracies(*asked, seed=seed, **of, **how) for seed in options.seeds]
+            right = [found for one in each for found in enumerate(one)]
         except ValueError as e:  # the other tasks run all the same
             self.faults.append(f"{method} at {label(budget)}: {e}")
             return
         for i in reversed(range(len(right))):  # the first row last: where it is, all are
-            yield {"task": task, "index": i, "question": 0, "score": right[i], "metric": "accuracy"}
+            n, score = right[i]
+            yield {"task": task, "index": i, "context": n, "question": 0, "score": score, "metric": "accuracy"}
 
     def _planned(self, name: str, method: str, budget: Budget) -> Line:
         """Bytes of keys and values after the prompts of a data set that is planned alone."""

@@ -143,20 +143,24 @@ def _number(
     values, full = scores(method, budget), scores("full", 1.0)
     if not all(values):
         return None
+    own = [cells[method, label(budget), task] for task, _ in parts]
+    contexts = [{i: (n, line.get("context", i)) for i, line in each.items()} for n, each in enumerate(own)]
     if geometric:
-        return _geometric_number(method, budget, column, values, full, theirs)
+        return _geometric_number(method, budget, column, values, full, theirs, contexts[0])
     (task, metric), rows = parts[0], sum(map(len, values))
     if metric in _NO_SCORES:
         ours = _measured(metric, [*values[0].values()], [*cells["block-1", label(budget), task].values()])
         return Number(method, budget, column, rows, *ours, theirs=theirs)
     tasks = [i for i, each in enumerate(values) for _ in each]
-    ours = stats.interval([x for each in values for x in each.values()], tasks=tasks)
+    clusters = [contexts[n][i] for n, each in enumerate(values) for i in each]
+    ours = stats.interval([x for each in values for x in each.values()], clusters, tasks=tasks)
     made = Number(method, budget, column, rows, *(_PERCENT * float(x) for x in ours), theirs=theirs)
-    same = [(i, x, full[i][at]) for i, each in enumerate(values) for at, x in each.items() if at in full[i]]
-    if method == "full" or {i for i, *_ in same} != set(tasks):
+    pair = lambda n, i, x: (n, x, full[n][i], contexts[n][i])
+    same = [pair(n, i, x) for n, each in enumerate(values) for i, x in each.items() if i in full[n]]
+    if method == "full" or {n for n, *_ in same} != set(tasks):
         return made
-    tasks, mine, baseline = (list(x) for x in zip(*same, strict=True))
-    c = stats.compare(mine, baseline, tasks=tasks)
+    tasks, mine, baseline, clusters = (list(x) for x in zip(*same, strict=True))
+    c = stats.compare(mine, baseline, clusters, tasks=tasks)
     over, low, high = (_PERCENT * x for x in (c.difference, c.low, c.high))
     return dataclasses.replace(made, over_full=over, over_full_low=low, over_full_high=high)
 
@@ -168,14 +172,16 @@ def _geometric_number(
     values: Sequence[Mapping[int, Any]],
     full: Sequence[Mapping[int, Any]],
     theirs: Any,
+    contexts: Mapping[int, Any] | None = None,
 ) -> Number:
     """A cell that is the geometric mean of others, with Student-t intervals of what rows add to it."""
     own, baseline = _geometric(values), _geometric(full) if all(full) else {}
-    percent = lambda x: [_PERCENT * float(each) for each in stats.mean(x)]
-    made = Number(method, budget, column, len(own), *percent([*own.values()]), theirs=theirs)
-    if method == "full" or not (same := [x - baseline[i] for i, x in own.items() if i in baseline]):
+    of = lambda x: None if contexts is None else [contexts[i] for i in x]
+    mean = lambda x: [_PERCENT * float(end) for end in stats.mean([*x.values()], of(x))]
+    made = Number(method, budget, column, len(own), *mean(own), theirs=theirs)
+    if method == "full" or not (same := {i: x - baseline[i] for i, x in own.items() if i in baseline}):
         return made
-    over, low, high = percent(same)
+    over, low, high = mean(same)
     return dataclasses.replace(made, over_full=over, over_full_low=low, over_full_high=high)
 
 
@@ -206,7 +212,7 @@ def _measured(metric: str, lines: Sequence[Line], token_by_token: Sequence[Line]
     if metric == "prefill_speedup":
         seconds = [np.mean([x["prefill_seconds"] for x in each]) for each in (token_by_token, lines) if each]
         return Interval(float(seconds[0] / seconds[1]), math.nan, math.nan) if len(seconds) > 1 else _NONE
-    found = stats.perplexity([x["nll"] for x in lines])
+    found = stats.perplexity([x["nll"] for x in lines], [x.get("context", i) for i, x in enumerate(lines)])
     return Interval(*map(math.log, found)) if metric == "log_perplexity" else found
 
 
@@ -246,6 +252,9 @@ def markdown(
         "",
         *(f"- {what}: {value}" for what, value in entry.settings),
     ]
+    if len(seeds := about.get("seeds", ())) > 1:
+        pooled = "are pooled; a row that several read counts once in intervals"
+        lines.append(f"- seeds {', '.join(map(str, seeds))} {pooled}")
     if entry.reference == "full cache":
         lines.append("- outputs are compared with what the full cache generates from the same prompt")
     if entry.notes:

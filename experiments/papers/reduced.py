@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from kvjax.configs.experiment import check_whole
+from kvjax.configs.experiment import check_distinct, check_whole
 from kvjax.experiments.core import metrics
 from kvjax.experiments.papers import rows
 from kvjax.experiments.papers.methods import Budget
@@ -37,7 +37,8 @@ class Options:
       length: tokens of a prompt, at most; what the model has positions for if not given.
       new_tokens: tokens to generate, at most; what each data set asks for if not given.
       batch_size: prompts that run together.
-      seed: of random draws.
+      seed: of random draws. With several, data have their rows with other draws for each, what is drawn as rows is
+        drawn anew; they are pooled, and a row that several read counts once in intervals.
       dtype: of parameters, activations and the cache.
       output: directory for the results.
       restart: begin anew; an earlier run there is moved aside.
@@ -57,7 +58,7 @@ class Options:
     length: int | None = None
     new_tokens: int | None = None
     batch_size: int = 4
-    seed: int = 0
+    seed: int | tuple[int, ...] = 0
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
     output: pathlib.Path | None = None
     restart: bool = False
@@ -68,9 +69,15 @@ class Options:
         given = {n: v for n in ("examples", "length", "new_tokens") if (v := getattr(self, n)) is not None}
         check_whole(1, batch_size=self.batch_size, **given)
         check_whole(0, seed=self.seed)
+        check_distinct("seed", self.seeds)
         for budget in self.budget:
             if not 0 < budget < float("inf") or (isinstance(budget, float) and budget > 1):
                 raise ValueError(f"--budget {budget} must be at least 1 token, or a share above 0 and at most 1.0")
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """All seeds."""
+        return self.seed if isinstance(self.seed, tuple) else (self.seed,)
 
 
 @dataclasses.dataclass(frozen=True)
