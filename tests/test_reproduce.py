@@ -3,10 +3,11 @@
 import json
 import types
 
+import jax
 import numpy as np
 import pytest
 
-from kvjax import methods
+from kvjax import methods, models
 from kvjax.experiments import reproduce
 from kvjax.experiments.core.engine import Engine
 from kvjax.experiments.papers import job, ledger, numbers, reduced, rows, tables
@@ -150,6 +151,28 @@ def test_a_cache_is_planned_without_a_run_for_four_sequences(run, tmp_path):
     assert sizes["full", 1.0, "32K"] == pytest.approx(32768 * width)
     assert sizes["h2o", 0.1, "1K"] == pytest.approx(104 * width)  # 102 tokens in whole tiles
     assert len(sizes) == 5 * 6
+    assert (tmp_path / "out/figure.png").stat().st_size > 10_000
+
+
+def test_latency_grows_with_length_and_so_does_the_caches_share_of_what_a_step_moves(run, monkeypatch, tmp_path):
+    class Timed(MadeUp):
+        def made_up(self, prompt, i):
+            return super().made_up(prompt, i) | {"prefill_seconds": len(prompt.tokens) / 256 + prompt.example.index}
+
+    monkeypatch.setattr(job, "Engine", Timed)
+    found, _ = run("keyformer/figure1", "--examples", "2", "--length", "1024", "--new-tokens", "8")
+    ours = {n["column"]: n["ours"] for n in found["numbers"]}
+    growth = [ours[f"latency at {n}"] for n in ("512", "1K", "2K", "4K", "8K")]
+    assert growth == pytest.approx([1, 3.5 / 2.5, 5.5 / 2.5, 5.5 / 2.5, 5.5 / 2.5])  # and a second to generate
+    _, params = models.load(one_layer())
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    assert ours["the model"] == pytest.approx(weights / 1e9)
+    for name, n in (("512", 512), ("8K", 8192)):
+        cache = 4 * 2 * 4 * 32 * 4 * n  # four sequences, keys and values, kv heads, head_dim, bytes
+        assert ours[f"cache at {name}"] == pytest.approx(cache / 1e9)
+        assert ours[f"cache's share at {name}"] == pytest.approx(cache / (cache + weights))
+    theirs = {n["column"]: n["theirs"] for n in found["numbers"] if n["theirs"] is not None}
+    assert theirs == {"latency at 8K": 50, "cache's share at 8K": 0.4}
     assert (tmp_path / "out/figure.png").stat().st_size > 10_000
 
 
@@ -391,13 +414,24 @@ def test_a_drawn_entry_ends_as_pictures(tmp_path, monkeypatch, name):
         assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
 
 
-@pytest.mark.exhaustive
+GROWTH = {c.title for c in ENTRIES["keyformer/figure1"].columns}
+
+
 @pytest.mark.parametrize(
     ("argv", "columns"),
     [
-        (["ada-kv/figure4", "--data", "project", "--budget", "32", "--methods", "ada_pyramid"], {"average score"}),
-        (["keyformer/figure10"], {"4096 + 4096 (BS=1)"}),
-        (["nacl/table1", "--data", "project", "--methods", "nacl"], {"log PPL 5-shot", "log PPL 25-shot"}),
+        pytest.param(["keyformer/figure1"], GROWTH, marks=pytest.mark.slow),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in (
+                (
+                    ["ada-kv/figure4", "--data", "project", "--budget", "32", "--methods", "ada_pyramid"],
+                    {"average score"},
+                ),
+                (["keyformer/figure10"], {"4096 + 4096 (BS=1)"}),
+                (["nacl/table1", "--data", "project", "--methods", "nacl"], {"log PPL 5-shot", "log PPL 25-shot"}),
+            )
+        ),
     ],
 )
 def test_entries_of_three_papers_run_end_to_end_at_reduced_size(tmp_path, monkeypatch, argv, columns):

@@ -1,6 +1,7 @@
 """The batches of a table, run by the main job's engine; rows are read and policies planned before anything runs."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import sys
@@ -8,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 from tqdm import tqdm
 
 import kvjax
@@ -232,11 +234,11 @@ class Job:
             yield {"task": task, "index": i, "context": n, "question": 0, "score": score, "metric": "accuracy"}
 
     def _planned(self, name: str, method: str, budget: Budget) -> Line:
-        """Bytes of keys and values after the prompts of a data set that is planned alone."""
+        """Bytes of keys and values after the prompts of a data set that is planned alone, and of the model."""
         data, policy = DATA[name], self.choice.entry.methods[method].make(budget)
         how = {"batch": data.batch, "prompt_len": data.words or 1, "max_new_tokens": data.new_tokens}
         size = kvjax.plan_memory(self.model_config, policy, **how).keys_values
-        return {"task": name, "index": 0, "question": 0, "kv_bytes": size}
+        return {"task": name, "index": 0, "question": 0, "kv_bytes": size, "model_bytes": _weights(self.model_config)}
 
     def estimate(self, lines: Any) -> str:
         """How long what is missing will take, from timing one batch under the full cache."""
@@ -262,6 +264,13 @@ class Job:
             total += e.batch_size * (read * e.shape.width + step * steps * e.shape.num_beams)
         how = f"{len(batches)} batches, {programs} programs to compile at {compiling:.0f} s each"
         return f"about {_duration(total)}: {how}{f'; and {more}' if more else ''}"
+
+
+@functools.cache
+def _weights(config: Any) -> int:
+    """Bytes of a model's parameters."""
+    params = jax.eval_shape(models.LanguageModel(config).init, jax.random.key(0))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
 
 
 def _apart(name: str) -> bool:

@@ -14,12 +14,11 @@ from kvjax.experiments.core import metrics, stats
 from kvjax.experiments.core.markdown import plain
 from kvjax.experiments.core.records import Line
 from kvjax.experiments.papers.methods import Budget
-from kvjax.experiments.papers.reduced import MEASURED, Choice
+from kvjax.experiments.papers.reduced import MEASURED, NO_SCORES, Choice
 from kvjax.experiments.papers.rows import CLASSIFICATION, PromptRow, classification, metric_of, scored_part, task_of
 from kvjax.experiments.papers.tables import DATA, GEOMETRIC, MODELS
 
 _PERCENT = 100.0
-_NO_SCORES = ("perplexity", "log_perplexity", "tokens_per_second", "kv_gb", "prefill_speedup")
 _NONE = Interval(math.nan, math.nan, math.nan)
 
 
@@ -102,11 +101,12 @@ def numbers(choice: Choice, lines: Iterable[Line]) -> list[Number]:
             known = {c.title: v for c, v in zip(entry.columns, row.values, strict=True) if v is not None and v == v}
             printed |= {(m, b): known for m, b in choice.lines if m == row.method and row.budget in (None, b)}
     geometric = {c.title for c in entry.columns if c.metric == GEOMETRIC}
+    shortest = next((c.data[0] for c in choice.columns if c.metric == "latency_growth"), "")
     found = []
     for method, budget in choice.lines:
         for column, parts in _columns(choice).items():
             theirs = printed.get((method, budget), {}).get(column)
-            number = _number(method, budget, column, parts, cells, theirs, column in geometric)
+            number = _number(method, budget, column, parts, cells, theirs, column in geometric, shortest)
             reference = printed.get(("full", 1.0), {}).get(column)
             if number is not None and theirs is not None and reference is not None and method != "full":
                 number = dataclasses.replace(number, theirs_over_full=theirs - reference)
@@ -137,6 +137,7 @@ def _number(
     cells: Mapping[Any, dict[int, Line]],
     theirs: Any,
     geometric: bool = False,
+    shortest: str = "",
 ) -> Number | None:
     """A cell, whose data sets weigh the same; None where one of them has no lines."""
     scores = lambda m, b: [_values(cells[m, label(b), task], metric) for task, metric in parts]
@@ -148,8 +149,9 @@ def _number(
     if geometric:
         return _geometric_number(method, budget, column, values, full, theirs, contexts[0])
     (task, metric), rows = parts[0], sum(map(len, values))
-    if metric in _NO_SCORES:
-        ours = _measured(metric, [*values[0].values()], [*cells["block-1", label(budget), task].values()])
+    if metric in NO_SCORES:
+        other = ("block-1", task) if metric == "prefill_speedup" else (method, shortest)
+        ours = _measured(metric, [*values[0].values()], [*cells[other[0], label(budget), other[1]].values()])
         return Number(method, budget, column, rows, *ours, theirs=theirs)
     tasks = [i for i, each in enumerate(values) for _ in each]
     clusters = [contexts[n][i] for n, each in enumerate(values) for i in each]
@@ -195,23 +197,33 @@ def _geometric(scores: Sequence[Mapping[int, float]]) -> dict[int, float]:
 
 def _values(lines: Mapping[int, Line], metric: str) -> dict[int, Any]:
     """What a metric is made of, by row: scores, or the lines themselves."""
-    if metric in _NO_SCORES:
+    if metric in NO_SCORES:
         return {**lines}
     return {i: line["scores"][metric] for i, line in lines.items() if metric in line["scores"]}
 
 
-def _measured(metric: str, lines: Sequence[Line], token_by_token: Sequence[Line]) -> Interval:
-    """A number that is no score, and its interval."""
-    if metric == "kv_gb":
-        size = lines[0]["kv_bytes"] / 1e9
-        return Interval(size, size, size)
-    if metric == "tokens_per_second":
-        seconds = [x["prefill_seconds"] + x["tokens"] / x["decode_tokens_per_second"] for x in lines]
-        found = stats.mean([x["tokens"] / s for x, s in zip(lines, seconds, strict=True)])
+def _seconds(line: Line) -> float:
+    """From the prompt to the last token."""
+    return line["prefill_seconds"] + line["tokens"] / line["decode_tokens_per_second"]
+
+
+def _measured(metric: str, lines: Sequence[Line], others: Sequence[Line]) -> Interval:
+    """A number that is no score, and its interval; `others` are read token by token, or of the shortest length."""
+    if metric in ("kv_gb", "model_gb", "moved_share"):
+        size, model = lines[0]["kv_bytes"], lines[0].get("model_bytes", 0)
+        number = {"kv_gb": size / 1e9, "model_gb": model / 1e9, "moved_share": size / (size + model)}[metric]
+        return Interval(number, number, number)
+    if metric in ("tokens_per_second", "latency_growth"):
+        seconds = np.array([_seconds(x) for x in lines])
+        if metric == "latency_growth":
+            each = seconds / (np.mean([_seconds(x) for x in others]) if others else math.nan)
+        else:
+            each = np.array([x["tokens"] for x in lines]) / seconds
+        found = stats.mean(each.tolist())
         return found if len(lines) > 1 else Interval(found.mean, math.nan, math.nan)
     if metric == "prefill_speedup":
-        seconds = [np.mean([x["prefill_seconds"] for x in each]) for each in (token_by_token, lines) if each]
-        return Interval(float(seconds[0] / seconds[1]), math.nan, math.nan) if len(seconds) > 1 else _NONE
+        times = [np.mean([x["prefill_seconds"] for x in each]) for each in (others, lines) if each]
+        return Interval(float(times[0] / times[1]), math.nan, math.nan) if len(times) > 1 else _NONE
     found = stats.perplexity([x["nll"] for x in lines], [x.get("context", i) for i, x in enumerate(lines)])
     return Interval(*map(math.log, found)) if metric == "log_perplexity" else found
 

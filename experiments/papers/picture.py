@@ -13,13 +13,17 @@ from kvjax.experiments.papers.reduced import Choice
 from kvjax.experiments.papers.tables import MODELS
 from kvjax.plot.style import style
 
-_UNITS = {"kv_gb": "keys and values, GB", "tokens_per_second": "tokens a second", "perplexity": "perplexity"}
+_UNITS = {
+    "kv_gb": "GB", "model_gb": "GB", "moved_share": "cache's share of the bytes that a step moves",
+    "latency_growth": "latency over that of the shortest", "tokens_per_second": "tokens a second",
+    "perplexity": "perplexity",
+}  # fmt: skip
 
 
 def picture(choice: Choice, found: Sequence[Number]) -> Figure:
     """A row of panels of methods with several budgets, against these, and one of the others; a column for every score.
 
-    Where columns are lengths, a single panel has a line for every method and budget against them.
+    Where columns are lengths, every unit has a panel, with a line for every method and budget against them.
 
     Args:
       choice: what was run.
@@ -36,14 +40,22 @@ def picture(choice: Choice, found: Sequence[Number]) -> Figure:
     several = [m for m in budgets if len(budgets[m]) > 1]
     single = [m for m in budgets if m not in several and m != "full"]
     metrics = {c.title: c.metric for c in choice.columns}
-    if len(columns) > 1 and {*metrics.values()} <= {"kv_gb", "tokens_per_second"}:
-        figure, ((axes,),) = canvas(width=6.4, height=4.2)
-        for i, (method, budget) in enumerate(dict.fromkeys((n.method, n.budget) for n in found)):
-            own = {columns.index(n.column): n for n in found if (n.method, n.budget) == (method, budget)}
-            _points(axes, i, title(method) if method == "full" else f"{title(method)}, {label(budget)}", own)
-        axes.set_xticks(range(len(columns)), columns)
-        axes.set(ylabel=_UNITS[metrics[columns[0]]], ylim=(0, None))
-        axes.legend(frameon=False, fontsize="small")
+    lengths = [c for c in columns if [*metrics.values()].count(metrics.get(c, "")) > 1]
+    units = [*dict.fromkeys(_UNITS.get(metrics.get(c, "")) for c in columns)]
+    if lengths and None not in units:
+        figure, (row,) = canvas(len(units), width=6.4 if len(units) == 1 else 4.8, height=4.2)
+        for axes, unit in zip(row, units, strict=True):
+            here = [n for n in found if _UNITS[metrics[n.column]] == unit]
+            places = [c for c in lengths if c in {n.column for n in here}]
+            for i, (method, budget) in enumerate(dict.fromkeys((n.method, n.budget) for n in here)):
+                own = {n.column: n for n in here if (n.method, n.budget) == (method, budget)}
+                for column in own.keys() - {*places}:
+                    axes.axhline(own[column].ours, color="black", linewidth=1, linestyle=":", label=column)
+                name = title(method) if method == "full" else f"{title(method)}, {label(budget)}"
+                _points(axes, i, name, {places.index(c): n for c, n in own.items() if c in places})
+            axes.set_xticks(range(len(places)), [c.split(" at ")[-1] for c in places])
+            axes.set(ylabel=unit, ylim=(0, None))
+            axes.legend(frameon=False, fontsize="small")
     else:
         kinds = [kind for kind in (several, single) if kind] or [["full"]]
         figure, grid = canvas(len(columns), len(kinds), width=4.6, height=3.8)

@@ -15,7 +15,11 @@ from kvjax.experiments.papers.methods import Budget
 from kvjax.experiments.papers.rows import PROJECT, SCORED, Source
 from kvjax.experiments.papers.tables import DATA, MODELS, Column, DataSet, Entry
 
-MEASURED = ("tokens_per_second", "kv_gb", "accuracy", "prefill_speedup", "perplexity", "log_perplexity")
+NO_SCORES = (
+    "tokens_per_second", "latency_growth", "prefill_speedup", "kv_gb", "model_gb", "moved_share", "perplexity",
+    "log_perplexity",
+)  # fmt: skip
+MEASURED = ("accuracy", *NO_SCORES)
 """What is measured without a metric of texts."""
 _JUDGED = ("win_rate",)
 
