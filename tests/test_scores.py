@@ -97,6 +97,18 @@ def test_accumulated_attention_favours_early_tokens():
     np.testing.assert_allclose(found[3][:10], shares[-3:].sum(), rtol=0.05)
 
 
+def test_noise_is_added_to_logits():
+    """Keyformer's Equations 4 to 7 and 9: tau log z less the logits is Gumbel noise, whose differences are logistic."""
+    q, k, v = (jnp.repeat(x, 128, axis=0) for x in tensors.qkv(7, B=1, N=2, K=2, T=16))
+    logits = np.einsum("bnh,bnsh->bns", *(np.asarray(x, np.float64) for x in (q[:, :, -1], k))) / np.sqrt(q.shape[-1])
+    z = {tau: scores(Votes(1, softmax=Noisy(tau=(tau, tau))), q, k, v) for tau in (1.0, 2.0)}
+    noise = {tau: tau * np.log(x) - logits for tau, x in z.items()}
+    one, two = (x[..., ::2] - x[..., 1::2] for x in noise.values())
+    np.testing.assert_allclose(one, two, atol=1e-3)  # the same draws
+    for point in (-2.0, 0.0, 1.0):
+        assert (one < point).mean() == pytest.approx(1 / (1 + np.exp(-point)), abs=0.035)
+
+
 def test_noise_flattens_expected_attention():
     """Keyformer's Equation 8: the mean of softmaxes with Gumbel noise has more entropy than the softmax."""
     q, k, v = (jnp.repeat(x, 128, axis=0) for x in tensors.qkv(7, B=1, T=16))
