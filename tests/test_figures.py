@@ -290,23 +290,22 @@ def test_by_slice():
         base.by_slice(np.arange(5.0), 6)
 
 
-@pytest.mark.exhaustive
-def test_eviction_scores(read):
-    model, params, tokens, p, layers = read
-    found = positions.eviction_scores(model, params, tokens, share=0.5, slices=4)
-    columns = np.stack([grouped(here).sum(2) for here in p])  # "L B K T"
-    last = np.stack([np.broadcast_to(here[:, :, -1].mean(1, keepdims=True), (2, 2, 24)) for here in p])
-    for i, score in enumerate((columns, last)):
-        relative = (score / score.mean(-1, keepdims=True)).reshape(3, 2, 2, 4, 6).mean(-1).mean((0, 2)).T
-        np.testing.assert_allclose(found.score[i], relative, rtol=1e-4)
-
-    seen, recent = np.arange(1, 25), 6
-    gain = np.where(seen > 12, np.sqrt(2 * np.log(np.maximum(seen / 12, 1))), 1)
-    plain = np.stack([grouped(matrix(x, gain))[:, :, -recent:].sum(2) for x in layers])
-    norms = np.stack([(np.asarray(x.v, np.float64) ** 2).sum(-1) for x in layers])
+def ahakv_scores(layers, budget, recent, n):
+    """AhaKV's scores of the first `n` tokens, without and with the value prior."""
+    seen = np.arange(1, layers[0].q.shape[2] + 1)
+    gain = np.where(seen > budget, np.sqrt(2 * np.log(np.maximum(seen / budget, 1))), 1)
+    plain = np.stack([grouped(matrix(x, gain))[:, :, n - recent : n, :n].sum(2) for x in layers])
+    norms = np.stack([(np.asarray(x.v, np.float64) ** 2).sum(-1)[..., :n] for x in layers])
     padded = np.pad(norms, [(0, 0)] * 3 + [(3, 3)])
-    pooled = np.stack([padded[..., j : j + 24] for j in range(7)]).mean(0)
-    for i, score in enumerate((plain, plain * pooled / pooled.max(-1, keepdims=True))):
+    pooled = np.stack([padded[..., j : j + n] for j in range(7)]).mean(0)
+    return plain, plain * pooled / pooled.max(-1, keepdims=True)
+
+
+@pytest.mark.exhaustive
+def test_value_prior(read):
+    model, params, tokens, _, layers = read
+    found = positions.value_prior(model, params, tokens, share=0.5)
+    for i, score in enumerate(ahakv_scores(layers, 12, 6, 24)):
         score = score / score.max(-1, keepdims=True)
         above = np.stack([(score > t).mean((0, 2, 3)) for t in found.thresholds])
         np.testing.assert_allclose(found.above[i], above, atol=0.011)  # one token of 96 in rounding
@@ -324,16 +323,39 @@ def test_scores_by_step_are_of_the_text_so_far(tiny):
         state = kvjax.start(model, policy=methods.full(), lengths=[text.shape[1]] * 2, max_new_tokens=0)
         newest = kvjax.forward(model, params, text, state)[0].argmax(-1)
         text = np.concatenate([text, np.asarray(newest)[:, None].astype(text.dtype)], axis=1)
-    p = [matrix(layer) for layer in capture(model, params, jnp.asarray(text))]
+    layers = capture(model, params, jnp.asarray(text))
+    p = [matrix(layer) for layer in layers]
     for m, n in enumerate((20, 22, 24)):
         rows = np.stack([grouped(x[:, :, :n, :n]) for x in p])  # "L B K T T"
         asked = np.interp(100 * 5 / n, (20, 30), (20, 21.5))
         voting = int(asked * n / 100)
         newest = np.broadcast_to(rows[:, :, :, -1].mean(2, keepdims=True), (3, 2, 2, n))
-        for i, score in enumerate((rows.sum(3), newest, rows[:, :, :, -voting:].sum(3))):
+        ahakv = ahakv_scores(layers, 5, 2, n)[1]
+        for i, score in enumerate((rows.sum(3), newest, rows[:, :, :, -voting:].sum(3), ahakv)):
             parts = np.array_split(score / score.mean(-1, keepdims=True), 4, axis=-1)
             wanted = [part.mean(-1).mean((0, 2)) for part in parts]
             np.testing.assert_allclose(found.score[i, m], wanted, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_score_distributions_are_over_what_prefill_keeps(read):
+    """A row divides what it gives by what it gives to the tokens that are left, its own and later ones among them."""
+    model, params, tokens, p, _ = read
+    found = positions.score_distributions(model, params, tokens, share=0.5, rows=3)
+    assert (found.length, found.budget) == (21, 10)
+    full = np.stack([here[:, :, 21:, :21].mean(2) for here in p])
+    for m, policy in enumerate((methods.full(), methods.streaming_llm(10), methods.h2o(10), methods.keyformer(10))):
+        _, state = kvjax.prefill(model, params, tokens[:, :21], policy=policy, max_new_tokens=1)
+        rows = np.stack([here[:, :, 21:] for here in p])
+        stay = np.zeros((3, 2, 4, 21), bool)
+        for i, b, n in np.ndindex(3, 2, 4):
+            stay[i, b, n, live_positions(state.layers[i])[b][n // 2]] = True
+        rows[..., :21] *= stay[..., None, :]
+        means = (rows / rows.sum(-1, keepdims=True)).mean(3)[..., :21]
+        np.testing.assert_allclose(found.score[m], -np.sort(-means, -1).mean((0, 2)).T, rtol=1e-4, atol=1e-7)
+        for b in range(2):
+            gain = (means / full)[:, b][stay[:, b]]
+            np.testing.assert_allclose(found.factor[m, :, b], np.quantile(gain, (0.1, 0.5, 0.9)), rtol=1e-4)
 
 
 # --- sparsity, mass, heat maps ---

@@ -404,7 +404,7 @@ def test_lm_eval_runs_under_a_tables_policy(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["nacl/figure2", "nacl/figure9"])
+@pytest.mark.parametrize("name", ["nacl/figure2", "nacl/figure9", "keyformer/figure4"])
 def test_a_drawn_entry_ends_as_pictures(tmp_path, monkeypatch, name):
     options = [name, "--examples", "2", "--length", "128", "--model", one_layer(), "--output", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["reproduce.py", *options])

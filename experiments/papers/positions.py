@@ -44,6 +44,7 @@ def _policies(budget: int) -> dict[str, Policy]:
         "RoCo": methods.roco(budget),
         "SnapKV": methods.snapkv(budget, window=recent),
         "NaCl": methods.nacl(budget),
+        "Keyformer": methods.keyformer(budget),
         "AhaKV": methods.ahakv(budget, recent=recent),
         "AhaKV without a prior": variants.ahakv_without("prior", budget, recent=recent),
     }
@@ -134,82 +135,52 @@ def plot_retained_positions(d: RetainedPositions) -> Figure:
     return message(figure, text, f"NaCl, Fig. 2; AhaKV, Fig. 2, 5, 6; budget {d.budget} of {T} tokens")
 
 
-# --- AhaKV, Figure 2a, b, d ---
+# --- AhaKV, Figure 2d ---
 
 
 @dataclasses.dataclass(frozen=True)
-class EvictionScores:
-    """The scores that methods rank by.
+class ValuePrior:
+    """AhaKV's scores without and with the value prior.
 
     Attributes:
-      methods: names.
       length: tokens of a prompt.
-      budget: tokens that AhaKV's softmax and NaCl's proxies are sized for.
-      score: every slice's mean score over that of the whole prompt, the mean over layers and kv heads: 1 where scores
-        do not depend on position.
+      budget: tokens that the softmax is sized for.
       thresholds: shares of a head's largest score.
-      above: the share of tokens whose AhaKV score exceeds such a share, (without, with) the value prior.
+      above: the share of tokens whose score exceeds such a share, (without, with) the value prior.
     """
 
-    methods: tuple[str, ...]
     length: int
     budget: int
-    score: Float[np.ndarray, "P X B"]
     thresholds: Float[np.ndarray, "Z"]
     above: Float[np.ndarray, "2 Z B"]
 
 
-def eviction_scores(
-    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, share: float = 0.2, slices: int = 32
-) -> EvictionScores:
-    """Eviction scores by position, and what the value prior does to them (AhaKV, Fig. 2).
-
-    Args:
-      model, params: the model.
-      tokens: prompts of one length.
-      share: the budget as a share of the prompt.
-      slices: parts of the prompt.
-    """
+def value_prior(model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, share: float = 0.2) -> ValuePrior:
+    """How many tokens have large scores, without and with the value prior (AhaKV, Fig. 2d)."""
     T = tokens.shape[1]
     (budget,) = budgets_of((share,), T, most=T).tolist()
-    names = ("H2O", "TOVA", "NaCl", "AhaKV")
-    _, scores = decide(model, params, tokens, budget, (*names, "AhaKV without a prior"))
-    profile = [by_slice(s / s.mean(-1, keepdims=True), slices).mean((0, 2)).T for s in scores[:-1]]
+    _, scores = decide(model, params, tokens, budget, ("AhaKV without a prior", "AhaKV"))
     thresholds = np.geomspace(1e-4, 1.0, 33)
-    relative = [s / s.max(-1, keepdims=True) for s in (scores[-1], scores[-2])]
+    relative = [s / s.max(-1, keepdims=True) for s in scores]
     above = [np.stack([(s > t).mean((0, 2, 3)) for t in thresholds]) for s in relative]
-    return EvictionScores(names, T, budget, np.stack(profile), thresholds, np.stack(above))
+    return ValuePrior(T, budget, thresholds, np.stack(above))
 
 
-def plot_eviction_scores(d: EvictionScores) -> Figure:
-    """Scores against position, and the share of scores above a threshold."""
-    figure, ((left, right),) = canvas(2, width=5.8, height=4.2)
-    slices = d.score.shape[1]
-    middle = (np.arange(slices) + 0.5) * d.length / slices
-    score = d.score.mean(-1)
-    for i, name in enumerate(d.methods):
-        left.plot(middle, score[i], label=name, **style(i))
-    left.axhline(1, color="0.5", linewidth=0.8, linestyle=":")
-    left.set(xlabel="position in the prompt, tokens", ylabel="mean score, relative to the prompt's", yscale="log")
-    left.set(title="scores by position")
-    left.legend(frameon=False, ncols=2)
+def plot_value_prior(d: ValuePrior) -> Figure:
+    """The share of scores above a threshold."""
+    figure, ((axes,),) = canvas(width=7.0, height=4.2)
     without, with_ = 100 * d.above.mean(-1)
-    right.plot(d.thresholds, without, color=COLOURS[0], linewidth=1.8, label="F: attention alone")
-    right.plot(d.thresholds, with_, color=COLOURS[1], linewidth=1.8, linestyle="--", label="with the value prior")
-    right.set(xscale="log", xlabel="threshold, share of the head's largest score", ylabel="tokens above it, %")
-    right.set(ylim=(0, 102), title="AhaKV's scores and the value prior")
-    right.legend(frameon=False)
-    early = dict(zip(d.methods, score[:, 1] / score[:, -2], strict=True))
+    axes.plot(d.thresholds, without, color=COLOURS[0], linewidth=1.8, label="F: attention alone")
+    axes.plot(d.thresholds, with_, color=COLOURS[1], linewidth=1.8, linestyle="--", label="with the value prior")
+    axes.set(xscale="log", xlabel="threshold, share of the head's largest score", ylabel="tokens above it, %")
+    axes.set(ylim=(0, 102))
+    axes.legend(frameon=False)
     less = float((without - with_).mean())
-    text = (
-        f"Early tokens score {early['H2O']:.2g} times as high as late ones under H2O, {early['TOVA']:.2g} under TOVA, "
-        f"{early['NaCl']:.2g} under NaCl,\n{early['AhaKV']:.2g} under AhaKV; the value prior leaves {abs(less):.1f} "
-        f"points {'fewer' if less >= 0 else 'more'} tokens above a threshold"
-    )
-    return message(figure, text, f"AhaKV, Fig. 2; budget {d.budget} of {d.length} tokens")
+    text = f"The value prior leaves {abs(less):.1f} points {'fewer' if less >= 0 else 'more'} tokens above a threshold"
+    return message(figure, text, f"AhaKV, Fig. 2d; budget {d.budget} of {d.length} tokens")
 
 
-# --- NaCl, Figures 7 to 9 ---
+# --- NaCl, Figures 7 to 9; AhaKV, Figure 2a, b ---
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +190,7 @@ class ScoresByStep:
     Attributes:
       methods: names.
       length: tokens of a prompt.
-      budget: tokens that NaCl's proxies are sized for.
+      budget: tokens that NaCl's proxies and AhaKV's softmax are sized for.
       steps: tokens generated so far, 0 after the prompt.
       score: every slice's mean score over that of the text so far, the mean over layers and kv heads.
     """
@@ -240,12 +211,12 @@ def scores_by_step(
     steps: Sequence[int] = range(0, 65, 8),
     slices: int = 32,
 ) -> ScoresByStep:
-    """Eviction scores by position at steps of generating, under H2O, TOVA and NaCl (NaCl, Fig. 7 to 9).
+    """Eviction scores by position at steps of generating (NaCl, Fig. 7 to 9; AhaKV, Fig. 2).
 
     The text is what the full cache generates, greedily, and all of it has scores: nothing is evicted. H2O sums the rows
-    of the whole text so far, TOVA (the paper's MSRNN) has the newest, NaCl sums those of the proxies at the text's end.
+    of the whole text so far, TOVA (NaCl's MSRNN) has the newest, NaCl and AhaKV sum those at the text's end.
     """
-    T, last, names = tokens.shape[1], max(steps), ("H2O", "TOVA", "NaCl")
+    T, last, names = tokens.shape[1], max(steps), ("H2O", "TOVA", "NaCl", "AhaKV")
     (budget,) = budgets_of((share,), T, most=T).tolist()
     more = kvjax.generate(model, params, tokens, max_new_tokens=last, eos_ids=()).tokens
     text = np.concatenate([tokens, np.asarray(more, tokens.dtype)], axis=1)
@@ -256,7 +227,7 @@ def scores_by_step(
 
 def plot_scores_by_step(d: ScoresByStep) -> Figure:
     """A map for every method: positions to the right, steps downwards."""
-    figure, (panels,) = canvas(len(d.methods), width=4.2, height=3.6, sharey=True)
+    figure, (panels,) = canvas(len(d.methods), width=3.6, height=3.6, sharey=True)
     score = d.score.mean(-1)
     norm, image = LogNorm(max(score.min(), 1e-3), score.max()), None
     for axes, name, here in zip(panels, d.methods, score, strict=True):
@@ -268,7 +239,71 @@ def plot_scores_by_step(d: ScoresByStep) -> Figure:
     over = score[:, :, 1] / score[:, :, -2]
     parts = [f"{name} {x[0]:.2g} to {x[-1]:.2g}" for name, x in zip(d.methods, over, strict=True)]
     text = f"Early tokens' score over that of late ones, from the prompt to step {d.steps[-1]}:\n{', '.join(parts)}"
-    return message(figure, text, f"NaCl, Fig. 7 to 9; budget {d.budget} of {d.length} tokens, nothing evicted")
+    return message(
+        figure, text, f"NaCl, Fig. 7 to 9; AhaKV, Fig. 2; budget {d.budget} of {d.length} tokens, nothing evicted"
+    )
+
+
+# --- Keyformer, Figure 4 ---
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreDistributions:
+    """Attention that rows behind a prompt give to its tokens, with the full cache and with what methods keep of it.
+
+    Attributes:
+      methods: names, the full cache first.
+      length: tokens of the prompt.
+      budget: live tokens a kv head.
+      score: attention a row by rank, the largest first, the mean over layers and query heads.
+      factor: what a token that stays gets over what the full cache gave it, 10 %, 50 % and 90 % of all.
+    """
+
+    methods: tuple[str, ...]
+    length: int
+    budget: int
+    score: Float[np.ndarray, "P T B"]
+    factor: Float[np.ndarray, "P 3 B"]
+
+
+def score_distributions(
+    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, share: float = 0.5, rows: int = 32
+) -> ScoreDistributions:
+    """Attention by rank, with the full cache and with half of it (Keyformer, Fig. 4).
+
+    Rows are those of the last tokens, with the full cache's queries (Eq. 2). Where tokens are evicted after the prompt,
+    a row gives to those that stay what the others would have had (Eq. 3).
+    """
+    T, names = tokens.shape[1] - rows, ("StreamingLLM", "H2O", "Keyformer")
+    (budget,) = budgets_of((share,), T, most=T).tolist()
+    prompt = tokens[:, :T]
+    keep = decide(model, params, prompt, budget, names)[0]
+    found = analysis.trace(analysis.read(model, params, prompt, tokens[:, T:]))
+    p, own = (np.asarray(x, np.float64).swapaxes(0, 1) for x in (found.attention, found.own_mass))
+    stay = np.repeat(np.concatenate([np.ones_like(keep[:1]), keep]), p.shape[2] // keep.shape[3], axis=3)
+    left = (p * s[..., None, :] for s in stay)
+    means = np.stack([(x / (x.sum(-1) + own)[..., None]).mean(3) for x in left])
+    gain = np.where(stay, means / np.maximum(means[0], np.finfo(np.float32).tiny), np.nan)
+    factor = np.nanquantile(gain, (0.1, 0.5, 0.9), axis=(1, 3, 4)).swapaxes(0, 1)
+    score = -np.sort(-means, axis=-1).mean((1, 3)).swapaxes(1, 2)
+    return ScoreDistributions(("full cache", *names), T, budget, score, factor)
+
+
+def plot_score_distributions(d: ScoreDistributions) -> Figure:
+    """Attention by rank, a line a method; where nothing is left, none."""
+    figure, ((axes,),) = canvas(width=7.0, height=4.4)
+    at, factor = 100 * (np.arange(d.length) + 0.5) / d.length, d.factor.mean(-1)
+    for i, (name, line, (low, mid, high)) in enumerate(zip(d.methods, d.score.mean(-1), factor, strict=True)):
+        how = style(i) | {"linestyle": ("-", ":", "--", "-.")[i], "markevery": (i * d.length // 40, d.length // 8)}
+        text = f"{name}: {mid:.2f} ({low:.2f} to {high:.2f})" if i else name
+        axes.plot(at, np.where(line > 0, line, np.nan), label=text, **how)
+    axes.set(xlabel="rank, % of the prompt's tokens", ylabel="attention that a row gives", yscale="log")
+    axes.legend(frameon=False, title="over the full cache's, of a token that stays:\nmedian (10 to 90 %)")
+    over = dict(zip(d.methods, factor[:, 1], strict=True))
+    more = f"{over['H2O']:.2f} times the full cache's attention\nunder H2O, {over['Keyformer']:.2f} under Keyformer"
+    return message(
+        figure, f"Tokens that stay get {more}", f"Keyformer, Fig. 4; {d.budget} of {d.length} tokens a kv head"
+    )
 
 
 # --- NaCl, section 6.4 ---
