@@ -18,6 +18,7 @@ if __name__ == "__main__":  # before imports that take seconds
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import pathlib
 import sys
@@ -59,6 +60,8 @@ class Options:
       length: tokens of a prompt; what the figure is made for if None.
       seed: of the project's text.
       dtype: of parameters and activations; "auto" for the one that is stored.
+      layers: those that are drawn, for figures with a panel a layer; all if not given.
+      budget: tokens of a head (128) or shares of the prompt (0.2); what the figure is made for if not given.
     """
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
@@ -69,6 +72,8 @@ class Options:
     length: int | None = None
     seed: int = 0
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    layers: tuple[int, ...] = ()
+    budget: tuple[int | float, ...] = ()
 
     def __post_init__(self):
         if self.name not in (*FIGURES, ALL):
@@ -76,8 +81,17 @@ class Options:
         given = {n: v for n in ("prompts", "length") if (v := getattr(self, n)) is not None}
         check_whole(1, **given)
         check_whole(0, seed=self.seed)
+        for name in self.given:
+            takes = [n for n, f in FIGURES.items() if name in inspect.signature(f.data).parameters]
+            if self.name not in takes:
+                raise ValueError(f"{self.name} has no {name}; those that have are {', '.join(takes)}")
         if self.output.exists() and not self.output.is_dir():
             raise ValueError(f"output={self.output} is a file, not a directory")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What the figure's function is given."""
+        return {name: x for name, x in (("layers", self.layers), ("budgets", self.budget)) if x}
 
 
 @contextlib.contextmanager
@@ -111,6 +125,7 @@ def draw(
     about: dict[str, Any],
     *,
     part: str = "",
+    **given: Any,
 ) -> None:
     """Computes, plots and writes one figure.
 
@@ -121,10 +136,11 @@ def draw(
       output: directory, made if absent.
       about: what else to note beside the arrays.
       part: which of several figures this is, for the line that is shown meanwhile.
+      **given: layers or budgets, for the figure's function.
     """
     start = time.perf_counter()
     with elapsed(f"{part}{name}: compiling and reading {len(tokens)} prompts of {tokens.shape[-1]} tokens"):
-        data = FIGURES[name].data(model, params, tokens)
+        data = FIGURES[name].data(model, params, tokens, **given)
     seconds = time.perf_counter() - start
     with elapsed(f"{part}{name}: drawing"):
         picture = FIGURES[name].plot(data)
@@ -163,8 +179,8 @@ def run(options: Options, command: Sequence[str]) -> None:
             tokens = prompts.from_file(tokenizer, options.text, **size)
         text = "project" if options.text is None else str(options.text)
         config = {"model": options.model, "text": text, **size, "seed": options.seed, "dtype": options.dtype}
-        part = f"{i} of {len(names)}, " if len(names) > 1 else ""
-        draw(name, model, params, tokens, options.output, {"config": config, **environment_}, part=part)
+        part, about = f"{i} of {len(names)}, " if len(names) > 1 else "", {"config": config | options.given}
+        draw(name, model, params, tokens, options.output, about | environment_, part=part, **options.given)
     print(f"written to {options.output}")
 
 

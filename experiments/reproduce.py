@@ -53,6 +53,8 @@ def run(options: Options, command: Sequence[str]) -> None:
     about = {"model": options.model, "seeds": [*options.seeds], **environment([*command])}
     about["command"] = _as_typed(command)
     directory = options.output or reduced.directory(options)
+    if options.layers and not entry.figures:
+        raise ValueError(f"{entry.name} is measured, not drawn by layer; leave --layers {options.layers} out")
     if entry.kind == "drawn":
         return _draw(entry, options, about)
     chosen = reduced.choose(entry, options, read_config(locate(included(options.model), weights=False)))
@@ -77,11 +79,12 @@ def run(options: Options, command: Sequence[str]) -> None:
         job.run(records)
         lines, refused = numbers.scored(chosen, records.lines.values(), job.rows)
         found, faults = numbers.numbers(chosen, lines), [*job.faults, *refused]
-        text = numbers.markdown(chosen, found, job.reduced, faults, about, lines)
+        text = numbers.markdown(chosen, found, job.reduced, faults, about)
+        text += numbers.responses(chosen, lines)
         write_json(directory / "report.json", {**numbers.as_json(chosen, found, job.reduced, faults), **about})
         write_bytes(directory / "report.md", text.encode())
-        if entry.label.startswith("figure") and found:
-            picture(chosen, found).savefig(directory / "figure.png")
+        if found and not entry.label.startswith("table"):
+            picture(chosen, found, lines, job.rows).savefig(directory / "figure.png")
         print(f"{text}\nwritten to {directory}")
     counts = ", ".join(f"{len(p) // len(options.seeds)} rows of {n}" for n, p in job.prompts.items())
     counts += f", each with {len(options.seeds)} seeds" if len(options.seeds) > 1 else ""
@@ -103,7 +106,8 @@ def _draw(entry: Entry, options: Options, about: dict[str, Any]) -> None:
         figures.run(
             figures.Options(
                 name, model=options.model, text=text, output=output, prompts=options.examples, length=options.length,
-                seed=options.seeds[0], dtype=options.dtype,
+                seed=options.seeds[0], dtype=options.dtype, layers=options.layers or entry.layers,
+                budget=options.budget or entry.budgets,
             ),
             about["command"],
         )  # fmt: skip

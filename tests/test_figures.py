@@ -192,7 +192,7 @@ def test_chance_is_that_of_random_sets(read):
         (sparsity.attention_mass, {}, "the second half of 24 tokens has 12 rows, not 64"),
         (ahakv.attention_entropy, {"budget": 24}, "budget=24: rows of a prompt of 24 tokens must exceed it"),
         (adakv.head_concentration, {}, "a window of 32 of 24 tokens leaves none before it"),
-        (adakv.loss_bound, {"shares": (0.01,)}, r"budgets of \[0\] tokens must lie between 1 and 24"),
+        (adakv.loss_bound, {"budgets": (0.01,)}, r"budgets of \[0\] tokens must lie between 1 and 24"),
     ],
 )
 def test_prompts_that_are_too_short_are_refused(figure, options, message):
@@ -449,11 +449,15 @@ def test_head_concentration(read):
         weights = here[:, :, -4:, :20].sum(2)
         weights = np.sort(weights / weights.sum(-1, keepdims=True), -1)[..., ::-1]
         np.testing.assert_allclose(found.held[i], np.cumsum(weights, -1).mean(0), atol=1e-5)
+    one = adakv.head_concentration(model, params, tokens, window=4, layers=(2,))
+    assert (one.layers, one.held.tolist()) == ((2,), found.held[2:].tolist())
+    with pytest.raises(ValueError, match=r"layers=\(8,\): the model has layers 0 to 2; give --layers of these"):
+        adakv.head_concentration(model, params, tokens, window=4, layers=(8,))
 
 
 def test_loss_bound(read):
     model, params, tokens, p, layers = read
-    found = adakv.loss_bound(model, params, tokens, shares=(0.25, 0.5))
+    found = adakv.loss_bound(model, params, tokens, budgets=(0.25, 12))
     assert found.budgets.tolist() == [6, 12]
     for i, (here, layer) in enumerate(zip(p, layers, strict=True)):
         v = np.repeat(np.asarray(layer.v, np.float64), 2, axis=1)

@@ -6,9 +6,9 @@ import pytest
 
 import kvjax
 from kvjax.experiments.papers.attention import capture
-from kvjax.experiments.papers.methods import METHODS
+from kvjax.experiments.papers.methods import METHODS, _largest_rows
 from tests.tensors import live_positions, token_ids
-from tests.test_figures import logits
+from tests.test_figures import grouped, logits, matrix
 
 
 def rocos(x, budget, scope):
@@ -43,3 +43,18 @@ def test_rocos_tables_protect_no_token_by_its_position(tiny, method, budget, sco
     if method == "roco":
         assert live("roco_recent") != live("roco")
         assert all({*range(21, 24)} <= {*head} for row in live("roco_recent") for head in row)
+
+
+def test_ahakvs_limitation_sums_the_largest_rows_of_every_token(tiny):
+    """SG-softmax, the 6 largest probabilities of each column times pooled value norms, and the last 6 tokens."""
+    model, params = tiny
+    tokens, seen = np.asarray(token_ids(2, 24, seed=3)), np.arange(1, 25)
+    _, state = kvjax.prefill(model, params, tokens, policy=_largest_rows(12, recent=6), max_new_tokens=0)
+    gain = np.where(seen > 12, np.sqrt(2 * np.log(np.maximum(seen / 12, 1))), 1)
+    for layer, held in zip(capture(model, params, jnp.asarray(tokens)), state.layers, strict=True):
+        largest = np.sort(grouped(matrix(layer, gain)), axis=2)[:, :, -6:].sum(2)
+        norms = np.pad((np.asarray(layer.v, np.float64) ** 2).sum(-1), [(0, 0), (0, 0), (3, 3)])
+        score = largest * sum(norms[..., j : j + 24] for j in range(7))
+        chosen = np.argsort(score[..., :18], axis=-1)[..., -6:]
+        expected = [[sorted([*head.tolist(), *range(18, 24)]) for head in row] for row in chosen]
+        assert [[sorted(head) for head in row] for row in live_positions(held)] == expected

@@ -10,7 +10,8 @@ import pytest
 from kvjax import methods, models
 from kvjax.experiments import reproduce
 from kvjax.experiments.core.engine import Engine
-from kvjax.experiments.papers import job, ledger, numbers, reduced, rows, tables
+from kvjax.experiments.papers import job, ledger, numbers, prompts, reduced, rows, tables
+from kvjax.experiments.papers.picture import named, picture
 from kvjax.experiments.papers.reduced import Options
 from kvjax.experiments.papers.tables import ENTRIES
 from tests.runs import one_layer
@@ -139,6 +140,7 @@ def test_speeds_and_likelihoods_have_their_units(run):
     by_column = {n["column"]: n for n in speeds["numbers"] if n["method"] == "ahakv"}
     assert by_column["32K + 512"]["ours"] == pytest.approx(4.0)  # 8 tokens in 2 seconds, one of them for the prompt
     assert by_column["cache"]["ours"] == pytest.approx(1.0)
+    assert by_column["inference time"]["ours"] == pytest.approx(2.0)
     options = ("--data", "project", "--examples", "2", "--length", "128", "--methods", "roco", "--budget", "0.5")
     texts, _ = run("roco/figure5", *options, out="b")
     assert texts["numbers"][1]["ours"] == pytest.approx(np.exp(1.05))
@@ -448,9 +450,9 @@ def test_entries_of_three_papers_run_end_to_end_at_reduced_size(tmp_path, monkey
 @pytest.mark.slow
 def test_a_question_that_a_paper_prints_needs_no_data_and_its_responses_are_shown(tmp_path, monkeypatch):
     """RoCo's Figure 6: shares are of the prompt and the tokens to come."""
-    sizes = ["roco/figure6", "--new-tokens", "24", "--model", one_layer(), "--budget", "0.3", "--batch-size", "1"]
-    monkeypatch.setattr("sys.argv", ["reproduce.py", *sizes])
-    reproduce.main([*sizes, "--output", str(tmp_path)])
+    monkeypatch.setattr("sys.argv", ["reproduce.py"])
+    argv = f"roco/figure6 --new-tokens 24 --budget 0.3 --batch-size 1 --model {one_layer()} --output {tmp_path}"
+    reproduce.main(argv.split())
     lines = {x["method"]: x for x in map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())}
     tokens = lines["full"]["prompt_tokens"] + 24
     assert lines["full"]["most_live"] == lines["full"]["prompt_tokens"] + lines["full"]["tokens"]
@@ -458,3 +460,70 @@ def test_a_question_that_a_paper_prints_needs_no_data_and_its_responses_are_show
     text = (tmp_path / "report.md").read_text()
     assert text.count("\n- RoCo") == 2
     assert lines["roco"]["output"].splitlines()[0] in text.split("## Responses")[1]
+
+
+def test_how_often_paragraphs_are_named():
+    """By the first number of an output; one that no answer has, or none, names no paragraph."""
+    right = {"passage_retrieval_zh": [rows.PromptRow("", (f"段落{n}",)) for n in (1, 3, 3, 4)]}
+    lines = [
+        {"method": "h2o", "budget": "1000", "task": "passage_retrieval_zh", "index": i, "output": text}
+        for i, text in enumerate(("段落3, not 1", "1", "段落30", "no"))
+    ]
+    chosen = reduced.choose(ENTRIES["ahakv/figure7"], Options("ahakv/figure7", data="project"), SMALL)
+    truth, found = named(chosen, lines, right)
+    assert truth.tolist() == [1, 0, 2, 1]
+    assert found["H2O at 1000"].tolist() == [1, 0, 1, 0]
+
+
+def test_needles_stand_at_every_depth_of_every_length(embedded):
+    found = rows.needles(rows.Source("needle", None, False), None, prompts.task_of(embedded[2], 400, 0))
+    metas = [dict(example.meta) for example in found]
+    assert len({(m["depth"], m["length"]) for m in metas}) == len(found) == 32
+    for example, meta in zip(found, metas, strict=True):
+        assert meta["needle_at"] / len(example.context) == pytest.approx(meta["depth"], abs=0.15)
+
+
+def test_a_measured_figures_curve_has_ours_and_the_papers_numbers_at_every_budget(every_metric):
+    entry, column = ENTRIES["ada-kv/figure5"], "Ave. Score"
+    chosen = reduced.choose(entry, Options(entry.name, data="project", methods=("snapkv",)), SMALL)
+    printed = {(r.method, r.budget): r.values[0] for r in entry.rows if r.model == chosen.model}
+    made = lambda x, line: numbers.Number(*line, column, 3, x, x - 1, x + 1, printed[line])
+    found = [made(30 + i, line) for i, line in enumerate(chosen.lines)]
+    (axes,) = picture(chosen, found, [], {}).axes
+    line = next(c for c in axes.containers if c.get_label() == "SnapKV")[0]
+    assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([128, 256, 512, 1024], [31, 32, 33, 34])
+    assert axes.collections[-1].get_offsets().tolist() == [[b, printed["snapkv", b]] for b in (128, 256, 512, 1024)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "roco/figure5 --data project --budget 0.3 --methods roco",
+        "ahakv/limitations --data project --budget 40",
+        "ahakv/figure7 --data project --budget 40 0.2",
+        "ahakv/figure8 --budget 40",
+        "ada-kv/figure4 --data project --budget 40 --methods snapkv",
+    ],
+)
+def test_entries_that_are_measured_end_as_pictures(tmp_path, monkeypatch, argv):
+    sizes = f"--examples 4 --length 96 --new-tokens 4 --batch-size 2 --model {one_layer()} --output {tmp_path}"
+    monkeypatch.setattr("sys.argv", ["reproduce.py"])
+    reproduce.main([*argv.split(), *sizes.split()])
+    found = json.loads((tmp_path / "report.json").read_text())["numbers"]
+    assert {n["method"] for n in found} > {"full"}
+    assert all(np.isfinite(n["ours"]) for n in found)
+    assert (tmp_path / "figure.png").is_file()
+
+
+@pytest.mark.slow
+def test_a_drawn_entry_has_the_papers_layer_and_budget(tmp_path, monkeypatch):
+    sizes = ["--examples", "1", "--length", "192", "--model", one_layer(), "--output", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["reproduce.py"])
+    reproduce.main(["ada-kv/figure3", *sizes])
+    assert json.loads((tmp_path / "loss_bound.json").read_text())["config"]["budgets"] == [128]
+    with pytest.raises(SystemExit, match=r"layers=\(8,\): the model has layers 0 to 0"):
+        reproduce.main(["ada-kv/figure2", *sizes])
+    reproduce.main(["ada-kv/figure2", *sizes, "--layers", "0"])
+    with np.load(tmp_path / "head_concentration.npz") as arrays:
+        assert arrays["layers"].tolist() == [0]

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from kvjax.analysis import eviction_bound, eviction_loss
 from kvjax.decide.select import best
 from kvjax.experiments.papers.attention import Layer, by_layer, fold_rows, group_mean
-from kvjax.experiments.papers.base import budgets_of, canvas, interval, message, percent, shown_layers
+from kvjax.experiments.papers.base import budgets_of, canvas, interval, message, percent
 from kvjax.plot import COLOURS
 
 # --- Figure 2 ---
@@ -23,31 +23,36 @@ class HeadConcentration:
     """How much attention every head holds with its most attended tokens.
 
     Attributes:
+      layers: which.
       budgets: tokens, 1 to the candidates there are.
       held: attention held, the mean over prompts.
     """
 
+    layers: tuple[int, ...]
     budgets: Int[np.ndarray, "X"]
     held: Float[np.ndarray, "L N X"]
 
 
 def head_concentration(
-    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, window: int = 32
+    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, window: int = 32, layers: tuple[int, ...] = ()
 ) -> HeadConcentration:
     """Attention that each head retains against its budget (Ada-KV, Fig. 2 and 6).
 
     The weights are those that SnapKV and Ada-SnapKV rank by: the mean attention of the last `window` rows over the
     tokens before them, renormalised, for every query head. The tokens are those that hold most of it: the best in
-    hindsight, no choice of as many holds more.
+    hindsight, no choice of as many holds more. All layers (Fig. 6), or those of `layers` (Fig. 2: layer 8).
 
     Raises:
-      ValueError: prompts with nothing before the window.
+      ValueError: prompts with nothing before the window, layers that the model has not.
     """
     T = tokens.shape[1]
     if not 1 <= window < T:
         raise ValueError(f"a window of {window} of {T} tokens leaves none before it; choose 1 to {T - 1}")
+    layers, L = layers or (*range(model.config.num_layers),), model.config.num_layers
+    if not {*layers} <= {*range(L)}:
+        raise ValueError(f"layers={layers}: the model has layers 0 to {L - 1}; give --layers of these")
     held = by_layer(model, params, tokens, _held, jnp.arange(T - window, T))
-    return HeadConcentration(np.arange(1, T - window + 1), held)
+    return HeadConcentration(layers, np.arange(1, T - window + 1), held[[*layers]])
 
 
 @jax.jit
@@ -62,31 +67,30 @@ def _held(layer: Layer, window: Int[Array, "W"]) -> Float[Array, "N X"]:
 
 def plot_head_concentration(d: HeadConcentration) -> Figure:
     """A panel for every layer, a line for every head: the quickest and the slowest stand out."""
-    layers = shown_layers(len(d.held), 8)
-    per_row = min(len(layers), 4)
-    num_rows = -(-len(layers) // per_row)
-    figure, grid = canvas(per_row, num_rows, width=3.3, height=3.3, sharex=True, sharey=True)
+    per_row = min(len(d.layers), 4)
+    num_rows = -(-len(d.layers) // per_row)
+    figure, grid = canvas(per_row, num_rows, width=max(3.3, 6.0 / per_row), height=3.3, sharex=True, sharey=True)
     share = 100 * d.budgets / d.budgets[-1]
     need = d.budgets[(d.held >= 0.95).argmax(-1)] / d.budgets[-1]  # "L N"
-    for axes, i in zip(grid.flat, layers, strict=False):
+    for i, axes in enumerate(grid.flat[: len(d.layers)]):
         for head in d.held[i]:
             axes.plot(share, 100 * head, color="0.7", linewidth=0.9)
         for head, colour, name in ((need[i].argmin(), COLOURS[0], "fewest"), (need[i].argmax(), COLOURS[1], "most")):
             label = f"head {head}: {percent(need[i, head])} for 95 %"
             axes.plot(share, 100 * d.held[i, head], color=colour, linewidth=2, label=label, dashes=_DASHES[name])
         axes.axhline(95, color="0.5", linewidth=0.8, linestyle=":")
-        axes.set(title=f"layer {i}", xscale="log", ylim=(0, 102))
+        axes.set(title=f"layer {d.layers[i]}", xscale="log", ylim=(0, 102))
         axes.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
         axes.set_xlim(max(share[0], 0.08), 100)
         axes.legend(frameon=False, fontsize="x-small", loc="lower right", handlelength=1.5)
-    for axes in grid.flat[len(layers) :]:
+    for axes in grid.flat[len(d.layers) :]:
         axes.set_visible(False)
     for axes in grid[-1]:
         axes.set_xlabel("budget, % of the tokens")
     for axes in grid[:, 0]:
         axes.set_ylabel("attention held by the best tokens, %")
-    text = f"To hold 95 % of their attention, heads need {percent(need.min())} to {percent(need.max())} of the tokens"
-    return message(figure, text, "Ada-KV, Fig. 2")
+    text = f"To hold 95 % of their attention,\nheads need {percent(need.min())} to {percent(need.max())} of the tokens"
+    return message(figure, text, "Ada-KV, Fig. 2 and 6")
 
 
 _DASHES = {"fewest": (), "most": (4, 1.5)}
@@ -121,23 +125,24 @@ def loss_bound(
     params: PyTree[Any],
     tokens: Int[np.ndarray, "B T"],
     *,
-    shares: tuple[float, ...] = (0.0625, 0.125, 0.25),
+    budgets: tuple[float | int, ...] = (0.0625, 0.125, 0.25),
 ) -> LossBound:
     """Bound of the eviction loss by layer, uniform against adaptive head budgets (Ada-KV, Fig. 3).
 
     The last row of every prompt. A kv head ranks tokens by the sum of its query heads' attention; uniform budgets keep
     each head's largest, adaptive ones the largest of the layer (Algorithm 2, without safeguard), so that the adaptive
     bound cannot be larger (Theorem 4). The loss itself may be. What is kept is decided by that row's own attention, so
-    both are the best in hindsight, of as many tokens in every head or in the layer.
+    both are the best in hindsight, of as many tokens in every head or in the layer. Budgets are a head's on average:
+    tokens (int; 128 in the paper) or shares of the prompt (float).
 
     Raises:
-      ValueError: a share that leaves no token.
+      ValueError: a budget of no token, or of more than there are.
     """
     T = tokens.shape[1]
-    budgets = budgets_of(shares, T, most=T)
-    bound, loss, output = by_layer(model, params, tokens, _bounds, jnp.asarray(budgets))
+    each = budgets_of(budgets, T, most=T)
+    bound, loss, output = by_layer(model, params, tokens, _bounds, jnp.asarray(each))
     order = lambda x: x.transpose(2, 1, 0, 3)  # "L R 2 B" to "2 R L B"
-    return LossBound(("uniform", "adaptive"), budgets, T, order(bound), order(loss), output)
+    return LossBound(("uniform", "adaptive"), each, T, order(bound), order(loss), output)
 
 
 @jax.jit
@@ -175,7 +180,7 @@ def adaptive(weights: Float[Array, "B K T"], budget: Int[Array, ""]) -> Bool[Arr
 
 def plot_loss_bound(d: LossBound) -> Figure:
     """Bounds and losses relative to the layer's output, by layer; a panel for every budget."""
-    figure, (row,) = canvas(len(d.budgets), width=4.2, height=4.2, sharey=True)
+    figure, (row,) = canvas(len(d.budgets), width=max(4.2, 8.4 / len(d.budgets)), height=4.2, sharey=True)
     layers = np.arange(d.bound.shape[2])
     for r, axes in enumerate(row):
         for x, hatch, place, what in ((d.bound, None, -0.2, "bound"), (d.loss, "////", 0.2, "loss")):
@@ -187,9 +192,7 @@ def plot_loss_bound(d: LossBound) -> Figure:
                     at, mean, 0.17, yerr=half, color=face, edgecolor=COLOURS[i], hatch=hatch, capsize=2,
                     label=f"{what}, {name}",
                 )  # fmt: skip
-        axes.set(
-            title=f"budget {100 * d.budgets[r] / d.length:.3g} % of {d.length} tokens", xlabel="layer", yscale="log"
-        )
+        axes.set(title=f"budget {d.budgets[r]} of {d.length} tokens", xlabel="layer", yscale="log")
         if len(layers) <= 12:
             axes.set_xticks(layers)
         axes.grid(False, axis="x")

@@ -35,17 +35,15 @@ class PaperFigure:
         return (self.data.__doc__ or "").splitlines()[0]
 
 
-def budgets_of(shares: Sequence[float], length: int, most: int) -> Int[np.ndarray, "R"]:
-    """Shares of a prompt of `length` tokens, in whole tokens.
+def budgets_of(shares: Sequence[float | int], length: int, most: int) -> Int[np.ndarray, "R"]:
+    """Shares of a prompt of `length` tokens, in whole tokens; those that are tokens already (int) stay.
 
     Raises:
       ValueError: a share that leaves no token, or more than `most`.
     """
-    budgets = np.array([int(share * length + 1e-9) for share in shares])
+    budgets = np.array([share if isinstance(share, int) else int(share * length + 1e-9) for share in shares])
     if budgets.min() < 1 or budgets.max() > most:
-        raise ValueError(
-            f"budgets of {budgets.tolist()} tokens must lie between 1 and {most}; change shares={tuple(shares)}"
-        )
+        raise ValueError(f"budgets of {budgets.tolist()} tokens must lie between 1 and {most}; change {tuple(shares)}")
     return budgets
 
 

@@ -21,6 +21,7 @@ from kvjax.experiments.core.meaning import definition
 from kvjax.experiments.core.records import Line, Records, digest
 from kvjax.experiments.papers import reduced, rows
 from kvjax.experiments.papers.methods import Budget
+from kvjax.experiments.papers.prompts import task_of
 from kvjax.experiments.papers.reader import Reader
 from kvjax.experiments.papers.reduced import Choice, Options
 from kvjax.experiments.papers.rows import SCORED, PromptRow
@@ -71,6 +72,9 @@ class Job:
         self.prompts: dict[str, list[Prompt]] = {}
         for each in choice.sources:
             for seed in options.seeds:
+                if DATA[each.name].runner == "needle":
+                    self._hide(each, seed)
+                    continue
                 found, faults = rows.read(each, options.examples, seed)
                 self.faults += faults
                 for shots in dict.fromkeys(c.shots for c in choice.columns if each.name in c.data):
@@ -105,7 +109,15 @@ class Job:
         if len(self.engines) < len(choice.lines):
             self.reduced.append(f"{len(choice.lines) - len(self.engines)} policies cannot run here")
 
-    def _asked(self, task: str, index: int, ids: tuple[int, ...], seed: int, **how: int) -> Prompt:
+    def _hide(self, source: rows.Source, seed: int) -> None:
+        """Keeps prompts that each have a needle."""
+        kept, prompts = self.rows.setdefault(source.name, []), self.prompts.setdefault(source.name, [])
+        for e in rows.needles(source, self.options.examples, task_of(self.tokenizer, self.length, seed)):
+            (question,) = e.questions
+            prompts.append(self._asked(source.name, len(kept), (*e.context, *question.ids), seed, meta=e.meta))
+            kept.append(PromptRow("", question.references))
+
+    def _asked(self, task: str, index: int, ids: tuple[int, ...], seed: int, **how: Any) -> Prompt:
         data, most = rows.data_of(task), self.options.new_tokens
         beams = 1 if data.runner == "speed" else self.choice.entry.beams
         steps = data.new_tokens if most is None else min(data.new_tokens, most)
@@ -212,6 +224,7 @@ class Job:
             found, _ = engine.run(batch)
             for prompt, lines in zip(batch, found, strict=True):
                 about = {"task": prompt.example.task, "index": prompt.example.index, "context": digest(prompt.tokens)}
+                about |= dict(prompt.example.meta)
                 yield from ({**about, **line} for line in lines)
             return
         ((name, shots),), options = batch, self.options

@@ -5,11 +5,16 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final
 
+from jax import lax
+from jaxtyping import Array, Float
+
 from kvjax import Policy, Share, methods, shared_layers, when
-from kvjax.contract import Layout
+from kvjax.contract import Layout, Slots
 from kvjax.methods import variants
 from kvjax.methods.variants import PROMPT, by_query_head
-from kvjax.scores.attention import Faded
+from kvjax.observe import Rows
+from kvjax.scores.attention import Faded, ValuePrior
+from kvjax.scores.softmax import EntropyScaled
 
 Budget = int | float
 
@@ -72,6 +77,28 @@ METHODS["ahakv"] = {
     "nacl": _of("NACL", methods.nacl, "shares are not given: those of NaCl's Table 4"),
     "tova": _of("TOVA", methods.tova),
     "ahakv": _of("AhaKV", methods.ahakv, "the pooling kernel is not given: 7", recent=32),
+}
+
+
+class LargestRows(ValuePrior):
+    """AhaKV's score where every token sums the `num` largest that rows of the prompt give it (its Limitations)."""
+
+    num: int = 32
+
+    def _new(self, slots: Slots) -> Float[Array, "B K S"]:
+        rows = super()._new(slots).swapaxes(2, 3)
+        return lax.top_k(rows, min(self.num, rows.shape[-1]))[0].sum(-1)
+
+
+def _largest_rows(budget: Budget, *, recent: int) -> Policy:
+    rows = Rows(softmax=EntropyScaled(budget), summed=False)
+    return dataclasses.replace(methods.ahakv(budget, recent=recent), score=LargestRows(rows, num=recent))
+
+
+METHODS["ahakv-rows"] = {
+    "full": METHODS["ahakv"]["full"],
+    "ahakv": METHODS["ahakv"]["ahakv"],
+    "largest_rows": _of("AhaKV, each token's 32 largest rows", _largest_rows, recent=32),
 }
 METHODS["ahakv-ablation"] = {
     "without_ra": Method("w/o RA", lambda b: variants.ahakv_without("recent", b, recent=32)),

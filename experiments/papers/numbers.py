@@ -15,8 +15,16 @@ from kvjax.experiments.core.markdown import plain
 from kvjax.experiments.core.records import Line
 from kvjax.experiments.papers.methods import Budget
 from kvjax.experiments.papers.reduced import MEASURED, NO_SCORES, Choice
-from kvjax.experiments.papers.rows import CLASSIFICATION, PromptRow, classification, metric_of, scored_part, task_of
-from kvjax.experiments.papers.tables import DATA, GEOMETRIC, MODELS
+from kvjax.experiments.papers.rows import (
+    CLASSIFICATION,
+    PromptRow,
+    classification,
+    data_of,
+    metric_of,
+    scored_part,
+    task_of,
+)
+from kvjax.experiments.papers.tables import GEOMETRIC, MODELS
 
 _PERCENT = 100.0
 _NONE = Interval(math.nan, math.nan, math.nan)
@@ -213,11 +221,11 @@ def _measured(metric: str, lines: Sequence[Line], others: Sequence[Line]) -> Int
         size, model = lines[0]["kv_bytes"], lines[0].get("model_bytes", 0)
         number = {"kv_gb": size / 1e9, "model_gb": model / 1e9, "moved_share": size / (size + model)}[metric]
         return Interval(number, number, number)
-    if metric in ("tokens_per_second", "latency_growth"):
-        seconds = np.array([_seconds(x) for x in lines])
+    if metric in ("seconds", "tokens_per_second", "latency_growth"):
+        each = seconds = np.array([_seconds(x) for x in lines])
         if metric == "latency_growth":
             each = seconds / (np.mean([_seconds(x) for x in others]) if others else math.nan)
-        else:
+        elif metric == "tokens_per_second":
             each = np.array([x["tokens"] for x in lines]) / seconds
         found = stats.mean(each.tolist())
         return found if len(lines) > 1 else Interval(found.mean, math.nan, math.nan)
@@ -231,14 +239,7 @@ def _measured(metric: str, lines: Sequence[Line], others: Sequence[Line]) -> Int
 # --- the report ---
 
 
-def markdown(
-    choice: Choice,
-    found: Sequence[Number],
-    reduced: Sequence[str],
-    faults: Sequence[str],
-    about: Any,
-    samples: Sequence[Line] = (),
-) -> str:
+def markdown(choice: Choice, found: Sequence[Number], reduced: Sequence[str], faults: Sequence[str], about: Any) -> str:
     """The report.
 
     Args:
@@ -247,7 +248,6 @@ def markdown(
       reduced: all reasons why it is not the paper's run.
       faults: rows and methods that could not be run.
       about: the environment (`environment`), with the model's source.
-      samples: the run's lines; the outputs of a question that the paper prints are shown.
     """
     entry = choice.entry
     lines = [f"# {entry.name}: {entry.shows}", ""]
@@ -279,11 +279,14 @@ def markdown(
         if len(mixed) > 1 and any(n.column == title for n in found):
             mean = f"{title} is a mean of different metrics: {', '.join(mixed)}."
             lines += ["", mean] if title not in {c.title for c in choice.columns} else []
-    title = lambda x: f"{entry.methods[x['method']].title} at {x['budget']}"
-    shown = [x for x in samples if DATA[x["task"].split(" ")[0]].question]
-    outputs = [f"- {title(x)}: {plain(x['output'])}" for x in shown]
-    outputs = ["## Responses", "", *outputs, ""] if outputs else []
-    return "\n".join([*lines, "", *_wide(choice, found), "", *outputs, *_long(found), ""])
+    return "\n".join([*lines, "", *_wide(choice, found), "", *_long(found), ""])
+
+
+def responses(choice: Choice, lines: Sequence[Line]) -> str:
+    """What was generated after a question that the paper prints; nothing for other entries."""
+    asked = [x for x in lines if data_of(x["task"]).question]
+    shown = [f"- {choice.called(x)}: {plain(x['output'])}" for x in asked]
+    return "\n".join(["\n## Responses", "", *shown, ""]) if shown else ""
 
 
 def _wide(choice: Choice, found: Sequence[Number]) -> list[str]:

@@ -1,40 +1,89 @@
 """The picture of a measured entry: ours with intervals, the paper's numbers beside them where its text has any."""
 
-from collections.abc import Sequence
+import collections
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 from matplotlib.figure import Figure
 
+from kvjax import plot
 from kvjax.configs.experiment import label
-from kvjax.experiments.papers.base import canvas, message
+from kvjax.experiments.core.records import Line
+from kvjax.experiments.papers.base import canvas, message, percent
 from kvjax.experiments.papers.numbers import Number
 from kvjax.experiments.papers.reduced import Choice
-from kvjax.experiments.papers.tables import MODELS
+from kvjax.experiments.papers.rows import PromptRow
+from kvjax.experiments.papers.tables import DATA, MODELS
+from kvjax.plot import COLOURS
 from kvjax.plot.style import style
 
 _UNITS = {
     "kv_gb": "GB", "model_gb": "GB", "moved_share": "cache's share of the bytes that a step moves",
     "latency_growth": "latency over that of the shortest", "tokens_per_second": "tokens a second",
-    "perplexity": "perplexity",
+    "perplexity": "perplexity", "seconds": "seconds a sequence",
 }  # fmt: skip
+Rows = Mapping[str, Sequence[PromptRow]]
+Count = Int[np.ndarray, "P"]
 
 
-def picture(choice: Choice, found: Sequence[Number]) -> Figure:
-    """A row of panels of methods with several budgets, against these, and one of the others; a column for every score.
-
-    Where columns are lengths, every unit has a panel, with a line for every method and budget against them.
-
-    Args:
-      choice: what was run.
-      found: its numbers.
+def picture(choice: Choice, found: Sequence[Number], samples: Sequence[Line], rows: Rows) -> Figure:
+    """What a figure shows: scores, a map of needles, or the paragraphs that the scored lines `samples` name.
 
     Raises:
       ValueError: no number to draw.
     """
+    if not found:
+        raise ValueError(f"nothing of {choice.entry.name} was measured, so that there is nothing to draw")
+    sets = [DATA[name] for column in choice.columns for name in column.data]
+    if all(data.metric == "retrieval" for data in sets):
+        return _paragraphs(choice, *named(choice, samples, rows))
+    return _map(choice, samples) if all(data.runner == "needle" for data in sets) else _scores(choice, found)
+
+
+def named(choice: Choice, samples: Sequence[Line], rows: Rows) -> tuple[Count, dict[str, Count]]:
+    """How often paragraphs 1, 2, ... are right, and are named by the first number of methods' outputs."""
+    number = lambda text: int(found[0]) if (found := re.search(r"\d+", text)) else 0
+    right, outputs = [number(row.answers[0]) for each in rows.values() for row in each], collections.defaultdict(list)
+    for x in samples:
+        outputs[choice.called(x)].append(number(x["output"]))
+    count = lambda found: np.bincount([n for n in found if n <= max(right)], minlength=max(right) + 1)[1:]
+    return count(right), {name: count(found) for name, found in outputs.items()}
+
+
+def _paragraphs(choice: Choice, right: Count, by_name: Mapping[str, Count]) -> Figure:
+    """A panel for every method and budget, with the right answers as a line."""
+    figure, grid = canvas(1, len(by_name), width=7.5, height=2.2, sharex=True, sharey=True)
+    first = lambda counts: percent(counts[: len(right) // 2].sum() / counts.sum()) if counts.sum() else "none"
+    for (name, counts), axes in zip(by_name.items(), grid[:, 0], strict=True):
+        axes.bar(range(1, len(right) + 1), counts, color=COLOURS[0], label="named")
+        axes.step(range(1, len(right) + 1), right, where="mid", color="black", linewidth=1.2, label="right")
+        axes.set(title=f"{name}: {counts.sum()} outputs name one", ylabel="outputs")
+    grid[0, 0].legend(frameon=False, fontsize="small", ncols=2)
+    grid[-1, 0].set_xlabel("paragraph")
+    said = ";\n".join(f"{name}: {first(counts)}" for name, counts in by_name.items())
+    text = f"Named in the first half (of the right ones {first(right)}):\n{said}"
+    return message(figure, text, f"{choice.entry.name}, for {MODELS[choice.model].title}")
+
+
+def _map(choice: Choice, samples: Sequence[Line]) -> Figure:
+    """Scores by depth and length, a map for every method and budget, and the paper's averages."""
+    cells, metric = collections.defaultdict[str, list[Line]](list), choice.columns[0].metric
+    for x in samples:
+        cells[choice.called(x)].append({**x, "score": x["scores"][metric]})
+    theirs = [f"{choice.entry.methods[r.method].title} {r.values[0]:g}" for r in choice.entry.rows if r.values[0]]
+    text = f"{choice.entry.name}; the paper's averages: {', '.join(theirs)}"
+    return message(plot.depth_against_length(cells), choice.entry.shows, text)
+
+
+def _scores(choice: Choice, found: Sequence[Number]) -> Figure:
+    """A row of panels of methods with several budgets, against these, and one of the others; a column for every score.
+
+    Where columns are lengths, every unit has a panel, with a line for every method and budget against them.
+    """
     entry, columns = choice.entry, [*dict.fromkeys(n.column for n in found)]
-    if not columns:
-        raise ValueError(f"nothing of {entry.name} was measured, so that there is nothing to draw")
     title = lambda method: entry.methods[method].title
     budgets = {m: {n.budget for n in found if n.method == m} for m in dict.fromkeys(n.method for n in found)}
     several = [m for m in budgets if len(budgets[m]) > 1]
@@ -64,6 +113,8 @@ def picture(choice: Choice, found: Sequence[Number]) -> Figure:
             for n in here:
                 if n.method == "full":
                     axes.axhline(n.ours, color="black", linewidth=1, linestyle=":", label=title("full"))
+                if n.method == "full" and n.theirs is not None:
+                    axes.axhline(n.theirs, color="0.5", linewidth=1, linestyle="--")
             for i, method in enumerate(kind):
                 own = [n for n in here if n.method == method]
                 if kind is several:
@@ -77,7 +128,9 @@ def picture(choice: Choice, found: Sequence[Number]) -> Figure:
             axes.set(title=column, ylabel=_UNITS.get(metrics.get(column, ""), "score"))
         if several or "full" in budgets:
             grid[0, 0].legend(frameon=False, fontsize="small")
-    known = "open: the paper's" if any(n.theirs is not None for n in found) else "the paper's text has none of them"
+    claimed = "\n".join(f"the paper: {what}: {value:g}" for what, value, _ in entry.claims)
+    theirs = "open marks, dashed: the paper's" if any(n.theirs is not None for n in found) else ""
+    known = theirs or claimed or "the paper has no number"
     return message(figure, entry.shows, f"{entry.name}, for {MODELS[choice.model].title}; 95 % intervals; {known}")
 
 

@@ -338,7 +338,7 @@ def token_survival(
     params: PyTree[Any],
     tokens: Int[np.ndarray, "B T"],
     *,
-    budgets: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5),
+    budgets: tuple[float | int, ...] = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5),
 ) -> TokenSurvival:
     """Tokens that stay in some head, and in some layer, beside independent heads (NaCl, section 6.4).
 
@@ -348,13 +348,14 @@ def token_survival(
     Args:
       model, params: the model.
       tokens: prompts of one length.
-      budgets: shares of the prompt.
+      budgets: shares of the prompt, or tokens (int).
     """
     T, names = tokens.shape[1], ("NaCl", "H2O", "SnapKV")
-    each = [decide(model, params, tokens, n, names)[0] for n in budgets_of(budgets, T, most=T).tolist()]
+    whole = budgets_of(budgets, T, most=T).tolist()
+    each = [decide(model, params, tokens, n, names)[0] for n in whole]
     kept = np.stack(each, axis=1)
     _, _, L, _, K, _ = kept.shape
-    return TokenSurvival(names, budgets, K, L, kept.any(4).mean((2, 4)), kept.any((2, 4)).mean(-1))
+    return TokenSurvival(names, tuple(n / T for n in whole), K, L, kept.any(4).mean((2, 4)), kept.any((2, 4)).mean(-1))
 
 
 def plot_token_survival(d: TokenSurvival) -> Figure:

@@ -41,10 +41,14 @@ def from_project(tokenizer: Any, *, count: int, length: int, seed: int = 0) -> I
     """
     if min(count, length) < 1:
         raise ValueError(f"{count} prompts of {length} tokens: figures need at least 1 of both")
-    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
-    task = Task(encode, _bos(tokenizer), max(length, 128), seed)
+    task = task_of(tokenizer, max(length, 128), seed)
     examples = (TASKS["perplexity"](task, i) for i in range(count))
     return np.array([(e.context + e.questions[0].continuation)[:length] for e in examples], np.int32)
+
+
+def task_of(tokenizer: Any, length: int, seed: int) -> Task:
+    """What builders of examples need."""
+    return Task(lambda text: tokenizer(text, add_special_tokens=False).input_ids, _bos(tokenizer), length, seed)
 
 
 def _bos(tokenizer: Any) -> tuple[int, ...]:

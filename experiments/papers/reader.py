@@ -1,7 +1,4 @@
-"""Texts that are read token by token under a policy that evicts meanwhile: how likely every token is (RoCo, Fig. 5).
-
-Letters: B batch, T tokens of a text.
-"""
+"""Texts that are read token by token under a policy that evicts meanwhile: how likely every token is (RoCo, Fig. 5)."""
 
 import functools
 import time
@@ -11,9 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key, PyTree
 
-from kvjax import Plan, Policy
 from kvjax.drivers.attend import step
 from kvjax.drivers.buckets import plan_request
 from kvjax.drivers.loop import log_prob
@@ -23,20 +18,8 @@ from kvjax.experiments.core.records import Line
 
 
 @functools.partial(jax.jit, static_argnames=("model", "policy", "plan"))
-def likelihoods(
-    model: Any,
-    params: PyTree[Any],
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    keys: Key[Array, "B"],
-    *,
-    policy: Policy,
-    plan: Plan,
-) -> Float[Array, "B"]:
-    """The mean log-probability of each text's tokens but the first, of a cache that evicts after every token.
-
-    As `prefill(block=1)` reads them, so that budgets that are shares are those of the whole text.
-    """
+def likelihoods(model: Any, params: Any, tokens: Any, lengths: Any, keys: Any, *, policy: Any, plan: Any) -> jax.Array:
+    """The mean log-probability of each text's tokens but the first, read as `prefill(block=1)` reads a prompt."""
     T = tokens.shape[1]
     plan, hparams = plan_request(model.config, policy, lengths, T, 0, plan=plan)
     state = empty_state(model.config, policy, plan, hparams, lengths, 0, keys=keys, slots=True)
@@ -44,9 +27,8 @@ def likelihoods(
     def read(state, here):
         token, after, column = here
         there = column >= T - lengths
-        logits, state, _ = step(
-            model, params, token[:, None], state, there.astype(jnp.int32), "prefill", grow=True, ends=False
-        )
+        valid, how = there.astype(jnp.int32), {"grow": True, "ends": False}
+        logits, state, _ = step(model, params, token[:, None], state, valid, "prefill", **how)
         return state, jnp.where(there, log_prob(logits, after), 0.0)
 
     _, found = jax.lax.scan(read, state, (tokens.T[:-1], tokens.T[1:], jnp.arange(T - 1)))
@@ -60,15 +42,11 @@ class Reader(Engine):
         """Compiles ahead of time; these texts are read by every policy for itself."""
         B, T = self.batch_size, self.shape.width
         given = np.zeros((B, T), np.int32), np.full(B, T, np.int32), jax.random.split(jax.random.key(0), B)
-        how = {"policy": self.policy, "plan": self.plan}
-        self._likelihoods = likelihoods.lower(self.model, self.params, *given, **how).compile()
+        lowered = likelihoods.lower(self.model, self.params, *given, policy=self.policy, plan=self.plan)
+        self._likelihoods = lowered.compile()
 
     def run(self, prompts: Sequence[Prompt], shown: Any = None, full: Any = None) -> tuple[list[list[Line]], None]:
-        """Reads a batch of texts; see `Engine.run`.
-
-        Raises:
-          ValueError: likelihoods that are no numbers.
-        """
+        """Reads a batch of texts; raises ValueError for likelihoods that are no numbers."""
         arrays = self.rows(prompts)
         start = time.perf_counter()
         found = np.asarray(self._likelihoods(self.params, *arrays))

@@ -10,14 +10,15 @@ import tyro
 
 from kvjax.configs.experiment import check_distinct, check_whole
 from kvjax.experiments.core import metrics
+from kvjax.experiments.core.records import Line
 from kvjax.experiments.papers import rows
 from kvjax.experiments.papers.methods import Budget
 from kvjax.experiments.papers.rows import PROJECT, SCORED, Source
 from kvjax.experiments.papers.tables import DATA, MODELS, Column, DataSet, Entry
 
 NO_SCORES = (
-    "tokens_per_second", "latency_growth", "prefill_speedup", "kv_gb", "model_gb", "moved_share", "perplexity",
-    "log_perplexity",
+    "seconds", "tokens_per_second", "latency_growth", "prefill_speedup", "kv_gb", "model_gb", "moved_share",
+    "perplexity", "log_perplexity",
 )  # fmt: skip
 MEASURED = ("accuracy", *NO_SCORES)
 """What is measured without a metric of texts."""
@@ -37,6 +38,7 @@ class Options:
       data: a directory with a file for each data set, one file for all, or "project" for the project's own text.
       methods: those to run; all if not given.
       budget: tokens (64) or shares (0.2); the paper's if not given.
+      layers: of a figure with a panel a layer; the paper's if not given.
       examples: rows of every data set; all if not given.
       length: tokens of a prompt, at most; what the model has positions for if not given.
       new_tokens: tokens to generate, at most; what each data set asks for if not given.
@@ -58,6 +60,7 @@ class Options:
     data: str | None = None
     methods: tuple[str, ...] = ()
     budget: tuple[Budget, ...] = ()
+    layers: tuple[int, ...] = ()
     examples: int | None = None
     length: int | None = None
     new_tokens: int | None = None
@@ -105,6 +108,10 @@ class Choice:
     sources: tuple[Source, ...]
     missing: tuple[str, ...]
     reduced: tuple[str, ...]
+
+    def called(self, line: Line) -> str:
+        """The method and budget of a line, for readers."""
+        return f"{self.entry.methods[line['method']].title} at {line['budget']}"
 
 
 def choose(entry: Entry, options: Options, config: Any) -> Choice:

@@ -19,11 +19,12 @@ from kvjax.experiments.core.meaning import definition
 from kvjax.experiments.harness import lm_eval_module
 from kvjax.experiments.papers.methods import Budget
 from kvjax.experiments.papers.tables import DATA, LONGBENCH, DataSet
-from kvjax.experiments.tasks.base import Question, Tokens, example
+from kvjax.experiments.tasks import needle_number, single_needle
+from kvjax.experiments.tasks.base import Example, Question, Task, Tokens, example
 from kvjax.models.presets import PLACE
 
 SCORED: Final = 64  # the last tokens of a text, whose likelihood is measured
-WITH_ROWS: Final = ("rows", "text", "stream")  # runners of data sets that are read from files
+WITH_ROWS: Final = ("rows", "text", "stream", "needle")  # runners of data sets that are read from files
 CLASSIFICATION: Final = "classification"  # LongBench's, which needs to know the classes
 PROJECT: Final = "project"  # in place of a path: text of the project's own
 _SUFFIXES: Final = (".jsonl", ".json", ".txt")
@@ -222,7 +223,7 @@ def _own(name: str, index: int, seed: int) -> PromptRow:
 
 
 def asked(
-    task: str, index: int, ids: Tokens, *, new_tokens: int, beams: int, seed: int, scored: int = SCORED
+    task: str, index: int, ids: Tokens, *, new_tokens: int, beams: int, seed: int, scored: int = SCORED, meta: Any = ()
 ) -> Prompt:
     """A row's prompt: of a text its last `scored` tokens are predicted, after others an answer is generated.
 
@@ -236,8 +237,18 @@ def asked(
         return made
     stop = () if (end := data.stop) is None else (end,)
     question = Question(metric="", max_new_tokens=new_tokens, stop=stop, num_beams=beams)
-    (made,) = prompts_of(example(task, index, ids, question), "in_prompt", seed)
+    (made,) = prompts_of(Example(task, index, ids, (question,), meta), "in_prompt", seed)
     return made
+
+
+def needles(source: Source, count: int | None, task: Task) -> list[Example]:
+    """A needle in a file's text, or the project's own, at `count` pairs of length and depth; at all without a count."""
+    if source.path is None:
+        return [single_needle(task, i) for i in range(count or 32)]
+    if source.path.suffix != ".txt":
+        raise ValueError(f"a needle is hidden in running text, but {source.path} is none; give {source.name}.txt")
+    task = dataclasses.replace(task, text=source.path.read_text(encoding="utf-8"))
+    return [needle_number(task, i) for i in range(count or 44)]
 
 
 def any_tokens(name: str, index: int, length: int, vocab_size: int, seed: int) -> Tokens:

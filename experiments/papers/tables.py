@@ -19,7 +19,7 @@ from kvjax.models.presets import PLACE, PRESETS
 
 Kind = Literal["scores", "speed", "drawn", "settings", "drawing"]
 Reference = Literal["answers", "full cache"]
-Runner = Literal["harness", "rows", "text", "stream", "speed", "planned"]
+Runner = Literal["harness", "rows", "text", "stream", "needle", "speed", "planned"]
 
 FOLDER: Final = pathlib.Path(__file__).parent
 MEAN: Final = "mean"  # the metric of a column that is the mean of others
@@ -58,9 +58,9 @@ class DataSet:
 
     Attributes:
       title: as papers name it.
-      runner: "rows" are prompts with answers, generated for; "text" is predicted at its end, "stream"
-        whole, each token as it is read; "harness" is a task of lm-eval that
-        ranks given answers; "speed" is made of any tokens; "planned" is of any tokens, whose cache is planned alone.
+      runner: "rows" are prompts with answers, generated for; "text" is predicted at its end, a "stream"
+        token by token as it is read; a "needle" is hidden in text; "harness" is a task of lm-eval that ranks given
+        answers; "speed" is made of any tokens; "planned" is of any tokens, whose cache is planned alone.
       examples: how many the papers ran; None where their text does not say.
       words: average words of a prompt, where the text says; tokens of one that is timed or planned.
       new_tokens: tokens to generate.
@@ -146,6 +146,7 @@ class Entry:
       reference: what outputs are compared with: the data's "answers", or the output of the "full cache".
       template: whether prompts stand in their model's template (`models.PRESETS`).
       beams: hypotheses of the beam search that generates, 1 for greedy generation.
+      layers, budgets: those that its `figures` draw; where there are none, what they are made for.
       figures: names of `kvjax.experiments.papers.FIGURES` that draw the entry or a part of it.
       claims: (what, number, place) of numbers that stand in the running text.
       notes: what a reader should know before comparing.
@@ -163,6 +164,8 @@ class Entry:
     reference: Reference = "answers"
     template: bool = False
     beams: int = 1
+    layers: tuple[int, ...] = ()
+    budgets: tuple[Budget, ...] = ()
     figures: tuple[str, ...] = ()
     claims: tuple[tuple[str, float, str], ...] = ()
     notes: str = ""
@@ -296,6 +299,7 @@ def _entry(paper: str, label: str, given: dict[str, Any], settings: dict[str, An
     columns = [_COLUMNS[_among("column", n, _COLUMNS)] for n in given.pop("columns", [])]
     named = lambda text: [text] if ": " in text else settings[_among("setting", text, settings)]
     texts = [line for text in given.pop("settings", []) for line in named(text)]
+    given |= {name: (*given.get(name, ()),) for name in ("figures", "layers", "budgets")}
     _among("kind", given["kind"], get_args(Kind))
     _among("reference", given.get("reference", "answers"), get_args(Reference))
     return Entry(
@@ -304,7 +308,6 @@ def _entry(paper: str, label: str, given: dict[str, Any], settings: dict[str, An
         methods={name: method for each in methods for name, method in each.items()},
         columns=tuple(c for each in columns for c in each),
         settings=tuple(tuple(line.split(": ", 1)) for line in texts),
-        figures=tuple(given.pop("figures", [])),
         claims=tuple((what, float(value), place) for what, value, place in given.pop("claims", [])),
         **given,
     )
