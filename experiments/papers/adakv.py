@@ -69,7 +69,7 @@ def plot_head_concentration(d: HeadConcentration) -> Figure:
     """A panel for every layer, a line for every head: the quickest and the slowest stand out."""
     per_row = min(len(d.layers), 4)
     num_rows = -(-len(d.layers) // per_row)
-    figure, grid = canvas(per_row, num_rows, width=max(3.3, 6.0 / per_row), height=3.3, sharex=True, sharey=True)
+    figure, grid = canvas(per_row, num_rows, width=max(3.3, 5.0 / per_row), height=3.3, sharex=True, sharey=True)
     share = 100 * d.budgets / d.budgets[-1]
     need = d.budgets[(d.held >= 0.95).argmax(-1)] / d.budgets[-1]  # "L N"
     for i, axes in enumerate(grid.flat[: len(d.layers)]):
@@ -89,7 +89,7 @@ def plot_head_concentration(d: HeadConcentration) -> Figure:
         axes.set_xlabel("budget, % of the tokens")
     for axes in grid[:, 0]:
         axes.set_ylabel("attention held by the best tokens, %")
-    text = f"To hold 95 % of their attention,\nheads need {percent(need.min())} to {percent(need.max())} of the tokens"
+    text = f"To hold 95 % of their attention, heads need {percent(need.min())} to {percent(need.max())} of the tokens"
     return message(figure, text, "Ada-KV, Fig. 2 and 6")
 
 
@@ -180,7 +180,7 @@ def adaptive(weights: Float[Array, "B K T"], budget: Int[Array, ""]) -> Bool[Arr
 
 def plot_loss_bound(d: LossBound) -> Figure:
     """Bounds and losses relative to the layer's output, by layer; a panel for every budget."""
-    figure, (row,) = canvas(len(d.budgets), width=max(4.2, 8.4 / len(d.budgets)), height=4.2, sharey=True)
+    figure, (row,) = canvas(len(d.budgets), width=max(4.2, 7.0 / len(d.budgets)), height=4.2, sharey=True)
     layers = np.arange(d.bound.shape[2])
     for r, axes in enumerate(row):
         for x, hatch, place, what in ((d.bound, None, -0.2, "bound"), (d.loss, "////", 0.2, "loss")):

@@ -1,6 +1,7 @@
 """What all figures share: intervals, axes, colours of layers, and titles that say what is to be seen."""
 
 import dataclasses
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,9 +65,11 @@ def canvas(columns: int = 1, rows: int = 1, *, width: float = 5.2, height: float
 
 
 def message(figure: Figure, text: str, source: str) -> Figure:
-    """The title, which says what is to be seen, and where the figure comes from."""
-    figure.suptitle(text, fontsize="large", fontweight="bold")
-    figure.supxlabel(source, fontsize="x-small", color="0.4", x=0.99, ha="right")
+    """The title, which says what is to be seen, and where the figure comes from; lines are those that fit."""
+    wide = figure.get_figwidth()
+    fit = lambda text, per_inch: "\n".join(textwrap.fill(line, int(per_inch * wide)) for line in text.split("\n"))
+    figure.suptitle(fit(text, 10), fontsize="large", fontweight="bold")
+    figure.supxlabel(fit(source, 15), fontsize="x-small", color="0.4", x=0.99, ha="right")
     return figure
 
 

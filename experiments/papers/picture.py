@@ -107,7 +107,7 @@ def _scores(choice: Choice, found: Sequence[Number]) -> Figure:
             axes.legend(frameon=False, fontsize="small")
     else:
         kinds = [kind for kind in (several, single) if kind] or [["full"]]
-        figure, grid = canvas(len(columns), len(kinds), width=4.6, height=3.8)
+        figure, grid = canvas(len(columns), len(kinds), width=4.6 if len(columns) > 1 else 7.0, height=3.8)
         for (kind, row), column in ((pair, c) for pair in zip(kinds, grid, strict=True) for c in columns):
             axes, here = row[columns.index(column)], [n for n in found if n.column == column]
             for n in here:
@@ -127,7 +127,7 @@ def _scores(choice: Choice, found: Sequence[Number]) -> Figure:
                 axes.set_xticks(range(len(kind)), map(title, kind), rotation=60, ha="right", fontsize="small")
             axes.set(title=column, ylabel=_UNITS.get(metrics.get(column, ""), "score"))
         if several or "full" in budgets:
-            grid[0, 0].legend(frameon=False, fontsize="small")
+            figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     claimed = "\n".join(f"the paper: {what}: {value:g}" for what, value, _ in entry.claims)
     theirs = "open marks, dashed: the paper's" if any(n.theirs is not None for n in found) else ""
     known = theirs or claimed or "the paper has no number"
