@@ -104,6 +104,8 @@ class Job:
             count = {n: len(p) // len(options.seeds) for n, p in self.prompts.items()}
             short = (reduced.examples_short(rows.data_of(task), n) for task, n in count.items())
             self.reduced += filter(None, short)
+        if options.length is None and (cut := [n for n in timed if (DATA[n].words or 0) > self.length]):
+            self.reduced.append(f"the model has positions for {self.length} tokens of {', '.join(cut)}")
         if entry.template and template is None:
             self.reduced.append("prompts stand alone, without the template of the paper's model")
         if len(self.engines) < len(choice.lines):

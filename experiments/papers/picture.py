@@ -103,7 +103,7 @@ def _scores(choice: Choice, found: Sequence[Number]) -> Figure:
                 name = title(method) if method == "full" else f"{title(method)}, {label(budget)}"
                 _points(axes, i, name, {places.index(c): n for c, n in own.items() if c in places})
             axes.set_xticks(range(len(places)), [c.split(" at ")[-1] for c in places])
-            axes.set(ylabel=unit, ylim=(0, None))
+            axes.set(xlabel="length, tokens", ylabel=unit, ylim=(0, None))
             axes.legend(frameon=False, fontsize="small")
     else:
         kinds = [kind for kind in (several, single) if kind] or [["full"]]
