@@ -2,6 +2,7 @@
 
     python experiments/reproduce.py --list
     python experiments/reproduce.py ada-kv/table2 --published
+    python experiments/reproduce.py ada-kv/table2 --plan
     python experiments/reproduce.py ada-kv/table2 --model DIR --data DIR
     python experiments/reproduce.py roco/table4 --data project --examples 4 --length 256 --methods roco h2o
     python experiments/reproduce.py ada-kv/table2 --model DIR --data DIR --dry-run
@@ -32,6 +33,7 @@ from kvjax.experiments.core.records import Records
 from kvjax.experiments.papers import ledger, numbers, reduced, tables
 from kvjax.experiments.papers.job import Job
 from kvjax.experiments.papers.picture import picture
+from kvjax.experiments.papers.planning import planned
 from kvjax.experiments.papers.reduced import Options
 from kvjax.experiments.papers.rows import PROJECT
 from kvjax.experiments.papers.tables import Entry
@@ -157,8 +159,9 @@ def main(argv: Sequence[str]) -> None:
             print(ledger.listing(ledger.read()))
         elif options.entry is None:
             raise ValueError("name an entry, such as ada-kv/table2; --list has them all, --help the options")
-        elif options.published:
-            print(ledger.published(tables.find(options.entry)))
+        elif options.published or options.plan:
+            entry = tables.find(options.entry)
+            print(ledger.published(entry) if options.published else planned(entry, options))
         else:
             run(options, [sys.executable, *sys.argv])
 

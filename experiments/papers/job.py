@@ -176,7 +176,7 @@ class Job:
     def config(self) -> dict[str, Any]:
         """What makes two runs the same."""
         block = lambda m: self.choice.entry.methods[m].block
-        ignored = ("methods", "budget", "output", "restart", "dry_run", "record", "list", "published")
+        ignored = ("methods", "budget", "output", "restart", "dry_run", "plan", "record", "list", "published")
         return {
             "entry": self.choice.entry.name,
             "stands_for": self.choice.model,

@@ -22,7 +22,7 @@ NO_SCORES = (
 )  # fmt: skip
 MEASURED = ("accuracy", *NO_SCORES)
 """What is measured without a metric of texts."""
-_JUDGED = ("win_rate",)
+JUDGED = ("win_rate",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Options:
       output: directory for the results.
       restart: begin anew; an earlier run there is moved aside.
       dry_run: say what would be run, and stop.
+      plan: the hours and memory that the paper's run takes on one H100; needs no weights and no data.
       record: note the run in experiments/papers/ledger.json.
     """
 
@@ -70,6 +71,7 @@ class Options:
     output: pathlib.Path | None = None
     restart: bool = False
     dry_run: bool = False
+    plan: bool = False
     record: bool = False
 
     def __post_init__(self):
@@ -125,7 +127,7 @@ def choose(entry: Entry, options: Options, config: Any) -> Choice:
         raise ValueError(f"{entry.name} has no model {options.stands_for!r}; there are {', '.join(entry.models)}")
     same = (m for m in entry.models if same_shape(m, config))
     model = options.stands_for or next(same, entry.models[0])
-    lines = _lines(entry, model, options)
+    lines = lines_of(entry, model, options)
     found, missing = rows.sources(entry.data, options.data)
     columns, without = _columns(entry, model, {s.name for s in found})
     wanted = {d for c in columns for d in c.data}
@@ -140,7 +142,7 @@ def same_shape(model: str, config: Any) -> bool:
     return (config.num_layers, config.embed_dim, config.num_kv_heads) == (known.layers, known.width, known.kv_heads)
 
 
-def _lines(entry: Entry, model: str, options: Options) -> tuple[tuple[str, Budget], ...]:
+def lines_of(entry: Entry, model: str, options: Options) -> tuple[tuple[str, Budget], ...]:
     """Methods and budgets, each pair once: the paper's, or those that were asked for."""
     if unknown := [m for m in options.methods if m not in entry.methods]:
         raise ValueError(f"{entry.name} has no method {unknown[0]!r}; there are {', '.join(entry.methods)}")
@@ -163,7 +165,7 @@ def _columns(entry: Entry, model: str, present: set[str]) -> tuple[tuple[Column,
         fault = None
         if "harness" in runners and not has_lm_eval():
             fault = "a task of lm-eval; pip install 'kvjax[eval]'"
-        elif column.metric in _JUDGED:
+        elif column.metric in JUDGED:
             fault = f"{column.metric} needs a judge, which kvjax does not run"
         elif names:
             fault = _metric_fault(names, column.metric)

@@ -36,6 +36,8 @@ class Model:
       preset: its name in `models.PRESETS`; None where no repository is certain.
       layers, width, kv_heads: its shape, by which a checkpoint is known to be of the size that the paper ran. The shape
         does not tell fine-tuned weights from others.
+      billions, positions: of parameters, and of tokens that it reads.
+      head_dim, query_heads: of attention; as many heads as its width holds if None.
       template: of its prompts, where it has no preset that says so.
     """
 
@@ -43,6 +45,10 @@ class Model:
     layers: int
     width: int
     kv_heads: int
+    billions: float
+    positions: int
+    head_dim: int = 128
+    query_heads: int | None = None
     preset: str | None = None
     template: str = PLACE
 
@@ -62,7 +68,7 @@ class DataSet:
         token by token as it is read; a "needle" is hidden in text; "harness" is a task of lm-eval that ranks given
         answers; "speed" is made of any tokens; "planned" is of any tokens, whose cache is planned alone.
       examples: how many the papers ran; None where their text does not say.
-      words: average words of a prompt, where the text says; tokens of one that is timed or planned.
+      words: average words of a prompt, where they are known; tokens of one that is timed or planned.
       new_tokens: tokens to generate.
       batch: sequences that are timed or planned together.
       hub: where it is on the hub.

@@ -1,0 +1,108 @@
+"""The hours and memory of an entry as its paper sets it, on one H100, before anything is loaded."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+import kvjax
+from kvjax import Policy, models
+from kvjax.configs.experiment import label
+from kvjax.experiments.papers.methods import Budget, Method
+from kvjax.experiments.papers.reduced import JUDGED, Options, lines_of
+from kvjax.experiments.papers.rows import data_of, task_of
+from kvjax.experiments.papers.tables import DATA, MODELS, Entry, Model
+from kvjax.plan import make_plan
+
+FLOPS, BANDWIDTH = 400e12, 2.0e12  # 40 and 60 % of what is stated of an H100 in bfloat16
+PER_WORD, EXAMPLE, CHOICES = 1.4, 60, 3  # tokens of a word and of an example of lm-eval, and answers to rank
+ROWS, TIMED, NEEDLES = 1000, 5, 44  # prompts, where the text does not say how many; of needles a map's
+ASSUMED: Final = f"""\
+assumed: {FLOPS / 1e12:.0f} TFLOP/s, {BANDWIDTH / 1e12:.1f} TB/s, bfloat16, compiling not counted; {PER_WORD} tokens
+a word, {EXAMPLE} an example of lm-eval, {CHOICES} answers to rank; where numbers are not known, {ROWS:,} rows, and
+prompts as long as the model reads"""
+
+
+class Work(NamedTuple):
+    """Prompts of a data set: how many, their tokens, those to generate, and how many prompts run together."""
+
+    task: str
+    prompts: int
+    tokens: int
+    new: int
+    batch: int
+
+
+def planned(entry: Entry, options: Options) -> str:
+    """What an entry runs, how long that takes and what it holds; options that make a run smaller do so here.
+
+    Raises:
+      ValueError: an entry that reads no data with a model, or a budget that is not stated and not given.
+    """
+    wanted = entry.models if options.stands_for is None else (options.stands_for,)
+    parts = [line for name in wanted for line in _of_model(entry, name, options)] if entry.runs else []
+    if not parts:
+        raise ValueError(f"{entry.name} reads no data under policies, so that there is nothing to plan")
+    return "\n".join([f"{entry.name}: {entry.shows}", *parts, ASSUMED])
+
+
+def _of_model(entry: Entry, name: str, options: Options) -> Iterator[str]:
+    """The lines about one of the entry's models; none where nothing is run."""
+    model, columns = MODELS[name], [c for c in entry.measured(name) if c.metric not in JUDGED]
+    sets = dict.fromkeys((d, c.shots) for c in columns for d in c.data if DATA[d].runner != "planned")
+    if not sets:
+        return
+    works, lines = [work(*key, model, options) for key in sets], lines_of(entry, name, options)
+    of = lambda count, line, w: count(entry.methods[line[0]], line[1], w, model, entry.beams)
+    yield f"{model.title}, {model.billions} billion parameters, {len(lines)} methods and budgets"
+    hours = [sum(of(seconds, line, w) for line in lines) / 3600 for w in works]
+    for w, spent in zip(works, hours, strict=True):
+        each = f"{w.prompts:,} prompts of {w.tokens:,} tokens, {w.batch} at once, {w.new:,} to generate"
+        yield f"  {w.task}: {each}: {spent:.3g} hours"
+    longest = max(works, key=lambda w: w.batch * (w.tokens + w.new))
+    most, largest = max((of(memory, line, longest), f"{line[0]} at {label(line[1])}") for line in lines)
+    weights = 2 * model.billions
+    parts = f"{weights:.3g} of weights, {most / 1e9:.3g} of caches and reading ({longest.task} under {largest})"
+    yield f"  in all {sum(hours):.3g} hours and {weights + most / 1e9:.3g} of the card's 80 GB: {parts}"
+
+
+def work(name: str, shots: int, model: Model, options: Options) -> Work:
+    """What a data set has a model read and generate."""
+    data, timed = DATA[name], DATA[name].runner == "speed"
+    new = min(data.new_tokens, options.new_tokens or data.new_tokens)
+    tokens = model.positions if data.words is None else round(data.words * (1 if timed else PER_WORD))
+    if data.runner in ("harness", "text"):
+        tokens = (shots + 1) * EXAMPLE
+    rows = options.examples or data.examples or {"speed": TIMED, "needle": NEEDLES}.get(data.runner, ROWS)
+    rows *= len(options.seeds) * (data.batch if timed else CHOICES if data.runner == "harness" else 1)
+    tokens = min(tokens, options.length or tokens, tokens if timed else model.positions - new)
+    return Work(task_of(name, shots), rows, tokens, new, data.batch if timed else options.batch_size)
+
+
+def seconds(made: Method, budget: Budget, w: Work, model: Model, beams: int) -> float:
+    """Reading takes as long as its operations or as the bytes of its passes, a step as long as its bytes."""
+    config, policy = _run(made, budget, w, model)
+    cache = 4 * config.head_dim * make_plan(config, policy, np.array([w.tokens]), w.tokens, w.new).num_slots
+    batches, moved = math.ceil(w.prompts / w.batch), 2e9 * model.billions + w.batch * beams * cache
+    block = 1 if data_of(w.task).runner == "stream" else made.block or w.tokens
+    attention = 2 * config.num_layers * config.num_query_heads * config.head_dim * w.tokens**2
+    computed = w.prompts * (2e9 * model.billions * w.tokens + attention)
+    reading = max(computed / FLOPS, batches * math.ceil(w.tokens / block) * moved / BANDWIDTH)
+    return reading + batches * w.new * moved / BANDWIDTH
+
+
+def memory(made: Method, budget: Budget, w: Work, model: Model, beams: int) -> int:
+    """Bytes of caches and of reading, each hypothesis of a search with its own."""
+    config, policy = _run(made, budget, w, model)
+    how = {"batch": w.batch * beams, "prompt_len": w.tokens, "max_new_tokens": w.new, "block": made.block}
+    return kvjax.plan_memory(config, policy, **how).peak
+
+
+def _run(made: Method, budget: Budget, w: Work, model: Model) -> tuple[Any, Policy]:
+    """The model's shape, of which its caches know no vocabulary, and a policy."""
+    D, H = model.width, model.head_dim
+    heads = model.query_heads or D // H, model.kv_heads
+    share = made.whole and isinstance(budget, float)
+    policy = made.make(max(int(budget * (w.tokens + w.new)), 1) if share else budget)
+    return models.ModelConfig(1, D, 4 * D, model.layers, *heads, H, dtype="bfloat16"), policy
