@@ -28,9 +28,10 @@ import tyro
 from kvjax.experiments import figures
 from kvjax.experiments.core.command import plain_errors, write_json
 from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.core.markdown import plain
 from kvjax.experiments.core.provenance import environment
 from kvjax.experiments.core.records import Records
-from kvjax.experiments.papers import ledger, numbers, reduced, tables
+from kvjax.experiments.papers import ledger, numbers, reduced, rows, tables
 from kvjax.experiments.papers.job import Job
 from kvjax.experiments.papers.picture import picture
 from kvjax.experiments.papers.planning import planned
@@ -82,7 +83,8 @@ def run(options: Options, command: Sequence[str]) -> None:
         lines, refused = numbers.scored(chosen, records.lines.values(), job.rows)
         found, faults = numbers.numbers(chosen, lines), [*job.faults, *refused]
         text = numbers.markdown(chosen, found, job.reduced, faults, about)
-        text += numbers.responses(chosen, lines)
+        if shown := [x for x in lines if rows.data_of(x["task"]).question]:
+            text += "\n".join(["\n## Responses\n", *(f"- {chosen.called(x)}: {plain(x['output'])}" for x in shown), ""])
         write_json(directory / "report.json", {**numbers.as_json(chosen, found, job.reduced, faults), **about})
         write_bytes(directory / "report.md", text.encode())
         if found and not entry.label.startswith("table"):

@@ -467,10 +467,8 @@ def test_a_question_that_a_paper_prints_needs_no_data_and_its_responses_are_show
 def test_how_often_paragraphs_are_named():
     """By the first number of an output; one that no answer has, or none, names no paragraph."""
     right = {"passage_retrieval_zh": [rows.PromptRow("", (f"段落{n}",)) for n in (1, 3, 3, 4)]}
-    lines = [
-        {"method": "h2o", "budget": "1000", "task": "passage_retrieval_zh", "index": i, "output": text}
-        for i, text in enumerate(("段落3, not 1", "1", "段落30", "no"))
-    ]
+    outputs = "段落3, not 1", "1", "段落30", "no"
+    lines = [{"method": "h2o", "budget": "1000", "output": text} for text in outputs]
     chosen = reduced.choose(ENTRIES["ahakv/figure7"], Options("ahakv/figure7", data="project"), SMALL)
     truth, found = named(chosen, lines, right)
     assert truth.tolist() == [1, 0, 2, 1]

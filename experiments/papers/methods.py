@@ -95,11 +95,7 @@ def _largest_rows(budget: Budget, *, recent: int) -> Policy:
     return dataclasses.replace(methods.ahakv(budget, recent=recent), score=LargestRows(rows, num=recent))
 
 
-METHODS["ahakv-rows"] = {
-    "full": METHODS["ahakv"]["full"],
-    "ahakv": METHODS["ahakv"]["ahakv"],
-    "largest_rows": _of("AhaKV, each token's 32 largest rows", _largest_rows, recent=32),
-}
+METHODS["ahakv-rows"] = {"largest_rows": _of("AhaKV, each token's 32 largest rows", _largest_rows, recent=32)}
 METHODS["ahakv-ablation"] = {
     "without_ra": Method("w/o RA", lambda b: variants.ahakv_without("recent", b, recent=32)),
     "without_sgs": Method("w/o SGS", lambda b: variants.ahakv_without("gain", b, recent=32)),

@@ -15,15 +15,7 @@ from kvjax.experiments.core.markdown import plain
 from kvjax.experiments.core.records import Line
 from kvjax.experiments.papers.methods import Budget
 from kvjax.experiments.papers.reduced import MEASURED, NO_SCORES, Choice
-from kvjax.experiments.papers.rows import (
-    CLASSIFICATION,
-    PromptRow,
-    classification,
-    data_of,
-    metric_of,
-    scored_part,
-    task_of,
-)
+from kvjax.experiments.papers.rows import CLASSIFICATION, PromptRow, classification, metric_of, scored_part, task_of
 from kvjax.experiments.papers.tables import GEOMETRIC, MODELS
 
 _PERCENT = 100.0
@@ -280,13 +272,6 @@ def markdown(choice: Choice, found: Sequence[Number], reduced: Sequence[str], fa
             mean = f"{title} is a mean of different metrics: {', '.join(mixed)}."
             lines += ["", mean] if title not in {c.title for c in choice.columns} else []
     return "\n".join([*lines, "", *_wide(choice, found), "", *_long(found), ""])
-
-
-def responses(choice: Choice, lines: Sequence[Line]) -> str:
-    """What was generated after a question that the paper prints; nothing for other entries."""
-    asked = [x for x in lines if data_of(x["task"]).question]
-    shown = [f"- {choice.called(x)}: {plain(x['output'])}" for x in asked]
-    return "\n".join(["\n## Responses", "", *shown, ""]) if shown else ""
 
 
 def _wide(choice: Choice, found: Sequence[Number]) -> list[str]:

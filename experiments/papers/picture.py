@@ -127,7 +127,7 @@ def _scores(choice: Choice, found: Sequence[Number]) -> Figure:
                 axes.set_xticks(range(len(kind)), map(title, kind), rotation=60, ha="right", fontsize="small")
             axes.set(title=column, ylabel=_UNITS.get(metrics.get(column, ""), "score"))
         if several or "full" in budgets:
-            figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+            figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
     claimed = "\n".join(f"the paper: {what}: {value:g}" for what, value, _ in entry.claims)
     theirs = "open marks, dashed: the paper's" if any(n.theirs is not None for n in found) else ""
     known = theirs or claimed or "the paper has no number"
