@@ -122,7 +122,8 @@ def _scores(choice: Choice, found: Sequence[Number]) -> Figure:
                 else:
                     _points(axes, 0, None, dict.fromkeys([i], *own))
             if kind is several:
-                axes.set_xlabel("budget: share of the prompt, or tokens of a head")
+                text = "prompt and what may follow" if entry.methods[kind[0]].whole else "prompt"
+                axes.set_xlabel(f"budget: share of the {text}, or tokens of a head")
             else:
                 axes.set_xticks(range(len(kind)), map(title, kind), rotation=60, ha="right", fontsize="small")
             axes.set(title=column, ylabel=_UNITS.get(metrics.get(column, ""), "score"))
